@@ -1,0 +1,161 @@
+"""`EngineConfig`: every parameter of the engine, its default and its check, in one place.
+
+The values come from the `parameters` block of `model_repository/generation/config.pbtxt` as strings. An empty value, or
+one that is only a reference to an unset environment variable (`${NAME}`), means the default. An unknown name or an
+impossible value raises `ConfigError` with a message that says what to write.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, model_validator
+
+from multilora_engine.errors import ConfigError
+
+_ENVIRONMENT_REFERENCE = re.compile(r"\$\{(\w+)\}")
+
+_ADAPTER_RANK_LIMIT = 256
+"""Largest rank the kernels are written for."""
+
+
+class LoRAConfig(BaseModel):
+    """The `lora_*` and `max_lora*` parameters."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    max_loras: Annotated[
+        int, Field(ge=1, le=4096, description="Distinct adapters that may share one step; further ones wait.")
+    ] = 32
+    max_lora_rank: Annotated[
+        int,
+        Field(ge=1, le=_ADAPTER_RANK_LIMIT, description="Largest rank accepted. An adapter costs only its own rank."),
+    ] = 64
+    lora_dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        Field(description="Storage type of cached adapters; `auto` is the type the model computes in."),
+    ] = "auto"
+    lora_cache_host_memory_bytes: Annotated[
+        ByteSize, Field(ge=1, description="Budget of the host tier, in bytes or like `4GiB`.")
+    ] = ByteSize(1 << 30)
+    lora_cache_gpu_memory_fraction: Annotated[
+        float,
+        Field(gt=0, lt=1, description="Device tier, as a share of the memory free after the weights. GPU only."),
+    ] = 0.05
+    lora_on_conflict: Annotated[
+        Literal["refuse", "replace"],
+        Field(description="A cached task id sent with other weights: `refuse` it, or `replace` it for new requests."),
+    ] = "refuse"
+
+
+class EngineConfig(BaseModel):
+    """All parameters of the engine. Frozen: derived values live with whoever derives them."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    model_path: Annotated[
+        Path, Field(description="Directory of a Hugging Face checkpoint (config.json, *.safetensors, tokenizer).")
+    ]
+    tokenizer_path: Annotated[
+        Path | None, Field(description="Directory of the tokenizer; the default is `model_path`.")
+    ] = None
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], Field(description="`auto` is the GPU of this instance, or the CPU without one.")
+    ] = "auto"
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        Field(description="Type the model computes in; `auto` is the checkpoint's on a GPU and float32 on a CPU."),
+    ] = "auto"
+    num_threads: Annotated[int, Field(ge=0, description="CPU threads of the engine; 0 is one per core.")] = 0
+    max_model_len: Annotated[
+        int, Field(ge=0, description="Longest prompt plus answer, in tokens; 0 is the checkpoint's own limit.")
+    ] = 0
+    max_num_seqs: Annotated[int, Field(ge=1, le=4096, description="Sequences that may run at once.")] = 64
+    max_num_batched_tokens: Annotated[
+        int, Field(ge=1, description="Tokens of one step: decodes first, the rest goes to prompts in chunks.")
+    ] = 512
+    max_queue_size: Annotated[
+        int, Field(ge=1, description="Requests that may wait; one more is refused with UNAVAILABLE.")
+    ] = 4096
+    block_size: Annotated[int, Field(ge=1, le=1024, description="Tokens of one KV cache block.")] = 16
+    kv_cache_memory_bytes: Annotated[
+        ByteSize, Field(ge=0, description="KV cache budget; 0 is what is left on a GPU, and 1 GiB on a CPU.")
+    ] = ByteSize(0)
+    gpu_memory_utilization: Annotated[
+        float, Field(gt=0, le=1, description="Share of the GPU's memory the engine may use in all.")
+    ] = 0.9
+    request_timeout_s: Annotated[
+        float, Field(gt=0, description="A request is ended this many seconds after it arrived, whoever still listens.")
+    ] = 600.0
+    add_special_tokens: Annotated[
+        bool, Field(description="Whether the tokenizer adds its special tokens (such as BOS) to `text_input`.")
+    ] = True
+    exclude_input_in_output: Annotated[
+        bool, Field(description="Default of the input of that name: leave the prompt out of unary answers.")
+    ] = False
+    lora: LoRAConfig = LoRAConfig()
+
+    @model_validator(mode="after")
+    def _check_together(self) -> EngineConfig:
+        if not (self.model_path / "config.json").is_file():
+            raise ValueError(
+                f"model_path: {self.model_path} has no config.json; give the directory of a Hugging Face checkpoint"
+            )
+        if self.max_num_seqs > self.max_num_batched_tokens:
+            raise ValueError(
+                f"max_num_seqs: {self.max_num_seqs} sequences cannot each get one token of max_num_batched_tokens "
+                f"{self.max_num_batched_tokens}; write max_num_seqs <= max_num_batched_tokens"
+            )
+        return self
+
+    @classmethod
+    def from_parameters(
+        cls, parameters: Mapping[str, str], environ: Mapping[str, str] | None = None
+    ) -> EngineConfig:
+        """Read the string parameters of config.pbtxt. Raises ConfigError."""
+        values = {
+            name: text
+            for name, raw in parameters.items()
+            if (text := _expand(raw, os.environ if environ is None else environ).strip())
+        }
+        known = set(parameter_descriptions())
+        if unknown := sorted(set(values) - known):
+            raise ConfigError(
+                f"unknown parameter {', '.join(unknown)} in config.pbtxt; known are: {', '.join(sorted(known))}"
+            )
+        if "model_path" not in values:
+            raise ConfigError("parameter model_path is empty; write the directory of a Hugging Face checkpoint")
+        lora_names = set(LoRAConfig.model_fields)
+        try:
+            lora = LoRAConfig.model_validate({k: v for k, v in values.items() if k in lora_names})
+            engine = {k: v for k, v in values.items() if k not in lora_names}
+            return cls.model_validate({**engine, "lora": lora})
+        except ValidationError as error:
+            raise ConfigError(_explain(error)) from None
+
+
+def parameter_descriptions() -> dict[str, tuple[object, str]]:
+    """name -> (default, description) of every parameter of config.pbtxt, in the order of the documentation."""
+    fields = {**EngineConfig.model_fields, **LoRAConfig.model_fields}
+    return {
+        name: (None if field.is_required() else field.default, field.description or "")
+        for name, field in fields.items()
+        if name != "lora"
+    }
+
+
+def _expand(text: str, environ: Mapping[str, str]) -> str:
+    return _ENVIRONMENT_REFERENCE.sub(lambda match: environ.get(match.group(1), ""), text)
+
+
+def _explain(error: ValidationError) -> str:
+    parts = []
+    for item in error.errors():
+        name = ".".join(str(p) for p in item["loc"])
+        message = item["msg"].removeprefix("Value error, ")
+        parts.append(f"parameter {name}={item['input']!r}: {message}" if name else f"parameter {message}")
+    return "; ".join(parts)

@@ -1,0 +1,113 @@
+"""Everything a client or an operator can cause, as one tree. What only our own bug can cause is an assert instead.
+
+    MultiloraError
+      ConfigError                                 stops the load; the message says what to write
+      RequestError                                reaches the client that caused it, and nobody else
+        InvalidRequest      -> INVALID_ARG        malformed or contradictory input
+        AdapterNotFound     -> NOT_FOUND          `lora_task_id` is not cached and no weights came with it
+        AdapterConflict     -> ALREADY_EXISTS     the id is cached with other weights
+        Unsupported         -> UNSUPPORTED        well-formed, but something this server does not do
+        Unavailable         -> UNAVAILABLE        try again later
+          AdapterCacheFull                        every cached adapter is pinned by a request in flight
+          QueueFull                               `max_queue_size` requests are waiting already
+          EngineUnavailable                       the engine process died or is starting
+        Cancelled           -> CANCELLED          the client, a `stop` request or the deadline ended it
+        InternalError       -> INTERNAL           a step failed on the device; the requests in it are lost
+
+On streams and on HTTP generate Triton hands only the message on, so `wire_message` puts the code in front and the
+request id behind: `[NOT_FOUND] LoRA task 7 not found in cache. Please send LoRA weights with request (request ab12)`.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class MultiloraError(Exception):
+    """Base of everything this package raises on purpose."""
+
+
+class ConfigError(MultiloraError):
+    """A parameter is unknown, malformed or impossible; the message names it and says what to write."""
+
+
+class RequestError(MultiloraError):
+    """Base of what a request can cause. `code` is the name of the Triton status it becomes."""
+
+    code: ClassVar[str]
+
+    def wire_message(self, request_id: str) -> str:
+        """The text a client sees: code, message, request id."""
+        return f"[{self.code}] {self} (request {request_id or '-'})"
+
+
+class InvalidRequest(RequestError):
+    """Malformed or contradictory input."""
+
+    code = "INVALID_ARG"
+
+
+class AdapterNotFound(RequestError):
+    """The adapter of a task id is in no tier. Existing clients match this text and answer by sending the weights."""
+
+    code = "NOT_FOUND"
+
+    def __init__(self, lora_task_id: int) -> None:
+        super().__init__(f"LoRA task {lora_task_id} not found in cache. Please send LoRA weights with request")
+
+
+class AdapterConflict(RequestError):
+    """The task id is cached with other weights, and `lora_on_conflict` is `refuse`."""
+
+    code = "ALREADY_EXISTS"
+
+    def __init__(self, lora_task_id: int, cached_digest: str, sent_digest: str) -> None:
+        super().__init__(
+            f"LoRA task {lora_task_id} is cached with other weights (cached {cached_digest[:12]}, sent "
+            f"{sent_digest[:12]}). Use another task id, or set lora_on_conflict to replace"
+        )
+
+
+class Unsupported(RequestError):
+    """Well-formed, but something this server does not do."""
+
+    code = "UNSUPPORTED"
+
+
+class Unavailable(RequestError):
+    """Nothing is wrong with the request; there is no room for it now."""
+
+    code = "UNAVAILABLE"
+
+
+class AdapterCacheFull(Unavailable):
+    """Existing clients match `Cache is full. There are no done tasks to evict` and back off."""
+
+    def __init__(self, lora_task_id: int, needed_pages: int, free_pages: int, evictable_pages: int, pages: int) -> None:
+        super().__init__(
+            f"Cache is full. There are no done tasks to evict: LoRA task {lora_task_id} needs {needed_pages} pages, "
+            f"{free_pages} of {pages} are free and {evictable_pages} evictable, requests in flight hold the rest"
+        )
+
+
+class QueueFull(Unavailable):
+    """`max_queue_size` requests are waiting already."""
+
+    def __init__(self, num_waiting: int) -> None:
+        super().__init__(f"the queue is full: {num_waiting} requests are waiting")
+
+
+class EngineUnavailable(Unavailable):
+    """The engine process died or has not finished starting."""
+
+
+class Cancelled(RequestError):
+    """The client, a `stop` request or the deadline ended the request."""
+
+    code = "CANCELLED"
+
+
+class InternalError(RequestError):
+    """A step failed. The requests that were in it are lost; the others go on."""
+
+    code = "INTERNAL"

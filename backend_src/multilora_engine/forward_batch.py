@@ -1,0 +1,59 @@
+"""`ForwardBatch`: everything one forward pass needs, passed as an argument, never kept in a global."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from multilora_kernels import LoRASegments, LoRATables
+
+
+@dataclass(frozen=True)
+class LoRABatch:
+    """The adapters of one step: where their weights lie, and which tokens are theirs."""
+
+    tables: LoRATables
+    segments: LoRASegments
+
+
+@dataclass(frozen=True)
+class ForwardBatch:
+    """The tokens of one step, sequences one after another, those with one token (decode) before all others.
+
+    Worked example, block_size 4: sequence X decodes its 6th token, sequence Y prefills 3 tokens from position 0.
+
+        input_ids       [x5, y0, y1, y2]
+        positions       [ 5,  0,  1,  2]
+        slot_mapping    [ 9, 12, 13, 14]     X has blocks 0 and 2, Y has block 3
+        query_lens      [1, 3]
+        context_lens    [6, 3]               keys each sequence attends to after this step, its own new ones included
+        block_tables    [[0, 2], [3, -1]]    padded with -1
+        num_decodes     1
+        logits_indices  [0, 3]               the rows whose next token is wanted
+
+    input_ids, positions, slot_mapping: [num_tokens] int64.  block_tables: [num_seqs, max blocks] int64.
+    logits_indices: [num_logits] int64.  query_lens, context_lens: host lists, [num_seqs].
+    lora: None when no token of the step has an adapter: such a step does no LoRA work at all.
+    """
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    slot_mapping: torch.Tensor
+    query_lens: list[int]
+    context_lens: list[int]
+    block_tables: torch.Tensor
+    num_decodes: int
+    logits_indices: torch.Tensor
+    block_size: int
+    lora: LoRABatch | None = None
+
+
+@dataclass(frozen=True)
+class KVCache:
+    """Keys and values of every layer, addressed by slot: slot = block * block_size + position inside the block.
+
+    keys, values: [num_layers, num_blocks * block_size, num_kv_heads, head_dim].
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor

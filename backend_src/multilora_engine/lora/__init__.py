@@ -1,0 +1,1 @@
+"""Adapters: the wire format, the two tiers, and their one writer, `LoRAManager`."""

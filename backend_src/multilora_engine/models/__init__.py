@@ -1,0 +1,1 @@
+"""Model definitions: plain functions of their weights and a `ForwardBatch`."""

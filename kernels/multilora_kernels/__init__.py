@@ -1,0 +1,12 @@
+"""Batched multi-LoRA operators: y[slice] += (x A^T) B^T for tokens of many adapters of many ranks.
+
+Public: `LoRATables` (where every adapter's weights lie), `LoRASegments` and `lora_segments` (which tokens belong to
+which adapter, built once per step), `lora_shrink` and `lora_expand` (one call each per fused linear).
+"""
+
+from multilora_kernels.expand import lora_expand
+from multilora_kernels.segments import LoRASegments, lora_segments
+from multilora_kernels.shrink import lora_shrink
+from multilora_kernels.tables import LoRATables
+
+__all__ = ["LoRASegments", "LoRATables", "lora_expand", "lora_segments", "lora_shrink"]

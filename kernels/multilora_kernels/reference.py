@@ -1,0 +1,65 @@
+"""Every operator in plain PyTorch under the same name and signature: the oracle of the tests, the path of last resort.
+
+One loop over chunks and slices, one small matrix product each. It synchronises the device (it reads the work list on
+the host), so on a GPU it is for tests only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from multilora_kernels.segments import LoRASegments
+from multilora_kernels.tables import LoRATables
+
+
+def lora_shrink(x: torch.Tensor, tables: LoRATables, first_slice: int, num_slices: int, segments: LoRASegments) -> torch.Tensor:
+    """v[s, t, :r] = x[t] @ A(l(t), first_slice + s)^T; see `multilora_kernels.shrink.lora_shrink`."""
+    v = x.new_zeros(num_slices, x.shape[0], tables.max_rank, dtype=torch.float32)
+    for tokens, lora_index in _chunks(segments):
+        rows = x[tokens].float()
+        for s in range(num_slices):
+            rank = int(tables.rank[lora_index, first_slice + s])
+            if rank:
+                a = _matrix(tables, tables.a_offset, lora_index, first_slice + s, rank, x.shape[1])
+                v[s, tokens, :rank] = rows @ a.T
+    return v
+
+
+def lora_expand(
+    v: torch.Tensor,
+    y: torch.Tensor,
+    tables: LoRATables,
+    first_slice: int,
+    slice_sizes: Sequence[int],
+    segments: LoRASegments,
+) -> None:
+    """y[t, slice s] += v[s, t, :r] @ B(l(t), first_slice + s)^T in place; see `multilora_kernels.expand.lora_expand`."""
+    for tokens, lora_index in _chunks(segments):
+        start = 0
+        for s, size in enumerate(slice_sizes):
+            column = first_slice + s
+            rank = int(tables.rank[lora_index, column])
+            if rank:
+                b = _matrix(tables, tables.b_offset, lora_index, column, size, rank)
+                out = y[tokens, start : start + size].float() + v[s, tokens, :rank].to(b.dtype) @ b.T
+                magnitude = int(tables.magnitude_offset[lora_index, column])
+                if magnitude >= 0:
+                    out *= tables.arena[magnitude : magnitude + size].float()
+                y[tokens, start : start + size] = out.to(y.dtype)
+            start += size
+
+
+def _chunks(segments: LoRASegments) -> list[tuple[torch.Tensor, int]]:
+    starts, lengths = segments.chunk_start.tolist(), segments.chunk_length.tolist()
+    return [
+        (segments.permutation[start : start + length].long(), lora_index)
+        for start, length, lora_index in zip(starts, lengths, segments.chunk_lora_index.tolist(), strict=True)
+        if length
+    ]
+
+
+def _matrix(tables: LoRATables, offsets: torch.Tensor, lora_index: int, column: int, rows: int, cols: int) -> torch.Tensor:
+    offset = int(offsets[lora_index, column])
+    return tables.arena[offset : offset + rows * cols].view(rows, cols).float()

@@ -1,0 +1,67 @@
+"""Which tokens belong to which adapter: computed once per step, used by every layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+CHUNK_SIZE = 16
+"""Largest number of tokens of one chunk: the rows of one tensor-core tile."""
+
+
+@dataclass(frozen=True)
+class LoRASegments:
+    """Tokens sorted by adapter and cut into chunks of at most `CHUNK_SIZE` tokens of one adapter.
+
+    Worked example with chunks of 2: seven tokens, two adapters, -1 is the base model.
+
+        token_lora_mapping  [ 1, -1, 0, 1, 1, -1, 0]
+        permutation         [ 2, 6, 0, 3, 4 ]           tokens of adapter 0, then of adapter 1; base tokens are left out
+        chunk_start         [ 0, 2, 4 ]                 into permutation
+        chunk_length        [ 2, 2, 1 ]
+        chunk_lora_index    [ 0, 1, 1 ]
+
+    permutation: [num_tokens] int32, the tail after the last chunk is undefined.
+    chunk_start, chunk_length, chunk_lora_index: [capacity] int32; capacity depends only on the number of tokens and of
+        adapters, so a captured CUDA graph replays for any mix. Chunks past the last have length 0 and lora_index -1.
+    num_tokens: rows of the batch.
+    """
+
+    permutation: torch.Tensor
+    chunk_start: torch.Tensor
+    chunk_length: torch.Tensor
+    chunk_lora_index: torch.Tensor
+    num_tokens: int
+
+
+def lora_segments(token_lora_mapping: torch.Tensor, max_loras: int, chunk_size: int = CHUNK_SIZE) -> LoRASegments:
+    """Sort tokens by adapter and cut the runs into chunks, without synchronising the device.
+
+    token_lora_mapping: [num_tokens] int32 or int64, each -1 (base model) or 0 .. max_loras - 1.
+    Every run of `n` tokens gives `ceil(n / chunk_size)` chunks; the order inside a run is the batch's order.
+    """
+    num_tokens = token_lora_mapping.numel()
+    capacity = min(num_tokens, max_loras + num_tokens // chunk_size)
+    mapping = token_lora_mapping.long()
+    # Base tokens get the key max_loras, so the stable sort leaves them behind every adapter's tokens.
+    keys, order = torch.sort(torch.where(mapping < 0, max_loras, mapping), stable=True)
+    counts = torch.zeros(max_loras + 1, dtype=torch.int64, device=mapping.device)
+    counts.scatter_add_(0, keys, torch.ones_like(keys))
+    run_start = torch.cumsum(counts, 0) - counts
+    num_chunks = (counts[:max_loras] + chunk_size - 1) // chunk_size
+    chunk_end = torch.cumsum(num_chunks, 0)
+    chunk = torch.arange(capacity, device=mapping.device)
+    lora_index = torch.searchsorted(chunk_end, chunk, right=True)
+    is_real = lora_index < max_loras
+    run = torch.where(is_real, lora_index, 0)
+    offset = (chunk - (chunk_end[run] - num_chunks[run])) * chunk_size
+    start = run_start[run] + offset
+    length = torch.clamp(counts[run] - offset, max=chunk_size)
+    return LoRASegments(
+        permutation=order.int(),
+        chunk_start=torch.where(is_real, start, 0).int(),
+        chunk_length=torch.where(is_real, length, 0).int(),
+        chunk_lora_index=torch.where(is_real, lora_index, -1).int(),
+        num_tokens=num_tokens,
+    )

@@ -1,0 +1,31 @@
+"""Where the weights of every adapter of a step lie: one arena of pages, and tables of offsets and ranks into it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class LoRATables:
+    """Static tensors, written only when an adapter comes or goes; a step only reads them.
+
+    Column `s` of a table is one *slice*: one output of one linear of one layer (q, k, v, o, gate, up, down of layer 0,
+    then of layer 1, ...). Row `l` is a `lora_index`. The slice's A is `arena[a_offset : a_offset + rank * in]` read as
+    `[rank, in]` row-major, its B is `arena[b_offset : b_offset + out * rank]` read as `[out, rank]` row-major; the
+    scaling is already in B. Slices of a fused row share one A.
+
+    arena: [num_elements], the adapters' dtype (float32, bfloat16 or float16), on the device.
+    rank: [max_loras, num_slices], int32; 0 means the adapter does not touch the slice: no work, offsets undefined.
+    a_offset, b_offset: [max_loras, num_slices], int64, in elements of `arena`.
+    magnitude_offset: [max_loras, num_slices], int64; DoRA's normalised magnitude `[out]`, -1 where there is none.
+    max_rank: no rank in the table is larger.
+    """
+
+    arena: torch.Tensor
+    rank: torch.Tensor
+    a_offset: torch.Tensor
+    b_offset: torch.Tensor
+    magnitude_offset: torch.Tensor
+    max_rank: int
