@@ -113,9 +113,7 @@ class EngineConfig(BaseModel):
         return self
 
     @classmethod
-    def from_parameters(
-        cls, parameters: Mapping[str, str], environ: Mapping[str, str] | None = None
-    ) -> EngineConfig:
+    def from_parameters(cls, parameters: Mapping[str, str], environ: Mapping[str, str] | None = None) -> EngineConfig:
         """Read the string parameters of config.pbtxt. Raises ConfigError."""
         values = {
             name: text

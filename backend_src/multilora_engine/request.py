@@ -6,9 +6,14 @@ processes as they are). `Sequence` is the engine's own mutable state of one requ
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal
+from random import Random
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from multilora_engine.lora.host_tier import CachedAdapter
+    from multilora_engine.text import TextStream
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
@@ -62,8 +67,8 @@ class TokenOutput:
         could still become a stop word, are held back until they are decided.
     text: their text; what a stop word cuts off is not in it.
     finish_reason: set exactly once, on the last output of the request: `stop` (end token or stop word), `length`
-        (max_tokens or the context is used up), `cancelled` (a `stop` request or the deadline). None before.
-    error_code, error_message: set instead of a finish reason when the request failed (names of errors.py).
+        (max_tokens or the context is used up), `cancelled` (it was aborted). None before.
+    error_code, error_message: set instead of a finish reason when the request failed (codes of errors.py).
     num_prompt_tokens, num_output_tokens: totals so far.
     lora_digest: digest of the adapter that answered, empty for the base model.
     """
@@ -87,3 +92,38 @@ class SequenceStatus(Enum):
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """The engine's state of one request.
+
+    arrival: place in the order of arrival, unique.
+    adapter: pinned from acceptance to the end; None is the base model.
+    text: decides which tokens and text may leave.
+    num_computed_tokens: tokens whose keys and values are in the cache; written by the scheduler only.
+    num_overtakes: sequences with an adapter that were admitted before this one although they came later.
+    """
+
+    request: GenerationRequest
+    arrival: int
+    adapter: CachedAdapter | None
+    text: TextStream
+    random: Random
+    output_token_ids: list[int] = field(default_factory=list)
+    block_table: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    num_overtakes: int = 0
+    status: SequenceStatus = SequenceStatus.WAITING
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known so far, prompt and answer."""
+        return len(self.request.prompt_token_ids) + len(self.output_token_ids)
+
+    def token_ids(self, start: int, end: int) -> list[int]:
+        """Tokens start .. end - 1 of prompt and answer."""
+        prompt = self.request.prompt_token_ids
+        if start >= len(prompt):
+            return self.output_token_ids[start - len(prompt) : end - len(prompt)]
+        return (prompt[start:end] + self.output_token_ids)[: end - start]

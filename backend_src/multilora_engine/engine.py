@@ -1,0 +1,311 @@
+"""`Engine`: requests in, tokens out. One thread owns it; it needs neither a server nor a socket."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+
+import torch
+
+from multilora_engine.config import EngineConfig
+from multilora_engine.errors import Cancelled, InternalError, InvalidRequest, RequestError
+from multilora_engine.forward_batch import KVCache
+from multilora_engine.kv_cache import BlockAllocator
+from multilora_engine.lora.device_tier import DeviceTier
+from multilora_engine.lora.format import TORCH_DTYPES, AdapterLayout, PackedAdapter, adapter_layout
+from multilora_engine.lora.host_tier import HostTier
+from multilora_engine.lora.manager import LoRAManager
+from multilora_engine.lora.page_pool import PagePool
+from multilora_engine.memory import MemoryPlan, plan_memory
+from multilora_engine.model_runner import ModelRunner
+from multilora_engine.models.llama import LlamaModel
+from multilora_engine.models.loader import load_model
+from multilora_engine.models.model_config import ModelConfig, read_model_config
+from multilora_engine.request import FinishReason, GenerationRequest, Sequence, TokenOutput
+from multilora_engine.sampler import end_tokens
+from multilora_engine.scheduler import ScheduledSequence, Scheduler
+from multilora_engine.text import TextStream, Tokenizer
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """What the fronts must know of a running engine: plain values, so that it travels between processes."""
+
+    model_path: str
+    tokenizer_path: str
+    max_model_len: int
+    vocab_size: int
+    end_token_ids: tuple[int, ...]
+    add_special_tokens: bool
+    exclude_input_in_output: bool
+    adapter_layout: AdapterLayout
+    kv_cache_tokens: int
+    device: str
+    dtype: str
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """A moment's numbers. Idle means: nothing waiting or running, all blocks free, no pins."""
+
+    num_waiting: int
+    num_running: int
+    num_free_blocks: int
+    num_blocks: int
+    num_cached_adapters: int
+    num_pins: int
+    num_preemptions: int
+
+
+class Engine:
+    """Continuous batching over one base model and many adapters.
+
+    `add_request` accepts, `step` computes, every accepted request ends with exactly one final `TokenOutput`, from
+    `step` or from `abort`.
+    """
+
+    def __init__(self, config: EngineConfig, on_progress: Callable[[int, int], None] | None = None) -> None:
+        """Load everything. on_progress: called with (tensors loaded, tensors in all). Raises ConfigError."""
+        device = _device(config)
+        if device.type == "cpu":
+            torch.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
+        model_config = read_model_config(config.model_path)
+        dtype = _dtype(config.dtype, model_config, device)
+        tokenizer_path = config.tokenizer_path or config.model_path
+        self._tokenizer = Tokenizer(tokenizer_path)
+        model = load_model(config.model_path, dtype, device, on_progress)
+        lora_dtype = _name(dtype) if config.lora.lora_dtype == "auto" else config.lora.lora_dtype
+        layout = adapter_layout(model_config, config.lora.max_lora_rank, lora_dtype)
+        plan = plan_memory(config, model_config, layout, dtype, device)
+        self.info = EngineInfo(
+            model_path=str(config.model_path),
+            tokenizer_path=str(tokenizer_path),
+            max_model_len=plan.max_model_len,
+            vocab_size=model_config.vocab_size,
+            end_token_ids=model_config.end_token_ids,
+            add_special_tokens=config.add_special_tokens,
+            exclude_input_in_output=config.exclude_input_in_output,
+            adapter_layout=layout,
+            kv_cache_tokens=plan.num_blocks * config.block_size,
+            device=str(device),
+            dtype=_name(dtype),
+        )
+        self._timeout_s = config.request_timeout_s
+        self._loras = _build_lora_manager(config, layout, plan, device)
+        self._blocks = BlockAllocator(plan.num_blocks, config.block_size)
+        self._scheduler = Scheduler(
+            self._blocks, self._loras, config.max_num_seqs, config.max_num_batched_tokens, config.max_queue_size
+        )
+        self._runner = _build_model_runner(model, model_config, config, plan, dtype, device, self._loras)
+        self._sequences: dict[str, Sequence] = {}
+        self._deadlines: list[tuple[float, str]] = []
+        self._arrivals = itertools.count()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a `step` would do anything."""
+        return bool(self._sequences)
+
+    @property
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            num_waiting=self._scheduler.num_waiting,
+            num_running=self._scheduler.num_running,
+            num_free_blocks=self._blocks.num_free,
+            num_blocks=self._blocks.num_blocks,
+            num_cached_adapters=self._loras.num_cached,
+            num_pins=self._loras.num_pins,
+            num_preemptions=self._scheduler.num_preemptions,
+        )
+
+    def put_adapter(self, lora_task_id: int, adapter: PackedAdapter) -> None:
+        """Cache an adapter. Raises AdapterConflict or AdapterCacheFull."""
+        self._loras.put(lora_task_id, adapter)
+
+    def adapter_digest(self, lora_task_id: int) -> str:
+        """The digest of a cached adapter. Raises AdapterNotFound."""
+        return self._loras.digest(lora_task_id)
+
+    def add_request(self, request: GenerationRequest) -> None:
+        """Accept a request, or raise InvalidRequest, AdapterNotFound or QueueFull, and nothing has changed."""
+        self._check(request)
+        self._scheduler.check_queue()
+        adapter = None if request.lora_task_id is None else self._loras.pin(request.lora_task_id)
+        timeout_s = self._timeout_s if request.timeout_s is None else min(request.timeout_s, self._timeout_s)
+        sequence = Sequence(
+            request=request,
+            arrival=next(self._arrivals),
+            adapter=adapter,
+            text=TextStream(self._tokenizer, request.sampling.stop_words),
+            random=Random(request.sampling.seed),
+        )
+        self._sequences[request.request_id] = sequence
+        heapq.heappush(self._deadlines, (time.monotonic() + timeout_s, request.request_id))
+        self._scheduler.add(sequence)
+
+    def abort(self, request_id: str) -> TokenOutput | None:
+        """End a request now. Its final output, with what was held back; None if it has ended before."""
+        sequence = self._sequences.get(request_id)
+        return None if sequence is None else self._finish(sequence, "cancelled")
+
+    def step(self) -> list[TokenOutput]:
+        """Schedule, run, postprocess: what this step gave each request, if anything."""
+        outputs = self._end_expired()
+        step = self._scheduler.schedule()
+        if not step:
+            return outputs
+        try:
+            token_ids = self._runner.run(step)
+        except Exception as error:
+            _logger.exception("a step of %d sequences failed", len(step))
+            failure = InternalError(f"the step failed: {type(error).__name__}: {error}")
+            return outputs + [self._fail(scheduled.sequence, failure) for scheduled in step]
+        return outputs + self._postprocess(step, token_ids)
+
+    def check_integrity(self) -> None:
+        """Every table agrees with every other. For tests, after every step."""
+        self._scheduler.check_integrity()
+        assert self._scheduler.num_waiting + self._scheduler.num_running == len(self._sequences)
+
+    def close(self) -> None:
+        """Drop what is in flight, without outputs."""
+        for sequence in list(self._sequences.values()):
+            self._remove(sequence)
+
+    def _check(self, request: GenerationRequest) -> None:
+        prompt, sampling = request.prompt_token_ids, request.sampling
+        assert request.request_id not in self._sequences, f"request id {request.request_id} is in use"
+        if not prompt:
+            raise InvalidRequest("the prompt is empty: it has no tokens")
+        if len(prompt) >= self.info.max_model_len:
+            raise InvalidRequest(
+                f"the prompt has {len(prompt)} tokens and max_model_len is {self.info.max_model_len}: no room to answer"
+            )
+        vocab_size = self.info.vocab_size
+        if min(prompt) < 0 or max(prompt) >= vocab_size:
+            position = next(i for i, token_id in enumerate(prompt) if not 0 <= token_id < vocab_size)
+            raise InvalidRequest(
+                f"input_ids holds {prompt[position]} at position {position}, expected 0 .. {vocab_size - 1}"
+            )
+        if sampling.max_tokens < 1:
+            raise InvalidRequest(f"max_tokens is {sampling.max_tokens}, expected at least 1")
+        if sampling.end_id is not None and not -1 <= sampling.end_id < vocab_size:
+            raise InvalidRequest(f"end_id is {sampling.end_id}, expected -1 (none) .. {vocab_size - 1}")
+
+    def _end_expired(self) -> list[TokenOutput]:
+        outputs, now = [], time.monotonic()
+        while self._deadlines and self._deadlines[0][0] <= now:
+            sequence = self._sequences.get(heapq.heappop(self._deadlines)[1])
+            if sequence is not None:
+                outputs.append(self._fail(sequence, Cancelled("the request reached its deadline unfinished")))
+        return outputs
+
+    def _postprocess(self, step: list[ScheduledSequence], token_ids: list[int]) -> list[TokenOutput]:
+        sampled = [scheduled.sequence for scheduled in step if scheduled.is_sampled]
+        outputs = [self._append(sequence, token_id) for sequence, token_id in zip(sampled, token_ids, strict=True)]
+        return [output for output in outputs if output is not None]
+
+    def _append(self, sequence: Sequence, token_id: int) -> TokenOutput | None:
+        sequence.output_token_ids.append(token_id)
+        if token_id in end_tokens(sequence, self.info.end_token_ids):
+            return self._finish(sequence, "stop", end_token_id=token_id)
+        released = sequence.text.push(token_id)
+        if released.stopped:
+            return self._finish(sequence, "stop", released.token_ids, released.text)
+        if len(sequence.output_token_ids) >= self._max_output_tokens(sequence.request):
+            return self._finish(sequence, "length", released.token_ids, released.text)
+        return self._output(sequence, released.token_ids, released.text) if released.token_ids else None
+
+    def _max_output_tokens(self, request: GenerationRequest) -> int:
+        return min(request.sampling.max_tokens, self.info.max_model_len - len(request.prompt_token_ids))
+
+    def _finish(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        token_ids: list[int] | None = None,
+        text: str = "",
+        end_token_id: int | None = None,
+    ) -> TokenOutput:
+        """Remove a sequence; its last output, with what its text stream still held."""
+        self._remove(sequence)
+        held = sequence.text.finish()
+        last = [] if end_token_id is None else [end_token_id]
+        return self._output(sequence, (token_ids or []) + held.token_ids + last, text + held.text, reason)
+
+    def _fail(self, sequence: Sequence, error: RequestError) -> TokenOutput:
+        self._remove(sequence)
+        return TokenOutput(sequence.request.request_id, [], "", error_code=error.code, error_message=str(error))
+
+    def _remove(self, sequence: Sequence) -> None:
+        self._scheduler.finish(sequence)
+        del self._sequences[sequence.request.request_id]
+
+    def _output(
+        self, sequence: Sequence, token_ids: list[int], text: str, finish_reason: FinishReason | None = None
+    ) -> TokenOutput:
+        return TokenOutput(
+            request_id=sequence.request.request_id,
+            token_ids=token_ids,
+            text=text,
+            finish_reason=finish_reason,
+            num_prompt_tokens=len(sequence.request.prompt_token_ids),
+            num_output_tokens=len(sequence.output_token_ids),
+            lora_digest="" if sequence.adapter is None else sequence.adapter.digest,
+        )
+
+
+def _device(config: EngineConfig) -> torch.device:
+    if config.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(config.device)
+
+
+def _dtype(name: str, model: ModelConfig, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        # A CPU without bf16 matrix units multiplies bf16 four times slower than float32.
+        name = "float32" if device.type == "cpu" else model.dtype
+    return TORCH_DTYPES[name]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _build_lora_manager(
+    config: EngineConfig, layout: AdapterLayout, plan: MemoryPlan, device: torch.device
+) -> LoRAManager:
+    host = HostTier(plan.num_host_pages, layout.page_bytes, pin_memory=device.type == "cuda")
+    is_shared = device.type == "cpu"
+    device_pool = host.pool if is_shared else PagePool(plan.num_device_pages, layout.page_bytes, device)
+    tier = DeviceTier(layout, host.pool, device_pool, config.lora.max_loras)
+    return LoRAManager(host, tier, config.lora.lora_on_conflict)
+
+
+def _build_model_runner(
+    model: LlamaModel,
+    model_config: ModelConfig,
+    config: EngineConfig,
+    plan: MemoryPlan,
+    dtype: torch.dtype,
+    device: torch.device,
+    loras: LoRAManager,
+) -> ModelRunner:
+    shape = (
+        model_config.num_layers,
+        plan.num_blocks * config.block_size,
+        model_config.num_kv_heads,
+        model_config.head_dim,
+    )
+    kv_cache = KVCache(
+        keys=torch.empty(shape, dtype=dtype, device=device), values=torch.empty(shape, dtype=dtype, device=device)
+    )
+    return ModelRunner(model, kv_cache, config.block_size, loras)

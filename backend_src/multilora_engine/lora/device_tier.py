@@ -1,0 +1,182 @@
+"""`DeviceTier`: the adapters that a step can use: their pages on the device, and their place in the tables."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Set
+from dataclasses import dataclass
+
+import torch
+
+from multilora_engine.lora.format import SLICES, AdapterLayout, PackedRow, lora_modules
+from multilora_engine.lora.host_tier import CachedAdapter
+from multilora_engine.lora.page_pool import PagePool
+from multilora_kernels import LoRATables
+
+
+@dataclass
+class _Resident:
+    """An adapter whose pages are on the device, or on their way there.
+
+    copied: recorded behind the copies on the copy stream; None when there was nothing to copy.
+    """
+
+    pages: list[int]
+    copied: torch.cuda.Event | None
+    lora_index: int | None = None
+    num_users: int = 0
+
+
+class DeviceTier:
+    """Pages on the device and the tables that address them; changed only by `LoRAManager`.
+
+    On a CPU the host tier's pages are the device's (`host_pool is device_pool`): nothing is ever copied. Otherwise an
+    adapter is copied page by page on a stream of its own, and `is_ready` tells when a step may use it.
+
+    A running sequence is a *user* of its adapter. Adapters without users stay until their pages or their `lora_index`
+    are wanted, least recently used first.
+    """
+
+    def __init__(self, layout: AdapterLayout, host_pool: PagePool, device_pool: PagePool, max_loras: int) -> None:
+        self._layout = layout
+        self._host_pool = host_pool
+        self._pool = device_pool
+        self._residents: OrderedDict[CachedAdapter, _Resident] = OrderedDict()
+        self._free_indices = list(range(max_loras - 1, -1, -1))
+        device = device_pool.storage.device
+        self._copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        shape = (max_loras, layout.num_columns)
+        self.tables = LoRATables(
+            arena=device_pool.storage.view(-1).view(layout.torch_dtype),
+            rank=torch.zeros(shape, dtype=torch.int32, device=device),
+            a_offset=torch.zeros(shape, dtype=torch.int64, device=device),
+            b_offset=torch.zeros(shape, dtype=torch.int64, device=device),
+            magnitude_offset=torch.full(shape, -1, dtype=torch.int64, device=device),
+            max_rank=layout.max_rank,
+        )
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether host and device pages are the same memory."""
+        return self._pool is self._host_pool
+
+    def prefetch(self, adapter: CachedAdapter, wanted: Set[CachedAdapter] = frozenset()) -> bool:
+        """Bring an adapter's pages to the device, without waiting. False if there is no room for it now.
+
+        wanted: adapters that others wait for; they are not evicted to make room for this one.
+        """
+        if adapter in self._residents:
+            self._residents.move_to_end(adapter)
+            return True
+        if self.is_shared:
+            self._residents[adapter] = _Resident(adapter.pages, copied=None)
+            return True
+        if not self._make_room(len(adapter.pages), wanted):
+            return False
+        pages = self._pool.allocate(len(adapter.pages))
+        self._residents[adapter] = _Resident(pages, self._copy(adapter.pages, pages))
+        return True
+
+    def is_ready(self, adapter: CachedAdapter) -> bool:
+        """Whether a step that starts now finds the adapter's weights on the device."""
+        resident = self._residents.get(adapter)
+        return resident is not None and (resident.copied is None or resident.copied.query())
+
+    def acquire(self, adapter: CachedAdapter) -> bool:
+        """Give a ready adapter a `lora_index` and one more user. False if `max_loras` others have users."""
+        resident = self._residents[adapter]
+        if resident.lora_index is None:
+            index = self._claim_index()
+            if index is None:
+                return False
+            resident.lora_index = index
+            self._write_tables(index, adapter.rows, resident.pages)
+        resident.num_users += 1
+        self._residents.move_to_end(adapter)
+        return True
+
+    def release(self, adapter: CachedAdapter) -> None:
+        """One user less."""
+        resident = self._residents[adapter]
+        assert resident.num_users > 0
+        resident.num_users -= 1
+
+    def lora_index(self, adapter: CachedAdapter) -> int:
+        """The row of an acquired adapter in the tables."""
+        resident = self._residents[adapter]
+        assert resident.num_users > 0
+        assert resident.lora_index is not None
+        return resident.lora_index
+
+    def drop(self, adapter: CachedAdapter) -> None:
+        """Forget an adapter without users, if it is here."""
+        resident = self._residents.pop(adapter, None)
+        if resident is None:
+            return
+        assert resident.num_users == 0, f"LoRA task {adapter.lora_task_id} is in use on the device"
+        if resident.lora_index is not None:
+            self._free_indices.append(resident.lora_index)
+        if not self.is_shared:
+            if resident.copied is not None:
+                resident.copied.synchronize()
+            self._pool.free(resident.pages)
+
+    def check_integrity(self) -> None:
+        if not self.is_shared:
+            self._pool.check_integrity(resident.pages for resident in self._residents.values())
+        used = [r.lora_index for r in self._residents.values() if r.lora_index is not None]
+        assert sorted(used + self._free_indices) == list(range(len(self.tables.rank))), "a lora_index is lost or shared"
+        assert all(r.num_users == 0 or r.lora_index is not None for r in self._residents.values())
+
+    def _make_room(self, num_pages: int, wanted: Set[CachedAdapter]) -> bool:
+        idle = [a for a, resident in self._residents.items() if resident.num_users == 0 and a not in wanted]
+        if self._pool.num_free + sum(len(self._residents[adapter].pages) for adapter in idle) < num_pages:
+            return False
+        while self._pool.num_free < num_pages:
+            self.drop(idle.pop(0))
+        return True
+
+    def _claim_index(self) -> int | None:
+        if self._free_indices:
+            return self._free_indices.pop()
+        for resident in self._residents.values():
+            if resident.num_users == 0 and resident.lora_index is not None:
+                index, resident.lora_index = resident.lora_index, None
+                return index
+        return None
+
+    def _copy(self, host_pages: list[int], pages: list[int]) -> torch.cuda.Event | None:
+        if self._copy_stream is None:
+            self._pool.storage[pages] = self._host_pool.storage[host_pages]
+            return None
+        copied = torch.cuda.Event()
+        # The pages may still be read by a step that was launched before their last owner left.
+        self._copy_stream.wait_stream(torch.cuda.current_stream(self._pool.storage.device))
+        with torch.cuda.stream(self._copy_stream):
+            for source, target in zip(host_pages, pages, strict=True):
+                self._pool.storage[target].copy_(self._host_pool.storage[source], non_blocking=True)
+            copied.record(self._copy_stream)
+        return copied
+
+    def _write_tables(self, index: int, rows: list[PackedRow], pages: list[int]) -> None:
+        entries = _table_entries(rows, pages, self._layout)
+        columns, ranks, a_offsets, b_offsets, magnitude_offsets = entries.to(self.tables.rank.device)
+        self.tables.rank[index] = 0
+        self.tables.rank[index, columns] = ranks.int()
+        self.tables.a_offset[index, columns] = a_offsets
+        self.tables.b_offset[index, columns] = b_offsets
+        self.tables.magnitude_offset[index, columns] = magnitude_offsets
+
+
+def _table_entries(rows: list[PackedRow], pages: list[int], layout: AdapterLayout) -> torch.Tensor:
+    """int64 [5, num_slices]: column, rank, and the offsets of A, B and magnitude as elements of the whole arena."""
+    modules = lora_modules(layout)
+    page_elements = layout.page_bytes // layout.torch_dtype.itemsize
+    entries = []
+    for row in rows:
+        base = pages[row.page] * page_elements
+        for name, start in modules[row.module_id].slice_starts:
+            magnitude = base + row.magnitude_offset + start if row.magnitude_offset >= 0 else -1
+            column = row.layer * len(SLICES) + SLICES.index(name)
+            entries.append((column, row.rank, base + row.a_offset, base + row.b_offset + start * row.rank, magnitude))
+    return torch.tensor(entries, dtype=torch.int64).T.contiguous()

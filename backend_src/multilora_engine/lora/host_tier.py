@@ -1,0 +1,99 @@
+"""`HostTier`: packed adapters in host memory, by task id, within a fixed number of pages."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+import torch
+
+from multilora_engine.errors import AdapterCacheFull
+from multilora_engine.lora.format import PackedAdapter, PackedRow
+from multilora_engine.lora.page_pool import PagePool
+
+
+@dataclass(eq=False)
+class CachedAdapter:
+    """One version of one adapter in the host tier. Compared by identity: two versions of an id are two adapters.
+
+    num_pins: requests that use it, from acceptance to the last token; only `LoRAManager` changes it.
+    is_retired: replaced by another version; it goes when its last pin does.
+    """
+
+    lora_task_id: int
+    digest: str
+    rows: list[PackedRow]
+    pages: list[int]
+    num_pins: int = 0
+    is_retired: bool = field(default=False)
+
+
+class HostTier:
+    """Holds every cached adapter. Evicts the least recently used that nobody pins, and only as many as needed."""
+
+    def __init__(self, num_pages: int, page_bytes: int, pin_memory: bool = False) -> None:
+        self.pool = PagePool(num_pages, page_bytes, torch.device("cpu"), pin_memory)
+        self._by_task_id: OrderedDict[int, CachedAdapter] = OrderedDict()
+        self._retired: list[CachedAdapter] = []
+
+    def __len__(self) -> int:
+        return len(self._by_task_id)
+
+    def get(self, lora_task_id: int) -> CachedAdapter | None:
+        """The current version of an adapter, which becomes the most recently used."""
+        adapter = self._by_task_id.get(lora_task_id)
+        if adapter is not None:
+            self._by_task_id.move_to_end(lora_task_id)
+        return adapter
+
+    def victims_for(self, lora_task_id: int, num_pages: int) -> list[CachedAdapter]:
+        """The adapters to evict so that `num_pages` are free, least recently used first; none if there is room.
+
+        Raises AdapterCacheFull when evicting all that may go would not be enough; then nothing should be evicted.
+        """
+        victims: list[CachedAdapter] = []
+        reachable = self.pool.num_free
+        for adapter in self._by_task_id.values():
+            if reachable >= num_pages:
+                break
+            if adapter.num_pins == 0:
+                victims.append(adapter)
+                reachable += len(adapter.pages)
+        if reachable < num_pages:
+            evictable = reachable - self.pool.num_free
+            raise AdapterCacheFull(lora_task_id, num_pages, self.pool.num_free, evictable, self.pool.count)
+        return victims
+
+    def insert(self, lora_task_id: int, packed: PackedAdapter) -> CachedAdapter:
+        """Copy an adapter into free pages (see `victims_for`) and make it the current version of its task id."""
+        pages = self.pool.allocate(len(packed.pages))
+        self.pool.storage[pages] = packed.pages
+        adapter = CachedAdapter(lora_task_id, packed.digest, packed.rows, pages)
+        assert lora_task_id not in self._by_task_id
+        self._by_task_id[lora_task_id] = adapter
+        return adapter
+
+    def retire(self, adapter: CachedAdapter) -> None:
+        """Take an adapter's task id away; its pages stay until `remove`."""
+        del self._by_task_id[adapter.lora_task_id]
+        adapter.is_retired = True
+        self._retired.append(adapter)
+
+    def remove(self, adapter: CachedAdapter) -> None:
+        """Free the pages of an adapter that nobody pins."""
+        assert adapter.num_pins == 0, f"LoRA task {adapter.lora_task_id} is pinned {adapter.num_pins} times"
+        if adapter.is_retired:
+            self._retired.remove(adapter)
+        else:
+            del self._by_task_id[adapter.lora_task_id]
+        self.pool.free(adapter.pages)
+
+    @property
+    def adapters(self) -> list[CachedAdapter]:
+        """All versions, the current ones least recently used first."""
+        return [*self._by_task_id.values(), *self._retired]
+
+    def check_integrity(self) -> None:
+        self.pool.check_integrity(adapter.pages for adapter in self.adapters)
+        assert all(adapter.num_pins >= 0 for adapter in self.adapters)
+        assert all(adapter.num_pins > 0 for adapter in self._retired), "a retired adapter outlived its last pin"

@@ -1,0 +1,15 @@
+"""`PagePool`: a fixed amount of memory cut into pages of one size."""
+
+from __future__ import annotations
+
+import torch
+
+from multilora_engine.free_list import FreeList
+
+
+class PagePool(FreeList):
+    """`storage` is uint8 [count, page_bytes]: page p is row p."""
+
+    def __init__(self, num_pages: int, page_bytes: int, device: torch.device, pin_memory: bool = False) -> None:
+        super().__init__(num_pages)
+        self.storage = torch.empty(num_pages, page_bytes, dtype=torch.uint8, device=device, pin_memory=pin_memory)

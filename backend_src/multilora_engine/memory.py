@@ -1,0 +1,108 @@
+"""How much memory the KV cache and the two adapter tiers get, decided once at start, and told in plain words."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from multilora_engine.config import EngineConfig
+from multilora_engine.errors import ConfigError
+from multilora_engine.lora.format import AdapterLayout, adapter_pages
+from multilora_engine.models.model_config import ModelConfig
+
+_logger = logging.getLogger(__name__)
+
+_CPU_KV_CACHE_BYTES = 1 << 30
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """num_blocks: KV cache. num_host_pages, num_device_pages: adapter tiers; on a CPU they are the same pages."""
+
+    num_blocks: int
+    num_host_pages: int
+    num_device_pages: int
+    max_model_len: int
+
+
+def plan_memory(
+    config: EngineConfig, model: ModelConfig, layout: AdapterLayout, dtype: torch.dtype, device: torch.device
+) -> MemoryPlan:
+    """Divide what is there. Call it after the weights are loaded: a GPU's budget is what they left.
+
+    Raises ConfigError when a tier cannot hold one adapter of the largest legal size, or the KV cache one sequence.
+    """
+    num_host_pages = config.lora.lora_cache_host_memory_bytes // layout.page_bytes
+    if device.type == "cpu":
+        kv_bytes = int(config.kv_cache_memory_bytes) or _CPU_KV_CACHE_BYTES
+        num_device_pages = num_host_pages
+    else:
+        kv_bytes, num_device_pages = _divide_gpu(config, layout, device)
+        _check_tier(layout, num_device_pages, "device", "lora_cache_gpu_memory_fraction")
+    _check_tier(layout, num_host_pages, "host", "lora_cache_host_memory_bytes")
+    num_blocks = kv_bytes // (config.block_size * kv_bytes_per_token(model, dtype))
+    plan = MemoryPlan(num_blocks, num_host_pages, num_device_pages, _max_model_len(config, model, num_blocks))
+    _report(plan, config, layout, device)
+    return plan
+
+
+def kv_bytes_per_token(model: ModelConfig, dtype: torch.dtype) -> int:
+    """Keys and values of one token in all layers."""
+    return 2 * model.num_layers * model.kv_size * dtype.itemsize
+
+
+def _divide_gpu(config: EngineConfig, layout: AdapterLayout, device: torch.device) -> tuple[int, int]:
+    free, total = torch.cuda.mem_get_info(device)
+    budget = free - int(total * (1 - config.gpu_memory_utilization))
+    if budget <= 0:
+        raise ConfigError(
+            f"the weights leave {free / _GIB:.2f} GiB of {total / _GIB:.2f} GiB, nothing within "
+            f"gpu_memory_utilization={config.gpu_memory_utilization}; write a larger one or serve a smaller model"
+        )
+    device_tier_bytes = int(budget * config.lora.lora_cache_gpu_memory_fraction)
+    kv_bytes = int(config.kv_cache_memory_bytes) or budget - device_tier_bytes
+    return min(kv_bytes, budget - device_tier_bytes), device_tier_bytes // layout.page_bytes
+
+
+def _check_tier(layout: AdapterLayout, num_pages: int, tier: str, parameter: str) -> None:
+    needed = adapter_pages(layout, layout.max_rank)
+    if num_pages < needed:
+        raise ConfigError(
+            f"Not enough space allocated to {tier} LoRA cache to hold 1 max sized LoRA: {num_pages} pages < {needed} "
+            f"pages of {layout.page_bytes} bytes; raise {parameter} to hold {needed * layout.page_bytes} bytes, or "
+            f"lower max_lora_rank ({layout.max_rank})"
+        )
+
+
+def _max_model_len(config: EngineConfig, model: ModelConfig, num_blocks: int) -> int:
+    kv_tokens = num_blocks * config.block_size
+    wanted = config.max_model_len or model.max_position_embeddings
+    if config.max_model_len > kv_tokens or kv_tokens == 0:
+        raise ConfigError(
+            f"the KV cache holds {kv_tokens} tokens, fewer than max_model_len ({wanted}); raise kv_cache_memory_bytes "
+            "or write a smaller max_model_len"
+        )
+    return min(wanted, kv_tokens)
+
+
+def _report(plan: MemoryPlan, config: EngineConfig, layout: AdapterLayout, device: torch.device) -> None:
+    tokens = plan.num_blocks * config.block_size
+    _logger.info(
+        "KV cache: %d tokens in blocks of %d; longest sequence %d", tokens, config.block_size, plan.max_model_len
+    )
+    tiers = {"host": plan.num_host_pages, f"device ({device})": plan.num_device_pages}
+    for tier, num_pages in tiers.items():
+        fits = ", ".join(
+            f"{num_pages // adapter_pages(layout, rank)} of rank {rank}"
+            for rank in (8, 16, 64)
+            if rank <= layout.max_rank
+        )
+        _logger.info(
+            "%s tier: %.2f GiB, adapters on all linear layers that fit: %s",
+            tier,
+            num_pages * layout.page_bytes / _GIB,
+            fits,
+        )

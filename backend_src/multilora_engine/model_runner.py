@@ -1,0 +1,70 @@
+"""`ModelRunner`: weights and KV tensors on the device; turns a scheduled step into the next tokens."""
+
+from __future__ import annotations
+
+import torch
+
+from multilora_engine.forward_batch import ForwardBatch, KVCache, LoRABatch
+from multilora_engine.lora.manager import LoRAManager
+from multilora_engine.models.llama import LlamaModel
+from multilora_engine.sampler import sample
+from multilora_engine.scheduler import ScheduledSequence
+from multilora_kernels import lora_segments
+
+
+class ModelRunner:
+    """Owns the model and the KV cache's memory; knows nothing of queues and requests' ends."""
+
+    def __init__(self, model: LlamaModel, kv_cache: KVCache, block_size: int, loras: LoRAManager) -> None:
+        self._model = model
+        self._kv_cache = kv_cache
+        self._block_size = block_size
+        self._loras = loras
+        self._device = kv_cache.keys.device
+
+    @torch.inference_mode()
+    def run(self, step: list[ScheduledSequence]) -> list[int]:
+        """Compute a step; the next token of each of its sequences that `is_sampled`, in their order."""
+        batch = self.build_batch(step)
+        logits = self._model(batch, self._kv_cache)
+        sampled = [scheduled.sequence for scheduled in step if scheduled.is_sampled]
+        return sample(logits, sampled, self._model.config.end_token_ids) if sampled else []
+
+    def build_batch(self, step: list[ScheduledSequence]) -> ForwardBatch:
+        """The tensors of a step. `step`: single-token sequences first, as the scheduler orders them."""
+        block_size, device = self._block_size, self._device
+        query_lens = [scheduled.num_tokens for scheduled in step]
+        context_lens = [scheduled.start + scheduled.num_tokens for scheduled in step]
+        block_tables = _block_tables(step)
+        positions = torch.cat([torch.arange(s.start, s.start + s.num_tokens) for s in step])
+        sequence_of_token = torch.repeat_interleave(torch.arange(len(step)), torch.tensor(query_lens))
+        slot_mapping = block_tables[sequence_of_token, positions // block_size] * block_size + positions % block_size
+        last_rows = torch.tensor(query_lens).cumsum(0) - 1
+        return ForwardBatch(
+            input_ids=torch.tensor([token for scheduled in step for token in scheduled.token_ids]).to(device),
+            positions=positions.to(device),
+            slot_mapping=slot_mapping.to(device),
+            query_lens=query_lens,
+            context_lens=context_lens,
+            block_tables=block_tables.to(device),
+            num_decodes=sum(query_len == 1 for query_len in query_lens),
+            logits_indices=last_rows[[scheduled.is_sampled for scheduled in step]].to(device),
+            block_size=block_size,
+            lora=self._lora_batch(step, sequence_of_token),
+        )
+
+    def _lora_batch(self, step: list[ScheduledSequence], sequence_of_token: torch.Tensor) -> LoRABatch | None:
+        adapters = [scheduled.sequence.adapter for scheduled in step]
+        if not any(adapters):
+            return None
+        indices = torch.tensor([-1 if adapter is None else self._loras.lora_index(adapter) for adapter in adapters])
+        tables = self._loras.tables
+        mapping = indices[sequence_of_token].to(self._device)
+        return LoRABatch(tables, lora_segments(mapping, max_loras=len(tables.rank)))
+
+
+def _block_tables(step: list[ScheduledSequence]) -> torch.Tensor:
+    """int64 [num_seqs, longest table], padded with -1."""
+    longest = max(len(scheduled.sequence.block_table) for scheduled in step)
+    rows = [scheduled.sequence.block_table for scheduled in step]
+    return torch.tensor([row + [-1] * (longest - len(row)) for row in rows])

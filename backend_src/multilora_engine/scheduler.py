@@ -1,0 +1,209 @@
+"""`Scheduler`: which sequences compute how many tokens in the next step."""
+
+from __future__ import annotations
+
+from bisect import insort
+from dataclasses import dataclass
+
+from multilora_engine.errors import QueueFull
+from multilora_engine.kv_cache import BlockAllocator
+from multilora_engine.lora.manager import LoRAManager
+from multilora_engine.request import Sequence, SequenceStatus
+
+_MAX_OVERTAKES = 64
+"""A sequence that waits for its adapter lets at most this many later ones with an adapter pass."""
+
+
+@dataclass(frozen=True)
+class ScheduledSequence:
+    """`num_tokens` tokens of `sequence`, from `num_computed_tokens` (as it was when scheduled) on.
+
+    is_sampled: the step computes the last known token, so its logits give the next one.
+    """
+
+    sequence: Sequence
+    start: int
+    num_tokens: int
+
+    @property
+    def is_sampled(self) -> bool:
+        return self.start + self.num_tokens == self.sequence.num_tokens
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.sequence.token_ids(self.start, self.start + self.num_tokens)
+
+
+class _Step:
+    """A step in the making: what is scheduled, and how many tokens of the budget are left."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self._scheduled: dict[Sequence, ScheduledSequence] = {}
+
+    @property
+    def sequences(self) -> list[ScheduledSequence]:
+        return list(self._scheduled.values())
+
+    def add(self, sequence: Sequence, num_tokens: int) -> None:
+        self._scheduled[sequence] = ScheduledSequence(sequence, sequence.num_computed_tokens, num_tokens)
+        self.budget -= num_tokens
+
+    def remove(self, sequence: Sequence) -> None:
+        scheduled = self._scheduled.pop(sequence, None)
+        if scheduled is not None:
+            self.budget += scheduled.num_tokens
+
+
+class Scheduler:
+    """Continuous batching with chunked prefill, preemption by recompute and adapter-aware admission.
+
+    A step has a budget of `max_num_batched_tokens`. Running sequences come first, those that decode before those that
+    are still in their prompt; what is left of the budget goes to waiting ones, by priority and arrival. A waiting
+    sequence whose adapter cannot be used yet is skipped, not waited for, and its adapter is prefetched; one that has
+    been overtaken `_MAX_OVERTAKES` times stops the admission of other adapters until it runs.
+
+    When the KV cache is full, the running sequence that would be served last gives its blocks back and starts again
+    from its tokens; its adapter stays pinned in the host tier. Writes `num_computed_tokens`, `status` and the queues.
+    """
+
+    def __init__(
+        self,
+        blocks: BlockAllocator,
+        loras: LoRAManager,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_queue_size: int,
+    ) -> None:
+        self._blocks = blocks
+        self._loras = loras
+        self._max_num_seqs = max_num_seqs
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._max_queue_size = max_queue_size
+        self._waiting: list[Sequence] = []
+        self._running: list[Sequence] = []
+        self.num_preemptions = 0
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    def check_queue(self) -> None:
+        """Raises QueueFull when no further sequence may wait."""
+        if len(self._waiting) >= self._max_queue_size:
+            raise QueueFull(len(self._waiting))
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a new sequence."""
+        insort(self._waiting, sequence, key=_order)
+
+    def schedule(self) -> list[ScheduledSequence]:
+        """The next step, single-token sequences first; empty if there is nothing to do."""
+        num_preemptions = self.num_preemptions
+        step = self._schedule_running()
+        if self.num_preemptions == num_preemptions:
+            self._admit_waiting(step)
+        for scheduled in step.sequences:
+            scheduled.sequence.num_computed_tokens += scheduled.num_tokens
+        return sorted(step.sequences, key=lambda scheduled: scheduled.num_tokens > 1)
+
+    def finish(self, sequence: Sequence) -> None:
+        """Take a sequence out, wherever it is, with its blocks, its place on the device and its pin."""
+        if sequence.status is SequenceStatus.RUNNING:
+            self._running.remove(sequence)
+            self._stop(sequence)
+        else:
+            self._waiting.remove(sequence)
+        sequence.status = SequenceStatus.FINISHED
+        if sequence.adapter is not None:
+            self._loras.unpin(sequence.adapter)
+
+    def check_integrity(self) -> None:
+        """Blocks, statuses and pins agree with the queues. For tests, after every step."""
+        self._blocks.check_integrity(self._running)
+        assert all(s.status is SequenceStatus.RUNNING for s in self._running)
+        assert all(s.status is SequenceStatus.WAITING and not s.block_table for s in self._waiting)
+        assert self._waiting == sorted(self._waiting, key=_order)
+        assert len(self._running) <= self._max_num_seqs
+        pinned = [s for s in [*self._running, *self._waiting] if s.adapter is not None]
+        assert self._loras.num_pins == len(pinned), "a pin is lost or left behind"
+        self._loras.check_integrity()
+
+    def _schedule_running(self) -> _Step:
+        step = _Step(self._max_num_batched_tokens)
+        for sequence in sorted(self._running, key=lambda s: s.num_tokens - s.num_computed_tokens > 1):
+            num_tokens = min(sequence.num_tokens - sequence.num_computed_tokens, step.budget)
+            is_running = sequence.status is SequenceStatus.RUNNING
+            if is_running and num_tokens > 0 and self._make_room(sequence, num_tokens, step):
+                step.add(sequence, num_tokens)
+        return step
+
+    def _make_room(self, sequence: Sequence, num_tokens: int, step: _Step) -> bool:
+        """Blocks for `num_tokens` more, preempting from the end of the order; False if `sequence` itself had to go."""
+        while not self._blocks.grow(sequence, sequence.num_computed_tokens + num_tokens):
+            victim = self._running[-1]
+            self._preempt(victim)
+            step.remove(victim)
+            if victim is sequence:
+                return False
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._running.remove(sequence)
+        self._stop(sequence)
+        sequence.num_computed_tokens = 0
+        sequence.status = SequenceStatus.WAITING
+        insort(self._waiting, sequence, key=_order)
+        self.num_preemptions += 1
+
+    def _stop(self, sequence: Sequence) -> None:
+        self._blocks.free(sequence)
+        if sequence.adapter is not None:
+            self._loras.release(sequence.adapter)
+
+    def _admit_waiting(self, step: _Step) -> None:
+        num_running = len(self._running)
+        skipped: list[Sequence] = []
+        for sequence in self._waiting:
+            num_tokens = min(sequence.num_tokens, step.budget)
+            is_full = len(self._running) == self._max_num_seqs or len(skipped) == self._max_num_seqs
+            # Whole prompts are admitted, so that two half-computed ones never wait for each other's blocks.
+            if (
+                is_full
+                or num_tokens == 0
+                or self._blocks.num_missing(sequence, sequence.num_tokens) > self._blocks.num_free
+            ):
+                break
+            if self._acquire_adapter(sequence, skipped):
+                self._start(sequence)
+                step.add(sequence, num_tokens)
+            else:
+                skipped.append(sequence)
+        if len(self._running) > num_running:
+            self._waiting = [s for s in self._waiting if s.status is SequenceStatus.WAITING]
+
+    def _acquire_adapter(self, sequence: Sequence, skipped: list[Sequence]) -> bool:
+        """Whether `sequence` may run as far as its adapter is concerned; `skipped`: those before it that may not."""
+        if sequence.adapter is None:
+            return True
+        wanted = {s.adapter for s in skipped if s.adapter is not None}
+        if any(s.num_overtakes >= _MAX_OVERTAKES for s in skipped) or not self._loras.acquire(sequence.adapter, wanted):
+            return False
+        for overtaken in skipped:
+            overtaken.num_overtakes += 1
+        return True
+
+    def _start(self, sequence: Sequence) -> None:
+        has_grown = self._blocks.grow(sequence, sequence.num_tokens)
+        assert has_grown
+        sequence.status = SequenceStatus.RUNNING
+        insort(self._running, sequence, key=_order)
+
+
+def _order(sequence: Sequence) -> tuple[int, int]:
+    """Smaller is served first."""
+    return sequence.request.priority, sequence.arrival

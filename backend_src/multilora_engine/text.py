@@ -1,0 +1,279 @@
+"""Tokens to text and back. Here, and nowhere else, it is decided what the text of a token sequence is.
+
+The text of tokens is the concatenation of their bytes (`Tokenizer.token_bytes`), decoded as UTF-8 with every invalid
+piece replaced by U+FFFD. So text does not depend on how a stream was cut. For byte-level tokenizers this is what
+transformers decodes; sentencepiece ones differ in one way: transformers drops the first space of whatever it decodes,
+we keep it, because a continuation starts with a space whenever the model meant one.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as TokenizerBackend
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from multilora_engine.errors import ConfigError, InvalidRequest
+
+_SPACE_MARK = "▁"
+
+
+class Tokenizer:
+    """The tokenizer of a checkpoint directory: text and chats to token ids, token ids to bytes and text.
+
+    Raises ConfigError at construction when there is no fast tokenizer, or one whose decoder is neither byte-level nor
+    sentencepiece style (`▁` for a space, optionally `<0xNN>` for a byte).
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._hf = _load(path)
+        self._bytes = _token_table(self._hf.backend_tokenizer)
+        self.special_ids = frozenset(_special_ids(self._hf.backend_tokenizer))
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest token id; a model's own vocabulary may be padded beyond it."""
+        return len(self._bytes)
+
+    @property
+    def eos_id(self) -> int | None:
+        return self._hf.eos_token_id
+
+    @property
+    def pad_id(self) -> int | None:
+        return self._hf.pad_token_id
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Token ids of a prompt; `add_special_tokens` adds those of the tokenizer's post-processor, such as BOS."""
+        try:
+            ids: list[int] = self._hf.encode(text, add_special_tokens=add_special_tokens, verbose=False)
+        except (TypeError, UnicodeError) as error:
+            raise InvalidRequest(f"the prompt is not valid Unicode text: {error}") from error
+        return ids
+
+    def apply_chat_template(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None
+    ) -> list[int]:
+        """Token ids of a chat, ready for the assistant's answer. Raises InvalidRequest when the template refuses it."""
+        if self._hf.chat_template is None:
+            raise InvalidRequest("this model has no chat template; send text_input instead of messages")
+        _check_messages(messages)
+        try:
+            text = self._hf.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
+        except Exception as error:  # templates are programs: what they raise on input they do not like is up to them
+            raise InvalidRequest(f"the model's chat template refused the messages: {error}") from error
+        return self.encode(str(text), add_special_tokens=False)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The UTF-8 bytes a token stands for, often only part of a character. Special and unknown ids have none."""
+        return self._bytes[token_id] if 0 <= token_id < len(self._bytes) else b""
+
+    def decode(self, token_ids: Iterable[int]) -> str:
+        """The text of tokens: their bytes joined, invalid UTF-8 replaced by U+FFFD."""
+        return b"".join(map(self.token_bytes, token_ids)).decode("utf-8", "replace")
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """What one more token decided. `stopped`: a stop word was completed, and nothing may follow."""
+
+    token_ids: list[int]
+    text: str
+    stopped: bool = False
+
+
+class TextStream:
+    """The text of one sequence, token by token, without ever taking back a character.
+
+    Held back until decided: the bytes of an incomplete UTF-8 character, and the longest end of the text that could
+    still become a stop word. Tokens are released when all their text is, and only up to one that ends at a character
+    boundary, so decoding each delta's tokens on their own gives the same text as decoding all of them together.
+
+    The stop word that ends first wins; of those that end at the same character, the longest. Text up to its start is
+    emitted, and with it all tokens up to and including the one that completed it.
+
+    Over the whole stream the texts add up to `Tokenizer.decode` of all tokens, cut at that stop word.
+    Raises InvalidRequest for an empty stop word.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop_words: tuple[str, ...] = ()) -> None:
+        if not all(stop_words):
+            raise InvalidRequest("a stop word is empty")
+        self._tokenizer = tokenizer
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._matchers = [_StopMatcher(word) for word in stop_words]
+        self._held_text = ""
+        self._num_emitted = 0
+        self._held_tokens: deque[tuple[int, list[int]]] = deque()
+        self._open_tokens: list[int] = []
+        self._is_stopped = False
+
+    def push(self, token_id: int) -> TextDelta:
+        """Add the next token; what is decided by it. Not after a delta with `stopped`."""
+        assert not self._is_stopped, "a token after the stop word"
+        self._open_tokens.append(token_id)
+        return self._add(self._utf8.decode(self._tokenizer.token_bytes(token_id)))
+
+    def finish(self) -> TextDelta:
+        """Everything still held back, when no token follows; an incomplete character becomes U+FFFD."""
+        assert not self._is_stopped, "finish after the stop word"
+        delta = self._add(self._utf8.decode(b"", final=True))
+        if delta.stopped:
+            return delta
+        return TextDelta(delta.token_ids + self._all_tokens(), delta.text + self._emit(len(self._held_text)))
+
+    def _add(self, text: str) -> TextDelta:
+        for i, char in enumerate(text, start=len(self._held_text) + 1):
+            if stop_length := self._match(char):
+                return self._stop(self._held_text + text, i - stop_length)
+        self._held_text += text
+        self._close_tokens()
+        text = self._emit(len(self._held_text) - max((m.num_matched for m in self._matchers), default=0))
+        return TextDelta(self._complete_tokens(), text)
+
+    def _match(self, char: str) -> int:
+        """Length of the longest stop word that `char` completes, 0 for none."""
+        return max([len(m.word) for m in self._matchers if m.completes(char)], default=0)
+
+    def _stop(self, text: str, end: int) -> TextDelta:
+        self._is_stopped = True
+        return TextDelta(self._all_tokens(), text[:end], stopped=True)
+
+    def _close_tokens(self) -> None:
+        """At a character boundary, note after how many characters of the whole text the open tokens are complete."""
+        if self._open_tokens and not self._utf8.getstate()[0]:
+            self._held_tokens.append((self._num_emitted + len(self._held_text), self._open_tokens))
+            self._open_tokens = []
+
+    def _emit(self, num_chars: int) -> str:
+        text, self._held_text = self._held_text[:num_chars], self._held_text[num_chars:]
+        self._num_emitted += num_chars
+        return text
+
+    def _complete_tokens(self) -> list[int]:
+        token_ids: list[int] = []
+        while self._held_tokens and self._held_tokens[0][0] <= self._num_emitted:
+            token_ids += self._held_tokens.popleft()[1]
+        return token_ids
+
+    def _all_tokens(self) -> list[int]:
+        token_ids = [i for _, ids in self._held_tokens for i in ids] + self._open_tokens
+        self._held_tokens.clear()
+        self._open_tokens = []
+        return token_ids
+
+
+class _StopMatcher:
+    """Knuth-Morris-Pratt: `num_matched` characters at the end of the text so far are the start of `word`.
+
+    Every character costs constant time on average, however long or repetitive a client's stop word is.
+    """
+
+    def __init__(self, word: str) -> None:
+        self.word = word
+        self.num_matched = 0
+        self._fallback = [0] * len(word)
+        for i, char in enumerate(word[1:], start=1):
+            self._fallback[i] = self._extend(self._fallback[i - 1], char)
+
+    def completes(self, char: str) -> bool:
+        """Take the next character; whether the word ends with it. Not called again after that."""
+        self.num_matched = self._extend(self.num_matched, char)
+        return self.num_matched == len(self.word)
+
+    def _extend(self, num_matched: int, char: str) -> int:
+        while num_matched and self.word[num_matched] != char:
+            num_matched = self._fallback[num_matched - 1]
+        return num_matched + 1 if self.word[num_matched] == char else 0
+
+
+def _load(path: Path) -> PreTrainedTokenizerFast:
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # its readers raise many types, all of them about the files of this directory
+        raise ConfigError(f"cannot load a tokenizer from {path}: {error}") from error
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise ConfigError(f"{path} has no fast tokenizer; add its tokenizer.json")
+    return tokenizer
+
+
+def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
+    if not messages:
+        raise InvalidRequest("messages is empty")
+    for i, message in enumerate(messages):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise InvalidRequest(f'message {i} must look like {{"role": "user", "content": "..."}}, got {message!r}')
+
+
+def _special_ids(backend: TokenizerBackend) -> list[int]:
+    return [i for i, token in backend.get_added_tokens_decoder().items() if token.special]
+
+
+def _token_table(backend: TokenizerBackend) -> list[bytes]:
+    """token id -> bytes, for every id up to the largest."""
+    to_bytes = _byte_level_bytes if _is_byte_level(backend) else _sentencepiece_bytes
+    vocab = backend.get_vocab(with_added_tokens=True)
+    table = [b""] * (max(vocab.values(), default=-1) + 1)
+    for token, token_id in vocab.items():
+        table[token_id] = to_bytes(token)
+    for token_id in _special_ids(backend):
+        table[token_id] = b""
+    return table
+
+
+def _is_byte_level(backend: TokenizerBackend) -> bool:
+    """Whether the decoder is byte-level; False is sentencepiece style. Any other raises ConfigError."""
+    steps = _decoder_steps(backend)
+    kinds = {step["type"] for step in steps}
+    if kinds == {"ByteLevel"}:
+        return True
+    replaces = [step for step in steps if step["type"] == "Replace"]
+    is_space_mark = all(step["pattern"] == {"String": _SPACE_MARK} and step["content"] == " " for step in replaces)
+    marks_space = bool(replaces) or "Metaspace" in kinds
+    if marks_space and is_space_mark and kinds <= {"Replace", "Metaspace", "ByteFallback", "Fuse", "Strip"}:
+        return False
+    raise ConfigError(
+        f"tokenizer decoder {[step['type'] for step in steps]} is not supported; supported are ByteLevel, and "
+        f"sentencepiece style: Replace {_SPACE_MARK!r} or Metaspace, with ByteFallback, Fuse and Strip"
+    )
+
+
+def _decoder_steps(backend: TokenizerBackend) -> list[dict[str, Any]]:
+    if backend.decoder is None:
+        return [{"type": "none"}]
+    decoder = json.loads(backend.decoder.__getstate__())
+    steps: list[dict[str, Any]] = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    return steps
+
+
+def _sentencepiece_bytes(token: str) -> bytes:
+    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+        return bytes.fromhex(token[3:5])
+    return token.replace(_SPACE_MARK, " ").encode()
+
+
+def _byte_level_bytes(token: str) -> bytes:
+    """Each character stands for one byte. A token with any other character is an added one and stands for itself."""
+    try:
+        return token.translate(_BYTE_OF_CHARACTER).encode("latin-1")
+    except UnicodeEncodeError:
+        return token.encode()
+
+
+def _byte_of_character() -> dict[int, int]:
+    """GPT-2's printable alphabet: visible Latin-1 bytes stand for themselves, the 68 others for U+0100 and up.
+
+    A byte value that is not its own character maps beyond Latin-1, so that encoding refuses it.
+    """
+    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in visible]
+    return dict.fromkeys(hidden, 65533) | {0x100 + i: byte for i, byte in enumerate(hidden)}
+
+
+_BYTE_OF_CHARACTER = _byte_of_character()
