@@ -1,5 +1,7 @@
 """What the sample adapters learn from: answers in the chat template, with no loss on the prompt."""
 
+from itertools import chain
+
 import pytest
 import torch
 from train_sample_adapters import collate, shuffled_batches, warmup_cosine
@@ -17,7 +19,7 @@ def test_every_epoch_sees_every_example_once_in_another_order():
     examples = [([number], [2]) for number in range(11)]
     batches = list(shuffled_batches(examples, epochs=2, batch_size=4))
     assert [len(batch) for batch in batches] == [4, 4, 3, 4, 4, 3]
-    first, second = sum(batches[:3], []), sum(batches[3:], [])
+    first, second = list(chain(*batches[:3])), list(chain(*batches[3:]))
     assert sorted(first) == sorted(second) == examples
     assert first != second
 
