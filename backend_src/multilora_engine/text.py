@@ -43,11 +43,13 @@ class Tokenizer:
 
     @property
     def eos_id(self) -> int | None:
-        return self._hf.eos_token_id
+        token_id: int | None = self._hf.eos_token_id
+        return token_id
 
     @property
     def pad_id(self) -> int | None:
-        return self._hf.pad_token_id
+        token_id: int | None = self._hf.pad_token_id
+        return token_id
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Token ids of a prompt; `add_special_tokens` adds those of the tokenizer's post-processor, such as BOS."""
@@ -58,14 +60,19 @@ class Tokenizer:
         return ids
 
     def apply_chat_template(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
     ) -> list[int]:
         """Token ids of a chat, ready for the assistant's answer. Raises InvalidRequest when the template refuses it."""
         if self._hf.chat_template is None:
             raise InvalidRequest("this model has no chat template; send text_input instead of messages")
         _check_messages(messages)
         try:
-            text = self._hf.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
+            text = self._hf.apply_chat_template(
+                [dict(message) for message in messages],
+                tools=None if tools is None else [dict(tool) for tool in tools],
+                add_generation_prompt=True,
+                tokenize=False,
+            )
         except Exception as error:  # templates are programs: what they raise on input they do not like is up to them
             raise InvalidRequest(f"the model's chat template refused the messages: {error}") from error
         return self.encode(str(text), add_special_tokens=False)
@@ -129,21 +136,24 @@ class TextStream:
         return TextDelta(delta.token_ids + self._all_tokens(), delta.text + self._emit(len(self._held_text)))
 
     def _add(self, text: str) -> TextDelta:
-        for i, char in enumerate(text, start=len(self._held_text) + 1):
-            if stop_length := self._match(char):
-                return self._stop(self._held_text + text, i - stop_length)
+        stop_start = self._stop_start(text) if self._matchers else None
         self._held_text += text
+        if stop_start is not None:
+            return self._stop(stop_start)
         self._close_tokens()
         text = self._emit(len(self._held_text) - max((m.num_matched for m in self._matchers), default=0))
         return TextDelta(self._complete_tokens(), text)
 
-    def _match(self, char: str) -> int:
-        """Length of the longest stop word that `char` completes, 0 for none."""
-        return max([len(m.word) for m in self._matchers if m.completes(char)], default=0)
+    def _stop_start(self, text: str) -> int | None:
+        """Where in the held text plus `text` the stop word begins that `text` completes, None without one."""
+        for end, char in enumerate(text, start=len(self._held_text) + 1):
+            if lengths := [len(m.word) for m in self._matchers if m.completes(char)]:
+                return end - max(lengths)
+        return None
 
-    def _stop(self, text: str, end: int) -> TextDelta:
+    def _stop(self, start: int) -> TextDelta:
         self._is_stopped = True
-        return TextDelta(self._all_tokens(), text[:end], stopped=True)
+        return TextDelta(self._all_tokens(), self._emit(start), stopped=True)
 
     def _close_tokens(self) -> None:
         """At a character boundary, note after how many characters of the whole text the open tokens are complete."""

@@ -1,0 +1,161 @@
+"""Attention over the paged KV cache in plain PyTorch.
+
+What depends only on the step (which slots a sequence reads, which of them count) is an `AttentionPlan`, built once per
+step and window and used by every layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from multilora_engine.forward_batch import ForwardBatch
+
+
+@dataclass(frozen=True)
+class DecodePlan:
+    """The decoding sequences, one query each, padded to the longest of their contexts.
+
+    slots: [num_decodes * max_keys] int64; padding repeats a sequence's own newest
+        slot, which is never a foreign or an unwritten one.
+    mask: [num_decodes, 1, 1, max_keys], added to the scores: 0 or -inf.
+    """
+
+    slots: torch.Tensor
+    mask: torch.Tensor
+
+
+@dataclass(frozen=True)
+class PrefillPlan:
+    """One sequence with several queries, the rows start .. end - 1 of the batch.
+
+    slots: [num_keys] int64, None when the keys are exactly those of this step (then the mask is plain causal).
+    mask: [num_queries, num_keys], added to the scores: 0 or -inf; None for plain causal.
+    """
+
+    start: int
+    end: int
+    slots: torch.Tensor | None
+    mask: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """What every layer of one window size reads in this step."""
+
+    slot_mapping: torch.Tensor
+    num_decodes: int
+    decode: DecodePlan | None
+    prefills: list[PrefillPlan]
+
+
+def attention_plan(batch: ForwardBatch, window: int | None, dtype: torch.dtype) -> AttentionPlan:
+    """`window`: how many newest keys a query attends to, its own included; None is all. `dtype` is the queries'."""
+    return AttentionPlan(
+        slot_mapping=batch.slot_mapping,
+        num_decodes=batch.num_decodes,
+        decode=_decode_plan(batch, window, dtype) if batch.num_decodes else None,
+        prefills=_prefill_plans(batch, window, dtype),
+    )
+
+
+def paged_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cached_keys: torch.Tensor,
+    cached_values: torch.Tensor,
+    plan: AttentionPlan,
+) -> torch.Tensor:
+    """Store k and v, then softmax(q K^T / sqrt(head_dim) + mask) V over each sequence's own keys.
+
+    q: [num_tokens, num_heads, head_dim]; k, v: [num_tokens, num_kv_heads, head_dim], of this step's tokens.
+    cached_keys, cached_values: [num_slots, num_kv_heads, head_dim], this layer's cache, written in place.
+    Returns [num_tokens, num_heads * head_dim].
+    """
+    cached_keys.index_copy_(0, plan.slot_mapping, k)
+    cached_values.index_copy_(0, plan.slot_mapping, v)
+    outputs = [_prefill(q, k, v, cached_keys, cached_values, prefill) for prefill in plan.prefills]
+    if plan.decode is not None:
+        outputs.insert(0, _decode(q[: plan.num_decodes], cached_keys, cached_values, plan.decode))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _decode(q: torch.Tensor, cached_keys: torch.Tensor, cached_values: torch.Tensor, plan: DecodePlan) -> torch.Tensor:
+    shape = (q.shape[0], -1, *cached_keys.shape[1:])
+    # index_select copies whole rows; plain indexing is several times slower on a CPU.
+    keys = cached_keys.index_select(0, plan.slots).view(shape).transpose(1, 2)
+    values = cached_values.index_select(0, plan.slots).view(shape).transpose(1, 2)
+    out = F.scaled_dot_product_attention(q[:, :, None], keys, values, attn_mask=plan.mask, enable_gqa=True)
+    return out.reshape(q.shape[0], -1)
+
+
+def _prefill(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cached_keys: torch.Tensor,
+    cached_values: torch.Tensor,
+    plan: PrefillPlan,
+) -> torch.Tensor:
+    rows = slice(plan.start, plan.end)
+    keys = k[rows] if plan.slots is None else cached_keys.index_select(0, plan.slots)
+    values = v[rows] if plan.slots is None else cached_values.index_select(0, plan.slots)
+    queries, keys, values = (x.transpose(0, 1)[None] for x in (q[rows], keys, values))
+    out = F.scaled_dot_product_attention(
+        queries, keys, values, attn_mask=plan.mask, is_causal=plan.mask is None, enable_gqa=True
+    )
+    return out[0].transpose(0, 1).reshape(plan.end - plan.start, -1)
+
+
+def _decode_plan(batch: ForwardBatch, window: int | None, dtype: torch.dtype) -> DecodePlan:
+    n, device = batch.num_decodes, batch.block_tables.device
+    context = batch.context_lens[:n]
+    num_keys = [length if window is None else min(length, window) for length in context]
+    end = torch.tensor(context, device=device)[:, None]
+    start = end - torch.tensor(num_keys, device=device)[:, None]
+    positions = start + torch.arange(max(num_keys), device=device)
+    is_key = positions < end
+    # The newest token's slot is this sequence's own and written in this step: safe to read, whatever the rest holds.
+    slots = torch.where(
+        is_key,
+        _slots(batch.block_tables[:n], torch.minimum(positions, end - 1), batch.block_size),
+        batch.slot_mapping[:n, None],
+    )
+    return DecodePlan(slots=slots.reshape(-1), mask=_additive_mask(is_key, dtype)[:, None, None])
+
+
+def _prefill_plans(batch: ForwardBatch, window: int | None, dtype: torch.dtype) -> list[PrefillPlan]:
+    plans, start = [], batch.num_decodes
+    for i in range(batch.num_decodes, len(batch.query_lens)):
+        plans.append(_prefill_plan(batch, i, start, window, dtype))
+        start += batch.query_lens[i]
+    return plans
+
+
+def _prefill_plan(batch: ForwardBatch, i: int, start: int, window: int | None, dtype: torch.dtype) -> PrefillPlan:
+    num_queries, context = batch.query_lens[i], batch.context_lens[i]
+    end = start + num_queries
+    if num_queries == context and (window is None or context <= window):
+        return PrefillPlan(start, end, slots=None, mask=None)
+    device = batch.block_tables.device
+    first_key = 0 if window is None else max(0, context - num_queries - window + 1)
+    keys = torch.arange(first_key, context, device=device)
+    queries = torch.arange(context - num_queries, context, device=device)[:, None]
+    is_seen = keys <= queries
+    if window is not None:
+        is_seen &= keys > queries - window
+    slots = _slots(batch.block_tables[i], keys, batch.block_size)
+    return PrefillPlan(start, end, slots, _additive_mask(is_seen, dtype))
+
+
+def _slots(block_tables: torch.Tensor, positions: torch.Tensor, block_size: int) -> torch.Tensor:
+    """Where the KV cache holds the given positions. block_tables: [..., max blocks]; positions: [..., n], all valid."""
+    return block_tables.gather(-1, positions // block_size) * block_size + positions % block_size
+
+
+def _additive_mask(is_seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """0 where a key is seen, -inf elsewhere. A boolean mask would be converted to this again in every layer."""
+    return torch.zeros_like(is_seen, dtype=dtype).masked_fill_(~is_seen, float("-inf"))

@@ -1,0 +1,145 @@
+"""The Llama architecture and those that differ from it by configuration only: Mistral, Qwen2, Qwen3.
+
+Weights are uninitialised until `loader.load_model` fills the views that `checkpoint_tensors` names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from multilora_engine.forward_batch import ForwardBatch, KVCache, LoRABatch
+from multilora_engine.models.attention import AttentionPlan, attention_plan, paged_attention
+from multilora_engine.models.layers import SLICES_PER_LAYER, LoRALinear, rms_norm
+from multilora_engine.models.model_config import ModelConfig
+from multilora_engine.models.rotary import RotaryEmbedding, Rotation
+
+
+@dataclass(frozen=True)
+class Step:
+    """What all layers of one forward pass share. plans: one for each window size among the layers."""
+
+    rotation: Rotation
+    plans: dict[int | None, AttentionPlan]
+    lora: LoRABatch | None
+
+
+class Attention:
+    """Grouped-query attention with a fused q, k, v projection, and per-head normalisation of q and k in Qwen3."""
+
+    def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype, device: torch.device) -> None:
+        first_slice = layer * SLICES_PER_LAYER
+        self._config = config
+        self._window = config.sliding_window[layer]
+        qkv_sizes = (config.q_size, config.kv_size, config.kv_size)
+        self.qkv = LoRALinear(config.hidden_size, qkv_sizes, first_slice, config.qkv_bias, dtype, device)
+        self.o = LoRALinear(config.q_size, [config.hidden_size], first_slice + 3, config.output_bias, dtype, device)
+        self.q_norm, self.k_norm = _qk_norms(config, dtype, device) if config.qk_norm else (None, None)
+
+    def forward(self, x: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, step: Step) -> torch.Tensor:
+        q, k, v = self._project(x, step)
+        return self.o.forward(paged_attention(q, k, v, keys, values, step.plans[self._window]), step.lora)
+
+    def checkpoint_tensors(self) -> dict[str, torch.Tensor]:
+        tensors = self.qkv.checkpoint_tensors("q_proj", "k_proj", "v_proj") | self.o.checkpoint_tensors("o_proj")
+        if self.q_norm is not None and self.k_norm is not None:
+            tensors |= {"q_norm.weight": self.q_norm, "k_norm.weight": self.k_norm}
+        return tensors
+
+    def _project(self, x: torch.Tensor, step: Step) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q, k, v: [num_tokens, heads, head_dim], q and k normalised and turned to their positions."""
+        config = self._config
+        heads = self.qkv.forward(x, step.lora).view(x.shape[0], -1, config.head_dim)
+        qk, v = heads.split_with_sizes((config.num_heads + config.num_kv_heads, config.num_kv_heads), dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = qk.split_with_sizes((config.num_heads, config.num_kv_heads), dim=1)
+            eps = config.rms_norm_eps
+            qk = torch.cat((rms_norm(q, self.q_norm, eps), rms_norm(k, self.k_norm, eps)), dim=1)
+        q, k = step.rotation.apply(qk).split_with_sizes((config.num_heads, config.num_kv_heads), dim=1)
+        return q, k, v
+
+
+class MLP:
+    """down(silu(gate(x)) * up(x)), gate and up fused."""
+
+    def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype, device: torch.device) -> None:
+        first_slice = layer * SLICES_PER_LAYER
+        size = config.intermediate_size
+        self.gate_up = LoRALinear(config.hidden_size, (size, size), first_slice + 4, config.mlp_bias, dtype, device)
+        self.down = LoRALinear(size, [config.hidden_size], first_slice + 6, config.mlp_bias, dtype, device)
+
+    def forward(self, x: torch.Tensor, lora: LoRABatch | None) -> torch.Tensor:
+        gate, up = self.gate_up.forward(x, lora).chunk(2, dim=-1)
+        return self.down.forward(F.silu(gate).mul_(up), lora)
+
+    def checkpoint_tensors(self) -> dict[str, torch.Tensor]:
+        return self.gate_up.checkpoint_tensors("gate_proj", "up_proj") | self.down.checkpoint_tensors("down_proj")
+
+
+class LlamaLayer:
+    """x += attention(norm(x)); x += mlp(norm(x))."""
+
+    def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._eps = config.rms_norm_eps
+        self.attention = Attention(config, layer, dtype, device)
+        self.mlp = MLP(config, layer, dtype, device)
+        self.attention_norm, self.mlp_norm = torch.empty(2, config.hidden_size, dtype=dtype, device=device).unbind()
+
+    def forward(self, x: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, step: Step) -> torch.Tensor:
+        x = x + self.attention.forward(rms_norm(x, self.attention_norm, self._eps), keys, values, step)
+        return x + self.mlp.forward(rms_norm(x, self.mlp_norm, self._eps), step.lora)
+
+    def checkpoint_tensors(self) -> dict[str, torch.Tensor]:
+        norms = {"input_layernorm.weight": self.attention_norm, "post_attention_layernorm.weight": self.mlp_norm}
+        attention = {f"self_attn.{name}": tensor for name, tensor in self.attention.checkpoint_tensors().items()}
+        mlp = {f"mlp.{name}": tensor for name, tensor in self.mlp.checkpoint_tensors().items()}
+        return norms | attention | mlp
+
+
+class LlamaModel:
+    """The whole model: embeddings, layers, final norm and language-model head (the embeddings again when tied)."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+        self.config = config
+        self.dtype = dtype
+        self.device = device
+        self.embed_tokens = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
+        self.lm_head = self.embed_tokens if config.tie_word_embeddings else torch.empty_like(self.embed_tokens)
+        self.norm = torch.empty(config.hidden_size, dtype=dtype, device=device)
+        self.layers = [LlamaLayer(config, i, dtype, device) for i in range(config.num_layers)]
+        self._rotary = RotaryEmbedding(config, device)
+
+    def forward(self, batch: ForwardBatch, kv_cache: KVCache) -> torch.Tensor:
+        """Logits of the wanted rows, [num_logits, vocab_size] float32. Writes the batch's keys and values to the cache."""
+        step = self._step(batch)
+        x = F.embedding(batch.input_ids, self.embed_tokens)
+        for layer, keys, values in zip(self.layers, kv_cache.keys, kv_cache.values, strict=True):
+            x = layer.forward(x, keys, values, step)
+        return self._logits(x.index_select(0, batch.logits_indices))
+
+    def checkpoint_tensors(self) -> dict[str, torch.Tensor]:
+        """Every tensor of a checkpoint under its Hugging Face name: a view to copy it into. Tied heads have none."""
+        tensors = {"model.embed_tokens.weight": self.embed_tokens, "model.norm.weight": self.norm}
+        if not self.config.tie_word_embeddings:
+            tensors["lm_head.weight"] = self.lm_head
+        for i, layer in enumerate(self.layers):
+            tensors |= {f"model.layers.{i}.{name}": tensor for name, tensor in layer.checkpoint_tensors().items()}
+        return tensors
+
+    def _step(self, batch: ForwardBatch) -> Step:
+        windows = set(self.config.sliding_window)
+        return Step(
+            rotation=self._rotary.rotation(batch, self.dtype),
+            plans={window: attention_plan(batch, window, self.dtype) for window in windows},
+            lora=batch.lora,
+        )
+
+    def _logits(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(rms_norm(x, self.norm, self.config.rms_norm_eps), self.lm_head).float()
+
+
+def _qk_norms(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    q_norm, k_norm = torch.empty(2, config.head_dim, dtype=dtype, device=device)
+    return q_norm, k_norm

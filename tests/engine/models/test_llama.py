@@ -1,0 +1,135 @@
+"""Logits against transformers, in float32, for sequences that are prefilled in chunks and decoded in mixed batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from multilora_engine.models.loader import load_model
+
+SHAPE = {
+    "vocab_size": 103,
+    "hidden_size": 40,
+    "intermediate_size": 52,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 5,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.4,
+}
+GROUPED = SHAPE | {"hidden_size": 24, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 10}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "rope_theta": 5000.0,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
+
+CHECKPOINTS: dict[str, tuple[type[PreTrainedModel], Any]] = {
+    "llama": (LlamaForCausalLM, LlamaConfig(**SHAPE)),
+    "llama tied": (LlamaForCausalLM, LlamaConfig(**GROUPED, tie_word_embeddings=True)),
+    "llama biases": (LlamaForCausalLM, LlamaConfig(**GROUPED, attention_bias=True, mlp_bias=True)),
+    "llama rope llama3": (LlamaForCausalLM, LlamaConfig(**GROUPED, rope_parameters=LLAMA3)),
+    "llama rope linear": (
+        LlamaForCausalLM,
+        LlamaConfig(**SHAPE, rope_parameters={"rope_type": "linear", "factor": 3.0, "rope_theta": 700.0}),
+    ),
+    "llama rope yarn": (LlamaForCausalLM, LlamaConfig(**SHAPE, rope_parameters=YARN)),
+    "llama rope yarn mscale": (
+        LlamaForCausalLM,
+        LlamaConfig(
+            **GROUPED,
+            rope_parameters=YARN
+            | {"mscale": 0.7, "mscale_all_dim": 1.3, "beta_fast": 16, "beta_slow": 2, "truncate": False},
+        ),
+    ),
+    "llama rope dynamic": (
+        LlamaForCausalLM,
+        LlamaConfig(
+            **SHAPE | {"max_position_embeddings": 16},
+            rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
+        ),
+    ),
+    "mistral": (MistralForCausalLM, MistralConfig(**GROUPED, sliding_window=None)),
+    "mistral sliding window": (MistralForCausalLM, MistralConfig(**GROUPED, sliding_window=7)),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config(**SHAPE | {"tie_word_embeddings": True})),
+    "qwen2 sliding window": (
+        Qwen2ForCausalLM,
+        Qwen2Config(**SHAPE, use_sliding_window=True, sliding_window=5, max_window_layers=1),
+    ),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config(**GROUPED)),
+    "qwen3 biases and windows": (
+        Qwen3ForCausalLM,
+        Qwen3Config(
+            **GROUPED,
+            attention_bias=True,
+            use_sliding_window=True,
+            sliding_window=6,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        ),
+    ),
+}
+
+CHUNKS = [[7, 9, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1], [21, 1, 1], [2, 2, 2, 2, 2, 2, 2, 2]]
+"""Tokens per step of four sequences; the first step has all of them, later ones those that have tokens left."""
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_logits_match_transformers_for_chunked_prefill_and_decode_in_one_batch(
+    name: str, tmp_path: Path, paged_runner: Callable[..., Any], paged_sequence: Callable[..., Any]
+) -> None:
+    reference = make_checkpoint(name, tmp_path)
+    runner = paged_runner(load_model(tmp_path, torch.float32, torch.device("cpu")))
+    sequences = [paged_sequence(random_tokens(sum(chunks), seed)) for seed, chunks in enumerate(CHUNKS)]
+    logits: list[list[torch.Tensor]] = [[] for _ in sequences]
+    for step in range(max(map(len, CHUNKS))):
+        work = [(i, chunks[step]) for i, chunks in enumerate(CHUNKS) if step < len(chunks)]
+        for (i, _), rows in zip(work, runner.step([(sequences[i], n) for i, n in work]), strict=True):
+            logits[i].append(rows)
+    for sequence, chunks, rows in zip(sequences, CHUNKS, logits, strict=True):
+        expected = reference_logits(reference, sequence.token_ids, chunks)
+        torch.testing.assert_close(torch.cat(rows), expected, atol=1e-4, rtol=1e-4)
+
+
+def make_checkpoint(name: str, path: Path) -> PreTrainedModel:
+    """Random weights, biases and norms included, saved in shards."""
+    architecture, config = CHECKPOINTS[name]
+    torch.manual_seed(0)
+    model = architecture(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.normal_(1.0, 0.3)
+    model.save_pretrained(path, max_shard_size="20kB")
+    return model
+
+
+def random_tokens(n: int, seed: int) -> list[int]:
+    return torch.randint(0, SHAPE["vocab_size"], (n,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@torch.inference_mode()
+def reference_logits(model: PreTrainedModel, token_ids: list[int], chunks: list[int]) -> torch.Tensor:
+    """[num_tokens, vocab] of one sequence alone, fed in the same chunks (which matters to dynamic rope scaling)."""
+    cache = DynamicCache(config=model.config)
+    parts = torch.tensor(token_ids).split(chunks)
+    return torch.cat([model(part[None], past_key_values=cache, use_cache=True).logits[0] for part in parts])
