@@ -1,0 +1,75 @@
+"""Client of a multilora server: generate, stream, send LoRA adapters; converter for PEFT adapters. Never imports torch.
+
+>>> from multilora_client import Client, load_adapter
+>>> with Client("grpc://localhost:8001") as client:
+...     print(client.generate("Who are you?", adapter=load_adapter("adapters/pirate")).text)
+"""
+
+from multilora_client.adapter import Adapter, AdapterTensors
+from multilora_client.client import AsyncClient, Client
+from multilora_client.convert import convert_peft, load_adapter, load_adapter_tensors
+from multilora_client.errors import (
+    AdapterConflict,
+    AdapterError,
+    AdapterNotFound,
+    CacheFull,
+    Cancelled,
+    InvalidRequest,
+    MultiloraClientError,
+    NotFound,
+    ServerFault,
+    ServerUnreachable,
+    TimedOut,
+    Unavailable,
+    Unsupported,
+    parse_error,
+)
+from multilora_client.messages import (
+    DIRECT,
+    ENSEMBLE,
+    Chunk,
+    Door,
+    GenerateOptions,
+    Generation,
+    InferRequest,
+    Message,
+    Response,
+)
+from multilora_client.transport import AsyncMockTransport, AsyncTransport, MockTransport, Transport
+
+__all__ = [
+    "DIRECT",
+    "ENSEMBLE",
+    "Adapter",
+    "AdapterConflict",
+    "AdapterError",
+    "AdapterNotFound",
+    "AdapterTensors",
+    "AsyncClient",
+    "AsyncMockTransport",
+    "AsyncTransport",
+    "CacheFull",
+    "Cancelled",
+    "Chunk",
+    "Client",
+    "Door",
+    "GenerateOptions",
+    "Generation",
+    "InferRequest",
+    "InvalidRequest",
+    "Message",
+    "MockTransport",
+    "MultiloraClientError",
+    "NotFound",
+    "Response",
+    "ServerFault",
+    "ServerUnreachable",
+    "TimedOut",
+    "Transport",
+    "Unavailable",
+    "Unsupported",
+    "convert_peft",
+    "load_adapter",
+    "load_adapter_tensors",
+    "parse_error",
+]

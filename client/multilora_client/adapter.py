@@ -1,0 +1,137 @@
+"""An adapter as the wire carries it, and the two .npy files that hold it.
+
+Row i of `weights` is A `[rank, in]` then B `[out, rank]`, both flat and row-major, zero-padded to the widest row; the
+scale is already in B. Row i of `config` says what it is: `[module_id, layer, rank]`, or with `is_dora` behind.
+
+The files are those of TensorRT-LLM's converter: `model.lora_weights.npy` `[1, rows, width]` and
+`model.lora_config.npy` int32 `[1, rows, 4]`. NumPy has no bfloat16: such weights are stored, as upstream stores them,
+in the two-byte void type (`|V2`) of their bits, so that artefacts of both converters are interchangeable.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from multilora_client.errors import AdapterError, InvalidRequest
+
+WEIGHTS_FILE = "model.lora_weights.npy"
+CONFIG_FILE = "model.lora_config.npy"
+OLD_CONFIG_FILE = "model.lora_keys.npy"
+
+AdapterDtype = Literal["FP16", "BF16", "FP32"]
+
+NUMPY_DTYPES: dict[AdapterDtype, type[np.generic]] = {"FP16": np.float16, "BF16": np.uint16, "FP32": np.float32}
+_STORED_DTYPES: dict[str, AdapterDtype] = {"float16": "FP16", "void16": "BF16", "float32": "FP32"}
+_BF16_STORED = np.dtype("V2")
+
+
+@dataclass(frozen=True, eq=False)
+class AdapterTensors:
+    """The tensors of one adapter.
+
+    weights: `[rows, width]`, float16, float32, or (`dtype` BF16) the bits of bfloat16 in uint16.
+    config: int32 `[rows, 3]` or `[rows, 4]`.
+    Raises AdapterError when they do not fit each other.
+    """
+
+    weights: npt.NDArray[Any]
+    config: npt.NDArray[np.int32]
+    dtype: AdapterDtype
+
+    def __post_init__(self) -> None:
+        if self.weights.dtype != NUMPY_DTYPES[self.dtype]:
+            raise AdapterError(
+                f"{self.dtype} weights are held in {NUMPY_DTYPES[self.dtype].__name__}, not in {self.weights.dtype}"
+            )
+        if self.weights.ndim != 2 or self.config.ndim != 2 or len(self.weights) != len(self.config):
+            raise AdapterError(
+                "weights must be [rows, width] and config [rows, 3 or 4] with equally many rows, "
+                f"not {list(self.weights.shape)} and {list(self.config.shape)}"
+            )
+        if self.config.dtype != np.int32 or self.config.shape[1] not in (3, 4):
+            raise AdapterError(
+                f"config must be int32 [rows, 3 or 4], not {self.config.dtype} {list(self.config.shape)}"
+            )
+
+    @cached_property
+    def digest(self) -> bytes:
+        """32 bytes that name the content: equal exactly when dtype, shapes, rows and weights are."""
+        digest = hashlib.sha256(f"{self.dtype} {self.weights.shape} {self.config.shape}".encode())
+        digest.update(np.ascontiguousarray(self.config).data)
+        digest.update(np.ascontiguousarray(self.weights).data)
+        return digest.digest()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the wire, padding included."""
+        return self.weights.nbytes + self.config.nbytes
+
+    def save(self, directory: Path) -> None:
+        """Write the two files into `directory`, which is made when it is missing."""
+        directory.mkdir(parents=True, exist_ok=True)
+        weights = self.weights.view(_BF16_STORED) if self.dtype == "BF16" else self.weights
+        np.save(directory / WEIGHTS_FILE, weights[np.newaxis], allow_pickle=False)
+        np.save(directory / CONFIG_FILE, self.config[np.newaxis], allow_pickle=False)
+
+    @classmethod
+    def load(cls, directory: Path) -> AdapterTensors:
+        """Read the two files, also old ones: `model.lora_keys.npy`, no batch dimension, three columns."""
+        weights = _load_rows(directory / WEIGHTS_FILE)
+        dtype = _STORED_DTYPES.get(weights.dtype.name)
+        if dtype is None:
+            raise AdapterError(
+                f"{directory / WEIGHTS_FILE} holds {weights.dtype}; float16, float32 and bfloat16 are read"
+            )
+        config = _load_rows(_config_path(directory))
+        return cls(weights.view(np.uint16) if dtype == "BF16" else weights, config, dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class Adapter:
+    """An adapter under the task id that the server knows it by (0 to 2**64 - 1)."""
+
+    lora_task_id: int
+    tensors: AdapterTensors
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.lora_task_id < 2**64:
+            raise InvalidRequest(f"lora_task_id must be between 0 and 2**64 - 1, not {self.lora_task_id}")
+
+
+def is_converted(directory: Path) -> bool:
+    """Whether `directory` holds an adapter in the wire format."""
+    return (directory / WEIGHTS_FILE).is_file()
+
+
+def _config_path(directory: Path) -> Path:
+    old = directory / OLD_CONFIG_FILE
+    return old if old.is_file() and not (directory / CONFIG_FILE).exists() else directory / CONFIG_FILE
+
+
+def _load_rows(path: Path) -> npt.NDArray[Any]:
+    """The array of a file, `[rows, columns]`, without the batch dimension that it may have."""
+    array = _load_array(path)
+    if array.ndim == 3 and array.shape[0] == 1:
+        return array.squeeze(axis=0)
+    if array.ndim != 2:
+        raise AdapterError(f"{path} has shape {list(array.shape)}; [rows, columns] or [1, rows, columns] is read")
+    return array
+
+
+def _load_array(path: Path) -> npt.NDArray[Any]:
+    if not path.is_file():
+        raise AdapterError(f"{path} is missing")
+    try:
+        array: npt.NDArray[Any] = np.load(path, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise AdapterError(f"{path} is not a .npy array without pickled objects: {error}") from error
+    if not isinstance(array, np.ndarray):
+        raise AdapterError(f"{path} is an archive, not a .npy array")
+    return array

@@ -1,0 +1,122 @@
+"""What a client does about adapters, free of I/O, so that the blocking and the asyncio client share it.
+
+The first use of an adapter carries its weights, later uses only the id. When the server has forgotten the adapter in
+between, the weights are sent once more, and a second refusal is the caller's to see. An adapter counts as known to the
+server only after an answer, never after a mere attempt.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from dataclasses import dataclass
+
+from multilora_client.adapter import Adapter
+from multilora_client.errors import AdapterConflict, AdapterNotFound
+from multilora_client.messages import (
+    Chunk,
+    Generation,
+    InferRequest,
+    Response,
+    parse_chunk,
+    parse_generation,
+    task_id_input,
+)
+from multilora_client.tensors import adapter_tensors
+
+
+@dataclass(frozen=True)
+class _Known:
+    content: bytes
+    server_digest: str
+
+
+class AdapterLedger:
+    """The adapters that the server has confirmed to this client, by task id. Thread-safe; keeps digests, no weights."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, _Known] = {}
+        self._lock = threading.Lock()
+
+    def knows(self, adapter: Adapter) -> bool:
+        """Whether the server had exactly these weights under this id when last heard of."""
+        with self._lock:
+            known = self._known.get(adapter.lora_task_id)
+        return known is not None and known.content == adapter.tensors.digest
+
+    def confirm(self, adapter: Adapter, server_digest: str) -> None:
+        with self._lock:
+            self._known[adapter.lora_task_id] = _Known(adapter.tensors.digest, server_digest)
+
+    def forget(self, adapter: Adapter) -> None:
+        with self._lock:
+            self._known.pop(adapter.lora_task_id, None)
+
+    def server_digest(self, adapter: Adapter) -> str:
+        """The server's own digest of the adapter, "" when it has not told one."""
+        with self._lock:
+            known = self._known.get(adapter.lora_task_id)
+        return known.server_digest if known else ""
+
+
+class Call:
+    """One request that may carry an adapter, from the first attempt to its answer.
+
+    `sends_weights` tells whether `request` has the weights. Only `resend_weights` and `weights_are_uploaded` change it.
+    """
+
+    def __init__(self, request: InferRequest, adapter: Adapter | int | None, ledger: AdapterLedger) -> None:
+        self.adapter = adapter if isinstance(adapter, Adapter) else None
+        self.sends_weights = self.adapter is not None and not ledger.knows(self.adapter)
+        self._lora_task_id = adapter.lora_task_id if isinstance(adapter, Adapter) else adapter
+        self._request = request
+        self._ledger = ledger
+        self._is_answered = False
+
+    @property
+    def request(self) -> InferRequest:
+        inputs = dict(self._request.inputs)
+        if self._lora_task_id is not None:
+            inputs |= task_id_input(self._lora_task_id)
+        if self.adapter is not None and self.sends_weights:
+            inputs |= adapter_tensors(self.adapter.tensors)
+        return dataclasses.replace(self._request, inputs=inputs)
+
+    def resend_weights(self, error: AdapterNotFound) -> None:
+        """Prepare the second attempt. Raises `error` again when the weights went along or part of an answer came."""
+        if self.adapter is None or self.sends_weights or self._is_answered:
+            raise error
+        self._ledger.forget(self.adapter)
+        self.sends_weights = True
+
+    def weights_are_uploaded(self) -> None:
+        """The weights went in a request of their own."""
+        self.sends_weights = False
+
+    def generation(self, response: Response) -> Generation:
+        generation = parse_generation(response, self._request.request_id)
+        self._settle(generation.lora_task_id, generation.lora_digest)
+        return generation
+
+    def chunk(self, response: Response) -> Chunk:
+        chunk = parse_chunk(response, self._request.request_id)
+        self._settle(chunk.lora_task_id, chunk.lora_digest)
+        return chunk
+
+    def _settle(self, answered_by: int | None, server_digest: str) -> None:
+        """Check that the adapter which answered is the one that was asked for, and remember that the server has it."""
+        if self._lora_task_id is not None and answered_by not in (None, self._lora_task_id):
+            raise self._conflict(f"LoRA task {self._lora_task_id} was asked for and {answered_by} answered")
+        if self.adapter is not None:
+            self._settle_version(self.adapter, server_digest)
+        self._is_answered = True
+
+    def _settle_version(self, adapter: Adapter, server_digest: str) -> None:
+        known_digest = "" if self.sends_weights else self._ledger.server_digest(adapter)
+        if known_digest and server_digest and known_digest != server_digest:
+            self._ledger.forget(adapter)
+            raise self._conflict(f"LoRA task {adapter.lora_task_id} was replaced on the server by other weights")
+        self._ledger.confirm(adapter, server_digest or known_digest)
+
+    def _conflict(self, message: str) -> AdapterConflict:
+        return AdapterConflict(message, request_id=self._request.request_id)

@@ -1,0 +1,216 @@
+"""The blocking and the asyncio client: thin shells around messages.py (requests, answers) and calls.py (adapters)."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncGenerator, Generator
+from contextlib import aclosing, closing
+from types import TracebackType
+from typing import Self, Unpack
+from urllib.parse import urlsplit
+
+from multilora_client.adapter import Adapter
+from multilora_client.calls import AdapterLedger, Call
+from multilora_client.errors import AdapterNotFound, InvalidRequest
+from multilora_client.grpc_transport import AsyncGrpcTransport, GrpcTransport
+from multilora_client.http_transport import AsyncHttpTransport, HttpTransport
+from multilora_client.messages import (
+    DIRECT,
+    Chunk,
+    Door,
+    GenerateOptions,
+    Generation,
+    InferRequest,
+    generation_inputs,
+    stop_inputs,
+)
+from multilora_client.transport import AsyncTransport, Transport
+
+DEFAULT_URL = "grpc://localhost:8001"
+
+
+class _Calls:
+    """Makes the calls of one client, which share what is known about the server's adapters."""
+
+    def __init__(self, door: Door) -> None:
+        self._door = door
+        self._ledger = AdapterLedger()
+
+    def generate(
+        self, prompt: str | None, adapter: Adapter | int | None, *, streaming: bool, **options: Unpack[GenerateOptions]
+    ) -> Call:
+        request = InferRequest(
+            self._door.stream_model if streaming else self._door.unary_model,
+            options.get("request_id") or uuid.uuid4().hex,
+            generation_inputs(prompt, streaming, self._door, **options),
+            options.get("timeout_s"),
+        )
+        return Call(request, adapter, self._ledger)
+
+    def upload(self, adapter: Adapter) -> Call:
+        self._ledger.forget(adapter)
+        return Call(InferRequest(self._door.upload_model, uuid.uuid4().hex, {}), adapter, self._ledger)
+
+    def stop(self, request_id: str) -> InferRequest:
+        return InferRequest(self._door.stop_model, request_id, stop_inputs())
+
+
+class Client:
+    """Blocking client of one server. Any number of threads may use it at once.
+
+    url: `grpc://host:8001` or `http://host:8000` (`grpcs`, `https` with TLS); the scheme picks the protocol.
+    door: which models answer (DIRECT, ENSEMBLE or your own Door).
+    transport: replaces the network, see MockTransport.
+
+    >>> with Client() as client:
+    ...     pirate = load_adapter("adapters/pirate")
+    ...     print(client.generate("Who are you?", adapter=pirate, max_tokens=40).text)
+    """
+
+    def __init__(self, url: str = DEFAULT_URL, *, door: Door = DIRECT, transport: Transport | None = None) -> None:
+        self._transport = transport or _make_transport(url)
+        self._calls = _Calls(door)
+
+    def generate(
+        self, prompt: str | None = None, *, adapter: Adapter | int | None = None, **options: Unpack[GenerateOptions]
+    ) -> Generation:
+        """Generate a whole answer.
+
+        adapter: an Adapter, whose weights are sent when the server needs them; the id of one that the server has; or
+            None for the base model.
+        Raises AdapterNotFound, AdapterConflict, CacheFull, InvalidRequest and the rest of errors.py.
+        """
+        call = self._calls.generate(prompt, adapter, streaming=False, **options)
+        return self._infer(call)
+
+    def stream(
+        self, prompt: str | None = None, *, adapter: Adapter | int | None = None, **options: Unpack[GenerateOptions]
+    ) -> Generator[Chunk, None, None]:
+        """Generate an answer piece by piece. Closing the iterator early cancels the request on the server."""
+        call = self._calls.generate(prompt, adapter, streaming=True, **options)
+        try:
+            yield from self._stream(call)
+        except AdapterNotFound as error:
+            call.resend_weights(error)
+            yield from self._stream(call)
+
+    def upload(self, adapter: Adapter) -> Generation:
+        """Send an adapter without a prompt, for requests by its id to find. The answer tells its `lora_digest`."""
+        return self._infer(self._calls.upload(adapter))
+
+    def stop(self, request_id: str) -> None:
+        """End the request with this id. An unknown id is not an error: the request may just have ended by itself."""
+        for _ in self._transport.stream(self._calls.stop(request_id)):
+            pass
+
+    def close(self) -> None:
+        self._transport.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def _infer(self, call: Call) -> Generation:
+        try:
+            return call.generation(self._transport.infer(call.request))
+        except AdapterNotFound as error:
+            call.resend_weights(error)
+            return call.generation(self._transport.infer(call.request))
+
+    def _stream(self, call: Call) -> Generator[Chunk, None, None]:
+        if call.adapter and call.sends_weights and not self._transport.streams_tensors:
+            self.upload(call.adapter)
+            call.weights_are_uploaded()
+        with closing(self._transport.stream(call.request)) as responses:
+            for response in responses:
+                yield call.chunk(response)
+
+
+class AsyncClient:
+    """asyncio client of one server; the arguments and methods of Client.
+
+    >>> async with AsyncClient() as client, aclosing(client.stream("Tell me more")) as chunks:
+    ...     async for chunk in chunks:
+    ...         print(chunk.text, end="")
+    """
+
+    def __init__(self, url: str = DEFAULT_URL, *, door: Door = DIRECT, transport: AsyncTransport | None = None) -> None:
+        self._transport = transport or _make_async_transport(url)
+        self._calls = _Calls(door)
+
+    async def generate(
+        self, prompt: str | None = None, *, adapter: Adapter | int | None = None, **options: Unpack[GenerateOptions]
+    ) -> Generation:
+        """Generate a whole answer; see Client.generate."""
+        call = self._calls.generate(prompt, adapter, streaming=False, **options)
+        return await self._infer(call)
+
+    async def stream(
+        self, prompt: str | None = None, *, adapter: Adapter | int | None = None, **options: Unpack[GenerateOptions]
+    ) -> AsyncGenerator[Chunk, None]:
+        """Generate an answer piece by piece. Leave it early under `contextlib.aclosing`, which cancels at once."""
+        call = self._calls.generate(prompt, adapter, streaming=True, **options)
+        try:
+            async with aclosing(self._stream(call)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+        except AdapterNotFound as error:
+            call.resend_weights(error)
+            async with aclosing(self._stream(call)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+
+    async def upload(self, adapter: Adapter) -> Generation:
+        """Send an adapter without a prompt; see Client.upload."""
+        return await self._infer(self._calls.upload(adapter))
+
+    async def stop(self, request_id: str) -> None:
+        """End the request with this id; see Client.stop."""
+        async for _ in self._transport.stream(self._calls.stop(request_id)):
+            pass
+
+    async def close(self) -> None:
+        await self._transport.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def _infer(self, call: Call) -> Generation:
+        try:
+            return call.generation(await self._transport.infer(call.request))
+        except AdapterNotFound as error:
+            call.resend_weights(error)
+            return call.generation(await self._transport.infer(call.request))
+
+    async def _stream(self, call: Call) -> AsyncGenerator[Chunk, None]:
+        if call.adapter and call.sends_weights and not self._transport.streams_tensors:
+            await self.upload(call.adapter)
+            call.weights_are_uploaded()
+        async with aclosing(self._transport.stream(call.request)) as responses:
+            async for response in responses:
+                yield call.chunk(response)
+
+
+def _make_transport(url: str) -> Transport:
+    protocol, address, tls = _parse_url(url)
+    return GrpcTransport(address, tls=tls) if protocol == "grpc" else HttpTransport(url)
+
+
+def _make_async_transport(url: str) -> AsyncTransport:
+    protocol, address, tls = _parse_url(url)
+    return AsyncGrpcTransport(address, tls=tls) if protocol == "grpc" else AsyncHttpTransport(url)
+
+
+def _parse_url(url: str) -> tuple[str, str, bool]:
+    """`grpcs://host:1` -> ("grpc", "host:1", True)."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("grpc", "grpcs", "http", "https") or not parts.netloc:
+        raise InvalidRequest(f"url is {url!r}; write grpc://host:8001 or http://host:8000")
+    return parts.scheme.removesuffix("s"), parts.netloc, parts.scheme.endswith("s")

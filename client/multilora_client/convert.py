@@ -1,0 +1,105 @@
+"""PEFT directory -> wire tensors, in the layout of TensorRT-LLM's converter, with NumPy alone.
+
+A row is A `[rank, in]` then B `[out, rank]`. The server applies no scale, so the scale goes into B, in float32 and
+before the cast to the storage type.
+
+A fused `gate_up_proj` (module id 18) computes gate | up in Hugging Face checkpoints; upstream's fused module computes
+up | gate. The outputs of B are therefore exchanged half by half. A fused `qkv_proj` is q | k | v on both sides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from multilora_client.adapter import NUMPY_DTYPES, Adapter, AdapterDtype, AdapterTensors, is_converted
+from multilora_client.bfloat16 import bfloat16_to_float32, float32_to_bfloat16
+from multilora_client.errors import AdapterError
+from multilora_client.peft_directory import MLP_GATE_UP, LoRAModule, is_peft, read_peft_directory
+
+StorageDtype = Literal["float16", "bfloat16", "float32"]
+Progress = Callable[[int, int], None]
+
+_DTYPES: Mapping[StorageDtype, AdapterDtype] = {"float16": "FP16", "bfloat16": "BF16", "float32": "FP32"}
+
+
+def convert_peft(
+    directory: Path, storage_dtype: StorageDtype | None = None, on_progress: Progress | None = None
+) -> AdapterTensors:
+    """Convert the PEFT adapter in `directory`.
+
+    storage_dtype: type of the weights; None keeps the one of the file.
+    on_progress: called with (rows done, rows in all) after each row.
+    Raises AdapterError for everything that the wire format or the storage type cannot hold.
+    """
+    adapter = read_peft_directory(directory)
+    dtype = _DTYPES[storage_dtype] if storage_dtype else adapter.dtype
+    weights = np.zeros((len(adapter.modules), max(map(_row_size, adapter.modules))), NUMPY_DTYPES[dtype])
+    for index, module in enumerate(adapter.modules):
+        weights[index, : _row_size(module)] = _row(module, dtype)
+        if on_progress:
+            on_progress(index + 1, len(adapter.modules))
+    config = [[module.module_id, module.layer, module.rank, 0] for module in adapter.modules]
+    return AdapterTensors(weights, np.array(config, np.int32), dtype)
+
+
+def load_adapter_tensors(directory: Path) -> AdapterTensors:
+    """The adapter in `directory`, whether it is converted already or a PEFT directory."""
+    if is_converted(directory):
+        return AdapterTensors.load(directory)
+    if is_peft(directory):
+        return convert_peft(directory)
+    raise AdapterError(f"{directory} is neither a PEFT adapter (adapter_config.json) nor a converted one (*.npy)")
+
+
+def load_adapter(directory: Path | str, lora_task_id: int | None = None) -> Adapter:
+    """The adapter in `directory`, PEFT or converted, under a task id.
+
+    Without `lora_task_id` the id is taken from the content (63 bits of its digest): the same adapter has the same id in
+    every process, and different adapters do not meet under one id.
+    """
+    tensors = load_adapter_tensors(Path(directory))
+    if lora_task_id is None:
+        lora_task_id = int.from_bytes(tensors.digest[:8], "big") >> 1
+    return Adapter(lora_task_id, tensors)
+
+
+def _row_size(module: LoRAModule) -> int:
+    return module.lora_a.size + module.lora_b.size
+
+
+def _row(module: LoRAModule, dtype: AdapterDtype) -> npt.NDArray[Any]:
+    with np.errstate(over="ignore"):
+        lora_b = module.lora_b * np.float32(module.scaling)
+    if module.module_id == MLP_GATE_UP:
+        lora_b = _swap_halves(lora_b, module.name)
+    return _cast(np.concatenate([module.lora_a.ravel(), lora_b.ravel()]), dtype, module.name)
+
+
+def _swap_halves(lora_b: npt.NDArray[np.float32], name: str) -> npt.NDArray[np.float32]:
+    """`[gate; up]` -> `[up; gate]` along the outputs."""
+    if lora_b.shape[0] % 2:
+        raise AdapterError(f"{name} has {lora_b.shape[0]} outputs, which are not two halves")
+    gate, up = np.split(lora_b, 2)
+    return np.concatenate([up, gate])
+
+
+def _cast(values: npt.NDArray[np.float32], dtype: AdapterDtype, name: str) -> npt.NDArray[Any]:
+    """Cast a row; a value beyond the range of `dtype` is an error, never an infinity."""
+    if dtype == "BF16":
+        bits = float32_to_bfloat16(values)
+        _check_range(values, bfloat16_to_float32(bits), dtype, name)
+        return bits
+    with np.errstate(over="ignore"):
+        row = values.astype(NUMPY_DTYPES[dtype])
+    _check_range(values, row, dtype, name)
+    return row
+
+
+def _check_range(values: npt.NDArray[np.float32], row: npt.NDArray[Any], dtype: AdapterDtype, name: str) -> None:
+    if not np.isfinite(row).all():
+        raise AdapterError(f"{name}: {np.abs(values).max():g} does not fit into {dtype}; use a wider storage type")

@@ -1,0 +1,143 @@
+"""Triton over gRPC: `ModelInfer`, and one `ModelStreamInfer` call per stream, so that each can be cancelled alone."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Generator
+from typing import Any
+
+import grpc  # type: ignore[import-untyped]
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+from multilora_client.errors import MultiloraClientError, ServerUnreachable, TimedOut, Unavailable, parse_error
+from multilora_client.messages import InferRequest, Response
+from multilora_client.tensors import flat_values
+from multilora_client.transport import GRACE_S
+
+_UNLIMITED = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
+_CODES = {"INVALID_ARGUMENT": "INVALID_ARG", "UNIMPLEMENTED": "UNSUPPORTED"}
+
+
+class GrpcTransport:
+    """Blocking transport to `target` (`host:port`)."""
+
+    streams_tensors = True
+
+    def __init__(self, target: str, *, tls: bool = False) -> None:
+        self._target = target
+        self._channel = (
+            grpc.secure_channel(target, grpc.ssl_channel_credentials(), _UNLIMITED)
+            if tls
+            else grpc.insecure_channel(target, _UNLIMITED)
+        )
+        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+
+    def infer(self, request: InferRequest) -> Response:
+        try:
+            return _response(self._stub.ModelInfer(_message(request), timeout=_deadline(request)))
+        except grpc.RpcError as error:
+            raise _error(error, self._target, request) from error
+
+    def stream(self, request: InferRequest) -> Generator[Response, None, None]:
+        call = self._stub.ModelStreamInfer(iter([_stream_message(request)]), timeout=_deadline(request))
+        try:
+            for message in call:
+                response = _stream_response(message)
+                yield response
+                if response.is_final:
+                    return
+            raise _cut_off(request)
+        except grpc.RpcError as error:
+            raise _error(error, self._target, request) from error
+        finally:
+            call.cancel()
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+class AsyncGrpcTransport:
+    """asyncio transport to `target` (`host:port`)."""
+
+    streams_tensors = True
+
+    def __init__(self, target: str, *, tls: bool = False) -> None:
+        self._target = target
+        self._channel = (
+            grpc.aio.secure_channel(target, grpc.ssl_channel_credentials(), _UNLIMITED)
+            if tls
+            else grpc.aio.insecure_channel(target, _UNLIMITED)
+        )
+        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+
+    async def infer(self, request: InferRequest) -> Response:
+        try:
+            return _response(await self._stub.ModelInfer(_message(request), timeout=_deadline(request)))
+        except grpc.RpcError as error:
+            raise _error(error, self._target, request) from error
+
+    async def stream(self, request: InferRequest) -> AsyncGenerator[Response, None]:
+        call = self._stub.ModelStreamInfer(iter([_stream_message(request)]), timeout=_deadline(request))
+        try:
+            async for message in call:
+                response = _stream_response(message)
+                yield response
+                if response.is_final:
+                    return
+            raise _cut_off(request)
+        except grpc.RpcError as error:
+            raise _error(error, self._target, request) from error
+        finally:
+            call.cancel()
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+
+def _message(request: InferRequest) -> Any:
+    message = service_pb2.ModelInferRequest(model_name=request.model, id=request.request_id)
+    for name, tensor in request.inputs.items():
+        message.inputs.add(name=name, datatype=tensor.datatype, shape=tensor.shape)
+        message.raw_input_contents.append(tensor.data)
+    if request.timeout_s is not None:
+        message.parameters["timeout"].int64_param = round(request.timeout_s * 1e6)
+    return message
+
+
+def _stream_message(request: InferRequest) -> Any:
+    """Asks for the final flag even where no data come with it: the answer to a stop request is such a response."""
+    message = _message(request)
+    message.parameters["triton_enable_empty_final_response"].bool_param = True
+    return message
+
+
+def _deadline(request: InferRequest) -> float | None:
+    return None if request.timeout_s is None else request.timeout_s + GRACE_S
+
+
+def _response(message: Any) -> Response:
+    outputs = {
+        output.name: flat_values(output.datatype, data)
+        for output, data in zip(message.outputs, message.raw_output_contents, strict=True)
+    }
+    return Response(outputs, message.parameters["triton_final_response"].bool_param)
+
+
+def _stream_response(message: Any) -> Response:
+    if message.error_message:
+        raise parse_error(message.error_message)
+    return _response(message.infer_response)
+
+
+def _error(error: grpc.RpcError, target: str, request: InferRequest) -> MultiloraClientError:
+    """Of a call that failed as a whole. UNAVAILABLE without a code of ours in its text means that nobody answered."""
+    status = error.code().name
+    if status == "DEADLINE_EXCEEDED":
+        return TimedOut(f"no answer within {request.timeout_s} s", request_id=request.request_id)
+    parsed = parse_error(error.details() or status, _CODES.get(status, status))
+    if type(parsed) is Unavailable and not (error.details() or "").startswith("["):
+        return ServerUnreachable(f"no server answers at grpc://{target}: {parsed}")
+    return parsed
+
+
+def _cut_off(request: InferRequest) -> Unavailable:
+    return Unavailable("the stream ended before its final response", request_id=request.request_id)
