@@ -1,0 +1,63 @@
+"""Host and ports of a server, checked before it starts: it notices a taken port only after loading all models."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+
+from multilora_engine.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Addresses:
+    """Where a server listens."""
+
+    host: str
+    http_port: int
+    grpc_port: int
+    metrics_port: int
+
+    @property
+    def http_url(self) -> str:
+        """`host:port` of HTTP, as tritonclient wants it."""
+        return f"{self._client_host}:{self.http_port}"
+
+    @property
+    def grpc_url(self) -> str:
+        """`host:port` of gRPC, as tritonclient wants it."""
+        return f"{self._client_host}:{self.grpc_port}"
+
+    @property
+    def metrics_url(self) -> str:
+        """URL of the Prometheus metrics."""
+        return f"http://{self._client_host}:{self.metrics_port}/metrics"
+
+    @property
+    def _client_host(self) -> str:
+        return "127.0.0.1" if self.host == "0.0.0.0" else self.host
+
+
+def resolve_addresses(host: str, http_port: int, grpc_port: int, metrics_port: int) -> Addresses:
+    """Replace each port 0 by a free one. Raises ConfigError naming a port that is taken."""
+    with (
+        _bind(host, http_port, "HTTP") as http,
+        _bind(host, grpc_port, "gRPC") as grpc,
+        _bind(host, metrics_port, "metrics") as metrics,
+    ):
+        return Addresses(host, *(bound.getsockname()[1] for bound in (http, grpc, metrics)))
+
+
+def _bind(host: str, port: int, purpose: str) -> socket.socket:
+    bound = socket.socket()
+    # Without it a port that a server has just left counts as taken for a minute; tritonserver sets it too.
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((host, port))
+        bound.listen()
+    except OSError as error:
+        bound.close()
+        option = f"--{purpose.lower()}-port"
+        raise ConfigError(
+            f"{purpose} port {port} on {host}: {error.strerror}; give {option} another port, or 0 for any free one"
+        ) from None
+    return bound

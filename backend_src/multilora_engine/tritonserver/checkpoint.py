@@ -1,0 +1,42 @@
+"""`--model`: a checkpoint's directory, or the id of one on a Hugging Face hub."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from multilora_engine.errors import ConfigError
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_WANTED_FILES = ["*.safetensors", "*.json", "tokenizer*", "*.jinja"]
+_UNWANTED_FILES = ["*/*"]
+"""Sub-folders hold the same weights again in other formats."""
+
+
+def resolve_checkpoint(model: str) -> Path:
+    """The directory of `model`, downloaded first (with progress bars) if it is a hub id. Raises ConfigError."""
+    directory = Path(model).expanduser()
+    if not directory.exists() and _HUB_ID.fullmatch(model):
+        directory = _download(model)
+    check_checkpoint(directory)
+    return directory.absolute()
+
+
+def check_checkpoint(directory: Path) -> None:
+    """Raises ConfigError unless `directory` looks like a Hugging Face checkpoint."""
+    if not (directory / "config.json").is_file():
+        raise ConfigError(
+            f"{directory} has no config.json; give the directory of a Hugging Face checkpoint, or a hub id (owner/name)"
+        )
+
+
+def _download(hub_id: str) -> Path:
+    # Imported here because it takes a second, and most models are directories.
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=_WANTED_FILES, ignore_patterns=_UNWANTED_FILES))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(f"{hub_id} is no directory here, and downloading it failed: {reason}") from None

@@ -1,0 +1,103 @@
+"""Where a tritonserver is, and what its Python backend needs in order to run our models in this environment."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import sys
+import sysconfig
+from collections.abc import Mapping
+from ctypes.util import find_library
+from dataclasses import dataclass
+from pathlib import Path
+
+from multilora_engine.errors import ConfigError
+
+_PYTHON_VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
+_SYSTEM_LIBRARY_ROOTS = (Path("/lib"), Path("/usr/lib"))
+
+
+@dataclass(frozen=True)
+class Installation:
+    """A server executable. `python_backend` lists the backend's files where the server's own folder is incomplete."""
+
+    executable: Path
+    python_backend: tuple[Path, ...] = ()
+
+
+def find_installation(executable: Path | None = None) -> Installation:
+    """`executable`, else the server of the nvidia-pytriton wheel, else `tritonserver` on PATH. Raises ConfigError."""
+    found = executable or _wheel_executable() or _executable_on_path()
+    if found is None:
+        raise ConfigError("there is no tritonserver: pip install --no-deps nvidia-pytriton, or give --tritonserver")
+    if not os.access(found, os.X_OK):
+        raise ConfigError(f"{found} is not an executable file; give --tritonserver the path of one")
+    return Installation(found.absolute(), _wheel_python_backend(found.resolve().parents[1]))
+
+
+def make_backend_directory(installation: Installation, folder: Path) -> Path:
+    """A backend directory of symlinks: the server wants the stub next to the backend's library, the wheel keeps them
+    apart."""
+    python = folder / "python"
+    python.mkdir(parents=True)
+    for file in installation.python_backend:
+        (python / file.name).symlink_to(file)
+    return folder
+
+
+def server_environment(variables: Mapping[str, str]) -> dict[str, str]:
+    """This process's environment plus `variables`, such that the stubs run in this Python environment.
+
+    The stub ignores VIRTUAL_ENV and PYTHONPATH: it takes the environment of the first `python3` on PATH.
+    """
+    environment = {**os.environ, **variables}
+    _prepend(environment, "PATH", Path(sys.executable).parent)
+    if libpython := _libpython_directory():
+        _prepend(environment, "LD_LIBRARY_PATH", libpython)
+    return environment
+
+
+def _wheel_executable() -> Path | None:
+    spec = importlib.util.find_spec("pytriton")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    return Path(spec.submodule_search_locations[0]) / "tritonserver" / "bin" / "tritonserver"
+
+
+def _executable_on_path() -> Path | None:
+    found = shutil.which("tritonserver")
+    return Path(found) if found else None
+
+
+def _wheel_python_backend(root: Path) -> tuple[Path, ...]:
+    stubs = root / "python_backend_stubs"
+    if not stubs.is_dir():
+        return ()
+    backend = root / "backends" / "python"
+    stub = stubs / _PYTHON_VERSION / "triton_python_backend_stub"
+    if not stub.is_file():
+        raise ConfigError(f"{root} has no Python backend for Python {_PYTHON_VERSION}")
+    return backend / "libtriton_python.so", backend / "triton_python_backend_utils.py", stub
+
+
+def _libpython_directory() -> Path | None:
+    """The folder of this interpreter's shared library, None where the dynamic linker finds it anyway.
+
+    Raises ConfigError when there is none: the stub embeds Python, so it cannot start without.
+    """
+    library = f"libpython{_PYTHON_VERSION}.so.1.0"
+    for folder in (Path(sysconfig.get_config_var("LIBDIR") or "/lib"), Path(sys.base_prefix) / "lib"):
+        is_system = any(folder.is_relative_to(root) for root in _SYSTEM_LIBRARY_ROOTS)
+        if (folder / library).is_file() and not is_system:
+            return folder
+    if find_library(f"python{_PYTHON_VERSION}") is None:
+        raise ConfigError(
+            f"{library} was not found, which the Python backend loads; on Debian and Ubuntu: "
+            f"apt-get install libpython{_PYTHON_VERSION}"
+        )
+    return None
+
+
+def _prepend(environment: dict[str, str], name: str, folder: Path) -> None:
+    environment[name] = os.pathsep.join(filter(None, [str(folder), environment.get(name)]))

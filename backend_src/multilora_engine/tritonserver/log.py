@@ -1,0 +1,76 @@
+"""Reads the server's log: what is progress, what is noise, and why a load failed."""
+
+from __future__ import annotations
+
+import json
+import re
+
+from multilora_engine.tritonserver.repository import ENGINE_MODEL
+
+_LINE = re.compile(r"^(?P<level>[IWEF])\d{4} \S+ \d+ [\w.]+:\d+\] (?P<message>.*)$")
+_LOADED = re.compile(r"^successfully loaded '(?P<model>.+)'$")
+_LOAD_FAILED = re.compile(r"^failed to load '(?P<model>.+)' version \d+: \w+: (?P<reason>.*)$", re.DOTALL)
+_PYTHON_TRACE = re.compile(r"\n+At:\n.*", re.DOTALL)
+_NOISE = (
+    "CudaDriverHelper has not been initialized",
+    "Failed to initialize NVML",
+    "DCGM unable to start",
+    "Unable to allocate pinned system memory",
+    "unable to create stream for",
+    "CUDA memory pool disabled",
+)
+_TABLE_STARTS = ("+--", "| ")
+
+
+class ServerLog:
+    """What the lines seen so far say. Only the thread that reads the log calls `feed`."""
+
+    def __init__(self) -> None:
+        self.loaded: list[str] = []
+        self._load_failures: dict[str, str] = {}
+        self._last_error = ""
+        self._last_line = ""
+
+    def feed(self, line: str) -> bool:
+        """Take one line; returns whether it is worth showing."""
+        level, message = _split(line)
+        if is_noise(line, message):
+            return False
+        self._last_line = line
+        if match := _LOADED.match(message):
+            self.loaded.append(match["model"])
+        elif match := _LOAD_FAILED.match(message):
+            self._load_failures[match["model"]] = _PYTHON_TRACE.sub("", match["reason"]).strip()
+        elif level in ("E", "F"):
+            self._last_error = message.strip()
+        return True
+
+    @property
+    def failure(self) -> str:
+        """The one line that says why the server ended: a failed load, else the last error or line.
+
+        The other models only wait for the engine of `generation`, so its failure is the cause of theirs.
+        """
+        if failures := self._load_failures:
+            model = ENGINE_MODEL if ENGINE_MODEL in failures else next(iter(failures))
+            return f"{model}: {failures[model]}"
+        return self._last_error or self._last_line or "it wrote no log"
+
+
+def is_noise(line: str, message: str) -> bool:
+    """What a healthy server also writes: GPU probing on a machine without one, and tables of its own options."""
+    return not message.strip() or line.startswith(_TABLE_STARTS) or any(text in line for text in _NOISE)
+
+
+def _split(line: str) -> tuple[str, str]:
+    """(level, message); tritonserver's messages are quoted and escaped, an `error:` line is its last word."""
+    if match := _LINE.match(line):
+        return match["level"], _unquote(match["message"])
+    return ("E" if line.startswith("error: ") else ""), line
+
+
+def _unquote(message: str) -> str:
+    try:
+        return str(json.loads(message)) if message.startswith('"') else message
+    except ValueError:
+        return message.strip('"')

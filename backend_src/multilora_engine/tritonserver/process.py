@@ -1,0 +1,280 @@
+"""`ServerProcess`: one tritonserver over our model repository, from its checks to the removal of its last trace."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import signal
+import subprocess
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Thread
+from typing import IO, Self
+
+from tritonclient.utils import InferenceServerException
+
+from multilora_engine.errors import MultiloraError
+from multilora_engine.tritonserver.addresses import Addresses, resolve_addresses
+from multilora_engine.tritonserver.checkpoint import check_checkpoint
+from multilora_engine.tritonserver.installation import find_installation, make_backend_directory, server_environment
+from multilora_engine.tritonserver.log import ServerLog
+from multilora_engine.tritonserver.probe import NotYet, probe_generation
+from multilora_engine.tritonserver.repository import find_model_repository, model_names, write_overridden
+from multilora_engine.tritonserver.shared_memory import RegionClaim, check_free_space, claim_regions, remove_leftovers
+
+logger = logging.getLogger(__name__)
+
+_TOKEN_VARIABLE = "MULTILORA_SERVER"
+"""Set in the server's environment: it finds the stubs and engines of one server, whatever happened to their parent."""
+
+_RESTRICTED_APIS = ("model-repository", "logging", "trace")
+_POLL_S = 0.2
+_GRACE_S = 10.0
+
+
+class ServerFailed(MultiloraError):
+    """The server ended, or was not ready in time. The message is the one line that says why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """What `multilora-serve` can be told. A port of 0 means any free one."""
+
+    model: Path | None = None
+    model_repository: Path | None = None
+    overrides: Mapping[str, str] = field(default_factory=dict)
+    host: str = "127.0.0.1"
+    http_port: int = 8000
+    grpc_port: int = 8001
+    metrics_port: int = 8002
+    shared_memory_api: bool = False
+    log_verbose: bool = False
+    exit_timeout_s: int = 30
+    startup_timeout_s: float = 600.0
+    tritonserver: Path | None = None
+
+
+class ServerProcess:
+    """A running tritonserver.
+
+        with ServerProcess(ServerOptions(model=checkpoint, http_port=0, grpc_port=0, metrics_port=0)) as server:
+            server.wait_ready()
+            client = tritonclient.http.InferenceServerClient(server.http_url)
+
+    `on_log` gets every line of the server's log that is not noise, in a thread of its own. `probe` is the inference
+    that decides readiness. Leaving the block stops the server, and kills whatever of it does not stop.
+    """
+
+    def __init__(
+        self,
+        options: ServerOptions,
+        *,
+        on_log: Callable[[str], None] = logger.info,
+        probe: Callable[[Addresses], None] = probe_generation,
+    ) -> None:
+        self.options = options
+        self.log = ServerLog()
+        self._on_log = on_log
+        self._probe = probe
+        self._resources = ExitStack()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    @property
+    def http_url(self) -> str:
+        return self.addresses.http_url
+
+    @property
+    def grpc_url(self) -> str:
+        return self.addresses.grpc_url
+
+    @property
+    def metrics_url(self) -> str:
+        return self.addresses.metrics_url
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def token(self) -> str:
+        """The name that marks this server's processes and its files in /dev/shm."""
+        return self._regions.token
+
+    def start(self) -> None:
+        """Check what can be checked, and start the server. Raises ConfigError."""
+        if self.options.model:
+            check_checkpoint(self.options.model)
+        check_free_space()
+        remove_leftovers()
+        with ExitStack() as resources:
+            self._folder = Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="multilora-")))
+            self._regions = resources.enter_context(claim_regions())
+            resources.callback(kill_marked_processes, self._regions.token)
+            self._repository = self._prepare_repository()
+            self.addresses = self._resolve_addresses()
+            self._process = self._spawn(self._command())
+            self._resources = resources.pop_all()
+        assert self._process.stdout is not None
+        self._reader = Thread(target=self._read_log, args=(self._process.stdout,), name="server-log", daemon=True)
+        self._reader.start()
+
+    def wait_ready(self, on_progress: Callable[[str], None] = logger.debug) -> None:
+        """Return when a real inference has succeeded. Raises ServerFailed when the server ends or the time is up."""
+        deadline = time.monotonic() + self.options.startup_timeout_s
+        for is_ready in (self._is_listening, self._answers):
+            while not is_ready():
+                self._wait_for_progress(deadline)
+                on_progress(self.progress)
+
+    @property
+    def progress(self) -> str:
+        """How far the start has come, for a person."""
+        total = len(model_names(self._repository))
+        loaded = self.log.loaded
+        if len(loaded) >= total:
+            return "all models loaded, trying an inference"
+        return f"loaded {len(loaded)} of {total} models" + (f": {', '.join(loaded)}" if loaded else "")
+
+    def check_alive(self) -> None:
+        """Raises ServerFailed when an inference fails for another reason than a busy or restarting engine."""
+        try:
+            self._probe(self.addresses)
+        except NotYet:
+            return
+        except InferenceServerException as error:
+            raise ServerFailed(f"the server no longer answers: {error.message()}") from None
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait until the server ends; returns its exit status. Raises subprocess.TimeoutExpired."""
+        return self._process.wait(timeout)
+
+    def failure(self, status: int) -> ServerFailed:
+        """Why the server, which has ended with `status`, did so."""
+        self._clean_up()
+        return ServerFailed(f"{self.log.failure} (tritonserver ended with status {status})")
+
+    def stop(self) -> int:
+        """SIGTERM, then SIGKILL after the exit timeout; returns the exit status. May be called again."""
+        try:
+            self._process.terminate()
+            return self._process.wait(self.options.exit_timeout_s + _GRACE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()
+        finally:
+            self._clean_up()
+
+    def _prepare_repository(self) -> Path:
+        repository = find_model_repository(self.options.model_repository)
+        if not self.options.overrides:
+            return repository
+        return write_overridden(repository, self.options.overrides, self._folder / "model_repository")
+
+    def _resolve_addresses(self) -> Addresses:
+        options = self.options
+        return resolve_addresses(options.host, options.http_port, options.grpc_port, options.metrics_port)
+
+    def _command(self) -> list[str]:
+        installation = find_installation(self.options.tritonserver)
+        command = [str(installation.executable), *server_arguments(self.options, self.addresses, self._regions)]
+        command.append(f"--model-repository={self._repository}")
+        if installation.python_backend:
+            backends = make_backend_directory(installation, self._folder / "backends")
+            command.append(f"--backend-directory={backends}")
+        return command
+
+    def _spawn(self, command: list[str]) -> subprocess.Popen[str]:
+        variables = {_TOKEN_VARIABLE: self._regions.token}
+        if self.options.model:
+            variables["MULTILORA_MODEL"] = str(self.options.model.absolute())
+        return subprocess.Popen(
+            command,
+            env=server_environment(variables),
+            # The stubs have the current directory on sys.path, so it must not hold anything importable.
+            cwd=self._folder,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            # A Ctrl-C is for this process, which then stops the server in order.
+            start_new_session=True,
+            pass_fds=(self._regions.lock_fd,),
+        )
+
+    def _read_log(self, stream: IO[str]) -> None:
+        with stream:
+            for line in stream:
+                text = line.rstrip("\n")
+                if self.log.feed(text) or self.options.log_verbose:
+                    self._on_log(text)
+
+    def _is_listening(self) -> bool:
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"http://{self.http_url}/v2/health/ready", timeout=5):
+            return True
+        return False
+
+    def _answers(self) -> bool:
+        with contextlib.suppress(NotYet):
+            self._probe(self.addresses)
+            return True
+        return False
+
+    def _wait_for_progress(self, deadline: float) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            raise self.failure(self._process.wait(_POLL_S))
+        if time.monotonic() > deadline:
+            raise ServerFailed(f"not ready after {self.options.startup_timeout_s:g} s: {self.progress}")
+
+    def _clean_up(self) -> None:
+        """Kill what outlived the server, remove its files, and read its log to the end."""
+        self._resources.close()
+        self._reader.join(_GRACE_S)
+
+
+def server_arguments(options: ServerOptions, addresses: Addresses, regions: RegionClaim) -> list[str]:
+    """The command line after the executable, without the folders."""
+    return [
+        f"--http-address={addresses.host}",
+        f"--grpc-address={addresses.host}",
+        f"--metrics-address={addresses.host}",
+        f"--http-port={addresses.http_port}",
+        f"--grpc-port={addresses.grpc_port}",
+        f"--metrics-port={addresses.metrics_port}",
+        "--model-control-mode=none",
+        "--disable-auto-complete-config",
+        f"--exit-timeout-secs={options.exit_timeout_s}",
+        f"--log-verbose={int(options.log_verbose)}",
+        f"--backend-config=python,shm-region-prefix-name={regions.region_prefix}",
+        *_restrictions(options),
+    ]
+
+
+def _restrictions(options: ServerOptions) -> list[str]:
+    # Closed by a secret that nobody is told: the server has no flag that turns these off. A client that may register
+    # shared memory can reach the Python backend's own regions in servers before 25.07.
+    closed = _RESTRICTED_APIS if options.shared_memory_api else ("shared-memory", *_RESTRICTED_APIS)
+    rule = f"{','.join(closed)}:multilora-closed={secrets.token_hex(16)}"
+    return [f"--http-restricted-api={rule}", f"--grpc-restricted-protocol={rule}"]
+
+
+def kill_marked_processes(token: str) -> None:
+    """SIGKILL every process whose environment says it belongs to the server of `token`."""
+    mark = f"{_TOKEN_VARIABLE}={token}".encode()
+    for environ in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if mark in environ.read_bytes().split(b"\0"):
+                os.kill(int(environ.parent.name), signal.SIGKILL)

@@ -1,0 +1,81 @@
+"""The model repository: finding it, and changing parameters of `generation` without touching it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from google.protobuf import text_format
+from tritonclient.grpc.model_config_pb2 import ModelConfig
+
+import multilora_engine
+from multilora_engine.errors import ConfigError
+
+CONFIG_NAME = "config.pbtxt"
+
+ENGINE_MODEL = "generation"
+"""The model whose config.pbtxt holds the engine's parameters."""
+
+
+def find_model_repository(given: Path | None = None) -> Path:
+    """`given`, else the one beside an editable install, else the current directory's. Raises ConfigError."""
+    beside_package = Path(multilora_engine.__file__).parents[2] / "model_repository"
+    candidates = [given] if given else [beside_package, Path.cwd() / "model_repository"]
+    for candidate in candidates:
+        if model_names(candidate):
+            return candidate.absolute()
+    tried = ", ".join(map(str, candidates))
+    raise ConfigError(f"no model repository (folders with a {CONFIG_NAME}) at {tried}; give --model-repository")
+
+
+def model_names(repository: Path) -> list[str]:
+    """The models of `repository`, sorted."""
+    return sorted(config.parent.name for config in repository.glob(f"*/{CONFIG_NAME}"))
+
+
+def write_overridden(repository: Path, overrides: Mapping[str, str], target: Path) -> Path:
+    """Make `target` a repository of links to `repository`, with `overrides` in the parameters of `generation`.
+
+    Raises ConfigError for a name that its config.pbtxt does not have.
+    """
+    target.mkdir()
+    for name in model_names(repository):
+        if name != ENGINE_MODEL:
+            (target / name).symlink_to(repository / name)
+    _write_engine_model(repository / ENGINE_MODEL, overrides, target / ENGINE_MODEL)
+    return target
+
+
+def parse_override(text: str) -> tuple[str, str]:
+    """`NAME=VALUE` as a pair. Raises ConfigError."""
+    name, separator, value = text.partition("=")
+    if not separator or not name:
+        raise ConfigError(f"--set {text}: write --set NAME=VALUE")
+    return name, value
+
+
+def _write_engine_model(source: Path, overrides: Mapping[str, str], target: Path) -> None:
+    config = _read_config(source / CONFIG_NAME)
+    _override(config, overrides)
+    target.mkdir()
+    (target / CONFIG_NAME).write_text(text_format.MessageToString(config))
+    for entry in source.iterdir():
+        if entry.name != CONFIG_NAME:
+            (target / entry.name).symlink_to(entry)
+
+
+def _read_config(path: Path) -> ModelConfig:
+    try:
+        return text_format.Parse(path.read_text(), ModelConfig())
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    except text_format.ParseError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def _override(config: ModelConfig, overrides: Mapping[str, str]) -> None:
+    known = sorted(config.parameters)
+    if unknown := sorted(set(overrides) - set(known)):
+        raise ConfigError(f"unknown parameter {', '.join(unknown)}; known are: {', '.join(known)}")
+    for name, value in overrides.items():
+        config.parameters[name].string_value = value

@@ -1,0 +1,130 @@
+"""The command in a process of its own, over two trivial models that stand in for the fronts its probe asks."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+COMMAND = [
+    sys.executable,
+    "-m",
+    "multilora_engine.serving.launch",
+    "--http-port=0",
+    "--grpc-port=0",
+    "--metrics-port=0",
+]
+
+MODEL = """
+    import os
+    import numpy as np
+    import triton_python_backend_utils as pb_utils
+
+
+    class TritonPythonModel:
+        def initialize(self, args):
+            pb_utils.Logger.log_info(f"pid of {args['model_name']}: {os.getpid()}")
+
+        def execute(self, requests):
+            text = pb_utils.Tensor("text_output", np.array([[b"Hi"]], dtype=object))
+            return [pb_utils.InferenceResponse([text]) for _ in requests]
+"""
+
+CONFIG = """
+    backend: "python"
+    max_batch_size: 64
+    input [ {{ name: "text_input" data_type: TYPE_STRING dims: [ 1 ] }} ]
+    input [ {{ name: "{length_name}" data_type: TYPE_INT32 dims: [ 1 ] }} ]
+    output [ {{ name: "text_output" data_type: TYPE_STRING dims: [ 1 ] }} ]
+    instance_group [ {{ kind: KIND_CPU }} ]
+"""
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    for name, length_name in {"generation_unary": "request_output_len", "ensemble": "max_tokens"}.items():
+        version = tmp_path / "repository" / name / "1"
+        version.mkdir(parents=True)
+        (version / "model.py").write_text(textwrap.dedent(MODEL))
+        (version.parent / "config.pbtxt").write_text(textwrap.dedent(CONFIG.format(length_name=length_name)))
+    return tmp_path / "repository"
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text("{}")
+    return tmp_path
+
+
+@contextmanager
+def serving(repository: Path, checkpoint: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    command = [*COMMAND, f"--model={checkpoint}", f"--model-repository={repository}", *arguments]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.terminate()
+
+
+def read_until(process: subprocess.Popen[str], pattern: str) -> list[str]:
+    """The log up to the first line that matches `pattern`; fails when it ends before."""
+    lines = []
+    assert process.stderr is not None
+    for line in process.stderr:
+        lines.append(line)
+        if re.search(pattern, line):
+            return lines
+    pytest.fail(f"no line matches {pattern!r} in:\n{''.join(lines)}")
+
+
+def test_it_announces_the_addresses_after_an_inference_and_a_sigterm_ends_it_with_status_zero(
+    repository: Path, checkpoint: Path
+) -> None:
+    with serving(repository, checkpoint) as process:
+        lines = read_until(process, "^ready")
+        assert re.match(
+            r"ready  HTTP 127\.0\.0\.1:\d+  gRPC 127\.0\.0\.1:\d+  metrics http://127\.0\.0\.1:\d+/metrics ", lines[-1]
+        )
+        assert not any("NVML" in line or line.startswith("+") for line in lines)
+        process.send_signal(signal.SIGTERM)
+        read_until(process, "successfully unloaded 'ensemble'")
+        process.communicate(timeout=60)
+        assert process.returncode == 0
+
+
+def test_it_ends_with_an_error_when_a_model_dies_that_the_server_still_calls_ready(
+    repository: Path, checkpoint: Path
+) -> None:
+    with serving(repository, checkpoint, "--canary-interval-secs=0.2", "--exit-timeout-secs=1") as process:
+        pid = re.search(r"pid of ensemble: (\d+)", read_until(process, "pid of ensemble: ")[-1])
+        read_until(process, "^ready")
+        assert pid is not None
+        os.kill(int(pid[1]), signal.SIGKILL)
+        read_until(process, r"^error: the server no longer answers: .*ensemble.* is not healthy")
+        process.communicate(timeout=60)
+        assert process.returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model=/nowhere"], "error: /nowhere has no config.json; give the directory of a Hugging Face checkpoint"),
+        (["--set", "max_loras"], "error: --set max_loras: write --set NAME=VALUE"),
+        (["--tritonserver=/nowhere"], "error: /nowhere is not an executable file"),
+        (["--model-repository=/nowhere"], "error: no model repository (folders with a config.pbtxt) at /nowhere"),
+    ],
+)
+def test_what_cannot_work_is_one_line_and_status_one(
+    checkpoint: Path, repository: Path, arguments: list[str], message: str
+) -> None:
+    defaults = [f"--model={checkpoint}", f"--model-repository={repository}"]
+    result = subprocess.run([*COMMAND, *defaults, *arguments], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 1
+    assert result.stderr.startswith(message)
+    assert result.stderr.count("\n") == 1

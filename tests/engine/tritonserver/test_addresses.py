@@ -1,0 +1,33 @@
+import socket
+
+import pytest
+
+from multilora_engine.errors import ConfigError
+from multilora_engine.tritonserver.addresses import Addresses, resolve_addresses
+
+
+def test_zero_becomes_three_different_free_ports() -> None:
+    addresses = resolve_addresses("127.0.0.1", 0, 0, 0)
+    ports = {addresses.http_port, addresses.grpc_port, addresses.metrics_port}
+    assert len(ports) == 3
+    assert 0 not in ports
+
+
+def test_a_taken_port_is_named_with_the_option_that_changes_it() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"gRPC port {port} on 127\.0\.0\.1: .*in use; give --grpc-port"):
+            resolve_addresses("127.0.0.1", 0, port, 0)
+
+
+def test_the_same_port_twice_is_refused() -> None:
+    port = resolve_addresses("127.0.0.1", 0, 0, 0).http_port
+    with pytest.raises(ConfigError, match=f"metrics port {port}"):
+        resolve_addresses("127.0.0.1", port, 0, port)
+
+
+def test_a_server_on_every_address_is_reached_on_the_loopback() -> None:
+    addresses = Addresses("0.0.0.0", 8000, 8001, 8002)
+    assert addresses.http_url == "127.0.0.1:8000"
+    assert addresses.grpc_url == "127.0.0.1:8001"
+    assert addresses.metrics_url == "http://127.0.0.1:8002/metrics"

@@ -1,0 +1,88 @@
+"""Starts the real tritonserver, with a model of ten lines."""
+
+import os
+import signal
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tritonclient.http import InferenceServerClient, InferInput
+from tritonclient.utils import InferenceServerException
+
+from multilora_engine.tritonserver import ServerFailed, ServerOptions, ServerProcess
+from multilora_engine.tritonserver.addresses import Addresses
+from multilora_engine.tritonserver.shared_memory import SHARED_MEMORY
+
+
+def echo(addresses: Addresses) -> bytes:
+    tensor = InferInput("IN", [1], "BYTES")
+    tensor.set_data_from_numpy(np.array([b"hello"], dtype=object))
+    with InferenceServerClient(addresses.http_url) as client:
+        answer: bytes = client.infer("echo", [tensor]).as_numpy("OUT")[0]
+    return answer
+
+
+def check_echo(addresses: Addresses) -> None:
+    assert echo(addresses) == b"hello"
+
+
+def server_of(repository: Path) -> ServerProcess:
+    options = ServerOptions(
+        model_repository=repository, http_port=0, grpc_port=0, metrics_port=0, startup_timeout_s=120, exit_timeout_s=20
+    )
+    return ServerProcess(options, probe=check_echo)
+
+
+def shared_memory_of(token: str) -> list[Path]:
+    return list(SHARED_MEMORY.glob(f"*{token}*"))
+
+
+def processes_of(token: str) -> list[int]:
+    found = []
+    for environ in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            if f"MULTILORA_SERVER={token}".encode() in environ.read_bytes():
+                found.append(int(environ.parent.name))
+    return found
+
+
+def test_a_server_answers_until_it_is_stopped_and_leaves_nothing_behind(echo_repository: Path) -> None:
+    with server_of(echo_repository) as server:
+        server.wait_ready()
+        assert echo(server.addresses) == b"hello"
+        token = server.token
+        # The server and the model's own process; a lock and the model's region.
+        assert len(processes_of(token)) == 2
+        assert len(shared_memory_of(token)) == 2
+        assert server.stop() == 0
+    assert processes_of(token) == []
+    assert shared_memory_of(token) == []
+
+
+def test_clients_cannot_reach_the_shared_memory_api(echo_repository: Path) -> None:
+    with server_of(echo_repository) as server:
+        server.wait_ready()
+        with InferenceServerClient(server.http_url) as client, pytest.raises(InferenceServerException) as refused:
+            client.get_system_shared_memory_status()
+        assert "403" in str(refused.value)
+
+
+def test_a_failing_load_is_reported_in_the_words_of_the_model(
+    echo_repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ECHO_FAILURE", 'parameter max_num_seqs="0": write a number >= 1')
+    with server_of(echo_repository) as server, pytest.raises(ServerFailed) as failed:
+        server.wait_ready()
+    assert str(failed.value).startswith('echo: ConfigError: parameter max_num_seqs="0": write a number >= 1 (')
+    assert shared_memory_of(server.token) == []
+
+
+def test_what_outlives_a_killed_server_is_removed(echo_repository: Path) -> None:
+    with server_of(echo_repository) as server:
+        server.wait_ready()
+        os.kill(server.pid, signal.SIGKILL)
+        assert server.wait() == -signal.SIGKILL
+        assert "status -9" in str(server.failure(server.wait()))
+        assert processes_of(server.token) == []
+        assert shared_memory_of(server.token) == []
