@@ -35,7 +35,7 @@ Example = tuple[list[int], list[int]]
 def main(
     names: Annotated[list[str] | None, typer.Argument(help=f"Of {', '.join(SAMPLE_ADAPTERS)}; default all.")] = None,
     base: Annotated[Path | None, typer.Option(help="The base model's checkpoint [default: the prepared one].")] = None,
-    epochs: Annotated[int, typer.Option(help="Passes over the data.")] = 14,
+    epochs: Annotated[int, typer.Option(help="Passes over the data.")] = 9,
     batch_size: Annotated[int, typer.Option(help="Examples per step.")] = 8,
     learning_rate: Annotated[float, typer.Option(help="Peak of the cosine schedule.")] = 1e-3,
     threads: Annotated[int, typer.Option(help="CPU threads of PyTorch.")] = 2,
@@ -87,7 +87,7 @@ def train(model: PeftModel, examples: list[Example], epochs: int, batch_size: in
     with Progress(console=console) as progress:
         task = progress.add_task("loss", total=num_steps)
         for step, batch in enumerate(shuffled_batches(examples, epochs, batch_size)):
-            loss = model(**collate(batch)).loss
+            loss = answer_loss(model, **collate(batch))
             loss.backward()
             torch.nn.utils.clip_grad_norm_(parameters, MAX_GRADIENT_NORM)
             optimizer.step()
@@ -96,6 +96,22 @@ def train(model: PeftModel, examples: list[Example], epochs: int, batch_size: in
             progress.update(task, advance=1, description=f"loss {loss.item():.3f}")
             if step % 20 == 0:
                 console.log(f"step {step}/{num_steps}: loss {loss.item():.3f}")
+
+
+def answer_loss(
+    model: PeftModel, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor
+) -> torch.Tensor:
+    """Mean cross entropy of the answers' tokens; logits over the vocabulary are computed for these alone.
+
+    Args:
+        model: The base model with its LoRA weights.
+        input_ids, attention_mask, labels: int64 [batch, length], as `collate` makes them.
+    """
+    causal_lm = model.get_base_model()
+    hidden = causal_lm.model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+    next_labels = labels[:, 1:]
+    has_loss = next_labels != IGNORED
+    return torch.nn.functional.cross_entropy(causal_lm.lm_head(hidden[:, :-1][has_loss]), next_labels[has_loss])
 
 
 def warmup_cosine(step: int, num_steps: int, num_warmup_steps: int = 10) -> float:

@@ -4,7 +4,9 @@ from itertools import chain
 
 import pytest
 import torch
-from train_sample_adapters import collate, shuffled_batches, warmup_cosine
+from peft import LoraConfig, get_peft_model
+from train_sample_adapters import answer_loss, collate, shuffled_batches, warmup_cosine
+from transformers import LlamaConfig, LlamaForCausalLM
 
 
 def test_only_the_answer_of_each_example_carries_loss():
@@ -13,6 +15,22 @@ def test_only_the_answer_of_each_example_carries_loss():
     assert batch["attention_mask"].tolist() == [[1, 1, 1, 1, 1], [1, 1, 1, 1, 0]]
     assert batch["labels"].tolist() == [[-100, -100, -100, 8, 2], [-100, 9, 10, 2, -100]]
     assert {tensor.dtype for tensor in batch.values()} == {torch.int64}
+
+
+def test_the_loss_is_that_of_transformers_though_prompts_get_no_logits():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=17,
+        hidden_size=12,
+        intermediate_size=20,
+        num_hidden_layers=2,
+        num_attention_heads=3,
+        num_key_value_heads=1,
+        initializer_range=0.5,
+    )
+    model = get_peft_model(LlamaForCausalLM(config), LoraConfig(r=2, task_type="CAUSAL_LM", init_lora_weights=False))
+    batch = collate([([5, 6, 7], [8, 2]), ([5], [9, 10, 2]), ([1, 3, 4, 5], [11, 2])])
+    torch.testing.assert_close(answer_loss(model, **batch), model(**batch).loss)
 
 
 def test_every_epoch_sees_every_example_once_in_another_order():
