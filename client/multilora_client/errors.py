@@ -122,13 +122,16 @@ _BY_CODE: dict[str, type[MultiloraClientError]] = {
 _BY_TEXT: dict[str, type[MultiloraClientError]] = {_NOT_CACHED: AdapterNotFound, _CACHE_FULL: CacheFull}
 
 
-def parse_error(message: str, status: str = "UNKNOWN") -> MultiloraClientError:
-    """The error a server message means. `status` is the code by the transport, used where the text carries none."""
+def parse_error(message: str, *, status: str = "UNKNOWN", request_id: str | None = None) -> MultiloraClientError:
+    """The error a server message means.
+
+    status: the code by the transport, request_id: the request that was sent; used where the text has none.
+    """
     match = _WIRE_MESSAGE.fullmatch(message)
     assert match is not None, "every part of the pattern is optional"
     code = match["code"] or status
-    request_id = None if match["request_id"] == "-" else match["request_id"]
-    return _error_class(code, match["text"])(match["text"], code=code, request_id=request_id)
+    named_request = None if match["request_id"] == "-" else match["request_id"]
+    return _error_class(code, match["text"])(match["text"], code=code, request_id=named_request or request_id)
 
 
 def _error_class(code: str, text: str) -> type[MultiloraClientError]:

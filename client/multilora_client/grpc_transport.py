@@ -41,7 +41,7 @@ class GrpcTransport:
         call = self._stub.ModelStreamInfer(iter([_stream_message(request)]), timeout=_deadline(request))
         try:
             for message in call:
-                response = _stream_response(message)
+                response = _stream_response(message, request)
                 yield response
                 if response.is_final:
                     return
@@ -79,7 +79,7 @@ class AsyncGrpcTransport:
         call = self._stub.ModelStreamInfer(iter([_stream_message(request)]), timeout=_deadline(request))
         try:
             async for message in call:
-                response = _stream_response(message)
+                response = _stream_response(message, request)
                 yield response
                 if response.is_final:
                     return
@@ -122,9 +122,9 @@ def _response(message: Any) -> Response:
     return Response(outputs, message.parameters["triton_final_response"].bool_param)
 
 
-def _stream_response(message: Any) -> Response:
+def _stream_response(message: Any, request: InferRequest) -> Response:
     if message.error_message:
-        raise parse_error(message.error_message)
+        raise parse_error(message.error_message, request_id=request.request_id)
     return _response(message.infer_response)
 
 
@@ -133,10 +133,10 @@ def _error(error: grpc.RpcError, target: str, request: InferRequest) -> Multilor
     status = error.code().name
     if status == "DEADLINE_EXCEEDED":
         return TimedOut(f"no answer within {request.timeout_s} s", request_id=request.request_id)
-    parsed = parse_error(error.details() or status, _CODES.get(status, status))
-    if type(parsed) is Unavailable and not (error.details() or "").startswith("["):
-        return ServerUnreachable(f"no server answers at grpc://{target}: {parsed}")
-    return parsed
+    details = error.details() or status
+    if status == "UNAVAILABLE" and "[UNAVAILABLE]" not in details:
+        return ServerUnreachable(f"no server answers at {target}: {details}", request_id=request.request_id)
+    return parse_error(details, status=_CODES.get(status, status), request_id=request.request_id)
 
 
 def _cut_off(request: InferRequest) -> Unavailable:

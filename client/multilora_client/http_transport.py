@@ -32,7 +32,7 @@ class HttpTransport:
 
     def infer(self, request: InferRequest) -> Response:
         try:
-            return _response(self._http.post(**_infer_call(request)))
+            return _response(self._http.post(**_infer_call(request)), request)
         except httpx2.HTTPError as error:
             raise _error(error, self._base_url, request) from error
 
@@ -40,9 +40,9 @@ class HttpTransport:
         try:
             with self._http.stream("POST", **_stream_call(request)) as answer:
                 if not answer.is_success:
-                    raise _refusal(answer.status_code, answer.read())
+                    raise _refusal(answer.status_code, answer.read(), request)
                 for line in answer.iter_lines():
-                    yield from _event(line)
+                    yield from _event(line, request)
         except httpx2.HTTPError as error:
             raise _error(error, self._base_url, request) from error
 
@@ -61,7 +61,7 @@ class AsyncHttpTransport:
 
     async def infer(self, request: InferRequest) -> Response:
         try:
-            return _response(await self._http.post(**_infer_call(request)))
+            return _response(await self._http.post(**_infer_call(request)), request)
         except httpx2.HTTPError as error:
             raise _error(error, self._base_url, request) from error
 
@@ -69,9 +69,9 @@ class AsyncHttpTransport:
         try:
             async with self._http.stream("POST", **_stream_call(request)) as answer:
                 if not answer.is_success:
-                    raise _refusal(answer.status_code, await answer.aread())
+                    raise _refusal(answer.status_code, await answer.aread(), request)
                 async for line in answer.aiter_lines():
-                    for response in _event(line):
+                    for response in _event(line, request):
                         yield response
         except httpx2.HTTPError as error:
             raise _error(error, self._base_url, request) from error
@@ -128,9 +128,9 @@ def _timeout(request: InferRequest) -> httpx2.Timeout:
     return httpx2.Timeout(waits, connect=_CONNECT_TIMEOUT_S)
 
 
-def _response(answer: httpx2.Response) -> Response:
+def _response(answer: httpx2.Response, request: InferRequest) -> Response:
     if not answer.is_success:
-        raise _refusal(answer.status_code, answer.content)
+        raise _refusal(answer.status_code, answer.content, request)
     header_length = int(answer.headers.get(_HEADER_LENGTH, len(answer.content)))
     header = json.loads(answer.content[:header_length])
     return Response(_outputs(header["outputs"], answer.content[header_length:]))
@@ -148,18 +148,19 @@ def _outputs(headers: list[dict[str, Any]], data: bytes) -> dict[str, list[Any]]
     return outputs
 
 
-def _event(line: str) -> Generator[Response, None, None]:
+def _event(line: str, request: InferRequest) -> Generator[Response, None, None]:
     """The response of one line of an event stream; blank lines between events have none."""
     if not line.startswith("data:"):
         return
     event = json.loads(line.removeprefix("data:"))
     if "error" in event:
-        raise parse_error(event["error"])
+        raise parse_error(event["error"], request_id=request.request_id)
     yield Response({name: value if isinstance(value, list) else [value] for name, value in event.items()})
 
 
-def _refusal(status: int, content: bytes) -> MultiloraClientError:
-    return parse_error(_error_text(content), _CODES.get(status, f"HTTP_{status}"))
+def _refusal(status: int, content: bytes, request: InferRequest) -> MultiloraClientError:
+    code = _CODES.get(status, f"HTTP_{status}")
+    return parse_error(_error_text(content), status=code, request_id=request.request_id)
 
 
 def _error_text(content: bytes) -> str:
@@ -172,7 +173,7 @@ def _error_text(content: bytes) -> str:
 
 def _error(error: httpx2.HTTPError, base_url: str, request: InferRequest) -> MultiloraClientError:
     if isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout):
-        return ServerUnreachable(f"no server answers at {base_url}: {error}")
+        return ServerUnreachable(f"no server answers at {base_url}: {error}", request_id=request.request_id)
     if isinstance(error, httpx2.TimeoutException):
         return TimedOut(f"no answer within {request.timeout_s} s", request_id=request.request_id)
     return Unavailable(f"the connection to {base_url} broke: {error}", request_id=request.request_id)

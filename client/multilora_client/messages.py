@@ -48,7 +48,9 @@ class Message(TypedDict):
 
 
 class GenerateOptions(TypedDict, total=False):
-    """Everything `generate` and `stream` take beside the prompt and the adapter. Exactly one prompt is required.
+    """Everything `generate` and `stream` take beside the prompt and the adapter; None is as good as not given.
+
+    Exactly one of the prompt, `messages` and `input_ids` is required.
 
     messages: turns of a chat, to which the server applies the model's chat template.
     input_ids: token ids of the prompt.
@@ -62,18 +64,18 @@ class GenerateOptions(TypedDict, total=False):
     request_id: a name to `stop` the request by; drawn when not given.
     """
 
-    messages: Sequence[Message]
-    input_ids: Sequence[int]
-    max_tokens: int
-    min_tokens: int
-    temperature: float
-    top_k: int
-    top_p: float
-    seed: int
-    stop_words: Sequence[str]
-    end_id: int
-    timeout_s: float
-    request_id: str
+    messages: Sequence[Message] | None
+    input_ids: Sequence[int] | None
+    max_tokens: int | None
+    min_tokens: int | None
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    seed: int | None
+    stop_words: Sequence[str] | None
+    end_id: int | None
+    timeout_s: float | None
+    request_id: str | None
 
 
 @dataclass(frozen=True)
@@ -110,13 +112,13 @@ class Response:
 
 
 @dataclass(frozen=True)
-class Generation:
-    """A whole answer.
+class Answer:
+    """What a whole answer and a piece of one have in common.
 
     text: the completion without the prompt. token_ids: its tokens, empty from models that return text only.
     finish_reason: `stop` (end token or stop word), `length` (max_tokens or the context used up) or `cancelled`; None
-        from models that do not say.
-    num_input_tokens, num_output_tokens: None from models that do not say.
+        before the end, and from models that do not say.
+    num_input_tokens, num_output_tokens: totals so far, None from models that do not say.
     lora_task_id, lora_digest: the adapter that answered, as the server reports it; None and "" for the base model.
     """
 
@@ -131,21 +133,15 @@ class Generation:
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """A piece of an answer; the texts of all chunks together are the whole one. The fields are those of Generation.
+class Generation(Answer):
+    """A whole answer."""
 
-    The numbers of tokens are totals so far. `is_final` is set on the last chunk.
-    """
 
-    text: str
-    token_ids: list[int]
+@dataclass(frozen=True)
+class Chunk(Answer):
+    """A piece of an answer; the texts of all chunks together are the whole one."""
+
     is_final: bool
-    finish_reason: str | None
-    num_input_tokens: int | None
-    num_output_tokens: int | None
-    lora_task_id: int | None
-    lora_digest: str
-    request_id: str
 
 
 def generation_inputs(
@@ -153,7 +149,6 @@ def generation_inputs(
 ) -> dict[str, Tensor]:
     """The input tensors of a generation. Raises InvalidRequest unless there is exactly one prompt."""
     inputs = _prompt_inputs(prompt, options) | _sampling_inputs(options)
-    inputs["max_tokens"] = numeric_tensor(options.get("max_tokens", DEFAULT_MAX_TOKENS), np.int32)
     inputs["streaming"] = numeric_tensor(streaming, np.bool_)
     for flag in ("exclude_input_in_output", "return_num_input_tokens", "return_num_output_tokens"):
         inputs[flag] = numeric_tensor(True, np.bool_)
@@ -171,13 +166,13 @@ def stop_inputs() -> dict[str, Tensor]:
 
 
 def parse_generation(response: Response, request_id: str) -> Generation:
-    return Generation(text=response.text, **_answer_fields(response), request_id=request_id)
+    return Generation(**_answer_fields(response), request_id=request_id)
 
 
 def parse_chunk(response: Response, request_id: str) -> Chunk:
     fields = _answer_fields(response)
     is_final = response.is_final or fields["finish_reason"] is not None
-    return Chunk(text=response.text, **fields, is_final=is_final, request_id=request_id)
+    return Chunk(**fields, request_id=request_id, is_final=is_final)
 
 
 def _prompt_inputs(prompt: str | None, options: GenerateOptions) -> dict[str, Tensor]:
@@ -195,6 +190,7 @@ def _prompt_inputs(prompt: str | None, options: GenerateOptions) -> dict[str, Te
 
 
 _SAMPLING_INPUTS: Mapping[str, tuple[str, type[np.generic]]] = {
+    "max_tokens": ("max_tokens", np.int32),
     "min_tokens": ("min_tokens", np.int32),
     "temperature": ("temperature", np.float32),
     "top_k": ("runtime_top_k", np.int32),
@@ -206,6 +202,7 @@ _SAMPLING_INPUTS: Mapping[str, tuple[str, type[np.generic]]] = {
 
 def _sampling_inputs(options: GenerateOptions) -> dict[str, Tensor]:
     given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    given.setdefault("max_tokens", DEFAULT_MAX_TOKENS)
     if "temperature" in given or "top_p" in given:
         given.setdefault("top_k", 0)
     inputs = {
@@ -227,6 +224,7 @@ def _number(option: str, value: Any, dtype: type[np.generic]) -> Tensor:
 
 def _answer_fields(response: Response) -> dict[str, Any]:
     return {
+        "text": response.text,
         "token_ids": response.token_ids,
         "finish_reason": response.first("finish_reason") or None,
         "num_input_tokens": response.first("num_input_tokens"),

@@ -1,0 +1,301 @@
+"""`multilora`: generate, stream, chat, upload and convert from a terminal.
+
+Answers go to standard output, everything else to standard error; an error is one line and exit status 1.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from multilora_client.adapter import Adapter, AdapterTensors
+from multilora_client.client import DEFAULT_URL, Client
+from multilora_client.convert import StorageDtype, convert_peft, load_adapter
+from multilora_client.errors import InvalidRequest, MultiloraClientError
+from multilora_client.messages import (
+    DEFAULT_MAX_TOKENS,
+    DIRECT,
+    ENSEMBLE,
+    Chunk,
+    GenerateOptions,
+    Generation,
+    Message,
+)
+
+app = typer.Typer(
+    help="Talk to a multilora server: one base model, any number of LoRA adapters.",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    pretty_exceptions_show_locals=False,
+)
+
+
+DoorName = Literal["direct", "ensemble"]
+
+
+_DOORS = {"direct": DIRECT, "ensemble": ENSEMBLE}
+
+Prompt = Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.", show_default=False)]
+Url = Annotated[str, typer.Option(help="grpc://host:port or http://host:port of the server.", envvar="MULTILORA_URL")]
+Door = Annotated[DoorName, typer.Option(help="Ask the engine's own models, or the ensembles.")]
+AdapterDir = Annotated[
+    Path | None,
+    typer.Option("--adapter", help="Directory of the adapter to use, PEFT or converted.", show_default=False),
+]
+TaskId = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        help="Task id of the adapter. With --adapter, the id to send it under (default: one made from its content); "
+        "alone, the id of an adapter that the server has.",
+        show_default=False,
+    ),
+]
+AsChat = Annotated[bool, typer.Option("--chat", help="Send the prompt as a chat message of a user.")]
+System = Annotated[str | None, typer.Option(help="System message that opens the chat.", show_default=False)]
+MaxTokens = Annotated[int, typer.Option(help="Most tokens to generate.")]
+Temperature = Annotated[float | None, typer.Option(min=0.0, help="0 is greedy.", show_default="greedy")]
+TopK = Annotated[int | None, typer.Option(min=0, help="Sample from the k likeliest tokens; 0 is no limit.")]
+TopP = Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Sample from this much probability.")]
+Seed = Annotated[int | None, typer.Option(min=0, help="Makes sampling repeatable.")]
+StopWords = Annotated[list[str] | None, typer.Option("--stop", help="Text that ends the answer; may be repeated.")]
+TimeoutS = Annotated[float | None, typer.Option("--timeout", help="Seconds after which the server gives up.")]
+Stats = Annotated[bool, typer.Option("--stats", help="Print token counts and the adapter that answered.")]
+
+
+@app.command()
+def generate(
+    prompt: Prompt,
+    url: Url = DEFAULT_URL,
+    door: Door = "direct",
+    adapter: AdapterDir = None,
+    lora_task_id: TaskId = None,
+    chat: AsChat = False,
+    max_tokens: MaxTokens = DEFAULT_MAX_TOKENS,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    seed: Seed = None,
+    stop: StopWords = None,
+    timeout: TimeoutS = None,
+    stats: Stats = False,
+) -> None:
+    """Print a whole answer.
+
+    Examples:
+
+    - `multilora generate "The capital of France is" --max-tokens 8`
+    - `multilora generate --chat "Who are you?" --adapter adapters/pirate`
+    - `multilora generate - --lora-task-id 7 < prompt.txt`
+    """
+    text, messages = _read_prompt(prompt, as_message=chat)
+    with _one_line_errors(), Client(url, door=_DOORS[door]) as client:
+        answer = client.generate(
+            text,
+            messages=messages,
+            adapter=_choose_adapter(adapter, lora_task_id),
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+            stop_words=stop,
+            timeout_s=timeout,
+        )
+        typer.echo(answer.text)
+        _print_stats(stats, answer)
+
+
+@app.command()
+def stream(
+    prompt: Prompt,
+    url: Url = DEFAULT_URL,
+    door: Door = "direct",
+    adapter: AdapterDir = None,
+    lora_task_id: TaskId = None,
+    chat: AsChat = False,
+    max_tokens: MaxTokens = DEFAULT_MAX_TOKENS,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    seed: Seed = None,
+    stop: StopWords = None,
+    timeout: TimeoutS = None,
+    stats: Stats = False,
+) -> None:
+    """Print an answer while it is generated. Ctrl-C ends it on the server, too.
+
+    Examples:
+
+    - `multilora stream "Once upon a time" --temperature 0.8 --seed 1`
+    - `multilora stream --chat "Who are you?" --adapter adapters/pirate --url http://localhost:8000`
+    """
+    text, messages = _read_prompt(prompt, as_message=chat)
+    with _one_line_errors(), Client(url, door=_DOORS[door]) as client:
+        chunks = client.stream(
+            text,
+            messages=messages,
+            adapter=_choose_adapter(adapter, lora_task_id),
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+            stop_words=stop,
+            timeout_s=timeout,
+        )
+        _, last = _print_chunks(chunks)
+        _print_stats(stats, last)
+
+
+@app.command()
+def chat(
+    url: Url = DEFAULT_URL,
+    adapter: AdapterDir = None,
+    lora_task_id: TaskId = None,
+    system: System = None,
+    max_tokens: MaxTokens = 512,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    seed: Seed = None,
+) -> None:
+    """Chat in the terminal. The model sees the whole conversation; /reset forgets it, Ctrl-D leaves.
+
+    Example: `multilora chat --adapter adapters/pirate --system "Be brief."`
+    """
+    options = GenerateOptions(max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    opening: list[Message] = [{"role": "system", "content": system}] if system else []
+    with _one_line_errors(), Client(url) as client:
+        _chat(client, _choose_adapter(adapter, lora_task_id), opening, options)
+
+
+@app.command()
+def upload(
+    directories: Annotated[list[Path], typer.Argument(help="Adapters, PEFT or converted.", show_default=False)],
+    url: Url = DEFAULT_URL,
+    lora_task_id: Annotated[
+        int | None, typer.Option(min=0, help="Task id; for one adapter only (default: made from its content).")
+    ] = None,
+) -> None:
+    """Send adapters to the server and print task id, digest and directory of each.
+
+    Examples:
+
+    - `multilora upload adapters/pirate --lora-task-id 7`
+    - `multilora upload adapters/*`
+    """
+    with _one_line_errors(), Client(url) as client, _progress() as progress:
+        if lora_task_id is not None and len(directories) > 1:
+            raise InvalidRequest("--lora-task-id names one adapter; leave it out to upload several")
+        for directory in progress.track(directories, description="uploading"):
+            adapter = load_adapter(directory, lora_task_id)
+            answer = client.upload(adapter)
+            typer.echo(f"{adapter.lora_task_id}\t{answer.lora_digest}\t{directory}")
+
+
+@app.command()
+def convert(
+    peft_directory: Annotated[Path, typer.Argument(help="PEFT adapter.", show_default=False)],
+    output_directory: Annotated[Path, typer.Argument(help="Where the two .npy files go.", show_default=False)],
+    storage_type: Annotated[
+        StorageDtype | None, typer.Option(help="Type of the weights.", show_default="that of the file")
+    ] = None,
+) -> None:
+    """Convert a PEFT adapter to model.lora_weights.npy and model.lora_config.npy, as TensorRT-LLM's converter does.
+
+    Example: `multilora convert adapters/pirate converted/pirate --storage-type float16`
+    """
+    with _one_line_errors(), _progress() as progress:
+        task = progress.add_task("converting", total=None)
+        tensors = convert_peft(
+            peft_directory,
+            storage_type,
+            lambda done, total: progress.update(task, completed=done, total=total),
+        )
+        tensors.save(output_directory)
+        typer.echo(f"{output_directory}: {_describe(tensors)}")
+
+
+def main() -> None:
+    """Entry point of the `multilora` command."""
+    app()
+
+
+@contextmanager
+def _one_line_errors() -> Iterator[None]:
+    try:
+        yield
+    except (MultiloraClientError, OSError) as error:
+        code = f"[{error.code}] " if isinstance(error, MultiloraClientError) else ""
+        typer.echo(f"error: {code}{' '.join(str(error).split())}", err=True)
+        raise typer.Exit(1) from error
+
+
+def _progress() -> Progress:
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    return Progress(*columns, console=Console(stderr=True), transient=True)
+
+
+def _read_prompt(prompt: str, *, as_message: bool) -> tuple[str | None, list[Message] | None]:
+    """The prompt as text or as a conversation, the other one None."""
+    text = sys.stdin.read() if prompt == "-" else prompt
+    return (None, [{"role": "user", "content": text}]) if as_message else (text, None)
+
+
+def _choose_adapter(directory: Path | None, lora_task_id: int | None) -> Adapter | int | None:
+    return load_adapter(directory, lora_task_id) if directory else lora_task_id
+
+
+def _print_chunks(chunks: Iterator[Chunk]) -> tuple[str, Chunk | None]:
+    """Print chunks as they come. Returns the whole text and the last chunk."""
+    text, last = "", None
+    for last in chunks:
+        text += last.text
+        typer.echo(last.text, nl=False)
+    typer.echo()
+    return text, last
+
+
+def _chat(client: Client, adapter: Adapter | int | None, opening: list[Message], options: GenerateOptions) -> None:
+    history = list(opening)
+    while (line := _read_line()) is not None:
+        if line == "/reset":
+            history = list(opening)
+        elif line:
+            history.append({"role": "user", "content": line})
+            text, _ = _print_chunks(client.stream(adapter=adapter, **(options | {"messages": history})))
+            history.append({"role": "assistant", "content": text})
+
+
+def _read_line() -> str | None:
+    """A line of the user, None at the end of input."""
+    try:
+        return input("> ").strip()
+    except EOFError:
+        return None
+
+
+def _print_stats(wanted: bool, answer: Generation | Chunk | None) -> None:
+    if wanted and answer is not None:
+        adapter = "base model" if answer.lora_task_id is None else f"LoRA task {answer.lora_task_id}"
+        counts = f"{answer.num_input_tokens} tokens in, {answer.num_output_tokens} out"
+        typer.echo(f"{counts}, finish reason {answer.finish_reason}, {adapter} {answer.lora_digest[:12]}", err=True)
+
+
+def _describe(tensors: AdapterTensors) -> str:
+    ranks = sorted({int(rank) for rank in tensors.config[:, 2]})
+    return f"{len(tensors.config)} rows, ranks {ranks}, {tensors.dtype}, {tensors.nbytes / 1e6:.1f} MB"
