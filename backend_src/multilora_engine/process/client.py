@@ -1,0 +1,277 @@
+"""`EngineClient`: a front's end of the wire to the engine process.
+
+One thread owns the socket and calls every listener, since a Triton stub must never send responses from two threads.
+Any thread may submit. When the listeners are slower than the engine, the outputs of a request that have piled up
+are delivered as one.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import zmq
+
+from multilora_engine.engine import EngineInfo
+from multilora_engine.errors import Cancelled, ConfigError, EngineUnavailable, RequestError
+from multilora_engine.lora.format import PackedAdapter
+from multilora_engine.process.connection import Connection
+from multilora_engine.process.messages import (
+    Abort,
+    Add,
+    FromEngine,
+    Outputs,
+    PutAdapter,
+    Refused,
+    Stop,
+    Welcome,
+    adapter_header,
+    adapter_payload,
+    error_output,
+)
+from multilora_engine.request import GenerationRequest, TokenOutput
+
+_CANCELLATION_INTERVAL_S = 0.02
+_CANCELLATION_DUTY = 0.1
+"""Asking Triton whether a request is cancelled takes a round trip: the largest share of the thread's time for that."""
+
+logger = logging.getLogger(__name__)
+
+
+class Listener(Protocol):
+    """Who waits for the outputs of a call. Only the client's thread calls it.
+
+    A call of n requests ends when each has had its final output, or with the first that carries an error.
+    """
+
+    def on_output(self, output: TokenOutput) -> None: ...
+
+    def is_cancelled(self) -> bool: ...
+
+
+@dataclass(eq=False, slots=True)
+class _Call:
+    """Requests that are answered together."""
+
+    listener: Listener
+    open_request_ids: set[str]
+
+
+class EngineClient:
+    """Submits calls to the engine and hears about them. Every accepted call ends exactly once.
+
+    `_calls` has one entry for each request in flight; only the client's thread touches it.
+    """
+
+    def __init__(self, socket_path: Path) -> None:
+        self._socket_path = socket_path
+        self._tasks: deque[Callable[[], None]] = deque()
+        self._wakeup_fd = os.eventfd(0, os.EFD_NONBLOCK)
+        self._is_closing = False
+        self._calls: dict[str, _Call] = {}
+        self._next_cancellation_check = 0.0
+        self._state = threading.Condition()
+        self._info: EngineInfo | None = None
+        self._refusal: str | None = None
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._connection = Connection(self._context, socket_path)
+        self._thread = threading.Thread(target=self._run, name="engine-client", daemon=True)
+        self._thread.start()
+
+    @property
+    def num_requests(self) -> int:
+        """Requests in flight."""
+        return len(self._calls)
+
+    def wait_until_ready(self, timeout_s: float) -> EngineInfo:
+        """The engine's description, once it has welcomed us.
+
+        Raises ConfigError if it refused us, EngineUnavailable if it has not answered in time.
+        """
+        with self._state:
+            self._state.wait_for(lambda: self._info or self._refusal, timeout_s)
+            if self._refusal:
+                raise ConfigError(self._refusal)
+            if self._info is None:
+                raise EngineUnavailable("the engine is not running or has not finished loading")
+            return self._info
+
+    def generate(
+        self,
+        listener: Listener,
+        requests: list[GenerationRequest],
+        client_request_id: str = "",
+        adapter: tuple[int, PackedAdapter] | None = None,
+    ) -> None:
+        """Have `requests` answered to `listener`; `adapter` (task id, weights) is put before they are accepted."""
+        message = Add(requests, client_request_id, adapter_header(*adapter) if adapter else None)
+        request_ids = [request.request_id for request in requests]
+        self._submit(listener, request_ids, message, adapter_payload(adapter[1]) if adapter else None)
+
+    def put_adapter(self, listener: Listener, request_id: str, lora_task_id: int, adapter: PackedAdapter) -> None:
+        """Store an adapter. Its one output has finish reason `stop` and the digest."""
+        message = PutAdapter(request_id, adapter_header(lora_task_id, adapter))
+        self._submit(listener, [request_id], message, adapter_payload(adapter))
+
+    def stop(self, listener: Listener, request_id: str, client_request_id: str) -> None:
+        """End all requests of a client's id; they finish as `cancelled`. Its one output has finish reason `stop`."""
+        self._submit(listener, [request_id], Stop(request_id, client_request_id), None)
+
+    def call_soon(self, task: Callable[[], None]) -> None:
+        """Run `task` on the client's thread."""
+        self._tasks.append(task)
+        os.eventfd_write(self._wakeup_fd, 1)
+
+    def close(self) -> None:
+        """Fail what is in flight and end the thread. Does nothing the second time."""
+        if self._is_closing:
+            return
+        self._is_closing = True
+        os.eventfd_write(self._wakeup_fd, 1)
+        self._thread.join()
+        os.close(self._wakeup_fd)
+
+    def _submit(
+        self, listener: Listener, request_ids: list[str], message: Add | PutAdapter | Stop, payload: memoryview | None
+    ) -> None:
+        self.call_soon(lambda: self._send(_Call(listener, set(request_ids)), request_ids, message, payload))
+
+    def _run(self) -> None:
+        while not self._is_closing:
+            self._wait()
+            self._run_tasks()
+            self._receive()
+            self._check_cancellations()
+        self._set_state(None, "the server is shutting down")
+        self._run_tasks()
+        self._fail_all(EngineUnavailable("the server is shutting down"))
+        self._connection.close()
+        self._context.term()
+
+    def _wait(self) -> None:
+        sources = [(source, zmq.POLLIN) for source in (*self._connection.pollable, self._wakeup_fd)]
+        due_s = max(0.0, self._next_cancellation_check - time.monotonic())
+        zmq.zmq_poll(sources, int(due_s * 1000) + 1 if self._calls else -1)
+
+    def _run_tasks(self) -> None:
+        try:
+            os.eventfd_read(self._wakeup_fd)
+        except BlockingIOError:
+            return
+        while self._tasks:
+            task = self._tasks.popleft()
+            try:
+                task()
+            except Exception:
+                logger.exception("a task of the engine client failed")
+
+    def _send(
+        self, call: _Call, request_ids: list[str], message: Add | PutAdapter | Stop, payload: memoryview | None
+    ) -> None:
+        self._calls.update(dict.fromkeys(request_ids, call))
+        if self._info is None:
+            reason = self._refusal or "the engine is starting; try again"
+            self._deliver(error_output(request_ids[0], EngineUnavailable(reason)))
+        else:
+            self._connection.send(message, payload)
+
+    def _receive(self) -> None:
+        # Asked before reading: what arrived before the loss was noticed is in the socket by now and still counts.
+        is_lost = self._connection.is_lost()
+        outputs: list[TokenOutput] = []
+        for message in self._connection.receive():
+            outputs += self._read(message)
+        for output in _merge(outputs):
+            self._deliver(output)
+        if is_lost:
+            self._reconnect()
+
+    def _read(self, message: FromEngine) -> list[TokenOutput]:
+        match message:
+            case Outputs(outputs):
+                return outputs
+            case Welcome(info):
+                self._set_state(info, None)
+            case Refused(reason):
+                logger.error("the engine refused this front: %s", reason)
+                self._set_state(None, reason)
+        return []
+
+    def _reconnect(self) -> None:
+        logger.error("the engine is gone, %d requests in flight are lost", len(self._calls))
+        self._set_state(None, None)
+        self._fail_all(EngineUnavailable("the engine process died; it is being restarted, try again"))
+        self._connection.close()
+        self._connection = Connection(self._context, self._socket_path)
+
+    def _set_state(self, info: EngineInfo | None, refusal: str | None) -> None:
+        with self._state:
+            self._info, self._refusal = info, refusal
+            self._state.notify_all()
+
+    def _fail_all(self, error: RequestError) -> None:
+        while self._calls:
+            self._deliver(error_output(next(iter(self._calls)), error))
+
+    def _deliver(self, output: TokenOutput) -> None:
+        """Hand an output to its listener; one for a request that was given up comes too late and is dropped."""
+        call = self._calls.get(output.request_id)
+        if call is None:
+            return
+        if output.error_code is not None:
+            self._forget(call)
+        elif output.is_final:
+            del self._calls[output.request_id]
+            call.open_request_ids.remove(output.request_id)
+        try:
+            call.listener.on_output(output)
+        except Exception:
+            logger.exception("request %s cannot be answered", output.request_id)
+            self._forget(call)
+
+    def _forget(self, call: _Call) -> None:
+        """End a call on both sides: the engine aborts those of its requests that it still has."""
+        for request_id in call.open_request_ids:
+            del self._calls[request_id]
+        if self._info is not None:
+            self._connection.send(Abort(list(call.open_request_ids)))
+        call.open_request_ids.clear()
+
+    def _check_cancellations(self) -> None:
+        started = time.monotonic()
+        if started < self._next_cancellation_check:
+            return
+        for call in set(self._calls.values()):
+            if call.listener.is_cancelled():
+                request_id = next(iter(call.open_request_ids))
+                self._deliver(error_output(request_id, Cancelled("the client cancelled the request")))
+        ended = time.monotonic()
+        self._next_cancellation_check = ended + max(_CANCELLATION_INTERVAL_S, (ended - started) / _CANCELLATION_DUTY)
+
+
+def _merge(outputs: Iterable[TokenOutput]) -> list[TokenOutput]:
+    """The same outputs with those of one request joined, so that a slow listener catches up. Errors stay apart."""
+    merged: dict[tuple[str, bool], TokenOutput] = {}
+    for output in outputs:
+        key = (output.request_id, output.error_code is not None)
+        merged[key] = _join(merged[key], output) if key in merged else output
+    return list(merged.values())
+
+
+def _join(first: TokenOutput, second: TokenOutput) -> TokenOutput:
+    return TokenOutput(
+        request_id=first.request_id,
+        token_ids=first.token_ids + second.token_ids,
+        text=first.text + second.text,
+        finish_reason=second.finish_reason,
+        num_prompt_tokens=second.num_prompt_tokens,
+        num_output_tokens=second.num_output_tokens,
+        lora_digest=second.lora_digest,
+    )

@@ -1,0 +1,297 @@
+"""`EngineServer`: the engine process. One thread owns the socket and the engine, and sleeps when there is no work.
+
+`python -m multilora_engine.process.server` reads one JSON line (`Launch`) on stdin, loads the engine, binds the socket,
+and reports on stdout (`Started` or `StartFailed`). It ends when stdin does: the front that started it is gone.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, TextIO
+
+import msgspec
+import zmq
+
+from multilora_engine.config import EngineConfig
+from multilora_engine.engine import Engine, EngineInfo
+from multilora_engine.errors import ConfigError, InternalError, RequestError
+from multilora_engine.lora.format import PackedAdapter
+from multilora_engine.process.messages import (
+    PROTOCOL_VERSION,
+    Abort,
+    AdapterHeader,
+    Add,
+    FromEngine,
+    Hello,
+    Launch,
+    Outputs,
+    PutAdapter,
+    Refused,
+    Started,
+    StartFailed,
+    StartReport,
+    Stop,
+    ToEngine,
+    Welcome,
+    decode_to_engine,
+    encode,
+    error_output,
+    read_adapter,
+)
+from multilora_engine.request import GenerationRequest, TokenOutput
+
+_MAX_MESSAGES_PER_STEP = 256
+"""So that a flood of requests cannot keep the running ones from their next step."""
+
+_MAX_FAILED_STEPS = 2
+"""In a row. A device that failed for good fails every step; only a new process helps then."""
+
+logger = logging.getLogger(__name__)
+
+
+class ServedEngine(Protocol):
+    """What the server needs of `multilora_engine.engine.Engine`."""
+
+    @property
+    def info(self) -> EngineInfo: ...
+    @property
+    def has_work(self) -> bool: ...
+    def put_adapter(self, lora_task_id: int, adapter: PackedAdapter) -> None: ...
+    def add_request(self, request: GenerationRequest) -> None: ...
+    def abort(self, request_id: str) -> TokenOutput | None: ...
+    def step(self) -> list[TokenOutput]: ...
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Route:
+    """Where the outputs of a request go."""
+
+    front: bytes
+    client_request_id: str
+
+
+class EngineServer:
+    """The loop around an engine: receive, step, send. One message per front and step.
+
+    `_routes` holds exactly the requests the engine has accepted and not finished.
+    """
+
+    def __init__(self, engine: ServedEngine, router: zmq.Socket[bytes], parent_fd: int) -> None:
+        self._engine = engine
+        self._router = router
+        self._parent_fd = parent_fd
+        self._poller = zmq.Poller()
+        self._poller.register(router, zmq.POLLIN)
+        self._poller.register(parent_fd, zmq.POLLIN | zmq.POLLERR)
+        self._fronts: set[bytes] = set()
+        self._routes: dict[str, _Route] = {}
+        self._outbox: defaultdict[bytes, list[TokenOutput]] = defaultdict(list)
+        self._failed_steps = 0
+
+    def run(self) -> None:
+        """Serve until the parent process is gone. Raises what step() raised when the engine is beyond help."""
+        while not self._parent_is_gone():
+            self._receive()
+            if self._engine.has_work:
+                self._step()
+            self._flush()
+
+    def _parent_is_gone(self) -> bool:
+        timeout_ms = 0 if self._engine.has_work else None
+        return self._parent_fd in dict(self._poller.poll(timeout_ms))
+
+    def _receive(self) -> None:
+        for _ in range(_MAX_MESSAGES_PER_STEP):
+            try:
+                front, header, *payload = self._router.recv_multipart(zmq.DONTWAIT, copy=False)
+            except zmq.Again:
+                return
+            self._handle(front.bytes, header.buffer, payload[0].buffer if payload else memoryview(b""))
+
+    def _handle(self, front: bytes, header: memoryview, payload: memoryview) -> None:
+        try:
+            message = decode_to_engine(header)
+        except msgspec.MsgspecError as error:
+            logger.error("message refused: %s", error)
+            self._send(front, Refused(f"malformed message: {error}"))
+            return
+        if isinstance(message, Hello):
+            self._greet(front, message)
+        elif front in self._fronts:
+            self._dispatch(front, message, payload)
+        else:
+            self._send(front, Refused("the first message must be Hello"))
+
+    def _greet(self, front: bytes, hello: Hello) -> None:
+        if hello.protocol_version == PROTOCOL_VERSION:
+            self._fronts.add(front)
+            self._send(front, Welcome(self._engine.info))
+            return
+        reason = (
+            f"the front speaks protocol version {hello.protocol_version} and the engine {PROTOCOL_VERSION}; "
+            "restart the server after an update, so that both run the same multilora_engine"
+        )
+        logger.error("front refused: %s", reason)
+        self._send(front, Refused(reason))
+
+    def _dispatch(self, front: bytes, message: ToEngine, payload: memoryview) -> None:
+        match message:
+            case Add():
+                self._answer(front, message.requests[0].request_id, lambda: self._add(front, message, payload))
+            case PutAdapter():
+                self._answer(front, message.request_id, lambda: self._put(front, message, payload))
+            case Stop():
+                self._answer(front, message.request_id, lambda: self._stop(front, message))
+            case Abort():
+                self._abort(message.request_ids)
+
+    def _answer(self, front: bytes, request_id: str, handle: Callable[[], None]) -> None:
+        """Whatever goes wrong with a message is the answer to its request, and to nothing else."""
+        try:
+            handle()
+        except RequestError as error:
+            self._outbox[front].append(error_output(request_id, error))
+        except Exception as error:
+            logger.exception("request %s failed", request_id)
+            self._outbox[front].append(error_output(request_id, _internal(error)))
+
+    def _add(self, front: bytes, message: Add, payload: memoryview) -> None:
+        if message.adapter is not None:
+            self._put_adapter(message.adapter, payload)
+        try:
+            for request in message.requests:
+                self._engine.add_request(request)
+                self._routes[request.request_id] = _Route(front, message.client_request_id)
+        except Exception:
+            self._abort([request.request_id for request in message.requests])
+            raise
+
+    def _put(self, front: bytes, message: PutAdapter, payload: memoryview) -> None:
+        self._put_adapter(message.adapter, payload)
+        done = TokenOutput(message.request_id, [], "", finish_reason="stop", lora_digest=message.adapter.digest)
+        self._outbox[front].append(done)
+
+    def _put_adapter(self, header: AdapterHeader, payload: memoryview) -> None:
+        self._engine.put_adapter(header.lora_task_id, read_adapter(header, payload))
+
+    def _stop(self, front: bytes, message: Stop) -> None:
+        stopped = [
+            request_id
+            for request_id, route in self._routes.items()
+            if route.client_request_id == message.client_request_id
+        ]
+        for request_id in stopped:
+            output = self._engine.abort(request_id)
+            assert output is not None, f"{request_id} has a route but is unknown to the engine"
+            self._emit(output)
+        self._outbox[front].append(TokenOutput(message.request_id, [], "", finish_reason="stop"))
+
+    def _abort(self, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            if self._routes.pop(request_id, None) is not None:
+                self._engine.abort(request_id)
+
+    def _step(self) -> None:
+        try:
+            outputs = self._engine.step()
+        except Exception as error:
+            self._fail_all(error)
+            return
+        self._failed_steps = 0
+        for output in outputs:
+            self._emit(output)
+
+    def _fail_all(self, error: Exception) -> None:
+        """After an exception out of a step, no request in the engine can be trusted to go on."""
+        self._failed_steps += 1
+        logger.exception("step failed, %d requests are lost", len(self._routes))
+        for request_id, route in self._routes.items():
+            self._outbox[route.front].append(error_output(request_id, _internal(error)))
+        self._flush()
+        if self._failed_steps >= _MAX_FAILED_STEPS:
+            raise error
+        self._abort(list(self._routes))
+
+    def _emit(self, output: TokenOutput) -> None:
+        route = self._routes[output.request_id]
+        self._outbox[route.front].append(output)
+        if output.is_final:
+            del self._routes[output.request_id]
+
+    def _flush(self) -> None:
+        while self._outbox:
+            front, outputs = self._outbox.popitem()
+            self._send(front, Outputs(outputs))
+
+    def _send(self, front: bytes, message: FromEngine) -> None:
+        try:
+            self._router.send_multipart([front, encode(message)])
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            self._drop_front(front)
+
+    def _drop_front(self, front: bytes) -> None:
+        lost = [request_id for request_id, route in self._routes.items() if route.front == front]
+        logger.warning("a front is gone, %d of its requests are aborted", len(lost))
+        self._fronts.discard(front)
+        self._abort(lost)
+
+
+def serve(engine: ServedEngine, socket_path: Path, parent_fd: int, on_ready: Callable[[], None] = lambda: None) -> None:
+    """Bind the socket and serve until `parent_fd` reaches its end. `on_ready` is called once fronts can connect."""
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.set(zmq.LINGER, 0)
+        router.set(zmq.SNDHWM, 0)
+        router.set(zmq.RCVHWM, 0)
+        # Without it ROUTER drops silently what goes to a front that is gone, and its requests would run on for nobody.
+        router.set(zmq.ROUTER_MANDATORY, 1)
+        router.bind(f"ipc://{socket_path}")
+        on_ready()
+        EngineServer(engine, router, parent_fd).run()
+
+
+def main(create_engine: Callable[[EngineConfig], ServedEngine]) -> None:
+    """Run an engine process: read `Launch`, load, report, serve."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s engine[%(process)d] %(message)s")
+    report_stream = _take_stdout()
+    launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=Launch)
+    try:
+        engine = create_engine(EngineConfig.from_parameters(launch.parameters))
+    except ConfigError as error:
+        _report(report_stream, StartFailed(str(error)))
+        raise SystemExit(1) from None
+    except Exception as error:
+        logger.exception("the engine cannot start")
+        _report(report_stream, StartFailed(f"{type(error).__name__}: {error}"))
+        raise SystemExit(1) from None
+    with closing(engine):
+        serve(engine, Path(launch.socket_path), sys.stdin.fileno(), lambda: _report(report_stream, Started()))
+
+
+def _take_stdout() -> TextIO:
+    """The stream of the report. Whatever a library prints goes to stderr from here on."""
+    stream = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    return stream
+
+
+def _report(stream: TextIO, report: StartReport) -> None:
+    stream.write(msgspec.json.encode(report).decode() + "\n")
+    stream.close()
+
+
+def _internal(error: Exception) -> InternalError:
+    return InternalError(f"{type(error).__name__}: {error}")
+
+
+if __name__ == "__main__":
+    main(Engine)

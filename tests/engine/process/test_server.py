@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+from multilora_engine.process.client import EngineClient
+from multilora_engine.process.messages import (
+    PROTOCOL_VERSION,
+    Abort,
+    Add,
+    FromEngine,
+    Hello,
+    Outputs,
+    Refused,
+    ToEngine,
+    Welcome,
+    decode_from_engine,
+    encode,
+)
+from multilora_engine.process.server import serve
+from support.fake_engine import FAIL_STEP, HOLD, FakeEngine
+from support.fronts import TIMEOUT_S, RecordingListener, generation_request
+
+
+class RawFront:
+    """A front without manners: sends any bytes, reads any message."""
+
+    def __init__(self, socket_path: Path) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.set(zmq.RCVTIMEO, int(TIMEOUT_S * 1000))
+        self._socket.connect(f"ipc://{socket_path}")
+
+    def send(self, message: ToEngine | bytes) -> None:
+        self._socket.send(message if isinstance(message, bytes) else encode(message))
+
+    def receive(self) -> FromEngine:
+        return decode_from_engine(memoryview(self._socket.recv()))
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+@pytest.fixture
+def front(engine: FakeEngine, socket_path: Path) -> Iterator[RawFront]:
+    front = RawFront(socket_path)
+    yield front
+    front.close()
+
+
+def test_a_step_that_raises_fails_the_requests_in_it_and_later_ones_are_served(client: EngineClient) -> None:
+    failing, caught, later = (RecordingListener() for _ in range(3))
+    client.generate(caught, [generation_request("caught", [HOLD])])
+    client.generate(failing, [generation_request("failing", [FAIL_STEP])])
+    for listener in (failing, caught):
+        final = listener.wait()[-1]
+        assert final.error_code == "INTERNAL"
+        assert "the device is on fire" in (final.error_message or "")
+    client.generate(later, [generation_request("later", [1])])
+    assert later.wait()[-1].finish_reason == "length"
+
+
+def test_an_engine_whose_steps_keep_failing_ends(socket_path: Path) -> None:
+    class Broken(FakeEngine):
+        def step(self) -> list[object]:
+            raise RuntimeError("the device is gone for good")
+
+        def abort(self, request_id: str) -> None:
+            return None
+
+    parent_fd, writer_fd = os.pipe()
+    raised: list[Exception] = []
+
+    def run() -> None:
+        try:
+            serve(Broken(), socket_path, parent_fd)
+        except RuntimeError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    client, listener = EngineClient(socket_path), RecordingListener()
+    client.wait_until_ready(TIMEOUT_S)
+    client.generate(listener, [generation_request("r", [1])])
+    thread.join(TIMEOUT_S)
+    assert [str(error) for error in raised] == ["the device is gone for good"]
+    assert len(listener.wait()) == 1
+    client.close()
+    os.close(parent_fd)
+    os.close(writer_fd)
+
+
+def test_the_requests_of_a_front_that_is_gone_are_aborted(
+    engine: FakeEngine, front: RawFront, client: EngineClient
+) -> None:
+    engine.step_gate.clear()
+    front.send(Hello(PROTOCOL_VERSION))
+    assert isinstance(front.receive(), Welcome)
+    front.send(Add([generation_request("silent", [HOLD]), generation_request("talking", [1], max_tokens=10**6)]))
+    front.close()
+    engine.step_gate.set()
+    with engine.changed:
+        assert engine.changed.wait_for(lambda: set(engine.aborted) == {"silent", "talking"}, TIMEOUT_S)
+    listener = RecordingListener()
+    client.generate(listener, [generation_request("r", [1])])
+    assert listener.wait()[-1].finish_reason == "length"
+
+
+def test_a_front_gets_one_message_a_step(engine: FakeEngine, front: RawFront) -> None:
+    front.send(Hello(PROTOCOL_VERSION))
+    front.receive()
+    front.send(Add([generation_request(name, [1], max_tokens=2) for name in "abc"]))
+    for _ in range(2):
+        message = front.receive()
+        assert isinstance(message, Outputs)
+        assert [output.request_id for output in message.outputs] == ["a", "b", "c"]
+
+
+def test_nothing_is_accepted_before_a_hello(engine: FakeEngine, front: RawFront) -> None:
+    front.send(Add([generation_request("r", [1])]))
+    assert front.receive() == Refused("the first message must be Hello")
+    assert engine.produced == {}
+
+
+@pytest.mark.parametrize("garbage", [b"", b"\xc1", b"\x80", encode(Refused("not for the engine"))])
+def test_garbage_is_refused_and_the_server_goes_on(engine: FakeEngine, front: RawFront, garbage: bytes) -> None:
+    front.send(garbage)
+    assert isinstance(front.receive(), Refused)
+    front.send(Hello(PROTOCOL_VERSION))
+    assert isinstance(front.receive(), Welcome)
+
+
+def test_aborting_what_is_unknown_or_has_ended_does_nothing(engine: FakeEngine, front: RawFront) -> None:
+    front.send(Hello(PROTOCOL_VERSION))
+    front.receive()
+    front.send(Add([generation_request("r", [1], max_tokens=1)]))
+    front.receive()
+    front.send(Abort(["r", "never heard of"]))
+    front.send(Hello(PROTOCOL_VERSION))
+    assert isinstance(front.receive(), Welcome)
+    assert engine.aborted == []

@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from multilora_engine.errors import ConfigError
+from multilora_engine.process.client import EngineClient
+from multilora_engine.process.messages import Launch, Started
+from multilora_engine.process.supervisor import EngineProcess
+from support import fake_engine
+from support.fake_engine import DIE, HOLD
+from support.fronts import TIMEOUT_S, RecordingListener, generation_request
+
+COMMAND = [sys.executable, fake_engine.__file__]
+ENVIRON = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+
+EngineProcessFactory = Callable[..., EngineProcess]
+
+
+@pytest.fixture
+def parameters(tmp_path: Path) -> dict[str, str]:
+    (tmp_path / "config.json").write_text("{}")
+    return {"model_path": str(tmp_path)}
+
+
+@pytest.fixture
+def engine_process(parameters: dict[str, str], socket_path: Path) -> Iterator[EngineProcessFactory]:
+    started: list[EngineProcess] = []
+
+    def make(command: list[str] = COMMAND, **more: str) -> EngineProcess:
+        started.append(EngineProcess(parameters | more, socket_path, ENVIRON, command))
+        return started[-1]
+
+    yield make
+    for process in started:
+        process.close()
+
+
+def test_a_dead_engine_fails_what_is_in_flight_once_and_the_next_one_serves_until_it_is_closed(
+    engine_process: EngineProcessFactory, socket_path: Path
+) -> None:
+    process = engine_process()
+    process.start()
+    client = EngineClient(socket_path)
+    client.wait_until_ready(TIMEOUT_S)
+    waiting, deadly, later, last = (RecordingListener() for _ in range(4))
+    client.generate(waiting, [generation_request("waiting", [HOLD])])
+    client.generate(deadly, [generation_request("deadly", [DIE])])
+    assert [output.error_code for output in waiting.wait()] == ["UNAVAILABLE"]
+    assert [output.error_code for output in deadly.wait()] == ["UNAVAILABLE"]
+
+    client.wait_until_ready(TIMEOUT_S)
+    assert process.generation == 2
+    client.generate(later, [generation_request("later", [1])])
+    assert later.wait()[-1].finish_reason == "length"
+    assert (waiting.num_ends, deadly.num_ends, client.num_requests) == (0, 0, 0)
+
+    client.generate(last, [generation_request("last", [HOLD])])
+    process.close()
+    assert [output.error_code for output in last.wait()] == ["UNAVAILABLE"]
+    assert process.generation == 2
+    client.close()
+
+
+@pytest.mark.parametrize(
+    ("num_threads", "reason"),
+    [("13", "^parameter num_threads=13: unlucky$"), ("14", "^RuntimeError: no such device$")],
+)
+def test_why_an_engine_cannot_start_is_told_in_its_own_words(
+    engine_process: EngineProcessFactory, num_threads: str, reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        engine_process(num_threads=num_threads).start()
+
+
+def test_an_engine_that_ends_without_a_word_is_an_error(engine_process: EngineProcessFactory) -> None:
+    with pytest.raises(ConfigError, match="ended with status 7 before it was ready"):
+        engine_process(command=[sys.executable, "-c", "raise SystemExit(7)"]).start()
+
+
+def test_an_engine_ends_with_its_parent(parameters: dict[str, str], socket_path: Path) -> None:
+    launch = msgspec.json.encode(Launch(parameters, str(socket_path)))
+    process = subprocess.Popen(COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=ENVIRON)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(launch + b"\n")
+    process.stdin.flush()
+    assert msgspec.json.decode(process.stdout.readline(), type=Started) == Started()
+    process.stdin.close()
+    assert process.wait(TIMEOUT_S) == 0
+    process.stdout.close()

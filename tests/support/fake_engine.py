@@ -1,0 +1,126 @@
+"""An engine without a model: it answers a prompt with its own tokens, again and again.
+
+Run as a program it is an engine process, for tests of what happens when one dies.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+from multilora_engine.config import EngineConfig
+from multilora_engine.engine import EngineInfo
+from multilora_engine.errors import AdapterConflict, AdapterNotFound, ConfigError, InvalidRequest
+from multilora_engine.lora.format import PackedAdapter
+from multilora_engine.process.server import main
+from multilora_engine.request import GenerationRequest, TokenOutput
+from support.adapters import TINY
+
+HOLD, FAIL_STEP, DIE, BUG = 1001, 1002, 1003, 1004
+"""First tokens of prompts that never end, fail the step, end the process, or hit a bug on acceptance."""
+
+INFO = EngineInfo(
+    model_path="/nowhere",
+    tokenizer_path="/nowhere",
+    max_model_len=64,
+    vocab_size=2048,
+    end_token_ids=(2,),
+    add_special_tokens=True,
+    exclude_input_in_output=False,
+    adapter_layout=TINY,
+    kv_cache_tokens=1024,
+    device="cpu",
+    dtype="float32",
+)
+
+
+def text_of(token_id: int) -> str:
+    return f"<{token_id}>"
+
+
+class FakeEngine:
+    """step_gate: a step waits for it, so that a test decides when steps happen. changed: notified when a request ends."""
+
+    def __init__(self, config: EngineConfig | None = None) -> None:
+        if config is not None and config.num_threads == 13:
+            raise ConfigError("parameter num_threads=13: unlucky")
+        if config is not None and config.num_threads == 14:
+            raise RuntimeError("no such device")
+        self.info = INFO
+        self.step_gate = threading.Event()
+        self.step_gate.set()
+        self.changed = threading.Condition()
+        self.adapters: dict[int, PackedAdapter] = {}
+        self.requests: dict[str, GenerationRequest] = {}
+        self.produced: dict[str, list[int]] = {}
+        self.aborted: list[str] = []
+        self.is_closed = False
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.requests)
+
+    def put_adapter(self, lora_task_id: int, adapter: PackedAdapter) -> None:
+        cached = self.adapters.setdefault(lora_task_id, adapter)
+        if cached.digest != adapter.digest:
+            raise AdapterConflict(lora_task_id, cached.digest, adapter.digest)
+
+    def add_request(self, request: GenerationRequest) -> None:
+        if request.prompt_token_ids[0] == BUG:
+            raise RuntimeError("a bug in the engine")
+        if request.sampling.max_tokens < 1:
+            raise InvalidRequest("max_tokens is 0")
+        if request.lora_task_id is not None and request.lora_task_id not in self.adapters:
+            raise AdapterNotFound(request.lora_task_id)
+        self.requests[request.request_id] = request
+        self.produced[request.request_id] = []
+
+    def abort(self, request_id: str) -> TokenOutput | None:
+        if request_id not in self.requests:
+            return None
+        with self.changed:
+            output = self._output(self.requests.pop(request_id), [], "cancelled")
+            self.aborted.append(request_id)
+            self.changed.notify_all()
+        return output
+
+    def step(self) -> list[TokenOutput]:
+        self.step_gate.wait()
+        time.sleep(0.0005)
+        for request in self.requests.values():
+            if request.prompt_token_ids[0] == FAIL_STEP:
+                raise RuntimeError("the device is on fire")
+            if request.prompt_token_ids[0] == DIE:
+                os._exit(3)
+        return [self._next(request) for request in list(self.requests.values()) if request.prompt_token_ids[0] != HOLD]
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def _next(self, request: GenerationRequest) -> TokenOutput:
+        produced = self.produced[request.request_id]
+        token_id = request.prompt_token_ids[len(produced) % len(request.prompt_token_ids)]
+        produced.append(token_id)
+        if len(produced) < request.sampling.max_tokens:
+            return self._output(request, [token_id], None)
+        with self.changed:
+            del self.requests[request.request_id]
+            self.changed.notify_all()
+        return self._output(request, [token_id], "length")
+
+    def _output(self, request: GenerationRequest, token_ids: list[int], reason: str | None) -> TokenOutput:
+        adapter = None if request.lora_task_id is None else self.adapters[request.lora_task_id]
+        return TokenOutput(
+            request_id=request.request_id,
+            token_ids=token_ids,
+            text="".join(map(text_of, token_ids)),
+            finish_reason=reason,
+            num_prompt_tokens=len(request.prompt_token_ids),
+            num_output_tokens=len(self.produced[request.request_id]),
+            lora_digest="" if adapter is None else adapter.digest,
+        )
+
+
+if __name__ == "__main__":
+    main(FakeEngine)
