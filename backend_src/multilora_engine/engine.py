@@ -7,7 +7,7 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from random import Random
 
@@ -30,9 +30,11 @@ from multilora_engine.models.model_config import ModelConfig, read_model_config
 from multilora_engine.request import FinishReason, GenerationRequest, Sequence, TokenOutput
 from multilora_engine.sampler import end_tokens
 from multilora_engine.scheduler import ScheduledSequence, Scheduler
-from multilora_engine.text import TextStream, Tokenizer
+from multilora_engine.text import TextDelta, TextStream, Tokenizer
 
 _logger = logging.getLogger(__name__)
+
+_NOTHING = TextDelta([], "")
 
 
 @dataclass(frozen=True)
@@ -138,13 +140,14 @@ class Engine:
         """Accept a request, or raise InvalidRequest, AdapterNotFound or QueueFull, and nothing has changed."""
         self._check(request)
         self._scheduler.check_queue()
+        text = TextStream(self._tokenizer, request.sampling.stop_words)
         adapter = None if request.lora_task_id is None else self._loras.pin(request.lora_task_id)
         timeout_s = self._timeout_s if request.timeout_s is None else min(request.timeout_s, self._timeout_s)
         sequence = Sequence(
             request=request,
             arrival=next(self._arrivals),
             adapter=adapter,
-            text=TextStream(self._tokenizer, request.sampling.stop_words),
+            text=text,
             random=Random(request.sampling.seed),
         )
         self._sequences[request.request_id] = sequence
@@ -216,13 +219,11 @@ class Engine:
     def _append(self, sequence: Sequence, token_id: int) -> TokenOutput | None:
         sequence.output_token_ids.append(token_id)
         if token_id in end_tokens(sequence, self.info.end_token_ids):
-            return self._finish(sequence, "stop", end_token_id=token_id)
-        released = sequence.text.push(token_id)
-        if released.stopped:
-            return self._finish(sequence, "stop", released.token_ids, released.text)
-        if len(sequence.output_token_ids) >= self._max_output_tokens(sequence.request):
-            return self._finish(sequence, "length", released.token_ids, released.text)
-        return self._output(sequence, released.token_ids, released.text) if released.token_ids else None
+            return self._finish(sequence, "stop", end_token_ids=[token_id])
+        delta = sequence.text.push(token_id)
+        if delta.stopped or len(sequence.output_token_ids) >= self._max_output_tokens(sequence.request):
+            return self._finish(sequence, "length", delta)
+        return self._output(sequence, delta) if delta.token_ids or delta.text else None
 
     def _max_output_tokens(self, request: GenerationRequest) -> int:
         return min(request.sampling.max_tokens, self.info.max_model_len - len(request.prompt_token_ids))
@@ -231,15 +232,18 @@ class Engine:
         self,
         sequence: Sequence,
         reason: FinishReason,
-        token_ids: list[int] | None = None,
-        text: str = "",
-        end_token_id: int | None = None,
+        delta: TextDelta = _NOTHING,
+        end_token_ids: Iterable[int] = (),
     ) -> TokenOutput:
-        """Remove a sequence; its last output, with what its text stream still held."""
+        """Remove a sequence; its last output: `delta`, what its text stream still held, and its end token.
+
+        A stop word is the reason whenever it was completed, even by the last token that was allowed.
+        """
         self._remove(sequence)
-        held = sequence.text.finish()
-        last = [] if end_token_id is None else [end_token_id]
-        return self._output(sequence, (token_ids or []) + held.token_ids + last, text + held.text, reason)
+        held = _NOTHING if delta.stopped else sequence.text.finish()
+        token_ids = [*delta.token_ids, *held.token_ids, *end_token_ids]
+        last = TextDelta(token_ids, delta.text + held.text)
+        return self._output(sequence, last, "stop" if delta.stopped or held.stopped else reason)
 
     def _fail(self, sequence: Sequence, error: RequestError) -> TokenOutput:
         self._remove(sequence)
@@ -249,13 +253,11 @@ class Engine:
         self._scheduler.finish(sequence)
         del self._sequences[sequence.request.request_id]
 
-    def _output(
-        self, sequence: Sequence, token_ids: list[int], text: str, finish_reason: FinishReason | None = None
-    ) -> TokenOutput:
+    def _output(self, sequence: Sequence, delta: TextDelta, finish_reason: FinishReason | None = None) -> TokenOutput:
         return TokenOutput(
             request_id=sequence.request.request_id,
-            token_ids=token_ids,
-            text=text,
+            token_ids=delta.token_ids,
+            text=delta.text,
             finish_reason=finish_reason,
             num_prompt_tokens=len(sequence.request.prompt_token_ids),
             num_output_tokens=len(sequence.output_token_ids),

@@ -26,7 +26,7 @@ class ModelRunner:
     def run(self, step: list[ScheduledSequence]) -> list[int]:
         """Compute a step; the next token of each of its sequences that `is_sampled`, in their order."""
         batch = self.build_batch(step)
-        logits = self._model(batch, self._kv_cache)
+        logits = self._model.forward(batch, self._kv_cache)
         sampled = [scheduled.sequence for scheduled in step if scheduled.is_sampled]
         return sample(logits, sampled, self._model.config.end_token_ids) if sampled else []
 

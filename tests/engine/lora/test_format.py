@@ -1,0 +1,141 @@
+"""Wire tensors in, packed pages out: what is kept, what is refused, and in which words."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.adapters import TINY, wire_adapter
+
+from multilora_engine.errors import InvalidRequest
+from multilora_engine.lora.format import AdapterLayout, PackedAdapter, adapter_pages, lora_modules, pack_adapter
+
+ALL_MODULES = [(m, layer, 1 + (m * 5 + layer) % 16) for layer in range(3) for m in (1, 2, 3, 4, 5, 6, 7)]
+FUSED = [(0, 0, 3), (18, 0, 5), (6, 0, 16), (0, 2, 1)]
+
+
+def read_back(packed: PackedAdapter, layout: AdapterLayout) -> dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]]:
+    values = packed.pages.view(layout.torch_dtype)
+    matrices = {}
+    for row in packed.rows:
+        module = lora_modules(layout)[row.module_id]
+        page = values[row.page]
+        a = page[row.a_offset : row.a_offset + row.rank * module.in_size].view(row.rank, module.in_size)
+        b = page[row.b_offset : row.b_offset + row.rank * module.out_size].view(module.out_size, row.rank)
+        matrices[row.module_id, row.layer] = (a, b)
+    return matrices
+
+
+@pytest.mark.parametrize("rows", [ALL_MODULES, FUSED, [(6, 1, 1)]], ids=["all", "fused", "one"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_every_row_survives_packing_unchanged(rows: list[tuple[int, int, int]], dtype: torch.dtype) -> None:
+    wire = wire_adapter(TINY, rows, dtype=dtype)
+    packed = pack_adapter(wire.weights, wire.config, TINY)
+    matrices = read_back(packed, TINY)
+    assert matrices.keys() == wire.matrices.keys()
+    for key, (a, b) in wire.matrices.items():
+        torch.testing.assert_close(matrices[key], (a.float(), b.float()), rtol=0, atol=0)
+
+
+def test_rows_are_aligned_and_never_straddle_a_page() -> None:
+    wire = wire_adapter(TINY, ALL_MODULES)
+    packed = pack_adapter(wire.weights, wire.config, TINY)
+    page_elements = TINY.page_bytes // 4
+    assert len(packed.pages) > 1
+    for row in packed.rows:
+        module = lora_modules(TINY)[row.module_id]
+        assert row.a_offset * 4 % 64 == 0
+        assert row.b_offset * 4 % 64 == 0
+        assert row.b_offset + row.rank * module.out_size <= page_elements
+
+
+def test_the_digest_does_not_depend_on_row_order_row_width_or_wire_dtype() -> None:
+    wire = wire_adapter(TINY, ALL_MODULES, dtype=torch.float16)
+    reordered = torch.randperm(len(ALL_MODULES), generator=torch.Generator().manual_seed(1))
+    wider = torch.nn.functional.pad(wire.weights.float(), (0, 77))
+    digest = pack_adapter(wire.weights, wire.config, TINY).digest
+    assert pack_adapter(wider[reordered], wire.config[reordered], TINY).digest == digest
+    assert pack_adapter(wire.weights, wire.config[:, :3], TINY).digest == digest
+
+
+def test_the_digest_changes_with_any_value() -> None:
+    wire = wire_adapter(TINY, ALL_MODULES)
+    digest = pack_adapter(wire.weights, wire.config, TINY).digest
+    wire.weights[7, 0] += 1e-3
+    assert pack_adapter(wire.weights, wire.config, TINY).digest != digest
+
+
+def test_packing_copies_out_of_its_inputs() -> None:
+    wire = wire_adapter(TINY, FUSED)
+    packed = pack_adapter(wire.weights, wire.config, TINY)
+    before = packed.pages.clone()
+    wire.weights.fill_(torch.nan)
+    assert torch.equal(packed.pages, before)
+
+
+def _config(*rows: list[int]) -> torch.Tensor:
+    return torch.tensor(rows, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("weights", "config", "message"),
+    [
+        (torch.zeros(1, 2, 3), _config([1, 0, 1]), r"Invalid shape for lora_weights tensor: \[1, 2, 3\]"),
+        (torch.zeros(0, 900), torch.zeros(0, 3, dtype=torch.int32), "Invalid shape for lora_weights"),
+        (torch.zeros(1, 900), _config([1, 0]), "Invalid shape for lora_config tensor"),
+        (torch.zeros(1, 900), _config([1, 0, 1, 0, 0]), "Invalid shape for lora_config tensor"),
+        (torch.zeros(2, 900), _config([1, 0, 1]), "lora_weights has 2 rows and lora_config 1"),
+        (torch.zeros(1, 900), _config([8, 0, 1]), "lora module 8 not enabled for this model"),
+        (torch.zeros(1, 900), _config([-1, 0, 1]), "lora module -1 not enabled"),
+        (torch.zeros(1, 900), _config([1, 3, 1]), r"Expected layerId to be in the range \[0, numModelLayers\): 3"),
+        (torch.zeros(1, 900), _config([1, -1, 1]), "Expected layerId"),
+        (torch.zeros(1, 900), _config([1, 0, 0]), "Expected adapterSize to be > 0, it is 0"),
+        (torch.zeros(1, 900), _config([1, 0, -4]), "Expected adapterSize to be > 0"),
+        (torch.zeros(1, 9000), _config([1, 0, 17]), r"Invalid low_rank \(17\).*max_lora_rank \(16\)"),
+        (torch.zeros(1, 900), _config([1, 0, 1, 2]), "is_dora must be 0 or 1, it is 2"),
+        (torch.zeros(1, 63), _config([1, 0, 1]), r"has to few values for attn_q.* 64 values needed, the rows hold 63"),
+        (torch.zeros(2, 900), _config([1, 0, 1], [1, 0, 2]), "both adapt q of layer 0"),
+        (torch.zeros(2, 900), _config([0, 1, 1], [3, 1, 2]), "both adapt v of layer 1"),
+        (torch.zeros(2, 9000), _config([18, 1, 1], [7, 1, 2]), "both adapt up of layer 1"),
+    ],
+)
+def test_what_does_not_fit_the_model_is_refused_by_name(
+    weights: torch.Tensor, config: torch.Tensor, message: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        pack_adapter(weights, config, TINY)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_values_that_are_not_finite_are_refused_with_their_place(value: float) -> None:
+    wire = wire_adapter(TINY, ALL_MODULES)
+    wire.weights[4, 11] = value
+    with pytest.raises(InvalidRequest, match=r"row 4 \(mlp_h_to_4h, layer 0, rank \d+\).* at position 11"):
+        pack_adapter(wire.weights, wire.config, TINY)
+
+
+def test_values_behind_the_declared_rank_are_refused() -> None:
+    wire = wire_adapter(TINY, [(1, 0, 8)])
+    wire.config[0, 2] = 4
+    with pytest.raises(InvalidRequest, match=r"other than zero beyond the 256 .*rank or module is wrong"):
+        pack_adapter(wire.weights, wire.config, TINY)
+
+
+def test_values_beyond_the_storage_type_are_refused() -> None:
+    layout = AdapterLayout(**{**TINY.__dict__, "lora_dtype": "float16"})
+    wire = wire_adapter(TINY, [(1, 0, 8)])
+    wire.weights[0, 0] = 1e5
+    with pytest.raises(InvalidRequest, match="beyond the range of lora_dtype float16"):
+        pack_adapter(wire.weights, wire.config, layout)
+
+
+def test_a_page_holds_the_largest_row_and_an_adapter_its_pages() -> None:
+    assert adapter_pages(TINY, 16) == len(pack_adapter(*_largest(TINY), TINY).pages), (
+        "the size told at start is the size it takes"
+    )
+
+
+def _largest(layout: AdapterLayout) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = [(m, layer, layout.max_rank) for layer in range(layout.num_layers) for m in (1, 2, 3, 4, 5, 6, 7)]
+    wire = wire_adapter(layout, rows, extra_width=64)
+    wire.config[:, 3] = 1
+    return wire.weights, wire.config

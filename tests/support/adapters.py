@@ -1,0 +1,56 @@
+"""Random adapters in the wire format, and what they mean: a plain dictionary of A and B."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from multilora_engine.lora.format import AdapterLayout, lora_modules
+
+TINY = AdapterLayout(
+    num_layers=3,
+    hidden_size=24,
+    q_size=40,
+    kv_size=8,
+    intermediate_size=56,
+    max_rank=16,
+    lora_dtype="float32",
+    page_bytes=16384,
+)
+"""Odd on purpose: q_size differs from hidden_size, nothing is a power of two."""
+
+
+@dataclass(frozen=True)
+class WireAdapter:
+    """weights [rows, width], config [rows, 4], and per (module, layer) the A and B that were written into them."""
+
+    weights: torch.Tensor
+    config: torch.Tensor
+    matrices: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]]
+
+
+def wire_adapter(
+    layout: AdapterLayout,
+    rows: Iterable[tuple[int, int, int]],
+    seed: int = 0,
+    scale: float = 0.05,
+    extra_width: int = 3,
+    dtype: torch.dtype = torch.float32,
+) -> WireAdapter:
+    """An adapter with the given (module id, layer, rank) rows, in that order, a bit wider than the widest."""
+    generator = torch.Generator().manual_seed(seed)
+    modules = lora_modules(layout)
+    rows = list(rows)
+    width = max(modules[m].num_values(r, False) for m, _, r in rows) + extra_width
+    weights = torch.zeros(len(rows), width, dtype=dtype)
+    matrices = {}
+    for i, (module_id, layer, rank) in enumerate(rows):
+        module = modules[module_id]
+        a = (torch.randn(rank, module.in_size, generator=generator) * scale).to(dtype)
+        b = (torch.randn(module.out_size, rank, generator=generator) * scale).to(dtype)
+        weights[i, : a.numel() + b.numel()] = torch.cat([a.flatten(), b.flatten()])
+        matrices[module_id, layer] = (a, b)
+    config = torch.tensor([[m, layer, r, 0] for m, layer, r in rows], dtype=torch.int32)
+    return WireAdapter(weights, config, matrices)
