@@ -36,7 +36,7 @@ class Attention:
         qkv_sizes = (config.q_size, config.kv_size, config.kv_size)
         self.qkv = LoRALinear(config.hidden_size, qkv_sizes, first_slice, config.qkv_bias, dtype, device)
         self.o = LoRALinear(config.q_size, [config.hidden_size], first_slice + 3, config.output_bias, dtype, device)
-        self.q_norm, self.k_norm = _qk_norms(config, dtype, device) if config.qk_norm else (None, None)
+        self._norms = torch.empty(2, config.head_dim, dtype=dtype, device=device) if config.qk_norm else None
 
     def forward(self, x: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, step: Step) -> torch.Tensor:
         q, k, v = self._project(x, step)
@@ -44,21 +44,24 @@ class Attention:
 
     def checkpoint_tensors(self) -> dict[str, torch.Tensor]:
         tensors = self.qkv.checkpoint_tensors("q_proj", "k_proj", "v_proj") | self.o.checkpoint_tensors("o_proj")
-        if self.q_norm is not None and self.k_norm is not None:
-            tensors |= {"q_norm.weight": self.q_norm, "k_norm.weight": self.k_norm}
+        if self._norms is not None:
+            tensors |= {"q_norm.weight": self._norms[0], "k_norm.weight": self._norms[1]}
         return tensors
 
     def _project(self, x: torch.Tensor, step: Step) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q, k, v: [num_tokens, heads, head_dim], q and k normalised and turned to their positions."""
-        config = self._config
-        heads = self.qkv.forward(x, step.lora).view(x.shape[0], -1, config.head_dim)
-        qk, v = heads.split_with_sizes((config.num_heads + config.num_kv_heads, config.num_kv_heads), dim=1)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = qk.split_with_sizes((config.num_heads, config.num_kv_heads), dim=1)
-            eps = config.rms_norm_eps
-            qk = torch.cat((rms_norm(q, self.q_norm, eps), rms_norm(k, self.k_norm, eps)), dim=1)
-        q, k = step.rotation.apply(qk).split_with_sizes((config.num_heads, config.num_kv_heads), dim=1)
+        num_q, num_kv = self._config.num_heads, self._config.num_kv_heads
+        heads = self.qkv.forward(x, step.lora).view(x.shape[0], -1, self._config.head_dim)
+        qk, v = heads.split_with_sizes((num_q + num_kv, num_kv), dim=1)
+        q, k = step.rotation.apply(self._normalise(qk)).split_with_sizes((num_q, num_kv), dim=1)
         return q, k, v
+
+    def _normalise(self, qk: torch.Tensor) -> torch.Tensor:
+        if self._norms is None:
+            return qk
+        q, k = qk.split_with_sizes((self._config.num_heads, self._config.num_kv_heads), dim=1)
+        eps = self._config.rms_norm_eps
+        return torch.cat((rms_norm(q, self._norms[0], eps), rms_norm(k, self._norms[1], eps)), dim=1)
 
 
 class MLP:
@@ -112,7 +115,7 @@ class LlamaModel:
         self._rotary = RotaryEmbedding(config, device)
 
     def forward(self, batch: ForwardBatch, kv_cache: KVCache) -> torch.Tensor:
-        """Logits of the wanted rows, [num_logits, vocab_size] float32. Writes the batch's keys and values to the cache."""
+        """Logits of the wanted rows, [num_logits, vocab_size] float32. Writes the batch's keys and values."""
         step = self._step(batch)
         x = F.embedding(batch.input_ids, self.embed_tokens)
         for layer, keys, values in zip(self.layers, kv_cache.keys, kv_cache.values, strict=True):
@@ -138,8 +141,3 @@ class LlamaModel:
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(rms_norm(x, self.norm, self.config.rms_norm_eps), self.lm_head).float()
-
-
-def _qk_norms(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    q_norm, k_norm = torch.empty(2, config.head_dim, dtype=dtype, device=device)
-    return q_norm, k_norm

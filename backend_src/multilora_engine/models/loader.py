@@ -118,10 +118,15 @@ def _checkpoint_files(path: Path) -> list[Path]:
 def _indexed_files(path: Path) -> list[Path]:
     index = path / _INDEX_FILE
     try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        names = dict.fromkeys(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"cannot read {index}: it needs a weight_map of tensor names to file names") from error
-    for name in names:
-        if Path(name).name != name or not name.endswith(".safetensors"):
-            raise ConfigError(f"{index}: {name!r} must be the name of a .safetensors file in the same directory")
-    return [path / name for name in names]
+    if not names:
+        raise ConfigError(f"{index}: its weight_map is empty")
+    return [path / _plain_file_name(index, name) for name in names]
+
+
+def _plain_file_name(index: Path, name: object) -> str:
+    if isinstance(name, str) and Path(name).name == name and name.endswith(".safetensors"):
+        return name
+    raise ConfigError(f"{index}: {name!r} must be the name of a .safetensors file in the same directory")

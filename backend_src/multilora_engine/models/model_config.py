@@ -168,19 +168,15 @@ def _rope_parameters(hf: Any) -> dict[str, Any]:
 
 
 def _sliding_windows(hf: Any) -> tuple[int | None, ...]:
-    """One entry per layer. Mistral's window is for all layers; Qwen's only for those `layer_types` names."""
+    """One entry per layer: the window counts for all layers, or for those that `layer_types` names."""
     window: int | None = getattr(hf, "sliding_window", None)
-    types = getattr(hf, "layer_types", None)
+    types: list[str] | None = getattr(hf, "layer_types", None)
     if types is None:
-        return (window,) * hf.num_hidden_layers
+        return (window,) * int(hf.num_hidden_layers)
     if len(types) != hf.num_hidden_layers or not set(types) <= {"full_attention", "sliding_attention"}:
         raise ConfigError(
             f"config.json: layer_types {types} is not supported; supported are full_attention and sliding_attention, "
             f"one for each of the {hf.num_hidden_layers} layers"
-        )
-    if hf.model_type == "mistral":
-        raise ConfigError(
-            "config.json: layer_types of a Mistral checkpoint is not supported; supported is sliding_window"
         )
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 

@@ -73,7 +73,8 @@ class RotaryEmbedding:
 def _inverse_powers(theta: torch.Tensor | float, dim: int, device: torch.device | None = None) -> torch.Tensor:
     """theta ^ (-2 i / dim), i = 0 .. dim / 2 - 1."""
     exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
-    return torch.pow(theta, -exponents)
+    # Not theta ^ -exponent: the last bit counts at positions beyond 100,000, and checkpoints are trained with this one.
+    return torch.reciprocal(torch.pow(theta, exponents))
 
 
 def _default(config: ModelConfig, _scaling: Mapping[str, Any]) -> torch.Tensor:
@@ -97,7 +98,7 @@ def _yarn(config: ModelConfig, scaling: Mapping[str, Any]) -> torch.Tensor:
     """As `llama3`, but the mix is linear in the dimension, between those of `beta_fast` and `beta_slow` turns."""
     frequencies = _default(config, scaling)
     first, last = _yarn_range(config, scaling)
-    ramp = (torch.arange(config.head_dim // 2, dtype=torch.float32) - first) / max(last - first, 0.001)
+    ramp = (torch.arange(config.head_dim // 2, dtype=torch.float32) - first) / ((last - first) or 0.001)
     kept = 1 - ramp.clamp(0, 1)
     return torch.lerp(frequencies / scaling["factor"], frequencies, kept)
 

@@ -1,0 +1,115 @@
+"""`LoRALinear` against W + B A written out, with DoRA magnitudes, biases and rows of the base model in one batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from multilora_engine.forward_batch import LoRABatch
+from multilora_engine.models.layers import LoRALinear, rms_norm
+from multilora_kernels import LoRATables, lora_segments
+
+IN_FEATURES = 13
+SLICE_SIZES = (5, 3, 7)
+FIRST_SLICE = 2
+MAX_RANK = 9
+RANKS = [(1, 0, 4), (9, 9, 9), (0, 0, 0), (2, 3, 1)]
+"""Of adapters 0 .. 3 in each slice."""
+MAPPING = [1, -1, 0, 3, 3, -1, 2, 0, 1, 1, 1]
+
+
+class Adapters:
+    """Random adapters in an arena, and the dense weights each makes of a base weight."""
+
+    def __init__(self, has_magnitude: bool) -> None:
+        self._generator = torch.Generator().manual_seed(0)
+        self._parts: list[torch.Tensor] = []
+        self.dense: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        shape = (len(RANKS), FIRST_SLICE + len(SLICE_SIZES) + 1)
+        self._rank = torch.zeros(shape, dtype=torch.int32)
+        self._a, self._b = torch.full(shape, 10**9), torch.full(shape, 10**9)
+        self._magnitude = torch.full(shape, -1)
+        for lora_index, ranks in enumerate(RANKS):
+            for s, rank in enumerate(ranks):
+                self._add(lora_index, s, rank, has_magnitude and lora_index % 2 == 1)
+
+    def tables(self) -> LoRATables:
+        arena = torch.cat(self._parts)
+        return LoRATables(arena, self._rank, self._a, self._b, self._magnitude, MAX_RANK)
+
+    def _add(self, lora_index: int, s: int, rank: int, has_magnitude: bool) -> None:
+        if not rank:
+            return
+        column, size = FIRST_SLICE + s, SLICE_SIZES[s]
+        a, b = self._random(rank, IN_FEATURES), self._random(size, rank)
+        magnitude = 1 + self._random(size) / 2 if has_magnitude else torch.ones(size)
+        self.dense[lora_index, s] = (b @ a, magnitude)
+        self._rank[lora_index, column] = rank
+        self._a[lora_index, column] = self._store(a)
+        self._b[lora_index, column] = self._store(b)
+        if has_magnitude:
+            self._magnitude[lora_index, column] = self._store(magnitude)
+
+    def _random(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=self._generator)
+
+    def _store(self, values: torch.Tensor) -> int:
+        """Append to the arena, rows aligned as the packed form aligns them; returns the offset."""
+        offset = sum(part.numel() for part in self._parts)
+        self._parts += [values.flatten(), torch.full((-values.numel() % 32,), float("nan"))]
+        return offset
+
+
+def make_linear(has_bias: bool) -> LoRALinear:
+    linear = LoRALinear(IN_FEATURES, SLICE_SIZES, FIRST_SLICE, has_bias, torch.float32, torch.device("cpu"))
+    generator = torch.Generator().manual_seed(1)
+    linear.weight.normal_(generator=generator)
+    if linear.bias is not None:
+        linear.bias.normal_(generator=generator)
+    return linear
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("has_magnitude", [False, True])
+def test_each_row_gets_the_weights_of_its_own_adapter(has_bias: bool, has_magnitude: bool) -> None:
+    linear, adapters = make_linear(has_bias), Adapters(has_magnitude)
+    x = torch.randn(len(MAPPING), IN_FEATURES, generator=torch.Generator().manual_seed(2))
+    lora = LoRABatch(adapters.tables(), lora_segments(torch.tensor(MAPPING), len(RANKS)))
+    y = linear.forward(x, lora)
+    for row, lora_index in enumerate(MAPPING):
+        torch.testing.assert_close(y[row], expected_row(linear, adapters, x[row], lora_index), atol=1e-4, rtol=1e-4)
+
+
+def expected_row(linear: LoRALinear, adapters: Adapters, x: torch.Tensor, lora_index: int) -> torch.Tensor:
+    """m * ((W + B A) x) + bias, slice by slice."""
+    parts = []
+    for s, weight in enumerate(linear.weight.split(SLICE_SIZES)):
+        update, magnitude = adapters.dense.get((lora_index, s), (torch.zeros_like(weight), torch.ones(len(weight))))
+        parts.append(magnitude * ((weight + update) @ x))
+    return torch.cat(parts) if linear.bias is None else torch.cat(parts) + linear.bias
+
+
+def test_without_adapters_it_is_a_linear() -> None:
+    linear = make_linear(has_bias=True)
+    x = torch.randn(4, IN_FEATURES)
+    torch.testing.assert_close(linear.forward(x, None), x @ linear.weight.T + linear.bias)
+
+
+def test_checkpoint_tensors_are_views_of_the_fused_weights() -> None:
+    linear = make_linear(has_bias=True)
+    tensors = linear.checkpoint_tensors("q_proj", "k_proj", "v_proj")
+    tensors["k_proj.weight"].fill_(3.0)
+    tensors["v_proj.bias"].fill_(4.0)
+    assert set(tensors) == {f"{name}.{kind}" for name in ("q_proj", "k_proj", "v_proj") for kind in ("weight", "bias")}
+    assert linear.weight[5:8].eq(3.0).all()
+    assert linear.weight.eq(3.0).sum() == 3 * IN_FEATURES
+    assert linear.bias is not None
+    assert linear.bias[8:].eq(4.0).all()
+
+
+def test_rms_norm_sums_squares_in_float32() -> None:
+    x = torch.full((2, 1000), 300.0, dtype=torch.float16)
+    x[1, ::2] = -100.0
+    weight = torch.linspace(-1, 2, 1000, dtype=torch.float16)
+    exact = x.double() / x.double().square().mean(-1, keepdim=True).sqrt() * weight.double()
+    torch.testing.assert_close(rms_norm(x, weight, 1e-5).double(), exact, atol=2e-3, rtol=2e-3)

@@ -1,0 +1,172 @@
+"""Loading checkpoints: what is in the file arrives, and whatever is wrong with it is refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from multilora_engine.errors import ConfigError
+from multilora_engine.models.llama import LlamaModel
+from multilora_engine.models.loader import load_model
+
+CPU = torch.device("cpu")
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+K_PROJ = "model.layers.1.self_attn.k_proj.weight"
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return save_checkpoint(tmp_path, is_tied=False)
+
+
+def save_checkpoint(path: Path, is_tied: bool, max_shard_size: str = "1GB") -> Path:
+    config = LlamaConfig(
+        vocab_size=31,
+        hidden_size=16,
+        intermediate_size=20,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=is_tied,
+    )
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(path, max_shard_size=max_shard_size)
+    return path
+
+
+def change_weights(path: Path, change: dict[str, torch.Tensor | None]) -> None:
+    """Replace, add or (None) remove tensors of the single weights file."""
+    tensors = {name: t for name, t in (load_file(path / WEIGHTS) | change).items() if t is not None}
+    save_file(tensors, path / WEIGHTS)
+
+
+def load(path: Path, dtype: torch.dtype = torch.float32) -> LlamaModel:
+    return load_model(path, dtype, CPU)
+
+
+def test_a_sharded_checkpoint_loads_the_same_as_a_single_file(tmp_path: Path) -> None:
+    single = load(save_checkpoint(tmp_path / "single", is_tied=False)).checkpoint_tensors()
+    sharded = load(save_checkpoint(tmp_path / "sharded", is_tied=False, max_shard_size="4kB")).checkpoint_tensors()
+    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 2
+    assert single.keys() == sharded.keys()
+    assert all(single[name].equal(sharded[name]) for name in single)
+
+
+def test_every_tensor_of_the_file_is_in_the_model(checkpoint: Path) -> None:
+    loaded = load(checkpoint).checkpoint_tensors()
+    stored = load_file(checkpoint / WEIGHTS)
+    assert loaded.keys() == stored.keys()
+    assert all(loaded[name].equal(stored[name]) for name in stored)
+
+
+@pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16, torch.float64])
+def test_tensors_are_converted_to_the_wanted_type(checkpoint: Path, stored: torch.dtype) -> None:
+    weights = {name: t.to(stored) for name, t in load_file(checkpoint / WEIGHTS).items()}
+    change_weights(checkpoint, dict(weights))
+    loaded = load(checkpoint, torch.bfloat16).checkpoint_tensors()
+    assert all(loaded[name].equal(weights[name].to(torch.bfloat16)) for name in weights)
+
+
+def test_tied_embeddings_share_their_memory(tmp_path: Path) -> None:
+    model = load(save_checkpoint(tmp_path, is_tied=True))
+    assert model.lm_head.data_ptr() == model.embed_tokens.data_ptr()
+
+
+def test_a_head_that_is_stored_although_tied_is_accepted_when_equal(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, is_tied=True)
+    embeddings = load_file(tmp_path / WEIGHTS)["model.embed_tokens.weight"]
+    change_weights(tmp_path, {"lm_head.weight": embeddings.clone()})
+    assert load(tmp_path).lm_head.equal(embeddings)
+
+
+def test_a_head_that_is_stored_although_tied_is_refused_when_different(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, is_tied=True)
+    change_weights(tmp_path, {"lm_head.weight": torch.zeros(31, 16)})
+    with pytest.raises(ConfigError, match=r"lm_head.weight differs from model.embed_tokens.weight"):
+        load(tmp_path)
+
+
+def test_rotary_buffers_of_old_checkpoints_are_ignored(checkpoint: Path) -> None:
+    change_weights(checkpoint, {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)})
+    load(checkpoint)
+
+
+def test_progress_counts_every_tensor_once(checkpoint: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    model = load_model(checkpoint, torch.float32, CPU, on_progress=lambda done, total: seen.append((done, total)))
+    total = len(model.checkpoint_tensors())
+    assert seen == [(i + 1, total) for i in range(total)]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({K_PROJ: None}, f"1 tensors are missing from the checkpoint: {K_PROJ}"),
+        ({"lm_head.weight": None}, "missing from the checkpoint: lm_head.weight"),
+        ({K_PROJ: torch.zeros(16, 8)}, f"tensor {K_PROJ} has shape [16, 8], config.json asks for [8, 16]"),
+        ({K_PROJ: torch.zeros(8, 16, dtype=torch.int8)}, f"tensor {K_PROJ} is stored as int8"),
+        ({"model.layers.1.self_attn.k_proj.bias": torch.zeros(8)}, "unexpected tensor model.layers.1.self_attn.k_proj"),
+        ({"model.layers.2.input_layernorm.weight": torch.zeros(16)}, "unexpected tensor model.layers.2"),
+    ],
+)
+def test_a_tensor_that_does_not_fit_config_json_is_refused_by_name(
+    checkpoint: Path, change: dict[str, torch.Tensor | None], message: str
+) -> None:
+    change_weights(checkpoint, change)
+    with pytest.raises(ConfigError) as caught:
+        load(checkpoint)
+    assert message in str(caught.value)
+
+
+def test_a_tensor_in_two_shards_is_refused(checkpoint: Path) -> None:
+    tensors = load_file(checkpoint / WEIGHTS)
+    save_file(tensors, checkpoint / "a.safetensors")
+    save_file({K_PROJ: tensors[K_PROJ]}, checkpoint / "b.safetensors")
+    write_index(checkpoint, {"x": "a.safetensors", "y": "b.safetensors"})
+    with pytest.raises(ConfigError, match=f"{K_PROJ} is stored twice"):
+        load(checkpoint)
+
+
+@pytest.mark.parametrize(
+    "name", ["../model.safetensors", "/etc/model.safetensors", "sub/x.safetensors", "x.bin", "", 7]
+)
+def test_an_index_that_leaves_the_directory_is_refused(checkpoint: Path, name: object) -> None:
+    write_index(checkpoint, {K_PROJ: name})
+    with pytest.raises(ConfigError, match=r"must be the name of a \.safetensors file in the same directory"):
+        load(checkpoint)
+
+
+@pytest.mark.parametrize("content", ["", "{}", '{"weight_map": 3}', "[]", '{"weight_map": {}}'])
+def test_an_index_without_a_weight_map_is_refused(checkpoint: Path, content: str) -> None:
+    (checkpoint / INDEX).write_text(content)
+    with pytest.raises(ConfigError, match="weight_map"):
+        load(checkpoint)
+
+
+def test_a_shard_that_is_missing_is_refused_by_name(checkpoint: Path) -> None:
+    write_index(checkpoint, {K_PROJ: "gone.safetensors"})
+    with pytest.raises(ConfigError, match=r"gone\.safetensors"):
+        load(checkpoint)
+
+
+def test_a_truncated_file_is_refused_by_name(checkpoint: Path) -> None:
+    content = (checkpoint / WEIGHTS).read_bytes()
+    (checkpoint / WEIGHTS).write_bytes(content[: len(content) // 2])
+    with pytest.raises(ConfigError, match=r"cannot read .*model\.safetensors"):
+        load(checkpoint)
+
+
+def test_a_checkpoint_with_only_pickle_files_is_refused_and_never_opened(checkpoint: Path) -> None:
+    (checkpoint / WEIGHTS).rename(checkpoint / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match=r"only pytorch_model\.bin, and pickle files can run code"):
+        load(checkpoint)
+
+
+def write_index(path: Path, weight_map: dict[str, object]) -> None:
+    (path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
