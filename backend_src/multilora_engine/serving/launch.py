@@ -7,7 +7,6 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, NoReturn
 
 import typer
@@ -65,7 +64,7 @@ def serve(
     ] = None,
 ) -> None:
     """Serve a model and its LoRA adapters through a tritonserver."""
-    with _errors_as_one_line():
+    with errors_as_one_line():
         options = ServerOptions(
             model=resolve_checkpoint(model),
             model_repository=model_repository,
@@ -85,7 +84,7 @@ def serve(
 
 def run(server: ServerProcess, canary_interval_s: float) -> None:
     """Start `server` and stay until it ends or a signal ends it. Raises typer.Exit with its status, ServerFailed."""
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with server:
         try:
             wait_ready(server)
@@ -120,16 +119,13 @@ def watch(server: ServerProcess, canary_interval_s: float) -> NoReturn:
 
 
 @contextlib.contextmanager
-def _errors_as_one_line() -> Iterator[None]:
+def errors_as_one_line() -> Iterator[None]:
+    """What an operator can cause is one line and exit status 1."""
     try:
         yield
     except MultiloraError as error:
         console.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
         raise typer.Exit(1) from None
-
-
-def _interrupt(_signal: int, _frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 def _shell_status(status: int) -> int:

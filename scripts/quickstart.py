@@ -1,0 +1,182 @@
+#!/usr/bin/env python3
+"""Starts a server, asks the base model and each sample adapter the same question at once, and shows the answers side by
+side. It ends with what a client sees that asks for an adapter the server does not have.
+"""
+
+import asyncio
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from prepare_default_model import cache_directory
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+from sample_adapters import SAMPLE_ADAPTERS
+
+from multilora_client import Adapter, AsyncClient, Client, MultiloraClientError, load_adapter
+from multilora_client.peft_directory import read_peft_directory
+from multilora_engine.lora.format import adapter_layout, lora_modules
+from multilora_engine.models.model_config import read_model_config
+from multilora_engine.serving.launch import announce, console, errors_as_one_line, wait_ready, watch
+from multilora_engine.tritonserver import ServerOptions, ServerProcess
+from multilora_engine.tritonserver.checkpoint import resolve_checkpoint
+
+DEFAULT_PROMPT = "What is the capital of Spain?"
+MAX_TOKENS = 48
+MISSING_TASK_ID = 404
+CANARY_INTERVAL_S = 15.0
+
+
+@dataclass
+class Column:
+    """One answer of the table, while it grows."""
+
+    title: str
+    adapter: Adapter | None
+    text: str = ""
+    num_tokens: int = 0
+    seconds: float = 0.0
+
+    @property
+    def rate(self) -> str:
+        return f"{self.num_tokens / self.seconds:.1f} tokens/s" if self.seconds else ""
+
+
+def main(
+    once: Annotated[bool, typer.Option("--once", help="Stop the server after the answers.")] = False,
+    model: Annotated[
+        str | None, typer.Option(metavar="DIR_OR_HF_ID", help="Serve this checkpoint instead of the default model.")
+    ] = None,
+    prompt: Annotated[str, typer.Option(help="The question.")] = DEFAULT_PROMPT,
+    free_ports: Annotated[
+        bool, typer.Option("--free-ports", help="Listen on any free ports instead of 8000, 8001 and 8002.")
+    ] = False,
+) -> None:
+    """Serve a model, and show sample LoRA adapters answering together with it in one batch."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with errors_as_one_line(), ExitStack() as resources:
+        checkpoint = resolve_checkpoint(model) if model else prepare_default_model()
+        log = resources.enter_context((cache_directory() / "quickstart.log").open("w", buffering=1))
+        server = resources.enter_context(
+            ServerProcess(server_options(checkpoint, free_ports), on_log=lambda line: print(line, file=log))
+        )
+        console.print(f"server log: {log.name}")
+        wait_ready(server)
+        demonstrate(server, prompt, sample_adapters(checkpoint))
+        if not once:
+            announce(server)
+            watch(server, CANARY_INTERVAL_S)
+
+
+def prepare_default_model() -> Path:
+    """The checkpoint directory of the default model, made at the first run."""
+    script = Path(__file__).with_name("prepare_default_model.py")
+    done = subprocess.run([sys.executable, script], stdout=subprocess.PIPE, text=True, check=True)
+    return Path(done.stdout.splitlines()[-1])
+
+
+def server_options(checkpoint: Path, free_ports: bool) -> ServerOptions:
+    if free_ports:
+        return ServerOptions(model=checkpoint, http_port=0, grpc_port=0, metrics_port=0)
+    return ServerOptions(model=checkpoint)
+
+
+def sample_adapters(checkpoint: Path) -> dict[str, Adapter]:
+    """The sample adapters by title, none when they do not fit the model of `checkpoint`."""
+    adapters = {}
+    for lora_task_id, sample in enumerate(SAMPLE_ADAPTERS.values(), start=1):
+        if reason := misfit(sample.directory, checkpoint):
+            console.print(f"[yellow]No sample adapters:[/] {reason}. Only the base model answers.")
+            return {}
+        adapters[f"{sample.name} (rank {sample.rank})"] = load_adapter(sample.directory, lora_task_id)
+    return adapters
+
+
+def misfit(adapter_directory: Path, checkpoint: Path) -> str | None:
+    """Why an adapter was not made for the model of `checkpoint`; None when it fits."""
+    layout = adapter_layout(read_model_config(checkpoint), max_rank=64, lora_dtype="float32")
+    expected = lora_modules(layout)
+    for module in read_peft_directory(adapter_directory).modules:
+        inputs, outputs = module.lora_a.shape[1], module.lora_b.shape[0]
+        linear = expected[module.module_id]
+        if (inputs, outputs) != (linear.in_size, linear.out_size):
+            return (
+                f"they were trained for a {module.name} of {inputs} inputs and {outputs} outputs, "
+                f"and this model's has {linear.in_size} and {linear.out_size}"
+            )
+        if module.layer >= layout.num_layers:
+            return f"they adapt layer {module.layer}, and this model has {layout.num_layers} layers"
+    return None
+
+
+def demonstrate(server: ServerProcess, prompt: str, adapters: dict[str, Adapter]) -> None:
+    """All answers at once, then the error of a missing adapter, then the same from a shell."""
+    console.print(f"\n[bold]{prompt}[/]")
+    columns = [Column("base model", None), *(Column(title, adapter) for title, adapter in adapters.items())]
+    seconds = asyncio.run(ask_all(server, prompt, columns))
+    num_tokens = sum(column.num_tokens for column in columns)
+    console.print(f"{len(columns)} requests in one batch: {num_tokens / seconds:.1f} tokens/s in total")
+    show_missing_adapter(server, prompt)
+    show_curl(server, prompt, bool(adapters))
+
+
+async def ask_all(server: ServerProcess, prompt: str, columns: Sequence[Column]) -> float:
+    """Fill all columns concurrently, showing them as they grow; returns the seconds it took."""
+    start = time.perf_counter()
+    with Live(console=console, auto_refresh=False) as live:
+        async with AsyncClient(f"grpc://{server.grpc_url}") as client, asyncio.TaskGroup() as tasks:
+            for column in columns:
+                tasks.create_task(ask(client, prompt, column, lambda: live.update(as_table(columns), refresh=True)))
+    return time.perf_counter() - start
+
+
+async def ask(client: AsyncClient, prompt: str, column: Column, on_change) -> None:  # type: ignore[no-untyped-def]
+    start = time.perf_counter()
+    messages = [{"role": "user", "content": prompt}]
+    async for chunk in client.stream(messages=messages, adapter=column.adapter, max_tokens=MAX_TOKENS):
+        column.text += chunk.text
+        column.num_tokens = chunk.num_output_tokens or column.num_tokens
+        column.seconds = time.perf_counter() - start
+        on_change()
+
+
+def as_table(columns: Sequence[Column]) -> Table:
+    table = Table(expand=True, show_footer=True)
+    for column in columns:
+        table.add_column(Text(column.title), Text(column.rate), ratio=1)
+    table.add_row(*(Text(column.text) for column in columns))
+    return table
+
+
+def show_missing_adapter(server: ServerProcess, prompt: str) -> None:
+    """A task id that was never sent is an error, never an answer of the base model."""
+    console.print(f"\nA request with [bold]lora_task_id {MISSING_TASK_ID}[/], which nobody has sent, gets:")
+    with Client(f"grpc://{server.grpc_url}") as client:
+        try:
+            client.generate(prompt, adapter=MISSING_TASK_ID, max_tokens=1)
+        except MultiloraClientError as error:
+            console.print(Text(f"{error.code}: {error}", "red"))
+
+
+def show_curl(server: ServerProcess, prompt: str, has_adapters: bool) -> None:
+    """The same request from a shell; an adapter that was sent once is asked for by its id."""
+    adapter = ', "lora_task_id": 1' if has_adapters else ""
+    console.print("\nFrom a shell:")
+    console.print(
+        f"curl -s http://{server.http_url}/v2/models/ensemble_unary/generate -d "
+        f'\'{{"text_input": "{prompt}", "max_tokens": {MAX_TOKENS}{adapter}}}\'',
+        markup=False,
+        soft_wrap=True,
+    )
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,73 @@
+"""One real server with the real default model for all end-to-end tests. Its log is in the report of a failing test."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import tritonclient.grpc
+import tritonclient.http
+
+from multilora_client import Adapter, Client, load_adapter
+from multilora_engine.tritonserver import ServerOptions, ServerProcess
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.is_relative_to(Path(__file__).parent):
+            item.add_marker(pytest.mark.e2e)
+
+
+@pytest.fixture(scope="session")
+def server(default_model_dir: Path) -> Iterator[ServerProcess]:
+    # Lets pytest capture the server's log, which ServerProcess hands to logging.
+    logging.getLogger("multilora_engine.tritonserver").setLevel(logging.INFO)
+    options = ServerOptions(
+        model=default_model_dir,
+        model_repository=REPOSITORY / "model_repository",
+        overrides={"kv_cache_memory_bytes": "256MiB"},
+        http_port=0,
+        grpc_port=0,
+        metrics_port=0,
+    )
+    with ServerProcess(options) as server:
+        server.wait_ready()
+        yield server
+
+
+@pytest.fixture
+def client(server: ServerProcess) -> Iterator[Client]:
+    """Our client over gRPC, at the direct door."""
+    with Client(f"grpc://{server.grpc_url}") as client:
+        yield client
+
+
+@pytest.fixture
+def http_client(server: ServerProcess) -> Iterator[Client]:
+    """Our client over HTTP, at the direct door."""
+    with Client(f"http://{server.http_url}") as client:
+        yield client
+
+
+@pytest.fixture
+def triton_grpc(server: ServerProcess) -> Iterator[tritonclient.grpc.InferenceServerClient]:
+    """What a client without our package uses."""
+    with tritonclient.grpc.InferenceServerClient(server.grpc_url) as client:
+        yield client
+
+
+@pytest.fixture
+def triton_http(server: ServerProcess) -> Iterator[tritonclient.http.InferenceServerClient]:
+    """What a client without our package uses."""
+    with tritonclient.http.InferenceServerClient(server.http_url) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def pirate() -> Adapter:
+    """A sample adapter on all linear layers."""
+    return load_adapter(REPOSITORY / "adapters" / "pirate", lora_task_id=1)

@@ -1,0 +1,73 @@
+"""Rules of the tree that no tool checks."""
+
+import ast
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MACHINE_PATH = re.compile(r"(?<![\w.$}])/(?:root|home|work|Users)/")
+SHELL_SCRIPTS = sorted(path for path in (ROOT / "scripts").iterdir() if path.is_file() and not path.suffix)
+PYTHON_COMMANDS = sorted(path for path in (ROOT / "scripts").glob("*.py") if "__main__" in path.read_text())
+TRITON_MODELS = sorted((ROOT / "model_repository").glob("*/1/model.py"))
+
+
+def tracked_files() -> list[Path]:
+    listing = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
+    return [path for name in listing.stdout.split("\0") if name and (path := ROOT / name).is_file()]
+
+
+def text_of(path: Path) -> str:
+    """The content of a text file; nothing for a binary one."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        return ""
+
+
+@pytest.mark.parametrize("distribution", ["backend_src", "kernels", "client"])
+def test_a_distribution_folder_is_no_package_itself(distribution: str) -> None:
+    # transformers probes for a package named `kernels` and breaks on one that is not huggingface/kernels.
+    assert (ROOT / distribution / "pyproject.toml").is_file()
+    assert not (ROOT / distribution / "__init__.py").exists()
+
+
+def test_no_file_names_a_path_of_some_machine() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}: {line.strip()}"
+        for path in tracked_files()
+        for line in text_of(path).splitlines()
+        if MACHINE_PATH.search(line) and path != Path(__file__)
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize("model", TRITON_MODELS, ids=lambda path: path.parts[-3])
+def test_a_triton_model_is_one_import(model: Path) -> None:
+    statements = ast.parse(model.read_text()).body
+    code = [statement for statement in statements if not isinstance(statement, ast.Expr)]
+    assert [type(statement) for statement in code] == [ast.ImportFrom]
+
+
+def test_there_are_triton_models() -> None:
+    assert TRITON_MODELS
+
+
+@pytest.mark.parametrize("script", SHELL_SCRIPTS, ids=lambda path: path.name)
+def test_a_shell_script_is_small_executable_and_says_what_it_does(script: Path) -> None:
+    lines = script.read_text().splitlines()
+    assert lines[0] == "#!/usr/bin/env bash"
+    assert lines[1].startswith("# ")
+    assert "set -euo pipefail" in lines
+    assert len(lines) <= 60
+    assert os.access(script, os.X_OK)
+
+
+@pytest.mark.parametrize("script", PYTHON_COMMANDS, ids=lambda path: path.name)
+def test_a_python_command_has_a_help_text(script: Path) -> None:
+    tree = ast.parse(script.read_text())
+    assert ast.get_docstring(tree)
+    assert any(isinstance(node, ast.Name) and node.id == "typer" for node in ast.walk(tree))
