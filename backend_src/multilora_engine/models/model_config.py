@@ -173,10 +173,9 @@ def _sliding_windows(hf: Any) -> tuple[int | None, ...]:
     types: list[str] | None = getattr(hf, "layer_types", None)
     if types is None:
         return (window,) * int(hf.num_hidden_layers)
-    if len(types) != hf.num_hidden_layers or not set(types) <= {"full_attention", "sliding_attention"}:
+    if not set(types) <= {"full_attention", "sliding_attention"}:
         raise ConfigError(
-            f"config.json: layer_types {types} is not supported; supported are full_attention and sliding_attention, "
-            f"one for each of the {hf.num_hidden_layers} layers"
+            f"config.json: layer_types {types} is not supported; supported are: full_attention, sliding_attention"
         )
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 

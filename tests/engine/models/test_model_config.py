@@ -132,7 +132,8 @@ def test_end_tokens_are_the_union_of_both_files(
         ({"num_key_value_heads": 4}, "num_attention_heads 6 is not a multiple of num_key_value_heads 4"),
         ({"head_dim": 3}, "head_dim 3 must be even"),
         ({"dtype": "int8"}, "int8"),
-        ({"layer_types": ["full_attention"]}, "one for each of the 4 layers"),
+        ({"layer_types": ["full_attention"]}, "layer_types"),
+        ({"layer_types": ["chunked_attention"] * 4}, "supported are: full_attention, sliding_attention"),
         ({"eos_token_id": "two"}, "two"),
     ],
 )
