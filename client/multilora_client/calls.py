@@ -112,7 +112,8 @@ class Call:
         self._is_answered = True
 
     def _settle_version(self, adapter: Adapter, server_digest: str) -> None:
-        known_digest = "" if self.sends_weights else self._ledger.server_digest(adapter)
+        is_new_to_server = self.sends_weights and not self._is_answered
+        known_digest = "" if is_new_to_server else self._ledger.server_digest(adapter)
         if known_digest and server_digest and known_digest != server_digest:
             self._ledger.forget(adapter)
             raise self._conflict(f"LoRA task {adapter.lora_task_id} was replaced on the server by other weights")

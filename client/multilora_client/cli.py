@@ -247,7 +247,8 @@ def _progress() -> Progress:
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
-    return Progress(*columns, console=Console(stderr=True), transient=True)
+    console = Console(stderr=True)
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 def _read_prompt(prompt: str, *, as_message: bool) -> tuple[str | None, list[Message] | None]:

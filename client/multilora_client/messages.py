@@ -219,7 +219,7 @@ def _number(option: str, value: Any, dtype: type[np.generic]) -> Tensor:
     try:
         return numeric_tensor(value, dtype)
     except (OverflowError, ValueError, TypeError) as error:
-        raise InvalidRequest(f"{option} does not fit {dtype.__name__}: {error}") from error
+        raise InvalidRequest(f"{option}: {error}") from error
 
 
 def _answer_fields(response: Response) -> dict[str, Any]:

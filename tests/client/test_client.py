@@ -1,0 +1,477 @@
+"""What both clients do about adapters, against a handler instead of a server. Every test runs on both."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from multilora_client import (
+    ENSEMBLE,
+    Adapter,
+    AdapterConflict,
+    AdapterNotFound,
+    AdapterTensors,
+    AsyncClient,
+    AsyncMockTransport,
+    CacheFull,
+    Chunk,
+    Client,
+    Door,
+    Generation,
+    InferRequest,
+    InvalidRequest,
+    MockTransport,
+    MultiloraClientError,
+    Response,
+    parse_error,
+)
+from multilora_client.tensors import flat_values
+
+Handler = Callable[[InferRequest], Iterable[Response]]
+NOT_CACHED = "[NOT_FOUND] LoRA task 7 not found in cache. Please send LoRA weights with request (request r)"
+
+
+class Blocking:
+    """Drives Client."""
+
+    def __init__(self, handler: Handler, **options: Any) -> None:
+        streams_tensors = options.pop("streams_tensors", True)
+        self.client = Client(transport=MockTransport(handler, streams_tensors=streams_tensors), **options)
+
+    def generate(self, *args: Any, **options: Any) -> Generation:
+        return self.client.generate(*args, **options)
+
+    def stream(self, *args: Any, **options: Any) -> list[Chunk]:
+        return list(self.client.stream(*args, **options))
+
+    def upload(self, adapter: Adapter) -> Generation:
+        return self.client.upload(adapter)
+
+    def stop(self, request_id: str) -> None:
+        self.client.stop(request_id)
+
+
+class Asyncio:
+    """Drives AsyncClient in the same way."""
+
+    def __init__(self, handler: Handler, **options: Any) -> None:
+        streams_tensors = options.pop("streams_tensors", True)
+        self.client = AsyncClient(transport=AsyncMockTransport(handler, streams_tensors=streams_tensors), **options)
+
+    def generate(self, *args: Any, **options: Any) -> Generation:
+        return asyncio.run(self.client.generate(*args, **options))
+
+    def stream(self, *args: Any, **options: Any) -> list[Chunk]:
+        async def collect() -> list[Chunk]:
+            return [chunk async for chunk in self.client.stream(*args, **options)]
+
+        return asyncio.run(collect())
+
+    def upload(self, adapter: Adapter) -> Generation:
+        return asyncio.run(self.client.upload(adapter))
+
+    def stop(self, request_id: str) -> None:
+        asyncio.run(self.client.stop(request_id))
+
+
+@pytest.fixture(params=[Blocking, Asyncio])
+def make_client(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
+class Server:
+    """Keeps adapters like the real one; `events` says what arrived: upload, weights, id or base."""
+
+    def __init__(self) -> None:
+        self.adapters: dict[int, str] = {}
+        self.events: list[str] = []
+        self.requests: list[InferRequest] = []
+
+    def __call__(self, request: InferRequest) -> Iterable[Response]:
+        self.requests.append(request)
+        self.events.append(_describe(request))
+        if "lora_task_id" not in request.inputs:
+            return [Response({"text_output": ["base"]}, is_final=True)]
+        (task,) = values(request, "lora_task_id")
+        if "lora_weights" in request.inputs:
+            self.adapters[task] = str(values(request, "lora_weights"))
+        if task not in self.adapters:
+            raise parse_error(NOT_CACHED)
+        outputs = {"text_output": ["adapted"], "lora_task_id_out": [task], "lora_digest": [self.adapters[task]]}
+        return [Response(outputs), Response({"finish_reason": ["stop"]}, is_final=True)]
+
+
+def _describe(request: InferRequest) -> str:
+    if "lora_weights" in request.inputs:
+        return "weights" if "text_input" in request.inputs else "upload"
+    return "id" if "lora_task_id" in request.inputs else "base"
+
+
+def values(request: InferRequest, name: str) -> list[Any]:
+    tensor = request.inputs[name]
+    return flat_values(tensor.datatype, tensor.data)
+
+
+@pytest.fixture
+def adapter(small_tensors: AdapterTensors) -> Adapter:
+    return Adapter(7, small_tensors)
+
+
+def generate_text(client: Any, **options: Any) -> str:
+    return client.generate("hi", **options).text
+
+
+def stream_text(client: Any, **options: Any) -> str:
+    return "".join(chunk.text for chunk in client.stream("hi", **options))
+
+
+both_ways = pytest.mark.parametrize("ask", [generate_text, stream_text])
+
+
+@both_ways
+def test_weights_go_with_the_first_use_and_the_id_alone_with_later_ones(
+    make_client: Any, ask: Any, adapter: Adapter
+) -> None:
+    server = Server()
+    client = make_client(server)
+
+    assert [ask(client, adapter=adapter) for _ in range(3)] == ["adapted"] * 3
+    assert ask(client) == "base"
+    assert server.events == ["weights", "id", "id", "base"]
+
+
+@both_ways
+def test_weights_are_sent_again_when_the_server_has_forgotten_them(
+    make_client: Any, ask: Any, adapter: Adapter
+) -> None:
+    server = Server()
+    client = make_client(server)
+    ask(client, adapter=adapter)
+    server.adapters.clear()
+
+    assert ask(client, adapter=adapter) == "adapted"
+    assert server.events == ["weights", "id", "weights"]
+
+
+@both_ways
+def test_weights_are_not_sent_a_second_time_in_vain(make_client: Any, ask: Any, adapter: Adapter) -> None:
+    events: list[str] = []
+
+    def refuse(request: InferRequest) -> Iterable[Response]:
+        events.append(_describe(request))
+        raise parse_error(NOT_CACHED)
+
+    with pytest.raises(AdapterNotFound) as caught:
+        ask(make_client(refuse), adapter=adapter)
+
+    assert events == ["weights"]
+    assert (caught.value.code, caught.value.request_id) == ("NOT_FOUND", "r")
+
+
+@both_ways
+def test_a_second_refusal_after_a_resend_is_raised(make_client: Any, ask: Any, adapter: Adapter) -> None:
+    server = Server()
+    events: list[str] = []
+
+    def forget_for_good(request: InferRequest) -> Iterable[Response]:
+        events.append(_describe(request))
+        if len(events) > 1:
+            raise parse_error(NOT_CACHED)
+        return server(request)
+
+    client = make_client(forget_for_good)
+    ask(client, adapter=adapter)
+
+    with pytest.raises(AdapterNotFound):
+        ask(client, adapter=adapter)
+    assert events == ["weights", "id", "weights"]
+
+
+@both_ways
+def test_an_id_without_weights_is_asked_once(make_client: Any, ask: Any) -> None:
+    server = Server()
+
+    with pytest.raises(AdapterNotFound):
+        ask(make_client(server), adapter=7)
+    assert server.events == ["id"]
+
+
+@both_ways
+def test_an_attempt_that_failed_does_not_count_as_sent(make_client: Any, ask: Any, adapter: Adapter) -> None:
+    server = Server()
+    is_full = True
+
+    def full_at_first(request: InferRequest) -> Iterable[Response]:
+        if is_full:
+            raise parse_error("[UNAVAILABLE] Cache is full. There are no done tasks to evict (request r)")
+        return server(request)
+
+    client = make_client(full_at_first)
+    with pytest.raises(CacheFull) as caught:
+        ask(client, adapter=adapter)
+    is_full = False
+    ask(client, adapter=adapter)
+
+    assert caught.value.retryable
+    assert server.events == ["weights"]
+
+
+def test_other_weights_under_the_same_id_are_sent_so_that_the_server_can_object(
+    make_client: Any, adapter: Adapter, small_tensors: AdapterTensors
+) -> None:
+    server = Server()
+    client = make_client(server)
+    client.generate("hi", adapter=adapter)
+    other = AdapterTensors(small_tensors.weights + np.float16(1), small_tensors.config, "FP16")
+
+    client.generate("hi", adapter=Adapter(7, other))
+
+    assert server.events == ["weights", "weights"]
+
+
+def test_an_equal_adapter_loaded_twice_is_sent_once(
+    make_client: Any, adapter: Adapter, small_tensors: AdapterTensors
+) -> None:
+    server = Server()
+    client = make_client(server)
+    client.generate("hi", adapter=adapter)
+
+    client.generate(
+        "hi", adapter=Adapter(7, AdapterTensors(small_tensors.weights.copy(), adapter.tensors.config, "FP16"))
+    )
+
+    assert server.events == ["weights", "id"]
+
+
+@both_ways
+def test_an_answer_by_weights_that_someone_else_put_there_is_an_error(
+    make_client: Any, ask: Any, adapter: Adapter
+) -> None:
+    server = Server()
+    client = make_client(server)
+    ask(client, adapter=adapter)
+    server.adapters[7] = "other weights"
+
+    with pytest.raises(AdapterConflict, match="LoRA task 7 was replaced"):
+        ask(client, adapter=adapter)
+
+
+@both_ways
+def test_an_answer_by_another_adapter_is_an_error(make_client: Any, ask: Any) -> None:
+    client = make_client(lambda _: [Response({"text_output": ["?"], "lora_task_id_out": [8]}, is_final=True)])
+
+    with pytest.raises(AdapterConflict, match="LoRA task 7 was asked for and 8 answered"):
+        ask(client, adapter=7)
+
+
+@both_ways
+def test_a_refusal_for_other_weights_reaches_the_caller(make_client: Any, ask: Any, adapter: Adapter) -> None:
+    def refuse(_: InferRequest) -> Iterable[Response]:
+        raise parse_error(
+            "in ensemble 'ensemble', [ALREADY_EXISTS] LoRA task 7 is cached with other weights (request r)"
+        )
+
+    with pytest.raises(AdapterConflict, match=r"^LoRA task 7 is cached with other weights$"):
+        ask(make_client(refuse), adapter=adapter)
+
+
+def test_a_stream_that_cannot_carry_weights_uploads_them_first(make_client: Any, adapter: Adapter) -> None:
+    server = Server()
+    client = make_client(server, streams_tensors=False)
+    stream_text(client, adapter=adapter)
+    stream_text(client, adapter=adapter)
+    server.adapters.clear()
+    stream_text(client, adapter=adapter)
+
+    assert server.events == ["upload", "id", "id", "id", "upload", "id"]
+    assert {request.model for request in server.requests if _describe(request) == "upload"} == {"generation_unary"}
+
+
+def test_an_answer_that_has_begun_is_not_begun_again(make_client: Any, adapter: Adapter) -> None:
+    def break_off(request: InferRequest) -> Iterable[Response]:
+        yield Response({"text_output": ["half"]})
+        raise parse_error(NOT_CACHED)
+
+    client = make_client(break_off)
+    with pytest.raises(AdapterNotFound):
+        client.stream("hi", adapter=adapter)
+
+
+def test_an_upload_always_sends_and_later_requests_need_only_the_id(make_client: Any, adapter: Adapter) -> None:
+    server = Server()
+    client = make_client(server)
+
+    assert client.upload(adapter).lora_digest == client.upload(adapter).lora_digest != ""
+    client.generate("hi", adapter=adapter)
+
+    assert server.events == ["upload", "upload", "id"]
+
+
+def test_the_fields_of_an_answer_are_those_of_the_response(make_client: Any) -> None:
+    outputs = {
+        "text_output": ["Ahoy"],
+        "output_ids": [4, 9, 0, 0],
+        "sequence_length": [2],
+        "finish_reason": ["length"],
+        "num_input_tokens": [3],
+        "num_output_tokens": [2],
+        "lora_task_id_out": [7],
+        "lora_digest": ["ab"],
+    }
+
+    answer = make_client(lambda _: [Response(outputs)]).generate("hi", adapter=7, request_id="mine")
+
+    assert answer == Generation("Ahoy", [4, 9], "length", 3, 2, 7, "ab", "mine")
+
+
+def test_a_chunk_is_final_by_its_flag_or_by_its_finish_reason(make_client: Any) -> None:
+    responses = [Response({"text_output": ["a"]}), Response({"finish_reason": ["stop"]}), Response({}, is_final=True)]
+
+    chunks = make_client(lambda _: responses).stream("hi")
+
+    assert [(chunk.text, chunk.is_final, chunk.finish_reason) for chunk in chunks] == [
+        ("a", False, None),
+        ("", True, "stop"),
+        ("", True, None),
+    ]
+
+
+def sent_inputs(make_client: Any, *args: Any, **options: Any) -> dict[str, Any]:
+    server = Server()
+    make_client(server, **({"door": options.pop("door")} if "door" in options else {})).generate(*args, **options)
+    request = server.requests[0]
+    return {name: (tensor.datatype, tensor.shape, values(request, name)) for name, tensor in request.inputs.items()}
+
+
+def test_options_become_the_tensors_of_the_protocol(make_client: Any) -> None:
+    inputs = sent_inputs(
+        make_client,
+        "naïve",
+        max_tokens=9,
+        min_tokens=2,
+        temperature=0.5,
+        top_k=40,
+        top_p=0.25,
+        seed=2**64 - 1,
+        stop_words=["\n", "fin"],
+        end_id=-1,
+    )
+
+    flags = ("exclude_input_in_output", "return_num_input_tokens", "return_num_output_tokens")
+    assert inputs == {
+        "text_input": ("BYTES", (1, 1), ["naïve"]),
+        "max_tokens": ("INT32", (1, 1), [9]),
+        "min_tokens": ("INT32", (1, 1), [2]),
+        "temperature": ("FP32", (1, 1), [0.5]),
+        "runtime_top_k": ("INT32", (1, 1), [40]),
+        "runtime_top_p": ("FP32", (1, 1), [0.25]),
+        "seed": ("UINT64", (1, 1), [2**64 - 1]),
+        "stop_words": ("BYTES", (1, 2), ["\n", "fin"]),
+        "end_id": ("INT32", (1, 1), [-1]),
+        "streaming": ("BOOL", (1, 1), [False]),
+    } | {flag: ("BOOL", (1, 1), [True]) for flag in flags}
+
+
+def test_token_ids_and_messages_are_prompts_too(make_client: Any) -> None:
+    messages = [{"role": "user", "content": "¿qué?"}]
+
+    by_ids = sent_inputs(make_client, input_ids=[5, 6, 7])
+    by_messages = sent_inputs(make_client, messages=messages)
+
+    assert by_ids["input_ids"] == ("INT32", (1, 3), [5, 6, 7])
+    assert by_ids["input_lengths"] == ("INT32", (1, 1), [3])
+    assert json.loads(by_messages["messages"][2][0]) == messages
+    assert "text_input" not in by_ids
+    assert "text_input" not in by_messages
+
+
+@pytest.mark.parametrize(
+    ("options", "top_k"),
+    [({}, None), ({"temperature": 0.7}, [0]), ({"top_p": 0.9}, [0]), ({"temperature": 0.7, "top_k": 3}, [3])],
+)
+def test_asking_for_sampling_lifts_the_servers_greedy_default(
+    make_client: Any, options: dict[str, Any], top_k: list[int] | None
+) -> None:
+    inputs = sent_inputs(make_client, "hi", **options)
+
+    assert inputs.get("runtime_top_k", (None, None, None))[2] == top_k
+
+
+def test_the_ensemble_has_its_own_names(make_client: Any) -> None:
+    inputs = sent_inputs(make_client, "hi", door=ENSEMBLE, top_k=4, top_p=0.5)
+
+    assert (inputs["top_k"][2], inputs["top_p"][2], inputs["stream"][2]) == ([4], [0.5], [False])
+    assert not inputs.keys() & {"runtime_top_k", "runtime_top_p", "streaming"}
+
+
+def test_each_kind_of_request_goes_to_its_model(make_client: Any, adapter: Adapter) -> None:
+    server = Server()
+    client = make_client(server, door=Door("s", "u", stop_model="halt", upload_model="put"))
+
+    client.generate("hi")
+    client.stream("hi")
+    client.upload(adapter)
+    client.stop("r1")
+
+    assert [request.model for request in server.requests] == ["u", "s", "put", "halt"]
+    assert server.requests[3].request_id == "r1"
+    assert values(server.requests[3], "stop") == [True]
+
+
+@pytest.mark.parametrize("prompts", [{}, {"input_ids": [1], "messages": []}, {"prompt": "hi", "input_ids": [1]}])
+def test_exactly_one_prompt_is_required(make_client: Any, prompts: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match="exactly one of prompt, messages and input_ids"):
+        make_client(Server()).generate(**prompts)
+
+
+@pytest.mark.parametrize(
+    "option", [{"seed": -1}, {"seed": 2**64}, {"max_tokens": 2**31}, {"top_k": "many"}, {"end_id": 2**40}]
+)
+def test_numbers_that_no_tensor_can_hold_are_refused_before_they_are_sent(
+    make_client: Any, option: dict[str, Any]
+) -> None:
+    with pytest.raises(InvalidRequest, match=next(iter(option))):
+        make_client(Server()).generate("hi", **option)
+
+
+@pytest.mark.parametrize("url", ["localhost:8001", "ftp://localhost", "grpc://", ""])
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+def test_a_url_without_a_known_scheme_is_refused(kind: Any, url: str) -> None:
+    with pytest.raises(InvalidRequest, match="write grpc://host:8001 or http://host:8000"):
+        kind(url)
+
+
+def test_threads_share_one_client(adapter: Adapter) -> None:
+    """Every thread gets its own adapter's answers; an adapter is sent once, or once per thread when they race."""
+    server = Server()
+    client = Client(transport=MockTransport(server))
+    adapters = [Adapter(task, adapter.tensors) for task in range(4)]
+    failures: list[object] = []
+
+    def use_all() -> None:
+        for _ in range(50):
+            for each in adapters:
+                answer = client.generate("hi", adapter=each)
+                if answer.lora_task_id != each.lora_task_id:
+                    failures.append(answer)
+
+    threads = [threading.Thread(target=use_all) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert not failures
+    assert len(server.events) == 8 * 50 * 4
+    assert 4 <= server.events.count("weights") <= 4 * 8
+
+
+def test_every_error_of_a_request_has_the_common_base(make_client: Any) -> None:
+    with pytest.raises(MultiloraClientError):
+        make_client(Server()).generate("hi", adapter=9)

@@ -1,0 +1,171 @@
+"""Against PEFT: what a converted row means is what PEFT adds to the base weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from multilora_client import AdapterError, AdapterTensors, convert_peft, load_adapter
+
+MODULES = {
+    1: "self_attn.q_proj",
+    2: "self_attn.k_proj",
+    3: "self_attn.v_proj",
+    4: "self_attn.o_proj",
+    5: "mlp.gate_proj",
+    6: "mlp.down_proj",
+    7: "mlp.up_proj",
+}
+
+
+def matrices(tensors: AdapterTensors, row: int, in_size: int, out_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A and B of a row, read as the wire format says. Whatever follows them is checked to be padding."""
+    rank = int(tensors.config[row, 2])
+    values = torch.from_numpy(tensors.weights[row])
+    values = values.view(torch.bfloat16) if tensors.dtype == "BF16" else values
+    assert not values[rank * (in_size + out_size) :].any()
+    a, b = values[: rank * (in_size + out_size)].split([rank * in_size, out_size * rank])
+    return a.view(rank, in_size), b.view(out_size, rank)
+
+
+def assert_same_deltas(tensors: AdapterTensors, saved: Any) -> None:
+    """Every row is the module PEFT has at that place, every module of PEFT has one row."""
+    expected = saved.modules()
+    for row, (module_id, layer, _, is_dora) in enumerate(tensors.config.tolist()):
+        module = expected.pop(f"{layer}.{MODULES[module_id]}")
+        a, b = matrices(tensors, row, module.in_features, module.out_features)
+        torch.testing.assert_close(b @ a, module.get_delta_weight("default"), rtol=1e-5, atol=1e-6)
+        assert is_dora == 0
+    assert not expected
+
+
+@pytest.mark.parametrize(
+    "lora_config",
+    [
+        {},
+        {"use_rslora": True},
+        {"r": 1, "target_modules": ["v_proj"]},
+        {"r": 37, "target_modules": ["k_proj", "gate_proj"]},
+        {"rank_pattern": {"q_proj": 2, r".*\.1\.mlp\.up_proj": 9}, "alpha_pattern": {"mlp.down_proj": 3}},
+        {"rank_pattern": {"^model.layers.0.self_attn.q_proj": 3, "q_proj": 7}, "alpha_pattern": {"k_proj|v_proj": 64}},
+        {"use_rslora": True, "rank_pattern": {"o_proj": 4}, "alpha_pattern": {"layers.1.self_attn.o_proj": 1}},
+        {"layers_to_transform": [1]},
+    ],
+)
+def test_rows_are_what_peft_adds_to_the_weights(save_adapter: Callable[..., Any], lora_config: dict[str, Any]) -> None:
+    saved = save_adapter(**lora_config)
+
+    tensors = convert_peft(saved.directory)
+
+    assert tensors.dtype == "FP32"
+    assert_same_deltas(tensors, saved)
+
+
+@pytest.mark.parametrize(
+    ("storage", "dtype", "torch_dtype"),
+    [("float16", "FP16", torch.float16), ("bfloat16", "BF16", torch.bfloat16), (None, "BF16", torch.bfloat16)],
+)
+def test_the_scale_goes_into_b_before_the_cast(
+    save_adapter: Callable[..., Any], storage: Any, dtype: str, torch_dtype: torch.dtype
+) -> None:
+    saved = save_adapter(torch.bfloat16, target_modules=["down_proj"], layers_to_transform=[1])
+    module = saved.modules()["1.mlp.down_proj"]
+
+    tensors = convert_peft(saved.directory, storage)
+
+    a, b = matrices(tensors, 0, module.in_features, module.out_features)
+    assert tensors.dtype == dtype
+    assert torch.equal(a, module.lora_A["default"].weight.to(torch_dtype))
+    assert torch.equal(b, (module.lora_B["default"].weight.float() * (11 / 5)).to(torch_dtype))
+
+
+def write_adapter(directory: Path, tensors: dict[str, torch.Tensor], **config: Any) -> Path:
+    (directory / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 4} | config))
+    save_file(tensors, directory / "adapter_model.safetensors")
+    return directory
+
+
+def module_tensors(path: str, a: torch.Tensor, b: torch.Tensor) -> dict[str, torch.Tensor]:
+    prefix = f"base_model.model.model.layers.3.{path}"
+    return {f"{prefix}.lora_A.weight": a.contiguous(), f"{prefix}.lora_B.weight": b.contiguous()}
+
+
+def test_fused_gate_up_changes_to_up_gate(tmp_path: Path) -> None:
+    a, gate, up = torch.randn(2, 5), torch.randn(7, 2), torch.randn(7, 2)
+    write_adapter(tmp_path, module_tensors("mlp.gate_up_proj", a, torch.cat([gate, up])))
+
+    tensors = convert_peft(tmp_path)
+
+    assert tensors.config.tolist() == [[18, 3, 2, 0]]
+    _, b = matrices(tensors, 0, 5, 14)
+    torch.testing.assert_close(b, torch.cat([up, gate]) * 2)
+
+
+def test_fused_qkv_keeps_its_order(tmp_path: Path) -> None:
+    a, b = torch.randn(2, 5), torch.randn(9, 2)
+    write_adapter(tmp_path, module_tensors("self_attn.qkv_proj", a, b))
+
+    tensors = convert_peft(tmp_path)
+
+    assert tensors.config.tolist() == [[0, 3, 2, 0]]
+    torch.testing.assert_close(matrices(tensors, 0, 5, 9)[1], b * 2)
+
+
+def test_a_fused_gate_up_with_an_odd_number_of_outputs_is_refused(tmp_path: Path) -> None:
+    write_adapter(tmp_path, module_tensors("mlp.gate_up_proj", torch.ones(2, 5), torch.ones(7, 2)))
+
+    with pytest.raises(AdapterError, match=r"layers\.3\.mlp\.gate_up_proj has 7 outputs"):
+        convert_peft(tmp_path)
+
+
+@pytest.mark.parametrize(("largest", "storage"), [(40_000.0, "float16"), (3e38, "bfloat16"), (3e38, "float32")])
+def test_a_value_that_overflows_is_an_error_and_never_infinity(tmp_path: Path, largest: float, storage: Any) -> None:
+    write_adapter(tmp_path, module_tensors("mlp.up_proj", torch.ones(2, 5), torch.full((3, 2), largest)))
+
+    with pytest.raises(AdapterError, match=r"layers\.3\.mlp\.up_proj: .* does not fit into"):
+        convert_peft(tmp_path, storage)
+
+
+def test_mixed_dtypes_become_float32(tmp_path: Path) -> None:
+    write_adapter(tmp_path, module_tensors("mlp.up_proj", torch.ones(2, 5).half(), torch.ones(3, 2).bfloat16()))
+
+    assert convert_peft(tmp_path).dtype == "FP32"
+
+
+def test_progress_is_reported_row_by_row(save_adapter: Callable[..., Any]) -> None:
+    steps: list[tuple[int, int]] = []
+
+    convert_peft(save_adapter().directory, on_progress=lambda done, total: steps.append((done, total)))
+
+    assert steps == [(done, 14) for done in range(1, 15)]
+
+
+def test_an_adapter_has_the_same_id_whether_it_is_converted_or_not(
+    save_adapter: Callable[..., Any], tmp_path: Path
+) -> None:
+    directory = save_adapter().directory
+    convert_peft(directory).save(tmp_path / "converted")
+
+    adapter, converted = load_adapter(directory), load_adapter(tmp_path / "converted")
+
+    assert adapter.lora_task_id == converted.lora_task_id < 2**63
+    assert load_adapter(directory, 7).lora_task_id == 7
+
+
+def test_a_directory_that_is_no_adapter_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(AdapterError, match="is neither a PEFT adapter"):
+        load_adapter(tmp_path)
+
+
+def test_rows_are_ordered_and_typed_for_the_wire(save_adapter: Callable[..., Any]) -> None:
+    config = convert_peft(save_adapter().directory).config
+
+    assert config.dtype == np.int32
+    assert config[:, :2].tolist() == [[module_id, layer] for layer in (0, 1) for module_id in range(1, 8)]

@@ -1,0 +1,21 @@
+import subprocess
+import sys
+
+import pytest
+
+import multilora_client
+
+
+@pytest.mark.parametrize("module", ["multilora_client", "multilora_client.cli"])
+def test_the_client_never_imports_torch(module: str) -> None:
+    """In a process of its own and without a terminal, since the tests themselves import torch."""
+    script = f"import sys, {module}; assert 'numpy' in sys.modules; sys.exit('torch' in sys.modules)"
+
+    assert subprocess.run([sys.executable, "-c", script], stdin=subprocess.DEVNULL, check=False).returncode == 0
+
+
+def test_all_lists_every_public_name_in_order() -> None:
+    public = [name for name, value in vars(multilora_client).items() if not name.startswith("_")]
+    modules = {name for name in public if type(getattr(multilora_client, name)).__name__ == "module"}
+
+    assert sorted(multilora_client.__all__) == sorted(set(public) - modules)
