@@ -1,0 +1,197 @@
+"""The whole engine against transformers + PEFT in float32: the same greedy tokens, the same logits, in any batch."""
+
+from __future__ import annotations
+
+from itertools import cycle, islice
+from pathlib import Path
+
+import pytest
+import torch
+from support.engines import Answer, LogitsRecorder, run_all
+from support.oracle import ATTENTION, MLP, Oracle, packed
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from multilora_engine.config import EngineConfig, LoRAConfig
+from multilora_engine.engine import Engine
+from multilora_engine.request import GenerationRequest, SamplingParams
+
+LOGITS_TOLERANCE = 1e-3
+SAMPLES = Path(__file__).parents[2] / "adapters"
+TINY = {
+    "vocab_size": 311,
+    "hidden_size": 48,
+    "intermediate_size": 88,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.3,
+}
+FAMILIES: dict[str, PreTrainedModel] = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**TINY, attention_bias=True, mlp_bias=True)),
+    "mistral": lambda: MistralForCausalLM(MistralConfig(**TINY, sliding_window=24)),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**TINY | {"hidden_size": 72})),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**TINY, tie_word_embeddings=True)),
+}
+
+
+def add_random_adapters(oracle: Oracle) -> None:
+    oracle.add_random("rank 1 all", 1, ATTENTION + MLP, seed=1)
+    oracle.add_random("rank 7 down and k", 7, ["down_proj", "k_proj"], seed=2)
+    oracle.add_random("rank 8 gate and up", 8, ["gate_proj", "up_proj"], seed=3)
+    oracle.add_random("rank 16 attention", 16, ATTENTION, seed=4, use_rslora=True)
+    pattern = {"q_proj": 3, "layers.1.mlp.up_proj": 17, "o_proj": 1}
+    oracle.add_random(
+        "rank 64 and others", 64, ATTENTION + MLP, seed=5, rank_pattern=pattern, alpha_pattern={"v_proj": 9}
+    )
+
+
+def build_engine(model_path: Path, oracle: Oracle, tokenizer_path: Path, **options: object) -> Engine:
+    config = EngineConfig(
+        model_path=model_path,
+        tokenizer_path=tokenizer_path,
+        num_threads=2,
+        kv_cache_memory_bytes=256 << 20,
+        lora=LoRAConfig(lora_cache_host_memory_bytes=512 << 20),
+        **options,  # type: ignore[arg-type]
+    )
+    engine = Engine(config)
+    for task_id, directory in enumerate(oracle.adapters.values()):
+        engine.put_adapter(task_id, packed(directory, engine.info.adapter_layout))
+    return engine
+
+
+def requests_for(oracle: Oracle, prompts: list[list[int]], max_tokens: int) -> list[GenerationRequest]:
+    """One request a prompt: the base model, then each adapter, and round again. end_id -1: nothing ends early."""
+    tasks = islice(cycle([None, *range(len(oracle.adapters))]), len(prompts))
+    sampling = SamplingParams(max_tokens=max_tokens, end_id=-1)
+    return [
+        GenerationRequest(f"r{i}", prompt, sampling, lora_task_id=task)
+        for i, (prompt, task) in enumerate(zip(prompts, tasks, strict=True))
+    ]
+
+
+def assert_greedy(oracle: Oracle, requests: list[GenerationRequest], answers: dict[str, Answer]) -> None:
+    """Each answer is what greedy decoding gives: every token is the argmax of the oracle's logits before it."""
+    names = [*oracle.adapters]
+    for request in requests:
+        name = None if request.lora_task_id is None else names[request.lora_task_id]
+        answer = answers[request.request_id].token_ids
+        assert len(answer) == request.sampling.max_tokens
+        expected = oracle.logits(name, request.prompt_token_ids, answer).argmax(dim=-1).tolist()
+        assert answer == expected, f"{request.request_id} with {name}"
+
+
+def assert_adapters_matter(
+    requests: list[GenerationRequest], answers: dict[str, Answer], base: dict[str, Answer]
+) -> None:
+    """Equality would prove nothing if the adapters changed nothing."""
+    with_adapter = [r.request_id for r in requests if r.lora_task_id is not None]
+    changed = [i for i in with_adapter if answers[i].token_ids != base[i].token_ids]
+    assert len(changed) > 0.8 * len(with_adapter)
+
+
+@pytest.fixture(scope="module", params=list(FAMILIES))
+def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Oracle, Path]:
+    torch.manual_seed(7)
+    model = FAMILIES[request.param]()
+    path = tmp_path_factory.mktemp("checkpoint")
+    model.save_pretrained(path)
+    oracle = Oracle(model, tmp_path_factory.mktemp("adapters"))
+    add_random_adapters(oracle)
+    return oracle, path
+
+
+def tiny_prompts(count: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(3)
+    lengths = [1, 2, 15, 16, 17, 33, 70]
+    return [torch.randint(0, 311, (lengths[i % 7],), generator=generator).tolist() for i in range(count)]
+
+
+def test_tiny_models_answer_as_peft_does_in_a_mixed_batch(tiny: tuple[Oracle, Path], default_model_dir: Path) -> None:
+    oracle, path = tiny
+    engine = build_engine(path, oracle, default_model_dir, max_num_batched_tokens=40, max_num_seqs=24)
+    requests = requests_for(oracle, tiny_prompts(24), max_tokens=64)
+    answers = run_all(engine, requests)
+    assert_greedy(oracle, requests, answers)
+    base = [GenerationRequest(r.request_id, r.prompt_token_ids, r.sampling) for r in requests]
+    assert_adapters_matter(requests, answers, run_all(engine, base))
+
+
+def test_a_cache_so_small_that_sequences_are_preempted_changes_no_token(
+    tiny: tuple[Oracle, Path], default_model_dir: Path
+) -> None:
+    oracle, path = tiny
+    engine = build_engine(path, oracle, default_model_dir, max_num_batched_tokens=64, max_num_seqs=24, block_size=8)
+    requests = requests_for(oracle, tiny_prompts(12), max_tokens=48)
+    expected = run_all(engine, requests)
+    small = Engine(engine_config_with_tiny_cache(path, default_model_dir, engine))
+    for task_id, directory in enumerate(oracle.adapters.values()):
+        small.put_adapter(task_id, packed(directory, small.info.adapter_layout))
+    answers = run_all(small, requests)
+    assert small.stats.num_preemptions > 0
+    assert {i: a.token_ids for i, a in answers.items()} == {i: a.token_ids for i, a in expected.items()}
+
+
+def engine_config_with_tiny_cache(path: Path, tokenizer_path: Path, engine: Engine) -> EngineConfig:
+    """A cache of 160 tokens: one sequence of 118 fits, twelve do not."""
+    bytes_per_token = (256 << 20) // engine.info.kv_cache_tokens
+    return EngineConfig(
+        model_path=path,
+        tokenizer_path=tokenizer_path,
+        num_threads=2,
+        block_size=8,
+        max_num_batched_tokens=64,
+        max_num_seqs=24,
+        kv_cache_memory_bytes=160 * bytes_per_token + 160,
+        lora=LoRAConfig(max_loras=3, lora_cache_host_memory_bytes=512 << 20),
+    )
+
+
+PROMPTS = [
+    "The capital of France is",
+    "Once upon a time, in a village by the sea,",
+    "def fibonacci(n):\n    ",
+    "Les enfants jouent dans le jardin, et",
+    "東京は日本の",
+    "Q: What is 17 + 25?\nA:",
+    "🙂🙃 Emoji are",
+    "x",
+]
+
+
+def test_the_default_model_answers_as_peft_does_in_one_mixed_batch(default_model_dir: Path, tmp_path: Path) -> None:
+    oracle = Oracle(AutoModelForCausalLM.from_pretrained(default_model_dir, dtype=torch.float32), tmp_path)
+    for directory in sorted(p.parent for p in SAMPLES.glob("*/adapter_config.json")):
+        oracle.load(directory.name, directory)
+    assert len(oracle.adapters) == 3
+    add_random_adapters(oracle)
+    engine = build_engine(default_model_dir, oracle, default_model_dir)
+    recorder = LogitsRecorder(engine)
+    tokenizer = engine._tokenizer
+    chats = [tokenizer.apply_chat_template([{"role": "user", "content": text}]) for text in PROMPTS]
+    raw = [tokenizer.encode(text, add_special_tokens=True) for text in PROMPTS * 2]
+    requests = requests_for(oracle, chats + raw, max_tokens=64)
+    answers = run_all(engine, requests)
+    assert_greedy(oracle, requests, answers)
+    names = [None, *oracle.adapters]
+    for request in requests[: len(names)]:
+        name = None if request.lora_task_id is None else names[request.lora_task_id + 1]
+        expected = oracle.logits(name, request.prompt_token_ids, answers[request.request_id].token_ids)
+        actual = torch.stack(recorder.rows[request.request_id])
+        torch.testing.assert_close(actual, expected, rtol=0, atol=LOGITS_TOLERANCE)
+    for request in requests[:: len(names) - 2][:3]:
+        alone = run_all(engine, [request])[request.request_id]
+        assert alone.token_ids == answers[request.request_id].token_ids

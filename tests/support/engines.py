@@ -1,0 +1,73 @@
+"""Driving an in-process engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+from multilora_engine.engine import Engine
+from multilora_engine.model_runner import ModelRunner
+from multilora_engine.request import GenerationRequest, TokenOutput
+from multilora_engine.scheduler import ScheduledSequence
+
+
+@dataclass
+class Answer:
+    """Everything one request got."""
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    final: TokenOutput | None = None
+
+    def add(self, output: TokenOutput) -> None:
+        assert self.final is None, "an output after the final one"
+        self.token_ids += output.token_ids
+        self.text += output.text
+        self.final = output if output.is_final else None
+
+
+def run_all(engine: Engine, requests: Iterable[GenerationRequest]) -> dict[str, Answer]:
+    """Add all requests, step until nothing is left, check integrity after every step."""
+    answers = {}
+    for request in requests:
+        engine.add_request(request)
+        answers[request.request_id] = Answer()
+    while engine.has_work:
+        for output in engine.step():
+            answers[output.request_id].add(output)
+        engine.check_integrity()
+    assert_idle(engine)
+    assert all(answer.final is not None for answer in answers.values())
+    return answers
+
+
+def assert_idle(engine: Engine) -> None:
+    """Nothing is left of any request: no block, no pin, no place in a queue."""
+    stats = engine.stats
+    assert (stats.num_waiting, stats.num_running, stats.num_pins) == (0, 0, 0)
+    assert stats.num_free_blocks == stats.num_blocks
+
+
+class LogitsRecorder:
+    """Keeps the logits that chose each token: `rows[request_id]` is a list of [vocab] tensors."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.rows: dict[str, list[torch.Tensor]] = {}
+        self._runner: ModelRunner = engine._runner
+        self._run = self._runner.run
+        self._forward = self._runner._model.forward
+        self._runner._model.forward = self._record_logits  # type: ignore[method-assign]
+        self._runner.run = self._record_rows  # type: ignore[method-assign]
+
+    def _record_logits(self, *args: object) -> torch.Tensor:
+        self._logits = self._forward(*args)  # type: ignore[arg-type]
+        return self._logits
+
+    def _record_rows(self, step: list[ScheduledSequence]) -> list[int]:
+        sampled = [scheduled.sequence for scheduled in step if scheduled.is_sampled]
+        token_ids = self._run(step)
+        for row, sequence in enumerate(sampled):
+            self.rows.setdefault(sequence.request.request_id, []).append(self._logits[row].clone())
+        return token_ids

@@ -1,0 +1,76 @@
+"""transformers + PEFT as the oracle: random adapters on a model, and what greedy decoding must give."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel
+
+from multilora_client.convert import convert_peft
+from multilora_engine.lora.format import AdapterLayout, PackedAdapter, pack_adapter
+
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+MLP = ["gate_proj", "up_proj", "down_proj"]
+
+
+class Oracle:
+    """A transformers model with any number of PEFT adapters, each also on disk as PEFT saves it."""
+
+    def __init__(self, model: torch.nn.Module, directory: Path) -> None:
+        self._base = model.eval()
+        self._model: PeftModel | None = None
+        self._directory = directory
+        self.adapters: dict[str, Path] = {}
+
+    def load(self, name: str, directory: Path) -> None:
+        """An adapter that somebody trained."""
+        if self._model is None:
+            self._model = PeftModel.from_pretrained(self._base, str(directory), adapter_name=name)
+        else:
+            self._model.load_adapter(str(directory), adapter_name=name)
+        self._model.to(torch.float32)
+        self.adapters[name] = directory
+
+    def add_random(self, name: str, rank: int, target_modules: list[str], seed: int, **options: Any) -> None:
+        """An adapter of random numbers, large enough to change every greedy answer."""
+        config = LoraConfig(r=rank, lora_alpha=rank, target_modules=target_modules, **options)
+        if self._model is None:
+            self._model = PeftModel(self._base, config, adapter_name=name)
+        else:
+            self._model.add_adapter(name, config)
+        generator = torch.Generator().manual_seed(seed)
+        for key, parameter in self._model.named_parameters():
+            if f".lora_B.{name}." in key:
+                parameter.data = torch.randn(parameter.shape, generator=generator) * 0.05
+            if f".lora_A.{name}." in key:
+                parameter.data = torch.randn(parameter.shape, generator=generator) * 0.08
+        self._model.save_pretrained(str(self._directory), selected_adapters=[name])
+        self.adapters[name] = self._directory / name
+
+    @torch.no_grad()
+    def logits(self, adapter: str | None, prompt: list[int], answer: list[int]) -> torch.Tensor:
+        """The logits that choose each token of `answer`, [len(answer), vocab]."""
+        token_ids = torch.tensor([prompt + answer[:-1]])
+        with self._only(adapter) as model:
+            logits: torch.Tensor = model(input_ids=token_ids).logits[0, len(prompt) - 1 :]
+        return logits
+
+    @contextmanager
+    def _only(self, adapter: str | None) -> Iterator[torch.nn.Module]:
+        assert self._model is not None
+        if adapter is None:
+            with self._model.disable_adapter():
+                yield self._model
+        else:
+            self._model.set_adapter(adapter)
+            yield self._model
+
+
+def packed(directory: Path, layout: AdapterLayout) -> PackedAdapter:
+    """A PEFT directory the way a client sends it: converted, on the wire, packed."""
+    tensors = convert_peft(directory, "float32")
+    return pack_adapter(torch.from_numpy(tensors.weights), torch.from_numpy(tensors.config), layout)
