@@ -20,8 +20,6 @@ request id behind: `[NOT_FOUND] LoRA task 7 not found in cache. Please send LoRA
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 
 class MultiloraError(Exception):
     """Base of everything this package raises on purpose."""
@@ -34,7 +32,7 @@ class ConfigError(MultiloraError):
 class RequestError(MultiloraError):
     """Base of what a request can cause. `code` is the name of the Triton status it becomes."""
 
-    code: ClassVar[str]
+    code: str
 
     def wire_message(self, request_id: str) -> str:
         """The text a client sees: code, message, request id."""
@@ -111,3 +109,11 @@ class InternalError(RequestError):
     """A step failed. The requests that were in it are lost; the others go on."""
 
     code = "INTERNAL"
+
+
+class RelayedError(RequestError):
+    """An error of the engine process, as its front knows it: a code and a message."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code

@@ -1,0 +1,170 @@
+"""What a request to `generation` or `generation_unary` asks for: generate, store an adapter, or stop.
+
+Defaults follow TensorRT-LLM's Triton backend and its clients: greedy unless asked otherwise, `runtime_top_p` <= 0
+is unset, `runtime_top_k` 0 is no restriction, `end_id` -1 is no end token.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from multilora_engine.engine import EngineInfo
+from multilora_engine.errors import InvalidRequest, Unsupported
+from multilora_engine.lora.format import PackedAdapter, pack_adapter
+from multilora_engine.request import SamplingParams
+from multilora_engine.serving.inputs import InputTensors
+from multilora_engine.serving.prompts import encode_messages, encode_text
+from multilora_engine.text import Tokenizer
+
+_PROMPTS = ("text_input", "messages", "input_ids")
+_MAX_TOKENS = ("max_tokens", "request_output_len")
+_WEIGHTS = ("lora_weights", "lora_weights_bf16", "lora_weights_fp32")
+
+
+@dataclass(frozen=True)
+class GenerateCall:
+    """One prompt a row, all answered together. `adapter`: task id and weights that came with the request."""
+
+    prompts: list[list[int]]
+    sampling: list[SamplingParams]
+    lora_task_ids: list[int | None]
+    adapter: tuple[int, PackedAdapter] | None
+    is_streaming: bool
+    excludes_input: bool
+    pad_id: int
+
+
+@dataclass(frozen=True)
+class UploadCall:
+    """Store an adapter and generate nothing."""
+
+    lora_task_id: int
+    adapter: PackedAdapter
+
+
+def is_stop(inputs: InputTensors) -> bool:
+    """Whether a request only wants the requests of its own id to end; its other tensors are dummies."""
+    return inputs.common("stop", default=False)
+
+
+def read_call(inputs: InputTensors, info: EngineInfo, tokenizer: Tokenizer) -> GenerateCall | UploadCall:
+    """Raises InvalidRequest or Unsupported. Nothing of the request's memory is kept."""
+    _check_adapter_tensors(inputs)
+    if inputs.present(*_WEIGHTS) and not inputs.present(*_PROMPTS, *_MAX_TOKENS):
+        return UploadCall(*_read_adapter(inputs, info))
+    return _read_generate(inputs, info, tokenizer)
+
+
+def _read_generate(inputs: InputTensors, info: EngineInfo, tokenizer: Tokenizer) -> GenerateCall:
+    rows = range(inputs.num_rows(_prompt_name(inputs)))
+    return GenerateCall(
+        sampling=[_read_sampling(inputs, row) for row in rows],
+        prompts=[_read_prompt(inputs, row, info, tokenizer) for row in rows],
+        lora_task_ids=[inputs.scalar("lora_task_id", row) for row in rows],
+        is_streaming=inputs.common("streaming", default=False),
+        excludes_input=inputs.common("exclude_input_in_output", default=info.exclude_input_in_output),
+        pad_id=_read_pad_id(inputs, info),
+        adapter=_read_adapter(inputs, info) if inputs.present(*_WEIGHTS) else None,
+    )
+
+
+def _prompt_name(inputs: InputTensors) -> str:
+    present = inputs.present(*_PROMPTS)
+    if len(present) != 1:
+        found = " and ".join(present) or "none of them"
+        raise InvalidRequest(f"a request needs exactly one of {', '.join(_PROMPTS)}; it has {found}")
+    return present[0]
+
+
+def _read_prompt(inputs: InputTensors, row: int, info: EngineInfo, tokenizer: Tokenizer) -> list[int]:
+    if (text := inputs.text("text_input", row)) is not None:
+        return encode_text(text, tokenizer, info.add_special_tokens)
+    if (messages := inputs.text("messages", row)) is not None:
+        return encode_messages(messages, tokenizer)
+    return _read_input_ids(inputs, row)
+
+
+def _read_input_ids(inputs: InputTensors, row: int) -> list[int]:
+    token_ids: list[int] = inputs.vector("input_ids", row) or []
+    length = inputs.scalar("input_lengths", row)
+    if length is not None and not 0 <= length <= len(token_ids):
+        raise InvalidRequest(f"input_lengths is {length}, expected 0 .. {len(token_ids)}, the width of input_ids")
+    token_ids = token_ids[:length]
+    if not token_ids:
+        raise InvalidRequest("empty prompt: input_ids holds no tokens")
+    return token_ids
+
+
+def _read_sampling(inputs: InputTensors, row: int) -> SamplingParams:
+    for name in ("beam_width", "num_return_sequences"):
+        if (count := inputs.scalar(name, row)) not in (None, 1):
+            raise Unsupported(f"{name} is {count}; this server generates one sequence a prompt")
+    max_tokens = _read_max_tokens(inputs, row)
+    temperature = _in_range(inputs, "temperature", row, 0.0, math.inf)
+    top_p = _in_range(inputs, "runtime_top_p", row, -math.inf, 1.0)
+    top_p = top_p if top_p is not None and top_p > 0 else None
+    top_k = _in_range(inputs, "runtime_top_k", row, 0, math.inf)
+    if top_k is None:
+        top_k = 1 if temperature is None and top_p is None else 0
+    return SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=_in_range(inputs, "min_tokens", row, 0, max_tokens) or 0,
+        temperature=1.0 if temperature is None else temperature,
+        top_k=top_k,
+        top_p=1.0 if top_p is None else top_p,
+        seed=inputs.scalar("seed", row),
+        end_id=_in_range(inputs, "end_id", row, -1, math.inf),
+        # Upstream's own examples send one empty stop word where they mean none.
+        stop_words=tuple(word for word in inputs.texts("stop_words", row) if word),
+    )
+
+
+def _read_max_tokens(inputs: InputTensors, row: int) -> int:
+    values = {name: _in_range(inputs, name, row, 1, math.inf) for name in inputs.present(*_MAX_TOKENS)}
+    if not values:
+        raise InvalidRequest("max_tokens is missing; say how many tokens the answer may have")
+    if len(set(values.values())) > 1:
+        raise InvalidRequest(
+            f"{' and '.join(f'{name} {value}' for name, value in values.items())} contradict each other"
+        )
+    return int(values.popitem()[1])
+
+
+def _in_range(inputs: InputTensors, name: str, row: int, low: float, high: float) -> Any:
+    value = inputs.scalar(name, row)
+    # Written so that NaN fails it; infinities are no value of any of these tensors.
+    if value is not None and not (low <= value <= high and math.isfinite(value)):
+        raise InvalidRequest(f"{name} is {value}, expected {_range(low, high)}")
+    return value
+
+
+def _range(low: float, high: float) -> str:
+    if math.isinf(high):
+        return f"a number >= {low:g}"
+    return f"a number <= {high:g}" if math.isinf(low) else f"a number in [{low:g}, {high:g}]"
+
+
+def _read_pad_id(inputs: InputTensors, info: EngineInfo) -> int:
+    """What shorter rows of `output_ids` are filled up with: `pad_id`, `end_id`, the model's end token, or 0."""
+    candidates = (inputs.scalar("pad_id", 0), inputs.scalar("end_id", 0), *info.end_token_ids)
+    return next((token_id for token_id in candidates if token_id is not None and token_id >= 0), 0)
+
+
+def _check_adapter_tensors(inputs: InputTensors) -> None:
+    weights = inputs.present(*_WEIGHTS)
+    if len(weights) > 1:
+        raise InvalidRequest(f"an adapter has one dtype, the request has {' and '.join(weights)}")
+    if bool(weights) != ("lora_config" in inputs):
+        found = (weights or ["lora_config"])[0]
+        raise InvalidRequest(
+            f"Request for LoRA inference must have both lora_weights and lora_keys (lora_config); it has only {found}"
+        )
+    if weights and "lora_task_id" not in inputs:
+        raise InvalidRequest("lora_task_id must be set for LoRA inference: the request has lora_weights and no id")
+
+
+def _read_adapter(inputs: InputTensors, info: EngineInfo) -> tuple[int, PackedAdapter]:
+    weights = inputs.matrix(inputs.present(*_WEIGHTS)[0])
+    return inputs.scalar("lora_task_id", 0), pack_adapter(weights, inputs.matrix("lora_config"), info.adapter_layout)

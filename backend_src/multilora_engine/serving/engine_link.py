@@ -1,0 +1,30 @@
+"""`EngineLink`: a model's client of the engine, and what it needs to know before it can read a request."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from multilora_engine.engine import EngineInfo
+from multilora_engine.process.client import EngineClient
+from multilora_engine.text import Tokenizer
+
+_FIRST_CONTACT_S = 5.0
+"""All models load at the same time; `generation` is ready a moment before the others have heard of its engine."""
+
+
+class EngineLink:
+    """The engine's client, description and tokenizer. All options come from the engine, which has all parameters."""
+
+    def __init__(self, socket_path: Path) -> None:
+        self.client = EngineClient(socket_path)
+        self._tokenizer: Tokenizer | None = None
+
+    def describe(self) -> tuple[EngineInfo, Tokenizer]:
+        """Raises EngineUnavailable while there is no engine."""
+        info = self.client.wait_until_ready(0.0 if self._tokenizer else _FIRST_CONTACT_S)
+        if self._tokenizer is None:
+            self._tokenizer = Tokenizer(Path(info.tokenizer_path))
+        return info, self._tokenizer
+
+    def close(self) -> None:
+        self.client.close()

@@ -1,0 +1,96 @@
+"""`GenerationFront`: accepts the requests of a generation model and hands them to the engine."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+
+from multilora_engine.errors import InternalError, InvalidRequest, RequestError
+from multilora_engine.request import GenerationRequest
+from multilora_engine.serving.calls import GenerateCall, UploadCall, is_stop, read_call
+from multilora_engine.serving.engine_link import EngineLink
+from multilora_engine.serving.inputs import InputTensors
+from multilora_engine.serving.outputs import ReplyRow
+from multilora_engine.serving.replies import EmptyReply, OneReply, Reply, Responder, StreamReply, Transcript
+from multilora_engine.serving.triton_api import TritonRequest
+from multilora_engine.text import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+class GenerationFront:
+    """One of the doors to the engine. can_stream: whether its model may send more than one response a request."""
+
+    def __init__(self, link: EngineLink, can_stream: bool) -> None:
+        self._link = link
+        self._can_stream = can_stream
+
+    def accept(self, request: TritonRequest) -> None:
+        """Start answering. Whatever is wrong with the request is its answer; it is sent by the client's thread."""
+        responder = Responder(request)
+        try:
+            self._submit(request, responder)
+        except RequestError as error:
+            self._fail(responder, error)
+        except Exception as error:
+            logger.exception("request %s failed", responder.request_id)
+            self._fail(responder, InternalError(f"{type(error).__name__}: {error}"))
+
+    def _fail(self, responder: Responder, error: RequestError) -> None:
+        self._link.client.call_soon(lambda: responder.fail(error))
+
+    def _submit(self, request: TritonRequest, responder: Responder) -> None:
+        inputs = InputTensors(request)
+        if is_stop(inputs):
+            self._stop(responder)
+            return
+        info, tokenizer = self._link.describe()
+        call = read_call(inputs, info, tokenizer)
+        if isinstance(call, UploadCall):
+            self._upload(call, responder)
+        else:
+            self._generate(call, responder, tokenizer, _timeout_s(request))
+
+    def _stop(self, responder: Responder) -> None:
+        if not responder.request_id:
+            raise InvalidRequest("stop needs the request id of the request that shall end")
+        self._link.client.stop(EmptyReply(responder), _new_id(), responder.request_id)
+
+    def _upload(self, call: UploadCall, responder: Responder) -> None:
+        request_id = _new_id()
+        reply = OneReply(responder, {request_id: Transcript(ReplyRow(lora_task_id=call.lora_task_id))})
+        self._link.client.put_adapter(reply, request_id, call.lora_task_id, call.adapter)
+
+    def _generate(
+        self, call: GenerateCall, responder: Responder, tokenizer: Tokenizer, timeout_s: float | None
+    ) -> None:
+        if call.is_streaming and not self._can_stream:
+            raise InvalidRequest("this model sends one response; for streaming call the model generation")
+        requests = [
+            GenerationRequest(_new_id(), prompt, sampling, lora_task_id, timeout_s)
+            for prompt, sampling, lora_task_id in zip(call.prompts, call.sampling, call.lora_task_ids, strict=True)
+        ]
+        reply = _reply(call, requests, responder, tokenizer)
+        self._link.client.generate(reply, requests, responder.request_id, call.adapter)
+
+
+def _reply(call: GenerateCall, requests: list[GenerationRequest], responder: Responder, tokenizer: Tokenizer) -> Reply:
+    rows = {r.request_id: ReplyRow(index, r.lora_task_id) for index, r in enumerate(requests)}
+    if call.is_streaming:
+        return StreamReply(responder, rows, call.pad_id)
+    if call.excludes_input:
+        return OneReply(responder, {key: Transcript(row) for key, row in rows.items()}, call.pad_id)
+    transcripts = {
+        request_id: Transcript(row, list(prompt), tokenizer.decode(prompt) if responder.wants("text_output") else "")
+        for (request_id, row), prompt in zip(rows.items(), call.prompts, strict=True)
+    }
+    return OneReply(responder, transcripts, call.pad_id)
+
+
+def _timeout_s(request: TritonRequest) -> float | None:
+    """Triton carries the client's timeout, in microseconds, and leaves it to the model to keep it."""
+    return request.timeout() / 1e6 if request.timeout() > 0 else None
+
+
+def _new_id() -> str:
+    return uuid.uuid4().hex

@@ -1,0 +1,95 @@
+"""`InputTensors`: the tensors of a request by name, with the checks that any of them needs.
+
+All have a leading batch dimension: n rows are n independent prompts. A tensor that is absent is None.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.dlpack import from_dlpack
+
+from multilora_engine.errors import InvalidRequest
+from multilora_engine.serving.triton_api import TritonRequest
+
+
+class InputTensors:
+    """Raises InvalidRequest, naming the tensor, for what has the wrong shape or is not UTF-8."""
+
+    def __init__(self, request: TritonRequest) -> None:
+        self._tensors = {tensor.name(): tensor for tensor in request.inputs()}
+        self._arrays: dict[str, NDArray[Any]] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def present(self, *names: str) -> list[str]:
+        """Those of `names` the request has."""
+        return [name for name in names if name in self]
+
+    def num_rows(self, name: str) -> int:
+        """The batch size, by a tensor that is present."""
+        return self.array(name).shape[0]
+
+    def array(self, name: str) -> NDArray[Any]:
+        """A tensor that is present. Not for BF16, which NumPy does not know."""
+        if name not in self._arrays:
+            self._arrays[name] = self._tensors[name].as_numpy()
+        return self._arrays[name]
+
+    def scalar(self, name: str, row: int) -> Any:
+        """The one value a row has of a tensor [batch, 1], as a plain Python value or bytes."""
+        if name not in self:
+            return None
+        values = self.array(name)
+        if values.ndim != 2 or values.shape[1] != 1 or row >= values.shape[0]:
+            raise InvalidRequest(f"{name} has shape {list(values.shape)}, expected one value a row: [batch, 1]")
+        value = values[row, 0]
+        return value.item() if isinstance(value, np.generic) else value
+
+    def vector(self, name: str, row: int) -> list[Any] | None:
+        """The values a row has of a tensor [batch, n]."""
+        if name not in self:
+            return None
+        values = self.array(name)
+        if values.ndim != 2 or row >= values.shape[0]:
+            raise InvalidRequest(f"{name} has shape {list(values.shape)}, expected a list a row: [batch, n]")
+        row_values: list[Any] = values[row].tolist()
+        return row_values
+
+    def text(self, name: str, row: int) -> str | None:
+        """The one string a row has of a tensor [batch, 1]."""
+        value = self.scalar(name, row)
+        return None if value is None else _decode(name, value)
+
+    def texts(self, name: str, row: int) -> list[str]:
+        """The strings a row has of a tensor [batch, n]; none if the tensor is absent."""
+        return [_decode(name, value) for value in self.vector(name, row) or ()]
+
+    def common(self, name: str, default: bool) -> bool:
+        """The value of a tensor [batch, 1] in which all rows must agree."""
+        if name not in self:
+            return default
+        values = {self.scalar(name, row) for row in range(self.num_rows(name))}
+        if len(values) != 1:
+            raise InvalidRequest(f"{name} must be the same in every row of a request")
+        return bool(values.pop())
+
+    def matrix(self, name: str) -> torch.Tensor:
+        """The matrix of a tensor [1, rows, width] that is present, of any dtype; it shares the request's memory."""
+        tensor: torch.Tensor = from_dlpack(self._tensors[name].to_dlpack())
+        if tensor.dim() != 3 or tensor.shape[0] != 1:
+            raise InvalidRequest(
+                f"Invalid shape for {name} tensor: {list(tensor.shape)}. Expected batch dimension to be 1: [1, rows, n]"
+            )
+        return tensor[0]
+
+
+def _decode(name: str, value: bytes) -> str:
+    try:
+        return value.decode()
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"{name} is not valid UTF-8: {error.reason} at byte {error.start}") from None

@@ -1,0 +1,89 @@
+"""The output tensors of `generation` and `generation_unary`, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from multilora_engine.request import TokenOutput
+
+
+@dataclass(frozen=True)
+class RowAnswer:
+    """What a response says about one row of its request. `finish_reason` is empty while there is more to come."""
+
+    batch_index: int
+    token_ids: list[int]
+    text: str
+    finish_reason: str
+    num_input_tokens: int
+    num_output_tokens: int
+    lora_task_id: int
+    lora_digest: str
+
+
+@dataclass(frozen=True)
+class ReplyRow:
+    """Which row of its request an engine request is, and the adapter it asked for."""
+
+    batch_index: int = 0
+    lora_task_id: int | None = None
+
+    def answer(self, token_ids: list[int], text: str, output: TokenOutput) -> RowAnswer:
+        """These tokens and this text; everything else as `output`, the row's latest, has it."""
+        return RowAnswer(
+            batch_index=self.batch_index,
+            token_ids=token_ids,
+            text=text,
+            finish_reason=output.finish_reason or "",
+            num_input_tokens=output.num_prompt_tokens,
+            num_output_tokens=output.num_output_tokens,
+            lora_task_id=self.lora_task_id or 0,
+            lora_digest=output.lora_digest,
+        )
+
+
+def output_arrays(rows: Sequence[RowAnswer], names: Collection[str], pad_id: int) -> dict[str, NDArray[Any]]:
+    """The tensors of `names`, each with the rows as its leading dimension.
+
+    output_ids is [rows, 1, longest], where the 1 is the beam and `pad_id` fills up shorter rows; all others are
+    [rows, 1].
+    """
+    arrays = {name: build(rows) for name, build in _COLUMNS.items() if name in names}
+    if "output_ids" in names:
+        arrays["output_ids"] = _padded([row.token_ids for row in rows], pad_id)
+    return arrays
+
+
+def _numbers(
+    value: Callable[[RowAnswer], int], dtype: type = np.int32
+) -> Callable[[Sequence[RowAnswer]], NDArray[Any]]:
+    return lambda rows: np.array([[value(row)] for row in rows], dtype)
+
+
+def _strings(value: Callable[[RowAnswer], str]) -> Callable[[Sequence[RowAnswer]], NDArray[Any]]:
+    return lambda rows: np.array([[value(row).encode()] for row in rows], np.object_)
+
+
+_COLUMNS: Mapping[str, Callable[[Sequence[RowAnswer]], NDArray[Any]]] = {
+    "sequence_length": _numbers(lambda row: len(row.token_ids)),
+    "text_output": _strings(lambda row: row.text),
+    "finish_reason": _strings(lambda row: row.finish_reason),
+    "num_input_tokens": _numbers(lambda row: row.num_input_tokens),
+    "num_output_tokens": _numbers(lambda row: row.num_output_tokens),
+    "sequence_index": _numbers(lambda row: 0),
+    "batch_index": _numbers(lambda row: row.batch_index),
+    "lora_task_id_out": _numbers(lambda row: row.lora_task_id, np.uint64),
+    "lora_digest": _strings(lambda row: row.lora_digest),
+}
+
+
+def _padded(rows: Sequence[Sequence[int]], pad_id: int) -> NDArray[np.int32]:
+    array = np.full((len(rows), 1, max(map(len, rows))), pad_id, np.int32)
+    for target, token_ids in zip(array, rows, strict=True):
+        target[0, : len(token_ids)] = token_ids
+    return array

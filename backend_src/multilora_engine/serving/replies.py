@@ -1,0 +1,129 @@
+"""When to send which response. Listeners of the engine client: its thread calls them, and only it sends.
+
+Every Triton request gets exactly one final response; the final flag rides on the last response with data.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from multilora_engine.errors import RelayedError, RequestError
+from multilora_engine.request import TokenOutput
+from multilora_engine.serving.outputs import ReplyRow, RowAnswer, output_arrays
+from multilora_engine.serving.triton_api import TritonRequest, backend_utils, error_response
+
+
+class Responder:
+    """Sends responses to one Triton request: exactly the outputs it asked for."""
+
+    def __init__(self, request: TritonRequest) -> None:
+        self.request_id = request.request_id()
+        self._names = frozenset(request.requested_output_names())
+        self._sender = request.get_response_sender()
+
+    def wants(self, name: str) -> bool:
+        return name in self._names
+
+    def is_cancelled(self) -> bool:
+        return self._sender.is_cancelled()
+
+    def send(self, rows: Sequence[RowAnswer], pad_id: int, is_final: bool) -> None:
+        pb = backend_utils()
+        arrays = output_arrays(rows, self._names, pad_id)
+        response = pb.InferenceResponse([pb.Tensor(name, array) for name, array in arrays.items()])
+        self._send(response, is_final)
+
+    def send_empty(self) -> None:
+        """A final response without tensors."""
+        self._send(backend_utils().InferenceResponse([]), is_final=True)
+
+    def fail(self, error: RequestError) -> None:
+        self._send(error_response(error, self.request_id), is_final=True)
+
+    def _send(self, response: Any, is_final: bool) -> None:
+        self._sender.send(response, backend_utils().TRITONSERVER_RESPONSE_COMPLETE_FINAL if is_final else 0)
+
+
+class Reply(ABC):
+    """The listener of a call: sends what it hears as responses to one Triton request."""
+
+    def __init__(self, responder: Responder) -> None:
+        self._responder = responder
+
+    def is_cancelled(self) -> bool:
+        return self._responder.is_cancelled()
+
+    def on_output(self, output: TokenOutput) -> None:
+        if output.error_code is not None:
+            self._responder.fail(RelayedError(output.error_code, output.error_message or ""))
+        else:
+            self._answer(output)
+
+    @abstractmethod
+    def _answer(self, output: TokenOutput) -> None: ...
+
+
+class StreamReply(Reply):
+    """A response for each output, with new tokens and text only."""
+
+    def __init__(self, responder: Responder, rows: Mapping[str, ReplyRow], pad_id: int) -> None:
+        """rows: by the engine's request ids."""
+        super().__init__(responder)
+        self._rows = rows
+        self._open = set(rows)
+        self._pad_id = pad_id
+
+    def _answer(self, output: TokenOutput) -> None:
+        if output.is_final:
+            self._open.remove(output.request_id)
+        answer = self._rows[output.request_id].answer(output.token_ids, output.text, output)
+        self._responder.send([answer], self._pad_id, is_final=not self._open)
+
+
+@dataclass
+class Transcript:
+    """What a row's one answer holds so far; it starts with the prompt, unless that is left out."""
+
+    row: ReplyRow
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    last: TokenOutput | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        return self.last is not None and self.last.is_final
+
+    def append(self, output: TokenOutput) -> None:
+        self.token_ids += output.token_ids
+        self.text += output.text
+        self.last = output
+
+    def answer(self) -> RowAnswer:
+        assert self.last is not None
+        return self.row.answer(self.token_ids, self.text, self.last)
+
+
+class OneReply(Reply):
+    """One response with all rows, once each has ended."""
+
+    def __init__(self, responder: Responder, transcripts: Mapping[str, Transcript], pad_id: int = 0) -> None:
+        """transcripts: by the engine's request ids, in the order of the rows."""
+        super().__init__(responder)
+        self._transcripts = transcripts
+        self._pad_id = pad_id
+
+    def _answer(self, output: TokenOutput) -> None:
+        self._transcripts[output.request_id].append(output)
+        if all(transcript.is_complete for transcript in self._transcripts.values()):
+            answers = [transcript.answer() for transcript in self._transcripts.values()]
+            self._responder.send(answers, self._pad_id, is_final=True)
+
+
+class EmptyReply(Reply):
+    """An empty response, by which upstream's clients know that what they wanted stopped has stopped."""
+
+    def _answer(self, output: TokenOutput) -> None:
+        self._responder.send_empty()

@@ -1,0 +1,55 @@
+"""The part of Triton's Python interface that we use, as types, and the module itself, which only a stub has."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Collection, Sequence
+from types import ModuleType
+from typing import Any, Protocol
+
+from numpy.typing import NDArray
+
+from multilora_engine.errors import RequestError
+
+
+class TritonTensor(Protocol):
+    """`triton_python_backend_utils.Tensor`. The data lies in shared memory and lives as long as its request."""
+
+    def name(self) -> str: ...
+    def as_numpy(self) -> NDArray[Any]: ...
+    def to_dlpack(self) -> Any: ...
+
+
+class ResponseSender(Protocol):
+    """`InferenceResponseSender`. Only one thread of a stub may ever send."""
+
+    def send(self, response: Any, flags: int) -> None: ...
+    def is_cancelled(self) -> bool: ...
+
+
+class TritonRequest(Protocol):
+    """`triton_python_backend_utils.InferenceRequest`."""
+
+    def inputs(self) -> Sequence[TritonTensor]: ...
+    def request_id(self) -> str: ...
+    def requested_output_names(self) -> Collection[str]: ...
+    def timeout(self) -> int: ...
+    def get_response_sender(self) -> ResponseSender: ...
+
+
+def configure_logging(model_name: str) -> None:
+    """Log lines of this stub go to the server's stderr."""
+    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s %(levelname)s {model_name}[%(process)d] %(message)s")
+
+
+def backend_utils() -> ModuleType:
+    """`triton_python_backend_utils`."""
+    return importlib.import_module("triton_python_backend_utils")
+
+
+def error_response(error: RequestError, request_id: str) -> Any:
+    """The `InferenceResponse` that tells a client of an error."""
+    pb = backend_utils()
+    triton_error = pb.TritonError(error.wire_message(request_id), getattr(pb.TritonError, error.code))
+    return pb.InferenceResponse([], error=triton_error)

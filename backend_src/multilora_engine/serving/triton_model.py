@@ -1,0 +1,78 @@
+"""The Python models `generation` and `generation_unary`: two doors to one engine.
+
+`generation` streams (Triton calls that decoupled); HTTP infer and unary gRPC refuse such models, hence the other.
+`generation` starts the engine and has all parameters; the other models find it, since one server is the parent of all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+
+from multilora_engine.config import EngineConfig
+from multilora_engine.process.paths import socket_path
+from multilora_engine.process.supervisor import EngineProcess
+from multilora_engine.serving.engine_link import EngineLink
+from multilora_engine.serving.front import GenerationFront
+from multilora_engine.serving.triton_api import TritonRequest, configure_logging
+
+_FIRST_CONTACT_S = 30.0
+
+
+class GenerationModel:
+    """Owns the engine. A request may get any number of responses."""
+
+    def initialize(self, args: Mapping[str, str]) -> None:
+        """Start the engine. Raises ConfigError, whose one line is what the operator sees."""
+        configure_logging(args["model_name"])
+        parameters = _parameters(args)
+        self._socket_path = socket_path(os.getppid())
+        environ = engine_environ(args, EngineConfig.from_parameters(parameters), os.environ)
+        self._engine = EngineProcess(parameters, self._socket_path, environ)
+        self._engine.start()
+        self._link = EngineLink(self._socket_path)
+        self._link.client.wait_until_ready(_FIRST_CONTACT_S)
+        self._front = GenerationFront(self._link, can_stream=True)
+
+    def execute(self, requests: list[TritonRequest]) -> None:
+        for request in requests:
+            self._front.accept(request)
+
+    def finalize(self) -> None:
+        self._link.close()
+        self._engine.close()
+        shutil.rmtree(self._socket_path.parent, ignore_errors=True)
+
+
+class GenerationUnaryModel:
+    """One response a request, sent when it is complete: the server takes further requests meanwhile."""
+
+    def initialize(self, args: Mapping[str, str]) -> None:
+        configure_logging(args["model_name"])
+        self._link = EngineLink(socket_path(os.getppid()))
+        self._front = GenerationFront(self._link, can_stream=False)
+
+    def execute(self, requests: list[TritonRequest]) -> None:
+        for request in requests:
+            self._front.accept(request)
+
+    def finalize(self) -> None:
+        self._link.close()
+
+
+def engine_environ(args: Mapping[str, str], config: EngineConfig, environ: Mapping[str, str]) -> dict[str, str]:
+    """The engine's environment: only the GPU of this instance is visible, and none to `device: auto` on a CPU."""
+    if args["model_instance_kind"] == "GPU":
+        visible = environ.get("CUDA_VISIBLE_DEVICES")
+        device_id = int(args["model_instance_device_id"])
+        return {**environ, "CUDA_VISIBLE_DEVICES": visible.split(",")[device_id] if visible else str(device_id)}
+    if config.device == "auto":
+        return {**environ, "CUDA_VISIBLE_DEVICES": ""}
+    return dict(environ)
+
+
+def _parameters(args: Mapping[str, str]) -> dict[str, str]:
+    parameters = json.loads(args["model_config"])["parameters"]
+    return {name: value["string_value"] for name, value in parameters.items()}

@@ -1,0 +1,1 @@
+from multilora_engine.serving.triton_model import GenerationUnaryModel as TritonPythonModel

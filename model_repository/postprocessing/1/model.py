@@ -1,0 +1,1 @@
+from multilora_engine.serving.postprocessing import PostprocessingModel as TritonPythonModel

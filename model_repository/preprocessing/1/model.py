@@ -1,0 +1,1 @@
+from multilora_engine.serving.preprocessing import PreprocessingModel as TritonPythonModel
