@@ -1,7 +1,7 @@
 """Every operator in plain PyTorch under the same name and signature: the oracle of the tests, the path of last resort.
 
 One loop over chunks and slices, one small matrix product each. It synchronises the device (it reads the work list on
-the host), so on a GPU it is for tests only.
+the host), so on a GPU it is for tests only. With float64 activations everything is computed in float64.
 """
 
 from __future__ import annotations
@@ -14,16 +14,19 @@ from multilora_kernels.segments import LoRASegments
 from multilora_kernels.tables import LoRATables
 
 
-def lora_shrink(x: torch.Tensor, tables: LoRATables, first_slice: int, num_slices: int, segments: LoRASegments) -> torch.Tensor:
-    """v[s, t, :r] = x[t] @ A(l(t), first_slice + s)^T; see `multilora_kernels.shrink.lora_shrink`."""
-    v = x.new_zeros(num_slices, x.shape[0], tables.max_rank, dtype=torch.float32)
+def lora_shrink(
+    x: torch.Tensor, tables: LoRATables, first_slice: int, num_slices: int, segments: LoRASegments
+) -> torch.Tensor:
+    """v[s, t, :r] = x[t] @ A(l(t), first_slice + s)^T; see `shrink.lora_shrink`."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    v = x.new_zeros(num_slices, x.shape[0], tables.max_rank, dtype=dtype)
     for tokens, lora_index in _chunks(segments):
-        rows = x[tokens].float()
+        rows = x[tokens].to(dtype)
         for s in range(num_slices):
             rank = int(tables.rank[lora_index, first_slice + s])
             if rank:
                 a = _matrix(tables, tables.a_offset, lora_index, first_slice + s, rank, x.shape[1])
-                v[s, tokens, :rank] = rows @ a.T
+                v[s, tokens, :rank] = rows @ a.to(dtype).T
     return v
 
 
@@ -35,18 +38,18 @@ def lora_expand(
     slice_sizes: Sequence[int],
     segments: LoRASegments,
 ) -> None:
-    """y[t, slice s] += v[s, t, :r] @ B(l(t), first_slice + s)^T in place; see `multilora_kernels.expand.lora_expand`."""
+    """y[t, slice s] += v[s, t, :r] @ B(l(t), first_slice + s)^T in place; see `expand.lora_expand`."""
     for tokens, lora_index in _chunks(segments):
         start = 0
         for s, size in enumerate(slice_sizes):
             column = first_slice + s
             rank = int(tables.rank[lora_index, column])
             if rank:
-                b = _matrix(tables, tables.b_offset, lora_index, column, size, rank)
-                out = y[tokens, start : start + size].float() + v[s, tokens, :rank].to(b.dtype) @ b.T
+                b = _matrix(tables, tables.b_offset, lora_index, column, size, rank).to(v.dtype)
+                out = y[tokens, start : start + size].to(v.dtype) + v[s, tokens, :rank] @ b.T
                 magnitude = int(tables.magnitude_offset[lora_index, column])
                 if magnitude >= 0:
-                    out *= tables.arena[magnitude : magnitude + size].float()
+                    out *= tables.arena[magnitude : magnitude + size].to(v.dtype)
                 y[tokens, start : start + size] = out.to(y.dtype)
             start += size
 
@@ -60,6 +63,8 @@ def _chunks(segments: LoRASegments) -> list[tuple[torch.Tensor, int]]:
     ]
 
 
-def _matrix(tables: LoRATables, offsets: torch.Tensor, lora_index: int, column: int, rows: int, cols: int) -> torch.Tensor:
+def _matrix(
+    tables: LoRATables, offsets: torch.Tensor, lora_index: int, column: int, rows: int, cols: int
+) -> torch.Tensor:
     offset = int(offsets[lora_index, column])
-    return tables.arena[offset : offset + rows * cols].view(rows, cols).float()
+    return tables.arena[offset : offset + rows * cols].view(rows, cols)

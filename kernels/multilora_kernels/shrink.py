@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from multilora_kernels import reference
+from multilora_kernels import operators
+from multilora_kernels.dispatch import load_operators
 from multilora_kernels.segments import LoRASegments
 from multilora_kernels.tables import LoRATables
 
 
-def lora_shrink(x: torch.Tensor, tables: LoRATables, first_slice: int, num_slices: int, segments: LoRASegments) -> torch.Tensor:
+def lora_shrink(
+    x: torch.Tensor, tables: LoRATables, first_slice: int, num_slices: int, segments: LoRASegments
+) -> torch.Tensor:
     """v[s, t, :r] = x[t] @ A(l(t), first_slice + s)^T, accumulated in float32.
 
     l(t) is the adapter of token t and r its rank in that slice. Rows of base tokens and of rank 0, and columns from r
@@ -18,4 +21,5 @@ def lora_shrink(x: torch.Tensor, tables: LoRATables, first_slice: int, num_slice
     x: [num_tokens, in], float32, bfloat16 or float16. Slices first_slice .. first_slice + num_slices - 1 of one fused
     linear share it. Returns v: [num_slices, num_tokens, max_rank], float32.
     """
-    return reference.lora_shrink(x, tables, first_slice, num_slices, segments)
+    load_operators(x)
+    return operators.call_shrink(x, tables, first_slice, num_slices, segments)

@@ -1,0 +1,129 @@
+// AVX-512 (F, BW, VL): sixteen lanes.
+#if defined(__x86_64__)
+
+#include <immintrin.h>
+
+#include <algorithm>
+#include <cstdint>
+
+#include "storage.h"
+#include "target.h"
+#include "work.h"
+
+MULTILORA_TARGET("avx512f,avx512bw,avx512vl,avx2,fma,f16c")
+
+#include "tiles.h"
+
+namespace multilora {
+namespace {
+
+struct Avx512 {
+  using F = __m512;
+  static constexpr int kWidth = 16;
+  static constexpr int kShrinkRows = 4;
+  static constexpr int kExpandRows = 8;
+
+  static inline F zero() { return _mm512_setzero_ps(); }
+  static inline F broadcast(float value) { return _mm512_set1_ps(value); }
+  static inline F add(F a, F b) { return _mm512_add_ps(a, b); }
+  static inline F mul(F a, F b) { return _mm512_mul_ps(a, b); }
+  static inline F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
+  static inline float sum(F a) { return _mm512_reduce_add_ps(a); }
+
+  static inline F from_bfloat16(__m256i bits) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+  }
+  static inline __mmask16 first(int n) { return static_cast<__mmask16>((1u << n) - 1); }
+
+  static inline F load(const float* p) { return _mm512_loadu_ps(p); }
+  static inline F load(const BFloat16* p) { return from_bfloat16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+  static inline F load(const Float16* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+
+  static inline F load_first(const float* p, int n) { return _mm512_maskz_loadu_ps(first(n), p); }
+  static inline F load_first(const BFloat16* p, int n) { return from_bfloat16(_mm256_maskz_loadu_epi16(first(n), p)); }
+  static inline F load_first(const Float16* p, int n) { return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first(n), p)); }
+  static inline void store_first(float* p, F a, int n) { _mm512_mask_storeu_ps(p, first(n), a); }
+
+  // Eight 32-bit columns of sixteen rows: lane i of out[c] is row i, column c. `row(i)` loads the 32 bytes of row i.
+  template <class Row>
+  static inline void transpose_32bit(const Row& row, __m512i out[8]) {
+    __m512i in[8], pair[8], quad[8];
+    for (int i = 0; i < 8; ++i) {
+      const int low = i + (i & 4);
+      in[i] = _mm512_inserti64x4(_mm512_castsi256_si512(row(low)), row(low + 4), 1);
+    }
+    for (int i = 0; i < 8; i += 2) {
+      pair[i] = _mm512_unpacklo_epi32(in[i], in[i + 1]);
+      pair[i + 1] = _mm512_unpackhi_epi32(in[i], in[i + 1]);
+    }
+    for (int i = 0; i < 8; i += 4) {
+      quad[i] = _mm512_unpacklo_epi64(pair[i], pair[i + 2]);
+      quad[i + 1] = _mm512_unpackhi_epi64(pair[i], pair[i + 2]);
+      quad[i + 2] = _mm512_unpacklo_epi64(pair[i + 1], pair[i + 3]);
+      quad[i + 3] = _mm512_unpackhi_epi64(pair[i + 1], pair[i + 3]);
+    }
+    for (int c = 0; c < 4; ++c) {
+      out[c] = _mm512_shuffle_i32x4(quad[c], quad[c + 4], _MM_SHUFFLE(2, 0, 2, 0));
+      out[c + 4] = _mm512_shuffle_i32x4(quad[c], quad[c + 4], _MM_SHUFFLE(3, 1, 3, 1));
+    }
+  }
+
+  static inline F column_of(__m512i bits, int, float) { return _mm512_castsi512_ps(bits); }
+  static inline F column_of(__m512i bits, int half, BFloat16) {
+    const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
+    return _mm512_castsi512_ps(half ? _mm512_and_si512(bits, upper) : _mm512_slli_epi32(bits, 16));
+  }
+  static inline F column_of(__m512i bits, int half, Float16) {
+    return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(half ? _mm512_srli_epi32(bits, 16) : bits));
+  }
+
+  static inline __m256i load_part(const float* p, __mmask16 mask) {
+    return _mm256_maskz_loadu_epi32(static_cast<__mmask8>(mask), p);
+  }
+  template <class Half>
+  static inline __m256i load_part(const Half* p, __mmask16 mask) {
+    return _mm256_maskz_loadu_epi16(mask, p);
+  }
+
+  // 32 bytes of every row: two neighbouring 16-bit columns travel as one 32-bit column.
+  template <class T, class Row>
+  static inline void transpose_32_bytes(const Row& row, F* out) {
+    constexpr int kPerLane = 4 / sizeof(T);
+    __m512i bits[8];
+    transpose_32bit(row, bits);
+    for (int c = 0; c < 8; ++c) {
+      for (int half = 0; half < kPerLane; ++half) {
+        out[c * kPerLane + half] = column_of(bits[c], half, T{});
+      }
+    }
+  }
+
+  template <class T>
+  static inline void transpose(const T* p, int64_t stride, F* out) {
+    constexpr int kColumns = 32 / sizeof(T);
+    for (int j = 0; j < kWidth; j += kColumns) {
+      transpose_32_bytes<T>(
+          [&](int i) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + i * stride + j)); }, out + j);
+    }
+  }
+
+  template <class T>
+  static inline void transpose_part(const T* p, int64_t stride, int rows, int columns, F* out) {
+    constexpr int kColumns = 32 / sizeof(T);
+    for (int j = 0; j < columns; j += kColumns) {
+      const __mmask16 mask = first(std::min(columns - j, kColumns));
+      transpose_32_bytes<T>([&](int i) { return load_part(p + i * stride + j, i < rows ? mask : __mmask16(0)); }, out + j);
+    }
+  }
+};
+
+}  // namespace
+
+const Capability kAvx512 = {
+    "avx512", kernels_for<Avx512, float>(), kernels_for<Avx512, BFloat16>(), kernels_for<Avx512, Float16>()};
+
+}  // namespace multilora
+
+MULTILORA_TARGET_END
+
+#endif

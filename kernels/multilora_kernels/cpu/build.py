@@ -1,0 +1,108 @@
+"""Compile the C++ operators once and keep the library in the user's cache.
+
+The library's folder is named by a digest of everything that makes it: sources, flags, torch and processor family. It is
+compiled in a temporary folder under a file lock and moved into place whole, so that concurrent processes build once and
+a killed build leaves nothing half-done. `python -m multilora_kernels.cpu` builds it ahead, for images.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import logging
+import os
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch.utils import cpp_extension
+
+logger = logging.getLogger(__name__)
+
+CACHE_VARIABLE = "MULTILORA_KERNELS_CACHE"
+"""Environment variable: the folder of compiled libraries, instead of `~/.cache/multilora/kernels`."""
+
+_NAME = "multilora_cpu"
+_FOLDER = Path(__file__).parent
+# -fopenmp only when compiling: at run time the OpenMP of torch is used, with torch's pool and number of threads.
+_FLAGS = ["-O3", "-fopenmp", "-fno-math-errno"]
+
+
+class BuildError(RuntimeError):
+    """The C++ operators could not be compiled or loaded; the message holds the compiler's output."""
+
+
+def load_library() -> Path:
+    """Load the compiled operators into torch, compiling them first if this machine has not. Raises `BuildError`."""
+    try:
+        library = _cache_folder() / _digest() / f"{_NAME}.so"
+        if not library.exists():
+            return _build_once(library)
+        _load(library)
+        return library
+    except (OSError, RuntimeError, ImportError) as error:
+        raise BuildError(str(error)) from error
+
+
+def _build_once(library: Path) -> Path:
+    library.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(library.with_suffix(".lock")):
+        if library.exists():
+            _load(library)
+        else:
+            _build_and_load(library)
+    return library
+
+
+def _load(library: Path) -> None:
+    torch.ops.load_library(library)  # type: ignore[no-untyped-call]
+
+
+def _build_and_load(library: Path) -> None:
+    logger.info("Compiling the CPU LoRA kernels into %s: once per machine, about a minute", library.parent)
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder, _tools_on_path():
+        cpp_extension.load(
+            name=_NAME,
+            sources=[str(path) for path in sorted(_FOLDER.glob("*.cpp"))],
+            extra_cflags=_FLAGS,
+            build_directory=folder,
+            is_python_module=False,
+        )
+        (Path(folder) / library.name).replace(library)
+    logger.info("Compiled the CPU LoRA kernels in %.0f s", time.monotonic() - start)
+
+
+def _cache_folder() -> Path:
+    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "multilora" / "kernels"
+    return Path(os.environ.get(CACHE_VARIABLE) or default)
+
+
+def _digest() -> str:
+    digest = hashlib.sha256(repr((torch.__version__, platform.machine(), _FLAGS)).encode())
+    for path in sorted([*_FOLDER.glob("*.cpp"), *_FOLDER.glob("*.h")]):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@contextlib.contextmanager
+def _tools_on_path() -> Iterator[None]:
+    """ninja lies beside the interpreter, which is on PATH only in an activated environment."""
+    path = os.environ.get("PATH", "")
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), path])
+    try:
+        yield
+    finally:
+        os.environ["PATH"] = path

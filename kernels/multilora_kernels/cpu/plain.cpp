@@ -1,0 +1,89 @@
+// Any processor: eight lanes that the compiler maps to whatever vectors it may assume.
+#include <c10/util/Half.h>
+
+#include <cstdint>
+#include <cstring>
+
+#include "storage.h"
+#include "tiles.h"
+#include "work.h"
+
+namespace multilora {
+namespace {
+
+inline float to_float(float value) { return value; }
+
+inline float to_float(BFloat16 value) {
+  const uint32_t bits = static_cast<uint32_t>(value.bits) << 16;
+  float result;
+  std::memcpy(&result, &bits, sizeof(result));
+  return result;
+}
+
+inline float to_float(Float16 value) { return c10::detail::fp16_ieee_to_fp32_value(value.bits); }
+
+struct Plain {
+  static constexpr int kWidth = 8;
+  static constexpr int kShrinkRows = 1;
+  static constexpr int kExpandRows = 2;
+
+  struct F {
+    float lane[kWidth];
+  };
+
+  template <class Lane>
+  static inline F each(const Lane& lane) {
+    F result;
+    for (int i = 0; i < kWidth; ++i) {
+      result.lane[i] = lane(i);
+    }
+    return result;
+  }
+
+  static inline F zero() { return {}; }
+  static inline F broadcast(float value) {
+    return each([&](int) { return value; });
+  }
+  static inline F add(F a, F b) {
+    return each([&](int i) { return a.lane[i] + b.lane[i]; });
+  }
+  static inline F mul(F a, F b) {
+    return each([&](int i) { return a.lane[i] * b.lane[i]; });
+  }
+  static inline F fma(F a, F b, F c) {
+    return each([&](int i) { return a.lane[i] * b.lane[i] + c.lane[i]; });
+  }
+  static inline float sum(F a) {
+    return ((a.lane[0] + a.lane[4]) + (a.lane[2] + a.lane[6])) + ((a.lane[1] + a.lane[5]) + (a.lane[3] + a.lane[7]));
+  }
+
+  template <class T>
+  static inline F load(const T* p) {
+    return each([&](int i) { return to_float(p[i]); });
+  }
+  template <class T>
+  static inline F load_first(const T* p, int n) {
+    return each([&](int i) { return i < n ? to_float(p[i]) : 0.0f; });
+  }
+  static inline void store_first(float* p, F a, int n) { std::memcpy(p, a.lane, n * sizeof(float)); }
+
+  // Lane i of out[c] is row i, column c.
+  template <class T>
+  static inline void transpose(const T* p, int64_t stride, F* out) {
+    transpose_part(p, stride, kWidth, kWidth, out);
+  }
+
+  template <class T>
+  static inline void transpose_part(const T* p, int64_t stride, int rows, int columns, F* out) {
+    for (int c = 0; c < columns; ++c) {
+      out[c] = each([&](int i) { return i < rows ? to_float(p[i * stride + c]) : 0.0f; });
+    }
+  }
+};
+
+}  // namespace
+
+const Capability kPlain = {
+    "default", kernels_for<Plain, float>(), kernels_for<Plain, BFloat16>(), kernels_for<Plain, Float16>()};
+
+}  // namespace multilora

@@ -1,0 +1,64 @@
+// What the operators (ops.cpp) hand to the kernels of one instruction set (avx512.cpp, avx2.cpp, plain.cpp).
+#pragma once
+
+#include <cstdint>
+
+namespace multilora {
+
+// A unit is what one thread does without interruption: a block of ranks (shrink) or of outputs (expand) of one task.
+constexpr int64_t kRankUnit = 4;
+constexpr int64_t kOutputUnit = 16;
+constexpr int64_t kMaxRank = 512;
+
+// Tokens of one adapter, at most ops.cpp's kMaxRows of them.
+struct Rows {
+  const int32_t* tokens;
+  int64_t count;
+};
+
+// v[t, j] = sum_k x[t, k] * a[j, k] for the tokens t of `rows`.
+struct ShrinkTask {
+  Rows rows;
+  const float* x;
+  int64_t x_stride;
+  const void* a;  // [rank, in_features]
+  int64_t in_features;
+  float* v;
+  int64_t v_stride;
+};
+
+// y[t, n] = magnitude[n] * (y[t, n] + sum_j v[t, j] * b[n, j]) for the tokens t of `rows`; no magnitude means 1.
+struct ExpandTask {
+  Rows rows;
+  const float* v;
+  int64_t v_stride;
+  const void* b;          // [out_features, rank]
+  const void* magnitude;  // [out_features] or null
+  int64_t rank;
+  float* y;
+  int64_t y_stride;
+};
+
+using ShrinkKernel = void (*)(const ShrinkTask& task, int64_t rank_begin, int64_t rank_end);
+using ExpandKernel = void (*)(const ExpandTask& task, int64_t output_begin, int64_t output_end);
+
+// The two kernels for one storage type of the adapters.
+struct Kernels {
+  ShrinkKernel shrink;
+  ExpandKernel expand;
+};
+
+struct Capability {
+  const char* name;
+  Kernels float32;
+  Kernels bfloat16;
+  Kernels float16;
+};
+
+extern const Capability kPlain;
+#if defined(__x86_64__)
+extern const Capability kAvx2;
+extern const Capability kAvx512;
+#endif
+
+}  // namespace multilora

@@ -1,0 +1,106 @@
+"""`multilora::lora_shrink` and `multilora::lora_expand` as torch operators.
+
+torch.compile and CUDA graphs see one opaque node each, with a fake implementation for shapes. An operator takes only
+tensors and integers, so the tables and segments are passed field by field here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from multilora_kernels.segments import LoRASegments
+from multilora_kernels.tables import LoRATables
+
+Shrink = Callable[[torch.Tensor, LoRATables, int, int, LoRASegments], torch.Tensor]
+Expand = Callable[[torch.Tensor, torch.Tensor, LoRATables, int, Sequence[int], LoRASegments], None]
+
+_TABLES = "Tensor arena, Tensor rank, Tensor a_offset, Tensor b_offset, Tensor magnitude_offset, int max_rank"
+_SEGMENTS = "Tensor permutation, Tensor chunk_start, Tensor chunk_length, Tensor chunk_lora_index"
+
+torch.library.define(
+    "multilora::lora_shrink", f"(Tensor x, int first_slice, int num_slices, {_TABLES}, {_SEGMENTS}) -> Tensor"
+)
+torch.library.define(
+    "multilora::lora_expand",
+    f"(Tensor v, Tensor(a!) y, int first_slice, int[] slice_sizes, {_TABLES}, {_SEGMENTS}) -> ()",
+)
+
+_shrink = torch.ops.multilora.lora_shrink.default
+_expand = torch.ops.multilora.lora_expand.default
+
+
+def call_shrink(
+    x: torch.Tensor, tables: LoRATables, first_slice: int, num_slices: int, segments: LoRASegments
+) -> torch.Tensor:
+    """`lora_shrink` through the dispatcher."""
+    return _shrink(x, first_slice, num_slices, *table_fields(tables), *segment_fields(segments))  # type: ignore[no-any-return]
+
+
+def call_expand(
+    v: torch.Tensor,
+    y: torch.Tensor,
+    tables: LoRATables,
+    first_slice: int,
+    slice_sizes: Sequence[int],
+    segments: LoRASegments,
+) -> None:
+    """`lora_expand` through the dispatcher."""
+    _expand(v, y, first_slice, slice_sizes, *table_fields(tables), *segment_fields(segments))
+
+
+def implement(dispatch_key: str, shrink: Shrink, expand: Expand) -> None:
+    """Register functions over tables and segments as the operators of a dispatch key ("CPU", "CUDA")."""
+
+    def lora_shrink(x: torch.Tensor, first_slice: int, num_slices: int, *fields: Any) -> torch.Tensor:
+        tables, segments = _structs(x.shape[0], fields)
+        return shrink(x, tables, first_slice, num_slices, segments)
+
+    def lora_expand(
+        v: torch.Tensor, y: torch.Tensor, first_slice: int, slice_sizes: Sequence[int], *fields: Any
+    ) -> None:
+        tables, segments = _structs(y.shape[0], fields)
+        expand(v, y, tables, first_slice, slice_sizes, segments)
+
+    torch.library.impl("multilora::lora_shrink", dispatch_key, lora_shrink)
+    torch.library.impl("multilora::lora_expand", dispatch_key, lora_expand)
+
+
+_TableFields = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int]
+_SegmentFields = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def table_fields(tables: LoRATables) -> _TableFields:
+    return (
+        tables.arena,
+        tables.rank,
+        tables.a_offset,
+        tables.b_offset,
+        tables.magnitude_offset,
+        tables.max_rank,
+    )
+
+
+def segment_fields(segments: LoRASegments) -> _SegmentFields:
+    return segments.permutation, segments.chunk_start, segments.chunk_length, segments.chunk_lora_index
+
+
+def _structs(num_tokens: int, fields: tuple[Any, ...]) -> tuple[LoRATables, LoRASegments]:
+    permutation, chunk_start, chunk_length, chunk_lora_index = fields[6:]
+    segments = LoRASegments(permutation, chunk_start, chunk_length, chunk_lora_index, num_tokens)
+    return LoRATables(*fields[:6]), segments
+
+
+def _fake_shrink(x: torch.Tensor, first_slice: int, num_slices: int, *fields: Any) -> torch.Tensor:
+    tables, _ = _structs(x.shape[0], fields)
+    return x.new_empty(num_slices, x.shape[0], tables.max_rank, dtype=torch.float32)
+
+
+def _fake_expand(v: torch.Tensor, y: torch.Tensor, first_slice: int, slice_sizes: Sequence[int], *fields: Any) -> None:
+    return None
+
+
+torch.library.register_fake("multilora::lora_shrink", _fake_shrink)
+torch.library.register_fake("multilora::lora_expand", _fake_expand)

@@ -1,0 +1,99 @@
+"""Synthetic batches and adapters, for tests and benchmarks alike so that the two measure the same thing.
+
+Whatever an operator must not read is NaN, and every offset it must not follow points far outside the arena.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from multilora_kernels.tables import LoRATables
+
+POPULARITIES = ("distinct", "identical", "uniform", "zipf", "skewed")
+"""How the tokens of a batch choose their adapters: one each, all the same, about sqrt(n) equally popular ones, ever
+rarer ones (1 / k^1.5), or one token of one adapter and the rest of another."""
+
+NOWHERE = 1 << 50
+"""An offset outside every arena: following it is an error."""
+
+
+@dataclass(frozen=True)
+class LinearShape:
+    """One fused linear: `in_features`, shared by its slices, and the width of each slice."""
+
+    in_features: int
+    slice_sizes: tuple[int, ...]
+
+    @property
+    def num_slices(self) -> int:
+        """Number of slices."""
+        return len(self.slice_sizes)
+
+    @property
+    def out_features(self) -> int:
+        """Width of the whole output."""
+        return sum(self.slice_sizes)
+
+
+def choose_adapters(popularity: str, num_tokens: int, generator: torch.Generator) -> torch.Tensor:
+    """Adapter of each token, [num_tokens] int64, shuffled; adapters are numbered from 0 without gaps in popularity."""
+    probabilities = {
+        "uniform": torch.ones(max(int(num_tokens**0.5), 1)),
+        "zipf": torch.arange(1, num_tokens + 1).float().pow(-1.5),
+    }
+    if popularity in probabilities:
+        return torch.multinomial(probabilities[popularity], num_tokens, replacement=True, generator=generator)
+    adapters = {
+        "distinct": torch.arange(num_tokens),
+        "identical": torch.zeros(num_tokens, dtype=torch.int64),
+        "skewed": (torch.arange(num_tokens) > 0).long(),
+    }[popularity]
+    return adapters[torch.randperm(num_tokens, generator=generator)]
+
+
+def random_tables(
+    shape: LinearShape,
+    rank: torch.Tensor,
+    dtype: torch.dtype,
+    generator: torch.Generator,
+    *,
+    shared_a: bool = False,
+    magnitudes: bool = False,
+    max_rank: int | None = None,
+) -> LoRATables:
+    """Adapters of one fused linear with the given ranks, scaled so that v and the update of y are of order one.
+
+    rank: [max_loras, num_slices], int; 0 for an absent slice. shared_a: the slices of an adapter have one A.
+    magnitudes: every second adapter has DoRA magnitudes. Weights lie between gaps of NaN at odd places.
+    """
+    builder = _ArenaBuilder(generator)
+    tables = torch.full((3, *rank.shape), NOWHERE, dtype=torch.int64)
+    for lora_index, slice_index in rank.nonzero().tolist():
+        r, out = int(rank[lora_index, slice_index]), shape.slice_sizes[slice_index]
+        is_shared = shared_a and slice_index > 0 and bool(rank[lora_index, slice_index - 1] == r)
+        a = (
+            tables[0, lora_index, slice_index - 1]
+            if is_shared
+            else builder.add(r * shape.in_features, shape.in_features)
+        )
+        m = builder.add(out, 1) if magnitudes and lora_index % 2 else -1
+        tables[:, lora_index, slice_index] = torch.tensor([int(a), builder.add(out * r, r), m])
+    arena = torch.cat([*builder.pieces, torch.full((5,), torch.nan)]).to(dtype)
+    return LoRATables(arena, rank.int(), tables[0], tables[1], tables[2], max_rank or int(rank.max()))
+
+
+class _ArenaBuilder:
+    def __init__(self, generator: torch.Generator) -> None:
+        self.pieces: list[torch.Tensor] = []
+        self._size = 0
+        self._generator = generator
+
+    def add(self, numel: int, fan_in: int) -> int:
+        """Append `numel` random weights of variance 1 / fan_in behind a gap; returns their offset."""
+        gap = torch.full((1 + len(self.pieces) % 3,), torch.nan)
+        weights = torch.randn(numel, generator=self._generator) * fan_in**-0.5
+        self.pieces += [gap, weights]
+        self._size += gap.numel() + numel
+        return self._size - numel

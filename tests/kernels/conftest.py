@@ -1,0 +1,45 @@
+"""The operators under test: the CPU's, the GPU's where there is one, or the GPU's in Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from multilora_kernels import lora_expand, lora_shrink
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@dataclass(frozen=True)
+class Implementation:
+    device: str
+    lora_shrink: Callable[..., torch.Tensor]
+    lora_expand: Callable[..., None]
+
+
+def _implementations() -> list[str]:
+    if INTERPRETED:
+        return ["interpreter"]
+    return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+
+
+@pytest.fixture(params=_implementations())
+def implementation(request: pytest.FixtureRequest) -> Implementation:
+    if request.param == "interpreter":
+        from multilora_kernels import cuda
+
+        return Implementation("cpu", cuda.lora_shrink, cuda.lora_expand)
+    return Implementation(request.param, lora_shrink, lora_expand)
+
+
+@pytest.fixture
+def poisoned_memory() -> Iterator[None]:
+    """Every buffer that an operator allocates without filling it is full of NaN."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(False)

@@ -1,0 +1,102 @@
+"""Building the CPU operators: once, safely, and what happens when it cannot be done."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from multilora_kernels.cpu import build
+
+_PACKAGES = Path(build.__file__).parents[2]
+_APPLY = """
+import logging, sys, torch
+logging.basicConfig(level=logging.WARNING, stream=sys.stdout, format="%(levelname)s %(message)s")
+from multilora_kernels import LoRATables, load_cpu_kernels, lora_segments, lora_shrink
+tables = LoRATables(torch.ones(12), torch.tensor([[2]], dtype=torch.int32), *torch.zeros(3, 1, 1, dtype=torch.int64), 2)
+segments = lora_segments(torch.tensor([0]), 1)
+for _ in range(2):
+    print(lora_shrink(torch.ones(1, 6), tables, 0, 1, segments).tolist())
+print(load_cpu_kernels())
+"""
+
+
+def _run(**environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", _APPLY],
+        cwd=_PACKAGES,
+        env=os.environ | environment,
+        stdout=subprocess.PIPE,
+        check=True,
+        text=True,
+    )
+    return done.stdout
+
+
+def test_without_a_compiler_the_reference_serves_after_one_warning(tmp_path):
+    output = _run(CXX="no-such-compiler", MULTILORA_KERNELS_CACHE=str(tmp_path))
+    assert output.count("[[[6.0, 6.0]]]") == 2
+    assert output.count("WARNING") == 1
+    assert "reference serves" in output
+    assert output.splitlines()[-1] == "False"
+
+
+def test_a_folder_that_cannot_be_written_is_no_reason_to_stop(tmp_path):
+    (tmp_path / "file").touch()
+    output = _run(MULTILORA_KERNELS_CACHE=str(tmp_path / "file"))
+    assert output.count("[[[6.0, 6.0]]]") == 2
+    assert output.count("WARNING") == 1
+
+
+def test_a_prebuilt_library_is_loaded_without_a_compiler(tmp_path):
+    library = build.load_library()
+    (tmp_path / library.parent.name).mkdir()
+    (tmp_path / library.parent.name / library.name).symlink_to(library)
+    output = _run(CXX="no-such-compiler", PATH="", MULTILORA_KERNELS_CACHE=str(tmp_path))
+    assert output.splitlines() == ["[[[6.0, 6.0]]]", "[[[6.0, 6.0]]]", "True"]
+
+
+def test_the_key_of_the_cache_changes_with_every_source_and_with_torch(monkeypatch, tmp_path):
+    for name in ("a.cpp", "b.h"):
+        (tmp_path / name).write_text("1")
+    monkeypatch.setattr(build, "_FOLDER", tmp_path)
+    digests = [build._digest()]
+    (tmp_path / "b.h").write_text("2")
+    digests.append(build._digest())
+    monkeypatch.setattr(torch, "__version__", "0.0")
+    digests.append(build._digest())
+    assert len(set(digests)) == 3
+
+
+def test_processes_that_start_together_compile_once(monkeypatch, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    library = tmp_path / "key" / "library.so"
+    loaded: list[Path] = []
+
+    def appears_while_waiting_for_the_lock(path):
+        library.touch()
+        return real_lock(path)
+
+    real_lock = build._locked
+    monkeypatch.setattr(build, "_locked", appears_while_waiting_for_the_lock)
+    monkeypatch.setattr(torch.ops, "load_library", loaded.append)
+    assert build._build_once(library) == library
+    assert loaded == [library]
+    assert not caplog.records
+
+
+def test_a_failed_build_leaves_nothing_that_the_next_one_could_load(monkeypatch, tmp_path):
+    monkeypatch.setenv("MULTILORA_KERNELS_CACHE", str(tmp_path))
+    monkeypatch.setattr(build.cpp_extension, "load", _fail)
+    with pytest.raises(build.BuildError, match="no space"):
+        build.load_library()
+    assert not list(tmp_path.rglob("*.so"))
+
+
+def _fail(**_: object) -> None:
+    raise RuntimeError("no space")

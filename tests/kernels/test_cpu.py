@@ -1,0 +1,60 @@
+"""What only the compiled CPU operators promise."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from support.lora_cases import make_case
+
+from multilora_kernels import load_cpu_kernels, lora_expand, lora_shrink
+
+_FOLDER = Path(__file__).parent
+
+
+def _available_capabilities() -> list[str]:
+    """Instruction sets of this machine that the library knows, widest first."""
+    flags = set(Path("/proc/cpuinfo").read_text().split())
+    needed = {"avx512": {"avx512f", "avx512bw", "avx512vl"}, "avx2": {"avx2", "fma", "f16c"}, "default": set()}
+    return [name for name, wanted in needed.items() if wanted <= flags]
+
+
+def test_the_compiled_operators_use_the_wanted_capability_or_else_the_widest():
+    assert load_cpu_kernels()
+    wanted = os.environ.get("MULTILORA_CPU_CAPABILITY", _available_capabilities()[0])
+    assert torch.ops.multilora.cpu_capability() == wanted
+
+
+@pytest.mark.parametrize("capability", _available_capabilities()[1:])
+def test_the_other_instruction_sets_pass_the_same_tests(capability):
+    environment = os.environ | {"MULTILORA_CPU_CAPABILITY": capability}
+    tests = [str(_FOLDER / name) for name in ("test_cpu.py", "test_shrink.py", "test_expand.py")]
+    shapes = (
+        "wanted_capability or every_dtype or every_rank or every_hidden_size or every_slice_width or magnitude or who"
+    )
+    subprocess.run([sys.executable, "-m", "pytest", "-q", "-k", shapes, *tests], env=environment, check=True)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 40])
+def test_the_number_of_threads_does_not_change_a_bit(num_tokens):
+    case = make_case("zipf", num_tokens, ranks=(16, 64, 7), base_share=0, lora_dtype=torch.bfloat16)
+    results = []
+    threads = torch.get_num_threads()
+    for n in (1, 2, 3, 7):
+        torch.set_num_threads(n)
+        v, y = lora_shrink(case.x, case.tables, 0, case.shape.num_slices, case.segments), case.y.clone()
+        lora_expand(v, y, case.tables, 0, case.shape.slice_sizes, case.segments)
+        results.append(y)
+    torch.set_num_threads(threads)
+    assert all(torch.equal(results[0], other) for other in results[1:])
+
+
+def test_weights_outside_the_arena_are_refused_and_not_read():
+    case = make_case("identical", 3, base_share=0, ranks=(4,))
+    case.tables.a_offset.fill_(case.tables.arena.numel())
+    with pytest.raises(RuntimeError, match="outside the arena"):
+        lora_shrink(case.x, case.tables, 0, case.shape.num_slices, case.segments)

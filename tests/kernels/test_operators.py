@@ -1,0 +1,44 @@
+"""The operators as torch sees them: schema, fake implementation, torch.compile."""
+
+from __future__ import annotations
+
+import torch
+from support.lora_cases import FUSED, make_case
+
+from multilora_kernels import lora_expand, lora_shrink, operators
+
+
+def _arguments(case):
+    return *operators.table_fields(case.tables), *operators.segment_fields(case.segments)
+
+
+def test_shrink_passes_the_checks_of_torch_for_custom_operators():
+    case = make_case()
+    arguments = (case.x.nan_to_num(), 0, 3, *_arguments(case))
+    torch.library.opcheck(
+        torch.ops.multilora.lora_shrink.default, arguments, test_utils=("test_schema", "test_faketensor")
+    )
+
+
+def test_expand_passes_the_checks_of_torch_for_custom_operators():
+    case = make_case(ranks=(8,), base_share=0)
+    v = lora_shrink(case.x, case.tables, 0, 3, case.segments)
+    arguments = (v, case.y, 0, FUSED.slice_sizes, *_arguments(case))
+    torch.library.opcheck(
+        torch.ops.multilora.lora_expand.default, arguments, test_utils=("test_schema", "test_faketensor")
+    )
+
+
+def test_a_compiled_function_has_no_graph_break_and_the_same_result():
+    case = make_case()
+
+    def apply(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        v = lora_shrink(x, case.tables, 0, 3, case.segments)
+        lora_expand(v, y, case.tables, 0, FUSED.slice_sizes, case.segments)
+        return y + 1
+
+    eager, compiled = case.y.clone(), case.y.clone()
+    expected = apply(case.x, eager)
+    actual = torch.compile(apply, fullgraph=True, backend="aot_eager")(case.x, compiled)
+    assert torch.equal(actual, expected)
+    assert torch.equal(compiled, eager)
