@@ -94,21 +94,20 @@ class Call:
         self.sends_weights = False
 
     def generation(self, response: Response) -> Generation:
-        generation = parse_generation(response, self._request.request_id)
-        self._settle(generation.lora_task_id, generation.lora_digest)
-        return generation
+        self._settle(response)
+        return parse_generation(response, self._request.request_id)
 
     def chunk(self, response: Response) -> Chunk:
-        chunk = parse_chunk(response, self._request.request_id)
-        self._settle(chunk.lora_task_id, chunk.lora_digest)
-        return chunk
+        self._settle(response)
+        return parse_chunk(response, self._request.request_id)
 
-    def _settle(self, answered_by: int | None, server_digest: str) -> None:
+    def _settle(self, response: Response) -> None:
         """Check that the adapter which answered is the one that was asked for, and remember that the server has it."""
+        answered_by = response.first("lora_task_id_out")
         if self._lora_task_id is not None and answered_by not in (None, self._lora_task_id):
             raise self._conflict(f"LoRA task {self._lora_task_id} was asked for and {answered_by} answered")
         if self.adapter is not None:
-            self._settle_version(self.adapter, server_digest)
+            self._settle_version(self.adapter, response.first("lora_digest") or "")
         self._is_answered = True
 
     def _settle_version(self, adapter: Adapter, server_digest: str) -> None:

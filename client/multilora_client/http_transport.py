@@ -1,11 +1,13 @@
 """Triton over HTTP: `infer` with binary tensors, `generate_stream` with JSON and server-sent events.
 
-The JSON of `generate_stream` has no way to carry an adapter: `streams_tensors` is False, and clients upload first.
+The JSON of `generate_stream` carries neither an adapter nor a timeout: `streams_tensors` is False, so that clients
+upload first, and a stream's deadline is kept here, by closing the connection, which cancels the request.
 """
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import AsyncGenerator, Generator, Mapping
 from typing import Any
 
@@ -37,11 +39,13 @@ class HttpTransport:
             raise _error(error, self._base_url, request) from error
 
     def stream(self, request: InferRequest) -> Generator[Response, None, None]:
+        started = time.monotonic()
         try:
             with self._http.stream("POST", **_stream_call(request)) as answer:
                 if not answer.is_success:
                     raise _refusal(answer.status_code, answer.read(), request)
                 for line in answer.iter_lines():
+                    _check_deadline(started, request)
                     yield from _event(line, request)
         except httpx2.HTTPError as error:
             raise _error(error, self._base_url, request) from error
@@ -66,11 +70,13 @@ class AsyncHttpTransport:
             raise _error(error, self._base_url, request) from error
 
     async def stream(self, request: InferRequest) -> AsyncGenerator[Response, None]:
+        started = time.monotonic()
         try:
             async with self._http.stream("POST", **_stream_call(request)) as answer:
                 if not answer.is_success:
                     raise _refusal(answer.status_code, await answer.aread(), request)
                 async for line in answer.aiter_lines():
+                    _check_deadline(started, request)
                     for response in _event(line, request):
                         yield response
         except httpx2.HTTPError as error:
@@ -171,9 +177,18 @@ def _error_text(content: bytes) -> str:
         return content.decode("utf-8", "replace") or "the server gave no reason"
 
 
+def _check_deadline(started: float, request: InferRequest) -> None:
+    if request.timeout_s is not None and time.monotonic() - started > request.timeout_s:
+        raise _timed_out(request)
+
+
+def _timed_out(request: InferRequest) -> TimedOut:
+    return TimedOut(f"no answer within {request.timeout_s} s", request_id=request.request_id)
+
+
 def _error(error: httpx2.HTTPError, base_url: str, request: InferRequest) -> MultiloraClientError:
     if isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout):
         return ServerUnreachable(f"no server answers at {base_url}: {error}", request_id=request.request_id)
     if isinstance(error, httpx2.TimeoutException):
-        return TimedOut(f"no answer within {request.timeout_s} s", request_id=request.request_id)
+        return _timed_out(request)
     return Unavailable(f"the connection to {base_url} broke: {error}", request_id=request.request_id)

@@ -55,12 +55,12 @@ class GenerateOptions(TypedDict, total=False):
     messages: turns of a chat, to which the server applies the model's chat template.
     input_ids: token ids of the prompt.
     max_tokens: most tokens to generate, 128 when not given. min_tokens: least before an end token counts.
-    temperature, top_k, top_p: sampling. The server is greedy by default. `top_k` 0 means no limit, and is the default
-        here as soon as `temperature` or `top_p` asks for sampling.
+    temperature, top_k, top_p: sampling. The server is greedy unless one of them is given; `top_k` 0 means no limit.
     seed: makes sampling repeatable.
     stop_words: texts that end the answer and are not part of it.
     end_id: the token that ends the answer instead of the model's own; -1 for none.
     timeout_s: seconds after which the server ends the request; the client waits a second longer, then raises TimedOut.
+        Triton passes no timeout on to HTTP streams: there the client ends the request, and raises TimedOut at once.
     request_id: a name to `stop` the request by; drawn when not given.
     """
 
@@ -203,8 +203,6 @@ _SAMPLING_INPUTS: Mapping[str, tuple[str, type[np.generic]]] = {
 def _sampling_inputs(options: GenerateOptions) -> dict[str, Tensor]:
     given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     given.setdefault("max_tokens", DEFAULT_MAX_TOKENS)
-    if "temperature" in given or "top_p" in given:
-        given.setdefault("top_k", 0)
     inputs = {
         input_name: _number(option, given[option], dtype)
         for option, (input_name, dtype) in _SAMPLING_INPUTS.items()
@@ -223,12 +221,14 @@ def _number(option: str, value: Any, dtype: type[np.generic]) -> Tensor:
 
 
 def _answer_fields(response: Response) -> dict[str, Any]:
+    """A task id of 0 without a digest is how the base model signs."""
+    lora_task_id, lora_digest = response.first("lora_task_id_out"), response.first("lora_digest") or ""
     return {
         "text": response.text,
         "token_ids": response.token_ids,
         "finish_reason": response.first("finish_reason") or None,
         "num_input_tokens": response.first("num_input_tokens"),
         "num_output_tokens": response.first("num_output_tokens"),
-        "lora_task_id": response.first("lora_task_id_out"),
-        "lora_digest": response.first("lora_digest") or "",
+        "lora_task_id": lora_task_id if lora_task_id or lora_digest else None,
+        "lora_digest": lora_digest,
     }

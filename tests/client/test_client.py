@@ -271,6 +271,20 @@ def test_an_answer_by_another_adapter_is_an_error(make_client: Any, ask: Any) ->
 
 
 @both_ways
+def test_an_answer_by_the_base_model_instead_is_an_error(make_client: Any, ask: Any) -> None:
+    client = make_client(lambda _: [Response({"lora_task_id_out": [0], "lora_digest": [""]}, is_final=True)])
+
+    with pytest.raises(AdapterConflict, match="LoRA task 7 was asked for and 0 answered"):
+        ask(client, adapter=7)
+
+
+def test_the_base_model_signs_with_no_adapter(make_client: Any) -> None:
+    client = make_client(lambda _: [Response({"lora_task_id_out": [0], "lora_digest": [""]})])
+
+    assert client.generate("hi").lora_task_id is None
+
+
+@both_ways
 def test_a_refusal_for_other_weights_reaches_the_caller(make_client: Any, ask: Any, adapter: Adapter) -> None:
     def refuse(_: InferRequest) -> Iterable[Response]:
         raise parse_error(
@@ -389,18 +403,6 @@ def test_token_ids_and_messages_are_prompts_too(make_client: Any) -> None:
     assert json.loads(by_messages["messages"][2][0]) == messages
     assert "text_input" not in by_ids
     assert "text_input" not in by_messages
-
-
-@pytest.mark.parametrize(
-    ("options", "top_k"),
-    [({}, None), ({"temperature": 0.7}, [0]), ({"top_p": 0.9}, [0]), ({"temperature": 0.7, "top_k": 3}, [3])],
-)
-def test_asking_for_sampling_lifts_the_servers_greedy_default(
-    make_client: Any, options: dict[str, Any], top_k: list[int] | None
-) -> None:
-    inputs = sent_inputs(make_client, "hi", **options)
-
-    assert inputs.get("runtime_top_k", (None, None, None))[2] == top_k
 
 
 def test_the_ensemble_has_its_own_names(make_client: Any) -> None:

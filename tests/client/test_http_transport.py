@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import struct
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import httpx2
@@ -202,6 +202,28 @@ def test_failures_of_the_network_arrive_typed(ask: Any, failure: Exception, kind
     with pytest.raises(kind) as caught:
         ask(fail, timeout_s=2.0)
     assert type(caught.value) is kind
+
+
+EVENT = b'data: {"text_output": "more "}\n\n'
+
+
+def endless_events() -> Iterator[bytes]:
+    while True:
+        yield EVENT
+
+
+async def endless_events_asyncio() -> AsyncIterator[bytes]:
+    while True:
+        await asyncio.sleep(0)
+        yield EVENT
+
+
+@pytest.mark.parametrize(
+    ("ask", "events"), [(stream_blocking, endless_events), (stream_asyncio, endless_events_asyncio)]
+)
+def test_a_stream_that_goes_on_and_on_ends_at_its_deadline(ask: Any, events: Any) -> None:
+    with pytest.raises(TimedOut, match=r"no answer within 0\.05 s"):
+        ask(lambda _: httpx2.Response(200, content=events()), timeout_s=0.05)
 
 
 def test_the_body_of_a_request_is_that_of_tritonclient() -> None:
