@@ -1,0 +1,63 @@
+"""Parameters of config.pbtxt: what is read, what is refused, and that the message says what to write."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from multilora_engine.config import EngineConfig
+from multilora_engine.errors import ConfigError
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> str:
+    (tmp_path / "config.json").write_text("{}")
+    return str(tmp_path)
+
+
+def test_empty_values_and_unset_references_mean_the_default(checkpoint: str) -> None:
+    parameters = {"model_path": "${MODEL}", "block_size": "", "dtype": "${UNSET}", "max_loras": " "}
+    config = EngineConfig.from_parameters(parameters, environ={"MODEL": checkpoint})
+    assert config == EngineConfig(model_path=Path(checkpoint))
+
+
+def test_values_are_read_in_their_types(checkpoint: str) -> None:
+    config = EngineConfig.from_parameters(
+        {
+            "model_path": checkpoint,
+            "lora_cache_host_memory_bytes": "4GiB",
+            "kv_cache_memory_bytes": "1000000",
+            "add_special_tokens": "false",
+            "max_loras": "7",
+            "request_timeout_s": "1.5",
+        },
+        environ={},
+    )
+    assert config.lora.lora_cache_host_memory_bytes == 4 << 30
+    assert config.kv_cache_memory_bytes == 1_000_000
+    assert config.add_special_tokens is False
+    assert config.lora.max_loras == 7
+    assert config.request_timeout_s == 1.5
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"max_lora": "3"}, "unknown parameter max_lora in config.pbtxt; known are: .*max_loras"),
+        ({"block_size": "x"}, "parameter block_size='x'"),
+        ({"max_lora_rank": "257"}, "parameter max_lora_rank='257'.*256"),
+        ({"lora_on_conflict": "ignore"}, "lora_on_conflict='ignore'.*'refuse' or 'replace'"),
+        ({"gpu_memory_utilization": "nan"}, "gpu_memory_utilization"),
+        ({"max_num_seqs": "600"}, "max_num_seqs: 600 .*write max_num_seqs <= max_num_batched_tokens"),
+        ({"model_path": "/nowhere"}, "/nowhere has no config.json"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(checkpoint: str, parameters: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig.from_parameters({"model_path": checkpoint, **parameters}, environ={})
+
+
+def test_a_missing_model_is_told_first(checkpoint: str) -> None:
+    with pytest.raises(ConfigError, match="model_path is empty"):
+        EngineConfig.from_parameters({"model_path": "${MULTILORA_MODEL}"}, environ={})

@@ -1,0 +1,192 @@
+"""The scheduler under random arrivals, adapters, cancellations and cache sizes, its books checked after each step."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import cast
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.adapters import TINY, wire_adapter
+
+from multilora_engine.errors import QueueFull
+from multilora_engine.kv_cache import BlockAllocator
+from multilora_engine.lora.device_tier import DeviceTier
+from multilora_engine.lora.format import pack_adapter
+from multilora_engine.lora.host_tier import HostTier
+from multilora_engine.lora.manager import LoRAManager
+from multilora_engine.request import GenerationRequest, SamplingParams, Sequence
+from multilora_engine.scheduler import ScheduledSequence, Scheduler
+from multilora_engine.text import TextStream
+
+MAX_LORAS = 2
+BLOCK_SIZE = 4
+NUM_ADAPTERS = 5
+
+
+def _packed(task: int):  # type: ignore[no-untyped-def]
+    wire = wire_adapter(TINY, [(1, 0, 2)], seed=task)
+    return pack_adapter(wire.weights, wire.config, TINY)
+
+
+ADAPTERS = [_packed(task) for task in range(NUM_ADAPTERS)]
+
+
+class World:
+    """A scheduler with real tiers and blocks; computing a step is appending a token to what was sampled."""
+
+    def __init__(self, num_blocks: int = 12, max_num_seqs: int = 4, budget: int = 8, max_queue_size: int = 100) -> None:
+        host = HostTier(NUM_ADAPTERS, TINY.page_bytes)
+        self.loras = LoRAManager(host, DeviceTier(TINY, host.pool, host.pool, MAX_LORAS), "refuse")
+        for task, packed in enumerate(ADAPTERS):
+            self.loras.put(task, packed)
+        self.blocks = BlockAllocator(num_blocks, BLOCK_SIZE)
+        self.scheduler = Scheduler(self.blocks, self.loras, max_num_seqs, budget, max_queue_size)
+        self.budget = budget
+        self.alive: list[Sequence] = []
+        self.finished: list[Sequence] = []
+        self.arrivals = 0
+
+    def add(self, prompt_len: int, max_tokens: int, task: int | None = None, priority: int = 0) -> Sequence:
+        request = GenerationRequest(
+            f"r{self.arrivals}", [1] * prompt_len, SamplingParams(max_tokens), lora_task_id=task, priority=priority
+        )
+        adapter = None if task is None else self.loras.pin(task)
+        sequence = Sequence(request, self.arrivals, adapter, cast(TextStream, None), Random(0))
+        self.arrivals += 1
+        self.scheduler.check_queue()
+        self.scheduler.add(sequence)
+        self.alive.append(sequence)
+        return sequence
+
+    def finish(self, sequence: Sequence) -> None:
+        self.scheduler.finish(sequence)
+        self.alive.remove(sequence)
+        self.finished.append(sequence)
+
+    def step(self) -> list[ScheduledSequence]:
+        step = self.scheduler.schedule()
+        self.check_step(step)
+        for scheduled in step:
+            if scheduled.is_sampled:
+                scheduled.sequence.output_token_ids.append(2)
+                if len(scheduled.sequence.output_token_ids) == scheduled.sequence.request.sampling.max_tokens:
+                    self.finish(scheduled.sequence)
+        self.scheduler.check_integrity()
+        return step
+
+    def check_step(self, step: list[ScheduledSequence]) -> None:
+        assert sum(s.num_tokens for s in step) <= self.budget
+        lengths = [s.num_tokens for s in step]
+        assert all(length > 0 for length in lengths)
+        assert sorted(lengths, key=lambda n: n > 1) == lengths, "single tokens come first"
+        assert len({s.sequence.request.request_id for s in step}) == len(step)
+        in_use = {s.sequence.adapter for s in step if s.sequence.adapter is not None}
+        assert len(in_use) <= MAX_LORAS
+        assert len({self.loras.lora_index(adapter) for adapter in in_use}) == len(in_use)
+        for scheduled in step:
+            end = scheduled.start + scheduled.num_tokens
+            assert scheduled.sequence.num_computed_tokens == end
+            assert len(scheduled.sequence.block_table) * BLOCK_SIZE >= end
+
+    def run_dry(self, max_steps: int = 2000) -> None:
+        for _ in range(max_steps):
+            if not self.alive:
+                return
+            self.step()
+        raise AssertionError(f"{len(self.alive)} sequences never finished")
+
+
+ARRIVAL = st.tuples(
+    st.integers(1, 30), st.integers(1, 18), st.none() | st.integers(0, NUM_ADAPTERS - 1), st.integers(0, 2)
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    arrivals=st.lists(ARRIVAL, min_size=1, max_size=25),
+    num_blocks=st.integers(12, 30),
+    budget=st.integers(4, 20),
+    seed=st.integers(0, 1 << 30),
+)
+def test_everything_that_arrives_finishes_whatever_happens(
+    arrivals: list[tuple[int, int, int | None, int]], num_blocks: int, budget: int, seed: int
+) -> None:
+    world, rng = World(num_blocks=num_blocks, budget=budget), Random(seed)
+    pending = list(arrivals)
+    while pending or rng.random() < 0.5:
+        if pending and rng.random() < 0.5:
+            world.add(*pending.pop())
+        if world.alive and rng.random() < 0.05:
+            world.finish(rng.choice(world.alive))
+        world.step()
+    world.run_dry()
+    assert len(world.finished) == len(arrivals)
+    assert world.blocks.num_free == num_blocks
+    assert world.loras.num_pins == 0
+
+
+def test_decodes_come_before_prompts_and_long_prompts_are_cut_into_chunks() -> None:
+    world = World(num_blocks=40, budget=8)
+    first = world.add(3, 10)
+    world.step()
+    second = world.add(20, 2)
+    chunks = []
+    for _ in range(3):
+        step = world.step()
+        assert [s.sequence for s in step] == [first, second]
+        assert step[0].num_tokens == 1
+        chunks.append(step[1].num_tokens)
+    assert chunks == [7, 7, 6]
+
+
+def test_a_sequence_that_waits_for_its_adapter_is_skipped_not_waited_for() -> None:
+    world = World(num_blocks=60, max_num_seqs=8, budget=20)
+    for task in range(MAX_LORAS):
+        world.add(2, 10, task)
+    blocked = world.add(2, 3, MAX_LORAS)
+    base, warm = world.add(2, 3), world.add(2, 3, 0)
+    scheduled = [s.sequence for s in world.step()]
+    assert blocked not in scheduled
+    assert base in scheduled
+    assert warm in scheduled
+
+
+def test_a_skipped_sequence_is_not_overtaken_for_ever() -> None:
+    world = World(num_blocks=60, max_num_seqs=4, budget=8)
+    for task in range(MAX_LORAS):
+        world.add(2, 6, task)
+    world.step()
+    blocked = world.add(2, 3, MAX_LORAS)
+    steps = 0
+    while blocked in world.alive:
+        while world.scheduler.num_waiting < 4:
+            world.add(2, 6, world.arrivals % MAX_LORAS)
+        world.step()
+        steps += 1
+        assert steps < 400, "starved"
+
+
+def test_the_last_in_line_is_preempted_and_starts_again_from_its_tokens() -> None:
+    world = World(num_blocks=12, max_num_seqs=4, budget=30)
+    first, last = world.add(16, 24), world.add(16, 24, 3)
+    world.run_dry()
+    assert world.scheduler.num_preemptions > 0
+    assert world.finished == [first, last]
+    assert len(last.output_token_ids) == 24
+
+
+def test_smaller_priority_goes_first() -> None:
+    world = World(num_blocks=60, max_num_seqs=1, budget=20)
+    later, sooner = world.add(2, 1, priority=1), world.add(2, 1, priority=0)
+    world.run_dry()
+    assert world.finished == [sooner, later]
+
+
+def test_a_full_queue_refuses_with_its_length() -> None:
+    world = World(max_queue_size=2)
+    world.add(2, 1)
+    world.add(2, 1)
+    with pytest.raises(QueueFull, match="2 requests are waiting"):
+        world.scheduler.check_queue()
