@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from support.lora_cases import FUSED, make_case
 
-from multilora_kernels import lora_expand, lora_shrink, operators
+from multilora_kernels import load_cpu_kernels, lora_expand, lora_shrink, operators
 
 
 def _arguments(case):
@@ -13,6 +13,7 @@ def _arguments(case):
 
 
 def test_shrink_passes_the_checks_of_torch_for_custom_operators():
+    load_cpu_kernels()
     case = make_case()
     arguments = (case.x.nan_to_num(), 0, 3, *_arguments(case))
     torch.library.opcheck(
