@@ -118,12 +118,9 @@ def _decode_plan(batch: ForwardBatch, window: int | None, dtype: torch.dtype) ->
     start = end - torch.tensor(num_keys, device=device)[:, None]
     positions = start + torch.arange(max(num_keys), device=device)
     is_key = positions < end
-    # The newest token's slot is this sequence's own and written in this step: safe to read, whatever the rest holds.
-    slots = torch.where(
-        is_key,
-        _slots(batch.block_tables[:n], torch.minimum(positions, end - 1), batch.block_size),
-        batch.slot_mapping[:n, None],
-    )
+    # Padding reads the newest token, which is this sequence's own and written in this step: a masked key must still be
+    # finite, and unwritten slots need not be.
+    slots = _slots(batch.block_tables[:n], torch.minimum(positions, end - 1), batch.block_size)
     return DecodePlan(slots=slots.reshape(-1), mask=_additive_mask(is_key, dtype)[:, None, None])
 
 
