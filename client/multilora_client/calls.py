@@ -40,9 +40,12 @@ class AdapterLedger:
 
     def knows(self, adapter: Adapter) -> bool:
         """Whether the server had exactly these weights under this id when last heard of."""
-        with self._lock:
-            known = self._known.get(adapter.lora_task_id)
-        return known is not None and known.content == adapter.tensors.digest
+        return self._find(adapter) is not None
+
+    def server_digest(self, adapter: Adapter) -> str:
+        """The server's own digest of a known adapter; "" when it has not told one."""
+        known = self._find(adapter)
+        return known.server_digest if known else ""
 
     def confirm(self, adapter: Adapter, server_digest: str) -> None:
         with self._lock:
@@ -52,11 +55,10 @@ class AdapterLedger:
         with self._lock:
             self._known.pop(adapter.lora_task_id, None)
 
-    def server_digest(self, adapter: Adapter) -> str:
-        """The server's own digest of the adapter, "" when it has not told one."""
+    def _find(self, adapter: Adapter) -> _Known | None:
         with self._lock:
             known = self._known.get(adapter.lora_task_id)
-        return known.server_digest if known else ""
+        return known if known and known.content == adapter.tensors.digest else None
 
 
 class Call:
@@ -106,13 +108,12 @@ class Call:
         answered_by = response.first("lora_task_id_out")
         if self._lora_task_id is not None and answered_by not in (None, self._lora_task_id):
             raise self._conflict(f"LoRA task {self._lora_task_id} was asked for and {answered_by} answered")
-        if self.adapter is not None:
+        if self.adapter is not None and not self._is_answered:
             self._settle_version(self.adapter, response.first("lora_digest") or "")
         self._is_answered = True
 
     def _settle_version(self, adapter: Adapter, server_digest: str) -> None:
-        is_new_to_server = self.sends_weights and not self._is_answered
-        known_digest = "" if is_new_to_server else self._ledger.server_digest(adapter)
+        known_digest = "" if self.sends_weights else self._ledger.server_digest(adapter)
         if known_digest and server_digest and known_digest != server_digest:
             self._ledger.forget(adapter)
             raise self._conflict(f"LoRA task {adapter.lora_task_id} was replaced on the server by other weights")

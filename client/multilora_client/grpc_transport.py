@@ -40,12 +40,14 @@ class GrpcTransport:
     def stream(self, request: InferRequest) -> Generator[Response, None, None]:
         call = self._stub.ModelStreamInfer(iter([_stream_message(request)]), timeout=_deadline(request))
         try:
+            ending = None
             for message in call:
-                response = _stream_response(message, request)
-                yield response
-                if response.is_final:
-                    return
-            raise _cut_off(request)
+                answer = _stream_answer(message, request)
+                if isinstance(answer, Response) and not answer.is_final:
+                    yield answer
+                else:
+                    ending = answer
+            yield _last(ending, request)
         except grpc.RpcError as error:
             raise _error(error, self._target, request) from error
         finally:
@@ -78,12 +80,14 @@ class AsyncGrpcTransport:
     async def stream(self, request: InferRequest) -> AsyncGenerator[Response, None]:
         call = self._stub.ModelStreamInfer(iter([_stream_message(request)]), timeout=_deadline(request))
         try:
+            ending = None
             async for message in call:
-                response = _stream_response(message, request)
-                yield response
-                if response.is_final:
-                    return
-            raise _cut_off(request)
+                answer = _stream_answer(message, request)
+                if isinstance(answer, Response) and not answer.is_final:
+                    yield answer
+                else:
+                    ending = answer
+            yield _last(ending, request)
         except grpc.RpcError as error:
             raise _error(error, self._target, request) from error
         finally:
@@ -122,10 +126,23 @@ def _response(message: Any) -> Response:
     return Response(outputs, message.parameters["triton_final_response"].bool_param)
 
 
-def _stream_response(message: Any, request: InferRequest) -> Response:
+def _stream_answer(message: Any, request: InferRequest) -> Response | MultiloraClientError:
     if message.error_message:
-        raise parse_error(message.error_message, request_id=request.request_id)
+        return parse_error(message.error_message, request_id=request.request_id)
     return _response(message.infer_response)
+
+
+def _last(ending: Response | MultiloraClientError | None, request: InferRequest) -> Response:
+    """What ended a stream, handed on only when the server has closed its side.
+
+    Cancelling a call between its last response and its end can leave Triton (24.10) waiting for it when it
+    shuts down.
+    """
+    if ending is None:
+        raise Unavailable("the stream ended before its final response", request_id=request.request_id)
+    if isinstance(ending, MultiloraClientError):
+        raise ending
+    return ending
 
 
 def _error(error: grpc.RpcError, target: str, request: InferRequest) -> MultiloraClientError:
@@ -137,7 +154,3 @@ def _error(error: grpc.RpcError, target: str, request: InferRequest) -> Multilor
     if status == "UNAVAILABLE" and "[UNAVAILABLE]" not in details:
         return ServerUnreachable(f"no server answers at {target}: {details}", request_id=request.request_id)
     return parse_error(details, status=_CODES.get(status, status), request_id=request.request_id)
-
-
-def _cut_off(request: InferRequest) -> Unavailable:
-    return Unavailable("the stream ended before its final response", request_id=request.request_id)

@@ -156,8 +156,8 @@ def generation_inputs(
 
 
 def task_id_input(lora_task_id: int) -> dict[str, Tensor]:
-    """The input that selects an adapter."""
-    return {"lora_task_id": numeric_tensor(lora_task_id, np.uint64)}
+    """The input that selects an adapter. Raises InvalidRequest unless it is an unsigned 64-bit number."""
+    return {"lora_task_id": _number("lora_task_id", lora_task_id, np.uint64)}
 
 
 def stop_inputs() -> dict[str, Tensor]:
@@ -180,9 +180,9 @@ def _prompt_inputs(prompt: str | None, options: GenerateOptions) -> dict[str, Te
     if sum(given is not None for given in (prompt, messages, input_ids)) != 1:
         raise InvalidRequest("exactly one of prompt, messages and input_ids is required")
     if prompt is not None:
-        return {"text_input": string_tensor([prompt])}
+        return {"text_input": _strings("prompt", [prompt])}
     if messages is not None:
-        return {"messages": string_tensor([json.dumps(list(messages), ensure_ascii=False)])}
+        return {"messages": _strings("messages", [json.dumps(list(messages), ensure_ascii=False)])}
     return {
         "input_ids": _number("input_ids", input_ids, np.int32),
         "input_lengths": numeric_tensor(len(input_ids or ()), np.int32),
@@ -209,7 +209,7 @@ def _sampling_inputs(options: GenerateOptions) -> dict[str, Tensor]:
         if option in given
     }
     if given.get("stop_words"):
-        inputs["stop_words"] = string_tensor(given["stop_words"])
+        inputs["stop_words"] = _strings("stop_words", given["stop_words"])
     return inputs
 
 
@@ -218,6 +218,13 @@ def _number(option: str, value: Any, dtype: type[np.generic]) -> Tensor:
         return numeric_tensor(value, dtype)
     except (OverflowError, ValueError, TypeError) as error:
         raise InvalidRequest(f"{option}: {error}") from error
+
+
+def _strings(option: str, values: Sequence[str]) -> Tensor:
+    try:
+        return string_tensor(values)
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(f"{option} is not Unicode text: {error}") from error
 
 
 def _answer_fields(response: Response) -> dict[str, Any]:

@@ -77,6 +77,7 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
     """Knows the protocol and nothing of language models: it answers with `words`, and keeps adapters by task id.
 
     received: (model, inputs) of every request, in order. endless: streams go on until they are cancelled.
+    was_left_early: whether a client that had its last word left before the server had closed the stream.
     """
 
     words: tuple[str, ...] = ("Ahoy", ", ", "café")
@@ -84,6 +85,7 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
     received: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     adapters: set[int] = field(default_factory=set)
     cancelled: threading.Event = field(default_factory=threading.Event)
+    was_left_early: bool | None = None
     url: str = ""
 
     def ModelInfer(self, request: Any, context: grpc.ServicerContext) -> Any:
@@ -96,18 +98,19 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
     def ModelStreamInfer(self, requests: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
         request = next(requests)
         inputs = self._receive(request)
+        context.add_callback(self.cancelled.set)
         if error := self._error(inputs):
             yield service_pb2.ModelStreamInferResponse(error_message=f"in ensemble 'ensemble', {error}")
         elif "stop" in inputs:
             yield self._stream_response(service_pb2.ModelInferResponse(), is_final=True)
         elif self.endless:
-            context.add_callback(self.cancelled.set)
             while not self.cancelled.is_set():
                 yield self._stream_response(self._response(inputs, "more ", is_final=False), is_final=False)
         else:
             for index, word in enumerate(self.words):
                 is_final = index == len(self.words) - 1
                 yield self._stream_response(self._response(inputs, word, is_final=is_final), is_final=is_final)
+            self.was_left_early = self.cancelled.wait(0.1)
 
     def _receive(self, request: Any) -> dict[str, Any]:
         inputs = {

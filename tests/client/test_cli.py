@@ -66,7 +66,7 @@ def test_stats_tell_which_adapter_answered(fake_triton: Any, converted: Path) ->
     result = run("generate", "hi", "--url", fake_triton.url, "--adapter", converted, "--lora-task-id", 7, "--stats")
 
     assert result.stdout == "Ahoy, café\n"
-    assert "finish reason stop, LoRA task 7 abababababab" in result.stderr
+    assert "finish reason stop, LoRA task 7 (abababababab)" in result.stderr
 
 
 def test_chat_remembers_until_reset(fake_triton: Any) -> None:

@@ -442,6 +442,18 @@ def test_numbers_that_no_tensor_can_hold_are_refused_before_they_are_sent(
         make_client(Server()).generate("hi", **option)
 
 
+@pytest.mark.parametrize("lora_task_id", [-1, 2**64])
+def test_a_task_id_that_no_tensor_can_hold_is_refused_too(make_client: Any, lora_task_id: int) -> None:
+    with pytest.raises(InvalidRequest, match="lora_task_id"):
+        make_client(Server()).generate("hi", adapter=lora_task_id)
+
+
+@pytest.mark.parametrize("option", [{"prompt": "\ud800"}, {"prompt": "hi", "stop_words": ["\udc80"]}])
+def test_text_that_is_not_unicode_is_refused(make_client: Any, option: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match=f"{list(option)[-1]} is not Unicode text"):
+        make_client(Server()).generate(**option)
+
+
 @pytest.mark.parametrize("url", ["localhost:8001", "ftp://localhost", "grpc://", ""])
 @pytest.mark.parametrize("kind", [Client, AsyncClient])
 def test_a_url_without_a_known_scheme_is_refused(kind: Any, url: str) -> None:

@@ -78,6 +78,13 @@ def test_errors_arrive_typed_from_calls_and_from_streams(fake_triton: Any) -> No
             assert (caught.value.code, caught.value.request_id) == ("NOT_FOUND", "r1")
 
 
+def test_a_whole_stream_is_not_left_before_the_server_has_closed_it(fake_triton: Any) -> None:
+    with Client(fake_triton.url) as client:
+        list(client.stream("hi"))
+
+    assert fake_triton.was_left_early is False
+
+
 def test_leaving_a_stream_cancels_it_on_the_server(fake_triton: Any) -> None:
     fake_triton.endless = True
     with Client(fake_triton.url) as client:

@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 
@@ -11,7 +12,10 @@ def test_the_client_never_imports_torch(module: str) -> None:
     """In a process of its own and without a terminal, since the tests themselves import torch."""
     script = f"import sys, {module}; assert 'numpy' in sys.modules; sys.exit('torch' in sys.modules)"
 
-    assert subprocess.run([sys.executable, "-c", script], stdin=subprocess.DEVNULL, check=False).returncode == 0
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", script], stdin=subprocess.DEVNULL, env=environment, check=False)
+
+    assert done.returncode == 0
 
 
 def test_all_lists_every_public_name_in_order() -> None:
