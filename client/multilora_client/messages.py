@@ -37,7 +37,7 @@ ENSEMBLE = Door(
     "ensemble_unary",
     input_names={"runtime_top_k": "top_k", "runtime_top_p": "top_p", "streaming": "stream"},
 )
-"""preprocessing -> generation -> postprocessing, the door that clients of TensorRT-LLM know. It takes a prompt only."""
+"""preprocessing -> generation -> postprocessing, the door that TensorRT-LLM clients know. It takes no `input_ids`."""
 
 
 class Message(TypedDict):
