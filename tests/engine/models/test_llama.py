@@ -110,6 +110,28 @@ def test_logits_match_transformers_for_chunked_prefill_and_decode_in_one_batch(
         torch.testing.assert_close(torch.cat(rows), expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["llama rope yarn", "qwen3 biases and windows"])
+def test_half_precision_is_as_near_to_float32_as_transformers_is(
+    name: str,
+    dtype: torch.dtype,
+    tmp_path: Path,
+    paged_runner: Callable[..., Any],
+    paged_sequence: Callable[..., Any],
+) -> None:
+    reference, chunks = make_checkpoint(name, tmp_path), [9, 6, 1, 1, 1]
+    # One sequence's error is mostly chance (by a factor of ten either way), the mean of eight is not.
+    prompts = [random_tokens(sum(chunks), seed) for seed in range(8)]
+    sequences = [paged_sequence(prompt) for prompt in prompts]
+    runner = paged_runner(load_model(tmp_path, dtype, torch.device("cpu")))
+    steps = [torch.stack(runner.step([(sequence, n) for sequence in sequences])) for n in chunks]
+    exact = torch.stack([reference_logits(reference, prompt, chunks) for prompt in prompts])
+    reference.to(dtype)
+    half = torch.stack([reference_logits(reference, prompt, chunks) for prompt in prompts])
+    assert steps[0].dtype == torch.float32
+    assert (torch.cat(steps, dim=1) - exact).square().mean() < 2 * (half.float() - exact).square().mean()
+
+
 def make_checkpoint(name: str, path: Path) -> PreTrainedModel:
     """Random weights, biases and norms included, saved in shards."""
     architecture, config = CHECKPOINTS[name]
