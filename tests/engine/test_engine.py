@@ -1,0 +1,191 @@
+"""The engine's door: what it refuses, how requests end, and that nothing of them is left."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+from support.adapters import wire_adapter
+from support.engines import Answer, assert_idle, run_all
+from support.tiny_model import VOCAB_SIZE, save_tiny_llama
+
+from multilora_engine.config import EngineConfig, LoRAConfig
+from multilora_engine.engine import Engine
+from multilora_engine.errors import AdapterNotFound, ConfigError, InvalidRequest, QueueFull
+from multilora_engine.lora.format import pack_adapter
+from multilora_engine.request import GenerationRequest, SamplingParams
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_llama(tmp_path_factory.mktemp("tiny"))
+
+
+def make_engine(checkpoint: Path, tokenizer: Path, **options: object) -> Engine:
+    config = EngineConfig(model_path=checkpoint, tokenizer_path=tokenizer, num_threads=1, **options)  # type: ignore[arg-type]
+    engine = Engine(config)
+    for task in range(3):
+        wire = wire_adapter(engine.info.adapter_layout, [(1, 0, 4), (6, 1, 2 + task)], seed=task, scale=0.5)
+        engine.put_adapter(task, pack_adapter(wire.weights, wire.config, engine.info.adapter_layout))
+    return engine
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoint: Path, default_model_dir: Path) -> Engine:
+    return make_engine(checkpoint, default_model_dir, max_queue_size=50)
+
+
+def request(name: str, prompt: list[int], task: int | None = None, **sampling: object) -> GenerationRequest:
+    parameters = SamplingParams(**{"max_tokens": 8, "end_id": -1, **sampling})  # type: ignore[arg-type]
+    return GenerationRequest(name, prompt, parameters, lora_task_id=task)
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (request("r", []), "the prompt is empty"),
+        (request("r", [1] * 512), "the prompt has 512 tokens and max_model_len is 512"),
+        (request("r", [1, 2, VOCAB_SIZE]), "input_ids holds 311 at position 2, expected 0 .. 310"),
+        (request("r", [1, -5]), "input_ids holds -5 at position 1"),
+        (request("r", [1], max_tokens=0), "max_tokens is 0"),
+        (request("r", [1], max_tokens=-3), "max_tokens is -3"),
+        (request("r", [1], end_id=-2), "end_id is -2"),
+        (request("r", [1], end_id=VOCAB_SIZE), "end_id is 311"),
+        (request("r", [1], task=0, stop_words=("",)), "a stop word is empty"),
+    ],
+)
+def test_bad_requests_are_refused_with_the_numbers_and_leave_nothing(
+    engine: Engine, bad: GenerationRequest, message: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        engine.add_request(bad)
+    assert_idle(engine)
+
+
+def test_an_uncached_adapter_is_an_error_and_never_the_base_model(engine: Engine) -> None:
+    with pytest.raises(AdapterNotFound, match=r"LoRA task 404 not found in cache\. Please send LoRA weights"):
+        engine.add_request(request("r", [1], task=404))
+    assert_idle(engine)
+
+
+def test_a_full_queue_refuses_and_takes_no_pin(checkpoint: Path, default_model_dir: Path) -> None:
+    engine = make_engine(checkpoint, default_model_dir, max_queue_size=2)
+    for i in range(2):
+        engine.add_request(request(f"r{i}", [1], task=0))
+    with pytest.raises(QueueFull):
+        engine.add_request(request("r2", [1], task=0))
+    assert engine.stats.num_pins == 2
+    engine.close()
+    assert_idle(engine)
+
+
+def test_length_ends_an_answer_at_max_tokens_and_at_the_context(engine: Engine) -> None:
+    answers = run_all(engine, [request("short", [1, 2]), request("long", [3] * 505, max_tokens=100)])
+    assert [len(answers[i].token_ids) for i in ("short", "long")] == [8, 7]
+    assert all(answer.final is not None and answer.final.finish_reason == "length" for answer in answers.values())
+    assert answers["long"].final is not None
+    assert answers["long"].final.num_output_tokens == 7
+
+
+def test_an_end_token_ends_an_answer_and_is_its_last_token(engine: Engine) -> None:
+    free = run_all(engine, [request("r", [5, 6])])["r"].token_ids
+    end = next(token for token in free[2:] if token not in free[:2])
+    ended = run_all(engine, [request("r", [5, 6], end_id=end)])["r"]
+    assert ended.token_ids == free[: free.index(end) + 1]
+    assert ended.final is not None
+    assert ended.final.finish_reason == "stop"
+
+
+def test_a_stop_word_cuts_the_text_and_says_stop(engine: Engine) -> None:
+    free = run_all(engine, [request("r", [9, 8], max_tokens=30)])["r"].text
+    word = free[7:11]
+    stopped = run_all(engine, [request("r", [9, 8], max_tokens=30, stop_words=(word, "never seen"))])["r"]
+    assert stopped.text == free[: free.index(word)]
+    assert stopped.final is not None
+    assert stopped.final.finish_reason == "stop"
+
+
+def test_the_digest_of_the_adapter_that_answered_is_told(engine: Engine) -> None:
+    answers = run_all(engine, [request("base", [7]), request("one", [7], task=1), request("two", [7], task=2)])
+    digests = {name: answer.final.lora_digest for name, answer in answers.items() if answer.final}
+    assert digests == {"base": "", "one": engine.adapter_digest(1), "two": engine.adapter_digest(2)}
+
+
+def test_an_aborted_request_ends_once_with_what_it_had(engine: Engine) -> None:
+    expected = run_all(engine, [request("r", [4, 4])])["r"]
+    engine.add_request(request("r", [4, 4], task=None))
+    answer = Answer()
+    for _ in range(4):
+        for output in engine.step():
+            answer.add(output)
+    final = engine.abort("r")
+    assert final is not None
+    answer.add(final)
+    assert final.finish_reason == "cancelled"
+    assert answer.token_ids == expected.token_ids[:4]
+    assert engine.abort("r") is None
+    assert_idle(engine)
+
+
+def test_a_deadline_ends_running_and_waiting_requests_with_an_error(checkpoint: Path, default_model_dir: Path) -> None:
+    engine = make_engine(checkpoint, default_model_dir, request_timeout_s=1e-9, max_num_seqs=1)
+    for i in range(3):
+        engine.add_request(request(f"r{i}", [1], task=i))
+    outputs = engine.step()
+    assert [output.error_code for output in outputs] == ["CANCELLED"] * 3
+    assert_idle(engine)
+
+
+def test_a_failing_step_fails_its_requests_and_the_engine_goes_on(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.add_request(request("r", [1], task=0))
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._runner, "run", _out_of_memory)
+        (output,) = engine.step()
+    assert output.error_code == "INTERNAL"
+    assert "out of memory: 3 GiB wanted" in (output.error_message or "")
+    assert_idle(engine)
+    assert len(run_all(engine, [request("r", [1], task=0)])["r"].token_ids) == 8
+
+
+def _out_of_memory(step: object) -> list[int]:
+    raise torch.OutOfMemoryError("out of memory: 3 GiB wanted")
+
+
+def test_ten_thousand_tiny_requests_with_aborts_leave_nothing(engine: Engine) -> None:
+    rng, unfinished, started = Random(1), {}, 0
+    while started < 10_000 or unfinished:
+        while started < 10_000 and len(unfinished) < 40:
+            engine.add_request(request(f"r{started}", [1 + started % 300], rng.choice([None, 0, 1, 2]), max_tokens=2))
+            unfinished[f"r{started}"] = Answer()
+            started += 1
+        if rng.random() < 0.2:
+            victim = rng.choice(list(unfinished))
+            output = engine.abort(victim)
+            assert output is not None
+            del unfinished[victim]
+        for output in engine.step():
+            unfinished[output.request_id].add(output)
+            if output.is_final:
+                del unfinished[output.request_id]
+    engine.check_integrity()
+    assert_idle(engine)
+    assert engine.stats.num_cached_adapters == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lora": LoRAConfig(lora_cache_host_memory_bytes=4096)}, "Not enough space allocated to host LoRA cache"),
+        ({"max_model_len": 512, "kv_cache_memory_bytes": 100_000}, "fewer than max_model_len .512."),
+        ({"kv_cache_memory_bytes": 1}, "the KV cache holds 0 tokens"),
+    ],
+)
+def test_a_configuration_that_cannot_work_stops_the_load(
+    checkpoint: Path, default_model_dir: Path, options: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_engine(checkpoint, default_model_dir, **options)
