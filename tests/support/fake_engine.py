@@ -40,7 +40,7 @@ def text_of(token_id: int) -> str:
 
 
 class FakeEngine:
-    """step_gate: a step waits for it, so that a test decides when steps happen. changed: notified when a request ends."""
+    """step_gate: a step waits for it: a test decides when steps happen. changed: notified when a request ends."""
 
     def __init__(self, config: EngineConfig | None = None) -> None:
         if config is not None and config.num_threads == 13:
@@ -52,6 +52,7 @@ class FakeEngine:
         self.step_gate.set()
         self.changed = threading.Condition()
         self.adapters: dict[int, PackedAdapter] = {}
+        self.accepted: list[GenerationRequest] = []
         self.requests: dict[str, GenerationRequest] = {}
         self.produced: dict[str, list[int]] = {}
         self.aborted: list[str] = []
@@ -73,6 +74,7 @@ class FakeEngine:
             raise InvalidRequest("max_tokens is 0")
         if request.lora_task_id is not None and request.lora_task_id not in self.adapters:
             raise AdapterNotFound(request.lora_task_id)
+        self.accepted.append(request)
         self.requests[request.request_id] = request
         self.produced[request.request_id] = []
 

@@ -5,14 +5,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.adapters import TINY, wire_adapter
+from support.fake_engine import BUG, HOLD, INFO, FakeEngine, text_of
+from support.fronts import TIMEOUT_S, RecordingListener, generation_request
+
 from multilora_engine.errors import ConfigError, EngineUnavailable
 from multilora_engine.lora.format import PackedAdapter, pack_adapter
 from multilora_engine.process import connection
 from multilora_engine.process.client import EngineClient
 from multilora_engine.request import TokenOutput
-from support.adapters import TINY, wire_adapter
-from support.fake_engine import BUG, HOLD, INFO, FakeEngine, text_of
-from support.fronts import TIMEOUT_S, RecordingListener, generation_request
 
 
 def adapter(seed: int = 0) -> PackedAdapter:

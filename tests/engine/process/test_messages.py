@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import msgspec
 import torch
+from support.adapters import TINY, wire_adapter
+
 from multilora_engine.lora.format import pack_adapter
 from multilora_engine.process.messages import (
     Add,
@@ -15,7 +17,6 @@ from multilora_engine.process.messages import (
     read_adapter,
 )
 from multilora_engine.request import GenerationRequest, SamplingParams, TokenOutput
-from support.adapters import TINY, wire_adapter
 
 
 def test_an_adapter_arrives_bit_for_bit_and_its_pages_are_not_copied() -> None:
@@ -33,7 +34,9 @@ def test_an_adapter_arrives_bit_for_bit_and_its_pages_are_not_copied() -> None:
 
 
 def test_requests_and_outputs_survive_the_wire_with_extreme_values() -> None:
-    sampling = SamplingParams(max_tokens=1, temperature=1e-30, seed=2**64 - 1, end_id=-1, stop_words=("", "\n\0", "é🏴‍☠️"))
+    sampling = SamplingParams(
+        max_tokens=1, temperature=1e-30, seed=2**64 - 1, end_id=-1, stop_words=("", "\n\0", "é🏴‍☠️")
+    )
     request = GenerationRequest("é", [0, 2**31 - 1], sampling, lora_task_id=0, timeout_s=0.5, priority=-3)
     output = TokenOutput("é", [], "�🏴‍☠️", finish_reason="stop")
     assert decode_to_engine(memoryview(encode(Add([request])))) == Add([request])

@@ -5,6 +5,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+
 from multilora_engine.errors import ConfigError
 from multilora_engine.process.paths import socket_path
 

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 import zmq
+from support.fake_engine import FAIL_STEP, HOLD, FakeEngine
+from support.fronts import TIMEOUT_S, RecordingListener, generation_request
+
 from multilora_engine.process.client import EngineClient
 from multilora_engine.process.messages import (
     PROTOCOL_VERSION,
@@ -22,8 +25,6 @@ from multilora_engine.process.messages import (
     encode,
 )
 from multilora_engine.process.server import serve
-from support.fake_engine import FAIL_STEP, HOLD, FakeEngine
-from support.fronts import TIMEOUT_S, RecordingListener, generation_request
 
 
 class RawFront:

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from support import fake_engine
+from support.fake_engine import DIE, HOLD
+from support.fronts import TIMEOUT_S, RecordingListener, generation_request
+
 from multilora_engine.errors import ConfigError
 from multilora_engine.process.client import EngineClient
 from multilora_engine.process.messages import Launch, Started
 from multilora_engine.process.supervisor import EngineProcess
-from support import fake_engine
-from support.fake_engine import DIE, HOLD
-from support.fronts import TIMEOUT_S, RecordingListener, generation_request
 
 COMMAND = [sys.executable, fake_engine.__file__]
 ENVIRON = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

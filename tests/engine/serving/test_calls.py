@@ -1,0 +1,216 @@
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.adapters import TINY, wire_adapter
+from support.fake_engine import INFO
+from support.fake_triton import FakeRequest
+
+from multilora_engine.errors import InvalidRequest, RequestError, Unsupported
+from multilora_engine.lora.format import pack_adapter
+from multilora_engine.request import SamplingParams
+from multilora_engine.serving.calls import GenerateCall, UploadCall, is_stop, read_call
+from multilora_engine.serving.inputs import InputTensors
+from multilora_engine.text import Tokenizer
+
+MESSAGES = '[{"role": "user", "content": "Say hi"}]'
+WIRE = wire_adapter(TINY, [(1, 0, 4), (6, 2, 7)], dtype=torch.float16)
+WEIGHTS = WIRE.weights.numpy()[None]
+CONFIG = WIRE.config.numpy()[None]
+
+
+@pytest.fixture
+def read(tokenizer: Tokenizer) -> Any:
+    def read(tensors: dict[str, Any], info: Any = INFO) -> GenerateCall | UploadCall:
+        return read_call(InputTensors(FakeRequest(tensors)), info, tokenizer)
+
+    return read
+
+
+def prompt(**more: Any) -> dict[str, Any]:
+    return {"input_ids": [[5, 6, 7]], "max_tokens": [[9]], **more}
+
+
+def without(tensors: dict[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in tensors.items() if key != name}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "expected"),
+    [
+        ({}, {}),
+        ({"temperature": [[1.0]], "runtime_top_k": [[1]], "runtime_top_p": [[0.0]]}, {}),
+        ({"temperature": [[0.0]]}, {"temperature": 0.0, "top_k": 0}),
+        ({"temperature": [[0.5]]}, {"temperature": 0.5, "top_k": 0}),
+        ({"runtime_top_k": [[0]]}, {"top_k": 0}),
+        ({"runtime_top_k": [[40]]}, {"top_k": 40}),
+        ({"runtime_top_p": [[0.25]]}, {"top_p": 0.25, "top_k": 0}),
+        ({"runtime_top_p": [[-1.0]]}, {}),
+        (
+            {"end_id": [[-1]], "min_tokens": [[9]], "seed": [[2**64 - 1]]},
+            {"end_id": -1, "min_tokens": 9, "seed": 2**64 - 1},
+        ),
+        ({"stop_words": [["\n", "", "End"]]}, {"stop_words": ("\n", "End")}),
+        ({"stop_words": [[""]]}, {}),
+        ({"beam_width": [[1]], "num_return_sequences": [[1]], "pad_id": [[2]]}, {}),
+    ],
+)
+def test_sampling_is_greedy_unless_asked(read: Any, tensors: dict[str, Any], expected: dict[str, Any]) -> None:
+    defaults = {"temperature": 1.0, "top_k": 1, "top_p": 1.0}
+    assert read(prompt(**tensors)).sampling == [SamplingParams(max_tokens=9, **{**defaults, **expected})]
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"temperature": [[-0.5]]}, r"temperature is -0.5, expected a number >= 0"),
+        ({"temperature": [[np.nan]]}, r"temperature is nan"),
+        ({"temperature": [[np.inf]]}, r"temperature is inf"),
+        ({"runtime_top_p": [[1.5]]}, r"runtime_top_p is 1.5, expected a number <= 1"),
+        ({"runtime_top_p": [[np.nan]]}, r"runtime_top_p is nan"),
+        ({"runtime_top_k": [[-1]]}, r"runtime_top_k is -1, expected a number >= 0"),
+        ({"end_id": [[-2]]}, r"end_id is -2, expected a number >= -1"),
+        ({"min_tokens": [[10]]}, r"min_tokens is 10, expected a number in \[0, 9\]"),
+        ({"max_tokens": [[0]]}, r"max_tokens is 0, expected a number >= 1"),
+        ({"max_tokens": [[-3]]}, r"max_tokens is -3"),
+        ({"request_output_len": [[8]]}, r"max_tokens 9 and request_output_len 8 contradict each other"),
+        ({"max_tokens": [[1, 2]]}, r"max_tokens has shape \[1, 2\]"),
+        ({"text_input": [["a"]]}, r"exactly one of .*; it has text_input and input_ids"),
+        ({"input_lengths": [[4]]}, r"input_lengths is 4, expected 0 .. 3"),
+        ({"input_lengths": [[-1]]}, r"input_lengths is -1"),
+        ({"input_lengths": [[0]]}, r"empty prompt"),
+        ({"input_ids": np.zeros((1, 0), np.int32)}, r"empty prompt"),
+        ({"lora_weights": WEIGHTS}, r"must have both lora_weights and lora_keys .* only lora_weights"),
+        ({"lora_config": CONFIG}, r"must have both lora_weights and lora_keys .* only lora_config"),
+        ({"lora_weights": WEIGHTS, "lora_config": CONFIG}, r"lora_task_id must be set for LoRA inference"),
+        (
+            {"lora_weights": WEIGHTS, "lora_weights_fp32": WEIGHTS.astype(np.float32), "lora_config": CONFIG},
+            r"one dtype, the request has lora_weights and lora_weights_fp32",
+        ),
+        (
+            {"lora_weights": WEIGHTS[0], "lora_config": CONFIG, "lora_task_id": [[1]]},
+            r"Invalid shape for lora_weights tensor",
+        ),
+    ],
+)
+def test_what_is_malformed_or_contradictory_is_refused_with_the_numbers(
+    read: Any, tensors: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        read(prompt(**tensors))
+
+
+@pytest.mark.parametrize("name", ["beam_width", "num_return_sequences"])
+def test_more_than_one_sequence_is_not_supported(read: Any, name: str) -> None:
+    with pytest.raises(Unsupported, match=f"{name} is 2"):
+        read(prompt(**{name: [[2]]}))
+
+
+def test_a_missing_max_tokens_is_refused_and_upstreams_name_accepted(read: Any) -> None:
+    with pytest.raises(InvalidRequest, match="max_tokens is missing"):
+        read(without(prompt(), "max_tokens"))
+    assert read({"input_ids": [[5]], "request_output_len": [[4]]}).sampling[0].max_tokens == 4
+    assert read(prompt(request_output_len=[[9]])).sampling[0].max_tokens == 9
+
+
+def test_a_text_is_tokenized_with_the_engines_options(read: Any, tokenizer: Tokenizer) -> None:
+    tensors = {"text_input": [["Grüße 🏴‍☠️"]], "max_tokens": [[1]]}
+    assert read(tensors).prompts == [tokenizer.encode("Grüße 🏴‍☠️", add_special_tokens=True)]
+
+
+def test_messages_go_through_the_chat_template(read: Any, tokenizer: Tokenizer) -> None:
+    call = read({"messages": [[MESSAGES]], "max_tokens": [[1]]})
+    assert call.prompts == [tokenizer.apply_chat_template([{"role": "user", "content": "Say hi"}])]
+
+
+@pytest.mark.parametrize("text", ["", "hello", "{}", '["hi"]', '[{"content": "no role"}]', "[]"])
+def test_messages_that_are_no_chat_are_refused(read: Any, text: str) -> None:
+    with pytest.raises(InvalidRequest):
+        read({"messages": [[text]], "max_tokens": [[1]]})
+
+
+def test_an_empty_text_is_an_empty_prompt(read: Any) -> None:
+    with pytest.raises(InvalidRequest, match="empty prompt"):
+        read({"text_input": [[""]], "max_tokens": [[1]]})
+
+
+def test_rows_have_their_own_prompt_sampling_and_adapter(read: Any) -> None:
+    call = read(
+        {
+            "input_ids": [[5, 6, 7], [8, 0, 0]],
+            "input_lengths": [[3], [1]],
+            "max_tokens": [[2], [4]],
+            "seed": [[0], [1]],
+            "lora_task_id": [[0], [2**64 - 1]],
+        }
+    )
+    assert call.prompts == [[5, 6, 7], [8]]
+    assert [(sampling.max_tokens, sampling.seed) for sampling in call.sampling] == [(2, 0), (4, 1)]
+    assert call.lora_task_ids == [0, 2**64 - 1]
+    assert call.adapter is None
+
+
+def test_a_tensor_with_fewer_rows_than_the_prompt_is_refused(read: Any) -> None:
+    with pytest.raises(InvalidRequest, match="max_tokens has shape"):
+        read({"input_ids": [[5], [6]], "max_tokens": [[2]]})
+
+
+def test_defaults_of_the_answer_come_from_the_engine_and_the_request_overrides_them(read: Any) -> None:
+    excluding = dataclasses.replace(INFO, exclude_input_in_output=True)
+    assert read(prompt()).excludes_input is False
+    assert read(prompt(), excluding).excludes_input is True
+    assert read(prompt(exclude_input_in_output=[[False]]), excluding).excludes_input is False
+    assert read(prompt()).is_streaming is False
+    assert read(prompt(streaming=[[True]])).is_streaming is True
+
+
+def test_rows_are_padded_with_pad_id_else_the_end_token(read: Any) -> None:
+    assert read(prompt(pad_id=[[7]], end_id=[[8]])).pad_id == 7
+    assert read(prompt(pad_id=[[-1]], end_id=[[8]])).pad_id == 8
+    assert read(prompt(end_id=[[-1]])).pad_id == INFO.end_token_ids[0]
+    assert read(prompt(), dataclasses.replace(INFO, end_token_ids=())).pad_id == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "weights"),
+    [
+        ("lora_weights", WEIGHTS),
+        ("lora_weights_bf16", WIRE.weights[None].bfloat16()),
+        ("lora_weights_fp32", WEIGHTS.astype(np.float32)),
+    ],
+)
+def test_an_adapter_is_packed_whatever_its_dtype_and_copied_out_of_the_request(
+    read: Any, name: str, weights: Any
+) -> None:
+    tensors = prompt(**{name: weights, "lora_config": CONFIG, "lora_task_id": [[0]]})
+    wire = torch.as_tensor(weights)[0]
+    expected = pack_adapter(wire.clone(), WIRE.config, TINY)
+    lora_task_id, adapter = read(tensors).adapter
+    assert (lora_task_id, adapter.digest) == (0, expected.digest)
+    assert adapter.pages.untyped_storage().data_ptr() != wire.untyped_storage().data_ptr()
+
+
+def test_an_adapter_and_an_id_alone_are_an_upload(read: Any) -> None:
+    call = read({"lora_weights": WEIGHTS, "lora_config": CONFIG, "lora_task_id": [[3]]})
+    assert isinstance(call, UploadCall)
+    assert (call.lora_task_id, call.adapter.digest) == (3, pack_adapter(WIRE.weights, WIRE.config, TINY).digest)
+
+
+def test_an_adapter_with_max_tokens_but_no_prompt_is_no_upload(read: Any) -> None:
+    with pytest.raises(InvalidRequest, match="it has none of them"):
+        read({"lora_weights": WEIGHTS, "lora_config": CONFIG, "lora_task_id": [[3]], "max_tokens": [[1]]})
+
+
+def test_what_the_adapter_format_refuses_is_refused(read: Any) -> None:
+    with pytest.raises(RequestError, match="Expected layerId to be in the range"):
+        read(prompt(lora_weights=WEIGHTS, lora_config=CONFIG + np.array([0, 99, 0, 0], np.int32), lora_task_id=[[1]]))
+
+
+def test_stop_is_seen_whatever_else_is_in_the_request() -> None:
+    assert is_stop(InputTensors(FakeRequest({"stop": [[True]], "input_ids": [[0]]})))
+    assert not is_stop(InputTensors(FakeRequest({"stop": [[False]]})))
+    assert not is_stop(InputTensors(FakeRequest({})))

@@ -1,0 +1,174 @@
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.adapters import TINY, wire_adapter
+from support.fake_engine import HOLD, INFO, FakeEngine, text_of
+from support.fake_triton import FakeRequest, FakeResponse
+from support.fronts import TIMEOUT_S
+from support.served_engine import served
+
+from multilora_engine.serving.engine_link import EngineLink
+from multilora_engine.serving.front import GenerationFront
+from multilora_engine.text import Tokenizer
+
+WIRE = wire_adapter(TINY, [(1, 0, 4), (6, 2, 7)])
+ADAPTER = {"lora_weights_fp32": WIRE.weights.numpy()[None], "lora_config": WIRE.config.numpy()[None]}
+
+
+@pytest.fixture
+def engine(tmp_path: Path, default_model_dir: Path) -> Iterator[FakeEngine]:
+    engine = FakeEngine()
+    engine.info = dataclasses.replace(INFO, tokenizer_path=str(default_model_dir))
+    with served(engine, tmp_path / "engine.sock"):
+        yield engine
+
+
+@pytest.fixture
+def link(engine: FakeEngine, tmp_path: Path) -> Iterator[EngineLink]:
+    link = EngineLink(tmp_path / "engine.sock")
+    link.client.wait_until_ready(TIMEOUT_S)
+    yield link
+    link.close()
+
+
+@pytest.fixture
+def front(link: EngineLink) -> GenerationFront:
+    return GenerationFront(link, can_stream=True)
+
+
+def ask(front: GenerationFront, tensors: dict[str, Any], **more: Any) -> list[FakeResponse]:
+    request = FakeRequest(tensors, **more)
+    front.accept(request)
+    return request.sender.wait()
+
+
+def error_of(responses: list[FakeResponse]) -> tuple[str, str]:
+    assert len(responses) == 1
+    assert responses[0].error is not None
+    return responses[0].error.code, responses[0].error.message
+
+
+def test_one_response_starts_with_the_prompt_unless_it_is_excluded(
+    front: GenerationFront, tokenizer: Tokenizer
+) -> None:
+    prompt = tokenizer.encode("Hello there", add_special_tokens=True)
+    answer = [prompt[0], prompt[1], prompt[0]]
+    tensors = {"text_input": [["Hello there"]], "max_tokens": [[3]]}
+    (response,) = ask(front, tensors)
+    assert response.texts() == ["Hello there" + "".join(map(text_of, answer))]
+    assert response.arrays["output_ids"].tolist() == [[prompt + answer]]
+    assert response.arrays["sequence_length"].tolist() == [[5]]
+    (response,) = ask(front, {**tensors, "exclude_input_in_output": [[True]]})
+    assert response.texts() == ["".join(map(text_of, answer))]
+    assert response.arrays["output_ids"].tolist() == [[answer]]
+
+
+def test_a_stream_joined_is_the_one_response(front: GenerationFront) -> None:
+    tensors = {"input_ids": [[5, 6, 7]], "max_tokens": [[20]], "exclude_input_in_output": [[True]]}
+    (whole,) = ask(front, tensors)
+    parts = ask(front, {**tensors, "streaming": [[True]]})
+    assert "".join(part.texts()[0] for part in parts) == whole.texts()[0]
+    assert (
+        np.concatenate([part.arrays["output_ids"] for part in parts], axis=2).tolist()
+        == whole.arrays["output_ids"].tolist()
+    )
+    assert parts[-1].arrays["finish_reason"].item() == b"length"
+
+
+def test_rows_of_one_request_are_answered_together(front: GenerationFront) -> None:
+    tensors = {
+        "input_ids": [[5, 6], [7, 8]],
+        "input_lengths": [[2], [1]],
+        "max_tokens": [[1], [3]],
+        "pad_id": [[0], [0]],
+    }
+    (response,) = ask(front, tensors)
+    assert response.arrays["output_ids"].tolist() == [[[5, 6, 5, 0]], [[7, 7, 7, 7]]]
+    assert response.arrays["batch_index"].tolist() == [[0], [1]]
+
+
+def test_an_adapter_comes_with_the_first_request_and_serves_the_next_by_its_id(front: GenerationFront) -> None:
+    tensors = {"input_ids": [[5]], "max_tokens": [[1]], "lora_task_id": [[0]]}
+    (unknown,) = ask(front, tensors, id="ab12")
+    (first,) = ask(front, {**tensors, **ADAPTER})
+    (second,) = ask(front, tensors)
+    assert unknown.error is not None
+    assert unknown.error.message == (
+        "[NOT_FOUND] LoRA task 0 not found in cache. Please send LoRA weights with request (request ab12)"
+    )
+    assert first.arrays["lora_digest"].item() == second.arrays["lora_digest"].item() != b""
+
+
+def test_an_upload_is_answered_by_id_and_digest_and_no_text(front: GenerationFront, engine: FakeEngine) -> None:
+    (response,) = ask(front, {"lora_task_id": [[2**64 - 1]], **ADAPTER})
+    assert response.texts() == [""]
+    assert response.arrays["finish_reason"].item() == b"stop"
+    assert response.arrays["lora_task_id_out"].item() == 2**64 - 1
+    assert response.arrays["lora_digest"].item().decode() == engine.adapters[2**64 - 1].digest
+
+
+def test_stop_ends_the_requests_of_its_id_through_any_front(front: GenerationFront, link: EngineLink) -> None:
+    victim = FakeRequest({"input_ids": [[HOLD]], "max_tokens": [[5]]}, id="mine")
+    front.accept(victim)
+    (stopped,) = ask(GenerationFront(link, can_stream=False), {"stop": [[True]], "input_ids": [[0]]}, id="mine")
+    assert (stopped.arrays, stopped.error) == ({}, None)
+    (response,) = victim.sender.wait()
+    assert response.arrays["finish_reason"].item() == b"cancelled"
+
+
+def test_stop_without_an_id_is_refused(front: GenerationFront) -> None:
+    assert error_of(ask(front, {"stop": [[True]]}))[0] == "INVALID_ARG"
+
+
+def test_a_cancelled_request_is_answered_so_and_leaves_the_engine(front: GenerationFront, engine: FakeEngine) -> None:
+    request = FakeRequest({"input_ids": [[HOLD]], "max_tokens": [[5]]})
+    front.accept(request)
+    request.sender.cancelled.set()
+    assert error_of(request.sender.wait())[0] == "CANCELLED"
+    with engine.changed:
+        assert engine.changed.wait_for(lambda: not engine.requests, TIMEOUT_S)
+
+
+def test_a_front_of_one_response_refuses_to_stream(link: EngineLink) -> None:
+    tensors = {"input_ids": [[5]], "max_tokens": [[1]], "streaming": [[True]]}
+    code, message = error_of(ask(GenerationFront(link, can_stream=False), tensors))
+    assert code == "INVALID_ARG"
+    assert "call the model generation" in message
+
+
+def test_a_malformed_request_is_answered_by_the_same_thread_as_all_others(front: GenerationFront) -> None:
+    good = FakeRequest({"input_ids": [[5]], "max_tokens": [[1]]})
+    bad = FakeRequest({"input_ids": [[5]], "max_tokens": [[0]]}, id="ab12")
+    for request in (good, bad):
+        front.accept(request)
+        request.sender.wait()
+    assert error_of(bad.sender.responses)[1] == "[INVALID_ARG] max_tokens is 0, expected a number >= 1 (request ab12)"
+    assert good.sender.threads == bad.sender.threads
+
+
+def test_a_bug_in_reading_a_request_is_its_answer_too(front: GenerationFront) -> None:
+    code, message = error_of(ask(front, {"text_input": np.array([[3.5]]), "max_tokens": [[1]]}))
+    assert code == "INTERNAL"
+    assert "AttributeError" in message
+
+
+def test_the_clients_timeout_reaches_the_engine_in_seconds(front: GenerationFront, engine: FakeEngine) -> None:
+    engine.step_gate.clear()
+    request = FakeRequest({"input_ids": [[5]], "max_tokens": [[1]]}, timeout_us=1_500_000)
+    front.accept(request)
+    engine.step_gate.set()
+    request.sender.wait()
+    assert engine.accepted[-1].timeout_s == 1.5
+
+
+def test_without_an_engine_a_request_is_told_to_try_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("multilora_engine.serving.engine_link._FIRST_CONTACT_S", 0.0)
+    link = EngineLink(tmp_path / "nobody.sock")
+    assert error_of(ask(GenerationFront(link, can_stream=True), {"input_ids": [[5]]}))[0] == "UNAVAILABLE"
+    link.close()

@@ -1,0 +1,86 @@
+"""The files of model_repository against the code they stand for."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from google.protobuf import text_format
+from support.fake_triton import OUTPUT_NAMES
+from tritonclient.grpc import model_config_pb2
+
+from multilora_engine.config import EngineConfig, parameter_descriptions
+from multilora_engine.serving.outputs import _COLUMNS
+
+REPOSITORY = Path(__file__).parents[3] / "model_repository"
+MODELS = ("generation", "generation_unary", "preprocessing", "postprocessing", "ensemble", "ensemble_unary")
+
+
+def config(model: str) -> Any:
+    return text_format.Parse((REPOSITORY / model / "config.pbtxt").read_text(), model_config_pb2.ModelConfig())
+
+
+def tensors(declared: Any) -> dict[str, tuple[int, tuple[int, ...]]]:
+    return {tensor.name: (tensor.data_type, tuple(tensor.dims)) for tensor in declared}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_model_is_named_like_its_folder_and_keeps_the_batch_dimension(model: str) -> None:
+    assert config(model).name == model
+    assert config(model).max_batch_size == 64
+    assert (REPOSITORY / model / "1").is_dir()
+
+
+def test_the_parameters_are_those_of_the_engine_with_their_defaults_and_descriptions(tmp_path: Path) -> None:
+    text = (REPOSITORY / "generation" / "config.pbtxt").read_text()
+    documented = re.findall(r'^# (.*)\nparameters \{ key: "(\w+)"', text, re.MULTILINE)
+    assert documented == [(text, name) for name, (_, text) in parameter_descriptions().items()]
+    (tmp_path / "config.json").write_text("{}")
+    values = {name: parameter.string_value for name, parameter in config("generation").parameters.items()}
+    assert values["model_path"] == "${MULTILORA_MODEL}"
+    parsed = EngineConfig.from_parameters(values, {"MULTILORA_MODEL": str(tmp_path)})
+    assert parsed == EngineConfig(model_path=tmp_path)
+
+
+def test_both_generation_models_take_and_give_the_same() -> None:
+    streaming, unary = config("generation"), config("generation_unary")
+    assert tensors(streaming.input) == tensors(unary.input)
+    assert tensors(streaming.output) == tensors(unary.output)
+    assert (streaming.model_transaction_policy.decoupled, unary.model_transaction_policy.decoupled) == (True, False)
+    assert all(tensor.optional for tensor in streaming.input)
+
+
+def test_the_declared_outputs_are_those_the_code_can_build() -> None:
+    assert set(tensors(config("generation").output)) == set(OUTPUT_NAMES) == {*_COLUMNS, "output_ids"}
+
+
+@pytest.mark.parametrize("model", ["ensemble", "ensemble_unary"])
+def test_the_steps_of_an_ensemble_fit_its_models(model: str) -> None:
+    ensemble = config(model)
+    known = {**tensors(ensemble.input), **tensors(ensemble.output)}
+    produced = set(tensors(ensemble.input))
+    for step in ensemble.ensemble_scheduling.step:
+        inputs, outputs = tensors(config(step.model_name).input), tensors(config(step.model_name).output)
+        for name, source in step.input_map.items():
+            assert source in produced
+            assert inputs[name] == known[source]
+        for name, target in step.output_map.items():
+            assert known.setdefault(target, outputs[name]) == outputs[name]
+            produced.add(target)
+    assert set(tensors(ensemble.output)) <= produced
+    assert all(tensor.optional for tensor in ensemble.input)
+
+
+@pytest.mark.parametrize("model", ["ensemble", "ensemble_unary"])
+def test_an_ensemble_offers_every_option_of_generation_under_upstreams_names(model: str) -> None:
+    renamed = {"runtime_top_k": "top_k", "runtime_top_p": "top_p", "streaming": "stream"}
+    direct_only = {"input_ids", "input_lengths", "request_output_len", "stop"}
+    expected = {renamed.get(name, name) for name in tensors(config("generation").input)} - direct_only
+    assert set(tensors(config(model).input)) == expected
+
+
+def test_postprocessing_has_one_instance_since_several_would_reorder_streams() -> None:
+    (group,) = config("postprocessing").instance_group
+    assert group.count == 1

@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from support.fake_triton import FakeRequest
+
+from multilora_engine.errors import InvalidRequest
+from multilora_engine.serving.inputs import InputTensors
+from multilora_engine.serving.postprocessing import PostprocessingModel, decode
+from multilora_engine.text import Tokenizer
+
+
+def tokens_batch(tokenizer: Tokenizer, texts: list[list[str]]) -> tuple[np.ndarray, np.ndarray]:
+    rows = [[tokenizer.encode(text, add_special_tokens=False) for text in beams] for beams in texts]
+    lengths = np.array([[len(beam) for beam in beams] for beams in rows], np.int32)
+    tokens = np.full((*lengths.shape, lengths.max() + 2), 7, np.int32)
+    for index in np.ndindex(*lengths.shape):
+        tokens[index][: lengths[index]] = rows[index[0]][index[1]]
+    return tokens, lengths
+
+
+def test_each_beam_of_each_row_is_decoded_to_its_own_length(tokenizer: Tokenizer) -> None:
+    texts = [["Grüße", "", "a b  c"], ["\n\n", "日本語", "x"]]
+    tokens, lengths = tokens_batch(tokenizer, texts)
+    tensors = InputTensors(FakeRequest({"TOKENS_BATCH": tokens, "SEQUENCE_LENGTH": lengths}))
+    assert [[text.decode() for text in row] for row in decode(tensors, tokenizer)] == texts
+
+
+@pytest.mark.parametrize(
+    ("shape", "lengths"), [((1, 1, 3), [[4]]), ((1, 1, 3), [[-1]]), ((1, 2, 3), [[1]]), ((1, 3), [[1]])]
+)
+def test_lengths_that_do_not_fit_are_refused(tokenizer: Tokenizer, shape: tuple[int, ...], lengths: Any) -> None:
+    tensors = {"TOKENS_BATCH": np.zeros(shape, np.int32), "SEQUENCE_LENGTH": np.array(lengths, np.int32)}
+    with pytest.raises(InvalidRequest, match="does not fit TOKENS_BATCH"):
+        decode(InputTensors(FakeRequest(tensors)), tokenizer)
+
+
+def test_text_the_engine_has_decoded_passes_unchanged() -> None:
+    text = np.array([["é".encode()[:1] + b"kept as it is"]], object)
+    request = FakeRequest(
+        {"TOKENS_BATCH": np.zeros((1, 1, 0), np.int32), "SEQUENCE_LENGTH": [[0]], "GENERATED_TEXT": text},
+        output_names=("OUTPUT",),
+    )
+    model = PostprocessingModel()
+    vars(model)["_link"] = None
+    (response,) = model.execute([request])
+    assert response.arrays["OUTPUT"].tolist() == text.tolist()

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+from support.fake_engine import INFO
+from support.fake_triton import FakeRequest
+
+from multilora_engine.errors import InvalidRequest
+from multilora_engine.serving.inputs import InputTensors
+from multilora_engine.serving.preprocessing import PreprocessingModel, preprocess
+from multilora_engine.text import Tokenizer
+
+
+def run(tokenizer: Tokenizer, tensors: dict[str, Any]) -> dict[str, Any]:
+    arrays = preprocess(InputTensors(FakeRequest(tensors)), INFO, tokenizer)
+    assert {array.dtype for array in arrays.values()} == {np.dtype(np.int32)}
+    return {name: array.tolist() for name, array in arrays.items()}
+
+
+def test_texts_become_padded_rows_with_their_lengths(tokenizer: Tokenizer) -> None:
+    short, long = (tokenizer.encode(text, add_special_tokens=True) for text in ("Hi", "Once upon a time"))
+    arrays = run(tokenizer, {"QUERY": [["Hi"], ["Once upon a time"]], "REQUEST_OUTPUT_LEN": [[3], [4]]})
+    assert [row[:n] for row, [n] in zip(arrays["INPUT_ID"], arrays["REQUEST_INPUT_LEN"], strict=True)] == [short, long]
+    assert len(arrays["INPUT_ID"][0]) == len(long)
+    assert arrays["REQUEST_OUTPUT_LEN"] == [[3], [4]]
+
+
+def test_a_chat_becomes_tokens(tokenizer: Tokenizer) -> None:
+    arrays = run(tokenizer, {"MESSAGES": [['[{"role": "user", "content": "Say hi"}]']]})
+    assert arrays["INPUT_ID"] == [tokenizer.apply_chat_template([{"role": "user", "content": "Say hi"}])]
+    assert "REQUEST_OUTPUT_LEN" not in arrays
+
+
+def test_end_and_pad_id_are_the_tokenizers_unless_given(tokenizer: Tokenizer) -> None:
+    arrays = run(tokenizer, {"QUERY": [["Hi"]]})
+    assert (arrays["OUT_END_ID"], arrays["OUT_PAD_ID"]) == ([[tokenizer.eos_id]], [[tokenizer.pad_id]])
+    arrays = run(tokenizer, {"QUERY": [["Hi"]], "END_ID": [[-1]], "PAD_ID": [[0]]})
+    assert (arrays["OUT_END_ID"], arrays["OUT_PAD_ID"]) == ([[-1]], [[0]])
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({}, "either text_input or messages; it has neither"),
+        ({"QUERY": [["a"]], "MESSAGES": [["[]"]]}, "it has both"),
+        ({"QUERY": [[""]]}, "empty prompt"),
+        ({"MESSAGES": [["hello"]]}, "JSON list"),
+        ({"QUERY": np.array([[b"\xff"]], object)}, "not valid UTF-8"),
+    ],
+)
+def test_what_is_no_prompt_is_refused(tokenizer: Tokenizer, tensors: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        run(tokenizer, tensors)
+
+
+def test_the_model_answers_each_request_by_outputs_or_by_error(tokenizer: Tokenizer) -> None:
+    class Link:
+        def describe(self) -> tuple[Any, Tokenizer]:
+            return dataclasses.replace(INFO, add_special_tokens=False), tokenizer
+
+    model = PreprocessingModel()
+    vars(model)["_link"] = Link()
+    good = FakeRequest({"QUERY": [["Hi"]]}, output_names=("INPUT_ID",))
+    bad = FakeRequest({}, id="ab12", output_names=("INPUT_ID",))
+    answered, refused = model.execute([good, bad])
+    assert {name: array.tolist() for name, array in answered.arrays.items()} == {
+        "INPUT_ID": [tokenizer.encode("Hi", add_special_tokens=False)]
+    }
+    assert refused.error.code == "INVALID_ARG"
+    assert refused.error.message.endswith("(request ab12)")

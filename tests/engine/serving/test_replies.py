@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import pytest
+from support.fake_triton import FakeRequest
+
+from multilora_engine.request import TokenOutput
+from multilora_engine.serving.outputs import ReplyRow
+from multilora_engine.serving.replies import EmptyReply, OneReply, Reply, Responder, StreamReply, Transcript
+
+
+def token(request_id: str, token_id: int, finish_reason: str | None = None) -> TokenOutput:
+    return TokenOutput(request_id, [token_id], f"<{token_id}>", finish_reason, num_prompt_tokens=2, num_output_tokens=1)
+
+
+def test_a_stream_sends_new_tokens_only_and_the_final_flag_with_the_last_ones() -> None:
+    request = FakeRequest({})
+    reply = StreamReply(Responder(request), {"a": ReplyRow(0), "b": ReplyRow(1, lora_task_id=7)}, pad_id=0)
+    for output in (token("a", 1), token("b", 2, "length"), token("a", 3, "stop")):
+        reply.on_output(output)
+    responses = request.sender.wait()
+    assert [response.texts() for response in responses] == [["<1>"], ["<2>"], ["<3>"]]
+    assert [response.arrays["output_ids"].tolist() for response in responses] == [[[[1]]], [[[2]]], [[[3]]]]
+    assert [response.arrays["sequence_length"].item() for response in responses] == [1, 1, 1]
+    assert [response.arrays["batch_index"].item() for response in responses] == [0, 1, 0]
+    assert [response.arrays["finish_reason"].item() for response in responses] == [b"", b"length", b"stop"]
+    assert [response.arrays["lora_task_id_out"].item() for response in responses] == [0, 7, 0]
+
+
+def test_one_response_has_all_rows_in_their_order_whichever_ends_first() -> None:
+    request = FakeRequest({})
+    transcripts = {"a": Transcript(ReplyRow(0), [8, 9], "prompt "), "b": Transcript(ReplyRow(1))}
+    reply = OneReply(Responder(request), transcripts, pad_id=5)
+    for output in (token("b", 2, "length"), token("a", 1), token("a", 3, "stop")):
+        assert request.sender.responses == []
+        reply.on_output(output)
+    (response,) = request.sender.wait()
+    assert response.texts() == ["prompt <1><3>", "<2>"]
+    assert response.arrays["output_ids"].tolist() == [[[8, 9, 1, 3]], [[2, 5, 5, 5]]]
+    assert response.arrays["sequence_length"].tolist() == [[4], [1]]
+    assert response.arrays["finish_reason"].tolist() == [[b"stop"], [b"length"]]
+
+
+@pytest.mark.parametrize("names", [("text_output",), ("finish_reason", "lora_digest"), ()])
+def test_exactly_the_requested_outputs_are_sent(names: tuple[str, ...]) -> None:
+    request = FakeRequest({}, output_names=names)
+    StreamReply(Responder(request), {"a": ReplyRow()}, 0).on_output(token("a", 1, "stop"))
+    assert set(request.sender.wait()[0].arrays) == set(names)
+
+
+@pytest.mark.parametrize("kind", [StreamReply, OneReply])
+def test_an_error_is_the_final_response_after_what_was_sent(kind: type[Reply]) -> None:
+    request = FakeRequest({}, id="ab12")
+    row = ReplyRow()
+    reply = kind(Responder(request), {"a": row if kind is StreamReply else Transcript(row)}, 0)
+    reply.on_output(token("a", 1))
+    reply.on_output(TokenOutput("a", [], "", error_code="UNAVAILABLE", error_message="the engine process died"))
+    *earlier, last = request.sender.wait()
+    assert len(earlier) == (1 if kind is StreamReply else 0)
+    assert last.arrays == {}
+    assert last.error is not None
+    assert (last.error.code, last.error.message) == (
+        "UNAVAILABLE",
+        "[UNAVAILABLE] the engine process died (request ab12)",
+    )
+
+
+def test_a_stop_is_answered_by_a_response_without_tensors() -> None:
+    request = FakeRequest({})
+    EmptyReply(Responder(request)).on_output(TokenOutput("a", [], "", finish_reason="stop"))
+    (response,) = request.sender.wait()
+    assert (response.arrays, response.error) == ({}, None)

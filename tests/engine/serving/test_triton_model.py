@@ -1,0 +1,28 @@
+from __future__ import annotations
+
+import pytest
+
+from multilora_engine.config import EngineConfig
+from multilora_engine.serving.triton_model import engine_environ
+
+CPU = {"model_instance_kind": "CPU", "model_instance_device_id": "0"}
+GPU_1 = {"model_instance_kind": "GPU", "model_instance_device_id": "1"}
+
+
+@pytest.mark.parametrize(
+    ("args", "device", "environ", "visible"),
+    [
+        (GPU_1, "auto", {}, "1"),
+        (GPU_1, "auto", {"CUDA_VISIBLE_DEVICES": "4,GPU-abc"}, "GPU-abc"),
+        (CPU, "auto", {"CUDA_VISIBLE_DEVICES": "0"}, ""),
+        (CPU, "cuda", {"CUDA_VISIBLE_DEVICES": "0"}, "0"),
+        (CPU, "cuda", {}, None),
+    ],
+)
+def test_the_engine_sees_the_gpu_of_its_instance(
+    args: dict[str, str], device: str, environ: dict[str, str], visible: str | None
+) -> None:
+    config = EngineConfig.model_construct(device=device)
+    result = engine_environ(args, config, {"PATH": "/bin", **environ})
+    assert result["PATH"] == "/bin"
+    assert result.get("CUDA_VISIBLE_DEVICES") == visible

@@ -1,0 +1,150 @@
+"""The part of a Triton stub that our models touch: requests, tensors, responses, and the module they come from."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.dlpack import to_dlpack
+
+from support.fronts import TIMEOUT_S
+
+OUTPUT_NAMES = (
+    "output_ids",
+    "sequence_length",
+    "text_output",
+    "finish_reason",
+    "num_input_tokens",
+    "num_output_tokens",
+    "sequence_index",
+    "batch_index",
+    "lora_task_id_out",
+    "lora_digest",
+)
+
+FINAL = 1
+
+
+class FakeTensor:
+    """Strings are given as bytes, BF16 as a torch tensor, which `as_numpy` refuses as the real one does."""
+
+    def __init__(self, name: str, value: NDArray[Any] | torch.Tensor) -> None:
+        self._name = name
+        self.value = value
+
+    def name(self) -> str:
+        return self._name
+
+    def as_numpy(self) -> NDArray[Any]:
+        if isinstance(self.value, torch.Tensor):
+            raise RuntimeError("tensor dtype is bf16 and cannot be converted to numpy")
+        return self.value
+
+    def to_dlpack(self) -> Any:
+        return to_dlpack(self.value if isinstance(self.value, torch.Tensor) else torch.from_numpy(self.value))
+
+
+class FakeTritonError:
+    """The codes are their own names."""
+
+    INVALID_ARG, NOT_FOUND, ALREADY_EXISTS = "INVALID_ARG", "NOT_FOUND", "ALREADY_EXISTS"
+    UNSUPPORTED, UNAVAILABLE, CANCELLED, INTERNAL = "UNSUPPORTED", "UNAVAILABLE", "CANCELLED", "INTERNAL"
+
+    def __init__(self, message: str, code: str) -> None:
+        self.message = message
+        self.code = code
+
+
+class FakeResponse:
+    def __init__(self, output_tensors: list[FakeTensor], error: FakeTritonError | None = None) -> None:
+        self.arrays = {tensor.name(): tensor.as_numpy() for tensor in output_tensors}
+        self.error = error
+
+    def texts(self) -> list[str]:
+        return [text.decode() for text in self.arrays["text_output"].reshape(-1)]
+
+
+class FakeSender:
+    """Records responses; sending after the final one is an error, as in the server."""
+
+    def __init__(self) -> None:
+        self.responses: list[FakeResponse] = []
+        self.threads: set[int] = set()
+        self.cancelled = threading.Event()
+        self._final: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._is_closed = False
+
+    def send(self, response: FakeResponse, flags: int) -> None:
+        assert not self._is_closed, "a response after the final one"
+        self._is_closed = flags == FINAL
+        self.responses.append(response)
+        self.threads.add(threading.get_ident())
+        if self._is_closed:
+            self._final.put(None)
+
+    def is_cancelled(self) -> bool:
+        return self.cancelled.is_set()
+
+    def wait(self) -> list[FakeResponse]:
+        """All responses, once the final one was sent."""
+        self._final.get(timeout=TIMEOUT_S)
+        return self.responses
+
+
+@dataclass
+class FakeRequest:
+    """tensors: name -> value; a list is made an array, with text as bytes."""
+
+    tensors: dict[str, Any]
+    id: str = ""
+    output_names: tuple[str, ...] = OUTPUT_NAMES
+    timeout_us: int = 0
+    sender: FakeSender = field(default_factory=FakeSender)
+
+    def inputs(self) -> list[FakeTensor]:
+        return [FakeTensor(name, _tensor(name, value)) for name, value in self.tensors.items()]
+
+    def request_id(self) -> str:
+        return self.id
+
+    def requested_output_names(self) -> tuple[str, ...]:
+        return self.output_names
+
+    def timeout(self) -> int:
+        return self.timeout_us
+
+    def get_response_sender(self) -> FakeSender:
+        return self.sender
+
+
+def fake_backend_utils() -> ModuleType:
+    module = ModuleType("triton_python_backend_utils")
+    vars(module).update(
+        Tensor=FakeTensor,
+        TritonError=FakeTritonError,
+        InferenceResponse=FakeResponse,
+        TRITONSERVER_RESPONSE_COMPLETE_FINAL=FINAL,
+    )
+    return module
+
+
+_DTYPES = {
+    "seed": np.uint64,
+    "lora_task_id": np.uint64,
+    "temperature": np.float32,
+    "runtime_top_p": np.float32,
+}
+
+
+def _tensor(name: str, value: Any) -> NDArray[Any] | torch.Tensor:
+    if not isinstance(value, list):
+        return value
+    if isinstance(value[0][0], str):
+        return np.array([[item.encode() for item in row] for row in value], object)
+    return np.array(value, bool if isinstance(value[0][0], bool) else _DTYPES.get(name, np.int32))

@@ -1,0 +1,36 @@
+"""An engine server in a thread of its own."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from multilora_engine.process.server import serve
+from support.fake_engine import FakeEngine
+from support.fronts import TIMEOUT_S
+
+
+@contextmanager
+def served(engine: FakeEngine, socket_path: Path) -> Iterator[None]:
+    """Serve `engine` at `socket_path` until the context ends."""
+    parent_fd, writer_fd = os.pipe()
+    ready = threading.Event()
+
+    def run() -> None:
+        with suppress(RuntimeError):
+            serve(engine, socket_path, parent_fd, ready.set)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert ready.wait(TIMEOUT_S)
+    try:
+        yield
+    finally:
+        engine.step_gate.set()
+        os.close(writer_fd)
+        thread.join(TIMEOUT_S)
+        os.close(parent_fd)
+    assert not thread.is_alive()
