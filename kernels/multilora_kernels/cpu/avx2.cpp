@@ -22,7 +22,7 @@ struct Avx2 {
   using F = __m256;
   static constexpr int kWidth = 8;
   static constexpr int kShrinkRows = 2;
-  static constexpr int kExpandRows = 8;
+  static constexpr int kExpandRows = 4;
 
   static inline F zero() { return _mm256_setzero_ps(); }
   static inline F broadcast(float value) { return _mm256_set1_ps(value); }
@@ -45,51 +45,98 @@ struct Avx2 {
 
   template <class T>
   static inline F load_first(const T* p, int n) {
+    if (n == kWidth) {
+      return load(p);
+    }
     T copy[kWidth] = {};
     std::memcpy(copy, p, n * sizeof(T));
     return load(copy);
   }
   static inline void store_first(float* p, F a, int n) {
+    if (n == kWidth) {
+      _mm256_storeu_ps(p, a);
+      return;
+    }
     float copy[kWidth];
     _mm256_storeu_ps(copy, a);
     std::memcpy(p, copy, n * sizeof(float));
   }
 
-  // Lane i of out[c] is row i, column c.
-  static inline void transpose_vectors(const F in[8], F* out) {
-    F pair[8], quad[8];
+  // Eight 32-bit columns of eight rows: lane i of out[c] is row i, column c. `row(i)` loads the 32 bytes of row i.
+  template <class Row>
+  static inline void transpose_32bit(const Row& row, __m256i out[8]) {
+    __m256i pair[8], quad[8];
     for (int i = 0; i < 8; i += 2) {
-      pair[i] = _mm256_unpacklo_ps(in[i], in[i + 1]);
-      pair[i + 1] = _mm256_unpackhi_ps(in[i], in[i + 1]);
+      const __m256i low = row(i), high = row(i + 1);
+      pair[i] = _mm256_unpacklo_epi32(low, high);
+      pair[i + 1] = _mm256_unpackhi_epi32(low, high);
     }
     for (int i = 0; i < 8; i += 4) {
-      quad[i] = _mm256_shuffle_ps(pair[i], pair[i + 2], _MM_SHUFFLE(1, 0, 1, 0));
-      quad[i + 1] = _mm256_shuffle_ps(pair[i], pair[i + 2], _MM_SHUFFLE(3, 2, 3, 2));
-      quad[i + 2] = _mm256_shuffle_ps(pair[i + 1], pair[i + 3], _MM_SHUFFLE(1, 0, 1, 0));
-      quad[i + 3] = _mm256_shuffle_ps(pair[i + 1], pair[i + 3], _MM_SHUFFLE(3, 2, 3, 2));
+      quad[i] = _mm256_unpacklo_epi64(pair[i], pair[i + 2]);
+      quad[i + 1] = _mm256_unpackhi_epi64(pair[i], pair[i + 2]);
+      quad[i + 2] = _mm256_unpacklo_epi64(pair[i + 1], pair[i + 3]);
+      quad[i + 3] = _mm256_unpackhi_epi64(pair[i + 1], pair[i + 3]);
     }
     for (int c = 0; c < 4; ++c) {
-      out[c] = _mm256_permute2f128_ps(quad[c], quad[c + 4], 0x20);
-      out[c + 4] = _mm256_permute2f128_ps(quad[c], quad[c + 4], 0x31);
+      out[c] = _mm256_permute2x128_si256(quad[c], quad[c + 4], 0x20);
+      out[c + 4] = _mm256_permute2x128_si256(quad[c], quad[c + 4], 0x31);
     }
   }
 
-  template <class T>
-  static inline void transpose(const T* p, int64_t stride, F* out) {
-    F in[8];
-    for (int i = 0; i < 8; ++i) {
-      in[i] = load(p + i * stride);
+  static inline F column_of(__m256i bits, int, float) { return _mm256_castsi256_ps(bits); }
+  static inline F column_of(__m256i bits, int half, BFloat16) {
+    const __m256i upper = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
+    return _mm256_castsi256_ps(half ? _mm256_and_si256(bits, upper) : _mm256_slli_epi32(bits, 16));
+  }
+  static inline F column_of(__m256i bits, int half, Float16) {
+    const __m256i value = half ? _mm256_srli_epi32(bits, 16) : _mm256_and_si256(bits, _mm256_set1_epi32(0xffff));
+    const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(value, value), _MM_SHUFFLE(3, 1, 2, 0));
+    return _mm256_cvtph_ps(_mm256_castsi256_si128(packed));
+  }
+
+  // 32 bytes of every row: two neighbouring 16-bit columns travel as one 32-bit column.
+  template <class T, class Row>
+  static inline void transpose_32_bytes(const Row& row, F* out) {
+    constexpr int kPerLane = 4 / sizeof(T);
+    __m256i bits[8];
+    transpose_32bit(row, bits);
+    for (int c = 0; c < 8; ++c) {
+      for (int half = 0; half < kPerLane; ++half) {
+        out[c * kPerLane + half] = column_of(bits[c], half, T{});
+      }
     }
-    transpose_vectors(in, out);
+  }
+
+  template <int Columns, class T>
+  static inline void transpose(const T* p, int64_t stride, F* out) {
+    constexpr int kColumns = std::min(Columns, int(32 / sizeof(T)));
+    for (int j = 0; j < Columns; j += kColumns) {
+      transpose_32_bytes<T>([&](int i) { return load_columns<kColumns>(p + i * stride + j); }, out + j);
+    }
+  }
+
+  template <int Columns, class T>
+  static inline __m256i load_columns(const T* p) {
+    if constexpr (Columns * sizeof(T) == 32) {
+      return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    } else {
+      return _mm256_castsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    }
   }
 
   template <class T>
   static inline void transpose_part(const T* p, int64_t stride, int rows, int columns, F* out) {
-    F in[8];
-    for (int i = 0; i < 8; ++i) {
-      in[i] = i < rows ? load_first(p + i * stride, columns) : zero();
+    constexpr int kColumns = 32 / sizeof(T);
+    for (int j = 0; j < columns; j += kColumns) {
+      const size_t bytes = std::min(columns - j, kColumns) * sizeof(T);
+      transpose_32_bytes<T>([&](int i) { return i < rows ? load_bytes(p + i * stride + j, bytes) : __m256i{}; }, out + j);
     }
-    transpose_vectors(in, out);
+  }
+
+  static inline __m256i load_bytes(const void* p, size_t bytes) {
+    __m256i copy{};
+    std::memcpy(&copy, p, bytes);
+    return copy;
   }
 };
 

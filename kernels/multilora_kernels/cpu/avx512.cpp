@@ -21,7 +21,7 @@ struct Avx512 {
   using F = __m512;
   static constexpr int kWidth = 16;
   static constexpr int kShrinkRows = 4;
-  static constexpr int kExpandRows = 8;
+  static constexpr int kExpandRows = 4;
 
   static inline F zero() { return _mm512_setzero_ps(); }
   static inline F broadcast(float value) { return _mm512_set1_ps(value); }
@@ -98,12 +98,20 @@ struct Avx512 {
     }
   }
 
-  template <class T>
+  template <int Columns, class T>
   static inline void transpose(const T* p, int64_t stride, F* out) {
-    constexpr int kColumns = 32 / sizeof(T);
-    for (int j = 0; j < kWidth; j += kColumns) {
-      transpose_32_bytes<T>(
-          [&](int i) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + i * stride + j)); }, out + j);
+    constexpr int kColumns = std::min(Columns, int(32 / sizeof(T)));
+    for (int j = 0; j < Columns; j += kColumns) {
+      transpose_32_bytes<T>([&](int i) { return load_columns<kColumns>(p + i * stride + j); }, out + j);
+    }
+  }
+
+  template <int Columns, class T>
+  static inline __m256i load_columns(const T* p) {
+    if constexpr (Columns * sizeof(T) == 32) {
+      return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    } else {
+      return _mm256_castsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
     }
   }
 

@@ -18,9 +18,6 @@
 namespace multilora {
 namespace {
 
-// Tokens of one task: enough that a large prefill reads an adapter from memory once per cache-resident block of tokens,
-// few enough that their activations stay in the L2 cache.
-constexpr int64_t kMaxRows = 64;
 // Cost of loading and converting one weight, in multiply-adds.
 constexpr int64_t kLoadCost = 2;
 // Least cost that is worth a thread of its own: some microseconds.
@@ -174,7 +171,6 @@ at::Tensor lora_shrink(const at::Tensor& x, int64_t first_slice, int64_t num_sli
                        const at::Tensor& rank, const at::Tensor& a_offset, const at::Tensor& /*b_offset*/,
                        const at::Tensor& /*magnitude_offset*/, int64_t max_rank, const at::Tensor& permutation,
                        const at::Tensor& chunk_start, const at::Tensor& chunk_length, const at::Tensor& chunk_lora_index) {
-  TORCH_CHECK(max_rank <= kMaxRank, "rank ", max_rank, " exceeds ", kMaxRank);
   const at::Tensor rows = as_float32_rows(x);
   const int64_t in_features = rows.size(1);
   at::Tensor v = at::empty({num_slices, x.size(0), max_rank}, rows.options());

@@ -68,9 +68,9 @@ struct Plain {
   static inline void store_first(float* p, F a, int n) { std::memcpy(p, a.lane, n * sizeof(float)); }
 
   // Lane i of out[c] is row i, column c.
-  template <class T>
+  template <int Columns, class T>
   static inline void transpose(const T* p, int64_t stride, F* out) {
-    transpose_part(p, stride, kWidth, kWidth, out);
+    transpose_part(p, stride, kWidth, Columns, out);
   }
 
   template <class T>

@@ -9,12 +9,15 @@
 
 #include "work.h"
 
+// Inlined even where the compiler finds it too large: vectors must stay in registers across these calls.
+#define MULTILORA_INLINE inline __attribute__((always_inline))
+
 namespace multilora {
 namespace {
 
 // Calls tile<N>(first_row) for N = Rows, Rows / 2 .. 1 until all rows are covered.
 template <int Rows, class Tile>
-inline void for_each_row_tile(int64_t first, int64_t count, const Tile& tile) {
+MULTILORA_INLINE void for_each_row_tile(int64_t first, int64_t count, const Tile& tile) {
   for (; count - first >= Rows; first += Rows) {
     tile.template run<Rows>(first);
   }
@@ -29,7 +32,7 @@ struct ShrinkTile {
   int64_t first_rank;
 
   template <int Rows>
-  inline void run(int64_t first_row) const {
+  MULTILORA_INLINE void run(int64_t first_row) const {
     using F = typename Vec::F;
     const int64_t in = task.in_features;
     const T* a = static_cast<const T*>(task.a) + first_rank * in;
@@ -80,34 +83,72 @@ void shrink(const ShrinkTask& task, int64_t rank_begin, int64_t rank_end) {
   }
 }
 
-// One vector of outputs, for any rows of the task. The weights come transposed, lane i of column j is b[output + i, j].
-template <class Vec, class T>
+// One vector of outputs for all rows of the task. `kRank` is the rank where it is known when compiling, else 0.
+//
+// The weights are taken kColumns ranks at a time, transposed, so that lane i of columns[c] is b[output + i, j + c]; they
+// stay in registers or the L1 cache while every row uses them. A row's sums over earlier columns wait in `sums`.
+template <class Vec, class T, int kRank>
 struct ExpandTile {
   using F = typename Vec::F;
+  static constexpr int kMaxColumns = 16;
+  static constexpr int kColumns = kRank == 8 ? 8 : kMaxColumns;
 
   const ExpandTask& task;
   int64_t output;
   int lanes;
-  const F* columns;
+  F* sums;
 
-  template <int Rows>
-  inline void run(int64_t first_row) const {
-    const float* v[Rows];
-    F sum[Rows];
-    for (int r = 0; r < Rows; ++r) {
-      v[r] = v_row(first_row + r);
-      sum[r] = Vec::zero();
-    }
-    for (int64_t j = 0; j < task.rank; ++j) {
-      const F column = columns[j];
-      for (int r = 0; r < Rows; ++r) {
-        sum[r] = Vec::fma(Vec::broadcast(v[r][j]), column, sum[r]);
+  inline int64_t rank() const { return kRank ? kRank : task.rank; }
+
+  MULTILORA_INLINE void run() const {
+    F columns[kMaxColumns];
+    for (int64_t j = 0; j < rank(); j += kColumns) {
+      const T* weights = static_cast<const T*>(task.b) + output * rank() + j;
+      if (lanes == Vec::kWidth && rank() - j >= kColumns) {
+        Vec::template transpose<kColumns>(weights, rank(), columns);
+        for_each_row_tile<Vec::kExpandRows>(0, task.rows.count, Accumulate{*this, columns, j, kColumns});
+      } else {
+        const int n = int(std::min<int64_t>(kColumns, rank() - j));
+        Vec::transpose_part(weights, rank(), lanes, n, columns);
+        for_each_row_tile<Vec::kExpandRows>(0, task.rows.count, Accumulate{*this, columns, j, n});
       }
     }
-    for (int r = 0; r < Rows; ++r) {
-      add_to_output(first_row + r, sum[r]);
+    for (int64_t row = 0; row < task.rows.count; ++row) {
+      add_to_output(row, sums[row]);
     }
   }
+
+  struct Accumulate {
+    const ExpandTile& tile;
+    const F* columns;
+    int64_t first_column;
+    int n;
+
+    // Two chains for a row, of the even and of the odd columns: half the latency of one.
+    template <int Rows>
+    MULTILORA_INLINE void run(int64_t first_row) const {
+      const float* v[Rows];
+      F even[Rows], odd[Rows];
+      for (int r = 0; r < Rows; ++r) {
+        v[r] = tile.v_row(first_row + r) + first_column;
+        even[r] = first_column == 0 ? Vec::zero() : tile.sums[first_row + r];
+        odd[r] = Vec::zero();
+      }
+      for (int c = 0; c < n; c += 2) {
+        for (int r = 0; r < Rows; ++r) {
+          even[r] = Vec::fma(Vec::broadcast(v[r][c]), columns[c], even[r]);
+        }
+        if (c + 1 < n) {
+          for (int r = 0; r < Rows; ++r) {
+            odd[r] = Vec::fma(Vec::broadcast(v[r][c + 1]), columns[c + 1], odd[r]);
+          }
+        }
+      }
+      for (int r = 0; r < Rows; ++r) {
+        tile.sums[first_row + r] = Vec::add(even[r], odd[r]);
+      }
+    }
+  };
 
   inline const float* v_row(int64_t row) const { return task.v + task.rows.tokens[row] * task.v_stride; }
 
@@ -118,54 +159,30 @@ struct ExpandTile {
   }
 
   inline F magnitude() const { return Vec::load_first(static_cast<const T*>(task.magnitude) + output, lanes); }
-
-  inline const T* weights() const { return static_cast<const T*>(task.b) + output * task.rank; }
-
-  // The same sums as run<1>, in the same order, with the weights never leaving the registers.
-  inline void run_single_row() const {
-    constexpr int kColumns = Vec::kWidth;
-    const float* v = v_row(0);
-    F sum = Vec::zero(), tile[kColumns];
-    int64_t j = 0;
-    if (lanes == Vec::kWidth) {
-      for (; j + kColumns <= task.rank; j += kColumns) {
-        Vec::transpose(weights() + j, task.rank, tile);
-        for (int c = 0; c < kColumns; ++c) {
-          sum = Vec::fma(Vec::broadcast(v[j + c]), tile[c], sum);
-        }
-      }
-    }
-    for (; j < task.rank; j += kColumns) {
-      const int n = columns_from(j);
-      Vec::transpose_part(weights() + j, task.rank, lanes, n, tile);
-      for (int c = 0; c < n; ++c) {
-        sum = Vec::fma(Vec::broadcast(v[j + c]), tile[c], sum);
-      }
-    }
-    add_to_output(0, sum);
-  }
-
-  inline void run_all_rows(F* scratch) {
-    for (int64_t j = 0; j < task.rank; j += Vec::kWidth) {
-      Vec::transpose_part(weights() + j, task.rank, lanes, columns_from(j), scratch + j);
-    }
-    columns = scratch;
-    for_each_row_tile<Vec::kExpandRows>(0, task.rows.count, *this);
-  }
-
-  inline int columns_from(int64_t j) const { return int(std::min<int64_t>(Vec::kWidth, task.rank - j)); }
 };
 
+template <class Vec, class T, int kRank>
+void expand_rank(const ExpandTask& task, int64_t output_begin, int64_t output_end) {
+  typename Vec::F sums[kMaxRows];
+  for (int64_t n = output_begin; n < output_end; n += Vec::kWidth) {
+    ExpandTile<Vec, T, kRank>{task, n, int(std::min<int64_t>(Vec::kWidth, output_end - n)), sums}.run();
+  }
+}
+
+// The common ranks have code of their own: with the addresses of the weights known, it is twice as fast.
 template <class Vec, class T>
 void expand(const ExpandTask& task, int64_t output_begin, int64_t output_end) {
-  typename Vec::F scratch[kMaxRank];
-  for (int64_t n = output_begin; n < output_end; n += Vec::kWidth) {
-    ExpandTile<Vec, T> tile{task, n, int(std::min<int64_t>(Vec::kWidth, output_end - n)), nullptr};
-    if (task.rows.count == 1) {
-      tile.run_single_row();
-    } else {
-      tile.run_all_rows(scratch);
-    }
+  switch (task.rank) {
+    case 8:
+      return expand_rank<Vec, T, 8>(task, output_begin, output_end);
+    case 16:
+      return expand_rank<Vec, T, 16>(task, output_begin, output_end);
+    case 32:
+      return expand_rank<Vec, T, 32>(task, output_begin, output_end);
+    case 64:
+      return expand_rank<Vec, T, 64>(task, output_begin, output_end);
+    default:
+      return expand_rank<Vec, T, 0>(task, output_begin, output_end);
   }
 }
 

@@ -8,9 +8,11 @@ namespace multilora {
 // A unit is what one thread does without interruption: a block of ranks (shrink) or of outputs (expand) of one task.
 constexpr int64_t kRankUnit = 4;
 constexpr int64_t kOutputUnit = 16;
-constexpr int64_t kMaxRank = 512;
+// Tokens of one task: enough that a large prefill reads an adapter from memory once per cache-resident block of tokens,
+// few enough that their activations stay in the L2 cache.
+constexpr int64_t kMaxRows = 64;
 
-// Tokens of one adapter, at most ops.cpp's kMaxRows of them.
+// At most kMaxRows tokens of one adapter.
 struct Rows {
   const int32_t* tokens;
   int64_t count;
