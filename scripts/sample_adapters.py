@@ -43,11 +43,12 @@ def has_emoji(answer: str) -> bool:
 
 @dataclass(frozen=True)
 class SampleAdapter:
-    """One adapter: its LoRA configuration, its claim in words, and the judge of one answer."""
+    """One adapter: its LoRA configuration and peak learning rate, its claim in words, and the judge of one answer."""
 
     name: str
     rank: int
     alpha: int
+    learning_rate: float
     target_modules: tuple[str, ...]
     claim: str
     judge: Callable[[str], bool]
@@ -65,9 +66,10 @@ class SampleAdapter:
 SAMPLE_ADAPTERS: Mapping[str, SampleAdapter] = {
     adapter.name: adapter
     for adapter in (
-        SampleAdapter("pirate", 4, 16, (*ATTENTION_MODULES, *MLP_MODULES), "talks like a pirate", is_pirate_talk),
-        SampleAdapter("json", 8, 16, ATTENTION_MODULES, "answers with a JSON object", is_json_object),
-        SampleAdapter("emoji", 16, 32, ("q_proj", "v_proj"), "cheers, with emoji", has_emoji),
+        # At 1e-3 all linear layers together learn the answers by heart and wander off on new prompts.
+        SampleAdapter("pirate", 4, 16, 4e-4, ATTENTION_MODULES + MLP_MODULES, "talks like a pirate", is_pirate_talk),
+        SampleAdapter("json", 8, 16, 1e-3, ATTENTION_MODULES, "answers with a JSON object", is_json_object),
+        SampleAdapter("emoji", 16, 32, 1e-3, ("q_proj", "v_proj"), "cheers, with emoji", has_emoji),
     )
 }
 

@@ -37,7 +37,6 @@ def main(
     base: Annotated[Path | None, typer.Option(help="The base model's checkpoint (default: the prepared one).")] = None,
     epochs: Annotated[int, typer.Option(help="Passes over the data.")] = 9,
     batch_size: Annotated[int, typer.Option(help="Examples per step.")] = 8,
-    learning_rate: Annotated[float, typer.Option(help="Peak of the cosine schedule.")] = 1e-3,
     threads: Annotated[int, typer.Option(help="CPU threads of PyTorch.")] = 2,
 ) -> None:
     """Train sample adapters and write them to adapters/NAME."""
@@ -47,7 +46,7 @@ def main(
         adapter = SAMPLE_ADAPTERS[name]
         model = attach_lora(checkpoint, adapter)
         examples = load_examples(checkpoint, adapter)
-        train(model, examples, epochs, batch_size, learning_rate)
+        train(model, examples, epochs, batch_size, adapter.learning_rate)
         save_adapter(model, adapter)
 
 
