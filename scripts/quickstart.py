@@ -29,7 +29,7 @@ from multilora_engine.serving.launch import announce, console, errors_as_one_lin
 from multilora_engine.tritonserver import ServerOptions, ServerProcess
 from multilora_engine.tritonserver.checkpoint import resolve_checkpoint
 
-DEFAULT_PROMPT = "What is the capital of Spain?"
+DEFAULT_PROMPT = "What do bees make?"
 MAX_TOKENS = 48
 MISSING_TASK_ID = 404
 CANARY_INTERVAL_S = 15.0
@@ -122,6 +122,7 @@ def demonstrate(server: ServerProcess, prompt: str, adapters: dict[str, Adapter]
     console.print(f"\n[bold]{prompt}[/]")
     columns = [Column("base model", None), *(Column(title, adapter) for title, adapter in adapters.items())]
     seconds = asyncio.run(ask_all(server, prompt, columns))
+    console.print(as_table(columns))
     num_tokens = sum(column.num_tokens for column in columns)
     console.print(f"{len(columns)} requests in one batch: {num_tokens / seconds:.1f} tokens/s in total")
     show_missing_adapter(server, prompt)
@@ -131,7 +132,7 @@ def demonstrate(server: ServerProcess, prompt: str, adapters: dict[str, Adapter]
 async def ask_all(server: ServerProcess, prompt: str, columns: Sequence[Column]) -> float:
     """Fill all columns concurrently, showing them as they grow; returns the seconds it took."""
     start = time.perf_counter()
-    with Live(console=console, auto_refresh=False) as live:
+    with Live(console=console, auto_refresh=False, transient=True) as live:
         async with AsyncClient(f"grpc://{server.grpc_url}") as client, asyncio.TaskGroup() as tasks:
             for column in columns:
                 tasks.create_task(ask(client, prompt, column, lambda: live.update(as_table(columns), refresh=True)))
@@ -163,7 +164,7 @@ def show_missing_adapter(server: ServerProcess, prompt: str) -> None:
         try:
             client.generate(prompt, adapter=MISSING_TASK_ID, max_tokens=1)
         except MultiloraClientError as error:
-            console.print(Text(f"{error.code}: {error}", "red"))
+            console.print(Text(f"{error.code}: {error}", "red"), soft_wrap=True)
 
 
 def show_curl(server: ServerProcess, prompt: str, has_adapters: bool) -> None:

@@ -16,6 +16,7 @@ _NOISE = (
     "Failed to initialize NVML",
     "DCGM unable to start",
     "Unable to allocate pinned system memory",
+    "failed to allocate pinned system memory: no pinned memory pool",
     "unable to create stream for",
     "CUDA memory pool disabled",
 )
