@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import shutil
 import stat
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from multilora_engine.errors import ConfigError
@@ -23,6 +27,24 @@ def socket_path(server_pid: int) -> Path:
     if len(os.fsencode(path)) > _MAX_SOCKET_PATH:
         raise ConfigError(f"{path} is too long for a socket; set TMPDIR to a shorter directory")
     return path
+
+
+@contextmanager
+def owned_socket_path(server_pid: int) -> Iterator[Path]:
+    """`socket_path` for the one who starts the engine; its directory is removed at the end. Raises ConfigError."""
+    path = socket_path(server_pid)
+    with path.with_name("owner.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                "this server has an engine already; give the model generation one instance (instance_group count 1, "
+                "at most one GPU), and unload it before loading it again"
+            ) from None
+        try:
+            yield path
+        finally:
+            shutil.rmtree(path.parent, ignore_errors=True)
 
 
 def _make_private(directory: Path) -> None:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Mapping
+from contextlib import ExitStack
 
 from multilora_engine.config import EngineConfig
-from multilora_engine.process.paths import socket_path
+from multilora_engine.process.paths import owned_socket_path, socket_path
 from multilora_engine.process.supervisor import EngineProcess
 from multilora_engine.serving.engine_link import EngineLink
 from multilora_engine.serving.front import GenerationFront
@@ -28,22 +28,24 @@ class GenerationModel:
         """Start the engine. Raises ConfigError, whose one line is what the operator sees."""
         configure_logging(args["model_name"])
         parameters = _parameters(args)
-        self._socket_path = socket_path(os.getppid())
         environ = engine_environ(args, EngineConfig.from_parameters(parameters), os.environ)
-        self._engine = EngineProcess(parameters, self._socket_path, environ)
-        self._engine.start()
-        self._link = EngineLink(self._socket_path)
-        self._link.client.wait_until_ready(_FIRST_CONTACT_S)
-        self._front = GenerationFront(self._link, can_stream=True)
+        with ExitStack() as resources:
+            path = resources.enter_context(owned_socket_path(os.getppid()))
+            engine = EngineProcess(parameters, path, environ)
+            resources.callback(engine.close)
+            engine.start()
+            link = EngineLink(path)
+            resources.callback(link.close)
+            link.client.wait_until_ready(_FIRST_CONTACT_S)
+            self._front = GenerationFront(link, can_stream=True)
+            self._resources = resources.pop_all()
 
     def execute(self, requests: list[TritonRequest]) -> None:
         for request in requests:
             self._front.accept(request)
 
     def finalize(self) -> None:
-        self._link.close()
-        self._engine.close()
-        shutil.rmtree(self._socket_path.parent, ignore_errors=True)
+        self._resources.close()
 
 
 class GenerationUnaryModel:
@@ -63,12 +65,15 @@ class GenerationUnaryModel:
 
 
 def engine_environ(args: Mapping[str, str], config: EngineConfig, environ: Mapping[str, str]) -> dict[str, str]:
-    """The engine's environment: only the GPU of this instance is visible, and none to `device: auto` on a CPU."""
+    """The engine's environment: an instance on a GPU sees only that one, and `device: auto` on a CPU instance none.
+
+    An instance of KIND_MODEL leaves it to the parameter `device` and sees them all.
+    """
     if args["model_instance_kind"] == "GPU":
         visible = environ.get("CUDA_VISIBLE_DEVICES")
         device_id = int(args["model_instance_device_id"])
         return {**environ, "CUDA_VISIBLE_DEVICES": visible.split(",")[device_id] if visible else str(device_id)}
-    if config.device == "auto":
+    if args["model_instance_kind"] == "CPU" and config.device == "auto":
         return {**environ, "CUDA_VISIBLE_DEVICES": ""}
     return dict(environ)
 

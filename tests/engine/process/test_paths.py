@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from multilora_engine.errors import ConfigError
-from multilora_engine.process.paths import socket_path
+from multilora_engine.process.paths import owned_socket_path, socket_path
 
 
 @pytest.fixture(autouse=True)
@@ -47,3 +47,15 @@ def test_a_path_too_long_for_a_socket_is_refused_with_the_way_out(
     monkeypatch.setattr(tempfile, "tempdir", str(deep))
     with pytest.raises(ConfigError, match="set TMPDIR"):
         socket_path(4711)
+
+
+def test_a_server_has_one_engine_and_its_directory_goes_with_it() -> None:
+    with owned_socket_path(4711) as path:
+        assert path == socket_path(4711)
+        with pytest.raises(ConfigError, match="has an engine already"), owned_socket_path(4711):
+            pytest.fail("two owners")
+        with owned_socket_path(4712) as other:
+            assert other != path
+    assert not path.parent.exists()
+    with owned_socket_path(4711) as again:
+        assert again.parent.is_dir()

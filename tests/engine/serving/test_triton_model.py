@@ -6,6 +6,7 @@ from multilora_engine.config import EngineConfig
 from multilora_engine.serving.triton_model import engine_environ
 
 CPU = {"model_instance_kind": "CPU", "model_instance_device_id": "0"}
+MODEL = {"model_instance_kind": "MODEL", "model_instance_device_id": "0"}
 GPU_1 = {"model_instance_kind": "GPU", "model_instance_device_id": "1"}
 
 
@@ -17,6 +18,8 @@ GPU_1 = {"model_instance_kind": "GPU", "model_instance_device_id": "1"}
         (CPU, "auto", {"CUDA_VISIBLE_DEVICES": "0"}, ""),
         (CPU, "cuda", {"CUDA_VISIBLE_DEVICES": "0"}, "0"),
         (CPU, "cuda", {}, None),
+        (MODEL, "auto", {"CUDA_VISIBLE_DEVICES": "2,3"}, "2,3"),
+        (MODEL, "auto", {}, None),
     ],
 )
 def test_the_engine_sees_the_gpu_of_its_instance(
