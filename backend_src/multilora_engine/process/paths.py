@@ -18,12 +18,10 @@ _MAX_SOCKET_PATH = 107
 
 
 def socket_path(server_pid: int) -> Path:
-    """The engine's socket of the server with this pid, in a directory that only we can enter. Raises ConfigError."""
+    """The engine's socket of the server with this pid, below a directory that only we can enter. Raises ConfigError."""
     root = Path(tempfile.gettempdir()) / f"multilora-{os.getuid()}"
-    directory = root / str(server_pid)
     _make_private(root)
-    _make_private(directory)
-    path = directory / "engine.sock"
+    path = root / str(server_pid) / "engine.sock"
     if len(os.fsencode(path)) > _MAX_SOCKET_PATH:
         raise ConfigError(f"{path} is too long for a socket; set TMPDIR to a shorter directory")
     return path
@@ -33,6 +31,7 @@ def socket_path(server_pid: int) -> Path:
 def owned_socket_path(server_pid: int) -> Iterator[Path]:
     """`socket_path` for the one who starts the engine; its directory is removed at the end. Raises ConfigError."""
     path = socket_path(server_pid)
+    _make_private(path.parent)
     with path.with_name("owner.lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

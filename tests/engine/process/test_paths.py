@@ -19,8 +19,10 @@ def temporary_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
 def test_the_socket_lies_in_a_directory_of_this_user_alone(temporary_directory: Path) -> None:
     path = socket_path(4711)
     assert path == temporary_directory / f"multilora-{os.getuid()}" / "4711" / "engine.sock"
-    assert [directory.stat().st_mode & 0o777 for directory in path.parents[:2]] == [0o700, 0o700]
-    assert socket_path(4711) == path
+    assert not path.parent.exists()
+    with owned_socket_path(4711) as owned:
+        assert owned == path
+        assert [directory.stat().st_mode & 0o777 for directory in path.parents[:2]] == [0o700, 0o700]
 
 
 def test_a_directory_that_others_can_enter_is_refused(temporary_directory: Path) -> None:
