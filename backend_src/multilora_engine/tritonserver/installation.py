@@ -15,6 +15,10 @@ from pathlib import Path
 from multilora_engine.errors import ConfigError
 
 _PYTHON_VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
+_DEFAULT_VARIABLES = {"OMP_WAIT_POLICY": "PASSIVE"}
+"""OpenMP threads that spin while they wait for each other take the core from the one they wait for, as soon as anything
+else runs: on two busy cores the linears of a decode step took 1.1 s instead of 0.07 s."""
+
 _SYSTEM_LIBRARY_ROOTS = (Path("/lib"), Path("/usr/lib"))
 
 
@@ -51,7 +55,7 @@ def server_environment(variables: Mapping[str, str]) -> dict[str, str]:
 
     The stub ignores VIRTUAL_ENV and PYTHONPATH: it takes the environment of the first `python3` on PATH.
     """
-    environment = {**os.environ, **variables}
+    environment = {**_DEFAULT_VARIABLES, **os.environ, **variables}
     _prepend(environment, "PATH", Path(sys.executable).parent)
     if libpython := _libpython_directory():
         _prepend(environment, "LD_LIBRARY_PATH", libpython)

@@ -1,0 +1,53 @@
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from multilora_engine.errors import ConfigError
+from multilora_engine.tritonserver.installation import find_installation, make_backend_directory, server_environment
+
+
+def test_the_first_python_on_path_is_this_environments() -> None:
+    first = server_environment({})["PATH"].split(os.pathsep)[0]
+    assert (Path(first) / "python3").exists()
+    assert Path(first) == Path(sys.executable).parent
+
+
+def test_variables_are_added_and_an_operators_own_openmp_policy_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    assert server_environment({"MULTILORA_MODEL": "m"})["MULTILORA_MODEL"] == "m"
+    assert server_environment({})["OMP_WAIT_POLICY"] == "PASSIVE"
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    assert server_environment({})["OMP_WAIT_POLICY"] == "ACTIVE"
+
+
+def test_the_stub_of_this_python_lies_beside_the_backends_library(tmp_path: Path) -> None:
+    folder = make_backend_directory(find_installation(), tmp_path / "backends")
+    files = {file.name: file.resolve() for file in (folder / "python").iterdir()}
+    assert set(files) == {"libtriton_python.so", "triton_python_backend_utils.py", "triton_python_backend_stub"}
+    assert all(file.is_file() for file in files.values())
+    assert files["triton_python_backend_stub"].parent.name == f"{sys.version_info.major}.{sys.version_info.minor}"
+
+
+def test_a_server_with_a_complete_backend_folder_of_its_own_needs_none_of_ours(tmp_path: Path) -> None:
+    executable = tmp_path / "bin" / "tritonserver"
+    executable.parent.mkdir()
+    executable.touch(mode=0o755)
+    installation = find_installation(executable)
+    assert installation.executable == executable
+    assert installation.python_backend == ()
+
+
+def test_a_wheel_without_a_stub_for_this_python_is_refused(tmp_path: Path) -> None:
+    executable = tmp_path / "bin" / "tritonserver"
+    executable.parent.mkdir()
+    executable.touch(mode=0o755)
+    (tmp_path / "python_backend_stubs" / "3.8").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="has no Python backend for Python 3"):
+        find_installation(executable)
+
+
+def test_a_file_that_cannot_be_executed_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "tritonserver").touch(mode=0o644)
+    with pytest.raises(ConfigError, match="not an executable file"):
+        find_installation(tmp_path / "tritonserver")
