@@ -3,6 +3,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from multilora_engine.errors import ConfigError
 from multilora_engine.tritonserver.installation import find_installation, make_backend_directory, server_environment
 
