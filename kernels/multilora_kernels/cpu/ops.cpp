@@ -95,6 +95,9 @@ struct Share {
   }
 };
 
+const void* weights_of(const ShrinkTask& task) { return task.a; }
+const void* weights_of(const ExpandTask& task) { return task.b; }
+
 template <class Task>
 struct WorkList {
   std::vector<Share<Task>> shares;
@@ -113,7 +116,8 @@ struct WorkList {
       for (; share != shares.end() && share->cost_before < end; ++share) {
         const int64_t first = share->first_from(begin), last = share->first_from(end);
         if (first < last) {
-          kernel(share->task, first, last);
+          const bool is_last = share + 1 == shares.end() || share->cost_after() >= end;
+          kernel(share->task, first, last, weights_of((is_last ? share : share + 1)->task));
         }
       }
     });

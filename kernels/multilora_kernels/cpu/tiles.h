@@ -15,6 +15,11 @@
 namespace multilora {
 namespace {
 
+// Adapters come from memory once per step, in pieces too short for the hardware's prefetchers: every kernel asks for
+// the weights of its next piece itself. Memory answers in about a hundred nanoseconds, some kilobytes of them.
+constexpr int64_t kCacheLine = 64;
+constexpr int64_t kAheadBytes = 4096;
+
 // Calls tile<N>(first_row) for N = Rows, Rows / 2 .. 1 until all rows are covered.
 template <int Rows, class Tile>
 MULTILORA_INLINE void for_each_row_tile(int64_t first, int64_t count, const Tile& tile) {
@@ -30,6 +35,7 @@ template <class Vec, class T, int Ranks>
 struct ShrinkTile {
   const ShrinkTask& task;
   int64_t first_rank;
+  const T* ahead;  // the weights of the next tile
 
   template <int Rows>
   MULTILORA_INLINE void run(int64_t first_row) const {
@@ -56,8 +62,16 @@ struct ShrinkTile {
         }
       }
     };
+    const auto fetch_ahead = [&](int64_t k) {
+      if (first_row == 0 && k % (kCacheLine / sizeof(T)) == 0) {
+        for (int j = 0; j < Ranks; ++j) {
+          __builtin_prefetch(ahead + j * in + k);
+        }
+      }
+    };
     int64_t k = 0;
     for (; k + Vec::kWidth <= in; k += Vec::kWidth) {
+      fetch_ahead(k);
       accumulate(k, [](const auto* p) { return Vec::load(p); });
     }
     if (k < in) {
@@ -73,13 +87,18 @@ struct ShrinkTile {
 };
 
 template <class Vec, class T>
-void shrink(const ShrinkTask& task, int64_t rank_begin, int64_t rank_end) {
+void shrink(const ShrinkTask& task, int64_t rank_begin, int64_t rank_end, const void* next) {
+  const auto weights_from = [&](int64_t rank) {
+    return rank < rank_end ? static_cast<const T*>(task.a) + rank * task.in_features : static_cast<const T*>(next);
+  };
   int64_t j = rank_begin;
   for (; j + kRankUnit <= rank_end; j += kRankUnit) {
-    for_each_row_tile<Vec::kShrinkRows>(0, task.rows.count, ShrinkTile<Vec, T, kRankUnit>{task, j});
+    const ShrinkTile<Vec, T, kRankUnit> tile{task, j, weights_from(j + kRankUnit)};
+    for_each_row_tile<Vec::kShrinkRows>(0, task.rows.count, tile);
   }
   for (; j < rank_end; ++j) {
-    for_each_row_tile<Vec::kShrinkRows>(0, task.rows.count, ShrinkTile<Vec, T, 1>{task, j});
+    const ShrinkTile<Vec, T, 1> tile{task, j, weights_from(j + 1)};
+    for_each_row_tile<Vec::kShrinkRows>(0, task.rows.count, tile);
   }
 }
 
@@ -97,6 +116,7 @@ struct ExpandTile {
   int64_t output;
   int lanes;
   F* sums;
+  const char* ahead;  // as many bytes as the weights of this tile, wanted soon
 
   inline int64_t rank() const { return kRank ? kRank : task.rank; }
 
@@ -104,6 +124,7 @@ struct ExpandTile {
     F columns[kMaxColumns];
     for (int64_t j = 0; j < rank(); j += kColumns) {
       const T* weights = static_cast<const T*>(task.b) + output * rank() + j;
+      fetch_ahead(j);
       if (lanes == Vec::kWidth && rank() - j >= kColumns) {
         Vec::template transpose<kColumns>(weights, rank(), columns);
         for_each_row_tile<Vec::kExpandRows>(0, task.rows.count, Accumulate{*this, columns, j, kColumns});
@@ -115,6 +136,13 @@ struct ExpandTile {
     }
     for (int64_t row = 0; row < task.rows.count; ++row) {
       add_to_output(row, sums[row]);
+    }
+  }
+
+  MULTILORA_INLINE void fetch_ahead(int64_t column) const {
+    constexpr int64_t kBytes = Vec::kWidth * kColumns * sizeof(T);
+    for (int64_t line = 0; line < kBytes; line += kCacheLine) {
+      __builtin_prefetch(ahead + column / kColumns * kBytes + line);
     }
   }
 
@@ -162,27 +190,31 @@ struct ExpandTile {
 };
 
 template <class Vec, class T, int kRank>
-void expand_rank(const ExpandTask& task, int64_t output_begin, int64_t output_end) {
+void expand_rank(const ExpandTask& task, int64_t output_begin, int64_t output_end, const void* next) {
   typename Vec::F sums[kMaxRows];
+  const int64_t row_bytes = task.rank * sizeof(T);
   for (int64_t n = output_begin; n < output_end; n += Vec::kWidth) {
-    ExpandTile<Vec, T, kRank>{task, n, int(std::min<int64_t>(Vec::kWidth, output_end - n)), sums}.run();
+    const int lanes = int(std::min<int64_t>(Vec::kWidth, output_end - n));
+    const int64_t soon = n * row_bytes + kAheadBytes, beyond = soon - output_end * row_bytes;
+    const char* ahead = beyond < 0 ? static_cast<const char*>(task.b) + soon : static_cast<const char*>(next) + beyond;
+    ExpandTile<Vec, T, kRank>{task, n, lanes, sums, ahead}.run();
   }
 }
 
 // The common ranks have code of their own: with the addresses of the weights known, it is twice as fast.
 template <class Vec, class T>
-void expand(const ExpandTask& task, int64_t output_begin, int64_t output_end) {
+void expand(const ExpandTask& task, int64_t output_begin, int64_t output_end, const void* next) {
   switch (task.rank) {
     case 8:
-      return expand_rank<Vec, T, 8>(task, output_begin, output_end);
+      return expand_rank<Vec, T, 8>(task, output_begin, output_end, next);
     case 16:
-      return expand_rank<Vec, T, 16>(task, output_begin, output_end);
+      return expand_rank<Vec, T, 16>(task, output_begin, output_end, next);
     case 32:
-      return expand_rank<Vec, T, 32>(task, output_begin, output_end);
+      return expand_rank<Vec, T, 32>(task, output_begin, output_end, next);
     case 64:
-      return expand_rank<Vec, T, 64>(task, output_begin, output_end);
+      return expand_rank<Vec, T, 64>(task, output_begin, output_end, next);
     default:
-      return expand_rank<Vec, T, 0>(task, output_begin, output_end);
+      return expand_rank<Vec, T, 0>(task, output_begin, output_end, next);
   }
 }
 

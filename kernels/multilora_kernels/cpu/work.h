@@ -41,8 +41,9 @@ struct ExpandTask {
   int64_t y_stride;
 };
 
-using ShrinkKernel = void (*)(const ShrinkTask& task, int64_t rank_begin, int64_t rank_end);
-using ExpandKernel = void (*)(const ExpandTask& task, int64_t output_begin, int64_t output_end);
+// `next`: the weights that the thread reads after these, fetched into the cache meanwhile.
+using ShrinkKernel = void (*)(const ShrinkTask& task, int64_t rank_begin, int64_t rank_end, const void* next);
+using ExpandKernel = void (*)(const ExpandTask& task, int64_t output_begin, int64_t output_end, const void* next);
 
 // The two kernels for one storage type of the adapters.
 struct Kernels {
