@@ -14,6 +14,7 @@ from random import Random
 import torch
 
 from multilora_engine.config import EngineConfig
+from multilora_engine.engine_info import EngineInfo
 from multilora_engine.errors import Cancelled, InternalError, InvalidRequest, RequestError
 from multilora_engine.forward_batch import KVCache
 from multilora_engine.kv_cache import BlockAllocator
@@ -35,23 +36,6 @@ from multilora_engine.text import TextDelta, TextStream, Tokenizer
 _logger = logging.getLogger(__name__)
 
 _NOTHING = TextDelta([], "")
-
-
-@dataclass(frozen=True)
-class EngineInfo:
-    """What the fronts must know of a running engine: plain values, so that it travels between processes."""
-
-    model_path: str
-    tokenizer_path: str
-    max_model_len: int
-    vocab_size: int
-    end_token_ids: tuple[int, ...]
-    add_special_tokens: bool
-    exclude_input_in_output: bool
-    adapter_layout: AdapterLayout
-    kv_cache_tokens: int
-    device: str
-    dtype: str
 
 
 @dataclass(frozen=True)

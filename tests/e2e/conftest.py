@@ -29,7 +29,7 @@ def server(default_model_dir: Path) -> Iterator[ServerProcess]:
     options = ServerOptions(
         model=default_model_dir,
         model_repository=REPOSITORY / "model_repository",
-        overrides={"kv_cache_memory_bytes": "256MiB"},
+        overrides={"kv_cache_memory_bytes": "384MiB", "max_num_seqs": "8", "lora_cache_host_memory_bytes": "256MiB"},
         http_port=0,
         grpc_port=0,
         metrics_port=0,
@@ -71,3 +71,13 @@ def triton_http(server: ServerProcess) -> Iterator[tritonclient.http.InferenceSe
 def pirate() -> Adapter:
     """A sample adapter on all linear layers."""
     return load_adapter(REPOSITORY / "adapters" / "pirate", lora_task_id=1)
+
+
+@pytest.fixture
+def samples(client: Client) -> dict[str, Adapter]:
+    """The sample adapters by name, with the task ids 11, 12, 13; the server has them, whatever was evicted before."""
+    names = sorted(path.parent.name for path in (REPOSITORY / "adapters").glob("*/adapter_config.json"))
+    adapters = {name: load_adapter(REPOSITORY / "adapters" / name, 11 + i) for i, name in enumerate(names)}
+    for adapter in adapters.values():
+        client.upload(adapter)
+    return adapters

@@ -10,7 +10,7 @@ import threading
 import time
 
 from multilora_engine.config import EngineConfig
-from multilora_engine.engine import EngineInfo
+from multilora_engine.engine_info import EngineInfo
 from multilora_engine.errors import AdapterConflict, AdapterNotFound, ConfigError, InvalidRequest
 from multilora_engine.lora.format import PackedAdapter
 from multilora_engine.process.server import main

@@ -19,7 +19,7 @@ from typing import Protocol
 
 import zmq
 
-from multilora_engine.engine import EngineInfo
+from multilora_engine.engine_info import EngineInfo
 from multilora_engine.errors import Cancelled, ConfigError, EngineUnavailable, RequestError
 from multilora_engine.lora.format import PackedAdapter
 from multilora_engine.process.connection import Connection

@@ -10,7 +10,7 @@ from __future__ import annotations
 import msgspec
 import torch
 
-from multilora_engine.engine import EngineInfo
+from multilora_engine.engine_info import EngineInfo
 from multilora_engine.errors import RequestError
 from multilora_engine.lora.format import PackedAdapter, PackedRow
 from multilora_engine.request import GenerationRequest, TokenOutput

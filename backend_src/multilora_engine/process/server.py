@@ -20,7 +20,8 @@ import msgspec
 import zmq
 
 from multilora_engine.config import EngineConfig
-from multilora_engine.engine import Engine, EngineInfo
+from multilora_engine.engine import Engine
+from multilora_engine.engine_info import EngineInfo
 from multilora_engine.errors import ConfigError, InternalError, RequestError
 from multilora_engine.lora.format import PackedAdapter
 from multilora_engine.process.messages import (

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from multilora_engine.engine import EngineInfo
+from multilora_engine.engine_info import EngineInfo
 from multilora_engine.errors import InvalidRequest, Unsupported
 from multilora_engine.lora.format import PackedAdapter, pack_adapter
 from multilora_engine.request import SamplingParams

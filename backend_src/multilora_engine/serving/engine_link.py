@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from multilora_engine.engine import EngineInfo
+from multilora_engine.engine_info import EngineInfo
 from multilora_engine.process.client import EngineClient
 from multilora_engine.text import Tokenizer
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from multilora_engine.engine import EngineInfo
+from multilora_engine.engine_info import EngineInfo
 from multilora_engine.errors import InvalidRequest
 from multilora_engine.serving.engine_link import EngineLink
 from multilora_engine.serving.immediate_model import ImmediateModel

@@ -1,0 +1,27 @@
+"""`EngineInfo`: what the fronts must know of a running engine.
+
+In a module of its own, so that the fronts need not import what only the engine uses (seconds and hundreds of MB each).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from multilora_engine.lora.format import AdapterLayout
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """What the fronts must know of a running engine: plain values, so that it travels between processes."""
+
+    model_path: str
+    tokenizer_path: str
+    max_model_len: int
+    vocab_size: int
+    end_token_ids: tuple[int, ...]
+    add_special_tokens: bool
+    exclude_input_in_output: bool
+    adapter_layout: AdapterLayout
+    kv_cache_tokens: int
+    device: str
+    dtype: str

@@ -1,0 +1,194 @@
+"""Adapters as clients send them: weights once, then the id; and every way in which that can go wrong."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import count, islice
+
+import numpy as np
+import pytest
+from support.wire import GrpcClient, HttpClient, adapter_tensors, error_of, infer, stream_texts, tensors, text_of
+from tritonclient.utils import InferenceServerException
+
+from multilora_client import Adapter, AdapterNotFound, AdapterTensors, Client
+from multilora_engine.tritonserver import ServerProcess
+
+CHAT = '[{"role": "user", "content": "Who are you?"}]'
+PROMPT = tensors(messages=CHAT, max_tokens=6, exclude_input_in_output=True)
+STATUS = {"INVALID_ARG": "StatusCode.INVALID_ARGUMENT", "ALREADY_EXISTS": "StatusCode.ALREADY_EXISTS"}
+fresh_ids = count(1000)
+
+
+@pytest.fixture
+def adapter(pirate: Adapter) -> Adapter:
+    """The pirate under a task id that the server has never seen."""
+    return Adapter(next(fresh_ids), pirate.tensors)
+
+
+def as_dtype(tensors: AdapterTensors, dtype: str) -> AdapterTensors:
+    """The same bf16 numbers in another type; every one of them fits."""
+    values = (tensors.weights.astype(np.uint32) << 16).view(np.float32)
+    if dtype == "BF16":
+        return tensors
+    return AdapterTensors(values.astype(np.float16) if dtype == "FP16" else values, tensors.config, dtype)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("protocol", ["grpc", "http"])
+@pytest.mark.parametrize("dtype", ["FP16", "BF16", "FP32"])
+def test_weights_come_once_and_the_id_alone_is_enough_afterwards(
+    triton_grpc: GrpcClient, triton_http: HttpClient, adapter: Adapter, dtype: str, protocol: str
+) -> None:
+    client = triton_grpc if protocol == "grpc" else triton_http
+    sent = Adapter(adapter.lora_task_id, as_dtype(adapter.tensors, dtype))
+    first = infer(client, "generation_unary", PROMPT | adapter_tensors(sent))
+    later = infer(client, "ensemble_unary", PROMPT | tensors(lora_task_id=adapter.lora_task_id))
+    base = infer(client, "generation_unary", PROMPT)
+    assert text_of(first) == text_of(later) != text_of(base)
+    for result in (first, later):
+        assert int(result.as_numpy("lora_task_id_out").item()) == adapter.lora_task_id
+        assert result.as_numpy("lora_digest").item() == first.as_numpy("lora_digest").item() != b""
+    assert base.as_numpy("lora_digest").item() == b""
+
+
+def test_weights_arrive_through_the_streaming_ensemble_too(
+    server: ServerProcess, triton_grpc: GrpcClient, adapter: Adapter
+) -> None:
+    request = PROMPT | tensors(stream=True)
+    first = stream_texts(server.grpc_url, "ensemble", request | adapter_tensors(adapter))
+    later = text_of(infer(triton_grpc, "generation_unary", PROMPT | tensors(lora_task_id=adapter.lora_task_id)))
+    assert "".join(first) == later
+
+
+def test_three_columns_rows_in_any_order_and_the_same_bytes_again_are_all_fine(
+    triton_grpc: GrpcClient, adapter: Adapter
+) -> None:
+    order = np.random.default_rng(0).permutation(len(adapter.tensors.config))
+    shuffled = replace(
+        adapter.tensors, weights=adapter.tensors.weights[order], config=adapter.tensors.config[order][:, :3].copy()
+    )
+    variants = [adapter, Adapter(adapter.lora_task_id, shuffled), adapter]
+    digests = {
+        infer(triton_grpc, "generation_unary", PROMPT | adapter_tensors(variant)).as_numpy("lora_digest").item()
+        for variant in variants
+    }
+    assert len(digests) == 1
+
+
+def test_an_uncached_id_is_not_found_with_the_words_that_clients_look_for(
+    server: ServerProcess, triton_grpc: GrpcClient, triton_http: HttpClient
+) -> None:
+    request = PROMPT | tensors(lora_task_id=987_654_321)
+    words = "LoRA task 987654321 not found in cache. Please send LoRA weights with request"
+    for client, status in ((triton_grpc, "StatusCode.NOT_FOUND"), (triton_http, "404")):
+        with pytest.raises(InferenceServerException) as caught:
+            infer(client, "generation_unary", request, request_id="ab12")
+        assert error_of(caught.value) == (status, f"[NOT_FOUND] {words} (request ab12)")
+    for model in ("generation", "ensemble"):
+        with pytest.raises(InferenceServerException) as caught:
+            stream_texts(server.grpc_url, model, request, request_id="cd34")
+        assert f"[NOT_FOUND] {words} (request cd34)" in str(caught.value.message())
+
+
+def test_the_id_zero_is_an_adapter_like_any_other_in_band(triton_grpc: GrpcClient, pirate: Adapter) -> None:
+    zero = Adapter(0, pirate.tensors)
+    result = infer(triton_grpc, "generation_unary", PROMPT | adapter_tensors(zero))
+    assert result.as_numpy("lora_digest").item() != b""
+
+
+def test_an_upload_without_a_prompt_only_stores(client: Client, triton_grpc: GrpcClient, adapter: Adapter) -> None:
+    stored = client.upload(adapter)
+    result = infer(triton_grpc, "generation_unary", PROMPT | tensors(lora_task_id=adapter.lora_task_id))
+    assert result.as_numpy("lora_digest").item().decode() == stored.lora_digest
+
+
+def edited(adapter: Adapter, name: str, index: object, value: float) -> dict[str, np.ndarray]:
+    """The adapter's tensors with one value changed."""
+    arrays = adapter_tensors(adapter)
+    arrays[name] = arrays[name].copy()
+    arrays[name][index] = value  # type: ignore[index]
+    return arrays
+
+
+def without(arrays: dict[str, np.ndarray], name: str) -> dict[str, np.ndarray]:
+    return {key: value for key, value in arrays.items() if key != name}
+
+
+WEIGHTS = "lora_weights_bf16"
+BAD_ADAPTERS = {
+    "weights without config": (lambda a: without(adapter_tensors(a), "lora_config"), "must have both lora_weights and"),
+    "config without weights": (lambda a: without(adapter_tensors(a), WEIGHTS), "must have both lora_weights and"),
+    "without id": (
+        lambda a: without(adapter_tensors(a), "lora_task_id"),
+        "lora_task_id must be set for LoRA inference",
+    ),
+    "NaN": (lambda a: edited(a, WEIGHTS, (0, 3, 5), np.nan), "row 3 .* holds nan at position 5"),
+    "infinity": (lambda a: edited(a, WEIGHTS, (0, 0, 0), np.inf), "holds inf"),
+    "rank 0": (lambda a: edited(a, "lora_config", (0, 2, 2), 0), "row 2: Expected adapterSize to be > 0"),
+    "rank too large": (lambda a: edited(a, "lora_config", (0, 2, 2), 65), r"Invalid low_rank \(65\)"),
+    "rank too small": (lambda a: edited(a, "lora_config", (0, 2, 2), 1), "declared rank or module is wrong"),
+    "layer out of range": (lambda a: edited(a, "lora_config", (0, 2, 1), 30), "Expected layerId .* 30"),
+    "unknown module": (lambda a: edited(a, "lora_config", (0, 2, 0), 13), "lora module 13 not enabled"),
+    "duplicate row": (lambda a: edited(a, "lora_config", (0, 0, slice(None)), 0) | _duplicate(a), "both adapt"),
+    "narrow rows": (
+        lambda a: adapter_tensors(a) | {WEIGHTS: adapter_tensors(a)[WEIGHTS][:, :, :3000]},
+        "to few values",
+    ),
+    "missing row": (
+        lambda a: adapter_tensors(a) | {WEIGHTS: adapter_tensors(a)[WEIGHTS][:, 1:]},
+        "each row needs both",
+    ),
+    "two dtypes": (
+        lambda a: adapter_tensors(a) | {"lora_weights_fp32": adapter_tensors(a)[WEIGHTS]},
+        "an adapter has one dtype",
+    ),
+}
+
+
+def _duplicate(adapter: Adapter) -> dict[str, np.ndarray]:
+    arrays = adapter_tensors(adapter)
+    arrays["lora_config"] = arrays["lora_config"].copy()
+    arrays["lora_config"][0, 1] = arrays["lora_config"][0, 0]
+    arrays[WEIGHTS] = arrays[WEIGHTS].copy()
+    arrays[WEIGHTS][0, 1] = arrays[WEIGHTS][0, 0]
+    return arrays
+
+
+@pytest.mark.parametrize("case", BAD_ADAPTERS)
+def test_a_bad_adapter_is_refused_by_name_and_not_cached(triton_grpc: GrpcClient, adapter: Adapter, case: str) -> None:
+    build, message = BAD_ADAPTERS[case]
+    with pytest.raises(InferenceServerException, match=message) as caught:
+        infer(triton_grpc, "generation_unary", PROMPT | build(adapter))
+    assert error_of(caught.value)[0] == STATUS["INVALID_ARG"]
+    with pytest.raises(InferenceServerException, match="not found in cache"):
+        infer(triton_grpc, "generation_unary", PROMPT | tensors(lora_task_id=adapter.lora_task_id))
+
+
+def test_other_weights_under_a_cached_id_are_refused_and_the_first_keep_answering(
+    triton_grpc: GrpcClient, samples: dict[str, Adapter], adapter: Adapter
+) -> None:
+    first = infer(triton_grpc, "generation_unary", PROMPT | adapter_tensors(adapter))
+    other = Adapter(adapter.lora_task_id, samples["json"].tensors)
+    with pytest.raises(InferenceServerException, match="is cached with other weights") as caught:
+        infer(triton_grpc, "generation_unary", PROMPT | adapter_tensors(other))
+    assert error_of(caught.value)[0] == STATUS["ALREADY_EXISTS"]
+    again = infer(triton_grpc, "generation_unary", PROMPT | tensors(lora_task_id=adapter.lora_task_id))
+    assert again.as_numpy("lora_digest").item() == first.as_numpy("lora_digest").item()
+
+
+def test_our_client_sends_weights_again_by_itself_when_they_were_evicted(
+    server: ServerProcess, adapter: Adapter
+) -> None:
+    with Client(f"grpc://{server.grpc_url}") as client:
+        before = client.generate("Who are you?", adapter=adapter, max_tokens=4)
+        evict_everything(client, adapter)
+        after = client.generate("Who are you?", adapter=adapter, max_tokens=4)
+    assert after.text == before.text
+    assert after.lora_task_id == adapter.lora_task_id
+
+
+def evict_everything(client: Client, adapter: Adapter) -> None:
+    """Upload the same weights under so many other ids that the host tier (256 MiB) cannot have kept `adapter`."""
+    for task_id in islice(fresh_ids, 100):
+        client.upload(Adapter(task_id, adapter.tensors))
+    with pytest.raises(AdapterNotFound):
+        client.generate("x", adapter=adapter.lora_task_id, max_tokens=1)

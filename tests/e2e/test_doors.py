@@ -1,0 +1,155 @@
+"""One answer, whichever door it is asked at: both protocols, streamed or whole, direct or through an ensemble."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx2
+import numpy as np
+import pytest
+from support.wire import GrpcClient, HttpClient, infer, stream_texts, tensors, text_of
+
+from multilora_client import Adapter
+from multilora_engine.tritonserver import ServerProcess
+
+PROMPTS = ["The capital of France is", "Les étoiles brillent 🌟, 東京の", "Q: 2 + 2?\nA:"]
+
+
+def direct(prompt: str, task: int | None, **extra: object) -> dict[str, np.ndarray]:
+    id_ = {} if task is None else {"lora_task_id": task}
+    return tensors(text_input=prompt, max_tokens=12, exclude_input_in_output=True, **id_, **extra)
+
+
+@pytest.fixture
+def uploaded(samples: dict[str, Adapter]) -> list[int | None]:
+    """Task ids of the sample adapters, which the server has; None is the base model."""
+    return [None, *(adapter.lora_task_id for adapter in samples.values())]
+
+
+@pytest.mark.parametrize(("prompt", "adapter"), [*((prompt, None) for prompt in PROMPTS), (PROMPTS[1], "pirate")])
+def test_every_door_gives_the_same_text(
+    server: ServerProcess,
+    samples: dict[str, Adapter],
+    triton_grpc: GrpcClient,
+    triton_http: HttpClient,
+    prompt: str,
+    adapter: str | None,
+) -> None:
+    task = None if adapter is None else samples[adapter].lora_task_id
+    whole, streamed = direct(prompt, task), direct(prompt, task, streaming=True)
+    texts = {
+        "generation_unary grpc": text_of(infer(triton_grpc, "generation_unary", whole)),
+        "generation_unary http": text_of(infer(triton_http, "generation_unary", whole)),
+        "ensemble_unary grpc": text_of(infer(triton_grpc, "ensemble_unary", whole)),
+        "ensemble_unary http": text_of(infer(triton_http, "ensemble_unary", whole)),
+        "generation": "".join(stream_texts(server.grpc_url, "generation", streamed)),
+        "generation, not streaming": "".join(stream_texts(server.grpc_url, "generation", whole)),
+        "ensemble": "".join(stream_texts(server.grpc_url, "ensemble", direct(prompt, task, stream=True))),
+        "generate": generate(server, "generation_unary", prompt, task),
+        "generate through ensemble": generate(server, "ensemble_unary", prompt, task),
+        "generate_stream": "".join(generate_stream(server, prompt, task)),
+    }
+    assert len(set(texts.values())) == 1, texts
+    assert len(texts["generation"]) > 5
+
+
+def body(prompt: str, task: int | None) -> dict[str, object]:
+    values: dict[str, object] = {"text_input": prompt, "max_tokens": 12, "exclude_input_in_output": True}
+    return values if task is None else values | {"lora_task_id": task}
+
+
+def generate(server: ServerProcess, model: str, prompt: str, task: int | None) -> str:
+    response = httpx2.post(f"http://{server.http_url}/v2/models/{model}/generate", json=body(prompt, task), timeout=300)
+    assert response.status_code == 200, response.text
+    return str(response.json()["text_output"])
+
+
+def generate_stream(server: ServerProcess, prompt: str, task: int | None) -> list[str]:
+    response = httpx2.post(
+        f"http://{server.http_url}/v2/models/generation/generate_stream",
+        json=body(prompt, task) | {"streaming": True},
+        timeout=300,
+    )
+    assert response.status_code == 200, response.text
+    events = [line.removeprefix("data: ") for line in response.content.decode().splitlines() if line]
+    return [json.loads(event)["text_output"] for event in events]
+
+
+def test_every_streamed_piece_is_whole_characters(server: ServerProcess, samples: dict[str, Adapter]) -> None:
+    task = samples["emoji"].lora_task_id
+    pieces = stream_texts(server.grpc_url, "generation", chat("How are you today?", task, streaming=True))
+    assert len(pieces) > 5
+    text = "".join(pieces)
+    assert any(len(character.encode()) > 2 for character in text), f"no character of several tokens in {text!r}"
+    assert "�" not in text[:-1], "a character was cut (the token limit may cut the last one)"
+
+
+def chat(question: str, task: int | None, **extra: object) -> dict[str, np.ndarray]:
+    messages = json.dumps([{"role": "user", "content": question}])
+    id_ = {} if task is None else {"lora_task_id": task}
+    return tensors(messages=messages, max_tokens=40, exclude_input_in_output=True, **id_, **extra)
+
+
+def test_requests_of_all_adapters_in_one_batch_get_what_they_get_alone(
+    server: ServerProcess, uploaded: list[int | None]
+) -> None:
+    questions = ["Who are you?", "What is the sea?"]
+    cases = [(question, task) for question in questions for task in uploaded]
+
+    def ask(case: tuple[str, int | None]) -> str:
+        with GrpcClient(server.grpc_url) as client:
+            return text_of(infer(client, "generation_unary", chat(*case)))
+
+    alone = [ask(case) for case in cases]
+    with ThreadPoolExecutor(len(cases)) as pool:
+        together = list(pool.map(ask, cases))
+    assert together == alone
+    assert len(set(alone)) == len(cases), "the adapters change nothing"
+
+
+def test_prompt_and_answer_come_back_together_unless_the_input_is_excluded(triton_grpc: GrpcClient) -> None:
+    request = tensors(text_input=PROMPTS[0], max_tokens=5)
+    with_input = infer(triton_grpc, "generation_unary", request)
+    without = infer(triton_grpc, "generation_unary", request | tensors(exclude_input_in_output=True))
+    assert text_of(with_input) == PROMPTS[0] + text_of(without)
+    num_input = int(without.as_numpy("num_input_tokens").item())
+    assert int(with_input.as_numpy("sequence_length").item()) == num_input + 5
+    assert with_input.as_numpy("output_ids").shape == (1, 1, num_input + 5)
+    assert (with_input.as_numpy("output_ids")[0, 0, num_input:] == without.as_numpy("output_ids")[0, 0]).all()
+
+
+def test_ids_in_give_the_same_ids_out_as_text_in(triton_grpc: GrpcClient) -> None:
+    by_text = infer(triton_grpc, "generation_unary", tensors(text_input=PROMPTS[1], max_tokens=6))
+    token_ids = by_text.as_numpy("output_ids")[0, 0, :-6].tolist()
+    request = tensors(input_ids=token_ids, input_lengths=len(token_ids), request_output_len=6, streaming=False)
+    by_ids = infer(triton_grpc, "generation_unary", request)
+    assert by_ids.as_numpy("output_ids").tolist() == by_text.as_numpy("output_ids").tolist()
+
+
+def test_rows_of_one_request_are_answered_each_for_itself(triton_grpc: GrpcClient, uploaded: list[int | None]) -> None:
+    rows = [direct(prompt, uploaded[1]) for prompt in PROMPTS]
+    batch = {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
+    result = infer(triton_grpc, "generation_unary", batch)
+    expected = [text_of(infer(triton_grpc, "generation_unary", row)) for row in rows]
+    assert [text.decode() for text in result.as_numpy("text_output").flatten()] == expected
+    assert result.as_numpy("batch_index").flatten().tolist() == [0, 1, 2]
+
+
+def test_a_seed_repeats_a_sampled_answer_and_another_changes_it(triton_grpc: GrpcClient) -> None:
+    def draw(seed: int) -> str:
+        request = tensors(text_input=PROMPTS[0], max_tokens=16, temperature=1.5, runtime_top_k=50, seed=seed)
+        return text_of(infer(triton_grpc, "generation_unary", request))
+
+    assert draw(1) == draw(1)
+    assert draw(1) != draw(2)
+
+
+def test_a_stop_word_never_shows(server: ServerProcess, triton_grpc: GrpcClient) -> None:
+    request = direct(PROMPTS[0], None)
+    text = text_of(infer(triton_grpc, "generation_unary", request))
+    word = text[8:14]
+    stopped = request | tensors(stop_words=[word])
+    assert text_of(infer(triton_grpc, "ensemble_unary", stopped)) == text[: text.index(word)]
+    streamed = stream_texts(server.grpc_url, "generation", stopped | tensors(streaming=True))
+    assert "".join(streamed) == text[: text.index(word)]
