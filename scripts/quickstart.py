@@ -4,12 +4,14 @@ side. It ends with what a client sees that asks for an adapter the server does n
 """
 
 import asyncio
+import json
+import shlex
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -21,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 from sample_adapters import SAMPLE_ADAPTERS
 
-from multilora_client import Adapter, AsyncClient, Client, MultiloraClientError, load_adapter
+from multilora_client import Adapter, AsyncClient, Client, Message, MultiloraClientError, load_adapter
 from multilora_client.peft_directory import read_peft_directory
 from multilora_engine.lora.format import adapter_layout, lora_modules
 from multilora_engine.models.model_config import read_model_config
@@ -73,7 +75,8 @@ def main(
         demonstrate(server, prompt, sample_adapters(checkpoint))
         if not once:
             announce(server)
-            watch(server, CANARY_INTERVAL_S)
+            with suppress(KeyboardInterrupt):
+                watch(server, CANARY_INTERVAL_S)
 
 
 def prepare_default_model() -> Path:
@@ -94,7 +97,7 @@ def sample_adapters(checkpoint: Path) -> dict[str, Adapter]:
     adapters = {}
     for lora_task_id, sample in enumerate(SAMPLE_ADAPTERS.values(), start=1):
         if reason := misfit(sample.directory, checkpoint):
-            console.print(f"[yellow]No sample adapters:[/] {reason}. Only the base model answers.")
+            console.print(f"[yellow]No sample adapters:[/] {reason}. Only the base model answers.", soft_wrap=True)
             return {}
         adapters[f"{sample.name} (rank {sample.rank})"] = load_adapter(sample.directory, lora_task_id)
     return adapters
@@ -119,12 +122,12 @@ def misfit(adapter_directory: Path, checkpoint: Path) -> str | None:
 
 def demonstrate(server: ServerProcess, prompt: str, adapters: dict[str, Adapter]) -> None:
     """All answers at once, then the error of a missing adapter, then the same from a shell."""
-    console.print(f"\n[bold]{prompt}[/]")
+    console.print(Text(f"\n{prompt}", "bold"))
     columns = [Column("base model", None), *(Column(title, adapter) for title, adapter in adapters.items())]
     seconds = asyncio.run(ask_all(server, prompt, columns))
     console.print(as_table(columns))
     num_tokens = sum(column.num_tokens for column in columns)
-    console.print(f"{len(columns)} requests in one batch: {num_tokens / seconds:.1f} tokens/s in total")
+    console.print(f"{len(columns)} in one batch: {num_tokens / seconds:.1f} tokens/s in total")
     show_missing_adapter(server, prompt)
     show_curl(server, prompt, bool(adapters))
 
@@ -139,14 +142,17 @@ async def ask_all(server: ServerProcess, prompt: str, columns: Sequence[Column])
     return time.perf_counter() - start
 
 
-async def ask(client: AsyncClient, prompt: str, column: Column, on_change) -> None:  # type: ignore[no-untyped-def]
+async def ask(client: AsyncClient, prompt: str, column: Column, on_change: Callable[[], None]) -> None:
     start = time.perf_counter()
-    messages = [{"role": "user", "content": prompt}]
-    async for chunk in client.stream(messages=messages, adapter=column.adapter, max_tokens=MAX_TOKENS):
+    async for chunk in client.stream(messages=chat(prompt), adapter=column.adapter, max_tokens=MAX_TOKENS):
         column.text += chunk.text
         column.num_tokens = chunk.num_output_tokens or column.num_tokens
         column.seconds = time.perf_counter() - start
         on_change()
+
+
+def chat(prompt: str) -> list[Message]:
+    return [{"role": "user", "content": prompt}]
 
 
 def as_table(columns: Sequence[Column]) -> Table:
@@ -162,21 +168,22 @@ def show_missing_adapter(server: ServerProcess, prompt: str) -> None:
     console.print(f"\nA request with [bold]lora_task_id {MISSING_TASK_ID}[/], which nobody has sent, gets:")
     with Client(f"grpc://{server.grpc_url}") as client:
         try:
-            client.generate(prompt, adapter=MISSING_TASK_ID, max_tokens=1)
+            client.generate(messages=chat(prompt), adapter=MISSING_TASK_ID, max_tokens=1)
         except MultiloraClientError as error:
             console.print(Text(f"{error.code}: {error}", "red"), soft_wrap=True)
 
 
 def show_curl(server: ServerProcess, prompt: str, has_adapters: bool) -> None:
     """The same request from a shell; an adapter that was sent once is asked for by its id."""
-    adapter = ', "lora_task_id": 1' if has_adapters else ""
+    request = {
+        "messages": json.dumps(chat(prompt)),
+        "max_tokens": MAX_TOKENS,
+        "exclude_input_in_output": True,
+        **({"lora_task_id": 1} if has_adapters else {}),
+    }
+    url = f"http://{server.http_url}/v2/models/generation_unary/generate"
     console.print("\nFrom a shell:")
-    console.print(
-        f"curl -s http://{server.http_url}/v2/models/ensemble_unary/generate -d "
-        f'\'{{"text_input": "{prompt}", "max_tokens": {MAX_TOKENS}{adapter}}}\'',
-        markup=False,
-        soft_wrap=True,
-    )
+    console.print(f"curl -s {url} -d {shlex.quote(json.dumps(request))}", markup=False, soft_wrap=True)
 
 
 if __name__ == "__main__":
