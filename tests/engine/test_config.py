@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from multilora_engine.config import EngineConfig
+from multilora_engine.config import EngineConfig, parameter_descriptions
 from multilora_engine.errors import ConfigError
 
 
@@ -61,3 +61,18 @@ def test_what_cannot_be_is_refused_by_name(checkpoint: str, parameters: dict[str
 def test_a_missing_model_is_told_first(checkpoint: str) -> None:
     with pytest.raises(ConfigError, match="model_path is empty"):
         EngineConfig.from_parameters({"model_path": "${MULTILORA_MODEL}"}, environ={})
+
+
+def test_the_readme_lists_every_parameter_with_its_default_and_meaning() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    table = readme.split("<!-- parameters: begin -->\n")[1].split("<!-- parameters: end -->")[0]
+    rows = [
+        f"| `{name}` | {'' if default is None else f'`{_shown(default)}`'} | {meaning} |"
+        for name, (default, meaning) in parameter_descriptions().items()
+    ]
+    assert table.splitlines()[2:] == rows
+
+
+def _shown(default: object) -> str:
+    """As one writes it in config.pbtxt."""
+    return str(default).lower() if isinstance(default, bool) else str(default)
