@@ -18,6 +18,7 @@ from typing import Annotated
 
 import typer
 from prepare_default_model import cache_directory
+from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -35,6 +36,9 @@ DEFAULT_PROMPT = "What do bees make?"
 MAX_TOKENS = 48
 MISSING_TASK_ID = 404
 CANARY_INTERVAL_S = 15.0
+
+answers = Console(highlight=False, emoji=False)
+"""What was asked for goes to stdout, what happens meanwhile to stderr."""
 
 
 @dataclass
@@ -122,12 +126,12 @@ def misfit(adapter_directory: Path, checkpoint: Path) -> str | None:
 
 def demonstrate(server: ServerProcess, prompt: str, adapters: dict[str, Adapter]) -> None:
     """All answers at once, then the error of a missing adapter, then the same from a shell."""
-    console.print(Text(f"\n{prompt}", "bold"))
+    answers.print(Text(f"\n{prompt}", "bold"))
     columns = [Column("base model", None), *(Column(title, adapter) for title, adapter in adapters.items())]
     seconds = asyncio.run(ask_all(server, prompt, columns))
-    console.print(as_table(columns))
+    answers.print(as_table(columns))
     num_tokens = sum(column.num_tokens for column in columns)
-    console.print(f"{len(columns)} in one batch: {num_tokens / seconds:.1f} tokens/s in total")
+    answers.print(f"{len(columns)} in one batch: {num_tokens / seconds:.1f} tokens/s in total")
     show_missing_adapter(server, prompt)
     show_curl(server, prompt, bool(adapters))
 
@@ -135,7 +139,7 @@ def demonstrate(server: ServerProcess, prompt: str, adapters: dict[str, Adapter]
 async def ask_all(server: ServerProcess, prompt: str, columns: Sequence[Column]) -> float:
     """Fill all columns concurrently, showing them as they grow; returns the seconds it took."""
     start = time.perf_counter()
-    with Live(console=console, auto_refresh=False, transient=True) as live:
+    with Live(console=answers, auto_refresh=False, transient=True) as live:
         async with AsyncClient(f"grpc://{server.grpc_url}") as client, asyncio.TaskGroup() as tasks:
             for column in columns:
                 tasks.create_task(ask(client, prompt, column, lambda: live.update(as_table(columns), refresh=True)))
@@ -165,12 +169,12 @@ def as_table(columns: Sequence[Column]) -> Table:
 
 def show_missing_adapter(server: ServerProcess, prompt: str) -> None:
     """A task id that was never sent is an error, never an answer of the base model."""
-    console.print(f"\nA request with [bold]lora_task_id {MISSING_TASK_ID}[/], which nobody has sent, gets:")
+    answers.print(f"\nA request with [bold]lora_task_id {MISSING_TASK_ID}[/], which nobody has sent, gets:")
     with Client(f"grpc://{server.grpc_url}") as client:
         try:
             client.generate(messages=chat(prompt), adapter=MISSING_TASK_ID, max_tokens=1)
         except MultiloraClientError as error:
-            console.print(Text(f"{error.code}: {error}", "red"), soft_wrap=True)
+            answers.print(Text(f"{error.code}: {error}", "red"), soft_wrap=True)
 
 
 def show_curl(server: ServerProcess, prompt: str, has_adapters: bool) -> None:
@@ -182,8 +186,8 @@ def show_curl(server: ServerProcess, prompt: str, has_adapters: bool) -> None:
         **({"lora_task_id": 1} if has_adapters else {}),
     }
     url = f"http://{server.http_url}/v2/models/generation_unary/generate"
-    console.print("\nFrom a shell:")
-    console.print(f"curl -s {url} -d {shlex.quote(json.dumps(request))}", markup=False, soft_wrap=True)
+    answers.print("\nFrom a shell:")
+    answers.print(f"curl -s {url} -d {shlex.quote(json.dumps(request))}", markup=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -144,16 +144,20 @@ class Engine:
         return None if sequence is None else self._finish(sequence, "cancelled")
 
     def step(self) -> list[TokenOutput]:
-        """Schedule, run, postprocess: what this step gave each request, if anything."""
+        """Schedule, run, postprocess: what this step gave each request, if anything.
+
+        A step that runs out of memory fails its requests only. Any other exception is our bug or a broken device; it is
+        raised, and nothing in flight can be trusted to go on.
+        """
         outputs = self._end_expired()
         step = self._scheduler.schedule()
         if not step:
             return outputs
         try:
             token_ids = self._runner.run(step)
-        except Exception as error:
-            _logger.exception("a step of %d sequences failed", len(step))
-            failure = InternalError(f"the step failed: {type(error).__name__}: {error}")
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            _logger.exception("a step of %d sequences ran out of memory", len(step))
+            failure = InternalError(f"the step ran out of memory: {error}")
             return outputs + [self._fail(scheduled.sequence, failure) for scheduled in step]
         return outputs + self._postprocess(step, token_ids)
 
