@@ -111,12 +111,18 @@ def main(
         waves = measure(server, model, cells, rounds, rank, prompt_tokens, output_tokens)
     rows = [summarise(cell, waves[cell], output_tokens) for cell in cells]
     console.print(render(rows))
-    console.print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}")
+    console.print(f"{cpu_name()}, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}")
     if output:
         with output.open("w", newline="") as file:
             writer = csv.writer(file)
             writer.writerow(COLUMNS)
             writer.writerows(rows)
+
+
+def cpu_name() -> str:
+    """As Linux calls it, such as `AMD EPYC`."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.split(": ")[1] for line in lines if line.startswith("model name")), platform.machine())
 
 
 def default_model() -> Path:
