@@ -9,5 +9,15 @@ from multilora_kernels.cpu import load_cpu_kernels
 
 def load_operators(x: torch.Tensor) -> None:
     """Make sure that the operators of the device of `x` are registered; cheap after the first call."""
-    if not x.is_cuda:
+    if x.is_cuda:
+        _load_cuda_kernels()
+    else:
         load_cpu_kernels()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _load_cuda_kernels() -> bool:
+    # Imported here: Triton comes with the CUDA builds of torch only.
+    from multilora_kernels.cuda import load_cuda_kernels
+
+    return load_cuda_kernels()

@@ -20,7 +20,7 @@ def lora_expand(
     slice_sizes: Sequence[int],
     segments: LoRASegments,
 ) -> None:
-    """y[t, slice s] += v[s, t, :r] @ B(l(t), first_slice + s)^T in place, accumulated in float32.
+    """y[t, slice s] += v[:, s, t, :r].sum(0) @ B(l(t), first_slice + s)^T in place, accumulated in float32.
 
     Where the adapter's row has a DoRA magnitude m: y[t, slice s] = m * (y[t, slice s] + v B^T). Base tokens and slices
     of rank 0 are not touched. y: [num_tokens, sum(slice_sizes)], the slices side by side; v: from `lora_shrink`.

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from multilora_kernels.parts import num_parts
 from multilora_kernels.segments import LoRASegments
 from multilora_kernels.tables import LoRATables
 
@@ -18,7 +19,7 @@ Shrink = Callable[[torch.Tensor, LoRATables, int, int, LoRASegments], torch.Tens
 Expand = Callable[[torch.Tensor, torch.Tensor, LoRATables, int, Sequence[int], LoRASegments], None]
 
 _TABLES = "Tensor arena, Tensor rank, Tensor a_offset, Tensor b_offset, Tensor magnitude_offset, int max_rank"
-_SEGMENTS = "Tensor permutation, Tensor chunk_start, Tensor chunk_length, Tensor chunk_lora_index"
+_SEGMENTS = "Tensor permutation, Tensor chunk_start, Tensor chunk_length, Tensor chunk_lora_index, int chunk_size"
 
 torch.library.define(
     "multilora::lora_shrink", f"(Tensor x, int first_slice, int num_slices, {_TABLES}, {_SEGMENTS}) -> Tensor"
@@ -69,7 +70,7 @@ def implement(dispatch_key: str, shrink: Shrink, expand: Expand) -> None:
 
 
 _TableFields = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int]
-_SegmentFields = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+_SegmentFields = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int]
 
 
 def table_fields(tables: LoRATables) -> _TableFields:
@@ -84,18 +85,25 @@ def table_fields(tables: LoRATables) -> _TableFields:
 
 
 def segment_fields(segments: LoRASegments) -> _SegmentFields:
-    return segments.permutation, segments.chunk_start, segments.chunk_length, segments.chunk_lora_index
+    return (
+        segments.permutation,
+        segments.chunk_start,
+        segments.chunk_length,
+        segments.chunk_lora_index,
+        segments.chunk_size,
+    )
 
 
 def _structs(num_tokens: int, fields: tuple[Any, ...]) -> tuple[LoRATables, LoRASegments]:
-    permutation, chunk_start, chunk_length, chunk_lora_index = fields[6:]
-    segments = LoRASegments(permutation, chunk_start, chunk_length, chunk_lora_index, num_tokens)
+    permutation, chunk_start, chunk_length, chunk_lora_index, chunk_size = fields[6:]
+    segments = LoRASegments(permutation, chunk_start, chunk_length, chunk_lora_index, num_tokens, chunk_size)
     return LoRATables(*fields[:6]), segments
 
 
 def _fake_shrink(x: torch.Tensor, first_slice: int, num_slices: int, *fields: Any) -> torch.Tensor:
-    tables, _ = _structs(x.shape[0], fields)
-    return x.new_empty(num_slices, x.shape[0], tables.max_rank, dtype=torch.float32)
+    tables, segments = _structs(x.shape[0], fields)
+    parts = num_parts(x.shape[1], segments.chunk_size) if x.is_cuda else 1
+    return x.new_empty(parts, num_slices, x.shape[0], tables.max_rank, dtype=torch.float32)
 
 
 def _fake_expand(v: torch.Tensor, y: torch.Tensor, first_slice: int, slice_sizes: Sequence[int], *fields: Any) -> None:

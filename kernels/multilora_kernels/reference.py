@@ -17,16 +17,16 @@ from multilora_kernels.tables import LoRATables
 def lora_shrink(
     x: torch.Tensor, tables: LoRATables, first_slice: int, num_slices: int, segments: LoRASegments
 ) -> torch.Tensor:
-    """v[s, t, :r] = x[t] @ A(l(t), first_slice + s)^T; see `shrink.lora_shrink`."""
+    """v[:, s, t, :r].sum(0) = x[t] @ A(l(t), first_slice + s)^T; see `shrink.lora_shrink`."""
     dtype = torch.promote_types(x.dtype, torch.float32)
-    v = x.new_zeros(num_slices, x.shape[0], tables.max_rank, dtype=dtype)
+    v = x.new_zeros(1, num_slices, x.shape[0], tables.max_rank, dtype=dtype)
     for tokens, lora_index in _chunks(segments):
         rows = x[tokens].to(dtype)
         for s in range(num_slices):
             rank = int(tables.rank[lora_index, first_slice + s])
             if rank:
                 a = _matrix(tables, tables.a_offset, lora_index, first_slice + s, rank, x.shape[1])
-                v[s, tokens, :rank] = rows @ a.to(dtype).T
+                v[0, s, tokens, :rank] = rows @ a.to(dtype).T
     return v
 
 
@@ -38,7 +38,7 @@ def lora_expand(
     slice_sizes: Sequence[int],
     segments: LoRASegments,
 ) -> None:
-    """y[t, slice s] += v[s, t, :r] @ B(l(t), first_slice + s)^T in place; see `expand.lora_expand`."""
+    """y[t, slice s] += v[:, s, t, :r].sum(0) @ B(l(t), first_slice + s)^T; see `expand.lora_expand`."""
     for tokens, lora_index in _chunks(segments):
         start = 0
         for s, size in enumerate(slice_sizes):
@@ -46,7 +46,7 @@ def lora_expand(
             rank = int(tables.rank[lora_index, column])
             if rank:
                 b = _matrix(tables, tables.b_offset, lora_index, column, size, rank).to(v.dtype)
-                out = y[tokens, start : start + size].to(v.dtype) + v[s, tokens, :rank] @ b.T
+                out = y[tokens, start : start + size].to(v.dtype) + v[:, s, tokens, :rank].sum(0) @ b.T
                 magnitude = int(tables.magnitude_offset[lora_index, column])
                 if magnitude >= 0:
                     out *= tables.arena[magnitude : magnitude + size].to(v.dtype)

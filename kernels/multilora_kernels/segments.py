@@ -7,12 +7,19 @@ from dataclasses import dataclass
 import torch
 
 CHUNK_SIZE = 16
-"""Largest number of tokens of one chunk: the rows of one tensor-core tile."""
+"""Tokens of a chunk in decode batches: the rows of one tensor-core tile."""
+
+PREFILL_CHUNK_SIZE = 64
+"""Tokens of a chunk in prefill batches, where a larger tile reads an adapter fewer times."""
+
+MAX_DECODE_TOKENS = 512
+"""Batches of more tokens are cut for prefill. It is the number of tokens that decides, never which adapters they use:
+a captured CUDA graph replays for any mix."""
 
 
 @dataclass(frozen=True)
 class LoRASegments:
-    """Tokens sorted by adapter and cut into chunks of at most `CHUNK_SIZE` tokens of one adapter.
+    """Tokens sorted by adapter and cut into chunks of at most `chunk_size` tokens of one adapter.
 
     Worked example with chunks of 2: seven tokens, two adapters, -1 is the base model.
 
@@ -26,6 +33,7 @@ class LoRASegments:
     chunk_start, chunk_length, chunk_lora_index: [capacity] int32; capacity depends only on the number of tokens and of
         adapters, so a captured CUDA graph replays for any mix. Chunks past the last have length 0 and lora_index -1.
     num_tokens: rows of the batch.
+    chunk_size: no chunk is longer.
     """
 
     permutation: torch.Tensor
@@ -33,15 +41,18 @@ class LoRASegments:
     chunk_length: torch.Tensor
     chunk_lora_index: torch.Tensor
     num_tokens: int
+    chunk_size: int = CHUNK_SIZE
 
 
-def lora_segments(token_lora_mapping: torch.Tensor, max_loras: int, chunk_size: int = CHUNK_SIZE) -> LoRASegments:
+def lora_segments(token_lora_mapping: torch.Tensor, max_loras: int, chunk_size: int | None = None) -> LoRASegments:
     """Sort tokens by adapter and cut the runs into chunks, without synchronising the device.
 
     token_lora_mapping: [num_tokens] int32 or int64, each -1 (base model) or 0 .. max_loras - 1.
     Every run of `n` tokens gives `ceil(n / chunk_size)` chunks; the order inside a run is the batch's order.
+    chunk_size: `CHUNK_SIZE` or `PREFILL_CHUNK_SIZE` by the number of tokens unless given.
     """
     num_tokens = token_lora_mapping.numel()
+    chunk_size = chunk_size or (CHUNK_SIZE if num_tokens <= MAX_DECODE_TOKENS else PREFILL_CHUNK_SIZE)
     capacity = min(num_tokens, max_loras + num_tokens // chunk_size)
     mapping = token_lora_mapping.long()
     # Base tokens get the key max_loras, so the stable sort leaves them behind every adapter's tokens.
@@ -64,4 +75,5 @@ def lora_segments(token_lora_mapping: torch.Tensor, max_loras: int, chunk_size: 
         chunk_length=torch.where(is_real, length, 0).int(),
         chunk_lora_index=torch.where(is_real, lora_index, -1).int(),
         num_tokens=num_tokens,
+        chunk_size=chunk_size,
     )

@@ -21,7 +21,7 @@ from multilora_kernels import LoRATables, load_cpu_kernels, lora_segments, lora_
 tables = LoRATables(torch.ones(12), torch.tensor([[2]], dtype=torch.int32), *torch.zeros(3, 1, 1, dtype=torch.int64), 2)
 segments = lora_segments(torch.tensor([0]), 1)
 for _ in range(2):
-    print(lora_shrink(torch.ones(1, 6), tables, 0, 1, segments).tolist())
+    print(lora_shrink(torch.ones(1, 6), tables, 0, 1, segments).sum(0).tolist())
 print(load_cpu_kernels())
 """
 

@@ -14,9 +14,9 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 def _v(case: Case) -> torch.Tensor:
     """Random v, NaN wherever `lora_shrink` leaves it undefined."""
     generator = torch.Generator().manual_seed(7)
-    v = torch.randn(case.shape.num_slices, len(case.mapping), case.tables.max_rank, generator=generator)
+    v = torch.randn(1, case.shape.num_slices, len(case.mapping), case.tables.max_rank, generator=generator)
     rank = case.tables.rank[case.mapping.clamp(min=0)].T.unsqueeze(2)
-    v[~(case.touched().unsqueeze(2) & (torch.arange(case.tables.max_rank) < rank))] = torch.nan
+    v[:, ~(case.touched().unsqueeze(2) & (torch.arange(case.tables.max_rank) < rank))] = torch.nan
     return v
 
 
@@ -105,5 +105,5 @@ def test_a_token_gets_the_same_bits_whoever_else_is_in_the_batch(implementation,
     v = _v(case)
     together = _expand(implementation, case, v)
     for tokens in (torch.tensor([0]), torch.tensor([39]), torch.arange(3, 40, 5)):
-        alone = _expand(implementation, case.with_mapping(case.mapping[tokens], tokens), v[:, tokens].contiguous())
+        alone = _expand(implementation, case.with_mapping(case.mapping[tokens], tokens), v[:, :, tokens].contiguous())
         assert torch.equal(alone, together[tokens])

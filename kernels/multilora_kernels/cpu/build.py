@@ -60,7 +60,7 @@ def _build_once(library: Path) -> Path:
 
 
 def _load(library: Path) -> None:
-    torch.ops.load_library(library)  # type: ignore[no-untyped-call]
+    torch.ops.load_library(library)
 
 
 def _build_and_load(library: Path) -> None:

@@ -67,6 +67,7 @@ std::vector<Block> blocks_of(const at::Tensor& permutation, const at::Tensor& ch
              *length = chunk_length.const_data_ptr<int32_t>(), *lora_index = chunk_lora_index.const_data_ptr<int32_t>();
   std::vector<Block> blocks;
   for (int64_t c = 0; c < chunk_start.numel() && length[c] > 0; ++c) {
+    TORCH_CHECK(length[c] <= kMaxRows, "a chunk of ", length[c], " tokens exceeds ", kMaxRows);
     const bool joins = !blocks.empty() && blocks.back().lora_index == lora_index[c] &&
         blocks.back().rows.count + length[c] <= kMaxRows;
     if (joins) {
@@ -163,10 +164,10 @@ struct SharedResult {
   int64_t slice, rank;
 
   void copy_from_previous_slice(const at::Tensor& v) const {
-    float* to = v.mutable_data_ptr<float>() + slice * v.stride(0);
+    float* to = v.mutable_data_ptr<float>() + slice * v.stride(1);
     for (int64_t i = 0; i < rows.count; ++i) {
-      const int64_t row = rows.tokens[i] * v.stride(1);
-      std::copy_n(to - v.stride(0) + row, rank, to + row);
+      const int64_t row = rows.tokens[i] * v.stride(2);
+      std::copy_n(to - v.stride(1) + row, rank, to + row);
     }
   }
 };
@@ -174,10 +175,11 @@ struct SharedResult {
 at::Tensor lora_shrink(const at::Tensor& x, int64_t first_slice, int64_t num_slices, const at::Tensor& arena,
                        const at::Tensor& rank, const at::Tensor& a_offset, const at::Tensor& /*b_offset*/,
                        const at::Tensor& /*magnitude_offset*/, int64_t max_rank, const at::Tensor& permutation,
-                       const at::Tensor& chunk_start, const at::Tensor& chunk_length, const at::Tensor& chunk_lora_index) {
+                       const at::Tensor& chunk_start, const at::Tensor& chunk_length, const at::Tensor& chunk_lora_index,
+                       int64_t /*chunk_size*/) {
   const at::Tensor rows = as_float32_rows(x);
   const int64_t in_features = rows.size(1);
-  at::Tensor v = at::empty({num_slices, x.size(0), max_rank}, rows.options());
+  at::Tensor v = at::empty({1, num_slices, x.size(0), max_rank}, rows.options());
   const Column a(a_offset, first_slice);
   const Weights weights(arena);
   WorkList<ShrinkTask> work;
@@ -194,7 +196,7 @@ at::Tensor lora_shrink(const at::Tensor& x, int64_t first_slice, int64_t num_sli
       }
       const void* matrix = weights.at(a.at(block.lora_index, s), r * in_features);
       const ShrinkTask task{block.rows, rows.const_data_ptr<float>(), rows.stride(0), matrix, in_features,
-                            v.mutable_data_ptr<float>() + s * v.stride(0), v.stride(1)};
+                            v.mutable_data_ptr<float>() + s * v.stride(1), v.stride(2)};
       work.add(task, r, kRankUnit, kRankUnit * in_features * (block.rows.count + kLoadCost));
     }
   }
@@ -217,7 +219,7 @@ void expand_float32(const at::Tensor& v, const at::Tensor& y, const at::Tensor& 
       const int64_t r = rank_at(rank, block.lora_index, first_slice + s), size = slice_sizes[s];
       if (r > 0) {
         const int64_t m = magnitude.at(block.lora_index, s);
-        const ExpandTask task{block.rows, v.const_data_ptr<float>() + s * v.stride(0), v.stride(1),
+        const ExpandTask task{block.rows, v.const_data_ptr<float>() + s * v.stride(1), v.stride(2),
                               weights.at(b.at(block.lora_index, s), size * r), m < 0 ? nullptr : weights.at(m, size), r,
                               y_slice, y.stride(0)};
         work.add(task, size, kOutputUnit, kOutputUnit * r * (block.rows.count + kLoadCost));
@@ -231,7 +233,8 @@ void lora_expand(const at::Tensor& v, const at::Tensor& y, int64_t first_slice, 
                  const at::Tensor& arena, const at::Tensor& rank, const at::Tensor& /*a_offset*/,
                  const at::Tensor& b_offset, const at::Tensor& magnitude_offset, int64_t /*max_rank*/,
                  const at::Tensor& permutation, const at::Tensor& chunk_start, const at::Tensor& chunk_length,
-                 const at::Tensor& chunk_lora_index) {
+                 const at::Tensor& chunk_lora_index, int64_t /*chunk_size*/) {
+  TORCH_CHECK(v.size(0) == 1, "on the CPU v has one part, not ", v.size(0));
   const auto blocks = blocks_of(permutation, chunk_start, chunk_length, chunk_lora_index);
   if (blocks.empty()) {
     return;

@@ -1,0 +1,18 @@
+"""The GPU operators in OpenAI Triton, and what serves them: tile sizes (`block_sizes.json`)."""
+
+from __future__ import annotations
+
+import functools
+
+from multilora_kernels import operators
+from multilora_kernels.cuda.expand import lora_expand
+from multilora_kernels.cuda.shrink import lora_shrink
+
+__all__ = ["load_cuda_kernels", "lora_expand", "lora_shrink"]
+
+
+@functools.cache
+def load_cuda_kernels() -> bool:
+    """Register the CUDA operators; always True."""
+    operators.implement("CUDA", lora_shrink, lora_expand)
+    return True

@@ -1,0 +1,84 @@
+"""Compile the kernels ahead of time, for GPUs that are not there: what do they cost, and do registers spill?"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+
+from multilora_kernels.cuda.expand import expand_constants, expand_kernel
+from multilora_kernels.cuda.shrink import shrink_constants, shrink_kernel
+from multilora_kernels.parts import num_parts
+from multilora_kernels.testing import LinearShape
+
+_POINTERS = {
+    "v_ptr": "*fp32",
+    "a_offset_ptr": "*i64",
+    "b_offset_ptr": "*i64",
+    "magnitude_offset_ptr": "*i64",
+    **dict.fromkeys(
+        ["rank_ptr", "permutation_ptr", "chunk_start_ptr", "chunk_length_ptr", "chunk_lora_index_ptr"], "*i32"
+    ),
+}
+_ALIGNED_INTEGERS = {"in_features", "stride_xm", "stride_vp", "stride_vs", "stride_vm", "stride_ym"}
+_OPTIONS = ("num_warps", "num_stages", "maxnreg")
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one thread, or for shared memory one program, of a compiled kernel takes, as the compiled code says."""
+
+    registers: int
+    spilled_bytes: int
+    shared_bytes: int
+
+
+def shrink_resources(shape: LinearShape, chunk_size: int, max_rank: int, dtype: str, capability: int) -> Resources:
+    """`lora_shrink` of a linear. dtype: "bf16", "fp16" or "fp32". capability: 80, 90, 100 for sm_80, sm_90, sm_100."""
+    constants = shrink_constants(shape.in_features, chunk_size, max_rank, dtype == "fp32", gpu="default")
+    return _resources(shrink_kernel, constants, dtype, capability)
+
+
+def expand_resources(shape: LinearShape, chunk_size: int, max_rank: int, dtype: str, capability: int) -> Resources:
+    """`lora_expand` of a linear; arguments as of `shrink_resources`."""
+    parts = num_parts(shape.in_features, chunk_size)
+    constants = expand_constants(parts, shape.slice_sizes, chunk_size, max_rank, gpu="default")
+    return _resources(expand_kernel, constants, dtype, capability)
+
+
+def _resources(kernel: Any, constants: Mapping[str, Any], dtype: str, capability: int) -> Resources:
+    options = {name: constants[name] for name in _OPTIONS if name in constants}
+    source = _source(kernel, {name: value for name, value in constants.items() if name not in _OPTIONS}, dtype)
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    registers, stack, local = _usage(compiled.asm["cubin"])
+    return Resources(registers, stack + local, compiled.metadata.shared)
+
+
+def _source(kernel: Any, constants: Mapping[str, Any], dtype: str) -> Any:
+    names = kernel.arg_names
+    types = {name: _POINTERS.get(name, f"*{dtype}" if name.endswith("_ptr") else "i32") for name in names}
+    aligned = [name for name in names if name.endswith("_ptr") or name in _ALIGNED_INTEGERS]
+    return triton.compiler.ASTSource(
+        kernel,
+        types | dict.fromkeys(constants, "constexpr"),
+        {(names.index(name),): value for name, value in constants.items()},
+        {(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+    )
+
+
+def _usage(cubin: bytes) -> tuple[int, int, int]:
+    """Registers, stack bytes and local bytes of a thread. The kernels have no arrays, so these are spills."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        report = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+) .*LOCAL:(\d+)", report)
+    assert found, report
+    return int(found[1]), int(found[2]), int(found[3])

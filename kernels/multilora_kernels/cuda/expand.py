@@ -1,0 +1,174 @@
+"""`lora_expand` on a GPU, in OpenAI Triton."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from multilora_kernels.cuda.block_sizes import block_sizes, gpu_name
+from multilora_kernels.cuda.tiles import exact_dot
+from multilora_kernels.segments import LoRASegments
+from multilora_kernels.tables import LoRATables
+
+
+def lora_expand(
+    v: torch.Tensor,
+    y: torch.Tensor,
+    tables: LoRATables,
+    first_slice: int,
+    slice_sizes: Sequence[int],
+    segments: LoRASegments,
+) -> None:
+    """See `multilora_kernels.expand.lora_expand`."""
+    assert y.stride(1) == 1
+    constants = expand_constants(v.shape[0], slice_sizes, segments.chunk_size, tables.max_rank, gpu_name(y.device))
+    num_blocks = sum(triton.cdiv(size, constants["BLOCK_N"]) for size in slice_sizes)
+    expand_kernel[segments.chunk_start.numel(), num_blocks](
+        v,
+        y,
+        tables.arena,
+        tables.rank,
+        tables.b_offset,
+        tables.magnitude_offset,
+        segments.permutation,
+        segments.chunk_start,
+        segments.chunk_length,
+        segments.chunk_lora_index,
+        tables.rank.shape[1],
+        first_slice,
+        v.stride(0),
+        v.stride(1),
+        v.stride(2),
+        y.stride(0),
+        **constants,
+    )
+
+
+def expand_constants(
+    parts: int, slice_sizes: Sequence[int], chunk_size: int, max_rank: int, gpu: str
+) -> dict[str, Any]:
+    """What the kernel is compiled for, and with which options."""
+    return {
+        "NUM_PARTS": parts,
+        "SLICE_SIZES": tuple(slice_sizes),
+        "BLOCK_M": chunk_size,
+        **block_sizes("expand", chunk_size, max_rank, gpu),
+    }
+
+
+@triton.jit
+def expand_kernel(
+    v_ptr,
+    y_ptr,
+    arena_ptr,
+    rank_ptr,
+    b_offset_ptr,
+    magnitude_offset_ptr,
+    permutation_ptr,
+    chunk_start_ptr,
+    chunk_length_ptr,
+    chunk_lora_index_ptr,
+    num_columns,
+    first_slice,
+    stride_vp,
+    stride_vs,
+    stride_vm,
+    stride_ym,
+    NUM_PARTS: tl.constexpr,
+    SLICE_SIZES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """One program: a chunk's tokens, BLOCK_N outputs of one slice, all ranks."""
+    chunk = tl.program_id(0)
+    length = tl.load(chunk_length_ptr + chunk)
+    if length == 0:
+        return
+    slice_index, slice_start, slice_size, first_output = _locate(tl.program_id(1), SLICE_SIZES, BLOCK_N)
+    column = tl.load(chunk_lora_index_ptr + chunk).to(tl.int64) * num_columns + first_slice + slice_index
+    rank = tl.load(rank_ptr + column)
+    if rank == 0:
+        return
+
+    rows = tl.arange(0, BLOCK_M)
+    row_mask = (rows < length)[:, None]
+    tokens = tl.load(permutation_ptr + tl.load(chunk_start_ptr + chunk) + rows, mask=rows < length, other=0)
+    tokens = tokens.to(tl.int64)[:, None]
+    v_rows = v_ptr + slice_index * stride_vs + tokens * stride_vm
+    outputs = first_output + tl.arange(0, BLOCK_N)
+    offset = tl.load(b_offset_ptr + column)
+    # With rank and place known to be multiples of eight, the loads are of 16 bytes.
+    if (rank % 8 == 0) & (offset % 8 == 0):
+        update = _multiply(
+            v_rows, arena_ptr + tl.multiple_of(offset, 8), tl.multiple_of(rank, 8), row_mask, outputs, slice_size,
+            stride_vp, NUM_PARTS, BLOCK_M, BLOCK_N, BLOCK_R,
+        )  # fmt: skip
+    else:
+        update = _multiply(
+            v_rows, arena_ptr + offset, rank, row_mask, outputs, slice_size,
+            stride_vp, NUM_PARTS, BLOCK_M, BLOCK_N, BLOCK_R,
+        )  # fmt: skip
+
+    output_mask = outputs < slice_size
+    mask = row_mask & output_mask[None, :]
+    y_tile = y_ptr + tokens * stride_ym + slice_start + outputs[None, :]
+    total = tl.load(y_tile, mask=mask, other=0.0).to(tl.float32) + update
+    magnitude_offset = tl.load(magnitude_offset_ptr + column)
+    if magnitude_offset >= 0:
+        magnitude = tl.load(arena_ptr + magnitude_offset + outputs, mask=output_mask, other=0.0)
+        total *= magnitude.to(tl.float32)[None, :]
+    tl.store(y_tile, total.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _locate(block, SLICE_SIZES: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The slice of a block of outputs, where the slice starts, its size, and the block's first output in it."""
+    slice_index = 0
+    slice_start = 0
+    slice_size = 0
+    first_output = 0
+    first_block = 0
+    start = 0
+    for s in tl.static_range(len(SLICE_SIZES)):
+        if block >= first_block:
+            slice_index = s
+            slice_start = start
+            slice_size = SLICE_SIZES[s]
+            first_output = (block - first_block) * BLOCK_N
+        first_block += (SLICE_SIZES[s] + BLOCK_N - 1) // BLOCK_N
+        start += SLICE_SIZES[s]
+    return slice_index, slice_start, slice_size, first_output
+
+
+@triton.jit
+def _multiply(
+    v_rows,
+    b_ptr,
+    rank,
+    row_mask,
+    outputs,
+    slice_size,
+    stride_vp,
+    NUM_PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """(sum over the parts of v) @ B^T: [BLOCK_M, BLOCK_N] float32."""
+    b_columns = b_ptr + outputs.to(tl.int64)[None, :] * rank
+    output_mask = (outputs < slice_size)[None, :]
+    update = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for first_rank in range(0, rank, BLOCK_R):
+        ranks = first_rank + tl.arange(0, BLOCK_R)
+        b = tl.load(b_columns + ranks[:, None], mask=(ranks < rank)[:, None] & output_mask, other=0.0)
+        v_mask = row_mask & (ranks < rank)[None, :]
+        v = tl.load(v_rows + ranks[None, :], mask=v_mask, other=0.0)
+        for part in tl.static_range(1, NUM_PARTS):
+            v += tl.load(v_rows + part * stride_vp + ranks[None, :], mask=v_mask, other=0.0)
+        update = exact_dot(v, b, update)
+    return update

@@ -1,0 +1,161 @@
+"""`lora_shrink` on a GPU, in OpenAI Triton.
+
+The hidden size is cut into parts (`parts.py`). A part is summed in one order, and the parts are added in order: by
+the program itself when there are chunks enough to fill the GPU, else by `lora_expand` as it reads v. So there are no
+atomics, a batch gives the same bits every time, and how many adapters share it changes nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from multilora_kernels.cuda.block_sizes import block_sizes, gpu_name
+from multilora_kernels.cuda.tiles import exact_dot
+from multilora_kernels.parts import PART_SIZE, num_parts
+from multilora_kernels.segments import LoRASegments
+from multilora_kernels.tables import LoRATables
+
+
+def lora_shrink(
+    x: torch.Tensor, tables: LoRATables, first_slice: int, num_slices: int, segments: LoRASegments
+) -> torch.Tensor:
+    """See `multilora_kernels.shrink.lora_shrink`."""
+    num_tokens, in_features = x.shape
+    assert x.stride(1) == 1
+    parts = num_parts(in_features, segments.chunk_size)
+    v = x.new_empty(parts, num_slices, num_tokens, tables.max_rank, dtype=torch.float32)
+    is_wide = torch.float32 in (x.dtype, tables.arena.dtype)
+    constants = shrink_constants(in_features, segments.chunk_size, tables.max_rank, is_wide, gpu_name(x.device))
+    grid = (segments.chunk_start.numel(), triton.cdiv(tables.max_rank, constants["BLOCK_R"]) * parts, num_slices)
+    shrink_kernel[grid](
+        x,
+        tables.arena,
+        tables.rank,
+        tables.a_offset,
+        segments.permutation,
+        segments.chunk_start,
+        segments.chunk_length,
+        segments.chunk_lora_index,
+        v,
+        in_features,
+        tables.rank.shape[1],
+        first_slice,
+        x.stride(0),
+        v.stride(0),
+        v.stride(1),
+        v.stride(2),
+        **constants,
+    )
+    return v
+
+
+def shrink_constants(in_features: int, chunk_size: int, max_rank: int, is_wide: bool, gpu: str) -> dict[str, int]:
+    """What the kernel is compiled for, and with which options. is_wide: x or the adapters are float32."""
+    parts = num_parts(in_features, chunk_size)
+    sizes = block_sizes("shrink", chunk_size, max_rank, gpu)
+    # Twice the bytes, and three products of each: a quarter of the tile stays within the registers.
+    sizes["BLOCK_K"] //= 4 if is_wide else 1
+    return {
+        "NUM_PARTS": parts,
+        "PARTS_PER_PROGRAM": triton.cdiv(in_features, PART_SIZE) // parts,
+        "PART_SIZE": PART_SIZE,
+        "BLOCK_M": chunk_size,
+        **sizes,
+    }
+
+
+@triton.jit
+def shrink_kernel(
+    x_ptr,
+    arena_ptr,
+    rank_ptr,
+    a_offset_ptr,
+    permutation_ptr,
+    chunk_start_ptr,
+    chunk_length_ptr,
+    chunk_lora_index_ptr,
+    v_ptr,
+    in_features,
+    num_columns,
+    first_slice,
+    stride_xm,
+    stride_vp,
+    stride_vs,
+    stride_vm,
+    NUM_PARTS: tl.constexpr,
+    PARTS_PER_PROGRAM: tl.constexpr,
+    PART_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """One program: a chunk's tokens, BLOCK_R ranks of one slice, one part of the hidden size or all of them."""
+    chunk = tl.program_id(0)
+    length = tl.load(chunk_length_ptr + chunk)
+    if length == 0:
+        return
+    slice_index = tl.program_id(2)
+    column = tl.load(chunk_lora_index_ptr + chunk).to(tl.int64) * num_columns + first_slice + slice_index
+    rank = tl.load(rank_ptr + column)
+    first_rank = tl.program_id(1) // NUM_PARTS * BLOCK_R
+    if first_rank >= rank:
+        return
+    part = tl.program_id(1) % NUM_PARTS
+
+    rows = tl.arange(0, BLOCK_M)
+    tokens = tl.load(permutation_ptr + tl.load(chunk_start_ptr + chunk) + rows, mask=rows < length, other=0)
+    x_rows = x_ptr + tokens.to(tl.int64)[:, None] * stride_xm
+    offset = tl.load(a_offset_ptr + column)
+    first_k = part * PART_SIZE
+    # Adapters of the engine start at 64-byte boundaries: saying so gives 16-byte loads.
+    if offset % 16 == 0:
+        a_ptr = arena_ptr + tl.multiple_of(offset, 16)
+        total = _sum_parts(
+            x_rows, a_ptr, rank, first_rank, length, first_k, in_features,
+            PARTS_PER_PROGRAM, PART_SIZE, BLOCK_M, BLOCK_R, BLOCK_K,
+        )  # fmt: skip
+    else:
+        total = _sum_parts(
+            x_rows, arena_ptr + offset, rank, first_rank, length, first_k, in_features,
+            PARTS_PER_PROGRAM, PART_SIZE, BLOCK_M, BLOCK_R, BLOCK_K,
+        )  # fmt: skip
+
+    ranks = first_rank + tl.arange(0, BLOCK_R)
+    v_rows = v_ptr + part * stride_vp + slice_index * stride_vs + tokens.to(tl.int64)[:, None] * stride_vm
+    tl.store(v_rows + ranks[None, :], total, mask=(rows < length)[:, None] & (ranks < rank)[None, :])
+
+
+@triton.jit
+def _sum_parts(
+    x_rows,
+    a_ptr,
+    rank,
+    first_rank,
+    length,
+    first_k,
+    in_features,
+    PARTS_PER_PROGRAM: tl.constexpr,
+    PART_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """x @ A^T over PARTS_PER_PROGRAM parts from `first_k`: [BLOCK_M, BLOCK_R] float32."""
+    row_mask = (tl.arange(0, BLOCK_M) < length)[:, None]
+    ranks = first_rank + tl.arange(0, BLOCK_R)
+    a_rows = a_ptr + ranks.to(tl.int64)[None, :] * in_features
+    rank_mask = (ranks < rank)[None, :]
+    total = tl.zeros((BLOCK_M, BLOCK_R), dtype=tl.float32)
+    for _ in range(PARTS_PER_PROGRAM):
+        part_sum = tl.zeros((BLOCK_M, BLOCK_R), dtype=tl.float32)
+        for k in range(0, PART_SIZE, BLOCK_K):
+            ks = first_k + k + tl.arange(0, BLOCK_K)
+            k_mask = ks < in_features
+            x = tl.load(x_rows + ks[None, :], mask=row_mask & k_mask[None, :], other=0.0)
+            a = tl.load(a_rows + ks[:, None], mask=k_mask[:, None] & rank_mask, other=0.0)
+            part_sum = exact_dot(x, a, part_sum)
+        total += part_sum
+        first_k += PART_SIZE
+    return total

@@ -1,0 +1,39 @@
+"""What both kernels share: the products of a tile."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# The interpreter keeps bfloat16 values as their bits and would multiply those.
+IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def exact_dot(left, right, total):
+    """total + left @ right in float32, whatever the two dtypes, with no or next to no rounding of the inputs.
+
+    left: activations or v. right: adapter weights. Equal 16-bit dtypes go to the tensor cores as they are. A float32
+    left beside bfloat16 weights goes as a sum of three bfloat16 tiles, which holds all of its 24 bits. Anything else
+    goes as three TF32 products: 16-bit weights are exact in TF32.
+    """
+    if left.dtype == right.dtype and left.dtype != tl.float32:
+        total = _dot_16_bit(left, right, total)
+    elif left.dtype == tl.float32 and right.dtype == tl.bfloat16:
+        high = left.to(tl.bfloat16)
+        rest = left - high.to(tl.float32)
+        middle = rest.to(tl.bfloat16)
+        low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+        total = _dot_16_bit(low, right, total)
+        total = _dot_16_bit(middle, right, total)
+        total = _dot_16_bit(high, right, total)
+    else:
+        total = tl.dot(left.to(tl.float32), right.to(tl.float32), total, input_precision="tf32x3")
+    return total
+
+
+@triton.jit
+def _dot_16_bit(left, right, total):
+    if IS_INTERPRETED:
+        return tl.dot(left.to(tl.float32), right.to(tl.float32), total)
+    return tl.dot(left, right, total)

@@ -1,0 +1,24 @@
+"""The GPU kernels compile for the GPUs we name, and no register spills to memory."""
+
+from __future__ import annotations
+
+import pytest
+
+from multilora_kernels.cuda.aot import expand_resources, shrink_resources
+from multilora_kernels.testing import LinearShape
+
+_QKV = LinearShape(4096, (4096, 1024, 1024))
+_DOWN = LinearShape(14336, (4096,))
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("resources", [shrink_resources, expand_resources])
+@pytest.mark.parametrize("chunk_size", [16, 64])
+@pytest.mark.parametrize(
+    ("shape", "max_rank", "dtype"), [(_QKV, 16, "bf16"), (_DOWN, 64, "bf16"), (_QKV, 64, "fp16"), (_QKV, 256, "fp32")]
+)
+def test_it_compiles_without_spills(capability, resources, chunk_size, shape, max_rank, dtype):
+    used = resources(shape, chunk_size, max_rank, dtype, capability)
+    assert used.spilled_bytes == 0
+    assert used.registers <= 255
+    assert used.shared_bytes <= 163 * 1024, "what an A100 gives one program"
