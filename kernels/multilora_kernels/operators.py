@@ -1,4 +1,4 @@
-"""`multilora::lora_shrink` and `multilora::lora_expand` as torch operators.
+"""`multilora::lora_shrink`, `multilora::lora_expand` and `multilora::lora_apply` as torch operators.
 
 torch.compile and CUDA graphs see one opaque node each, with a fake implementation for shapes. An operator takes only
 tensors and integers, so the tables and segments are passed field by field here and nowhere else.
@@ -29,8 +29,14 @@ torch.library.define(
     f"(Tensor v, Tensor(a!) y, int first_slice, int[] slice_sizes, {_TABLES}, {_SEGMENTS}) -> ()",
 )
 
+torch.library.define(
+    "multilora::lora_apply",
+    f"(Tensor x, Tensor(a!) y, int first_slice, int[] slice_sizes, {_TABLES}, {_SEGMENTS}) -> ()",
+)
+
 _shrink = torch.ops.multilora.lora_shrink.default
 _expand = torch.ops.multilora.lora_expand.default
+_apply = torch.ops.multilora.lora_apply.default
 
 
 def call_shrink(
@@ -52,6 +58,18 @@ def call_expand(
     _expand(v, y, first_slice, slice_sizes, *table_fields(tables), *segment_fields(segments))
 
 
+def call_apply(
+    x: torch.Tensor,
+    y: torch.Tensor,
+    tables: LoRATables,
+    first_slice: int,
+    slice_sizes: Sequence[int],
+    segments: LoRASegments,
+) -> None:
+    """`lora_apply` through the dispatcher."""
+    _apply(x, y, first_slice, slice_sizes, *table_fields(tables), *segment_fields(segments))
+
+
 def implement(dispatch_key: str, shrink: Shrink, expand: Expand) -> None:
     """Register functions over tables and segments as the operators of a dispatch key ("CPU", "CUDA")."""
 
@@ -65,8 +83,15 @@ def implement(dispatch_key: str, shrink: Shrink, expand: Expand) -> None:
         tables, segments = _structs(y.shape[0], fields)
         expand(v, y, tables, first_slice, slice_sizes, segments)
 
+    def lora_apply(
+        x: torch.Tensor, y: torch.Tensor, first_slice: int, slice_sizes: Sequence[int], *fields: Any
+    ) -> None:
+        v = lora_shrink(x, first_slice, len(slice_sizes), *fields)
+        lora_expand(v, y, first_slice, slice_sizes, *fields)
+
     torch.library.impl("multilora::lora_shrink", dispatch_key, lora_shrink)
     torch.library.impl("multilora::lora_expand", dispatch_key, lora_expand)
+    torch.library.impl("multilora::lora_apply", dispatch_key, lora_apply)
 
 
 _TableFields = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int]
@@ -106,9 +131,10 @@ def _fake_shrink(x: torch.Tensor, first_slice: int, num_slices: int, *fields: An
     return x.new_empty(parts, num_slices, x.shape[0], tables.max_rank, dtype=torch.float32)
 
 
-def _fake_expand(v: torch.Tensor, y: torch.Tensor, first_slice: int, slice_sizes: Sequence[int], *fields: Any) -> None:
+def _fake_in_place(*_: Any) -> None:
     return None
 
 
 torch.library.register_fake("multilora::lora_shrink", _fake_shrink)
-torch.library.register_fake("multilora::lora_expand", _fake_expand)
+torch.library.register_fake("multilora::lora_expand", _fake_in_place)
+torch.library.register_fake("multilora::lora_apply", _fake_in_place)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from support.lora_cases import FUSED, make_case
 
-from multilora_kernels import load_cpu_kernels, lora_expand, lora_shrink, operators
+from multilora_kernels import load_cpu_kernels, lora_apply, lora_expand, lora_shrink, operators
 
 
 def _arguments(case):
@@ -43,3 +43,13 @@ def test_a_compiled_function_has_no_graph_break_and_the_same_result():
     actual = torch.compile(apply, fullgraph=True, backend="aot_eager")(case.x, compiled)
     assert torch.equal(actual, expected)
     assert torch.equal(compiled, eager)
+
+
+def test_apply_is_shrink_and_expand_in_one_call():
+    case = make_case("zipf", 37, magnitudes=True)
+    separate, together = case.y.clone(), case.y.clone()
+    v = lora_shrink(case.x, case.tables, 0, 3, case.segments)
+    lora_expand(v, separate, case.tables, 0, FUSED.slice_sizes, case.segments)
+    lora_apply(case.x, together, case.tables, 0, FUSED.slice_sizes, case.segments)
+    assert torch.equal(separate, together)
+    assert not torch.equal(separate, case.y)

@@ -1,4 +1,4 @@
-// The operators multilora::lora_shrink and multilora::lora_expand for CPU tensors (schemas: operators.py).
+// The operators multilora::lora_shrink, lora_expand and lora_apply for CPU tensors (schemas: operators.py).
 //
 // A step's work is a list of tasks (one slice of one adapter's tokens), a task is a number of equal units, and every
 // thread takes a share of the total cost. Units are independent outputs, so the split never changes a result.
@@ -190,7 +190,9 @@ at::Tensor lora_shrink(const at::Tensor& x, int64_t first_slice, int64_t num_sli
       if (r == 0) {
         continue;
       }
-      if (s > 0 && a.at(block.lora_index, s) == a.at(block.lora_index, s - 1)) {
+      const bool is_shared = s > 0 && rank_at(rank, block.lora_index, first_slice + s - 1) == r &&
+          a.at(block.lora_index, s - 1) == a.at(block.lora_index, s);
+      if (is_shared) {
         shared.push_back({block.rows, s, r});
         continue;
       }
@@ -246,6 +248,18 @@ void lora_expand(const at::Tensor& v, const at::Tensor& y, int64_t first_slice, 
   }
 }
 
+void lora_apply(const at::Tensor& x, const at::Tensor& y, int64_t first_slice, at::IntArrayRef slice_sizes,
+                const at::Tensor& arena, const at::Tensor& rank, const at::Tensor& a_offset, const at::Tensor& b_offset,
+                const at::Tensor& magnitude_offset, int64_t max_rank, const at::Tensor& permutation,
+                const at::Tensor& chunk_start, const at::Tensor& chunk_length, const at::Tensor& chunk_lora_index,
+                int64_t chunk_size) {
+  const int64_t num_slices = static_cast<int64_t>(slice_sizes.size());
+  const at::Tensor v = lora_shrink(x, first_slice, num_slices, arena, rank, a_offset, b_offset, magnitude_offset, max_rank,
+                                   permutation, chunk_start, chunk_length, chunk_lora_index, chunk_size);
+  lora_expand(v, y, first_slice, slice_sizes, arena, rank, a_offset, b_offset, magnitude_offset, max_rank, permutation,
+              chunk_start, chunk_length, chunk_lora_index, chunk_size);
+}
+
 std::string cpu_capability() { return capability().name; }
 
 }  // namespace
@@ -256,4 +270,5 @@ TORCH_LIBRARY_FRAGMENT(multilora, m) { m.def("cpu_capability() -> str", multilor
 TORCH_LIBRARY_IMPL(multilora, CPU, m) {
   m.impl("lora_shrink", multilora::lora_shrink);
   m.impl("lora_expand", multilora::lora_expand);
+  m.impl("lora_apply", multilora::lora_apply);
 }

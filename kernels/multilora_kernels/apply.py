@@ -1,0 +1,29 @@
+"""`lora_apply`: a whole batched LoRA update of one fused linear."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from multilora_kernels import operators
+from multilora_kernels.dispatch import load_operators
+from multilora_kernels.segments import LoRASegments
+from multilora_kernels.tables import LoRATables
+
+
+def lora_apply(
+    x: torch.Tensor,
+    y: torch.Tensor,
+    tables: LoRATables,
+    first_slice: int,
+    slice_sizes: Sequence[int],
+    segments: LoRASegments,
+) -> None:
+    """y[t, slice s] += x[t] @ A(l(t), first_slice + s)^T @ B(l(t), first_slice + s)^T in place.
+
+    `lora_shrink` then `lora_expand`, with their arguments and results, in one call: a small batch on a CPU would spend
+    a third of its time in the second one.
+    """
+    load_operators(x)
+    operators.call_apply(x, y, tables, first_slice, slice_sizes, segments)
