@@ -21,7 +21,7 @@ namespace {
 // Cost of loading and converting one weight, in multiply-adds.
 constexpr int64_t kLoadCost = 2;
 // Least cost that is worth a thread of its own: some microseconds.
-constexpr int64_t kGrainCost = 1 << 15;
+constexpr int64_t kGrainCost = 1 << 17;
 
 const Capability& capability() {
 #if defined(__x86_64__)

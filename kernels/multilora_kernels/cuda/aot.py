@@ -12,6 +12,7 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 
+from multilora_kernels.cuda.block_sizes import block_sizes
 from multilora_kernels.cuda.expand import expand_constants, expand_kernel
 from multilora_kernels.cuda.shrink import shrink_constants, shrink_kernel
 from multilora_kernels.parts import num_parts
@@ -41,14 +42,16 @@ class Resources:
 
 def shrink_resources(shape: LinearShape, chunk_size: int, max_rank: int, dtype: str, capability: int) -> Resources:
     """`lora_shrink` of a linear. dtype: "bf16", "fp16" or "fp32". capability: 80, 90, 100 for sm_80, sm_90, sm_100."""
-    constants = shrink_constants(shape.in_features, chunk_size, max_rank, dtype == "fp32", gpu="default")
+    sizes = block_sizes("shrink", chunk_size, max_rank, gpu="default")
+    constants = shrink_constants(shape.in_features, chunk_size, dtype == "fp32", sizes)
     return _resources(shrink_kernel, constants, dtype, capability)
 
 
 def expand_resources(shape: LinearShape, chunk_size: int, max_rank: int, dtype: str, capability: int) -> Resources:
     """`lora_expand` of a linear; arguments as of `shrink_resources`."""
     parts = num_parts(shape.in_features, chunk_size)
-    constants = expand_constants(parts, shape.slice_sizes, chunk_size, max_rank, gpu="default")
+    sizes = block_sizes("expand", chunk_size, max_rank, gpu="default")
+    constants = expand_constants(parts, shape.slice_sizes, chunk_size, sizes)
     return _resources(expand_kernel, constants, dtype, capability)
 
 

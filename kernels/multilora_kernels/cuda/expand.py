@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from multilora_kernels.cuda.block_sizes import block_sizes, gpu_name
+from multilora_kernels.cuda.block_sizes import BlockSizes, block_sizes, gpu_name
 from multilora_kernels.cuda.tiles import exact_dot
 from multilora_kernels.segments import LoRASegments
 from multilora_kernels.tables import LoRATables
@@ -22,10 +22,12 @@ def lora_expand(
     first_slice: int,
     slice_sizes: Sequence[int],
     segments: LoRASegments,
+    sizes: BlockSizes | None = None,
 ) -> None:
-    """See `multilora_kernels.expand.lora_expand`."""
+    """See `multilora_kernels.expand.lora_expand`. sizes: to try others than the table's."""
     assert y.stride(1) == 1
-    constants = expand_constants(v.shape[0], slice_sizes, segments.chunk_size, tables.max_rank, gpu_name(y.device))
+    sizes = sizes or block_sizes("expand", segments.chunk_size, tables.max_rank, gpu_name(y.device))
+    constants = expand_constants(v.shape[0], slice_sizes, segments.chunk_size, sizes)
     num_blocks = sum(triton.cdiv(size, constants["BLOCK_N"]) for size in slice_sizes)
     expand_kernel[segments.chunk_start.numel(), num_blocks](
         v,
@@ -48,16 +50,9 @@ def lora_expand(
     )
 
 
-def expand_constants(
-    parts: int, slice_sizes: Sequence[int], chunk_size: int, max_rank: int, gpu: str
-) -> dict[str, Any]:
+def expand_constants(parts: int, slice_sizes: Sequence[int], chunk_size: int, sizes: BlockSizes) -> dict[str, Any]:
     """What the kernel is compiled for, and with which options."""
-    return {
-        "NUM_PARTS": parts,
-        "SLICE_SIZES": tuple(slice_sizes),
-        "BLOCK_M": chunk_size,
-        **block_sizes("expand", chunk_size, max_rank, gpu),
-    }
+    return sizes | {"NUM_PARTS": parts, "SLICE_SIZES": tuple(slice_sizes), "BLOCK_M": chunk_size}
 
 
 @triton.jit

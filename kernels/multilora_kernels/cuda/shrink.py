@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from multilora_kernels.cuda.block_sizes import block_sizes, gpu_name
+from multilora_kernels.cuda.block_sizes import BlockSizes, block_sizes, gpu_name
 from multilora_kernels.cuda.tiles import exact_dot
 from multilora_kernels.parts import PART_SIZE, num_parts
 from multilora_kernels.segments import LoRASegments
@@ -19,15 +19,21 @@ from multilora_kernels.tables import LoRATables
 
 
 def lora_shrink(
-    x: torch.Tensor, tables: LoRATables, first_slice: int, num_slices: int, segments: LoRASegments
+    x: torch.Tensor,
+    tables: LoRATables,
+    first_slice: int,
+    num_slices: int,
+    segments: LoRASegments,
+    sizes: BlockSizes | None = None,
 ) -> torch.Tensor:
-    """See `multilora_kernels.shrink.lora_shrink`."""
+    """See `multilora_kernels.shrink.lora_shrink`. sizes: to try others than the table's."""
     num_tokens, in_features = x.shape
     assert x.stride(1) == 1
     parts = num_parts(in_features, segments.chunk_size)
     v = x.new_empty(parts, num_slices, num_tokens, tables.max_rank, dtype=torch.float32)
     is_wide = torch.float32 in (x.dtype, tables.arena.dtype)
-    constants = shrink_constants(in_features, segments.chunk_size, tables.max_rank, is_wide, gpu_name(x.device))
+    sizes = sizes or block_sizes("shrink", segments.chunk_size, tables.max_rank, gpu_name(x.device))
+    constants = shrink_constants(in_features, segments.chunk_size, is_wide, sizes)
     grid = (segments.chunk_start.numel(), triton.cdiv(tables.max_rank, constants["BLOCK_R"]) * parts, num_slices)
     shrink_kernel[grid](
         x,
@@ -51,18 +57,16 @@ def lora_shrink(
     return v
 
 
-def shrink_constants(in_features: int, chunk_size: int, max_rank: int, is_wide: bool, gpu: str) -> dict[str, int]:
+def shrink_constants(in_features: int, chunk_size: int, is_wide: bool, sizes: BlockSizes) -> dict[str, int]:
     """What the kernel is compiled for, and with which options. is_wide: x or the adapters are float32."""
     parts = num_parts(in_features, chunk_size)
-    sizes = block_sizes("shrink", chunk_size, max_rank, gpu)
-    # Twice the bytes, and three products of each: a quarter of the tile stays within the registers.
-    sizes["BLOCK_K"] //= 4 if is_wide else 1
-    return {
+    return sizes | {
         "NUM_PARTS": parts,
         "PARTS_PER_PROGRAM": triton.cdiv(in_features, PART_SIZE) // parts,
         "PART_SIZE": PART_SIZE,
         "BLOCK_M": chunk_size,
-        **sizes,
+        # Twice the bytes, and three products of each: a quarter of the tile stays within the registers.
+        "BLOCK_K": sizes["BLOCK_K"] // (4 if is_wide else 1),
     }
 
 

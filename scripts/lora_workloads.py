@@ -1,0 +1,191 @@
+"""What bench_kernels and tune_block_sizes measure: batches over a model's linears, and three ways to apply adapters.
+
+A step applies the adapters of all linears of all layers once. Layers have weights of their own, as in a model, so that
+no step finds the last one's adapters in a cache by accident of the benchmark.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from multilora_kernels import LoRASegments, LoRATables, lora_apply, lora_segments
+from multilora_kernels.testing import LinearShape
+
+Step = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Model:
+    """The linears of one layer: the fused q|k|v, o, gate|up, down."""
+
+    name: str
+    linears: tuple[LinearShape, ...]
+    num_layers: int
+
+    @property
+    def num_slices(self) -> int:
+        """Slices of one layer."""
+        return sum(linear.num_slices for linear in self.linears)
+
+    @property
+    def values_per_rank(self) -> int:
+        """Elements of one layer's A and B for each rank."""
+        return sum(linear.in_features * linear.num_slices + linear.out_features for linear in self.linears)
+
+
+def llama(name: str, hidden: int, kv: int, ffn: int, num_layers: int) -> Model:
+    """A Llama-like model by its sizes."""
+    shapes = [(hidden, (hidden, kv, kv)), (hidden, (hidden,)), (hidden, (ffn, ffn)), (ffn, (hidden,))]
+    return Model(name, tuple(LinearShape(*shape) for shape in shapes), num_layers)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A batch: `num_tokens` tokens, token t uses adapter t % num_adapters, adapter l has rank ranks[l % len(ranks)]."""
+
+    model: Model
+    num_tokens: int
+    num_adapters: int
+    ranks: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        """For tables and plots."""
+        adapters = "distinct" if self.num_adapters == self.num_tokens else f"of {self.num_adapters}"
+        return f"{self.model.name} {self.num_tokens} rows {adapters} rank {'/'.join(map(str, self.ranks))}"
+
+    @property
+    def adapter_ranks(self) -> list[int]:
+        """Rank of each adapter."""
+        return [self.ranks[lora_index % len(self.ranks)] for lora_index in range(self.num_adapters)]
+
+    def num_bytes(self, lora_dtype: torch.dtype, dtype: torch.dtype) -> int:
+        """Least memory traffic of a step: every adapter and x once, y read and written."""
+        features = sum(linear.in_features + 2 * linear.out_features for linear in self.model.linears)
+        activations = self.model.num_layers * self.num_tokens * features * dtype.itemsize
+        return self.adapter_bytes(lora_dtype) + activations
+
+    def adapter_bytes(self, lora_dtype: torch.dtype) -> int:
+        """Size of all adapters."""
+        return self.model.num_layers * sum(self.adapter_ranks) * self.model.values_per_rank * lora_dtype.itemsize
+
+    def num_flops(self) -> int:
+        """Multiplications and additions of a step."""
+        ranks = self.adapter_ranks
+        token_ranks = sum(ranks[token % self.num_adapters] for token in range(self.num_tokens))
+        return 2 * token_ranks * self.model.values_per_rank * self.model.num_layers
+
+
+class Batch:
+    """A workload's tensors, and the contestants' steps over them."""
+
+    def __init__(self, workload: Workload, lora_dtype: torch.dtype, dtype: torch.dtype, device: str) -> None:
+        model = workload.model
+        self.workload, self.dtype = workload, dtype
+        self.mapping = (torch.arange(workload.num_tokens) % workload.num_adapters).to(device)
+        self.segments: LoRASegments = lora_segments(self.mapping, workload.num_adapters)
+        self.tables: LoRATables = _tables(workload, lora_dtype, device)
+        self.x = [torch.randn(workload.num_tokens, s.in_features, device=device).to(dtype) for s in model.linears]
+        self.y = [torch.zeros(workload.num_tokens, s.out_features, device=device, dtype=dtype) for s in model.linears]
+
+    def ours(self) -> None:
+        """One `lora_apply` a linear."""
+        for column, i, shape in self.linears():
+            lora_apply(self.x[i], self.y[i], self.tables, column, shape.slice_sizes, self.segments)
+
+    def gather_bmm(self) -> Step:
+        """Weights padded to the largest rank and stacked; each step gathers them by token, then torch.bmm."""
+        stacks = [self._padded(column, shape) for column, _, shape in self.linears()]
+
+        def step() -> None:
+            for (_, i, shape), slices in zip(self.linears(), stacks, strict=True):
+                x = self.x[i].to(self.tables.arena.dtype).unsqueeze(1)
+                outputs = self.y[i].split_with_sizes(shape.slice_sizes, dim=1)
+                for y, (a, b) in zip(outputs, slices, strict=True):
+                    y += torch.bmm(torch.bmm(x, a[self.mapping]), b[self.mapping]).squeeze(1)
+
+        return step
+
+    def gemm_per_adapter(self) -> Step:
+        """Two matrix products for each adapter and slice, over the rows of that adapter."""
+        workload = self.workload
+        rows = [torch.nonzero(self.mapping == index).squeeze(1) for index in range(workload.num_adapters)]
+        weights = [self._matrices(column, shape) for column, _, shape in self.linears()]
+        everyone = workload.num_adapters == 1
+
+        def step() -> None:
+            for (_, i, shape), adapters in zip(self.linears(), weights, strict=True):
+                outputs = self.y[i].split_with_sizes(shape.slice_sizes, dim=1)
+                for tokens, slices in zip(rows, adapters, strict=True):
+                    x = (self.x[i] if everyone else self.x[i][tokens]).to(self.tables.arena.dtype)
+                    for y, (a, b) in zip(outputs, slices, strict=True):
+                        update = ((x @ a.T) @ b.T).to(y.dtype)
+                        if everyone:
+                            y += update
+                        else:
+                            y.index_add_(0, tokens, update)
+
+        return step
+
+    def gathered_bytes(self) -> int:
+        """Largest temporary of `gather_bmm`."""
+        widest = max(max(shape.in_features, *shape.slice_sizes) for shape in self.workload.model.linears)
+        return self.workload.num_tokens * widest * self.tables.max_rank * self.tables.arena.element_size()
+
+    def linears(self) -> list[tuple[int, int, LinearShape]]:
+        """First slice, place in the layer and shape of each linear of the model."""
+        model, linears, column = self.workload.model, [], 0
+        for _ in range(model.num_layers):
+            for i, shape in enumerate(model.linears):
+                linears.append((column, i, shape))
+                column += shape.num_slices
+        return linears
+
+    def _matrices(self, first: int, shape: LinearShape) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
+        """A and B of each slice of each adapter, views into the arena."""
+        tables = self.tables
+        adapters = []
+        for lora_index, rank in enumerate(self.workload.adapter_ranks):
+            slices = []
+            for column, size in enumerate(shape.slice_sizes, first):
+                a, b = int(tables.a_offset[lora_index, column]), int(tables.b_offset[lora_index, column])
+                matrix_a = tables.arena[a : a + rank * shape.in_features].view(rank, shape.in_features)
+                slices.append((matrix_a, tables.arena[b : b + size * rank].view(size, rank)))
+            adapters.append(slices)
+        return adapters
+
+    def _padded(self, first: int, shape: LinearShape) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """For each slice A^T [adapters, in, max_rank] and B^T [adapters, max_rank, out]."""
+        adapters, max_rank = self._matrices(first, shape), self.tables.max_rank
+        stacks = []
+        for s, size in enumerate(shape.slice_sizes):
+            a = self.tables.arena.new_zeros(len(adapters), max_rank, shape.in_features)
+            b = self.tables.arena.new_zeros(len(adapters), size, max_rank)
+            for lora_index, slices in enumerate(adapters):
+                rank = slices[s][0].shape[0]
+                a[lora_index, :rank], b[lora_index, :, :rank] = slices[s]
+            stacks.append((a.transpose(1, 2), b.transpose(1, 2)))
+        return stacks
+
+
+def _tables(workload: Workload, lora_dtype: torch.dtype, device: str) -> LoRATables:
+    """Adapters one after the other, as the engine packs them: rows of A then B, on 64-byte boundaries."""
+    ranks, model = workload.adapter_ranks, workload.model
+    align = 64 // lora_dtype.itemsize
+    shape = (workload.num_adapters, model.num_layers * model.num_slices)
+    a_offset, b_offset = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
+    slices = [(linear.in_features, size) for linear in model.linears for size in linear.slice_sizes]
+    end = 0
+    for lora_index, rank in enumerate(ranks):
+        for column, (in_features, size) in enumerate(slices * model.num_layers):
+            a_offset[lora_index, column] = end
+            b_offset[lora_index, column] = end + rank * in_features
+            end += math.ceil(rank * (in_features + size) / align) * align
+    rank_table = torch.tensor(ranks, dtype=torch.int32).unsqueeze(1).repeat(1, shape[1])
+    arena = (torch.randn(end, device=device, dtype=lora_dtype)).mul_(0.02)
+    absent = torch.full(shape, -1)
+    return LoRATables(arena, *(t.to(device) for t in (rank_table, a_offset, b_offset, absent)), max_rank=max(ranks))
