@@ -32,6 +32,7 @@ from multilora_engine.request import FinishReason, GenerationRequest, Sequence, 
 from multilora_engine.sampler import end_tokens
 from multilora_engine.scheduler import ScheduledSequence, Scheduler
 from multilora_engine.text import TextDelta, TextStream, Tokenizer
+from multilora_kernels import load_cpu_kernels
 
 _logger = logging.getLogger(__name__)
 
@@ -63,6 +64,7 @@ class Engine:
         device = _device(config)
         if device.type == "cpu":
             torch.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
+            load_cpu_kernels()
         model_config = read_model_config(config.model_path)
         dtype = _dtype(config.dtype, model_config, device)
         tokenizer_path = config.tokenizer_path or config.model_path

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from multilora_engine.forward_batch import LoRABatch
-from multilora_kernels import lora_expand, lora_shrink
+from multilora_kernels import lora_apply
 
 SLICES_PER_LAYER = 7
 """LoRA slices of a layer, in this order: q, k, v, o, gate, up, down."""
@@ -45,7 +45,7 @@ class LoRALinear:
         if lora is None:
             return F.linear(x, self.weight, self.bias)
         y = F.linear(x, self.weight)
-        self._add_adapters(x, y, lora)
+        lora_apply(x, y, lora.tables, self.first_slice, self.slice_sizes, lora.segments)
         return y if self.bias is None else y.add_(self.bias)
 
     def checkpoint_tensors(self, *names: str) -> dict[str, torch.Tensor]:
@@ -54,7 +54,3 @@ class LoRALinear:
         if self.bias is not None:
             views |= {f"{n}.bias": b for n, b in zip(names, self.bias.split_with_sizes(self.slice_sizes), strict=True)}
         return views
-
-    def _add_adapters(self, x: torch.Tensor, y: torch.Tensor, lora: LoRABatch) -> None:
-        v = lora_shrink(x, lora.tables, self.first_slice, len(self.slice_sizes), lora.segments)
-        lora_expand(v, y, lora.tables, self.first_slice, self.slice_sizes, lora.segments)
