@@ -12,6 +12,7 @@ of which a CPU finds x and y in its caches: `limit_of_adapters` in the CSV count
 from __future__ import annotations
 
 import csv
+import itertools
 import platform
 import statistics
 import time
@@ -28,7 +29,7 @@ from rich.progress import Progress
 from rich.table import Column, Table
 
 from multilora_kernels import load_cpu_kernels
-from multilora_kernels.testing import LinearShape
+from multilora_kernels.segments import CHUNK_SIZE, PREFILL_CHUNK_SIZE
 
 MAX_GATHERED_BYTES = 2 << 30
 
@@ -224,25 +225,22 @@ def write_results(results: list[Result], title: str, output: Path) -> None:
 
 def print_aot(console: Console) -> None:
     """Registers, spilled bytes and shared memory of every kernel, shape and GPU generation, compiled here and now."""
-    from multilora_kernels.cuda.aot import expand_resources, shrink_resources
+    from multilora_kernels.cuda.aot import Resources, expand_resources, shrink_resources
 
-    table = Table("kernel", "linear", "rank", "chunk", "GPU", "registers", "spilled bytes", "shared KiB")
-    names = dict(zip(EIGHT_BILLION.linears, ("q|k|v", "o", "gate|up", "down"), strict=True))
-    kernels = {"lora_shrink": shrink_resources, "lora_expand": expand_resources}
-    rows = [
-        (k, s, r, c, sm) for k in kernels for s in names for r in (16, 64) for c in (16, 64) for sm in (80, 90, 100)
-    ]
+    def describe(used: Resources) -> str:
+        return f"{used.registers} / {used.spilled_bytes} / {used.shared_bytes // 1024}"
+
+    gpus = (80, 90, 100)
+    title = "registers / spilled bytes / shared KiB"
+    table = Table("kernel", "linear", "rank", "chunk", *(f"sm_{gpu}" for gpu in gpus), title=title)
+    linears = dict(zip(("q|k|v", "o", "gate|up", "down"), EIGHT_BILLION.linears, strict=True))
+    kernels = {"shrink": shrink_resources, "expand": expand_resources}
+    rows = list(itertools.product(kernels, linears, (16, 64), (CHUNK_SIZE, PREFILL_CHUNK_SIZE)))
     with Progress(console=console) as progress:
-        for kernel, shape, rank, chunk, sm in progress.track(rows, description="compiling"):
-            used = kernels[kernel](shape, chunk, rank, "bf16", sm)
-            sizes = (used.registers, used.spilled_bytes, used.shared_bytes // 1024)
-            table.add_row(kernel, describe(shape, names), *map(str, (rank, chunk, f"sm_{sm}", *sizes)))
+        for kernel, linear, rank, chunk in progress.track(rows, description="compiling"):
+            used = [kernels[kernel](linears[linear], chunk, rank, "bf16", gpu) for gpu in gpus]
+            table.add_row(kernel, linear, str(rank), str(chunk), *map(describe, used))
     console.print(table)
-
-
-def describe(shape: LinearShape, names: dict[LinearShape, str]) -> str:
-    """A linear by name and sizes."""
-    return f"{names[shape]} {shape.in_features} -> {'+'.join(map(str, shape.slice_sizes))}"
 
 
 def main(

@@ -28,7 +28,7 @@ _POINTERS = {
     ),
 }
 _ALIGNED_INTEGERS = {"in_features", "stride_xm", "stride_vp", "stride_vs", "stride_vm", "stride_ym"}
-_OPTIONS = ("num_warps", "num_stages", "maxnreg")
+_OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from multilora_kernels.segments import CHUNK_SIZE
 Operator = Literal["shrink", "expand"]
 Regime = Literal["decode", "prefill"]
 BlockSizes = dict[str, int]
-"""Keyword arguments of a kernel launch: BLOCK_* sizes, num_warps, num_stages."""
+"""Keyword arguments of a kernel launch: BLOCK_* sizes, num_warps, num_stages and other options of the compiler."""
 
 TABLE_PATH = Path(__file__).with_name("block_sizes.json")
 MIN_BLOCK_R = 16
@@ -35,7 +35,7 @@ def block_sizes(operator: Operator, chunk_size: int, max_rank: int, gpu: str) ->
     """Tile sizes of an operator for batches cut into chunks of `chunk_size` tokens."""
     sizes = dict(_table(gpu)[operator][regime_of(chunk_size)])
     sizes["BLOCK_R"] = max(MIN_BLOCK_R, min(sizes["BLOCK_R"], triton.next_power_of_2(max_rank)))
-    return sizes
+    return sizes | {"enable_fp_fusion": True}
 
 
 @functools.cache

@@ -154,7 +154,7 @@ def _sum_parts(
     total = tl.zeros((BLOCK_M, BLOCK_R), dtype=tl.float32)
     for _ in range(PARTS_PER_PROGRAM):
         part_sum = tl.zeros((BLOCK_M, BLOCK_R), dtype=tl.float32)
-        for k in range(0, PART_SIZE, BLOCK_K):
+        for k in range(0, tl.minimum(PART_SIZE, in_features - first_k), BLOCK_K):
             ks = first_k + k + tl.arange(0, BLOCK_K)
             k_mask = ks < in_features
             x = tl.load(x_rows + ks[None, :], mask=row_mask & k_mask[None, :], other=0.0)
