@@ -1,4 +1,7 @@
-"""The CPU operators: C++ compiled once per machine (`build.py`), or the reference where there is no compiler."""
+"""The CPU operators: C++ compiled once per machine (`build.py`), or the reference where there is no compiler.
+
+The widest instructions of the processor are used; `MULTILORA_CPU_CAPABILITY` = avx512, avx2 or default picks others.
+"""
 
 from __future__ import annotations
 
