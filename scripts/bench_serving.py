@@ -11,8 +11,6 @@ import csv
 import os
 import platform
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +20,7 @@ from typing import Annotated
 
 import numpy as np
 import typer
+from prepare_default_model import ensure_default_checkpoint
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -101,7 +100,7 @@ def main(
 ) -> None:
     """Measure tokens/s and time to first token through a server that this command starts and stops."""
     console = Console()
-    model = model or default_model()
+    model = model or ensure_default_checkpoint()
     cells = [Cell(n, adapters) for n in concurrency for adapters in ADAPTER_MIXES]
     options = ServerOptions(
         model=model, model_repository=REPOSITORY / "model_repository", http_port=0, grpc_port=0, metrics_port=0
@@ -123,13 +122,6 @@ def cpu_name() -> str:
     """As Linux calls it, such as `AMD EPYC`."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     return next((line.split(": ")[1] for line in lines if line.startswith("model name")), platform.machine())
-
-
-def default_model() -> Path:
-    """The embedded default model, made on first use."""
-    script = REPOSITORY / "scripts" / "prepare_default_model.py"
-    done = subprocess.run([sys.executable, script], stdout=subprocess.PIPE, text=True, check=True)
-    return Path(done.stdout.splitlines()[-1])
 
 
 def measure(

@@ -66,6 +66,12 @@ def default_checkpoint() -> Path:
     return cache_directory() / "models" / MODEL_NAME
 
 
+def ensure_default_checkpoint() -> Path:
+    """`default_checkpoint`, made on first use, in a process of its own that takes the memory of converting with it."""
+    subprocess.run([sys.executable, __file__], stdout=subprocess.DEVNULL, check=True)
+    return default_checkpoint()
+
+
 def is_prepared(checkpoint: Path) -> bool:
     """Whether `checkpoint` was finished by this version of the script."""
     marker = checkpoint / MARKER_NAME

@@ -7,8 +7,6 @@ import asyncio
 import json
 import shlex
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
@@ -17,7 +15,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from prepare_default_model import cache_directory
+from prepare_default_model import cache_directory, ensure_default_checkpoint
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
@@ -69,7 +67,7 @@ def main(
     """Serve a model, and show sample LoRA adapters answering together with it in one batch."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with errors_as_one_line(), ExitStack() as resources:
-        checkpoint = resolve_checkpoint(model) if model else prepare_default_model()
+        checkpoint = resolve_checkpoint(model) if model else ensure_default_checkpoint()
         log = resources.enter_context((cache_directory() / "quickstart.log").open("w", buffering=1))
         server = resources.enter_context(
             ServerProcess(server_options(checkpoint, free_ports), on_log=lambda line: print(line, file=log))
@@ -81,13 +79,6 @@ def main(
             announce(server)
             with suppress(KeyboardInterrupt):
                 watch(server, CANARY_INTERVAL_S)
-
-
-def prepare_default_model() -> Path:
-    """The checkpoint directory of the default model, made at the first run."""
-    script = Path(__file__).with_name("prepare_default_model.py")
-    done = subprocess.run([sys.executable, script], stdout=subprocess.PIPE, text=True, check=True)
-    return Path(done.stdout.splitlines()[-1])
 
 
 def server_options(checkpoint: Path, free_ports: bool) -> ServerOptions:

@@ -23,8 +23,8 @@ class SamplingParams:
     """How the next token is chosen, and when to stop.
 
     Greedy when `temperature` is 0 or `top_k` is 1. `top_k` 0 and `top_p` 1 mean no restriction. `seed` None draws one.
-    `end_id` None means the checkpoint's own end tokens; -1 means none. `stop_words` are matched on the generated text
-    and never emitted, not even in part.
+    No end token before `min_tokens` tokens. `end_id` None means the checkpoint's own end tokens; -1 means none.
+    `stop_words` are matched on the generated text and never emitted, not even in part.
     """
 
     max_tokens: int

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import library
 
 from multilora_kernels.parts import num_parts
 from multilora_kernels.segments import LoRASegments
@@ -21,15 +22,15 @@ Expand = Callable[[torch.Tensor, torch.Tensor, LoRATables, int, Sequence[int], L
 _TABLES = "Tensor arena, Tensor rank, Tensor a_offset, Tensor b_offset, Tensor magnitude_offset, int max_rank"
 _SEGMENTS = "Tensor permutation, Tensor chunk_start, Tensor chunk_length, Tensor chunk_lora_index, int chunk_size"
 
-torch.library.define(
+library.define(
     "multilora::lora_shrink", f"(Tensor x, int first_slice, int num_slices, {_TABLES}, {_SEGMENTS}) -> Tensor"
 )
-torch.library.define(
+library.define(
     "multilora::lora_expand",
     f"(Tensor v, Tensor(a!) y, int first_slice, int[] slice_sizes, {_TABLES}, {_SEGMENTS}) -> ()",
 )
 
-torch.library.define(
+library.define(
     "multilora::lora_apply",
     f"(Tensor x, Tensor(a!) y, int first_slice, int[] slice_sizes, {_TABLES}, {_SEGMENTS}) -> ()",
 )
@@ -89,9 +90,9 @@ def implement(dispatch_key: str, shrink: Shrink, expand: Expand) -> None:
         v = lora_shrink(x, first_slice, len(slice_sizes), *fields)
         lora_expand(v, y, first_slice, slice_sizes, *fields)
 
-    torch.library.impl("multilora::lora_shrink", dispatch_key, lora_shrink)
-    torch.library.impl("multilora::lora_expand", dispatch_key, lora_expand)
-    torch.library.impl("multilora::lora_apply", dispatch_key, lora_apply)
+    library.impl("multilora::lora_shrink", dispatch_key, lora_shrink)
+    library.impl("multilora::lora_expand", dispatch_key, lora_expand)
+    library.impl("multilora::lora_apply", dispatch_key, lora_apply)
 
 
 _TableFields = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int]
@@ -135,6 +136,6 @@ def _fake_in_place(*_: Any) -> None:
     return None
 
 
-torch.library.register_fake("multilora::lora_shrink", _fake_shrink)
-torch.library.register_fake("multilora::lora_expand", _fake_in_place)
-torch.library.register_fake("multilora::lora_apply", _fake_in_place)
+library.register_fake("multilora::lora_shrink", _fake_shrink)
+library.register_fake("multilora::lora_expand", _fake_in_place)
+library.register_fake("multilora::lora_apply", _fake_in_place)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import cycle, islice
 from pathlib import Path
 
@@ -39,7 +40,7 @@ TINY = {
     "max_position_embeddings": 512,
     "initializer_range": 0.3,
 }
-FAMILIES: dict[str, PreTrainedModel] = {
+FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**TINY, attention_bias=True, mlp_bias=True)),
     "mistral": lambda: MistralForCausalLM(MistralConfig(**TINY, sliding_window=24)),
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**TINY | {"hidden_size": 72})),

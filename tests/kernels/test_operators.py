@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from support.lora_cases import FUSED, make_case
+from torch import library
 
 from multilora_kernels import load_cpu_kernels, lora_apply, lora_expand, lora_shrink, operators
 
@@ -16,18 +17,14 @@ def test_shrink_passes_the_checks_of_torch_for_custom_operators():
     load_cpu_kernels()
     case = make_case()
     arguments = (case.x.nan_to_num(), 0, 3, *_arguments(case))
-    torch.library.opcheck(
-        torch.ops.multilora.lora_shrink.default, arguments, test_utils=("test_schema", "test_faketensor")
-    )
+    library.opcheck(torch.ops.multilora.lora_shrink.default, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
 def test_expand_passes_the_checks_of_torch_for_custom_operators():
     case = make_case(ranks=(8,), base_share=0)
     v = lora_shrink(case.x, case.tables, 0, 3, case.segments)
     arguments = (v, case.y, 0, FUSED.slice_sizes, *_arguments(case))
-    torch.library.opcheck(
-        torch.ops.multilora.lora_expand.default, arguments, test_utils=("test_schema", "test_faketensor")
-    )
+    library.opcheck(torch.ops.multilora.lora_expand.default, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
 def test_a_compiled_function_has_no_graph_break_and_the_same_result():

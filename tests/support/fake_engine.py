@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 
 from multilora_engine.config import EngineConfig
 from multilora_engine.engine_info import EngineInfo
@@ -89,7 +88,6 @@ class FakeEngine:
 
     def step(self) -> list[TokenOutput]:
         self.step_gate.wait()
-        time.sleep(0.0005)
         for request in self.requests.values():
             if request.prompt_token_ids[0] == FAIL_STEP:
                 raise RuntimeError("the device is on fire")
