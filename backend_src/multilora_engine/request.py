@@ -18,13 +18,51 @@ if TYPE_CHECKING:
 FinishReason = Literal["stop", "length", "cancelled"]
 
 
+GuideType = Literal["json", "json_schema", "regex", "ebnf_grammar"]
+
+
+@dataclass(frozen=True, slots=True)
+class Guide:
+    """What the answer must parse as: any JSON value, a JSON schema, a regular expression, or a grammar.
+
+    text: the schema, expression or grammar; empty for `json`.
+    """
+
+    type: GuideType
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class BeamParams:
+    """Beam search: `width` hypotheses are kept, scored by their summed log-probability / length ** length_penalty.
+
+    early_stopping: end as soon as `width` hypotheses are finished, instead of when no running one can get better.
+    diversity_rate: added to the score of each candidate times its rank among those of its beam.
+    """
+
+    width: int
+    length_penalty: float = 1.0
+    early_stopping: bool = True
+    diversity_rate: float = 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How the next token is chosen, and when to stop.
 
-    Greedy when `temperature` is 0 or `top_k` is 1. `top_k` 0 and `top_p` 1 mean no restriction. `seed` None draws one.
+    Greedy when `temperature` is 0 or `top_k` is 1. `top_k` 0, `top_p` 1 and `min_p` 0 mean no restriction. `seed` None
+    draws one. `top_p_decay`, `top_p_min`, `top_p_reset_id`: after each token top_p is multiplied by the decay, down to
+    the minimum, and set back when the token with the reset id was chosen (factual-nucleus sampling).
+
+    repetition_penalty (1 is none) counts prompt and answer; presence_penalty and frequency_penalty (0 is none) count
+    the answer. embedding_bias: (token id, what is added to its logit). bad_token_sequences: never completed.
+
     No end token before `min_tokens` tokens. `end_id` None means the checkpoint's own end tokens; -1 means none.
-    `stop_words` are matched on the generated text and never emitted, not even in part.
+    `stop_words` are matched on the generated text and never emitted, not even in part. stop_token_sequences: the same
+    by token ids, as upstream's `stop_words_list` has them.
+
+    return_log_probs: log-probabilities of the chosen tokens, by the model's own logits. num_top_log_probs: of so many
+    most probable tokens beside it. return_context_logits, return_generation_logits: the model's own logits.
     """
 
     max_tokens: int
@@ -32,9 +70,25 @@ class SamplingParams:
     temperature: float = 1.0
     top_k: int = 1
     top_p: float = 1.0
+    top_p_decay: float = 1.0
+    top_p_min: float = 1e-6
+    top_p_reset_id: int = -1
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    embedding_bias: tuple[tuple[int, float], ...] = ()
+    bad_token_sequences: tuple[tuple[int, ...], ...] = ()
     seed: int | None = None
     end_id: int | None = None
     stop_words: tuple[str, ...] = ()
+    stop_token_sequences: tuple[tuple[int, ...], ...] = ()
+    beam: BeamParams | None = None
+    guide: Guide | None = None
+    return_log_probs: bool = False
+    num_top_log_probs: int = 0
+    return_context_logits: bool = False
+    return_generation_logits: bool = False
 
     @property
     def is_greedy(self) -> bool:
@@ -60,6 +114,38 @@ class GenerationRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogProb:
+    """Log-probability of a chosen token, and of the most probable ones, best first: (token id, log-probability)."""
+
+    log_prob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PerfMetrics:
+    """Times of one request in nanoseconds since the epoch (0: did not happen), and its KV cache blocks."""
+
+    arrival_time_ns: int = 0
+    first_scheduled_time_ns: int = 0
+    first_token_time_ns: int = 0
+    last_token_time_ns: int = 0
+    kv_cache_alloc_total_blocks: int = 0
+    kv_cache_alloc_new_blocks: int = 0
+    kv_cache_reused_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BeamHypothesis:
+    """One finished beam, best first in `TokenOutput.beams`."""
+
+    token_ids: list[int]
+    text: str
+    cum_log_prob: float
+    log_probs: list[float]
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
 class TokenOutput:
     """What one step gave one request. Concatenating `token_ids` and `text` over a request gives the whole answer.
 
@@ -71,6 +157,11 @@ class TokenOutput:
     error_code, error_message: set instead of a finish reason when the request failed (codes of errors.py).
     num_prompt_tokens, num_output_tokens: totals so far.
     lora_digest: digest of the adapter that answered, empty for the base model.
+    log_probs: one per entry of `token_ids` when the request asked for them. cum_log_prob: sum over the answer so far.
+    beams: of a beam search, in its only output, whose `token_ids` and `text` are those of the best one.
+    context_logits, generation_logits: little-endian float32 [prompt tokens, vocab] and [answer tokens, vocab], in the
+        last output, when the request asked for them.
+    perf: in the last output.
     """
 
     request_id: str
@@ -82,6 +173,12 @@ class TokenOutput:
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     lora_digest: str = ""
+    log_probs: list[TokenLogProb] = field(default_factory=list)
+    cum_log_prob: float = 0.0
+    beams: list[BeamHypothesis] = field(default_factory=list)
+    context_logits: bytes = b""
+    generation_logits: bytes = b""
+    perf: PerfMetrics | None = None
 
     @property
     def is_final(self) -> bool:
