@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Set
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 from multilora_engine.lora.format import SLICES, AdapterLayout, PackedRow, lora_modules
 from multilora_engine.lora.host_tier import CachedAdapter
+from multilora_engine.lora.life_cycle import AdapterEvent, OnEvent, TierStats, ignore_event
 from multilora_engine.lora.page_pool import PagePool
 from multilora_kernels import LoRATables
 
 
+@dataclass(frozen=True)
+class _Copy:
+    """The copies of one adapter: events recorded on the copy stream before the first and behind the last."""
+
+    started: torch.cuda.Event
+    ended: torch.cuda.Event
+
+
 @dataclass
 class _Resident:
-    """An adapter whose pages are on the device, or on their way there.
-
-    copied: recorded behind the copies on the copy stream; None when there was nothing to copy.
-    """
+    """An adapter whose pages are on the device, or on their way there: then `copy` is not None."""
 
     pages: list[int]
-    copied: torch.cuda.Event | None
+    copy: _Copy | None
     lora_index: int | None = None
     num_users: int = 0
 
@@ -37,8 +45,21 @@ class DeviceTier:
     are wanted, least recently used first.
     """
 
-    def __init__(self, layout: AdapterLayout, host_pool: PagePool, device_pool: PagePool, max_loras: int) -> None:
+    def __init__(
+        self,
+        layout: AdapterLayout,
+        host_pool: PagePool,
+        device_pool: PagePool,
+        max_loras: int,
+        on_event: OnEvent = ignore_event,
+    ) -> None:
         self._layout = layout
+        self._on_event = on_event
+        self._hits = 0
+        self._misses = 0
+        self._evictions = 0
+        self._copies = 0
+        self._copy_seconds = 0.0
         self._host_pool = host_pool
         self._pool = device_pool
         self._residents: OrderedDict[CachedAdapter, _Resident] = OrderedDict()
@@ -69,18 +90,29 @@ class DeviceTier:
             self._residents.move_to_end(adapter)
             return True
         if self.is_shared:
-            self._residents[adapter] = _Resident(adapter.pages, copied=None)
-            return True
-        if not self._make_room(len(adapter.pages), wanted):
-            return False
-        pages = self._pool.allocate(len(adapter.pages))
-        self._residents[adapter] = _Resident(pages, self._copy(adapter.pages, pages))
+            resident = _Resident(adapter.pages, copy=None)
+        else:
+            if not self._make_room(len(adapter.pages), wanted):
+                return False
+            pages = self._pool.allocate(len(adapter.pages))
+            resident = _Resident(pages, self._copy(adapter.pages, pages))
+        self._residents[adapter] = resident
+        if resident.copy is None:
+            self._emit("loaded_to_device", adapter)
         return True
+
+    def __contains__(self, adapter: CachedAdapter) -> bool:
+        """Whether the adapter is here or on its way."""
+        return adapter in self._residents
 
     def is_ready(self, adapter: CachedAdapter) -> bool:
         """Whether a step that starts now finds the adapter's weights on the device."""
         resident = self._residents.get(adapter)
-        return resident is not None and (resident.copied is None or resident.copied.query())
+        if resident is None:
+            return False
+        if resident.copy is not None and resident.copy.ended.query():
+            self._end_copy(adapter, resident, resident.copy)
+        return resident.copy is None
 
     def acquire(self, adapter: CachedAdapter) -> bool:
         """Give a ready adapter a `lora_index` and one more user. False if `max_loras` others have users."""
@@ -116,10 +148,33 @@ class DeviceTier:
         assert resident.num_users == 0, f"LoRA task {adapter.lora_task_id} is in use on the device"
         if resident.lora_index is not None:
             self._free_indices.append(resident.lora_index)
+        if resident.copy is not None:
+            resident.copy.ended.synchronize()
+            self._end_copy(adapter, resident, resident.copy)
         if not self.is_shared:
-            if resident.copied is not None:
-                resident.copied.synchronize()
             self._pool.free(resident.pages)
+        self._emit("unloaded_from_device", adapter)
+
+    @property
+    def stats(self) -> TierStats:
+        """Of shared pages only those of adapters that steps have used count as the device's."""
+        return TierStats(
+            bytes_used=sum(len(resident.pages) for resident in self._residents.values()) * self._pool.page_bytes,
+            bytes_total=self._pool.count * self._pool.page_bytes,
+            num_adapters=len(self._residents),
+            hits=self._hits,
+            misses=self._misses,
+            evictions=self._evictions,
+            copies=self._copies,
+            copy_seconds=self._copy_seconds,
+        )
+
+    def count_request(self, adapter: CachedAdapter) -> None:
+        """A request was accepted for this adapter: a hit if it is here."""
+        if adapter in self._residents:
+            self._hits += 1
+        else:
+            self._misses += 1
 
     def check_integrity(self) -> None:
         if not self.is_shared:
@@ -134,6 +189,7 @@ class DeviceTier:
             return False
         while self._pool.num_free < num_pages:
             self.drop(idle.pop(0))
+            self._evictions += 1
         return True
 
     def _claim_index(self) -> int | None:
@@ -145,18 +201,30 @@ class DeviceTier:
                 return index
         return None
 
-    def _copy(self, host_pages: list[int], pages: list[int]) -> torch.cuda.Event | None:
+    def _copy(self, host_pages: list[int], pages: list[int]) -> _Copy | None:
+        self._copies += 1
         if self._copy_stream is None:
+            started = time.perf_counter()
             self._pool.storage[pages] = self._host_pool.storage[host_pages]
+            self._copy_seconds += time.perf_counter() - started
             return None
-        copied = torch.cuda.Event()
+        copy = _Copy(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
         # The pages may still be read by a step that was launched before their last owner left.
         self._copy_stream.wait_stream(torch.cuda.current_stream(self._pool.storage.device))
         with torch.cuda.stream(self._copy_stream):
+            copy.started.record(self._copy_stream)
             for source, target in zip(host_pages, pages, strict=True):
                 self._pool.storage[target].copy_(self._host_pool.storage[source], non_blocking=True)
-            copied.record(self._copy_stream)
-        return copied
+            copy.ended.record(self._copy_stream)
+        return copy
+
+    def _end_copy(self, adapter: CachedAdapter, resident: _Resident, copy: _Copy) -> None:
+        self._copy_seconds += copy.started.elapsed_time(copy.ended) / 1000
+        resident.copy = None
+        self._emit("loaded_to_device", adapter)
+
+    def _emit(self, kind: Literal["loaded_to_device", "unloaded_from_device"], adapter: CachedAdapter) -> None:
+        self._on_event(AdapterEvent(kind, adapter.lora_task_id, adapter.digest))
 
     def _write_tables(self, index: int, rows: list[PackedRow], pages: list[int]) -> None:
         entries = _table_entries(rows, pages, self._layout)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
@@ -9,6 +10,7 @@ import torch
 
 from multilora_engine.errors import AdapterCacheFull
 from multilora_engine.lora.format import PackedAdapter, PackedRow
+from multilora_engine.lora.life_cycle import TierStats
 from multilora_engine.lora.page_pool import PagePool
 
 
@@ -16,16 +18,32 @@ from multilora_engine.lora.page_pool import PagePool
 class CachedAdapter:
     """One version of one adapter in the host tier. Compared by identity: two versions of an id are two adapters.
 
+    name: what its source calls it, if anything.
     num_pins: requests that use it, from acceptance to the last token; only `LoRAManager` changes it.
-    is_retired: replaced by another version; it goes when its last pin does.
+    is_pinned: an operator wants it kept, used or not.
+    is_retired: replaced by another version, or unloaded; it goes when its last pin does.
+    last_used_s: seconds since the epoch of the last pin, at first of the insertion. num_hits: pins so far.
     """
 
     lora_task_id: int
     digest: str
     rows: list[PackedRow]
     pages: list[int]
+    name: str = ""
     num_pins: int = 0
-    is_retired: bool = field(default=False)
+    is_pinned: bool = False
+    is_retired: bool = False
+    last_used_s: float = field(default_factory=time.time)
+    num_hits: int = 0
+
+    @property
+    def is_evictable(self) -> bool:
+        return self.num_pins == 0 and not self.is_pinned
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The different ranks of its rows, ascending."""
+        return tuple(sorted({row.rank for row in self.rows}))
 
 
 class HostTier:
@@ -35,6 +53,9 @@ class HostTier:
         self.pool = PagePool(num_pages, page_bytes, torch.device("cpu"), pin_memory)
         self._by_task_id: OrderedDict[int, CachedAdapter] = OrderedDict()
         self._retired: list[CachedAdapter] = []
+        self._evictions = 0
+        self._copies = 0
+        self._copy_seconds = 0.0
 
     def __len__(self) -> int:
         return len(self._by_task_id)
@@ -56,7 +77,7 @@ class HostTier:
         for adapter in self._by_task_id.values():
             if reachable >= num_pages:
                 break
-            if adapter.num_pins == 0:
+            if adapter.is_evictable:
                 victims.append(adapter)
                 reachable += len(adapter.pages)
         if reachable < num_pages:
@@ -64,11 +85,14 @@ class HostTier:
             raise AdapterCacheFull(lora_task_id, num_pages, self.pool.num_free, evictable, self.pool.count)
         return victims
 
-    def insert(self, lora_task_id: int, packed: PackedAdapter) -> CachedAdapter:
+    def insert(self, lora_task_id: int, packed: PackedAdapter, name: str = "") -> CachedAdapter:
         """Copy an adapter into free pages (see `victims_for`) and make it the current version of its task id."""
+        started = time.perf_counter()
         pages = self.pool.allocate(len(packed.pages))
         self.pool.storage[pages] = packed.pages
-        adapter = CachedAdapter(lora_task_id, packed.digest, packed.rows, pages)
+        self._copies += 1
+        self._copy_seconds += time.perf_counter() - started
+        adapter = CachedAdapter(lora_task_id, packed.digest, packed.rows, pages, name)
         assert lora_task_id not in self._by_task_id
         self._by_task_id[lora_task_id] = adapter
         return adapter
@@ -77,6 +101,7 @@ class HostTier:
         """Take an adapter's task id away; its pages stay until `remove`."""
         del self._by_task_id[adapter.lora_task_id]
         adapter.is_retired = True
+        adapter.is_pinned = False
         self._retired.append(adapter)
 
     def remove(self, adapter: CachedAdapter) -> None:
@@ -87,6 +112,33 @@ class HostTier:
         else:
             del self._by_task_id[adapter.lora_task_id]
         self.pool.free(adapter.pages)
+
+    def evict(self, adapter: CachedAdapter) -> None:
+        """`remove` for the sake of others."""
+        assert adapter.is_evictable
+        self.remove(adapter)
+        self._evictions += 1
+
+    def num_bytes(self, adapter: CachedAdapter) -> int:
+        """What an adapter takes here."""
+        return len(adapter.pages) * self.pool.page_bytes
+
+    def stats(self, hits: int, misses: int) -> TierStats:
+        return TierStats(
+            bytes_used=(self.pool.count - self.pool.num_free) * self.pool.page_bytes,
+            bytes_total=self.pool.count * self.pool.page_bytes,
+            num_adapters=len(self),
+            hits=hits,
+            misses=misses,
+            evictions=self._evictions,
+            copies=self._copies,
+            copy_seconds=self._copy_seconds,
+        )
+
+    @property
+    def current(self) -> list[CachedAdapter]:
+        """The current version of every task id, least recently used first."""
+        return list(self._by_task_id.values())
 
     @property
     def adapters(self) -> list[CachedAdapter]:

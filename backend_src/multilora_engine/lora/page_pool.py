@@ -12,4 +12,5 @@ class PagePool(FreeList):
 
     def __init__(self, num_pages: int, page_bytes: int, device: torch.device, pin_memory: bool = False) -> None:
         super().__init__(num_pages)
+        self.page_bytes = page_bytes
         self.storage = torch.empty(num_pages, page_bytes, dtype=torch.uint8, device=device, pin_memory=pin_memory)

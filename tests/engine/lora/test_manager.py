@@ -13,6 +13,7 @@ from multilora_engine.errors import AdapterCacheFull, AdapterConflict, AdapterNo
 from multilora_engine.lora.device_tier import DeviceTier
 from multilora_engine.lora.format import SLICES, PackedAdapter, lora_modules, pack_adapter
 from multilora_engine.lora.host_tier import CachedAdapter, HostTier
+from multilora_engine.lora.life_cycle import AdapterEvent, OnEvent, ignore_event
 from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.lora.page_pool import PagePool
 
@@ -30,14 +31,17 @@ def _adapter(content: int) -> tuple[WireAdapter, PackedAdapter]:
 CONTENTS = [_adapter(content) for content in range(12)]
 
 
-def build_manager(num_host_pages: int, num_device_pages: int | None, on_conflict: str) -> LoRAManager:
+def build_manager(
+    num_host_pages: int, num_device_pages: int | None, on_conflict: str, on_event: OnEvent = ignore_event
+) -> LoRAManager:
     host = HostTier(num_host_pages, TINY.page_bytes)
     host.pool.storage.fill_(0xFF)  # NaN in every dtype: what is read must have been written
     device_pool = host.pool
     if num_device_pages is not None:
         device_pool = PagePool(num_device_pages, TINY.page_bytes, torch.device("cpu"))
         device_pool.storage.fill_(0xFF)
-    return LoRAManager(host, DeviceTier(TINY, host.pool, device_pool, MAX_LORAS), on_conflict)  # type: ignore[arg-type]
+    device = DeviceTier(TINY, host.pool, device_pool, MAX_LORAS, on_event)
+    return LoRAManager(host, device, on_conflict, on_event)  # type: ignore[arg-type]
 
 
 def assert_tables_hold(manager: LoRAManager, adapter: CachedAdapter, wire: WireAdapter) -> None:
@@ -70,6 +74,7 @@ class ManagerMachine(RuleBasedStateMachine):
         super().__init__()
         self.manager = build_manager(self.num_host_pages, self.num_device_pages, self.on_conflict)
         self.contents: dict[int, int] = {}
+        self.operator_pins: set[int] = set()
         self.pins: list[tuple[CachedAdapter, int]] = []
         self.users: list[tuple[CachedAdapter, int]] = []
 
@@ -86,6 +91,8 @@ class ManagerMachine(RuleBasedStateMachine):
             return
         except AdapterCacheFull:
             pinned = sum(len(a.pages) for a in {a for a, _ in self.pins + self.users})
+            for kept in self.operator_pins - {task} - {a.lora_task_id for a in self._in_use if not a.is_retired}:
+                pinned += len(CONTENTS[self.contents[kept]][1].pages)
             assert pinned + len(packed.pages) > self.num_host_pages, "refused although evicting would have been enough"
             assert self._present(task) == present
             return
@@ -97,7 +104,8 @@ class ManagerMachine(RuleBasedStateMachine):
         try:
             adapter = self.manager.pin(task)
         except AdapterNotFound:
-            assert not any(a.lora_task_id == task and not a.is_retired for a, _ in self.pins + self.users), (
+            assert task not in self.operator_pins
+            assert not any(a.lora_task_id == task and not a.is_retired for a in self._in_use), (
                 "a pinned one was evicted"
             )
             return
@@ -136,12 +144,40 @@ class ManagerMachine(RuleBasedStateMachine):
         self.pins.remove((adapter, content))
         self.manager.unpin(adapter)
 
+    @rule(task=st.integers(0, 9), is_pinned=st.booleans())
+    def pin_by_operator(self, task: int, is_pinned: bool) -> None:
+        try:
+            (self.manager.pin_adapter if is_pinned else self.manager.unpin_adapter)(task)
+        except AdapterNotFound:
+            assert task not in self.operator_pins
+            return
+        (self.operator_pins.add if is_pinned else self.operator_pins.discard)(task)
+
+    @rule(task=st.integers(0, 9))
+    def unload(self, task: int) -> None:
+        try:
+            self.manager.unload(task)
+        except AdapterNotFound:
+            assert task not in self.operator_pins
+            return
+        self.operator_pins.discard(task)
+        assert not self._present(task)
+
     @invariant()
     def sound(self) -> None:
         self.manager.check_integrity()
+        described = {info.lora_task_id: info for info in self.manager.describe()}
+        assert {task for task, info in described.items() if info.is_pinned} == self.operator_pins
+        for task, info in described.items():
+            assert info.digest == CONTENTS[self.contents[task]][1].digest
+            assert info.num_pins == sum(a.lora_task_id == task and not a.is_retired for a in self._in_use)
         assert self.manager.num_pins == len(self.pins) + len(self.users)
         for adapter, content in dict(self.users).items():
             assert_tables_hold(self.manager, adapter, CONTENTS[content][0])
+
+    @property
+    def _in_use(self) -> list[CachedAdapter]:
+        return [adapter for adapter, _ in self.pins + self.users]
 
     def _present(self, task: int) -> bool:
         try:
@@ -185,7 +221,7 @@ def test_the_least_recently_used_adapter_goes_first_and_only_as_many_as_needed()
         AdapterNotFound, match=r"LoRA task 1 not found in cache\. Please send LoRA weights with request"
     ):
         manager.digest(1)
-    assert manager.stats.evictions == 1
+    assert manager.stats.host.evictions == 1
 
 
 def test_a_full_cache_of_pinned_adapters_refuses_and_evicts_nothing() -> None:
@@ -214,3 +250,95 @@ def test_a_replaced_adapter_serves_who_pinned_it_until_they_let_go() -> None:
     manager.unpin(old)
     manager.check_integrity()
     assert manager.digest(5) == CONTENTS[4][1].digest
+
+
+def test_an_unloaded_adapter_serves_who_pinned_it_and_nobody_else() -> None:
+    manager = build_manager(8, None, "refuse")
+    manager.put(5, CONTENTS[0][1])
+    manager.pin_adapter(5)
+    adapter = manager.pin(5)
+    assert manager.acquire(adapter)
+    manager.unload(5)
+    with pytest.raises(AdapterNotFound):
+        manager.pin(5)
+    with pytest.raises(AdapterNotFound):
+        manager.unload(5)
+    assert manager.describe() == []
+    assert_tables_hold(manager, adapter, CONTENTS[0][0])
+    manager.release(adapter)
+    manager.unpin(adapter)
+    assert manager.stats.host.bytes_used == 0
+
+
+def test_an_operators_pin_keeps_an_adapter_and_the_version_that_replaces_it() -> None:
+    manager = build_manager(len(CONTENTS[3][1].pages), None, "replace")
+    manager.put(5, CONTENTS[0][1])
+    manager.pin_adapter(5)
+    manager.put(5, CONTENTS[4][1])
+    with pytest.raises(AdapterCacheFull):
+        manager.put(6, CONTENTS[3][1])
+    manager.unpin_adapter(5)
+    manager.put(6, CONTENTS[3][1])
+    assert [info.lora_task_id for info in manager.describe()] == [6]
+
+
+def test_what_is_known_of_an_adapter_follows_its_life() -> None:
+    events: list[AdapterEvent] = []
+    manager = build_manager(len(CONTENTS[3][1].pages), 1, "replace", events.append)
+    manager.put(5, CONTENTS[0][1], name="billing")
+    (info,) = manager.describe()
+    assert (info.name, info.status, info.location, info.ranks) == ("billing", "DOWNLOADED", "HOST", (1,))
+    assert info.bytes == TINY.page_bytes
+    adapter = manager.pin(5)
+    assert manager.acquire(adapter)
+    (info,) = manager.describe()
+    assert (info.status, info.location, info.num_pins, info.num_hits) == ("READY_FOR_USE", "DEVICE", 1, 1)
+    manager.put(5, CONTENTS[4][1], origin="downloaded")
+    manager.release(adapter)
+    manager.unpin(adapter)
+    manager.put(6, CONTENTS[3][1])
+    manager.unload(6)
+    first, second, third = (CONTENTS[content][1].digest for content in (0, 4, 3))
+    assert [(event.kind, event.lora_task_id, event.digest) for event in events] == [
+        ("uploaded", 5, first),
+        ("loaded_to_device", 5, first),
+        ("replaced", 5, first),
+        ("downloaded", 5, second),
+        ("unloaded_from_device", 5, first),
+        ("evicted", 5, second),
+        ("uploaded", 6, third),
+        ("unloaded", 6, third),
+    ]
+
+
+def test_each_tier_counts_what_it_holds_and_what_happened_to_it() -> None:
+    manager = build_manager(6, 2, "refuse")
+    for task, content in enumerate((0, 4, 8)):
+        manager.put(task, CONTENTS[content][1])
+    for task in (0, 1, 2, 2):
+        adapter = manager.pin(task)
+        assert manager.acquire(adapter)
+        manager.release(adapter)
+        manager.unpin(adapter)
+    with pytest.raises(AdapterNotFound):
+        manager.pin(9)
+    stats = manager.stats
+    assert (stats.host.num_adapters, stats.host.hits, stats.host.misses, stats.host.copies) == (3, 4, 1, 3)
+    assert (stats.host.bytes_used, stats.host.bytes_total) == (3 * TINY.page_bytes, 6 * TINY.page_bytes)
+    device = stats.device
+    assert (device.num_adapters, device.hits, device.misses, device.evictions, device.copies) == (2, 1, 3, 1, 3)
+    assert (device.bytes_used, device.bytes_total) == (2 * TINY.page_bytes, 2 * TINY.page_bytes)
+    assert device.copy_seconds > 0
+
+
+def test_a_wait_ends_when_the_adapter_becomes_usable() -> None:
+    manager = build_manager(6, 1, "refuse")
+    for task, content in enumerate((0, 4)):
+        manager.put(task, CONTENTS[content][1])
+    first, second = manager.pin(0), manager.pin(1)
+    assert manager.acquire(first)
+    assert not manager.acquire(second)
+    assert not manager.acquire(second)
+    manager.release(first)
+    assert manager.acquire(second)
+    assert manager.stats.waits == 1

@@ -1,0 +1,97 @@
+"""What the outside is told of adapters: where each is now, and what happened to it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+Status = Literal["DOWNLOADED", "LOADED", "READY_FOR_USE"]
+"""DOWNLOADED: in host memory or on disk. LOADED: on its way to the device. READY_FOR_USE: a step can use it."""
+
+Location = Literal["DEVICE", "HOST", "DISK", "REMOTE"]
+"""The fastest tier that has it. REMOTE: no tier has it, only its source."""
+
+EventKind = Literal[
+    "uploaded",
+    "downloaded",
+    "evicted",
+    "loaded_to_device",
+    "unloaded_from_device",
+    "replaced",
+    "unloaded",
+    "spilled_to_disk",
+    "deleted_from_disk",
+    "loaded_from_disk",
+]
+
+
+@dataclass(frozen=True)
+class AdapterInfo:
+    """One adapter at one moment. Plain values, so that it travels between processes.
+
+    digest: content of the current version. bytes: what it takes in its tier. ranks: the different ranks of its rows.
+    num_pins: requests that use it. is_pinned: an operator keeps it. last_used_s: seconds since the epoch, of its
+    insertion if no request has used it. num_hits: requests that have used it since it entered the host tier.
+    """
+
+    lora_task_id: int
+    name: str
+    digest: str
+    status: Status
+    location: Location
+    bytes: int
+    ranks: tuple[int, ...]
+    num_pins: int
+    is_pinned: bool
+    last_used_s: float
+    num_hits: int
+
+
+@dataclass(frozen=True)
+class AdapterEvent:
+    """Something happened to one version of an adapter. time_ns: nanoseconds since the epoch."""
+
+    kind: EventKind
+    lora_task_id: int
+    digest: str
+    time_ns: int = field(default_factory=time.time_ns)
+
+
+OnEvent = Callable[[AdapterEvent], None]
+"""Hears of every event, on the thread that owns the manager; must return quickly."""
+
+
+def ignore_event(event: AdapterEvent) -> None:
+    """For whoever does not listen."""
+
+
+@dataclass(frozen=True)
+class TierStats:
+    """One tier. Bytes and adapters are of this moment, the rest counts since start.
+
+    hits, misses: requests that found their adapter here, and that did not and had to go on to the next tier.
+    copies, copy_seconds: adapters that were copied into the tier, and how long that took.
+    """
+
+    bytes_used: int = 0
+    bytes_total: int = 0
+    num_adapters: int = 0
+    hits: int = 0
+    misses: int = 0
+    evictions: int = 0
+    copies: int = 0
+    copy_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class LoRAStats:
+    """All tiers. waits, wait_seconds: times an adapter was wanted by the scheduler but not usable yet, until it was."""
+
+    device: TierStats
+    host: TierStats
+    insertions: int
+    replacements: int
+    waits: int
+    wait_seconds: float
