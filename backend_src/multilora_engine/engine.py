@@ -18,6 +18,7 @@ from multilora_engine.engine_info import EngineInfo
 from multilora_engine.errors import Cancelled, InternalError, InvalidRequest, RequestError
 from multilora_engine.forward_batch import KVCache
 from multilora_engine.kv_cache import BlockAllocator
+from multilora_engine.logits import bias_tensors, end_tokens
 from multilora_engine.lora.device_tier import DeviceTier
 from multilora_engine.lora.format import TORCH_DTYPES, AdapterLayout, PackedAdapter, adapter_layout
 from multilora_engine.lora.host_tier import HostTier
@@ -28,8 +29,8 @@ from multilora_engine.model_runner import ModelRunner
 from multilora_engine.models.llama import LlamaModel
 from multilora_engine.models.loader import load_model
 from multilora_engine.models.model_config import ModelConfig, read_model_config
-from multilora_engine.request import FinishReason, GenerationRequest, Sequence, TokenOutput
-from multilora_engine.sampler import end_tokens
+from multilora_engine.request import FinishReason, GenerationRequest, SamplingParams, Sequence, TokenOutput
+from multilora_engine.sampler import SampledToken
 from multilora_engine.scheduler import ScheduledSequence, Scheduler
 from multilora_engine.text import TextDelta, TextStream, Tokenizer
 from multilora_kernels import load_cpu_kernels
@@ -61,7 +62,7 @@ class Engine:
 
     def __init__(self, config: EngineConfig, on_progress: Callable[[int, int], None] | None = None) -> None:
         """Load everything. on_progress: called with (tensors loaded, tensors in all). Raises ConfigError."""
-        device = _device(config)
+        self._device = device = _device(config)
         if device.type == "cpu":
             torch.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
             load_cpu_kernels()
@@ -127,6 +128,7 @@ class Engine:
         self._check(request)
         self._scheduler.check_queue()
         text = TextStream(self._tokenizer, request.sampling.stop_words)
+        bias = bias_tensors(request.sampling, self._device)
         adapter = None if request.lora_task_id is None else self._loras.pin(request.lora_task_id)
         timeout_s = self._timeout_s if request.timeout_s is None else min(request.timeout_s, self._timeout_s)
         sequence = Sequence(
@@ -135,6 +137,7 @@ class Engine:
             adapter=adapter,
             text=text,
             random=Random(request.sampling.seed),
+            bias=bias,
         )
         self._sequences[request.request_id] = sequence
         heapq.heappush(self._deadlines, (time.monotonic() + timeout_s, request.request_id))
@@ -156,12 +159,12 @@ class Engine:
         if not step:
             return outputs
         try:
-            token_ids = self._runner.run(step)
+            tokens = self._runner.run(step)
         except (torch.OutOfMemoryError, MemoryError) as error:
             _logger.exception("a step of %d sequences ran out of memory", len(step))
             failure = InternalError(f"the step ran out of memory: {error}")
             return outputs + [self._fail(scheduled.sequence, failure) for scheduled in step]
-        return outputs + self._postprocess(step, token_ids)
+        return outputs + self._postprocess(step, tokens)
 
     def check_integrity(self) -> None:
         """Every table agrees with every other. For tests, after every step."""
@@ -192,6 +195,7 @@ class Engine:
             raise InvalidRequest(f"max_tokens is {sampling.max_tokens}, expected at least 1")
         if sampling.end_id is not None and not -1 <= sampling.end_id < vocab_size:
             raise InvalidRequest(f"end_id is {sampling.end_id}, expected -1 (none) .. {vocab_size - 1}")
+        _check_token_ids(sampling, vocab_size)
 
     def _end_expired(self) -> list[TokenOutput]:
         outputs, now = [], time.monotonic()
@@ -201,13 +205,17 @@ class Engine:
                 outputs.append(self._fail(sequence, Cancelled("the request reached its deadline unfinished")))
         return outputs
 
-    def _postprocess(self, step: list[ScheduledSequence], token_ids: list[int]) -> list[TokenOutput]:
+    def _postprocess(self, step: list[ScheduledSequence], tokens: list[SampledToken]) -> list[TokenOutput]:
         sampled = [scheduled.sequence for scheduled in step if scheduled.is_sampled]
-        outputs = [self._append(sequence, token_id) for sequence, token_id in zip(sampled, token_ids, strict=True)]
+        outputs = [self._append(sequence, token) for sequence, token in zip(sampled, tokens, strict=True)]
         return [output for output in outputs if output is not None]
 
-    def _append(self, sequence: Sequence, token_id: int) -> TokenOutput | None:
+    def _append(self, sequence: Sequence, token: SampledToken) -> TokenOutput | None:
+        if (token_id := token.token_id) is None:
+            return self._fail(sequence, _no_token_left(sequence))
         sequence.output_token_ids.append(token_id)
+        if token.log_prob is not None:
+            sequence.held_log_probs.append(token.log_prob)
         if token_id in end_tokens(sequence, self.info.end_token_ids):
             return self._finish(sequence, "stop", end_token_ids=[token_id])
         delta = sequence.text.push(token_id)
@@ -244,6 +252,7 @@ class Engine:
         del self._sequences[sequence.request.request_id]
 
     def _output(self, sequence: Sequence, delta: TextDelta, finish_reason: FinishReason | None = None) -> TokenOutput:
+        log_probs = sequence.release_log_probs(len(delta.token_ids))
         return TokenOutput(
             request_id=sequence.request.request_id,
             token_ids=delta.token_ids,
@@ -252,7 +261,31 @@ class Engine:
             num_prompt_tokens=len(sequence.request.prompt_token_ids),
             num_output_tokens=len(sequence.output_token_ids),
             lora_digest="" if sequence.adapter is None else sequence.adapter.digest,
+            log_probs=log_probs,
+            cum_log_prob=sequence.cum_log_prob,
         )
+
+
+def _check_token_ids(sampling: SamplingParams, vocab_size: int) -> None:
+    """Raises InvalidRequest for a token id that is not in the vocabulary."""
+    token_ids = {
+        "embedding_bias": [token_id for token_id, _ in sampling.embedding_bias],
+        "bad_words_list": [token_id for bad in sampling.bad_token_sequences for token_id in bad],
+    }
+    for name, ids in token_ids.items():
+        if (wrong := next((token_id for token_id in ids if not 0 <= token_id < vocab_size), None)) is not None:
+            raise InvalidRequest(f"{name} has the token {wrong}, expected 0 .. {vocab_size - 1}")
+    if not all(sampling.bad_token_sequences):
+        raise InvalidRequest("bad_words_list has a sequence without tokens")
+    if len({token_id for token_id, _ in sampling.embedding_bias}) < len(sampling.embedding_bias):
+        raise InvalidRequest("embedding_bias names a token twice")
+    if not 0 <= sampling.num_top_log_probs <= vocab_size:
+        raise InvalidRequest(f"num_top_log_probs is {sampling.num_top_log_probs}, expected 0 .. {vocab_size}")
+
+
+def _no_token_left(sequence: Sequence) -> InvalidRequest:
+    num_tokens = len(sequence.output_token_ids)
+    return InvalidRequest(f"after {num_tokens} tokens, what the request forbids leaves no token to go on with")
 
 
 def _device(config: EngineConfig) -> torch.device:

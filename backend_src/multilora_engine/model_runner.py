@@ -7,7 +7,7 @@ import torch
 from multilora_engine.forward_batch import ForwardBatch, KVCache, LoRABatch
 from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.models.llama import LlamaModel
-from multilora_engine.sampler import sample
+from multilora_engine.sampler import SampledToken, sample
 from multilora_engine.scheduler import ScheduledSequence
 from multilora_kernels import lora_segments
 
@@ -23,7 +23,7 @@ class ModelRunner:
         self._device = kv_cache.keys.device
 
     @torch.inference_mode()
-    def run(self, step: list[ScheduledSequence]) -> list[int]:
+    def run(self, step: list[ScheduledSequence]) -> list[SampledToken]:
         """Compute a step; the next token of each of its sequences that `is_sampled`, in their order."""
         batch = self.build_batch(step)
         logits = self._model.forward(batch, self._kv_cache)

@@ -12,6 +12,8 @@ from random import Random
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
+    import torch
+
     from multilora_engine.lora.host_tier import CachedAdapter
     from multilora_engine.text import TextStream
 
@@ -157,7 +159,7 @@ class TokenOutput:
     error_code, error_message: set instead of a finish reason when the request failed (codes of errors.py).
     num_prompt_tokens, num_output_tokens: totals so far.
     lora_digest: digest of the adapter that answered, empty for the base model.
-    log_probs: one per entry of `token_ids` when the request asked for them. cum_log_prob: sum over the answer so far.
+    log_probs: one per entry of `token_ids` when the request asked for them. cum_log_prob: their sum so far.
     beams: of a beam search, in its only output, whose `token_ids` and `text` are those of the best one.
     context_logits, generation_logits: little-endian float32 [prompt tokens, vocab] and [answer tokens, vocab], in the
         last output, when the request asked for them.
@@ -200,6 +202,8 @@ class Sequence:
     text: decides which tokens and text may leave.
     num_computed_tokens: tokens whose keys and values are in the cache; written by the scheduler only.
     num_overtakes: sequences with an adapter that were admitted before this one although they came later.
+    bias: `embedding_bias` on the device, token ids int64 [n] and biases float32 [n].
+    held_log_probs: of the tokens that have not left yet. cum_log_prob: the sum over those that have.
     """
 
     request: GenerationRequest
@@ -212,6 +216,9 @@ class Sequence:
     num_computed_tokens: int = 0
     num_overtakes: int = 0
     status: SequenceStatus = SequenceStatus.WAITING
+    bias: tuple[torch.Tensor, torch.Tensor] | None = None
+    held_log_probs: list[TokenLogProb] = field(default_factory=list)
+    cum_log_prob: float = 0.0
 
     @property
     def num_tokens(self) -> int:
@@ -224,3 +231,9 @@ class Sequence:
         if start >= len(prompt):
             return self.output_token_ids[start - len(prompt) : end - len(prompt)]
         return (prompt[start:end] + self.output_token_ids)[: end - start]
+
+    def release_log_probs(self, num_tokens: int) -> list[TokenLogProb]:
+        """Those of the next `num_tokens` tokens that leave; none when the request did not ask for them."""
+        released, self.held_log_probs = self.held_log_probs[:num_tokens], self.held_log_probs[num_tokens:]
+        self.cum_log_prob += sum(token.log_prob for token in released)
+        return released

@@ -2,61 +2,117 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
-from multilora_engine.request import Sequence
+from multilora_engine.logits import adjust_logits
+from multilora_engine.request import Sequence, TokenLogProb
+
+_MIN_TEMPERATURE = 1e-6
+"""Smaller temperatures draw the same, always the most probable token, but divide to infinities."""
 
 
-def sample(logits: torch.Tensor, sequences: list[Sequence], end_token_ids: tuple[int, ...]) -> list[int]:
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """The next token of one sequence, and what the request wants to know of how it was chosen.
+
+    token_id: None when what the request forbids left nothing to choose.
+    """
+
+    token_id: int | None
+    log_prob: TokenLogProb | None = None
+
+
+def sample(logits: torch.Tensor, sequences: list[Sequence], end_token_ids: tuple[int, ...]) -> list[SampledToken]:
     """Choose one token per sequence. logits: [len(sequences), vocab], float32, changed in place.
 
     A sequence draws one uniform number a token from its own generator, so that what it draws does not depend on who
     else is in the batch.
     """
-    _forbid_early_end(logits, sequences, end_token_ids)
+    scored = [row for row, sequence in enumerate(sequences) if sequence.request.sampling.return_log_probs]
+    log_probs = logits[scored].log_softmax(dim=-1) if scored else None
+    restricted = adjust_logits(logits, sequences, end_token_ids)
+    token_ids = _choose(logits, sequences)
+    tokens = [SampledToken(token_id) for token_id in token_ids.tolist()]
+    if log_probs is not None:
+        _add_log_probs(tokens, scored, log_probs, sequences)
+    for row in _without_choice(logits, restricted):
+        tokens[row] = SampledToken(None)
+    return tokens
+
+
+def _choose(logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
     token_ids = logits.argmax(dim=-1)
     rows = [row for row, sequence in enumerate(sequences) if not sequence.request.sampling.is_greedy]
     if rows:
         token_ids[rows] = _draw(logits[rows], [sequences[row] for row in rows])
-    return [int(token_id) for token_id in token_ids.tolist()]
+    return token_ids
 
 
-def _forbid_early_end(logits: torch.Tensor, sequences: list[Sequence], end_token_ids: tuple[int, ...]) -> None:
-    for row, sequence in enumerate(sequences):
-        if len(sequence.output_token_ids) < sequence.request.sampling.min_tokens:
-            logits[row, list(end_tokens(sequence, end_token_ids))] = -torch.inf
+def _without_choice(logits: torch.Tensor, restricted: list[int]) -> list[int]:
+    if not restricted:
+        return []
+    is_dead = (logits[restricted] == -torch.inf).all(dim=-1).tolist()
+    return [row for row, dead in zip(restricted, is_dead, strict=True) if dead]
 
 
-def end_tokens(sequence: Sequence, end_token_ids: tuple[int, ...]) -> tuple[int, ...]:
-    """The tokens that end a sequence: the checkpoint's, the request's own, or none for end_id -1."""
-    end_id = sequence.request.sampling.end_id
-    if end_id is None:
-        return end_token_ids
-    return () if end_id < 0 else (end_id,)
+def _add_log_probs(
+    tokens: list[SampledToken], scored: list[int], log_probs: torch.Tensor, sequences: list[Sequence]
+) -> None:
+    """log_probs: [len(scored), vocab], of the rows in `scored`; the largest of each are looked for once, for all."""
+    chosen = torch.tensor([[tokens[row].token_id] for row in scored], device=log_probs.device)
+    values = log_probs.gather(1, chosen).squeeze(1).tolist()
+    counts = [sequences[row].request.sampling.num_top_log_probs for row in scored]
+    top_values, top_ids = (tensor.tolist() for tensor in log_probs.topk(max(counts), dim=-1))
+    for i, row in enumerate(scored):
+        top = tuple(zip(top_ids[i][: counts[i]], top_values[i][: counts[i]], strict=True))
+        tokens[row] = SampledToken(tokens[row].token_id, TokenLogProb(values[i], top))
 
 
 def _draw(logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
-    """Inverse-CDF sampling over the tokens that temperature, top_k and top_p leave, most probable first.
+    """Inverse-CDF sampling over the tokens that temperature, top_k, top_p and min_p leave, most probable first.
 
     top_k keeps the k most probable tokens, top_p of these the smallest set whose probability reaches top_p (the most
-    probable one always stays).
+    probable one always stays), min_p those at least min_p times as probable as the most probable one.
     """
     parameters = [sequence.request.sampling for sequence in sequences]
     vocab = logits.shape[1]
-    temperature = _column([p.temperature for p in parameters], logits)
+    temperature = _column([max(p.temperature, _MIN_TEMPERATURE) for p in parameters], logits)
     top_k = _column([p.top_k or vocab for p in parameters], logits)
-    top_p = _column([p.top_p for p in parameters], logits)
+    top_p = _column([_top_p(sequence) for sequence in sequences], logits)
+    min_p = _column([p.min_p for p in parameters], logits)
     uniform = _column([sequence.random.random() for sequence in sequences], logits)
 
     ordered, order = (logits / temperature).sort(dim=-1, descending=True)
     position = torch.arange(vocab, device=logits.device)
     probabilities = ordered.masked_fill(position >= top_k, -torch.inf).softmax(dim=-1)
     cumulative = probabilities.cumsum(dim=-1)
-    kept = probabilities * (cumulative - probabilities < top_p)
+    is_kept = (cumulative - probabilities < top_p) & (probabilities >= min_p * probabilities[:, :1])
+    kept = probabilities * is_kept
     cumulative = kept.cumsum(dim=-1)
-    last_kept = (kept > 0).sum(dim=-1, keepdim=True) - 1
+    last_kept = (kept > 0).sum(dim=-1, keepdim=True).clamp(min=1) - 1
     chosen = (cumulative <= uniform * cumulative[:, -1:]).sum(dim=-1, keepdim=True).minimum(last_kept)
     return order.gather(1, chosen).squeeze(1)
+
+
+def _top_p(sequence: Sequence) -> float:
+    """top_p decayed once for each token since the reset token, or the start (arXiv:2206.04624)."""
+    sampling = sequence.request.sampling
+    if sampling.top_p_decay == 1.0 and sampling.top_p_min <= sampling.top_p:
+        return sampling.top_p
+    num_tokens = _num_since(sequence.output_token_ids, sampling.top_p_reset_id)
+    if num_tokens == 0:
+        return sampling.top_p
+    return max(sampling.top_p * sampling.top_p_decay**num_tokens, sampling.top_p_min)
+
+
+def _num_since(token_ids: list[int], reset_id: int) -> int:
+    """How many tokens follow the last `reset_id`; all without one."""
+    for num_tokens, token_id in enumerate(reversed(token_ids)):
+        if token_id == reset_id:
+            return num_tokens
+    return len(token_ids)
 
 
 def _column(values: list[float] | list[int], like: torch.Tensor) -> torch.Tensor:

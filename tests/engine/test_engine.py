@@ -10,6 +10,7 @@ import torch
 from support.adapters import wire_adapter
 from support.engines import Answer, assert_idle, run_all
 from support.tiny_model import VOCAB_SIZE, save_tiny_llama
+from transformers import LlamaForCausalLM
 
 from multilora_engine.config import EngineConfig, LoRAConfig
 from multilora_engine.engine import Engine
@@ -54,6 +55,11 @@ def request(name: str, prompt: list[int], task: int | None = None, **sampling: o
         (request("r", [1], end_id=-2), "end_id is -2"),
         (request("r", [1], end_id=VOCAB_SIZE), "end_id is 311"),
         (request("r", [1], task=0, stop_words=("",)), "a stop word is empty"),
+        (request("r", [1], embedding_bias=((VOCAB_SIZE, 1.0),)), "embedding_bias has the token 311, expected 0 .. 310"),
+        (request("r", [1], embedding_bias=((3, 1.0), (3, 2.0))), "embedding_bias names a token twice"),
+        (request("r", [1], bad_token_sequences=((1, -1),)), "bad_words_list has the token -1"),
+        (request("r", [1], bad_token_sequences=((1,), ())), "bad_words_list has a sequence without tokens"),
+        (request("r", [1], num_top_log_probs=VOCAB_SIZE + 1), "num_top_log_probs is 312, expected 0 .. 311"),
     ],
 )
 def test_bad_requests_are_refused_with_the_numbers_and_leave_nothing(
@@ -105,6 +111,65 @@ def test_a_stop_word_cuts_the_text_and_says_stop(engine: Engine) -> None:
     assert stopped.text == free[: free.index(word)]
     assert stopped.final is not None
     assert stopped.final.finish_reason == "stop"
+
+
+def test_log_probs_are_those_of_transformers_one_for_each_token(engine: Engine, checkpoint: Path) -> None:
+    oracle = LlamaForCausalLM.from_pretrained(checkpoint).eval()
+    wanted = {"return_log_probs": True, "num_top_log_probs": 2}
+    free = run_all(engine, [request("free", [9, 8], max_tokens=20, **wanted)])["free"]
+    requests = [
+        request("stopped", [9, 8], max_tokens=20, stop_words=(free.text[7:11],), **wanted),
+        request("penalised", [9, 8], max_tokens=20, top_k=0, seed=1, repetition_penalty=1.5, **wanted),
+        request("silent", [9, 8], max_tokens=20),
+    ]
+    answers = run_all(engine, requests)
+    assert answers["silent"].log_probs == []
+    for answer in (free, answers["stopped"], answers["penalised"]):
+        with torch.inference_mode():
+            logits = oracle(torch.tensor([[9, 8, *answer.token_ids[:-1]]])).logits[0, 1:]
+        expected = logits.log_softmax(-1)
+        chosen = expected.gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0]
+        assert [token.log_prob for token in answer.log_probs] == pytest.approx(chosen.tolist(), abs=1e-4)
+        assert [next(zip(*token.top, strict=True)) for token in answer.log_probs] == [
+            tuple(row) for row in expected.topk(2).indices.tolist()
+        ]
+        assert answer.final is not None
+        assert answer.final.cum_log_prob == pytest.approx(float(chosen.sum()), abs=1e-3)
+
+
+def test_preemption_changes_no_token_no_penalty_and_no_log_prob(checkpoint: Path, default_model_dir: Path) -> None:
+    options: dict[str, object] = {
+        "max_tokens": 40,
+        "top_k": 0,
+        "top_p": 0.9,
+        "top_p_decay": 0.95,
+        "top_p_min": 0.1,
+        "frequency_penalty": 0.7,
+        "repetition_penalty": 1.1,
+        "embedding_bias": ((5, 2.0),),
+        "bad_token_sequences": ((7,), (5, 5)),
+        "return_log_probs": True,
+    }
+    requests = [request(f"r{i}", [i + 1] * 20, seed=i, **options) for i in range(4)]
+    roomy = make_engine(checkpoint, default_model_dir)
+    tight = make_engine(checkpoint, default_model_dir, max_model_len=64, kv_cache_memory_bytes=40 * 1024)
+    alone = [run_all(roomy, [one])[one.request_id] for one in requests]
+    crowded = run_all(tight, requests)
+    assert tight.stats.num_preemptions > 0
+    for one, expected in zip(requests, alone, strict=True):
+        answer = crowded[one.request_id]
+        assert answer.token_ids == expected.token_ids
+        assert [token.log_prob for token in answer.log_probs] == pytest.approx(
+            [token.log_prob for token in expected.log_probs], abs=1e-4
+        )
+
+
+def test_a_request_that_forbids_every_token_fails_alone(engine: Engine) -> None:
+    everything = tuple((token_id,) for token_id in range(VOCAB_SIZE))
+    answers = run_all(engine, [request("dead", [1], bad_token_sequences=everything), request("alive", [1])])
+    assert answers["dead"].final is not None
+    assert answers["dead"].final.error_code == "INVALID_ARG"
+    assert len(answers["alive"].token_ids) == 8
 
 
 def test_the_digest_of_the_adapter_that_answered_is_told(engine: Engine) -> None:

@@ -9,7 +9,8 @@ import torch
 
 from multilora_engine.engine import Engine
 from multilora_engine.model_runner import ModelRunner
-from multilora_engine.request import GenerationRequest, TokenOutput
+from multilora_engine.request import GenerationRequest, TokenLogProb, TokenOutput
+from multilora_engine.sampler import SampledToken
 from multilora_engine.scheduler import ScheduledSequence
 
 
@@ -19,12 +20,14 @@ class Answer:
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
+    log_probs: list[TokenLogProb] = field(default_factory=list)
     final: TokenOutput | None = None
 
     def add(self, output: TokenOutput) -> None:
         assert self.final is None, "an output after the final one"
         self.token_ids += output.token_ids
         self.text += output.text
+        self.log_probs += output.log_probs
         self.final = output if output.is_final else None
 
 
@@ -65,9 +68,9 @@ class LogitsRecorder:
         self._logits = self._forward(*args)  # type: ignore[arg-type]
         return self._logits
 
-    def _record_rows(self, step: list[ScheduledSequence]) -> list[int]:
+    def _record_rows(self, step: list[ScheduledSequence]) -> list[SampledToken]:
         sampled = [scheduled.sequence for scheduled in step if scheduled.is_sampled]
-        token_ids = self._run(step)
+        tokens = self._run(step)
         for row, sequence in enumerate(sampled):
             self.rows.setdefault(sequence.request.request_id, []).append(self._logits[row].clone())
-        return token_ids
+        return tokens

@@ -1,0 +1,118 @@
+"""What requests change in the model's logits before a token is chosen: biases, penalties, forbidden tokens.
+
+Every function takes the logits of a mixed batch, [len(sequences), vocab] float32, changes them in place, touches only
+the rows and tokens concerned, and does nothing on the device for a batch that asks for nothing. Counts are taken from
+the tokens themselves, so a sequence that starts again after preemption counts as before.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from multilora_engine.request import SamplingParams, Sequence
+
+_LIMIT = 1e30
+"""Adjusted logits stay within +-_LIMIT: an overflow to infinity would be NaN as soon as two of them are subtracted."""
+
+
+def adjust_logits(logits: torch.Tensor, sequences: list[Sequence], end_token_ids: tuple[int, ...]) -> list[int]:
+    """Bias, penalties and bans, in the order of transformers' `generate`. The rows in which tokens are forbidden.
+
+    Whatever else forbids tokens must come after: before, penalties could make a forbidden token possible again.
+    """
+    _add_bias(logits, sequences)
+    _penalise_repetition(logits, sequences)
+    _penalise_frequency(logits, sequences)
+    return _forbid(logits, sequences, end_token_ids)
+
+
+def end_tokens(sequence: Sequence, end_token_ids: tuple[int, ...]) -> tuple[int, ...]:
+    """The tokens that end a sequence: the checkpoint's, the request's own, or none for end_id -1."""
+    end_id = sequence.request.sampling.end_id
+    if end_id is None:
+        return end_token_ids
+    return () if end_id < 0 else (end_id,)
+
+
+def bias_tensors(sampling: SamplingParams, device: torch.device) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """`embedding_bias` as tensors, made once a request: token ids int64 [n] and biases float32 [n]. None without."""
+    if not sampling.embedding_bias:
+        return None
+    token_ids, biases = zip(*sampling.embedding_bias, strict=True)
+    return torch.tensor(token_ids, device=device), torch.tensor(biases, dtype=torch.float32, device=device)
+
+
+def _add_bias(logits: torch.Tensor, sequences: list[Sequence]) -> None:
+    for row, sequence in enumerate(sequences):
+        if sequence.bias is not None:
+            token_ids, biases = sequence.bias
+            logits[row, token_ids] = (logits[row, token_ids] + biases).clamp(-_LIMIT, _LIMIT)
+
+
+def _penalise_repetition(logits: torch.Tensor, sequences: list[Sequence]) -> None:
+    """Divide positive and multiply negative logits of tokens in prompt and answer (CTRL, arXiv:1909.05858)."""
+    entries = [
+        (row, token_id, penalty)
+        for row, sequence in enumerate(sequences)
+        if (penalty := sequence.request.sampling.repetition_penalty) != 1.0
+        for token_id in {*sequence.request.prompt_token_ids, *sequence.output_token_ids}
+    ]
+    if entries:
+        index, penalties = _split(entries, logits.device)
+        scores = logits[index]
+        logits[index] = torch.where(scores < 0, scores * penalties, scores / penalties).clamp(-_LIMIT, _LIMIT)
+
+
+def _penalise_frequency(logits: torch.Tensor, sequences: list[Sequence]) -> None:
+    """Subtract from the tokens of the answer: frequency_penalty times their count, and presence_penalty (OpenAI)."""
+    entries = [
+        (row, token_id, p.frequency_penalty * count + p.presence_penalty)
+        for row, sequence in enumerate(sequences)
+        if (p := sequence.request.sampling).frequency_penalty or p.presence_penalty
+        for token_id, count in Counter(sequence.output_token_ids).items()
+    ]
+    if entries:
+        index, penalties = _split(entries, logits.device)
+        logits[index] = (logits[index] - penalties).clamp(-_LIMIT, _LIMIT)
+
+
+def _forbid(logits: torch.Tensor, sequences: list[Sequence], end_token_ids: tuple[int, ...]) -> list[int]:
+    entries = [
+        (row, token_id, -torch.inf)
+        for row, sequence in enumerate(sequences)
+        for token_id in _forbidden(sequence, end_token_ids)
+    ]
+    if not entries:
+        return []
+    index, _ = _split(entries, logits.device)
+    logits[index] = -torch.inf
+    return sorted({row for row, _, _ in entries})
+
+
+def _forbidden(sequence: Sequence, end_token_ids: tuple[int, ...]) -> Iterable[int]:
+    sampling = sequence.request.sampling
+    if len(sequence.output_token_ids) < sampling.min_tokens:
+        yield from end_tokens(sequence, end_token_ids)
+    if sampling.bad_token_sequences:
+        yield from _completions(sequence, sampling.bad_token_sequences)
+
+
+def _completions(sequence: Sequence, bad_token_sequences: tuple[tuple[int, ...], ...]) -> Iterator[int]:
+    """The tokens that would complete a bad sequence; what came before may lie in the prompt."""
+    longest = max(map(len, bad_token_sequences)) - 1
+    recent = tuple(sequence.token_ids(max(0, sequence.num_tokens - longest), sequence.num_tokens))
+    for *prefix, last in bad_token_sequences:
+        if len(prefix) <= len(recent) and recent[len(recent) - len(prefix) :] == tuple(prefix):
+            yield last
+
+
+def _split(
+    entries: list[tuple[int, int, float]], device: torch.device
+) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """(rows, token ids), which index the logits, and the values."""
+    rows, token_ids, values = zip(*entries, strict=True)
+    index = torch.tensor([rows, token_ids], device=device)
+    return (index[0], index[1]), torch.tensor(values, dtype=torch.float32, device=device)
