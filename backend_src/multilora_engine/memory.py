@@ -68,7 +68,7 @@ def _divide_gpu(config: EngineConfig, layout: AdapterLayout, device: torch.devic
 
 
 def _check_tier(layout: AdapterLayout, num_pages: int, tier: str, parameter: str) -> None:
-    needed = adapter_pages(layout, layout.max_rank)
+    needed = adapter_pages(layout, layout.max_rank, is_dora=True)
     if num_pages < needed:
         raise ConfigError(
             f"Not enough space allocated to {tier} LoRA cache to hold 1 max sized LoRA: {num_pages} pages < {needed} "
@@ -93,6 +93,7 @@ def _report(plan: MemoryPlan, config: EngineConfig, layout: AdapterLayout, devic
     _logger.info(
         "KV cache: %d tokens in blocks of %d; longest sequence %d", tokens, config.block_size, plan.max_model_len
     )
+    _logger.info("adapters are stored as %s in pages of %.0f KiB", layout.lora_dtype, layout.page_bytes / 1024)
     tiers = {"host": plan.num_host_pages, f"device ({device})": plan.num_device_pages}
     for tier, num_pages in tiers.items():
         fits = ", ".join(

@@ -239,12 +239,19 @@ class DeviceTier:
 def _table_entries(rows: list[PackedRow], pages: list[int], layout: AdapterLayout) -> torch.Tensor:
     """int64 [5, num_slices]: column, rank, and the offsets of A, B and magnitude as elements of the whole arena."""
     modules = lora_modules(layout)
-    page_elements = layout.page_bytes // layout.torch_dtype.itemsize
     entries = []
     for row in rows:
-        base = pages[row.page] * page_elements
+        a_offset = _arena_offset(row.a_offset, pages, layout)
+        b_offset = _arena_offset(row.b_offset, pages, layout)
+        magnitude_offset = -1 if row.magnitude_offset < 0 else _arena_offset(row.magnitude_offset, pages, layout)
         for name, start in modules[row.module_id].slice_starts:
-            magnitude = base + row.magnitude_offset + start if row.magnitude_offset >= 0 else -1
+            magnitude = magnitude_offset + start if magnitude_offset >= 0 else -1
             column = row.layer * len(SLICES) + SLICES.index(name)
-            entries.append((column, row.rank, base + row.a_offset, base + row.b_offset + start * row.rank, magnitude))
+            entries.append((column, row.rank, a_offset, b_offset + start * row.rank, magnitude))
     return torch.tensor(entries, dtype=torch.int64).T.contiguous()
+
+
+def _arena_offset(offset: int, pages: list[int], layout: AdapterLayout) -> int:
+    """From the adapter's own pages to the whole arena."""
+    page, place = divmod(offset, layout.page_elements)
+    return pages[page] * layout.page_elements + place

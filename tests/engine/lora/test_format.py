@@ -2,25 +2,43 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+from pathlib import Path
+
 import pytest
 import torch
 from support.adapters import TINY, wire_adapter
+from transformers import LlamaConfig
 
 from multilora_engine.errors import InvalidRequest
-from multilora_engine.lora.format import AdapterLayout, PackedAdapter, adapter_pages, lora_modules, pack_adapter
+from multilora_engine.lora.format import (
+    AdapterLayout,
+    PackedAdapter,
+    adapter_layout,
+    adapter_pages,
+    lora_modules,
+    pack_adapter,
+)
+from multilora_engine.models.model_config import read_model_config
 
 ALL_MODULES = [(m, layer, 1 + (m * 5 + layer) % 16) for layer in range(3) for m in (1, 2, 3, 4, 5, 6, 7)]
+SMOLLM2_135M = {
+    "num_hidden_layers": 30,
+    "hidden_size": 576,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "intermediate_size": 1536,
+}
 FUSED = [(0, 0, 3), (18, 0, 5), (6, 0, 16), (0, 2, 1)]
 
 
 def read_back(packed: PackedAdapter, layout: AdapterLayout) -> dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]]:
-    values = packed.pages.view(layout.torch_dtype)
+    values = packed.pages.view(-1).view(layout.torch_dtype)
     matrices = {}
     for row in packed.rows:
         module = lora_modules(layout)[row.module_id]
-        page = values[row.page]
-        a = page[row.a_offset : row.a_offset + row.rank * module.in_size].view(row.rank, module.in_size)
-        b = page[row.b_offset : row.b_offset + row.rank * module.out_size].view(module.out_size, row.rank)
+        a = values[row.a_offset : row.a_offset + row.rank * module.in_size].view(row.rank, module.in_size)
+        b = values[row.b_offset : row.b_offset + row.rank * module.out_size].view(module.out_size, row.rank)
         matrices[row.module_id, row.layer] = (a, b)
     return matrices
 
@@ -36,16 +54,42 @@ def test_every_row_survives_packing_unchanged(rows: list[tuple[int, int, int]], 
         torch.testing.assert_close(matrices[key], (a.float(), b.float()), rtol=0, atol=0)
 
 
-def test_rows_are_aligned_and_never_straddle_a_page() -> None:
+def test_pieces_are_aligned_never_straddle_a_page_and_never_overlap() -> None:
     wire = wire_adapter(TINY, ALL_MODULES)
     packed = pack_adapter(wire.weights, wire.config, TINY)
-    page_elements = TINY.page_bytes // 4
     assert len(packed.pages) > 1
+    pieces = []
     for row in packed.rows:
         module = lora_modules(TINY)[row.module_id]
-        assert row.a_offset * 4 % 64 == 0
-        assert row.b_offset * 4 % 64 == 0
-        assert row.b_offset + row.rank * module.out_size <= page_elements
+        pieces += [(row.a_offset, row.rank * module.in_size), (row.b_offset, row.rank * module.out_size)]
+    pieces.sort()
+    for (start, size), (next_start, _) in pairwise([*pieces, (packed.pages.numel() // 4, 0)]):
+        assert start * 4 % 64 == 0
+        assert start + size <= next_start
+        assert start // TINY.page_elements == (start + size - 1) // TINY.page_elements
+
+
+def test_what_no_piece_covers_is_zero() -> None:
+    wire = wire_adapter(TINY, ALL_MODULES)
+    torch.empty(1 << 20).fill_(torch.nan)  # so that fresh memory is not zero by itself
+    packed = pack_adapter(wire.weights, wire.config, TINY)
+    values = packed.pages.view(-1).view(torch.float32).clone()
+    for row in packed.rows:
+        module = lora_modules(TINY)[row.module_id]
+        values[row.a_offset : row.a_offset + row.rank * module.in_size] = 0
+        values[row.b_offset : row.b_offset + row.rank * module.out_size] = 0
+    assert not values.any()
+
+
+@pytest.mark.parametrize("lora_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("rank", [8, 16, 64])
+def test_an_adapter_takes_hardly_more_than_its_parameters(rank: int, lora_dtype: str, tmp_path: Path) -> None:
+    LlamaConfig(**SMOLLM2_135M, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
+    layout = adapter_layout(read_model_config(tmp_path), 64, lora_dtype)
+    modules = lora_modules(layout)
+    parameters = layout.num_layers * sum(modules[i].num_values(rank, False) for i in range(1, 8))
+    num_bytes = adapter_pages(layout, rank) * layout.page_bytes
+    assert 1 <= num_bytes / (parameters * layout.torch_dtype.itemsize) <= 1.05
 
 
 def test_the_digest_does_not_depend_on_row_order_row_width_or_wire_dtype() -> None:
@@ -128,8 +172,8 @@ def test_values_beyond_the_storage_type_are_refused() -> None:
         pack_adapter(wire.weights, wire.config, layout)
 
 
-def test_a_page_holds_the_largest_row_and_an_adapter_its_pages() -> None:
-    assert adapter_pages(TINY, 16) == len(pack_adapter(*_largest(TINY), TINY).pages), (
+def test_an_adapter_takes_the_pages_told_at_start() -> None:
+    assert adapter_pages(TINY, 16, is_dora=True) == len(pack_adapter(*_largest(TINY), TINY).pages), (
         "the size told at start is the size it takes"
     )
 
