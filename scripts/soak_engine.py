@@ -1,0 +1,59 @@
+"""The engine process of soak_adapters: checks its own tables as it goes, and leaves its counts in a file.
+
+The engine's supervisor starts it; a failed check fails the requests in flight, with INTERNAL.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from multilora_engine.config import EngineConfig
+from multilora_engine.engine import Engine
+from multilora_engine.lora.life_cycle import LoRAStats
+from multilora_engine.process.server import main
+from multilora_engine.request import TokenOutput
+
+_STEPS_PER_CHECK = 32
+
+
+class Counts(msgspec.Struct, frozen=True):
+    """What one engine did from start to end."""
+
+    num_steps: int
+    num_preemptions: int
+    loras: LoRAStats
+
+
+class CheckedEngine(Engine):
+    """Asserts now and then that every table agrees with every other."""
+
+    def __init__(self, file: Path, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._file = file
+        self._num_steps = 0
+
+    def step(self) -> list[TokenOutput]:
+        outputs = super().step()
+        self._num_steps += 1
+        if self._num_steps % _STEPS_PER_CHECK == 0 or not self.has_work:
+            self.check_integrity()
+        return outputs
+
+    def close(self) -> None:
+        super().close()
+        counts = Counts(self._num_steps, self.stats.num_preemptions, self._loras.stats)
+        self._file.write_bytes(msgspec.json.encode(counts))
+
+
+def run(file: Annotated[Path, typer.Argument(help="Where to leave the counts, as JSON.")]) -> None:
+    """Serve an engine as the supervisor's launch message on stdin says, until stdin ends."""
+    main(partial(CheckedEngine, file))
+
+
+if __name__ == "__main__":
+    typer.run(run)

@@ -1,0 +1,193 @@
+"""A model and adapters that tell who they are: adapter `number` in `version` answers any prompt with six tokens, one
+for each hexadecimal digit of the two, and the base model with a seventh that no adapter ever gives.
+
+Every digit comes from another (module, layer) row of the adapter, number and version taking turns, so a row or a page
+that belongs to another adapter changes the answer as surely as a wrong adapter. Half the digits go through the
+adapter's values at the tokens of the prompt: they are read back from the KV cache, so a block of another adapter, or
+of another version, gives a wrong digit too.
+
+How it works. The residual stream has a constant, one-hot *states*, and one dimension for each (place, digit).
+A token of the prompt is in state 0, the token of place p in state p + 1: what the answer needs next. Queries are zero,
+so attention is the mean over the context. The gate opens the dimensions of the current state's place and shuts all
+others, so digits that lie ready for later places count only when it is their turn. The largest dimension wins.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+import torch
+from tokenizers import Tokenizer, decoders, models
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from multilora_engine.lora.format import AdapterLayout, PackedAdapter, lora_modules, pack_adapter
+
+NUM_PLACES = 6
+NUM_DIGITS = 16
+MAX_NUMBER = NUM_DIGITS ** (NUM_PLACES // 2)
+"""Adapters and versions there are, 0 .. MAX_NUMBER - 1."""
+
+MAX_RANK = 8
+HIDDEN_SIZE = 128
+NUM_LAYERS = 2
+
+BASE_TOKEN = NUM_PLACES * NUM_DIGITS
+PROMPT_TOKENS = range(BASE_TOKEN + 1, HIDDEN_SIZE)
+BASE_ANSWER = [BASE_TOKEN] * NUM_PLACES
+
+_DOWN = 0.4
+"""Weight of the base model's down projections: with more, what they add to the residual stream drowns the states."""
+
+_CONSTANT = 0
+_FIRST_STATE = 1
+_FIRST_DIGIT = 8
+_DIGITS = slice(_FIRST_DIGIT, _FIRST_DIGIT + NUM_PLACES * NUM_DIGITS)
+
+
+@dataclass(frozen=True)
+class _Source:
+    """The row of an adapter that a place's digit comes from, the input it looks for, and how loudly it speaks."""
+
+    module: str
+    layer: int
+    state: int
+    strength: float
+
+
+# v and o see the prompt (state 0) and prepare a digit for later; up and down speak when it is their turn.
+_SOURCES = (
+    _Source("attn_v", 0, 0, 0.25),
+    _Source("mlp_gate", 0, 1, 1.0),
+    _Source("attn_dense", 1, 0, 1.5),
+    _Source("mlp_4h_to_h", 1, 3, 1.0),
+    _Source("mlp_4h_to_h", 0, 4, 1.0),
+    _Source("attn_v", 1, 0, 1.5),
+)
+_SILENT = (("attn_dense", 0), ("mlp_gate", 1))
+
+
+@dataclass(frozen=True)
+class Matrices:
+    """A [rank, in] and B [out, rank] of one row; the scale is in B."""
+
+    module: str
+    layer: int
+    a: torch.Tensor
+    b: torch.Tensor
+
+
+def answer(number: int, version: int) -> list[int]:
+    """What adapter `number` must answer in this version."""
+    return [place * NUM_DIGITS + digit for place, digit in enumerate(_digits(number, version))]
+
+
+def save_checkpoint(path: Path) -> Path:
+    """Write the base model with a tokenizer into `path`, as transformers would. Context 512, no end token."""
+    config = LlamaConfig(
+        vocab_size=HIDDEN_SIZE,
+        hidden_size=HIDDEN_SIZE,
+        intermediate_size=HIDDEN_SIZE,
+        num_hidden_layers=NUM_LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=512,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        model.model.embed_tokens.weight.copy_(_embeddings())
+        for layer in model.model.layers:
+            attention, mlp = layer.self_attn, layer.mlp
+            attention.q_proj.weight.zero_()
+            attention.k_proj.weight.zero_()
+            attention.v_proj.weight.copy_(_diagonal(slice(_FIRST_STATE, _FIRST_DIGIT)))
+            attention.o_proj.weight.copy_(_diagonal(_DIGITS))
+            mlp.gate_proj.weight.copy_(_gate())
+            mlp.up_proj.weight.copy_(_diagonal(slice(_FIRST_STATE, _DIGITS.stop)))
+            mlp.down_proj.weight.copy_(_diagonal(_DIGITS) * _DOWN)
+        model.lm_head.weight.copy_(_head())
+    model.save_pretrained(path)
+    _save_tokenizer(path)
+    return path
+
+
+def adapter_matrices(number: int, version: int) -> list[Matrices]:
+    """The rows of an adapter. Its rank, and which of a row's rank columns speaks, differ from version to version."""
+    random = Random(number * MAX_NUMBER + version)
+    generator = torch.Generator().manual_seed(random.getrandbits(32))
+    rank = random.randint(1, MAX_RANK)
+    rows = []
+    for place, (source, digit) in enumerate(zip(_SOURCES, _digits(number, version), strict=True)):
+        row = _silent_row(source.module, source.layer, rank, generator)
+        column = random.randrange(rank)
+        row.a[column] = 0
+        row.a[column, _FIRST_STATE + source.state] = 1
+        row.b[_FIRST_DIGIT + place * NUM_DIGITS + digit, column] = source.strength
+        rows.append(row)
+    return rows + [_silent_row(module, layer, rank, generator) for module, layer in _SILENT]
+
+
+def packed_adapter(number: int, version: int, layout: AdapterLayout) -> PackedAdapter:
+    """An adapter as a front sends it to the engine, by way of the wire format."""
+    ids = {module.name: module.module_id for module in lora_modules(layout).values()}
+    rows = adapter_matrices(number, version)
+    weights = torch.stack([torch.cat([row.a.flatten(), row.b.flatten()]) for row in rows])
+    config = torch.tensor([[ids[row.module], row.layer, len(row.a), 0] for row in rows], dtype=torch.int32)
+    return pack_adapter(weights, config, layout)
+
+
+def _digits(number: int, version: int) -> list[int]:
+    """Of number and version in turns, the least significant first."""
+    assert 0 <= number < MAX_NUMBER
+    assert 0 <= version < MAX_NUMBER
+    return [value // NUM_DIGITS**i % NUM_DIGITS for i in range(NUM_PLACES // 2) for value in (number, version)]
+
+
+def _silent_row(module: str, layer: int, rank: int, generator: torch.Generator) -> Matrices:
+    a = torch.randn(rank, HIDDEN_SIZE, generator=generator)
+    return Matrices(module, layer, a, torch.zeros(HIDDEN_SIZE, rank))
+
+
+def _embeddings() -> torch.Tensor:
+    """[vocabulary, hidden]: the constant and the state of every token."""
+    table = torch.zeros(HIDDEN_SIZE, HIDDEN_SIZE)
+    table[:, _CONSTANT] = 1
+    for token in range(HIDDEN_SIZE):
+        place = token // NUM_DIGITS
+        state = place + 1 if place + 1 < NUM_PLACES else 0
+        table[token, _FIRST_STATE + state] = 1
+    return table
+
+
+def _diagonal(dimensions: slice) -> torch.Tensor:
+    """[hidden, hidden]: passes these dimensions on, and nothing else."""
+    ones = torch.zeros(HIDDEN_SIZE)
+    ones[dimensions] = 1
+    return ones.diag()
+
+
+def _gate() -> torch.Tensor:
+    """[intermediate, hidden]: a state opens the digits of its place, and its own dimension, for `down` to see."""
+    gate = _diagonal(slice(_FIRST_STATE, _FIRST_DIGIT))
+    for place in range(NUM_PLACES):
+        start = _FIRST_DIGIT + place * NUM_DIGITS
+        gate[start : start + NUM_DIGITS, _FIRST_STATE + place] = 1
+    return gate
+
+
+def _head() -> torch.Tensor:
+    """[vocabulary, hidden]: each digit's token reads its dimension, the base model's the constant."""
+    head = torch.zeros(HIDDEN_SIZE, HIDDEN_SIZE)
+    head[:BASE_TOKEN, _DIGITS] = torch.eye(BASE_TOKEN)
+    head[BASE_TOKEN, _CONSTANT] = 1
+    return head
+
+
+def _save_tokenizer(path: Path) -> None:
+    """Token t is the text `<t>`; prompts are sent as ids, so it needs no merges."""
+    tokenizer = Tokenizer(models.BPE(vocab={f"<{token}>": token for token in range(HIDDEN_SIZE)}, merges=[]))
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(path)
