@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
+import numpy as np
 import torch
 
 from multilora_engine.request import SamplingParams, Sequence
@@ -21,20 +22,19 @@ _LIMIT = 1e30
 def adjust_logits(logits: torch.Tensor, sequences: list[Sequence], end_token_ids: tuple[int, ...]) -> list[int]:
     """Bias, penalties and bans, in the order of transformers' `generate`. The rows in which tokens are forbidden.
 
-    Whatever else forbids tokens must come after: before, penalties could make a forbidden token possible again.
+    What forbids tokens comes last: before, penalties could make a forbidden token possible again.
     """
     _add_bias(logits, sequences)
     _penalise_repetition(logits, sequences)
     _penalise_frequency(logits, sequences)
-    return _forbid(logits, sequences, end_token_ids)
+    return sorted({*_forbid(logits, sequences, end_token_ids), *_apply_guides(logits, sequences)})
 
 
-def end_tokens(sequence: Sequence, end_token_ids: tuple[int, ...]) -> tuple[int, ...]:
-    """The tokens that end a sequence: the checkpoint's, the request's own, or none for end_id -1."""
-    end_id = sequence.request.sampling.end_id
-    if end_id is None:
+def end_tokens(sampling: SamplingParams, end_token_ids: tuple[int, ...]) -> tuple[int, ...]:
+    """The tokens that end an answer: the checkpoint's (`end_token_ids`), the request's own, or none for end_id -1."""
+    if sampling.end_id is None:
         return end_token_ids
-    return () if end_id < 0 else (end_id,)
+    return () if sampling.end_id < 0 else (sampling.end_id,)
 
 
 def bias_tensors(sampling: SamplingParams, device: torch.device) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -89,15 +89,26 @@ def _forbid(logits: torch.Tensor, sequences: list[Sequence], end_token_ids: tupl
         return []
     index, _ = _split(entries, logits.device)
     logits[index] = -torch.inf
-    return sorted({row for row, _, _ in entries})
+    return list({row for row, _, _ in entries})
 
 
 def _forbidden(sequence: Sequence, end_token_ids: tuple[int, ...]) -> Iterable[int]:
     sampling = sequence.request.sampling
     if len(sequence.output_token_ids) < sampling.min_tokens:
-        yield from end_tokens(sequence, end_token_ids)
+        yield from end_tokens(sampling, end_token_ids)
     if sampling.bad_token_sequences:
         yield from _completions(sequence, sampling.bad_token_sequences)
+
+
+def _apply_guides(logits: torch.Tensor, sequences: list[Sequence]) -> list[int]:
+    guides = [(row, sequence.guide.allowed) for row, sequence in enumerate(sequences) if sequence.guide is not None]
+    if not guides:
+        return []
+    rows, masks = zip(*guides, strict=True)
+    words = torch.from_numpy(np.stack(masks)).to(logits.device).unsqueeze(-1)
+    bits = (words >> torch.arange(32, dtype=torch.int32, device=logits.device)) & 1
+    logits[list(rows)] = logits[list(rows)].masked_fill(bits.flatten(1)[:, : logits.shape[1]] == 0, -torch.inf)
+    return list(rows)
 
 
 def _completions(sequence: Sequence, bad_token_sequences: tuple[tuple[int, ...], ...]) -> Iterator[int]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     import torch
 
+    from multilora_engine.guided import GuideMatcher
     from multilora_engine.lora.host_tier import CachedAdapter
     from multilora_engine.text import TextStream
 
@@ -25,9 +26,10 @@ GuideType = Literal["json", "json_schema", "regex", "ebnf_grammar"]
 
 @dataclass(frozen=True, slots=True)
 class Guide:
-    """What the answer must parse as: any JSON value, a JSON schema, a regular expression, or a grammar.
+    """What the answer must parse as: a JSON object or array, a JSON schema, a regular expression, or a grammar.
 
-    text: the schema, expression or grammar; empty for `json`.
+    text: the schema, expression (Rust's syntax) or grammar (GBNF with a `root`, or Lark with a `start`); unused for
+    `json`.
     """
 
     type: GuideType
@@ -59,7 +61,9 @@ class SamplingParams:
     repetition_penalty (1 is none) counts prompt and answer; presence_penalty and frequency_penalty (0 is none) count
     the answer. embedding_bias: (token id, what is added to its logit). bad_token_sequences: never completed.
 
-    No end token before `min_tokens` tokens. `end_id` None means the checkpoint's own end tokens; -1 means none.
+    No end token before `min_tokens` tokens. `end_id` None means the checkpoint's own end tokens; -1 means none. With a
+    `guide` an end token is chosen only where the answer parses; where nothing can follow, the answer ends by itself,
+    before `min_tokens` if need be.
     `stop_words` are matched on the generated text and never emitted, not even in part. stop_token_sequences: the same
     by token ids, as upstream's `stop_words_list` has them.
 
@@ -200,6 +204,7 @@ class Sequence:
     arrival: place in the order of arrival, unique.
     adapter: pinned from acceptance to the end; None is the base model.
     text: decides which tokens and text may leave.
+    guide: decides which tokens may come next; None lets any. Like `text` it survives a preemption.
     num_computed_tokens: tokens whose keys and values are in the cache; written by the scheduler only.
     num_overtakes: sequences with an adapter that were admitted before this one although they came later.
     bias: `embedding_bias` on the device, token ids int64 [n] and biases float32 [n].
@@ -211,6 +216,7 @@ class Sequence:
     adapter: CachedAdapter | None
     text: TextStream
     random: Random
+    guide: GuideMatcher | None = None
     output_token_ids: list[int] = field(default_factory=list)
     block_table: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0

@@ -42,6 +42,11 @@ class Tokenizer:
         return len(self._bytes)
 
     @property
+    def hf(self) -> PreTrainedTokenizerFast:
+        """transformers' own tokenizer, for libraries that want one."""
+        return self._hf
+
+    @property
     def eos_id(self) -> int | None:
         token_id: int | None = self._hf.eos_token_id
         return token_id

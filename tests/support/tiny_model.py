@@ -10,11 +10,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 VOCAB_SIZE = 311
 
 
-def save_tiny_llama(path: Path) -> Path:
+def save_tiny_llama(path: Path, vocab_size: int = VOCAB_SIZE) -> Path:
     """Write the checkpoint (without a tokenizer) into `path`. Context 512, no end token."""
     torch.manual_seed(7)
     config = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=vocab_size,
         hidden_size=32,
         intermediate_size=56,
         num_hidden_layers=2,

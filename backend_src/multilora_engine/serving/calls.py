@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from multilora_engine.engine_info import EngineInfo
 from multilora_engine.errors import InvalidRequest, Unsupported
 from multilora_engine.lora.format import PackedAdapter, pack_adapter
-from multilora_engine.request import SamplingParams
+from multilora_engine.request import Guide, GuideType, SamplingParams
 from multilora_engine.serving.inputs import InputTensors
 from multilora_engine.serving.prompts import encode_messages, encode_text
 from multilora_engine.text import Tokenizer
@@ -118,7 +118,22 @@ def _read_sampling(inputs: InputTensors, row: int) -> SamplingParams:
         end_id=_in_range(inputs, "end_id", row, -1, math.inf),
         # Upstream's own examples send one empty stop word where they mean none.
         stop_words=tuple(word for word in inputs.texts("stop_words", row) if word),
+        guide=_read_guide(inputs, row),
     )
+
+
+def _read_guide(inputs: InputTensors, row: int) -> Guide | None:
+    kind, text = inputs.text("guided_decoding_guide_type", row), inputs.text("guided_decoding_guide", row)
+    if kind is None and text is None:
+        return None
+    kinds: tuple[GuideType, ...] = get_args(GuideType)
+    if kind == "structural_tag":
+        raise Unsupported(f"guided_decoding_guide_type structural_tag; this server guides by {', '.join(kinds)}")
+    if kind not in kinds:
+        raise InvalidRequest(f"guided_decoding_guide_type is {kind}, expected one of {', '.join(kinds)}")
+    if text is None and kind != "json":
+        raise InvalidRequest(f"guided_decoding_guide is missing; a guide of type {kind} needs it")
+    return Guide(kind, "" if kind == "json" or text is None else text)
 
 
 def _read_max_tokens(inputs: InputTensors, row: int) -> int:

@@ -12,7 +12,7 @@ from support.fake_triton import FakeRequest
 
 from multilora_engine.errors import InvalidRequest, RequestError, Unsupported
 from multilora_engine.lora.format import pack_adapter
-from multilora_engine.request import SamplingParams
+from multilora_engine.request import Guide, SamplingParams
 from multilora_engine.serving.calls import GenerateCall, UploadCall, is_stop, read_call
 from multilora_engine.serving.inputs import InputTensors
 from multilora_engine.text import Tokenizer
@@ -56,6 +56,11 @@ def without(tensors: dict[str, Any], name: str) -> dict[str, Any]:
         ),
         ({"stop_words": [["\n", "", "End"]]}, {"stop_words": ("\n", "End")}),
         ({"stop_words": [[""]]}, {}),
+        ({"guided_decoding_guide_type": [["json"]]}, {"guide": Guide("json")}),
+        (
+            {"guided_decoding_guide_type": [["json_schema"]], "guided_decoding_guide": [["{}"]]},
+            {"guide": Guide("json_schema", "{}")},
+        ),
         ({"beam_width": [[1]], "num_return_sequences": [[1]], "pad_id": [[2]]}, {}),
     ],
 )
@@ -78,6 +83,9 @@ def test_sampling_is_greedy_unless_asked(read: Any, tensors: dict[str, Any], exp
         ({"max_tokens": [[0]]}, r"max_tokens is 0, expected a number >= 1"),
         ({"max_tokens": [[-3]]}, r"max_tokens is -3"),
         ({"request_output_len": [[8]]}, r"max_tokens 9 and request_output_len 8 contradict each other"),
+        ({"guided_decoding_guide": [["x"]]}, r"guided_decoding_guide_type is None, expected one of json, json_schema"),
+        ({"guided_decoding_guide_type": [["xml"]]}, r"guided_decoding_guide_type is xml, expected one of json,"),
+        ({"guided_decoding_guide_type": [["regex"]]}, r"guided_decoding_guide is missing; a guide of type regex"),
         ({"max_tokens": [[1, 2]]}, r"max_tokens has shape \[1, 2\]"),
         ({"text_input": [["a"]]}, r"exactly one of .*; it has text_input and input_ids"),
         ({"input_lengths": [[4]]}, r"input_lengths is 4, expected 0 .. 3"),
@@ -108,6 +116,11 @@ def test_what_is_malformed_or_contradictory_is_refused_with_the_numbers(
 def test_more_than_one_sequence_is_not_supported(read: Any, name: str) -> None:
     with pytest.raises(Unsupported, match=f"{name} is 2"):
         read(prompt(**{name: [[2]]}))
+
+
+def test_guides_by_structural_tag_are_not_supported(read: Any) -> None:
+    with pytest.raises(Unsupported, match="guides by json, json_schema, regex, ebnf_grammar"):
+        read(prompt(guided_decoding_guide_type=[["structural_tag"]], guided_decoding_guide=[["{}"]]))
 
 
 def test_a_missing_max_tokens_is_refused_and_upstreams_name_accepted(read: Any) -> None:

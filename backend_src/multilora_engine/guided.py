@@ -1,0 +1,130 @@
+"""Guided decoding: answers that always parse. A grammar says after every token which ones may follow.
+
+The grammars themselves are llguidance's work; here are its limits, its masks and what an end token means to them.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
+from llguidance.hf import from_tokenizer
+from numpy.typing import NDArray
+
+from multilora_engine.errors import InvalidRequest
+from multilora_engine.request import Guide
+from multilora_engine.text import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
+_MAX_GUIDE_CHARS = 131_072
+"""A grammar is compiled between two steps: one of this size takes up to half a second."""
+
+_MAX_LEXER_STATES = 20_000
+"""Of 1 to 2 kB each. A regular expression can have exponentially many."""
+
+_MAX_COMPILED = 16
+"""Grammars kept compiled for further requests with the same guide."""
+
+_JSON_OPTIONS: JsonCompileOptions = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,64}"}
+"""Unlimited white space is legal JSON, and what a model that is lost writes until `max_tokens`."""
+
+_ANY_JSON = json.dumps({"type": ["object", "array"]})
+
+
+class GuideMatcher:
+    """Where the answer of one sequence is in its grammar.
+
+    allowed: int32 [ceil(vocab / 32)], bit i of word w is token 32 w + i: the tokens that may come next. An end token
+        may when the answer parses as it is.
+    """
+
+    def __init__(self, matcher: LLMatcher, text_tokens: NDArray[np.int32], end_tokens: NDArray[np.int32]) -> None:
+        """matcher: at the start of its grammar. text_tokens, end_tokens: bitmasks of the tokens that mean text, and of
+        those that end this sequence. Raises InvalidRequest when the grammar allows no answer with a token."""
+        self._matcher = matcher
+        self._text_tokens = text_tokens & ~end_tokens
+        self._end_tokens = end_tokens
+        if self._look_ahead():
+            raise InvalidRequest("the guide allows nothing but an empty answer")
+
+    def advance(self, token_id: int) -> bool:
+        """Take the token that was chosen; whether the answer is complete: it parses, and no text can follow.
+
+        Raises InvalidRequest when the answer cannot go on, which ends the sequence: the grammar exceeded a limit.
+        """
+        assert _contains(self.allowed, token_id), f"token {token_id} is against the guide"
+        if _contains(self._end_tokens, token_id):
+            return True
+        self._matcher.consume_token(token_id)
+        return self._look_ahead()
+
+    def _look_ahead(self) -> bool:
+        """Find out what may come next; whether nothing can."""
+        words = np.frombuffer(self._matcher.compute_bitmask(), np.int32)[: len(self._text_tokens)]
+        if self._matcher.is_error():
+            raise InvalidRequest(f"the guide has no answer from here: {self._matcher.get_error()}")
+        self.allowed = words & self._text_tokens
+        has_next, may_end = bool(self.allowed.any()), self._matcher.is_accepting()
+        if not has_next and not may_end:
+            raise InvalidRequest("the guide wants text that no token of this model spells")
+        if may_end:
+            self.allowed |= self._end_tokens
+        return not has_next
+
+
+class GuideCompiler:
+    """Guides to matchers, for one tokenizer and a model whose logits are `vocab_size` wide."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._tokenizer: LLTokenizer = from_tokenizer(tokenizer.hf, n_vocab=max(vocab_size, tokenizer.vocab_size))
+        self._text_tokens = _bitmask(range(vocab_size), vocab_size) & ~self._mask(self._tokenizer.eos_tokens)
+        self._compile = lru_cache(_MAX_COMPILED)(self._compile_new)
+
+    def matcher(self, guide: Guide, end_tokens: tuple[int, ...]) -> GuideMatcher:
+        """A matcher at the start of the answer. Raises InvalidRequest for a guide that is malformed or too large."""
+        return GuideMatcher(self._compile(guide).deep_copy(), self._text_tokens, self._mask(end_tokens))
+
+    def _compile_new(self, guide: Guide) -> LLMatcher:
+        if len(guide.text) > _MAX_GUIDE_CHARS:
+            raise InvalidRequest(f"the guide has {len(guide.text)} characters, at most {_MAX_GUIDE_CHARS} are accepted")
+        try:
+            grammar = _grammar(guide)
+        except ValueError as error:
+            raise InvalidRequest(f"the {guide.type} guide is malformed: {error}") from None
+        limits = LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
+        if matcher.is_error():
+            raise InvalidRequest(f"the {guide.type} guide is malformed: {matcher.get_error()}")
+        return matcher
+
+    def _mask(self, token_ids: tuple[int, ...] | list[int]) -> NDArray[np.int32]:
+        return _bitmask([i for i in token_ids if i < self._vocab_size], self._vocab_size)
+
+
+def _grammar(guide: Guide) -> str:
+    """llguidance's own form of a guide. Raises ValueError for some of what is malformed."""
+    match guide.type:
+        case "json":
+            return LLMatcher.grammar_from_json_schema(_ANY_JSON, defaults=_JSON_OPTIONS)
+        case "json_schema":
+            return LLMatcher.grammar_from_json_schema(guide.text, defaults=_JSON_OPTIONS)
+        case "regex":
+            return LLMatcher.grammar_from_regex(guide.text)
+        case "ebnf_grammar":
+            return grammar_from("ebnf", guide.text)
+
+
+def _bitmask(token_ids: range | list[int], vocab_size: int) -> NDArray[np.int32]:
+    bits = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
+    bits[token_ids] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+def _contains(bitmask: NDArray[np.int32], token_id: int) -> bool:
+    return bool(bitmask[token_id // 32] >> (token_id % 32) & 1)
