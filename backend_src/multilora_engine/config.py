@@ -50,6 +50,9 @@ class LoRAConfig(BaseModel):
         Literal["refuse", "replace"],
         Field(description="A cached task id sent with other weights: `refuse` it, or `replace` it for new requests."),
     ] = "refuse"
+    lora_metrics_max_adapters: Annotated[
+        int, Field(ge=0, le=1000, description="Adapters with metrics of their own; the rest are counted as `other`.")
+    ] = 32
 
 
 class EngineConfig(BaseModel):

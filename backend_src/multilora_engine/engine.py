@@ -21,8 +21,10 @@ from multilora_engine.guided import GuideCompiler, GuideMatcher
 from multilora_engine.kv_cache import BlockAllocator
 from multilora_engine.logits import bias_tensors, end_tokens
 from multilora_engine.lora.device_tier import DeviceTier
+from multilora_engine.lora.event_log import EventLog
 from multilora_engine.lora.format import TORCH_DTYPES, AdapterLayout, PackedAdapter, adapter_layout
 from multilora_engine.lora.host_tier import HostTier
+from multilora_engine.lora.life_cycle import AdapterEvent
 from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.lora.page_pool import PagePool
 from multilora_engine.memory import MemoryPlan, plan_memory
@@ -39,6 +41,9 @@ from multilora_kernels import load_cpu_kernels
 _logger = logging.getLogger(__name__)
 
 _NOTHING = TextDelta([], "")
+
+_NUM_LORA_EVENTS = 4096
+"""How many events of adapters are remembered."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +94,8 @@ class Engine:
             dtype=_name(dtype),
         )
         self._timeout_s = config.request_timeout_s
-        self._loras = _build_lora_manager(config, layout, plan, device)
+        self.lora_events: EventLog[AdapterEvent] = EventLog(_NUM_LORA_EVENTS)
+        self._loras = _build_lora_manager(config, layout, plan, device, self.lora_events)
         self._blocks = BlockAllocator(plan.num_blocks, config.block_size)
         self._scheduler = Scheduler(
             self._blocks, self._loras, config.max_num_seqs, config.max_num_batched_tokens, config.max_queue_size
@@ -104,6 +110,11 @@ class Engine:
     def has_work(self) -> bool:
         """Whether a `step` would do anything."""
         return bool(self._sequences)
+
+    @property
+    def loras(self) -> LoRAManager:
+        """The adapters, for whoever looks after them from the engine's thread."""
+        return self._loras
 
     @property
     def stats(self) -> EngineStats:
@@ -324,13 +335,17 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _build_lora_manager(
-    config: EngineConfig, layout: AdapterLayout, plan: MemoryPlan, device: torch.device
+    config: EngineConfig,
+    layout: AdapterLayout,
+    plan: MemoryPlan,
+    device: torch.device,
+    events: EventLog[AdapterEvent],
 ) -> LoRAManager:
     host = HostTier(plan.num_host_pages, layout.page_bytes, pin_memory=device.type == "cuda")
     is_shared = device.type == "cpu"
     device_pool = host.pool if is_shared else PagePool(plan.num_device_pages, layout.page_bytes, device)
     tier = DeviceTier(layout, host.pool, device_pool, config.lora.max_loras)
-    return LoRAManager(host, tier, config.lora.lora_on_conflict)
+    return LoRAManager(host, tier, config.lora.lora_on_conflict, events.append)
 
 
 def _build_model_runner(

@@ -5,6 +5,7 @@
       RequestError                                reaches the client that caused it, and nobody else
         InvalidRequest      -> INVALID_ARG        malformed or contradictory input
         AdapterNotFound     -> NOT_FOUND          `lora_task_id` is not cached and no weights came with it
+          AdapterNotKnown                         no adapter has the `lora_name`
         AdapterConflict     -> ALREADY_EXISTS     the id is cached with other weights
         Unsupported         -> UNSUPPORTED        well-formed, but something this server does not do
         Unavailable         -> UNAVAILABLE        try again later
@@ -52,6 +53,17 @@ class AdapterNotFound(RequestError):
 
     def __init__(self, lora_task_id: int) -> None:
         super().__init__(f"LoRA task {lora_task_id} not found in cache. Please send LoRA weights with request")
+
+
+class AdapterNotKnown(RequestError):
+    """No adapter has the name, and no source that the operator allowed has it either."""
+
+    code = "NOT_FOUND"
+
+    def __init__(self, lora_name: str) -> None:
+        super().__init__(
+            f"no adapter is named {lora_name!r}. Send its weights with this lora_name, or ask by its lora_task_id"
+        )
 
 
 class AdapterConflict(RequestError):

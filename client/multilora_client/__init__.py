@@ -35,6 +35,7 @@ from multilora_client.messages import (
     Message,
     Response,
 )
+from multilora_client.operations import AdapterEvent, AdapterEvents, AdapterInfo
 from multilora_client.transport import AsyncMockTransport, AsyncTransport, MockTransport, Transport
 
 __all__ = [
@@ -43,6 +44,9 @@ __all__ = [
     "Adapter",
     "AdapterConflict",
     "AdapterError",
+    "AdapterEvent",
+    "AdapterEvents",
+    "AdapterInfo",
     "AdapterNotFound",
     "AdapterTensors",
     "AsyncClient",

@@ -1,4 +1,4 @@
-"""`multilora`: generate, stream, chat, upload and convert from a terminal.
+"""`multilora`: generate, stream, chat, upload, convert and look after adapters from a terminal.
 
 Answers go to standard output, everything else to standard error; an error is one line and exit status 1.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -15,10 +14,12 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from multilora_client import adapters_cli
 from multilora_client.adapter import Adapter, AdapterTensors
 from multilora_client.client import DEFAULT_URL, Client
+from multilora_client.console import one_line_errors
 from multilora_client.convert import StorageDtype, convert_peft, load_adapter
-from multilora_client.errors import InvalidRequest, MultiloraClientError
+from multilora_client.errors import InvalidRequest
 from multilora_client.messages import (
     DEFAULT_MAX_TOKENS,
     DIRECT,
@@ -35,6 +36,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     pretty_exceptions_show_locals=False,
 )
+app.add_typer(adapters_cli.app, name="adapters")
 
 
 DoorName = Literal["direct", "ensemble"]
@@ -96,7 +98,7 @@ def generate(
     - `multilora generate - --lora-task-id 7 < prompt.txt`
     """
     text, messages = _read_prompt(prompt, as_message=chat)
-    with _one_line_errors(), Client(url, door=_DOORS[door]) as client:
+    with one_line_errors(), Client(url, door=_DOORS[door]) as client:
         answer = client.generate(
             text,
             messages=messages,
@@ -138,7 +140,7 @@ def stream(
     - `multilora stream --chat "Who are you?" --adapter adapters/pirate --url http://localhost:8000`
     """
     text, messages = _read_prompt(prompt, as_message=chat)
-    with _one_line_errors(), Client(url, door=_DOORS[door]) as client:
+    with one_line_errors(), Client(url, door=_DOORS[door]) as client:
         chunks = client.stream(
             text,
             messages=messages,
@@ -173,7 +175,7 @@ def chat(
     """
     options = GenerateOptions(max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     opening: list[Message] = [{"role": "system", "content": system}] if system else []
-    with _one_line_errors(), Client(url) as client:
+    with one_line_errors(), Client(url) as client:
         _chat(client, _choose_adapter(adapter, lora_task_id), opening, options)
 
 
@@ -192,7 +194,7 @@ def upload(
     - `multilora upload adapters/pirate --lora-task-id 7`
     - `multilora upload adapters/*`
     """
-    with _one_line_errors(), Client(url) as client, _progress() as progress:
+    with one_line_errors(), Client(url) as client, _progress() as progress:
         if lora_task_id is not None and len(directories) > 1:
             raise InvalidRequest("--lora-task-id names one adapter; leave it out to upload several")
         for directory in progress.track(directories, description="uploading"):
@@ -213,7 +215,7 @@ def convert(
 
     Example: `multilora convert adapters/pirate converted/pirate --storage-type float16`
     """
-    with _one_line_errors(), _progress() as progress:
+    with one_line_errors(), _progress() as progress:
         task = progress.add_task("converting", total=None)
         tensors = convert_peft(
             peft_directory,
@@ -227,16 +229,6 @@ def convert(
 def main() -> None:
     """Entry point of the `multilora` command."""
     app()
-
-
-@contextmanager
-def _one_line_errors() -> Iterator[None]:
-    try:
-        yield
-    except (MultiloraClientError, OSError) as error:
-        code = f"[{error.code}] " if isinstance(error, MultiloraClientError) else ""
-        typer.echo(f"error: {code}{' '.join(str(error).split())}", err=True)
-        raise typer.Exit(1) from error
 
 
 def _progress() -> Progress:

@@ -6,7 +6,7 @@ import uuid
 from collections.abc import AsyncGenerator, Generator
 from contextlib import aclosing, closing
 from types import TracebackType
-from typing import Self, Unpack
+from typing import Any, Self, Unpack
 from urllib.parse import urlsplit
 
 from multilora_client.adapter import Adapter
@@ -23,6 +23,16 @@ from multilora_client.messages import (
     InferRequest,
     generation_inputs,
     stop_inputs,
+)
+from multilora_client.operations import (
+    AdapterEvents,
+    AdapterInfo,
+    operation_request,
+    parse_adapter,
+    parse_adapters,
+    parse_events,
+    parse_report,
+    which_adapter,
 )
 from multilora_client.transport import AsyncTransport, Transport
 
@@ -103,6 +113,33 @@ class Client:
         for _ in self._transport.stream(self._calls.stop(request_id)):
             pass
 
+    def list_adapters(self) -> list[AdapterInfo]:
+        """Every adapter of the server, by task id."""
+        return parse_adapters(self._transport.infer(operation_request("list")))
+
+    def unload_adapter(self, adapter: int | str) -> AdapterInfo:
+        """Make the server forget an adapter (a task id or a name). The answer is how it was before.
+
+        Requests that use it keep it until they have finished. Raises NotFound.
+        """
+        return parse_adapter(self._transport.infer(operation_request("unload", which_adapter(adapter))))
+
+    def pin_adapter(self, adapter: int | str) -> AdapterInfo:
+        """Keep an adapter (a task id or a name) in host memory. Raises NotFound."""
+        return parse_adapter(self._transport.infer(operation_request("pin", which_adapter(adapter))))
+
+    def unpin_adapter(self, adapter: int | str) -> AdapterInfo:
+        """Let a pinned adapter (a task id or a name) be evicted again. Raises NotFound."""
+        return parse_adapter(self._transport.infer(operation_request("unpin", which_adapter(adapter))))
+
+    def adapter_events(self, since: int = 0) -> AdapterEvents:
+        """What happened to adapters after event number `since`, as far as the server remembers it."""
+        return parse_events(self._transport.infer(operation_request("events", {"since": since})))
+
+    def adapter_stats(self) -> dict[str, Any]:
+        """Sizes and counts: `tiers`, `usage` by task id of the adapters most asked for, `other_usage`."""
+        return parse_report(self._transport.infer(operation_request("stats")))
+
     def close(self) -> None:
         self._transport.close()
 
@@ -170,6 +207,30 @@ class AsyncClient:
         """End the request with this id; see Client.stop."""
         async for _ in self._transport.stream(self._calls.stop(request_id)):
             pass
+
+    async def list_adapters(self) -> list[AdapterInfo]:
+        """Every adapter of the server, by task id."""
+        return parse_adapters(await self._transport.infer(operation_request("list")))
+
+    async def unload_adapter(self, adapter: int | str) -> AdapterInfo:
+        """Make the server forget an adapter; see Client.unload_adapter."""
+        return parse_adapter(await self._transport.infer(operation_request("unload", which_adapter(adapter))))
+
+    async def pin_adapter(self, adapter: int | str) -> AdapterInfo:
+        """Keep an adapter (a task id or a name) in host memory. Raises NotFound."""
+        return parse_adapter(await self._transport.infer(operation_request("pin", which_adapter(adapter))))
+
+    async def unpin_adapter(self, adapter: int | str) -> AdapterInfo:
+        """Let a pinned adapter (a task id or a name) be evicted again. Raises NotFound."""
+        return parse_adapter(await self._transport.infer(operation_request("unpin", which_adapter(adapter))))
+
+    async def adapter_events(self, since: int = 0) -> AdapterEvents:
+        """What happened to adapters after event number `since`, as far as the server remembers it."""
+        return parse_events(await self._transport.infer(operation_request("events", {"since": since})))
+
+    async def adapter_stats(self) -> dict[str, Any]:
+        """Sizes and counts: `tiers`, `usage` by task id of the adapters most asked for, `other_usage`."""
+        return parse_report(await self._transport.infer(operation_request("stats")))
 
     async def close(self) -> None:
         await self._transport.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import struct
 import threading
 from collections.abc import Callable, Iterator
@@ -76,12 +77,14 @@ def small_tensors() -> AdapterTensors:
 class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
     """Knows the protocol and nothing of language models: it answers with `words`, and keeps adapters by task id.
 
-    received: (model, inputs) of every request, in order. endless: streams go on until they are cancelled.
+    report: what the model `adapters` answers. received: (model, inputs) of every request, in order. endless: streams
+    go on until they are cancelled.
     was_left_early: whether a client that had its last word left before the server had closed the stream.
     """
 
     words: tuple[str, ...] = ("Ahoy", ", ", "café")
     endless: bool = False
+    report: dict[str, Any] = field(default_factory=dict)
     received: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     adapters: set[int] = field(default_factory=set)
     cancelled: threading.Event = field(default_factory=threading.Event)
@@ -90,6 +93,8 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
 
     def ModelInfer(self, request: Any, context: grpc.ServicerContext) -> Any:
         inputs = self._receive(request)
+        if request.model_name == "adapters":
+            return self._report()
         if error := self._error(inputs):
             context.abort(grpc.StatusCode.NOT_FOUND, error)
         is_upload = "text_input" not in inputs and "messages" not in inputs
@@ -129,6 +134,11 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         if task in self.adapters:
             return None
         return f"[NOT_FOUND] LoRA task {task} not found in cache. Please send LoRA weights with request (request r1)"
+
+    def _report(self) -> Any:
+        response = service_pb2.ModelInferResponse()
+        _add_string(response, "response", json.dumps(self.report))
+        return response
 
     def _response(self, inputs: dict[str, Any], text: str, *, is_final: bool) -> Any:
         response = service_pb2.ModelInferResponse()

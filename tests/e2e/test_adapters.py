@@ -192,3 +192,18 @@ def evict_everything(client: Client, adapter: Adapter) -> None:
         client.upload(Adapter(task_id, adapter.tensors))
     with pytest.raises(AdapterNotFound):
         client.generate("x", adapter=adapter.lora_task_id, max_tokens=1)
+
+
+def test_an_operator_sees_pins_and_unloads_an_adapter(client: Client, http_client: Client, adapter: Adapter) -> None:
+    task_id = adapter.lora_task_id
+    digest = client.upload(adapter).lora_digest
+    (info,) = (info for info in client.list_adapters() if info.lora_task_id == task_id)
+    assert (info.digest, info.is_pinned, info.num_pins) == (digest, False, 0)
+    assert http_client.pin_adapter(task_id).is_pinned
+    assert client.unload_adapter(task_id).digest == digest
+    with pytest.raises(AdapterNotFound):
+        client.generate("Hello", adapter=task_id, max_tokens=1)
+    happened = [event.kind for event in client.adapter_events().events if event.lora_task_id == task_id]
+    assert (happened[0], happened[-1]) == ("uploaded", "unloaded")
+    with pytest.raises(AdapterNotFound, match=f"LoRA task {task_id} not found in cache"):
+        http_client.pin_adapter(task_id)

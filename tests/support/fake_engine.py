@@ -1,4 +1,4 @@
-"""An engine without a model: it answers a prompt with its own tokens, again and again.
+"""An engine without a model: it answers a prompt with its own tokens, again and again. Its adapters are real.
 
 Run as a program it is an engine process, for tests of what happens when one dies.
 """
@@ -10,8 +10,13 @@ import threading
 
 from multilora_engine.config import EngineConfig
 from multilora_engine.engine_info import EngineInfo
-from multilora_engine.errors import AdapterConflict, AdapterNotFound, ConfigError, InvalidRequest
+from multilora_engine.errors import ConfigError, InvalidRequest
+from multilora_engine.lora.device_tier import DeviceTier
+from multilora_engine.lora.event_log import EventLog
 from multilora_engine.lora.format import PackedAdapter
+from multilora_engine.lora.host_tier import HostTier
+from multilora_engine.lora.life_cycle import AdapterEvent
+from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.process.server import main
 from multilora_engine.request import GenerationRequest, TokenOutput
 from support.adapters import TINY
@@ -51,6 +56,10 @@ class FakeEngine:
         self.step_gate.set()
         self.changed = threading.Condition()
         self.adapters: dict[int, PackedAdapter] = {}
+        self.lora_events: EventLog[AdapterEvent] = EventLog(capacity=8)
+        host = HostTier(num_pages=64, page_bytes=TINY.page_bytes)
+        device = DeviceTier(TINY, host.pool, host.pool, max_loras=8)
+        self.loras = LoRAManager(host, device, "refuse", self.lora_events.append)
         self.accepted: list[GenerationRequest] = []
         self.requests: dict[str, GenerationRequest] = {}
         self.produced: dict[str, list[int]] = {}
@@ -62,17 +71,16 @@ class FakeEngine:
         return bool(self.requests)
 
     def put_adapter(self, lora_task_id: int, adapter: PackedAdapter) -> None:
-        cached = self.adapters.setdefault(lora_task_id, adapter)
-        if cached.digest != adapter.digest:
-            raise AdapterConflict(lora_task_id, cached.digest, adapter.digest)
+        self.loras.put(lora_task_id, adapter)
+        self.adapters[lora_task_id] = adapter
 
     def add_request(self, request: GenerationRequest) -> None:
         if request.prompt_token_ids[0] == BUG:
             raise RuntimeError("a bug in the engine")
         if request.sampling.max_tokens < 1:
             raise InvalidRequest("max_tokens is 0")
-        if request.lora_task_id is not None and request.lora_task_id not in self.adapters:
-            raise AdapterNotFound(request.lora_task_id)
+        if request.lora_task_id is not None:
+            self.loras.digest(request.lora_task_id)
         self.accepted.append(request)
         self.requests[request.request_id] = request
         self.produced[request.request_id] = []

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from multilora_engine.lora.usage import AdapterUsage
 from multilora_engine.process.server import serve
 from support.fake_engine import FakeEngine
 from support.fronts import TIMEOUT_S
@@ -21,7 +22,7 @@ def served(engine: FakeEngine, socket_path: Path) -> Iterator[None]:
 
     def run() -> None:
         with suppress(RuntimeError):
-            serve(engine, socket_path, parent_fd, ready.set)
+            serve(engine, socket_path, parent_fd, AdapterUsage(max_adapters=2), ready.set)
 
     thread = threading.Thread(target=run)
     thread.start()

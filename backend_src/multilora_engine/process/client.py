@@ -27,6 +27,7 @@ from multilora_engine.process.messages import (
     Abort,
     Add,
     FromEngine,
+    Operate,
     Outputs,
     PutAdapter,
     Refused,
@@ -36,6 +37,7 @@ from multilora_engine.process.messages import (
     adapter_payload,
     error_output,
 )
+from multilora_engine.process.operations import Operation
 from multilora_engine.request import GenerationRequest, TokenOutput
 
 _CANCELLATION_INTERVAL_S = 0.02
@@ -43,6 +45,9 @@ _CANCELLATION_DUTY = 0.1
 """Asking Triton whether a request is cancelled takes a round trip: the largest share of the thread's time for that."""
 
 logger = logging.getLogger(__name__)
+
+
+_Request = Add | PutAdapter | Stop | Operate
 
 
 class Listener(Protocol):
@@ -124,6 +129,10 @@ class EngineClient:
         """End all requests of a client's id; they finish as `cancelled`. Its one output has finish reason `stop`."""
         self._submit(listener, [request_id], Stop(request_id, client_request_id), None)
 
+    def operate(self, listener: Listener, request_id: str, operation: Operation) -> None:
+        """Carry out an operation on adapters. Its one output has finish reason `stop` and the report as its text."""
+        self._submit(listener, [request_id], Operate(request_id, operation), None)
+
     def call_soon(self, task: Callable[[], None]) -> None:
         """Run `task` on the client's thread."""
         self._tasks.append(task)
@@ -139,7 +148,7 @@ class EngineClient:
         os.close(self._wakeup_fd)
 
     def _submit(
-        self, listener: Listener, request_ids: list[str], message: Add | PutAdapter | Stop, payload: memoryview | None
+        self, listener: Listener, request_ids: list[str], message: _Request, payload: memoryview | None
     ) -> None:
         self.call_soon(lambda: self._send(_Call(listener, set(request_ids)), request_ids, message, payload))
 
@@ -172,9 +181,7 @@ class EngineClient:
             except Exception:
                 logger.exception("a task of the engine client failed")
 
-    def _send(
-        self, call: _Call, request_ids: list[str], message: Add | PutAdapter | Stop, payload: memoryview | None
-    ) -> None:
+    def _send(self, call: _Call, request_ids: list[str], message: _Request, payload: memoryview | None) -> None:
         self._calls.update(dict.fromkeys(request_ids, call))
         if self._info is None:
             reason = self._refusal or "the engine is starting; try again"

@@ -13,9 +13,10 @@ import torch
 from multilora_engine.engine_info import EngineInfo
 from multilora_engine.errors import RequestError
 from multilora_engine.lora.format import PackedAdapter, PackedRow
+from multilora_engine.process.operations import Operation
 from multilora_engine.request import GenerationRequest, TokenOutput
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Raised with every change to this file that an older peer would misread."""
 
 
@@ -59,6 +60,13 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     client_request_id: str
 
 
+class Operate(msgspec.Struct, frozen=True, tag=True):
+    """Carry out an operation on adapters and answer with a final output whose text is the report, in JSON."""
+
+    request_id: str
+    operation: Operation
+
+
 class Abort(msgspec.Struct, frozen=True, tag=True):
     """Forget requests nobody waits for. There is no answer."""
 
@@ -100,7 +108,7 @@ class StartFailed(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-ToEngine = Hello | Add | PutAdapter | Stop | Abort
+ToEngine = Hello | Add | PutAdapter | Stop | Operate | Abort
 FromEngine = Welcome | Refused | Outputs
 StartReport = Started | StartFailed
 

@@ -23,7 +23,11 @@ from multilora_engine.config import EngineConfig
 from multilora_engine.engine import Engine
 from multilora_engine.engine_info import EngineInfo
 from multilora_engine.errors import ConfigError, InternalError, RequestError
+from multilora_engine.lora.event_log import EventLog
 from multilora_engine.lora.format import PackedAdapter
+from multilora_engine.lora.life_cycle import AdapterEvent
+from multilora_engine.lora.usage import AdapterUsage
+from multilora_engine.process.adapter_operator import AdapterOperator, ManagedAdapters
 from multilora_engine.process.messages import (
     PROTOCOL_VERSION,
     Abort,
@@ -32,6 +36,7 @@ from multilora_engine.process.messages import (
     FromEngine,
     Hello,
     Launch,
+    Operate,
     Outputs,
     PutAdapter,
     Refused,
@@ -64,6 +69,10 @@ class ServedEngine(Protocol):
     def info(self) -> EngineInfo: ...
     @property
     def has_work(self) -> bool: ...
+    @property
+    def loras(self) -> ManagedAdapters: ...
+    @property
+    def lora_events(self) -> EventLog[AdapterEvent]: ...
     def put_adapter(self, lora_task_id: int, adapter: PackedAdapter) -> None: ...
     def add_request(self, request: GenerationRequest) -> None: ...
     def abort(self, request_id: str) -> TokenOutput | None: ...
@@ -73,10 +82,11 @@ class ServedEngine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Route:
-    """Where the outputs of a request go."""
+    """Where the outputs of a request go, and the adapter that it is counted for."""
 
     front: bytes
     client_request_id: str
+    lora_task_id: int | None
 
 
 class EngineServer:
@@ -85,8 +95,10 @@ class EngineServer:
     `_routes` holds exactly the requests the engine has accepted and not finished.
     """
 
-    def __init__(self, engine: ServedEngine, router: zmq.Socket[bytes], parent_fd: int) -> None:
+    def __init__(self, engine: ServedEngine, router: zmq.Socket[bytes], parent_fd: int, usage: AdapterUsage) -> None:
         self._engine = engine
+        self._usage = usage
+        self._operator = AdapterOperator(engine.loras, engine.lora_events, usage)
         self._router = router
         self._parent_fd = parent_fd
         self._poller = zmq.Poller()
@@ -151,6 +163,8 @@ class EngineServer:
                 self._answer(front, message.request_id, lambda: self._put(front, message, payload))
             case Stop():
                 self._answer(front, message.request_id, lambda: self._stop(front, message))
+            case Operate():
+                self._answer(front, message.request_id, lambda: self._operate(front, message))
             case Abort():
                 self._abort(message.request_ids)
 
@@ -170,7 +184,7 @@ class EngineServer:
         try:
             for request in message.requests:
                 self._engine.add_request(request)
-                self._routes[request.request_id] = _Route(front, message.client_request_id)
+                self._routes[request.request_id] = _Route(front, message.client_request_id, request.lora_task_id)
         except Exception:
             self._abort([request.request_id for request in message.requests])
             raise
@@ -194,6 +208,10 @@ class EngineServer:
             assert output is not None, f"{request_id} has a route but is unknown to the engine"
             self._emit(output)
         self._outbox[front].append(TokenOutput(message.request_id, [], "", finish_reason="stop"))
+
+    def _operate(self, front: bytes, message: Operate) -> None:
+        report = msgspec.json.encode(self._operator.execute(message.operation)).decode()
+        self._outbox[front].append(TokenOutput(message.request_id, [], report, finish_reason="stop"))
 
     def _abort(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
@@ -226,6 +244,8 @@ class EngineServer:
         self._outbox[route.front].append(output)
         if output.is_final:
             del self._routes[output.request_id]
+            if route.lora_task_id is not None:
+                self._usage.record(route.lora_task_id, output.num_prompt_tokens, output.num_output_tokens)
 
     def _flush(self) -> None:
         while self._outbox:
@@ -247,8 +267,17 @@ class EngineServer:
         self._abort(lost)
 
 
-def serve(engine: ServedEngine, socket_path: Path, parent_fd: int, on_ready: Callable[[], None] = lambda: None) -> None:
-    """Bind the socket and serve until `parent_fd` reaches its end. `on_ready` is called once fronts can connect."""
+def serve(
+    engine: ServedEngine,
+    socket_path: Path,
+    parent_fd: int,
+    usage: AdapterUsage,
+    on_ready: Callable[[], None] = lambda: None,
+) -> None:
+    """Bind the socket and serve until `parent_fd` reaches its end, counting in `usage`.
+
+    `on_ready` is called once fronts can connect.
+    """
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         router.set(zmq.LINGER, 0)
         router.set(zmq.SNDHWM, 0)
@@ -257,7 +286,7 @@ def serve(engine: ServedEngine, socket_path: Path, parent_fd: int, on_ready: Cal
         router.set(zmq.ROUTER_MANDATORY, 1)
         router.bind(f"ipc://{socket_path}")
         on_ready()
-        EngineServer(engine, router, parent_fd).run()
+        EngineServer(engine, router, parent_fd, usage).run()
 
 
 def main(create_engine: Callable[[EngineConfig], ServedEngine]) -> None:
@@ -266,7 +295,8 @@ def main(create_engine: Callable[[EngineConfig], ServedEngine]) -> None:
     report_stream = _take_stdout()
     launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=Launch)
     try:
-        engine = create_engine(EngineConfig.from_parameters(launch.parameters))
+        config = EngineConfig.from_parameters(launch.parameters)
+        engine = create_engine(config)
     except ConfigError as error:
         _report(report_stream, StartFailed(str(error)))
         raise SystemExit(1) from None
@@ -275,7 +305,8 @@ def main(create_engine: Callable[[EngineConfig], ServedEngine]) -> None:
         _report(report_stream, StartFailed(f"{type(error).__name__}: {error}"))
         raise SystemExit(1) from None
     with closing(engine):
-        serve(engine, Path(launch.socket_path), sys.stdin.fileno(), lambda: _report(report_stream, Started()))
+        usage = AdapterUsage(config.lora.lora_metrics_max_adapters)
+        serve(engine, Path(launch.socket_path), sys.stdin.fileno(), usage, lambda: _report(report_stream, Started()))
 
 
 def _take_stdout() -> TextIO:

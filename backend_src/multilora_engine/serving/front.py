@@ -1,9 +1,10 @@
-"""`GenerationFront`: accepts the requests of a generation model and hands them to the engine."""
+"""`Front`: accepts the requests of a Triton model and hands them to the engine. `GenerationFront` is for generation."""
 
 from __future__ import annotations
 
 import logging
 import uuid
+from abc import ABC, abstractmethod
 
 from multilora_engine.errors import InternalError, InvalidRequest, RequestError
 from multilora_engine.request import GenerationRequest
@@ -18,12 +19,11 @@ from multilora_engine.text import Tokenizer
 logger = logging.getLogger(__name__)
 
 
-class GenerationFront:
-    """One of the doors to the engine. can_stream: whether its model may send more than one response a request."""
+class Front(ABC):
+    """One of the doors to the engine."""
 
-    def __init__(self, link: EngineLink, can_stream: bool) -> None:
+    def __init__(self, link: EngineLink) -> None:
         self._link = link
-        self._can_stream = can_stream
 
     def accept(self, request: TritonRequest) -> None:
         """Start answering. Whatever is wrong with the request is its answer; it is sent by the client's thread."""
@@ -38,6 +38,18 @@ class GenerationFront:
 
     def _fail(self, responder: Responder, error: RequestError) -> None:
         self._link.client.call_soon(lambda: responder.fail(error))
+
+    @abstractmethod
+    def _submit(self, request: TritonRequest, responder: Responder) -> None:
+        """Read a request and hand it to the engine's client, with a listener that answers it. Raises RequestError."""
+
+
+class GenerationFront(Front):
+    """The door of a generation model. can_stream: whether it may send more than one response a request."""
+
+    def __init__(self, link: EngineLink, can_stream: bool) -> None:
+        super().__init__(link)
+        self._can_stream = can_stream
 
     def _submit(self, request: TritonRequest, responder: Responder) -> None:
         inputs = InputTensors(request)
@@ -54,10 +66,10 @@ class GenerationFront:
     def _stop(self, responder: Responder) -> None:
         if not responder.request_id:
             raise InvalidRequest("stop needs the request id of the request that shall end")
-        self._link.client.stop(EmptyReply(responder), _new_id(), responder.request_id)
+        self._link.client.stop(EmptyReply(responder), new_id(), responder.request_id)
 
     def _upload(self, call: UploadCall, responder: Responder) -> None:
-        request_id = _new_id()
+        request_id = new_id()
         reply = OneReply(responder, {request_id: Transcript(ReplyRow(lora_task_id=call.lora_task_id))})
         self._link.client.put_adapter(reply, request_id, call.lora_task_id, call.adapter)
 
@@ -67,7 +79,7 @@ class GenerationFront:
         if call.is_streaming and not self._can_stream:
             raise InvalidRequest("this model sends one response; for streaming call the model generation")
         requests = [
-            GenerationRequest(_new_id(), prompt, sampling, lora_task_id, timeout_s)
+            GenerationRequest(new_id(), prompt, sampling, lora_task_id, timeout_s)
             for prompt, sampling, lora_task_id in zip(call.prompts, call.sampling, call.lora_task_ids, strict=True)
         ]
         reply = _reply(call, requests, responder, tokenizer)
@@ -92,5 +104,6 @@ def _timeout_s(request: TritonRequest) -> float | None:
     return request.timeout() / 1e6 if request.timeout() > 0 else None
 
 
-def _new_id() -> str:
+def new_id() -> str:
+    """An id for a request that no other request of the engine has."""
     return uuid.uuid4().hex

@@ -10,6 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from multilora_engine.errors import RelayedError, RequestError
 from multilora_engine.request import TokenOutput
 from multilora_engine.serving.outputs import ReplyRow, RowAnswer, output_arrays
@@ -31,10 +34,11 @@ class Responder:
         return self._sender.is_cancelled()
 
     def send(self, rows: Sequence[RowAnswer], pad_id: int, is_final: bool) -> None:
-        pb = backend_utils()
-        arrays = output_arrays(rows, self._names, pad_id)
-        response = pb.InferenceResponse([pb.Tensor(name, array) for name, array in arrays.items()])
-        self._send(response, is_final)
+        self._send(_response(output_arrays(rows, self._names, pad_id)), is_final)
+
+    def send_text(self, name: str, text: str) -> None:
+        """A final response with one string."""
+        self._send(_response({name: np.array([[text.encode()]], np.object_)}), is_final=True)
 
     def send_empty(self) -> None:
         """A final response without tensors."""
@@ -122,8 +126,24 @@ class OneReply(Reply):
             self._responder.send(answers, self._pad_id, is_final=True)
 
 
+class TextReply(Reply):
+    """One response whose output `name` is the text of the one output."""
+
+    def __init__(self, responder: Responder, name: str) -> None:
+        super().__init__(responder)
+        self._name = name
+
+    def _answer(self, output: TokenOutput) -> None:
+        self._responder.send_text(self._name, output.text)
+
+
 class EmptyReply(Reply):
     """An empty response, by which upstream's clients know that what they wanted stopped has stopped."""
 
     def _answer(self, output: TokenOutput) -> None:
         self._responder.send_empty()
+
+
+def _response(arrays: Mapping[str, NDArray[Any]]) -> Any:
+    pb = backend_utils()
+    return pb.InferenceResponse([pb.Tensor(name, array) for name, array in arrays.items()])

@@ -10,6 +10,7 @@ import zmq
 from support.fake_engine import FAIL_STEP, HOLD, FakeEngine
 from support.fronts import TIMEOUT_S, RecordingListener, generation_request
 
+from multilora_engine.lora.usage import AdapterUsage
 from multilora_engine.process.client import EngineClient
 from multilora_engine.process.messages import (
     PROTOCOL_VERSION,
@@ -78,7 +79,7 @@ def test_an_engine_whose_steps_keep_failing_ends(socket_path: Path) -> None:
 
     def run() -> None:
         try:
-            serve(Broken(), socket_path, parent_fd)
+            serve(Broken(), socket_path, parent_fd, AdapterUsage(max_adapters=2))
         except RuntimeError as error:
             raised.append(error)
 

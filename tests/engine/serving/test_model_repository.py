@@ -81,6 +81,13 @@ def test_an_ensemble_offers_every_option_of_generation_under_upstreams_names(mod
     assert set(tensors(config(model).input)) == expected
 
 
+def test_the_operators_model_takes_one_text_and_gives_one() -> None:
+    adapters = config("adapters")
+    assert (adapters.name, adapters.max_batch_size) == ("adapters", 1)
+    text = (model_config_pb2.TYPE_STRING, (1,))
+    assert (tensors(adapters.input), tensors(adapters.output)) == ({"request": text}, {"response": text})
+
+
 def test_postprocessing_has_one_instance_since_several_would_reorder_streams() -> None:
     (group,) = config("postprocessing").instance_group
     assert group.count == 1

@@ -1,0 +1,69 @@
+"""`AdapterUsage`: requests and tokens of the adapters most asked for, in bounded space."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+_REMEMBERED_PER_PLACE = 16
+"""Adapters whose requests are counted to find those most asked for, in all."""
+
+_LEAD = 2
+"""How many times the requests of the last one an adapter needs to take its place: keeps the places from flapping."""
+
+
+@dataclass
+class Usage:
+    """Requests that ended, and tokens of their prompts and answers."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+
+    def add(self, prompt_tokens: int, output_tokens: int) -> None:
+        self.requests += 1
+        self.prompt_tokens += prompt_tokens
+        self.output_tokens += output_tokens
+
+
+class AdapterUsage:
+    """Counts `max_adapters` adapters one by one and the rest together.
+
+    Nothing is ever counted twice and no count ever falls, as counters of a metrics system must not. An adapter that
+    takes the place of another starts at zero there: what it did before is in `other`, which only grows.
+    """
+
+    def __init__(self, max_adapters: int) -> None:
+        self.other = Usage()
+        self._max_adapters = max_adapters
+        self._by_task_id: dict[int, Usage] = {}
+        self._popularity: OrderedDict[int, int] = OrderedDict()
+
+    @property
+    def by_task_id(self) -> dict[int, Usage]:
+        """The adapters that have a place."""
+        return dict(self._by_task_id)
+
+    def record(self, lora_task_id: int, prompt_tokens: int, output_tokens: int) -> None:
+        """A request of an adapter has ended."""
+        self._popularity[lora_task_id] = self._popularity.pop(lora_task_id, 0) + 1
+        usage = self._by_task_id.get(lora_task_id) or self._new_place(lora_task_id) or self.other
+        usage.add(prompt_tokens, output_tokens)
+        self._forget_unpopular()
+
+    def _new_place(self, lora_task_id: int) -> Usage | None:
+        """A place for an adapter without one, if one is free or its owner is asked for much less."""
+        if not self._max_adapters:
+            return None
+        if len(self._by_task_id) == self._max_adapters:
+            last = min(self._by_task_id, key=self._popularity.__getitem__)
+            if self._popularity[lora_task_id] < _LEAD * self._popularity[last]:
+                return None
+            del self._by_task_id[last]
+        return self._by_task_id.setdefault(lora_task_id, Usage())
+
+    def _forget_unpopular(self) -> None:
+        """Drop the adapter without a place that was asked for longest ago, when there are too many of them."""
+        if len(self._popularity) > _REMEMBERED_PER_PLACE * self._max_adapters:
+            without_place = (task_id for task_id in self._popularity if task_id not in self._by_task_id)
+            del self._popularity[next(without_place)]

@@ -1,0 +1,68 @@
+"""What an operator may ask about the adapters of a running engine.
+
+The same structs are the JSON of the model `adapters`, told apart by the key `operation`, and what a front passes on.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from multilora_engine.errors import InvalidRequest
+
+_MAX_TASK_ID = 2**64 - 1
+
+
+class _Operation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="operation"):
+    """Base of all operations: an unknown key is an error, not a misunderstanding."""
+
+
+class _OnAdapter(_Operation, frozen=True):
+    """One that concerns one adapter, by its task id or its name; both must mean the same one."""
+
+    lora_task_id: int | None = None
+    name: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.lora_task_id is None and self.name is None:
+            raise ValueError("say which adapter: give lora_task_id or name")
+        if self.lora_task_id is not None and not 0 <= self.lora_task_id <= _MAX_TASK_ID:
+            raise ValueError(f"lora_task_id is {self.lora_task_id}, expected 0 .. {_MAX_TASK_ID}")
+
+
+class ListAdapters(_Operation, frozen=True, tag="list"):
+    """All adapters, in whatever tier."""
+
+
+class UnloadAdapter(_OnAdapter, frozen=True, tag="unload"):
+    """Forget an adapter. New requests for it are refused; those in flight keep it until they have finished."""
+
+
+class PinAdapter(_OnAdapter, frozen=True, tag="pin"):
+    """Keep an adapter in host memory until it is unpinned."""
+
+
+class UnpinAdapter(_OnAdapter, frozen=True, tag="unpin"):
+    """The counterpart of `pin`."""
+
+
+class ReadEvents(_Operation, frozen=True, tag="events"):
+    """What happened after event number `since`, as far as it is remembered."""
+
+    since: int = 0
+
+
+class ReadStats(_Operation, frozen=True, tag="stats"):
+    """Counts and sizes of every tier, and requests and tokens of the adapters most asked for."""
+
+
+Operation = ListAdapters | UnloadAdapter | PinAdapter | UnpinAdapter | ReadEvents | ReadStats
+
+_decoder: msgspec.json.Decoder[Operation] = msgspec.json.Decoder(Operation)
+
+
+def parse_operation(text: str) -> Operation:
+    """The operation of a JSON text. Raises InvalidRequest, naming what is wrong with it."""
+    try:
+        return _decoder.decode(text)
+    except msgspec.MsgspecError as error:
+        raise InvalidRequest(f"not an operation on adapters: {error}") from None

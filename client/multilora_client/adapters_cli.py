@@ -1,0 +1,170 @@
+"""`multilora adapters`: see and steer the adapters of a running server."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from datetime import datetime
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from multilora_client.client import DEFAULT_URL, Client
+from multilora_client.console import one_line_errors
+from multilora_client.operations import AdapterEvent, AdapterInfo
+
+app = typer.Typer(
+    help="See and steer the adapters of a running server.", no_args_is_help=True, rich_markup_mode="markdown"
+)
+
+_UNCUT_WIDTH = 1000
+
+Url = Annotated[str, typer.Option(help="grpc://host:port or http://host:port of the server.", envvar="MULTILORA_URL")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+Which = Annotated[
+    list[str],
+    typer.Argument(metavar="ADAPTER...", help="Task ids, or names; @7 is the name 7.", show_default=False),
+]
+
+
+@app.command("list")
+def list_adapters(url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
+    """Show every adapter: where it is, its size, who uses it.
+
+    Example: `multilora adapters list --json`
+    """
+    with one_line_errors(), Client(url) as client:
+        _print_adapters(client.list_adapters(), as_json)
+
+
+@app.command()
+def unload(which: Which, url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
+    """Make the server forget adapters. Requests that use one keep it until they have finished.
+
+    Example: `multilora adapters unload 7`
+    """
+    with one_line_errors(), Client(url) as client:
+        _print_adapters([client.unload_adapter(_which(adapter)) for adapter in which], as_json)
+
+
+@app.command()
+def pin(which: Which, url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
+    """Keep adapters in host memory, whatever else comes.
+
+    Example: `multilora adapters pin 7 8`
+    """
+    with one_line_errors(), Client(url) as client:
+        _print_adapters([client.pin_adapter(_which(adapter)) for adapter in which], as_json)
+
+
+@app.command()
+def unpin(which: Which, url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
+    """Let adapters be evicted again.
+
+    Example: `multilora adapters unpin 7`
+    """
+    with one_line_errors(), Client(url) as client:
+        _print_adapters([client.unpin_adapter(_which(adapter)) for adapter in which], as_json)
+
+
+@app.command()
+def events(
+    since: Annotated[int, typer.Option(min=0, help="Number of the last event you have seen.")] = 0,
+    url: Url = DEFAULT_URL,
+    as_json: AsJson = False,
+) -> None:
+    """Show what happened to adapters lately: uploaded, evicted, replaced, ...
+
+    Example: `multilora adapters events --since 120`
+    """
+    with one_line_errors(), Client(url) as client:
+        answer = client.adapter_events(since)
+    if as_json:
+        _print_json(dataclasses.asdict(answer))
+        return
+    first = answer.last - len(answer.events) + 1
+    rows = ([str(number), *_event_row(event)] for number, event in enumerate(answer.events, first))
+    _print_table(("number", "time", "event", "task id", "digest"), rows)
+    if answer.num_missed:
+        typer.echo(f"{answer.num_missed} earlier events are forgotten", err=True)
+
+
+@app.command()
+def stats(url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
+    """Show sizes and counts of every tier, and the adapters most asked for.
+
+    Example: `multilora adapters stats`
+    """
+    with one_line_errors(), Client(url) as client:
+        report = client.adapter_stats()
+    if as_json:
+        _print_json(report)
+        return
+    tiers = {name: tier for name, tier in report["tiers"].items() if isinstance(tier, dict)}
+    columns = list(next(iter(tiers.values()), {}))
+    _print_table(("tier", *columns), ([name, *(_number(tier[key]) for key in columns)] for name, tier in tiers.items()))
+    counts = {name: value for name, value in report["tiers"].items() if not isinstance(value, dict | None)}
+    _print_table(tuple(counts), [[_number(value) for value in counts.values()]])
+    usage = {**report["usage"], "other": report["other_usage"]}
+    rows = ([name, *map(str, counted.values())] for name, counted in usage.items())
+    _print_table(("task id", *report["other_usage"]), rows)
+
+
+def _which(adapter: str) -> int | str:
+    """`7` is a task id, `pirate` a name; `@7` is the name 7."""
+    if adapter.startswith("@"):
+        return adapter[1:]
+    return int(adapter) if adapter.isdecimal() else adapter
+
+
+def _print_adapters(adapters: Sequence[AdapterInfo], as_json: bool) -> None:
+    if as_json:
+        _print_json([dataclasses.asdict(adapter) for adapter in adapters])
+    else:
+        columns = ("task id", "name", "digest", "status", "location", "MB", "ranks", "in use", "pinned", "last used")
+        _print_table((*columns, "hits"), map(_adapter_row, adapters))
+
+
+def _adapter_row(adapter: AdapterInfo) -> list[str]:
+    return [
+        str(adapter.lora_task_id),
+        adapter.name,
+        adapter.digest[:12],
+        adapter.status,
+        adapter.location,
+        f"{adapter.bytes / 1e6:.1f}",
+        ",".join(map(str, adapter.ranks)),
+        str(adapter.num_pins),
+        "yes" if adapter.is_pinned else "",
+        _time(adapter.last_used_s),
+        str(adapter.num_hits),
+    ]
+
+
+def _event_row(event: AdapterEvent) -> list[str]:
+    return [_time(event.time_ns / 1e9), event.kind, str(event.lora_task_id), event.digest[:12]]
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds).isoformat(" ", "seconds")
+
+
+def _number(value: float) -> str:
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
+def _print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    table = Table(*columns)
+    for row in rows:
+        table.add_row(*map(Text, row))
+    # Into a file or a pipe nothing is cut off.
+    Console(width=None if sys.stdout.isatty() else _UNCUT_WIDTH).print(table)
+
+
+def _print_json(value: Any) -> None:
+    typer.echo(json.dumps(value, indent=2))

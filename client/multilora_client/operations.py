@@ -1,0 +1,113 @@
+"""What an operator asks the model `adapters`, and what it answers: JSON on the wire, dataclasses here. No I/O."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+from multilora_client.errors import InvalidRequest, ServerFault
+from multilora_client.messages import InferRequest, Response
+from multilora_client.tensors import string_tensor
+
+OperationName = Literal["list", "unload", "pin", "unpin", "events", "stats"]
+
+_MODEL = "adapters"
+
+Parsed = TypeVar("Parsed")
+
+
+@dataclass(frozen=True)
+class AdapterInfo:
+    """One adapter of the server at one moment.
+
+    status: DOWNLOADED (not on the device), LOADED (on its way there) or READY_FOR_USE.
+    location: the fastest tier that has it: DEVICE, HOST, DISK, or REMOTE for none.
+    num_pins: requests that use it. is_pinned: an operator keeps it. last_used_s: seconds since the epoch.
+    num_hits: requests that have used it.
+    """
+
+    lora_task_id: int
+    name: str
+    digest: str
+    status: str
+    location: str
+    bytes: int
+    ranks: tuple[int, ...]
+    num_pins: int
+    is_pinned: bool
+    last_used_s: float
+    num_hits: int
+
+
+@dataclass(frozen=True)
+class AdapterEvent:
+    """Something happened to an adapter, such as `evicted`. time_ns: nanoseconds since the epoch."""
+
+    kind: str
+    lora_task_id: int
+    digest: str
+    time_ns: int
+
+
+@dataclass(frozen=True)
+class AdapterEvents:
+    """A piece of the server's log. last: number of the latest event, to ask for later ones by.
+
+    num_missed: events that were asked for and that the server has forgotten.
+    """
+
+    events: list[AdapterEvent]
+    last: int
+    num_missed: int
+
+
+def which_adapter(adapter: int | str) -> dict[str, int | str]:
+    """The fields that name an adapter: by its task id, or by its name."""
+    return {"name": adapter} if isinstance(adapter, str) else {"lora_task_id": adapter}
+
+
+def operation_request(operation: OperationName, fields: Mapping[str, Any] | None = None) -> InferRequest:
+    text = json.dumps({"operation": operation, **(fields or {})})
+    try:
+        return InferRequest(_MODEL, uuid.uuid4().hex, {"request": string_tensor([text])})
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(f"{operation}: {error}") from error
+
+
+def parse_adapters(response: Response) -> list[AdapterInfo]:
+    return [_parse_info(fields) for fields in parse_report(response)["adapters"]]
+
+
+def parse_adapter(response: Response) -> AdapterInfo:
+    return _parse_info(parse_report(response)["adapter"])
+
+
+def parse_events(response: Response) -> AdapterEvents:
+    report = parse_report(response)
+    events = [_parse(AdapterEvent, fields) for fields in report["events"]]
+    return AdapterEvents(events, report["last"], report["num_missed"])
+
+
+def parse_report(response: Response) -> dict[str, Any]:
+    """The JSON object of an answer. Raises ServerFault when there is none."""
+    try:
+        report = json.loads(response.first("response") or "")
+    except ValueError as error:
+        raise ServerFault(f"the model {_MODEL} answered with no JSON: {error}") from error
+    if not isinstance(report, dict):
+        raise ServerFault(f"the model {_MODEL} answered with a JSON {type(report).__name__}")
+    return report
+
+
+def _parse_info(fields: Mapping[str, Any]) -> AdapterInfo:
+    return _parse(AdapterInfo, {**fields, "ranks": tuple(fields["ranks"])})
+
+
+def _parse(kind: type[Parsed], fields: Mapping[str, Any]) -> Parsed:
+    """A dataclass of the fields that it knows; a newer server may send more."""
+    known = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    return kind(**{name: value for name, value in fields.items() if name in known})

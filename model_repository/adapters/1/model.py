@@ -1,0 +1,1 @@
+from multilora_engine.serving.adapters_model import AdaptersModel as TritonPythonModel

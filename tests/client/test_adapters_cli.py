@@ -1,0 +1,109 @@
+"""`multilora adapters` as an operator runs it, against a fake Triton on loopback."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from multilora_client.cli import app
+
+PIRATE = {
+    "lora_task_id": 7,
+    "name": "pirate [v2]",
+    "digest": "ab" * 32,
+    "status": "READY_FOR_USE",
+    "location": "DEVICE",
+    "bytes": 2_500_000,
+    "ranks": [4, 8],
+    "num_pins": 1,
+    "is_pinned": True,
+    "last_used_s": 12.5,
+    "num_hits": 3,
+}
+EVENTS = [
+    {"kind": "uploaded", "lora_task_id": 7, "digest": "ab" * 32, "time_ns": 10**18},
+    {"kind": "evicted", "lora_task_id": 8, "digest": "cd" * 32, "time_ns": 10**18},
+]
+TIER = {"bytes_used": 10, "bytes_total": 20, "copy_seconds": 0.1234}
+STATS = {
+    "tiers": {"device": TIER, "host": TIER, "waits": 3},
+    "usage": {"7": {"requests": 5}},
+    "other_usage": {"requests": 11},
+}
+
+
+def run(fake_triton: Any, *arguments: object) -> Result:
+    return CliRunner().invoke(app, ["adapters", *map(str, arguments), "--url", fake_triton.url])
+
+
+def operations(fake_triton: Any) -> list[dict[str, Any]]:
+    assert {model for model, _ in fake_triton.received} == {"adapters"}
+    return [json.loads(inputs["request"][0]) for _, inputs in fake_triton.received]
+
+
+def cells(result: Result, row: int) -> list[str]:
+    """The texts of a table's row, the first one below the header being 1."""
+    assert result.exit_code == 0, result.stderr
+    lines = [line for line in result.stdout.splitlines() if "│" in line]
+    return [cell.strip() for cell in lines[row - 1].strip("│ ").split("│")]
+
+
+def test_list_is_a_table_of_the_adapters(fake_triton: Any) -> None:
+    fake_triton.report = {"adapters": [PIRATE]}
+    row = cells(run(fake_triton, "list"), 1)
+    assert row[:9] == ["7", "pirate [v2]", "abababababab", "READY_FOR_USE", "DEVICE", "2.5", "4,8", "1", "yes"]
+    assert row[-1] == "3"
+
+
+def test_list_as_json_is_whole(fake_triton: Any) -> None:
+    fake_triton.report = {"adapters": [PIRATE]}
+    assert json.loads(run(fake_triton, "list", "--json").stdout) == [PIRATE]
+
+
+@pytest.mark.parametrize("operation", ["pin", "unpin", "unload"])
+def test_several_adapters_are_changed_one_after_the_other(fake_triton: Any, operation: str) -> None:
+    fake_triton.report = {"adapter": PIRATE}
+    result = run(fake_triton, operation, 7, "json", "@8")
+    assert operations(fake_triton) == [
+        {"operation": operation, "lora_task_id": 7},
+        {"operation": operation, "name": "json"},
+        {"operation": operation, "name": "8"},
+    ]
+    assert cells(result, 3)[0] == "7"
+
+
+def test_events_are_numbered_and_lost_ones_are_told(fake_triton: Any) -> None:
+    fake_triton.report = {"events": EVENTS, "last": 12, "num_missed": 3}
+    result = run(fake_triton, "events", "--since", 7)
+    assert operations(fake_triton) == [{"operation": "events", "since": 7}]
+    assert [cells(result, 1)[i] for i in (0, 2, 3)] == ["11", "uploaded", "7"]
+    assert [cells(result, 2)[i] for i in (0, 2, 3)] == ["12", "evicted", "8"]
+    assert result.stderr == "3 earlier events are forgotten\n"
+    assert json.loads(run(fake_triton, "events", "--json").stdout) == fake_triton.report
+
+
+def test_stats_are_a_table_of_the_tiers_and_one_of_the_adapters(fake_triton: Any) -> None:
+    fake_triton.report = STATS
+    result = run(fake_triton, "stats")
+    assert cells(result, 1) == ["device", "10", "20", "0.123"]
+    assert cells(result, 2) == ["host", "10", "20", "0.123"]
+    assert cells(result, 3) == ["3"]
+    assert cells(result, 4) == ["7", "5"]
+    assert cells(result, 5) == ["other", "11"]
+    assert json.loads(run(fake_triton, "stats", "--json").stdout) == STATS
+
+
+def test_an_error_is_one_line_and_exit_status_1() -> None:
+    result = CliRunner().invoke(app, ["adapters", "list", "--url", "grpc://127.0.0.1:1"])
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.startswith("error: [UNAVAILABLE] no server answers at 127.0.0.1:1")
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["list", "unload", "pin", "unpin", "events", "stats"])
+def test_every_command_has_help_with_an_example(command: str) -> None:
+    result = CliRunner().invoke(app, ["adapters", command, "--help"])
+    assert f"multilora adapters {command}" in result.stdout.partition("Example")[2]

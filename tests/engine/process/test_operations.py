@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+import pytest
+
+from multilora_engine.errors import InvalidRequest
+from multilora_engine.process.operations import ListAdapters, PinAdapter, ReadEvents, UnloadAdapter, parse_operation
+
+
+def test_the_key_operation_tells_what_is_meant() -> None:
+    assert parse_operation('{"operation": "list"}') == ListAdapters()
+    assert parse_operation('{"operation": "pin", "lora_task_id": 18446744073709551615}') == PinAdapter(2**64 - 1)
+    assert parse_operation('{"operation": "unload", "name": "pirate"}') == UnloadAdapter(name="pirate")
+    assert parse_operation('{"operation": "events", "since": 3}') == ReadEvents(3)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("list", "malformed"),
+        ("[]", "Expected `object`, got `array`"),
+        ('{"lora_task_id": 7}', "missing required field `operation`"),
+        ('{"operation": "explode"}', "Invalid value 'explode'"),
+        ('{"operation": "list", "verbose": true}', "unknown field `verbose`"),
+        ('{"operation": "pin"}', "give lora_task_id or name"),
+        ('{"operation": "pin", "lora_task_id": "7"}', "Expected `int | null`, got `str`"),
+        ('{"operation": "pin", "lora_task_id": -1}', "lora_task_id is -1, expected 0 .. 18446744073709551615"),
+        ('{"operation": "pin", "lora_task_id": 18446744073709551616}', "expected 0 .. 18446744073709551615"),
+    ],
+)
+def test_what_is_no_operation_is_refused_by_name(text: str, reason: str) -> None:
+    with pytest.raises(InvalidRequest, match="not an operation on adapters") as caught:
+        parse_operation(text)
+    assert reason in str(caught.value)

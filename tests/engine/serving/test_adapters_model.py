@@ -1,0 +1,131 @@
+"""The operator's model, from its JSON to the manager of a served engine and back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.adapters import TINY, wire_adapter
+from support.fake_engine import HOLD, FakeEngine
+from support.fake_triton import FakeRequest
+from support.fronts import TIMEOUT_S, RecordingListener, generation_request
+from support.served_engine import served
+
+from multilora_engine.lora.format import PackedAdapter, pack_adapter
+from multilora_engine.serving.adapters_model import AdaptersFront
+from multilora_engine.serving.engine_link import EngineLink
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[FakeEngine]:
+    engine = FakeEngine()
+    with served(engine, tmp_path / "engine.sock"):
+        yield engine
+
+
+@pytest.fixture
+def link(engine: FakeEngine, tmp_path: Path) -> Iterator[EngineLink]:
+    link = EngineLink(tmp_path / "engine.sock")
+    link.client.wait_until_ready(TIMEOUT_S)
+    yield link
+    link.close()
+
+
+def packed(seed: int = 0) -> PackedAdapter:
+    wire = wire_adapter(TINY, [(1, 0, 4), (6, 2, 7)], seed=seed)
+    return pack_adapter(wire.weights, wire.config, TINY)
+
+
+def upload(link: EngineLink, *task_ids: int) -> None:
+    for task_id in task_ids:
+        listener = RecordingListener()
+        link.client.put_adapter(listener, f"upload {task_id}", task_id, packed(seed=task_id))
+        assert listener.wait()[-1].error_code is None
+
+
+def ask(link: EngineLink, text: str | None) -> Any:
+    tensors = {} if text is None else {"request": [[text]]}
+    request = FakeRequest(tensors, id="ab12", output_names=("response",))
+    AdaptersFront(link).accept(request)
+    (response,) = request.sender.wait()
+    if response.error is not None:
+        return response.error.code, response.error.message
+    return json.loads(response.arrays["response"].item())
+
+
+def operate(link: EngineLink, operation: str, **fields: Any) -> Any:
+    return ask(link, json.dumps({"operation": operation, **fields}))
+
+
+def test_list_shows_every_adapter_by_task_id(link: EngineLink) -> None:
+    assert operate(link, "list") == {"adapters": []}
+    upload(link, 9, 2**64 - 1, 7)
+    adapters = operate(link, "list")["adapters"]
+    assert [adapter["lora_task_id"] for adapter in adapters] == [7, 9, 2**64 - 1]
+    assert adapters[0]["digest"] == packed(seed=7).digest
+    assert (adapters[0]["ranks"], adapters[0]["num_pins"], adapters[0]["is_pinned"]) == ([4, 7], 0, False)
+
+
+def test_a_pinned_adapter_stays_so_until_it_is_unpinned(link: EngineLink) -> None:
+    upload(link, 7)
+    assert operate(link, "pin", lora_task_id=7)["adapter"]["is_pinned"]
+    assert operate(link, "list")["adapters"][0]["is_pinned"]
+    assert not operate(link, "unpin", lora_task_id=7)["adapter"]["is_pinned"]
+
+
+def test_an_unloaded_adapter_is_gone_for_new_requests_and_stays_for_those_in_flight(link: EngineLink) -> None:
+    upload(link, 7)
+    running, late = RecordingListener(), RecordingListener()
+    link.client.generate(running, [generation_request("running", [HOLD], lora_task_id=7)], client_request_id="mine")
+    assert operate(link, "unload", lora_task_id=7)["adapter"]["lora_task_id"] == 7
+    assert operate(link, "list") == {"adapters": []}
+    link.client.generate(late, [generation_request("late", [1], lora_task_id=7)])
+    assert late.wait()[-1].error_code == "NOT_FOUND"
+    link.client.stop(RecordingListener(), "stop", "mine")
+    assert running.wait()[-1].lora_digest == packed(seed=7).digest
+
+
+def test_events_continue_where_the_last_ones_ended(link: EngineLink) -> None:
+    upload(link, 7, 8)
+    first = operate(link, "events")
+    operate(link, "unload", lora_task_id=7)
+    later = operate(link, "events", since=first["last"])
+    assert [(event["kind"], event["lora_task_id"]) for event in first["events"]] == [("uploaded", 7), ("uploaded", 8)]
+    assert [(event["kind"], event["lora_task_id"]) for event in later["events"]] == [("unloaded", 7)]
+    assert (first["num_missed"], later["num_missed"]) == (0, 0)
+
+
+def test_stats_tell_of_tiers_and_of_the_adapters_asked_for(link: EngineLink) -> None:
+    upload(link, 7)
+    listener = RecordingListener()
+    link.client.generate(listener, [generation_request("r", [1, 2], max_tokens=5, lora_task_id=7)])
+    listener.wait()
+    stats = operate(link, "stats")
+    assert stats["tiers"]["host"]["num_adapters"] == 1
+    assert stats["tiers"]["insertions"] == 1
+    assert stats["usage"] == {"7": {"requests": 1, "prompt_tokens": 2, "output_tokens": 5}}
+    assert stats["other_usage"]["requests"] == 0
+
+
+def test_an_adapter_that_is_not_there_is_named(link: EngineLink) -> None:
+    code, message = operate(link, "pin", lora_task_id=404)
+    assert (code, "LoRA task 404 not found in cache" in message) == ("NOT_FOUND", True)
+    code, message = operate(link, "unload", name="nobody")
+    assert code == "NOT_FOUND"
+    assert message.startswith("[NOT_FOUND] no adapter is named 'nobody'. Send its weights")
+    assert message.endswith("(request ab12)")
+
+
+def test_a_name_that_contradicts_the_task_id_changes_nothing(link: EngineLink) -> None:
+    upload(link, 7)
+    code, message = operate(link, "unload", lora_task_id=7, name="json")
+    assert (code, "LoRA task 7 is named '', not 'json'" in message) == ("INVALID_ARG", True)
+    assert len(operate(link, "list")["adapters"]) == 1
+
+
+@pytest.mark.parametrize("text", [None, "", "[]", '{"operation": "format c:"}'])
+def test_what_is_no_operation_is_an_error_of_the_client(link: EngineLink, text: str | None) -> None:
+    assert ask(link, text)[0] == "INVALID_ARG"
