@@ -61,7 +61,7 @@ _ANSWER_TIMEOUT_S = 120.0
 _MAX_PROMPT_TOKENS = 48
 _MAX_SHOWN = 20
 _BLOCK_SIZE = 4
-_BLOCKS_PER_CLIENT = 4
+_BLOCKS_PER_CLIENT = 5
 """A third of what the longest requests take, so that some are preempted and compute their prompts twice."""
 
 

@@ -110,8 +110,15 @@ def save_checkpoint(path: Path) -> Path:
             mlp.down_proj.weight.copy_(_diagonal(_DIGITS) * _DOWN)
         model.lm_head.weight.copy_(_head())
     model.save_pretrained(path)
-    _save_tokenizer(path)
+    save_plain_tokenizer(path, HIDDEN_SIZE)
     return path
+
+
+def save_plain_tokenizer(path: Path, vocab_size: int) -> None:
+    """Token t is the text `<t>`; for prompts that are sent as ids, so it needs no merges."""
+    tokenizer = Tokenizer(models.BPE(vocab={f"<{token}>": token for token in range(vocab_size)}, merges=[]))
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(path)
 
 
 def adapter_matrices(number: int, version: int) -> list[Matrices]:
@@ -184,10 +191,3 @@ def _head() -> torch.Tensor:
     head[:BASE_TOKEN, _DIGITS] = torch.eye(BASE_TOKEN)
     head[BASE_TOKEN, _CONSTANT] = 1
     return head
-
-
-def _save_tokenizer(path: Path) -> None:
-    """Token t is the text `<t>`; prompts are sent as ids, so it needs no merges."""
-    tokenizer = Tokenizer(models.BPE(vocab={f"<{token}>": token for token in range(HIDDEN_SIZE)}, merges=[]))
-    tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(path)

@@ -1,0 +1,53 @@
+"""The adapter benchmark asks for what it says it measures."""
+
+from __future__ import annotations
+
+import csv
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from bench_adapters import MODULES, RANKS, Bench, Row, num_parameters, random_wire, write_results
+from support.adapters import TINY
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("bench"), num_threads=1)
+
+
+def test_a_random_adapter_has_the_parameters_of_the_formula() -> None:
+    weights, config = random_wire(TINY, 4, seed=0)
+    sizes = [24 + 40, 24 + 8, 24 + 8, 40 + 24, 24 + 56, 56 + 24, 24 + 56]
+    assert int(weights.count_nonzero()) == num_parameters(TINY, 4) == TINY.num_layers * 4 * sum(sizes)
+    assert config.tolist() == [[m, layer, 4, 0] for layer in range(TINY.num_layers) for m in MODULES]
+
+
+@pytest.mark.parametrize("population", [5, 40])
+def test_every_population_has_the_same_ranks_and_few_popular_adapters(bench: Bench, population: int) -> None:
+    tasks = Counter(bench.draw(population) for _ in range(4000))
+    ranks = Counter({rank: sum(tasks[t] for t in range(i, population, 4)) for i, rank in enumerate(RANKS)})
+    assert set(tasks) == set(range(population))
+    assert max(ranks.values()) < 1.2 * min(ranks.values())
+    assert tasks[0] > 1.5 * tasks[4]
+
+
+def test_an_engine_holds_its_adapters_and_answers_all_requests(bench: Bench) -> None:
+    with bench.engine(max_loras=4, num_adapters=9) as engine:
+        assert engine.stats.num_cached_adapters == 9
+        timings = bench.serve(engine, [bench.request(task, 5, 3) for task in range(1, 8)], num_clients=2)
+        engine.put_adapter(9, bench.adapter(9))
+        assert engine.stats.num_cached_adapters <= 9, "it should have had to evict"
+    assert [len(timing.tokens) for timing in timings] == [3] * 7
+    assert all(timing.first_token_s > 0 and min(timing.pauses_s) > 0 for timing in timings)
+
+
+def test_a_run_leaves_a_table_and_a_plot(tmp_path: Path) -> None:
+    write_results([Row("a", 1.5, "ms"), Row("b", 2.0, "x", "<= 3", True), Row("c", 1.0, "ms")], tmp_path)
+    with (tmp_path / "adapters.csv").open() as file:
+        assert [(row["what"], row["value"], row["is_met"]) for row in csv.DictReader(file)] == [
+            ("a", "1.5", ""),
+            ("b", "2.0", "True"),
+            ("c", "1.0", ""),
+        ]
+    assert (tmp_path / "adapters.png").stat().st_size > 1000
