@@ -140,7 +140,7 @@ class Engine:
         """Accept a request, or raise InvalidRequest, AdapterNotFound or QueueFull, and nothing has changed."""
         self._check(request)
         self._scheduler.check_queue()
-        text = TextStream(self._tokenizer, request.sampling.stop_words)
+        text = TextStream(self._tokenizer, request.sampling.stop_words, request.sampling.stop_token_sequences)
         bias = bias_tensors(request.sampling, self._device)
         guide = self._guide(request.sampling)
         adapter = None if request.lora_task_id is None else self._loras.pin(request.lora_task_id)
@@ -151,6 +151,7 @@ class Engine:
             adapter=adapter,
             text=text,
             random=Random(request.sampling.seed),
+            arrival_time_ns=time.time_ns(),
             bias=bias,
             guide=guide,
         )
@@ -173,6 +174,7 @@ class Engine:
         step = self._scheduler.schedule()
         if not step:
             return outputs
+        _note_scheduled(step)
         try:
             tokens = self._runner.run(step)
         except (torch.OutOfMemoryError, MemoryError) as error:
@@ -230,6 +232,7 @@ class Engine:
 
     def _postprocess(self, step: list[ScheduledSequence], tokens: list[SampledToken]) -> list[TokenOutput]:
         sampled = [scheduled.sequence for scheduled in step if scheduled.is_sampled]
+        _note_tokens(sampled)
         outputs = [self._append(sequence, token) for sequence, token in zip(sampled, tokens, strict=True)]
         return [output for output in outputs if output is not None]
 
@@ -292,13 +295,30 @@ class Engine:
             lora_digest="" if sequence.adapter is None else sequence.adapter.digest,
             log_probs=log_probs,
             cum_log_prob=sequence.cum_log_prob,
+            perf=None if finish_reason is None else sequence.perf,
         )
+
+
+def _note_scheduled(step: list[ScheduledSequence]) -> None:
+    now_ns = time.time_ns()
+    for scheduled in step:
+        if not scheduled.sequence.first_scheduled_time_ns:
+            scheduled.sequence.first_scheduled_time_ns = now_ns
+
+
+def _note_tokens(sampled: list[Sequence]) -> None:
+    now_ns = time.time_ns()
+    for sequence in sampled:
+        sequence.last_token_time_ns = now_ns
+        if not sequence.first_token_time_ns:
+            sequence.first_token_time_ns = now_ns
 
 
 def _check_token_ids(sampling: SamplingParams, vocab_size: int) -> None:
     """Raises InvalidRequest for a token id that is not in the vocabulary."""
     token_ids = {
         "embedding_bias": [token_id for token_id, _ in sampling.embedding_bias],
+        "stop_words_list": [token_id for stop in sampling.stop_token_sequences for token_id in stop],
         "bad_words_list": [token_id for bad in sampling.bad_token_sequences for token_id in bad],
     }
     for name, ids in token_ids.items():

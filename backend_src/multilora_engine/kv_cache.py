@@ -9,7 +9,9 @@ from multilora_engine.request import Sequence
 
 
 class BlockAllocator:
-    """Hands KV cache blocks to sequences. The only writer of `Sequence.block_table`."""
+    """Hands KV cache blocks to sequences. The only writer of `Sequence.block_table` and
+    `num_allocated_blocks`.
+    """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
@@ -33,6 +35,7 @@ class BlockAllocator:
         if missing > self._blocks.num_free:
             return False
         sequence.block_table.extend(self._blocks.allocate(missing))
+        sequence.num_allocated_blocks += missing
         return True
 
     def free(self, sequence: Sequence) -> None:

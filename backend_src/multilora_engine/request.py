@@ -129,7 +129,10 @@ class TokenLogProb:
 
 @dataclass(frozen=True, slots=True)
 class PerfMetrics:
-    """Times of one request in nanoseconds since the epoch (0: did not happen), and its KV cache blocks."""
+    """Times of one request in nanoseconds since the epoch (0: did not happen), and the KV cache blocks it was given.
+
+    Blocks that it lost by preemption and was given again count each time.
+    """
 
     arrival_time_ns: int = 0
     first_scheduled_time_ns: int = 0
@@ -207,6 +210,8 @@ class Sequence:
     guide: decides which tokens may come next; None lets any. Like `text` it survives a preemption.
     num_computed_tokens: tokens whose keys and values are in the cache; written by the scheduler only.
     num_overtakes: sequences with an adapter that were admitted before this one although they came later.
+    arrival_time_ns .. last_token_time_ns: as in `PerfMetrics`; written by the engine only.
+    num_allocated_blocks: KV cache blocks it was ever given; written by the block allocator only.
     bias: `embedding_bias` on the device, token ids int64 [n] and biases float32 [n].
     held_log_probs: of the tokens that have not left yet. cum_log_prob: the sum over those that have.
     """
@@ -222,6 +227,11 @@ class Sequence:
     num_computed_tokens: int = 0
     num_overtakes: int = 0
     status: SequenceStatus = SequenceStatus.WAITING
+    arrival_time_ns: int = 0
+    first_scheduled_time_ns: int = 0
+    first_token_time_ns: int = 0
+    last_token_time_ns: int = 0
+    num_allocated_blocks: int = 0
     bias: tuple[torch.Tensor, torch.Tensor] | None = None
     held_log_probs: list[TokenLogProb] = field(default_factory=list)
     cum_log_prob: float = 0.0
@@ -237,6 +247,17 @@ class Sequence:
         if start >= len(prompt):
             return self.output_token_ids[start - len(prompt) : end - len(prompt)]
         return (prompt[start:end] + self.output_token_ids)[: end - start]
+
+    @property
+    def perf(self) -> PerfMetrics:
+        return PerfMetrics(
+            arrival_time_ns=self.arrival_time_ns,
+            first_scheduled_time_ns=self.first_scheduled_time_ns,
+            first_token_time_ns=self.first_token_time_ns,
+            last_token_time_ns=self.last_token_time_ns,
+            kv_cache_alloc_total_blocks=self.num_allocated_blocks,
+            kv_cache_alloc_new_blocks=self.num_allocated_blocks,
+        )
 
     def release_log_probs(self, num_tokens: int) -> list[TokenLogProb]:
         """Those of the next `num_tokens` tokens that leave; none when the request did not ask for them."""

@@ -104,22 +104,33 @@ class TextStream:
     """The text of one sequence, token by token, without ever taking back a character.
 
     Held back until decided: the bytes of an incomplete UTF-8 character, and the longest end of the text that could
-    still become a stop word. Tokens are released when all their text is, and only up to one that ends at a character
-    boundary, so decoding each delta's tokens on their own gives the same text as decoding all of them together.
+    still become a stop word, or is that of tokens that could still become a stop token sequence. Tokens are released
+    when all their text is, and only up to one that ends at a character boundary, so decoding each delta's tokens on
+    their own gives the same text as decoding all of them together.
 
-    The stop word that ends first wins; of those that end at the same character, the longest. Text up to its start is
-    emitted, and with it all tokens up to and including the one that completed it.
+    The stop word that ends first wins; of those that end at the same character, the longest. A stop token sequence that
+    the same token completes wins if it begins earlier. Text up to its start is emitted, and with it all tokens up to
+    and including the one that completed it.
 
     Over the whole stream the texts add up to `Tokenizer.decode` of all tokens, cut at that stop word.
-    Raises InvalidRequest for an empty stop word.
+    Raises InvalidRequest for an empty stop word or stop token sequence.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop_words: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop_words: tuple[str, ...] = (),
+        stop_token_sequences: tuple[tuple[int, ...], ...] = (),
+    ) -> None:
         if not all(stop_words):
             raise InvalidRequest("a stop word is empty")
+        if not all(stop_token_sequences):
+            raise InvalidRequest("stop_words_list has a sequence without tokens")
         self._tokenizer = tokenizer
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._matchers = [_StopMatcher(word) for word in stop_words]
+        self._token_matchers = [_StopMatcher(token_ids) for token_ids in stop_token_sequences]
+        self._token_starts: deque[int] = deque(maxlen=max(map(len, stop_token_sequences), default=0))
         self._held_text = ""
         self._num_emitted = 0
         self._held_tokens: deque[tuple[int, list[int]]] = deque()
@@ -130,7 +141,11 @@ class TextStream:
         """Add the next token; what is decided by it. Not after a delta with `stopped`."""
         assert not self._is_stopped, "a token after the stop word"
         self._open_tokens.append(token_id)
-        return self._add(self._utf8.decode(self._tokenizer.token_bytes(token_id)))
+        # How many characters of the whole text precede this token.
+        self._token_starts.append(self._num_emitted + len(self._held_text))
+        lengths = [len(m.word) for m in self._token_matchers if m.completes(token_id)]
+        stop_start = self._token_starts[-max(lengths)] - self._num_emitted if lengths else None
+        return self._add(self._utf8.decode(self._tokenizer.token_bytes(token_id)), stop_start)
 
     def finish(self) -> TextDelta:
         """Everything still held back, when no token follows; an incomplete character becomes U+FFFD."""
@@ -140,14 +155,22 @@ class TextStream:
             return delta
         return TextDelta(delta.token_ids + self._all_tokens(), delta.text + self._emit(len(self._held_text)))
 
-    def _add(self, text: str) -> TextDelta:
-        stop_start = self._stop_start(text) if self._matchers else None
+    def _add(self, text: str, token_stop_start: int | None = None) -> TextDelta:
+        """token_stop_start: where in the held text the stop token sequence begins that was just completed."""
+        stop_starts = [self._stop_start(text) if self._matchers else None, token_stop_start]
         self._held_text += text
-        if stop_start is not None:
-            return self._stop(stop_start)
+        if starts := [start for start in stop_starts if start is not None]:
+            return self._stop(min(starts))
         self._close_tokens()
-        text = self._emit(len(self._held_text) - max((m.num_matched for m in self._matchers), default=0))
+        text = self._emit(self._num_decided())
         return TextDelta(self._complete_tokens(), text)
+
+    def _num_decided(self) -> int:
+        """How many characters of the held text no stop can cut off any more."""
+        num_decided = len(self._held_text) - max((m.num_matched for m in self._matchers), default=0)
+        if num_tokens := max((m.num_matched for m in self._token_matchers), default=0):
+            num_decided = min(num_decided, self._token_starts[-num_tokens] - self._num_emitted)
+        return num_decided
 
     def _stop_start(self, text: str) -> int | None:
         """Where in the held text plus `text` the stop word begins that `text` completes, None without one."""
@@ -185,24 +208,24 @@ class TextStream:
 
 
 class _StopMatcher:
-    """Knuth-Morris-Pratt: `num_matched` characters at the end of the text so far are the start of `word`.
+    """Knuth-Morris-Pratt: `num_matched` characters (or tokens) at the end of those so far are the start of `word`.
 
-    Every character costs constant time on average, however long or repetitive a client's stop word is.
+    Each costs constant time on average, however long or repetitive a client's stop word is.
     """
 
-    def __init__(self, word: str) -> None:
+    def __init__(self, word: str | tuple[int, ...]) -> None:
         self.word = word
         self.num_matched = 0
         self._fallback = [0] * len(word)
-        for i, char in enumerate(word[1:], start=1):
-            self._fallback[i] = self._extend(self._fallback[i - 1], char)
+        for i in range(1, len(word)):
+            self._fallback[i] = self._extend(self._fallback[i - 1], word[i])
 
-    def completes(self, char: str) -> bool:
+    def completes(self, char: str | int) -> bool:
         """Take the next character; whether the word ends with it. Not called again after that."""
         self.num_matched = self._extend(self.num_matched, char)
         return self.num_matched == len(self.word)
 
-    def _extend(self, num_matched: int, char: str) -> int:
+    def _extend(self, num_matched: int, char: str | int) -> int:
         while num_matched and self.word[num_matched] != char:
             num_matched = self._fallback[num_matched - 1]
         return num_matched + 1 if self.word[num_matched] == char else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from random import Random
 
@@ -57,6 +58,7 @@ def request(name: str, prompt: list[int], task: int | None = None, **sampling: o
         (request("r", [1], task=0, stop_words=("",)), "a stop word is empty"),
         (request("r", [1], embedding_bias=((VOCAB_SIZE, 1.0),)), "embedding_bias has the token 311, expected 0 .. 310"),
         (request("r", [1], embedding_bias=((3, 1.0), (3, 2.0))), "embedding_bias names a token twice"),
+        (request("r", [1], stop_token_sequences=((1, 999),)), "stop_words_list has the token 999, expected 0 .. 310"),
         (request("r", [1], bad_token_sequences=((1, -1),)), "bad_words_list has the token -1"),
         (request("r", [1], bad_token_sequences=((1,), ())), "bad_words_list has a sequence without tokens"),
         (request("r", [1], num_top_log_probs=VOCAB_SIZE + 1), "num_top_log_probs is 312, expected 0 .. 311"),
@@ -111,6 +113,32 @@ def test_a_stop_word_cuts_the_text_and_says_stop(engine: Engine) -> None:
     assert stopped.text == free[: free.index(word)]
     assert stopped.final is not None
     assert stopped.final.finish_reason == "stop"
+
+
+def test_a_stop_token_sequence_cuts_the_text_and_ends_the_tokens(engine: Engine) -> None:
+    free = run_all(engine, [request("r", [9, 8], max_tokens=30)])["r"].token_ids
+    stopped = run_all(engine, [request("r", [9, 8], max_tokens=30, stop_token_sequences=(tuple(free[5:8]), (1, 2)))])[
+        "r"
+    ]
+    assert stopped.token_ids == free[:8]
+    assert stopped.text == run_all(engine, [request("r", [9, 8], max_tokens=5)])["r"].text
+    assert stopped.final is not None
+    assert stopped.final.finish_reason == "stop"
+
+
+def test_times_and_blocks_of_a_request_are_told_with_its_last_output(engine: Engine) -> None:
+    before = time.time_ns()
+    engine.add_request(request("r", [1] * 20, max_tokens=20))
+    outputs = [output for _ in range(20) for output in engine.step()]
+    assert all(output.perf is None for output in outputs[:-1])
+    perf = outputs[-1].perf
+    assert perf is not None
+    times = [perf.arrival_time_ns, perf.first_scheduled_time_ns, perf.first_token_time_ns, perf.last_token_time_ns]
+    order = [before, *times, time.time_ns()]
+    assert order == sorted(order)
+    assert perf.first_token_time_ns < perf.last_token_time_ns
+    # 39 tokens have keys and values, 16 in a block: the last token has none.
+    assert (perf.kv_cache_alloc_total_blocks, perf.kv_cache_alloc_new_blocks, perf.kv_cache_reused_blocks) == (3, 3, 0)
 
 
 def test_log_probs_are_those_of_transformers_one_for_each_token(engine: Engine, checkpoint: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -62,9 +63,14 @@ def hf_decode(hf_tokenizer: Any, token_ids: list[int]) -> str:
     return text
 
 
-def stream(tokenizer: Tokenizer, token_ids: Sequence[int], stop_words: tuple[str, ...] = ()) -> list[TextDelta]:
+def stream(
+    tokenizer: Tokenizer,
+    token_ids: Sequence[int],
+    stop_words: tuple[str, ...] = (),
+    stop_token_sequences: tuple[tuple[int, ...], ...] = (),
+) -> list[TextDelta]:
     """Push until a stop word or the end."""
-    text_stream, deltas = TextStream(tokenizer, stop_words), []
+    text_stream, deltas = TextStream(tokenizer, stop_words, stop_token_sequences), []
     for token_id in token_ids:
         deltas.append(text_stream.push(token_id))
         if deltas[-1].stopped:
@@ -216,6 +222,26 @@ def naive_text(text: str, stop_words: tuple[str, ...]) -> tuple[str, bool]:
     return text, False
 
 
+def naive_stop(
+    pieces: list[bytes], token_ids: list[int], stop_words: tuple[str, ...], sequences: tuple[tuple[int, ...], ...]
+) -> tuple[str, int]:
+    """The text up to the first stop of either kind, and how many tokens there are up to its end."""
+
+    def text_of(num_tokens: int) -> str:
+        return codecs.getincrementaldecoder("utf-8")("replace").decode(
+            b"".join(pieces[i] for i in token_ids[:num_tokens])
+        )
+
+    for end in range(1, len(token_ids) + 1):
+        text, is_stopped = naive_text(text_of(end), stop_words)
+        lengths = [len(s) for s in sequences if end >= len(s) and tuple(token_ids[end - len(s) : end]) == s]
+        if lengths:
+            return min(text, text_of(end - max(lengths)), key=len), end
+        if is_stopped:
+            return text, end
+    return naive_text(ByteTokens(pieces).decode(token_ids), stop_words)[0], len(token_ids)
+
+
 PIECES = st.one_of(
     st.text("ab", max_size=3).map(str.encode),
     st.binary(max_size=3),
@@ -258,6 +284,31 @@ class TestStream:
             # An incomplete character is one U+FFFD; the first two bytes of a surrogate, which nothing completes, two.
             assert whole[len(seen) :] in ("", "\ufffd", "\ufffd\ufffd")
 
+    @settings(max_examples=1000, deadline=None)
+    @given(
+        pieces=st.lists(PIECES, min_size=1, max_size=3),
+        data=st.data(),
+        stop_words=STOP_WORDS,
+    )
+    def test_stop_token_sequences_cut_the_text_where_their_first_token_began(
+        self, pieces: list[bytes], data: st.DataObject, stop_words: tuple[str, ...]
+    ) -> None:
+        ids = st.integers(0, len(pieces) - 1)
+        token_ids = data.draw(st.lists(ids, max_size=10))
+        sequences = tuple(data.draw(st.lists(st.lists(ids, min_size=1, max_size=4).map(tuple), max_size=2)))
+        deltas = stream(ByteTokens(pieces), token_ids, stop_words, sequences)
+        text, num_tokens = naive_stop(pieces, token_ids, stop_words, sequences)
+        assert joined(deltas) == text
+        assert tokens(deltas) == token_ids[:num_tokens]
+
+    def test_the_text_of_a_token_sequence_is_held_back_until_it_is_decided(self) -> None:
+        text_stream = TextStream(ByteTokens([b"a", b"b", b"c"]), (), ((0, 1, 2),))
+        assert text_stream.push(0) == TextDelta([], "")
+        assert text_stream.push(1) == TextDelta([], "")
+        assert text_stream.push(0) == TextDelta([0, 1], "ab")
+        assert text_stream.push(1) == TextDelta([], "")
+        assert text_stream.push(2) == TextDelta([0, 1, 2], "", stopped=True)
+
     def test_text_that_could_become_a_stop_word_is_held_back_until_it_is_decided(self) -> None:
         text_stream = TextStream(ByteTokens([b"one E", b"N", b"D", b"ED", b" EN"]), ("END!",))
         assert text_stream.push(0) == TextDelta([], "one ")
@@ -297,6 +348,8 @@ class TestStream:
     def test_an_empty_stop_word_is_refused(self) -> None:
         with pytest.raises(InvalidRequest, match="a stop word is empty"):
             TextStream(ByteTokens([]), ("a", ""))
+        with pytest.raises(InvalidRequest, match="stop_words_list has a sequence without tokens"):
+            TextStream(ByteTokens([]), (), ((1,), ()))
 
     def test_the_work_for_a_long_repetitive_stop_word_is_linear(self) -> None:
         """Compares per character, counted: a rescan of the held text would need millions of them."""
