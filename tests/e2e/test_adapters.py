@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+import time
 from dataclasses import replace
 from itertools import count, islice
 
+import httpx2
 import numpy as np
 import pytest
 from support.wire import GrpcClient, HttpClient, adapter_tensors, error_of, infer, stream_texts, tensors, text_of
@@ -207,3 +210,15 @@ def test_an_operator_sees_pins_and_unloads_an_adapter(client: Client, http_clien
     assert (happened[0], happened[-1]) == ("uploaded", "unloaded")
     with pytest.raises(AdapterNotFound, match=f"LoRA task {task_id} not found in cache"):
         http_client.pin_adapter(task_id)
+
+
+def test_what_adapters_do_is_on_the_metrics_port(server: ServerProcess, client: Client, adapter: Adapter) -> None:
+    client.generate("Hello", adapter=adapter, max_tokens=3)
+    label = f'lora_task_id="{adapter.lora_task_id}"'
+    # The server of all tests has many adapters; one that comes late may be counted with the others.
+    counted = re.compile(rf'multilora_lora_requests_total\{{.*({label}|lora_task_id="other").*\}} [1-9]')
+    deadline = time.monotonic() + 30
+    while not counted.search(text := httpx2.get(server.metrics_url).text):
+        assert time.monotonic() < deadline, text
+    tiers = dict(re.findall(r'multilora_lora_tier_adapters\{.*tier="(\w+)".*\} (\d+)', text))
+    assert int(tiers["host"]) >= 1

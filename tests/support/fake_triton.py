@@ -6,7 +6,7 @@ import queue
 import threading
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -123,12 +123,47 @@ class FakeRequest:
         return self.sender
 
 
+class FakeMetricFamily:
+    """Counts in `published`, (name, labels) -> value, what a server would show; a metric is there while it lives."""
+
+    COUNTER, GAUGE = "counter", "gauge"
+    published: ClassVar[dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
+    num_calls: ClassVar[int] = 0
+
+    def __init__(self, name: str, description: str, kind: str) -> None:
+        self.name, self.kind = name, kind
+
+    def Metric(self, labels: dict[str, str]) -> FakeMetric:
+        return FakeMetric(self, labels)
+
+
+class FakeMetric:
+    def __init__(self, family: FakeMetricFamily, labels: dict[str, str]) -> None:
+        self._family, self._key = family, (family.name, tuple(labels.items()))
+        family.published[self._key] = 0.0
+
+    def set(self, value: float) -> None:
+        assert self._family.kind == FakeMetricFamily.GAUGE
+        self._family.published[self._key] = value
+        FakeMetricFamily.num_calls += 1
+
+    def increment(self, value: float) -> None:
+        assert self._family.kind == FakeMetricFamily.COUNTER
+        assert value >= 0
+        self._family.published[self._key] += value
+        FakeMetricFamily.num_calls += 1
+
+    def __del__(self) -> None:
+        del self._family.published[self._key]
+
+
 def fake_backend_utils() -> ModuleType:
     module = ModuleType("triton_python_backend_utils")
     vars(module).update(
         Tensor=FakeTensor,
         TritonError=FakeTritonError,
         InferenceResponse=FakeResponse,
+        MetricFamily=FakeMetricFamily,
         TRITONSERVER_RESPONSE_COMPLETE_FINAL=FINAL,
     )
     return module

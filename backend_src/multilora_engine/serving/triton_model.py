@@ -16,6 +16,7 @@ from multilora_engine.process.paths import owned_socket_path, socket_path
 from multilora_engine.process.supervisor import EngineProcess
 from multilora_engine.serving.engine_link import EngineLink
 from multilora_engine.serving.front import GenerationFront
+from multilora_engine.serving.metrics import MetricsPublisher
 from multilora_engine.serving.triton_api import TritonRequest, configure_logging
 
 _FIRST_CONTACT_S = 30.0
@@ -37,6 +38,8 @@ class GenerationModel:
             link = EngineLink(path)
             resources.callback(link.close)
             link.client.wait_until_ready(_FIRST_CONTACT_S)
+            metrics = MetricsPublisher(link.client)
+            resources.callback(metrics.close)
             self._front = GenerationFront(link, can_stream=True)
             self._resources = resources.pop_all()
 

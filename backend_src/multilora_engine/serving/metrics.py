@@ -1,0 +1,180 @@
+"""`MetricsPublisher`: what the engine counts about adapters, on the server's metrics port.
+
+Every change of a metric is a round trip to the server, so they are made once a second, by a thread of their own, and
+only where a value has changed: a request never waits for them.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import msgspec
+
+from multilora_engine.process.adapter_operator import StatsReport
+from multilora_engine.process.client import EngineClient
+from multilora_engine.process.operations import ReadStats
+from multilora_engine.request import TokenOutput
+from multilora_engine.serving.triton_api import backend_utils
+
+_INTERVAL_S = 1.0
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class MetricName:
+    """A family of metrics as Prometheus knows it."""
+
+    name: str
+    kind: Literal["COUNTER", "GAUGE"]
+    description: str
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The value of one metric of a family at one moment, a counter's since the engine started."""
+
+    metric: MetricName
+    labels: tuple[tuple[str, str], ...]
+    value: float
+
+
+def _gauge(name: str, description: str) -> MetricName:
+    return MetricName(f"multilora_lora_{name}", "GAUGE", description)
+
+
+def _counter(name: str, description: str) -> MetricName:
+    return MetricName(f"multilora_lora_{name}_total", "COUNTER", description)
+
+
+TIER_METRICS: Mapping[str, MetricName] = {
+    "bytes_used": _gauge("tier_used_bytes", "Bytes of adapters in a tier"),
+    "bytes_total": _gauge("tier_size_bytes", "Bytes a tier may hold"),
+    "num_adapters": _gauge("tier_adapters", "Adapters in a tier"),
+    "hits": _counter("tier_hits", "Requests that found their adapter in a tier"),
+    "misses": _counter("tier_misses", "Requests that did not find their adapter in a tier"),
+    "evictions": _counter("tier_evictions", "Adapters that a tier dropped to make room"),
+    "copies": _counter("tier_copies", "Adapters copied into a tier"),
+    "copy_seconds": _counter("tier_copy_seconds", "Seconds spent on copies into a tier"),
+}
+"""By field of `TierStats`, with the label `tier`."""
+
+ENGINE_METRICS: Mapping[str, MetricName] = {
+    "insertions": _counter("insertions", "Adapters that came in"),
+    "replacements": _counter("replacements", "Adapters that took the task id of another version"),
+    "waits": _counter("waits", "Times that a request waited for its adapter"),
+    "wait_seconds": _counter("wait_seconds", "Seconds that requests waited for their adapters"),
+}
+"""By field of `LoRAStats`, without labels."""
+
+USAGE_METRICS: Mapping[str, MetricName] = {
+    "requests": _counter("requests", "Requests that ended, by adapter"),
+    "prompt_tokens": _counter("prompt_tokens", "Tokens of prompts, by adapter"),
+    "output_tokens": _counter("output_tokens", "Generated tokens, by adapter"),
+}
+"""By field of `Usage`, with the label `lora_task_id`: a number, or `other` for those without metrics of their own."""
+
+
+def samples(report: StatsReport) -> Iterator[Sample]:
+    """Every metric that the engine's statistics have a value for."""
+    for field, value in asdict(report.tiers).items():
+        if isinstance(value, dict):
+            yield from _samples(TIER_METRICS, value, ("tier", field))
+        elif field in ENGINE_METRICS:
+            yield Sample(ENGINE_METRICS[field], (), value)
+    for task_id, usage in report.usage.items():
+        yield from _samples(USAGE_METRICS, asdict(usage), ("lora_task_id", str(task_id)))
+    yield from _samples(USAGE_METRICS, asdict(report.other_usage), ("lora_task_id", "other"))
+
+
+def _samples(metrics: Mapping[str, MetricName], values: Mapping[str, float], label: tuple[str, str]) -> list[Sample]:
+    return [Sample(metric, (label,), values[field]) for field, metric in metrics.items()]
+
+
+class TritonMetrics:
+    """The server's metrics, kept equal to samples. Belongs to one thread."""
+
+    def __init__(self) -> None:
+        self._families: dict[MetricName, Any] = {}
+        self._metrics: dict[tuple[MetricName, tuple[tuple[str, str], ...]], Any] = {}
+        self._values: dict[tuple[MetricName, tuple[tuple[str, str], ...]], float] = {}
+
+    def update(self, latest: Iterable[Sample]) -> None:
+        """Take over the values, and remove the metrics that have none any more."""
+        current = {(sample.metric, sample.labels): sample.value for sample in latest}
+        for key in self._metrics.keys() - current.keys():
+            del self._metrics[key], self._values[key]
+        for key, value in current.items():
+            if value != self._values.get(key):
+                self._change(key, value)
+
+    def clear(self) -> None:
+        """Remove all metrics; before their families, which they need."""
+        self.update([])
+        self._families.clear()
+
+    def _change(self, key: tuple[MetricName, tuple[tuple[str, str], ...]], value: float) -> None:
+        metric, labels = key
+        if key not in self._metrics:
+            self._metrics[key] = self._family(metric).Metric(labels=dict(labels))
+        if metric.kind == "GAUGE":
+            self._metrics[key].set(value)
+        else:
+            previous = self._values.get(key, 0)
+            # An engine that was restarted counts from zero again.
+            self._metrics[key].increment(value - previous if value >= previous else value)
+        self._values[key] = value
+
+    def _family(self, metric: MetricName) -> Any:
+        if metric not in self._families:
+            pb = backend_utils()
+            kind = getattr(pb.MetricFamily, metric.kind)
+            self._families[metric] = pb.MetricFamily(name=metric.name, description=metric.description, kind=kind)
+        return self._families[metric]
+
+
+class MetricsPublisher:
+    """Asks the engine for its statistics once a second and publishes them, until it is closed."""
+
+    def __init__(self, client: EngineClient, interval_s: float = _INTERVAL_S) -> None:
+        self._client = client
+        self._interval_s = interval_s
+        self._answers: queue.SimpleQueue[TokenOutput | None] = queue.SimpleQueue()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
+        self._thread.start()
+
+    def on_output(self, output: TokenOutput) -> None:
+        """Called by the client's thread with the engine's answer."""
+        self._answers.put(output)
+
+    def is_cancelled(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        self._closing.set()
+        self._answers.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        metrics = TritonMetrics()
+        while not self._closing.is_set():
+            try:
+                self._publish(metrics)
+            except Exception:
+                logger.exception("the metrics of adapters cannot be published")
+            self._closing.wait(self._interval_s)
+        metrics.clear()
+
+    def _publish(self, metrics: TritonMetrics) -> None:
+        self._client.operate(self, uuid.uuid4().hex, ReadStats())
+        answer = self._answers.get()
+        # Without an engine there is nothing new to tell.
+        if answer is not None and answer.error_code is None:
+            metrics.update(samples(msgspec.json.decode(answer.text, type=StatsReport)))

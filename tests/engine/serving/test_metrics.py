@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import get_type_hints
+
+import pytest
+from support.adapters import TINY, wire_adapter
+from support.fake_engine import FakeEngine
+from support.fake_triton import FakeMetricFamily
+from support.fronts import TIMEOUT_S, RecordingListener, generation_request
+from support.served_engine import served
+
+from multilora_engine.lora.format import pack_adapter
+from multilora_engine.lora.life_cycle import LoRAStats, TierStats
+from multilora_engine.lora.usage import Usage
+from multilora_engine.process.adapter_operator import StatsReport
+from multilora_engine.process.client import EngineClient
+from multilora_engine.serving.metrics import (
+    ENGINE_METRICS,
+    TIER_METRICS,
+    USAGE_METRICS,
+    MetricsPublisher,
+    Sample,
+    TritonMetrics,
+    samples,
+)
+
+GAUGE, COUNTER = TIER_METRICS["bytes_used"], TIER_METRICS["hits"]
+HOST, DEVICE = (("tier", "host"),), (("tier", "device"),)
+
+
+@pytest.fixture
+def published() -> Iterator[dict[tuple[str, tuple[tuple[str, str], ...]], float]]:
+    FakeMetricFamily.published.clear()
+    FakeMetricFamily.num_calls = 0
+    yield FakeMetricFamily.published
+    assert FakeMetricFamily.published == {}
+
+
+def test_everything_that_is_counted_has_a_metric() -> None:
+    tiers = {name for name, kind in get_type_hints(LoRAStats).items() if kind not in (int, float)}
+    assert set(TIER_METRICS) == {field.name for field in fields(TierStats)}
+    assert set(ENGINE_METRICS) == {field.name for field in fields(LoRAStats)} - tiers
+    assert set(USAGE_METRICS) == {field.name for field in fields(Usage)}
+
+
+def test_values_are_taken_from_the_report_with_their_labels() -> None:
+    tier = TierStats(bytes_used=5)
+    tiers = LoRAStats(device=tier, host=TierStats(hits=3), insertions=2, replacements=0, waits=0, wait_seconds=0.5)
+    report = StatsReport(tiers, {2**64 - 1: Usage(7, 1, 1)}, Usage(9, 1, 1))
+    values = {(sample.metric.name, sample.labels): sample.value for sample in samples(report)}
+    assert values["multilora_lora_tier_used_bytes", DEVICE] == 5
+    assert values["multilora_lora_tier_hits_total", HOST] == 3
+    assert values["multilora_lora_insertions_total", ()] == 2
+    assert values["multilora_lora_wait_seconds_total", ()] == 0.5
+    assert values["multilora_lora_requests_total", (("lora_task_id", "18446744073709551615"),)] == 7
+    assert values["multilora_lora_requests_total", (("lora_task_id", "other"),)] == 9
+
+
+def test_metrics_follow_the_samples_and_only_changes_are_sent(
+    published: dict[tuple[str, tuple[tuple[str, str], ...]], float],
+) -> None:
+    metrics = TritonMetrics()
+    metrics.update([Sample(GAUGE, HOST, 5), Sample(COUNTER, HOST, 10), Sample(COUNTER, DEVICE, 1)])
+    metrics.update([Sample(GAUGE, HOST, 3), Sample(COUNTER, HOST, 12), Sample(COUNTER, DEVICE, 1)])
+    assert published == {(GAUGE.name, HOST): 3, (COUNTER.name, HOST): 12, (COUNTER.name, DEVICE): 1}
+    assert FakeMetricFamily.num_calls == 5
+    metrics.clear()
+
+
+def test_a_counter_goes_on_when_a_new_engine_counts_from_zero(
+    published: dict[tuple[str, tuple[tuple[str, str], ...]], float],
+) -> None:
+    metrics = TritonMetrics()
+    for value in (10, 4, 5):
+        metrics.update([Sample(COUNTER, HOST, value)])
+    assert published[COUNTER.name, HOST] == 15
+    metrics.clear()
+
+
+def test_a_metric_without_a_value_is_removed_and_starts_anew(
+    published: dict[tuple[str, tuple[tuple[str, str], ...]], float],
+) -> None:
+    metrics = TritonMetrics()
+    metrics.update([Sample(COUNTER, HOST, 10)])
+    metrics.update([])
+    assert published == {}
+    metrics.update([Sample(COUNTER, HOST, 2)])
+    assert published == {(COUNTER.name, HOST): 2}
+    metrics.clear()
+
+
+def test_what_an_engine_did_is_published_and_withdrawn_at_the_end(
+    published: dict[tuple[str, tuple[tuple[str, str], ...]], float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, update = threading.Event(), TritonMetrics.update
+    key = ("multilora_lora_output_tokens_total", (("lora_task_id", "7"),))
+
+    def update_and_tell(metrics: TritonMetrics, latest: Iterator[Sample]) -> None:
+        update(metrics, latest)
+        if published.get(key) == 5:
+            seen.set()
+
+    monkeypatch.setattr(TritonMetrics, "update", update_and_tell)
+    wire = wire_adapter(TINY, [(1, 0, 4)])
+    with served(FakeEngine(), tmp_path / "engine.sock"):
+        client, listener = EngineClient(tmp_path / "engine.sock"), RecordingListener()
+        client.wait_until_ready(TIMEOUT_S)
+        publisher = MetricsPublisher(client, interval_s=0.01)
+        request = generation_request("r", [1, 2], max_tokens=5, lora_task_id=7)
+        client.generate(listener, [request], adapter=(7, pack_adapter(wire.weights, wire.config, TINY)))
+        assert seen.wait(TIMEOUT_S)
+        assert published["multilora_lora_tier_adapters", HOST] == 1
+        publisher.close()
+        client.close()
+
+
+def test_without_an_engine_nothing_is_published(
+    published: dict[tuple[str, tuple[tuple[str, str], ...]], float], tmp_path: Path
+) -> None:
+    client = EngineClient(tmp_path / "nobody.sock")
+    publisher = MetricsPublisher(client)
+    publisher.close()
+    client.close()
+    assert published == {}
