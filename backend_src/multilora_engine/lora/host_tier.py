@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 
@@ -70,11 +71,15 @@ class HostTier:
     def victims_for(self, lora_task_id: int, num_pages: int) -> list[CachedAdapter]:
         """The adapters to evict so that `num_pages` are free, least recently used first; none if there is room.
 
+        The version of `lora_task_id` that is to be replaced goes before any other.
+
         Raises AdapterCacheFull when evicting all that may go would not be enough; then nothing should be evicted.
         """
         victims: list[CachedAdapter] = []
         reachable = self.pool.num_free
-        for adapter in self._by_task_id.values():
+        replaced = [adapter] if (adapter := self._by_task_id.get(lora_task_id)) is not None else []
+        others = (adapter for adapter in self._by_task_id.values() if adapter.lora_task_id != lora_task_id)
+        for adapter in chain(replaced, others):
             if reachable >= num_pages:
                 break
             if adapter.is_evictable:

@@ -252,6 +252,15 @@ def test_a_replaced_adapter_serves_who_pinned_it_until_they_let_go() -> None:
     assert manager.digest(5) == CONTENTS[4][1].digest
 
 
+def test_a_replaced_adapter_makes_room_for_its_next_version_before_others_do() -> None:
+    manager = build_manager(2, None, "replace")
+    for task, content in enumerate((0, 4)):
+        manager.put(task, CONTENTS[content][1])
+    manager.put(1, CONTENTS[8][1])
+    assert manager.num_cached == 2
+    assert manager.digest(0) == CONTENTS[0][1].digest
+
+
 def test_an_unloaded_adapter_serves_who_pinned_it_and_nobody_else() -> None:
     manager = build_manager(8, None, "refuse")
     manager.put(5, CONTENTS[0][1])
