@@ -6,9 +6,10 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx2
+import jsonschema
 import numpy as np
 import pytest
-from support.wire import GrpcClient, HttpClient, infer, stream_texts, tensors, text_of
+from support.wire import GrpcClient, HttpClient, infer, stream, stream_texts, tensors, text_of
 
 from multilora_client import Adapter
 from multilora_engine.tritonserver import ServerProcess
@@ -153,3 +154,28 @@ def test_a_stop_word_never_shows(server: ServerProcess, triton_grpc: GrpcClient)
     assert text_of(infer(triton_grpc, "ensemble_unary", stopped)) == text[: text.index(word)]
     streamed = stream_texts(server.grpc_url, "generation", stopped | tensors(streaming=True))
     assert "".join(streamed) == text[: text.index(word)]
+
+
+def test_several_sequences_are_beams_of_the_unary_doors_and_responses_of_the_streaming_ones(
+    server: ServerProcess, triton_grpc: GrpcClient
+) -> None:
+    request = direct(PROMPTS[0], None, temperature=1.5, seed=3, num_return_sequences=3)
+    unary = infer(triton_grpc, "generation_unary", request).as_numpy("text_output")
+    assert unary.shape == (1, 3)
+    assert len(set(unary[0])) == 3
+    assert infer(triton_grpc, "ensemble_unary", request).as_numpy("text_output").tolist() == unary.tolist()
+    for model in ("generation", "ensemble"):
+        with stream(server.grpc_url, model, request) as responses:
+            texts = {int(r.as_numpy("sequence_index").item()): r.as_numpy("text_output").item() for r in responses}
+        assert [texts[i] for i in range(3)] == unary[0].tolist()
+
+
+def test_a_guided_answer_parses_at_every_door(server: ServerProcess, triton_grpc: GrpcClient) -> None:
+    schema = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 99}, "ok": {"type": "boolean"}}}
+    schema |= {"required": ["n", "ok"], "additionalProperties": False}
+    guide = {"guided_decoding_guide_type": "json_schema", "guided_decoding_guide": json.dumps(schema)}
+    request = direct(PROMPTS[2], None) | tensors(**guide, max_tokens=200)
+    texts = [text_of(infer(triton_grpc, model, request)) for model in ("generation_unary", "ensemble_unary")]
+    texts += ["".join(stream_texts(server.grpc_url, model, request)) for model in ("generation", "ensemble")]
+    assert len(set(texts)) == 1
+    jsonschema.validate(json.loads(texts[0]), schema)

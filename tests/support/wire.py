@@ -24,6 +24,8 @@ _DTYPES = {
     "text_input": np.object_,
     "messages": np.object_,
     "stop_words": np.object_,
+    "guided_decoding_guide_type": np.object_,
+    "guided_decoding_guide": np.object_,
     "lora_task_id": np.uint64,
     "seed": np.uint64,
     "temperature": np.float32,

@@ -22,12 +22,19 @@ _PROMPTS = ("text_input", "messages", "input_ids")
 _MAX_TOKENS = ("max_tokens", "request_output_len")
 _WEIGHTS = ("lora_weights", "lora_weights_bf16", "lora_weights_fp32")
 
+_MAX_SEQUENCES = 128
+"""Answers to one prompt; each is a request to the engine."""
+
 
 @dataclass(frozen=True)
 class GenerateCall:
-    """One prompt a row, all answered together. `adapter`: task id and weights that came with the request."""
+    """One prompt a row, all answered together, each by `num_sequences` answers.
+
+    adapter: task id and weights that came with the request.
+    """
 
     prompts: list[list[int]]
+    num_sequences: int
     sampling: list[SamplingParams]
     lora_task_ids: list[int | None]
     adapter: tuple[int, PackedAdapter] | None
@@ -61,6 +68,7 @@ def _read_generate(inputs: InputTensors, info: EngineInfo, tokenizer: Tokenizer)
     rows = range(inputs.num_rows(_prompt_name(inputs)))
     return GenerateCall(
         sampling=[_read_sampling(inputs, row) for row in rows],
+        num_sequences=_read_num_sequences(inputs),
         prompts=[_read_prompt(inputs, row, info, tokenizer) for row in rows],
         lora_task_ids=[inputs.scalar("lora_task_id", row) for row in rows],
         is_streaming=inputs.common("streaming", default=False),
@@ -98,9 +106,8 @@ def _read_input_ids(inputs: InputTensors, row: int) -> list[int]:
 
 
 def _read_sampling(inputs: InputTensors, row: int) -> SamplingParams:
-    for name in ("beam_width", "num_return_sequences"):
-        if (count := inputs.scalar(name, row)) not in (None, 1):
-            raise Unsupported(f"{name} is {count}; this server generates one sequence a prompt")
+    if (beam_width := inputs.scalar("beam_width", row)) not in (None, 1):
+        raise Unsupported(f"beam_width is {beam_width}; this server has no beam search, see num_return_sequences")
     max_tokens = _read_max_tokens(inputs, row)
     temperature = _in_range(inputs, "temperature", row, 0.0, math.inf)
     top_p = _in_range(inputs, "runtime_top_p", row, -math.inf, 1.0)
@@ -134,6 +141,15 @@ def _read_guide(inputs: InputTensors, row: int) -> Guide | None:
     if text is None and kind != "json":
         raise InvalidRequest(f"guided_decoding_guide is missing; a guide of type {kind} needs it")
     return Guide(kind, "" if kind == "json" or text is None else text)
+
+
+def _read_num_sequences(inputs: InputTensors) -> int:
+    name = "num_return_sequences"
+    rows = range(inputs.num_rows(name)) if name in inputs else range(0)
+    counts = {_in_range(inputs, name, row, 1, _MAX_SEQUENCES) for row in rows} or {1}
+    if len(counts) > 1:
+        raise InvalidRequest(f"{name} must be the same in every row of a request")
+    return int(counts.pop())
 
 
 def _read_max_tokens(inputs: InputTensors, row: int) -> int:

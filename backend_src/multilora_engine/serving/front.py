@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import uuid
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from random import Random
 
 from multilora_engine.errors import InternalError, InvalidRequest, RequestError
-from multilora_engine.request import GenerationRequest
+from multilora_engine.request import GenerationRequest, SamplingParams
 from multilora_engine.serving.calls import GenerateCall, UploadCall, is_stop, read_call
 from multilora_engine.serving.engine_link import EngineLink
 from multilora_engine.serving.inputs import InputTensors
 from multilora_engine.serving.outputs import ReplyRow
-from multilora_engine.serving.replies import EmptyReply, OneReply, Reply, Responder, StreamReply, Transcript
+from multilora_engine.serving.replies import EachReply, EmptyReply, OneReply, Reply, Responder, StreamReply, Transcript
 from multilora_engine.serving.triton_api import TritonRequest
 from multilora_engine.text import Tokenizer
 
@@ -78,25 +81,52 @@ class GenerationFront(Front):
     ) -> None:
         if call.is_streaming and not self._can_stream:
             raise InvalidRequest("this model sends one response; for streaming call the model generation")
-        requests = [
-            GenerationRequest(new_id(), prompt, sampling, lora_task_id, timeout_s)
-            for prompt, sampling, lora_task_id in zip(call.prompts, call.sampling, call.lora_task_ids, strict=True)
-        ]
-        reply = _reply(call, requests, responder, tokenizer)
+        requests, rows = _expand(call, timeout_s)
+        reply = self._reply(call, rows, responder, tokenizer)
         self._link.client.generate(reply, requests, responder.request_id, call.adapter)
 
+    def _reply(
+        self, call: GenerateCall, rows: Mapping[str, ReplyRow], responder: Responder, tokenizer: Tokenizer
+    ) -> Reply:
+        if call.is_streaming:
+            return StreamReply(responder, rows, call.pad_id)
+        transcripts = _transcripts(call, rows, responder, tokenizer)
+        if self._can_stream and call.num_sequences > 1:
+            return EachReply(responder, transcripts, call.pad_id)
+        return OneReply(responder, transcripts, call.pad_id, call.num_sequences)
 
-def _reply(call: GenerateCall, requests: list[GenerationRequest], responder: Responder, tokenizer: Tokenizer) -> Reply:
-    rows = {r.request_id: ReplyRow(index, r.lora_task_id) for index, r in enumerate(requests)}
-    if call.is_streaming:
-        return StreamReply(responder, rows, call.pad_id)
+
+def _expand(call: GenerateCall, timeout_s: float | None) -> tuple[list[GenerationRequest], dict[str, ReplyRow]]:
+    """A request to the engine for each sequence of each row, and by their ids which they are."""
+    requests, rows = [], {}
+    for batch_index, prompt in enumerate(call.prompts):
+        lora_task_id = call.lora_task_ids[batch_index]
+        for sequence_index in range(call.num_sequences):
+            sampling = _sampling_of(call.sampling[batch_index], sequence_index)
+            request = GenerationRequest(new_id(), prompt, sampling, lora_task_id, timeout_s)
+            requests.append(request)
+            rows[request.request_id] = ReplyRow(batch_index, sequence_index, lora_task_id)
+    return requests, rows
+
+
+def _sampling_of(sampling: SamplingParams, sequence_index: int) -> SamplingParams:
+    """The first sequence is what a request for one alone gets; the others draw from seeds of their own."""
+    if sampling.seed is None or sequence_index == 0:
+        return sampling
+    return dataclasses.replace(sampling, seed=Random(f"{sampling.seed} {sequence_index}").getrandbits(64))
+
+
+def _transcripts(
+    call: GenerateCall, rows: Mapping[str, ReplyRow], responder: Responder, tokenizer: Tokenizer
+) -> dict[str, Transcript]:
+    """By the engine's request ids; they start with the prompt unless it is left out."""
     if call.excludes_input:
-        return OneReply(responder, {key: Transcript(row) for key, row in rows.items()}, call.pad_id)
-    transcripts = {
-        request_id: Transcript(row, list(prompt), tokenizer.decode(prompt) if responder.wants("text_output") else "")
-        for (request_id, row), prompt in zip(rows.items(), call.prompts, strict=True)
+        return {request_id: Transcript(row) for request_id, row in rows.items()}
+    texts = [tokenizer.decode(prompt) if responder.wants("text_output") else "" for prompt in call.prompts]
+    return {
+        request_id: Transcript(row, list(call.prompts[row.batch_index]), texts[row.batch_index])
+        for request_id, row in rows.items()
     }
-    return OneReply(responder, transcripts, call.pad_id)
 
 
 def _timeout_s(request: TritonRequest) -> float | None:

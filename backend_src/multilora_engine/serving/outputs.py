@@ -14,9 +14,10 @@ from multilora_engine.request import TokenOutput
 
 @dataclass(frozen=True)
 class RowAnswer:
-    """What a response says about one row of its request. `finish_reason` is empty while there is more to come."""
+    """What a response says about one sequence of a row. `finish_reason` is empty while there is more to come."""
 
     batch_index: int
+    sequence_index: int
     token_ids: list[int]
     text: str
     finish_reason: str
@@ -28,15 +29,17 @@ class RowAnswer:
 
 @dataclass(frozen=True)
 class ReplyRow:
-    """Which row of its request an engine request is, and the adapter it asked for."""
+    """Which row of its request an engine request is, which of the row's sequences, and the adapter it asked for."""
 
     batch_index: int = 0
+    sequence_index: int = 0
     lora_task_id: int | None = None
 
     def answer(self, token_ids: list[int], text: str, output: TokenOutput) -> RowAnswer:
         """These tokens and this text; everything else as `output`, the row's latest, has it."""
         return RowAnswer(
             batch_index=self.batch_index,
+            sequence_index=self.sequence_index,
             token_ids=token_ids,
             text=text,
             finish_reason=output.finish_reason or "",
@@ -47,16 +50,26 @@ class ReplyRow:
         )
 
 
-def output_arrays(rows: Sequence[RowAnswer], names: Collection[str], pad_id: int) -> dict[str, NDArray[Any]]:
+def output_arrays(
+    answers: Sequence[RowAnswer], names: Collection[str], pad_id: int, num_sequences: int = 1
+) -> dict[str, NDArray[Any]]:
     """The tensors of `names`, each with the rows as its leading dimension.
 
-    output_ids is [rows, 1, longest], where the 1 is the beam and `pad_id` fills up shorter rows; all others are
-    [rows, 1].
+    answers: row by row, `num_sequences` of each, which take the place of upstream's beams.
+    output_ids is [rows, num_sequences, longest], where `pad_id` fills up shorter ones. Of the others, what is the same
+    for all sequences of a row (`_SAME_IN_A_ROW`) is [rows, 1], all else is [rows, num_sequences].
     """
-    arrays = {name: build(rows) for name, build in _COLUMNS.items() if name in names}
+    arrays = {name: build(answers) for name, build in _COLUMNS.items() if name in names}
     if "output_ids" in names:
-        arrays["output_ids"] = _padded([row.token_ids for row in rows], pad_id)
-    return arrays
+        arrays["output_ids"] = _padded([answer.token_ids for answer in answers], pad_id)
+    return {name: _by_row(name, array, num_sequences) for name, array in arrays.items()}
+
+
+def _by_row(name: str, array: NDArray[Any], num_sequences: int) -> NDArray[Any]:
+    """array: [answers, 1, ...]"""
+    if name in _SAME_IN_A_ROW:
+        return array[::num_sequences]
+    return array.reshape(len(array) // num_sequences, num_sequences, *array.shape[2:])
 
 
 def _numbers(
@@ -75,11 +88,14 @@ _COLUMNS: Mapping[str, Callable[[Sequence[RowAnswer]], NDArray[Any]]] = {
     "finish_reason": _strings(lambda row: row.finish_reason),
     "num_input_tokens": _numbers(lambda row: row.num_input_tokens),
     "num_output_tokens": _numbers(lambda row: row.num_output_tokens),
-    "sequence_index": _numbers(lambda row: 0),
+    "sequence_index": _numbers(lambda row: row.sequence_index),
     "batch_index": _numbers(lambda row: row.batch_index),
     "lora_task_id_out": _numbers(lambda row: row.lora_task_id, np.uint64),
     "lora_digest": _strings(lambda row: row.lora_digest),
 }
+
+
+_SAME_IN_A_ROW = frozenset({"num_input_tokens", "batch_index", "lora_task_id_out", "lora_digest"})
 
 
 def _padded(rows: Sequence[Sequence[int]], pad_id: int) -> NDArray[np.int32]:

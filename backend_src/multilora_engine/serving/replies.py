@@ -33,8 +33,9 @@ class Responder:
     def is_cancelled(self) -> bool:
         return self._sender.is_cancelled()
 
-    def send(self, rows: Sequence[RowAnswer], pad_id: int, is_final: bool) -> None:
-        self._send(_response(output_arrays(rows, self._names, pad_id)), is_final)
+    def send(self, answers: Sequence[RowAnswer], pad_id: int, is_final: bool, num_sequences: int = 1) -> None:
+        """answers: `num_sequences` for each row."""
+        self._send(_response(output_arrays(answers, self._names, pad_id, num_sequences)), is_final)
 
     def send_text(self, name: str, text: str) -> None:
         """A final response with one string."""
@@ -89,7 +90,7 @@ class StreamReply(Reply):
 
 @dataclass
 class Transcript:
-    """What a row's one answer holds so far; it starts with the prompt, unless that is left out."""
+    """What a sequence's one answer holds so far; it starts with the prompt, unless that is left out."""
 
     row: ReplyRow
     token_ids: list[int] = field(default_factory=list)
@@ -110,20 +111,40 @@ class Transcript:
         return self.row.answer(self.token_ids, self.text, self.last)
 
 
-class OneReply(Reply):
-    """One response with all rows, once each has ended."""
+class EachReply(Reply):
+    """A response for each sequence, once it has ended."""
 
-    def __init__(self, responder: Responder, transcripts: Mapping[str, Transcript], pad_id: int = 0) -> None:
-        """transcripts: by the engine's request ids, in the order of the rows."""
+    def __init__(self, responder: Responder, transcripts: Mapping[str, Transcript], pad_id: int) -> None:
+        """transcripts: by the engine's request ids."""
         super().__init__(responder)
         self._transcripts = transcripts
         self._pad_id = pad_id
 
     def _answer(self, output: TokenOutput) -> None:
+        transcript = self._transcripts[output.request_id]
+        transcript.append(output)
+        if transcript.is_complete:
+            is_final = all(transcript.is_complete for transcript in self._transcripts.values())
+            self._responder.send([transcript.answer()], self._pad_id, is_final)
+
+
+class OneReply(Reply):
+    """One response with all rows, once each has ended."""
+
+    def __init__(
+        self, responder: Responder, transcripts: Mapping[str, Transcript], pad_id: int = 0, num_sequences: int = 1
+    ) -> None:
+        """transcripts: by the engine's request ids, row by row, `num_sequences` of each."""
+        super().__init__(responder)
+        self._transcripts = transcripts
+        self._pad_id = pad_id
+        self._num_sequences = num_sequences
+
+    def _answer(self, output: TokenOutput) -> None:
         self._transcripts[output.request_id].append(output)
         if all(transcript.is_complete for transcript in self._transcripts.values()):
             answers = [transcript.answer() for transcript in self._transcripts.values()]
-            self._responder.send(answers, self._pad_id, is_final=True)
+            self._responder.send(answers, self._pad_id, is_final=True, num_sequences=self._num_sequences)
 
 
 class TextReply(Reply):

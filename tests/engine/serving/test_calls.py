@@ -86,6 +86,8 @@ def test_sampling_is_greedy_unless_asked(read: Any, tensors: dict[str, Any], exp
         ({"guided_decoding_guide": [["x"]]}, r"guided_decoding_guide_type is None, expected one of json, json_schema"),
         ({"guided_decoding_guide_type": [["xml"]]}, r"guided_decoding_guide_type is xml, expected one of json,"),
         ({"guided_decoding_guide_type": [["regex"]]}, r"guided_decoding_guide is missing; a guide of type regex"),
+        ({"num_return_sequences": [[0]]}, r"num_return_sequences is 0, expected a number in \[1, 128\]"),
+        ({"num_return_sequences": [[129]]}, r"num_return_sequences is 129"),
         ({"max_tokens": [[1, 2]]}, r"max_tokens has shape \[1, 2\]"),
         ({"text_input": [["a"]]}, r"exactly one of .*; it has text_input and input_ids"),
         ({"input_lengths": [[4]]}, r"input_lengths is 4, expected 0 .. 3"),
@@ -112,10 +114,17 @@ def test_what_is_malformed_or_contradictory_is_refused_with_the_numbers(
         read(prompt(**tensors))
 
 
-@pytest.mark.parametrize("name", ["beam_width", "num_return_sequences"])
-def test_more_than_one_sequence_is_not_supported(read: Any, name: str) -> None:
-    with pytest.raises(Unsupported, match=f"{name} is 2"):
-        read(prompt(**{name: [[2]]}))
+def test_beam_search_is_not_supported(read: Any) -> None:
+    with pytest.raises(Unsupported, match="beam_width is 2"):
+        read(prompt(beam_width=[[2]]))
+
+
+def test_the_number_of_sequences_is_one_for_all_rows(read: Any) -> None:
+    two = {"input_ids": [[5], [6]], "max_tokens": [[1], [1]]}
+    assert read(two).num_sequences == 1
+    assert read({**two, "num_return_sequences": [[3], [3]]}).num_sequences == 3
+    with pytest.raises(InvalidRequest, match="num_return_sequences must be the same in every row"):
+        read({**two, "num_return_sequences": [[3], [2]]})
 
 
 def test_guides_by_structural_tag_are_not_supported(read: Any) -> None:

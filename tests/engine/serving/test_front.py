@@ -93,6 +93,33 @@ def test_rows_of_one_request_are_answered_together(front: GenerationFront) -> No
     assert response.arrays["batch_index"].tolist() == [[0], [1]]
 
 
+def test_several_sequences_differ_in_their_seeds_and_the_first_is_what_one_alone_gets(
+    front: GenerationFront, engine: FakeEngine
+) -> None:
+    tensors = {"input_ids": [[5], [6]], "max_tokens": [[2], [2]], "seed": [[7], [8]]}
+    ask(front, {**tensors, "num_return_sequences": [[3], [3]]})
+    seeds = [request.sampling.seed for request in engine.accepted]
+    assert (seeds[0], seeds[3]) == (7, 8)
+    assert len(set(seeds)) == 6
+    ask(front, {**tensors, "num_return_sequences": [[3], [3]]})
+    assert [request.sampling.seed for request in engine.accepted[6:]] == seeds
+
+
+def test_several_sequences_are_responses_of_one_door_and_beams_of_the_other(
+    front: GenerationFront, link: EngineLink
+) -> None:
+    tensors = {"input_ids": [[5], [6]], "max_tokens": [[2], [2]], "num_return_sequences": [[3], [3]]}
+    indices = [(i, j) for i in range(2) for j in range(3)]
+    for streaming in (False, True):
+        responses = ask(front, {**tensors, "streaming": [[streaming], [streaming]]})
+        answered = {(r.arrays["batch_index"].item(), r.arrays["sequence_index"].item()) for r in responses}
+        assert answered == set(indices)
+        assert streaming or len(responses) == 6
+    (response,) = ask(GenerationFront(link, can_stream=False), tensors)
+    assert response.arrays["output_ids"].tolist() == [[[5, 5, 5]] * 3, [[6, 6, 6]] * 3]
+    assert response.arrays["sequence_index"].tolist() == [[0, 1, 2]] * 2
+
+
 def test_an_adapter_comes_with_the_first_request_and_serves_the_next_by_its_id(front: GenerationFront) -> None:
     tensors = {"input_ids": [[5]], "max_tokens": [[1]], "lora_task_id": [[0]]}
     (unknown,) = ask(front, tensors, id="ab12")

@@ -5,7 +5,7 @@ from support.fake_triton import FakeRequest
 
 from multilora_engine.request import TokenOutput
 from multilora_engine.serving.outputs import ReplyRow
-from multilora_engine.serving.replies import EmptyReply, OneReply, Reply, Responder, StreamReply, Transcript
+from multilora_engine.serving.replies import EachReply, EmptyReply, OneReply, Reply, Responder, StreamReply, Transcript
 
 
 def token(request_id: str, token_id: int, finish_reason: str | None = None) -> TokenOutput:
@@ -14,7 +14,7 @@ def token(request_id: str, token_id: int, finish_reason: str | None = None) -> T
 
 def test_a_stream_sends_new_tokens_only_and_the_final_flag_with_the_last_ones() -> None:
     request = FakeRequest({})
-    reply = StreamReply(Responder(request), {"a": ReplyRow(0), "b": ReplyRow(1, lora_task_id=7)}, pad_id=0)
+    reply = StreamReply(Responder(request), {"a": ReplyRow(0), "b": ReplyRow(1, 2, lora_task_id=7)}, pad_id=0)
     for output in (token("a", 1), token("b", 2, "length"), token("a", 3, "stop")):
         reply.on_output(output)
     responses = request.sender.wait()
@@ -22,6 +22,7 @@ def test_a_stream_sends_new_tokens_only_and_the_final_flag_with_the_last_ones() 
     assert [response.arrays["output_ids"].tolist() for response in responses] == [[[[1]]], [[[2]]], [[[3]]]]
     assert [response.arrays["sequence_length"].item() for response in responses] == [1, 1, 1]
     assert [response.arrays["batch_index"].item() for response in responses] == [0, 1, 0]
+    assert [response.arrays["sequence_index"].item() for response in responses] == [0, 2, 0]
     assert [response.arrays["finish_reason"].item() for response in responses] == [b"", b"length", b"stop"]
     assert [response.arrays["lora_task_id_out"].item() for response in responses] == [0, 7, 0]
 
@@ -38,6 +39,18 @@ def test_one_response_has_all_rows_in_their_order_whichever_ends_first() -> None
     assert response.arrays["output_ids"].tolist() == [[[8, 9, 1, 3]], [[2, 5, 5, 5]]]
     assert response.arrays["sequence_length"].tolist() == [[4], [1]]
     assert response.arrays["finish_reason"].tolist() == [[b"stop"], [b"length"]]
+
+
+def test_each_sequence_has_a_response_of_its_own_when_it_ends() -> None:
+    request = FakeRequest({})
+    transcripts = {"a": Transcript(ReplyRow(0, 0), [8], "prompt "), "b": Transcript(ReplyRow(0, 1), [8], "prompt ")}
+    reply = EachReply(Responder(request), transcripts, pad_id=5)
+    for output in (token("a", 1), token("b", 2, "length"), token("a", 3, "stop")):
+        reply.on_output(output)
+    responses = request.sender.wait()
+    assert [response.texts() for response in responses] == [["prompt <2>"], ["prompt <1><3>"]]
+    assert [response.arrays["output_ids"].tolist() for response in responses] == [[[[8, 2]]], [[[8, 1, 3]]]]
+    assert [response.arrays["sequence_index"].item() for response in responses] == [1, 0]
 
 
 @pytest.mark.parametrize("names", [("text_output",), ("finish_reason", "lora_digest"), ()])
