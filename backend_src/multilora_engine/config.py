@@ -46,6 +46,13 @@ class LoRAConfig(BaseModel):
         float,
         Field(gt=0, lt=1, description="Device tier, as a share of the memory free after the weights. GPU only."),
     ] = 0.05
+    lora_cache_dir: Annotated[
+        Path | None,
+        Field(description="Disk tier: evicted adapters go to files in this directory, and come back. Empty is none."),
+    ] = None
+    lora_cache_disk_bytes: Annotated[
+        ByteSize, Field(ge=1, description="Budget of the disk tier, in bytes or like `4GiB`.")
+    ] = ByteSize(16 << 30)
     lora_on_conflict: Annotated[
         Literal["refuse", "replace"],
         Field(description="A cached task id sent with other weights: `refuse` it, or `replace` it for new requests."),

@@ -21,6 +21,7 @@ from multilora_engine.guided import GuideCompiler, GuideMatcher
 from multilora_engine.kv_cache import BlockAllocator
 from multilora_engine.logits import bias_tensors, end_tokens
 from multilora_engine.lora.device_tier import DeviceTier
+from multilora_engine.lora.disk_tier import DiskTier
 from multilora_engine.lora.event_log import EventLog
 from multilora_engine.lora.format import TORCH_DTYPES, AdapterLayout, PackedAdapter, adapter_layout
 from multilora_engine.lora.host_tier import HostTier
@@ -41,6 +42,9 @@ from multilora_kernels import load_cpu_kernels
 _logger = logging.getLogger(__name__)
 
 _NOTHING = TextDelta([], "")
+
+_LOAD_WAIT_S = 0.002
+"""How long a step with nothing to compute waits for an adapter that is being read from disk."""
 
 _NUM_LORA_EVENTS = 4096
 """How many events of adapters are remembered."""
@@ -170,9 +174,10 @@ class Engine:
         A step that runs out of memory fails its requests only. Any other exception is our bug or a broken device; it is
         raised, and nothing in flight can be trusted to go on.
         """
-        outputs = self._end_expired()
+        outputs = self._end_expired() + self._end_unreadable()
         step = self._scheduler.schedule()
         if not step:
+            self._loras.wait_for_load(_LOAD_WAIT_S)
             return outputs
         _note_scheduled(step)
         try:
@@ -189,9 +194,10 @@ class Engine:
         assert self._scheduler.num_waiting + self._scheduler.num_running == len(self._sequences)
 
     def close(self) -> None:
-        """Drop what is in flight, without outputs."""
+        """Drop what is in flight, without outputs, and spill adapters to disk if there is a disk tier."""
         for sequence in list(self._sequences.values()):
             self._remove(sequence)
+        self._loras.close()
 
     def _check(self, request: GenerationRequest) -> None:
         prompt, sampling = request.prompt_token_ids, request.sampling
@@ -229,6 +235,12 @@ class Engine:
             if sequence is not None:
                 outputs.append(self._fail(sequence, Cancelled("the request reached its deadline unfinished")))
         return outputs
+
+    def _end_unreadable(self) -> list[TokenOutput]:
+        """Fail the requests whose adapters turned out to be damaged on disk."""
+        errors = self._loras.poll()
+        lost = [s for s in self._sequences.values() if s.adapter in errors] if errors else []
+        return [self._fail(sequence, errors[sequence.adapter]) for sequence in lost if sequence.adapter is not None]
 
     def _postprocess(self, step: list[ScheduledSequence], tokens: list[SampledToken]) -> list[TokenOutput]:
         sampled = [scheduled.sequence for scheduled in step if scheduled.is_sampled]
@@ -364,8 +376,11 @@ def _build_lora_manager(
     host = HostTier(plan.num_host_pages, layout.page_bytes, pin_memory=device.type == "cuda")
     is_shared = device.type == "cpu"
     device_pool = host.pool if is_shared else PagePool(plan.num_device_pages, layout.page_bytes, device)
-    tier = DeviceTier(layout, host.pool, device_pool, config.lora.max_loras)
-    return LoRAManager(host, tier, config.lora.lora_on_conflict, events.append)
+    tier = DeviceTier(layout, host.pool, device_pool, config.lora.max_loras, events.append)
+    disk = None
+    if config.lora.lora_cache_dir is not None:
+        disk = DiskTier(config.lora.lora_cache_dir, config.lora.lora_cache_disk_bytes, layout, on_event=events.append)
+    return LoRAManager(host, tier, config.lora.lora_on_conflict, events.append, disk)
 
 
 def _build_model_runner(

@@ -51,8 +51,11 @@ class AdapterNotFound(RequestError):
 
     code = "NOT_FOUND"
 
-    def __init__(self, lora_task_id: int) -> None:
-        super().__init__(f"LoRA task {lora_task_id} not found in cache. Please send LoRA weights with request")
+    def __init__(self, lora_task_id: int, reason: str = "") -> None:
+        super().__init__(
+            f"LoRA task {lora_task_id} not found in cache. Please send LoRA weights with request"
+            + (f" ({reason})" if reason else "")
+        )
 
 
 class AdapterNotKnown(RequestError):

@@ -170,6 +170,26 @@ def pack_adapter(weights: torch.Tensor, config: torch.Tensor, layout: AdapterLay
     return _pack(weights, rows, layout)
 
 
+def check_rows(rows: Sequence[PackedRow], num_pages: int, layout: AdapterLayout) -> None:
+    """Whether packed rows that were stored somewhere may address this layout's pages. Raises ValueError."""
+    modules = lora_modules(layout)
+    if not rows:
+        raise ValueError("there are no rows")
+    for row in rows:
+        if (
+            row.module_id not in modules
+            or not 0 <= row.layer < layout.num_layers
+            or not 1 <= row.rank <= layout.max_rank
+        ):
+            raise ValueError(f"{row} does not fit the model")
+        sizes = modules[row.module_id].piece_sizes(row.rank, is_dora=True)
+        offsets = [row.a_offset, row.b_offset, row.magnitude_offset]
+        for offset, size in list(zip(offsets, sizes, strict=True))[: 2 if row.magnitude_offset == -1 else 3]:
+            page, place = divmod(offset, layout.page_elements)
+            if not 0 <= page < num_pages or place + size > layout.page_elements:
+                raise ValueError(f"{row} leaves its pages")
+
+
 @dataclass(frozen=True)
 class _WireRow:
     """A validated row of `lora_config`, and which row of the wire tensors it is."""
@@ -287,13 +307,13 @@ def _place_pieces(sizes: Sequence[int], layout: AdapterLayout) -> tuple[list[int
     return offsets, fill
 
 
-def content_digest(rows: Sequence[PackedRow], pages: torch.Tensor, lora_dtype: str) -> str:
+def content_digest(rows: Sequence[PackedRow], pages: torch.Tensor | Sequence[torch.Tensor], lora_dtype: str) -> str:
     """32 hex digits (SHA-256, cut) over all of an adapter. Pages are hashed side by side, outside the GIL."""
     header = np.array([(r.module_id, r.layer, r.rank, r.a_offset, r.b_offset, r.magnitude_offset) for r in rows])
     digest = hashlib.sha256(lora_dtype.encode())
     digest.update(header.astype(np.int64).tobytes())
     with ThreadPoolExecutor(min(len(pages), _DIGEST_THREADS)) as threads:
-        for page_digest in threads.map(lambda page: hashlib.sha256(page).digest(), pages.numpy()):
+        for page_digest in threads.map(lambda page: hashlib.sha256(page.numpy()).digest(), pages):
             digest.update(page_digest)
     return digest.hexdigest()[:32]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -23,6 +24,8 @@ class CachedAdapter:
     num_pins: requests that use it, from acceptance to the last token; only `LoRAManager` changes it.
     is_pinned: an operator wants it kept, used or not.
     is_retired: replaced by another version, or unloaded; it goes when its last pin does.
+    load: fills its pages from the disk tier; its result is the rows, and until `LoRAManager.poll` took that up they are
+        empty. None: nothing is under way.
     last_used_s: seconds since the epoch of the last pin, at first of the insertion. num_hits: pins so far.
     """
 
@@ -34,12 +37,13 @@ class CachedAdapter:
     num_pins: int = 0
     is_pinned: bool = False
     is_retired: bool = False
+    load: Future[list[PackedRow]] | None = None
     last_used_s: float = field(default_factory=time.time)
     num_hits: int = 0
 
     @property
     def is_evictable(self) -> bool:
-        return self.num_pins == 0 and not self.is_pinned
+        return self.num_pins == 0 and not self.is_pinned and self.load is None
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -93,11 +97,15 @@ class HostTier:
     def insert(self, lora_task_id: int, packed: PackedAdapter, name: str = "") -> CachedAdapter:
         """Copy an adapter into free pages (see `victims_for`) and make it the current version of its task id."""
         started = time.perf_counter()
-        pages = self.pool.allocate(len(packed.pages))
-        self.pool.storage[pages] = packed.pages
-        self._copies += 1
-        self._copy_seconds += time.perf_counter() - started
-        adapter = CachedAdapter(lora_task_id, packed.digest, packed.rows, pages, name)
+        adapter = self.reserve(lora_task_id, packed.digest, name, len(packed.pages))
+        self.pool.storage[adapter.pages] = packed.pages
+        adapter.rows = packed.rows
+        self.count_copy(time.perf_counter() - started)
+        return adapter
+
+    def reserve(self, lora_task_id: int, digest: str, name: str, num_pages: int) -> CachedAdapter:
+        """Make an adapter without rows the current version of its task id; its free pages are still to be filled."""
+        adapter = CachedAdapter(lora_task_id, digest, [], self.pool.allocate(num_pages), name)
         assert lora_task_id not in self._by_task_id
         self._by_task_id[lora_task_id] = adapter
         return adapter
@@ -112,6 +120,7 @@ class HostTier:
     def remove(self, adapter: CachedAdapter) -> None:
         """Free the pages of an adapter that nobody pins."""
         assert adapter.num_pins == 0, f"LoRA task {adapter.lora_task_id} is pinned {adapter.num_pins} times"
+        assert adapter.load is None, f"LoRA task {adapter.lora_task_id} is being read into its pages"
         if adapter.is_retired:
             self._retired.remove(adapter)
         else:
@@ -123,6 +132,19 @@ class HostTier:
         assert adapter.is_evictable
         self.remove(adapter)
         self._evictions += 1
+
+    def read(self, adapter: CachedAdapter) -> torch.Tensor:
+        """A copy of an adapter's pages, uint8 [num_pages, page_bytes]."""
+        return self.pool.storage[adapter.pages]
+
+    def views(self, adapter: CachedAdapter) -> list[torch.Tensor]:
+        """The adapter's pages themselves, uint8 [page_bytes] each."""
+        return [self.pool.storage[page] for page in adapter.pages]
+
+    def count_copy(self, seconds: float) -> None:
+        """One more adapter was copied in here."""
+        self._copies += 1
+        self._copy_seconds += seconds
 
     def num_bytes(self, adapter: CachedAdapter) -> int:
         """What an adapter takes here."""
@@ -153,4 +175,6 @@ class HostTier:
     def check_integrity(self) -> None:
         self.pool.check_integrity(adapter.pages for adapter in self.adapters)
         assert all(adapter.num_pins >= 0 for adapter in self.adapters)
-        assert all(adapter.num_pins > 0 for adapter in self._retired), "a retired adapter outlived its last pin"
+        assert all(a.num_pins > 0 or a.load is not None for a in self._retired), (
+            "a retired adapter outlived its last pin"
+        )

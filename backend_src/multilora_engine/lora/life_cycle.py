@@ -73,6 +73,7 @@ class TierStats:
 
     hits, misses: requests that found their adapter here, and that did not and had to go on to the next tier.
     copies, copy_seconds: adapters that were copied into the tier, and how long that took.
+    failures: adapters that were lost because a file could not be written, or was damaged.
     """
 
     bytes_used: int = 0
@@ -83,6 +84,7 @@ class TierStats:
     evictions: int = 0
     copies: int = 0
     copy_seconds: float = 0.0
+    failures: int = 0
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,7 @@ class LoRAStats:
 
     device: TierStats
     host: TierStats
+    disk: TierStats
     insertions: int
     replacements: int
     waits: int

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import settings
@@ -11,6 +18,7 @@ from support.adapters import TINY, WireAdapter, wire_adapter
 
 from multilora_engine.errors import AdapterCacheFull, AdapterConflict, AdapterNotFound
 from multilora_engine.lora.device_tier import DeviceTier
+from multilora_engine.lora.disk_tier import DiskTier, write_file_atomically
 from multilora_engine.lora.format import SLICES, PackedAdapter, lora_modules, pack_adapter
 from multilora_engine.lora.host_tier import CachedAdapter, HostTier
 from multilora_engine.lora.life_cycle import AdapterEvent, OnEvent, ignore_event
@@ -32,7 +40,11 @@ CONTENTS = [_adapter(content) for content in range(12)]
 
 
 def build_manager(
-    num_host_pages: int, num_device_pages: int | None, on_conflict: str, on_event: OnEvent = ignore_event
+    num_host_pages: int,
+    num_device_pages: int | None,
+    on_conflict: str,
+    on_event: OnEvent = ignore_event,
+    disk: DiskTier | None = None,
 ) -> LoRAManager:
     host = HostTier(num_host_pages, TINY.page_bytes)
     host.pool.storage.fill_(0xFF)  # NaN in every dtype: what is read must have been written
@@ -41,7 +53,7 @@ def build_manager(
         device_pool = PagePool(num_device_pages, TINY.page_bytes, torch.device("cpu"))
         device_pool.storage.fill_(0xFF)
     device = DeviceTier(TINY, host.pool, device_pool, MAX_LORAS, on_event)
-    return LoRAManager(host, device, on_conflict, on_event)  # type: ignore[arg-type]
+    return LoRAManager(host, device, on_conflict, on_event, disk)  # type: ignore[arg-type]
 
 
 def assert_tables_hold(manager: LoRAManager, adapter: CachedAdapter, wire: WireAdapter) -> None:
@@ -66,20 +78,29 @@ def assert_tables_hold(manager: LoRAManager, adapter: CachedAdapter, wire: WireA
 class ManagerMachine(RuleBasedStateMachine):
     """Puts, pins, acquires, releases and unpins in any order; the model is a dictionary of contents and counts."""
 
+    has_disk = False
     num_host_pages = 8
     num_device_pages: int | None = None
     on_conflict = "refuse"
 
     def __init__(self) -> None:
         super().__init__()
-        self.manager = build_manager(self.num_host_pages, self.num_device_pages, self.on_conflict)
+        self.manager = self.build()
         self.contents: dict[int, int] = {}
         self.operator_pins: set[int] = set()
         self.pins: list[tuple[CachedAdapter, int]] = []
         self.users: list[tuple[CachedAdapter, int]] = []
 
+    def build(self) -> LoRAManager:
+        return build_manager(self.num_host_pages, self.num_device_pages, self.on_conflict)
+
+    def settle(self) -> None:
+        """Without a disk tier nothing is ever under way."""
+
     @rule(task=st.integers(0, 9), content=st.integers(0, len(CONTENTS) - 1))
     def put(self, task: int, content: int) -> None:
+        if content % 2:
+            self.settle()
         packed = CONTENTS[content][1]
         present = self._present(task)
         try:
@@ -91,6 +112,8 @@ class ManagerMachine(RuleBasedStateMachine):
             return
         except AdapterCacheFull:
             pinned = sum(len(a.pages) for a in {a for a, _ in self.pins + self.users})
+            if self.has_disk and not content % 2:
+                return  # what is being read cannot be evicted either
             for kept in self.operator_pins - {task} - {a.lora_task_id for a in self._in_use if not a.is_retired}:
                 pinned += len(CONTENTS[self.contents[kept]][1].pages)
             assert pinned + len(packed.pages) > self.num_host_pages, "refused although evicting would have been enough"
@@ -109,6 +132,9 @@ class ManagerMachine(RuleBasedStateMachine):
                 "a pinned one was evicted"
             )
             return
+        except AdapterCacheFull:
+            assert self.has_disk
+            return
         assert adapter.digest == CONTENTS[self.contents[task]][1].digest
         self.pins.append((adapter, self.contents[task]))
 
@@ -124,7 +150,7 @@ class ManagerMachine(RuleBasedStateMachine):
             in_use_pages = sum(len(a.pages) for a in in_use)
             has_index = adapter in in_use or len(in_use) < MAX_LORAS
             has_pages = self.num_device_pages is None or in_use_pages + len(adapter.pages) <= self.num_device_pages
-            assert not (has_index and has_pages), "refused although there was room"
+            assert not (adapter.rows and has_index and has_pages), "refused although there was room"
 
     @precondition(lambda self: self.users)
     @rule(data=st.data(), is_finished=st.booleans())
@@ -151,6 +177,9 @@ class ManagerMachine(RuleBasedStateMachine):
         except AdapterNotFound:
             assert task not in self.operator_pins
             return
+        except AdapterCacheFull:
+            assert self.has_disk
+            return
         (self.operator_pins.add if is_pinned else self.operator_pins.discard)(task)
 
     @rule(task=st.integers(0, 9))
@@ -161,6 +190,7 @@ class ManagerMachine(RuleBasedStateMachine):
             assert task not in self.operator_pins
             return
         self.operator_pins.discard(task)
+        del self.contents[task]
         assert not self._present(task)
 
     @invariant()
@@ -200,12 +230,153 @@ class SmallReplacingDeviceMachine(ManagerMachine):
     on_conflict = "replace"
 
 
+class _OnDemand(Future[Any]):
+    """A task that runs when it is told to, or when somebody waits for it."""
+
+    def __init__(self, task: Callable[[], Any]) -> None:
+        super().__init__()
+        self._task = task
+
+    def run(self) -> None:
+        if not self.done() and self.set_running_or_notify_cancel():
+            try:
+                self.set_result(self._task())
+            except Exception as error:
+                self.set_exception(error)
+
+    def result(self, timeout: float | None = None) -> Any:
+        self.run()
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        self.run()
+        return super().exception(timeout)
+
+
+class SteppedWorkers(Executor):
+    """In place of threads: what was submitted happens in order, when the test says so."""
+
+    def __init__(self) -> None:
+        self._tasks: list[_OnDemand] = []
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        task = _OnDemand(lambda: fn(*args, **kwargs))
+        self._tasks.append(task)
+        return task
+
+    def step(self, num_tasks: int) -> None:
+        tasks, self._tasks = self._tasks[:num_tasks], self._tasks[num_tasks:]
+        for task in tasks:
+            task.run()
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        self.step(len(self._tasks))
+
+    @property
+    def num_tasks(self) -> int:
+        return len(self._tasks)
+
+
+class DiskMachine(ManagerMachine):
+    """Host memory for few, files for all: nothing is lost unless a write fails or a file is damaged."""
+
+    has_disk = True
+    num_host_pages = 4
+    on_conflict = "replace"
+
+    def __init__(self) -> None:
+        self.is_disk_full = False
+        self.may_lose = False
+        self.damaged: set[tuple[int, str]] = set()
+        self._directory = tempfile.TemporaryDirectory()
+        self.workers = SteppedWorkers()
+        super().__init__()
+
+    def build(self) -> LoRAManager:
+        directory = Path(self._directory.name)
+        disk = DiskTier(directory, 1 << 20, TINY, write_file=self.write_file, workers=lambda _: self.workers)
+        return build_manager(self.num_host_pages, self.num_device_pages, self.on_conflict, disk=disk)
+
+    def write_file(self, path: Path, header: bytes, pages: torch.Tensor) -> None:
+        if self.is_disk_full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write_file_atomically(path, header, pages)
+
+    def settle(self) -> None:
+        self.workers.step(self.workers.num_tasks)
+        self.poll()
+
+    @rule()
+    def poll(self) -> None:
+        for adapter in self.manager.poll():
+            assert (adapter.lora_task_id, adapter.digest) in self.damaged
+            assert adapter not in {a for a, _ in self.users}
+            self.operator_pins.discard(adapter.lora_task_id)
+            for pin in [pin for pin in self.pins if pin[0] is adapter]:
+                self.pins.remove(pin)
+                self.manager.unpin(adapter)
+
+    @rule(num_tasks=st.integers(1, 4))
+    def work(self, num_tasks: int) -> None:
+        self.workers.step(num_tasks)
+
+    @rule(is_disk_full=st.booleans())
+    def fill_disk(self, is_disk_full: bool) -> None:
+        self.is_disk_full = is_disk_full
+        self.may_lose = self.may_lose or is_disk_full
+
+    @rule(data=st.data())
+    def damage(self, data: st.DataObject) -> None:
+        self.settle()
+        task = data.draw(st.sampled_from(range(10)))
+        path = Path(self._directory.name) / f"{task}.safetensors"
+        if path.exists():
+            self.may_lose = True
+            self.damaged.add((task, CONTENTS[self.contents[task]][1].digest))
+            content = bytearray(path.read_bytes())
+            content[-data.draw(st.integers(1, TINY.page_bytes))] ^= 1
+            path.write_bytes(content)
+
+    @rule()
+    def restart(self) -> None:
+        self.settle()
+        for adapter, _ in self.users:
+            self.manager.release(adapter)
+        for adapter in self._in_use:
+            self.manager.unpin(adapter)
+        self.pins, self.users, self.operator_pins = [], [], set()
+        self.manager.close()
+        self.manager = self.build()
+
+    @invariant()
+    def nothing_is_lost(self) -> None:
+        if not self.may_lose:
+            assert {info.lora_task_id for info in self.manager.describe()} == self.contents.keys()
+
+    def teardown(self) -> None:
+        self.manager.close()
+        self._directory.cleanup()
+
+
+class SmallDeviceDiskMachine(DiskMachine):
+    num_device_pages = 3
+
+
 _SETTINGS = settings(max_examples=15, stateful_step_count=50, deadline=None)
 TestShared = ManagerMachine.TestCase
 TestSharedReplacing = ReplacingMachine.TestCase
 TestSmallDevice = SmallDeviceMachine.TestCase
 TestSmallDeviceReplacing = SmallReplacingDeviceMachine.TestCase
-for case in (TestShared, TestSharedReplacing, TestSmallDevice, TestSmallDeviceReplacing):
+TestDisk = DiskMachine.TestCase
+TestSmallDeviceDisk = SmallDeviceDiskMachine.TestCase
+for case in (
+    TestShared,
+    TestSharedReplacing,
+    TestSmallDevice,
+    TestSmallDeviceReplacing,
+    TestDisk,
+    TestSmallDeviceDisk,
+):
     case.settings = _SETTINGS
 
 

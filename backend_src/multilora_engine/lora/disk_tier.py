@@ -1,0 +1,455 @@
+"""`DiskTier`: evicted adapters as files, so that their ids survive eviction and a restart.
+
+One safetensors file for each adapter, named after its task id alone: a tensor `pages`, uint8 [num_pages, page_bytes],
+and in the metadata what `_Metadata` lists. Files are read with plain reads and not through a memory map: with that, a
+bad sector or a truncation would be a SIGBUS that ends the engine, and copying would hold the GIL.
+
+The directory is a cache: a file that is damaged costs its own adapter and nothing else. What is in there at start and
+cannot be used (another model or page size, an older format, a symbolic link) is named in the log and left alone.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import re
+import stat
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import torch
+
+from multilora_engine.errors import ConfigError
+from multilora_engine.lora.format import AdapterLayout, PackedRow, check_rows, content_digest
+from multilora_engine.lora.life_cycle import AdapterEvent, EventKind, OnEvent, TierStats, ignore_event
+
+FORMAT_VERSION = "1"
+
+_MAX_HEADER_BYTES = 16 << 20
+_MAX_PENDING_WRITES = 4
+"""Adapters that may wait in memory to be written. One more waits for the oldest: eviction is as slow as the disk."""
+
+_NUM_READERS = 2
+_READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+"""NONBLOCK: opening a FIFO must not wait for somebody to write."""
+
+_logger = logging.getLogger(__name__)
+
+
+class DamagedFile(Exception):
+    """A file is not what it should be; the text says in what way."""
+
+
+@dataclass(frozen=True)
+class DiskAdapter:
+    """What is known of a file without reading its pages."""
+
+    lora_task_id: int
+    digest: str
+    name: str
+    ranks: tuple[int, ...]
+    num_pages: int
+    num_bytes: int
+    last_used_s: float
+
+
+class _Metadata(msgspec.Struct, frozen=True):
+    """safetensors knows only strings: `layout` and `rows` are JSON."""
+
+    format_version: str
+    lora_task_id: str
+    name: str
+    digest: str
+    layout: str
+    rows: str
+
+
+class _TensorInfo(msgspec.Struct, frozen=True):
+    dtype: str
+    shape: tuple[int, int]
+    data_offsets: tuple[int, int]
+
+
+class _Header(msgspec.Struct, frozen=True):
+    metadata: _Metadata = msgspec.field(name="__metadata__")
+    pages: _TensorInfo
+
+
+@dataclass(frozen=True)
+class _Contents:
+    """A file that was read up to its pages."""
+
+    adapter: DiskAdapter
+    rows: list[PackedRow]
+    data_start: int
+
+
+WriteFile = Callable[[Path, bytes, torch.Tensor], None]
+"""Writes a file at a path, atomically: the header, then the pages. Raises OSError."""
+
+
+class DiskTier:
+    """Adapters in the files of one directory, least recently used deleted first. Changed only by `LoRAManager`.
+
+    One thread owns it. Writing and reading happen on threads of its own, which touch files and memory that they are
+    given, never the index. `poll` takes up what they have finished.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        num_bytes: int,
+        layout: AdapterLayout,
+        on_event: OnEvent = ignore_event,
+        write_file: WriteFile | None = None,
+        workers: Callable[[int], Executor] = ThreadPoolExecutor,
+    ) -> None:
+        """Take over a directory and what is in it. Raises ConfigError if that is impossible, or another has it.
+
+        workers: makes that many threads.
+        """
+        self._directory = directory
+        self._num_bytes = num_bytes
+        self._layout = layout
+        self._on_event = on_event
+        self._write_file = write_file or write_file_atomically
+        self._adapters: OrderedDict[int, DiskAdapter] = OrderedDict()
+        self._writes: dict[int, tuple[Future[float], torch.Tensor, list[PackedRow]]] = {}
+        self._hits = self._misses = self._evictions = self._copies = self._failures = 0
+        self._copy_seconds = 0.0
+        self._lock_fd = _lock(directory)
+        self._writer = workers(1)
+        self._readers = workers(_NUM_READERS)
+        self._find_files()
+
+    def __len__(self) -> int:
+        return len(self._adapters)
+
+    @property
+    def adapters(self) -> list[DiskAdapter]:
+        """Least recently used first."""
+        return list(self._adapters.values())
+
+    @property
+    def num_bytes(self) -> int:
+        """The size all files together may have."""
+        return self._num_bytes
+
+    def find(self, lora_task_id: int) -> DiskAdapter | None:
+        return self._adapters.get(lora_task_id)
+
+    def count_request(self, lora_task_id: int) -> None:
+        """A request looked here for its adapter: a hit if it is here."""
+        if lora_task_id in self._adapters:
+            self._hits += 1
+        else:
+            self._misses += 1
+
+    def store(
+        self, lora_task_id: int, digest: str, name: str, rows: list[PackedRow], pages: Callable[[], torch.Tensor]
+    ) -> None:
+        """Have an adapter written, unless this version is here already. Never fails: what cannot be kept is logged.
+
+        pages: gives uint8 [num_pages, page_bytes] that nobody else writes to; asked for only when it is needed.
+        """
+        known = self._adapters.get(lora_task_id)
+        if known is not None:
+            assert known.digest == digest, f"LoRA task {lora_task_id}: the file of an old version was left"
+            self._adapters.move_to_end(lora_task_id)
+            return
+        content = pages()
+        header = _encode_header(lora_task_id, digest, name, rows, len(content), self._layout)
+        size = len(header) + content.numel()
+        if not self._make_room(lora_task_id, size):
+            return
+        while len(self._writes) >= _MAX_PENDING_WRITES:
+            self._finish_write(next(iter(self._writes)))
+        ranks = tuple(sorted({row.rank for row in rows}))
+        self._adapters[lora_task_id] = DiskAdapter(
+            lora_task_id, digest, name, ranks, len(content), size, last_used_s=time.time()
+        )
+        write = self._writer.submit(self._write, self._path(lora_task_id), header, content)
+        self._writes[lora_task_id] = write, content, rows
+
+    def open(self, lora_task_id: int) -> Callable[[Sequence[torch.Tensor]], Future[list[PackedRow]]]:
+        """A way to have an adapter that is here read, whatever becomes of its file from now on. To be called once.
+
+        It is given the pages to fill, uint8 [page_bytes] each; the future's result is the adapter's rows. The future
+        raises DamagedFile or OSError.
+        """
+        adapter = self._adapters[lora_task_id]
+        self._adapters.move_to_end(lora_task_id)
+        if lora_task_id in self._writes:
+            _, content, rows = self._writes[lora_task_id]
+            return lambda pages: self._readers.submit(_copy_pages, content, rows, pages)
+        try:
+            fd = _open_regular(self._path(lora_task_id))
+        except (OSError, DamagedFile) as error:
+            failure = error
+            return lambda pages: _failed(failure)
+        return lambda pages: self._readers.submit(_read_file, fd, adapter, pages, self._layout)
+
+    def delete(self, lora_task_id: int) -> None:
+        """Forget an adapter, if it is here, and remove its file now: no later start may find it."""
+        adapter = self._adapters.pop(lora_task_id, None)
+        if adapter is None:
+            return
+        if lora_task_id in self._writes:
+            write = self._writes.pop(lora_task_id)[0]
+            if not write.cancel():
+                write.exception()
+        try:
+            self._path(lora_task_id).unlink(missing_ok=True)
+        except OSError:
+            self._failures += 1
+            _logger.exception("LoRA task %d: its file cannot be deleted; the next start would find it", lora_task_id)
+        self._emit("deleted_from_disk", adapter)
+
+    def drop_damaged(self, lora_task_id: int, digest: str, error: BaseException) -> None:
+        """Reading this version failed: forget it, and remove its file."""
+        _logger.error("LoRA task %d: %s: %s; it is dropped", lora_task_id, self._path(lora_task_id), error)
+        self._failures += 1
+        adapter = self._adapters.get(lora_task_id)
+        if adapter is not None and adapter.digest == digest:
+            self.delete(lora_task_id)
+
+    def poll(self) -> None:
+        """Take up the writes that have ended."""
+        for lora_task_id in [task for task, (write, _, _) in self._writes.items() if write.done()]:
+            self._finish_write(lora_task_id)
+
+    @property
+    def stats(self) -> TierStats:
+        return TierStats(
+            bytes_used=self._bytes_used,
+            bytes_total=self._num_bytes,
+            num_adapters=len(self),
+            hits=self._hits,
+            misses=self._misses,
+            evictions=self._evictions,
+            copies=self._copies,
+            copy_seconds=self._copy_seconds,
+            failures=self._failures,
+        )
+
+    def check_integrity(self) -> None:
+        assert self._bytes_used <= self._num_bytes
+        assert self._writes.keys() <= self._adapters.keys()
+        assert len(self._writes) <= _MAX_PENDING_WRITES
+
+    def close(self) -> None:
+        """Finish what is being written and read, and leave the directory to others."""
+        for lora_task_id in list(self._writes):
+            self._finish_write(lora_task_id)
+        self._writer.shutdown()
+        self._readers.shutdown()
+        os.close(self._lock_fd)
+
+    @property
+    def _bytes_used(self) -> int:
+        return sum(adapter.num_bytes for adapter in self._adapters.values())
+
+    def _path(self, lora_task_id: int) -> Path:
+        return self._directory / f"{lora_task_id}.safetensors"
+
+    def _find_files(self) -> None:
+        found: list[DiskAdapter] = []
+        for path in sorted(self._directory.iterdir()):
+            try:
+                if re.fullmatch(r"\.[0-9]{1,20}\.safetensors\.part", path.name):
+                    path.unlink()
+                elif path.suffix == ".safetensors":
+                    found.append(_describe_file(path, self._layout))
+            except (OSError, DamagedFile) as error:
+                _logger.warning("%s in lora_cache_dir is not used: %s", path.name, error)
+        found.sort(key=lambda adapter: adapter.last_used_s)
+        self._adapters.update((adapter.lora_task_id, adapter) for adapter in found)
+        while self._bytes_used > self._num_bytes:
+            self._delete_oldest()
+        _logger.info("disk tier: %d adapters found in %s", len(self), self._directory)
+
+    def _make_room(self, lora_task_id: int, size: int) -> bool:
+        if size > self._num_bytes:
+            self._failures += 1
+            _logger.error(
+                "LoRA task %d: %d bytes are more than lora_cache_disk_bytes (%d); it is evicted without a file",
+                lora_task_id,
+                size,
+                self._num_bytes,
+            )
+            return False
+        while self._bytes_used + size > self._num_bytes:
+            self._delete_oldest()
+        return True
+
+    def _delete_oldest(self) -> None:
+        self.delete(next(iter(self._adapters)))
+        self._evictions += 1
+
+    def _write(self, path: Path, header: bytes, pages: torch.Tensor) -> float:
+        started = time.perf_counter()
+        self._write_file(path, header, pages)
+        return time.perf_counter() - started
+
+    def _finish_write(self, lora_task_id: int) -> None:
+        """Wait for a write, which has ended already when `poll` asks."""
+        write = self._writes.pop(lora_task_id)[0]
+        try:
+            self._copy_seconds += write.result()
+        except OSError as error:
+            self._failures += 1
+            del self._adapters[lora_task_id]
+            _logger.error("LoRA task %d: cannot be written to lora_cache_dir, and is lost: %s", lora_task_id, error)
+        else:
+            self._copies += 1
+            self._emit("spilled_to_disk", self._adapters[lora_task_id])
+
+    def _emit(self, kind: EventKind, adapter: DiskAdapter) -> None:
+        self._on_event(AdapterEvent(kind, adapter.lora_task_id, adapter.digest))
+
+
+def write_file_atomically(path: Path, header: bytes, pages: torch.Tensor) -> None:
+    """Under another name first. Not synced: what a power failure leaves half written, its digest gives away."""
+    part = path.with_name(f".{path.name}.part")
+    try:
+        with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "wb", 0) as file:
+            _write_all(file.fileno(), memoryview(header))
+            _write_all(file.fileno(), pages.numpy().data.cast("B"))
+        part.replace(path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def _write_all(fd: int, data: memoryview) -> None:
+    while data:
+        data = data[os.write(fd, data) :]
+
+
+def _lock(directory: Path) -> int:
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise ConfigError(f"lora_cache_dir: {error}; write a directory that the server may create and use") from error
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(fd)
+        raise ConfigError(f"lora_cache_dir: another server uses {directory}; write one for each server") from None
+    return fd
+
+
+def _encode_header(
+    lora_task_id: int, digest: str, name: str, rows: list[PackedRow], num_pages: int, layout: AdapterLayout
+) -> bytes:
+    """A safetensors header: its length as 8 bytes, and JSON filled up with spaces to a multiple of 8."""
+    metadata = _Metadata(FORMAT_VERSION, str(lora_task_id), name, digest, _layout_text(layout), _rows_text(rows))
+    shape = (num_pages, layout.page_bytes)
+    header = msgspec.json.encode(_Header(metadata, _TensorInfo("U8", shape, (0, shape[0] * shape[1]))))
+    header += b" " * (-len(header) % 8)
+    return len(header).to_bytes(8, "little") + header
+
+
+def _layout_text(layout: AdapterLayout) -> str:
+    return msgspec.json.encode(layout).decode()
+
+
+def _rows_text(rows: list[PackedRow]) -> str:
+    return msgspec.json.encode(rows).decode()
+
+
+def _describe_file(path: Path, layout: AdapterLayout) -> DiskAdapter:
+    """What a file holds, by its header. Raises DamagedFile or OSError."""
+    if not re.fullmatch(r"0|[1-9][0-9]{0,19}", path.stem) or int(path.stem) >= 1 << 64:
+        raise DamagedFile("its name is not the decimal form of a task id of 64 bits")
+    fd = _open_regular(path)
+    try:
+        return _read_header(fd, int(path.stem), layout).adapter
+    finally:
+        os.close(fd)
+
+
+def _open_regular(path: Path) -> int:
+    fd = os.open(path, _READ_FLAGS)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise DamagedFile("it is not a regular file")
+    return fd
+
+
+def _read_header(fd: int, lora_task_id: int, layout: AdapterLayout) -> _Contents:
+    status = os.fstat(fd)
+    length = int.from_bytes(os.pread(fd, 8, 0), "little")
+    if status.st_size < 8 + length or length > _MAX_HEADER_BYTES:
+        raise DamagedFile(
+            f"its header claims {length} bytes, the file has {status.st_size} and a header at most {_MAX_HEADER_BYTES}"
+        )
+    try:
+        header = msgspec.json.decode(os.pread(fd, length, 8), type=_Header)
+        rows = msgspec.json.decode(header.metadata.rows, type=list[PackedRow])
+    except msgspec.MsgspecError as error:
+        raise DamagedFile(f"its header is none of ours: {error}") from None
+    metadata, num_pages = header.metadata, header.pages.shape[0]
+    if metadata.format_version != FORMAT_VERSION:
+        raise DamagedFile(f"its format version is {metadata.format_version[:20]}, this server's is {FORMAT_VERSION}")
+    if metadata.layout != _layout_text(layout):
+        raise DamagedFile("its layout is another model's, or of other lora parameters")
+    if metadata.lora_task_id != str(lora_task_id):
+        raise DamagedFile(f"it is of LoRA task {metadata.lora_task_id[:20]}")
+    num_bytes = num_pages * layout.page_bytes
+    if header.pages != _TensorInfo("U8", (num_pages, layout.page_bytes), (0, num_bytes)) or num_pages < 1:
+        raise DamagedFile(f"its tensor is {header.pages}")
+    if status.st_size != 8 + length + num_bytes:
+        raise DamagedFile(f"it has {status.st_size} bytes, its header accounts for {8 + length + num_bytes}")
+    try:
+        check_rows(rows, num_pages, layout)
+    except ValueError as error:
+        raise DamagedFile(str(error)) from None
+    ranks = tuple(sorted({row.rank for row in rows}))
+    adapter = DiskAdapter(
+        lora_task_id, metadata.digest, metadata.name, ranks, num_pages, status.st_size, status.st_mtime
+    )
+    return _Contents(adapter, rows, 8 + length)
+
+
+def _read_file(fd: int, expected: DiskAdapter, pages: Sequence[torch.Tensor], layout: AdapterLayout) -> list[PackedRow]:
+    """Read an open file, which is closed then, into `pages`."""
+    try:
+        contents = _read_header(fd, expected.lora_task_id, layout)
+        if (contents.adapter.digest, contents.adapter.num_pages) != (expected.digest, expected.num_pages):
+            raise DamagedFile("it was exchanged behind the server's back")
+        for index, page in enumerate(pages):
+            _read_all(fd, page.numpy().data, contents.data_start + index * layout.page_bytes)
+        if content_digest(contents.rows, pages, layout.lora_dtype) != expected.digest:
+            raise DamagedFile("its content does not have the digest that it names")
+        os.utime(fd)
+        return contents.rows
+    finally:
+        os.close(fd)
+
+
+def _read_all(fd: int, target: memoryview, offset: int) -> None:
+    while target:
+        count = os.preadv(fd, [target], offset)
+        if count == 0:
+            raise DamagedFile("it ends too early")
+        target, offset = target[count:], offset + count
+
+
+def _failed(error: Exception) -> Future[list[PackedRow]]:
+    future: Future[list[PackedRow]] = Future()
+    future.set_exception(error)
+    return future
+
+
+def _copy_pages(content: torch.Tensor, rows: list[PackedRow], pages: Sequence[torch.Tensor]) -> list[PackedRow]:
+    for source, target in zip(content, pages, strict=True):
+        target.copy_(source)
+    return rows

@@ -1,0 +1,308 @@
+"""Adapters as files: what comes back is what was evicted, and a file that is not ours hurts nobody else."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from support.adapters import TINY, wire_adapter
+
+from multilora_engine.errors import ConfigError
+from multilora_engine.lora.disk_tier import DamagedFile, DiskTier
+from multilora_engine.lora.format import AdapterLayout, PackedAdapter, pack_adapter
+from multilora_engine.lora.life_cycle import AdapterEvent
+
+BIG_ID = (1 << 64) - 1
+
+
+def packed_adapter(seed: int) -> PackedAdapter:
+    rows = [(1, 0, 4)] + [(module, layer, 16) for layer in range(3) for module in (5, 6, 7)]
+    wire = wire_adapter(TINY, rows, seed=seed)
+    return pack_adapter(wire.weights, wire.config, TINY)
+
+
+FIRST, SECOND = packed_adapter(1), packed_adapter(2)
+FILE_BYTES = FIRST.pages.numel() * 3 // 2
+"""More than one file takes, less than two."""
+
+
+@pytest.fixture
+def tiers() -> Iterator[list[DiskTier]]:
+    opened: list[DiskTier] = []
+    yield opened
+    for tier in opened:
+        tier.close()
+
+
+@pytest.fixture
+def filled(tmp_path: Path) -> Path:
+    """A directory in which a server left the adapters 1 and 2."""
+    tier = DiskTier(tmp_path, 1 << 20, TINY)
+    for task, adapter in enumerate((FIRST, SECOND), start=1):
+        store(tier, task, adapter)
+    tier.close()
+    return tmp_path
+
+
+def store(tier: DiskTier, task: int, adapter: PackedAdapter) -> None:
+    tier.store(task, adapter.digest, f"name-{task}", adapter.rows, lambda: adapter.pages)
+
+
+def read(tier: DiskTier, task: int, num_pages: int) -> tuple[list[Any], torch.Tensor]:
+    pages = torch.zeros(num_pages, TINY.page_bytes, dtype=torch.uint8)
+    return tier.open(task)(list(pages)).result(timeout=60), pages
+
+
+def assert_reads(tier: DiskTier, task: int, adapter: PackedAdapter) -> None:
+    rows, pages = read(tier, task, len(adapter.pages))
+    assert rows == adapter.rows
+    assert torch.equal(pages, adapter.pages)
+
+
+def test_what_was_stored_comes_back_even_before_it_is_written_and_after_a_restart(
+    tmp_path: Path, tiers: list[DiskTier]
+) -> None:
+    tier = DiskTier(tmp_path, 1 << 20, TINY)
+    store(tier, BIG_ID, FIRST)
+    assert_reads(tier, BIG_ID, FIRST)
+    tier.close()
+    tiers.append(again := DiskTier(tmp_path, 1 << 20, TINY))
+    (known,) = again.adapters
+    assert (known.lora_task_id, known.digest, known.name, known.ranks) == (
+        BIG_ID,
+        FIRST.digest,
+        f"name-{BIG_ID}",
+        (4, 16),
+    )
+    assert_reads(again, BIG_ID, FIRST)
+
+
+def test_a_file_is_safetensors_of_the_adapters_own_pages(filled: Path) -> None:
+    with safe_open(filled / "1.safetensors", framework="pt") as file:
+        assert file.metadata()["digest"] == FIRST.digest
+        assert file.metadata()["lora_task_id"] == "1"
+        assert torch.equal(file.get_tensor("pages"), FIRST.pages)
+
+
+def test_the_least_recently_used_files_go_first_and_the_budget_holds(tmp_path: Path, tiers: list[DiskTier]) -> None:
+    events: list[AdapterEvent] = []
+    tiers.append(tier := DiskTier(tmp_path, 2 * FILE_BYTES, TINY, on_event=events.append))
+    for task in (1, 2):
+        store(tier, task, FIRST)
+    assert_reads(tier, 1, FIRST)
+    store(tier, 3, SECOND)
+    tier.check_integrity()
+    assert [adapter.lora_task_id for adapter in tier.adapters] == [1, 3]
+    assert tier.stats.evictions == 1
+    assert ("deleted_from_disk", 2) in [(event.kind, event.lora_task_id) for event in events]
+    assert not (tmp_path / "2.safetensors").exists()
+
+
+def test_the_order_of_use_survives_a_restart(filled: Path, tiers: list[DiskTier]) -> None:
+    os.utime(filled / "1.safetensors", (2_000_000_000, 2_000_000_000))
+    tiers.append(tier := DiskTier(filled, FILE_BYTES, TINY))
+    assert [adapter.lora_task_id for adapter in tier.adapters] == [1]
+    assert not (filled / "2.safetensors").exists()
+
+
+def test_an_adapter_larger_than_the_budget_is_not_kept(tmp_path: Path, tiers: list[DiskTier]) -> None:
+    tiers.append(tier := DiskTier(tmp_path, 100, TINY))
+    store(tier, 1, FIRST)
+    assert len(tier) == 0
+    assert tier.stats.failures == 1
+
+
+def test_a_deleted_adapter_is_gone_at_once_and_for_good(filled: Path, tiers: list[DiskTier]) -> None:
+    tier = DiskTier(filled, 1 << 20, TINY)
+    still_open = tier.open(1)
+    tier.delete(1)
+    assert not (filled / "1.safetensors").exists()
+    pages = torch.zeros_like(FIRST.pages)
+    still_open(list(pages)).result(timeout=60)
+    assert torch.equal(pages, FIRST.pages), "who had begun to read it still gets it"
+    store(tier, 1, SECOND)
+    tier.close()
+    tiers.append(again := DiskTier(filled, 1 << 20, TINY))
+    assert_reads(again, 1, SECOND)
+
+
+def test_a_full_disk_costs_the_adapter_and_nothing_else(tmp_path: Path, tiers: list[DiskTier]) -> None:
+    def fail(path: Path, header: bytes, pages: torch.Tensor) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    tiers.append(tier := DiskTier(tmp_path, 1 << 20, TINY, write_file=fail))
+    for task in range(10):
+        store(tier, task, FIRST)
+        tier.check_integrity()
+    while tier.find(9) is not None:
+        tier.poll()
+    assert len(tier) == 0
+    assert tier.stats.failures == 10
+    assert tier.stats.bytes_used == 0
+
+
+def test_a_failed_write_leaves_no_file_behind(tmp_path: Path, tiers: list[DiskTier]) -> None:
+    tier = DiskTier(tmp_path / "cache", 1 << 20, TINY)
+    (tmp_path / "cache" / "1.safetensors").mkdir()
+    store(tier, 1, FIRST)
+    tier.close()
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["1.safetensors"]
+    assert tier.stats.failures == 1
+
+
+def test_a_directory_has_one_server(tmp_path: Path, tiers: list[DiskTier]) -> None:
+    tiers.append(DiskTier(tmp_path, 1 << 20, TINY))
+    with pytest.raises(ConfigError, match="lora_cache_dir: another server uses"):
+        DiskTier(tmp_path, 1 << 20, TINY)
+
+
+def test_a_directory_that_cannot_be_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"lora_cache_dir: .*file"):
+        DiskTier(tmp_path / "file" / "cache", 1 << 20, TINY)
+
+
+def test_what_a_crash_left_half_written_is_cleared_away(filled: Path, tiers: list[DiskTier]) -> None:
+    (filled / ".7.safetensors.part").write_bytes(b"half")
+    tiers.append(tier := DiskTier(filled, 1 << 20, TINY))
+    assert len(tier) == 2
+    assert not (filled / ".7.safetensors.part").exists()
+
+
+def _truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def _claim_4_gib(path: Path) -> None:
+    path.write_bytes((4 << 30).to_bytes(8, "little") + path.read_bytes()[8:])
+
+
+def _pickle(path: Path) -> None:
+    path.write_bytes(pickle.dumps({"pages": [1, 2, 3]}))
+
+
+def _empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def _link_outside(path: Path) -> None:
+    outside = path.parent.parent / "outside.safetensors"
+    path.rename(outside)
+    path.symlink_to(outside)
+
+
+def _fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def _rename(path: Path) -> None:
+    path.rename(path.with_name("11.safetensors"))
+
+
+def _odd_name(path: Path) -> None:
+    path.rename(path.with_name("01.safetensors"))
+
+
+def _edit_header(path: Path, edit: Any) -> None:
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    edit(header)
+    encoded = json.dumps(header).encode()
+    path.write_bytes(len(encoded).to_bytes(8, "little") + encoded + content[8 + length :])
+
+
+def _older_format(path: Path) -> None:
+    _edit_header(path, lambda header: header["__metadata__"].update(format_version="0"))
+
+
+def _rows_outside(path: Path) -> None:
+    def edit(header: Any) -> None:
+        rows = json.loads(header["__metadata__"]["rows"])
+        rows[0]["a_offset"] = 1 << 40
+        header["__metadata__"]["rows"] = json.dumps(rows)
+
+    _edit_header(path, edit)
+
+
+def _claim_more_pages(path: Path) -> None:
+    _edit_header(path, lambda header: header["pages"].update(shape=[1 << 40, TINY.page_bytes]))
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (_truncate, "its header accounts for"),
+        (_claim_4_gib, "its header claims 4294967296 bytes"),
+        (_pickle, "its header claims"),
+        (_empty, "its header claims 0 bytes, the file has 0"),
+        (_link_outside, "symbolic links"),
+        (_fifo, "not a regular file"),
+        (_rename, "it is of LoRA task 1"),
+        (_odd_name, "its name is not"),
+        (_older_format, "its format version is 0"),
+        (_rows_outside, "leaves its pages"),
+        (_claim_more_pages, "its tensor is"),
+    ],
+)
+def test_a_file_that_is_not_ours_is_named_at_start_and_left_alone(
+    tmp_path: Path, tiers: list[DiskTier], caplog: pytest.LogCaptureFixture, damage: Any, reason: str
+) -> None:
+    directory = tmp_path / "cache"
+    tier = DiskTier(directory, 1 << 20, TINY)
+    store(tier, 1, FIRST)
+    store(tier, 2, SECOND)
+    tier.close()
+    damage(directory / "1.safetensors")
+    names = {path.name for path in directory.iterdir()}
+    tiers.append(again := DiskTier(directory, 1 << 20, TINY))
+    assert [adapter.lora_task_id for adapter in again.adapters] == [2]
+    assert_reads(again, 2, SECOND)
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "1.safetensors in lora_cache_dir is not used" in warning
+    assert reason in warning
+    assert {path.name for path in directory.iterdir()} == names
+
+
+def test_files_of_another_layout_are_left_alone(filled: Path, tiers: list[DiskTier]) -> None:
+    other = AdapterLayout(**{**TINY.__dict__, "max_rank": 8})
+    tiers.append(tier := DiskTier(filled, 1 << 20, other))
+    assert len(tier) == 0
+    assert (filled / "1.safetensors").exists()
+
+
+@pytest.mark.parametrize("damage", [_truncate, _claim_4_gib, _link_outside, _older_format, Path.unlink])
+def test_a_file_damaged_while_the_server_runs_is_found_when_it_is_read(
+    tmp_path: Path, tiers: list[DiskTier], damage: Any
+) -> None:
+    directory = tmp_path / "cache"
+    tier = DiskTier(directory, 1 << 20, TINY)
+    store(tier, 1, FIRST)
+    tier.close()
+    tiers.append(again := DiskTier(directory, 1 << 20, TINY))
+    damage(directory / "1.safetensors")
+    with pytest.raises((DamagedFile, OSError)):
+        read(again, 1, len(FIRST.pages))
+
+
+def test_any_changed_byte_is_noticed(filled: Path, tiers: list[DiskTier]) -> None:
+    path = filled / "1.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-TINY.page_bytes - 5] ^= 1
+    path.write_bytes(content)
+    tiers.append(tier := DiskTier(filled, 1 << 20, TINY))
+    with pytest.raises(DamagedFile, match="digest"):
+        read(tier, 1, len(FIRST.pages))
+    tier.drop_damaged(1, FIRST.digest, DamagedFile("its digest"))
+    assert tier.find(1) is None
+    assert not path.exists()
+    assert_reads(tier, 2, SECOND)
