@@ -37,20 +37,6 @@ class Guide:
 
 
 @dataclass(frozen=True, slots=True)
-class BeamParams:
-    """Beam search: `width` hypotheses are kept, scored by their summed log-probability / length ** length_penalty.
-
-    early_stopping: end as soon as `width` hypotheses are finished, instead of when no running one can get better.
-    diversity_rate: added to the score of each candidate times its rank among those of its beam.
-    """
-
-    width: int
-    length_penalty: float = 1.0
-    early_stopping: bool = True
-    diversity_rate: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How the next token is chosen, and when to stop.
 
@@ -89,7 +75,6 @@ class SamplingParams:
     end_id: int | None = None
     stop_words: tuple[str, ...] = ()
     stop_token_sequences: tuple[tuple[int, ...], ...] = ()
-    beam: BeamParams | None = None
     guide: Guide | None = None
     return_log_probs: bool = False
     num_top_log_probs: int = 0
@@ -144,17 +129,6 @@ class PerfMetrics:
 
 
 @dataclass(frozen=True, slots=True)
-class BeamHypothesis:
-    """One finished beam, best first in `TokenOutput.beams`."""
-
-    token_ids: list[int]
-    text: str
-    cum_log_prob: float
-    log_probs: list[float]
-    finish_reason: FinishReason
-
-
-@dataclass(frozen=True, slots=True)
 class TokenOutput:
     """What one step gave one request. Concatenating `token_ids` and `text` over a request gives the whole answer.
 
@@ -167,7 +141,6 @@ class TokenOutput:
     num_prompt_tokens, num_output_tokens: totals so far.
     lora_digest: digest of the adapter that answered, empty for the base model.
     log_probs: one per entry of `token_ids` when the request asked for them. cum_log_prob: their sum so far.
-    beams: of a beam search, in its only output, whose `token_ids` and `text` are those of the best one.
     context_logits, generation_logits: little-endian float32 [prompt tokens, vocab] and [answer tokens, vocab], in the
         last output, when the request asked for them.
     perf: in the last output.
@@ -184,7 +157,6 @@ class TokenOutput:
     lora_digest: str = ""
     log_probs: list[TokenLogProb] = field(default_factory=list)
     cum_log_prob: float = 0.0
-    beams: list[BeamHypothesis] = field(default_factory=list)
     context_logits: bytes = b""
     generation_logits: bytes = b""
     perf: PerfMetrics | None = None
