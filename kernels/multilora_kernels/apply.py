@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from multilora_kernels import operators
+from multilora_kernels.cpu import apply_directly
 from multilora_kernels.dispatch import load_operators
 from multilora_kernels.segments import LoRASegments
 from multilora_kernels.tables import LoRATables
@@ -23,7 +24,8 @@ def lora_apply(
     """y[t, slice s] += x[t] @ A(l(t), first_slice + s)^T @ B(l(t), first_slice + s)^T in place.
 
     `lora_shrink` then `lora_expand`, with their arguments and results, in one call: a small batch on a CPU would spend
-    a third of its time in the second one.
+    most of its time in two.
     """
-    load_operators(x)
-    operators.call_apply(x, y, tables, first_slice, slice_sizes, segments)
+    if torch.compiler.is_compiling() or x.is_cuda or not apply_directly(x, y, tables, first_slice, slice_sizes, segments):
+        load_operators(x)
+        operators.call_apply(x, y, tables, first_slice, slice_sizes, segments)

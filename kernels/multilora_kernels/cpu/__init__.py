@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Sequence
+from types import ModuleType
 
 import torch
 
 from multilora_kernels import operators, reference
 from multilora_kernels.cpu.build import BuildError, load_library
+from multilora_kernels.segments import LoRASegments
+from multilora_kernels.tables import LoRATables
 
 logger = logging.getLogger(__name__)
 
@@ -23,16 +27,33 @@ def load_cpu_kernels() -> bool:
     Every operator calls it on its first use. Call it at startup to keep the build (half a minute, once per machine) out
     of the first request. Why the reference serves is said in one warning.
     """
-    return _register()
+    return _library() is not None
+
+
+def apply_directly(
+    x: torch.Tensor,
+    y: torch.Tensor,
+    tables: LoRATables,
+    first_slice: int,
+    slice_sizes: Sequence[int],
+    segments: LoRASegments,
+) -> bool:
+    """`lora_apply` past torch's dispatcher, which takes longer than the update of one row of a small model.
+
+    False, with nothing done, where the operator is needed: under dispatch modes, functorch, autograd or the profiler,
+    for tensors that are not plain CPU tensors, and where the reference serves.
+    """
+    library = _library()
+    return library is not None and library.lora_apply(x, y, tables, first_slice, slice_sizes, segments)
 
 
 @functools.cache
-def _register() -> bool:
+def _library() -> ModuleType | None:
     try:
         library = load_library()
     except BuildError as error:
         logger.warning("No compiled CPU LoRA kernels, so the slow reference serves: %s", error)
         operators.implement("CPU", reference.lora_shrink, reference.lora_expand)
-        return False
-    logger.info("CPU LoRA kernels: %s from %s", torch.ops.multilora.cpu_capability(), library)
-    return True
+        return None
+    logger.info("CPU LoRA kernels: %s from %s", torch.ops.multilora.cpu_capability(), library.__file__)
+    return library

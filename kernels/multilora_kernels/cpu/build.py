@@ -1,6 +1,6 @@
 """Compile the C++ operators once and keep the library in the user's cache.
 
-The library's folder is named by a digest of everything that makes it: sources, flags, torch and processor family. It is
+The library's folder is named by a digest of everything that makes it: sources, flags, Python, torch, processor. It is
 compiled in a temporary folder under a file lock and moved into place whole, so that concurrent processes build once and
 a killed build leaves nothing half-done. `python -m multilora_kernels.cpu` builds it ahead, for images.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import importlib.util
 import logging
 import os
 import platform
@@ -18,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import torch
 from torch.utils import cpp_extension
@@ -37,33 +39,36 @@ class BuildError(RuntimeError):
     """The C++ operators could not be compiled or loaded; the message holds the compiler's output."""
 
 
-def load_library() -> Path:
-    """Load the compiled operators into torch, compiling them first if this machine has not. Raises `BuildError`."""
+def load_library() -> ModuleType:
+    """Load the compiled operators into torch, compiling them first if this machine has not. Raises `BuildError`.
+
+    Loading registers the operators; the module holds what Python calls directly (`python.cpp`).
+    """
     try:
         library = _cache_folder() / _digest() / f"{_NAME}.so"
         if not library.exists():
-            return _build_once(library)
-        _load(library)
-        return library
+            _build_once(library)
+        return _load(library)
     except (OSError, RuntimeError, ImportError) as error:
         raise BuildError(str(error)) from error
 
 
-def _build_once(library: Path) -> Path:
+def _build_once(library: Path) -> None:
     library.parent.mkdir(parents=True, exist_ok=True)
     with _locked(library.with_suffix(".lock")):
-        if library.exists():
-            _load(library)
-        else:
-            _build_and_load(library)
-    return library
+        if not library.exists():
+            _build(library)
 
 
-def _load(library: Path) -> None:
-    torch.ops.load_library(library)
+def _load(library: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(_NAME, library)
+    assert spec is not None and spec.loader is not None, library
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-def _build_and_load(library: Path) -> None:
+def _build(library: Path) -> None:
     logger.info("Compiling the CPU LoRA kernels into %s: once per machine, about a minute", library.parent)
     start = time.monotonic()
     with tempfile.TemporaryDirectory(dir=library.parent) as folder, _tools_on_path():
@@ -84,7 +89,7 @@ def _cache_folder() -> Path:
 
 
 def _digest() -> str:
-    digest = hashlib.sha256(repr((torch.__version__, platform.machine(), _FLAGS)).encode())
+    digest = hashlib.sha256(repr((sys.implementation.cache_tag, torch.__version__, platform.machine(), _FLAGS)).encode())
     for path in sorted([*_FOLDER.glob("*.cpp"), *_FOLDER.glob("*.h")]):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]

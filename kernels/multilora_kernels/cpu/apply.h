@@ -1,0 +1,25 @@
+// The operators' arguments as structs, and the one operator that Python also calls without the dispatcher (python.cpp).
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+
+namespace multilora {
+
+// LoRATables of tables.py.
+struct Tables {
+  const at::Tensor &arena, &rank, &a_offset, &b_offset, &magnitude_offset;
+  int64_t max_rank;
+};
+
+// LoRASegments of segments.py.
+struct Segments {
+  const at::Tensor &permutation, &chunk_start, &chunk_length, &chunk_lora_index;
+};
+
+// `lora_apply` of apply.py.
+void apply(const at::Tensor& x, const at::Tensor& y, int64_t first_slice, at::IntArrayRef slice_sizes,
+           const Tables& tables, const Segments& segments);
+
+}  // namespace multilora

@@ -1,0 +1,100 @@
+// `lora_apply` as a function of the extension module: past torch's dispatcher, whose parsing of sixteen arguments takes
+// longer than the update of one row. It refuses whatever the dispatcher would do more with than to forward.
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <ATen/record_function.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <c10/util/SmallVector.h>
+
+#include "apply.h"
+
+namespace multilora {
+namespace {
+
+// An attribute of a frozen dataclass, which keeps it alive.
+PyObject* field(PyObject* owner, PyObject* name) {
+  PyObject* value = PyObject_GetAttr(owner, name);
+  if (!value) {
+    throw python_error();
+  }
+  Py_DECREF(value);
+  return value;
+}
+
+const at::Tensor& tensor(PyObject* object) {
+  TORCH_CHECK_TYPE(THPVariable_Check(object), "expected a tensor, not ", Py_TYPE(object)->tp_name);
+  return THPVariable_Unpack(object);
+}
+
+int64_t integer(PyObject* object) {
+  const int64_t value = PyLong_AsLongLong(object);
+  if (value == -1 && PyErr_Occurred()) {
+    throw python_error();
+  }
+  return value;
+}
+
+c10::SmallVector<int64_t, 8> integers(PyObject* object) {
+  TORCH_CHECK_TYPE(PyTuple_Check(object), "expected a tuple, not ", Py_TYPE(object)->tp_name);
+  c10::SmallVector<int64_t, 8> values;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(object); ++i) {
+    values.push_back(integer(PyTuple_GET_ITEM(object, i)));
+  }
+  return values;
+}
+
+Tables tables_of(PyObject* object) {
+  static PyObject* const names[] = {
+      PyUnicode_InternFromString("arena"),    PyUnicode_InternFromString("rank"),
+      PyUnicode_InternFromString("a_offset"), PyUnicode_InternFromString("b_offset"),
+      PyUnicode_InternFromString("magnitude_offset"), PyUnicode_InternFromString("max_rank")};
+  return {tensor(field(object, names[0])), tensor(field(object, names[1])), tensor(field(object, names[2])),
+          tensor(field(object, names[3])), tensor(field(object, names[4])), integer(field(object, names[5]))};
+}
+
+Segments segments_of(PyObject* object) {
+  static PyObject* const names[] = {
+      PyUnicode_InternFromString("permutation"), PyUnicode_InternFromString("chunk_start"),
+      PyUnicode_InternFromString("chunk_length"), PyUnicode_InternFromString("chunk_lora_index")};
+  return {tensor(field(object, names[0])), tensor(field(object, names[1])), tensor(field(object, names[2])),
+          tensor(field(object, names[3]))};
+}
+
+// Subclasses (fake tensors), dispatch modes, functorch, autograd and the profiler must see the operator.
+bool needs_dispatcher(const at::Tensor& t) {
+  return !t.is_cpu() || t.key_set().has_any(c10::DispatchKeySet{c10::DispatchKey::Python, c10::DispatchKey::FuncTorchGradWrapper,
+      c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::Functionalize}) || t.requires_grad();
+}
+
+PyObject* lora_apply(PyObject*, PyObject* const* arguments, Py_ssize_t num_arguments) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(num_arguments == 6, "lora_apply takes x, y, tables, first_slice, slice_sizes and segments");
+  const at::Tensor &x = tensor(arguments[0]), &y = tensor(arguments[1]);
+  if (needs_dispatcher(x) || needs_dispatcher(y) || c10::impl::dispatch_mode_enabled() || at::hasCallbacks()) {
+    Py_RETURN_FALSE;
+  }
+  const Tables tables = tables_of(arguments[2]);
+  const int64_t first_slice = integer(arguments[3]);
+  const auto slice_sizes = integers(arguments[4]);
+  const Segments segments = segments_of(arguments[5]);
+  {
+    const pybind11::gil_scoped_release no_gil;
+    apply(x, y, first_slice, slice_sizes, tables, segments);
+  }
+  Py_RETURN_TRUE;
+  END_HANDLE_TH_ERRORS
+}
+
+PyMethodDef methods[] = {
+    {"lora_apply", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(lora_apply)), METH_FASTCALL,
+     "lora_apply(x, y, tables, first_slice, slice_sizes, segments) -> whether it was done, else use the operator"},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyModuleDef module = {PyModuleDef_HEAD_INIT, "multilora_cpu", nullptr, -1, methods};
+
+}  // namespace
+}  // namespace multilora
+
+PyMODINIT_FUNC PyInit_multilora_cpu() { return PyModule_Create(&multilora::module); }
