@@ -26,6 +26,8 @@ def lora_apply(
     `lora_shrink` then `lora_expand`, with their arguments and results, in one call: a small batch on a CPU would spend
     most of its time in two.
     """
-    if torch.compiler.is_compiling() or x.is_cuda or not apply_directly(x, y, tables, first_slice, slice_sizes, segments):
-        load_operators(x)
-        operators.call_apply(x, y, tables, first_slice, slice_sizes, segments)
+    is_eager_on_cpu = not torch.compiler.is_compiling() and not x.is_cuda
+    if is_eager_on_cpu and apply_directly(x, y, tables, first_slice, slice_sizes, segments):
+        return
+    load_operators(x)
+    operators.call_apply(x, y, tables, first_slice, slice_sizes, segments)

@@ -62,7 +62,8 @@ def _build_once(library: Path) -> None:
 
 def _load(library: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(_NAME, library)
-    assert spec is not None and spec.loader is not None, library
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -89,7 +90,8 @@ def _cache_folder() -> Path:
 
 
 def _digest() -> str:
-    digest = hashlib.sha256(repr((sys.implementation.cache_tag, torch.__version__, platform.machine(), _FLAGS)).encode())
+    made_for = (sys.implementation.cache_tag, torch.__version__, platform.machine(), _FLAGS)
+    digest = hashlib.sha256(repr(made_for).encode())
     for path in sorted([*_FOLDER.glob("*.cpp"), *_FOLDER.glob("*.h")]):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]

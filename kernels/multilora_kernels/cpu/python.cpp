@@ -1,11 +1,12 @@
-// `lora_apply` as a function of the extension module: past torch's dispatcher, whose parsing of sixteen arguments takes
-// longer than the update of one row. It refuses whatever the dispatcher would do more with than to forward.
+// `lora_apply` as a function of the extension module, past torch's dispatcher, whose parsing of sixteen arguments takes
+// longer than the update of one row. It refuses what the dispatcher would do more with than to call the CPU operator.
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/object_ptr.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <ATen/record_function.h>
-#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/SmallVector.h>
 
 #include "apply.h"
@@ -37,10 +38,13 @@ int64_t integer(PyObject* object) {
 }
 
 c10::SmallVector<int64_t, 8> integers(PyObject* object) {
-  TORCH_CHECK_TYPE(PyTuple_Check(object), "expected a tuple, not ", Py_TYPE(object)->tp_name);
+  const THPObjectPtr sequence(PySequence_Fast(object, "slice_sizes is a sequence of integers"));
+  if (!sequence) {
+    throw python_error();
+  }
   c10::SmallVector<int64_t, 8> values;
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(object); ++i) {
-    values.push_back(integer(PyTuple_GET_ITEM(object, i)));
+  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(sequence.get()); ++i) {
+    values.push_back(integer(PySequence_Fast_GET_ITEM(sequence.get(), i)));
   }
   return values;
 }
@@ -62,17 +66,22 @@ Segments segments_of(PyObject* object) {
           tensor(field(object, names[3]))};
 }
 
-// Subclasses (fake tensors), dispatch modes, functorch, autograd and the profiler must see the operator.
-bool needs_dispatcher(const at::Tensor& t) {
-  return !t.is_cpu() || t.key_set().has_any(c10::DispatchKeySet{c10::DispatchKey::Python, c10::DispatchKey::FuncTorchGradWrapper,
-      c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::Functionalize}) || t.requires_grad();
+// Whether the dispatcher would do more than call the CPU operator: for fake and other subclasses of tensors, dispatch
+// modes, functorch, autograd and the profiler.
+bool needs_dispatcher(const at::Tensor& x, const at::Tensor& y) {
+  const c10::impl::LocalDispatchKeySet local = c10::impl::tls_local_dispatch_key_set();
+  const c10::DispatchKeySet ignored =
+      c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::DispatchKeySet(c10::DispatchKey::BackendSelect);
+  const c10::DispatchKeySet keys = ((x.key_set() | y.key_set() | local.included_) - local.excluded_) - ignored;
+  const bool is_plain = keys == c10::DispatchKeySet(c10::DispatchKey::CPU);
+  return !is_plain || x.requires_grad() || y.requires_grad() || at::hasCallbacks();
 }
 
 PyObject* lora_apply(PyObject*, PyObject* const* arguments, Py_ssize_t num_arguments) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(num_arguments == 6, "lora_apply takes x, y, tables, first_slice, slice_sizes and segments");
   const at::Tensor &x = tensor(arguments[0]), &y = tensor(arguments[1]);
-  if (needs_dispatcher(x) || needs_dispatcher(y) || c10::impl::dispatch_mode_enabled() || at::hasCallbacks()) {
+  if (needs_dispatcher(x, y)) {
     Py_RETURN_FALSE;
   }
   const Tables tables = tables_of(arguments[2]);

@@ -3,6 +3,9 @@
 The hidden size is cut into parts (`parts.py`). A part is summed in one order, and the parts are added in order: by
 the program itself when there are chunks enough to fill the GPU, else by `lora_expand` as it reads v. So there are no
 atomics, a batch gives the same bits every time, and how many adapters share it changes nothing.
+
+Chunks of one row go through the tensor cores like all others. Vector code would sum them in another order, so a token's
+bits would depend on whether another token of its adapter is in the batch.
 """
 
 from __future__ import annotations
