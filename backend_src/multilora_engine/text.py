@@ -67,20 +67,29 @@ class Tokenizer:
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
     ) -> list[int]:
-        """Token ids of a chat, ready for the assistant's answer. Raises InvalidRequest when the template refuses it."""
+        """Token ids of a chat, ready for the assistant's answer.
+
+        Raises InvalidRequest when the template refuses it, or would leave the tools out without a word.
+        """
         if self._hf.chat_template is None:
             raise InvalidRequest("this model has no chat template; send text_input instead of messages")
         _check_messages(messages)
+        text = self._render_chat(messages, tools)
+        if tools and text == self._render_chat(messages, None):
+            raise InvalidRequest("the model's chat template has no place for tools")
+        return self.encode(text, add_special_tokens=False)
+
+    def _render_chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> str:
         try:
             text = self._hf.apply_chat_template(
                 [dict(message) for message in messages],
-                tools=None if tools is None else [dict(tool) for tool in tools],
+                tools=[dict(tool) for tool in tools] if tools else None,
                 add_generation_prompt=True,
                 tokenize=False,
             )
         except Exception as error:  # templates are programs: what they raise on input they do not like is up to them
             raise InvalidRequest(f"the model's chat template refused the messages: {error}") from error
-        return self.encode(str(text), add_special_tokens=False)
+        return str(text)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The UTF-8 bytes a token stands for, often only part of a character. Special and unknown ids have none."""

@@ -52,19 +52,24 @@ class GenerateOptions(TypedDict, total=False):
 
     Exactly one of the prompt, `messages` and `input_ids` is required.
 
-    messages: turns of a chat, to which the server applies the model's chat template.
+    messages: turns of a chat, to which the server applies the model's chat template; each is a Message or whatever
+        else the template understands.
+    tools: beside `messages`, what the model may call, for the template; templates without a place for them refuse.
     input_ids: token ids of the prompt.
     max_tokens: most tokens to generate, 128 when not given. min_tokens: least before an end token counts.
     temperature, top_k, top_p: sampling. The server is greedy unless one of them is given; `top_k` 0 means no limit.
     seed: makes sampling repeatable.
     stop_words: texts that end the answer and are not part of it.
+    guide_type, guide: what the answer has to parse as: `json` (without a guide), or `json_schema`, `regex` or
+        `ebnf_grammar` and the text of it.
     end_id: the token that ends the answer instead of the model's own; -1 for none.
     timeout_s: seconds after which the server ends the request; the client waits a second longer, then raises TimedOut.
         Triton passes no timeout on to HTTP streams: there the client ends the request, and raises TimedOut at once.
     request_id: a name to `stop` the request by; drawn when not given.
     """
 
-    messages: Sequence[Message] | None
+    messages: Sequence[Mapping[str, object]] | None
+    tools: Sequence[Mapping[str, object]] | None
     input_ids: Sequence[int] | None
     max_tokens: int | None
     min_tokens: int | None
@@ -73,6 +78,8 @@ class GenerateOptions(TypedDict, total=False):
     top_p: float | None
     seed: int | None
     stop_words: Sequence[str] | None
+    guide_type: str | None
+    guide: str | None
     end_id: int | None
     timeout_s: float | None
     request_id: str | None
@@ -179,14 +186,21 @@ def _prompt_inputs(prompt: str | None, options: GenerateOptions) -> dict[str, Te
     messages, input_ids = options.get("messages"), options.get("input_ids")
     if sum(given is not None for given in (prompt, messages, input_ids)) != 1:
         raise InvalidRequest("exactly one of prompt, messages and input_ids is required")
+    if options.get("tools") and messages is None:
+        raise InvalidRequest("tools go with messages only")
     if prompt is not None:
         return {"text_input": _strings("prompt", [prompt])}
     if messages is not None:
-        return {"messages": _strings("messages", [json.dumps(list(messages), ensure_ascii=False)])}
+        return {"messages": _strings("messages", [_chat_json(messages, options.get("tools"))])}
     return {
         "input_ids": _number("input_ids", input_ids, np.int32),
         "input_lengths": numeric_tensor(len(input_ids or ()), np.int32),
     }
+
+
+def _chat_json(messages: Sequence[Mapping[str, object]], tools: Sequence[Mapping[str, object]] | None) -> str:
+    chat = {"messages": list(messages), "tools": list(tools)} if tools else list(messages)
+    return json.dumps(chat, ensure_ascii=False)
 
 
 _SAMPLING_INPUTS: Mapping[str, tuple[str, type[np.generic]]] = {
@@ -210,6 +224,9 @@ def _sampling_inputs(options: GenerateOptions) -> dict[str, Tensor]:
     }
     if given.get("stop_words"):
         inputs["stop_words"] = _strings("stop_words", given["stop_words"])
+    for option in ("guide_type", "guide"):
+        if option in given:
+            inputs[f"guided_decoding_{option}"] = _strings(option, [given[option]])
     return inputs
 
 

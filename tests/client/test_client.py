@@ -134,6 +134,22 @@ def stream_text(client: Any, **options: Any) -> str:
 both_ways = pytest.mark.parametrize("ask", [generate_text, stream_text])
 
 
+def test_tools_and_a_guide_travel_with_a_chat(make_client: Any) -> None:
+    server = Server()
+    messages, tools = [{"role": "user", "content": "Rain?"}], [{"type": "function", "function": {"name": "sky"}}]
+
+    make_client(server).generate(messages=messages, tools=tools, guide_type="regex", guide="yes|no")
+
+    assert json.loads(values(server.requests[0], "messages")[0]) == {"messages": messages, "tools": tools}
+    assert values(server.requests[0], "guided_decoding_guide_type") == ["regex"]
+    assert values(server.requests[0], "guided_decoding_guide") == ["yes|no"]
+
+
+def test_tools_without_messages_are_refused(make_client: Any) -> None:
+    with pytest.raises(InvalidRequest, match="tools"):
+        make_client(Server()).generate("hi", tools=[{"type": "function"}])
+
+
 @both_ways
 def test_weights_go_with_the_first_use_and_the_id_alone_with_later_ones(
     make_client: Any, ask: Any, adapter: Adapter

@@ -125,6 +125,19 @@ class TestDefaultModel:
         expected = hf_tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         assert tokenizer.apply_chat_template(messages) == expected
 
+    def test_tools_reach_a_template_that_knows_them(self, hf_tokenizer: Any, tmp_path: Path) -> None:
+        messages, tools = [{"role": "user", "content": "Rain?"}], [{"type": "function", "function": {"name": "sky"}}]
+        template = "{% for t in tools or [] %}{{ t.function.name }}|{% endfor %}{{ messages[0].content }}"
+        hf_tokenizer.save_pretrained(tmp_path)
+        (tmp_path / "chat_template.jinja").write_text(template)
+        tokenizer = Tokenizer(tmp_path)
+        assert tokenizer.decode(tokenizer.apply_chat_template(messages, tools)) == "sky|Rain?"
+        assert tokenizer.decode(tokenizer.apply_chat_template(messages, [])) == "Rain?"
+
+    def test_tools_without_a_place_in_the_template_are_refused(self, tokenizer: Tokenizer) -> None:
+        with pytest.raises(InvalidRequest, match="no place for tools"):
+            tokenizer.apply_chat_template([{"role": "user", "content": "Rain?"}], [{"type": "function"}])
+
     @pytest.mark.parametrize("messages", [[], ["hi"], [{}], [{"role": 3}], [{"role": "user"}], [{"content": "hi"}]])
     def test_malformed_messages_are_refused(self, tokenizer: Tokenizer, messages: list[Any]) -> None:
         with pytest.raises(InvalidRequest, match="message"):

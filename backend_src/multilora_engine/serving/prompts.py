@@ -18,13 +18,26 @@ def encode_text(text: str, tokenizer: Tokenizer, add_special_tokens: bool) -> li
     return token_ids
 
 
-def encode_messages(text: str, tokenizer: Tokenizer) -> list[int]:
-    """Token ids of a chat, a JSON list of objects with `role` and `content`, ready for the answer.
+class _Chat(msgspec.Struct, forbid_unknown_fields=True):
+    """A chat with the tools that the model may ask for, in whatever form its template expects them."""
 
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+
+
+def encode_messages(text: str, tokenizer: Tokenizer) -> list[int]:
+    """Token ids of a chat, ready for the answer.
+
+    text: a JSON list of objects with `role` and `content`, or an object with such `messages` and with `tools`.
     Raises InvalidRequest for anything else, and for what the model's chat template refuses.
     """
     try:
-        messages = msgspec.json.decode(text, type=list[dict[str, Any]])
+        chat = msgspec.json.decode(text, type=list[dict[str, Any]] | _Chat)
     except msgspec.MsgspecError as error:
-        raise InvalidRequest(f"messages must be a JSON list of objects with role and content: {error}") from None
-    return tokenizer.apply_chat_template(messages)
+        raise InvalidRequest(
+            "messages must be a JSON list of objects with role and content, "
+            f"or an object of such messages and tools: {error}"
+        ) from None
+    if isinstance(chat, _Chat):
+        return tokenizer.apply_chat_template(chat.messages, chat.tools)
+    return tokenizer.apply_chat_template(chat)

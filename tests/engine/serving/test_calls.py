@@ -149,7 +149,18 @@ def test_messages_go_through_the_chat_template(read: Any, tokenizer: Tokenizer) 
     assert call.prompts == [tokenizer.apply_chat_template([{"role": "user", "content": "Say hi"}])]
 
 
-@pytest.mark.parametrize("text", ["", "hello", "{}", '["hi"]', '[{"content": "no role"}]', "[]"])
+def test_an_object_of_messages_is_the_same_chat(read: Any, tokenizer: Tokenizer) -> None:
+    chat = f'{{"messages": {MESSAGES}, "tools": []}}'
+    assert (
+        read({"messages": [[chat]], "max_tokens": [[1]]}).prompts
+        == read({"messages": [[MESSAGES]], "max_tokens": [[1]]}).prompts
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "hello", "{}", '["hi"]', '[{"content": "no role"}]', "[]", f'{{"messages": {MESSAGES}, "tool": []}}'],
+)
 def test_messages_that_are_no_chat_are_refused(read: Any, text: str) -> None:
     with pytest.raises(InvalidRequest):
         read({"messages": [[text]], "max_tokens": [[1]]})
