@@ -29,6 +29,7 @@ from multilora_client.messages import (
     Generation,
     Message,
 )
+from multilora_client.openai import command as openai_command
 
 app = typer.Typer(
     help="Talk to a multilora server: one base model, any number of LoRA adapters.",
@@ -37,6 +38,7 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
 )
 app.add_typer(adapters_cli.app, name="adapters")
+app.command("openai")(openai_command.openai)
 
 
 DoorName = Literal["direct", "ensemble"]

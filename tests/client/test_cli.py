@@ -148,7 +148,7 @@ def test_an_error_of_the_server_keeps_its_code(fake_triton: Any) -> None:
     assert result.stderr.startswith("error: [NOT_FOUND] LoRA task 9 not found in cache.")
 
 
-@pytest.mark.parametrize("command", ["generate", "stream", "chat", "upload", "convert"])
+@pytest.mark.parametrize("command", ["generate", "stream", "chat", "upload", "convert", "openai"])
 def test_every_command_has_help_with_an_example(command: str) -> None:
     result = run(command, "--help")
 

@@ -7,10 +7,19 @@ import pytest
 import multilora_client
 
 
-@pytest.mark.parametrize("module", ["multilora_client", "multilora_client.cli"])
+@pytest.mark.parametrize("module", ["multilora_client", "multilora_client.cli", "multilora_client.openai.app"])
 def test_the_client_never_imports_torch(module: str) -> None:
     """In a process of its own and without a terminal, since the tests themselves import torch."""
     script = f"import sys, {module}; assert 'numpy' in sys.modules; sys.exit('torch' in sys.modules)"
+
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", script], stdin=subprocess.DEVNULL, env=environment, check=False)
+
+    assert done.returncode == 0
+
+
+def test_the_command_line_works_without_the_extra_of_the_openai_front() -> None:
+    script = "import sys, multilora_client.cli; sys.exit(bool({'fastapi', 'uvicorn', 'pydantic'} & set(sys.modules)))"
 
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", script], stdin=subprocess.DEVNULL, env=environment, check=False)

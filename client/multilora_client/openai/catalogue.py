@@ -1,0 +1,110 @@
+"""Which model names there are, what each means, and which of them an API key may use."""
+
+from __future__ import annotations
+
+import hmac
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from multilora_client.adapter import Adapter
+from multilora_client.convert import load_adapter
+from multilora_client.errors import InvalidRequest
+from multilora_client.openai.errors import Failure
+
+_EVERY_MODEL = "*"
+
+
+@dataclass(frozen=True)
+class Catalogue:
+    """The base model's name, and the adapters by theirs. A name that is in neither is refused, never the base model.
+
+    keys: model names that each API key may use, `*` for all; None lets everybody use everything.
+    Raises InvalidRequest when an adapter is called like the base model, or a key may use what there is not.
+    """
+
+    base: str
+    adapters: Mapping[str, Adapter]
+    keys: Mapping[str, frozenset[str]] | None = None
+
+    def __post_init__(self) -> None:
+        if self.base in self.adapters:
+            raise InvalidRequest(f"an adapter is called {self.base!r}, like the base model")
+        for allowed in (self.keys or {}).values():
+            if unknown := allowed - {*self.names, _EVERY_MODEL}:
+                raise InvalidRequest(f"an API key may use {sorted(unknown)}, and there are no such models")
+
+    @property
+    def names(self) -> list[str]:
+        return [self.base, *self.adapters]
+
+    def access(self, authorization: str | None) -> Access:
+        """What the sender of this Authorization header may use. Raises Failure (401) for an unknown key."""
+        if self.keys is None:
+            return Access(self, frozenset({_EVERY_MODEL}))
+        scheme, _, key = (authorization or "").partition(" ")
+        # Every key is compared, each in constant time: how long it takes tells nothing about any of them.
+        given = key.strip().encode("latin-1")  # the header's bytes, as ASGI servers decode them
+        matches = [allowed for known, allowed in self.keys.items() if hmac.compare_digest(known.encode(), given)]
+        if scheme.lower() != "bearer" or not matches:
+            raise Failure(401, "no valid API key: send `Authorization: Bearer KEY`", "invalid_api_key")
+        return Access(self, matches[0])
+
+
+@dataclass(frozen=True)
+class Access:
+    """The part of a catalogue that one caller may use."""
+
+    catalogue: Catalogue
+    allowed: frozenset[str]
+
+    @property
+    def names(self) -> list[str]:
+        return [name for name in self.catalogue.names if self._may_use(name)]
+
+    def adapter(self, name: str) -> Adapter | None:
+        """The adapter of a model name, None for the base model. Raises Failure (404, 403)."""
+        if name not in self.catalogue.names:
+            raise Failure(404, f"there is no model {name!r}", "model_not_found", "model")
+        if not self._may_use(name):
+            raise Failure(403, f"this API key may not use model {name!r}", "model_not_allowed", "model")
+        return None if name == self.catalogue.base else self.catalogue.adapters[name]
+
+    def _may_use(self, name: str) -> bool:
+        return not self.allowed.isdisjoint({name, _EVERY_MODEL})
+
+
+def load_adapters(directories: Mapping[str, Path]) -> dict[str, Adapter]:
+    """Adapters by name. Raises AdapterError for a directory that holds none, InvalidRequest for a bad name."""
+    if "" in directories:
+        raise InvalidRequest("an adapter has an empty name")
+    return {name: load_adapter(directory) for name, directory in directories.items()}
+
+
+def read_directories(path: Path) -> dict[str, Path]:
+    """`{"name": "directory"}`, with directories relative to the file. Raises InvalidRequest."""
+    entries = _read_object(path)
+    if not all(isinstance(directory, str) for directory in entries.values()):
+        raise InvalidRequest(f"{path} must map each adapter's name to its directory")
+    return {name: path.parent / directory for name, directory in entries.items()}
+
+
+def read_keys(path: Path) -> dict[str, frozenset[str]]:
+    """`{"key": ["model name", ...]}`, `*` for every model. Raises InvalidRequest, which quotes no key."""
+    entries = _read_object(path)
+    for key, names in entries.items():
+        if not key or not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise InvalidRequest(f"{path} must map each API key, which may not be empty, to a list of model names")
+    return {key: frozenset(names) for key, names in entries.items()}
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        entries = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise InvalidRequest(f"{path} is not JSON: {error}") from error
+    if not isinstance(entries, dict):
+        raise InvalidRequest(f"{path} is not a JSON object")
+    return entries

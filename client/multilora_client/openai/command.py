@@ -1,0 +1,87 @@
+"""`multilora openai`: read what is to be served, then run the application. Imports the extra only when it runs."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from multilora_client.client import DEFAULT_URL, AsyncClient
+from multilora_client.console import one_line_errors
+from multilora_client.errors import InvalidRequest, Unsupported
+
+if TYPE_CHECKING:
+    from multilora_client.openai.catalogue import Catalogue
+
+_EXTRA = ("fastapi", "uvicorn")
+
+Server = Annotated[
+    str, typer.Option(help="grpc://host:port or http://host:port of the server.", envvar="MULTILORA_URL")
+]
+Host = Annotated[str, typer.Option(help="Address to listen at; beyond loopback, use --api-keys and a TLS proxy.")]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at.")]
+Base = Annotated[str, typer.Option(help="What clients call the base model.")]
+Adapters = Annotated[
+    Path | None,
+    typer.Option(
+        "--adapters", help='JSON file {"name": "directory"}, directories relative to the file.', show_default=False
+    ),
+]
+NamedAdapters = Annotated[
+    list[str] | None,
+    typer.Option("--adapter", metavar="NAME=DIR", help="One adapter, PEFT or converted; may be repeated."),
+]
+ApiKeys = Annotated[
+    Path | None,
+    typer.Option(
+        help='JSON file {"key": ["model name", ...]} of who may use what, "*" for every model; without it, everybody.',
+        show_default=False,
+    ),
+]
+
+
+def openai(
+    server: Server = DEFAULT_URL,
+    host: Host = "127.0.0.1",
+    port: Port = 9000,
+    base_model: Base = "base",
+    adapters: Adapters = None,
+    adapter: NamedAdapters = None,
+    api_keys: ApiKeys = None,
+) -> None:
+    """Serve OpenAI's HTTP interface: models, chat completions and completions. `model` picks an adapter by its name.
+
+    Examples:
+
+    - `multilora openai --adapter pirate=adapters/pirate --adapter json=adapters/json`
+    - `multilora openai --server grpc://host:8001 --adapters adapters.json --api-keys keys.json --port 9000`
+    """
+    with one_line_errors():
+        _check_extra()
+        import uvicorn
+
+        from multilora_client.openai.app import make_app
+
+        catalogue = _read_catalogue(base_model, adapters, adapter or [], api_keys)
+        uvicorn.run(make_app(catalogue, lambda: AsyncClient(server)), host=host, port=port, server_header=False)
+
+
+def _check_extra() -> None:
+    if missing := [name for name in _EXTRA if find_spec(name) is None]:
+        raise Unsupported(f"{' and '.join(missing)} missing; install the extra: pip install 'multilora-client[openai]'")
+
+
+def _read_catalogue(base: str, file: Path | None, named: list[str], api_keys: Path | None) -> Catalogue:
+    from multilora_client.openai.catalogue import Catalogue, load_adapters, read_directories, read_keys
+
+    directories = read_directories(file) if file else {}
+    for entry in named:
+        name, equals, directory = entry.partition("=")
+        if not equals:
+            raise InvalidRequest(f"--adapter is {entry!r}; write NAME=DIR")
+        if name in directories:
+            raise InvalidRequest(f"adapter {name!r} is given twice")
+        directories[name] = Path(directory)
+    return Catalogue(base, load_adapters(directories), read_keys(api_keys) if api_keys else None)

@@ -1,0 +1,300 @@
+"""Both endpoints, whole and streamed; errors, keys, and clients that hang up."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+from multilora_client import AsyncClient, AsyncMockTransport, InferRequest, InvalidRequest, Response, parse_error
+from multilora_client.openai.app import make_app
+from multilora_client.openai.catalogue import Catalogue
+
+CHAT = {"model": "base", "messages": [{"role": "user", "content": "Who are you?"}]}
+COMPLETION = {"model": "base", "prompt": "I am"}
+CHAT_PATH, COMPLETION_PATH = "/v1/chat/completions", "/v1/completions"
+both = pytest.mark.parametrize(("path", "body"), [(CHAT_PATH, CHAT), (COMPLETION_PATH, COMPLETION)])
+
+
+def events(text: str) -> list[Any]:
+    assert text.endswith("\n\n")
+    data = [event.removeprefix("data: ") for event in text.removesuffix("\n\n").split("\n\n")]
+    return [event if event == "[DONE]" else json.loads(event) for event in data]
+
+
+def without_identity(body: dict[str, Any], prefix: str) -> dict[str, Any]:
+    """A body without what differs from one to the next."""
+    assert body["id"].startswith(prefix)
+    assert body["created"] > 0
+    return {name: value for name, value in body.items() if name not in ("id", "created")}
+
+
+def test_a_whole_chat_answer(front: TestClient, server: Any) -> None:
+    answer = front.post(CHAT_PATH, json=CHAT)
+
+    assert answer.status_code == 200
+    assert without_identity(answer.json(), "chatcmpl-") == {
+        "object": "chat.completion",
+        "model": "base",
+        "system_fingerprint": None,
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": "Ahoy, café", "refusal": None},
+                "logprobs": None,
+                "finish_reason": "stop",
+            }
+        ],
+        "usage": {"prompt_tokens": 7, "completion_tokens": 1, "total_tokens": 8},
+    }
+    assert json.loads(server.value("messages")) == CHAT["messages"]
+    assert answer.json()["id"] == f"chatcmpl-{server.requests[0].request_id}"
+
+
+def test_a_whole_completion(front: TestClient, server: Any) -> None:
+    answer = front.post(COMPLETION_PATH, json=COMPLETION)
+
+    assert without_identity(answer.json(), "cmpl-") == {
+        "object": "text_completion",
+        "model": "base",
+        "system_fingerprint": None,
+        "choices": [{"index": 0, "text": "Ahoy, café", "logprobs": None, "finish_reason": "stop"}],
+        "usage": {"prompt_tokens": 7, "completion_tokens": 1, "total_tokens": 8},
+    }
+    assert (server.value("text_input"), server.value("max_tokens")) == ("I am", 16)
+
+
+def test_a_streamed_chat_opens_with_the_role_and_ends_with_usage_and_done(front: TestClient) -> None:
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    answer = front.post(CHAT_PATH, json=CHAT | options)
+
+    *bodies, done = events(answer.text)
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    assert done == "[DONE]"
+    assert {body["object"] for body in bodies} == {"chat.completion.chunk"}
+    assert len({body["id"] for body in bodies}) == 1
+    assert [body["choices"][0]["delta"] for body in bodies[:-1]] == [
+        {"role": "assistant", "content": ""},
+        {"content": "Ahoy"},
+        {"content": ", "},
+        {"content": "café"},
+        {},
+    ]
+    assert [body["choices"][0]["finish_reason"] for body in bodies[:-1]] == [None] * 4 + ["stop"]
+    assert [body["usage"] for body in bodies[:-1]] == [None] * 5
+    assert bodies[-1]["choices"] == []
+    assert bodies[-1]["usage"] == {"prompt_tokens": 7, "completion_tokens": 4, "total_tokens": 11}
+
+
+def test_a_streamed_completion_says_no_usage_unasked(front: TestClient, server: Any) -> None:
+    server.finish_reason = "length"
+    *bodies, done = events(front.post(COMPLETION_PATH, json=COMPLETION | {"stream": True}).text)
+
+    assert done == "[DONE]"
+    assert [body["choices"][0]["text"] for body in bodies] == ["Ahoy", ", ", "café", ""]
+    assert bodies[-1]["choices"][0]["finish_reason"] == "length"
+    assert all("usage" not in body for body in bodies)
+
+
+@both
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_model_name_picks_its_adapter(
+    front: TestClient, server: Any, path: str, body: dict[str, Any], stream: bool
+) -> None:
+    for model, task in (("pirate", 7), ("base", None), ("poet", 8), ("pirate", 7)):
+        answer = front.post(path, json=body | {"model": model, "stream": stream})
+        first = events(answer.text)[0] if stream else answer.json()
+        assert server.value("lora_task_id") == task
+        assert first["model"] == model
+        assert first["system_fingerprint"] == (None if task is None else "ab" * 32)
+
+
+@both
+@pytest.mark.parametrize("model", ["Base", "nobody", ""])
+def test_an_unknown_model_is_never_the_base_model(
+    front: TestClient, server: Any, path: str, body: dict[str, Any], model: str
+) -> None:
+    answer = front.post(path, json=body | {"model": model})
+
+    error = {"type": "invalid_request_error", "param": "model", "code": "model_not_found"}
+    assert answer.status_code == 404
+    assert answer.json() == {"error": error | {"message": f"there is no model {model!r}"}}
+    assert server.requests == []
+
+
+def test_the_models_are_listed_and_found(front: TestClient) -> None:
+    listing = front.get("/v1/models").json()
+
+    assert [model["id"] for model in listing["data"]] == ["base", "pirate", "poet"]
+    assert front.get("/v1/models/pirate").json() == listing["data"][1]
+    assert front.get("/v1/models/nobody").status_code == 404
+
+
+@pytest.fixture
+def locked(open_front: Callable[[Catalogue], TestClient], catalogue: Catalogue) -> TestClient:
+    keys = {"sesame": frozenset({"pirate"}), "master-ключ": frozenset({"*"})}
+    return open_front(dataclasses.replace(catalogue, keys=keys))
+
+
+@pytest.mark.parametrize(
+    "header", [None, "sesame", "Bearer", "Bearer ", "Bearer sesam", "Bearer sesame2", "Basic sesame"]
+)
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/base"])
+def test_without_a_valid_key_there_is_nothing(locked: TestClient, path: str, header: str | None) -> None:
+    answer = locked.get(path, headers={} if header is None else {"Authorization": header})
+
+    assert answer.status_code == 401
+    assert answer.json()["error"]["code"] == "invalid_api_key"
+    assert answer.headers["www-authenticate"] == "Bearer"
+
+
+def test_a_key_opens_its_own_models_only(locked: TestClient, server: Any) -> None:
+    locked.headers["Authorization"] = "Bearer sesame"
+
+    assert [model["id"] for model in locked.get("/v1/models").json()["data"]] == ["pirate"]
+    assert locked.post(CHAT_PATH, json=CHAT | {"model": "pirate"}).status_code == 200
+    assert server.value("lora_task_id") == 7
+    for model in ("base", "poet"):
+        answer = locked.post(CHAT_PATH, json=CHAT | {"model": model})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (403, "model_not_allowed")
+    assert len(server.requests) == 1
+
+
+def test_a_star_opens_every_model(locked: TestClient) -> None:
+    listing = locked.get("/v1/models", headers={b"Authorization": "bearer master-ключ".encode()})
+
+    assert len(listing.json()["data"]) == 3
+
+
+def test_a_key_comes_before_the_fields_of_the_body(locked: TestClient) -> None:
+    assert locked.post(CHAT_PATH, json={}).status_code == 401
+
+
+@pytest.mark.parametrize(
+    ("message", "status", "kind", "code"),
+    [
+        ("[INVALID_ARG] bad", 400, "invalid_request_error", "invalid_arg"),
+        ("[UNSUPPORTED] no", 400, "invalid_request_error", "unsupported"),
+        ("[NOT_FOUND] no model", 404, "invalid_request_error", "not_found"),
+        ("[ALREADY_EXISTS] other weights", 409, "invalid_request_error", "already_exists"),
+        ("[CANCELLED] ended", 499, "invalid_request_error", "cancelled"),
+        ("[UNAVAILABLE] 4096 wait", 503, "server_error", "unavailable"),
+        ("[DEADLINE] late", 504, "server_error", "deadline"),
+        ("[INTERNAL] broken", 500, "server_error", "internal"),
+        ("no code at all", 500, "server_error", "unknown"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_error_of_the_server_has_a_status_that_says_the_same(
+    front: TestClient, server: Any, message: str, status: int, kind: str, code: str, stream: bool
+) -> None:
+    server.error = parse_error(message)
+    answer = front.post(CHAT_PATH, json=CHAT | {"stream": stream})
+
+    text = message.rpartition("] ")[2]
+    assert answer.status_code == status
+    assert answer.json() == {"error": {"message": text, "type": kind, "param": None, "code": code}}
+
+
+def test_an_error_in_the_midst_of_a_stream_is_its_last_event(front: TestClient, server: Any) -> None:
+    server.error, server.error_at = parse_error("[UNAVAILABLE] the engine died"), 2
+    answer = front.post(CHAT_PATH, json=CHAT | {"stream": True})
+
+    *_, text, error = events(answer.text)
+    assert answer.status_code == 200
+    assert text["choices"][0]["delta"] == {"content": "Ahoy"}
+    assert error["error"]["code"] == "unavailable"
+
+
+def test_an_answer_that_was_cancelled_does_not_look_complete(front: TestClient, server: Any) -> None:
+    server.finish_reason = "cancelled"
+
+    assert front.post(CHAT_PATH, json=CHAT).status_code == 499
+    assert events(front.post(CHAT_PATH, json=CHAT | {"stream": True}).text)[-1]["error"]["code"] == "cancelled"
+
+
+def test_an_unexpected_error_is_an_error_without_details(front: TestClient, server: Any) -> None:
+    server.error = RuntimeError("secret")
+    answer = front.post(CHAT_PATH, json=CHAT)
+
+    assert answer.status_code == 500
+    assert answer.json()["error"]["code"] == "internal"
+    assert "secret" not in answer.text
+
+
+def test_unknown_paths_and_broken_json_answer_in_the_same_shape(front: TestClient) -> None:
+    missing = front.get("/v1/embeddings")
+    broken = front.post(CHAT_PATH, content=b"{", headers={"Content-Type": "application/json"})
+
+    assert (missing.status_code, missing.json()["error"]["type"]) == (404, "invalid_request_error")
+    assert (broken.status_code, broken.json()["error"]["type"]) == (400, "invalid_request_error")
+
+
+class Patient(AsyncMockTransport):
+    """Never comes to an end; tells when it was asked, and when it was left."""
+
+    def __init__(self, num_pieces: int) -> None:
+        super().__init__(lambda request: [])
+        self.num_pieces, self.asked, self.left = num_pieces, asyncio.Event(), asyncio.Event()
+
+    async def infer(self, request: InferRequest) -> Response:
+        return await anext(self.stream(request))
+
+    async def stream(self, request: InferRequest) -> AsyncGenerator[Response, None]:
+        try:
+            for _ in range(self.num_pieces):
+                yield Response({"text_output": ["more"]})
+            self.asked.set()
+            await asyncio.Event().wait()
+        finally:
+            self.left.set()
+
+
+@pytest.mark.parametrize(("stream", "num_pieces"), [(False, 0), (True, 0), (True, 2)])
+def test_a_client_that_hangs_up_ends_its_generation(catalogue: Catalogue, stream: bool, num_pieces: int) -> None:
+    asyncio.run(asyncio.wait_for(hang_up(catalogue, stream, num_pieces), timeout=20))
+
+
+async def hang_up(catalogue: Catalogue, stream: bool, num_pieces: int) -> None:
+    """The application as uvicorn calls it: one message with the body, then nothing until the client leaves."""
+    transport = Patient(num_pieces)
+    messages = [{"type": "http.request", "body": json.dumps(CHAT | {"stream": stream}).encode(), "more_body": False}]
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        if messages:
+            return messages.pop()
+        await transport.asked.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    app = make_app(catalogue, lambda: AsyncClient(transport=transport))
+    async with app.router.lifespan_context(app) as state:
+        await app(http_scope(state), receive, send)
+        assert transport.left.is_set()
+    assert sent[0]["status"] == (200 if num_pieces else 499)
+
+
+def http_scope(state: Any) -> dict[str, Any]:
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "method": "POST",
+        "scheme": "http",
+        "path": CHAT_PATH,
+        "query_string": b"",
+        "headers": [(b"content-type", b"application/json")],
+        "state": state,
+    }
+
+
+def test_an_adapter_may_not_be_called_like_the_base_model(catalogue: Catalogue) -> None:
+    with pytest.raises(InvalidRequest, match="like the base model"):
+        dataclasses.replace(catalogue, base="pirate")

@@ -1,0 +1,157 @@
+"""Each parameter: honoured, harmless, or refused by name."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+CHAT = {"model": "base", "messages": [{"role": "user", "content": "hi"}]}
+COMPLETION = {"model": "base", "prompt": "hi"}
+CHAT_PATH, COMPLETION_PATH = "/v1/chat/completions", "/v1/completions"
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "sent"),
+    [
+        ({}, "temperature", 1.0),
+        ({}, "runtime_top_p", 1.0),
+        ({}, "seed", None),
+        ({}, "max_tokens", 2**31 - 1),
+        ({}, "guided_decoding_guide_type", None),
+        ({"temperature": None, "n": None, "made_up": None}, "temperature", 1.0),
+        ({"temperature": 0.5}, "temperature", 0.5),
+        ({"top_p": 0.25}, "runtime_top_p", 0.25),
+        ({"top_p": 0}, "temperature", 0.0),
+        ({"temperature": 0, "top_p": 0.5}, "temperature", 0.0),
+        ({"temperature": 0, "top_p": 0.5}, "runtime_top_p", None),
+        ({"seed": 5}, "seed", 5),
+        ({"seed": -1}, "seed", 2**64 - 1),
+        ({"max_tokens": 9}, "max_tokens", 9),
+        ({"max_completion_tokens": 8}, "max_tokens", 8),
+        ({"stop": "END"}, "stop_words", "END"),
+        ({"stop": ["END", "x"]}, "stop_words", "END"),
+        ({"stop": []}, "stop_words", None),
+        ({"response_format": {"type": "text"}}, "guided_decoding_guide_type", None),
+        ({"response_format": {"type": "json_object"}}, "guided_decoding_guide_type", "json"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}}},
+            "guided_decoding_guide",
+            json.dumps(SCHEMA),
+        ),
+        ({"user": "u", "metadata": {"a": "b"}, "store": False, "n": 1, "logit_bias": {}}, "max_tokens", 2**31 - 1),
+    ],
+)
+def test_a_parameter_reaches_the_server(
+    front: TestClient, server: Any, given: dict[str, Any], name: str, sent: Any
+) -> None:
+    answer = front.post(CHAT_PATH, json=CHAT | given)
+
+    assert answer.status_code == 200, answer.text
+    assert server.value(name) == sent
+
+
+@pytest.mark.parametrize(
+    ("given", "param", "code"),
+    [
+        ({"n": 2}, "n", "unsupported_value"),
+        ({"presence_penalty": 0.5}, "presence_penalty", "unsupported_value"),
+        ({"frequency_penalty": -0.5}, "frequency_penalty", "unsupported_value"),
+        ({"logit_bias": {"5": 1}}, "logit_bias", "unsupported_value"),
+        ({"logprobs": True}, "logprobs", "unsupported_value"),
+        ({"parallel_tool_calls": False}, "parallel_tool_calls", "unsupported_value"),
+        ({"tool_choice": "required"}, "tool_choice", "unsupported_value"),
+        ({"store": True}, "store", "unsupported_value"),
+        ({"reasoning_effort": "low"}, "reasoning_effort", "unknown_parameter"),
+        ({"temperature": 2.5}, "temperature", "invalid_value"),
+        ({"temperature": "hot"}, "temperature", "invalid_value"),
+        ({"top_p": 1.5}, "top_p", "invalid_value"),
+        ({"seed": 2**63}, "seed", "invalid_value"),
+        ({"max_tokens": 0}, "max_tokens", "invalid_value"),
+        ({"max_tokens": True}, "max_tokens", "invalid_value"),
+        ({"max_tokens": 1, "max_completion_tokens": 2}, None, "invalid_value"),
+        ({"stop": ["a"] * 17}, "stop", "invalid_value"),
+        ({"stop": ""}, "stop", "invalid_value"),
+        ({"stream_options": {"include_usage": True}}, None, "invalid_value"),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "invalid_value"),
+        ({"response_format": {"type": "grammar"}}, "response_format", "invalid_value"),
+        ({"messages": []}, "messages", "invalid_value"),
+        ({"messages": [{"role": "pirate", "content": "hi"}]}, "messages", "invalid_value"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "invalid_value"),
+        ({"model": None}, "model", "invalid_value"),
+    ],
+)
+def test_a_parameter_that_cannot_be_honoured_is_refused_by_name(
+    front: TestClient, server: Any, given: dict[str, Any], param: str | None, code: str
+) -> None:
+    answer = front.post(CHAT_PATH, json=CHAT | given)
+
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"]) == (400, "invalid_request_error")
+    assert (error["param"], error["code"]) == (param, code)
+    assert param is None or param in error["message"]
+    assert server.requests == []
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ({"best_of": 2}, "best_of"),
+        ({"echo": True}, "echo"),
+        ({"logprobs": 0}, "logprobs"),
+        ({"suffix": "."}, "suffix"),
+        ({"prompt": ["a", "b"]}, "prompt"),
+    ],
+)
+def test_what_completions_cannot_do_is_refused_by_name(front: TestClient, given: dict[str, Any], param: str) -> None:
+    answer = front.post(COMPLETION_PATH, json=COMPLETION | given)
+
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["code"]) == (400, param, "unsupported_value")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "name", "sent"),
+    [("hi", "text_input", "hi"), (["hi"], "text_input", "hi"), ([5, 6], "input_ids", 5), ([[5, 6]], "input_ids", 5)],
+)
+def test_a_prompt_is_text_or_token_ids(front: TestClient, server: Any, prompt: Any, name: str, sent: Any) -> None:
+    front.post(COMPLETION_PATH, json=COMPLETION | {"prompt": prompt})
+
+    assert server.value(name) == sent
+
+
+@pytest.mark.parametrize("prompt", [[], [[]], [1.5], {}, [None]])
+def test_what_is_no_prompt_is_refused(front: TestClient, prompt: Any) -> None:
+    answer = front.post(COMPLETION_PATH, json=COMPLETION | {"prompt": prompt})
+
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt")
+
+
+def test_messages_become_what_chat_templates_know(front: TestClient, server: Any) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "sky", "arguments": "{}"}}
+    messages = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "Ra"}, {"type": "text", "text": "in?"}], "name": "Ann"},
+        {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None},
+        {"role": "tool", "content": "dry", "tool_call_id": "1"},
+    ]
+    front.post(CHAT_PATH, json=CHAT | {"messages": messages})
+
+    assert json.loads(server.value("messages")) == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Rain?", "name": "Ann"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        messages[3],
+    ]
+
+
+def test_tools_go_to_the_template_unless_none_is_chosen(front: TestClient, server: Any) -> None:
+    tools = [{"type": "function", "function": {"name": "sky"}}]
+
+    front.post(CHAT_PATH, json=CHAT | {"tools": tools})
+    assert json.loads(server.value("messages")) == {"messages": CHAT["messages"], "tools": tools}
+    front.post(CHAT_PATH, json=CHAT | {"tools": tools, "tool_choice": "none"})
+    assert json.loads(server.value("messages")) == CHAT["messages"]
