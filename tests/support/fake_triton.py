@@ -15,6 +15,16 @@ from torch.utils.dlpack import to_dlpack
 
 from support.fronts import TIMEOUT_S
 
+LOG_PROB_NAMES = ("cum_log_probs", "output_log_probs")
+PERF_NAMES = (
+    "arrival_time_ns",
+    "first_scheduled_time_ns",
+    "first_token_time_ns",
+    "last_token_time_ns",
+    "kv_cache_alloc_total_blocks",
+    "kv_cache_alloc_new_blocks",
+    "kv_cache_reused_blocks",
+)
 OUTPUT_NAMES = (
     "output_ids",
     "sequence_length",
@@ -26,6 +36,8 @@ OUTPUT_NAMES = (
     "batch_index",
     "lora_task_id_out",
     "lora_digest",
+    *LOG_PROB_NAMES,
+    *PERF_NAMES,
 )
 
 FINAL = 1
@@ -174,6 +186,14 @@ _DTYPES = {
     "lora_task_id": np.uint64,
     "temperature": np.float32,
     "runtime_top_p": np.float32,
+    "runtime_top_p_decay": np.float32,
+    "runtime_top_p_min": np.float32,
+    "min_p": np.float32,
+    "repetition_penalty": np.float32,
+    "presence_penalty": np.float32,
+    "frequency_penalty": np.float32,
+    "embedding_bias": np.float32,
+    "embedding_bias_weights": np.float32,
 }
 
 

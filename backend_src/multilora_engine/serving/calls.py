@@ -16,6 +16,7 @@ from multilora_engine.lora.format import PackedAdapter, pack_adapter
 from multilora_engine.request import Guide, GuideType, SamplingParams
 from multilora_engine.serving.inputs import InputTensors
 from multilora_engine.serving.prompts import encode_messages, encode_text
+from multilora_engine.serving.token_lists import read_bad_sequences, read_bias, read_sequences
 from multilora_engine.text import Tokenizer
 
 _PROMPTS = ("text_input", "messages", "input_ids")
@@ -41,6 +42,7 @@ class GenerateCall:
     is_streaming: bool
     excludes_input: bool
     pad_id: int
+    returns_perf: bool
 
 
 @dataclass(frozen=True)
@@ -67,13 +69,14 @@ def read_call(inputs: InputTensors, info: EngineInfo, tokenizer: Tokenizer) -> G
 def _read_generate(inputs: InputTensors, info: EngineInfo, tokenizer: Tokenizer) -> GenerateCall:
     rows = range(inputs.num_rows(_prompt_name(inputs)))
     return GenerateCall(
-        sampling=[_read_sampling(inputs, row) for row in rows],
+        sampling=[_read_sampling(inputs, row, info, tokenizer) for row in rows],
         num_sequences=_read_num_sequences(inputs),
         prompts=[_read_prompt(inputs, row, info, tokenizer) for row in rows],
         lora_task_ids=[inputs.scalar("lora_task_id", row) for row in rows],
         is_streaming=inputs.common("streaming", default=False),
         excludes_input=inputs.common("exclude_input_in_output", default=info.exclude_input_in_output),
         pad_id=_read_pad_id(inputs, info),
+        returns_perf=inputs.common("return_perf_metrics", default=False),
         adapter=_read_adapter(inputs, info) if inputs.present(*_WEIGHTS) else None,
     )
 
@@ -105,26 +108,38 @@ def _read_input_ids(inputs: InputTensors, row: int) -> list[int]:
     return token_ids
 
 
-def _read_sampling(inputs: InputTensors, row: int) -> SamplingParams:
+def _read_sampling(inputs: InputTensors, row: int, info: EngineInfo, tokenizer: Tokenizer) -> SamplingParams:
     if (beam_width := inputs.scalar("beam_width", row)) not in (None, 1):
         raise Unsupported(f"beam_width is {beam_width}; this server has no beam search, see num_return_sequences")
     max_tokens = _read_max_tokens(inputs, row)
     temperature = _in_range(inputs, "temperature", row, 0.0, math.inf)
     top_p = _in_range(inputs, "runtime_top_p", row, -math.inf, 1.0)
     top_p = top_p if top_p is not None and top_p > 0 else None
+    min_p = _in_range(inputs, "min_p", row, 0.0, 1.0) or 0.0
     top_k = _in_range(inputs, "runtime_top_k", row, 0, math.inf)
     if top_k is None:
-        top_k = 1 if temperature is None and top_p is None else 0
+        top_k = 1 if temperature is None and top_p is None and not min_p else 0
     return SamplingParams(
         max_tokens=max_tokens,
         min_tokens=_in_range(inputs, "min_tokens", row, 0, max_tokens) or 0,
         temperature=1.0 if temperature is None else temperature,
         top_k=top_k,
         top_p=1.0 if top_p is None else top_p,
+        top_p_decay=_default(_positive(inputs, "runtime_top_p_decay", row, 1.0), 1.0),
+        top_p_min=_default(_positive(inputs, "runtime_top_p_min", row, 1.0), 1e-6),
+        top_p_reset_id=_default(_in_range(inputs, "runtime_top_p_reset_ids", row, -1, math.inf), -1),
+        min_p=min_p,
+        repetition_penalty=_default(_positive(inputs, "repetition_penalty", row, math.inf), 1.0),
+        presence_penalty=_in_range(inputs, "presence_penalty", row, -math.inf, math.inf) or 0.0,
+        frequency_penalty=_in_range(inputs, "frequency_penalty", row, -math.inf, math.inf) or 0.0,
+        embedding_bias=read_bias(inputs, row, info, tokenizer),
+        bad_token_sequences=read_bad_sequences(inputs, row, tokenizer),
         seed=inputs.scalar("seed", row),
         end_id=_in_range(inputs, "end_id", row, -1, math.inf),
         # Upstream's own examples send one empty stop word where they mean none.
         stop_words=tuple(word for word in inputs.texts("stop_words", row) if word),
+        stop_token_sequences=read_sequences(inputs, "stop_words_list", row),
+        return_log_probs=inputs.common("return_log_probs", default=False),
         guide=_read_guide(inputs, row),
     )
 
@@ -171,7 +186,20 @@ def _in_range(inputs: InputTensors, name: str, row: int, low: float, high: float
     return value
 
 
+def _positive(inputs: InputTensors, name: str, row: int, high: float) -> float | None:
+    value: float | None = _in_range(inputs, name, row, 0.0, high)
+    if value == 0.0:
+        raise InvalidRequest(f"{name} is 0, expected a number > 0")
+    return value
+
+
+def _default(value: Any, default: Any) -> Any:
+    return default if value is None else value
+
+
 def _range(low: float, high: float) -> str:
+    if math.isinf(low) and math.isinf(high):
+        return "a finite number"
     if math.isinf(high):
         return f"a number >= {low:g}"
     return f"a number <= {high:g}" if math.isinf(low) else f"a number in [{low:g}, {high:g}]"

@@ -105,7 +105,9 @@ def _expand(call: GenerateCall, timeout_s: float | None) -> tuple[list[Generatio
             sampling = _sampling_of(call.sampling[batch_index], sequence_index)
             request = GenerationRequest(new_id(), prompt, sampling, lora_task_id, timeout_s)
             requests.append(request)
-            rows[request.request_id] = ReplyRow(batch_index, sequence_index, lora_task_id)
+            rows[request.request_id] = ReplyRow(
+                batch_index, sequence_index, lora_task_id, sampling.return_log_probs, call.returns_perf
+            )
     return requests, rows
 
 

@@ -9,12 +9,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from multilora_engine.request import TokenOutput
+from multilora_engine.request import PerfMetrics, TokenOutput
 
 
 @dataclass(frozen=True)
 class RowAnswer:
-    """What a response says about one sequence of a row. `finish_reason` is empty while there is more to come."""
+    """What a response says about one sequence of a row. `finish_reason` is empty while there is more to come.
+
+    log_probs, of the answer's tokens in this response, and perf are None when there is nothing to say of them.
+    """
 
     batch_index: int
     sequence_index: int
@@ -25,18 +28,25 @@ class RowAnswer:
     num_output_tokens: int
     lora_task_id: int
     lora_digest: str
+    cum_log_prob: float = 0.0
+    log_probs: list[float] | None = None
+    perf: PerfMetrics | None = None
 
 
 @dataclass(frozen=True)
 class ReplyRow:
-    """Which row of its request an engine request is, which of the row's sequences, and the adapter it asked for."""
+    """Which row of its request an engine request is, which of the row's sequences, the adapter it asked for, and what
+    else it wants to know.
+    """
 
     batch_index: int = 0
     sequence_index: int = 0
     lora_task_id: int | None = None
+    returns_log_probs: bool = False
+    returns_perf: bool = False
 
-    def answer(self, token_ids: list[int], text: str, output: TokenOutput) -> RowAnswer:
-        """These tokens and this text; everything else as `output`, the row's latest, has it."""
+    def answer(self, token_ids: list[int], text: str, log_probs: list[float], output: TokenOutput) -> RowAnswer:
+        """These tokens, this text and these log-probs; everything else as `output`, the row's latest, has it."""
         return RowAnswer(
             batch_index=self.batch_index,
             sequence_index=self.sequence_index,
@@ -47,21 +57,34 @@ class ReplyRow:
             num_output_tokens=output.num_output_tokens,
             lora_task_id=self.lora_task_id or 0,
             lora_digest=output.lora_digest,
+            cum_log_prob=output.cum_log_prob,
+            log_probs=log_probs if self.returns_log_probs else None,
+            perf=output.perf if self.returns_perf else None,
         )
 
 
 def output_arrays(
-    answers: Sequence[RowAnswer], names: Collection[str], pad_id: int, num_sequences: int = 1
+    answers: Sequence[RowAnswer],
+    names: Collection[str],
+    pad_id: int,
+    num_sequences: int = 1,
+    is_complete: bool = False,
 ) -> dict[str, NDArray[Any]]:
     """The tensors of `names`, each with the rows as its leading dimension.
 
     answers: row by row, `num_sequences` of each, which take the place of upstream's beams.
-    output_ids is [rows, num_sequences, longest], where `pad_id` fills up shorter ones. Of the others, what is the same
-    for all sequences of a row (`_SAME_IN_A_ROW`) is [rows, 1], all else is [rows, num_sequences].
+    output_ids is [rows, num_sequences, longest], where `pad_id` fills up shorter ones; output_log_probs is the same,
+    filled up with 0. Of the others, what is the same for all sequences of a row (`_SAME_IN_A_ROW`) is [rows, 1], all
+    else is [rows, num_sequences]. Log-probs and performance metrics are left out where the answers have none, unless
+    `is_complete`: then they are zeros, or no values at all.
     """
     arrays = {name: build(answers) for name, build in _COLUMNS.items() if name in names}
     if "output_ids" in names:
-        arrays["output_ids"] = _padded([answer.token_ids for answer in answers], pad_id)
+        arrays["output_ids"] = _padded([answer.token_ids for answer in answers], pad_id, np.int32)
+    if is_complete or all(answer.log_probs is not None for answer in answers):
+        arrays |= {name: build(answers) for name, build in _LOG_PROB_COLUMNS.items() if name in names}
+    if is_complete or all(answer.perf is not None for answer in answers):
+        arrays |= {name: build(answers) for name, build in _PERF_COLUMNS.items() if name in names}
     return {name: _by_row(name, array, num_sequences) for name, array in arrays.items()}
 
 
@@ -73,9 +96,15 @@ def _by_row(name: str, array: NDArray[Any], num_sequences: int) -> NDArray[Any]:
 
 
 def _numbers(
-    value: Callable[[RowAnswer], int], dtype: type = np.int32
+    value: Callable[[RowAnswer], float], dtype: type = np.int32
 ) -> Callable[[Sequence[RowAnswer]], NDArray[Any]]:
     return lambda rows: np.array([[value(row)] for row in rows], dtype)
+
+
+def _perf_numbers(
+    value: Callable[[PerfMetrics], int], dtype: type = np.int32
+) -> Callable[[Sequence[RowAnswer]], NDArray[Any]]:
+    return _numbers(lambda row: value(row.perf or PerfMetrics()), dtype)
 
 
 def _strings(value: Callable[[RowAnswer], str]) -> Callable[[Sequence[RowAnswer]], NDArray[Any]]:
@@ -97,9 +126,24 @@ _COLUMNS: Mapping[str, Callable[[Sequence[RowAnswer]], NDArray[Any]]] = {
 
 _SAME_IN_A_ROW = frozenset({"num_input_tokens", "batch_index", "lora_task_id_out", "lora_digest"})
 
+_LOG_PROB_COLUMNS: Mapping[str, Callable[[Sequence[RowAnswer]], NDArray[Any]]] = {
+    "cum_log_probs": _numbers(lambda row: row.cum_log_prob, np.float32),
+    "output_log_probs": lambda rows: _padded([row.log_probs or [] for row in rows], 0.0, np.float32),
+}
 
-def _padded(rows: Sequence[Sequence[int]], pad_id: int) -> NDArray[np.int32]:
-    array = np.full((len(rows), 1, max(map(len, rows))), pad_id, np.int32)
-    for target, token_ids in zip(array, rows, strict=True):
-        target[0, : len(token_ids)] = token_ids
+_PERF_COLUMNS: Mapping[str, Callable[[Sequence[RowAnswer]], NDArray[Any]]] = {
+    "arrival_time_ns": _perf_numbers(lambda perf: perf.arrival_time_ns, np.int64),
+    "first_scheduled_time_ns": _perf_numbers(lambda perf: perf.first_scheduled_time_ns, np.int64),
+    "first_token_time_ns": _perf_numbers(lambda perf: perf.first_token_time_ns, np.int64),
+    "last_token_time_ns": _perf_numbers(lambda perf: perf.last_token_time_ns, np.int64),
+    "kv_cache_alloc_total_blocks": _perf_numbers(lambda perf: perf.kv_cache_alloc_total_blocks),
+    "kv_cache_alloc_new_blocks": _perf_numbers(lambda perf: perf.kv_cache_alloc_new_blocks),
+    "kv_cache_reused_blocks": _perf_numbers(lambda perf: perf.kv_cache_reused_blocks),
+}
+
+
+def _padded(rows: Sequence[Sequence[float]], pad: float, dtype: type) -> NDArray[Any]:
+    array: NDArray[Any] = np.full((len(rows), 1, max(map(len, rows))), pad, dtype)
+    for target, values in zip(array, rows, strict=True):
+        target[0, : len(values)] = values
     return array

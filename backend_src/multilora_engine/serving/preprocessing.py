@@ -26,7 +26,8 @@ class PreprocessingModel(ImmediateModel):
 def preprocess(inputs: InputTensors, info: EngineInfo, tokenizer: Tokenizer) -> dict[str, NDArray[Any]]:
     """The outputs by name. INPUT_ID is [rows, longest prompt], REQUEST_INPUT_LEN tells each row's own length.
 
-    REQUEST_OUTPUT_LEN passes through; OUT_END_ID and OUT_PAD_ID default to the tokenizer's. Raises InvalidRequest.
+    IS_ENSEMBLE_STEP tells the next step that it is one. REQUEST_OUTPUT_LEN passes through; OUT_END_ID and OUT_PAD_ID
+    default to the tokenizer's. Raises InvalidRequest.
     """
     prompts = _read_prompts(inputs, info, tokenizer)
     end_id = next(iter(info.end_token_ids), -1) if tokenizer.eos_id is None else tokenizer.eos_id
@@ -35,9 +36,10 @@ def preprocess(inputs: InputTensors, info: EngineInfo, tokenizer: Tokenizer) -> 
     input_ids = np.full((len(prompts), max(lengths)), max(pad_id, 0), np.int32)
     for row, prompt in zip(input_ids, prompts, strict=True):
         row[: len(prompt)] = prompt
-    arrays = {
+    arrays: dict[str, NDArray[Any]] = {
         "INPUT_ID": input_ids,
         "REQUEST_INPUT_LEN": _column(lengths),
+        "IS_ENSEMBLE_STEP": np.ones((len(prompts), 1), bool),
         "OUT_END_ID": _column([_default(inputs.scalar("END_ID", row), end_id) for row in range(len(prompts))]),
         "OUT_PAD_ID": _column([_default(inputs.scalar("PAD_ID", row), pad_id) for row in range(len(prompts))]),
     }

@@ -20,9 +20,13 @@ from multilora_engine.serving.triton_api import TritonRequest, backend_utils, er
 
 
 class Responder:
-    """Sends responses to one Triton request: exactly the outputs it asked for."""
+    """Sends responses to one Triton request: exactly the outputs it asked for.
+
+    An ensemble loses a response in which any output is missing, so the steps of ours say what they are.
+    """
 
     def __init__(self, request: TritonRequest) -> None:
+        self._is_ensemble_step = any(tensor.name() == "is_ensemble_step" for tensor in request.inputs())
         self.request_id = request.request_id()
         self._names = frozenset(request.requested_output_names())
         self._sender = request.get_response_sender()
@@ -35,7 +39,8 @@ class Responder:
 
     def send(self, answers: Sequence[RowAnswer], pad_id: int, is_final: bool, num_sequences: int = 1) -> None:
         """answers: `num_sequences` for each row."""
-        self._send(_response(output_arrays(answers, self._names, pad_id, num_sequences)), is_final)
+        arrays = output_arrays(answers, self._names, pad_id, num_sequences, is_complete=self._is_ensemble_step)
+        self._send(_response(arrays), is_final)
 
     def send_text(self, name: str, text: str) -> None:
         """A final response with one string."""
@@ -84,7 +89,7 @@ class StreamReply(Reply):
     def _answer(self, output: TokenOutput) -> None:
         if output.is_final:
             self._open.remove(output.request_id)
-        answer = self._rows[output.request_id].answer(output.token_ids, output.text, output)
+        answer = self._rows[output.request_id].answer(output.token_ids, output.text, _log_probs(output), output)
         self._responder.send([answer], self._pad_id, is_final=not self._open)
 
 
@@ -95,6 +100,7 @@ class Transcript:
     row: ReplyRow
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
+    log_probs: list[float] = field(default_factory=list)
     last: TokenOutput | None = None
 
     @property
@@ -104,11 +110,12 @@ class Transcript:
     def append(self, output: TokenOutput) -> None:
         self.token_ids += output.token_ids
         self.text += output.text
+        self.log_probs += _log_probs(output)
         self.last = output
 
     def answer(self) -> RowAnswer:
         assert self.last is not None
-        return self.row.answer(self.token_ids, self.text, self.last)
+        return self.row.answer(self.token_ids, self.text, self.log_probs, self.last)
 
 
 class EachReply(Reply):
@@ -168,3 +175,7 @@ class EmptyReply(Reply):
 def _response(arrays: Mapping[str, NDArray[Any]]) -> Any:
     pb = backend_utils()
     return pb.InferenceResponse([pb.Tensor(name, array) for name, array in arrays.items()])
+
+
+def _log_probs(output: TokenOutput) -> list[float]:
+    return [token.log_prob for token in output.log_probs]

@@ -12,7 +12,7 @@ from support.fake_triton import OUTPUT_NAMES
 from tritonclient.grpc import model_config_pb2
 
 from multilora_engine.config import EngineConfig, parameter_descriptions
-from multilora_engine.serving.outputs import _COLUMNS
+from multilora_engine.serving.outputs import _COLUMNS, _LOG_PROB_COLUMNS, _PERF_COLUMNS
 
 REPOSITORY = Path(__file__).parents[3] / "model_repository"
 MODELS = ("generation", "generation_unary", "preprocessing", "postprocessing", "ensemble", "ensemble_unary")
@@ -53,7 +53,11 @@ def test_both_generation_models_take_and_give_the_same() -> None:
 
 
 def test_the_declared_outputs_are_those_the_code_can_build() -> None:
-    assert set(tensors(config("generation").output)) == set(OUTPUT_NAMES) == {*_COLUMNS, "output_ids"}
+    assert (
+        set(tensors(config("generation").output))
+        == set(OUTPUT_NAMES)
+        == {*_COLUMNS, *_LOG_PROB_COLUMNS, *_PERF_COLUMNS, "output_ids"}
+    )
 
 
 @pytest.mark.parametrize("model", ["ensemble", "ensemble_unary"])
@@ -75,9 +79,12 @@ def test_the_steps_of_an_ensemble_fit_its_models(model: str) -> None:
 
 @pytest.mark.parametrize("model", ["ensemble", "ensemble_unary"])
 def test_an_ensemble_offers_every_option_of_generation_under_upstreams_names(model: str) -> None:
-    renamed = {"runtime_top_k": "top_k", "runtime_top_p": "top_p", "streaming": "stream"}
-    direct_only = {"input_ids", "input_lengths", "request_output_len", "stop"}
-    expected = {renamed.get(name, name) for name in tensors(config("generation").input)} - direct_only
+    renamed = {"streaming": "stream"}
+    direct_only = {"input_ids", "input_lengths", "request_output_len", "stop", "is_ensemble_step"}
+    direct_only |= {"embedding_bias", "bad_words_list", "stop_words_list"}
+    expected = {
+        renamed.get(name, name).removeprefix("runtime_") for name in tensors(config("generation").input)
+    } - direct_only
     assert set(tensors(config(model).input)) == expected
 
 

@@ -3,9 +3,9 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
-from support.fake_triton import OUTPUT_NAMES
+from support.fake_triton import LOG_PROB_NAMES, OUTPUT_NAMES, PERF_NAMES
 
-from multilora_engine.request import TokenOutput
+from multilora_engine.request import PerfMetrics, TokenOutput
 from multilora_engine.serving.outputs import ReplyRow, RowAnswer, output_arrays
 
 FIRST = RowAnswer(0, 0, [1, 2, 3], "aé", "stop", 1, 2, 2**64 - 1, "d1")
@@ -33,11 +33,12 @@ def test_every_output_has_the_shape_and_dtype_of_the_configuration() -> None:
 
 def test_the_sequences_of_a_row_are_its_beams() -> None:
     rows = [dataclasses.replace(answer, sequence_index=i) for answer in (FIRST, SECOND) for i in range(3)]
-    arrays = output_arrays(rows, OUTPUT_NAMES, pad_id=9, num_sequences=3)
+    arrays = output_arrays(rows, OUTPUT_NAMES, pad_id=9, num_sequences=3, is_complete=True)
+    assert arrays["output_log_probs"].shape == (2, 3, 0)
     assert arrays["output_ids"].tolist() == [[[1, 2, 3]] * 3, [[4, 9, 9]] * 3]
     assert arrays["sequence_index"].tolist() == [[0, 1, 2]] * 2
     per_row = {"num_input_tokens", "batch_index", "lora_task_id_out", "lora_digest"}
-    for name in OUTPUT_NAMES[1:]:
+    for name in {*OUTPUT_NAMES} - {"output_ids", "output_log_probs"}:
         assert arrays[name].shape == ((2, 1) if name in per_row else (2, 3))
     assert arrays["lora_digest"].tolist() == [[b"d1"], [b""]]
 
@@ -48,5 +49,37 @@ def test_only_what_is_wanted_is_built() -> None:
 
 
 def test_an_answer_without_tokens_is_an_empty_tensor() -> None:
-    empty = ReplyRow().answer([], "", TokenOutput("r", [], "", finish_reason="stop"))
+    empty = ReplyRow().answer([], "", [], TokenOutput("r", [], "", finish_reason="stop"))
     assert output_arrays([empty], OUTPUT_NAMES, 0)["output_ids"].shape == (1, 1, 0)
+
+
+def test_log_probs_and_times_are_there_when_the_rows_have_them() -> None:
+    perf = PerfMetrics(2**60, 2**60 + 1, 2**60 + 2, 2**60 + 3, 9, 8, 1)
+    rows = [
+        RowAnswer(0, 0, [1, 2], "a", "stop", 1, 2, 0, "", cum_log_prob=-0.75, log_probs=[-0.5, -0.25], perf=perf),
+        RowAnswer(1, 0, [3], "b", "stop", 1, 1, 0, "", cum_log_prob=-2.0, log_probs=[-2.0], perf=PerfMetrics()),
+    ]
+    arrays = output_arrays(rows, {*LOG_PROB_NAMES, *PERF_NAMES}, pad_id=9)
+    assert {name: array.tolist() for name, array in arrays.items()} == {
+        "cum_log_probs": [[-0.75], [-2.0]],
+        "output_log_probs": [[[-0.5, -0.25]], [[-2.0, 0.0]]],
+        "arrival_time_ns": [[2**60], [0]],
+        "first_scheduled_time_ns": [[2**60 + 1], [0]],
+        "first_token_time_ns": [[2**60 + 2], [0]],
+        "last_token_time_ns": [[2**60 + 3], [0]],
+        "kv_cache_alloc_total_blocks": [[9], [0]],
+        "kv_cache_alloc_new_blocks": [[8], [0]],
+        "kv_cache_reused_blocks": [[1], [0]],
+    }
+    dtypes = {name: str(array.dtype) for name, array in arrays.items()}
+    assert dtypes == {
+        name: "float32" if "log" in name else "int64" if name.endswith("_ns") else "int32" for name in dtypes
+    }
+
+
+def test_outputs_that_were_not_asked_for_are_left_out_but_for_an_ensemble() -> None:
+    assert not {*LOG_PROB_NAMES, *PERF_NAMES} & set(output_arrays([FIRST], OUTPUT_NAMES, 0))
+    arrays = output_arrays([FIRST], OUTPUT_NAMES, 0, is_complete=True)
+    assert set(arrays) == set(OUTPUT_NAMES)
+    assert arrays["output_log_probs"].shape == (1, 1, 0)
+    assert arrays["last_token_time_ns"].tolist() == [[0]]

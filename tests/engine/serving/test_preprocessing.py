@@ -16,6 +16,7 @@ from multilora_engine.text import Tokenizer
 
 def run(tokenizer: Tokenizer, tensors: dict[str, Any]) -> dict[str, Any]:
     arrays = preprocess(InputTensors(FakeRequest(tensors)), INFO, tokenizer)
+    assert arrays.pop("IS_ENSEMBLE_STEP").all()
     assert {array.dtype for array in arrays.values()} == {np.dtype(np.int32)}
     return {name: array.tolist() for name, array in arrays.items()}
 

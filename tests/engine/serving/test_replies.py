@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from support.fake_triton import FakeRequest
 
-from multilora_engine.request import TokenOutput
+from multilora_engine.request import PerfMetrics, TokenLogProb, TokenOutput
 from multilora_engine.serving.outputs import ReplyRow
 from multilora_engine.serving.replies import EachReply, EmptyReply, OneReply, Reply, Responder, StreamReply, Transcript
 
@@ -82,3 +82,23 @@ def test_a_stop_is_answered_by_a_response_without_tensors() -> None:
     EmptyReply(Responder(request)).on_output(TokenOutput("a", [], "", finish_reason="stop"))
     (response,) = request.sender.wait()
     assert (response.arrays, response.error) == ({}, None)
+
+
+@pytest.mark.parametrize("kind", [StreamReply, OneReply])
+def test_log_probs_go_with_their_tokens_and_times_with_the_last_response(kind: type[Reply]) -> None:
+    request = FakeRequest({})
+    row = ReplyRow(returns_log_probs=True, returns_perf=True)
+    reply = kind(Responder(request), {"a": row if kind is StreamReply else Transcript(row, [7, 7], "prompt")}, 0)
+    first = TokenOutput("a", [1, 2], "x", log_probs=[TokenLogProb(-0.5), TokenLogProb(-1.0)], cum_log_prob=-1.5)
+    last = TokenOutput("a", [3], "y", "stop", log_probs=[TokenLogProb(-2.0)], cum_log_prob=-3.5, perf=PerfMetrics(5))
+    reply.on_output(first)
+    reply.on_output(last)
+    responses = request.sender.wait()
+    log_probs = [response.arrays["output_log_probs"].tolist() for response in responses]
+    sums = [response.arrays["cum_log_probs"].item() for response in responses]
+    if kind is StreamReply:
+        assert (log_probs, sums) == ([[[[-0.5, -1.0]]], [[[-2.0]]]], [-1.5, -3.5])
+        assert "arrival_time_ns" not in responses[0].arrays
+    else:
+        assert (log_probs, sums) == ([[[[-0.5, -1.0, -2.0]]]], [-3.5])
+    assert responses[-1].arrays["arrival_time_ns"].item() == 5

@@ -1,0 +1,71 @@
+"""Inputs that name tokens: bad words, stop words and biases, as text or as token ids.
+
+A word is tokenized as it stands, without special tokens, as upstream's preprocessing does it: "cat" and " cat" are
+different words, and a client that means both sends both.
+"""
+
+from __future__ import annotations
+
+import math
+
+from multilora_engine.engine_info import EngineInfo
+from multilora_engine.errors import InvalidRequest
+from multilora_engine.serving.inputs import InputTensors
+from multilora_engine.text import Tokenizer
+
+TokenSequences = tuple[tuple[int, ...], ...]
+
+
+def read_bad_sequences(inputs: InputTensors, row: int, tokenizer: Tokenizer) -> TokenSequences:
+    """Those of `bad_words` and of `bad_words_list`."""
+    return (*_tokenized(inputs.texts("bad_words", row), tokenizer), *read_sequences(inputs, "bad_words_list", row))
+
+
+def read_sequences(inputs: InputTensors, name: str, row: int) -> TokenSequences:
+    """A tensor [batch, 2, n] in upstream's form: all sequences' ids one after another, padded with anything, and
+    where each of them ends, padded with -1. Raises InvalidRequest for ends that are out of order or of range.
+    """
+    if name not in inputs:
+        return ()
+    values = inputs.array(name)
+    if values.ndim != 3 or values.shape[1] != 2 or row >= values.shape[0]:
+        raise InvalidRequest(f"{name} has shape {list(values.shape)}, expected token ids and ends: [batch, 2, n]")
+    token_ids, ends = values[row].tolist()
+    ends = ends[: ends.index(-1)] if -1 in ends else ends
+    starts = [0, *ends[:-1]]
+    if any(not start < end <= len(token_ids) for start, end in zip(starts, ends, strict=False)):
+        raise InvalidRequest(f"{name} has the ends {ends}, expected increasing numbers in 1 .. {len(token_ids)}")
+    return tuple(tuple(token_ids[start:end]) for start, end in zip(starts, ends, strict=False))
+
+
+def read_bias(inputs: InputTensors, row: int, info: EngineInfo, tokenizer: Tokenizer) -> tuple[tuple[int, float], ...]:
+    """(token id, bias) of all tokens that have one: `embedding_bias` plus the weights of the words a token is in."""
+    biases = _read_vector(inputs, row, info, tokenizer)
+    words, weights = inputs.texts("embedding_bias_words", row), inputs.vector("embedding_bias_weights", row) or []
+    if len(words) != len(weights):
+        raise InvalidRequest(
+            f"embedding_bias_words has {len(words)} words and embedding_bias_weights {len(weights)} weights"
+        )
+    for token_ids, weight in zip((_encode(word, tokenizer) for word in words), weights, strict=True):
+        for token_id in token_ids:
+            biases[token_id] = biases.get(token_id, 0.0) + weight
+    for token_id, bias in biases.items():
+        if not math.isfinite(bias):
+            raise InvalidRequest(f"the embedding bias of token {token_id} is {bias}, expected a finite number")
+    return tuple((token_id, bias) for token_id, bias in biases.items() if bias)
+
+
+def _read_vector(inputs: InputTensors, row: int, info: EngineInfo, tokenizer: Tokenizer) -> dict[int, float]:
+    vector = inputs.vector("embedding_bias", row) or []
+    # Upstream's preprocessing makes one as long as the tokenizer's vocabulary, which a model may pad.
+    if len(vector) not in (0, info.vocab_size, tokenizer.vocab_size):
+        raise InvalidRequest(f"embedding_bias has {len(vector)} values, expected one a token: {info.vocab_size}")
+    return {token_id: bias for token_id, bias in enumerate(vector) if bias}
+
+
+def _tokenized(words: list[str], tokenizer: Tokenizer) -> TokenSequences:
+    return tuple(token_ids for word in words if (token_ids := _encode(word, tokenizer)))
+
+
+def _encode(word: str, tokenizer: Tokenizer) -> tuple[int, ...]:
+    return tuple(tokenizer.encode(word, add_special_tokens=False))

@@ -1,0 +1,92 @@
+"""Sampling options and what they tell, through the real server with the real model."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.wire import GrpcClient, infer, stream, tensors, text_of
+
+from multilora_engine.tritonserver import ServerProcess
+
+PROMPT = "The capital of France is"
+LOG_PROBS = {"cum_log_probs", "output_log_probs"}
+PERF = {
+    "arrival_time_ns",
+    "first_scheduled_time_ns",
+    "first_token_time_ns",
+    "last_token_time_ns",
+    "kv_cache_alloc_total_blocks",
+    "kv_cache_alloc_new_blocks",
+    "kv_cache_reused_blocks",
+}
+
+
+def ask(**options: object) -> dict[str, np.ndarray]:
+    return tensors(text_input=PROMPT, max_tokens=12, exclude_input_in_output=True, **options)
+
+
+def names(result: object) -> set[str]:
+    return {output.name for output in result.get_response().outputs}  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("model", ["generation_unary", "ensemble_unary"])
+def test_options_change_the_answer_and_log_probs_tell_how_likely_it_was(triton_grpc: GrpcClient, model: str) -> None:
+    plain = infer(triton_grpc, model, ask())
+    assert " Paris" in text_of(plain)
+    changed = ask(
+        bad_words=[" Paris"],
+        embedding_bias_words=[" Lyon"],
+        embedding_bias_weights=[12.0],
+        repetition_penalty=1.2,
+        frequency_penalty=2.0,
+        min_p=0.02,
+        seed=3,
+        return_log_probs=True,
+        return_perf_metrics=True,
+    )
+    result = infer(triton_grpc, model, changed)
+    assert " Lyon" in text_of(result)
+    assert " Paris" not in text_of(result)
+    assert text_of(infer(triton_grpc, model, changed)) == text_of(result)
+    log_probs = result.as_numpy("output_log_probs")
+    assert log_probs.shape == (1, 1, 12)
+    assert (log_probs < 0).all()
+    assert result.as_numpy("cum_log_probs").item() == pytest.approx(log_probs.sum(), rel=1e-4)
+    times = [result.as_numpy(name).item() for name in ("arrival_time_ns", "first_token_time_ns", "last_token_time_ns")]
+    assert 0 < times[0] < times[1] < times[2]
+    assert result.as_numpy("kv_cache_alloc_total_blocks").item() >= 1
+
+
+def test_what_was_not_asked_for_is_not_sent_and_in_an_ensemble_empty(triton_grpc: GrpcClient) -> None:
+    assert not names(infer(triton_grpc, "generation_unary", ask())) & {*LOG_PROBS, *PERF}
+    result = infer(triton_grpc, "ensemble_unary", ask())
+    assert {*LOG_PROBS, *PERF} < names(result)
+    assert result.as_numpy("arrival_time_ns").tolist() == [[0]]
+
+
+@pytest.mark.parametrize(("model", "flag"), [("generation", "streaming"), ("ensemble", "stream")])
+def test_a_streams_log_probs_go_with_its_tokens(
+    server: ServerProcess, triton_grpc: GrpcClient, model: str, flag: str
+) -> None:
+    whole = infer(triton_grpc, "generation_unary", ask(return_log_probs=True))
+    request = ask(return_log_probs=True, return_perf_metrics=True, **{flag: True})
+    with stream(server.grpc_url, model, request) as responses:
+        results = list(responses)
+    assert len(results) > 3
+    log_probs = np.concatenate([result.as_numpy("output_log_probs")[0, 0] for result in results])
+    np.testing.assert_allclose(log_probs, whole.as_numpy("output_log_probs")[0, 0], atol=1e-3)
+    assert "".join(map(text_of, results)) == text_of(whole)
+    assert results[-1].as_numpy("last_token_time_ns").item() > 0
+
+
+def test_stop_and_bad_words_by_token_ids(triton_grpc: GrpcClient) -> None:
+    plain = infer(triton_grpc, "generation_unary", ask())
+    token_ids = plain.as_numpy("output_ids")[0, 0].tolist()
+    ends = np.array([[token_ids[3:5], [2, -1]]], np.int32)
+    stopped = infer(triton_grpc, "generation_unary", ask() | {"stop_words_list": ends})
+    assert stopped.as_numpy("output_ids")[0, 0].tolist() == token_ids[:5]
+    assert text_of(plain).startswith(text_of(stopped))
+    banned = infer(triton_grpc, "generation_unary", ask() | {"bad_words_list": ends})
+    banned_ids = banned.as_numpy("output_ids")[0, 0].tolist()
+    assert banned_ids[:4] == token_ids[:4]
+    assert banned_ids[4] != token_ids[4]

@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from support.fake_engine import INFO
+from support.fake_triton import FakeRequest
+
+from multilora_engine.errors import InvalidRequest
+from multilora_engine.serving.inputs import InputTensors
+from multilora_engine.serving.token_lists import read_bad_sequences, read_bias, read_sequences
+from multilora_engine.text import Tokenizer
+
+
+def inputs(**tensors: Any) -> InputTensors:
+    return InputTensors(FakeRequest(tensors))
+
+
+def word_list(token_ids: list[int], ends: list[int]) -> np.ndarray:
+    return np.array([[token_ids, ends]], np.int32)
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "ends", "expected"),
+    [
+        ([5, 6, 7], [1, 3, -1], ((5,), (6, 7))),
+        ([5, 6, 7], [3, -1, -1], ((5, 6, 7),)),
+        ([5, 6, 0, 0], [2, -1, -1, -1], ((5, 6),)),
+        ([5], [1], ((5,),)),
+        ([0], [-1], ()),
+        ([], [], ()),
+    ],
+)
+def test_a_word_list_is_ids_and_where_each_word_ends(
+    token_ids: list[int], ends: list[int], expected: tuple[tuple[int, ...], ...]
+) -> None:
+    assert read_sequences(inputs(stop_words_list=word_list(token_ids, ends)), "stop_words_list", 0) == expected
+
+
+@pytest.mark.parametrize("ends", [[2, 1, -1], [1, 4, -1], [0, -1, -1], [2, 2, -1], [-5, 1, -1]])
+def test_ends_out_of_order_or_range_are_refused(ends: list[int]) -> None:
+    with pytest.raises(InvalidRequest, match=r"stop_words_list has the ends .*, expected increasing numbers in 1 .. 3"):
+        read_sequences(inputs(stop_words_list=word_list([5, 6, 7], ends)), "stop_words_list", 0)
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (1, 3, 3), (1, 2, 3, 1)])
+def test_another_shape_is_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(InvalidRequest, match=r"stop_words_list has shape .* \[batch, 2, n\]"):
+        read_sequences(inputs(stop_words_list=np.zeros(shape, np.int32)), "stop_words_list", 0)
+
+
+def test_bad_words_are_tokenized_as_they_stand_and_added_to_the_list(tokenizer: Tokenizer) -> None:
+    words = inputs(bad_words=[[" cat", "cat", ""]], bad_words_list=word_list([5, 6], [2, -1]))
+    expected = [tuple(tokenizer.encode(word, add_special_tokens=False)) for word in (" cat", "cat")]
+    assert len(set(expected)) == 2
+    assert read_bad_sequences(words, 0, tokenizer) == (*expected, (5, 6))
+
+
+def test_biases_of_words_and_of_the_vector_add_up(tokenizer: Tokenizer) -> None:
+    vector = np.zeros((1, INFO.vocab_size), np.float32)
+    (one,), two = (tokenizer.encode(word, add_special_tokens=False) for word in ("a", "a long word"))
+    vector[0, [one, 7]] = [0.5, -2.0]
+    tensors = inputs(
+        embedding_bias=vector, embedding_bias_words=[["a", "a long word", ""]], embedding_bias_weights=[[1.0, 4.0, 9.0]]
+    )
+    expected = {7: -2.0, one: 1.5}
+    for token_id in two:
+        expected[token_id] = expected.get(token_id, 0.0) + 4.0
+    assert len(two) > 1
+    assert dict(read_bias(tensors, 0, INFO, tokenizer)) == expected
+    assert read_bias(inputs(), 0, INFO, tokenizer) == ()
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"embedding_bias": np.zeros((1, 5), np.float32)}, "embedding_bias has 5 values, expected one a token: 2048"),
+        ({"embedding_bias_words": [["a"]]}, "embedding_bias_words has 1 words and embedding_bias_weights 0 weights"),
+        ({"embedding_bias_weights": [[1.0]]}, "embedding_bias_words has 0 words and embedding_bias_weights 1 weights"),
+        ({"embedding_bias_words": [["a"]], "embedding_bias_weights": [[np.nan]]}, "embedding bias of token .* is nan"),
+        ({"embedding_bias": np.full((1, 2048), -np.inf, np.float32)}, "embedding bias of token 0 is -inf"),
+    ],
+)
+def test_biases_that_do_not_fit_are_refused(tensors: dict[str, Any], message: str, tokenizer: Tokenizer) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        read_bias(inputs(**tensors), 0, INFO, tokenizer)
