@@ -53,6 +53,10 @@ class LoRAConfig(BaseModel):
     lora_cache_disk_bytes: Annotated[
         ByteSize, Field(ge=1, description="Budget of the disk tier, in bytes or like `4GiB`.")
     ] = ByteSize(16 << 30)
+    lora_prefetch_dir: Annotated[
+        Path | None,
+        Field(description="Adapters to load at start: folders named after task ids, with upstream's two `.npy` files."),
+    ] = None
     lora_on_conflict: Annotated[
         Literal["refuse", "replace"],
         Field(description="A cached task id sent with other weights: `refuse` it, or `replace` it for new requests."),

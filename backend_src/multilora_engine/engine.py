@@ -28,6 +28,7 @@ from multilora_engine.lora.host_tier import HostTier
 from multilora_engine.lora.life_cycle import AdapterEvent
 from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.lora.page_pool import PagePool
+from multilora_engine.lora.prefetch import prefetch_adapters
 from multilora_engine.memory import MemoryPlan, plan_memory
 from multilora_engine.model_runner import ModelRunner
 from multilora_engine.models.llama import LlamaModel
@@ -100,6 +101,8 @@ class Engine:
         self._timeout_s = config.request_timeout_s
         self.lora_events: EventLog[AdapterEvent] = EventLog(_NUM_LORA_EVENTS)
         self._loras = _build_lora_manager(config, layout, plan, device, self.lora_events)
+        if config.lora.lora_prefetch_dir is not None:
+            prefetch_adapters(config.lora.lora_prefetch_dir, self._loras, layout)
         self._blocks = BlockAllocator(plan.num_blocks, config.block_size)
         self._scheduler = Scheduler(
             self._blocks, self._loras, config.max_num_seqs, config.max_num_batched_tokens, config.max_queue_size

@@ -110,6 +110,10 @@ class LoRAManager:
         self._emit(origin, adapter)
         return adapter
 
+    def has_room(self, packed: PackedAdapter) -> bool:
+        """Whether an adapter can be put without that another one is lost."""
+        return self._disk is not None or len(packed.pages) <= self._host.pool.num_free
+
     def digest(self, lora_task_id: int) -> str:
         """The digest of the current version, in whatever tier. Raises AdapterNotFound."""
         known = self._host.get(lora_task_id) or self._find_file(lora_task_id)
