@@ -282,3 +282,31 @@ def test_a_configuration_that_cannot_work_stops_the_load(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         make_engine(checkpoint, default_model_dir, **options)
+
+
+def test_adapters_on_disk_answer_after_a_restart_and_a_damaged_file_fails_only_its_own_requests(
+    checkpoint: Path, default_model_dir: Path, tmp_path: Path
+) -> None:
+    lora = LoRAConfig(lora_cache_dir=tmp_path)
+    engine = make_engine(checkpoint, default_model_dir, lora=lora)
+    before = run_all(engine, [request(f"r{task}", [5, 6, 7], task=task) for task in range(3)])
+    engine.close()
+    path = tmp_path / "1.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+    restarted = Engine(EngineConfig(model_path=checkpoint, tokenizer_path=default_model_dir, num_threads=1, lora=lora))
+    requests = [request(f"r{task}", [5, 6, 7], task=task) for task in range(3)]
+    after = run_all(restarted, [*requests, request("base", [5, 6, 7])])
+    damaged = after["r1"].final
+    assert damaged is not None
+    assert damaged.error_code == "NOT_FOUND"
+    assert "LoRA task 1 not found in cache. Please send LoRA weights with request" in (damaged.error_message or "")
+    assert "its file in lora_cache_dir could not be read" in (damaged.error_message or "")
+    assert [after[name].token_ids for name in ("r0", "r2")] == [before[name].token_ids for name in ("r0", "r2")]
+    assert len(after["base"].token_ids) == 8
+    assert not path.exists()
+    with pytest.raises(AdapterNotFound):
+        restarted.add_request(request("again", [1], task=1))
+    restarted.close()

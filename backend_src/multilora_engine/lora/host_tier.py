@@ -98,7 +98,9 @@ class HostTier:
         """Copy an adapter into free pages (see `victims_for`) and make it the current version of its task id."""
         started = time.perf_counter()
         adapter = self.reserve(lora_task_id, packed.digest, name, len(packed.pages))
-        self.pool.storage[adapter.pages] = packed.pages
+        # Page by page: indexing with a list copies byte by byte, six times slower.
+        for source, target in zip(packed.pages, self.views(adapter), strict=True):
+            target.copy_(source)
         adapter.rows = packed.rows
         self.count_copy(time.perf_counter() - started)
         return adapter
@@ -135,7 +137,7 @@ class HostTier:
 
     def read(self, adapter: CachedAdapter) -> torch.Tensor:
         """A copy of an adapter's pages, uint8 [num_pages, page_bytes]."""
-        return self.pool.storage[adapter.pages]
+        return torch.stack(self.views(adapter))
 
     def views(self, adapter: CachedAdapter) -> list[torch.Tensor]:
         """The adapter's pages themselves, uint8 [page_bytes] each."""
