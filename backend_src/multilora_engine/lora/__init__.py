@@ -1,1 +1,1 @@
-"""Adapters: the wire format, the two tiers, and their one writer, `LoRAManager`."""
+"""Adapters: the wire format, the three tiers, and their one writer, `LoRAManager`."""
