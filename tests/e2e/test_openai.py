@@ -1,0 +1,117 @@
+"""The OpenAI front before the real server, asked with OpenAI's own package."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+
+import openai
+import pytest
+import uvicorn
+
+from multilora_client import Adapter, AsyncClient, Client
+from multilora_client.openai.app import make_app
+from multilora_client.openai.catalogue import Catalogue
+from multilora_engine.tritonserver import ServerProcess
+
+QUESTION = [{"role": "user", "content": "Who are you?"}]
+KEYS = {"all": frozenset({"*"}), "pirates": frozenset({"pirate"})}
+
+
+@pytest.fixture(scope="module")
+def front_url(server: ServerProcess, pirate: Adapter) -> Iterator[str]:
+    app = make_app(Catalogue("base", {"pirate": pirate}, KEYS), lambda: AsyncClient(f"grpc://{server.grpc_url}"))
+    front = uvicorn.Server(uvicorn.Config(app, log_config=None))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=front.run, kwargs={"sockets": [listener]})
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+        front.should_exit = True
+        thread.join()
+
+
+@pytest.fixture
+def user(front_url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=front_url, api_key="all", max_retries=0) as user:
+        yield user
+
+
+@pytest.mark.parametrize("model", ["base", "pirate"])
+def test_chats_and_completions_are_what_the_server_answers(
+    user: openai.OpenAI, client: Client, pirate: Adapter, model: str
+) -> None:
+    adapter = pirate if model == "pirate" else None
+    expected = client.generate(messages=QUESTION, adapter=adapter, max_tokens=16)
+
+    whole = user.chat.completions.create(model=model, messages=QUESTION, max_tokens=16, temperature=0)
+    pieces = list(
+        user.chat.completions.create(
+            model=model,
+            messages=QUESTION,
+            max_completion_tokens=16,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    assert whole.choices[0].message.content == expected.text
+    assert whole.choices[0].finish_reason == expected.finish_reason
+    assert whole.system_fingerprint == (expected.lora_digest or None)
+    assert whole.usage is not None
+    assert whole.usage.prompt_tokens == expected.num_input_tokens
+    assert whole.usage.completion_tokens == expected.num_output_tokens
+    assert "".join(piece.choices[0].delta.content or "" for piece in pieces[:-1]) == expected.text
+    assert pieces[-1].usage == whole.usage
+
+    text = client.generate("The sea is", adapter=adapter, max_tokens=8).text
+    completion = user.completions.create(model=model, prompt="The sea is", max_tokens=8, temperature=0)
+    streamed = user.completions.create(model=model, prompt="The sea is", max_tokens=8, temperature=0, stream=True)
+    assert completion.choices[0].text == text
+    assert "".join(piece.choices[0].text for piece in streamed) == text
+
+
+def test_an_adapter_that_the_server_forgot_still_answers(user: openai.OpenAI, client: Client, pirate: Adapter) -> None:
+    def ask(model: str) -> str | None:
+        answer = user.chat.completions.create(model=model, messages=QUESTION, max_tokens=16, temperature=0)
+        return answer.choices[0].message.content
+
+    before = ask("pirate")
+    client.unload_adapter(pirate.lora_task_id)
+
+    assert ask("pirate") == before != ask("base")
+
+
+def test_a_schema_is_followed(user: openai.OpenAI) -> None:
+    schema = {"type": "object", "properties": {"sunny": {"type": "boolean"}}, "required": ["sunny"]}
+    answer = user.chat.completions.create(
+        model="base",
+        messages=[{"role": "user", "content": "Is it sunny?"}],
+        max_tokens=40,
+        temperature=0,
+        response_format={
+            "type": "json_schema",
+            "json_schema": {"name": "weather", "schema": schema | {"additionalProperties": False}},
+        },
+    )
+    assert isinstance(json.loads(answer.choices[0].message.content or "")["sunny"], bool)
+
+
+def test_refusals_are_the_errors_of_the_package(user: openai.OpenAI) -> None:
+    def ask(user: openai.OpenAI, model: str, **options: object) -> None:
+        user.chat.completions.create(model=model, messages=QUESTION, max_tokens=4, **options)
+
+    pirates, stranger = user.with_options(api_key="pirates"), user.with_options(api_key="none")
+    assert [model.id for model in pirates.models.list()] == ["pirate"]
+    ask(pirates, "pirate")
+    with pytest.raises(openai.PermissionDeniedError):
+        ask(pirates, "base")
+    with pytest.raises(openai.AuthenticationError):
+        ask(stranger, "pirate")
+    with pytest.raises(openai.NotFoundError, match="no model 'parrot'"):
+        ask(user, "parrot")
+    with pytest.raises(openai.BadRequestError, match="n: 2 is not supported"):
+        ask(user, "pirate", n=2)
+    with pytest.raises(openai.BadRequestError, match="no place for tools"):
+        ask(user, "pirate", tools=[{"type": "function", "function": {"name": "sky"}}])
