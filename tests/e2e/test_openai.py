@@ -115,3 +115,17 @@ def test_refusals_are_the_errors_of_the_package(user: openai.OpenAI) -> None:
         ask(user, "pirate", n=2)
     with pytest.raises(openai.BadRequestError, match="no place for tools"):
         ask(user, "pirate", tools=[{"type": "function", "function": {"name": "sky"}}])
+
+
+def test_clients_that_hang_up_free_their_places(user: openai.OpenAI, client: Client) -> None:
+    """The server runs 8 sequences at most; what nobody reads would keep it busy for minutes."""
+    streams = [
+        user.completions.create(model="pirate", prompt="1 2 3 4 5 6", max_tokens=4000, temperature=0, stream=True)
+        for _ in range(8)
+    ]
+    for stream in streams:
+        assert next(stream).choices[0].finish_reason is None
+    for stream in streams:
+        stream.close()
+
+    assert client.generate("The sea is", max_tokens=2, timeout_s=60).text
