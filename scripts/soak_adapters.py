@@ -3,7 +3,8 @@
 The adapters are those of telling_adapters.py: an answer says which adapter, in which version, gave it. Clients ask,
 upload, replace, cancel and stop at random, against a real engine process. Right is an answer of the adapter that was
 asked for, in the version that was current when the request was accepted. An error is right if the situation explains
-it: not cached, no room, cancelled by the client itself.
+it: not cached, no room, cancelled by the client itself. With a disk tier nothing that was uploaded may get lost, not
+even in a restart: each popularity has an engine process of its own, over the same files.
 """
 
 from __future__ import annotations
@@ -67,13 +68,14 @@ _BLOCKS_PER_CLIENT = 5
 
 @dataclass(frozen=True)
 class Options:
-    """One run. device_adapters, host_adapters: how many fit each tier."""
+    """One run. device_adapters, host_adapters: how many fit each tier; has_disk: all others are on disk."""
 
     num_turns: int
     num_adapters: int
     num_clients: int
     device_adapters: int
     host_adapters: int
+    has_disk: bool
     seed: int = 0
 
 
@@ -197,17 +199,25 @@ class Versions:
 class Soak:
     """Clients of one engine process."""
 
-    def __init__(self, client: EngineClient, layout: AdapterLayout, options: Options) -> None:
-        self.tally = Tally()
+    def __init__(
+        self,
+        client: EngineClient,
+        layout: AdapterLayout,
+        options: Options,
+        adapters: Sequence[Versions],
+        tally: Tally,
+    ) -> None:
+        """adapters, tally: what is known and what has happened so far; written."""
         self._client = client
         self._layout = layout
         self._options = options
-        self._versions = [Versions(number) for number in range(options.num_adapters)]
+        self._adapters = adapters
+        self._tally = tally
         self._request_ids = itertools.count()
 
-    def run(self, popularity: Popularity, num_turns: int, on_done: Callable[[], None] = lambda: None) -> None:
+    def run(self, popularity: Popularity, num_turns: int, on_done: Callable[[], None]) -> None:
         """Let the clients, all at once, take `num_turns` turns between them. Raises what a client raised."""
-        weights = [1 / (number + 1) if popularity == "zipf" else 1 for number in range(self._options.num_adapters)]
+        weights = [1 / (number + 1) if popularity == "zipf" else 1 for number in range(len(self._adapters))]
         cumulative = list(itertools.accumulate(weights))
         turns = queue.SimpleQueue[int]()
         for turn in range(num_turns):
@@ -218,7 +228,7 @@ class Soak:
             with suppress(queue.Empty):
                 while True:
                     turns.get_nowait()
-                    self._turn(random, random.choices(self._versions, cum_weights=cumulative)[0])
+                    self._turn(random, random.choices(self._adapters, cum_weights=cumulative)[0])
                     on_done()
 
         with ThreadPoolExecutor(self._options.num_clients) as pool:
@@ -239,7 +249,7 @@ class Soak:
             version, packed = versions.pack(is_new, self._layout)
             self._client.put_adapter(call, self._next_id(), versions.task_id, packed)
         output = call.wait()
-        self.tally.count("replacements" if is_new else "touches")
+        self._tally.count("replacements" if is_new else "touches")
         self._judge(versions, range(version, version + 1), call, output, started, num_expected=0)
 
     def _ask(self, random: Random, versions: Versions, habit: str) -> None:
@@ -249,13 +259,14 @@ class Soak:
         is_new = habit == "replace_and_ask"
         output = self._ask_once(prompt, versions, habit, with_weights=is_new, is_new=is_new)
         if output.error_code == "NOT_FOUND":
-            self.tally.count("evicted, sent again" if is_known else "sent for the first time")
+            self._tally.count("evicted, sent again" if is_known else "sent for the first time")
             self._ask_once(prompt, versions, habit, with_weights=True, is_new=False)
 
     def _ask_once(
         self, prompt: list[int], versions: Versions, habit: str, with_weights: bool, is_new: bool
     ) -> TokenOutput:
         request, call, started = self._request(prompt, versions.task_id), Call(), time.perf_counter()
+        must_be_found = self._options.has_disk and versions.confirmed >= 0
         if habit == "cancel":
             call.on_first_tokens = call.give_up
         if habit == "stop":
@@ -267,7 +278,7 @@ class Soak:
                 possible, adapter = range(version, version + 1), (versions.task_id, packed)
             self._client.generate(call, [request], request.request_id, adapter)
         output = call.wait()
-        self._judge(versions, possible, call, output, started)
+        self._judge(versions, possible, call, output, started, must_be_found=must_be_found)
         return output
 
     def _ask_base(self, random: Random) -> None:
@@ -276,7 +287,7 @@ class Soak:
         output = call.wait()
         is_right = output.error_code is None and call.token_ids == BASE_ANSWER and output.lora_digest == ""
         verdict = None if is_right else f"the base model answered {call.token_ids}, {output}"
-        self.tally.add(verdict, output, time.perf_counter() - started)
+        self._tally.add(verdict, output, time.perf_counter() - started)
 
     def _judge(
         self,
@@ -286,17 +297,19 @@ class Soak:
         output: TokenOutput,
         started: float,
         num_expected: int = len(BASE_ANSWER),
+        must_be_found: bool = False,
     ) -> None:
         """An answer must be whole, unless there is a reason; and what there is of it must be of a possible version."""
         seconds = time.perf_counter() - started
         matching = versions.matching(possible, call.token_ids, output.lora_digest)
-        is_cut = output.error_code in EXPECTED_ERRORS or output.finish_reason == "cancelled"
+        is_lost = must_be_found and output.error_code == "NOT_FOUND"
+        is_cut = not is_lost and (output.error_code in EXPECTED_ERRORS or output.finish_reason == "cancelled")
         is_whole = output.error_code is None and len(call.token_ids) == num_expected
         is_right = (is_cut and not call.token_ids) or ((is_cut or is_whole) and bool(matching))
         if is_right and output.error_code is None:
             versions.confirm(matching)
         verdict = f"adapter {versions.number} in {possible} answered {call.token_ids}, {output}"
-        self.tally.add(None if is_right else verdict, output, seconds)
+        self._tally.add(None if is_right else verdict, output, seconds)
 
     def _request(self, prompt: list[int], task_id: int | None) -> GenerationRequest:
         return GenerationRequest(self._next_id(), prompt, SamplingParams(max_tokens=len(BASE_ANSWER)), task_id)
@@ -312,7 +325,7 @@ def _prompt(random: Random) -> list[int]:
 
 
 @contextmanager
-def engine(options: Options, parameters: Mapping[str, str], counts_file: Path) -> Iterator[EngineClient]:
+def engine(parameters: Mapping[str, str], counts_file: Path) -> Iterator[EngineClient]:
     """A client of an engine process that this starts, and ends; it leaves `Counts` in `counts_file`."""
     command = (sys.executable, str(Path(__file__).with_name("soak_engine.py")), str(counts_file))
     with owned_socket_path(os.getpid()) as socket_path:
@@ -328,12 +341,13 @@ def engine(options: Options, parameters: Mapping[str, str], counts_file: Path) -
             process.close()
 
 
-def engine_parameters(model: Path, layout: AdapterLayout, options: Options) -> dict[str, str]:
+def engine_parameters(directory: Path, layout: AdapterLayout, options: Options) -> dict[str, str]:
     """Tiers that hold as many adapters as `options` says, and a KV cache that is a little too small."""
     samples = [packed_adapter(number, 0, layout).pages.nbytes for number in range(64)]
     kv_block_bytes = _BLOCK_SIZE * 2 * NUM_LAYERS * HIDDEN_SIZE * 4
+    disk = {"lora_cache_dir": str(directory / "cache")} if options.has_disk else {}
     return {
-        "model_path": str(model),
+        "model_path": str(directory / "model"),
         "device": "cpu",
         "num_threads": "1",
         "max_num_seqs": str(options.num_clients),
@@ -343,40 +357,45 @@ def engine_parameters(model: Path, layout: AdapterLayout, options: Options) -> d
         "max_loras": str(options.device_adapters),
         "lora_cache_host_memory_bytes": str(int(statistics.mean(samples) * options.host_adapters)),
         "lora_on_conflict": "replace",
+        **disk,
     }
 
 
 def soak(
     options: Options, popularities: Sequence[Popularity], on_done: Callable[[], None] = lambda: None
-) -> tuple[Tally, Counts]:
-    """One engine, the requests divided between the popularities, one after the other."""
+) -> tuple[Tally, list[Counts]]:
+    """An engine for each popularity, one after the other; the requests are divided between them."""
+    tally, counts = Tally(), []
+    adapters = [Versions(number) for number in range(options.num_adapters)]
     with tempfile.TemporaryDirectory(prefix="multilora-soak-") as name:
         directory = Path(name)
-        model = save_checkpoint(directory / "model")
-        layout = adapter_layout(read_model_config(model), MAX_RANK, "float32")
-        counts_file = directory / "counts.json"
-        with engine(options, engine_parameters(model, layout, options), counts_file) as client:
-            run = Soak(client, layout, options)
-            for popularity in popularities:
-                run.run(popularity, options.num_turns // len(popularities), on_done)
-        return run.tally, msgspec.json.decode(counts_file.read_bytes(), type=Counts)
+        layout = adapter_layout(read_model_config(save_checkpoint(directory / "model")), MAX_RANK, "float32")
+        parameters, counts_file = engine_parameters(directory, layout, options), directory / "counts.json"
+        for popularity in popularities:
+            with engine(parameters, counts_file) as client:
+                num_turns = options.num_turns // len(popularities)
+                Soak(client, layout, options, adapters, tally).run(popularity, num_turns, on_done)
+            counts.append(msgspec.json.decode(counts_file.read_bytes(), type=Counts))
+    return tally, counts
 
 
-def render(tally: Tally, counts: Counts, seconds: float) -> Table:
+def render(tally: Tally, counts: Sequence[Counts], seconds: float) -> Table:
     table = Table("what", Column("count", justify="right"), title="Never the wrong adapter")
-    host = counts.loras.host
+    host, disk = [c.loras.host for c in counts], [c.loras.disk for c in counts]
     rows: dict[str, float | int] = {
         "requests": tally.counts["requests"],
         "right": tally.counts["right"],
         **{f"error {code}": count for code, count in sorted(tally.errors.items())},
         "WRONG": len(tally.wrong),
         **{name: tally.counts[name] for name in sorted(tally.counts.keys() - {"requests", "right"})},
-        "host tier: hits": host.hits,
-        "host tier: misses": host.misses,
-        "host tier: evictions": host.evictions,
-        "adapters that had to wait": counts.loras.waits,
-        "preemptions": counts.num_preemptions,
-        "steps": counts.num_steps,
+        "host tier: hits": sum(tier.hits for tier in host),
+        "host tier: misses": sum(tier.misses for tier in host),
+        "host tier: evictions": sum(tier.evictions for tier in host),
+        "disk tier: hits": sum(tier.hits for tier in disk),
+        "disk tier: spilled": sum(tier.copies for tier in disk),
+        "adapters that had to wait": sum(c.loras.waits for c in counts),
+        "preemptions": sum(c.num_preemptions for c in counts),
+        "steps": sum(c.num_steps for c in counts),
         "seconds": round(seconds),
         "requests/s": round(tally.counts["requests"] / seconds),
         "median ms": round(statistics.median(tally.seconds) * 1e3, 1),
@@ -393,11 +412,12 @@ def main(
     clients: Annotated[int, typer.Option(help="Clients at once.")] = 32,
     device_adapters: Annotated[int, typer.Option(help="Adapters that a step, and the device tier, can hold.")] = 20,
     host_adapters: Annotated[int, typer.Option(help="Adapters that the host tier can hold, on average.")] = 200,
+    disk: Annotated[bool, typer.Option(help="Keep in files what memory cannot hold; or send it again.")] = True,
     popularity: Annotated[list[str], typer.Option(help="zipf or uniform; repeat for both.")] = ["zipf", "uniform"],  # noqa: B006
     seed: Annotated[int, typer.Option(help="Of what the clients do; their interleaving is up to the machine.")] = 0,
 ) -> None:
     """Ask, upload, replace, cancel and stop at random, and check every answer. Ends with status 1 if one is wrong."""
-    options = Options(requests, adapters, clients, device_adapters, host_adapters, seed)
+    options = Options(requests, adapters, clients, device_adapters, host_adapters, disk, seed)
     console, started = Console(), time.perf_counter()
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("asking", total=requests)

@@ -382,7 +382,9 @@ def _build_lora_manager(
     tier = DeviceTier(layout, host.pool, device_pool, config.lora.max_loras, events.append)
     disk = None
     if config.lora.lora_cache_dir is not None:
-        disk = DiskTier(config.lora.lora_cache_dir, config.lora.lora_cache_disk_bytes, layout, on_event=events.append)
+        disk = DiskTier(
+            config.lora.lora_cache_dir, int(config.lora.lora_cache_disk_bytes), layout, on_event=events.append
+        )
     return LoRAManager(host, tier, config.lora.lora_on_conflict, events.append, disk)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from soak_adapters import Call, Options, Soak, Versions, soak
+from soak_adapters import Call, Options, Soak, Tally, Versions, soak
 from telling_adapters import MAX_RANK, answer, save_checkpoint
 
 from multilora_engine.lora.format import AdapterLayout, adapter_layout
@@ -11,15 +11,18 @@ from multilora_engine.models.model_config import read_model_config
 from multilora_engine.request import TokenOutput
 
 
-def test_every_answer_is_of_the_right_adapter_and_version() -> None:
-    options = Options(num_turns=500, num_adapters=60, num_clients=16, device_adapters=4, host_adapters=20)
+@pytest.mark.parametrize("has_disk", [False, True], ids=["sent again", "from disk"])
+def test_every_answer_is_of_the_right_adapter_and_version(has_disk: bool) -> None:
+    options = Options(400, num_adapters=60, num_clients=16, device_adapters=4, host_adapters=20, has_disk=has_disk)
     tally, counts = soak(options, ["zipf", "uniform"])
     assert tally.wrong == []
-    assert tally.counts["right"] > 400
-    assert counts.loras.host.evictions > 50
-    assert counts.loras.waits > 50
-    assert counts.loras.replacements > 5
+    assert tally.counts["right"] > 320
     assert set(tally.errors) <= {"NOT_FOUND", "CANCELLED"}
+    assert (tally.counts["evicted, sent again"] == 0) is has_disk
+    assert sum(c.loras.host.evictions for c in counts) > 50
+    assert (sum(c.loras.disk.hits for c in counts) > 50) is has_disk
+    assert sum(c.loras.waits for c in counts) > 50
+    assert sum(c.loras.replacements for c in counts) > 5
 
 
 @pytest.fixture(scope="module")
@@ -55,15 +58,17 @@ def output(token_ids: list[int], finish_reason: str | None = "length", **fields:
         (output(answer(5, 2), lora_digest="of another"), True),
         (output([], None, error_code="UNAVAILABLE"), False),
         (output([], None, error_code="INTERNAL"), True),
+        (output([], None, error_code="NOT_FOUND"), True),
     ],
 )
 def test_a_wrong_answer_is_seen(layout: AdapterLayout, given: TokenOutput, is_wrong: bool) -> None:
-    """Adapter 5 has been in version 1 for certain, and version 2 has been submitted."""
-    soak = Soak(_ScriptedClient([given]), layout, Options(1, 1, 1, 1, 1))  # type: ignore[arg-type]
+    """Adapter 5 has been in version 1 for certain, and version 2 has been submitted. Nothing may get lost."""
+    options, tally = Options(1, 1, 1, 1, 1, has_disk=True), Tally()
     versions = Versions(5)
     versions.pack(True, layout)
     versions.pack(True, layout)
     versions.confirm([1])
     versions.pack(True, layout)
+    soak = Soak(_ScriptedClient([given]), layout, options, [versions], tally)  # type: ignore[arg-type]
     soak._ask_once([100], versions, "ask", with_weights=False, is_new=False)
-    assert bool(soak.tally.wrong) is is_wrong
+    assert bool(tally.wrong) is is_wrong
