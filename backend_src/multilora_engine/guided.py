@@ -10,8 +10,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
-from llguidance.hf import from_tokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, grammar_from
 from numpy.typing import NDArray
 
 from multilora_engine.errors import InvalidRequest
@@ -77,13 +76,51 @@ class GuideMatcher:
         return not has_next
 
 
+class _TokenTable:
+    """Our tokenizer as llguidance wants one. It could read tokenizer.json itself, but then the text that it checks and
+    the text that clients get would have two authors."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        """vocab_size: of the model, which may be padded beyond the tokenizer's."""
+        self._tokenizer = tokenizer
+        self.special_token_ids = sorted(tokenizer.special_ids)
+        self.tokens = [tokenizer.token_bytes(i) for i in range(max(vocab_size, tokenizer.vocab_size))]
+        self._ids = {text: token_id for token_id, text in enumerate(self.tokens) if text}
+        self._longest = max(map(len, self._ids))
+        for token_id in self.special_token_ids:
+            self.tokens[token_id] = tokenizer.token_name(token_id).encode()
+        self.eos_token_id = tokenizer.eos_id or 0
+        self.bos_token_id = None
+
+    def __call__(self, text: str) -> list[int]:
+        """The tokens of what a grammar forces. Those of the tokenizer itself spell it as the model was trained to see
+        it, unless it puts a space in front, as sentencepiece ones do; then the longest that fit, one after the other.
+        """
+        token_ids = self._tokenizer.encode(text, add_special_tokens=False)
+        spelled = b"".join(map(self._tokenizer.token_bytes, token_ids))
+        return token_ids if spelled == text.encode() else self._longest_first(text.encode())
+
+    def _longest_first(self, text: bytes) -> list[int]:
+        token_ids: list[int] = []
+        while text:
+            fitting = (n for n in range(min(len(text), self._longest), 0, -1) if text[:n] in self._ids)
+            length = next(fitting, None)
+            if length is None:
+                break
+            token_ids.append(self._ids[text[:length]])
+            text = text[length:]
+        return token_ids
+
+
 class GuideCompiler:
     """Guides to matchers, for one tokenizer and a model whose logits are `vocab_size` wide."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        self._tokenizer: LLTokenizer = from_tokenizer(tokenizer.hf, n_vocab=max(vocab_size, tokenizer.vocab_size))
-        self._text_tokens = _bitmask(range(vocab_size), vocab_size) & ~self._mask(self._tokenizer.eos_tokens)
+        table = _TokenTable(tokenizer, vocab_size)
+        self._tokenizer = LLTokenizer(TokenizerWrapper(table))
+        with_text = [token_id for token_id in range(vocab_size) if tokenizer.token_bytes(token_id)]
+        self._text_tokens = self._mask(with_text) & ~self._mask([table.eos_token_id])
         self._compile = lru_cache(_MAX_COMPILED)(self._compile_new)
 
     def matcher(self, guide: Guide, end_tokens: tuple[int, ...]) -> GuideMatcher:
@@ -120,7 +157,7 @@ def _grammar(guide: Guide) -> str:
             return grammar_from("ebnf", guide.text)
 
 
-def _bitmask(token_ids: range | list[int], vocab_size: int) -> NDArray[np.int32]:
+def _bitmask(token_ids: list[int], vocab_size: int) -> NDArray[np.int32]:
     bits = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
     bits[token_ids] = 1
     return np.packbits(bits, bitorder="little").view(np.int32)

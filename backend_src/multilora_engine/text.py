@@ -42,11 +42,6 @@ class Tokenizer:
         return len(self._bytes)
 
     @property
-    def hf(self) -> PreTrainedTokenizerFast:
-        """transformers' own tokenizer, for libraries that want one."""
-        return self._hf
-
-    @property
     def eos_id(self) -> int | None:
         token_id: int | None = self._hf.eos_token_id
         return token_id
@@ -94,6 +89,10 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """The UTF-8 bytes a token stands for, often only part of a character. Special and unknown ids have none."""
         return self._bytes[token_id] if 0 <= token_id < len(self._bytes) else b""
+
+    def token_name(self, token_id: int) -> str:
+        """How the vocabulary spells a token."""
+        return str(self._hf.convert_ids_to_tokens(token_id))
 
     def decode(self, token_ids: Iterable[int]) -> str:
         """The text of tokens: their bytes joined, invalid UTF-8 replaced by U+FFFD."""

@@ -13,6 +13,9 @@ import numpy as np
 import pytest
 from support.engines import assert_idle, run_all
 from support.tiny_model import save_tiny_llama
+from tokenizers import AddedToken, decoders, models, normalizers
+from tokenizers import Tokenizer as TokenizerBackend
+from transformers import PreTrainedTokenizerFast
 
 from multilora_engine.config import EngineConfig
 from multilora_engine.engine import Engine
@@ -95,6 +98,31 @@ def test_any_walk_through_the_allowed_tokens_of_a_schema_ends_in_what_it_describ
             token_ids.append(rng.choice(allowed_ids(matcher.allowed)))
             is_complete = matcher.advance(token_ids[-1])
         jsonschema.validate(json.loads(tokenizer.decode(token_ids)), schema)
+
+
+def test_a_sentencepiece_tokenizer_and_a_padded_vocabulary_are_guided_too(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(sentencepiece_tokenizer(tmp_path))
+    compiler = GuideCompiler(tokenizer, vocab_size=tokenizer.vocab_size + 70)
+    rng, expression = Random(1), "[a-z ]{3}llo wörld🌟{2}x{2,4}"
+    for _ in range(20):
+        matcher = compiler.matcher(Guide("regex", expression), (1,))
+        token_ids: list[int] = []
+        is_complete = False
+        while not is_complete:
+            token_ids.append(rng.choice(allowed_ids(matcher.allowed)))
+            is_complete = matcher.advance(token_ids[-1])
+        assert re.fullmatch(expression, tokenizer.decode(token_ids))
+
+
+def sentencepiece_tokenizer(path: Path) -> Path:
+    """A unigram model with a space mark put in front of every text, and bytes as fallback."""
+    pieces = ["<unk>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), "▁", "llo", "▁w", "ld", "<0x"]
+    backend = TokenizerBackend(models.Unigram([(p, -float(i)) for i, p in enumerate(pieces)], 0, byte_fallback=True))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    backend.add_special_tokens([AddedToken("</s>", special=True)])
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>").save_pretrained(path)
+    return path
 
 
 def test_answers_of_random_schemas_validate(engine: Engine) -> None:
