@@ -7,16 +7,21 @@ the tokens themselves, so a sequence that starts again after preemption counts a
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from multilora_engine.request import SamplingParams, Sequence
 
 _LIMIT = 1e30
 """Adjusted logits stay within +-_LIMIT: an overflow to infinity would be NaN as soon as two of them are subtracted."""
+
+
+_Entry = tuple[int, NDArray[Any], NDArray[Any] | float]
+"""A row, some of its tokens, each once, and a value for each or for all of them."""
 
 
 def adjust_logits(logits: torch.Tensor, sequences: list[Sequence], end_token_ids: tuple[int, ...]) -> list[int]:
@@ -54,11 +59,10 @@ def _add_bias(logits: torch.Tensor, sequences: list[Sequence]) -> None:
 
 def _penalise_repetition(logits: torch.Tensor, sequences: list[Sequence]) -> None:
     """Divide positive and multiply negative logits of tokens in prompt and answer (CTRL, arXiv:1909.05858)."""
-    entries = [
-        (row, token_id, penalty)
+    entries: list[_Entry] = [
+        (row, np.unique(sequence.token_ids(0, sequence.num_tokens)), penalty)
         for row, sequence in enumerate(sequences)
         if (penalty := sequence.request.sampling.repetition_penalty) != 1.0
-        for token_id in {*sequence.request.prompt_token_ids, *sequence.output_token_ids}
     ]
     if entries:
         index, penalties = _split(entries, logits.device)
@@ -68,28 +72,27 @@ def _penalise_repetition(logits: torch.Tensor, sequences: list[Sequence]) -> Non
 
 def _penalise_frequency(logits: torch.Tensor, sequences: list[Sequence]) -> None:
     """Subtract from the tokens of the answer: frequency_penalty times their count, and presence_penalty (OpenAI)."""
-    entries = [
-        (row, token_id, p.frequency_penalty * count + p.presence_penalty)
-        for row, sequence in enumerate(sequences)
-        if (p := sequence.request.sampling).frequency_penalty or p.presence_penalty
-        for token_id, count in Counter(sequence.output_token_ids).items()
-    ]
+    entries: list[_Entry] = []
+    for row, sequence in enumerate(sequences):
+        p = sequence.request.sampling
+        if (p.frequency_penalty or p.presence_penalty) and sequence.output_token_ids:
+            token_ids, counts = np.unique(sequence.output_token_ids, return_counts=True)
+            entries.append((row, token_ids, p.frequency_penalty * counts + p.presence_penalty))
     if entries:
         index, penalties = _split(entries, logits.device)
         logits[index] = (logits[index] - penalties).clamp(-_LIMIT, _LIMIT)
 
 
 def _forbid(logits: torch.Tensor, sequences: list[Sequence], end_token_ids: tuple[int, ...]) -> list[int]:
-    entries = [
-        (row, token_id, -torch.inf)
+    entries: list[_Entry] = [
+        (row, np.array(token_ids), -np.inf)
         for row, sequence in enumerate(sequences)
-        for token_id in _forbidden(sequence, end_token_ids)
+        if (token_ids := list(_forbidden(sequence, end_token_ids)))
     ]
-    if not entries:
-        return []
-    index, _ = _split(entries, logits.device)
-    logits[index] = -torch.inf
-    return list({row for row, _, _ in entries})
+    if entries:
+        index, _ = _split(entries, logits.device)
+        logits[index] = -torch.inf
+    return [row for row, _, _ in entries]
 
 
 def _forbidden(sequence: Sequence, end_token_ids: tuple[int, ...]) -> Iterable[int]:
@@ -120,10 +123,13 @@ def _completions(sequence: Sequence, bad_token_sequences: tuple[tuple[int, ...],
             yield last
 
 
-def _split(
-    entries: list[tuple[int, int, float]], device: torch.device
-) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """(rows, token ids), which index the logits, and the values."""
-    rows, token_ids, values = zip(*entries, strict=True)
-    index = torch.tensor([rows, token_ids], device=device)
-    return (index[0], index[1]), torch.tensor(values, dtype=torch.float32, device=device)
+def _split(entries: list[_Entry], device: torch.device) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Rows and token ids, which together index the logits, and the values, float32."""
+    counts = [len(token_ids) for _, token_ids, _ in entries]
+    rows = np.repeat([row for row, _, _ in entries], counts)
+    index = np.stack([rows, np.concatenate([token_ids for _, token_ids, _ in entries])])
+    values = np.concatenate(
+        [np.broadcast_to(value, count) for (_, _, value), count in zip(entries, counts, strict=True)]
+    )
+    rows_and_ids = torch.from_numpy(index).to(device)
+    return (rows_and_ids[0], rows_and_ids[1]), torch.from_numpy(values).to(device, torch.float32)

@@ -54,7 +54,7 @@ class SamplingParams:
     by token ids, as upstream's `stop_words_list` has them.
 
     return_log_probs: log-probabilities of the chosen tokens, by the model's own logits. num_top_log_probs: of so many
-    most probable tokens beside it. return_context_logits, return_generation_logits: the model's own logits.
+    most probable tokens beside it.
     """
 
     max_tokens: int
@@ -78,8 +78,6 @@ class SamplingParams:
     guide: Guide | None = None
     return_log_probs: bool = False
     num_top_log_probs: int = 0
-    return_context_logits: bool = False
-    return_generation_logits: bool = False
 
     @property
     def is_greedy(self) -> bool:
@@ -141,8 +139,6 @@ class TokenOutput:
     num_prompt_tokens, num_output_tokens: totals so far.
     lora_digest: digest of the adapter that answered, empty for the base model.
     log_probs: one per entry of `token_ids` when the request asked for them. cum_log_prob: their sum so far.
-    context_logits, generation_logits: little-endian float32 [prompt tokens, vocab] and [answer tokens, vocab], in the
-        last output, when the request asked for them.
     perf: in the last output.
     """
 
@@ -157,8 +153,6 @@ class TokenOutput:
     lora_digest: str = ""
     log_probs: list[TokenLogProb] = field(default_factory=list)
     cum_log_prob: float = 0.0
-    context_logits: bytes = b""
-    generation_logits: bytes = b""
     perf: PerfMetrics | None = None
 
     @property

@@ -37,7 +37,7 @@ def sample(logits: torch.Tensor, sequences: list[Sequence], end_token_ids: tuple
     tokens = [SampledToken(token_id) for token_id in token_ids.tolist()]
     if log_probs is not None:
         _add_log_probs(tokens, scored, log_probs, sequences)
-    for row in _without_choice(logits, restricted):
+    for row in _without_choice(logits, token_ids, restricted):
         tokens[row] = SampledToken(None)
     return tokens
 
@@ -50,10 +50,11 @@ def _choose(logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
     return token_ids
 
 
-def _without_choice(logits: torch.Tensor, restricted: list[int]) -> list[int]:
+def _without_choice(logits: torch.Tensor, token_ids: torch.Tensor, restricted: list[int]) -> list[int]:
+    """Those of the rows `restricted` where even the chosen token is forbidden: then all are."""
     if not restricted:
         return []
-    is_dead = (logits[restricted] == -torch.inf).all(dim=-1).tolist()
+    is_dead = (logits[restricted, token_ids[restricted]] == -torch.inf).tolist()
     return [row for row, dead in zip(restricted, is_dead, strict=True) if dead]
 
 
