@@ -135,9 +135,9 @@ class Engine:
             num_preemptions=self._scheduler.num_preemptions,
         )
 
-    def put_adapter(self, lora_task_id: int, adapter: PackedAdapter) -> None:
+    def put_adapter(self, lora_task_id: int, adapter: PackedAdapter, name: str = "") -> None:
         """Cache an adapter. Raises AdapterConflict or AdapterCacheFull."""
-        self._loras.put(lora_task_id, adapter)
+        self._loras.put(lora_task_id, adapter, name)
 
     def adapter_digest(self, lora_task_id: int) -> str:
         """The digest of a cached adapter. Raises AdapterNotFound."""

@@ -59,13 +59,13 @@ class AdapterNotFound(RequestError):
 
 
 class AdapterNotKnown(RequestError):
-    """No adapter has the name, and no source that the operator allowed has it either."""
+    """No adapter has the name."""
 
     code = "NOT_FOUND"
 
     def __init__(self, lora_name: str) -> None:
         super().__init__(
-            f"no adapter is named {lora_name!r}. Send its weights with this lora_name, or ask by its lora_task_id"
+            f"LoRA adapter {lora_name!r} not found in cache. Please send LoRA weights with request, under this name"
         )
 
 

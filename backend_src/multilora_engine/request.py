@@ -92,6 +92,7 @@ class GenerationRequest:
     lora_task_id: the adapter to use, None for the base model. It must be cached (`LoRAManager.put`) by then.
     timeout_s: seconds from acceptance after which the engine ends the request, None for `request_timeout_s`.
     priority: smaller is served first, equal ones in order of arrival.
+    lora_name: what the client calls the adapter of `lora_task_id`, empty if only by that.
     """
 
     request_id: str
@@ -100,6 +101,7 @@ class GenerationRequest:
     lora_task_id: int | None = None
     timeout_s: float | None = None
     priority: int = 0
+    lora_name: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,6 +62,7 @@ class GenerateOptions(TypedDict, total=False):
     stop_words: texts that end the answer and are not part of it.
     guide_type, guide: what the answer has to parse as: `json` (without a guide), or `json_schema`, `regex` or
         `ebnf_grammar` and the text of it.
+    lora_name: the adapter by the name under which the server has it, instead of by its id.
     end_id: the token that ends the answer instead of the model's own; -1 for none.
     timeout_s: seconds after which the server ends the request; the client waits a second longer, then raises TimedOut.
         Triton passes no timeout on to HTTP streams: there the client ends the request, and raises TimedOut at once.
@@ -80,6 +81,7 @@ class GenerateOptions(TypedDict, total=False):
     stop_words: Sequence[str] | None
     guide_type: str | None
     guide: str | None
+    lora_name: str | None
     end_id: int | None
     timeout_s: float | None
     request_id: str | None
@@ -227,6 +229,8 @@ def _sampling_inputs(options: GenerateOptions) -> dict[str, Tensor]:
     for option in ("guide_type", "guide"):
         if option in given:
             inputs[f"guided_decoding_{option}"] = _strings(option, [given[option]])
+    if "lora_name" in given:
+        inputs["lora_name"] = _strings("lora_name", [given["lora_name"]])
     return inputs
 
 

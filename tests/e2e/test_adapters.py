@@ -222,3 +222,16 @@ def test_what_adapters_do_is_on_the_metrics_port(server: ServerProcess, client: 
         assert time.monotonic() < deadline, text
     tiers = dict(re.findall(r'multilora_lora_tier_adapters\{.*tier="(\w+)".*\} (\d+)', text))
     assert int(tiers["host"]) >= 1
+
+
+def test_an_adapter_goes_by_its_name_through_every_door(
+    client: Client, triton_grpc: GrpcClient, pirate: Adapter
+) -> None:
+    name, nameless = tensors(lora_name=f"acme/pirate-{next(fresh_ids)}"), adapter_tensors(pirate)
+    del nameless["lora_task_id"]
+    first = infer(triton_grpc, "generation_unary", PROMPT | nameless | name)
+    later = infer(triton_grpc, "ensemble_unary", PROMPT | name)
+    assert text_of(first) == text_of(later)
+    assert first.as_numpy("lora_task_id_out") == later.as_numpy("lora_task_id_out")
+    with pytest.raises(AdapterNotFound, match="LoRA adapter 'acme/nobody' not found in cache"):
+        client.generate("Hello", lora_name="acme/nobody", max_tokens=1)

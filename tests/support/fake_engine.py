@@ -70,8 +70,8 @@ class FakeEngine:
     def has_work(self) -> bool:
         return bool(self.requests)
 
-    def put_adapter(self, lora_task_id: int, adapter: PackedAdapter) -> None:
-        self.loras.put(lora_task_id, adapter)
+    def put_adapter(self, lora_task_id: int, adapter: PackedAdapter, name: str = "") -> None:
+        self.loras.put(lora_task_id, adapter, name)
         self.adapters[lora_task_id] = adapter
 
     def add_request(self, request: GenerationRequest) -> None:

@@ -26,6 +26,7 @@ _DTYPES = {
     "stop_words": np.object_,
     "guided_decoding_guide_type": np.object_,
     "guided_decoding_guide": np.object_,
+    "lora_name": np.object_,
     "lora_task_id": np.uint64,
     "seed": np.uint64,
     "temperature": np.float32,

@@ -120,9 +120,11 @@ class EngineClient:
         request_ids = [request.request_id for request in requests]
         self._submit(listener, request_ids, message, adapter_payload(adapter[1]) if adapter else None)
 
-    def put_adapter(self, listener: Listener, request_id: str, lora_task_id: int, adapter: PackedAdapter) -> None:
+    def put_adapter(
+        self, listener: Listener, request_id: str, lora_task_id: int, adapter: PackedAdapter, lora_name: str = ""
+    ) -> None:
         """Store an adapter. Its one output has finish reason `stop` and the digest."""
-        message = PutAdapter(request_id, adapter_header(lora_task_id, adapter))
+        message = PutAdapter(request_id, adapter_header(lora_task_id, adapter), lora_name)
         self._submit(listener, [request_id], message, adapter_payload(adapter))
 
     def stop(self, listener: Listener, request_id: str, client_request_id: str) -> None:

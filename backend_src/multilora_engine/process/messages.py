@@ -16,7 +16,7 @@ from multilora_engine.lora.format import PackedAdapter, PackedRow
 from multilora_engine.process.operations import Operation
 from multilora_engine.request import GenerationRequest, TokenOutput
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """Raised with every change to this file that an older peer would misread."""
 
 
@@ -51,6 +51,7 @@ class PutAdapter(msgspec.Struct, frozen=True, tag=True):
 
     request_id: str
     adapter: AdapterHeader
+    lora_name: str = ""
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):

@@ -22,7 +22,7 @@ import zmq
 from multilora_engine.config import EngineConfig
 from multilora_engine.engine import Engine
 from multilora_engine.engine_info import EngineInfo
-from multilora_engine.errors import ConfigError, InternalError, RequestError
+from multilora_engine.errors import AdapterNotFound, AdapterNotKnown, ConfigError, InternalError, RequestError
 from multilora_engine.lora.event_log import EventLog
 from multilora_engine.lora.format import PackedAdapter
 from multilora_engine.lora.life_cycle import AdapterEvent
@@ -73,7 +73,7 @@ class ServedEngine(Protocol):
     def loras(self) -> ManagedAdapters: ...
     @property
     def lora_events(self) -> EventLog[AdapterEvent]: ...
-    def put_adapter(self, lora_task_id: int, adapter: PackedAdapter) -> None: ...
+    def put_adapter(self, lora_task_id: int, adapter: PackedAdapter, name: str = "") -> None: ...
     def add_request(self, request: GenerationRequest) -> None: ...
     def abort(self, request_id: str) -> TokenOutput | None: ...
     def step(self) -> list[TokenOutput]: ...
@@ -180,22 +180,30 @@ class EngineServer:
 
     def _add(self, front: bytes, message: Add, payload: memoryview) -> None:
         if message.adapter is not None:
-            self._put_adapter(message.adapter, payload)
+            self._put_adapter(message.adapter, payload, message.requests[0].lora_name)
         try:
             for request in message.requests:
-                self._engine.add_request(request)
+                self._add_request(request)
                 self._routes[request.request_id] = _Route(front, message.client_request_id, request.lora_task_id)
         except Exception:
             self._abort([request.request_id for request in message.requests])
             raise
 
+    def _add_request(self, request: GenerationRequest) -> None:
+        try:
+            self._engine.add_request(request)
+        except AdapterNotFound:
+            if request.lora_name:
+                raise AdapterNotKnown(request.lora_name) from None
+            raise
+
     def _put(self, front: bytes, message: PutAdapter, payload: memoryview) -> None:
-        self._put_adapter(message.adapter, payload)
+        self._put_adapter(message.adapter, payload, message.lora_name)
         done = TokenOutput(message.request_id, [], "", finish_reason="stop", lora_digest=message.adapter.digest)
         self._outbox[front].append(done)
 
-    def _put_adapter(self, header: AdapterHeader, payload: memoryview) -> None:
-        self._engine.put_adapter(header.lora_task_id, read_adapter(header, payload))
+    def _put_adapter(self, header: AdapterHeader, payload: memoryview, lora_name: str) -> None:
+        self._engine.put_adapter(header.lora_task_id, read_adapter(header, payload), lora_name)
 
     def _stop(self, front: bytes, message: Stop) -> None:
         stopped = [

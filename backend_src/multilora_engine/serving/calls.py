@@ -13,6 +13,7 @@ from typing import Any, get_args
 from multilora_engine.engine_info import EngineInfo
 from multilora_engine.errors import InvalidRequest, Unsupported
 from multilora_engine.lora.format import PackedAdapter, pack_adapter
+from multilora_engine.lora.names import task_id_of
 from multilora_engine.request import Guide, GuideType, SamplingParams
 from multilora_engine.serving.inputs import InputTensors
 from multilora_engine.serving.prompts import encode_messages, encode_text
@@ -32,12 +33,14 @@ class GenerateCall:
     """One prompt a row, all answered together, each by `num_sequences` answers.
 
     adapter: task id and weights that came with the request.
+    lora_names: of each row, empty without one; the task id that goes with it is in `lora_task_ids`.
     """
 
     prompts: list[list[int]]
     num_sequences: int
     sampling: list[SamplingParams]
     lora_task_ids: list[int | None]
+    lora_names: list[str]
     adapter: tuple[int, PackedAdapter] | None
     is_streaming: bool
     excludes_input: bool
@@ -51,6 +54,7 @@ class UploadCall:
 
     lora_task_id: int
     adapter: PackedAdapter
+    lora_name: str
 
 
 def is_stop(inputs: InputTensors) -> bool:
@@ -62,7 +66,7 @@ def read_call(inputs: InputTensors, info: EngineInfo, tokenizer: Tokenizer) -> G
     """Raises InvalidRequest or Unsupported. Nothing of the request's memory is kept."""
     _check_adapter_tensors(inputs)
     if inputs.present(*_WEIGHTS) and not inputs.present(*_PROMPTS, *_MAX_TOKENS):
-        return UploadCall(*_read_adapter(inputs, info))
+        return UploadCall(*_read_adapter(inputs, info), lora_name=inputs.text("lora_name", 0) or "")
     return _read_generate(inputs, info, tokenizer)
 
 
@@ -72,7 +76,8 @@ def _read_generate(inputs: InputTensors, info: EngineInfo, tokenizer: Tokenizer)
         sampling=[_read_sampling(inputs, row, info, tokenizer) for row in rows],
         num_sequences=_read_num_sequences(inputs),
         prompts=[_read_prompt(inputs, row, info, tokenizer) for row in rows],
-        lora_task_ids=[inputs.scalar("lora_task_id", row) for row in rows],
+        lora_task_ids=[_read_task_id(inputs, row) for row in rows],
+        lora_names=[inputs.text("lora_name", row) or "" for row in rows],
         is_streaming=inputs.common("streaming", default=False),
         excludes_input=inputs.common("exclude_input_in_output", default=info.exclude_input_in_output),
         pad_id=_read_pad_id(inputs, info),
@@ -220,10 +225,25 @@ def _check_adapter_tensors(inputs: InputTensors) -> None:
         raise InvalidRequest(
             f"Request for LoRA inference must have both lora_weights and lora_keys (lora_config); it has only {found}"
         )
-    if weights and "lora_task_id" not in inputs:
+    if weights and not inputs.present("lora_task_id", "lora_name"):
         raise InvalidRequest("lora_task_id must be set for LoRA inference: the request has lora_weights and no id")
+
+
+def _read_task_id(inputs: InputTensors, row: int) -> int | None:
+    """The adapter of a row, by its id, its name or both; None is the base model."""
+    task_id: int | None = inputs.scalar("lora_task_id", row)
+    name = inputs.text("lora_name", row)
+    if name is None:
+        return task_id
+    if task_id not in (None, task_id_of(name)):
+        raise InvalidRequest(
+            f"lora_name {name!r} is LoRA task {task_id_of(name)} and lora_task_id is {task_id}; send one of them"
+        )
+    return task_id_of(name)
 
 
 def _read_adapter(inputs: InputTensors, info: EngineInfo) -> tuple[int, PackedAdapter]:
     weights = inputs.matrix(inputs.present(*_WEIGHTS)[0])
-    return inputs.scalar("lora_task_id", 0), pack_adapter(weights, inputs.matrix("lora_config"), info.adapter_layout)
+    task_id = _read_task_id(inputs, 0)
+    assert task_id is not None, "checked before"
+    return task_id, pack_adapter(weights, inputs.matrix("lora_config"), info.adapter_layout)

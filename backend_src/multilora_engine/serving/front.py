@@ -74,7 +74,7 @@ class GenerationFront(Front):
     def _upload(self, call: UploadCall, responder: Responder) -> None:
         request_id = new_id()
         reply = OneReply(responder, {request_id: Transcript(ReplyRow(lora_task_id=call.lora_task_id))})
-        self._link.client.put_adapter(reply, request_id, call.lora_task_id, call.adapter)
+        self._link.client.put_adapter(reply, request_id, call.lora_task_id, call.adapter, call.lora_name)
 
     def _generate(
         self, call: GenerateCall, responder: Responder, tokenizer: Tokenizer, timeout_s: float | None
@@ -100,10 +100,10 @@ def _expand(call: GenerateCall, timeout_s: float | None) -> tuple[list[Generatio
     """A request to the engine for each sequence of each row, and by their ids which they are."""
     requests, rows = [], {}
     for batch_index, prompt in enumerate(call.prompts):
-        lora_task_id = call.lora_task_ids[batch_index]
+        lora_task_id, lora_name = call.lora_task_ids[batch_index], call.lora_names[batch_index]
         for sequence_index in range(call.num_sequences):
             sampling = _sampling_of(call.sampling[batch_index], sequence_index)
-            request = GenerationRequest(new_id(), prompt, sampling, lora_task_id, timeout_s)
+            request = GenerationRequest(new_id(), prompt, sampling, lora_task_id, timeout_s, lora_name=lora_name)
             requests.append(request)
             rows[request.request_id] = ReplyRow(
                 batch_index, sequence_index, lora_task_id, sampling.return_log_probs, call.returns_perf

@@ -13,6 +13,7 @@ from support.fake_triton import FakeRequest, FakeResponse
 from support.fronts import TIMEOUT_S
 from support.served_engine import served
 
+from multilora_engine.lora.names import task_id_of
 from multilora_engine.serving.engine_link import EngineLink
 from multilora_engine.serving.front import GenerationFront
 from multilora_engine.text import Tokenizer
@@ -199,3 +200,39 @@ def test_without_an_engine_a_request_is_told_to_try_again(tmp_path: Path, monkey
     link = EngineLink(tmp_path / "nobody.sock")
     assert error_of(ask(GenerationFront(link, can_stream=True), {"input_ids": [[5]]}))[0] == "UNAVAILABLE"
     link.close()
+
+
+def test_an_adapter_may_go_by_its_name_alone(front: GenerationFront, engine: FakeEngine) -> None:
+    prompt = {"input_ids": [[5]], "max_tokens": [[1]]}
+    (first,) = ask(front, {**prompt, **ADAPTER, "lora_name": [["acme/pirate"]]})
+    (later,) = ask(front, {**prompt, "lora_name": [["acme/pirate"]]})
+    (by_id,) = ask(front, {**prompt, "lora_task_id": [[task_id_of("acme/pirate")]], "lora_name": [["acme/pirate"]]})
+    for response in (first, later, by_id):
+        assert response.arrays["lora_task_id_out"].tolist() == [[task_id_of("acme/pirate")]]
+        assert response.arrays["lora_digest"].item() != b""
+    assert [info.name for info in engine.loras.describe()] == ["acme/pirate"]
+
+
+def test_an_upload_may_go_by_a_name_alone(front: GenerationFront, engine: FakeEngine) -> None:
+    (response,) = ask(front, {**ADAPTER, "lora_name": [["pirate"]]})
+    assert response.arrays["lora_task_id_out"].tolist() == [[task_id_of("pirate")]]
+    assert [info.name for info in engine.loras.describe()] == ["pirate"]
+
+
+def test_a_name_nobody_has_sent_is_not_found_and_named(front: GenerationFront) -> None:
+    code, message = error_of(ask(front, {"input_ids": [[5]], "max_tokens": [[1]], "lora_name": [["json"]]}))
+    assert (code, "LoRA adapter 'json' not found in cache. Please send LoRA weights" in message) == ("NOT_FOUND", True)
+
+
+@pytest.mark.parametrize(
+    ("adapter", "reason"),
+    [
+        ({"lora_name": [["pirate"]], "lora_task_id": [[7]]}, "and lora_task_id is 7; send one of them"),
+        ({"lora_name": [["../pirate"]]}, "is not plain"),
+    ],
+)
+def test_a_name_that_contradicts_the_id_or_is_not_plain_is_refused(
+    front: GenerationFront, adapter: dict[str, Any], reason: str
+) -> None:
+    code, message = error_of(ask(front, {"input_ids": [[5]], "max_tokens": [[1]], **adapter}))
+    assert (code, reason in message) == ("INVALID_ARG", True)
