@@ -62,6 +62,7 @@ TIER_METRICS: Mapping[str, MetricName] = {
     "evictions": _counter("tier_evictions", "Adapters that a tier dropped to make room"),
     "copies": _counter("tier_copies", "Adapters copied into a tier"),
     "copy_seconds": _counter("tier_copy_seconds", "Seconds spent on copies into a tier"),
+    "failures": _counter("tier_failures", "Adapters lost because a file could not be written, or was damaged"),
 }
 """By field of `TierStats`, with the label `tier`."""
 

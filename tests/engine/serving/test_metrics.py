@@ -49,11 +49,13 @@ def test_everything_that_is_counted_has_a_metric() -> None:
 
 def test_values_are_taken_from_the_report_with_their_labels() -> None:
     tier = TierStats(bytes_used=5)
-    tiers = LoRAStats(device=tier, host=TierStats(hits=3), insertions=2, replacements=0, waits=0, wait_seconds=0.5)
+    host, disk = TierStats(hits=3), TierStats(failures=1)
+    tiers = LoRAStats(tier, host, disk, insertions=2, replacements=0, waits=0, wait_seconds=0.5)
     report = StatsReport(tiers, {2**64 - 1: Usage(7, 1, 1)}, Usage(9, 1, 1))
     values = {(sample.metric.name, sample.labels): sample.value for sample in samples(report)}
     assert values["multilora_lora_tier_used_bytes", DEVICE] == 5
     assert values["multilora_lora_tier_hits_total", HOST] == 3
+    assert values["multilora_lora_tier_failures_total", (("tier", "disk"),)] == 1
     assert values["multilora_lora_insertions_total", ()] == 2
     assert values["multilora_lora_wait_seconds_total", ()] == 0.5
     assert values["multilora_lora_requests_total", (("lora_task_id", "18446744073709551615"),)] == 7
