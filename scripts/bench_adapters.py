@@ -15,7 +15,6 @@ so that what else the machine does hits all of it; medians are reported.
 
 from __future__ import annotations
 
-import csv
 import itertools
 import os
 import statistics
@@ -30,10 +29,10 @@ from typing import Annotated
 
 import torch
 import typer
+from bench_rows import Row, render, write_results
 from prepare_default_model import ensure_default_checkpoint
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Column, Table
 from telling_adapters import save_plain_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -53,17 +52,6 @@ PLACES = 16
 _VOCABULARY = 4096
 _MAX_LEN = 512
 _WARM_UP_TOKENS = 4
-
-
-@dataclass(frozen=True)
-class Row:
-    """One line of the result. goal: as text, empty if there is none; is_met: None without one."""
-
-    what: str
-    value: float
-    unit: str
-    goal: str = ""
-    is_met: bool | None = None
 
 
 @dataclass
@@ -302,43 +290,6 @@ def p99(values: Sequence[float]) -> float:
     return statistics.quantiles(values, n=100)[98]
 
 
-def render(rows: Sequence[Row]) -> Table:
-    table = Table("what", Column("value", justify="right"), "unit", "goal", "met", title="adapters")
-    for row in rows:
-        met = "" if row.is_met is None else "yes" if row.is_met else "[red]no"
-        table.add_row(row.what, f"{row.value:,.2f}", row.unit, row.goal, met)
-    return table
-
-
-def write_results(rows: Sequence[Row], output: Path) -> None:
-    """`adapters.csv` and `adapters.png` in a folder; one panel for each unit."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    output.mkdir(parents=True, exist_ok=True)
-    with (output / "adapters.csv").open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(("what", "value", "unit", "goal", "is_met"))
-        writer.writerows((row.what, row.value, row.unit, row.goal, row.is_met) for row in rows)
-    panels = {unit: [row for row in rows if row.unit == unit] for unit in dict.fromkeys(row.unit for row in rows)}
-    figure, axes = pyplot.subplots(
-        len(panels),
-        figsize=(9, 1 + 0.4 * len(rows)),
-        height_ratios=[1 + len(p) for p in panels.values()],
-        squeeze=False,
-    )
-    for axis, (unit, panel) in zip(axes.flat, panels.items(), strict=True):
-        bars = axis.barh([row.what for row in panel], [row.value for row in panel])
-        axis.bar_label(bars, fmt="%.2f", padding=3)
-        axis.set(xlabel=unit)
-        axis.margins(x=0.15)
-        axis.invert_yaxis()
-    figure.tight_layout()
-    figure.savefig(output / "adapters.png", dpi=150)
-
-
 def _save_random_model(path: Path) -> Path:
     config = LlamaConfig(
         vocab_size=_VOCABULARY,
@@ -379,8 +330,8 @@ def main(
             lambda: pause_rows(bench, rounds),
         ]
         rows = [row for part in progress.track(parts, description="measuring") for row in part()]
-    console.print(render(rows))
-    write_results(rows, output)
+    console.print(render(rows, "adapters"))
+    write_results(rows, output, "adapters")
     console.print(f"{output}/adapters.csv and adapters.png written; load {os.getloadavg()[0]:.1f}")
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import csv
 from collections import Counter
-from pathlib import Path
 
 import pytest
-from bench_adapters import MODULES, RANKS, Bench, Row, num_parameters, random_wire, write_results
+from bench_adapters import MODULES, RANKS, Bench, num_parameters, random_wire
 from support.adapters import TINY
 
 
@@ -40,14 +38,3 @@ def test_an_engine_holds_its_adapters_and_answers_all_requests(bench: Bench) -> 
         assert engine.stats.num_cached_adapters <= 9, "it should have had to evict"
     assert [len(timing.tokens) for timing in timings] == [3] * 7
     assert all(timing.first_token_s > 0 and min(timing.pauses_s) > 0 for timing in timings)
-
-
-def test_a_run_leaves_a_table_and_a_plot(tmp_path: Path) -> None:
-    write_results([Row("a", 1.5, "ms"), Row("b", 2.0, "x", "<= 3", True), Row("c", 1.0, "ms")], tmp_path)
-    with (tmp_path / "adapters.csv").open() as file:
-        assert [(row["what"], row["value"], row["is_met"]) for row in csv.DictReader(file)] == [
-            ("a", "1.5", ""),
-            ("b", "2.0", "True"),
-            ("c", "1.0", ""),
-        ]
-    assert (tmp_path / "adapters.png").stat().st_size > 1000

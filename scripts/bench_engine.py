@@ -1,0 +1,335 @@
+"""How fast the engine's steps are, in this process, beside what memory and arithmetic of the machine allow.
+
+decode     one step of 1, 8, 16 and 32 sequences against its limit: the larger of weights and KV cache over the measured
+           read bandwidth, and flops over the measured peak of a matrix product; and where its time goes
+prefill    of one long prompt, in the chunks the engine is configured for, against the same peak
+adapters   decoding 16 sequences with one adapter or 16 different ones on all linear layers, and with adapters that are
+           loaded but not used, against the engine without any
+overhead   what a step of 64 sequences costs beside the model, on one core: scheduling, batch, sampling, text, emission.
+           The model is a tiny one, so that nothing else happens
+
+Everything that is compared runs in turn, round after round, so that what else the machine does hits all of it; medians
+are reported.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Annotated
+
+import torch
+import typer
+from bench_adapters import random_wire
+from bench_kernels import limit_steps
+from bench_rows import Row, render, write_results
+from prepare_default_model import ensure_default_checkpoint
+from rich.console import Console
+from rich.progress import Progress
+from step_parts import MODEL_PARTS, PARTS, timed_parts
+from telling_adapters import save_plain_tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from multilora_engine.config import EngineConfig, LoRAConfig
+from multilora_engine.engine import Engine
+from multilora_engine.lora.format import pack_adapter
+from multilora_engine.memory import kv_bytes_per_token
+from multilora_engine.models.model_config import ModelConfig, read_model_config
+from multilora_engine.request import GenerationRequest, SamplingParams
+
+BATCHES = (32, 16, 8, 1)
+"""Sequences that decode together; from the largest on, so that one set of prompts serves all."""
+
+MAX_LIMITS = {1: 1.25, 16: 1.5}
+"""The goal: a decode step of so many sequences takes at most so many times its limit."""
+
+GREEDY = (SamplingParams(1),)
+MIXED = (
+    SamplingParams(1),
+    SamplingParams(1, temperature=0.8, top_k=50),
+    SamplingParams(1, temperature=0.7, top_k=0, top_p=0.9),
+    SamplingParams(1, temperature=1.2, top_k=0, min_p=0.05),
+    SamplingParams(1, temperature=1.0, top_k=0),
+)
+"""What the requests of a batch ask for, in turn."""
+
+_NUM_ADAPTERS = 16
+_RANK = 16
+_TINY_VOCABULARY = 4096
+
+
+class Limits:
+    """What the machine can do, measured between everything else: bytes read and flops of a matrix product a second."""
+
+    def __init__(self) -> None:
+        self._steps, self._work = limit_steps("cpu", torch.float32)
+        self._seconds: defaultdict[str, list[float]] = defaultdict(list)
+
+    def measure(self) -> None:
+        """Once more."""
+        for name in ("read", "multiply"):
+            self._seconds[name].append(seconds_of(self._steps[name]))
+
+    @property
+    def bandwidth(self) -> float:
+        return self._work["read"] / statistics.median(self._seconds["read"])
+
+    @property
+    def peak(self) -> float:
+        return self._work["multiply"] / statistics.median(self._seconds["multiply"])
+
+
+class Work:
+    """What a step of one model must at least read and multiply."""
+
+    def __init__(self, model: ModelConfig, dtype: torch.dtype) -> None:
+        layer = model.hidden_size * (2 * model.q_size + 2 * model.kv_size + 3 * model.intermediate_size)
+        self._layers = model.num_layers * layer
+        self._head = model.hidden_size * model.vocab_size
+        self._attention = 4 * model.num_layers * model.q_size
+        self._kv_bytes = kv_bytes_per_token(model, dtype)
+        self._itemsize = dtype.itemsize
+
+    def decode_seconds(self, contexts: Sequence[int], limits: Limits) -> float:
+        """One token of each of the sequences with so many keys."""
+        weights = self._layers + self._head
+        num_bytes = weights * self._itemsize + sum(contexts) * self._kv_bytes
+        flops = 2 * weights * len(contexts) + self._attention * sum(contexts)
+        return max(num_bytes / limits.bandwidth, flops / limits.peak)
+
+    def prefill_flops(self, num_tokens: int) -> int:
+        """Of a whole prompt and the logits of its last token."""
+        return 2 * (self._layers * num_tokens + self._head) + self._attention * num_tokens * (num_tokens + 1) // 2
+
+
+class Bench:
+    """An engine, and batches of requests that never end by themselves."""
+
+    def __init__(self, model: Path, **options: object) -> None:
+        lora = LoRAConfig(max_loras=_NUM_ADAPTERS, max_lora_rank=_RANK)
+        self.engine = Engine(
+            EngineConfig.model_validate({"model_path": model, "device": "cpu", "lora": lora, **options})
+        )
+        self.model = read_model_config(model)
+        self._request_ids = itertools.count()
+        self._random = Random(0)
+
+    def close(self) -> None:
+        self.engine.close()
+
+    @contextmanager
+    def batch(
+        self,
+        num_sequences: int,
+        prompt_tokens: int,
+        tasks: Sequence[int | None] = (None,),
+        sampling: Sequence[SamplingParams] = GREEDY,
+    ) -> Iterator[list[str]]:
+        """Request ids of sequences that have computed their prompts and decode from here on."""
+        request_ids = [f"bench-{next(self._request_ids)}" for _ in range(num_sequences)]
+        for i, request_id in enumerate(request_ids):
+            prompt = [self._random.randrange(self.model.vocab_size) for _ in range(prompt_tokens)]
+            params = unending(sampling[i % len(sampling)], seed=i)
+            self.engine.add_request(GenerationRequest(request_id, prompt, params, tasks[i % len(tasks)]))
+        started: set[str] = set()
+        while len(started) < num_sequences:
+            started |= {output.request_id for output in self.engine.step()}
+        yield request_ids
+        for request_id in request_ids:
+            self.engine.abort(request_id)
+
+    def step_seconds(self, num_steps: int) -> list[float]:
+        """Of each of the next steps."""
+        return [seconds_of(self.engine.step) for _ in range(num_steps)]
+
+
+def unending(sampling: SamplingParams, seed: int) -> SamplingParams:
+    """The same, with neither an end token nor a last one, and a seed."""
+    return replace(sampling, max_tokens=1 << 30, end_id=-1, seed=seed)
+
+
+def seconds_of(task: Callable[[], object]) -> float:
+    """How long it takes."""
+    started = time.perf_counter()
+    task()
+    return time.perf_counter() - started
+
+
+def decode_rows(bench: Bench, dtype: torch.dtype, rounds: int, context: int, num_steps: int) -> list[Row]:
+    """Step times, their limits, and the parts of a step."""
+    limits, work = Limits(), Work(bench.model, dtype)
+    seconds: defaultdict[int, list[float]] = defaultdict(list)
+    parts: defaultdict[tuple[int, str], list[float]] = defaultdict(list)
+    for _ in range(rounds):
+        with bench.batch(max(BATCHES), context) as request_ids:
+            for n in BATCHES:
+                limits.measure()
+                for request_id in request_ids[n:]:
+                    bench.engine.abort(request_id)
+                seconds[n] += bench.step_seconds(num_steps)
+                with timed_parts() as stopwatch:
+                    bench.step_seconds(num_steps)
+                for part in PARTS:
+                    parts[n, part].append(stopwatch.seconds[part] / num_steps)
+    rows = [
+        Row("machine: read bandwidth", limits.bandwidth / 1e9, "GB/s"),
+        Row("machine: matrix product", limits.peak / 1e9, "GFLOP/s"),
+    ]
+    for place, n in reversed(list(enumerate(BATCHES))):
+        # Every batch size before this one made two runs of num_steps tokens.
+        contexts = [context + 2 * num_steps * place + num_steps // 2] * n
+        step, limit = statistics.median(seconds[n]), work.decode_seconds(contexts, limits)
+        rows += [
+            Row(f"decode {n}: step", step * 1e3, "ms"),
+            Row(f"decode {n}: limit", limit * 1e3, "ms"),
+            *(Row(f"decode {n}: {part}", statistics.median(parts[n, part]) * 1e3, "ms") for part in PARTS),
+            at_most(f"decode {n}: step over limit", step / limit, "x", MAX_LIMITS.get(n)),
+        ]
+    return rows
+
+
+def prefill_rows(bench: Bench, rounds: int, num_tokens: int) -> list[Row]:
+    """A prompt from its first to its last chunk."""
+    limits, flops = Limits(), Work(bench.model, torch.float32).prefill_flops(num_tokens)
+    seconds = []
+    for _ in range(rounds):
+        limits.measure()
+        started = time.perf_counter()
+        with bench.batch(1, num_tokens):
+            seconds.append(time.perf_counter() - started)
+    share = flops / statistics.median(seconds) / limits.peak
+    return [
+        Row(f"prefill {num_tokens}: time", statistics.median(seconds) * 1e3, "ms"),
+        Row(f"prefill {num_tokens}: tokens", num_tokens / statistics.median(seconds), "tokens/s"),
+        at_least(f"prefill {num_tokens}: of the matrix product's rate", share, "x", 0.75),
+    ]
+
+
+def adapter_rows(bench: Bench, rounds: int, num_steps: int) -> list[Row]:
+    """Tokens a second of 16 sequences, and what adapters leave of them."""
+    layout = bench.engine.info.adapter_layout
+    n = _NUM_ADAPTERS
+    adapters = [pack_adapter(*random_wire(layout, _RANK, seed), layout) for seed in range(n)]
+    seconds: defaultdict[str, list[float]] = defaultdict(list)
+
+    def decode(name: str, tasks: Sequence[int | None]) -> None:
+        with bench.batch(n, 32, tasks):
+            seconds[name] += bench.step_seconds(num_steps)
+
+    for _ in range(rounds):
+        decode("none", [None])
+        for task, adapter in enumerate(adapters):
+            bench.engine.put_adapter(task, adapter)
+        decode("loaded, not used", [None])
+        decode("one", [0])
+        decode(f"{n} different", range(n))
+        for task in range(n):
+            bench.engine.loras.unload(task)
+    rates = {name: n / statistics.median(values) for name, values in seconds.items()}
+    goals = {"loaded, not used": 0.99, f"{n} different": 0.8}
+    return [
+        *(Row(f"adapters: {name}", rate, "tokens/s") for name, rate in rates.items()),
+        *(
+            at_least(f"adapters: {name}, against none", rate / rates["none"], "x", goals.get(name))
+            for name, rate in rates.items()
+            if name != "none"
+        ),
+    ]
+
+
+def overhead_rows(rounds: int, num_steps: int, num_sequences: int) -> list[Row]:
+    """Time of a step outside of the model, in all and by part."""
+    parts: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
+    num_threads = torch.get_num_threads()
+    with tempfile.TemporaryDirectory(prefix="multilora-bench-") as directory:
+        bench = Bench(save_tiny_model(Path(directory)), num_threads=1, kv_cache_memory_bytes=64 << 20)
+        for _ in range(rounds):
+            for kind, sampling in (("greedy", GREEDY), ("mixed sampling", MIXED)):
+                with bench.batch(num_sequences, 32, sampling=sampling), timed_parts() as stopwatch:
+                    bench.step_seconds(num_steps)
+                for part in PARTS:
+                    parts[kind, part].append(stopwatch.seconds[part] / num_steps)
+        bench.close()
+    torch.set_num_threads(num_threads)
+    medians = {place: statistics.median(values) * 1e3 for place, values in parts.items() if place[1] not in MODEL_PARTS}
+    rows = []
+    for kind in dict.fromkeys(kind for kind, _ in medians):
+        name = f"overhead of {num_sequences} sequences, {kind}"
+        own = {part: value for (k, part), value in medians.items() if k == kind}
+        rows += [Row(f"{name}: {part}", value, "ms") for part, value in own.items()]
+        rows.append(at_most(name, sum(own.values()), "ms", 2.0))
+    return rows
+
+
+def save_tiny_model(path: Path) -> Path:
+    """One narrow layer, so that a step is nearly all overhead; with a tokenizer, because tokens become text."""
+    config = LlamaConfig(
+        vocab_size=_TINY_VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=2048,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(path)
+    save_plain_tokenizer(path, _TINY_VOCABULARY)
+    return path
+
+
+def at_most(what: str, value: float, unit: str, goal: float | None) -> Row:
+    return Row(what, value, unit) if goal is None else Row(what, value, unit, f"<= {goal:g}", value <= goal)
+
+
+def at_least(what: str, value: float, unit: str, goal: float | None) -> Row:
+    return Row(what, value, unit) if goal is None else Row(what, value, unit, f">= {goal:g}", value >= goal)
+
+
+def main(
+    output: Annotated[Path, typer.Option(help="Folder for engine.csv and engine.png.")] = Path("bench_results"),
+    part: Annotated[list[str], typer.Option(help="Measure only this: decode, prefill, adapters, overhead.")] = [],  # noqa: B006
+    rounds: Annotated[int, typer.Option(help="Repetitions of everything that is compared.")] = 5,
+    steps: Annotated[int, typer.Option(help="Decode steps of one repetition.")] = 8,
+    context: Annotated[int, typer.Option(help="Tokens of each sequence when decoding starts.")] = 128,
+    prompt: Annotated[int, typer.Option(help="Tokens of the prompt that prefill measures.")] = 2048,
+    chunk: Annotated[int, typer.Option(help="`max_num_batched_tokens` of the engine.")] = 512,
+    dtype: Annotated[str, typer.Option(help="`dtype` of the engine: float32, bfloat16 or float16.")] = "float32",
+    threads: Annotated[int, typer.Option(help="CPU threads; 0 is one per core.")] = 0,
+    model: Annotated[Path | None, typer.Option(help="Checkpoint; default: the embedded model.")] = None,
+) -> None:
+    """Measure the engine's steps, print a table with the goals, and plot it."""
+    console = Console()
+    checkpoint = model or ensure_default_checkpoint()
+    with console.status("loading the model"):
+        bench = Bench(checkpoint, dtype=dtype, num_threads=threads, max_num_batched_tokens=chunk)
+    parts: dict[str, Callable[[], list[Row]]] = {
+        "decode": lambda: decode_rows(bench, getattr(torch, dtype), rounds, context, steps),
+        "prefill": lambda: prefill_rows(bench, rounds, prompt),
+        "adapters": lambda: adapter_rows(bench, rounds, steps),
+        "overhead": lambda: overhead_rows(rounds, steps, 64),
+    }
+    if unknown := set(part) - set(parts):
+        raise typer.BadParameter(f"no part is called {', '.join(sorted(unknown))}; there are {', '.join(parts)}")
+    with Progress(console=console) as progress:
+        chosen = [parts[name] for name in part or parts]
+        rows = [row for measure in progress.track(chosen, description="measuring") for row in measure()]
+    bench.close()
+    console.print(render(rows, f"{checkpoint.name}, {dtype}, {torch.get_num_threads()} threads"))
+    write_results(rows, output, "engine")
+    console.print(f"{output}/engine.csv and engine.png written; load {os.getloadavg()[0]:.1f}")
+
+
+if __name__ == "__main__":
+    typer.run(main)
