@@ -89,7 +89,7 @@ def events(
         return
     first = answer.last - len(answer.events) + 1
     rows = ([str(number), *_event_row(event)] for number, event in enumerate(answer.events, first))
-    _print_table(("number", "time", "event", "task id", "digest"), rows)
+    _print_table(("number", "time", "event", "task id", "digest", "instance"), rows)
     if answer.num_missed:
         typer.echo(f"{answer.num_missed} earlier events are forgotten", err=True)
 
@@ -147,7 +147,7 @@ def _adapter_row(adapter: AdapterInfo) -> list[str]:
 
 
 def _event_row(event: AdapterEvent) -> list[str]:
-    return [_time(event.time_ns / 1e9), event.kind, str(event.lora_task_id), event.digest[:12]]
+    return [_time(event.time_ns / 1e9), event.kind, str(event.lora_task_id), event.digest[:12], event.instance]
 
 
 def _time(seconds: float) -> str:

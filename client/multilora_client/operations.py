@@ -45,12 +45,16 @@ class AdapterInfo:
 
 @dataclass(frozen=True)
 class AdapterEvent:
-    """Something happened to an adapter, such as `evicted`. time_ns: nanoseconds since the epoch."""
+    """Something happened to an adapter, such as `evicted`. time_ns: nanoseconds since the epoch.
+
+    instance: the engine process it happened in, `host:process id`: another one after a restart.
+    """
 
     kind: str
     lora_task_id: int
     digest: str
     time_ns: int
+    instance: str
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ PIRATE = {
     "num_hits": 3,
 }
 EVENTS = [
-    {"kind": "uploaded", "lora_task_id": 7, "digest": "ab" * 32, "time_ns": 10**18},
-    {"kind": "evicted", "lora_task_id": 8, "digest": "cd" * 32, "time_ns": 10**18},
+    {"kind": "uploaded", "lora_task_id": 7, "digest": "ab" * 32, "time_ns": 10**18, "instance": "h:1"},
+    {"kind": "evicted", "lora_task_id": 8, "digest": "cd" * 32, "time_ns": 10**18, "instance": "h:2"},
 ]
 TIER = {"bytes_used": 10, "bytes_total": 20, "copy_seconds": 0.1234}
 STATS = {
@@ -80,7 +80,7 @@ def test_events_are_numbered_and_lost_ones_are_told(fake_triton: Any) -> None:
     result = run(fake_triton, "events", "--since", 7)
     assert operations(fake_triton) == [{"operation": "events", "since": 7}]
     assert [cells(result, 1)[i] for i in (0, 2, 3)] == ["11", "uploaded", "7"]
-    assert [cells(result, 2)[i] for i in (0, 2, 3)] == ["12", "evicted", "8"]
+    assert [cells(result, 2)[i] for i in (0, 2, 3, 5)] == ["12", "evicted", "8", "h:2"]
     assert result.stderr == "3 earlier events are forgotten\n"
     assert json.loads(run(fake_triton, "events", "--json").stdout) == fake_triton.report
 

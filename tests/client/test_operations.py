@@ -38,7 +38,7 @@ PIRATE = {
     "num_hits": 3,
 }
 INFO = AdapterInfo(**{**PIRATE, "ranks": (4, 8)})  # type: ignore[arg-type]
-EVENT = {"kind": "evicted", "lora_task_id": 7, "digest": "cd", "time_ns": 10**18}
+EVENT = {"kind": "evicted", "lora_task_id": 7, "digest": "cd", "time_ns": 10**18, "instance": "h:1"}
 Answer = dict[str, Any] | list[Any] | str
 
 
@@ -80,7 +80,7 @@ both = pytest.mark.parametrize("is_async", [False, True], ids=["blocking", "asyn
             lambda client: client.adapter_events(3),
             {"operation": "events", "since": 3},
             {"events": [EVENT], "last": 4, "num_missed": 0},
-            AdapterEvents([AdapterEvent("evicted", 7, "cd", 10**18)], 4, 0),
+            AdapterEvents([AdapterEvent("evicted", 7, "cd", 10**18, "h:1")], 4, 0),
         ),
         (lambda client: client.adapter_stats(), {"operation": "stats"}, {"tiers": {}}, {"tiers": {}}),
     ],

@@ -26,7 +26,7 @@ import msgspec
 import torch
 
 from multilora_engine.errors import ConfigError
-from multilora_engine.lora.format import AdapterLayout, PackedRow, check_rows, content_digest
+from multilora_engine.lora.format import AdapterLayout, PackedRow, check_rows, content_digest, ranks_of
 from multilora_engine.lora.life_cycle import AdapterEvent, EventKind, OnEvent, TierStats, ignore_event
 
 FORMAT_VERSION = "1"
@@ -170,9 +170,8 @@ class DiskTier:
             return
         while len(self._writes) >= _MAX_PENDING_WRITES:
             self._finish_write(next(iter(self._writes)))
-        ranks = tuple(sorted({row.rank for row in rows}))
         self._adapters[lora_task_id] = DiskAdapter(
-            lora_task_id, digest, name, ranks, len(content), size, last_used_s=time.time()
+            lora_task_id, digest, name, ranks_of(rows), len(content), size, last_used_s=time.time()
         )
         write = self._writer.submit(self._write, self._path(lora_task_id), header, content)
         self._writes[lora_task_id] = write, content, rows
@@ -412,9 +411,8 @@ def _read_header(fd: int, lora_task_id: int, layout: AdapterLayout) -> _Contents
         check_rows(rows, num_pages, layout)
     except ValueError as error:
         raise DamagedFile(str(error)) from None
-    ranks = tuple(sorted({row.rank for row in rows}))
     adapter = DiskAdapter(
-        lora_task_id, metadata.digest, metadata.name, ranks, num_pages, status.st_size, status.st_mtime
+        lora_task_id, metadata.digest, metadata.name, ranks_of(rows), num_pages, status.st_size, status.st_mtime
     )
     return _Contents(adapter, rows, 8 + length)
 

@@ -170,6 +170,11 @@ def pack_adapter(weights: torch.Tensor, config: torch.Tensor, layout: AdapterLay
     return _pack(weights, rows, layout)
 
 
+def ranks_of(rows: Iterable[PackedRow]) -> tuple[int, ...]:
+    """The different ranks, ascending."""
+    return tuple(sorted({row.rank for row in rows}))
+
+
 def check_rows(rows: Sequence[PackedRow], num_pages: int, layout: AdapterLayout) -> None:
     """Whether packed rows that were stored somewhere may address this layout's pages. Raises ValueError."""
     modules = lora_modules(layout)

@@ -11,7 +11,7 @@ from itertools import chain
 import torch
 
 from multilora_engine.errors import AdapterCacheFull
-from multilora_engine.lora.format import PackedAdapter, PackedRow
+from multilora_engine.lora.format import PackedAdapter, PackedRow, ranks_of
 from multilora_engine.lora.life_cycle import TierStats
 from multilora_engine.lora.page_pool import PagePool
 
@@ -20,7 +20,7 @@ from multilora_engine.lora.page_pool import PagePool
 class CachedAdapter:
     """One version of one adapter in the host tier. Compared by identity: two versions of an id are two adapters.
 
-    name: what its source calls it, if anything.
+    ranks: the different ranks of its rows, ascending. name: what its source calls it, if anything.
     num_pins: requests that use it, from acceptance to the last token; only `LoRAManager` changes it.
     is_pinned: an operator wants it kept, used or not.
     is_retired: replaced by another version, or unloaded; it goes when its last pin does.
@@ -31,6 +31,7 @@ class CachedAdapter:
 
     lora_task_id: int
     digest: str
+    ranks: tuple[int, ...]
     rows: list[PackedRow]
     pages: list[int]
     name: str = ""
@@ -44,11 +45,6 @@ class CachedAdapter:
     @property
     def is_evictable(self) -> bool:
         return self.num_pins == 0 and not self.is_pinned and self.load is None
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The different ranks of its rows, ascending."""
-        return tuple(sorted({row.rank for row in self.rows}))
 
 
 class HostTier:
@@ -97,7 +93,7 @@ class HostTier:
     def insert(self, lora_task_id: int, packed: PackedAdapter, name: str = "") -> CachedAdapter:
         """Copy an adapter into free pages (see `victims_for`) and make it the current version of its task id."""
         started = time.perf_counter()
-        adapter = self.reserve(lora_task_id, packed.digest, name, len(packed.pages))
+        adapter = self.reserve(lora_task_id, packed.digest, name, ranks_of(packed.rows), len(packed.pages))
         # Page by page: indexing with a list copies byte by byte, six times slower.
         for source, target in zip(packed.pages, self.views(adapter), strict=True):
             target.copy_(source)
@@ -105,9 +101,11 @@ class HostTier:
         self.count_copy(time.perf_counter() - started)
         return adapter
 
-    def reserve(self, lora_task_id: int, digest: str, name: str, num_pages: int) -> CachedAdapter:
+    def reserve(
+        self, lora_task_id: int, digest: str, name: str, ranks: tuple[int, ...], num_pages: int
+    ) -> CachedAdapter:
         """Make an adapter without rows the current version of its task id; its free pages are still to be filled."""
-        adapter = CachedAdapter(lora_task_id, digest, [], self.pool.allocate(num_pages), name)
+        adapter = CachedAdapter(lora_task_id, digest, ranks, [], self.pool.allocate(num_pages), name)
         assert lora_task_id not in self._by_task_id
         self._by_task_id[lora_task_id] = adapter
         return adapter

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Literal
+
+import msgspec
 
 Status = Literal["DOWNLOADED", "LOADED", "READY_FOR_USE"]
 """DOWNLOADED: in host memory or on disk. LOADED: on its way to the device. READY_FOR_USE: a step can use it."""
@@ -27,9 +32,8 @@ EventKind = Literal[
 ]
 
 
-@dataclass(frozen=True)
-class AdapterInfo:
-    """One adapter at one moment. Plain values, so that it travels between processes.
+class AdapterInfo(msgspec.Struct, frozen=True, gc=False):
+    """One adapter at one moment. Plain values, so that it travels between processes; made by the thousand.
 
     digest: content of the current version. bytes: what it takes in its tier. ranks: the different ranks of its rows.
     num_pins: requests that use it. is_pinned: an operator keeps it. last_used_s: seconds since the epoch, of its
@@ -49,14 +53,21 @@ class AdapterInfo:
     num_hits: int
 
 
+@cache
+def instance_name() -> str:
+    """The engine process that this is, as `host:process id`: another one after every restart."""
+    return f"{socket.gethostname()}:{os.getpid()}"
+
+
 @dataclass(frozen=True)
 class AdapterEvent:
-    """Something happened to one version of an adapter. time_ns: nanoseconds since the epoch."""
+    """Something happened to one version of an adapter. time_ns: nanoseconds since the epoch. instance: where."""
 
     kind: EventKind
     lora_task_id: int
     digest: str
     time_ns: int = field(default_factory=time.time_ns)
+    instance: str = field(default_factory=instance_name)
 
 
 OnEvent = Callable[[AdapterEvent], None]

@@ -86,6 +86,16 @@ class LoRAManager:
         on_disk = [] if self._disk is None else [a for a in self._disk.adapters if a.lora_task_id not in tasks]
         return [_describe_file(adapter) for adapter in on_disk] + [self._describe(adapter) for adapter in cached]
 
+    def info(self, lora_task_id: int) -> AdapterInfo:
+        """The current version of one adapter, in whatever tier. Raises AdapterNotFound."""
+        cached = self._host.get(lora_task_id)
+        if cached is not None:
+            return self._describe(cached)
+        file = self._find_file(lora_task_id)
+        if file is None:
+            raise AdapterNotFound(lora_task_id)
+        return _describe_file(file)
+
     def put(
         self,
         lora_task_id: int,
@@ -265,7 +275,7 @@ class LoRAManager:
         read = self._disk.open(lora_task_id)
         for victim in victims:
             self._evict(victim)
-        adapter = self._host.reserve(lora_task_id, file.digest, file.name, file.num_pages)
+        adapter = self._host.reserve(lora_task_id, file.digest, file.name, file.ranks, file.num_pages)
         self._load_started[adapter] = time.perf_counter()
         adapter.load = read(self._host.views(adapter))
         return adapter
@@ -302,7 +312,7 @@ class LoRAManager:
 
     def _describe(self, adapter: CachedAdapter) -> AdapterInfo:
         is_on_device = adapter in self._device
-        is_ready = self._device.is_ready(adapter)
+        is_ready = is_on_device and self._device.is_ready(adapter)
         return AdapterInfo(
             lora_task_id=adapter.lora_task_id,
             name=adapter.name,

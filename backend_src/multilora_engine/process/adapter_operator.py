@@ -10,6 +10,7 @@ import msgspec
 from multilora_engine.errors import AdapterNotFound, AdapterNotKnown, InvalidRequest
 from multilora_engine.lora.event_log import EventLog
 from multilora_engine.lora.life_cycle import AdapterEvent, AdapterInfo, LoRAStats
+from multilora_engine.lora.names import task_id_of
 from multilora_engine.lora.usage import AdapterUsage, Usage
 from multilora_engine.process.operations import (
     ListAdapters,
@@ -28,6 +29,7 @@ class ManagedAdapters(Protocol):
     @property
     def stats(self) -> LoRAStats: ...
     def describe(self) -> list[AdapterInfo]: ...
+    def info(self, lora_task_id: int) -> AdapterInfo: ...
     def unload(self, lora_task_id: int) -> None: ...
     def pin_adapter(self, lora_task_id: int) -> None: ...
     def unpin_adapter(self, lora_task_id: int) -> None: ...
@@ -101,11 +103,16 @@ class AdapterOperator:
     def _find(self, operation: UnloadAdapter | PinAdapter | UnpinAdapter) -> AdapterInfo:
         """The current version of the adapter that is meant."""
         lora_task_id, name = operation.lora_task_id, operation.name
-        for info in self._adapters.describe():
-            if info.lora_task_id == lora_task_id or (lora_task_id is None and info.name == name):
-                if name not in (None, info.name):
-                    raise InvalidRequest(f"LoRA task {lora_task_id} is named {info.name!r}, not {name!r}")
-                return info
         if lora_task_id is None:
-            raise AdapterNotKnown(name or "")
-        raise AdapterNotFound(lora_task_id)
+            assert name is not None, "an operation names its adapter"
+            return self._find_by_name(name)
+        info = self._adapters.info(lora_task_id)
+        if name not in (None, info.name):
+            raise InvalidRequest(f"LoRA task {lora_task_id} is named {info.name!r}, not {name!r}")
+        return info
+
+    def _find_by_name(self, name: str) -> AdapterInfo:
+        try:
+            return self._adapters.info(task_id_of(name))
+        except AdapterNotFound:
+            raise AdapterNotKnown(name) from None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from support.fronts import TIMEOUT_S, RecordingListener, generation_request
 from support.served_engine import served
 
 from multilora_engine.lora.format import PackedAdapter, pack_adapter
+from multilora_engine.lora.names import task_id_of
 from multilora_engine.serving.adapters_model import AdaptersFront
 from multilora_engine.serving.engine_link import EngineLink
 
@@ -96,6 +99,7 @@ def test_events_continue_where_the_last_ones_ended(link: EngineLink) -> None:
     assert [(event["kind"], event["lora_task_id"]) for event in first["events"]] == [("uploaded", 7), ("uploaded", 8)]
     assert [(event["kind"], event["lora_task_id"]) for event in later["events"]] == [("unloaded", 7)]
     assert (first["num_missed"], later["num_missed"]) == (0, 0)
+    assert {event["instance"] for event in first["events"]} == {f"{socket.gethostname()}:{os.getpid()}"}
 
 
 def test_stats_tell_of_tiers_and_of_the_adapters_asked_for(link: EngineLink) -> None:
@@ -117,6 +121,12 @@ def test_an_adapter_that_is_not_there_is_named(link: EngineLink) -> None:
     assert code == "NOT_FOUND"
     assert message.startswith("[NOT_FOUND] LoRA adapter 'nobody' not found in cache. Please send LoRA weights")
     assert message.endswith("(request ab12)")
+
+
+def test_a_name_means_the_adapter_of_its_task_id(link: EngineLink) -> None:
+    upload(link, 7, task_id_of("acme/pirate"))
+    assert operate(link, "pin", name="acme/pirate")["adapter"]["lora_task_id"] == task_id_of("acme/pirate")
+    assert [adapter["is_pinned"] for adapter in operate(link, "list")["adapters"]] == [False, True]
 
 
 def test_a_name_that_contradicts_the_task_id_changes_nothing(link: EngineLink) -> None:
