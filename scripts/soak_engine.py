@@ -5,6 +5,7 @@ The engine's supervisor starts it; a failed check fails the requests in flight, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -37,8 +38,8 @@ class CheckedEngine(Engine):
         self._file = file
         self._num_steps = 0
 
-    def step(self) -> list[TokenOutput]:
-        outputs = super().step()
+    def step(self, on_progress: Callable[[], None] = lambda: None) -> list[TokenOutput]:
+        outputs = super().step(on_progress)
         self._num_steps += 1
         if self._num_steps % _STEPS_PER_CHECK == 0 or not self.has_work:
             self.check_integrity()

@@ -105,6 +105,10 @@ class EngineConfig(BaseModel):
     request_timeout_s: Annotated[
         float, Field(gt=0, description="A request is ended this many seconds after it arrived, whoever still listens.")
     ] = 600.0
+    engine_hang_timeout_s: Annotated[
+        float,
+        Field(ge=0, description="An engine without a sign of life for so long is killed and restarted; 0: never."),
+    ] = 30.0
     add_special_tokens: Annotated[
         bool, Field(description="Whether the tokenizer adds its special tokens (such as BOS) to `text_input`.")
     ] = True

@@ -29,7 +29,7 @@ from multilora_engine.lora.life_cycle import AdapterEvent
 from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.lora.page_pool import PagePool
 from multilora_engine.lora.prefetch import prefetch_adapters
-from multilora_engine.memory import MemoryPlan, plan_memory
+from multilora_engine.memory import MemoryPlan, is_out_of_memory, plan_memory
 from multilora_engine.model_runner import ModelRunner
 from multilora_engine.models.llama import LlamaModel
 from multilora_engine.models.loader import load_model
@@ -171,8 +171,10 @@ class Engine:
         sequence = self._sequences.get(request_id)
         return None if sequence is None else self._finish(sequence, "cancelled")
 
-    def step(self) -> list[TokenOutput]:
+    def step(self, on_progress: Callable[[], None] = lambda: None) -> list[TokenOutput]:
         """Schedule, run, postprocess: what this step gave each request, if anything.
+
+        on_progress: called for each layer, so that who watches can tell a long step from one that hangs.
 
         A step that runs out of memory fails its requests only. Any other exception is our bug or a broken device; it is
         raised, and nothing in flight can be trusted to go on.
@@ -184,8 +186,10 @@ class Engine:
             return outputs
         _note_scheduled(step)
         try:
-            tokens = self._runner.run(step)
-        except (torch.OutOfMemoryError, MemoryError) as error:
+            tokens = self._runner.run(step, on_progress)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
             _logger.exception("a step of %d sequences ran out of memory", len(step))
             failure = InternalError(f"the step ran out of memory: {error}")
             return outputs + [self._fail(scheduled.sequence, failure) for scheduled in step]

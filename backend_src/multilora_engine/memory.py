@@ -15,6 +15,7 @@ from multilora_engine.models.model_config import ModelConfig
 _logger = logging.getLogger(__name__)
 
 _CPU_KV_CACHE_BYTES = 1 << 30
+_CPU_ALLOCATION_FAILED = "DefaultCPUAllocator: can't allocate memory"
 _GIB = 1 << 30
 
 
@@ -26,6 +27,13 @@ class MemoryPlan:
     num_host_pages: int
     num_device_pages: int
     max_model_len: int
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an allocation failed; torch has an exception of its own for that on a GPU, and on a CPU only a text."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(error, RuntimeError) and _CPU_ALLOCATION_FAILED in str(error)
+    )
 
 
 def plan_memory(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from multilora_engine.forward_batch import ForwardBatch, KVCache, LoRABatch
@@ -23,10 +25,10 @@ class ModelRunner:
         self._device = kv_cache.keys.device
 
     @torch.inference_mode()
-    def run(self, step: list[ScheduledSequence]) -> list[SampledToken]:
+    def run(self, step: list[ScheduledSequence], on_layer: Callable[[], None] = lambda: None) -> list[SampledToken]:
         """Compute a step; the next token of each of its sequences that `is_sampled`, in their order."""
         batch = self.build_batch(step)
-        logits = self._model.forward(batch, self._kv_cache)
+        logits = self._model.forward(batch, self._kv_cache, on_layer)
         sampled = [scheduled.sequence for scheduled in step if scheduled.is_sampled]
         return sample(logits, sampled, self._model.config.end_token_ids) if sampled else []
 

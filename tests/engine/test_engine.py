@@ -231,21 +231,28 @@ def test_a_deadline_ends_running_and_waiting_requests_with_an_error(checkpoint: 
     assert_idle(engine)
 
 
+@pytest.mark.parametrize("allocation", ["on a GPU", "by torch on a CPU", "by Python"])
 def test_a_step_out_of_memory_fails_its_requests_and_the_engine_goes_on(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, allocation: str
 ) -> None:
+    def run(*_: object) -> list[int]:
+        match allocation:
+            case "on a GPU":
+                raise torch.OutOfMemoryError("3 GiB wanted")
+            case "by torch on a CPU":
+                torch.empty(1 << 60, dtype=torch.uint8)
+            case _:
+                bytearray(1 << 60)
+        raise AssertionError("there is no such memory")
+
     engine.add_request(request("r", [1], task=0))
     with monkeypatch.context() as patch:
-        patch.setattr(engine._runner, "run", _out_of_memory)
+        patch.setattr(engine._runner, "run", run)
         (output,) = engine.step()
     assert output.error_code == "INTERNAL"
-    assert "3 GiB wanted" in (output.error_message or "")
+    assert "the step ran out of memory" in (output.error_message or "")
     assert_idle(engine)
     assert len(run_all(engine, [request("r", [1], task=0)])["r"].token_ids) == 8
-
-
-def _out_of_memory(step: object) -> list[int]:
-    raise torch.OutOfMemoryError("3 GiB wanted")
 
 
 def test_ten_thousand_tiny_requests_with_aborts_leave_nothing(engine: Engine) -> None:
@@ -310,3 +317,13 @@ def test_adapters_on_disk_answer_after_a_restart_and_a_damaged_file_fails_only_i
     with pytest.raises(AdapterNotFound):
         restarted.add_request(request("again", [1], task=1))
     restarted.close()
+
+
+def test_a_step_shows_progress_at_every_layer(engine: Engine) -> None:
+    num_layers, progress = engine.info.adapter_layout.num_layers, []
+    engine.add_request(request("r", [1, 2, 3], max_tokens=2))
+    engine.step(lambda: progress.append(None))
+    assert len(progress) == num_layers
+    engine.step(lambda: progress.append(None))
+    assert len(progress) == 2 * num_layers
+    assert_idle(engine)

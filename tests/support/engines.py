@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -68,9 +69,9 @@ class LogitsRecorder:
         self._logits = self._forward(*args)  # type: ignore[arg-type]
         return self._logits
 
-    def _record_rows(self, step: list[ScheduledSequence]) -> list[SampledToken]:
+    def _record_rows(self, step: list[ScheduledSequence], *more: Any) -> list[SampledToken]:
         sampled = [scheduled.sequence for scheduled in step if scheduled.is_sampled]
-        tokens = self._run(step)
+        tokens = self._run(step, *more)
         for row, sequence in enumerate(sampled):
             self.rows.setdefault(sequence.request.request_id, []).append(self._logits[row].clone())
         return tokens

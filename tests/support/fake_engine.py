@@ -6,7 +6,9 @@ Run as a program it is an engine process, for tests of what happens when one die
 from __future__ import annotations
 
 import os
+import signal
 import threading
+from collections.abc import Callable
 
 from multilora_engine.config import EngineConfig
 from multilora_engine.engine_info import EngineInfo
@@ -21,8 +23,8 @@ from multilora_engine.process.server import main
 from multilora_engine.request import GenerationRequest, TokenOutput
 from support.adapters import TINY
 
-HOLD, FAIL_STEP, DIE, BUG = 1001, 1002, 1003, 1004
-"""First tokens of prompts that never end, fail the step, end the process, or hit a bug on acceptance."""
+HOLD, FAIL_STEP, DIE, BUG, HANG = 1001, 1002, 1003, 1004, 1005
+"""First tokens of prompts that never end, fail the step, end the process, hit a bug on acceptance, or freeze it."""
 
 INFO = EngineInfo(
     model_path="/nowhere",
@@ -94,13 +96,15 @@ class FakeEngine:
             self.changed.notify_all()
         return output
 
-    def step(self) -> list[TokenOutput]:
+    def step(self, on_progress: Callable[[], None]) -> list[TokenOutput]:
         self.step_gate.wait()
         for request in self.requests.values():
             if request.prompt_token_ids[0] == FAIL_STEP:
                 raise RuntimeError("the device is on fire")
             if request.prompt_token_ids[0] == DIE:
                 os._exit(3)
+            if request.prompt_token_ids[0] == HANG:
+                os.kill(os.getpid(), signal.SIGSTOP)
         return [self._next(request) for request in list(self.requests.values()) if request.prompt_token_ids[0] != HOLD]
 
     def close(self) -> None:

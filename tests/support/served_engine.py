@@ -9,20 +9,30 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from multilora_engine.lora.usage import AdapterUsage
+from multilora_engine.process.heartbeat import Heartbeat, heartbeat_file
 from multilora_engine.process.server import serve
 from support.fake_engine import FakeEngine
 from support.fronts import TIMEOUT_S
 
 
+def new_heartbeat(interval_s: float | None = None) -> Heartbeat:
+    fd = heartbeat_file()
+    try:
+        return Heartbeat(fd, interval_s)
+    finally:
+        os.close(fd)
+
+
 @contextmanager
-def served(engine: FakeEngine, socket_path: Path) -> Iterator[None]:
+def served(engine: FakeEngine, socket_path: Path, heartbeat: Heartbeat | None = None) -> Iterator[None]:
     """Serve `engine` at `socket_path` until the context ends."""
+    heartbeat = heartbeat or new_heartbeat()
     parent_fd, writer_fd = os.pipe()
     ready = threading.Event()
 
     def run() -> None:
         with suppress(RuntimeError):
-            serve(engine, socket_path, parent_fd, AdapterUsage(max_adapters=2), ready.set)
+            serve(engine, socket_path, parent_fd, AdapterUsage(max_adapters=2), heartbeat, ready.set)
 
     thread = threading.Thread(target=run)
     thread.start()

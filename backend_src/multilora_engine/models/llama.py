@@ -5,6 +5,7 @@ Weights are uninitialised until `loader.load_model` fills the views that `checkp
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -114,11 +115,17 @@ class LlamaModel:
         self.layers = [LlamaLayer(config, i, dtype, device) for i in range(config.num_layers)]
         self._rotary = RotaryEmbedding(config, device)
 
-    def forward(self, batch: ForwardBatch, kv_cache: KVCache) -> torch.Tensor:
-        """Logits of the wanted rows, [num_logits, vocab_size] float32. Writes the batch's keys and values."""
+    def forward(
+        self, batch: ForwardBatch, kv_cache: KVCache, on_layer: Callable[[], None] = lambda: None
+    ) -> torch.Tensor:
+        """Logits of the wanted rows, [num_logits, vocab_size] float32. Writes the batch's keys and values.
+
+        on_layer: called before each layer.
+        """
         step = self._step(batch)
         x = F.embedding(batch.input_ids, self.embed_tokens)
         for layer, keys, values in zip(self.layers, kv_cache.keys, kv_cache.values, strict=True):
+            on_layer()
             x = layer.forward(x, keys, values, step)
         return self._logits(x.index_select(0, batch.logits_indices))
 

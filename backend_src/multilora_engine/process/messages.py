@@ -93,10 +93,15 @@ class Outputs(msgspec.Struct, frozen=True, tag=True):
 
 
 class Launch(msgspec.Struct, frozen=True):
-    """The line the supervisor writes to the engine's stdin."""
+    """The line the supervisor writes to the engine's stdin.
+
+    heartbeat_fd, heartbeat_interval_s: of the engine's `Heartbeat`; the file is inherited.
+    """
 
     parameters: dict[str, str]
     socket_path: str
+    heartbeat_fd: int
+    heartbeat_interval_s: float | None
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol, TextIO
 
@@ -28,6 +29,7 @@ from multilora_engine.lora.format import PackedAdapter
 from multilora_engine.lora.life_cycle import AdapterEvent
 from multilora_engine.lora.usage import AdapterUsage
 from multilora_engine.process.adapter_operator import AdapterOperator, ManagedAdapters
+from multilora_engine.process.heartbeat import Heartbeat
 from multilora_engine.process.messages import (
     PROTOCOL_VERSION,
     Abort,
@@ -76,7 +78,7 @@ class ServedEngine(Protocol):
     def put_adapter(self, lora_task_id: int, adapter: PackedAdapter, name: str = "") -> None: ...
     def add_request(self, request: GenerationRequest) -> None: ...
     def abort(self, request_id: str) -> TokenOutput | None: ...
-    def step(self) -> list[TokenOutput]: ...
+    def step(self, on_progress: Callable[[], None]) -> list[TokenOutput]: ...
     def close(self) -> None: ...
 
 
@@ -95,8 +97,16 @@ class EngineServer:
     `_routes` holds exactly the requests the engine has accepted and not finished.
     """
 
-    def __init__(self, engine: ServedEngine, router: zmq.Socket[bytes], parent_fd: int, usage: AdapterUsage) -> None:
+    def __init__(
+        self,
+        engine: ServedEngine,
+        router: zmq.Socket[bytes],
+        parent_fd: int,
+        usage: AdapterUsage,
+        heartbeat: Heartbeat,
+    ) -> None:
         self._engine = engine
+        self._heartbeat = heartbeat
         self._usage = usage
         self._operator = AdapterOperator(engine.loras, engine.lora_events, usage)
         self._router = router
@@ -112,14 +122,19 @@ class EngineServer:
     def run(self) -> None:
         """Serve until the parent process is gone. Raises what step() raised when the engine is beyond help."""
         while not self._parent_is_gone():
+            self._heartbeat.beat()
             self._receive()
             if self._engine.has_work:
                 self._step()
             self._flush()
 
     def _parent_is_gone(self) -> bool:
-        timeout_ms = 0 if self._engine.has_work else None
-        return self._parent_fd in dict(self._poller.poll(timeout_ms))
+        return self._parent_fd in dict(self._poller.poll(self._poll_timeout_ms()))
+
+    def _poll_timeout_ms(self) -> int | None:
+        if self._engine.has_work:
+            return 0
+        return None if self._heartbeat.interval_s is None else round(self._heartbeat.interval_s * 1e3)
 
     def _receive(self) -> None:
         for _ in range(_MAX_MESSAGES_PER_STEP):
@@ -228,7 +243,7 @@ class EngineServer:
 
     def _step(self) -> None:
         try:
-            outputs = self._engine.step()
+            outputs = self._engine.step(self._heartbeat.beat)
         except Exception as error:
             self._fail_all(error)
             return
@@ -280,9 +295,10 @@ def serve(
     socket_path: Path,
     parent_fd: int,
     usage: AdapterUsage,
+    heartbeat: Heartbeat,
     on_ready: Callable[[], None] = lambda: None,
 ) -> None:
-    """Bind the socket and serve until `parent_fd` reaches its end, counting in `usage`.
+    """Bind the socket and serve until `parent_fd` reaches its end, counting in `usage`, showing life by `heartbeat`.
 
     `on_ready` is called once fronts can connect.
     """
@@ -294,7 +310,7 @@ def serve(
         router.set(zmq.ROUTER_MANDATORY, 1)
         router.bind(f"ipc://{socket_path}")
         on_ready()
-        EngineServer(engine, router, parent_fd, usage).run()
+        EngineServer(engine, router, parent_fd, usage, heartbeat).run()
 
 
 def main(create_engine: Callable[[EngineConfig], ServedEngine]) -> None:
@@ -314,7 +330,9 @@ def main(create_engine: Callable[[EngineConfig], ServedEngine]) -> None:
         raise SystemExit(1) from None
     with closing(engine):
         usage = AdapterUsage(config.lora.lora_metrics_max_adapters)
-        serve(engine, Path(launch.socket_path), sys.stdin.fileno(), usage, lambda: _report(report_stream, Started()))
+        heartbeat = Heartbeat(launch.heartbeat_fd, launch.heartbeat_interval_s)
+        on_ready = partial(_report, report_stream, Started())
+        serve(engine, Path(launch.socket_path), sys.stdin.fileno(), usage, heartbeat, on_ready)
 
 
 def _take_stdout() -> TextIO:

@@ -1,9 +1,11 @@
-"""`EngineProcess`: starts the engine process, starts it again when it dies, and ends it."""
+"""`EngineProcess`: starts the engine process, starts it again when it dies or hangs, and ends it."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import select
 import subprocess
 import sys
 import threading
@@ -14,12 +16,10 @@ from typing import IO
 
 import msgspec
 
+from multilora_engine.backoff import Backoff
 from multilora_engine.errors import ConfigError
+from multilora_engine.process.heartbeat import LOOKS_PER_TIMEOUT, Heartbeat, Pulse, heartbeat_file
 from multilora_engine.process.messages import Launch, StartFailed, StartReport
-
-_MAX_BACKOFF_S = 30.0
-_HEALTHY_S = 60.0
-"""An engine that lived this long did not die of its start; the next one starts at once again."""
 
 _EXIT_TIMEOUT_S = 5.0
 
@@ -43,20 +43,27 @@ class EngineProcess:
         socket_path: Path,
         environ: Mapping[str, str] | None = None,
         command: Sequence[str] | None = None,
+        hang_timeout_s: float = 0.0,
     ) -> None:
-        """environ, command: of the engine process; the defaults are our own environment and `engine_command`."""
+        """environ, command: of the engine process; the defaults are our own environment and `engine_command`.
+
+        hang_timeout_s: an engine without a sign of life for so long is killed; 0 lets it hang.
+        """
         self.generation = 0
-        self._launch = msgspec.json.encode(Launch(dict(parameters), str(socket_path))) + b"\n"
+        self._parameters = dict(parameters)
+        self._socket_path = socket_path
+        self._look_interval_s = hang_timeout_s / LOOKS_PER_TIMEOUT if hang_timeout_s else None
         self._environ = environ
         self._command = list(command or engine_command())
         self._is_closing = threading.Event()
         self._spawning = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
+        self._heartbeat: Heartbeat | None = None
         self._thread = threading.Thread(target=self._supervise, name="engine-supervisor", daemon=True)
 
     def start(self) -> None:
         """Start the engine and wait until fronts can connect. Raises ConfigError with the engine's own words."""
-        _await_start(self._spawn(), self._launch)
+        _await_start(*self._spawn())
         self._thread.start()
 
     def close(self) -> None:
@@ -71,16 +78,19 @@ class EngineProcess:
         _close_pipes(self._process)
 
     def _supervise(self) -> None:
-        num_deaths = 0
+        backoff = Backoff()
         while not self._is_closing.is_set():
-            num_deaths = 1 if self._outlive() > _HEALTHY_S else num_deaths + 1
-            if not self._is_closing.wait(_backoff_s(num_deaths)):
+            if not self._is_closing.wait(backoff.next_delay_s(self._outlive())):
                 self._restart()
 
     def _outlive(self) -> float:
-        """Wait for the end of the engine process; the seconds that took."""
+        """Wait for the end of the engine process, and bring it about if the engine hangs; the seconds that took."""
         assert self._process is not None
+        assert self._heartbeat is not None
         started = time.monotonic()
+        if not _ends_or_hangs(self._process, self._heartbeat):
+            logger.error("engine %d gives no sign of life: it is killed", self.generation)
+            self._process.kill()
         status = self._process.wait()
         if not self._is_closing.is_set():
             logger.error("engine %d ended with status %d", self.generation, status)
@@ -88,23 +98,46 @@ class EngineProcess:
 
     def _restart(self) -> None:
         try:
-            _await_start(self._spawn(), self._launch)
+            _await_start(*self._spawn())
             logger.info("engine %d is ready", self.generation)
         except ConfigError as error:
             logger.error("engine %d cannot start: %s", self.generation, error)
 
-    def _spawn(self) -> subprocess.Popen[bytes]:
+    def _spawn(self) -> tuple[subprocess.Popen[bytes], bytes]:
+        """A new engine process, and the line that it waits for."""
         with self._spawning:
             if self._is_closing.is_set():
                 raise ConfigError("the server is shutting down")
             if self._process is not None:
                 _close_pipes(self._process)
             self.generation += 1
+            fd = heartbeat_file()
             # A session of its own: Ctrl-C at the server's terminal must not reach the engine before the server is done.
             self._process = subprocess.Popen(
-                self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=self._environ, start_new_session=True
+                self._command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=self._environ,
+                start_new_session=True,
+                pass_fds=(fd,),
             )
-            return self._process
+            self._heartbeat = Heartbeat(fd, self._look_interval_s)
+            os.close(fd)
+            launch = Launch(self._parameters, str(self._socket_path), fd, self._look_interval_s)
+            return self._process, msgspec.json.encode(launch) + b"\n"
+
+
+def _ends_or_hangs(process: subprocess.Popen[bytes], heartbeat: Heartbeat) -> bool:
+    """Wait for either; whether it was the end."""
+    pulse, fd = Pulse(), os.pidfd_open(process.pid)
+    try:
+        # Unlike waiting for the process with a timeout, this sleeps.
+        while not select.select([fd], [], [], heartbeat.interval_s)[0]:
+            if pulse.has_stopped(heartbeat.count):
+                return False
+        return True
+    finally:
+        os.close(fd)
 
 
 def _await_start(process: subprocess.Popen[bytes], launch: bytes) -> None:
@@ -143,8 +176,3 @@ def _close(pipe: IO[bytes] | None) -> None:
     assert pipe is not None, "the engine is started with pipes"
     with contextlib.suppress(BrokenPipeError):
         pipe.close()
-
-
-def _backoff_s(num_deaths: int) -> float:
-    """0, 1, 2, 4, ... seconds: the first death in a row is no reason to wait."""
-    return 0.0 if num_deaths <= 1 else min(_MAX_BACKOFF_S, 2.0 ** (num_deaths - 2))

@@ -29,10 +29,11 @@ class GenerationModel:
         """Start the engine. Raises ConfigError, whose one line is what the operator sees."""
         configure_logging(args["model_name"])
         parameters = _parameters(args)
-        environ = engine_environ(args, EngineConfig.from_parameters(parameters), os.environ)
+        config = EngineConfig.from_parameters(parameters)
+        environ = engine_environ(args, config, os.environ)
         with ExitStack() as resources:
             path = resources.enter_context(owned_socket_path(os.getppid()))
-            engine = EngineProcess(parameters, path, environ)
+            engine = EngineProcess(parameters, path, environ, hang_timeout_s=config.engine_hang_timeout_s)
             resources.callback(engine.close)
             engine.start()
             link = EngineLink(path)

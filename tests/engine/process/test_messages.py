@@ -44,4 +44,4 @@ def test_requests_and_outputs_survive_the_wire_with_extreme_values() -> None:
 
 
 def test_a_launch_is_one_line() -> None:
-    assert b"\n" not in msgspec.json.encode(Launch({"model_path": "a\nb"}, "/c\n/d"))
+    assert b"\n" not in msgspec.json.encode(Launch({"model_path": "a\nb"}, "/c\n/d", 3, 1.5))

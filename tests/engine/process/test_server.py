@@ -2,13 +2,15 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import zmq
 from support.fake_engine import FAIL_STEP, HOLD, FakeEngine
 from support.fronts import TIMEOUT_S, RecordingListener, generation_request
+from support.served_engine import new_heartbeat, served
 
 from multilora_engine.lora.usage import AdapterUsage
 from multilora_engine.process.client import EngineClient
@@ -68,7 +70,7 @@ def test_a_step_that_raises_fails_the_requests_in_it_and_later_ones_are_served(c
 
 def test_an_engine_whose_steps_keep_failing_ends(socket_path: Path) -> None:
     class Broken(FakeEngine):
-        def step(self) -> list[object]:
+        def step(self, on_progress: Callable[[], None]) -> list[object]:
             raise RuntimeError("the device is gone for good")
 
         def abort(self, request_id: str) -> None:
@@ -79,7 +81,7 @@ def test_an_engine_whose_steps_keep_failing_ends(socket_path: Path) -> None:
 
     def run() -> None:
         try:
-            serve(Broken(), socket_path, parent_fd, AdapterUsage(max_adapters=2))
+            serve(Broken(), socket_path, parent_fd, AdapterUsage(max_adapters=2), new_heartbeat())
         except RuntimeError as error:
             raised.append(error)
 
@@ -145,3 +147,13 @@ def test_aborting_what_is_unknown_or_has_ended_does_nothing(engine: FakeEngine, 
     front.send(Hello(PROTOCOL_VERSION))
     assert isinstance(front.receive(), Welcome)
     assert engine.aborted == []
+
+
+def test_an_idle_engine_goes_on_beating(socket_path: Path) -> None:
+    heartbeat = new_heartbeat(interval_s=0.01)
+    assert heartbeat.count == 0
+    with served(FakeEngine(), socket_path, heartbeat):
+        deadline = time.monotonic() + TIMEOUT_S
+        while heartbeat.count < 5:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)

@@ -9,11 +9,12 @@ from pathlib import Path
 import msgspec
 import pytest
 from support import fake_engine
-from support.fake_engine import DIE, HOLD
+from support.fake_engine import DIE, HANG, HOLD
 from support.fronts import TIMEOUT_S, RecordingListener, generation_request
 
 from multilora_engine.errors import ConfigError
 from multilora_engine.process.client import EngineClient
+from multilora_engine.process.heartbeat import heartbeat_file
 from multilora_engine.process.messages import Launch, Started
 from multilora_engine.process.supervisor import EngineProcess
 
@@ -33,8 +34,8 @@ def parameters(tmp_path: Path) -> dict[str, str]:
 def engine_process(parameters: dict[str, str], socket_path: Path) -> Iterator[EngineProcessFactory]:
     started: list[EngineProcess] = []
 
-    def make(command: list[str] = COMMAND, **more: str) -> EngineProcess:
-        started.append(EngineProcess(parameters | more, socket_path, ENVIRON, command))
+    def make(command: list[str] = COMMAND, hang_timeout_s: float = 0.0, **more: str) -> EngineProcess:
+        started.append(EngineProcess(parameters | more, socket_path, ENVIRON, command, hang_timeout_s))
         return started[-1]
 
     yield make
@@ -68,6 +69,23 @@ def test_a_dead_engine_fails_what_is_in_flight_once_and_the_next_one_serves_unti
     client.close()
 
 
+def test_a_hung_engine_is_killed_fails_what_is_in_flight_and_the_next_one_serves(
+    engine_process: EngineProcessFactory, socket_path: Path
+) -> None:
+    process = engine_process(hang_timeout_s=2.0)
+    process.start()
+    client = EngineClient(socket_path)
+    client.wait_until_ready(TIMEOUT_S)
+    hanging, later = RecordingListener(), RecordingListener()
+    client.generate(hanging, [generation_request("hanging", [HANG])])
+    assert [output.error_code for output in hanging.wait()] == ["UNAVAILABLE"]
+    client.wait_until_ready(TIMEOUT_S)
+    client.generate(later, [generation_request("later", [1])])
+    assert later.wait()[-1].finish_reason == "length"
+    assert process.generation == 2
+    client.close()
+
+
 @pytest.mark.parametrize(
     ("num_threads", "reason"),
     [("13", "^parameter num_threads=13: unlucky$"), ("14", "^RuntimeError: no such device$")],
@@ -85,8 +103,10 @@ def test_an_engine_that_ends_without_a_word_is_an_error(engine_process: EnginePr
 
 
 def test_an_engine_ends_with_its_parent(parameters: dict[str, str], socket_path: Path) -> None:
-    launch = msgspec.json.encode(Launch(parameters, str(socket_path)))
-    process = subprocess.Popen(COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=ENVIRON)
+    fd = heartbeat_file()
+    launch = msgspec.json.encode(Launch(parameters, str(socket_path), fd, heartbeat_interval_s=None))
+    process = subprocess.Popen(COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=ENVIRON, pass_fds=(fd,))
+    os.close(fd)
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.write(launch + b"\n")
