@@ -12,6 +12,7 @@ import tritonclient.http
 
 from multilora_client import Adapter, Client, load_adapter
 from multilora_engine.tritonserver import ServerOptions, ServerProcess
+from multilora_engine.tritonserver.upstream_models import UpstreamModels
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -29,6 +30,7 @@ def server(default_model_dir: Path) -> Iterator[ServerProcess]:
     options = ServerOptions(
         model=default_model_dir,
         model_repository=REPOSITORY / "model_repository",
+        upstream_models=UpstreamModels.DECOUPLED,
         overrides={"kv_cache_memory_bytes": "384MiB", "max_num_seqs": "8", "lora_cache_host_memory_bytes": "256MiB"},
         http_port=0,
         grpc_port=0,

@@ -24,6 +24,9 @@ PERF_NAMES = (
     "kv_cache_alloc_total_blocks",
     "kv_cache_alloc_new_blocks",
     "kv_cache_reused_blocks",
+    "acceptance_rate",
+    "total_accepted_draft_tokens",
+    "total_draft_tokens",
 )
 OUTPUT_NAMES = (
     "output_ids",

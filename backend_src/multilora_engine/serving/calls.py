@@ -18,6 +18,7 @@ from multilora_engine.request import Guide, GuideType, SamplingParams
 from multilora_engine.serving.inputs import InputTensors
 from multilora_engine.serving.prompts import encode_messages, encode_text
 from multilora_engine.serving.token_lists import read_bad_sequences, read_bias, read_sequences
+from multilora_engine.serving.unsupported import refuse_unsupported
 from multilora_engine.text import Tokenizer
 
 _PROMPTS = ("text_input", "messages", "input_ids")
@@ -64,6 +65,7 @@ def is_stop(inputs: InputTensors) -> bool:
 
 def read_call(inputs: InputTensors, info: EngineInfo, tokenizer: Tokenizer) -> GenerateCall | UploadCall:
     """Raises InvalidRequest or Unsupported. Nothing of the request's memory is kept."""
+    refuse_unsupported(inputs)
     _check_adapter_tensors(inputs)
     if inputs.present(*_WEIGHTS) and not inputs.present(*_PROMPTS, *_MAX_TOKENS):
         return UploadCall(*_read_adapter(inputs, info), lora_name=inputs.text("lora_name", 0) or "")

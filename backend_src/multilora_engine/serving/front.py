@@ -8,6 +8,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from random import Random
+from types import MappingProxyType
 
 from multilora_engine.errors import InternalError, InvalidRequest, RequestError
 from multilora_engine.request import GenerationRequest, SamplingParams
@@ -48,14 +49,19 @@ class Front(ABC):
 
 
 class GenerationFront(Front):
-    """The door of a generation model. can_stream: whether it may send more than one response a request."""
+    """The door of a generation model.
 
-    def __init__(self, link: EngineLink, can_stream: bool) -> None:
+    can_stream: whether it may send more than one response a request. renamed: inputs by the names they have at this
+    door, and what they are called everywhere else.
+    """
+
+    def __init__(self, link: EngineLink, can_stream: bool, renamed: Mapping[str, str] = MappingProxyType({})) -> None:
         super().__init__(link)
         self._can_stream = can_stream
+        self._renamed = renamed
 
     def _submit(self, request: TritonRequest, responder: Responder) -> None:
-        inputs = InputTensors(request)
+        inputs = InputTensors(request, self._renamed)
         if is_stop(inputs):
             self._stop(responder)
             return

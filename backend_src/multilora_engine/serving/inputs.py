@@ -5,6 +5,8 @@ All have a leading batch dimension: n rows are n independent prompts. A tensor t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -15,12 +17,28 @@ from torch.utils.dlpack import from_dlpack
 from multilora_engine.errors import InvalidRequest
 from multilora_engine.serving.triton_api import TritonRequest
 
+ENSEMBLE_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "stream": "streaming",
+        "length_penalty": "len_penalty",
+        "top_k": "runtime_top_k",
+        "top_p": "runtime_top_p",
+        "top_p_decay": "runtime_top_p_decay",
+        "top_p_min": "runtime_top_p_min",
+        "top_p_reset_ids": "runtime_top_p_reset_ids",
+    }
+)
+"""Inputs of `generation` that TensorRT-LLM's ensemble has under other names."""
+
 
 class InputTensors:
-    """Raises InvalidRequest, naming the tensor, for what has the wrong shape or is not UTF-8."""
+    """Raises InvalidRequest, naming the tensor, for what has the wrong shape or is not UTF-8.
 
-    def __init__(self, request: TritonRequest) -> None:
-        self._tensors = {tensor.name(): tensor for tensor in request.inputs()}
+    renamed: what the request's tensors of these names are called here.
+    """
+
+    def __init__(self, request: TritonRequest, renamed: Mapping[str, str] = MappingProxyType({})) -> None:
+        self._tensors = {renamed.get(tensor.name(), tensor.name()): tensor for tensor in request.inputs()}
         self._arrays: dict[str, NDArray[Any]] = {}
 
     def __contains__(self, name: str) -> bool:

@@ -17,6 +17,7 @@ from multilora_engine.errors import MultiloraError
 from multilora_engine.tritonserver import ServerOptions, ServerProcess
 from multilora_engine.tritonserver.checkpoint import resolve_checkpoint
 from multilora_engine.tritonserver.repository import parse_override
+from multilora_engine.tritonserver.upstream_models import UpstreamModels
 
 console = Console(stderr=True, highlight=False, emoji=False)
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -42,6 +43,13 @@ def serve(
         list[str] | None,
         typer.Option("--set", metavar="NAME=VALUE", help="Set a parameter of generation/config.pbtxt; repeatable."),
     ] = None,
+    upstream_models: Annotated[
+        UpstreamModels,
+        typer.Option(
+            help="Serve the engine as tensorrt_llm and tensorrt_llm_bls, too: decoupled for clients that stream, "
+            "unary for HTTP infer and unary gRPC."
+        ),
+    ] = _DEFAULT.upstream_models,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = _DEFAULT.host,
     http_port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = _DEFAULT.http_port,
     grpc_port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = _DEFAULT.grpc_port,
@@ -69,6 +77,7 @@ def serve(
             model=resolve_checkpoint(model),
             model_repository=model_repository,
             overrides=dict(parse_override(text) for text in override or []),
+            upstream_models=upstream_models,
             host=host,
             http_port=http_port,
             grpc_port=grpc_port,

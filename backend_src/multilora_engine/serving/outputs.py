@@ -76,7 +76,7 @@ def output_arrays(
     output_ids is [rows, num_sequences, longest], where `pad_id` fills up shorter ones; output_log_probs is the same,
     filled up with 0. Of the others, what is the same for all sequences of a row (`_SAME_IN_A_ROW`) is [rows, 1], all
     else is [rows, num_sequences]. Log-probs and performance metrics are left out where the answers have none, unless
-    `is_complete`: then they are zeros, or no values at all.
+    `is_complete`: then they are zeros, or no values at all. Logits are never known: left out, or empty.
     """
     arrays = {name: build(answers) for name, build in _COLUMNS.items() if name in names}
     if "output_ids" in names:
@@ -85,6 +85,8 @@ def output_arrays(
         arrays |= {name: build(answers) for name, build in _LOG_PROB_COLUMNS.items() if name in names}
     if is_complete or all(answer.perf is not None for answer in answers):
         arrays |= {name: build(answers) for name, build in _PERF_COLUMNS.items() if name in names}
+    if is_complete:
+        arrays |= {name: build(answers) for name, build in _LOGITS_COLUMNS.items() if name in names}
     return {name: _by_row(name, array, num_sequences) for name, array in arrays.items()}
 
 
@@ -124,11 +126,16 @@ _COLUMNS: Mapping[str, Callable[[Sequence[RowAnswer]], NDArray[Any]]] = {
 }
 
 
-_SAME_IN_A_ROW = frozenset({"num_input_tokens", "batch_index", "lora_task_id_out", "lora_digest"})
+_SAME_IN_A_ROW = frozenset({"num_input_tokens", "batch_index", "lora_task_id_out", "lora_digest", "context_logits"})
 
 _LOG_PROB_COLUMNS: Mapping[str, Callable[[Sequence[RowAnswer]], NDArray[Any]]] = {
     "cum_log_probs": _numbers(lambda row: row.cum_log_prob, np.float32),
     "output_log_probs": lambda rows: _padded([row.log_probs or [] for row in rows], 0.0, np.float32),
+}
+
+_LOGITS_COLUMNS: Mapping[str, Callable[[Sequence[RowAnswer]], NDArray[Any]]] = {
+    "context_logits": lambda rows: np.empty((len(rows), 0, 0), np.float32),
+    "generation_logits": lambda rows: np.empty((len(rows), 1, 0, 0), np.float32),
 }
 
 _PERF_COLUMNS: Mapping[str, Callable[[Sequence[RowAnswer]], NDArray[Any]]] = {
@@ -139,6 +146,10 @@ _PERF_COLUMNS: Mapping[str, Callable[[Sequence[RowAnswer]], NDArray[Any]]] = {
     "kv_cache_alloc_total_blocks": _perf_numbers(lambda perf: perf.kv_cache_alloc_total_blocks),
     "kv_cache_alloc_new_blocks": _perf_numbers(lambda perf: perf.kv_cache_alloc_new_blocks),
     "kv_cache_reused_blocks": _perf_numbers(lambda perf: perf.kv_cache_reused_blocks),
+    # There is no speculative decoding.
+    "acceptance_rate": _perf_numbers(lambda perf: 0, np.float32),
+    "total_accepted_draft_tokens": _perf_numbers(lambda perf: 0),
+    "total_draft_tokens": _perf_numbers(lambda perf: 0),
 }
 
 

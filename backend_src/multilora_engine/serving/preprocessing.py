@@ -13,6 +13,8 @@ from multilora_engine.serving.engine_link import EngineLink
 from multilora_engine.serving.immediate_model import ImmediateModel
 from multilora_engine.serving.inputs import InputTensors
 from multilora_engine.serving.prompts import encode_messages, encode_text
+from multilora_engine.serving.token_lists import read_word_biases, tokenize_words, write_sequences
+from multilora_engine.serving.unsupported import refuse_unsupported
 from multilora_engine.text import Tokenizer
 
 
@@ -27,8 +29,11 @@ def preprocess(inputs: InputTensors, info: EngineInfo, tokenizer: Tokenizer) -> 
     """The outputs by name. INPUT_ID is [rows, longest prompt], REQUEST_INPUT_LEN tells each row's own length.
 
     IS_ENSEMBLE_STEP tells the next step that it is one. REQUEST_OUTPUT_LEN passes through; OUT_END_ID and OUT_PAD_ID
-    default to the tokenizer's. Raises InvalidRequest.
+    default to the tokenizer's. BAD_WORDS_IDS and STOP_WORDS_IDS are [rows, 2, n] and EMBEDDING_BIAS is [rows, n], all
+    with n 0 where there are no words. What belongs to encoders and prompt tables is empty. Raises InvalidRequest, and
+    Unsupported for inputs that this server has no use for.
     """
+    refuse_unsupported(inputs)
     prompts = _read_prompts(inputs, info, tokenizer)
     end_id = next(iter(info.end_token_ids), -1) if tokenizer.eos_id is None else tokenizer.eos_id
     pad_id = end_id if tokenizer.pad_id is None else tokenizer.pad_id
@@ -36,12 +41,19 @@ def preprocess(inputs: InputTensors, info: EngineInfo, tokenizer: Tokenizer) -> 
     input_ids = np.full((len(prompts), max(lengths)), max(pad_id, 0), np.int32)
     for row, prompt in zip(input_ids, prompts, strict=True):
         row[: len(prompt)] = prompt
+    rows = range(len(prompts))
     arrays: dict[str, NDArray[Any]] = {
         "INPUT_ID": input_ids,
         "REQUEST_INPUT_LEN": _column(lengths),
+        "BAD_WORDS_IDS": write_sequences([tokenize_words(inputs, "BAD_WORDS_DICT", row, tokenizer) for row in rows]),
+        "STOP_WORDS_IDS": write_sequences([tokenize_words(inputs, "STOP_WORDS_DICT", row, tokenizer) for row in rows]),
+        "EMBEDDING_BIAS": _embedding_bias(inputs, len(prompts), tokenizer),
         "IS_ENSEMBLE_STEP": np.ones((len(prompts), 1), bool),
-        "OUT_END_ID": _column([_default(inputs.scalar("END_ID", row), end_id) for row in range(len(prompts))]),
-        "OUT_PAD_ID": _column([_default(inputs.scalar("PAD_ID", row), pad_id) for row in range(len(prompts))]),
+        "OUT_END_ID": _column([_default(inputs.scalar("END_ID", row), end_id) for row in rows]),
+        "OUT_PAD_ID": _column([_default(inputs.scalar("PAD_ID", row), pad_id) for row in rows]),
+        "DECODER_INPUT_ID": np.empty((len(prompts), 0), np.int32),
+        "REQUEST_DECODER_INPUT_LEN": _column([0] * len(prompts)),
+        "OUT_PROMPT_TABLE_EXTRA_IDS": np.empty((len(prompts), 0), np.uint64),
     }
     if "REQUEST_OUTPUT_LEN" in inputs:
         arrays["REQUEST_OUTPUT_LEN"] = inputs.array("REQUEST_OUTPUT_LEN")
@@ -58,6 +70,16 @@ def _read_prompts(inputs: InputTensors, info: EngineInfo, tokenizer: Tokenizer) 
     if present == ["QUERY"]:
         return [encode_text(inputs.text("QUERY", row) or "", tokenizer, info.add_special_tokens) for row in rows]
     return [encode_messages(inputs.text("MESSAGES", row) or "", tokenizer) for row in rows]
+
+
+def _embedding_bias(inputs: InputTensors, num_rows: int, tokenizer: Tokenizer) -> NDArray[np.float32]:
+    names = ("EMBEDDING_BIAS_WORDS", "EMBEDDING_BIAS_WEIGHTS")
+    biases = [read_word_biases(inputs, *names, row, tokenizer) for row in range(num_rows)]
+    values = np.zeros((num_rows, tokenizer.vocab_size if inputs.present(*names) else 0), np.float32)
+    for target, bias in zip(values, biases, strict=True):
+        for token_id, weight in bias.items():
+            target[token_id] = weight
+    return values
 
 
 def _default(value: int | None, default: int) -> int:

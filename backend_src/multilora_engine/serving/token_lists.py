@@ -7,6 +7,10 @@ different words, and a client that means both sends both.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
 
 from multilora_engine.engine_info import EngineInfo
 from multilora_engine.errors import InvalidRequest
@@ -18,7 +22,13 @@ TokenSequences = tuple[tuple[int, ...], ...]
 
 def read_bad_sequences(inputs: InputTensors, row: int, tokenizer: Tokenizer) -> TokenSequences:
     """Those of `bad_words` and of `bad_words_list`."""
-    return (*_tokenized(inputs.texts("bad_words", row), tokenizer), *read_sequences(inputs, "bad_words_list", row))
+    return (*tokenize_words(inputs, "bad_words", row, tokenizer), *read_sequences(inputs, "bad_words_list", row))
+
+
+def tokenize_words(inputs: InputTensors, name: str, row: int, tokenizer: Tokenizer) -> TokenSequences:
+    """The token ids of each word of a text tensor [batch, n]; words without tokens are left out."""
+    words = (_encode(word, tokenizer) for word in inputs.texts(name, row))
+    return tuple(token_ids for token_ids in words if token_ids)
 
 
 def read_sequences(inputs: InputTensors, name: str, row: int) -> TokenSequences:
@@ -38,21 +48,43 @@ def read_sequences(inputs: InputTensors, name: str, row: int) -> TokenSequences:
     return tuple(tuple(token_ids[start:end]) for start, end in zip(starts, ends, strict=False))
 
 
+def write_sequences(rows: Sequence[TokenSequences]) -> NDArray[np.int32]:
+    """What `read_sequences` reads, int32 [batch, 2, longest row]: ids filled up with 0, ends with -1."""
+    width = max((sum(map(len, sequences)) for sequences in rows), default=0)
+    values = np.zeros((len(rows), 2, width), np.int32)
+    values[:, 1] = -1
+    for target, sequences in zip(values, rows, strict=True):
+        token_ids = [token_id for sequence in sequences for token_id in sequence]
+        target[0, : len(token_ids)] = token_ids
+        target[1, : len(sequences)] = np.cumsum([len(sequence) for sequence in sequences])
+    return values
+
+
 def read_bias(inputs: InputTensors, row: int, info: EngineInfo, tokenizer: Tokenizer) -> tuple[tuple[int, float], ...]:
     """(token id, bias) of all tokens that have one: `embedding_bias` plus the weights of the words a token is in."""
     biases = _read_vector(inputs, row, info, tokenizer)
-    words, weights = inputs.texts("embedding_bias_words", row), inputs.vector("embedding_bias_weights", row) or []
-    if len(words) != len(weights):
-        raise InvalidRequest(
-            f"embedding_bias_words has {len(words)} words and embedding_bias_weights {len(weights)} weights"
-        )
-    for token_ids, weight in zip((_encode(word, tokenizer) for word in words), weights, strict=True):
-        for token_id in token_ids:
-            biases[token_id] = biases.get(token_id, 0.0) + weight
+    for token_id, weight in read_word_biases(
+        inputs, "embedding_bias_words", "embedding_bias_weights", row, tokenizer
+    ).items():
+        biases[token_id] = biases.get(token_id, 0.0) + weight
     for token_id, bias in biases.items():
         if not math.isfinite(bias):
             raise InvalidRequest(f"the embedding bias of token {token_id} is {bias}, expected a finite number")
     return tuple((token_id, bias) for token_id, bias in biases.items() if bias)
+
+
+def read_word_biases(
+    inputs: InputTensors, words_name: str, weights_name: str, row: int, tokenizer: Tokenizer
+) -> dict[int, float]:
+    """By token id, the weights of the words it is in. Raises InvalidRequest when there is not one weight a word."""
+    words, weights = inputs.texts(words_name, row), inputs.vector(weights_name, row) or []
+    if len(words) != len(weights):
+        raise InvalidRequest(f"{words_name} has {len(words)} words and {weights_name} {len(weights)} weights")
+    biases: dict[int, float] = {}
+    for word, weight in zip(words, weights, strict=True):
+        for token_id in _encode(word, tokenizer):
+            biases[token_id] = biases.get(token_id, 0.0) + weight
+    return biases
 
 
 def _read_vector(inputs: InputTensors, row: int, info: EngineInfo, tokenizer: Tokenizer) -> dict[int, float]:
@@ -61,10 +93,6 @@ def _read_vector(inputs: InputTensors, row: int, info: EngineInfo, tokenizer: To
     if len(vector) not in (0, info.vocab_size, tokenizer.vocab_size):
         raise InvalidRequest(f"embedding_bias has {len(vector)} values, expected one a token: {info.vocab_size}")
     return {token_id: bias for token_id, bias in enumerate(vector) if bias}
-
-
-def _tokenized(words: list[str], tokenizer: Tokenizer) -> TokenSequences:
-    return tuple(token_ids for word in words if (token_ids := _encode(word, tokenizer)))
 
 
 def _encode(word: str, tokenizer: Tokenizer) -> tuple[int, ...]:

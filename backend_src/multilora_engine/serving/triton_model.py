@@ -1,6 +1,6 @@
-"""The Python models `generation` and `generation_unary`: two doors to one engine.
+"""The Python models `generation`, `generation_unary`, `tensorrt_llm` and `tensorrt_llm_bls`: doors to one engine.
 
-`generation` streams (Triton calls that decoupled); HTTP infer and unary gRPC refuse such models, hence the other.
+Decoupled ones, as Triton calls them, stream; HTTP infer and unary gRPC refuse such models, hence the others.
 `generation` starts the engine and has all parameters; the other models find it, since one server is the parent of all.
 """
 
@@ -16,6 +16,7 @@ from multilora_engine.process.paths import owned_socket_path, socket_path
 from multilora_engine.process.supervisor import EngineProcess
 from multilora_engine.serving.engine_link import EngineLink
 from multilora_engine.serving.front import GenerationFront
+from multilora_engine.serving.inputs import ENSEMBLE_NAMES
 from multilora_engine.serving.metrics import MetricsPublisher
 from multilora_engine.serving.triton_api import TritonRequest, configure_logging
 
@@ -52,13 +53,17 @@ class GenerationModel:
         self._resources.close()
 
 
-class GenerationUnaryModel:
-    """One response a request, sent when it is complete: the server takes further requests meanwhile."""
+class DoorModel:
+    """A further door to the engine of `generation`, with the same tensors.
+
+    Unless it is decoupled a request gets one response, sent when it is complete: the server takes further requests
+    meanwhile.
+    """
 
     def initialize(self, args: Mapping[str, str]) -> None:
         configure_logging(args["model_name"])
         self._link = EngineLink(socket_path(os.getppid()))
-        self._front = GenerationFront(self._link, can_stream=False)
+        self._front = self._make_front(self._link, _is_decoupled(args))
 
     def execute(self, requests: list[TritonRequest]) -> None:
         for request in requests:
@@ -66,6 +71,16 @@ class GenerationUnaryModel:
 
     def finalize(self) -> None:
         self._link.close()
+
+    def _make_front(self, link: EngineLink, can_stream: bool) -> GenerationFront:
+        return GenerationFront(link, can_stream)
+
+
+class TextDoorModel(DoorModel):
+    """A door whose tensors have the ensemble's names: the ensemble in one step, which makes it cancellable."""
+
+    def _make_front(self, link: EngineLink, can_stream: bool) -> GenerationFront:
+        return GenerationFront(link, can_stream, renamed=ENSEMBLE_NAMES)
 
 
 def engine_environ(args: Mapping[str, str], config: EngineConfig, environ: Mapping[str, str]) -> dict[str, str]:
@@ -80,6 +95,11 @@ def engine_environ(args: Mapping[str, str], config: EngineConfig, environ: Mappi
     if args["model_instance_kind"] == "CPU" and config.device == "auto":
         return {**environ, "CUDA_VISIBLE_DEVICES": ""}
     return dict(environ)
+
+
+def _is_decoupled(args: Mapping[str, str]) -> bool:
+    policy = json.loads(args["model_config"]).get("model_transaction_policy", {})
+    return bool(policy.get("decoupled", False))
 
 
 def _parameters(args: Mapping[str, str]) -> dict[str, str]:

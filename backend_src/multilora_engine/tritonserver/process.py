@@ -28,6 +28,7 @@ from multilora_engine.tritonserver.log import ServerLog
 from multilora_engine.tritonserver.probe import NotYet, probe_generation
 from multilora_engine.tritonserver.repository import find_model_repository, model_names, write_overridden
 from multilora_engine.tritonserver.shared_memory import RegionClaim, check_free_space, claim_regions, remove_leftovers
+from multilora_engine.tritonserver.upstream_models import UpstreamModels, add_upstream_models
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +51,7 @@ class ServerOptions:
     model: Path | None = None
     model_repository: Path | None = None
     overrides: Mapping[str, str] = field(default_factory=dict)
+    upstream_models: UpstreamModels = UpstreamModels.NONE
     host: str = "127.0.0.1"
     http_port: int = 8000
     grpc_port: int = 8001
@@ -179,9 +181,11 @@ class ServerProcess:
 
     def _prepare_repository(self) -> Path:
         repository = find_model_repository(self.options.model_repository)
-        if not self.options.overrides:
+        if not self.options.overrides and self.options.upstream_models is UpstreamModels.NONE:
             return repository
-        return write_overridden(repository, self.options.overrides, self._folder / "model_repository")
+        changed = write_overridden(repository, self.options.overrides, self._folder / "model_repository")
+        add_upstream_models(changed, self.options.upstream_models)
+        return changed
 
     def _resolve_addresses(self) -> Addresses:
         options = self.options

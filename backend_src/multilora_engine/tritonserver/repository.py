@@ -34,9 +34,8 @@ def model_names(repository: Path) -> list[str]:
 
 
 def write_overridden(repository: Path, overrides: Mapping[str, str], target: Path) -> Path:
-    """Make `target` a repository of links to `repository`, with `overrides` in the parameters of `generation`.
-
-    Raises ConfigError for a name that its config.pbtxt does not have.
+    """Make `target`, which is not there, a repository of links to `repository`, with `overrides` in the parameters of
+    `generation`. Raises ConfigError for a name that its config.pbtxt does not have.
     """
     target.mkdir()
     for name in model_names(repository):
@@ -55,22 +54,28 @@ def parse_override(text: str) -> tuple[str, str]:
 
 
 def _write_engine_model(source: Path, overrides: Mapping[str, str], target: Path) -> None:
-    config = _read_config(source / CONFIG_NAME)
+    config = read_config(source / CONFIG_NAME)
     _override(config, overrides)
     target.mkdir()
-    (target / CONFIG_NAME).write_text(text_format.MessageToString(config))
+    write_config(config, target / CONFIG_NAME)
     for entry in source.iterdir():
         if entry.name != CONFIG_NAME:
             (target / entry.name).symlink_to(entry)
 
 
-def _read_config(path: Path) -> ModelConfig:
+def read_config(path: Path) -> ModelConfig:
+    """Raises ConfigError."""
     try:
         return text_format.Parse(path.read_text(), ModelConfig())
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
     except text_format.ParseError as error:
         raise ConfigError(f"{path}: {error}") from None
+
+
+def write_config(config: ModelConfig, path: Path) -> None:
+    """In the text format, without comments."""
+    path.write_text(text_format.MessageToString(config))
 
 
 def _override(config: ModelConfig, overrides: Mapping[str, str]) -> None:

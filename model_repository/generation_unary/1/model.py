@@ -1,1 +1,1 @@
-from multilora_engine.serving.triton_model import GenerationUnaryModel as TritonPythonModel
+from multilora_engine.serving.triton_model import DoorModel as TritonPythonModel

@@ -16,6 +16,7 @@ from support.served_engine import served
 from multilora_engine.lora.names import task_id_of
 from multilora_engine.serving.engine_link import EngineLink
 from multilora_engine.serving.front import GenerationFront
+from multilora_engine.serving.inputs import ENSEMBLE_NAMES
 from multilora_engine.text import Tokenizer
 
 WIRE = wire_adapter(TINY, [(1, 0, 4), (6, 2, 7)])
@@ -80,6 +81,23 @@ def test_a_stream_joined_is_the_one_response(front: GenerationFront) -> None:
         == whole.arrays["output_ids"].tolist()
     )
     assert parts[-1].arrays["finish_reason"].item() == b"length"
+
+
+def test_a_door_of_the_ensembles_names_reads_what_they_mean(link: EngineLink, engine: FakeEngine) -> None:
+    text_door = GenerationFront(link, can_stream=True, renamed=ENSEMBLE_NAMES)
+    sampling = {"top_k": [[7]], "top_p": np.array([[0.5]], np.float32), "length_penalty": np.array([[2.0]], np.float32)}
+    parts = ask(text_door, {"text_input": [["Hello there"]], "max_tokens": [[20]], "stream": [[True]], **sampling})
+    assert len(parts) > 1
+    assert (engine.accepted[0].sampling.top_k, engine.accepted[0].sampling.top_p) == (7, 0.5)
+
+
+def test_what_the_server_does_not_do_is_refused_by_its_name(front: GenerationFront) -> None:
+    tensors = {"input_ids": [[5]], "max_tokens": [[1]], "draft_input_ids": [[7, 8]]}
+    code, message = error_of(ask(front, tensors, id="ab12"))
+    assert code == "UNSUPPORTED"
+    assert message == (
+        "[UNSUPPORTED] draft_input_ids: this server has no speculative decoding; leave the tensor out (request ab12)"
+    )
 
 
 def test_rows_of_one_request_are_answered_together(front: GenerationFront) -> None:

@@ -8,11 +8,15 @@ from typing import Any
 
 import pytest
 from google.protobuf import text_format
+from support.contract import INPUTS, OUTPUTS, REQUIRED, misfits
 from support.fake_triton import OUTPUT_NAMES
 from tritonclient.grpc import model_config_pb2
 
 from multilora_engine.config import EngineConfig, parameter_descriptions
-from multilora_engine.serving.outputs import _COLUMNS, _LOG_PROB_COLUMNS, _PERF_COLUMNS
+from multilora_engine.serving.inputs import ENSEMBLE_NAMES
+from multilora_engine.serving.outputs import _COLUMNS, _LOG_PROB_COLUMNS, _LOGITS_COLUMNS, _PERF_COLUMNS
+from multilora_engine.serving.unsupported import UNSUPPORTED_OPTIONS, UNSUPPORTED_TENSORS
+from multilora_engine.tritonserver.upstream_models import door_config, text_door_config
 
 REPOSITORY = Path(__file__).parents[3] / "model_repository"
 MODELS = ("generation", "generation_unary", "preprocessing", "postprocessing", "ensemble", "ensemble_unary")
@@ -55,8 +59,8 @@ def test_both_generation_models_take_and_give_the_same() -> None:
 def test_the_declared_outputs_are_those_the_code_can_build() -> None:
     assert (
         set(tensors(config("generation").output))
-        == set(OUTPUT_NAMES)
-        == {*_COLUMNS, *_LOG_PROB_COLUMNS, *_PERF_COLUMNS, "output_ids"}
+        == {*OUTPUT_NAMES, *_LOGITS_COLUMNS, "context_phase_params"}
+        == {*_COLUMNS, *_LOG_PROB_COLUMNS, *_LOGITS_COLUMNS, *_PERF_COLUMNS, "output_ids", "context_phase_params"}
     )
 
 
@@ -79,13 +83,43 @@ def test_the_steps_of_an_ensemble_fit_its_models(model: str) -> None:
 
 @pytest.mark.parametrize("model", ["ensemble", "ensemble_unary"])
 def test_an_ensemble_offers_every_option_of_generation_under_upstreams_names(model: str) -> None:
-    renamed = {"streaming": "stream"}
+    ensemble_names = {ours: theirs for theirs, ours in ENSEMBLE_NAMES.items()}
     direct_only = {"input_ids", "input_lengths", "request_output_len", "stop", "is_ensemble_step"}
     direct_only |= {"embedding_bias", "bad_words_list", "stop_words_list"}
-    expected = {
-        renamed.get(name, name).removeprefix("runtime_") for name in tensors(config("generation").input)
-    } - direct_only
-    assert set(tensors(config(model).input)) == expected
+    direct_only |= {"early_stopping", "beam_search_diversity_rate"}
+    direct_only |= {*UNSUPPORTED_OPTIONS, *UNSUPPORTED_TENSORS} - set(INPUTS["ensemble"])
+    taken = set(tensors(config("generation").input)) - direct_only
+    expected = {ensemble_names.get(name, name) for name in taken}
+    assert set(tensors(config(model).input)) == expected | {"decoder_text_input", "prompt_table_extra_id"}
+    (step,) = (s for s in config(model).ensemble_scheduling.step if s.model_name.startswith("generation"))
+    assert {theirs: ours for ours, theirs in step.input_map.items() if theirs in ENSEMBLE_NAMES} == ENSEMBLE_NAMES
+
+
+@pytest.mark.parametrize("model", ["preprocessing", "postprocessing", "ensemble"])
+def test_upstreams_tensors_are_declared_and_no_others_are_asked_for(model: str) -> None:
+    assert misfits(config(model).input, INPUTS[model]) == []
+    assert misfits(config(model).output, OUTPUTS[model]) == []
+    assert {tensor.name for tensor in config(model).input if not tensor.optional} <= REQUIRED[model]
+
+
+@pytest.mark.parametrize("is_decoupled", [True, False])
+def test_the_models_of_upstreams_names_have_upstreams_tensors(is_decoupled: bool) -> None:
+    door, text_door = door_config(REPOSITORY, is_decoupled), text_door_config(REPOSITORY, is_decoupled)
+    for made in (door, text_door):
+        assert misfits(made.input, INPUTS[made.name]) == []
+        assert misfits(made.output, OUTPUTS[made.name]) == []
+        assert all(tensor.optional for tensor in made.input)
+        assert made.model_transaction_policy.decoupled == is_decoupled
+    only_here = set(tensors(text_door.input)) - set(tensors(config("ensemble").input))
+    assert only_here <= {*UNSUPPORTED_OPTIONS, *UNSUPPORTED_TENSORS}
+    door.name = "generation_unary"
+    door.ClearField("model_transaction_policy")
+    assert door == config("generation_unary")
+
+
+def test_what_is_refused_is_declared_where_upstream_declares_it() -> None:
+    refused = {*UNSUPPORTED_OPTIONS, *UNSUPPORTED_TENSORS}
+    assert refused <= {name for declared in INPUTS.values() for name in declared}
 
 
 def test_the_operators_model_takes_one_text_and_gives_one() -> None:

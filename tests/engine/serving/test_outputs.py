@@ -70,8 +70,12 @@ def test_log_probs_and_times_are_there_when_the_rows_have_them() -> None:
         "kv_cache_alloc_total_blocks": [[9], [0]],
         "kv_cache_alloc_new_blocks": [[8], [0]],
         "kv_cache_reused_blocks": [[1], [0]],
+        "acceptance_rate": [[0], [0]],
+        "total_accepted_draft_tokens": [[0], [0]],
+        "total_draft_tokens": [[0], [0]],
     }
     dtypes = {name: str(array.dtype) for name, array in arrays.items()}
+    assert dtypes.pop("acceptance_rate") == "float32"
     assert dtypes == {
         name: "float32" if "log" in name else "int64" if name.endswith("_ns") else "int32" for name in dtypes
     }
@@ -82,4 +86,9 @@ def test_outputs_that_were_not_asked_for_are_left_out_but_for_an_ensemble() -> N
     arrays = output_arrays([FIRST], OUTPUT_NAMES, 0, is_complete=True)
     assert set(arrays) == set(OUTPUT_NAMES)
     assert arrays["output_log_probs"].shape == (1, 1, 0)
+    logits = output_arrays([FIRST], {"context_logits", "generation_logits"}, 0, is_complete=True)
+    assert {name: array.shape for name, array in logits.items()} == {
+        "context_logits": (1, 0, 0),
+        "generation_logits": (1, 1, 0, 0),
+    }
     assert arrays["last_token_time_ns"].tolist() == [[0]]

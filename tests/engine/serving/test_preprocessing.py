@@ -8,7 +8,7 @@ import pytest
 from support.fake_engine import INFO
 from support.fake_triton import FakeRequest
 
-from multilora_engine.errors import InvalidRequest
+from multilora_engine.errors import InvalidRequest, Unsupported
 from multilora_engine.serving.inputs import InputTensors
 from multilora_engine.serving.preprocessing import PreprocessingModel, preprocess
 from multilora_engine.text import Tokenizer
@@ -17,7 +17,9 @@ from multilora_engine.text import Tokenizer
 def run(tokenizer: Tokenizer, tensors: dict[str, Any]) -> dict[str, Any]:
     arrays = preprocess(InputTensors(FakeRequest(tensors)), INFO, tokenizer)
     assert arrays.pop("IS_ENSEMBLE_STEP").all()
-    assert {array.dtype for array in arrays.values()} == {np.dtype(np.int32)}
+    dtypes = {name: array.dtype for name, array in arrays.items()}
+    assert (dtypes.pop("EMBEDDING_BIAS"), dtypes.pop("OUT_PROMPT_TABLE_EXTRA_IDS")) == (np.float32, np.uint64)
+    assert set(dtypes.values()) == {np.dtype(np.int32)}
     return {name: array.tolist() for name, array in arrays.items()}
 
 
@@ -40,6 +42,39 @@ def test_end_and_pad_id_are_the_tokenizers_unless_given(tokenizer: Tokenizer) ->
     assert (arrays["OUT_END_ID"], arrays["OUT_PAD_ID"]) == ([[tokenizer.eos_id]], [[tokenizer.pad_id]])
     arrays = run(tokenizer, {"QUERY": [["Hi"]], "END_ID": [[-1]], "PAD_ID": [[0]]})
     assert (arrays["OUT_END_ID"], arrays["OUT_PAD_ID"]) == ([[-1]], [[0]])
+
+
+def test_words_become_ids_and_ends_and_biases_in_upstreams_form(tokenizer: Tokenizer) -> None:
+    (cat,), dog, sea = (tokenizer.encode(word, add_special_tokens=False) for word in (" cat", " doggerel", "the sea"))
+    words = {"BAD_WORDS_DICT": [[" cat", " doggerel"], [" cat", ""]], "STOP_WORDS_DICT": [["the sea"], ["the sea"]]}
+    bias = {"EMBEDDING_BIAS_WORDS": [[" cat"], [" doggerel"]]}
+    bias |= {"EMBEDDING_BIAS_WEIGHTS": np.array([[1.5], [-2.0]], np.float32)}
+    arrays = run(tokenizer, {"QUERY": [["Hi"], ["Ho"]], **words, **bias})
+    assert arrays["BAD_WORDS_IDS"] == [
+        [[cat, *dog], [1, 1 + len(dog), *[-1] * (len(dog) - 1)]],
+        [[cat, *[0] * len(dog)], [1, *[-1] * len(dog)]],
+    ]
+    assert arrays["STOP_WORDS_IDS"] == [[sea, [len(sea), *[-1] * (len(sea) - 1)]]] * 2
+    expected = np.zeros((2, tokenizer.vocab_size), np.float32)
+    expected[0, cat] = 1.5
+    expected[1, dog] = -2.0
+    assert arrays["EMBEDDING_BIAS"] == expected.tolist()
+
+
+def test_without_words_their_outputs_are_empty_and_so_is_what_only_encoders_have(tokenizer: Tokenizer) -> None:
+    arrays = run(tokenizer, {"QUERY": [["Hi"]]})
+    assert arrays["BAD_WORDS_IDS"] == arrays["STOP_WORDS_IDS"] == [[[], []]]
+    assert arrays["EMBEDDING_BIAS"] == [[]]
+    assert (arrays["DECODER_INPUT_ID"], arrays["REQUEST_DECODER_INPUT_LEN"]) == ([[]], [[0]])
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [{"DECODER_QUERY": [["x"]]}, {"IMAGE_BYTES": np.zeros((1, 1, 2, 2, 3), np.uint8)}, {"IMAGES": [["", "x"]]}],
+)
+def test_what_only_other_models_take_is_unsupported(tokenizer: Tokenizer, tensors: dict[str, Any]) -> None:
+    with pytest.raises(Unsupported, match=next(iter(tensors))):
+        run(tokenizer, {"QUERY": [["Hi"]], **tensors})
 
 
 @pytest.mark.parametrize(

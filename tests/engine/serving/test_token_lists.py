@@ -9,7 +9,7 @@ from support.fake_triton import FakeRequest
 
 from multilora_engine.errors import InvalidRequest
 from multilora_engine.serving.inputs import InputTensors
-from multilora_engine.serving.token_lists import read_bad_sequences, read_bias, read_sequences
+from multilora_engine.serving.token_lists import read_bad_sequences, read_bias, read_sequences, write_sequences
 from multilora_engine.text import Tokenizer
 
 
@@ -36,6 +36,13 @@ def test_a_word_list_is_ids_and_where_each_word_ends(
     token_ids: list[int], ends: list[int], expected: tuple[tuple[int, ...], ...]
 ) -> None:
     assert read_sequences(inputs(stop_words_list=word_list(token_ids, ends)), "stop_words_list", 0) == expected
+
+
+def test_what_is_written_reads_back_row_by_row() -> None:
+    rows = [((5,), (6, 7)), (), ((8, 9, 10, 11),)]
+    written = write_sequences(rows)
+    assert written.shape == (3, 2, 4)
+    assert [read_sequences(inputs(bad_words_list=written), "bad_words_list", row) for row in range(3)] == rows
 
 
 @pytest.mark.parametrize("ends", [[2, 1, -1], [1, 4, -1], [0, -1, -1], [2, 2, -1], [-5, 1, -1]])

@@ -1,0 +1,79 @@
+"""Inputs of TensorRT-LLM's models that stand for what this server does not do.
+
+They are declared so that a client that sends them is told so. Undeclared, the server would refuse them for their names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from multilora_engine.errors import Unsupported
+from multilora_engine.serving.inputs import InputTensors
+
+_ENCODER = "encoder-decoder models"
+_PROMPT_TABLE = "prompt tables"
+_IMAGES = "images or videos"
+_DRAFT = "speculative decoding"
+_RETENTION = "KV cache retention priorities"
+
+UNSUPPORTED_OPTIONS: Mapping[str, str] = {
+    "decoder_input_lengths": _ENCODER,
+    "encoder_output_lengths": _ENCODER,
+    "skip_cross_attn_blocks": _ENCODER,
+    "decoder_text_input": _ENCODER,
+    "DECODER_QUERY": f"{_ENCODER} (it is the ensemble's decoder_text_input)",
+    "prompt_vocab_size": _PROMPT_TABLE,
+    "prompt_table_extra_id": _PROMPT_TABLE,
+    "PROMPT_TABLE_EXTRA_ID": f"{_PROMPT_TABLE} (it is the ensemble's prompt_table_extra_id)",
+    "image_url_input": _IMAGES,
+    "IMAGE_URL": _IMAGES,
+    "draft_acceptance_threshold": _DRAFT,
+    "num_draft_tokens": _DRAFT,
+    "use_draft_logits": _DRAFT,
+    "lookahead_window_size": _DRAFT,
+    "lookahead_ngram_size": _DRAFT,
+    "lookahead_verification_set_size": _DRAFT,
+    "return_context_logits": "logits",
+    "return_generation_logits": "logits",
+    "retention_decode_priority": _RETENTION,
+    "retention_decode_duration_ms": _RETENTION,
+}
+"""One value a row, by what it is for. False, 0 and the empty text ask for nothing."""
+
+UNSUPPORTED_TENSORS: Mapping[str, str] = {
+    "decoder_input_ids": _ENCODER,
+    "encoder_input_features": _ENCODER,
+    "cross_attention_mask": _ENCODER,
+    "prompt_embedding_table": _PROMPT_TABLE,
+    "prompt_table_extra_ids": _PROMPT_TABLE,
+    "mrope_rotary_cos_sin": _IMAGES,
+    "mrope_position_deltas": _IMAGES,
+    "image_input": _IMAGES,
+    "image_bytes_input": _IMAGES,
+    "video_bytes_input": _IMAGES,
+    "IMAGE_BYTES": _IMAGES,
+    "VIDEO_BYTES": _IMAGES,
+    "IMAGES": _IMAGES,
+    "draft_input_ids": _DRAFT,
+    "draft_logits": _DRAFT,
+    "context_phase_params": "disaggregated prefill",
+    "retention_token_range_starts": _RETENTION,
+    "retention_token_range_ends": _RETENTION,
+    "retention_token_range_priorities": _RETENTION,
+    "retention_token_range_durations_ms": _RETENTION,
+}
+"""Values of their own, by what they are for. A tensor without elements asks for nothing."""
+
+
+def refuse_unsupported(inputs: InputTensors) -> None:
+    """Raises Unsupported, naming the tensor, when a request asks for something that this server does not do."""
+    for name in inputs.present(*UNSUPPORTED_OPTIONS):
+        if any(inputs.array(name).flat):
+            raise _refusal(name, UNSUPPORTED_OPTIONS[name])
+    for name in inputs.present(*UNSUPPORTED_TENSORS):
+        if inputs.array(name).size:
+            raise _refusal(name, UNSUPPORTED_TENSORS[name])
+
+
+def _refusal(name: str, feature: str) -> Unsupported:
+    return Unsupported(f"{name}: this server has no {feature}; leave the tensor out")

@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.contract import INPUTS
+from support.fake_triton import FakeRequest
+
+from multilora_engine.errors import Unsupported
+from multilora_engine.serving.inputs import InputTensors
+from multilora_engine.serving.unsupported import UNSUPPORTED_OPTIONS, UNSUPPORTED_TENSORS, refuse_unsupported
+
+DTYPES = {"BOOL": np.bool_, "STRING": np.object_, "UINT8": np.uint8, "INT32": np.int32, "INT64": np.int64}
+DTYPES |= {"UINT64": np.uint64, "FP16": np.float16, "FP32": np.float32}
+
+DECLARED = {name: tensor for model in INPUTS.values() for name, tensor in model.items()}
+
+
+def values(name: str, fill: int, size: int = 1) -> np.ndarray:
+    """A tensor of one row as a client would send it, filled with `fill` (text: empty for 0)."""
+    dtype, dims = DECLARED[name]
+    shape = (1, *(size if dim == -1 else dim for dim in dims))
+    if dtype == "STRING":
+        return np.full(shape, b"x" * fill, np.object_)
+    return np.full(shape, fill, DTYPES[dtype])
+
+
+def inputs(name: str, array: np.ndarray) -> InputTensors:
+    return InputTensors(FakeRequest({name: array}))
+
+
+@pytest.mark.parametrize("name", [*UNSUPPORTED_OPTIONS, *UNSUPPORTED_TENSORS])
+def test_it_is_refused_by_its_name(name: str) -> None:
+    with pytest.raises(Unsupported, match=f"^{name}: this server has no "):
+        refuse_unsupported(inputs(name, values(name, 1)))
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED_OPTIONS)
+def test_an_option_that_is_zero_false_or_empty_asks_for_nothing(name: str) -> None:
+    refuse_unsupported(inputs(name, values(name, 0)))
+
+
+@pytest.mark.parametrize("name", sorted(name for name in UNSUPPORTED_TENSORS if -1 in DECLARED[name][1]))
+def test_a_tensor_without_elements_asks_for_nothing_but_zeros_are_values(name: str) -> None:
+    refuse_unsupported(inputs(name, values(name, 1, size=0)))
+    with pytest.raises(Unsupported):
+        refuse_unsupported(inputs(name, values(name, 0)))

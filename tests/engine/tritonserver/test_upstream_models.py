@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from multilora_engine.serving.triton_model import DoorModel, TextDoorModel
+from multilora_engine.tritonserver.repository import find_model_repository, model_names, read_config, write_overridden
+from multilora_engine.tritonserver.upstream_models import UpstreamModels, add_upstream_models
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    return write_overridden(find_model_repository(), {}, tmp_path / "model_repository")
+
+
+@pytest.mark.parametrize(("models", "is_decoupled"), [(UpstreamModels.DECOUPLED, True), (UpstreamModels.UNARY, False)])
+def test_two_models_join_the_others(repository: Path, models: UpstreamModels, is_decoupled: bool) -> None:
+    before = model_names(repository)
+    add_upstream_models(repository, models)
+    assert model_names(repository) == sorted([*before, "tensorrt_llm", "tensorrt_llm_bls"])
+    for name in ("tensorrt_llm", "tensorrt_llm_bls"):
+        config = read_config(repository / name / "config.pbtxt")
+        assert (config.name, config.backend, config.max_batch_size) == (name, "python", 64)
+        assert config.model_transaction_policy.decoupled == is_decoupled
+        assert not config.parameters
+
+
+@pytest.mark.parametrize(("name", "model"), [("tensorrt_llm", DoorModel), ("tensorrt_llm_bls", TextDoorModel)])
+def test_their_code_is_that_of_the_doors(repository: Path, name: str, model: type) -> None:
+    add_upstream_models(repository, UpstreamModels.DECOUPLED)
+    scope: dict[str, object] = {}
+    exec((repository / name / "1" / "model.py").read_text(), scope)
+    assert scope["TritonPythonModel"] is model
+
+
+def test_none_are_added_unless_asked_for(repository: Path) -> None:
+    before = model_names(repository)
+    add_upstream_models(repository, UpstreamModels.NONE)
+    assert model_names(repository) == before
