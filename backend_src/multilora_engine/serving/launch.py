@@ -1,26 +1,42 @@
-"""`multilora-serve`: checks, starts a tritonserver, waits for a real inference, then watches over it until the end."""
+"""`multilora-serve`: checks, starts a tritonserver, waits for a real inference, then watches over it until the end.
+
+A server that ends, or no longer answers, is started again. `multilora-serve probe` asks a running one, for containers.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
 from rich.markup import escape
+from typer.core import TyperGroup
 
+from multilora_engine.backoff import Backoff
 from multilora_engine.errors import MultiloraError
-from multilora_engine.tritonserver import ServerOptions, ServerProcess
+from multilora_engine.tritonserver import ServerFailed, ServerOptions, ServerProcess
 from multilora_engine.tritonserver.checkpoint import resolve_checkpoint
+from multilora_engine.tritonserver.probe import Busy, NotReady, ProbeFailed, probe_generation
 from multilora_engine.tritonserver.repository import parse_override
 from multilora_engine.tritonserver.upstream_models import UpstreamModels
 
 console = Console(stderr=True, highlight=False, emoji=False)
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+class _ServeByDefault(TyperGroup):
+    """`multilora-serve --model ...` is `multilora-serve serve --model ...`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, args if args and args[0] in self.commands else ["serve", *args])
+
+
+app = typer.Typer(cls=_ServeByDefault, add_completion=False, pretty_exceptions_enable=False)
 
 _DEFAULT = ServerOptions()
 
@@ -65,13 +81,19 @@ def serve(
         float, typer.Option(min=1, help="Give up when no inference succeeded by then.")
     ] = _DEFAULT.startup_timeout_s,
     canary_interval_secs: Annotated[
-        float, typer.Option(min=0, help="Try an inference this often, and end when it fails; 0: never.")
+        float, typer.Option(min=0, help="Try an inference this often, and restart the server when it fails; 0: never.")
     ] = 15.0,
+    max_restarts: Annotated[
+        int, typer.Option(min=0, help="Of a server that fails within a minute, in a row; one more ends the command.")
+    ] = 5,
     tritonserver: Annotated[
         Path | None, typer.Option(help="Server executable (default: nvidia-pytriton's, else the one on PATH).")
     ] = None,
 ) -> None:
-    """Serve a model and its LoRA adapters through a tritonserver."""
+    """Serve a model and its LoRA adapters through a tritonserver, and start it again when it dies or hangs.
+
+    `multilora-serve probe` tells whether a running server answers.
+    """
     with errors_as_one_line():
         options = ServerOptions(
             model=resolve_checkpoint(model),
@@ -88,19 +110,70 @@ def serve(
             startup_timeout_s=startup_timeout_secs,
             tritonserver=tritonserver,
         )
-        run(ServerProcess(options, on_log=_print_line), canary_interval_secs)
+        run(options, canary_interval_secs, max_restarts)
 
 
-def run(server: ServerProcess, canary_interval_s: float) -> None:
-    """Start `server` and stay until it ends or a signal ends it. Raises typer.Exit with its status, ServerFailed."""
+@app.command()
+def probe(
+    host: Annotated[str, typer.Option(help="Address of the server.")] = _DEFAULT.host,
+    http_port: Annotated[int, typer.Option(min=1, max=65535, help="Its HTTP port.")] = _DEFAULT.http_port,
+    timeout_secs: Annotated[float, typer.Option(min=0.1, help="What each of two inferences gets.")] = 10.0,
+    live: Annotated[
+        bool, typer.Option("--live", help="Only ask whether it is worth waiting for: starting or busy is good enough.")
+    ] = False,
+) -> None:
+    """Get a token from a running server, by a real inference. Status 0: it answers; 1: it does not, with the reason."""
+    try:
+        probe_generation(f"{host}:{http_port}", timeout_secs)
+    except (NotReady, Busy, ProbeFailed) as error:
+        console.print(str(error), markup=False, soft_wrap=True)
+        if isinstance(error, ProbeFailed) or not live:
+            raise typer.Exit(1) from None
+
+
+def run(options: ServerOptions, canary_interval_s: float, max_restarts: int) -> NoReturn:
+    """Keep a server running until a signal ends it; raises typer.Exit with its status then.
+
+    Raises ServerFailed or ConfigError when it cannot start the first time, or has failed too often in a row.
+    """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with server:
-        try:
-            wait_ready(server)
-            announce(server)
-            watch(server, canary_interval_s)
-        except KeyboardInterrupt:
-            raise typer.Exit(_shell_status(server.stop())) from None
+    backoff, was_ready = Backoff(), False
+    while True:
+        with ServerProcess(options, on_log=_print_line) as server:
+            failure, ready_s = live(server, canary_interval_s)
+        was_ready = was_ready or ready_s > 0
+        delay_s = backoff.next_delay_s(ready_s)
+        if not was_ready or backoff.num_deaths > max_restarts:
+            raise failure
+        console.print(f"[bold yellow]restarting[/] in {delay_s:g} s: {escape(str(failure))}", soft_wrap=True)
+        options = server.successor_options
+        pause(delay_s)
+
+
+def live(server: ServerProcess, canary_interval_s: float) -> tuple[ServerFailed, float]:
+    """Stay until a server fails: why, and the seconds since it was ready (0: never). It is dead then.
+
+    Raises typer.Exit when a signal ends it.
+    """
+    ready_since: float | None = None
+    try:
+        wait_ready(server)
+        announce(server)
+        ready_since = time.monotonic()
+        watch(server, canary_interval_s)
+    except KeyboardInterrupt:
+        raise typer.Exit(_shell_status(server.stop())) from None
+    except ServerFailed as failure:
+        server.kill()
+        return failure, 0.0 if ready_since is None else time.monotonic() - ready_since
+
+
+def pause(seconds: float) -> None:
+    """Raises typer.Exit when a signal ends it."""
+    try:
+        time.sleep(seconds)
+    except KeyboardInterrupt:
+        raise typer.Exit from None
 
 
 def wait_ready(server: ServerProcess) -> None:
@@ -119,12 +192,22 @@ def announce(server: ServerProcess) -> None:
 
 
 def watch(server: ServerProcess, canary_interval_s: float) -> NoReturn:
-    """Stay until the server ends by itself or a canary fails; either raises ServerFailed."""
+    """Stay until the server ends, is broken, or does not come back. Any of them raises ServerFailed."""
+    patience_s = server.options.startup_timeout_s
+    answered = time.monotonic()
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
             status = server.wait(canary_interval_s or None)
             raise server.failure(status)
-        server.check_alive()
+        try:
+            server.ask()
+        except NotReady as error:
+            if time.monotonic() - answered > patience_s:
+                raise ServerFailed(f"not ready for {patience_s:g} s: {error}") from None
+            continue
+        except Busy:
+            pass
+        answered = time.monotonic()
 
 
 @contextlib.contextmanager

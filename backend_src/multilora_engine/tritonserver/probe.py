@@ -1,63 +1,79 @@
-"""Readiness by a real inference: this server's own ready endpoints stay green when a model's process has died."""
+"""Liveness and readiness by a real inference: this server's own endpoints stay green when a model's process has died.
+
+Over HTTP, which this server has no TLS for, and with nothing that is slow to import: containers probe often.
+"""
 
 from __future__ import annotations
 
-import queue
-from typing import Any
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from http.client import HTTPException
 
-import numpy as np
-from numpy.typing import NDArray
-from tritonclient.grpc import InferenceServerClient, InferInput, InferResult
-from tritonclient.utils import InferenceServerException, np_to_triton_dtype
+CANARIES: Mapping[str, Mapping[str, object]] = {
+    "generation_unary": {"text_input": "Hello", "request_output_len": 1},
+    "ensemble": {"text_input": "Hello", "max_tokens": 1},
+}
+"""By model what it is asked; together they pass through every model that generates."""
 
-from multilora_engine.tritonserver.addresses import Addresses
-
-_TIMEOUT_S = 60.0
-_NOT_YET = ("[UNAVAILABLE]", "failed to connect", "Deadline Exceeded")
-
-
-class NotYet(Exception):
-    """The engine is starting, or busy; ask again."""
+PROBE_TIMEOUT_S = 60.0
+_LIVE_TIMEOUT_S = 10.0
+_UNAVAILABLE = "[UNAVAILABLE]"
+_QUEUE_IS_FULL = "[UNAVAILABLE] the queue is full"
 
 
-def probe_generation(addresses: Addresses) -> None:
-    """Get one token through `generation_unary` (unary) and one through `ensemble` (streaming gRPC).
+class ProbeFailed(Exception):
+    """The server is broken, and will not mend itself; the text says in what way."""
 
-    Raises NotYet while the engine starts or has too much to do, InferenceServerException for any other failure.
+
+class NotReady(Exception):
+    """The server does not listen yet, or its engine is starting again."""
+
+
+class Busy(Exception):
+    """The server lives and has too much to do; the text says what."""
+
+
+def probe_generation(http_url: str, timeout_s: float = PROBE_TIMEOUT_S) -> None:
+    """Get a token through `generation_unary` and one through `ensemble`. Raises ProbeFailed, NotReady or Busy.
+
+    http_url: `host:port`. timeout_s: of each.
     """
-    with InferenceServerClient(addresses.grpc_url) as client:
-        try:
-            client.infer("generation_unary", _inputs("request_output_len"), client_timeout=_TIMEOUT_S)
-            _infer_stream(client, "ensemble", _inputs("max_tokens"))
-        except InferenceServerException as error:
-            if any(text in str(error) for text in _NOT_YET):
-                raise NotYet(str(error)) from None
-            raise
+    for model, request in CANARIES.items():
+        _ask(http_url, model, request, timeout_s)
 
 
-def _inputs(length_name: str) -> list[InferInput]:
-    return [
-        _tensor("text_input", np.array([[b"Hello"]], dtype=object)),
-        _tensor(length_name, np.array([[1]], np.int32)),
-    ]
-
-
-def _tensor(name: str, value: NDArray[Any]) -> InferInput:
-    tensor = InferInput(name, list(value.shape), np_to_triton_dtype(value.dtype))
-    tensor.set_data_from_numpy(value)
-    return tensor
-
-
-def _infer_stream(client: InferenceServerClient, model: str, inputs: list[InferInput]) -> None:
-    answers: queue.Queue[InferenceServerException | None] = queue.Queue()
-
-    def receive(result: InferResult | None, error: InferenceServerException | None) -> None:
-        answers.put(error)
-
-    client.start_stream(receive, stream_timeout=_TIMEOUT_S)
+def _ask(http_url: str, model: str, request: Mapping[str, object], timeout_s: float) -> None:
     try:
-        client.async_stream_infer(model, inputs)
-        if error := answers.get(timeout=_TIMEOUT_S):
-            raise error
-    finally:
-        client.stop_stream()
+        _post(f"http://{http_url}/v2/models/{model}/generate", request, timeout_s)
+    except urllib.error.HTTPError as error:
+        _raise_for(model, error.read().decode(errors="replace"))
+    except TimeoutError:
+        _check_live(http_url)
+        raise Busy(f"{model} did not answer in {timeout_s:g} s") from None
+    except (OSError, HTTPException) as error:
+        raise NotReady(f"{http_url}: {error}") from None
+
+
+def _post(url: str, request: Mapping[str, object], timeout_s: float) -> None:
+    with urllib.request.urlopen(url, json.dumps(request).encode(), timeout=timeout_s) as response:
+        answer = json.load(response)
+    if "error" in answer:
+        _raise_for(url, answer["error"])
+
+
+def _raise_for(model: str, message: str) -> None:
+    if _QUEUE_IS_FULL in message:
+        raise Busy(message)
+    if _UNAVAILABLE in message:
+        raise NotReady(message)
+    raise ProbeFailed(f"{model}: {message}")
+
+
+def _check_live(http_url: str) -> None:
+    """Tells a busy server, which answers this at once, from one that hangs. Raises ProbeFailed."""
+    try:
+        urllib.request.urlopen(f"http://{http_url}/v2/health/live", timeout=_LIVE_TIMEOUT_S).close()
+    except OSError as error:
+        raise ProbeFailed(f"the server hangs: {error}") from None

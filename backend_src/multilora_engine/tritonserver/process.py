@@ -13,19 +13,17 @@ import time
 import urllib.request
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Thread
 from typing import IO, Self
-
-from tritonclient.utils import InferenceServerException
 
 from multilora_engine.errors import MultiloraError
 from multilora_engine.tritonserver.addresses import Addresses, resolve_addresses
 from multilora_engine.tritonserver.checkpoint import check_checkpoint
 from multilora_engine.tritonserver.installation import find_installation, make_backend_directory, server_environment
 from multilora_engine.tritonserver.log import ServerLog
-from multilora_engine.tritonserver.probe import NotYet, probe_generation
+from multilora_engine.tritonserver.probe import Busy, NotReady, ProbeFailed, probe_generation
 from multilora_engine.tritonserver.repository import find_model_repository, model_names, write_overridden
 from multilora_engine.tritonserver.shared_memory import RegionClaim, check_free_space, claim_regions, remove_leftovers
 from multilora_engine.tritonserver.upstream_models import UpstreamModels, add_upstream_models
@@ -71,7 +69,7 @@ class ServerProcess:
             client = tritonclient.http.InferenceServerClient(server.http_url)
 
     `on_log` gets every line of the server's log that is not noise, in a thread of its own. `probe` is the inference
-    that decides readiness. Leaving the block stops the server, and kills whatever of it does not stop.
+    that decides readiness, given `http_url`. Leaving the block stops the server, and kills what of it does not stop.
     """
 
     def __init__(
@@ -79,7 +77,7 @@ class ServerProcess:
         options: ServerOptions,
         *,
         on_log: Callable[[str], None] = logger.info,
-        probe: Callable[[Addresses], None] = probe_generation,
+        probe: Callable[[str], None] = probe_generation,
     ) -> None:
         self.options = options
         self.log = ServerLog()
@@ -105,6 +103,14 @@ class ServerProcess:
     @property
     def metrics_url(self) -> str:
         return self.addresses.metrics_url
+
+    @property
+    def successor_options(self) -> ServerOptions:
+        """For a server in this one's place: clients find it at the same ports, even if these were any free ones."""
+        ports = self.addresses
+        return replace(
+            self.options, http_port=ports.http_port, grpc_port=ports.grpc_port, metrics_port=ports.metrics_port
+        )
 
     @property
     def pid(self) -> int:
@@ -150,14 +156,12 @@ class ServerProcess:
             return "all models loaded, trying an inference"
         return f"loaded {len(loaded)} of {total} models" + (f": {', '.join(loaded)}" if loaded else "")
 
-    def check_alive(self) -> None:
-        """Raises ServerFailed when an inference fails for another reason than a busy or restarting engine."""
+    def ask(self) -> None:
+        """Try an inference. Raises NotReady or Busy, and ServerFailed for a server that will not mend itself."""
         try:
-            self._probe(self.addresses)
-        except NotYet:
-            return
-        except InferenceServerException as error:
-            raise ServerFailed(f"the server no longer answers: {error.message()}") from None
+            self._probe(self.http_url)
+        except ProbeFailed as error:
+            raise ServerFailed(f"the server no longer answers: {error}") from None
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait until the server ends; returns its exit status. Raises subprocess.TimeoutExpired."""
@@ -178,6 +182,12 @@ class ServerProcess:
             return self._process.wait()
         finally:
             self._clean_up()
+
+    def kill(self) -> None:
+        """End the server at once, for one that is broken: what it still has in flight could keep `stop` waiting."""
+        self._process.kill()
+        self._process.wait()
+        self._clean_up()
 
     def _prepare_repository(self) -> Path:
         repository = find_model_repository(self.options.model_repository)
@@ -232,8 +242,8 @@ class ServerProcess:
         return False
 
     def _answers(self) -> bool:
-        with contextlib.suppress(NotYet):
-            self._probe(self.addresses)
+        with contextlib.suppress(NotReady, Busy):
+            self.ask()
             return True
         return False
 

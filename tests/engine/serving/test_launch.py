@@ -98,17 +98,37 @@ def test_it_announces_the_addresses_after_an_inference_and_a_sigterm_ends_it_wit
         assert process.returncode == 0
 
 
-def test_it_ends_with_an_error_when_a_model_dies_that_the_server_still_calls_ready(
+def test_a_server_whose_model_died_is_started_again_at_the_same_address_so_often_and_no_more(
     repository: Path, checkpoint: Path
 ) -> None:
-    with serving(repository, checkpoint, "--canary-interval-secs=0.2", "--exit-timeout-secs=1") as process:
-        pid = re.search(r"pid of ensemble: (\d+)", read_until(process, "pid of ensemble: ")[-1])
-        read_until(process, "^ready")
-        assert pid is not None
-        os.kill(int(pid[1]), signal.SIGKILL)
-        read_until(process, r"^error: the server no longer answers: .*ensemble.* is not healthy")
+    with serving(repository, checkpoint, "--canary-interval-secs=0.2", "--max-restarts=1") as process:
+        addresses = []
+        for is_last in (False, True):
+            pid = re.search(r"pid of ensemble: (\d+)", read_until(process, "pid of ensemble: ")[-1])
+            addresses.append(read_until(process, "^ready")[-1])
+            assert pid is not None
+            os.kill(int(pid[1]), signal.SIGKILL)
+            said = "error:" if is_last else "restarting in 0 s:"
+            read_until(process, rf"^{said} the server no longer answers: .*ensemble.* is not healthy")
         process.communicate(timeout=60)
         assert process.returncode == 1
+    assert addresses[0] == addresses[1]
+
+
+def test_a_probe_tells_by_its_status_whether_a_server_answers(repository: Path, checkpoint: Path) -> None:
+    with serving(repository, checkpoint) as process:
+        port = re.search(r"HTTP 127\.0\.0\.1:(\d+)", read_until(process, "^ready")[-1])
+        assert port is not None
+        assert probe(f"--http-port={port[1]}").returncode == 0
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+    assert probe(f"--http-port={port[1]}").returncode == 1
+    assert "Connection refused" in probe(f"--http-port={port[1]}").stderr
+    assert probe("--live", f"--http-port={port[1]}").returncode == 0
+
+
+def probe(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*COMMAND[:3], "probe", *arguments], capture_output=True, text=True, timeout=120)
 
 
 @pytest.mark.parametrize(

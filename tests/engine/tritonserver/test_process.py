@@ -11,20 +11,19 @@ from tritonclient.http import InferenceServerClient, InferInput
 from tritonclient.utils import InferenceServerException
 
 from multilora_engine.tritonserver import ServerFailed, ServerOptions, ServerProcess
-from multilora_engine.tritonserver.addresses import Addresses
 from multilora_engine.tritonserver.shared_memory import SHARED_MEMORY
 
 
-def echo(addresses: Addresses) -> bytes:
+def echo(http_url: str) -> bytes:
     tensor = InferInput("IN", [1], "BYTES")
     tensor.set_data_from_numpy(np.array([b"hello"], dtype=object))
-    with InferenceServerClient(addresses.http_url) as client:
+    with InferenceServerClient(http_url) as client:
         answer: bytes = client.infer("echo", [tensor]).as_numpy("OUT")[0]
     return answer
 
 
-def check_echo(addresses: Addresses) -> None:
-    assert echo(addresses) == b"hello"
+def check_echo(http_url: str) -> None:
+    assert echo(http_url) == b"hello"
 
 
 def server_of(repository: Path) -> ServerProcess:
@@ -50,7 +49,7 @@ def processes_of(token: str) -> list[int]:
 def test_a_server_answers_until_it_is_stopped_and_leaves_nothing_behind(echo_repository: Path) -> None:
     with server_of(echo_repository) as server:
         server.wait_ready()
-        assert echo(server.addresses) == b"hello"
+        assert echo(server.http_url) == b"hello"
         token = server.token
         # The server and the model's own process; a lock and the model's region.
         assert len(processes_of(token)) == 2
