@@ -96,6 +96,10 @@ class EngineConfig(BaseModel):
         int, Field(ge=1, description="Requests that may wait; one more is refused with UNAVAILABLE.")
     ] = 4096
     block_size: Annotated[int, Field(ge=1, le=1024, description="Tokens of one KV cache block.")] = 16
+    enable_prefix_caching: Annotated[
+        bool,
+        Field(description="Keep the KV cache of what was computed, and reuse it where adapter and first tokens equal."),
+    ] = True
     kv_cache_memory_bytes: Annotated[
         ByteSize, Field(ge=0, description="KV cache budget; 0 is what is left on a GPU, and 1 GiB on a CPU.")
     ] = ByteSize(0)

@@ -18,7 +18,7 @@ from multilora_engine.engine_info import EngineInfo
 from multilora_engine.errors import Cancelled, InternalError, InvalidRequest, RequestError
 from multilora_engine.forward_batch import KVCache
 from multilora_engine.guided import GuideCompiler, GuideMatcher
-from multilora_engine.kv_cache import BlockAllocator
+from multilora_engine.kv_cache import BlockAllocator, PrefixCacheStats
 from multilora_engine.logits import bias_tensors, end_tokens
 from multilora_engine.lora.device_tier import DeviceTier
 from multilora_engine.lora.disk_tier import DiskTier
@@ -62,6 +62,7 @@ class EngineStats:
     num_cached_adapters: int
     num_pins: int
     num_preemptions: int
+    prefix_cache: PrefixCacheStats
 
 
 class Engine:
@@ -103,7 +104,7 @@ class Engine:
         self._loras = _build_lora_manager(config, layout, plan, device, self.lora_events)
         if config.lora.lora_prefetch_dir is not None:
             prefetch_adapters(config.lora.lora_prefetch_dir, self._loras, layout)
-        self._blocks = BlockAllocator(plan.num_blocks, config.block_size)
+        self._blocks = BlockAllocator(plan.num_blocks, config.block_size, config.enable_prefix_caching)
         self._scheduler = Scheduler(
             self._blocks, self._loras, config.max_num_seqs, config.max_num_batched_tokens, config.max_queue_size
         )
@@ -133,6 +134,7 @@ class Engine:
             num_cached_adapters=self._loras.num_cached,
             num_pins=self._loras.num_pins,
             num_preemptions=self._scheduler.num_preemptions,
+            prefix_cache=self._blocks.prefix_cache,
         )
 
     def put_adapter(self, lora_task_id: int, adapter: PackedAdapter, name: str = "") -> None:
@@ -193,6 +195,7 @@ class Engine:
             _logger.exception("a step of %d sequences ran out of memory", len(step))
             failure = InternalError(f"the step ran out of memory: {error}")
             return outputs + [self._fail(scheduled.sequence, failure) for scheduled in step]
+        self._scheduler.commit(step)
         return outputs + self._postprocess(step, tokens)
 
     def check_integrity(self) -> None:

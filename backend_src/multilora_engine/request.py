@@ -116,7 +116,8 @@ class TokenLogProb:
 class PerfMetrics:
     """Times of one request in nanoseconds since the epoch (0: did not happen), and the KV cache blocks it was given.
 
-    Blocks that it lost by preemption and was given again count each time.
+    Reused blocks came with keys and values of its tokens, new ones without; total is both. Blocks that it lost by
+    preemption and was given again count each time.
     """
 
     arrival_time_ns: int = 0
@@ -179,7 +180,9 @@ class Sequence:
     num_computed_tokens: tokens whose keys and values are in the cache; written by the scheduler only.
     num_overtakes: sequences with an adapter that were admitted before this one although they came later.
     arrival_time_ns .. last_token_time_ns: as in `PerfMetrics`; written by the engine only.
-    num_allocated_blocks: KV cache blocks it was ever given; written by the block allocator only.
+    block_keys: of its first full blocks, as far as anybody asked for them.
+    num_allocated_blocks, num_reused_blocks: KV cache blocks it was ever given, and those of them that came with the
+        keys and values of its tokens. These two and the two above are written by the block allocator only.
     bias: `embedding_bias` on the device, token ids int64 [n] and biases float32 [n].
     held_log_probs: of the tokens that have not left yet. cum_log_prob: the sum over those that have.
     """
@@ -199,7 +202,9 @@ class Sequence:
     first_scheduled_time_ns: int = 0
     first_token_time_ns: int = 0
     last_token_time_ns: int = 0
+    block_keys: list[bytes] = field(default_factory=list)
     num_allocated_blocks: int = 0
+    num_reused_blocks: int = 0
     bias: tuple[torch.Tensor, torch.Tensor] | None = None
     held_log_probs: list[TokenLogProb] = field(default_factory=list)
     cum_log_prob: float = 0.0
@@ -224,7 +229,8 @@ class Sequence:
             first_token_time_ns=self.first_token_time_ns,
             last_token_time_ns=self.last_token_time_ns,
             kv_cache_alloc_total_blocks=self.num_allocated_blocks,
-            kv_cache_alloc_new_blocks=self.num_allocated_blocks,
+            kv_cache_alloc_new_blocks=self.num_allocated_blocks - self.num_reused_blocks,
+            kv_cache_reused_blocks=self.num_reused_blocks,
         )
 
     def release_log_probs(self, num_tokens: int) -> list[TokenLogProb]:

@@ -64,7 +64,9 @@ class Scheduler:
     been overtaken `_MAX_OVERTAKES` times stops the admission of other adapters until it runs.
 
     When the KV cache is full, the running sequence that would be served last gives its blocks back and starts again
-    from its tokens; its adapter stays pinned in the host tier. Writes `num_computed_tokens`, `status` and the queues.
+    from its tokens; its adapter stays pinned in the host tier. What the cache still holds of a sequence that starts,
+    computed for itself or for another one, is not computed again. Writes `num_computed_tokens`, `status` and the
+    queues.
     """
 
     def __init__(
@@ -110,6 +112,11 @@ class Scheduler:
         for scheduled in step.sequences:
             scheduled.sequence.num_computed_tokens += scheduled.num_tokens
         return sorted(step.sequences, key=lambda scheduled: scheduled.num_tokens > 1)
+
+    def commit(self, step: list[ScheduledSequence]) -> None:
+        """A scheduled step has been computed: what it wrote to the KV cache may be found by other sequences."""
+        for scheduled in step:
+            self._blocks.commit(scheduled.sequence, scheduled.start, scheduled.start + scheduled.num_tokens)
 
     def finish(self, sequence: Sequence) -> None:
         """Take a sequence out, wherever it is, with its blocks, its place on the device and its pin."""
@@ -169,18 +176,13 @@ class Scheduler:
         num_running = len(self._running)
         skipped: list[Sequence] = []
         for sequence in self._waiting:
-            num_tokens = min(sequence.num_tokens, step.budget)
             is_full = len(self._running) == self._max_num_seqs or len(skipped) == self._max_num_seqs
             # Whole prompts are admitted, so that two half-computed ones never wait for each other's blocks.
-            if (
-                is_full
-                or num_tokens == 0
-                or self._blocks.num_missing(sequence, sequence.num_tokens) > self._blocks.num_free
-            ):
+            if is_full or step.budget == 0 or not self._blocks.can_start(sequence):
                 break
             if self._acquire_adapter(sequence, skipped):
                 self._start(sequence)
-                step.add(sequence, num_tokens)
+                step.add(sequence, min(sequence.num_tokens - sequence.num_computed_tokens, step.budget))
             else:
                 skipped.append(sequence)
         if len(self._running) > num_running:
@@ -198,8 +200,7 @@ class Scheduler:
         return True
 
     def _start(self, sequence: Sequence) -> None:
-        has_grown = self._blocks.grow(sequence, sequence.num_tokens)
-        assert has_grown
+        sequence.num_computed_tokens = self._blocks.start(sequence)
         sequence.status = SequenceStatus.RUNNING
         insort(self._running, sequence, key=_order)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.engines import Answer, LogitsRecorder, run_all
+from support.engines import Answer, LogitsRecorder, poison_claimed_blocks, run_all
 from support.oracle import ATTENTION, MLP, Oracle, packed
 from transformers import (
     AutoModelForCausalLM,
@@ -146,15 +146,37 @@ def test_a_cache_so_small_that_sequences_are_preempted_changes_no_token(
     assert {i: a.token_ids for i, a in answers.items()} == {i: a.token_ids for i, a in expected.items()}
 
 
-def engine_config_with_tiny_cache(path: Path, tokenizer_path: Path, engine: Engine) -> EngineConfig:
+def test_reused_prefixes_chunks_preemption_and_poisoned_blocks_change_no_token(
+    tiny: tuple[Oracle, Path], default_model_dir: Path
+) -> None:
+    oracle, path = tiny
+    roomy = build_engine(path, oracle, default_model_dir)
+    small = Engine(engine_config_with_tiny_cache(path, default_model_dir, roomy, max_num_batched_tokens=24))
+    for task_id, directory in enumerate(oracle.adapters.values()):
+        small.put_adapter(task_id, packed(directory, small.info.adapter_layout))
+    poison_claimed_blocks(small)
+    prefix = tiny_prompts(7)[-1][:30]
+    requests = requests_for(oracle, [prefix + tail for tail in tiny_prompts(4) * 3], max_tokens=12)
+    requests.sort(key=lambda request: request.lora_task_id or 0)
+    answers = run_all(small, requests)
+    assert_greedy(oracle, requests, answers)
+    assert small.stats.num_preemptions > 0
+    assert small.stats.prefix_cache.hit_tokens > 0
+    again = run_all(small, requests[:3])
+    assert all(again[i].token_ids == answers[i].token_ids for i in again)
+
+
+def engine_config_with_tiny_cache(
+    path: Path, tokenizer_path: Path, engine: Engine, max_num_batched_tokens: int = 64
+) -> EngineConfig:
     """A cache of 160 tokens: one sequence of 118 fits, twelve do not."""
     bytes_per_token = (256 << 20) // engine.info.kv_cache_tokens
     return EngineConfig(
         model_path=path,
         tokenizer_path=tokenizer_path,
-        num_threads=2,
+        num_threads=1,
         block_size=8,
-        max_num_batched_tokens=64,
+        max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=24,
         kv_cache_memory_bytes=160 * bytes_per_token + 160,
         lora=LoRAConfig(max_loras=3, lora_cache_host_memory_bytes=512 << 20),

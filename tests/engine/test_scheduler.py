@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.adapters import TINY, wire_adapter
+from support.paged_memory import PoisonedBlocks
 
 from multilora_engine.errors import QueueFull
-from multilora_engine.kv_cache import BlockAllocator
 from multilora_engine.lora.device_tier import DeviceTier
-from multilora_engine.lora.format import pack_adapter
+from multilora_engine.lora.format import PackedAdapter, pack_adapter
 from multilora_engine.lora.host_tier import HostTier
 from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.request import GenerationRequest, SamplingParams, Sequence
@@ -23,34 +23,48 @@ from multilora_engine.text import TextStream
 MAX_LORAS = 2
 BLOCK_SIZE = 4
 NUM_ADAPTERS = 5
+MAX_ARRIVALS = 25
 
 
-def _packed(task: int):  # type: ignore[no-untyped-def]
-    wire = wire_adapter(TINY, [(1, 0, 2)], seed=task)
+def _packed(seed: int) -> PackedAdapter:
+    wire = wire_adapter(TINY, [(1, 0, 2)], seed=seed)
     return pack_adapter(wire.weights, wire.config, TINY)
 
 
 ADAPTERS = [_packed(task) for task in range(NUM_ADAPTERS)]
+NEW_VERSIONS = [_packed(NUM_ADAPTERS + task) for task in range(NUM_ADAPTERS)]
 
 
 class World:
-    """A scheduler with real tiers and blocks; computing a step is appending a token to what was sampled."""
+    """A scheduler with real tiers and blocks; computing a step is to write what its tokens' keys and values depend on,
+    and to append a token to what was sampled.
+    """
 
-    def __init__(self, num_blocks: int = 12, max_num_seqs: int = 4, budget: int = 8, max_queue_size: int = 100) -> None:
-        host = HostTier(NUM_ADAPTERS, TINY.page_bytes)
-        self.loras = LoRAManager(host, DeviceTier(TINY, host.pool, host.pool, MAX_LORAS), "refuse")
+    def __init__(
+        self,
+        num_blocks: int = 12,
+        max_num_seqs: int = 4,
+        budget: int = 8,
+        max_queue_size: int = 100,
+        enable_prefix_caching: bool = True,
+    ) -> None:
+        host = HostTier(NUM_ADAPTERS + MAX_ARRIVALS, TINY.page_bytes)
+        self.loras = LoRAManager(host, DeviceTier(TINY, host.pool, host.pool, MAX_LORAS), "replace")
         for task, packed in enumerate(ADAPTERS):
             self.loras.put(task, packed)
-        self.blocks = BlockAllocator(num_blocks, BLOCK_SIZE)
+        self.blocks = PoisonedBlocks(num_blocks, BLOCK_SIZE, enable_prefix_caching)
         self.scheduler = Scheduler(self.blocks, self.loras, max_num_seqs, budget, max_queue_size)
         self.budget = budget
         self.alive: list[Sequence] = []
         self.finished: list[Sequence] = []
         self.arrivals = 0
 
-    def add(self, prompt_len: int, max_tokens: int, task: int | None = None, priority: int = 0) -> Sequence:
+    def add(
+        self, prompt_len: int, max_tokens: int, task: int | None = None, priority: int = 0, text: int = 1
+    ) -> Sequence:
+        """text: two prompts are equal, as far as both go, if their text is."""
         request = GenerationRequest(
-            f"r{self.arrivals}", [1] * prompt_len, SamplingParams(max_tokens), lora_task_id=task, priority=priority
+            f"r{self.arrivals}", [text] * prompt_len, SamplingParams(max_tokens), lora_task_id=task, priority=priority
         )
         adapter = None if task is None else self.loras.pin(task)
         sequence = Sequence(request, self.arrivals, adapter, cast(TextStream, None), Random(0))
@@ -65,9 +79,16 @@ class World:
         self.alive.remove(sequence)
         self.finished.append(sequence)
 
+    def replace(self, task: int) -> None:
+        """Give a task id the other one of its two versions."""
+        is_old = self.loras.digest(task) == ADAPTERS[task].digest
+        self.loras.put(task, NEW_VERSIONS[task] if is_old else ADAPTERS[task])
+
     def step(self) -> list[ScheduledSequence]:
         step = self.scheduler.schedule()
         self.check_step(step)
+        self.compute(step)
+        self.scheduler.commit(step)
         for scheduled in step:
             if scheduled.is_sampled:
                 scheduled.sequence.output_token_ids.append(2)
@@ -75,6 +96,13 @@ class World:
                     self.finish(scheduled.sequence)
         self.scheduler.check_integrity()
         return step
+
+    def compute(self, step: list[ScheduledSequence]) -> None:
+        """What a step reads was written by the steps before: its own writes come at the same time."""
+        for scheduled in step:
+            self.blocks.check_read(scheduled.sequence, scheduled.start)
+        for scheduled in step:
+            self.blocks.write(scheduled.sequence, scheduled.start, scheduled.start + scheduled.num_tokens)
 
     def check_step(self, step: list[ScheduledSequence]) -> None:
         assert sum(s.num_tokens for s in step) <= self.budget
@@ -99,27 +127,38 @@ class World:
 
 
 ARRIVAL = st.tuples(
-    st.integers(1, 30), st.integers(1, 18), st.none() | st.integers(0, NUM_ADAPTERS - 1), st.integers(0, 2)
+    st.integers(1, 30),
+    st.integers(1, 18),
+    st.none() | st.integers(0, NUM_ADAPTERS - 1),
+    st.integers(0, 2),
+    st.integers(1, 3),
 )
 
 
 @settings(max_examples=150, deadline=None)
 @given(
-    arrivals=st.lists(ARRIVAL, min_size=1, max_size=25),
+    arrivals=st.lists(ARRIVAL, min_size=1, max_size=MAX_ARRIVALS),
     num_blocks=st.integers(12, 30),
     budget=st.integers(4, 20),
+    enable_prefix_caching=st.booleans(),
     seed=st.integers(0, 1 << 30),
 )
 def test_everything_that_arrives_finishes_whatever_happens(
-    arrivals: list[tuple[int, int, int | None, int]], num_blocks: int, budget: int, seed: int
+    arrivals: list[tuple[int, int, int | None, int, int]],
+    num_blocks: int,
+    budget: int,
+    enable_prefix_caching: bool,
+    seed: int,
 ) -> None:
-    world, rng = World(num_blocks=num_blocks, budget=budget), Random(seed)
+    world, rng = World(num_blocks=num_blocks, budget=budget, enable_prefix_caching=enable_prefix_caching), Random(seed)
     pending = list(arrivals)
     while pending or rng.random() < 0.5:
         if pending and rng.random() < 0.5:
             world.add(*pending.pop())
         if world.alive and rng.random() < 0.05:
             world.finish(rng.choice(world.alive))
+        if rng.random() < 0.1:
+            world.replace(rng.randrange(NUM_ADAPTERS))
         world.step()
     world.run_dry()
     assert len(world.finished) == len(arrivals)
@@ -175,6 +214,34 @@ def test_the_last_in_line_is_preempted_and_starts_again_from_its_tokens() -> Non
     assert world.scheduler.num_preemptions > 0
     assert world.finished == [first, last]
     assert len(last.output_token_ids) == 24
+
+
+def test_what_was_computed_is_found_again_by_others_and_after_a_preemption() -> None:
+    world = World(num_blocks=12, max_num_seqs=2, budget=30)
+    world.add(16, 1, task=0)
+    world.step()
+    for task, is_known in [(0, True), (1, False), (None, False)]:
+        again = world.add(16, 1, task)
+        (scheduled,) = world.step()
+        assert scheduled.start == again.num_reused_blocks * BLOCK_SIZE == (12 if is_known else 0)
+
+    world = World(num_blocks=12, max_num_seqs=4, budget=30)
+    first, last = world.add(16, 24, text=1), world.add(16, 24, text=2)
+    world.run_dry()
+    assert world.scheduler.num_preemptions > 0
+    assert world.finished == [first, last]
+    assert last.num_reused_blocks > 0
+    assert world.blocks.prefix_cache.hit_tokens == last.num_reused_blocks * BLOCK_SIZE
+
+
+def test_a_step_that_was_not_computed_is_not_reused() -> None:
+    world = World(num_blocks=12, budget=30)
+    lost = world.add(16, 4)
+    world.scheduler.schedule()
+    world.finish(lost)
+    world.add(16, 4)
+    (scheduled,) = world.step()
+    assert scheduled.start == 0
 
 
 def test_smaller_priority_goes_first() -> None:

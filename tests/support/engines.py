@@ -54,6 +54,21 @@ def assert_idle(engine: Engine) -> None:
     assert stats.num_free_blocks == stats.num_blocks
 
 
+def poison_claimed_blocks(engine: Engine) -> None:
+    """Fill every block with NaN when it gets a new user: what was computed for another sequence must never count."""
+    blocks, kv_cache = engine._blocks, engine._runner._kv_cache
+    claim = blocks._claim
+
+    def claim_and_poison() -> int:
+        block = claim()
+        slots = slice(block * blocks.block_size, (block + 1) * blocks.block_size)
+        kv_cache.keys[:, slots] = torch.nan
+        kv_cache.values[:, slots] = torch.nan
+        return block
+
+    blocks._claim = claim_and_poison  # type: ignore[method-assign]
+
+
 class LogitsRecorder:
     """Keeps the logits that chose each token: `rows[request_id]` is a list of [vocab] tensors."""
 

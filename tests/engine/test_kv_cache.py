@@ -1,0 +1,166 @@
+"""Blocks of the KV cache: who shares which, when they are known, and in which order they are forgotten."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import cast
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.paged_memory import PoisonedBlocks
+
+from multilora_engine.lora.host_tier import CachedAdapter
+from multilora_engine.request import GenerationRequest, SamplingParams, Sequence
+from multilora_engine.text import TextStream
+
+BLOCK_SIZE = 4
+
+
+def sequence(tokens: list[int], digest: str | None = None) -> Sequence:
+    adapter = None if digest is None else CachedAdapter(7, digest, ranks=(), rows=[], pages=[])
+    request = GenerationRequest("r", tokens, SamplingParams(max_tokens=1))
+    return Sequence(request, 0, adapter, cast(TextStream, None), Random(0))
+
+
+def compute(blocks: PoisonedBlocks, one: Sequence, end: int | None = None) -> int:
+    """Start a sequence and compute it, as far as `end`; for how many tokens nothing was to be done."""
+    num_known = blocks.start(one)
+    end = one.num_tokens if end is None else end
+    blocks.check_read(one, num_known)
+    blocks.write(one, num_known, end)
+    blocks.commit(one, num_known, end)
+    return num_known
+
+
+def test_full_blocks_of_equal_tokens_are_shared_and_the_last_token_is_always_computed() -> None:
+    blocks = PoisonedBlocks(20, BLOCK_SIZE)
+    first = sequence(list(range(10)))
+    assert compute(blocks, first) == 0
+    for tokens, known in [(list(range(10)), 8), (list(range(8)), 4), (list(range(9)), 8), ([0, 1, 2, 9, 4, 5], 0)]:
+        other = sequence(tokens)
+        assert compute(blocks, other) == known
+        assert other.block_table[: known // BLOCK_SIZE] == first.block_table[: known // BLOCK_SIZE]
+        assert (other.num_reused_blocks, other.num_allocated_blocks) == (known // BLOCK_SIZE, len(other.block_table))
+        blocks.check_integrity([first, other])
+        blocks.free(other)
+    assert (blocks.prefix_cache.queried_tokens, blocks.prefix_cache.hit_tokens) == (10 + 10 + 8 + 9 + 6, 8 + 4 + 8)
+
+
+def test_what_is_not_computed_yet_is_not_known() -> None:
+    blocks = PoisonedBlocks(20, BLOCK_SIZE)
+    compute(blocks, sequence(list(range(12))), end=7)
+    assert compute(blocks, sequence(list(range(12)))) == 4
+
+
+def test_the_base_model_and_each_version_of_an_adapter_have_blocks_of_their_own() -> None:
+    blocks = PoisonedBlocks(40, BLOCK_SIZE)
+    tokens = list(range(9))
+    for digest in (None, "a" * 32, "b" * 32):
+        assert compute(blocks, sequence(tokens, digest)) == 0
+    for digest in (None, "a" * 32, "b" * 32):
+        assert compute(blocks, sequence(tokens, digest)) == 8
+
+
+def test_a_block_is_only_found_behind_the_blocks_it_was_computed_behind() -> None:
+    blocks = PoisonedBlocks(20, BLOCK_SIZE)
+    compute(blocks, sequence([1, 1, 1, 1, 2, 2, 2, 2, 3]))
+    assert compute(blocks, sequence([2, 2, 2, 2, 3])) == 0
+    assert compute(blocks, sequence([5, 5, 5, 5, 2, 2, 2, 2, 3])) == 0
+
+
+def test_without_prefix_caching_nothing_is_known() -> None:
+    blocks = PoisonedBlocks(20, BLOCK_SIZE, enable_prefix_caching=False)
+    assert compute(blocks, sequence([1] * 9)) == 0
+    assert compute(blocks, sequence([1] * 9)) == 0
+    assert blocks.prefix_cache.hit_tokens == 0
+
+
+def test_unknown_blocks_go_first_then_the_least_recently_used_from_the_end_of_a_sequence() -> None:
+    blocks = PoisonedBlocks(6, BLOCK_SIZE)
+    old, new = sequence([1] * 9), sequence([2] * 9)
+    compute(blocks, old)
+    compute(blocks, new)
+    blocks.free(old)
+    blocks.free(new)
+    tables = blocks.num_free
+    assert tables == 6
+    third = sequence([3] * 12)
+    compute(blocks, third)
+    # The two half-filled blocks, and the second block of the old sequence.
+    for tokens, known in [([1] * 9, 4), ([2] * 9, 8)]:
+        assert len(blocks._known_prefix(sequence(tokens))) * BLOCK_SIZE == known
+    blocks.free(third)
+    assert compute(blocks, sequence([2] * 9)) == 8
+
+
+def test_known_blocks_count_as_free_until_somebody_uses_them() -> None:
+    blocks = PoisonedBlocks(4, BLOCK_SIZE)
+    first = sequence([1] * 16)
+    compute(blocks, first)
+    assert not blocks.can_start(sequence([1] * 17))
+    assert not blocks.can_start(sequence([1] * 16))
+    blocks.free(first)
+    assert blocks.num_free == 4
+    again = sequence([1] * 16)
+    assert blocks.can_start(again)
+    assert compute(blocks, again) == 12
+    shared = sequence([1] * 9)
+    assert not blocks.can_start(shared)
+
+
+def test_a_fork_shares_full_blocks_and_copies_the_last() -> None:
+    blocks = PoisonedBlocks(4, BLOCK_SIZE)
+    source, target, third = (sequence([1] * 10) for _ in range(3))
+    compute(blocks, source)
+    pair = blocks.fork(source, target, 10)
+    assert pair == [source.block_table[2], target.block_table[2]]
+    blocks.copy(*pair)
+    blocks.check_read(target, 10)
+    assert blocks.fork(source, third, 9) is None
+    assert blocks.fork(source, third, 8) == []
+    blocks.check_integrity([source, target, third])
+    blocks.free(source)
+    blocks.check_read(target, 10)
+    blocks.free(target)
+    blocks.free(third)
+    assert blocks.num_free == 4
+
+
+@settings(max_examples=100, deadline=None)
+@given(num_blocks=st.integers(4, 16), seed=st.integers(0, 1 << 30))
+def test_nobody_ever_reads_what_is_not_its_own(num_blocks: int, seed: int) -> None:
+    blocks, rng = PoisonedBlocks(num_blocks, BLOCK_SIZE), Random(seed)
+    running: list[tuple[Sequence, int]] = []
+    for _ in range(60):
+        action = rng.choice(["start", "fork", "decode", "decode", "free"])
+        if action == "start":
+            one = sequence([rng.randrange(2)] * rng.randrange(1, 12), rng.choice([None, "a", "b"]))
+            one.output_token_ids = [rng.randrange(2) for _ in range(rng.randrange(4))]
+            if blocks.can_start(one):
+                compute(blocks, one)
+                running.append((one, one.num_tokens))
+        elif running:
+            one, num_computed = running.pop(rng.randrange(len(running)))
+            blocks.check_read(one, num_computed)
+            if action == "free":
+                blocks.free(one)
+                continue
+            running.append((one, num_computed))
+            if action == "decode" and blocks.grow(one, num_computed + 1):
+                one.output_token_ids.append(rng.randrange(2))
+                blocks.write(one, num_computed, num_computed + 1)
+                blocks.commit(one, num_computed, num_computed + 1)
+                running[-1] = (one, num_computed + 1)
+            elif action == "fork":
+                child = sequence(one.request.prompt_token_ids, one.adapter.digest if one.adapter else None)
+                child.output_token_ids = list(one.output_token_ids)
+                pair = blocks.fork(one, child, num_computed)
+                if pair is not None:
+                    running.append((child, num_computed))
+                    if pair:
+                        blocks.copy(*pair)
+        blocks.check_integrity(one for one, _ in running)
+    for one, num_computed in running:
+        blocks.check_read(one, num_computed)
+        blocks.free(one)
+    assert blocks.num_free == num_blocks

@@ -1,0 +1,50 @@
+"""A KV cache without a model: a slot holds what its keys and values depend on, nothing in a block newly claimed."""
+
+from __future__ import annotations
+
+from multilora_engine.kv_cache import BlockAllocator
+from multilora_engine.request import Sequence
+
+Content = tuple[str, int, int]
+"""Digest of the adapter, hash of the tokens up to this one, this token."""
+
+
+class PoisonedBlocks(BlockAllocator):
+    """Forgets what is in a block when it gets a new user, so that reading what was there before shows."""
+
+    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
+        super().__init__(num_blocks, block_size, enable_prefix_caching)
+        self.slots: list[Content | None] = [None] * (num_blocks * block_size)
+
+    def _claim(self) -> int:
+        block = super()._claim()
+        self.slots[block * self.block_size : (block + 1) * self.block_size] = [None] * self.block_size
+        return block
+
+    def write(self, sequence: Sequence, start: int, end: int) -> None:
+        """Compute the tokens start .. end - 1."""
+        for position, content in enumerate(_contents(sequence, end)):
+            if position >= start:
+                self.slots[self._slot(sequence, position)] = content
+
+    def check_read(self, sequence: Sequence, end: int) -> None:
+        """The tokens 0 .. end - 1 are where the sequence looks for them."""
+        found = [self.slots[self._slot(sequence, position)] for position in range(end)]
+        assert found == _contents(sequence, end), f"{sequence.request.request_id} reads what is not its own"
+
+    def copy(self, source: int, target: int) -> None:
+        size = self.block_size
+        self.slots[target * size : (target + 1) * size] = self.slots[source * size : (source + 1) * size]
+
+    def _slot(self, sequence: Sequence, position: int) -> int:
+        return sequence.block_table[position // self.block_size] * self.block_size + position % self.block_size
+
+
+def _contents(sequence: Sequence, end: int) -> list[Content | None]:
+    digest = "" if sequence.adapter is None else sequence.adapter.digest
+    contents: list[Content | None] = []
+    past = 0
+    for token in sequence.token_ids(0, end):
+        past = hash((past, token))
+        contents.append((digest, past, token))
+    return contents
