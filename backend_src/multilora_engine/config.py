@@ -48,7 +48,7 @@ class LoRAConfig(BaseModel):
     ] = 0.05
     lora_cache_dir: Annotated[
         Path | None,
-        Field(description="Disk tier: evicted adapters go to files in this directory, and come back. Empty is none."),
+        Field(description="Disk tier: uploaded and evicted adapters go to files in this directory. Empty is none."),
     ] = None
     lora_cache_disk_bytes: Annotated[
         ByteSize, Field(ge=1, description="Budget of the disk tier, in bytes or like `4GiB`.")

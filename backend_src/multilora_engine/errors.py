@@ -10,6 +10,7 @@
         Unsupported         -> UNSUPPORTED        well-formed, but something this server does not do
         Unavailable         -> UNAVAILABLE        try again later
           AdapterCacheFull                        every cached adapter is pinned by a request in flight
+          AdapterNotKept                          an uploaded adapter cannot be written to the disk tier
           QueueFull                               `max_queue_size` requests are waiting already
           EngineUnavailable                       the engine process died or is starting
         Cancelled           -> CANCELLED          the client, a `stop` request or the deadline ended it
@@ -101,6 +102,13 @@ class AdapterCacheFull(Unavailable):
             f"Cache is full. There are no done tasks to evict: LoRA task {lora_task_id} needs {needed_pages} pages, "
             f"{free_pages} of {pages} are free and {evictable_pages} evictable, requests in flight hold the rest"
         )
+
+
+class AdapterNotKept(Unavailable):
+    """An uploaded adapter answers, but would not survive the engine: the disk tier cannot be written."""
+
+    def __init__(self, lora_task_id: int, reason: str) -> None:
+        super().__init__(f"LoRA task {lora_task_id} is cached in memory only: lora_cache_dir cannot keep it: {reason}")
 
 
 class QueueFull(Unavailable):

@@ -1,4 +1,4 @@
-"""`DiskTier`: evicted adapters as files, so that their ids survive eviction and a restart.
+"""`DiskTier`: adapters as files, so that their ids survive eviction, a restart, and the death of the engine.
 
 One safetensors file for each adapter, named after its task id alone: a tensor `pages`, uint8 [num_pages, page_bytes],
 and in the metadata what `_Metadata` lists. Files are read with plain reads and not through a memory map: with that, a
@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -38,6 +39,8 @@ _MAX_PENDING_WRITES = 4
 _NUM_READERS = 2
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 """NONBLOCK: opening a FIFO must not wait for somebody to write."""
+
+T = TypeVar("T")
 
 _logger = logging.getLogger(__name__)
 
@@ -153,21 +156,24 @@ class DiskTier:
 
     def store(
         self, lora_task_id: int, digest: str, name: str, rows: list[PackedRow], pages: Callable[[], torch.Tensor]
-    ) -> None:
-        """Have an adapter written, unless this version is here already. Never fails: what cannot be kept is logged.
+    ) -> Future[float]:
+        """Have an adapter written, unless this version is here already. What cannot be kept is logged.
 
-        pages: gives uint8 [num_pages, page_bytes] that nobody else writes to; asked for only when it is needed.
+        The future is done with the write; it raises OSError if that failed. pages: gives uint8 [num_pages, page_bytes]
+        that nobody else writes to; asked for only when it is needed.
         """
         known = self._adapters.get(lora_task_id)
         if known is not None:
             assert known.digest == digest, f"LoRA task {lora_task_id}: the file of an old version was left"
             self._adapters.move_to_end(lora_task_id)
-            return
+            return self._writes[lora_task_id][0] if lora_task_id in self._writes else _done(0.0)
         content = pages()
         header = _encode_header(lora_task_id, digest, name, rows, len(content), self._layout)
         size = len(header) + content.numel()
-        if not self._make_room(lora_task_id, size):
-            return
+        if size > self._num_bytes:
+            return self._refuse(lora_task_id, size)
+        while self._bytes_used + size > self._num_bytes:
+            self._delete_oldest()
         while len(self._writes) >= _MAX_PENDING_WRITES:
             self._finish_write(next(iter(self._writes)))
         self._adapters[lora_task_id] = DiskAdapter(
@@ -175,6 +181,7 @@ class DiskTier:
         )
         write = self._writer.submit(self._write, self._path(lora_task_id), header, content)
         self._writes[lora_task_id] = write, content, rows
+        return write
 
     def open(self, lora_task_id: int) -> Callable[[Sequence[torch.Tensor]], Future[list[PackedRow]]]:
         """A way to have an adapter that is here read, whatever becomes of its file from now on. To be called once.
@@ -273,19 +280,11 @@ class DiskTier:
             self._delete_oldest()
         _logger.info("disk tier: %d adapters found in %s", len(self), self._directory)
 
-    def _make_room(self, lora_task_id: int, size: int) -> bool:
-        if size > self._num_bytes:
-            self._failures += 1
-            _logger.error(
-                "LoRA task %d: %d bytes are more than lora_cache_disk_bytes (%d); it is evicted without a file",
-                lora_task_id,
-                size,
-                self._num_bytes,
-            )
-            return False
-        while self._bytes_used + size > self._num_bytes:
-            self._delete_oldest()
-        return True
+    def _refuse(self, lora_task_id: int, size: int) -> Future[float]:
+        self._failures += 1
+        reason = f"{size} bytes are more than lora_cache_disk_bytes ({self._num_bytes})"
+        _logger.error("LoRA task %d: cannot be kept on disk: %s", lora_task_id, reason)
+        return _failed(OSError(reason))
 
     def _delete_oldest(self) -> None:
         self.delete(next(iter(self._adapters)))
@@ -304,7 +303,7 @@ class DiskTier:
         except OSError as error:
             self._failures += 1
             del self._adapters[lora_task_id]
-            _logger.error("LoRA task %d: cannot be written to lora_cache_dir, and is lost: %s", lora_task_id, error)
+            _logger.error("LoRA task %d: cannot be written to lora_cache_dir: %s", lora_task_id, error)
         else:
             self._copies += 1
             self._emit("spilled_to_disk", self._adapters[lora_task_id])
@@ -441,8 +440,14 @@ def _read_all(fd: int, target: memoryview, offset: int) -> None:
         target, offset = target[count:], offset + count
 
 
-def _failed(error: Exception) -> Future[list[PackedRow]]:
-    future: Future[list[PackedRow]] = Future()
+def _done(result: T) -> Future[T]:
+    future: Future[T] = Future()
+    future.set_result(result)
+    return future
+
+
+def _failed(error: Exception) -> Future[Any]:
+    future: Future[Any] = Future()
     future.set_exception(error)
     return future
 

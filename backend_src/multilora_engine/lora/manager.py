@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Set
-from concurrent.futures import FIRST_COMPLETED, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Literal
 
 from multilora_engine.errors import AdapterCacheFull, AdapterConflict, AdapterNotFound
@@ -31,9 +31,9 @@ class LoRAManager:
     when it may start to run, `release` when it stops running (finished or preempted), `unpin` when it is finished.
     Nothing pinned is evicted or replaced in place, nothing acquired leaves the device.
 
-    With a disk tier, what is evicted from host memory is spilled there, and `pin` brings it back without waiting: until
-    `poll` has taken up that it is read, it cannot be acquired. A file and an adapter in host memory that share a task
-    id are the same version, always.
+    With a disk tier, what is evicted from host memory is spilled there, unless `keep` had it written before, and `pin`
+    brings it back without waiting: until `poll` has taken up that it is read, it cannot be acquired. A file and an
+    adapter in host memory that share a task id are the same version, always.
     """
 
     def __init__(
@@ -119,6 +119,17 @@ class LoRAManager:
         adapter = self._insert(lora_task_id, packed, name) if cached is None else self._replace(cached, packed, name)
         self._emit(origin, adapter)
         return adapter
+
+    def keep(self, lora_task_id: int) -> Future[float] | None:
+        """Have an adapter in host memory written to the disk tier now, so that it survives the death of the engine.
+
+        The future is done with the write, and raises OSError if that failed. None if there is nothing to write: no disk
+        tier, or the adapter is just being read from there. Raises AdapterNotFound.
+        """
+        adapter = self._host.get(lora_task_id)
+        if adapter is None:
+            raise AdapterNotFound(lora_task_id)
+        return None if self._disk is None or adapter.load is not None else self._spill(adapter, self._disk)
 
     def has_room(self, packed: PackedAdapter) -> bool:
         """Whether an adapter can be put without that another one is lost."""
@@ -364,8 +375,10 @@ class LoRAManager:
         self._host.evict(adapter)
         self._emit("evicted", adapter)
 
-    def _spill(self, adapter: CachedAdapter, disk: DiskTier) -> None:
-        disk.store(adapter.lora_task_id, adapter.digest, adapter.name, adapter.rows, lambda: self._host.read(adapter))
+    def _spill(self, adapter: CachedAdapter, disk: DiskTier) -> Future[float]:
+        return disk.store(
+            adapter.lora_task_id, adapter.digest, adapter.name, adapter.rows, lambda: self._host.read(adapter)
+        )
 
     def _retire(self, adapter: CachedAdapter) -> None:
         self._host.retire(adapter)

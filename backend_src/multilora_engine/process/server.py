@@ -11,6 +11,7 @@ import os
 import sys
 from collections import defaultdict
 from collections.abc import Callable
+from concurrent.futures import CancelledError, Future
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +24,14 @@ import zmq
 from multilora_engine.config import EngineConfig
 from multilora_engine.engine import Engine
 from multilora_engine.engine_info import EngineInfo
-from multilora_engine.errors import AdapterNotFound, AdapterNotKnown, ConfigError, InternalError, RequestError
+from multilora_engine.errors import (
+    AdapterNotFound,
+    AdapterNotKept,
+    AdapterNotKnown,
+    ConfigError,
+    InternalError,
+    RequestError,
+)
 from multilora_engine.lora.event_log import EventLog
 from multilora_engine.lora.format import PackedAdapter
 from multilora_engine.lora.life_cycle import AdapterEvent
@@ -58,10 +66,19 @@ from multilora_engine.request import GenerationRequest, TokenOutput
 _MAX_MESSAGES_PER_STEP = 256
 """So that a flood of requests cannot keep the running ones from their next step."""
 
+_WRITE_POLL_MS = 5
+"""How often an idle engine looks whether an uploaded adapter's file is written."""
+
 _MAX_FAILED_STEPS = 2
 """In a row. A device that failed for good fails every step; only a new process helps then."""
 
 logger = logging.getLogger(__name__)
+
+
+class ServedAdapters(ManagedAdapters, Protocol):
+    """What the server and its operator need of `multilora_engine.lora.manager.LoRAManager`."""
+
+    def keep(self, lora_task_id: int) -> Future[float] | None: ...
 
 
 class ServedEngine(Protocol):
@@ -72,7 +89,7 @@ class ServedEngine(Protocol):
     @property
     def has_work(self) -> bool: ...
     @property
-    def loras(self) -> ManagedAdapters: ...
+    def loras(self) -> ServedAdapters: ...
     @property
     def lora_events(self) -> EventLog[AdapterEvent]: ...
     def put_adapter(self, lora_task_id: int, adapter: PackedAdapter, name: str = "") -> None: ...
@@ -89,6 +106,25 @@ class _Route:
     front: bytes
     client_request_id: str
     lora_task_id: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Upload:
+    """An adapter that is cached, and answered for once its file is written: what was acknowledged is never lost."""
+
+    front: bytes
+    done: TokenOutput
+    lora_task_id: int
+    write: Future[float]
+
+    def answer(self) -> TokenOutput:
+        try:
+            self.write.result()
+        except OSError as error:
+            return error_output(self.done.request_id, AdapterNotKept(self.lora_task_id, str(error)))
+        except CancelledError:
+            logger.info("LoRA task %d was unloaded or replaced before its file was written", self.lora_task_id)
+        return self.done
 
 
 class EngineServer:
@@ -116,6 +152,7 @@ class EngineServer:
         self._poller.register(parent_fd, zmq.POLLIN | zmq.POLLERR)
         self._fronts: set[bytes] = set()
         self._routes: dict[str, _Route] = {}
+        self._uploads: list[_Upload] = []
         self._outbox: defaultdict[bytes, list[TokenOutput]] = defaultdict(list)
         self._failed_steps = 0
 
@@ -126,6 +163,7 @@ class EngineServer:
             self._receive()
             if self._engine.has_work:
                 self._step()
+            self._acknowledge_uploads()
             self._flush()
 
     def _parent_is_gone(self) -> bool:
@@ -134,6 +172,8 @@ class EngineServer:
     def _poll_timeout_ms(self) -> int | None:
         if self._engine.has_work:
             return 0
+        if self._uploads:
+            return _WRITE_POLL_MS
         return None if self._heartbeat.interval_s is None else round(self._heartbeat.interval_s * 1e3)
 
     def _receive(self) -> None:
@@ -213,12 +253,21 @@ class EngineServer:
             raise
 
     def _put(self, front: bytes, message: PutAdapter, payload: memoryview) -> None:
-        self._put_adapter(message.adapter, payload, message.lora_name)
+        write = self._put_adapter(message.adapter, payload, message.lora_name)
         done = TokenOutput(message.request_id, [], "", finish_reason="stop", lora_digest=message.adapter.digest)
-        self._outbox[front].append(done)
+        if write is None:
+            self._outbox[front].append(done)
+        else:
+            self._uploads.append(_Upload(front, done, message.adapter.lora_task_id, write))
 
-    def _put_adapter(self, header: AdapterHeader, payload: memoryview, lora_name: str) -> None:
+    def _put_adapter(self, header: AdapterHeader, payload: memoryview, lora_name: str) -> Future[float] | None:
         self._engine.put_adapter(header.lora_task_id, read_adapter(header, payload), lora_name)
+        return self._engine.loras.keep(header.lora_task_id)
+
+    def _acknowledge_uploads(self) -> None:
+        for upload in [upload for upload in self._uploads if upload.write.done()]:
+            self._uploads.remove(upload)
+            self._outbox[upload.front].append(upload.answer())
 
     def _stop(self, front: bytes, message: Stop) -> None:
         stopped = [

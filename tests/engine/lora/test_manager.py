@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import shutil
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
@@ -325,6 +326,16 @@ class DiskMachine(ManagerMachine):
         self.is_disk_full = is_disk_full
         self.may_lose = self.may_lose or is_disk_full
 
+    @rule(task=st.integers(0, 9))
+    def keep(self, task: int) -> None:
+        try:
+            write = self.manager.keep(task)
+        except AdapterNotFound:
+            return
+        if write is not None and write.done() and not write.cancelled() and write.exception() is None:
+            digest = CONTENTS[self.contents[task]][1].digest
+            assert digest in (Path(self._directory.name) / f"{task}.safetensors").read_bytes().decode("latin-1")
+
     @rule(data=st.data())
     def damage(self, data: st.DataObject) -> None:
         self.settle()
@@ -522,3 +533,38 @@ def test_a_wait_ends_when_the_adapter_becomes_usable() -> None:
     manager.release(first)
     assert manager.acquire(second)
     assert manager.stats.waits == 1
+
+
+def test_what_is_kept_is_found_after_the_engine_was_killed(tmp_path: Path) -> None:
+    disk = DiskTier(tmp_path / "cache", 1 << 20, TINY)
+    manager = build_manager(8, None, "refuse", disk=disk)
+    for task in (1, 2):
+        manager.put(task, CONTENTS[task][1])
+    write = manager.keep(1)
+    assert write is not None
+    write.result(timeout=60)
+    # A kill leaves the files as they are.
+    shutil.copytree(tmp_path / "cache", tmp_path / "left")
+    manager.close()
+    (found,) = DiskTier(tmp_path / "left", 1 << 20, TINY).adapters
+    assert (found.lora_task_id, found.digest) == (1, CONTENTS[1][1].digest)
+
+
+def test_what_cannot_be_kept_says_so_and_stays_in_memory(tmp_path: Path) -> None:
+    disk = DiskTier(tmp_path, num_bytes=1000, layout=TINY)
+    manager = build_manager(8, None, "refuse", disk=disk)
+    manager.put(1, CONTENTS[1][1])
+    write = manager.keep(1)
+    assert write is not None
+    with pytest.raises(OSError, match=r"bytes are more than lora_cache_disk_bytes \(1000\)"):
+        write.result(timeout=60)
+    assert manager.digest(1) == CONTENTS[1][1].digest
+    manager.close()
+
+
+def test_without_a_disk_tier_there_is_nothing_to_keep() -> None:
+    manager = build_manager(8, None, "refuse")
+    manager.put(1, CONTENTS[1][1])
+    assert manager.keep(1) is None
+    with pytest.raises(AdapterNotFound):
+        manager.keep(2)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import time
@@ -8,10 +9,16 @@ from pathlib import Path
 
 import pytest
 import zmq
+from support.adapters import TINY, wire_adapter
 from support.fake_engine import FAIL_STEP, HOLD, FakeEngine
 from support.fronts import TIMEOUT_S, RecordingListener, generation_request
 from support.served_engine import new_heartbeat, served
 
+from multilora_engine.lora.device_tier import DeviceTier
+from multilora_engine.lora.disk_tier import DiskTier
+from multilora_engine.lora.format import pack_adapter
+from multilora_engine.lora.host_tier import HostTier
+from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.lora.usage import AdapterUsage
 from multilora_engine.process.client import EngineClient
 from multilora_engine.process.messages import (
@@ -157,3 +164,33 @@ def test_an_idle_engine_goes_on_beating(socket_path: Path) -> None:
         while heartbeat.count < 5:
             assert time.monotonic() < deadline
             time.sleep(0.01)
+
+
+@pytest.mark.parametrize("is_disk_full", [False, True])
+def test_an_upload_is_acknowledged_once_its_file_is_written(
+    engine: FakeEngine, client: EngineClient, tmp_path: Path, is_disk_full: bool
+) -> None:
+    may_write, files = threading.Event(), []
+
+    def write_file(path: Path, *_: object) -> None:
+        assert may_write.wait(TIMEOUT_S)
+        if is_disk_full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        files.append(path.name)
+
+    host = HostTier(num_pages=8, page_bytes=TINY.page_bytes)
+    disk = DiskTier(tmp_path / "cache", 1 << 20, TINY, write_file=write_file)
+    engine.loras = LoRAManager(host, DeviceTier(TINY, host.pool, host.pool, max_loras=8), "refuse", disk=disk)
+    upload, ask, wire = RecordingListener(), RecordingListener(), wire_adapter(TINY, [(1, 0, 4)])
+    client.put_adapter(upload, "upload", 7, pack_adapter(wire.weights, wire.config, TINY))
+    client.generate(ask, [generation_request("ask", [5], lora_task_id=7)])
+    assert ask.wait()[-1].finish_reason == "length"
+    assert upload.outputs == []
+    may_write.set()
+    (answer,) = upload.wait()
+    if is_disk_full:
+        assert answer.error_code == "UNAVAILABLE"
+        assert "LoRA task 7 is cached in memory only" in (answer.error_message or "")
+    else:
+        assert (answer.error_code, files) == (None, ["7.safetensors"])
+    disk.close()
