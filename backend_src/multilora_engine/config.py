@@ -7,13 +7,14 @@ impossible value raises `ConfigError` with a message that says what to write.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, ValidationError, model_validator
 
 from multilora_engine.errors import ConfigError
 
@@ -21,6 +22,35 @@ _ENVIRONMENT_REFERENCE = re.compile(r"\$\{(\w+)\}")
 
 _ADAPTER_RANK_LIMIT = 256
 """Largest rank the kernels are written for."""
+
+
+def _parse_json(value: object) -> object:
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError as error:
+        example = '[{"source": "directory", "root": "/adapters"}]'
+        raise ValueError(f"not JSON ({error}); write a list like {example}") from None
+
+
+class SourceSpec(BaseModel):
+    """An entry of `lora_sources`.
+
+    source: `directory`, `huggingface`, `fsspec`, or `package.module:Class` for a plug-in. name: what operators and
+    errors call it, empty for the same. Whatever else the entry has are `options`, the source's keyword arguments.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    source: str
+    name: str = ""
+
+    @property
+    def label(self) -> str:
+        return self.name or self.source
+
+    @property
+    def options(self) -> dict[str, object]:
+        return dict(self.model_extra or {})
 
 
 class LoRAConfig(BaseModel):
@@ -57,6 +87,12 @@ class LoRAConfig(BaseModel):
         Path | None,
         Field(description="Adapters to load at start: folders named after task ids, with upstream's two `.npy` files."),
     ] = None
+    lora_sources: Annotated[
+        list[SourceSpec],
+        BeforeValidator(_parse_json),
+        Field(description="Where adapters that no tier has are fetched from: a JSON list of sources. `[]` is nowhere."),
+    ] = []
+    lora_fetch_threads: Annotated[int, Field(ge=1, le=64, description="Adapters that are fetched at once.")] = 4
     lora_on_conflict: Annotated[
         Literal["refuse", "replace"],
         Field(description="A cached task id sent with other weights: `refuse` it, or `replace` it for new requests."),

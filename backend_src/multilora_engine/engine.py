@@ -10,12 +10,20 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from random import Random
+from typing import TYPE_CHECKING
 
 import torch
 
-from multilora_engine.config import EngineConfig
+from multilora_engine.config import EngineConfig, LoRAConfig
 from multilora_engine.engine_info import EngineInfo
-from multilora_engine.errors import Cancelled, InternalError, InvalidRequest, RequestError
+from multilora_engine.errors import (
+    AdapterNotFound,
+    Cancelled,
+    ConfigError,
+    InternalError,
+    InvalidRequest,
+    RequestError,
+)
 from multilora_engine.forward_batch import KVCache
 from multilora_engine.guided import GuideCompiler, GuideMatcher
 from multilora_engine.kv_cache import BlockAllocator, PrefixCacheStats
@@ -24,11 +32,13 @@ from multilora_engine.lora.device_tier import DeviceTier
 from multilora_engine.lora.disk_tier import DiskTier
 from multilora_engine.lora.event_log import EventLog
 from multilora_engine.lora.format import TORCH_DTYPES, AdapterLayout, PackedAdapter, adapter_layout
-from multilora_engine.lora.host_tier import HostTier
+from multilora_engine.lora.host_tier import CachedAdapter, HostTier
 from multilora_engine.lora.life_cycle import AdapterEvent
 from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.lora.page_pool import PagePool
 from multilora_engine.lora.prefetch import prefetch_adapters
+from multilora_engine.lora.remote import Fetch, RemoteAdapters
+from multilora_engine.lora.sources.source import AdapterKey
 from multilora_engine.memory import MemoryPlan, is_out_of_memory, plan_memory
 from multilora_engine.model_runner import ModelRunner
 from multilora_engine.models.llama import LlamaModel
@@ -40,12 +50,18 @@ from multilora_engine.scheduler import ScheduledSequence, Scheduler
 from multilora_engine.text import TextDelta, TextStream, Tokenizer
 from multilora_kernels import load_cpu_kernels
 
+if TYPE_CHECKING:
+    from multilora_engine.lora.sources.fetcher import AdapterFetcher
+
 _logger = logging.getLogger(__name__)
 
 _NOTHING = TextDelta([], "")
 
 _LOAD_WAIT_S = 0.002
 """How long a step with nothing to compute waits for an adapter that is being read from disk."""
+
+_FETCH_WAIT_S = 0.005
+"""The same for one that is being fetched from a source, which takes longer anyway."""
 
 _NUM_LORA_EVENTS = 4096
 """How many events of adapters are remembered."""
@@ -104,6 +120,8 @@ class Engine:
         self._loras = _build_lora_manager(config, layout, plan, device, self.lora_events)
         if config.lora.lora_prefetch_dir is not None:
             prefetch_adapters(config.lora.lora_prefetch_dir, self._loras, layout)
+        self._remote = RemoteAdapters(self._loras, _build_fetcher(config.lora, layout), self.lora_events.append)
+        self._parked: dict[Fetch, list[Sequence]] = {}
         self._blocks = BlockAllocator(plan.num_blocks, config.block_size, config.enable_prefix_caching)
         self._scheduler = Scheduler(
             self._blocks, self._loras, config.max_num_seqs, config.max_num_batched_tokens, config.max_queue_size
@@ -117,7 +135,12 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a `step` would do anything."""
-        return bool(self._sequences)
+        return bool(self._sequences) or self._remote.is_busy
+
+    @property
+    def remote(self) -> RemoteAdapters:
+        """The adapters that are on their way, for whoever looks after them from the engine's thread."""
+        return self._remote
 
     @property
     def loras(self) -> LoRAManager:
@@ -146,18 +169,22 @@ class Engine:
         return self._loras.digest(lora_task_id)
 
     def add_request(self, request: GenerationRequest) -> None:
-        """Accept a request, or raise InvalidRequest, AdapterNotFound or QueueFull, and nothing has changed."""
+        """Accept a request, or raise InvalidRequest, AdapterNotFound or QueueFull, and nothing has changed.
+
+        With sources, an adapter that no tier has is fetched: the request is parked until it has arrived, outside the
+        queue, so that however long that takes it holds up nobody.
+        """
         self._check(request)
-        self._scheduler.check_queue()
+        self._scheduler.check_queue(sum(map(len, self._parked.values())))
         text = TextStream(self._tokenizer, request.sampling.stop_words, request.sampling.stop_token_sequences)
         bias = bias_tensors(request.sampling, self._device)
         guide = self._guide(request.sampling)
-        adapter = None if request.lora_task_id is None else self._loras.pin(request.lora_task_id)
+        adapter = self._pin_or_fetch(request)
         timeout_s = self._timeout_s if request.timeout_s is None else min(request.timeout_s, self._timeout_s)
         sequence = Sequence(
             request=request,
             arrival=next(self._arrivals),
-            adapter=adapter,
+            adapter=None if isinstance(adapter, Fetch) else adapter,
             text=text,
             random=Random(request.sampling.seed),
             arrival_time_ns=time.time_ns(),
@@ -166,7 +193,10 @@ class Engine:
         )
         self._sequences[request.request_id] = sequence
         heapq.heappush(self._deadlines, (time.monotonic() + timeout_s, request.request_id))
-        self._scheduler.add(sequence)
+        if isinstance(adapter, Fetch):
+            self._parked.setdefault(adapter, []).append(sequence)
+        else:
+            self._enqueue(sequence)
 
     def abort(self, request_id: str) -> TokenOutput | None:
         """End a request now. Its final output, with what was held back; None if it has ended before."""
@@ -181,10 +211,11 @@ class Engine:
         A step that runs out of memory fails its requests only. Any other exception is our bug or a broken device; it is
         raised, and nothing in flight can be trusted to go on.
         """
-        outputs = self._end_expired() + self._end_unreadable()
+        outputs = self._end_expired() + self._end_unreadable() + self._take_up_fetched()
         step = self._scheduler.schedule()
         if not step:
             self._loras.wait_for_load(_LOAD_WAIT_S)
+            self._remote.wait(_FETCH_WAIT_S)
             return outputs
         _note_scheduled(step)
         try:
@@ -201,12 +232,16 @@ class Engine:
     def check_integrity(self) -> None:
         """Every table agrees with every other. For tests, after every step."""
         self._scheduler.check_integrity()
-        assert self._scheduler.num_waiting + self._scheduler.num_running == len(self._sequences)
+        self._remote.check_integrity()
+        num_parked = sum(map(len, self._parked.values()))
+        assert self._scheduler.num_waiting + self._scheduler.num_running + num_parked == len(self._sequences)
+        assert all(sequences and not fetch.is_done for fetch, sequences in self._parked.items())
 
     def close(self) -> None:
         """Drop what is in flight, without outputs, and spill adapters to disk if there is a disk tier."""
         for sequence in list(self._sequences.values()):
             self._remove(sequence)
+        self._remote.close()
         self._loras.close()
 
     def _check(self, request: GenerationRequest) -> None:
@@ -230,6 +265,19 @@ class Engine:
             raise InvalidRequest(f"end_id is {sampling.end_id}, expected -1 (none) .. {vocab_size - 1}")
         _check_token_ids(sampling, vocab_size)
 
+    def _pin_or_fetch(self, request: GenerationRequest) -> CachedAdapter | Fetch | None:
+        """The adapter of a request, pinned or on its way; None is the base model."""
+        if request.lora_task_id is None:
+            return None
+        try:
+            return self._loras.pin(request.lora_task_id)
+        except AdapterNotFound:
+            return self._remote.fetch(AdapterKey(request.lora_task_id, request.lora_name))
+
+    def _enqueue(self, sequence: Sequence) -> None:
+        assert (sequence.adapter is None) == (sequence.request.lora_task_id is None), "the base model for an adapter"
+        self._scheduler.add(sequence)
+
     def _guide(self, sampling: SamplingParams) -> GuideMatcher | None:
         if sampling.guide is None:
             return None
@@ -251,6 +299,27 @@ class Engine:
         errors = self._loras.poll()
         lost = [s for s in self._sequences.values() if s.adapter in errors] if errors else []
         return [self._fail(sequence, errors[sequence.adapter]) for sequence in lost if sequence.adapter is not None]
+
+    def _take_up_fetched(self) -> list[TokenOutput]:
+        """Let go on whose adapters have arrived, and fail whose have not."""
+        outputs = []
+        for fetch in self._remote.poll():
+            for sequence in self._parked.pop(fetch, []):
+                outputs += self._unpark(sequence, fetch)
+        return outputs
+
+    def _unpark(self, sequence: Sequence, fetch: Fetch) -> list[TokenOutput]:
+        lora_task_id = sequence.request.lora_task_id
+        assert lora_task_id == fetch.key.lora_task_id
+        try:
+            if fetch.error is not None:
+                raise fetch.error
+            sequence.adapter = self._loras.pin(fetch.key.lora_task_id)
+        except RequestError as error:
+            del self._sequences[sequence.request.request_id]
+            return [_error_output(sequence.request, error)]
+        self._enqueue(sequence)
+        return []
 
     def _postprocess(self, step: list[ScheduledSequence], tokens: list[SampledToken]) -> list[TokenOutput]:
         sampled = [scheduled.sequence for scheduled in step if scheduled.is_sampled]
@@ -299,11 +368,22 @@ class Engine:
 
     def _fail(self, sequence: Sequence, error: RequestError) -> TokenOutput:
         self._remove(sequence)
-        return TokenOutput(sequence.request.request_id, [], "", error_code=error.code, error_message=str(error))
+        return _error_output(sequence.request, error)
 
     def _remove(self, sequence: Sequence) -> None:
-        self._scheduler.finish(sequence)
+        if sequence.adapter is None and sequence.request.lora_task_id is not None:
+            self._leave(sequence)
+        else:
+            self._scheduler.finish(sequence)
         del self._sequences[sequence.request.request_id]
+
+    def _leave(self, sequence: Sequence) -> None:
+        """Take a parked sequence out."""
+        fetch = next(fetch for fetch, parked in self._parked.items() if sequence in parked)
+        self._parked[fetch].remove(sequence)
+        if not self._parked[fetch]:
+            del self._parked[fetch]
+        self._remote.give_up(fetch)
 
     def _output(self, sequence: Sequence, delta: TextDelta, finish_reason: FinishReason | None = None) -> TokenOutput:
         log_probs = sequence.release_log_probs(len(delta.token_ids))
@@ -319,6 +399,12 @@ class Engine:
             cum_log_prob=sequence.cum_log_prob,
             perf=None if finish_reason is None else sequence.perf,
         )
+
+
+def _error_output(request: GenerationRequest, error: RequestError) -> TokenOutput:
+    if isinstance(error, AdapterNotFound):
+        error = error.under_name(request.lora_name)
+    return TokenOutput(request.request_id, [], "", error_code=error.code, error_message=str(error))
 
 
 def _note_scheduled(step: list[ScheduledSequence]) -> None:
@@ -393,6 +479,19 @@ def _build_lora_manager(
             config.lora.lora_cache_dir, int(config.lora.lora_cache_disk_bytes), layout, on_event=events.append
         )
     return LoRAManager(host, tier, config.lora.lora_on_conflict, events.append, disk)
+
+
+def _build_fetcher(config: LoRAConfig, layout: AdapterLayout) -> AdapterFetcher | None:
+    """What asks the sources of adapters; None if there are none. Raises ConfigError."""
+    if not config.lora_sources:
+        return None
+    try:
+        # Here only: the converter is in the client's package, which an engine without sources does not need.
+        from multilora_engine.lora.sources.fetcher import AdapterFetcher
+        from multilora_engine.lora.sources.registry import build_sources
+    except ImportError as error:
+        raise ConfigError(f"lora_sources needs a package that is missing: {error}; install multilora-client") from None
+    return AdapterFetcher(build_sources(config.lora_sources), layout, config.lora_fetch_threads)
 
 
 def _build_model_runner(

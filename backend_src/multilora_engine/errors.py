@@ -4,6 +4,7 @@
       ConfigError                                 stops the load; the message says what to write
       RequestError                                reaches the client that caused it, and nobody else
         InvalidRequest      -> INVALID_ARG        malformed or contradictory input
+          AdapterUnusable                         what a source has of an adapter is refused, damaged or unsupported
         AdapterNotFound     -> NOT_FOUND          `lora_task_id` is not cached and no weights came with it
           AdapterNotKnown                         no adapter has the `lora_name`
         AdapterConflict     -> ALREADY_EXISTS     the id is cached with other weights
@@ -13,6 +14,7 @@
           AdapterNotKept                          an uploaded adapter cannot be written to the disk tier
           QueueFull                               `max_queue_size` requests are waiting already
           EngineUnavailable                       the engine process died or is starting
+          SourceUnavailable                       a source of adapters cannot be reached
         Cancelled           -> CANCELLED          the client, a `stop` request or the deadline ended it
         InternalError       -> INTERNAL           a step failed on the device; the requests in it are lost
 
@@ -47,6 +49,13 @@ class InvalidRequest(RequestError):
     code = "INVALID_ARG"
 
 
+class AdapterUnusable(InvalidRequest):
+    """A source has something under the adapter's name, and it is refused, damaged or unsupported."""
+
+    def __init__(self, adapter: str, source: str, reason: str) -> None:
+        super().__init__(f"LoRA adapter {adapter!r} of source {source!r} cannot be used: {reason}")
+
+
 class AdapterNotFound(RequestError):
     """The adapter of a task id is in no tier. Existing clients match this text and answer by sending the weights."""
 
@@ -57,6 +66,11 @@ class AdapterNotFound(RequestError):
             f"LoRA task {lora_task_id} not found in cache. Please send LoRA weights with request"
             + (f" ({reason})" if reason else "")
         )
+        self.reason = reason
+
+    def under_name(self, lora_name: str) -> RequestError:
+        """The same in the words of who asked by a name, if `lora_name` is not empty."""
+        return AdapterNotKnown(lora_name, self.reason) if lora_name else self
 
 
 class AdapterNotKnown(RequestError):
@@ -64,9 +78,10 @@ class AdapterNotKnown(RequestError):
 
     code = "NOT_FOUND"
 
-    def __init__(self, lora_name: str) -> None:
+    def __init__(self, lora_name: str, reason: str = "") -> None:
         super().__init__(
             f"LoRA adapter {lora_name!r} not found in cache. Please send LoRA weights with request, under this name"
+            + (f" ({reason})" if reason else "")
         )
 
 
@@ -120,6 +135,13 @@ class QueueFull(Unavailable):
 
 class EngineUnavailable(Unavailable):
     """The engine process died or has not finished starting."""
+
+
+class SourceUnavailable(Unavailable):
+    """A source cannot tell whether it has an adapter, or cannot deliver it now."""
+
+    def __init__(self, adapter: str, source: str, reason: str) -> None:
+        super().__init__(f"LoRA adapter {adapter!r} cannot be had from source {source!r} now: {reason}")
 
 
 class Cancelled(RequestError):

@@ -94,10 +94,11 @@ class Scheduler:
     def num_running(self) -> int:
         return len(self._running)
 
-    def check_queue(self) -> None:
-        """Raises QueueFull when no further sequence may wait."""
-        if len(self._waiting) >= self._max_queue_size:
-            raise QueueFull(len(self._waiting))
+    def check_queue(self, num_parked: int) -> None:
+        """Raises QueueFull when no further sequence may wait, here or parked elsewhere until it comes here."""
+        num_waiting = len(self._waiting) + num_parked
+        if num_waiting >= self._max_queue_size:
+            raise QueueFull(num_waiting)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence."""

@@ -69,7 +69,7 @@ class World:
         adapter = None if task is None else self.loras.pin(task)
         sequence = Sequence(request, self.arrivals, adapter, cast(TextStream, None), Random(0))
         self.arrivals += 1
-        self.scheduler.check_queue()
+        self.scheduler.check_queue(num_parked=0)
         self.scheduler.add(sequence)
         self.alive.append(sequence)
         return sequence
@@ -256,4 +256,4 @@ def test_a_full_queue_refuses_with_its_length() -> None:
     world.add(2, 1)
     world.add(2, 1)
     with pytest.raises(QueueFull, match="2 requests are waiting"):
-        world.scheduler.check_queue()
+        world.scheduler.check_queue(num_parked=0)

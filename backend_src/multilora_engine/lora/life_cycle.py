@@ -12,8 +12,9 @@ from typing import Literal
 
 import msgspec
 
-Status = Literal["DOWNLOADED", "LOADED", "READY_FOR_USE"]
-"""DOWNLOADED: in host memory or on disk. LOADED: on its way to the device. READY_FOR_USE: a step can use it."""
+Status = Literal["NOT_DOWNLOADED", "DOWNLOADING", "DOWNLOADED", "LOADED", "READY_FOR_USE"]
+"""NOT_DOWNLOADED: a source has it. DOWNLOADING: on its way from there. DOWNLOADED: in host memory or on disk.
+LOADED: on its way to the device. READY_FOR_USE: a step can use it."""
 
 Location = Literal["DEVICE", "HOST", "DISK", "REMOTE"]
 """The fastest tier that has it. REMOTE: no tier has it, only its source."""
@@ -29,6 +30,7 @@ EventKind = Literal[
     "spilled_to_disk",
     "deleted_from_disk",
     "loaded_from_disk",
+    "fetch_failed",
 ]
 
 
@@ -84,7 +86,7 @@ class TierStats:
 
     hits, misses: requests that found their adapter here, and that did not and had to go on to the next tier.
     copies, copy_seconds: adapters that were copied into the tier, and how long that took.
-    failures: adapters that were lost because a file could not be written, or was damaged.
+    failures: adapters that were lost because a file could not be written, or was damaged; or that no source gave.
     """
 
     bytes_used: int = 0
@@ -100,7 +102,10 @@ class TierStats:
 
 @dataclass(frozen=True)
 class LoRAStats:
-    """All tiers. waits, wait_seconds: times an adapter was wanted by the scheduler but not usable yet, until it was."""
+    """All tiers; `remote` is what sources gave.
+
+    waits, wait_seconds: times an adapter was wanted by the scheduler but not usable yet, until it was.
+    """
 
     device: TierStats
     host: TierStats
@@ -109,3 +114,4 @@ class LoRAStats:
     replacements: int
     waits: int
     wait_seconds: float
+    remote: TierStats = TierStats()

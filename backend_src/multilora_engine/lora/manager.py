@@ -135,6 +135,10 @@ class LoRAManager:
         """Whether an adapter can be put without that another one is lost."""
         return self._disk is not None or len(packed.pages) <= self._host.pool.num_free
 
+    def is_known(self, lora_task_id: int) -> bool:
+        """Whether an adapter is in some tier."""
+        return self._host.get(lora_task_id) is not None or self._find_file(lora_task_id) is not None
+
     def digest(self, lora_task_id: int) -> str:
         """The digest of the current version, in whatever tier. Raises AdapterNotFound."""
         known = self._host.get(lora_task_id) or self._find_file(lora_task_id)
@@ -162,6 +166,10 @@ class LoRAManager:
             self._waiting_since.pop(adapter, None)
             if adapter.is_retired and adapter.load is None:
                 self._remove(adapter)
+
+    def load(self, lora_task_id: int) -> None:
+        """Have one on disk read into the host tier. Raises AdapterNotFound, or AdapterCacheFull without room."""
+        self._find(lora_task_id)
 
     def pin_adapter(self, lora_task_id: int) -> None:
         """Never evict this adapter, nor a version that replaces it, until `unpin_adapter`. One on disk is read.

@@ -27,7 +27,6 @@ from multilora_engine.engine_info import EngineInfo
 from multilora_engine.errors import (
     AdapterNotFound,
     AdapterNotKept,
-    AdapterNotKnown,
     ConfigError,
     InternalError,
     RequestError,
@@ -247,10 +246,8 @@ class EngineServer:
     def _add_request(self, request: GenerationRequest) -> None:
         try:
             self._engine.add_request(request)
-        except AdapterNotFound:
-            if request.lora_name:
-                raise AdapterNotKnown(request.lora_name) from None
-            raise
+        except AdapterNotFound as error:
+            raise error.under_name(request.lora_name) from None
 
     def _put(self, front: bytes, message: PutAdapter, payload: memoryview) -> None:
         write = self._put_adapter(message.adapter, payload, message.lora_name)

@@ -1,0 +1,178 @@
+"""`RemoteAdapters`: adapters that no tier has, on their way from a source into the host tier."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from multilora_engine.errors import AdapterCacheFull, AdapterNotFound, RequestError
+from multilora_engine.lora.life_cycle import AdapterEvent, AdapterInfo, OnEvent, Status, TierStats
+from multilora_engine.lora.manager import LoRAManager
+from multilora_engine.lora.sources.source import AdapterKey
+
+if TYPE_CHECKING:
+    from multilora_engine.lora.sources.fetcher import AdapterFetcher, FetchedAdapter
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class Fetch:
+    """An adapter under way. Only `RemoteAdapters` changes it.
+
+    num_waiting: who waits for it. is_done: it has ended; then `error` tells why there is no adapter, if there is none.
+    """
+
+    key: AdapterKey
+    future: Future[FetchedAdapter]
+    num_waiting: int = 0
+    is_done: bool = False
+    error: RequestError | None = None
+    started_s: float = field(default_factory=time.time)
+
+
+class RemoteAdapters:
+    """Belongs to the engine's thread, like the tiers; the fetching itself goes on elsewhere.
+
+    However many ask for an adapter, it is fetched once. When nobody waits for it any more, a fetch that has not begun
+    is dropped; one that has is finished, since who gave up may ask again.
+    """
+
+    def __init__(self, loras: LoRAManager, fetcher: AdapterFetcher | None, on_event: OnEvent) -> None:
+        """fetcher: None if there are no sources."""
+        self._loras = loras
+        self._fetcher = fetcher
+        self._on_event = on_event
+        self._fetches: dict[int, Fetch] = {}
+        self._num_fetched = 0
+        self._fetch_seconds = 0.0
+        self._num_failures = 0
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether `poll` may have something to take up, now or later."""
+        return bool(self._fetches)
+
+    @property
+    def stats(self) -> TierStats:
+        """num_adapters: under way. copies: adapters that arrived."""
+        return TierStats(
+            num_adapters=len(self._fetches),
+            copies=self._num_fetched,
+            copy_seconds=self._fetch_seconds,
+            failures=self._num_failures,
+        )
+
+    def fetch(self, key: AdapterKey, source: str = "") -> Fetch:
+        """Wait for an adapter that no tier has: until `poll` gives the fetch, or `give_up`.
+
+        source: asks only the source of this name, unless a fetch is under way already.
+        Raises AdapterNotFound if there are no sources, InvalidRequest if none has this name.
+        """
+        if self._fetcher is None:
+            raise AdapterNotFound(key.lora_task_id)
+        if key.lora_task_id not in self._fetches:
+            self._fetches[key.lora_task_id] = Fetch(key, self._fetcher.fetch(key, source))
+        fetch = self._fetches[key.lora_task_id]
+        fetch.num_waiting += 1
+        return fetch
+
+    def give_up(self, fetch: Fetch) -> None:
+        """Do not wait any longer for a fetch that is not done."""
+        assert not fetch.is_done
+        assert fetch.num_waiting > 0
+        fetch.num_waiting -= 1
+        if fetch.num_waiting == 0 and fetch.future.cancel():
+            del self._fetches[fetch.key.lora_task_id]
+
+    def poll(self) -> Iterator[Fetch]:
+        """The fetches that have ended since, one by one, each adapter being in the host tier when it is given.
+
+        Who wants to use one has to pin it before asking for the next. Does not wait.
+        """
+        for fetch in list(self._fetches.values()):
+            lora_task_id = fetch.key.lora_task_id
+            if fetch.future.done() or self._loras.is_known(lora_task_id):
+                del self._fetches[lora_task_id]
+                fetch.error = self._take_up(fetch)
+                fetch.is_done = True
+                yield fetch
+
+    def wait(self, timeout_s: float) -> None:
+        """For who has nothing else to do: wait until `poll` has something to take up, if anything is under way."""
+        wait([fetch.future for fetch in self._fetches.values()], timeout_s, FIRST_COMPLETED)
+
+    def describe(self) -> list[AdapterInfo]:
+        """The adapters under way."""
+        return [_describe(fetch.key, "DOWNLOADING", fetch.started_s) for fetch in self._fetches.values()]
+
+    def list_sources(self) -> Future[list[AdapterKey]]:
+        """What the sources have, as far as they can tell, whether it is in a tier or not."""
+        if self._fetcher is not None:
+            return self._fetcher.list_keys()
+        nothing: Future[list[AdapterKey]] = Future()
+        nothing.set_result([])
+        return nothing
+
+    def close(self) -> None:
+        if self._fetcher is not None:
+            self._fetcher.close()
+
+    def check_integrity(self) -> None:
+        """For tests, after every step."""
+        for lora_task_id, fetch in self._fetches.items():
+            assert fetch.key.lora_task_id == lora_task_id
+            assert not fetch.is_done
+            assert not fetch.future.cancelled()
+
+    def _take_up(self, fetch: Fetch) -> RequestError | None:
+        """Put the adapter into the host tier, unless somebody has uploaded it meanwhile."""
+        if self._loras.is_known(fetch.key.lora_task_id):
+            fetch.future.cancel()
+            return None
+        error = fetch.future.exception()
+        if error is None:
+            error = self._put(fetch)
+        if error is None:
+            return None
+        if not isinstance(error, RequestError):
+            raise error
+        self._num_failures += 1
+        _logger.warning("adapter %s could not be fetched: %s", fetch.key, error)
+        self._on_event(AdapterEvent("fetch_failed", fetch.key.lora_task_id, digest=""))
+        return error
+
+    def _put(self, fetch: Fetch) -> AdapterCacheFull | None:
+        fetched = fetch.future.result()
+        self._num_fetched += 1
+        self._fetch_seconds += time.time() - fetch.started_s
+        try:
+            self._loras.put(fetch.key.lora_task_id, fetched.packed, fetched.name or fetch.key.name, "downloaded")
+        except AdapterCacheFull as error:
+            return error
+        return None
+
+
+def describe_remote(key: AdapterKey) -> AdapterInfo:
+    """An adapter that a source has and nobody has asked for."""
+    return _describe(key, "NOT_DOWNLOADED", 0.0)
+
+
+def _describe(key: AdapterKey, status: Status, since_s: float) -> AdapterInfo:
+    return AdapterInfo(
+        lora_task_id=key.lora_task_id,
+        name=key.name,
+        digest="",
+        status=status,
+        location="REMOTE",
+        bytes=0,
+        ranks=(),
+        num_pins=0,
+        is_pinned=False,
+        last_used_s=since_s,
+        num_hits=0,
+    )

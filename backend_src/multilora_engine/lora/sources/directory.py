@@ -1,0 +1,111 @@
+"""`DirectorySource`: adapters in folders below a directory, by their names or the digits of their task ids."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+
+from multilora_engine.errors import ConfigError, InvalidRequest
+from multilora_engine.lora.names import check_name, task_id_of
+from multilora_engine.lora.sources.source import (
+    ALLOWED_FILES,
+    AdapterKey,
+    LocalAdapter,
+    NotThere,
+    Unreachable,
+    Unusable,
+    check_sizes,
+    choose_files,
+)
+
+
+class DirectorySource:
+    """`NAME` and `OWNER/NAME` are folders of these names; a folder named in digits has that task id and no name."""
+
+    def __init__(self, root: str) -> None:
+        """Raises ConfigError unless `root` is an absolute path of a directory."""
+        self._root = Path(root)
+        if not self._root.is_absolute() or not self._root.is_dir():
+            raise ConfigError(f"root is {root!r}; write the absolute path of a directory")
+
+    @contextmanager
+    def open(self, key: AdapterKey, max_bytes: int) -> Iterator[LocalAdapter]:
+        name = self._find(key)
+        root = self._root.resolve()
+        directory = _resolve(self._root / name, root)
+        files = choose_files(_list(directory))
+        status = {file: _regular_file(directory / file, root) for file in files}
+        check_sizes({file: s.st_size for file, s in status.items()}, max_bytes)
+        modified = datetime.fromtimestamp(max(s.st_mtime for s in status.values()), UTC)
+        yield LocalAdapter(directory, root, modified.isoformat(), "" if name.isdecimal() else name)
+
+    def list_keys(self) -> Iterator[AdapterKey]:
+        for folder in _folders(self._root):
+            if _has_adapter(folder):
+                yield from _key_of(folder.name)
+            else:
+                for inner in filter(_has_adapter, _folders(folder)):
+                    yield from _key_of(f"{folder.name}/{inner.name}")
+
+    def _find(self, key: AdapterKey) -> str:
+        """The folder of an adapter; of one that is asked for by its id alone, whose name or digits give that id."""
+        if key.name or (self._root / str(key)).exists():
+            return str(key)
+        name = next((known.name for known in self.list_keys() if known.lora_task_id == key.lora_task_id), "")
+        if not name:
+            raise NotThere(f"no folder is named {key}, and the id of no folder's name is that")
+        return name
+
+
+def _resolve(path: Path, root: Path) -> Path:
+    try:
+        real = path.resolve(strict=True)
+    except FileNotFoundError:
+        raise NotThere("no such folder") from None
+    except (OSError, RuntimeError) as error:
+        raise Unusable(f"{path.name} cannot be opened: {type(error).__name__}") from None
+    if not real.is_relative_to(root):
+        raise Unusable(f"{path.name} is a link out of the source's directory")
+    return real
+
+
+def _list(directory: Path) -> list[str]:
+    try:
+        return os.listdir(directory)
+    except NotADirectoryError:
+        raise NotThere("no such folder") from None
+    except OSError as error:
+        raise Unreachable(f"the folder cannot be read: {error.strerror}") from None
+
+
+def _regular_file(path: Path, root: Path) -> os.stat_result:
+    status = _resolve(path, root).stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise Unusable(f"{path.name} is not a file")
+    return status
+
+
+def _folders(directory: Path) -> list[Path]:
+    try:
+        return sorted(Path(entry.path) for entry in os.scandir(directory) if entry.is_dir())
+    except OSError:
+        return []
+
+
+def _has_adapter(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ALLOWED_FILES)
+
+
+def _key_of(name: str) -> Iterator[AdapterKey]:
+    """The key of a folder's name; none for a name that no request can ask for."""
+    if name.isdecimal() and name.isascii() and str(int(name)) == name and int(name) < 1 << 64:
+        yield AdapterKey(int(name))
+        return
+    try:
+        yield AdapterKey(task_id_of(check_name(name)), name)
+    except InvalidRequest:
+        return

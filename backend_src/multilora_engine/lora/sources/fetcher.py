@@ -1,0 +1,141 @@
+"""`AdapterFetcher`: asks the sources for adapters, and packs what they give, on threads of its own."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TypeVar
+
+from multilora_engine.errors import (
+    AdapterNotFound,
+    AdapterUnusable,
+    InternalError,
+    InvalidRequest,
+    RequestError,
+    SourceUnavailable,
+)
+from multilora_engine.lora.format import AdapterLayout, PackedAdapter
+from multilora_engine.lora.sources.packing import largest_adapter_bytes, pack_directory
+from multilora_engine.lora.sources.source import AdapterKey, AdapterSource, NotThere, Unreachable, Unusable
+
+_logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class FetchedAdapter:
+    """An adapter as a source had it. name: the source's own, empty without one."""
+
+    packed: PackedAdapter
+    name: str
+
+
+class AdapterFetcher:
+    """Sources are asked in the order they are configured in; the first that has the adapter gives it.
+
+    A source that fails ends the search: the next one might have another adapter under the same name.
+    """
+
+    def __init__(self, sources: Mapping[str, AdapterSource], layout: AdapterLayout, num_threads: int) -> None:
+        self._sources = sources
+        self._layout = layout
+        self._max_bytes = largest_adapter_bytes(layout)
+        self._fetchers = DaemonThreads(num_threads, "adapter-fetch")
+        # A thread apart, so that nobody who asks what there is waits for downloads.
+        self._lister = DaemonThreads(1, "adapter-list")
+
+    def fetch(self, key: AdapterKey, source: str = "") -> Future[FetchedAdapter]:
+        """The adapter, from the source of that name only, if one is given. The future's exception is a RequestError.
+
+        Raises InvalidRequest if there is no such source.
+        """
+        if source and source not in self._sources:
+            raise InvalidRequest(f"there is no source {source!r}; lora_sources has {', '.join(self._sources)}")
+        return self._fetchers.submit(lambda: self._fetch(key, [source] if source else list(self._sources)))
+
+    def list_keys(self) -> Future[list[AdapterKey]]:
+        """The adapters of all the sources that can tell which they have."""
+        return self._lister.submit(self._list_keys)
+
+    def close(self) -> None:
+        """End the threads, each after the job it is at."""
+        self._fetchers.close()
+        self._lister.close()
+
+    def _fetch(self, key: AdapterKey, names: list[str]) -> FetchedAdapter:
+        reasons = []
+        for name in names:
+            try:
+                return self._fetch_from(name, key)
+            except NotThere as error:
+                reasons.append(f"{name}: {error}")
+            except RequestError:
+                raise
+            except Exception as error:
+                # Sources may be anybody's code: whatever one raises is the end of this fetch and of nothing else.
+                _logger.exception("source %s failed on adapter %s", name, key)
+                raise InternalError(
+                    f"source {name!r} failed on adapter {str(key)!r}: {type(error).__name__}: {error}"
+                ) from None
+        raise AdapterNotFound(key.lora_task_id, f"nor in its sources: {'; '.join(reasons)}")
+
+    def _fetch_from(self, name: str, key: AdapterKey) -> FetchedAdapter:
+        started = time.perf_counter()
+        try:
+            with self._sources[name].open(key, self._max_bytes) as adapter:
+                packed = pack_directory(adapter, self._layout)
+        except Unusable as error:
+            raise AdapterUnusable(str(key), name, str(error)) from error
+        except Unreachable as error:
+            raise SourceUnavailable(str(key), name, str(error)) from error
+        seconds = time.perf_counter() - started
+        _logger.info("adapter %s fetched from source %s in %.2f s, revision %s", key, name, seconds, adapter.revision)
+        return FetchedAdapter(packed, adapter.name)
+
+    def _list_keys(self) -> list[AdapterKey]:
+        known: dict[int, AdapterKey] = {}
+        for name, source in self._sources.items():
+            try:
+                for key in source.list_keys():
+                    known.setdefault(key.lora_task_id, key)
+            except Exception:
+                _logger.exception("source %s cannot tell which adapters it has", name)
+        return list(known.values())
+
+
+class DaemonThreads:
+    """A few threads that run jobs in order. Unlike an executor's they never hold up the end of the process."""
+
+    def __init__(self, num_threads: int, name: str) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._num_threads = num_threads
+        for index in range(num_threads):
+            threading.Thread(target=self._run, name=f"{name}-{index}", daemon=True).start()
+
+    def submit(self, job: Callable[[], Result]) -> Future[Result]:
+        future: Future[Result] = Future()
+        self._jobs.put(lambda: _run_job(job, future))
+        return future
+
+    def close(self) -> None:
+        for _ in range(self._num_threads):
+            self._jobs.put(None)
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+
+
+def _run_job(job: Callable[[], Result], future: Future[Result]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(job())
+    except BaseException as error:
+        future.set_exception(error)

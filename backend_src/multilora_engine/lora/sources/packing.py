@@ -1,0 +1,68 @@
+"""From a directory to a packed adapter, with the client's own converter and the checks that uploads go through."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from multilora_client.adapter import AdapterTensors
+from multilora_client.convert import convert_peft
+from multilora_client.errors import AdapterError
+from multilora_engine.errors import InvalidRequest
+from multilora_engine.lora.format import AdapterLayout, PackedAdapter, lora_modules, pack_adapter
+from multilora_engine.lora.prefetch import BrokenFolder, read_folder
+from multilora_engine.lora.sources.source import PEFT_FILES, LocalAdapter, Unusable, choose_files
+
+_HEADER_ALLOWANCE = 16 << 20
+"""Bytes of headers and of the configuration beside the weights."""
+
+_PLAIN_PATTERN = re.compile(r"[\w.|^$\\-]{0,1000}", re.ASCII)
+"""Names of modules, alternatives, anchors and escapes: no expression of these takes long to match."""
+
+
+def largest_adapter_bytes(layout: AdapterLayout) -> int:
+    """What the files of a legal adapter have at most: every row as wide as the widest, in float32."""
+    widest = max(module.num_values(layout.max_rank, is_dora=True) for module in lora_modules(layout).values())
+    return layout.num_columns * widest * 4 + _HEADER_ALLOWANCE
+
+
+def pack_directory(adapter: LocalAdapter, layout: AdapterLayout) -> PackedAdapter:
+    """Read, check and pack. Raises Unusable."""
+    try:
+        if choose_files(os.listdir(adapter.directory)) != PEFT_FILES:
+            return read_folder(adapter.directory, adapter.root, layout)
+        _check_patterns(adapter.directory / PEFT_FILES[0])
+        tensors = convert_peft(adapter.directory)
+        return pack_adapter(_weights(tensors), torch.from_numpy(tensors.config), layout)
+    except (AdapterError, BrokenFolder, InvalidRequest, OSError, ValueError, RecursionError) as error:
+        # The converter names files by their whole paths, which are nobody's business but the operator's.
+        raise Unusable(str(error).replace(f"{adapter.directory}/", "")) from error
+
+
+def _weights(tensors: AdapterTensors) -> torch.Tensor:
+    if tensors.dtype == "BF16":
+        return torch.from_numpy(tensors.weights.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(tensors.weights)
+
+
+def _check_patterns(path: Path) -> None:
+    """Patterns are regular expressions from whoever made the adapter, and matching one can take for ever."""
+    try:
+        config = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise Unusable(f"{path.name} is not JSON: {error}") from error
+    for field in ("rank_pattern", "alpha_pattern"):
+        patterns = config.get(field) if isinstance(config, dict) else None
+        if patterns is not None and not isinstance(patterns, dict):
+            raise Unusable(f"{path.name}: {field} is {type(patterns).__name__}, an object is expected")
+        for pattern in patterns or ():
+            if _PLAIN_PATTERN.fullmatch(pattern) is None:
+                raise Unusable(
+                    f"{path.name}: {field} has the expression {pattern[:100]!r}; from a source only names of modules, "
+                    "alternatives (|) and anchors are taken. Convert the adapter first (multilora convert)"
+                )

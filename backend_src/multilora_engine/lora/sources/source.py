@@ -1,0 +1,111 @@
+"""What a source of adapters is: the protocol, its errors, and the files that are an adapter.
+
+Only the files named here are ever looked at, all of them formats that hold numbers and nothing that can run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from multilora_engine.errors import InvalidRequest
+from multilora_engine.lora.names import task_id_of
+
+PEFT_FILES = ("adapter_config.json", "adapter_model.safetensors")
+CONVERTED_FILES = ("model.lora_weights.npy", "model.lora_config.npy")
+OLD_CONVERTED_FILES = ("model.lora_weights.npy", "model.lora_keys.npy")
+ALLOWED_FILES = tuple(dict.fromkeys((*PEFT_FILES, *CONVERTED_FILES, *OLD_CONVERTED_FILES)))
+
+_PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
+_MAX_CONFIG_BYTES = 1 << 20
+
+
+class SourceError(Exception):
+    """Base of why a source does not give an adapter. The text is for the client: no paths, no credentials."""
+
+
+class NotThere(SourceError):
+    """The source does not have the adapter, or may not be asked for it. Another source may have it."""
+
+
+class Unusable(SourceError):
+    """The source has something under this name that is refused, damaged or unsupported. No other source is asked."""
+
+
+class Unreachable(SourceError):
+    """The source cannot tell whether it has the adapter, or cannot deliver it now. No other source is asked."""
+
+
+@dataclass(frozen=True)
+class AdapterKey:
+    """The adapter that is wanted.
+
+    name: empty if only the id is known: then a source looks under its digits.
+    Raises InvalidRequest for a name that is not plain, or that has another id.
+    """
+
+    lora_task_id: int
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        if self.name and (named_id := task_id_of(self.name)) != self.lora_task_id:
+            raise InvalidRequest(f"lora_name {self.name!r} is LoRA task {named_id}, not {self.lora_task_id}")
+
+    def __str__(self) -> str:
+        return self.name or str(self.lora_task_id)
+
+
+@dataclass(frozen=True)
+class LocalAdapter:
+    """An adapter on disk: a PEFT directory, or one with the `.npy` files of TensorRT-LLM's converter.
+
+    root: no link in `directory` may lead out of it.
+    revision: what tells this version from others of the same name; for the log.
+    name: what the source calls it, empty for what it knows by its id alone.
+    """
+
+    directory: Path
+    root: Path
+    revision: str
+    name: str
+
+
+class AdapterSource(Protocol):
+    """A place that has adapters. One instance is asked by several threads at once, never by the engine's own."""
+
+    def open(self, key: AdapterKey, max_bytes: int) -> AbstractContextManager[LocalAdapter]:
+        """Have an adapter on disk while the context lasts. Raises NotThere, Unusable or Unreachable.
+
+        max_bytes: files that are larger in sum are no adapter of this model; Unusable, before anything is transferred.
+        """
+        ...
+
+    def list_keys(self) -> Iterable[AdapterKey]:
+        """The adapters it has, if it can tell; else none."""
+        ...
+
+
+def choose_files(names: Collection[str]) -> tuple[str, ...]:
+    """Which of the files of a directory are the adapter. Raises NotThere or Unusable."""
+    for files in (CONVERTED_FILES, OLD_CONVERTED_FILES, PEFT_FILES):
+        if set(files) <= set(names):
+            return files
+    if pickles := [name for name in sorted(names) if name.startswith("adapter_model") and name.endswith(_PICKLES)]:
+        raise Unusable(
+            f"{pickles[0]} is a pickle, which can run code when it is read; save the adapter as {PEFT_FILES[1]}"
+        )
+    if found := [name for name in ALLOWED_FILES if name in names]:
+        raise Unusable(f"it has {' and '.join(found)} alone; {' and '.join(PEFT_FILES)} belong together")
+    raise NotThere(f"it has no {' and '.join(PEFT_FILES)}")
+
+
+def check_sizes(sizes: Mapping[str, int], max_bytes: int) -> None:
+    """Raises Unusable for an adapter that is larger than any of this model can be."""
+    config_bytes = sizes.get(PEFT_FILES[0], 0)
+    if config_bytes > _MAX_CONFIG_BYTES:
+        raise Unusable(f"{PEFT_FILES[0]} has {config_bytes} bytes, at most {_MAX_CONFIG_BYTES} are read")
+    if (total := sum(sizes.values())) > max_bytes:
+        raise Unusable(f"it has {total} bytes, more than the {max_bytes} that an adapter of this model can have")

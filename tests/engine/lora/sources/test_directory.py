@@ -1,0 +1,149 @@
+"""The directory source: what is found, and that nothing outside of the directory is."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.adapters import TINY, wire_adapter
+from support.sources import MAX_BYTES, ROWS, digest_of, key, save_adapter
+
+from multilora_engine.errors import ConfigError, InvalidRequest
+from multilora_engine.lora.names import task_id_of
+from multilora_engine.lora.sources.directory import DirectorySource
+from multilora_engine.lora.sources.packing import pack_directory
+from multilora_engine.lora.sources.source import AdapterKey, NotThere, SourceError, Unusable
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A directory with one adapter, `pirate`, and one that must never be read outside of it."""
+    save_adapter(tmp_path / "secret", seed=66)
+    save_adapter(tmp_path / "root" / "pirate", seed=1)
+    return tmp_path / "root"
+
+
+def fetch(root: Path, wanted: AdapterKey, max_bytes: int = MAX_BYTES) -> tuple[str, str]:
+    """(name, digest) of an adapter as the source gives it."""
+    with DirectorySource(str(root)).open(wanted, max_bytes) as adapter:
+        return adapter.name, pack_directory(adapter, TINY).digest
+
+
+def test_an_adapter_is_found_by_its_name_and_by_its_id(root: Path) -> None:
+    save_adapter(root / "acme" / "parrot.v2", seed=2)
+    save_adapter(root / "7", seed=3)
+    assert fetch(root, key("pirate")) == ("pirate", digest_of(1))
+    assert fetch(root, key("acme/parrot.v2")) == ("acme/parrot.v2", digest_of(2))
+    assert fetch(root, AdapterKey(task_id_of("acme/parrot.v2"))) == ("acme/parrot.v2", digest_of(2))
+    assert fetch(root, AdapterKey(7)) == ("", digest_of(3))
+
+
+def test_a_converted_adapter_is_an_adapter_too(root: Path) -> None:
+    wire = wire_adapter(TINY, ROWS, seed=4)
+    (root / "converted").mkdir()
+    np.save(root / "converted" / "model.lora_weights.npy", wire.weights.numpy()[np.newaxis])
+    np.save(root / "converted" / "model.lora_config.npy", wire.config.numpy()[np.newaxis])
+    assert fetch(root, key("converted")) == ("converted", digest_of(4))
+
+
+def test_the_adapters_of_a_directory_are_listed(root: Path) -> None:
+    for name in ("acme/parrot", "7", "not plain", "07", "٣"):
+        save_adapter(root / name, seed=5)
+    (root / "empty").mkdir()
+    (root / "file").write_text("")
+    listed = set(DirectorySource(str(root)).list_keys())
+    assert listed == {key("pirate"), key("acme/parrot"), key("07"), AdapterKey(7)}
+
+
+def test_a_link_inside_the_directory_is_followed(root: Path) -> None:
+    (root / "alias").symlink_to("pirate")
+    assert fetch(root, key("alias")) == ("alias", digest_of(1))
+
+
+@pytest.mark.parametrize("wanted", [key("nobody"), key("acme/nobody"), AdapterKey(404), key("pirate/nobody")])
+def test_what_is_not_there_is_not_there(root: Path, wanted: AdapterKey) -> None:
+    with pytest.raises(NotThere):
+        fetch(root, wanted)
+
+
+@pytest.mark.parametrize("name", ["../secret", "pirate/../../secret", "/etc", "a/b/c", "..", ".", "pirate\n", "a//b"])
+def test_names_that_lead_elsewhere_do_not_even_reach_a_source(name: str) -> None:
+    with pytest.raises(InvalidRequest, match="is not plain"):
+        key(name)
+
+
+def test_a_name_never_stands_for_another_id() -> None:
+    with pytest.raises(InvalidRequest, match=f"lora_name 'pirate' is LoRA task {task_id_of('pirate')}, not 7"):
+        AdapterKey(7, "pirate")
+
+
+def _link_of_folder(root: Path) -> None:
+    (root / "bad").rmdir()
+    (root / "bad").symlink_to(root.parent / "secret")
+
+
+def _link_of_file(root: Path) -> None:
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (root / "bad" / name).symlink_to(root.parent / "secret" / name)
+
+
+def _loop(root: Path) -> None:
+    (root / "bad").rmdir()
+    (root / "bad").symlink_to("bad")
+
+
+def _fifo(root: Path) -> None:
+    (root / "bad" / "adapter_config.json").write_text("{}")
+    os.mkfifo(root / "bad" / "adapter_model.safetensors")
+
+
+def _pickle(root: Path) -> None:
+    (root / "bad" / "adapter_config.json").write_text("{}")
+    (root / "bad" / "adapter_model.bin").write_bytes(b"cos\nsystem\n")
+
+
+def _half(root: Path) -> None:
+    (root / "bad" / "adapter_config.json").write_text("{}")
+
+
+def _large(root: Path) -> None:
+    (root / "bad" / "adapter_config.json").write_text("{}")
+    with (root / "bad" / "adapter_model.safetensors").open("wb") as file:
+        file.truncate(MAX_BYTES)
+
+
+def _large_config(root: Path) -> None:
+    (root / "bad" / "adapter_config.json").write_text(" " * (MAX_BYTES + 1))
+    (root / "bad" / "adapter_model.safetensors").write_bytes(b"")
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (_link_of_folder, "bad is a link out of the source's directory"),
+        (_link_of_file, "adapter_config.json is a link out of the source's directory"),
+        (_loop, "bad cannot be opened"),
+        (_fifo, "adapter_model.safetensors is not a file"),
+        (_pickle, "adapter_model.bin is a pickle"),
+        (_half, "it has adapter_config.json alone"),
+        (_large, f"it has {MAX_BYTES + 2} bytes, more than the {MAX_BYTES}"),
+        (_large_config, "adapter_config.json has 1048577 bytes"),
+    ],
+)
+def test_what_is_refused_is_named_and_hurts_no_other(root: Path, damage: Callable[[Path], None], reason: str) -> None:
+    (root / "bad").mkdir()
+    damage(root)
+    with pytest.raises(SourceError, match=reason) as caught:
+        fetch(root, key("bad"))
+    assert isinstance(caught.value, Unusable)
+    assert str(root) not in str(caught.value)
+    assert fetch(root, key("pirate")) == ("pirate", digest_of(1))
+
+
+@pytest.mark.parametrize("bad", ["adapters", "", "/nowhere"])
+def test_a_root_that_is_no_absolute_directory_refuses_to_load(bad: str) -> None:
+    with pytest.raises(ConfigError, match="write the absolute path of a directory"):
+        DirectorySource(bad)

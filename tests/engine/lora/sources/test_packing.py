@@ -1,0 +1,105 @@
+"""From files to pages: equal to an upload of the same adapter, or refused by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.adapters import TINY
+from support.sources import digest_of, save_adapter
+
+from multilora_engine.lora.format import lora_modules
+from multilora_engine.lora.sources.packing import largest_adapter_bytes, pack_directory
+from multilora_engine.lora.sources.source import LocalAdapter, Unusable
+
+
+def pack(folder: Path) -> str:
+    return pack_directory(LocalAdapter(folder, folder, revision="1", name="x"), TINY).digest
+
+
+def _edit(folder: Path, **config: object) -> None:
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+
+
+def _truncate(folder: Path) -> None:
+    path = folder / "adapter_model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def _claim_4_gib(folder: Path) -> None:
+    header = json.dumps({"x": {"dtype": "F32", "shape": [1 << 30], "data_offsets": [0, 4 << 30]}}).encode()
+    (folder / "adapter_model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+
+
+def _claim_a_long_header(folder: Path) -> None:
+    (folder / "adapter_model.safetensors").write_bytes((1 << 62).to_bytes(8, "little") + b"{}")
+
+
+def _nest(folder: Path) -> None:
+    (folder / "adapter_config.json").write_text("[" * 100_000)
+
+
+def _not_a_number(folder: Path) -> None:
+    path = folder / "adapter_model.safetensors"
+    tensors = load_file(path)
+    next(iter(tensors.values()))[0, 0] = torch.nan
+    save_file(tensors, path)
+
+
+def _long_layer(folder: Path) -> None:
+    path = folder / "adapter_model.safetensors"
+    save_file({k.replace("layers.0", "layers." + "1" * 5000): v for k, v in load_file(path).items()}, path)
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (_truncate, "adapter_model.safetensors is not a safetensors file"),
+        (_claim_4_gib, "adapter_model.safetensors is not a safetensors file"),
+        (_claim_a_long_header, "adapter_model.safetensors is not a safetensors file"),
+        (_nest, "recursion"),
+        (_not_a_number, "NaN"),
+        (_long_layer, "layers|digits"),
+        (lambda folder: _edit(folder, use_dora=True), "adapter_config.json: use_dora is True; DoRA is not supported"),
+        (lambda folder: _edit(folder, r=17, rank_pattern={}), "rank (4|16), but adapter_config.json says 17"),
+        (lambda folder: _edit(folder, rank_pattern={"(a+)+$": 4}), r"rank_pattern has the expression '\(a\+\)\+\$'"),
+        (lambda folder: _edit(folder, alpha_pattern=["a"]), "alpha_pattern is list, an object is expected"),
+        (lambda folder: (folder / "adapter_config.json").write_text("}"), "adapter_config.json is not JSON"),
+    ],
+)
+def test_what_is_damaged_or_unsupported_is_refused_by_name(
+    tmp_path: Path, damage: Callable[[Path], object], reason: str
+) -> None:
+    folder = save_adapter(tmp_path / "x", seed=1)
+    damage(folder)
+    with pytest.raises(Unusable, match=reason) as caught:
+        pack(folder)
+    assert str(tmp_path) not in str(caught.value)
+
+
+def test_a_rank_beyond_the_servers_is_refused(tmp_path: Path) -> None:
+    folder = save_adapter(tmp_path / "x", seed=1)
+    a, b = torch.ones(17, 24), torch.ones(40, 17)
+    prefix = "base_model.model.model.layers.0.self_attn.q_proj"
+    save_file({f"{prefix}.lora_A.weight": a, f"{prefix}.lora_B.weight": b}, folder / "adapter_model.safetensors")
+    _edit(folder, r=17, rank_pattern={})
+    with pytest.raises(Unusable, match=r"Invalid low_rank \(17\). low_rank must be <= max_lora_rank \(16\)"):
+        pack(folder)
+
+
+def test_it_is_the_adapter_that_a_client_would_have_uploaded(tmp_path: Path) -> None:
+    assert pack(save_adapter(tmp_path / "x", seed=7)) == digest_of(7)
+    halves = save_adapter(tmp_path / "bf16", seed=7)
+    path = halves / "adapter_model.safetensors"
+    save_file({key: value.bfloat16() for key, value in load_file(path).items()}, path)
+    assert pack(halves) != digest_of(7)
+
+
+def test_no_legal_adapter_is_too_large() -> None:
+    values = sum(lora_modules(TINY)[i].num_values(TINY.max_rank, True) for i in range(1, 8)) * TINY.num_layers
+    assert largest_adapter_bytes(TINY) > 4 * values

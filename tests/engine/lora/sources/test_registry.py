@@ -1,0 +1,67 @@
+"""`lora_sources`: what becomes a source, and what stops the load with what to write."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from multilora_engine.config import EngineConfig
+from multilora_engine.errors import ConfigError
+from multilora_engine.lora.sources.directory import DirectorySource
+from multilora_engine.lora.sources.hub import HubSource
+from multilora_engine.lora.sources.object_store import ObjectStoreSource
+from multilora_engine.lora.sources.registry import build_sources
+
+
+def build(tmp_path: Path, sources: object) -> dict[str, object]:
+    (tmp_path / "config.json").write_text("{}")
+    text = sources if isinstance(sources, str) else json.dumps(sources)
+    config = EngineConfig.from_parameters({"model_path": str(tmp_path), "lora_sources": text}, environ={})
+    return dict(build_sources(config.lora.lora_sources))
+
+
+def test_sources_are_built_in_order_by_short_names_and_dotted_paths(tmp_path: Path) -> None:
+    sources = build(
+        tmp_path,
+        [
+            {"source": "huggingface", "repos": ["acme/*"]},
+            {"source": "directory", "name": "ours", "root": str(tmp_path)},
+            {"source": "fsspec", "urls": ["memory://adapters"]},
+            {"source": "support.sources:GivenSource", "name": "plug-in", "folders": {"x": "/x"}},
+        ],
+    )
+    assert list(sources) == ["huggingface", "ours", "fsspec", "plug-in"]
+    kinds = [type(source) for source in sources.values()]
+    assert kinds[:3] == [HubSource, DirectorySource, ObjectStoreSource]
+    assert vars(sources["plug-in"])["folders"] == {"x": "/x"}
+
+
+@pytest.mark.parametrize(
+    ("sources", "message"),
+    [
+        ("directory", r'lora_sources=.*not JSON .*write a list like \[\{"source": "directory"'),
+        ({}, r"lora_sources=\{\}: Input should be a valid list"),
+        ([{}], "lora_sources.0.source=.*Field required"),
+        ([{"source": "dropbox"}], "dropbox: there is no such source; write directory, huggingface, fsspec or package"),
+        ([{"source": "support.nowhere:Store"}], "support.nowhere:Store: cannot be imported: No module named"),
+        ([{"source": "support.sources:Nothing"}], "cannot be imported: .* has no attribute 'Nothing'"),
+        ([{"source": "directory"}], "directory: .*missing 1 required .* 'root'"),
+        ([{"source": "directory", "root": "/", "depth": 3}], "directory: .*unexpected keyword argument 'depth'"),
+        ([{"source": "directory", "root": "/nowhere"}], "write the absolute path of a directory"),
+        ([{"source": "directory", "root": "/"}] * 2, "two sources are named 'directory'; give one another name"),
+        ([{"source": "huggingface", "repos": []}], 'write which repositories may be used, as in "repos"'),
+        ([{"source": "huggingface", "repos": "acme/*"}], 'as in "repos": \\["acme/\\*"\\]'),
+        ([{"source": "fsspec", "urls": []}], 'as in "urls"'),
+        ([{"source": "fsspec", "urls": ["/adapters"]}], "'/adapters' is not a plain URL; write one like s3://"),
+        ([{"source": "fsspec", "urls": ["simplecache::s3://a/b"]}], "is not a plain URL"),
+        ([{"source": "fsspec", "urls": ["warp://a"]}], "warp://a: .*"),
+        ([{"source": "fsspec", "urls": ["s3://a/b"]}], r"s3://a/b needs a package .* multilora-engine\[s3\]"),
+    ],
+)
+def test_what_cannot_be_a_source_stops_the_load_and_says_what_to_write(
+    tmp_path: Path, sources: object, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build(tmp_path, sources)

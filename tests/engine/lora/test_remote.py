@@ -1,0 +1,270 @@
+"""Adapters on their way: fetched once, put once, given up without a trace; and an engine that waits for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.adapters import TINY, wire_adapter
+from support.engines import Answer, assert_idle, run_all
+from support.oracle import ATTENTION, MLP, Oracle
+from support.sources import ROWS, GatedSource, key
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from multilora_engine.config import EngineConfig, LoRAConfig
+from multilora_engine.engine import Engine
+from multilora_engine.errors import AdapterNotFound, InvalidRequest, QueueFull, SourceUnavailable
+from multilora_engine.lora.device_tier import DeviceTier
+from multilora_engine.lora.event_log import EventLog
+from multilora_engine.lora.format import PackedAdapter, pack_adapter
+from multilora_engine.lora.host_tier import HostTier
+from multilora_engine.lora.life_cycle import AdapterEvent
+from multilora_engine.lora.manager import LoRAManager
+from multilora_engine.lora.names import task_id_of
+from multilora_engine.lora.remote import RemoteAdapters
+from multilora_engine.lora.sources.fetcher import FetchedAdapter
+from multilora_engine.lora.sources.source import AdapterKey
+from multilora_engine.request import GenerationRequest, SamplingParams
+
+
+def packed(seed: int) -> PackedAdapter:
+    wire = wire_adapter(TINY, ROWS, seed=seed)
+    return pack_adapter(wire.weights, wire.config, TINY)
+
+
+class HeldFetcher:
+    """Fetches end when the test says so. fetches: (key, source, future) of each."""
+
+    def __init__(self) -> None:
+        self.fetches: list[tuple[AdapterKey, str, Future[FetchedAdapter]]] = []
+
+    def fetch(self, wanted: AdapterKey, source: str = "") -> Future[FetchedAdapter]:
+        self.fetches.append((wanted, source, Future()))
+        return self.fetches[-1][2]
+
+    def begin(self) -> Future[FetchedAdapter]:
+        future = self.fetches[-1][2]
+        assert future.set_running_or_notify_cancel()
+        return future
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+class World:
+    def __init__(self, num_pages: int = 8) -> None:
+        host = HostTier(num_pages, TINY.page_bytes)
+        self.loras = LoRAManager(host, DeviceTier(TINY, host.pool, host.pool, 4), "refuse")
+        self.fetcher = HeldFetcher()
+        self.events: EventLog[AdapterEvent] = EventLog(100)
+        self.remote = RemoteAdapters(self.loras, self.fetcher, self.events.append)  # type: ignore[arg-type]
+
+
+def test_an_adapter_is_fetched_once_for_all_who_wait() -> None:
+    world = World()
+    first, second = world.remote.fetch(key("x")), world.remote.fetch(key("x"))
+    assert first is second
+    assert len(world.fetcher.fetches) == 1
+    assert list(world.remote.poll()) == []
+    (info,) = world.remote.describe()
+    assert (info.name, info.status, info.location, info.digest) == ("x", "DOWNLOADING", "REMOTE", "")
+    world.fetcher.begin().set_result(FetchedAdapter(packed(1), "x"))
+    assert list(world.remote.poll()) == [first]
+    assert (first.is_done, first.error) == (True, None)
+    (info,) = world.loras.describe()
+    assert (info.name, info.digest, info.location) == ("x", packed(1).digest, "HOST")
+    assert not world.remote.is_busy
+    assert world.remote.stats.copies == 1
+
+
+def test_whoever_gives_up_last_drops_a_fetch_that_has_not_begun() -> None:
+    world = World()
+    fetch = world.remote.fetch(key("x"))
+    world.remote.fetch(key("x"))
+    world.remote.give_up(fetch)
+    assert world.remote.is_busy
+    world.remote.give_up(fetch)
+    assert not world.remote.is_busy
+    assert world.fetcher.fetches[0][2].cancelled()
+
+
+def test_a_fetch_that_has_begun_is_kept_for_the_next_who_asks() -> None:
+    world = World()
+    fetch = world.remote.fetch(key("x"))
+    future = world.fetcher.begin()
+    world.remote.give_up(fetch)
+    assert world.remote.fetch(key("x")) is fetch
+    world.remote.give_up(fetch)
+    future.set_result(FetchedAdapter(packed(1), "x"))
+    assert list(world.remote.poll()) == [fetch]
+    assert world.loras.is_known(task_id_of("x"))
+
+
+def test_an_upload_meanwhile_wins_over_the_source() -> None:
+    world = World()
+    fetch = world.remote.fetch(key("x"))
+    future = world.fetcher.begin()
+    world.loras.put(task_id_of("x"), packed(2))
+    assert list(world.remote.poll()) == [fetch]
+    assert fetch.error is None
+    future.set_result(FetchedAdapter(packed(1), "x"))
+    assert list(world.remote.poll()) == []
+    assert world.loras.digest(task_id_of("x")) == packed(2).digest
+
+
+def test_what_cannot_be_fetched_or_kept_is_told_and_may_be_asked_for_again() -> None:
+    world = World(num_pages=1)
+    fetch = world.remote.fetch(key("x"))
+    world.fetcher.begin().set_exception(SourceUnavailable("x", "ours", "no route"))
+    assert list(world.remote.poll()) == [fetch]
+    assert "cannot be had from source 'ours' now: no route" in str(fetch.error)
+    world.loras.put(1, packed(1))
+    world.loras.pin(1)
+    again = world.remote.fetch(key("x"))
+    world.fetcher.begin().set_result(FetchedAdapter(packed(2), "x"))
+    assert list(world.remote.poll()) == [again]
+    assert "Cache is full" in str(again.error)
+    assert [event.kind for event in world.events.since(0).events] == ["fetch_failed"] * 2
+    assert world.remote.stats.failures == 2
+
+
+def test_without_sources_nothing_is_fetched() -> None:
+    remote = RemoteAdapters(World().loras, None, lambda event: None)
+    with pytest.raises(AdapterNotFound):
+        remote.fetch(key("x"))
+    assert remote.list_sources().result(0) == []
+
+
+@pytest.fixture(scope="module")
+def oracle_and_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Oracle, Path]:
+    """A tiny Llama, and the PEFT adapters `pirate` and `parrot` in a directory."""
+    torch.manual_seed(7)
+    shape = {"hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=311, max_position_embeddings=512, initializer_range=0.4, **shape))
+    path = tmp_path_factory.mktemp("checkpoint")
+    model.save_pretrained(path)
+    oracle = Oracle(model, tmp_path_factory.mktemp("adapters"))
+    oracle.add_random("pirate", 4, ATTENTION + MLP, seed=1)
+    oracle.add_random("parrot", 9, ATTENTION, seed=2)
+    return oracle, path
+
+
+@pytest.fixture
+def engine(oracle_and_checkpoint: tuple[Oracle, Path], default_model_dir: Path) -> Iterator[Engine]:
+    """An engine with a directory source that waits for `GatedSource.gate`."""
+    oracle, checkpoint = oracle_and_checkpoint
+    GatedSource.gate.clear()
+    GatedSource.asked.clear()
+    sources = [{"source": "support.sources:GatedSource", "root": str(oracle.adapters["pirate"].parent)}]
+    config = EngineConfig(
+        model_path=checkpoint,
+        tokenizer_path=default_model_dir,
+        num_threads=1,
+        max_queue_size=40,
+        kv_cache_memory_bytes=32 << 20,
+        lora=LoRAConfig.model_validate({"lora_sources": sources, "lora_cache_host_memory_bytes": 32 << 20}),
+    )
+    engine = Engine(config)
+    yield engine
+    GatedSource.gate.set()
+    engine.close()
+
+
+PROMPT = [5, 6, 7, 8]
+
+
+def request(request_id: str, name: str = "", **options: Any) -> GenerationRequest:
+    task = task_id_of(name) if name else None
+    sampling = SamplingParams(max_tokens=8, end_id=-1)
+    return GenerationRequest(request_id, PROMPT, sampling, **{"lora_task_id": task, "lora_name": name, **options})
+
+
+def finish(engine: Engine) -> dict[str, Answer]:
+    """Step until nothing is left: what each request got since."""
+    answers: dict[str, Answer] = {}
+    while engine.has_work:
+        for output in engine.step():
+            answers.setdefault(output.request_id, Answer()).add(output)
+        engine.check_integrity()
+    assert_idle(engine)
+    return answers
+
+
+def test_requests_for_an_uncached_adapter_wait_for_its_source_and_then_answer_as_peft_does(
+    engine: Engine, oracle_and_checkpoint: tuple[Oracle, Path]
+) -> None:
+    for i in range(20):
+        engine.add_request(request(f"pirate {i}", "pirate"))
+    engine.add_request(request("by id", lora_task_id=task_id_of("parrot")))
+    for i in range(3):
+        engine.add_request(request(f"base {i}"))
+        # The fetch is stuck: others are served all the same, however many wait for it.
+        served: set[str] = set()
+        while f"base {i}" not in served:
+            served |= {output.request_id for output in engine.step() if output.is_final}
+        assert served == {f"base {i}"}
+        engine.check_integrity()
+    GatedSource.gate.set()
+    answers = finish(engine)
+    assert sorted(GatedSource.asked) == sorted(["pirate", str(task_id_of("parrot"))])
+    oracle, _ = oracle_and_checkpoint
+    assert len(answers) == 21
+    for request_id, answer in answers.items():
+        name = "parrot" if request_id == "by id" else "pirate"
+        expected = oracle.logits(name, PROMPT, answer.token_ids).argmax(dim=-1).tolist()
+        assert answer.token_ids == expected
+        assert answer.token_ids != oracle.logits(None, PROMPT, answer.token_ids).argmax(dim=-1).tolist()
+        assert answer.final is not None
+        assert answer.final.lora_digest == engine.adapter_digest(task_id_of(name))
+
+
+def test_an_adapter_that_no_source_has_is_not_found_in_the_words_of_who_asked(engine: Engine) -> None:
+    GatedSource.gate.set()
+    answers = run_all(engine, [request("by name", "nobody"), request("by id", lora_task_id=404), request("base")])
+    finals = {request_id: answer.final for request_id, answer in answers.items()}
+    assert finals["by name"] is not None
+    assert finals["by id"] is not None
+    assert finals["base"] is not None
+    assert finals["base"].finish_reason == "length"
+    assert (finals["by name"].error_code, finals["by id"].error_code) == ("NOT_FOUND", "NOT_FOUND")
+    assert "LoRA adapter 'nobody' not found in cache. Please send LoRA weights" in str(finals["by name"].error_message)
+    assert "LoRA task 404 not found in cache. Please send LoRA weights" in str(finals["by id"].error_message)
+
+
+def test_parked_requests_can_be_cancelled_and_reach_their_deadlines(engine: Engine) -> None:
+    engine.add_request(request("stopped", "pirate"))
+    engine.add_request(request("late", "pirate", timeout_s=0.0))
+    engine.add_request(request("patient", "pirate"))
+    stopped = engine.abort("stopped")
+    assert stopped is not None
+    assert stopped.finish_reason == "cancelled"
+    (late,) = engine.step()
+    assert (late.request_id, late.error_code) == ("late", "CANCELLED")
+    engine.check_integrity()
+    GatedSource.gate.set()
+    assert list(finish(engine)) == ["patient"]
+
+
+def test_parked_requests_count_as_waiting(engine: Engine) -> None:
+    for i in range(40):
+        engine.add_request(request(f"r{i}", "pirate"))
+    with pytest.raises(QueueFull, match="40 requests are waiting"):
+        engine.add_request(request("one more"))
+
+
+def test_a_name_that_belongs_to_another_id_is_refused(engine: Engine) -> None:
+    with pytest.raises(InvalidRequest, match="lora_name 'pirate' is LoRA task"):
+        engine.add_request(request("r", "pirate", lora_task_id=7))
+    with pytest.raises(InvalidRequest, match=r"'\.\./pirate' is not plain"):
+        engine.add_request(request("r", lora_name="../pirate", lora_task_id=7))
+    assert_idle(engine)
+
+
+def test_an_engine_closes_while_a_source_is_stuck(engine: Engine) -> None:
+    engine.add_request(request("r", "pirate"))
+    engine.close()
+    assert_idle(engine)
