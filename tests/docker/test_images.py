@@ -1,0 +1,81 @@
+"""The Dockerfiles and the compose file keep what docker/README.md promises. scripts/try_images carries them out."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from clean_root import Instruction, read_dockerfile
+
+DOCKER = Path(__file__).parents[2] / "docker"
+DOCKERFILES = sorted(DOCKER.glob("*.Dockerfile"))
+
+pytestmark = pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.stem)
+
+
+def instructions(dockerfile: Path, name: str) -> list[Instruction]:
+    return [instruction for instruction in read_dockerfile(dockerfile) if instruction.name == name]
+
+
+def last_stage(dockerfile: Path) -> list[Instruction]:
+    everything = read_dockerfile(dockerfile)
+    start = max(i for i, instruction in enumerate(everything) if instruction.name == "FROM")
+    return everything[start:]
+
+
+def compose(name: str = "compose.yaml") -> dict[str, Any]:
+    services: dict[str, Any] = yaml.safe_load((DOCKER / name).read_text())["services"]
+    return services
+
+
+def test_it_ends_as_an_ordinary_user(dockerfile: Path) -> None:
+    users = [instruction.arguments for instruction in last_stage(dockerfile) if instruction.name == "USER"]
+    assert users[-1] == "10001:10001"
+
+
+def test_the_canary_is_the_health_check(dockerfile: Path) -> None:
+    (check,) = instructions(dockerfile, "HEALTHCHECK")
+    assert check.arguments.endswith('CMD ["multilora-serve", "probe"]')
+
+
+def test_what_it_copies_is_in_the_build_context(dockerfile: Path) -> None:
+    ignored = (DOCKER.parent / ".dockerignore").read_text().splitlines()
+    sources = [i.arguments.split()[0].rstrip("/") for i in instructions(dockerfile, "COPY")]
+    from_context = [source for source in sources if not source.startswith("--from")]
+    assert from_context
+    assert all(f"!{source}" in ignored and (DOCKER.parent / source).exists() for source in from_context)
+
+
+def test_every_install_keeps_to_the_pins(dockerfile: Path) -> None:
+    runs = " ".join(instruction.arguments for instruction in instructions(dockerfile, "RUN"))
+    installs = runs.split("pip install ")[1:]
+    assert installs
+    assert all("-c constraints.txt" in install.split("&&")[0] for install in installs)
+
+
+def test_the_operators_are_compiled_into_it_and_found_there(dockerfile: Path) -> None:
+    settings = [i.arguments for i in instructions(dockerfile, "ENV") if "MULTILORA_KERNELS_CACHE" in i.arguments]
+    builds = [i for i in instructions(dockerfile, "RUN") if "-m multilora_kernels.cpu" in i.arguments]
+    assert len(builds) == 1
+    assert settings
+    assert all("MULTILORA_KERNELS_CACHE=/opt/multilora/kernels" in setting for setting in settings)
+
+
+@pytest.mark.parametrize("service", ["multilora", "openai"])
+def test_compose_takes_away_what_the_services_do_not_need(dockerfile: Path, service: str) -> None:
+    settings = compose()[service]
+    assert settings["read_only"] is True
+    assert settings["cap_drop"] == ["ALL"]
+    assert settings["security_opt"] == ["no-new-privileges:true"]
+    assert settings["user"] == instructions(dockerfile, "USER")[-1].arguments
+
+
+def test_compose_publishes_on_the_loopback_only(dockerfile: Path) -> None:
+    ports = [port for service in compose().values() for port in service.get("ports", [])]
+    assert ports
+    assert all(port.startswith("127.0.0.1:") for port in ports)
+
+
+def test_compose_builds_it(dockerfile: Path) -> None:
+    name = "compose.gpu.yaml" if dockerfile.stem == "gpu" else "compose.yaml"
+    assert compose(name)["multilora"]["build"]["dockerfile"] == f"docker/{dockerfile.name}"

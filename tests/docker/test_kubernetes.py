@@ -1,0 +1,99 @@
+"""The Kubernetes manifests fit Kubernetes' own schemas, and refer to what is there."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+KUBERNETES = Path(__file__).parents[2] / "docker" / "kubernetes"
+BASE = KUBERNETES / "base"
+
+Manifest = dict[str, Any]
+
+
+def read_documents(path: Path) -> list[Manifest]:
+    return list(yaml.safe_load_all(path.read_text()))
+
+
+def base_manifests() -> Iterator[Manifest]:
+    (kustomization,) = read_documents(BASE / "kustomization.yaml")
+    for name in kustomization["resources"]:
+        yield from read_documents(BASE / name)
+
+
+def manifest(kind: str, name: str = "multilora") -> Manifest:
+    return next(m for m in base_manifests() if m["kind"] == kind and m["metadata"]["name"] == name)
+
+
+def pod() -> Manifest:
+    spec: Manifest = manifest("Deployment")["spec"]["template"]["spec"]
+    return spec
+
+
+@pytest.mark.parametrize("document", list(base_manifests()), ids=lambda m: f"{m['kind']}-{m['metadata']['name']}")
+def test_a_manifest_fits_kubernetes_schema(document: Manifest) -> None:
+    kubernetes_validate.validate(document, kubernetes_validate.latest_version(), strict=True)
+
+
+def test_the_schemas_refuse_a_field_that_does_not_exist() -> None:
+    broken = manifest("Deployment")
+    broken["spec"]["template"]["spec"]["containers"][0]["readyProbe"] = {}
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(broken, kubernetes_validate.latest_version(), strict=True)
+
+
+def test_every_file_of_the_base_is_used() -> None:
+    (kustomization,) = read_documents(BASE / "kustomization.yaml")
+    assert {path.name for path in BASE.iterdir()} == {"kustomization.yaml", *kustomization["resources"]}
+
+
+def test_services_and_policy_name_ports_of_the_container() -> None:
+    ports = {port["name"] for port in pod()["containers"][0]["ports"]}
+    services = [m for m in base_manifests() if m["kind"] == "Service"]
+    targets = {port["targetPort"] for service in services for port in service["spec"]["ports"]}
+    allowed = {p["port"] for rule in manifest("NetworkPolicy")["spec"]["ingress"] for p in rule["ports"]}
+    assert targets == allowed == ports
+
+
+def test_selectors_find_the_pods() -> None:
+    deployment = manifest("Deployment")
+    labels = deployment["spec"]["template"]["metadata"]["labels"]
+    services = [m for m in base_manifests() if m["kind"] == "Service"]
+    selectors = [
+        deployment["spec"]["selector"]["matchLabels"],
+        manifest("NetworkPolicy")["spec"]["podSelector"]["matchLabels"],
+        *(service["spec"]["selector"] for service in services),
+    ]
+    assert all(selector.items() <= labels.items() for selector in selectors)
+
+
+def test_volumes_are_mounted_and_claims_exist() -> None:
+    volumes = {volume["name"]: volume for volume in pod()["volumes"]}
+    assert {mount["name"] for mount in pod()["containers"][0]["volumeMounts"]} == set(volumes)
+    claims = {v["persistentVolumeClaim"]["claimName"] for v in volumes.values() if "persistentVolumeClaim" in v}
+    assert claims == {m["metadata"]["name"] for m in base_manifests() if m["kind"] == "PersistentVolumeClaim"}
+
+
+def test_what_is_written_at_run_time_is_mounted_and_the_rest_is_read_only() -> None:
+    container = pod()["containers"][0]
+    writable = {mount["mountPath"] for mount in container["volumeMounts"] if not mount.get("readOnly")}
+    assert container["securityContext"]["readOnlyRootFilesystem"] is True
+    assert writable == {"/cache", "/tmp", "/dev/shm"}
+
+
+def test_the_autoscaler_scales_the_deployment() -> None:
+    target = manifest("HorizontalPodAutoscaler")["spec"]["scaleTargetRef"]
+    deployment = manifest("Deployment")
+    assert target == {"apiVersion": deployment["apiVersion"], "kind": "Deployment", "name": "multilora"}
+
+
+def test_the_gpu_overlay_changes_what_it_means_to() -> None:
+    (overlay,) = read_documents(KUBERNETES / "gpu" / "kustomization.yaml")
+    (patch,) = overlay["patches"]
+    gpu, shared_memory = yaml.safe_load(patch["patch"])
+    assert gpu["path"].rsplit("/", 1)[0].endswith("containers/0/resources/limits")
+    index = int(shared_memory["path"].split("/")[5])
+    assert pod()["volumes"][index]["name"] == "shm"
