@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 
 from multilora_engine.config import EngineConfig
+from multilora_engine.lora.format import adapter_pages
 from multilora_engine.process.paths import owned_socket_path, socket_path
 from multilora_engine.process.supervisor import EngineProcess
 from multilora_engine.serving.engine_link import EngineLink
@@ -19,6 +20,7 @@ from multilora_engine.serving.front import GenerationFront
 from multilora_engine.serving.inputs import ENSEMBLE_NAMES
 from multilora_engine.serving.metrics import MetricsPublisher
 from multilora_engine.serving.triton_api import TritonRequest, configure_logging
+from multilora_engine.shared_memory import check_free_space
 
 _FIRST_CONTACT_S = 30.0
 
@@ -39,7 +41,8 @@ class GenerationModel:
             engine.start()
             link = EngineLink(path)
             resources.callback(link.close)
-            link.client.wait_until_ready(_FIRST_CONTACT_S)
+            layout = link.client.wait_until_ready(_FIRST_CONTACT_S).adapter_layout
+            check_free_space(adapter_pages(layout, layout.max_rank) * layout.page_bytes)
             metrics = MetricsPublisher(link.client)
             resources.callback(metrics.close)
             self._front = GenerationFront(link, can_stream=True)

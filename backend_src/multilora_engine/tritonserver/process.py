@@ -19,13 +19,14 @@ from threading import Thread
 from typing import IO, Self
 
 from multilora_engine.errors import MultiloraError
+from multilora_engine.shared_memory import check_free_space
 from multilora_engine.tritonserver.addresses import Addresses, resolve_addresses
 from multilora_engine.tritonserver.checkpoint import check_checkpoint
 from multilora_engine.tritonserver.installation import find_installation, make_backend_directory, server_environment
 from multilora_engine.tritonserver.log import ServerLog
 from multilora_engine.tritonserver.probe import Busy, NotReady, ProbeFailed, probe_generation
 from multilora_engine.tritonserver.repository import find_model_repository, model_names, write_overridden
-from multilora_engine.tritonserver.shared_memory import RegionClaim, check_free_space, claim_regions, remove_leftovers
+from multilora_engine.tritonserver.shared_memory import RegionClaim, claim_regions, remove_leftovers
 from multilora_engine.tritonserver.upstream_models import UpstreamModels, add_upstream_models
 
 logger = logging.getLogger(__name__)

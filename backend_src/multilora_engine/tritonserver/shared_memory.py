@@ -11,20 +11,16 @@ import contextlib
 import fcntl
 import os
 import secrets
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from multilora_engine.errors import ConfigError
-
-SHARED_MEMORY = Path("/dev/shm")
+from multilora_engine.shared_memory import SHARED_MEMORY
 
 _REGION_PREFIX = "triton_python_backend_shm_region_multilora_"
 """Newer servers refuse clients that register a region whose name starts with Triton's own prefix, so ours does."""
 
 _LOCK_PREFIX = "multilora_"
-_MINIMUM_FREE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -59,16 +55,6 @@ def remove_leftovers() -> list[str]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             removed += _remove(lock.stem.removeprefix(_LOCK_PREFIX))
     return removed
-
-
-def check_free_space() -> None:
-    """Raises ConfigError when /dev/shm is too small for the stubs' regions."""
-    free = shutil.disk_usage(SHARED_MEMORY).free
-    if free < _MINIMUM_FREE_BYTES:
-        raise ConfigError(
-            f"{SHARED_MEMORY} has {free >> 20} MiB free and the server needs {_MINIMUM_FREE_BYTES >> 20} MiB at least, "
-            f"plus the size of the largest adapter sent to it; in a container: --shm-size=1g"
-        )
 
 
 def _create_lock(token: str) -> int:
