@@ -43,6 +43,21 @@ def list_adapters(url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
 
 
 @app.command()
+def load(
+    which: Which,
+    source: Annotated[str, typer.Option(help="Name of the only source to ask.", show_default="all of them")] = "",
+    url: Url = DEFAULT_URL,
+    as_json: AsJson = False,
+) -> None:
+    """Have the server fetch adapters from its sources, or read them from disk, before any request needs them.
+
+    Example: `multilora adapters load acme/pirate --source huggingface`
+    """
+    with one_line_errors(), Client(url) as client:
+        _print_adapters([client.load_adapter(_which(adapter), source) for adapter in which], as_json)
+
+
+@app.command()
 def unload(which: Which, url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
     """Make the server forget adapters. Requests that use one keep it until they have finished.
 
@@ -141,7 +156,7 @@ def _adapter_row(adapter: AdapterInfo) -> list[str]:
         ",".join(map(str, adapter.ranks)),
         str(adapter.num_pins),
         "yes" if adapter.is_pinned else "",
-        _time(adapter.last_used_s),
+        _time(adapter.last_used_s) if adapter.last_used_s else "",
         str(adapter.num_hits),
     ]
 

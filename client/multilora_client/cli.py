@@ -62,6 +62,13 @@ TaskId = Annotated[
         show_default=False,
     ),
 ]
+LoraName = Annotated[
+    str | None,
+    typer.Option(
+        help="Name of an adapter that the server has, or finds in its sources; instead of the two options above.",
+        show_default=False,
+    ),
+]
 AsChat = Annotated[bool, typer.Option("--chat", help="Send the prompt as a chat message of a user.")]
 System = Annotated[str | None, typer.Option(help="System message that opens the chat.", show_default=False)]
 MaxTokens = Annotated[int, typer.Option(help="Most tokens to generate.")]
@@ -81,6 +88,7 @@ def generate(
     door: Door = "direct",
     adapter: AdapterDir = None,
     lora_task_id: TaskId = None,
+    lora_name: LoraName = None,
     chat: AsChat = False,
     max_tokens: MaxTokens = DEFAULT_MAX_TOKENS,
     temperature: Temperature = None,
@@ -98,13 +106,15 @@ def generate(
     - `multilora generate "The capital of France is" --max-tokens 8`
     - `multilora generate --chat "Who are you?" --adapter adapters/pirate`
     - `multilora generate - --lora-task-id 7 < prompt.txt`
+    - `multilora generate "Who are you?" --lora-name acme/pirate`
     """
     text, messages = _read_prompt(prompt, as_message=chat)
     with one_line_errors(), Client(url, door=_DOORS[door]) as client:
         answer = client.generate(
             text,
             messages=messages,
-            adapter=_choose_adapter(adapter, lora_task_id),
+            adapter=_choose_adapter(adapter, lora_task_id, lora_name),
+            lora_name=lora_name,
             max_tokens=max_tokens,
             temperature=temperature,
             top_k=top_k,
@@ -124,6 +134,7 @@ def stream(
     door: Door = "direct",
     adapter: AdapterDir = None,
     lora_task_id: TaskId = None,
+    lora_name: LoraName = None,
     chat: AsChat = False,
     max_tokens: MaxTokens = DEFAULT_MAX_TOKENS,
     temperature: Temperature = None,
@@ -146,7 +157,8 @@ def stream(
         chunks = client.stream(
             text,
             messages=messages,
-            adapter=_choose_adapter(adapter, lora_task_id),
+            adapter=_choose_adapter(adapter, lora_task_id, lora_name),
+            lora_name=lora_name,
             max_tokens=max_tokens,
             temperature=temperature,
             top_k=top_k,
@@ -164,6 +176,7 @@ def chat(
     url: Url = DEFAULT_URL,
     adapter: AdapterDir = None,
     lora_task_id: TaskId = None,
+    lora_name: LoraName = None,
     system: System = None,
     max_tokens: MaxTokens = 512,
     temperature: Temperature = None,
@@ -175,10 +188,12 @@ def chat(
 
     Example: `multilora chat --adapter adapters/pirate --system "Be brief."`
     """
-    options = GenerateOptions(max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    options = GenerateOptions(
+        max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, lora_name=lora_name
+    )
     opening: list[Message] = [{"role": "system", "content": system}] if system else []
     with one_line_errors(), Client(url) as client:
-        _chat(client, _choose_adapter(adapter, lora_task_id), opening, options)
+        _chat(client, _choose_adapter(adapter, lora_task_id, lora_name), opening, options)
 
 
 @app.command()
@@ -251,7 +266,10 @@ def _read_prompt(prompt: str, *, as_message: bool) -> tuple[str | None, list[Mes
     return (None, [{"role": "user", "content": text}]) if as_message else (text, None)
 
 
-def _choose_adapter(directory: Path | None, lora_task_id: int | None) -> Adapter | int | None:
+def _choose_adapter(directory: Path | None, lora_task_id: int | None, lora_name: str | None) -> Adapter | int | None:
+    """The adapter by its weights or its id; None for the base model, and for one that goes by `lora_name`."""
+    if lora_name is not None and (directory is not None or lora_task_id is not None):
+        raise InvalidRequest("--lora-name names an adapter of the server; leave --adapter and --lora-task-id out")
     return load_adapter(directory, lora_task_id) if directory else lora_task_id
 
 

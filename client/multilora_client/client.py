@@ -117,6 +117,14 @@ class Client:
         """Every adapter of the server, by task id."""
         return parse_adapters(self._transport.infer(operation_request("list")))
 
+    def load_adapter(self, adapter: int | str, source: str = "") -> AdapterInfo:
+        """Have the server fetch an adapter (a task id or a name) from its sources, or from the one named; or from disk.
+
+        Returns when the adapter is in host memory. Raises NotFound, InvalidRequest if what the source has is unusable.
+        """
+        fields = {**which_adapter(adapter), "source": source}
+        return parse_adapter(self._transport.infer(operation_request("load", fields)))
+
     def unload_adapter(self, adapter: int | str) -> AdapterInfo:
         """Make the server forget an adapter (a task id or a name). The answer is how it was before.
 
@@ -211,6 +219,11 @@ class AsyncClient:
     async def list_adapters(self) -> list[AdapterInfo]:
         """Every adapter of the server, by task id."""
         return parse_adapters(await self._transport.infer(operation_request("list")))
+
+    async def load_adapter(self, adapter: int | str, source: str = "") -> AdapterInfo:
+        """Have the server fetch an adapter from its sources; see Client.load_adapter."""
+        fields = {**which_adapter(adapter), "source": source}
+        return parse_adapter(await self._transport.infer(operation_request("load", fields)))
 
     async def unload_adapter(self, adapter: int | str) -> AdapterInfo:
         """Make the server forget an adapter; see Client.unload_adapter."""

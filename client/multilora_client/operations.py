@@ -13,7 +13,7 @@ from multilora_client.errors import InvalidRequest, ServerFault
 from multilora_client.messages import InferRequest, Response
 from multilora_client.tensors import string_tensor
 
-OperationName = Literal["list", "unload", "pin", "unpin", "events", "stats"]
+OperationName = Literal["list", "load", "unload", "pin", "unpin", "events", "stats"]
 
 _MODEL = "adapters"
 
@@ -24,9 +24,10 @@ Parsed = TypeVar("Parsed")
 class AdapterInfo:
     """One adapter of the server at one moment.
 
-    status: DOWNLOADED (not on the device), LOADED (on its way there) or READY_FOR_USE.
+    status: DOWNLOADED (not on the device), LOADED (on its way there) or READY_FOR_USE; of one that is only in a source,
+        NOT_DOWNLOADED or DOWNLOADING.
     location: the fastest tier that has it: DEVICE, HOST, DISK, or REMOTE for none.
-    num_pins: requests that use it. is_pinned: an operator keeps it. last_used_s: seconds since the epoch.
+    num_pins: requests that use it. is_pinned: an operator keeps it. last_used_s: seconds since the epoch, 0 for never.
     num_hits: requests that have used it.
     """
 

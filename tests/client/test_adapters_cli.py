@@ -75,6 +75,22 @@ def test_several_adapters_are_changed_one_after_the_other(fake_triton: Any, oper
     assert cells(result, 3)[0] == "7"
 
 
+def test_adapters_are_loaded_from_the_source_that_is_asked_for(fake_triton: Any) -> None:
+    fake_triton.report = {"adapter": PIRATE}
+    assert cells(run(fake_triton, "load", "acme/pirate", "--source", "hub"), 1)[0] == "7"
+    run(fake_triton, "load", 7)
+    assert operations(fake_triton) == [
+        {"operation": "load", "name": "acme/pirate", "source": "hub"},
+        {"operation": "load", "lora_task_id": 7, "source": ""},
+    ]
+
+
+def test_what_was_never_used_has_no_time_of_it(fake_triton: Any) -> None:
+    remote = {"status": "NOT_DOWNLOADED", "location": "REMOTE", "last_used_s": 0.0, "num_hits": 0}
+    fake_triton.report = {"adapters": [PIRATE | remote]}
+    assert cells(run(fake_triton, "list"), 1)[-2:] == ["", "0"]
+
+
 def test_events_are_numbered_and_lost_ones_are_told(fake_triton: Any) -> None:
     fake_triton.report = {"events": EVENTS, "last": 12, "num_missed": 3}
     result = run(fake_triton, "events", "--since", 7)
@@ -103,7 +119,7 @@ def test_an_error_is_one_line_and_exit_status_1() -> None:
     assert result.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("command", ["list", "unload", "pin", "unpin", "events", "stats"])
+@pytest.mark.parametrize("command", ["list", "load", "unload", "pin", "unpin", "events", "stats"])
 def test_every_command_has_help_with_an_example(command: str) -> None:
     result = CliRunner().invoke(app, ["adapters", command, "--help"])
     assert f"multilora adapters {command}" in result.stdout.partition("Example")[2]

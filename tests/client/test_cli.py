@@ -49,6 +49,25 @@ def test_options_reach_the_server(fake_triton: Any, converted: Path, command: st
     assert inputs["lora_weights"].shape == (1, 2, 7)
 
 
+@pytest.mark.parametrize("command", ["generate", "stream", "chat"])
+def test_an_adapter_of_the_server_goes_by_its_name(fake_triton: Any, command: str) -> None:
+    prompt = [] if command == "chat" else ["hi"]
+    result = run(command, *prompt, "--url", fake_triton.url, "--lora-name", "acme/pirate", stdin="hi\n")
+
+    _, inputs = fake_triton.received[0]
+    assert result.exit_code == 0
+    assert inputs["lora_name"] == ["acme/pirate"]
+    assert "lora_task_id" not in inputs
+
+
+def test_a_name_and_another_choice_of_an_adapter_contradict_each_other(fake_triton: Any) -> None:
+    result = run("generate", "hi", "--url", fake_triton.url, "--lora-name", "acme/pirate", "--lora-task-id", 7)
+
+    assert result.exit_code == 1
+    assert "leave --adapter and --lora-task-id out" in result.stderr
+    assert fake_triton.received == []
+
+
 def test_the_ensemble_and_the_environment_can_be_chosen(fake_triton: Any) -> None:
     result = CliRunner().invoke(app, ["generate", "hi", "--door", "ensemble"], env={"MULTILORA_URL": fake_triton.url})
 

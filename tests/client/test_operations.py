@@ -75,6 +75,12 @@ both = pytest.mark.parametrize("is_async", [False, True], ids=["blocking", "asyn
         (lambda client: client.list_adapters(), {"operation": "list"}, {"adapters": [PIRATE]}, [INFO]),
         (lambda c: c.pin_adapter(7), {"operation": "pin", "lora_task_id": 7}, {"adapter": PIRATE}, INFO),
         (lambda c: c.unpin_adapter("pirate"), {"operation": "unpin", "name": "pirate"}, {"adapter": PIRATE}, INFO),
+        (
+            lambda c: c.load_adapter("pirate", "hub"),
+            {"operation": "load", "name": "pirate", "source": "hub"},
+            {"adapter": PIRATE},
+            INFO,
+        ),
         (lambda c: c.unload_adapter(0), {"operation": "unload", "lora_task_id": 0}, {"adapter": PIRATE}, INFO),
         (
             lambda client: client.adapter_events(3),

@@ -19,6 +19,8 @@ from multilora_engine.lora.format import PackedAdapter
 from multilora_engine.lora.host_tier import HostTier
 from multilora_engine.lora.life_cycle import AdapterEvent
 from multilora_engine.lora.manager import LoRAManager
+from multilora_engine.lora.remote import RemoteAdapters
+from multilora_engine.lora.sources.fetcher import AdapterFetcher
 from multilora_engine.process.server import main
 from multilora_engine.request import GenerationRequest, TokenOutput
 from support.adapters import TINY
@@ -48,7 +50,7 @@ def text_of(token_id: int) -> str:
 class FakeEngine:
     """step_gate: a step waits for it: a test decides when steps happen. changed: notified when a request ends."""
 
-    def __init__(self, config: EngineConfig | None = None) -> None:
+    def __init__(self, config: EngineConfig | None = None, fetcher: AdapterFetcher | None = None) -> None:
         if config is not None and config.num_threads == 13:
             raise ConfigError("parameter num_threads=13: unlucky")
         if config is not None and config.num_threads == 14:
@@ -62,6 +64,7 @@ class FakeEngine:
         host = HostTier(num_pages=64, page_bytes=TINY.page_bytes)
         device = DeviceTier(TINY, host.pool, host.pool, max_loras=8)
         self.loras = LoRAManager(host, device, "refuse", self.lora_events.append)
+        self.remote = RemoteAdapters(self.loras, fetcher, self.lora_events.append)
         self.accepted: list[GenerationRequest] = []
         self.requests: dict[str, GenerationRequest] = {}
         self.produced: dict[str, list[int]] = {}
@@ -70,7 +73,7 @@ class FakeEngine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.requests)
+        return bool(self.requests) or self.remote.is_busy
 
     def put_adapter(self, lora_task_id: int, adapter: PackedAdapter, name: str = "") -> None:
         self.loras.put(lora_task_id, adapter, name)
@@ -98,6 +101,8 @@ class FakeEngine:
 
     def step(self, on_progress: Callable[[], None]) -> list[TokenOutput]:
         self.step_gate.wait()
+        for _ in self.remote.poll():
+            """It is in the host tier now."""
         for request in self.requests.values():
             if request.prompt_token_ids[0] == FAIL_STEP:
                 raise RuntimeError("the device is on fire")

@@ -32,7 +32,7 @@ class Fetch:
     num_waiting: int = 0
     is_done: bool = False
     error: RequestError | None = None
-    started_s: float = field(default_factory=time.time)
+    started: float = field(default_factory=time.perf_counter)
 
 
 class RemoteAdapters:
@@ -50,6 +50,7 @@ class RemoteAdapters:
         self._fetches: dict[int, Fetch] = {}
         self._num_fetched = 0
         self._fetch_seconds = 0.0
+        self._num_misses = 0
         self._num_failures = 0
 
     @property
@@ -59,9 +60,11 @@ class RemoteAdapters:
 
     @property
     def stats(self) -> TierStats:
-        """num_adapters: under way. copies: adapters that arrived."""
+        """num_adapters: under way. hits, copies: adapters that arrived. misses: that no source has."""
         return TierStats(
             num_adapters=len(self._fetches),
+            hits=self._num_fetched,
+            misses=self._num_misses,
             copies=self._num_fetched,
             copy_seconds=self._fetch_seconds,
             failures=self._num_failures,
@@ -108,7 +111,7 @@ class RemoteAdapters:
 
     def describe(self) -> list[AdapterInfo]:
         """The adapters under way."""
-        return [_describe(fetch.key, "DOWNLOADING", fetch.started_s) for fetch in self._fetches.values()]
+        return [_describe(fetch.key, "DOWNLOADING") for fetch in self._fetches.values()]
 
     def list_sources(self) -> Future[list[AdapterKey]]:
         """What the sources have, as far as they can tell, whether it is in a tier or not."""
@@ -141,6 +144,10 @@ class RemoteAdapters:
             return None
         if not isinstance(error, RequestError):
             raise error
+        if isinstance(error, AdapterNotFound):
+            # No more than a client's mistake: told to the client, and neither to the log nor to the events.
+            self._num_misses += 1
+            return error
         self._num_failures += 1
         _logger.warning("adapter %s could not be fetched: %s", fetch.key, error)
         self._on_event(AdapterEvent("fetch_failed", fetch.key.lora_task_id, digest=""))
@@ -149,7 +156,7 @@ class RemoteAdapters:
     def _put(self, fetch: Fetch) -> AdapterCacheFull | None:
         fetched = fetch.future.result()
         self._num_fetched += 1
-        self._fetch_seconds += time.time() - fetch.started_s
+        self._fetch_seconds += time.perf_counter() - fetch.started
         try:
             self._loras.put(fetch.key.lora_task_id, fetched.packed, fetched.name or fetch.key.name, "downloaded")
         except AdapterCacheFull as error:
@@ -159,10 +166,10 @@ class RemoteAdapters:
 
 def describe_remote(key: AdapterKey) -> AdapterInfo:
     """An adapter that a source has and nobody has asked for."""
-    return _describe(key, "NOT_DOWNLOADED", 0.0)
+    return _describe(key, "NOT_DOWNLOADED")
 
 
-def _describe(key: AdapterKey, status: Status, since_s: float) -> AdapterInfo:
+def _describe(key: AdapterKey, status: Status) -> AdapterInfo:
     return AdapterInfo(
         lora_task_id=key.lora_task_id,
         name=key.name,
@@ -173,6 +180,6 @@ def _describe(key: AdapterKey, status: Status, since_s: float) -> AdapterInfo:
         ranks=(),
         num_pins=0,
         is_pinned=False,
-        last_used_s=since_s,
+        last_used_s=0.0,
         num_hits=0,
     )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import msgspec
@@ -11,9 +12,12 @@ from multilora_engine.errors import AdapterNotFound, AdapterNotKnown, InvalidReq
 from multilora_engine.lora.event_log import EventLog
 from multilora_engine.lora.life_cycle import AdapterEvent, AdapterInfo, LoRAStats
 from multilora_engine.lora.names import task_id_of
+from multilora_engine.lora.remote import Fetch, RemoteAdapters, describe_remote
+from multilora_engine.lora.sources.source import AdapterKey
 from multilora_engine.lora.usage import AdapterUsage, Usage
 from multilora_engine.process.operations import (
     ListAdapters,
+    LoadAdapter,
     Operation,
     PinAdapter,
     ReadEvents,
@@ -30,6 +34,7 @@ class ManagedAdapters(Protocol):
     def stats(self) -> LoRAStats: ...
     def describe(self) -> list[AdapterInfo]: ...
     def info(self, lora_task_id: int) -> AdapterInfo: ...
+    def load(self, lora_task_id: int) -> None: ...
     def unload(self, lora_task_id: int) -> None: ...
     def pin_adapter(self, lora_task_id: int) -> None: ...
     def unpin_adapter(self, lora_task_id: int) -> None: ...
@@ -42,7 +47,10 @@ class AdapterList(msgspec.Struct, frozen=True):
 
 
 class AdapterReport(msgspec.Struct, frozen=True):
-    """The answer to `pin` and `unpin`; and to `unload`, as the adapter was: its pins are the requests that go on."""
+    """The answer to `load`, `pin` and `unpin`.
+
+    Also to `unload`, as the adapter was: its pins are the requests that go on.
+    """
 
     adapter: AdapterInfo
 
@@ -66,19 +74,37 @@ class StatsReport(msgspec.Struct, frozen=True):
 Report = AdapterList | AdapterReport | EventList | StatsReport
 
 
-class AdapterOperator:
-    """Lives on the engine's thread. What it answers with is of the moment it was asked."""
+@dataclass(frozen=True, slots=True)
+class PendingReport:
+    """A report that waits for a source. is_ready: whether `report` can give it, or raise a RequestError, by now."""
 
-    def __init__(self, adapters: ManagedAdapters, events: EventLog[AdapterEvent], usage: AdapterUsage) -> None:
+    is_ready: Callable[[], bool]
+    report: Callable[[], Report]
+
+
+class AdapterOperator:
+    """Lives on the engine's thread. What it answers with is of the moment it answers."""
+
+    def __init__(
+        self,
+        adapters: ManagedAdapters,
+        remote: RemoteAdapters,
+        events: EventLog[AdapterEvent],
+        usage: AdapterUsage,
+    ) -> None:
         self._adapters = adapters
+        self._remote = remote
         self._events = events
         self._usage = usage
 
-    def execute(self, operation: Operation) -> Report:
-        """Raises AdapterNotFound, AdapterNotKnown or InvalidRequest; nothing has changed then."""
+    def execute(self, operation: Operation) -> Report | PendingReport:
+        """Raises AdapterNotFound, AdapterNotKnown, AdapterCacheFull or InvalidRequest; nothing has changed then."""
         match operation:
             case ListAdapters():
-                return AdapterList(sorted(self._adapters.describe(), key=lambda info: info.lora_task_id))
+                keys = self._remote.list_sources()
+                return PendingReport(keys.done, lambda: self._list(keys.result()))
+            case LoadAdapter():
+                return self._load(operation)
             case UnloadAdapter():
                 return self._unload(operation)
             case PinAdapter():
@@ -89,7 +115,38 @@ class AdapterOperator:
                 piece = self._events.since(since)
                 return EventList(piece.events, piece.last, piece.num_missed)
             case ReadStats():
-                return StatsReport(self._adapters.stats, self._usage.by_task_id, self._usage.other)
+                tiers = replace(self._adapters.stats, remote=self._remote.stats)
+                return StatsReport(tiers, self._usage.by_task_id, self._usage.other)
+
+    def _list(self, in_sources: Iterable[AdapterKey]) -> AdapterList:
+        adapters = {info.lora_task_id: info for info in (*self._remote.describe(), *self._adapters.describe())}
+        for key in in_sources:
+            adapters.setdefault(key.lora_task_id, describe_remote(key))
+        return AdapterList([adapters[lora_task_id] for lora_task_id in sorted(adapters)])
+
+    def _load(self, operation: LoadAdapter) -> Report | PendingReport:
+        name = operation.name or ""
+        lora_task_id = task_id_of(name) if operation.lora_task_id is None else operation.lora_task_id
+        key = AdapterKey(lora_task_id, name)
+        try:
+            self._adapters.load(lora_task_id)
+        except AdapterNotFound:
+            return self._fetch(key, operation.source)
+        return AdapterReport(self._adapters.info(lora_task_id))
+
+    def _fetch(self, key: AdapterKey, source: str) -> PendingReport:
+        try:
+            fetch = self._remote.fetch(key, source)
+        except AdapterNotFound as error:
+            raise error.under_name(key.name) from None
+        return PendingReport(lambda: fetch.is_done, lambda: self._fetched(fetch))
+
+    def _fetched(self, fetch: Fetch) -> AdapterReport:
+        if isinstance(fetch.error, AdapterNotFound):
+            raise fetch.error.under_name(fetch.key.name)
+        if fetch.error is not None:
+            raise fetch.error
+        return AdapterReport(self._adapters.info(fetch.key.lora_task_id))
 
     def _unload(self, operation: UnloadAdapter) -> AdapterReport:
         info = self._find(operation)

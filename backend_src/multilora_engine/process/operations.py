@@ -30,7 +30,7 @@ class _OnAdapter(_Operation, frozen=True):
 
 
 class ListAdapters(_Operation, frozen=True, tag="list"):
-    """All adapters, in whatever tier."""
+    """All adapters, in whatever tier, and those that sources have, as far as they can tell."""
 
 
 class UnloadAdapter(_OnAdapter, frozen=True, tag="unload"):
@@ -45,6 +45,15 @@ class UnpinAdapter(_OnAdapter, frozen=True, tag="unpin"):
     """The counterpart of `pin`."""
 
 
+class LoadAdapter(_OnAdapter, frozen=True, tag="load"):
+    """Have an adapter in host memory, from disk or from a source; answered when it is there.
+
+    source: the only one of `lora_sources` to ask, by its name; empty asks all of them.
+    """
+
+    source: str = ""
+
+
 class ReadEvents(_Operation, frozen=True, tag="events"):
     """What happened after event number `since`, as far as it is remembered."""
 
@@ -55,7 +64,7 @@ class ReadStats(_Operation, frozen=True, tag="stats"):
     """Counts and sizes of every tier, and requests and tokens of the adapters most asked for."""
 
 
-Operation = ListAdapters | UnloadAdapter | PinAdapter | UnpinAdapter | ReadEvents | ReadStats
+Operation = ListAdapters | LoadAdapter | UnloadAdapter | PinAdapter | UnpinAdapter | ReadEvents | ReadStats
 
 _decoder: msgspec.json.Decoder[Operation] = msgspec.json.Decoder(Operation)
 

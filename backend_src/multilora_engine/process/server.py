@@ -34,8 +34,9 @@ from multilora_engine.errors import (
 from multilora_engine.lora.event_log import EventLog
 from multilora_engine.lora.format import PackedAdapter
 from multilora_engine.lora.life_cycle import AdapterEvent
+from multilora_engine.lora.remote import RemoteAdapters
 from multilora_engine.lora.usage import AdapterUsage
-from multilora_engine.process.adapter_operator import AdapterOperator, ManagedAdapters
+from multilora_engine.process.adapter_operator import AdapterOperator, ManagedAdapters, PendingReport, Report
 from multilora_engine.process.heartbeat import Heartbeat
 from multilora_engine.process.messages import (
     PROTOCOL_VERSION,
@@ -65,8 +66,8 @@ from multilora_engine.request import GenerationRequest, TokenOutput
 _MAX_MESSAGES_PER_STEP = 256
 """So that a flood of requests cannot keep the running ones from their next step."""
 
-_WRITE_POLL_MS = 5
-"""How often an idle engine looks whether an uploaded adapter's file is written."""
+_WAIT_POLL_MS = 5
+"""How often an idle engine looks whether what an answer waits for is done: a file written, a source listed."""
 
 _MAX_FAILED_STEPS = 2
 """In a row. A device that failed for good fails every step; only a new process helps then."""
@@ -89,6 +90,8 @@ class ServedEngine(Protocol):
     def has_work(self) -> bool: ...
     @property
     def loras(self) -> ServedAdapters: ...
+    @property
+    def remote(self) -> RemoteAdapters: ...
     @property
     def lora_events(self) -> EventLog[AdapterEvent]: ...
     def put_adapter(self, lora_task_id: int, adapter: PackedAdapter, name: str = "") -> None: ...
@@ -126,6 +129,15 @@ class _Upload:
         return self.done
 
 
+@dataclass(frozen=True, slots=True)
+class _AwaitedReport:
+    """An operation that is answered when its report is ready."""
+
+    front: bytes
+    request_id: str
+    pending: PendingReport
+
+
 class EngineServer:
     """The loop around an engine: receive, step, send. One message per front and step.
 
@@ -143,7 +155,7 @@ class EngineServer:
         self._engine = engine
         self._heartbeat = heartbeat
         self._usage = usage
-        self._operator = AdapterOperator(engine.loras, engine.lora_events, usage)
+        self._operator = AdapterOperator(engine.loras, engine.remote, engine.lora_events, usage)
         self._router = router
         self._parent_fd = parent_fd
         self._poller = zmq.Poller()
@@ -152,6 +164,7 @@ class EngineServer:
         self._fronts: set[bytes] = set()
         self._routes: dict[str, _Route] = {}
         self._uploads: list[_Upload] = []
+        self._reports: list[_AwaitedReport] = []
         self._outbox: defaultdict[bytes, list[TokenOutput]] = defaultdict(list)
         self._failed_steps = 0
 
@@ -163,6 +176,7 @@ class EngineServer:
             if self._engine.has_work:
                 self._step()
             self._acknowledge_uploads()
+            self._send_reports()
             self._flush()
 
     def _parent_is_gone(self) -> bool:
@@ -171,8 +185,8 @@ class EngineServer:
     def _poll_timeout_ms(self) -> int | None:
         if self._engine.has_work:
             return 0
-        if self._uploads:
-            return _WRITE_POLL_MS
+        if self._uploads or self._reports:
+            return _WAIT_POLL_MS
         return None if self._heartbeat.interval_s is None else round(self._heartbeat.interval_s * 1e3)
 
     def _receive(self) -> None:
@@ -279,8 +293,23 @@ class EngineServer:
         self._outbox[front].append(TokenOutput(message.request_id, [], "", finish_reason="stop"))
 
     def _operate(self, front: bytes, message: Operate) -> None:
-        report = msgspec.json.encode(self._operator.execute(message.operation)).decode()
-        self._outbox[front].append(TokenOutput(message.request_id, [], report, finish_reason="stop"))
+        report = self._operator.execute(message.operation)
+        if isinstance(report, PendingReport):
+            self._reports.append(_AwaitedReport(front, message.request_id, report))
+        else:
+            self._report(front, message.request_id, report)
+
+    def _send_reports(self) -> None:
+        for awaited in [awaited for awaited in self._reports if awaited.pending.is_ready()]:
+            self._reports.remove(awaited)
+            self._answer(awaited.front, awaited.request_id, partial(self._report_awaited, awaited))
+
+    def _report_awaited(self, awaited: _AwaitedReport) -> None:
+        self._report(awaited.front, awaited.request_id, awaited.pending.report())
+
+    def _report(self, front: bytes, request_id: str, report: Report) -> None:
+        text = msgspec.json.encode(report).decode()
+        self._outbox[front].append(TokenOutput(request_id, [], text, finish_reason="stop"))
 
     def _abort(self, request_ids: list[str]) -> None:
         for request_id in request_ids:

@@ -15,9 +15,11 @@ from support.fake_engine import HOLD, FakeEngine
 from support.fake_triton import FakeRequest
 from support.fronts import TIMEOUT_S, RecordingListener, generation_request
 from support.served_engine import served
+from support.sources import GatedSource, GivenSource, digest_of, save_adapter
 
 from multilora_engine.lora.format import PackedAdapter, pack_adapter
 from multilora_engine.lora.names import task_id_of
+from multilora_engine.lora.sources.fetcher import AdapterFetcher
 from multilora_engine.serving.adapters_model import AdaptersFront
 from multilora_engine.serving.engine_link import EngineLink
 
@@ -134,6 +136,74 @@ def test_a_name_that_contradicts_the_task_id_changes_nothing(link: EngineLink) -
     code, message = operate(link, "unload", lora_task_id=7, name="json")
     assert (code, "LoRA task 7 is named '', not 'json'" in message) == ("INVALID_ARG", True)
     assert len(operate(link, "list")["adapters"]) == 1
+
+
+@pytest.fixture
+def sourced(tmp_path: Path) -> Iterator[EngineLink]:
+    """An engine's that has a gated directory with `acme/pirate`, and a source `other` with another of this name."""
+    GatedSource.gate.clear()
+    GatedSource.asked.clear()
+    save_adapter(tmp_path / "a" / "acme" / "pirate", seed=1)
+    (tmp_path / "adapter_model.bin").write_bytes(b"pickled")
+    other = GivenSource({"acme/pirate": save_adapter(tmp_path / "b", seed=2), "broken": tmp_path})
+    fetcher = AdapterFetcher({"directory": GatedSource(str(tmp_path / "a")), "other": other}, TINY, num_threads=2)
+    with served(FakeEngine(fetcher=fetcher), tmp_path / "engine.sock"):
+        link = EngineLink(tmp_path / "engine.sock")
+        link.client.wait_until_ready(TIMEOUT_S)
+        yield link
+        link.close()
+    GatedSource.gate.set()
+    fetcher.close()
+
+
+def test_an_adapter_is_loaded_from_its_source_and_answered_for_when_it_is_there(sourced: EngineLink) -> None:
+    loading = FakeRequest({"request": [['{"operation": "load", "name": "acme/pirate"}']]}, output_names=("response",))
+    AdaptersFront(sourced).accept(loading)
+    pirate, broken = task_id_of("acme/pirate"), task_id_of("broken")
+    # Asked after the load, so answered by an engine that has begun it and goes on.
+    before = {adapter["lora_task_id"]: adapter for adapter in operate(sourced, "list")["adapters"]}
+    assert (before[pirate]["status"], before[pirate]["location"]) == ("DOWNLOADING", "REMOTE")
+    assert (before[broken]["status"], before[broken]["name"]) == ("NOT_DOWNLOADED", "broken")
+    assert operate(sourced, "stats")["tiers"]["remote"]["num_adapters"] == 1
+    assert loading.sender.responses == []
+    GatedSource.gate.set()
+    (response,) = loading.sender.wait()
+    loaded = json.loads(response.arrays["response"].item())["adapter"]
+    assert (loaded["digest"], loaded["location"], loaded["name"]) == (digest_of(1), "HOST", "acme/pirate")
+    assert operate(sourced, "list")["adapters"][0 if pirate < broken else 1] == loaded
+    assert operate(sourced, "load", lora_task_id=pirate)["adapter"] == loaded
+    assert GatedSource.asked == ["acme/pirate"]
+    stats = operate(sourced, "stats")["tiers"]["remote"]
+    assert (stats["num_adapters"], stats["copies"], stats["failures"]) == (0, 1, 0)
+
+
+def test_one_source_alone_can_be_asked(sourced: EngineLink) -> None:
+    assert operate(sourced, "load", name="acme/pirate", source="other")["adapter"]["digest"] == digest_of(2)
+    code, message = operate(sourced, "load", name="x", source="nowhere")
+    assert (code, "there is no source 'nowhere'; lora_sources has directory, other" in message) == ("INVALID_ARG", True)
+
+
+def test_what_cannot_be_loaded_is_named(sourced: EngineLink) -> None:
+    GatedSource.gate.set()
+    code, message = operate(sourced, "load", name="nobody")
+    assert (code, message.startswith("[NOT_FOUND] LoRA adapter 'nobody' not found in cache.")) == ("NOT_FOUND", True)
+    code, message = operate(sourced, "load", name="broken")
+    assert code == "INVALID_ARG"
+    assert "LoRA adapter 'broken' of source 'other' cannot be used: adapter_model.bin is a pickle" in message
+    code, message = operate(sourced, "load", name="../nobody")
+    assert (code, "'../nobody' is not plain" in message) == ("INVALID_ARG", True)
+    code, message = operate(sourced, "load", name="nobody", lora_task_id=7)
+    assert (code, "lora_name 'nobody' is LoRA task" in message) == ("INVALID_ARG", True)
+    stats = operate(sourced, "stats")["tiers"]["remote"]
+    assert (stats["misses"], stats["failures"]) == (1, 1)
+    assert [event["kind"] for event in operate(sourced, "events")["events"]] == ["fetch_failed"]
+
+
+def test_without_sources_nothing_can_be_loaded_but_what_is_here(link: EngineLink) -> None:
+    upload(link, 7)
+    assert operate(link, "load", lora_task_id=7)["adapter"]["lora_task_id"] == 7
+    code, message = operate(link, "load", name="nobody")
+    assert (code, message.startswith("[NOT_FOUND] LoRA adapter 'nobody' not found in cache.")) == ("NOT_FOUND", True)
 
 
 @pytest.mark.parametrize("text", [None, "", "[]", '{"operation": "format c:"}'])
