@@ -57,8 +57,8 @@ _logger = logging.getLogger(__name__)
 
 _NOTHING = TextDelta([], "")
 
-_LOAD_WAIT_S = 0.002
-"""How long a step with nothing to compute waits for an adapter that is being read from disk."""
+_DISK_WAIT_S = 0.002
+"""How long a step with nothing to compute waits for what is being read from disk or written to it."""
 
 _FETCH_WAIT_S = 0.005
 """The same for one that is being fetched from a source, which takes longer anyway."""
@@ -135,7 +135,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a `step` would do anything."""
-        return bool(self._sequences) or self._remote.is_busy
+        return bool(self._sequences) or self._loras.is_busy or self._remote.is_busy
 
     @property
     def remote(self) -> RemoteAdapters:
@@ -161,7 +161,10 @@ class Engine:
         )
 
     def put_adapter(self, lora_task_id: int, adapter: PackedAdapter, name: str = "") -> None:
-        """Cache an adapter. Raises AdapterConflict or AdapterCacheFull."""
+        """Cache an adapter, at once or as soon as there is room for it: see `LoRAManager.put`.
+
+        Raises AdapterConflict or AdapterCacheFull.
+        """
         self._loras.put(lora_task_id, adapter, name)
 
     def adapter_digest(self, lora_task_id: int) -> str:
@@ -214,7 +217,7 @@ class Engine:
         outputs = self._end_expired() + self._end_unreadable() + self._take_up_fetched()
         step = self._scheduler.schedule()
         if not step:
-            self._loras.wait_for_load(_LOAD_WAIT_S)
+            self._loras.wait(_DISK_WAIT_S)
             self._remote.wait(_FETCH_WAIT_S)
             return outputs
         _note_scheduled(step)

@@ -112,10 +112,19 @@ class Unavailable(RequestError):
 class AdapterCacheFull(Unavailable):
     """Existing clients match `Cache is full. There are no done tasks to evict` and back off."""
 
-    def __init__(self, lora_task_id: int, needed_pages: int, free_pages: int, evictable_pages: int, pages: int) -> None:
+    def __init__(
+        self,
+        lora_task_id: int,
+        needed_pages: int,
+        free_pages: int,
+        evictable_pages: int,
+        promised_pages: int,
+        pages: int,
+    ) -> None:
         super().__init__(
             f"Cache is full. There are no done tasks to evict: LoRA task {lora_task_id} needs {needed_pages} pages, "
-            f"{free_pages} of {pages} are free and {evictable_pages} evictable, requests in flight hold the rest"
+            f"{free_pages} of {pages} are free and {evictable_pages} evictable, {promised_pages} of them promised to "
+            "others; requests in flight and pins hold the rest"
         )
 
 

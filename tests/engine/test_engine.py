@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 from random import Random
@@ -16,7 +17,10 @@ from transformers import LlamaForCausalLM
 from multilora_engine.config import EngineConfig, LoRAConfig
 from multilora_engine.engine import Engine
 from multilora_engine.errors import AdapterNotFound, ConfigError, InvalidRequest, QueueFull
-from multilora_engine.lora.format import pack_adapter
+from multilora_engine.lora import disk_tier
+from multilora_engine.lora.disk_tier import write_file_atomically
+from multilora_engine.lora.format import adapter_layout, pack_adapter
+from multilora_engine.models.model_config import read_model_config
 from multilora_engine.request import GenerationRequest, SamplingParams
 
 
@@ -313,10 +317,10 @@ def test_adapters_on_disk_answer_after_a_restart_and_a_damaged_file_fails_only_i
     assert "its file in lora_cache_dir could not be read" in (damaged.error_message or "")
     assert [after[name].token_ids for name in ("r0", "r2")] == [before[name].token_ids for name in ("r0", "r2")]
     assert len(after["base"].token_ids) == 8
-    assert not path.exists()
     with pytest.raises(AdapterNotFound):
         restarted.add_request(request("again", [1], task=1))
     restarted.close()
+    assert not path.exists()
 
 
 def test_a_step_shows_progress_at_every_layer(engine: Engine) -> None:
@@ -327,3 +331,35 @@ def test_a_step_shows_progress_at_every_layer(engine: Engine) -> None:
     engine.step(lambda: progress.append(None))
     assert len(progress) == 2 * num_layers
     assert_idle(engine)
+
+
+def test_a_disk_that_blocks_does_not_stop_the_steps(
+    checkpoint: Path, default_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_write = threading.Event()
+
+    def write_late(path: Path, header: bytes, pages: list[torch.Tensor]) -> None:
+        assert may_write.wait(60)
+        write_file_atomically(path, header, pages)
+
+    monkeypatch.setattr(disk_tier, "write_file_atomically", write_late)
+    lora = LoRAConfig(max_lora_rank=1, lora_cache_dir=tmp_path, lora_cache_host_memory_bytes=2 << 18)
+    config = EngineConfig(model_path=checkpoint, tokenizer_path=default_model_dir, num_threads=1, lora=lora)
+    engine, layout = Engine(config), adapter_layout(read_model_config(checkpoint), 1, "float32")
+    for task in range(3):
+        wire = wire_adapter(layout, [(1, 0, 1)], seed=task, scale=0.5)
+        engine.put_adapter(task, pack_adapter(wire.weights, wire.config, layout))
+    engine.add_request(request("r1", [2] * 5, task=1))
+    engine.add_request(request("r2", [3] * 5, task=2))
+    answers = {"r1": Answer(), "r2": Answer()}
+    while not answers["r1"].final:
+        for output in engine.step():
+            answers[output.request_id].add(output)
+        engine.check_integrity()
+    assert answers["r2"].token_ids == []
+    may_write.set()
+    while engine.has_work:
+        for output in engine.step():
+            answers[output.request_id].add(output)
+    assert len(answers["r2"].token_ids) == 8
+    engine.close()

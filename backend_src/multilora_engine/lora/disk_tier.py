@@ -16,12 +16,14 @@ import os
 import re
 import stat
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import torch
@@ -33,14 +35,9 @@ from multilora_engine.lora.life_cycle import AdapterEvent, EventKind, OnEvent, T
 FORMAT_VERSION = "1"
 
 _MAX_HEADER_BYTES = 16 << 20
-_MAX_PENDING_WRITES = 4
-"""Adapters that may wait in memory to be written. One more waits for the oldest: eviction is as slow as the disk."""
-
 _NUM_READERS = 2
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 """NONBLOCK: opening a FIFO must not wait for somebody to write."""
-
-T = TypeVar("T")
 
 _logger = logging.getLogger(__name__)
 
@@ -93,15 +90,42 @@ class _Contents:
     data_start: int
 
 
-WriteFile = Callable[[Path, bytes, torch.Tensor], None]
+WriteFile = Callable[[Path, bytes, Sequence[torch.Tensor]], None]
 """Writes a file at a path, atomically: the header, then the pages. Raises OSError."""
+
+OnWritten = Callable[[OSError | None], None]
+"""Hears once, from `store` or `poll`, that the pages are no longer read; and why there can be no file of them."""
+
+
+@dataclass
+class _Write:
+    """A file in the making. is_wanted: nobody has deleted the adapter since."""
+
+    adapter: DiskAdapter
+    future: Future[float]
+    on_written: OnWritten
+    is_wanted: bool = True
+
+
+@dataclass(frozen=True)
+class OpenFile:
+    """An adapter's file that can be read whatever becomes of its name from now on. `read` or `close` it, once.
+
+    read: is given the pages to fill, uint8 [page_bytes] each; the future's result is the adapter's rows, or it raises
+        DamagedFile or OSError.
+    """
+
+    read: Callable[[Sequence[torch.Tensor]], Future[list[PackedRow]]]
+    close: Callable[[], None]
 
 
 class DiskTier:
     """Adapters in the files of one directory, least recently used deleted first. Changed only by `LoRAManager`.
 
-    One thread owns it. Writing and reading happen on threads of its own, which touch files and memory that they are
-    given, never the index. `poll` takes up what they have finished.
+    One thread owns it and never waits for the disk. Writing, deleting and reading happen on threads of its own, which
+    touch files and memory that they are given, never the index. One thread writes and deletes, in the order it was
+    told, so what belongs to an older version of an adapter never comes after a newer one. `poll` takes up what they
+    have finished.
     """
 
     def __init__(
@@ -123,7 +147,8 @@ class DiskTier:
         self._on_event = on_event
         self._write_file = write_file or write_file_atomically
         self._adapters: OrderedDict[int, DiskAdapter] = OrderedDict()
-        self._writes: dict[int, tuple[Future[float], torch.Tensor, list[PackedRow]]] = {}
+        self._writes: deque[_Write] = deque()
+        self._bytes_used = 0
         self._hits = self._misses = self._evictions = self._copies = self._failures = 0
         self._copy_seconds = 0.0
         self._lock_fd = _lock(directory)
@@ -136,7 +161,7 @@ class DiskTier:
 
     @property
     def adapters(self) -> list[DiskAdapter]:
-        """Least recently used first."""
+        """Those that are written, least recently used first."""
         return list(self._adapters.values())
 
     @property
@@ -144,7 +169,13 @@ class DiskTier:
         """The size all files together may have."""
         return self._num_bytes
 
+    @property
+    def writes(self) -> list[Future[float]]:
+        """Whose end `poll` will take up."""
+        return [write.future for write in self._writes]
+
     def find(self, lora_task_id: int) -> DiskAdapter | None:
+        """What is known of an adapter's file, once it is written."""
         return self._adapters.get(lora_task_id)
 
     def count_request(self, lora_task_id: int) -> None:
@@ -155,67 +186,68 @@ class DiskTier:
             self._misses += 1
 
     def store(
-        self, lora_task_id: int, digest: str, name: str, rows: list[PackedRow], pages: Callable[[], torch.Tensor]
+        self,
+        lora_task_id: int,
+        digest: str,
+        name: str,
+        rows: list[PackedRow],
+        pages: Sequence[torch.Tensor],
+        on_written: OnWritten,
     ) -> Future[float]:
-        """Have an adapter written, unless this version is here already. What cannot be kept is logged.
+        """Have an adapter that is not here written. What cannot be kept is logged.
 
-        The future is done with the write; it raises OSError if that failed. pages: gives uint8 [num_pages, page_bytes]
-        that nobody else writes to; asked for only when it is needed.
+        The future is done with the write; it raises OSError if that failed, and is cancelled if the adapter is deleted
+        before. pages: uint8 [page_bytes] each; nobody may write to them until `on_written` is called.
         """
-        known = self._adapters.get(lora_task_id)
-        if known is not None:
-            assert known.digest == digest, f"LoRA task {lora_task_id}: the file of an old version was left"
-            self._adapters.move_to_end(lora_task_id)
-            return self._writes[lora_task_id][0] if lora_task_id in self._writes else _done(0.0)
-        content = pages()
-        header = _encode_header(lora_task_id, digest, name, rows, len(content), self._layout)
-        size = len(header) + content.numel()
+        assert lora_task_id not in self._adapters
+        header = _encode_header(lora_task_id, digest, name, rows, len(pages), self._layout)
+        size = len(header) + len(pages) * self._layout.page_bytes
         if size > self._num_bytes:
-            return self._refuse(lora_task_id, size)
+            error = OSError(f"{size} bytes are more than lora_cache_disk_bytes ({self._num_bytes})")
+            self._note_failure(lora_task_id, error)
+            on_written(error)
+            return _failed(error)
         while self._bytes_used + size > self._num_bytes:
             self._delete_oldest()
-        while len(self._writes) >= _MAX_PENDING_WRITES:
-            self._finish_write(next(iter(self._writes)))
-        self._adapters[lora_task_id] = DiskAdapter(
-            lora_task_id, digest, name, ranks_of(rows), len(content), size, last_used_s=time.time()
-        )
-        write = self._writer.submit(self._write, self._path(lora_task_id), header, content)
-        self._writes[lora_task_id] = write, content, rows
-        return write
+        self._bytes_used += size
+        adapter = DiskAdapter(lora_task_id, digest, name, ranks_of(rows), len(pages), size, last_used_s=time.time())
+        future = self._writer.submit(self._write, self._path(lora_task_id), header, pages)
+        self._writes.append(_Write(adapter, future, on_written))
+        return future
 
-    def open(self, lora_task_id: int) -> Callable[[Sequence[torch.Tensor]], Future[list[PackedRow]]]:
-        """A way to have an adapter that is here read, whatever becomes of its file from now on. To be called once.
+    def touch(self, lora_task_id: int) -> None:
+        """Make an adapter that is here the most recently used, for later starts too."""
+        self._adapters.move_to_end(lora_task_id)
+        self._writer.submit(_touch, self._path(lora_task_id))
 
-        It is given the pages to fill, uint8 [page_bytes] each; the future's result is the adapter's rows. The future
-        raises DamagedFile or OSError.
-        """
+    def open(self, lora_task_id: int) -> OpenFile:
+        """The file of an adapter that is here."""
         adapter = self._adapters[lora_task_id]
         self._adapters.move_to_end(lora_task_id)
-        if lora_task_id in self._writes:
-            _, content, rows = self._writes[lora_task_id]
-            return lambda pages: self._readers.submit(_copy_pages, content, rows, pages)
         try:
             fd = _open_regular(self._path(lora_task_id))
         except (OSError, DamagedFile) as error:
             failure = error
-            return lambda pages: _failed(failure)
-        return lambda pages: self._readers.submit(_read_file, fd, adapter, pages, self._layout)
+            return OpenFile(read=lambda pages: _failed(failure), close=lambda: None)
+        return OpenFile(
+            read=lambda pages: self._readers.submit(_read_file, fd, adapter, pages, self._layout),
+            close=lambda: os.close(fd),
+        )
 
     def delete(self, lora_task_id: int) -> None:
-        """Forget an adapter, if it is here, and remove its file now: no later start may find it."""
+        """Forget an adapter, if it is here or being written, and have its file removed: no later start may find it."""
         adapter = self._adapters.pop(lora_task_id, None)
-        if adapter is None:
-            return
-        if lora_task_id in self._writes:
-            write = self._writes.pop(lora_task_id)[0]
-            if not write.cancel():
-                write.exception()
-        try:
-            self._path(lora_task_id).unlink(missing_ok=True)
-        except OSError:
-            self._failures += 1
-            _logger.exception("LoRA task %d: its file cannot be deleted; the next start would find it", lora_task_id)
-        self._emit("deleted_from_disk", adapter)
+        if adapter is not None:
+            self._bytes_used -= adapter.num_bytes
+            self._emit("deleted_from_disk", adapter)
+        for write in self._writes:
+            if write.adapter.lora_task_id == lora_task_id and write.is_wanted:
+                write.is_wanted = False
+                write.future.cancel()
+                self._bytes_used -= write.adapter.num_bytes
+                adapter = write.adapter
+        if adapter is not None:
+            self._writer.submit(_unlink, self._path(lora_task_id))
 
     def drop_damaged(self, lora_task_id: int, digest: str, error: BaseException) -> None:
         """Reading this version failed: forget it, and remove its file."""
@@ -227,8 +259,8 @@ class DiskTier:
 
     def poll(self) -> None:
         """Take up the writes that have ended."""
-        for lora_task_id in [task for task, (write, _, _) in self._writes.items() if write.done()]:
-            self._finish_write(lora_task_id)
+        while self._writes and self._writes[0].future.done():
+            self._end_write(self._writes.popleft())
 
     @property
     def stats(self) -> TierStats:
@@ -245,21 +277,17 @@ class DiskTier:
         )
 
     def check_integrity(self) -> None:
-        assert self._bytes_used <= self._num_bytes
-        assert self._writes.keys() <= self._adapters.keys()
-        assert len(self._writes) <= _MAX_PENDING_WRITES
+        being_written = [write.adapter for write in self._writes if write.is_wanted]
+        kept = [*self._adapters.values(), *being_written]
+        assert self._bytes_used == sum(adapter.num_bytes for adapter in kept) <= self._num_bytes
+        assert len({adapter.lora_task_id for adapter in kept}) == len(kept)
 
     def close(self) -> None:
         """Finish what is being written and read, and leave the directory to others."""
-        for lora_task_id in list(self._writes):
-            self._finish_write(lora_task_id)
         self._writer.shutdown()
         self._readers.shutdown()
+        self.poll()
         os.close(self._lock_fd)
-
-    @property
-    def _bytes_used(self) -> int:
-        return sum(adapter.num_bytes for adapter in self._adapters.values())
 
     def _path(self, lora_task_id: int) -> Path:
         return self._directory / f"{lora_task_id}.safetensors"
@@ -276,53 +304,69 @@ class DiskTier:
                 _logger.warning("%s in lora_cache_dir is not used: %s", path.name, error)
         found.sort(key=lambda adapter: adapter.last_used_s)
         self._adapters.update((adapter.lora_task_id, adapter) for adapter in found)
+        self._bytes_used = sum(adapter.num_bytes for adapter in found)
         while self._bytes_used > self._num_bytes:
             self._delete_oldest()
         _logger.info("disk tier: %d adapters found in %s", len(self), self._directory)
 
-    def _refuse(self, lora_task_id: int, size: int) -> Future[float]:
-        self._failures += 1
-        reason = f"{size} bytes are more than lora_cache_disk_bytes ({self._num_bytes})"
-        _logger.error("LoRA task %d: cannot be kept on disk: %s", lora_task_id, reason)
-        return _failed(OSError(reason))
-
     def _delete_oldest(self) -> None:
-        self.delete(next(iter(self._adapters)))
+        being_written = (write.adapter.lora_task_id for write in self._writes if write.is_wanted)
+        self.delete(next(chain(self._adapters, being_written)))
         self._evictions += 1
 
-    def _write(self, path: Path, header: bytes, pages: torch.Tensor) -> float:
+    def _write(self, path: Path, header: bytes, pages: Sequence[torch.Tensor]) -> float:
         started = time.perf_counter()
         self._write_file(path, header, pages)
         return time.perf_counter() - started
 
-    def _finish_write(self, lora_task_id: int) -> None:
-        """Wait for a write, which has ended already when `poll` asks."""
-        write = self._writes.pop(lora_task_id)[0]
+    def _end_write(self, write: _Write) -> None:
+        write.on_written(self._take_up(write.adapter, write.future) if write.is_wanted else None)
+
+    def _take_up(self, adapter: DiskAdapter, future: Future[float]) -> OSError | None:
+        """An adapter whose writing has ended is here now, or there is an error."""
         try:
-            self._copy_seconds += write.result()
+            self._copy_seconds += future.result()
         except OSError as error:
-            self._failures += 1
-            del self._adapters[lora_task_id]
-            _logger.error("LoRA task %d: cannot be written to lora_cache_dir: %s", lora_task_id, error)
-        else:
-            self._copies += 1
-            self._emit("spilled_to_disk", self._adapters[lora_task_id])
+            self._bytes_used -= adapter.num_bytes
+            self._note_failure(adapter.lora_task_id, error)
+            return error
+        self._copies += 1
+        self._adapters[adapter.lora_task_id] = adapter
+        self._emit("spilled_to_disk", adapter)
+        return None
+
+    def _note_failure(self, lora_task_id: int, error: OSError) -> None:
+        self._failures += 1
+        _logger.error("LoRA task %d: cannot be kept in lora_cache_dir, only in memory: %s", lora_task_id, error)
 
     def _emit(self, kind: EventKind, adapter: DiskAdapter) -> None:
         self._on_event(AdapterEvent(kind, adapter.lora_task_id, adapter.digest))
 
 
-def write_file_atomically(path: Path, header: bytes, pages: torch.Tensor) -> None:
+def write_file_atomically(path: Path, header: bytes, pages: Sequence[torch.Tensor]) -> None:
     """Under another name first. Not synced: what a power failure leaves half written, its digest gives away."""
     part = path.with_name(f".{path.name}.part")
     try:
         with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "wb", 0) as file:
             _write_all(file.fileno(), memoryview(header))
-            _write_all(file.fileno(), pages.numpy().data.cast("B"))
+            for page in pages:
+                _write_all(file.fileno(), page.numpy().data)
         part.replace(path)
     except OSError:
         part.unlink(missing_ok=True)
         raise
+
+
+def _touch(path: Path) -> None:
+    with suppress(OSError):
+        os.utime(path)
+
+
+def _unlink(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError:
+        _logger.exception("%s cannot be deleted; the next start would find it", path)
 
 
 def _write_all(fd: int, data: memoryview) -> None:
@@ -440,19 +484,7 @@ def _read_all(fd: int, target: memoryview, offset: int) -> None:
         target, offset = target[count:], offset + count
 
 
-def _done(result: T) -> Future[T]:
-    future: Future[T] = Future()
-    future.set_result(result)
-    return future
-
-
 def _failed(error: Exception) -> Future[Any]:
     future: Future[Any] = Future()
     future.set_exception(error)
     return future
-
-
-def _copy_pages(content: torch.Tensor, rows: list[PackedRow], pages: Sequence[torch.Tensor]) -> list[PackedRow]:
-    for source, target in zip(content, pages, strict=True):
-        target.copy_(source)
-    return rows

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from itertools import chain
 
 import torch
 
-from multilora_engine.errors import AdapterCacheFull
-from multilora_engine.lora.format import PackedAdapter, PackedRow, ranks_of
+from multilora_engine.lora.format import PackedAdapter, PackedRow
 from multilora_engine.lora.life_cycle import TierStats
 from multilora_engine.lora.page_pool import PagePool
 
@@ -24,31 +23,44 @@ class CachedAdapter:
     num_pins: requests that use it, from acceptance to the last token; only `LoRAManager` changes it.
     is_pinned: an operator wants it kept, used or not.
     is_retired: replaced by another version, or unloaded; it goes when its last pin does.
-    load: fills its pages from the disk tier; its result is the rows, and until `LoRAManager.poll` took that up they are
-        empty. None: nothing is under way.
+    num_pages: how many it needs; as long as it waits for room, `pages` is empty.
+    rows: empty until its pages are filled. load: fills them from the disk tier; its result is the rows, which
+        `LoRAManager.poll` takes up. None: nothing is under way.
+    is_being_written: the disk tier reads its pages. is_unkeepable: the disk tier could not keep it.
+    kept: done when its file is first written; raises OSError if that failed, cancelled if it is not wanted any more.
     last_used_s: seconds since the epoch of the last pin, at first of the insertion. num_hits: pins so far.
     """
 
     lora_task_id: int
     digest: str
     ranks: tuple[int, ...]
-    rows: list[PackedRow]
-    pages: list[int]
+    num_pages: int
     name: str = ""
+    rows: list[PackedRow] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list)
     num_pins: int = 0
     is_pinned: bool = False
     is_retired: bool = False
     load: Future[list[PackedRow]] | None = None
+    is_being_written: bool = False
+    is_unkeepable: bool = False
+    kept: Future[None] = field(default_factory=Future)
     last_used_s: float = field(default_factory=time.time)
     num_hits: int = 0
 
     @property
     def is_evictable(self) -> bool:
-        return self.num_pins == 0 and not self.is_pinned and self.load is None
+        """Whether it may go now."""
+        return self.is_free_to_go and bool(self.rows) and not self.is_being_written
+
+    @property
+    def is_free_to_go(self) -> bool:
+        """Whether it may go once nothing is read or written any more."""
+        return self.num_pins == 0 and not self.is_pinned
 
 
 class HostTier:
-    """Holds every cached adapter. Evicts the least recently used that nobody pins, and only as many as needed."""
+    """Holds every cached adapter, and those that wait for room. Changed only by `LoRAManager`."""
 
     def __init__(self, num_pages: int, page_bytes: int, pin_memory: bool = False) -> None:
         self.pool = PagePool(num_pages, page_bytes, torch.device("cpu"), pin_memory)
@@ -68,47 +80,58 @@ class HostTier:
             self._by_task_id.move_to_end(lora_task_id)
         return adapter
 
-    def victims_for(self, lora_task_id: int, num_pages: int) -> list[CachedAdapter]:
-        """The adapters to evict so that `num_pages` are free, least recently used first; none if there is room.
+    def victims_for(self, num_pages: int, may_go: Callable[[CachedAdapter], bool]) -> tuple[list[CachedAdapter], bool]:
+        """The adapters to evict so that `num_pages` are free, least recently used first, and whether that is enough.
 
-        The version of `lora_task_id` that is to be replaced goes before any other.
-
-        Raises AdapterCacheFull when evicting all that may go would not be enough; then nothing should be evicted.
+        may_go: asked of those that nobody uses.
         """
         victims: list[CachedAdapter] = []
         reachable = self.pool.num_free
-        replaced = [adapter] if (adapter := self._by_task_id.get(lora_task_id)) is not None else []
-        others = (adapter for adapter in self._by_task_id.values() if adapter.lora_task_id != lora_task_id)
-        for adapter in chain(replaced, others):
+        for adapter in self._by_task_id.values():
             if reachable >= num_pages:
                 break
-            if adapter.is_evictable:
+            if adapter.is_evictable and may_go(adapter):
                 victims.append(adapter)
                 reachable += len(adapter.pages)
-        if reachable < num_pages:
-            evictable = reachable - self.pool.num_free
-            raise AdapterCacheFull(lora_task_id, num_pages, self.pool.num_free, evictable, self.pool.count)
-        return victims
+        return victims, reachable >= num_pages
 
-    def insert(self, lora_task_id: int, packed: PackedAdapter, name: str = "") -> CachedAdapter:
-        """Copy an adapter into free pages (see `victims_for`) and make it the current version of its task id."""
+    def num_reachable(self, replaced: CachedAdapter | None = None) -> int:
+        """Pages that are free once all that nobody uses has gone, and what is read and written has ended.
+
+        replaced: this version goes, even if an operator pinned it.
+        """
+        return self.pool.num_free + sum(
+            len(adapter.pages)
+            for adapter in self.adapters
+            if adapter.is_free_to_go or (adapter is replaced and adapter.num_pins == 0)
+        )
+
+    @property
+    def num_being_written(self) -> int:
+        """Pages that will be free to go when they are written."""
+        return sum(len(a.pages) for a in self.adapters if a.is_being_written and a.is_free_to_go)
+
+    def num_kept(self, besides: CachedAdapter) -> int:
+        """Pages of the adapters that an operator keeps, but for one."""
+        return sum(a.num_pages for a in self._by_task_id.values() if a.is_pinned and a is not besides)
+
+    def add(self, adapter: CachedAdapter) -> None:
+        """Make an adapter without pages the current version of its task id."""
+        assert adapter.lora_task_id not in self._by_task_id
+        self._by_task_id[adapter.lora_task_id] = adapter
+
+    def give_pages(self, adapter: CachedAdapter) -> None:
+        """The pages an adapter has waited for, which are free; they are still to be filled."""
+        adapter.pages = self.pool.allocate(adapter.num_pages)
+
+    def fill(self, adapter: CachedAdapter, packed: PackedAdapter) -> None:
+        """Copy an adapter into its pages."""
         started = time.perf_counter()
-        adapter = self.reserve(lora_task_id, packed.digest, name, ranks_of(packed.rows), len(packed.pages))
         # Page by page: indexing with a list copies byte by byte, six times slower.
         for source, target in zip(packed.pages, self.views(adapter), strict=True):
             target.copy_(source)
         adapter.rows = packed.rows
         self.count_copy(time.perf_counter() - started)
-        return adapter
-
-    def reserve(
-        self, lora_task_id: int, digest: str, name: str, ranks: tuple[int, ...], num_pages: int
-    ) -> CachedAdapter:
-        """Make an adapter without rows the current version of its task id; its free pages are still to be filled."""
-        adapter = CachedAdapter(lora_task_id, digest, ranks, [], self.pool.allocate(num_pages), name)
-        assert lora_task_id not in self._by_task_id
-        self._by_task_id[lora_task_id] = adapter
-        return adapter
 
     def retire(self, adapter: CachedAdapter) -> None:
         """Take an adapter's task id away; its pages stay until `remove`."""
@@ -121,6 +144,7 @@ class HostTier:
         """Free the pages of an adapter that nobody pins."""
         assert adapter.num_pins == 0, f"LoRA task {adapter.lora_task_id} is pinned {adapter.num_pins} times"
         assert adapter.load is None, f"LoRA task {adapter.lora_task_id} is being read into its pages"
+        assert not adapter.is_being_written, f"LoRA task {adapter.lora_task_id} is being written from its pages"
         if adapter.is_retired:
             self._retired.remove(adapter)
         else:
@@ -133,10 +157,6 @@ class HostTier:
         self.remove(adapter)
         self._evictions += 1
 
-    def read(self, adapter: CachedAdapter) -> torch.Tensor:
-        """A copy of an adapter's pages, uint8 [num_pages, page_bytes]."""
-        return torch.stack(self.views(adapter))
-
     def views(self, adapter: CachedAdapter) -> list[torch.Tensor]:
         """The adapter's pages themselves, uint8 [page_bytes] each."""
         return [self.pool.storage[page] for page in adapter.pages]
@@ -147,7 +167,7 @@ class HostTier:
         self._copy_seconds += seconds
 
     def num_bytes(self, adapter: CachedAdapter) -> int:
-        """What an adapter takes here."""
+        """What an adapter takes here; nothing while it waits for room."""
         return len(adapter.pages) * self.pool.page_bytes
 
     def stats(self, hits: int, misses: int) -> TierStats:
@@ -175,6 +195,6 @@ class HostTier:
     def check_integrity(self) -> None:
         self.pool.check_integrity(adapter.pages for adapter in self.adapters)
         assert all(adapter.num_pins >= 0 for adapter in self.adapters)
-        assert all(a.num_pins > 0 or a.load is not None for a in self._retired), (
+        assert all(a.num_pins > 0 or a.load is not None or a.is_being_written for a in self._retired), (
             "a retired adapter outlived its last pin"
         )

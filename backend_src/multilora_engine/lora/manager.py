@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Set
-from concurrent.futures import FIRST_COMPLETED, Future, wait
-from typing import Literal
+from collections.abc import Callable, Set
+from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
 
 from multilora_engine.errors import AdapterCacheFull, AdapterConflict, AdapterNotFound
 from multilora_engine.lora.device_tier import DeviceTier
 from multilora_engine.lora.disk_tier import DamagedFile, DiskAdapter, DiskTier
-from multilora_engine.lora.format import PackedAdapter
+from multilora_engine.lora.format import PackedAdapter, ranks_of
 from multilora_engine.lora.host_tier import CachedAdapter, HostTier
 from multilora_engine.lora.life_cycle import (
     AdapterEvent,
@@ -24,6 +27,14 @@ from multilora_engine.lora.life_cycle import (
 from multilora_kernels import LoRATables
 
 
+@dataclass(frozen=True)
+class _Arrival:
+    """What becomes of an adapter that waits for its pages: they are there, or nobody wants them any more."""
+
+    fill: Callable[[], None]
+    discard: Callable[[], None] = lambda: None
+
+
 class LoRAManager:
     """Owns every adapter of the engine.
 
@@ -31,9 +42,11 @@ class LoRAManager:
     when it may start to run, `release` when it stops running (finished or preempted), `unpin` when it is finished.
     Nothing pinned is evicted or replaced in place, nothing acquired leaves the device.
 
-    With a disk tier, what is evicted from host memory is spilled there, unless `keep` had it written before, and `pin`
-    brings it back without waiting: until `poll` has taken up that it is read, it cannot be acquired. A file and an
-    adapter in host memory that share a task id are the same version, always.
+    With a disk tier, every adapter that comes is written there behind its back, so that it can be evicted at once when
+    its place is wanted; `pin` brings it back. Nothing waits for the disk: pages are held until they are written, and
+    while no others can be had, an adapter waits for its own in the order of arrival. It can be pinned from the start,
+    and acquired once `poll` has taken up that it is here. A file and an adapter in host memory that share a task id are
+    the same version, always.
     """
 
     def __init__(
@@ -55,6 +68,7 @@ class LoRAManager:
         self._replacements = 0
         self._waits = 0
         self._wait_seconds = 0.0
+        self._arrivals: dict[CachedAdapter, _Arrival] = {}
         self._load_started: dict[CachedAdapter, float] = {}
         self._waiting_since: dict[CachedAdapter, float] = {}
 
@@ -106,34 +120,34 @@ class LoRAManager:
         """Cache an adapter under a task id. The same content again is only a touch.
 
         name: replaces the name it has, unless empty. origin: sent by a client, or fetched from a source.
-        Raises AdapterConflict (other content, `lora_on_conflict` is `refuse`) or AdapterCacheFull; the cache is then
-        as it was.
+        `packed` must stay as it is: an adapter that waits for room is copied later. Raises AdapterConflict (other
+        content, `lora_on_conflict` is `refuse`) or AdapterCacheFull; the cache is then as it was.
         """
         cached = self._host.get(lora_task_id)
         known = cached or self._find_file(lora_task_id)
         if known is not None and known.digest != packed.digest and self._on_conflict == "refuse":
             raise AdapterConflict(lora_task_id, known.digest, packed.digest)
         if cached is not None and cached.digest == packed.digest:
-            cached.name = name or cached.name
+            self._rename(cached, name or cached.name)
             return cached
         adapter = self._insert(lora_task_id, packed, name) if cached is None else self._replace(cached, packed, name)
         self._emit(origin, adapter)
         return adapter
 
-    def keep(self, lora_task_id: int) -> Future[float] | None:
-        """Have an adapter in host memory written to the disk tier now, so that it survives the death of the engine.
+    def has_room(self, packed: PackedAdapter) -> bool:
+        """Whether an adapter can be put without that another one is lost."""
+        return self._disk is not None or len(packed.pages) <= self._host.pool.num_free
 
-        The future is done with the write, and raises OSError if that failed. None if there is nothing to write: no disk
-        tier, or the adapter is just being read from there. Raises AdapterNotFound.
+    def keep(self, lora_task_id: int) -> Future[None] | None:
+        """When an adapter in host memory is written to the disk tier, and so survives the death of the engine.
+
+        The future raises OSError if it cannot be written, and is cancelled if it is replaced or unloaded before. None
+        without a disk tier. Raises AdapterNotFound.
         """
         adapter = self._host.get(lora_task_id)
         if adapter is None:
             raise AdapterNotFound(lora_task_id)
-        return None if self._disk is None or adapter.load is not None else self._spill(adapter, self._disk)
-
-    def has_room(self, packed: PackedAdapter) -> bool:
-        """Whether an adapter can be put without that another one is lost."""
-        return self._disk is not None or len(packed.pages) <= self._host.pool.num_free
+        return None if self._disk is None else adapter.kept
 
     def is_known(self, lora_task_id: int) -> bool:
         """Whether an adapter is in some tier."""
@@ -164,8 +178,7 @@ class LoRAManager:
         adapter.num_pins -= 1
         if adapter.num_pins == 0:
             self._waiting_since.pop(adapter, None)
-            if adapter.is_retired and adapter.load is None:
-                self._remove(adapter)
+            self._remove_if_unused(adapter)
 
     def load(self, lora_task_id: int) -> None:
         """Have one on disk read into the host tier. Raises AdapterNotFound, or AdapterCacheFull without room."""
@@ -174,9 +187,13 @@ class LoRAManager:
     def pin_adapter(self, lora_task_id: int) -> None:
         """Never evict this adapter, nor a version that replaces it, until `unpin_adapter`. One on disk is read.
 
-        Raises AdapterNotFound, or AdapterCacheFull if there is no room to read it.
+        Raises AdapterNotFound, or AdapterCacheFull if there is no room to read it, or none would be left for another
+        one that waits.
         """
-        self._find(lora_task_id).is_pinned = True
+        adapter = self._find(lora_task_id)
+        if not adapter.is_pinned:
+            self._check_pin(adapter)
+            adapter.is_pinned = True
 
     def unpin_adapter(self, lora_task_id: int) -> None:
         """Let an adapter be evicted again. Raises AdapterNotFound."""
@@ -197,11 +214,17 @@ class LoRAManager:
             raise AdapterNotFound(lora_task_id)
         if cached is not None:
             self._retire(cached)
-        self._delete_file(lora_task_id)
+        else:
+            self._delete_file(lora_task_id)
         self._emit("unloaded", known)
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether something is under way that `poll` will have to take up."""
+        return bool(self._arrivals or self._load_started or (self._disk is not None and self._disk.writes))
+
     def poll(self) -> dict[CachedAdapter, AdapterNotFound]:
-        """Take up what was read from and written to disk since. Does not wait.
+        """Take up what was read from and written to disk since, and let in who waits for room. Does not wait.
 
         Returns the adapters whose files turned out to be damaged. They can never be acquired and are forgotten; whoever
         pinned one has to give it up.
@@ -214,22 +237,33 @@ class LoRAManager:
             error = self._finish_load(adapter, self._disk)
             if error is not None:
                 failed[adapter] = error
+        self._admit_arrivals()
         return failed
 
-    def wait_for_load(self, timeout_s: float) -> None:
-        """For who has nothing else to do: wait until `poll` has an adapter to take up, if one is being read at all."""
-        wait([a.load for a in self._load_started if a.load is not None], timeout_s, FIRST_COMPLETED)
+    def wait(self, timeout_s: float | None = None) -> None:
+        """For who has nothing else to do: wait until `poll` has something to take up, if there will be anything."""
+        under_way: list[Future[Any]] = [] if self._disk is None else [*self._disk.writes]
+        under_way += [adapter.load for adapter in self._load_started if adapter.load is not None]
+        wait(under_way, timeout_s, FIRST_COMPLETED)
+
+    def settle(self) -> None:
+        """For the start, when no request waits: wait until every adapter has its room."""
+        while self._arrivals:
+            self.wait()
+            self.poll()
 
     def close(self) -> None:
-        """Spill what the next start should find, the most recently used that fit, and end the disk tier's threads."""
+        """Keep what the next start should find, the most recently used that fit, and end the disk tier's threads."""
         if self._disk is None:
             return
-        room, spilled = self._disk.num_bytes, []
+        for arrival in self._arrivals.values():
+            arrival.discard()
+        room, kept = self._disk.num_bytes, []
         for adapter in reversed(self._host.current):
             room -= self._host.num_bytes(adapter)
-            if room > 0 and adapter.load is None:
-                spilled.append(adapter)
-        for adapter in reversed(spilled):
+            if room > 0 and adapter.rows:
+                kept.append(adapter)
+        for adapter in reversed(kept):
             self._spill(adapter, self._disk)
         self._disk.close()
 
@@ -262,6 +296,13 @@ class LoRAManager:
         """All tiers are sound. For tests, after every step."""
         self._host.check_integrity()
         self._device.check_integrity()
+        for adapter in self._arrivals:
+            assert not adapter.pages
+            assert not adapter.rows
+            assert adapter.load is None
+            assert not adapter.is_being_written
+            assert self._host.num_kept(adapter) + adapter.num_pages <= self._host.pool.count, "it would wait for ever"
+        assert all(adapter.pages or adapter in self._arrivals for adapter in self._host.adapters)
         assert self._load_started.keys() == {adapter for adapter in self._host.adapters if adapter.load is not None}
         if self._disk is not None:
             self._disk.check_integrity()
@@ -289,15 +330,70 @@ class LoRAManager:
         file = self._find_file(lora_task_id)
         if file is None or self._disk is None:
             raise AdapterNotFound(lora_task_id)
-        victims = self._host.victims_for(lora_task_id, file.num_pages)
-        # Before its file can be deleted to make room for the victims' files.
-        read = self._disk.open(lora_task_id)
-        for victim in victims:
-            self._evict(victim)
-        adapter = self._host.reserve(lora_task_id, file.digest, file.name, file.ranks, file.num_pages)
-        self._load_started[adapter] = time.perf_counter()
-        adapter.load = read(self._host.views(adapter))
+        self._check_room(lora_task_id, file.num_pages)
+        # Before it can be deleted to make room for other files.
+        opened = self._disk.open(lora_task_id)
+        adapter = CachedAdapter(lora_task_id, file.digest, file.ranks, file.num_pages, file.name)
+        adapter.kept.set_result(None)
+
+        def fill() -> None:
+            self._load_started[adapter] = time.perf_counter()
+            adapter.load = opened.read(self._host.views(adapter))
+
+        self._arrive(adapter, _Arrival(fill, opened.close))
         return adapter
+
+    def _check_room(self, lora_task_id: int, num_pages: int, replaced: CachedAdapter | None = None) -> None:
+        """Raises AdapterCacheFull when there could not be room for one more, after those that wait for it already."""
+        promised = sum(a.num_pages for a in self._arrivals if a is not replaced or a.num_pins)
+        free = self._host.pool.num_free
+        if promised + num_pages <= free:
+            return
+        reachable = self._host.num_reachable(replaced)
+        if promised + num_pages > reachable:
+            raise AdapterCacheFull(lora_task_id, num_pages, free, reachable - free, promised, self._host.pool.count)
+
+    def _check_pin(self, adapter: CachedAdapter) -> None:
+        """Raises AdapterCacheFull when keeping one more would leave too little for an adapter that waits."""
+        waiting = max((other.num_pages for other in self._arrivals if other is not adapter), default=0)
+        pages = self._host.pool
+        if waiting and self._host.num_kept(adapter) + adapter.num_pages + waiting > pages.count:
+            raise AdapterCacheFull(adapter.lora_task_id, adapter.num_pages, pages.num_free, 0, waiting, pages.count)
+
+    def _arrive(self, adapter: CachedAdapter, arrival: _Arrival) -> None:
+        self._host.add(adapter)
+        self._arrivals[adapter] = arrival
+        self._admit_arrivals()
+
+    def _admit_arrivals(self) -> None:
+        """Give pages to those that wait for them, in order, as far as there are any."""
+        while self._arrivals:
+            adapter = next(iter(self._arrivals))
+            if not self._make_room(adapter.num_pages):
+                return
+            arrival = self._arrivals.pop(adapter)
+            self._host.give_pages(adapter)
+            arrival.fill()
+
+    def _make_room(self, num_pages: int) -> bool:
+        """Evict as many as needed, and none as long as pins keep that from being enough.
+
+        False if it takes files to be written first, which is started, or pins to end.
+        """
+        victims, is_enough = self._host.victims_for(num_pages, self._can_go_at_once)
+        if not is_enough and num_pages > self._host.num_reachable():
+            return False
+        for adapter in victims:
+            self._evict(adapter)
+        if not is_enough and self._disk is not None:
+            # Of those that are being written already, all will be needed.
+            coming = self._host.num_being_written
+            for adapter in self._host.victims_for(num_pages - coming, lambda adapter: True)[0]:
+                self._spill(adapter, self._disk)
+        return is_enough
+
+    def _can_go_at_once(self, adapter: CachedAdapter) -> bool:
+        return self._disk is None or adapter.is_unkeepable or self._disk.find(adapter.lora_task_id) is not None
 
     def _finish_load(self, adapter: CachedAdapter, disk: DiskTier) -> AdapterNotFound | None:
         """Take up a load that has ended; an error if its file is damaged."""
@@ -317,8 +413,7 @@ class LoRAManager:
                 self._host.retire(adapter)
         else:
             raise failure
-        if adapter.is_retired and adapter.num_pins == 0:
-            self._remove(adapter)
+        self._remove_if_unused(adapter)
         return error
 
     def _count_request(self, lora_task_id: int) -> None:
@@ -347,53 +442,80 @@ class LoRAManager:
         )
 
     def _insert(self, lora_task_id: int, packed: PackedAdapter, name: str) -> CachedAdapter:
-        for victim in self._host.victims_for(lora_task_id, len(packed.pages)):
-            self._evict(victim)
+        self._check_room(lora_task_id, len(packed.pages))
         file = self._find_file(lora_task_id)
         if file is not None and file.digest != packed.digest:
             self._delete_file(lora_task_id)
             self._replacements += 1
             self._emit("replaced", file)
         self._insertions += 1
-        return self._host.insert(lora_task_id, packed, name)
+        return self._add(lora_task_id, packed, name)
 
     def _replace(self, cached: CachedAdapter, packed: PackedAdapter, name: str) -> CachedAdapter:
         # An unpinned old version is itself room for the new one, even one that an operator pinned.
-        is_pinned, cached.is_pinned = cached.is_pinned, False
-        try:
-            victims = self._host.victims_for(cached.lora_task_id, len(packed.pages))
-        except AdapterCacheFull:
-            cached.is_pinned = is_pinned
-            raise
-        for victim in victims:
-            if victim is not cached:
-                self._evict(victim)
+        self._check_room(cached.lora_task_id, len(packed.pages), replaced=cached)
+        is_pinned = cached.is_pinned
         self._retire(cached)
-        self._delete_file(cached.lora_task_id)
         self._replacements += 1
         self._emit("replaced", cached)
-        adapter = self._host.insert(cached.lora_task_id, packed, name or cached.name)
+        adapter = self._add(cached.lora_task_id, packed, name or cached.name)
         adapter.is_pinned = is_pinned
         return adapter
 
+    def _add(self, lora_task_id: int, packed: PackedAdapter, name: str) -> CachedAdapter:
+        ranks = ranks_of(packed.rows)
+        adapter = CachedAdapter(lora_task_id, packed.digest, ranks, len(packed.pages), name)
+
+        def fill() -> None:
+            self._host.fill(adapter, packed)
+            if self._disk is not None and not adapter.is_retired:
+                self._spill(adapter, self._disk)
+
+        self._arrive(adapter, _Arrival(fill))
+        return adapter
+
+    def _rename(self, adapter: CachedAdapter, name: str) -> None:
+        """A file of the old name goes; it is written again when the adapter is evicted, if not before."""
+        if name != adapter.name:
+            adapter.name = name
+            self._delete_file(adapter.lora_task_id)
+
     def _evict(self, adapter: CachedAdapter) -> None:
         self._device.drop(adapter)
-        if self._disk is not None:
-            self._spill(adapter, self._disk)
+        if self._disk is not None and self._disk.find(adapter.lora_task_id) is not None:
+            self._disk.touch(adapter.lora_task_id)
         self._host.evict(adapter)
         self._emit("evicted", adapter)
 
-    def _spill(self, adapter: CachedAdapter, disk: DiskTier) -> Future[float]:
-        return disk.store(
-            adapter.lora_task_id, adapter.digest, adapter.name, adapter.rows, lambda: self._host.read(adapter)
-        )
+    def _spill(self, adapter: CachedAdapter, disk: DiskTier) -> None:
+        """Have an adapter's file written, unless there is one, or will be."""
+        if disk.find(adapter.lora_task_id) is not None or adapter.is_being_written:
+            return
+
+        def end(error: OSError | None) -> None:
+            adapter.is_being_written = False
+            adapter.is_unkeepable = error is not None
+            self._remove_if_unused(adapter)
+
+        adapter.is_being_written = True
+        pages = self._host.views(adapter)
+        write = disk.store(adapter.lora_task_id, adapter.digest, adapter.name, adapter.rows, pages, end)
+        write.add_done_callback(partial(_tell_kept, adapter.kept))
 
     def _retire(self, adapter: CachedAdapter) -> None:
+        """Nobody finds this version any more, in memory or as a file."""
         self._host.retire(adapter)
-        if adapter.num_pins == 0 and adapter.load is None:
-            self._remove(adapter)
+        self._delete_file(adapter.lora_task_id)
+        self._remove_if_unused(adapter)
 
-    def _remove(self, adapter: CachedAdapter) -> None:
+    def _remove_if_unused(self, adapter: CachedAdapter) -> None:
+        """Free a retired adapter's pages once no request, read or write needs them."""
+        if not adapter.is_retired or adapter.num_pins or adapter.load is not None or adapter.is_being_written:
+            return
+        arrival = self._arrivals.pop(adapter, None)
+        if arrival is not None:
+            arrival.discard()
+        adapter.kept.cancel()
         self._device.drop(adapter)
         self._host.remove(adapter)
 
@@ -406,6 +528,17 @@ class LoRAManager:
 
     def _emit(self, kind: EventKind, adapter: CachedAdapter | DiskAdapter) -> None:
         self._on_event(AdapterEvent(kind, adapter.lora_task_id, adapter.digest))
+
+
+def _tell_kept(kept: Future[None], write: Future[float]) -> None:
+    """Called on the disk tier's thread when a write has ended, or where it is cancelled."""
+    with suppress(InvalidStateError):  # written before, or not wanted any more
+        if write.cancelled():
+            kept.cancel()
+        elif (error := write.exception()) is not None:
+            kept.set_exception(error)
+        else:
+            kept.set_result(None)
 
 
 def _describe_file(adapter: DiskAdapter) -> AdapterInfo:

@@ -55,6 +55,7 @@ def prefetch_adapters(directory: Path, loras: LoRAManager, layout: AdapterLayout
                 )
                 break
             loras.put(lora_task_id, packed, origin="downloaded")
+            loras.settle()
             num_loaded += 1
         except (BrokenFolder, InvalidRequest, AdapterConflict, AdapterCacheFull) as error:
             _logger.error("lora_prefetch_dir: %s is skipped: %s", folder.name, error)

@@ -78,7 +78,7 @@ logger = logging.getLogger(__name__)
 class ServedAdapters(ManagedAdapters, Protocol):
     """What the server and its operator need of `multilora_engine.lora.manager.LoRAManager`."""
 
-    def keep(self, lora_task_id: int) -> Future[float] | None: ...
+    def keep(self, lora_task_id: int) -> Future[None] | None: ...
 
 
 class ServedEngine(Protocol):
@@ -117,7 +117,7 @@ class _Upload:
     front: bytes
     done: TokenOutput
     lora_task_id: int
-    write: Future[float]
+    write: Future[None]
 
     def answer(self) -> TokenOutput:
         try:
@@ -271,7 +271,7 @@ class EngineServer:
         else:
             self._uploads.append(_Upload(front, done, message.adapter.lora_task_id, write))
 
-    def _put_adapter(self, header: AdapterHeader, payload: memoryview, lora_name: str) -> Future[float] | None:
+    def _put_adapter(self, header: AdapterHeader, payload: memoryview, lora_name: str) -> Future[None] | None:
         self._engine.put_adapter(header.lora_task_id, read_adapter(header, payload), lora_name)
         return self._engine.loras.keep(header.lora_task_id)
 

@@ -6,7 +6,9 @@ import errno
 import json
 import os
 import pickle
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from safetensors import safe_open
 from support.adapters import TINY, wire_adapter
 
 from multilora_engine.errors import ConfigError
-from multilora_engine.lora.disk_tier import DamagedFile, DiskTier
+from multilora_engine.lora.disk_tier import DamagedFile, DiskTier, write_file_atomically
 from multilora_engine.lora.format import AdapterLayout, PackedAdapter, pack_adapter
 from multilora_engine.lora.life_cycle import AdapterEvent
 
@@ -52,13 +54,30 @@ def filled(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def store(tier: DiskTier, task: int, adapter: PackedAdapter) -> None:
-    tier.store(task, adapter.digest, f"name-{task}", adapter.rows, lambda: adapter.pages)
+def start(tier: DiskTier, task: int, adapter: PackedAdapter) -> list[OSError | None]:
+    """Have an adapter written; the list gets what `on_written` is told."""
+    told: list[OSError | None] = []
+    tier.store(task, adapter.digest, f"name-{task}", adapter.rows, list(adapter.pages), told.append)
+    return told
+
+
+def finish(tier: DiskTier) -> None:
+    wait(tier.writes, timeout=60)
+    tier.poll()
+
+
+def store(tier: DiskTier, task: int, adapter: PackedAdapter) -> bool:
+    """Write an adapter; whether it is kept."""
+    told = start(tier, task, adapter)
+    finish(tier)
+    tier.check_integrity()
+    (error,) = told
+    return error is None
 
 
 def read(tier: DiskTier, task: int, num_pages: int) -> tuple[list[Any], torch.Tensor]:
     pages = torch.zeros(num_pages, TINY.page_bytes, dtype=torch.uint8)
-    return tier.open(task)(list(pages)).result(timeout=60), pages
+    return tier.open(task).read(list(pages)).result(timeout=60), pages
 
 
 def assert_reads(tier: DiskTier, task: int, adapter: PackedAdapter) -> None:
@@ -67,9 +86,7 @@ def assert_reads(tier: DiskTier, task: int, adapter: PackedAdapter) -> None:
     assert torch.equal(pages, adapter.pages)
 
 
-def test_what_was_stored_comes_back_even_before_it_is_written_and_after_a_restart(
-    tmp_path: Path, tiers: list[DiskTier]
-) -> None:
+def test_what_was_stored_comes_back_and_after_a_restart_too(tmp_path: Path, tiers: list[DiskTier]) -> None:
     tier = DiskTier(tmp_path, 1 << 20, TINY)
     store(tier, BIG_ID, FIRST)
     assert_reads(tier, BIG_ID, FIRST)
@@ -99,23 +116,34 @@ def test_the_least_recently_used_files_go_first_and_the_budget_holds(tmp_path: P
         store(tier, task, FIRST)
     assert_reads(tier, 1, FIRST)
     store(tier, 3, SECOND)
-    tier.check_integrity()
     assert [adapter.lora_task_id for adapter in tier.adapters] == [1, 3]
     assert tier.stats.evictions == 1
     assert ("deleted_from_disk", 2) in [(event.kind, event.lora_task_id) for event in events]
-    assert not (tmp_path / "2.safetensors").exists()
+    assert not (tmp_path / "2.safetensors").exists(), "it goes before another one is written"
 
 
 def test_the_order_of_use_survives_a_restart(filled: Path, tiers: list[DiskTier]) -> None:
     os.utime(filled / "1.safetensors", (2_000_000_000, 2_000_000_000))
-    tiers.append(tier := DiskTier(filled, FILE_BYTES, TINY))
+    tier = DiskTier(filled, FILE_BYTES, TINY)
     assert [adapter.lora_task_id for adapter in tier.adapters] == [1]
+    tier.close()
     assert not (filled / "2.safetensors").exists()
+
+
+def test_a_touched_file_is_the_most_recently_used_after_a_restart_too(filled: Path, tiers: list[DiskTier]) -> None:
+    for task in (1, 2):
+        os.utime(filled / f"{task}.safetensors", (1_000_000_000 + task, 1_000_000_000 + task))
+    tier = DiskTier(filled, 1 << 20, TINY)
+    tier.touch(1)
+    assert [adapter.lora_task_id for adapter in tier.adapters] == [2, 1]
+    tier.close()
+    tiers.append(again := DiskTier(filled, 1 << 20, TINY))
+    assert [adapter.lora_task_id for adapter in again.adapters] == [2, 1]
 
 
 def test_an_adapter_larger_than_the_budget_is_not_kept(tmp_path: Path, tiers: list[DiskTier]) -> None:
     tiers.append(tier := DiskTier(tmp_path, 100, TINY))
-    store(tier, 1, FIRST)
+    assert not store(tier, 1, FIRST)
     assert len(tier) == 0
     assert tier.stats.failures == 1
 
@@ -124,35 +152,78 @@ def test_a_deleted_adapter_is_gone_at_once_and_for_good(filled: Path, tiers: lis
     tier = DiskTier(filled, 1 << 20, TINY)
     still_open = tier.open(1)
     tier.delete(1)
-    assert not (filled / "1.safetensors").exists()
+    assert tier.find(1) is None
     pages = torch.zeros_like(FIRST.pages)
-    still_open(list(pages)).result(timeout=60)
+    still_open.read(list(pages)).result(timeout=60)
     assert torch.equal(pages, FIRST.pages), "who had begun to read it still gets it"
-    store(tier, 1, SECOND)
+    assert store(tier, 1, SECOND)
+    tier.open(2).close()
+    tier.delete(2)
     tier.close()
+    assert not (filled / "2.safetensors").exists()
     tiers.append(again := DiskTier(filled, 1 << 20, TINY))
     assert_reads(again, 1, SECOND)
 
 
 def test_a_full_disk_costs_the_adapter_and_nothing_else(tmp_path: Path, tiers: list[DiskTier]) -> None:
-    def fail(path: Path, header: bytes, pages: torch.Tensor) -> None:
+    def fail(path: Path, header: bytes, pages: Sequence[torch.Tensor]) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
     tiers.append(tier := DiskTier(tmp_path, 1 << 20, TINY, write_file=fail))
-    for task in range(10):
-        store(tier, task, FIRST)
-        tier.check_integrity()
-    while tier.find(9) is not None:
-        tier.poll()
+    assert not any(store(tier, task, FIRST) for task in range(10))
     assert len(tier) == 0
     assert tier.stats.failures == 10
     assert tier.stats.bytes_used == 0
 
 
+def test_what_is_deleted_while_a_slow_disk_writes_it_leaves_no_file(tmp_path: Path) -> None:
+    is_writing, may_write = threading.Event(), threading.Event()
+
+    def write_slowly(path: Path, header: bytes, pages: Sequence[torch.Tensor]) -> None:
+        is_writing.set()
+        assert may_write.wait(60)
+        write_file_atomically(path, header, pages)
+
+    tier = DiskTier(tmp_path, 2 * FILE_BYTES, TINY, write_file=write_slowly)
+    old, queued = start(tier, 1, FIRST), start(tier, 2, FIRST)
+    assert is_writing.wait(60)
+    tier.delete(1)
+    tier.delete(2)
+    new = start(tier, 1, SECOND)
+    tier.check_integrity()
+    tier.poll()
+    assert old == queued == new == [], "its pages are still read, or may be"
+    may_write.set()
+    finish(tier)
+    assert old == queued == new == [None]
+    assert_reads(tier, 1, SECOND)
+    tier.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["1.safetensors"]
+
+
+def test_with_the_whole_budget_being_written_the_newest_is_kept(tmp_path: Path, tiers: list[DiskTier]) -> None:
+    may_write = threading.Event()
+
+    def write_slowly(path: Path, header: bytes, pages: Sequence[torch.Tensor]) -> None:
+        assert may_write.wait(60)
+        write_file_atomically(path, header, pages)
+
+    tiers.append(tier := DiskTier(tmp_path, FILE_BYTES, TINY, write_file=write_slowly))
+    for task in (1, 2, 3):
+        start(tier, task, FIRST)
+        tier.check_integrity()
+    may_write.set()
+    finish(tier)
+    assert [adapter.lora_task_id for adapter in tier.adapters] == [3]
+    assert tier.stats.evictions == 2
+    tiers.pop().close()
+    assert [path.name for path in tmp_path.iterdir()] == ["3.safetensors"]
+
+
 def test_a_failed_write_leaves_no_file_behind(tmp_path: Path, tiers: list[DiskTier]) -> None:
     tier = DiskTier(tmp_path / "cache", 1 << 20, TINY)
     (tmp_path / "cache" / "1.safetensors").mkdir()
-    store(tier, 1, FIRST)
+    assert not store(tier, 1, FIRST)
     tier.close()
     assert [path.name for path in (tmp_path / "cache").iterdir()] == ["1.safetensors"]
     assert tier.stats.failures == 1
@@ -304,5 +375,6 @@ def test_any_changed_byte_is_noticed(filled: Path, tiers: list[DiskTier]) -> Non
         read(tier, 1, len(FIRST.pages))
     tier.drop_damaged(1, FIRST.digest, DamagedFile("its digest"))
     assert tier.find(1) is None
-    assert not path.exists()
     assert_reads(tier, 2, SECOND)
+    tiers.pop().close()
+    assert not path.exists()

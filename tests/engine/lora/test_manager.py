@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from pathlib import Path
 from typing import Any
@@ -95,13 +95,8 @@ class ManagerMachine(RuleBasedStateMachine):
     def build(self) -> LoRAManager:
         return build_manager(self.num_host_pages, self.num_device_pages, self.on_conflict)
 
-    def settle(self) -> None:
-        """Without a disk tier nothing is ever under way."""
-
     @rule(task=st.integers(0, 9), content=st.integers(0, len(CONTENTS) - 1))
     def put(self, task: int, content: int) -> None:
-        if content % 2:
-            self.settle()
         packed = CONTENTS[content][1]
         present = self._present(task)
         try:
@@ -112,12 +107,8 @@ class ManagerMachine(RuleBasedStateMachine):
             assert self.contents[task] != content
             return
         except AdapterCacheFull:
-            pinned = sum(len(a.pages) for a in {a for a, _ in self.pins + self.users})
-            if self.has_disk and not content % 2:
-                return  # what is being read cannot be evicted either
-            for kept in self.operator_pins - {task} - {a.lora_task_id for a in self._in_use if not a.is_retired}:
-                pinned += len(CONTENTS[self.contents[kept]][1].pages)
-            assert pinned + len(packed.pages) > self.num_host_pages, "refused although evicting would have been enough"
+            needed = self._held_pages(task) + len(packed.pages)
+            assert needed > self.num_host_pages, "refused although evicting would have been enough"
             assert self._present(task) == present
             return
         assert adapter.digest == packed.digest
@@ -135,6 +126,8 @@ class ManagerMachine(RuleBasedStateMachine):
             return
         except AdapterCacheFull:
             assert self.has_disk
+            needed = self._held_pages(task) + len(CONTENTS[self.contents[task]][1].pages)
+            assert needed > self.num_host_pages, "refused although evicting would have been enough"
             return
         assert adapter.digest == CONTENTS[self.contents[task]][1].digest
         self.pins.append((adapter, self.contents[task]))
@@ -210,6 +203,15 @@ class ManagerMachine(RuleBasedStateMachine):
     def _in_use(self) -> list[CachedAdapter]:
         return [adapter for adapter, _ in self.pins + self.users]
 
+    def _held_pages(self, task: int) -> int:
+        """Pages that no eviction can free for a new version of `task`, and those promised to adapters that wait."""
+        in_use = set(self._in_use)
+        counted = {adapter.lora_task_id for adapter in in_use if not adapter.is_retired}
+        waiting = {info.lora_task_id for info in self.manager.describe() if info.bytes == 0}
+        others = (self.operator_pins | waiting) - counted - {task}
+        in_use_pages = sum(adapter.num_pages for adapter in in_use)
+        return in_use_pages + sum(len(CONTENTS[self.contents[other]][1].pages) for other in others)
+
     def _present(self, task: int) -> bool:
         try:
             self.manager.digest(task)
@@ -231,26 +233,26 @@ class SmallReplacingDeviceMachine(ManagerMachine):
     on_conflict = "replace"
 
 
-class _OnDemand(Future[Any]):
-    """A task that runs when it is told to, or when somebody waits for it."""
+class _Task(Future[Any]):
+    """A task that runs when it is told to, and not because somebody waits for it."""
 
     def __init__(self, task: Callable[[], Any]) -> None:
         super().__init__()
         self._task = task
 
     def run(self) -> None:
-        if not self.done() and self.set_running_or_notify_cancel():
+        if self.set_running_or_notify_cancel():
             try:
                 self.set_result(self._task())
             except Exception as error:
                 self.set_exception(error)
 
     def result(self, timeout: float | None = None) -> Any:
-        self.run()
+        assert self.done(), "the manager waits for the disk"
         return super().result(timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        self.run()
+        assert self.done(), "the manager waits for the disk"
         return super().exception(timeout)
 
 
@@ -258,10 +260,10 @@ class SteppedWorkers(Executor):
     """In place of threads: what was submitted happens in order, when the test says so."""
 
     def __init__(self) -> None:
-        self._tasks: list[_OnDemand] = []
+        self._tasks: list[_Task] = []
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        task = _OnDemand(lambda: fn(*args, **kwargs))
+        task = _Task(lambda: fn(*args, **kwargs))
         self._tasks.append(task)
         return task
 
@@ -282,6 +284,8 @@ class DiskMachine(ManagerMachine):
     """Host memory for few, files for all: nothing is lost unless a write fails or a file is damaged."""
 
     has_disk = True
+    num_disk_bytes = 1 << 20
+    is_small = False
     num_host_pages = 4
     on_conflict = "replace"
 
@@ -295,17 +299,24 @@ class DiskMachine(ManagerMachine):
 
     def build(self) -> LoRAManager:
         directory = Path(self._directory.name)
-        disk = DiskTier(directory, 1 << 20, TINY, write_file=self.write_file, workers=lambda _: self.workers)
+        disk = DiskTier(
+            directory, self.num_disk_bytes, TINY, write_file=self.write_file, workers=lambda _: self.workers
+        )
         return build_manager(self.num_host_pages, self.num_device_pages, self.on_conflict, disk=disk)
 
-    def write_file(self, path: Path, header: bytes, pages: torch.Tensor) -> None:
+    def write_file(self, path: Path, header: bytes, pages: Sequence[torch.Tensor]) -> None:
         if self.is_disk_full:
             raise OSError(errno.ENOSPC, "No space left on device")
         write_file_atomically(path, header, pages)
 
     def settle(self) -> None:
-        self.workers.step(self.workers.num_tasks)
+        """Let the disk do all it was told to, and what follows from that."""
         self.poll()
+        while self.workers.num_tasks:
+            self.workers.step(self.workers.num_tasks)
+            self.poll()
+        if not self._in_use and not self.operator_pins:
+            assert all(info.bytes for info in self.manager.describe()), "an adapter waits for nothing"
 
     @rule()
     def poll(self) -> None:
@@ -329,10 +340,11 @@ class DiskMachine(ManagerMachine):
     @rule(task=st.integers(0, 9))
     def keep(self, task: int) -> None:
         try:
-            write = self.manager.keep(task)
+            kept = self.manager.keep(task)
         except AdapterNotFound:
             return
-        if write is not None and write.done() and not write.cancelled() and write.exception() is None:
+        assert kept is not None
+        if not self.is_small and kept.done() and not kept.cancelled() and kept.exception() is None:
             digest = CONTENTS[self.contents[task]][1].digest
             assert digest in (Path(self._directory.name) / f"{task}.safetensors").read_bytes().decode("latin-1")
 
@@ -350,12 +362,14 @@ class DiskMachine(ManagerMachine):
 
     @rule()
     def restart(self) -> None:
-        self.settle()
         for adapter, _ in self.users:
             self.manager.release(adapter)
         for adapter in self._in_use:
             self.manager.unpin(adapter)
+        for task in self.operator_pins:
+            self.manager.unpin_adapter(task)
         self.pins, self.users, self.operator_pins = [], [], set()
+        self.settle()
         self.manager.close()
         self.manager = self.build()
 
@@ -373,6 +387,17 @@ class SmallDeviceDiskMachine(DiskMachine):
     num_device_pages = 3
 
 
+class SmallDiskMachine(DiskMachine):
+    """Files for fewer than memory holds: what is deleted to make room for others is lost, and nobody is stuck."""
+
+    num_disk_bytes = 4 * TINY.page_bytes
+    is_small = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_lose = True
+
+
 _SETTINGS = settings(max_examples=15, stateful_step_count=50, deadline=None)
 TestShared = ManagerMachine.TestCase
 TestSharedReplacing = ReplacingMachine.TestCase
@@ -380,6 +405,7 @@ TestSmallDevice = SmallDeviceMachine.TestCase
 TestSmallDeviceReplacing = SmallReplacingDeviceMachine.TestCase
 TestDisk = DiskMachine.TestCase
 TestSmallDeviceDisk = SmallDeviceDiskMachine.TestCase
+TestSmallDisk = SmallDiskMachine.TestCase
 for case in (
     TestShared,
     TestSharedReplacing,
@@ -387,6 +413,7 @@ for case in (
     TestSmallDeviceReplacing,
     TestDisk,
     TestSmallDeviceDisk,
+    TestSmallDisk,
 ):
     case.settings = _SETTINGS
 
@@ -535,29 +562,102 @@ def test_a_wait_ends_when_the_adapter_becomes_usable() -> None:
     assert manager.stats.waits == 1
 
 
+def disk_manager(directory: Path, num_host_pages: int) -> tuple[LoRAManager, SteppedWorkers]:
+    """With a disk that does nothing before it is told to."""
+    workers = SteppedWorkers()
+    disk = DiskTier(directory, 1 << 20, TINY, workers=lambda _: workers)
+    return build_manager(num_host_pages, None, "replace", disk=disk), workers
+
+
+def work(manager: LoRAManager, workers: SteppedWorkers) -> None:
+    while workers.num_tasks:
+        workers.step(workers.num_tasks)
+        manager.poll()
+
+
+def test_while_the_disk_blocks_a_newcomer_waits_and_whoever_is_here_goes_on(tmp_path: Path) -> None:
+    manager, workers = disk_manager(tmp_path, num_host_pages=2)
+    for task, content in enumerate((0, 4, 8)):
+        manager.put(task, CONTENTS[content][1])
+    assert [manager.info(task).bytes // TINY.page_bytes for task in range(3)] == [1, 1, 0]
+    present, newcomer = manager.pin(1), manager.pin(2)
+    assert manager.poll() == {}
+    assert manager.acquire(present)
+    assert not manager.acquire(newcomer)
+    assert manager.is_busy
+    with pytest.raises(AdapterCacheFull, match="needs 1 pages, 0 of 2 are free and 1 evictable, 1 of them promised"):
+        manager.put(3, CONTENTS[0][1])
+    work(manager, workers)
+    assert manager.info(2).bytes > 0
+    assert manager.acquire(newcomer)
+    assert_tables_hold(manager, newcomer, CONTENTS[8][0])
+    assert not manager.is_busy
+    assert manager.digest(0) == CONTENTS[0][1].digest, "it is on disk"
+    for adapter in (present, newcomer):
+        manager.release(adapter)
+        manager.unpin(adapter)
+    manager.close()
+
+
+def test_one_whose_file_is_written_goes_before_an_older_one_that_would_have_to_wait(tmp_path: Path) -> None:
+    manager, workers = disk_manager(tmp_path, num_host_pages=2)
+    manager.put(0, CONTENTS[0][1])
+    work(manager, workers)
+    manager.put(1, CONTENTS[4][1])
+    manager.digest(0)  # the more recently used of the two
+    manager.put(2, CONTENTS[8][1])
+    assert manager.info(2).bytes > 0
+    assert {info.lora_task_id: info.location for info in manager.describe()} == {0: "DISK", 1: "HOST", 2: "HOST"}
+    manager.close()
+
+
+def test_a_pin_that_would_keep_a_newcomer_out_for_ever_is_refused(tmp_path: Path) -> None:
+    manager, workers = disk_manager(tmp_path, num_host_pages=2)
+    for task, content in enumerate((0, 4, 8)):
+        manager.put(task, CONTENTS[content][1])
+    manager.pin_adapter(0)
+    with pytest.raises(AdapterCacheFull):
+        manager.pin_adapter(1)
+    work(manager, workers)
+    assert {info.lora_task_id: info.location for info in manager.describe()} == {0: "HOST", 1: "DISK", 2: "HOST"}
+    manager.close()
+
+
+def test_an_adapter_that_got_a_name_later_keeps_it_over_a_restart(tmp_path: Path) -> None:
+    manager, workers = disk_manager(tmp_path, num_host_pages=2)
+    manager.put(5, CONTENTS[0][1])
+    work(manager, workers)
+    manager.put(5, CONTENTS[0][1], name="billing")
+    manager.close()
+    again, _ = disk_manager(tmp_path, num_host_pages=2)
+    (info,) = again.describe()
+    assert (info.name, info.location) == ("billing", "DISK")
+    again.close()
+
+
 def test_what_is_kept_is_found_after_the_engine_was_killed(tmp_path: Path) -> None:
     disk = DiskTier(tmp_path / "cache", 1 << 20, TINY)
     manager = build_manager(8, None, "refuse", disk=disk)
     for task in (1, 2):
         manager.put(task, CONTENTS[task][1])
-    write = manager.keep(1)
-    assert write is not None
-    write.result(timeout=60)
+    kept = manager.keep(1)
+    assert kept is not None
+    kept.result(timeout=60)
     # A kill leaves the files as they are.
     shutil.copytree(tmp_path / "cache", tmp_path / "left")
     manager.close()
-    (found,) = DiskTier(tmp_path / "left", 1 << 20, TINY).adapters
-    assert (found.lora_task_id, found.digest) == (1, CONTENTS[1][1].digest)
+    found = {file.lora_task_id: file.digest for file in DiskTier(tmp_path / "left", 1 << 20, TINY).adapters}
+    assert found[1] == CONTENTS[1][1].digest
 
 
 def test_what_cannot_be_kept_says_so_and_stays_in_memory(tmp_path: Path) -> None:
     disk = DiskTier(tmp_path, num_bytes=1000, layout=TINY)
     manager = build_manager(8, None, "refuse", disk=disk)
     manager.put(1, CONTENTS[1][1])
-    write = manager.keep(1)
-    assert write is not None
+    kept = manager.keep(1)
+    assert kept is not None
     with pytest.raises(OSError, match=r"bytes are more than lora_cache_disk_bytes \(1000\)"):
-        write.result(timeout=60)
+        kept.result(timeout=60)
     assert manager.digest(1) == CONTENTS[1][1].digest
     manager.close()
 
