@@ -227,6 +227,10 @@ def convert(
     storage_type: Annotated[
         StorageDtype | None, typer.Option(help="Type of the weights.", show_default="that of the file")
     ] = None,
+    base_model: Annotated[
+        Path | None,
+        typer.Option(help="Directory of the base model's checkpoint; only DoRA adapters need it.", show_default=False),
+    ] = None,
 ) -> None:
     """Convert a PEFT adapter to model.lora_weights.npy and model.lora_config.npy, as TensorRT-LLM's converter does.
 
@@ -238,6 +242,7 @@ def convert(
             peft_directory,
             storage_type,
             lambda done, total: progress.update(task, completed=done, total=total),
+            base_model,
         )
         tensors.save(output_directory)
         typer.echo(f"{output_directory}: {_describe(tensors)}")

@@ -1,10 +1,12 @@
 """PEFT directory -> wire tensors, in the layout of TensorRT-LLM's converter, with NumPy alone.
 
 A row is A `[rank, in]` then B `[out, rank]`. The server applies no scale, so the scale goes into B, in float32 and
-before the cast to the storage type.
+before the cast to the storage type. A DoRA row ends with the magnitude `[out]`, which upstream wants normalised:
+divided by the lengths of the adapted weight's rows. Converting it takes the base model's weights.
 
 A fused `gate_up_proj` (module id 18) computes gate | up in Hugging Face checkpoints; upstream's fused module computes
-up | gate. The outputs of B are therefore exchanged half by half. A fused `qkv_proj` is q | k | v on both sides.
+up | gate. The outputs of B (and a magnitude) are therefore exchanged half by half. A fused `qkv_proj` is q | k | v on
+both sides.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from multilora_client.adapter import NUMPY_DTYPES, Adapter, AdapterDtype, AdapterTensors, is_converted
+from multilora_client.base_weights import BaseWeights
 from multilora_client.bfloat16 import bfloat16_to_float32, float32_to_bfloat16
 from multilora_client.errors import AdapterError
 from multilora_client.peft_directory import MLP_GATE_UP, LoRAModule, is_peft, read_peft_directory
@@ -28,63 +31,94 @@ _DTYPES: Mapping[StorageDtype, AdapterDtype] = {"float16": "FP16", "bfloat16": "
 
 
 def convert_peft(
-    directory: Path, storage_dtype: StorageDtype | None = None, on_progress: Progress | None = None
+    directory: Path,
+    storage_dtype: StorageDtype | None = None,
+    on_progress: Progress | None = None,
+    base_model: Path | None = None,
 ) -> AdapterTensors:
     """Convert the PEFT adapter in `directory`.
 
     storage_dtype: type of the weights; None keeps the one of the file.
     on_progress: called with (rows done, rows in all) after each row.
+    base_model: directory of the base model's checkpoint, for DoRA only.
     Raises AdapterError for everything that the wire format or the storage type cannot hold.
     """
     adapter = read_peft_directory(directory)
+    base = None if base_model is None else BaseWeights(base_model)
     dtype = _DTYPES[storage_dtype] if storage_dtype else adapter.dtype
     weights = np.zeros((len(adapter.modules), max(map(_row_size, adapter.modules))), NUMPY_DTYPES[dtype])
     for index, module in enumerate(adapter.modules):
-        weights[index, : _row_size(module)] = _row(module, dtype)
+        weights[index, : _row_size(module)] = _row(module, dtype, base)
         if on_progress:
             on_progress(index + 1, len(adapter.modules))
-    config = [[module.module_id, module.layer, module.rank, 0] for module in adapter.modules]
+    config = [[m.module_id, m.layer, m.rank, int(m.magnitude is not None)] for m in adapter.modules]
     return AdapterTensors(weights, np.array(config, np.int32), dtype)
 
 
-def load_adapter_tensors(directory: Path) -> AdapterTensors:
-    """The adapter in `directory`, whether it is converted already or a PEFT directory."""
+def load_adapter_tensors(directory: Path, base_model: Path | None = None) -> AdapterTensors:
+    """The adapter in `directory`, whether it is converted already or a PEFT directory; see `convert_peft`."""
     if is_converted(directory):
         return AdapterTensors.load(directory)
     if is_peft(directory):
-        return convert_peft(directory)
+        return convert_peft(directory, base_model=base_model)
     raise AdapterError(f"{directory} is neither a PEFT adapter (adapter_config.json) nor a converted one (*.npy)")
 
 
-def load_adapter(directory: Path | str, lora_task_id: int | None = None) -> Adapter:
-    """The adapter in `directory`, PEFT or converted, under a task id.
+def load_adapter(
+    directory: Path | str, lora_task_id: int | None = None, base_model: Path | str | None = None
+) -> Adapter:
+    """The adapter in `directory`, PEFT or converted, under a task id. base_model: see `convert_peft`.
 
     Without `lora_task_id` the id is taken from the content (63 bits of its digest): the same adapter has the same id in
     every process, and different adapters do not meet under one id.
     """
-    tensors = load_adapter_tensors(Path(directory))
+    tensors = load_adapter_tensors(Path(directory), None if base_model is None else Path(base_model))
     if lora_task_id is None:
         lora_task_id = int.from_bytes(tensors.digest[:8], "big") >> 1
     return Adapter(lora_task_id, tensors)
 
 
 def _row_size(module: LoRAModule) -> int:
-    return module.lora_a.size + module.lora_b.size
+    return module.lora_a.size + module.lora_b.size + (0 if module.magnitude is None else module.magnitude.size)
 
 
-def _row(module: LoRAModule, dtype: AdapterDtype) -> npt.NDArray[Any]:
+def _row(module: LoRAModule, dtype: AdapterDtype, base: BaseWeights | None) -> npt.NDArray[Any]:
     with np.errstate(over="ignore"):
         lora_b = module.lora_b * np.float32(module.scaling)
+    outputs = [lora_b]
+    if module.magnitude is not None:
+        outputs.append(module.magnitude / _row_lengths(module, lora_b, base))
     if module.module_id == MLP_GATE_UP:
-        lora_b = _swap_halves(lora_b, module.name)
-    return _cast(np.concatenate([module.lora_a.ravel(), lora_b.ravel()]), dtype, module.name)
+        outputs = [_swap_halves(values, module.name) for values in outputs]
+    return _cast(np.concatenate([module.lora_a.ravel(), *map(np.ravel, outputs)]), dtype, module.name)
 
 
-def _swap_halves(lora_b: npt.NDArray[np.float32], name: str) -> npt.NDArray[np.float32]:
+def _row_lengths(
+    module: LoRAModule, lora_b: npt.NDArray[np.float32], base: BaseWeights | None
+) -> npt.NDArray[np.float32]:
+    """Of the adapted weight W + B A, `[out]`. lora_b: with the scale in it."""
+    if base is None:
+        raise AdapterError(
+            f"{module.name} is a DoRA module, which takes the base model's weights to convert: name its checkpoint "
+            "(multilora convert --base-model DIR)"
+        )
+    weight = base.matrix(f"{module.name}.weight")
+    if weight.shape != (len(lora_b), module.lora_a.shape[1]):
+        raise AdapterError(
+            f"{module.name} is {list(weight.shape)} in the base model and [{len(lora_b)}, {module.lora_a.shape[1]}] in "
+            "the adapter"
+        )
+    lengths: npt.NDArray[np.float32] = np.linalg.norm(weight + lora_b @ module.lora_a, axis=1)
+    if not lengths.all():
+        raise AdapterError(f"{module.name} has a row of zeros, which no magnitude can stretch")
+    return lengths
+
+
+def _swap_halves(outputs: npt.NDArray[np.float32], name: str) -> npt.NDArray[np.float32]:
     """`[gate; up]` -> `[up; gate]` along the outputs."""
-    if lora_b.shape[0] % 2:
-        raise AdapterError(f"{name} has {lora_b.shape[0]} outputs, which are not two halves")
-    gate, up = np.split(lora_b, 2)
+    if outputs.shape[0] % 2:
+        raise AdapterError(f"{name} has {outputs.shape[0]} outputs, which are not two halves")
+    gate, up = np.split(outputs, 2)
     return np.concatenate([up, gate])
 
 

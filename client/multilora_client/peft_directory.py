@@ -1,7 +1,7 @@
 """A PEFT adapter directory, read and checked without PEFT and without torch.
 
 Only `adapter_config.json` and `adapter_model.safetensors` are read. What this format can express and the wire format
-cannot (DoRA, biases, whole saved modules, ...) is refused by name: an adapter serves as it was trained or not at all.
+cannot (biases, whole saved modules, ...) is refused by name: an adapter serves as it was trained or not at all.
 """
 
 from __future__ import annotations
@@ -47,20 +47,18 @@ MODULE_IDS: Mapping[str, int] = {
 _LORA_KEY = re.compile(
     r"(?:base_model\.model\.)?"
     r"(?P<module>model\.layers\.(?P<layer>\d+)\.(?P<path>[\w.]+))"
-    r"\.lora_(?P<side>[AB])\.weight"
+    r"\.lora_(?:(?P<side>A|B)\.weight|(?P<magnitude>magnitude_vector)(?:\.weight)?)"
 )
 
 _REFUSED_KEY_PARTS: Mapping[str, str] = {
     "lora_embedding_": "LoRA on embeddings is not supported",
     "embed_tokens": "LoRA on embeddings is not supported",
     "lm_head": "LoRA on the output head is not supported",
-    "lora_magnitude_vector": "DoRA is not supported",
     "modules_to_save": "whole saved modules (modules_to_save) are not supported",
     ".bias": "biases are not supported",
 }
 
 _REFUSED_FIELDS: Mapping[str, str] = {
-    "use_dora": "DoRA is not supported",
     "modules_to_save": "whole saved modules are not supported",
     "fan_in_fan_out": "transposed base weights are not supported",
     "lora_bias": "biases are not supported",
@@ -91,6 +89,7 @@ class LoRAModule:
     name: the module's name in the base model, for messages and patterns.
     module_id, layer: its place in the wire format.
     lora_a: float32 `[rank, in]`. lora_b: float32 `[out, rank]`. scaling: alpha / rank, or alpha / sqrt(rank).
+    magnitude: float32 `[out]`, of a DoRA module (arXiv:2402.09353): how long the rows of its adapted weight are made.
     """
 
     name: str
@@ -99,6 +98,7 @@ class LoRAModule:
     lora_a: npt.NDArray[np.float32]
     lora_b: npt.NDArray[np.float32]
     scaling: float
+    magnitude: npt.NDArray[np.float32] | None = None
 
     @property
     def rank(self) -> int:
@@ -197,13 +197,14 @@ def _stored_tensor(key: str, entry: Mapping[str, Any]) -> _StoredTensor:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a module sits, and the keys of its two matrices."""
+    """Where a module sits, and the keys of its two matrices and, with DoRA, its magnitude."""
 
     module: str
     module_id: int
     layer: int
     a_key: str
     b_key: str
+    magnitude_key: str | None
 
 
 def _pair_keys(tensors: Mapping[str, _StoredTensor]) -> Iterator[_Place]:
@@ -214,13 +215,14 @@ def _pair_keys(tensors: Mapping[str, _StoredTensor]) -> Iterator[_Place]:
     for key in tensors:
         match = _match_key(key)
         place = (match["module"], MODULE_IDS[match["path"]], int(match["layer"]))
-        if keys.setdefault(place, {}).setdefault(match["side"], key) != key:
-            raise AdapterError(f"{key} and {keys[place][match['side']]} are the same matrix")
+        side = match["side"] or match["magnitude"]
+        if keys.setdefault(place, {}).setdefault(side, key) != key:
+            raise AdapterError(f"{key} and {keys[place][side]} are the same matrix")
     for (module, module_id, layer), sides in keys.items():
-        if len(sides) == 1:
-            ((side, key),) = sides.items()
-            raise AdapterError(f"{key} has no {'lora_B' if side == 'A' else 'lora_A'} beside it")
-        yield _Place(module, module_id, layer, sides["A"], sides["B"])
+        for side in ("A", "B"):
+            if side not in sides:
+                raise AdapterError(f"{next(iter(sides.values()))} has no lora_{side} beside it")
+        yield _Place(module, module_id, layer, sides["A"], sides["B"], sides.get("magnitude_vector"))
 
 
 def _match_key(key: str) -> re.Match[str]:
@@ -248,12 +250,31 @@ def _module(place: _Place, tensors: Mapping[str, _StoredTensor], config: Mapping
         raise AdapterError(f"{place.a_key} has rank {rank}, but {PEFT_CONFIG_FILE} says {expected_rank:g}")
     alpha = _module_setting(config, "alpha_pattern", "lora_alpha", place.module)
     scaling = alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
-    return LoRAModule(place.module, place.module_id, place.layer, lora_a, lora_b, scaling)
+    magnitude = _magnitude(place, tensors, bool(config.get("use_dora")), out_size=lora_b.shape[0])
+    return LoRAModule(place.module, place.module_id, place.layer, lora_a, lora_b, scaling, magnitude)
+
+
+def _magnitude(
+    place: _Place, tensors: Mapping[str, _StoredTensor], use_dora: bool, out_size: int
+) -> npt.NDArray[np.float32] | None:
+    key = place.magnitude_key
+    if use_dora != (key is not None):
+        found = f"has {key}" if key else f"has no lora_magnitude_vector of {place.module}"
+        raise AdapterError(f"{PEFT_CONFIG_FILE}: use_dora is {use_dora}, but {PEFT_WEIGHTS_FILE} {found}")
+    if key is None:
+        return None
+    if tensors[key].values.shape != (out_size,):
+        raise AdapterError(f"{key} has shape {list(tensors[key].values.shape)}, expected [{out_size}]")
+    return _finite(key, tensors[key])
 
 
 def _matrix(key: str, tensor: _StoredTensor) -> npt.NDArray[np.float32]:
     if tensor.values.ndim != 2 or 0 in tensor.values.shape:
         raise AdapterError(f"{key} has shape {list(tensor.values.shape)}; a matrix is expected")
+    return _finite(key, tensor)
+
+
+def _finite(key: str, tensor: _StoredTensor) -> npt.NDArray[np.float32]:
     values = tensor.to_float32()
     if not np.isfinite(values).all():
         raise AdapterError(f"{key} holds NaN or infinite values")

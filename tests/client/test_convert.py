@@ -125,6 +125,88 @@ def test_a_fused_gate_up_with_an_odd_number_of_outputs_is_refused(tmp_path: Path
         convert_peft(tmp_path)
 
 
+def save_base(directory: Path, weights: dict[str, torch.Tensor], num_files: int) -> Path:
+    directory.mkdir()
+    if num_files == 1:
+        save_file(weights, directory / "model.safetensors")
+        return directory
+    files = {name: f"model-{i % num_files}.safetensors" for i, name in enumerate(weights)}
+    for file in set(files.values()):
+        save_file({name: weights[name] for name in files if files[name] == file}, directory / file)
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    return directory
+
+
+@pytest.mark.parametrize(("base_dtype", "num_files"), [(torch.float32, 1), (torch.bfloat16, 3), (torch.float16, 2)])
+def test_a_dora_row_ends_with_what_peft_scales_the_outputs_by(
+    save_adapter: Callable[..., Any], tmp_path: Path, base_dtype: torch.dtype, num_files: int
+) -> None:
+    saved = save_adapter(use_dora=True, use_rslora=True, target_modules=["q_proj", "down_proj"])
+    weights = {}
+    for name, module in saved.modules().items():
+        weights[f"model.layers.{name}.weight"] = module.base_layer.weight.data.to(base_dtype)
+        module.base_layer.weight.data = module.base_layer.weight.data.to(base_dtype).float()
+        module.lora_magnitude_vector["default"].weight.data *= torch.rand(module.out_features) + 0.5
+    saved.model.save_pretrained(saved.directory)
+
+    tensors = convert_peft(saved.directory, base_model=save_base(tmp_path / "base", weights, num_files))
+
+    for row, (module_id, layer, rank, is_dora) in enumerate(tensors.config.tolist()):
+        module = saved.modules()[f"{layer}.{MODULES[module_id]}"]
+        x = torch.randn(3, module.in_features)
+        num_ab = rank * (module.in_features + module.out_features)
+        magnitude = torch.from_numpy(tensors.weights[row, num_ab : num_ab + module.out_features].copy())
+        tensors.weights[row, num_ab : num_ab + module.out_features] = 0
+        a, b = matrices(tensors, row, module.in_features, module.out_features)
+        expected = module(x)
+        torch.testing.assert_close((x @ module.base_layer.weight.T + x @ a.T @ b.T) * magnitude, expected)
+        assert is_dora == 1
+
+
+def test_dora_halves_are_exchanged_with_their_magnitudes(tmp_path: Path) -> None:
+    a, b, weight, magnitude = torch.randn(2, 5), torch.randn(6, 2), torch.randn(6, 5), torch.rand(6)
+    key = "base_model.model.model.layers.3.mlp.gate_up_proj.lora_magnitude_vector"
+    tensors = module_tensors("mlp.gate_up_proj", a, b) | {key: magnitude}
+    base = save_base(tmp_path / "base", {"model.layers.3.mlp.gate_up_proj.weight": weight}, 1)
+
+    converted = convert_peft(write_adapter(tmp_path, tensors, use_dora=True), base_model=base)
+
+    normalised = magnitude / (weight + 2 * b @ a).norm(dim=1)
+    torch.testing.assert_close(
+        torch.from_numpy(converted.weights[0, 10:]),
+        torch.cat([2 * b.roll(3, 0).flatten(), normalised.roll(3)]),
+    )
+
+
+@pytest.mark.parametrize(
+    ("base", "message"),
+    [
+        (None, r"q_proj is a DoRA module.*--base-model DIR"),
+        ({}, r"model\.safetensors is missing"),
+        ({"model.layers.3.self_attn.k_proj.weight": torch.ones(3, 5)}, r"has no model\.layers\.3\.self_attn\.q_proj"),
+        (
+            {"model.layers.3.self_attn.q_proj.weight": torch.ones(3, 4)},
+            r"is \[3, 4\] in the base model and \[3, 5\] in",
+        ),
+        ({"model.layers.3.self_attn.q_proj.weight": torch.ones(3)}, r"is F32 \[3\]; a matrix of F16, BF16 or F32"),
+        ({"model.layers.3.self_attn.q_proj.weight": -torch.ones(3, 5)}, "has a row of zeros"),
+    ],
+)
+def test_dora_without_its_base_model_is_refused(
+    tmp_path: Path, base: dict[str, torch.Tensor] | None, message: str
+) -> None:
+    path = "self_attn.q_proj"
+    key = f"base_model.model.model.layers.3.{path}.lora_magnitude_vector.weight"
+    tensors = module_tensors(path, torch.ones(2, 5), torch.full((3, 2), 0.25)) | {key: torch.ones(3)}
+    write_adapter(tmp_path, tensors, use_dora=True)
+    (tmp_path / "base").mkdir()
+    if base:
+        save_file(base, tmp_path / "base" / "model.safetensors")
+
+    with pytest.raises(AdapterError, match=message):
+        convert_peft(tmp_path, base_model=None if base is None else tmp_path / "base")
+
+
 @pytest.mark.parametrize(("largest", "storage"), [(40_000.0, "float16"), (3e38, "bfloat16"), (3e38, "float32")])
 def test_a_value_that_overflows_is_an_error_and_never_infinity(tmp_path: Path, largest: float, storage: Any) -> None:
     write_adapter(tmp_path, module_tensors("mlp.up_proj", torch.ones(2, 5), torch.full((3, 2), largest)))

@@ -44,7 +44,10 @@ def test_a_sound_adapter_is_read_with_and_without_pefts_prefix(tmp_path: Path) -
     ("config", "message"),
     [
         ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
-        ({"use_dora": True}, "use_dora is True"),
+        (
+            {"use_dora": True},
+            "use_dora is True, but .* has no lora_magnitude_vector of model.layers.0.self_attn.q_proj",
+        ),
         ({"modules_to_save": ["lm_head"]}, r"modules_to_save is \['lm_head'\]"),
         ({"bias": "lora_only"}, "bias is 'lora_only'"),
         ({"lora_bias": True}, "lora_bias is True"),
@@ -81,7 +84,11 @@ def test_a_config_that_cannot_be_served_is_refused(tmp_path: Path, config: dict[
         (sound_tensors() | {A_KEY.removeprefix("base_model.model."): torch.ones(2, 5)}, "are the same matrix"),
         ({"base_model.model.lm_head.lora_A.weight": torch.ones(2, 5)}, "lm_head.* on the output head"),
         ({"base_model.model.model.embed_tokens.lora_embedding_A": torch.ones(2, 5)}, "lora_embedding_A: .*embeddings"),
-        ({f"{PREFIX}.lora_magnitude_vector.weight": torch.ones(3)}, "lora_magnitude_vector.*DoRA"),
+        ({f"{PREFIX}.lora_magnitude_vector.weight": torch.ones(3)}, "lora_magnitude_vector.weight has no lora_A"),
+        (
+            sound_tensors() | {f"{PREFIX}.lora_magnitude_vector": torch.ones(3)},
+            "use_dora is False, but .* has .*vector",
+        ),
         ({f"{PREFIX}.lora_B.bias": torch.ones(3)}, "lora_B.bias: biases"),
         ({f"{PREFIX}.base_layer.weight": torch.ones(3, 5)}, "base_layer.weight is not a LoRA matrix"),
         ({A_KEY.replace("q_proj", "c_attn"): torch.ones(2, 5)}, "unknown module 'self_attn.c_attn'; supported are"),
@@ -95,6 +102,19 @@ def test_tensors_that_cannot_be_served_are_refused(
 ) -> None:
     with pytest.raises(AdapterError, match=message):
         read_peft_directory(write(tmp_path, tensors=tensors))
+
+
+@pytest.mark.parametrize(
+    ("magnitude", "message"),
+    [
+        (torch.ones(2), r"has shape \[2\], expected \[3\]"),
+        (torch.full((3,), torch.inf), "holds NaN or infinite values"),
+    ],
+)
+def test_a_magnitude_that_does_not_fit_is_refused(tmp_path: Path, magnitude: torch.Tensor, message: str) -> None:
+    tensors = sound_tensors() | {f"{PREFIX}.lora_magnitude_vector.weight": magnitude}
+    with pytest.raises(AdapterError, match=f"lora_magnitude_vector.weight {message}"):
+        read_peft_directory(write(tmp_path, {"use_dora": True}, tensors))
 
 
 def test_one_unknown_key_among_sound_ones_is_not_dropped(tmp_path: Path) -> None:

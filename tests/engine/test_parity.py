@@ -57,6 +57,7 @@ def add_random_adapters(oracle: Oracle) -> None:
     oracle.add_random(
         "rank 64 and others", 64, ATTENTION + MLP, seed=5, rank_pattern=pattern, alpha_pattern={"v_proj": 9}
     )
+    oracle.add_random("rank 4 DoRA", 4, ["q_proj", "k_proj", "o_proj", "up_proj", "down_proj"], seed=6, use_dora=True)
 
 
 def build_engine(model_path: Path, oracle: Oracle, tokenizer_path: Path, **options: object) -> Engine:
@@ -70,7 +71,7 @@ def build_engine(model_path: Path, oracle: Oracle, tokenizer_path: Path, **optio
     )
     engine = Engine(config)
     for task_id, directory in enumerate(oracle.adapters.values()):
-        engine.put_adapter(task_id, packed(directory, engine.info.adapter_layout))
+        engine.put_adapter(task_id, packed(directory, engine.info.adapter_layout, model_path))
     return engine
 
 
@@ -140,7 +141,7 @@ def test_a_cache_so_small_that_sequences_are_preempted_changes_no_token(
     expected = run_all(engine, requests)
     small = Engine(engine_config_with_tiny_cache(path, default_model_dir, engine))
     for task_id, directory in enumerate(oracle.adapters.values()):
-        small.put_adapter(task_id, packed(directory, small.info.adapter_layout))
+        small.put_adapter(task_id, packed(directory, small.info.adapter_layout, path))
     answers = run_all(small, requests)
     assert small.stats.num_preemptions > 0
     assert {i: a.token_ids for i, a in answers.items()} == {i: a.token_ids for i, a in expected.items()}

@@ -48,6 +48,8 @@ class Oracle:
                 parameter.data = torch.randn(parameter.shape, generator=generator) * 0.05
             if f".lora_A.{name}." in key:
                 parameter.data = torch.randn(parameter.shape, generator=generator) * 0.08
+            if f".lora_magnitude_vector.{name}." in key:
+                parameter.data *= torch.rand(parameter.shape, generator=generator) + 0.5
         self._model.save_pretrained(str(self._directory), selected_adapters=[name])
         self.adapters[name] = self._directory / name
 
@@ -70,7 +72,7 @@ class Oracle:
             yield self._model
 
 
-def packed(directory: Path, layout: AdapterLayout) -> PackedAdapter:
-    """A PEFT directory the way a client sends it: converted, on the wire, packed."""
-    tensors = convert_peft(directory, "float32")
+def packed(directory: Path, layout: AdapterLayout, base_model: Path | None = None) -> PackedAdapter:
+    """A PEFT directory the way a client sends it: converted, on the wire, packed. base_model: needed for DoRA."""
+    tensors = convert_peft(directory, "float32", base_model=base_model)
     return pack_adapter(torch.from_numpy(tensors.weights), torch.from_numpy(tensors.config), layout)
