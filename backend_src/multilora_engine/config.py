@@ -125,6 +125,9 @@ class EngineConfig(BaseModel):
         int, Field(ge=0, description="Longest prompt plus answer, in tokens; 0 is the checkpoint's own limit.")
     ] = 0
     max_num_seqs: Annotated[int, Field(ge=1, le=4096, description="Sequences that may run at once.")] = 64
+    max_beam_width: Annotated[
+        int, Field(ge=1, le=64, description="Widest beam search accepted; each beam takes one of max_num_seqs.")
+    ] = 8
     max_num_batched_tokens: Annotated[
         int, Field(ge=1, description="Tokens of one step: decodes first, the rest goes to prompts in chunks.")
     ] = 512

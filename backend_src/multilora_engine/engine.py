@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from multilora_engine.beam_search import BeamSearch, Continuations, Hypothesis, check_beam_sampling, continue_beams
 from multilora_engine.config import EngineConfig, LoRAConfig
 from multilora_engine.engine_info import EngineInfo
 from multilora_engine.errors import (
@@ -26,7 +27,7 @@ from multilora_engine.errors import (
 )
 from multilora_engine.forward_batch import KVCache
 from multilora_engine.guided import GuideCompiler, GuideMatcher
-from multilora_engine.kv_cache import BlockAllocator, PrefixCacheStats
+from multilora_engine.kv_cache import BlockAllocator, BlockCopy, PrefixCacheStats
 from multilora_engine.logits import bias_tensors, end_tokens
 from multilora_engine.lora.device_tier import DeviceTier
 from multilora_engine.lora.disk_tier import DiskTier
@@ -44,7 +45,14 @@ from multilora_engine.model_runner import ModelRunner
 from multilora_engine.models.llama import LlamaModel
 from multilora_engine.models.loader import load_model
 from multilora_engine.models.model_config import ModelConfig, read_model_config
-from multilora_engine.request import FinishReason, GenerationRequest, SamplingParams, Sequence, TokenOutput
+from multilora_engine.request import (
+    BeamOutput,
+    FinishReason,
+    GenerationRequest,
+    SamplingParams,
+    Sequence,
+    TokenOutput,
+)
 from multilora_engine.sampler import SampledToken
 from multilora_engine.scheduler import ScheduledSequence, Scheduler
 from multilora_engine.text import TextDelta, TextStream, Tokenizer
@@ -116,6 +124,7 @@ class Engine:
             dtype=_name(dtype),
         )
         self._timeout_s = config.request_timeout_s
+        self._max_beam_width = min(config.max_beam_width, config.max_num_seqs)
         self.lora_events: EventLog[AdapterEvent] = EventLog(_NUM_LORA_EVENTS)
         self._loras = _build_lora_manager(config, layout, plan, device, self.lora_events)
         if config.lora.lora_prefetch_dir is not None:
@@ -193,6 +202,7 @@ class Engine:
             arrival_time_ns=time.time_ns(),
             bias=bias,
             guide=guide,
+            search=self._search(request),
         )
         self._sequences[request.request_id] = sequence
         heapq.heappush(self._deadlines, (time.monotonic() + timeout_s, request.request_id))
@@ -204,7 +214,9 @@ class Engine:
     def abort(self, request_id: str) -> TokenOutput | None:
         """End a request now. Its final output, with what was held back; None if it has ended before."""
         sequence = self._sequences.get(request_id)
-        return None if sequence is None else self._finish(sequence, "cancelled")
+        if sequence is None:
+            return None
+        return self._finish_search(sequence, "cancelled") if sequence.search else self._finish(sequence, "cancelled")
 
     def step(self, on_progress: Callable[[], None] = lambda: None) -> list[TokenOutput]:
         """Schedule, run, postprocess: what this step gave each request, if anything.
@@ -220,7 +232,7 @@ class Engine:
             self._loras.wait(_DISK_WAIT_S)
             self._remote.wait(_FETCH_WAIT_S)
             return outputs
-        _note_scheduled(step)
+        _note_scheduled(self._requests_of(step))
         try:
             tokens = self._runner.run(step, on_progress)
         except (RuntimeError, MemoryError) as error:
@@ -228,7 +240,7 @@ class Engine:
                 raise
             _logger.exception("a step of %d sequences ran out of memory", len(step))
             failure = InternalError(f"the step ran out of memory: {error}")
-            return outputs + [self._fail(scheduled.sequence, failure) for scheduled in step]
+            return outputs + [self._fail(sequence, failure) for sequence in self._requests_of(step)]
         self._scheduler.commit(step)
         return outputs + self._postprocess(step, tokens)
 
@@ -267,6 +279,35 @@ class Engine:
         if sampling.end_id is not None and not -1 <= sampling.end_id < vocab_size:
             raise InvalidRequest(f"end_id is {sampling.end_id}, expected -1 (none) .. {vocab_size - 1}")
         _check_token_ids(sampling, vocab_size)
+        if sampling.beam_width != 1:
+            self._check_beams(request)
+
+    def _check_beams(self, request: GenerationRequest) -> None:
+        width = request.sampling.beam_width
+        if not 1 <= width <= self._max_beam_width:
+            raise InvalidRequest(
+                f"beam_width is {width}, expected 1 .. {self._max_beam_width} (max_beam_width, and no more than "
+                "max_num_seqs)"
+            )
+        check_beam_sampling(request.sampling)
+        num_tokens = len(request.prompt_token_ids) + self._max_output_tokens(request)
+        num_blocks = width * -(-num_tokens // self._blocks.block_size)
+        if num_blocks > self._blocks.num_blocks:
+            raise InvalidRequest(
+                f"{width} beams of up to {num_tokens} tokens may need {num_blocks} blocks of the KV cache, which has "
+                f"{self._blocks.num_blocks}; ask for fewer beams or max_tokens"
+            )
+
+    def _search(self, request: GenerationRequest) -> BeamSearch | None:
+        if request.sampling.beam_width == 1:
+            return None
+        ends = end_tokens(request.sampling, self.info.end_token_ids)
+        return BeamSearch(request.sampling, ends, self._max_output_tokens(request))
+
+    def _requests_of(self, step: list[ScheduledSequence]) -> list[Sequence]:
+        """The sequences that stand for the requests of a step, in its order."""
+        request_ids = dict.fromkeys(scheduled.sequence.request.request_id for scheduled in step)
+        return [self._sequences[request_id] for request_id in request_ids]
 
     def _pin_or_fetch(self, request: GenerationRequest) -> CachedAdapter | Fetch | None:
         """The adapter of a request, pinned or on its way; None is the base model."""
@@ -325,10 +366,32 @@ class Engine:
         return []
 
     def _postprocess(self, step: list[ScheduledSequence], tokens: list[SampledToken]) -> list[TokenOutput]:
-        sampled = [scheduled.sequence for scheduled in step if scheduled.is_sampled]
-        _note_tokens(sampled)
-        outputs = [self._append(sequence, token) for sequence, token in zip(sampled, tokens, strict=True)]
+        sampled = [scheduled for scheduled in step if scheduled.is_sampled]
+        chosen = {scheduled.sequence: token for scheduled, token in zip(sampled, tokens, strict=True)}
+        sequences = self._requests_of(sampled)
+        _note_tokens(sequences)
+        outputs: list[TokenOutput | None] = []
+        copies: list[BlockCopy] = []
+        for sequence in sequences:
+            if sequence.search is None:
+                outputs.append(self._append(sequence, chosen[sequence]))
+            else:
+                outputs.append(self._advance(sequence, sequence.search, chosen, copies))
+        if copies:
+            self._runner.copy_blocks(copies)
         return [output for output in outputs if output is not None]
+
+    def _advance(
+        self, sequence: Sequence, search: BeamSearch, chosen: dict[Sequence, SampledToken], copies: list[BlockCopy]
+    ) -> TokenOutput | None:
+        """One step of a beam search; what has to be copied for it goes to `copies`."""
+        before = sequence.beams
+        continuations = search.advance(before, [chosen[beam].continuations or Continuations([], []) for beam in before])
+        if not continuations:
+            return self._finish_search(sequence)
+        continue_beams(sequence, continuations)
+        copies += self._scheduler.branch(sequence, before, [continuation.parent for continuation in continuations])
+        return None
 
     def _append(self, sequence: Sequence, token: SampledToken) -> TokenOutput | None:
         if (token_id := token.token_id) is None:
@@ -368,6 +431,40 @@ class Engine:
         token_ids = [*delta.token_ids, *held.token_ids, *end_token_ids]
         last = TextDelta(token_ids, delta.text + held.text)
         return self._output(sequence, last, "stop" if delta.stopped or held.stopped else reason)
+
+    def _finish_search(self, sequence: Sequence, reason: FinishReason | None = None) -> TokenOutput:
+        """Remove a search; its only output. reason: why it was ended, None when it came to its end."""
+        assert sequence.search is not None
+        hypotheses = sequence.search.answers(sequence.beams, reason)
+        if not hypotheses and reason is None:
+            return self._fail(sequence, _no_token_left(sequence))
+        self._remove(sequence)
+        beams = [self._beam_output(sequence.request.sampling, hypothesis) for hypothesis in hypotheses]
+        return TokenOutput(
+            request_id=sequence.request.request_id,
+            token_ids=[],
+            text="",
+            finish_reason=reason or hypotheses[0].finish_reason,
+            num_prompt_tokens=len(sequence.request.prompt_token_ids),
+            num_output_tokens=sum(len(beam.token_ids) for beam in beams),
+            lora_digest="" if sequence.adapter is None else sequence.adapter.digest,
+            perf=sequence.perf,
+            beams=beams,
+        )
+
+    def _beam_output(self, sampling: SamplingParams, hypothesis: Hypothesis) -> BeamOutput:
+        ends = end_tokens(sampling, self.info.end_token_ids)
+        text = TextStream(self._tokenizer, sampling.stop_words, sampling.stop_token_sequences)
+        deltas = [text.push(token_id) for token_id in hypothesis.token_ids if token_id not in ends]
+        if not deltas or not deltas[-1].stopped:
+            deltas.append(text.finish())
+        return BeamOutput(
+            token_ids=hypothesis.token_ids,
+            text="".join(delta.text for delta in deltas),
+            finish_reason="stop" if deltas[-1].stopped else hypothesis.finish_reason,
+            log_probs=hypothesis.log_probs,
+            cum_log_prob=hypothesis.cum_log_prob,
+        )
 
     def _fail(self, sequence: Sequence, error: RequestError) -> TokenOutput:
         self._remove(sequence)
@@ -410,11 +507,11 @@ def _error_output(request: GenerationRequest, error: RequestError) -> TokenOutpu
     return TokenOutput(request.request_id, [], "", error_code=error.code, error_message=str(error))
 
 
-def _note_scheduled(step: list[ScheduledSequence]) -> None:
+def _note_scheduled(sequences: list[Sequence]) -> None:
     now_ns = time.time_ns()
-    for scheduled in step:
-        if not scheduled.sequence.first_scheduled_time_ns:
-            scheduled.sequence.first_scheduled_time_ns = now_ns
+    for sequence in sequences:
+        if not sequence.first_scheduled_time_ns:
+            sequence.first_scheduled_time_ns = now_ns
 
 
 def _note_tokens(sampled: list[Sequence]) -> None:

@@ -11,6 +11,14 @@ from dataclasses import dataclass
 from multilora_engine.request import Sequence
 
 
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """The keys and values of block `source` shall be in block `target`, too."""
+
+    source: int
+    target: int
+
+
 @dataclass(frozen=True)
 class PrefixCacheStats:
     """Since the start, in tokens: what sequences that started to run had, and how much of it was in the cache."""
@@ -56,12 +64,12 @@ class BlockAllocator:
     def prefix_cache(self) -> PrefixCacheStats:
         return PrefixCacheStats(self._queried_tokens, self._hit_tokens)
 
-    def can_start(self, sequence: Sequence) -> bool:
-        """Whether there are blocks for all tokens of a sequence that has none."""
-        num_blocks = self._num_blocks(sequence.num_tokens)
+    def can_start(self, *sequences: Sequence) -> bool:
+        """Whether there are blocks for all tokens of sequences that have none."""
+        num_blocks = sum(self._num_blocks(sequence.num_tokens) for sequence in sequences)
         if num_blocks <= self.num_free:
             return True
-        known = self._known_prefix(sequence)
+        known = [block for sequence in sequences for block in self._known_prefix(sequence)]
         return num_blocks - sum(self._num_users[block] > 0 for block in known) <= self.num_free
 
     def start(self, sequence: Sequence) -> int:
@@ -93,26 +101,35 @@ class BlockAllocator:
         sequence.num_allocated_blocks += missing
         return True
 
-    def fork(self, source: Sequence, target: Sequence, num_tokens: int) -> list[int] | None:
-        """Let `target`, which has no blocks, go on from the first `num_tokens` tokens of `source`.
+    def branch(self, before: list[Sequence], after: list[Sequence], parents: list[int]) -> list[BlockCopy] | None:
+        """Let sequence i of `after` go on where `before[parents[i]]` is. All of both belong to one beam search.
 
-        Full blocks are shared. For a last one that is not full, target gets a block of its own: the caller copies the
-        keys and values from the first to the second block of the returned list, which is empty when there is no such
-        block. None, and no change, if no block is free for it.
+        Full blocks are shared. A last one that is not full goes to one child, and the others get copies of it: the
+        caller copies the keys and values. Sequences without a child lose their blocks. None if too few blocks are free
+        for the copies; then all these sequences must be freed.
         """
-        assert not target.block_table
-        num_full, num_left = divmod(num_tokens, self.block_size)
-        if num_left and not self._idle:
+        for index, sequence in enumerate(before):
+            if index not in parents:
+                self.free(sequence)
+        states = [(list(sequence.block_table), list(sequence.block_keys)) for sequence in before]
+        num_full = before[parents[0]].num_computed_tokens // self.block_size
+        has_last = len(states[parents[0]][0]) > num_full
+        if has_last and len(parents) - len(set(parents)) > self.num_free:
             return None
-        for block in source.block_table[:num_full]:
-            self._share(block)
-        target.block_table.extend(source.block_table[:num_full])
-        if not num_left:
-            return []
-        copy = self._claim()
-        target.block_table.append(copy)
-        target.num_allocated_blocks += 1
-        return [source.block_table[num_full], copy]
+        copies: list[BlockCopy] = []
+        heirs: set[int] = set()
+        for sequence, parent in zip(after, parents, strict=True):
+            table, keys = states[parent]
+            if parent in heirs:
+                for block in table[:num_full]:
+                    self._share(block)
+                if has_last:
+                    copies.append(BlockCopy(table[num_full], self._claim()))
+                    table = [*table[:num_full], copies[-1].target]
+                    sequence.num_allocated_blocks += 1
+            heirs.add(parent)
+            sequence.block_table, sequence.block_keys = list(table), list(keys)
+        return copies
 
     def commit(self, sequence: Sequence, start: int, end: int) -> None:
         """The keys and values of the tokens start .. end - 1 have been computed; those before were known to be.

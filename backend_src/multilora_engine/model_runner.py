@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from multilora_engine.forward_batch import ForwardBatch, KVCache, LoRABatch
+from multilora_engine.kv_cache import BlockCopy
 from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.models.llama import LlamaModel
 from multilora_engine.sampler import SampledToken, sample
@@ -31,6 +32,15 @@ class ModelRunner:
         logits = self._model.forward(batch, self._kv_cache, on_layer)
         sampled = [scheduled.sequence for scheduled in step if scheduled.is_sampled]
         return sample(logits, sampled, self._model.config.end_token_ids) if sampled else []
+
+    @torch.inference_mode()
+    def copy_blocks(self, copies: list[BlockCopy]) -> None:
+        """Copy keys and values of whole blocks of the KV cache, in all layers; no block is a source and a target."""
+        pairs = torch.tensor([(copy.source, copy.target) for copy in copies], device=self._device)
+        sources, targets = pairs.unbind(1)
+        for cache in (self._kv_cache.keys, self._kv_cache.values):
+            blocks = cache.view(cache.shape[0], -1, self._block_size, *cache.shape[2:])
+            blocks[:, targets] = blocks[:, sources]
 
     def build_batch(self, step: list[ScheduledSequence]) -> ForwardBatch:
         """The tensors of a step. `step`: single-token sequences first, as the scheduler orders them."""

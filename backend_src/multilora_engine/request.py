@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     import torch
 
+    from multilora_engine.beam_search import BeamSearch
     from multilora_engine.guided import GuideMatcher
     from multilora_engine.lora.host_tier import CachedAdapter
     from multilora_engine.text import TextStream
@@ -55,6 +56,12 @@ class SamplingParams:
 
     return_log_probs: log-probabilities of the chosen tokens, by the model's own logits. num_top_log_probs: of so many
     most probable tokens beside it.
+
+    beam_width > 1: not a drawn answer but the so many likeliest ones that beam search finds (beam_search.py), ranked by
+    the log-probs of their tokens, after temperature, biases and penalties, added up and divided by length
+    ** length_penalty. early_stopping 1: done with `beam_width` ended answers. 0: done when the best beam, as long as it
+    is now, would be no better than the worst of these. Any other: the same, at the length that is best for the beam.
+    beam_search_diversity_rate: added to a candidate's rank for each beam that is likelier than its own.
     """
 
     max_tokens: int
@@ -78,6 +85,10 @@ class SamplingParams:
     guide: Guide | None = None
     return_log_probs: bool = False
     num_top_log_probs: int = 0
+    beam_width: int = 1
+    length_penalty: float = 0.0
+    early_stopping: int = 1
+    beam_search_diversity_rate: float = 0.0
 
     @property
     def is_greedy(self) -> bool:
@@ -130,6 +141,20 @@ class PerfMetrics:
 
 
 @dataclass(frozen=True, slots=True)
+class BeamOutput:
+    """One of the answers of a beam search.
+
+    log_probs: of each token. They and their sum are what the search ranked by.
+    """
+
+    token_ids: list[int]
+    text: str
+    finish_reason: FinishReason
+    log_probs: list[TokenLogProb]
+    cum_log_prob: float
+
+
+@dataclass(frozen=True, slots=True)
 class TokenOutput:
     """What one step gave one request. Concatenating `token_ids` and `text` over a request gives the whole answer.
 
@@ -143,6 +168,8 @@ class TokenOutput:
     lora_digest: digest of the adapter that answered, empty for the base model.
     log_probs: one per entry of `token_ids` when the request asked for them. cum_log_prob: their sum so far.
     perf: in the last output.
+    beams: all that beam search gives, in the one output there is: best first, at most `beam_width`. Its reason is the
+        best answer's, and num_output_tokens counts all of them.
     """
 
     request_id: str
@@ -157,6 +184,7 @@ class TokenOutput:
     log_probs: list[TokenLogProb] = field(default_factory=list)
     cum_log_prob: float = 0.0
     perf: PerfMetrics | None = None
+    beams: list[BeamOutput] = field(default_factory=list)
 
     @property
     def is_final(self) -> bool:
@@ -185,6 +213,9 @@ class Sequence:
         keys and values of its tokens. These two and the two above are written by the block allocator only.
     bias: `embedding_bias` on the device, token ids int64 [n] and biases float32 [n].
     held_log_probs: of the tokens that have not left yet. cum_log_prob: the sum over those that have.
+    search: the beam search it belongs to. The sequence of the request is its first beam and stands for all of them:
+        only its `status`, times and place in the queues count. siblings: of that first one, the other beams.
+    score: of a beam, the sum of its tokens' log-probs.
     """
 
     request: GenerationRequest
@@ -208,6 +239,31 @@ class Sequence:
     bias: tuple[torch.Tensor, torch.Tensor] | None = None
     held_log_probs: list[TokenLogProb] = field(default_factory=list)
     cum_log_prob: float = 0.0
+    search: BeamSearch | None = None
+    siblings: list[Sequence] = field(default_factory=list)
+    score: float = 0.0
+
+    @property
+    def beams(self) -> list[Sequence]:
+        """What is computed for the request: the sequence itself and, in a beam search, the other beams."""
+        return [self, *self.siblings]
+
+    @property
+    def width(self) -> int:
+        """The largest number of `beams`."""
+        return self.request.sampling.beam_width
+
+    def sibling(self) -> Sequence:
+        """A further beam of the same search, without tokens or blocks yet."""
+        return Sequence(
+            request=self.request,
+            arrival=self.arrival,
+            adapter=self.adapter,
+            text=self.text,
+            random=self.random,
+            bias=self.bias,
+            search=self.search,
+        )
 
     @property
     def num_tokens(self) -> int:
@@ -223,14 +279,16 @@ class Sequence:
 
     @property
     def perf(self) -> PerfMetrics:
+        num_blocks = sum(beam.num_allocated_blocks for beam in self.beams)
+        num_reused_blocks = sum(beam.num_reused_blocks for beam in self.beams)
         return PerfMetrics(
             arrival_time_ns=self.arrival_time_ns,
             first_scheduled_time_ns=self.first_scheduled_time_ns,
             first_token_time_ns=self.first_token_time_ns,
             last_token_time_ns=self.last_token_time_ns,
-            kv_cache_alloc_total_blocks=self.num_allocated_blocks,
-            kv_cache_alloc_new_blocks=self.num_allocated_blocks - self.num_reused_blocks,
-            kv_cache_reused_blocks=self.num_reused_blocks,
+            kv_cache_alloc_total_blocks=num_blocks,
+            kv_cache_alloc_new_blocks=num_blocks - num_reused_blocks,
+            kv_cache_reused_blocks=num_reused_blocks,
         )
 
     def release_log_probs(self, num_tokens: int) -> list[TokenLogProb]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from multilora_engine.beam_search import Continuations, rank_continuations
 from multilora_engine.logits import adjust_logits
 from multilora_engine.request import Sequence, TokenLogProb
 
@@ -18,10 +19,12 @@ class SampledToken:
     """The next token of one sequence, and what the request wants to know of how it was chosen.
 
     token_id: None when what the request forbids left nothing to choose.
+    continuations: of a beam, from which the search chooses; its token_id and log_prob mean nothing.
     """
 
     token_id: int | None
     log_prob: TokenLogProb | None = None
+    continuations: Continuations | None = None
 
 
 def sample(logits: torch.Tensor, sequences: list[Sequence], end_token_ids: tuple[int, ...]) -> list[SampledToken]:
@@ -30,7 +33,7 @@ def sample(logits: torch.Tensor, sequences: list[Sequence], end_token_ids: tuple
     A sequence draws one uniform number a token from its own generator, so that what it draws does not depend on who
     else is in the batch.
     """
-    scored = [row for row, sequence in enumerate(sequences) if sequence.request.sampling.return_log_probs]
+    scored = [row for row, s in enumerate(sequences) if s.request.sampling.return_log_probs and s.search is None]
     log_probs = logits[scored].log_softmax(dim=-1) if scored else None
     restricted = adjust_logits(logits, sequences, end_token_ids)
     token_ids = _choose(logits, sequences)
@@ -39,12 +42,16 @@ def sample(logits: torch.Tensor, sequences: list[Sequence], end_token_ids: tuple
         _add_log_probs(tokens, scored, log_probs, sequences)
     for row in _without_choice(logits, token_ids, restricted):
         tokens[row] = SampledToken(None)
+    if beams := [row for row, sequence in enumerate(sequences) if sequence.search is not None]:
+        ranked = rank_continuations(logits[beams], [sequences[row] for row in beams])
+        for row, continuations in zip(beams, ranked, strict=True):
+            tokens[row] = SampledToken(None, continuations=continuations)
     return tokens
 
 
 def _choose(logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
     token_ids = logits.argmax(dim=-1)
-    rows = [row for row, sequence in enumerate(sequences) if not sequence.request.sampling.is_greedy]
+    rows = [row for row, s in enumerate(sequences) if not s.request.sampling.is_greedy and s.search is None]
     if rows:
         token_ids[rows] = _draw(logits[rows], [sequences[row] for row in rows])
     return token_ids

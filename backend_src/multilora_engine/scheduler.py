@@ -6,7 +6,7 @@ from bisect import insort
 from dataclasses import dataclass
 
 from multilora_engine.errors import QueueFull
-from multilora_engine.kv_cache import BlockAllocator
+from multilora_engine.kv_cache import BlockAllocator, BlockCopy
 from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.request import Sequence, SequenceStatus
 
@@ -50,9 +50,10 @@ class _Step:
         self.budget -= num_tokens
 
     def remove(self, sequence: Sequence) -> None:
-        scheduled = self._scheduled.pop(sequence, None)
-        if scheduled is not None:
-            self.budget += scheduled.num_tokens
+        for beam in sequence.beams:
+            scheduled = self._scheduled.pop(beam, None)
+            if scheduled is not None:
+                self.budget += scheduled.num_tokens
 
 
 class Scheduler:
@@ -67,6 +68,8 @@ class Scheduler:
     from its tokens; its adapter stays pinned in the host tier. What the cache still holds of a sequence that starts,
     computed for itself or for another one, is not computed again. Writes `num_computed_tokens`, `status` and the
     queues.
+
+    The beams of a search are admitted, preempted and finished together, and compute their last tokens in the same step.
     """
 
     def __init__(
@@ -94,6 +97,10 @@ class Scheduler:
     def num_running(self) -> int:
         return len(self._running)
 
+    @property
+    def _num_free_places(self) -> int:
+        return self._max_num_seqs - sum(sequence.width for sequence in self._running)
+
     def check_queue(self, num_parked: int) -> None:
         """Raises QueueFull when no further sequence may wait, here or parked elsewhere until it comes here."""
         num_waiting = len(self._waiting) + num_parked
@@ -119,6 +126,22 @@ class Scheduler:
         for scheduled in step:
             self._blocks.commit(scheduled.sequence, scheduled.start, scheduled.start + scheduled.num_tokens)
 
+    def branch(self, sequence: Sequence, before: list[Sequence], parents: list[int]) -> list[BlockCopy]:
+        """Let the beams of a search go on: beam i where beam parents[i] of `before` is. What the caller has to copy.
+
+        The search is preempted when there are too few blocks.
+        """
+        copies = self._blocks.branch(before, sequence.beams, parents)
+        if copies is None:
+            for beam in before:
+                self._blocks.free(beam)
+            self._preempt(sequence)
+            return []
+        num_computed_tokens = before[parents[0]].num_computed_tokens
+        for beam in sequence.beams:
+            beam.num_computed_tokens = num_computed_tokens
+        return copies
+
     def finish(self, sequence: Sequence) -> None:
         """Take a sequence out, wherever it is, with its blocks, its place on the device and its pin."""
         if sequence.status is SequenceStatus.RUNNING:
@@ -132,11 +155,11 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Blocks, statuses and pins agree with the queues. For tests, after every step."""
-        self._blocks.check_integrity(self._running)
+        self._blocks.check_integrity(beam for sequence in self._running for beam in sequence.beams)
         assert all(s.status is SequenceStatus.RUNNING for s in self._running)
         assert all(s.status is SequenceStatus.WAITING and not s.block_table for s in self._waiting)
         assert self._waiting == sorted(self._waiting, key=_order)
-        assert len(self._running) <= self._max_num_seqs
+        assert self._num_free_places >= 0
         pinned = [s for s in [*self._running, *self._waiting] if s.adapter is not None]
         assert self._loras.num_pins == len(pinned), "a pin is lost or left behind"
         self._loras.check_integrity()
@@ -144,15 +167,17 @@ class Scheduler:
     def _schedule_running(self) -> _Step:
         step = _Step(self._max_num_batched_tokens)
         for sequence in sorted(self._running, key=lambda s: s.num_tokens - s.num_computed_tokens > 1):
-            num_tokens = min(sequence.num_tokens - sequence.num_computed_tokens, step.budget)
-            is_running = sequence.status is SequenceStatus.RUNNING
-            if is_running and num_tokens > 0 and self._make_room(sequence, num_tokens, step):
-                step.add(sequence, num_tokens)
+            for beam, num_tokens in _shares(sequence, step.budget):
+                if sequence.status is SequenceStatus.RUNNING and self._make_room(sequence, beam, num_tokens, step):
+                    step.add(beam, num_tokens)
         return step
 
-    def _make_room(self, sequence: Sequence, num_tokens: int, step: _Step) -> bool:
-        """Blocks for `num_tokens` more, preempting from the end of the order; False if `sequence` itself had to go."""
-        while not self._blocks.grow(sequence, sequence.num_computed_tokens + num_tokens):
+    def _make_room(self, sequence: Sequence, beam: Sequence, num_tokens: int, step: _Step) -> bool:
+        """Blocks for `num_tokens` more of a beam of `sequence`, preempting from the end of the order.
+
+        False if `sequence` itself had to go.
+        """
+        while not self._blocks.grow(beam, beam.num_computed_tokens + num_tokens):
             victim = self._running[-1]
             self._preempt(victim)
             step.remove(victim)
@@ -163,13 +188,15 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         self._running.remove(sequence)
         self._stop(sequence)
-        sequence.num_computed_tokens = 0
+        for beam in sequence.beams:
+            beam.num_computed_tokens = 0
         sequence.status = SequenceStatus.WAITING
         insort(self._waiting, sequence, key=_order)
         self.num_preemptions += 1
 
     def _stop(self, sequence: Sequence) -> None:
-        self._blocks.free(sequence)
+        for beam in sequence.beams:
+            self._blocks.free(beam)
         if sequence.adapter is not None:
             self._loras.release(sequence.adapter)
 
@@ -177,13 +204,14 @@ class Scheduler:
         num_running = len(self._running)
         skipped: list[Sequence] = []
         for sequence in self._waiting:
-            is_full = len(self._running) == self._max_num_seqs or len(skipped) == self._max_num_seqs
+            is_full = self._num_free_places < sequence.width or len(skipped) == self._max_num_seqs
             # Whole prompts are admitted, so that two half-computed ones never wait for each other's blocks.
-            if is_full or step.budget == 0 or not self._blocks.can_start(sequence):
+            if is_full or step.budget == 0 or not self._blocks.can_start(*sequence.beams):
                 break
             if self._acquire_adapter(sequence, skipped):
                 self._start(sequence)
-                step.add(sequence, min(sequence.num_tokens - sequence.num_computed_tokens, step.budget))
+                for beam, num_tokens in _shares(sequence, step.budget):
+                    step.add(beam, num_tokens)
             else:
                 skipped.append(sequence)
         if len(self._running) > num_running:
@@ -201,9 +229,26 @@ class Scheduler:
         return True
 
     def _start(self, sequence: Sequence) -> None:
-        sequence.num_computed_tokens = self._blocks.start(sequence)
+        for beam in sequence.beams:
+            beam.num_computed_tokens = self._blocks.start(beam)
         sequence.status = SequenceStatus.RUNNING
         insort(self._running, sequence, key=_order)
+
+
+def _shares(sequence: Sequence, budget: int) -> list[tuple[Sequence, int]]:
+    """How many tokens each beam computes in a step; beams without any are left out.
+
+    The last ones of all beams go together, since they are ranked together.
+    """
+    missing = [(beam, beam.num_tokens - beam.num_computed_tokens) for beam in sequence.beams]
+    if sum(num_tokens for _, num_tokens in missing) <= budget:
+        return missing
+    shares = []
+    for beam, num_tokens in missing:
+        if share := min(num_tokens - 1, budget):
+            shares.append((beam, share))
+            budget -= share
+    return shares
 
 
 def _order(sequence: Sequence) -> tuple[int, int]:

@@ -9,6 +9,7 @@ we keep it, because a continuation starts with a space whenever the model meant 
 from __future__ import annotations
 
 import codecs
+import copy
 import json
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -144,6 +145,18 @@ class TextStream:
         self._held_tokens: deque[tuple[int, list[int]]] = deque()
         self._open_tokens: list[int] = []
         self._is_stopped = False
+
+    def fork(self) -> TextStream:
+        """A stream of its own that goes on from here."""
+        fork = copy.copy(self)
+        fork._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        fork._utf8.setstate(self._utf8.getstate())
+        fork._matchers = [copy.copy(matcher) for matcher in self._matchers]
+        fork._token_matchers = [copy.copy(matcher) for matcher in self._token_matchers]
+        fork._token_starts = self._token_starts.copy()
+        fork._held_tokens = self._held_tokens.copy()
+        fork._open_tokens = self._open_tokens.copy()
+        return fork
 
     def push(self, token_id: int) -> TextDelta:
         """Add the next token; what is decided by it. Not after a delta with `stopped`."""

@@ -50,8 +50,8 @@ def test_a_bad_request_gets_its_reason_over_grpc_and_http(
 
 
 def test_what_this_server_does_not_do_is_unsupported_not_ignored(triton_grpc: GrpcClient) -> None:
-    with pytest.raises(InferenceServerException, match="beam_width is 2") as caught:
-        infer(triton_grpc, "generation_unary", GOOD | tensors(beam_width=2))
+    with pytest.raises(InferenceServerException, match="beam_width 2 together with min_p") as caught:
+        infer(triton_grpc, "generation_unary", GOOD | tensors(beam_width=2, min_p=0.5))
     assert error_of(caught.value)[0] == "StatusCode.UNIMPLEMENTED"
 
 

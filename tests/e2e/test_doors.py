@@ -170,6 +170,23 @@ def test_several_sequences_are_beams_of_the_unary_doors_and_responses_of_the_str
         assert [texts[i] for i in range(3)] == unary[0].tolist()
 
 
+def test_beams_come_in_one_response_of_every_door_best_first(server: ServerProcess, triton_grpc: GrpcClient) -> None:
+    request = direct(PROMPTS[0], None, beam_width=4, num_return_sequences=3, return_log_probs=True)
+    results = [infer(triton_grpc, model, request) for model in ("generation_unary", "ensemble_unary")]
+    for model in ("generation", "ensemble"):
+        with stream(server.grpc_url, model, request) as responses:
+            results += list(responses)
+    assert len(results) == 4
+    texts = [result.as_numpy("text_output").tolist() for result in results]
+    assert texts == texts[:1] * 4
+    assert len(set(texts[0][0])) == 3
+    for result in results:
+        sums = result.as_numpy("cum_log_probs")
+        assert sums.shape == (1, 3)
+        assert sums[0].tolist() == sorted(sums[0].tolist(), reverse=True)
+        np.testing.assert_allclose(result.as_numpy("output_log_probs").sum(axis=2), sums, rtol=1e-4)
+
+
 def test_a_guided_answer_parses_at_every_door(server: ServerProcess, triton_grpc: GrpcClient) -> None:
     schema = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 99}, "ok": {"type": "boolean"}}}
     schema |= {"required": ["n", "ok"], "additionalProperties": False}

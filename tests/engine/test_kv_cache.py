@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.paged_memory import PoisonedBlocks
 
+from multilora_engine.kv_cache import BlockCopy
 from multilora_engine.lora.host_tier import CachedAdapter
 from multilora_engine.request import GenerationRequest, SamplingParams, Sequence
 from multilora_engine.text import TextStream
@@ -108,21 +109,24 @@ def test_known_blocks_count_as_free_until_somebody_uses_them() -> None:
     assert not blocks.can_start(shared)
 
 
-def test_a_fork_shares_full_blocks_and_copies_the_last() -> None:
+def test_branches_share_full_blocks_and_copy_the_last() -> None:
     blocks = PoisonedBlocks(4, BLOCK_SIZE)
-    source, target, third = (sequence([1] * 10) for _ in range(3))
-    compute(blocks, source)
-    pair = blocks.fork(source, target, 10)
-    assert pair == [source.block_table[2], target.block_table[2]]
-    blocks.copy(*pair)
-    blocks.check_read(target, 10)
-    assert blocks.fork(source, third, 9) is None
-    assert blocks.fork(source, third, 8) == []
-    blocks.check_integrity([source, target, third])
-    blocks.free(source)
-    blocks.check_read(target, 10)
-    blocks.free(target)
-    blocks.free(third)
+    first, second, third = (sequence([1] * 10) for _ in range(3))
+    compute(blocks, first)
+    first.num_computed_tokens = second.num_computed_tokens = 10
+    table = list(first.block_table)
+    assert blocks.branch([first], [first, second], [0, 0]) == [BlockCopy(table[2], second.block_table[2])]
+    assert (first.block_table, second.block_table[:2]) == (table, table[:2])
+    blocks.copy(table[2], second.block_table[2])
+    blocks.check_read(second, 10)
+    second_table = list(second.block_table)
+    assert blocks.branch([first, second], [first, second], [1, 0]) == []
+    assert (first.block_table, second.block_table) == (second_table, table)
+    assert blocks.branch([first, second], [first, second], [1, 1]) == [BlockCopy(table[2], second_table[2])]
+    blocks.check_integrity([first, second])
+    assert blocks.branch([first, second], [first, second, third], [0, 1, 1]) is None
+    for one in (first, second):
+        blocks.free(one)
     assert blocks.num_free == 4
 
 
@@ -132,7 +136,7 @@ def test_nobody_ever_reads_what_is_not_its_own(num_blocks: int, seed: int) -> No
     blocks, rng = PoisonedBlocks(num_blocks, BLOCK_SIZE), Random(seed)
     running: list[tuple[Sequence, int]] = []
     for _ in range(60):
-        action = rng.choice(["start", "fork", "decode", "decode", "free"])
+        action = rng.choice(["start", "branch", "decode", "decode", "free"])
         if action == "start":
             one = sequence([rng.randrange(2)] * rng.randrange(1, 12), rng.choice([None, "a", "b"]))
             one.output_token_ids = [rng.randrange(2) for _ in range(rng.randrange(4))]
@@ -151,14 +155,17 @@ def test_nobody_ever_reads_what_is_not_its_own(num_blocks: int, seed: int) -> No
                 blocks.write(one, num_computed, num_computed + 1)
                 blocks.commit(one, num_computed, num_computed + 1)
                 running[-1] = (one, num_computed + 1)
-            elif action == "fork":
+            elif action == "branch":
                 child = sequence(one.request.prompt_token_ids, one.adapter.digest if one.adapter else None)
                 child.output_token_ids = list(one.output_token_ids)
-                pair = blocks.fork(one, child, num_computed)
-                if pair is not None:
-                    running.append((child, num_computed))
-                    if pair:
-                        blocks.copy(*pair)
+                one.num_computed_tokens = num_computed
+                copies = blocks.branch([one], [one, child], [0, 0])
+                if copies is None:
+                    blocks.free(running.pop()[0])
+                    continue
+                running.append((child, num_computed))
+                for copy in copies:
+                    blocks.copy(copy.source, copy.target)
         blocks.check_integrity(one for one, _ in running)
     for one, num_computed in running:
         blocks.check_read(one, num_computed)

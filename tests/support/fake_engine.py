@@ -5,6 +5,7 @@ Run as a program it is an engine process, for tests of what happens when one die
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import threading
@@ -22,7 +23,7 @@ from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.lora.remote import RemoteAdapters
 from multilora_engine.lora.sources.fetcher import AdapterFetcher
 from multilora_engine.process.server import main
-from multilora_engine.request import GenerationRequest, TokenOutput
+from multilora_engine.request import BeamOutput, FinishReason, GenerationRequest, TokenLogProb, TokenOutput
 from support.adapters import TINY
 
 HOLD, FAIL_STEP, DIE, BUG, HANG = 1001, 1002, 1003, 1004, 1005
@@ -115,7 +116,22 @@ class FakeEngine:
     def close(self) -> None:
         self.is_closed = True
 
+    def _search(self, request: GenerationRequest) -> TokenOutput:
+        """Two beams, whatever the width: the first token, and twice the one after it."""
+        with self.changed:
+            del self.requests[request.request_id]
+            self.changed.notify_all()
+        first = request.prompt_token_ids[0]
+        answers: list[tuple[list[int], FinishReason]] = [([first], "stop"), ([first + 1] * 2, "length")]
+        beams = [
+            BeamOutput(ids, "".join(map(text_of, ids)), reason, [TokenLogProb(-1.0) for _ in ids], -float(len(ids)))
+            for ids, reason in answers
+        ]
+        return dataclasses.replace(self._output(request, [], "stop"), beams=beams)
+
     def _next(self, request: GenerationRequest) -> TokenOutput:
+        if request.sampling.beam_width > 1:
+            return self._search(request)
         produced = self.produced[request.request_id]
         token_id = request.prompt_token_ids[len(produced) % len(request.prompt_token_ids)]
         produced.append(token_id)

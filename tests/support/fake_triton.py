@@ -195,6 +195,8 @@ _DTYPES = {
     "repetition_penalty": np.float32,
     "presence_penalty": np.float32,
     "frequency_penalty": np.float32,
+    "len_penalty": np.float32,
+    "beam_search_diversity_rate": np.float32,
     "embedding_bias": np.float32,
     "embedding_bias_weights": np.float32,
 }

@@ -61,6 +61,12 @@ class Oracle:
             logits: torch.Tensor = model(input_ids=token_ids).logits[0, len(prompt) - 1 :]
         return logits
 
+    def generate(self, adapter: str | None, prompt: list[int], **options: Any) -> Any:
+        """What transformers' `generate` returns."""
+        with self._only(adapter) as model:
+            token_ids = torch.tensor([prompt])
+            return model.generate(input_ids=token_ids, attention_mask=torch.ones_like(token_ids), **options)  # type: ignore[operator]
+
     @contextmanager
     def _only(self, adapter: str | None) -> Iterator[torch.nn.Module]:
         assert self._model is not None

@@ -7,6 +7,7 @@ are delivered as one.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import threading
@@ -275,12 +276,9 @@ def _merge(outputs: Iterable[TokenOutput]) -> list[TokenOutput]:
 
 
 def _join(first: TokenOutput, second: TokenOutput) -> TokenOutput:
-    return TokenOutput(
-        request_id=first.request_id,
+    return dataclasses.replace(
+        second,
         token_ids=first.token_ids + second.token_ids,
         text=first.text + second.text,
-        finish_reason=second.finish_reason,
-        num_prompt_tokens=second.num_prompt_tokens,
-        num_output_tokens=second.num_output_tokens,
-        lora_digest=second.lora_digest,
+        log_probs=first.log_probs + second.log_probs,
     )

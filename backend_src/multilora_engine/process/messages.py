@@ -16,7 +16,7 @@ from multilora_engine.lora.format import PackedAdapter, PackedRow
 from multilora_engine.process.operations import Operation
 from multilora_engine.request import GenerationRequest, TokenOutput
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 """Raised with every change to this file that an older peer would misread."""
 
 

@@ -31,7 +31,7 @@ _MAX_SEQUENCES = 128
 
 @dataclass(frozen=True)
 class GenerateCall:
-    """One prompt a row, all answered together, each by `num_sequences` answers.
+    """One prompt a row, all answered together, each by `num_sequences` answers: drawn, or the best of its beams.
 
     adapter: task id and weights that came with the request.
     lora_names: of each row, empty without one; the task id that goes with it is in `lora_task_ids`.
@@ -47,6 +47,11 @@ class GenerateCall:
     excludes_input: bool
     pad_id: int
     returns_perf: bool
+
+    @property
+    def is_search(self) -> bool:
+        """Whether beam search answers."""
+        return self.sampling[0].beam_width > 1
 
 
 @dataclass(frozen=True)
@@ -74,13 +79,15 @@ def read_call(inputs: InputTensors, info: EngineInfo, tokenizer: Tokenizer) -> G
 
 def _read_generate(inputs: InputTensors, info: EngineInfo, tokenizer: Tokenizer) -> GenerateCall:
     rows = range(inputs.num_rows(_prompt_name(inputs)))
+    sampling = [_read_sampling(inputs, row, info, tokenizer) for row in rows]
+    is_streaming = inputs.common("streaming", default=False)
     return GenerateCall(
-        sampling=[_read_sampling(inputs, row, info, tokenizer) for row in rows],
-        num_sequences=_read_num_sequences(inputs),
+        sampling=sampling,
+        num_sequences=_read_num_sequences(inputs, _beam_width(sampling, is_streaming)),
         prompts=[_read_prompt(inputs, row, info, tokenizer) for row in rows],
         lora_task_ids=[_read_task_id(inputs, row) for row in rows],
         lora_names=[inputs.text("lora_name", row) or "" for row in rows],
-        is_streaming=inputs.common("streaming", default=False),
+        is_streaming=is_streaming,
         excludes_input=inputs.common("exclude_input_in_output", default=info.exclude_input_in_output),
         pad_id=_read_pad_id(inputs, info),
         returns_perf=inputs.common("return_perf_metrics", default=False),
@@ -116,8 +123,6 @@ def _read_input_ids(inputs: InputTensors, row: int) -> list[int]:
 
 
 def _read_sampling(inputs: InputTensors, row: int, info: EngineInfo, tokenizer: Tokenizer) -> SamplingParams:
-    if (beam_width := inputs.scalar("beam_width", row)) not in (None, 1):
-        raise Unsupported(f"beam_width is {beam_width}; this server has no beam search, see num_return_sequences")
     max_tokens = _read_max_tokens(inputs, row)
     temperature = _in_range(inputs, "temperature", row, 0.0, math.inf)
     top_p = _in_range(inputs, "runtime_top_p", row, -math.inf, 1.0)
@@ -148,6 +153,10 @@ def _read_sampling(inputs: InputTensors, row: int, info: EngineInfo, tokenizer: 
         stop_token_sequences=read_sequences(inputs, "stop_words_list", row),
         return_log_probs=inputs.common("return_log_probs", default=False),
         guide=_read_guide(inputs, row),
+        beam_width=_in_range(inputs, "beam_width", row, 1, math.inf) or 1,
+        length_penalty=_in_range(inputs, "len_penalty", row, -math.inf, math.inf) or 0.0,
+        early_stopping=int(_default(inputs.scalar("early_stopping", row), True)),
+        beam_search_diversity_rate=_in_range(inputs, "beam_search_diversity_rate", row, -math.inf, math.inf) or 0.0,
     )
 
 
@@ -165,10 +174,21 @@ def _read_guide(inputs: InputTensors, row: int) -> Guide | None:
     return Guide(kind, "" if kind == "json" or text is None else text)
 
 
-def _read_num_sequences(inputs: InputTensors) -> int:
+def _beam_width(sampling: list[SamplingParams], is_streaming: bool) -> int:
+    widths = {row.beam_width for row in sampling}
+    if len(widths) > 1:
+        raise InvalidRequest("beam_width must be the same in every row of a request")
+    if is_streaming and widths != {1}:
+        raise Unsupported(f"beam_width {widths.pop()} together with streaming: what beams say changes until the end")
+    return widths.pop()
+
+
+def _read_num_sequences(inputs: InputTensors, beam_width: int) -> int:
+    """Of a beam search at most, and unless told otherwise, all beams."""
     name = "num_return_sequences"
     rows = range(inputs.num_rows(name)) if name in inputs else range(0)
-    counts = {_in_range(inputs, name, row, 1, _MAX_SEQUENCES) for row in rows} or {1}
+    most = beam_width if beam_width > 1 else _MAX_SEQUENCES
+    counts = {_in_range(inputs, name, row, 1, most) for row in rows} or {beam_width}
     if len(counts) > 1:
         raise InvalidRequest(f"{name} must be the same in every row of a request")
     return int(counts.pop())

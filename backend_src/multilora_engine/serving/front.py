@@ -97,7 +97,7 @@ class GenerationFront(Front):
         if call.is_streaming:
             return StreamReply(responder, rows, call.pad_id)
         transcripts = _transcripts(call, rows, responder, tokenizer)
-        if self._can_stream and call.num_sequences > 1:
+        if self._can_stream and call.num_sequences > 1 and not call.is_search:
             return EachReply(responder, transcripts, call.pad_id)
         return OneReply(responder, transcripts, call.pad_id, call.num_sequences)
 
@@ -107,7 +107,7 @@ def _expand(call: GenerateCall, timeout_s: float | None) -> tuple[list[Generatio
     requests, rows = [], {}
     for batch_index, prompt in enumerate(call.prompts):
         lora_task_id, lora_name = call.lora_task_ids[batch_index], call.lora_names[batch_index]
-        for sequence_index in range(call.num_sequences):
+        for sequence_index in range(1 if call.is_search else call.num_sequences):
             sampling = _sampling_of(call.sampling[batch_index], sequence_index)
             request = GenerationRequest(new_id(), prompt, sampling, lora_task_id, timeout_s, lora_name=lora_name)
             requests.append(request)
@@ -128,11 +128,12 @@ def _transcripts(
     call: GenerateCall, rows: Mapping[str, ReplyRow], responder: Responder, tokenizer: Tokenizer
 ) -> dict[str, Transcript]:
     """By the engine's request ids; they start with the prompt unless it is left out."""
+    num_beams = call.num_sequences if call.is_search else 0
     if call.excludes_input:
-        return {request_id: Transcript(row) for request_id, row in rows.items()}
+        return {request_id: Transcript(row, num_beams=num_beams) for request_id, row in rows.items()}
     texts = [tokenizer.decode(prompt) if responder.wants("text_output") else "" for prompt in call.prompts]
     return {
-        request_id: Transcript(row, list(call.prompts[row.batch_index]), texts[row.batch_index])
+        request_id: Transcript(row, list(call.prompts[row.batch_index]), texts[row.batch_index], num_beams=num_beams)
         for request_id, row in rows.items()
     }
 

@@ -5,6 +5,8 @@ Every Triton request gets exactly one final response; the final flag rides on th
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from multilora_engine.errors import RelayedError, RequestError
-from multilora_engine.request import TokenOutput
+from multilora_engine.request import BeamOutput, TokenOutput
 from multilora_engine.serving.outputs import ReplyRow, RowAnswer, output_arrays
 from multilora_engine.serving.triton_api import TritonRequest, backend_utils, error_response
 
@@ -95,13 +97,17 @@ class StreamReply(Reply):
 
 @dataclass
 class Transcript:
-    """What a sequence's one answer holds so far; it starts with the prompt, unless that is left out."""
+    """What a sequence's one answer holds so far; it starts with the prompt, unless that is left out.
+
+    num_beams: how many answers a beam search shall give, 0 for a sequence that is drawn.
+    """
 
     row: ReplyRow
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     log_probs: list[float] = field(default_factory=list)
     last: TokenOutput | None = None
+    num_beams: int = 0
 
     @property
     def is_complete(self) -> bool:
@@ -113,9 +119,24 @@ class Transcript:
         self.log_probs += _log_probs(output)
         self.last = output
 
-    def answer(self) -> RowAnswer:
+    def answers(self) -> list[RowAnswer]:
         assert self.last is not None
-        return self.row.answer(self.token_ids, self.text, self.log_probs, self.last)
+        if not self.num_beams:
+            return [self.row.answer(self.token_ids, self.text, self.log_probs, self.last)]
+        missing = [_no_beam(self.last)] * (self.num_beams - len(self.last.beams))
+        beams = [*self.last.beams, *missing][: self.num_beams]
+        return [self._beam_answer(index, beam, self.last) for index, beam in enumerate(beams)]
+
+    def _beam_answer(self, index: int, beam: BeamOutput, output: TokenOutput) -> RowAnswer:
+        row = dataclasses.replace(self.row, sequence_index=index)
+        output = dataclasses.replace(
+            output,
+            finish_reason=beam.finish_reason,
+            num_output_tokens=len(beam.token_ids),
+            cum_log_prob=beam.cum_log_prob,
+        )
+        log_probs = [token.log_prob for token in beam.log_probs]
+        return row.answer(self.token_ids + beam.token_ids, self.text + beam.text, log_probs, output)
 
 
 class EachReply(Reply):
@@ -132,7 +153,7 @@ class EachReply(Reply):
         transcript.append(output)
         if transcript.is_complete:
             is_final = all(transcript.is_complete for transcript in self._transcripts.values())
-            self._responder.send([transcript.answer()], self._pad_id, is_final)
+            self._responder.send(transcript.answers(), self._pad_id, is_final)
 
 
 class OneReply(Reply):
@@ -141,7 +162,7 @@ class OneReply(Reply):
     def __init__(
         self, responder: Responder, transcripts: Mapping[str, Transcript], pad_id: int = 0, num_sequences: int = 1
     ) -> None:
-        """transcripts: by the engine's request ids, row by row, `num_sequences` of each."""
+        """transcripts: by the engine's request ids, row by row, with `num_sequences` answers of each."""
         super().__init__(responder)
         self._transcripts = transcripts
         self._pad_id = pad_id
@@ -150,7 +171,7 @@ class OneReply(Reply):
     def _answer(self, output: TokenOutput) -> None:
         self._transcripts[output.request_id].append(output)
         if all(transcript.is_complete for transcript in self._transcripts.values()):
-            answers = [transcript.answer() for transcript in self._transcripts.values()]
+            answers = [answer for transcript in self._transcripts.values() for answer in transcript.answers()]
             self._responder.send(answers, self._pad_id, is_final=True, num_sequences=self._num_sequences)
 
 
@@ -170,6 +191,11 @@ class EmptyReply(Reply):
 
     def _answer(self, output: TokenOutput) -> None:
         self._responder.send_empty()
+
+
+def _no_beam(output: TokenOutput) -> BeamOutput:
+    """Stands for a beam that a search did not find: what the request forbids left fewer continuations than beams."""
+    return BeamOutput([], "", output.finish_reason or "length", [], -math.inf)
 
 
 def _response(arrays: Mapping[str, NDArray[Any]]) -> Any:

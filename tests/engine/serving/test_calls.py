@@ -83,6 +83,12 @@ def without(tensors: dict[str, Any], name: str) -> dict[str, Any]:
             {"guide": Guide("json_schema", "{}")},
         ),
         ({"beam_width": [[1]], "num_return_sequences": [[1]], "pad_id": [[2]]}, {}),
+        ({"beam_width": [[3]], "early_stopping": [[False]]}, {"beam_width": 3, "early_stopping": 0}),
+        ({"beam_width": [[3]], "early_stopping": [[True]]}, {"beam_width": 3, "early_stopping": 1}),
+        (
+            {"len_penalty": [[1.5]], "beam_search_diversity_rate": [[-0.5]]},
+            {"length_penalty": 1.5, "beam_search_diversity_rate": -0.5},
+        ),
     ],
 )
 def test_sampling_is_greedy_unless_asked(read: Any, tensors: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -119,6 +125,9 @@ def test_sampling_is_greedy_unless_asked(read: Any, tensors: dict[str, Any], exp
         ({"guided_decoding_guide_type": [["regex"]]}, r"guided_decoding_guide is missing; a guide of type regex"),
         ({"num_return_sequences": [[0]]}, r"num_return_sequences is 0, expected a number in \[1, 128\]"),
         ({"num_return_sequences": [[129]]}, r"num_return_sequences is 129"),
+        ({"beam_width": [[0]]}, r"beam_width is 0, expected a number >= 1"),
+        ({"len_penalty": [[np.nan]]}, r"len_penalty is nan, expected a finite number"),
+        ({"beam_search_diversity_rate": [[np.inf]]}, r"beam_search_diversity_rate is inf"),
         ({"max_tokens": [[1, 2]]}, r"max_tokens has shape \[1, 2\]"),
         ({"text_input": [["a"]]}, r"exactly one of .*; it has text_input and input_ids"),
         ({"input_lengths": [[4]]}, r"input_lengths is 4, expected 0 .. 3"),
@@ -145,9 +154,19 @@ def test_what_is_malformed_or_contradictory_is_refused_with_the_numbers(
         read(prompt(**tensors))
 
 
-def test_beam_search_is_not_supported(read: Any) -> None:
-    with pytest.raises(Unsupported, match="beam_width is 2"):
-        read(prompt(beam_width=[[2]]))
+def test_a_search_answers_with_all_its_beams_unless_told_how_many(read: Any) -> None:
+    assert read(prompt(beam_width=[[3]])).num_sequences == 3
+    assert read(prompt(beam_width=[[3]], num_return_sequences=[[2]])).num_sequences == 2
+    with pytest.raises(InvalidRequest, match=r"num_return_sequences is 4, expected a number in \[1, 3\]"):
+        read(prompt(beam_width=[[3]], num_return_sequences=[[4]]))
+
+
+def test_beams_are_not_streamed_and_are_as_many_in_every_row(read: Any) -> None:
+    with pytest.raises(Unsupported, match="beam_width 3 together with streaming"):
+        read(prompt(beam_width=[[3]], streaming=[[True]]))
+    rows = {"input_ids": [[5], [6]], "input_lengths": [[1], [1]], "max_tokens": [[2], [2]]}
+    with pytest.raises(InvalidRequest, match="beam_width must be the same in every row"):
+        read({**rows, "beam_width": [[3], [2]]})
 
 
 def test_the_number_of_sequences_is_one_for_all_rows(read: Any) -> None:

@@ -87,7 +87,8 @@ def test_a_door_of_the_ensembles_names_reads_what_they_mean(link: EngineLink, en
     text_door = GenerationFront(link, can_stream=True, renamed=ENSEMBLE_NAMES)
     sampling = {"top_k": [[7]], "top_p": np.array([[0.5]], np.float32), "length_penalty": np.array([[2.0]], np.float32)}
     parts = ask(text_door, {"text_input": [["Hello there"]], "max_tokens": [[20]], "stream": [[True]], **sampling})
-    assert len(parts) > 1
+    # Only a stream leaves out the prompt.
+    assert not "".join(part.texts()[0] for part in parts).startswith("Hello there")
     assert (engine.accepted[0].sampling.top_k, engine.accepted[0].sampling.top_p) == (7, 0.5)
 
 
@@ -137,6 +138,28 @@ def test_several_sequences_are_responses_of_one_door_and_beams_of_the_other(
     (response,) = ask(GenerationFront(link, can_stream=False), tensors)
     assert response.arrays["output_ids"].tolist() == [[[5, 5, 5]] * 3, [[6, 6, 6]] * 3]
     assert response.arrays["sequence_index"].tolist() == [[0, 1, 2]] * 2
+
+
+@pytest.mark.parametrize("can_stream", [False, True])
+@pytest.mark.parametrize("excludes_input", [False, True])
+def test_the_beams_of_a_search_come_in_one_response_best_first(
+    link: EngineLink, can_stream: bool, excludes_input: bool
+) -> None:
+    tensors = {"input_ids": [[5], [7]], "max_tokens": [[2], [2]], "beam_width": [[4], [4]]}
+    options = {"exclude_input_in_output": [[excludes_input]] * 2, "return_log_probs": [[True]] * 2, "pad_id": [[0]] * 2}
+    count = {"num_return_sequences": [[3], [3]]}
+    (response,) = ask(GenerationFront(link, can_stream), {**tensors, **options, **count})
+    prompt = [] if excludes_input else [5]
+    # The fake engine's beams: one token, two tokens, and no third.
+    assert response.arrays["output_ids"][0].tolist() == [[*prompt, 5, 0], [*prompt, 6, 6], [*prompt, 0, 0]]
+    assert response.arrays["output_ids"].shape == (2, 3, len(prompt) + 2)
+    assert response.arrays["sequence_length"][0].tolist() == [len(prompt) + n for n in (1, 2, 0)]
+    assert response.arrays["sequence_index"].tolist() == [[0, 1, 2]] * 2
+    assert response.arrays["cum_log_probs"].tolist() == [[-1.0, -2.0, -np.inf]] * 2
+    assert response.arrays["output_log_probs"].tolist() == [[[-1.0, 0.0], [-1.0, -1.0], [0.0, 0.0]]] * 2
+    assert response.arrays["num_output_tokens"].tolist() == [[1, 2, 0]] * 2
+    assert response.arrays["finish_reason"].tolist() == [[b"stop", b"length", b"stop"]] * 2
+    assert response.arrays["text_output"][0, :2].tolist()[1].decode().endswith("<6><6>")
 
 
 def test_an_adapter_comes_with_the_first_request_and_serves_the_next_by_its_id(front: GenerationFront) -> None:
