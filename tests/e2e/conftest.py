@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,7 +32,12 @@ def server(default_model_dir: Path) -> Iterator[ServerProcess]:
         model=default_model_dir,
         model_repository=REPOSITORY / "model_repository",
         upstream_models=UpstreamModels.DECOUPLED,
-        overrides={"kv_cache_memory_bytes": "384MiB", "max_num_seqs": "8", "lora_cache_host_memory_bytes": "256MiB"},
+        overrides={
+            "kv_cache_memory_bytes": "384MiB",
+            "max_num_seqs": "8",
+            "lora_cache_host_memory_bytes": "256MiB",
+            "lora_sources": json.dumps([{"source": "directory", "root": str(REPOSITORY / "adapters")}]),
+        },
         http_port=0,
         grpc_port=0,
         metrics_port=0,

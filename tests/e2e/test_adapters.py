@@ -82,6 +82,7 @@ def test_an_uncached_id_is_not_found_with_the_words_that_clients_look_for(
 ) -> None:
     request = PROMPT | tensors(lora_task_id=987_654_321)
     words = "LoRA task 987654321 not found in cache. Please send LoRA weights with request"
+    words += " (nor in its sources: directory: no folder is named 987654321, and the id of no folder's name is that)"
     for client, status in ((triton_grpc, "StatusCode.NOT_FOUND"), (triton_http, "404")):
         with pytest.raises(InferenceServerException) as caught:
             infer(client, "generation_unary", request, request_id="ab12")

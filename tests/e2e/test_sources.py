@@ -1,0 +1,53 @@
+"""Adapters that the server finds by itself, in a directory that its operator gave it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.oracle import Oracle
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from multilora_client import AdapterNotFound, Client, InvalidRequest
+
+SAMPLES = Path(__file__).parents[2] / "adapters"
+
+
+def location_of(client: Client, name: str) -> str:
+    (location,) = (adapter.location for adapter in client.list_adapters() if adapter.name == name)
+    return location
+
+
+def test_an_adapter_that_nobody_sent_answers_by_its_name_as_peft_does(
+    client: Client, default_model_dir: Path, tmp_path: Path
+) -> None:
+    chat = [{"role": "user", "content": "Who are you?"}]
+    tokenizer = AutoTokenizer.from_pretrained(default_model_dir)
+    prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+    assert location_of(client, "pirate") == "REMOTE"
+    answer = client.generate(input_ids=prompt, lora_name="pirate", max_tokens=16)
+    assert location_of(client, "pirate") in ("HOST", "DEVICE")
+    oracle = Oracle(AutoModelForCausalLM.from_pretrained(default_model_dir, dtype=torch.float32), tmp_path)
+    oracle.load("pirate", SAMPLES / "pirate")
+    assert answer.token_ids == oracle.logits("pirate", prompt, answer.token_ids).argmax(dim=-1).tolist()
+    assert answer.token_ids != client.generate(input_ids=prompt, max_tokens=16).token_ids
+    assert answer.token_ids == [
+        t for c in client.stream(input_ids=prompt, adapter=answer.lora_task_id, max_tokens=16) for t in c.token_ids
+    ]
+
+
+def test_an_adapter_is_loaded_before_anybody_asks_for_it(client: Client, http_client: Client) -> None:
+    loaded = http_client.load_adapter("json", source="directory")
+    assert (loaded.name, loaded.ranks) == ("json", (8,))
+    assert client.generate("{", lora_name="json", max_tokens=1).lora_digest == loaded.digest
+
+
+def test_what_no_source_has_is_not_found_and_what_is_no_name_is_refused(client: Client, http_client: Client) -> None:
+    for asked in (client, http_client):
+        with pytest.raises(AdapterNotFound, match=r"'nobody' not found in cache\. .*directory: no such folder"):
+            asked.generate("Hello", lora_name="nobody", max_tokens=1)
+        with pytest.raises(InvalidRequest, match=r"lora_name '\.\./adapters/pirate' is not plain"):
+            asked.generate("Hello", lora_name="../adapters/pirate", max_tokens=1)
+    with pytest.raises(AdapterNotFound, match="'nobody' not found in cache"):
+        list(client.stream("Hello", lora_name="nobody", max_tokens=1))
