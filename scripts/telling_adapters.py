@@ -115,8 +115,9 @@ def save_checkpoint(path: Path) -> Path:
 
 
 def save_plain_tokenizer(path: Path, vocab_size: int) -> None:
-    """Token t is the text `<t>`; for prompts that are sent as ids, so it needs no merges."""
-    tokenizer = Tokenizer(models.BPE(vocab={f"<{token}>": token for token in range(vocab_size)}, merges=[]))
+    """Token t is the text `<t>`; for prompts that are sent as ids. In a text, every character is the last token."""
+    vocab = {f"<{token}>": token for token in range(vocab_size)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token=f"<{vocab_size - 1}>"))
     tokenizer.decoder = decoders.ByteLevel()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(path)
 
