@@ -65,6 +65,9 @@ class LoRAConfig(BaseModel):
         int,
         Field(ge=1, le=_ADAPTER_RANK_LIMIT, description="Largest rank accepted. An adapter costs only its own rank."),
     ] = 64
+    lora_max_adapter_bytes: Annotated[
+        ByteSize, Field(ge=1, description="Largest `lora_weights` tensor accepted, in bytes or like `4GiB`.")
+    ] = ByteSize(1 << 30)
     lora_dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
         Field(description="Storage type of cached adapters; `auto` is the type the model computes in."),
@@ -134,6 +137,13 @@ class EngineConfig(BaseModel):
     max_queue_size: Annotated[
         int, Field(ge=1, description="Requests that may wait; one more is refused with UNAVAILABLE.")
     ] = 4096
+    max_prompt_bytes: Annotated[
+        ByteSize, Field(ge=1, description="Longest text or chat of one prompt; more is refused before tokenizing.")
+    ] = ByteSize(4 << 20)
+    max_uploads_per_client: Annotated[
+        int,
+        Field(ge=1, description="Adapters a client may send at once; the header x-multilora-client names the client."),
+    ] = 8
     block_size: Annotated[int, Field(ge=1, le=1024, description="Tokens of one KV cache block.")] = 16
     enable_prefix_caching: Annotated[
         bool,

@@ -21,6 +21,9 @@ class EngineInfo:
     end_token_ids: tuple[int, ...]
     add_special_tokens: bool
     exclude_input_in_output: bool
+    max_prompt_bytes: int
+    max_adapter_bytes: int
+    max_uploads_per_client: int
     adapter_layout: AdapterLayout
     kv_cache_tokens: int
     device: str

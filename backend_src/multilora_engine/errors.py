@@ -12,6 +12,7 @@
         Unavailable         -> UNAVAILABLE        try again later
           AdapterCacheFull                        every cached adapter is pinned by a request in flight
           AdapterNotKept                          an uploaded adapter cannot be written to the disk tier
+          TooManyUploads                          a client sends more than `max_uploads_per_client` at once
           QueueFull                               `max_queue_size` requests are waiting already
           EngineUnavailable                       the engine process died or is starting
           SourceUnavailable                       a source of adapters cannot be reached
@@ -133,6 +134,13 @@ class AdapterNotKept(Unavailable):
 
     def __init__(self, lora_task_id: int, reason: str) -> None:
         super().__init__(f"LoRA task {lora_task_id} is cached in memory only: lora_cache_dir cannot keep it: {reason}")
+
+
+class TooManyUploads(Unavailable):
+    """One client sends more adapters at once than `max_uploads_per_client`."""
+
+    def __init__(self, num_uploads: int) -> None:
+        super().__init__(f"{num_uploads} adapters of this client are being uploaded already")
 
 
 class QueueFull(Unavailable):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import queue
 import threading
 from dataclasses import dataclass, field
@@ -120,6 +121,7 @@ class FakeRequest:
     id: str = ""
     output_names: tuple[str, ...] = OUTPUT_NAMES
     timeout_us: int = 0
+    headers: dict[str, str] = field(default_factory=dict)
     sender: FakeSender = field(default_factory=FakeSender)
 
     def inputs(self) -> list[FakeTensor]:
@@ -133,6 +135,9 @@ class FakeRequest:
 
     def timeout(self) -> int:
         return self.timeout_us
+
+    def parameters(self) -> str:
+        return json.dumps(self.headers)
 
     def get_response_sender(self) -> FakeSender:
         return self.sender

@@ -105,9 +105,9 @@ def _prompt_name(inputs: InputTensors) -> str:
 
 def _read_prompt(inputs: InputTensors, row: int, info: EngineInfo, tokenizer: Tokenizer) -> list[int]:
     if (text := inputs.text("text_input", row)) is not None:
-        return encode_text(text, tokenizer, info.add_special_tokens)
+        return encode_text(text, tokenizer, info)
     if (messages := inputs.text("messages", row)) is not None:
-        return encode_messages(messages, tokenizer)
+        return encode_messages(messages, tokenizer, info)
     return _read_input_ids(inputs, row)
 
 
@@ -266,6 +266,10 @@ def _read_task_id(inputs: InputTensors, row: int) -> int | None:
 
 def _read_adapter(inputs: InputTensors, info: EngineInfo) -> tuple[int, PackedAdapter]:
     weights = inputs.matrix(inputs.present(*_WEIGHTS)[0])
+    if weights.nbytes > info.max_adapter_bytes:
+        raise InvalidRequest(
+            f"lora_weights has {weights.nbytes} bytes and lora_max_adapter_bytes is {info.max_adapter_bytes}"
+        )
     task_id = _read_task_id(inputs, 0)
     assert task_id is not None, "checked before"
     return task_id, pack_adapter(weights, inputs.matrix("lora_config"), info.adapter_layout)

@@ -10,7 +10,9 @@ from collections.abc import Mapping
 from random import Random
 from types import MappingProxyType
 
+from multilora_engine.engine_info import EngineInfo
 from multilora_engine.errors import InternalError, InvalidRequest, RequestError
+from multilora_engine.process.client import Listener
 from multilora_engine.request import GenerationRequest, SamplingParams
 from multilora_engine.serving.calls import GenerateCall, UploadCall, is_stop, read_call
 from multilora_engine.serving.engine_link import EngineLink
@@ -18,6 +20,7 @@ from multilora_engine.serving.inputs import InputTensors
 from multilora_engine.serving.outputs import ReplyRow
 from multilora_engine.serving.replies import EachReply, EmptyReply, OneReply, Reply, Responder, StreamReply, Transcript
 from multilora_engine.serving.triton_api import TritonRequest
+from multilora_engine.serving.uploads import UploadListener, Uploads, client_of
 from multilora_engine.text import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -58,6 +61,7 @@ class GenerationFront(Front):
     def __init__(self, link: EngineLink, can_stream: bool, renamed: Mapping[str, str] = MappingProxyType({})) -> None:
         super().__init__(link)
         self._can_stream = can_stream
+        self._uploads = Uploads()
         self._renamed = renamed
 
     def _submit(self, request: TritonRequest, responder: Responder) -> None:
@@ -68,28 +72,39 @@ class GenerationFront(Front):
         info, tokenizer = self._link.describe()
         call = read_call(inputs, info, tokenizer)
         if isinstance(call, UploadCall):
-            self._upload(call, responder)
+            self._upload(call, request, responder, info)
         else:
-            self._generate(call, responder, tokenizer, _timeout_s(request))
+            self._generate(call, request, responder, info, tokenizer)
 
     def _stop(self, responder: Responder) -> None:
         if not responder.request_id:
             raise InvalidRequest("stop needs the request id of the request that shall end")
         self._link.client.stop(EmptyReply(responder), new_id(), responder.request_id)
 
-    def _upload(self, call: UploadCall, responder: Responder) -> None:
+    def _upload(self, call: UploadCall, request: TritonRequest, responder: Responder, info: EngineInfo) -> None:
         request_id = new_id()
         reply = OneReply(responder, {request_id: Transcript(ReplyRow(lora_task_id=call.lora_task_id))})
-        self._link.client.put_adapter(reply, request_id, call.lora_task_id, call.adapter, call.lora_name)
+        listener = self._count_upload(reply, request, info)
+        self._link.client.put_adapter(listener, request_id, call.lora_task_id, call.adapter, call.lora_name)
 
     def _generate(
-        self, call: GenerateCall, responder: Responder, tokenizer: Tokenizer, timeout_s: float | None
+        self,
+        call: GenerateCall,
+        request: TritonRequest,
+        responder: Responder,
+        info: EngineInfo,
+        tokenizer: Tokenizer,
     ) -> None:
         if call.is_streaming and not self._can_stream:
             raise InvalidRequest("this model sends one response; for streaming call the model generation")
-        requests, rows = _expand(call, timeout_s)
+        requests, rows = _expand(call, _timeout_s(request))
         reply = self._reply(call, rows, responder, tokenizer)
-        self._link.client.generate(reply, requests, responder.request_id, call.adapter)
+        listener = reply if call.adapter is None else self._count_upload(reply, request, info)
+        self._link.client.generate(listener, requests, responder.request_id, call.adapter)
+
+    def _count_upload(self, reply: Reply, request: TritonRequest, info: EngineInfo) -> Listener:
+        """Raises TooManyUploads."""
+        return UploadListener(reply, self._uploads.begin(client_of(request), info.max_uploads_per_client))
 
     def _reply(
         self, call: GenerateCall, rows: Mapping[str, ReplyRow], responder: Responder, tokenizer: Tokenizer

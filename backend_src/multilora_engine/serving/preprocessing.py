@@ -68,8 +68,8 @@ def _read_prompts(inputs: InputTensors, info: EngineInfo, tokenizer: Tokenizer) 
         )
     rows = range(inputs.num_rows(present[0]))
     if present == ["QUERY"]:
-        return [encode_text(inputs.text("QUERY", row) or "", tokenizer, info.add_special_tokens) for row in rows]
-    return [encode_messages(inputs.text("MESSAGES", row) or "", tokenizer) for row in rows]
+        return [encode_text(inputs.text("QUERY", row) or "", tokenizer, info) for row in rows]
+    return [encode_messages(inputs.text("MESSAGES", row) or "", tokenizer, info) for row in rows]
 
 
 def _embedding_bias(inputs: InputTensors, num_rows: int, tokenizer: Tokenizer) -> NDArray[np.float32]:

@@ -6,13 +6,15 @@ from typing import Any
 
 import msgspec
 
+from multilora_engine.engine_info import EngineInfo
 from multilora_engine.errors import InvalidRequest
 from multilora_engine.text import Tokenizer
 
 
-def encode_text(text: str, tokenizer: Tokenizer, add_special_tokens: bool) -> list[int]:
-    """Token ids of a text. Raises InvalidRequest when there are none."""
-    token_ids = tokenizer.encode(text, add_special_tokens)
+def encode_text(text: str, tokenizer: Tokenizer, info: EngineInfo) -> list[int]:
+    """Token ids of a text. Raises InvalidRequest when there are none, or the text is too long."""
+    _check_length("text_input", text, info)
+    token_ids = tokenizer.encode(text, info.add_special_tokens)
     if not token_ids:
         raise InvalidRequest("empty prompt: the text has no tokens")
     return token_ids
@@ -25,12 +27,13 @@ class _Chat(msgspec.Struct, forbid_unknown_fields=True):
     tools: list[dict[str, Any]] | None = None
 
 
-def encode_messages(text: str, tokenizer: Tokenizer) -> list[int]:
+def encode_messages(text: str, tokenizer: Tokenizer, info: EngineInfo) -> list[int]:
     """Token ids of a chat, ready for the answer.
 
     text: a JSON list of objects with `role` and `content`, or an object with such `messages` and with `tools`.
-    Raises InvalidRequest for anything else, and for what the model's chat template refuses.
+    Raises InvalidRequest for anything else, for what is too long, and for what the model's chat template refuses.
     """
+    _check_length("messages", text, info)
     try:
         chat = msgspec.json.decode(text, type=list[dict[str, Any]] | _Chat)
     except msgspec.MsgspecError as error:
@@ -41,3 +44,10 @@ def encode_messages(text: str, tokenizer: Tokenizer) -> list[int]:
     if isinstance(chat, _Chat):
         return tokenizer.apply_chat_template(chat.messages, chat.tools)
     return tokenizer.apply_chat_template(chat)
+
+
+def _check_length(name: str, text: str, info: EngineInfo) -> None:
+    """Tokenizing takes time and memory by the byte, and everybody else waits for it."""
+    num_bytes = len(text.encode())
+    if num_bytes > info.max_prompt_bytes:
+        raise InvalidRequest(f"{name} has {num_bytes} bytes and max_prompt_bytes is {info.max_prompt_bytes}")

@@ -277,3 +277,40 @@ def test_a_name_that_contradicts_the_id_or_is_not_plain_is_refused(
 ) -> None:
     code, message = error_of(ask(front, {"input_ids": [[5]], "max_tokens": [[1]], **adapter}))
     assert (code, reason in message) == ("INVALID_ARG", True)
+
+
+def test_a_text_too_long_is_refused_before_it_is_tokenized(front: GenerationFront) -> None:
+    for prompt in ({"text_input": [["é" * 5001]]}, {"messages": [["x" * 10_002]]}):
+        code, message = error_of(ask(front, {**prompt, "max_tokens": [[1]]}))
+        assert code == "INVALID_ARG"
+        assert "has 10002 bytes and max_prompt_bytes is 10000" in message
+
+
+def test_an_adapter_too_large_is_refused_with_the_numbers(front: GenerationFront) -> None:
+    large = ADAPTER | {"lora_weights_fp32": np.zeros((1, 2, 200_000), np.float32)}
+    code, message = error_of(ask(front, {**large, "lora_task_id": [[7]]}))
+    assert code == "INVALID_ARG"
+    assert "lora_weights has 1600000 bytes and lora_max_adapter_bytes is 1000000" in message
+
+
+def test_a_client_may_send_so_many_adapters_at_once_and_others_do_not_suffer(
+    front: GenerationFront, engine: FakeEngine
+) -> None:
+    def upload(task_id: int, client: str) -> FakeRequest:
+        header = {"X-Multilora-Client": client}
+        request = FakeRequest(ADAPTER | {"lora_task_id": [[task_id]]}, headers=header)
+        front.accept(request)
+        return request
+
+    engine.step_gate.clear()
+    blocker = FakeRequest({"input_ids": [[5]], "max_tokens": [[1]]})
+    front.accept(blocker)
+    greedy = [upload(task_id, "greedy") for task_id in range(3)]
+    modest = upload(3, "modest")
+    assert error_of(greedy[2].sender.wait()) == (
+        "UNAVAILABLE",
+        "[UNAVAILABLE] 2 adapters of this client are being uploaded already (request -)",
+    )
+    engine.step_gate.set()
+    for request in (*greedy[:2], modest, upload(4, "greedy")):
+        assert request.sender.wait()[0].error is None

@@ -1,0 +1,64 @@
+"""How many adapters one client may be sending at once. A front holds the weights of each until the engine has them.
+
+Triton tells a model nothing of who asks. An authenticating proxy can: it sets the header `x-multilora-client`, which
+`multilora-serve` has the server pass on. Without one, all clients count as one.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import Counter
+from collections.abc import Callable
+
+from multilora_engine.errors import TooManyUploads
+from multilora_engine.process.client import Listener
+from multilora_engine.request import TokenOutput
+from multilora_engine.serving.triton_api import TritonRequest
+
+CLIENT_HEADER = "x-multilora-client"
+
+
+def client_of(request: TritonRequest) -> str:
+    """Who sent a request, as its proxy says; empty where no one does."""
+    parameters = json.loads(request.parameters() or "{}")
+    return next((str(value) for name, value in parameters.items() if name.lower() == CLIENT_HEADER), "")
+
+
+class Uploads:
+    """The adapters under way through one front. Any thread may begin or end one."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._under_way: Counter[str] = Counter()
+
+    def begin(self, client: str, limit: int) -> Callable[[], None]:
+        """What ends the upload, to be called once. Raises TooManyUploads."""
+        with self._lock:
+            if self._under_way[client] >= limit:
+                raise TooManyUploads(self._under_way[client])
+            self._under_way[client] += 1
+        return lambda: self._end(client)
+
+    def _end(self, client: str) -> None:
+        with self._lock:
+            self._under_way[client] -= 1
+            if not self._under_way[client]:
+                del self._under_way[client]
+
+
+class UploadListener:
+    """Hands outputs on; the first one means that the engine has the adapter, or never will."""
+
+    def __init__(self, listener: Listener, end_upload: Callable[[], None]) -> None:
+        self._listener = listener
+        self._end_upload: Callable[[], None] | None = end_upload
+
+    def on_output(self, output: TokenOutput) -> None:
+        if self._end_upload is not None:
+            self._end_upload()
+            self._end_upload = None
+        self._listener.on_output(output)
+
+    def is_cancelled(self) -> bool:
+        return self._listener.is_cancelled()
