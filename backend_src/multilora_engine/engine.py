@@ -8,7 +8,6 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -17,6 +16,7 @@ import torch
 from multilora_engine.beam_search import BeamSearch, Continuations, Hypothesis, check_beam_sampling, continue_beams
 from multilora_engine.config import EngineConfig, LoRAConfig
 from multilora_engine.engine_info import EngineInfo
+from multilora_engine.engine_stats import AdaptersInUse, EngineStats
 from multilora_engine.errors import (
     AdapterNotFound,
     Cancelled,
@@ -27,7 +27,7 @@ from multilora_engine.errors import (
 )
 from multilora_engine.forward_batch import KVCache
 from multilora_engine.guided import GuideCompiler, GuideMatcher
-from multilora_engine.kv_cache import BlockAllocator, BlockCopy, PrefixCacheStats
+from multilora_engine.kv_cache import BlockAllocator, BlockCopy
 from multilora_engine.logits import bias_tensors, end_tokens
 from multilora_engine.lora.device_tier import DeviceTier
 from multilora_engine.lora.disk_tier import DiskTier
@@ -51,6 +51,7 @@ from multilora_engine.request import (
     GenerationRequest,
     SamplingParams,
     Sequence,
+    SequenceStatus,
     TokenOutput,
 )
 from multilora_engine.sampler import SampledToken
@@ -73,20 +74,6 @@ _FETCH_WAIT_S = 0.005
 
 _NUM_LORA_EVENTS = 4096
 """How many events of adapters are remembered."""
-
-
-@dataclass(frozen=True)
-class EngineStats:
-    """A moment's numbers. Idle means: nothing waiting or running, all blocks free, no pins."""
-
-    num_waiting: int
-    num_running: int
-    num_free_blocks: int
-    num_blocks: int
-    num_cached_adapters: int
-    num_pins: int
-    num_preemptions: int
-    prefix_cache: PrefixCacheStats
 
 
 class Engine:
@@ -128,6 +115,7 @@ class Engine:
         )
         self._timeout_s = config.request_timeout_s
         self._max_beam_width = min(config.max_beam_width, config.max_num_seqs)
+        self._max_loras = config.lora.max_loras
         self.lora_events: EventLog[AdapterEvent] = EventLog(_NUM_LORA_EVENTS)
         self._loras = _build_lora_manager(config, layout, plan, device, self.lora_events)
         if config.lora.lora_prefetch_dir is not None:
@@ -171,6 +159,12 @@ class Engine:
             num_preemptions=self._scheduler.num_preemptions,
             prefix_cache=self._blocks.prefix_cache,
         )
+
+    @property
+    def adapters_in_use(self) -> AdaptersInUse:
+        running = {_adapter_label(s) for s in self._sequences.values() if s.status is SequenceStatus.RUNNING}
+        waiting = {_adapter_label(s) for s in self._sequences.values() if s.status is not SequenceStatus.RUNNING}
+        return AdaptersInUse(self._max_loras, sorted(running - {""}), sorted(waiting - running - {""}))
 
     def put_adapter(self, lora_task_id: int, adapter: PackedAdapter, name: str = "") -> None:
         """Cache an adapter, at once or as soon as there is room for it: see `LoRAManager.put`.
@@ -502,6 +496,12 @@ class Engine:
             cum_log_prob=sequence.cum_log_prob,
             perf=None if finish_reason is None else sequence.perf,
         )
+
+
+def _adapter_label(sequence: Sequence) -> str:
+    """The name of a sequence's adapter, else its task id; empty for the base model."""
+    request = sequence.request
+    return request.lora_name or ("" if request.lora_task_id is None else str(request.lora_task_id))
 
 
 def _error_output(request: GenerationRequest, error: RequestError) -> TokenOutput:

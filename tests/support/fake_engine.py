@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from multilora_engine.config import EngineConfig
 from multilora_engine.engine_info import EngineInfo
+from multilora_engine.engine_stats import AdaptersInUse, EngineStats
 from multilora_engine.errors import ConfigError, InvalidRequest
 from multilora_engine.lora.device_tier import DeviceTier
 from multilora_engine.lora.event_log import EventLog
@@ -78,6 +79,14 @@ class FakeEngine:
     @property
     def has_work(self) -> bool:
         return bool(self.requests) or self.remote.is_busy
+
+    @property
+    def stats(self) -> EngineStats:
+        return EngineStats(num_running=len(self.requests), num_free_blocks=3, num_blocks=4)
+
+    @property
+    def adapters_in_use(self) -> AdaptersInUse:
+        return AdaptersInUse(max_loras=8, running=["7"], waiting=["8", "pirate"])
 
     def put_adapter(self, lora_task_id: int, adapter: PackedAdapter, name: str = "") -> None:
         self.loras.put(lora_task_id, adapter, name)

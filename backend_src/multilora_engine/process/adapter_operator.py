@@ -8,6 +8,7 @@ from typing import Protocol
 
 import msgspec
 
+from multilora_engine.engine_stats import AdaptersInUse, EngineStats
 from multilora_engine.errors import AdapterNotFound, AdapterNotKnown, InvalidRequest
 from multilora_engine.lora.event_log import EventLog
 from multilora_engine.lora.life_cycle import AdapterEvent, AdapterInfo, LoRAStats
@@ -25,6 +26,7 @@ from multilora_engine.process.operations import (
     UnloadAdapter,
     UnpinAdapter,
 )
+from multilora_engine.process.telemetry import RequestStats
 
 
 class ManagedAdapters(Protocol):
@@ -63,12 +65,21 @@ class EventList(msgspec.Struct, frozen=True):
     num_missed: int
 
 
+class LoadReport(msgspec.Struct, frozen=True):
+    """What the engine has to do and has done, whatever the adapters."""
+
+    engine: EngineStats
+    adapters: AdaptersInUse
+    requests: RequestStats
+
+
 class StatsReport(msgspec.Struct, frozen=True):
     """The answer to `stats`. usage: of the adapters most asked for, by task id; other_usage: of all the others."""
 
     tiers: LoRAStats
     usage: dict[int, Usage]
     other_usage: Usage
+    load: LoadReport
 
 
 Report = AdapterList | AdapterReport | EventList | StatsReport
@@ -91,7 +102,9 @@ class AdapterOperator:
         remote: RemoteAdapters,
         events: EventLog[AdapterEvent],
         usage: AdapterUsage,
+        read_load: Callable[[], LoadReport],
     ) -> None:
+        self._read_load = read_load
         self._adapters = adapters
         self._remote = remote
         self._events = events
@@ -116,7 +129,7 @@ class AdapterOperator:
                 return EventList(piece.events, piece.last, piece.num_missed)
             case ReadStats():
                 tiers = replace(self._adapters.stats, remote=self._remote.stats)
-                return StatsReport(tiers, self._usage.by_task_id, self._usage.other)
+                return StatsReport(tiers, self._usage.by_task_id, self._usage.other, self._read_load())
 
     def _list(self, in_sources: Iterable[AdapterKey]) -> AdapterList:
         adapters = {info.lora_task_id: info for info in (*self._remote.describe(), *self._adapters.describe())}

@@ -24,6 +24,7 @@ import zmq
 from multilora_engine.config import EngineConfig
 from multilora_engine.engine import Engine
 from multilora_engine.engine_info import EngineInfo
+from multilora_engine.engine_stats import AdaptersInUse, EngineStats
 from multilora_engine.errors import (
     AdapterNotFound,
     AdapterNotKept,
@@ -36,7 +37,13 @@ from multilora_engine.lora.format import PackedAdapter
 from multilora_engine.lora.life_cycle import AdapterEvent
 from multilora_engine.lora.remote import RemoteAdapters
 from multilora_engine.lora.usage import AdapterUsage
-from multilora_engine.process.adapter_operator import AdapterOperator, ManagedAdapters, PendingReport, Report
+from multilora_engine.process.adapter_operator import (
+    AdapterOperator,
+    LoadReport,
+    ManagedAdapters,
+    PendingReport,
+    Report,
+)
 from multilora_engine.process.heartbeat import Heartbeat
 from multilora_engine.process.messages import (
     PROTOCOL_VERSION,
@@ -61,6 +68,7 @@ from multilora_engine.process.messages import (
     error_output,
     read_adapter,
 )
+from multilora_engine.process.telemetry import RequestTelemetry
 from multilora_engine.request import GenerationRequest, TokenOutput
 
 _MAX_MESSAGES_PER_STEP = 256
@@ -94,6 +102,10 @@ class ServedEngine(Protocol):
     def remote(self) -> RemoteAdapters: ...
     @property
     def lora_events(self) -> EventLog[AdapterEvent]: ...
+    @property
+    def stats(self) -> EngineStats: ...
+    @property
+    def adapters_in_use(self) -> AdaptersInUse: ...
     def put_adapter(self, lora_task_id: int, adapter: PackedAdapter, name: str = "") -> None: ...
     def add_request(self, request: GenerationRequest) -> None: ...
     def abort(self, request_id: str) -> TokenOutput | None: ...
@@ -155,7 +167,8 @@ class EngineServer:
         self._engine = engine
         self._heartbeat = heartbeat
         self._usage = usage
-        self._operator = AdapterOperator(engine.loras, engine.remote, engine.lora_events, usage)
+        self._telemetry = RequestTelemetry()
+        self._operator = AdapterOperator(engine.loras, engine.remote, engine.lora_events, usage, self._read_load)
         self._router = router
         self._parent_fd = parent_fd
         self._poller = zmq.Poller()
@@ -247,14 +260,17 @@ class EngineServer:
             self._outbox[front].append(error_output(request_id, _internal(error)))
 
     def _add(self, front: bytes, message: Add, payload: memoryview) -> None:
-        if message.adapter is not None:
-            self._put_adapter(message.adapter, payload, message.requests[0].lora_name)
         try:
+            if message.adapter is not None:
+                self._put_adapter(message.adapter, payload, message.requests[0].lora_name)
             for request in message.requests:
                 self._add_request(request)
                 self._routes[request.request_id] = _Route(front, message.client_request_id, request.lora_task_id)
-        except Exception:
+                self._telemetry.begin(request.request_id)
+        except Exception as error:
             self._abort([request.request_id for request in message.requests])
+            code = error.code if isinstance(error, RequestError) else InternalError.code
+            self._telemetry.refuse(code, len(message.requests))
             raise
 
     def _add_request(self, request: GenerationRequest) -> None:
@@ -289,7 +305,7 @@ class EngineServer:
         for request_id in stopped:
             output = self._engine.abort(request_id)
             assert output is not None, f"{request_id} has a route but is unknown to the engine"
-            self._emit(output)
+            self._emit([output])
         self._outbox[front].append(TokenOutput(message.request_id, [], "", finish_reason="stop"))
 
     def _operate(self, front: bytes, message: Operate) -> None:
@@ -315,6 +331,7 @@ class EngineServer:
         for request_id in request_ids:
             if self._routes.pop(request_id, None) is not None:
                 self._engine.abort(request_id)
+                self._telemetry.drop(request_id)
 
     def _step(self) -> None:
         try:
@@ -323,27 +340,43 @@ class EngineServer:
             self._fail_all(error)
             return
         self._failed_steps = 0
-        for output in outputs:
-            self._emit(output)
+        self._emit(outputs)
 
     def _fail_all(self, error: Exception) -> None:
         """After an exception out of a step, no request in the engine can be trusted to go on."""
         self._failed_steps += 1
         logger.exception("step failed, %d requests are lost", len(self._routes))
-        for request_id, route in self._routes.items():
-            self._outbox[route.front].append(error_output(request_id, _internal(error)))
+        lost = list(self._routes)
+        self._emit([error_output(request_id, _internal(error)) for request_id in lost])
         self._flush()
         if self._failed_steps >= _MAX_FAILED_STEPS:
             raise error
-        self._abort(list(self._routes))
+        for request_id in lost:
+            self._engine.abort(request_id)
 
-    def _emit(self, output: TokenOutput) -> None:
-        route = self._routes[output.request_id]
-        self._outbox[route.front].append(output)
-        if output.is_final:
-            del self._routes[output.request_id]
-            if route.lora_task_id is not None:
-                self._usage.record(route.lora_task_id, output.num_prompt_tokens, output.num_output_tokens)
+    def _emit(self, outputs: list[TokenOutput]) -> None:
+        self._telemetry.record(outputs)
+        for output in outputs:
+            route = self._routes[output.request_id]
+            self._outbox[route.front].append(output)
+            if output.is_final:
+                self._end(route, output)
+
+    def _end(self, route: _Route, output: TokenOutput) -> None:
+        del self._routes[output.request_id]
+        if route.lora_task_id is not None:
+            self._usage.record(route.lora_task_id, output.num_prompt_tokens, output.num_output_tokens)
+        logger.info(
+            "request %s, adapter %s: %s, %d + %d tokens",
+            route.client_request_id or output.request_id,
+            "none" if route.lora_task_id is None else route.lora_task_id,
+            output.finish_reason or output.error_code,
+            output.num_prompt_tokens,
+            output.num_output_tokens,
+        )
+
+    def _read_load(self) -> LoadReport:
+        return LoadReport(self._engine.stats, self._engine.adapters_in_use, self._telemetry.stats)
 
     def _flush(self) -> None:
         while self._outbox:

@@ -1,4 +1,4 @@
-"""`MetricsPublisher`: what the engine counts about adapters, on the server's metrics port.
+"""`MetricsPublisher`: what the engine counts about requests and adapters, on the server's metrics port.
 
 Every change of a metric is a round trip to the server, so they are made once a second, by a thread of their own, and
 only where a value has changed: a request never waits for them.
@@ -9,16 +9,20 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from typing import Any, Literal
 
 import msgspec
 
+from multilora_engine.engine_stats import AdaptersInUse, EngineStats
 from multilora_engine.process.adapter_operator import StatsReport
 from multilora_engine.process.client import EngineClient
 from multilora_engine.process.operations import ReadStats
+from multilora_engine.process.telemetry import Histogram, RequestStats
 from multilora_engine.request import TokenOutput
 from multilora_engine.serving.triton_api import backend_utils
 
@@ -46,40 +50,67 @@ class Sample:
 
 
 def _gauge(name: str, description: str) -> MetricName:
-    return MetricName(f"multilora_lora_{name}", "GAUGE", description)
+    return MetricName(f"multilora_{name}", "GAUGE", description)
 
 
 def _counter(name: str, description: str) -> MetricName:
-    return MetricName(f"multilora_lora_{name}_total", "COUNTER", description)
+    return MetricName(f"multilora_{name}_total", "COUNTER", description)
 
 
 TIER_METRICS: Mapping[str, MetricName] = {
-    "bytes_used": _gauge("tier_used_bytes", "Bytes of adapters in a tier"),
-    "bytes_total": _gauge("tier_size_bytes", "Bytes a tier may hold"),
-    "num_adapters": _gauge("tier_adapters", "Adapters in a tier"),
-    "hits": _counter("tier_hits", "Requests that found their adapter in a tier"),
-    "misses": _counter("tier_misses", "Requests that did not find their adapter in a tier"),
-    "evictions": _counter("tier_evictions", "Adapters that a tier dropped to make room"),
-    "copies": _counter("tier_copies", "Adapters copied into a tier"),
-    "copy_seconds": _counter("tier_copy_seconds", "Seconds spent on copies into a tier"),
-    "failures": _counter("tier_failures", "Adapters lost because a file could not be written, or was damaged"),
+    "bytes_used": _gauge("lora_tier_used_bytes", "Bytes of adapters in a tier"),
+    "bytes_total": _gauge("lora_tier_size_bytes", "Bytes a tier may hold"),
+    "num_adapters": _gauge("lora_tier_adapters", "Adapters in a tier"),
+    "hits": _counter("lora_tier_hits", "Requests that found their adapter in a tier"),
+    "misses": _counter("lora_tier_misses", "Requests that did not find their adapter in a tier"),
+    "evictions": _counter("lora_tier_evictions", "Adapters that a tier dropped to make room"),
+    "copies": _counter("lora_tier_copies", "Adapters copied into a tier"),
+    "copy_seconds": _counter("lora_tier_copy_seconds", "Seconds spent on copies into a tier"),
+    "failures": _counter("lora_tier_failures", "Adapters lost because a file could not be written, or was damaged"),
 }
 """By field of `TierStats`, with the label `tier`."""
 
 ENGINE_METRICS: Mapping[str, MetricName] = {
-    "insertions": _counter("insertions", "Adapters that came in"),
-    "replacements": _counter("replacements", "Adapters that took the task id of another version"),
-    "waits": _counter("waits", "Times that a request waited for its adapter"),
-    "wait_seconds": _counter("wait_seconds", "Seconds that requests waited for their adapters"),
+    "insertions": _counter("lora_insertions", "Adapters that came in"),
+    "replacements": _counter("lora_replacements", "Adapters that took the task id of another version"),
+    "waits": _counter("lora_waits", "Times that a request waited for its adapter"),
+    "wait_seconds": _counter("lora_wait_seconds", "Seconds that requests waited for their adapters"),
 }
 """By field of `LoRAStats`, without labels."""
 
 USAGE_METRICS: Mapping[str, MetricName] = {
-    "requests": _counter("requests", "Requests that ended, by adapter"),
-    "prompt_tokens": _counter("prompt_tokens", "Tokens of prompts, by adapter"),
-    "output_tokens": _counter("output_tokens", "Generated tokens, by adapter"),
+    "requests": _counter("lora_requests", "Requests that ended, by adapter"),
+    "prompt_tokens": _counter("lora_prompt_tokens", "Tokens of prompts, by adapter"),
+    "output_tokens": _counter("lora_output_tokens", "Generated tokens, by adapter"),
 }
 """By field of `Usage`, with the label `lora_task_id`: a number, or `other` for those without metrics of their own."""
+
+
+REQUESTS = _counter("requests", "Requests that ended, by finish reason or error code")
+PROMPT_TOKENS = _counter("prompt_tokens", "Tokens of prompts")
+OUTPUT_TOKENS = _counter("output_tokens", "Generated tokens")
+REQUESTS_RUNNING = _gauge("requests_running", "Requests that take part in steps")
+REQUESTS_WAITING = _gauge("requests_waiting", "Requests that wait for their first step")
+KV_CACHE_BLOCKS = _gauge("kv_cache_blocks", "Blocks of the KV cache")
+KV_CACHE_USAGE = _gauge("kv_cache_usage_ratio", "Share of the KV cache that requests in flight hold")
+PREEMPTIONS = _counter("preemptions", "Times that a request lost its KV cache to others and had to start again")
+PREFIX_QUERIED = _counter("prefix_cache_queried_tokens", "Tokens of requests looked up in the prefix cache")
+PREFIX_HITS = _counter("prefix_cache_hit_tokens", "Tokens whose keys and values the prefix cache had")
+ENGINE_RESTARTS = _counter("engine_restarts", "Times that the engine process died or hung and was started again")
+LORA_REQUESTS_INFO = _gauge("lora_requests_info", "Adapters in use, as gateways read them; the value is the time")
+"""In the shape that the Gateway API inference extension reads: adapters as comma-separated labels."""
+
+HISTOGRAMS: Mapping[str, tuple[str, str]] = {
+    "queue_seconds": ("queue_seconds", "Seconds from a request's arrival to its first step"),
+    "first_token_seconds": ("time_to_first_token_seconds", "Seconds from a request's arrival to its first token"),
+    "inter_token_seconds": ("inter_token_seconds", "Seconds between tokens of a request"),
+    "request_seconds": ("request_seconds", "Seconds from a request's arrival to its end"),
+    "batch_size": ("batch_size", "Requests that got tokens from a step"),
+}
+"""By field of `RequestStats`: name and description."""
+
+_MAX_LISTED_ADAPTERS = 64
+"""Waiting adapters that a label names; those that run are `max_loras` at most."""
 
 
 def samples(report: StatsReport) -> Iterator[Sample]:
@@ -92,6 +123,49 @@ def samples(report: StatsReport) -> Iterator[Sample]:
     for task_id, usage in report.usage.items():
         yield from _samples(USAGE_METRICS, asdict(usage), ("lora_task_id", str(task_id)))
     yield from _samples(USAGE_METRICS, asdict(report.other_usage), ("lora_task_id", "other"))
+    yield from _engine_samples(report.load.engine)
+    yield from _request_samples(report.load.requests)
+    yield _lora_requests_info(report.load.adapters)
+
+
+def _engine_samples(stats: EngineStats) -> Iterator[Sample]:
+    yield Sample(REQUESTS_RUNNING, (), stats.num_running)
+    yield Sample(REQUESTS_WAITING, (), stats.num_waiting)
+    yield Sample(KV_CACHE_BLOCKS, (), stats.num_blocks)
+    yield Sample(KV_CACHE_USAGE, (), 1 - stats.num_free_blocks / max(1, stats.num_blocks))
+    yield Sample(PREEMPTIONS, (), stats.num_preemptions)
+    yield Sample(PREFIX_QUERIED, (), stats.prefix_cache.queried_tokens)
+    yield Sample(PREFIX_HITS, (), stats.prefix_cache.hit_tokens)
+
+
+def _request_samples(stats: RequestStats) -> Iterator[Sample]:
+    for outcome, count in stats.requests.items():
+        yield Sample(REQUESTS, (("outcome", outcome),), count)
+    yield Sample(PROMPT_TOKENS, (), stats.prompt_tokens)
+    yield Sample(OUTPUT_TOKENS, (), stats.output_tokens)
+    for field in HISTOGRAMS:
+        yield from _histogram_samples(*HISTOGRAMS[field], getattr(stats, field))
+
+
+def _histogram_samples(name: str, description: str, histogram: Histogram) -> Iterator[Sample]:
+    """A histogram as Prometheus keeps it: cumulative counts by upper bound, sum and count.
+
+    Each is a counter of the server's: its own histograms take one observation a call, which a token is too small for.
+    """
+    bucket = MetricName(f"multilora_{name}_bucket", "COUNTER", description)
+    for bound, count in zip((*histogram.bounds, "+Inf"), accumulate(histogram.counts), strict=True):
+        yield Sample(bucket, (("le", str(bound)),), count)
+    yield Sample(MetricName(f"multilora_{name}_sum", "COUNTER", description), (), histogram.total)
+    yield Sample(MetricName(f"multilora_{name}_count", "COUNTER", description), (), sum(histogram.counts))
+
+
+def _lora_requests_info(adapters: AdaptersInUse) -> Sample:
+    labels = (
+        ("max_lora", str(adapters.max_loras)),
+        ("running_lora_adapters", ",".join(adapters.running)),
+        ("waiting_lora_adapters", ",".join(adapters.waiting[:_MAX_LISTED_ADAPTERS])),
+    )
+    return Sample(LORA_REQUESTS_INFO, labels, time.time())
 
 
 def _samples(metrics: Mapping[str, MetricName], values: Mapping[str, float], label: tuple[str, str]) -> list[Sample]:
@@ -143,8 +217,9 @@ class TritonMetrics:
 class MetricsPublisher:
     """Asks the engine for its statistics once a second and publishes them, until it is closed."""
 
-    def __init__(self, client: EngineClient, interval_s: float = _INTERVAL_S) -> None:
+    def __init__(self, client: EngineClient, num_restarts: Callable[[], int], interval_s: float = _INTERVAL_S) -> None:
         self._client = client
+        self._num_restarts = num_restarts
         self._interval_s = interval_s
         self._answers: queue.SimpleQueue[TokenOutput | None] = queue.SimpleQueue()
         self._closing = threading.Event()
@@ -169,7 +244,7 @@ class MetricsPublisher:
             try:
                 self._publish(metrics)
             except Exception:
-                logger.exception("the metrics of adapters cannot be published")
+                logger.exception("the metrics cannot be published")
             self._closing.wait(self._interval_s)
         metrics.clear()
 
@@ -178,4 +253,5 @@ class MetricsPublisher:
         answer = self._answers.get()
         # Without an engine there is nothing new to tell.
         if answer is not None and answer.error_code is None:
-            metrics.update(samples(msgspec.json.decode(answer.text, type=StatsReport)))
+            report = msgspec.json.decode(answer.text, type=StatsReport)
+            metrics.update([*samples(report), Sample(ENGINE_RESTARTS, (), self._num_restarts())])

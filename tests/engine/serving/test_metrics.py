@@ -1,25 +1,31 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import get_type_hints
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from support.adapters import TINY, wire_adapter
 from support.fake_engine import FakeEngine
 from support.fake_triton import FakeMetricFamily
 from support.fronts import TIMEOUT_S, RecordingListener, generation_request
 from support.served_engine import served
 
+from multilora_engine.engine_stats import AdaptersInUse, EngineStats
 from multilora_engine.lora.format import pack_adapter
 from multilora_engine.lora.life_cycle import LoRAStats, TierStats
 from multilora_engine.lora.usage import Usage
-from multilora_engine.process.adapter_operator import StatsReport
+from multilora_engine.process.adapter_operator import LoadReport, StatsReport
 from multilora_engine.process.client import EngineClient
+from multilora_engine.process.telemetry import Histogram, RequestStats
 from multilora_engine.serving.metrics import (
     ENGINE_METRICS,
+    HISTOGRAMS,
+    LORA_REQUESTS_INFO,
     TIER_METRICS,
     USAGE_METRICS,
     MetricsPublisher,
@@ -40,18 +46,29 @@ def published() -> Iterator[dict[tuple[str, tuple[tuple[str, str], ...]], float]
     assert FakeMetricFamily.published == {}
 
 
+def an_idle_engine() -> LoadReport:
+    return LoadReport(EngineStats(), AdaptersInUse(), RequestStats())
+
+
+def no_adapters() -> LoRAStats:
+    tier = TierStats()
+    return LoRAStats(tier, tier, tier, insertions=0, replacements=0, waits=0, wait_seconds=0.0)
+
+
 def test_everything_that_is_counted_has_a_metric() -> None:
     tiers = {name for name, kind in get_type_hints(LoRAStats).items() if kind not in (int, float)}
     assert set(TIER_METRICS) == {field.name for field in fields(TierStats)}
     assert set(ENGINE_METRICS) == {field.name for field in fields(LoRAStats)} - tiers
     assert set(USAGE_METRICS) == {field.name for field in fields(Usage)}
+    histograms = {name for name, kind in get_type_hints(RequestStats).items() if kind is Histogram}
+    assert set(HISTOGRAMS) == histograms
 
 
 def test_values_are_taken_from_the_report_with_their_labels() -> None:
     tier = TierStats(bytes_used=5)
     host, disk = TierStats(hits=3), TierStats(failures=1)
     tiers = LoRAStats(tier, host, disk, insertions=2, replacements=0, waits=0, wait_seconds=0.5)
-    report = StatsReport(tiers, {2**64 - 1: Usage(7, 1, 1)}, Usage(9, 1, 1))
+    report = StatsReport(tiers, {2**64 - 1: Usage(7, 1, 1)}, Usage(9, 1, 1), an_idle_engine())
     values = {(sample.metric.name, sample.labels): sample.value for sample in samples(report)}
     assert values["multilora_lora_tier_used_bytes", DEVICE] == 5
     assert values["multilora_lora_tier_hits_total", HOST] == 3
@@ -60,6 +77,40 @@ def test_values_are_taken_from_the_report_with_their_labels() -> None:
     assert values["multilora_lora_wait_seconds_total", ()] == 0.5
     assert values["multilora_lora_requests_total", (("lora_task_id", "18446744073709551615"),)] == 7
     assert values["multilora_lora_requests_total", (("lora_task_id", "other"),)] == 9
+
+
+def test_prometheus_own_reader_finds_the_histograms_cumulative() -> None:
+    requests = RequestStats()
+    for seconds in (0.0005, 0.02, 0.02, 1000.0):
+        requests.inter_token_seconds.observe(seconds)
+    report = StatsReport(no_adapters(), {}, Usage(), LoadReport(EngineStats(), AdaptersInUse(), requests))
+    lines = [
+        sample.metric.name + "{" + ",".join(f'{name}="{value}"' for name, value in sample.labels) + f"}} {sample.value}"
+        for sample in samples(report)
+        if sample.metric.name.startswith("multilora_inter_token_seconds")
+    ]
+    text = "\n".join(["# TYPE multilora_inter_token_seconds histogram", *lines, ""])
+    (family,) = text_string_to_metric_families(text)
+    values = {
+        (s.name.removeprefix("multilora_inter_token_seconds"), s.labels.get("le")): s.value for s in family.samples
+    }
+    assert values["_bucket", "0.001"] == 1
+    assert values["_bucket", "0.01"] == 1
+    assert values["_bucket", "0.025"] == 3
+    assert values["_bucket", "300.0"] == 3
+    assert values["_bucket", "+Inf"] == values["_count", None] == 4
+    assert values["_sum", None] == pytest.approx(1000.0405)
+
+
+def test_gateways_read_the_adapters_in_use_from_labels() -> None:
+    adapters = AdaptersInUse(max_loras=4, running=["7", "pirate"], waiting=[str(i) for i in range(100, 300)])
+    report = StatsReport(no_adapters(), {}, Usage(), LoadReport(EngineStats(), adapters, RequestStats()))
+    (info,) = [sample for sample in samples(report) if sample.metric is LORA_REQUESTS_INFO]
+    labels = dict(info.labels)
+    assert labels["max_lora"] == "4"
+    assert labels["running_lora_adapters"] == "7,pirate"
+    assert len(labels["waiting_lora_adapters"].split(",")) == 64
+    assert info.value == pytest.approx(time.time(), abs=60)
 
 
 def test_metrics_follow_the_samples_and_only_changes_are_sent(
@@ -111,11 +162,14 @@ def test_what_an_engine_did_is_published_and_withdrawn_at_the_end(
     with served(FakeEngine(), tmp_path / "engine.sock"):
         client, listener = EngineClient(tmp_path / "engine.sock"), RecordingListener()
         client.wait_until_ready(TIMEOUT_S)
-        publisher = MetricsPublisher(client, interval_s=0.01)
+        publisher = MetricsPublisher(client, lambda: 3, interval_s=0.01)
         request = generation_request("r", [1, 2], max_tokens=5, lora_task_id=7)
         client.generate(listener, [request], adapter=(7, pack_adapter(wire.weights, wire.config, TINY)))
         assert seen.wait(TIMEOUT_S)
         assert published["multilora_lora_tier_adapters", HOST] == 1
+        assert published["multilora_output_tokens_total", ()] == 5
+        assert published["multilora_requests_total", (("outcome", "length"),)] == 1
+        assert published["multilora_engine_restarts_total", ()] == 3
         publisher.close()
         client.close()
 
@@ -124,7 +178,7 @@ def test_without_an_engine_nothing_is_published(
     published: dict[tuple[str, tuple[tuple[str, str], ...]], float], tmp_path: Path
 ) -> None:
     client = EngineClient(tmp_path / "nobody.sock")
-    publisher = MetricsPublisher(client)
+    publisher = MetricsPublisher(client, lambda: 0)
     publisher.close()
     client.close()
     assert published == {}

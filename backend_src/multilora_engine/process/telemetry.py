@@ -1,0 +1,113 @@
+"""`RequestTelemetry`: how many requests there were, how they ended and how long they took, as clients see it."""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from multilora_engine.request import TokenOutput
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+_SEQUENCES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+_NS = 1e-9
+
+
+@dataclass
+class Histogram:
+    """counts[i]: observations up to bounds[i] and above the bound before; one more for those above all bounds.
+
+    total: the sum of all observations.
+    """
+
+    bounds: tuple[float, ...]
+    counts: list[int] = field(default_factory=list)
+    total: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.counts = self.counts or [0] * (len(self.bounds) + 1)
+
+    def observe(self, value: float, times: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.total += value * times
+
+
+@dataclass
+class RequestStats:
+    """Since the engine started.
+
+    requests: by how they ended: a finish reason, or the code of an error.
+    queue_seconds: from arrival to the first step. first_token_seconds: from arrival to the first output.
+    inter_token_seconds: between tokens; a step that brings several of one request shares its time among them.
+    request_seconds: from arrival to the end. batch_size: requests that got something from a step.
+    """
+
+    requests: dict[str, int] = field(default_factory=dict)
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    queue_seconds: Histogram = field(default_factory=lambda: Histogram(_SECONDS))
+    first_token_seconds: Histogram = field(default_factory=lambda: Histogram(_SECONDS))
+    inter_token_seconds: Histogram = field(default_factory=lambda: Histogram(_SECONDS))
+    request_seconds: Histogram = field(default_factory=lambda: Histogram(_SECONDS))
+    batch_size: Histogram = field(default_factory=lambda: Histogram(_SEQUENCES))
+
+
+@dataclass(slots=True)
+class _Clock:
+    arrived: float
+    last_token: float | None = None
+
+
+class RequestTelemetry:
+    """The only writer of `RequestStats`. A request is begun once, and then ends or is dropped once."""
+
+    def __init__(self) -> None:
+        self.stats = RequestStats()
+        self._clocks: dict[str, _Clock] = {}
+
+    def begin(self, request_id: str) -> None:
+        """A request was accepted."""
+        self._clocks[request_id] = _Clock(time.monotonic())
+
+    def refuse(self, code: str, num_requests: int) -> None:
+        """Requests were not accepted."""
+        self._count(code, num_requests)
+
+    def drop(self, request_id: str) -> None:
+        """A request ended without an output: whoever sent it is gone."""
+        del self._clocks[request_id]
+        self._count("cancelled", 1)
+
+    def record(self, outputs: Sequence[TokenOutput]) -> None:
+        """What one step, or an end outside of steps, gave to requests that were begun."""
+        now = time.monotonic()
+        if num_with_tokens := sum(bool(output.token_ids) for output in outputs):
+            self.stats.batch_size.observe(num_with_tokens)
+        for output in outputs:
+            self._note_tokens(output, now)
+            if output.is_final:
+                self._end(output, now)
+
+    def _note_tokens(self, output: TokenOutput, now: float) -> None:
+        if not (num_tokens := len(output.token_ids)):
+            return
+        clock = self._clocks[output.request_id]
+        self.stats.output_tokens += num_tokens
+        if clock.last_token is None:
+            self.stats.first_token_seconds.observe(now - clock.arrived)
+        else:
+            self.stats.inter_token_seconds.observe((now - clock.last_token) / num_tokens, num_tokens)
+        clock.last_token = now
+
+    def _end(self, output: TokenOutput, now: float) -> None:
+        clock = self._clocks.pop(output.request_id)
+        self.stats.prompt_tokens += output.num_prompt_tokens
+        self.stats.request_seconds.observe(now - clock.arrived)
+        if output.perf is not None and output.perf.first_scheduled_time_ns:
+            waited_ns = output.perf.first_scheduled_time_ns - output.perf.arrival_time_ns
+            self.stats.queue_seconds.observe(max(0, waited_ns) * _NS)
+        self._count(output.finish_reason or output.error_code or "", 1)
+
+    def _count(self, outcome: str, num_requests: int) -> None:
+        self.stats.requests[outcome] = self.stats.requests.get(outcome, 0) + num_requests

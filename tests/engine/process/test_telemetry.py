@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import pytest
+
+from multilora_engine.process import telemetry
+from multilora_engine.process.telemetry import Histogram, RequestTelemetry
+from multilora_engine.request import FinishReason, PerfMetrics, TokenOutput
+
+
+class Clock:
+    """Time that a test moves."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(telemetry, "time", clock)
+    return clock
+
+
+def output(
+    request_id: str, num_tokens: int, finish_reason: FinishReason | None = None, **fields: object
+) -> TokenOutput:
+    return TokenOutput(request_id, [1] * num_tokens, "", finish_reason=finish_reason, **fields)  # type: ignore[arg-type]
+
+
+def num_up_to(histogram: Histogram, bound: float) -> int:
+    return sum(count for b, count in zip(histogram.bounds, histogram.counts, strict=False) if b <= bound)
+
+
+def test_a_histogram_counts_a_value_at_its_bound_and_those_beyond_all() -> None:
+    histogram = Histogram((1.0, 2.0))
+    for value in (0.5, 1.0, 1.5, 7.0):
+        histogram.observe(value)
+    assert histogram.counts == [2, 1, 1]
+    assert histogram.total == 10.0
+
+
+def test_times_are_those_a_client_sees(clock: Clock) -> None:
+    requests = RequestTelemetry()
+    requests.begin("a")
+    clock.now += 2.0
+    requests.record([output("a", 1)])
+    clock.now += 0.18
+    requests.record([output("a", 2)])
+    clock.now += 0.5
+    perf = PerfMetrics(arrival_time_ns=5 * 10**9, first_scheduled_time_ns=6 * 10**9)
+    requests.record([output("a", 1, "stop", num_prompt_tokens=7, perf=perf)])
+    stats = requests.stats
+    assert (stats.first_token_seconds.total, stats.queue_seconds.total) == pytest.approx((2.0, 1.0))
+    assert stats.inter_token_seconds.total == pytest.approx(0.68)
+    assert num_up_to(stats.inter_token_seconds, 0.1) == 2
+    assert stats.request_seconds.total == pytest.approx(2.68)
+    assert (stats.prompt_tokens, stats.output_tokens) == (7, 4)
+    assert stats.requests == {"stop": 1}
+
+
+def test_the_batch_is_who_got_tokens(clock: Clock) -> None:
+    requests = RequestTelemetry()
+    for request_id in "abc":
+        requests.begin(request_id)
+    requests.record([output("a", 1), output("b", 1), output("c", 0, "cancelled")])
+    requests.record([])
+    assert requests.stats.batch_size.total == 2
+    assert sum(requests.stats.batch_size.counts) == 1
+
+
+def test_every_end_is_counted_once(clock: Clock) -> None:
+    requests = RequestTelemetry()
+    requests.refuse("NOT_FOUND", 3)
+    for request_id in "abc":
+        requests.begin(request_id)
+    requests.drop("a")
+    requests.record([output("b", 0, error_code="INTERNAL")])
+    requests.record([output("c", 1, "length")])
+    assert requests.stats.requests == {"NOT_FOUND": 3, "cancelled": 1, "INTERNAL": 1, "length": 1}
+
+
+def test_a_clock_that_was_set_back_gives_no_negative_wait(clock: Clock) -> None:
+    requests = RequestTelemetry()
+    requests.begin("a")
+    requests.record([output("a", 1, "stop", perf=PerfMetrics(arrival_time_ns=9, first_scheduled_time_ns=5))])
+    assert requests.stats.queue_seconds.total == 0.0
