@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from multilora_engine.beam_search import BeamSearch, Continuations, Hypothesis, check_beam_sampling, continue_beams
-from multilora_engine.config import EngineConfig, LoRAConfig
+from multilora_engine.config import EngineConfig
 from multilora_engine.engine_info import EngineInfo
 from multilora_engine.engine_stats import AdaptersInUse, EngineStats
 from multilora_engine.errors import (
@@ -120,7 +120,7 @@ class Engine:
         self._loras = _build_lora_manager(config, layout, plan, device, self.lora_events)
         if config.lora.lora_prefetch_dir is not None:
             prefetch_adapters(config.lora.lora_prefetch_dir, self._loras, layout)
-        self._remote = RemoteAdapters(self._loras, _build_fetcher(config.lora, layout), self.lora_events.append)
+        self._remote = RemoteAdapters(self._loras, _build_fetcher(config, layout), self.lora_events.append)
         self._parked: dict[Fetch, list[Sequence]] = {}
         self._blocks = BlockAllocator(plan.num_blocks, config.block_size, config.enable_prefix_caching)
         self._scheduler = Scheduler(
@@ -584,9 +584,9 @@ def _build_lora_manager(
     return LoRAManager(host, tier, config.lora.lora_on_conflict, events.append, disk)
 
 
-def _build_fetcher(config: LoRAConfig, layout: AdapterLayout) -> AdapterFetcher | None:
+def _build_fetcher(config: EngineConfig, layout: AdapterLayout) -> AdapterFetcher | None:
     """What asks the sources of adapters; None if there are none. Raises ConfigError."""
-    if not config.lora_sources:
+    if not config.lora.lora_sources:
         return None
     try:
         # Here only: the converter is in the client's package, which an engine without sources does not need.
@@ -594,7 +594,8 @@ def _build_fetcher(config: LoRAConfig, layout: AdapterLayout) -> AdapterFetcher 
         from multilora_engine.lora.sources.registry import build_sources
     except ImportError as error:
         raise ConfigError(f"lora_sources needs a package that is missing: {error}; install multilora-client") from None
-    return AdapterFetcher(build_sources(config.lora_sources), layout, config.lora_fetch_threads)
+    sources = build_sources(config.lora.lora_sources)
+    return AdapterFetcher(sources, layout, config.model_path, config.lora.lora_fetch_threads)
 
 
 def _build_model_runner(

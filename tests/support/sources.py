@@ -20,6 +20,8 @@ from support.fronts import TIMEOUT_S
 
 ROWS = [(1, 0, 4), (6, 2, 16)]
 MAX_BYTES = 1 << 20
+NO_BASE = Path("/nowhere/base")
+"""The base model's checkpoint, where no DoRA adapter needs one."""
 _MODULES = {1: "self_attn.q_proj", 6: "mlp.down_proj"}
 
 

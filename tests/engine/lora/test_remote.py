@@ -149,7 +149,7 @@ def oracle_and_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Ora
     model.save_pretrained(path)
     oracle = Oracle(model, tmp_path_factory.mktemp("adapters"))
     oracle.add_random("pirate", 4, ATTENTION + MLP, seed=1)
-    oracle.add_random("parrot", 9, ATTENTION, seed=2)
+    oracle.add_random("parrot", 9, ATTENTION, seed=2, use_dora=True)
     return oracle, path
 
 
@@ -179,8 +179,8 @@ PROMPT = [5, 6, 7, 8]
 
 def request(request_id: str, name: str = "", **options: Any) -> GenerationRequest:
     task = task_id_of(name) if name else None
-    sampling = SamplingParams(max_tokens=8, end_id=-1)
-    return GenerationRequest(request_id, PROMPT, sampling, **{"lora_task_id": task, "lora_name": name, **options})
+    given = {"sampling": SamplingParams(max_tokens=8, end_id=-1), "lora_task_id": task, "lora_name": name}
+    return GenerationRequest(request_id, PROMPT, **{**given, **options})
 
 
 def finish(engine: Engine) -> dict[str, Answer]:
@@ -237,11 +237,13 @@ def test_an_adapter_that_no_source_has_is_not_found_in_the_words_of_who_asked(en
 
 def test_parked_requests_can_be_cancelled_and_reach_their_deadlines(engine: Engine) -> None:
     engine.add_request(request("stopped", "pirate"))
+    beams = SamplingParams(max_tokens=8, end_id=-1, beam_width=3)
+    engine.add_request(request("stopped beams", "pirate", sampling=beams))
     engine.add_request(request("late", "pirate", timeout_s=0.0))
     engine.add_request(request("patient", "pirate"))
-    stopped = engine.abort("stopped")
-    assert stopped is not None
-    assert stopped.finish_reason == "cancelled"
+    for stopped in map(engine.abort, ("stopped", "stopped beams")):
+        assert stopped is not None
+        assert stopped.finish_reason == "cancelled"
     (late,) = engine.step()
     assert (late.request_id, late.error_code) == ("late", "CANCELLED")
     engine.check_integrity()

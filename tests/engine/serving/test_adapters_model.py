@@ -15,7 +15,7 @@ from support.fake_engine import HOLD, FakeEngine
 from support.fake_triton import FakeRequest
 from support.fronts import TIMEOUT_S, RecordingListener, generation_request
 from support.served_engine import served
-from support.sources import GatedSource, GivenSource, digest_of, save_adapter
+from support.sources import NO_BASE, GatedSource, GivenSource, digest_of, save_adapter
 
 from multilora_engine.lora.format import PackedAdapter, pack_adapter
 from multilora_engine.lora.names import task_id_of
@@ -146,7 +146,9 @@ def sourced(tmp_path: Path) -> Iterator[EngineLink]:
     save_adapter(tmp_path / "a" / "acme" / "pirate", seed=1)
     (tmp_path / "adapter_model.bin").write_bytes(b"pickled")
     other = GivenSource({"acme/pirate": save_adapter(tmp_path / "b", seed=2), "broken": tmp_path})
-    fetcher = AdapterFetcher({"directory": GatedSource(str(tmp_path / "a")), "other": other}, TINY, num_threads=2)
+    fetcher = AdapterFetcher(
+        {"directory": GatedSource(str(tmp_path / "a")), "other": other}, TINY, NO_BASE, num_threads=2
+    )
     with served(FakeEngine(fetcher=fetcher), tmp_path / "engine.sock"):
         link = EngineLink(tmp_path / "engine.sock")
         link.client.wait_until_ready(TIMEOUT_S)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 from multilora_engine.errors import (
@@ -42,9 +43,13 @@ class AdapterFetcher:
     A source that fails ends the search: the next one might have another adapter under the same name.
     """
 
-    def __init__(self, sources: Mapping[str, AdapterSource], layout: AdapterLayout, num_threads: int) -> None:
+    def __init__(
+        self, sources: Mapping[str, AdapterSource], layout: AdapterLayout, base_model: Path, num_threads: int
+    ) -> None:
+        """base_model: the checkpoint that the adapters are for."""
         self._sources = sources
         self._layout = layout
+        self._base_model = base_model
         self._max_bytes = largest_adapter_bytes(layout)
         self._fetchers = DaemonThreads(num_threads, "adapter-fetch")
         # A thread apart, so that nobody who asks what there is waits for downloads.
@@ -89,7 +94,7 @@ class AdapterFetcher:
         started = time.perf_counter()
         try:
             with self._sources[name].open(key, self._max_bytes) as adapter:
-                packed = pack_directory(adapter, self._layout)
+                packed = pack_directory(adapter, self._layout, self._base_model)
         except Unusable as error:
             raise AdapterUnusable(str(key), name, str(error)) from error
         except Unreachable as error:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from pathlib import Path
 
 import numpy as np
+import safetensors
 import torch
 
 from multilora_client.adapter import AdapterTensors
@@ -21,6 +23,9 @@ from multilora_engine.lora.sources.source import PEFT_FILES, LocalAdapter, Unusa
 _HEADER_ALLOWANCE = 16 << 20
 """Bytes of headers and of the configuration beside the weights."""
 
+_TENSORS_PER_ROW = 3
+"""A, B and, for DoRA, the magnitude."""
+
 _PLAIN_PATTERN = re.compile(r"[\w.|^$\\-]{0,1000}", re.ASCII)
 """Names of modules, alternatives, anchors and escapes: no expression of these takes long to match."""
 
@@ -31,23 +36,39 @@ def largest_adapter_bytes(layout: AdapterLayout) -> int:
     return layout.num_columns * widest * 4 + _HEADER_ALLOWANCE
 
 
-def pack_directory(adapter: LocalAdapter, layout: AdapterLayout) -> PackedAdapter:
-    """Read, check and pack. Raises Unusable."""
+def pack_directory(adapter: LocalAdapter, layout: AdapterLayout, base_model: Path) -> PackedAdapter:
+    """Read, check and pack. base_model: the checkpoint, which DoRA's magnitudes refer to. Raises Unusable."""
     try:
         if choose_files(os.listdir(adapter.directory)) != PEFT_FILES:
             return read_folder(adapter.directory, adapter.root, layout)
         _check_patterns(adapter.directory / PEFT_FILES[0])
-        tensors = convert_peft(adapter.directory)
+        _check_shapes(adapter.directory / PEFT_FILES[1], layout)
+        tensors = convert_peft(adapter.directory, base_model=base_model)
         return pack_adapter(_weights(tensors), torch.from_numpy(tensors.config), layout)
     except (AdapterError, BrokenFolder, InvalidRequest, OSError, ValueError, RecursionError) as error:
         # The converter names files by their whole paths, which are nobody's business but the operator's.
-        raise Unusable(str(error).replace(f"{adapter.directory}/", "")) from error
+        text = str(error).replace(f"{adapter.directory}/", "").replace(str(base_model), "the base model")
+        raise Unusable(text) from error
 
 
 def _weights(tensors: AdapterTensors) -> torch.Tensor:
     if tensors.dtype == "BF16":
         return torch.from_numpy(tensors.weights.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(tensors.weights)
+
+
+def _check_shapes(path: Path, layout: AdapterLayout) -> None:
+    """Before rows are laid out, all as wide as the widest: what no adapter of this model has could fill the memory."""
+    try:
+        with safetensors.safe_open(path, "numpy") as file:
+            shapes = {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118 (it is no dict)
+    except safetensors.SafetensorError as error:
+        raise Unusable(f"{path.name} is not a safetensors file: {error}") from error
+    if len(shapes) > (limit := _TENSORS_PER_ROW * layout.num_columns):
+        raise Unusable(f"{path.name} has {len(shapes)} tensors, an adapter of this model has {limit} at most")
+    for key, shape in shapes.items():
+        if math.prod(shape) > layout.page_elements:
+            raise Unusable(f"{key[:200]} has shape {shape}, larger than any matrix of an adapter of this model")
 
 
 def _check_patterns(path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.adapters import TINY, wire_adapter
-from support.sources import MAX_BYTES, ROWS, digest_of, key, save_adapter
+from support.sources import MAX_BYTES, NO_BASE, ROWS, digest_of, key, save_adapter
 
 from multilora_engine.errors import ConfigError, InvalidRequest
 from multilora_engine.lora.names import task_id_of
@@ -29,7 +29,7 @@ def root(tmp_path: Path) -> Path:
 def fetch(root: Path, wanted: AdapterKey, max_bytes: int = MAX_BYTES) -> tuple[str, str]:
     """(name, digest) of an adapter as the source gives it."""
     with DirectorySource(str(root)).open(wanted, max_bytes) as adapter:
-        return adapter.name, pack_directory(adapter, TINY).digest
+        return adapter.name, pack_directory(adapter, TINY, NO_BASE).digest
 
 
 def test_an_adapter_is_found_by_its_name_and_by_its_id(root: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support.adapters import TINY
 from support.fronts import TIMEOUT_S
-from support.sources import GivenSource, digest_of, key, save_adapter
+from support.sources import NO_BASE, GivenSource, digest_of, key, save_adapter
 
 from multilora_engine.errors import (
     AdapterNotFound,
@@ -47,7 +47,7 @@ def folders(tmp_path: Path) -> dict[str, Path]:
 
 @contextmanager
 def fetcher_of(**sources: AdapterSource) -> Iterator[AdapterFetcher]:
-    fetcher = AdapterFetcher(sources, TINY, num_threads=2)
+    fetcher = AdapterFetcher(sources, TINY, NO_BASE, num_threads=2)
     yield fetcher
     fetcher.close()
 

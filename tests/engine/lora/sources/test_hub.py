@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from support.adapters import TINY
-from support.sources import MAX_BYTES, digest_of, key, save_adapter
+from support.sources import MAX_BYTES, NO_BASE, digest_of, key, save_adapter
 
 from multilora_engine.lora.sources.hub import HubSource
 from multilora_engine.lora.sources.packing import pack_directory
@@ -120,7 +120,7 @@ def source(hub: FakeHub, tmp_path: Path) -> HubSource:
 def fetch(source: HubSource, wanted: AdapterKey, max_bytes: int = MAX_BYTES) -> tuple[str, str]:
     """(revision, digest) of an adapter as the source gives it."""
     with source.open(wanted, max_bytes) as adapter:
-        return adapter.revision, pack_directory(adapter, TINY).digest
+        return adapter.revision, pack_directory(adapter, TINY, NO_BASE).digest
 
 
 def test_a_repository_is_an_adapter_and_only_its_files_are_downloaded(source: HubSource, hub: FakeHub) -> None:

@@ -13,7 +13,7 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from support.adapters import TINY
-from support.sources import MAX_BYTES, digest_of, key, save_adapter
+from support.sources import MAX_BYTES, NO_BASE, digest_of, key, save_adapter
 
 from multilora_engine.lora.sources.object_store import ObjectStoreSource
 from multilora_engine.lora.sources.packing import pack_directory
@@ -86,7 +86,7 @@ def flaky(memory: MemoryFileSystem) -> type[FlakyStore]:
 
 def fetch(source: ObjectStoreSource, name: str, max_bytes: int = MAX_BYTES) -> str:
     with source.open(key(name), max_bytes) as adapter:
-        return pack_directory(adapter, TINY).digest
+        return pack_directory(adapter, TINY, NO_BASE).digest
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.adapters import TINY
-from support.sources import digest_of, save_adapter
+from support.sources import NO_BASE, digest_of, save_adapter
 
 from multilora_engine.lora.format import lora_modules
 from multilora_engine.lora.sources.packing import largest_adapter_bytes, pack_directory
@@ -18,7 +18,7 @@ from multilora_engine.lora.sources.source import LocalAdapter, Unusable
 
 
 def pack(folder: Path) -> str:
-    return pack_directory(LocalAdapter(folder, folder, revision="1", name="x"), TINY).digest
+    return pack_directory(LocalAdapter(folder, folder, revision="1", name="x"), TINY, NO_BASE).digest
 
 
 def _edit(folder: Path, **config: object) -> None:
@@ -56,6 +56,25 @@ def _long_layer(folder: Path) -> None:
     save_file({k.replace("layers.0", "layers." + "1" * 5000): v for k, v in load_file(path).items()}, path)
 
 
+def _without_base(folder: Path) -> None:
+    """A DoRA adapter, for which NO_BASE is no help."""
+    path = folder / "adapter_model.safetensors"
+    tensors = load_file(path)
+    b_keys = [key for key in tensors if "lora_B" in key]
+    magnitudes = {key.replace("lora_B.weight", "lora_magnitude_vector"): tensors[key][:, 0].clone() for key in b_keys}
+    save_file(tensors | magnitudes, path)
+    _edit(folder, use_dora=True)
+
+
+def _too_large(folder: Path) -> None:
+    save_file({"x": torch.zeros(TINY.page_elements + 1)}, folder / "adapter_model.safetensors")
+
+
+def _too_many(folder: Path) -> None:
+    tensors = {f"x{i}": torch.zeros(1) for i in range(3 * TINY.num_columns + 1)}
+    save_file(tensors, folder / "adapter_model.safetensors")
+
+
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
@@ -65,7 +84,11 @@ def _long_layer(folder: Path) -> None:
         (_nest, "recursion"),
         (_not_a_number, "NaN"),
         (_long_layer, "layers|digits"),
-        (lambda folder: _edit(folder, use_dora=True), "adapter_config.json: use_dora is True; DoRA is not supported"),
+        (lambda folder: _edit(folder, bias="all"), "adapter_config.json: bias is 'all'; only 'none' is supported"),
+        (lambda folder: _edit(folder, use_dora=True), "use_dora is True, but adapter_model.safetensors has no"),
+        (_without_base, "self_attn.q_proj|mlp.down_proj|the base model"),
+        (_too_large, r"x has shape \[4097\], larger than any matrix"),
+        (_too_many, "adapter_model.safetensors has 64 tensors, an adapter of this model has 63 at most"),
         (lambda folder: _edit(folder, r=17, rank_pattern={}), "rank (4|16), but adapter_config.json says 17"),
         (lambda folder: _edit(folder, rank_pattern={"(a+)+$": 4}), r"rank_pattern has the expression '\(a\+\)\+\$'"),
         (lambda folder: _edit(folder, alpha_pattern=["a"]), "alpha_pattern is list, an object is expected"),
