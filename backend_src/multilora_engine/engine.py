@@ -23,6 +23,7 @@ from multilora_engine.errors import (
     ConfigError,
     InternalError,
     InvalidRequest,
+    QueueFull,
     RequestError,
 )
 from multilora_engine.forward_batch import KVCache
@@ -116,6 +117,7 @@ class Engine:
         self._timeout_s = config.request_timeout_s
         self._max_beam_width = min(config.max_beam_width, config.max_num_seqs)
         self._max_loras = config.lora.max_loras
+        self._max_queue_size = config.max_queue_size
         self.lora_events: EventLog[AdapterEvent] = EventLog(_NUM_LORA_EVENTS)
         self._loras = _build_lora_manager(config, layout, plan, device, self.lora_events)
         if config.lora.lora_prefetch_dir is not None:
@@ -123,9 +125,7 @@ class Engine:
         self._remote = RemoteAdapters(self._loras, _build_fetcher(config, layout), self.lora_events.append)
         self._parked: dict[Fetch, list[Sequence]] = {}
         self._blocks = BlockAllocator(plan.num_blocks, config.block_size, config.enable_prefix_caching)
-        self._scheduler = Scheduler(
-            self._blocks, self._loras, config.max_num_seqs, config.max_num_batched_tokens, config.max_queue_size
-        )
+        self._scheduler = Scheduler(self._blocks, self._loras, config.max_num_seqs, config.max_num_batched_tokens)
         self._runner = _build_model_runner(model, model_config, config, plan, dtype, device, self._loras)
         self._guides: GuideCompiler | None = None
         self._sequences: dict[str, Sequence] = {}
@@ -184,7 +184,7 @@ class Engine:
         queue, so that however long that takes it holds up nobody.
         """
         self._check(request)
-        self._scheduler.check_queue(sum(map(len, self._parked.values())))
+        self._check_queue()
         text = TextStream(self._tokenizer, request.sampling.stop_words, request.sampling.stop_token_sequences)
         bias = bias_tensors(request.sampling, self._device)
         guide = self._guide(request.sampling)
@@ -305,6 +305,15 @@ class Engine:
         """The sequences that stand for the requests of a step, in its order."""
         request_ids = dict.fromkeys(scheduled.sequence.request.request_id for scheduled in step)
         return [self._sequences[request_id] for request_id in request_ids]
+
+    def _check_queue(self) -> None:
+        """Raises QueueFull when no further request may wait, in the queue or parked."""
+        num_waiting = self._scheduler.num_waiting + sum(map(len, self._parked.values()))
+        if num_waiting >= self._max_queue_size:
+            # By arrival: it is found behind those that run.
+            oldest = next(s for s in self._sequences.values() if s.status is SequenceStatus.WAITING)
+            wait_s = (time.time_ns() - oldest.arrival_time_ns) / 1e9
+            raise QueueFull(num_waiting, self._max_queue_size, wait_s)
 
     def _pin_or_fetch(self, request: GenerationRequest) -> CachedAdapter | Fetch | None:
         """The adapter of a request, pinned or on its way; None is the base model."""

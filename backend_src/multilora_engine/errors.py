@@ -146,8 +146,11 @@ class TooManyUploads(Unavailable):
 class QueueFull(Unavailable):
     """`max_queue_size` requests are waiting already."""
 
-    def __init__(self, num_waiting: int) -> None:
-        super().__init__(f"the queue is full: {num_waiting} requests are waiting")
+    def __init__(self, num_waiting: int, max_queue_size: int, oldest_wait_s: float) -> None:
+        super().__init__(
+            f"the queue is full: {num_waiting} requests are waiting and max_queue_size is {max_queue_size}; the oldest "
+            f"has waited {oldest_wait_s:.1f} s"
+        )
 
 
 class EngineUnavailable(Unavailable):

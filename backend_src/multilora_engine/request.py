@@ -206,6 +206,7 @@ class Sequence:
     text: decides which tokens and text may leave.
     guide: decides which tokens may come next; None lets any. Like `text` it survives a preemption.
     num_computed_tokens: tokens whose keys and values are in the cache; written by the scheduler only.
+    num_charged_tokens: tokens that count as served to its adapter; written by the fair queue only.
     num_overtakes: sequences with an adapter that were admitted before this one although they came later.
     arrival_time_ns .. last_token_time_ns: as in `PerfMetrics`; written by the engine only.
     block_keys: of its first full blocks, as far as anybody asked for them.
@@ -227,6 +228,7 @@ class Sequence:
     output_token_ids: list[int] = field(default_factory=list)
     block_table: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
+    num_charged_tokens: int = 0
     num_overtakes: int = 0
     status: SequenceStatus = SequenceStatus.WAITING
     arrival_time_ns: int = 0

@@ -5,8 +5,9 @@ from __future__ import annotations
 from bisect import insort
 from dataclasses import dataclass
 
-from multilora_engine.errors import QueueFull
+from multilora_engine.fair_queue import FairQueue
 from multilora_engine.kv_cache import BlockAllocator, BlockCopy
+from multilora_engine.lora.host_tier import CachedAdapter
 from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.request import Sequence, SequenceStatus
 
@@ -56,18 +57,44 @@ class _Step:
                 self.budget += scheduled.num_tokens
 
 
+class _Skipped:
+    """The waiting sequences that a step passes over, because their adapters cannot be used yet."""
+
+    def __init__(self) -> None:
+        self.adapters: set[CachedAdapter] = set()
+        self.must_not_be_overtaken = False
+        self._sequences: list[Sequence] = []
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def add(self, sequence: Sequence) -> None:
+        assert sequence.adapter is not None
+        self.adapters.add(sequence.adapter)
+        self.must_not_be_overtaken |= sequence.num_overtakes >= _MAX_OVERTAKES
+        self._sequences.append(sequence)
+
+    def overtake(self) -> None:
+        """A later sequence with an adapter starts."""
+        for sequence in self._sequences:
+            sequence.num_overtakes += 1
+            self.must_not_be_overtaken |= sequence.num_overtakes >= _MAX_OVERTAKES
+
+
 class Scheduler:
     """Continuous batching with chunked prefill, preemption by recompute and adapter-aware admission.
 
     A step has a budget of `max_num_batched_tokens`. Running sequences come first, those that decode before those that
-    are still in their prompt; what is left of the budget goes to waiting ones, by priority and arrival. A waiting
-    sequence whose adapter cannot be used yet is skipped, not waited for, and its adapter is prefetched; one that has
-    been overtaken `_MAX_OVERTAKES` times stops the admission of other adapters until it runs.
+    are still in their prompt; what is left of the budget goes to waiting ones, in the order of `FairQueue`. A waiting
+    sequence whose adapter cannot be used yet is skipped, not waited for, with those behind it that want the same one,
+    and its adapter is prefetched; one that has been overtaken `_MAX_OVERTAKES` times stops the admission of other
+    adapters until it runs.
 
-    When the KV cache is full, the running sequence that would be served last gives its blocks back and starts again
-    from its tokens; its adapter stays pinned in the host tier. What the cache still holds of a sequence that starts,
-    computed for itself or for another one, is not computed again. Writes `num_computed_tokens`, `status` and the
-    queues.
+    When the KV cache is full, the running sequence that started last, of the largest priority, gives its blocks back
+    and starts again from its tokens; its adapter stays pinned in the host tier. Since those that started before are
+    never the victims of those after them, the first always comes to its end. What the cache still holds of a sequence
+    that starts, computed for itself or for another one, is not computed again. Writes `num_computed_tokens`, `status`
+    and the list of running sequences.
 
     The beams of a search are admitted, preempted and finished together, and compute their last tokens in the same step.
     """
@@ -78,20 +105,18 @@ class Scheduler:
         loras: LoRAManager,
         max_num_seqs: int,
         max_num_batched_tokens: int,
-        max_queue_size: int,
     ) -> None:
         self._blocks = blocks
         self._loras = loras
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
-        self._max_queue_size = max_queue_size
-        self._waiting: list[Sequence] = []
+        self._queue = FairQueue()
         self._running: list[Sequence] = []
         self.num_preemptions = 0
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._queue)
 
     @property
     def num_running(self) -> int:
@@ -101,15 +126,9 @@ class Scheduler:
     def _num_free_places(self) -> int:
         return self._max_num_seqs - sum(sequence.width for sequence in self._running)
 
-    def check_queue(self, num_parked: int) -> None:
-        """Raises QueueFull when no further sequence may wait, here or parked elsewhere until it comes here."""
-        num_waiting = len(self._waiting) + num_parked
-        if num_waiting >= self._max_queue_size:
-            raise QueueFull(num_waiting)
-
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence."""
-        insort(self._waiting, sequence, key=_order)
+        self._queue.add(sequence)
 
     def schedule(self) -> list[ScheduledSequence]:
         """The next step, single-token sequences first; empty if there is nothing to do."""
@@ -147,8 +166,7 @@ class Scheduler:
         if sequence.status is SequenceStatus.RUNNING:
             self._running.remove(sequence)
             self._stop(sequence)
-        else:
-            self._waiting.remove(sequence)
+        self._queue.discard(sequence)
         sequence.status = SequenceStatus.FINISHED
         if sequence.adapter is not None:
             self._loras.unpin(sequence.adapter)
@@ -156,11 +174,11 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Blocks, statuses and pins agree with the queues. For tests, after every step."""
         self._blocks.check_integrity(beam for sequence in self._running for beam in sequence.beams)
+        self._queue.check_integrity(self._running)
         assert all(s.status is SequenceStatus.RUNNING for s in self._running)
-        assert all(s.status is SequenceStatus.WAITING and not s.block_table for s in self._waiting)
-        assert self._waiting == sorted(self._waiting, key=_order)
+        assert self._running == sorted(self._running, key=_priority)
         assert self._num_free_places >= 0
-        pinned = [s for s in [*self._running, *self._waiting] if s.adapter is not None]
+        pinned = [s for s in [*self._running, *self._queue] if s.adapter is not None]
         assert self._loras.num_pins == len(pinned), "a pin is lost or left behind"
         self._loras.check_integrity()
 
@@ -169,7 +187,7 @@ class Scheduler:
         for sequence in sorted(self._running, key=lambda s: s.num_tokens - s.num_computed_tokens > 1):
             for beam, num_tokens in _shares(sequence, step.budget):
                 if sequence.status is SequenceStatus.RUNNING and self._make_room(sequence, beam, num_tokens, step):
-                    step.add(beam, num_tokens)
+                    self._compute(beam, num_tokens, step)
         return step
 
     def _make_room(self, sequence: Sequence, beam: Sequence, num_tokens: int, step: _Step) -> bool:
@@ -185,13 +203,18 @@ class Scheduler:
                 return False
         return True
 
+    def _compute(self, sequence: Sequence, num_tokens: int, step: _Step) -> None:
+        start = sequence.num_computed_tokens
+        self._queue.charge(sequence, start, start + num_tokens)
+        step.add(sequence, num_tokens)
+
     def _preempt(self, sequence: Sequence) -> None:
         self._running.remove(sequence)
         self._stop(sequence)
         for beam in sequence.beams:
             beam.num_computed_tokens = 0
         sequence.status = SequenceStatus.WAITING
-        insort(self._waiting, sequence, key=_order)
+        self._queue.put_back(sequence)
         self.num_preemptions += 1
 
     def _stop(self, sequence: Sequence) -> None:
@@ -201,38 +224,38 @@ class Scheduler:
             self._loras.release(sequence.adapter)
 
     def _admit_waiting(self, step: _Step) -> None:
-        num_running = len(self._running)
-        skipped: list[Sequence] = []
-        for sequence in self._waiting:
-            is_full = self._num_free_places < sequence.width or len(skipped) == self._max_num_seqs
+        skipped = _Skipped()
+        while step.budget > 0 and len(skipped) < self._max_num_seqs:
+            sequence = self._queue.first()
+            if sequence is None or sequence.width > self._num_free_places:
+                break
             # Whole prompts are admitted, so that two half-computed ones never wait for each other's blocks.
-            if is_full or step.budget == 0 or not self._blocks.can_start(*sequence.beams):
+            if not self._blocks.can_start(*sequence.beams):
                 break
             if self._acquire_adapter(sequence, skipped):
                 self._start(sequence)
                 for beam, num_tokens in _shares(sequence, step.budget):
-                    step.add(beam, num_tokens)
+                    self._compute(beam, num_tokens, step)
             else:
-                skipped.append(sequence)
-        if len(self._running) > num_running:
-            self._waiting = [s for s in self._waiting if s.status is SequenceStatus.WAITING]
+                self._queue.set_aside(sequence)
+                skipped.add(sequence)
+        self._queue.restore()
 
-    def _acquire_adapter(self, sequence: Sequence, skipped: list[Sequence]) -> bool:
+    def _acquire_adapter(self, sequence: Sequence, skipped: _Skipped) -> bool:
         """Whether `sequence` may run as far as its adapter is concerned; `skipped`: those before it that may not."""
         if sequence.adapter is None:
             return True
-        wanted = {s.adapter for s in skipped if s.adapter is not None}
-        if any(s.num_overtakes >= _MAX_OVERTAKES for s in skipped) or not self._loras.acquire(sequence.adapter, wanted):
+        if skipped.must_not_be_overtaken or not self._loras.acquire(sequence.adapter, skipped.adapters):
             return False
-        for overtaken in skipped:
-            overtaken.num_overtakes += 1
+        skipped.overtake()
         return True
 
     def _start(self, sequence: Sequence) -> None:
+        self._queue.take(sequence)
         for beam in sequence.beams:
             beam.num_computed_tokens = self._blocks.start(beam)
         sequence.status = SequenceStatus.RUNNING
-        insort(self._running, sequence, key=_order)
+        insort(self._running, sequence, key=_priority)
 
 
 def _shares(sequence: Sequence, budget: int) -> list[tuple[Sequence, int]]:
@@ -251,6 +274,6 @@ def _shares(sequence: Sequence, budget: int) -> list[tuple[Sequence, int]]:
     return shares
 
 
-def _order(sequence: Sequence) -> tuple[int, int]:
-    """Smaller is served first."""
-    return sequence.request.priority, sequence.arrival
+def _priority(sequence: Sequence) -> int:
+    """Smaller is served first; of equal ones the first that started."""
+    return sequence.request.priority

@@ -86,7 +86,8 @@ def test_a_full_queue_refuses_and_takes_no_pin(checkpoint: Path, default_model_d
     engine = make_engine(checkpoint, default_model_dir, max_queue_size=2)
     for i in range(2):
         engine.add_request(request(f"r{i}", [1], task=0))
-    with pytest.raises(QueueFull):
+    message = r"2 requests are waiting and max_queue_size is 2; the oldest has waited \d+\.\d s"
+    with pytest.raises(QueueFull, match=message):
         engine.add_request(request("r2", [1], task=0))
     assert engine.stats.num_pins == 2
     engine.close()

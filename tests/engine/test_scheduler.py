@@ -5,13 +5,11 @@ from __future__ import annotations
 from random import Random
 from typing import cast
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.adapters import TINY, wire_adapter
 from support.paged_memory import PoisonedBlocks
 
-from multilora_engine.errors import QueueFull
 from multilora_engine.lora.device_tier import DeviceTier
 from multilora_engine.lora.format import PackedAdapter, pack_adapter
 from multilora_engine.lora.host_tier import HostTier
@@ -45,7 +43,6 @@ class World:
         num_blocks: int = 12,
         max_num_seqs: int = 4,
         budget: int = 8,
-        max_queue_size: int = 100,
         enable_prefix_caching: bool = True,
     ) -> None:
         host = HostTier(NUM_ADAPTERS + MAX_ARRIVALS, TINY.page_bytes)
@@ -53,7 +50,7 @@ class World:
         for task, packed in enumerate(ADAPTERS):
             self.loras.put(task, packed)
         self.blocks = PoisonedBlocks(num_blocks, BLOCK_SIZE, enable_prefix_caching)
-        self.scheduler = Scheduler(self.blocks, self.loras, max_num_seqs, budget, max_queue_size)
+        self.scheduler = Scheduler(self.blocks, self.loras, max_num_seqs, budget)
         self.budget = budget
         self.alive: list[Sequence] = []
         self.finished: list[Sequence] = []
@@ -69,7 +66,6 @@ class World:
         adapter = None if task is None else self.loras.pin(task)
         sequence = Sequence(request, self.arrivals, adapter, cast(TextStream, None), Random(0))
         self.arrivals += 1
-        self.scheduler.check_queue(num_parked=0)
         self.scheduler.add(sequence)
         self.alive.append(sequence)
         return sequence
@@ -244,16 +240,30 @@ def test_a_step_that_was_not_computed_is_not_reused() -> None:
     assert scheduled.start == 0
 
 
+def test_an_adapter_with_one_request_waits_for_no_long_queue_of_another() -> None:
+    world = World(num_blocks=60, max_num_seqs=2, budget=20)
+    many = [world.add(2, 3, 0) for _ in range(30)]
+    world.step()
+    (single, base) = world.add(2, 3, 1), world.add(2, 3)
+    world.run_dry()
+    assert world.finished.index(single) < 6
+    assert world.finished.index(base) < 6
+    assert [s for s in world.finished if s in many] == many
+
+
+def test_those_that_started_first_are_never_preempted_for_later_ones() -> None:
+    world = World(num_blocks=12, max_num_seqs=4, budget=30)
+    many = [world.add(12, 20, 0, text=i) for i in range(4)]
+    world.step()
+    single = world.add(12, 20, 1, text=9)
+    world.run_dry()
+    assert world.scheduler.num_preemptions > 0
+    assert world.finished[0] is many[0]
+    assert single in world.finished[:3]
+
+
 def test_smaller_priority_goes_first() -> None:
     world = World(num_blocks=60, max_num_seqs=1, budget=20)
     later, sooner = world.add(2, 1, priority=1), world.add(2, 1, priority=0)
     world.run_dry()
     assert world.finished == [sooner, later]
-
-
-def test_a_full_queue_refuses_with_its_length() -> None:
-    world = World(max_queue_size=2)
-    world.add(2, 1)
-    world.add(2, 1)
-    with pytest.raises(QueueFull, match="2 requests are waiting"):
-        world.scheduler.check_queue(num_parked=0)

@@ -64,6 +64,7 @@ class DeviceTier:
         self._pool = device_pool
         self._residents: OrderedDict[CachedAdapter, _Resident] = OrderedDict()
         self._free_indices = list(range(max_loras - 1, -1, -1))
+        self._num_in_use = 0
         device = device_pool.storage.device
         self._copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         shape = (max_loras, layout.num_columns)
@@ -123,6 +124,7 @@ class DeviceTier:
                 return False
             resident.lora_index = index
             self._write_tables(index, adapter.rows, resident.pages)
+        self._num_in_use += resident.num_users == 0
         resident.num_users += 1
         self._residents.move_to_end(adapter)
         return True
@@ -132,6 +134,7 @@ class DeviceTier:
         resident = self._residents[adapter]
         assert resident.num_users > 0
         resident.num_users -= 1
+        self._num_in_use -= resident.num_users == 0
 
     def lora_index(self, adapter: CachedAdapter) -> int:
         """The row of an acquired adapter in the tables."""
@@ -182,6 +185,7 @@ class DeviceTier:
         used = [r.lora_index for r in self._residents.values() if r.lora_index is not None]
         assert sorted(used + self._free_indices) == list(range(len(self.tables.rank))), "a lora_index is lost or shared"
         assert all(r.num_users == 0 or r.lora_index is not None for r in self._residents.values())
+        assert self._num_in_use == sum(r.num_users > 0 for r in self._residents.values())
 
     def _make_room(self, num_pages: int, wanted: Set[CachedAdapter]) -> bool:
         idle = [a for a, resident in self._residents.items() if resident.num_users == 0 and a not in wanted]
@@ -195,6 +199,9 @@ class DeviceTier:
     def _claim_index(self) -> int | None:
         if self._free_indices:
             return self._free_indices.pop()
+        if self._num_in_use == len(self.tables.rank):
+            # Asked for again and again while many adapters wait: it must not cost a look at every resident.
+            return None
         for resident in self._residents.values():
             if resident.num_users == 0 and resident.lora_index is not None:
                 index, resident.lora_index = resident.lora_index, None

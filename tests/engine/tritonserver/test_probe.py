@@ -70,7 +70,7 @@ def test_every_canary_is_asked() -> None:
         (always(500, error="Stub process 'ensemble_0_0' is not healthy."), ProbeFailed),
         (always(200, error="generate expects model to produce exactly 1 response"), ProbeFailed),
         (always(400, error=EngineUnavailable("the engine process died").wire_message("-")), NotReady),
-        (always(400, error=QueueFull(4096).wire_message("-")), Busy),
+        (always(400, error=QueueFull(4096, 4096, 1.5).wire_message("-")), Busy),
     ],
     ids=["dead stub", "no answer", "engine restarts", "queue full"],
 )
