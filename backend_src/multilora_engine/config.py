@@ -123,6 +123,10 @@ class EngineConfig(BaseModel):
         Literal["auto", "float32", "bfloat16", "float16"],
         Field(description="Type the model computes in; `auto` is the checkpoint's on a GPU and float32 on a CPU."),
     ] = "auto"
+    weight_dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        Field(description="Type weights are stored in; `auto` is the checkpoint's on a CPU in float32, else `dtype`."),
+    ] = "auto"
     num_threads: Annotated[int, Field(ge=0, description="CPU threads of the engine; 0 is one per core.")] = 0
     max_model_len: Annotated[
         int, Field(ge=0, description="Longest prompt plus answer, in tokens; 0 is the checkpoint's own limit.")

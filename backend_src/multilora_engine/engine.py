@@ -43,8 +43,9 @@ from multilora_engine.lora.remote import Fetch, RemoteAdapters
 from multilora_engine.lora.sources.source import AdapterKey
 from multilora_engine.memory import MemoryPlan, is_out_of_memory, plan_memory
 from multilora_engine.model_runner import ModelRunner
+from multilora_engine.models.layers import Placement
 from multilora_engine.models.llama import LlamaModel
-from multilora_engine.models.loader import load_model
+from multilora_engine.models.loader import load_model, stored_dtype
 from multilora_engine.models.model_config import ModelConfig, read_model_config
 from multilora_engine.request import (
     BeamOutput,
@@ -94,7 +95,11 @@ class Engine:
         dtype = _dtype(config.dtype, model_config, device)
         tokenizer_path = config.tokenizer_path or config.model_path
         self._tokenizer = Tokenizer(tokenizer_path)
-        model = load_model(config.model_path, dtype, device, on_progress)
+        placement = Placement(dtype, _weight_dtype(config, dtype, device), device)
+        model = load_model(config.model_path, placement, on_progress)
+        _logger.info(
+            "weights: %.2f GiB, stored as %s", model.num_weight_bytes / (1 << 30), _name(placement.weight_dtype)
+        )
         lora_dtype = _name(dtype) if config.lora.lora_dtype == "auto" else config.lora.lora_dtype
         layout = adapter_layout(model_config, config.lora.max_lora_rank, lora_dtype)
         plan = plan_memory(config, model_config, layout, dtype, device)
@@ -568,6 +573,19 @@ def _dtype(name: str, model: ModelConfig, device: torch.device) -> torch.dtype:
         # A CPU without bf16 matrix units multiplies bf16 four times slower than float32.
         name = "float32" if device.type == "cpu" else model.dtype
     return TORCH_DTYPES[name]
+
+
+def _weight_dtype(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """What the weights are stored in. Raises ConfigError where the device has no kernels for it."""
+    may_differ = device.type == "cpu" and dtype == torch.float32
+    if config.weight_dtype == "auto":
+        return stored_dtype(config.model_path) if may_differ else dtype
+    if TORCH_DTYPES[config.weight_dtype] != dtype and not may_differ:
+        raise ConfigError(
+            f"parameter weight_dtype={config.weight_dtype}: on {device.type}, computing in {_name(dtype)}, weights are "
+            f"stored as {_name(dtype)}; write weight_dtype=auto, or change dtype"
+        )
+    return TORCH_DTYPES[config.weight_dtype]
 
 
 def _name(dtype: torch.dtype) -> str:

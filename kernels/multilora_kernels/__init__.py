@@ -1,13 +1,15 @@
-"""Batched multi-LoRA operators: y[slice] += (x A^T) B^T for tokens of many adapters of many ranks.
+"""Batched multi-LoRA operators, y[slice] += (x A^T) B^T for tokens of many adapters of many ranks, and base linears.
 
 Public: `LoRATables` (where every adapter's weights lie), `LoRASegments` and `lora_segments` (which tokens belong to
 which adapter, built once per step), `lora_shrink` and `lora_expand` (one call each per fused linear), `lora_apply`
-(both in one), and `load_cpu_kernels` (builds the CPU operators ahead of their first use).
+(both in one); `PackedWeight`, `packed_linear` and `packed_embedding` (the base model's weights and their use); and
+`load_cpu_kernels` (builds the CPU operators ahead of their first use).
 """
 
 from multilora_kernels.apply import lora_apply
 from multilora_kernels.cpu import load_cpu_kernels
 from multilora_kernels.expand import lora_expand
+from multilora_kernels.linear import PackedWeight, packed_embedding, packed_linear
 from multilora_kernels.segments import LoRASegments, lora_segments
 from multilora_kernels.shrink import lora_shrink
 from multilora_kernels.tables import LoRATables
@@ -15,9 +17,12 @@ from multilora_kernels.tables import LoRATables
 __all__ = [
     "LoRASegments",
     "LoRATables",
+    "PackedWeight",
     "load_cpu_kernels",
     "lora_apply",
     "lora_expand",
     "lora_segments",
     "lora_shrink",
+    "packed_embedding",
+    "packed_linear",
 ]

@@ -1,4 +1,5 @@
-"""`multilora::lora_shrink`, `multilora::lora_expand` and `multilora::lora_apply` as torch operators.
+"""Everything of this package that torch knows as an operator: `multilora::lora_shrink`, `lora_expand`, `lora_apply`,
+`packed_linear` and `packed_embedding`.
 
 torch.compile and CUDA graphs see one opaque node each, with a fake implementation for shapes. An operator takes only
 tensors and integers, so the tables and segments are passed field by field here and nowhere else.
@@ -35,9 +36,14 @@ library.define(
     f"(Tensor x, Tensor(a!) y, int first_slice, int[] slice_sizes, {_TABLES}, {_SEGMENTS}) -> ()",
 )
 
+library.define("multilora::packed_linear", "(Tensor x, Tensor panels, int out_features) -> Tensor")
+library.define("multilora::packed_embedding", "(Tensor token_ids, Tensor panels, int num_embeddings) -> Tensor")
+
 _shrink = torch.ops.multilora.lora_shrink.default
 _expand = torch.ops.multilora.lora_expand.default
 _apply = torch.ops.multilora.lora_apply.default
+_packed_linear = torch.ops.multilora.packed_linear.default
+_packed_embedding = torch.ops.multilora.packed_embedding.default
 
 
 def call_shrink(
@@ -69,6 +75,16 @@ def call_apply(
 ) -> None:
     """`lora_apply` through the dispatcher."""
     _apply(x, y, first_slice, slice_sizes, *table_fields(tables), *segment_fields(segments))
+
+
+def call_packed_linear(x: torch.Tensor, panels: torch.Tensor, out_features: int) -> torch.Tensor:
+    """`packed_linear` through the dispatcher."""
+    return _packed_linear(x, panels, out_features)  # type: ignore[no-any-return]
+
+
+def call_packed_embedding(token_ids: torch.Tensor, panels: torch.Tensor, num_embeddings: int) -> torch.Tensor:
+    """`packed_embedding` through the dispatcher."""
+    return _packed_embedding(token_ids, panels, num_embeddings)  # type: ignore[no-any-return]
 
 
 def implement(dispatch_key: str, shrink: Shrink, expand: Expand) -> None:
@@ -136,6 +152,16 @@ def _fake_in_place(*_: Any) -> None:
     return None
 
 
+def _fake_packed_linear(x: torch.Tensor, panels: torch.Tensor, out_features: int) -> torch.Tensor:
+    return x.new_empty(x.shape[0], out_features)
+
+
+def _fake_packed_embedding(token_ids: torch.Tensor, panels: torch.Tensor, num_embeddings: int) -> torch.Tensor:
+    return panels.new_empty(token_ids.shape[0], panels.shape[1], dtype=torch.float32)
+
+
 library.register_fake("multilora::lora_shrink", _fake_shrink)
 library.register_fake("multilora::lora_expand", _fake_in_place)
 library.register_fake("multilora::lora_apply", _fake_in_place)
+library.register_fake("multilora::packed_linear", _fake_packed_linear)
+library.register_fake("multilora::packed_embedding", _fake_packed_embedding)

@@ -287,6 +287,7 @@ def test_ten_thousand_tiny_requests_with_aborts_leave_nothing(engine: Engine) ->
         ({"lora": LoRAConfig(lora_cache_host_memory_bytes=4096)}, "Not enough space allocated to host LoRA cache"),
         ({"max_model_len": 512, "kv_cache_memory_bytes": 100_000}, "fewer than max_model_len .512."),
         ({"kv_cache_memory_bytes": 1}, "the KV cache holds 0 tokens"),
+        ({"dtype": "bfloat16", "weight_dtype": "float32"}, "computing in bfloat16, weights are stored as bfloat16"),
     ],
 )
 def test_a_configuration_that_cannot_work_stops_the_load(

@@ -25,6 +25,7 @@ from transformers import (
 
 from multilora_engine.config import EngineConfig, LoRAConfig
 from multilora_engine.engine import Engine
+from multilora_engine.lora.format import TORCH_DTYPES
 from multilora_engine.request import GenerationRequest, SamplingParams
 
 LOGITS_TOLERANCE = 1e-3
@@ -130,6 +131,31 @@ def test_tiny_models_answer_as_peft_does_in_a_mixed_batch(tiny: tuple[Oracle, Pa
     assert_greedy(oracle, requests, answers)
     base = [GenerationRequest(r.request_id, r.prompt_token_ids, r.sampling) for r in requests]
     assert_adapters_matter(requests, answers, run_all(engine, base))
+
+
+@pytest.mark.parametrize(
+    ("stored", "weight_dtype"),
+    [(torch.bfloat16, "auto"), (torch.float16, "auto"), (torch.float32, "bfloat16")],
+)
+def test_weights_of_16_bits_answer_as_the_same_numbers_in_float32_do(
+    stored: torch.dtype, weight_dtype: str, tmp_path: Path, default_model_dir: Path
+) -> None:
+    torch.manual_seed(7)
+    FAMILIES["qwen3"]().to(stored).save_pretrained(tmp_path / "checkpoint")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint", dtype=torch.float32)
+    oracle = Oracle(rounded(model, TORCH_DTYPES.get(weight_dtype, torch.float32)), tmp_path)
+    add_random_adapters(oracle)
+    engine = build_engine(tmp_path / "checkpoint", oracle, default_model_dir, weight_dtype=weight_dtype)
+    requests = requests_for(oracle, tiny_prompts(12), max_tokens=24)
+    assert_greedy(oracle, requests, run_all(engine, requests))
+
+
+def rounded(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """The float32 model with its matrices rounded to a type."""
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            parameter.data = parameter.data.to(dtype).float()
+    return model
 
 
 def test_a_cache_so_small_that_sequences_are_preempted_changes_no_token(

@@ -43,6 +43,7 @@ def test_without_a_compiler_the_reference_serves_after_one_warning(tmp_path):
     assert output.count("[[[6.0, 6.0]]]") == 2
     assert output.count("WARNING") == 1
     assert "reference serves" in output
+    assert "No compiled CPU kernels" in output
     assert output.splitlines()[-1] == "False"
 
 

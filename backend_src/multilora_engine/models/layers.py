@@ -2,16 +2,74 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
 from multilora_engine.forward_batch import LoRABatch
-from multilora_kernels import lora_apply
+from multilora_kernels import PackedWeight, lora_apply, packed_linear
 
 SLICES_PER_LAYER = 7
 """LoRA slices of a layer, in this order: q, k, v, o, gate, up, down."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a model lies, and as what.
+
+    dtype: of activations, norms and biases, and of all arithmetic. weight_dtype: that linears and embeddings are stored
+    in; the two differ on a CPU only, which reads bytes slower than it multiplies.
+    """
+
+    dtype: torch.dtype
+    weight_dtype: torch.dtype
+    device: torch.device
+
+    def weight(self, out_features: int, in_features: int) -> PackedWeight:
+        """Of a linear, uninitialised."""
+        return PackedWeight.empty(out_features, in_features, self.weight_dtype, self.device, self.dtype)
+
+    def embeddings(self, num_embeddings: int, size: int) -> PackedWeight:
+        """Embeddings that are no head too, uninitialised: plain rows, which are quicker to look up than panels."""
+        rows = torch.empty(num_embeddings, size, dtype=self.weight_dtype, device=self.device)
+        return PackedWeight(rows, num_embeddings)
+
+    def vectors(self, *shape: int) -> torch.Tensor:
+        """Norms or biases, uninitialised."""
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+
+class Destination(Protocol):
+    """Where a tensor of a checkpoint belongs: a tensor, or some rows of a packed weight."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    def copy_(self, values: torch.Tensor, /) -> object: ...
+
+
+@dataclass(frozen=True)
+class WeightRows:
+    """The rows first .. first + count of a packed weight."""
+
+    weight: PackedWeight
+    first: int
+    count: int
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((self.count, self.weight.shape[1]))
+
+    def copy_(self, values: torch.Tensor, /) -> None:
+        self.weight.copy_rows(self.first, values)
+
+    def tensor(self) -> torch.Tensor:
+        """A copy, as the checkpoint has it."""
+        return self.weight.rows(self.first, self.count)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -27,30 +85,26 @@ class LoRALinear:
     """
 
     def __init__(
-        self,
-        in_features: int,
-        slice_sizes: Sequence[int],
-        first_slice: int,
-        has_bias: bool,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, in_features: int, slice_sizes: Sequence[int], first_slice: int, has_bias: bool, placement: Placement
     ) -> None:
         self.slice_sizes = tuple(slice_sizes)
         self.first_slice = first_slice
-        self.weight = torch.empty(sum(slice_sizes), in_features, dtype=dtype, device=device)
-        self.bias = torch.empty(sum(slice_sizes), dtype=dtype, device=device) if has_bias else None
+        self.weight = placement.weight(sum(slice_sizes), in_features)
+        self.bias = placement.vectors(sum(slice_sizes)) if has_bias else None
 
     def forward(self, x: torch.Tensor, lora: LoRABatch | None) -> torch.Tensor:
         """x: [num_tokens, in_features]. Returns [num_tokens, sum(slice_sizes)], the slices side by side."""
         if lora is None:
-            return F.linear(x, self.weight, self.bias)
-        y = F.linear(x, self.weight)
+            return packed_linear(x, self.weight, self.bias)
+        y = packed_linear(x, self.weight)
         lora_apply(x, y, lora.tables, self.first_slice, self.slice_sizes, lora.segments)
         return y if self.bias is None else y.add_(self.bias)
 
-    def checkpoint_tensors(self, *names: str) -> dict[str, torch.Tensor]:
-        """The checkpoint's tensors of the slices, by name: views into the fused weight and bias."""
-        views = {f"{n}.weight": w for n, w in zip(names, self.weight.split_with_sizes(self.slice_sizes), strict=True)}
+    def checkpoint_tensors(self, *names: str) -> Mapping[str, Destination]:
+        """Where the checkpoint's tensors of the slices belong, by name: in the fused weight and bias."""
+        ends = itertools.accumulate(self.slice_sizes)
+        rows = [WeightRows(self.weight, end - size, size) for end, size in zip(ends, self.slice_sizes, strict=True)]
+        places: dict[str, Destination] = {f"{name}.weight": place for name, place in zip(names, rows, strict=True)}
         if self.bias is not None:
-            views |= {f"{n}.bias": b for n, b in zip(names, self.bias.split_with_sizes(self.slice_sizes), strict=True)}
-        return views
+            places |= {f"{n}.bias": b for n, b in zip(names, self.bias.split_with_sizes(self.slice_sizes), strict=True)}
+        return places

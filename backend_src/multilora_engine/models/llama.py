@@ -13,9 +13,17 @@ import torch.nn.functional as F
 
 from multilora_engine.forward_batch import ForwardBatch, KVCache, LoRABatch
 from multilora_engine.models.attention import AttentionPlan, attention_plan, paged_attention
-from multilora_engine.models.layers import SLICES_PER_LAYER, LoRALinear, rms_norm
+from multilora_engine.models.layers import (
+    SLICES_PER_LAYER,
+    Destination,
+    LoRALinear,
+    Placement,
+    WeightRows,
+    rms_norm,
+)
 from multilora_engine.models.model_config import ModelConfig
 from multilora_engine.models.rotary import RotaryEmbedding, Rotation
+from multilora_kernels import packed_embedding, packed_linear
 
 
 @dataclass(frozen=True)
@@ -30,21 +38,21 @@ class Step:
 class Attention:
     """Grouped-query attention with a fused q, k, v projection, and per-head normalisation of q and k in Qwen3."""
 
-    def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: ModelConfig, layer: int, placement: Placement) -> None:
         first_slice = layer * SLICES_PER_LAYER
         self._config = config
         self._window = config.sliding_window[layer]
         qkv_sizes = (config.q_size, config.kv_size, config.kv_size)
-        self.qkv = LoRALinear(config.hidden_size, qkv_sizes, first_slice, config.qkv_bias, dtype, device)
-        self.o = LoRALinear(config.q_size, [config.hidden_size], first_slice + 3, config.output_bias, dtype, device)
-        self._norms = torch.empty(2, config.head_dim, dtype=dtype, device=device) if config.qk_norm else None
+        self.qkv = LoRALinear(config.hidden_size, qkv_sizes, first_slice, config.qkv_bias, placement)
+        self.o = LoRALinear(config.q_size, [config.hidden_size], first_slice + 3, config.output_bias, placement)
+        self._norms = placement.vectors(2, config.head_dim) if config.qk_norm else None
 
     def forward(self, x: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, step: Step) -> torch.Tensor:
         q, k, v = self._project(x, step)
         return self.o.forward(paged_attention(q, k, v, keys, values, step.plans[self._window]), step.lora)
 
-    def checkpoint_tensors(self) -> dict[str, torch.Tensor]:
-        tensors = self.qkv.checkpoint_tensors("q_proj", "k_proj", "v_proj") | self.o.checkpoint_tensors("o_proj")
+    def checkpoint_tensors(self) -> dict[str, Destination]:
+        tensors = {**self.qkv.checkpoint_tensors("q_proj", "k_proj", "v_proj"), **self.o.checkpoint_tensors("o_proj")}
         if self._norms is not None:
             tensors |= {"q_norm.weight": self._norms[0], "k_norm.weight": self._norms[1]}
         return tensors
@@ -68,35 +76,41 @@ class Attention:
 class MLP:
     """down(silu(gate(x)) * up(x)), gate and up fused."""
 
-    def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: ModelConfig, layer: int, placement: Placement) -> None:
         first_slice = layer * SLICES_PER_LAYER
         size = config.intermediate_size
-        self.gate_up = LoRALinear(config.hidden_size, (size, size), first_slice + 4, config.mlp_bias, dtype, device)
-        self.down = LoRALinear(size, [config.hidden_size], first_slice + 6, config.mlp_bias, dtype, device)
+        self.gate_up = LoRALinear(config.hidden_size, (size, size), first_slice + 4, config.mlp_bias, placement)
+        self.down = LoRALinear(size, [config.hidden_size], first_slice + 6, config.mlp_bias, placement)
 
     def forward(self, x: torch.Tensor, lora: LoRABatch | None) -> torch.Tensor:
         gate, up = self.gate_up.forward(x, lora).chunk(2, dim=-1)
         return self.down.forward(F.silu(gate).mul_(up), lora)
 
-    def checkpoint_tensors(self) -> dict[str, torch.Tensor]:
-        return self.gate_up.checkpoint_tensors("gate_proj", "up_proj") | self.down.checkpoint_tensors("down_proj")
+    def checkpoint_tensors(self) -> dict[str, Destination]:
+        return {
+            **self.gate_up.checkpoint_tensors("gate_proj", "up_proj"),
+            **self.down.checkpoint_tensors("down_proj"),
+        }
 
 
 class LlamaLayer:
     """x += attention(norm(x)); x += mlp(norm(x))."""
 
-    def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: ModelConfig, layer: int, placement: Placement) -> None:
         self._eps = config.rms_norm_eps
-        self.attention = Attention(config, layer, dtype, device)
-        self.mlp = MLP(config, layer, dtype, device)
-        self.attention_norm, self.mlp_norm = torch.empty(2, config.hidden_size, dtype=dtype, device=device).unbind()
+        self.attention = Attention(config, layer, placement)
+        self.mlp = MLP(config, layer, placement)
+        self.attention_norm, self.mlp_norm = placement.vectors(2, config.hidden_size).unbind()
 
     def forward(self, x: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, step: Step) -> torch.Tensor:
         x = x + self.attention.forward(rms_norm(x, self.attention_norm, self._eps), keys, values, step)
         return x + self.mlp.forward(rms_norm(x, self.mlp_norm, self._eps), step.lora)
 
-    def checkpoint_tensors(self) -> dict[str, torch.Tensor]:
-        norms = {"input_layernorm.weight": self.attention_norm, "post_attention_layernorm.weight": self.mlp_norm}
+    def checkpoint_tensors(self) -> dict[str, Destination]:
+        norms: dict[str, Destination] = {
+            "input_layernorm.weight": self.attention_norm,
+            "post_attention_layernorm.weight": self.mlp_norm,
+        }
         attention = {f"self_attn.{name}": tensor for name, tensor in self.attention.checkpoint_tensors().items()}
         mlp = {f"mlp.{name}": tensor for name, tensor in self.mlp.checkpoint_tensors().items()}
         return norms | attention | mlp
@@ -105,15 +119,14 @@ class LlamaLayer:
 class LlamaModel:
     """The whole model: embeddings, layers, final norm and language-model head (the embeddings again when tied)."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: ModelConfig, placement: Placement) -> None:
         self.config = config
-        self.dtype = dtype
-        self.device = device
-        self.embed_tokens = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
-        self.lm_head = self.embed_tokens if config.tie_word_embeddings else torch.empty_like(self.embed_tokens)
-        self.norm = torch.empty(config.hidden_size, dtype=dtype, device=device)
-        self.layers = [LlamaLayer(config, i, dtype, device) for i in range(config.num_layers)]
-        self._rotary = RotaryEmbedding(config, device)
+        self.dtype = placement.dtype
+        self.lm_head = placement.weight(config.vocab_size, config.hidden_size)
+        self.embed_tokens = self.lm_head if config.tie_word_embeddings else placement.embeddings(*self.lm_head.shape)
+        self.norm = placement.vectors(config.hidden_size)
+        self.layers = [LlamaLayer(config, i, placement) for i in range(config.num_layers)]
+        self._rotary = RotaryEmbedding(config, placement.device)
 
     def forward(
         self, batch: ForwardBatch, kv_cache: KVCache, on_layer: Callable[[], None] = lambda: None
@@ -123,20 +136,35 @@ class LlamaModel:
         on_layer: called before each layer.
         """
         step = self._step(batch)
-        x = F.embedding(batch.input_ids, self.embed_tokens)
+        x = packed_embedding(batch.input_ids, self.embed_tokens, self.dtype)
         for layer, keys, values in zip(self.layers, kv_cache.keys, kv_cache.values, strict=True):
             on_layer()
             x = layer.forward(x, keys, values, step)
         return self._logits(x.index_select(0, batch.logits_indices))
 
-    def checkpoint_tensors(self) -> dict[str, torch.Tensor]:
-        """Every tensor of a checkpoint under its Hugging Face name: a view to copy it into. Tied heads have none."""
-        tensors = {"model.embed_tokens.weight": self.embed_tokens, "model.norm.weight": self.norm}
+    def checkpoint_tensors(self) -> dict[str, Destination]:
+        """Every tensor of a checkpoint under its Hugging Face name: where to copy it to. Tied heads have none."""
+        vocab_size = self.config.vocab_size
+        tensors: dict[str, Destination] = {
+            "model.embed_tokens.weight": WeightRows(self.embed_tokens, 0, vocab_size),
+            "model.norm.weight": self.norm,
+        }
         if not self.config.tie_word_embeddings:
-            tensors["lm_head.weight"] = self.lm_head
+            tensors["lm_head.weight"] = WeightRows(self.lm_head, 0, vocab_size)
         for i, layer in enumerate(self.layers):
             tensors |= {f"model.layers.{i}.{name}": tensor for name, tensor in layer.checkpoint_tensors().items()}
         return tensors
+
+    @property
+    def num_weight_bytes(self) -> int:
+        """Memory of the linears and embeddings, which is all but some megabytes of the model's."""
+        linears = [
+            linear
+            for layer in self.layers
+            for linear in (layer.attention.qkv, layer.attention.o, layer.mlp.gate_up, layer.mlp.down)
+        ]
+        weights = {*(linear.weight for linear in linears), self.lm_head, self.embed_tokens}
+        return sum(weight.data.nbytes for weight in weights)
 
     def _step(self, batch: ForwardBatch) -> Step:
         windows = set(self.config.sliding_window)
@@ -147,4 +175,4 @@ class LlamaModel:
         )
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(rms_norm(x, self.norm, self.config.rms_norm_eps), self.lm_head).float()
+        return packed_linear(rms_norm(x, self.norm, self.config.rms_norm_eps), self.lm_head).float()

@@ -2,37 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from multilora_engine.errors import ConfigError
+from multilora_engine.models.layers import Destination, Placement
 from multilora_engine.models.llama import LlamaModel
 from multilora_engine.models.model_config import read_model_config
 
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
-_FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_SAFETENSORS_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_FLOAT_DTYPES = tuple(_SAFETENSORS_DTYPES.values())
 _ROTARY_BUFFER = re.compile(r"(model\.layers\.\d+\.self_attn|model)\.rotary_emb\.inv_freq")
 """Stored by old versions of transformers; it follows from config.json."""
 
 
-def load_model(
-    path: Path,
-    dtype: torch.dtype,
-    device: torch.device,
-    on_progress: Callable[[int, int], None] | None = None,
-) -> LlamaModel:
-    """Read the checkpoint in the directory `path` tensor by tensor into a model on `device`, converted to `dtype`.
+def load_model(path: Path, placement: Placement, on_progress: Callable[[int, int], None] | None = None) -> LlamaModel:
+    """Read the checkpoint in the directory `path` tensor by tensor into a model that lies as `placement` says.
 
     `on_progress` is called with (tensors loaded, tensors in all). Raises ConfigError, which names the tensor, when one
     is missing, unexpected, stored twice, of another shape, or not of a float type.
     """
-    model = LlamaModel(read_model_config(path), dtype, device)
+    model = LlamaModel(read_model_config(path), placement)
     loading = _Loading(model, on_progress)
     for file in _checkpoint_files(path):
         loading.read_file(file)
@@ -40,8 +40,34 @@ def load_model(
     return model
 
 
+def stored_dtype(path: Path) -> torch.dtype:
+    """The type that holds every weight of the checkpoint as it is: that of its matrices, at most float32.
+
+    It is read from the files: the one that config.json names is only what somebody once computed in.
+    """
+    stored = {name for file in _checkpoint_files(path) for name in _matrix_dtypes(file)}
+    dtypes = [dtype for name, dtype in _SAFETENSORS_DTYPES.items() if name in stored]
+    widest = functools.reduce(torch.promote_types, dtypes, dtypes[0]) if dtypes else torch.float32
+    return torch.float32 if widest == torch.float64 else widest
+
+
+def _matrix_dtypes(file: Path) -> set[str]:
+    with _opened(file) as tensors:
+        matrices = [view for name in tensors.keys() if len((view := tensors.get_slice(name)).get_shape()) == 2]  # noqa: SIM118
+        return {view.get_dtype() for view in matrices}
+
+
+@contextlib.contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    try:
+        with safe_open(file, framework="pt", device="cpu") as tensors:
+            yield tensors
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"cannot read {file}: {error}") from error
+
+
 class _Loading:
-    """The progress of one load: `_waiting` holds the views that have not been filled yet."""
+    """The progress of one load: `_waiting` holds the places that have not been filled yet."""
 
     def __init__(self, model: LlamaModel, on_progress: Callable[[int, int], None] | None) -> None:
         self._waiting = model.checkpoint_tensors()
@@ -52,36 +78,36 @@ class _Loading:
         self._is_tied = model.config.tie_word_embeddings
 
     def read_file(self, file: Path) -> None:
-        try:
-            with safe_open(file, framework="pt", device="cpu") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 - not a mapping
-                    self._take(name, tensors.get_tensor(name), file)
-        except (OSError, SafetensorError) as error:
-            raise ConfigError(f"cannot read {file}: {error}") from error
+        with _opened(file) as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - not a mapping
+                self._take(name, tensors.get_tensor(name), file)
 
     def finish(self, path: Path) -> None:
         if self._waiting:
             names = ", ".join(sorted(self._waiting)[:5])
             raise ConfigError(f"{path}: {len(self._waiting)} tensors are missing from the checkpoint: {names}")
-        if self._tied_head is not None and not torch.equal(self._tied_head, self._embed_tokens):
+        if self._tied_head is not None and not self._is_embedding(self._tied_head):
             raise ConfigError(
                 f"{path}: lm_head.weight differs from model.embed_tokens.weight although config.json says "
                 "tie_word_embeddings; write false there to use it"
             )
 
+    def _is_embedding(self, head: torch.Tensor) -> bool:
+        return torch.equal(head, self._embed_tokens.rows(0, self._embed_tokens.shape[0]))
+
     def _take(self, name: str, tensor: torch.Tensor, file: Path) -> None:
         if _ROTARY_BUFFER.fullmatch(name):
             return
         if name == "lm_head.weight" and self._is_tied:
-            self._tied_head = tensor.to(self._embed_tokens)
+            self._tied_head = tensor.to(self._embed_tokens.data)
             return
-        view = self._claim(name, file)
-        _check_tensor(name, tensor, view, file)
-        view.copy_(tensor)
+        place = self._claim(name, file)
+        _check_tensor(name, tensor, place.shape, file)
+        place.copy_(tensor)
         if self._on_progress is not None:
             self._on_progress(len(self._expected) - len(self._waiting), len(self._expected))
 
-    def _claim(self, name: str, file: Path) -> torch.Tensor:
+    def _claim(self, name: str, file: Path) -> Destination:
         if name not in self._expected:
             raise ConfigError(f"{file}: unexpected tensor {name}: config.json describes a model without it")
         if name not in self._waiting:
@@ -89,11 +115,9 @@ class _Loading:
         return self._waiting.pop(name)
 
 
-def _check_tensor(name: str, tensor: torch.Tensor, view: torch.Tensor, file: Path) -> None:
-    if tensor.shape != view.shape:
-        raise ConfigError(
-            f"{file}: tensor {name} has shape {list(tensor.shape)}, config.json asks for {list(view.shape)}"
-        )
+def _check_tensor(name: str, tensor: torch.Tensor, shape: torch.Size, file: Path) -> None:
+    if tensor.shape != shape:
+        raise ConfigError(f"{file}: tensor {name} has shape {list(tensor.shape)}, config.json asks for {list(shape)}")
     if tensor.dtype not in _FLOAT_DTYPES:
         raise ConfigError(
             f"{file}: tensor {name} is stored as {str(tensor.dtype).removeprefix('torch.')}; "

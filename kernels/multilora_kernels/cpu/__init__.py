@@ -47,13 +47,34 @@ def apply_directly(
     return library is not None and library.lora_apply(x, y, tables, first_slice, slice_sizes, segments)
 
 
+def panel_width() -> int | None:
+    """Outputs of one panel of packed weights (`linear.py`) on this processor; None where nothing is compiled."""
+    return torch.ops.multilora.cpu_panel_width() if load_cpu_kernels() else None
+
+
+def packed_linear_directly(x: torch.Tensor, panels: torch.Tensor, out_features: int) -> torch.Tensor | None:
+    """`multilora::packed_linear` past torch's dispatcher; None where the operator is needed: see `apply_directly`."""
+    library = _library()
+    return None if library is None else library.packed_linear(x, panels, out_features)
+
+
+def packed_embedding_directly(
+    token_ids: torch.Tensor, panels: torch.Tensor, num_embeddings: int
+) -> torch.Tensor | None:
+    """`multilora::packed_embedding` past torch's dispatcher; None where it is needed: see `apply_directly`."""
+    library = _library()
+    return None if library is None else library.packed_embedding(token_ids, panels, num_embeddings)
+
+
 @functools.cache
 def _library() -> ModuleType | None:
     try:
         library = load_library()
     except BuildError as error:
-        logger.warning("No compiled CPU LoRA kernels, so the slow reference serves: %s", error)
+        logger.warning(
+            "No compiled CPU kernels, so the slow reference serves adapters and torch the linears: %s", error
+        )
         operators.implement("CPU", reference.lora_shrink, reference.lora_expand)
         return None
-    logger.info("CPU LoRA kernels: %s from %s", torch.ops.multilora.cpu_capability(), library.__file__)
+    logger.info("CPU kernels: %s from %s", torch.ops.multilora.cpu_capability(), library.__file__)
     return library

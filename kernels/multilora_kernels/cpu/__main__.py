@@ -7,4 +7,4 @@ import logging
 from multilora_kernels.cpu.build import load_library
 
 logging.basicConfig(level=logging.INFO, format="%(message)s")
-logging.info("CPU LoRA kernels: %s", load_library().__file__)
+logging.info("CPU kernels: %s", load_library().__file__)

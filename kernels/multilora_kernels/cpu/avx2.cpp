@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 #include <cstring>
 
 #include "storage.h"
@@ -13,7 +14,7 @@
 
 MULTILORA_TARGET("avx2,fma,f16c")
 
-#include "tiles.h"
+#include "panels.h"
 
 namespace multilora {
 namespace {
@@ -23,9 +24,16 @@ struct Avx2 {
   static constexpr int kWidth = 8;
   static constexpr int kShrinkRows = 2;
   static constexpr int kExpandRows = 4;
+  static constexpr int kLinearRows = 4;
 
   static inline F zero() { return _mm256_setzero_ps(); }
   static inline F broadcast(float value) { return _mm256_set1_ps(value); }
+  // Once into a register: compilers would rather load the value again for every product.
+  static inline F broadcast_once(float value) {
+    F lanes = _mm256_set1_ps(value);
+    asm("" : "+x"(lanes));
+    return lanes;
+  }
   static inline F add(F a, F b) { return _mm256_add_ps(a, b); }
   static inline F mul(F a, F b) { return _mm256_mul_ps(a, b); }
   static inline F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
@@ -142,8 +150,7 @@ struct Avx2 {
 
 }  // namespace
 
-const Capability kAvx2 = {
-    "avx2", kernels_for<Avx2, float>(), kernels_for<Avx2, BFloat16>(), kernels_for<Avx2, Float16>()};
+const Capability kAvx2 = capability_of<Avx2>("avx2");
 
 }  // namespace multilora
 

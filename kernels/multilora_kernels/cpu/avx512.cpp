@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
 #include "storage.h"
 #include "target.h"
@@ -12,7 +13,7 @@
 
 MULTILORA_TARGET("avx512f,avx512bw,avx512vl,avx2,fma,f16c")
 
-#include "tiles.h"
+#include "panels.h"
 
 namespace multilora {
 namespace {
@@ -22,9 +23,16 @@ struct Avx512 {
   static constexpr int kWidth = 16;
   static constexpr int kShrinkRows = 4;
   static constexpr int kExpandRows = 4;
+  static constexpr int kLinearRows = 8;
 
   static inline F zero() { return _mm512_setzero_ps(); }
   static inline F broadcast(float value) { return _mm512_set1_ps(value); }
+  // Once into a register: compilers would rather load the value again for every product.
+  static inline F broadcast_once(float value) {
+    F lanes = _mm512_set1_ps(value);
+    asm("" : "+v"(lanes));
+    return lanes;
+  }
   static inline F add(F a, F b) { return _mm512_add_ps(a, b); }
   static inline F mul(F a, F b) { return _mm512_mul_ps(a, b); }
   static inline F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
@@ -127,8 +135,7 @@ struct Avx512 {
 
 }  // namespace
 
-const Capability kAvx512 = {
-    "avx512", kernels_for<Avx512, float>(), kernels_for<Avx512, BFloat16>(), kernels_for<Avx512, Float16>()};
+const Capability kAvx512 = capability_of<Avx512>("avx512");
 
 }  // namespace multilora
 

@@ -70,7 +70,7 @@ def _load(library: Path) -> ModuleType:
 
 
 def _build(library: Path) -> None:
-    logger.info("Compiling the CPU LoRA kernels into %s: once per machine, about a minute", library.parent)
+    logger.info("Compiling the CPU kernels into %s: once per machine, about a minute", library.parent)
     start = time.monotonic()
     with tempfile.TemporaryDirectory(dir=library.parent) as folder, _tools_on_path():
         cpp_extension.load(
@@ -81,7 +81,7 @@ def _build(library: Path) -> None:
             is_python_module=False,
         )
         (Path(folder) / library.name).replace(library)
-    logger.info("Compiled the CPU LoRA kernels in %.0f s", time.monotonic() - start)
+    logger.info("Compiled the CPU kernels in %.0f s", time.monotonic() - start)
 
 
 def _cache_folder() -> Path:

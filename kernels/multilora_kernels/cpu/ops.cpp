@@ -10,13 +10,11 @@
 #include <torch/library.h>
 
 #include <algorithm>
-#include <cstdlib>
-#include <cstring>
 #include <memory>
-#include <string>
 #include <vector>
 
 #include "apply.h"
+#include "capability.h"
 #include "work.h"
 
 namespace multilora {
@@ -28,38 +26,6 @@ constexpr int64_t kLoadCost = 2;
 constexpr int64_t kGrainCost = 1 << 17;
 // Whole adapters for each thread where none gets more than this much of an even share.
 constexpr double kMaxImbalance = 1.2;
-
-const Capability& capability() {
-#if defined(__x86_64__)
-  static const Capability& best = [&]() -> const Capability& {
-    const char* wanted = std::getenv("MULTILORA_CPU_CAPABILITY");
-    const auto allowed = [&](const Capability& c) { return !wanted || std::strcmp(wanted, c.name) == 0; };
-    const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-    const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512vl");
-    if (has_avx512 && allowed(kAvx512)) {
-      return kAvx512;
-    }
-    return has_avx2 && allowed(kAvx2) ? kAvx2 : kPlain;
-  }();
-  return best;
-#else
-  return kPlain;
-#endif
-}
-
-const Kernels& kernels_of(at::ScalarType dtype) {
-  switch (dtype) {
-    case at::kFloat:
-      return capability().float32;
-    case at::kBFloat16:
-      return capability().bfloat16;
-    case at::kHalf:
-      return capability().float16;
-    default:
-      TORCH_CHECK(false, "adapters are float32, bfloat16 or float16, not ", dtype);
-  }
-}
 
 struct Block {
   int64_t lora_index;
@@ -402,8 +368,6 @@ void lora_apply(const at::Tensor& x, const at::Tensor& y, int64_t first_slice, a
         {permutation, chunk_start, chunk_length, chunk_lora_index});
 }
 
-std::string cpu_capability() { return capability().name; }
-
 }  // namespace
 
 void apply(const at::Tensor& x, const at::Tensor& y, int64_t first_slice, at::IntArrayRef slice_sizes,
@@ -425,8 +389,6 @@ void apply(const at::Tensor& x, const at::Tensor& y, int64_t first_slice, at::In
 }
 
 }  // namespace multilora
-
-TORCH_LIBRARY_FRAGMENT(multilora, m) { m.def("cpu_capability() -> str", multilora::cpu_capability); }
 
 TORCH_LIBRARY_IMPL(multilora, CPU, m) {
   m.impl("lora_shrink", multilora::lora_shrink);

@@ -4,8 +4,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "panels.h"
 #include "storage.h"
-#include "tiles.h"
 #include "work.h"
 
 namespace multilora {
@@ -26,6 +26,7 @@ struct Plain {
   static constexpr int kWidth = 8;
   static constexpr int kShrinkRows = 1;
   static constexpr int kExpandRows = 2;
+  static constexpr int kLinearRows = 2;
 
   struct F {
     float lane[kWidth];
@@ -44,6 +45,7 @@ struct Plain {
   static inline F broadcast(float value) {
     return each([&](int) { return value; });
   }
+  static inline F broadcast_once(float value) { return broadcast(value); }
   static inline F add(F a, F b) {
     return each([&](int i) { return a.lane[i] + b.lane[i]; });
   }
@@ -83,7 +85,6 @@ struct Plain {
 
 }  // namespace
 
-const Capability kPlain = {
-    "default", kernels_for<Plain, float>(), kernels_for<Plain, BFloat16>(), kernels_for<Plain, Float16>()};
+const Capability kPlain = capability_of<Plain>("default");
 
 }  // namespace multilora

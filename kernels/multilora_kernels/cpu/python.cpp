@@ -1,5 +1,5 @@
-// `lora_apply` as a function of the extension module, past torch's dispatcher, whose parsing of sixteen arguments takes
-// longer than the update of one row. It refuses what the dispatcher would do more with than to call the CPU operator.
+// Operators as functions of the extension module, past torch's dispatcher: its parsing of lora_apply's sixteen arguments
+// takes longer than the update of one row. They refuse what the dispatcher would do more with than to call the operator.
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/object_ptr.h>
@@ -10,6 +10,7 @@
 #include <c10/util/SmallVector.h>
 
 #include "apply.h"
+#include "linear.h"
 
 namespace multilora {
 namespace {
@@ -96,9 +97,40 @@ PyObject* lora_apply(PyObject*, PyObject* const* arguments, Py_ssize_t num_argum
   END_HANDLE_TH_ERRORS
 }
 
+// An operator of an activation, packed weights and their number of outputs: `packed_linear` and `packed_embedding`.
+using PackedOperator = at::Tensor (*)(const at::Tensor&, const at::Tensor&, int64_t);
+
+template <PackedOperator op>
+PyObject* packed(PyObject*, PyObject* const* arguments, Py_ssize_t num_arguments) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(num_arguments == 3, "expected an activation, panels and the number of outputs");
+  const at::Tensor &x = tensor(arguments[0]), &panels = tensor(arguments[1]);
+  if (needs_dispatcher(x, panels)) {
+    Py_RETURN_NONE;
+  }
+  const int64_t out_features = integer(arguments[2]);
+  at::Tensor y;
+  {
+    const pybind11::gil_scoped_release no_gil;
+    y = op(x, panels, out_features);
+  }
+  return THPVariable_Wrap(std::move(y));
+  END_HANDLE_TH_ERRORS
+}
+
+using FastCall = PyObject* (*)(PyObject*, PyObject* const*, Py_ssize_t);
+
+PyMethodDef method(const char* name, FastCall function, const char* help) {
+  return {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)), METH_FASTCALL, help};
+}
+
 PyMethodDef methods[] = {
-    {"lora_apply", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(lora_apply)), METH_FASTCALL,
-     "lora_apply(x, y, tables, first_slice, slice_sizes, segments) -> whether it was done, else use the operator"},
+    method("lora_apply", lora_apply,
+           "lora_apply(x, y, tables, first_slice, slice_sizes, segments) -> whether it was done, else use the operator"),
+    method("packed_linear", packed<multilora::packed_linear>,
+           "packed_linear(x, panels, out_features) -> the product, or None: then use the operator"),
+    method("packed_embedding", packed<multilora::packed_embedding>,
+           "packed_embedding(token_ids, panels, num_embeddings) -> the rows, or None: then use the operator"),
     {nullptr, nullptr, 0, nullptr}};
 
 PyModuleDef module = {PyModuleDef_HEAD_INIT, "multilora_cpu", nullptr, -1, methods};

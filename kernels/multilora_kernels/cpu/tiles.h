@@ -218,10 +218,5 @@ void expand(const ExpandTask& task, int64_t output_begin, int64_t output_end, co
   }
 }
 
-template <class Vec, class T>
-constexpr Kernels kernels_for() {
-  return {shrink<Vec, T>, expand<Vec, T>};
-}
-
 }  // namespace
 }  // namespace multilora

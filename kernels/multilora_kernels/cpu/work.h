@@ -41,18 +41,37 @@ struct ExpandTask {
   int64_t y_stride;
 };
 
+// Vectors of outputs in one panel of packed weights.
+constexpr int kPanelVectors = 3;
+
+// y[r, n] = sum_k x[r, k] * w[n, k] for all rows r and the outputs n of some panels.
+struct LinearTask {
+  const float* x;
+  int64_t x_stride;
+  int64_t rows;
+  const void* panels;  // [panels, in_features, panel width]; outputs beyond out_features are zero
+  int64_t in_features;
+  int64_t out_features;
+  float* y;
+  int64_t y_stride;
+};
+
 // `next`: the weights that the thread reads after these, fetched into the cache meanwhile.
 using ShrinkKernel = void (*)(const ShrinkTask& task, int64_t rank_begin, int64_t rank_end, const void* next);
 using ExpandKernel = void (*)(const ExpandTask& task, int64_t output_begin, int64_t output_end, const void* next);
 
-// The two kernels for one storage type of the adapters.
+using LinearKernel = void (*)(const LinearTask& task, int64_t panel_begin, int64_t panel_end);
+
+// The kernels for one storage type of the weights.
 struct Kernels {
   ShrinkKernel shrink;
   ExpandKernel expand;
+  LinearKernel linear;
 };
 
 struct Capability {
   const char* name;
+  int64_t panel_width;
   Kernels float32;
   Kernels bfloat16;
   Kernels float16;

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from multilora_engine.forward_batch import LoRABatch
-from multilora_engine.models.layers import LoRALinear, rms_norm
+from multilora_engine.models.layers import LoRALinear, Placement, rms_norm
 from multilora_kernels import LoRATables, lora_segments
 
 IN_FEATURES = 13
@@ -61,12 +61,17 @@ class Adapters:
 
 
 def make_linear(has_bias: bool) -> LoRALinear:
-    linear = LoRALinear(IN_FEATURES, SLICE_SIZES, FIRST_SLICE, has_bias, torch.float32, torch.device("cpu"))
+    placement = Placement(torch.float32, torch.float32, torch.device("cpu"))
+    linear = LoRALinear(IN_FEATURES, SLICE_SIZES, FIRST_SLICE, has_bias, placement)
     generator = torch.Generator().manual_seed(1)
-    linear.weight.normal_(generator=generator)
+    linear.weight.copy_rows(0, torch.randn(sum(SLICE_SIZES), IN_FEATURES, generator=generator))
     if linear.bias is not None:
         linear.bias.normal_(generator=generator)
     return linear
+
+
+def dense(linear: LoRALinear) -> torch.Tensor:
+    return linear.weight.rows(0, sum(SLICE_SIZES))
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
@@ -83,7 +88,7 @@ def test_each_row_gets_the_weights_of_its_own_adapter(has_bias: bool, has_magnit
 def expected_row(linear: LoRALinear, adapters: Adapters, x: torch.Tensor, lora_index: int) -> torch.Tensor:
     """m * ((W + B A) x) + bias, slice by slice."""
     parts = []
-    for s, weight in enumerate(linear.weight.split(SLICE_SIZES)):
+    for s, weight in enumerate(dense(linear).split(SLICE_SIZES)):
         update, magnitude = adapters.dense.get((lora_index, s), (torch.zeros_like(weight), torch.ones(len(weight))))
         parts.append(magnitude * ((weight + update) @ x))
     return torch.cat(parts) if linear.bias is None else torch.cat(parts) + linear.bias
@@ -92,17 +97,17 @@ def expected_row(linear: LoRALinear, adapters: Adapters, x: torch.Tensor, lora_i
 def test_without_adapters_it_is_a_linear() -> None:
     linear = make_linear(has_bias=True)
     x = torch.randn(4, IN_FEATURES)
-    torch.testing.assert_close(linear.forward(x, None), x @ linear.weight.T + linear.bias)
+    torch.testing.assert_close(linear.forward(x, None), x @ dense(linear).T + linear.bias)
 
 
-def test_checkpoint_tensors_are_views_of_the_fused_weights() -> None:
+def test_checkpoint_tensors_are_places_in_the_fused_weights() -> None:
     linear = make_linear(has_bias=True)
     tensors = linear.checkpoint_tensors("q_proj", "k_proj", "v_proj")
-    tensors["k_proj.weight"].fill_(3.0)
-    tensors["v_proj.bias"].fill_(4.0)
+    tensors["k_proj.weight"].copy_(torch.full((3, IN_FEATURES), 3.0))
+    tensors["v_proj.bias"].copy_(torch.full((7,), 4.0))
     assert set(tensors) == {f"{name}.{kind}" for name in ("q_proj", "k_proj", "v_proj") for kind in ("weight", "bias")}
-    assert linear.weight[5:8].eq(3.0).all()
-    assert linear.weight.eq(3.0).sum() == 3 * IN_FEATURES
+    assert dense(linear)[5:8].eq(3.0).all()
+    assert dense(linear).eq(3.0).sum() == 3 * IN_FEATURES
     assert linear.bias is not None
     assert linear.bias[8:].eq(4.0).all()
 

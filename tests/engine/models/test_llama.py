@@ -21,6 +21,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from multilora_engine.models.layers import Placement
 from multilora_engine.models.loader import load_model
 
 SHAPE = {
@@ -98,7 +99,7 @@ def test_logits_match_transformers_for_chunked_prefill_and_decode_in_one_batch(
     name: str, tmp_path: Path, paged_runner: Callable[..., Any], paged_sequence: Callable[..., Any]
 ) -> None:
     reference = make_checkpoint(name, tmp_path)
-    runner = paged_runner(load_model(tmp_path, torch.float32, torch.device("cpu")))
+    runner = paged_runner(load_model(tmp_path, placement(torch.float32)))
     sequences = [paged_sequence(random_tokens(sum(chunks), seed)) for seed, chunks in enumerate(CHUNKS)]
     logits: list[list[torch.Tensor]] = [[] for _ in sequences]
     for step in range(max(map(len, CHUNKS))):
@@ -123,13 +124,17 @@ def test_half_precision_is_as_near_to_float32_as_transformers_is(
     # One sequence's error is mostly chance (by a factor of ten either way), the mean of eight is not.
     prompts = [random_tokens(sum(chunks), seed) for seed in range(8)]
     sequences = [paged_sequence(prompt) for prompt in prompts]
-    runner = paged_runner(load_model(tmp_path, dtype, torch.device("cpu")))
+    runner = paged_runner(load_model(tmp_path, placement(dtype)))
     steps = [torch.stack(runner.step([(sequence, n) for sequence in sequences])) for n in chunks]
     exact = torch.stack([reference_logits(reference, prompt, chunks) for prompt in prompts])
     reference.to(dtype)
     half = torch.stack([reference_logits(reference, prompt, chunks) for prompt in prompts])
     assert steps[0].dtype == torch.float32
     assert (torch.cat(steps, dim=1) - exact).square().mean() < 2 * (half.float() - exact).square().mean()
+
+
+def placement(dtype: torch.dtype) -> Placement:
+    return Placement(dtype, dtype, torch.device("cpu"))
 
 
 def make_checkpoint(name: str, path: Path) -> PreTrainedModel:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,12 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from multilora_engine.errors import ConfigError
+from multilora_engine.models.layers import Placement, WeightRows
 from multilora_engine.models.llama import LlamaModel
-from multilora_engine.models.loader import load_model
+from multilora_engine.models.loader import load_model, stored_dtype
 
 CPU = torch.device("cpu")
+FLOAT32 = Placement(torch.float32, torch.float32, CPU)
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 K_PROJ = "model.layers.1.self_attn.k_proj.weight"
@@ -47,19 +50,25 @@ def change_weights(path: Path, change: dict[str, torch.Tensor | None]) -> None:
 
 
 def load(path: Path, dtype: torch.dtype = torch.float32) -> LlamaModel:
-    return load_model(path, dtype, CPU)
+    return load_model(path, Placement(dtype, dtype, CPU))
+
+
+def contents(model: LlamaModel) -> dict[str, torch.Tensor]:
+    """What arrived, by the checkpoint's names."""
+    places = model.checkpoint_tensors()
+    return {name: place.tensor() if isinstance(place, WeightRows) else place for name, place in places.items()}
 
 
 def test_a_sharded_checkpoint_loads_the_same_as_a_single_file(tmp_path: Path) -> None:
-    single = load(save_checkpoint(tmp_path / "single", is_tied=False)).checkpoint_tensors()
-    sharded = load(save_checkpoint(tmp_path / "sharded", is_tied=False, max_shard_size="4kB")).checkpoint_tensors()
+    single = contents(load(save_checkpoint(tmp_path / "single", is_tied=False)))
+    sharded = contents(load(save_checkpoint(tmp_path / "sharded", is_tied=False, max_shard_size="4kB")))
     assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 2
     assert single.keys() == sharded.keys()
     assert all(single[name].equal(sharded[name]) for name in single)
 
 
 def test_every_tensor_of_the_file_is_in_the_model(checkpoint: Path) -> None:
-    loaded = load(checkpoint).checkpoint_tensors()
+    loaded = contents(load(checkpoint))
     stored = load_file(checkpoint / WEIGHTS)
     assert loaded.keys() == stored.keys()
     assert all(loaded[name].equal(stored[name]) for name in stored)
@@ -69,20 +78,52 @@ def test_every_tensor_of_the_file_is_in_the_model(checkpoint: Path) -> None:
 def test_tensors_are_converted_to_the_wanted_type(checkpoint: Path, stored: torch.dtype) -> None:
     weights = {name: t.to(stored) for name, t in load_file(checkpoint / WEIGHTS).items()}
     change_weights(checkpoint, dict(weights))
-    loaded = load(checkpoint, torch.bfloat16).checkpoint_tensors()
+    loaded = contents(load(checkpoint, torch.bfloat16))
     assert all(loaded[name].equal(weights[name].to(torch.bfloat16)) for name in weights)
+
+
+@pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16])
+def test_weights_stay_in_their_type_while_norms_are_computed_with(checkpoint: Path, stored: torch.dtype) -> None:
+    change_weights(checkpoint, {name: t.to(stored) for name, t in load_file(checkpoint / WEIGHTS).items()})
+    assert stored_dtype(checkpoint) == stored
+    model = load_model(checkpoint, Placement(torch.float32, stored, CPU))
+    dtypes = {name: tensor.dtype for name, tensor in contents(model).items()}
+    assert dtypes == {name: torch.float32 if "norm" in name else stored for name in dtypes}
+    elements = sum(math.prod(tensor.shape) for tensor in contents(model).values() if tensor.dim() == 2)
+    assert 2 * elements <= model.num_weight_bytes < 8 * elements
+
+
+@pytest.mark.parametrize(
+    ("change", "widest"),
+    [
+        ({K_PROJ: torch.zeros(8, 16, dtype=torch.bfloat16)}, torch.float32),
+        ({K_PROJ: torch.zeros(8, 16, dtype=torch.float64)}, torch.float32),
+        ({K_PROJ: torch.zeros(8, 16, dtype=torch.int8)}, torch.float32),
+    ],
+)
+def test_the_type_of_a_checkpoint_holds_all_of_its_weights(
+    checkpoint: Path, change: dict[str, torch.Tensor | None], widest: torch.dtype
+) -> None:
+    change_weights(checkpoint, change)
+    assert stored_dtype(checkpoint) == widest
+
+
+def test_bfloat16_and_float16_in_one_checkpoint_need_float32(checkpoint: Path) -> None:
+    weights = {name: t.to(torch.bfloat16) for name, t in load_file(checkpoint / WEIGHTS).items()}
+    change_weights(checkpoint, {**weights, K_PROJ: weights[K_PROJ].to(torch.float16)})
+    assert stored_dtype(checkpoint) == torch.float32
 
 
 def test_tied_embeddings_share_their_memory(tmp_path: Path) -> None:
     model = load(save_checkpoint(tmp_path, is_tied=True))
-    assert model.lm_head.data_ptr() == model.embed_tokens.data_ptr()
+    assert model.lm_head.data.data_ptr() == model.embed_tokens.data.data_ptr()
 
 
 def test_a_head_that_is_stored_although_tied_is_accepted_when_equal(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, is_tied=True)
     embeddings = load_file(tmp_path / WEIGHTS)["model.embed_tokens.weight"]
     change_weights(tmp_path, {"lm_head.weight": embeddings.clone()})
-    assert load(tmp_path).lm_head.equal(embeddings)
+    assert contents(load(tmp_path))["model.embed_tokens.weight"].equal(embeddings)
 
 
 def test_a_head_that_is_stored_although_tied_is_refused_when_different(tmp_path: Path) -> None:
@@ -99,7 +140,7 @@ def test_rotary_buffers_of_old_checkpoints_are_ignored(checkpoint: Path) -> None
 
 def test_progress_counts_every_tensor_once(checkpoint: Path) -> None:
     seen: list[tuple[int, int]] = []
-    model = load_model(checkpoint, torch.float32, CPU, on_progress=lambda done, total: seen.append((done, total)))
+    model = load_model(checkpoint, FLOAT32, on_progress=lambda done, total: seen.append((done, total)))
     total = len(model.checkpoint_tensors())
     assert seen == [(i + 1, total) for i in range(total)]
 

@@ -1,0 +1,94 @@
+// The operators multilora::packed_linear and packed_embedding for CPU tensors (schemas: operators.py).
+#include "linear.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <algorithm>
+
+#include "capability.h"
+#include "work.h"
+
+namespace multilora {
+namespace {
+
+// Least cost that is worth a thread of its own, in multiply-adds: some microseconds. Reading a weight costs as much as
+// kReadCost of them.
+constexpr int64_t kGrainCost = 1 << 17;
+constexpr int64_t kReadCost = 8;
+// Elements of embeddings that are worth a thread.
+constexpr int64_t kGrainElements = 1 << 12;
+
+void check_panels(const at::Tensor& panels, int64_t out_features) {
+  const int64_t width = capability().panel_width;
+  TORCH_CHECK(panels.dim() == 3 && panels.is_contiguous() && panels.size(2) == width, "panels must be contiguous [panels, ",
+              "in_features, ", width, "], not ", panels.sizes());
+  const int64_t num_panels = panels.size(0);
+  TORCH_CHECK(out_features > (num_panels - 1) * width && out_features <= num_panels * width, num_panels, " panels of ", width,
+              " outputs do not hold ", out_features);
+}
+
+template <class T>
+void copy_embeddings(const at::Tensor& token_ids, const at::Tensor& panels, int64_t num_embeddings, at::Tensor& rows) {
+  const int64_t in_features = panels.size(1), width = panels.size(2);
+  const auto* ids = token_ids.const_data_ptr<int64_t>();
+  const T* weights = panels.const_data_ptr<T>();
+  float* out = rows.mutable_data_ptr<float>();
+  const int64_t grain = std::max<int64_t>(1, kGrainElements / in_features);
+  at::parallel_for(0, token_ids.numel(), grain, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      TORCH_CHECK_INDEX(ids[i] >= 0 && ids[i] < num_embeddings, "token ", ids[i], " is not one of ", num_embeddings);
+      const T* column = weights + ids[i] / width * width * in_features + ids[i] % width;
+      for (int64_t k = 0; k < in_features; ++k) {
+        out[i * in_features + k] = static_cast<float>(column[k * width]);
+      }
+    }
+  });
+}
+
+}  // namespace
+
+at::Tensor packed_linear(const at::Tensor& x, const at::Tensor& panels, int64_t out_features) {
+  check_panels(panels, out_features);
+  TORCH_CHECK(x.dim() == 2 && x.scalar_type() == at::kFloat && x.size(1) == panels.size(1), "x must be float32 [rows, ",
+              panels.size(1), "], not ", x.scalar_type(), " ", x.sizes());
+  const at::Tensor rows = x.stride(1) == 1 ? x : x.contiguous();
+  at::Tensor y = at::empty({x.size(0), out_features}, x.options());
+  const LinearTask task{rows.const_data_ptr<float>(), rows.stride(0), rows.size(0), panels.const_data_ptr(), panels.size(1),
+                        out_features, y.mutable_data_ptr<float>(), out_features};
+  const auto linear = kernels_of(panels.scalar_type()).linear;
+  const int64_t panel_cost = panels.size(1) * panels.size(2) * (x.size(0) + kReadCost);
+  at::parallel_for(0, panels.size(0), std::max<int64_t>(1, kGrainCost / panel_cost),
+                   [&](int64_t begin, int64_t end) { linear(task, begin, end); });
+  return y;
+}
+
+at::Tensor packed_embedding(const at::Tensor& token_ids, const at::Tensor& panels, int64_t num_embeddings) {
+  check_panels(panels, num_embeddings);
+  TORCH_CHECK(token_ids.dim() == 1 && token_ids.scalar_type() == at::kLong, "token_ids must be int64 [tokens], not ",
+              token_ids.scalar_type(), " ", token_ids.sizes());
+  const at::Tensor ids = token_ids.contiguous();
+  at::Tensor rows = at::empty({ids.size(0), panels.size(1)}, panels.options().dtype(at::kFloat));
+  switch (panels.scalar_type()) {
+    case at::kFloat:
+      copy_embeddings<float>(ids, panels, num_embeddings, rows);
+      break;
+    case at::kBFloat16:
+      copy_embeddings<at::BFloat16>(ids, panels, num_embeddings, rows);
+      break;
+    case at::kHalf:
+      copy_embeddings<at::Half>(ids, panels, num_embeddings, rows);
+      break;
+    default:
+      TORCH_CHECK(false, "weights are float32, bfloat16 or float16, not ", panels.scalar_type());
+  }
+  return rows;
+}
+
+}  // namespace multilora
+
+TORCH_LIBRARY_IMPL(multilora, CPU, m) {
+  m.impl("packed_linear", multilora::packed_linear);
+  m.impl("packed_embedding", multilora::packed_embedding);
+}

@@ -1,0 +1,164 @@
+// The linear over packed weights, written once over a vector type `Vec` (avx512.cpp, avx2.cpp and plain.cpp bring one).
+//
+// A panel is kPanelVectors vectors of outputs, inputs first: what a tile of rows needs next lies next to each other, and a
+// thread reads its panels from one end to the other. Every output is a sum over blocks of kBlockDepth inputs, each block
+// one chain of fused multiply-adds, so that it depends on neither the other rows, nor the tile, nor the thread.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <type_traits>
+
+#include "storage.h"
+#include "tiles.h"
+#include "work.h"
+
+namespace multilora {
+namespace {
+
+// Inputs of one block: its weights stay in the L1 cache while every row uses them.
+constexpr int64_t kBlockDepth = 128;
+// Inputs between two requests for weights of the next block.
+constexpr int64_t kFetchDepth = 8;
+// Rows whose activations stay in the L2 cache while all panels of a thread pass by.
+constexpr int64_t kRowBlock = 128;
+
+// One block of one panel, times some rows.
+template <class Vec, class T>
+struct LinearTile {
+  using F = typename Vec::F;
+  static constexpr int kPanelWidth = kPanelVectors * Vec::kWidth;
+
+  const float* x;
+  int64_t x_stride;
+  const T* weights;  // [depth, kPanelWidth]
+  int64_t depth;
+  float* y;
+  int64_t y_stride;
+  int64_t outputs;    // of the panel that exist
+  bool is_first;      // block of the panel: y holds nothing yet
+  const char* ahead;  // the next block
+  int64_t fetch_lines;  // of it, every kFetchDepth inputs
+
+  template <int Rows>
+  MULTILORA_INLINE void run(int64_t first_row) const {
+    const float* x_row = x + first_row * x_stride;
+    F sum[Rows][kPanelVectors];
+    for (int r = 0; r < Rows; ++r) {
+      for (int v = 0; v < kPanelVectors; ++v) {
+        sum[r][v] = Vec::zero();
+      }
+    }
+    const auto accumulate = [&](int64_t k) {
+      F weight[kPanelVectors];
+      for (int v = 0; v < kPanelVectors; ++v) {
+        weight[v] = Vec::load(weights + k * kPanelWidth + v * Vec::kWidth);
+      }
+      for (int r = 0; r < Rows; ++r) {
+        const F value = Vec::broadcast_once(x_row[r * x_stride + k]);
+        for (int v = 0; v < kPanelVectors; ++v) {
+          sum[r][v] = Vec::fma(value, weight[v], sum[r][v]);
+        }
+      }
+    };
+    const char* fetch = ahead + first_row / Vec::kLinearRows * (depth / kFetchDepth) * fetch_lines * kCacheLine;
+    int64_t k = 0;
+    for (; k + kFetchDepth <= depth; k += kFetchDepth) {
+      for (int64_t line = 0; line < fetch_lines; ++line, fetch += kCacheLine) {
+        __builtin_prefetch(fetch);
+      }
+      for (int j = 0; j < kFetchDepth; ++j) {
+        accumulate(k + j);
+      }
+    }
+    for (; k < depth; ++k) {
+      accumulate(k);
+    }
+    for (int r = 0; r < Rows; ++r) {
+      add_to_output(y + (first_row + r) * y_stride, sum[r]);
+    }
+  }
+
+  MULTILORA_INLINE void add_to_output(float* to, const F* sum) const {
+    for (int v = 0; v < kPanelVectors; ++v) {
+      const int lanes = int(std::min<int64_t>(outputs - v * Vec::kWidth, Vec::kWidth));
+      if (lanes > 0) {
+        float* p = to + v * Vec::kWidth;
+        Vec::store_first(p, is_first ? sum[v] : Vec::add(Vec::load_first(p, lanes), sum[v]), lanes);
+      }
+    }
+  }
+};
+
+// Calls tile.run<Rows>(first_row) as long as there are so many, then once for the rest.
+template <int Rows, class Tile>
+MULTILORA_INLINE void run_rest(int64_t first, int64_t count, const Tile& tile) {
+  if constexpr (Rows > 0) {
+    if (count - first == Rows) {
+      tile.template run<Rows>(first);
+    } else {
+      run_rest<Rows - 1>(first, count, tile);
+    }
+  }
+}
+
+template <int Rows, class Tile>
+MULTILORA_INLINE void run_rows(int64_t count, const Tile& tile) {
+  int64_t first = 0;
+  for (; count - first >= Rows; first += Rows) {
+    tile.template run<Rows>(first);
+  }
+  run_rest<Rows - 1>(first, count, tile);
+}
+
+// One block of one panel for up to kRowBlock rows. Weights of 16 bits that several tiles use are converted once.
+template <class Vec, class T>
+void linear_block(const LinearTask& task, int64_t first_row, int64_t rows, int64_t panel, int64_t k) {
+  constexpr int64_t kWidth = LinearTile<Vec, T>::kPanelWidth;
+  constexpr int64_t kFetchLines = (kFetchDepth * kWidth * sizeof(T) + kCacheLine - 1) / kCacheLine;
+  const int64_t tiles = (rows + Vec::kLinearRows - 1) / Vec::kLinearRows;
+  const int64_t depth = std::min(kBlockDepth, task.in_features - k);
+  const T* weights = static_cast<const T*>(task.panels) + (panel * task.in_features + k) * kWidth;
+  const char* ahead = reinterpret_cast<const char*>(weights + depth * kWidth);
+  const auto multiply = [&](const auto* block) {
+    using Stored = std::remove_const_t<std::remove_pointer_t<decltype(block)>>;
+    const float* x = task.x + first_row * task.x_stride + k;
+    float* y = task.y + first_row * task.y_stride + panel * kWidth;
+    const int64_t outputs = std::min(kWidth, task.out_features - panel * kWidth);
+    run_rows<Vec::kLinearRows>(rows, LinearTile<Vec, Stored>{x, task.x_stride, block, depth, y, task.y_stride, outputs,
+                                                             k == 0, ahead, (kFetchLines + tiles - 1) / tiles});
+  };
+  if (std::is_same_v<T, float> || tiles == 1) {
+    multiply(weights);
+  } else {
+    alignas(kCacheLine) float converted[kBlockDepth * kWidth];
+    for (int64_t i = 0; i < depth * kWidth; i += Vec::kWidth) {
+      Vec::store_first(converted + i, Vec::load(weights + i), Vec::kWidth);
+    }
+    multiply(converted);
+  }
+}
+
+template <class Vec, class T>
+void linear(const LinearTask& task, int64_t panel_begin, int64_t panel_end) {
+  for (int64_t row = 0; row < task.rows; row += kRowBlock) {
+    for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
+      for (int64_t k = 0; k < task.in_features; k += kBlockDepth) {
+        linear_block<Vec, T>(task, row, std::min(kRowBlock, task.rows - row), panel, k);
+      }
+    }
+  }
+}
+
+template <class Vec, class T>
+constexpr Kernels kernels_for() {
+  return {shrink<Vec, T>, expand<Vec, T>, linear<Vec, T>};
+}
+
+template <class Vec>
+constexpr Capability capability_of(const char* name) {
+  return {name, kPanelVectors * Vec::kWidth, kernels_for<Vec, float>(), kernels_for<Vec, BFloat16>(), kernels_for<Vec, Float16>()};
+}
+
+}  // namespace
+}  // namespace multilora

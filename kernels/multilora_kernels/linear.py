@@ -1,0 +1,101 @@
+"""Linears whose weights are packed once, at load, so that a step reads each of them once however few rows it has.
+
+On a CPU a decode step costs what its weights' bytes cost, if they are read in the order in which they lie. Libraries'
+matrix products reach that for neither one row nor sixteen; `packed_linear` does, and takes weights of 16 bits as they
+are stored. A row's result is the same bits whatever other rows there are.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from multilora_kernels import operators
+from multilora_kernels.cpu import packed_embedding_directly, packed_linear_directly, panel_width
+from multilora_kernels.dispatch import load_operators
+
+
+class PackedWeight:
+    """The weight [out_features, in_features] of a linear or of an embedding, in the layout of its device.
+
+    data: on a CPU with compiled kernels [num_panels, in_features, panel_width]: panel p holds the outputs from
+    p * panel_width on, input by input, and zeros beyond `out_features`. Elsewhere [out_features, in_features].
+    """
+
+    def __init__(self, data: torch.Tensor, out_features: int) -> None:
+        self.data = data
+        self.shape = torch.Size((out_features, data.shape[1]))
+
+    @classmethod
+    def empty(
+        cls, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device, compute_dtype: torch.dtype
+    ) -> PackedWeight:
+        """A weight to be filled by `copy_rows`, stored as `dtype`, for activations of `compute_dtype`.
+
+        It is packed where a kernel for that exists: on a CPU for float32 activations, if there is a compiler.
+        """
+        width = panel_width() if device.type == "cpu" and compute_dtype == torch.float32 else None
+        if width is None:
+            return cls(torch.empty(out_features, in_features, dtype=dtype, device=device), out_features)
+        return cls(torch.zeros(-(-out_features // width), in_features, width, dtype=dtype), out_features)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether `data` is panels."""
+        return self.data.dim() == 3
+
+    def copy_rows(self, first: int, rows: torch.Tensor) -> None:
+        """Store `rows` [n, in_features], of any float dtype, as the outputs first .. first + n."""
+        if not self.is_packed:
+            self.data[first : first + len(rows)].copy_(rows)
+            return
+        width, end = self.data.shape[2], first + len(rows)
+        for panel in range(first // width, -(-end // width)):
+            begin, stop = max(first, panel * width), min(end, (panel + 1) * width)
+            lanes = slice(begin - panel * width, stop - panel * width)
+            self.data[panel, :, lanes].copy_(rows[begin - first : stop - first].T)
+
+    def rows(self, first: int, count: int) -> torch.Tensor:
+        """A copy of the outputs first .. first + count, [count, in_features] in the storage dtype."""
+        if not self.is_packed:
+            return self.data[first : first + count].clone()
+        width = self.data.shape[2]
+        panels = self.data[first // width : -(-(first + count) // width)]
+        outputs = panels.transpose(1, 2).reshape(-1, self.shape[1])
+        return outputs[first % width :][:count].clone()
+
+
+def packed_linear(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x W^T + bias in the arithmetic of x, whatever the weight is stored as.
+
+    x: [rows, in_features]; float32 where the weight is packed. bias: [out_features] in the dtype of x.
+    Returns [rows, out_features] in the dtype of x.
+    """
+    if not weight.is_packed:
+        return F.linear(x, weight.data.to(x.dtype), bias)
+    y = _multiply_panels(x, weight)
+    return y if bias is None else y.add_(bias)
+
+
+def _multiply_panels(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
+    out_features = weight.shape[0]
+    if not torch.compiler.is_compiling() and (y := packed_linear_directly(x, weight.data, out_features)) is not None:
+        return y
+    load_operators(x)
+    return operators.call_packed_linear(x, weight.data, out_features)
+
+
+def packed_embedding(token_ids: torch.Tensor, weight: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
+    """The rows `token_ids` of W as `dtype`, [tokens, in_features]: a head's weights serve a tied embedding as they lie.
+
+    token_ids: [tokens] int64, within W; dtype: float32 where the weight is packed.
+    """
+    if not weight.is_packed:
+        return F.embedding(token_ids, weight.data).to(dtype)
+    assert dtype == torch.float32
+    num_embeddings = weight.shape[0]
+    is_eager = not torch.compiler.is_compiling()
+    if is_eager and (rows := packed_embedding_directly(token_ids, weight.data, num_embeddings)) is not None:
+        return rows
+    load_operators(weight.data)
+    return operators.call_packed_embedding(token_ids, weight.data, num_embeddings)

@@ -1,0 +1,149 @@
+"""packed_linear and packed_embedding against float64, on shapes that kernels get wrong."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import library
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from multilora_kernels import PackedWeight, linear, load_cpu_kernels, packed_embedding, packed_linear
+from multilora_kernels.cpu import packed_linear_directly
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+CPU = torch.device("cpu")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# The weights are exact in float64 and every product is one float32 operation: storage does not widen the bounds.
+RTOL, ATOL = 2e-5, 2e-5
+ROWS = (1, 2, 3, 7, 8, 9, 10, 63, 64, 65, 133)
+SHAPES = [(1, 1), (7, 3), (47, 16), (48, 129), (49, 128), (145, 77), (311, 260)]
+"""(out_features, in_features): around a panel's 48, 24 or 24 outputs and a block's 128 inputs."""
+
+
+def random_weight(out_features: int, in_features: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(out_features)
+    return (torch.randn(out_features, in_features, generator=generator) * in_features**-0.5).to(dtype)
+
+
+def packed(weight: torch.Tensor) -> PackedWeight:
+    result = PackedWeight.empty(*weight.shape, weight.dtype, CPU, torch.float32)
+    result.copy_rows(0, weight)
+    return result
+
+
+def random_rows(rows: int, in_features: int) -> torch.Tensor:
+    return torch.randn(rows, in_features, generator=torch.Generator().manual_seed(rows))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_it_equals_float64_for_every_shape_dtype_and_number_of_rows(shape, dtype):
+    weight = random_weight(*shape, dtype)
+    for rows in ROWS:
+        x = random_rows(rows, shape[1])
+        y = packed_linear(x, packed(weight))
+        assert y.dtype == torch.float32
+        torch.testing.assert_close(y.double(), x.double() @ weight.double().T, rtol=RTOL, atol=ATOL)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_is_the_same_bits_whoever_else_is_there_and_however_many_threads(dtype):
+    weight, x = packed(random_weight(311, 700, dtype)), random_rows(300, 700)
+    expected = packed_linear(x, weight)
+    threads = torch.get_num_threads()
+    for n in (1, 2, 3, 7):
+        torch.set_num_threads(n)
+        for rows in ROWS:
+            assert torch.equal(packed_linear(x[-rows:], weight), expected[-rows:])
+    torch.set_num_threads(threads)
+
+
+def test_an_x_with_gaps_is_read_as_it_lies():
+    weight, x = random_weight(50, 33, torch.float32), random_rows(9, 200)
+    for view in (x[:, 5:38], x[:, :66:2], x[::2, :33], x.T[:33, :9].T, x[:0, :33]):
+        torch.testing.assert_close(packed_linear(view, packed(weight)), view @ weight.T, rtol=RTOL, atol=ATOL)
+
+
+def test_the_bias_is_added_to_every_row():
+    weight, bias, x = random_weight(50, 33, torch.float32), torch.randn(50), random_rows(3, 33)
+    expected = torch.nn.functional.linear(x, weight, bias)
+    torch.testing.assert_close(packed_linear(x, packed(weight), bias), expected, rtol=RTOL, atol=ATOL)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_come_back_as_they_were_stored_wherever_the_parts_of_a_fused_weight_end(dtype):
+    weight = random_weight(200, 5, dtype)
+    fused = PackedWeight.empty(200, 5, dtype, CPU, torch.float32)
+    for first, end in ((170, 200), (0, 23), (23, 24), (24, 97), (97, 170)):
+        fused.copy_rows(first, weight[first:end])
+    assert fused.shape == weight.shape
+    assert fused.rows(0, 200).equal(weight)
+    assert fused.rows(23, 101).equal(weight[23:124])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_embeddings_are_the_rows_of_the_weight(dtype):
+    weight = random_weight(150, 37, dtype)
+    ids = torch.tensor([0, 149, 47, 48, 95, 96, 149])
+    assert packed_embedding(ids, packed(weight), torch.float32).equal(weight[ids].float())
+    assert packed_embedding(ids[:0], packed(weight), torch.float32).shape == (0, 37)
+
+
+@pytest.mark.parametrize("token", [-1, 150])
+def test_a_token_outside_the_vocabulary_is_refused_and_not_read(token):
+    with pytest.raises(IndexError, match=f"token {token} is not one of 150"):
+        packed_embedding(torch.tensor([3, token]), packed(random_weight(150, 5, torch.float32)), torch.float32)
+
+
+@pytest.mark.parametrize("compute_dtype", DTYPES)
+def test_without_a_compiler_or_in_half_precision_torch_multiplies_plain_weights(monkeypatch, compute_dtype):
+    monkeypatch.setattr(linear, "panel_width", lambda: None)
+    weight, x = random_weight(50, 33, torch.bfloat16), random_rows(4, 33).to(compute_dtype)
+    plain = PackedWeight.empty(50, 33, torch.bfloat16, CPU, compute_dtype)
+    plain.copy_rows(0, weight)
+    assert not plain.is_packed
+    assert packed_linear(x, plain).equal(x @ weight.to(compute_dtype).T)
+    assert packed_embedding(torch.tensor([7]), plain, compute_dtype).equal(weight[7:8].to(compute_dtype))
+    assert plain.rows(3, 20).equal(weight[3:23])
+
+
+def test_weights_are_packed_for_float32_only():
+    assert packed(random_weight(50, 33, torch.float16)).is_packed
+    assert not PackedWeight.empty(50, 33, torch.bfloat16, CPU, torch.bfloat16).is_packed
+
+
+def test_what_does_not_fit_the_panels_is_refused():
+    weight = packed(random_weight(50, 33, torch.float32))
+    for x in (random_rows(2, 32), random_rows(2, 33).double(), torch.randn(33)):
+        with pytest.raises(RuntimeError, match="x must be float32"):
+            packed_linear(x, weight)
+    with pytest.raises(RuntimeError, match="do not hold 7"):
+        packed_linear(random_rows(2, 33), PackedWeight(weight.data, 7))
+
+
+def test_they_pass_the_checks_of_torch_for_custom_operators():
+    load_cpu_kernels()
+    weight = packed(random_weight(50, 33, torch.bfloat16))
+    tests = ("test_schema", "test_faketensor")
+    library.opcheck(torch.ops.multilora.packed_linear.default, (random_rows(3, 33), weight.data, 50), test_utils=tests)
+    ids = torch.tensor([1, 2])
+    library.opcheck(torch.ops.multilora.packed_embedding.default, (ids, weight.data, 50), test_utils=tests)
+
+
+def test_a_compiled_function_has_no_graph_break_and_the_same_result():
+    weight = packed(random_weight(50, 33, torch.float32))
+
+    def forward(ids: torch.Tensor) -> torch.Tensor:
+        return packed_linear(packed_embedding(ids, weight, torch.float32), weight) + 1
+
+    ids = torch.tensor([4, 4, 9])
+    assert torch.compile(forward, fullgraph=True, backend="aot_eager")(ids).equal(forward(ids))
+
+
+def test_it_takes_the_short_way_only_where_the_dispatcher_has_nothing_to_do():
+    weight, x = packed(random_weight(50, 33, torch.float32)), random_rows(3, 33)
+    assert packed_linear_directly(x, weight.data, 50) is not None
+    assert packed_linear_directly(x.clone().requires_grad_(), weight.data, 50) is None
+    with FakeTensorMode() as mode:
+        assert packed_linear_directly(mode.from_tensor(x), mode.from_tensor(weight.data), 50) is None
