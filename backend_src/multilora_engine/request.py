@@ -100,7 +100,7 @@ class GenerationRequest:
     """One prompt, as the engine accepts it.
 
     request_id: unique inside the engine (the fronts make it; a client's own id need not be unique).
-    lora_task_id: the adapter to use, None for the base model. It must be cached (`LoRAManager.put`) by then.
+    lora_task_id: the adapter to use, None for the base model. It must be cached, or a source must have it.
     timeout_s: seconds from acceptance after which the engine ends the request, None for `request_timeout_s`.
     priority: smaller is served first, equal ones in order of arrival.
     lora_name: what the client calls the adapter of `lora_task_id`, empty if only by that.

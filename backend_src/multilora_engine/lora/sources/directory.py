@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import stat
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -22,6 +25,9 @@ from multilora_engine.lora.sources.source import (
     choose_files,
 )
 
+_NAMES_S = 5.0
+"""How old the table of the folders' names may be. It only serves requests by the ids of names."""
+
 
 class DirectorySource:
     """`NAME` and `OWNER/NAME` are folders of these names; a folder named in digits has that task id and no name."""
@@ -29,6 +35,9 @@ class DirectorySource:
     def __init__(self, root: str) -> None:
         """Raises ConfigError unless `root` is an absolute path of a directory."""
         self._root = Path(root)
+        self._lock = threading.Lock()
+        self._names: dict[int, str] = {}
+        self._names_read = -math.inf
         if not self._root.is_absolute() or not self._root.is_dir():
             raise ConfigError(f"root is {root!r}; write the absolute path of a directory")
 
@@ -55,10 +64,18 @@ class DirectorySource:
         """The folder of an adapter; of one that is asked for by its id alone, whose name or digits give that id."""
         if key.name or (self._root / str(key)).exists():
             return str(key)
-        name = next((known.name for known in self.list_keys() if known.lora_task_id == key.lora_task_id), "")
-        if not name:
+        name = self._name_of(key.lora_task_id)
+        if name is None:
             raise NotThere(f"no folder is named {key}, and the id of no folder's name is that")
         return name
+
+    def _name_of(self, lora_task_id: int) -> str | None:
+        """The folder whose name has this id. All names are read for that, but not for every unknown id anew."""
+        with self._lock:
+            if time.monotonic() - self._names_read > _NAMES_S:
+                self._names = {key.lora_task_id: key.name for key in self.list_keys() if key.name}
+                self._names_read = time.monotonic()
+            return self._names.get(lora_task_id)
 
 
 def _resolve(path: Path, root: Path) -> Path:

@@ -74,8 +74,8 @@ class ObjectStoreSource:
     @contextmanager
     def open(self, key: AdapterKey, max_bytes: int) -> Iterator[LocalAdapter]:
         filesystem, files = self._find(key, max_bytes)
-        revision = hashlib.sha256(repr([file.properties for file in files]).encode()).hexdigest()[:32]
-        with _directory(self._downloads / revision) as directory:
+        revision = _hash(repr([file.properties for file in files]))
+        with _directory(self._downloads / _hash(files[0].path), revision) as directory:
             for file in files:
                 _download(filesystem, file, directory)
             yield LocalAdapter(directory, directory.resolve(), revision, key.name)
@@ -135,11 +135,18 @@ def _find_files(filesystem: Any, prefix: str, name: str, max_bytes: int) -> list
 
 
 @contextmanager
-def _directory(path: Path) -> Iterator[Path]:
-    """A directory for the downloads of one version; only what a later download can continue is left in it."""
+def _directory(path: Path, revision: str) -> Iterator[Path]:
+    """A directory in `path` for the downloads of one version of an adapter.
+
+    Only what a later download of the same version can continue is left there.
+    """
     lock = _lock(path)
     try:
-        yield path
+        for other in path.iterdir():
+            if other.name != revision:
+                shutil.rmtree(other)
+        (path / revision).mkdir(exist_ok=True)
+        yield path / revision
     except Unreachable:
         raise
     except BaseException:
@@ -152,7 +159,7 @@ def _directory(path: Path) -> Iterator[Path]:
 
 
 def _lock(path: Path) -> int:
-    """Make a directory and lock it: another thread, or another server, may be at the same version."""
+    """Make a directory and lock it: another thread, or another server, may be at the same adapter."""
     while True:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
         with suppress(FileNotFoundError):
@@ -204,6 +211,10 @@ def _as_unreachable(what: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise Unreachable(f"{what}: {type(error).__name__}: {error}") from error
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def _md5(path: Path) -> bytes:

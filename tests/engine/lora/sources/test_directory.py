@@ -41,6 +41,20 @@ def test_an_adapter_is_found_by_its_name_and_by_its_id(root: Path) -> None:
     assert fetch(root, AdapterKey(7)) == ("", digest_of(3))
 
 
+def test_ids_that_no_folder_has_do_not_make_it_read_all_names_again(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, reads = DirectorySource(str(root)), []
+    list_keys = source.list_keys
+    monkeypatch.setattr(source, "list_keys", lambda: reads.append(1) or list_keys())
+    for wanted in (404, 405, 406):
+        with pytest.raises(NotThere), source.open(AdapterKey(wanted), MAX_BYTES):
+            pass
+    with source.open(AdapterKey(task_id_of("pirate")), MAX_BYTES) as adapter:
+        assert adapter.name == "pirate"
+    assert len(reads) == 1
+
+
 def test_a_converted_adapter_is_an_adapter_too(root: Path) -> None:
     wire = wire_adapter(TINY, ROWS, seed=4)
     (root / "converted").mkdir()

@@ -24,7 +24,8 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 class FakeHub(ThreadingHTTPServer):
     """repos: name -> file -> content. claimed_sha256: what it says of the weights instead of the truth.
 
-    is_down: every answer is 503. asked: (method, path) of the requests so far.
+    is_down: every answer is 503. break_after: once, the line goes dead after so many bytes of the weights.
+    asked: (method, path) of the requests so far; of a download from the middle, with where it begins.
     """
 
     daemon_threads = True
@@ -34,6 +35,7 @@ class FakeHub(ThreadingHTTPServer):
         self.repos: dict[str, dict[str, bytes]] = {}
         self.claimed_sha256: str | None = None
         self.is_down = False
+        self.break_after: int | None = None
         self.asked: list[tuple[str, str]] = []
 
     @property
@@ -86,6 +88,8 @@ class _Handler(BaseHTTPRequestHandler):
         begin = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").split("-")[0])
         if begin:
             headers["Content-Range"] = f"bytes {begin}-{len(content) - 1}/{len(content)}"
+        if begin:
+            self.server.asked.append(("GET", f"{name} from {begin}"))
         self._send(206 if begin else 200, content[begin:], headers)
 
     def _send(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
@@ -93,8 +97,11 @@ class _Handler(BaseHTTPRequestHandler):
         for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
             self.send_header(name, value)
         self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
+        if self.command == "HEAD":
+            return
+        if self.server.break_after is not None and len(body) > self.server.break_after:
+            body, self.server.break_after, self.close_connection = body[: self.server.break_after], None, True
+        self.wfile.write(body)
 
 
 @pytest.fixture
@@ -135,6 +142,15 @@ def test_the_cache_answers_when_the_hub_does_not(source: HubSource, hub: FakeHub
     assert fetch(source, key("acme/pirate")) == (COMMIT, digest_of(1))
     with pytest.raises(Unreachable, match=r"the hub cannot be asked, and 'acme/nobody' is not in the local cache"):
         fetch(source, key("acme/nobody"))
+
+
+def test_an_interrupted_download_is_continued_where_it_broke_off(
+    source: HubSource, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 1000)
+    hub.break_after = 5000
+    assert fetch(source, key("acme/pirate")) == (COMMIT, digest_of(1))
+    assert ("GET", f"{WEIGHTS} from 5000") in hub.asked
 
 
 @pytest.mark.parametrize(

@@ -155,7 +155,10 @@ def test_a_download_of_an_older_version_is_not_continued(flaky: type[FlakyStore]
     flaky.break_after = None
     newer = save_adapter(tmp_path / "newer", seed=2)
     fsspec.filesystem("memory").put(str(newer / WEIGHTS), f"/allowed/pirate/{WEIGHTS}")
+    flaky.reads.clear()
     assert fetch(source, "pirate") == digest_of(2)
+    assert flaky.reads[0][0] == 0
+    assert list((tmp_path / "downloads").iterdir()) == []
 
 
 @pytest.mark.parametrize("is_damaged", [False, True])
