@@ -74,6 +74,9 @@ _DISK_WAIT_S = 0.002
 _FETCH_WAIT_S = 0.005
 """The same for one that is being fetched from a source, which takes longer anyway."""
 
+_NUM_PAST_DEADLINES = 64
+"""How many deadlines of requests that have ended are kept, at least: forgetting them one by one would take a search."""
+
 _NUM_LORA_EVENTS = 4096
 """How many events of adapters are remembered."""
 
@@ -134,7 +137,7 @@ class Engine:
         self._runner = _build_model_runner(model, model_config, config, plan, dtype, device, self._loras)
         self._guides: GuideCompiler | None = None
         self._sequences: dict[str, Sequence] = {}
-        self._deadlines: list[tuple[float, str]] = []
+        self._deadlines: list[tuple[float, int, str]] = []
         self._arrivals = itertools.count()
 
     @property
@@ -207,7 +210,7 @@ class Engine:
             search=self._search(request),
         )
         self._sequences[request.request_id] = sequence
-        heapq.heappush(self._deadlines, (time.monotonic() + timeout_s, request.request_id))
+        self._note_deadline(sequence, time.monotonic() + timeout_s)
         if isinstance(adapter, Fetch):
             self._parked.setdefault(adapter, []).append(sequence)
         else:
@@ -341,11 +344,18 @@ class Engine:
             self._guides = GuideCompiler(self._tokenizer, self.info.vocab_size)
         return self._guides.matcher(sampling.guide, end_tokens(sampling, self.info.end_token_ids))
 
+    def _note_deadline(self, sequence: Sequence, deadline_s: float) -> None:
+        heapq.heappush(self._deadlines, (deadline_s, sequence.arrival, sequence.request.request_id))
+        if len(self._deadlines) > 2 * len(self._sequences) + _NUM_PAST_DEADLINES:
+            self._deadlines = [(at_s, arrival, id_) for at_s, arrival, id_ in self._deadlines if id_ in self._sequences]
+            heapq.heapify(self._deadlines)
+
     def _end_expired(self) -> list[TokenOutput]:
         outputs, now = [], time.monotonic()
         while self._deadlines and self._deadlines[0][0] <= now:
-            sequence = self._sequences.get(heapq.heappop(self._deadlines)[1])
-            if sequence is not None:
+            _, arrival, request_id = heapq.heappop(self._deadlines)
+            sequence = self._sequences.get(request_id)
+            if sequence is not None and sequence.arrival == arrival:
                 outputs.append(self._fail(sequence, Cancelled("the request reached its deadline unfinished")))
         return outputs
 

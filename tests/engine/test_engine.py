@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from pathlib import Path
@@ -211,6 +212,28 @@ def test_the_digest_of_the_adapter_that_answered_is_told(engine: Engine) -> None
     assert digests == {"base": "", "one": engine.adapter_digest(1), "two": engine.adapter_digest(2)}
 
 
+def test_a_new_version_of_an_adapter_never_answers_from_the_cache_of_the_old_one(
+    checkpoint: Path, default_model_dir: Path
+) -> None:
+    engine = make_engine(checkpoint, default_model_dir, lora=LoRAConfig(lora_on_conflict="replace"))
+    fresh = make_engine(checkpoint, default_model_dir, enable_prefix_caching=False)
+    layout = engine.info.adapter_layout
+    wire = wire_adapter(layout, [(1, 0, 4), (6, 1, 3)], seed=77, scale=0.5)
+    prompt = [8, 7, 6, 5] * 12
+    old = run_all(engine, [request("r", prompt, task=1)])["r"]
+    again = run_all(engine, [request("r", prompt, task=1)])["r"]
+    assert again.token_ids == old.token_ids
+    assert engine.stats.prefix_cache.hit_tokens == 32
+    fresh.put_adapter(9, pack_adapter(wire.weights, wire.config, layout))
+    engine.put_adapter(1, pack_adapter(wire.weights, wire.config, layout))
+    new = run_all(engine, [request("r", prompt, task=1)])["r"]
+    assert engine.stats.prefix_cache.hit_tokens == 32
+    assert new.token_ids != old.token_ids
+    assert new.token_ids == run_all(fresh, [request("r", prompt, task=9)])["r"].token_ids
+    base = [run_all(each, [request("r", prompt)])["r"].token_ids for each in (engine, fresh)]
+    assert base[0] == base[1]
+
+
 def test_an_aborted_request_ends_once_with_what_it_had(engine: Engine) -> None:
     expected = run_all(engine, [request("r", [4, 4])])["r"]
     engine.add_request(request("r", [4, 4], task=None))
@@ -261,10 +284,28 @@ def test_a_step_out_of_memory_fails_its_requests_and_the_engine_goes_on(
 
 
 def test_ten_thousand_tiny_requests_with_aborts_leave_nothing(engine: Engine) -> None:
-    rng, unfinished, started = Random(1), {}, 0
-    while started < 10_000 or unfinished:
-        while started < 10_000 and len(unfinished) < 40:
-            engine.add_request(request(f"r{started}", [1 + started % 300], rng.choice([None, 0, 1, 2]), max_tokens=2))
+    rng = Random(1)
+    serve_tiny_requests(engine, 1_000, rng)
+    num_objects = count_objects()
+    serve_tiny_requests(engine, 9_000, rng)
+    # The blocks' keys are more or fewer, by what the last requests had in common.
+    assert count_objects() - num_objects < 500
+    assert engine.stats.num_cached_adapters == 3
+
+
+def count_objects() -> int:
+    gc.collect()
+    return len(gc.get_objects())
+
+
+def serve_tiny_requests(engine: Engine, count: int, rng: Random) -> None:
+    """Random prompts with common prefixes and random adapters; one in some is aborted, waiting or running."""
+    unfinished: dict[str, Answer] = {}
+    started = 0
+    while started < count or unfinished:
+        while started < count and len(unfinished) < 40:
+            prompt = [1 + started % 3] * rng.randrange(1, 20) + [rng.randrange(300)]
+            engine.add_request(request(f"r{started}", prompt, rng.choice([None, 0, 1, 2]), max_tokens=2))
             unfinished[f"r{started}"] = Answer()
             started += 1
         if rng.random() < 0.2:
@@ -278,7 +319,6 @@ def test_ten_thousand_tiny_requests_with_aborts_leave_nothing(engine: Engine) ->
                 del unfinished[output.request_id]
     engine.check_integrity()
     assert_idle(engine)
-    assert engine.stats.num_cached_adapters == 3
 
 
 @pytest.mark.parametrize(
