@@ -70,6 +70,17 @@ def serve(
     http_port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = _DEFAULT.http_port,
     grpc_port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = _DEFAULT.grpc_port,
     metrics_port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = _DEFAULT.metrics_port,
+    http_host: Annotated[
+        str | None, typer.Option(help="Address for HTTP, for which this server has no TLS (default: --host).")
+    ] = None,
+    grpc_certificate: Annotated[Path | None, typer.Option(help="PEM file: gRPC takes TLS only, with this.")] = None,
+    grpc_key: Annotated[Path | None, typer.Option(help="PEM file: the certificate's key.")] = None,
+    grpc_client_ca: Annotated[
+        Path | None, typer.Option(help="PEM file: gRPC clients need a certificate that this authority signed.")
+    ] = None,
+    max_http_bytes: Annotated[
+        int | None, typer.Option(min=1, help="Largest HTTP request (default: the server's own limit, if it has one).")
+    ] = None,
     shared_memory_api: Annotated[
         bool, typer.Option(help="Let clients send tensors by shared memory; only where all of them are trusted.")
     ] = _DEFAULT.shared_memory_api,
@@ -104,6 +115,11 @@ def serve(
             http_port=http_port,
             grpc_port=grpc_port,
             metrics_port=metrics_port,
+            http_host=http_host,
+            grpc_certificate=grpc_certificate,
+            grpc_key=grpc_key,
+            grpc_client_ca=grpc_client_ca,
+            max_http_bytes=max_http_bytes,
             shared_memory_api=shared_memory_api,
             log_verbose=log_verbose,
             exit_timeout_s=exit_timeout_secs,

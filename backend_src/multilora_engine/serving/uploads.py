@@ -1,7 +1,7 @@
 """How many adapters one client may be sending at once. A front holds the weights of each until the engine has them.
 
-Triton tells a model nothing of who asks. An authenticating proxy can: it sets the header `x-multilora-client`, which
-`multilora-serve` has the server pass on. Without one, all clients count as one.
+Triton tells a model nothing of who asks. An authenticating proxy can, by `CLIENT_HEADER`. Without one, all clients
+count as one.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 
+from multilora_engine.client_header import CLIENT_HEADER
 from multilora_engine.errors import TooManyUploads
 from multilora_engine.process.client import Listener
 from multilora_engine.request import TokenOutput
 from multilora_engine.serving.triton_api import TritonRequest
-
-CLIENT_HEADER = "x-multilora-client"
 
 
 def client_of(request: TritonRequest) -> str:

@@ -16,35 +16,41 @@ class Addresses:
     http_port: int
     grpc_port: int
     metrics_port: int
+    http_host: str
 
     @property
     def http_url(self) -> str:
         """`host:port` of HTTP, as tritonclient wants it."""
-        return f"{self._client_host}:{self.http_port}"
+        return f"{_reachable(self.http_host)}:{self.http_port}"
 
     @property
     def grpc_url(self) -> str:
         """`host:port` of gRPC, as tritonclient wants it."""
-        return f"{self._client_host}:{self.grpc_port}"
+        return f"{_reachable(self.host)}:{self.grpc_port}"
 
     @property
     def metrics_url(self) -> str:
         """URL of the Prometheus metrics."""
-        return f"http://{self._client_host}:{self.metrics_port}/metrics"
-
-    @property
-    def _client_host(self) -> str:
-        return "127.0.0.1" if self.host == "0.0.0.0" else self.host
+        return f"http://{_reachable(self.host)}:{self.metrics_port}/metrics"
 
 
-def resolve_addresses(host: str, http_port: int, grpc_port: int, metrics_port: int) -> Addresses:
-    """Replace each port 0 by a free one. Raises ConfigError naming a port that is taken."""
+def resolve_addresses(
+    host: str, http_port: int, grpc_port: int, metrics_port: int, http_host: str | None = None
+) -> Addresses:
+    """Replace each port 0 by a free one. Raises ConfigError naming a port that is taken. http_host: else `host`."""
+    http_host = host if http_host is None else http_host
     with (
-        _bind(host, http_port, "HTTP") as http,
+        _bind(http_host, http_port, "HTTP") as http,
         _bind(host, grpc_port, "gRPC") as grpc,
         _bind(host, metrics_port, "metrics") as metrics,
     ):
-        return Addresses(host, *(bound.getsockname()[1] for bound in (http, grpc, metrics)))
+        http_port, grpc_port, metrics_port = (bound.getsockname()[1] for bound in (http, grpc, metrics))
+        return Addresses(host, http_port, grpc_port, metrics_port, http_host)
+
+
+def _reachable(host: str) -> str:
+    """Where clients on this machine find what listens at `host`."""
+    return "127.0.0.1" if host == "0.0.0.0" else host
 
 
 def _bind(host: str, port: int, purpose: str) -> socket.socket:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import secrets
 import signal
 import subprocess
 import tempfile
@@ -22,6 +21,7 @@ from multilora_engine.errors import MultiloraError
 from multilora_engine.shared_memory import check_free_space
 from multilora_engine.tritonserver.addresses import Addresses, resolve_addresses
 from multilora_engine.tritonserver.checkpoint import check_checkpoint
+from multilora_engine.tritonserver.hardening import hardening_arguments
 from multilora_engine.tritonserver.installation import find_installation, make_backend_directory, server_environment
 from multilora_engine.tritonserver.log import ServerLog
 from multilora_engine.tritonserver.probe import Busy, NotReady, ProbeFailed, probe_generation
@@ -34,7 +34,6 @@ logger = logging.getLogger(__name__)
 _TOKEN_VARIABLE = "MULTILORA_SERVER"
 """Set in the server's environment: it finds the stubs and engines of one server, whatever happened to their parent."""
 
-_RESTRICTED_APIS = ("model-repository", "logging", "trace")
 _POLL_S = 0.2
 _GRACE_S = 10.0
 
@@ -45,7 +44,7 @@ class ServerFailed(MultiloraError):
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """What `multilora-serve` can be told. A port of 0 means any free one."""
+    """What `multilora-serve` can be told. A port of 0 means any free one, `http_host` None is `host`."""
 
     model: Path | None = None
     model_repository: Path | None = None
@@ -55,6 +54,11 @@ class ServerOptions:
     http_port: int = 8000
     grpc_port: int = 8001
     metrics_port: int = 8002
+    http_host: str | None = None
+    grpc_certificate: Path | None = None
+    grpc_key: Path | None = None
+    grpc_client_ca: Path | None = None
+    max_http_bytes: int | None = None
     shared_memory_api: bool = False
     log_verbose: bool = False
     exit_timeout_s: int = 30
@@ -200,11 +204,14 @@ class ServerProcess:
 
     def _resolve_addresses(self) -> Addresses:
         options = self.options
-        return resolve_addresses(options.host, options.http_port, options.grpc_port, options.metrics_port)
+        return resolve_addresses(
+            options.host, options.http_port, options.grpc_port, options.metrics_port, options.http_host
+        )
 
     def _command(self) -> list[str]:
         installation = find_installation(self.options.tritonserver)
         command = [str(installation.executable), *server_arguments(self.options, self.addresses, self._regions)]
+        command += hardening_arguments(self.options, installation.executable)
         command.append(f"--model-repository={self._repository}")
         if installation.python_backend:
             backends = make_backend_directory(installation, self._folder / "backends")
@@ -263,7 +270,7 @@ class ServerProcess:
 def server_arguments(options: ServerOptions, addresses: Addresses, regions: RegionClaim) -> list[str]:
     """The command line after the executable, without the folders."""
     return [
-        f"--http-address={addresses.host}",
+        f"--http-address={addresses.http_host}",
         f"--grpc-address={addresses.host}",
         f"--metrics-address={addresses.host}",
         f"--http-port={addresses.http_port}",
@@ -274,16 +281,7 @@ def server_arguments(options: ServerOptions, addresses: Addresses, regions: Regi
         f"--exit-timeout-secs={options.exit_timeout_s}",
         f"--log-verbose={int(options.log_verbose)}",
         f"--backend-config=python,shm-region-prefix-name={regions.region_prefix}",
-        *_restrictions(options),
     ]
-
-
-def _restrictions(options: ServerOptions) -> list[str]:
-    # Closed by a secret that nobody is told: the server has no flag that turns these off. A client that may register
-    # shared memory can reach the Python backend's own regions in servers before 25.07.
-    closed = _RESTRICTED_APIS if options.shared_memory_api else ("shared-memory", *_RESTRICTED_APIS)
-    rule = f"{','.join(closed)}:multilora-closed={secrets.token_hex(16)}"
-    return [f"--http-restricted-api={rule}", f"--grpc-restricted-protocol={rule}"]
 
 
 def kill_marked_processes(token: str) -> None:

@@ -16,8 +16,10 @@ from starlette.types import Send
 
 from multilora_client.client import AsyncClient
 from multilora_client.errors import MultiloraClientError
+from multilora_client.openai.body_limit import BodyLimit
 from multilora_client.openai.catalogue import Access, Catalogue
 from multilora_client.openai.errors import Failure, failure_of, invalid_body
+from multilora_client.openai.limits import MAX_BODY_BYTES
 from multilora_client.openai.replies import ChatReply, CompletionReply, Reply
 from multilora_client.openai.schemas import ChatRequest, CompletionRequest
 
@@ -31,15 +33,26 @@ class State(TypedDict):
     catalogue: Catalogue
 
 
-def make_app(catalogue: Catalogue, connect: Callable[[], AsyncClient]) -> FastAPI:
-    """The application. `connect` makes the client, in the event loop that uses it."""
+def make_app(
+    catalogue: Catalogue,
+    connect: Callable[[], AsyncClient],
+    max_body_bytes: int = MAX_BODY_BYTES,
+    has_docs: bool = False,
+) -> FastAPI:
+    """The application. `connect` makes the client, in the event loop that uses it.
+
+    has_docs: whether it describes itself at /docs and /openapi.json, to whoever asks.
+    """
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[State]:
         async with connect() as client:
             yield {"client": client, "catalogue": catalogue}
 
-    app = FastAPI(title="multilora", lifespan=lifespan)
+    app = FastAPI(
+        title="multilora", lifespan=lifespan, redoc_url=None, openapi_url="/openapi.json" if has_docs else None
+    )
+    app.add_middleware(BodyLimit, max_bytes=max_body_bytes)
     app.include_router(router, prefix="/v1")
     app.add_exception_handler(Failure, _answer_failure)
     app.add_exception_handler(MultiloraClientError, _answer_failure)

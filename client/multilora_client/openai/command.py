@@ -11,6 +11,7 @@ import typer
 from multilora_client.client import DEFAULT_URL, AsyncClient
 from multilora_client.console import one_line_errors
 from multilora_client.errors import InvalidRequest, Unsupported
+from multilora_client.openai.limits import MAX_BODY_BYTES, MAX_CONNECTIONS
 
 if TYPE_CHECKING:
     from multilora_client.openai.catalogue import Catalogue
@@ -41,6 +42,10 @@ ApiKeys = Annotated[
     ),
 ]
 
+MaxBodyBytes = Annotated[int, typer.Option(min=1, help="Longest request; a longer one is refused with status 413.")]
+MaxConnections = Annotated[int, typer.Option(min=1, help="At once; one more is refused with status 503.")]
+Docs = Annotated[bool, typer.Option("--docs", help="Describe the interface at /docs and /openapi.json.")]
+
 
 def openai(
     server: Server = DEFAULT_URL,
@@ -50,6 +55,9 @@ def openai(
     adapters: Adapters = None,
     adapter: NamedAdapters = None,
     api_keys: ApiKeys = None,
+    max_body_bytes: MaxBodyBytes = MAX_BODY_BYTES,
+    max_connections: MaxConnections = MAX_CONNECTIONS,
+    docs: Docs = False,
 ) -> None:
     """Serve OpenAI's HTTP interface: models, chat completions and completions. `model` picks an adapter by its name.
 
@@ -65,7 +73,8 @@ def openai(
         from multilora_client.openai.app import make_app
 
         catalogue = _read_catalogue(base_model, adapters, adapter or [], api_keys)
-        uvicorn.run(make_app(catalogue, lambda: AsyncClient(server)), host=host, port=port, server_header=False)
+        application = make_app(catalogue, lambda: AsyncClient(server), max_body_bytes, docs)
+        uvicorn.run(application, host=host, port=port, server_header=False, limit_concurrency=max_connections)
 
 
 def _check_extra() -> None:

@@ -298,3 +298,28 @@ def http_scope(state: Any) -> dict[str, Any]:
 def test_an_adapter_may_not_be_called_like_the_base_model(catalogue: Catalogue) -> None:
     with pytest.raises(InvalidRequest, match="like the base model"):
         dataclasses.replace(catalogue, base="pirate")
+
+
+def test_a_body_too_long_is_refused_with_413(server: Any) -> None:
+    app = make_app(
+        Catalogue("base", {}), lambda: AsyncClient(transport=AsyncMockTransport(server)), max_body_bytes=1000
+    )
+    with TestClient(app) as front:
+        fits = front.post(COMPLETION_PATH, json=COMPLETION | {"prompt": "x" * 900})
+        too_long = front.post(COMPLETION_PATH, json=COMPLETION | {"prompt": "x" * 1000})
+        in_chunks = front.post(COMPLETION_PATH, content=iter([b"x" * 500] * 3))
+    assert fits.status_code == 200
+    for answer in (too_long, in_chunks):
+        assert answer.status_code == 413
+        assert answer.json()["error"]["message"] == "the request's body has more than 1000 bytes"
+
+
+@pytest.mark.parametrize("path", ["/docs", "/openapi.json"])
+def test_it_does_not_describe_itself_unless_told_to(server: Any, path: str) -> None:
+    def status(has_docs: bool) -> int:
+        transport = AsyncMockTransport(server)
+        app = make_app(Catalogue("base", {}), lambda: AsyncClient(transport=transport), has_docs=has_docs)
+        with TestClient(app) as front:
+            return front.get(path).status_code
+
+    assert (status(has_docs=False), status(has_docs=True)) == (404, 200)

@@ -53,7 +53,7 @@ def test_it_listens_on_loopback_and_serves_what_files_and_options_name(
 
     assert result.exit_code == 0, result.output
     ((application, options),) = served
-    assert (options["host"], options["port"]) == ("127.0.0.1", 9000)
+    assert (options["host"], options["port"], options["limit_concurrency"]) == ("127.0.0.1", 9000, 1000)
     with TestClient(application, headers={"Authorization": "Bearer k"}) as front:
         assert [model["id"] for model in front.get("/v1/models").json()["data"]] == ["base", "poet", "pirate"]
         answer = front.post("/v1/completions", json={"model": "poet", "prompt": "hi"})

@@ -27,7 +27,13 @@ def test_the_same_port_twice_is_refused() -> None:
 
 
 def test_a_server_on_every_address_is_reached_on_the_loopback() -> None:
-    addresses = Addresses("0.0.0.0", 8000, 8001, 8002)
+    addresses = Addresses("0.0.0.0", 8000, 8001, 8002, http_host="0.0.0.0")
     assert addresses.http_url == "127.0.0.1:8000"
     assert addresses.grpc_url == "127.0.0.1:8001"
     assert addresses.metrics_url == "http://127.0.0.1:8002/metrics"
+
+
+def test_http_may_listen_elsewhere() -> None:
+    addresses = resolve_addresses("0.0.0.0", 0, 0, 0, http_host="127.0.0.2")
+    assert addresses.http_url == f"127.0.0.2:{addresses.http_port}"
+    assert addresses.grpc_url == f"127.0.0.1:{addresses.grpc_port}"

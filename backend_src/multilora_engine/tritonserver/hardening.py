@@ -1,0 +1,63 @@
+"""The server's options that limit what clients can do: closed APIs, TLS, request sizes, who a client is."""
+
+from __future__ import annotations
+
+import secrets
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from multilora_engine.client_header import CLIENT_HEADER
+from multilora_engine.errors import ConfigError
+
+if TYPE_CHECKING:
+    from multilora_engine.tritonserver.process import ServerOptions
+
+_CLOSED_APIS = ("model-repository", "logging", "trace")
+_MAX_INPUT_FLAG = "--http-max-input-size"
+
+
+def hardening_arguments(options: ServerOptions, executable: Path) -> list[str]:
+    """Arguments of the server. Raises ConfigError for what contradicts itself, or this server cannot do."""
+    return [
+        *_restrictions(options),
+        *_tls(options),
+        *_size_limit(options, executable),
+        f"--http-header-forward-pattern=(?i)^{CLIENT_HEADER}$",
+        f"--grpc-header-forward-pattern=(?i)^{CLIENT_HEADER}$",
+    ]
+
+
+def _restrictions(options: ServerOptions) -> list[str]:
+    # Closed by a secret that nobody is told: the server has no flag that turns these off. A client that may register
+    # shared memory can reach the Python backend's own regions in servers before 25.07.
+    closed = _CLOSED_APIS if options.shared_memory_api else ("shared-memory", *_CLOSED_APIS)
+    rule = f"{','.join(closed)}:multilora-closed={secrets.token_hex(16)}"
+    return [f"--http-restricted-api={rule}", f"--grpc-restricted-protocol={rule}"]
+
+
+def _tls(options: ServerOptions) -> list[str]:
+    certificate, key, client_ca = options.grpc_certificate, options.grpc_key, options.grpc_client_ca
+    if certificate is None and key is None and client_ca is None:
+        return []
+    if certificate is None or key is None:
+        raise ConfigError("TLS for gRPC takes two files: give both --grpc-certificate and --grpc-key")
+    for file in filter(None, (certificate, key, client_ca)):
+        if not file.is_file():
+            raise ConfigError(f"{file} is not a file; give a PEM file")
+    arguments = [f"--grpc-server-cert={certificate.absolute()}", f"--grpc-server-key={key.absolute()}"]
+    if client_ca is None:
+        return ["--grpc-use-ssl=1", *arguments]
+    return ["--grpc-use-ssl-mutual=1", *arguments, f"--grpc-root-cert={client_ca.absolute()}"]
+
+
+def _size_limit(options: ServerOptions, executable: Path) -> list[str]:
+    if options.max_http_bytes is None:
+        return []
+    help_text = subprocess.run([str(executable), "--help"], capture_output=True, text=True).stdout
+    if _MAX_INPUT_FLAG not in help_text:
+        raise ConfigError(
+            f"--max-http-bytes: this tritonserver has no {_MAX_INPUT_FLAG}; take a newer one, or limit the size of "
+            "requests in the proxy before it"
+        )
+    return [f"{_MAX_INPUT_FLAG}={options.max_http_bytes}"]
