@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from bench_adapters import MODULES, RANKS, Bench, num_parameters, random_wire
+from bench_adapters import MODULES, RANKS, Bench, num_parameters, random_wire, throughput_run
 from support.adapters import TINY
 
 
@@ -38,3 +38,18 @@ def test_an_engine_holds_its_adapters_and_answers_all_requests(bench: Bench) -> 
         assert engine.stats.num_cached_adapters <= 9, "it should have had to evict"
     assert [len(timing.tokens) for timing in timings] == [3] * 7
     assert all(timing.first_token_s > 0 and min(timing.pauses_s) > 0 for timing in timings)
+
+
+def test_what_does_not_fit_in_memory_is_on_disk(bench: Bench) -> None:
+    with bench.engine(max_loras=4, num_adapters=8, num_in_memory=4) as engine:
+        assert any(info.location == "DISK" for info in engine.loras.describe())
+        hits = engine.loras.stats.disk.hits
+        bench.serve(engine, [bench.request(task, 5, 3) for task in range(8)], num_clients=4)
+        assert engine.loras.stats.disk.hits > hits
+
+
+def test_alike_steps_have_one_adapter_of_each_rank_of_however_many(bench: Bench) -> None:
+    one_of_each = sum(bench.adapter(task).pages.nbytes for task in range(len(RANKS)))
+    with bench.engine(max_loras=8, num_adapters=12) as engine:
+        for population in (5, 12):
+            assert throughput_run(bench, engine, "alike", population, 8).bytes_per_step == one_of_each

@@ -111,7 +111,7 @@ class HostTier:
         """Pages that will be free to go when they are written."""
         return sum(len(a.pages) for a in self.adapters if a.is_being_written and a.is_free_to_go)
 
-    def num_kept(self, besides: CachedAdapter) -> int:
+    def num_kept(self, besides: CachedAdapter | None = None) -> int:
         """Pages of the adapters that an operator keeps, but for one."""
         return sum(a.num_pages for a in self._by_task_id.values() if a.is_pinned and a is not besides)
 

@@ -26,6 +26,9 @@ from multilora_engine.lora.life_cycle import (
 )
 from multilora_kernels import LoRATables
 
+_MAX_ARRIVALS = 256
+"""Adapters on disk that may wait for room: each has a file open."""
+
 
 @dataclass(frozen=True)
 class _Arrival:
@@ -163,7 +166,7 @@ class LoRAManager:
     def pin(self, lora_task_id: int) -> CachedAdapter:
         """Hold the current version of an adapter in the host tier for a request, or have it read from disk into it.
 
-        Raises AdapterNotFound, or AdapterCacheFull if there is no room to read it.
+        Raises AdapterNotFound, or AdapterCacheFull if it is on disk and there can be no room to read it.
         """
         self._count_request(lora_task_id)
         adapter = self._find(lora_task_id)
@@ -330,7 +333,7 @@ class LoRAManager:
         file = self._find_file(lora_task_id)
         if file is None or self._disk is None:
             raise AdapterNotFound(lora_task_id)
-        self._check_room(lora_task_id, file.num_pages)
+        self._check_load(file)
         # Before it can be deleted to make room for other files.
         opened = self._disk.open(lora_task_id)
         adapter = CachedAdapter(lora_task_id, file.digest, file.ranks, file.num_pages, file.name)
@@ -352,6 +355,16 @@ class LoRAManager:
         reachable = self._host.num_reachable(replaced)
         if promised + num_pages > reachable:
             raise AdapterCacheFull(lora_task_id, num_pages, free, reachable - free, promised, self._host.pool.count)
+
+    def _check_load(self, file: DiskAdapter) -> None:
+        """Raises AdapterCacheFull when a file could never be read, or too many wait for that already.
+
+        Requests in flight are no reason: those end, and one that waits for its file takes no memory.
+        """
+        pages, kept = self._host.pool, self._host.num_kept()
+        if kept + file.num_pages > pages.count or len(self._arrivals) >= _MAX_ARRIVALS:
+            promised = sum(adapter.num_pages for adapter in self._arrivals)
+            raise AdapterCacheFull(file.lora_task_id, file.num_pages, pages.num_free, 0, promised, pages.count)
 
     def _check_pin(self, adapter: CachedAdapter) -> None:
         """Raises AdapterCacheFull when keeping one more would leave too little for an adapter that waits."""

@@ -126,8 +126,8 @@ class ManagerMachine(RuleBasedStateMachine):
             return
         except AdapterCacheFull:
             assert self.has_disk
-            needed = self._held_pages(task) + len(CONTENTS[self.contents[task]][1].pages)
-            assert needed > self.num_host_pages, "refused although evicting would have been enough"
+            needed = [len(CONTENTS[self.contents[other]][1].pages) for other in {*self.operator_pins, task}]
+            assert sum(needed) > self.num_host_pages, "refused although requests end"
             return
         assert adapter.digest == CONTENTS[self.contents[task]][1].digest
         self.pins.append((adapter, self.contents[task]))
@@ -668,3 +668,23 @@ def test_without_a_disk_tier_there_is_nothing_to_keep() -> None:
     assert manager.keep(1) is None
     with pytest.raises(AdapterNotFound):
         manager.keep(2)
+
+
+def test_a_request_for_one_on_disk_waits_while_requests_hold_all_of_the_memory(tmp_path: Path) -> None:
+    manager, workers = disk_manager(tmp_path, num_host_pages=1)
+    for task, content in enumerate((0, 4)):
+        manager.put(task, CONTENTS[content][1])
+        work(manager, workers)
+    first, second = manager.pin(1), manager.pin(0)
+    work(manager, workers)
+    assert manager.acquire(first)
+    assert not manager.acquire(second)
+    manager.release(first)
+    manager.unpin(first)
+    manager.poll()
+    work(manager, workers)
+    assert manager.acquire(second)
+    assert_tables_hold(manager, second, CONTENTS[0][0])
+    manager.release(second)
+    manager.unpin(second)
+    manager.close()
