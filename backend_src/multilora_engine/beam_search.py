@@ -148,7 +148,12 @@ def check_beam_sampling(sampling: SamplingParams) -> None:
         "runtime_top_p": sampling.top_p < 1 or sampling.top_p_decay != 1,
         "min_p": sampling.min_p > 0,
     }
-    others = {"guided decoding": sampling.guide is not None, "num_top_log_probs": sampling.num_top_log_probs > 0}
+    others = {
+        "guided decoding": sampling.guide is not None,
+        "num_top_log_probs": sampling.num_top_log_probs > 0,
+        "return_context_logits": sampling.return_context_logits,
+        "return_generation_logits": sampling.return_generation_logits,
+    }
     if names := [name for name, is_given in (drawing | others).items() if is_given]:
         raise Unsupported(f"beam_width {sampling.beam_width} together with {' and '.join(names)}")
 

@@ -148,6 +148,9 @@ class EngineConfig(BaseModel):
         int,
         Field(ge=1, description="Adapters a client may send at once; the header x-multilora-client names the client."),
     ] = 8
+    max_logits_bytes: Annotated[
+        ByteSize, Field(ge=0, description="Most bytes of context and generation logits that one answer may have.")
+    ] = ByteSize(256 << 20)
     block_size: Annotated[int, Field(ge=1, le=1024, description="Tokens of one KV cache block.")] = 16
     enable_prefix_caching: Annotated[
         bool,

@@ -77,6 +77,9 @@ _FETCH_WAIT_S = 0.005
 _NUM_PAST_DEADLINES = 64
 """How many deadlines of requests that have ended are kept, at least: forgetting them one by one would take a search."""
 
+_LOGIT_BYTES = 4
+"""Logits leave as float32."""
+
 _NUM_LORA_EVENTS = 4096
 """How many events of adapters are remembered."""
 
@@ -123,6 +126,7 @@ class Engine:
             dtype=_name(dtype),
         )
         self._timeout_s = config.request_timeout_s
+        self._max_logits_bytes = int(config.max_logits_bytes)
         self._max_beam_width = min(config.max_beam_width, config.max_num_seqs)
         self._max_loras = config.lora.max_loras
         self._max_queue_size = config.max_queue_size
@@ -284,8 +288,21 @@ class Engine:
         if sampling.end_id is not None and not -1 <= sampling.end_id < vocab_size:
             raise InvalidRequest(f"end_id is {sampling.end_id}, expected -1 (none) .. {vocab_size - 1}")
         _check_token_ids(sampling, vocab_size)
+        self._check_logits_size(request)
         if sampling.beam_width != 1:
             self._check_beams(request)
+
+    def _check_logits_size(self, request: GenerationRequest) -> None:
+        sampling = request.sampling
+        num_rows = sampling.return_context_logits * len(
+            request.prompt_token_ids
+        ) + sampling.return_generation_logits * self._max_output_tokens(request)
+        num_bytes = num_rows * self.info.vocab_size * _LOGIT_BYTES
+        if num_bytes > self._max_logits_bytes:
+            raise InvalidRequest(
+                f"the logits of {num_rows} tokens are {num_bytes} bytes, and max_logits_bytes is "
+                f"{self._max_logits_bytes}; ask for fewer tokens, or for top log-probs instead"
+            )
 
     def _check_beams(self, request: GenerationRequest) -> None:
         width = request.sampling.beam_width
@@ -424,6 +441,8 @@ class Engine:
         sequence.output_token_ids.append(token_id)
         if token.log_prob is not None:
             sequence.held_log_probs.append(token.log_prob)
+        if token.logits is not None:
+            sequence.held_logits.append(token.logits)
         if token_id in end_tokens(sequence.request.sampling, self.info.end_token_ids):
             return self._finish(sequence, "stop", end_token_ids=[token_id])
         delta = sequence.text.push(token_id)
@@ -508,6 +527,7 @@ class Engine:
 
     def _output(self, sequence: Sequence, delta: TextDelta, finish_reason: FinishReason | None = None) -> TokenOutput:
         log_probs = sequence.release_log_probs(len(delta.token_ids))
+        context_logits, generation_logits = sequence.release_logits(len(delta.token_ids))
         return TokenOutput(
             request_id=sequence.request.request_id,
             token_ids=delta.token_ids,
@@ -518,6 +538,8 @@ class Engine:
             lora_digest="" if sequence.adapter is None else sequence.adapter.digest,
             log_probs=log_probs,
             cum_log_prob=sequence.cum_log_prob,
+            generation_logits=generation_logits,
+            context_logits=context_logits,
             perf=None if finish_reason is None else sequence.perf,
         )
 

@@ -166,9 +166,9 @@ class BlockAllocator:
         return -(-num_tokens // self.block_size)
 
     def _known_prefix(self, sequence: Sequence) -> list[int]:
-        """The blocks of the longest known prefix that leaves a token to compute."""
+        """The blocks of the longest known prefix that leaves a token to compute; none if all logits are wanted."""
         blocks: list[int] = []
-        if self._enable_prefix_caching:
+        if self._enable_prefix_caching and not sequence.request.sampling.return_context_logits:
             for index in range((sequence.num_tokens - 1) // self.block_size):
                 block = self._block_of_key.get(self._key(sequence, index))
                 if block is None:

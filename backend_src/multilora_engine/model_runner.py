@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -31,7 +32,8 @@ class ModelRunner:
         batch = self.build_batch(step)
         logits = self._model.forward(batch, self._kv_cache, on_layer)
         sampled = [scheduled.sequence for scheduled in step if scheduled.is_sampled]
-        return sample(logits, sampled, self._model.config.end_token_ids) if sampled else []
+        _keep_context_logits(step, logits[len(sampled) :])
+        return sample(logits[: len(sampled)], sampled, self._model.config.end_token_ids) if sampled else []
 
     @torch.inference_mode()
     def copy_blocks(self, copies: list[BlockCopy]) -> None:
@@ -51,7 +53,6 @@ class ModelRunner:
         positions = torch.cat([torch.arange(s.start, s.start + s.num_tokens) for s in step])
         sequence_of_token = torch.repeat_interleave(torch.arange(len(step)), torch.tensor(query_lens))
         slot_mapping = block_tables[sequence_of_token, positions // block_size] * block_size + positions % block_size
-        last_rows = torch.tensor(query_lens).cumsum(0) - 1
         return ForwardBatch(
             input_ids=torch.tensor([token for scheduled in step for token in scheduled.token_ids]).to(device),
             positions=positions.to(device),
@@ -60,7 +61,7 @@ class ModelRunner:
             context_lens=context_lens,
             block_tables=block_tables.to(device),
             num_decodes=sum(query_len == 1 for query_len in query_lens),
-            logits_indices=last_rows[[scheduled.is_sampled for scheduled in step]].to(device),
+            logits_indices=_logits_indices(step).to(device),
             block_size=block_size,
             lora=self._lora_batch(step, sequence_of_token),
         )
@@ -73,6 +74,27 @@ class ModelRunner:
         tables = self._loras.tables
         mapping = indices[sequence_of_token].to(self._device)
         return LoRABatch(tables, lora_segments(mapping, max_loras=len(tables.rank)))
+
+
+def _logits_indices(step: list[ScheduledSequence]) -> torch.Tensor:
+    """int64: the last row of each sequence that is sampled, then the rows of the prompts whose logits are wanted."""
+    ends = list(itertools.accumulate(scheduled.num_tokens for scheduled in step))
+    sampled = [end - 1 for scheduled, end in zip(step, ends, strict=True) if scheduled.is_sampled]
+    context = [
+        end - scheduled.num_tokens + position - scheduled.start
+        for scheduled, end in zip(step, ends, strict=True)
+        for position in scheduled.context_positions
+    ]
+    return torch.tensor(sampled + context, dtype=torch.int64)
+
+
+def _keep_context_logits(step: list[ScheduledSequence], logits: torch.Tensor) -> None:
+    """logits: the rows of all `context_positions` of a step."""
+    if len(logits):
+        rows = iter(logits.cpu().numpy())
+        for scheduled in step:
+            for _ in scheduled.context_positions:
+                scheduled.sequence.context_logits.append(next(rows).tobytes())
 
 
 def _block_tables(step: list[ScheduledSequence]) -> torch.Tensor:

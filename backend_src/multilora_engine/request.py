@@ -55,7 +55,8 @@ class SamplingParams:
     by token ids, as upstream's `stop_words_list` has them.
 
     return_log_probs: log-probabilities of the chosen tokens, by the model's own logits. num_top_log_probs: of so many
-    most probable tokens beside it.
+    most probable tokens beside it. return_context_logits, return_generation_logits: these logits themselves, behind
+    each token of the prompt, and those that each token of the answer was chosen by.
 
     beam_width > 1: not a drawn answer but the so many likeliest ones that beam search finds (beam_search.py), ranked by
     the log-probs of their tokens, after temperature, biases and penalties, added up and divided by length
@@ -85,6 +86,8 @@ class SamplingParams:
     guide: Guide | None = None
     return_log_probs: bool = False
     num_top_log_probs: int = 0
+    return_context_logits: bool = False
+    return_generation_logits: bool = False
     beam_width: int = 1
     length_penalty: float = 0.0
     early_stopping: int = 1
@@ -167,6 +170,7 @@ class TokenOutput:
     num_prompt_tokens, num_output_tokens: totals so far.
     lora_digest: digest of the adapter that answered, empty for the base model.
     log_probs: one per entry of `token_ids` when the request asked for them. cum_log_prob: their sum so far.
+    generation_logits: likewise, float32 [tokens, vocab]. context_logits: of the whole prompt, in the first output.
     perf: in the last output.
     beams: all that beam search gives, in the one output there is: best first, at most `beam_width`. Its reason is the
         best answer's, and num_output_tokens counts all of them.
@@ -183,6 +187,8 @@ class TokenOutput:
     lora_digest: str = ""
     log_probs: list[TokenLogProb] = field(default_factory=list)
     cum_log_prob: float = 0.0
+    generation_logits: bytes = b""
+    context_logits: bytes = b""
     perf: PerfMetrics | None = None
     beams: list[BeamOutput] = field(default_factory=list)
 
@@ -213,7 +219,8 @@ class Sequence:
     num_allocated_blocks, num_reused_blocks: KV cache blocks it was ever given, and those of them that came with the
         keys and values of its tokens. These two and the two above are written by the block allocator only.
     bias: `embedding_bias` on the device, token ids int64 [n] and biases float32 [n].
-    held_log_probs: of the tokens that have not left yet. cum_log_prob: the sum over those that have.
+    held_log_probs, held_logits: of the tokens that have not left yet. cum_log_prob: the sum over those that have.
+    context_logits: of the prompt's first tokens, a row each, until they leave; written by the model runner only.
     search: the beam search it belongs to. The sequence of the request is its first beam and stands for all of them:
         only its `status`, times and place in the queues count. siblings: of that first one, the other beams.
     score: of a beam, the sum of its tokens' log-probs.
@@ -240,6 +247,8 @@ class Sequence:
     num_reused_blocks: int = 0
     bias: tuple[torch.Tensor, torch.Tensor] | None = None
     held_log_probs: list[TokenLogProb] = field(default_factory=list)
+    held_logits: list[bytes] = field(default_factory=list)
+    context_logits: list[bytes] = field(default_factory=list)
     cum_log_prob: float = 0.0
     search: BeamSearch | None = None
     siblings: list[Sequence] = field(default_factory=list)
@@ -298,3 +307,9 @@ class Sequence:
         released, self.held_log_probs = self.held_log_probs[:num_tokens], self.held_log_probs[num_tokens:]
         self.cum_log_prob += sum(token.log_prob for token in released)
         return released
+
+    def release_logits(self, num_tokens: int) -> tuple[bytes, bytes]:
+        """Those of the prompt, if they have not left yet, and those of the next `num_tokens` tokens that leave."""
+        context, self.context_logits = self.context_logits, []
+        released, self.held_logits = self.held_logits[:num_tokens], self.held_logits[num_tokens:]
+        return b"".join(context), b"".join(released)

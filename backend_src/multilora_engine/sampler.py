@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -20,11 +21,13 @@ class SampledToken:
 
     token_id: None when what the request forbids left nothing to choose.
     continuations: of a beam, from which the search chooses; its token_id and log_prob mean nothing.
+    logits: the model's own, float32 [vocab].
     """
 
     token_id: int | None
     log_prob: TokenLogProb | None = None
     continuations: Continuations | None = None
+    logits: bytes | None = None
 
 
 def sample(logits: torch.Tensor, sequences: list[Sequence], end_token_ids: tuple[int, ...]) -> list[SampledToken]:
@@ -35,6 +38,7 @@ def sample(logits: torch.Tensor, sequences: list[Sequence], end_token_ids: tuple
     """
     scored = [row for row, s in enumerate(sequences) if s.request.sampling.return_log_probs and s.search is None]
     log_probs = logits[scored].log_softmax(dim=-1) if scored else None
+    kept = _own_logits(logits, sequences)
     restricted = adjust_logits(logits, sequences, end_token_ids)
     token_ids = _choose(logits, sequences)
     tokens = [SampledToken(token_id) for token_id in token_ids.tolist()]
@@ -46,7 +50,16 @@ def sample(logits: torch.Tensor, sequences: list[Sequence], end_token_ids: tuple
         ranked = rank_continuations(logits[beams], [sequences[row] for row in beams])
         for row, continuations in zip(beams, ranked, strict=True):
             tokens[row] = SampledToken(None, continuations=continuations)
+    for row, values in kept.items():
+        tokens[row] = dataclasses.replace(tokens[row], logits=values)
     return tokens
+
+
+def _own_logits(logits: torch.Tensor, sequences: list[Sequence]) -> dict[int, bytes]:
+    """By row, of the sequences that ask for them."""
+    rows = [row for row, sequence in enumerate(sequences) if sequence.request.sampling.return_generation_logits]
+    values = logits[rows].cpu().numpy() if rows else ()
+    return {row: value.tobytes() for row, value in zip(rows, values, strict=True)}
 
 
 def _choose(logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:

@@ -31,6 +31,14 @@ class ScheduledSequence:
         return self.start + self.num_tokens == self.sequence.num_tokens
 
     @property
+    def context_positions(self) -> range:
+        """The prompt's tokens in this step whose logits the request wants and has not got before a preemption."""
+        sequence = self.sequence
+        if not sequence.request.sampling.return_context_logits or sequence.output_token_ids:
+            return range(0)
+        return range(max(self.start, len(sequence.context_logits)), self.start + self.num_tokens)
+
+    @property
     def token_ids(self) -> list[int]:
         return self.sequence.token_ids(self.start, self.start + self.num_tokens)
 

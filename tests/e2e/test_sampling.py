@@ -64,6 +64,21 @@ def test_what_was_not_asked_for_is_not_sent_and_in_an_ensemble_empty(triton_grpc
     assert result.as_numpy("arrival_time_ns").tolist() == [[0]]
 
 
+@pytest.mark.parametrize("model", ["generation_unary", "ensemble_unary"])
+def test_top_log_probs_and_logits_tell_the_same(triton_grpc: GrpcClient, model: str) -> None:
+    wanted = {"num_top_log_probs": 3, "return_context_logits": True, "return_generation_logits": True}
+    result = infer(triton_grpc, model, ask(**wanted))
+    generation, context = result.as_numpy("generation_logits"), result.as_numpy("context_logits")
+    num_tokens = int(result.as_numpy("num_output_tokens").item())
+    assert generation.shape[:3] == (1, 1, num_tokens)
+    assert context.shape == (1, int(result.as_numpy("num_input_tokens").item()), generation.shape[-1])
+    np.testing.assert_allclose(context[0, -1], generation[0, 0, 0], atol=1e-3)
+    ids, values = result.as_numpy("top_log_prob_ids"), result.as_numpy("top_log_probs")
+    assert ids.shape == values.shape == (1, 1, num_tokens, 3)
+    np.testing.assert_array_equal(ids[..., 0], generation.argmax(-1))
+    np.testing.assert_allclose(values[..., 0], result.as_numpy("output_log_probs"), atol=1e-3)
+
+
 @pytest.mark.parametrize(("model", "flag"), [("generation", "streaming"), ("ensemble", "stream")])
 def test_a_streams_log_probs_go_with_its_tokens(
     server: ServerProcess, triton_grpc: GrpcClient, model: str, flag: str

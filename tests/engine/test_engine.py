@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from random import Random
 
+import numpy as np
 import pytest
 import torch
 from support.adapters import wire_adapter
@@ -169,6 +170,75 @@ def test_log_probs_are_those_of_transformers_one_for_each_token(engine: Engine, 
         ]
         assert answer.final is not None
         assert answer.final.cum_log_prob == pytest.approx(float(chosen.sum()), abs=1e-3)
+
+
+def logits_of(values: bytes) -> torch.Tensor:
+    return torch.from_numpy(np.frombuffer(values, np.float32).copy()).view(-1, VOCAB_SIZE)
+
+
+def test_logits_are_those_of_transformers_whatever_the_chunks_and_the_cache(
+    checkpoint: Path, default_model_dir: Path
+) -> None:
+    oracle = LlamaForCausalLM.from_pretrained(checkpoint).eval()
+    engine = make_engine(checkpoint, default_model_dir, max_num_batched_tokens=24, max_num_seqs=8)
+    wanted = {"return_context_logits": True, "return_generation_logits": True}
+    prompt = [i % 7 for i in range(40)]
+    requests = [
+        request("both", prompt, repetition_penalty=3.0, bad_token_sequences=((5,),), **wanted),
+        request("again", prompt, **wanted),
+        request("answer", prompt[:3], return_generation_logits=True, stop_words=("never",)),
+        request("neither", prompt[:20]),
+    ]
+    run_all(engine, [request("before", prompt)])
+    outputs = {name: Answer() for name in ("both", "again", "answer", "neither")}
+    context, generation = dict.fromkeys(outputs, b""), dict.fromkeys(outputs, b"")
+    for one in requests:
+        engine.add_request(one)
+    while engine.has_work:
+        for output in engine.step():
+            outputs[output.request_id].add(output)
+            assert not output.context_logits or not context[output.request_id]
+            context[output.request_id] += output.context_logits
+            generation[output.request_id] += output.generation_logits
+            if output.generation_logits:
+                assert len(logits_of(output.generation_logits)) == len(output.token_ids)
+        engine.check_integrity()
+    for one in requests:
+        answer = outputs[one.request_id].token_ids
+        with torch.inference_mode():
+            expected = oracle(torch.tensor([one.prompt_token_ids + answer])).logits[0]
+        num_prompt = len(one.prompt_token_ids)
+        if one.sampling.return_context_logits:
+            torch.testing.assert_close(logits_of(context[one.request_id]), expected[:num_prompt], rtol=0, atol=1e-4)
+        if one.sampling.return_generation_logits:
+            rows = expected[num_prompt - 1 : -1]
+            torch.testing.assert_close(logits_of(generation[one.request_id]), rows, rtol=0, atol=1e-4)
+    assert (context["answer"], context["neither"], generation["neither"]) == (b"", b"", b"")
+
+
+def test_preempted_requests_get_their_logits_once(checkpoint: Path, default_model_dir: Path) -> None:
+    wanted = {"return_context_logits": True, "return_generation_logits": True}
+    requests = [request(f"r{i}", [i + 1] * 20, max_tokens=40, stop_words=("\x00",), **wanted) for i in range(4)]
+    tight = make_engine(checkpoint, default_model_dir, max_model_len=64, kv_cache_memory_bytes=40 * 1024)
+    received = {one.request_id: [0, 0] for one in requests}
+    for one in requests:
+        tight.add_request(one)
+    while tight.has_work:
+        for output in tight.step():
+            received[output.request_id][0] += len(logits_of(output.context_logits))
+            received[output.request_id][1] += len(logits_of(output.generation_logits))
+    assert tight.stats.num_preemptions > 0
+    assert set(map(tuple, received.values())) == {(20, 40)}
+
+
+def test_more_logits_than_the_limit_are_refused_with_the_numbers(checkpoint: Path, default_model_dir: Path) -> None:
+    engine = make_engine(checkpoint, default_model_dir, max_logits_bytes=10 * VOCAB_SIZE * 4)
+    wanted = {"return_context_logits": True, "return_generation_logits": True}
+    with pytest.raises(
+        InvalidRequest, match=r"the logits of 11 tokens are 13684 bytes, and max_logits_bytes is 12440;"
+    ):
+        engine.add_request(request("r", [1, 2, 3], **wanted))
+    run_all(engine, [request("r", [1, 2], **wanted)])
 
 
 def test_preemption_changes_no_token_no_penalty_and_no_log_prob(checkpoint: Path, default_model_dir: Path) -> None:

@@ -281,4 +281,6 @@ def _join(first: TokenOutput, second: TokenOutput) -> TokenOutput:
         token_ids=first.token_ids + second.token_ids,
         text=first.text + second.text,
         log_probs=first.log_probs + second.log_probs,
+        generation_logits=first.generation_logits + second.generation_logits,
+        context_logits=first.context_logits + second.context_logits,
     )

@@ -47,6 +47,7 @@ class GenerateCall:
     excludes_input: bool
     pad_id: int
     returns_perf: bool
+    vocab_size: int
 
     @property
     def is_search(self) -> bool:
@@ -90,6 +91,7 @@ def _read_generate(inputs: InputTensors, info: EngineInfo, tokenizer: Tokenizer)
         is_streaming=is_streaming,
         excludes_input=inputs.common("exclude_input_in_output", default=info.exclude_input_in_output),
         pad_id=_read_pad_id(inputs, info),
+        vocab_size=info.vocab_size,
         returns_perf=inputs.common("return_perf_metrics", default=False),
         adapter=_read_adapter(inputs, info) if inputs.present(*_WEIGHTS) else None,
     )
@@ -127,6 +129,7 @@ def _read_sampling(inputs: InputTensors, row: int, info: EngineInfo, tokenizer: 
     temperature = _in_range(inputs, "temperature", row, 0.0, math.inf)
     top_p = _in_range(inputs, "runtime_top_p", row, -math.inf, 1.0)
     top_p = top_p if top_p is not None and top_p > 0 else None
+    num_top_log_probs = _in_range(inputs, "num_top_log_probs", row, 0, math.inf) or 0
     min_p = _in_range(inputs, "min_p", row, 0.0, 1.0) or 0.0
     top_k = _in_range(inputs, "runtime_top_k", row, 0, math.inf)
     if top_k is None:
@@ -151,7 +154,10 @@ def _read_sampling(inputs: InputTensors, row: int, info: EngineInfo, tokenizer: 
         # Upstream's own examples send one empty stop word where they mean none.
         stop_words=tuple(word for word in inputs.texts("stop_words", row) if word),
         stop_token_sequences=read_sequences(inputs, "stop_words_list", row),
-        return_log_probs=inputs.common("return_log_probs", default=False),
+        return_log_probs=inputs.common("return_log_probs", default=False) or num_top_log_probs > 0,
+        num_top_log_probs=num_top_log_probs,
+        return_context_logits=inputs.common("return_context_logits", default=False),
+        return_generation_logits=inputs.common("return_generation_logits", default=False),
         guide=_read_guide(inputs, row),
         beam_width=_in_range(inputs, "beam_width", row, 1, math.inf) or 1,
         length_penalty=_in_range(inputs, "len_penalty", row, -math.inf, math.inf) or 0.0,

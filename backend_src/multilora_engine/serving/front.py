@@ -127,7 +127,14 @@ def _expand(call: GenerateCall, timeout_s: float | None) -> tuple[list[Generatio
             request = GenerationRequest(new_id(), prompt, sampling, lora_task_id, timeout_s, lora_name=lora_name)
             requests.append(request)
             rows[request.request_id] = ReplyRow(
-                batch_index, sequence_index, lora_task_id, sampling.return_log_probs, call.returns_perf
+                batch_index,
+                sequence_index,
+                lora_task_id,
+                returns_log_probs=sampling.return_log_probs,
+                returns_perf=call.returns_perf,
+                returns_top_log_probs=sampling.num_top_log_probs > 0,
+                returns_generation_logits=sampling.return_generation_logits,
+                vocab_size=call.vocab_size,
             )
     return requests, rows
 

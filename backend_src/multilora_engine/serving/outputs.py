@@ -17,6 +17,8 @@ class RowAnswer:
     """What a response says about one sequence of a row. `finish_reason` is empty while there is more to come.
 
     log_probs, of the answer's tokens in this response, and perf are None when there is nothing to say of them.
+    top_log_probs: likewise, of each token the most probable ones, best first. generation_logits: likewise, float32
+    [tokens, vocab]. context_logits: the same of the prompt's tokens, None also where another response has them.
     """
 
     batch_index: int
@@ -31,6 +33,9 @@ class RowAnswer:
     cum_log_prob: float = 0.0
     log_probs: list[float] | None = None
     perf: PerfMetrics | None = None
+    top_log_probs: list[tuple[tuple[int, float], ...]] | None = None
+    context_logits: NDArray[np.float32] | None = None
+    generation_logits: NDArray[np.float32] | None = None
 
 
 @dataclass(frozen=True)
@@ -44,23 +49,33 @@ class ReplyRow:
     lora_task_id: int | None = None
     returns_log_probs: bool = False
     returns_perf: bool = False
+    returns_top_log_probs: bool = False
+    returns_generation_logits: bool = False
+    vocab_size: int = 0
 
-    def answer(self, token_ids: list[int], text: str, log_probs: list[float], output: TokenOutput) -> RowAnswer:
-        """These tokens, this text and these log-probs; everything else as `output`, the row's latest, has it."""
+    def answer(self, output: TokenOutput) -> RowAnswer:
+        """What a response says that has all of `output`."""
+        context_logits, generation_logits = map(self._read_logits, (output.context_logits, output.generation_logits))
         return RowAnswer(
             batch_index=self.batch_index,
             sequence_index=self.sequence_index,
-            token_ids=token_ids,
-            text=text,
+            token_ids=output.token_ids,
+            text=output.text,
             finish_reason=output.finish_reason or "",
             num_input_tokens=output.num_prompt_tokens,
             num_output_tokens=output.num_output_tokens,
             lora_task_id=self.lora_task_id or 0,
             lora_digest=output.lora_digest,
             cum_log_prob=output.cum_log_prob,
-            log_probs=log_probs if self.returns_log_probs else None,
+            log_probs=[token.log_prob for token in output.log_probs] if self.returns_log_probs else None,
             perf=output.perf if self.returns_perf else None,
+            top_log_probs=[token.top for token in output.log_probs] if self.returns_top_log_probs else None,
+            context_logits=context_logits if output.context_logits else None,
+            generation_logits=generation_logits if self.returns_generation_logits else None,
         )
+
+    def _read_logits(self, values: bytes) -> NDArray[np.float32]:
+        return np.frombuffer(values, np.float32).reshape(-1, max(self.vocab_size, 1))
 
 
 def output_arrays(
@@ -74,9 +89,11 @@ def output_arrays(
 
     answers: row by row, `num_sequences` of each, which take the place of upstream's beams.
     output_ids is [rows, num_sequences, longest], where `pad_id` fills up shorter ones; output_log_probs is the same,
-    filled up with 0. Of the others, what is the same for all sequences of a row (`_SAME_IN_A_ROW`) is [rows, 1], all
-    else is [rows, num_sequences]. Log-probs and performance metrics are left out where the answers have none, unless
-    `is_complete`: then they are zeros, or no values at all. Logits are never known: left out, or empty.
+    filled up with 0; top_log_probs and top_log_prob_ids have the most probable tokens of each token behind that, and
+    generation_logits [rows, num_sequences, longest, vocab]; context_logits is [rows, longest prompt, vocab]. Of the
+    others, what is the same for all sequences of a row (`_SAME_IN_A_ROW`) is [rows, 1], all else is [rows,
+    num_sequences]. Log-probs, logits and performance metrics are left out where the answers have none, unless
+    `is_complete`: then they are zeros, or no values at all.
     """
     arrays = {name: build(answers) for name, build in _COLUMNS.items() if name in names}
     if "output_ids" in names:
@@ -85,8 +102,10 @@ def output_arrays(
         arrays |= {name: build(answers) for name, build in _LOG_PROB_COLUMNS.items() if name in names}
     if is_complete or all(answer.perf is not None for answer in answers):
         arrays |= {name: build(answers) for name, build in _PERF_COLUMNS.items() if name in names}
-    if is_complete:
-        arrays |= {name: build(answers) for name, build in _LOGITS_COLUMNS.items() if name in names}
+    for name, (value, nothing) in _OPTIONAL_COLUMNS.items():
+        values = [value(answer) for answer in answers]
+        if name in names and (is_complete or all(array is not None for array in values)):
+            arrays[name] = _stacked([nothing if array is None else array for array in values])
     return {name: _by_row(name, array, num_sequences) for name, array in arrays.items()}
 
 
@@ -133,10 +152,16 @@ _LOG_PROB_COLUMNS: Mapping[str, Callable[[Sequence[RowAnswer]], NDArray[Any]]] =
     "output_log_probs": lambda rows: _padded([row.log_probs or [] for row in rows], 0.0, np.float32),
 }
 
-_LOGITS_COLUMNS: Mapping[str, Callable[[Sequence[RowAnswer]], NDArray[Any]]] = {
-    "context_logits": lambda rows: np.empty((len(rows), 0, 0), np.float32),
-    "generation_logits": lambda rows: np.empty((len(rows), 1, 0, 0), np.float32),
+_OPTIONAL_COLUMNS: Mapping[str, tuple[Callable[[RowAnswer], NDArray[Any] | None], NDArray[Any]]] = {
+    "top_log_prob_ids": (lambda row: _top_column(row, 0, np.int32), np.empty((1, 0, 0), np.int32)),
+    "top_log_probs": (lambda row: _top_column(row, 1, np.float32), np.empty((1, 0, 0), np.float32)),
+    "context_logits": (lambda row: row.context_logits, np.empty((0, 0), np.float32)),
+    "generation_logits": (
+        lambda row: None if row.generation_logits is None else row.generation_logits[np.newaxis],
+        np.empty((1, 0, 0), np.float32),
+    ),
 }
+"""What one answer has, None if nothing; and what nothing looks like."""
 
 _PERF_COLUMNS: Mapping[str, Callable[[Sequence[RowAnswer]], NDArray[Any]]] = {
     "arrival_time_ns": _perf_numbers(lambda perf: perf.arrival_time_ns, np.int64),
@@ -151,6 +176,23 @@ _PERF_COLUMNS: Mapping[str, Callable[[Sequence[RowAnswer]], NDArray[Any]]] = {
     "total_accepted_draft_tokens": _perf_numbers(lambda perf: 0),
     "total_draft_tokens": _perf_numbers(lambda perf: 0),
 }
+
+
+def _top_column(row: RowAnswer, field: int, dtype: type) -> NDArray[Any] | None:
+    """The ids (field 0) or values (1) of the most probable tokens, [1, tokens, how many]."""
+    if row.top_log_probs is None:
+        return None
+    count = len(row.top_log_probs[0]) if row.top_log_probs else 0
+    values = [[entry[field] for entry in top] for top in row.top_log_probs]
+    return np.array(values, dtype).reshape(1, len(values), count)
+
+
+def _stacked(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """Behind a new first dimension, filled up with 0 to the largest size in every other one."""
+    stacked = np.zeros((len(arrays), *np.max([array.shape for array in arrays], axis=0)), arrays[0].dtype)
+    for target, array in zip(stacked, arrays, strict=True):
+        target[tuple(map(slice, array.shape))] = array
+    return stacked
 
 
 def _padded(rows: Sequence[Sequence[float]], pad: float, dtype: type) -> NDArray[Any]:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from multilora_engine.errors import RelayedError, RequestError
-from multilora_engine.request import BeamOutput, TokenOutput
+from multilora_engine.request import BeamOutput, TokenLogProb, TokenOutput
 from multilora_engine.serving.outputs import ReplyRow, RowAnswer, output_arrays
 from multilora_engine.serving.triton_api import TritonRequest, backend_utils, error_response
 
@@ -91,7 +91,7 @@ class StreamReply(Reply):
     def _answer(self, output: TokenOutput) -> None:
         if output.is_final:
             self._open.remove(output.request_id)
-        answer = self._rows[output.request_id].answer(output.token_ids, output.text, _log_probs(output), output)
+        answer = self._rows[output.request_id].answer(output)
         self._responder.send([answer], self._pad_id, is_final=not self._open)
 
 
@@ -105,7 +105,9 @@ class Transcript:
     row: ReplyRow
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
-    log_probs: list[float] = field(default_factory=list)
+    log_probs: list[TokenLogProb] = field(default_factory=list)
+    generation_logits: list[bytes] = field(default_factory=list)
+    context_logits: bytes = b""
     last: TokenOutput | None = None
     num_beams: int = 0
 
@@ -116,27 +118,42 @@ class Transcript:
     def append(self, output: TokenOutput) -> None:
         self.token_ids += output.token_ids
         self.text += output.text
-        self.log_probs += _log_probs(output)
+        self.log_probs += output.log_probs
+        self.generation_logits.append(output.generation_logits)
+        self.context_logits = self.context_logits or output.context_logits
         self.last = output
 
     def answers(self) -> list[RowAnswer]:
         assert self.last is not None
         if not self.num_beams:
-            return [self.row.answer(self.token_ids, self.text, self.log_probs, self.last)]
+            return [self.row.answer(self._whole(self.last))]
         missing = [_no_beam(self.last)] * (self.num_beams - len(self.last.beams))
         beams = [*self.last.beams, *missing][: self.num_beams]
         return [self._beam_answer(index, beam, self.last) for index, beam in enumerate(beams)]
 
+    def _whole(self, last: TokenOutput) -> TokenOutput:
+        return dataclasses.replace(
+            last,
+            token_ids=self.token_ids,
+            text=self.text,
+            log_probs=self.log_probs,
+            generation_logits=b"".join(self.generation_logits),
+            context_logits=self.context_logits,
+        )
+
     def _beam_answer(self, index: int, beam: BeamOutput, output: TokenOutput) -> RowAnswer:
         row = dataclasses.replace(self.row, sequence_index=index)
-        output = dataclasses.replace(
-            output,
-            finish_reason=beam.finish_reason,
-            num_output_tokens=len(beam.token_ids),
-            cum_log_prob=beam.cum_log_prob,
+        return row.answer(
+            dataclasses.replace(
+                output,
+                token_ids=self.token_ids + beam.token_ids,
+                text=self.text + beam.text,
+                finish_reason=beam.finish_reason,
+                num_output_tokens=len(beam.token_ids),
+                log_probs=beam.log_probs,
+                cum_log_prob=beam.cum_log_prob,
+            )
         )
-        log_probs = [token.log_prob for token in beam.log_probs]
-        return row.answer(self.token_ids + beam.token_ids, self.text + beam.text, log_probs, output)
 
 
 class EachReply(Reply):
@@ -201,7 +218,3 @@ def _no_beam(output: TokenOutput) -> BeamOutput:
 def _response(arrays: Mapping[str, NDArray[Any]]) -> Any:
     pb = backend_utils()
     return pb.InferenceResponse([pb.Tensor(name, array) for name, array in arrays.items()])
-
-
-def _log_probs(output: TokenOutput) -> list[float]:
-    return [token.log_prob for token in output.log_probs]

@@ -33,8 +33,6 @@ UNSUPPORTED_OPTIONS: Mapping[str, str] = {
     "lookahead_window_size": _DRAFT,
     "lookahead_ngram_size": _DRAFT,
     "lookahead_verification_set_size": _DRAFT,
-    "return_context_logits": "logits",
-    "return_generation_logits": "logits",
     "retention_decode_priority": _RETENTION,
     "retention_decode_duration_ms": _RETENTION,
 }

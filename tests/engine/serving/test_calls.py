@@ -77,6 +77,10 @@ def without(tensors: dict[str, Any], name: str) -> dict[str, Any]:
             },
         ),
         ({"return_log_probs": [[True]]}, {"return_log_probs": True}),
+        ({"num_top_log_probs": [[2]]}, {"return_log_probs": True, "num_top_log_probs": 2}),
+        ({"num_top_log_probs": [[0]]}, {}),
+        ({"return_context_logits": [[True]]}, {"return_context_logits": True}),
+        ({"return_generation_logits": [[True]]}, {"return_generation_logits": True}),
         ({"guided_decoding_guide_type": [["json"]]}, {"guide": Guide("json")}),
         (
             {"guided_decoding_guide_type": [["json_schema"]], "guided_decoding_guide": [["{}"]]},
@@ -125,6 +129,7 @@ def test_sampling_is_greedy_unless_asked(read: Any, tensors: dict[str, Any], exp
         ({"guided_decoding_guide_type": [["regex"]]}, r"guided_decoding_guide is missing; a guide of type regex"),
         ({"num_return_sequences": [[0]]}, r"num_return_sequences is 0, expected a number in \[1, 128\]"),
         ({"num_return_sequences": [[129]]}, r"num_return_sequences is 129"),
+        ({"num_top_log_probs": [[-1]]}, r"num_top_log_probs is -1, expected a number >= 0"),
         ({"beam_width": [[0]]}, r"beam_width is 0, expected a number >= 1"),
         ({"len_penalty": [[np.nan]]}, r"len_penalty is nan, expected a finite number"),
         ({"beam_search_diversity_rate": [[np.inf]]}, r"beam_search_diversity_rate is inf"),

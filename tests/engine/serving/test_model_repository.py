@@ -14,7 +14,7 @@ from tritonclient.grpc import model_config_pb2
 
 from multilora_engine.config import EngineConfig, parameter_descriptions
 from multilora_engine.serving.inputs import ENSEMBLE_NAMES
-from multilora_engine.serving.outputs import _COLUMNS, _LOG_PROB_COLUMNS, _LOGITS_COLUMNS, _PERF_COLUMNS
+from multilora_engine.serving.outputs import _COLUMNS, _LOG_PROB_COLUMNS, _OPTIONAL_COLUMNS, _PERF_COLUMNS
 from multilora_engine.serving.unsupported import UNSUPPORTED_OPTIONS, UNSUPPORTED_TENSORS
 from multilora_engine.tritonserver.upstream_models import door_config, text_door_config
 
@@ -59,8 +59,8 @@ def test_both_generation_models_take_and_give_the_same() -> None:
 def test_the_declared_outputs_are_those_the_code_can_build() -> None:
     assert (
         set(tensors(config("generation").output))
-        == {*OUTPUT_NAMES, *_LOGITS_COLUMNS, "context_phase_params"}
-        == {*_COLUMNS, *_LOG_PROB_COLUMNS, *_LOGITS_COLUMNS, *_PERF_COLUMNS, "output_ids", "context_phase_params"}
+        == {*OUTPUT_NAMES, *_OPTIONAL_COLUMNS, "context_phase_params"}
+        == {*_COLUMNS, *_LOG_PROB_COLUMNS, *_OPTIONAL_COLUMNS, *_PERF_COLUMNS, "output_ids", "context_phase_params"}
     )
 
 

@@ -5,9 +5,10 @@ import dataclasses
 import numpy as np
 from support.fake_triton import LOG_PROB_NAMES, OUTPUT_NAMES, PERF_NAMES
 
-from multilora_engine.request import PerfMetrics, TokenOutput
+from multilora_engine.request import PerfMetrics, TokenLogProb, TokenOutput
 from multilora_engine.serving.outputs import ReplyRow, RowAnswer, output_arrays
 
+LOGITS_NAMES = {"top_log_prob_ids", "top_log_probs", "context_logits", "generation_logits"}
 FIRST = RowAnswer(0, 0, [1, 2, 3], "aé", "stop", 1, 2, 2**64 - 1, "d1")
 SECOND = RowAnswer(1, 0, [4], "", "", 5, 0, 0, "")
 
@@ -49,7 +50,7 @@ def test_only_what_is_wanted_is_built() -> None:
 
 
 def test_an_answer_without_tokens_is_an_empty_tensor() -> None:
-    empty = ReplyRow().answer([], "", [], TokenOutput("r", [], "", finish_reason="stop"))
+    empty = ReplyRow().answer(TokenOutput("r", [], "", finish_reason="stop"))
     assert output_arrays([empty], OUTPUT_NAMES, 0)["output_ids"].shape == (1, 1, 0)
 
 
@@ -81,14 +82,39 @@ def test_log_probs_and_times_are_there_when_the_rows_have_them() -> None:
     }
 
 
+def test_logits_and_top_log_probs_are_filled_up_to_the_longest() -> None:
+    row = ReplyRow(returns_log_probs=True, returns_top_log_probs=True, returns_generation_logits=True, vocab_size=3)
+    logits = np.arange(12, dtype=np.float32).reshape(4, 3)
+    top = [TokenLogProb(-1.0, ((7, -1.0), (8, -2.0))), TokenLogProb(-3.0, ((9, -0.5), (7, -3.0)))]
+    outputs = [
+        TokenOutput("a", [1, 2], "x", log_probs=top, generation_logits=logits[:2].tobytes(), context_logits=b""),
+        TokenOutput("b", [3], "y", log_probs=top[:1], generation_logits=logits[2:3].tobytes()),
+    ]
+    outputs = [dataclasses.replace(o, context_logits=logits[: i + 2].tobytes()) for i, o in enumerate(outputs)]
+    arrays = output_arrays([row.answer(output) for output in outputs], LOGITS_NAMES, 0)
+    zeros = [0.0] * 3
+    assert {name: array.tolist() for name, array in arrays.items()} == {
+        "top_log_prob_ids": [[[[7, 8], [9, 7]]], [[[7, 8], [0, 0]]]],
+        "top_log_probs": [[[[-1.0, -2.0], [-0.5, -3.0]]], [[[-1.0, -2.0], [0.0, 0.0]]]],
+        "context_logits": [[*logits[:2].tolist(), zeros], logits[:3].tolist()],
+        "generation_logits": [[logits[:2].tolist()], [[logits[2].tolist(), zeros]]],
+    }
+    assert {name: str(array.dtype) for name, array in arrays.items()} == {
+        name: "int32" if name == "top_log_prob_ids" else "float32" for name in LOGITS_NAMES
+    }
+    assert output_arrays([FIRST], LOGITS_NAMES, 0) == {}
+
+
 def test_outputs_that_were_not_asked_for_are_left_out_but_for_an_ensemble() -> None:
     assert not {*LOG_PROB_NAMES, *PERF_NAMES} & set(output_arrays([FIRST], OUTPUT_NAMES, 0))
     arrays = output_arrays([FIRST], OUTPUT_NAMES, 0, is_complete=True)
     assert set(arrays) == set(OUTPUT_NAMES)
     assert arrays["output_log_probs"].shape == (1, 1, 0)
-    logits = output_arrays([FIRST], {"context_logits", "generation_logits"}, 0, is_complete=True)
+    logits = output_arrays([FIRST], LOGITS_NAMES, 0, is_complete=True)
     assert {name: array.shape for name, array in logits.items()} == {
         "context_logits": (1, 0, 0),
         "generation_logits": (1, 1, 0, 0),
+        "top_log_prob_ids": (1, 1, 0, 0),
+        "top_log_probs": (1, 1, 0, 0),
     }
     assert arrays["last_token_time_ns"].tolist() == [[0]]

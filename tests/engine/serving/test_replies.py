@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import dataclasses
+
+import numpy as np
 import pytest
 from support.fake_triton import FakeRequest
 
@@ -82,6 +85,25 @@ def test_a_stop_is_answered_by_a_response_without_tensors() -> None:
     EmptyReply(Responder(request)).on_output(TokenOutput("a", [], "", finish_reason="stop"))
     (response,) = request.sender.wait()
     assert (response.arrays, response.error) == ({}, None)
+
+
+@pytest.mark.parametrize("kind", [StreamReply, OneReply])
+def test_logits_of_the_prompt_come_once_and_those_of_the_answer_with_its_tokens(kind: type[Reply]) -> None:
+    names = ("context_logits", "generation_logits", "top_log_prob_ids")
+    request = FakeRequest({}, output_names=names)
+    row = ReplyRow(returns_log_probs=True, returns_top_log_probs=True, returns_generation_logits=True, vocab_size=2)
+    reply = kind(Responder(request), {"a": row if kind is StreamReply else Transcript(row, [7], "prompt")}, 0)
+    logits = np.arange(8, dtype=np.float32).reshape(4, 2)
+    tops = [TokenLogProb(-0.5, ((token_id, -0.5),)) for token_id in range(3)]
+    first = TokenOutput("a", [1, 2], "x", log_probs=tops[:2], generation_logits=logits[:2].tobytes())
+    reply.on_output(dataclasses.replace(first, context_logits=logits[3:].tobytes()))
+    last = TokenOutput("a", [3], "y", "stop", log_probs=tops[2:], generation_logits=logits[2:3].tobytes())
+    reply.on_output(last)
+    responses = [response.arrays for response in request.sender.wait()]
+    assert responses[0]["context_logits"].tolist() == [logits[3:].tolist()]
+    assert not any("context_logits" in response for response in responses[1:])
+    np.testing.assert_array_equal(np.concatenate([r["generation_logits"][0, 0] for r in responses]), logits[:3])
+    assert np.concatenate([r["top_log_prob_ids"][0, 0, :, 0] for r in responses]).tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize("kind", [StreamReply, OneReply])
