@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Set
 from dataclasses import dataclass
 
 from multilora_engine.fair_queue import FairQueue
@@ -13,6 +14,9 @@ from multilora_engine.request import Sequence, SequenceStatus
 
 _MAX_OVERTAKES = 64
 """A sequence that waits for its adapter lets at most this many later ones with an adapter pass."""
+
+_LOOK_AHEAD = 8
+"""Adapters that are brought to the device before there is a place for their sequences."""
 
 
 @dataclass(frozen=True)
@@ -95,8 +99,8 @@ class Scheduler:
     A step has a budget of `max_num_batched_tokens`. Running sequences come first, those that decode before those that
     are still in their prompt; what is left of the budget goes to waiting ones, in the order of `FairQueue`. A waiting
     sequence whose adapter cannot be used yet is skipped, not waited for, with those behind it that want the same one,
-    and its adapter is prefetched; one that has been overtaken `_MAX_OVERTAKES` times stops the admission of other
-    adapters until it runs.
+    and its adapter is prefetched, as are those of the next in line; one that has been overtaken `_MAX_OVERTAKES` times
+    stops the admission of other adapters until it runs.
 
     When the KV cache is full, the running sequence that started last, of the largest priority, gives its blocks back
     and starts again from its tokens; its adapter stays pinned in the host tier. Since those that started before are
@@ -247,7 +251,20 @@ class Scheduler:
             else:
                 self._queue.set_aside(sequence)
                 skipped.add(sequence)
+        self._look_ahead(skipped.adapters)
         self._queue.restore()
+
+    def _look_ahead(self, wanted: Set[CachedAdapter]) -> None:
+        """Have the adapters of those who start next brought to the device, where that costs none of the `wanted`."""
+        wanted = set(wanted)
+        for _ in range(_LOOK_AHEAD):
+            sequence = self._queue.first()
+            if sequence is None:
+                return
+            if sequence.adapter is not None:
+                self._loras.prefetch(sequence.adapter, wanted)
+                wanted.add(sequence.adapter)
+            self._queue.set_aside(sequence)
 
     def _acquire_adapter(self, sequence: Sequence, skipped: _Skipped) -> bool:
         """Whether `sequence` may run as far as its adapter is concerned; `skipped`: those before it that may not."""

@@ -267,3 +267,13 @@ def test_smaller_priority_goes_first() -> None:
     later, sooner = world.add(2, 1, priority=1), world.add(2, 1, priority=0)
     world.run_dry()
     assert world.finished == [sooner, later]
+
+
+def test_the_adapters_of_the_next_in_line_are_brought_to_the_device_while_all_places_are_taken() -> None:
+    world = World(max_num_seqs=1)
+    for task in range(3):
+        world.add(4, 3, task=task)
+    world.step()
+    assert world.scheduler.num_running == 1
+    assert [world.loras.info(task).location for task in range(4)] == ["DEVICE"] * 3 + ["HOST"]
+    world.run_dry()

@@ -270,6 +270,12 @@ class LoRAManager:
             self._spill(adapter, self._disk)
         self._disk.close()
 
+    def prefetch(self, adapter: CachedAdapter, wanted: Set[CachedAdapter]) -> None:
+        """Start to bring a pinned adapter to the device, if it is in memory and none of `wanted` has to go for it."""
+        assert adapter.num_pins > 0
+        if adapter.rows:
+            self._device.prefetch(adapter, wanted)
+
     def acquire(self, adapter: CachedAdapter, wanted: Set[CachedAdapter] = frozenset()) -> bool:
         """Make a pinned adapter usable by the next step, for one sequence more.
 
