@@ -3,6 +3,7 @@
 decode     one step of 1, 8, 16 and 32 sequences against its limit: the larger of weights and KV cache over the measured
            read bandwidth, and flops over the measured peak of a matrix product; and where its time goes
 prefill    of one long prompt, in the chunks the engine is configured for, against the same peak
+prefix     time to the first token of a prompt, when the cache has most of it from another one and when it has not
 adapters   decoding 16 sequences with one adapter or 16 different ones on all linear layers, and with adapters that are
            loaded but not used, against the engine without any
 overhead   what a step of 64 sequences costs beside the model, on one core: scheduling, batch, sampling, text, emission.
@@ -137,7 +138,7 @@ class Bench:
         """Request ids of sequences that have computed their prompts and decode from here on."""
         request_ids = [f"bench-{next(self._request_ids)}" for _ in range(num_sequences)]
         for i, request_id in enumerate(request_ids):
-            prompt = [self._random.randrange(self.model.vocab_size) for _ in range(prompt_tokens)]
+            prompt = self.prompt(prompt_tokens)
             params = unending(sampling[i % len(sampling)], seed=i)
             self.engine.add_request(GenerationRequest(request_id, prompt, params, tasks[i % len(tasks)]))
         started: set[str] = set()
@@ -146,6 +147,18 @@ class Bench:
         yield request_ids
         for request_id in request_ids:
             self.engine.abort(request_id)
+
+    def prompt(self, num_tokens: int) -> list[int]:
+        return [self._random.randrange(self.model.vocab_size) for _ in range(num_tokens)]
+
+    def first_token_seconds(self, prompt: list[int]) -> float:
+        """From the request to the end of the step that gives its first token, with nothing else to do."""
+        request = GenerationRequest(f"bench-{next(self._request_ids)}", prompt, SamplingParams(1, end_id=-1))
+        started = time.perf_counter()
+        self.engine.add_request(request)
+        while not self.engine.step():
+            pass
+        return time.perf_counter() - started
 
     def step_seconds(self, num_steps: int) -> list[float]:
         """Of each of the next steps."""
@@ -211,6 +224,21 @@ def prefill_rows(bench: Bench, rounds: int, num_tokens: int) -> list[Row]:
         Row(f"prefill {num_tokens}: time", statistics.median(seconds) * 1e3, "ms"),
         Row(f"prefill {num_tokens}: tokens", num_tokens / statistics.median(seconds), "tokens/s"),
         at_least(f"prefill {num_tokens}: of the matrix product's rate", share, "x", 0.75),
+    ]
+
+
+def prefix_rows(bench: Bench, rounds: int, num_shared: int, num_own: int) -> list[Row]:
+    """The first of two prompts that begin alike is computed, of the second one its own tokens."""
+    computed, reused = [], []
+    for _ in range(rounds):
+        shared = bench.prompt(num_shared)
+        computed.append(bench.first_token_seconds(shared + bench.prompt(num_own)))
+        reused.append(bench.first_token_seconds(shared + bench.prompt(num_own)))
+    name = f"prefix of {num_shared} tokens and {num_own} others"
+    return [
+        Row(f"{name}: first token", statistics.median(computed) * 1e3, "ms"),
+        Row(f"{name}: first token, prefix in the cache", statistics.median(reused) * 1e3, "ms"),
+        Row(f"{name}: times as fast", statistics.median(computed) / statistics.median(reused), "x"),
     ]
 
 
@@ -299,7 +327,9 @@ def at_least(what: str, value: float, unit: str, goal: float | None) -> Row:
 
 def main(
     output: Annotated[Path, typer.Option(help="Folder for engine.csv and engine.png.")] = Path("bench_results"),
-    part: Annotated[list[str], typer.Option(help="Measure only this: decode, prefill, adapters, overhead.")] = [],  # noqa: B006
+    part: Annotated[
+        list[str], typer.Option(help="Measure only this: decode, prefill, prefix, adapters, overhead.")
+    ] = [],  # noqa: B006
     rounds: Annotated[int, typer.Option(help="Repetitions of everything that is compared.")] = 5,
     steps: Annotated[int, typer.Option(help="Decode steps of one repetition.")] = 8,
     context: Annotated[int, typer.Option(help="Tokens of each sequence when decoding starts.")] = 128,
@@ -317,6 +347,7 @@ def main(
     parts: dict[str, Callable[[], list[Row]]] = {
         "decode": lambda: decode_rows(bench, getattr(torch, dtype), rounds, context, steps),
         "prefill": lambda: prefill_rows(bench, rounds, prompt),
+        "prefix": lambda: prefix_rows(bench, rounds, num_shared=1000, num_own=32),
         "adapters": lambda: adapter_rows(bench, rounds, steps),
         "overhead": lambda: overhead_rows(rounds, steps, 64),
     }

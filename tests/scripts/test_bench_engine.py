@@ -15,6 +15,7 @@ from bench_engine import (
     decode_rows,
     overhead_rows,
     prefill_rows,
+    prefix_rows,
     save_tiny_model,
 )
 from step_parts import PARTS, Stopwatch, timed_parts
@@ -55,6 +56,14 @@ def test_a_batch_decodes_from_the_start_and_leaves_nothing_behind(bench: Bench) 
         assert len(bench.step_seconds(4)) == 4
     assert not bench.engine.has_work
     assert bench.engine.stats.num_free_blocks == bench.engine.stats.num_blocks
+
+
+def test_of_two_prompts_that_begin_alike_the_second_finds_the_prefix(bench: Bench) -> None:
+    before = bench.engine.stats.prefix_cache.hit_tokens
+    rows = prefix_rows(bench, rounds=2, num_shared=48, num_own=8)
+    assert bench.engine.stats.prefix_cache.hit_tokens - before == 2 * 48
+    assert all(row.value > 0 for row in rows)
+    assert not bench.engine.has_work
 
 
 def test_the_parts_of_a_step_are_all_timed_and_are_the_whole_step(bench: Bench) -> None:
