@@ -23,6 +23,7 @@ from multilora_engine.lora import disk_tier
 from multilora_engine.lora.disk_tier import write_file_atomically
 from multilora_engine.lora.format import adapter_layout, pack_adapter
 from multilora_engine.models.model_config import read_model_config
+from multilora_engine.process.messages import Welcome, decode_from_engine, encode
 from multilora_engine.request import GenerationRequest, SamplingParams
 
 
@@ -76,6 +77,10 @@ def test_bad_requests_are_refused_with_the_numbers_and_leave_nothing(
     with pytest.raises(InvalidRequest, match=message):
         engine.add_request(bad)
     assert_idle(engine)
+
+
+def test_what_the_fronts_must_know_travels_to_them(engine: Engine) -> None:
+    assert decode_from_engine(memoryview(encode(Welcome(engine.info)))) == Welcome(engine.info)
 
 
 def test_an_uncached_adapter_is_an_error_and_never_the_base_model(engine: Engine) -> None:
