@@ -35,6 +35,7 @@ class GenerateCall:
 
     adapter: task id and weights that came with the request.
     lora_names: of each row, empty without one; the task id that goes with it is in `lora_task_ids`.
+    priorities: of each row, smaller ones first.
     """
 
     prompts: list[list[int]]
@@ -42,6 +43,7 @@ class GenerateCall:
     sampling: list[SamplingParams]
     lora_task_ids: list[int | None]
     lora_names: list[str]
+    priorities: list[int]
     adapter: tuple[int, PackedAdapter] | None
     is_streaming: bool
     excludes_input: bool
@@ -88,6 +90,7 @@ def _read_generate(inputs: InputTensors, info: EngineInfo, tokenizer: Tokenizer)
         prompts=[_read_prompt(inputs, row, info, tokenizer) for row in rows],
         lora_task_ids=[_read_task_id(inputs, row) for row in rows],
         lora_names=[inputs.text("lora_name", row) or "" for row in rows],
+        priorities=[inputs.scalar("priority", row) or 0 for row in rows],
         is_streaming=is_streaming,
         excludes_input=inputs.common("exclude_input_in_output", default=info.exclude_input_in_output),
         pad_id=_read_pad_id(inputs, info),

@@ -122,9 +122,10 @@ def _expand(call: GenerateCall, timeout_s: float | None) -> tuple[list[Generatio
     requests, rows = [], {}
     for batch_index, prompt in enumerate(call.prompts):
         lora_task_id, lora_name = call.lora_task_ids[batch_index], call.lora_names[batch_index]
+        priority = call.priorities[batch_index]
         for sequence_index in range(1 if call.is_search else call.num_sequences):
             sampling = _sampling_of(call.sampling[batch_index], sequence_index)
-            request = GenerationRequest(new_id(), prompt, sampling, lora_task_id, timeout_s, lora_name=lora_name)
+            request = GenerationRequest(new_id(), prompt, sampling, lora_task_id, timeout_s, priority, lora_name)
             requests.append(request)
             rows[request.request_id] = ReplyRow(
                 batch_index,
