@@ -111,7 +111,7 @@ class Unavailable(RequestError):
 
 
 class AdapterCacheFull(Unavailable):
-    """Existing clients match `Cache is full. There are no done tasks to evict` and back off."""
+    """Existing clients match `PEFT Cache is full. Could not store taskId=N` or the sentence after it, and back off."""
 
     def __init__(
         self,
@@ -123,9 +123,9 @@ class AdapterCacheFull(Unavailable):
         pages: int,
     ) -> None:
         super().__init__(
-            f"Cache is full. There are no done tasks to evict: LoRA task {lora_task_id} needs {needed_pages} pages, "
-            f"{free_pages} of {pages} are free and {evictable_pages} evictable, {promised_pages} of them promised to "
-            "others; requests in flight and pins hold the rest"
+            f"PEFT Cache is full. Could not store taskId={lora_task_id}: Cache is full. There are no done tasks to "
+            f"evict ({needed_pages} pages are needed, {free_pages} of {pages} are free and {evictable_pages} "
+            f"evictable, {promised_pages} of them promised to others; requests in flight and pins hold the rest)"
         )
 
 

@@ -20,6 +20,7 @@ from tritonclient.grpc.model_config_pb2 import (
     ModelInput,
 )
 
+from multilora_engine.errors import ConfigError
 from multilora_engine.tritonserver.repository import CONFIG_NAME, read_config, write_config
 
 
@@ -48,9 +49,14 @@ _TEXT_INPUTS = (
 
 
 def add_upstream_models(repository: Path, models: UpstreamModels) -> None:
-    """Write `tensorrt_llm` and `tensorrt_llm_bls` into a repository that has our models."""
+    """Write `tensorrt_llm` and `tensorrt_llm_bls` into a repository that has our models.
+
+    Raises ConfigError when it has these two already.
+    """
     if models is UpstreamModels.NONE:
         return
+    if (repository / "tensorrt_llm").exists():
+        raise ConfigError("the model repository has a model tensorrt_llm already; leave out --upstream-models")
     is_decoupled = models is UpstreamModels.DECOUPLED
     model_code = (repository / _DOOR / "1" / "model.py").read_text()
     _write_model(repository / "tensorrt_llm", door_config(repository, is_decoupled), model_code)
