@@ -219,6 +219,9 @@ _SAMPLING_INPUTS: Mapping[str, tuple[str, type[np.generic]]] = {
 def _sampling_inputs(options: GenerateOptions) -> dict[str, Tensor]:
     given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     given.setdefault("max_tokens", DEFAULT_MAX_TOKENS)
+    if "temperature" in given and not given.keys() & {"top_k", "top_p"}:
+        # To the server a temperature of 1 by itself asks for nothing, since others' clients always send it.
+        given["top_k"] = 0
     inputs = {
         input_name: _number(option, given[option], dtype)
         for option, (input_name, dtype) in _SAMPLING_INPUTS.items()

@@ -428,6 +428,13 @@ def test_the_ensemble_has_its_own_names(make_client: Any) -> None:
     assert not inputs.keys() & {"runtime_top_k", "runtime_top_p", "streaming"}
 
 
+def test_any_temperature_asks_for_sampling(make_client: Any) -> None:
+    inputs = sent_inputs(make_client, "hi", temperature=1.0)
+    assert (inputs["temperature"][2], inputs["runtime_top_k"][2]) == ([1.0], [0])
+    inputs = sent_inputs(make_client, "hi", temperature=1.0, top_p=0.5)
+    assert "runtime_top_k" not in inputs
+
+
 def test_each_kind_of_request_goes_to_its_model(make_client: Any, adapter: Adapter) -> None:
     server = Server()
     client = make_client(server, door=Door("s", "u", stop_model="halt", upload_model="put"))

@@ -136,7 +136,8 @@ def _read_sampling(inputs: InputTensors, row: int, info: EngineInfo, tokenizer: 
     min_p = _in_range(inputs, "min_p", row, 0.0, 1.0) or 0.0
     top_k = _in_range(inputs, "runtime_top_k", row, 0, math.inf)
     if top_k is None:
-        top_k = 1 if temperature is None and top_p is None and not min_p else 0
+        # Upstream's text clients always send a temperature of 1, which alone changes nothing there.
+        top_k = 1 if temperature in (None, 1.0) and top_p is None and not min_p else 0
     return SamplingParams(
         max_tokens=max_tokens,
         min_tokens=_in_range(inputs, "min_tokens", row, 0, max_tokens) or 0,
