@@ -124,8 +124,8 @@ class AdapterCacheFull(Unavailable):
     ) -> None:
         super().__init__(
             f"PEFT Cache is full. Could not store taskId={lora_task_id}: Cache is full. There are no done tasks to "
-            f"evict ({needed_pages} pages are needed, {free_pages} of {pages} are free and {evictable_pages} "
-            f"evictable, {promised_pages} of them promised to others; requests in flight and pins hold the rest)"
+            f"evict: it needs {needed_pages} pages, {free_pages} of {pages} are free and {evictable_pages} evictable, "
+            f"{promised_pages} of them promised to others; requests in flight and pins hold the rest"
         )
 
 

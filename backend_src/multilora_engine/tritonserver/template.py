@@ -20,7 +20,11 @@ from multilora_engine.tritonserver.repository import CONFIG_NAME, ENGINE_MODEL, 
 from multilora_engine.tritonserver.upstream_models import UpstreamModels, add_upstream_models
 
 RENAMED: Mapping[str, str] = MappingProxyType(
-    {"tokenizer_dir": "tokenizer_path", "lora_cache_max_adapter_size": "max_lora_rank"}
+    {
+        "tokenizer_dir": "tokenizer_path",
+        "lora_cache_max_adapter_size": "max_lora_rank",
+        "enable_kv_cache_reuse": "enable_prefix_caching",
+    }
 )
 """Upstream's keys that are parameters of `generation` under another name."""
 
@@ -48,7 +52,6 @@ IGNORED: Mapping[str, str] = MappingProxyType(
         "max_queue_delay_microseconds": "no request waits for a batch to fill",
         "batching_strategy": _IN_FLIGHT,
         "batch_scheduler_policy": _IN_FLIGHT,
-        "max_beam_width": "a request says its own beam_width",
         "postprocessing_instance_count": "several instances would put the pieces of a stream out of order",
         "bls_instance_count": _ONE_INSTANCE,
         "accumulate_tokens": "text is always decoded in the context of all tokens",
@@ -90,7 +93,6 @@ IGNORED: Mapping[str, str] = MappingProxyType(
         "speculative_decoding_fast_logits": _NO_DRAFTS,
         "guided_decoding_backend": "llguidance, always",
         "xgrammar_tokenizer_info_path": "guides read the model's own tokenizer",
-        "enable_kv_cache_reuse": "it is not a choice here",
     }
 )
 """Upstream's keys that mean nothing here, and why."""
