@@ -71,3 +71,22 @@ def test_a_python_command_has_a_help_text(script: Path) -> None:
     tree = ast.parse(script.read_text())
     assert ast.get_docstring(tree)
     assert any(isinstance(node, ast.Name) and node.id == "typer" for node in ast.walk(tree))
+
+
+def test_every_test_that_the_threat_model_names_exists() -> None:
+    named = re.findall(r"`(tests/\S+?\.py)::(test_\w+)`", (ROOT / "SECURITY.md").read_text())
+    assert len(named) > 20
+    missing = [
+        f"{path}::{name}"
+        for path, name in named
+        if not (ROOT / path).is_file() or f"def {name}(" not in (ROOT / path).read_text()
+    ]
+    assert missing == []
+
+
+@pytest.mark.parametrize("section", ["What a client cannot do", "What is checked of files"])
+def test_every_claim_of_the_threat_model_has_a_test(section: str) -> None:
+    text = (ROOT / "SECURITY.md").read_text().split(f"## {section}\n")[1].split("\n## ")[0]
+    _, _, *claims = [line for line in text.splitlines() if line.startswith("|")]
+    assert claims
+    assert [claim for claim in claims if "::test_" not in claim] == []

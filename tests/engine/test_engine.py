@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import threading
 import time
 from pathlib import Path
@@ -480,3 +481,20 @@ def test_a_disk_that_blocks_does_not_stop_the_steps(
             answers[output.request_id].add(output)
     assert len(answers["r2"].token_ids) == 8
     engine.close()
+
+
+def test_jumps_of_the_clock_end_no_request_and_change_no_answer(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = [request(f"r{i}", [1 + i, 2, 3], task=i) for i in range(3)]
+    expected = run_all(engine, requests)
+    jumps = itertools.cycle([0, 86_400, -86_400, 10_000_000])
+    now, now_ns = time.time, time.time_ns
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "time", lambda: now() + next(jumps))
+        patch.setattr(time, "time_ns", lambda: now_ns() + next(jumps) * 10**9)
+        answers = run_all(engine, requests)
+    for name, answer in answers.items():
+        assert answer.token_ids == expected[name].token_ids
+        assert answer.final is not None
+        assert answer.final.finish_reason == "length"

@@ -19,7 +19,7 @@ from rich.markup import escape
 from typer.core import TyperGroup
 
 from multilora_engine.backoff import Backoff
-from multilora_engine.errors import MultiloraError
+from multilora_engine.errors import ConfigError, MultiloraError
 from multilora_engine.tritonserver import ServerFailed, ServerOptions, ServerProcess
 from multilora_engine.tritonserver.checkpoint import resolve_checkpoint
 from multilora_engine.tritonserver.probe import Busy, NotReady, ProbeFailed, probe_generation
@@ -155,33 +155,36 @@ def run(options: ServerOptions, canary_interval_s: float, max_restarts: int) -> 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     backoff, was_ready = Backoff(), False
     while True:
-        with ServerProcess(options, on_log=_print_line) as server:
-            failure, ready_s = live(server, canary_interval_s)
+        failure, ready_s, options = live(options, canary_interval_s)
         was_ready = was_ready or ready_s > 0
         delay_s = backoff.next_delay_s(ready_s)
         if not was_ready or backoff.num_deaths > max_restarts:
             raise failure
         console.print(f"[bold yellow]restarting[/] in {delay_s:g} s: {escape(str(failure))}", soft_wrap=True)
-        options = server.successor_options
         pause(delay_s)
 
 
-def live(server: ServerProcess, canary_interval_s: float) -> tuple[ServerFailed, float]:
-    """Stay until a server fails: why, and the seconds since it was ready (0: never). It is dead then.
+def live(options: ServerOptions, canary_interval_s: float) -> tuple[MultiloraError, float, ServerOptions]:
+    """One life of a server: why it ended, the seconds since it was ready (0: never), and the options of the next one.
 
     Raises typer.Exit when a signal ends it.
     """
     ready_since: float | None = None
     try:
-        wait_ready(server)
-        announce(server)
-        ready_since = time.monotonic()
-        watch(server, canary_interval_s)
-    except KeyboardInterrupt:
-        raise typer.Exit(_shell_status(server.stop())) from None
-    except ServerFailed as failure:
-        server.kill()
-        return failure, 0.0 if ready_since is None else time.monotonic() - ready_since
+        with ServerProcess(options, on_log=_print_line) as server:
+            options = server.successor_options
+            try:
+                wait_ready(server)
+                announce(server)
+                ready_since = time.monotonic()
+                watch(server, canary_interval_s)
+            except KeyboardInterrupt:
+                raise typer.Exit(_shell_status(server.stop())) from None
+            except ServerFailed:
+                server.kill()
+                raise
+    except (ServerFailed, ConfigError) as failure:
+        return failure, 0.0 if ready_since is None else time.monotonic() - ready_since, options
 
 
 def pause(seconds: float) -> None:
