@@ -137,7 +137,7 @@ class RemoteAdapters:
         if self._loras.is_known(fetch.key.lora_task_id):
             fetch.future.cancel()
             return None
-        error = fetch.future.exception()
+        error = fetch.future.exception(timeout=0)
         if error is None:
             error = self._put(fetch)
         if error is None:
@@ -154,7 +154,7 @@ class RemoteAdapters:
         return error
 
     def _put(self, fetch: Fetch) -> AdapterCacheFull | None:
-        fetched = fetch.future.result()
+        fetched = fetch.future.result(timeout=0)
         self._num_fetched += 1
         self._fetch_seconds += time.perf_counter() - fetch.started
         try:

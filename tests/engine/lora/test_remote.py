@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -9,6 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from support.adapters import TINY, wire_adapter
 from support.engines import Answer, assert_idle, run_all
 from support.oracle import ATTENTION, MLP, Oracle
@@ -25,7 +29,7 @@ from multilora_engine.lora.host_tier import HostTier
 from multilora_engine.lora.life_cycle import AdapterEvent
 from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.lora.names import task_id_of
-from multilora_engine.lora.remote import RemoteAdapters
+from multilora_engine.lora.remote import Fetch, RemoteAdapters
 from multilora_engine.lora.sources.fetcher import FetchedAdapter
 from multilora_engine.lora.sources.source import AdapterKey
 from multilora_engine.request import GenerationRequest, SamplingParams
@@ -137,6 +141,88 @@ def test_without_sources_nothing_is_fetched() -> None:
     with pytest.raises(AdapterNotFound):
         remote.fetch(key("x"))
     assert remote.list_sources().result(0) == []
+
+
+NAMES = ("a", "b", "c")
+VERSIONS = (packed(0), packed(1))
+names = st.sampled_from(NAMES)
+
+
+class RemoteMachine(RuleBasedStateMachine):
+    """Asks, gives up, uploads, and fetches that begin and end in any order; the model counts who waits for what.
+
+    A source has version 0 of every adapter, uploads bring version 1.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = World(num_pages=6)
+        self.waiting: dict[str, Counter[Fetch]] = {name: Counter() for name in NAMES}
+        self.present: dict[str, int] = {}
+
+    @rule(name=names)
+    def ask(self, name: str) -> None:
+        if name not in self.present:
+            self.waiting[name][self.world.remote.fetch(key(name))] += 1
+
+    @rule(name=names)
+    def give_up(self, name: str) -> None:
+        for fetch in list(self.waiting[name])[:1]:
+            self.world.remote.give_up(fetch)
+            self.waiting[name] -= Counter([fetch])
+
+    @rule(name=names)
+    def upload(self, name: str) -> None:
+        if name not in self.present:
+            self.world.loras.put(task_id_of(name), VERSIONS[1])
+            self.present[name] = 1
+
+    @rule(name=names)
+    def unload(self, name: str) -> None:
+        if name in self.present and not self.waiting[name]:
+            self.world.loras.unload(task_id_of(name))
+            del self.present[name]
+
+    @rule(name=names, fails=st.booleans())
+    def end_fetch(self, name: str, fails: bool) -> None:
+        for wanted, _, future in self.world.fetcher.fetches:
+            if wanted.name == name and not future.done() and future.set_running_or_notify_cancel():
+                if fails:
+                    future.set_exception(SourceUnavailable(name, "ours", "no route"))
+                else:
+                    future.set_result(FetchedAdapter(VERSIONS[0], name))
+
+    @rule()
+    def poll(self) -> None:
+        for fetch in self.world.remote.poll():
+            name = fetch.key.name
+            assert set(self.waiting[name]) <= {fetch}
+            assert fetch.num_waiting == self.waiting[name][fetch]
+            self.waiting[name].clear()
+            if fetch.error is None:
+                self.present.setdefault(name, 0)
+
+    @invariant()
+    def sound(self) -> None:
+        self.world.remote.check_integrity()
+        self.world.loras.check_integrity()
+        for name in NAMES:
+            known = self.world.loras.is_known(task_id_of(name))
+            assert known == (name in self.present)
+            assert not known or self.world.loras.digest(task_id_of(name)) == VERSIONS[self.present[name]].digest
+        assert len({fetch for waiting in self.waiting.values() for fetch in waiting}) <= len(NAMES)
+        assert all(len(waiting) <= 1 for waiting in self.waiting.values()), "an adapter is fetched twice at once"
+
+    def teardown(self) -> None:
+        for name in NAMES:
+            self.end_fetch(name=name, fails=False)
+        self.poll()
+        assert not self.world.remote.is_busy
+        assert not any(self.waiting.values()), "somebody waits for ever"
+
+
+RemoteMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestRemoteMachine = RemoteMachine.TestCase
 
 
 @pytest.fixture(scope="module")
