@@ -94,7 +94,9 @@ class BlockAllocator:
 
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
         """Give a sequence the blocks for its first `num_tokens` tokens. False, and no change, if too few are free."""
-        missing = max(0, self._num_blocks(num_tokens) - len(sequence.block_table))
+        missing = self._num_blocks(num_tokens) - len(sequence.block_table)
+        if missing <= 0:
+            return True
         if missing > self.num_free:
             return False
         sequence.block_table.extend(self._claim() for _ in range(missing))

@@ -288,6 +288,10 @@ def _shares(sequence: Sequence, budget: int) -> list[tuple[Sequence, int]]:
 
     The last ones of all beams go together, since they are ranked together.
     """
+    if not sequence.siblings:
+        # Nearly all sequences in nearly all steps.
+        num_tokens = min(sequence.num_tokens - sequence.num_computed_tokens, budget)
+        return [(sequence, num_tokens)] if num_tokens else []
     missing = [(beam, beam.num_tokens - beam.num_computed_tokens) for beam in sequence.beams]
     if sum(num_tokens for _, num_tokens in missing) <= budget:
         return missing
