@@ -1,4 +1,4 @@
-"""How much memory the KV cache and the two adapter tiers get, decided once at start, and told in plain words."""
+"""How much memory the KV cache and the adapter tiers get, decided once at start, and told in plain words."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ _logger = logging.getLogger(__name__)
 _CPU_KV_CACHE_BYTES = 1 << 30
 _CPU_ALLOCATION_FAILED = "DefaultCPUAllocator: can't allocate memory"
 _GIB = 1 << 30
+_HEADER_PAGES = 1
+"""More than the header of a file takes."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,8 @@ def plan_memory(
         kv_bytes, num_device_pages = _divide_gpu(config, layout, device)
         _check_tier(layout, num_device_pages, "device", "lora_cache_gpu_memory_fraction")
     _check_tier(layout, num_host_pages, "host", "lora_cache_host_memory_bytes")
+    if config.lora.lora_cache_dir is not None:
+        _check_tier(layout, _disk_pages(config, layout), "disk", "lora_cache_disk_bytes", _HEADER_PAGES)
     num_blocks = kv_bytes // (config.block_size * kv_bytes_per_token(model, dtype))
     plan = MemoryPlan(num_blocks, num_host_pages, num_device_pages, _max_model_len(config, model, num_blocks))
     _report(plan, config, layout, device)
@@ -75,13 +79,20 @@ def _divide_gpu(config: EngineConfig, layout: AdapterLayout, device: torch.devic
     return min(kv_bytes, budget - device_tier_bytes), device_tier_bytes // layout.page_bytes
 
 
-def _check_tier(layout: AdapterLayout, num_pages: int, tier: str, parameter: str) -> None:
+def _disk_pages(config: EngineConfig, layout: AdapterLayout) -> int:
+    """Pages that the disk tier holds."""
+    return max(0, config.lora.lora_cache_disk_bytes // layout.page_bytes - _HEADER_PAGES)
+
+
+def _check_tier(layout: AdapterLayout, num_pages: int, tier: str, parameter: str, num_spent: int = 0) -> None:
+    """num_spent: pages of the parameter's bytes that hold something else."""
     needed = adapter_pages(layout, layout.max_rank, is_dora=True)
     if num_pages < needed:
+        num_bytes = (needed + num_spent) * layout.page_bytes
         raise ConfigError(
             f"Not enough space allocated to {tier} LoRA cache to hold 1 max sized LoRA: {num_pages} pages < {needed} "
-            f"pages of {layout.page_bytes} bytes; raise {parameter} to hold {needed * layout.page_bytes} bytes, or "
-            f"lower max_lora_rank ({layout.max_rank})"
+            f"pages of {layout.page_bytes} bytes; raise {parameter} to hold {num_bytes} bytes, or lower max_lora_rank "
+            f"({layout.max_rank})"
         )
 
 
@@ -103,6 +114,8 @@ def _report(plan: MemoryPlan, config: EngineConfig, layout: AdapterLayout, devic
     )
     _logger.info("adapters are stored as %s in pages of %.0f KiB", layout.lora_dtype, layout.page_bytes / 1024)
     tiers = {"host": plan.num_host_pages, f"device ({device})": plan.num_device_pages}
+    if config.lora.lora_cache_dir is not None:
+        tiers["disk"] = _disk_pages(config, layout)
     for tier, num_pages in tiers.items():
         fits = ", ".join(
             f"{num_pages // adapter_pages(layout, rank)} of rank {rank}"
