@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import count, islice
 
@@ -103,6 +104,19 @@ def test_an_upload_without_a_prompt_only_stores(client: Client, triton_grpc: Grp
     stored = client.upload(adapter)
     result = infer(triton_grpc, "generation_unary", PROMPT | tensors(lora_task_id=adapter.lora_task_id))
     assert result.as_numpy("lora_digest").item().decode() == stored.lora_digest
+
+
+def test_uploads_of_one_id_by_many_clients_at_once_store_it_once(server: ServerProcess, adapter: Adapter) -> None:
+    def upload(_: int) -> str:
+        with Client(f"grpc://{server.grpc_url}") as client:
+            return client.upload(adapter).lora_digest
+
+    with Client(f"grpc://{server.grpc_url}") as client, ThreadPoolExecutor(6) as threads:
+        last, before = client.adapter_events().last, client.adapter_stats()["tiers"]["insertions"]
+        assert len(set(threads.map(upload, range(6)))) == 1
+        events = client.adapter_events(since=last).events
+        assert client.adapter_stats()["tiers"]["insertions"] == before + 1
+    assert [event.kind for event in events if event.lora_task_id == adapter.lora_task_id] == ["uploaded"]
 
 
 def edited(adapter: Adapter, name: str, index: object, value: float) -> dict[str, np.ndarray]:
