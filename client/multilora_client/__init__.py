@@ -27,6 +27,7 @@ from multilora_client.errors import (
 from multilora_client.messages import (
     DIRECT,
     ENSEMBLE,
+    Alternative,
     Chunk,
     Door,
     GenerateOptions,
@@ -49,6 +50,7 @@ __all__ = [
     "AdapterInfo",
     "AdapterNotFound",
     "AdapterTensors",
+    "Alternative",
     "AsyncClient",
     "AsyncMockTransport",
     "AsyncTransport",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncGenerator, Generator, Mapping
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from typing import Any
 
 import httpx2
@@ -142,8 +142,9 @@ def _response(answer: httpx2.Response, request: InferRequest) -> Response:
     return Response(_outputs(header["outputs"], answer.content[header_length:]))
 
 
-def _outputs(headers: list[dict[str, Any]], data: bytes) -> dict[str, list[Any]]:
-    outputs, offset = {}, 0
+def _outputs(headers: list[dict[str, Any]], data: bytes) -> dict[str, Sequence[Any]]:
+    outputs: dict[str, Sequence[Any]] = {}
+    offset = 0
     for header in headers:
         if "data" in header:
             outputs[header["name"]] = header["data"]

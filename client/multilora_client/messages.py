@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypedDict, Unpack
 
 import numpy as np
+from numpy.typing import NDArray
 
 from multilora_client.errors import InvalidRequest
 from multilora_client.tensors import Tensor, numeric_tensor, string_tensor
@@ -35,7 +36,12 @@ DIRECT = Door("generation", "generation_unary")
 ENSEMBLE = Door(
     "ensemble",
     "ensemble_unary",
-    input_names={"runtime_top_k": "top_k", "runtime_top_p": "top_p", "streaming": "stream"},
+    input_names={
+        "runtime_top_k": "top_k",
+        "runtime_top_p": "top_p",
+        "streaming": "stream",
+        "len_penalty": "length_penalty",
+    },
 )
 """preprocessing -> generation -> postprocessing, the door that TensorRT-LLM clients know. It takes no `input_ids`."""
 
@@ -57,9 +63,17 @@ class GenerateOptions(TypedDict, total=False):
     tools: beside `messages`, what the model may call, for the template; templates without a place for them refuse.
     input_ids: token ids of the prompt.
     max_tokens: most tokens to generate, 128 when not given. min_tokens: least before an end token counts.
-    temperature, top_k, top_p: sampling. The server is greedy unless one of them is given; `top_k` 0 means no limit.
+    temperature, top_k, top_p, min_p: sampling. The server is greedy unless one of them is given; `top_k` 0 means no
+        limit.
+    repetition_penalty (1 is none), presence_penalty, frequency_penalty (0 is none): against saying things again.
     seed: makes sampling repeatable.
-    stop_words: texts that end the answer and are not part of it.
+    num_return_sequences: so many answers in a Generation's `alternatives`; not for streams.
+    beam_width: more than 1 is beam search, for the likeliest answers, whose log-probs are divided by length
+        ** length_penalty; not for streams. early_stopping, beam_search_diversity_rate: see the server's documentation;
+        not at the ensembles.
+    return_log_probs, num_top_log_probs: tell how likely the tokens were, and so many of the likeliest ones.
+    return_context_logits, return_generation_logits: the model's own logits.
+    stop_words: texts that end the answer and are not part of it. bad_words: texts that are never completed.
     guide_type, guide: what the answer has to parse as: `json` (without a guide), or `json_schema`, `regex` or
         `ebnf_grammar` and the text of it.
     lora_name: the adapter by the name under which the server has it, instead of by its id.
@@ -77,8 +91,22 @@ class GenerateOptions(TypedDict, total=False):
     temperature: float | None
     top_k: int | None
     top_p: float | None
+    min_p: float | None
+    repetition_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
     seed: int | None
+    num_return_sequences: int | None
+    beam_width: int | None
+    length_penalty: float | None
+    early_stopping: bool | None
+    beam_search_diversity_rate: float | None
+    return_log_probs: bool | None
+    num_top_log_probs: int | None
+    return_context_logits: bool | None
+    return_generation_logits: bool | None
     stop_words: Sequence[str] | None
+    bad_words: Sequence[str] | None
     guide_type: str | None
     guide: str | None
     lora_name: str | None
@@ -111,13 +139,29 @@ class Response:
         """The first value of an output, None when it is absent or empty."""
         return next(iter(self.outputs.get(name, ())), None)
 
-    @property
-    def text(self) -> str:
-        return "".join(self.outputs.get("text_output", ()))
+    def split(self, name: str, count: int) -> list[Sequence[Any]]:
+        """The values of an output in `count` equal parts, one for each answer; empty ones when it is absent."""
+        values = self.outputs.get(name, ())
+        size = len(values) // count
+        return [values[i * size : (i + 1) * size] for i in range(count)]
 
-    @property
-    def token_ids(self) -> list[int]:
-        return list(self.outputs.get("output_ids", ()))[: self.first("sequence_length")]
+
+@dataclass(frozen=True)
+class Alternative:
+    """One of the answers that a request asked for at once.
+
+    log_probs: of each token, when asked for. top_log_probs: of each token the likeliest ones in its place, best first,
+        as (token id, log-prob). cum_log_prob: the sum over the tokens, None when not asked for.
+    generation_logits: float32 [tokens, vocab] or None, what each token was chosen by.
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None
+    log_probs: list[float] = field(default_factory=list)
+    top_log_probs: list[list[tuple[int, float]]] = field(default_factory=list)
+    cum_log_prob: float | None = None
+    generation_logits: NDArray[np.float32] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -129,6 +173,8 @@ class Answer:
         before the end, and from models that do not say.
     num_input_tokens, num_output_tokens: totals so far, None from models that do not say.
     lora_task_id, lora_digest: the adapter that answered, as the server reports it; None and "" for the base model.
+    log_probs .. generation_logits: as in Alternative. context_logits: float32 [tokens, vocab], behind each token of the
+        prompt, None when not asked for and in all chunks but the first.
     """
 
     text: str
@@ -139,11 +185,18 @@ class Answer:
     lora_task_id: int | None
     lora_digest: str
     request_id: str
+    log_probs: list[float] = field(default_factory=list, kw_only=True)
+    top_log_probs: list[list[tuple[int, float]]] = field(default_factory=list, kw_only=True)
+    cum_log_prob: float | None = field(default=None, kw_only=True)
+    generation_logits: NDArray[np.float32] | None = field(default=None, compare=False, kw_only=True)
+    context_logits: NDArray[np.float32] | None = field(default=None, compare=False, kw_only=True)
 
 
 @dataclass(frozen=True)
 class Generation(Answer):
-    """A whole answer."""
+    """A whole answer. alternatives: all answers, the first of which this one is; the beams of a search best first."""
+
+    alternatives: list[Alternative] = field(default_factory=list, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -156,7 +209,12 @@ class Chunk(Answer):
 def generation_inputs(
     prompt: str | None, streaming: bool, door: Door, **options: Unpack[GenerateOptions]
 ) -> dict[str, Tensor]:
-    """The input tensors of a generation. Raises InvalidRequest unless there is exactly one prompt."""
+    """The input tensors of a generation.
+
+    Raises InvalidRequest unless there is exactly one prompt, and for a stream of several answers.
+    """
+    if streaming and max(options.get("num_return_sequences") or 1, options.get("beam_width") or 1) > 1:
+        raise InvalidRequest("num_return_sequences and beam_width are not for streams")
     inputs = _prompt_inputs(prompt, options) | _sampling_inputs(options)
     inputs["streaming"] = numeric_tensor(streaming, np.bool_)
     for flag in ("exclude_input_in_output", "return_num_input_tokens", "return_num_output_tokens"):
@@ -175,11 +233,12 @@ def stop_inputs() -> dict[str, Tensor]:
 
 
 def parse_generation(response: Response, request_id: str) -> Generation:
-    return Generation(**_answer_fields(response), request_id=request_id)
+    answers = _alternatives(response)
+    return Generation(**_answer_fields(response, answers[0]), request_id=request_id, alternatives=answers)
 
 
 def parse_chunk(response: Response, request_id: str) -> Chunk:
-    fields = _answer_fields(response)
+    fields = _answer_fields(response, _alternatives(response)[0])
     is_final = response.is_final or fields["finish_reason"] is not None
     return Chunk(**fields, request_id=request_id, is_final=is_final)
 
@@ -211,8 +270,21 @@ _SAMPLING_INPUTS: Mapping[str, tuple[str, type[np.generic]]] = {
     "temperature": ("temperature", np.float32),
     "top_k": ("runtime_top_k", np.int32),
     "top_p": ("runtime_top_p", np.float32),
+    "min_p": ("min_p", np.float32),
+    "repetition_penalty": ("repetition_penalty", np.float32),
+    "presence_penalty": ("presence_penalty", np.float32),
+    "frequency_penalty": ("frequency_penalty", np.float32),
     "seed": ("seed", np.uint64),
     "end_id": ("end_id", np.int32),
+    "num_return_sequences": ("num_return_sequences", np.int32),
+    "beam_width": ("beam_width", np.int32),
+    "length_penalty": ("len_penalty", np.float32),
+    "early_stopping": ("early_stopping", np.bool_),
+    "beam_search_diversity_rate": ("beam_search_diversity_rate", np.float32),
+    "return_log_probs": ("return_log_probs", np.bool_),
+    "num_top_log_probs": ("num_top_log_probs", np.int32),
+    "return_context_logits": ("return_context_logits", np.bool_),
+    "return_generation_logits": ("return_generation_logits", np.bool_),
 }
 
 
@@ -227,8 +299,9 @@ def _sampling_inputs(options: GenerateOptions) -> dict[str, Tensor]:
         for option, (input_name, dtype) in _SAMPLING_INPUTS.items()
         if option in given
     }
-    if given.get("stop_words"):
-        inputs["stop_words"] = _strings("stop_words", given["stop_words"])
+    for option in ("stop_words", "bad_words"):
+        if given.get(option):
+            inputs[option] = _strings(option, given[option])
     for option in ("guide_type", "guide"):
         if option in given:
             inputs[f"guided_decoding_{option}"] = _strings(option, [given[option]])
@@ -251,14 +324,65 @@ def _strings(option: str, values: Sequence[str]) -> Tensor:
         raise InvalidRequest(f"{option} is not Unicode text: {error}") from error
 
 
-def _answer_fields(response: Response) -> dict[str, Any]:
+def _alternatives(response: Response) -> list[Alternative]:
+    count = max(len(response.outputs.get("text_output", ())), len(response.outputs.get("sequence_length", ())), 1)
+    parts = {name: response.split(name, count) for name in _PER_ANSWER}
+    return [_alternative({name: parts[name][i] for name in _PER_ANSWER}) for i in range(count)]
+
+
+_PER_ANSWER = (
+    "text_output",
+    "output_ids",
+    "sequence_length",
+    "finish_reason",
+    "output_log_probs",
+    "cum_log_probs",
+    "top_log_prob_ids",
+    "top_log_probs",
+    "generation_logits",
+)
+
+
+def _alternative(values: Mapping[str, Sequence[Any]]) -> Alternative:
+    """Of the values of one answer. What is filled up to the longest answer is cut to its own length."""
+    length = next(iter(values["sequence_length"]), None)
+    log_probs = [float(value) for value in values["output_log_probs"][:length]]
+    cum_log_probs = [float(value) for value in values["cum_log_probs"]]
+    num_filled_up = len(values["output_log_probs"]) or len(values["output_ids"])
+    return Alternative(
+        text="".join(values["text_output"]),
+        token_ids=list(values["output_ids"])[:length],
+        finish_reason=next(iter(values["finish_reason"]), None) or None,
+        log_probs=log_probs,
+        top_log_probs=_top_log_probs(values["top_log_prob_ids"], values["top_log_probs"], num_filled_up)[:length],
+        cum_log_prob=cum_log_probs[0] if log_probs else None,
+        generation_logits=_logits(values["generation_logits"], num_filled_up, length),
+    )
+
+
+def _top_log_probs(ids: Sequence[int], values: Sequence[float], num_tokens: int) -> list[list[tuple[int, float]]]:
+    if not len(ids):
+        return []
+    pairs = [(token_id, float(value)) for token_id, value in zip(ids, values, strict=True)]
+    size = len(pairs) // num_tokens
+    return [pairs[i : i + size] for i in range(0, len(pairs), size)]
+
+
+def _logits(values: Sequence[float], num_tokens: int | None, length: int | None) -> NDArray[np.float32] | None:
+    """[tokens, vocab], of the first `length` of `num_tokens` tokens; None without values."""
+    if not len(values) or not num_tokens:
+        return None
+    return np.asarray(values, np.float32).reshape(num_tokens, -1)[:length]
+
+
+def _answer_fields(response: Response, answer: Alternative) -> dict[str, Any]:
     """A task id of 0 without a digest is how the base model signs."""
     lora_task_id, lora_digest = response.first("lora_task_id_out"), response.first("lora_digest") or ""
+    num_input_tokens = response.first("num_input_tokens")
     return {
-        "text": response.text,
-        "token_ids": response.token_ids,
-        "finish_reason": response.first("finish_reason") or None,
-        "num_input_tokens": response.first("num_input_tokens"),
+        **vars(answer),
+        "context_logits": _logits(response.outputs.get("context_logits", ()), num_input_tokens, None),
+        "num_input_tokens": num_input_tokens,
         "num_output_tokens": response.first("num_output_tokens"),
         "lora_task_id": lora_task_id if lora_task_id or lora_digest else None,
         "lora_digest": lora_digest,

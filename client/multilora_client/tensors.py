@@ -52,9 +52,9 @@ def adapter_tensors(tensors: AdapterTensors) -> dict[str, Tensor]:
     return {_WEIGHTS_INPUTS[tensors.dtype]: weights, "lora_config": config}
 
 
-def flat_values(datatype: str, data: bytes) -> list[Any]:
-    """The elements of a tensor in row-major order, strings decoded."""
+def flat_values(datatype: str, data: bytes) -> Sequence[Any]:
+    """The elements of a tensor in row-major order, strings decoded; float32 stays an array, for logits are large."""
     if datatype == "BYTES":
         return [value.decode("utf-8", "replace") for value in deserialize_bytes_tensor(data)]
-    values: list[Any] = np.frombuffer(data, triton_to_np_dtype(datatype)).tolist()
-    return values
+    values = np.frombuffer(data, triton_to_np_dtype(datatype))
+    return values if datatype == "FP32" else values.tolist()  # type: ignore[return-value]

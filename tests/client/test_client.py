@@ -17,6 +17,7 @@ from multilora_client import (
     AdapterConflict,
     AdapterNotFound,
     AdapterTensors,
+    Alternative,
     AsyncClient,
     AsyncMockTransport,
     CacheFull,
@@ -115,7 +116,7 @@ def _describe(request: InferRequest) -> str:
 
 def values(request: InferRequest, name: str) -> list[Any]:
     tensor = request.inputs[name]
-    return flat_values(tensor.datatype, tensor.data)
+    return list(flat_values(tensor.datatype, tensor.data))
 
 
 @pytest.fixture
@@ -357,7 +358,42 @@ def test_the_fields_of_an_answer_are_those_of_the_response(make_client: Any) -> 
 
     answer = make_client(lambda _: [Response(outputs)]).generate("hi", adapter=7, request_id="mine")
 
-    assert answer == Generation("Ahoy", [4, 9], "length", 3, 2, 7, "ab", "mine")
+    alternatives = [Alternative("Ahoy", [4, 9], "length")]
+    assert answer == Generation("Ahoy", [4, 9], "length", 3, 2, 7, "ab", "mine", alternatives=alternatives)
+
+
+def test_beams_log_probs_and_logits_are_told_for_each_answer(make_client: Any) -> None:
+    outputs = {
+        "text_output": ["Ahoy", "Hi"],
+        "output_ids": [4, 9, 5, 0],
+        "sequence_length": [2, 1],
+        "finish_reason": ["length", "stop"],
+        "num_input_tokens": [1],
+        "cum_log_probs": np.array([-0.75, -2.0], np.float32),
+        "output_log_probs": np.array([-0.5, -0.25, -2.0, 0.0], np.float32),
+        "top_log_prob_ids": [4, 7, 9, 8, 6, 5, 0, 0],
+        "top_log_probs": np.array([-0.5, -1.0, -0.25, -3.0, -1.0, -2.0, 0.0, 0.0], np.float32),
+        "context_logits": np.arange(3, dtype=np.float32),
+        "generation_logits": np.arange(12, dtype=np.float32),
+    }
+
+    answer = make_client(lambda _: [Response(outputs)]).generate("hi", beam_width=2)
+
+    first = Alternative(
+        "Ahoy", [4, 9], "length", [-0.5, -0.25], [[(4, -0.5), (7, -1.0)], [(9, -0.25), (8, -3.0)]], -0.75
+    )
+    second = Alternative("Hi", [5], "stop", [-2.0], [[(6, -1.0), (5, -2.0)]], -2.0)
+    assert answer.alternatives == [first, second]
+    assert (answer.text, answer.log_probs, answer.cum_log_prob) == ("Ahoy", [-0.5, -0.25], -0.75)
+    assert answer.context_logits.tolist() == [[0, 1, 2]]
+    logits = [alternative.generation_logits.tolist() for alternative in answer.alternatives]
+    assert logits == [[[0, 1, 2], [3, 4, 5]], [[6, 7, 8]]]
+
+
+@pytest.mark.parametrize("options", [{"beam_width": 2}, {"num_return_sequences": 3}])
+def test_several_answers_are_not_streamed(make_client: Any, options: dict[str, int]) -> None:
+    with pytest.raises(InvalidRequest, match="num_return_sequences and beam_width are not for streams"):
+        make_client(lambda _: []).stream("hi", **options)
 
 
 def test_a_chunk_is_final_by_its_flag_or_by_its_finish_reason(make_client: Any) -> None:
@@ -406,6 +442,23 @@ def test_options_become_the_tensors_of_the_protocol(make_client: Any) -> None:
         "end_id": ("INT32", (1, 1), [-1]),
         "streaming": ("BOOL", (1, 1), [False]),
     } | {flag: ("BOOL", (1, 1), [True]) for flag in flags}
+
+
+def test_penalties_beams_and_what_is_told_of_tokens_are_options(make_client: Any) -> None:
+    numbers = {"min_p": 0.25, "repetition_penalty": 1.5, "presence_penalty": -0.5, "frequency_penalty": 0.5}
+    numbers |= {"length_penalty": 2.0, "beam_search_diversity_rate": -1.0}
+    counts = {"num_return_sequences": 2, "beam_width": 3, "num_top_log_probs": 4}
+    flags = ("early_stopping", "return_log_probs", "return_context_logits", "return_generation_logits")
+    words = ["bad", "worse"]
+
+    inputs = sent_inputs(make_client, "hi", **numbers, **counts, **dict.fromkeys(flags, True), bad_words=words)
+
+    sent = {"len_penalty" if name == "length_penalty" else name: value for name, value in numbers.items()}
+    assert {name: inputs[name] for name in sent} == {name: ("FP32", (1, 1), [v]) for name, v in sent.items()}
+    assert {name: inputs[name] for name in counts} == {name: ("INT32", (1, 1), [n]) for name, n in counts.items()}
+    assert {name: inputs[name] for name in flags} == dict.fromkeys(flags, ("BOOL", (1, 1), [True]))
+    assert inputs["bad_words"] == ("BYTES", (1, 2), words)
+    assert sent_inputs(make_client, "hi", door=ENSEMBLE, length_penalty=2.0)["length_penalty"][2] == [2.0]
 
 
 def test_token_ids_and_messages_are_prompts_too(make_client: Any) -> None:

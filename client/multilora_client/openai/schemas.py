@@ -60,8 +60,8 @@ class _Sampling(_Strict):
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: StopWord | StopWords = []
     n: Annotated[int, _only(1)] = 1
-    presence_penalty: Annotated[float, _only(0)] = 0.0
-    frequency_penalty: Annotated[float, _only(0)] = 0.0
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
     logit_bias: Annotated[dict[str, float], _only({})] = Field(default_factory=dict)
     user: str | None = None
 
@@ -82,6 +82,8 @@ class _Sampling(_Strict):
             temperature=0.0 if is_greedy else self.temperature,
             top_p=None if is_greedy else self.top_p,
             seed=None if self.seed is None else self.seed % _NUM_SEEDS,
+            presence_penalty=self.presence_penalty or None,
+            frequency_penalty=self.frequency_penalty or None,
             stop_words=[self.stop] if isinstance(self.stop, str) else self.stop,
         )
 

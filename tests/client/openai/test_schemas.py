@@ -42,6 +42,8 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
             "guided_decoding_guide",
             json.dumps(SCHEMA),
         ),
+        ({"presence_penalty": 0.5}, "presence_penalty", 0.5),
+        ({"frequency_penalty": -2}, "frequency_penalty", -2.0),
         ({"user": "u", "metadata": {"a": "b"}, "store": False, "n": 1, "logit_bias": {}}, "max_tokens", 2**31 - 1),
     ],
 )
@@ -58,8 +60,8 @@ def test_a_parameter_reaches_the_server(
     ("given", "param", "code"),
     [
         ({"n": 2}, "n", "unsupported_value"),
-        ({"presence_penalty": 0.5}, "presence_penalty", "unsupported_value"),
-        ({"frequency_penalty": -0.5}, "frequency_penalty", "unsupported_value"),
+        ({"presence_penalty": 2.5}, "presence_penalty", "invalid_value"),
+        ({"frequency_penalty": -2.5}, "frequency_penalty", "invalid_value"),
         ({"logit_bias": {"5": 1}}, "logit_bias", "unsupported_value"),
         ({"logprobs": True}, "logprobs", "unsupported_value"),
         ({"parallel_tool_calls": False}, "parallel_tool_calls", "unsupported_value"),
