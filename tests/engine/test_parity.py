@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from itertools import cycle, islice
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from support.engines import Answer, LogitsRecorder, poison_claimed_blocks, run_all
 from support.oracle import ATTENTION, MLP, Oracle, packed
+from support.tiny_model import save_tiny_llama
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -245,3 +248,37 @@ def test_the_default_model_answers_as_peft_does_in_one_mixed_batch(default_model
     for request in requests[:: len(names) - 2][:3]:
         alone = run_all(engine, [request])[request.request_id]
         assert alone.token_ids == answers[request.request_id].token_ids
+
+
+def save_peft(directory: Path, matrices: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> Path:
+    """A PEFT directory of rank 4 and alpha 12 that adapts these modules of layer 1, in bfloat16, by A and B."""
+    directory.mkdir()
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 12, "target_modules": list(matrices)}
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    tensors = {}
+    for module, pair in matrices.items():
+        for side, matrix in zip("AB", pair, strict=True):
+            key = f"base_model.model.model.layers.1.{module}.lora_{side}.weight"
+            tensors[key] = matrix.to(torch.bfloat16).contiguous()
+    save_file(tensors, directory / "adapter_model.safetensors")
+    return directory
+
+
+def test_an_adapter_of_fused_projections_answers_as_one_of_their_parts(default_model_dir: Path, tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(5)
+    engine = Engine(
+        EngineConfig(model_path=save_tiny_llama(tmp_path / "tiny"), tokenizer_path=default_model_dir, num_threads=1)
+    )
+    a_qkv, a_mlp = torch.randn(2, 4, 32, generator=generator)
+    q, k, v, gate, up = (torch.randn(size, 4, generator=generator) for size in (32, 16, 16, 56, 56))
+    fused = {"self_attn.qkv_proj": (a_qkv, torch.cat([q, k, v])), "mlp.gate_up_proj": (a_mlp, torch.cat([gate, up]))}
+    parts = {f"self_attn.{name}_proj": (a_qkv, b) for name, b in (("q", q), ("k", k), ("v", v))}
+    parts |= {"mlp.gate_proj": (a_mlp, gate), "mlp.up_proj": (a_mlp, up)}
+    exchanged = parts | {"mlp.gate_proj": (a_mlp, up), "mlp.up_proj": (a_mlp, gate)}
+    for task_id, matrices in enumerate((fused, parts, exchanged)):
+        directory = save_peft(tmp_path / f"adapter {task_id}", matrices)
+        engine.put_adapter(task_id, packed(directory, engine.info.adapter_layout))
+    sampling = SamplingParams(max_tokens=16, end_id=-1)
+    requests = [GenerationRequest(f"r{task}", [1, 2, 3], sampling, lora_task_id=task) for task in range(3)]
+    answers = run_all(engine, requests)
+    assert answers["r0"].token_ids == answers["r1"].token_ids != answers["r2"].token_ids

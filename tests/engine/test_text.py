@@ -314,6 +314,24 @@ class TestStream:
         assert joined(deltas) == text
         assert tokens(deltas) == token_ids[:num_tokens]
 
+    @settings(max_examples=300, deadline=None)
+    @given(pieces=st.lists(PIECES, min_size=2, max_size=8), cut=st.integers(0, 7), stop_words=STOP_WORDS)
+    def test_a_fork_goes_on_as_if_it_were_alone_and_leaves_the_other_as_it_is(
+        self, pieces: list[bytes], cut: int, stop_words: tuple[str, ...]
+    ) -> None:
+        sequences = ((len(pieces) - 2, len(pieces) - 1),)
+        expected = stream(ByteTokens(pieces), range(len(pieces)), stop_words, sequences)
+        text_stream = TextStream(ByteTokens(pieces), stop_words, sequences)
+        deltas = [text_stream.push(token_id) for token_id in range(min(cut, len(expected) - 1))]
+        for other in (text_stream.fork(), text_stream.fork(), text_stream):
+            rest: list[TextDelta] = []
+            for token_id in range(len(deltas), len(pieces)):
+                if not rest or not rest[-1].stopped:
+                    rest.append(other.push(token_id))
+            if not rest or not rest[-1].stopped:
+                rest.append(other.finish())
+            assert deltas + rest == expected
+
     def test_the_text_of_a_token_sequence_is_held_back_until_it_is_decided(self) -> None:
         text_stream = TextStream(ByteTokens([b"a", b"b", b"c"]), (), ((0, 1, 2),))
         assert text_stream.push(0) == TextDelta([], "")
