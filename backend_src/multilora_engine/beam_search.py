@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from multilora_engine.errors import InvalidRequest, Unsupported
-from multilora_engine.request import FinishReason, SamplingParams, Sequence, TokenLogProb
+from multilora_engine.request import BeamOutput, FinishReason, SamplingParams, Sequence, TokenLogProb
+from multilora_engine.text import TextStream
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +51,12 @@ class Hypothesis:
 class BeamSearch:
     """What a search knows beside its beams, which are `Sequence`s: the rules, and what has ended."""
 
-    def __init__(self, sampling: SamplingParams, end_token_ids: tuple[int, ...], max_tokens: int) -> None:
-        """end_token_ids: what ends an answer of this request. max_tokens: where every answer ends."""
+    def __init__(
+        self, sampling: SamplingParams, end_token_ids: tuple[int, ...], max_tokens: int, text: TextStream
+    ) -> None:
+        """end_token_ids: what ends an answer. max_tokens: where every answer ends. text: the request's, still empty."""
         self._sampling = sampling
+        self._text = text
         self._end_token_ids = frozenset(end_token_ids)
         self._max_tokens = max_tokens
         self._finished: list[Hypothesis] = []
@@ -79,12 +83,11 @@ class BeamSearch:
         num_tokens = len(beams[0].output_token_ids) + 1
         return [] if not going_on or self._is_over(going_on[0].score, num_tokens) else going_on[:width]
 
-    def answers(self, beams: list[Sequence], reason: FinishReason | None = None) -> list[Hypothesis]:
+    def answers(self, beams: list[Sequence], reason: FinishReason | None = None) -> list[BeamOutput]:
         """The answers, best first, at most `beam_width`. With a `reason`, the beams are ended for it and count, too."""
         cut_off = [self._cut_off(beam, reason) for beam in beams if beam.output_token_ids] if reason else []
-        return sorted([*self._finished, *cut_off], key=lambda hypothesis: -hypothesis.score)[
-            : self._sampling.beam_width
-        ]
+        best = sorted([*self._finished, *cut_off], key=lambda hypothesis: -hypothesis.score)
+        return [self._output(hypothesis) for hypothesis in best[: self._sampling.beam_width]]
 
     def _candidates(self, ranked: list[Continuations]) -> list[Continuation]:
         """The best over all beams. A forbidden token is none."""
@@ -129,6 +132,19 @@ class BeamSearch:
     def _cut_off(self, beam: Sequence, reason: FinishReason) -> Hypothesis:
         score = self._penalised(beam.score, len(beam.output_token_ids))
         return Hypothesis(beam.output_token_ids, beam.held_log_probs, beam.score, score, reason)
+
+    def _output(self, hypothesis: Hypothesis) -> BeamOutput:
+        text = self._text.fork()
+        deltas = [text.push(token_id) for token_id in hypothesis.token_ids if token_id not in self._end_token_ids]
+        if not deltas or not deltas[-1].stopped:
+            deltas.append(text.finish())
+        return BeamOutput(
+            token_ids=hypothesis.token_ids,
+            text="".join(delta.text for delta in deltas),
+            finish_reason="stop" if deltas[-1].stopped else hypothesis.finish_reason,
+            log_probs=hypothesis.log_probs,
+            cum_log_prob=hypothesis.cum_log_prob,
+        )
 
     def _penalised(self, cum_log_prob: float, num_tokens: int) -> float:
         return float(cum_log_prob / num_tokens**self._sampling.length_penalty)

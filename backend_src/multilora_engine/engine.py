@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from multilora_engine.beam_search import BeamSearch, Continuations, Hypothesis, check_beam_sampling, continue_beams
+from multilora_engine.beam_search import BeamSearch, Continuations, check_beam_sampling, continue_beams
 from multilora_engine.config import EngineConfig
 from multilora_engine.engine_info import EngineInfo
 from multilora_engine.engine_stats import AdaptersInUse, EngineStats
@@ -48,7 +48,6 @@ from multilora_engine.models.llama import LlamaModel
 from multilora_engine.models.loader import load_model, stored_dtype
 from multilora_engine.models.model_config import ModelConfig, read_model_config
 from multilora_engine.request import (
-    BeamOutput,
     FinishReason,
     GenerationRequest,
     SamplingParams,
@@ -211,7 +210,7 @@ class Engine:
             arrival_time_ns=time.time_ns(),
             bias=bias,
             guide=guide,
-            search=self._search(request),
+            search=self._search(request, text),
         )
         self._sequences[request.request_id] = sequence
         self._note_deadline(sequence, time.monotonic() + timeout_s)
@@ -320,11 +319,11 @@ class Engine:
                 f"{self._blocks.num_blocks}; ask for fewer beams or max_tokens"
             )
 
-    def _search(self, request: GenerationRequest) -> BeamSearch | None:
+    def _search(self, request: GenerationRequest, text: TextStream) -> BeamSearch | None:
         if request.sampling.beam_width == 1:
             return None
         ends = end_tokens(request.sampling, self.info.end_token_ids)
-        return BeamSearch(request.sampling, ends, self._max_output_tokens(request))
+        return BeamSearch(request.sampling, ends, self._max_output_tokens(request), text.fork())
 
     def _requests_of(self, step: list[ScheduledSequence]) -> list[Sequence]:
         """The sequences that stand for the requests of a step, in its order."""
@@ -475,35 +474,20 @@ class Engine:
     def _finish_search(self, sequence: Sequence, reason: FinishReason | None = None) -> TokenOutput:
         """Remove a search; its only output. reason: why it was ended, None when it came to its end."""
         assert sequence.search is not None
-        hypotheses = sequence.search.answers(sequence.beams, reason)
-        if not hypotheses and reason is None:
+        beams = sequence.search.answers(sequence.beams, reason)
+        if not beams and reason is None:
             return self._fail(sequence, _no_token_left(sequence))
         self._remove(sequence)
-        beams = [self._beam_output(sequence.request.sampling, hypothesis) for hypothesis in hypotheses]
         return TokenOutput(
             request_id=sequence.request.request_id,
             token_ids=[],
             text="",
-            finish_reason=reason or hypotheses[0].finish_reason,
+            finish_reason=reason or beams[0].finish_reason,
             num_prompt_tokens=len(sequence.request.prompt_token_ids),
             num_output_tokens=sum(len(beam.token_ids) for beam in beams),
             lora_digest="" if sequence.adapter is None else sequence.adapter.digest,
             perf=sequence.perf,
             beams=beams,
-        )
-
-    def _beam_output(self, sampling: SamplingParams, hypothesis: Hypothesis) -> BeamOutput:
-        ends = end_tokens(sampling, self.info.end_token_ids)
-        text = TextStream(self._tokenizer, sampling.stop_words, sampling.stop_token_sequences)
-        deltas = [text.push(token_id) for token_id in hypothesis.token_ids if token_id not in ends]
-        if not deltas or not deltas[-1].stopped:
-            deltas.append(text.finish())
-        return BeamOutput(
-            token_ids=hypothesis.token_ids,
-            text="".join(delta.text for delta in deltas),
-            finish_reason="stop" if deltas[-1].stopped else hypothesis.finish_reason,
-            log_probs=hypothesis.log_probs,
-            cum_log_prob=hypothesis.cum_log_prob,
         )
 
     def _fail(self, sequence: Sequence, error: RequestError) -> TokenOutput:

@@ -6,7 +6,7 @@ import json
 from itertools import cycle, product
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -248,8 +248,9 @@ def test_diversity_prefers_the_children_of_less_likely_beams() -> None:
         sampling = SamplingParams(9, beam_width=2, beam_search_diversity_rate=rate)
         beams = [search("r", [1]) for _ in range(2)]
         ranked = [Continuations([5, 6], [-1.0, -1.2]), Continuations([7, 8], [-1.5, -1.6])]
-        sequences = [Sequence(beam, 0, None, TextStream.__new__(TextStream), Random(0)) for beam in beams]
-        return [c.parent for c in BeamSearch(sampling, (), 9).advance(sequences, ranked)]
+        text = cast(TextStream, None)
+        sequences = [Sequence(beam, 0, None, text, Random(0)) for beam in beams]
+        return [c.parent for c in BeamSearch(sampling, (), 9, text).advance(sequences, ranked)]
 
     assert [parents(0.0), parents(0.4), parents(1.0)] == [[0, 0], [0, 1], [1, 1]]
 
