@@ -129,7 +129,14 @@ class EngineProcess:
 
 def _ends_or_hangs(process: subprocess.Popen[bytes], heartbeat: Heartbeat) -> bool:
     """Wait for either; whether it was the end."""
-    pulse, fd = Pulse(), os.pidfd_open(process.pid)
+    if process.poll() is not None:
+        return True
+    try:
+        fd = os.pidfd_open(process.pid)
+    except ProcessLookupError:
+        # It has just ended, and `close` was the first to see it.
+        return True
+    pulse = Pulse()
     try:
         # Unlike waiting for the process with a timeout, this sleeps.
         while not select.select([fd], [], [], heartbeat.interval_s)[0]:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -83,6 +84,28 @@ def test_a_hung_engine_is_killed_fails_what_is_in_flight_and_the_next_one_serves
     client.generate(later, [generation_request("later", [1])])
     assert later.wait()[-1].finish_reason == "length"
     assert process.generation == 2
+    client.close()
+
+
+def test_an_engine_that_cannot_start_again_is_tried_until_it_can(
+    engine_process: EngineProcessFactory, socket_path: Path, parameters: dict[str, str]
+) -> None:
+    process = engine_process(hang_timeout_s=30.0)
+    process.start()
+    client, deadly, later = EngineClient(socket_path), RecordingListener(), RecordingListener()
+    client.wait_until_ready(TIMEOUT_S)
+    config = Path(parameters["model_path"], "config.json")
+    config.rename(config.with_suffix(".gone"))
+    client.generate(deadly, [generation_request("deadly", [DIE])])
+    deadly.wait()
+    deadline = time.monotonic() + TIMEOUT_S
+    while process.generation < 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    config.with_suffix(".gone").rename(config)
+    client.wait_until_ready(TIMEOUT_S)
+    client.generate(later, [generation_request("later", [1])])
+    assert later.wait()[-1].finish_reason == "length"
     client.close()
 
 
