@@ -183,7 +183,7 @@ def test_reused_prefixes_chunks_preemption_and_poisoned_blocks_change_no_token(
     roomy = build_engine(path, oracle, default_model_dir)
     small = Engine(engine_config_with_tiny_cache(path, default_model_dir, roomy, max_num_batched_tokens=24))
     for task_id, directory in enumerate(oracle.adapters.values()):
-        small.put_adapter(task_id, packed(directory, small.info.adapter_layout))
+        small.put_adapter(task_id, packed(directory, small.info.adapter_layout, path))
     poison_claimed_blocks(small)
     prefix = tiny_prompts(7)[-1][:30]
     requests = requests_for(oracle, [prefix + tail for tail in tiny_prompts(4) * 3], max_tokens=12)
