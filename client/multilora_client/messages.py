@@ -152,7 +152,8 @@ class Alternative:
 
     log_probs: of each token, when asked for. top_log_probs: of each token the likeliest ones in its place, best first,
         as (token id, log-prob). cum_log_prob: the sum over the tokens, None when not asked for.
-    generation_logits: float32 [tokens, vocab] or None, what each token was chosen by.
+    generation_logits: float32 [tokens, vocab] or None, what each token was chosen by. num_output_tokens: also from
+        models that return text only.
     """
 
     text: str
@@ -162,6 +163,7 @@ class Alternative:
     top_log_probs: list[list[tuple[int, float]]] = field(default_factory=list)
     cum_log_prob: float | None = None
     generation_logits: NDArray[np.float32] | None = field(default=None, compare=False)
+    num_output_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -335,6 +337,7 @@ _PER_ANSWER = (
     "output_ids",
     "sequence_length",
     "finish_reason",
+    "num_output_tokens",
     "output_log_probs",
     "cum_log_probs",
     "top_log_prob_ids",
@@ -357,6 +360,7 @@ def _alternative(values: Mapping[str, Sequence[Any]]) -> Alternative:
         top_log_probs=_top_log_probs(values["top_log_prob_ids"], values["top_log_probs"], num_filled_up)[:length],
         cum_log_prob=cum_log_probs[0] if log_probs else None,
         generation_logits=_logits(values["generation_logits"], num_filled_up, length),
+        num_output_tokens=next(iter(values["num_output_tokens"]), None),
     )
 
 
@@ -383,7 +387,6 @@ def _answer_fields(response: Response, answer: Alternative) -> dict[str, Any]:
         **vars(answer),
         "context_logits": _logits(response.outputs.get("context_logits", ()), num_input_tokens, None),
         "num_input_tokens": num_input_tokens,
-        "num_output_tokens": response.first("num_output_tokens"),
         "lora_task_id": lora_task_id if lora_task_id or lora_digest else None,
         "lora_digest": lora_digest,
     }

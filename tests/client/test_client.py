@@ -358,7 +358,7 @@ def test_the_fields_of_an_answer_are_those_of_the_response(make_client: Any) -> 
 
     answer = make_client(lambda _: [Response(outputs)]).generate("hi", adapter=7, request_id="mine")
 
-    alternatives = [Alternative("Ahoy", [4, 9], "length")]
+    alternatives = [Alternative("Ahoy", [4, 9], "length", num_output_tokens=2)]
     assert answer == Generation("Ahoy", [4, 9], "length", 3, 2, 7, "ab", "mine", alternatives=alternatives)
 
 

@@ -40,8 +40,13 @@ class Reply(ABC):
 
     def whole(self, generation: Generation) -> dict[str, Any]:
         """Raises Cancelled when the answer was ended from elsewhere: a part must not look like the whole."""
-        choice = _choice(self._whole(generation.text), _finish_reason(generation))
-        return self._body(self.object_name, [choice], generation) | {"usage": _usage(generation)}
+        choices = [
+            _choice(self._whole(answer.text), _finish_reason(answer.finish_reason, generation.request_id), index)
+            for index, answer in enumerate(generation.alternatives)
+        ]
+        num_tokens = sum(answer.num_output_tokens or 0 for answer in generation.alternatives)
+        usage = _usage(generation.num_input_tokens, num_tokens)
+        return self._body(self.object_name, choices, generation) | {"usage": usage}
 
     async def events(
         self, first: Chunk, rest: AsyncGenerator[Chunk, None], *, includes_usage: bool
@@ -62,9 +67,9 @@ class Reply(ABC):
                 async for last in rest:
                     if last.text:
                         yield event(last, _choice(self._piece(last.text), None))
-            yield event(last, _choice(self._piece(""), _finish_reason(last)))
+            yield event(last, _choice(self._piece(""), _finish_reason(last.finish_reason, last.request_id)))
             if includes_usage:
-                yield event(last, usage=_usage(last))
+                yield event(last, usage=_usage(last.num_input_tokens, last.num_output_tokens))
             yield _DONE
         except MultiloraClientError as error:
             yield _event(failure_of(error).body)
@@ -108,19 +113,19 @@ class CompletionReply(Reply):
         return []
 
 
-def _choice(content: dict[str, Any], finish_reason: str | None) -> dict[str, Any]:
-    return {"index": 0, **content, "logprobs": None, "finish_reason": finish_reason}
+def _choice(content: dict[str, Any], finish_reason: str | None, index: int = 0) -> dict[str, Any]:
+    return {"index": index, **content, "logprobs": None, "finish_reason": finish_reason}
 
 
-def _finish_reason(answer: Answer) -> str:
+def _finish_reason(reason: str | None, request_id: str) -> str:
     """`stop` and `length` mean the same on both sides."""
-    if answer.finish_reason not in ("stop", "length"):
-        raise Cancelled("the request was ended before its answer was complete", request_id=answer.request_id)
-    return answer.finish_reason
+    if reason not in ("stop", "length"):
+        raise Cancelled("the request was ended before its answer was complete", request_id=request_id)
+    return reason
 
 
-def _usage(answer: Answer) -> dict[str, int]:
-    prompt, completion = answer.num_input_tokens or 0, answer.num_output_tokens or 0
+def _usage(num_input_tokens: int | None, num_output_tokens: int | None) -> dict[str, int]:
+    prompt, completion = num_input_tokens or 0, num_output_tokens or 0
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 

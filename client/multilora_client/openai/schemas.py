@@ -17,6 +17,7 @@ _UNLIMITED = 2**31 - 1  # the server ends an answer where the context does
 _COMPLETION_MAX_TOKENS = 16  # OpenAI's default
 _NUM_SEEDS = 2**64
 _MAX_STOP_WORDS = 16
+_MAX_CHOICES = 128  # OpenAI's limit, and the server's
 
 StopWord = Annotated[str, Field(min_length=1, max_length=1000)]
 StopWords = Annotated[list[StopWord], Field(max_length=_MAX_STOP_WORDS)]
@@ -59,7 +60,7 @@ class _Sampling(_Strict):
     top_p: float = Field(1.0, ge=0, le=1)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: StopWord | StopWords = []
-    n: Annotated[int, _only(1)] = 1
+    n: int = Field(1, ge=1, le=_MAX_CHOICES)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     logit_bias: Annotated[dict[str, float], _only({})] = Field(default_factory=dict)
@@ -75,6 +76,12 @@ class _Sampling(_Strict):
             raise ValueError("stream_options goes with stream only")
         return self
 
+    @model_validator(mode="after")
+    def _check_choices(self) -> Self:
+        if self.stream and self.n > 1:
+            raise unsupported(f"n {self.n} is not supported with stream, only 1")
+        return self
+
     def sampling(self) -> GenerateOptions:
         """The options that both kinds share. A top_p of 0 leaves only the likeliest token; the server's 0 is unset."""
         is_greedy = self.temperature == 0 or self.top_p == 0
@@ -82,6 +89,7 @@ class _Sampling(_Strict):
             temperature=0.0 if is_greedy else self.temperature,
             top_p=None if is_greedy else self.top_p,
             seed=None if self.seed is None else self.seed % _NUM_SEEDS,
+            num_return_sequences=self.n if self.n > 1 else None,
             presence_penalty=self.presence_penalty or None,
             frequency_penalty=self.frequency_penalty or None,
             stop_words=[self.stop] if isinstance(self.stop, str) else self.stop,

@@ -18,11 +18,12 @@ PIECES = ["Ahoy", "", ", ", "café"]
 
 
 class Server:
-    """Answers in PIECES and keeps what it was asked. `finish_reason` is how it ends."""
+    """Answers in PIECES and keeps what it was asked. `finish_reason` is how it ends. outputs: what it says instead."""
 
     def __init__(self) -> None:
         self.requests: list[InferRequest] = []
         self.finish_reason = "stop"
+        self.outputs: dict[str, list[Any]] = {}
         self.error: Exception | None = None
         self.error_at = 0
 
@@ -48,7 +49,7 @@ class Server:
         outputs["finish_reason"] = [self.finish_reason if is_last else ""]
         if (task := self.value("lora_task_id")) is not None:
             outputs |= {"lora_task_id_out": [task], "lora_digest": ["ab" * 32]}
-        return Response(outputs, is_final=is_last)
+        return Response(outputs | self.outputs, is_final=is_last)
 
 
 @pytest.fixture

@@ -69,6 +69,24 @@ def test_a_whole_completion(front: TestClient, server: Any) -> None:
     assert (server.value("text_input"), server.value("max_tokens")) == ("I am", 16)
 
 
+@both
+def test_several_choices_are_told_apart_by_their_index_and_counted_together(
+    front: TestClient, server: Any, path: str, body: dict[str, Any]
+) -> None:
+    server.outputs = {
+        "text_output": ["Ahoy", "Aye", "Avast"],
+        "num_output_tokens": [2, 1, 3],
+        "finish_reason": ["stop", "length", "stop"],
+    }
+
+    answer = front.post(path, json=body | {"n": 3}).json()
+
+    texts = [choice["message"]["content"] if path == CHAT_PATH else choice["text"] for choice in answer["choices"]]
+    assert texts == ["Ahoy", "Aye", "Avast"]
+    assert [(c["index"], c["finish_reason"]) for c in answer["choices"]] == [(0, "stop"), (1, "length"), (2, "stop")]
+    assert answer["usage"] == {"prompt_tokens": 7, "completion_tokens": 6, "total_tokens": 13}
+
+
 def test_a_streamed_chat_opens_with_the_role_and_ends_with_usage_and_done(front: TestClient) -> None:
     options = {"stream": True, "stream_options": {"include_usage": True}}
     answer = front.post(CHAT_PATH, json=CHAT | options)

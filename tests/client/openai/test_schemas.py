@@ -42,6 +42,8 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
             "guided_decoding_guide",
             json.dumps(SCHEMA),
         ),
+        ({"n": 3}, "num_return_sequences", 3),
+        ({"n": 1}, "num_return_sequences", None),
         ({"presence_penalty": 0.5}, "presence_penalty", 0.5),
         ({"frequency_penalty": -2}, "frequency_penalty", -2.0),
         ({"user": "u", "metadata": {"a": "b"}, "store": False, "n": 1, "logit_bias": {}}, "max_tokens", 2**31 - 1),
@@ -59,7 +61,9 @@ def test_a_parameter_reaches_the_server(
 @pytest.mark.parametrize(
     ("given", "param", "code"),
     [
-        ({"n": 2}, "n", "unsupported_value"),
+        ({"n": 2, "stream": True}, None, "unsupported_value"),
+        ({"n": 0}, "n", "invalid_value"),
+        ({"n": 129}, "n", "invalid_value"),
         ({"presence_penalty": 2.5}, "presence_penalty", "invalid_value"),
         ({"frequency_penalty": -2.5}, "frequency_penalty", "invalid_value"),
         ({"logit_bias": {"5": 1}}, "logit_bias", "unsupported_value"),
