@@ -24,7 +24,7 @@ _PARTS: list[tuple[str, Any, str]] = [
     ("linears", llama.LlamaModel, "_logits"),
     ("lora", layers, "lora_apply"),
     ("attention", llama, "attention_plan"),
-    ("attention", llama, "paged_attention"),
+    ("attention", llama, "attend"),
     ("norms, rotary, activation", llama.LlamaModel, "forward"),
     ("sampling", model_runner, "sample"),
     ("emission", Engine, "step"),

@@ -1,12 +1,15 @@
-"""Batched multi-LoRA operators, y[slice] += (x A^T) B^T for tokens of many adapters of many ranks, and base linears.
+"""Batched multi-LoRA operators, y[slice] += (x A^T) B^T for tokens of many adapters of many ranks, base linears, and
+attention over a paged cache.
 
 Public: `LoRATables` (where every adapter's weights lie), `LoRASegments` and `lora_segments` (which tokens belong to
 which adapter, built once per step), `lora_shrink` and `lora_expand` (one call each per fused linear), `lora_apply`
-(both in one); `PackedWeight`, `packed_linear` and `packed_embedding` (the base model's weights and their use); and
-`load_cpu_kernels` (builds the CPU operators ahead of their first use).
+(both in one); `PackedWeight`, `packed_linear` and `packed_embedding` (the base model's weights and their use);
+`paged_attention` over `PagedSequences` where `has_paged_attention`; and `load_cpu_kernels` (builds the CPU operators
+ahead of their first use).
 """
 
 from multilora_kernels.apply import lora_apply
+from multilora_kernels.attention import PagedSequences, has_paged_attention, paged_attention
 from multilora_kernels.cpu import load_cpu_kernels
 from multilora_kernels.expand import lora_expand
 from multilora_kernels.linear import PackedWeight, packed_embedding, packed_linear
@@ -18,6 +21,8 @@ __all__ = [
     "LoRASegments",
     "LoRATables",
     "PackedWeight",
+    "PagedSequences",
+    "has_paged_attention",
     "load_cpu_kernels",
     "lora_apply",
     "lora_expand",
@@ -25,4 +30,5 @@ __all__ = [
     "lora_shrink",
     "packed_embedding",
     "packed_linear",
+    "paged_attention",
 ]

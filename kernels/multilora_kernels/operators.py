@@ -1,5 +1,5 @@
 """Everything of this package that torch knows as an operator: `multilora::lora_shrink`, `lora_expand`, `lora_apply`,
-`packed_linear` and `packed_embedding`.
+`packed_linear`, `packed_embedding` and `paged_attention`.
 
 torch.compile and CUDA graphs see one opaque node each, with a fake implementation for shapes. An operator takes only
 tensors and integers, so the tables and segments are passed field by field here and nowhere else.
@@ -39,11 +39,19 @@ library.define(
 library.define("multilora::packed_linear", "(Tensor x, Tensor panels, int out_features) -> Tensor")
 library.define("multilora::packed_embedding", "(Tensor token_ids, Tensor panels, int num_embeddings) -> Tensor")
 
+library.define(
+    "multilora::paged_attention",
+    "(Tensor q, Tensor keys, Tensor values, Tensor block_tables, Tensor query_starts, Tensor context_lens,"
+    " int block_size, int window, float scale) -> Tensor",
+)
+
 _shrink = torch.ops.multilora.lora_shrink.default
 _expand = torch.ops.multilora.lora_expand.default
 _apply = torch.ops.multilora.lora_apply.default
 _packed_linear = torch.ops.multilora.packed_linear.default
 _packed_embedding = torch.ops.multilora.packed_embedding.default
+
+paged_attention = torch.ops.multilora.paged_attention.default
 
 
 def call_shrink(
@@ -111,6 +119,11 @@ def implement(dispatch_key: str, shrink: Shrink, expand: Expand) -> None:
     library.impl("multilora::lora_apply", dispatch_key, lora_apply)
 
 
+def implement_attention(dispatch_key: str, paged_attention: Callable[..., torch.Tensor]) -> None:
+    """Register a function with the operator's own arguments."""
+    library.impl("multilora::paged_attention", dispatch_key, paged_attention)
+
+
 _TableFields = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int]
 _SegmentFields = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int]
 
@@ -158,6 +171,8 @@ def _fake_packed_linear(x: torch.Tensor, panels: torch.Tensor, out_features: int
 
 def _fake_packed_embedding(token_ids: torch.Tensor, panels: torch.Tensor, num_embeddings: int) -> torch.Tensor:
     return panels.new_empty(token_ids.shape[0], panels.shape[1], dtype=torch.float32)
+def _fake_paged_attention(q: torch.Tensor, *_: Any) -> torch.Tensor:
+    return q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
 
 
 library.register_fake("multilora::lora_shrink", _fake_shrink)
@@ -165,3 +180,4 @@ library.register_fake("multilora::lora_expand", _fake_in_place)
 library.register_fake("multilora::lora_apply", _fake_in_place)
 library.register_fake("multilora::packed_linear", _fake_packed_linear)
 library.register_fake("multilora::packed_embedding", _fake_packed_embedding)
+library.register_fake("multilora::paged_attention", _fake_paged_attention)

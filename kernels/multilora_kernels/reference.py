@@ -54,6 +54,31 @@ def lora_expand(
             start += size
 
 
+def paged_attention(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_starts: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_size: int,
+    window: int,
+    scale: float,
+) -> torch.Tensor:
+    """One token after the other; the arguments are the fields of `attention.PagedSequences`, window 0 is none."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    group = q.shape[1] // keys.shape[1]
+    starts, out = query_starts.tolist(), []
+    for table, context, start, end in zip(block_tables, context_lens.tolist(), starts, starts[1:], strict=False):
+        for row, position in zip(q[start:end], range(context - (end - start), context), strict=True):
+            seen = torch.arange(max(0, position - window + 1) if window else 0, position + 1, device=q.device)
+            slots = table[seen // block_size] * block_size + seen % block_size
+            k, v = (cache[slots].to(dtype).repeat_interleave(group, dim=1) for cache in (keys, values))
+            weights = (torch.einsum("hd,khd->hk", row.to(dtype), k) * scale).softmax(dim=-1)
+            out.append(torch.einsum("hk,khd->hd", weights, v).flatten())
+    return torch.stack(out).to(q.dtype)
+
+
 def _chunks(segments: LoRASegments) -> list[tuple[torch.Tensor, int]]:
     starts, lengths = segments.chunk_start.tolist(), segments.chunk_length.tolist()
     return [

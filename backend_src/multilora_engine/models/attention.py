@@ -1,4 +1,4 @@
-"""Attention over the paged KV cache in plain PyTorch.
+"""Attention over the paged KV cache: by the compiled operator where there is one, else in plain PyTorch.
 
 What depends only on the step (which slots a sequence reads, which of them count) is an `AttentionPlan`, built once per
 step and window and used by every layer.
@@ -7,11 +7,13 @@ step and window and used by every layer.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
 
 from multilora_engine.forward_batch import ForwardBatch
+from multilora_kernels import PagedSequences, has_paged_attention, paged_attention
 
 
 @dataclass(frozen=True)
@@ -42,26 +44,43 @@ class PrefillPlan:
 
 
 @dataclass(frozen=True)
-class AttentionPlan:
-    """What every layer of one window size reads in this step."""
+class PlainPlan:
+    """The step cut into what plain PyTorch can do in one call: all decodes, then each prefill."""
 
-    slot_mapping: torch.Tensor
     num_decodes: int
     decode: DecodePlan | None
     prefills: list[PrefillPlan]
 
 
+@dataclass(frozen=True)
+class AttentionPlan:
+    """What every layer of one window size reads in this step; one of `paged` and `plain` is None."""
+
+    slot_mapping: torch.Tensor
+    paged: PagedSequences | None
+    plain: PlainPlan | None
+
+
 def attention_plan(batch: ForwardBatch, window: int | None, dtype: torch.dtype) -> AttentionPlan:
     """`window`: how many newest keys a query attends to, its own included; None is all. `dtype` is the queries'."""
-    return AttentionPlan(
-        slot_mapping=batch.slot_mapping,
+    if has_paged_attention(batch.block_tables.device):
+        sequences = PagedSequences(
+            block_tables=batch.block_tables,
+            query_starts=torch.tensor([0, *accumulate(batch.query_lens)]),
+            context_lens=torch.tensor(batch.context_lens),
+            block_size=batch.block_size,
+            window=window,
+        )
+        return AttentionPlan(batch.slot_mapping, paged=sequences, plain=None)
+    plain = PlainPlan(
         num_decodes=batch.num_decodes,
         decode=_decode_plan(batch, window, dtype) if batch.num_decodes else None,
         prefills=_prefill_plans(batch, window, dtype),
     )
+    return AttentionPlan(batch.slot_mapping, paged=None, plain=plain)
 
 
-def paged_attention(
+def attend(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -77,6 +96,20 @@ def paged_attention(
     """
     cached_keys.index_copy_(0, plan.slot_mapping, k)
     cached_values.index_copy_(0, plan.slot_mapping, v)
+    if plan.paged is not None:
+        return paged_attention(q, cached_keys, cached_values, plan.paged)
+    assert plan.plain is not None
+    return _plain(q, k, v, cached_keys, cached_values, plan.plain)
+
+
+def _plain(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cached_keys: torch.Tensor,
+    cached_values: torch.Tensor,
+    plan: PlainPlan,
+) -> torch.Tensor:
     outputs = [_prefill(q, k, v, cached_keys, cached_values, prefill) for prefill in plan.prefills]
     if plan.decode is not None:
         outputs.insert(0, _decode(q[: plan.num_decodes], cached_keys, cached_values, plan.decode))

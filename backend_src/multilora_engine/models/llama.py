@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from multilora_engine.forward_batch import ForwardBatch, KVCache, LoRABatch
-from multilora_engine.models.attention import AttentionPlan, attention_plan, paged_attention
+from multilora_engine.models.attention import AttentionPlan, attend, attention_plan
 from multilora_engine.models.layers import (
     SLICES_PER_LAYER,
     Destination,
@@ -49,7 +49,7 @@ class Attention:
 
     def forward(self, x: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, step: Step) -> torch.Tensor:
         q, k, v = self._project(x, step)
-        return self.o.forward(paged_attention(q, k, v, keys, values, step.plans[self._window]), step.lora)
+        return self.o.forward(attend(q, k, v, keys, values, step.plans[self._window]), step.lora)
 
     def checkpoint_tensors(self) -> dict[str, Destination]:
         tensors = {**self.qkv.checkpoint_tensors("q_proj", "k_proj", "v_proj"), **self.o.checkpoint_tensors("o_proj")}

@@ -75,6 +75,7 @@ def _library() -> ModuleType | None:
             "No compiled CPU kernels, so the slow reference serves adapters and torch the linears: %s", error
         )
         operators.implement("CPU", reference.lora_shrink, reference.lora_expand)
+        operators.implement_attention("CPU", reference.paged_attention)
         return None
     logger.info("CPU kernels: %s from %s", torch.ops.multilora.cpu_capability(), library.__file__)
     return library

@@ -5,8 +5,9 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <type_traits>
 #include <cstring>
+#include <limits>
+#include <type_traits>
 
 #include "storage.h"
 #include "target.h"
@@ -14,7 +15,7 @@
 
 MULTILORA_TARGET("avx2,fma,f16c")
 
-#include "panels.h"
+#include "kernels.h"
 
 namespace multilora {
 namespace {
@@ -25,6 +26,7 @@ struct Avx2 {
   static constexpr int kShrinkRows = 2;
   static constexpr int kExpandRows = 4;
   static constexpr int kLinearRows = 4;
+  static constexpr int kAttentionVectors = 2;
 
   static inline F zero() { return _mm256_setzero_ps(); }
   static inline F broadcast(float value) { return _mm256_set1_ps(value); }
@@ -43,6 +45,17 @@ struct Avx2 {
     half = _mm_add_ps(half, _mm_movehl_ps(half, half));
     return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
   }
+  static inline F max(F a, F b) { return _mm256_max_ps(a, b); }
+  static inline float largest(F a) {
+    __m128 half = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    half = _mm_max_ps(half, _mm_movehl_ps(half, half));
+    return _mm_cvtss_f32(_mm_max_ss(half, _mm_movehdup_ps(half)));
+  }
+  static inline F zero_where_less(F a, F b, F value) { return _mm256_and_ps(_mm256_cmp_ps(a, b, _CMP_NLT_UQ), value); }
+  // 2^(n - 127) for the integer n in the lowest bits of a.
+  static inline F low_bits_as_exponent(F a) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(a), 23));
+  }
 
   static inline F load(const float* p) { return _mm256_loadu_ps(p); }
   static inline F load(const BFloat16* p) {
@@ -60,6 +73,7 @@ struct Avx2 {
     std::memcpy(copy, p, n * sizeof(T));
     return load(copy);
   }
+  static inline void store(float* p, F a) { _mm256_storeu_ps(p, a); }
   static inline void store_first(float* p, F a, int n) {
     if (n == kWidth) {
       _mm256_storeu_ps(p, a);

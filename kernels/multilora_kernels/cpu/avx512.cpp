@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <type_traits>
 
 #include "storage.h"
@@ -13,7 +14,7 @@
 
 MULTILORA_TARGET("avx512f,avx512bw,avx512vl,avx2,fma,f16c")
 
-#include "panels.h"
+#include "kernels.h"
 
 namespace multilora {
 namespace {
@@ -24,6 +25,7 @@ struct Avx512 {
   static constexpr int kShrinkRows = 4;
   static constexpr int kExpandRows = 4;
   static constexpr int kLinearRows = 8;
+  static constexpr int kAttentionVectors = 4;
 
   static inline F zero() { return _mm512_setzero_ps(); }
   static inline F broadcast(float value) { return _mm512_set1_ps(value); }
@@ -37,6 +39,15 @@ struct Avx512 {
   static inline F mul(F a, F b) { return _mm512_mul_ps(a, b); }
   static inline F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
   static inline float sum(F a) { return _mm512_reduce_add_ps(a); }
+  static inline F max(F a, F b) { return _mm512_max_ps(a, b); }
+  static inline float largest(F a) { return _mm512_reduce_max_ps(a); }
+  static inline F zero_where_less(F a, F b, F value) {
+    return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a, b, _CMP_NLT_UQ), value);
+  }
+  // 2^(n - 127) for the integer n in the lowest bits of a.
+  static inline F low_bits_as_exponent(F a) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(a), 23));
+  }
 
   static inline F from_bfloat16(__m256i bits) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
@@ -50,6 +61,7 @@ struct Avx512 {
   static inline F load_first(const float* p, int n) { return _mm512_maskz_loadu_ps(first(n), p); }
   static inline F load_first(const BFloat16* p, int n) { return from_bfloat16(_mm256_maskz_loadu_epi16(first(n), p)); }
   static inline F load_first(const Float16* p, int n) { return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first(n), p)); }
+  static inline void store(float* p, F a) { _mm512_storeu_ps(p, a); }
   static inline void store_first(float* p, F a, int n) { _mm512_mask_storeu_ps(p, first(n), a); }
 
   // Eight 32-bit columns of sixteen rows: lane i of out[c] is row i, column c. `row(i)` loads the 32 bytes of row i.

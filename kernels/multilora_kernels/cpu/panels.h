@@ -150,15 +150,5 @@ void linear(const LinearTask& task, int64_t panel_begin, int64_t panel_end) {
   }
 }
 
-template <class Vec, class T>
-constexpr Kernels kernels_for() {
-  return {shrink<Vec, T>, expand<Vec, T>, linear<Vec, T>};
-}
-
-template <class Vec>
-constexpr Capability capability_of(const char* name) {
-  return {name, kPanelVectors * Vec::kWidth, kernels_for<Vec, float>(), kernels_for<Vec, BFloat16>(), kernels_for<Vec, Float16>()};
-}
-
 }  // namespace
 }  // namespace multilora

@@ -1,10 +1,11 @@
 // Any processor: eight lanes that the compiler maps to whatever vectors it may assume.
 #include <c10/util/Half.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 
-#include "panels.h"
+#include "kernels.h"
 #include "storage.h"
 #include "work.h"
 
@@ -27,6 +28,7 @@ struct Plain {
   static constexpr int kShrinkRows = 1;
   static constexpr int kExpandRows = 2;
   static constexpr int kLinearRows = 2;
+  static constexpr int kAttentionVectors = 1;
 
   struct F {
     float lane[kWidth];
@@ -58,6 +60,24 @@ struct Plain {
   static inline float sum(F a) {
     return ((a.lane[0] + a.lane[4]) + (a.lane[2] + a.lane[6])) + ((a.lane[1] + a.lane[5]) + (a.lane[3] + a.lane[7]));
   }
+  static inline F max(F a, F b) {
+    return each([&](int i) { return a.lane[i] > b.lane[i] ? a.lane[i] : b.lane[i]; });
+  }
+  static inline float largest(F a) { return *std::max_element(a.lane, a.lane + kWidth); }
+  static inline F zero_where_less(F a, F b, F value) {
+    return each([&](int i) { return a.lane[i] < b.lane[i] ? 0.0f : value.lane[i]; });
+  }
+  // 2^(n - 127) for the integer n in the lowest bits of a.
+  static inline F low_bits_as_exponent(F a) {
+    return each([&](int i) {
+      uint32_t bits;
+      std::memcpy(&bits, &a.lane[i], sizeof(bits));
+      bits <<= 23;
+      float result;
+      std::memcpy(&result, &bits, sizeof(result));
+      return result;
+    });
+  }
 
   template <class T>
   static inline F load(const T* p) {
@@ -67,6 +87,7 @@ struct Plain {
   static inline F load_first(const T* p, int n) {
     return each([&](int i) { return i < n ? to_float(p[i]) : 0.0f; });
   }
+  static inline void store(float* p, F a) { std::memcpy(p, a.lane, sizeof(a.lane)); }
   static inline void store_first(float* p, F a, int n) { std::memcpy(p, a.lane, n * sizeof(float)); }
 
   // Lane i of out[c] is row i, column c.

@@ -56,17 +56,47 @@ struct LinearTask {
   int64_t y_stride;
 };
 
+// Keys that are worked on at a time.
+constexpr int64_t kKeyTile = 64;
+// Rows of queries, keys and values are padded to a multiple of it.
+constexpr int64_t kDimUnit = 16;
+
+constexpr int64_t padded_head_dim(int64_t head_dim) { return (head_dim + kDimUnit - 1) / kDimUnit * kDimUnit; }
+
+// Floats of memory that an attention kernel works in: a tile of keys transposed, one of keys or values, scores, and the
+// queries.
+constexpr int64_t attention_scratch(int64_t queries, int64_t head_dim) {
+  return padded_head_dim(head_dim) * (2 * kKeyTile + queries) + 4 * kKeyTile;
+}
+
+// One key-value head of one sequence: neighbouring tokens of it, the query heads that share the head, and some keys.
+struct AttentionTask {
+  const float* q;  // [tokens, group, head_dim], token to token q_stride
+  int64_t q_stride, tokens, group, head_dim;
+  float scale;
+  int64_t first_position;   // of the first token; a token sees the keys up to its own position,
+  int64_t window;           // and of those only so many newest, all if 0
+  const void *keys, *values;  // of the head, slot to slot slot_stride
+  int64_t slot_stride;
+  const int64_t* block_table;
+  int64_t block_size;
+  int64_t first_key, end_key;  // positions
+  // Results by query, token by token: sum_j w_j v_j, padded rows; the largest score; sum_j w_j, w_j relative to it.
+  float *out, *max, *sum;
+};
+
 // `next`: the weights that the thread reads after these, fetched into the cache meanwhile.
 using ShrinkKernel = void (*)(const ShrinkTask& task, int64_t rank_begin, int64_t rank_end, const void* next);
 using ExpandKernel = void (*)(const ExpandTask& task, int64_t output_begin, int64_t output_end, const void* next);
-
 using LinearKernel = void (*)(const LinearTask& task, int64_t panel_begin, int64_t panel_end);
+using AttentionKernel = void (*)(const AttentionTask& task, float* scratch);
 
-// The kernels for one storage type of the weights.
+// The kernels for one storage type of the weights, or of the KV cache.
 struct Kernels {
   ShrinkKernel shrink;
   ExpandKernel expand;
   LinearKernel linear;
+  AttentionKernel attend;
 };
 
 struct Capability {

@@ -21,6 +21,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from multilora_engine.models import attention
 from multilora_engine.models.layers import Placement
 from multilora_engine.models.loader import load_model
 
@@ -109,6 +110,21 @@ def test_logits_match_transformers_for_chunked_prefill_and_decode_in_one_batch(
     for sequence, chunks, rows in zip(sequences, CHUNKS, logits, strict=True):
         expected = reference_logits(reference, sequence.token_ids, chunks)
         torch.testing.assert_close(torch.cat(rows), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3 biases and windows"])
+def test_plain_pytorch_attends_where_no_operator_is_compiled(
+    name: str,
+    tmp_path: Path,
+    paged_runner: Callable[..., Any],
+    paged_sequence: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(attention, "has_paged_attention", lambda _device: False)
+    monkeypatch.delattr(attention, "paged_attention")
+    test_logits_match_transformers_for_chunked_prefill_and_decode_in_one_batch(
+        name, tmp_path, paged_runner, paged_sequence
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -1,0 +1,60 @@
+"""`paged_attention`: attention of many sequences over one paged cache, in one call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from multilora_kernels import operators
+from multilora_kernels.cpu import load_cpu_kernels
+from multilora_kernels.dispatch import load_operators
+
+
+@dataclass(frozen=True)
+class PagedSequences:
+    """The sequences of a step: which tokens of the batch are theirs, and where their keys and values lie.
+
+    block_tables: [num_sequences, max blocks] int64; position p of a sequence has the slot
+        block_table[p // block_size] * block_size + p % block_size. What lies behind its context is not read.
+    query_starts: [num_sequences + 1] int64, the first token of each sequence in the batch, and the end of the last.
+    context_lens: [num_sequences] int64, keys of each sequence; the last of them are those of its tokens in the batch.
+    window: how many newest keys a token attends to, its own included; None is all.
+    """
+
+    block_tables: torch.Tensor
+    query_starts: torch.Tensor
+    context_lens: torch.Tensor
+    block_size: int
+    window: int | None = None
+
+
+def has_paged_attention(device: torch.device) -> bool:
+    """Whether `paged_attention` is the best way on this device: on a CPU with compiled kernels."""
+    return device.type == "cpu" and load_cpu_kernels()
+
+
+def paged_attention(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, sequences: PagedSequences
+) -> torch.Tensor:
+    """softmax(q K^T / sqrt(head_dim)) V over the keys up to each token's own position, with float32 arithmetic.
+
+    q: [num_tokens, num_heads, head_dim], float32, bfloat16 or float16.
+    keys, values: [num_slots, num_kv_heads, head_dim], of one of the same types and the same strides; query head h reads
+        the key-value head h // (num_heads / num_kv_heads).
+    Returns [num_tokens, num_heads * head_dim] in the dtype of q. A token's result is the same bits whatever other
+    sequences there are.
+    """
+    load_operators(q)
+    result: torch.Tensor = operators.paged_attention(
+        q,
+        keys,
+        values,
+        sequences.block_tables,
+        sequences.query_starts,
+        sequences.context_lens,
+        sequences.block_size,
+        sequences.window or 0,
+        q.shape[2] ** -0.5,
+    )
+    return result

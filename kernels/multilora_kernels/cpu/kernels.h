@@ -1,0 +1,24 @@
+// All kernels of one vector type.
+#pragma once
+
+#include "attention.h"
+#include "panels.h"
+#include "storage.h"
+#include "tiles.h"
+#include "work.h"
+
+namespace multilora {
+namespace {
+
+template <class Vec, class T>
+constexpr Kernels kernels_for() {
+  return {shrink<Vec, T>, expand<Vec, T>, linear<Vec, T>, attend<Vec, T>};
+}
+
+template <class Vec>
+constexpr Capability capability_of(const char* name) {
+  return {name, kPanelVectors * Vec::kWidth, kernels_for<Vec, float>(), kernels_for<Vec, BFloat16>(), kernels_for<Vec, Float16>()};
+}
+
+}  // namespace
+}  // namespace multilora
