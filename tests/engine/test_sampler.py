@@ -15,6 +15,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from multilora_engine import sampler
 from multilora_engine.request import GenerationRequest, SamplingParams, Sequence
 from multilora_engine.sampler import sample
 from multilora_engine.text import TextStream
@@ -35,6 +36,7 @@ def logits(rows: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 2
 
 
+@pytest.mark.parametrize("num_candidates", [5, VOCAB])
 @pytest.mark.parametrize(
     ("temperature", "top_k", "top_p", "min_p"),
     [
@@ -51,8 +53,9 @@ def logits(rows: int, seed: int = 0) -> torch.Tensor:
     ],
 )
 def test_draws_follow_the_distribution_that_transformers_defines(
-    temperature: float, top_k: int, top_p: float, min_p: float
+    temperature: float, top_k: int, top_p: float, min_p: float, num_candidates: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(sampler, "_NUM_CANDIDATES", num_candidates)
     scores = logits(1)
     expected = TemperatureLogitsWarper(temperature)(None, scores.clone())
     if top_k:
@@ -66,6 +69,21 @@ def test_draws_follow_the_distribution_that_transformers_defines(
     frequencies = torch.bincount(torch.tensor(drawn), minlength=VOCAB) / num_draws
     assert set(drawn) <= set(torch.nonzero(probabilities).flatten().tolist())
     torch.testing.assert_close(frequencies, probabilities, rtol=0, atol=0.035)
+
+
+def test_a_draw_never_falls_behind_the_last_token_that_is_left() -> None:
+    """A uniform number that rounds to 1 in float32."""
+    scores = torch.tensor([[0.0, 0.0, -torch.inf, 0.0, -torch.inf]])
+
+    class Largest(Random):
+        def random(self) -> float:
+            return 1 - 2**-53
+
+    for parameters in (SamplingParams(9, top_k=0), SamplingParams(9, top_k=3), SamplingParams(9, top_k=0, top_p=0.99)):
+        drawer = sequence(parameters)
+        drawer.random = Largest()
+        (token_id,) = choose(scores.clone(), [drawer])
+        assert token_id in {0, 1, 3}
 
 
 def test_greedy_is_the_argmax_whether_by_top_k_or_by_temperature() -> None:
