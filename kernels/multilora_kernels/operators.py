@@ -171,6 +171,8 @@ def _fake_packed_linear(x: torch.Tensor, panels: torch.Tensor, out_features: int
 
 def _fake_packed_embedding(token_ids: torch.Tensor, panels: torch.Tensor, num_embeddings: int) -> torch.Tensor:
     return panels.new_empty(token_ids.shape[0], panels.shape[1], dtype=torch.float32)
+
+
 def _fake_paged_attention(q: torch.Tensor, *_: Any) -> torch.Tensor:
     return q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
 

@@ -7,13 +7,12 @@ are delivered as one.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -39,6 +38,7 @@ from multilora_engine.process.messages import (
     error_output,
 )
 from multilora_engine.process.operations import Operation
+from multilora_engine.process.outbox import join_outputs
 from multilora_engine.request import GenerationRequest, TokenOutput
 
 _CANCELLATION_INTERVAL_S = 0.02
@@ -198,7 +198,7 @@ class EngineClient:
         outputs: list[TokenOutput] = []
         for message in self._connection.receive():
             outputs += self._read(message)
-        for output in _merge(outputs):
+        for output in join_outputs(outputs):
             self._deliver(output)
         if is_lost:
             self._reconnect()
@@ -264,23 +264,3 @@ class EngineClient:
                 self._deliver(error_output(request_id, Cancelled("the client cancelled the request")))
         ended = time.monotonic()
         self._next_cancellation_check = ended + max(_CANCELLATION_INTERVAL_S, (ended - started) / _CANCELLATION_DUTY)
-
-
-def _merge(outputs: Iterable[TokenOutput]) -> list[TokenOutput]:
-    """The same outputs with those of one request joined, so that a slow listener catches up. Errors stay apart."""
-    merged: dict[tuple[str, bool], TokenOutput] = {}
-    for output in outputs:
-        key = (output.request_id, output.error_code is not None)
-        merged[key] = _join(merged[key], output) if key in merged else output
-    return list(merged.values())
-
-
-def _join(first: TokenOutput, second: TokenOutput) -> TokenOutput:
-    return dataclasses.replace(
-        second,
-        token_ids=first.token_ids + second.token_ids,
-        text=first.text + second.text,
-        log_probs=first.log_probs + second.log_probs,
-        generation_logits=first.generation_logits + second.generation_logits,
-        context_logits=first.context_logits + second.context_logits,
-    )

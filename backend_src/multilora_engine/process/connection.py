@@ -15,6 +15,7 @@ from multilora_engine.process.messages import (
     decode_from_engine,
     encode,
 )
+from multilora_engine.process.outbox import MAX_QUEUED_MESSAGES
 
 _LOST = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 _RECONNECT_INTERVAL_MS = 50
@@ -31,7 +32,8 @@ class Connection:
         self._socket = context.socket(zmq.DEALER)
         self._socket.set(zmq.LINGER, 0)
         self._socket.set(zmq.SNDHWM, 0)
-        self._socket.set(zmq.RCVHWM, 0)
+        # Not without limit: an engine that is told joins what a front that is behind has not read.
+        self._socket.set(zmq.RCVHWM, MAX_QUEUED_MESSAGES)
         self._socket.set(zmq.RECONNECT_IVL, _RECONNECT_INTERVAL_MS)
         self._monitor = self._socket.get_monitor_socket(_LOST)
         self._socket.connect(f"ipc://{socket_path}")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from contextlib import closing
@@ -68,6 +67,7 @@ from multilora_engine.process.messages import (
     error_output,
     read_adapter,
 )
+from multilora_engine.process.outbox import MAX_QUEUED_MESSAGES, Outbox
 from multilora_engine.process.telemetry import RequestTelemetry
 from multilora_engine.request import GenerationRequest, TokenOutput
 
@@ -153,6 +153,9 @@ class _AwaitedReport:
 class EngineServer:
     """The loop around an engine: receive, step, send. One message per front and step.
 
+    ZeroMQ's own thread writes to the sockets. A front that does not read delays nobody: what a request has for it
+    waits, and is joined when it does.
+
     `_routes` holds exactly the requests the engine has accepted and not finished.
     """
 
@@ -178,7 +181,7 @@ class EngineServer:
         self._routes: dict[str, _Route] = {}
         self._uploads: list[_Upload] = []
         self._reports: list[_AwaitedReport] = []
-        self._outbox: defaultdict[bytes, list[TokenOutput]] = defaultdict(list)
+        self._outbox = Outbox()
         self._failed_steps = 0
 
     def run(self) -> None:
@@ -198,7 +201,7 @@ class EngineServer:
     def _poll_timeout_ms(self) -> int | None:
         if self._engine.has_work:
             return 0
-        if self._uploads or self._reports:
+        if self._uploads or self._reports or self._outbox:
             return _WAIT_POLL_MS
         return None if self._heartbeat.interval_s is None else round(self._heartbeat.interval_s * 1e3)
 
@@ -254,10 +257,10 @@ class EngineServer:
         try:
             handle()
         except RequestError as error:
-            self._outbox[front].append(error_output(request_id, error))
+            self._outbox.add(front, error_output(request_id, error))
         except Exception as error:
             logger.exception("request %s failed", request_id)
-            self._outbox[front].append(error_output(request_id, _internal(error)))
+            self._outbox.add(front, error_output(request_id, _internal(error)))
 
     def _add(self, front: bytes, message: Add, payload: memoryview) -> None:
         try:
@@ -283,7 +286,7 @@ class EngineServer:
         write = self._put_adapter(message.adapter, payload, message.lora_name)
         done = TokenOutput(message.request_id, [], "", finish_reason="stop", lora_digest=message.adapter.digest)
         if write is None:
-            self._outbox[front].append(done)
+            self._outbox.add(front, done)
         else:
             self._uploads.append(_Upload(front, done, message.adapter.lora_task_id, write))
 
@@ -294,7 +297,7 @@ class EngineServer:
     def _acknowledge_uploads(self) -> None:
         for upload in [upload for upload in self._uploads if upload.write.done()]:
             self._uploads.remove(upload)
-            self._outbox[upload.front].append(upload.answer())
+            self._outbox.add(upload.front, upload.answer())
 
     def _stop(self, front: bytes, message: Stop) -> None:
         stopped = [
@@ -306,7 +309,7 @@ class EngineServer:
             output = self._engine.abort(request_id)
             assert output is not None, f"{request_id} has a route but is unknown to the engine"
             self._emit([output])
-        self._outbox[front].append(TokenOutput(message.request_id, [], "", finish_reason="stop"))
+        self._outbox.add(front, TokenOutput(message.request_id, [], "", finish_reason="stop"))
 
     def _operate(self, front: bytes, message: Operate) -> None:
         report = self._operator.execute(message.operation)
@@ -325,7 +328,7 @@ class EngineServer:
 
     def _report(self, front: bytes, request_id: str, report: Report) -> None:
         text = msgspec.json.encode(report).decode()
-        self._outbox[front].append(TokenOutput(request_id, [], text, finish_reason="stop"))
+        self._outbox.add(front, TokenOutput(request_id, [], text, finish_reason="stop"))
 
     def _abort(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
@@ -358,7 +361,7 @@ class EngineServer:
         self._telemetry.record(outputs)
         for output in outputs:
             route = self._routes[output.request_id]
-            self._outbox[route.front].append(output)
+            self._outbox.add(route.front, output)
             if output.is_final:
                 self._end(route, output)
 
@@ -379,22 +382,33 @@ class EngineServer:
         return LoadReport(self._engine.stats, self._engine.adapters_in_use, self._telemetry.stats)
 
     def _flush(self) -> None:
-        while self._outbox:
-            front, outputs = self._outbox.popitem()
-            self._send(front, Outputs(outputs))
+        for front in self._outbox.fronts:
+            if self._address(front):
+                self._router.send(encode(Outputs(self._outbox.take(front))))
 
     def _send(self, front: bytes, message: FromEngine) -> None:
+        """Something that is no output; who has not read what it was sent before goes without."""
+        if self._address(front):
+            self._router.send(encode(message))
+
+    def _address(self, front: bytes) -> bool:
+        """Begin a message to a front. False if it is gone, or has not read what it was sent before."""
         try:
-            self._router.send_multipart([front, encode(message)])
+            self._router.send(front, zmq.SNDMORE | zmq.DONTWAIT)
+        except zmq.Again:
+            return False
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
             self._drop_front(front)
+            return False
+        return True
 
     def _drop_front(self, front: bytes) -> None:
         lost = [request_id for request_id, route in self._routes.items() if route.front == front]
         logger.warning("a front is gone, %d of its requests are aborted", len(lost))
         self._fronts.discard(front)
+        self._outbox.take(front)
         self._abort(lost)
 
 
@@ -412,7 +426,7 @@ def serve(
     """
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         router.set(zmq.LINGER, 0)
-        router.set(zmq.SNDHWM, 0)
+        router.set(zmq.SNDHWM, MAX_QUEUED_MESSAGES)
         router.set(zmq.RCVHWM, 0)
         # Without it ROUTER drops silently what goes to a front that is gone, and its requests would run on for nobody.
         router.set(zmq.ROUTER_MANDATORY, 1)

@@ -34,7 +34,9 @@ from multilora_engine.process.messages import (
     decode_from_engine,
     encode,
 )
+from multilora_engine.process.outbox import MAX_QUEUED_MESSAGES
 from multilora_engine.process.server import serve
+from multilora_engine.request import TokenOutput
 
 
 class RawFront:
@@ -43,6 +45,7 @@ class RawFront:
     def __init__(self, socket_path: Path) -> None:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
+        self._socket.set(zmq.RCVHWM, MAX_QUEUED_MESSAGES)
         self._socket.set(zmq.RCVTIMEO, int(TIMEOUT_S * 1000))
         self._socket.connect(f"ipc://{socket_path}")
 
@@ -129,6 +132,36 @@ def test_a_front_gets_one_message_a_step(engine: FakeEngine, front: RawFront) ->
         message = front.receive()
         assert isinstance(message, Outputs)
         assert [output.request_id for output in message.outputs] == ["a", "b", "c"]
+
+
+def test_a_front_that_does_not_read_delays_nobody_and_gets_everything_when_it_does(
+    engine: FakeEngine, front: RawFront, client: EngineClient
+) -> None:
+    front.send(Hello(PROTOCOL_VERSION))
+    front.receive()
+    num_steps, names = 300, [f"slow {i}" for i in range(64)]
+    engine.step_gate.clear()
+    front.send(Add([generation_request(name, [7, 8, 9], max_tokens=num_steps) for name in names]))
+    engine.step_gate.set()
+    with engine.changed:
+        assert engine.changed.wait_for(lambda: len(engine.produced) == 64 and not engine.requests, TIMEOUT_S)
+    listener = RecordingListener()
+    client.generate(listener, [generation_request("r", [1])])
+    assert listener.wait()[-1].finish_reason == "length"
+
+    answers: dict[str, list[TokenOutput]] = {name: [] for name in names}
+    num_messages = 0
+    while not all(outputs and outputs[-1].is_final for outputs in answers.values()):
+        message = front.receive()
+        assert isinstance(message, Outputs)
+        num_messages += 1
+        for output in message.outputs:
+            answers[output.request_id].append(output)
+    assert num_messages < num_steps
+    for outputs in answers.values():
+        assert [token for output in outputs for token in output.token_ids] == [7, 8, 9] * (num_steps // 3)
+        assert "".join(output.text for output in outputs) == "<7><8><9>" * (num_steps // 3)
+        assert [output.is_final for output in outputs].index(True) == len(outputs) - 1
 
 
 def test_nothing_is_accepted_before_a_hello(engine: FakeEngine, front: RawFront) -> None:

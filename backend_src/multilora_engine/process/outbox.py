@@ -1,0 +1,55 @@
+"""`Outbox`: what the engine has to say and its fronts have not taken yet."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterable
+from itertools import chain
+
+from multilora_engine.request import TokenOutput
+
+MAX_QUEUED_MESSAGES = 16
+"""Messages that ZeroMQ holds on either side for a front that does not read. Then outputs wait here, to be joined."""
+
+
+class Outbox:
+    """Outputs by front; never more than what running requests are about to answer."""
+
+    def __init__(self) -> None:
+        self._waiting: defaultdict[bytes, list[TokenOutput]] = defaultdict(list)
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    @property
+    def fronts(self) -> list[bytes]:
+        """Those that something waits for."""
+        return list(self._waiting)
+
+    def add(self, front: bytes, output: TokenOutput) -> None:
+        self._waiting[front].append(output)
+
+    def take(self, front: bytes) -> list[TokenOutput]:
+        """What waits for a front, if anything does: it is sent, or the front is gone. One output for each request."""
+        return join_outputs(self._waiting.pop(front, []))
+
+
+def join_outputs(outputs: Iterable[TokenOutput]) -> list[TokenOutput]:
+    """The same outputs with those of one request joined, so that a slow listener catches up. Errors stay apart."""
+    grouped: defaultdict[tuple[str, bool], list[TokenOutput]] = defaultdict(list)
+    for output in outputs:
+        grouped[output.request_id, output.error_code is not None].append(output)
+    return [group[0] if len(group) == 1 else _join(group) for group in grouped.values()]
+
+
+def _join(outputs: list[TokenOutput]) -> TokenOutput:
+    """Totals and the end are those of the last one."""
+    return dataclasses.replace(
+        outputs[-1],
+        token_ids=list(chain.from_iterable(output.token_ids for output in outputs)),
+        text="".join(output.text for output in outputs),
+        log_probs=list(chain.from_iterable(output.log_probs for output in outputs)),
+        generation_logits=b"".join(output.generation_logits for output in outputs),
+        context_logits=b"".join(output.context_logits for output in outputs),
+    )
