@@ -308,6 +308,7 @@ def save_tiny_model(path: Path) -> Path:
         num_attention_heads=2,
         num_key_value_heads=1,
         max_position_embeddings=2048,
+        initializer_range=1.0,  # as sure of its next token as a trained model
         bos_token_id=None,
         eos_token_id=None,
     )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
+from itertools import chain
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from multilora_engine.forward_batch import ForwardBatch, KVCache, LoRABatch
 from multilora_engine.kv_cache import BlockCopy
@@ -47,38 +49,42 @@ class ModelRunner:
     def build_batch(self, step: list[ScheduledSequence]) -> ForwardBatch:
         """The tensors of a step. `step`: single-token sequences first, as the scheduler orders them."""
         block_size, device = self._block_size, self._device
-        query_lens = [scheduled.num_tokens for scheduled in step]
-        context_lens = [scheduled.start + scheduled.num_tokens for scheduled in step]
+        # NumPy, because a torch call on a handful of numbers takes several times as long.
+        lengths = np.array([scheduled.num_tokens for scheduled in step])
+        starts = np.array([scheduled.start for scheduled in step])
+        ends = lengths.cumsum()
+        positions = np.arange(ends[-1]) - np.repeat(ends - lengths - starts, lengths)
+        sequence_of_token = np.repeat(np.arange(len(step)), lengths)
         block_tables = _block_tables(step)
-        positions = torch.cat([torch.arange(s.start, s.start + s.num_tokens) for s in step])
-        sequence_of_token = torch.repeat_interleave(torch.arange(len(step)), torch.tensor(query_lens))
         slot_mapping = block_tables[sequence_of_token, positions // block_size] * block_size + positions % block_size
         return ForwardBatch(
-            input_ids=torch.tensor([token for scheduled in step for token in scheduled.token_ids]).to(device),
-            positions=positions.to(device),
-            slot_mapping=slot_mapping.to(device),
-            query_lens=query_lens,
-            context_lens=context_lens,
-            block_tables=block_tables.to(device),
-            num_decodes=sum(query_len == 1 for query_len in query_lens),
-            logits_indices=_logits_indices(step).to(device),
+            input_ids=torch.from_numpy(_joined([scheduled.token_ids for scheduled in step])).to(device),
+            positions=torch.from_numpy(positions).to(device),
+            slot_mapping=torch.from_numpy(slot_mapping).to(device),
+            query_lens=lengths.tolist(),
+            context_lens=(starts + lengths).tolist(),
+            block_tables=torch.from_numpy(block_tables).to(device),
+            num_decodes=int((lengths == 1).sum()),
+            logits_indices=_logits_indices(step, ends.tolist()).to(device),
             block_size=block_size,
             lora=self._lora_batch(step, sequence_of_token),
         )
 
-    def _lora_batch(self, step: list[ScheduledSequence], sequence_of_token: torch.Tensor) -> LoRABatch | None:
+    def _lora_batch(self, step: list[ScheduledSequence], sequence_of_token: NDArray[np.int64]) -> LoRABatch | None:
         adapters = [scheduled.sequence.adapter for scheduled in step]
         if not any(adapters):
             return None
-        indices = torch.tensor([-1 if adapter is None else self._loras.lora_index(adapter) for adapter in adapters])
+        indices = np.array([-1 if adapter is None else self._loras.lora_index(adapter) for adapter in adapters])
         tables = self._loras.tables
-        mapping = indices[sequence_of_token].to(self._device)
+        mapping = torch.from_numpy(indices[sequence_of_token]).to(self._device)
         return LoRABatch(tables, lora_segments(mapping, max_loras=len(tables.rank)))
 
 
-def _logits_indices(step: list[ScheduledSequence]) -> torch.Tensor:
-    """int64: the last row of each sequence that is sampled, then the rows of the prompts whose logits are wanted."""
-    ends = list(itertools.accumulate(scheduled.num_tokens for scheduled in step))
+def _logits_indices(step: list[ScheduledSequence], ends: list[int]) -> torch.Tensor:
+    """int64: the last row of each sequence that is sampled, then the rows of the prompts whose logits are wanted.
+
+    ends: for each sequence the row behind its last one.
+    """
     sampled = [end - 1 for scheduled, end in zip(step, ends, strict=True) if scheduled.is_sampled]
     context = [
         end - scheduled.num_tokens + position - scheduled.start
@@ -97,8 +103,15 @@ def _keep_context_logits(step: list[ScheduledSequence], logits: torch.Tensor) ->
                 scheduled.sequence.context_logits.append(next(rows).tobytes())
 
 
-def _block_tables(step: list[ScheduledSequence]) -> torch.Tensor:
-    """int64 [num_seqs, longest table], padded with -1."""
-    longest = max(len(scheduled.sequence.block_table) for scheduled in step)
+def _block_tables(step: list[ScheduledSequence]) -> NDArray[np.int64]:
+    """[num_seqs, longest table], padded with -1."""
     rows = [scheduled.sequence.block_table for scheduled in step]
-    return torch.tensor([row + [-1] * (longest - len(row)) for row in rows])
+    lengths = np.array([len(row) for row in rows])
+    tables = np.full((len(rows), lengths.max()), -1)
+    tables[np.arange(tables.shape[1]) < lengths[:, None]] = _joined(rows)
+    return tables
+
+
+def _joined(lists: list[list[int]]) -> NDArray[np.int64]:
+    """One after the other."""
+    return np.fromiter(chain.from_iterable(lists), np.int64)

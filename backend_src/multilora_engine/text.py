@@ -139,6 +139,7 @@ class TextStream:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._matchers = [_StopMatcher(word) for word in stop_words]
         self._token_matchers = [_StopMatcher(token_ids) for token_ids in stop_token_sequences]
+        self._can_stop = bool(stop_words or stop_token_sequences)
         self._token_starts: deque[int] = deque(maxlen=max(map(len, stop_token_sequences), default=0))
         self._held_text = ""
         self._num_emitted = 0
@@ -161,12 +162,23 @@ class TextStream:
     def push(self, token_id: int) -> TextDelta:
         """Add the next token; what is decided by it. Not after a delta with `stopped`."""
         assert not self._is_stopped, "a token after the stop word"
+        if not self._can_stop and not self._open_tokens:
+            return self._push_alone(token_id)
         self._open_tokens.append(token_id)
         # How many characters of the whole text precede this token.
         self._token_starts.append(self._num_emitted + len(self._held_text))
         lengths = [len(m.word) for m in self._token_matchers if m.completes(token_id)]
         stop_start = self._token_starts[-max(lengths)] - self._num_emitted if lengths else None
         return self._add(self._utf8.decode(self._tokenizer.token_bytes(token_id)), stop_start)
+
+    def _push_alone(self, token_id: int) -> TextDelta:
+        """`push` where nothing is held back and nothing can stop: the usual case, and it is asked for every token."""
+        text = self._utf8.decode(self._tokenizer.token_bytes(token_id))
+        self._num_emitted += len(text)
+        if self._utf8.getstate()[0]:
+            self._open_tokens.append(token_id)
+            return TextDelta([], text)
+        return TextDelta([token_id], text)
 
     def finish(self) -> TextDelta:
         """Everything still held back, when no token follows; an incomplete character becomes U+FFFD."""
