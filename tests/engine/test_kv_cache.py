@@ -130,44 +130,86 @@ def test_branches_share_full_blocks_and_copy_the_last() -> None:
     assert blocks.num_free == 4
 
 
-@settings(max_examples=100, deadline=None)
-@given(num_blocks=st.integers(4, 16), seed=st.integers(0, 1 << 30))
+def branch(blocks: PoisonedBlocks, beams: list[Sequence], parents: list[int]) -> list[Sequence] | None:
+    """What `beams` become, as the engine does it; None when there was no room, and they are freed."""
+    answers = [list(beams[parent].output_token_ids) for parent in parents]
+    spare = [sequence(beams[0].request.prompt_token_ids) for _ in parents[len(beams) :]]
+    after = [*beams, *spare][: len(parents)]
+    for one in spare:
+        one.adapter = beams[0].adapter
+    copies = blocks.branch(beams, after, parents)
+    if copies is None:
+        for one in beams:
+            blocks.free(one)
+        return None
+    for copy in copies:
+        blocks.copy(copy.source, copy.target)
+    num_computed = beams[parents[0]].num_computed_tokens
+    for one, answer in zip(after, answers, strict=True):
+        one.output_token_ids, one.num_computed_tokens = answer, num_computed
+    return after
+
+
+def test_beams_that_change_places_are_known_by_the_tokens_they_took_over() -> None:
+    blocks = PoisonedBlocks(20, BLOCK_SIZE)
+    one = sequence([1] * 4)
+    compute(blocks, one)
+    one.num_computed_tokens = 4
+    beams = branch(blocks, [one], [0, 0])
+    for parents, tokens in (([0, 1], (5, 6)), ([1, 0], (7, 8))):
+        assert beams is not None
+        beams = branch(blocks, beams, parents)
+        assert beams is not None
+        for beam, token in zip(beams, tokens, strict=True):
+            start = beam.num_tokens
+            beam.output_token_ids += [token] * 4
+            assert blocks.grow(beam, start + 4)
+            blocks.write(beam, start, start + 4)
+            blocks.commit(beam, start, start + 4)
+            beam.num_computed_tokens = start + 4
+    known = {(6, 7): 12, (5, 8): 12, (5, 7): 8, (6, 8): 8}
+    for (first, second), num_tokens in known.items():
+        assert compute(blocks, sequence([1] * 4 + [first] * 4 + [second] * 4 + [9])) == num_tokens
+
+
+@settings(max_examples=150, deadline=None)
+@given(num_blocks=st.integers(6, 40), seed=st.integers(0, 1 << 30))
 def test_nobody_ever_reads_what_is_not_its_own(num_blocks: int, seed: int) -> None:
+    """Searches of any number of beams, which come and go, and share what they have in common with all others."""
     blocks, rng = PoisonedBlocks(num_blocks, BLOCK_SIZE), Random(seed)
-    running: list[tuple[Sequence, int]] = []
-    for _ in range(60):
-        action = rng.choice(["start", "branch", "decode", "decode", "free"])
+    running: list[list[Sequence]] = []
+    seen = [[0]]
+    for _ in range(80):
+        action = rng.choice(["start", "branch", "decode", "decode", "decode", "free"])
         if action == "start":
-            one = sequence([rng.randrange(2)] * rng.randrange(1, 12), rng.choice([None, "a", "b"]))
-            one.output_token_ids = [rng.randrange(2) for _ in range(rng.randrange(4))]
+            known = rng.choice(seen)
+            prompt = known[: rng.randrange(1, len(known) + 1)] + [rng.randrange(2) for _ in range(rng.randrange(6))]
+            one = sequence(prompt, rng.choice([None, "a"]))
             if blocks.can_start(one):
                 compute(blocks, one)
-                running.append((one, one.num_tokens))
+                one.num_computed_tokens = one.num_tokens
+                running.append([one])
         elif running:
-            one, num_computed = running.pop(rng.randrange(len(running)))
-            blocks.check_read(one, num_computed)
-            if action == "free":
-                blocks.free(one)
-                continue
-            running.append((one, num_computed))
-            if action == "decode" and blocks.grow(one, num_computed + 1):
+            beams = running.pop(rng.randrange(len(running)))
+            for one in beams:
+                blocks.check_read(one, one.num_computed_tokens)
+            if action == "branch":
+                parents = [rng.randrange(len(beams)) for _ in range(rng.randrange(1, 5))]
+                beams = branch(blocks, beams, parents) or []
+            elif action == "free" or not all(blocks.grow(one, one.num_computed_tokens + 1) for one in beams):
+                for one in beams:
+                    blocks.free(one)
+                beams = []
+            for one in beams if action == "decode" else ():
                 one.output_token_ids.append(rng.randrange(2))
-                blocks.write(one, num_computed, num_computed + 1)
-                blocks.commit(one, num_computed, num_computed + 1)
-                running[-1] = (one, num_computed + 1)
-            elif action == "branch":
-                child = sequence(one.request.prompt_token_ids, one.adapter.digest if one.adapter else None)
-                child.output_token_ids = list(one.output_token_ids)
-                one.num_computed_tokens = num_computed
-                copies = blocks.branch([one], [one, child], [0, 0])
-                if copies is None:
-                    blocks.free(running.pop()[0])
-                    continue
-                running.append((child, num_computed))
-                for copy in copies:
-                    blocks.copy(copy.source, copy.target)
-        blocks.check_integrity(one for one, _ in running)
-    for one, num_computed in running:
-        blocks.check_read(one, num_computed)
-        blocks.free(one)
+                blocks.write(one, one.num_computed_tokens, one.num_tokens)
+                blocks.commit(one, one.num_computed_tokens, one.num_tokens)
+                one.num_computed_tokens = one.num_tokens
+                seen.append(one.token_ids(0, one.num_tokens))
+            running += [beams] if beams else []
+        blocks.check_integrity(one for beams in running for one in beams)
+    for beams in running:
+        for one in beams:
+            blocks.check_read(one, one.num_computed_tokens)
+            blocks.free(one)
     assert blocks.num_free == num_blocks
