@@ -9,44 +9,45 @@ import os
 import time
 from collections.abc import Callable, Iterable
 from random import Random
-from typing import TYPE_CHECKING
 
 import torch
 
-from multilora_engine.beam_search import BeamSearch, Continuations, check_beam_sampling, continue_beams
+from multilora_engine.beam_search import BeamSearch, Continuations, continue_beams
 from multilora_engine.config import EngineConfig
 from multilora_engine.engine_info import EngineInfo
+from multilora_engine.engine_parts import (
+    build_fetcher,
+    build_lora_manager,
+    build_model_runner,
+    choose_device,
+    choose_dtype,
+    choose_weight_dtype,
+    dtype_name,
+)
 from multilora_engine.engine_stats import AdaptersInUse, EngineStats
 from multilora_engine.errors import (
     AdapterNotFound,
     Cancelled,
-    ConfigError,
     InternalError,
     InvalidRequest,
     QueueFull,
     RequestError,
 )
-from multilora_engine.forward_batch import KVCache
 from multilora_engine.guided import GuideCompiler, GuideMatcher
 from multilora_engine.kv_cache import BlockAllocator, BlockCopy
 from multilora_engine.logits import bias_tensors, end_tokens
-from multilora_engine.lora.device_tier import DeviceTier
-from multilora_engine.lora.disk_tier import DiskTier
 from multilora_engine.lora.event_log import EventLog
-from multilora_engine.lora.format import TORCH_DTYPES, AdapterLayout, PackedAdapter, adapter_layout
-from multilora_engine.lora.host_tier import CachedAdapter, HostTier
+from multilora_engine.lora.format import PackedAdapter, adapter_layout
+from multilora_engine.lora.host_tier import CachedAdapter
 from multilora_engine.lora.life_cycle import AdapterEvent
 from multilora_engine.lora.manager import LoRAManager
-from multilora_engine.lora.page_pool import PagePool
 from multilora_engine.lora.prefetch import prefetch_adapters
 from multilora_engine.lora.remote import Fetch, RemoteAdapters
 from multilora_engine.lora.sources.source import AdapterKey
-from multilora_engine.memory import MemoryPlan, is_out_of_memory, plan_memory
-from multilora_engine.model_runner import ModelRunner
+from multilora_engine.memory import is_out_of_memory, plan_memory
 from multilora_engine.models.layers import Placement
-from multilora_engine.models.llama import LlamaModel
-from multilora_engine.models.loader import load_model, stored_dtype
-from multilora_engine.models.model_config import ModelConfig, read_model_config
+from multilora_engine.models.loader import load_model
+from multilora_engine.models.model_config import read_model_config
 from multilora_engine.request import (
     FinishReason,
     GenerationRequest,
@@ -55,13 +56,11 @@ from multilora_engine.request import (
     SequenceStatus,
     TokenOutput,
 )
+from multilora_engine.request_limits import RequestLimits
 from multilora_engine.sampler import SampledToken
 from multilora_engine.scheduler import ScheduledSequence, Scheduler
 from multilora_engine.text import TextDelta, TextStream, Tokenizer
 from multilora_kernels import load_cpu_kernels
-
-if TYPE_CHECKING:
-    from multilora_engine.lora.sources.fetcher import AdapterFetcher
 
 _logger = logging.getLogger(__name__)
 
@@ -76,9 +75,6 @@ _FETCH_WAIT_S = 0.005
 _NUM_PAST_DEADLINES = 64
 """How many deadlines of requests that have ended are kept, at least: forgetting them one by one would take a search."""
 
-_LOGIT_BYTES = 4
-"""Logits leave as float32."""
-
 _NUM_LORA_EVENTS = 4096
 """How many events of adapters are remembered."""
 
@@ -92,20 +88,20 @@ class Engine:
 
     def __init__(self, config: EngineConfig, on_progress: Callable[[int, int], None] | None = None) -> None:
         """Load everything. on_progress: called with (tensors loaded, tensors in all). Raises ConfigError."""
-        self._device = device = _device(config)
+        self._device = device = choose_device(config)
         if device.type == "cpu":
             torch.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
             load_cpu_kernels()
         model_config = read_model_config(config.model_path)
-        dtype = _dtype(config.dtype, model_config, device)
+        dtype = choose_dtype(config.dtype, model_config, device)
         tokenizer_path = config.tokenizer_path or config.model_path
         self._tokenizer = Tokenizer(tokenizer_path)
-        placement = Placement(dtype, _weight_dtype(config, dtype, device), device)
+        placement = Placement(dtype, choose_weight_dtype(config, dtype, device), device)
         model = load_model(config.model_path, placement, on_progress)
         _logger.info(
-            "weights: %.2f GiB, stored as %s", model.num_weight_bytes / (1 << 30), _name(placement.weight_dtype)
+            "weights: %.2f GiB, stored as %s", model.num_weight_bytes / (1 << 30), dtype_name(placement.weight_dtype)
         )
-        lora_dtype = _name(dtype) if config.lora.lora_dtype == "auto" else config.lora.lora_dtype
+        lora_dtype = dtype_name(dtype) if config.lora.lora_dtype == "auto" else config.lora.lora_dtype
         layout = adapter_layout(model_config, config.lora.max_lora_rank, lora_dtype)
         plan = plan_memory(config, model_config, layout, dtype, device)
         self.info = EngineInfo(
@@ -122,22 +118,28 @@ class Engine:
             adapter_layout=layout,
             kv_cache_tokens=plan.num_blocks * config.block_size,
             device=str(device),
-            dtype=_name(dtype),
+            dtype=dtype_name(dtype),
         )
         self._timeout_s = config.request_timeout_s
-        self._max_logits_bytes = int(config.max_logits_bytes)
-        self._max_beam_width = min(config.max_beam_width, config.max_num_seqs)
+        self._limits = RequestLimits(
+            max_model_len=plan.max_model_len,
+            vocab_size=model_config.vocab_size,
+            max_logits_bytes=int(config.max_logits_bytes),
+            max_beam_width=min(config.max_beam_width, config.max_num_seqs),
+            num_blocks=plan.num_blocks,
+            block_size=config.block_size,
+        )
         self._max_loras = config.lora.max_loras
         self._max_queue_size = config.max_queue_size
         self.lora_events: EventLog[AdapterEvent] = EventLog(_NUM_LORA_EVENTS)
-        self._loras = _build_lora_manager(config, layout, plan, device, self.lora_events)
+        self._loras = build_lora_manager(config, layout, plan, device, self.lora_events)
         if config.lora.lora_prefetch_dir is not None:
             prefetch_adapters(config.lora.lora_prefetch_dir, self._loras, layout)
-        self._remote = RemoteAdapters(self._loras, _build_fetcher(config, layout), self.lora_events.append)
+        self._remote = RemoteAdapters(self._loras, build_fetcher(config, layout), self.lora_events.append)
         self._parked: dict[Fetch, list[Sequence]] = {}
         self._blocks = BlockAllocator(plan.num_blocks, config.block_size, config.enable_prefix_caching)
         self._scheduler = Scheduler(self._blocks, self._loras, config.max_num_seqs, config.max_num_batched_tokens)
-        self._runner = _build_model_runner(model, model_config, config, plan, dtype, device, self._loras)
+        self._runner = build_model_runner(model, model_config, config, plan, dtype, device, self._loras)
         self._guides: GuideCompiler | None = None
         self._sequences: dict[str, Sequence] = {}
         self._deadlines: list[tuple[float, int, str]] = []
@@ -194,7 +196,8 @@ class Engine:
         With sources, an adapter that no tier has is fetched: the request is parked until it has arrived, outside the
         queue, so that however long that takes it holds up nobody.
         """
-        self._check(request)
+        assert request.request_id not in self._sequences, f"request id {request.request_id} is in use"
+        self._limits.check(request)
         self._check_queue()
         text = TextStream(self._tokenizer, request.sampling.stop_words, request.sampling.stop_token_sequences)
         bias = bias_tensors(request.sampling, self._device)
@@ -267,63 +270,11 @@ class Engine:
         self._remote.close()
         self._loras.close()
 
-    def _check(self, request: GenerationRequest) -> None:
-        prompt, sampling = request.prompt_token_ids, request.sampling
-        assert request.request_id not in self._sequences, f"request id {request.request_id} is in use"
-        if not prompt:
-            raise InvalidRequest("the prompt is empty: it has no tokens")
-        if len(prompt) >= self.info.max_model_len:
-            raise InvalidRequest(
-                f"the prompt has {len(prompt)} tokens and max_model_len is {self.info.max_model_len}: no room to answer"
-            )
-        vocab_size = self.info.vocab_size
-        if min(prompt) < 0 or max(prompt) >= vocab_size:
-            position = next(i for i, token_id in enumerate(prompt) if not 0 <= token_id < vocab_size)
-            raise InvalidRequest(
-                f"input_ids holds {prompt[position]} at position {position}, expected 0 .. {vocab_size - 1}"
-            )
-        if sampling.max_tokens < 1:
-            raise InvalidRequest(f"max_tokens is {sampling.max_tokens}, expected at least 1")
-        if sampling.end_id is not None and not -1 <= sampling.end_id < vocab_size:
-            raise InvalidRequest(f"end_id is {sampling.end_id}, expected -1 (none) .. {vocab_size - 1}")
-        _check_token_ids(sampling, vocab_size)
-        self._check_logits_size(request)
-        if sampling.beam_width != 1:
-            self._check_beams(request)
-
-    def _check_logits_size(self, request: GenerationRequest) -> None:
-        sampling = request.sampling
-        num_rows = sampling.return_context_logits * len(
-            request.prompt_token_ids
-        ) + sampling.return_generation_logits * self._max_output_tokens(request)
-        num_bytes = num_rows * self.info.vocab_size * _LOGIT_BYTES
-        if num_bytes > self._max_logits_bytes:
-            raise InvalidRequest(
-                f"the logits of {num_rows} tokens are {num_bytes} bytes, and max_logits_bytes is "
-                f"{self._max_logits_bytes}; ask for fewer tokens, or for top log-probs instead"
-            )
-
-    def _check_beams(self, request: GenerationRequest) -> None:
-        width = request.sampling.beam_width
-        if not 1 <= width <= self._max_beam_width:
-            raise InvalidRequest(
-                f"beam_width is {width}, expected 1 .. {self._max_beam_width} (max_beam_width, and no more than "
-                "max_num_seqs)"
-            )
-        check_beam_sampling(request.sampling)
-        num_tokens = len(request.prompt_token_ids) + self._max_output_tokens(request)
-        num_blocks = width * -(-num_tokens // self._blocks.block_size)
-        if num_blocks > self._blocks.num_blocks:
-            raise InvalidRequest(
-                f"{width} beams of up to {num_tokens} tokens may need {num_blocks} blocks of the KV cache, which has "
-                f"{self._blocks.num_blocks}; ask for fewer beams or max_tokens"
-            )
-
     def _search(self, request: GenerationRequest, text: TextStream) -> BeamSearch | None:
         if request.sampling.beam_width == 1:
             return None
         ends = end_tokens(request.sampling, self.info.end_token_ids)
-        return BeamSearch(request.sampling, ends, self._max_output_tokens(request), text.fork())
+        return BeamSearch(request.sampling, ends, self._limits.max_output_tokens(request), text.fork())
 
     def _requests_of(self, step: list[ScheduledSequence]) -> list[Sequence]:
         """The sequences that stand for the requests of a step, in its order."""
@@ -447,12 +398,9 @@ class Engine:
         delta = sequence.text.push(token_id)
         if is_complete:
             return self._finish(sequence, "stop", delta)
-        if delta.stopped or len(sequence.output_token_ids) >= self._max_output_tokens(sequence.request):
+        if delta.stopped or len(sequence.output_token_ids) >= self._limits.max_output_tokens(sequence.request):
             return self._finish(sequence, "length", delta)
         return self._output(sequence, delta) if delta.token_ids or delta.text else None
-
-    def _max_output_tokens(self, request: GenerationRequest) -> int:
-        return min(request.sampling.max_tokens, self.info.max_model_len - len(request.prompt_token_ids))
 
     def _finish(
         self,
@@ -555,108 +503,6 @@ def _note_tokens(sampled: list[Sequence]) -> None:
             sequence.first_token_time_ns = now_ns
 
 
-def _check_token_ids(sampling: SamplingParams, vocab_size: int) -> None:
-    """Raises InvalidRequest for a token id that is not in the vocabulary."""
-    token_ids = {
-        "embedding_bias": [token_id for token_id, _ in sampling.embedding_bias],
-        "stop_words_list": [token_id for stop in sampling.stop_token_sequences for token_id in stop],
-        "bad_words_list": [token_id for bad in sampling.bad_token_sequences for token_id in bad],
-    }
-    for name, ids in token_ids.items():
-        if (wrong := next((token_id for token_id in ids if not 0 <= token_id < vocab_size), None)) is not None:
-            raise InvalidRequest(f"{name} has the token {wrong}, expected 0 .. {vocab_size - 1}")
-    if not all(sampling.bad_token_sequences):
-        raise InvalidRequest("bad_words_list has a sequence without tokens")
-    if len({token_id for token_id, _ in sampling.embedding_bias}) < len(sampling.embedding_bias):
-        raise InvalidRequest("embedding_bias names a token twice")
-    if not 0 <= sampling.num_top_log_probs <= vocab_size:
-        raise InvalidRequest(f"num_top_log_probs is {sampling.num_top_log_probs}, expected 0 .. {vocab_size}")
-
-
 def _no_token_left(sequence: Sequence) -> InvalidRequest:
     num_tokens = len(sequence.output_token_ids)
     return InvalidRequest(f"after {num_tokens} tokens, what the request forbids leaves no token to go on with")
-
-
-def _device(config: EngineConfig) -> torch.device:
-    if config.device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(config.device)
-
-
-def _dtype(name: str, model: ModelConfig, device: torch.device) -> torch.dtype:
-    if name == "auto":
-        # A CPU without bf16 matrix units multiplies bf16 four times slower than float32.
-        name = "float32" if device.type == "cpu" else model.dtype
-    return TORCH_DTYPES[name]
-
-
-def _weight_dtype(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """What the weights are stored in. Raises ConfigError where the device has no kernels for it."""
-    may_differ = device.type == "cpu" and dtype == torch.float32
-    if config.weight_dtype == "auto":
-        return stored_dtype(config.model_path) if may_differ else dtype
-    if TORCH_DTYPES[config.weight_dtype] != dtype and not may_differ:
-        raise ConfigError(
-            f"parameter weight_dtype={config.weight_dtype}: on {device.type}, computing in {_name(dtype)}, weights are "
-            f"stored as {_name(dtype)}; write weight_dtype=auto, or change dtype"
-        )
-    return TORCH_DTYPES[config.weight_dtype]
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _build_lora_manager(
-    config: EngineConfig,
-    layout: AdapterLayout,
-    plan: MemoryPlan,
-    device: torch.device,
-    events: EventLog[AdapterEvent],
-) -> LoRAManager:
-    host = HostTier(plan.num_host_pages, layout.page_bytes, pin_memory=device.type == "cuda")
-    is_shared = device.type == "cpu"
-    device_pool = host.pool if is_shared else PagePool(plan.num_device_pages, layout.page_bytes, device)
-    tier = DeviceTier(layout, host.pool, device_pool, config.lora.max_loras, events.append)
-    disk = None
-    if config.lora.lora_cache_dir is not None:
-        disk = DiskTier(
-            config.lora.lora_cache_dir, int(config.lora.lora_cache_disk_bytes), layout, on_event=events.append
-        )
-    return LoRAManager(host, tier, config.lora.lora_on_conflict, events.append, disk)
-
-
-def _build_fetcher(config: EngineConfig, layout: AdapterLayout) -> AdapterFetcher | None:
-    """What asks the sources of adapters; None if there are none. Raises ConfigError."""
-    if not config.lora.lora_sources:
-        return None
-    try:
-        # Here only: the converter is in the client's package, which an engine without sources does not need.
-        from multilora_engine.lora.sources.fetcher import AdapterFetcher
-        from multilora_engine.lora.sources.registry import build_sources
-    except ImportError as error:
-        raise ConfigError(f"lora_sources needs a package that is missing: {error}; install multilora-client") from None
-    sources = build_sources(config.lora.lora_sources)
-    return AdapterFetcher(sources, layout, config.model_path, config.lora.lora_fetch_threads)
-
-
-def _build_model_runner(
-    model: LlamaModel,
-    model_config: ModelConfig,
-    config: EngineConfig,
-    plan: MemoryPlan,
-    dtype: torch.dtype,
-    device: torch.device,
-    loras: LoRAManager,
-) -> ModelRunner:
-    shape = (
-        model_config.num_layers,
-        plan.num_blocks * config.block_size,
-        model_config.num_kv_heads,
-        model_config.head_dim,
-    )
-    kv_cache = KVCache(
-        keys=torch.empty(shape, dtype=dtype, device=device), values=torch.empty(shape, dtype=dtype, device=device)
-    )
-    return ModelRunner(model, kv_cache, config.block_size, loras)
