@@ -6,6 +6,8 @@ prefill    of one long prompt, in the chunks the engine is configured for, again
 prefix     time to the first token of a prompt, when the cache has most of it from another one and when it has not
 adapters   decoding 16 sequences with one adapter or 16 different ones on all linear layers, and with adapters that are
            loaded but not used, against the engine without any
+peft       whole answers to 16 prompts at once, each with an adapter of its own, beside transformers + PEFT on the same
+           adapters in one mixed batch (`adapter_names`): tokens a second, and the time between tokens
 overhead   what a step of 64 sequences costs beside the model, on one core: scheduling, batch, sampling, text, emission.
            The model is a tiny one, so that nothing else happens
 
@@ -30,9 +32,10 @@ from typing import Annotated
 
 import torch
 import typer
-from bench_adapters import random_wire
+from bench_adapters import p99, random_wire
 from bench_kernels import limit_steps
 from bench_rows import Row, render, write_results
+from peft_baseline import PeftBaseline
 from prepare_default_model import ensure_default_checkpoint
 from rich.console import Console
 from rich.progress import Progress
@@ -52,6 +55,9 @@ BATCHES = (32, 16, 8, 1)
 
 MAX_LIMITS = {1: 1.25, 16: 1.5}
 """The goal: a decode step of so many sequences takes at most so many times its limit."""
+
+Answerer = Callable[[list[list[int]], int], tuple[list[list[int]], list[float]]]
+"""Prompts and the length of the answers to the answers' tokens, and to the times at which tokens were there."""
 
 GREEDY = (SamplingParams(1),)
 MIXED = (
@@ -159,6 +165,23 @@ class Bench:
         while not self.engine.step():
             pass
         return time.perf_counter() - started
+
+    def answer(self, prompts: list[list[int]], num_tokens: int) -> tuple[list[list[int]], list[float]]:
+        """Greedy answers, prompt i with adapter i, and the ends of all steps that gave tokens."""
+        answers: dict[str, list[int]] = {}
+        for task, prompt in enumerate(prompts):
+            request_id = f"bench-{next(self._request_ids)}"
+            answers[request_id] = []
+            sampling = SamplingParams(max_tokens=num_tokens, end_id=-1)
+            self.engine.add_request(GenerationRequest(request_id, prompt, sampling, task))
+        times = []
+        while self.engine.has_work:
+            outputs = self.engine.step()
+            if outputs:
+                times.append(time.perf_counter())
+            for output in outputs:
+                answers[output.request_id] += output.token_ids
+        return list(answers.values()), times
 
     def step_seconds(self, num_steps: int) -> list[float]:
         """Of each of the next steps."""
@@ -274,6 +297,38 @@ def adapter_rows(bench: Bench, rounds: int, num_steps: int) -> list[Row]:
     ]
 
 
+def peft_rows(bench: Bench, rounds: int, prompt_tokens: int, output_tokens: int) -> list[Row]:
+    """Throughput and pauses of both, and how many of the answers are the same."""
+    n, seconds, pauses = _NUM_ADAPTERS, defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
+    baseline = PeftBaseline(Path(bench.engine.info.model_path), n, _RANK)
+    with tempfile.TemporaryDirectory(prefix="multilora-bench-") as directory:
+        for number in range(n):
+            adapter = baseline.packed(number, bench.engine.info.adapter_layout, Path(directory))
+            bench.engine.put_adapter(number, adapter)
+    contestants: dict[str, Answerer] = {"engine": bench.answer, "transformers + PEFT": baseline.answer}
+    num_same = 0
+    for _ in range(rounds):
+        prompts, answers = [bench.prompt(prompt_tokens) for _ in range(n)], []
+        for name, answer in contestants.items():
+            started = time.perf_counter()
+            token_ids, times = answer(prompts, output_tokens)
+            seconds[name].append(times[-1] - started)
+            pauses[name] += [later - earlier for earlier, later in itertools.pairwise(times)]
+            answers.append(token_ids)
+        num_same += sum(ours == theirs for ours, theirs in zip(*answers, strict=True))
+    for number in range(n):
+        bench.engine.loras.unload(number)
+    rates = {name: n * output_tokens / statistics.median(values) for name, values in seconds.items()}
+    ratio = rates["engine"] / rates["transformers + PEFT"]
+    return [
+        *(Row(f"peft: {name}", rate, "tokens/s") for name, rate in rates.items()),
+        *(Row(f"peft: {name}, median between tokens", statistics.median(p) * 1e3, "ms") for name, p in pauses.items()),
+        *(Row(f"peft: {name}, p99 between tokens", p99(p) * 1e3, "ms") for name, p in pauses.items()),
+        Row("peft: answers that are the same", num_same / (rounds * n), "x"),
+        at_least("peft: engine against transformers + PEFT", ratio, "x", 3.0),
+    ]
+
+
 def overhead_rows(rounds: int, num_steps: int, num_sequences: int) -> list[Row]:
     """Time of a step outside of the model, in all and by part."""
     parts: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
@@ -329,7 +384,7 @@ def at_least(what: str, value: float, unit: str, goal: float | None) -> Row:
 def main(
     output: Annotated[Path, typer.Option(help="Folder for engine.csv and engine.png.")] = Path("bench_results"),
     part: Annotated[
-        list[str], typer.Option(help="Measure only this: decode, prefill, prefix, adapters, overhead.")
+        list[str], typer.Option(help="Measure only this: decode, prefill, prefix, adapters, peft, overhead.")
     ] = [],  # noqa: B006
     rounds: Annotated[int, typer.Option(help="Repetitions of everything that is compared.")] = 5,
     steps: Annotated[int, typer.Option(help="Decode steps of one repetition.")] = 8,
@@ -350,6 +405,7 @@ def main(
         "prefill": lambda: prefill_rows(bench, rounds, prompt),
         "prefix": lambda: prefix_rows(bench, rounds, num_shared=1000, num_own=32),
         "adapters": lambda: adapter_rows(bench, rounds, steps),
+        "peft": lambda: peft_rows(bench, rounds, prompt_tokens=128, output_tokens=64),
         "overhead": lambda: overhead_rows(rounds, steps, 64),
     }
     if unknown := set(part) - set(parts):

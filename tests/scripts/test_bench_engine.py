@@ -14,6 +14,7 @@ from bench_engine import (
     adapter_rows,
     decode_rows,
     overhead_rows,
+    peft_rows,
     prefill_rows,
     prefix_rows,
     save_tiny_model,
@@ -110,4 +111,12 @@ def test_every_part_of_the_benchmark_reports_positive_figures(bench: Bench) -> N
     assert (
         values["overhead of 4 sequences, mixed sampling"] > values["overhead of 4 sequences, mixed sampling: batch"] > 0
     )
+    assert bench.engine.stats.num_cached_adapters == 0
+
+
+def test_the_engine_and_peft_are_asked_for_the_same_answers(bench: Bench) -> None:
+    values = {row.what: row.value for row in peft_rows(bench, rounds=1, prompt_tokens=5, output_tokens=4)}
+    assert values["peft: answers that are the same"] == 1
+    assert values["peft: engine"] > 0
+    assert values["peft: transformers + PEFT"] > 0
     assert bench.engine.stats.num_cached_adapters == 0
