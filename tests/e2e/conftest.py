@@ -8,8 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import tokenizers
 import tritonclient.grpc
 import tritonclient.http
+from support.conformance import IDS, NUM_TOKENS
+from support.stock_clients import token_request, unary, whole_tokens
 
 from multilora_client import Adapter, Client, load_adapter
 from multilora_engine.tritonserver import ServerOptions, ServerProcess
@@ -45,6 +48,24 @@ def server(default_model_dir: Path) -> Iterator[ServerProcess]:
     with ServerProcess(options) as server:
         server.wait_ready()
         yield server
+
+
+@pytest.fixture(scope="session")
+def url(server: ServerProcess) -> str:
+    """Where gRPC is."""
+    return server.grpc_url
+
+
+@pytest.fixture(scope="session")
+def greedy(url: str) -> list[int]:
+    """What the base model says after the conformance tests' prompt, in tokens."""
+    return whole_tokens(unary(url, "generation_unary", token_request(IDS, NUM_TOKENS, False)), len(IDS))
+
+
+@pytest.fixture(scope="session")
+def vocabulary(default_model_dir: Path) -> tokenizers.Tokenizer:
+    """The default model's tokenizer, as its own library has it."""
+    return tokenizers.Tokenizer.from_file(str(default_model_dir / "tokenizer.json"))
 
 
 @pytest.fixture
