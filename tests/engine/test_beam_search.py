@@ -53,8 +53,18 @@ def oracle(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Oracle
     return oracle
 
 
-def make_engine(checkpoint: Path, oracle: Oracle, tokenizer: Path, **options: Any) -> Engine:
-    engine = Engine(EngineConfig(model_path=checkpoint, tokenizer_path=tokenizer, num_threads=1, **options))
+def make_engine(
+    checkpoint: Path, oracle: Oracle, tokenizer: Path, kv_cache_memory_bytes: int = 1 << 20, **options: Any
+) -> Engine:
+    """By default with no more blocks than needed: every one is looked at after every step."""
+    config = EngineConfig(
+        model_path=checkpoint,
+        tokenizer_path=tokenizer,
+        num_threads=1,
+        kv_cache_memory_bytes=kv_cache_memory_bytes,  # type: ignore[arg-type]
+        **options,
+    )
+    engine = Engine(config)
     for task_id, directory in enumerate(oracle.adapters.values()):
         engine.put_adapter(task_id, packed(directory, engine.info.adapter_layout))
     return engine

@@ -34,6 +34,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_engine(checkpoint: Path, tokenizer: Path, **options: object) -> Engine:
+    """By default with no more blocks than needed: every one is looked at after every step."""
+    options = {"kv_cache_memory_bytes": 8 << 20} | options
     config = EngineConfig(model_path=checkpoint, tokenizer_path=tokenizer, num_threads=1, **options)  # type: ignore[arg-type]
     engine = Engine(config)
     for task in range(3):

@@ -47,6 +47,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -
 
 
 def make_engine(checkpoint: Path, default_model_dir: Path, **options: Any) -> Engine:
+    """By default with no more blocks than needed: every one is looked at after every step."""
+    options = {"kv_cache_memory_bytes": 8 << 20} | options
     return Engine(EngineConfig(model_path=checkpoint, tokenizer_path=default_model_dir, num_threads=1, **options))
 
 

@@ -32,6 +32,8 @@ from multilora_engine.lora.format import TORCH_DTYPES
 from multilora_engine.request import GenerationRequest, SamplingParams
 
 LOGITS_TOLERANCE = 1e-3
+TINY_KV_CACHE_BYTES = 8 << 20
+"""For tiny models: no more blocks than needed, since every one is looked at after every step."""
 SAMPLES = Path(__file__).parents[2] / "adapters"
 TINY = {
     "vocab_size": 311,
@@ -64,12 +66,14 @@ def add_random_adapters(oracle: Oracle) -> None:
     oracle.add_random("rank 4 DoRA", 4, ["q_proj", "k_proj", "o_proj", "up_proj", "down_proj"], seed=6, use_dora=True)
 
 
-def build_engine(model_path: Path, oracle: Oracle, tokenizer_path: Path, **options: object) -> Engine:
+def build_engine(
+    model_path: Path, oracle: Oracle, tokenizer_path: Path, kv_cache_bytes: int = TINY_KV_CACHE_BYTES, **options: object
+) -> Engine:
     config = EngineConfig(
         model_path=model_path,
         tokenizer_path=tokenizer_path,
         num_threads=2,
-        kv_cache_memory_bytes=256 << 20,
+        kv_cache_memory_bytes=kv_cache_bytes,  # type: ignore[arg-type]
         lora=LoRAConfig(lora_cache_host_memory_bytes=512 << 20),
         **options,  # type: ignore[arg-type]
     )
@@ -200,7 +204,7 @@ def engine_config_with_tiny_cache(
     path: Path, tokenizer_path: Path, engine: Engine, max_num_batched_tokens: int = 64
 ) -> EngineConfig:
     """A cache of 160 tokens: one sequence of 118 fits, twelve do not."""
-    bytes_per_token = (256 << 20) // engine.info.kv_cache_tokens
+    bytes_per_token = TINY_KV_CACHE_BYTES // engine.info.kv_cache_tokens
     return EngineConfig(
         model_path=path,
         tokenizer_path=tokenizer_path,
@@ -231,7 +235,7 @@ def test_the_default_model_answers_as_peft_does_in_one_mixed_batch(default_model
         oracle.load(directory.name, directory)
     assert len(oracle.adapters) == 3
     add_random_adapters(oracle)
-    engine = build_engine(default_model_dir, oracle, default_model_dir)
+    engine = build_engine(default_model_dir, oracle, default_model_dir, kv_cache_bytes=256 << 20)
     recorder = LogitsRecorder(engine)
     tokenizer = engine._tokenizer
     chats = [tokenizer.apply_chat_template([{"role": "user", "content": text}]) for text in PROMPTS]
@@ -266,9 +270,13 @@ def save_peft(directory: Path, matrices: dict[str, tuple[torch.Tensor, torch.Ten
 
 def test_an_adapter_of_fused_projections_answers_as_one_of_their_parts(default_model_dir: Path, tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(5)
-    engine = Engine(
-        EngineConfig(model_path=save_tiny_llama(tmp_path / "tiny"), tokenizer_path=default_model_dir, num_threads=1)
+    config = EngineConfig(
+        model_path=save_tiny_llama(tmp_path / "tiny"),
+        tokenizer_path=default_model_dir,
+        num_threads=1,
+        kv_cache_memory_bytes=TINY_KV_CACHE_BYTES,  # type: ignore[arg-type]
     )
+    engine = Engine(config)
     a_qkv, a_mlp = torch.randn(2, 4, 32, generator=generator)
     q, k, v, gate, up = (torch.randn(size, 4, generator=generator) for size in (32, 16, 16, 56, 56))
     fused = {"self_attn.qkv_proj": (a_qkv, torch.cat([q, k, v])), "mlp.gate_up_proj": (a_mlp, torch.cat([gate, up]))}
