@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from support.wire import GrpcClient, infer, stream, tensors, text_of
 
+from multilora_client import DIRECT, ENSEMBLE, Client, Door
 from multilora_engine.tritonserver import ServerProcess
 
 PROMPT = "The capital of France is"
@@ -105,3 +106,18 @@ def test_stop_and_bad_words_by_token_ids(triton_grpc: GrpcClient) -> None:
     banned_ids = banned.as_numpy("output_ids")[0, 0].tolist()
     assert banned_ids[:4] == token_ids[:4]
     assert banned_ids[4] != token_ids[4]
+
+
+@pytest.mark.parametrize("door", [DIRECT, ENSEMBLE])
+@pytest.mark.parametrize("scheme", ["grpc", "http"])
+def test_the_client_tells_beams_and_how_likely_they_are(server: ServerProcess, door: Door, scheme: str) -> None:
+    url = f"grpc://{server.grpc_url}" if scheme == "grpc" else f"http://{server.http_url}"
+    with Client(url, door=door) as client:
+        found = client.generate(PROMPT, beam_width=4, length_penalty=1.0, max_tokens=6, return_log_probs=True)
+        told = client.generate(PROMPT, max_tokens=6, num_top_log_probs=2, return_generation_logits=True)
+    assert len({answer.text for answer in found.alternatives}) == 4
+    assert (found.text, found.cum_log_prob) == (found.alternatives[0].text, found.alternatives[0].cum_log_prob)
+    assert all(sum(a.log_probs) == pytest.approx(a.cum_log_prob, rel=1e-4) for a in found.alternatives)
+    assert told.generation_logits is not None
+    best = [ranked[0][0] for ranked in told.top_log_probs]
+    assert best == told.generation_logits.argmax(axis=1).tolist()

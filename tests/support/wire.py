@@ -40,6 +40,8 @@ _DTYPES = {
     "bad_words": np.object_,
     "embedding_bias_words": np.object_,
     "return_log_probs": np.bool_,
+    "return_context_logits": np.bool_,
+    "return_generation_logits": np.bool_,
     "return_perf_metrics": np.bool_,
     "stream": np.bool_,
     "streaming": np.bool_,
