@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 
 import torch
@@ -67,10 +68,13 @@ def _own_logits(logits: torch.Tensor, sequences: list[Sequence]) -> dict[int, by
 
 
 def _choose(logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
-    token_ids = logits.argmax(dim=-1)
-    rows = [row for row, s in enumerate(sequences) if not s.request.sampling.is_greedy and s.search is None]
-    if rows:
-        token_ids[rows] = _draw(logits[rows], [sequences[row] for row in rows])
+    drawn = [row for row, s in enumerate(sequences) if not s.request.sampling.is_greedy and s.search is None]
+    if not drawn:
+        return logits.argmax(dim=-1)
+    token_ids = torch.empty(len(sequences), dtype=torch.int64, device=logits.device)
+    token_ids[drawn] = _draw(logits[drawn], [sequences[row] for row in drawn])
+    if others := sorted(set(range(len(sequences))) - set(drawn)):
+        token_ids[others] = logits[others].argmax(dim=-1)
     return token_ids
 
 
@@ -101,73 +105,61 @@ def _draw(logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
     Which way a row goes depends on its own request and logits alone, so its neighbours never change what it draws.
     """
     parameters = [sequence.request.sampling for sequence in sequences]
-    scores = logits / _column([max(p.temperature, _MIN_TEMPERATURE) for p in parameters], logits)
+    temperature = _column([max(p.temperature, _MIN_TEMPERATURE) for p in parameters], logits)
+    probabilities = (logits / temperature).softmax(dim=-1)
     uniform = _column([sequence.random.random() for sequence in sequences], logits)
     restrictions = [_restriction(sequence, logits.shape[1]) for sequence in sequences]
     token_ids = torch.empty(len(sequences), dtype=torch.int64, device=logits.device)
     if free := [row for row, restriction in enumerate(restrictions) if restriction is None]:
-        token_ids[free] = _draw_from_all(scores[free], uniform[free])
+        token_ids[free] = _invert(probabilities[free].cumsum(dim=-1), uniform[free])
     if restricted := [row for row, restriction in enumerate(restrictions) if restriction is not None]:
         columns = [_column(list(values), logits) for values in zip(*filter(None, restrictions), strict=True)]
-        token_ids[restricted] = _draw_from_best(scores[restricted], uniform[restricted], columns)
+        token_ids[restricted] = _draw_from_best(probabilities[restricted], uniform[restricted], columns)
     return token_ids
 
 
-def _restriction(sequence: Sequence, vocab: int) -> tuple[int, float, float] | None:
-    """top_k, top_p and min_p, where they can leave anything out."""
+def _restriction(sequence: Sequence, vocab: int) -> tuple[float, float, float] | None:
+    """top_k (infinite if it leaves all), top_p and min_p, where they can leave anything out."""
     p, top_p = sequence.request.sampling, _top_p(sequence)
-    if not 0 < p.top_k < vocab and top_p >= 1.0 and p.min_p <= 0.0:
+    top_k = float(p.top_k) if 0 < p.top_k < vocab else math.inf
+    if top_k == math.inf and top_p >= 1.0 and p.min_p <= 0.0:
         return None
-    return p.top_k or vocab, top_p, p.min_p
+    return top_k, top_p, p.min_p
 
 
-def _draw_from_all(scores: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """A token of each row by its probability. scores: [rows, vocab]; uniform: [rows, 1], 0 <= u < 1."""
-    return _invert(scores.softmax(dim=-1).cumsum(dim=-1), uniform)
-
-
-def _draw_from_best(scores: torch.Tensor, uniform: torch.Tensor, columns: list[torch.Tensor]) -> torch.Tensor:
-    """The same of the tokens that the columns top_k, top_p and min_p, [rows, 1] each, leave.
+def _draw_from_best(probabilities: torch.Tensor, uniform: torch.Tensor, columns: list[torch.Tensor]) -> torch.Tensor:
+    """A token of each row of those that the columns top_k, top_p and min_p leave. uniform and columns: [rows, 1].
 
     They leave the most probable ones up to some place, which is nearly always among the first `_NUM_CANDIDATES`: on a
     CPU only rows where it is not are sorted. A GPU sorts faster than it could be asked.
     """
-    if scores.is_cuda or scores.shape[1] <= _NUM_CANDIDATES:
-        return _draw_ordered(scores, scores.sort(dim=-1, descending=True), uniform, columns)[0]
-    chosen, is_decided = _draw_ordered(scores, scores.topk(_NUM_CANDIDATES), uniform, columns)
+    if probabilities.is_cuda or probabilities.shape[1] <= _NUM_CANDIDATES:
+        return _draw_ordered(*probabilities.sort(dim=-1, descending=True), uniform, columns)[0]
+    chosen, is_decided = _draw_ordered(*probabilities.topk(_NUM_CANDIDATES), uniform, columns)
     if not is_decided.all():
         rows = (~is_decided).nonzero().squeeze(1)
-        ordered = scores[rows].sort(dim=-1, descending=True)
-        chosen[rows], _ = _draw_ordered(scores[rows], ordered, uniform[rows], [column[rows] for column in columns])
+        ordered = probabilities[rows].sort(dim=-1, descending=True)
+        chosen[rows], _ = _draw_ordered(*ordered, uniform[rows], [column[rows] for column in columns])
     return chosen
 
 
 def _draw_ordered(
-    scores: torch.Tensor,
-    ordered: tuple[torch.Tensor, torch.Tensor],
-    uniform: torch.Tensor,
-    columns: list[torch.Tensor],
+    probabilities: torch.Tensor, token_ids: torch.Tensor, uniform: torch.Tensor, columns: list[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """ordered: the best scores of each row, best first, and their tokens. Also whether they are all that count.
+    """`_draw_from_best` among the first tokens of each row, most probable first; and whether no later one counts.
 
     top_k keeps the k most probable tokens, top_p of these the smallest set whose probability reaches top_p (the most
     probable one always stays), min_p those at least min_p times as probable as the most probable one.
     """
-    best, token_ids = ordered
     top_k, top_p, min_p = columns
-    num_best, vocab = best.shape[1], scores.shape[1]
-    position = torch.arange(num_best, device=scores.device)
-    weights = (best - best[:, :1]).exp() * (position < top_k)
-    total = weights.sum(dim=-1, keepdim=True)
-    if num_best < vocab:
-        of_all = (scores.logsumexp(dim=-1, keepdim=True) - best[:, :1]).exp()
-        total = torch.where(top_k <= num_best, total, of_all)
-    probabilities = weights / total
-    is_kept = (probabilities.cumsum(dim=-1) - probabilities < top_p) & (probabilities >= min_p * probabilities[:, :1])
-    kept = probabilities * is_kept
-    chosen = token_ids.gather(1, _invert(kept.cumsum(dim=-1), uniform).unsqueeze(1)).squeeze(1)
-    is_decided = (top_k <= num_best) | ((top_k >= vocab) & ~is_kept[:, -1:])
-    return chosen, is_decided.squeeze(1)
+    num_tokens = probabilities.shape[1]
+    has_top_k = top_k <= num_tokens
+    left = probabilities * (torch.arange(num_tokens, device=probabilities.device) < top_k)
+    left /= torch.where(has_top_k, left.sum(dim=-1, keepdim=True), 1.0)
+    is_kept = (left.cumsum(dim=-1) - left < top_p) & (left >= min_p * left[:, :1])
+    place = _invert((left * is_kept).cumsum(dim=-1), uniform)
+    is_decided = has_top_k | (torch.isinf(top_k) & ~is_kept[:, -1:])
+    return token_ids.gather(1, place.unsqueeze(1)).squeeze(1), is_decided.squeeze(1)
 
 
 def _invert(cumulative: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
