@@ -20,6 +20,8 @@ namespace {
 constexpr int64_t kBlockDepth = 128;
 // Inputs between two requests for weights of the next block.
 constexpr int64_t kFetchDepth = 8;
+// Tiles of rows that convert weights of 16 bits on their way into registers: storing and loading them again takes longer.
+constexpr int64_t kDirectTiles = 4;
 // Rows whose activations stay in the L2 cache while all panels of a thread pass by.
 constexpr int64_t kRowBlock = 128;
 
@@ -111,7 +113,7 @@ MULTILORA_INLINE void run_rows(int64_t count, const Tile& tile) {
   run_rest<Rows - 1>(first, count, tile);
 }
 
-// One block of one panel for up to kRowBlock rows. Weights of 16 bits that several tiles use are converted once.
+// One block of one panel for up to kRowBlock rows. Weights of 16 bits that many tiles use are converted once.
 template <class Vec, class T>
 void linear_block(const LinearTask& task, int64_t first_row, int64_t rows, int64_t panel, int64_t k) {
   constexpr int64_t kWidth = LinearTile<Vec, T>::kPanelWidth;
@@ -128,7 +130,7 @@ void linear_block(const LinearTask& task, int64_t first_row, int64_t rows, int64
     run_rows<Vec::kLinearRows>(rows, LinearTile<Vec, Stored>{x, task.x_stride, block, depth, y, task.y_stride, outputs,
                                                              k == 0, ahead, (kFetchLines + tiles - 1) / tiles});
   };
-  if (std::is_same_v<T, float> || tiles == 1) {
+  if (std::is_same_v<T, float> || tiles <= kDirectTiles) {
     multiply(weights);
   } else {
     alignas(kCacheLine) float converted[kBlockDepth * kWidth];
