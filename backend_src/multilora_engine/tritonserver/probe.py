@@ -19,7 +19,9 @@ CANARIES: Mapping[str, Mapping[str, object]] = {
 
 PROBE_TIMEOUT_S = 60.0
 _LIVE_TIMEOUT_S = 10.0
-_UNAVAILABLE = "[UNAVAILABLE]"
+_ENGINE_SAYS_SO = ("[UNAVAILABLE]", "[INTERNAL]")
+"""It is starting again, or lost a step, as when memory ran out; it ends by itself when its steps keep failing."""
+
 _QUEUE_IS_FULL = "[UNAVAILABLE] the queue is full"
 
 
@@ -28,7 +30,7 @@ class ProbeFailed(Exception):
 
 
 class NotReady(Exception):
-    """The server does not listen yet, or its engine is starting again."""
+    """The server does not listen yet, or its engine is starting again or has lost a step."""
 
 
 class Busy(Exception):
@@ -66,7 +68,7 @@ def _post(url: str, request: Mapping[str, object], timeout_s: float) -> None:
 def _raise_for(model: str, message: str) -> None:
     if _QUEUE_IS_FULL in message:
         raise Busy(message)
-    if _UNAVAILABLE in message:
+    if any(code in message for code in _ENGINE_SAYS_SO):
         raise NotReady(message)
     raise ProbeFailed(f"{model}: {message}")
 

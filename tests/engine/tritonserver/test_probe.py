@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from multilora_engine.errors import EngineUnavailable, QueueFull
+from multilora_engine.errors import EngineUnavailable, InternalError, QueueFull
 from multilora_engine.tritonserver.probe import CANARIES, Busy, NotReady, ProbeFailed, probe_generation
 
 Answer = Callable[[str], tuple[int, dict[str, str]] | None]
@@ -70,9 +70,10 @@ def test_every_canary_is_asked() -> None:
         (always(500, error="Stub process 'ensemble_0_0' is not healthy."), ProbeFailed),
         (always(200, error="generate expects model to produce exactly 1 response"), ProbeFailed),
         (always(400, error=EngineUnavailable("the engine process died").wire_message("-")), NotReady),
+        (always(400, error=InternalError("the step ran out of memory").wire_message("-")), NotReady),
         (always(400, error=QueueFull(4096, 4096, 1.5).wire_message("-")), Busy),
     ],
-    ids=["dead stub", "no answer", "engine restarts", "queue full"],
+    ids=["dead stub", "no answer", "engine restarts", "out of memory", "queue full"],
 )
 def test_what_a_server_says_is_broken_not_ready_or_busy(answer: Answer, error: type[Exception]) -> None:
     with server(answer) as url, pytest.raises(error):
