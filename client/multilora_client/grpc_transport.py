@@ -13,7 +13,12 @@ from multilora_client.messages import InferRequest, Response
 from multilora_client.tensors import flat_values
 from multilora_client.transport import GRACE_S
 
-_UNLIMITED = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
+_OPTIONS = [
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+    # Otherwise a server that was away for a minute stays away for up to two more.
+    ("grpc.max_reconnect_backoff_ms", 2000),
+]
 _CODES = {"INVALID_ARGUMENT": "INVALID_ARG", "UNIMPLEMENTED": "UNSUPPORTED"}
 
 
@@ -25,9 +30,9 @@ class GrpcTransport:
     def __init__(self, target: str, *, tls: bool = False) -> None:
         self._target = target
         self._channel = (
-            grpc.secure_channel(target, grpc.ssl_channel_credentials(), _UNLIMITED)
+            grpc.secure_channel(target, grpc.ssl_channel_credentials(), _OPTIONS)
             if tls
-            else grpc.insecure_channel(target, _UNLIMITED)
+            else grpc.insecure_channel(target, _OPTIONS)
         )
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 
@@ -65,9 +70,9 @@ class AsyncGrpcTransport:
     def __init__(self, target: str, *, tls: bool = False) -> None:
         self._target = target
         self._channel = (
-            grpc.aio.secure_channel(target, grpc.ssl_channel_credentials(), _UNLIMITED)
+            grpc.aio.secure_channel(target, grpc.ssl_channel_credentials(), _OPTIONS)
             if tls
-            else grpc.aio.insecure_channel(target, _UNLIMITED)
+            else grpc.aio.insecure_channel(target, _OPTIONS)
         )
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 

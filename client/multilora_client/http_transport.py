@@ -172,7 +172,8 @@ def _refusal(status: int, content: bytes, request: InferRequest) -> MultiloraCli
 
 def _error_text(content: bytes) -> str:
     try:
-        body: Mapping[str, Any] = json.loads(content)
+        # A stream that is refused has its error in the form of an event.
+        body: Mapping[str, Any] = json.loads(content.removeprefix(b"data: "))
         return str(body["error"])
     except (ValueError, KeyError, TypeError):
         return content.decode("utf-8", "replace") or "the server gave no reason"

@@ -170,6 +170,15 @@ def test_refusals_arrive_typed(ask: Any, status: int, error: str, kind: type[Exc
     assert type(caught.value) is kind
 
 
+@streaming
+def test_a_stream_that_is_refused_by_its_first_event_is_refused(ask: Any) -> None:
+    """Triton answers with status 400 then, and the body is an event all the same."""
+    text = "[UNAVAILABLE] the engine is starting; try again (request ab)"
+    with pytest.raises(Unavailable) as caught:
+        ask(lambda _: httpx2.Response(400, text=f"data: {json.dumps({'error': text})}\n\n"))
+    assert (caught.value.code, str(caught.value)) == ("UNAVAILABLE", "the engine is starting; try again")
+
+
 @asking
 def test_a_refusal_that_is_not_tritons_is_shown_as_it_is(ask: Any) -> None:
     with pytest.raises(Unavailable, match="<h1>gateway</h1>"):
