@@ -1,0 +1,45 @@
+"""`multilora-serve` itself under load, in peace and when it is hurt: nobody is left without an answer, no answer is
+wrong, and nothing that was acknowledged is lost.
+
+A selection; scripts/inject_faults has all faults, and scripts/soak_serving goes on for as long as one likes.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rich.progress import Progress
+
+# The scripts are run by path, so each finds its neighbours in its own directory; their tests need the same.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+
+from inject_faults import FAULTS, Scene, inject, stage
+from soak_serving import SHARED_MEMORY, soak
+
+PROCESSES = {"serve", "tritonserver", "engine", "generation", "generation_unary", "preprocessing", "postprocessing"}
+SELECTED = ("engine: SIGKILL", "engine hangs: SIGSTOP", "disk tier: disk full")
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+    with stage(num_clients=4, directory=tmp_path_factory.mktemp("faults")) as scene:
+        yield scene
+
+
+def test_a_short_soak_has_no_wrong_lost_or_stuck_request_and_measures_every_process(scene: Scene) -> None:
+    with Progress(disable=True) as progress:
+        samples, tally = soak(scene, seconds=6, interval_s=1, progress=progress)
+    assert (tally.wrong, tally.lost, tally.stuck) == ([], set(), 0)
+    assert tally.seen["right"] > 20
+    assert tally.messages == {}
+    assert PROCESSES | {SHARED_MEMORY} <= samples.num_bytes.keys()
+    assert all(min(sizes) > 0 for sizes in samples.num_bytes.values())
+
+
+@pytest.mark.parametrize("name", SELECTED)
+def test_a_fault_costs_no_more_than_it_explains(scene: Scene, name: str) -> None:
+    (fault,) = [fault for fault in FAULTS if fault.name == name]
+    assert inject(fault, scene).complaints == []

@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from soak_serving import SHARED_MEMORY, Samples, fit
+
+MIB = 1 << 20
+
+
+def test_a_line_is_the_one_numpy_fits_with_its_standard_error() -> None:
+    random = np.random.default_rng(0)
+    seconds = np.sort(random.uniform(0, 600, 200))
+    sizes = (100 * MIB + seconds * 3000 + random.normal(0, MIB, 200)).astype(int)
+    line = fit(list(seconds), list(sizes))
+    (slope, _), covariance = np.polyfit(seconds / 3600, sizes / MIB, 1, cov=True)
+    assert line.slope == pytest.approx(slope)
+    assert line.error == pytest.approx(np.sqrt(covariance[0, 0]))
+
+
+@pytest.mark.parametrize(("bytes_per_s", "grows"), [(0, False), (50_000, True)])
+def test_growth_is_what_the_error_bars_cannot_explain(bytes_per_s: int, grows: bool) -> None:
+    random = np.random.default_rng(1)
+    seconds = np.arange(0.0, 300.0)
+    sizes = 100 * MIB + seconds * bytes_per_s + random.normal(0, MIB, 300)
+    assert fit(list(seconds), [int(size) for size in sizes]).grows is grows
+
+
+def test_what_is_constant_has_no_slope_and_no_error() -> None:
+    line = fit([0.0, 1.0, 2.0], [5 * MIB] * 3)
+    assert (line.first, line.last, line.slope, line.error, line.grows) == (5.0, 5.0, 0.0, 0.0, False)
+
+
+def test_the_warm_up_is_left_out() -> None:
+    samples = Samples([float(i) for i in range(8)], {SHARED_MEMORY: [0, 0, *[MIB] * 6]})
+    assert samples.line(SHARED_MEMORY).slope == 0.0
