@@ -83,6 +83,9 @@ MULTILORA_INLINE typename Vec::F exp_of_negative(typename Vec::F x) {
 // The keys first + begin .. first + end - 1; first is a multiple of kKeyTile.
 struct KeyRange {
   int64_t first, begin, end;
+
+  // Of the tile, the part that is worked on: whole vectors.
+  int64_t columns(int64_t width) const { return (end + width - 1) / width * width; }
 };
 
 template <class Vec, class T>
@@ -123,9 +126,9 @@ struct Attention {
   }
 
   void add_keys(const KeyRange& keys) const {
-    load_rows(task.keys, keys);
-    transpose_keys();
-    load_rows(task.values, keys);
+    load_rows(task.keys, keys, task.values);
+    transpose_keys(keys);
+    load_rows(task.values, keys, nullptr);
     int64_t i = 0;
     for (; i + kQueryTile <= queries; i += kQueryTile) {
       add_keys_to<kQueryTile>(i, keys);
@@ -141,12 +144,19 @@ struct Attention {
   }
 
   // tile[j, :] = rows of the keys `first` + j, as float32 and padded with zeros; what is not in the range is not read.
-  void load_rows(const void* cache, const KeyRange& keys) const {
+  // `next`: the cache whose rows are loaded after these, on their way meanwhile.
+  void load_rows(const void* cache, const KeyRange& keys, const void* next) const {
     std::fill_n(tile, keys.begin * padded_dim, 0.0f);
     for (int64_t j = keys.begin; j < keys.end; ++j) {
       const int64_t key = keys.first + j;
       const int64_t slot = task.block_table[key / task.block_size] * task.block_size + key % task.block_size;
       const T* from = static_cast<const T*>(cache) + slot * task.slot_stride;
+      if (next) {
+        const char* row = reinterpret_cast<const char*>(static_cast<const T*>(next) + slot * task.slot_stride);
+        for (int64_t byte = 0; byte < head_dim * int64_t(sizeof(T)); byte += kCacheLine) {
+          __builtin_prefetch(row + byte);
+        }
+      }
       float* to = tile + j * padded_dim;
       int64_t d = 0;
       for (; d + Vec::kWidth <= head_dim; d += Vec::kWidth) {
@@ -156,12 +166,12 @@ struct Attention {
         Vec::store(to + d, Vec::load_first(from + d, int(std::max<int64_t>(head_dim - d, 0))));
       }
     }
-    std::fill_n(tile + keys.end * padded_dim, (kKeyTile - keys.end) * padded_dim, 0.0f);
+    std::fill_n(tile + keys.end * padded_dim, (keys.columns(Vec::kWidth) - keys.end) * padded_dim, 0.0f);
   }
 
-  void transpose_keys() const {
+  void transpose_keys(const KeyRange& keys) const {
     F columns[kDimUnit];
-    for (int64_t j = 0; j < kKeyTile; j += Vec::kWidth) {
+    for (int64_t j = 0; j < keys.end; j += Vec::kWidth) {
       for (int64_t d = 0; d < padded_dim; d += kDimUnit) {
         Vec::template transpose<kDimUnit>(tile + j * padded_dim + d, padded_dim, columns);
         for (int c = 0; c < kDimUnit; ++c) {
@@ -174,7 +184,7 @@ struct Attention {
   template <int Rows>
   void add_keys_to(int64_t first_query, const KeyRange& keys) const {
     multiply<Vec, Rows>(q + first_query * padded_dim, padded_dim, keys_transposed, kKeyTile, head_dim, nullptr, scores,
-                        kKeyTile, kKeyTile);
+                        kKeyTile, keys.columns(Vec::kWidth));
     float scale[Rows];
     for (int r = 0; r < Rows; ++r) {
       scale[r] = weigh(first_query + r, keys, scores + r * kKeyTile);
@@ -196,15 +206,15 @@ struct Attention {
     }
     constexpr float kNone = -std::numeric_limits<float>::infinity();
     std::fill_n(weights, begin, kNone);
-    std::fill_n(weights + end, kKeyTile - end, kNone);
+    std::fill_n(weights + end, keys.columns(Vec::kWidth) - end, kNone);
     F largest = Vec::broadcast(task.max[query]);
-    for (int64_t j = 0; j < kKeyTile; j += Vec::kWidth) {
+    for (int64_t j = 0; j < keys.end; j += Vec::kWidth) {
       largest = Vec::max(largest, Vec::load(weights + j));
     }
     const float max = Vec::largest(largest);
     const F minus_max = Vec::broadcast(-max);
     F sum = Vec::zero();
-    for (int64_t j = 0; j < kKeyTile; j += Vec::kWidth) {
+    for (int64_t j = 0; j < keys.end; j += Vec::kWidth) {
       const F weight = exp_of_negative<Vec>(Vec::add(Vec::load(weights + j), minus_max));
       Vec::store(weights + j, weight);
       sum = Vec::add(sum, weight);
