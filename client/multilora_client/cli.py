@@ -1,4 +1,4 @@
-"""`multilora`: generate, stream, chat, upload, convert and look after adapters from a terminal.
+"""`multilora`: generate, stream, chat, upload, convert, look after adapters and load a server from a terminal.
 
 Answers go to standard output, everything else to standard error; an error is one line and exit status 1.
 """
@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 
 from multilora_client import adapters_cli
 from multilora_client.adapter import Adapter, AdapterTensors
+from multilora_client.bench import command as bench_command
 from multilora_client.client import DEFAULT_URL, Client
 from multilora_client.console import one_line_errors
 from multilora_client.convert import StorageDtype, convert_peft, load_adapter
@@ -39,6 +40,7 @@ app = typer.Typer(
 )
 app.add_typer(adapters_cli.app, name="adapters")
 app.command("openai")(openai_command.openai)
+app.command("bench")(bench_command.bench)
 
 
 DoorName = Literal["direct", "ensemble"]

@@ -1,0 +1,123 @@
+"""An event loop whose clock moves only when nothing else is left to do: minutes of load take no time, and are exact."""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from typing import Any
+
+import pytest
+
+from multilora_client import InferRequest, MultiloraClientError, Response
+from multilora_client.bench.load import Sample
+from multilora_client.bench.workload import Job, Target
+
+
+class _JumpingSelector(selectors.DefaultSelector):  # type: ignore[misc, valid-type]
+    """Instead of waiting for `timeout`, moves the clock on by it."""
+
+    now_s = 0.0
+
+    def select(self, timeout: float | None = None) -> list[Any]:
+        self.now_s += timeout or 0.0
+        return super().select(0)
+
+
+class VirtualTimeLoop(asyncio.SelectorEventLoop):
+    """For code that waits for timers only."""
+
+    def __init__(self) -> None:
+        self._jumping_selector = _JumpingSelector()
+        super().__init__(self._jumping_selector)
+
+    def time(self) -> float:
+        return self._jumping_selector.now_s
+
+
+@pytest.fixture
+def run_virtual() -> Callable[[Coroutine[Any, Any, Any]], Any]:
+    """Runs a coroutine from second 0 of a virtual clock on."""
+
+    def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
+        with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+            return runner.run(coroutine)
+
+    return run
+
+
+class SlowTransport:
+    """Streams answers of `num_pieces`, the first after `first_s` seconds, the others after `gap_s` each.
+
+    capacity: requests it works on at once; others wait. error: what every request gets, instead.
+    """
+
+    streams_tensors = True
+
+    def __init__(
+        self,
+        first_s: float = 1.0,
+        gap_s: float = 0.5,
+        num_pieces: int = 3,
+        capacity: int = 1000,
+        error: MultiloraClientError | None = None,
+    ) -> None:
+        self.sent_at: list[float] = []
+        self.most_at_once = 0
+        self._first_s, self._gap_s, self._num_pieces = first_s, gap_s, num_pieces
+        self._room = asyncio.Semaphore(capacity)
+        self._error = error
+        self._num_running = 0
+
+    async def infer(self, request: InferRequest) -> Response:
+        return Response({}, is_final=True)
+
+    async def stream(self, request: InferRequest) -> AsyncGenerator[Response, None]:
+        self.sent_at.append(asyncio.get_running_loop().time())
+        self._num_running += 1
+        self.most_at_once = max(self.most_at_once, self._num_running)
+        try:
+            if self._error:
+                raise self._error
+            async with self._room:
+                for number in range(self._num_pieces):
+                    await asyncio.sleep(self._gap_s if number else self._first_s)
+                    outputs = {
+                        "text_output": [f"{number} "],
+                        "num_input_tokens": [5],
+                        "num_output_tokens": [number + 1],
+                    }
+                    yield Response(outputs, is_final=number == self._num_pieces - 1)
+        finally:
+            self._num_running -= 1
+
+    async def close(self) -> None:
+        """There is nothing to close."""
+
+
+@pytest.fixture
+def slow_transport() -> type[SlowTransport]:
+    return SlowTransport
+
+
+_JOB = Job(Target(), "a prompt")
+
+
+@pytest.fixture
+def make_sample() -> Callable[..., Sample]:
+    """An answered request that was due and sent at `due_s`; times relative to that."""
+
+    def make(
+        first_s: float = 0.1,
+        gaps_s: Sequence[float] = (),
+        due_s: float = 0.0,
+        text: str = "hello",
+        error: str = "",
+        job: Job = _JOB,
+    ) -> Sample:
+        times = [due_s + first_s]
+        for gap in gaps_s:
+            times.append(times[-1] + gap)
+        return Sample(job, due_s, due_s, () if error else tuple(times), times[-1], text, 5, len(times), error)
+
+    return make

@@ -1,0 +1,82 @@
+"""`multilora bench` as it is run, against a fake Triton on loopback."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from multilora_client import AdapterTensors
+from multilora_client.cli import app
+
+
+def run(fake_triton: Any, *arguments: object) -> Result:
+    return CliRunner().invoke(app, ["bench", *map(str, arguments), "--url", fake_triton.url])
+
+
+@pytest.fixture
+def adapter_dir(tmp_path: Path, small_tensors: AdapterTensors) -> Path:
+    small_tensors.save(tmp_path / "adapter")
+    return tmp_path / "adapter"
+
+
+def test_adapters_are_sent_under_all_task_ids_and_then_asked_by_id_alone(fake_triton: Any, adapter_dir: Path) -> None:
+    result = run(fake_triton, "--adapter", adapter_dir, "--num-adapters", 5, "--num-requests", 20, "--concurrency", 3)
+    assert result.exit_code == 0, result.output
+    uploads, asked = fake_triton.received[:5], fake_triton.received[5:]
+    assert {model for model, _ in uploads} == {"generation_unary"}
+    assert sorted(int(inputs["lora_task_id"].item()) for _, inputs in uploads) == list(range(1_000_000, 1_000_005))
+    assert len(asked) == 20
+    assert not any("lora_weights" in inputs for _, inputs in asked)
+    assert {inputs["max_tokens"].item() for _, inputs in asked} == {64}
+    assert {len(inputs["text_input"][0].split()) for _, inputs in asked} == {128}
+
+
+def test_a_sweep_of_rates_names_the_knee_and_leaves_files(fake_triton: Any, tmp_path: Path) -> None:
+    files = ["--csv", tmp_path / "requests.csv", "--plot", tmp_path / "bench.svg"]
+    result = run(fake_triton, "--rate", 200, "--rate", 400, "--num-requests", 5, *files)
+    assert result.exit_code == 0, result.output
+    assert "knee: " in result.stdout
+    with (tmp_path / "requests.csv").open() as file:
+        assert [row["load"] for row in csv.DictReader(file)] == ["200/s"] * 5 + ["400/s"] * 5
+    assert "<svg" in (tmp_path / "bench.svg").read_text()
+
+
+def test_check_passes_while_answers_stay_the_same(fake_triton: Any) -> None:
+    result = run(fake_triton, "--check", "--num-requests", 20)
+    assert result.exit_code == 0, result.output
+    assert "0 of 20 answers differ" in result.stdout
+    assert len({inputs["text_input"][0] for _, inputs in fake_triton.received}) == 4
+
+
+def test_check_fails_when_an_answer_changes(fake_triton: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = property(lambda triton: ("Hello",) if len(triton.received) == 8 else ("Ahoy",))
+    monkeypatch.setattr(type(fake_triton), "words", words)
+    result = run(fake_triton, "--check", "--num-requests", 20, "--concurrency", 1)
+    assert result.exit_code == 1
+    assert "1 of 20 answers differ" in result.stdout
+    assert "answered 'Ahoy', then 'Hello'" in result.stderr
+
+
+def test_a_server_that_answers_nothing_is_a_failure_told_by_its_code(fake_triton: Any) -> None:
+    result = CliRunner().invoke(app, ["bench", "--num-requests", "2", "--url", "grpc://127.0.0.1:9"])
+    assert result.exit_code == 1
+    assert "2 UNAVAILABLE" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--rate", "1", "--concurrency", "2"], "give one of them"),
+        (["--rate", "0"], "--rate must be more than 0"),
+        (["--num-adapters", "2"], "name one with --adapter"),
+    ],
+)
+def test_contradictions_are_refused(fake_triton: Any, arguments: list[str], message: str) -> None:
+    result = run(fake_triton, *arguments)
+    assert result.exit_code == 1
+    assert message in result.stderr
+    assert fake_triton.received == []
