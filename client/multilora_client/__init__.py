@@ -37,6 +37,7 @@ from multilora_client.messages import (
     Response,
 )
 from multilora_client.operations import AdapterEvent, AdapterEvents, AdapterInfo
+from multilora_client.sizing import AdapterLayout
 from multilora_client.transport import AsyncMockTransport, AsyncTransport, MockTransport, Transport
 
 __all__ = [
@@ -48,6 +49,7 @@ __all__ = [
     "AdapterEvent",
     "AdapterEvents",
     "AdapterInfo",
+    "AdapterLayout",
     "AdapterNotFound",
     "AdapterTensors",
     "Alternative",

@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Iterable, Sequence
 from datetime import datetime
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -16,7 +17,9 @@ from rich.text import Text
 
 from multilora_client.client import DEFAULT_URL, Client
 from multilora_client.console import one_line_errors
+from multilora_client.errors import InvalidRequest
 from multilora_client.operations import AdapterEvent, AdapterInfo
+from multilora_client.sizing import LINEARS, AdapterLayout, LinearName, StoredDtype, adapter_pages, read_layout
 
 app = typer.Typer(
     help="See and steer the adapters of a running server.", no_args_is_help=True, rich_markup_mode="markdown"
@@ -128,6 +131,64 @@ def stats(url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
     usage = {**report["usage"], "other": report["other_usage"]}
     rows = ([name, *map(str, counted.values())] for name, counted in usage.items())
     _print_table(("task id", *report["other_usage"]), rows)
+
+
+@app.command()
+def size(
+    rank: Annotated[int, typer.Option(min=1, help="Rank of the adapters.")] = 16,
+    num: Annotated[int, typer.Option(min=1, help="Adapters to keep.")] = 1000,
+    linears: Annotated[
+        str, typer.Option(help="Linears of every layer that they adapt, with commas between.")
+    ] = ",".join(LINEARS),
+    dora: Annotated[bool, typer.Option("--dora", help="They are DoRA adapters.")] = False,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Compute for this checkpoint instead of asking a server.", show_default=False)
+    ] = None,
+    max_rank: Annotated[int, typer.Option(min=1, help="With --checkpoint: max_lora_rank of the server.")] = 64,
+    dtype: Annotated[
+        StoredDtype, typer.Option(help="With --checkpoint: type adapters are stored in, float32 on a CPU.")
+    ] = "float32",
+    url: Url = DEFAULT_URL,
+    as_json: AsJson = False,
+) -> None:
+    """Tell how much memory so many adapters take, and the parameters that give it to them.
+
+    Examples:
+
+    - `multilora adapters size --rank 16 --num 2000`
+    - `multilora adapters size --rank 8 --linears q,v --num 5000 --checkpoint DIR --dtype bfloat16`
+    """
+    with one_line_errors():
+        layout = read_layout(checkpoint, max_rank, dtype) if checkpoint else _served_layout(url)
+        if rank > layout.max_rank:
+            raise InvalidRequest(f"rank {rank} is more than max_lora_rank, {layout.max_rank}")
+        pages = adapter_pages(layout, rank, _linears(linears), dora)
+    sizes = {
+        "page_bytes": layout.page_bytes,
+        "bytes_per_adapter": pages * layout.page_bytes,
+        "lora_cache_host_memory_bytes": num * pages * layout.page_bytes,
+        # A file begins with a header, which is shorter than a page.
+        "lora_cache_disk_bytes": num * (pages + 1) * layout.page_bytes,
+    }
+    if as_json:
+        _print_json(sizes)
+    else:
+        _print_table(
+            ("what", "bytes", "MiB"), ([name, str(value), f"{value / 2**20:,.1f}"] for name, value in sizes.items())
+        )
+
+
+def _served_layout(url: str) -> AdapterLayout:
+    with Client(url) as client:
+        return client.adapter_layout()
+
+
+def _linears(names: str) -> list[LinearName]:
+    """`q,v` -> ["q", "v"]. Raises InvalidRequest."""
+    chosen: list[LinearName] = [name for name in LINEARS if name in names.split(",")]
+    if len(chosen) != len(names.split(",")):
+        raise InvalidRequest(f"--linears is {names!r}; write some of {','.join(LINEARS)}, each once")
+    return chosen
 
 
 def _which(adapter: str) -> int | str:

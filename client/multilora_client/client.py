@@ -31,9 +31,11 @@ from multilora_client.operations import (
     parse_adapter,
     parse_adapters,
     parse_events,
+    parse_layout,
     parse_report,
     which_adapter,
 )
+from multilora_client.sizing import AdapterLayout
 from multilora_client.transport import AsyncTransport, Transport
 
 DEFAULT_URL = "grpc://localhost:8001"
@@ -148,6 +150,10 @@ class Client:
         """Sizes and counts: `tiers`, `usage` by task id of the adapters most asked for, `other_usage`."""
         return parse_report(self._transport.infer(operation_request("stats")))
 
+    def adapter_layout(self) -> AdapterLayout:
+        """What the sizes of the server's adapters follow from."""
+        return parse_layout(self._transport.infer(operation_request("layout")))
+
     def close(self) -> None:
         self._transport.close()
 
@@ -244,6 +250,10 @@ class AsyncClient:
     async def adapter_stats(self) -> dict[str, Any]:
         """Sizes and counts: `tiers`, `usage` by task id of the adapters most asked for, `other_usage`."""
         return parse_report(await self._transport.infer(operation_request("stats")))
+
+    async def adapter_layout(self) -> AdapterLayout:
+        """What the sizes of the server's adapters follow from."""
+        return parse_layout(await self._transport.infer(operation_request("layout")))
 
     async def close(self) -> None:
         await self._transport.close()

@@ -11,9 +11,10 @@ from typing import Any, Literal, TypeVar
 
 from multilora_client.errors import InvalidRequest, ServerFault
 from multilora_client.messages import InferRequest, Response
+from multilora_client.sizing import AdapterLayout
 from multilora_client.tensors import string_tensor
 
-OperationName = Literal["list", "load", "unload", "pin", "unpin", "events", "stats"]
+OperationName = Literal["list", "load", "unload", "pin", "unpin", "events", "stats", "layout"]
 
 _MODEL = "adapters"
 
@@ -95,6 +96,10 @@ def parse_events(response: Response) -> AdapterEvents:
     report = parse_report(response)
     events = [_parse(AdapterEvent, fields) for fields in report["events"]]
     return AdapterEvents(events, report["last"], report["num_missed"])
+
+
+def parse_layout(response: Response) -> AdapterLayout:
+    return _parse(AdapterLayout, parse_report(response)["layout"])
 
 
 def parse_report(response: Response) -> dict[str, Any]:

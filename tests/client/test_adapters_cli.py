@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -112,6 +113,49 @@ def test_stats_are_a_table_of_the_tiers_and_one_of_the_adapters(fake_triton: Any
     assert json.loads(run(fake_triton, "stats", "--json").stdout) == STATS
 
 
+LAYOUT = {
+    "num_layers": 30,
+    "hidden_size": 576,
+    "q_size": 576,
+    "kv_size": 192,
+    "intermediate_size": 1536,
+    "max_rank": 64,
+    "lora_dtype": "float32",
+    "page_bytes": 393216,
+}
+
+
+def test_size_tells_what_adapters_take_of_the_server_that_is_asked(fake_triton: Any) -> None:
+    fake_triton.report = {"layout": LAYOUT}
+    sizes = json.loads(run(fake_triton, "size", "--rank", 16, "--num", 2000, "--json").stdout)
+    values = 30 * 16 * ((576 + 576) * 2 + (576 + 192) * 2 + (576 + 1536) * 3)
+    assert sizes["page_bytes"] == 393216
+    assert 4 * values <= sizes["bytes_per_adapter"] <= 4 * values + 393216
+    assert sizes["lora_cache_host_memory_bytes"] == 2000 * sizes["bytes_per_adapter"]
+    assert sizes["lora_cache_disk_bytes"] == 2000 * (sizes["bytes_per_adapter"] + 393216)
+    assert operations(fake_triton) == [{"operation": "layout"}]
+    assert cells(run(fake_triton, "size", "--num", 10), 3)[0] == "lora_cache_host_memory_bytes"
+
+
+def test_size_needs_no_server_with_a_checkpoint(tmp_path: Path) -> None:
+    config = {"num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    arguments = ["size", "--checkpoint", tmp_path, "--linears", "v,q", "--num", 3, "--json"]
+    result = CliRunner().invoke(app, ["adapters", *map(str, arguments)])
+    assert json.loads(result.stdout)["lora_cache_host_memory_bytes"] == 3 * 256 * 1024
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["--rank", "65"], "rank 65 is more than max_lora_rank, 64"), (["--linears", "q,z"], "--linears is 'q,z'")],
+)
+def test_size_refuses_what_the_server_would_refuse(fake_triton: Any, arguments: list[str], message: str) -> None:
+    fake_triton.report = {"layout": LAYOUT}
+    result = run(fake_triton, "size", *arguments)
+    assert result.exit_code == 1
+    assert message in result.stderr
+
+
 def test_an_error_is_one_line_and_exit_status_1() -> None:
     result = CliRunner().invoke(app, ["adapters", "list", "--url", "grpc://127.0.0.1:1"])
     assert (result.exit_code, result.stdout) == (1, "")
@@ -119,7 +163,7 @@ def test_an_error_is_one_line_and_exit_status_1() -> None:
     assert result.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("command", ["list", "load", "unload", "pin", "unpin", "events", "stats"])
+@pytest.mark.parametrize("command", ["list", "load", "unload", "pin", "unpin", "events", "stats", "size"])
 def test_every_command_has_help_with_an_example(command: str) -> None:
     result = CliRunner().invoke(app, ["adapters", command, "--help"])
     assert f"multilora adapters {command}" in result.stdout.partition("Example")[2]

@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from multilora_client import (
     AdapterEvent,
     AdapterEvents,
     AdapterInfo,
+    AdapterLayout,
     AsyncClient,
     AsyncMockTransport,
     Client,
@@ -38,6 +40,7 @@ PIRATE = {
     "num_hits": 3,
 }
 INFO = AdapterInfo(**{**PIRATE, "ranks": (4, 8)})  # type: ignore[arg-type]
+LAYOUT = AdapterLayout(2, 64, 64, 32, 128, 64, "float32", 262144)
 EVENT = {"kind": "evicted", "lora_task_id": 7, "digest": "cd", "time_ns": 10**18, "instance": "h:1"}
 Answer = dict[str, Any] | list[Any] | str
 
@@ -89,6 +92,7 @@ both = pytest.mark.parametrize("is_async", [False, True], ids=["blocking", "asyn
             AdapterEvents([AdapterEvent("evicted", 7, "cd", 10**18, "h:1")], 4, 0),
         ),
         (lambda client: client.adapter_stats(), {"operation": "stats"}, {"tiers": {}}, {"tiers": {}}),
+        (lambda c: c.adapter_layout(), {"operation": "layout"}, {"layout": asdict(LAYOUT)}, LAYOUT),
     ],
 )
 def test_an_operation_reaches_the_server_and_its_answer_comes_back(

@@ -53,7 +53,7 @@ class DeviceTier:
         max_loras: int,
         on_event: OnEvent = ignore_event,
     ) -> None:
-        self._layout = layout
+        self.layout = layout
         self._on_event = on_event
         self._hits = 0
         self._misses = 0
@@ -234,7 +234,7 @@ class DeviceTier:
         self._on_event(AdapterEvent(kind, adapter.lora_task_id, adapter.digest))
 
     def _write_tables(self, index: int, rows: list[PackedRow], pages: list[int]) -> None:
-        entries = _table_entries(rows, pages, self._layout)
+        entries = _table_entries(rows, pages, self.layout)
         columns, ranks, a_offsets, b_offsets, magnitude_offsets = entries.to(self.tables.rank.device)
         self.tables.rank[index] = 0
         self.tables.rank[index, columns] = ranks.int()

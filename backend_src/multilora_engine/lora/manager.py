@@ -13,7 +13,7 @@ from typing import Any, Literal
 from multilora_engine.errors import AdapterCacheFull, AdapterConflict, AdapterNotFound
 from multilora_engine.lora.device_tier import DeviceTier
 from multilora_engine.lora.disk_tier import DamagedFile, DiskAdapter, DiskTier
-from multilora_engine.lora.format import PackedAdapter, ranks_of
+from multilora_engine.lora.format import AdapterLayout, PackedAdapter, ranks_of
 from multilora_engine.lora.host_tier import CachedAdapter, HostTier
 from multilora_engine.lora.life_cycle import (
     AdapterEvent,
@@ -78,6 +78,10 @@ class LoRAManager:
     @property
     def tables(self) -> LoRATables:
         return self._device.tables
+
+    @property
+    def layout(self) -> AdapterLayout:
+        return self._device.layout
 
     @property
     def num_cached(self) -> int:

@@ -11,6 +11,7 @@ import msgspec
 from multilora_engine.engine_stats import AdaptersInUse, EngineStats
 from multilora_engine.errors import AdapterNotFound, AdapterNotKnown, InvalidRequest
 from multilora_engine.lora.event_log import EventLog
+from multilora_engine.lora.format import AdapterLayout
 from multilora_engine.lora.life_cycle import AdapterEvent, AdapterInfo, LoRAStats
 from multilora_engine.lora.names import task_id_of
 from multilora_engine.lora.remote import Fetch, RemoteAdapters, describe_remote
@@ -22,6 +23,7 @@ from multilora_engine.process.operations import (
     Operation,
     PinAdapter,
     ReadEvents,
+    ReadLayout,
     ReadStats,
     UnloadAdapter,
     UnpinAdapter,
@@ -34,6 +36,8 @@ class ManagedAdapters(Protocol):
 
     @property
     def stats(self) -> LoRAStats: ...
+    @property
+    def layout(self) -> AdapterLayout: ...
     def describe(self) -> list[AdapterInfo]: ...
     def info(self, lora_task_id: int) -> AdapterInfo: ...
     def load(self, lora_task_id: int) -> None: ...
@@ -82,7 +86,13 @@ class StatsReport(msgspec.Struct, frozen=True):
     load: LoadReport
 
 
-Report = AdapterList | AdapterReport | EventList | StatsReport
+class LayoutReport(msgspec.Struct, frozen=True):
+    """The answer to `layout`."""
+
+    layout: AdapterLayout
+
+
+Report = AdapterList | AdapterReport | EventList | StatsReport | LayoutReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +140,8 @@ class AdapterOperator:
             case ReadStats():
                 tiers = replace(self._adapters.stats, remote=self._remote.stats)
                 return StatsReport(tiers, self._usage.by_task_id, self._usage.other, self._read_load())
+            case ReadLayout():
+                return LayoutReport(self._adapters.layout)
 
     def _list(self, in_sources: Iterable[AdapterKey]) -> AdapterList:
         adapters = {info.lora_task_id: info for info in (*self._remote.describe(), *self._adapters.describe())}

@@ -64,7 +64,11 @@ class ReadStats(_Operation, frozen=True, tag="stats"):
     """Counts and sizes of every tier, and requests and tokens of the adapters most asked for."""
 
 
-Operation = ListAdapters | LoadAdapter | UnloadAdapter | PinAdapter | UnpinAdapter | ReadEvents | ReadStats
+class ReadLayout(_Operation, frozen=True, tag="layout"):
+    """What an adapter must look like to fit the model, and the pages it is stored in: what its size follows from."""
+
+
+Operation = ListAdapters | LoadAdapter | UnloadAdapter | PinAdapter | UnpinAdapter | ReadEvents | ReadStats | ReadLayout
 
 _decoder: msgspec.json.Decoder[Operation] = msgspec.json.Decoder(Operation)
 

@@ -6,6 +6,7 @@ import json
 import os
 import socket
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,10 @@ def test_stats_tell_of_tiers_and_of_the_adapters_asked_for(link: EngineLink) -> 
     assert stats["tiers"]["insertions"] == 1
     assert stats["usage"] == {"7": {"requests": 1, "prompt_tokens": 2, "output_tokens": 5}}
     assert stats["other_usage"]["requests"] == 0
+
+
+def test_the_layout_is_what_adapters_are_packed_by(link: EngineLink) -> None:
+    assert operate(link, "layout") == {"layout": asdict(TINY)}
 
 
 def test_an_adapter_that_is_not_there_is_named(link: EngineLink) -> None:
