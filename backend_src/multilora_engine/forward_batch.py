@@ -34,6 +34,7 @@ class ForwardBatch:
 
     input_ids, positions, slot_mapping: [num_tokens] int64.  block_tables: [num_seqs, max blocks] int64.
     logits_indices: [num_logits] int64.  query_lens, context_lens: host lists, [num_seqs].
+    num_keys: `context_lens` on the device, [num_seqs] int64.
     lora: None when no token of the step has an adapter: such a step does no LoRA work at all.
     """
 
@@ -42,6 +43,7 @@ class ForwardBatch:
     slot_mapping: torch.Tensor
     query_lens: list[int]
     context_lens: list[int]
+    num_keys: torch.Tensor
     block_tables: torch.Tensor
     num_decodes: int
     logits_indices: torch.Tensor

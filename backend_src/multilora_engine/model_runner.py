@@ -63,6 +63,7 @@ class ModelRunner:
             slot_mapping=torch.from_numpy(slot_mapping).to(device),
             query_lens=lengths.tolist(),
             context_lens=(starts + lengths).tolist(),
+            num_keys=torch.from_numpy(starts + lengths).to(device),
             block_tables=torch.from_numpy(block_tables).to(device),
             num_decodes=int((lengths == 1).sum()),
             logits_indices=_logits_indices(step, ends.tolist()).to(device),

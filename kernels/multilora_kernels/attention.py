@@ -29,9 +29,12 @@ class PagedSequences:
     window: int | None = None
 
 
-def has_paged_attention(device: torch.device) -> bool:
-    """Whether `paged_attention` is the best way on this device: on a CPU with compiled kernels."""
-    return device.type == "cpu" and load_cpu_kernels()
+def has_paged_attention(device: torch.device, *, is_decode: bool) -> bool:
+    """Whether `paged_attention` is the best way on this device.
+
+    On a CPU with compiled kernels it is; on a GPU for decoding sequences, which have one token each: `is_decode`.
+    """
+    return is_decode if device.type == "cuda" else load_cpu_kernels()
 
 
 def paged_attention(

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from multilora_kernels import lora_expand, lora_shrink
+from multilora_kernels import lora_expand, lora_shrink, operators
+from multilora_kernels.dispatch import load_operators
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -24,6 +25,13 @@ class Implementation:
     device: str
     lora_shrink: Callable[..., torch.Tensor]
     lora_expand: Callable[..., None]
+    paged_attention: Callable[..., torch.Tensor]
+
+
+def _paged_attention(q: torch.Tensor, *fields: object) -> torch.Tensor:
+    load_operators(q)
+    result: torch.Tensor = operators.paged_attention(q, *fields)
+    return result
 
 
 def _implementations() -> list[str]:
@@ -37,8 +45,8 @@ def implementation(request: pytest.FixtureRequest) -> Implementation:
     if request.param == "interpreter":
         from multilora_kernels import cuda
 
-        return Implementation("cpu", cuda.lora_shrink, cuda.lora_expand)
-    return Implementation(request.param, lora_shrink, lora_expand)
+        return Implementation("cpu", cuda.lora_shrink, cuda.lora_expand, cuda.paged_attention)
+    return Implementation(request.param, lora_shrink, lora_expand, _paged_attention)
 
 
 @pytest.fixture

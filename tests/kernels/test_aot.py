@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from multilora_kernels.cuda.aot import expand_resources, shrink_resources
+from multilora_kernels.cuda.aot import (
+    Resources,
+    combine_resources,
+    decode_resources,
+    expand_resources,
+    shrink_resources,
+)
 from multilora_kernels.testing import LinearShape
 
 _QKV = LinearShape(4096, (4096, 1024, 1024))
@@ -18,7 +24,18 @@ _DOWN = LinearShape(14336, (4096,))
     ("shape", "max_rank", "dtype"), [(_QKV, 16, "bf16"), (_DOWN, 64, "bf16"), (_QKV, 64, "fp16"), (_QKV, 256, "fp32")]
 )
 def test_it_compiles_without_spills(capability, resources, chunk_size, shape, max_rank, dtype):
-    used = resources(shape, chunk_size, max_rank, dtype, capability)
+    _check(resources(shape, chunk_size, max_rank, dtype, capability))
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize(("group", "head_dim"), [(4, 128), (3, 64), (8, 128)])
+def test_decode_attention_compiles_without_spills(capability, dtype, group, head_dim):
+    _check(decode_resources(group, head_dim, 16, dtype, capability))
+    _check(combine_resources(head_dim, dtype, capability))
+
+
+def _check(used: Resources) -> None:
     assert used.spilled_bytes == 0
     assert used.registers <= 255
     assert used.shared_bytes <= 163 * 1024, "what an A100 gives one program"

@@ -6,67 +6,10 @@ import dataclasses
 
 import pytest
 import torch
+from support.attention_cases import SEQUENCES, SHAPES, TOLERANCE, Case, fields, make_case
 from torch import library
 
 from multilora_kernels import PagedSequences, has_paged_attention, operators, paged_attention, reference
-
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
-"""By the type of the queries and of the result; the values are of order one."""
-
-# (heads, key-value heads, head_dim, block_size)
-SHAPES = {
-    "default model": (9, 3, 64, 16),
-    "llama": (8, 2, 128, 16),
-    "one head": (1, 1, 16, 4),
-    "wide group": (71, 1, 8, 5),
-    "odd head_dim": (6, 2, 10, 7),
-    "no vector's multiple": (5, 5, 90, 1),
-}
-# (tokens of the step, keys)
-SEQUENCES = {
-    "decode": [(1, 1), (1, 64), (1, 65), (1, 3), (1, 130)],
-    "long decode": [(1, 900), (1, 256), (1, 257)],
-    "prefill": [(70, 70), (1, 5), (2, 2)],
-    "chunks behind a prefix": [(1, 40), (9, 140), (130, 200), (3, 300)],
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    q: torch.Tensor
-    keys: torch.Tensor
-    values: torch.Tensor
-    sequences: PagedSequences
-
-
-def make_case(
-    shape="default model", sequences="decode", dtype=torch.float32, kv_dtype=None, window=None, seed=0
-) -> Case:
-    """Slots that no token may read are NaN, and blocks behind a sequence's last one are far outside the cache."""
-    num_heads, num_kv_heads, head_dim, block_size = SHAPES[shape]
-    lengths = SEQUENCES[sequences]
-    generator = torch.Generator().manual_seed(0)
-    num_blocks = [-(-context // block_size) for _, context in lengths]
-    free = (torch.randperm(sum(num_blocks) + 2, generator=generator)).tolist()
-    tables = torch.full((len(lengths), max(num_blocks) + 1), 1 << 40)
-    cache = torch.full((2, len(free) * block_size, num_kv_heads, head_dim), torch.nan)
-    for row, (num_tokens, context) in enumerate(lengths):
-        tables[row, : num_blocks[row]] = torch.tensor([free.pop() for _ in range(num_blocks[row])])
-        seen = torch.arange(max(0, context - num_tokens - window + 1) if window else 0, context)
-        slots = tables[row, seen // block_size] * block_size + seen % block_size
-        cache[:, slots] = torch.randn(2, len(seen), num_kv_heads, head_dim, generator=generator)
-    starts = torch.tensor([0, *(num_tokens for num_tokens, _ in lengths)]).cumsum(0)
-    q = torch.randn(int(starts[-1]), num_heads, head_dim, generator=generator) * 2
-    contexts = torch.tensor([context for _, context in lengths])
-    keys, values = cache.to(kv_dtype or dtype)
-    return Case(q.to(dtype), keys, values, PagedSequences(tables, starts, contexts, block_size, window))
-
-
-def fields(case: Case, dtype: torch.dtype | None = None) -> tuple[object, ...]:
-    s = case.sequences
-    tensors = (tensor.to(dtype or tensor.dtype) for tensor in (case.q, case.keys, case.values))
-    scale = case.q.shape[2] ** -0.5
-    return *tensors, s.block_tables, s.query_starts, s.context_lens, s.block_size, s.window or 0, scale
 
 
 def check(case: Case) -> None:
@@ -142,6 +85,6 @@ def test_a_block_outside_the_cache_is_refused_and_not_read():
 
 
 def test_paged_attention_passes_the_checks_of_torch_for_custom_operators():
-    assert has_paged_attention(torch.device("cpu"))
+    assert has_paged_attention(torch.device("cpu"), is_decode=False)
     arguments = fields(make_case("odd head_dim", "prefill"))
     library.opcheck(operators.paged_attention, arguments, test_utils=("test_schema", "test_faketensor"))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+from support import attention_cases
+from support.attention_cases import SHAPES
 from support.lora_cases import TOLERANCES, Case, make_case
 
-from multilora_kernels import lora_segments
+from multilora_kernels import lora_segments, reference
 from multilora_kernels.testing import LinearShape
 
 _LONG = LinearShape(in_features=2500, slice_sizes=(40, 24))
@@ -34,3 +37,41 @@ def test_prefill_chunks_give_the_same_result_from_one_part(implementation):
     assert v.shape[0] == 1
     rtol, atol = TOLERANCES[torch.float32]
     torch.testing.assert_close(y.double(), case.expected_y(case.expected_v()), rtol=rtol, atol=atol)
+
+
+def _check_attention(implementation, case: attention_cases.Case) -> None:
+    actual = implementation.paged_attention(*attention_cases.fields(case.to(implementation.device)))
+    expected = reference.paged_attention(*attention_cases.fields(case, torch.float64))
+    assert actual.dtype == case.q.dtype
+    tolerance = attention_cases.TOLERANCE[case.q.dtype]
+    torch.testing.assert_close(actual.cpu().double(), expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_decode_attention_of_every_shape(implementation, shape):
+    _check_attention(implementation, attention_cases.make_case(shape, "decode"))
+
+
+@pytest.mark.parametrize(
+    ("sequences", "window"),
+    [("decode", 1), ("decode", 33), ("long decode", None), ("long decode", 500), ("longest decode", None)],
+)
+def test_decode_attention_of_every_window_and_number_of_splits(implementation, sequences, window):
+    _check_attention(implementation, attention_cases.make_case("odd head_dim", sequences, window=window))
+
+
+@pytest.mark.parametrize("dtype", attention_cases.TOLERANCE)
+def test_decode_attention_of_every_dtype(implementation, dtype):
+    _check_attention(implementation, attention_cases.make_case("llama", "long decode", dtype))
+
+
+@pytest.mark.parametrize("sequences", ["decode", "longest decode"])
+def test_a_decoding_sequence_gets_the_same_bits_whoever_shares_the_batch(implementation, sequences):
+    case = attention_cases.make_case("odd head_dim", sequences).to(implementation.device)
+    q, keys, values, tables, starts, contexts, *rest = attention_cases.fields(case)
+    together = implementation.paged_attention(q, keys, values, tables, starts, contexts, *rest)
+    for row, context in enumerate(contexts.tolist()):
+        own_table = tables[row : row + 1, : -(-context // case.sequences.block_size)].contiguous()
+        one = (own_table, starts[:2], contexts[row : row + 1])
+        alone = implementation.paged_attention(q[row : row + 1], keys, values, *one, *rest)
+        assert torch.equal(together[row : row + 1], alone)

@@ -1,5 +1,7 @@
 """Attention over the paged KV cache: by the compiled operator where there is one, else in plain PyTorch.
 
+A GPU has one for decoding sequences; its prefills go through PyTorch's attention, whose kernels are the best there are.
+
 What depends only on the step (which slots a sequence reads, which of them count) is an `AttentionPlan`, built once per
 step and window and used by every layer.
 """
@@ -44,40 +46,34 @@ class PrefillPlan:
 
 
 @dataclass(frozen=True)
-class PlainPlan:
-    """The step cut into what plain PyTorch can do in one call: all decodes, then each prefill."""
+class AttentionPlan:
+    """What every layer of one window size reads in this step: sequences that one call of the operator takes, then what
+    plain PyTorch does in one call each: all decodes, every prefill.
 
-    num_decodes: int
+    num_paged: tokens of the batch that are of the sequences `paged`; the first ones.
+    """
+
+    slot_mapping: torch.Tensor
+    num_paged: int
+    paged: PagedSequences | None
     decode: DecodePlan | None
     prefills: list[PrefillPlan]
 
 
-@dataclass(frozen=True)
-class AttentionPlan:
-    """What every layer of one window size reads in this step; one of `paged` and `plain` is None."""
-
-    slot_mapping: torch.Tensor
-    paged: PagedSequences | None
-    plain: PlainPlan | None
-
-
 def attention_plan(batch: ForwardBatch, window: int | None, dtype: torch.dtype) -> AttentionPlan:
     """`window`: how many newest keys a query attends to, its own included; None is all. `dtype` is the queries'."""
-    if has_paged_attention(batch.block_tables.device):
-        sequences = PagedSequences(
-            block_tables=batch.block_tables,
-            query_starts=torch.tensor([0, *accumulate(batch.query_lens)]),
-            context_lens=torch.tensor(batch.context_lens),
-            block_size=batch.block_size,
-            window=window,
-        )
-        return AttentionPlan(batch.slot_mapping, paged=sequences, plain=None)
-    plain = PlainPlan(
-        num_decodes=batch.num_decodes,
-        decode=_decode_plan(batch, window, dtype) if batch.num_decodes else None,
-        prefills=_prefill_plans(batch, window, dtype),
-    )
-    return AttentionPlan(batch.slot_mapping, paged=None, plain=plain)
+    device = batch.block_tables.device
+    if has_paged_attention(device, is_decode=False):
+        query_starts = torch.tensor([0, *accumulate(batch.query_lens)])
+        paged = _paged_sequences(batch, len(batch.query_lens), query_starts, window)
+        return AttentionPlan(batch.slot_mapping, len(batch.positions), paged, decode=None, prefills=[])
+    prefills = _prefill_plans(batch, window, dtype)
+    n = batch.num_decodes
+    if n and has_paged_attention(device, is_decode=True):
+        paged = _paged_sequences(batch, n, torch.arange(n + 1, device=device), window)
+        return AttentionPlan(batch.slot_mapping, n, paged, decode=None, prefills=prefills)
+    decode = _decode_plan(batch, window, dtype) if n else None
+    return AttentionPlan(batch.slot_mapping, 0, None, decode, prefills)
 
 
 def attend(
@@ -96,33 +92,22 @@ def attend(
     """
     cached_keys.index_copy_(0, plan.slot_mapping, k)
     cached_values.index_copy_(0, plan.slot_mapping, v)
-    if plan.paged is not None:
-        return paged_attention(q, cached_keys, cached_values, plan.paged)
-    assert plan.plain is not None
-    return _plain(q, k, v, cached_keys, cached_values, plan.plain)
-
-
-def _plain(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cached_keys: torch.Tensor,
-    cached_values: torch.Tensor,
-    plan: PlainPlan,
-) -> torch.Tensor:
     outputs = [_prefill(q, k, v, cached_keys, cached_values, prefill) for prefill in plan.prefills]
+    if plan.paged is not None:
+        outputs.insert(0, paged_attention(q[: plan.num_paged], cached_keys, cached_values, plan.paged))
     if plan.decode is not None:
-        outputs.insert(0, _decode(q[: plan.num_decodes], cached_keys, cached_values, plan.decode))
+        outputs.insert(0, _decode(q, cached_keys, cached_values, plan.decode))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
 def _decode(q: torch.Tensor, cached_keys: torch.Tensor, cached_values: torch.Tensor, plan: DecodePlan) -> torch.Tensor:
-    shape = (q.shape[0], -1, *cached_keys.shape[1:])
+    num_decodes = len(plan.mask)
+    shape = (num_decodes, -1, *cached_keys.shape[1:])
     # index_select copies whole rows; plain indexing is several times slower on a CPU.
     keys = cached_keys.index_select(0, plan.slots).view(shape).transpose(1, 2)
     values = cached_values.index_select(0, plan.slots).view(shape).transpose(1, 2)
-    out = F.scaled_dot_product_attention(q[:, :, None], keys, values, attn_mask=plan.mask, enable_gqa=True)
-    return out.reshape(q.shape[0], -1)
+    out = F.scaled_dot_product_attention(q[:num_decodes, :, None], keys, values, attn_mask=plan.mask, enable_gqa=True)
+    return out.reshape(num_decodes, -1)
 
 
 def _prefill(
@@ -141,6 +126,18 @@ def _prefill(
         queries, keys, values, attn_mask=plan.mask, is_causal=plan.mask is None, enable_gqa=True
     )
     return out[0].transpose(0, 1).reshape(plan.end - plan.start, -1)
+
+
+def _paged_sequences(
+    batch: ForwardBatch, num_sequences: int, query_starts: torch.Tensor, window: int | None
+) -> PagedSequences:
+    return PagedSequences(
+        block_tables=batch.block_tables[:num_sequences],
+        query_starts=query_starts,
+        context_lens=batch.num_keys[:num_sequences],
+        block_size=batch.block_size,
+        window=window,
+    )
 
 
 def _decode_plan(batch: ForwardBatch, window: int | None, dtype: torch.dtype) -> DecodePlan:

@@ -60,11 +60,12 @@ class RotaryEmbedding:
         """[num_tokens, head_dim / 2]: each token by the context length of its sequence."""
         config = self._config
         assert config.rope_scaling is not None
-        lengths = [float(max(n, config.max_position_embeddings)) for n in batch.context_lens]
-        device = self._frequencies.device
-        per_token = torch.tensor(lengths, device=device).repeat_interleave(
-            torch.tensor(batch.query_lens, device=device)
-        )
+        per_token = batch.num_keys.clamp(min=config.max_position_embeddings).float()
+        device = per_token.device
+        if len(batch.query_lens) < len(batch.positions):
+            query_lens = torch.tensor(batch.query_lens, device=device)
+            # With its size told, the result is allocated without waiting for the device.
+            per_token = per_token.repeat_interleave(query_lens, output_size=len(batch.positions))
         factor, dim = config.rope_scaling["factor"], config.head_dim
         stretch = factor * per_token / config.max_position_embeddings - (factor - 1)
         return _inverse_powers(config.rope_theta * stretch[:, None] ** (dim / (dim - 2)), dim, device)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import functools
 
 from multilora_kernels import operators
+from multilora_kernels.cuda.attention import paged_attention
 from multilora_kernels.cuda.expand import lora_expand
 from multilora_kernels.cuda.shrink import lora_shrink
 
-__all__ = ["load_cuda_kernels", "lora_expand", "lora_shrink"]
+__all__ = ["load_cuda_kernels", "lora_expand", "lora_shrink", "paged_attention"]
 
 
 @functools.cache
 def load_cuda_kernels() -> bool:
     """Register the CUDA operators; always True."""
     operators.implement("CUDA", lora_shrink, lora_expand)
+    operators.implement_attention("CUDA", paged_attention)
     return True

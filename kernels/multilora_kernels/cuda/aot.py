@@ -12,6 +12,7 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 
+from multilora_kernels.cuda.attention import combine_constants, combine_kernel, decode_constants, decode_kernel
 from multilora_kernels.cuda.block_sizes import block_sizes
 from multilora_kernels.cuda.expand import expand_constants, expand_kernel
 from multilora_kernels.cuda.shrink import shrink_constants, shrink_kernel
@@ -23,11 +24,20 @@ _POINTERS = {
     "a_offset_ptr": "*i64",
     "b_offset_ptr": "*i64",
     "magnitude_offset_ptr": "*i64",
+    "block_table_ptr": "*i64",
+    "context_len_ptr": "*i64",
+    "sums_ptr": "*fp32",
+    "stats_ptr": "*fp32",
     **dict.fromkeys(
         ["rank_ptr", "permutation_ptr", "chunk_start_ptr", "chunk_length_ptr", "chunk_lora_index_ptr"], "*i32"
     ),
 }
-_ALIGNED_INTEGERS = {"in_features", "stride_xm", "stride_vp", "stride_vs", "stride_vm", "stride_ym"}
+_SCALARS = {"scale": "fp32"}
+_ALIGNED_INTEGERS = {
+    "in_features",
+    *("stride_xm", "stride_vp", "stride_vs", "stride_vm", "stride_ym"),
+    *("stride_qm", "stride_qh", "stride_ks", "stride_kh"),
+}
 _OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
 
 
@@ -55,6 +65,16 @@ def expand_resources(shape: LinearShape, chunk_size: int, max_rank: int, dtype: 
     return _resources(expand_kernel, constants, dtype, capability)
 
 
+def decode_resources(group: int, head_dim: int, block_size: int, dtype: str, capability: int) -> Resources:
+    """The first kernel of `paged_attention`. group: query heads of a key-value head; the rest as of the others."""
+    return _resources(decode_kernel, decode_constants(group, head_dim, block_size, dtype == "fp32"), dtype, capability)
+
+
+def combine_resources(head_dim: int, dtype: str, capability: int) -> Resources:
+    """The second kernel of `paged_attention`; arguments as of `decode_resources`."""
+    return _resources(combine_kernel, combine_constants(head_dim), dtype, capability)
+
+
 def _resources(kernel: Any, constants: Mapping[str, Any], dtype: str, capability: int) -> Resources:
     options = {name: constants[name] for name in _OPTIONS if name in constants}
     source = _source(kernel, {name: value for name, value in constants.items() if name not in _OPTIONS}, dtype)
@@ -65,7 +85,7 @@ def _resources(kernel: Any, constants: Mapping[str, Any], dtype: str, capability
 
 def _source(kernel: Any, constants: Mapping[str, Any], dtype: str) -> Any:
     names = kernel.arg_names
-    types = {name: _POINTERS.get(name, f"*{dtype}" if name.endswith("_ptr") else "i32") for name in names}
+    types = {name: _type(name, dtype) for name in names}
     aligned = [name for name in names if name.endswith("_ptr") or name in _ALIGNED_INTEGERS]
     return triton.compiler.ASTSource(
         kernel,
@@ -73,6 +93,12 @@ def _source(kernel: Any, constants: Mapping[str, Any], dtype: str) -> Any:
         {(names.index(name),): value for name, value in constants.items()},
         {(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )
+
+
+def _type(argument: str, dtype: str) -> str:
+    if argument.endswith("_ptr"):
+        return _POINTERS.get(argument, f"*{dtype}")
+    return _SCALARS.get(argument, "i32")
 
 
 def _usage(cubin: bytes) -> tuple[int, int, int]:

@@ -120,8 +120,22 @@ def test_plain_pytorch_attends_where_no_operator_is_compiled(
     paged_sequence: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(attention, "has_paged_attention", lambda _device: False)
+    monkeypatch.setattr(attention, "has_paged_attention", lambda _device, is_decode: False)
     monkeypatch.delattr(attention, "paged_attention")
+    test_logits_match_transformers_for_chunked_prefill_and_decode_in_one_batch(
+        name, tmp_path, paged_runner, paged_sequence
+    )
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3 biases and windows"])
+def test_the_operator_may_attend_to_decoding_sequences_only_as_on_a_gpu(
+    name: str,
+    tmp_path: Path,
+    paged_runner: Callable[..., Any],
+    paged_sequence: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(attention, "has_paged_attention", lambda _device, is_decode: is_decode)
     test_logits_match_transformers_for_chunked_prefill_and_decode_in_one_batch(
         name, tmp_path, paged_runner, paged_sequence
     )
