@@ -215,6 +215,7 @@ def generation_inputs(
 
     Raises InvalidRequest unless there is exactly one prompt, and for a stream of several answers.
     """
+    _check_names(options)
     if streaming and max(options.get("num_return_sequences") or 1, options.get("beam_width") or 1) > 1:
         raise InvalidRequest("num_return_sequences and beam_width are not for streams")
     inputs = _prompt_inputs(prompt, options) | _sampling_inputs(options)
@@ -243,6 +244,13 @@ def parse_chunk(response: Response, request_id: str) -> Chunk:
     fields = _answer_fields(response, _alternatives(response)[0])
     is_final = response.is_final or fields["finish_reason"] is not None
     return Chunk(**fields, request_id=request_id, is_final=is_final)
+
+
+def _check_names(options: GenerateOptions) -> None:
+    """Raises TypeError as Python does. A misspelt option that was passed over would get the base model's answer."""
+    if unknown := sorted(options.keys() - GenerateOptions.__annotations__.keys()):
+        hint = "; an adapter is given by adapter=ID or lora_name=" if any("lora" in name for name in unknown) else ""
+        raise TypeError(f"there is no option {', '.join(unknown)}{hint}")
 
 
 def _prompt_inputs(prompt: str | None, options: GenerateOptions) -> dict[str, Tensor]:

@@ -151,6 +151,13 @@ def test_tools_without_messages_are_refused(make_client: Any) -> None:
         make_client(Server()).generate("hi", tools=[{"type": "function"}])
 
 
+@pytest.mark.parametrize("option", ["lora_task_id", "max_token"])
+def test_an_option_that_does_not_exist_is_not_passed_over(make_client: Any, option: str) -> None:
+    # The worst of them would be an adapter that nobody notices is missing.
+    with pytest.raises(TypeError, match=f"no option {option}"):
+        make_client(Server()).generate("hi", **{option: 7})
+
+
 @both_ways
 def test_weights_go_with_the_first_use_and_the_id_alone_with_later_ones(
     make_client: Any, ask: Any, adapter: Adapter
