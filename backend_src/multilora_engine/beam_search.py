@@ -15,6 +15,7 @@ import torch
 from multilora_engine.errors import InvalidRequest, Unsupported
 from multilora_engine.request import BeamOutput, FinishReason, SamplingParams, Sequence, TokenLogProb
 from multilora_engine.text import TextStream
+from multilora_engine.transfer import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,8 +183,8 @@ def rank_continuations(logits: torch.Tensor, beams: list[Sequence]) -> list[Cont
     count = min(max(beam.search.num_candidates for beam in beams if beam.search is not None), logits.shape[1])
     temperatures = [[beam.request.sampling.temperature] for beam in beams]
     scores = [[beam.score] for beam in beams]
-    log_probs = (logits / torch.tensor(temperatures, device=logits.device)).log_softmax(dim=-1)
-    best = (log_probs + torch.tensor(scores, device=logits.device)).topk(count, dim=-1)
+    log_probs = (logits / to_device(torch.tensor(temperatures), logits.device)).log_softmax(dim=-1)
+    best = (log_probs + to_device(torch.tensor(scores), logits.device)).topk(count, dim=-1)
     return [Continuations(*row) for row in zip(best.indices.tolist(), best.values.tolist(), strict=True)]
 
 

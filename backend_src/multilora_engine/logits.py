@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from multilora_engine.request import SamplingParams, Sequence
+from multilora_engine.transfer import to_device
 
 _LIMIT = 1e30
 """Adjusted logits stay within +-_LIMIT: an overflow to infinity would be NaN as soon as two of them are subtracted."""
@@ -47,7 +48,8 @@ def bias_tensors(sampling: SamplingParams, device: torch.device) -> tuple[torch.
     if not sampling.embedding_bias:
         return None
     token_ids, biases = zip(*sampling.embedding_bias, strict=True)
-    return torch.tensor(token_ids, device=device), torch.tensor(biases, dtype=torch.float32, device=device)
+    ids, values = torch.tensor(token_ids), torch.tensor(biases, dtype=torch.float32)
+    return to_device(ids, device), to_device(values, device)
 
 
 def _add_bias(logits: torch.Tensor, sequences: list[Sequence]) -> None:
@@ -108,9 +110,10 @@ def _apply_guides(logits: torch.Tensor, sequences: list[Sequence]) -> list[int]:
     if not guides:
         return []
     rows, masks = zip(*guides, strict=True)
-    words = torch.from_numpy(np.stack(masks)).to(logits.device).unsqueeze(-1)
+    words = to_device(torch.from_numpy(np.stack(masks)), logits.device).unsqueeze(-1)
     bits = (words >> torch.arange(32, dtype=torch.int32, device=logits.device)) & 1
-    logits[list(rows)] = logits[list(rows)].masked_fill(bits.flatten(1)[:, : logits.shape[1]] == 0, -torch.inf)
+    index = to_device(torch.tensor(rows), logits.device)
+    logits[index] = logits[index].masked_fill(bits.flatten(1)[:, : logits.shape[1]] == 0, -torch.inf)
     return list(rows)
 
 
@@ -131,5 +134,5 @@ def _split(entries: list[_Entry], device: torch.device) -> tuple[tuple[torch.Ten
     values = np.concatenate(
         [np.broadcast_to(value, count) for (_, _, value), count in zip(entries, counts, strict=True)]
     )
-    rows_and_ids = torch.from_numpy(index).to(device)
-    return (rows_and_ids[0], rows_and_ids[1]), torch.from_numpy(values).to(device, torch.float32)
+    rows_and_ids = to_device(torch.from_numpy(index), device)
+    return (rows_and_ids[0], rows_and_ids[1]), to_device(torch.from_numpy(values).float(), device)

@@ -15,6 +15,7 @@ from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.models.llama import LlamaModel
 from multilora_engine.sampler import SampledToken, sample
 from multilora_engine.scheduler import ScheduledSequence
+from multilora_engine.transfer import to_device
 from multilora_kernels import lora_segments
 
 
@@ -40,7 +41,7 @@ class ModelRunner:
     @torch.inference_mode()
     def copy_blocks(self, copies: list[BlockCopy]) -> None:
         """Copy keys and values of whole blocks of the KV cache, in all layers; no block is a source and a target."""
-        pairs = torch.tensor([(copy.source, copy.target) for copy in copies], device=self._device)
+        pairs = to_device(torch.tensor([(copy.source, copy.target) for copy in copies]), self._device)
         sources, targets = pairs.unbind(1)
         for cache in (self._kv_cache.keys, self._kv_cache.values):
             blocks = cache.view(cache.shape[0], -1, self._block_size, *cache.shape[2:])
@@ -58,15 +59,15 @@ class ModelRunner:
         block_tables = _block_tables(step)
         slot_mapping = block_tables[sequence_of_token, positions // block_size] * block_size + positions % block_size
         return ForwardBatch(
-            input_ids=torch.from_numpy(_joined([scheduled.token_ids for scheduled in step])).to(device),
-            positions=torch.from_numpy(positions).to(device),
-            slot_mapping=torch.from_numpy(slot_mapping).to(device),
+            input_ids=_sent(_joined([scheduled.token_ids for scheduled in step]), device),
+            positions=_sent(positions, device),
+            slot_mapping=_sent(slot_mapping, device),
             query_lens=lengths.tolist(),
             context_lens=(starts + lengths).tolist(),
-            num_keys=torch.from_numpy(starts + lengths).to(device),
-            block_tables=torch.from_numpy(block_tables).to(device),
+            num_keys=_sent(starts + lengths, device),
+            block_tables=_sent(block_tables, device),
             num_decodes=int((lengths == 1).sum()),
-            logits_indices=_logits_indices(step, ends.tolist()).to(device),
+            logits_indices=to_device(_logits_indices(step, ends.tolist()), device),
             block_size=block_size,
             lora=self._lora_batch(step, sequence_of_token),
         )
@@ -77,7 +78,7 @@ class ModelRunner:
             return None
         indices = np.array([-1 if adapter is None else self._loras.lora_index(adapter) for adapter in adapters])
         tables = self._loras.tables
-        mapping = torch.from_numpy(indices[sequence_of_token]).to(self._device)
+        mapping = _sent(indices[sequence_of_token], self._device)
         return LoRABatch(tables, lora_segments(mapping, max_loras=len(tables.rank)))
 
 
@@ -116,3 +117,7 @@ def _block_tables(step: list[ScheduledSequence]) -> NDArray[np.int64]:
 def _joined(lists: list[list[int]]) -> NDArray[np.int64]:
     """One after the other."""
     return np.fromiter(chain.from_iterable(lists), np.int64)
+
+
+def _sent(values: NDArray[np.int64], device: torch.device) -> torch.Tensor:
+    return to_device(torch.from_numpy(values), device)

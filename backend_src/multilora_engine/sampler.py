@@ -11,6 +11,7 @@ import torch
 from multilora_engine.beam_search import Continuations, rank_continuations
 from multilora_engine.logits import adjust_logits
 from multilora_engine.request import Sequence, TokenLogProb
+from multilora_engine.transfer import to_device
 
 _MIN_TEMPERATURE = 1e-6
 """Smaller temperatures draw the same, always the most probable token, but divide to infinities."""
@@ -42,7 +43,7 @@ def sample(logits: torch.Tensor, sequences: list[Sequence], end_token_ids: tuple
     else is in the batch.
     """
     scored = [row for row, s in enumerate(sequences) if s.request.sampling.return_log_probs and s.search is None]
-    log_probs = logits[scored].log_softmax(dim=-1) if scored else None
+    log_probs = logits[_index(scored, logits)].log_softmax(dim=-1) if scored else None
     kept = _own_logits(logits, sequences)
     restricted = adjust_logits(logits, sequences, end_token_ids)
     token_ids = _choose(logits, sequences)
@@ -72,9 +73,11 @@ def _choose(logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
     if not drawn:
         return logits.argmax(dim=-1)
     token_ids = torch.empty(len(sequences), dtype=torch.int64, device=logits.device)
-    token_ids[drawn] = _draw(logits[drawn], [sequences[row] for row in drawn])
+    index = _index(drawn, logits)
+    token_ids[index] = _draw(logits[index], [sequences[row] for row in drawn])
     if others := sorted(set(range(len(sequences))) - set(drawn)):
-        token_ids[others] = logits[others].argmax(dim=-1)
+        index = _index(others, logits)
+        token_ids[index] = logits[index].argmax(dim=-1)
     return token_ids
 
 
@@ -111,10 +114,12 @@ def _draw(logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
     restrictions = [_restriction(sequence, logits.shape[1]) for sequence in sequences]
     token_ids = torch.empty(len(sequences), dtype=torch.int64, device=logits.device)
     if free := [row for row, restriction in enumerate(restrictions) if restriction is None]:
-        token_ids[free] = _invert(probabilities[free].cumsum(dim=-1), uniform[free])
+        index = _index(free, logits)
+        token_ids[index] = _invert(probabilities[index].cumsum(dim=-1), uniform[index])
     if restricted := [row for row, restriction in enumerate(restrictions) if restriction is not None]:
         columns = [_column(list(values), logits) for values in zip(*filter(None, restrictions), strict=True)]
-        token_ids[restricted] = _draw_from_best(probabilities[restricted], uniform[restricted], columns)
+        index = _index(restricted, logits)
+        token_ids[index] = _draw_from_best(probabilities[index], uniform[index], columns)
     return token_ids
 
 
@@ -193,4 +198,9 @@ def _num_since(token_ids: list[int], reset_id: int) -> int:
 
 
 def _column(values: list[float] | list[int], like: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float32, device=like.device).unsqueeze(1)
+    return to_device(torch.tensor(values, dtype=torch.float32), like.device).unsqueeze(1)
+
+
+def _index(rows: list[int], like: torch.Tensor) -> torch.Tensor:
+    """To index rows with; a list would be copied to the device with a wait."""
+    return to_device(torch.tensor(rows), like.device)

@@ -14,6 +14,7 @@ from multilora_engine.lora.format import SLICES, AdapterLayout, PackedRow, lora_
 from multilora_engine.lora.host_tier import CachedAdapter
 from multilora_engine.lora.life_cycle import AdapterEvent, OnEvent, TierStats, ignore_event
 from multilora_engine.lora.page_pool import PagePool
+from multilora_engine.transfer import to_device
 from multilora_kernels import LoRATables
 
 
@@ -235,7 +236,7 @@ class DeviceTier:
 
     def _write_tables(self, index: int, rows: list[PackedRow], pages: list[int]) -> None:
         entries = _table_entries(rows, pages, self.layout)
-        columns, ranks, a_offsets, b_offsets, magnitude_offsets = entries.to(self.tables.rank.device)
+        columns, ranks, a_offsets, b_offsets, magnitude_offsets = to_device(entries, self.tables.rank.device)
         self.tables.rank[index] = 0
         self.tables.rank[index, columns] = ranks.int()
         self.tables.a_offset[index, columns] = a_offsets

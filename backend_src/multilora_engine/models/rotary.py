@@ -17,6 +17,7 @@ import torch
 
 from multilora_engine.forward_batch import ForwardBatch
 from multilora_engine.models.model_config import ModelConfig
+from multilora_engine.transfer import to_device
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class RotaryEmbedding:
         per_token = batch.num_keys.clamp(min=config.max_position_embeddings).float()
         device = per_token.device
         if len(batch.query_lens) < len(batch.positions):
-            query_lens = torch.tensor(batch.query_lens, device=device)
+            query_lens = to_device(torch.tensor(batch.query_lens), device)
             # With its size told, the result is allocated without waiting for the device.
             per_token = per_token.repeat_interleave(query_lens, output_size=len(batch.positions))
         factor, dim = config.rope_scaling["factor"], config.head_dim

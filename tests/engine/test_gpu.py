@@ -1,0 +1,84 @@
+"""What the engine promises of a GPU; collected where there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.engines import run_all
+from support.tiny_model import VOCAB_SIZE, save_tiny_llama
+
+from multilora_engine.config import EngineConfig
+from multilora_engine.engine import Engine
+from multilora_engine.request import GenerationRequest, SamplingParams
+
+pytestmark = pytest.mark.gpu
+
+
+def make_engine(folder: Path, tokenizer: Path, **options: Any) -> Engine:
+    return Engine(
+        EngineConfig(
+            model_path=save_tiny_llama(folder),
+            tokenizer_path=tokenizer,
+            kv_cache_memory_bytes=8 << 20,  # type: ignore[arg-type]
+            **options,
+        )
+    )
+
+
+def requests(**sampling: Any) -> list[GenerationRequest]:
+    parameters = SamplingParams(max_tokens=12, end_id=-1, **sampling)
+    return [GenerationRequest(f"r{n}", [(7 * n + i) % VOCAB_SIZE for i in range(n)], parameters) for n in (1, 9, 40)]
+
+
+@contextmanager
+def counted_reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Whatever waits for the device is an error, but for `tolist`; the sizes of what it read are the result."""
+    read, sizes = torch.Tensor.tolist, []
+
+    def tolist(tensor: torch.Tensor) -> Any:
+        if not tensor.is_cuda:
+            return read(tensor)
+        sizes.append(tensor.numel())
+        torch.cuda.set_sync_debug_mode("default")
+        try:
+            return read(tensor)
+        finally:
+            torch.cuda.set_sync_debug_mode("error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "tolist", tolist)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield sizes
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize(
+    "sampling", [{}, {"temperature": 0.8, "seed": 1}, {"temperature": 0.8, "top_p": 0.9, "top_k": 20, "seed": 1}]
+)
+def test_a_decode_step_waits_for_the_device_only_to_read_its_tokens(
+    tmp_path: Path, default_model_dir: Path, monkeypatch: pytest.MonkeyPatch, sampling: dict[str, Any]
+) -> None:
+    engine = make_engine(tmp_path, default_model_dir)
+    for request in requests(**sampling):
+        engine.add_request(request)
+    for _ in range(3):
+        engine.step()
+    with counted_reads(monkeypatch) as sizes:
+        engine.step()
+        engine.step()
+    assert sizes == [3, 3]
+
+
+def test_a_gpu_answers_as_a_cpu_does_in_float32(tmp_path: Path, default_model_dir: Path) -> None:
+    on_gpu = run_all(make_engine(tmp_path, default_model_dir, dtype="float32"), requests())
+    on_cpu = run_all(make_engine(tmp_path, default_model_dir, device="cpu"), requests())
+    assert {name: answer.token_ids for name, answer in on_gpu.items()} == {
+        name: answer.token_ids for name, answer in on_cpu.items()
+    }
