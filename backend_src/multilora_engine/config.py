@@ -156,6 +156,9 @@ class EngineConfig(BaseModel):
         bool,
         Field(description="Keep the KV cache of what was computed, and reuse it where adapter and first tokens equal."),
     ] = True
+    enable_cuda_graphs: Annotated[
+        bool, Field(description="Capture decode steps on a GPU as CUDA graphs at start; a CPU has none.")
+    ] = True
     kv_cache_memory_bytes: Annotated[
         ByteSize, Field(ge=0, description="KV cache budget; 0 is what is left on a GPU, and 1 GiB on a CPU.")
     ] = ByteSize(0)

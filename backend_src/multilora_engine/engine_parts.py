@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from multilora_engine.config import EngineConfig
+from multilora_engine.cuda_graphs import DecodeGraphs, DecodeInputs, capture_decode, graph_sizes
 from multilora_engine.errors import ConfigError
 from multilora_engine.forward_batch import KVCache
 from multilora_engine.lora.device_tier import DeviceTier
@@ -99,13 +100,26 @@ def build_model_runner(
     device: torch.device,
     loras: LoRAManager,
 ) -> ModelRunner:
+    has_graphs = config.enable_cuda_graphs and device.type == "cuda"
     shape = (
         model_config.num_layers,
-        plan.num_blocks * config.block_size,
+        (plan.num_blocks + has_graphs) * config.block_size,
         model_config.num_kv_heads,
         model_config.head_dim,
     )
     kv_cache = KVCache(
         keys=torch.empty(shape, dtype=dtype, device=device), values=torch.empty(shape, dtype=dtype, device=device)
     )
-    return ModelRunner(model, kv_cache, config.block_size, loras)
+    graphs = _capture_graphs(model, kv_cache, config, plan, loras) if has_graphs else None
+    return ModelRunner(model, kv_cache, config.block_size, loras, graphs)
+
+
+def _capture_graphs(
+    model: LlamaModel, kv_cache: KVCache, config: EngineConfig, plan: MemoryPlan, loras: LoRAManager
+) -> DecodeGraphs:
+    """The cache has one block more than are planned, for rows of padding."""
+    sizes = graph_sizes(config.max_num_seqs)
+    max_blocks = -(-plan.max_model_len // config.block_size)
+    inputs = DecodeInputs(sizes[-1], max_blocks, config.block_size, plan.num_blocks, loras.tables)
+    device = kv_cache.keys.device
+    return capture_decode(lambda batch: model.forward(batch, kv_cache), inputs, sizes, model.config.vocab_size, device)

@@ -6,15 +6,27 @@ from dataclasses import dataclass
 
 import torch
 
-from multilora_kernels import LoRASegments, LoRATables
+from multilora_kernels import LoRASegments, LoRATables, lora_segments
 
 
 @dataclass(frozen=True)
 class LoRABatch:
-    """The adapters of one step: where their weights lie, and which tokens are theirs."""
+    """The adapters of one step as its linears want them: where their weights lie, and which tokens are theirs."""
 
     tables: LoRATables
     segments: LoRASegments
+
+
+@dataclass(frozen=True)
+class TokenLoRAs:
+    """The adapters of one step. mapping: [num_tokens] int64, each token's row in the tables, -1 for the base model."""
+
+    tables: LoRATables
+    mapping: torch.Tensor
+
+    def batched(self) -> LoRABatch:
+        """Computed on the device, so that a CUDA graph does it for whatever `mapping` holds by then."""
+        return LoRABatch(self.tables, lora_segments(self.mapping, max_loras=len(self.tables.rank)))
 
 
 @dataclass(frozen=True)
@@ -48,7 +60,7 @@ class ForwardBatch:
     num_decodes: int
     logits_indices: torch.Tensor
     block_size: int
-    lora: LoRABatch | None = None
+    lora: TokenLoRAs | None = None
 
 
 @dataclass(frozen=True)

@@ -9,34 +9,49 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from multilora_engine.forward_batch import ForwardBatch, KVCache, LoRABatch
+from multilora_engine.cuda_graphs import DecodeGraphs
+from multilora_engine.forward_batch import ForwardBatch, KVCache, TokenLoRAs
 from multilora_engine.kv_cache import BlockCopy
 from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.models.llama import LlamaModel
 from multilora_engine.sampler import SampledToken, sample
 from multilora_engine.scheduler import ScheduledSequence
 from multilora_engine.transfer import to_device
-from multilora_kernels import lora_segments
 
 
 class ModelRunner:
     """Owns the model and the KV cache's memory; knows nothing of queues and requests' ends."""
 
-    def __init__(self, model: LlamaModel, kv_cache: KVCache, block_size: int, loras: LoRAManager) -> None:
+    def __init__(
+        self,
+        model: LlamaModel,
+        kv_cache: KVCache,
+        block_size: int,
+        loras: LoRAManager,
+        graphs: DecodeGraphs | None = None,
+    ) -> None:
+        """graphs: of the model's steps over this cache; None computes every step kernel by kernel."""
         self._model = model
         self._kv_cache = kv_cache
         self._block_size = block_size
         self._loras = loras
+        self._graphs = graphs
         self._device = kv_cache.keys.device
 
     @torch.inference_mode()
     def run(self, step: list[ScheduledSequence], on_layer: Callable[[], None] = lambda: None) -> list[SampledToken]:
         """Compute a step; the next token of each of its sequences that `is_sampled`, in their order."""
         batch = self.build_batch(step)
-        logits = self._model.forward(batch, self._kv_cache, on_layer)
+        logits = self._forward(batch, on_layer)
         sampled = [scheduled.sequence for scheduled in step if scheduled.is_sampled]
         _keep_context_logits(step, logits[len(sampled) :])
         return sample(logits[: len(sampled)], sampled, self._model.config.end_token_ids) if sampled else []
+
+    def _forward(self, batch: ForwardBatch, on_layer: Callable[[], None]) -> torch.Tensor:
+        if self._graphs is not None and self._graphs.serves(batch):
+            on_layer()
+            return self._graphs.run(batch)
+        return self._model.forward(batch, self._kv_cache, on_layer)
 
     @torch.inference_mode()
     def copy_blocks(self, copies: list[BlockCopy]) -> None:
@@ -69,17 +84,15 @@ class ModelRunner:
             num_decodes=int((lengths == 1).sum()),
             logits_indices=to_device(_logits_indices(step, ends.tolist()), device),
             block_size=block_size,
-            lora=self._lora_batch(step, sequence_of_token),
+            lora=self._token_loras(step, sequence_of_token),
         )
 
-    def _lora_batch(self, step: list[ScheduledSequence], sequence_of_token: NDArray[np.int64]) -> LoRABatch | None:
+    def _token_loras(self, step: list[ScheduledSequence], sequence_of_token: NDArray[np.int64]) -> TokenLoRAs | None:
         adapters = [scheduled.sequence.adapter for scheduled in step]
         if not any(adapters):
             return None
         indices = np.array([-1 if adapter is None else self._loras.lora_index(adapter) for adapter in adapters])
-        tables = self._loras.tables
-        mapping = _sent(indices[sequence_of_token], self._device)
-        return LoRABatch(tables, lora_segments(mapping, max_loras=len(tables.rank)))
+        return TokenLoRAs(self._loras.tables, _sent(indices[sequence_of_token], self._device))
 
 
 def _logits_indices(step: list[ScheduledSequence], ends: list[int]) -> torch.Tensor:

@@ -27,10 +27,14 @@ from transformers import (
 )
 
 from multilora_engine.config import EngineConfig, LoRAConfig
+from multilora_engine.cuda_graphs import DecodeGraphs, DecodeInputs, graph_sizes
 from multilora_engine.engine import Engine
+from multilora_engine.forward_batch import ForwardBatch, KVCache
 from multilora_engine.lora.format import TORCH_DTYPES
+from multilora_engine.model_runner import ModelRunner
 from multilora_engine.request import GenerationRequest, SamplingParams
 
+CPU = torch.device("cpu")
 LOGITS_TOLERANCE = 1e-3
 TINY_KV_CACHE_BYTES = 8 << 20
 """For tiny models: no more blocks than needed, since every one is looked at after every step."""
@@ -128,6 +132,46 @@ def tiny_prompts(count: int) -> list[list[int]]:
     generator = torch.Generator().manual_seed(3)
     lengths = [1, 2, 15, 16, 17, 33, 70]
     return [torch.randint(0, 311, (lengths[i % 7],), generator=generator).tolist() for i in range(count)]
+
+
+def test_steps_padded_as_for_cuda_graphs_answer_as_peft_does(
+    tiny: tuple[Oracle, Path], default_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    oracle, path = tiny
+    engine = build_engine(path, oracle, default_model_dir, max_num_batched_tokens=40, max_num_seqs=11)
+    replays = use_padded_steps(engine, monkeypatch)
+    requests = requests_for(oracle, tiny_prompts(9), max_tokens=14)
+    answers = run_all(engine, requests)
+    assert_greedy(oracle, requests, answers)
+    base = [GenerationRequest(r.request_id, r.prompt_token_ids, r.sampling) for r in requests[:3]]
+    assert_greedy(oracle, base, run_all(engine, base))
+    assert {9, 3} <= set(replays)
+
+
+def use_padded_steps(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Compute decode steps through `DecodeGraphs` whose graphs are plain functions; the sequences of each such step.
+
+    The cache starts as NaN, that of the padding too.
+    """
+    runner, block_size = engine._runner, engine._blocks.block_size
+    num_blocks = engine._blocks.num_blocks
+    keys = runner._kv_cache.keys
+    cache = KVCache(*(torch.full((len(keys), (num_blocks + 1) * block_size, *keys.shape[2:]), torch.nan) for _ in "kv"))
+    sizes = graph_sizes(11)
+    tables, model = engine.loras.tables, runner._model
+    inputs = DecodeInputs(sizes[-1], 512 // block_size, block_size, num_blocks, tables)
+    graphs = DecodeGraphs(
+        lambda batch: model.forward(batch, cache), inputs, sizes, model.config.vocab_size, CPU, lambda run: run
+    )
+    replays: list[int] = []
+
+    def run(batch: ForwardBatch) -> torch.Tensor:
+        replays.append(len(batch.query_lens))
+        return DecodeGraphs.run(graphs, batch)
+
+    monkeypatch.setattr(graphs, "run", run)
+    engine._runner = ModelRunner(model, cache, block_size, runner._loras, graphs)
+    return replays
 
 
 def test_tiny_models_answer_as_peft_does_in_a_mixed_batch(tiny: tuple[Oracle, Path], default_model_dir: Path) -> None:

@@ -171,7 +171,7 @@ class LlamaModel:
         return Step(
             rotation=self._rotary.rotation(batch, self.dtype),
             plans={window: attention_plan(batch, window, self.dtype) for window in windows},
-            lora=batch.lora,
+            lora=None if batch.lora is None else batch.lora.batched(),
         )
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:

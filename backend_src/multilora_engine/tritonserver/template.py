@@ -38,6 +38,7 @@ _NO_ENCODER = "this server has no encoder-decoder models"
 _KV_CACHE = "see kv_cache_memory_bytes and gpu_memory_utilization, which mean something else"
 _WHOLE_CONTEXT = "every token attends to the whole context that the model gives it"
 _OWN_KERNELS = "it chooses among kernels of TensorRT-LLM"
+_CUDA_GRAPHS = "see enable_cuda_graphs, which is on"
 _METRICS = "the metrics are always on, and cost nothing that could be saved"
 
 IGNORED: Mapping[str, str] = MappingProxyType(
@@ -72,8 +73,8 @@ IGNORED: Mapping[str, str] = MappingProxyType(
         "enable_trt_overlap": _OWN_KERNELS,
         "enable_context_fmha_fp32_acc": _OWN_KERNELS,
         "multi_block_mode": _OWN_KERNELS,
-        "cuda_graph_mode": _OWN_KERNELS,
-        "cuda_graph_cache_size": _OWN_KERNELS,
+        "cuda_graph_mode": _CUDA_GRAPHS,
+        "cuda_graph_cache_size": _CUDA_GRAPHS,
         "gpu_weights_percent": "all weights are on the device",
         "gpu_device_ids": _ONE_GPU,
         "participant_ids": _ONE_GPU,
