@@ -13,7 +13,13 @@ from multilora_engine.errors import RequestError
 from multilora_engine.process.paths import socket_path
 from multilora_engine.serving.engine_link import EngineLink
 from multilora_engine.serving.inputs import InputTensors
-from multilora_engine.serving.triton_api import TritonRequest, backend_utils, configure_logging, error_response
+from multilora_engine.serving.triton_api import (
+    TritonRequest,
+    backend_utils,
+    configure_logging,
+    error_response,
+    request_id_of,
+)
 
 
 class ImmediateModel(ABC):
@@ -33,7 +39,7 @@ class ImmediateModel(ABC):
         try:
             arrays = self.answer(InputTensors(request), self._link)
         except RequestError as error:
-            return error_response(error, request.request_id())
+            return error_response(error, request_id_of(request))
         pb, wanted = backend_utils(), request.requested_output_names()
         return pb.InferenceResponse([pb.Tensor(name, array) for name, array in arrays.items() if name in wanted])
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from multilora_engine.errors import RelayedError, RequestError
 from multilora_engine.request import BeamOutput, TokenLogProb, TokenOutput
 from multilora_engine.serving.outputs import ReplyRow, RowAnswer, output_arrays
-from multilora_engine.serving.triton_api import TritonRequest, backend_utils, error_response
+from multilora_engine.serving.triton_api import TritonRequest, backend_utils, error_response, request_id_of
 
 
 class Responder:
@@ -29,7 +29,7 @@ class Responder:
 
     def __init__(self, request: TritonRequest) -> None:
         self._is_ensemble_step = any(tensor.name() == "is_ensemble_step" for tensor in request.inputs())
-        self.request_id = request.request_id()
+        self.request_id = request_id_of(request)
         self._names = frozenset(request.requested_output_names())
         self._sender = request.get_response_sender()
 

@@ -49,6 +49,17 @@ def backend_utils() -> ModuleType:
     return importlib.import_module("triton_python_backend_utils")
 
 
+def request_id_of(request: TritonRequest) -> str:
+    """The request's id; empty for one that is not UTF-8, which nobody could ask for again.
+
+    Reading such an id raises in the middle of `execute`, which would fail all requests that came with this one.
+    """
+    try:
+        return request.request_id()
+    except UnicodeDecodeError:
+        return ""
+
+
 def error_response(error: RequestError, request_id: str) -> Any:
     """The `InferenceResponse` that tells a client of an error."""
     pb = backend_utils()

@@ -101,6 +101,24 @@ def test_what_the_server_does_not_do_is_refused_by_its_name(front: GenerationFro
     )
 
 
+class UnreadableId(FakeRequest):
+    """As Triton's Python bindings read an id that is not UTF-8."""
+
+    def request_id(self) -> str:
+        return b"fuzz\xf2".decode()
+
+
+def test_an_id_that_is_not_utf8_is_as_good_as_none(front: GenerationFront) -> None:
+    answered = UnreadableId({"input_ids": [[5]], "max_tokens": [[1]]})
+    stopped = UnreadableId({"stop": [[True]]})
+    for request in (answered, stopped):
+        front.accept(request)
+    assert len(answered.sender.wait()) == 1
+    assert error_of(stopped.sender.wait())[1] == (
+        "[INVALID_ARG] stop needs the request id of the request that shall end (request -)"
+    )
+
+
 def test_rows_of_one_request_are_answered_together(front: GenerationFront) -> None:
     tensors = {
         "input_ids": [[5, 6], [7, 8]],
