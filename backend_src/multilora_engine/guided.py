@@ -20,8 +20,8 @@ from multilora_engine.text import Tokenizer
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
-_MAX_GUIDE_CHARS = 131_072
-"""A grammar is compiled between two steps: one of this size takes up to half a second."""
+_MAX_GUIDE_BYTES = 65_536
+"""A grammar is compiled between two steps: one of this size takes up to half a second and 40 MB."""
 
 _MAX_LEXER_STATES = 20_000
 """Of 1 to 2 kB each. A regular expression can have exponentially many."""
@@ -128,8 +128,8 @@ class GuideCompiler:
         return GuideMatcher(self._compile(guide).deep_copy(), self._text_tokens, self._mask(end_tokens))
 
     def _compile_new(self, guide: Guide) -> LLMatcher:
-        if len(guide.text) > _MAX_GUIDE_CHARS:
-            raise InvalidRequest(f"the guide has {len(guide.text)} characters, at most {_MAX_GUIDE_CHARS} are accepted")
+        if (num_bytes := len(guide.text.encode())) > _MAX_GUIDE_BYTES:
+            raise InvalidRequest(f"the guide has {num_bytes} bytes, at most {_MAX_GUIDE_BYTES} are accepted")
         try:
             grammar = _grammar(guide)
         except ValueError as error:

@@ -66,6 +66,7 @@ class GenerateOptions(TypedDict, total=False):
     temperature, top_k, top_p, min_p: sampling. The server is greedy unless one of them is given; `top_k` 0 means no
         limit.
     repetition_penalty (1 is none), presence_penalty, frequency_penalty (0 is none): against saying things again.
+    logit_bias: what is added to the logits of tokens, by their ids.
     seed: makes sampling repeatable.
     num_return_sequences: so many answers in a Generation's `alternatives`; not for streams.
     beam_width: more than 1 is beam search, for the likeliest answers, whose log-probs are divided by length
@@ -95,6 +96,7 @@ class GenerateOptions(TypedDict, total=False):
     repetition_penalty: float | None
     presence_penalty: float | None
     frequency_penalty: float | None
+    logit_bias: Mapping[int, float] | None
     seed: int | None
     num_return_sequences: int | None
     beam_width: int | None
@@ -151,7 +153,8 @@ class Alternative:
     """One of the answers that a request asked for at once.
 
     log_probs: of each token, when asked for. top_log_probs: of each token the likeliest ones in its place, best first,
-        as (token id, log-prob). cum_log_prob: the sum over the tokens, None when not asked for.
+        as (token id, log-prob). tokens: the UTF-8 bytes of each token, maybe part of a character, and then those of
+        its likeliest ones. cum_log_prob: the sum over the tokens, None when not asked for.
     generation_logits: float32 [tokens, vocab] or None, what each token was chosen by. num_output_tokens: also from
         models that return text only.
     """
@@ -164,6 +167,7 @@ class Alternative:
     cum_log_prob: float | None = None
     generation_logits: NDArray[np.float32] | None = field(default=None, compare=False)
     num_output_tokens: int | None = None
+    tokens: list[list[bytes]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -189,6 +193,7 @@ class Answer:
     request_id: str
     log_probs: list[float] = field(default_factory=list, kw_only=True)
     top_log_probs: list[list[tuple[int, float]]] = field(default_factory=list, kw_only=True)
+    tokens: list[list[bytes]] = field(default_factory=list, kw_only=True)
     cum_log_prob: float | None = field(default=None, kw_only=True)
     generation_logits: NDArray[np.float32] | None = field(default=None, compare=False, kw_only=True)
     context_logits: NDArray[np.float32] | None = field(default=None, compare=False, kw_only=True)
@@ -312,6 +317,9 @@ def _sampling_inputs(options: GenerateOptions) -> dict[str, Tensor]:
     for option in ("stop_words", "bad_words"):
         if given.get(option):
             inputs[option] = _strings(option, given[option])
+    if given.get("logit_bias"):
+        inputs["embedding_bias_ids"] = _number("logit_bias", list(given["logit_bias"]), np.int32)
+        inputs["embedding_bias_weights"] = _number("logit_bias", list(given["logit_bias"].values()), np.float32)
     for option in ("guide_type", "guide"):
         if option in given:
             inputs[f"guided_decoding_{option}"] = _strings(option, [given[option]])
@@ -350,6 +358,7 @@ _PER_ANSWER = (
     "cum_log_probs",
     "top_log_prob_ids",
     "top_log_probs",
+    "output_tokens",
     "generation_logits",
 )
 
@@ -369,6 +378,7 @@ def _alternative(values: Mapping[str, Sequence[Any]]) -> Alternative:
         cum_log_prob=cum_log_probs[0] if log_probs else None,
         generation_logits=_logits(values["generation_logits"], num_filled_up, length),
         num_output_tokens=next(iter(values["num_output_tokens"]), None),
+        tokens=_tokens(values["output_tokens"], num_filled_up)[:length],
     )
 
 
@@ -378,6 +388,14 @@ def _top_log_probs(ids: Sequence[int], values: Sequence[float], num_tokens: int)
     pairs = [(token_id, float(value)) for token_id, value in zip(ids, values, strict=True)]
     size = len(pairs) // num_tokens
     return [pairs[i : i + size] for i in range(0, len(pairs), size)]
+
+
+def _tokens(texts: Sequence[str], num_tokens: int) -> list[list[bytes]]:
+    """On the wire each character stands for the byte of its number."""
+    if not len(texts):
+        return []
+    size = len(texts) // num_tokens
+    return [[text.encode("latin-1") for text in texts[i : i + size]] for i in range(0, len(texts), size)]
 
 
 def _logits(values: Sequence[float], num_tokens: int | None, length: int | None) -> NDArray[np.float32] | None:

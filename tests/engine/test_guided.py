@@ -236,7 +236,7 @@ def test_a_preempted_answer_goes_on_where_it_was(checkpoint: Path, default_model
         (Guide("ebnf_grammar", "root ::= " + "(" * 20_000), "recursion"),
         (Guide("ebnf_grammar", "start: " + "(" * 20_000), "too deeply nested"),
         (Guide("ebnf_grammar", 'start: start "a"'), "no answer from here"),
-        (Guide("regex", "a" * 131_073), "131073 characters, at most 131072"),
+        (Guide("regex", "é" * 32_769), "65538 bytes, at most 65536"),
     ],
     ids=lambda value: None if isinstance(value, Guide) else value[:20],
 )

@@ -17,7 +17,7 @@ from multilora_engine.lora.names import task_id_of
 from multilora_engine.request import Guide, GuideType, SamplingParams
 from multilora_engine.serving.inputs import InputTensors
 from multilora_engine.serving.prompts import encode_messages, encode_text
-from multilora_engine.serving.token_lists import read_bad_sequences, read_bias, read_sequences
+from multilora_engine.serving.token_lists import read_bad_sequences, read_bias, read_sequences, read_words
 from multilora_engine.serving.unsupported import refuse_unsupported
 from multilora_engine.text import Tokenizer
 
@@ -156,7 +156,7 @@ def _read_sampling(inputs: InputTensors, row: int, info: EngineInfo, tokenizer: 
         seed=inputs.scalar("seed", row),
         end_id=_in_range(inputs, "end_id", row, -1, math.inf),
         # Upstream's own examples send one empty stop word where they mean none.
-        stop_words=tuple(word for word in inputs.texts("stop_words", row) if word),
+        stop_words=tuple(word for word in read_words(inputs, "stop_words", row) if word),
         stop_token_sequences=read_sequences(inputs, "stop_words_list", row),
         return_log_probs=inputs.common("return_log_probs", default=False) or num_top_log_probs > 0,
         num_top_log_probs=num_top_log_probs,

@@ -97,7 +97,7 @@ class GenerationFront(Front):
     ) -> None:
         if call.is_streaming and not self._can_stream:
             raise InvalidRequest("this model sends one response; for streaming call the model generation")
-        requests, rows = _expand(call, _timeout_s(request))
+        requests, rows = _expand(call, _timeout_s(request), tokenizer)
         reply = self._reply(call, rows, responder, tokenizer)
         listener = reply if call.adapter is None else self._count_upload(reply, request, info)
         self._link.client.generate(listener, requests, responder.request_id, call.adapter)
@@ -117,7 +117,9 @@ class GenerationFront(Front):
         return OneReply(responder, transcripts, call.pad_id, call.num_sequences)
 
 
-def _expand(call: GenerateCall, timeout_s: float | None) -> tuple[list[GenerationRequest], dict[str, ReplyRow]]:
+def _expand(
+    call: GenerateCall, timeout_s: float | None, tokenizer: Tokenizer
+) -> tuple[list[GenerationRequest], dict[str, ReplyRow]]:
     """A request to the engine for each sequence of each row, and by their ids which they are."""
     requests, rows = [], {}
     for batch_index, prompt in enumerate(call.prompts):
@@ -136,6 +138,7 @@ def _expand(call: GenerateCall, timeout_s: float | None) -> tuple[list[Generatio
                 returns_top_log_probs=sampling.num_top_log_probs > 0,
                 returns_generation_logits=sampling.return_generation_logits,
                 vocab_size=call.vocab_size,
+                token_bytes=tokenizer.token_bytes if sampling.return_log_probs else None,
             )
     return requests, rows
 

@@ -19,6 +19,7 @@ class RowAnswer:
     log_probs, of the answer's tokens in this response, and perf are None when there is nothing to say of them.
     top_log_probs: likewise, of each token the most probable ones, best first. generation_logits: likewise, float32
     [tokens, vocab]. context_logits: the same of the prompt's tokens, None also where another response has them.
+    spelled: likewise, the bytes of each token, and those of its most probable ones.
     """
 
     batch_index: int
@@ -36,12 +37,13 @@ class RowAnswer:
     top_log_probs: list[tuple[tuple[int, float], ...]] | None = None
     context_logits: NDArray[np.float32] | None = None
     generation_logits: NDArray[np.float32] | None = None
+    spelled: list[list[bytes]] | None = None
 
 
 @dataclass(frozen=True)
 class ReplyRow:
     """Which row of its request an engine request is, which of the row's sequences, the adapter it asked for, and what
-    else it wants to know.
+    else it wants to know. token_bytes: how tokens are spelled, for one that wants to know.
     """
 
     batch_index: int = 0
@@ -52,6 +54,7 @@ class ReplyRow:
     returns_top_log_probs: bool = False
     returns_generation_logits: bool = False
     vocab_size: int = 0
+    token_bytes: Callable[[int], bytes] | None = None
 
     def answer(self, output: TokenOutput) -> RowAnswer:
         """What a response says that has all of `output`."""
@@ -72,7 +75,17 @@ class ReplyRow:
             top_log_probs=[token.top for token in output.log_probs] if self.returns_top_log_probs else None,
             context_logits=context_logits if output.context_logits else None,
             generation_logits=generation_logits if self.returns_generation_logits else None,
+            spelled=self._spell(output, self.token_bytes) if self.token_bytes else None,
         )
+
+    @staticmethod
+    def _spell(output: TokenOutput, token_bytes: Callable[[int], bytes]) -> list[list[bytes]]:
+        """Of the answer's tokens, which are at the end of all."""
+        answer_ids = output.token_ids[len(output.token_ids) - len(output.log_probs) :]
+        return [
+            [token_bytes(i) for i in (token_id, *(i for i, _ in token.top))]
+            for token_id, token in zip(answer_ids, output.log_probs, strict=True)
+        ]
 
     def _read_logits(self, values: bytes) -> NDArray[np.float32]:
         return np.frombuffer(values, np.float32).reshape(-1, max(self.vocab_size, 1))
@@ -89,7 +102,7 @@ def output_arrays(
 
     answers: row by row, `num_sequences` of each, which take the place of upstream's beams.
     output_ids is [rows, num_sequences, longest], where `pad_id` fills up shorter ones; output_log_probs is the same,
-    filled up with 0; top_log_probs and top_log_prob_ids have the most probable tokens of each token behind that, and
+    filled up with 0; top_log_probs, top_log_prob_ids and output_tokens have what belongs to each token behind that, and
     generation_logits [rows, num_sequences, longest, vocab]; context_logits is [rows, longest prompt, vocab]. Of the
     others, what is the same for all sequences of a row (`_SAME_IN_A_ROW`) is [rows, 1], all else is [rows,
     num_sequences]. Log-probs, logits and performance metrics are left out where the answers have none, unless
@@ -155,6 +168,7 @@ _LOG_PROB_COLUMNS: Mapping[str, Callable[[Sequence[RowAnswer]], NDArray[Any]]] =
 _OPTIONAL_COLUMNS: Mapping[str, tuple[Callable[[RowAnswer], NDArray[Any] | None], NDArray[Any]]] = {
     "top_log_prob_ids": (lambda row: _top_column(row, 0, np.int32), np.empty((1, 0, 0), np.int32)),
     "top_log_probs": (lambda row: _top_column(row, 1, np.float32), np.empty((1, 0, 0), np.float32)),
+    "output_tokens": (lambda row: _spelled_column(row), np.empty((1, 0, 0), np.object_)),
     "context_logits": (lambda row: row.context_logits, np.empty((0, 0), np.float32)),
     "generation_logits": (
         lambda row: None if row.generation_logits is None else row.generation_logits[np.newaxis],
@@ -187,9 +201,19 @@ def _top_column(row: RowAnswer, field: int, dtype: type) -> NDArray[Any] | None:
     return np.array(values, dtype).reshape(1, len(values), count)
 
 
+def _spelled_column(row: RowAnswer) -> NDArray[Any] | None:
+    """[1, tokens, 1 + how many]: text whose characters are the bytes, so that JSON can carry it."""
+    if row.spelled is None:
+        return None
+    count = len(row.spelled[0]) if row.spelled else 0
+    texts = [[token.decode("latin-1").encode() for token in tokens] for tokens in row.spelled]
+    return np.array(texts, np.object_).reshape(1, len(texts), count)
+
+
 def _stacked(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
-    """Behind a new first dimension, filled up with 0 to the largest size in every other one."""
-    stacked = np.zeros((len(arrays), *np.max([array.shape for array in arrays], axis=0)), arrays[0].dtype)
+    """Behind a new first dimension, filled up with 0, or empty texts, to the largest size in every other one."""
+    dtype, shape = arrays[0].dtype, np.max([array.shape for array in arrays], axis=0)
+    stacked: NDArray[Any] = np.full((len(arrays), *shape), b"" if dtype.hasobject else 0, dtype)
     for target, array in zip(stacked, arrays, strict=True):
         target[tuple(map(slice, array.shape))] = array
     return stacked

@@ -17,6 +17,9 @@ from multilora_engine.errors import InvalidRequest
 from multilora_engine.serving.inputs import InputTensors
 from multilora_engine.text import Tokenizer
 
+_MAX_WORDS_BYTES = 65_536
+"""Of all words of an input together: they are taken apart while everybody else waits."""
+
 TokenSequences = tuple[tuple[int, ...], ...]
 
 
@@ -25,9 +28,17 @@ def read_bad_sequences(inputs: InputTensors, row: int, tokenizer: Tokenizer) -> 
     return (*tokenize_words(inputs, "bad_words", row, tokenizer), *read_sequences(inputs, "bad_words_list", row))
 
 
+def read_words(inputs: InputTensors, name: str, row: int) -> list[str]:
+    """The words of a text tensor [batch, n]. Raises InvalidRequest when they are too long together."""
+    words = inputs.texts(name, row)
+    if (num_bytes := sum(len(word.encode()) for word in words)) > _MAX_WORDS_BYTES:
+        raise InvalidRequest(f"{name} has {num_bytes} bytes of text, at most {_MAX_WORDS_BYTES} are accepted")
+    return words
+
+
 def tokenize_words(inputs: InputTensors, name: str, row: int, tokenizer: Tokenizer) -> TokenSequences:
     """The token ids of each word of a text tensor [batch, n]; words without tokens are left out."""
-    words = (_encode(word, tokenizer) for word in inputs.texts(name, row))
+    words = (_encode(word, tokenizer) for word in read_words(inputs, name, row))
     return tuple(token_ids for token_ids in words if token_ids)
 
 
@@ -61,11 +72,15 @@ def write_sequences(rows: Sequence[TokenSequences]) -> NDArray[np.int32]:
 
 
 def read_bias(inputs: InputTensors, row: int, info: EngineInfo, tokenizer: Tokenizer) -> tuple[tuple[int, float], ...]:
-    """(token id, bias) of all tokens that have one: `embedding_bias` plus the weights of the words a token is in."""
+    """(token id, bias) of all tokens that have one: `embedding_bias` plus the weights of the words a token is in, or of
+    its id.
+    """
     biases = _read_vector(inputs, row, info, tokenizer)
-    for token_id, weight in read_word_biases(
-        inputs, "embedding_bias_words", "embedding_bias_weights", row, tokenizer
-    ).items():
+    if "embedding_bias_ids" in inputs:
+        weights = _read_id_biases(inputs, row, info)
+    else:
+        weights = read_word_biases(inputs, "embedding_bias_words", "embedding_bias_weights", row, tokenizer)
+    for token_id, weight in weights.items():
         biases[token_id] = biases.get(token_id, 0.0) + weight
     for token_id, bias in biases.items():
         if not math.isfinite(bias):
@@ -77,13 +92,30 @@ def read_word_biases(
     inputs: InputTensors, words_name: str, weights_name: str, row: int, tokenizer: Tokenizer
 ) -> dict[int, float]:
     """By token id, the weights of the words it is in. Raises InvalidRequest when there is not one weight a word."""
-    words, weights = inputs.texts(words_name, row), inputs.vector(weights_name, row) or []
+    words, weights = read_words(inputs, words_name, row), inputs.vector(weights_name, row) or []
     if len(words) != len(weights):
         raise InvalidRequest(f"{words_name} has {len(words)} words and {weights_name} {len(weights)} weights")
     biases: dict[int, float] = {}
     for word, weight in zip(words, weights, strict=True):
         for token_id in _encode(word, tokenizer):
             biases[token_id] = biases.get(token_id, 0.0) + weight
+    return biases
+
+
+def _read_id_biases(inputs: InputTensors, row: int, info: EngineInfo) -> dict[int, float]:
+    token_ids = inputs.vector("embedding_bias_ids", row) or []
+    weights = inputs.vector("embedding_bias_weights", row) or []
+    if "embedding_bias_words" in inputs:
+        raise InvalidRequest("embedding_bias_weights belong to embedding_bias_words or to embedding_bias_ids; send one")
+    if len(token_ids) != len(weights):
+        raise InvalidRequest(
+            f"embedding_bias_ids has {len(token_ids)} ids and embedding_bias_weights {len(weights)} weights"
+        )
+    biases: dict[int, float] = {}
+    for token_id, weight in zip(token_ids, weights, strict=True):
+        if not 0 <= token_id < info.vocab_size:
+            raise InvalidRequest(f"embedding_bias_ids has {token_id}, expected token ids 0 .. {info.vocab_size - 1}")
+        biases[token_id] = biases.get(token_id, 0.0) + weight
     return biases
 
 

@@ -8,7 +8,7 @@ from support.fake_triton import LOG_PROB_NAMES, OUTPUT_NAMES, PERF_NAMES
 from multilora_engine.request import PerfMetrics, TokenLogProb, TokenOutput
 from multilora_engine.serving.outputs import ReplyRow, RowAnswer, output_arrays
 
-LOGITS_NAMES = {"top_log_prob_ids", "top_log_probs", "context_logits", "generation_logits"}
+LOGITS_NAMES = {"top_log_prob_ids", "top_log_probs", "output_tokens", "context_logits", "generation_logits"}
 FIRST = RowAnswer(0, 0, [1, 2, 3], "aé", "stop", 1, 2, 2**64 - 1, "d1")
 SECOND = RowAnswer(1, 0, [4], "", "", 5, 0, 0, "")
 
@@ -83,7 +83,13 @@ def test_log_probs_and_times_are_there_when_the_rows_have_them() -> None:
 
 
 def test_logits_and_top_log_probs_are_filled_up_to_the_longest() -> None:
-    row = ReplyRow(returns_log_probs=True, returns_top_log_probs=True, returns_generation_logits=True, vocab_size=3)
+    row = ReplyRow(
+        returns_log_probs=True,
+        returns_top_log_probs=True,
+        returns_generation_logits=True,
+        vocab_size=3,
+        token_bytes=lambda token_id: bytes([0xF0 + token_id]),
+    )
     logits = np.arange(12, dtype=np.float32).reshape(4, 3)
     top = [TokenLogProb(-1.0, ((7, -1.0), (8, -2.0))), TokenLogProb(-3.0, ((9, -0.5), (7, -3.0)))]
     outputs = [
@@ -96,11 +102,15 @@ def test_logits_and_top_log_probs_are_filled_up_to_the_longest() -> None:
     assert {name: array.tolist() for name, array in arrays.items()} == {
         "top_log_prob_ids": [[[[7, 8], [9, 7]]], [[[7, 8], [0, 0]]]],
         "top_log_probs": [[[[-1.0, -2.0], [-0.5, -3.0]]], [[[-1.0, -2.0], [0.0, 0.0]]]],
+        "output_tokens": [
+            [[["ñ".encode(), "÷".encode(), "ø".encode()], ["ò".encode(), "ù".encode(), "÷".encode()]]],
+            [[["ó".encode(), "÷".encode(), "ø".encode()], [b""] * 3]],
+        ],
         "context_logits": [[*logits[:2].tolist(), zeros], logits[:3].tolist()],
         "generation_logits": [[logits[:2].tolist()], [[logits[2].tolist(), zeros]]],
     }
     assert {name: str(array.dtype) for name, array in arrays.items()} == {
-        name: "int32" if name == "top_log_prob_ids" else "float32" for name in LOGITS_NAMES
+        name: {"top_log_prob_ids": "int32", "output_tokens": "object"}.get(name, "float32") for name in LOGITS_NAMES
     }
     assert output_arrays([FIRST], LOGITS_NAMES, 0) == {}
 
@@ -116,5 +126,6 @@ def test_outputs_that_were_not_asked_for_are_left_out_but_for_an_ensemble() -> N
         "generation_logits": (1, 1, 0, 0),
         "top_log_prob_ids": (1, 1, 0, 0),
         "top_log_probs": (1, 1, 0, 0),
+        "output_tokens": (1, 1, 0, 0),
     }
     assert arrays["last_token_time_ns"].tolist() == [[0]]

@@ -9,7 +9,13 @@ from support.fake_triton import FakeRequest
 
 from multilora_engine.errors import InvalidRequest
 from multilora_engine.serving.inputs import InputTensors
-from multilora_engine.serving.token_lists import read_bad_sequences, read_bias, read_sequences, write_sequences
+from multilora_engine.serving.token_lists import (
+    read_bad_sequences,
+    read_bias,
+    read_sequences,
+    read_words,
+    write_sequences,
+)
 from multilora_engine.text import Tokenizer
 
 
@@ -64,6 +70,13 @@ def test_bad_words_are_tokenized_as_they_stand_and_added_to_the_list(tokenizer: 
     assert read_bad_sequences(words, 0, tokenizer) == (*expected, (5, 6))
 
 
+@pytest.mark.parametrize("words", [["a" * 65_537], ["é" * 16_384] * 3])
+def test_words_too_long_together_are_refused(words: list[str]) -> None:
+    assert read_words(inputs(bad_words=[["a" * 65_536]]), "bad_words", 0) == ["a" * 65_536]
+    with pytest.raises(InvalidRequest, match=r"bad_words has [0-9]+ bytes of text, at most 65536"):
+        read_words(inputs(bad_words=[words]), "bad_words", 0)
+
+
 def test_biases_of_words_and_of_the_vector_add_up(tokenizer: Tokenizer) -> None:
     vector = np.zeros((1, INFO.vocab_size), np.float32)
     (one,), two = (tokenizer.encode(word, add_special_tokens=False) for word in ("a", "a long word"))
@@ -79,9 +92,24 @@ def test_biases_of_words_and_of_the_vector_add_up(tokenizer: Tokenizer) -> None:
     assert read_bias(inputs(), 0, INFO, tokenizer) == ()
 
 
+def test_biases_of_ids_add_up_with_the_vector(tokenizer: Tokenizer) -> None:
+    vector = np.zeros((1, INFO.vocab_size), np.float32)
+    vector[0, 7] = 0.5
+    tensors = inputs(
+        embedding_bias=vector,
+        embedding_bias_ids=np.array([[7, 9, 9]], np.int32),
+        embedding_bias_weights=[[1.0, 2.0, -0.5]],
+    )
+    assert dict(read_bias(tensors, 0, INFO, tokenizer)) == {7: 1.5, 9: 1.5}
+
+
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
+        ({"embedding_bias_ids": [[1, 2]], "embedding_bias_weights": [[1.0]]}, "has 2 ids and .* 1 weights"),
+        ({"embedding_bias_ids": [[2048]], "embedding_bias_weights": [[1.0]]}, "has 2048, expected token ids 0 .. 2047"),
+        ({"embedding_bias_ids": [[-1]], "embedding_bias_weights": [[1.0]]}, "has -1, expected token ids 0 .. 2047"),
+        ({"embedding_bias_ids": [[1]], "embedding_bias_words": [["a"]]}, "to embedding_bias_ids; send one"),
         ({"embedding_bias": np.zeros((1, 5), np.float32)}, "embedding_bias has 5 values, expected one a token: 2048"),
         ({"embedding_bias_words": [["a"]]}, "embedding_bias_words has 1 words and embedding_bias_weights 0 weights"),
         ({"embedding_bias_weights": [[1.0]]}, "embedding_bias_words has 0 words and embedding_bias_weights 1 weights"),
