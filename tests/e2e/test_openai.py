@@ -11,7 +11,7 @@ import openai
 import pytest
 import uvicorn
 
-from multilora_client import Adapter, AsyncClient, Client
+from multilora_client import ENSEMBLE, Adapter, AsyncClient, Client
 from multilora_client.openai.app import make_app
 from multilora_client.openai.catalogue import Catalogue
 from multilora_engine.tritonserver import ServerProcess
@@ -98,6 +98,55 @@ def test_a_schema_is_followed(user: openai.OpenAI) -> None:
     assert isinstance(json.loads(answer.choices[0].message.content or "")["sunny"], bool)
 
 
+def test_log_probs_are_the_servers_and_their_tokens_make_the_text(user: openai.OpenAI, client: Client) -> None:
+    expected = client.generate("The sea is", max_tokens=8, num_top_log_probs=3)
+    options = {"model": "base", "prompt": "The sea is", "max_tokens": 8, "temperature": 0, "logprobs": 3}
+    whole = user.completions.create(**options).choices[0]
+    pieces = [piece.choices[0] for piece in user.completions.create(**options, stream=True)]
+    assert whole.logprobs is not None
+    assert whole.logprobs.token_logprobs == pytest.approx(expected.log_probs, abs=1e-3)
+    assert "".join(whole.logprobs.tokens) == whole.text == expected.text
+    assert [max(top.values()) for top in whole.logprobs.top_logprobs] == whole.logprobs.token_logprobs
+    streamed = [piece.logprobs for piece in pieces if piece.logprobs is not None]
+    assert [token for part in streamed for token in part.tokens] == whole.logprobs.tokens
+    assert [offset for part in streamed for offset in part.text_offset] == whole.logprobs.text_offset
+
+    chat = user.chat.completions.create(
+        model="pirate", messages=QUESTION, max_tokens=8, temperature=0, logprobs=True, top_logprobs=2
+    ).choices[0]
+    assert chat.logprobs is not None
+    assert chat.logprobs.content is not None
+    told = b"".join(bytes(token.bytes or []) for token in chat.logprobs.content)
+    assert told.decode() == chat.message.content
+    assert {len(token.top_logprobs) for token in chat.logprobs.content} == {2}
+
+
+def test_a_bias_forbids_a_token_and_penalties_change_the_answer(user: openai.OpenAI, client: Client) -> None:
+    def ask(**options: object) -> str:
+        answer = user.completions.create(
+            model="base", prompt="1 2 3 1 2 3 1 2 3", max_tokens=8, temperature=0, **options
+        )
+        return answer.choices[0].text
+
+    first = client.generate("1 2 3 1 2 3 1 2 3", max_tokens=8).token_ids[0]
+    assert ask(logit_bias={str(first): -100}) != ask()
+    assert ask(frequency_penalty=2, presence_penalty=2) != ask()
+
+
+def test_the_answers_are_those_of_the_ensemble(user: openai.OpenAI, server: ServerProcess) -> None:
+    """Which Triton's own OpenAI front end would ask."""
+    with Client(f"grpc://{server.grpc_url}", door=ENSEMBLE) as ensemble:
+        text = ensemble.generate("The sea is", max_tokens=8).text
+        chat = ensemble.generate(messages=QUESTION, max_tokens=8).text
+        drawn = ensemble.generate("The sea is", max_tokens=8, temperature=1.0, top_p=0.9, seed=5, stop_words=["."]).text
+    options = {"model": "base", "max_tokens": 8}
+    assert user.completions.create(**options, prompt="The sea is", temperature=0).choices[0].text == text
+    answer = user.chat.completions.create(**options, messages=QUESTION, temperature=0)
+    assert answer.choices[0].message.content == chat
+    again = user.completions.create(**options, prompt="The sea is", temperature=1, top_p=0.9, seed=5, stop=".")
+    assert again.choices[0].text == drawn
+
+
 def test_refusals_are_the_errors_of_the_package(user: openai.OpenAI) -> None:
     def ask(user: openai.OpenAI, model: str, **options: object) -> None:
         user.chat.completions.create(model=model, messages=QUESTION, max_tokens=4, **options)
@@ -111,8 +160,10 @@ def test_refusals_are_the_errors_of_the_package(user: openai.OpenAI) -> None:
         ask(stranger, "pirate")
     with pytest.raises(openai.NotFoundError, match="no model 'parrot'"):
         ask(user, "parrot")
-    with pytest.raises(openai.BadRequestError, match="n: 2 is not supported"):
-        ask(user, "pirate", n=2)
+    with pytest.raises(openai.BadRequestError, match="n 2 is not supported with stream"):
+        ask(user, "pirate", n=2, stream=True)
+    with pytest.raises(openai.BadRequestError, match="embedding_bias_ids has 999999999"):
+        ask(user, "pirate", logit_bias={"999999999": 1})
     with pytest.raises(openai.BadRequestError, match="no place for tools"):
         ask(user, "pirate", tools=[{"type": "function", "function": {"name": "sky"}}])
 

@@ -99,7 +99,7 @@ async def _generate(
     """Ask the server. A stream starts to answer with its first piece, so that what fails before has its own status."""
     client: AsyncClient = request.state.client
     adapter, request_id = caller.adapter(body.model), uuid.uuid4().hex
-    reply, options = reply_class(body.model, request_id), body.options()
+    reply, options = reply_class(body.model, request_id, body.includes_logprobs), body.options()
     options["request_id"] = request_id
     if not body.stream:
         answer = await _unless_gone(request, client.generate(body.text, adapter=adapter, **options))

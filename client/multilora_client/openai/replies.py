@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from typing import Any, ClassVar
 
 from multilora_client.errors import Cancelled, MultiloraClientError
-from multilora_client.messages import Answer, Chunk, Generation
+from multilora_client.messages import Alternative, Answer, Chunk, Generation
 from multilora_client.openai.errors import failure_of
+from multilora_client.openai.logprobs import TextOffsets, chat_logprobs, completion_logprobs
 
 _DONE = "data: [DONE]\n\n"
 
@@ -23,7 +24,8 @@ class Reply(ABC):
     object_name: ClassVar[str]
     chunk_object_name: ClassVar[str]
 
-    def __init__(self, model: str, request_id: str) -> None:
+    def __init__(self, model: str, request_id: str, includes_logprobs: bool) -> None:
+        self._includes_logprobs = includes_logprobs
         self._head = {"id": f"{self.id_prefix}-{request_id}", "created": int(time.time()), "model": model}
 
     @abstractmethod
@@ -38,10 +40,19 @@ class Reply(ABC):
     def _opening(self) -> list[dict[str, Any]]:
         """What a stream says before any text."""
 
+    @abstractmethod
+    def _logprobs(self, answer: Alternative | Answer, offsets: TextOffsets) -> dict[str, Any]:
+        """How likely the tokens of an answer, or of a piece of it, were."""
+
     def whole(self, generation: Generation) -> dict[str, Any]:
         """Raises Cancelled when the answer was ended from elsewhere: a part must not look like the whole."""
         choices = [
-            _choice(self._whole(answer.text), _finish_reason(answer.finish_reason, generation.request_id), index)
+            _choice(
+                self._whole(answer.text),
+                _finish_reason(answer.finish_reason, generation.request_id),
+                index,
+                self._logprobs(answer, TextOffsets()) if self._includes_logprobs else None,
+            )
             for index, answer in enumerate(generation.alternatives)
         ]
         num_tokens = sum(answer.num_output_tokens or 0 for answer in generation.alternatives)
@@ -53,6 +64,14 @@ class Reply(ABC):
     ) -> AsyncGenerator[str, None]:
         """Server-sent events. An error in their midst is the last of them: no [DONE] follows it."""
 
+        offsets = TextOffsets()
+
+        def pieces(chunk: Chunk) -> Iterator[str]:
+            """An event, if there is something to say; tokens may come after the last of their text."""
+            logprobs = self._logprobs(chunk, offsets) if self._includes_logprobs and chunk.tokens else None
+            if chunk.text or logprobs:
+                yield event(chunk, _choice(self._piece(chunk.text), None, logprobs=logprobs))
+
         def event(answer: Answer, *choices: dict[str, Any], usage: dict[str, int] | None = None) -> str:
             body = self._body(self.chunk_object_name, list(choices), answer)
             return _event(body | {"usage": usage} if includes_usage else body)
@@ -62,11 +81,11 @@ class Reply(ABC):
                 for opening in self._opening():
                     yield event(first, _choice(opening, None))
                 last = first
-                if first.text:
-                    yield event(first, _choice(self._piece(first.text), None))
+                for piece in pieces(first):
+                    yield piece
                 async for last in rest:
-                    if last.text:
-                        yield event(last, _choice(self._piece(last.text), None))
+                    for piece in pieces(last):
+                        yield piece
             yield event(last, _choice(self._piece(""), _finish_reason(last.finish_reason, last.request_id)))
             if includes_usage:
                 yield event(last, usage=_usage(last.num_input_tokens, last.num_output_tokens))
@@ -97,6 +116,9 @@ class ChatReply(Reply):
     def _opening(self) -> list[dict[str, Any]]:
         return [{"delta": {"role": "assistant", "content": ""}}]
 
+    def _logprobs(self, answer: Alternative | Answer, offsets: TextOffsets) -> dict[str, Any]:
+        return chat_logprobs(answer)
+
 
 class CompletionReply(Reply):
     id_prefix = "cmpl"
@@ -112,9 +134,14 @@ class CompletionReply(Reply):
     def _opening(self) -> list[dict[str, Any]]:
         return []
 
+    def _logprobs(self, answer: Alternative | Answer, offsets: TextOffsets) -> dict[str, Any]:
+        return completion_logprobs(answer, offsets)
 
-def _choice(content: dict[str, Any], finish_reason: str | None, index: int = 0) -> dict[str, Any]:
-    return {"index": index, **content, "logprobs": None, "finish_reason": finish_reason}
+
+def _choice(
+    content: dict[str, Any], finish_reason: str | None, index: int = 0, logprobs: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    return {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason}
 
 
 def _finish_reason(reason: str | None, request_id: str) -> str:

@@ -18,10 +18,15 @@ _COMPLETION_MAX_TOKENS = 16  # OpenAI's default
 _NUM_SEEDS = 2**64
 _MAX_STOP_WORDS = 16
 _MAX_CHOICES = 128  # OpenAI's limit, and the server's
+_MAX_TOP_LOGPROBS = 20  # OpenAI's limit for chats
+_MAX_COMPLETION_LOGPROBS = 5  # and for completions
+_MAX_BIASED_TOKENS = 1024
 
 StopWord = Annotated[str, Field(min_length=1, max_length=1000)]
 StopWords = Annotated[list[StopWord], Field(max_length=_MAX_STOP_WORDS)]
 TokenIds = Annotated[list[int], Field(min_length=1)]
+TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
 class _Strict(BaseModel):
@@ -50,7 +55,7 @@ class StreamOptions(_Strict):
 
 
 class _Sampling(_Strict):
-    """What both kinds of request share."""
+    """What both kinds of request share. The last four are not OpenAI's, but what other servers have beside it."""
 
     model: str = Field(max_length=1000)
     stream: bool = False
@@ -63,8 +68,12 @@ class _Sampling(_Strict):
     n: int = Field(1, ge=1, le=_MAX_CHOICES)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    logit_bias: Annotated[dict[str, float], _only({})] = Field(default_factory=dict)
+    logit_bias: Annotated[dict[TokenKey, Bias], Field(max_length=_MAX_BIASED_TOKENS)] = {}
     user: str | None = None
+    top_k: int | None = Field(None, ge=0, le=_UNLIMITED)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, gt=0)
+    min_tokens: int | None = Field(None, ge=0, le=_UNLIMITED)
 
     @property
     def includes_usage(self) -> bool:
@@ -88,6 +97,11 @@ class _Sampling(_Strict):
         return GenerateOptions(
             temperature=0.0 if is_greedy else self.temperature,
             top_p=None if is_greedy else self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            min_tokens=self.min_tokens,
+            logit_bias={int(token_id): bias for token_id, bias in self.logit_bias.items()},
             seed=None if self.seed is None else self.seed % _NUM_SEEDS,
             num_return_sequences=self.n if self.n > 1 else None,
             presence_penalty=self.presence_penalty or None,
@@ -149,7 +163,8 @@ class ChatRequest(_Sampling):
     tools: list[dict[str, Any]] = []
     tool_choice: Annotated[str | dict[str, Any], _only("auto", "none")] = "auto"
     parallel_tool_calls: Annotated[bool, _only(True)] = True
-    logprobs: Annotated[bool, _only(False)] = False
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=_MAX_TOP_LOGPROBS)
     metadata: dict[str, Any] | None = None
     store: Annotated[bool, _only(False)] = False
     safety_identifier: str | None = None
@@ -161,9 +176,19 @@ class ChatRequest(_Sampling):
             raise ValueError("max_tokens and max_completion_tokens contradict each other")
         return self
 
+    @model_validator(mode="after")
+    def _check_logprobs(self) -> Self:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs goes with logprobs only")
+        return self
+
     @property
     def text(self) -> None:
         """A chat has no prompt of one text."""
+
+    @property
+    def includes_logprobs(self) -> bool:
+        return self.logprobs
 
     def options(self) -> GenerateOptions:
         chat = GenerateOptions(
@@ -171,7 +196,11 @@ class ChatRequest(_Sampling):
             tools=self.tools if self.tool_choice == "auto" else None,
             max_tokens=self.max_completion_tokens or self.max_tokens or _UNLIMITED,
         )
-        return chat | self.response_format.guide() | self.sampling()
+        return chat | self.response_format.guide() | self.sampling() | _log_probs(self.logprobs, self.top_logprobs)
+
+
+def _log_probs(is_wanted: bool, num_top: int | None) -> GenerateOptions:
+    return GenerateOptions(return_log_probs=True, num_top_log_probs=num_top or None) if is_wanted else GenerateOptions()
 
 
 def _single_prompt(prompt: Any) -> Any:
@@ -187,15 +216,26 @@ class CompletionRequest(_Sampling):
     """POST /v1/completions, one prompt a request: text or token ids."""
 
     prompt: Annotated[str | TokenIds, BeforeValidator(_single_prompt)]
-    best_of: Annotated[int, _only(1)] = 1
+    best_of: int | None = None
     echo: Annotated[bool, _only(False)] = False
-    logprobs: Annotated[int | None, _only(None)] = None
+    logprobs: int | None = Field(None, ge=0, le=_MAX_COMPLETION_LOGPROBS)
     suffix: Annotated[str, _only("")] = ""
+
+    @model_validator(mode="after")
+    def _check_best_of(self) -> Self:
+        if self.best_of not in (None, self.n):
+            raise unsupported(f"best_of {self.best_of} is not supported with n {self.n}, only the same number")
+        return self
 
     @property
     def text(self) -> str | None:
         return self.prompt if isinstance(self.prompt, str) else None
 
+    @property
+    def includes_logprobs(self) -> bool:
+        return self.logprobs is not None
+
     def options(self) -> GenerateOptions:
         prompt = GenerateOptions(input_ids=None if isinstance(self.prompt, str) else self.prompt)
-        return prompt | GenerateOptions(max_tokens=self.max_tokens or _COMPLETION_MAX_TOKENS) | self.sampling()
+        length = GenerateOptions(max_tokens=self.max_tokens or _COMPLETION_MAX_TOKENS)
+        return prompt | length | self.sampling() | _log_probs(self.includes_logprobs, self.logprobs)

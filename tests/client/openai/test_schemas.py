@@ -47,6 +47,16 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
         ({"presence_penalty": 0.5}, "presence_penalty", 0.5),
         ({"frequency_penalty": -2}, "frequency_penalty", -2.0),
         ({"user": "u", "metadata": {"a": "b"}, "store": False, "n": 1, "logit_bias": {}}, "max_tokens", 2**31 - 1),
+        ({"logit_bias": {"5": -100}}, "embedding_bias_ids", 5),
+        ({"logit_bias": {"5": -100}}, "embedding_bias_weights", -100.0),
+        ({"logprobs": True}, "return_log_probs", True),
+        ({"logprobs": True}, "num_top_log_probs", None),
+        ({"logprobs": True, "top_logprobs": 3}, "num_top_log_probs", 3),
+        ({"logprobs": False}, "return_log_probs", None),
+        ({"top_k": 7}, "runtime_top_k", 7),
+        ({"min_p": 0.25}, "min_p", 0.25),
+        ({"repetition_penalty": 1.5}, "repetition_penalty", 1.5),
+        ({"min_tokens": 2}, "min_tokens", 2),
     ],
 )
 def test_a_parameter_reaches_the_server(
@@ -66,8 +76,12 @@ def test_a_parameter_reaches_the_server(
         ({"n": 129}, "n", "invalid_value"),
         ({"presence_penalty": 2.5}, "presence_penalty", "invalid_value"),
         ({"frequency_penalty": -2.5}, "frequency_penalty", "invalid_value"),
-        ({"logit_bias": {"5": 1}}, "logit_bias", "unsupported_value"),
-        ({"logprobs": True}, "logprobs", "unsupported_value"),
+        ({"logit_bias": {"sea": 1}}, "logit_bias", "invalid_value"),
+        ({"logit_bias": {"5": 101}}, "logit_bias", "invalid_value"),
+        ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias", "invalid_value"),
+        ({"top_logprobs": 2}, None, "invalid_value"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "invalid_value"),
+        ({"logprobs": 1}, "logprobs", "invalid_value"),
         ({"parallel_tool_calls": False}, "parallel_tool_calls", "unsupported_value"),
         ({"tool_choice": "required"}, "tool_choice", "unsupported_value"),
         ({"store": True}, "store", "unsupported_value"),
@@ -105,9 +119,9 @@ def test_a_parameter_that_cannot_be_honoured_is_refused_by_name(
 @pytest.mark.parametrize(
     ("given", "param"),
     [
-        ({"best_of": 2}, "best_of"),
+        ({"best_of": 2}, None),
+        ({"best_of": 2, "n": 3}, None),
         ({"echo": True}, "echo"),
-        ({"logprobs": 0}, "logprobs"),
         ({"suffix": "."}, "suffix"),
         ({"prompt": ["a", "b"]}, "prompt"),
     ],
@@ -117,6 +131,26 @@ def test_what_completions_cannot_do_is_refused_by_name(front: TestClient, given:
 
     error = answer.json()["error"]
     assert (answer.status_code, error["param"], error["code"]) == (400, param, "unsupported_value")
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "sent"),
+    [
+        ({"logprobs": 0}, "return_log_probs", True),
+        ({"logprobs": 0}, "num_top_log_probs", None),
+        ({"logprobs": 5}, "num_top_log_probs", 5),
+        ({"n": 2, "best_of": 2}, "num_return_sequences", 2),
+    ],
+)
+def test_a_parameter_of_completions_reaches_the_server(
+    front: TestClient, server: Any, given: dict[str, Any], name: str, sent: Any
+) -> None:
+    server.outputs = {"text_output": ["a", "b"]} if "n" in given else {}
+    server.outputs |= {"finish_reason": ["stop"] * len(server.outputs.get("text_output", "a"))}
+    answer = front.post(COMPLETION_PATH, json=COMPLETION | given)
+
+    assert answer.status_code == 200, answer.text
+    assert server.value(name) == sent
 
 
 @pytest.mark.parametrize(
