@@ -11,6 +11,7 @@ ahead of their first use).
 from multilora_kernels.apply import lora_apply
 from multilora_kernels.attention import PagedSequences, has_paged_attention, paged_attention
 from multilora_kernels.cpu import load_cpu_kernels
+from multilora_kernels.elementwise import add_rms_norm, silu_mul
 from multilora_kernels.expand import lora_expand
 from multilora_kernels.linear import PackedWeight, packed_embedding, packed_linear
 from multilora_kernels.segments import LoRASegments, lora_segments
@@ -22,6 +23,7 @@ __all__ = [
     "LoRATables",
     "PackedWeight",
     "PagedSequences",
+    "add_rms_norm",
     "has_paged_attention",
     "load_cpu_kernels",
     "lora_apply",
@@ -31,4 +33,5 @@ __all__ = [
     "packed_embedding",
     "packed_linear",
     "paged_attention",
+    "silu_mul",
 ]

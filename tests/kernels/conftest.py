@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from multilora_kernels import lora_expand, lora_shrink, operators
+from multilora_kernels import add_rms_norm, lora_expand, lora_shrink, operators, silu_mul
 from multilora_kernels.dispatch import load_operators
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -26,6 +26,8 @@ class Implementation:
     lora_shrink: Callable[..., torch.Tensor]
     lora_expand: Callable[..., None]
     paged_attention: Callable[..., torch.Tensor]
+    add_rms_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    silu_mul: Callable[..., torch.Tensor]
 
 
 def _paged_attention(q: torch.Tensor, *fields: object) -> torch.Tensor:
@@ -45,8 +47,9 @@ def implementation(request: pytest.FixtureRequest) -> Implementation:
     if request.param == "interpreter":
         from multilora_kernels import cuda
 
-        return Implementation("cpu", cuda.lora_shrink, cuda.lora_expand, cuda.paged_attention)
-    return Implementation(request.param, lora_shrink, lora_expand, _paged_attention)
+        operators = (cuda.lora_shrink, cuda.lora_expand, cuda.paged_attention, cuda.add_rms_norm, cuda.silu_mul)
+        return Implementation("cpu", *operators)
+    return Implementation(request.param, lora_shrink, lora_expand, _paged_attention, add_rms_norm, silu_mul)
 
 
 @pytest.fixture

@@ -6,10 +6,12 @@ import pytest
 
 from multilora_kernels.cuda.aot import (
     Resources,
+    add_rms_norm_resources,
     combine_resources,
     decode_resources,
     expand_resources,
     shrink_resources,
+    silu_mul_resources,
 )
 from multilora_kernels.testing import LinearShape
 
@@ -33,6 +35,14 @@ def test_it_compiles_without_spills(capability, resources, chunk_size, shape, ma
 def test_decode_attention_compiles_without_spills(capability, dtype, group, head_dim):
     _check(decode_resources(group, head_dim, 16, dtype, capability))
     _check(combine_resources(head_dim, dtype, capability))
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("size", [576, 4096, 16384])
+def test_what_lies_between_matrix_products_compiles_without_spills(capability, dtype, size):
+    _check(add_rms_norm_resources(size, dtype, capability))
+    _check(silu_mul_resources(dtype, capability))
 
 
 def _check(used: Resources) -> None:

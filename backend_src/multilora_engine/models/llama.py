@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from multilora_engine.forward_batch import ForwardBatch, KVCache, LoRABatch
 from multilora_engine.models.attention import AttentionPlan, attend, attention_plan
@@ -23,7 +22,7 @@ from multilora_engine.models.layers import (
 )
 from multilora_engine.models.model_config import ModelConfig
 from multilora_engine.models.rotary import RotaryEmbedding, Rotation
-from multilora_kernels import packed_embedding, packed_linear
+from multilora_kernels import add_rms_norm, packed_embedding, packed_linear, silu_mul
 
 
 @dataclass(frozen=True)
@@ -83,8 +82,7 @@ class MLP:
         self.down = LoRALinear(size, [config.hidden_size], first_slice + 6, config.mlp_bias, placement)
 
     def forward(self, x: torch.Tensor, lora: LoRABatch | None) -> torch.Tensor:
-        gate, up = self.gate_up.forward(x, lora).chunk(2, dim=-1)
-        return self.down.forward(F.silu(gate).mul_(up), lora)
+        return self.down.forward(silu_mul(self.gate_up.forward(x, lora)), lora)
 
     def checkpoint_tensors(self) -> dict[str, Destination]:
         return {
@@ -102,9 +100,14 @@ class LlamaLayer:
         self.mlp = MLP(config, layer, placement)
         self.attention_norm, self.mlp_norm = placement.vectors(2, config.hidden_size).unbind()
 
-    def forward(self, x: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, step: Step) -> torch.Tensor:
-        x = x + self.attention.forward(rms_norm(x, self.attention_norm, self._eps), keys, values, step)
-        return x + self.mlp.forward(rms_norm(x, self.mlp_norm, self._eps), step.lora)
+    def forward(
+        self, x: torch.Tensor, update: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, step: Step
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x, and what the layer before still has to add to it; returns the same for the next layer."""
+        normed, x = add_rms_norm(x, update, self.attention_norm, self._eps)
+        update = self.attention.forward(normed, keys, values, step)
+        normed, x = add_rms_norm(x, update, self.mlp_norm, self._eps)
+        return x, self.mlp.forward(normed, step.lora)
 
     def checkpoint_tensors(self) -> dict[str, Destination]:
         norms: dict[str, Destination] = {
@@ -137,10 +140,11 @@ class LlamaModel:
         """
         step = self._step(batch)
         x = packed_embedding(batch.input_ids, self.embed_tokens, self.dtype)
+        update = torch.zeros_like(x)
         for layer, keys, values in zip(self.layers, kv_cache.keys, kv_cache.values, strict=True):
             on_layer()
-            x = layer.forward(x, keys, values, step)
-        return self._logits(x.index_select(0, batch.logits_indices))
+            x, update = layer.forward(x, update, keys, values, step)
+        return self._logits(*(tensor.index_select(0, batch.logits_indices) for tensor in (x, update)))
 
     def checkpoint_tensors(self) -> dict[str, Destination]:
         """Every tensor of a checkpoint under its Hugging Face name: where to copy it to. Tied heads have none."""
@@ -174,5 +178,6 @@ class LlamaModel:
             lora=None if batch.lora is None else batch.lora.batched(),
         )
 
-    def _logits(self, x: torch.Tensor) -> torch.Tensor:
-        return packed_linear(rms_norm(x, self.norm, self.config.rms_norm_eps), self.lm_head).float()
+    def _logits(self, x: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
+        normed, _ = add_rms_norm(x, update, self.norm, self.config.rms_norm_eps)
+        return packed_linear(normed, self.lm_head).float()

@@ -14,6 +14,12 @@ from triton.backends.compiler import GPUTarget
 
 from multilora_kernels.cuda.attention import combine_constants, combine_kernel, decode_constants, decode_kernel
 from multilora_kernels.cuda.block_sizes import block_sizes
+from multilora_kernels.cuda.elementwise import (
+    add_rms_norm_constants,
+    add_rms_norm_kernel,
+    silu_mul_constants,
+    silu_mul_kernel,
+)
 from multilora_kernels.cuda.expand import expand_constants, expand_kernel
 from multilora_kernels.cuda.shrink import shrink_constants, shrink_kernel
 from multilora_kernels.parts import num_parts
@@ -32,9 +38,9 @@ _POINTERS = {
         ["rank_ptr", "permutation_ptr", "chunk_start_ptr", "chunk_length_ptr", "chunk_lora_index_ptr"], "*i32"
     ),
 }
-_SCALARS = {"scale": "fp32"}
+_SCALARS = {"scale": "fp32", "eps": "fp32"}
 _ALIGNED_INTEGERS = {
-    "in_features",
+    *("in_features", "size"),
     *("stride_xm", "stride_vp", "stride_vs", "stride_vm", "stride_ym"),
     *("stride_qm", "stride_qh", "stride_ks", "stride_kh"),
 }
@@ -73,6 +79,16 @@ def decode_resources(group: int, head_dim: int, block_size: int, dtype: str, cap
 def combine_resources(head_dim: int, dtype: str, capability: int) -> Resources:
     """The second kernel of `paged_attention`; arguments as of `decode_resources`."""
     return _resources(combine_kernel, combine_constants(head_dim), dtype, capability)
+
+
+def add_rms_norm_resources(size: int, dtype: str, capability: int) -> Resources:
+    """`add_rms_norm`; the rest as of the others."""
+    return _resources(add_rms_norm_kernel, add_rms_norm_constants(size), dtype, capability)
+
+
+def silu_mul_resources(dtype: str, capability: int) -> Resources:
+    """`silu_mul`; arguments as of the others."""
+    return _resources(silu_mul_kernel, silu_mul_constants(), dtype, capability)
 
 
 def _resources(kernel: Any, constants: Mapping[str, Any], dtype: str, capability: int) -> Resources:
