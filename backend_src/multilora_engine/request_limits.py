@@ -11,6 +11,9 @@ from multilora_engine.request import GenerationRequest, SamplingParams
 _LOGIT_BYTES = 4
 """Logits leave as float32."""
 
+_MAX_TOP_LOG_PROBS = 100
+"""Each is told for every token of an answer, with its text; whoever wants all of them asks for the logits."""
+
 
 @dataclass(frozen=True)
 class RequestLimits:
@@ -94,5 +97,5 @@ def _check_token_ids(sampling: SamplingParams, vocab_size: int) -> None:
         raise InvalidRequest("bad_words_list has a sequence without tokens")
     if len({token_id for token_id, _ in sampling.embedding_bias}) < len(sampling.embedding_bias):
         raise InvalidRequest("embedding_bias names a token twice")
-    if not 0 <= sampling.num_top_log_probs <= vocab_size:
-        raise InvalidRequest(f"num_top_log_probs is {sampling.num_top_log_probs}, expected 0 .. {vocab_size}")
+    if not 0 <= sampling.num_top_log_probs <= (most := min(vocab_size, _MAX_TOP_LOG_PROBS)):
+        raise InvalidRequest(f"num_top_log_probs is {sampling.num_top_log_probs}, expected 0 .. {most}")

@@ -162,7 +162,7 @@ def test_refusals_are_the_errors_of_the_package(user: openai.OpenAI) -> None:
         ask(user, "parrot")
     with pytest.raises(openai.BadRequestError, match="n 2 is not supported with stream"):
         ask(user, "pirate", n=2, stream=True)
-    with pytest.raises(openai.BadRequestError, match="embedding_bias_ids has 999999999"):
+    with pytest.raises(openai.BadRequestError, match="embedding_bias has the token 999999999"):
         ask(user, "pirate", logit_bias={"999999999": 1})
     with pytest.raises(openai.BadRequestError, match="no place for tools"):
         ask(user, "pirate", tools=[{"type": "function", "function": {"name": "sky"}}])

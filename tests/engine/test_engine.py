@@ -71,7 +71,7 @@ def request(name: str, prompt: list[int], task: int | None = None, **sampling: o
         (request("r", [1], stop_token_sequences=((1, 999),)), "stop_words_list has the token 999, expected 0 .. 310"),
         (request("r", [1], bad_token_sequences=((1, -1),)), "bad_words_list has the token -1"),
         (request("r", [1], bad_token_sequences=((1,), ())), "bad_words_list has a sequence without tokens"),
-        (request("r", [1], num_top_log_probs=VOCAB_SIZE + 1), "num_top_log_probs is 312, expected 0 .. 311"),
+        (request("r", [1], num_top_log_probs=101), "num_top_log_probs is 101, expected 0 .. 100"),
     ],
 )
 def test_bad_requests_are_refused_with_the_numbers_and_leave_nothing(

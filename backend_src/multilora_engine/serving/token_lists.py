@@ -77,7 +77,7 @@ def read_bias(inputs: InputTensors, row: int, info: EngineInfo, tokenizer: Token
     """
     biases = _read_vector(inputs, row, info, tokenizer)
     if "embedding_bias_ids" in inputs:
-        weights = _read_id_biases(inputs, row, info)
+        weights = _read_id_biases(inputs, row)
     else:
         weights = read_word_biases(inputs, "embedding_bias_words", "embedding_bias_weights", row, tokenizer)
     for token_id, weight in weights.items():
@@ -102,7 +102,7 @@ def read_word_biases(
     return biases
 
 
-def _read_id_biases(inputs: InputTensors, row: int, info: EngineInfo) -> dict[int, float]:
+def _read_id_biases(inputs: InputTensors, row: int) -> dict[int, float]:
     token_ids = inputs.vector("embedding_bias_ids", row) or []
     weights = inputs.vector("embedding_bias_weights", row) or []
     if "embedding_bias_words" in inputs:
@@ -113,8 +113,6 @@ def _read_id_biases(inputs: InputTensors, row: int, info: EngineInfo) -> dict[in
         )
     biases: dict[int, float] = {}
     for token_id, weight in zip(token_ids, weights, strict=True):
-        if not 0 <= token_id < info.vocab_size:
-            raise InvalidRequest(f"embedding_bias_ids has {token_id}, expected token ids 0 .. {info.vocab_size - 1}")
         biases[token_id] = biases.get(token_id, 0.0) + weight
     return biases
 
