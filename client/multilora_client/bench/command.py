@@ -31,13 +31,14 @@ from multilora_client.bench.workload import (
 from multilora_client.client import DEFAULT_URL, AsyncClient
 from multilora_client.console import one_line_errors
 from multilora_client.convert import load_adapter
-from multilora_client.errors import InvalidRequest, Unsupported
+from multilora_client.errors import AdapterConflict, InvalidRequest, Unsupported
 
 _DOORS = {"direct": messages.DIRECT, "ensemble": messages.ENSEMBLE}
 _NUM_CHECK_PROMPTS = 4
 _UPLOADS_AT_ONCE = 4
 _DEFAULT_CONCURRENCY = 4
 _MAX_SHOWN = 5
+_PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 _UNCUT_WIDTH = 1000
 
 Url = Annotated[str, typer.Option(help="grpc://host:port or http://host:port of the server.", envvar="MULTILORA_URL")]
@@ -105,7 +106,8 @@ def bench(
     With `--rate`, requests arrive at random moments (Poisson) and never wait for answers; times count from the moment
     at which a request was due. Of several rates the knee is named: the highest one up to which every request is
     answered and 90 % of the first tokens come within 3 times what they took at the lowest rate: begin with a light
-    load.
+    load. `--check` also fails when another adapter answers than the one that was asked; numbers that depend on the
+    batch (bfloat16, or a near tie) may differ without a fault.
 
     Examples:
 
@@ -116,20 +118,20 @@ def bench(
     with one_line_errors():
         loads = _loads(rate or [], concurrency or [])
         if plot:
-            _check_extra()
+            _check_plot(plot)
         targets = _targets(adapter or [], num_adapters, first_task_id)
         num_jobs = num_requests * len(loads)
         prompts = make_prompts(num_prompts or (_NUM_CHECK_PROMPTS if check else num_jobs), prompt_tokens, seed)
         jobs = make_jobs(targets, popularity_shares(popularity, len(targets), zipf_s), prompts, num_jobs, seed)
         stages = asyncio.run(_run(url, _DOORS[door], targets, jobs, loads, output_tokens, timeout, seed))
+        Console(width=None if sys.stdout.isatty() else _UNCUT_WIDTH).print(render(stages))
+        knee = find_knee(stages) if _is_sweep(stages) else None
+        if _is_sweep(stages):
+            typer.echo(describe_knee(stages, knee))
         if csv:
             write_csv(stages, csv)
-        knee = find_knee(stages) if _is_sweep(stages) else None
         if plot:
             draw(stages, knee, plot)
-    Console(width=None if sys.stdout.isatty() else _UNCUT_WIDTH).print(render(stages))
-    if _is_sweep(stages):
-        typer.echo(describe_knee(stages, knee))
     samples = [sample for stage in stages for sample in stage.samples]
     if not any(sample.is_answered for sample in samples) or (check and not _check_answers(samples)):
         raise typer.Exit(1)
@@ -149,7 +151,9 @@ def _is_sweep(stages: Sequence[Stage]) -> bool:
     return len(stages) > 1 and stages[0].load.is_open
 
 
-def _check_extra() -> None:
+def _check_plot(path: Path) -> None:
+    if path.suffix not in _PLOT_SUFFIXES:
+        raise InvalidRequest(f"--plot is {path}; its name must end with one of {', '.join(_PLOT_SUFFIXES)}")
     if find_spec("matplotlib") is None:
         raise Unsupported("matplotlib is missing; install the extra: pip install 'multilora-client[bench]'")
 
@@ -218,4 +222,7 @@ def _check_answers(samples: Sequence[Sample]) -> bool:
         typer.echo(f"{who} answered {first.text!r}, then {other.text!r} to the same prompt", err=True)
     num_answered = sum(sample.is_answered for sample in samples)
     typer.echo(f"{len(different)} of {num_answered} answers differ from the first one to the same prompt")
-    return not different
+    num_conflicts = sum(sample.error == AdapterConflict.code for sample in samples)
+    if num_conflicts:
+        typer.echo(f"{num_conflicts} requests were answered by another adapter than the one they asked for", err=True)
+    return not different and not num_conflicts

@@ -101,7 +101,7 @@ def summarise(samples: Sequence[Sample]) -> Summary:
 
 
 def find_knee(stages: Sequence[Stage]) -> float | None:
-    """The highest rate up to which the server keeps up; None if that is so at every rate, i.e. the knee lies beyond.
+    """The highest rate up to which the server keeps up, 0 if it never does; None if the knee lies beyond all rates.
 
     It keeps up while every request is answered and 90 % of the first tokens come within KNEE_FACTOR times what they
     took at the lowest rate, which has to be a light load. Behind the knee requests wait for each other, and the longer
@@ -109,8 +109,8 @@ def find_knee(stages: Sequence[Stage]) -> float | None:
     """
     stages = sorted(stages, key=lambda stage: stage.load.level)
     limit = KNEE_FACTOR * summarise(stages[0].samples).first_token.p90
-    knee = stages[0].load.level
-    for stage in stages[1:]:
+    knee = 0.0
+    for stage in stages:
         summary = summarise(stage.samples)
         if summary.errors or not summary.first_token.p90 <= limit:
             return knee
@@ -123,6 +123,8 @@ def describe_knee(stages: Sequence[Stage], knee: float | None) -> str:
     highest = max(stage.load.level for stage in stages)
     if knee is None:
         return f"no knee: the server keeps up at {highest:g} requests/s"
+    if not knee:
+        return "no knee: requests fail at the lowest rate"
     return f"knee: the server keeps up at {knee:g} requests/s, and no longer at the next higher rate"
 
 

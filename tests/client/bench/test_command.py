@@ -6,6 +6,7 @@ import csv
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
@@ -61,6 +62,21 @@ def test_check_fails_when_an_answer_changes(fake_triton: Any, monkeypatch: pytes
     assert "answered 'Ahoy', then 'Hello'" in result.stderr
 
 
+def test_check_fails_when_another_adapter_answers(
+    fake_triton: Any, adapter_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    respond = type(fake_triton)._response
+
+    def response(triton: Any, inputs: dict[str, Any], text: str, *, is_final: bool) -> Any:
+        is_wrong = "text_input" in inputs and len(triton.received) == 5
+        return respond(triton, inputs | {"lora_task_id": np.uint64(7)} if is_wrong else inputs, text, is_final=is_final)
+
+    monkeypatch.setattr(type(fake_triton), "_response", response)
+    result = run(fake_triton, "--check", "--adapter", adapter_dir, "--num-requests", 10, "--concurrency", 1)
+    assert result.exit_code == 1
+    assert "1 requests were answered by another adapter" in result.stderr
+
+
 def test_a_server_that_answers_nothing_is_a_failure_told_by_its_code(fake_triton: Any) -> None:
     result = CliRunner().invoke(app, ["bench", "--num-requests", "2", "--url", "grpc://127.0.0.1:9"])
     assert result.exit_code == 1
@@ -72,6 +88,7 @@ def test_a_server_that_answers_nothing_is_a_failure_told_by_its_code(fake_triton
     [
         (["--rate", "1", "--concurrency", "2"], "give one of them"),
         (["--rate", "0"], "--rate must be more than 0"),
+        (["--plot", "bench.doc"], "must end with one of .png, .svg, .pdf"),
         (["--num-adapters", "2"], "name one with --adapter"),
     ],
 )

@@ -83,6 +83,8 @@ def test_the_knee_is_the_last_rate_before_first_tokens_take_three_times_as_long(
 def test_a_rate_with_an_error_is_behind_the_knee(make_sample: MakeSample) -> None:
     stages = [open_stage(1, [make_sample()]), open_stage(2, [make_sample(), make_sample(error="UNAVAILABLE")])]
     assert find_knee(stages) == 1
+    assert find_knee(stages[1:]) == 0
+    assert describe_knee(stages[1:], 0) == "no knee: requests fail at the lowest rate"
 
 
 def test_the_same_weights_have_to_answer_the_same_prompt_alike_whatever_their_task_id(
