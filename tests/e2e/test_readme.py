@@ -1,10 +1,14 @@
 """The README's examples, run as printed but for the ports."""
 
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from multilora_client import Client, load_adapter
 from multilora_engine.tritonserver import ServerProcess
 
 REPOSITORY = Path(__file__).parents[2]
@@ -21,11 +25,16 @@ def example(name: str, server: ServerProcess) -> str:
 
 
 def run(command: list[str]) -> str:
-    """The output of `command` in the repository's root."""
-    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
+    """The output of `command` in the repository's root, where the commands of the environment are at hand."""
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    result = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.strip(), result.stderr
     return result.stdout
+
+
+def run_bash(script: str) -> str:
+    return run(["bash", "-euo", "pipefail", "-c", script])
 
 
 def test_the_tritonclient_example_prints_an_answer(server: ServerProcess) -> None:
@@ -33,6 +42,37 @@ def test_the_tritonclient_example_prints_an_answer(server: ServerProcess) -> Non
 
 
 def test_the_curl_example_prints_an_answer_and_no_error(server: ServerProcess) -> None:
-    answer = run(["bash", "-euo", "pipefail", "-c", example("curl", server)])
+    answer = run_bash(example("curl", server))
     assert "text_output" in answer
     assert '"error"' not in answer
+
+
+def test_the_load_of_the_bench_example_is_answered(server: ServerProcess) -> None:
+    rows = table(run_bash(example("bench", server)))
+    assert rows["requests"] == ["8", "8"]
+    assert rows["errors"] == ["0", "0"]
+    assert rows["prompt tokens"] == [str(8 * 32)] * 2
+    assert rows["answer tokens"] == [str(8 * 16)] * 2
+
+
+@pytest.mark.parametrize("name", ["perf_analyzer_streams", "perf_analyzer_rate"])
+def test_the_load_of_a_perf_analyzer_example_is_answered(server: ServerProcess, name: str) -> None:
+    report = run_bash(example(name, server))
+    counts = [int(count) for count in re.findall(r"Request count: (\d+)", report)]
+    assert counts, report
+    assert min(counts) >= 8
+
+
+def test_the_size_example_tells_what_the_server_stores(server: ServerProcess, client: Client) -> None:
+    adapter = load_adapter(REPOSITORY / "adapters" / "emoji", 102)
+    client.upload(adapter)
+    (stored,) = [info for info in client.list_adapters() if info.lora_task_id == 102]
+    rows = table(run_bash(example("size", server).replace("size", "size --linears q,v")))
+    assert int(rows["bytes_per_adapter"][0]) == stored.bytes
+    assert int(rows["lora_cache_host_memory_bytes"][0]) == 2000 * stored.bytes
+
+
+def table(text: str) -> dict[str, list[str]]:
+    """The rows of a table by their first cells."""
+    rows = ([cell.strip() for cell in line.strip("│").split("│")] for line in text.splitlines() if "│" in line)
+    return {name: cells for name, *cells in rows}
