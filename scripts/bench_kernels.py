@@ -234,21 +234,30 @@ def write_results(results: list[Result], title: str, output: Path) -> None:
 
 def print_aot(console: Console) -> None:
     """Registers, spilled bytes and shared memory of every kernel, shape and GPU generation, compiled here and now."""
-    from multilora_kernels.cuda.aot import Resources, expand_resources, shrink_resources
+    from multilora_kernels.cuda import aot
 
-    def describe(used: Resources) -> str:
+    def describe(used: aot.Resources) -> str:
         return f"{used.registers} / {used.spilled_bytes} / {used.shared_bytes // 1024}"
 
     gpus = (80, 90, 100)
     title = "registers / spilled bytes / shared KiB"
     table = Table("kernel", "linear", "rank", "chunk", *(f"sm_{gpu}" for gpu in gpus), title=title)
     linears = dict(zip(("q|k|v", "o", "gate|up", "down"), EIGHT_BILLION.linears, strict=True))
-    kernels = {"shrink": shrink_resources, "expand": expand_resources}
+    kernels = {"shrink": aot.shrink_resources, "expand": aot.expand_resources}
     rows = list(itertools.product(kernels, linears, (16, 64), (CHUNK_SIZE, PREFILL_CHUNK_SIZE)))
     with Progress(console=console) as progress:
         for kernel, linear, rank, chunk in progress.track(rows, description="compiling"):
             used = [kernels[kernel](linears[linear], chunk, rank, "bf16", gpu) for gpu in gpus]
             table.add_row(kernel, linear, str(rank), str(chunk), *map(describe, used))
+    hidden, head_dim, group = EIGHT_BILLION.linears[0].in_features, 128, 4
+    others = {
+        "decode attention": lambda gpu: aot.decode_resources(group, head_dim, 16, "bf16", gpu),
+        "its splits added": lambda gpu: aot.combine_resources(head_dim, "bf16", gpu),
+        "add_rms_norm": lambda gpu: aot.add_rms_norm_resources(hidden, "bf16", gpu),
+        "silu_mul": lambda gpu: aot.silu_mul_resources("bf16", gpu),
+    }
+    for kernel, resources in others.items():
+        table.add_row(kernel, "", "", "", *(describe(resources(gpu)) for gpu in gpus))
     console.print(table)
 
 
