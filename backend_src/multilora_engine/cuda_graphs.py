@@ -66,10 +66,10 @@ class DecodeInputs:
         self._block_size = block_size
         self._scratch_block = scratch_block
         self._tables = tables
-        rows = torch.zeros(5, max_num_seqs, dtype=torch.int64, device=tables.rank.device)
-        self._input_ids, self._positions, self._slot_mapping, self._num_keys, self._lora_mapping = rows
+        rows = torch.zeros(6, max_num_seqs, dtype=torch.int64, device=tables.rank.device)
+        self._input_ids, self._positions, self._slot_mapping, self._num_keys, self._lora_mapping = rows[:5]
+        self._logits_indices = rows[5]
         self._block_tables = rows.new_zeros(max_num_seqs, max_blocks)
-        self._logits_indices = torch.arange(max_num_seqs, device=rows.device)
 
     def fill(self, batch: ForwardBatch, size: int) -> None:
         """Copy a decode step to the first rows, and make the others up to `size` padding."""
@@ -78,6 +78,7 @@ class DecodeInputs:
         self._positions[:n] = batch.positions
         self._slot_mapping[:n] = batch.slot_mapping
         self._num_keys[:n] = batch.num_keys
+        self._logits_indices[: len(batch.logits_indices)] = batch.logits_indices
         self._block_tables[:n, : batch.block_tables.shape[1]] = batch.block_tables
         if batch.lora is not None:
             self._lora_mapping[:n] = batch.lora.mapping
@@ -137,17 +138,18 @@ class DecodeGraphs:
         }
 
     def serves(self, batch: ForwardBatch) -> bool:
-        """Whether a batch is a decode step: one token and one row of logits for each of not too many sequences."""
+        """Whether a batch is a decode step: one token of each of not too many sequences, and no more rows wanted."""
         n = len(batch.query_lens)
-        return n <= self._sizes[-1] and len(batch.positions) == n == len(batch.logits_indices)
+        return n == len(batch.positions) <= self._sizes[-1] and len(batch.logits_indices) <= n
 
+    @torch.inference_mode()
     def run(self, batch: ForwardBatch) -> torch.Tensor:
-        """Logits of the batch's sequences, float32 [num_seqs, vocab_size]; overwritten by the next step."""
+        """Logits of the wanted rows, float32 [num_logits, vocab_size]; overwritten by the next step."""
         n = len(batch.query_lens)
         size = self._sizes[bisect.bisect_left(self._sizes, n)]
         self._inputs.fill(batch, size)
         self._replays[size, batch.lora is not None]()
-        return self._logits[:n]
+        return self._logits[: len(batch.logits_indices)]
 
     def _captured(
         self, forward: Callable[[ForwardBatch], torch.Tensor], size: int, has_adapters: bool, capture: Capture
