@@ -157,8 +157,8 @@ class EngineConfig(BaseModel):
         Field(description="Keep the KV cache of what was computed, and reuse it where adapter and first tokens equal."),
     ] = True
     enable_cuda_graphs: Annotated[
-        bool, Field(description="Capture decode steps on a GPU as CUDA graphs at start; a CPU has none.")
-    ] = True
+        bool, Field(description="Replay decode steps on a GPU as CUDA graphs; off until they have run on one.")
+    ] = False
     kv_cache_memory_bytes: Annotated[
         ByteSize, Field(ge=0, description="KV cache budget; 0 is what is left on a GPU, and 1 GiB on a CPU.")
     ] = ByteSize(0)

@@ -38,7 +38,7 @@ _NO_ENCODER = "this server has no encoder-decoder models"
 _KV_CACHE = "see kv_cache_memory_bytes and gpu_memory_utilization, which mean something else"
 _WHOLE_CONTEXT = "every token attends to the whole context that the model gives it"
 _OWN_KERNELS = "it chooses among kernels of TensorRT-LLM"
-_CUDA_GRAPHS = "see enable_cuda_graphs, which is on"
+_CUDA_GRAPHS = "see enable_cuda_graphs"
 _METRICS = "the metrics are always on, and cost nothing that could be saved"
 
 IGNORED: Mapping[str, str] = MappingProxyType(
