@@ -27,7 +27,7 @@ class CachedAdapter:
     rows: empty until its pages are filled. load: fills them from the disk tier; its result is the rows, which
         `LoRAManager.poll` takes up. None: nothing is under way.
     is_being_written: the disk tier reads its pages. is_unkeepable: the disk tier could not keep it.
-    kept: done when its file is first written; raises OSError if that failed, cancelled if it is not wanted any more.
+    kept: done when its file is written; raises OSError if that failed last, cancelled if it is not wanted any more.
     last_used_s: seconds since the epoch of the last pin, at first of the insertion. num_hits: pins so far.
     """
 

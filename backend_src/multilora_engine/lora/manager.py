@@ -146,15 +146,20 @@ class LoRAManager:
         return self._disk is not None or len(packed.pages) <= self._host.pool.num_free
 
     def keep(self, lora_task_id: int) -> Future[None] | None:
-        """When an adapter in host memory is written to the disk tier, and so survives the death of the engine.
+        """Have an adapter in host memory written to the disk tier, where it survives the death of the engine.
 
-        The future raises OSError if it cannot be written, and is cancelled if it is replaced or unloaded before. None
-        without a disk tier. Raises AdapterNotFound.
+        The future is done when it is; it raises OSError if it cannot be written, which every call tries again, and is
+        cancelled if the adapter is replaced or unloaded before. None without a disk tier. Raises AdapterNotFound.
         """
         adapter = self._host.get(lora_task_id)
         if adapter is None:
             raise AdapterNotFound(lora_task_id)
-        return None if self._disk is None else adapter.kept
+        if self._disk is None:
+            return None
+        self._disk.poll()
+        if adapter.rows:
+            self._spill(adapter, self._disk)
+        return adapter.kept
 
     def is_known(self, lora_task_id: int) -> bool:
         """Whether an adapter is in some tier."""
@@ -521,6 +526,8 @@ class LoRAManager:
             self._remove_if_unused(adapter)
 
         adapter.is_being_written = True
+        if adapter.kept.done():
+            adapter.kept = Future()
         pages = self._host.views(adapter)
         write = disk.store(adapter.lora_task_id, adapter.digest, adapter.name, adapter.rows, pages, end)
         write.add_done_callback(partial(_tell_kept, adapter.kept))

@@ -661,6 +661,33 @@ def test_what_cannot_be_kept_says_so_and_stays_in_memory(tmp_path: Path) -> None
     manager.close()
 
 
+def test_what_could_not_be_kept_is_written_when_it_is_asked_for_again(tmp_path: Path) -> None:
+    workers, is_full = SteppedWorkers(), True
+
+    def write_file(path: Path, header: bytes, pages: Sequence[torch.Tensor]) -> None:
+        if is_full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write_file_atomically(path, header, pages)
+
+    disk = DiskTier(tmp_path, 1 << 20, TINY, write_file=write_file, workers=lambda _: workers)
+    manager = build_manager(8, None, "refuse", disk=disk)
+    manager.put(1, CONTENTS[1][1])
+    first = manager.keep(1)
+    workers.step(workers.num_tasks)
+    is_full = False
+    manager.put(1, CONTENTS[1][1])
+    again = manager.keep(1)
+    assert first is not None
+    assert again is not None
+    assert isinstance(first.exception(timeout=0), OSError)
+    assert not again.done()
+    work(manager, workers)
+    assert again.result(timeout=0) is None
+    assert (tmp_path / "1.safetensors").exists()
+    manager.check_integrity()
+    manager.close()
+
+
 def test_without_a_disk_tier_there_is_nothing_to_keep() -> None:
     manager = build_manager(8, None, "refuse")
     manager.put(1, CONTENTS[1][1])
