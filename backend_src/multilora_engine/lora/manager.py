@@ -324,6 +324,8 @@ class LoRAManager:
         assert self._load_started.keys() == {adapter for adapter in self._host.adapters if adapter.load is not None}
         if self._disk is not None:
             self._disk.check_integrity()
+            for adapter in self._host.current:
+                assert adapter.kept.done() or adapter.is_being_written or not adapter.rows, "nobody will hear of it"
             files = {file.lora_task_id: file.digest for file in self._disk.adapters}
             for adapter in self._host.current:
                 assert files.get(adapter.lora_task_id, adapter.digest) == adapter.digest, "a file of an old version"
@@ -517,7 +519,11 @@ class LoRAManager:
 
     def _spill(self, adapter: CachedAdapter, disk: DiskTier) -> None:
         """Have an adapter's file written, unless there is one, or will be."""
-        if disk.find(adapter.lora_task_id) is not None or adapter.is_being_written:
+        if disk.find(adapter.lora_task_id) is not None:
+            if not adapter.kept.done():
+                adapter.kept.set_result(None)
+            return
+        if adapter.is_being_written:
             return
 
         def end(error: OSError | None) -> None:

@@ -661,6 +661,17 @@ def test_what_cannot_be_kept_says_so_and_stays_in_memory(tmp_path: Path) -> None
     manager.close()
 
 
+def test_what_is_on_disk_alone_and_comes_again_is_kept_at_once(tmp_path: Path) -> None:
+    for _ in range(2):
+        manager, workers = disk_manager(tmp_path, num_host_pages=2)
+        manager.put(5, CONTENTS[0][1])
+        kept = manager.keep(5)
+        work(manager, workers)
+        assert kept is not None
+        assert kept.done()
+        manager.close()
+
+
 def test_what_could_not_be_kept_is_written_when_it_is_asked_for_again(tmp_path: Path) -> None:
     workers, is_full = SteppedWorkers(), True
 
