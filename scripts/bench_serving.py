@@ -1,54 +1,119 @@
-"""Tokens per second through the real server: how many requests at once, and what their adapters cost.
+"""What requests get through the real server, with all its processes and this client on the same machine.
 
-Every cell is one wave of requests that start together: 128 prompt tokens, 64 answer tokens each, on the direct model
-`generation`, streaming. The cells of a round run one after another and the rounds repeat, so that what else the machine
-does hits all of them; medians are reported.
+adapters   tokens/s of 1, 8 and 16 requests that start together: without adapters, with one, with one each
+doors      tokens/s of the same requests in this process (the engine alone), through `generation` and through `ensemble`
+load       time to the first token and between tokens at rising rates of requests that arrive at random, through
+           `ensemble`, with as many adapters as requests at most, asked by Zipf's law; and the knee
+
+All answers are streams. What is compared runs in turn, round after round, so that what else the machine does hits all
+of it; medians are reported. The load is that of `multilora bench`.
 """
 
 from __future__ import annotations
 
-import csv
+import asyncio
+import itertools
 import os
-import platform
 import statistics
 import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import numpy as np
 import typer
+from bench_rows import Row, render, write_results
 from prepare_default_model import ensure_default_checkpoint
 from rich.console import Console
-from rich.progress import track
-from rich.table import Table
+from rich.progress import Progress
+from tokenizers import Tokenizer
 
-from multilora_client import Adapter, AdapterTensors, Client
+from multilora_client import ENSEMBLE, Adapter, AdapterTensors, AsyncClient
+from multilora_client.bench.load import Ask, Load, Sample, make_ask, run_closed, run_load
+from multilora_client.bench.plot import plot
+from multilora_client.bench.report import Stage, describe_knee, find_knee, summarise, write_csv
+from multilora_client.bench.report import render as render_stages
+from multilora_client.bench.workload import Job, Target, make_jobs, make_prompts, popularity_shares
+from multilora_engine.config import EngineConfig
+from multilora_engine.engine import Engine
 from multilora_engine.lora.format import adapter_layout, lora_modules
 from multilora_engine.models.model_config import read_model_config
+from multilora_engine.request import GenerationRequest, SamplingParams
 from multilora_engine.tritonserver import ServerOptions, ServerProcess
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 MODULES = (1, 2, 3, 4, 5, 6, 7)
-ADAPTER_MIXES = ("none", "one", "all different")
+ADAPTER_MIXES = ("no adapter", "one adapter", "all different")
+PARTS = ("adapters", "doors", "load")
+MIN_ENSEMBLE_SHARE = 90.0
+"""The goal: percent of the tokens/s in this process that come through `ensemble`."""
 
 
 @dataclass(frozen=True)
-class Cell:
-    """One measured setting."""
+class Setting:
+    """What all parts have in common. concurrency: requests at once, rising; the last is that of `doors`."""
 
-    concurrency: int
-    adapters: str
+    model: Path
+    concurrency: Sequence[int]
+    rates: Sequence[float]
+    num_load_requests: int
+    rounds: int
+    rank: int
+    prompt_tokens: int
+    output_tokens: int
 
 
-@dataclass(frozen=True)
-class Wave:
-    """One run of a cell: seconds from the common start to the last token, and to each request's first."""
+@dataclass
+class Results:
+    """rates: tokens/s of every round by what was measured. first: seconds to the first tokens. stages: of the load."""
 
-    seconds: float
-    first_token_seconds: list[float]
+    rates: dict[str, list[float]] = field(default_factory=dict)
+    first: dict[str, list[float]] = field(default_factory=dict)
+    stages: list[Stage] = field(default_factory=list)
+
+    def add(self, what: str, samples: Sequence[Sample]) -> None:
+        """One round. Raises RuntimeError when a request was not answered: the rest would look faster for it."""
+        if errors := {sample.error for sample in samples if not sample.is_answered}:
+            raise RuntimeError(f"{what}: requests failed with {', '.join(sorted(errors))}")
+        self.rates.setdefault(what, []).append(summarise(samples).tokens_per_s)
+        self.first.setdefault(what, []).extend(sample.first_token_s for sample in samples)
+
+
+class FreshPrompts:
+    """Prompts that no cache has seen."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self._num_tokens = num_tokens
+        self._seeds = itertools.count()
+
+    def take(self, count: int) -> list[str]:
+        return make_prompts(count, self._num_tokens, next(self._seeds))
+
+
+class EngineInProcess:
+    """The engine as the server configures it, without anything around it."""
+
+    def __init__(self, model: Path) -> None:
+        self._engine = Engine(EngineConfig.model_validate({"model_path": model}))
+        self._tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+        self._request_ids = itertools.count()
+
+    def close(self) -> None:
+        self._engine.close()
+
+    def tokens_per_s(self, prompts: Sequence[str], output_tokens: int) -> float:
+        """Of all prompts at once, until the last answer is whole."""
+        started, num_tokens = time.perf_counter(), 0
+        for prompt in prompts:
+            sampling = SamplingParams(max_tokens=output_tokens, end_id=-1)
+            token_ids = self._tokenizer.encode(prompt).ids
+            self._engine.add_request(GenerationRequest(f"bench-{next(self._request_ids)}", token_ids, sampling))
+        while self._engine.has_work:
+            num_tokens += sum(len(output.token_ids) for output in self._engine.step())
+        return num_tokens / (time.perf_counter() - started)
 
 
 def random_adapter(model: Path, lora_task_id: int, rank: int) -> Adapter:
@@ -65,102 +130,167 @@ def random_adapter(model: Path, lora_task_id: int, rank: int) -> Adapter:
     return Adapter(lora_task_id, AdapterTensors(weights, config, "FP16"))
 
 
-def task_ids(cell: Cell) -> list[int | None]:
-    """The adapter of each request of a wave; task ids start at 1."""
-    if cell.adapters == "none":
-        return [None] * cell.concurrency
-    return [1] * cell.concurrency if cell.adapters == "one" else list(range(1, cell.concurrency + 1))
+def mixed_targets(mix: str, count: int, adapters: Sequence[Target]) -> list[Target]:
+    """Whom each of `count` requests asks."""
+    if mix == "no adapter":
+        return [Target()] * count
+    return [adapters[0]] * count if mix == "one adapter" else list(adapters[:count])
 
 
-def run_wave(client: Client, tasks: Sequence[int | None], prompt: list[int], max_tokens: int) -> Wave:
-    """Ask once for each task id, all at the same time."""
-    start = time.perf_counter()
+async def run_wave(ask: Ask, targets: Sequence[Target], prompts: Sequence[str]) -> list[Sample]:
+    """All at the same time, once."""
+    jobs = [Job(target, prompt) for target, prompt in zip(targets, prompts, strict=True)]
+    return await run_closed(ask, jobs, len(jobs), lambda: None)
 
-    def ask(task: int | None) -> float:
-        chunks = client.stream(input_ids=prompt, adapter=task, max_tokens=max_tokens, end_id=-1)
-        next(chunks)
-        first = time.perf_counter() - start
-        *_, last = chunks
-        assert last.num_output_tokens == max_tokens
-        return first
 
-    with ThreadPoolExecutor(len(tasks)) as pool:
-        first_token_seconds = list(pool.map(ask, tasks))
-    return Wave(time.perf_counter() - start, first_token_seconds)
+async def measure(url: str, setting: Setting, parts: Sequence[str], progress: Progress) -> Results:
+    """All parts, on a server that does nothing else."""
+    results, most = Results(), max(setting.concurrency)
+    adapters = [Target(random_adapter(setting.model, 1 + i, setting.rank), f"random {i}") for i in range(most)]
+    async with AsyncClient(url) as direct_client, AsyncClient(url, door=ENSEMBLE) as ensemble_client:
+        for client in (direct_client, ensemble_client):
+            for target in progress.track(adapters, description="sending adapters"):
+                assert target.adapter is not None
+                await client.upload(target.adapter)
+        direct, ensemble = (
+            make_ask(client, setting.output_tokens, timeout_s=None) for client in (direct_client, ensemble_client)
+        )
+        prompts = FreshPrompts(setting.prompt_tokens)
+        await run_wave(direct, [Target(), adapters[0]], prompts.take(2))
+        if "adapters" in parts:
+            await measure_adapters(direct, setting, adapters, prompts, results, progress)
+        if "doors" in parts:
+            asks = {"through generation": direct, "through ensemble": ensemble}
+            await measure_doors(asks, setting, prompts, results, progress)
+        if "load" in parts:
+            await measure_load(ensemble, setting, adapters, prompts, results, progress)
+    return results
+
+
+async def measure_adapters(
+    ask: Ask,
+    setting: Setting,
+    adapters: Sequence[Target],
+    prompts: FreshPrompts,
+    results: Results,
+    progress: Progress,
+) -> None:
+    cells = list(itertools.product(setting.concurrency, ADAPTER_MIXES))
+    rounds = list(itertools.product(range(setting.rounds), cells))
+    for _, (count, mix) in progress.track(rounds, description="adapters"):
+        samples = await run_wave(ask, mixed_targets(mix, count, adapters), prompts.take(count))
+        results.add(f"{count} at once, {mix}", samples)
+
+
+async def measure_doors(
+    asks: Mapping[str, Ask], setting: Setting, prompts: FreshPrompts, results: Results, progress: Progress
+) -> None:
+    """Without adapters; nobody asks the server while the engine of this process works."""
+    count = setting.concurrency[-1]
+    with engine_in_process(setting.model) as engine:
+        engine.tokens_per_s(prompts.take(count), 2)
+        for _ in progress.track(range(setting.rounds), description="doors"):
+            rate = engine.tokens_per_s(prompts.take(count), setting.output_tokens)
+            results.rates.setdefault("in this process", []).append(rate)
+            for name, ask in asks.items():
+                results.add(name, await run_wave(ask, [Target()] * count, prompts.take(count)))
+
+
+@contextmanager
+def engine_in_process(model: Path) -> Iterator[EngineInProcess]:
+    engine = EngineInProcess(model)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+async def measure_load(
+    ask: Ask,
+    setting: Setting,
+    adapters: Sequence[Target],
+    prompts: FreshPrompts,
+    results: Results,
+    progress: Progress,
+) -> None:
+    shares = popularity_shares("zipf", len(adapters), 1.0)
+    count = setting.num_load_requests
+    for load in [Load(rate, is_open=True) for rate in setting.rates]:
+        jobs = make_jobs(adapters, shares, prompts.take(count), count, seed=0)
+        advance = partial(progress.advance, progress.add_task(str(load), total=count))
+        results.stages.append(Stage(load, await run_load(ask, jobs, load, 0, advance)))
+
+
+def result_rows(results: Results) -> list[Row]:
+    """The medians, and what the ensemble keeps of the engine's tokens/s."""
+    rows = [Row(what, statistics.median(rates), "tokens/s") for what, rates in results.rates.items()]
+    rows += [
+        Row(f"first token, {what}", statistics.median(seconds) * 1e3, "ms") for what, seconds in results.first.items()
+    ]
+    if "in this process" in results.rates:
+        alone, ensemble = (results.rates[what] for what in ("in this process", "through ensemble"))
+        share = 100 * statistics.median(b / a for a, b in zip(alone, ensemble, strict=True))
+        goal = f">= {MIN_ENSEMBLE_SHARE:g}"
+        rows.append(Row("ensemble, of in this process", share, "%", goal, share >= MIN_ENSEMBLE_SHARE))
+    return rows
 
 
 def main(
-    concurrency: Annotated[list[int], typer.Option(help="Requests at once; repeat for several.")] = [1, 8, 16],  # noqa: B006
-    rounds: Annotated[int, typer.Option(help="Repetitions of every cell, interleaved; medians are reported.")] = 3,
+    output: Annotated[Path, typer.Option(help="Folder for serving.csv, serving_load.csv and their plots.")] = Path(
+        "bench_results"
+    ),
+    part: Annotated[list[str], typer.Option(help=f"Measure only this: {', '.join(PARTS)}.")] = [],  # noqa: B006
+    concurrency: Annotated[list[int], typer.Option(help="Requests at once; repeat for several, rising.")] = [1, 8, 16],  # noqa: B006
+    rate: Annotated[list[float], typer.Option(help="Requests a second of the load; repeat.")] = [0.25, 0.5, 1, 1.5, 2],  # noqa: B006
+    load_requests: Annotated[int, typer.Option(help="Requests of each rate.")] = 40,
+    rounds: Annotated[int, typer.Option(help="Repetitions of everything that is compared.")] = 3,
     rank: Annotated[int, typer.Option(help="Rank of the adapters, which are on all linear layers.")] = 16,
     prompt_tokens: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 128,
     output_tokens: Annotated[int, typer.Option(help="Tokens of each answer.")] = 64,
     model: Annotated[Path | None, typer.Option(help="Checkpoint to serve; default: the embedded model.")] = None,
-    output: Annotated[Path | None, typer.Option(help="Also write the table as CSV to this file.")] = None,
 ) -> None:
-    """Measure tokens/s and time to first token through a server that this command starts and stops."""
+    """Measure tokens/s and times through a server that this command starts and stops, and plot them."""
+    if unknown := set(part) - set(PARTS):
+        raise typer.BadParameter(f"no part is called {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     console = Console()
-    model = model or ensure_default_checkpoint()
-    cells = [Cell(n, adapters) for n in concurrency for adapters in ADAPTER_MIXES]
+    setting = Setting(
+        model=model or ensure_default_checkpoint(),
+        concurrency=sorted(concurrency),
+        rates=sorted(rate),
+        num_load_requests=load_requests,
+        rounds=rounds,
+        rank=rank,
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+    )
+    with started_server(setting.model, console) as server, Progress(console=console) as progress:
+        results = asyncio.run(measure(f"grpc://{server.grpc_url}", setting, part or PARTS, progress))
+    if rows := result_rows(results):
+        console.print(render(rows, f"{setting.model.name}, streams through the server, medians"))
+        write_results(rows, output, "serving")
+    if results.stages:
+        report_load(results.stages, output, console)
+    console.print(f"results are in {output}; {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}")
+
+
+@contextmanager
+def started_server(model: Path, console: Console) -> Iterator[ServerProcess]:
     options = ServerOptions(
         model=model, model_repository=REPOSITORY / "model_repository", http_port=0, grpc_port=0, metrics_port=0
     )
-    with console.status("starting the server"), ServerProcess(options) as server:
-        server.wait_ready()
-        waves = measure(server, model, cells, rounds, rank, prompt_tokens, output_tokens)
-    rows = [summarise(cell, waves[cell], output_tokens) for cell in cells]
-    console.print(render(rows))
-    console.print(f"{cpu_name()}, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}")
-    if output:
-        with output.open("w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(COLUMNS)
-            writer.writerows(rows)
+    with ServerProcess(options) as server:
+        with console.status("starting the server"):
+            server.wait_ready()
+        yield server
 
 
-def cpu_name() -> str:
-    """As Linux calls it, such as `AMD EPYC`."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line.split(": ")[1] for line in lines if line.startswith("model name")), platform.machine())
-
-
-def measure(
-    server: ServerProcess,
-    model: Path,
-    cells: Sequence[Cell],
-    rounds: int,
-    rank: int,
-    prompt_tokens: int,
-    output_tokens: int,
-) -> dict[Cell, list[Wave]]:
-    rng = np.random.default_rng(0)
-    waves: dict[Cell, list[Wave]] = {cell: [] for cell in cells}
-    with Client(f"grpc://{server.grpc_url}") as client:
-        for task in range(1, max(cell.concurrency for cell in cells) + 1):
-            client.upload(random_adapter(model, task, rank))
-        run_wave(client, [None, 1], [1] * prompt_tokens, 4)
-        for cell in track([cell for _ in range(rounds) for cell in cells], "measuring"):
-            prompt = rng.integers(100, 10_000, prompt_tokens).tolist()
-            waves[cell].append(run_wave(client, task_ids(cell), prompt, output_tokens))
-    return waves
-
-
-COLUMNS = ("concurrency", "adapters", "tokens/s", "tokens/s, lowest", "tokens/s, highest", "first token, ms")
-
-
-def summarise(cell: Cell, waves: Sequence[Wave], output_tokens: int) -> tuple[int, str, float, float, float, float]:
-    rates = [cell.concurrency * output_tokens / wave.seconds for wave in waves]
-    first = statistics.median(seconds for wave in waves for seconds in wave.first_token_seconds)
-    return cell.concurrency, cell.adapters, statistics.median(rates), min(rates), max(rates), first * 1e3
-
-
-def render(rows: Sequence[tuple[int, str, float, float, float, float]]) -> Table:
-    table = Table(title="through the server, medians")
-    for column in COLUMNS:
-        table.add_column(column, justify="left" if column == "adapters" else "right")
-    for concurrency, adapters, *numbers in rows:
-        table.add_row(str(concurrency), adapters, *(f"{number:.1f}" for number in numbers))
-    return table
+def report_load(stages: Sequence[Stage], output: Path, console: Console) -> None:
+    output.mkdir(parents=True, exist_ok=True)
+    knee = find_knee(stages)
+    console.print(render_stages(stages))
+    console.print(describe_knee(stages, knee))
+    write_csv(stages, output / "serving_load.csv")
+    plot(stages, knee, output / "serving_load.png")
 
 
 if __name__ == "__main__":
