@@ -6,9 +6,13 @@ A selection; scripts/inject_faults has all faults, and scripts/soak_serving goes
 
 from __future__ import annotations
 
+import json
+import re
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
 from rich.progress import Progress
@@ -18,14 +22,23 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 from inject_faults import FAULTS, Scene, inject, stage
 from soak_serving import SHARED_MEMORY, soak
+from telling_adapters import BASE_TOKEN
 
 PROCESSES = {"serve", "tritonserver", "engine", "generation", "generation_unary", "preprocessing", "postprocessing"}
 SELECTED = ("engine: SIGKILL", "engine hangs: SIGSTOP", "disk tier: disk full")
 
 
+NUM_TOKENS = 400
+
+
 @pytest.fixture(scope="module")
-def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
-    with stage(num_clients=4, directory=tmp_path_factory.mktemp("faults")) as scene:
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("log") / "server.log"
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory, log: Path) -> Iterator[Scene]:
+    with stage(num_clients=4, directory=tmp_path_factory.mktemp("faults"), log=log) as scene:
         yield scene
 
 
@@ -43,3 +56,16 @@ def test_a_short_soak_has_no_wrong_lost_or_stuck_request_and_measures_every_proc
 def test_a_fault_costs_no_more_than_it_explains(scene: Scene, name: str) -> None:
     (fault,) = [fault for fault in FAULTS if fault.name == name]
     assert inject(fault, scene).complaints == []
+
+
+def test_sigterm_lets_what_is_in_flight_end_even_an_ensemble(scene: Scene, log: Path) -> None:
+    """The last test: it ends the server."""
+    request = {"text_input": "<100>", "max_tokens": NUM_TOKENS, "end_id": -1, "stream": True}
+    url = f"http://{scene.server.http_url}/v2/models/ensemble/generate_stream"
+    with ThreadPoolExecutor() as pool, urlopen(url, json.dumps(request).encode(), timeout=60) as stream:
+        first = stream.readline()
+        status = pool.submit(scene.server.terminate)
+        answer = (first + stream.read()).decode()
+        assert status.result() == 0
+    assert answer.count(f"<{BASE_TOKEN}>") == NUM_TOKENS
+    assert re.search(r"no more requests are taken, 1 are in flight", log.read_text())

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 from multilora_engine.lora.usage import AdapterUsage
+from multilora_engine.process.drain import DrainOrder
 from multilora_engine.process.heartbeat import Heartbeat, heartbeat_file
 from multilora_engine.process.server import serve
 from support.fake_engine import FakeEngine
@@ -24,24 +25,25 @@ def new_heartbeat(interval_s: float | None = None) -> Heartbeat:
 
 
 @contextmanager
-def served(engine: FakeEngine, socket_path: Path, heartbeat: Heartbeat | None = None) -> Iterator[None]:
-    """Serve `engine` at `socket_path` until the context ends."""
+def served(engine: FakeEngine, socket_path: Path, heartbeat: Heartbeat | None = None) -> Iterator[DrainOrder]:
+    """Serve `engine` at `socket_path` until the context ends; it takes no more requests when the order is given."""
     heartbeat = heartbeat or new_heartbeat()
     parent_fd, writer_fd = os.pipe()
     ready = threading.Event()
 
     def run() -> None:
         with suppress(RuntimeError):
-            serve(engine, socket_path, parent_fd, AdapterUsage(max_adapters=2), heartbeat, ready.set)
+            serve(engine, socket_path, parent_fd, AdapterUsage(max_adapters=2), heartbeat, drain, ready.set)
 
-    thread = threading.Thread(target=run)
-    thread.start()
-    assert ready.wait(TIMEOUT_S)
-    try:
-        yield
-    finally:
-        engine.step_gate.set()
-        os.close(writer_fd)
-        thread.join(TIMEOUT_S)
-        os.close(parent_fd)
+    with closing(DrainOrder(socket_path)) as drain:
+        thread = threading.Thread(target=run)
+        thread.start()
+        assert ready.wait(TIMEOUT_S)
+        try:
+            yield drain
+        finally:
+            engine.step_gate.set()
+            os.close(writer_fd)
+            thread.join(TIMEOUT_S)
+            os.close(parent_fd)
     assert not thread.is_alive()

@@ -1,13 +1,15 @@
 """`EngineServer`: the engine process. One thread owns the socket and the engine, and sleeps when there is no work.
 
 `python -m multilora_engine.process.server` reads one JSON line (`Launch`) on stdin, loads the engine, binds the socket,
-and reports on stdout (`Started` or `StartFailed`). It ends when stdin does: the front that started it is gone.
+and reports on stdout (`Started` or `StartFailed`). It ends when stdin does: the front that started it is gone. SIGTERM
+drains it, see drain.py.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
@@ -28,6 +30,7 @@ from multilora_engine.errors import (
     AdapterNotFound,
     AdapterNotKept,
     ConfigError,
+    EngineUnavailable,
     InternalError,
     RequestError,
 )
@@ -43,6 +46,7 @@ from multilora_engine.process.adapter_operator import (
     PendingReport,
     Report,
 )
+from multilora_engine.process.drain import DrainOrder
 from multilora_engine.process.heartbeat import Heartbeat
 from multilora_engine.process.messages import (
     PROTOCOL_VERSION,
@@ -166,6 +170,7 @@ class EngineServer:
         parent_fd: int,
         usage: AdapterUsage,
         heartbeat: Heartbeat,
+        drain: DrainOrder,
     ) -> None:
         self._engine = engine
         self._heartbeat = heartbeat
@@ -177,6 +182,9 @@ class EngineServer:
         self._poller = zmq.Poller()
         self._poller.register(router, zmq.POLLIN)
         self._poller.register(parent_fd, zmq.POLLIN | zmq.POLLERR)
+        self._poller.register(drain.fd, zmq.POLLIN)
+        self._drain = drain
+        self._is_draining = False
         self._fronts: set[bytes] = set()
         self._routes: dict[str, _Route] = {}
         self._uploads: list[_Upload] = []
@@ -194,9 +202,16 @@ class EngineServer:
             self._acknowledge_uploads()
             self._send_reports()
             self._flush()
+            if self._is_draining and not (self._routes or self._uploads or self._outbox):
+                self._drain.fulfil()
 
     def _parent_is_gone(self) -> bool:
-        return self._parent_fd in dict(self._poller.poll(self._poll_timeout_ms()))
+        events = dict(self._poller.poll(self._poll_timeout_ms()))
+        if self._drain.fd in events:
+            logger.info("no more requests are taken, %d are in flight", len(self._routes))
+            self._poller.unregister(self._drain.fd)
+            self._is_draining = True
+        return self._parent_fd in events
 
     def _poll_timeout_ms(self) -> int | None:
         if self._engine.has_work:
@@ -264,6 +279,7 @@ class EngineServer:
 
     def _add(self, front: bytes, message: Add, payload: memoryview) -> None:
         try:
+            self._check_open()
             if message.adapter is not None:
                 self._put_adapter(message.adapter, payload, message.requests[0].lora_name)
             for request in message.requests:
@@ -282,7 +298,12 @@ class EngineServer:
         except AdapterNotFound as error:
             raise error.under_name(request.lora_name) from None
 
+    def _check_open(self) -> None:
+        if self._is_draining:
+            raise EngineUnavailable("the server is shutting down")
+
     def _put(self, front: bytes, message: PutAdapter, payload: memoryview) -> None:
+        self._check_open()
         write = self._put_adapter(message.adapter, payload, message.lora_name)
         done = TokenOutput(message.request_id, [], "", finish_reason="stop", lora_digest=message.adapter.digest)
         if write is None:
@@ -418,11 +439,12 @@ def serve(
     parent_fd: int,
     usage: AdapterUsage,
     heartbeat: Heartbeat,
+    drain: DrainOrder,
     on_ready: Callable[[], None] = lambda: None,
 ) -> None:
     """Bind the socket and serve until `parent_fd` reaches its end, counting in `usage`, showing life by `heartbeat`.
 
-    `on_ready` is called once fronts can connect.
+    After the order to `drain` no more requests are taken. `on_ready` is called once fronts can connect.
     """
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         router.set(zmq.LINGER, 0)
@@ -432,7 +454,7 @@ def serve(
         router.set(zmq.ROUTER_MANDATORY, 1)
         router.bind(f"ipc://{socket_path}")
         on_ready()
-        EngineServer(engine, router, parent_fd, usage, heartbeat).run()
+        EngineServer(engine, router, parent_fd, usage, heartbeat, drain).run()
 
 
 def main(create_engine: Callable[[EngineConfig], ServedEngine]) -> None:
@@ -450,11 +472,13 @@ def main(create_engine: Callable[[EngineConfig], ServedEngine]) -> None:
         logger.exception("the engine cannot start")
         _report(report_stream, StartFailed(f"{type(error).__name__}: {error}"))
         raise SystemExit(1) from None
-    with closing(engine):
+    socket_path = Path(launch.socket_path)
+    with closing(DrainOrder(socket_path)) as drain, closing(engine):
+        signal.signal(signal.SIGTERM, drain.give)
         usage = AdapterUsage(config.lora.lora_metrics_max_adapters)
         heartbeat = Heartbeat(launch.heartbeat_fd, launch.heartbeat_interval_s)
         on_ready = partial(_report, report_stream, Started())
-        serve(engine, Path(launch.socket_path), sys.stdin.fileno(), usage, heartbeat, on_ready)
+        serve(engine, socket_path, sys.stdin.fileno(), usage, heartbeat, drain, on_ready)
 
 
 def _take_stdout() -> TextIO:

@@ -20,6 +20,7 @@ from multilora_engine.backoff import Backoff
 from multilora_engine.errors import ConfigError
 from multilora_engine.process.heartbeat import LOOKS_PER_TIMEOUT, Heartbeat, Pulse, heartbeat_file
 from multilora_engine.process.messages import Launch, StartFailed, StartReport
+from multilora_engine.process.paths import ENGINE_MODULE
 
 _EXIT_TIMEOUT_S = 5.0
 
@@ -28,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 def engine_command() -> tuple[str, ...]:
     """Runs the engine with this environment's Python; inside a Triton stub `sys.executable` is not one."""
-    return (str(Path(sys.prefix) / "bin" / "python3"), "-m", "multilora_engine.process.server")
+    return (str(Path(sys.prefix) / "bin" / "python3"), "-m", ENGINE_MODULE)
 
 
 class EngineProcess:

@@ -10,7 +10,7 @@ import subprocess
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,6 +18,8 @@ from threading import Thread
 from typing import IO, Self
 
 from multilora_engine.errors import MultiloraError
+from multilora_engine.process.drain import drain_engine
+from multilora_engine.process.paths import ENGINE_MODULE, socket_path
 from multilora_engine.shared_memory import check_free_space
 from multilora_engine.tritonserver.addresses import Addresses, resolve_addresses
 from multilora_engine.tritonserver.checkpoint import check_checkpoint
@@ -36,6 +38,8 @@ _TOKEN_VARIABLE = "MULTILORA_SERVER"
 
 _POLL_S = 0.2
 _GRACE_S = 10.0
+_LAST_STEP_S = 0.5
+"""What the last answers of the engine get to pass through postprocessing and out: no ensemble goes on after SIGTERM."""
 
 
 class ServerFailed(MultiloraError):
@@ -178,10 +182,15 @@ class ServerProcess:
         return ServerFailed(f"{self.log.failure} (tritonserver ended with status {status})")
 
     def stop(self) -> int:
-        """SIGTERM, then SIGKILL after the exit timeout; returns the exit status. May be called again."""
+        """Let requests in flight end, then SIGTERM, then SIGKILL; returns the exit status. May be called again.
+
+        New requests are refused from the first. All of it takes no longer than the exit timeout and a grace.
+        """
+        deadline = time.monotonic() + self.options.exit_timeout_s + _GRACE_S
         try:
+            self._drain()
             self._process.terminate()
-            return self._process.wait(self.options.exit_timeout_s + _GRACE_S)
+            return self._process.wait(deadline - time.monotonic())
         except subprocess.TimeoutExpired:
             self._process.kill()
             return self._process.wait()
@@ -193,6 +202,12 @@ class ServerProcess:
         self._process.kill()
         self._process.wait()
         self._clean_up()
+
+    def _drain(self) -> None:
+        for pid in marked_processes(self.token):
+            if _runs(pid, ENGINE_MODULE):
+                drain_engine(pid, socket_path(self.pid), self.options.exit_timeout_s)
+                time.sleep(_LAST_STEP_S)
 
     def _prepare_repository(self) -> Path:
         repository = find_model_repository(self.options.model_repository)
@@ -285,9 +300,23 @@ def server_arguments(options: ServerOptions, addresses: Addresses, regions: Regi
 
 
 def kill_marked_processes(token: str) -> None:
-    """SIGKILL every process whose environment says it belongs to the server of `token`."""
+    """SIGKILL every process of the server of `token`."""
+    for pid in marked_processes(token):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def marked_processes(token: str) -> Iterator[int]:
+    """Every process whose environment says it belongs to the server of `token`."""
     mark = f"{_TOKEN_VARIABLE}={token}".encode()
     for environ in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
             if mark in environ.read_bytes().split(b"\0"):
-                os.kill(int(environ.parent.name), signal.SIGKILL)
+                yield int(environ.parent.name)
+
+
+def _runs(pid: int, module: str) -> bool:
+    """Whether a process is Python with this module as its program."""
+    with contextlib.suppress(OSError):
+        return module.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    return False

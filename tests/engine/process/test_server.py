@@ -21,6 +21,7 @@ from multilora_engine.lora.host_tier import HostTier
 from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.lora.usage import AdapterUsage
 from multilora_engine.process.client import EngineClient
+from multilora_engine.process.drain import DrainOrder
 from multilora_engine.process.messages import (
     PROTOCOL_VERSION,
     Abort,
@@ -88,10 +89,11 @@ def test_an_engine_whose_steps_keep_failing_ends(socket_path: Path) -> None:
 
     parent_fd, writer_fd = os.pipe()
     raised: list[Exception] = []
+    drain = DrainOrder(socket_path)
 
     def run() -> None:
         try:
-            serve(Broken(), socket_path, parent_fd, AdapterUsage(max_adapters=2), new_heartbeat())
+            serve(Broken(), socket_path, parent_fd, AdapterUsage(max_adapters=2), new_heartbeat(), drain)
         except RuntimeError as error:
             raised.append(error)
 
@@ -104,6 +106,7 @@ def test_an_engine_whose_steps_keep_failing_ends(socket_path: Path) -> None:
     assert [str(error) for error in raised] == ["the device is gone for good"]
     assert len(listener.wait()) == 1
     client.close()
+    drain.close()
     os.close(parent_fd)
     os.close(writer_fd)
 
