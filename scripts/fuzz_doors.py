@@ -43,6 +43,9 @@ _RIGHT = frozenset({ANSWERED, REFUSED_BY_TRITON}) | frozenset(
     ["INVALID_ARG", "UNSUPPORTED", "NOT_FOUND", "ALREADY_EXISTS", "UNAVAILABLE", "CANCELLED", "DEADLINE"]
 )
 
+_ANY_SIZE = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
+"""As tritonclient has it: an answer that repeats a prompt of megabytes is one."""
+
 
 @dataclass
 class Doors:
@@ -55,7 +58,7 @@ class Doors:
     _channel: Any = field(init=False)
 
     def __post_init__(self) -> None:
-        self._channel = grpc.insecure_channel(self.grpc_url, [("grpc.max_send_message_length", -1)])
+        self._channel = grpc.insecure_channel(self.grpc_url, _ANY_SIZE)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 
     def close(self) -> None:
