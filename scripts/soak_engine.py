@@ -5,6 +5,7 @@ The engine's supervisor starts it; a failed check fails the requests in flight, 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ import typer
 from multilora_engine.config import EngineConfig
 from multilora_engine.engine import Engine
 from multilora_engine.lora.life_cycle import LoRAStats
-from multilora_engine.process.server import main
+from multilora_engine.process import server
 from multilora_engine.request import TokenOutput
 
 _STEPS_PER_CHECK = 32
@@ -53,7 +54,9 @@ class CheckedEngine(Engine):
 
 def run(file: Annotated[Path, typer.Argument(help="Where to leave the counts, as JSON.")]) -> None:
     """Serve an engine as the supervisor's launch message on stdin says, until stdin ends."""
-    main(partial(CheckedEngine, file))
+    # A line a request would be tens of thousands.
+    logging.getLogger(server.__name__).setLevel(logging.WARNING)
+    server.main(partial(CheckedEngine, file))
 
 
 if __name__ == "__main__":
