@@ -44,8 +44,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from multilora_engine.config import EngineConfig, LoRAConfig
 from multilora_engine.engine import Engine
+from multilora_engine.lora.device_tier import DeviceTier
 from multilora_engine.lora.format import AdapterLayout, PackedAdapter, adapter_layout, lora_modules, pack_adapter
 from multilora_engine.lora.host_tier import HostTier
+from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.models.model_config import read_model_config
 from multilora_engine.request import GenerationRequest, SamplingParams
 
@@ -113,13 +115,14 @@ def way_in_rows(model: Path, rounds: int) -> list[Row]:
     target = torch.empty_like(packed[0].pages)
     tier = HostTier(len(packed) * len(target), layout.page_bytes)
     tier.pool.storage.zero_()  # or the operating system would first have to find the memory
+    loras = LoRAManager(tier, DeviceTier(layout, tier.pool, tier.pool, max_loras=1), "refuse")
     seconds: dict[str, list[float]] = {"plain copy": [], "pack": [], "insert": []}
     for i in range(rounds):
         chosen = i % len(wires)
         seconds["plain copy"].append(timed(lambda: target.copy_(packed[chosen].pages)))  # noqa: B023 - called here
         seconds["pack"].append(timed(lambda: pack_adapter(*wires[chosen], layout)))  # noqa: B023
-        seconds["insert"].append(timed(lambda: tier.insert(i, packed[chosen])))  # noqa: B023
-        tier.remove(next(iter(tier.adapters)))
+        seconds["insert"].append(timed(lambda: loras.put(i, packed[chosen])))  # noqa: B023
+        loras.unload(i)
     return [Row(f"way in: {k}", target.nbytes / statistics.median(v) / 1e9, "GB/s") for k, v in seconds.items()]
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 
 import pytest
-from bench_adapters import MODULES, RANKS, Bench, num_parameters, random_wire, throughput_run
+from bench_adapters import MODULES, RANKS, Bench, num_parameters, random_wire, throughput_run, way_in_rows
 from support.adapters import TINY
+from support.tiny_model import save_tiny_llama
 
 
 @pytest.fixture(scope="module")
@@ -53,3 +55,11 @@ def test_alike_steps_have_one_adapter_of_each_rank_of_however_many(bench: Bench)
     with bench.engine(max_loras=8, num_adapters=12) as engine:
         for population in (5, 12):
             assert throughput_run(bench, engine, "alike", population, 8).bytes_per_step == one_of_each
+
+
+def test_the_way_in_is_measured_more_often_than_there_are_adapters(
+    tmp_path: Path,
+) -> None:
+    rows = way_in_rows(save_tiny_llama(tmp_path / "model"), rounds=6)
+    assert [row.what for row in rows] == ["way in: plain copy", "way in: pack", "way in: insert"]
+    assert all(row.value > 0 for row in rows)
