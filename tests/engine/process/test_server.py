@@ -3,7 +3,6 @@ from __future__ import annotations
 import errno
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.lora.usage import AdapterUsage
 from multilora_engine.process.client import EngineClient
 from multilora_engine.process.drain import DrainOrder
+from multilora_engine.process.heartbeat import Heartbeat, heartbeat_file
 from multilora_engine.process.messages import (
     PROTOCOL_VERSION,
     Abort,
@@ -192,14 +192,26 @@ def test_aborting_what_is_unknown_or_has_ended_does_nothing(engine: FakeEngine, 
     assert engine.aborted == []
 
 
+class ObservedHeartbeat(Heartbeat):
+    """Tells when it has beaten five times."""
+
+    def __init__(self, fd: int, interval_s: float) -> None:
+        super().__init__(fd, interval_s)
+        self.has_beaten = threading.Event()
+
+    def beat(self) -> None:
+        super().beat()
+        if self.count == 5:
+            self.has_beaten.set()
+
+
 def test_an_idle_engine_goes_on_beating(socket_path: Path) -> None:
-    heartbeat = new_heartbeat(interval_s=0.01)
+    fd = heartbeat_file()
+    heartbeat = ObservedHeartbeat(fd, interval_s=0.01)
+    os.close(fd)
     assert heartbeat.count == 0
     with served(FakeEngine(), socket_path, heartbeat):
-        deadline = time.monotonic() + TIMEOUT_S
-        while heartbeat.count < 5:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        assert heartbeat.has_beaten.wait(TIMEOUT_S)
 
 
 @pytest.mark.parametrize("is_disk_full", [False, True])

@@ -1,9 +1,10 @@
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
-import time
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from support.fake_engine import DIE, HANG, HOLD
 from support.fronts import TIMEOUT_S, RecordingListener, generation_request
 
 from multilora_engine.errors import ConfigError
+from multilora_engine.process import supervisor
 from multilora_engine.process.client import EngineClient
 from multilora_engine.process.heartbeat import heartbeat_file
 from multilora_engine.process.messages import Launch, Started
@@ -87,8 +89,21 @@ def test_a_hung_engine_is_killed_fails_what_is_in_flight_and_the_next_one_serves
     client.close()
 
 
+@pytest.fixture
+def start_failed() -> Iterator[threading.Event]:
+    """Set when the supervisor tells that an engine cannot start."""
+    told = threading.Event()
+    handler = logging.Handler(logging.ERROR)
+    handler.addFilter(lambda record: "cannot start" in record.getMessage())
+    handler.emit = lambda record: told.set()  # type: ignore[method-assign]
+    logger = logging.getLogger(supervisor.__name__)
+    logger.addHandler(handler)
+    yield told
+    logger.removeHandler(handler)
+
+
 def test_an_engine_that_cannot_start_again_is_tried_until_it_can(
-    engine_process: EngineProcessFactory, socket_path: Path, parameters: dict[str, str]
+    engine_process: EngineProcessFactory, socket_path: Path, parameters: dict[str, str], start_failed: threading.Event
 ) -> None:
     process = engine_process(hang_timeout_s=30.0)
     process.start()
@@ -98,10 +113,7 @@ def test_an_engine_that_cannot_start_again_is_tried_until_it_can(
     config.rename(config.with_suffix(".gone"))
     client.generate(deadly, [generation_request("deadly", [DIE])])
     deadly.wait()
-    deadline = time.monotonic() + TIMEOUT_S
-    while process.generation < 3:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    assert start_failed.wait(TIMEOUT_S)
     config.with_suffix(".gone").rename(config)
     client.wait_until_ready(TIMEOUT_S)
     client.generate(later, [generation_request("later", [1])])
