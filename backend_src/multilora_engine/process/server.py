@@ -287,9 +287,10 @@ class EngineServer:
                 self._routes[request.request_id] = _Route(front, message.client_request_id, request.lora_task_id)
                 self._telemetry.begin(request.request_id)
         except Exception as error:
+            num_refused = sum(request.request_id not in self._routes for request in message.requests)
             self._abort([request.request_id for request in message.requests])
             code = error.code if isinstance(error, RequestError) else InternalError.code
-            self._telemetry.refuse(code, len(message.requests))
+            self._telemetry.refuse(code, num_refused)
             raise
 
     def _add_request(self, request: GenerationRequest) -> None:

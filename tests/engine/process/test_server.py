@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import zmq
 from support.adapters import TINY, wire_adapter
@@ -19,6 +20,7 @@ from multilora_engine.lora.format import pack_adapter
 from multilora_engine.lora.host_tier import HostTier
 from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.lora.usage import AdapterUsage
+from multilora_engine.process.adapter_operator import StatsReport
 from multilora_engine.process.client import EngineClient
 from multilora_engine.process.drain import DrainOrder
 from multilora_engine.process.heartbeat import Heartbeat, heartbeat_file
@@ -35,6 +37,7 @@ from multilora_engine.process.messages import (
     decode_from_engine,
     encode,
 )
+from multilora_engine.process.operations import ReadStats
 from multilora_engine.process.outbox import MAX_QUEUED_MESSAGES
 from multilora_engine.process.server import serve
 from multilora_engine.request import TokenOutput
@@ -242,3 +245,16 @@ def test_an_upload_is_acknowledged_once_its_file_is_written(
     else:
         assert (answer.error_code, files) == (None, ["7.safetensors"])
     disk.close()
+
+
+def test_each_request_of_a_refused_message_is_counted_once(socket_path: Path) -> None:
+    with served(FakeEngine(), socket_path):
+        client, listener, reader = EngineClient(socket_path), RecordingListener(), RecordingListener()
+        client.wait_until_ready(TIMEOUT_S)
+        bad = generation_request("bad", [1], max_tokens=0)
+        client.generate(listener, [generation_request("good", [HOLD]), bad, generation_request("never", [1])])
+        listener.wait()
+        client.operate(reader, "stats", ReadStats())
+        report = msgspec.json.decode(reader.wait()[-1].text, type=StatsReport)
+        client.close()
+    assert report.load.requests.requests == {"cancelled": 1, "INVALID_ARG": 2}
