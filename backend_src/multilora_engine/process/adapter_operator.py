@@ -6,9 +6,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-import msgspec
-
-from multilora_engine.engine_stats import AdaptersInUse, EngineStats
 from multilora_engine.errors import AdapterNotFound, AdapterNotKnown, InvalidRequest
 from multilora_engine.lora.event_log import EventLog
 from multilora_engine.lora.format import AdapterLayout
@@ -16,7 +13,7 @@ from multilora_engine.lora.life_cycle import AdapterEvent, AdapterInfo, LoRAStat
 from multilora_engine.lora.names import task_id_of
 from multilora_engine.lora.remote import Fetch, RemoteAdapters, describe_remote
 from multilora_engine.lora.sources.source import AdapterKey
-from multilora_engine.lora.usage import AdapterUsage, Usage
+from multilora_engine.lora.usage import AdapterUsage
 from multilora_engine.process.operations import (
     ListAdapters,
     LoadAdapter,
@@ -28,7 +25,15 @@ from multilora_engine.process.operations import (
     UnloadAdapter,
     UnpinAdapter,
 )
-from multilora_engine.process.telemetry import RequestStats
+from multilora_engine.process.reports import (
+    AdapterList,
+    AdapterReport,
+    EventList,
+    LayoutReport,
+    LoadReport,
+    Report,
+    StatsReport,
+)
 
 
 class ManagedAdapters(Protocol):
@@ -44,55 +49,6 @@ class ManagedAdapters(Protocol):
     def unload(self, lora_task_id: int) -> None: ...
     def pin_adapter(self, lora_task_id: int) -> None: ...
     def unpin_adapter(self, lora_task_id: int) -> None: ...
-
-
-class AdapterList(msgspec.Struct, frozen=True):
-    """The answer to `list`, by task id."""
-
-    adapters: list[AdapterInfo]
-
-
-class AdapterReport(msgspec.Struct, frozen=True):
-    """The answer to `load`, `pin` and `unpin`.
-
-    Also to `unload`, as the adapter was: its pins are the requests that go on.
-    """
-
-    adapter: AdapterInfo
-
-
-class EventList(msgspec.Struct, frozen=True):
-    """The answer to `events`; see `NumberedEvents`."""
-
-    events: list[AdapterEvent]
-    last: int
-    num_missed: int
-
-
-class LoadReport(msgspec.Struct, frozen=True):
-    """What the engine has to do and has done, whatever the adapters."""
-
-    engine: EngineStats
-    adapters: AdaptersInUse
-    requests: RequestStats
-
-
-class StatsReport(msgspec.Struct, frozen=True):
-    """The answer to `stats`. usage: of the adapters most asked for, by task id; other_usage: of all the others."""
-
-    tiers: LoRAStats
-    usage: dict[int, Usage]
-    other_usage: Usage
-    load: LoadReport
-
-
-class LayoutReport(msgspec.Struct, frozen=True):
-    """The answer to `layout`."""
-
-    layout: AdapterLayout
-
-
-Report = AdapterList | AdapterReport | EventList | StatsReport | LayoutReport
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,13 +39,7 @@ from multilora_engine.lora.format import PackedAdapter
 from multilora_engine.lora.life_cycle import AdapterEvent
 from multilora_engine.lora.remote import RemoteAdapters
 from multilora_engine.lora.usage import AdapterUsage
-from multilora_engine.process.adapter_operator import (
-    AdapterOperator,
-    LoadReport,
-    ManagedAdapters,
-    PendingReport,
-    Report,
-)
+from multilora_engine.process.adapter_operator import AdapterOperator, ManagedAdapters, PendingReport
 from multilora_engine.process.drain import DrainOrder
 from multilora_engine.process.heartbeat import Heartbeat
 from multilora_engine.process.messages import (
@@ -72,6 +66,7 @@ from multilora_engine.process.messages import (
     read_adapter,
 )
 from multilora_engine.process.outbox import MAX_QUEUED_MESSAGES, Outbox
+from multilora_engine.process.reports import LoadReport, Report
 from multilora_engine.process.telemetry import RequestTelemetry
 from multilora_engine.request import GenerationRequest, TokenOutput
 

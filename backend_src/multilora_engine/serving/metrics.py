@@ -19,9 +19,9 @@ from typing import Any, Literal
 import msgspec
 
 from multilora_engine.engine_stats import AdaptersInUse, EngineStats
-from multilora_engine.process.adapter_operator import StatsReport
 from multilora_engine.process.client import EngineClient
 from multilora_engine.process.operations import ReadStats
+from multilora_engine.process.reports import StatsReport
 from multilora_engine.process.telemetry import Histogram, RequestStats
 from multilora_engine.request import TokenOutput
 from multilora_engine.serving.triton_api import backend_utils

@@ -13,6 +13,7 @@ from types import ModuleType
 import torch
 
 from multilora_kernels import operators, reference
+from multilora_kernels.constant import constant_result
 from multilora_kernels.cpu.build import BuildError, load_library
 from multilora_kernels.segments import LoRASegments
 from multilora_kernels.tables import LoRATables
@@ -20,12 +21,12 @@ from multilora_kernels.tables import LoRATables
 logger = logging.getLogger(__name__)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_result
 def load_cpu_kernels() -> bool:
     """Register the CPU operators; True when they are the compiled ones, False when the reference serves.
 
-    Every operator calls it on its first use. Call it at startup to keep the build (half a minute, once per machine) out
-    of the first request. Why the reference serves is said in one warning.
+    Every operator calls it on its first use. Call it at startup to keep the build (a minute or two, once per machine)
+    out of the first request. Why the reference serves is said in one warning.
     """
     return _library() is not None
 

@@ -19,8 +19,8 @@ from multilora_engine.engine_stats import AdaptersInUse, EngineStats
 from multilora_engine.lora.format import pack_adapter
 from multilora_engine.lora.life_cycle import LoRAStats, TierStats
 from multilora_engine.lora.usage import Usage
-from multilora_engine.process.adapter_operator import LoadReport, StatsReport
 from multilora_engine.process.client import EngineClient
+from multilora_engine.process.reports import LoadReport, StatsReport
 from multilora_engine.process.telemetry import Histogram, RequestStats
 from multilora_engine.serving.metrics import (
     ENGINE_METRICS,

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from multilora_engine.config import EngineConfig
@@ -29,3 +32,17 @@ def test_the_engine_sees_the_gpu_of_its_instance(
     result = engine_environ(args, config, {"PATH": "/bin", **environ})
     assert result["PATH"] == "/bin"
     assert result.get("CUDA_VISIBLE_DEVICES") == visible
+
+
+@pytest.mark.parametrize(
+    ("module", "unwanted"),
+    [
+        ("multilora_engine.serving.triton_model", {"multilora_kernels", "multilora_engine.lora.manager"}),
+        ("multilora_engine.process.server", {"torch._dynamo", "torch._inductor"}),
+    ],
+)
+def test_a_process_imports_nothing_slow_that_it_does_not_use(module: str, unwanted: set[str]) -> None:
+    """Each costs every start and every recovery a second or more."""
+    script = f"import sys, {module}; print(*({unwanted!r} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", script], stdin=subprocess.DEVNULL, capture_output=True, check=True)
+    assert done.stdout.split() == []

@@ -1,0 +1,63 @@
+"""What the engine answers to operations.py.
+
+In a module of its own, so that a front that reads them need not import the tiers (seconds and tens of MB).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from multilora_engine.engine_stats import AdaptersInUse, EngineStats
+from multilora_engine.lora.format import AdapterLayout
+from multilora_engine.lora.life_cycle import AdapterEvent, AdapterInfo, LoRAStats
+from multilora_engine.lora.usage import Usage
+from multilora_engine.process.telemetry import RequestStats
+
+
+class AdapterList(msgspec.Struct, frozen=True):
+    """The answer to `list`, by task id."""
+
+    adapters: list[AdapterInfo]
+
+
+class AdapterReport(msgspec.Struct, frozen=True):
+    """The answer to `load`, `pin` and `unpin`.
+
+    Also to `unload`, as the adapter was: its pins are the requests that go on.
+    """
+
+    adapter: AdapterInfo
+
+
+class EventList(msgspec.Struct, frozen=True):
+    """The answer to `events`; see `NumberedEvents`."""
+
+    events: list[AdapterEvent]
+    last: int
+    num_missed: int
+
+
+class LoadReport(msgspec.Struct, frozen=True):
+    """What the engine has to do and has done, whatever the adapters."""
+
+    engine: EngineStats
+    adapters: AdaptersInUse
+    requests: RequestStats
+
+
+class StatsReport(msgspec.Struct, frozen=True):
+    """The answer to `stats`. usage: of the adapters most asked for, by task id; other_usage: of all the others."""
+
+    tiers: LoRAStats
+    usage: dict[int, Usage]
+    other_usage: Usage
+    load: LoadReport
+
+
+class LayoutReport(msgspec.Struct, frozen=True):
+    """The answer to `layout`."""
+
+    layout: AdapterLayout
+
+
+Report = AdapterList | AdapterReport | EventList | StatsReport | LayoutReport
