@@ -139,7 +139,7 @@ class Load:
     def upload(self, client: Client, number: int) -> None:
         """Raises MultiloraClientError; otherwise the adapter is acknowledged."""
         with self._counting():
-            client.upload(telling_adapter(number, self._layout))
+            client.upload(telling_adapter(number, self._layout), timeout_s=ANSWER_TIMEOUT_S)
         with self._lock:
             self.tally.seen["uploads"] += 1
             if number not in self._acknowledged:

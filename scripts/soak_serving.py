@@ -1,9 +1,11 @@
 """A real server under mixed load for as long as you like: does memory stay flat, and is every answer right?
 
 Clients ask the base model and adapters that do not all fit into memory, upload, cancel and send requests that are wrong
-(serving_load.py). Meanwhile the proportional set size of every process of the server, and what is in /dev/shm, are
-measured; each gets a straight line fitted by least squares, after a warm-up. Memory that grows shows as a slope that
-its error bars cannot explain.
+(serving_load.py); each call has a deadline, and one that passes it counts as stuck. Meanwhile the anonymous memory of
+every process of the server, and what is in /dev/shm, are measured; each gets a straight line fitted by least squares,
+after a warm-up. Memory that grows shows as a slope that its error bars cannot explain.
+
+It outlives the terminal it was started from: scripts/soak_serving --minutes 60 > soak.log 2>&1 &
 """
 
 from __future__ import annotations
@@ -11,19 +13,21 @@ from __future__ import annotations
 import signal
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import numpy as np
+import numpy.typing as npt
+import psutil
 import typer
 from inject_faults import Scene, stage
+from rich import box
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Column, Table
-from serving_load import Tally
+from serving_load import ANSWER_TIMEOUT_S, Tally
 
 from multilora_client import Client, MultiloraClientError
 
@@ -31,7 +35,12 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 SHARED_MEMORY = "/dev/shm"
 
 _NUM_STANDARD_ERRORS = 3
+_NEGLIGIBLE_SHARE = 0.01
+"""Of its size, an hour: a process that grows by less is flat, however small its error bars."""
+
 _WARM_UP_SHARE = 0.25
+_REPORT_INTERVAL_S = 300.0
+_WIDTH = 110
 _BAD_REQUESTS: Sequence[Mapping[str, object]] = (
     {"input_ids": [10**6], "max_tokens": 1},
     {"input_ids": [1], "max_tokens": 0},
@@ -42,7 +51,7 @@ _BAD_REQUESTS: Sequence[Mapping[str, object]] = (
 
 @dataclass(frozen=True)
 class Line:
-    """A straight line through bytes over seconds. slope, error: MiB an hour, and its standard error."""
+    """A straight line through bytes over seconds. first, last: MiB; slope, error: MiB an hour, its standard error."""
 
     first: float
     last: float
@@ -51,7 +60,7 @@ class Line:
 
     @property
     def grows(self) -> bool:
-        return self.slope > _NUM_STANDARD_ERRORS * self.error
+        return self.slope > max(_NUM_STANDARD_ERRORS * self.error, _NEGLIGIBLE_SHARE * self.first)
 
 
 @dataclass(frozen=True)
@@ -66,69 +75,105 @@ class Samples:
         start = int(len(self.seconds) * _WARM_UP_SHARE)
         return fit(self.seconds[start:], self.num_bytes[name][start:])
 
+    @property
+    def growing(self) -> list[str]:
+        return [name for name in self.num_bytes if self.line(name).grows]
+
 
 def fit(seconds: Sequence[float], num_bytes: Sequence[int]) -> Line:
-    """Least squares; the error supposes that deviations are independent, and is zero for a constant."""
+    """Least squares. The error supposes deviations that each resemble the one before, as memory's do."""
     x, y = np.asarray(seconds, float) / 3600, np.asarray(num_bytes, float) / (1 << 20)
     deviations = x - x.mean()
     spread = float(deviations @ deviations)
     slope = float(deviations @ y) / spread
     residuals = y - y.mean() - slope * deviations
-    error = float(np.sqrt(residuals @ residuals / max(1, len(x) - 2) / spread))
+    error = float(np.sqrt(residuals @ residuals / max(1, len(x) - 2) / spread)) * _dependence(residuals)
     return Line(float(y[0]), float(y[-1]), slope, error)
 
 
-def measure(scene: Scene) -> dict[str, int]:
-    """Proportional set sizes by role; shared pages count in parts, so that the sum is what the server takes."""
-    sizes = {name: process.memory_full_info().pss for name, process in scene.server.processes().items()}
-    files = scene.server.shared_memory.iterdir()
-    return sizes | {SHARED_MEMORY: sum(file.stat().st_blocks * 512 for file in files)}
+def _dependence(residuals: npt.NDArray[np.float64]) -> float:
+    """What the error of a slope is multiplied by when each deviation is `r` times the one before, plus chance.
+
+    sqrt((1 + r) / (1 - r)): n such deviations tell as much as n (1 - r) / (1 + r) independent ones. At least 1.
+    """
+    power = float(residuals @ residuals)
+    r = float(residuals[1:] @ residuals[:-1]) / power if power else 0.0
+    return float(np.sqrt((1 + r) / (1 - r))) if 0 < r < 1 else 1.0
+
+
+def measure(processes: Mapping[str, psutil.Process], shared_memory: Path) -> dict[str, int]:
+    """By role the anonymous memory, which is what leaks; files mapped are shared with whoever else runs here.
+
+    Raises psutil.NoSuchProcess for one that has died.
+    """
+    sizes = {name: anonymous_bytes(process) for name, process in processes.items()}
+    return sizes | {SHARED_MEMORY: sum(file.stat().st_blocks * 512 for file in shared_memory.iterdir())}
+
+
+def anonymous_bytes(process: psutil.Process) -> int:
+    """What is in memory and in no file. Raises psutil.NoSuchProcess."""
+    with suppress(OSError):
+        for line in Path(f"/proc/{process.pid}/status").read_text().splitlines():
+            if line.startswith("RssAnon:"):
+                return int(line.split()[1]) << 10
+    raise psutil.NoSuchProcess(process.pid, process.name())
 
 
 def send_bad_requests(scene: Scene) -> None:
     with Client(f"http://{scene.server.http_url}") as client:
         for request in _BAD_REQUESTS:
             with suppress(MultiloraClientError):
-                client.generate(**request)  # type: ignore[arg-type]
+                client.generate(**request, timeout_s=ANSWER_TIMEOUT_S)  # type: ignore[arg-type]
                 raise AssertionError(f"{request} was answered")
 
 
-def soak(scene: Scene, seconds: float, interval_s: float, progress: Progress) -> tuple[Samples, Tally]:
-    """Load and measure. Raises what a client raised that is no answer of the server, and psutil.Error for a death."""
-    task = progress.add_task("soaking", total=seconds)
+def soak(scene: Scene, seconds: float, interval_s: float, say: Callable[[str], None]) -> tuple[Samples, Tally]:
+    """Load and measure; tell every few minutes. Raises what a client raised that is no answer of the server, and
+    psutil.NoSuchProcess for a death."""
     samples = Samples([], {})
+    processes = scene.server.processes()
+    next_report_s = _REPORT_INTERVAL_S
     with scene.load.running():
         started = time.monotonic()
         while (now := time.monotonic() - started) < seconds:
             samples.seconds.append(now)
-            for name, size in measure(scene).items():
+            for name, size in measure(processes, scene.server.shared_memory).items():
                 samples.num_bytes.setdefault(name, []).append(size)
             send_bad_requests(scene)
-            progress.update(task, completed=now)
+            if now > next_report_s:
+                say(_progress(now, samples, scene.load.tally))
+                next_report_s += _REPORT_INTERVAL_S
             time.sleep(interval_s)
     scene.load.ask_all()
     return samples, scene.load.new_tally()
 
 
+def _progress(now: float, samples: Samples, tally: Tally) -> str:
+    total = sum(sizes[-1] for sizes in samples.num_bytes.values()) / (1 << 20)
+    counts = f"{tally.seen['right']:,} right, {len(tally.wrong)} wrong, {len(tally.lost)} lost, {tally.stuck} stuck"
+    return f"{now / 60:.0f} minutes: {counts}; {total:.0f} MiB"
+
+
 def render(samples: Samples, tally: Tally) -> list[Table]:
-    memory = Table(
-        "process",
-        *(Column(name, justify="right") for name in ("first, MiB", "last, MiB", "slope, MiB/h", "± standard error")),
-        title=f"Memory after warm-up, {samples.seconds[-1] / 60:.1f} minutes in all",
-    )
+    """The summary, as Markdown."""
+    columns = ("after warm-up, MiB", "at the end, MiB", "slope, MiB/h", "standard error", "")
+    memory = Table("process", *(Column(name, justify="right") for name in columns), box=box.MARKDOWN)
     for name in samples.num_bytes:
         line = samples.line(name)
-        memory.add_row(name, f"{line.first:.1f}", f"{line.last:.1f}", f"{line.slope:+.1f}", f"{line.error:.1f}")
-    answers = Table("answers", Column("count", justify="right"))
+        verdict = "GROWS" if line.grows else "flat"
+        memory.add_row(
+            name, f"{line.first:.1f}", f"{line.last:.1f}", f"{line.slope:+.2f}", f"{line.error:.2f}", verdict
+        )
+    answers = Table("answers", Column("count", justify="right"), box=box.MARKDOWN)
     for name, count in sorted(tally.seen.items()):
         answers.add_row(name, f"{count:,}")
-    for name, count in {"WRONG": len(tally.wrong), "lost": len(tally.lost), "stuck": tally.stuck}.items():
+    for name, count in {"wrong": len(tally.wrong), "lost": len(tally.lost), "stuck": tally.stuck}.items():
         answers.add_row(name, f"{count}")
     return [memory, answers]
 
 
 def plot(samples: Samples, path: Path) -> None:
-    """Every process over time, each from its own first value after the warm-up."""
+    """Every process over time."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -137,7 +182,7 @@ def plot(samples: Samples, path: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(9, 5))
     for name, sizes in samples.num_bytes.items():
         axes.plot(np.asarray(samples.seconds) / 60, np.asarray(sizes) / (1 << 20), label=name)
-    axes.set(xlabel="minutes", ylabel="MiB (proportional set size)", title="multilora under mixed load", ylim=(0, None))
+    axes.set(xlabel="minutes", ylabel="MiB of anonymous memory", title="multilora under mixed load", ylim=(0, None))
     axes.legend(fontsize="small", ncols=2)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120, bbox_inches="tight")
@@ -146,26 +191,24 @@ def plot(samples: Samples, path: Path) -> None:
 def main(
     minutes: Annotated[float, typer.Option(help="How long.", min=0.1)] = 60.0,
     clients: Annotated[int, typer.Option(help="Clients at once.", min=1)] = 8,
-    interval: Annotated[float, typer.Option(help="Seconds between measurements.", min=0.1)] = 2.0,
+    interval: Annotated[float, typer.Option(help="Seconds between measurements.", min=0.1)] = 5.0,
     output: Annotated[Path, typer.Option(help="The plot.")] = REPOSITORY / "bench_results" / "soak_serving.png",
 ) -> None:
-    """Soak a server. Ends with status 1 for an answer that is wrong, lost or stuck; judge the slopes yourself."""
+    """Soak a server. Ends with status 1 for memory that grows, and for an answer that is wrong, lost or stuck."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    console = Console()
-    with (
-        tempfile.TemporaryDirectory(prefix="multilora-soak-") as directory,
-        Progress(console=console, transient=True) as progress,
-        stage(clients, Path(directory)) as scene,
-    ):
-        samples, tally = soak(scene, minutes * 60, interval, progress)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    console = Console(width=_WIDTH, highlight=False)
+    console.print(f"{clients} clients for {minutes:g} minutes; a line every {_REPORT_INTERVAL_S / 60:g}")
+    with tempfile.TemporaryDirectory(prefix="multilora-soak-") as directory, stage(clients, Path(directory)) as scene:
+        samples, tally = soak(scene, minutes * 60, interval, console.print)
     plot(samples, output)
     for table in render(samples, tally):
         console.print(table)
-    growing = [name for name in samples.num_bytes if samples.line(name).grows]
-    console.print(
-        f"slopes beyond {_NUM_STANDARD_ERRORS} standard errors: {', '.join(growing) or 'none'}; plot: {output}"
-    )
-    raise typer.Exit(1 if tally.wrong or tally.lost or tally.stuck else 0)
+    for text in tally.wrong[:5]:
+        console.print(text, markup=False)
+    is_right = not (samples.growing or tally.wrong or tally.lost or tally.stuck)
+    console.print(f"{'PASSED' if is_right else 'FAILED'}: growing: {', '.join(samples.growing) or 'nothing'}; {output}")
+    raise typer.Exit(0 if is_right else 1)
 
 
 if __name__ == "__main__":

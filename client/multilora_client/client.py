@@ -59,9 +59,9 @@ class _Calls:
         )
         return Call(request, adapter, self._ledger)
 
-    def upload(self, adapter: Adapter) -> Call:
+    def upload(self, adapter: Adapter, timeout_s: float | None) -> Call:
         self._ledger.forget(adapter)
-        return Call(InferRequest(self._door.upload_model, uuid.uuid4().hex, {}), adapter, self._ledger)
+        return Call(InferRequest(self._door.upload_model, uuid.uuid4().hex, {}, timeout_s), adapter, self._ledger)
 
     def stop(self, request_id: str) -> InferRequest:
         return InferRequest(self._door.stop_model, request_id, stop_inputs())
@@ -106,9 +106,12 @@ class Client:
             call.resend_weights(error)
             yield from self._stream(call)
 
-    def upload(self, adapter: Adapter) -> Generation:
-        """Send an adapter without a prompt, for requests by its id to find. The answer tells its `lora_digest`."""
-        return self._infer(self._calls.upload(adapter))
+    def upload(self, adapter: Adapter, *, timeout_s: float | None = None) -> Generation:
+        """Send an adapter without a prompt, for requests by its id to find. The answer tells its `lora_digest`.
+
+        Raises TimedOut after `timeout_s`; the server may have the adapter all the same.
+        """
+        return self._infer(self._calls.upload(adapter, timeout_s))
 
     def stop(self, request_id: str) -> None:
         """End the request with this id. An unknown id is not an error: the request may just have ended by itself."""
@@ -172,7 +175,7 @@ class Client:
 
     def _stream(self, call: Call) -> Generator[Chunk, None, None]:
         if call.adapter and call.sends_weights and not self._transport.streams_tensors:
-            self.upload(call.adapter)
+            self.upload(call.adapter, timeout_s=call.request.timeout_s)
             call.weights_are_uploaded()
         with closing(self._transport.stream(call.request)) as responses:
             for response in responses:
@@ -213,9 +216,9 @@ class AsyncClient:
                 async for chunk in chunks:
                     yield chunk
 
-    async def upload(self, adapter: Adapter) -> Generation:
+    async def upload(self, adapter: Adapter, *, timeout_s: float | None = None) -> Generation:
         """Send an adapter without a prompt; see Client.upload."""
-        return await self._infer(self._calls.upload(adapter))
+        return await self._infer(self._calls.upload(adapter, timeout_s))
 
     async def stop(self, request_id: str) -> None:
         """End the request with this id; see Client.stop."""
@@ -275,7 +278,7 @@ class AsyncClient:
 
     async def _stream(self, call: Call) -> AsyncGenerator[Chunk, None]:
         if call.adapter and call.sends_weights and not self._transport.streams_tensors:
-            await self.upload(call.adapter)
+            await self.upload(call.adapter, timeout_s=call.request.timeout_s)
             call.weights_are_uploaded()
         async with aclosing(self._transport.stream(call.request)) as responses:
             async for response in responses:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -51,8 +52,8 @@ class Blocking:
     def stream(self, *args: Any, **options: Any) -> list[Chunk]:
         return list(self.client.stream(*args, **options))
 
-    def upload(self, adapter: Adapter) -> Generation:
-        return self.client.upload(adapter)
+    def upload(self, adapter: Adapter, **options: Any) -> Generation:
+        return self.client.upload(adapter, **options)
 
     def stop(self, request_id: str) -> None:
         self.client.stop(request_id)
@@ -74,8 +75,8 @@ class Asyncio:
 
         return asyncio.run(collect())
 
-    def upload(self, adapter: Adapter) -> Generation:
-        return asyncio.run(self.client.upload(adapter))
+    def upload(self, adapter: Adapter, **options: Any) -> Generation:
+        return asyncio.run(self.client.upload(adapter, **options))
 
     def stop(self, request_id: str) -> None:
         asyncio.run(self.client.stop(request_id))
@@ -339,6 +340,16 @@ def test_an_answer_that_has_begun_is_not_begun_again(make_client: Any, adapter: 
     client = make_client(break_off)
     with pytest.raises(AdapterNotFound):
         client.stream("hi", adapter=adapter)
+
+
+def test_an_upload_waits_as_long_as_it_is_told_to_or_as_the_stream_it_is_for(
+    make_client: Any, adapter: Adapter
+) -> None:
+    server = Server()
+    client = make_client(server, streams_tensors=False)
+    client.upload(adapter, timeout_s=3.0)
+    client.stream("hi", adapter=replace(adapter, lora_task_id=8), timeout_s=4.0)
+    assert [request.timeout_s for request in server.requests] == [3.0, 4.0, 4.0]
 
 
 def test_an_upload_always_sends_and_later_requests_need_only_the_id(make_client: Any, adapter: Adapter) -> None:

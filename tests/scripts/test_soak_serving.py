@@ -14,7 +14,18 @@ def test_a_line_is_the_one_numpy_fits_with_its_standard_error() -> None:
     line = fit(list(seconds), list(sizes))
     (slope, _), covariance = np.polyfit(seconds / 3600, sizes / MIB, 1, cov=True)
     assert line.slope == pytest.approx(slope)
-    assert line.error == pytest.approx(np.sqrt(covariance[0, 0]))
+    assert line.error == pytest.approx(np.sqrt(covariance[0, 0]), rel=0.2)
+
+
+def test_error_bars_hold_for_deviations_that_resemble_the_one_before() -> None:
+    """Memory that wanders and does not grow: of 300 slopes few are beyond two standard errors."""
+    random = np.random.default_rng(2)
+    noise = random.normal(0, MIB, (300, 300))
+    for i in range(1, 300):
+        noise[:, i] += 0.9 * noise[:, i - 1]
+    seconds = list(np.arange(0.0, 300.0))
+    lines = [fit(seconds, [int(size) for size in row]) for row in noise]
+    assert np.mean([abs(line.slope) > 2 * line.error for line in lines]) < 0.12
 
 
 @pytest.mark.parametrize(("bytes_per_s", "grows"), [(0, False), (50_000, True)])
@@ -23,6 +34,12 @@ def test_growth_is_what_the_error_bars_cannot_explain(bytes_per_s: int, grows: b
     seconds = np.arange(0.0, 300.0)
     sizes = 100 * MIB + seconds * bytes_per_s + random.normal(0, MIB, 300)
     assert fit(list(seconds), [int(size) for size in sizes]).grows is grows
+
+
+def test_growth_of_less_than_a_hundredth_an_hour_is_flat() -> None:
+    seconds = [0.0, 1800.0, 3600.0]
+    assert not fit(seconds, [100 * MIB, 100 * MIB + MIB // 4, 100 * MIB + MIB // 2]).grows
+    assert fit(seconds, [100 * MIB, 101 * MIB, 102 * MIB]).grows
 
 
 def test_what_is_constant_has_no_slope_and_no_error() -> None:
