@@ -32,7 +32,8 @@ from multilora_engine.errors import ConfigError
 from multilora_engine.lora.format import AdapterLayout, PackedRow, check_rows, content_digest, ranks_of
 from multilora_engine.lora.life_cycle import AdapterEvent, EventKind, OnEvent, TierStats, ignore_event
 
-FORMAT_VERSION = "1"
+FORMAT_VERSION = "2"
+"""Of the files. 1 had SHA-256 digests: those say nothing about whether an upload is the same adapter."""
 
 _MAX_HEADER_BYTES = 16 << 20
 _NUM_READERS = 2
@@ -294,6 +295,7 @@ class DiskTier:
 
     def _find_files(self) -> None:
         found: list[DiskAdapter] = []
+        unusable: dict[str, list[str]] = {}
         for path in sorted(self._directory.iterdir()):
             try:
                 if re.fullmatch(r"\.[0-9]{1,20}\.safetensors\.part", path.name):
@@ -301,7 +303,10 @@ class DiskTier:
                 elif path.suffix == ".safetensors":
                     found.append(_describe_file(path, self._layout))
             except (OSError, DamagedFile) as error:
-                _logger.warning("%s in lora_cache_dir is not used: %s", path.name, error)
+                unusable.setdefault(str(error), []).append(path.name)
+        for reason, (name, *others) in unusable.items():
+            names = f"{name} and {len(others)} more in lora_cache_dir are" if others else f"{name} in lora_cache_dir is"
+            _logger.warning("%s not used: %s", names, reason)
         found.sort(key=lambda adapter: adapter.last_used_s)
         self._adapters.update((adapter.lora_task_id, adapter) for adapter in found)
         self._bytes_used = sum(adapter.num_bytes for adapter in found)

@@ -344,6 +344,25 @@ def test_a_file_that_is_not_ours_is_named_at_start_and_left_alone(
     assert {path.name for path in directory.iterdir()} == names
 
 
+def test_files_of_an_older_version_are_named_in_one_line_and_give_way_to_new_ones(
+    filled: Path, tiers: list[DiskTier], caplog: pytest.LogCaptureFixture
+) -> None:
+    for task in (1, 2):
+        _edit_header(
+            filled / f"{task}.safetensors", lambda header: header["__metadata__"].update(format_version="1", digest="0")
+        )
+    tier = DiskTier(filled, 1 << 20, TINY)
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert warning == (
+        "1.safetensors and 1 more in lora_cache_dir are not used: its format version is 1, this server's is 2"
+    )
+    assert len(tier) == 0
+    store(tier, 1, FIRST)
+    tier.close()
+    tiers.append(again := DiskTier(filled, 1 << 20, TINY))
+    assert_reads(again, 1, FIRST)
+
+
 def test_files_of_another_layout_are_left_alone(filled: Path, tiers: list[DiskTier]) -> None:
     other = AdapterLayout(**{**TINY.__dict__, "max_rank": 8})
     tiers.append(tier := DiskTier(filled, 1 << 20, other))

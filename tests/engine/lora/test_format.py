@@ -149,12 +149,27 @@ def test_what_does_not_fit_the_model_is_refused_by_name(
         pack_adapter(weights, config, TINY)
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_values_that_are_not_finite_are_refused_with_their_place(value: float) -> None:
-    wire = wire_adapter(TINY, ALL_MODULES)
+@pytest.mark.parametrize("lora_dtype", ["float16", "bfloat16", "float32"])
+def test_the_largest_numbers_of_either_sign_are_taken(lora_dtype: str) -> None:
+    layout = AdapterLayout(**{**TINY.__dict__, "lora_dtype": lora_dtype})
+    wire = wire_adapter(layout, ALL_MODULES, dtype=layout.torch_dtype)
+    limits = torch.finfo(layout.torch_dtype)
+    wire.weights[4, :4] = torch.tensor([limits.max, limits.min, limits.tiny, -0.0])
+    wire.weights[4, -1] = -0.0
+    packed = pack_adapter(wire.weights, wire.config, layout)
+    module_id, layer, _, _ = wire.config[4].tolist()
+    assert torch.equal(read_back(packed, layout)[module_id, layer][0].flatten()[:4], wire.weights[4, :4])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("value", [torch.nan, -torch.nan, torch.inf, -torch.inf])
+def test_values_that_are_not_finite_are_refused_with_their_place(value: float, dtype: torch.dtype) -> None:
+    wire = wire_adapter(TINY, ALL_MODULES, dtype=dtype)
     wire.weights[4, 11] = value
-    with pytest.raises(InvalidRequest, match=r"row 4 \(mlp_h_to_4h, layer 0, rank \d+\).* at position 11"):
-        pack_adapter(wire.weights, wire.config, TINY)
+    layout = AdapterLayout(**{**TINY.__dict__, "lora_dtype": str(dtype).removeprefix("torch.")})
+    for stored in (TINY, layout):
+        with pytest.raises(InvalidRequest, match=r"row 4 \(mlp_h_to_4h, layer 0, rank \d+\).* at position 11"):
+            pack_adapter(wire.weights, wire.config, stored)
 
 
 def test_values_behind_the_declared_rank_are_refused() -> None:
