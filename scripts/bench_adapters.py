@@ -35,7 +35,7 @@ from typing import Annotated
 
 import torch
 import typer
-from bench_rows import Row, render, write_results
+from bench_rows import Row, render, threads_title, write_results
 from prepare_default_model import ensure_default_checkpoint
 from rich.console import Console
 from rich.progress import Progress
@@ -410,7 +410,7 @@ def main(
             lambda: pause_rows(bench, rounds),
         ]
         rows = [row for part in progress.track(parts, description="measuring") for row in part()]
-    console.print(render(rows, "adapters"))
+    console.print(render(rows, f"adapters, {threads_title()}"))
     write_results(rows, output, "adapters")
     console.print(f"{output}/adapters.csv and adapters.png written; load {os.getloadavg()[0]:.1f}")
 

@@ -1,7 +1,8 @@
 """How fast the engine's steps are, in this process, beside what memory and arithmetic of the machine allow.
 
-decode     one step of 1, 8, 16 and 32 sequences against its limit: the larger of weights and KV cache over the measured
-           read bandwidth, and flops over the measured peak of a matrix product; and where its time goes
+decode     one step of 1, 8, 16 and 32 sequences, with weights stored as float32 and as bfloat16, against its limit: the
+           larger of weights and KV cache over the measured read bandwidth, and flops over the measured peak of a matrix
+           product; and where its time goes
 prefill    of one long prompt, in the chunks the engine is configured for, against the same peak
 prefix     time to the first token of a prompt, when the cache has most of it from another one and when it has not
 adapters   decoding 16 sequences with one adapter or 16 different ones on all linear layers, and with adapters that are
@@ -23,7 +24,7 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -34,18 +35,19 @@ import torch
 import typer
 from bench_adapters import p99, random_wire
 from bench_kernels import limit_steps
-from bench_rows import Row, render, write_results
+from bench_rows import Row, render, threads_title, write_results
 from peft_baseline import PeftBaseline
 from prepare_default_model import ensure_default_checkpoint
 from rich.console import Console
 from rich.progress import Progress
 from step_parts import MODEL_PARTS, PARTS, timed_parts
+from step_results import StepResult, render_steps, write_steps
 from telling_adapters import save_plain_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from multilora_engine.config import EngineConfig, LoRAConfig
 from multilora_engine.engine import Engine
-from multilora_engine.lora.format import pack_adapter
+from multilora_engine.lora.format import TORCH_DTYPES, pack_adapter
 from multilora_engine.memory import kv_bytes_per_token
 from multilora_engine.models.model_config import ModelConfig, read_model_config
 from multilora_engine.request import GenerationRequest, SamplingParams
@@ -55,6 +57,11 @@ BATCHES = (32, 16, 8, 1)
 
 MAX_LIMITS = {1: 1.25, 16: 1.5}
 """The goal: a decode step of so many sequences takes at most so many times its limit."""
+
+MAX_OVERHEAD_SECONDS = 0.002
+"""The goal: what a step takes beside the model."""
+
+Result = Row | StepResult
 
 Answerer = Callable[[list[list[int]], int], tuple[list[list[int]], list[float]]]
 """Prompts and the length of the answers to the answers' tokens, and to the times at which tokens were there."""
@@ -98,18 +105,18 @@ class Limits:
 class Work:
     """What a step of one model must at least read and multiply."""
 
-    def __init__(self, model: ModelConfig, dtype: torch.dtype) -> None:
+    def __init__(self, model: ModelConfig, dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
         layer = model.hidden_size * (2 * model.q_size + 2 * model.kv_size + 3 * model.intermediate_size)
         self._layers = model.num_layers * layer
         self._head = model.hidden_size * model.vocab_size
         self._attention = 4 * model.num_layers * model.q_size
         self._kv_bytes = kv_bytes_per_token(model, dtype)
-        self._itemsize = dtype.itemsize
+        self._weight_size = weight_dtype.itemsize
 
     def decode_seconds(self, contexts: Sequence[int], limits: Limits) -> float:
         """One token of each of the sequences with so many keys."""
         weights = self._layers + self._head
-        num_bytes = weights * self._itemsize + sum(contexts) * self._kv_bytes
+        num_bytes = weights * self._weight_size + sum(contexts) * self._kv_bytes
         flops = 2 * weights * len(contexts) + self._attention * sum(contexts)
         return max(num_bytes / limits.bandwidth, flops / limits.peak)
 
@@ -200,42 +207,49 @@ def seconds_of(task: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def decode_rows(bench: Bench, dtype: torch.dtype, rounds: int, context: int, num_steps: int) -> list[Row]:
-    """Step times, their limits, and the parts of a step."""
-    limits, work = Limits(), Work(bench.model, dtype)
-    seconds: defaultdict[int, list[float]] = defaultdict(list)
-    parts: defaultdict[tuple[int, str], list[float]] = defaultdict(list)
-    for _ in range(rounds):
+def decode_results(
+    benches: Mapping[str, Bench], dtype: torch.dtype, rounds: int, context: int, num_steps: int
+) -> list[Result]:
+    """Step times, their limits, and the parts of a step, by the type that an engine stores its weights in."""
+    limits = Limits()
+    seconds: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
+    parts: defaultdict[tuple[str, int, str], list[float]] = defaultdict(list)
+    for _, (weights, bench) in itertools.product(range(rounds), benches.items()):
         with bench.batch(max(BATCHES), context) as request_ids:
             for n in BATCHES:
                 limits.measure()
                 for request_id in request_ids[n:]:
                     bench.engine.abort(request_id)
-                seconds[n] += bench.step_seconds(num_steps)
+                seconds[weights, n] += bench.step_seconds(num_steps)
                 with timed_parts() as stopwatch:
                     bench.step_seconds(num_steps)
                 for part in PARTS:
-                    parts[n, part].append(stopwatch.seconds[part] / num_steps)
-    rows = [
+                    parts[weights, n, part].append(stopwatch.seconds[part] / num_steps)
+    results: list[Result] = [
         Row("machine: read bandwidth", limits.bandwidth / 1e9, "GB/s"),
         Row("machine: matrix product", limits.peak / 1e9, "GFLOP/s"),
     ]
-    for place, n in reversed(list(enumerate(BATCHES))):
-        # Every batch size before this one made two runs of num_steps tokens.
-        contexts = [context + 2 * num_steps * place + num_steps // 2] * n
-        step, limit = statistics.median(seconds[n]), work.decode_seconds(contexts, limits)
-        rows += [
-            Row(f"decode {n}: step", step * 1e3, "ms"),
-            Row(f"decode {n}: limit", limit * 1e3, "ms"),
-            *(Row(f"decode {n}: {part}", statistics.median(parts[n, part]) * 1e3, "ms") for part in PARTS),
-            at_most(f"decode {n}: step over limit", step / limit, "x", MAX_LIMITS.get(n)),
-        ]
-    return rows
+    for weights, bench in benches.items():
+        work = Work(bench.model, dtype, TORCH_DTYPES[weights])
+        for place, n in reversed(list(enumerate(BATCHES))):
+            # Every batch size before this one made two runs of num_steps tokens.
+            contexts = [context + 2 * num_steps * place + num_steps // 2] * n
+            limit = work.decode_seconds(contexts, limits)
+            results.append(
+                StepResult(
+                    f"decode {n}, {weights} weights",
+                    statistics.median(seconds[weights, n]),
+                    limit,
+                    max_seconds=MAX_LIMITS[n] * limit if n in MAX_LIMITS else None,
+                    parts={part: statistics.median(parts[weights, n, part]) for part in PARTS},
+                )
+            )
+    return results
 
 
 def prefill_rows(bench: Bench, rounds: int, num_tokens: int) -> list[Row]:
     """A prompt from its first to its last chunk."""
-    limits, flops = Limits(), Work(bench.model, torch.float32).prefill_flops(num_tokens)
+    limits, flops = Limits(), Work(bench.model, torch.float32, torch.float32).prefill_flops(num_tokens)
     seconds = []
     for _ in range(rounds):
         limits.measure()
@@ -329,28 +343,27 @@ def peft_rows(bench: Bench, rounds: int, prompt_tokens: int, output_tokens: int)
     ]
 
 
-def overhead_rows(rounds: int, num_steps: int, num_sequences: int) -> list[Row]:
+def overhead_results(rounds: int, num_steps: int, num_sequences: int) -> list[StepResult]:
     """Time of a step outside of the model, in all and by part."""
     parts: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
+    kinds = {"greedy": GREEDY, "mixed sampling": MIXED}
+    own = [part for part in PARTS if part not in MODEL_PARTS]
     num_threads = torch.get_num_threads()
     with tempfile.TemporaryDirectory(prefix="multilora-bench-") as directory:
         bench = Bench(save_tiny_model(Path(directory)), num_threads=1, kv_cache_memory_bytes=64 << 20)
-        for _ in range(rounds):
-            for kind, sampling in (("greedy", GREEDY), ("mixed sampling", MIXED)):
-                with bench.batch(num_sequences, 32, sampling=sampling), timed_parts() as stopwatch:
-                    bench.step_seconds(num_steps)
-                for part in PARTS:
-                    parts[kind, part].append(stopwatch.seconds[part] / num_steps)
+        for _, (kind, sampling) in itertools.product(range(rounds), kinds.items()):
+            with bench.batch(num_sequences, 32, sampling=sampling), timed_parts() as stopwatch:
+                bench.step_seconds(num_steps)
+            for part in own:
+                parts[kind, part].append(stopwatch.seconds[part] / num_steps)
         bench.close()
     torch.set_num_threads(num_threads)
-    medians = {place: statistics.median(values) * 1e3 for place, values in parts.items() if place[1] not in MODEL_PARTS}
-    rows = []
-    for kind in dict.fromkeys(kind for kind, _ in medians):
-        name = f"overhead of {num_sequences} sequences, {kind}"
-        own = {part: value for (k, part), value in medians.items() if k == kind}
-        rows += [Row(f"{name}: {part}", value, "ms") for part, value in own.items()]
-        rows.append(at_most(name, sum(own.values()), "ms", 2.0))
-    return rows
+    results = []
+    for kind in kinds:
+        medians = {part: statistics.median(parts[kind, part]) for part in own}
+        name = f"overhead of {num_sequences}, {kind}"
+        results.append(StepResult(name, sum(medians.values()), None, MAX_OVERHEAD_SECONDS, medians))
+    return results
 
 
 def save_tiny_model(path: Path) -> Path:
@@ -373,16 +386,12 @@ def save_tiny_model(path: Path) -> Path:
     return path
 
 
-def at_most(what: str, value: float, unit: str, goal: float | None) -> Row:
-    return Row(what, value, unit) if goal is None else Row(what, value, unit, f"<= {goal:g}", value <= goal)
-
-
 def at_least(what: str, value: float, unit: str, goal: float | None) -> Row:
     return Row(what, value, unit) if goal is None else Row(what, value, unit, f">= {goal:g}", value >= goal)
 
 
 def main(
-    output: Annotated[Path, typer.Option(help="Folder for engine.csv and engine.png.")] = Path("bench_results"),
+    output: Annotated[Path, typer.Option(help="Folder for CSV files and plots.")] = Path("bench_results"),
     part: Annotated[
         list[str], typer.Option(help="Measure only this: decode, prefill, prefix, adapters, peft, overhead.")
     ] = [],  # noqa: B006
@@ -398,25 +407,44 @@ def main(
     """Measure the engine's steps, print a table with the goals, and plot it."""
     console = Console()
     checkpoint = model or ensure_default_checkpoint()
+    stored_as = ("float32", "bfloat16") if dtype == "float32" else (dtype,)
     with console.status("loading the model"):
-        bench = Bench(checkpoint, dtype=dtype, num_threads=threads, max_num_batched_tokens=chunk)
-    parts: dict[str, Callable[[], list[Row]]] = {
-        "decode": lambda: decode_rows(bench, getattr(torch, dtype), rounds, context, steps),
+        benches = {
+            weights: Bench(
+                checkpoint, dtype=dtype, weight_dtype=weights, num_threads=threads, max_num_batched_tokens=chunk
+            )
+            for weights in stored_as
+        }
+    bench = benches[dtype]
+    parts: dict[str, Callable[[], Sequence[Result]]] = {
+        "decode": lambda: decode_results(benches, TORCH_DTYPES[dtype], rounds, context, steps),
         "prefill": lambda: prefill_rows(bench, rounds, prompt),
         "prefix": lambda: prefix_rows(bench, rounds, num_shared=1000, num_own=32),
         "adapters": lambda: adapter_rows(bench, rounds, steps),
         "peft": lambda: peft_rows(bench, rounds, prompt_tokens=128, output_tokens=64),
-        "overhead": lambda: overhead_rows(rounds, steps, 64),
+        "overhead": lambda: overhead_results(rounds, steps, 64),
     }
     if unknown := set(part) - set(parts):
         raise typer.BadParameter(f"no part is called {', '.join(sorted(unknown))}; there are {', '.join(parts)}")
     with Progress(console=console) as progress:
         chosen = [parts[name] for name in part or parts]
-        rows = [row for measure in progress.track(chosen, description="measuring") for row in measure()]
-    bench.close()
-    console.print(render(rows, f"{checkpoint.name}, {dtype}, {torch.get_num_threads()} threads"))
-    write_results(rows, output, "engine")
-    console.print(f"{output}/engine.csv and engine.png written; load {os.getloadavg()[0]:.1f}")
+        results = [result for measure in progress.track(chosen, description="measuring") for result in measure()]
+    for engine in benches.values():
+        engine.close()
+    report(results, f"{checkpoint.name}, {dtype}, {threads_title()}", output, console)
+
+
+def report(results: Sequence[Result], title: str, output: Path, console: Console) -> None:
+    """Tables on the console, files in `output`: engine_steps for steps, engine for everything else."""
+    steps = [result for result in results if isinstance(result, StepResult)]
+    rows = [result for result in results if isinstance(result, Row)]
+    if steps:
+        console.print(render_steps(steps, title))
+        write_steps(steps, output, "engine_steps")
+    if rows:
+        console.print(render(rows, title))
+        write_results(rows, output, "engine")
+    console.print(f"CSV files and plots are in {output}; load {os.getloadavg()[0]:.1f}")
 
 
 if __name__ == "__main__":

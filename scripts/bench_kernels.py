@@ -23,6 +23,7 @@ from typing import Annotated
 
 import torch
 import typer
+from bench_rows import threads_title
 from lora_workloads import Batch, Model, Step, Workload, llama
 from rich.console import Console
 from rich.progress import Progress
@@ -286,7 +287,7 @@ def main(
 def cpu_title() -> str:
     """Processor, instruction set and threads."""
     implementation = torch.ops.multilora.cpu_capability() if load_cpu_kernels() else "reference"
-    return f"{platform.processor() or platform.machine()}, {implementation}, {torch.get_num_threads()} threads"
+    return f"{platform.processor() or platform.machine()}, {implementation}, {threads_title()}"
 
 
 if __name__ == "__main__":

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from rich.table import Column, Table
 
 
@@ -19,6 +21,12 @@ class Row:
     unit: str
     goal: str = ""
     is_met: bool | None = None
+
+
+def threads_title(environment: Mapping[str, str] = os.environ) -> str:
+    """CPU threads, and how OpenMP was told that they wait for each other."""
+    choices = [f"{name}={environment[name]}" for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT") if name in environment]
+    return ", ".join([f"{torch.get_num_threads()} threads", *choices])
 
 
 def render(rows: Sequence[Row], title: str) -> Table:

@@ -22,7 +22,7 @@ from typing import Annotated
 import torch
 import typer
 from bench_kernels import Clock, limit_steps, measure
-from bench_rows import Row, render, write_results
+from bench_rows import Row, render, threads_title, write_results
 from lora_workloads import Step
 from rich.console import Console
 from rich.progress import Progress
@@ -245,7 +245,7 @@ def main(
     console = Console()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    title = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    title = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {threads_title()}"
     bench = Workbench(TINY if tiny else EIGHT_BILLION, Sizes((1, 32, 128), context, prompt), dtype, device)
     rows = bench_all(bench, rounds, console)
     console.print(render(rows, title))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -12,14 +13,16 @@ from bench_engine import (
     Bench,
     Work,
     adapter_rows,
-    decode_rows,
-    overhead_rows,
+    decode_results,
+    overhead_results,
     peft_rows,
     prefill_rows,
     prefix_rows,
     save_tiny_model,
 )
+from bench_rows import Row
 from step_parts import PARTS, Stopwatch, timed_parts
+from step_results import StepResult
 from transformers import AutoModelForCausalLM
 
 
@@ -40,10 +43,12 @@ class _Limits:
 def test_the_limit_of_a_step_is_that_of_the_weights_and_keys_it_reads_or_of_its_flops(bench: Bench) -> None:
     model = AutoModelForCausalLM.from_pretrained(bench.engine.info.model_path)
     matrices = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and "embed" not in name)
-    work = Work(bench.model, torch.float32)
+    work = Work(bench.model, torch.float32, torch.float32)
     kv_bytes = 2 * 4 * bench.model.kv_size
     reads = work.decode_seconds([5, 7], _Limits(1, torch.inf))  # type: ignore[arg-type]
     assert reads == 4 * matrices + 12 * kv_bytes
+    halved = Work(bench.model, torch.float32, torch.bfloat16)
+    assert halved.decode_seconds([5, 7], _Limits(1, torch.inf)) == 2 * matrices + 12 * kv_bytes  # type: ignore[arg-type]
     attention = 2 * 2 * bench.model.q_size
     multiplies = work.decode_seconds([5, 7], _Limits(torch.inf, 1))  # type: ignore[arg-type]
     assert multiplies == 2 * 2 * matrices + 12 * attention
@@ -98,19 +103,24 @@ def test_a_part_does_not_count_the_timed_parts_inside_it(monkeypatch: pytest.Mon
 
 
 def test_every_part_of_the_benchmark_reports_positive_figures(bench: Bench) -> None:
-    rows = decode_rows(bench, torch.float32, rounds=1, context=8, num_steps=1)
-    rows += prefill_rows(bench, rounds=1, num_tokens=16)
-    rows += adapter_rows(bench, rounds=1, num_steps=1)
-    rows += overhead_rows(rounds=1, num_steps=1, num_sequences=4)
-    values = {row.what: row.value for row in rows}
-    assert len(values) == len(rows)
-    for n in BATCHES:
-        assert values[f"decode {n}: step"] > values[f"decode {n}: limit"] > 0
+    results = decode_results({"float32": bench, "bfloat16": bench}, torch.float32, rounds=1, context=8, num_steps=1)
+    results += prefill_rows(bench, rounds=1, num_tokens=16)
+    results += adapter_rows(bench, rounds=1, num_steps=1)
+    results += overhead_results(rounds=1, num_steps=1, num_sequences=4)
+    steps = {step.what: step for step in results if isinstance(step, StepResult)}
+    values = {row.what: row.value for row in results if isinstance(row, Row)}
+    assert len(steps) + len(values) == len(results)
+    for weights, n in itertools.product(("float32", "bfloat16"), BATCHES):
+        step = steps[f"decode {n}, {weights} weights"]
+        assert step.limit is not None
+        assert step.seconds > step.limit > 0
+        assert step.parts["linears"] > 0
+    assert steps["decode 1, bfloat16 weights"].limit < steps["decode 1, float32 weights"].limit
+    overhead = steps["overhead of 4, mixed sampling"]
+    assert overhead.seconds > overhead.parts["batch"] > 0
+    assert "linears" not in overhead.parts
     assert values["prefill 16: tokens"] > 0
     assert values["adapters: 16 different"] > 0
-    assert (
-        values["overhead of 4 sequences, mixed sampling"] > values["overhead of 4 sequences, mixed sampling: batch"] > 0
-    )
     assert bench.engine.stats.num_cached_adapters == 0
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 from pathlib import Path
 
-from bench_rows import Row, write_results
+from bench_rows import Row, threads_title, write_results
 
 
 def test_a_run_leaves_a_table_and_a_plot(tmp_path: Path) -> None:
@@ -17,3 +17,8 @@ def test_a_run_leaves_a_table_and_a_plot(tmp_path: Path) -> None:
             ("c", "1.0", ""),
         ]
     assert (tmp_path / "adapters.png").stat().st_size > 1000
+
+
+def test_a_title_says_how_threads_wait() -> None:
+    assert threads_title({}).endswith(" threads")
+    assert threads_title({"HOME": "/", "GOMP_SPINCOUNT": "7"}).endswith(" threads, GOMP_SPINCOUNT=7")

@@ -14,12 +14,33 @@ def test_the_first_python_on_path_is_this_environments() -> None:
     assert Path(first) == Path(sys.executable).parent
 
 
-def test_variables_are_added_and_an_operators_own_openmp_policy_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+def test_variables_are_added() -> None:
     assert server_environment({"MULTILORA_MODEL": "m"})["MULTILORA_MODEL"] == "m"
-    assert server_environment({})["OMP_WAIT_POLICY"] == "PASSIVE"
-    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
-    assert server_environment({})["OMP_WAIT_POLICY"] == "ACTIVE"
+
+
+@pytest.fixture
+def no_openmp_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.usefixtures("no_openmp_choice")
+def test_openmp_threads_look_for_each_other_a_while_before_they_sleep() -> None:
+    environment = server_environment({})
+    assert 0 < int(environment["GOMP_SPINCOUNT"]) < 10_000
+    assert "OMP_WAIT_POLICY" not in environment
+
+
+@pytest.mark.usefixtures("no_openmp_choice")
+@pytest.mark.parametrize(("name", "value"), [("OMP_WAIT_POLICY", "ACTIVE"), ("GOMP_SPINCOUNT", "7")])
+def test_an_operators_own_choice_of_how_openmp_threads_wait_is_the_only_one(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    environment = server_environment({})
+    assert {key: environment[key] for key in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT") if key in environment} == {
+        name: value
+    }
 
 
 def test_the_stub_of_this_python_lies_beside_the_backends_library(tmp_path: Path) -> None:
