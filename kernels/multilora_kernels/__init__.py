@@ -3,7 +3,7 @@ attention over a paged cache.
 
 Public: `LoRATables` (where every adapter's weights lie), `LoRASegments` and `lora_segments` (which tokens belong to
 which adapter, built once per step), `lora_shrink` and `lora_expand` (one call each per fused linear), `lora_apply`
-(both in one); `PackedWeight`, `packed_linear` and `packed_embedding` (the base model's weights and their use);
+(both in one), `lora_linear` (the base linear with them); `PackedWeight`, `packed_linear` and `packed_embedding` (the base model's weights and their use);
 `paged_attention` over `PagedSequences` where `has_paged_attention`; and `load_cpu_kernels` (builds the CPU operators
 ahead of their first use).
 """
@@ -14,6 +14,7 @@ from multilora_kernels.cpu import load_cpu_kernels
 from multilora_kernels.elementwise import add_rms_norm, silu_mul
 from multilora_kernels.expand import lora_expand
 from multilora_kernels.linear import PackedWeight, packed_embedding, packed_linear
+from multilora_kernels.lora_linear import lora_linear
 from multilora_kernels.segments import LoRASegments, lora_segments
 from multilora_kernels.shrink import lora_shrink
 from multilora_kernels.tables import LoRATables
@@ -28,6 +29,7 @@ __all__ = [
     "load_cpu_kernels",
     "lora_apply",
     "lora_expand",
+    "lora_linear",
     "lora_segments",
     "lora_shrink",
     "packed_embedding",

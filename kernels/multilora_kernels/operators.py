@@ -1,5 +1,5 @@
 """Everything of this package that torch knows as an operator: `multilora::lora_shrink`, `lora_expand`, `lora_apply`,
-`packed_linear`, `packed_embedding` and `paged_attention`.
+`lora_linear`, `packed_linear`, `packed_embedding` and `paged_attention`.
 
 torch.compile and CUDA graphs see one opaque node each, with a fake implementation for shapes. An operator takes only
 tensors and integers, so the tables and segments are passed field by field here and nowhere else.
@@ -36,6 +36,11 @@ library.define(
     f"(Tensor x, Tensor(a!) y, int first_slice, int[] slice_sizes, {_TABLES}, {_SEGMENTS}) -> ()",
 )
 
+library.define(
+    "multilora::lora_linear",
+    f"(Tensor x, Tensor panels, int first_slice, int[] slice_sizes, {_TABLES}, {_SEGMENTS}, Tensor? bias) -> Tensor",
+)
+
 library.define("multilora::packed_linear", "(Tensor x, Tensor panels, int out_features) -> Tensor")
 library.define("multilora::packed_embedding", "(Tensor token_ids, Tensor panels, int num_embeddings) -> Tensor")
 
@@ -48,6 +53,7 @@ library.define(
 _shrink = torch.ops.multilora.lora_shrink.default
 _expand = torch.ops.multilora.lora_expand.default
 _apply = torch.ops.multilora.lora_apply.default
+_linear = torch.ops.multilora.lora_linear.default
 _packed_linear = torch.ops.multilora.packed_linear.default
 _packed_embedding = torch.ops.multilora.packed_embedding.default
 
@@ -83,6 +89,19 @@ def call_apply(
 ) -> None:
     """`lora_apply` through the dispatcher."""
     _apply(x, y, first_slice, slice_sizes, *table_fields(tables), *segment_fields(segments))
+
+
+def call_linear(
+    x: torch.Tensor,
+    panels: torch.Tensor,
+    tables: LoRATables,
+    first_slice: int,
+    slice_sizes: Sequence[int],
+    segments: LoRASegments,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """`lora_linear` through the dispatcher."""
+    return _linear(x, panels, first_slice, slice_sizes, *table_fields(tables), *segment_fields(segments), bias)  # type: ignore[no-any-return]
 
 
 def call_packed_linear(x: torch.Tensor, panels: torch.Tensor, out_features: int) -> torch.Tensor:
@@ -165,6 +184,12 @@ def _fake_in_place(*_: Any) -> None:
     return None
 
 
+def _fake_linear(
+    x: torch.Tensor, panels: torch.Tensor, first_slice: int, slice_sizes: Sequence[int], *_: Any
+) -> torch.Tensor:
+    return x.new_empty(x.shape[0], sum(slice_sizes))
+
+
 def _fake_packed_linear(x: torch.Tensor, panels: torch.Tensor, out_features: int) -> torch.Tensor:
     return x.new_empty(x.shape[0], out_features)
 
@@ -180,6 +205,7 @@ def _fake_paged_attention(q: torch.Tensor, *_: Any) -> torch.Tensor:
 library.register_fake("multilora::lora_shrink", _fake_shrink)
 library.register_fake("multilora::lora_expand", _fake_in_place)
 library.register_fake("multilora::lora_apply", _fake_in_place)
+library.register_fake("multilora::lora_linear", _fake_linear)
 library.register_fake("multilora::packed_linear", _fake_packed_linear)
 library.register_fake("multilora::packed_embedding", _fake_packed_embedding)
 library.register_fake("multilora::paged_attention", _fake_paged_attention)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from multilora_engine.forward_batch import LoRABatch
-from multilora_kernels import PackedWeight, lora_apply, packed_linear
+from multilora_kernels import PackedWeight, lora_linear, packed_linear
 
 SLICES_PER_LAYER = 7
 """LoRA slices of a layer, in this order: q, k, v, o, gate, up, down."""
@@ -96,9 +96,8 @@ class LoRALinear:
         """x: [num_tokens, in_features]. Returns [num_tokens, sum(slice_sizes)], the slices side by side."""
         if lora is None:
             return packed_linear(x, self.weight, self.bias)
-        y = packed_linear(x, self.weight)
-        lora_apply(x, y, lora.tables, self.first_slice, self.slice_sizes, lora.segments)
-        return y if self.bias is None else y.add_(self.bias)
+        tables, segments = lora.tables, lora.segments
+        return lora_linear(x, self.weight, tables, self.first_slice, self.slice_sizes, segments, self.bias)
 
     def checkpoint_tensors(self, *names: str) -> Mapping[str, Destination]:
         """Where the checkpoint's tensors of the slices belong, by name: in the fused weight and bias."""

@@ -48,6 +48,22 @@ def apply_directly(
     return library is not None and library.lora_apply(x, y, tables, first_slice, slice_sizes, segments)
 
 
+def linear_directly(
+    x: torch.Tensor,
+    panels: torch.Tensor,
+    tables: LoRATables,
+    first_slice: int,
+    slice_sizes: Sequence[int],
+    segments: LoRASegments,
+    bias: torch.Tensor | None,
+) -> torch.Tensor | None:
+    """`multilora::lora_linear` past torch's dispatcher; None where the operator is needed: see `apply_directly`."""
+    library = _library()
+    if library is None:
+        return None
+    return library.lora_linear(x, panels, tables, first_slice, slice_sizes, segments, bias)  # type: ignore[no-any-return]
+
+
 def panel_width() -> int | None:
     """Outputs of one panel of packed weights (`linear.py`) on this processor; None where nothing is compiled."""
     return torch.ops.multilora.cpu_panel_width() if load_cpu_kernels() else None

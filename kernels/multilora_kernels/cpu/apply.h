@@ -1,4 +1,4 @@
-// The operators' arguments as structs, and the one operator that Python also calls without the dispatcher (python.cpp).
+// The operators' arguments as structs, and those operators that Python also calls without the dispatcher (python.cpp).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -21,5 +21,9 @@ struct Segments {
 // `lora_apply` of apply.py.
 void apply(const at::Tensor& x, const at::Tensor& y, int64_t first_slice, at::IntArrayRef slice_sizes,
            const Tables& tables, const Segments& segments);
+
+// `lora_linear` of lora_linear.py. bias: null for none.
+at::Tensor lora_linear(const at::Tensor& x, const at::Tensor& panels, int64_t first_slice, at::IntArrayRef slice_sizes,
+                       const Tables& tables, const Segments& segments, const at::Tensor* bias);
 
 }  // namespace multilora

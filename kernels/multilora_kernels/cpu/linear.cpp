@@ -13,9 +13,7 @@
 namespace multilora {
 namespace {
 
-// Least cost that is worth a thread of its own, in multiply-adds: some microseconds. Reading a weight costs as much as
-// kReadCost of them.
-constexpr int64_t kGrainCost = 1 << 17;
+// Cost of reading a weight, in multiply-adds.
 constexpr int64_t kReadCost = 8;
 // Elements of embeddings that are worth a thread.
 constexpr int64_t kGrainElements = 1 << 12;
@@ -49,19 +47,30 @@ void copy_embeddings(const at::Tensor& token_ids, const at::Tensor& panels, int6
 
 }  // namespace
 
-at::Tensor packed_linear(const at::Tensor& x, const at::Tensor& panels, int64_t out_features) {
+PackedLinear::PackedLinear(const at::Tensor& rows, const at::Tensor& panels, int64_t out_features) {
   check_panels(panels, out_features);
-  TORCH_CHECK(x.dim() == 2 && x.scalar_type() == at::kFloat && x.size(1) == panels.size(1), "x must be float32 [rows, ",
-              panels.size(1), "], not ", x.scalar_type(), " ", x.sizes());
-  const at::Tensor rows = x.stride(1) == 1 ? x : x.contiguous();
-  at::Tensor y = at::empty({x.size(0), out_features}, x.options());
-  const LinearTask task{rows.const_data_ptr<float>(), rows.stride(0), rows.size(0), panels.const_data_ptr(), panels.size(1),
-                        out_features, y.mutable_data_ptr<float>(), out_features};
-  const auto linear = kernels_of(panels.scalar_type()).linear;
-  const int64_t panel_cost = panels.size(1) * panels.size(2) * (x.size(0) + kReadCost);
-  at::parallel_for(0, panels.size(0), std::max<int64_t>(1, kGrainCost / panel_cost),
-                   [&](int64_t begin, int64_t end) { linear(task, begin, end); });
-  return y;
+  TORCH_CHECK(rows.dim() == 2 && rows.scalar_type() == at::kFloat && rows.size(1) == panels.size(1),
+              "x must be float32 [rows, ", panels.size(1), "], not ", rows.scalar_type(), " ", rows.sizes());
+  x = rows.stride(1) == 1 ? rows : rows.contiguous();
+  y = at::empty({x.size(0), out_features}, x.options());
+  task = {x.const_data_ptr<float>(), x.stride(0), x.size(0), panels.const_data_ptr(), panels.size(1),
+          out_features, y.mutable_data_ptr<float>(), out_features};
+  kernel = kernels_of(panels.scalar_type()).linear;
+  weight_size = panels.element_size();
+  panel_width = panels.size(2);
+  output_cost = panels.size(1) * (x.size(0) + kReadCost);
+}
+
+const void* PackedLinear::weights_from(int64_t output) const {
+  return static_cast<const char*>(task.panels) + output * task.in_features * weight_size;
+}
+
+at::Tensor packed_linear(const at::Tensor& x, const at::Tensor& panels, int64_t out_features) {
+  const PackedLinear linear(x, panels, out_features);
+  const int64_t panel_cost = linear.panel_width * linear.output_cost;
+  at::parallel_for(0, panels.size(0), std::max<int64_t>(1, kThreadCost / panel_cost),
+                   [&](int64_t begin, int64_t end) { linear.kernel(linear.task, begin, end); });
+  return linear.y;
 }
 
 at::Tensor packed_embedding(const at::Tensor& token_ids, const at::Tensor& panels, int64_t num_embeddings) {

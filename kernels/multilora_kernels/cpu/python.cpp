@@ -97,6 +97,27 @@ PyObject* lora_apply(PyObject*, PyObject* const* arguments, Py_ssize_t num_argum
   END_HANDLE_TH_ERRORS
 }
 
+PyObject* lora_linear(PyObject*, PyObject* const* arguments, Py_ssize_t num_arguments) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(num_arguments == 7, "lora_linear takes x, panels, tables, first_slice, slice_sizes, segments and bias");
+  const at::Tensor &x = tensor(arguments[0]), &panels = tensor(arguments[1]);
+  if (needs_dispatcher(x, panels)) {
+    Py_RETURN_NONE;
+  }
+  const Tables tables = tables_of(arguments[2]);
+  const int64_t first_slice = integer(arguments[3]);
+  const auto slice_sizes = integers(arguments[4]);
+  const Segments segments = segments_of(arguments[5]);
+  const at::Tensor* bias = arguments[6] == Py_None ? nullptr : &tensor(arguments[6]);
+  at::Tensor y;
+  {
+    const pybind11::gil_scoped_release no_gil;
+    y = multilora::lora_linear(x, panels, first_slice, slice_sizes, tables, segments, bias);
+  }
+  return THPVariable_Wrap(std::move(y));
+  END_HANDLE_TH_ERRORS
+}
+
 // An operator of an activation, packed weights and their number of outputs: `packed_linear` and `packed_embedding`.
 using PackedOperator = at::Tensor (*)(const at::Tensor&, const at::Tensor&, int64_t);
 
@@ -127,6 +148,8 @@ PyMethodDef method(const char* name, FastCall function, const char* help) {
 PyMethodDef methods[] = {
     method("lora_apply", lora_apply,
            "lora_apply(x, y, tables, first_slice, slice_sizes, segments) -> whether it was done, else use the operator"),
+    method("lora_linear", lora_linear,
+           "lora_linear(x, panels, tables, first_slice, slice_sizes, segments, bias) -> y, or None: then use the operator"),
     method("packed_linear", packed<multilora::packed_linear>,
            "packed_linear(x, panels, out_features) -> the product, or None: then use the operator"),
     method("packed_embedding", packed<multilora::packed_embedding>,

@@ -8,6 +8,8 @@ namespace multilora {
 // A unit is what one thread does without interruption: a block of ranks (shrink) or of outputs (expand) of one task.
 constexpr int64_t kRankUnit = 4;
 constexpr int64_t kOutputUnit = 16;
+// Least cost that is worth a thread of its own, in multiply-adds: some microseconds.
+constexpr int64_t kThreadCost = 1 << 17;
 // Tokens of one task: enough that a large prefill reads an adapter from memory once per cache-resident block of tokens,
 // few enough that their activations stay in the L2 cache.
 constexpr int64_t kMaxRows = 64;

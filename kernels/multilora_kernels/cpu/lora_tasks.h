@@ -1,0 +1,155 @@
+// The work of one batched LoRA update as tasks: one slice of one adapter's tokens each, shrink or expand.
+//
+// A list of tasks is cut by cost into units of a few ranks or outputs. Units are independent, so no cut changes a result.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "apply.h"
+#include "work.h"
+
+namespace multilora {
+
+// Cost of loading and converting one weight, in multiply-adds.
+constexpr int64_t kLoadCost = 2;
+
+struct Block {
+  int64_t lora_index;
+  Rows rows;
+};
+
+// Neighbouring chunks of one adapter, joined up to kMaxRows tokens.
+std::vector<Block> blocks_of(const Segments& segments);
+
+// float32 and contiguous along a row; x itself if it is.
+at::Tensor as_float32_rows(const at::Tensor& x);
+
+template <class Task>
+struct Share {
+  Task task;
+  int64_t size;       // ranks or outputs
+  int64_t unit_size;  // of them in one unit
+  int64_t unit_cost;
+  int64_t cost_before;
+
+  int64_t units() const { return (size + unit_size - 1) / unit_size; }
+  int64_t cost_after() const { return cost_before + units() * unit_cost; }
+  // First rank or output whose unit starts at or after `cost`.
+  int64_t first_from(int64_t cost) const {
+    const int64_t unit = (std::max<int64_t>(cost - cost_before, 0) + unit_cost - 1) / unit_cost;
+    return std::min(unit * unit_size, size);
+  }
+};
+
+inline const void* weights_of(const ShrinkTask& task) { return task.a; }
+inline const void* weights_of(const ExpandTask& task) { return task.b; }
+
+template <class Task>
+struct WorkList {
+  std::vector<Share<Task>> shares;
+
+  int64_t cost() const { return shares.empty() ? 0 : shares.back().cost_after(); }
+
+  void add(const Task& task, int64_t size, int64_t unit_size, int64_t unit_cost) {
+    shares.push_back({task, size, unit_size, unit_cost, cost()});
+  }
+
+  // The units whose cost starts in [begin, end). `next`: weights that the thread reads afterwards.
+  template <class Kernel>
+  void run(int64_t begin, int64_t end, Kernel kernel, const void* next) const {
+    const auto behind = [](int64_t cost, const Share<Task>& share) { return cost < share.cost_after(); };
+    auto share = std::upper_bound(shares.begin(), shares.end(), begin, behind);
+    for (; share != shares.end() && share->cost_before < end; ++share) {
+      const int64_t first = share->first_from(begin), last = share->first_from(end);
+      if (first < last) {
+        const bool is_last = share + 1 == shares.end() || share->cost_after() >= end;
+        kernel(share->task, first, last, is_last ? next : weights_of((share + 1)->task));
+      }
+    }
+  }
+};
+
+// One table of LoRATables, [max_loras, num_slices], read at the slices of one fused linear.
+template <class T>
+struct Columns {
+  const T* data;
+  int64_t num_slices, first_slice;
+
+  Columns(const at::Tensor& table, int64_t first)
+      : data(table.const_data_ptr<T>()), num_slices(table.size(1)), first_slice(first) {}
+  int64_t at(int64_t lora_index, int64_t slice) const { return data[lora_index * num_slices + first_slice + slice]; }
+};
+
+struct Weights {
+  const char* arena;
+  int64_t numel, element_size;
+
+  explicit Weights(const at::Tensor& arena)
+      : arena(static_cast<const char*>(arena.const_data_ptr())), numel(arena.numel()), element_size(arena.element_size()) {}
+
+  const void* at(int64_t offset, int64_t size) const {
+    TORCH_CHECK(offset >= 0 && offset + size <= numel, "weights at ", offset, " .. ", offset + size,
+                " lie outside the arena of ", numel, " elements");
+    return arena + offset * element_size;
+  }
+};
+
+// float32 [num_slices, num_tokens, max_rank]
+struct Buffer {
+  float* data;
+  int64_t slice_stride, row_stride;
+};
+
+// Makes the shrink tasks of one fused linear.
+struct Shrink {
+  const float* x;
+  int64_t x_stride, in_features;
+  Buffer v;
+  Columns<int32_t> rank;
+  Columns<int64_t> a_offset;
+  Weights weights;
+
+  Shrink(const at::Tensor& rows, const Buffer& v, const Tables& tables, int64_t first_slice)
+      : x(rows.const_data_ptr<float>()), x_stride(rows.stride(0)), in_features(rows.size(1)), v(v),
+        rank(tables.rank, first_slice), a_offset(tables.a_offset, first_slice), weights(tables.arena) {}
+
+  // Whether the slice's A is that of the slice before it (a fused module of the adapter, such as attn_qkv).
+  bool is_shared(int64_t lora_index, int64_t slice) const {
+    return slice > 0 && rank.at(lora_index, slice - 1) == rank.at(lora_index, slice) &&
+        a_offset.at(lora_index, slice - 1) == a_offset.at(lora_index, slice);
+  }
+  ShrinkTask task(const Block& block, int64_t slice) const {
+    const int64_t r = rank.at(block.lora_index, slice);
+    return {block.rows, x, x_stride, weights.at(a_offset.at(block.lora_index, slice), r * in_features), in_features,
+            v.data + slice * v.slice_stride, v.row_stride};
+  }
+  int64_t unit_cost(const Block& block) const { return kRankUnit * in_features * (block.rows.count + kLoadCost); }
+};
+
+// Makes the expand tasks of one fused linear.
+struct Expand {
+  Buffer v;
+  float* y;
+  int64_t y_stride;
+  Columns<int64_t> b_offset, magnitude_offset;
+  Weights weights;
+
+  Expand(const Buffer& v, const at::Tensor& rows, const Tables& tables, int64_t first_slice)
+      : v(v), y(rows.mutable_data_ptr<float>()), y_stride(rows.stride(0)), b_offset(tables.b_offset, first_slice),
+        magnitude_offset(tables.magnitude_offset, first_slice), weights(tables.arena) {}
+
+  // `v_slice`: whose part of v it reads; `first_output`: where the slice starts in y.
+  ExpandTask task(const Block& block, int64_t slice, int64_t v_slice, int64_t r, int64_t first_output, int64_t size) const {
+    const int64_t m = magnitude_offset.at(block.lora_index, slice);
+    return {block.rows, v.data + v_slice * v.slice_stride, v.row_stride,
+            weights.at(b_offset.at(block.lora_index, slice), size * r), m < 0 ? nullptr : weights.at(m, size), r,
+            y + first_output, y_stride};
+  }
+  static int64_t output_cost(const Block& block, int64_t r) { return r * (block.rows.count + kLoadCost); }
+};
+
+}  // namespace multilora

@@ -1,0 +1,43 @@
+"""`lora_linear`: a base linear and its whole batched LoRA update."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from multilora_kernels import operators
+from multilora_kernels.apply import lora_apply
+from multilora_kernels.cpu import linear_directly
+from multilora_kernels.dispatch import load_operators
+from multilora_kernels.linear import PackedWeight, packed_linear
+from multilora_kernels.segments import LoRASegments
+from multilora_kernels.tables import LoRATables
+
+
+def lora_linear(
+    x: torch.Tensor,
+    weight: PackedWeight,
+    tables: LoRATables,
+    first_slice: int,
+    slice_sizes: Sequence[int],
+    segments: LoRASegments,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """y[t, slice s] = x[t] @ W_s^T + x[t] @ A(l(t), first_slice + s)^T @ B(l(t), first_slice + s)^T, then + bias.
+
+    `packed_linear` then `lora_apply` then the bias, with their arguments and, bit for bit, their result. On packed
+    weights it is one parallel region: a small batch on a CPU would spend more time in waking threads twice than in
+    reading its adapters.
+
+    The bias comes last, because a DoRA magnitude scales the weights only. Returns [num_tokens, sum(slice_sizes)].
+    """
+    if not weight.is_packed:
+        y = packed_linear(x, weight)
+        lora_apply(x, y, tables, first_slice, slice_sizes, segments)
+        return y if bias is None else y.add_(bias)
+    arguments = (x, weight.data, tables, first_slice, slice_sizes, segments, bias)
+    if not torch.compiler.is_compiling() and (done := linear_directly(*arguments)) is not None:
+        return done
+    load_operators(x)
+    return operators.call_linear(*arguments)
