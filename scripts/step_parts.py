@@ -14,7 +14,7 @@ from multilora_engine.engine import Engine
 from multilora_engine.models import layers, llama
 from multilora_engine.scheduler import Scheduler
 
-MODEL_PARTS = ("linears", "lora", "attention", "norms, rotary, activation")
+MODEL_PARTS = ("linears", "attention", "norms, rotary, activation")
 """What a step computes on the device apart from sampling; the other parts are its overhead."""
 
 _PARTS: list[tuple[str, Any, str]] = [
@@ -22,7 +22,6 @@ _PARTS: list[tuple[str, Any, str]] = [
     ("batch", model_runner.ModelRunner, "build_batch"),
     ("linears", layers.LoRALinear, "forward"),
     ("linears", llama.LlamaModel, "_logits"),
-    ("lora", layers, "lora_apply"),
     ("attention", llama, "attention_plan"),
     ("attention", llama, "attend"),
     ("norms, rotary, activation", llama.LlamaModel, "forward"),
