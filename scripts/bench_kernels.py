@@ -1,18 +1,23 @@
 """How fast the batched LoRA operators are, beside what memory and arithmetic allow and beside two simpler ways.
 
+Every workload is measured twice:
+
+update alone       `lora_apply` on outputs that are there; its bytes are the adapters', x once and y read and written
+within the linear  `lora_linear`: the base linear and the update in one operator, as the engine calls it; its bytes are
+                   the weights' and the adapters'. What the update adds is the difference to `packed_linear`, and its
+                   limit is the adapters' bytes alone, since x and y are in the caches
+
 limit      the larger of: bytes that must move over measured bandwidth, flops over measured peak of a matrix product
-gather     weights padded to the largest rank, gathered by token, torch.bmm; shown as its time over ours, as is
+gather     weights padded to the largest rank, gathered by token, torch.bmm; shown as its time over the update's, as is
 GEMMs      two matrix products for each adapter
 
 All of a workload's contestants run in turn, round after round, so that what else the machine does hits all of them;
-medians are reported. The limits are measured in the same run. Bytes are the adapters', x once and y read and written,
-of which a CPU finds x and y in its caches: `limit_of_adapters` in the CSV counts the adapters alone.
+medians are reported. The limits are measured in the same run.
 """
 
 from __future__ import annotations
 
 import csv
-import itertools
 import platform
 import statistics
 import time
@@ -21,6 +26,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
+import kernel_resources
 import torch
 import typer
 from bench_rows import threads_title
@@ -30,7 +36,6 @@ from rich.progress import Progress
 from rich.table import Column, Table
 
 from multilora_kernels import load_cpu_kernels
-from multilora_kernels.segments import CHUNK_SIZE, PREFILL_CHUNK_SIZE
 
 MAX_GATHERED_BYTES = 2 << 30
 
@@ -67,24 +72,44 @@ class Limits:
     bandwidth: float
     peak: float
 
+    def seconds(self, num_bytes: int, num_flops: int) -> float:
+        """The least that moving and multiplying so much can take."""
+        return max(num_bytes / self.bandwidth, num_flops / self.peak)
+
 
 @dataclass(frozen=True)
 class Result:
-    """Medians of one workload, seconds a step; NaN where a contestant was left out."""
+    """Medians of one workload, seconds a step; NaN where a contestant was left out.
+
+    num_bytes, num_flops: of the updates alone. limit: theirs. lora_linears_limit: of linears and updates together.
+    """
 
     workload: str
     num_bytes: int
     num_flops: int
-    ours: float
+    update: float
     gather_bmm: float
     gemm_per_adapter: float
+    linears: float
+    lora_linears: float
     limit: float
     limit_of_adapters: float
+    lora_linears_limit: float
 
     @property
     def fraction(self) -> float:
-        """Of the limit."""
-        return self.limit / self.ours
+        """Of its limit, the update alone."""
+        return self.limit / self.update
+
+    @property
+    def lora_linears_fraction(self) -> float:
+        """Of their limit, linears and updates together."""
+        return self.lora_linears_limit / self.lora_linears
+
+    @property
+    def added(self) -> float:
+        """What the updates add to the linears."""
+        return self.lora_linears - self.linears
 
 
 class Clock:
@@ -158,7 +183,13 @@ def bench(workload: Workload, device: str, rounds: int) -> Result:
     """Contestants and limits of one workload, measured together."""
     lora_dtype, dtype = torch.bfloat16, torch.float32 if device == "cpu" else torch.bfloat16
     batch, clock = Batch(workload, lora_dtype, dtype, device), Clock(device)
-    steps: dict[str, Step] = {"ours": batch.ours, "gemm_per_adapter": batch.gemm_per_adapter()}
+    linears, lora_linears = batch.base_linears()
+    steps: dict[str, Step] = {
+        "update": batch.update,
+        "gemm_per_adapter": batch.gemm_per_adapter(),
+        "linears": linears,
+        "lora_linears": lora_linears,
+    }
     if batch.gathered_bytes() <= MAX_GATHERED_BYTES:
         steps["gather_bmm"] = batch.gather_bmm()
     yardsticks, work = limit_steps(device, dtype)
@@ -167,15 +198,21 @@ def bench(workload: Workload, device: str, rounds: int) -> Result:
         bandwidth=max(work[name] / times[name] for name in ("copy", "read")), peak=work["multiply"] / times["multiply"]
     )
     num_bytes, num_flops = workload.num_bytes(lora_dtype, dtype), workload.num_flops()
+    adapter_bytes = workload.adapter_bytes(lora_dtype)
     return Result(
         workload.name,
         num_bytes,
         num_flops,
-        times["ours"],
+        times["update"],
         times.get("gather_bmm", float("nan")),
         times["gemm_per_adapter"],
-        limit=max(num_bytes / limits.bandwidth, num_flops / limits.peak),
-        limit_of_adapters=workload.adapter_bytes(lora_dtype) / limits.bandwidth,
+        times["linears"],
+        times["lora_linears"],
+        limit=limits.seconds(num_bytes, num_flops),
+        limit_of_adapters=limits.seconds(adapter_bytes, 0),
+        lora_linears_limit=limits.seconds(
+            workload.weight_bytes(dtype) + adapter_bytes, workload.weight_flops() + num_flops
+        ),
     )
 
 
@@ -190,21 +227,36 @@ def bench_all(workloads: list[Workload], device: str, rounds: int, console: Cons
 
 
 def print_results(results: list[Result], title: str, console: Console) -> None:
-    """One row a workload."""
-    table = Table(Column("workload", no_wrap=True), "ms", "MB", "GFLOP", "of limit", "gather", "GEMMs", title=title)
+    """One row a workload, in one table for the updates alone and one for those within their linears."""
+    alone = Table(Column("update alone", no_wrap=True), "ms", "MB", "of limit", "gather", "GEMMs", title=title)
+    within = Table(
+        Column("within the linear", no_wrap=True),
+        "linear ms",
+        "with LoRA ms",
+        "of limit",
+        "LoRA adds ms",
+        "its bytes' ms",
+        title=title,
+    )
     for r in results:
-        ratios = (r.fraction, r.gather_bmm / r.ours, r.gemm_per_adapter / r.ours)
-        share, gather, gemm = f"{ratios[0]:.0%}", *(f"{ratio:.1f}x" for ratio in ratios[1:])
-        table.add_row(
+        alone.add_row(
             r.workload,
-            f"{r.ours * 1e3:.2f}",
+            f"{r.update * 1e3:.2f}",
             f"{r.num_bytes / 1e6:.0f}",
-            f"{r.num_flops / 1e9:.2f}",
-            share,
-            gather,
-            gemm,
+            f"{r.fraction:.0%}",
+            f"{r.gather_bmm / r.update:.1f}x",
+            f"{r.gemm_per_adapter / r.update:.1f}x",
         )
-    console.print(table)
+        within.add_row(
+            r.workload,
+            f"{r.linears * 1e3:.2f}",
+            f"{r.lora_linears * 1e3:.2f}",
+            f"{r.lora_linears_fraction:.0%}",
+            f"{r.added * 1e3:.2f}",
+            f"{r.limit_of_adapters * 1e3:.2f}",
+        )
+    console.print(alone)
+    console.print(within)
 
 
 def write_results(results: list[Result], title: str, output: Path) -> None:
@@ -215,64 +267,57 @@ def write_results(results: list[Result], title: str, output: Path) -> None:
     from matplotlib import pyplot
 
     output.mkdir(parents=True, exist_ok=True)
-    rows = [asdict(result) | {"fraction_of_limit": result.fraction} for result in results]
+    rows = [
+        asdict(r) | {"fraction_of_limit": r.fraction, "lora_linears_fraction_of_limit": r.lora_linears_fraction}
+        for r in results
+    ]
     with (output / "kernels.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, rows[0])
         writer.writeheader()
         writer.writerows(rows)
-    figure, axes = pyplot.subplots(figsize=(9, 1 + 0.6 * len(results)))
+    panels = {
+        "update alone": ("update", "gather_bmm", "gemm_per_adapter", "limit"),
+        "within the linear": ("linears", "lora_linears", "lora_linears_limit"),
+    }
+    figure, axes = pyplot.subplots(len(panels), figsize=(9, 2 + 1.2 * len(results)))
     places = range(len(results))
-    for offset, name in ((-0.3, "ours"), (-0.1, "gather_bmm"), (0.1, "gemm_per_adapter"), (0.3, "limit")):
-        axes.barh([p + offset for p in places], [getattr(r, name) * 1e3 for r in results], 0.2, label=name)
-    axes.set(
-        yticks=list(places), yticklabels=[r.workload for r in results], xscale="log", xlabel="ms a step", title=title
-    )
-    axes.invert_yaxis()
-    axes.legend()
+    for axis, (panel, names) in zip(axes, panels.items(), strict=True):
+        height = 0.8 / len(names)
+        for i, name in enumerate(names):
+            ms = [getattr(r, name) * 1e3 for r in results]
+            axis.barh([p + (i - (len(names) - 1) / 2) * height for p in places], ms, height, label=name)
+        axis.set(yticks=list(places), yticklabels=[r.workload for r in results], xscale="log", xlabel="ms a step")
+        axis.set_title(f"{panel}: {title}")
+        axis.invert_yaxis()
+        axis.legend()
     figure.tight_layout()
     figure.savefig(output / "kernels.png", dpi=150)
+    pyplot.close(figure)
 
 
-def print_aot(console: Console) -> None:
+def compile_kernels(output: Path, console: Console) -> None:
     """Registers, spilled bytes and shared memory of every kernel, shape and GPU generation, compiled here and now."""
-    from multilora_kernels.cuda import aot
-
-    def describe(used: aot.Resources) -> str:
-        return f"{used.registers} / {used.spilled_bytes} / {used.shared_bytes // 1024}"
-
-    gpus = (80, 90, 100)
-    title = "registers / spilled bytes / shared KiB"
-    table = Table("kernel", "linear", "rank", "chunk", *(f"sm_{gpu}" for gpu in gpus), title=title)
-    linears = dict(zip(("q|k|v", "o", "gate|up", "down"), EIGHT_BILLION.linears, strict=True))
-    kernels = {"shrink": aot.shrink_resources, "expand": aot.expand_resources}
-    rows = list(itertools.product(kernels, linears, (16, 64), (CHUNK_SIZE, PREFILL_CHUNK_SIZE)))
     with Progress(console=console) as progress:
-        for kernel, linear, rank, chunk in progress.track(rows, description="compiling"):
-            used = [kernels[kernel](linears[linear], chunk, rank, "bf16", gpu) for gpu in gpus]
-            table.add_row(kernel, linear, str(rank), str(chunk), *map(describe, used))
-    hidden, head_dim, group = EIGHT_BILLION.linears[0].in_features, 128, 4
-    others = {
-        "decode attention": lambda gpu: aot.decode_resources(group, head_dim, 16, "bf16", gpu),
-        "its splits added": lambda gpu: aot.combine_resources(head_dim, "bf16", gpu),
-        "add_rms_norm": lambda gpu: aot.add_rms_norm_resources(hidden, "bf16", gpu),
-        "silu_mul": lambda gpu: aot.silu_mul_resources("bf16", gpu),
-    }
-    for kernel, resources in others.items():
-        table.add_row(kernel, "", "", "", *(describe(resources(gpu)) for gpu in gpus))
-    console.print(table)
+        todo = kernel_resources.compilations(EIGHT_BILLION)
+        used = [compilation() for compilation in progress.track(todo, description="compiling")]
+    console.print(kernel_resources.render(used))
+    kernel_resources.write_results(used, output)
+    console.print(f"Wrote {output}/kernel_resources.csv and {output}/kernel_resources.png")
 
 
 def main(
-    output: Annotated[Path, typer.Option(help="Folder for kernels.csv and kernels.png.")] = Path("bench_results"),
+    output: Annotated[Path, typer.Option(help="Folder for the tables and plots.")] = Path("bench_results"),
     rounds: Annotated[int, typer.Option(help="Times each contestant runs.")] = 21,
     threads: Annotated[int, typer.Option(help="CPU threads; 0 leaves torch's choice.")] = 0,
     gpu: Annotated[bool, typer.Option("--gpu", help="Measure the GPU instead of the CPU.")] = False,
-    aot: Annotated[bool, typer.Option("--aot", help="Only compile the GPU kernels and print what they cost.")] = False,
+    aot: Annotated[
+        bool, typer.Option("--aot", help="Only compile the GPU kernels, print and plot what they cost.")
+    ] = False,
 ) -> None:
     """Measure the batched LoRA operators."""
     console = Console()
     if aot:
-        print_aot(console)
+        compile_kernels(output, console)
         return
     if threads:
         torch.set_num_threads(threads)

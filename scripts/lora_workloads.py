@@ -12,7 +12,15 @@ from dataclasses import dataclass
 
 import torch
 
-from multilora_kernels import LoRASegments, LoRATables, lora_apply, lora_segments
+from multilora_kernels import (
+    LoRASegments,
+    LoRATables,
+    PackedWeight,
+    lora_apply,
+    lora_linear,
+    lora_segments,
+    packed_linear,
+)
 from multilora_kernels.testing import LinearShape
 
 Step = Callable[[], None]
@@ -64,7 +72,7 @@ class Workload:
         return [self.ranks[lora_index % len(self.ranks)] for lora_index in range(self.num_adapters)]
 
     def num_bytes(self, lora_dtype: torch.dtype, dtype: torch.dtype) -> int:
-        """Least memory traffic of a step: every adapter and x once, y read and written."""
+        """Least memory traffic of a step's updates alone: every adapter and x once, y read and written."""
         features = sum(linear.in_features + 2 * linear.out_features for linear in self.model.linears)
         activations = self.model.num_layers * self.num_tokens * features * dtype.itemsize
         return self.adapter_bytes(lora_dtype) + activations
@@ -73,8 +81,20 @@ class Workload:
         """Size of all adapters."""
         return self.model.num_layers * sum(self.adapter_ranks) * self.model.values_per_rank * lora_dtype.itemsize
 
+    def weight_bytes(self, dtype: torch.dtype) -> int:
+        """Size of the base linears' weights."""
+        return self._num_weights * dtype.itemsize
+
+    def weight_flops(self) -> int:
+        """Multiplications and additions of the base linears of a step."""
+        return 2 * self.num_tokens * self._num_weights
+
+    @property
+    def _num_weights(self) -> int:
+        return self.model.num_layers * sum(linear.in_features * linear.out_features for linear in self.model.linears)
+
     def num_flops(self) -> int:
-        """Multiplications and additions of a step."""
+        """Multiplications and additions of a step's updates."""
         ranks = self.adapter_ranks
         token_ranks = sum(ranks[token % self.num_adapters] for token in range(self.num_tokens))
         return 2 * token_ranks * self.model.values_per_rank * self.model.num_layers
@@ -92,10 +112,24 @@ class Batch:
         self.x = [torch.randn(workload.num_tokens, s.in_features, device=device).to(dtype) for s in model.linears]
         self.y = [torch.zeros(workload.num_tokens, s.out_features, device=device, dtype=dtype) for s in model.linears]
 
-    def ours(self) -> None:
-        """One `lora_apply` a linear."""
+    def update(self) -> None:
+        """The updates alone: one `lora_apply` a linear."""
         for column, i, shape in self.linears():
             lora_apply(self.x[i], self.y[i], self.tables, column, shape.slice_sizes, self.segments)
+
+    def base_linears(self) -> tuple[Step, Step]:
+        """The base linears, and those with their updates: one `packed_linear`, one `lora_linear` each."""
+        weights = [self._weight(shape) for _, _, shape in self.linears()]
+
+        def linears() -> None:
+            for (_, i, _), weight in zip(self.linears(), weights, strict=True):
+                packed_linear(self.x[i], weight)
+
+        def lora_linears() -> None:
+            for (column, i, shape), weight in zip(self.linears(), weights, strict=True):
+                lora_linear(self.x[i], weight, self.tables, column, shape.slice_sizes, self.segments)
+
+        return linears, lora_linears
 
     def gather_bmm(self) -> Step:
         """Weights padded to the largest rank and stacked; each step gathers them by token, then torch.bmm."""
@@ -144,6 +178,12 @@ class Batch:
                 linears.append((column, i, shape))
                 column += shape.num_slices
         return linears
+
+    def _weight(self, shape: LinearShape) -> PackedWeight:
+        device = self.x[0].device
+        weight = PackedWeight.empty(shape.out_features, shape.in_features, self.dtype, device, self.dtype)
+        weight.data.fill_(0.02)
+        return weight
 
     def _matrices(self, first: int, shape: LinearShape) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
         """A and B of each slice of each adapter, views into the arena."""

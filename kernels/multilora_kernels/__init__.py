@@ -3,9 +3,9 @@ attention over a paged cache.
 
 Public: `LoRATables` (where every adapter's weights lie), `LoRASegments` and `lora_segments` (which tokens belong to
 which adapter, built once per step), `lora_shrink` and `lora_expand` (one call each per fused linear), `lora_apply`
-(both in one), `lora_linear` (the base linear with them); `PackedWeight`, `packed_linear` and `packed_embedding` (the base model's weights and their use);
-`paged_attention` over `PagedSequences` where `has_paged_attention`; and `load_cpu_kernels` (builds the CPU operators
-ahead of their first use).
+(both in one), `lora_linear` (the base linear with them); `PackedWeight`, `packed_linear` and `packed_embedding` (the
+base model's weights and their use); `paged_attention` over `PagedSequences` where `has_paged_attention`; and
+`load_cpu_kernels` (builds the CPU operators ahead of their first use).
 """
 
 from multilora_kernels.apply import lora_apply

@@ -32,7 +32,14 @@ def test_the_compiled_operators_use_the_wanted_capability_or_else_the_widest():
 @pytest.mark.parametrize("capability", _available_capabilities()[1:])
 def test_the_other_instruction_sets_pass_the_same_tests(capability):
     environment = os.environ | {"MULTILORA_CPU_CAPABILITY": capability}
-    names = ("test_cpu.py", "test_shrink.py", "test_expand.py", "test_linear.py", "test_lora_linear.py", "test_attention.py")
+    names = (
+        "test_cpu.py",
+        "test_shrink.py",
+        "test_expand.py",
+        "test_linear.py",
+        "test_lora_linear.py",
+        "test_attention.py",
+    )
     shapes = (
         "wanted_capability or every_dtype or every_rank or every_hidden_size or every_slice_width or magnitude or who "
         "or every_shape or wherever or embeddings or every_window"

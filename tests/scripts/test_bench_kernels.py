@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import csv
 
+import kernel_resources
 import pytest
 import torch
-from bench_kernels import bench, write_results
+from bench_kernels import EIGHT_BILLION, Limits, Result, bench, write_results
+from kernel_resources import GPUS, Used
 from lora_workloads import Batch, Workload, llama
 
 _TINY = llama("tiny", hidden=64, kv=32, ffn=96, num_layers=2)
@@ -23,7 +25,7 @@ def _update_of(batch: Batch, step) -> list[torch.Tensor]:
 def test_every_contestant_computes_the_same_update(num_tokens, num_adapters):
     torch.manual_seed(0)
     batch = Batch(Workload(_TINY, num_tokens, num_adapters, (4, 16)), torch.float32, torch.float32, "cpu")
-    ours = _update_of(batch, batch.ours)
+    ours = _update_of(batch, batch.update)
     assert all(bool(y.abs().max() > 0) for y in ours)
     for other in (batch.gather_bmm(), batch.gemm_per_adapter()):
         torch.testing.assert_close(_update_of(batch, other), ours, rtol=1e-4, atol=1e-5)
@@ -35,6 +37,22 @@ def test_bytes_and_flops_are_those_of_the_formula():
     per_rank = sum(i + o for i, o in slices)
     assert workload.adapter_bytes(torch.bfloat16) == 2 * 2 * (4 + 8) * per_rank
     assert workload.num_flops() == 2 * 2 * (4 + 8 + 4) * per_rank
+    num_weights = 2 * sum(i * o for i, o in slices)
+    assert workload.weight_bytes(torch.float32) == 4 * num_weights
+    assert workload.weight_flops() == 2 * 3 * num_weights
+
+
+def test_a_limit_is_of_bytes_or_of_flops_whichever_takes_longer():
+    limits = Limits(bandwidth=100.0, peak=10.0)
+    assert limits.seconds(200, 10) == 2
+    assert limits.seconds(200, 30) == 3
+
+
+def test_what_an_update_adds_is_the_difference_to_the_linears_alone():
+    result = Result(
+        "", 1, 1, 1.0, 1.0, 1.0, linears=5.0, lora_linears=8.0, limit=0.5, limit_of_adapters=2.0, lora_linears_limit=6.0
+    )
+    assert (result.added, result.fraction, result.lora_linears_fraction) == (3.0, 0.5, 0.75)
 
 
 def test_a_run_leaves_a_table_and_a_plot(tmp_path):
@@ -43,5 +61,20 @@ def test_a_run_leaves_a_table_and_a_plot(tmp_path):
     with (tmp_path / "kernels.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [row["workload"] for row in rows] == ["tiny 1 rows distinct rank 8", "tiny 3 rows distinct rank 8"]
-    assert all(float(row["ours"]) > 0 and float(row["fraction_of_limit"]) > 0 for row in rows)
+    for name in ("update", "fraction_of_limit", "linears", "lora_linears", "lora_linears_fraction_of_limit"):
+        assert all(float(row[name]) > 0 for row in rows)
     assert (tmp_path / "kernels.png").stat().st_size > 1000
+
+
+def test_kernels_are_compiled_for_every_gpu_and_shape_and_shown(tmp_path):
+    compilations = kernel_resources.compilations(EIGHT_BILLION)
+    assert len(compilations) == len(GPUS) * (2 * 4 * 2 * 2 + 4)
+    used = [compilations[0](), Used("silu_mul", "", "sm_80", registers=18, spilled_bytes=0, shared_bytes=2048)]
+    assert (used[0].name, used[0].gpu) == ("shrink q|k|v rank 16 chunk 16", "sm_80")
+    assert used[0].registers > 0
+    kernel_resources.write_results(used, tmp_path)
+    with (tmp_path / "kernel_resources.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["registers"]) for row in rows] == [used[0].registers, 18]
+    assert (tmp_path / "kernel_resources.png").stat().st_size > 1000
+    assert kernel_resources.render(used).row_count == 2
