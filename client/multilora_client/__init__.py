@@ -38,6 +38,7 @@ from multilora_client.messages import (
 )
 from multilora_client.operations import AdapterEvent, AdapterEvents, AdapterInfo
 from multilora_client.sizing import AdapterLayout
+from multilora_client.tls import Tls
 from multilora_client.transport import AsyncMockTransport, AsyncTransport, MockTransport, Transport
 
 __all__ = [
@@ -73,6 +74,7 @@ __all__ = [
     "ServerFault",
     "ServerUnreachable",
     "TimedOut",
+    "Tls",
     "Transport",
     "Unavailable",
     "Unsupported",

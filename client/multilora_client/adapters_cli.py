@@ -20,6 +20,7 @@ from multilora_client.console import one_line_errors
 from multilora_client.errors import InvalidRequest
 from multilora_client.operations import AdapterEvent, AdapterInfo
 from multilora_client.sizing import LINEARS, AdapterLayout, LinearName, StoredDtype, adapter_pages, read_layout
+from multilora_client.tls import Tls
 
 app = typer.Typer(
     help="See and steer the adapters of a running server.", no_args_is_help=True, rich_markup_mode="markdown"
@@ -27,7 +28,10 @@ app = typer.Typer(
 
 _UNCUT_WIDTH = 1000
 
-Url = Annotated[str, typer.Option(help="grpc://host:port or http://host:port of the server.", envvar="MULTILORA_URL")]
+Url = Annotated[
+    str,
+    typer.Option(help="The server, grpc[s]://host:port or http[s]://host:port.", envvar="MULTILORA_URL"),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Which = Annotated[
     list[str],
@@ -36,17 +40,18 @@ Which = Annotated[
 
 
 @app.command("list")
-def list_adapters(url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
+def list_adapters(ctx: typer.Context, url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
     """Show every adapter: where it is, its size, who uses it.
 
     Example: `multilora adapters list --json`
     """
-    with one_line_errors(), Client(url) as client:
+    with one_line_errors(), Client(url, tls=ctx.obj) as client:
         _print_adapters(client.list_adapters(), as_json)
 
 
 @app.command()
 def load(
+    ctx: typer.Context,
     which: Which,
     source: Annotated[str, typer.Option(help="Name of the only source to ask.", show_default="all of them")] = "",
     url: Url = DEFAULT_URL,
@@ -56,42 +61,43 @@ def load(
 
     Example: `multilora adapters load acme/pirate --source huggingface`
     """
-    with one_line_errors(), Client(url) as client:
+    with one_line_errors(), Client(url, tls=ctx.obj) as client:
         _print_adapters([client.load_adapter(_which(adapter), source) for adapter in which], as_json)
 
 
 @app.command()
-def unload(which: Which, url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
+def unload(ctx: typer.Context, which: Which, url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
     """Make the server forget adapters. Requests that use one keep it until they have finished.
 
     Example: `multilora adapters unload 7`
     """
-    with one_line_errors(), Client(url) as client:
+    with one_line_errors(), Client(url, tls=ctx.obj) as client:
         _print_adapters([client.unload_adapter(_which(adapter)) for adapter in which], as_json)
 
 
 @app.command()
-def pin(which: Which, url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
+def pin(ctx: typer.Context, which: Which, url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
     """Keep adapters in host memory, whatever else comes.
 
     Example: `multilora adapters pin 7 8`
     """
-    with one_line_errors(), Client(url) as client:
+    with one_line_errors(), Client(url, tls=ctx.obj) as client:
         _print_adapters([client.pin_adapter(_which(adapter)) for adapter in which], as_json)
 
 
 @app.command()
-def unpin(which: Which, url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
+def unpin(ctx: typer.Context, which: Which, url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
     """Let adapters be evicted again.
 
     Example: `multilora adapters unpin 7`
     """
-    with one_line_errors(), Client(url) as client:
+    with one_line_errors(), Client(url, tls=ctx.obj) as client:
         _print_adapters([client.unpin_adapter(_which(adapter)) for adapter in which], as_json)
 
 
 @app.command()
 def events(
+    ctx: typer.Context,
     since: Annotated[int, typer.Option(min=0, help="Number of the last event you have seen.")] = 0,
     url: Url = DEFAULT_URL,
     as_json: AsJson = False,
@@ -100,7 +106,7 @@ def events(
 
     Example: `multilora adapters events --since 120`
     """
-    with one_line_errors(), Client(url) as client:
+    with one_line_errors(), Client(url, tls=ctx.obj) as client:
         answer = client.adapter_events(since)
     if as_json:
         _print_json(dataclasses.asdict(answer))
@@ -113,12 +119,12 @@ def events(
 
 
 @app.command()
-def stats(url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
+def stats(ctx: typer.Context, url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
     """Show sizes and counts of every tier, and the adapters most asked for.
 
     Example: `multilora adapters stats`
     """
-    with one_line_errors(), Client(url) as client:
+    with one_line_errors(), Client(url, tls=ctx.obj) as client:
         report = client.adapter_stats()
     if as_json:
         _print_json(report)
@@ -135,6 +141,7 @@ def stats(url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
 
 @app.command()
 def size(
+    ctx: typer.Context,
     rank: Annotated[int, typer.Option(min=1, help="Rank of the adapters.")] = 16,
     num: Annotated[int, typer.Option(min=1, help="Adapters to keep.")] = 1000,
     linears: Annotated[
@@ -159,7 +166,7 @@ def size(
     - `multilora adapters size --rank 8 --linears q,v --num 5000 --checkpoint DIR --dtype bfloat16`
     """
     with one_line_errors():
-        layout = read_layout(checkpoint, max_rank, dtype) if checkpoint else _served_layout(url)
+        layout = read_layout(checkpoint, max_rank, dtype) if checkpoint else _served_layout(url, ctx.obj)
         if rank > layout.max_rank:
             raise InvalidRequest(f"rank {rank} is more than max_lora_rank, {layout.max_rank}")
         pages = adapter_pages(layout, rank, _linears(linears), dora)
@@ -178,8 +185,8 @@ def size(
         )
 
 
-def _served_layout(url: str) -> AdapterLayout:
-    with Client(url) as client:
+def _served_layout(url: str, tls: Tls | None) -> AdapterLayout:
+    with Client(url, tls=tls) as client:
         return client.adapter_layout()
 
 

@@ -31,6 +31,7 @@ from multilora_client.messages import (
     Message,
 )
 from multilora_client.openai import command as openai_command
+from multilora_client.tls import Tls
 
 app = typer.Typer(
     help="Talk to a multilora server: one base model, any number of LoRA adapters.",
@@ -49,7 +50,10 @@ DoorName = Literal["direct", "ensemble"]
 _DOORS = {"direct": DIRECT, "ensemble": ENSEMBLE}
 
 Prompt = Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.", show_default=False)]
-Url = Annotated[str, typer.Option(help="grpc://host:port or http://host:port of the server.", envvar="MULTILORA_URL")]
+Url = Annotated[
+    str,
+    typer.Option(help="The server, grpc[s]://host:port or http[s]://host:port.", envvar="MULTILORA_URL"),
+]
 Door = Annotated[DoorName, typer.Option(help="Ask the engine's own models, or the ensembles.")]
 AdapterDir = Annotated[
     Path | None,
@@ -83,8 +87,34 @@ TimeoutS = Annotated[float | None, typer.Option("--timeout", help="Seconds after
 Stats = Annotated[bool, typer.Option("--stats", help="Print token counts and the adapter that answered.")]
 
 
+@app.callback()
+def connect(
+    ctx: typer.Context,
+    ca: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="MULTILORA_CA",
+            help="PEM file of the authorities to trust, for grpcs:// and https://.",
+            show_default="this machine's",
+        ),
+    ] = None,
+    client_certificate: Annotated[
+        Path | None,
+        typer.Option(envvar="MULTILORA_CLIENT_CERTIFICATE", help="PEM file, for servers that ask clients for one."),
+    ] = None,
+    client_key: Annotated[
+        Path | None, typer.Option(envvar="MULTILORA_CLIENT_KEY", help="PEM file: the client certificate's key.")
+    ] = None,
+) -> None:
+    """What every command needs to know of its connection, in `ctx.obj`."""
+    if ca or client_certificate or client_key:
+        with one_line_errors():
+            ctx.obj = Tls(ca=ca, certificate=client_certificate, key=client_key)
+
+
 @app.command()
 def generate(
+    ctx: typer.Context,
     prompt: Prompt,
     url: Url = DEFAULT_URL,
     door: Door = "direct",
@@ -111,7 +141,7 @@ def generate(
     - `multilora generate "Who are you?" --lora-name acme/pirate`
     """
     text, messages = _read_prompt(prompt, as_message=chat)
-    with one_line_errors(), Client(url, door=_DOORS[door]) as client:
+    with one_line_errors(), Client(url, door=_DOORS[door], tls=ctx.obj) as client:
         answer = client.generate(
             text,
             messages=messages,
@@ -131,6 +161,7 @@ def generate(
 
 @app.command()
 def stream(
+    ctx: typer.Context,
     prompt: Prompt,
     url: Url = DEFAULT_URL,
     door: Door = "direct",
@@ -155,7 +186,7 @@ def stream(
     - `multilora stream --chat "Who are you?" --adapter adapters/pirate --url http://localhost:8000`
     """
     text, messages = _read_prompt(prompt, as_message=chat)
-    with one_line_errors(), Client(url, door=_DOORS[door]) as client:
+    with one_line_errors(), Client(url, door=_DOORS[door], tls=ctx.obj) as client:
         chunks = client.stream(
             text,
             messages=messages,
@@ -175,6 +206,7 @@ def stream(
 
 @app.command()
 def chat(
+    ctx: typer.Context,
     url: Url = DEFAULT_URL,
     adapter: AdapterDir = None,
     lora_task_id: TaskId = None,
@@ -194,12 +226,13 @@ def chat(
         max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, lora_name=lora_name
     )
     opening: list[Message] = [{"role": "system", "content": system}] if system else []
-    with one_line_errors(), Client(url) as client:
+    with one_line_errors(), Client(url, tls=ctx.obj) as client:
         _chat(client, _choose_adapter(adapter, lora_task_id, lora_name), opening, options)
 
 
 @app.command()
 def upload(
+    ctx: typer.Context,
     directories: Annotated[list[Path], typer.Argument(help="Adapters, PEFT or converted.", show_default=False)],
     url: Url = DEFAULT_URL,
     lora_task_id: Annotated[
@@ -213,7 +246,7 @@ def upload(
     - `multilora upload adapters/pirate --lora-task-id 7`
     - `multilora upload adapters/*`
     """
-    with one_line_errors(), Client(url) as client, _progress() as progress:
+    with one_line_errors(), Client(url, tls=ctx.obj) as client, _progress() as progress:
         if lora_task_id is not None and len(directories) > 1:
             raise InvalidRequest("--lora-task-id names one adapter; leave it out to upload several")
         for directory in progress.track(directories, description="uploading"):

@@ -36,6 +36,7 @@ from multilora_client.operations import (
     which_adapter,
 )
 from multilora_client.sizing import AdapterLayout
+from multilora_client.tls import Tls
 from multilora_client.transport import AsyncTransport, Transport
 
 DEFAULT_URL = "grpc://localhost:8001"
@@ -71,6 +72,7 @@ class Client:
     """Blocking client of one server. Any number of threads may use it at once.
 
     url: `grpc://host:8001` or `http://host:8000` (`grpcs`, `https` with TLS); the scheme picks the protocol.
+    tls: whom to trust with `grpcs` and `https`, None for the authorities that this machine trusts.
     door: which models answer (DIRECT, ENSEMBLE or your own Door).
     transport: replaces the network, see MockTransport.
 
@@ -79,8 +81,15 @@ class Client:
     ...     print(client.generate("Who are you?", adapter=pirate, max_tokens=40).text)
     """
 
-    def __init__(self, url: str = DEFAULT_URL, *, door: Door = DIRECT, transport: Transport | None = None) -> None:
-        self._transport = transport or _make_transport(url)
+    def __init__(
+        self,
+        url: str = DEFAULT_URL,
+        *,
+        door: Door = DIRECT,
+        tls: Tls | None = None,
+        transport: Transport | None = None,
+    ) -> None:
+        self._transport = transport or _make_transport(url, tls)
         self._calls = _Calls(door)
 
     def generate(
@@ -190,8 +199,15 @@ class AsyncClient:
     ...         print(chunk.text, end="")
     """
 
-    def __init__(self, url: str = DEFAULT_URL, *, door: Door = DIRECT, transport: AsyncTransport | None = None) -> None:
-        self._transport = transport or _make_async_transport(url)
+    def __init__(
+        self,
+        url: str = DEFAULT_URL,
+        *,
+        door: Door = DIRECT,
+        tls: Tls | None = None,
+        transport: AsyncTransport | None = None,
+    ) -> None:
+        self._transport = transport or _make_async_transport(url, tls)
         self._calls = _Calls(door)
 
     async def generate(
@@ -285,19 +301,22 @@ class AsyncClient:
                 yield call.chunk(response)
 
 
-def _make_transport(url: str) -> Transport:
-    protocol, address, tls = _parse_url(url)
-    return GrpcTransport(address, tls=tls) if protocol == "grpc" else HttpTransport(url)
+def _make_transport(url: str, tls: Tls | None) -> Transport:
+    protocol, address, tls = _parse_url(url, tls)
+    return GrpcTransport(address, tls=tls) if protocol == "grpc" else HttpTransport(url, tls=tls)
 
 
-def _make_async_transport(url: str) -> AsyncTransport:
-    protocol, address, tls = _parse_url(url)
-    return AsyncGrpcTransport(address, tls=tls) if protocol == "grpc" else AsyncHttpTransport(url)
+def _make_async_transport(url: str, tls: Tls | None) -> AsyncTransport:
+    protocol, address, tls = _parse_url(url, tls)
+    return AsyncGrpcTransport(address, tls=tls) if protocol == "grpc" else AsyncHttpTransport(url, tls=tls)
 
 
-def _parse_url(url: str) -> tuple[str, str, bool]:
-    """`grpcs://host:1` -> ("grpc", "host:1", True)."""
+def _parse_url(url: str, tls: Tls | None) -> tuple[str, str, Tls | None]:
+    """`grpcs://host:1` -> ("grpc", "host:1", Tls()). Raises InvalidRequest, also for TLS that the scheme leaves out."""
     parts = urlsplit(url)
     if parts.scheme not in ("grpc", "grpcs", "http", "https") or not parts.netloc:
         raise InvalidRequest(f"url is {url!r}; write grpc://host:8001 or http://host:8000")
-    return parts.scheme.removesuffix("s"), parts.netloc, parts.scheme.endswith("s")
+    is_encrypted = parts.scheme.endswith("s")
+    if tls and not is_encrypted:
+        raise InvalidRequest(f"url is {url!r}, which is plain text; with TLS write {parts.scheme}s://{parts.netloc}")
+    return parts.scheme.removesuffix("s"), parts.netloc, (tls or Tls()) if is_encrypted else None

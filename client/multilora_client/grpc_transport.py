@@ -11,6 +11,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from multilora_client.errors import MultiloraClientError, ServerUnreachable, TimedOut, Unavailable, parse_error
 from multilora_client.messages import InferRequest, Response
 from multilora_client.tensors import flat_values
+from multilora_client.tls import Tls
 from multilora_client.transport import GRACE_S
 
 _OPTIONS = [
@@ -23,14 +24,14 @@ _CODES = {"INVALID_ARGUMENT": "INVALID_ARG", "UNIMPLEMENTED": "UNSUPPORTED"}
 
 
 class GrpcTransport:
-    """Blocking transport to `target` (`host:port`)."""
+    """Blocking transport to `target` (`host:port`); without `tls` in plain text."""
 
     streams_tensors = True
 
-    def __init__(self, target: str, *, tls: bool = False) -> None:
+    def __init__(self, target: str, *, tls: Tls | None = None) -> None:
         self._target = target
         self._channel = (
-            grpc.secure_channel(target, grpc.ssl_channel_credentials(), _OPTIONS)
+            grpc.secure_channel(target, tls.channel_credentials(), _OPTIONS)
             if tls
             else grpc.insecure_channel(target, _OPTIONS)
         )
@@ -63,14 +64,14 @@ class GrpcTransport:
 
 
 class AsyncGrpcTransport:
-    """asyncio transport to `target` (`host:port`)."""
+    """asyncio transport to `target` (`host:port`); without `tls` in plain text."""
 
     streams_tensors = True
 
-    def __init__(self, target: str, *, tls: bool = False) -> None:
+    def __init__(self, target: str, *, tls: Tls | None = None) -> None:
         self._target = target
         self._channel = (
-            grpc.aio.secure_channel(target, grpc.ssl_channel_credentials(), _OPTIONS)
+            grpc.aio.secure_channel(target, tls.channel_credentials(), _OPTIONS)
             if tls
             else grpc.aio.insecure_channel(target, _OPTIONS)
         )

@@ -7,6 +7,7 @@ upload first, and a stream's deadline is kept here, by closing the connection, w
 from __future__ import annotations
 
 import json
+import ssl
 import time
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ import httpx2
 from multilora_client.errors import MultiloraClientError, ServerUnreachable, TimedOut, Unavailable, parse_error
 from multilora_client.messages import InferRequest, Response
 from multilora_client.tensors import Tensor, flat_values
+from multilora_client.tls import Tls
 from multilora_client.transport import GRACE_S
 
 _HEADER_LENGTH = "Inference-Header-Content-Length"
@@ -28,9 +30,11 @@ class HttpTransport:
 
     streams_tensors = False
 
-    def __init__(self, base_url: str, *, http_transport: httpx2.BaseTransport | None = None) -> None:
+    def __init__(
+        self, base_url: str, *, tls: Tls | None = None, http_transport: httpx2.BaseTransport | None = None
+    ) -> None:
         self._base_url = base_url
-        self._http = httpx2.Client(base_url=base_url, transport=http_transport)
+        self._http = httpx2.Client(base_url=base_url, verify=_verify(tls), transport=http_transport)
 
     def infer(self, request: InferRequest) -> Response:
         try:
@@ -59,9 +63,11 @@ class AsyncHttpTransport:
 
     streams_tensors = False
 
-    def __init__(self, base_url: str, *, http_transport: httpx2.AsyncBaseTransport | None = None) -> None:
+    def __init__(
+        self, base_url: str, *, tls: Tls | None = None, http_transport: httpx2.AsyncBaseTransport | None = None
+    ) -> None:
         self._base_url = base_url
-        self._http = httpx2.AsyncClient(base_url=base_url, transport=http_transport)
+        self._http = httpx2.AsyncClient(base_url=base_url, verify=_verify(tls), transport=http_transport)
 
     async def infer(self, request: InferRequest) -> Response:
         try:
@@ -84,6 +90,10 @@ class AsyncHttpTransport:
 
     async def close(self) -> None:
         await self._http.aclose()
+
+
+def _verify(tls: Tls | None) -> ssl.SSLContext | bool:
+    return tls.ssl_context() if tls else True
 
 
 def _infer_call(request: InferRequest) -> dict[str, Any]:

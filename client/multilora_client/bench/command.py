@@ -32,6 +32,7 @@ from multilora_client.client import DEFAULT_URL, AsyncClient
 from multilora_client.console import one_line_errors
 from multilora_client.convert import load_adapter
 from multilora_client.errors import AdapterConflict, InvalidRequest, Unsupported
+from multilora_client.tls import Tls
 
 _DOORS = {"direct": messages.DIRECT, "ensemble": messages.ENSEMBLE}
 _NUM_CHECK_PROMPTS = 4
@@ -41,7 +42,10 @@ _MAX_SHOWN = 5
 _PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 _UNCUT_WIDTH = 1000
 
-Url = Annotated[str, typer.Option(help="grpc://host:port or http://host:port of the server.", envvar="MULTILORA_URL")]
+Url = Annotated[
+    str,
+    typer.Option(help="The server, grpc[s]://host:port or http[s]://host:port.", envvar="MULTILORA_URL"),
+]
 Door = Annotated[Literal["direct", "ensemble"], typer.Option(help="Ask the engine's own models, or the ensembles.")]
 AdapterDirs = Annotated[
     list[Path] | None,
@@ -79,6 +83,7 @@ PlotFile = Annotated[
 
 
 def bench(
+    ctx: typer.Context,
     url: Url = DEFAULT_URL,
     door: Door = "direct",
     adapter: AdapterDirs = None,
@@ -123,7 +128,7 @@ def bench(
         num_jobs = num_requests * len(loads)
         prompts = make_prompts(num_prompts or (_NUM_CHECK_PROMPTS if check else num_jobs), prompt_tokens, seed)
         jobs = make_jobs(targets, popularity_shares(popularity, len(targets), zipf_s), prompts, num_jobs, seed)
-        stages = asyncio.run(_run(url, _DOORS[door], targets, jobs, loads, output_tokens, timeout, seed))
+        stages = asyncio.run(_run(url, ctx.obj, _DOORS[door], targets, jobs, loads, output_tokens, timeout, seed))
         Console(width=None if sys.stdout.isatty() else _UNCUT_WIDTH).print(render(stages))
         knee = find_knee(stages) if _is_sweep(stages) else None
         if _is_sweep(stages):
@@ -170,6 +175,7 @@ def _targets(directories: Sequence[Path], num_adapters: int | None, first_task_i
 
 async def _run(
     url: str,
+    tls: Tls | None,
     door: messages.Door,
     targets: Sequence[Target],
     jobs: Sequence[Job],
@@ -179,7 +185,7 @@ async def _run(
     seed: int,
 ) -> list[Stage]:
     """Send the adapters, then one load after the other, each with its share of the jobs."""
-    async with AsyncClient(url, door=door) as client:
+    async with AsyncClient(url, door=door, tls=tls) as client:
         await _upload(client, [target.adapter for target in targets if target.adapter])
         ask = make_ask(client, output_tokens, timeout_s)
         size = len(jobs) // len(loads)

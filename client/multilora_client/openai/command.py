@@ -12,6 +12,7 @@ from multilora_client.client import DEFAULT_URL, AsyncClient
 from multilora_client.console import one_line_errors
 from multilora_client.errors import InvalidRequest, Unsupported
 from multilora_client.openai.limits import MAX_BODY_BYTES, MAX_CONNECTIONS
+from multilora_client.tls import Tls
 
 if TYPE_CHECKING:
     from multilora_client.openai.catalogue import Catalogue
@@ -19,9 +20,10 @@ if TYPE_CHECKING:
 _EXTRA = ("fastapi", "uvicorn")
 
 Server = Annotated[
-    str, typer.Option(help="grpc://host:port or http://host:port of the server.", envvar="MULTILORA_URL")
+    str,
+    typer.Option(help="The server, grpc[s]://host:port or http[s]://host:port.", envvar="MULTILORA_URL"),
 ]
-Host = Annotated[str, typer.Option(help="Address to listen at; beyond loopback, use --api-keys and a TLS proxy.")]
+Host = Annotated[str, typer.Option(help="Address to listen at; beyond loopback, use --api-keys and TLS.")]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at.")]
 Base = Annotated[str, typer.Option(help="What clients call the base model.")]
 Adapters = Annotated[
@@ -44,10 +46,13 @@ ApiKeys = Annotated[
 
 MaxBodyBytes = Annotated[int, typer.Option(min=1, help="Longest request; a longer one is refused with status 413.")]
 MaxConnections = Annotated[int, typer.Option(min=1, help="At once; one more is refused with status 503.")]
+Certificate = Annotated[Path | None, typer.Option(help="PEM file: HTTP takes TLS only, with this.", show_default=False)]
+Key = Annotated[Path | None, typer.Option(help="PEM file: the certificate's key.", show_default=False)]
 Docs = Annotated[bool, typer.Option("--docs", help="Describe the interface at /docs and /openapi.json.")]
 
 
 def openai(
+    ctx: typer.Context,
     server: Server = DEFAULT_URL,
     host: Host = "127.0.0.1",
     port: Port = 9000,
@@ -57,6 +62,8 @@ def openai(
     api_keys: ApiKeys = None,
     max_body_bytes: MaxBodyBytes = MAX_BODY_BYTES,
     max_connections: MaxConnections = MAX_CONNECTIONS,
+    certificate: Certificate = None,
+    key: Key = None,
     docs: Docs = False,
 ) -> None:
     """Serve OpenAI's HTTP interface: models, chat completions and completions. `model` picks an adapter by its name.
@@ -72,14 +79,30 @@ def openai(
 
         from multilora_client.openai.app import make_app
 
+        _check_certificate(certificate, key)
         catalogue = _read_catalogue(base_model, adapters, adapter or [], api_keys)
-        application = make_app(catalogue, lambda: AsyncClient(server), max_body_bytes, docs)
-        uvicorn.run(application, host=host, port=port, server_header=False, limit_concurrency=max_connections)
+        application = make_app(catalogue, lambda: AsyncClient(server, tls=ctx.obj), max_body_bytes, docs)
+        uvicorn.run(
+            application,
+            host=host,
+            port=port,
+            server_header=False,
+            limit_concurrency=max_connections,
+            ssl_certfile=certificate,
+            ssl_keyfile=key,
+        )
 
 
 def _check_extra() -> None:
     if missing := [name for name in _EXTRA if find_spec(name) is None]:
         raise Unsupported(f"{' and '.join(missing)} missing; install the extra: pip install 'multilora-client[openai]'")
+
+
+def _check_certificate(certificate: Path | None, key: Path | None) -> None:
+    if (certificate is None) != (key is None):
+        raise InvalidRequest("TLS takes two files: give both --certificate and --key")
+    if certificate is not None and key is not None:
+        Tls(certificate=certificate, key=key)
 
 
 def _read_catalogue(base: str, file: Path | None, named: list[str], api_keys: Path | None) -> Catalogue:
