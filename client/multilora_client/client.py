@@ -57,6 +57,7 @@ class _Calls:
             options.get("request_id") or uuid.uuid4().hex,
             generation_inputs(prompt, streaming, self._door, **options),
             options.get("timeout_s"),
+            options.get("traceparent") or "",
         )
         return Call(request, adapter, self._ledger)
 

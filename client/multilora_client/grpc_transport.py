@@ -39,12 +39,12 @@ class GrpcTransport:
 
     def infer(self, request: InferRequest) -> Response:
         try:
-            return _response(self._stub.ModelInfer(_message(request), timeout=_deadline(request)))
+            return _response(self._stub.ModelInfer(_message(request), **_call_options(request)))
         except grpc.RpcError as error:
             raise _error(error, self._target, request) from error
 
     def stream(self, request: InferRequest) -> Generator[Response, None, None]:
-        call = self._stub.ModelStreamInfer(iter([_stream_message(request)]), timeout=_deadline(request))
+        call = self._stub.ModelStreamInfer(iter([_stream_message(request)]), **_call_options(request))
         try:
             ending = None
             for message in call:
@@ -79,12 +79,12 @@ class AsyncGrpcTransport:
 
     async def infer(self, request: InferRequest) -> Response:
         try:
-            return _response(await self._stub.ModelInfer(_message(request), timeout=_deadline(request)))
+            return _response(await self._stub.ModelInfer(_message(request), **_call_options(request)))
         except grpc.RpcError as error:
             raise _error(error, self._target, request) from error
 
     async def stream(self, request: InferRequest) -> AsyncGenerator[Response, None]:
-        call = self._stub.ModelStreamInfer(iter([_stream_message(request)]), timeout=_deadline(request))
+        call = self._stub.ModelStreamInfer(iter([_stream_message(request)]), **_call_options(request))
         try:
             ending = None
             async for message in call:
@@ -120,8 +120,9 @@ def _stream_message(request: InferRequest) -> Any:
     return message
 
 
-def _deadline(request: InferRequest) -> float | None:
-    return None if request.timeout_s is None else request.timeout_s + GRACE_S
+def _call_options(request: InferRequest) -> dict[str, Any]:
+    deadline_s = None if request.timeout_s is None else request.timeout_s + GRACE_S
+    return {"timeout": deadline_s, "metadata": tuple(request.headers.items())}
 
 
 def _response(message: Any) -> Response:

@@ -107,7 +107,7 @@ def _infer_call(request: InferRequest) -> dict[str, Any]:
     return {
         "url": f"/v2/models/{request.model}/infer",
         "content": encoded + b"".join(tensor.data for tensor in request.inputs.values()),
-        "headers": {_HEADER_LENGTH: str(len(encoded)), "Content-Type": "application/octet-stream"},
+        "headers": {_HEADER_LENGTH: str(len(encoded)), "Content-Type": "application/octet-stream"} | request.headers,
         "timeout": _timeout(request),
     }
 
@@ -125,6 +125,7 @@ def _stream_call(request: InferRequest) -> dict[str, Any]:
     return {
         "url": f"/v2/models/{request.model}/generate_stream",
         "json": {"id": request.request_id} | {name: _json_value(tensor) for name, tensor in request.inputs.items()},
+        "headers": request.headers,
         "timeout": _timeout(request),
     }
 

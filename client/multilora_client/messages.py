@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict, Unpack
@@ -14,6 +15,8 @@ from multilora_client.errors import InvalidRequest
 from multilora_client.tensors import Tensor, numeric_tensor, string_tensor
 
 DEFAULT_MAX_TOKENS = 128
+
+_TRACEPARENT = re.compile(r"00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,11 @@ ENSEMBLE = Door(
     },
 )
 """preprocessing -> generation -> postprocessing, the door that TensorRT-LLM clients know. It takes no `input_ids`."""
+
+
+def is_traceparent(text: str) -> bool:
+    """Whether it is the header of that name, version 00 of W3C's trace context."""
+    return _TRACEPARENT.fullmatch(text) is not None
 
 
 class Message(TypedDict):
@@ -82,6 +90,7 @@ class GenerateOptions(TypedDict, total=False):
     timeout_s: seconds after which the server ends the request; the client waits a second longer, then raises TimedOut.
         Triton passes no timeout on to HTTP streams: there the client ends the request, and raises TimedOut at once.
     request_id: a name to `stop` the request by; drawn when not given.
+    traceparent: of the W3C trace that the server's spans shall continue, if it makes any: 00-TRACE-SPAN-FLAGS.
     """
 
     messages: Sequence[Mapping[str, object]] | None
@@ -115,16 +124,27 @@ class GenerateOptions(TypedDict, total=False):
     end_id: int | None
     timeout_s: float | None
     request_id: str | None
+    traceparent: str | None
 
 
 @dataclass(frozen=True)
 class InferRequest:
-    """One request to one model. `timeout_s` None waits for ever."""
+    """One request to one model. `timeout_s` None waits for ever; `traceparent` is a header, empty for none."""
 
     model: str
     request_id: str
     inputs: Mapping[str, Tensor]
     timeout_s: float | None = None
+    traceparent: str = ""
+
+    def __post_init__(self) -> None:
+        if self.traceparent and not is_traceparent(self.traceparent):
+            raise InvalidRequest(f"traceparent is {self.traceparent!r}, expected 00-TRACE-SPAN-FLAGS in hexadecimal")
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What goes beside the tensors."""
+        return {"traceparent": self.traceparent} if self.traceparent else {}
 
 
 @dataclass(frozen=True)

@@ -342,6 +342,18 @@ def test_an_answer_that_has_begun_is_not_begun_again(make_client: Any, adapter: 
         client.stream("hi", adapter=adapter)
 
 
+def test_a_trace_goes_beside_the_tensors_and_a_malformed_one_is_refused(make_client: Any) -> None:
+    server = Server()
+    client = make_client(server)
+    traceparent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    client.generate("hi", traceparent=traceparent)
+    client.stream("hi", traceparent=traceparent)
+    client.generate("hi")
+    assert [request.headers.get("traceparent") for request in server.requests] == [traceparent, traceparent, None]
+    with pytest.raises(InvalidRequest, match="traceparent"):
+        client.generate("hi", traceparent="00-1\r\n")
+
+
 def test_an_upload_waits_as_long_as_it_is_told_to_or_as_the_stream_it_is_for(
     make_client: Any, adapter: Adapter
 ) -> None:

@@ -114,6 +114,16 @@ class FakeSender:
 
 
 @dataclass
+class FakeTrace:
+    """context: None where the server makes no traces of OpenTelemetry."""
+
+    context: str | None = None
+
+    def get_context(self) -> str | None:
+        return self.context
+
+
+@dataclass
 class FakeRequest:
     """tensors: name -> value; a list is made an array, with text as bytes."""
 
@@ -122,6 +132,7 @@ class FakeRequest:
     output_names: tuple[str, ...] = OUTPUT_NAMES
     timeout_us: int = 0
     headers: dict[str, str] = field(default_factory=dict)
+    trace_context: str | None = None
     sender: FakeSender = field(default_factory=FakeSender)
 
     def inputs(self) -> list[FakeTensor]:
@@ -138,6 +149,9 @@ class FakeRequest:
 
     def parameters(self) -> str:
         return json.dumps(self.headers)
+
+    def trace(self) -> FakeTrace:
+        return FakeTrace(self.trace_context)
 
     def get_response_sender(self) -> FakeSender:
         return self.sender

@@ -115,9 +115,10 @@ class EngineClient:
         requests: list[GenerationRequest],
         client_request_id: str = "",
         adapter: tuple[int, PackedAdapter] | None = None,
+        trace_id: str = "",
     ) -> None:
         """Have `requests` answered to `listener`; `adapter` (task id, weights) is put before they are accepted."""
-        message = Add(requests, client_request_id, adapter_header(*adapter) if adapter else None)
+        message = Add(requests, client_request_id, adapter_header(*adapter) if adapter else None, trace_id)
         request_ids = [request.request_id for request in requests]
         self._submit(listener, request_ids, message, adapter_payload(adapter[1]) if adapter else None)
 

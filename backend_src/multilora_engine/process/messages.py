@@ -39,11 +39,13 @@ class Add(msgspec.Struct, frozen=True, tag=True):
     """Accept all of `requests`, or none. The adapter is put first, so that nothing can evict it in between.
 
     client_request_id: the client's own id, which a later `Stop` names; need not be unique, may be empty.
+    trace_id: of the trace that they are part of, for the log; empty if of none.
     """
 
     requests: list[GenerationRequest]
     client_request_id: str = ""
     adapter: AdapterHeader | None = None
+    trace_id: str = ""
 
 
 class PutAdapter(msgspec.Struct, frozen=True, tag=True):

@@ -114,11 +114,12 @@ class ServedEngine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Route:
-    """Where the outputs of a request go, and the adapter that it is counted for."""
+    """Where the outputs of a request go, the adapter that it is counted for, and what the log calls it."""
 
     front: bytes
     client_request_id: str
     lora_task_id: int | None
+    trace_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,7 +280,9 @@ class EngineServer:
                 self._put_adapter(message.adapter, payload, message.requests[0].lora_name)
             for request in message.requests:
                 self._add_request(request)
-                self._routes[request.request_id] = _Route(front, message.client_request_id, request.lora_task_id)
+                self._routes[request.request_id] = _Route(
+                    front, message.client_request_id, request.lora_task_id, message.trace_id
+                )
                 self._telemetry.begin(request.request_id)
         except Exception as error:
             num_refused = sum(request.request_id not in self._routes for request in message.requests)
@@ -387,12 +390,13 @@ class EngineServer:
         if route.lora_task_id is not None:
             self._usage.record(route.lora_task_id, output.num_prompt_tokens, output.num_output_tokens)
         logger.info(
-            "request %s, adapter %s: %s, %d + %d tokens",
+            "request %s, adapter %s: %s, %d + %d tokens%s",
             route.client_request_id or output.request_id,
             "none" if route.lora_task_id is None else route.lora_task_id,
             output.finish_reason or output.error_code,
             output.num_prompt_tokens,
             output.num_output_tokens,
+            f", trace {route.trace_id}" if route.trace_id else "",
         )
 
     def _read_load(self) -> LoadReport:

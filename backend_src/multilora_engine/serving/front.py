@@ -19,7 +19,7 @@ from multilora_engine.serving.engine_link import EngineLink
 from multilora_engine.serving.inputs import InputTensors
 from multilora_engine.serving.outputs import ReplyRow
 from multilora_engine.serving.replies import EachReply, EmptyReply, OneReply, Reply, Responder, StreamReply, Transcript
-from multilora_engine.serving.triton_api import TritonRequest
+from multilora_engine.serving.triton_api import TritonRequest, trace_id_of
 from multilora_engine.serving.uploads import UploadListener, Uploads, client_of
 from multilora_engine.text import Tokenizer
 
@@ -100,7 +100,7 @@ class GenerationFront(Front):
         requests, rows = _expand(call, _timeout_s(request), tokenizer)
         reply = self._reply(call, rows, responder, tokenizer)
         listener = reply if call.adapter is None else self._count_upload(reply, request, info)
-        self._link.client.generate(listener, requests, responder.request_id, call.adapter)
+        self._link.client.generate(listener, requests, responder.request_id, call.adapter, trace_id_of(request))
 
     def _count_upload(self, reply: Reply, request: TritonRequest, info: EngineInfo) -> Listener:
         """Raises TooManyUploads."""

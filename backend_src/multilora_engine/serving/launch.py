@@ -84,6 +84,15 @@ def serve(
     shared_memory_api: Annotated[
         bool, typer.Option(help="Let clients send tensors by shared memory; only where all of them are trusted.")
     ] = _DEFAULT.shared_memory_api,
+    trace_config: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SETTING",
+            help="Handed to tritonserver as it is; repeatable. To export a span of every request: mode=opentelemetry, "
+            "rate=1, level=TIMESTAMPS, opentelemetry,url=http://COLLECTOR:4318/v1/traces. A client's traceparent is "
+            "taken over.",
+        ),
+    ] = None,
     log_verbose: Annotated[bool, typer.Option("--log-verbose", help="Every line of the server's log.")] = False,
     exit_timeout_secs: Annotated[
         int, typer.Option(min=0, help="What requests in flight get to finish on SIGTERM.")
@@ -121,6 +130,7 @@ def serve(
             grpc_client_ca=grpc_client_ca,
             max_http_bytes=max_http_bytes,
             shared_memory_api=shared_memory_api,
+            trace_config=trace_config or (),
             log_verbose=log_verbose,
             exit_timeout_s=exit_timeout_secs,
             startup_timeout_s=startup_timeout_secs,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import logging
 from collections.abc import Collection, Sequence
 from types import ModuleType
@@ -28,6 +29,12 @@ class ResponseSender(Protocol):
     def is_cancelled(self) -> bool: ...
 
 
+class TritonTrace(Protocol):
+    """`InferenceTrace`. The context of an OpenTelemetry trace is a JSON object of W3C headers; others have none."""
+
+    def get_context(self) -> str | None: ...
+
+
 class TritonRequest(Protocol):
     """`triton_python_backend_utils.InferenceRequest`."""
 
@@ -36,6 +43,7 @@ class TritonRequest(Protocol):
     def requested_output_names(self) -> Collection[str]: ...
     def timeout(self) -> int: ...
     def parameters(self) -> str: ...
+    def trace(self) -> TritonTrace: ...
     def get_response_sender(self) -> ResponseSender: ...
 
 
@@ -58,6 +66,12 @@ def request_id_of(request: TritonRequest) -> str:
         return request.request_id()
     except UnicodeDecodeError:
         return ""
+
+
+def trace_id_of(request: TritonRequest) -> str:
+    """32 hexadecimal digits, the client's own if it sent a `traceparent`; empty if the server makes no such traces."""
+    context = json.loads(request.trace().get_context() or "{}")
+    return context["traceparent"].split("-")[1] if "traceparent" in context else ""
 
 
 def error_response(error: RequestError, request_id: str) -> Any:

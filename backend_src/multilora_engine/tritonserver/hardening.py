@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import secrets
-import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from multilora_engine.client_header import CLIENT_HEADER
 from multilora_engine.errors import ConfigError
+from multilora_engine.tritonserver.installation import has_flag
 
 if TYPE_CHECKING:
     from multilora_engine.tritonserver.process import ServerOptions
@@ -54,8 +54,7 @@ def _tls(options: ServerOptions) -> list[str]:
 def _size_limit(options: ServerOptions, executable: Path) -> list[str]:
     if options.max_http_bytes is None:
         return []
-    help_text = subprocess.run([str(executable), "--help"], capture_output=True, text=True).stdout
-    if _MAX_INPUT_FLAG not in help_text:
+    if not has_flag(executable, _MAX_INPUT_FLAG):
         raise ConfigError(
             f"--max-http-bytes: this tritonserver has no {_MAX_INPUT_FLAG}; take a newer one, or limit the size of "
             "requests in the proxy before it"

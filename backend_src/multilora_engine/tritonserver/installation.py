@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import subprocess
 import sys
 import sysconfig
 from collections.abc import Mapping
@@ -76,6 +77,11 @@ def server_environment(variables: Mapping[str, str]) -> dict[str, str]:
     if libpython := _libpython_directory():
         _prepend(environment, "LD_LIBRARY_PATH", libpython)
     return environment
+
+
+def has_flag(executable: Path, flag: str) -> bool:
+    """Whether this server was built with a command line flag, by its own help."""
+    return flag in subprocess.run([str(executable), "--help"], capture_output=True, text=True).stdout
 
 
 def _wheel_executable() -> Path | None:

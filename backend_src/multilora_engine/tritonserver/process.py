@@ -10,7 +10,7 @@ import subprocess
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,6 +29,7 @@ from multilora_engine.tritonserver.log import ServerLog
 from multilora_engine.tritonserver.probe import Busy, NotReady, ProbeFailed, probe_generation
 from multilora_engine.tritonserver.repository import find_model_repository, model_names, write_overridden
 from multilora_engine.tritonserver.shared_memory import RegionClaim, claim_regions, remove_leftovers
+from multilora_engine.tritonserver.tracing import tracing_arguments
 from multilora_engine.tritonserver.upstream_models import UpstreamModels, add_upstream_models
 
 logger = logging.getLogger(__name__)
@@ -64,6 +65,7 @@ class ServerOptions:
     grpc_client_ca: Path | None = None
     max_http_bytes: int | None = None
     shared_memory_api: bool = False
+    trace_config: Sequence[str] = ()
     log_verbose: bool = False
     exit_timeout_s: int = 30
     startup_timeout_s: float = 600.0
@@ -227,6 +229,7 @@ class ServerProcess:
         installation = find_installation(self.options.tritonserver)
         command = [str(installation.executable), *server_arguments(self.options, self.addresses, self._regions)]
         command += hardening_arguments(self.options, installation.executable)
+        command += tracing_arguments(self.options.trace_config, installation.executable)
         command.append(f"--model-repository={self._repository}")
         if installation.python_backend:
             backends = make_backend_directory(installation, self._folder / "backends")

@@ -16,6 +16,7 @@ from starlette.types import Send
 
 from multilora_client.client import AsyncClient
 from multilora_client.errors import MultiloraClientError
+from multilora_client.messages import is_traceparent
 from multilora_client.openai.body_limit import BodyLimit
 from multilora_client.openai.catalogue import Access, Catalogue
 from multilora_client.openai.errors import Failure, failure_of, invalid_body
@@ -101,12 +102,19 @@ async def _generate(
     adapter, request_id = caller.adapter(body.model), uuid.uuid4().hex
     reply, options = reply_class(body.model, request_id, body.includes_logprobs), body.options()
     options["request_id"] = request_id
+    options["traceparent"] = _traceparent(request)
     if not body.stream:
         answer = await _unless_gone(request, client.generate(body.text, adapter=adapter, **options))
         return JSONResponse(reply.whole(answer))
     chunks = client.stream(body.text, adapter=adapter, **options)
     first = await _unless_gone(request, anext(chunks))
     return EventStream(reply.events(first, chunks, includes_usage=body.includes_usage))
+
+
+def _traceparent(request: Request) -> str | None:
+    """The caller's trace; a malformed one counts as none, as W3C has it."""
+    given = request.headers.get("traceparent", "")
+    return given if is_traceparent(given) else None
 
 
 async def _unless_gone(request: Request, work: Awaitable[T]) -> T:

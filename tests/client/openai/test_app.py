@@ -87,6 +87,17 @@ def test_several_choices_are_told_apart_by_their_index_and_counted_together(
     assert answer["usage"] == {"prompt_tokens": 7, "completion_tokens": 6, "total_tokens": 13}
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_trace_of_the_caller_goes_on_and_a_malformed_one_counts_as_none(
+    front: TestClient, server: Any, stream: bool
+) -> None:
+    good = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    for given, passed_on in ((good, good), ("00-nonsense", "")):
+        answer = front.post(CHAT_PATH, json=CHAT | {"stream": stream}, headers={"traceparent": given})
+        assert answer.status_code == 200
+        assert server.requests[-1].traceparent == passed_on
+
+
 def test_a_streamed_chat_opens_with_the_role_and_ends_with_usage_and_done(front: TestClient) -> None:
     options = {"stream": True, "stream_options": {"include_usage": True}}
     answer = front.post(CHAT_PATH, json=CHAT | options)

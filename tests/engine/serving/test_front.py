@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,20 @@ def test_what_the_server_does_not_do_is_refused_by_its_name(front: GenerationFro
     assert message == (
         "[UNSUPPORTED] draft_input_ids: this server has no speculative decoding; leave the tensor out (request ab12)"
     )
+
+
+def test_the_log_tells_the_trace_that_a_request_is_part_of(
+    front: GenerationFront, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    tensors = {"input_ids": [[5]], "max_tokens": [[2]]}
+    ask(front, tensors, id="plain")
+    ask(front, tensors, id="traced", trace_context='{"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad-01"}')
+    lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("request ")]
+    assert lines == [
+        "request plain, adapter none: length, 1 + 2 tokens",
+        "request traced, adapter none: length, 1 + 2 tokens, trace 0af7651916cd43dd8448eb211c80319c",
+    ]
 
 
 class UnreadableId(FakeRequest):
