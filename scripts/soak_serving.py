@@ -35,8 +35,8 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 SHARED_MEMORY = "/dev/shm"
 
 _NUM_STANDARD_ERRORS = 3
-_NEGLIGIBLE_SHARE = 0.01
-"""Of its size, an hour: a process that grows by less is flat, however small its error bars."""
+_NEGLIGIBLE_SLOPE = 1.0
+"""MiB an hour: what grows by less is flat, however small its error bars."""
 
 _WARM_UP_SHARE = 0.25
 _REPORT_INTERVAL_S = 300.0
@@ -60,7 +60,7 @@ class Line:
 
     @property
     def grows(self) -> bool:
-        return self.slope > max(_NUM_STANDARD_ERRORS * self.error, _NEGLIGIBLE_SHARE * self.first)
+        return self.slope > max(_NUM_STANDARD_ERRORS * self.error, _NEGLIGIBLE_SLOPE)
 
 
 @dataclass(frozen=True)

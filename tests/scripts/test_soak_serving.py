@@ -36,7 +36,7 @@ def test_growth_is_what_the_error_bars_cannot_explain(bytes_per_s: int, grows: b
     assert fit(list(seconds), [int(size) for size in sizes]).grows is grows
 
 
-def test_growth_of_less_than_a_hundredth_an_hour_is_flat() -> None:
+def test_growth_of_less_than_a_mebibyte_an_hour_is_flat() -> None:
     seconds = [0.0, 1800.0, 3600.0]
     assert not fit(seconds, [100 * MIB, 100 * MIB + MIB // 4, 100 * MIB + MIB // 2]).grows
     assert fit(seconds, [100 * MIB, 101 * MIB, 102 * MIB]).grows

@@ -158,37 +158,41 @@ class FakeRequest:
 
 
 class FakeMetricFamily:
-    """Counts in `published`, (name, labels) -> value, what a server would show; a metric is there while it lives."""
+    """Counts in `published`, (name, labels) -> value, what a server would show.
+
+    A metric is there while its family lives, whatever became of its handle, as in the real server.
+    """
 
     COUNTER, GAUGE = "counter", "gauge"
     published: ClassVar[dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
     num_calls: ClassVar[int] = 0
 
     def __init__(self, name: str, description: str, kind: str) -> None:
-        self.name, self.kind = name, kind
+        self._name, self._kind = name, kind
 
     def Metric(self, labels: dict[str, str]) -> FakeMetric:
-        return FakeMetric(self, labels)
+        return FakeMetric((self._name, tuple(labels.items())), self._kind)
+
+    def __del__(self) -> None:
+        for key in [key for key in self.published if key[0] == self._name]:
+            del self.published[key]
 
 
 class FakeMetric:
-    def __init__(self, family: FakeMetricFamily, labels: dict[str, str]) -> None:
-        self._family, self._key = family, (family.name, tuple(labels.items()))
-        family.published[self._key] = 0.0
+    def __init__(self, key: tuple[str, tuple[tuple[str, str], ...]], kind: str) -> None:
+        self._key, self._kind = key, kind
+        FakeMetricFamily.published.setdefault(key, 0.0)
 
     def set(self, value: float) -> None:
-        assert self._family.kind == FakeMetricFamily.GAUGE
-        self._family.published[self._key] = value
+        assert self._kind == FakeMetricFamily.GAUGE
+        FakeMetricFamily.published[self._key] = value
         FakeMetricFamily.num_calls += 1
 
     def increment(self, value: float) -> None:
-        assert self._family.kind == FakeMetricFamily.COUNTER
+        assert self._kind == FakeMetricFamily.COUNTER
         assert value >= 0
-        self._family.published[self._key] += value
+        FakeMetricFamily.published[self._key] += value
         FakeMetricFamily.num_calls += 1
-
-    def __del__(self) -> None:
-        del self._family.published[self._key]
 
 
 def fake_backend_utils() -> ModuleType:

@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from typing import Any, Literal
@@ -172,46 +172,79 @@ def _samples(metrics: Mapping[str, MetricName], values: Mapping[str, float], lab
     return [Sample(metric, (label,), values[field]) for field, metric in metrics.items()]
 
 
+Key = tuple[MetricName, tuple[tuple[str, str], ...]]
+"""A metric's family and its labels."""
+
+
+@dataclass
+class _Series:
+    """One metric of the server's. value: the latest sample; shown: what the server tells, which never falls for a
+    counter, whatever a new engine counts from."""
+
+    handle: Any
+    value: float = 0.0
+    shown: float = 0.0
+
+
 class TritonMetrics:
-    """The server's metrics, kept equal to samples. Belongs to one thread."""
+    """The server's metrics, kept equal to samples. Belongs to one thread.
+
+    The server goes on to tell a metric of which no sample is left until its whole family is gone (24.10: the Python
+    backend's family holds on to it). So that family is made anew, with the metrics that stay.
+    """
 
     def __init__(self) -> None:
         self._families: dict[MetricName, Any] = {}
-        self._metrics: dict[tuple[MetricName, tuple[tuple[str, str], ...]], Any] = {}
-        self._values: dict[tuple[MetricName, tuple[tuple[str, str], ...]], float] = {}
+        self._series: dict[Key, _Series] = {}
 
     def update(self, latest: Iterable[Sample]) -> None:
         """Take over the values, and remove the metrics that have none any more."""
         current = {(sample.metric, sample.labels): sample.value for sample in latest}
-        for key in self._metrics.keys() - current.keys():
-            del self._metrics[key], self._values[key]
+        for metric in {metric for metric, _ in self._series.keys() - current.keys()}:
+            self._remake(metric, current)
         for key, value in current.items():
-            if value != self._values.get(key):
-                self._change(key, value)
+            self._change(key, value)
 
     def clear(self) -> None:
-        """Remove all metrics; before their families, which they need."""
+        """Remove all metrics."""
         self.update([])
-        self._families.clear()
 
-    def _change(self, key: tuple[MetricName, tuple[tuple[str, str], ...]], value: float) -> None:
-        metric, labels = key
-        if key not in self._metrics:
-            self._metrics[key] = self._family(metric).Metric(labels=dict(labels))
-        if metric.kind == "GAUGE":
-            self._metrics[key].set(value)
-        else:
-            previous = self._values.get(key, 0)
+    def _remake(self, metric: MetricName, staying: Container[Key]) -> None:
+        """Remove a family, and show those of its metrics again that are `staying`."""
+        family = {key: self._series.pop(key) for key in list(self._series) if key[0] == metric}
+        for series in family.values():
+            series.handle = None
+        del self._families[metric]
+        for key, series in family.items():
+            if key in staying:
+                self._series[key] = _Series(self._new_handle(key), series.value)
+                self._show(key, series.shown)
+
+    def _change(self, key: Key, value: float) -> None:
+        if key not in self._series:
+            self._series[key] = _Series(self._new_handle(key))
+        series = self._series[key]
+        if value != series.value:
             # An engine that was restarted counts from zero again.
-            self._metrics[key].increment(value - previous if value >= previous else value)
-        self._values[key] = value
+            grown = value - series.value if value >= series.value else value
+            self._show(key, value if key[0].kind == "GAUGE" else series.shown + grown)
+            series.value = value
 
-    def _family(self, metric: MetricName) -> Any:
+    def _show(self, key: Key, value: float) -> None:
+        series = self._series[key]
+        if key[0].kind == "GAUGE":
+            series.handle.set(value)
+        else:
+            series.handle.increment(value - series.shown)
+        series.shown = value
+
+    def _new_handle(self, key: Key) -> Any:
+        metric, labels = key
         if metric not in self._families:
             pb = backend_utils()
             kind = getattr(pb.MetricFamily, metric.kind)
             self._families[metric] = pb.MetricFamily(name=metric.name, description=metric.description, kind=kind)
-        return self._families[metric]
+        return self._families[metric].Metric(labels=dict(labels))
 
 
 class MetricsPublisher:

@@ -80,8 +80,9 @@ def server_environment(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def has_flag(executable: Path, flag: str) -> bool:
-    """Whether this server was built with a command line flag, by its own help."""
-    return flag in subprocess.run([str(executable), "--help"], capture_output=True, text=True).stdout
+    """Whether this server was built with a command line flag, by its own help, which it writes to stderr."""
+    done = subprocess.run([str(executable), "--help"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return flag in done.stdout
 
 
 def _wheel_executable() -> Path | None:

@@ -146,6 +146,19 @@ def test_a_metric_without_a_value_is_removed_and_starts_anew(
     metrics.clear()
 
 
+def test_what_stays_in_a_family_is_shown_again_as_it_was_when_another_metric_of_it_goes(
+    published: dict[tuple[str, tuple[tuple[str, str], ...]], float],
+) -> None:
+    metrics = TritonMetrics()
+    metrics.update([Sample(COUNTER, HOST, 10), Sample(COUNTER, DEVICE, 1), Sample(GAUGE, HOST, 4)])
+    metrics.update([Sample(COUNTER, HOST, 3), Sample(COUNTER, DEVICE, 1), Sample(GAUGE, HOST, 4)])
+    metrics.update([Sample(COUNTER, HOST, 3)])
+    assert published == {(COUNTER.name, HOST): 13}
+    metrics.update([Sample(COUNTER, HOST, 5), Sample(COUNTER, DEVICE, 2)])
+    assert published == {(COUNTER.name, HOST): 15, (COUNTER.name, DEVICE): 2}
+    metrics.clear()
+
+
 def test_what_an_engine_did_is_published_and_withdrawn_at_the_end(
     published: dict[tuple[str, tuple[tuple[str, str], ...]], float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

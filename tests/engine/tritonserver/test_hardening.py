@@ -14,7 +14,7 @@ from multilora_engine.tritonserver.hardening import hardening_arguments
 def executable(tmp_path: Path) -> Path:
     """A server that knows one option, as its help says."""
     path = tmp_path / "tritonserver"
-    path.write_text("#!/bin/sh\necho '  --http-max-input-size <integer>'\n")
+    path.write_text("#!/bin/sh\necho '  --http-max-input-size <integer>' >&2\n")
     path.chmod(0o755)
     return path
 
@@ -64,6 +64,6 @@ def test_a_missing_pem_file_is_named(executable: Path, pem: Path) -> None:
 def test_the_size_of_requests_is_limited_where_the_server_can(executable: Path) -> None:
     options = ServerOptions(max_http_bytes=1000)
     assert "--http-max-input-size=1000" in hardening_arguments(options, executable)
-    executable.write_text("#!/bin/sh\necho '  --http-port <integer>'\n")
+    executable.write_text("#!/bin/sh\necho '  --http-port <integer>' >&2\n")
     with pytest.raises(ConfigError, match="this tritonserver has no --http-max-input-size"):
         hardening_arguments(options, executable)

@@ -130,7 +130,7 @@ def test_spans_and_the_model_continue_the_trace_of_the_client(repository: Path) 
 
 def test_a_server_that_was_built_without_tracing_is_named(tmp_path: Path) -> None:
     executable = tmp_path / "tritonserver"
-    executable.write_text("#!/bin/sh\necho '  --http-port <integer>'\n")
+    executable.write_text("#!/bin/sh\necho '  --http-port <integer>' >&2\n")
     executable.chmod(0o755)
     assert tracing_arguments([], executable) == []
     with pytest.raises(ConfigError, match="--trace-config: this tritonserver was built without tracing"):

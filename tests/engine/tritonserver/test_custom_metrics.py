@@ -1,0 +1,65 @@
+"""What the real tritonserver shows of the metrics that a model makes and withdraws."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from urllib.request import urlopen
+
+import numpy as np
+from tritonclient.http import InferenceServerClient, InferInput
+
+from multilora_engine.tritonserver import ServerOptions, ServerProcess
+
+MODEL = """
+import triton_python_backend_utils as pb_utils
+
+from multilora_engine.serving.metrics import MetricName, Sample, TritonMetrics
+
+INFO = MetricName("adapters_info", "GAUGE", "adapters as labels")
+COUNTER = MetricName("adapter_requests_total", "COUNTER", "by adapter")
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        self.metrics, self.count = TritonMetrics(), 0
+
+    def execute(self, requests):
+        for request in requests:
+            tensor = pb_utils.get_input_tensor_by_name(request, "IN")
+            name = tensor.as_numpy()[0].decode()
+            self.count += 1
+            counts = [("stays", self.count), (name, 1)]
+            self.metrics.update([
+                Sample(INFO, (("running", name),), 7.0),
+                *(Sample(COUNTER, (("adapter", adapter),), count) for adapter, count in counts),
+            ])
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("OUT", tensor.as_numpy())]) for _ in requests]
+
+    def finalize(self):
+        self.metrics.clear()
+"""
+"""Shows the names that it is sent."""
+
+
+def shown(metrics_url: str) -> dict[str, float]:
+    with urlopen(metrics_url) as answer:
+        lines = answer.read().decode().splitlines()
+    values = (line.rsplit(" ", 1) for line in lines if line.startswith("adapter"))
+    return {name: float(value) for name, value in values}
+
+
+def test_only_the_latest_labels_are_shown_and_counters_go_on(echo_repository: Path) -> None:
+    (echo_repository / "echo" / "1" / "model.py").write_text(MODEL)
+    options = ServerOptions(model_repository=echo_repository, http_port=0, grpc_port=0, metrics_port=0)
+    with ServerProcess(options, probe=lambda http_url: None) as server:
+        server.wait_ready()
+        with InferenceServerClient(server.http_url) as client:
+            for name in ("first", "second", "third"):
+                tensor = InferInput("IN", [1], "BYTES")
+                tensor.set_data_from_numpy(np.array([name.encode()], dtype=object))
+                client.infer("echo", [tensor])
+        assert shown(server.metrics_url) == {
+            'adapters_info{running="third"}': 7.0,
+            'adapter_requests_total{adapter="stays"}': 3.0,
+            'adapter_requests_total{adapter="third"}': 1.0,
+        }
