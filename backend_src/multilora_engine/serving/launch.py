@@ -71,7 +71,11 @@ def serve(
     grpc_port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = _DEFAULT.grpc_port,
     metrics_port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = _DEFAULT.metrics_port,
     http_host: Annotated[
-        str | None, typer.Option(help="Address for HTTP, for which this server has no TLS (default: --host).")
+        str | None,
+        typer.Option(
+            help="Address for HTTP, for which tritonserver has no TLS: 127.0.0.1 keeps it to this machine, and to a "
+            "proxy or gateway that ends TLS (default: --host)."
+        ),
     ] = None,
     grpc_certificate: Annotated[Path | None, typer.Option(help="PEM file: gRPC takes TLS only, with this.")] = None,
     grpc_key: Annotated[Path | None, typer.Option(help="PEM file: the certificate's key.")] = None,
