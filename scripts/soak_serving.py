@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -65,10 +65,11 @@ class Line:
 
 @dataclass(frozen=True)
 class Samples:
-    """Bytes of each process, and of /dev/shm, at each of `seconds` since the start."""
+    """Bytes of each process, and of /dev/shm, at each of `seconds` since the start. dead: who did not see the end."""
 
-    seconds: list[float]
-    num_bytes: dict[str, list[int]]
+    seconds: list[float] = field(default_factory=list)
+    num_bytes: dict[str, list[int]] = field(default_factory=dict)
+    dead: list[str] = field(default_factory=list)
 
     def line(self, name: str) -> Line:
         """Fitted to what comes after the warm-up."""
@@ -84,7 +85,7 @@ def fit(seconds: Sequence[float], num_bytes: Sequence[int]) -> Line:
     """Least squares. The error supposes deviations that each resemble the one before, as memory's do."""
     x, y = np.asarray(seconds, float) / 3600, np.asarray(num_bytes, float) / (1 << 20)
     deviations = x - x.mean()
-    spread = float(deviations @ deviations)
+    spread = float(deviations @ deviations) or 1.0  # of one sample there is none
     slope = float(deviations @ y) / spread
     residuals = y - y.mean() - slope * deviations
     error = float(np.sqrt(residuals @ residuals / max(1, len(x) - 2) / spread)) * _dependence(residuals)
@@ -127,17 +128,23 @@ def send_bad_requests(scene: Scene) -> None:
                 raise AssertionError(f"{request} was answered")
 
 
-def soak(scene: Scene, seconds: float, interval_s: float, say: Callable[[str], None]) -> tuple[Samples, Tally]:
-    """Load and measure; tell every few minutes. Raises what a client raised that is no answer of the server, and
-    psutil.NoSuchProcess for a death."""
-    samples = Samples([], {})
+def soak(scene: Scene, samples: Samples, seconds: float, interval_s: float, say: Callable[[str], None]) -> None:
+    """Load and measure into `samples`, until a process dies or the time is up; tell every few minutes.
+
+    Raises what a client raised that is no answer of the server.
+    """
     processes = scene.server.processes()
     next_report_s = _REPORT_INTERVAL_S
     with scene.load.running():
         started = time.monotonic()
         while (now := time.monotonic() - started) < seconds:
+            try:
+                sizes = measure(processes, scene.server.shared_memory)
+            except psutil.NoSuchProcess:
+                samples.dead += [name for name, process in processes.items() if not process.is_running()]
+                return
             samples.seconds.append(now)
-            for name, size in measure(processes, scene.server.shared_memory).items():
+            for name, size in sizes.items():
                 samples.num_bytes.setdefault(name, []).append(size)
             send_bad_requests(scene)
             if now > next_report_s:
@@ -145,7 +152,6 @@ def soak(scene: Scene, seconds: float, interval_s: float, say: Callable[[str], N
                 next_report_s += _REPORT_INTERVAL_S
             time.sleep(interval_s)
     scene.load.ask_all()
-    return samples, scene.load.new_tally()
 
 
 def _progress(now: float, samples: Samples, tally: Tally) -> str:
@@ -170,6 +176,21 @@ def render(samples: Samples, tally: Tally) -> list[Table]:
     for name, count in {"wrong": len(tally.wrong), "lost": len(tally.lost), "stuck": tally.stuck}.items():
         answers.add_row(name, f"{count}")
     return [memory, answers]
+
+
+def conclude(samples: Samples, tally: Tally, console: Console) -> bool:
+    """Print what was seen; whether it is as it must be."""
+    for table in render(samples, tally):
+        console.print(table)
+    complaints = [
+        *(f"{name} died" for name in samples.dead),
+        *(f"{name} grows" for name in samples.growing),
+        *tally.wrong[:5],
+        *([f"{len(tally.lost)} adapters are lost"] if tally.lost else []),
+        *([f"{tally.stuck} requests were stuck"] if tally.stuck else []),
+    ]
+    console.print(f"FAILED: {'; '.join(complaints)}" if complaints else "PASSED", markup=False)
+    return not complaints
 
 
 def plot(samples: Samples, path: Path) -> None:
@@ -200,14 +221,13 @@ def main(
     console = Console(width=_WIDTH, highlight=False)
     console.print(f"{clients} clients for {minutes:g} minutes; a line every {_REPORT_INTERVAL_S / 60:g}")
     with tempfile.TemporaryDirectory(prefix="multilora-soak-") as directory, stage(clients, Path(directory)) as scene:
-        samples, tally = soak(scene, minutes * 60, interval, console.print)
-    plot(samples, output)
-    for table in render(samples, tally):
-        console.print(table)
-    for text in tally.wrong[:5]:
-        console.print(text, markup=False)
-    is_right = not (samples.growing or tally.wrong or tally.lost or tally.stuck)
-    console.print(f"{'PASSED' if is_right else 'FAILED'}: growing: {', '.join(samples.growing) or 'nothing'}; {output}")
+        samples = Samples()
+        try:
+            soak(scene, samples, minutes * 60, interval, console.print)
+        finally:
+            is_right = conclude(samples, scene.load.tally, console)
+            plot(samples, output)
+    console.print(f"plot: {output}")
     raise typer.Exit(0 if is_right else 1)
 
 

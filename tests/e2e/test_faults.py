@@ -20,7 +20,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 from inject_faults import FAULTS, Scene, inject, stage
-from soak_serving import SHARED_MEMORY, soak
+from soak_serving import SHARED_MEMORY, Samples, soak
 from telling_adapters import BASE_TOKEN
 
 PROCESSES = {"serve", "tritonserver", "engine", "generation", "generation_unary", "preprocessing", "postprocessing"}
@@ -42,7 +42,10 @@ def scene(tmp_path_factory: pytest.TempPathFactory, log: Path) -> Iterator[Scene
 
 
 def test_a_short_soak_has_no_wrong_lost_or_stuck_request_and_measures_every_process(scene: Scene) -> None:
-    samples, tally = soak(scene, seconds=6, interval_s=1, say=print)
+    samples = Samples()
+    soak(scene, samples, seconds=6, interval_s=1, say=print)
+    tally = scene.load.new_tally()
+    assert samples.dead == []
     assert (tally.wrong, tally.lost, tally.stuck) == ([], set(), 0)
     assert tally.seen["right"] > 20
     assert tally.messages == {}

@@ -1,8 +1,12 @@
 from __future__ import annotations
 
+from io import StringIO
+
 import numpy as np
 import pytest
-from soak_serving import SHARED_MEMORY, Samples, fit
+from rich.console import Console
+from serving_load import Tally
+from soak_serving import SHARED_MEMORY, Samples, conclude, fit
 
 MIB = 1 << 20
 
@@ -45,6 +49,24 @@ def test_growth_of_less_than_a_mebibyte_an_hour_is_flat() -> None:
 def test_what_is_constant_has_no_slope_and_no_error() -> None:
     line = fit([0.0, 1.0, 2.0], [5 * MIB] * 3)
     assert (line.first, line.last, line.slope, line.error, line.grows) == (5.0, 5.0, 0.0, 0.0, False)
+
+
+@pytest.mark.parametrize(
+    ("samples", "tally", "complaint"),
+    [
+        (Samples([0.0, 1.0], {"engine": [MIB, MIB]}), Tally(), ""),
+        (Samples([0.0], {"engine": [MIB]}, ["engine"]), Tally(), "engine died"),
+        (Samples([0.0, 1.0, 2.0], {"engine": [MIB, 2 * MIB, 3 * MIB]}), Tally(), "engine grows"),
+        (Samples([0.0, 1.0], {"engine": [MIB, MIB]}), Tally(wrong=["adapter 3 answered <1>"]), "adapter 3 answered"),
+        (Samples([0.0, 1.0], {"engine": [MIB, MIB]}), Tally(lost={4}), "1 adapters are lost"),
+        (Samples([0.0, 1.0], {"engine": [MIB, MIB]}), Tally(stuck=2), "2 requests were stuck"),
+    ],
+)
+def test_the_last_line_tells_what_must_not_be(samples: Samples, tally: Tally, complaint: str) -> None:
+    console = Console(file=StringIO(), width=110)
+    assert conclude(samples, tally, console) is not bool(complaint)
+    last = console.file.getvalue().splitlines()[-1]  # type: ignore[attr-defined]
+    assert last.startswith("FAILED: " + complaint if complaint else "PASSED")
 
 
 def test_the_warm_up_is_left_out() -> None:
