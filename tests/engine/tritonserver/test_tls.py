@@ -29,8 +29,9 @@ import triton_python_backend_utils as pb_utils
 
 class TritonPythonModel:
     def execute(self, requests):
-        text = pb_utils.Tensor("text_output", np.array([[b"Ahoy"]], dtype=object))
-        return [pb_utils.InferenceResponse([text]) for _ in requests]
+        said = {"text_output": [[b"Ahoy"]], "finish_reason": [[b"stop"]]}
+        tensors = [pb_utils.Tensor(name, np.array(value, dtype=object)) for name, value in said.items()]
+        return [pb_utils.InferenceResponse(tensors) for _ in requests]
 """
 """`generation_unary` as clients see it, with one answer to everything."""
 
