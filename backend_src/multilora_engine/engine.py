@@ -237,7 +237,7 @@ class Engine:
         A step that runs out of memory fails its requests only. Any other exception is our bug or a broken device; it is
         raised, and nothing in flight can be trusted to go on.
         """
-        outputs = self._end_expired() + self._end_unreadable() + self._take_up_fetched()
+        outputs = self._end_expired() + self._end_unloadable() + self._take_up_fetched()
         step = self._scheduler.schedule()
         if not step:
             self._loras.wait(_DISK_WAIT_S)
@@ -326,8 +326,8 @@ class Engine:
                 outputs.append(self._fail(sequence, Cancelled("the request reached its deadline unfinished")))
         return outputs
 
-    def _end_unreadable(self) -> list[TokenOutput]:
-        """Fail the requests whose adapters turned out to be damaged on disk."""
+    def _end_unloadable(self) -> list[TokenOutput]:
+        """Fail the requests whose adapters could not be read from disk, or not be copied to the device."""
         errors = self._loras.poll()
         lost = [s for s in self._sequences.values() if s.adapter in errors] if errors else []
         return [self._fail(sequence, errors[sequence.adapter]) for sequence in lost if sequence.adapter is not None]

@@ -11,6 +11,7 @@
         Unsupported         -> UNSUPPORTED        well-formed, but something this server does not do
         Unavailable         -> UNAVAILABLE        try again later
           AdapterCacheFull                        every cached adapter is pinned by a request in flight
+          AdapterNotLoaded                        copying a cached adapter to where it is needed failed this time
           AdapterNotKept                          an uploaded adapter cannot be written to the disk tier
           TooManyUploads                          a client sends more than `max_uploads_per_client` at once
           QueueFull                               `max_queue_size` requests are waiting already
@@ -127,6 +128,13 @@ class AdapterCacheFull(Unavailable):
             f"evict: it needs {needed_pages} pages, {free_pages} of {pages} are free and {evictable_pages} evictable, "
             f"{promised_pages} of them promised to others; requests in flight and pins hold the rest"
         )
+
+
+class AdapterNotLoaded(Unavailable):
+    """Copying an adapter from one tier to a faster one failed; the slower one still has it."""
+
+    def __init__(self, lora_task_id: int, reason: str) -> None:
+        super().__init__(f"LoRA task {lora_task_id} is cached and could not be used this time: {reason}")
 
 
 class AdapterNotKept(Unavailable):

@@ -6,6 +6,7 @@ import gc
 import itertools
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 
@@ -17,12 +18,17 @@ from support.engines import Answer, assert_idle, run_all
 from support.tiny_model import VOCAB_SIZE, save_tiny_llama
 from transformers import LlamaForCausalLM
 
+from multilora_engine import engine_parts
 from multilora_engine.config import EngineConfig, LoRAConfig
 from multilora_engine.engine import Engine
 from multilora_engine.errors import AdapterNotFound, ConfigError, InvalidRequest, QueueFull
 from multilora_engine.lora import disk_tier
+from multilora_engine.lora.device_tier import DeviceTier
 from multilora_engine.lora.disk_tier import write_file_atomically
-from multilora_engine.lora.format import adapter_layout, pack_adapter
+from multilora_engine.lora.format import AdapterLayout, adapter_layout, pack_adapter
+from multilora_engine.lora.life_cycle import OnEvent
+from multilora_engine.lora.page_copies import PageCopy, copy_at_once
+from multilora_engine.lora.page_pool import PagePool
 from multilora_engine.models.model_config import read_model_config
 from multilora_engine.process.messages import Welcome, decode_from_engine, encode
 from multilora_engine.request import GenerationRequest, SamplingParams
@@ -440,6 +446,40 @@ def test_adapters_on_disk_answer_after_a_restart_and_a_damaged_file_fails_only_i
         restarted.add_request(request("again", [1], task=1))
     restarted.close()
     assert not path.exists()
+
+
+def test_a_failing_copy_to_the_device_fails_the_requests_that_waited_for_it_and_a_later_one_is_answered(
+    checkpoint: Path, default_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_broken = True
+
+    def copy_pages(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> PageCopy:
+        if is_broken:
+            raise RuntimeError("CUDA error: invalid argument")
+        return copy_at_once(sources, targets)
+
+    def device_tier(
+        layout: AdapterLayout, host: PagePool, device: PagePool, max_loras: int, on_event: OnEvent
+    ) -> DeviceTier:
+        """With pages of its own, as on a GPU."""
+        pool = PagePool(4, layout.page_bytes, torch.device("cpu"))
+        return DeviceTier(layout, host, pool, max_loras, on_event, copy_pages)
+
+    monkeypatch.setattr(engine_parts, "DeviceTier", device_tier)
+    engine = make_engine(checkpoint, default_model_dir)
+    requests = [request("base", [5, 6, 7]), *(request(f"r{n}", [5, 6, 7], task=n // 2) for n in range(4))]
+    failed = run_all(engine, requests)
+    for name in ("r0", "r1", "r2", "r3"):
+        final = failed[name].final
+        assert final is not None
+        assert final.error_code == "UNAVAILABLE"
+        assert "copying it to the device failed: CUDA error" in (final.error_message or "")
+    assert len(failed["base"].token_ids) == 8
+    is_broken = False
+    monkeypatch.undo()
+    shared = make_engine(checkpoint, default_model_dir)
+    after, expected = run_all(engine, requests), run_all(shared, requests)
+    assert [after[r.request_id].token_ids for r in requests] == [expected[r.request_id].token_ids for r in requests]
 
 
 def test_a_step_shows_progress_at_every_layer(engine: Engine) -> None:

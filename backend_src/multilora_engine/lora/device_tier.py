@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import logging
 from collections import OrderedDict
 from collections.abc import Set
 from dataclasses import dataclass
@@ -10,20 +10,16 @@ from typing import Literal
 
 import torch
 
+from multilora_engine.errors import AdapterNotLoaded
 from multilora_engine.lora.format import SLICES, AdapterLayout, PackedRow, lora_modules
 from multilora_engine.lora.host_tier import CachedAdapter
 from multilora_engine.lora.life_cycle import AdapterEvent, OnEvent, TierStats, ignore_event
+from multilora_engine.lora.page_copies import CopyPages, PageCopy, copies_to
 from multilora_engine.lora.page_pool import PagePool
 from multilora_engine.transfer import to_device
 from multilora_kernels import LoRATables
 
-
-@dataclass(frozen=True)
-class _Copy:
-    """The copies of one adapter: events recorded on the copy stream before the first and behind the last."""
-
-    started: torch.cuda.Event
-    ended: torch.cuda.Event
+_logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -31,7 +27,7 @@ class _Resident:
     """An adapter whose pages are on the device, or on their way there: then `copy` is not None."""
 
     pages: list[int]
-    copy: _Copy | None
+    copy: PageCopy | None
     lora_index: int | None = None
     num_users: int = 0
 
@@ -40,7 +36,8 @@ class DeviceTier:
     """Pages on the device and the tables that address them; changed only by `LoRAManager`.
 
     On a CPU the host tier's pages are the device's (`host_pool is device_pool`): nothing is ever copied. Otherwise an
-    adapter is copied page by page on a stream of its own, and `is_ready` tells when a step may use it.
+    adapter is copied page by page beside the steps, and `is_ready` tells when a step may use it. A copy that fails
+    leaves nothing behind, and is not tried again before `take_failures` has told of it.
 
     A running sequence is a *user* of its adapter. Adapters without users stay until their pages or their `lora_index`
     are wanted, least recently used first.
@@ -53,7 +50,9 @@ class DeviceTier:
         device_pool: PagePool,
         max_loras: int,
         on_event: OnEvent = ignore_event,
+        copy_pages: CopyPages | None = None,
     ) -> None:
+        """copy_pages: in place of what fits the device."""
         self.layout = layout
         self._on_event = on_event
         self._hits = 0
@@ -61,13 +60,15 @@ class DeviceTier:
         self._evictions = 0
         self._copies = 0
         self._copy_seconds = 0.0
+        self._num_failures = 0
+        self._failures: dict[CachedAdapter, AdapterNotLoaded] = {}
         self._host_pool = host_pool
         self._pool = device_pool
         self._residents: OrderedDict[CachedAdapter, _Resident] = OrderedDict()
         self._free_indices = list(range(max_loras - 1, -1, -1))
         self._num_in_use = 0
         device = device_pool.storage.device
-        self._copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._copy_pages = copy_pages or copies_to(device)
         shape = (max_loras, layout.num_columns)
         self.tables = LoRATables(
             arena=device_pool.storage.view(-1).view(layout.torch_dtype),
@@ -84,24 +85,20 @@ class DeviceTier:
         return self._pool is self._host_pool
 
     def prefetch(self, adapter: CachedAdapter, wanted: Set[CachedAdapter] = frozenset()) -> bool:
-        """Bring an adapter's pages to the device, without waiting. False if there is no room for it now.
+        """Bring an adapter's pages to the device, without waiting. False if that is not possible now.
 
         wanted: adapters that others wait for; they are not evicted to make room for this one.
         """
         if adapter in self._residents:
             self._residents.move_to_end(adapter)
             return True
+        if adapter in self._failures:
+            return False
         if self.is_shared:
-            resident = _Resident(adapter.pages, copy=None)
-        else:
-            if not self._make_room(len(adapter.pages), wanted):
-                return False
-            pages = self._pool.allocate(len(adapter.pages))
-            resident = _Resident(pages, self._copy(adapter.pages, pages))
-        self._residents[adapter] = resident
-        if resident.copy is None:
+            self._residents[adapter] = _Resident(adapter.pages, copy=None)
             self._emit("loaded_to_device", adapter)
-        return True
+            return True
+        return self._make_room(len(adapter.pages), wanted) and self._start_copy(adapter)
 
     def __contains__(self, adapter: CachedAdapter) -> bool:
         """Whether the adapter is here or on its way."""
@@ -112,9 +109,30 @@ class DeviceTier:
         resident = self._residents.get(adapter)
         if resident is None:
             return False
-        if resident.copy is not None and resident.copy.ended.query():
-            self._end_copy(adapter, resident, resident.copy)
+        if resident.copy is not None:
+            try:
+                if resident.copy.is_done():
+                    self._end_copy(adapter, resident, resident.copy)
+            except RuntimeError as error:
+                del self._residents[adapter]
+                self._free(resident)
+                self._note_failure(adapter, error)
+                return False
         return resident.copy is None
+
+    def take_failures(self) -> dict[CachedAdapter, AdapterNotLoaded]:
+        """The adapters whose copies have failed since; whoever waits for one has to hear of it."""
+        failures, self._failures = self._failures, {}
+        return failures
+
+    @property
+    def has_failures(self) -> bool:
+        """Whether `take_failures` has something to tell."""
+        return bool(self._failures)
+
+    def forget_failure(self, adapter: CachedAdapter) -> None:
+        """Nobody waits for it any more."""
+        self._failures.pop(adapter, None)
 
     def acquire(self, adapter: CachedAdapter) -> bool:
         """Give a ready adapter a `lora_index` and one more user. False if `max_loras` others have users."""
@@ -150,13 +168,13 @@ class DeviceTier:
         if resident is None:
             return
         assert resident.num_users == 0, f"LoRA task {adapter.lora_task_id} is in use on the device"
-        if resident.lora_index is not None:
-            self._free_indices.append(resident.lora_index)
         if resident.copy is not None:
-            resident.copy.ended.synchronize()
-            self._end_copy(adapter, resident, resident.copy)
-        if not self.is_shared:
-            self._pool.free(resident.pages)
+            # The host's pages, which it reads, may be written to from now on.
+            try:
+                self._end_copy(adapter, resident, resident.copy)
+            except RuntimeError as error:
+                self._log_failure(adapter, error)
+        self._free(resident)
         self._emit("unloaded_from_device", adapter)
 
     @property
@@ -171,6 +189,7 @@ class DeviceTier:
             evictions=self._evictions,
             copies=self._copies,
             copy_seconds=self._copy_seconds,
+            failures=self._num_failures,
         )
 
     def count_request(self, adapter: CachedAdapter) -> None:
@@ -209,27 +228,41 @@ class DeviceTier:
                 return index
         return None
 
-    def _copy(self, host_pages: list[int], pages: list[int]) -> _Copy | None:
+    def _start_copy(self, adapter: CachedAdapter) -> bool:
+        """Whether a copy to pages that are free is under way, or over."""
+        pages = self._pool.allocate(len(adapter.pages))
+        resident = _Resident(pages, copy=None)
+        try:
+            resident.copy = self._copy_pages(self._host_pool.views(adapter.pages), self._pool.views(pages))
+        except RuntimeError as error:
+            self._free(resident)
+            self._note_failure(adapter, error)
+            return False
         self._copies += 1
-        if self._copy_stream is None:
-            started = time.perf_counter()
-            self._pool.storage[pages] = self._host_pool.storage[host_pages]
-            self._copy_seconds += time.perf_counter() - started
-            return None
-        copy = _Copy(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
-        # The pages may still be read by a step that was launched before their last owner left.
-        self._copy_stream.wait_stream(torch.cuda.current_stream(self._pool.storage.device))
-        with torch.cuda.stream(self._copy_stream):
-            copy.started.record(self._copy_stream)
-            for source, target in zip(host_pages, pages, strict=True):
-                self._pool.storage[target].copy_(self._host_pool.storage[source], non_blocking=True)
-            copy.ended.record(self._copy_stream)
-        return copy
+        self._residents[adapter] = resident
+        self.is_ready(adapter)
+        return adapter in self._residents
 
-    def _end_copy(self, adapter: CachedAdapter, resident: _Resident, copy: _Copy) -> None:
-        self._copy_seconds += copy.started.elapsed_time(copy.ended) / 1000
+    def _end_copy(self, adapter: CachedAdapter, resident: _Resident, copy: PageCopy) -> None:
+        """Raises RuntimeError if it failed."""
+        self._copy_seconds += copy.wait()
         resident.copy = None
         self._emit("loaded_to_device", adapter)
+
+    def _free(self, resident: _Resident) -> None:
+        """Give back what an adapter had that is not resident any more."""
+        if resident.lora_index is not None:
+            self._free_indices.append(resident.lora_index)
+        if not self.is_shared:
+            self._pool.free(resident.pages)
+
+    def _note_failure(self, adapter: CachedAdapter, error: RuntimeError) -> None:
+        self._log_failure(adapter, error)
+        self._failures[adapter] = AdapterNotLoaded(adapter.lora_task_id, f"copying it to the device failed: {error}")
+
+    def _log_failure(self, adapter: CachedAdapter, error: RuntimeError) -> None:
+        self._num_failures += 1
+        _logger.error("LoRA task %d: copying it to the device failed: %s", adapter.lora_task_id, error)
 
     def _emit(self, kind: Literal["loaded_to_device", "unloaded_from_device"], adapter: CachedAdapter) -> None:
         self._on_event(AdapterEvent(kind, adapter.lora_task_id, adapter.digest))

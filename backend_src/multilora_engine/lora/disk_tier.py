@@ -258,6 +258,11 @@ class DiskTier:
         if adapter is not None and adapter.digest == digest:
             self.delete(lora_task_id)
 
+    def note_unread(self, lora_task_id: int, error: OSError) -> None:
+        """Reading an adapter failed for want of something, and not because of its file, which stays."""
+        _logger.error("LoRA task %d: %s could not be read: %s", lora_task_id, self._path(lora_task_id), error)
+        self._failures += 1
+
     def poll(self) -> None:
         """Take up the writes that have ended."""
         while self._writes and self._writes[0].future.done():

@@ -159,7 +159,7 @@ class HostTier:
 
     def views(self, adapter: CachedAdapter) -> list[torch.Tensor]:
         """The adapter's pages themselves, uint8 [page_bytes] each."""
-        return [self.pool.storage[page] for page in adapter.pages]
+        return self.pool.views(adapter.pages)
 
     def count_copy(self, seconds: float) -> None:
         """One more adapter was copied in here."""

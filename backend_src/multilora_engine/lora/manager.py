@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Callable, Set
 from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from multilora_engine.errors import AdapterCacheFull, AdapterConflict, AdapterNotFound
+from multilora_engine.errors import AdapterCacheFull, AdapterConflict, AdapterNotFound, AdapterNotLoaded, RequestError
 from multilora_engine.lora.device_tier import DeviceTier
 from multilora_engine.lora.disk_tier import DamagedFile, DiskAdapter, DiskTier
 from multilora_engine.lora.format import AdapterLayout, PackedAdapter, ranks_of
@@ -28,6 +29,10 @@ from multilora_kernels import LoRATables
 
 _MAX_ARRIVALS = 256
 """Adapters on disk that may wait for room: each has a file open."""
+
+
+_SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
+"""Errors of reading a file that say nothing about the file."""
 
 
 @dataclass(frozen=True)
@@ -190,6 +195,7 @@ class LoRAManager:
         adapter.num_pins -= 1
         if adapter.num_pins == 0:
             self._waiting_since.pop(adapter, None)
+            self._device.forget_failure(adapter)
             self._remove_if_unused(adapter)
 
     def load(self, lora_task_id: int) -> None:
@@ -233,18 +239,20 @@ class LoRAManager:
     @property
     def is_busy(self) -> bool:
         """Whether something is under way that `poll` will have to take up."""
-        return bool(self._arrivals or self._load_started or (self._disk is not None and self._disk.writes))
+        is_disk_busy = self._disk is not None and bool(self._disk.writes)
+        return bool(self._arrivals or self._load_started or self._device.has_failures or is_disk_busy)
 
-    def poll(self) -> dict[CachedAdapter, AdapterNotFound]:
+    def poll(self) -> dict[CachedAdapter, RequestError]:
         """Take up what was read from and written to disk since, and let in who waits for room. Does not wait.
 
-        Returns the adapters whose files turned out to be damaged. They can never be acquired and are forgotten; whoever
-        pinned one has to give it up.
+        Returns the adapters that could not be read from their files, or not be copied to the device. Whoever pinned one
+        has to give it up. One whose copy failed, or whose file may be fine, can be pinned again; the others are
+        forgotten.
         """
+        failed: dict[CachedAdapter, RequestError] = dict(self._device.take_failures())
         if self._disk is None:
-            return {}
+            return failed
         self._disk.poll()
-        failed = {}
         for adapter in [a for a in self._load_started if a.load is not None and a.load.done()]:
             error = self._finish_load(adapter, self._disk)
             if error is not None:
@@ -425,26 +433,32 @@ class LoRAManager:
     def _can_go_at_once(self, adapter: CachedAdapter) -> bool:
         return self._disk is None or adapter.is_unkeepable or self._disk.find(adapter.lora_task_id) is not None
 
-    def _finish_load(self, adapter: CachedAdapter, disk: DiskTier) -> AdapterNotFound | None:
-        """Take up a load that has ended; an error if its file is damaged."""
+    def _finish_load(self, adapter: CachedAdapter, disk: DiskTier) -> RequestError | None:
+        """Take up a load that has ended; an error if its file could not be read."""
         started, load = self._load_started.pop(adapter), adapter.load
         assert load is not None
         adapter.load = None
         failure = load.exception()
-        error = None
+        error: RequestError | None = None
         if failure is None:
             adapter.rows = load.result()
             self._host.count_copy(time.perf_counter() - started)
             self._emit("loaded_from_disk", adapter)
         elif isinstance(failure, DamagedFile | OSError):
-            disk.drop_damaged(adapter.lora_task_id, adapter.digest, failure)
-            error = AdapterNotFound(adapter.lora_task_id, "its file in lora_cache_dir could not be read")
+            error = self._note_unreadable(adapter, failure, disk)
             if not adapter.is_retired:
                 self._host.retire(adapter)
         else:
             raise failure
         self._remove_if_unused(adapter)
         return error
+
+    def _note_unreadable(self, adapter: CachedAdapter, failure: DamagedFile | OSError, disk: DiskTier) -> RequestError:
+        if isinstance(failure, OSError) and failure.errno in _SHORTAGES:
+            disk.note_unread(adapter.lora_task_id, failure)
+            return AdapterNotLoaded(adapter.lora_task_id, f"reading its file failed: {failure.strerror}")
+        disk.drop_damaged(adapter.lora_task_id, adapter.digest, failure)
+        return AdapterNotFound(adapter.lora_task_id, "its file in lora_cache_dir could not be read")
 
     def _count_request(self, lora_task_id: int) -> None:
         if self._host.get(lora_task_id) is not None:

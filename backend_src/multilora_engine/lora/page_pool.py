@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from multilora_engine.free_list import FreeList
@@ -14,3 +16,7 @@ class PagePool(FreeList):
         super().__init__(num_pages)
         self.page_bytes = page_bytes
         self.storage = torch.empty(num_pages, page_bytes, dtype=torch.uint8, device=device, pin_memory=pin_memory)
+
+    def views(self, pages: Iterable[int]) -> list[torch.Tensor]:
+        """Pages themselves, uint8 [page_bytes] each."""
+        return [self.storage[page] for page in pages]

@@ -14,19 +14,22 @@ import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from support.adapters import TINY, WireAdapter, wire_adapter
 
-from multilora_engine.errors import AdapterCacheFull, AdapterConflict, AdapterNotFound
+from multilora_engine.errors import AdapterCacheFull, AdapterConflict, AdapterNotFound, AdapterNotLoaded
 from multilora_engine.lora.device_tier import DeviceTier
 from multilora_engine.lora.disk_tier import DiskTier, write_file_atomically
 from multilora_engine.lora.format import SLICES, PackedAdapter, lora_modules, pack_adapter
 from multilora_engine.lora.host_tier import CachedAdapter, HostTier
 from multilora_engine.lora.life_cycle import AdapterEvent, OnEvent, ignore_event
 from multilora_engine.lora.manager import LoRAManager
+from multilora_engine.lora.page_copies import CopyPages, PageCopy
 from multilora_engine.lora.page_pool import PagePool
 
 MAX_LORAS = 3
+TASKS = st.integers(0, 4)
+"""Few, so that what is asked for is often there."""
 
 
 def _adapter(content: int) -> tuple[WireAdapter, PackedAdapter]:
@@ -46,6 +49,7 @@ def build_manager(
     on_conflict: str,
     on_event: OnEvent = ignore_event,
     disk: DiskTier | None = None,
+    copy_pages: CopyPages | None = None,
 ) -> LoRAManager:
     host = HostTier(num_host_pages, TINY.page_bytes)
     host.pool.storage.fill_(0xFF)  # NaN in every dtype: what is read must have been written
@@ -53,7 +57,7 @@ def build_manager(
     if num_device_pages is not None:
         device_pool = PagePool(num_device_pages, TINY.page_bytes, torch.device("cpu"))
         device_pool.storage.fill_(0xFF)
-    device = DeviceTier(TINY, host.pool, device_pool, MAX_LORAS, on_event)
+    device = DeviceTier(TINY, host.pool, device_pool, MAX_LORAS, on_event, copy_pages)
     return LoRAManager(host, device, on_conflict, on_event, disk)  # type: ignore[arg-type]
 
 
@@ -76,6 +80,53 @@ def assert_tables_hold(manager: LoRAManager, adapter: CachedAdapter, wire: WireA
     assert set(torch.nonzero(tables.rank[index]).flatten().tolist()) == expected_columns
 
 
+class _SteppedCopy:
+    def __init__(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+        self._pages = list(zip(sources, targets, strict=True))
+        self._is_done = False
+        self._error: RuntimeError | None = None
+
+    def run(self, error: RuntimeError | None) -> None:
+        """Copy all pages, or all but one and then fail."""
+        for source, target in self._pages[1 if error else 0 :]:
+            target.copy_(source)
+        self._is_done, self._error = True, error
+
+    def is_done(self) -> bool:
+        if self._error is not None:
+            raise self._error
+        return self._is_done
+
+    def wait(self) -> float:
+        if not self.is_done():
+            self.run(None)
+        return 1.0
+
+
+class SteppedCopies:
+    """In place of a device's stream: pages are copied in order, when the test says so, and may fail then or at once."""
+
+    def __init__(self) -> None:
+        self.is_broken = False
+        self._copies: list[_SteppedCopy] = []
+
+    def __call__(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> PageCopy:
+        if self.is_broken:
+            raise RuntimeError("CUDA error: invalid argument")
+        self._copies.append(_SteppedCopy(sources, targets))
+        return self._copies[-1]
+
+    def step(self, num_copies: int, error: RuntimeError | None = None) -> None:
+        copies, self._copies = self._copies[:num_copies], self._copies[num_copies:]
+        for copy in copies:
+            if not copy.is_done():
+                copy.run(error)
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._copies
+
+
 class ManagerMachine(RuleBasedStateMachine):
     """Puts, pins, acquires, releases and unpins in any order; the model is a dictionary of contents and counts."""
 
@@ -86,6 +137,8 @@ class ManagerMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
+        self.copies = SteppedCopies()
+        self.may_have_failed = False
         self.manager = self.build()
         self.contents: dict[int, int] = {}
         self.operator_pins: set[int] = set()
@@ -93,9 +146,14 @@ class ManagerMachine(RuleBasedStateMachine):
         self.users: list[tuple[CachedAdapter, int]] = []
 
     def build(self) -> LoRAManager:
-        return build_manager(self.num_host_pages, self.num_device_pages, self.on_conflict)
+        return build_manager(self.num_host_pages, self.num_device_pages, self.on_conflict, copy_pages=self.copies)
 
-    @rule(task=st.integers(0, 9), content=st.integers(0, len(CONTENTS) - 1))
+    @initialize(contents=st.lists(st.integers(0, len(CONTENTS) - 1), min_size=5, max_size=5))
+    def fill(self, contents: list[int]) -> None:
+        for task, content in enumerate(contents):
+            self.put(task, content)
+
+    @rule(task=TASKS, content=st.integers(0, len(CONTENTS) - 1))
     def put(self, task: int, content: int) -> None:
         packed = CONTENTS[content][1]
         present = self._present(task)
@@ -114,7 +172,13 @@ class ManagerMachine(RuleBasedStateMachine):
         assert adapter.digest == packed.digest
         self.contents[task] = content
 
-    @rule(task=st.integers(0, 9))
+    @rule(tasks=st.lists(TASKS, min_size=1, max_size=4), num_copies=st.integers(0, 4))
+    def request(self, tasks: list[int], num_copies: int) -> None:
+        for task in tasks:
+            self.pin(task)
+        self.schedule(num_copies)
+        self.schedule(num_copies)
+
     def pin(self, task: int) -> None:
         try:
             adapter = self.manager.pin(task)
@@ -132,10 +196,17 @@ class ManagerMachine(RuleBasedStateMachine):
         assert adapter.digest == CONTENTS[self.contents[task]][1].digest
         self.pins.append((adapter, self.contents[task]))
 
-    @precondition(lambda self: self.pins)
-    @rule(data=st.data())
-    def acquire(self, data: st.DataObject) -> None:
-        adapter, content = data.draw(st.sampled_from(self.pins))
+    @rule(num_copies=st.integers(0, 4))
+    def schedule(self, num_copies: int) -> None:
+        """What an engine does between two steps, while some copies end."""
+        self.copies.step(num_copies)
+        self.poll()
+        for adapter, content in list(self.pins):
+            self.acquire(adapter, content)
+        self.poll()
+        self.may_have_failed = self.copies.is_broken
+
+    def acquire(self, adapter: CachedAdapter, content: int) -> None:
         in_use = {a for a, _ in self.users}
         if self.manager.acquire(adapter):
             self.users.append((adapter, content))
@@ -144,7 +215,8 @@ class ManagerMachine(RuleBasedStateMachine):
             in_use_pages = sum(len(a.pages) for a in in_use)
             has_index = adapter in in_use or len(in_use) < MAX_LORAS
             has_pages = self.num_device_pages is None or in_use_pages + len(adapter.pages) <= self.num_device_pages
-            assert not (adapter.rows and has_index and has_pages), "refused although there was room"
+            is_copied = self.copies.is_idle and not self.may_have_failed
+            assert not (adapter.rows and has_index and has_pages and is_copied), "refused although there was room"
 
     @precondition(lambda self: self.users)
     @rule(data=st.data(), is_finished=st.booleans())
@@ -164,7 +236,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.pins.remove((adapter, content))
         self.manager.unpin(adapter)
 
-    @rule(task=st.integers(0, 9), is_pinned=st.booleans())
+    @rule(task=TASKS, is_pinned=st.booleans())
     def pin_by_operator(self, task: int, is_pinned: bool) -> None:
         try:
             (self.manager.pin_adapter if is_pinned else self.manager.unpin_adapter)(task)
@@ -176,7 +248,7 @@ class ManagerMachine(RuleBasedStateMachine):
             return
         (self.operator_pins.add if is_pinned else self.operator_pins.discard)(task)
 
-    @rule(task=st.integers(0, 9))
+    @rule(task=TASKS)
     def unload(self, task: int) -> None:
         try:
             self.manager.unload(task)
@@ -186,6 +258,32 @@ class ManagerMachine(RuleBasedStateMachine):
         self.operator_pins.discard(task)
         del self.contents[task]
         assert not self._present(task)
+
+    @rule()
+    def fail_copy(self) -> None:
+        self.may_have_failed = self.may_have_failed or not self.copies.is_idle
+        self.copies.step(1, RuntimeError("CUDA error: unspecified launch failure"))
+
+    @rule(is_broken=st.booleans())
+    def break_copies(self, is_broken: bool) -> None:
+        """From now on copies do not even begin, or do again."""
+        self.copies.is_broken = is_broken
+        self.may_have_failed = self.may_have_failed or is_broken
+
+    def poll(self) -> None:
+        for adapter, error in self.manager.poll().items():
+            self.check_failure(adapter, error)
+            assert adapter not in {a for a, _ in self.users}, "it was in use"
+            for pin in [pin for pin in self.pins if pin[0] is adapter]:
+                self.pins.remove(pin)
+                self.manager.unpin(adapter)
+
+    def check_failure(self, adapter: CachedAdapter, error: Exception) -> None:
+        """Whether an adapter may have failed like that."""
+        assert isinstance(error, AdapterNotLoaded)
+        assert self.may_have_failed
+        assert "copying it to the device failed: CUDA error" in str(error)
+        assert adapter.rows, "the host tier has it still"
 
     @invariant()
     def sound(self) -> None:
@@ -280,6 +378,23 @@ class SteppedWorkers(Executor):
         return len(self._tasks)
 
 
+class Readers(Executor):
+    """Readers of files among the workers; while memory is short, what they read is of no use."""
+
+    def __init__(self, workers: SteppedWorkers) -> None:
+        self._workers = workers
+        self.is_memory_short = False
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        return self._workers.submit(self._read, fn, *args, **kwargs)
+
+    def _read(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = fn(*args, **kwargs)
+        if self.is_memory_short:
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        return result
+
+
 class DiskMachine(ManagerMachine):
     """Host memory for few, files for all: nothing is lost unless a write fails or a file is damaged."""
 
@@ -295,14 +410,22 @@ class DiskMachine(ManagerMachine):
         self.damaged: set[tuple[int, str]] = set()
         self._directory = tempfile.TemporaryDirectory()
         self.workers = SteppedWorkers()
+        self.readers = Readers(self.workers)
+        self.may_be_unread = False
         super().__init__()
 
     def build(self) -> LoRAManager:
         directory = Path(self._directory.name)
         disk = DiskTier(
-            directory, self.num_disk_bytes, TINY, write_file=self.write_file, workers=lambda _: self.workers
+            directory,
+            self.num_disk_bytes,
+            TINY,
+            write_file=self.write_file,
+            workers=lambda num_threads: self.workers if num_threads == 1 else self.readers,
         )
-        return build_manager(self.num_host_pages, self.num_device_pages, self.on_conflict, disk=disk)
+        return build_manager(
+            self.num_host_pages, self.num_device_pages, self.on_conflict, disk=disk, copy_pages=self.copies
+        )
 
     def write_file(self, path: Path, header: bytes, pages: Sequence[torch.Tensor]) -> None:
         if self.is_disk_full:
@@ -318,15 +441,22 @@ class DiskMachine(ManagerMachine):
         if not self._in_use and not self.operator_pins:
             assert all(info.bytes for info in self.manager.describe()), "an adapter waits for nothing"
 
-    @rule()
-    def poll(self) -> None:
-        for adapter in self.manager.poll():
+    def check_failure(self, adapter: CachedAdapter, error: Exception) -> None:
+        if isinstance(error, AdapterNotFound):
             assert (adapter.lora_task_id, adapter.digest) in self.damaged
-            assert adapter not in {a for a, _ in self.users}
-            self.operator_pins.discard(adapter.lora_task_id)
-            for pin in [pin for pin in self.pins if pin[0] is adapter]:
-                self.pins.remove(pin)
-                self.manager.unpin(adapter)
+        elif "reading its file failed: Cannot allocate memory" in str(error):
+            assert isinstance(error, AdapterNotLoaded)
+            assert self.may_be_unread
+        else:
+            super().check_failure(adapter, error)
+            return
+        if not any(info.is_pinned and info.lora_task_id == adapter.lora_task_id for info in self.manager.describe()):
+            self.operator_pins.discard(adapter.lora_task_id)  # but for a version that has replaced it
+
+    @rule(is_short=st.booleans())
+    def shorten_memory(self, is_short: bool) -> None:
+        self.readers.is_memory_short = is_short
+        self.may_be_unread = self.may_be_unread or is_short
 
     @rule(num_tasks=st.integers(1, 4))
     def work(self, num_tasks: int) -> None:
@@ -337,7 +467,7 @@ class DiskMachine(ManagerMachine):
         self.is_disk_full = is_disk_full
         self.may_lose = self.may_lose or is_disk_full
 
-    @rule(task=st.integers(0, 9))
+    @rule(task=TASKS)
     def keep(self, task: int) -> None:
         try:
             kept = self.manager.keep(task)
@@ -351,7 +481,7 @@ class DiskMachine(ManagerMachine):
     @rule(data=st.data())
     def damage(self, data: st.DataObject) -> None:
         self.settle()
-        task = data.draw(st.sampled_from(range(10)))
+        task = data.draw(TASKS)
         path = Path(self._directory.name) / f"{task}.safetensors"
         if path.exists():
             self.may_lose = True
@@ -398,7 +528,7 @@ class SmallDiskMachine(DiskMachine):
         self.may_lose = True
 
 
-_SETTINGS = settings(max_examples=15, stateful_step_count=50, deadline=None)
+_SETTINGS = settings(max_examples=20, stateful_step_count=50, deadline=None)
 TestShared = ManagerMachine.TestCase
 TestSharedReplacing = ReplacingMachine.TestCase
 TestSmallDevice = SmallDeviceMachine.TestCase
@@ -406,16 +536,9 @@ TestSmallDeviceReplacing = SmallReplacingDeviceMachine.TestCase
 TestDisk = DiskMachine.TestCase
 TestSmallDeviceDisk = SmallDeviceDiskMachine.TestCase
 TestSmallDisk = SmallDiskMachine.TestCase
-for case in (
-    TestShared,
-    TestSharedReplacing,
-    TestSmallDevice,
-    TestSmallDeviceReplacing,
-    TestDisk,
-    TestSmallDeviceDisk,
-    TestSmallDisk,
-):
-    case.settings = _SETTINGS
+TestShared.settings = TestSharedReplacing.settings = _SETTINGS
+TestSmallDevice.settings = TestSmallDeviceReplacing.settings = _SETTINGS
+TestDisk.settings = TestSmallDeviceDisk.settings = TestSmallDisk.settings = _SETTINGS
 
 
 def test_the_least_recently_used_adapter_goes_first_and_only_as_many_as_needed() -> None:
@@ -560,6 +683,31 @@ def test_a_wait_ends_when_the_adapter_becomes_usable() -> None:
     manager.release(first)
     assert manager.acquire(second)
     assert manager.stats.waits == 1
+
+
+def test_a_copy_that_fails_is_told_once_leaves_nothing_and_can_be_tried_again() -> None:
+    copies = SteppedCopies()
+    manager = build_manager(6, 4, "refuse", copy_pages=copies)
+    manager.put(5, CONTENTS[0][1])
+    adapter = manager.pin(5)
+    assert not manager.acquire(adapter)
+    assert manager.poll() == {}
+    copies.step(1, RuntimeError("CUDA error: unspecified launch failure"))
+    assert not manager.acquire(adapter)
+    assert not manager.acquire(adapter), "not again before it is told"
+    assert copies.is_idle
+    assert manager.is_busy
+    (error,) = manager.poll().values()
+    assert (type(error), error.code) == (AdapterNotLoaded, "UNAVAILABLE")
+    assert "LoRA task 5 is cached and could not be used this time: copying it to the device failed" in str(error)
+    assert manager.poll() == {}
+    assert (manager.stats.device.bytes_used, manager.stats.device.failures) == (0, 1)
+    assert not manager.acquire(adapter)
+    assert not manager.acquire(adapter), "a step does not wait for a copy"
+    copies.step(1)
+    assert manager.acquire(adapter)
+    assert_tables_hold(manager, adapter, CONTENTS[0][0])
+    manager.check_integrity()
 
 
 def disk_manager(directory: Path, num_host_pages: int) -> tuple[LoRAManager, SteppedWorkers]:
