@@ -2,6 +2,7 @@
 
 adapters   tokens/s of 1, 8 and 16 requests that start together: without adapters, with one, with one each
 doors      tokens/s of the same requests in this process (the engine alone), through `generation` and through `ensemble`
+cost       CPU milliseconds that a token of these takes in each process it passes through, this client included
 load       time to the first token and between tokens at rising rates of requests that arrive at random, through
            `ensemble`, with as many adapters as requests at most, asked by Zipf's law; and the knee
 
@@ -26,6 +27,7 @@ from typing import Annotated
 import numpy as np
 import typer
 from bench_rows import Row, render, write_results
+from cpu_times import CpuTimes, seconds_between
 from prepare_default_model import ensure_default_checkpoint
 from rich.console import Console
 from rich.progress import Progress
@@ -47,9 +49,11 @@ from multilora_engine.tritonserver import ServerOptions, ServerProcess
 REPOSITORY = Path(__file__).resolve().parents[1]
 MODULES = (1, 2, 3, 4, 5, 6, 7)
 ADAPTER_MIXES = ("no adapter", "one adapter", "all different")
-PARTS = ("adapters", "doors", "load")
+PARTS = ("adapters", "doors", "cost", "load")
 MIN_ENSEMBLE_SHARE = 90.0
 """The goal: percent of the tokens/s in this process that come through `ensemble`."""
+MIN_COST_MS = 0.005
+"""CPU milliseconds a token below which a process is not listed."""
 
 
 @dataclass(frozen=True)
@@ -68,18 +72,32 @@ class Setting:
 
 @dataclass
 class Results:
-    """rates: tokens/s of every round by what was measured. first: seconds to the first tokens. stages: of the load."""
+    """rates: tokens/s of every round by what was measured. first: seconds to the first tokens. stages: of the load.
+
+    costs: of every round the CPU milliseconds of a token by process, by what was measured.
+    """
 
     rates: dict[str, list[float]] = field(default_factory=dict)
     first: dict[str, list[float]] = field(default_factory=dict)
+    costs: dict[str, list[Mapping[str, float]]] = field(default_factory=dict)
     stages: list[Stage] = field(default_factory=list)
+
+    def add_cost(self, what: str, samples: Sequence[Sample], seconds: Mapping[str, float]) -> None:
+        """One round; seconds: of CPU by process. Raises RuntimeError as `add` does."""
+        _check_answered(what, samples)
+        num_tokens = sum(sample.num_output_tokens for sample in samples)
+        self.costs.setdefault(what, []).append({name: 1e3 * value / num_tokens for name, value in seconds.items()})
 
     def add(self, what: str, samples: Sequence[Sample]) -> None:
         """One round. Raises RuntimeError when a request was not answered: the rest would look faster for it."""
-        if errors := {sample.error for sample in samples if not sample.is_answered}:
-            raise RuntimeError(f"{what}: requests failed with {', '.join(sorted(errors))}")
+        _check_answered(what, samples)
         self.rates.setdefault(what, []).append(summarise(samples).tokens_per_s)
         self.first.setdefault(what, []).extend(sample.first_token_s for sample in samples)
+
+
+def _check_answered(what: str, samples: Sequence[Sample]) -> None:
+    if errors := {sample.error for sample in samples if not sample.is_answered}:
+        raise RuntimeError(f"{what}: requests failed with {', '.join(sorted(errors))}")
 
 
 class FreshPrompts:
@@ -143,8 +161,9 @@ async def run_wave(ask: Ask, targets: Sequence[Target], prompts: Sequence[str]) 
     return await run_closed(ask, jobs, len(jobs), lambda: None)
 
 
-async def measure(url: str, setting: Setting, parts: Sequence[str], progress: Progress) -> Results:
+async def measure(server: ServerProcess, setting: Setting, parts: Sequence[str], progress: Progress) -> Results:
     """All parts, on a server that does nothing else."""
+    url = f"grpc://{server.grpc_url}"
     results, most = Results(), max(setting.concurrency)
     adapters = [Target(random_adapter(setting.model, 1 + i, setting.rank), f"random {i}") for i in range(most)]
     async with AsyncClient(url) as direct_client, AsyncClient(url, door=ENSEMBLE) as ensemble_client:
@@ -159,9 +178,11 @@ async def measure(url: str, setting: Setting, parts: Sequence[str], progress: Pr
         await run_wave(direct, [Target(), adapters[0]], prompts.take(2))
         if "adapters" in parts:
             await measure_adapters(direct, setting, adapters, prompts, results, progress)
+        asks = {"through generation": direct, "through ensemble": ensemble}
         if "doors" in parts:
-            asks = {"through generation": direct, "through ensemble": ensemble}
             await measure_doors(asks, setting, prompts, results, progress)
+        if "cost" in parts:
+            await measure_cost(asks, CpuTimes(server.pid), setting, prompts, results, progress)
         if "load" in parts:
             await measure_load(ensemble, setting, adapters, prompts, results, progress)
     return results
@@ -194,6 +215,24 @@ async def measure_doors(
             results.rates.setdefault("in this process", []).append(rate)
             for name, ask in asks.items():
                 results.add(name, await run_wave(ask, [Target()] * count, prompts.take(count)))
+
+
+async def measure_cost(
+    asks: Mapping[str, Ask],
+    cpu_times: CpuTimes,
+    setting: Setting,
+    prompts: FreshPrompts,
+    results: Results,
+    progress: Progress,
+) -> None:
+    """Without adapters; from when the requests are sent until the last answer is whole."""
+    count = setting.concurrency[-1]
+    rounds = list(itertools.product(range(setting.rounds), asks.items()))
+    for _, (name, ask) in progress.track(rounds, description="cost"):
+        texts = prompts.take(count)
+        before = cpu_times.read()
+        samples = await run_wave(ask, [Target()] * count, texts)
+        results.add_cost(name, samples, seconds_between(before, cpu_times.read()))
 
 
 @contextmanager
@@ -232,7 +271,15 @@ def result_rows(results: Results) -> list[Row]:
         share = 100 * statistics.median(b / a for a, b in zip(alone, ensemble, strict=True))
         goal = f">= {MIN_ENSEMBLE_SHARE:g}"
         rows.append(Row("ensemble, of in this process", share, "%", goal, share >= MIN_ENSEMBLE_SHARE))
-    return rows
+    return rows + [row for what, costs in results.costs.items() for row in cost_rows(what, costs)]
+
+
+def cost_rows(what: str, costs: Sequence[Mapping[str, float]]) -> list[Row]:
+    """The median of each process that does anything, the dearest first, and that of their sum."""
+    medians = {name: statistics.median(cost[name] for cost in costs) for name in costs[0]}
+    working = sorted((item for item in medians.items() if item[1] >= MIN_COST_MS), key=lambda item: -item[1])
+    total = statistics.median(sum(cost.values()) for cost in costs)
+    return [Row(f"{name}, {what}", value, "CPU ms/token") for name, value in (*working, ("all of it", total))]
 
 
 def main(
@@ -241,7 +288,7 @@ def main(
     ),
     part: Annotated[list[str], typer.Option(help=f"Measure only this: {', '.join(PARTS)}.")] = [],  # noqa: B006
     concurrency: Annotated[list[int], typer.Option(help="Requests at once; repeat for several, rising.")] = [1, 8, 16],  # noqa: B006
-    rate: Annotated[list[float], typer.Option(help="Requests a second of the load; repeat.")] = [0.25, 0.5, 1, 1.5, 2],  # noqa: B006
+    rate: Annotated[list[float], typer.Option(help="Requests a second of the load; repeat.")] = [0.5, 1, 1.5, 2, 3],  # noqa: B006
     load_requests: Annotated[int, typer.Option(help="Requests of each rate.")] = 40,
     rounds: Annotated[int, typer.Option(help="Repetitions of everything that is compared.")] = 3,
     rank: Annotated[int, typer.Option(help="Rank of the adapters, which are on all linear layers.")] = 16,
@@ -264,7 +311,7 @@ def main(
         output_tokens=output_tokens,
     )
     with started_server(setting.model, console) as server, Progress(console=console) as progress:
-        results = asyncio.run(measure(f"grpc://{server.grpc_url}", setting, part or PARTS, progress))
+        results = asyncio.run(measure(server, setting, part or PARTS, progress))
     if rows := result_rows(results):
         console.print(render(rows, f"{setting.model.name}, streams through the server, medians"))
         write_results(rows, output, "serving")
@@ -287,8 +334,9 @@ def started_server(model: Path, console: Console) -> Iterator[ServerProcess]:
 def report_load(stages: Sequence[Stage], output: Path, console: Console) -> None:
     output.mkdir(parents=True, exist_ok=True)
     knee = find_knee(stages)
-    console.print(render_stages(stages))
-    console.print(describe_knee(stages, knee))
+    table = render_stages(stages)
+    table.caption = describe_knee(stages, knee)
+    console.print(table)
     write_csv(stages, output / "serving_load.csv")
     plot(stages, knee, output / "serving_load.png")
 

@@ -1,0 +1,44 @@
+"""CPU time by process: of a server's processes, by what they are, and of the client that asks it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import psutil
+
+from multilora_engine.process.paths import ENGINE_MODULE
+
+CLIENT = "this client"
+
+
+class CpuTimes:
+    """Reads the CPU time of the process `server_pid`, of all that it had started by then, and of this one."""
+
+    def __init__(self, server_pid: int) -> None:
+        server = psutil.Process(server_pid)
+        self._processes = {process.pid: process for process in (server, *server.children(recursive=True))}
+
+    def read(self) -> dict[str, float]:
+        """Seconds so far, user and system together. Raises psutil.NoSuchProcess for one that has ended."""
+        seconds = {CLIENT: time.process_time()}
+        for process in self._processes.values():
+            times = process.cpu_times()
+            name = process_name(process)
+            seconds[name] = seconds.get(name, 0.0) + times.user + times.system
+        return seconds
+
+
+def process_name(process: psutil.Process) -> str:
+    """A stub is called after its model."""
+    words = process.cmdline()
+    if ENGINE_MODULE in words:
+        return "engine"
+    models = [Path(word).parents[1].name for word in words if word.endswith("/model.py")]
+    return models[0] if models else process.name()
+
+
+def seconds_between(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
+    """What two readings differ by, by process."""
+    return {name: seconds - before[name] for name, seconds in after.items()}
