@@ -96,7 +96,6 @@ def output_arrays(
     names: Collection[str],
     pad_id: int,
     num_sequences: int = 1,
-    is_complete: bool = False,
 ) -> dict[str, NDArray[Any]]:
     """The tensors of `names`, each with the rows as its leading dimension.
 
@@ -105,20 +104,20 @@ def output_arrays(
     filled up with 0; top_log_probs, top_log_prob_ids and output_tokens have what belongs to each token behind that, and
     generation_logits [rows, num_sequences, longest, vocab]; context_logits is [rows, longest prompt, vocab]. Of the
     others, what is the same for all sequences of a row (`_SAME_IN_A_ROW`) is [rows, 1], all else is [rows,
-    num_sequences]. Log-probs, logits and performance metrics are left out where the answers have none, unless
-    `is_complete`: then they are zeros, or no values at all.
+    num_sequences]. Log-probs, logits and performance metrics are left out where the answers have none.
     """
     arrays = {name: build(answers) for name, build in _COLUMNS.items() if name in names}
     if "output_ids" in names:
         arrays["output_ids"] = _padded([answer.token_ids for answer in answers], pad_id, np.int32)
-    if is_complete or all(answer.log_probs is not None for answer in answers):
+    if all(answer.log_probs is not None for answer in answers):
         arrays |= {name: build(answers) for name, build in _LOG_PROB_COLUMNS.items() if name in names}
-    if is_complete or all(answer.perf is not None for answer in answers):
+    if all(answer.perf is not None for answer in answers):
         arrays |= {name: build(answers) for name, build in _PERF_COLUMNS.items() if name in names}
-    for name, (value, nothing) in _OPTIONAL_COLUMNS.items():
-        values = [value(answer) for answer in answers]
-        if name in names and (is_complete or all(array is not None for array in values)):
-            arrays[name] = _stacked([nothing if array is None else array for array in values])
+    for name, column in _OPTIONAL_COLUMNS.items():
+        if name in names:
+            values = [value for answer in answers if (value := column(answer)) is not None]
+            if len(values) == len(answers):
+                arrays[name] = _stacked(values)
     return {name: _by_row(name, array, num_sequences) for name, array in arrays.items()}
 
 
@@ -138,7 +137,11 @@ def _numbers(
 def _perf_numbers(
     value: Callable[[PerfMetrics], int], dtype: type = np.int32
 ) -> Callable[[Sequence[RowAnswer]], NDArray[Any]]:
-    return _numbers(lambda row: value(row.perf or PerfMetrics()), dtype)
+    def read(row: RowAnswer) -> int:
+        assert row.perf is not None, "times are only told where every answer has them"
+        return value(row.perf)
+
+    return _numbers(read, dtype)
 
 
 def _strings(value: Callable[[RowAnswer], str]) -> Callable[[Sequence[RowAnswer]], NDArray[Any]]:
@@ -165,17 +168,14 @@ _LOG_PROB_COLUMNS: Mapping[str, Callable[[Sequence[RowAnswer]], NDArray[Any]]] =
     "output_log_probs": lambda rows: _padded([row.log_probs or [] for row in rows], 0.0, np.float32),
 }
 
-_OPTIONAL_COLUMNS: Mapping[str, tuple[Callable[[RowAnswer], NDArray[Any] | None], NDArray[Any]]] = {
-    "top_log_prob_ids": (lambda row: _top_column(row, 0, np.int32), np.empty((1, 0, 0), np.int32)),
-    "top_log_probs": (lambda row: _top_column(row, 1, np.float32), np.empty((1, 0, 0), np.float32)),
-    "output_tokens": (lambda row: _spelled_column(row), np.empty((1, 0, 0), np.object_)),
-    "context_logits": (lambda row: row.context_logits, np.empty((0, 0), np.float32)),
-    "generation_logits": (
-        lambda row: None if row.generation_logits is None else row.generation_logits[np.newaxis],
-        np.empty((1, 0, 0), np.float32),
-    ),
+_OPTIONAL_COLUMNS: Mapping[str, Callable[[RowAnswer], NDArray[Any] | None]] = {
+    "top_log_prob_ids": lambda row: _top_column(row, 0, np.int32),
+    "top_log_probs": lambda row: _top_column(row, 1, np.float32),
+    "output_tokens": lambda row: _spelled_column(row),
+    "context_logits": lambda row: row.context_logits,
+    "generation_logits": lambda row: None if row.generation_logits is None else row.generation_logits[np.newaxis],
 }
-"""What one answer has, None if nothing; and what nothing looks like."""
+"""What one answer has, None if nothing."""
 
 _PERF_COLUMNS: Mapping[str, Callable[[Sequence[RowAnswer]], NDArray[Any]]] = {
     "arrival_time_ns": _perf_numbers(lambda perf: perf.arrival_time_ns, np.int64),

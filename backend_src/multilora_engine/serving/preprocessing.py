@@ -28,7 +28,7 @@ class PreprocessingModel(ImmediateModel):
 def preprocess(inputs: InputTensors, info: EngineInfo, tokenizer: Tokenizer) -> dict[str, NDArray[Any]]:
     """The outputs by name. INPUT_ID is [rows, longest prompt], REQUEST_INPUT_LEN tells each row's own length.
 
-    IS_ENSEMBLE_STEP tells the next step that it is one. REQUEST_OUTPUT_LEN passes through; OUT_END_ID and OUT_PAD_ID
+    REQUEST_OUTPUT_LEN passes through; OUT_END_ID and OUT_PAD_ID
     default to the tokenizer's. BAD_WORDS_IDS and STOP_WORDS_IDS are [rows, 2, n] and EMBEDDING_BIAS is [rows, n], all
     with n 0 where there are no words. What belongs to encoders and prompt tables is empty. Raises InvalidRequest, and
     Unsupported for inputs that this server has no use for.
@@ -48,7 +48,6 @@ def preprocess(inputs: InputTensors, info: EngineInfo, tokenizer: Tokenizer) -> 
         "BAD_WORDS_IDS": write_sequences([tokenize_words(inputs, "BAD_WORDS_DICT", row, tokenizer) for row in rows]),
         "STOP_WORDS_IDS": write_sequences([tokenize_words(inputs, "STOP_WORDS_DICT", row, tokenizer) for row in rows]),
         "EMBEDDING_BIAS": _embedding_bias(inputs, len(prompts), tokenizer),
-        "IS_ENSEMBLE_STEP": np.ones((len(prompts), 1), bool),
         "OUT_END_ID": _column([_default(inputs.scalar("END_ID", row), end_id) for row in rows]),
         "OUT_PAD_ID": _column([_default(inputs.scalar("PAD_ID", row), pad_id) for row in rows]),
         "DECODER_INPUT_ID": np.empty((len(prompts), 0), np.int32),

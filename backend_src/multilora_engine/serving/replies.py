@@ -22,13 +22,12 @@ from multilora_engine.serving.triton_api import TritonRequest, backend_utils, er
 
 
 class Responder:
-    """Sends responses to one Triton request: exactly the outputs it asked for.
+    """Sends responses to one Triton request: of the outputs it asked for those that there is something to say of.
 
-    An ensemble loses a response in which any output is missing, so the steps of ours say what they are.
+    An ensemble asks its steps for everything, and passes on what it gets.
     """
 
     def __init__(self, request: TritonRequest) -> None:
-        self._is_ensemble_step = any(tensor.name() == "is_ensemble_step" for tensor in request.inputs())
         self.request_id = request_id_of(request)
         self._names = frozenset(request.requested_output_names())
         self._sender = request.get_response_sender()
@@ -41,7 +40,7 @@ class Responder:
 
     def send(self, answers: Sequence[RowAnswer], pad_id: int, is_final: bool, num_sequences: int = 1) -> None:
         """answers: `num_sequences` for each row."""
-        arrays = output_arrays(answers, self._names, pad_id, num_sequences, is_complete=self._is_ensemble_step)
+        arrays = output_arrays(answers, self._names, pad_id, num_sequences)
         self._send(_response(arrays), is_final)
 
     def send_text(self, name: str, text: str) -> None:

@@ -84,7 +84,7 @@ def test_the_steps_of_an_ensemble_fit_its_models(model: str) -> None:
 @pytest.mark.parametrize("model", ["ensemble", "ensemble_unary"])
 def test_an_ensemble_offers_every_option_of_generation_under_upstreams_names(model: str) -> None:
     ensemble_names = {ours: theirs for theirs, ours in ENSEMBLE_NAMES.items()}
-    direct_only = {"input_ids", "input_lengths", "request_output_len", "stop", "is_ensemble_step"}
+    direct_only = {"input_ids", "input_lengths", "request_output_len", "stop"}
     direct_only |= {"embedding_bias", "embedding_bias_ids", "bad_words_list", "stop_words_list"}
     direct_only |= {"early_stopping", "beam_search_diversity_rate"}
     direct_only |= {*UNSUPPORTED_OPTIONS, *UNSUPPORTED_TENSORS} - set(INPUTS["ensemble"])

@@ -33,8 +33,9 @@ def test_every_output_has_the_shape_and_dtype_of_the_configuration() -> None:
 
 
 def test_the_sequences_of_a_row_are_its_beams() -> None:
-    rows = [dataclasses.replace(answer, sequence_index=i) for answer in (FIRST, SECOND) for i in range(3)]
-    arrays = output_arrays(rows, OUTPUT_NAMES, pad_id=9, num_sequences=3, is_complete=True)
+    told = {"log_probs": [], "perf": PerfMetrics()}
+    rows = [dataclasses.replace(answer, sequence_index=i, **told) for answer in (FIRST, SECOND) for i in range(3)]
+    arrays = output_arrays(rows, OUTPUT_NAMES, pad_id=9, num_sequences=3)
     assert arrays["output_log_probs"].shape == (2, 3, 0)
     assert arrays["output_ids"].tolist() == [[[1, 2, 3]] * 3, [[4, 9, 9]] * 3]
     assert arrays["sequence_index"].tolist() == [[0, 1, 2]] * 2
@@ -115,17 +116,8 @@ def test_logits_and_top_log_probs_are_filled_up_to_the_longest() -> None:
     assert output_arrays([FIRST], LOGITS_NAMES, 0) == {}
 
 
-def test_outputs_that_were_not_asked_for_are_left_out_but_for_an_ensemble() -> None:
-    assert not {*LOG_PROB_NAMES, *PERF_NAMES} & set(output_arrays([FIRST], OUTPUT_NAMES, 0))
-    arrays = output_arrays([FIRST], OUTPUT_NAMES, 0, is_complete=True)
-    assert set(arrays) == set(OUTPUT_NAMES)
-    assert arrays["output_log_probs"].shape == (1, 1, 0)
-    logits = output_arrays([FIRST], LOGITS_NAMES, 0, is_complete=True)
-    assert {name: array.shape for name, array in logits.items()} == {
-        "context_logits": (1, 0, 0),
-        "generation_logits": (1, 1, 0, 0),
-        "top_log_prob_ids": (1, 1, 0, 0),
-        "top_log_probs": (1, 1, 0, 0),
-        "output_tokens": (1, 1, 0, 0),
-    }
-    assert arrays["last_token_time_ns"].tolist() == [[0]]
+def test_outputs_that_were_not_asked_for_are_left_out() -> None:
+    told_of_one = dataclasses.replace(SECOND, log_probs=[], perf=PerfMetrics())
+    for answers in ([FIRST], [FIRST, told_of_one]):
+        built = output_arrays(answers, {*OUTPUT_NAMES, *LOGITS_NAMES}, 0)
+        assert set(built) == {*OUTPUT_NAMES} - {*LOG_PROB_NAMES, *PERF_NAMES}

@@ -16,7 +16,6 @@ from multilora_engine.text import Tokenizer
 
 def run(tokenizer: Tokenizer, tensors: dict[str, Any]) -> dict[str, Any]:
     arrays = preprocess(InputTensors(FakeRequest(tensors)), INFO, tokenizer)
-    assert arrays.pop("IS_ENSEMBLE_STEP").all()
     dtypes = {name: array.dtype for name, array in arrays.items()}
     assert (dtypes.pop("EMBEDDING_BIAS"), dtypes.pop("OUT_PROMPT_TABLE_EXTRA_IDS")) == (np.float32, np.uint64)
     assert set(dtypes.values()) == {np.dtype(np.int32)}
