@@ -58,7 +58,6 @@ class ReplyRow:
 
     def answer(self, output: TokenOutput) -> RowAnswer:
         """What a response says that has all of `output`."""
-        context_logits, generation_logits = map(self._read_logits, (output.context_logits, output.generation_logits))
         return RowAnswer(
             batch_index=self.batch_index,
             sequence_index=self.sequence_index,
@@ -73,8 +72,8 @@ class ReplyRow:
             log_probs=[token.log_prob for token in output.log_probs] if self.returns_log_probs else None,
             perf=output.perf if self.returns_perf else None,
             top_log_probs=[token.top for token in output.log_probs] if self.returns_top_log_probs else None,
-            context_logits=context_logits if output.context_logits else None,
-            generation_logits=generation_logits if self.returns_generation_logits else None,
+            context_logits=self._read_logits(output.context_logits) if output.context_logits else None,
+            generation_logits=self._read_logits(output.generation_logits) if self.returns_generation_logits else None,
             spelled=self._spell(output, self.token_bytes) if self.token_bytes else None,
         )
 
@@ -106,7 +105,11 @@ def output_arrays(
     others, what is the same for all sequences of a row (`_SAME_IN_A_ROW`) is [rows, 1], all else is [rows,
     num_sequences]. Log-probs, logits and performance metrics are left out where the answers have none.
     """
-    arrays = {name: build(answers) for name, build in _COLUMNS.items() if name in names}
+    arrays = {
+        name: np.array([[value(answer)] for answer in answers], dtype)
+        for name, (value, dtype) in _COLUMNS.items()
+        if name in names
+    }
     if "output_ids" in names:
         arrays["output_ids"] = _padded([answer.token_ids for answer in answers], pad_id, np.int32)
     if all(answer.log_probs is not None for answer in answers):
@@ -119,6 +122,11 @@ def output_arrays(
             if len(values) == len(answers):
                 arrays[name] = _stacked(values)
     return {name: _by_row(name, array, num_sequences) for name, array in arrays.items()}
+
+
+def repeated_values(answers: Sequence[RowAnswer], names: Collection[str]) -> dict[str, list[int | bytes]]:
+    """Of the outputs in `names` that are mostly the same in all pieces of a stream, what the answers say in them."""
+    return {name: [_COLUMNS[name][0](answer) for answer in answers] for name in _REPEATED if name in names}
 
 
 def _by_row(name: str, array: NDArray[Any], num_sequences: int) -> NDArray[Any]:
@@ -144,22 +152,20 @@ def _perf_numbers(
     return _numbers(read, dtype)
 
 
-def _strings(value: Callable[[RowAnswer], str]) -> Callable[[Sequence[RowAnswer]], NDArray[Any]]:
-    return lambda rows: np.array([[value(row).encode()] for row in rows], np.object_)
-
-
-_COLUMNS: Mapping[str, Callable[[Sequence[RowAnswer]], NDArray[Any]]] = {
-    "sequence_length": _numbers(lambda row: len(row.token_ids)),
-    "text_output": _strings(lambda row: row.text),
-    "finish_reason": _strings(lambda row: row.finish_reason),
-    "num_input_tokens": _numbers(lambda row: row.num_input_tokens),
-    "num_output_tokens": _numbers(lambda row: row.num_output_tokens),
-    "sequence_index": _numbers(lambda row: row.sequence_index),
-    "batch_index": _numbers(lambda row: row.batch_index),
-    "lora_task_id_out": _numbers(lambda row: row.lora_task_id, np.uint64),
-    "lora_digest": _strings(lambda row: row.lora_digest),
+_COLUMNS: Mapping[str, tuple[Callable[[RowAnswer], int | bytes], type]] = {
+    "sequence_length": (lambda row: len(row.token_ids), np.int32),
+    "text_output": (lambda row: row.text.encode(), np.object_),
+    "finish_reason": (lambda row: row.finish_reason.encode(), np.object_),
+    "num_input_tokens": (lambda row: row.num_input_tokens, np.int32),
+    "num_output_tokens": (lambda row: row.num_output_tokens, np.int32),
+    "sequence_index": (lambda row: row.sequence_index, np.int32),
+    "batch_index": (lambda row: row.batch_index, np.int32),
+    "lora_task_id_out": (lambda row: row.lora_task_id, np.uint64),
+    "lora_digest": (lambda row: row.lora_digest.encode(), np.object_),
 }
+"""Of one value an answer, and the type of their arrays."""
 
+_REPEATED = tuple(_COLUMNS.keys() - {"text_output", "num_output_tokens"})
 
 _SAME_IN_A_ROW = frozenset({"num_input_tokens", "batch_index", "lora_task_id_out", "lora_digest", "context_logits"})
 

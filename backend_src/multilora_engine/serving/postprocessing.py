@@ -28,7 +28,12 @@ class PostprocessingModel(ImmediateModel):
 
 
 def decode(inputs: InputTensors, tokenizer: Tokenizer) -> NDArray[np.object_]:
-    """The text of TOKENS_BATCH [rows, beams, n], each beam cut to its SEQUENCE_LENGTH [rows, beams]: [rows, beams]."""
+    """The text of TOKENS_BATCH [rows, beams, n], each beam cut to its SEQUENCE_LENGTH [rows, beams]: [rows, beams].
+
+    Raises InvalidRequest.
+    """
+    if len(inputs.present("TOKENS_BATCH", "SEQUENCE_LENGTH")) < 2:
+        raise InvalidRequest("a request needs GENERATED_TEXT, or TOKENS_BATCH and SEQUENCE_LENGTH")
     tokens, lengths = inputs.array("TOKENS_BATCH"), inputs.array("SEQUENCE_LENGTH")
     if (
         tokens.ndim != 3

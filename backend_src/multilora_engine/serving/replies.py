@@ -17,20 +17,22 @@ from numpy.typing import NDArray
 
 from multilora_engine.errors import RelayedError, RequestError
 from multilora_engine.request import BeamOutput, TokenLogProb, TokenOutput
-from multilora_engine.serving.outputs import ReplyRow, RowAnswer, output_arrays
+from multilora_engine.serving.outputs import ReplyRow, RowAnswer, output_arrays, repeated_values
 from multilora_engine.serving.triton_api import TritonRequest, backend_utils, error_response, request_id_of
 
 
 class Responder:
     """Sends responses to one Triton request: of the outputs it asked for those that there is something to say of.
 
-    An ensemble asks its steps for everything, and passes on what it gets.
+    An ensemble asks its steps for everything, and passes on what it gets. What a response repeats of the one before is
+    the same tensor, which is in shared memory already.
     """
 
     def __init__(self, request: TritonRequest) -> None:
         self.request_id = request_id_of(request)
         self._names = frozenset(request.requested_output_names())
         self._sender = request.get_response_sender()
+        self._told: dict[str, tuple[list[int | bytes], Any]] = {}
 
     def wants(self, name: str) -> bool:
         return name in self._names
@@ -40,12 +42,18 @@ class Responder:
 
     def send(self, answers: Sequence[RowAnswer], pad_id: int, is_final: bool, num_sequences: int = 1) -> None:
         """answers: `num_sequences` for each row."""
-        arrays = output_arrays(answers, self._names, pad_id, num_sequences)
-        self._send(_response(arrays), is_final)
+        values = repeated_values(answers, self._names)
+        known = {
+            name: self._told[name][1] for name in values if name in self._told and self._told[name][0] == values[name]
+        }
+        tensors = known | _tensors(output_arrays(answers, self._names - known.keys(), pad_id, num_sequences))
+        self._told = {name: (told, tensors[name]) for name, told in values.items()}
+        self._send(backend_utils().InferenceResponse([*tensors.values()]), is_final)
 
     def send_text(self, name: str, text: str) -> None:
         """A final response with one string."""
-        self._send(_response({name: np.array([[text.encode()]], np.object_)}), is_final=True)
+        tensors = _tensors({name: np.array([[text.encode()]], np.object_)})
+        self._send(backend_utils().InferenceResponse([*tensors.values()]), is_final=True)
 
     def send_empty(self) -> None:
         """A final response without tensors."""
@@ -214,6 +222,6 @@ def _no_beam(output: TokenOutput) -> BeamOutput:
     return BeamOutput([], "", output.finish_reason or "length", [], -math.inf)
 
 
-def _response(arrays: Mapping[str, NDArray[Any]]) -> Any:
+def _tensors(arrays: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
     pb = backend_utils()
-    return pb.InferenceResponse([pb.Tensor(name, array) for name, array in arrays.items()])
+    return {name: pb.Tensor(name, array) for name, array in arrays.items()}

@@ -37,12 +37,15 @@ def test_lengths_that_do_not_fit_are_refused(tokenizer: Tokenizer, shape: tuple[
         decode(InputTensors(FakeRequest(tensors)), tokenizer)
 
 
+@pytest.mark.parametrize("tensors", [{}, {"TOKENS_BATCH": [[[1]]]}, {"SEQUENCE_LENGTH": [[1]]}])
+def test_a_request_without_text_needs_tokens_and_their_lengths(tokenizer: Tokenizer, tensors: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match="GENERATED_TEXT, or TOKENS_BATCH and SEQUENCE_LENGTH"):
+        decode(InputTensors(FakeRequest(tensors)), tokenizer)
+
+
 def test_text_the_engine_has_decoded_passes_unchanged() -> None:
     text = np.array([["é".encode()[:1] + b"kept as it is"]], object)
-    request = FakeRequest(
-        {"TOKENS_BATCH": np.zeros((1, 1, 0), np.int32), "SEQUENCE_LENGTH": [[0]], "GENERATED_TEXT": text},
-        output_names=("OUTPUT",),
-    )
+    request = FakeRequest({"GENERATED_TEXT": text}, output_names=("OUTPUT",))
     model = PostprocessingModel()
     vars(model)["_link"] = None
     (response,) = model.execute([request])

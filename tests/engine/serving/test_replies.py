@@ -4,11 +4,12 @@ import dataclasses
 
 import numpy as np
 import pytest
-from support.fake_triton import FakeRequest
+from support.fake_triton import FakeRequest, FakeTensor
 
 from multilora_engine.request import PerfMetrics, TokenLogProb, TokenOutput
 from multilora_engine.serving.outputs import ReplyRow
 from multilora_engine.serving.replies import EachReply, EmptyReply, OneReply, Reply, Responder, StreamReply, Transcript
+from multilora_engine.serving.triton_api import backend_utils
 
 
 def token(request_id: str, token_id: int, finish_reason: str | None = None) -> TokenOutput:
@@ -28,6 +29,28 @@ def test_a_stream_sends_new_tokens_only_and_the_final_flag_with_the_last_ones() 
     assert [response.arrays["sequence_index"].item() for response in responses] == [0, 2, 0]
     assert [response.arrays["finish_reason"].item() for response in responses] == [b"", b"length", b"stop"]
     assert [response.arrays["lora_task_id_out"].item() for response in responses] == [0, 7, 0]
+
+
+def test_what_a_stream_says_again_is_the_same_tensor_and_what_is_new_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+
+    class CountedTensor(FakeTensor):
+        def __init__(self, name: str, value: np.ndarray) -> None:
+            super().__init__(name, value)
+            made.append(name)
+
+    monkeypatch.setattr(backend_utils(), "Tensor", CountedTensor)
+    request = FakeRequest({})
+    reply = StreamReply(Responder(request), {"a": ReplyRow(0), "b": ReplyRow(1)}, pad_id=0)
+    reply.on_output(token("a", 1))
+    made.clear()
+    reply.on_output(token("a", 2))
+    assert sorted(made) == ["num_output_tokens", "output_ids", "text_output"]
+    made.clear()
+    reply.on_output(dataclasses.replace(token("b", 3), lora_digest="d"))
+    assert sorted(made) == ["batch_index", "lora_digest", "num_output_tokens", "output_ids", "text_output"]
+    assert [response.arrays["batch_index"].item() for response in request.sender.responses] == [0, 0, 1]
+    assert [response.arrays["lora_digest"].item() for response in request.sender.responses] == [b"", b"", b"d"]
 
 
 def test_one_response_has_all_rows_in_their_order_whichever_ends_first() -> None:
