@@ -7,7 +7,8 @@ load       time to the first token and between tokens at rising rates of request
            `ensemble`, with as many adapters as requests at most, asked by Zipf's law; and the knee
 
 All answers are streams. What is compared runs in turn, round after round, so that what else the machine does hits all
-of it; medians are reported. The load is that of `multilora bench`.
+of it; medians are reported. The load is that of `multilora bench`, by a client that leaves the
+CPUs to the server.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ import numpy as np
 import typer
 from bench_rows import Row, render, write_results
 from cpu_times import CpuTimes, seconds_between
+from light_client import light_asks
 from prepare_default_model import ensure_default_checkpoint
 from rich.console import Console
 from rich.progress import Progress
 from tokenizers import Tokenizer
 
-from multilora_client import ENSEMBLE, Adapter, AdapterTensors, AsyncClient
-from multilora_client.bench.load import Ask, Load, Sample, make_ask, run_closed, run_load
+from multilora_client import DIRECT, ENSEMBLE, Adapter, AdapterTensors, AsyncClient
+from multilora_client.bench.load import Ask, Load, Sample, run_closed, run_load
 from multilora_client.bench.plot import plot
 from multilora_client.bench.report import Stage, describe_knee, find_knee, summarise, write_csv
 from multilora_client.bench.report import render as render_stages
@@ -163,17 +165,13 @@ async def run_wave(ask: Ask, targets: Sequence[Target], prompts: Sequence[str]) 
 
 async def measure(server: ServerProcess, setting: Setting, parts: Sequence[str], progress: Progress) -> Results:
     """All parts, on a server that does nothing else."""
-    url = f"grpc://{server.grpc_url}"
     results, most = Results(), max(setting.concurrency)
     adapters = [Target(random_adapter(setting.model, 1 + i, setting.rank), f"random {i}") for i in range(most)]
-    async with AsyncClient(url) as direct_client, AsyncClient(url, door=ENSEMBLE) as ensemble_client:
-        for client in (direct_client, ensemble_client):
-            for target in progress.track(adapters, description="sending adapters"):
-                assert target.adapter is not None
-                await client.upload(target.adapter)
-        direct, ensemble = (
-            make_ask(client, setting.output_tokens, timeout_s=None) for client in (direct_client, ensemble_client)
-        )
+    async with AsyncClient(f"grpc://{server.grpc_url}") as client:
+        for target in progress.track(adapters, description="sending adapters"):
+            assert target.adapter is not None
+            await client.upload(target.adapter)
+    async with light_asks(server.grpc_url, (DIRECT, ENSEMBLE), setting.output_tokens) as (direct, ensemble):
         prompts = FreshPrompts(setting.prompt_tokens)
         await run_wave(direct, [Target(), adapters[0]], prompts.take(2))
         if "adapters" in parts:

@@ -48,6 +48,19 @@ def test_rows_are_medians_and_the_goal_is_of_each_round_by_itself() -> None:
     assert (share.value, share.is_met) == (100.0, True)
 
 
+def test_a_cost_is_of_a_token_in_each_process_that_did_anything_the_dearest_first() -> None:
+    results = Results()
+    for factor in (1.0, 2.0, 9.0):
+        seconds = {"engine": 0.064 * factor, "tritonserver": 0.08, "adapters": 0.0}
+        results.add_cost("through ensemble", [sample()] * 4, seconds)
+    rows = [(row.what, round(row.value, 6), row.unit) for row in result_rows(results)]
+    assert rows == [
+        ("engine, through ensemble", 8.0, "CPU ms/token"),
+        ("tritonserver, through ensemble", 5.0, "CPU ms/token"),
+        ("all of it, through ensemble", 13.0, "CPU ms/token"),
+    ]
+
+
 def test_a_failed_request_ends_the_benchmark() -> None:
     with pytest.raises(RuntimeError, match="through ensemble: requests failed with UNAVAILABLE"):
         Results().add("through ensemble", [sample(), sample(error="UNAVAILABLE")])

@@ -105,7 +105,7 @@ def output_arrays(
     others, what is the same for all sequences of a row (`_SAME_IN_A_ROW`) is [rows, 1], all else is [rows,
     num_sequences]. Log-probs, logits and performance metrics are left out where the answers have none.
     """
-    arrays = {
+    arrays: dict[str, NDArray[Any]] = {
         name: np.array([[value(answer)] for answer in answers], dtype)
         for name, (value, dtype) in _COLUMNS.items()
         if name in names
