@@ -42,8 +42,12 @@ from multilora_engine.process.outbox import join_outputs
 from multilora_engine.request import GenerationRequest, TokenOutput
 
 _CANCELLATION_INTERVAL_S = 0.02
+_CANCELLATION_GRACE_S = 0.08
+"""Asking Triton whether requests are cancelled waits so long for outputs to come first: most steps of a CPU take longer
+than the interval, and to wake for nothing else several times a step costs as much as sending a token.
+"""
 _CANCELLATION_DUTY = 0.1
-"""Asking Triton whether a request is cancelled takes a round trip: the largest share of the thread's time for that."""
+"""Asking takes a round trip: the largest share of the thread's time for that."""
 
 logger = logging.getLogger(__name__)
 
@@ -170,7 +174,7 @@ class EngineClient:
 
     def _wait(self) -> None:
         sources = [(source, zmq.POLLIN) for source in (*self._connection.pollable, self._wakeup_fd)]
-        due_s = max(0.0, self._next_cancellation_check - time.monotonic())
+        due_s = max(0.0, self._next_cancellation_check + _CANCELLATION_GRACE_S - time.monotonic())
         zmq.zmq_poll(sources, int(due_s * 1000) + 1 if self._calls else -1)
 
     def _run_tasks(self) -> None:
