@@ -27,7 +27,7 @@ from typing import Annotated
 
 import numpy as np
 import typer
-from bench_rows import Row, render, write_results
+from bench_rows import Row, render, threads_title, write_results
 from cpu_times import CpuTimes, seconds_between
 from light_client import light_asks
 from prepare_default_model import ensure_default_checkpoint
@@ -311,7 +311,7 @@ def main(
     with started_server(setting.model, console) as server, Progress(console=console) as progress:
         results = asyncio.run(measure(server, setting, part or PARTS, progress))
     if rows := result_rows(results):
-        console.print(render(rows, f"{setting.model.name}, streams through the server, medians"))
+        console.print(render(rows, f"{setting.model.name}, streams through the server, medians, {threads_title()}"))
         write_results(rows, output, "serving")
     if results.stages:
         report_load(results.stages, output, console)
