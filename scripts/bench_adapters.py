@@ -12,7 +12,8 @@ throughput   answers of adapters drawn from 5 .. 2000 by Zipf's law, all in memo
              many there are; what differs then is what their number itself costs
 thrash       twice the adapters that memory holds, the other half on disk, against as many as it holds: on a CPU host
              and device tier are the same pages, so what a GPU fetches from host memory comes from disk here
-pauses       time between the tokens of a running batch while each step's end brings an upload that evicts another
+pauses       time between the tokens of a running batch while others' adapters come in: each step's end brings an upload
+             that evicts another; or one after the other is fetched from a directory and packed; or is read from disk
 
 All but memory and way in use an engine in this process on a CPU, where host and device tier are the same pages and the
 device tier has `max_loras` places, with a model of random weights. What is compared runs in turn, round after round,
@@ -26,13 +27,14 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Annotated
 
+import numpy as np
 import torch
 import typer
 from bench_rows import Row, render, threads_title, write_results
@@ -42,12 +44,13 @@ from rich.progress import Progress
 from telling_adapters import save_plain_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from multilora_engine.config import EngineConfig, LoRAConfig
+from multilora_engine.config import EngineConfig, LoRAConfig, SourceSpec
 from multilora_engine.engine import Engine
 from multilora_engine.lora.device_tier import DeviceTier
 from multilora_engine.lora.format import AdapterLayout, PackedAdapter, adapter_layout, lora_modules, pack_adapter
 from multilora_engine.lora.host_tier import HostTier
 from multilora_engine.lora.manager import LoRAManager
+from multilora_engine.lora.sources.source import AdapterKey
 from multilora_engine.models.model_config import read_model_config
 from multilora_engine.request import GenerationRequest, SamplingParams
 
@@ -153,11 +156,13 @@ class Bench:
         self._random = Random(0)
 
     @contextmanager
-    def engine(self, max_loras: int, num_adapters: int, num_in_memory: int | None = None) -> Iterator[Engine]:
+    def engine(
+        self, max_loras: int, num_adapters: int, num_in_memory: int | None = None, source: Path | None = None
+    ) -> Iterator[Engine]:
         """An engine with the adapters 0 .. num_adapters - 1.
 
         num_in_memory: memory holds the size of only so many, and the disk tier has them all; without it there is no
-        disk tier, and memory holds exactly all.
+        disk tier, and memory holds exactly all. source: a directory from which others can be fetched.
         """
         num_bytes = sum(self.adapter(task).pages.nbytes for task in range(num_in_memory or num_adapters))
         with tempfile.TemporaryDirectory(dir=self._directory) as cache:
@@ -168,6 +173,7 @@ class Bench:
                 lora_cache_host_memory_bytes=num_bytes,
                 lora_cache_dir=None if num_in_memory is None else Path(cache),
                 lora_on_conflict="replace",
+                lora_sources=[] if source is None else [SourceSpec(source="directory", root=str(source))],
             )
             config = EngineConfig(
                 model_path=self._model,
@@ -188,6 +194,17 @@ class Bench:
     def adapter(self, task: int, version: int = 0) -> PackedAdapter:
         """The adapter of a task id, in one of two versions: its rank is RANKS[task % 4]."""
         return self._packed[RANKS[task % len(RANKS)], version]
+
+    def save_source(self, tasks: Iterable[int]) -> Path:
+        """A directory with these adapters, as `lora_sources` takes them."""
+        root = self._directory / "source"
+        for task in tasks:
+            weights, config = random_wire(self.layout, RANKS[task % len(RANKS)], task)
+            folder = root / str(task)
+            folder.mkdir(parents=True)
+            np.save(folder / "model.lora_weights.npy", weights.half().numpy()[None])
+            np.save(folder / "model.lora_config.npy", config.numpy()[None])
+        return root
 
     def request(self, task: int, prompt_tokens: int, max_tokens: int) -> GenerationRequest:
         prompt = [self._random.randrange(_VOCABULARY) for _ in range(prompt_tokens)]
@@ -216,6 +233,7 @@ class Bench:
         """
         waiting = iter(requests)
         timings: dict[str, Timing] = {}
+        num_ended = 0
 
         def submit(request: GenerationRequest) -> None:
             timings[request.request_id] = Timing(time.perf_counter(), [])
@@ -223,13 +241,16 @@ class Bench:
 
         for request in itertools.islice(waiting, num_clients):
             submit(request)
-        while engine.has_work:
+        while num_ended < len(timings):
             outputs = engine.step()
-            after_step([output.request_id for output in outputs if output.is_final])
+            ended = [output.request_id for output in outputs if output.is_final]
+            num_ended += len(ended)
+            after_step(ended)
             for output in outputs:
                 timings[output.request_id].tokens += [time.perf_counter()] * len(output.token_ids)
                 if output.is_final and (following := next(waiting, None)) is not None:
                     submit(following)
+        settle(engine)
         return list(timings.values())
 
 
@@ -342,28 +363,55 @@ def thrash_rows(bench: Bench, rounds: int) -> list[Row]:
 
 
 def pause_rows(bench: Bench, rounds: int) -> list[Row]:
-    """p99 of the time between tokens, quiet and with uploads, in turn."""
-    pauses: dict[str, list[float]] = {"quiet": [], "with uploads": []}
-    with bench.engine(max_loras=PLACES, num_adapters=4 * PLACES) as engine:
-        new_tasks = itertools.count(4 * PLACES)
+    """p99 of the time between tokens, quiet and while adapters come in, in turn."""
+    num_adapters = 4 * PLACES
+    fetched = range(num_adapters, num_adapters + 2 * len(RANKS))
+    with bench.engine(PLACES, num_adapters, source=bench.save_source(fetched)) as engine:
+        new_tasks, fetches = itertools.count(fetched.stop), itertools.cycle(fetched)
 
         def upload(ended: Sequence[str]) -> None:
             task = next(new_tasks)
             engine.put_adapter(task, bench.adapter(task))
 
-        for kind in itertools.chain.from_iterable(itertools.repeat(pauses, rounds)):
-            for task in range(PLACES):
-                engine.put_adapter(task, bench.adapter(task))
-            requests = [bench.request(task, 16, 64) for task in range(PLACES)]
-            after_step = upload if kind == "with uploads" else lambda ended: None
-            for timing in bench.serve(engine, requests, PLACES, after_step):
-                pauses[kind] += timing.pauses_s[_WARM_UP_TOKENS:]
-    ratio = p99(pauses["with uploads"]) / p99(pauses["quiet"])
-    return [
-        *(Row(f"pauses: {kind}, median", statistics.median(values) * 1e3, "ms") for kind, values in pauses.items()),
-        *(Row(f"pauses: {kind}, p99", p99(values) * 1e3, "ms") for kind, values in pauses.items()),
-        Row("pauses: p99 with uploads against quiet", ratio, "x", "<= 1.5", ratio <= 1.5),
-    ]
+        def fetch(ended: Sequence[str]) -> None:
+            if not engine.remote.is_busy:
+                task = next(fetches)
+                if engine.loras.is_known(task):
+                    engine.loras.unload(task)
+                engine.remote.fetch(AdapterKey(task))
+
+        rows = compare_pauses(bench, engine, rounds, {"uploads": upload, "fetches": fetch})
+    with bench.engine(PLACES, num_adapters, num_in_memory=2 * PLACES) as engine:
+        others = itertools.cycle(range(PLACES, num_adapters))
+
+        def read(ended: Sequence[str]) -> None:
+            if not engine.loras.is_busy:
+                engine.loras.load(next(others))
+
+        return rows + compare_pauses(bench, engine, rounds, {"reads": read})
+
+
+def compare_pauses(
+    bench: Bench, engine: Engine, rounds: int, disturbances: Mapping[str, Callable[[Sequence[str]], None]]
+) -> list[Row]:
+    """disturbances: by name, what happens at the end of each step."""
+    pauses: dict[str, list[float]] = {"quiet": [], **{name: [] for name in disturbances}}
+    for name in itertools.chain.from_iterable(itertools.repeat(pauses, rounds)):
+        for task in range(PLACES):
+            engine.put_adapter(task, bench.adapter(task))
+        settle(engine)
+        requests = [bench.request(task, 16, 64) for task in range(PLACES)]
+        for timing in bench.serve(engine, requests, PLACES, disturbances.get(name, lambda ended: None)):
+            pauses[name] += timing.pauses_s[_WARM_UP_TOKENS:]
+    rows = []
+    for name, values in pauses.items():
+        when = f"without {' and '.join(disturbances)}" if name == "quiet" else f"with {name}"
+        rows.append(Row(f"pauses {when}, median", statistics.median(values) * 1e3, "ms"))
+        rows.append(Row(f"pauses {when}, p99", p99(values) * 1e3, "ms"))
+    for name in disturbances:
+        ratio = p99(pauses[name]) / p99(pauses["quiet"])
+        rows.append(Row(f"pauses: p99 with {name} against quiet", ratio, "x", "<= 1.5", ratio <= 1.5))
+    return rows
 
 
 def p99(values: Sequence[float]) -> float:
@@ -394,6 +442,7 @@ def main(
     requests: Annotated[int, typer.Option(help="Requests of one throughput measurement.")] = 128,
     threads: Annotated[int, typer.Option(help="CPU threads; 0 is one per core.")] = 0,
     model: Annotated[Path | None, typer.Option(help="Checkpoint whose adapters are packed; default: ours.")] = None,
+    part: Annotated[list[str] | None, typer.Option(help="Only this part; may be repeated. Default: all.")] = None,
 ) -> None:
     """Measure what adapters cost, print a table with the goals, and plot it."""
     console = Console()
@@ -401,15 +450,17 @@ def main(
     torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
     with tempfile.TemporaryDirectory(prefix="multilora-bench-") as directory, Progress(console=console) as progress:
         bench = Bench(Path(directory), threads)
-        parts: list[Callable[[], list[Row]]] = [
-            lambda: memory_rows(checkpoint),
-            lambda: way_in_rows(checkpoint, 4 * rounds),
-            lambda: first_token_rows(bench, rounds),
-            lambda: throughput_rows(bench, rounds, requests),
-            lambda: thrash_rows(bench, rounds),
-            lambda: pause_rows(bench, rounds),
-        ]
-        rows = [row for part in progress.track(parts, description="measuring") for row in part()]
+        parts: dict[str, Callable[[], list[Row]]] = {
+            "memory": lambda: memory_rows(checkpoint),
+            "way in": lambda: way_in_rows(checkpoint, 4 * rounds),
+            "first token": lambda: first_token_rows(bench, rounds),
+            "throughput": lambda: throughput_rows(bench, rounds, requests),
+            "thrash": lambda: thrash_rows(bench, rounds),
+            "pauses": lambda: pause_rows(bench, rounds),
+        }
+        if unknown := set(part or ()) - parts.keys():
+            raise typer.BadParameter(f"{', '.join(sorted(unknown))}; the parts are {', '.join(parts)}")
+        rows = [row for name in progress.track(part or list(parts), description="measuring") for row in parts[name]()]
     console.print(render(rows, f"adapters, {threads_title()}"))
     write_results(rows, output, "adapters")
     console.print(f"{output}/adapters.csv and adapters.png written; load {os.getloadavg()[0]:.1f}")

@@ -6,7 +6,16 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from bench_adapters import MODULES, RANKS, Bench, num_parameters, random_wire, throughput_run, way_in_rows
+from bench_adapters import (
+    MODULES,
+    RANKS,
+    Bench,
+    num_parameters,
+    pause_rows,
+    random_wire,
+    throughput_run,
+    way_in_rows,
+)
 from support.adapters import TINY
 from support.tiny_model import save_tiny_llama
 
@@ -63,3 +72,10 @@ def test_the_way_in_is_measured_more_often_than_there_are_adapters(
     rows = way_in_rows(save_tiny_llama(tmp_path / "model"), rounds=6)
     assert [row.what for row in rows] == ["way in: plain copy", "way in: pack", "way in: insert"]
     assert all(row.value > 0 for row in rows)
+
+
+def test_pauses_are_compared_with_a_quiet_engine_of_the_same_kind(bench: Bench) -> None:
+    rows = {row.what: row for row in pause_rows(bench, rounds=1)}
+    ratios = [row.what for row in rows.values() if row.goal]
+    assert ratios == [f"pauses: p99 with {what} against quiet" for what in ("uploads", "fetches", "reads")]
+    assert all(row.value > 0 for row in rows.values())
