@@ -208,7 +208,9 @@ class DeviceTier:
         assert self._num_in_use == sum(r.num_users > 0 for r in self._residents.values())
 
     def _make_room(self, num_pages: int, wanted: Set[CachedAdapter]) -> bool:
-        idle = [a for a, resident in self._residents.items() if resident.num_users == 0 and a not in wanted]
+        # Not those whose copies are under way: dropping one would wait for it.
+        unused = [a for a, resident in self._residents.items() if resident.num_users == 0 and a not in wanted]
+        idle = [adapter for adapter in unused if self.is_ready(adapter)]
         if self._pool.num_free + sum(len(self._residents[adapter].pages) for adapter in idle) < num_pages:
             return False
         while self._pool.num_free < num_pages:

@@ -66,7 +66,7 @@ TIER_METRICS: Mapping[str, MetricName] = {
     "evictions": _counter("lora_tier_evictions", "Adapters that a tier dropped to make room"),
     "copies": _counter("lora_tier_copies", "Adapters copied into a tier"),
     "copy_seconds": _counter("lora_tier_copy_seconds", "Seconds spent on copies into a tier"),
-    "failures": _counter("lora_tier_failures", "Adapters lost because a file could not be written, or was damaged"),
+    "failures": _counter("lora_tier_failures", "Adapters that could not be written, read, copied or fetched"),
 }
 """By field of `TierStats`, with the label `tier`."""
 

@@ -685,6 +685,22 @@ def test_a_wait_ends_when_the_adapter_becomes_usable() -> None:
     assert manager.stats.waits == 1
 
 
+def test_an_adapter_on_its_way_to_the_device_is_not_dropped_for_another_which_would_wait_for_it() -> None:
+    copies = SteppedCopies()
+    manager = build_manager(6, 1, "refuse", copy_pages=copies)
+    for task, content in enumerate((0, 4)):
+        manager.put(task, CONTENTS[content][1])
+    first, second = manager.pin(0), manager.pin(1)
+    assert not manager.acquire(first)
+    assert not manager.acquire(second)
+    assert manager.info(0).status == "LOADED"
+    copies.step(1)
+    assert not manager.acquire(second), "now its own copy begins"
+    copies.step(1)
+    assert manager.acquire(second)
+    assert_tables_hold(manager, second, CONTENTS[4][0])
+
+
 def test_a_copy_that_fails_is_told_once_leaves_nothing_and_can_be_tried_again() -> None:
     copies = SteppedCopies()
     manager = build_manager(6, 4, "refuse", copy_pages=copies)
