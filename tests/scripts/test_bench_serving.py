@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+import os
 from pathlib import Path
 
 import pytest
 from bench_engine import save_tiny_model
-from bench_serving import EngineInProcess, FreshPrompts, Results, mixed_targets, random_adapter, result_rows
+from bench_serving import (
+    EngineInProcess,
+    FreshPrompts,
+    Results,
+    Setting,
+    measure_cost,
+    mixed_targets,
+    random_adapter,
+    result_rows,
+)
+from cpu_times import CLIENT, CpuTimes
+from rich.progress import Progress
 
 from multilora_client.bench.load import Sample
 from multilora_client.bench.workload import Job, Target
@@ -59,6 +72,20 @@ def test_a_cost_is_of_a_token_in_each_process_that_did_anything_the_dearest_firs
         ("tritonserver, through ensemble", 5.0, "CPU ms/token"),
         ("all of it, through ensemble", 13.0, "CPU ms/token"),
     ]
+
+
+def test_the_cost_of_each_door_is_measured_in_every_round(tmp_path: Path) -> None:
+    async def ask(job: Job, due_s: float) -> Sample:
+        return sample()
+
+    results, cpu_times = Results(), CpuTimes(os.getpid())
+    setting = Setting(
+        tmp_path, concurrency=[1, 2], rates=[], num_load_requests=0, rounds=3, rank=1, prompt_tokens=4, output_tokens=4
+    )
+    asks = {"through generation": ask, "through ensemble": ask}
+    asyncio.run(measure_cost(asks, cpu_times, setting, FreshPrompts(4), results, Progress()))
+    assert {name: len(costs) for name, costs in results.costs.items()} == dict.fromkeys(asks, 3)
+    assert all(cost[CLIENT] > 0 for costs in results.costs.values() for cost in costs)
 
 
 def test_a_failed_request_ends_the_benchmark() -> None:
