@@ -1,8 +1,8 @@
 // The linear over packed weights, written once over a vector type `Vec` (avx512.cpp, avx2.cpp and plain.cpp bring one).
 //
 // A panel is kPanelVectors vectors of outputs, inputs first: what a tile of rows needs next lies next to each other, and a
-// thread reads its panels from one end to the other. Every output is a sum over blocks of kBlockDepth inputs, each block
-// one chain of fused multiply-adds, so that it depends on neither the other rows, nor the tile, nor the thread.
+// thread reads its panels from one end to the other. Every output is a sum over blocks of block_depth(in_features) inputs,
+// each block one chain of fused multiply-adds, so that it depends on neither the other rows, nor the tile, nor the thread.
 #pragma once
 
 #include <algorithm>
@@ -16,14 +16,22 @@
 namespace multilora {
 namespace {
 
-// Inputs of one block: its weights stay in the L1 cache while every row uses them.
-constexpr int64_t kBlockDepth = 128;
+// Most inputs of one block: its weights stay in the L1 cache, or nearly, while every row uses them, and the fewer blocks,
+// the less often sums are added to the outputs.
+constexpr int64_t kMaxBlockDepth = 256;
 // Inputs between two requests for weights of the next block.
 constexpr int64_t kFetchDepth = 8;
 // Tiles of rows that convert weights of 16 bits on their way into registers: storing and loading them again takes longer.
 constexpr int64_t kDirectTiles = 4;
 // Rows whose activations stay in the L2 cache while all panels of a thread pass by.
 constexpr int64_t kRowBlock = 128;
+
+// Inputs of one block. Blocks are as even as they can be: each fetches as much of the next one as it has inputs.
+constexpr int64_t block_depth(int64_t in_features) {
+  const int64_t blocks = (in_features + kMaxBlockDepth - 1) / kMaxBlockDepth;
+  const int64_t depth = (in_features + blocks - 1) / blocks;
+  return (depth + kFetchDepth - 1) / kFetchDepth * kFetchDepth;
+}
 
 // One block of one panel, times some rows.
 template <class Vec, class T>
@@ -119,7 +127,7 @@ void linear_block(const LinearTask& task, int64_t first_row, int64_t rows, int64
   constexpr int64_t kWidth = LinearTile<Vec, T>::kPanelWidth;
   constexpr int64_t kFetchLines = (kFetchDepth * kWidth * sizeof(T) + kCacheLine - 1) / kCacheLine;
   const int64_t tiles = (rows + Vec::kLinearRows - 1) / Vec::kLinearRows;
-  const int64_t depth = std::min(kBlockDepth, task.in_features - k);
+  const int64_t depth = std::min(block_depth(task.in_features), task.in_features - k);
   const T* weights = static_cast<const T*>(task.panels) + (panel * task.in_features + k) * kWidth;
   const char* ahead = reinterpret_cast<const char*>(weights + depth * kWidth);
   const auto multiply = [&](const auto* block) {
@@ -133,7 +141,7 @@ void linear_block(const LinearTask& task, int64_t first_row, int64_t rows, int64
   if (std::is_same_v<T, float> || tiles <= kDirectTiles) {
     multiply(weights);
   } else {
-    alignas(kCacheLine) float converted[kBlockDepth * kWidth];
+    alignas(kCacheLine) float converted[kMaxBlockDepth * kWidth];
     for (int64_t i = 0; i < depth * kWidth; i += Vec::kWidth) {
       Vec::store_first(converted + i, Vec::load(weights + i), Vec::kWidth);
     }
@@ -145,7 +153,7 @@ template <class Vec, class T>
 void linear(const LinearTask& task, int64_t panel_begin, int64_t panel_end) {
   for (int64_t row = 0; row < task.rows; row += kRowBlock) {
     for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
-      for (int64_t k = 0; k < task.in_features; k += kBlockDepth) {
+      for (int64_t k = 0; k < task.in_features; k += block_depth(task.in_features)) {
         linear_block<Vec, T>(task, row, std::min(kRowBlock, task.rows - row), panel, k);
       }
     }
