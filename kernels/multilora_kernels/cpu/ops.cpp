@@ -13,35 +13,6 @@
 #include "work.h"
 
 namespace multilora {
-
-std::vector<Block> blocks_of(const Segments& segments) {
-  const auto *tokens = segments.permutation.const_data_ptr<int32_t>(),
-             *start = segments.chunk_start.const_data_ptr<int32_t>(),
-             *length = segments.chunk_length.const_data_ptr<int32_t>(),
-             *lora_index = segments.chunk_lora_index.const_data_ptr<int32_t>();
-  const int64_t capacity = segments.chunk_start.numel();
-  std::vector<Block> blocks;
-  if (capacity > 0 && length[0] > 0) {
-    blocks.reserve(capacity);
-  }
-  for (int64_t c = 0; c < capacity && length[c] > 0; ++c) {
-    TORCH_CHECK(length[c] <= kMaxRows, "a chunk of ", length[c], " tokens exceeds ", kMaxRows);
-    const bool joins = !blocks.empty() && blocks.back().lora_index == lora_index[c] &&
-        blocks.back().rows.count + length[c] <= kMaxRows;
-    if (joins) {
-      blocks.back().rows.count += length[c];
-    } else {
-      blocks.push_back({lora_index[c], {tokens + start[c], length[c]}});
-    }
-  }
-  return blocks;
-}
-
-at::Tensor as_float32_rows(const at::Tensor& x) {
-  const bool is_already = x.scalar_type() == at::kFloat && x.stride(1) == 1;
-  return is_already ? x : x.to(at::kFloat).contiguous();
-}
-
 namespace {
 
 template <class Task, class Kernel>
