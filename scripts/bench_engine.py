@@ -79,6 +79,7 @@ MIXED = (
 _NUM_ADAPTERS = 16
 _RANK = 16
 _TINY_VOCABULARY = 4096
+_CHUNK: int = EngineConfig.model_fields["max_num_batched_tokens"].default
 
 
 class Limits:
@@ -399,7 +400,7 @@ def main(
     steps: Annotated[int, typer.Option(help="Decode steps of one repetition.")] = 8,
     context: Annotated[int, typer.Option(help="Tokens of each sequence when decoding starts.")] = 128,
     prompt: Annotated[int, typer.Option(help="Tokens of the prompt that prefill measures.")] = 2048,
-    chunk: Annotated[int, typer.Option(help="`max_num_batched_tokens` of the engine.")] = 512,
+    chunk: Annotated[int, typer.Option(help="`max_num_batched_tokens` of the engine.")] = _CHUNK,
     dtype: Annotated[str, typer.Option(help="`dtype` of the engine: float32, bfloat16 or float16.")] = "float32",
     threads: Annotated[int, typer.Option(help="CPU threads; 0 is one per core.")] = 0,
     model: Annotated[Path | None, typer.Option(help="Checkpoint; default: the embedded model.")] = None,

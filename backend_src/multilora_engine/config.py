@@ -137,7 +137,7 @@ class EngineConfig(BaseModel):
     ] = 8
     max_num_batched_tokens: Annotated[
         int, Field(ge=1, description="Tokens of one step: decodes first, the rest goes to prompts in chunks.")
-    ] = 512
+    ] = 256
     max_queue_size: Annotated[
         int, Field(ge=1, description="Requests that may wait; one more is refused with UNAVAILABLE.")
     ] = 4096
