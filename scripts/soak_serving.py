@@ -36,7 +36,8 @@ SHARED_MEMORY = "/dev/shm"
 
 _NUM_STANDARD_ERRORS = 3
 _NEGLIGIBLE_SLOPE = 1.0
-"""MiB an hour: what grows by less is flat, however small its error bars."""
+_NEGLIGIBLE_SHARE = 0.01
+"""MiB an hour, and share of its size: what grows by less than the larger of them is flat, however small its error."""
 
 _WARM_UP_SHARE = 0.25
 _REPORT_INTERVAL_S = 300.0
@@ -60,7 +61,8 @@ class Line:
 
     @property
     def grows(self) -> bool:
-        return self.slope > max(_NUM_STANDARD_ERRORS * self.error, _NEGLIGIBLE_SLOPE)
+        negligible = max(_NEGLIGIBLE_SLOPE, _NEGLIGIBLE_SHARE * self.first)
+        return self.slope > max(_NUM_STANDARD_ERRORS * self.error, negligible)
 
 
 @dataclass(frozen=True)

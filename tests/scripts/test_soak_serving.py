@@ -40,10 +40,12 @@ def test_growth_is_what_the_error_bars_cannot_explain(bytes_per_s: int, grows: b
     assert fit(list(seconds), [int(size) for size in sizes]).grows is grows
 
 
-def test_growth_of_less_than_a_mebibyte_an_hour_is_flat() -> None:
-    seconds = [0.0, 1800.0, 3600.0]
-    assert not fit(seconds, [100 * MIB, 100 * MIB + MIB // 4, 100 * MIB + MIB // 2]).grows
-    assert fit(seconds, [100 * MIB, 101 * MIB, 102 * MIB]).grows
+@pytest.mark.parametrize(
+    ("first", "growth", "grows"), [(10, 0.9, False), (10, 2, True), (300, 2, False), (300, 4, True)]
+)
+def test_growth_of_less_than_a_mebibyte_or_a_hundredth_an_hour_is_flat(first: int, growth: float, grows: bool) -> None:
+    sizes = [int((first + growth * hours) * MIB) for hours in (0.0, 0.5, 1.0)]
+    assert fit([0.0, 1800.0, 3600.0], sizes).grows is grows
 
 
 def test_what_is_constant_has_no_slope_and_no_error() -> None:
