@@ -4,12 +4,13 @@ attention over a paged cache.
 Public: `LoRATables` (where every adapter's weights lie), `LoRASegments` and `lora_segments` (which tokens belong to
 which adapter, built once per step), `lora_shrink` and `lora_expand` (one call each per fused linear), `lora_apply`
 (both in one), `lora_linear` (the base linear with them); `PackedWeight`, `packed_linear` and `packed_embedding` (the
-base model's weights and their use); `paged_attention` over `PagedSequences` where `has_paged_attention`; and
+base model's weights and their use); `paged_attention` over `PagedSequences` where `has_paged_attention`, and
+`rotary_attention` (with what comes before it); `add_rms_norm` and `silu_mul` (what lies between linears); and
 `load_cpu_kernels` (builds the CPU operators ahead of their first use).
 """
 
 from multilora_kernels.apply import lora_apply
-from multilora_kernels.attention import PagedSequences, has_paged_attention, paged_attention
+from multilora_kernels.attention import PagedSequences, has_paged_attention, paged_attention, rotary_attention
 from multilora_kernels.cpu import load_cpu_kernels
 from multilora_kernels.elementwise import add_rms_norm, silu_mul
 from multilora_kernels.expand import lora_expand
@@ -35,5 +36,6 @@ __all__ = [
     "packed_embedding",
     "packed_linear",
     "paged_attention",
+    "rotary_attention",
     "silu_mul",
 ]

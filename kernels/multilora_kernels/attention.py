@@ -1,4 +1,6 @@
-"""`paged_attention`: attention of many sequences over one paged cache, in one call."""
+"""`paged_attention`: attention of many sequences over one paged cache, in one call; `rotary_attention`: with what comes
+before it, the rotation of queries and keys and the writing of the cache.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from multilora_kernels import operators
-from multilora_kernels.cpu import load_cpu_kernels
+from multilora_kernels.cpu import load_cpu_kernels, rotary_attention_directly
 from multilora_kernels.dispatch import load_operators
 
 
@@ -61,3 +63,43 @@ def paged_attention(
         q.shape[2] ** -0.5,
     )
     return result
+
+
+def rotary_attention(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: torch.Tensor,
+    sequences: PagedSequences,
+) -> torch.Tensor:
+    """Turn queries and keys, store keys and values, then `paged_attention`; all of it with float32 arithmetic.
+
+    qkv: [num_tokens, (num_heads + 2 num_kv_heads) * head_dim], the heads of queries, keys and values side by side;
+        float32, bfloat16 or float16, as are cos and sin.
+    cos, sin: [num_tokens, 1, head_dim]; element i of a head becomes
+        x[i] * cos[i] + x[(i + head_dim / 2) % head_dim] * sin[i].
+    keys, values: as for `paged_attention`, written in place. slots: [num_tokens] int64, where each token's belong.
+    Returns [num_tokens, num_heads * head_dim] in the dtype of qkv.
+    """
+    scale = keys.shape[2] ** -0.5
+    if not torch.compiler.is_compiling():
+        result = rotary_attention_directly(qkv, cos, sin, keys, values, slots, sequences, scale)
+        if result is not None:
+            return result
+    load_operators(qkv)
+    return operators.rotary_attention(  # type: ignore[no-any-return]
+        qkv,
+        cos,
+        sin,
+        keys,
+        values,
+        slots,
+        sequences.block_tables,
+        sequences.query_starts,
+        sequences.context_lens,
+        sequences.block_size,
+        sequences.window or 0,
+        scale,
+    )

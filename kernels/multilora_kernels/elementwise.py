@@ -1,9 +1,12 @@
-"""What lies between a layer's matrix products: by PyTorch on a CPU, in one launch each on a GPU."""
+"""What lies between a layer's matrix products: in one call each on a CPU (float32) and in one launch each on a GPU."""
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
+
+from multilora_kernels import operators, reference
+from multilora_kernels.cpu import add_rms_norm_directly, silu_mul_directly
+from multilora_kernels.dispatch import load_operators
 
 
 def add_rms_norm(
@@ -18,8 +21,13 @@ def add_rms_norm(
         from multilora_kernels import cuda
 
         return cuda.add_rms_norm(x, update, weight, eps)
-    total = x + update
-    return F.rms_norm(total, weight.shape, weight, eps), total
+    if x.dtype != torch.float32:
+        return reference.add_rms_norm(x, update, weight, eps)
+    is_eager = not torch.compiler.is_compiling()
+    if is_eager and (results := add_rms_norm_directly(x, update, weight, eps)) is not None:
+        return results
+    load_operators(x)
+    return operators.add_rms_norm(x, update, weight, eps)  # type: ignore[no-any-return]
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
@@ -28,5 +36,9 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
         from multilora_kernels import cuda
 
         return cuda.silu_mul(gate_up)
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate).mul_(up)
+    if gate_up.dtype != torch.float32:
+        return reference.silu_mul(gate_up)
+    if not torch.compiler.is_compiling() and (product := silu_mul_directly(gate_up)) is not None:
+        return product
+    load_operators(gate_up)
+    return operators.silu_mul(gate_up)  # type: ignore[no-any-return]

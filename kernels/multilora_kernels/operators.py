@@ -1,5 +1,5 @@
 """Everything of this package that torch knows as an operator: `multilora::lora_shrink`, `lora_expand`, `lora_apply`,
-`lora_linear`, `packed_linear`, `packed_embedding` and `paged_attention`.
+`lora_linear`, `packed_linear`, `packed_embedding`, `paged_attention`, `rotary_attention`, `add_rms_norm`, `silu_mul`.
 
 torch.compile and CUDA graphs see one opaque node each, with a fake implementation for shapes. An operator takes only
 tensors and integers, so the tables and segments are passed field by field here and nowhere else.
@@ -44,11 +44,21 @@ library.define(
 library.define("multilora::packed_linear", "(Tensor x, Tensor panels, int out_features) -> Tensor")
 library.define("multilora::packed_embedding", "(Tensor token_ids, Tensor panels, int num_embeddings) -> Tensor")
 
+_SEQUENCES = "Tensor block_tables, Tensor query_starts, Tensor context_lens, int block_size, int window"
+
 library.define(
-    "multilora::paged_attention",
-    "(Tensor q, Tensor keys, Tensor values, Tensor block_tables, Tensor query_starts, Tensor context_lens,"
-    " int block_size, int window, float scale) -> Tensor",
+    "multilora::paged_attention", f"(Tensor q, Tensor keys, Tensor values, {_SEQUENCES}, float scale) -> Tensor"
 )
+library.define(
+    "multilora::rotary_attention",
+    "(Tensor qkv, Tensor cos, Tensor sin, Tensor(a!) keys, Tensor(b!) values, Tensor slots,"
+    f" {_SEQUENCES}, float scale) -> Tensor",
+)
+
+library.define(
+    "multilora::add_rms_norm", "(Tensor x, Tensor update, Tensor weight, float eps) -> (Tensor normed, Tensor total)"
+)
+library.define("multilora::silu_mul", "(Tensor gate_up) -> Tensor")
 
 _shrink = torch.ops.multilora.lora_shrink.default
 _expand = torch.ops.multilora.lora_expand.default
@@ -58,6 +68,9 @@ _packed_linear = torch.ops.multilora.packed_linear.default
 _packed_embedding = torch.ops.multilora.packed_embedding.default
 
 paged_attention = torch.ops.multilora.paged_attention.default
+rotary_attention = torch.ops.multilora.rotary_attention.default
+add_rms_norm = torch.ops.multilora.add_rms_norm.default
+silu_mul = torch.ops.multilora.silu_mul.default
 
 
 def call_shrink(
@@ -138,9 +151,10 @@ def implement(dispatch_key: str, shrink: Shrink, expand: Expand) -> None:
     library.impl("multilora::lora_apply", dispatch_key, lora_apply)
 
 
-def implement_attention(dispatch_key: str, paged_attention: Callable[..., torch.Tensor]) -> None:
-    """Register a function with the operator's own arguments."""
-    library.impl("multilora::paged_attention", dispatch_key, paged_attention)
+def implement_plain(dispatch_key: str, **functions: Callable[..., Any]) -> None:
+    """Register functions with the arguments of the operators that they are named after."""
+    for name, function in functions.items():
+        library.impl(f"multilora::{name}", dispatch_key, function)
 
 
 _TableFields = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int]
@@ -202,6 +216,20 @@ def _fake_paged_attention(q: torch.Tensor, *_: Any) -> torch.Tensor:
     return q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
 
 
+def _fake_rotary_attention(
+    qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, keys: torch.Tensor, *_: Any
+) -> torch.Tensor:
+    return qkv.new_empty(qkv.shape[0], qkv.shape[1] - 2 * keys.shape[1] * keys.shape[2])
+
+
+def _fake_add_rms_norm(x: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape)
+
+
+def _fake_silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    return gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+
+
 library.register_fake("multilora::lora_shrink", _fake_shrink)
 library.register_fake("multilora::lora_expand", _fake_in_place)
 library.register_fake("multilora::lora_apply", _fake_in_place)
@@ -209,3 +237,6 @@ library.register_fake("multilora::lora_linear", _fake_linear)
 library.register_fake("multilora::packed_linear", _fake_packed_linear)
 library.register_fake("multilora::packed_embedding", _fake_packed_embedding)
 library.register_fake("multilora::paged_attention", _fake_paged_attention)
+library.register_fake("multilora::rotary_attention", _fake_rotary_attention)
+library.register_fake("multilora::add_rms_norm", _fake_add_rms_norm)
+library.register_fake("multilora::silu_mul", _fake_silu_mul)

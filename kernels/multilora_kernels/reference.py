@@ -7,8 +7,10 @@ the host), so on a GPU it is for tests only. With float64 activations everything
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from multilora_kernels.segments import LoRASegments
 from multilora_kernels.tables import LoRATables
@@ -77,6 +79,39 @@ def paged_attention(
             weights = (torch.einsum("hd,khd->hk", row.to(dtype), k) * scale).softmax(dim=-1)
             out.append(torch.einsum("hk,khd->hd", weights, v).flatten())
     return torch.stack(out).to(q.dtype)
+
+
+def rotary_attention(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: torch.Tensor,
+    *sequences_and_scale: Any,
+) -> torch.Tensor:
+    """As `attention.rotary_attention`, with the arguments of the operator."""
+    num_kv, head_dim = keys.shape[1:]
+    heads = qkv.view(qkv.shape[0], -1, head_dim)
+    qk, v = heads[:, :-num_kv], heads[:, -num_kv:]
+    turned = torch.addcmul(qk * cos, qk.roll(head_dim // 2, -1), sin)
+    keys.index_copy_(0, slots, turned[:, -num_kv:].to(keys.dtype))
+    values.index_copy_(0, slots, v.to(values.dtype))
+    return paged_attention(turned[:, :-num_kv], keys, values, *sequences_and_scale)
+
+
+def add_rms_norm(
+    x: torch.Tensor, update: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `elementwise.add_rms_norm`."""
+    total = x + update
+    return F.rms_norm(total, weight.shape, weight, eps), total
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """See `elementwise.silu_mul`."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)
 
 
 def _chunks(segments: LoRASegments) -> list[tuple[torch.Tensor, int]]:

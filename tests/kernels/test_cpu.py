@@ -39,10 +39,12 @@ def test_the_other_instruction_sets_pass_the_same_tests(capability):
         "test_linear.py",
         "test_lora_linear.py",
         "test_attention.py",
+        "test_rotary_attention.py",
+        "test_elementwise.py",
     )
     shapes = (
         "wanted_capability or every_dtype or every_rank or every_hidden_size or every_slice_width or magnitude or who "
-        "or every_shape or wherever or embeddings or every_window"
+        "or every_shape or wherever or embeddings or every_window or elementwise"
     )
     tests = [str(_FOLDER / name) for name in names]
     subprocess.run([sys.executable, "-m", "pytest", "-q", "-k", shapes, *tests], env=environment, check=True)

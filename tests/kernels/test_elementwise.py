@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from support.lora_cases import TOLERANCES
+from torch import library
+
+from multilora_kernels import add_rms_norm, operators, silu_mul
+from multilora_kernels.cpu import add_rms_norm_directly, silu_mul_directly
 
 EPS = 1e-5
 
@@ -38,3 +43,56 @@ def test_elementwise_silu_mul(implementation, size, dtype):
     gate_up = 2 * _random(5, 2 * size, dtype=dtype)
     gate, up = gate_up.double().chunk(2, -1)
     _assert_close(implementation.silu_mul(gate_up.to(implementation.device)), gate / (1 + (-gate).exp()) * up, dtype)
+
+
+def test_elementwise_silu_mul_of_gates_beyond_what_exp_can_represent(implementation):
+    gates = torch.tensor([[-1e30, -200.0, -88.5, -87.5, -1e-30, 0.0, 1e-30, 87.5, 88.5, 200.0, 1e30, torch.nan]])
+    product = implementation.silu_mul(torch.cat((gates, torch.ones_like(gates)), -1).to(implementation.device)).cpu()
+    torch.testing.assert_close(product, F.silu(gates.double()).float(), rtol=1e-6, atol=1e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("size", [576, 33, 1])
+def test_a_row_has_the_same_bits_whatever_other_rows_and_threads_there_are(size):
+    x, update = _random(3001, size, dtype=torch.float32), _random(3001, size, dtype=torch.float32).flip(0)
+    weight, gate_up = _random(size, dtype=torch.float32), torch.cat((x, update), -1)
+
+    def rows(rows: slice) -> list[torch.Tensor]:
+        return [*add_rms_norm(x[rows], update[rows], weight, EPS), silu_mul(gate_up[rows])]
+
+    together, alone, threads = rows(slice(None)), rows(slice(2999, 3000)), torch.get_num_threads()
+    assert all(torch.equal(a[2999:3000], b) for a, b in zip(together, alone, strict=True))
+    for n in (1, 2, 4):
+        torch.set_num_threads(n)
+        assert all(torch.equal(a, b) for a, b in zip(together, rows(slice(None)), strict=True))
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+def test_elementwise_operators_pass_the_checks_of_torch_and_equal_the_way_past_the_dispatcher():
+    x, update, weight = (_random(*shape, dtype=torch.float32) for shape in ((5, 40), (5, 40), (40,)))
+    checks = ("test_schema", "test_faketensor")
+    for operator, direct, arguments in (
+        (operators.add_rms_norm, add_rms_norm_directly, (x, update, weight, EPS)),
+        (operators.silu_mul, silu_mul_directly, (x,)),
+    ):
+        result = direct(*arguments)
+        assert result is not None
+        torch.testing.assert_close(operator(*arguments), result, rtol=0, atol=0)
+        library.opcheck(operator, arguments, test_utils=checks)
+        with torch.profiler.profile():
+            assert direct(*arguments) is None
+
+
+def test_elementwise_rows_may_lie_apart():
+    wide = _random(6, 80, dtype=torch.float32)
+    x, update, weight = wide[::2, :40], wide[1::2, 40:], wide[0, ::2]
+    normed, total = add_rms_norm(x, update, weight, EPS)
+    assert torch.equal(total, x + update)
+    assert torch.equal(normed, add_rms_norm(x.contiguous(), update.contiguous(), weight.contiguous(), EPS)[0])
+    assert torch.equal(silu_mul(wide[:, 20:60]), silu_mul(wide[:, 20:60].contiguous()))
+
+
+def test_elementwise_add_rms_norm_refuses_what_does_not_belong_together():
+    x = torch.ones(2, 8)
+    with pytest.raises(RuntimeError, match="do not belong together"):
+        add_rms_norm(x, x[:1], x[0], EPS)

@@ -1,6 +1,7 @@
-"""Attention over the paged KV cache: by the compiled operator where there is one, else in plain PyTorch.
+"""Attention over the paged KV cache: by compiled operators where there are any, else in plain PyTorch.
 
-A GPU has one for decoding sequences; its prefills go through PyTorch's attention, whose kernels are the best there are.
+A CPU has one for everything from the rotation of queries and keys on. A GPU has one for decoding sequences; its
+prefills go through PyTorch's attention, whose kernels are the best there are.
 
 What depends only on the step (which slots a sequence reads, which of them count) is an `AttentionPlan`, built once per
 step and window and used by every layer.
@@ -8,6 +9,7 @@ step and window and used by every layer.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -15,7 +17,8 @@ import torch
 import torch.nn.functional as F
 
 from multilora_engine.forward_batch import ForwardBatch
-from multilora_kernels import PagedSequences, has_paged_attention, paged_attention
+from multilora_engine.models.rotary import Rotation
+from multilora_kernels import PagedSequences, has_paged_attention, paged_attention, rotary_attention
 
 
 @dataclass(frozen=True)
@@ -47,17 +50,17 @@ class PrefillPlan:
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """What every layer of one window size reads in this step: sequences that one call of the operator takes, then what
-    plain PyTorch does in one call each: all decodes, every prefill.
+    """What every layer of one window size reads in this step: all sequences, for one call that does all; or those
+    that one call attends to, then what plain PyTorch does in one call each: all decodes, every prefill.
 
-    num_paged: tokens of the batch that are of the sequences `paged`; the first ones.
+    paged: the first sequences of the batch, one token each.
     """
 
     slot_mapping: torch.Tensor
-    num_paged: int
-    paged: PagedSequences | None
-    decode: DecodePlan | None
-    prefills: list[PrefillPlan]
+    all_sequences: PagedSequences | None = None
+    paged: PagedSequences | None = None
+    decode: DecodePlan | None = None
+    prefills: Sequence[PrefillPlan] = ()
 
 
 def attention_plan(batch: ForwardBatch, window: int | None, dtype: torch.dtype) -> AttentionPlan:
@@ -65,39 +68,55 @@ def attention_plan(batch: ForwardBatch, window: int | None, dtype: torch.dtype) 
     device = batch.block_tables.device
     if has_paged_attention(device, is_decode=False):
         query_starts = torch.tensor([0, *accumulate(batch.query_lens)])
-        paged = _paged_sequences(batch, len(batch.query_lens), query_starts, window)
-        return AttentionPlan(batch.slot_mapping, len(batch.positions), paged, decode=None, prefills=[])
+        sequences = _paged_sequences(batch, len(batch.query_lens), query_starts, window)
+        return AttentionPlan(batch.slot_mapping, all_sequences=sequences)
     prefills = _prefill_plans(batch, window, dtype)
     n = batch.num_decodes
     if n and has_paged_attention(device, is_decode=True):
         paged = _paged_sequences(batch, n, torch.arange(n + 1, device=device), window)
-        return AttentionPlan(batch.slot_mapping, n, paged, decode=None, prefills=prefills)
+        return AttentionPlan(batch.slot_mapping, paged=paged, prefills=prefills)
     decode = _decode_plan(batch, window, dtype) if n else None
-    return AttentionPlan(batch.slot_mapping, 0, None, decode, prefills)
+    return AttentionPlan(batch.slot_mapping, decode=decode, prefills=prefills)
 
 
 def attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    qkv: torch.Tensor,
+    rotation: Rotation,
     cached_keys: torch.Tensor,
     cached_values: torch.Tensor,
     plan: AttentionPlan,
 ) -> torch.Tensor:
-    """Store k and v, then softmax(q K^T / sqrt(head_dim) + mask) V over each sequence's own keys.
+    """Turn queries and keys, store keys and values, then softmax(q K^T / sqrt(head_dim) + mask) V over each sequence's
+    own keys.
 
-    q: [num_tokens, num_heads, head_dim]; k, v: [num_tokens, num_kv_heads, head_dim], of this step's tokens.
+    qkv: [num_tokens, (num_heads + 2 num_kv_heads) * head_dim], this step's queries, keys and values side by side.
     cached_keys, cached_values: [num_slots, num_kv_heads, head_dim], this layer's cache, written in place.
     Returns [num_tokens, num_heads * head_dim].
     """
+    if plan.all_sequences is not None:
+        cos, sin = rotation.cos, rotation.sin
+        return rotary_attention(qkv, cos, sin, cached_keys, cached_values, plan.slot_mapping, plan.all_sequences)
+    q, k, v = _rotated(qkv, rotation, *cached_keys.shape[1:])
     cached_keys.index_copy_(0, plan.slot_mapping, k)
     cached_values.index_copy_(0, plan.slot_mapping, v)
     outputs = [_prefill(q, k, v, cached_keys, cached_values, prefill) for prefill in plan.prefills]
     if plan.paged is not None:
-        outputs.insert(0, paged_attention(q[: plan.num_paged], cached_keys, cached_values, plan.paged))
+        decoding = q[: len(plan.paged.context_lens)]
+        outputs.insert(0, paged_attention(decoding, cached_keys, cached_values, plan.paged))
     if plan.decode is not None:
         outputs.insert(0, _decode(q, cached_keys, cached_values, plan.decode))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _rotated(
+    qkv: torch.Tensor, rotation: Rotation, num_kv_heads: int, head_dim: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k, v: [num_tokens, heads, head_dim], q and k turned to their positions."""
+    heads = qkv.view(qkv.shape[0], -1, head_dim)
+    num_heads = heads.shape[1] - 2 * num_kv_heads
+    qk, v = heads.split_with_sizes((num_heads + num_kv_heads, num_kv_heads), dim=1)
+    q, k = rotation.apply(qk).split_with_sizes((num_heads, num_kv_heads), dim=1)
+    return q, k, v
 
 
 def _decode(q: torch.Tensor, cached_keys: torch.Tensor, cached_values: torch.Tensor, plan: DecodePlan) -> torch.Tensor:

@@ -47,8 +47,9 @@ class Attention:
         self._norms = placement.vectors(2, config.head_dim) if config.qk_norm else None
 
     def forward(self, x: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, step: Step) -> torch.Tensor:
-        q, k, v = self._project(x, step)
-        return self.o.forward(attend(q, k, v, keys, values, step.plans[self._window]), step.lora)
+        qkv = self._normalised(self.qkv.forward(x, step.lora))
+        heads = attend(qkv, step.rotation, keys, values, step.plans[self._window])
+        return self.o.forward(heads, step.lora)
 
     def checkpoint_tensors(self) -> dict[str, Destination]:
         tensors = {**self.qkv.checkpoint_tensors("q_proj", "k_proj", "v_proj"), **self.o.checkpoint_tensors("o_proj")}
@@ -56,20 +57,13 @@ class Attention:
             tensors |= {"q_norm.weight": self._norms[0], "k_norm.weight": self._norms[1]}
         return tensors
 
-    def _project(self, x: torch.Tensor, step: Step) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q, k, v: [num_tokens, heads, head_dim], q and k normalised and turned to their positions."""
-        num_q, num_kv = self._config.num_heads, self._config.num_kv_heads
-        heads = self.qkv.forward(x, step.lora).view(x.shape[0], -1, self._config.head_dim)
-        qk, v = heads.split_with_sizes((num_q + num_kv, num_kv), dim=1)
-        q, k = step.rotation.apply(self._normalise(qk)).split_with_sizes((num_q, num_kv), dim=1)
-        return q, k, v
-
-    def _normalise(self, qk: torch.Tensor) -> torch.Tensor:
+    def _normalised(self, qkv: torch.Tensor) -> torch.Tensor:
+        """With the heads of q and k normalised, where the model does that."""
         if self._norms is None:
-            return qk
-        q, k = qk.split_with_sizes((self._config.num_heads, self._config.num_kv_heads), dim=1)
-        eps = self._config.rms_norm_eps
-        return torch.cat((rms_norm(q, self._norms[0], eps), rms_norm(k, self._norms[1], eps)), dim=1)
+            return qkv
+        num_q, num_kv, eps = self._config.num_heads, self._config.num_kv_heads, self._config.rms_norm_eps
+        q, k, v = qkv.view(qkv.shape[0], -1, self._config.head_dim).split_with_sizes((num_q, num_kv, num_kv), dim=1)
+        return torch.cat((rms_norm(q, self._norms[0], eps), rms_norm(k, self._norms[1], eps), v), dim=1).flatten(1)
 
 
 class MLP:

@@ -82,6 +82,40 @@ def packed_embedding_directly(
     return None if library is None else library.packed_embedding(token_ids, panels, num_embeddings)
 
 
+def add_rms_norm_directly(
+    x: torch.Tensor, update: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """`multilora::add_rms_norm` past torch's dispatcher; None where the operator is needed: see `apply_directly`."""
+    library = _library()
+    return None if library is None else library.add_rms_norm(x, update, weight, eps)
+
+
+def silu_mul_directly(gate_up: torch.Tensor) -> torch.Tensor | None:
+    """`multilora::silu_mul` past torch's dispatcher; None where the operator is needed: see `apply_directly`."""
+    library = _library()
+    return None if library is None else library.silu_mul(gate_up)
+
+
+def rotary_attention_directly(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: torch.Tensor,
+    sequences: object,
+    scale: float,
+) -> torch.Tensor | None:
+    """`multilora::rotary_attention` past torch's dispatcher; None where the operator is needed: see `apply_directly`.
+
+    sequences: `PagedSequences`, which lies above this package.
+    """
+    library = _library()
+    if library is None:
+        return None
+    return library.rotary_attention(qkv, cos, sin, keys, values, slots, sequences, scale)  # type: ignore[no-any-return]
+
+
 @functools.cache
 def _library() -> ModuleType | None:
     try:
@@ -91,7 +125,13 @@ def _library() -> ModuleType | None:
             "No compiled CPU kernels, so the slow reference serves adapters and torch the linears: %s", error
         )
         operators.implement("CPU", reference.lora_shrink, reference.lora_expand)
-        operators.implement_attention("CPU", reference.paged_attention)
+        operators.implement_plain(
+            "CPU",
+            paged_attention=reference.paged_attention,
+            rotary_attention=reference.rotary_attention,
+            add_rms_norm=reference.add_rms_norm,
+            silu_mul=reference.silu_mul,
+        )
         return None
     logger.info("CPU kernels: %s from %s", torch.ops.multilora.cpu_capability(), library.__file__)
     return library

@@ -1,8 +1,10 @@
-// The operator multilora::paged_attention for CPU tensors (schema: attention.py).
+// The operators multilora::paged_attention and rotary_attention for CPU tensors (schemas: operators.py).
 //
-// Work is cut by sequence, key-value head, block of queries and, for sequences with a single query, range of keys, so
-// that one long sequence uses all cores. The cuts depend only on the sequence itself, and partial results are joined in
-// the order of the keys: neither the batch nor the number of threads changes a result.
+// A sequence with a single query is cut by ranges of keys, so that a long one uses all cores; one with several queries by
+// key-value head and block of queries. The cuts depend only on the sequence itself, and partial results are joined in the
+// order of the keys: neither the batch nor the number of threads changes a result.
+#include "paged.h"
+
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -21,64 +23,82 @@ namespace {
 
 // Queries of one task, unless the heads that share a key-value head are more.
 constexpr int64_t kMaxQueries = 64;
-// Keys of one task of a sequence with a single query.
-constexpr int64_t kKeySplit = 4 * kKeyTile;
 // Cost of loading one key and value, in multiplications of one with a query.
 constexpr int64_t kKeyLoadCost = 4;
 // Least cost that is worth a thread of its own: some microseconds.
 constexpr int64_t kGrainCost = 1 << 9;
+// Elements of queries, keys and values that are worth a thread of their own.
+constexpr int64_t kGrainElements = 1 << 15;
 
 // Of one task: whose, which tokens of the batch, which keys.
 struct Piece {
-  int64_t sequence, head, first_token, tokens, first_position, first_key, end_key;
+  int64_t sequence;
+  int64_t head;  // of keys and values; kAllHeads for a sequence with a single query
+  int64_t first_token, tokens, first_position, first_key, end_key;
   int64_t partial;  // place of its results among the partial ones; -1 if it has all keys of its queries
   int64_t cost_before;
 };
 
+constexpr int64_t kAllHeads = -1;
+
 struct Batch {
-  const at::Tensor &q, &keys, &values, &block_tables;
-  int64_t block_size, window;
+  const at::Tensor &q, &keys, &values;
+  const Sequences& sequences;
   float scale;
 
   int64_t group() const { return q.size(1) / keys.size(1); }
   int64_t head_dim() const { return q.size(2); }
+  // That the query at a position sees.
+  int64_t oldest_key(int64_t position) const {
+    return sequences.window > 0 ? std::max<int64_t>(0, position - sequences.window + 1) : 0;
+  }
   int64_t tokens_per_piece() const { return std::max<int64_t>(1, kMaxQueries / group()); }
 };
 
+// The pieces of all sequences of a batch.
 struct Pieces {
+  const Batch& batch;
   std::vector<Piece> list;
   int64_t num_partial = 0, cost = 0;
 
-  void add(Piece piece, int64_t group) {
-    piece.cost_before = cost;
-    cost += (piece.end_key - piece.first_key) * (piece.tokens * group + kKeyLoadCost);
-    num_partial += piece.partial >= 0;
-    list.push_back(piece);
-  }
-};
-
-Pieces pieces_of(const Batch& batch, const at::Tensor& query_starts, const at::Tensor& context_lens) {
-  const auto *starts = query_starts.const_data_ptr<int64_t>(), *contexts = context_lens.const_data_ptr<int64_t>();
-  Pieces pieces;
-  for (int64_t s = 0; s < context_lens.numel(); ++s) {
-    const int64_t num_queries = starts[s + 1] - starts[s];
-    const int64_t split = num_queries == 1 ? kKeySplit : contexts[s];
-    for (int64_t head = 0; head < batch.keys.size(1); ++head) {
-      for (int64_t token = 0; token < num_queries; token += batch.tokens_per_piece()) {
-        const int64_t tokens = std::min(batch.tokens_per_piece(), num_queries - token);
-        const int64_t position = contexts[s] - num_queries + token, end = position + tokens;
-        const int64_t oldest = batch.window > 0 ? std::max<int64_t>(0, position - batch.window + 1) : 0;
-        const bool is_whole = oldest / split == (end - 1) / split;
-        for (int64_t key = oldest, next; key < end; key = next) {
-          next = std::min(end, (key / split + 1) * split);
-          const int64_t partial = is_whole ? -1 : pieces.num_partial;
-          pieces.add({s, head, starts[s] + token, tokens, position, key, next, partial, 0}, batch.group());
-        }
+  explicit Pieces(const Batch& batch) : batch(batch) {
+    const auto* starts = batch.sequences.query_starts.const_data_ptr<int64_t>();
+    const auto* contexts = batch.sequences.context_lens.const_data_ptr<int64_t>();
+    for (int64_t s = 0; s < batch.sequences.context_lens.numel(); ++s) {
+      const int64_t num_queries = starts[s + 1] - starts[s];
+      if (num_queries == 1) {
+        add_query(s, starts[s], contexts[s]);
+      } else {
+        add_queries(s, starts[s], num_queries, contexts[s]);
       }
     }
   }
-  return pieces;
-}
+
+  void add_query(int64_t sequence, int64_t token, int64_t context) {
+    const int64_t position = context - 1, oldest = batch.oldest_key(position);
+    const bool is_whole = oldest / kKeySplit == position / kKeySplit;
+    for (int64_t key = oldest, next; key < context; key = next) {
+      next = std::min(context, (key / kKeySplit + 1) * kKeySplit);
+      const int64_t partial = is_whole ? -1 : num_partial++;
+      add({sequence, kAllHeads, token, 1, position, key, next, partial, cost}, batch.keys.size(1));
+    }
+  }
+
+  void add_queries(int64_t sequence, int64_t first_token, int64_t num_queries, int64_t context) {
+    for (int64_t head = 0; head < batch.keys.size(1); ++head) {
+      for (int64_t token = 0; token < num_queries; token += batch.tokens_per_piece()) {
+        const int64_t tokens = std::min(batch.tokens_per_piece(), num_queries - token);
+        const int64_t position = context - num_queries + token;
+        add({sequence, head, first_token + token, tokens, position, batch.oldest_key(position), position + tokens, -1, cost}, 1);
+      }
+    }
+  }
+
+  void add(const Piece& piece, int64_t num_kv_heads) {
+    cost += (piece.end_key - piece.first_key) * num_kv_heads * (piece.tokens * batch.group() + kKeyLoadCost);
+    list.push_back(piece);
+  }
+};
 
 // Of some queries; see AttentionTask. max and sum follow the rows of out.
 struct Results {
@@ -90,24 +110,38 @@ struct Results {
   static int64_t size(int64_t queries, int64_t head_dim) { return queries * (padded_head_dim(head_dim) + 2); }
 };
 
-AttentionTask task_of(const Batch& batch, const Piece& piece, const Results& results) {
+const int64_t* block_table_of(const Batch& batch, const Piece& piece) {
+  const at::Tensor& tables = batch.sequences.block_tables;
+  return tables.const_data_ptr<int64_t>() + piece.sequence * tables.stride(0);
+}
+
+AttentionTask attention_task(const Batch& batch, const Piece& piece, const Results& results) {
   const auto head_of = [&](const at::Tensor& cache) {
     return static_cast<const char*>(cache.const_data_ptr()) + piece.head * cache.stride(1) * cache.element_size();
   };
   const float* q = batch.q.const_data_ptr<float>() + piece.first_token * batch.q.stride(0);
   return {q + piece.head * batch.group() * batch.q.stride(1), batch.q.stride(0), piece.tokens, batch.group(),
-          batch.head_dim(), batch.scale, piece.first_position, batch.window, head_of(batch.keys), head_of(batch.values),
-          batch.keys.stride(0), batch.block_tables.const_data_ptr<int64_t>() + piece.sequence * batch.block_tables.stride(0),
-          batch.block_size, piece.first_key, piece.end_key, results.out, results.max, results.sum};
+          batch.head_dim(), batch.scale, piece.first_position, batch.sequences.window, head_of(batch.keys), head_of(batch.values),
+          batch.keys.stride(0), block_table_of(batch, piece), batch.sequences.block_size, piece.first_key, piece.end_key, results.out,
+          results.max, results.sum};
+}
+
+DecodeTask decode_task(const Batch& batch, const Piece& piece, const Results& results) {
+  return {batch.q.const_data_ptr<float>() + piece.first_token * batch.q.stride(0), batch.keys.size(1), batch.group(),
+          batch.head_dim(), batch.scale, batch.keys.const_data_ptr(), batch.values.const_data_ptr(), batch.keys.stride(0),
+          batch.keys.stride(1), block_table_of(batch, piece), batch.sequences.block_size, piece.first_key, piece.end_key, results.out,
+          results.max, results.sum};
 }
 
 // out: [num_tokens, num_heads * head_dim]
 void write(const Batch& batch, const Piece& piece, const Results& results, const at::Tensor& out) {
-  const int64_t group = batch.group(), head_dim = batch.head_dim();
-  for (int64_t i = 0; i < piece.tokens * group; ++i) {
+  const int64_t head_dim = batch.head_dim();
+  const int64_t first_head = piece.head == kAllHeads ? 0 : piece.head * batch.group();
+  const int64_t heads = piece.head == kAllHeads ? batch.q.size(1) : batch.group();
+  for (int64_t i = 0; i < piece.tokens * heads; ++i) {
     const float* from = results.out + i * padded_head_dim(head_dim);
-    float* to = out.mutable_data_ptr<float>() + (piece.first_token + i / group) * out.stride(0) +
-        (piece.head * group + i % group) * head_dim;
+    float* to = out.mutable_data_ptr<float>() + (piece.first_token + i / heads) * out.stride(0) +
+        (first_head + i % heads) * head_dim;
     const float share = 1.0f / results.sum[i];
     for (int64_t d = 0; d < head_dim; ++d) {
       to[d] = from[d] * share;
@@ -132,13 +166,13 @@ void join(const Results& results, const Results& later, int64_t queries, int64_t
 struct Run {
   const Batch& batch;
   const Pieces& pieces;
-  AttentionKernel attend;
+  const Kernels& kernels;
   const at::Tensor& out;
   std::unique_ptr<float[]> partial_memory{new float[pieces.num_partial * partial_size()]};
 
-  int64_t partial_size() const { return Results::size(batch.group(), batch.head_dim()); }
+  int64_t partial_size() const { return Results::size(batch.q.size(1), batch.head_dim()); }
   Results partial(int64_t place) const {
-    return {partial_memory.get() + place * partial_size(), batch.group(), batch.head_dim()};
+    return {partial_memory.get() + place * partial_size(), batch.q.size(1), batch.head_dim()};
   }
 
   void all() const {
@@ -154,13 +188,18 @@ struct Run {
   }
 
   void some(int64_t begin, int64_t end) const {
-    const int64_t queries = batch.tokens_per_piece() * batch.group();
-    const int64_t scratch_size = attention_scratch(queries, batch.head_dim());
+    const int64_t queries = std::max(batch.tokens_per_piece() * batch.group(), batch.q.size(1));
+    const int64_t scratch_size = std::max(attention_scratch(queries, batch.head_dim()), decode_scratch(queries));
     const std::unique_ptr<float[]> memory(new float[scratch_size + Results::size(queries, batch.head_dim())]);
     const Results own(memory.get() + scratch_size, queries, batch.head_dim());
     for (int64_t i = begin; i < end; ++i) {
       const Piece& piece = pieces.list[i];
-      attend(task_of(batch, piece, piece.partial < 0 ? own : partial(piece.partial)), memory.get());
+      const Results results = piece.partial < 0 ? own : partial(piece.partial);
+      if (piece.head == kAllHeads) {
+        kernels.decode(decode_task(batch, piece, results), memory.get());
+      } else {
+        kernels.attend(attention_task(batch, piece, results), memory.get());
+      }
       if (piece.partial < 0) {
         write(batch, piece, own, out);
       }
@@ -174,55 +213,148 @@ struct Run {
       if (piece.partial < 0) {
         continue;
       }
-      if (first && first->first_token == piece.first_token && first->head == piece.head) {
-        join(partial(first->partial), partial(piece.partial), batch.group(), batch.head_dim());
+      if (first && first->first_token == piece.first_token) {
+        join(partial(first->partial), partial(piece.partial), batch.q.size(1), batch.head_dim());
       } else {
         first = &piece;
       }
-      if (piece.end_key == piece.first_position + piece.tokens) {
+      if (piece.end_key == piece.first_position + 1) {
         write(batch, *first, partial(first->partial), out);
       }
     }
   }
 };
 
-void check(const Batch& batch, const at::Tensor& query_starts, const at::Tensor& context_lens) {
+void check(const Batch& batch) {
   TORCH_CHECK(batch.q.dim() == 3 && batch.keys.dim() == 3 && batch.keys.sizes() == batch.values.sizes() &&
                   batch.keys.strides() == batch.values.strides() && batch.keys.scalar_type() == batch.values.scalar_type() &&
                   batch.keys.size(2) == batch.head_dim() && batch.q.size(1) % batch.keys.size(1) == 0,
               "queries ", batch.q.sizes(), ", keys ", batch.keys.sizes(), " and values ", batch.values.sizes(),
               " do not belong together");
-  TORCH_CHECK(batch.keys.stride(2) == 1 && batch.block_tables.stride(1) == 1, "rows are contiguous");
+  const auto& [block_tables, query_starts, context_lens, block_size, window] = batch.sequences;
+  TORCH_CHECK(batch.keys.stride(2) == 1 && block_tables.stride(1) == 1, "rows are contiguous");
   TORCH_CHECK(query_starts.is_contiguous() && context_lens.is_contiguous() &&
-                  query_starts.numel() == context_lens.numel() + 1 && batch.block_tables.size(0) == context_lens.numel(),
+                  query_starts.numel() == context_lens.numel() + 1 && block_tables.size(0) == context_lens.numel(),
               "query_starts has one element more than context_lens, and block_tables a row for each of those");
-  const auto* tables = batch.block_tables.const_data_ptr<int64_t>();
+  const auto* tables = block_tables.const_data_ptr<int64_t>();
   const auto* contexts = context_lens.const_data_ptr<int64_t>();
-  const int64_t num_blocks = batch.keys.size(0) / batch.block_size;
+  const int64_t num_blocks = batch.keys.size(0) / block_size;
   for (int64_t s = 0; s < context_lens.numel(); ++s) {
-    const int64_t used = (contexts[s] + batch.block_size - 1) / batch.block_size;
-    TORCH_CHECK(used <= batch.block_tables.size(1), "sequence ", s, " has more tokens than blocks");
+    const int64_t used = (contexts[s] + block_size - 1) / block_size;
+    TORCH_CHECK(used <= block_tables.size(1), "sequence ", s, " has more tokens than blocks");
     for (int64_t i = 0; i < used; ++i) {
-      const int64_t block = tables[s * batch.block_tables.stride(0) + i];
+      const int64_t block = tables[s * block_tables.stride(0) + i];
       TORCH_CHECK(block >= 0 && block < num_blocks, "block ", block, " is none of ", num_blocks);
     }
   }
 }
 
-at::Tensor paged_attention(const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values,
-                           const at::Tensor& block_tables, const at::Tensor& query_starts, const at::Tensor& context_lens,
-                           int64_t block_size, int64_t window, double scale) {
+at::Tensor attend(const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values, const Sequences& sequences,
+                  double scale) {
   const at::Tensor rows = q.scalar_type() == at::kFloat && q.stride(2) == 1 && q.stride(1) == q.size(2)
       ? q : q.to(at::kFloat).contiguous();
-  const Batch batch{rows, keys, values, block_tables, block_size, window, float(scale)};
-  check(batch, query_starts, context_lens);
+  const Batch batch{rows, keys, values, sequences, float(scale)};
+  check(batch);
   const at::Tensor out = at::empty({q.size(0), q.size(1) * q.size(2)}, rows.options());
-  const Pieces pieces = pieces_of(batch, query_starts, context_lens);
-  Run{batch, pieces, kernels_of(keys.scalar_type()).attend, out}.all();
+  const Pieces pieces(batch);
+  Run{batch, pieces, kernels_of(keys.scalar_type()), out}.all();
   return q.scalar_type() == at::kFloat ? out : out.to(q.scalar_type());
 }
 
+// The heads of a step's tokens, float32: queries are turned into `q`, keys turned into the cache, values put there as they are.
+struct Heads {
+  const at::Tensor &qkv, &cos, &sin;  // [num_tokens, heads * head_dim], twice [num_tokens, 1, head_dim]
+  const at::Tensor &q, &keys, &values, &slots;
+
+  int64_t head_dim() const { return keys.size(2); }
+
+  void check() const {
+    const int64_t num_tokens = qkv.size(0);
+    TORCH_CHECK(cos.numel() == num_tokens * head_dim() && sin.numel() == cos.numel() && head_dim() % 2 == 0,
+                "cos and sin are [", num_tokens, ", 1, ", head_dim(), "], not ", cos.sizes(), " and ", sin.sizes());
+    TORCH_CHECK(slots.is_contiguous() && slots.numel() == num_tokens, "slots are one of each token");
+    const auto* slot = slots.const_data_ptr<int64_t>();
+    for (int64_t token = 0; token < num_tokens; ++token) {
+      TORCH_CHECK(slot[token] >= 0 && slot[token] < keys.size(0), "slot ", slot[token], " is none of ", keys.size(0));
+    }
+  }
+
+  template <class T>
+  void place() const {
+    const int64_t row_size = qkv.size(1), kv_size = keys.size(1) * head_dim();
+    at::parallel_for(0, qkv.size(0), std::max<int64_t>(1, kGrainElements / row_size), [&](int64_t begin, int64_t end) {
+      const std::unique_ptr<float[]> turned(new float[kv_size]);
+      for (int64_t token = begin; token < end; ++token) {
+        const float *row = qkv.const_data_ptr<float>() + token * row_size, *k = row + q.size(1) * head_dim();
+        rotate(token, row, q.size(1), q.mutable_data_ptr<float>() + token * q.stride(0));
+        rotate(token, k, keys.size(1), turned.get());
+        store<T>(token, turned.get(), keys);
+        store<T>(token, k + kv_size, values);
+      }
+    });
+  }
+
+  void rotate(int64_t token, const float* x, int64_t num_heads, float* out) const {
+    const int64_t angles = token * head_dim();
+    capability().rotate({x, cos.const_data_ptr<float>() + angles, sin.const_data_ptr<float>() + angles, num_heads, head_dim(), out});
+  }
+
+  template <class T>
+  void store(int64_t token, const float* x, const at::Tensor& cache) const {
+    T* slot = cache.mutable_data_ptr<T>() + slots.const_data_ptr<int64_t>()[token] * cache.stride(0);
+    for (int64_t head = 0; head < cache.size(1); ++head) {
+      std::copy_n(x + head * head_dim(), head_dim(), slot + head * cache.stride(1));
+    }
+  }
+};
+
+void place(const Heads& heads) {
+  heads.check();
+  switch (heads.keys.scalar_type()) {
+    case at::kFloat:
+      return heads.place<float>();
+    case at::kBFloat16:
+      return heads.place<at::BFloat16>();
+    case at::kHalf:
+      return heads.place<at::Half>();
+    default:
+      TORCH_CHECK(false, "keys and values are float32, bfloat16 or float16, not ", heads.keys.scalar_type());
+  }
+}
+
+at::Tensor paged_attention_operator(const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values,
+                                    const at::Tensor& block_tables, const at::Tensor& query_starts,
+                                    const at::Tensor& context_lens, int64_t block_size, int64_t window, double scale) {
+  return attend(q, keys, values, {block_tables, query_starts, context_lens, block_size, window}, scale);
+}
+
+at::Tensor rotary_attention_operator(const at::Tensor& qkv, const at::Tensor& cos, const at::Tensor& sin,
+                                     const at::Tensor& keys, const at::Tensor& values, const at::Tensor& slots,
+                                     const at::Tensor& block_tables, const at::Tensor& query_starts,
+                                     const at::Tensor& context_lens, int64_t block_size, int64_t window, double scale) {
+  const Sequences sequences{block_tables, query_starts, context_lens, block_size, window};
+  return rotary_attention(qkv, cos, sin, keys, values, slots, sequences, scale);
+}
+
 }  // namespace
+
+at::Tensor rotary_attention(const at::Tensor& qkv, const at::Tensor& cos, const at::Tensor& sin, const at::Tensor& keys,
+                            const at::Tensor& values, const at::Tensor& slots, const Sequences& sequences, double scale) {
+  const int64_t head_dim = keys.size(2), num_heads = qkv.size(1) / head_dim - 2 * keys.size(1);
+  TORCH_CHECK(qkv.dim() == 2 && keys.dim() == 3 && keys.sizes() == values.sizes() && keys.stride(2) == 1 &&
+                  values.stride(2) == 1 && num_heads > 0 && qkv.size(1) % head_dim == 0,
+              "qkv ", qkv.sizes(), ", keys ", keys.sizes(), " and values ", values.sizes(), " do not belong together");
+  const auto as_float = [](const at::Tensor& x) { return x.to(at::kFloat).contiguous(); };
+  const at::Tensor heads = as_float(qkv), cosines = as_float(cos), sines = as_float(sin);
+  const at::Tensor q = at::empty({qkv.size(0), num_heads, head_dim}, heads.options());
+  place({heads, cosines, sines, q, keys, values, slots});
+  const at::Tensor out = attend(q, keys, values, sequences, scale);
+  return qkv.scalar_type() == at::kFloat ? out : out.to(qkv.scalar_type());
+}
+
 }  // namespace multilora
 
-TORCH_LIBRARY_IMPL(multilora, CPU, m) { m.impl("paged_attention", multilora::paged_attention); }
+TORCH_LIBRARY_IMPL(multilora, CPU, m) {
+  m.impl("paged_attention", multilora::paged_attention_operator);
+  m.impl("rotary_attention", multilora::rotary_attention_operator);
+}

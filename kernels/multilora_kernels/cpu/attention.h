@@ -1,4 +1,5 @@
-// Attention over the paged cache, written once over a vector type `Vec` (avx512.cpp, avx2.cpp and plain.cpp bring one).
+// Attention of several queries over the paged cache, written once over a vector type `Vec` (avx512.cpp, avx2.cpp and
+// plain.cpp bring one); of a single one: decode.h.
 //
 // A task is one key-value head of one sequence with a block of its queries and a range of its keys. Keys are taken
 // kKeyTile at a time, as float32 and transposed, so that scores and output are products of the same shape; the softmax
@@ -10,6 +11,7 @@
 #include <cstdint>
 #include <limits>
 
+#include "exponential.h"
 #include "tiles.h"
 #include "work.h"
 
@@ -59,25 +61,6 @@ MULTILORA_INLINE void multiply(const float* a, int64_t a_stride, const float* b,
   for (; n < columns; n += Vec::kWidth) {
     multiply_tile<Vec, Rows, 1>(a, a_stride, b + n, b_stride, depth, scale, c + n, c_stride);
   }
-}
-
-// e^x for x <= 0, zero below the normal numbers. The polynomial is that of Cephes' expf.
-template <class Vec>
-MULTILORA_INLINE typename Vec::F exp_of_negative(typename Vec::F x) {
-  using F = typename Vec::F;
-  constexpr float kLowest = -87.0f;
-  // Added to a small n it leaves n + 127, the exponent of 2^n, in the lowest bits of the sum.
-  constexpr float kShift = 12582912.0f + 127.0f;
-  const F shifted = Vec::fma(x, Vec::broadcast(1.44269504f), Vec::broadcast(kShift));
-  const F n = Vec::add(shifted, Vec::broadcast(-kShift));
-  F r = Vec::fma(n, Vec::broadcast(-0.693359375f), x);
-  r = Vec::fma(n, Vec::broadcast(2.12194440e-4f), r);
-  F p = Vec::broadcast(1.9875691500e-4f);
-  for (const float coefficient : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f}) {
-    p = Vec::fma(p, r, Vec::broadcast(coefficient));
-  }
-  p = Vec::fma(p, Vec::mul(r, r), Vec::add(r, Vec::broadcast(1.0f)));
-  return Vec::zero_where_less(x, Vec::broadcast(kLowest), Vec::mul(p, Vec::low_bits_as_exponent(shifted)));
 }
 
 // The keys first + begin .. first + end - 1; first is a multiple of kKeyTile.
@@ -215,12 +198,12 @@ struct Attention {
     const F minus_max = Vec::broadcast(-max);
     F sum = Vec::zero();
     for (int64_t j = 0; j < keys.end; j += Vec::kWidth) {
-      const F weight = exp_of_negative<Vec>(Vec::add(Vec::load(weights + j), minus_max));
+      const F weight = exponential<Vec>(Vec::add(Vec::load(weights + j), minus_max));
       Vec::store(weights + j, weight);
       sum = Vec::add(sum, weight);
     }
     float scale;
-    Vec::store_first(&scale, exp_of_negative<Vec>(Vec::broadcast(task.max[query] - max)), 1);
+    Vec::store_first(&scale, exponential<Vec>(Vec::broadcast(task.max[query] - max)), 1);
     task.max[query] = max;
     task.sum[query] = task.sum[query] * scale + Vec::sum(sum);
     return scale;

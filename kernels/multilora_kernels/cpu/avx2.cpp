@@ -4,6 +4,7 @@
 #include <immintrin.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <limits>
@@ -27,6 +28,7 @@ struct Avx2 {
   static constexpr int kExpandRows = 4;
   static constexpr int kLinearRows = 4;
   static constexpr int kAttentionVectors = 2;
+  static constexpr int kDecodeKeys = 2;
 
   static inline F zero() { return _mm256_setzero_ps(); }
   static inline F broadcast(float value) { return _mm256_set1_ps(value); }
@@ -38,12 +40,19 @@ struct Avx2 {
   }
   static inline F add(F a, F b) { return _mm256_add_ps(a, b); }
   static inline F mul(F a, F b) { return _mm256_mul_ps(a, b); }
+  static inline F div(F a, F b) { return _mm256_div_ps(a, b); }
   static inline F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
 
   static inline float sum(F a) {
     __m128 half = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
     half = _mm_add_ps(half, _mm_movehl_ps(half, half));
     return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
+  }
+  // Lane i is the sum of v[i].
+  static inline F sums(const F v[kWidth]) {
+    const F low = _mm256_hadd_ps(_mm256_hadd_ps(v[0], v[1]), _mm256_hadd_ps(v[2], v[3]));
+    const F high = _mm256_hadd_ps(_mm256_hadd_ps(v[4], v[5]), _mm256_hadd_ps(v[6], v[7]));
+    return _mm256_add_ps(_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31));
   }
   static inline F max(F a, F b) { return _mm256_max_ps(a, b); }
   static inline float largest(F a) {

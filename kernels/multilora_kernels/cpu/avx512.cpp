@@ -4,6 +4,7 @@
 #include <immintrin.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <limits>
 #include <type_traits>
@@ -26,6 +27,7 @@ struct Avx512 {
   static constexpr int kExpandRows = 4;
   static constexpr int kLinearRows = 8;
   static constexpr int kAttentionVectors = 4;
+  static constexpr int kDecodeKeys = 4;
 
   static inline F zero() { return _mm512_setzero_ps(); }
   static inline F broadcast(float value) { return _mm512_set1_ps(value); }
@@ -37,8 +39,30 @@ struct Avx512 {
   }
   static inline F add(F a, F b) { return _mm512_add_ps(a, b); }
   static inline F mul(F a, F b) { return _mm512_mul_ps(a, b); }
+  static inline F div(F a, F b) { return _mm512_div_ps(a, b); }
   static inline F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
   static inline float sum(F a) { return _mm512_reduce_add_ps(a); }
+  // Lane i is the sum of v[i].
+  static inline F sums(const F v[kWidth]) {
+    F quad[4];
+    for (int i = 0; i < 4; ++i) {
+      const F* of = v + 4 * i;
+      const F low = _mm512_add_ps(_mm512_unpacklo_ps(of[0], of[1]), _mm512_unpackhi_ps(of[0], of[1]));
+      const F high = _mm512_add_ps(_mm512_unpacklo_ps(of[2], of[3]), _mm512_unpackhi_ps(of[2], of[3]));
+      quad[i] = _mm512_add_ps(unpack_low_pairs(low, high), unpack_high_pairs(low, high));
+    }
+    return add_quarters(add_quarters(quad[0], quad[1]), add_quarters(quad[2], quad[3]));
+  }
+  static inline F unpack_low_pairs(F a, F b) {
+    return _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(a), _mm512_castps_pd(b)));
+  }
+  static inline F unpack_high_pairs(F a, F b) {
+    return _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(a), _mm512_castps_pd(b)));
+  }
+  // Of the eight quarters of a and b, each with its neighbour.
+  static inline F add_quarters(F a, F b) {
+    return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, _MM_SHUFFLE(2, 0, 2, 0)), _mm512_shuffle_f32x4(a, b, _MM_SHUFFLE(3, 1, 3, 1)));
+  }
   static inline F max(F a, F b) { return _mm512_max_ps(a, b); }
   static inline float largest(F a) { return _mm512_reduce_max_ps(a); }
   static inline F zero_where_less(F a, F b, F value) {

@@ -2,7 +2,9 @@
 #pragma once
 
 #include "attention.h"
+#include "decode.h"
 #include "panels.h"
+#include "rows.h"
 #include "storage.h"
 #include "tiles.h"
 #include "work.h"
@@ -12,12 +14,13 @@ namespace {
 
 template <class Vec, class T>
 constexpr Kernels kernels_for() {
-  return {shrink<Vec, T>, expand<Vec, T>, linear<Vec, T>, attend<Vec, T>};
+  return {shrink<Vec, T>, expand<Vec, T>, linear<Vec, T>, attend<Vec, T>, decode<Vec, T>};
 }
 
 template <class Vec>
 constexpr Capability capability_of(const char* name) {
-  return {name, kPanelVectors * Vec::kWidth, kernels_for<Vec, float>(), kernels_for<Vec, BFloat16>(), kernels_for<Vec, Float16>()};
+  return {name,        kPanelVectors * Vec::kWidth,  add_rms_norm<Vec>,           silu_mul<Vec>,
+          rotate<Vec>, kernels_for<Vec, float>(), kernels_for<Vec, BFloat16>(), kernels_for<Vec, Float16>()};
 }
 
 }  // namespace

@@ -2,8 +2,11 @@
 #include <c10/util/Half.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
+#include <type_traits>
 
 #include "kernels.h"
 #include "storage.h"
@@ -29,6 +32,7 @@ struct Plain {
   static constexpr int kExpandRows = 2;
   static constexpr int kLinearRows = 2;
   static constexpr int kAttentionVectors = 1;
+  static constexpr int kDecodeKeys = 1;
 
   struct F {
     float lane[kWidth];
@@ -54,11 +58,18 @@ struct Plain {
   static inline F mul(F a, F b) {
     return each([&](int i) { return a.lane[i] * b.lane[i]; });
   }
+  static inline F div(F a, F b) {
+    return each([&](int i) { return a.lane[i] / b.lane[i]; });
+  }
   static inline F fma(F a, F b, F c) {
     return each([&](int i) { return a.lane[i] * b.lane[i] + c.lane[i]; });
   }
   static inline float sum(F a) {
     return ((a.lane[0] + a.lane[4]) + (a.lane[2] + a.lane[6])) + ((a.lane[1] + a.lane[5]) + (a.lane[3] + a.lane[7]));
+  }
+  // Lane i is the sum of v[i].
+  static inline F sums(const F v[kWidth]) {
+    return each([&](int i) { return sum(v[i]); });
   }
   static inline F max(F a, F b) {
     return each([&](int i) { return a.lane[i] > b.lane[i] ? a.lane[i] : b.lane[i]; });

@@ -10,7 +10,9 @@
 #include <c10/util/SmallVector.h>
 
 #include "apply.h"
+#include "elementwise.h"
 #include "linear.h"
+#include "paged.h"
 
 namespace multilora {
 namespace {
@@ -32,6 +34,14 @@ const at::Tensor& tensor(PyObject* object) {
 
 int64_t integer(PyObject* object) {
   const int64_t value = PyLong_AsLongLong(object);
+  if (value == -1 && PyErr_Occurred()) {
+    throw python_error();
+  }
+  return value;
+}
+
+double number(PyObject* object) {
+  const double value = PyFloat_AsDouble(object);
   if (value == -1 && PyErr_Occurred()) {
     throw python_error();
   }
@@ -65,6 +75,15 @@ Segments segments_of(PyObject* object) {
       PyUnicode_InternFromString("chunk_length"), PyUnicode_InternFromString("chunk_lora_index")};
   return {tensor(field(object, names[0])), tensor(field(object, names[1])), tensor(field(object, names[2])),
           tensor(field(object, names[3]))};
+}
+
+Sequences sequences_of(PyObject* object) {
+  static PyObject* const names[] = {PyUnicode_InternFromString("block_tables"), PyUnicode_InternFromString("query_starts"),
+                                    PyUnicode_InternFromString("context_lens"), PyUnicode_InternFromString("block_size"),
+                                    PyUnicode_InternFromString("window")};
+  PyObject* const window = field(object, names[4]);
+  return {tensor(field(object, names[0])), tensor(field(object, names[1])), tensor(field(object, names[2])),
+          integer(field(object, names[3])), window == Py_None ? 0 : integer(window)};
 }
 
 // Whether the dispatcher would do more than call the CPU operator: for fake and other subclasses of tensors, dispatch
@@ -139,6 +158,60 @@ PyObject* packed(PyObject*, PyObject* const* arguments, Py_ssize_t num_arguments
   END_HANDLE_TH_ERRORS
 }
 
+PyObject* add_rms_norm_of(PyObject*, PyObject* const* arguments, Py_ssize_t num_arguments) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(num_arguments == 4, "add_rms_norm takes x, update, weight and eps");
+  const at::Tensor &x = tensor(arguments[0]), &update = tensor(arguments[1]), &weight = tensor(arguments[2]);
+  if (needs_dispatcher(x, update)) {
+    Py_RETURN_NONE;
+  }
+  const double eps = number(arguments[3]);
+  std::tuple<at::Tensor, at::Tensor> results;
+  {
+    const pybind11::gil_scoped_release no_gil;
+    results = add_rms_norm(x, update, weight, eps);
+  }
+  const THPObjectPtr first(THPVariable_Wrap(std::get<0>(results))), second(THPVariable_Wrap(std::get<1>(results)));
+  return PyTuple_Pack(2, first.get(), second.get());
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* silu_mul_of(PyObject*, PyObject* const* arguments, Py_ssize_t num_arguments) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(num_arguments == 1, "silu_mul takes gate_up");
+  const at::Tensor& gate_up = tensor(arguments[0]);
+  if (needs_dispatcher(gate_up, gate_up)) {
+    Py_RETURN_NONE;
+  }
+  at::Tensor product;
+  {
+    const pybind11::gil_scoped_release no_gil;
+    product = silu_mul(gate_up);
+  }
+  return THPVariable_Wrap(std::move(product));
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* rotary_attention_of(PyObject*, PyObject* const* arguments, Py_ssize_t num_arguments) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(num_arguments == 8, "rotary_attention takes qkv, cos, sin, keys, values, slots, sequences and scale");
+  const at::Tensor &qkv = tensor(arguments[0]), &keys = tensor(arguments[3]);
+  if (needs_dispatcher(qkv, keys)) {
+    Py_RETURN_NONE;
+  }
+  const at::Tensor &cos = tensor(arguments[1]), &sin = tensor(arguments[2]), &values = tensor(arguments[4]);
+  const at::Tensor& slots = tensor(arguments[5]);
+  const Sequences sequences = sequences_of(arguments[6]);
+  const double scale = number(arguments[7]);
+  at::Tensor out;
+  {
+    const pybind11::gil_scoped_release no_gil;
+    out = rotary_attention(qkv, cos, sin, keys, values, slots, sequences, scale);
+  }
+  return THPVariable_Wrap(std::move(out));
+  END_HANDLE_TH_ERRORS
+}
+
 using FastCall = PyObject* (*)(PyObject*, PyObject* const*, Py_ssize_t);
 
 PyMethodDef method(const char* name, FastCall function, const char* help) {
@@ -154,6 +227,12 @@ PyMethodDef methods[] = {
            "packed_linear(x, panels, out_features) -> the product, or None: then use the operator"),
     method("packed_embedding", packed<multilora::packed_embedding>,
            "packed_embedding(token_ids, panels, num_embeddings) -> the rows, or None: then use the operator"),
+    method("add_rms_norm", add_rms_norm_of,
+           "add_rms_norm(x, update, weight, eps) -> (normed, total), or None: then use the operator"),
+    method("silu_mul", silu_mul_of, "silu_mul(gate_up) -> the product, or None: then use the operator"),
+    method("rotary_attention", rotary_attention_of,
+           "rotary_attention(qkv, cos, sin, keys, values, slots, sequences, scale) -> the heads' outputs, or None: then use "
+           "the operator"),
     {nullptr, nullptr, 0, nullptr}};
 
 PyModuleDef module = {PyModuleDef_HEAD_INIT, "multilora_cpu", nullptr, -1, methods};

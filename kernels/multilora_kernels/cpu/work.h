@@ -87,11 +87,50 @@ struct AttentionTask {
   float *out, *max, *sum;
 };
 
+// Keys of one decode task: their scores stay in the L1 cache, and one long sequence is many tasks.
+constexpr int64_t kKeySplit = 128;
+
+// Floats of memory that a decode kernel works in: scores.
+constexpr int64_t decode_scratch(int64_t queries) { return queries * kKeySplit; }
+
+// All heads of one query, and at most kKeySplit of its keys, all of which it sees.
+struct DecodeTask {
+  const float* q;  // [num_kv_heads * group, head_dim]
+  int64_t num_kv_heads, group, head_dim;
+  float scale;
+  const void *keys, *values;  // slot to slot slot_stride, head to head head_stride
+  int64_t slot_stride, head_stride;
+  const int64_t* block_table;
+  int64_t block_size;
+  int64_t first_key, end_key;  // positions
+  float *out, *max, *sum;      // as of AttentionTask
+};
+
+// total = x + update, normed = total / sqrt(mean(total^2) + eps) * weight, by rows of `size`.
+struct NormTask {
+  const float *x, *update, *weight;
+  float eps;
+  int64_t size;
+  float *total, *normed;
+};
+
+// Turns every head by the angles of its token: element i becomes x[i] * cos[i] + x[(i + head_dim / 2) % head_dim] * sin[i].
+struct RotationTask {
+  const float *x, *cos, *sin;
+  int64_t num_heads, head_dim;
+  float* out;
+};
+
 // `next`: the weights that the thread reads after these, fetched into the cache meanwhile.
 using ShrinkKernel = void (*)(const ShrinkTask& task, int64_t rank_begin, int64_t rank_end, const void* next);
 using ExpandKernel = void (*)(const ExpandTask& task, int64_t output_begin, int64_t output_end, const void* next);
 using LinearKernel = void (*)(const LinearTask& task, int64_t panel_begin, int64_t panel_end);
 using AttentionKernel = void (*)(const AttentionTask& task, float* scratch);
+using DecodeKernel = void (*)(const DecodeTask& task, float* scratch);
+using NormKernel = void (*)(const NormTask& task, int64_t row_begin, int64_t row_end);
+// out[row, :] = silu(gate) * up for gate and up, both of `size`, side by side in gate_up[row, :].
+using SiluKernel = void (*)(const float* gate_up, int64_t size, float* out, int64_t row_begin, int64_t row_end);
+using RotationKernel = void (*)(const RotationTask& task);
 
 // The kernels for one storage type of the weights, or of the KV cache.
 struct Kernels {
@@ -99,11 +138,15 @@ struct Kernels {
   ExpandKernel expand;
   LinearKernel linear;
   AttentionKernel attend;
+  DecodeKernel decode;
 };
 
 struct Capability {
   const char* name;
   int64_t panel_width;
+  NormKernel add_rms_norm;
+  SiluKernel silu_mul;
+  RotationKernel rotate;
   Kernels float32;
   Kernels bfloat16;
   Kernels float16;

@@ -17,5 +17,5 @@ __all__ = ["add_rms_norm", "load_cuda_kernels", "lora_expand", "lora_shrink", "p
 def load_cuda_kernels() -> bool:
     """Register the CUDA operators; always True."""
     operators.implement("CUDA", lora_shrink, lora_expand)
-    operators.implement_attention("CUDA", paged_attention)
+    operators.implement_plain("CUDA", paged_attention=paged_attention)
     return True

@@ -122,6 +122,7 @@ def test_plain_pytorch_attends_where_no_operator_is_compiled(
 ) -> None:
     monkeypatch.setattr(attention, "has_paged_attention", lambda _device, is_decode: False)
     monkeypatch.delattr(attention, "paged_attention")
+    monkeypatch.delattr(attention, "rotary_attention")
     test_logits_match_transformers_for_chunked_prefill_and_decode_in_one_batch(
         name, tmp_path, paged_runner, paged_sequence
     )
@@ -136,6 +137,7 @@ def test_the_operator_may_attend_to_decoding_sequences_only_as_on_a_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(attention, "has_paged_attention", lambda _device, is_decode: is_decode)
+    monkeypatch.delattr(attention, "rotary_attention")
     test_logits_match_transformers_for_chunked_prefill_and_decode_in_one_batch(
         name, tmp_path, paged_runner, paged_sequence
     )

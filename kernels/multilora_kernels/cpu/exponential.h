@@ -1,0 +1,32 @@
+// e^x over a vector type `Vec`.
+#pragma once
+
+#include "tiles.h"
+
+namespace multilora {
+namespace {
+
+// The largest x that `exponential` takes: e^x and 1 + e^x are finite.
+constexpr float kLargestExponent = 88.0f;
+
+// e^x for x <= kLargestExponent, zero below the normal numbers. The polynomial is that of Cephes' expf.
+template <class Vec>
+MULTILORA_INLINE typename Vec::F exponential(typename Vec::F x) {
+  using F = typename Vec::F;
+  constexpr float kLowest = -87.0f;
+  // Added to a small n it leaves n + 127, the exponent of 2^n, in the lowest bits of the sum.
+  constexpr float kShift = 12582912.0f + 127.0f;
+  const F shifted = Vec::fma(x, Vec::broadcast(1.44269504f), Vec::broadcast(kShift));
+  const F n = Vec::add(shifted, Vec::broadcast(-kShift));
+  F r = Vec::fma(n, Vec::broadcast(-0.693359375f), x);
+  r = Vec::fma(n, Vec::broadcast(2.12194440e-4f), r);
+  F p = Vec::broadcast(1.9875691500e-4f);
+  for (const float coefficient : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f}) {
+    p = Vec::fma(p, r, Vec::broadcast(coefficient));
+  }
+  p = Vec::fma(p, Vec::mul(r, r), Vec::add(r, Vec::broadcast(1.0f)));
+  return Vec::zero_where_less(x, Vec::broadcast(kLowest), Vec::mul(p, Vec::low_bits_as_exponent(shifted)));
+}
+
+}  // namespace
+}  // namespace multilora
