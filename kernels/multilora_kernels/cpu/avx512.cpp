@@ -86,10 +86,7 @@ struct Avx512 {
   static inline F load_first(const BFloat16* p, int n) { return from_bfloat16(_mm256_maskz_loadu_epi16(first(n), p)); }
   static inline F load_first(const Float16* p, int n) { return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first(n), p)); }
   static inline void store(float* p, F a) { _mm512_storeu_ps(p, a); }
-  // A whole vector without a mask: what a masked store wrote is not forwarded to a load that follows.
-  static inline void store_first(float* p, F a, int n) {
-    n == kWidth ? store(p, a) : _mm512_mask_storeu_ps(p, first(n), a);
-  }
+  static inline void store_first(float* p, F a, int n) { _mm512_mask_storeu_ps(p, first(n), a); }
 
   // Eight 32-bit columns of sixteen rows: lane i of out[c] is row i, column c. `row(i)` loads the 32 bytes of row i.
   template <class Row>
