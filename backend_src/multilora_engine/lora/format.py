@@ -176,13 +176,14 @@ def pack_adapter(weights: torch.Tensor, config: torch.Tensor, layout: AdapterLay
     offsets, fill = _place_pieces([size for row in rows for size in row.piece_sizes], layout)
     remaining = iter(offsets)
     packed = [_packed_row(row, remaining) for row in rows]
-    values = torch.empty(len(fill), layout.page_elements, dtype=layout.torch_dtype)
+    # NumPy asks the system for huge pages: with small ones, finding the memory takes longer than all that follows.
+    pages = torch.from_numpy(np.empty((len(fill), layout.page_bytes), dtype=np.uint8))
+    values = pages.view(layout.torch_dtype)
     for page, used in zip(values, fill, strict=True):
         page[used:].zero_()
     _fill(values.view(-1), weights.contiguous(), rows, packed, layout)
     if not _is_finite(values):
         raise InvalidRequest(_describe_non_finite(weights, rows, layout))
-    pages = values.view(torch.uint8)
     return PackedAdapter(content_digest(packed, pages, layout.lora_dtype), packed, pages)
 
 
