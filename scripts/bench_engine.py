@@ -41,7 +41,7 @@ from prepare_default_model import ensure_default_checkpoint
 from rich.console import Console
 from rich.progress import Progress
 from step_parts import MODEL_PARTS, PARTS, timed_parts
-from step_results import StepResult, render_steps, write_steps
+from step_results import TABLE_WIDTH, StepResult, render_steps, write_steps
 from telling_adapters import save_plain_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -238,7 +238,7 @@ def decode_results(
             limit = work.decode_seconds(contexts, limits)
             results.append(
                 StepResult(
-                    f"decode {n}, {weights} weights",
+                    f"decode {n}, {weights}",
                     statistics.median(seconds[weights, n]),
                     limit,
                     max_seconds=MAX_LIMITS[n] * limit if n in MAX_LIMITS else None,
@@ -407,6 +407,7 @@ def main(
 ) -> None:
     """Measure the engine's steps, print a table with the goals, and plot it."""
     console = Console()
+    console.width = max(console.width, TABLE_WIDTH)
     checkpoint = model or ensure_default_checkpoint()
     stored_as = ("float32", "bfloat16") if dtype == "float32" else (dtype,)
     with console.status("loading the model"):

@@ -7,7 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rich.box import SIMPLE
 from rich.table import Column, Table
+
+TABLE_WIDTH = 126
+"""Columns of text that the table needs: cut, its figures would say nothing."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +37,9 @@ class StepResult:
 def render_steps(steps: Sequence[StepResult], title: str) -> Table:
     """One line a step, milliseconds; a column for each part that takes any."""
     parts = _parts(steps)
-    columns = ("limit", "of limit", "goal", "met", *parts)
-    table = Table(Column("ms", no_wrap=True), "step", *(Column(c, justify="right") for c in columns), title=title)
+    columns = ("step", "limit", "of limit", "goal", "met", *parts)
+    figures = [Column(name, justify="right") for name in columns]
+    table = Table(Column("ms", no_wrap=True), *figures, title=title, box=SIMPLE, padding=(0, 1, 0, 0))
     for step in steps:
         over = "" if step.limit is None else f"{step.seconds / step.limit:.2f}x"
         met = "" if step.is_met is None else "yes" if step.is_met else "[red]no"

@@ -111,11 +111,11 @@ def test_every_part_of_the_benchmark_reports_positive_figures(bench: Bench) -> N
     values = {row.what: row.value for row in results if isinstance(row, Row)}
     assert len(steps) + len(values) == len(results)
     for weights, n in itertools.product(("float32", "bfloat16"), BATCHES):
-        step = steps[f"decode {n}, {weights} weights"]
+        step = steps[f"decode {n}, {weights}"]
         assert step.limit is not None
         assert step.seconds > step.limit > 0
         assert step.parts["linears"] > 0
-    assert steps["decode 1, bfloat16 weights"].limit < steps["decode 1, float32 weights"].limit
+    assert steps["decode 1, bfloat16"].limit < steps["decode 1, float32"].limit
     overhead = steps["overhead of 4, mixed sampling"]
     assert overhead.seconds > overhead.parts["batch"] > 0
     assert "linears" not in overhead.parts

@@ -7,7 +7,7 @@ from io import StringIO
 from pathlib import Path
 
 from rich.console import Console
-from step_results import StepResult, render_steps, write_steps
+from step_results import TABLE_WIDTH, StepResult, render_steps, write_steps
 
 STEPS = (
     StepResult(
@@ -18,14 +18,12 @@ STEPS = (
 
 
 def test_a_step_is_one_line_of_the_table() -> None:
-    console = Console(file=StringIO(), width=200)
+    console = Console(file=StringIO(), width=TABLE_WIDTH)
     with console.capture() as capture:
         console.print(render_steps(STEPS, "title"))
-    lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in capture.get().splitlines() if "│" in line]
-    assert lines == [
-        ["decode", "30.00", "20.00", "1.50x", "25.00", "no", "20.00", "11.00", ""],
-        ["overhead", "1.00", "", "", "2.00", "yes", "", "", "1.00"],
-    ]
+    lines = [line.split() for line in capture.get().splitlines()]
+    assert ["decode", "30.00", "20.00", "1.50x", "25.00", "no", "20.00", "11.00"] in lines
+    assert ["overhead", "1.00", "2.00", "yes", "1.00"] in lines
 
 
 def test_a_run_leaves_a_table_and_a_plot(tmp_path: Path) -> None:
