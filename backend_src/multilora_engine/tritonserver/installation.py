@@ -23,14 +23,15 @@ The server has dozens of threads, and malloc gives each an arena that keeps what
 requests of up to 15 MB left 287 MiB, and more with every one; with two arenas 10,000 left 176 and 20,000 left 167.
 """
 
-_OPENMP_WAITING = {"GOMP_SPINCOUNT": "500"}
+_OPENMP_WAITING = {"GOMP_SPINCOUNT": "1000"}
 """How long OpenMP threads look whether they may go on before they sleep, unless the environment says how they wait.
 
 A CPU step waits hundreds of times, each time for some microseconds: being woken takes as long. But a thread that looks
 uses up its share of a core, so that whatever else runs there gets the core when there is work again. Milliseconds of a
-decode step of one sequence on two cores, means of twelve interleaved rounds, and the same beside a process that never
-sleeps: never looking (OMP_WAIT_POLICY=PASSIVE) 28.9 and 32.6, 500 looks 25.1 and 35.4, 1000 looks 24.9 and 39.3, 2000
-looks 25.9 and 48.9. The runtime's own choice, 300,000, took 600 beside several processes instead of 57.
+decode step of one and of sixteen sequences on two cores: 500 looks 17.3 and 26.7, 1000 looks 15.8 and 21.7, 2000 looks
+16.1 and 23.8. Beside a process that never sleeps: never looking (OMP_WAIT_POLICY=PASSIVE) 22.2 and 34.6, 500 looks 24.4
+and 40.3, 1000 looks 23.2 and 36.3 or, later, 30.3 and 44.9, 2000 looks 39.4 and 55.6. The runtime's own choice,
+300,000, took ten times as long as never looking beside several processes.
 """
 _OPENMP_CHOICES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
