@@ -402,6 +402,7 @@ def main(
     prompt: Annotated[int, typer.Option(help="Tokens of the prompt that prefill measures.")] = 2048,
     chunk: Annotated[int, typer.Option(help="`max_num_batched_tokens` of the engine.")] = _CHUNK,
     dtype: Annotated[str, typer.Option(help="`dtype` of the engine: float32, bfloat16 or float16.")] = "float32",
+    lora_dtype: Annotated[str, typer.Option(help="`lora_dtype` of the engine, or auto, which is `dtype`.")] = "auto",
     threads: Annotated[int, typer.Option(help="CPU threads; 0 is one per core.")] = 0,
     model: Annotated[Path | None, typer.Option(help="Checkpoint; default: the embedded model.")] = None,
 ) -> None:
@@ -413,7 +414,12 @@ def main(
     with console.status("loading the model"):
         benches = {
             weights: Bench(
-                checkpoint, dtype=dtype, weight_dtype=weights, num_threads=threads, max_num_batched_tokens=chunk
+                checkpoint,
+                dtype=dtype,
+                weight_dtype=weights,
+                lora_dtype=lora_dtype,
+                num_threads=threads,
+                max_num_batched_tokens=chunk,
             )
             for weights in stored_as
         }
@@ -433,7 +439,8 @@ def main(
         results = [result for measure in progress.track(chosen, description="measuring") for result in measure()]
     for engine in benches.values():
         engine.close()
-    report(results, f"{checkpoint.name}, {dtype}, {threads_title()}", output, console)
+    stored = bench.engine.info.adapter_layout.lora_dtype
+    report(results, f"{checkpoint.name}, {dtype}, adapters in {stored}, {threads_title()}", output, console)
 
 
 def report(results: Sequence[Result], title: str, output: Path, console: Console) -> None:
