@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 
@@ -14,21 +16,31 @@ REPOSITORY = Path(__file__).parents[2]
 PIRATE, JSON = 1, 2
 
 
-def options(model: Path, cache: Path) -> ServerOptions:
-    """A server whose host memory holds a handful of adapters."""
-    return ServerOptions(
+@contextmanager
+def serving(model: Path, directory: Path) -> Iterator[Client]:
+    """A server whose host memory holds a handful of adapters, without the models that no adapter passes through."""
+    models = directory / "models"
+    models.mkdir(exist_ok=True)
+    for name in ("generation", "generation_unary", "adapters"):
+        if not (models / name).exists():
+            (models / name).symlink_to(REPOSITORY / "model_repository" / name)
+    options = ServerOptions(
         model=model,
-        model_repository=REPOSITORY / "model_repository",
+        model_repository=models,
         overrides={
             "kv_cache_memory_bytes": "64MiB",
             "max_lora_rank": "16",
             "lora_cache_host_memory_bytes": "32MiB",
-            "lora_cache_dir": str(cache),
+            "lora_cache_dir": str(directory / "cache"),
         },
         http_port=0,
         grpc_port=0,
         metrics_port=0,
     )
+    # The usual probe asks an ensemble, too.
+    with ServerProcess(options, probe=lambda http_url: None) as server, Client(f"grpc://{server.grpc_url}") as client:
+        server.wait_ready()
+        yield client
 
 
 def ask(client: Client, task_id: int) -> str:
@@ -52,9 +64,7 @@ def test_an_evicted_adapter_answers_by_id_alone_and_after_a_restart_unless_its_f
         task_id: load_adapter(REPOSITORY / "adapters" / name, task_id)
         for task_id, name in ((PIRATE, "pirate"), (JSON, "json"))
     }
-    cache = tmp_path / "cache"
-    with ServerProcess(options(default_model_dir, cache)) as server, Client(f"grpc://{server.grpc_url}") as client:
-        server.wait_ready()
+    with serving(default_model_dir, tmp_path) as client:
         for adapter in adapters.values():
             client.upload(adapter)
         before = {task_id: ask(client, task_id) for task_id in adapters}
@@ -62,12 +72,11 @@ def test_an_evicted_adapter_answers_by_id_alone_and_after_a_restart_unless_its_f
         evict(client, PIRATE, adapters[PIRATE])
         assert ask(client, PIRATE) == before[PIRATE]
 
-    path = cache / f"{JSON}.safetensors"
+    path = tmp_path / "cache" / f"{JSON}.safetensors"
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    with ServerProcess(options(default_model_dir, cache)) as server, Client(f"grpc://{server.grpc_url}") as client:
-        server.wait_ready()
+    with serving(default_model_dir, tmp_path) as client:
         with pytest.raises(AdapterNotFound, match="its file in lora_cache_dir could not be read"):
             ask(client, JSON)
         assert ask(client, PIRATE) == before[PIRATE]
