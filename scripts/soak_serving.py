@@ -143,7 +143,7 @@ def soak(scene: Scene, samples: Samples, seconds: float, interval_s: float, say:
             try:
                 sizes = measure(processes, scene.server.shared_memory)
             except psutil.NoSuchProcess:
-                samples.dead += [name for name, process in processes.items() if not process.is_running()]
+                samples.dead.extend(name for name, process in processes.items() if not process.is_running())
                 return
             samples.seconds.append(now)
             for name, size in sizes.items():
@@ -216,13 +216,14 @@ def main(
     clients: Annotated[int, typer.Option(help="Clients at once.", min=1)] = 8,
     interval: Annotated[float, typer.Option(help="Seconds between measurements.", min=0.1)] = 5.0,
     output: Annotated[Path, typer.Option(help="The plot.")] = REPOSITORY / "bench_results" / "soak_serving.png",
+    log: Annotated[Path | None, typer.Option(help="Append what the server writes to this file.")] = None,
 ) -> None:
     """Soak a server. Ends with status 1 for memory that grows, and for an answer that is wrong, lost or stuck."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     console = Console(width=_WIDTH, highlight=False)
     console.print(f"{clients} clients for {minutes:g} minutes; a line every {_REPORT_INTERVAL_S / 60:g}")
-    with tempfile.TemporaryDirectory(prefix="multilora-soak-") as directory, stage(clients, Path(directory)) as scene:
+    with tempfile.TemporaryDirectory(prefix="multilora-soak-") as name, stage(clients, Path(name), log) as scene:
         samples = Samples()
         try:
             soak(scene, samples, minutes * 60, interval, console.print)

@@ -1,12 +1,18 @@
 from __future__ import annotations
 
+import subprocess
+from contextlib import nullcontext
 from io import StringIO
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from rich.console import Console
 from serving_load import Tally
-from soak_serving import SHARED_MEMORY, Samples, conclude, fit
+from soak_serving import SHARED_MEMORY, Samples, conclude, fit, soak
 
 MIB = 1 << 20
 
@@ -74,3 +80,13 @@ def test_the_last_line_tells_what_must_not_be(samples: Samples, tally: Tally, co
 def test_the_warm_up_is_left_out() -> None:
     samples = Samples([float(i) for i in range(8)], {SHARED_MEMORY: [0, 0, *[MIB] * 6]})
     assert samples.line(SHARED_MEMORY).slope == 0.0
+
+
+def test_a_process_that_dies_ends_the_soak_and_is_named(tmp_path: Path) -> None:
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as cat:
+        processes = {"engine": psutil.Process(cat.pid)}
+    server = SimpleNamespace(processes=lambda: processes, shared_memory=tmp_path)
+    scene: Any = SimpleNamespace(server=server, load=SimpleNamespace(running=nullcontext))
+    samples = Samples()
+    soak(scene, samples, 60.0, 1.0, print)
+    assert samples.dead == ["engine"]
