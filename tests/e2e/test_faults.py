@@ -7,13 +7,17 @@ A selection; scripts/inject_faults has all faults, and scripts/soak_serving goes
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.request import urlopen
 
+import psutil
 import pytest
 
 # The scripts are run by path, so each finds its neighbours in its own directory; their tests need the same.
@@ -60,13 +64,29 @@ def test_a_fault_costs_no_more_than_it_explains(scene: Scene, name: str) -> None
 
 
 def test_sigterm_lets_what_is_in_flight_end_even_an_ensemble(scene: Scene, log: Path) -> None:
-    """The last test: it ends the server."""
+    """The last test: it ends the server. The engine stands still until it has been told, so that it cannot be done."""
     request = {"text_input": "<100>", "max_tokens": NUM_TOKENS, "end_id": -1, "stream": True}
     url = f"http://{scene.server.http_url}/v2/models/ensemble/generate_stream"
+    engine = scene.server.processes()["engine"]
     with ThreadPoolExecutor() as pool, urlopen(url, json.dumps(request).encode(), timeout=60) as stream:
         first = stream.readline()
+        engine.suspend()
         status = pool.submit(scene.server.terminate)
+        wait_for_pending(signal.SIGTERM, engine)
+        engine.resume()
         answer = (first + stream.read()).decode()
         assert status.result() == 0
     assert answer.count(f"<{BASE_TOKEN}>") == NUM_TOKENS
     assert re.search(r"no more requests are taken, 1 are in flight", log.read_text())
+
+
+def wait_for_pending(wanted: signal.Signals, process: psutil.Process) -> None:
+    """Until a process that stands still has been sent the signal."""
+    deadline = time.monotonic() + 30.0
+    while True:
+        pending = re.search(r"ShdPnd:\s*(\w+)", Path(f"/proc/{process.pid}/status").read_text())
+        assert pending
+        assert time.monotonic() < deadline
+        if int(pending[1], 16) >> (wanted - 1) & 1:
+            return
+        os.sched_yield()
