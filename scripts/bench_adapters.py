@@ -37,7 +37,7 @@ from typing import Annotated
 import numpy as np
 import torch
 import typer
-from bench_rows import Row, render, threads_title, write_results
+from bench_rows import TABLE_WIDTH, Row, render, threads_title, write_results
 from prepare_default_model import ensure_default_checkpoint
 from rich.console import Console
 from rich.progress import Progress
@@ -449,6 +449,7 @@ def main(
 ) -> None:
     """Measure what adapters cost, print a table with the goals, and plot it."""
     console = Console()
+    console.width = max(console.width, TABLE_WIDTH)
     checkpoint = model or ensure_default_checkpoint()
     torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
     with tempfile.TemporaryDirectory(prefix="multilora-bench-") as directory, Progress(console=console) as progress:

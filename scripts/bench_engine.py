@@ -129,8 +129,8 @@ class Work:
 class Bench:
     """An engine, and batches of requests that never end by themselves."""
 
-    def __init__(self, model: Path, **options: object) -> None:
-        lora = LoRAConfig(max_loras=_NUM_ADAPTERS, max_lora_rank=_RANK)
+    def __init__(self, model: Path, lora_dtype: str = "auto", **options: object) -> None:
+        lora = LoRAConfig.model_validate({"max_loras": _NUM_ADAPTERS, "max_lora_rank": _RANK, "lora_dtype": lora_dtype})
         self.engine = Engine(
             EngineConfig.model_validate({"model_path": model, "device": "cpu", "lora": lora, **options})
         )
@@ -415,9 +415,9 @@ def main(
         benches = {
             weights: Bench(
                 checkpoint,
+                lora_dtype,
                 dtype=dtype,
                 weight_dtype=weights,
-                lora_dtype=lora_dtype,
                 num_threads=threads,
                 max_num_batched_tokens=chunk,
             )

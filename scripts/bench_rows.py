@@ -11,6 +11,9 @@ from pathlib import Path
 import torch
 from rich.table import Column, Table
 
+TABLE_WIDTH = 100
+"""Columns of text that the table needs: wrapped, its figures are cut."""
+
 
 @dataclass(frozen=True)
 class Row:

@@ -1,4 +1,5 @@
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -16,6 +17,23 @@ def test_the_first_python_on_path_is_this_environments() -> None:
 
 def test_variables_are_added() -> None:
     assert server_environment({"MULTILORA_MODEL": "m"})["MULTILORA_MODEL"] == "m"
+
+
+def test_large_tensors_ask_for_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("THP_MEM_ALLOC_ENABLE", raising=False)
+    code = """
+import re, torch
+from pathlib import Path
+tensor = torch.zeros(16 << 20)
+maps = re.split(r"\n(?=[0-9a-f]+-)", Path("/proc/self/smaps").read_text())
+for text in maps:
+    start, end = (int(address, 16) for address in text.split()[0].split("-"))
+    if start <= tensor.data_ptr() < end:
+        print("hg" in text.split("VmFlags:")[1].split())
+"""
+    command = [sys.executable, "-c", code]
+    told = subprocess.run(command, env=server_environment({}), capture_output=True, text=True, check=True)
+    assert told.stdout == "True\n"
 
 
 @pytest.fixture
