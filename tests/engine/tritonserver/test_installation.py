@@ -21,7 +21,7 @@ def test_variables_are_added() -> None:
 
 def test_large_tensors_ask_for_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("THP_MEM_ALLOC_ENABLE", raising=False)
-    code = """
+    code = r"""
 import re, torch
 from pathlib import Path
 tensor = torch.zeros(16 << 20)
