@@ -21,6 +21,7 @@ from typing import IO
 import psutil
 
 _READY = re.compile(r"ready  HTTP (\S+)  gRPC (\S+)  metrics (\S+)")
+_RESTARTING = re.compile(r"restarting in \S+ s: (.*)")
 _NUM_LINES_KEPT = 30
 START_TIMEOUT_S = 180.0
 
@@ -79,6 +80,8 @@ class SandboxedServer:
         self._log = log
         self._lines: deque[str] = deque(maxlen=_NUM_LINES_KEPT)
         self._num_ready = 0
+        self.restarts: list[str] = []
+        """Why `multilora-serve` started tritonserver again, each time in its own words."""
         self._changed = threading.Condition()
         self._ports = ["--http-port=0", "--grpc-port=0", "--metrics-port=0"]
         self.http_url = self.grpc_url = ""
@@ -153,6 +156,8 @@ class SandboxedServer:
                 if self._log is not None:
                     with self._log.open("a") as file:
                         file.write(line)
+                if match := _RESTARTING.search(line):
+                    self.restarts.append(match[1])
                 if match := _READY.search(line):
                     self.http_url, self.grpc_url = match[1], match[2]
                     ports = [match[i].split("/metrics")[0].rsplit(":", 1)[1] for i in (1, 2, 3)]

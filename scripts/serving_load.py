@@ -115,6 +115,11 @@ class Load:
             before, self.tally = self.tally, Tally()
         return before
 
+    def num_errors(self) -> Counter[str]:
+        """That clients saw since the tally was made, by code."""
+        with self._lock:
+            return Counter({name: count for name, count in self.tally.seen.items() if name.isupper()})
+
     def wait_until_all_are_right(self, timeout_s: float) -> float:
         """Seconds until every client had a right answer to a request that it made from now on; raises TimeoutError."""
         started = time.monotonic()
@@ -129,12 +134,15 @@ class Load:
         with self._lock:
             self._damaged |= {number for number in self._acknowledged if task_id(number) in task_ids}
 
-    def ask_all(self) -> None:
-        """Ask every adapter that was acknowledged, once."""
+    def ask_all(self) -> set[int]:
+        """Ask every adapter that was acknowledged, once; those that did not answer rightly."""
+        silent = set(self._acknowledged)
         with Client(self._urls[0]) as client:
             for number in list(self._acknowledged):
                 with suppress(MultiloraClientError), self._counting():
-                    self._ask(client, Random(number), number)
+                    if self._ask(client, Random(number), number):
+                        silent.discard(number)
+        return silent
 
     def upload(self, client: Client, number: int) -> None:
         """Raises MultiloraClientError; otherwise the adapter is acknowledged."""

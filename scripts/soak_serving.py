@@ -3,45 +3,55 @@
 Clients ask the base model and adapters that do not all fit into memory, upload, cancel and send requests that are wrong
 (serving_load.py); each call has a deadline, and one that passes it counts as stuck. Meanwhile the anonymous memory of
 every process of the server, and what is in /dev/shm, are measured; each gets a straight line fitted by least squares,
-after a warm-up. Memory that grows shows as a slope that its error bars cannot explain.
+after a warm-up. Memory that grows shows as a slope that its error bars cannot explain (soak_memory.py).
+
+The tritonserver of PyPI can crash when gRPC calls are cancelled (SECURITY.md), and this load cancels many. That one
+death is told, counted and lived with: it must have been the first of the server's processes to die, by a signal of a
+crash (SIGSEGV, SIGABRT), and `multilora-serve` must have it back in time, every client answered. What clients see until
+then is counted, not judged; but an adapter that was acknowledged and no longer answers, an answer that is wrong and a
+request that is stuck are failures as ever. Memory is judged from one start of the server to its end. A stretch too short
+to tell growth from a start is told as such, and a soak that has no other has not passed.
+
+Every other death ends the soak as a failure: of the engine, of a model's process, of `multilora-serve`, and of a
+tritonserver that hung, ran out of memory (SIGKILL) or ended with a status.
 
 It outlives the terminal it was started from: scripts/soak_serving --minutes 60 > soak.log 2>&1 &
 """
 
 from __future__ import annotations
 
+import re
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
 import numpy as np
-import numpy.typing as npt
 import psutil
 import typer
 from inject_faults import Scene, stage
+from process_deaths import Deaths
 from rich import box
 from rich.console import Console
 from rich.table import Column, Table
 from serving_load import ANSWER_TIMEOUT_S, Tally
+from soak_memory import SHORTEST_JUDGED_S, Stretch, measure
 
 from multilora_client import Client, MultiloraClientError
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-SHARED_MEMORY = "/dev/shm"
 
-_NUM_STANDARD_ERRORS = 3
-_NEGLIGIBLE_SLOPE = 1.0
-_NEGLIGIBLE_SHARE = 0.01
-"""MiB an hour, and share of its size: what grows by less than the larger of them is flat, however small its error."""
-
-_WARM_UP_SHARE = 0.25
+_CRASH_SIGNALS = (signal.SIGSEGV, signal.SIGABRT)
+_ENDED = re.compile(r"\(tritonserver ended with status -(\d+)\)$")
+_RECOVERY_TIMEOUT_S = 150.0
 _REPORT_INTERVAL_S = 300.0
 _WIDTH = 110
+_JUDGED = f"Memory is judged in what lasts longer than {SHORTEST_JUDGED_S / 60:g}."
 _BAD_REQUESTS: Sequence[Mapping[str, object]] = (
     {"input_ids": [10**6], "max_tokens": 1},
     {"input_ids": [1], "max_tokens": 0},
@@ -51,75 +61,63 @@ _BAD_REQUESTS: Sequence[Mapping[str, object]] = (
 
 
 @dataclass(frozen=True)
-class Line:
-    """A straight line through bytes over seconds. first, last: MiB; slope, error: MiB an hour, its standard error."""
+class Death:
+    """The server lost a process.
 
-    first: float
-    last: float
-    slope: float
-    error: float
+    at_s: of the soak. first: who died first; several where no order was seen. reason: what multilora-serve said when
+    it started tritonserver again, if it did. recovery_s: from the death until every client was answered again, None if
+    they were not. errors: that clients saw in that time, by code.
+    """
+
+    at_s: float
+    first: frozenset[str]
+    reason: str = ""
+    recovery_s: float | None = None
+    errors: Mapping[str, int] = field(default_factory=dict)
 
     @property
-    def grows(self) -> bool:
-        negligible = max(_NEGLIGIBLE_SLOPE, _NEGLIGIBLE_SHARE * self.first)
-        return self.slope > max(_NUM_STANDARD_ERRORS * self.error, negligible)
-
-
-@dataclass(frozen=True)
-class Samples:
-    """Bytes of each process, and of /dev/shm, at each of `seconds` since the start. dead: who did not see the end."""
-
-    seconds: list[float] = field(default_factory=list)
-    num_bytes: dict[str, list[int]] = field(default_factory=dict)
-    dead: list[str] = field(default_factory=list)
-
-    def line(self, name: str) -> Line:
-        """Fitted to what comes after the warm-up."""
-        start = int(len(self.seconds) * _WARM_UP_SHARE)
-        return fit(self.seconds[start:], self.num_bytes[name][start:])
+    def is_excused(self) -> bool:
+        return "tritonserver" in self.first and is_crash(self.reason)
 
     @property
-    def growing(self) -> list[str]:
-        return [name for name in self.num_bytes if self.line(name).grows]
+    def complaint(self) -> str:
+        """What must not be about it; empty for a crash of tritonserver that was mended."""
+        if not self.is_excused:
+            return f"{', '.join(sorted(self.first))} died" + (f": {self.reason}" if self.reason else "")
+        return "" if self.recovery_s is not None else "the restarted server does not answer every client"
 
 
-def fit(seconds: Sequence[float], num_bytes: Sequence[int]) -> Line:
-    """Least squares. The error supposes deviations that each resemble the one before, as memory's do."""
-    x, y = np.asarray(seconds, float) / 3600, np.asarray(num_bytes, float) / (1 << 20)
-    deviations = x - x.mean()
-    spread = float(deviations @ deviations) or 1.0  # of one sample there is none
-    slope = float(deviations @ y) / spread
-    residuals = y - y.mean() - slope * deviations
-    error = float(np.sqrt(residuals @ residuals / max(1, len(x) - 2) / spread)) * _dependence(residuals)
-    return Line(float(y[0]), float(y[-1]), slope, error)
+@dataclass
+class Record:
+    """What was measured and what happened. A stretch ends with a death. silent: adapters without an answer at last."""
+
+    stretches: list[Stretch] = field(default_factory=list)
+    deaths: list[Death] = field(default_factory=list)
+    silent: Collection[int] = ()
+
+    @property
+    def complaints(self) -> list[str]:
+        growing = [
+            f"{name} grows{self._where(number)}"
+            for number, stretch in enumerate(self.stretches, start=1)
+            for name in stretch.growing
+        ]
+        is_judged = any(stretch.is_judged for stretch in self.stretches)
+        return [
+            *(death.complaint for death in self.deaths if death.complaint),
+            *growing,
+            *([] if is_judged else [f"memory is not judged: no stretch of {SHORTEST_JUDGED_S / 60:g} minutes"]),
+            *([f"{len(self.silent)} adapters do not answer"] if self.silent else []),
+        ]
+
+    def _where(self, number: int) -> str:
+        return f" in stretch {number}" if len(self.stretches) > 1 else ""
 
 
-def _dependence(residuals: npt.NDArray[np.float64]) -> float:
-    """What the error of a slope is multiplied by when each deviation is `r` times the one before, plus chance.
-
-    sqrt((1 + r) / (1 - r)): n such deviations tell as much as n (1 - r) / (1 + r) independent ones. At least 1.
-    """
-    power = float(residuals @ residuals)
-    r = float(residuals[1:] @ residuals[:-1]) / power if power else 0.0
-    return float(np.sqrt((1 + r) / (1 - r))) if 0 < r < 1 else 1.0
-
-
-def measure(processes: Mapping[str, psutil.Process], shared_memory: Path) -> dict[str, int]:
-    """By role the anonymous memory, which is what leaks; files mapped are shared with whoever else runs here.
-
-    Raises psutil.NoSuchProcess for one that has died.
-    """
-    sizes = {name: anonymous_bytes(process) for name, process in processes.items()}
-    return sizes | {SHARED_MEMORY: sum(file.stat().st_blocks * 512 for file in shared_memory.iterdir())}
-
-
-def anonymous_bytes(process: psutil.Process) -> int:
-    """What is in memory and in no file. Raises psutil.NoSuchProcess."""
-    with suppress(OSError):
-        for line in Path(f"/proc/{process.pid}/status").read_text().splitlines():
-            if line.startswith("RssAnon:"):
-                return int(line.split()[1]) << 10
-    raise psutil.NoSuchProcess(process.pid, process.name())
+def is_crash(reason: str) -> bool:
+    """Whether multilora-serve says that tritonserver ended by a signal that it raised itself."""
+    ended = _ENDED.search(reason)
+    return ended is not None and int(ended[1]) in _CRASH_SIGNALS
 
 
 def send_bad_requests(scene: Scene) -> None:
@@ -130,81 +128,157 @@ def send_bad_requests(scene: Scene) -> None:
                 raise AssertionError(f"{request} was answered")
 
 
-def soak(scene: Scene, samples: Samples, seconds: float, interval_s: float, say: Callable[[str], None]) -> None:
-    """Load and measure into `samples`, until a process dies or the time is up; tell every few minutes.
+class Soak:
+    """One soak of a server: load, measure into `record`, tell every few minutes."""
 
-    Raises what a client raised that is no answer of the server.
-    """
-    processes = scene.server.processes()
-    next_report_s = _REPORT_INTERVAL_S
-    with scene.load.running():
-        started = time.monotonic()
-        while (now := time.monotonic() - started) < seconds:
-            try:
-                sizes = measure(processes, scene.server.shared_memory)
-            except psutil.NoSuchProcess:
-                samples.dead.extend(name for name, process in processes.items() if not process.is_running())
-                return
-            samples.seconds.append(now)
-            for name, size in sizes.items():
-                samples.num_bytes.setdefault(name, []).append(size)
-            send_bad_requests(scene)
-            if now > next_report_s:
-                say(_progress(now, samples, scene.load.tally))
-                next_report_s += _REPORT_INTERVAL_S
-            time.sleep(interval_s)
-    scene.load.ask_all()
+    def __init__(
+        self, scene: Scene, record: Record, seconds: float, interval_s: float, say: Callable[[str], None]
+    ) -> None:
+        self._scene = scene
+        self._record = record
+        self._seconds = seconds
+        self._interval_s = interval_s
+        self._say = say
+        self._roles = frozenset[str]()
+        self._errors_before = Counter[str]()
+        self._next_report_s = _REPORT_INTERVAL_S
+
+    def run(self) -> None:
+        """Until the time is up, or a process dies that must not.
+
+        Raises what a client raised that is no answer of the server, and AssertionError for a server that ended.
+        """
+        with self._scene.load.running():
+            self._started = time.monotonic()
+            while self._now() < self._seconds:
+                num_ready, num_restarts = self._scene.server.num_ready, len(self._scene.server.restarts)
+                if not (first := self._live()):
+                    break
+                if not self._recover(Death(self._now(), first), num_ready, num_restarts):
+                    return
+        self._record.silent = self._scene.load.ask_all()
+
+    def _now(self) -> float:
+        return time.monotonic() - self._started
+
+    def _live(self) -> frozenset[str]:
+        """One stretch; who of the server's processes died first and ended it, nobody if the time did."""
+        processes, stretch = self._scene.server.processes(), Stretch()
+        self._roles |= processes.keys()
+        self._record.stretches.append(stretch)
+        if missing := self._roles - processes.keys():
+            return missing
+        with Deaths(processes) as deaths:
+            while self._now() < self._seconds:
+                self._errors_before = self._scene.load.num_errors()
+                with suppress(psutil.NoSuchProcess):
+                    stretch.add(self._now(), measure(processes, self._scene.server.shared_memory))
+                send_bad_requests(self._scene)
+                self._report(stretch)
+                if first := deaths.wait(self._interval_s):
+                    return first
+        return frozenset()
+
+    def _recover(self, death: Death, num_ready: int, num_restarts: int) -> bool:
+        """Wait for the server to be as before, and note what it cost; whether the soak goes on.
+
+        num_ready, num_restarts: the server's, before the death.
+        """
+        self._record.deaths.append(death)
+        if "tritonserver" not in death.first:
+            return False
+        server = self._scene.server
+        server.wait_ready(num_ready + 1)
+        death = replace(death, reason=server.restarts[num_restarts])
+        self._record.deaths[-1] = death
+        with suppress(TimeoutError):
+            self._scene.load.wait_until_all_are_right(_RECOVERY_TIMEOUT_S)
+            errors = self._scene.load.num_errors() - self._errors_before
+            death = replace(death, recovery_s=self._now() - death.at_s, errors=errors)
+            self._record.deaths[-1] = death
+        self._say(f"{death.at_s / 60:.1f} minutes: {describe(death)}")
+        return not death.complaint
+
+    def _report(self, stretch: Stretch) -> None:
+        if self._now() > self._next_report_s:
+            self._say(_progress(self._now(), stretch, self._scene.load.tally))
+            self._next_report_s += _REPORT_INTERVAL_S
 
 
-def _progress(now: float, samples: Samples, tally: Tally) -> str:
-    total = sum(sizes[-1] for sizes in samples.num_bytes.values()) / (1 << 20)
+def describe(death: Death) -> str:
+    errors = ", ".join(f"{count} {code}" for code, count in sorted(death.errors.items())) or "no errors"
+    saw = (
+        "" if death.recovery_s is None else f"; clients saw {errors}, all were answered after {death.recovery_s:.1f} s"
+    )
+    return f"{', '.join(sorted(death.first))} died" + (f": {death.reason}" if death.reason else "") + saw
+
+
+def _progress(now: float, stretch: Stretch, tally: Tally) -> str:
+    total = sum(sizes[-1] for sizes in stretch.num_bytes.values()) / (1 << 20)
     counts = f"{tally.seen['right']:,} right, {len(tally.wrong)} wrong, {len(tally.lost)} lost, {tally.stuck} stuck"
     return f"{now / 60:.0f} minutes: {counts}; {total:.0f} MiB"
 
 
-def render(samples: Samples, tally: Tally) -> list[Table]:
+def render(record: Record, tally: Tally) -> list[Table]:
     """The summary, as Markdown."""
+    return [*(_memory_table(stretch) for stretch in record.stretches if stretch.seconds), _answers_table(tally)]
+
+
+def _memory_table(stretch: Stretch) -> Table:
     columns = ("after warm-up, MiB", "at the end, MiB", "slope, MiB/h", "standard error", "")
-    memory = Table("process", *(Column(name, justify="right") for name in columns), box=box.MARKDOWN)
-    for name in samples.num_bytes:
-        line = samples.line(name)
-        verdict = "GROWS" if line.grows else "flat"
-        memory.add_row(
-            name, f"{line.first:.1f}", f"{line.last:.1f}", f"{line.slope:+.2f}", f"{line.error:.2f}", verdict
-        )
-    answers = Table("answers", Column("count", justify="right"), box=box.MARKDOWN)
+    heading = f"process, minutes {stretch.seconds[0] / 60:.1f} to {stretch.seconds[-1] / 60:.1f}"
+    table = Table(heading, *(Column(name, justify="right") for name in columns), box=box.MARKDOWN)
+    for name in stretch.num_bytes:
+        line = stretch.line(name)
+        numbers = (f"{line.first:.1f}", f"{line.last:.1f}", f"{line.slope:+.2f}", f"{line.error:.2f}")
+        table.add_row(name, *numbers, stretch.verdict(name))
+    return table
+
+
+def _answers_table(tally: Tally) -> Table:
+    table = Table("answers", Column("count", justify="right"), box=box.MARKDOWN)
     for name, count in sorted(tally.seen.items()):
-        answers.add_row(name, f"{count:,}")
+        table.add_row(name, f"{count:,}")
     for name, count in {"wrong": len(tally.wrong), "lost": len(tally.lost), "stuck": tally.stuck}.items():
-        answers.add_row(name, f"{count}")
-    return [memory, answers]
+        table.add_row(name, f"{count}")
+    return table
 
 
-def conclude(samples: Samples, tally: Tally, console: Console) -> bool:
+def conclude(record: Record, tally: Tally, console: Console) -> bool:
     """Print what was seen; whether it is as it must be."""
-    for table in render(samples, tally):
+    for table in render(record, tally):
         console.print(table)
+    for death in record.deaths:
+        console.print(f"{death.at_s / 60:.1f} minutes: {describe(death)}", markup=False, soft_wrap=True)
     complaints = [
-        *(f"{name} died" for name in samples.dead),
-        *(f"{name} grows" for name in samples.growing),
+        *record.complaints,
         *tally.wrong[:5],
         *([f"{len(tally.lost)} adapters are lost"] if tally.lost else []),
         *([f"{tally.stuck} requests were stuck"] if tally.stuck else []),
     ]
-    console.print(f"FAILED: {'; '.join(complaints)}" if complaints else "PASSED", markup=False)
+    num_crashes = sum(death.is_excused for death in record.deaths)
+    restarts = f"tritonserver crashed and was started again: {num_crashes}"
+    verdict = f"FAILED: {'; '.join(complaints)}" if complaints else "PASSED"
+    console.print(f"{restarts}\n{verdict}", markup=False, soft_wrap=True)
     return not complaints
 
 
-def plot(samples: Samples, path: Path) -> None:
-    """Every process over time."""
+def plot(record: Record, path: Path) -> None:
+    """Every process over time; from a death of the server to its recovery it is grey."""
     import matplotlib
 
     matplotlib.use("agg")
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(9, 5))
-    for name, sizes in samples.num_bytes.items():
-        axes.plot(np.asarray(samples.seconds) / 60, np.asarray(sizes) / (1 << 20), label=name)
+    names = dict.fromkeys(name for stretch in record.stretches for name in stretch.num_bytes)
+    for color, name in enumerate(names):
+        for stretch in record.stretches:
+            sizes = np.asarray(stretch.num_bytes.get(name, ())) / (1 << 20)
+            minutes = np.asarray(stretch.seconds[: len(sizes)]) / 60
+            axes.plot(minutes, sizes, color=f"C{color}", label=name if stretch is record.stretches[0] else None)
+    for death in record.deaths:
+        axes.axvspan(death.at_s / 60, (death.at_s + (death.recovery_s or 0)) / 60, color="lightgrey")
     axes.set(xlabel="minutes", ylabel="MiB of anonymous memory", title="multilora under mixed load", ylim=(0, None))
     axes.legend(fontsize="small", ncols=2)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -212,24 +286,26 @@ def plot(samples: Samples, path: Path) -> None:
 
 
 def main(
-    minutes: Annotated[float, typer.Option(help="How long.", min=0.1)] = 60.0,
+    minutes: Annotated[float, typer.Option(help=f"How long. {_JUDGED}", min=0.1)] = 60.0,
     clients: Annotated[int, typer.Option(help="Clients at once.", min=1)] = 8,
     interval: Annotated[float, typer.Option(help="Seconds between measurements.", min=0.1)] = 5.0,
     output: Annotated[Path, typer.Option(help="The plot.")] = REPOSITORY / "bench_results" / "soak_serving.png",
     log: Annotated[Path | None, typer.Option(help="Append what the server writes to this file.")] = None,
 ) -> None:
-    """Soak a server. Ends with status 1 for memory that grows, and for an answer that is wrong, lost or stuck."""
+    """Soak a server. Ends with status 1 for memory that grows, for an answer that is wrong, lost or stuck, and for a
+    process that dies, unless it is the known crash of tritonserver: that is counted.
+    """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     console = Console(width=_WIDTH, highlight=False)
     console.print(f"{clients} clients for {minutes:g} minutes; a line every {_REPORT_INTERVAL_S / 60:g}")
     with tempfile.TemporaryDirectory(prefix="multilora-soak-") as name, stage(clients, Path(name), log) as scene:
-        samples = Samples()
+        record = Record()
         try:
-            soak(scene, samples, minutes * 60, interval, console.print)
+            Soak(scene, record, minutes * 60, interval, console.print).run()
         finally:
-            is_right = conclude(samples, scene.load.tally, console)
-            plot(samples, output)
+            is_right = conclude(record, scene.load.tally, console)
+            plot(record, output)
     console.print(f"plot: {output}")
     raise typer.Exit(0 if is_right else 1)
 

@@ -24,7 +24,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 from inject_faults import FAULTS, Scene, inject, stage
-from soak_serving import SHARED_MEMORY, Samples, soak
+from soak_memory import SHARED_MEMORY
+from soak_serving import Record, Soak
 from telling_adapters import BASE_TOKEN
 
 PROCESSES = {"serve", "tritonserver", "engine", "generation", "generation_unary", "preprocessing", "postprocessing"}
@@ -46,15 +47,16 @@ def scene(tmp_path_factory: pytest.TempPathFactory, log: Path) -> Iterator[Scene
 
 
 def test_a_short_soak_has_no_wrong_lost_or_stuck_request_and_measures_every_process(scene: Scene) -> None:
-    samples = Samples()
-    soak(scene, samples, seconds=6, interval_s=1, say=print)
+    record = Record()
+    Soak(scene, record, seconds=6, interval_s=1, say=print).run()
     tally = scene.load.new_tally()
-    assert samples.dead == []
+    assert (record.deaths, record.silent) == ([], set())
     assert (tally.wrong, tally.lost, tally.stuck) == ([], set(), 0)
     assert tally.seen["right"] > 20
     assert tally.messages == {}
-    assert PROCESSES | {SHARED_MEMORY} <= samples.num_bytes.keys()
-    assert all(min(sizes) > 0 for sizes in samples.num_bytes.values())
+    (stretch,) = record.stretches
+    assert PROCESSES | {SHARED_MEMORY} <= stretch.num_bytes.keys()
+    assert all(min(sizes) > 0 for sizes in stretch.num_bytes.values())
 
 
 @pytest.mark.parametrize("name", SELECTED)

@@ -1,92 +1,185 @@
+"""How a soak is judged, and how it goes on after a crash; with processes that only play the server's."""
+
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
-from contextlib import nullcontext
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, nullcontext
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import psutil
 import pytest
 from rich.console import Console
 from serving_load import Tally
-from soak_serving import SHARED_MEMORY, Samples, conclude, fit, soak
+from soak_memory import SHARED_MEMORY, SHORTEST_JUDGED_S, Stretch
+from soak_serving import Death, Record, Soak, conclude, describe, is_crash, plot
 
 MIB = 1 << 20
+TRITON = frozenset({"tritonserver"})
+SEGFAULT = f"Non-graceful termination detected. (tritonserver ended with status -{signal.SIGSEGV.value})"
 
 
-def test_a_line_is_the_one_numpy_fits_with_its_standard_error() -> None:
-    random = np.random.default_rng(0)
-    seconds = np.sort(random.uniform(0, 600, 200))
-    sizes = (100 * MIB + seconds * 3000 + random.normal(0, MIB, 200)).astype(int)
-    line = fit(list(seconds), list(sizes))
-    (slope, _), covariance = np.polyfit(seconds / 3600, sizes / MIB, 1, cov=True)
-    assert line.slope == pytest.approx(slope)
-    assert line.error == pytest.approx(np.sqrt(covariance[0, 0]), rel=0.2)
+def long_stretch(first: int = MIB, last: int = MIB) -> Stretch:
+    steps = range(5)
+    return Stretch(
+        [i / 4 * SHORTEST_JUDGED_S for i in steps], {"engine": [first + (last - first) * i // 4 for i in steps]}
+    )
 
 
-def test_error_bars_hold_for_deviations_that_resemble_the_one_before() -> None:
-    """Memory that wanders and does not grow: of 300 slopes few are beyond two standard errors."""
-    random = np.random.default_rng(2)
-    noise = random.normal(0, MIB, (300, 300))
-    for i in range(1, 300):
-        noise[:, i] += 0.9 * noise[:, i - 1]
-    seconds = list(np.arange(0.0, 300.0))
-    lines = [fit(seconds, [int(size) for size in row]) for row in noise]
-    assert np.mean([abs(line.slope) > 2 * line.error for line in lines]) < 0.12
+def crash(**fields: Any) -> Death:
+    return Death(**{"at_s": 60.0, "first": TRITON, "reason": SEGFAULT, "recovery_s": 20.0, **fields})
 
 
-@pytest.mark.parametrize(("bytes_per_s", "grows"), [(0, False), (50_000, True)])
-def test_growth_is_what_the_error_bars_cannot_explain(bytes_per_s: int, grows: bool) -> None:
-    random = np.random.default_rng(1)
-    seconds = np.arange(0.0, 300.0)
-    sizes = 100 * MIB + seconds * bytes_per_s + random.normal(0, MIB, 300)
-    assert fit(list(seconds), [int(size) for size in sizes]).grows is grows
+SHORT = Stretch([0.0, 1.0], {"engine": [MIB, 2 * MIB]})
 
 
 @pytest.mark.parametrize(
-    ("first", "growth", "grows"), [(10, 0.9, False), (10, 2, True), (300, 2, False), (300, 4, True)]
-)
-def test_growth_of_less_than_a_mebibyte_or_a_hundredth_an_hour_is_flat(first: int, growth: float, grows: bool) -> None:
-    sizes = [int((first + growth * hours) * MIB) for hours in (0.0, 0.5, 1.0)]
-    assert fit([0.0, 1800.0, 3600.0], sizes).grows is grows
-
-
-def test_what_is_constant_has_no_slope_and_no_error() -> None:
-    line = fit([0.0, 1.0, 2.0], [5 * MIB] * 3)
-    assert (line.first, line.last, line.slope, line.error, line.grows) == (5.0, 5.0, 0.0, 0.0, False)
-
-
-@pytest.mark.parametrize(
-    ("samples", "tally", "complaint"),
+    ("record", "tally", "complaint"),
     [
-        (Samples([0.0, 1.0], {"engine": [MIB, MIB]}), Tally(), ""),
-        (Samples([0.0], {"engine": [MIB]}, ["engine"]), Tally(), "engine died"),
-        (Samples([0.0, 1.0, 2.0], {"engine": [MIB, 2 * MIB, 3 * MIB]}), Tally(), "engine grows"),
-        (Samples([0.0, 1.0], {"engine": [MIB, MIB]}), Tally(wrong=["adapter 3 answered <1>"]), "adapter 3 answered"),
-        (Samples([0.0, 1.0], {"engine": [MIB, MIB]}), Tally(lost={4}), "1 adapters are lost"),
-        (Samples([0.0, 1.0], {"engine": [MIB, MIB]}), Tally(stuck=2), "2 requests were stuck"),
+        (Record([long_stretch()]), Tally(), ""),
+        (Record([long_stretch()]), Tally(Counter({"UNAVAILABLE": 7})), ""),
+        (Record([long_stretch(MIB, 9 * MIB)]), Tally(), "engine grows"),
+        (Record([SHORT, long_stretch(MIB, 9 * MIB)], [crash()]), Tally(), "engine grows in stretch 2"),
+        (Record([SHORT, long_stretch()], [crash()]), Tally(), ""),
+        (Record([SHORT, SHORT], [crash()]), Tally(), "memory is not judged: no stretch of 15 minutes"),
+        (Record([long_stretch()], [crash(recovery_s=None)]), Tally(), "the restarted server does not answer every"),
+        (Record([long_stretch()], [crash(first=frozenset({"engine"}))]), Tally(), "engine died"),
+        (Record([long_stretch()], silent={3}), Tally(), "1 adapters do not answer"),
+        (Record([long_stretch()]), Tally(wrong=["adapter 3 answered <1>"]), "adapter 3 answered"),
+        (Record([long_stretch()]), Tally(lost={4}), "1 adapters are lost"),
+        (Record([long_stretch()]), Tally(stuck=2), "2 requests were stuck"),
     ],
 )
-def test_the_last_line_tells_what_must_not_be(samples: Samples, tally: Tally, complaint: str) -> None:
+def test_the_last_lines_tell_the_restarts_and_what_must_not_be(record: Record, tally: Tally, complaint: str) -> None:
     console = Console(file=StringIO(), width=110)
-    assert conclude(samples, tally, console) is not bool(complaint)
-    last = console.file.getvalue().splitlines()[-1]  # type: ignore[attr-defined]
+    assert conclude(record, tally, console) is not bool(complaint)
+    *_, restarts, last = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert last.startswith("FAILED: " + complaint if complaint else "PASSED")
+    assert restarts.endswith(f": {sum(death.is_excused for death in record.deaths)}")
 
 
-def test_the_warm_up_is_left_out() -> None:
-    samples = Samples([float(i) for i in range(8)], {SHARED_MEMORY: [0, 0, *[MIB] * 6]})
-    assert samples.line(SHARED_MEMORY).slope == 0.0
+@pytest.mark.parametrize(
+    ("reason", "expected"),
+    [
+        (SEGFAULT, True),
+        ("terminate called (tritonserver ended with status -6)", True),
+        ("Killed (tritonserver ended with status -9)", False),
+        ("failed to load all models (tritonserver ended with status 1)", False),
+        ("the server no longer answers: no answer within 10 s", False),
+        ("", False),
+    ],
+)
+def test_only_a_crash_of_its_own_is_excused(reason: str, expected: bool) -> None:
+    assert is_crash(reason) is expected
+    assert Death(1.0, TRITON, reason, 20.0).is_excused is expected
+    assert bool(Death(1.0, TRITON, reason, 20.0).complaint) is not expected
 
 
-def test_a_process_that_dies_ends_the_soak_and_is_named(tmp_path: Path) -> None:
-    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as cat:
-        processes = {"engine": psutil.Process(cat.pid)}
-    server = SimpleNamespace(processes=lambda: processes, shared_memory=tmp_path)
-    scene: Any = SimpleNamespace(server=server, load=SimpleNamespace(running=nullcontext))
-    samples = Samples()
-    soak(scene, samples, 60.0, 1.0, print)
-    assert samples.dead == ["engine"]
+@pytest.mark.parametrize("first", ["engine", "generation", "serve"])
+def test_a_crash_that_another_death_preceded_is_not_excused(first: str) -> None:
+    assert crash(first=frozenset({first})).complaint == f"{first} died: {SEGFAULT}"
+
+
+def test_a_crash_is_told_with_what_clients_saw_of_it() -> None:
+    told = describe(crash(errors={"UNAVAILABLE": 12, "INTERNAL": 1}))
+    assert told.endswith("clients saw 1 INTERNAL, 12 UNAVAILABLE, all were answered after 20.0 s")
+
+
+def test_the_plot_has_every_stretch(tmp_path: Path) -> None:
+    plot(Record([SHORT, long_stretch(), Stretch()], [crash(), crash(recovery_s=None)]), tmp_path / "soak.png")
+    assert (tmp_path / "soak.png").stat().st_size > 1000
+
+
+class FakeServer:
+    """Its processes are `cat`s; what kills tritonserver is told as multilora-serve does, and other `cat`s take over."""
+
+    def __init__(self, resources: ExitStack, shared_memory: Path) -> None:
+        self.shared_memory = shared_memory
+        self.restarts = list[str]()
+        self.num_ready = 1
+        self.http_url = "127.0.0.1:1"
+        self._resources = resources
+        self._start()
+
+    def _start(self) -> None:
+        self._children = {
+            name: self._resources.enter_context(subprocess.Popen(["cat"], stdin=subprocess.PIPE))
+            for name in ("tritonserver", "engine")
+        }
+
+    def processes(self) -> dict[str, psutil.Process]:
+        return {name: psutil.Process(child.pid) for name, child in self._children.items()}
+
+    def wait_ready(self, num_ready: int) -> None:
+        status = self._children["tritonserver"].wait()
+        assert num_ready == self.num_ready + 1
+        self.restarts.append(f"it said nothing (tritonserver ended with status {status})")
+        self._start()
+        self.num_ready = num_ready
+
+    def kill(self, name: str, signal_number: int) -> None:
+        os.kill(self._children[name].pid, signal_number)
+
+
+class FakeLoad:
+    """events: what happens each time the soak reads the errors: before a measurement, and after a recovery."""
+
+    def __init__(self, events: Iterable[Callable[[], None]]) -> None:
+        self._events = iter(events)
+        self.tally = Tally()
+
+    running = staticmethod(nullcontext)
+
+    def num_errors(self) -> Counter[str]:
+        seen = self.tally.seen.copy()
+        next(self._events)()
+        self.tally.seen["UNAVAILABLE"] += 1
+        return seen
+
+    def wait_until_all_are_right(self, timeout_s: float) -> float:
+        return 0.0
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[FakeServer]:
+    with ExitStack() as resources:
+        yield FakeServer(resources, tmp_path)
+
+
+def soak(server: FakeServer, *events: Callable[[], None]) -> tuple[Record, list[str]]:
+    """A soak that events end; what it recorded and what it said."""
+    record, said = Record(), list[str]()
+    scene: Any = SimpleNamespace(server=server, load=FakeLoad(events))
+    Soak(scene, record, seconds=600.0, interval_s=0.05, say=said.append).run()
+    return record, said
+
+
+def test_it_goes_on_with_new_processes_after_a_crash_and_ends_with_any_other_death(server: FakeServer) -> None:
+    crash, end = (
+        partial(server.kill, *kill) for kill in (("tritonserver", signal.SIGABRT), ("engine", signal.SIGKILL))
+    )
+    record, said = soak(server, nothing, crash, nothing, nothing, end)
+    assert [death.first for death in record.deaths] == [TRITON, {"engine"}]
+    assert [death.complaint for death in record.deaths] == ["", "engine died"]
+    assert record.deaths[0].errors == {"UNAVAILABLE": 1}
+    assert [list(stretch.num_bytes) for stretch in record.stretches] == [["tritonserver", "engine", SHARED_MEMORY]] * 2
+    (told,) = said
+    assert "tritonserver died: it said nothing (tritonserver ended with status -6)" in told
+
+
+def test_a_tritonserver_that_something_else_killed_ends_it(server: FakeServer) -> None:
+    record, _ = soak(server, partial(server.kill, "tritonserver", signal.SIGKILL), nothing)
+    assert [death.complaint for death in record.deaths] == [
+        "tritonserver died: it said nothing (tritonserver ended with status -9)"
+    ]
+
+
+def nothing() -> None:
+    """Happens between the events."""
