@@ -9,8 +9,8 @@ The tritonserver of PyPI can crash when gRPC calls are cancelled (SECURITY.md), 
 death is told, counted and lived with: it must have been the first of the server's processes to die, by a signal of a
 crash (SIGSEGV, SIGABRT), and `multilora-serve` must have it back in time, every client answered. What clients see until
 then is counted, not judged; but an adapter that was acknowledged and no longer answers, an answer that is wrong and a
-request that is stuck are failures as ever. Memory is judged from one start of the server to its end. A stretch too short
-to tell growth from a start is told as such, and a soak that has no other has not passed.
+request that is stuck are failures as ever. Memory is judged from one start of the server to its end. A stretch that is
+too short to tell growth from a start is told as such, and a soak that has no other has not passed.
 
 Every other death ends the soak as a failure: of the engine, of a model's process, of `multilora-serve`, and of a
 tritonserver that hung, ran out of memory (SIGKILL) or ended with a status.
@@ -28,6 +28,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -47,7 +48,7 @@ from multilora_client import Client, MultiloraClientError
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 _CRASH_SIGNALS = (signal.SIGSEGV, signal.SIGABRT)
-_ENDED = re.compile(r"\(tritonserver ended with status -(\d+)\)$")
+_ENDED = re.compile(r"^tritonserver was ended by signal (\d+) ")
 _RECOVERY_TIMEOUT_S = 150.0
 _REPORT_INTERVAL_S = 300.0
 _WIDTH = 110
@@ -226,7 +227,7 @@ def render(record: Record, tally: Tally) -> list[Table]:
 
 def _memory_table(stretch: Stretch) -> Table:
     columns = ("after warm-up, MiB", "at the end, MiB", "slope, MiB/h", "standard error", "")
-    heading = f"process, minutes {stretch.seconds[0] / 60:.1f} to {stretch.seconds[-1] / 60:.1f}"
+    heading = f"minutes {stretch.seconds[0] / 60:.1f}-{stretch.seconds[-1] / 60:.1f}"
     table = Table(heading, *(Column(name, justify="right") for name in columns), box=box.MARKDOWN)
     for name in stretch.num_bytes:
         line = stretch.line(name)
@@ -302,7 +303,7 @@ def main(
     with tempfile.TemporaryDirectory(prefix="multilora-soak-") as name, stage(clients, Path(name), log) as scene:
         record = Record()
         try:
-            Soak(scene, record, minutes * 60, interval, console.print).run()
+            Soak(scene, record, minutes * 60, interval, partial(console.print, soft_wrap=True)).run()
         finally:
             is_right = conclude(record, scene.load.tally, console)
             plot(record, output)

@@ -23,7 +23,7 @@ from soak_serving import Death, Record, Soak, conclude, describe, is_crash, plot
 
 MIB = 1 << 20
 TRITON = frozenset({"tritonserver"})
-SEGFAULT = f"Non-graceful termination detected. (tritonserver ended with status -{signal.SIGSEGV.value})"
+SEGFAULT = "tritonserver was ended by signal 11 (Segmentation fault), after: its last line"
 
 
 def long_stretch(first: int = MIB, last: int = MIB) -> Stretch:
@@ -69,8 +69,8 @@ def test_the_last_lines_tell_the_restarts_and_what_must_not_be(record: Record, t
     ("reason", "expected"),
     [
         (SEGFAULT, True),
-        ("terminate called (tritonserver ended with status -6)", True),
-        ("Killed (tritonserver ended with status -9)", False),
+        ("tritonserver was ended by signal 6 (Aborted), after: terminate called", True),
+        ("tritonserver was ended by signal 9 (Killed), after: its last line", False),
         ("failed to load all models (tritonserver ended with status 1)", False),
         ("the server no longer answers: no answer within 10 s", False),
         ("", False),
@@ -120,7 +120,7 @@ class FakeServer:
     def wait_ready(self, num_ready: int) -> None:
         status = self._children["tritonserver"].wait()
         assert num_ready == self.num_ready + 1
-        self.restarts.append(f"it said nothing (tritonserver ended with status {status})")
+        self.restarts.append(f"tritonserver was ended by signal {-status} (named so), after: nothing")
         self._start()
         self.num_ready = num_ready
 
@@ -171,13 +171,13 @@ def test_it_goes_on_with_new_processes_after_a_crash_and_ends_with_any_other_dea
     assert record.deaths[0].errors == {"UNAVAILABLE": 1}
     assert [list(stretch.num_bytes) for stretch in record.stretches] == [["tritonserver", "engine", SHARED_MEMORY]] * 2
     (told,) = said
-    assert "tritonserver died: it said nothing (tritonserver ended with status -6)" in told
+    assert "tritonserver died: tritonserver was ended by signal 6 " in told
 
 
 def test_a_tritonserver_that_something_else_killed_ends_it(server: FakeServer) -> None:
     record, _ = soak(server, partial(server.kill, "tritonserver", signal.SIGKILL), nothing)
     assert [death.complaint for death in record.deaths] == [
-        "tritonserver died: it said nothing (tritonserver ended with status -9)"
+        "tritonserver died: tritonserver was ended by signal 9 (named so), after: nothing"
     ]
 
 

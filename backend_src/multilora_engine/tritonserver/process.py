@@ -181,6 +181,9 @@ class ServerProcess:
     def failure(self, status: int) -> ServerFailed:
         """Why the server, which has ended with `status`, did so."""
         self._clean_up()
+        if status < 0:
+            name = signal.strsignal(-status)
+            return ServerFailed(f"tritonserver was ended by signal {-status} ({name}), after: {self.log.failure}")
         return ServerFailed(f"{self.log.failure} (tritonserver ended with status {status})")
 
     def stop(self) -> int:
