@@ -33,6 +33,7 @@ from light_client import light_asks
 from prepare_default_model import ensure_default_checkpoint
 from rich.console import Console
 from rich.progress import Progress
+from started_server import started_server
 from tokenizers import Tokenizer
 
 from multilora_client import DIRECT, ENSEMBLE, Adapter, AdapterTensors, AsyncClient
@@ -46,9 +47,8 @@ from multilora_engine.engine import Engine
 from multilora_engine.lora.format import adapter_layout, lora_modules
 from multilora_engine.models.model_config import read_model_config
 from multilora_engine.request import GenerationRequest, SamplingParams
-from multilora_engine.tritonserver import ServerOptions, ServerProcess
+from multilora_engine.tritonserver import ServerProcess
 
-REPOSITORY = Path(__file__).resolve().parents[1]
 MODULES = (1, 2, 3, 4, 5, 6, 7)
 ADAPTER_MIXES = ("no adapter", "one adapter", "all different")
 PARTS = ("adapters", "doors", "cost", "load")
@@ -316,17 +316,6 @@ def main(
     if results.stages:
         report_load(results.stages, output, console)
     console.print(f"results are in {output}; {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}")
-
-
-@contextmanager
-def started_server(model: Path, console: Console) -> Iterator[ServerProcess]:
-    options = ServerOptions(
-        model=model, model_repository=REPOSITORY / "model_repository", http_port=0, grpc_port=0, metrics_port=0
-    )
-    with ServerProcess(options) as server:
-        with console.status("starting the server"):
-            server.wait_ready()
-        yield server
 
 
 def report_load(stages: Sequence[Stage], output: Path, console: Console) -> None:

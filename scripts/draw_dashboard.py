@@ -23,9 +23,9 @@ from prepare_default_model import ensure_default_checkpoint
 from rich.console import Console
 from rich.progress import Progress
 from sample_adapters import SAMPLE_ADAPTERS
+from started_server import started_server
 
 from multilora_client import Adapter, AdapterNotFound, Client, load_adapter
-from multilora_engine.tritonserver import ServerOptions, ServerProcess
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -42,9 +42,7 @@ def main(
     output: Annotated[Path, typer.Option(help="The picture.")] = REPOSITORY / "bench_results" / "dashboard.png",
 ) -> None:
     """Serve, ask, scrape, and draw."""
-    options = ServerOptions(model=ensure_default_checkpoint(), http_port=0, grpc_port=0, metrics_port=0)
-    with ServerProcess(options) as server, console.status("starting tritonserver"):
-        server.wait_ready()
+    with started_server(ensure_default_checkpoint(), console) as server:
         console.print("the server is ready")
         with Prometheus(server.metrics_url.removeprefix("http://").split("/")[0]) as prometheus:
             start = time.time()

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import resource
-import signal
 import socket
 import tempfile
 import time
@@ -29,6 +28,7 @@ from rich.progress import track
 from rich.table import Column, Table
 from sandboxed_server import SandboxedServer, namespace
 from serving_load import Load, Tally
+from started_server import sigterm_as_ctrl_c
 from telling_adapters import MAX_RANK, PROMPT_TOKENS, save_checkpoint
 
 from multilora_client import Client, MultiloraClientError
@@ -254,7 +254,7 @@ def stage(num_clients: int, directory: Path, log: Path | None = None) -> Iterato
     (cache := directory / "cache").mkdir()
     model = save_checkpoint(directory / "model")
     layout: AdapterLayout = adapter_layout(read_model_config(model), MAX_RANK, "float32")
-    with namespace(cache, _CACHE_BYTES, _SHM_BYTES) as prefix:
+    with sigterm_as_ctrl_c(), namespace(cache, _CACHE_BYTES, _SHM_BYTES) as prefix:
         server = SandboxedServer(prefix, model, cache, _PARAMETERS | {"lora_cache_dir": str(cache)}, log)
         try:
             server.start(*_ARGUMENTS)
@@ -288,7 +288,6 @@ def main(
     log: Annotated[Path | None, typer.Option(help="Append what the server writes to this file.")] = None,
 ) -> None:
     """Inject every fault, one after the other, into one server. Ends with status 1 if anything is not as it must be."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     console, outcomes = Console(), list[Outcome]()
     chosen = [each for each in FAULTS if not fault or any(part in each.name for part in fault)]
     try:

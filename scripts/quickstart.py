@@ -6,7 +6,6 @@ side. It ends with what a client sees that asks for an adapter the server does n
 import asyncio
 import json
 import shlex
-import signal
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
@@ -21,6 +20,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 from sample_adapters import SAMPLE_ADAPTERS
+from started_server import sigterm_as_ctrl_c
 
 from multilora_client import Adapter, AsyncClient, Client, Message, MultiloraClientError, load_adapter
 from multilora_client.peft_directory import read_peft_directory
@@ -65,8 +65,7 @@ def main(
     ] = False,
 ) -> None:
     """Serve a model, and show sample LoRA adapters answering together with it in one batch."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with errors_as_one_line(), ExitStack() as resources:
+    with errors_as_one_line(), sigterm_as_ctrl_c(), ExitStack() as resources:
         checkpoint = resolve_checkpoint(model) if model else ensure_default_checkpoint()
         log = resources.enter_context((cache_directory() / "quickstart.log").open("w", buffering=1))
         server = resources.enter_context(

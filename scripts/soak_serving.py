@@ -296,7 +296,6 @@ def main(
     """Soak a server. Ends with status 1 for memory that grows, for an answer that is wrong, lost or stuck, and for a
     process that dies, unless it is the known crash of tritonserver: that is counted.
     """
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     console = Console(width=_WIDTH, highlight=False)
     console.print(f"{clients} clients for {minutes:g} minutes; a line every {_REPORT_INTERVAL_S / 60:g}")

@@ -10,12 +10,18 @@ from pathlib import Path
 
 import torch
 from prepare_default_model import ensure_default_checkpoint
+from started_server import started_server
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from multilora_engine.models.model_config import read_model_config
-from multilora_engine.tritonserver import ServerOptions, ServerProcess
+from multilora_engine.tritonserver import ServerProcess
 
-_MODEL_REPOSITORY = Path(__file__).resolve().parents[1] / "model_repository"
+_PARAMETERS = {
+    "num_threads": "1",
+    "kv_cache_memory_bytes": "16MiB",
+    "max_num_seqs": "16",
+    "lora_cache_host_memory_bytes": "32MiB",
+}
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 
@@ -24,21 +30,7 @@ def tiny_server() -> Iterator[tuple[ServerProcess, Path]]:
     """A server that is ready, on free ports, and its model's directory."""
     with tempfile.TemporaryDirectory() as directory:
         model = save_tiny_model(Path(directory))
-        options = ServerOptions(
-            model=model,
-            model_repository=_MODEL_REPOSITORY,
-            overrides={
-                "num_threads": "1",
-                "kv_cache_memory_bytes": "16MiB",
-                "max_num_seqs": "16",
-                "lora_cache_host_memory_bytes": "32MiB",
-            },
-            http_port=0,
-            grpc_port=0,
-            metrics_port=0,
-        )
-        with ServerProcess(options) as server:
-            server.wait_ready()
+        with started_server(model, **_PARAMETERS) as server:
             yield server, model
 
 

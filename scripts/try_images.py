@@ -27,6 +27,7 @@ from prepare_default_model import ensure_default_checkpoint
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from started_server import sigterm_as_ctrl_c
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -67,7 +68,7 @@ def main(
     ] = None,
 ) -> None:
     """Carry out the Dockerfiles in clean roots, start what they say, and ask it something."""
-    with tempfile.TemporaryDirectory(prefix="multilora-images-") as temporary:
+    with sigterm_as_ctrl_c(), tempfile.TemporaryDirectory(prefix="multilora-images-") as temporary:
         place = (folder or Path(temporary)).absolute()
         place.mkdir(parents=True, exist_ok=True)
         try:

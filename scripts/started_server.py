@@ -1,0 +1,44 @@
+"""A server of a script's own, which ends with it."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+
+from multilora_engine.tritonserver import ServerOptions, ServerProcess
+
+MODEL_REPOSITORY = Path(__file__).resolve().parents[1] / "model_repository"
+
+
+@contextmanager
+def started_server(model: Path, console: Console | None = None, **overrides: str) -> Iterator[ServerProcess]:
+    """A server that is ready, on free ports; console: shows that it starts. overrides: of the engine's parameters.
+
+    SIGTERM interrupts the script as Ctrl-C does: it would leave the server behind otherwise.
+    """
+    options = ServerOptions(
+        model=model,
+        model_repository=MODEL_REPOSITORY,
+        overrides=overrides,
+        http_port=0,
+        grpc_port=0,
+        metrics_port=0,
+    )
+    with sigterm_as_ctrl_c(), ServerProcess(options) as server:
+        with (console or Console(quiet=True)).status("starting the server"):
+            server.wait_ready()
+        yield server
+
+
+@contextmanager
+def sigterm_as_ctrl_c() -> Iterator[None]:
+    """SIGTERM raises KeyboardInterrupt, so that what is open is closed. For the main thread."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
