@@ -18,11 +18,16 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as TokenizerBackend
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from multilora_engine.errors import ConfigError, InvalidRequest
 
 _SPACE_MARK = "▁"
+_PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
+"""What tokenizer_config.json names (until transformers 5, and since) where tokenizer.json alone is the tokenizer."""
+
+_PLAIN_MODEL_TYPES = ("llama", "qwen3")
+"""For others transformers knows checkpoints that name the wrong class, and takes the model type's own."""
 
 
 class Tokenizer:
@@ -266,12 +271,40 @@ class _StopMatcher:
 
 def _load(path: Path) -> PreTrainedTokenizerFast:
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        tokenizer = _read_plain(path) if _is_plain(path) else _read_by_class(path)
     except Exception as error:  # its readers raise many types, all of them about the files of this directory
         raise ConfigError(f"cannot load a tokenizer from {path}: {error}") from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ConfigError(f"{path} has no fast tokenizer; add its tokenizer.json")
     return tokenizer
+
+
+def _is_plain(path: Path) -> bool:
+    """Whether the files say that tokenizer.json is all of the tokenizer, so that no class need be looked for."""
+    if not (path / "tokenizer.json").exists():
+        return False
+    tokenizer_config, config = (_read_json(path / name) for name in ("tokenizer_config.json", "config.json"))
+    return (
+        tokenizer_config.get("tokenizer_class") in _PLAIN_CLASSES
+        and "auto_map" not in tokenizer_config
+        and config.get("model_type", _PLAIN_MODEL_TYPES[0]) in _PLAIN_MODEL_TYPES
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """{} for a file that is not there."""
+    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
+
+
+def _read_plain(path: Path) -> Any:
+    return PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
+
+
+def _read_by_class(path: Path) -> Any:
+    # Looking for the class imports torch, its compiler and much of transformers: seconds of CPU, and 100 MB that stay.
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
 
 
 def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:

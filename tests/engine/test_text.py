@@ -16,7 +16,7 @@ from tokenizers import Tokenizer as TokenizerBackend
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from multilora_engine.errors import ConfigError, InvalidRequest
-from multilora_engine.text import TextDelta, TextStream, Tokenizer
+from multilora_engine.text import TextDelta, TextStream, Tokenizer, _load
 
 TEXTS = [
     "The quick brown fox jumps over the lazy dog.",
@@ -189,6 +189,49 @@ class TestSentencepiece:
         backend = TokenizerBackend(models.Unigram([("<unk>", 0.0), ("▁a", -1.0), ("b", -2.0)], 0))
         backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
         assert Tokenizer(save(tmp_path, backend)).decode([1, 2, 1]) == " ab a"
+
+
+class TestFiles:
+    @pytest.mark.parametrize(
+        ("tokenizer_class", "model_type"),
+        [
+            ("TokenizersBackend", "llama"),
+            ("PreTrainedTokenizerFast", "llama"),
+            ("PreTrainedTokenizerFast", "qwen3"),
+            ("PreTrainedTokenizerFast", "qwen2"),
+            ("PreTrainedTokenizerFast", "mistral"),
+            ("PreTrainedTokenizerFast", None),
+            ("Qwen2Tokenizer", "qwen3"),
+            ("LlamaTokenizerFast", "llama"),
+            (None, "llama"),
+        ],
+    )
+    def test_whatever_class_they_name_it_is_the_tokenizer_that_transformers_takes(
+        self, tmp_path: Path, tokenizer_class: str | None, model_type: str | None
+    ) -> None:
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        backend = TokenizerBackend(models.BPE({c: i for i, c in enumerate([*alphabet, "ab"])}, [("a", "b")]))
+        backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
+        backend.add_special_tokens([AddedToken("<s>", special=True)])
+        save(tmp_path, backend, bos_token="<s>", eos_token="<s>", chat_template="{{ messages }}")
+        config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+        del config["tokenizer_class"]
+        named = {"tokenizer_class": tokenizer_class} if tokenizer_class else {}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | named))
+        if model_type:
+            (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+        self.assert_same(_load(tmp_path), AutoTokenizer.from_pretrained(tmp_path))
+
+    def test_a_sentencepiece_tokenizer_is_the_one_that_transformers_takes(self, tmp_path: Path) -> None:
+        path = sentencepiece_tokenizer(tmp_path)
+        self.assert_same(_load(path), AutoTokenizer.from_pretrained(path))
+
+    def assert_same(self, actual: Any, expected: Any) -> None:
+        assert type(actual) is type(expected)
+        assert actual.backend_tokenizer.to_str() == expected.backend_tokenizer.to_str()
+        assert actual.special_tokens_map == expected.special_tokens_map
+        assert actual.chat_template == expected.chat_template
+        assert repr(actual) == repr(expected)
 
 
 class TestUnsupported:
