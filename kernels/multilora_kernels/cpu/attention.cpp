@@ -22,7 +22,7 @@ namespace multilora {
 namespace {
 
 // Queries of one task, unless the heads that share a key-value head are more.
-constexpr int64_t kMaxQueries = 64;
+constexpr int64_t kMaxQueries = 48;
 // Cost of loading one key and value, in multiplications of one with a query.
 constexpr int64_t kKeyLoadCost = 4;
 // Least cost that is worth a thread of its own: some microseconds.
@@ -100,7 +100,7 @@ struct Pieces {
   }
 };
 
-// Of some queries; see AttentionTask. max and sum follow the rows of out.
+// Of some queries; see DecodeTask. max and sum follow the rows of out.
 struct Results {
   float *out, *max, *sum;
 
@@ -115,15 +115,17 @@ const int64_t* block_table_of(const Batch& batch, const Piece& piece) {
   return tables.const_data_ptr<int64_t>() + piece.sequence * tables.stride(0);
 }
 
-AttentionTask attention_task(const Batch& batch, const Piece& piece, const Results& results) {
+// out: [num_tokens, num_heads * head_dim]
+AttentionTask attention_task(const Batch& batch, const Piece& piece, const at::Tensor& out) {
   const auto head_of = [&](const at::Tensor& cache) {
     return static_cast<const char*>(cache.const_data_ptr()) + piece.head * cache.stride(1) * cache.element_size();
   };
-  const float* q = batch.q.const_data_ptr<float>() + piece.first_token * batch.q.stride(0);
-  return {q + piece.head * batch.group() * batch.q.stride(1), batch.q.stride(0), piece.tokens, batch.group(),
-          batch.head_dim(), batch.scale, piece.first_position, batch.sequences.window, head_of(batch.keys), head_of(batch.values),
-          batch.keys.stride(0), block_table_of(batch, piece), batch.sequences.block_size, piece.first_key, piece.end_key, results.out,
-          results.max, results.sum};
+  const int64_t first_element = piece.head * batch.group() * batch.head_dim();
+  const float* q = batch.q.const_data_ptr<float>() + piece.first_token * batch.q.stride(0) + first_element;
+  float* to = out.mutable_data_ptr<float>() + piece.first_token * out.stride(0) + first_element;
+  return {q, batch.q.stride(0), piece.tokens, batch.group(), batch.head_dim(), batch.scale, piece.first_position,
+          batch.sequences.window, head_of(batch.keys), head_of(batch.values), batch.keys.stride(0), block_table_of(batch, piece),
+          batch.sequences.block_size, piece.first_key, piece.end_key, to, out.stride(0)};
 }
 
 DecodeTask decode_task(const Batch& batch, const Piece& piece, const Results& results) {
@@ -133,15 +135,12 @@ DecodeTask decode_task(const Batch& batch, const Piece& piece, const Results& re
           results.max, results.sum};
 }
 
-// out: [num_tokens, num_heads * head_dim]
+// All heads of a single query. out: [num_tokens, num_heads * head_dim]
 void write(const Batch& batch, const Piece& piece, const Results& results, const at::Tensor& out) {
   const int64_t head_dim = batch.head_dim();
-  const int64_t first_head = piece.head == kAllHeads ? 0 : piece.head * batch.group();
-  const int64_t heads = piece.head == kAllHeads ? batch.q.size(1) : batch.group();
-  for (int64_t i = 0; i < piece.tokens * heads; ++i) {
+  for (int64_t i = 0; i < batch.q.size(1); ++i) {
     const float* from = results.out + i * padded_head_dim(head_dim);
-    float* to = out.mutable_data_ptr<float>() + (piece.first_token + i / heads) * out.stride(0) +
-        (first_head + i % heads) * head_dim;
+    float* to = out.mutable_data_ptr<float>() + piece.first_token * out.stride(0) + i * head_dim;
     const float share = 1.0f / results.sum[i];
     for (int64_t d = 0; d < head_dim; ++d) {
       to[d] = from[d] * share;
@@ -190,17 +189,18 @@ struct Run {
   void some(int64_t begin, int64_t end) const {
     const int64_t queries = std::max(batch.tokens_per_piece() * batch.group(), batch.q.size(1));
     const int64_t scratch_size = std::max(attention_scratch(queries, batch.head_dim()), decode_scratch(queries));
-    const std::unique_ptr<float[]> memory(new float[scratch_size + Results::size(queries, batch.head_dim())]);
-    const Results own(memory.get() + scratch_size, queries, batch.head_dim());
+    // As a tensor, whose memory begins with a cache line.
+    const at::Tensor memory = at::empty({scratch_size + Results::size(queries, batch.head_dim())}, out.options());
+    float* scratch = memory.mutable_data_ptr<float>();
+    const Results own(scratch + scratch_size, queries, batch.head_dim());
     for (int64_t i = begin; i < end; ++i) {
       const Piece& piece = pieces.list[i];
-      const Results results = piece.partial < 0 ? own : partial(piece.partial);
-      if (piece.head == kAllHeads) {
-        kernels.decode(decode_task(batch, piece, results), memory.get());
+      if (piece.head != kAllHeads) {
+        kernels.attend(attention_task(batch, piece, out), scratch);
+      } else if (piece.partial >= 0) {
+        kernels.decode(decode_task(batch, piece, partial(piece.partial)), scratch);
       } else {
-        kernels.attend(attention_task(batch, piece, results), memory.get());
-      }
-      if (piece.partial < 0) {
+        kernels.decode(decode_task(batch, piece, own), scratch);
         write(batch, piece, own, out);
       }
     }

@@ -1,15 +1,17 @@
 // Attention of several queries over the paged cache, written once over a vector type `Vec` (avx512.cpp, avx2.cpp and
 // plain.cpp bring one); of a single one: decode.h.
 //
-// A task is one key-value head of one sequence with a block of its queries and a range of its keys. Keys are taken
-// kKeyTile at a time, as float32 and transposed, so that scores and output are products of the same shape; the softmax
-// is carried along (arXiv:2205.14135, algorithm 1). Tiles begin at multiples of kKeyTile, and every score, sum and
-// output is one chain of operations in the order of the keys: a query's result does not depend on the other queries.
+// A task is one key-value head of one sequence with a block of its queries and a range of its keys. Every query has a lane
+// to itself: scores are [key, query] and outputs [element, query], so that both are products of the cache's rows, read where
+// they lie, with vectors of queries, and the softmax never looks across lanes. It is carried along from tile to tile of
+// keys (arXiv:2205.14135, algorithm 1). Tiles begin at multiples of kKeyTile, and every score, sum and output is one chain
+// of operations in the order of the keys: a query's result does not depend on the other queries.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 #include <limits>
+#include <type_traits>
 
 #include "exponential.h"
 #include "tiles.h"
@@ -18,129 +20,192 @@
 namespace multilora {
 namespace {
 
-// c[r, :] = (c[r, :] * scale[r] or 0) + sum_k a[r, k] * b[k, :] for Rows rows and Vectors vectors of columns.
-template <class Vec, int Rows, int Vectors>
-MULTILORA_INLINE void multiply_tile(const float* a, int64_t a_stride, const float* b, int64_t b_stride, int64_t depth,
-                                    const float* scale, float* c, int64_t c_stride) {
+// Vectors of queries in one product: with kLinearRows rows they fill the registers.
+constexpr int kQueryVectors = 3;
+
+// c[r, :] = c[r, :] * scale[:] + sum_k element(r, k) * b[k, :] for kLinearRows rows and Vectors vectors of columns; without
+// a scale c counts as zero. Rows of b and c are `stride` apart. Not inlined: it needs all registers.
+template <class Vec, int Vectors, class Element>
+__attribute__((noinline)) void multiply_tile(const Element& element, const float* b, int64_t depth, const float* scale, float* c,
+                                             int64_t stride) {
   using F = typename Vec::F;
-  F sum[Rows][Vectors];
-  for (int r = 0; r < Rows; ++r) {
+  constexpr int kRows = Vec::kLinearRows;
+  F sum[kRows][Vectors];
+  for (int r = 0; r < kRows; ++r) {
     for (int v = 0; v < Vectors; ++v) {
-      const float* place = c + r * c_stride + v * Vec::kWidth;
-      sum[r][v] = scale ? Vec::mul(Vec::load(place), Vec::broadcast(scale[r])) : Vec::zero();
+      const int64_t column = v * Vec::kWidth;
+      sum[r][v] = scale ? Vec::mul(Vec::load(c + r * stride + column), Vec::load(scale + column)) : Vec::zero();
     }
   }
   for (int64_t k = 0; k < depth; ++k) {
     F columns[Vectors];
     for (int v = 0; v < Vectors; ++v) {
-      columns[v] = Vec::load(b + k * b_stride + v * Vec::kWidth);
+      columns[v] = Vec::load(b + k * stride + v * Vec::kWidth);
     }
-    for (int r = 0; r < Rows; ++r) {
-      const F value = Vec::broadcast(a[r * a_stride + k]);
+    for (int r = 0; r < kRows; ++r) {
+      const F value = Vec::broadcast_once(element(r, k));
       for (int v = 0; v < Vectors; ++v) {
         sum[r][v] = Vec::fma(value, columns[v], sum[r][v]);
       }
     }
   }
-  for (int r = 0; r < Rows; ++r) {
+  for (int r = 0; r < kRows; ++r) {
     for (int v = 0; v < Vectors; ++v) {
-      Vec::store(c + r * c_stride + v * Vec::kWidth, sum[r][v]);
+      Vec::store(c + r * stride + v * Vec::kWidth, sum[r][v]);
     }
   }
 }
 
-// The same for any number of columns that is a multiple of the vector's width.
-template <class Vec, int Rows>
-MULTILORA_INLINE void multiply(const float* a, int64_t a_stride, const float* b, int64_t b_stride, int64_t depth,
-                               const float* scale, float* c, int64_t c_stride, int64_t columns) {
-  constexpr int kVectors = Vec::kAttentionVectors;
-  int64_t n = 0;
-  for (; n + kVectors * Vec::kWidth <= columns; n += kVectors * Vec::kWidth) {
-    multiply_tile<Vec, Rows, kVectors>(a, a_stride, b + n, b_stride, depth, scale, c + n, c_stride);
-  }
-  for (; n < columns; n += Vec::kWidth) {
-    multiply_tile<Vec, Rows, 1>(a, a_stride, b + n, b_stride, depth, scale, c + n, c_stride);
+// to[c, r] = from[r, c]; rows and columns are multiples of kDimUnit.
+template <class Vec>
+void transpose(const float* from, int64_t rows, int64_t columns, float* to) {
+  typename Vec::F column[kDimUnit];
+  for (int64_t r = 0; r < rows; r += Vec::kWidth) {
+    for (int64_t c = 0; c < columns; c += kDimUnit) {
+      Vec::template transpose<kDimUnit>(from + r * columns + c, columns, column);
+      for (int i = 0; i < kDimUnit; ++i) {
+        Vec::store(to + (c + i) * rows + r, column[i]);
+      }
+    }
   }
 }
 
 // The keys first + begin .. first + end - 1; first is a multiple of kKeyTile.
-struct KeyRange {
+struct KeyTile {
   int64_t first, begin, end;
+  int64_t slot_offsets[kKeyTile];  // of each key in the cache, in elements; of one that is not in the tile, a neighbour's
+};
 
-  // Of the tile, the part that is worked on: whole vectors.
-  int64_t columns(int64_t width) const { return (end + width - 1) / width * width; }
+// Rows of keys or values: row j is base + offsets[j].
+struct CacheRows {
+  const float* base;
+  const int64_t* offsets;
 };
 
 template <class Vec, class T>
-struct Attention {
-  using F = typename Vec::F;
-  static constexpr int64_t kQueryTile = 4;
-
-  const AttentionTask& task;
-  const int64_t head_dim, padded_dim, queries;
-  // Parts of the scratch memory, see attention_scratch.
-  float *keys_transposed, *tile, *scores, *q;
-
+class Attention {
+ public:
   Attention(const AttentionTask& task, float* scratch)
       : task(task), head_dim(task.head_dim), padded_dim(padded_head_dim(head_dim)), queries(task.tokens * task.group),
-        keys_transposed(scratch), tile(keys_transposed + padded_dim * kKeyTile), scores(tile + kKeyTile * padded_dim),
-        q(scores + kQueryTile * kKeyTile) {}
+        lanes(padded_queries(queries)), q(scratch), out(q + padded_dim * lanes), scores(out + padded_dim * lanes),
+        max(scores + kKeyTile * lanes), sum(max + lanes), scale(sum + lanes), rows(scale + lanes) {
+    for (int64_t j = 0; j < kKeyTile; ++j) {
+      row_offsets[j] = j * padded_dim;
+    }
+  }
 
   void run() const {
     load_queries();
-    for (int64_t i = 0; i < queries; ++i) {
-      task.max[i] = -std::numeric_limits<float>::infinity();
-      task.sum[i] = 0;
-      std::fill_n(task.out + i * padded_dim, padded_dim, 0.0f);
+    std::fill_n(out, padded_dim * lanes, 0.0f);
+    std::fill_n(max, lanes, std::numeric_limits<float>::lowest());
+    std::fill_n(sum, lanes, 0.0f);
+    KeyTile next = tile_from(task.first_key / kKeyTile * kKeyTile);
+    while (next.end > 0) {
+      const KeyTile tile = next;
+      next = tile_from(tile.first + kKeyTile);
+      add_keys(tile, next);
     }
-    for (int64_t key = task.first_key / kKeyTile * kKeyTile; key < task.end_key; key += kKeyTile) {
-      add_keys({key, std::max(task.first_key - key, int64_t(0)), std::min(kKeyTile, task.end_key - key)});
-    }
+    store_outputs();
   }
+
+ private:
+  using F = typename Vec::F;
+  static constexpr int kRows = Vec::kLinearRows;
+  static_assert(kKeyTile % kRows == 0 && kDimUnit % kRows == 0, "tiles and heads are whole groups of rows");
+
+  template <int N>
+  using Count = std::integral_constant<int, N>;
+
+  const AttentionTask& task;
+  const int64_t head_dim, padded_dim, queries, lanes;
+  float *const q, *const out;        // [padded_dim, lanes]
+  float* const scores;               // [kKeyTile, lanes], then weights
+  float *const max, *const sum;      // [lanes]
+  float* const scale;                // [lanes], of what is in `out` and `sum` when a tile is added
+  float* const rows;                 // [kKeyTile or lanes, padded_dim]
+  int64_t row_offsets[kKeyTile];     // in `rows`
 
   // Scaled, and padded with zeros.
   void load_queries() const {
-    for (int64_t i = 0; i < queries; ++i) {
-      const float* from = task.q + i / task.group * task.q_stride + i % task.group * head_dim;
-      for (int64_t d = 0; d < padded_dim; ++d) {
-        q[i * padded_dim + d] = d < head_dim ? from[d] * task.scale : 0.0f;
-      }
-    }
-  }
-
-  void add_keys(const KeyRange& keys) const {
-    load_rows(task.keys, keys, task.values);
-    transpose_keys(keys);
-    load_rows(task.values, keys, nullptr);
-    int64_t i = 0;
-    for (; i + kQueryTile <= queries; i += kQueryTile) {
-      add_keys_to<kQueryTile>(i, keys);
-    }
-    switch (queries - i) {
-      case 3:
-        return add_keys_to<3>(i, keys);
-      case 2:
-        return add_keys_to<2>(i, keys);
-      case 1:
-        return add_keys_to<1>(i, keys);
-    }
-  }
-
-  // tile[j, :] = rows of the keys `first` + j, as float32 and padded with zeros; what is not in the range is not read.
-  // `next`: the cache whose rows are loaded after these, on their way meanwhile.
-  void load_rows(const void* cache, const KeyRange& keys, const void* next) const {
-    std::fill_n(tile, keys.begin * padded_dim, 0.0f);
-    for (int64_t j = keys.begin; j < keys.end; ++j) {
-      const int64_t key = keys.first + j;
-      const int64_t slot = task.block_table[key / task.block_size] * task.block_size + key % task.block_size;
-      const T* from = static_cast<const T*>(cache) + slot * task.slot_stride;
-      if (next) {
-        const char* row = reinterpret_cast<const char*>(static_cast<const T*>(next) + slot * task.slot_stride);
-        for (int64_t byte = 0; byte < head_dim * int64_t(sizeof(T)); byte += kCacheLine) {
-          __builtin_prefetch(row + byte);
+    std::fill_n(rows, lanes * padded_dim, 0.0f);
+    for (int64_t token = 0; token < task.tokens; ++token) {
+      for (int64_t i = 0; i < task.group; ++i) {
+        const float* from = task.q + token * task.q_stride + i * head_dim;
+        float* to = rows + (token * task.group + i) * padded_dim;
+        for (int64_t d = 0; d < head_dim; ++d) {
+          to[d] = from[d] * task.scale;
         }
       }
-      float* to = tile + j * padded_dim;
+    }
+    transpose<Vec>(rows, lanes, padded_dim, q);
+  }
+
+  void store_outputs() const {
+    for (int64_t lane = 0; lane < lanes; lane += Vec::kWidth) {
+      const F share = Vec::div(Vec::broadcast(1.0f), Vec::load(sum + lane));
+      for (float* place = out + lane; place < out + padded_dim * lanes; place += lanes) {
+        Vec::store(place, Vec::mul(Vec::load(place), share));
+      }
+    }
+    transpose<Vec>(out, padded_dim, lanes, rows);
+    for (int64_t token = 0; token < task.tokens; ++token) {
+      for (int64_t i = 0; i < task.group; ++i) {
+        std::copy_n(rows + (token * task.group + i) * padded_dim, head_dim, task.out + token * task.out_stride + i * head_dim);
+      }
+    }
+  }
+
+  // Behind the last key it is empty.
+  KeyTile tile_from(int64_t first) const {
+    KeyTile tile{first, std::max<int64_t>(task.first_key - first, 0), std::min(task.end_key - first, kKeyTile), {}};
+    if (tile.end <= 0) {
+      return tile;
+    }
+    for (int64_t j = tile.begin; j < tile.end;) {
+      const int64_t place = (first + j) % task.block_size;
+      int64_t slot = task.block_table[(first + j) / task.block_size] * task.block_size + place;
+      for (const int64_t end = std::min(tile.end, j + task.block_size - place); j < end; ++j) {
+        tile.slot_offsets[j] = slot++ * task.slot_stride;
+      }
+    }
+    std::fill_n(tile.slot_offsets, tile.begin, tile.slot_offsets[tile.begin]);
+    std::fill(tile.slot_offsets + tile.end, tile.slot_offsets + kKeyTile, tile.slot_offsets[tile.end - 1]);
+    return tile;
+  }
+
+  // What is multiplied next is fetched meanwhile: values with the scores, the next tile's keys with the outputs.
+  void add_keys(const KeyTile& tile, const KeyTile& next) const {
+    const CacheRows keys = load_rows(task.keys, tile);
+    for_each_block([&](auto vectors, int64_t lane) { score<vectors.value>(lane, keys, tile); });
+    hide_unseen(tile);
+    for_each_block([&](auto vectors, int64_t lane) { weigh<vectors.value>(lane, tile); });
+    const CacheRows values = load_rows(task.values, tile);
+    for_each_block([&](auto vectors, int64_t lane) { add_values<vectors.value>(lane, values, tile, next); });
+  }
+
+  // Calls block(Count<vectors>, first lane) until all lanes are covered.
+  template <class Block>
+  void for_each_block(const Block& block) const {
+    constexpr int64_t kBlock = kQueryVectors * Vec::kWidth;
+    int64_t lane = 0;
+    for (; lanes - lane >= kBlock; lane += kBlock) {
+      block(Count<kQueryVectors>{}, lane);
+    }
+    for (; lane < lanes; lane += Vec::kWidth) {
+      block(Count<1>{}, lane);
+    }
+  }
+
+  // Whole rows of float32 are used where they lie; others are converted and padded with zeros.
+  CacheRows load_rows(const void* cache, const KeyTile& tile) const {
+    if constexpr (std::is_same_v<T, float>) {
+      if (head_dim == padded_dim) {
+        return {static_cast<const float*>(cache), tile.slot_offsets};
+      }
+    }
+    for (int64_t j = tile.begin; j < tile.end; ++j) {
+      const T* from = static_cast<const T*>(cache) + tile.slot_offsets[j];
+      float* to = rows + row_offsets[j];
       int64_t d = 0;
       for (; d + Vec::kWidth <= head_dim; d += Vec::kWidth) {
         Vec::store(to + d, Vec::load(from + d));
@@ -149,64 +214,108 @@ struct Attention {
         Vec::store(to + d, Vec::load_first(from + d, int(std::max<int64_t>(head_dim - d, 0))));
       }
     }
-    std::fill_n(tile + keys.end * padded_dim, (keys.columns(Vec::kWidth) - keys.end) * padded_dim, 0.0f);
+    return {rows, row_offsets};
   }
 
-  void transpose_keys(const KeyRange& keys) const {
-    F columns[kDimUnit];
-    for (int64_t j = 0; j < keys.end; j += Vec::kWidth) {
-      for (int64_t d = 0; d < padded_dim; d += kDimUnit) {
-        Vec::template transpose<kDimUnit>(tile + j * padded_dim + d, padded_dim, columns);
-        for (int c = 0; c < kDimUnit; ++c) {
-          Vec::store(keys_transposed + (d + c) * kKeyTile + j, columns[c]);
-        }
+  // The rows of the keys begin .. end - 1 of a tile, wanted soon.
+  void fetch(const void* cache, const KeyTile& tile, int64_t begin, int64_t end) const {
+    for (int64_t j = std::max(begin, tile.begin); j < std::min(end, tile.end); ++j) {
+      const auto* row = reinterpret_cast<const char*>(static_cast<const T*>(cache) + tile.slot_offsets[j]);
+      for (int64_t byte = 0; byte < head_dim * int64_t(sizeof(T)); byte += kCacheLine) {
+        __builtin_prefetch(row + byte);
       }
     }
   }
 
-  template <int Rows>
-  void add_keys_to(int64_t first_query, const KeyRange& keys) const {
-    multiply<Vec, Rows>(q + first_query * padded_dim, padded_dim, keys_transposed, kKeyTile, head_dim, nullptr, scores,
-                        kKeyTile, keys.columns(Vec::kWidth));
-    float scale[Rows];
-    for (int r = 0; r < Rows; ++r) {
-      scale[r] = weigh(first_query + r, keys, scores + r * kKeyTile);
+  // scores[j, lane] = sum_d keys[j, d] * q[d, lane]; groups of rows may begin before the tile's keys and end behind them.
+  template <int Vectors>
+  void score(int64_t lane, const CacheRows& keys, const KeyTile& tile) const {
+    for (int64_t j = tile.begin / kRows * kRows; j < tile.end; j += kRows) {
+      if (lane == 0) {
+        fetch(task.values, tile, j, j + kRows);
+      }
+      const float* row[kRows];
+      for (int r = 0; r < kRows; ++r) {
+        row[r] = keys.base + keys.offsets[j + r];
+      }
+      multiply_tile<Vec, Vectors>([&](int r, int64_t d) { return row[r][d]; }, q + lane, head_dim, nullptr,
+                                  scores + j * lanes + lane, lanes);
     }
-    multiply<Vec, Rows>(scores, kKeyTile, tile, padded_dim, keys.end, scale, task.out + first_query * padded_dim, padded_dim,
-                        padded_dim);
   }
 
-  // Turns the scores of a query into weights relative to its largest score so far, and adds them to its sum.
-  // Returns what its output so far is worth relative to that.
-  float weigh(int64_t query, const KeyRange& keys, float* weights) const {
-    const int64_t position = task.first_position + query / task.group;
-    const int64_t oldest = task.window > 0 ? position - task.window + 1 : 0;
-    const int64_t begin = std::clamp(oldest - keys.first, keys.begin, keys.end);
-    const int64_t end = std::clamp(position + 1 - keys.first, begin, keys.end);
-    if (begin == end) {
-      std::fill_n(weights, kKeyTile, 0.0f);
-      return 1.0f;
+  // Of the keys that not all queries see, the scores of those that do not.
+  void hide_unseen(const KeyTile& tile) const {
+    const int64_t last_position = task.first_position + task.tokens - 1;
+    const bool is_last_key_seen = tile.first + tile.end - 1 <= task.first_position;
+    const bool is_first_key_seen = task.window == 0 || last_position - (tile.first + tile.begin) < task.window;
+    if (is_first_key_seen && is_last_key_seen) {
+      return;
     }
-    constexpr float kNone = -std::numeric_limits<float>::infinity();
-    std::fill_n(weights, begin, kNone);
-    std::fill_n(weights + end, keys.columns(Vec::kWidth) - end, kNone);
-    F largest = Vec::broadcast(task.max[query]);
-    for (int64_t j = 0; j < keys.end; j += Vec::kWidth) {
-      largest = Vec::max(largest, Vec::load(weights + j));
+    for (int64_t token = 0; token < task.tokens; ++token) {
+      const int64_t position = task.first_position + token;
+      const int64_t oldest = task.window > 0 ? position - task.window + 1 : 0;
+      const int64_t begin = std::clamp(oldest - tile.first, tile.begin, tile.end);
+      const int64_t end = std::clamp(position + 1 - tile.first, begin, tile.end);
+      hide(token, tile.begin, begin);
+      hide(token, end, tile.end);
     }
-    const float max = Vec::largest(largest);
-    const F minus_max = Vec::broadcast(-max);
-    F sum = Vec::zero();
-    for (int64_t j = 0; j < keys.end; j += Vec::kWidth) {
-      const F weight = exponential<Vec>(Vec::add(Vec::load(weights + j), minus_max));
-      Vec::store(weights + j, weight);
-      sum = Vec::add(sum, weight);
+  }
+
+  // A token's scores of the keys begin .. end - 1 of a tile.
+  void hide(int64_t token, int64_t begin, int64_t end) const {
+    for (int64_t j = begin; j < end; ++j) {
+      std::fill_n(scores + j * lanes + token * task.group, task.group, -std::numeric_limits<float>::infinity());
     }
-    float scale;
-    Vec::store_first(&scale, exponential<Vec>(Vec::broadcast(task.max[query] - max)), 1);
-    task.max[query] = max;
-    task.sum[query] = task.sum[query] * scale + Vec::sum(sum);
-    return scale;
+  }
+
+  // Turns scores into weights relative to the largest score so far of their lane, and adds them to the lane's sum.
+  template <int Vectors>
+  void weigh(int64_t first_lane, const KeyTile& tile) const {
+    const int64_t row_size = lanes;
+    float *const first = scores + tile.begin * row_size + first_lane, *const end = scores + tile.end * row_size;
+    F largest[Vectors], total[Vectors];
+    for (int v = 0; v < Vectors; ++v) {
+      largest[v] = Vec::load(max + first_lane + v * Vec::kWidth);
+      total[v] = Vec::zero();
+    }
+    for (const float* row = first; row < end; row += row_size) {
+      for (int v = 0; v < Vectors; ++v) {
+        largest[v] = Vec::max(largest[v], Vec::load(row + v * Vec::kWidth));
+      }
+    }
+    for (float* row = first; row < end; row += row_size) {
+      for (int v = 0; v < Vectors; ++v) {
+        const F weight = exponential_of_difference(Vec::load(row + v * Vec::kWidth), largest[v]);
+        Vec::store(row + v * Vec::kWidth, weight);
+        total[v] = Vec::add(total[v], weight);
+      }
+    }
+    for (int v = 0; v < Vectors; ++v) {
+      const int64_t lane = first_lane + v * Vec::kWidth;
+      const F worth = exponential_of_difference(Vec::load(max + lane), largest[v]);
+      Vec::store(scale + lane, worth);
+      Vec::store(sum + lane, Vec::fma(Vec::load(sum + lane), worth, total[v]));
+      Vec::store(max + lane, largest[v]);
+    }
+  }
+
+  // e^(a - b) for a <= b.
+  static MULTILORA_INLINE F exponential_of_difference(F a, F b) {
+    return exponential<Vec>(Vec::fma(b, Vec::broadcast(-1.0f), a));
+  }
+
+  // out[d, lane] = out[d, lane] * scale[lane] + sum_j values[j, d] * weights[j, lane]
+  template <int Vectors>
+  void add_values(int64_t lane, const CacheRows& values, const KeyTile& tile, const KeyTile& next) const {
+    const int64_t *offsets = values.offsets + tile.begin, num_keys = tile.end - tile.begin;
+    for (int64_t d = 0; d < padded_dim; d += kRows) {
+      if (lane == 0) {
+        fetch(task.keys, next, d * kKeyTile / padded_dim, (d + kRows) * kKeyTile / padded_dim);
+      }
+      const float* column = values.base + d;
+      multiply_tile<Vec, Vectors>([&](int r, int64_t j) { return column[offsets[j] + r]; }, scores + tile.begin * lanes + lane,
+                                  num_keys, scale + lane, out + d * lanes + lane, lanes);
+    }
   }
 };
 

@@ -60,15 +60,18 @@ struct LinearTask {
 
 // Keys that are worked on at a time.
 constexpr int64_t kKeyTile = 64;
-// Rows of queries, keys and values are padded to a multiple of it.
+// Elements of a head, and queries that are worked on together, are padded to a multiple of it.
 constexpr int64_t kDimUnit = 16;
 
 constexpr int64_t padded_head_dim(int64_t head_dim) { return (head_dim + kDimUnit - 1) / kDimUnit * kDimUnit; }
 
-// Floats of memory that an attention kernel works in: a tile of keys transposed, one of keys or values, scores, and the
-// queries.
+constexpr int64_t padded_queries(int64_t queries) { return (queries + kDimUnit - 1) / kDimUnit * kDimUnit; }
+
+// Floats of memory, from the begin of a cache line on, that an attention kernel works in: queries and outputs, scores, three
+// numbers of each query, and rows of a tile or of all queries.
 constexpr int64_t attention_scratch(int64_t queries, int64_t head_dim) {
-  return padded_head_dim(head_dim) * (2 * kKeyTile + queries) + 4 * kKeyTile;
+  const int64_t lanes = padded_queries(queries), rows = lanes > kKeyTile ? lanes : kKeyTile;
+  return padded_head_dim(head_dim) * (2 * lanes + rows) + lanes * (kKeyTile + 3);
 }
 
 // One key-value head of one sequence: neighbouring tokens of it, the query heads that share the head, and some keys.
@@ -83,8 +86,8 @@ struct AttentionTask {
   const int64_t* block_table;
   int64_t block_size;
   int64_t first_key, end_key;  // positions
-  // Results by query, token by token: sum_j w_j v_j, padded rows; the largest score; sum_j w_j, w_j relative to it.
-  float *out, *max, *sum;
+  float* out;                  // as q, token to token out_stride
+  int64_t out_stride;
 };
 
 // Keys of one decode task: their scores stay in the L1 cache, and one long sequence is many tasks.
@@ -103,7 +106,8 @@ struct DecodeTask {
   const int64_t* block_table;
   int64_t block_size;
   int64_t first_key, end_key;  // positions
-  float *out, *max, *sum;      // as of AttentionTask
+  // Results by query: sum_j w_j v_j, padded rows; the largest score; sum_j w_j, w_j relative to it.
+  float *out, *max, *sum;
 };
 
 // total = x + update, normed = total / sqrt(mean(total^2) + eps) * weight, by rows of `size`.
