@@ -47,8 +47,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from multilora_engine.config import EngineConfig, LoRAConfig, SourceSpec
 from multilora_engine.engine import Engine
 from multilora_engine.lora.device_tier import DeviceTier
-from multilora_engine.lora.format import AdapterLayout, PackedAdapter, adapter_layout, lora_modules, pack_adapter
+from multilora_engine.lora.format import pack_adapter
 from multilora_engine.lora.host_tier import HostTier
+from multilora_engine.lora.layout import AdapterLayout, PackedAdapter, adapter_layout, lora_modules
 from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.lora.sources.source import AdapterKey
 from multilora_engine.models.model_config import read_model_config
@@ -104,7 +105,7 @@ def memory_rows(model: Path) -> list[Row]:
     for dtype, rank in itertools.product(("float32", "bfloat16"), (8, 16, 64)):
         layout = adapter_layout(read_model_config(model), 64, dtype)
         packed = pack_adapter(*random_wire(layout, rank, 0), layout)
-        value = packed.pages.nbytes / (num_parameters(layout, rank) * layout.torch_dtype.itemsize)
+        value = packed.pages.nbytes / (num_parameters(layout, rank) * layout.itemsize)
         goal = "<= 1.05" if rank == 16 else ""
         rows.append(Row(f"memory: {dtype}, rank {rank}", value, "x parameters", goal, value <= 1.05 if goal else None))
     return rows

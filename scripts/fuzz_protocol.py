@@ -43,7 +43,7 @@ from tiny_server import tiny_server
 from tritonclient.grpc import InferenceServerClient, InferInput
 
 from multilora_client import Client
-from multilora_engine.lora.format import adapter_layout, lora_modules
+from multilora_engine.lora.layout import adapter_layout, lora_modules
 from multilora_engine.models.model_config import read_model_config
 from multilora_engine.shared_memory import SHARED_MEMORY
 from multilora_engine.tritonserver import ServerProcess

@@ -32,7 +32,7 @@ from started_server import sigterm_as_ctrl_c
 from telling_adapters import MAX_RANK, PROMPT_TOKENS, save_checkpoint
 
 from multilora_client import Client, MultiloraClientError
-from multilora_engine.lora.format import AdapterLayout, adapter_layout
+from multilora_engine.lora.layout import AdapterLayout, adapter_layout
 from multilora_engine.models.model_config import read_model_config
 
 NUM_ADAPTERS = 150

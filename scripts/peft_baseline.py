@@ -11,7 +11,8 @@ from peft import LoraConfig, PeftModel
 from transformers import AutoModelForCausalLM
 
 from multilora_client.convert import convert_peft
-from multilora_engine.lora.format import AdapterLayout, PackedAdapter, pack_adapter
+from multilora_engine.lora.format import pack_adapter
+from multilora_engine.lora.layout import AdapterLayout, PackedAdapter
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 

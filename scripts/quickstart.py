@@ -24,7 +24,7 @@ from started_server import sigterm_as_ctrl_c
 
 from multilora_client import Adapter, AsyncClient, Client, Message, MultiloraClientError, load_adapter
 from multilora_client.peft_directory import read_peft_directory
-from multilora_engine.lora.format import adapter_layout, lora_modules
+from multilora_engine.lora.layout import adapter_layout, lora_modules
 from multilora_engine.models.model_config import read_model_config
 from multilora_engine.serving.launch import announce, console, errors_as_one_line, wait_ready, watch
 from multilora_engine.tritonserver import ServerOptions, ServerProcess

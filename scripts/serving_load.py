@@ -22,7 +22,7 @@ from telling_adapters import BASE_TOKEN, PROMPT_TOKENS, adapter_matrices, answer
 
 from multilora_client import Adapter, AdapterNotFound, AdapterTensors, Client, MultiloraClientError
 from multilora_client.messages import GenerateOptions
-from multilora_engine.lora.format import AdapterLayout, lora_modules
+from multilora_engine.lora.layout import AdapterLayout, lora_modules
 
 ANSWER_TIMEOUT_S = 60.0
 """A request that has neither an answer nor an error by then is stuck."""

@@ -45,7 +45,7 @@ from telling_adapters import (
     save_checkpoint,
 )
 
-from multilora_engine.lora.format import AdapterLayout, PackedAdapter, adapter_layout
+from multilora_engine.lora.layout import AdapterLayout, PackedAdapter, adapter_layout
 from multilora_engine.models.model_config import read_model_config
 from multilora_engine.process.client import EngineClient
 from multilora_engine.process.paths import owned_socket_path

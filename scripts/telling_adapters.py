@@ -22,7 +22,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from multilora_engine.lora.format import AdapterLayout, PackedAdapter, lora_modules, pack_adapter
+from multilora_engine.lora.format import pack_adapter
+from multilora_engine.lora.layout import AdapterLayout, PackedAdapter, lora_modules
 
 NUM_PLACES = 6
 NUM_DIGITS = 16

@@ -37,8 +37,8 @@ from multilora_engine.guided import GuideCompiler, GuideMatcher
 from multilora_engine.kv_cache import BlockAllocator, BlockCopy
 from multilora_engine.logits import bias_tensors, end_tokens
 from multilora_engine.lora.event_log import EventLog
-from multilora_engine.lora.format import PackedAdapter, adapter_layout
 from multilora_engine.lora.host_tier import CachedAdapter
+from multilora_engine.lora.layout import PackedAdapter, adapter_layout
 from multilora_engine.lora.life_cycle import AdapterEvent
 from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.lora.prefetch import prefetch_adapters

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from multilora_engine.lora.format import AdapterLayout
+from multilora_engine.lora.layout import AdapterLayout
 
 
 @dataclass(frozen=True)

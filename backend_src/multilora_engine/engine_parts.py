@@ -13,8 +13,9 @@ from multilora_engine.forward_batch import KVCache
 from multilora_engine.lora.device_tier import DeviceTier
 from multilora_engine.lora.disk_tier import DiskTier
 from multilora_engine.lora.event_log import EventLog
-from multilora_engine.lora.format import TORCH_DTYPES, AdapterLayout
+from multilora_engine.lora.format import TORCH_DTYPES
 from multilora_engine.lora.host_tier import HostTier
+from multilora_engine.lora.layout import AdapterLayout
 from multilora_engine.lora.life_cycle import AdapterEvent
 from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.lora.page_pool import PagePool

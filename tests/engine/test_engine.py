@@ -25,7 +25,8 @@ from multilora_engine.errors import AdapterNotFound, ConfigError, InvalidRequest
 from multilora_engine.lora import disk_tier
 from multilora_engine.lora.device_tier import DeviceTier
 from multilora_engine.lora.disk_tier import write_file_atomically
-from multilora_engine.lora.format import AdapterLayout, adapter_layout, pack_adapter
+from multilora_engine.lora.format import pack_adapter
+from multilora_engine.lora.layout import AdapterLayout, adapter_layout
 from multilora_engine.lora.life_cycle import OnEvent
 from multilora_engine.lora.page_copies import PageCopy, copy_at_once
 from multilora_engine.lora.page_pool import PagePool

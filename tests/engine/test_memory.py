@@ -11,7 +11,8 @@ from support.tiny_model import save_tiny_llama
 
 from multilora_engine.config import EngineConfig, LoRAConfig
 from multilora_engine.errors import ConfigError
-from multilora_engine.lora.format import AdapterLayout, adapter_layout, adapter_pages
+from multilora_engine.lora.format import adapter_pages
+from multilora_engine.lora.layout import AdapterLayout, adapter_layout
 from multilora_engine.memory import MemoryPlan, plan_memory
 from multilora_engine.models.model_config import read_model_config
 

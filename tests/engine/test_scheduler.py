@@ -11,8 +11,9 @@ from support.adapters import TINY, wire_adapter
 from support.paged_memory import PoisonedBlocks
 
 from multilora_engine.lora.device_tier import DeviceTier
-from multilora_engine.lora.format import PackedAdapter, pack_adapter
+from multilora_engine.lora.format import pack_adapter
 from multilora_engine.lora.host_tier import HostTier
+from multilora_engine.lora.layout import PackedAdapter
 from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.request import GenerationRequest, SamplingParams, Sequence
 from multilora_engine.scheduler import ScheduledSequence, Scheduler

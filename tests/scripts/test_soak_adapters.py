@@ -6,7 +6,7 @@ import pytest
 from soak_adapters import Call, Options, Soak, Tally, Versions, soak
 from telling_adapters import MAX_RANK, answer, save_checkpoint
 
-from multilora_engine.lora.format import AdapterLayout, adapter_layout
+from multilora_engine.lora.layout import AdapterLayout, adapter_layout
 from multilora_engine.models.model_config import read_model_config
 from multilora_engine.request import TokenOutput
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from multilora_engine.lora.format import AdapterLayout, lora_modules
+from multilora_engine.lora.layout import AdapterLayout, lora_modules
 
 TINY = AdapterLayout(
     num_layers=3,

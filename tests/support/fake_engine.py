@@ -17,8 +17,8 @@ from multilora_engine.engine_stats import AdaptersInUse, EngineStats
 from multilora_engine.errors import ConfigError, InvalidRequest
 from multilora_engine.lora.device_tier import DeviceTier
 from multilora_engine.lora.event_log import EventLog
-from multilora_engine.lora.format import PackedAdapter
 from multilora_engine.lora.host_tier import HostTier
+from multilora_engine.lora.layout import PackedAdapter
 from multilora_engine.lora.life_cycle import AdapterEvent
 from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.lora.remote import RemoteAdapters

@@ -11,7 +11,8 @@ import torch
 from peft import LoraConfig, PeftModel
 
 from multilora_client.convert import convert_peft
-from multilora_engine.lora.format import AdapterLayout, PackedAdapter, pack_adapter
+from multilora_engine.lora.format import pack_adapter
+from multilora_engine.lora.layout import AdapterLayout, PackedAdapter
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 MLP = ["gate_proj", "up_proj", "down_proj"]

@@ -11,8 +11,9 @@ from typing import Literal
 import torch
 
 from multilora_engine.errors import AdapterNotLoaded
-from multilora_engine.lora.format import SLICES, AdapterLayout, PackedRow, lora_modules
+from multilora_engine.lora.format import TORCH_DTYPES
 from multilora_engine.lora.host_tier import CachedAdapter
+from multilora_engine.lora.layout import SLICES, AdapterLayout, PackedRow, lora_modules
 from multilora_engine.lora.life_cycle import AdapterEvent, OnEvent, TierStats, ignore_event
 from multilora_engine.lora.page_copies import CopyPages, PageCopy, copies_to
 from multilora_engine.lora.page_pool import PagePool
@@ -71,7 +72,7 @@ class DeviceTier:
         self._copy_pages = copy_pages or copies_to(device)
         shape = (max_loras, layout.num_columns)
         self.tables = LoRATables(
-            arena=device_pool.storage.view(-1).view(layout.torch_dtype),
+            arena=device_pool.storage.view(-1).view(TORCH_DTYPES[layout.lora_dtype]),
             rank=torch.zeros(shape, dtype=torch.int32, device=device),
             a_offset=torch.zeros(shape, dtype=torch.int64, device=device),
             b_offset=torch.zeros(shape, dtype=torch.int64, device=device),

@@ -29,7 +29,8 @@ import msgspec
 import torch
 
 from multilora_engine.errors import ConfigError
-from multilora_engine.lora.format import AdapterLayout, PackedRow, check_rows, content_digest, ranks_of
+from multilora_engine.lora.format import check_rows, content_digest, ranks_of
+from multilora_engine.lora.layout import AdapterLayout, PackedRow
 from multilora_engine.lora.life_cycle import AdapterEvent, EventKind, OnEvent, TierStats, ignore_event
 
 FORMAT_VERSION = "2"

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from multilora_engine.lora.format import PackedAdapter, PackedRow
+from multilora_engine.lora.layout import PackedAdapter, PackedRow
 from multilora_engine.lora.life_cycle import TierStats
 from multilora_engine.lora.page_pool import PagePool
 

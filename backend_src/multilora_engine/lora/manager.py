@@ -14,8 +14,9 @@ from typing import Any, Literal
 from multilora_engine.errors import AdapterCacheFull, AdapterConflict, AdapterNotFound, AdapterNotLoaded, RequestError
 from multilora_engine.lora.device_tier import DeviceTier
 from multilora_engine.lora.disk_tier import DamagedFile, DiskAdapter, DiskTier
-from multilora_engine.lora.format import AdapterLayout, PackedAdapter, ranks_of
+from multilora_engine.lora.format import ranks_of
 from multilora_engine.lora.host_tier import CachedAdapter, HostTier
+from multilora_engine.lora.layout import AdapterLayout, PackedAdapter
 from multilora_engine.lora.life_cycle import (
     AdapterEvent,
     AdapterInfo,

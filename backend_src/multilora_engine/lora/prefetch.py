@@ -18,7 +18,8 @@ import numpy.typing as npt
 import torch
 
 from multilora_engine.errors import AdapterCacheFull, AdapterConflict, ConfigError, InvalidRequest
-from multilora_engine.lora.format import AdapterLayout, PackedAdapter, pack_adapter
+from multilora_engine.lora.format import pack_adapter
+from multilora_engine.lora.layout import AdapterLayout, PackedAdapter
 from multilora_engine.lora.manager import LoRAManager
 
 _WEIGHTS_FILE = "model.lora_weights.npy"

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from multilora_engine.errors import AdapterNotFound, AdapterNotKnown, InvalidRequest
 from multilora_engine.lora.event_log import EventLog
-from multilora_engine.lora.format import AdapterLayout
+from multilora_engine.lora.layout import AdapterLayout
 from multilora_engine.lora.life_cycle import AdapterEvent, AdapterInfo, LoRAStats
 from multilora_engine.lora.names import task_id_of
 from multilora_engine.lora.remote import Fetch, RemoteAdapters, describe_remote

@@ -21,7 +21,7 @@ import zmq
 
 from multilora_engine.engine_info import EngineInfo
 from multilora_engine.errors import Cancelled, ConfigError, EngineUnavailable, RequestError
-from multilora_engine.lora.format import PackedAdapter
+from multilora_engine.lora.layout import PackedAdapter
 from multilora_engine.process.connection import Connection
 from multilora_engine.process.messages import (
     Abort,

@@ -8,11 +8,10 @@ request has ended with the first of its outputs that is final.
 from __future__ import annotations
 
 import msgspec
-import torch
 
 from multilora_engine.engine_info import EngineInfo
 from multilora_engine.errors import RequestError
-from multilora_engine.lora.format import PackedAdapter, PackedRow
+from multilora_engine.lora.layout import PackedAdapter, PackedRow
 from multilora_engine.process.operations import Operation
 from multilora_engine.request import GenerationRequest, TokenOutput
 
@@ -149,6 +148,8 @@ def adapter_payload(adapter: PackedAdapter) -> memoryview:
 
 def read_adapter(header: AdapterHeader, payload: memoryview) -> PackedAdapter:
     """The adapter of a message; its pages are the payload itself, not a copy."""
+    import torch  # the engine has it; some fronts, which only send, do without
+
     pages = torch.frombuffer(payload, dtype=torch.uint8).view(-1, header.page_bytes)
     return PackedAdapter(header.digest, header.rows, pages)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from multilora_engine.engine_stats import AdaptersInUse, EngineStats
-from multilora_engine.lora.format import AdapterLayout
+from multilora_engine.lora.layout import AdapterLayout
 from multilora_engine.lora.life_cycle import AdapterEvent, AdapterInfo, LoRAStats
 from multilora_engine.lora.usage import Usage
 from multilora_engine.process.telemetry import RequestStats

@@ -35,7 +35,7 @@ from multilora_engine.errors import (
     RequestError,
 )
 from multilora_engine.lora.event_log import EventLog
-from multilora_engine.lora.format import PackedAdapter
+from multilora_engine.lora.layout import PackedAdapter
 from multilora_engine.lora.life_cycle import AdapterEvent
 from multilora_engine.lora.remote import RemoteAdapters
 from multilora_engine.lora.usage import AdapterUsage

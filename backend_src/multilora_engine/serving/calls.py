@@ -12,7 +12,8 @@ from typing import Any, get_args
 
 from multilora_engine.engine_info import EngineInfo
 from multilora_engine.errors import InvalidRequest, Unsupported
-from multilora_engine.lora.format import PackedAdapter, pack_adapter
+from multilora_engine.lora.format import pack_adapter
+from multilora_engine.lora.layout import PackedAdapter
 from multilora_engine.lora.names import task_id_of
 from multilora_engine.request import Guide, GuideType, SamplingParams
 from multilora_engine.serving.inputs import InputTensors

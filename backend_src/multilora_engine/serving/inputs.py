@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch.utils.dlpack import from_dlpack
 
 from multilora_engine.errors import InvalidRequest
 from multilora_engine.serving.triton_api import TritonRequest
+
+if TYPE_CHECKING:
+    import torch
 
 ENSEMBLE_NAMES: Mapping[str, str] = MappingProxyType(
     {
@@ -98,6 +99,8 @@ class InputTensors:
 
     def matrix(self, name: str) -> torch.Tensor:
         """The matrix of a tensor [1, rows, width] that is present, of any dtype; it shares the request's memory."""
+        from torch.utils.dlpack import from_dlpack  # imported by the doors that take matrices; the others do without
+
         tensor: torch.Tensor = from_dlpack(self._tensors[name].to_dlpack())
         if tensor.dim() != 3 or tensor.shape[0] != 1:
             raise InvalidRequest(

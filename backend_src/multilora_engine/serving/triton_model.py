@@ -16,7 +16,7 @@ from multilora_engine.lora.format import adapter_pages
 from multilora_engine.process.paths import owned_socket_path, socket_path
 from multilora_engine.process.supervisor import EngineProcess
 from multilora_engine.serving.engine_link import EngineLink
-from multilora_engine.serving.front import GenerationFront
+from multilora_engine.serving.generation_front import GenerationFront
 from multilora_engine.serving.inputs import ENSEMBLE_NAMES
 from multilora_engine.serving.metrics import MetricsPublisher
 from multilora_engine.serving.triton_api import TritonRequest, configure_logging

@@ -19,7 +19,8 @@ from support.adapters import TINY, wire_adapter
 
 from multilora_engine.errors import ConfigError
 from multilora_engine.lora.disk_tier import DamagedFile, DiskTier, write_file_atomically
-from multilora_engine.lora.format import AdapterLayout, PackedAdapter, pack_adapter
+from multilora_engine.lora.format import pack_adapter
+from multilora_engine.lora.layout import AdapterLayout, PackedAdapter
 from multilora_engine.lora.life_cycle import AdapterEvent
 
 BIG_ID = (1 << 64) - 1

@@ -11,14 +11,8 @@ from support.adapters import TINY, wire_adapter
 from transformers import LlamaConfig
 
 from multilora_engine.errors import InvalidRequest
-from multilora_engine.lora.format import (
-    AdapterLayout,
-    PackedAdapter,
-    adapter_layout,
-    adapter_pages,
-    lora_modules,
-    pack_adapter,
-)
+from multilora_engine.lora.format import TORCH_DTYPES, adapter_pages, pack_adapter
+from multilora_engine.lora.layout import AdapterLayout, PackedAdapter, adapter_layout, lora_modules
 from multilora_engine.models.model_config import read_model_config
 
 ALL_MODULES = [(m, layer, 1 + (m * 5 + layer) % 16) for layer in range(3) for m in (1, 2, 3, 4, 5, 6, 7)]
@@ -33,7 +27,7 @@ FUSED = [(0, 0, 3), (18, 0, 5), (6, 0, 16), (0, 2, 1)]
 
 
 def read_back(packed: PackedAdapter, layout: AdapterLayout) -> dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]]:
-    values = packed.pages.view(-1).view(layout.torch_dtype)
+    values = packed.pages.view(-1).view(TORCH_DTYPES[layout.lora_dtype])
     matrices = {}
     for row in packed.rows:
         module = lora_modules(layout)[row.module_id]
@@ -89,7 +83,7 @@ def test_an_adapter_takes_hardly_more_than_its_parameters(rank: int, lora_dtype:
     modules = lora_modules(layout)
     parameters = layout.num_layers * sum(modules[i].num_values(rank, False) for i in range(1, 8))
     num_bytes = adapter_pages(layout, rank) * layout.page_bytes
-    assert 1 <= num_bytes / (parameters * layout.torch_dtype.itemsize) <= 1.05
+    assert 1 <= num_bytes / (parameters * layout.itemsize) <= 1.05
 
 
 def test_the_digest_does_not_depend_on_row_order_row_width_or_wire_dtype() -> None:
@@ -152,8 +146,8 @@ def test_what_does_not_fit_the_model_is_refused_by_name(
 @pytest.mark.parametrize("lora_dtype", ["float16", "bfloat16", "float32"])
 def test_the_largest_numbers_of_either_sign_are_taken(lora_dtype: str) -> None:
     layout = AdapterLayout(**{**TINY.__dict__, "lora_dtype": lora_dtype})
-    wire = wire_adapter(layout, ALL_MODULES, dtype=layout.torch_dtype)
-    limits = torch.finfo(layout.torch_dtype)
+    wire = wire_adapter(layout, ALL_MODULES, dtype=TORCH_DTYPES[layout.lora_dtype])
+    limits = torch.finfo(TORCH_DTYPES[layout.lora_dtype])
     wire.weights[4, :4] = torch.tensor([limits.max, limits.min, limits.tiny, -0.0])
     wire.weights[4, -1] = -0.0
     packed = pack_adapter(wire.weights, wire.config, layout)

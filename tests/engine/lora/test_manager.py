@@ -20,8 +20,9 @@ from support.adapters import TINY, WireAdapter, wire_adapter
 from multilora_engine.errors import AdapterCacheFull, AdapterConflict, AdapterNotFound, AdapterNotLoaded
 from multilora_engine.lora.device_tier import DeviceTier
 from multilora_engine.lora.disk_tier import DiskTier, write_file_atomically
-from multilora_engine.lora.format import SLICES, PackedAdapter, lora_modules, pack_adapter
+from multilora_engine.lora.format import pack_adapter
 from multilora_engine.lora.host_tier import CachedAdapter, HostTier
+from multilora_engine.lora.layout import SLICES, PackedAdapter, lora_modules
 from multilora_engine.lora.life_cycle import AdapterEvent, OnEvent, ignore_event
 from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.lora.page_copies import CopyPages, PageCopy

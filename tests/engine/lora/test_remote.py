@@ -24,8 +24,9 @@ from multilora_engine.engine import Engine
 from multilora_engine.errors import AdapterNotFound, InvalidRequest, QueueFull, SourceUnavailable
 from multilora_engine.lora.device_tier import DeviceTier
 from multilora_engine.lora.event_log import EventLog
-from multilora_engine.lora.format import PackedAdapter, pack_adapter
+from multilora_engine.lora.format import pack_adapter
 from multilora_engine.lora.host_tier import HostTier
+from multilora_engine.lora.layout import PackedAdapter
 from multilora_engine.lora.life_cycle import AdapterEvent
 from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.lora.names import task_id_of

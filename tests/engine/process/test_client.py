@@ -10,7 +10,8 @@ from support.fake_engine import BUG, HOLD, INFO, FakeEngine, text_of
 from support.fronts import TIMEOUT_S, RecordingListener, generation_request
 
 from multilora_engine.errors import ConfigError, EngineUnavailable
-from multilora_engine.lora.format import PackedAdapter, pack_adapter
+from multilora_engine.lora.format import pack_adapter
+from multilora_engine.lora.layout import PackedAdapter
 from multilora_engine.process import connection
 from multilora_engine.process.client import EngineClient
 from multilora_engine.request import TokenOutput

@@ -18,7 +18,8 @@ from support.fronts import TIMEOUT_S, RecordingListener, generation_request
 from support.served_engine import served
 from support.sources import NO_BASE, GatedSource, GivenSource, digest_of, save_adapter
 
-from multilora_engine.lora.format import PackedAdapter, pack_adapter
+from multilora_engine.lora.format import pack_adapter
+from multilora_engine.lora.layout import PackedAdapter
 from multilora_engine.lora.names import task_id_of
 from multilora_engine.lora.sources.fetcher import AdapterFetcher
 from multilora_engine.serving.adapters_model import AdaptersFront

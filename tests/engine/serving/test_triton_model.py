@@ -34,8 +34,18 @@ def test_the_engine_sees_the_gpu_of_its_instance(
     assert result.get("CUDA_VISIBLE_DEVICES") == visible
 
 
+def imported_by(module: str) -> set[str]:
+    script = f"import sys, multilora_engine.serving.{module}; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], stdin=subprocess.DEVNULL, capture_output=True, check=True)
+    return set(done.stdout.decode().split())
+
+
 def test_a_front_does_not_import_the_tiers_and_their_operators() -> None:
     """They would cost every start and every recovery a second or more."""
-    script = "import sys, multilora_engine.serving.triton_model; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", script], stdin=subprocess.DEVNULL, capture_output=True, check=True)
-    assert {b"multilora_kernels", b"multilora_engine.lora.manager"} & set(done.stdout.split()) == set()
+    assert {"multilora_kernels", "multilora_engine.lora.manager"} & imported_by("triton_model") == set()
+
+
+@pytest.mark.parametrize("module", ["adapters_model", "preprocessing", "postprocessing"])
+def test_a_front_that_takes_no_weights_does_without_torch(module: str) -> None:
+    """It would cost each of them another second and 100 MB."""
+    assert "torch" not in imported_by(module)

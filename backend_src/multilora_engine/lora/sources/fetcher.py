@@ -20,7 +20,7 @@ from multilora_engine.errors import (
     RequestError,
     SourceUnavailable,
 )
-from multilora_engine.lora.format import AdapterLayout, PackedAdapter
+from multilora_engine.lora.layout import AdapterLayout, PackedAdapter
 from multilora_engine.lora.sources.packing import largest_adapter_bytes, pack_directory
 from multilora_engine.lora.sources.source import AdapterKey, AdapterSource, NotThere, Unreachable, Unusable
 

@@ -16,7 +16,8 @@ from multilora_client.adapter import AdapterTensors
 from multilora_client.convert import convert_peft
 from multilora_client.errors import AdapterError
 from multilora_engine.errors import InvalidRequest
-from multilora_engine.lora.format import AdapterLayout, PackedAdapter, lora_modules, pack_adapter
+from multilora_engine.lora.format import pack_adapter
+from multilora_engine.lora.layout import AdapterLayout, PackedAdapter, lora_modules
 from multilora_engine.lora.prefetch import BrokenFolder, read_folder
 from multilora_engine.lora.sources.source import PEFT_FILES, LocalAdapter, Unusable, choose_files
 

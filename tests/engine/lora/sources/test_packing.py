@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from support.adapters import TINY
 from support.sources import NO_BASE, digest_of, save_adapter
 
-from multilora_engine.lora.format import lora_modules
+from multilora_engine.lora.layout import lora_modules
 from multilora_engine.lora.sources.packing import largest_adapter_bytes, pack_directory
 from multilora_engine.lora.sources.source import LocalAdapter, Unusable
 

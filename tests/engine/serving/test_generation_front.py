@@ -16,7 +16,7 @@ from support.served_engine import served
 
 from multilora_engine.lora.names import task_id_of
 from multilora_engine.serving.engine_link import EngineLink
-from multilora_engine.serving.front import GenerationFront
+from multilora_engine.serving.generation_front import GenerationFront
 from multilora_engine.serving.inputs import ENSEMBLE_NAMES
 from multilora_engine.text import Tokenizer
 

@@ -1,0 +1,140 @@
+"""`GenerationFront`: the front of the models that generate, and that take adapters."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from random import Random
+from types import MappingProxyType
+
+from multilora_engine.engine_info import EngineInfo
+from multilora_engine.errors import InvalidRequest
+from multilora_engine.process.client import Listener
+from multilora_engine.request import GenerationRequest, SamplingParams
+from multilora_engine.serving.calls import GenerateCall, UploadCall, is_stop, read_call
+from multilora_engine.serving.engine_link import EngineLink
+from multilora_engine.serving.front import Front, new_id
+from multilora_engine.serving.inputs import InputTensors
+from multilora_engine.serving.outputs import ReplyRow
+from multilora_engine.serving.replies import EachReply, EmptyReply, OneReply, Reply, Responder, StreamReply, Transcript
+from multilora_engine.serving.triton_api import TritonRequest, trace_id_of
+from multilora_engine.serving.uploads import UploadListener, Uploads, client_of
+from multilora_engine.text import Tokenizer
+
+
+class GenerationFront(Front):
+    """The door of a generation model.
+
+    can_stream: whether it may send more than one response a request. renamed: inputs by the names they have at this
+    door, and what they are called everywhere else.
+    """
+
+    def __init__(self, link: EngineLink, can_stream: bool, renamed: Mapping[str, str] = MappingProxyType({})) -> None:
+        super().__init__(link)
+        self._can_stream = can_stream
+        self._uploads = Uploads()
+        self._renamed = renamed
+
+    def _submit(self, request: TritonRequest, responder: Responder) -> None:
+        inputs = InputTensors(request, self._renamed)
+        if is_stop(inputs):
+            self._stop(responder)
+            return
+        info, tokenizer = self._link.describe()
+        call = read_call(inputs, info, tokenizer)
+        if isinstance(call, UploadCall):
+            self._upload(call, request, responder, info)
+        else:
+            self._generate(call, request, responder, info, tokenizer)
+
+    def _stop(self, responder: Responder) -> None:
+        if not responder.request_id:
+            raise InvalidRequest("stop needs the request id of the request that shall end")
+        self._link.client.stop(EmptyReply(responder), new_id(), responder.request_id)
+
+    def _upload(self, call: UploadCall, request: TritonRequest, responder: Responder, info: EngineInfo) -> None:
+        request_id = new_id()
+        reply = OneReply(responder, {request_id: Transcript(ReplyRow(lora_task_id=call.lora_task_id))})
+        listener = self._count_upload(reply, request, info)
+        self._link.client.put_adapter(listener, request_id, call.lora_task_id, call.adapter, call.lora_name)
+
+    def _generate(
+        self,
+        call: GenerateCall,
+        request: TritonRequest,
+        responder: Responder,
+        info: EngineInfo,
+        tokenizer: Tokenizer,
+    ) -> None:
+        if call.is_streaming and not self._can_stream:
+            raise InvalidRequest("this model sends one response; for streaming call the model generation")
+        requests, rows = _expand(call, _timeout_s(request), tokenizer)
+        reply = self._reply(call, rows, responder, tokenizer)
+        listener = reply if call.adapter is None else self._count_upload(reply, request, info)
+        self._link.client.generate(listener, requests, responder.request_id, call.adapter, trace_id_of(request))
+
+    def _count_upload(self, reply: Reply, request: TritonRequest, info: EngineInfo) -> Listener:
+        """Raises TooManyUploads."""
+        return UploadListener(reply, self._uploads.begin(client_of(request), info.max_uploads_per_client))
+
+    def _reply(
+        self, call: GenerateCall, rows: Mapping[str, ReplyRow], responder: Responder, tokenizer: Tokenizer
+    ) -> Reply:
+        if call.is_streaming:
+            return StreamReply(responder, rows, call.pad_id)
+        transcripts = _transcripts(call, rows, responder, tokenizer)
+        if self._can_stream and call.num_sequences > 1 and not call.is_search:
+            return EachReply(responder, transcripts, call.pad_id)
+        return OneReply(responder, transcripts, call.pad_id, call.num_sequences)
+
+
+def _expand(
+    call: GenerateCall, timeout_s: float | None, tokenizer: Tokenizer
+) -> tuple[list[GenerationRequest], dict[str, ReplyRow]]:
+    """A request to the engine for each sequence of each row, and by their ids which they are."""
+    requests, rows = [], {}
+    for batch_index, prompt in enumerate(call.prompts):
+        lora_task_id, lora_name = call.lora_task_ids[batch_index], call.lora_names[batch_index]
+        priority = call.priorities[batch_index]
+        for sequence_index in range(1 if call.is_search else call.num_sequences):
+            sampling = _sampling_of(call.sampling[batch_index], sequence_index)
+            request = GenerationRequest(new_id(), prompt, sampling, lora_task_id, timeout_s, priority, lora_name)
+            requests.append(request)
+            rows[request.request_id] = ReplyRow(
+                batch_index,
+                sequence_index,
+                lora_task_id,
+                returns_log_probs=sampling.return_log_probs,
+                returns_perf=call.returns_perf,
+                returns_top_log_probs=sampling.num_top_log_probs > 0,
+                returns_generation_logits=sampling.return_generation_logits,
+                vocab_size=call.vocab_size,
+                token_bytes=tokenizer.token_bytes if sampling.return_log_probs else None,
+            )
+    return requests, rows
+
+
+def _sampling_of(sampling: SamplingParams, sequence_index: int) -> SamplingParams:
+    """The first sequence is what a request for one alone gets; the others draw from seeds of their own."""
+    if sampling.seed is None or sequence_index == 0:
+        return sampling
+    return dataclasses.replace(sampling, seed=Random(f"{sampling.seed} {sequence_index}").getrandbits(64))
+
+
+def _transcripts(
+    call: GenerateCall, rows: Mapping[str, ReplyRow], responder: Responder, tokenizer: Tokenizer
+) -> dict[str, Transcript]:
+    """By the engine's request ids; they start with the prompt unless it is left out."""
+    num_beams = call.num_sequences if call.is_search else 0
+    if call.excludes_input:
+        return {request_id: Transcript(row, num_beams=num_beams) for request_id, row in rows.items()}
+    texts = [tokenizer.decode(prompt) if responder.wants("text_output") else "" for prompt in call.prompts]
+    return {
+        request_id: Transcript(row, list(call.prompts[row.batch_index]), texts[row.batch_index], num_beams=num_beams)
+        for request_id, row in rows.items()
+    }
+
+
+def _timeout_s(request: TritonRequest) -> float | None:
+    """Triton carries the client's timeout, in microseconds, and leaves it to the model to keep it."""
+    return request.timeout() / 1e6 if request.timeout() > 0 else None
