@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from multilora_engine.request import PerfMetrics, TokenOutput
+
+_Column = TypeVar("_Column")
 
 
 @dataclass(frozen=True)
@@ -90,43 +92,53 @@ class ReplyRow:
         return np.frombuffer(values, np.float32).reshape(-1, max(self.vocab_size, 1))
 
 
-def output_arrays(
-    answers: Sequence[RowAnswer],
-    names: Collection[str],
-    pad_id: int,
-    num_sequences: int = 1,
-) -> dict[str, NDArray[Any]]:
-    """The tensors of `names`, each with the rows as its leading dimension.
+class OutputColumns:
+    """The outputs that a request wants to have, picked once for all of its responses.
 
-    answers: row by row, `num_sequences` of each, which take the place of upstream's beams.
-    output_ids is [rows, num_sequences, longest], where `pad_id` fills up shorter ones; output_log_probs is the same,
-    filled up with 0; top_log_probs, top_log_prob_ids and output_tokens have what belongs to each token behind that, and
-    generation_logits [rows, num_sequences, longest, vocab]; context_logits is [rows, longest prompt, vocab]. Of the
-    others, what is the same for all sequences of a row (`_SAME_IN_A_ROW`) is [rows, 1], all else is [rows,
-    num_sequences]. Log-probs, logits and performance metrics are left out where the answers have none.
+    Each array has the rows as its leading dimension. output_ids is [rows, num_sequences, longest], where `pad_id` fills
+    up shorter ones; output_log_probs is the same, filled up with 0; top_log_probs, top_log_prob_ids and output_tokens
+    have what belongs to each token behind that, and generation_logits [rows, num_sequences, longest, vocab];
+    context_logits is [rows, longest prompt, vocab]. Of the others, what is the same for all sequences of a row
+    (`_SAME_IN_A_ROW`) is [rows, 1], all else is [rows, num_sequences]. `num_sequences`, of which a response has so many
+    answers for each row, take the place of upstream's beams.
     """
-    arrays: dict[str, NDArray[Any]] = {
-        name: np.array([[value(answer)] for answer in answers], dtype)
-        for name, (value, dtype) in _COLUMNS.items()
-        if name in names
-    }
-    if "output_ids" in names:
-        arrays["output_ids"] = _padded([answer.token_ids for answer in answers], pad_id, np.int32)
-    if all(answer.log_probs is not None for answer in answers):
-        arrays |= {name: build(answers) for name, build in _LOG_PROB_COLUMNS.items() if name in names}
-    if all(answer.perf is not None for answer in answers):
-        arrays |= {name: build(answers) for name, build in _PERF_COLUMNS.items() if name in names}
-    for name, column in _OPTIONAL_COLUMNS.items():
-        if name in names:
+
+    def __init__(self, names: Collection[str]) -> None:
+        self._plain = _picked(_COLUMNS, names)
+        self._log_probs = _picked(_LOG_PROB_COLUMNS, names)
+        self._perf = _picked(_PERF_COLUMNS, names)
+        self._optional = _picked(_OPTIONAL_COLUMNS, names)
+        self._has_token_ids = "output_ids" in names
+
+    def plain_values(self, answers: Sequence[RowAnswer]) -> dict[str, list[int | bytes]]:
+        """Of the outputs that have one value an answer, most of which a stream repeats, what the answers say."""
+        return {name: [value(answer) for answer in answers] for name, (value, _) in self._plain.items()}
+
+    def plain_array(self, name: str, values: Sequence[int | bytes], num_sequences: int = 1) -> NDArray[Any]:
+        """The array of `plain_values`."""
+        array: NDArray[Any] = np.array(values, self._plain[name][1]).reshape(-1, num_sequences)
+        return array[:, :1] if name in _SAME_IN_A_ROW else array
+
+    def other_arrays(
+        self, answers: Sequence[RowAnswer], pad_id: int, num_sequences: int = 1
+    ) -> dict[str, NDArray[Any]]:
+        """All else. Log-probs, logits and performance metrics are left out where the answers have none."""
+        arrays: dict[str, NDArray[Any]] = {}
+        if self._has_token_ids:
+            arrays["output_ids"] = _padded([answer.token_ids for answer in answers], pad_id, np.int32)
+        if self._log_probs and all(answer.log_probs is not None for answer in answers):
+            arrays |= {name: build(answers) for name, build in self._log_probs.items()}
+        if self._perf and all(answer.perf is not None for answer in answers):
+            arrays |= {name: build(answers) for name, build in self._perf.items()}
+        for name, column in self._optional.items():
             values = [value for answer in answers if (value := column(answer)) is not None]
             if len(values) == len(answers):
                 arrays[name] = _stacked(values)
-    return {name: _by_row(name, array, num_sequences) for name, array in arrays.items()}
+        return {name: _by_row(name, array, num_sequences) for name, array in arrays.items()}
 
 
-def repeated_values(answers: Sequence[RowAnswer], names: Collection[str]) -> dict[str, list[int | bytes]]:
-    """Of the outputs in `names` that are mostly the same in all pieces of a stream, what the answers say in them."""
-    return {name: [_COLUMNS[name][0](answer) for answer in answers] for name in _REPEATED if name in names}
+def _picked(columns: Mapping[str, _Column], names: Collection[str]) -> dict[str, _Column]:
+    return {name: column for name, column in columns.items() if name in names}
 
 
 def _by_row(name: str, array: NDArray[Any], num_sequences: int) -> NDArray[Any]:
@@ -164,8 +176,6 @@ _COLUMNS: Mapping[str, tuple[Callable[[RowAnswer], int | bytes], type]] = {
     "lora_digest": (lambda row: row.lora_digest.encode(), np.object_),
 }
 """Of one value an answer, and the type of their arrays."""
-
-_REPEATED = tuple(_COLUMNS.keys() - {"text_output", "num_output_tokens"})
 
 _SAME_IN_A_ROW = frozenset({"num_input_tokens", "batch_index", "lora_task_id_out", "lora_digest", "context_logits"})
 

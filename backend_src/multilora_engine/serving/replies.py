@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from multilora_engine.errors import RelayedError, RequestError
 from multilora_engine.request import BeamOutput, TokenLogProb, TokenOutput
-from multilora_engine.serving.outputs import ReplyRow, RowAnswer, output_arrays, repeated_values
+from multilora_engine.serving.outputs import OutputColumns, ReplyRow, RowAnswer
 from multilora_engine.serving.triton_api import TritonRequest, backend_utils, error_response, request_id_of
 
 
@@ -31,7 +31,9 @@ class Responder:
     def __init__(self, request: TritonRequest) -> None:
         self.request_id = request_id_of(request)
         self._names = frozenset(request.requested_output_names())
+        self._columns = OutputColumns(self._names)
         self._sender = request.get_response_sender()
+        self._backend = backend_utils()
         self._told: dict[str, tuple[list[int | bytes], Any]] = {}
 
     def wants(self, name: str) -> bool:
@@ -41,29 +43,33 @@ class Responder:
         return self._sender.is_cancelled()
 
     def send(self, answers: Sequence[RowAnswer], pad_id: int, is_final: bool, num_sequences: int = 1) -> None:
-        """answers: `num_sequences` for each row."""
-        values = repeated_values(answers, self._names)
-        known = {
-            name: self._told[name][1] for name in values if name in self._told and self._told[name][0] == values[name]
-        }
-        tensors = known | _tensors(output_arrays(answers, self._names - known.keys(), pad_id, num_sequences))
-        self._told = {name: (told, tensors[name]) for name, told in values.items()}
-        self._send(backend_utils().InferenceResponse([*tensors.values()]), is_final)
+        """answers: `num_sequences` for each row, as many in all responses of a request."""
+        for name, values in self._columns.plain_values(answers).items():
+            if name not in self._told or self._told[name][0] != values:
+                self._told[name] = values, self._tensor(name, self._columns.plain_array(name, values, num_sequences))
+        others = self._columns.other_arrays(answers, pad_id, num_sequences)
+        tensors = [tensor for _, tensor in self._told.values()]
+        self._send([*tensors, *(self._tensor(name, array) for name, array in others.items())], is_final)
 
     def send_text(self, name: str, text: str) -> None:
         """A final response with one string."""
-        tensors = _tensors({name: np.array([[text.encode()]], np.object_)})
-        self._send(backend_utils().InferenceResponse([*tensors.values()]), is_final=True)
+        self._send([self._tensor(name, np.array([[text.encode()]], np.object_))], is_final=True)
 
     def send_empty(self) -> None:
         """A final response without tensors."""
-        self._send(backend_utils().InferenceResponse([]), is_final=True)
+        self._send([], is_final=True)
 
     def fail(self, error: RequestError) -> None:
-        self._send(error_response(error, self.request_id), is_final=True)
+        self._send_response(error_response(error, self.request_id), is_final=True)
 
-    def _send(self, response: Any, is_final: bool) -> None:
-        self._sender.send(response, backend_utils().TRITONSERVER_RESPONSE_COMPLETE_FINAL if is_final else 0)
+    def _tensor(self, name: str, array: NDArray[Any]) -> Any:
+        return self._backend.Tensor(name, array)
+
+    def _send(self, tensors: Sequence[Any], is_final: bool) -> None:
+        self._send_response(self._backend.InferenceResponse(tensors), is_final)
+
+    def _send_response(self, response: Any, is_final: bool) -> None:
+        self._sender.send(response, self._backend.TRITONSERVER_RESPONSE_COMPLETE_FINAL if is_final else 0)
 
 
 class Reply(ABC):
@@ -220,8 +226,3 @@ class EmptyReply(Reply):
 def _no_beam(output: TokenOutput) -> BeamOutput:
     """Stands for a beam that a search did not find: what the request forbids left fewer continuations than beams."""
     return BeamOutput([], "", output.finish_reason or "length", [], -math.inf)
-
-
-def _tensors(arrays: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
-    pb = backend_utils()
-    return {name: pb.Tensor(name, array) for name, array in arrays.items()}

@@ -1,16 +1,29 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection, Sequence
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from support.fake_triton import LOG_PROB_NAMES, OUTPUT_NAMES, PERF_NAMES
 
 from multilora_engine.request import PerfMetrics, TokenLogProb, TokenOutput
-from multilora_engine.serving.outputs import ReplyRow, RowAnswer, output_arrays
+from multilora_engine.serving.outputs import OutputColumns, ReplyRow, RowAnswer
 
 LOGITS_NAMES = {"top_log_prob_ids", "top_log_probs", "output_tokens", "context_logits", "generation_logits"}
 FIRST = RowAnswer(0, 0, [1, 2, 3], "aé", "stop", 1, 2, 2**64 - 1, "d1")
 SECOND = RowAnswer(1, 0, [4], "", "", 5, 0, 0, "")
+
+
+def output_arrays(
+    answers: Sequence[RowAnswer], names: Collection[str], pad_id: int, num_sequences: int = 1
+) -> dict[str, NDArray[Any]]:
+    columns = OutputColumns(names)
+    plain = columns.plain_values(answers)
+    return {name: columns.plain_array(name, values, num_sequences) for name, values in plain.items()} | (
+        columns.other_arrays(answers, pad_id, num_sequences)
+    )
 
 
 def test_every_output_has_the_shape_and_dtype_of_the_configuration() -> None:
