@@ -140,6 +140,9 @@ class Call:
             on_first_tokens, self.on_first_tokens = self.on_first_tokens, None
             on_first_tokens()
 
+    def flush(self) -> None:
+        """Nothing is held back."""
+
     def is_cancelled(self) -> bool:
         return self.is_given_up
 

@@ -16,6 +16,7 @@ class RecordingListener:
 
     def __init__(self, num_requests: int = 1) -> None:
         self.outputs: list[TokenOutput] = []
+        self.num_outputs_at_flush: list[int] = []
         self.threads: set[int] = set()
         self._num_open = num_requests
         self._ended: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -28,6 +29,9 @@ class RecordingListener:
             self._num_open -= 1
         if self._num_open == 0 or output.error_code is not None:
             self._ended.put(None)
+
+    def flush(self) -> None:
+        self.num_outputs_at_flush.append(len(self.outputs))
 
     def is_cancelled(self) -> bool:
         return self._cancelled.is_set()

@@ -12,8 +12,9 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -58,10 +59,13 @@ _Request = Add | PutAdapter | Stop | Operate
 class Listener(Protocol):
     """Who waits for the outputs of a call. Only the client's thread calls it.
 
-    A call of n requests ends when each has had its final output, or with the first that carries an error.
+    A call of n requests ends when each has had its final output, or with the first that carries an error. Once all
+    listeners have heard what has arrived, they are told to `flush` what they have to pass on.
     """
 
     def on_output(self, output: TokenOutput) -> None: ...
+
+    def flush(self) -> None: ...
 
     def is_cancelled(self) -> bool: ...
 
@@ -193,7 +197,7 @@ class EngineClient:
         self._calls.update(dict.fromkeys(request_ids, call))
         if self._info is None:
             reason = self._refusal or "the engine is starting; try again"
-            self._deliver(error_output(request_ids[0], EngineUnavailable(reason)))
+            self._deliver([error_output(request_ids[0], EngineUnavailable(reason))])
         else:
             self._connection.send(message, payload)
 
@@ -203,8 +207,7 @@ class EngineClient:
         outputs: list[TokenOutput] = []
         for message in self._connection.receive():
             outputs += self._read(message)
-        for output in join_outputs(outputs):
-            self._deliver(output)
+        self._deliver(join_outputs(outputs))
         if is_lost:
             self._reconnect()
 
@@ -233,22 +236,35 @@ class EngineClient:
 
     def _fail_all(self, error: RequestError) -> None:
         while self._calls:
-            self._deliver(error_output(next(iter(self._calls)), error))
+            self._deliver([error_output(next(iter(self._calls)), error)])
 
-    def _deliver(self, output: TokenOutput) -> None:
-        """Hand an output to its listener; one for a request that was given up comes too late and is dropped."""
-        call = self._calls.get(output.request_id)
-        if call is None:
-            return
-        if output.error_code is not None:
-            self._forget(call)
-        elif output.is_final:
-            del self._calls[output.request_id]
-            call.open_request_ids.remove(output.request_id)
+    def _deliver(self, outputs: Sequence[TokenOutput]) -> None:
+        """Hand outputs to their listeners; one for a request that was given up comes too late and is dropped.
+
+        A step's responses are all made before the first is sent. To send wakes the server, and what runs by turns finds
+        the caches full of the other's data: a token then takes a third more of the CPU in every process on its way.
+        """
+        told: dict[_Call, str] = {}
+        for output in outputs:
+            call = self._calls.get(output.request_id)
+            if call is None:
+                continue
+            if output.error_code is not None:
+                self._forget(call)
+            elif output.is_final:
+                del self._calls[output.request_id]
+                call.open_request_ids.remove(output.request_id)
+            told[call] = output.request_id
+            self._tell(call, output.request_id, partial(call.listener.on_output, output))
+        for call, request_id in told.items():
+            self._tell(call, request_id, call.listener.flush)
+
+    def _tell(self, call: _Call, request_id: str, tell: Callable[[], None]) -> None:
+        """A listener that raises loses its own call only."""
         try:
-            call.listener.on_output(output)
+            tell()
         except Exception:
-            logger.exception("request %s cannot be answered", output.request_id)
+            logger.exception("request %s cannot be answered", request_id)
             self._forget(call)
 
     def _forget(self, call: _Call) -> None:
@@ -266,6 +282,6 @@ class EngineClient:
         for call in set(self._calls.values()):
             if call.listener.is_cancelled():
                 request_id = next(iter(call.open_request_ids))
-                self._deliver(error_output(request_id, Cancelled("the client cancelled the request")))
+                self._deliver([error_output(request_id, Cancelled("the client cancelled the request"))])
         ended = time.monotonic()
         self._next_cancellation_check = ended + max(_CANCELLATION_INTERVAL_S, (ended - started) / _CANCELLATION_DUTY)

@@ -32,7 +32,11 @@ class Front(ABC):
             self._fail(responder, InternalError(f"{type(error).__name__}: {error}"))
 
     def _fail(self, responder: Responder, error: RequestError) -> None:
-        self._link.client.call_soon(lambda: responder.fail(error))
+        def fail() -> None:
+            responder.fail(error)
+            responder.flush()
+
+        self._link.client.call_soon(fail)
 
     @abstractmethod
     def _submit(self, request: TritonRequest, responder: Responder) -> None:

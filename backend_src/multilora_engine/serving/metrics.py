@@ -263,6 +263,9 @@ class MetricsPublisher:
         """Called by the client's thread with the engine's answer."""
         self._answers.put(output)
 
+    def flush(self) -> None:
+        """Nothing is held back."""
+
     def is_cancelled(self) -> bool:
         return False
 

@@ -22,10 +22,10 @@ from multilora_engine.serving.triton_api import TritonRequest, backend_utils, er
 
 
 class Responder:
-    """Sends responses to one Triton request: of the outputs it asked for those that there is something to say of.
+    """Makes responses to one Triton request: of the outputs it asked for those that there is something to say of.
 
-    An ensemble asks its steps for everything, and passes on what it gets. What a response repeats of the one before is
-    the same tensor, which is in shared memory already.
+    They are sent by `flush`. An ensemble asks its steps for everything, and passes on what it gets. What a response
+    repeats of the one before is the same tensor, which is in shared memory already.
     """
 
     def __init__(self, request: TritonRequest) -> None:
@@ -35,6 +35,7 @@ class Responder:
         self._sender = request.get_response_sender()
         self._backend = backend_utils()
         self._told: dict[str, tuple[list[int | bytes], Any]] = {}
+        self._unsent: list[tuple[Any, int]] = []
 
     def wants(self, name: str) -> bool:
         return name in self._names
@@ -42,38 +43,43 @@ class Responder:
     def is_cancelled(self) -> bool:
         return self._sender.is_cancelled()
 
-    def send(self, answers: Sequence[RowAnswer], pad_id: int, is_final: bool, num_sequences: int = 1) -> None:
+    def respond(self, answers: Sequence[RowAnswer], pad_id: int, is_final: bool, num_sequences: int = 1) -> None:
         """answers: `num_sequences` for each row, as many in all responses of a request."""
         for name, values in self._columns.plain_values(answers).items():
             if name not in self._told or self._told[name][0] != values:
                 self._told[name] = values, self._tensor(name, self._columns.plain_array(name, values, num_sequences))
         others = self._columns.other_arrays(answers, pad_id, num_sequences)
         tensors = [tensor for _, tensor in self._told.values()]
-        self._send([*tensors, *(self._tensor(name, array) for name, array in others.items())], is_final)
+        tensors += [self._tensor(name, array) for name, array in others.items()]
+        self._append(self._backend.InferenceResponse(tensors), is_final)
 
-    def send_text(self, name: str, text: str) -> None:
+    def respond_text(self, name: str, text: str) -> None:
         """A final response with one string."""
-        self._send([self._tensor(name, np.array([[text.encode()]], np.object_))], is_final=True)
+        tensor = self._tensor(name, np.array([[text.encode()]], np.object_))
+        self._append(self._backend.InferenceResponse([tensor]), is_final=True)
 
-    def send_empty(self) -> None:
+    def respond_empty(self) -> None:
         """A final response without tensors."""
-        self._send([], is_final=True)
+        self._append(self._backend.InferenceResponse([]), is_final=True)
 
     def fail(self, error: RequestError) -> None:
-        self._send_response(error_response(error, self.request_id), is_final=True)
+        self._append(error_response(error, self.request_id), is_final=True)
+
+    def flush(self) -> None:
+        """Send the responses that have been made."""
+        unsent, self._unsent = self._unsent, []
+        for response, flags in unsent:
+            self._sender.send(response, flags)
 
     def _tensor(self, name: str, array: NDArray[Any]) -> Any:
         return self._backend.Tensor(name, array)
 
-    def _send(self, tensors: Sequence[Any], is_final: bool) -> None:
-        self._send_response(self._backend.InferenceResponse(tensors), is_final)
-
-    def _send_response(self, response: Any, is_final: bool) -> None:
-        self._sender.send(response, self._backend.TRITONSERVER_RESPONSE_COMPLETE_FINAL if is_final else 0)
+    def _append(self, response: Any, is_final: bool) -> None:
+        self._unsent.append((response, self._backend.TRITONSERVER_RESPONSE_COMPLETE_FINAL if is_final else 0))
 
 
 class Reply(ABC):
-    """The listener of a call: sends what it hears as responses to one Triton request."""
+    """The listener of a call: makes responses to one Triton request of what it hears."""
 
     def __init__(self, responder: Responder) -> None:
         self._responder = responder
@@ -86,6 +92,9 @@ class Reply(ABC):
             self._responder.fail(RelayedError(output.error_code, output.error_message or ""))
         else:
             self._answer(output)
+
+    def flush(self) -> None:
+        self._responder.flush()
 
     @abstractmethod
     def _answer(self, output: TokenOutput) -> None: ...
@@ -105,7 +114,7 @@ class StreamReply(Reply):
         if output.is_final:
             self._open.remove(output.request_id)
         answer = self._rows[output.request_id].answer(output)
-        self._responder.send([answer], self._pad_id, is_final=not self._open)
+        self._responder.respond([answer], self._pad_id, is_final=not self._open)
 
 
 @dataclass
@@ -183,7 +192,7 @@ class EachReply(Reply):
         transcript.append(output)
         if transcript.is_complete:
             is_final = all(transcript.is_complete for transcript in self._transcripts.values())
-            self._responder.send(transcript.answers(), self._pad_id, is_final)
+            self._responder.respond(transcript.answers(), self._pad_id, is_final)
 
 
 class OneReply(Reply):
@@ -202,7 +211,7 @@ class OneReply(Reply):
         self._transcripts[output.request_id].append(output)
         if all(transcript.is_complete for transcript in self._transcripts.values()):
             answers = [answer for transcript in self._transcripts.values() for answer in transcript.answers()]
-            self._responder.send(answers, self._pad_id, is_final=True, num_sequences=self._num_sequences)
+            self._responder.respond(answers, self._pad_id, is_final=True, num_sequences=self._num_sequences)
 
 
 class TextReply(Reply):
@@ -213,14 +222,14 @@ class TextReply(Reply):
         self._name = name
 
     def _answer(self, output: TokenOutput) -> None:
-        self._responder.send_text(self._name, output.text)
+        self._responder.respond_text(self._name, output.text)
 
 
 class EmptyReply(Reply):
     """An empty response, by which upstream's clients know that what they wanted stopped has stopped."""
 
     def _answer(self, output: TokenOutput) -> None:
-        self._responder.send_empty()
+        self._responder.respond_empty()
 
 
 def _no_beam(output: TokenOutput) -> BeamOutput:

@@ -59,5 +59,8 @@ class UploadListener:
             self._end_upload = None
         self._listener.on_output(output)
 
+    def flush(self) -> None:
+        self._listener.flush()
+
     def is_cancelled(self) -> bool:
         return self._listener.is_cancelled()

@@ -88,6 +88,15 @@ def test_a_listener_that_lags_gets_what_has_piled_up_as_one_output(client: Engin
     assert [output.is_final for output in outputs] == [False] * (len(outputs) - 1) + [True]
 
 
+def test_a_listener_passes_on_what_it_has_when_all_that_arrived_is_heard(client: EngineClient) -> None:
+    listener, marker = RecordingListener(num_requests=3), RecordingListener()
+    client.generate(listener, [generation_request(name, [1], max_tokens=1) for name in "abc"])
+    listener.wait()
+    client.generate(marker, [generation_request("marker", [1])])
+    marker.wait()
+    assert listener.num_outputs_at_flush == [3]
+
+
 def test_an_adapter_and_the_request_that_uses_it_travel_together(client: EngineClient, engine: FakeEngine) -> None:
     listener, packed = RecordingListener(), adapter()
     client.generate(listener, [generation_request("r", [5], lora_task_id=7)], adapter=(7, packed))
@@ -174,12 +183,15 @@ def test_stopping_an_id_nobody_uses_is_no_error(client: EngineClient) -> None:
     assert stop.wait()[-1].finish_reason == "stop"
 
 
-def test_a_listener_that_raises_loses_its_own_call_only(client: EngineClient, engine: FakeEngine) -> None:
-    class Broken(RecordingListener):
-        def on_output(self, output: TokenOutput) -> None:
-            raise RuntimeError("the response cannot be sent")
+@pytest.mark.parametrize("method", ["on_output", "flush"])
+def test_a_listener_that_raises_loses_its_own_call_only(
+    client: EngineClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise RuntimeError("the response cannot be sent")
 
-    broken, good = Broken(), RecordingListener()
+    broken, good = RecordingListener(), RecordingListener()
+    monkeypatch.setattr(broken, method, fail)
     client.generate(broken, [generation_request("broken", [1], max_tokens=10**6)])
     client.generate(good, [generation_request("good", [1])])
     assert good.wait()[-1].finish_reason == "length"

@@ -16,11 +16,27 @@ def token(request_id: str, token_id: int, finish_reason: str | None = None) -> T
     return TokenOutput(request_id, [token_id], f"<{token_id}>", finish_reason, num_prompt_tokens=2, num_output_tokens=1)
 
 
+def tell(reply: Reply, output: TokenOutput) -> None:
+    reply.on_output(output)
+    reply.flush()
+
+
+def test_nothing_is_sent_before_it_is_flushed_and_then_in_order() -> None:
+    request = FakeRequest({})
+    reply = StreamReply(Responder(request), {"a": ReplyRow()}, pad_id=0)
+    reply.on_output(token("a", 1))
+    reply.on_output(token("a", 2, "stop"))
+    assert request.sender.responses == []
+    reply.flush()
+    reply.flush()
+    assert [response.texts() for response in request.sender.wait()] == [["<1>"], ["<2>"]]
+
+
 def test_a_stream_sends_new_tokens_only_and_the_final_flag_with_the_last_ones() -> None:
     request = FakeRequest({})
     reply = StreamReply(Responder(request), {"a": ReplyRow(0), "b": ReplyRow(1, 2, lora_task_id=7)}, pad_id=0)
     for output in (token("a", 1), token("b", 2, "length"), token("a", 3, "stop")):
-        reply.on_output(output)
+        tell(reply, output)
     responses = request.sender.wait()
     assert [response.texts() for response in responses] == [["<1>"], ["<2>"], ["<3>"]]
     assert [response.arrays["output_ids"].tolist() for response in responses] == [[[[1]]], [[[2]]], [[[3]]]]
@@ -42,12 +58,12 @@ def test_what_a_stream_says_again_is_the_same_tensor_and_what_is_new_another(mon
     monkeypatch.setattr(backend_utils(), "Tensor", CountedTensor)
     request = FakeRequest({})
     reply = StreamReply(Responder(request), {"a": ReplyRow(0), "b": ReplyRow(1)}, pad_id=0)
-    reply.on_output(token("a", 1))
+    tell(reply, token("a", 1))
     made.clear()
-    reply.on_output(token("a", 2))
+    tell(reply, token("a", 2))
     assert sorted(made) == ["output_ids", "text_output"]
     made.clear()
-    reply.on_output(dataclasses.replace(token("b", 3), lora_digest="d"))
+    tell(reply, dataclasses.replace(token("b", 3), lora_digest="d"))
     assert sorted(made) == ["batch_index", "lora_digest", "output_ids", "text_output"]
     assert [response.arrays["batch_index"].item() for response in request.sender.responses] == [0, 0, 1]
     assert [response.arrays["lora_digest"].item() for response in request.sender.responses] == [b"", b"", b"d"]
@@ -59,7 +75,7 @@ def test_one_response_has_all_rows_in_their_order_whichever_ends_first() -> None
     reply = OneReply(Responder(request), transcripts, pad_id=5)
     for output in (token("b", 2, "length"), token("a", 1), token("a", 3, "stop")):
         assert request.sender.responses == []
-        reply.on_output(output)
+        tell(reply, output)
     (response,) = request.sender.wait()
     assert response.texts() == ["prompt <1><3>", "<2>"]
     assert response.arrays["output_ids"].tolist() == [[[8, 9, 1, 3]], [[2, 5, 5, 5]]]
@@ -72,7 +88,7 @@ def test_each_sequence_has_a_response_of_its_own_when_it_ends() -> None:
     transcripts = {"a": Transcript(ReplyRow(0, 0), [8], "prompt "), "b": Transcript(ReplyRow(0, 1), [8], "prompt ")}
     reply = EachReply(Responder(request), transcripts, pad_id=5)
     for output in (token("a", 1), token("b", 2, "length"), token("a", 3, "stop")):
-        reply.on_output(output)
+        tell(reply, output)
     responses = request.sender.wait()
     assert [response.texts() for response in responses] == [["prompt <2>"], ["prompt <1><3>"]]
     assert [response.arrays["output_ids"].tolist() for response in responses] == [[[[8, 2]]], [[[8, 1, 3]]]]
@@ -82,7 +98,7 @@ def test_each_sequence_has_a_response_of_its_own_when_it_ends() -> None:
 @pytest.mark.parametrize("names", [("text_output",), ("finish_reason", "lora_digest"), ()])
 def test_exactly_the_requested_outputs_are_sent(names: tuple[str, ...]) -> None:
     request = FakeRequest({}, output_names=names)
-    StreamReply(Responder(request), {"a": ReplyRow()}, 0).on_output(token("a", 1, "stop"))
+    tell(StreamReply(Responder(request), {"a": ReplyRow()}, 0), token("a", 1, "stop"))
     assert set(request.sender.wait()[0].arrays) == set(names)
 
 
@@ -91,8 +107,8 @@ def test_an_error_is_the_final_response_after_what_was_sent(kind: type[Reply]) -
     request = FakeRequest({}, id="ab12")
     row = ReplyRow()
     reply = kind(Responder(request), {"a": row if kind is StreamReply else Transcript(row)}, 0)
-    reply.on_output(token("a", 1))
-    reply.on_output(TokenOutput("a", [], "", error_code="UNAVAILABLE", error_message="the engine process died"))
+    tell(reply, token("a", 1))
+    tell(reply, TokenOutput("a", [], "", error_code="UNAVAILABLE", error_message="the engine process died"))
     *earlier, last = request.sender.wait()
     assert len(earlier) == (1 if kind is StreamReply else 0)
     assert last.arrays == {}
@@ -105,7 +121,7 @@ def test_an_error_is_the_final_response_after_what_was_sent(kind: type[Reply]) -
 
 def test_a_stop_is_answered_by_a_response_without_tensors() -> None:
     request = FakeRequest({})
-    EmptyReply(Responder(request)).on_output(TokenOutput("a", [], "", finish_reason="stop"))
+    tell(EmptyReply(Responder(request)), TokenOutput("a", [], "", finish_reason="stop"))
     (response,) = request.sender.wait()
     assert (response.arrays, response.error) == ({}, None)
 
@@ -119,9 +135,9 @@ def test_logits_of_the_prompt_come_once_and_those_of_the_answer_with_its_tokens(
     logits = np.arange(8, dtype=np.float32).reshape(4, 2)
     tops = [TokenLogProb(-0.5, ((token_id, -0.5),)) for token_id in range(3)]
     first = TokenOutput("a", [1, 2], "x", log_probs=tops[:2], generation_logits=logits[:2].tobytes())
-    reply.on_output(dataclasses.replace(first, context_logits=logits[3:].tobytes()))
+    tell(reply, dataclasses.replace(first, context_logits=logits[3:].tobytes()))
     last = TokenOutput("a", [3], "y", "stop", log_probs=tops[2:], generation_logits=logits[2:3].tobytes())
-    reply.on_output(last)
+    tell(reply, last)
     responses = [response.arrays for response in request.sender.wait()]
     assert responses[0]["context_logits"].tolist() == [logits[3:].tolist()]
     assert not any("context_logits" in response for response in responses[1:])
@@ -136,8 +152,8 @@ def test_log_probs_go_with_their_tokens_and_times_with_the_last_response(kind: t
     reply = kind(Responder(request), {"a": row if kind is StreamReply else Transcript(row, [7, 7], "prompt")}, 0)
     first = TokenOutput("a", [1, 2], "x", log_probs=[TokenLogProb(-0.5), TokenLogProb(-1.0)], cum_log_prob=-1.5)
     last = TokenOutput("a", [3], "y", "stop", log_probs=[TokenLogProb(-2.0)], cum_log_prob=-3.5, perf=PerfMetrics(5))
-    reply.on_output(first)
-    reply.on_output(last)
+    tell(reply, first)
+    tell(reply, last)
     responses = request.sender.wait()
     log_probs = [response.arrays["output_log_probs"].tolist() for response in responses]
     sums = [response.arrays["cum_log_probs"].item() for response in responses]
