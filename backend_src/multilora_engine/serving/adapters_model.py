@@ -15,7 +15,7 @@ from multilora_engine.serving.engine_link import EngineLink
 from multilora_engine.serving.front import Front, new_id
 from multilora_engine.serving.inputs import InputTensors
 from multilora_engine.serving.replies import Responder, TextReply
-from multilora_engine.serving.triton_api import TritonRequest, configure_logging
+from multilora_engine.serving.triton_api import TritonRequest, prepare_stub
 
 _FIRST_CONTACT_S = 5.0
 
@@ -36,7 +36,7 @@ class AdaptersModel:
     """One response a request, sent when the engine has answered."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
-        configure_logging(args["model_name"])
+        prepare_stub(args["model_name"])
         self._link = EngineLink(socket_path(os.getppid()))
         self._front = AdaptersFront(self._link)
 

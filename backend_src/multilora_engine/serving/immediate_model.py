@@ -16,8 +16,8 @@ from multilora_engine.serving.inputs import InputTensors
 from multilora_engine.serving.triton_api import (
     TritonRequest,
     backend_utils,
-    configure_logging,
     error_response,
+    prepare_stub,
     request_id_of,
 )
 
@@ -26,7 +26,7 @@ class ImmediateModel(ABC):
     """Base of `preprocessing` and `postprocessing`."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
-        configure_logging(args["model_name"])
+        prepare_stub(args["model_name"])
         self._link = EngineLink(socket_path(os.getppid()))
 
     def execute(self, requests: list[TritonRequest]) -> list[Any]:

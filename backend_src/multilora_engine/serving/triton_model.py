@@ -19,7 +19,7 @@ from multilora_engine.serving.engine_link import EngineLink
 from multilora_engine.serving.generation_front import GenerationFront
 from multilora_engine.serving.inputs import ENSEMBLE_NAMES
 from multilora_engine.serving.metrics import MetricsPublisher
-from multilora_engine.serving.triton_api import TritonRequest, configure_logging
+from multilora_engine.serving.triton_api import TritonRequest, prepare_stub
 from multilora_engine.shared_memory import check_free_space
 
 _FIRST_CONTACT_S = 30.0
@@ -30,7 +30,7 @@ class GenerationModel:
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Start the engine. Raises ConfigError, whose one line is what the operator sees."""
-        configure_logging(args["model_name"])
+        prepare_stub(args["model_name"])
         parameters = _parameters(args)
         config = EngineConfig.from_parameters(parameters)
         environ = engine_environ(args, config, os.environ)
@@ -64,7 +64,7 @@ class DoorModel:
     """
 
     def initialize(self, args: Mapping[str, str]) -> None:
-        configure_logging(args["model_name"])
+        prepare_stub(args["model_name"])
         self._link = EngineLink(socket_path(os.getppid()))
         self._front = self._make_front(self._link, _is_decoupled(args))
 
