@@ -106,6 +106,8 @@ class Batch:
     def __init__(self, workload: Workload, lora_dtype: torch.dtype, dtype: torch.dtype, device: str) -> None:
         model = workload.model
         self.workload, self.dtype = workload, dtype
+        # Once: an engine does not look for its linears in every step either.
+        self.linears = _linears(model)
         self.mapping = (torch.arange(workload.num_tokens) % workload.num_adapters).to(device)
         self.segments: LoRASegments = lora_segments(self.mapping, workload.num_adapters)
         self.tables: LoRATables = _tables(workload, lora_dtype, device)
@@ -114,29 +116,29 @@ class Batch:
 
     def update(self) -> None:
         """The updates alone: one `lora_apply` a linear."""
-        for column, i, shape in self.linears():
+        for column, i, shape in self.linears:
             lora_apply(self.x[i], self.y[i], self.tables, column, shape.slice_sizes, self.segments)
 
     def base_linears(self) -> tuple[Step, Step]:
         """The base linears, and those with their updates: one `packed_linear`, one `lora_linear` each."""
-        weights = [self._weight(shape) for _, _, shape in self.linears()]
+        weights = [self._weight(shape) for _, _, shape in self.linears]
 
         def linears() -> None:
-            for (_, i, _), weight in zip(self.linears(), weights, strict=True):
+            for (_, i, _), weight in zip(self.linears, weights, strict=True):
                 packed_linear(self.x[i], weight)
 
         def lora_linears() -> None:
-            for (column, i, shape), weight in zip(self.linears(), weights, strict=True):
+            for (column, i, shape), weight in zip(self.linears, weights, strict=True):
                 lora_linear(self.x[i], weight, self.tables, column, shape.slice_sizes, self.segments)
 
         return linears, lora_linears
 
     def gather_bmm(self) -> Step:
         """Weights padded to the largest rank and stacked; each step gathers them by token, then torch.bmm."""
-        stacks = [self._padded(column, shape) for column, _, shape in self.linears()]
+        stacks = [self._padded(column, shape) for column, _, shape in self.linears]
 
         def step() -> None:
-            for (_, i, shape), slices in zip(self.linears(), stacks, strict=True):
+            for (_, i, shape), slices in zip(self.linears, stacks, strict=True):
                 x = self.x[i].to(self.tables.arena.dtype).unsqueeze(1)
                 outputs = self.y[i].split_with_sizes(shape.slice_sizes, dim=1)
                 for y, (a, b) in zip(outputs, slices, strict=True):
@@ -148,11 +150,11 @@ class Batch:
         """Two matrix products for each adapter and slice, over the rows of that adapter."""
         workload = self.workload
         rows = [torch.nonzero(self.mapping == index).squeeze(1) for index in range(workload.num_adapters)]
-        weights = [self._matrices(column, shape) for column, _, shape in self.linears()]
+        weights = [self._matrices(column, shape) for column, _, shape in self.linears]
         everyone = workload.num_adapters == 1
 
         def step() -> None:
-            for (_, i, shape), adapters in zip(self.linears(), weights, strict=True):
+            for (_, i, shape), adapters in zip(self.linears, weights, strict=True):
                 outputs = self.y[i].split_with_sizes(shape.slice_sizes, dim=1)
                 for tokens, slices in zip(rows, adapters, strict=True):
                     x = (self.x[i] if everyone else self.x[i][tokens]).to(self.tables.arena.dtype)
@@ -169,15 +171,6 @@ class Batch:
         """Largest temporary of `gather_bmm`."""
         widest = max(max(shape.in_features, *shape.slice_sizes) for shape in self.workload.model.linears)
         return self.workload.num_tokens * widest * self.tables.max_rank * self.tables.arena.element_size()
-
-    def linears(self) -> list[tuple[int, int, LinearShape]]:
-        """First slice, place in the layer and shape of each linear of the model."""
-        model, linears, column = self.workload.model, [], 0
-        for _ in range(model.num_layers):
-            for i, shape in enumerate(model.linears):
-                linears.append((column, i, shape))
-                column += shape.num_slices
-        return linears
 
     def _weight(self, shape: LinearShape) -> PackedWeight:
         device = self.x[0].device
@@ -210,6 +203,16 @@ class Batch:
                 a[lora_index, :rank], b[lora_index, :, :rank] = slices[s]
             stacks.append((a.transpose(1, 2), b.transpose(1, 2)))
         return stacks
+
+
+def _linears(model: Model) -> list[tuple[int, int, LinearShape]]:
+    """First slice, place in the layer and shape of each linear of the model."""
+    linears, column = [], 0
+    for _ in range(model.num_layers):
+        for i, shape in enumerate(model.linears):
+            linears.append((column, i, shape))
+            column += shape.num_slices
+    return linears
 
 
 def _tables(workload: Workload, lora_dtype: torch.dtype, device: str) -> LoRATables:

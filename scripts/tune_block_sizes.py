@@ -44,13 +44,13 @@ def shrink_all(batch: Batch, sizes: BlockSizes | None = None) -> list[torch.Tens
     """The v of every linear of a layer."""
     return [
         lora_shrink(batch.x[i], batch.tables, column, shape.num_slices, batch.segments, sizes)
-        for column, i, shape in batch.linears()
+        for column, i, shape in batch.linears
     ]
 
 
 def expand_all(batch: Batch, v: list[torch.Tensor], sizes: BlockSizes) -> None:
     """Adds the update of every linear of a layer."""
-    for (column, i, shape), v_of_linear in zip(batch.linears(), v, strict=True):
+    for (column, i, shape), v_of_linear in zip(batch.linears, v, strict=True):
         lora_expand(v_of_linear, batch.y[i], batch.tables, column, shape.slice_sizes, batch.segments, sizes)
 
 
