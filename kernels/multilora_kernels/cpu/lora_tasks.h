@@ -81,6 +81,7 @@ struct Columns {
 
   Columns(const at::Tensor& table, int64_t first)
       : data(table.const_data_ptr<T>()), num_slices(table.size(1)), first_slice(first) {}
+  bool has(int64_t slice) const { return first_slice + slice < num_slices; }
   int64_t at(int64_t lora_index, int64_t slice) const { return data[lora_index * num_slices + first_slice + slice]; }
 };
 
@@ -121,6 +122,11 @@ struct Shrink {
   bool is_shared(int64_t lora_index, int64_t slice) const {
     return slice > 0 && rank.at(lora_index, slice - 1) == rank.at(lora_index, slice) &&
         a_offset.at(lora_index, slice - 1) == a_offset.at(lora_index, slice);
+  }
+  // The slice's A, null where the adapter has none; the slice may lie behind those of this linear.
+  const void* weights_at(const Block& block, int64_t slice) const {
+    const bool is_there = rank.has(slice) && rank.at(block.lora_index, slice) > 0;
+    return is_there ? weights.at(a_offset.at(block.lora_index, slice), 1) : nullptr;
   }
   ShrinkTask task(const Block& block, int64_t slice) const {
     const int64_t r = rank.at(block.lora_index, slice);

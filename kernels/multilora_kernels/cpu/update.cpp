@@ -80,6 +80,7 @@ class Update {
          const std::vector<Block>& blocks, const PackedLinear* base)
       : kernels_(kernels_of(tables.arena.scalar_type())), element_size_(tables.arena.element_size()), base_(base),
         v_(new float[slice_sizes.size() * x.size(0) * tables.max_rank]) {
+    slices_.reserve(slice_sizes.size());
     int64_t first_output = 0;
     for (const int64_t size : slice_sizes) {
       slices_.push_back({first_output, size, base ? base->output_cost : 0});
@@ -112,6 +113,7 @@ class Update {
 
  private:
   void add_tasks(const Shrink& shrink, const Expand& expand, const std::vector<Block>& blocks) {
+    next_linear_ = blocks.empty() ? nullptr : shrink.weights_at(blocks.front(), slices_.size());
     shrinks_.shares.reserve(blocks.size() * slices_.size());
     additions_.reserve(blocks.size() * slices_.size());
     for (const Block& block : blocks) {
@@ -172,11 +174,18 @@ class Update {
     };
     for (auto addition = next_of(additions_.begin()); addition != additions_.end();) {
       const auto next = next_of(addition + 1);
-      const void* ahead = (next == additions_.end() ? addition : next)->weights_from(begin, element_size_);
+      const void* ahead = next == additions_.end() ? what_follows(begin, *addition)
+                                                   : next->weights_from(begin, element_size_);
       const int64_t first = std::max<int64_t>(begin - addition->first_output, 0);
       kernels_.expand(addition->task, first, std::min(end - addition->first_output, addition->size), ahead);
       addition = next;
     }
+  }
+
+  // What a thread reads after its last addition. A step goes through the columns of the tables in their order, so that
+  // whoever has the first outputs has the first ranks of the next columns, too; the others read nothing new.
+  const void* what_follows(int64_t first_output, const Addition& last) const {
+    return first_output == 0 && next_linear_ ? next_linear_ : last.weights_from(first_output, element_size_);
   }
 
   const Kernels& kernels_;
@@ -186,6 +195,7 @@ class Update {
   std::vector<Slice> slices_;
   WorkList<ShrinkTask> shrinks_;
   std::vector<Addition> additions_;
+  const void* next_linear_;  // the first weights behind these columns of the tables, null if there are none
 };
 
 void lora_apply(const at::Tensor& x, const at::Tensor& y, int64_t first_slice, at::IntArrayRef slice_sizes,
