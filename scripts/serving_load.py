@@ -87,7 +87,8 @@ class Load:
         self._lock = threading.Lock()
         self._acknowledged: list[int] = []
         self._next_number = 0
-        self._damaged: set[int] = set()
+        self._damaged: dict[int, float | None] = {}
+        """When each adapter whose files were damaged was acknowledged again; None: not yet."""
         self._is_over = threading.Event()
         self._right_since: dict[int, float] = {}
         self.tally = Tally()
@@ -132,7 +133,7 @@ class Load:
     def expect_damage(self, task_ids: Collection[int]) -> None:
         """The files of these adapters are damaged: the server must tell, and their clients send them again."""
         with self._lock:
-            self._damaged |= {number for number in self._acknowledged if task_id(number) in task_ids}
+            self._damaged |= {number: None for number in self._acknowledged if task_id(number) in task_ids}
 
     def ask_all(self) -> set[int]:
         """Ask every adapter that was acknowledged, once; those that did not answer rightly."""
@@ -199,7 +200,7 @@ class Load:
         adapter = None if number is None else task_id(number)
         options: GenerateOptions = {"input_ids": prompt, "max_tokens": len(expected)}
         options["timeout_s"] = ANSWER_TIMEOUT_S
-        text = ""
+        text, asked_at = "", time.monotonic()
         try:
             if random.random() < 0.5:
                 text = client.generate(adapter=adapter, **options).text
@@ -209,18 +210,19 @@ class Load:
         except MultiloraClientError as error:
             self._judge(number, text, text_of(expected)[: len(text)])
             if isinstance(error, AdapterNotFound) and number is not None:
-                self._note_missing(client, number)
+                self._note_missing(client, number, asked_at)
             raise
         return self._judge(number, text, text_of(expected))
 
-    def _note_missing(self, client: Client, number: int) -> None:
+    def _note_missing(self, client: Client, number: int, asked_at: float) -> None:
+        """It is lost, unless it was damaged: then whoever asked before it was acknowledged again may miss it."""
         with self._lock:
-            is_lost = number not in self._damaged
-            self._damaged.discard(number)
-            if is_lost:
+            mended_at = self._damaged.get(number, 0.0)
+            if mended_at is not None and asked_at > mended_at:
                 self.tally.lost.add(number)
-        if not is_lost:
+        if mended_at is None:
             self.upload(client, number)
+            self._damaged[number] = time.monotonic()
 
     def _judge(self, number: int | None, text: str, expected: str) -> bool:
         with self._lock:
