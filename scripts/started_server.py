@@ -6,6 +6,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 from rich.console import Console
 
@@ -36,8 +37,16 @@ def started_server(model: Path, console: Console | None = None, **overrides: str
 
 @contextmanager
 def sigterm_as_ctrl_c() -> Iterator[None]:
-    """SIGTERM raises KeyboardInterrupt, so that what is open is closed. For the main thread."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    """SIGTERM raises KeyboardInterrupt, so that what is open is closed. For the main thread.
+
+    Once: a second one, such as `timeout` sends, would cut the closing short.
+    """
+
+    def interrupt(*_: object) -> NoReturn:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
     try:
         yield
     finally:

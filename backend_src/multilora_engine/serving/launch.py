@@ -166,7 +166,9 @@ def run(options: ServerOptions, canary_interval_s: float, max_restarts: int) -> 
 
     Raises ServerFailed or ConfigError when it cannot start the first time, or has failed too often in a row.
     """
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, _interrupt)
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as it is for a shell's background jobs
+        signal.signal(signal.SIGINT, _interrupt)
     backoff, was_ready = Backoff(), False
     while True:
         failure, ready_s, options = live(options, canary_interval_s)
@@ -176,6 +178,13 @@ def run(options: ServerOptions, canary_interval_s: float, max_restarts: int) -> 
             raise failure
         console.print(f"[bold yellow]restarting[/] in {delay_s:g} s: {escape(str(failure))}", soft_wrap=True)
         pause(delay_s)
+
+
+def _interrupt(*_: object) -> NoReturn:
+    """Once: a further signal, such as `timeout` and impatient fingers send, would cut short how the server is ended."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 def live(options: ServerOptions, canary_interval_s: float) -> tuple[MultiloraError, float, ServerOptions]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import select
 import signal
 import subprocess
 import tempfile
@@ -175,8 +176,19 @@ class ServerProcess:
             raise ServerFailed(f"the server no longer answers: {error}") from None
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait until the server ends; returns its exit status. Raises subprocess.TimeoutExpired."""
-        return self._process.wait(timeout)
+        """Wait until the server ends; returns its exit status. Raises subprocess.TimeoutExpired.
+
+        Popen's own wait asks again and again under a lock, which an interrupt (Ctrl-C) can leave locked for ever.
+        """
+        if self._process.returncode is None:
+            fd = os.pidfd_open(self.pid)
+            try:
+                if not select.select([fd], [], [], timeout)[0]:
+                    assert timeout is not None
+                    raise subprocess.TimeoutExpired(self._process.args, timeout)
+            finally:
+                os.close(fd)
+        return self._process.wait()
 
     def failure(self, status: int) -> ServerFailed:
         """Why the server, which has ended with `status`, did so."""
@@ -195,17 +207,17 @@ class ServerProcess:
         try:
             self._drain()
             self._process.terminate()
-            return self._process.wait(deadline - time.monotonic())
+            return self.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             self._process.kill()
-            return self._process.wait()
+            return self.wait()
         finally:
             self._clean_up()
 
     def kill(self) -> None:
         """End the server at once, for one that is broken: what it still has in flight could keep `stop` waiting."""
         self._process.kill()
-        self._process.wait()
+        self.wait()
         self._clean_up()
 
     def _drain(self) -> None:
@@ -278,7 +290,7 @@ class ServerProcess:
 
     def _wait_for_progress(self, deadline: float) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            raise self.failure(self._process.wait(_POLL_S))
+            raise self.failure(self.wait(_POLL_S))
         if time.monotonic() > deadline:
             raise ServerFailed(f"not ready after {self.options.startup_timeout_s:g} s: {self.progress}")
 
