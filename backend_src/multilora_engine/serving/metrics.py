@@ -11,6 +11,7 @@ import queue
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import accumulate
@@ -97,7 +98,9 @@ PREEMPTIONS = _counter("preemptions", "Times that a request lost its KV cache to
 PREFIX_QUERIED = _counter("prefix_cache_queried_tokens", "Tokens of requests looked up in the prefix cache")
 PREFIX_HITS = _counter("prefix_cache_hit_tokens", "Tokens whose keys and values the prefix cache had")
 ENGINE_RESTARTS = _counter("engine_restarts", "Times that the engine process died or hung and was started again")
-LORA_REQUESTS_INFO = _gauge("lora_requests_info", "Adapters in use, as gateways read them; the value is the time")
+LORA_REQUESTS_INFO = _gauge(
+    "lora_requests_info", "Adapters in use, as gateways read them; the value is the time: the largest is the latest"
+)
 """In the shape that the Gateway API inference extension reads: adapters as comma-separated labels."""
 
 HISTOGRAMS: Mapping[str, tuple[str, str]] = {
@@ -172,6 +175,9 @@ def _samples(metrics: Mapping[str, MetricName], values: Mapping[str, float], lab
     return [Sample(metric, (label,), values[field]) for field, metric in metrics.items()]
 
 
+_MAX_WITHDRAWN = 8
+"""Metrics of a family without a sample that the server may go on to tell: `LORA_REQUESTS_INFO` leaves one a second."""
+
 Key = tuple[MetricName, tuple[tuple[str, str], ...]]
 """A metric's family and its labels."""
 
@@ -190,24 +196,28 @@ class TritonMetrics:
     """The server's metrics, kept equal to samples. Belongs to one thread.
 
     The server goes on to tell a metric of which no sample is left until its whole family is gone (24.10: the Python
-    backend's family holds on to it). So that family is made anew, with the metrics that stay.
+    backend's family holds on to it). So a family with more than `max_withdrawn` of them is made anew, with the metrics
+    that stay. Not at once, since the server keeps some 190 bytes of every family that there was.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_withdrawn: int = _MAX_WITHDRAWN) -> None:
+        self._max_withdrawn = max_withdrawn
         self._families: dict[MetricName, Any] = {}
         self._series: dict[Key, _Series] = {}
 
     def update(self, latest: Iterable[Sample]) -> None:
-        """Take over the values, and remove the metrics that have none any more."""
+        """Take over the values."""
         current = {(sample.metric, sample.labels): sample.value for sample in latest}
-        for metric in {metric for metric, _ in self._series.keys() - current.keys()}:
-            self._remake(metric, current)
+        for metric, count in Counter(metric for metric, _ in self._series.keys() - current.keys()).items():
+            if count > self._max_withdrawn:
+                self._remake(metric, current)
         for key, value in current.items():
             self._change(key, value)
 
     def clear(self) -> None:
         """Remove all metrics."""
-        self.update([])
+        for metric in list(self._families):
+            self._remake(metric, staying=())
 
     def _remake(self, metric: MetricName, staying: Container[Key]) -> None:
         """Remove a family, and show those of its metrics again that are `staying`."""

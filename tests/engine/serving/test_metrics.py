@@ -134,10 +134,25 @@ def test_a_counter_goes_on_when_a_new_engine_counts_from_zero(
     metrics.clear()
 
 
+def test_metrics_without_a_value_stay_until_they_are_too_many_and_go_on_where_they_were(
+    published: dict[tuple[str, tuple[tuple[str, str], ...]], float],
+) -> None:
+    adapters = [(("lora_task_id", str(i)),) for i in range(4)]
+    metrics = TritonMetrics(max_withdrawn=2)
+    for labels in adapters[:3]:
+        metrics.update([Sample(COUNTER, labels, 10)])
+    assert published == {(COUNTER.name, labels): 10 for labels in adapters[:3]}
+    metrics.update([Sample(COUNTER, adapters[1], 1)])
+    assert published == {(COUNTER.name, labels): value for labels, value in zip(adapters, (10, 11, 10), strict=False)}
+    metrics.update([Sample(COUNTER, adapters[3], 5)])
+    assert published == {(COUNTER.name, adapters[3]): 5}
+    metrics.clear()
+
+
 def test_a_metric_without_a_value_is_removed_and_starts_anew(
     published: dict[tuple[str, tuple[tuple[str, str], ...]], float],
 ) -> None:
-    metrics = TritonMetrics()
+    metrics = TritonMetrics(max_withdrawn=0)
     metrics.update([Sample(COUNTER, HOST, 10)])
     metrics.update([])
     assert published == {}
@@ -149,7 +164,7 @@ def test_a_metric_without_a_value_is_removed_and_starts_anew(
 def test_what_stays_in_a_family_is_shown_again_as_it_was_when_another_metric_of_it_goes(
     published: dict[tuple[str, tuple[tuple[str, str], ...]], float],
 ) -> None:
-    metrics = TritonMetrics()
+    metrics = TritonMetrics(max_withdrawn=0)
     metrics.update([Sample(COUNTER, HOST, 10), Sample(COUNTER, DEVICE, 1), Sample(GAUGE, HOST, 4)])
     metrics.update([Sample(COUNTER, HOST, 3), Sample(COUNTER, DEVICE, 1), Sample(GAUGE, HOST, 4)])
     metrics.update([Sample(COUNTER, HOST, 3)])

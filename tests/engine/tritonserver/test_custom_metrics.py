@@ -21,7 +21,7 @@ COUNTER = MetricName("adapter_requests_total", "COUNTER", "by adapter")
 
 class TritonPythonModel:
     def initialize(self, args):
-        self.metrics, self.count = TritonMetrics(), 0
+        self.metrics, self.count = TritonMetrics(max_withdrawn=0), 0
 
     def execute(self, requests):
         for request in requests:
