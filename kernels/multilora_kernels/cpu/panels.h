@@ -11,6 +11,7 @@
 
 #include "storage.h"
 #include "tiles.h"
+#include "vectors.h"
 #include "work.h"
 
 namespace multilora {
@@ -23,7 +24,9 @@ constexpr int64_t kMaxBlockDepth = 768;
 constexpr int64_t kFetchDepth = 8;
 // Tiles of rows that convert weights of 16 bits on their way into registers: storing and loading them again takes longer.
 constexpr int64_t kDirectTiles = 4;
-// Rows whose activations stay in the L2 cache while all panels of a thread pass by.
+// Rows whose activations stay in the L2 cache while all panels of a thread pass by, and whose sums of one panel are kept
+// side by side until they are complete: rows of the outputs may be a multiple of 4096 bytes apart, and then those of a tile
+// would drive each other out of the caches.
 constexpr int64_t kRowBlock = 128;
 
 // Inputs of one block. Blocks are as even as they can be: each fetches as much of the next one as it has inputs.
@@ -43,10 +46,8 @@ struct LinearTile {
   int64_t x_stride;
   const T* weights;  // [depth, kPanelWidth]
   int64_t depth;
-  float* y;
-  int64_t y_stride;
-  int64_t outputs;    // of the panel that exist
-  bool is_first;      // block of the panel: y holds nothing yet
+  float* sums;        // [rows, kPanelWidth]
+  bool is_first;      // block of the panel: there are no sums yet
   const char* ahead;  // the next block
   int64_t fetch_lines;  // of it, every kFetchDepth inputs
 
@@ -84,17 +85,10 @@ struct LinearTile {
     for (; k < depth; ++k) {
       accumulate(k);
     }
+    float* to = sums + first_row * kPanelWidth;
     for (int r = 0; r < Rows; ++r) {
-      add_to_output(y + (first_row + r) * y_stride, sum[r]);
-    }
-  }
-
-  MULTILORA_INLINE void add_to_output(float* to, const F* sum) const {
-    for (int v = 0; v < kPanelVectors; ++v) {
-      const int lanes = int(std::min<int64_t>(outputs - v * Vec::kWidth, Vec::kWidth));
-      if (lanes > 0) {
-        float* p = to + v * Vec::kWidth;
-        Vec::store_first(p, is_first ? sum[v] : Vec::add(Vec::load_first(p, lanes), sum[v]), lanes);
+      for (int v = 0; v < kPanelVectors; ++v, to += Vec::kWidth) {
+        Vec::store(to, is_first ? sum[r][v] : Vec::add(Vec::load(to), sum[r][v]));
       }
     }
   }
@@ -121,9 +115,10 @@ MULTILORA_INLINE void run_rows(int64_t count, const Tile& tile) {
   run_rest<Rows - 1>(first, count, tile);
 }
 
-// One block of one panel for up to kRowBlock rows. Weights of 16 bits that many tiles use are converted once.
+// One block of one panel for up to kRowBlock rows, added to their sums. Weights of 16 bits that many tiles use are converted
+// once.
 template <class Vec, class T>
-void linear_block(const LinearTask& task, int64_t first_row, int64_t rows, int64_t panel, int64_t k) {
+void linear_block(const LinearTask& task, int64_t first_row, int64_t rows, int64_t panel, int64_t k, float* sums) {
   constexpr int64_t kWidth = LinearTile<Vec, T>::kPanelWidth;
   constexpr int64_t kFetchLines = (kFetchDepth * kWidth * sizeof(T) + kCacheLine - 1) / kCacheLine;
   const int64_t tiles = (rows + Vec::kLinearRows - 1) / Vec::kLinearRows;
@@ -133,10 +128,8 @@ void linear_block(const LinearTask& task, int64_t first_row, int64_t rows, int64
   const auto multiply = [&](const auto* block) {
     using Stored = std::remove_const_t<std::remove_pointer_t<decltype(block)>>;
     const float* x = task.x + first_row * task.x_stride + k;
-    float* y = task.y + first_row * task.y_stride + panel * kWidth;
-    const int64_t outputs = std::min(kWidth, task.out_features - panel * kWidth);
-    run_rows<Vec::kLinearRows>(rows, LinearTile<Vec, Stored>{x, task.x_stride, block, depth, y, task.y_stride, outputs,
-                                                             k == 0, ahead, (kFetchLines + tiles - 1) / tiles});
+    run_rows<Vec::kLinearRows>(
+        rows, LinearTile<Vec, Stored>{x, task.x_stride, block, depth, sums, k == 0, ahead, (kFetchLines + tiles - 1) / tiles});
   };
   if (std::is_same_v<T, float> || tiles <= kDirectTiles) {
     multiply(weights);
@@ -149,13 +142,27 @@ void linear_block(const LinearTask& task, int64_t first_row, int64_t rows, int64
   }
 }
 
+// The complete sums of a panel to where its outputs belong.
+template <class Vec>
+void write_outputs(const LinearTask& task, int64_t first_row, int64_t rows, int64_t panel, const float* sums) {
+  constexpr int64_t kWidth = kPanelVectors * Vec::kWidth;
+  const int64_t outputs = std::min(kWidth, task.out_features - panel * kWidth);
+  for (int64_t r = 0; r < rows; ++r) {
+    float* y = task.y + (first_row + r) * task.y_stride + panel * kWidth;
+    for_each_vector<Vec>(outputs, [&](int64_t n, auto part) { part.store(y + n, Vec::load(sums + r * kWidth + n)); });
+  }
+}
+
 template <class Vec, class T>
 void linear(const LinearTask& task, int64_t panel_begin, int64_t panel_end) {
+  alignas(kCacheLine) float sums[kRowBlock * kPanelVectors * Vec::kWidth];
   for (int64_t row = 0; row < task.rows; row += kRowBlock) {
+    const int64_t rows = std::min(kRowBlock, task.rows - row);
     for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
       for (int64_t k = 0; k < task.in_features; k += block_depth(task.in_features)) {
-        linear_block<Vec, T>(task, row, std::min(kRowBlock, task.rows - row), panel, k);
+        linear_block<Vec, T>(task, row, rows, panel, k, sums);
       }
+      write_outputs<Vec>(task, row, rows, panel, sums);
     }
   }
 }
