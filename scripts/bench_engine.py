@@ -1,9 +1,10 @@
 """How fast the engine's steps are, in this process, beside what memory and arithmetic of the machine allow.
 
 decode     one step of 1, 8, 16 and 32 sequences, with weights stored as float32 and as bfloat16, against its limit: the
-           larger of weights and KV cache over the measured read bandwidth, and flops over the measured peak of a matrix
-           product; and where its time goes
-prefill    of one long prompt, in the chunks the engine is configured for, against the same peak
+           larger of weights and KV cache over the measured read bandwidth, and flops over the measured rate of matrix
+           products (`matrix_rate.py`); and where its time goes
+prefill    of one long prompt, in the chunks the engine is configured for, against the rate of matrix products that are
+           measured before and after each chunk: a share for each round, their median and their extremes
 prefix     time to the first token of a prompt, when the cache has most of it from another one and when it has not
 adapters   decoding 16 sequences with one adapter or 16 different ones on all linear layers, and with adapters that are
            loaded but not used, against the engine without any
@@ -36,6 +37,7 @@ import typer
 from bench_adapters import p99, random_wire
 from bench_kernels import limit_steps
 from bench_rows import Row, render, threads_title, write_results
+from matrix_rate import matrix_rate
 from peft_baseline import PeftBaseline
 from prepare_default_model import ensure_default_checkpoint
 from rich.console import Console
@@ -50,7 +52,7 @@ from multilora_engine.engine import Engine
 from multilora_engine.lora.format import TORCH_DTYPES, pack_adapter
 from multilora_engine.memory import kv_bytes_per_token
 from multilora_engine.models.model_config import ModelConfig, read_model_config
-from multilora_engine.request import GenerationRequest, SamplingParams
+from multilora_engine.request import GenerationRequest, SamplingParams, TokenOutput
 
 BATCHES = (32, 16, 8, 1)
 """Sequences that decode together; from the largest on, so that one set of prompts serves all."""
@@ -83,24 +85,25 @@ _CHUNK: int = EngineConfig.model_fields["max_num_batched_tokens"].default
 
 
 class Limits:
-    """What the machine can do, measured between everything else: bytes read and flops of a matrix product a second."""
+    """What the machine can do, measured between everything else: bytes read and flops of matrix products a second."""
 
     def __init__(self) -> None:
         self._steps, self._work = limit_steps("cpu", torch.float32)
-        self._seconds: defaultdict[str, list[float]] = defaultdict(list)
+        self._read_seconds: list[float] = []
+        self._rates: list[float] = []
 
     def measure(self) -> None:
         """Once more."""
-        for name in ("read", "multiply"):
-            self._seconds[name].append(seconds_of(self._steps[name]))
+        self._read_seconds.append(seconds_of(self._steps["read"]))
+        self._rates.append(matrix_rate())
 
     @property
     def bandwidth(self) -> float:
-        return self._work["read"] / statistics.median(self._seconds["read"])
+        return self._work["read"] / statistics.median(self._read_seconds)
 
     @property
     def peak(self) -> float:
-        return self._work["multiply"] / statistics.median(self._seconds["multiply"])
+        return statistics.median(self._rates)
 
 
 class Work:
@@ -165,14 +168,19 @@ class Bench:
     def prompt(self, num_tokens: int) -> list[int]:
         return [self._random.randrange(self.model.vocab_size) for _ in range(num_tokens)]
 
-    def first_token_seconds(self, prompt: list[int]) -> float:
-        """From the request to the end of the step that gives its first token, with nothing else to do."""
+    def first_token_seconds(self, prompt: list[int], before_step: Callable[[], object] = lambda: None) -> float:
+        """From the request to the end of the step that gives its first token, with nothing else to do.
+
+        before_step: called before each step; its own time does not count.
+        """
         request = GenerationRequest(f"bench-{next(self._request_ids)}", prompt, SamplingParams(1, end_id=-1))
-        started = time.perf_counter()
-        self.engine.add_request(request)
-        while not self.engine.step():
-            pass
-        return time.perf_counter() - started
+        seconds, outputs = seconds_of(lambda: self.engine.add_request(request)), list[TokenOutput]()
+        while not outputs:
+            before_step()
+            started = time.perf_counter()
+            outputs = self.engine.step()
+            seconds += time.perf_counter() - started
+        return seconds
 
     def answer(self, prompts: list[list[int]], num_tokens: int) -> tuple[list[list[int]], list[float]]:
         """Greedy answers, prompt i with adapter i, and the ends of all steps that gave tokens."""
@@ -228,7 +236,7 @@ def decode_results(
                     parts[weights, n, part].append(stopwatch.seconds[part] / num_steps)
     results: list[Result] = [
         Row("machine: read bandwidth", limits.bandwidth / 1e9, "GB/s"),
-        Row("machine: matrix product", limits.peak / 1e9, "GFLOP/s"),
+        Row("machine: matrix products", limits.peak / 1e9, "GFLOP/s"),
     ]
     for weights, bench in benches.items():
         work = Work(bench.model, dtype, TORCH_DTYPES[weights])
@@ -249,19 +257,24 @@ def decode_results(
 
 
 def prefill_rows(bench: Bench, rounds: int, num_tokens: int) -> list[Row]:
-    """A prompt from its first to its last chunk."""
-    limits, flops = Limits(), Work(bench.model, torch.float32, torch.float32).prefill_flops(num_tokens)
-    seconds = []
+    """A prompt from its first to its last chunk, each round beside the matrix products that were measured within it."""
+    flops = Work(bench.model, torch.float32, torch.float32).prefill_flops(num_tokens)
+    seconds, peaks, shares = [], [], []
     for _ in range(rounds):
-        limits.measure()
-        started = time.perf_counter()
-        with bench.batch(1, num_tokens):
-            seconds.append(time.perf_counter() - started)
-    share = flops / statistics.median(seconds) / limits.peak
+        rates: list[float] = []
+        seconds.append(bench.first_token_seconds(bench.prompt(num_tokens), lambda: rates.append(matrix_rate())))  # noqa: B023
+        rates.append(matrix_rate())
+        # Of rates the harmonic mean, because it is their times that add up.
+        peaks.append(statistics.harmonic_mean(rates))
+        shares.append(flops / seconds[-1] / peaks[-1])
+    name = f"prefill {num_tokens}"
     return [
-        Row(f"prefill {num_tokens}: time", statistics.median(seconds) * 1e3, "ms"),
-        Row(f"prefill {num_tokens}: tokens", num_tokens / statistics.median(seconds), "tokens/s"),
-        at_least(f"prefill {num_tokens}: of the matrix product's rate", share, "x", 0.75),
+        Row(f"{name}: time", statistics.median(seconds) * 1e3, "ms"),
+        Row(f"{name}: tokens", num_tokens / statistics.median(seconds), "tokens/s"),
+        Row(f"{name}: matrix products meanwhile", statistics.median(peaks) / 1e9, "GFLOP/s"),
+        at_least(f"{name}: of the matrix products' rate", statistics.median(shares), "x", 0.75),
+        Row(f"{name}: lowest share of a round", min(shares), "x"),
+        Row(f"{name}: highest share of a round", max(shares), "x"),
     ]
 
 
