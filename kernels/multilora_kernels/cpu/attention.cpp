@@ -128,11 +128,18 @@ AttentionTask attention_task(const Batch& batch, const Piece& piece, const at::T
           batch.sequences.block_size, piece.first_key, piece.end_key, to, out.stride(0)};
 }
 
-DecodeTask decode_task(const Batch& batch, const Piece& piece, const Results& results) {
+// Where the keys of a piece begin.
+const void* first_key_of(const Batch& batch, const Piece& piece) {
+  const int64_t block_size = batch.sequences.block_size, place = piece.first_key % block_size;
+  const int64_t slot = block_table_of(batch, piece)[piece.first_key / block_size] * block_size + place;
+  return static_cast<const char*>(batch.keys.const_data_ptr()) + slot * batch.keys.stride(0) * batch.keys.element_size();
+}
+
+DecodeTask decode_task(const Batch& batch, const Piece& piece, const Piece& next, const Results& results) {
   return {batch.q.const_data_ptr<float>() + piece.first_token * batch.q.stride(0), batch.keys.size(1), batch.group(),
           batch.head_dim(), batch.scale, batch.keys.const_data_ptr(), batch.values.const_data_ptr(), batch.keys.stride(0),
-          batch.keys.stride(1), block_table_of(batch, piece), batch.sequences.block_size, piece.first_key, piece.end_key, results.out,
-          results.max, results.sum};
+          batch.keys.stride(1), block_table_of(batch, piece), batch.sequences.block_size, piece.first_key, piece.end_key,
+          first_key_of(batch, next), results.out, results.max, results.sum};
 }
 
 // All heads of a single query. out: [num_tokens, num_heads * head_dim]
@@ -194,13 +201,13 @@ struct Run {
     float* scratch = memory.mutable_data_ptr<float>();
     const Results own(scratch + scratch_size, queries, batch.head_dim());
     for (int64_t i = begin; i < end; ++i) {
-      const Piece& piece = pieces.list[i];
+      const Piece &piece = pieces.list[i], &next = pieces.list[std::min(i + 1, end - 1)];
       if (piece.head != kAllHeads) {
         kernels.attend(attention_task(batch, piece, out), scratch);
       } else if (piece.partial >= 0) {
-        kernels.decode(decode_task(batch, piece, partial(piece.partial)), scratch);
+        kernels.decode(decode_task(batch, piece, next, partial(piece.partial)), scratch);
       } else {
-        kernels.decode(decode_task(batch, piece, own), scratch);
+        kernels.decode(decode_task(batch, piece, next, own), scratch);
         write(batch, piece, own, out);
       }
     }

@@ -27,7 +27,6 @@ struct Avx512 {
   static constexpr int kExpandRows = 4;
   static constexpr int kLinearRows = 8;
   static constexpr int kAttentionVectors = 4;
-  static constexpr int kDecodeKeys = 4;
 
   static inline F zero() { return _mm512_setzero_ps(); }
   static inline F broadcast(float value) { return _mm512_set1_ps(value); }

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <limits>
 #include <type_traits>
+#include <utility>
 
 #include "exponential.h"
 #include "tiles.h"
@@ -18,7 +19,19 @@
 namespace multilora {
 namespace {
 
-template <class Vec, class T>
+template <class Body, int... I>
+MULTILORA_INLINE void for_each_of(const Body& body, std::integer_sequence<int, I...>) {
+  (body(std::integral_constant<int, I>{}), ...);
+}
+
+// Calls body(0), body(1) .. body(Count - 1), each with a constant: compilers do not unroll loops that long by themselves.
+template <int Count, class Body>
+MULTILORA_INLINE void for_each_index(const Body& body) {
+  for_each_of(body, std::make_integer_sequence<int, Count>{});
+}
+
+// kHeadDim is the size of a head where it is known when compiling, else 0.
+template <class Vec, class T, int kHeadDim>
 class Decode {
  public:
   Decode(const DecodeTask& task, float* scratch)
@@ -27,22 +40,25 @@ class Decode {
   }
 
   void run() const {
+    const T *keys = static_cast<const T*>(task.keys), *values = static_cast<const T*>(task.values);
     for (int64_t key = 0; key < num_keys; key += kKeys) {
-      const bool is_last = key + kKeys >= num_keys;
-      const auto* ahead = static_cast<const T*>(is_last ? task.values : task.keys);
-      const int64_t* rows_ahead = rows + (is_last ? 0 : key + kKeys);
-      for_each_query_tile([&](auto queries, int64_t query, int64_t column) {
-        score<queries.value>(query, static_cast<const T*>(task.keys) + column, key, ahead + column, rows_ahead);
-      });
+      const Ahead ahead = key + kKeys < num_keys ? Ahead{keys, rows + key + kKeys} : Ahead{values, rows};
+      for (int64_t query = 0; query < num_queries(); ++query) {
+        for (int i = 0; i < kKeys; ++i) {
+          fetch(ahead, i, query, query + 1);
+        }
+        score(query, keys + query / task.group * task.head_stride, key);
+      }
     }
     for (int64_t query = 0; query < num_queries(); ++query) {
       weigh(query);
     }
-    std::fill_n(task.out, num_queries() * padded_head_dim(task.head_dim), 0.0f);
+    std::fill_n(task.out, num_queries() * padded_head_dim(head_dim()), 0.0f);
     for (int64_t key = 0; key < num_keys; key += kKeys) {
-      const int64_t* rows_ahead = rows + (key + kKeys < num_keys ? key + kKeys : key);
+      const Ahead next{static_cast<const T*>(task.next), next_rows};
+      const Ahead ahead = key + kKeys < num_keys ? Ahead{values, rows + key + kKeys} : next;
       for_each_query_tile([&](auto queries, int64_t query, int64_t column) {
-        add_values<queries.value>(query, static_cast<const T*>(task.values) + column, key, rows_ahead);
+        add_values<queries.value>(query, values + column, key, ahead);
       });
     }
   }
@@ -50,7 +66,7 @@ class Decode {
  private:
   using F = typename Vec::F;
   // Keys whose scores are one vector.
-  static constexpr int64_t kKeys = Vec::kWidth;
+  static constexpr int kKeys = Vec::kWidth;
   static constexpr int kQueryTile = 4;
 
   template <int N>
@@ -61,7 +77,10 @@ class Decode {
   float* const scores;  // [queries, kKeySplit], then weights
   int64_t rows[kKeySplit];  // elements from slot 0 to the slot of each key; the last one's up to a multiple of kKeys
 
+  int64_t next_rows[kKeys];  // of neighbouring slots
+
   int64_t num_queries() const { return task.num_kv_heads * task.group; }
+  MULTILORA_INLINE int64_t head_dim() const { return kHeadDim ? kHeadDim : task.head_dim; }
 
   void find_rows() {
     for (int64_t i = 0; i < num_keys;) {
@@ -72,12 +91,24 @@ class Decode {
       }
     }
     std::fill(rows + num_keys, rows + (num_keys + kKeys - 1) / kKeys * kKeys, rows[num_keys - 1]);
+    for (int64_t i = 0; i < kKeys; ++i) {
+      next_rows[i] = i * task.slot_stride;
+    }
   }
 
-  // The part of a row that a head reads, wanted soon.
-  MULTILORA_INLINE void fetch(const T* part) const {
-    for (int64_t byte = 0; byte < task.head_dim * int64_t(sizeof(T)); byte += kCacheLine) {
-      __builtin_prefetch(reinterpret_cast<const char*>(part) + byte);
+  // Keys or values that are wanted soon: as many rows as are worked on at a time.
+  struct Ahead {
+    const T* first;
+    const int64_t* rows;  // elements from `first`
+  };
+
+  // Of the lines of row i, those whose turn it is while the queries begin .. end - 1 are worked on.
+  MULTILORA_INLINE void fetch(const Ahead& ahead, int64_t i, int64_t begin, int64_t end) const {
+    const int64_t row_bytes = ((task.num_kv_heads - 1) * task.head_stride + head_dim()) * int64_t(sizeof(T));
+    const int64_t lines = (row_bytes + kCacheLine - 1) / kCacheLine;
+    const char* row = reinterpret_cast<const char*>(ahead.first + ahead.rows[i]);
+    for (int64_t line = lines * begin / num_queries(); line < lines * end / num_queries(); ++line) {
+      __builtin_prefetch(row + line * kCacheLine);
     }
   }
 
@@ -104,43 +135,35 @@ class Decode {
     }
   }
 
-  // scores[query + r, key + i] = scale * sum_d q[query + r, d] * keys[key + i, d] for kKeys keys.
-  template <int Queries>
-  MULTILORA_INLINE void score(int64_t query, const T* keys, int64_t key, const T* ahead, const int64_t* rows_ahead) const {
-    constexpr int kTile = Vec::kDecodeKeys;
-    const float* q = task.q + query * task.head_dim;
-    F products[Queries][kKeys];
-    for (int64_t first = 0; first < kKeys; first += kTile) {
-      F sum[Queries][kTile];
-      const T* row[kTile];
-      for (int i = 0; i < kTile; ++i) {
-        row[i] = keys + rows[key + first + i];
-        fetch(ahead + rows_ahead[first + i]);
-        for (int r = 0; r < Queries; ++r) {
-          sum[r][i] = Vec::zero();
-        }
-      }
-      for_each_vector<Vec>(task.head_dim, [&](int64_t d, auto part) {
-        F q_part[Queries];
-        for (int r = 0; r < Queries; ++r) {
-          q_part[r] = part.load(q + r * task.head_dim + d);
-        }
-        for (int i = 0; i < kTile; ++i) {
-          const F key_part = part.load(row[i] + d);
-          for (int r = 0; r < Queries; ++r) {
-            sum[r][i] = Vec::fma(q_part[r], key_part, sum[r][i]);
-          }
-        }
-      });
-      for (int r = 0; r < Queries; ++r) {
-        for (int i = 0; i < kTile; ++i) {
-          products[r][first + i] = sum[r][i];
-        }
-      }
+  // scores[query, key + i] = scale * sum_d q[query, d] * keys[key + i, d] for kKeys keys.
+  MULTILORA_INLINE void score(int64_t query, const T* keys, int64_t key) const {
+    constexpr int64_t kColumns = Vec::kAttentionVectors * Vec::kWidth;
+    const float* q = task.q + query * head_dim();
+    F sum[kKeys];
+    for_each_index<kKeys>([&](auto i) { sum[i] = Vec::zero(); });
+    int64_t d = 0;
+    for (; d + kColumns <= head_dim(); d += kColumns) {
+      add_products<Vec::kAttentionVectors>(q + d, keys + d, key, Whole<Vec>{}, sum);
     }
-    for (int r = 0; r < Queries; ++r) {
-      Vec::store(scores + (query + r) * kKeySplit + key, Vec::mul(Vec::sums(products[r]), Vec::broadcast(task.scale)));
+    for_each_vector<Vec>(head_dim() - d, [&](int64_t i, auto part) {
+      add_products<1>(q + d + i, keys + d + i, key, part, sum);
+    });
+    Vec::store(scores + query * kKeySplit + key, Vec::mul(Vec::sums(sum), Vec::broadcast(task.scale)));
+  }
+
+  // sum[i] += q[d] * keys[key + i, d], lane by lane, for some vectors of d.
+  template <int Vectors, class Columns>
+  MULTILORA_INLINE void add_products(const float* q, const T* keys, int64_t key, Columns columns, F* sum) const {
+    F q_part[Vectors];
+    for (int v = 0; v < Vectors; ++v) {
+      q_part[v] = columns.load(q + v * Vec::kWidth);
     }
+    for_each_index<kKeys>([&](auto i) {
+      const T* row = keys + rows[key + i];
+      for (int v = 0; v < Vectors; ++v) {
+        sum[i] = Vec::fma(q_part[v], columns.load(row + v * Vec::kWidth), sum[i]);
+      }
+    });
   }
 
   // Turns the scores of a query into weights relative to the largest.
@@ -165,21 +188,21 @@ class Decode {
 
   // out[query + r, :] += sum_i weights[query + r, key + i] * values[key + i, :] for up to kKeys keys.
   template <int Queries>
-  MULTILORA_INLINE void add_values(int64_t query, const T* values, int64_t key, const int64_t* rows_ahead) const {
+  MULTILORA_INLINE void add_values(int64_t query, const T* values, int64_t key, const Ahead& ahead) const {
     constexpr int64_t kColumns = Vec::kAttentionVectors * Vec::kWidth;
     int64_t d = 0;
-    for (; d + kColumns <= task.head_dim; d += kColumns) {
-      add_columns<Queries, Vec::kAttentionVectors>(query, values + d, key, d, rows_ahead, Whole<Vec>{});
+    for (; d + kColumns <= head_dim(); d += kColumns) {
+      add_columns<Queries, Vec::kAttentionVectors>(query, values + d, key, d, ahead, Whole<Vec>{});
     }
-    for_each_vector<Vec>(task.head_dim - d, [&](int64_t i, auto part) {
-      add_columns<Queries, 1>(query, values + d + i, key, d + i, rows_ahead, part);
+    for_each_vector<Vec>(head_dim() - d, [&](int64_t i, auto part) {
+      add_columns<Queries, 1>(query, values + d + i, key, d + i, ahead, part);
     });
   }
 
   template <int Queries, int Vectors, class Columns>
-  MULTILORA_INLINE void add_columns(int64_t query, const T* values, int64_t key, int64_t d, const int64_t* rows_ahead,
+  MULTILORA_INLINE void add_columns(int64_t query, const T* values, int64_t key, int64_t d, const Ahead& ahead,
                                     Columns columns) const {
-    const int64_t row_size = padded_head_dim(task.head_dim), end = std::min(num_keys, key + kKeys);
+    const int64_t row_size = padded_head_dim(head_dim()), end = std::min(num_keys, key + kKeys);
     float* out = task.out + query * row_size + d;
     const float* weights = scores + query * kKeySplit;
     F sum[Queries][Vectors];
@@ -189,10 +212,12 @@ class Decode {
       }
     }
     for (int64_t j = key; j < end; ++j) {
+      if (d == 0) {
+        fetch(ahead, j - key, query, query + Queries);
+      }
       F value[Vectors];
       for (int v = 0; v < Vectors; ++v) {
         value[v] = columns.load(values + rows[j] + v * Vec::kWidth);
-        __builtin_prefetch(values + rows_ahead[j - key] + v * Vec::kWidth);
       }
       for (int r = 0; r < Queries; ++r) {
         const F weight = Vec::broadcast(weights[r * kKeySplit + j]);
@@ -209,9 +234,17 @@ class Decode {
   }
 };
 
+// The common sizes of heads have code of their own: with the addresses of rows' parts known, it is a third quicker.
 template <class Vec, class T>
 void decode(const DecodeTask& task, float* scratch) {
-  Decode<Vec, T>(task, scratch).run();
+  switch (task.head_dim) {
+    case 64:
+      return Decode<Vec, T, 64>(task, scratch).run();
+    case 128:
+      return Decode<Vec, T, 128>(task, scratch).run();
+    default:
+      return Decode<Vec, T, 0>(task, scratch).run();
+  }
 }
 
 }  // namespace

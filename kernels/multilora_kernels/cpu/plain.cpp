@@ -32,7 +32,6 @@ struct Plain {
   static constexpr int kExpandRows = 2;
   static constexpr int kLinearRows = 2;
   static constexpr int kAttentionVectors = 1;
-  static constexpr int kDecodeKeys = 1;
 
   struct F {
     float lane[kWidth];

@@ -106,6 +106,7 @@ struct DecodeTask {
   const int64_t* block_table;
   int64_t block_size;
   int64_t first_key, end_key;  // positions
+  const void* next;            // keys that the thread attends to after these, fetched into the cache meanwhile
   // Results by query: sum_j w_j v_j, padded rows; the largest score; sum_j w_j, w_j relative to it.
   float *out, *max, *sum;
 };
