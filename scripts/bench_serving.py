@@ -60,12 +60,15 @@ MIN_COST_MS = 0.005
 
 @dataclass(frozen=True)
 class Setting:
-    """What all parts have in common. concurrency: requests at once, rising; the last is that of `doors`."""
+    """What all parts have in common. concurrency: requests at once, rising; the last is that of `doors`.
+
+    load_seconds: as long requests arrive at each of the rates; behind the knee, the longer, the more of them wait.
+    """
 
     model: Path
     concurrency: Sequence[int]
     rates: Sequence[float]
-    num_load_requests: int
+    load_seconds: float
     rounds: int
     rank: int
     prompt_tokens: int
@@ -251,8 +254,8 @@ async def measure_load(
     progress: Progress,
 ) -> None:
     shares = popularity_shares("zipf", len(adapters), 1.0)
-    count = setting.num_load_requests
     for load in [Load(rate, is_open=True) for rate in setting.rates]:
+        count = round(load.level * setting.load_seconds)
         jobs = make_jobs(adapters, shares, prompts.take(count), count, seed=0)
         advance = partial(progress.advance, progress.add_task(str(load), total=count))
         results.stages.append(Stage(load, await run_load(ask, jobs, load, 0, advance)))
@@ -286,8 +289,8 @@ def main(
     ),
     part: Annotated[list[str], typer.Option(help=f"Measure only this: {', '.join(PARTS)}.")] = [],  # noqa: B006
     concurrency: Annotated[list[int], typer.Option(help="Requests at once; repeat for several, rising.")] = [1, 8, 16],  # noqa: B006
-    rate: Annotated[list[float], typer.Option(help="Requests a second of the load; repeat.")] = [0.5, 1, 1.5, 2, 3],  # noqa: B006
-    load_requests: Annotated[int, typer.Option(help="Requests of each rate.")] = 40,
+    rate: Annotated[list[float], typer.Option(help="Requests a second of the load; repeat.")] = [1, 2, 3, 4, 6],  # noqa: B006
+    load_seconds: Annotated[float, typer.Option(help="Seconds that requests arrive at each rate.")] = 30,
     rounds: Annotated[int, typer.Option(help="Repetitions of everything that is compared.")] = 3,
     rank: Annotated[int, typer.Option(help="Rank of the adapters, which are on all linear layers.")] = 16,
     prompt_tokens: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 128,
@@ -302,7 +305,7 @@ def main(
         model=model or ensure_default_checkpoint(),
         concurrency=sorted(concurrency),
         rates=sorted(rate),
-        num_load_requests=load_requests,
+        load_seconds=load_seconds,
         rounds=rounds,
         rank=rank,
         prompt_tokens=prompt_tokens,

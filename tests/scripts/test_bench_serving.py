@@ -80,7 +80,7 @@ def test_the_cost_of_each_door_is_measured_in_every_round(tmp_path: Path) -> Non
 
     results, cpu_times = Results(), CpuTimes(os.getpid())
     setting = Setting(
-        tmp_path, concurrency=[1, 2], rates=[], num_load_requests=0, rounds=3, rank=1, prompt_tokens=4, output_tokens=4
+        tmp_path, concurrency=[1, 2], rates=[], load_seconds=0, rounds=3, rank=1, prompt_tokens=4, output_tokens=4
     )
     asks = {"through generation": ask, "through ensemble": ask}
     asyncio.run(measure_cost(asks, cpu_times, setting, FreshPrompts(4), results, Progress()))
