@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from multilora_client import InvalidRequest
 from multilora_client.sizing import LINEARS, AdapterLayout, LinearName, StoredDtype, adapter_pages, read_layout
-from multilora_engine.lora import format as engine_format
+from multilora_engine.lora import layout as engine_layout
+from multilora_engine.lora.format import pack_adapter
 from multilora_engine.models.model_config import read_model_config
 
 MODULE_IDS = {"q": 1, "k": 2, "v": 3, "o": 4, "gate": 5, "down": 6, "up": 7}
@@ -39,7 +40,7 @@ def write_config(directory: Path, **changes: int) -> Path:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_layout_of_a_checkpoint_is_the_engines(tmp_path: Path, changes: dict[str, int], dtype: StoredDtype) -> None:
     write_config(tmp_path, **changes)
-    expected = engine_format.adapter_layout(read_model_config(tmp_path), 64, dtype)
+    expected = engine_layout.adapter_layout(read_model_config(tmp_path), 64, dtype)
     assert read_layout(tmp_path, 64, dtype) == AdapterLayout(**vars(expected))
 
 
@@ -58,13 +59,11 @@ def test_an_adapter_takes_as_many_pages_as_the_engine_packs_it_into(
     hidden, q, kv, ffn = (size * 13 for size in sizes)
     # Pages of little more than the largest piece, so that how pieces are placed shows.
     page_bytes = -(-64 * max(hidden, q, kv, ffn) * 4 // 4096) * 4096
-    layout = engine_format.AdapterLayout(num_layers, hidden, q, kv, ffn, 64, dtype, page_bytes)
-    modules = engine_format.lora_modules(layout)
+    layout = engine_layout.AdapterLayout(num_layers, hidden, q, kv, ffn, 64, dtype, page_bytes)
+    modules = engine_layout.lora_modules(layout)
     config = [[MODULE_IDS[name], layer, rank, int(dora)] for layer in range(num_layers) for name in linears]
     width = max(modules[row[0]].num_values(rank, dora) for row in config)
-    packed = engine_format.pack_adapter(
-        torch.zeros(len(config), width), torch.tensor(config, dtype=torch.int32), layout
-    )
+    packed = pack_adapter(torch.zeros(len(config), width), torch.tensor(config, dtype=torch.int32), layout)
     assert adapter_pages(AdapterLayout(**vars(layout)), rank, sorted(linears), dora) == len(packed.pages)
 
 
