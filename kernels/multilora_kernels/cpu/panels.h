@@ -17,9 +17,9 @@
 namespace multilora {
 namespace {
 
-// Most inputs of one block: its weights stay in the L2 cache while every row uses them. The fewer blocks, the less often
-// sums are added to the outputs, which costs more than taking the weights from the L1 cache saves.
-constexpr int64_t kMaxBlockDepth = 768;
+// Most inputs of one block: its weights stay in the L1 cache, or nearly, while every row uses them, and the fewer blocks,
+// the less often sums are added to the outputs.
+constexpr int64_t kMaxBlockDepth = 256;
 // Inputs between two requests for weights of the next block.
 constexpr int64_t kFetchDepth = 8;
 // Tiles of rows that convert weights of 16 bits on their way into registers: storing and loading them again takes longer.
