@@ -222,7 +222,8 @@ class Load:
                 self.tally.lost.add(number)
         if mended_at is None:
             self.upload(client, number)
-            self._damaged[number] = time.monotonic()
+            with self._lock:
+                self._damaged[number] = time.monotonic()
 
     def _judge(self, number: int | None, text: str, expected: str) -> bool:
         with self._lock:

@@ -12,15 +12,17 @@ import numpy.typing as npt
 import psutil
 
 SHARED_MEMORY = "/dev/shm"
-SHORTEST_JUDGED_S = 900.0
-"""What processes fill in their first minutes would be taken for growth in a stretch that is shorter."""
+SHORTEST_JUDGED_S = 1800.0
+"""CPython's free lists fill for a quarter of an hour, also in a process that has nothing to do: half of a stretch is
+left out, and in a shorter one what they take would count as growth.
+"""
 
 _NUM_STANDARD_ERRORS = 3
 _NEGLIGIBLE_SLOPE = 1.0
 _NEGLIGIBLE_SHARE = 0.01
 """MiB an hour, and share of its size: what grows by less than the larger of them is flat, however small its error."""
 
-_WARM_UP_SHARE = 0.25
+_WARM_UP_SHARE = 0.5
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ def test_what_is_constant_has_no_slope_and_no_error() -> None:
 
 
 def test_the_warm_up_is_left_out() -> None:
-    stretch = Stretch([float(i) for i in range(8)], {SHARED_MEMORY: [0, 0, *[MIB] * 6]})
+    stretch = Stretch([3600.0 * i for i in range(8)], {SHARED_MEMORY: [0, 0, 0, *[MIB] * 5]})
     assert stretch.line(SHARED_MEMORY).slope == 0.0
 
 

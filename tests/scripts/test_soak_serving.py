@@ -48,7 +48,7 @@ SHORT = Stretch([0.0, 1.0], {"engine": [MIB, 2 * MIB]})
         (Record([long_stretch(MIB, 9 * MIB)]), Tally(), "engine grows"),
         (Record([SHORT, long_stretch(MIB, 9 * MIB)], [crash()]), Tally(), "engine grows in stretch 2"),
         (Record([SHORT, long_stretch()], [crash()]), Tally(), ""),
-        (Record([SHORT, SHORT], [crash()]), Tally(), "memory is not judged: no stretch of 15 minutes"),
+        (Record([SHORT, SHORT], [crash()]), Tally(), "memory is not judged: no stretch of 30 minutes"),
         (Record([long_stretch()], [crash(recovery_s=None)]), Tally(), "the restarted server does not answer every"),
         (Record([long_stretch()], [crash(first=frozenset({"engine"}))]), Tally(), "engine died"),
         (Record([long_stretch()], silent={3}), Tally(), "1 adapters do not answer"),

@@ -76,8 +76,7 @@ class Decode {
   const int64_t num_keys;
   float* const scores;  // [queries, kKeySplit], then weights
   int64_t rows[kKeySplit];  // elements from slot 0 to the slot of each key; the last one's up to a multiple of kKeys
-
-  int64_t next_rows[kKeys];  // of neighbouring slots
+  int64_t next_rows[kKeys];  // of task.next: neighbouring slots
 
   int64_t num_queries() const { return task.num_kv_heads * task.group; }
   MULTILORA_INLINE int64_t head_dim() const { return kHeadDim ? kHeadDim : task.head_dim; }
