@@ -24,6 +24,9 @@ _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
 _PASSED_ON = re.compile(r"(?i)(pip_\w+|\w+_proxy)")
 _HOST_CERTIFICATES = "/run/host-certificates.crt"
 
+# Programs, and Debian's packages that have them.
+_TOOLS = {"debootstrap": "debootstrap", "ip": "iproute2", "unshare": "util-linux", "setpriv": "util-linux"}
+
 # Nothing that runs in a root outlives this process.
 _NAMESPACES = ["setpriv", "--pdeathsig=KILL", "unshare", "--mount", "--pid", "--fork", "--kill-child"]
 
@@ -126,6 +129,13 @@ def read_dockerfile(path: Path) -> list[Instruction]:
         for entry in parser.structure
         if entry["instruction"] != "COMMENT"
     ]
+
+
+def require_tools() -> None:
+    """Raises RecipeError, with what to install, when a program that roots are made or entered with is missing."""
+    missing = sorted({package for program, package in _TOOLS.items() if shutil.which(program) is None})
+    if missing:
+        raise RecipeError(f"programs are missing here: apt-get install {' '.join(missing)}")
 
 
 def make_base(folder: Path, suite: str = "bookworm") -> Path:

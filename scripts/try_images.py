@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Annotated, Self
 
 import typer
-from clean_root import Image, Instruction, Recipe, RecipeError, make_base, read_dockerfile
+from clean_root import Image, Instruction, Recipe, RecipeError, make_base, read_dockerfile, require_tools
 from prepare_default_model import ensure_default_checkpoint
 from rich.console import Console
 from rich.markup import escape
@@ -72,6 +72,7 @@ def main(
         place = (folder or Path(temporary)).absolute()
         place.mkdir(parents=True, exist_ok=True)
         try:
+            require_tools()
             trials = [_try(name, place) for name in recipes or ["cpu", "gpu"]]
         except RecipeError as error:
             console.print(f"[bold red]error:[/] {escape(str(error))}")
