@@ -10,7 +10,7 @@ def test_missing_programs_are_named_by_their_packages(tmp_path: Path, monkeypatc
     for program in ("unshare", "setpriv"):
         (tmp_path / program).touch(mode=0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(RecipeError, match="apt-get install debootstrap iproute2$"):
+    with pytest.raises(RecipeError, match=r"apt-get install debootstrap iproute2$"):
         require_tools()
     for program in ("debootstrap", "ip"):
         (tmp_path / program).touch(mode=0o755)
