@@ -210,7 +210,7 @@ class Engine:
             adapter=None if isinstance(adapter, Fetch) else adapter,
             text=text,
             random=Random(request.sampling.seed),
-            arrival_time_ns=time.time_ns(),
+            arrival_time_ns=time.monotonic_ns(),
             bias=bias,
             guide=guide,
             search=self._search(request, text),
@@ -287,7 +287,7 @@ class Engine:
         if num_waiting >= self._max_queue_size:
             # By arrival: it is found behind those that run.
             oldest = next(s for s in self._sequences.values() if s.status is SequenceStatus.WAITING)
-            wait_s = (time.time_ns() - oldest.arrival_time_ns) / 1e9
+            wait_s = (time.monotonic_ns() - oldest.arrival_time_ns) / 1e9
             raise QueueFull(num_waiting, self._max_queue_size, wait_s)
 
     def _pin_or_fetch(self, request: GenerationRequest) -> CachedAdapter | Fetch | None:
@@ -489,14 +489,14 @@ def _error_output(request: GenerationRequest, error: RequestError) -> TokenOutpu
 
 
 def _note_scheduled(sequences: list[Sequence]) -> None:
-    now_ns = time.time_ns()
+    now_ns = time.monotonic_ns()
     for sequence in sequences:
         if not sequence.first_scheduled_time_ns:
             sequence.first_scheduled_time_ns = now_ns
 
 
 def _note_tokens(sampled: list[Sequence]) -> None:
-    now_ns = time.time_ns()
+    now_ns = time.monotonic_ns()
     for sequence in sampled:
         sequence.last_token_time_ns = now_ns
         if not sequence.first_token_time_ns:

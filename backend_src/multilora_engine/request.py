@@ -6,6 +6,7 @@ processes as they are). `Sequence` is the engine's own mutable state of one requ
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from enum import Enum
 from random import Random
@@ -130,6 +131,7 @@ class TokenLogProb:
 class PerfMetrics:
     """Times of one request in nanoseconds since the epoch (0: did not happen), and the KV cache blocks it was given.
 
+    The times are by the clock as it was set at the request's end, so that what is between them was measured.
     Reused blocks came with keys and values of its tokens, new ones without; total is both. Blocks that it lost by
     preemption and was given again count each time.
     """
@@ -214,7 +216,7 @@ class Sequence:
     num_computed_tokens: tokens whose keys and values are in the cache; written by the scheduler only.
     num_charged_tokens: tokens that count as served to its adapter; written by the fair queue only.
     num_overtakes: sequences with an adapter that were admitted before this one although they came later.
-    arrival_time_ns .. last_token_time_ns: as in `PerfMetrics`; written by the engine only.
+    arrival_time_ns .. last_token_time_ns: by the monotonic clock (0: did not happen yet); written by the engine only.
     block_keys: of its first full blocks, as far as anybody asked for them.
     num_allocated_blocks, num_reused_blocks: KV cache blocks it was ever given, and those of them that came with the
         keys and values of its tokens. These two and the two above are written by the block allocator only.
@@ -290,13 +292,18 @@ class Sequence:
 
     @property
     def perf(self) -> PerfMetrics:
+        epoch_ns = time.time_ns() - time.monotonic_ns()
+
+        def since_epoch(monotonic_ns: int) -> int:
+            return monotonic_ns and epoch_ns + monotonic_ns
+
         num_blocks = sum(beam.num_allocated_blocks for beam in self.beams)
         num_reused_blocks = sum(beam.num_reused_blocks for beam in self.beams)
         return PerfMetrics(
-            arrival_time_ns=self.arrival_time_ns,
-            first_scheduled_time_ns=self.first_scheduled_time_ns,
-            first_token_time_ns=self.first_token_time_ns,
-            last_token_time_ns=self.last_token_time_ns,
+            arrival_time_ns=since_epoch(self.arrival_time_ns),
+            first_scheduled_time_ns=since_epoch(self.first_scheduled_time_ns),
+            first_token_time_ns=since_epoch(self.first_token_time_ns),
+            last_token_time_ns=since_epoch(self.last_token_time_ns),
             kv_cache_alloc_total_blocks=num_blocks,
             kv_cache_alloc_new_blocks=num_blocks - num_reused_blocks,
             kv_cache_reused_blocks=num_reused_blocks,

@@ -525,6 +525,21 @@ def test_a_disk_that_blocks_does_not_stop_the_steps(
     engine.close()
 
 
+def test_a_clock_that_is_set_changes_no_duration(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time stands still but for what the test lets pass, while the wall clock is set to anything."""
+    monotonic_ns, wall_ns = itertools.count(10**9, 10**9), itertools.cycle([10**18, 2 * 10**18, 3 * 10**17])
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "monotonic_ns", lambda: next(monotonic_ns))
+        patch.setattr(time, "time_ns", lambda: next(wall_ns))
+        final = run_all(engine, [request("r", [1, 2, 3], max_tokens=4)])["r"].final
+    assert final is not None
+    assert final.perf is not None
+    times = [final.perf.first_scheduled_time_ns, final.perf.first_token_time_ns, final.perf.last_token_time_ns]
+    waited_s = [(time_ns - final.perf.arrival_time_ns) / 10**9 for time_ns in times]
+    assert waited_s == sorted(waited_s)
+    assert 0 < waited_s[0] < waited_s[-1] < 100
+
+
 def test_jumps_of_the_clock_end_no_request_and_change_no_answer(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -106,7 +106,7 @@ class RequestTelemetry:
         self.stats.request_seconds.observe(now - clock.arrived)
         if output.perf is not None and output.perf.first_scheduled_time_ns:
             waited_ns = output.perf.first_scheduled_time_ns - output.perf.arrival_time_ns
-            self.stats.queue_seconds.observe(max(0, waited_ns) * _NS)
+            self.stats.queue_seconds.observe(waited_ns * _NS)
         self._count(output.finish_reason or output.error_code or "", 1)
 
     def _count(self, outcome: str, num_requests: int) -> None:
