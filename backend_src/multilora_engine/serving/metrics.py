@@ -28,6 +28,8 @@ from multilora_engine.request import TokenOutput
 from multilora_engine.serving.triton_api import backend_utils
 
 _INTERVAL_S = 1.0
+_BOOT_S = time.time() - time.monotonic()
+"""When the monotonic clock was zero, by the wall clock as it is at the start: together, a time that is never set."""
 
 logger = logging.getLogger(__name__)
 
@@ -168,7 +170,8 @@ def _lora_requests_info(adapters: AdaptersInUse) -> Sample:
         ("running_lora_adapters", ",".join(adapters.running)),
         ("waiting_lora_adapters", ",".join(adapters.waiting[:_MAX_LISTED_ADAPTERS])),
     )
-    return Sample(LORA_REQUESTS_INFO, labels, time.time())
+    # Not the wall clock: set back, it would make of an older series the latest one.
+    return Sample(LORA_REQUESTS_INFO, labels, _BOOT_S + time.monotonic())
 
 
 def _samples(metrics: Mapping[str, MetricName], values: Mapping[str, float], label: tuple[str, str]) -> list[Sample]:

@@ -113,6 +113,16 @@ def test_gateways_read_the_adapters_in_use_from_labels() -> None:
     assert info.value == pytest.approx(time.time(), abs=60)
 
 
+def test_adapters_in_use_are_the_latest_even_when_the_clock_was_set_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = list[float]()
+    for now_s in (2e9, 1e9):
+        monkeypatch.setattr(time, "time", lambda now_s=now_s: now_s)
+        report = StatsReport(no_adapters(), {}, Usage(), an_idle_engine())
+        values += [sample.value for sample in samples(report) if sample.metric is LORA_REQUESTS_INFO]
+    before, after = values
+    assert before < after
+
+
 def test_metrics_follow_the_samples_and_only_changes_are_sent(
     published: dict[tuple[str, tuple[tuple[str, str], ...]], float],
 ) -> None:
