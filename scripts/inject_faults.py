@@ -4,22 +4,25 @@ took, and what was lost.
 Each fault hits a `multilora-serve` with a disk tier while clients ask, upload and cancel (serving_load.py). Right is:
 every client is answered again, every adapter whose upload was acknowledged still answers, no answer is of another
 adapter, no request is left without an end, and clients saw no other errors than the fault explains. Faults come from
-outside, by signals, limits and full file systems: nothing in the product knows of them.
+outside, by signals, limits, full file systems and a clock of their own: nothing in the product knows of them.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import cycle, groupby
 from pathlib import Path
 from typing import Annotated
+from urllib.request import urlopen
 
 import psutil
 import typer
@@ -27,9 +30,10 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Column, Table
 from sandboxed_server import SandboxedServer, namespace
-from serving_load import Load, Tally
+from serving_load import ANSWER_TIMEOUT_S, Load, Tally
 from started_server import sigterm_as_ctrl_c
 from telling_adapters import MAX_RANK, PROMPT_TOKENS, save_checkpoint
+from wall_clock import WallClock
 
 from multilora_client import Client, MultiloraClientError
 from multilora_engine.lora.layout import AdapterLayout, adapter_layout
@@ -46,6 +50,9 @@ BROKEN_SERVER = frozenset({"UNAVAILABLE", "INTERNAL", "UNKNOWN"})
 _RECOVERY_TIMEOUT_S = 150.0
 _WARM_UP_S = 2.0
 _DAMAGED_BYTES = 4096
+_HOUR_S = 3600
+_CLOCK_TOLERANCE_S = 60.0
+_CLOCK_SWING_S = 0.5
 _SHM_BYTES = 192 << 20
 _CACHE_BYTES = 64 << 20
 _PARAMETERS = {
@@ -64,29 +71,36 @@ _ARGUMENTS = ("--canary-interval-secs=1", f"--exit-timeout-secs={_EXIT_TIMEOUT_S
 
 @dataclass(frozen=True)
 class Scene:
-    """What a fault is injected into."""
+    """What a fault is injected into. clock: the server's own wall clock; None where that is everybody's."""
 
     server: SandboxedServer
     load: Load
+    clock: WallClock | None = None
 
 
 @dataclass(frozen=True)
 class Fault:
-    """inject: returns when the cause is over. errors: what it explains that clients see."""
+    """inject: returns when the cause is over. errors: what it explains that clients see; without any, every process of
+    the server must live through it, too. sets_clock: it needs a server with a wall clock of its own."""
 
     name: str
     inject: Callable[[Scene], None]
     errors: frozenset[str]
+    sets_clock: bool = False
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """recovery_s: from the fault until every client was answered again, None if they were not in time."""
+    """recovery_s: from the fault until every client was answered again, None if they were not in time.
+
+    replaced: the roles of processes that are not those of before.
+    """
 
     fault: Fault
     seen: Tally
     recovery_s: float | None
     num_acknowledged: int
+    replaced: frozenset[str] = frozenset()
 
     @property
     def complaints(self) -> list[str]:
@@ -98,6 +112,7 @@ class Outcome:
             *([f"{self.seen.stuck} requests were stuck"] if self.seen.stuck else []),
             *(f"clients saw {code}: {self.seen.messages[code]}" for code in sorted(codes - self.fault.errors)),
             *(["not every client was answered again"] if self.recovery_s is None else []),
+            *(f"{role} was started again" for role in sorted(self.replaced) if not self.fault.errors),
         ]
 
 
@@ -181,9 +196,40 @@ def drop_connections(scene: Scene) -> None:
 
 def terminate(scene: Scene) -> None:
     """As a rolling update does: SIGTERM, and another one over the same files. Any status will do: it has ended."""
+    _end(scene.server)
+    scene.server.start(*_ARGUMENTS)
+
+
+def _end(server: SandboxedServer) -> None:
     started = time.monotonic()
-    scene.server.terminate()
+    server.terminate()
     assert time.monotonic() - started < _EXIT_TIMEOUT_S + _EXIT_GRACE_S, "it took longer than it was given"
+
+
+def set_clock(scene: Scene, offset_s: int) -> None:
+    """Of every process of the server, whose answers then have its times; it stays ready."""
+    assert scene.clock is not None
+    others = [role for role, process in scene.server.processes().items() if not scene.clock.is_of(process.pid)]
+    assert not others, f"not the clock of {others}"
+    scene.clock.set(offset_s)
+    assert _get(scene, "health/ready") == b""
+    request = {"text_input": "<100>", "max_tokens": 1, "return_perf_metrics": True}
+    answer = json.loads(_get(scene, "models/generation_unary/generate", request))
+    told_s = answer["arrival_time_ns"] / 1e9
+    assert abs(told_s - time.time() - offset_s) < _CLOCK_TOLERANCE_S, "the engine has another time"
+
+
+def set_clock_while_it_ends(scene: Scene) -> None:
+    """Again and again from SIGTERM on; and another server over the same files."""
+    assert scene.clock is not None
+    with ThreadPoolExecutor(1) as pool:
+        ended = pool.submit(_end, scene.server)
+        for offset_s in cycle([_HOUR_S, -_HOUR_S]):
+            scene.clock.set(offset_s)
+            with suppress(TimeoutError):
+                ended.result(_CLOCK_SWING_S)
+                break
+    scene.clock.set(0)
     scene.server.start(*_ARGUMENTS)
 
 
@@ -199,6 +245,12 @@ FAULTS = (
     Fault("/dev/shm full", fill_shared_memory, BROKEN_SERVER),
     Fault("SIGTERM, then a new server", terminate, BROKEN_SERVER | {"NOT_FOUND"}),
     Fault("tritonserver: SIGKILL", kill_tritonserver, BROKEN_SERVER),
+    Fault("wall clock set an hour ahead", lambda scene: set_clock(scene, _HOUR_S), NO_ERRORS, sets_clock=True),
+    Fault("wall clock set back two hours", lambda scene: set_clock(scene, -_HOUR_S), NO_ERRORS, sets_clock=True),
+    Fault("wall clock set right again", lambda scene: set_clock(scene, 0), NO_ERRORS, sets_clock=True),
+    Fault(
+        "SIGTERM, and the wall clock swings", set_clock_while_it_ends, BROKEN_SERVER | {"NOT_FOUND"}, sets_clock=True
+    ),
 )
 
 
@@ -227,6 +279,14 @@ def _connections(scene: Scene, number: int) -> Iterator[list[socket.socket]]:
             each.close()
 
 
+def _get(scene: Scene, path: str, request: Mapping[str, object] | None = None) -> bytes:
+    """Raises OSError for any other answer than the status 200."""
+    body = None if request is None else json.dumps(request).encode()
+    with urlopen(f"http://{scene.server.http_url}/v2/{path}", body, ANSWER_TIMEOUT_S) as answer:
+        content: bytes = answer.read()
+    return content
+
+
 def _post(path: str, body: str) -> bytes:
     return f"POST /v2/models/{path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
 
@@ -238,6 +298,7 @@ def inject(fault: Fault, scene: Scene) -> Outcome:
     with load.running():
         load.wait_until_all_are_right(_RECOVERY_TIMEOUT_S)
         time.sleep(_WARM_UP_S)
+        before = scene.server.processes()
         started = time.monotonic()
         fault.inject(scene)
         injected_s = time.monotonic() - started
@@ -245,20 +306,24 @@ def inject(fault: Fault, scene: Scene) -> Outcome:
         with suppress(TimeoutError):
             recovery_s = injected_s + load.wait_until_all_are_right(_RECOVERY_TIMEOUT_S)
     load.ask_all()
-    return Outcome(fault, load.new_tally(), recovery_s, load.num_acknowledged)
+    after = scene.server.processes()
+    replaced = frozenset(role for role, process in before.items() if after.get(role) != process)
+    return Outcome(fault, load.new_tally(), recovery_s, load.num_acknowledged, replaced)
 
 
 @contextmanager
-def stage(num_clients: int, directory: Path, log: Path | None = None) -> Iterator[Scene]:
+def stage(num_clients: int, directory: Path, log: Path | None = None, has_own_clock: bool = False) -> Iterator[Scene]:
     """A server with a disk tier, and clients of it."""
     (cache := directory / "cache").mkdir()
+    clock = WallClock(directory) if has_own_clock else None
     model = save_checkpoint(directory / "model")
     layout: AdapterLayout = adapter_layout(read_model_config(model), MAX_RANK, "float32")
     with sigterm_as_ctrl_c(), namespace(cache, _CACHE_BYTES, _SHM_BYTES) as prefix:
-        server = SandboxedServer(prefix, model, cache, _PARAMETERS | {"lora_cache_dir": str(cache)}, log)
+        parameters = _PARAMETERS | {"lora_cache_dir": str(cache)}
+        server = SandboxedServer(prefix, model, cache, parameters, log, clock.environment if clock else None)
         try:
             server.start(*_ARGUMENTS)
-            yield Scene(server, Load(server.http_url, server.grpc_url, layout, num_clients, NUM_ADAPTERS))
+            yield Scene(server, Load(server.http_url, server.grpc_url, layout, num_clients, NUM_ADAPTERS), clock)
         finally:
             server.close()
 
@@ -282,18 +347,29 @@ def render(outcomes: Sequence[Outcome]) -> Table:
     return table
 
 
+def inject_all(faults: Sequence[Fault], num_clients: int, log: Path | None) -> Iterator[Outcome]:
+    """One after the other, into one server; those that set its clock into another."""
+    for sets_clock, group in groupby(faults, lambda fault: fault.sets_clock):
+        with (
+            tempfile.TemporaryDirectory(prefix="multilora-faults-") as name,
+            stage(num_clients, Path(name), log, has_own_clock=sets_clock) as scene,
+        ):
+            for fault in group:
+                yield inject(fault, scene)
+
+
 def main(
     fault: Annotated[list[str] | None, typer.Option(help="Only faults whose name has this in it; repeatable.")] = None,
     clients: Annotated[int, typer.Option(help="Clients at once.", min=1)] = 8,
     log: Annotated[Path | None, typer.Option(help="Append what the server writes to this file.")] = None,
 ) -> None:
-    """Inject every fault, one after the other, into one server. Ends with status 1 if anything is not as it must be."""
+    """Inject every fault, one after the other. Ends with status 1 if anything is not as it must be."""
     console, outcomes = Console(), list[Outcome]()
     chosen = [each for each in FAULTS if not fault or any(part in each.name for part in fault)]
     try:
-        with tempfile.TemporaryDirectory(prefix="multilora-faults-") as name, stage(clients, Path(name), log) as scene:
-            for each in track(chosen, "breaking things", console=console, transient=True):
-                outcomes.append(inject(each, scene))
+        injected = inject_all(chosen, clients, log)
+        for outcome in track(injected, "breaking things", len(chosen), console=console, transient=True):
+            outcomes.append(outcome)
     finally:
         console.print(render(outcomes))
     complaints = [f"{outcome.fault.name}: {text}" for outcome in outcomes for text in outcome.complaints]

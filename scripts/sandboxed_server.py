@@ -70,14 +70,21 @@ class SandboxedServer:
     """One `multilora-serve` at a time."""
 
     def __init__(
-        self, prefix: list[str], model: Path, cache: Path, parameters: Mapping[str, str], log: Path | None = None
+        self,
+        prefix: list[str],
+        model: Path,
+        cache: Path,
+        parameters: Mapping[str, str],
+        log: Path | None = None,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
-        """prefix: of `namespace`. log: gets every line that the server writes."""
+        """prefix: of `namespace`. log: gets every line that the server writes. environment: besides our own."""
         self._prefix = prefix
         self._model = model
         self._cache = cache
         self._parameters = parameters
         self._log = log
+        self._environment = {**os.environ, **(environment or {})}
         self._lines: deque[str] = deque(maxlen=_NUM_LINES_KEPT)
         self._num_ready = 0
         self.restarts: list[str] = []
@@ -101,7 +108,10 @@ class SandboxedServer:
         settings = [f"--set={name}={value}" for name, value in self._parameters.items()]
         serve = [sys.executable, "-m", "multilora_engine.serving.launch", f"--model={self._model}"]
         self._process = subprocess.Popen(
-            [*self._prefix, *serve, *self._ports, *settings, *arguments], stderr=subprocess.PIPE, text=True
+            [*self._prefix, *serve, *self._ports, *settings, *arguments],
+            env=self._environment,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         assert self._process.stderr is not None
         num_ready = self._num_ready

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from inject_faults import UNAVAILABLE, Fault, Outcome
+from inject_faults import NO_ERRORS, UNAVAILABLE, Fault, Outcome
 from serving_load import Tally
 
 FAULT = Fault("a fault", lambda _: None, UNAVAILABLE)
@@ -28,3 +28,10 @@ def test_right_answers_and_the_errors_that_a_fault_explains_are_no_complaint() -
 )
 def test_what_must_not_be_is_a_complaint(seen: Tally, recovery_s: float | None, complaint: str) -> None:
     assert Outcome(FAULT, seen, recovery_s, num_acknowledged=2).complaints == [complaint]
+
+
+def test_a_fault_that_explains_no_error_starts_no_process_again() -> None:
+    harmless = Fault("a harmless fault", lambda _: None, NO_ERRORS)
+    replaced = frozenset({"engine"})
+    assert Outcome(FAULT, Tally(), 1.0, 2, replaced).complaints == []
+    assert Outcome(harmless, Tally(), 1.0, 2, replaced).complaints == ["engine was started again"]
