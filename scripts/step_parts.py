@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from multilora_engine import model_runner
+from multilora_engine import model_runner, sampler
 from multilora_engine.engine import Engine
 from multilora_engine.models import layers, llama
 from multilora_engine.scheduler import Scheduler
@@ -25,7 +25,8 @@ _PARTS: list[tuple[str, Any, str]] = [
     ("attention", llama, "attention_plan"),
     ("attention", llama, "attend"),
     ("norms, rotary, activation", llama.LlamaModel, "forward"),
-    ("sampling", model_runner, "sample"),
+    ("sampling", sampler.Choice, "__init__"),
+    ("sampling", sampler.Choice, "read"),
     ("emission", Engine, "step"),
 ]
 """Part, where its function lies, and the function's name. What a step does outside of all others is emission."""

@@ -159,6 +159,9 @@ class EngineConfig(BaseModel):
     enable_cuda_graphs: Annotated[
         bool, Field(description="Replay decode steps on a GPU as CUDA graphs; off until they have run on one.")
     ] = False
+    enable_async_scheduling: Annotated[
+        bool, Field(description="Prepare a step while a GPU computes the one before; off until that has run on one.")
+    ] = False
     kv_cache_memory_bytes: Annotated[
         ByteSize, Field(ge=0, description="KV cache budget; 0 is what is left on a GPU, and 1 GiB on a CPU.")
     ] = ByteSize(0)

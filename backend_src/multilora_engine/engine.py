@@ -8,6 +8,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from random import Random
 
 import torch
@@ -57,7 +58,7 @@ from multilora_engine.request import (
     TokenOutput,
 )
 from multilora_engine.request_limits import RequestLimits
-from multilora_engine.sampler import SampledToken
+from multilora_engine.sampler import Choice, SampledToken
 from multilora_engine.scheduler import ScheduledSequence, Scheduler
 from multilora_engine.text import TextDelta, TextStream, Tokenizer
 from multilora_kernels import load_cpu_kernels
@@ -79,11 +80,24 @@ _NUM_LORA_EVENTS = 4096
 """How many events of adapters are remembered."""
 
 
+@dataclass(frozen=True)
+class _StepInFlight:
+    """A step that has been launched, and the choice of its tokens, which has not been read."""
+
+    step: list[ScheduledSequence]
+    choice: Choice
+
+
 class Engine:
     """Continuous batching over one base model and many adapters.
 
     `add_request` accepts, `step` computes, every accepted request ends with exactly one final `TokenOutput`, from
     `step` or from `abort`.
+
+    With `enable_async_scheduling`, a step stays in flight when `step` returns: the next call schedules and launches
+    another one, in which the tokens that are being chosen are *pending*, and reads them then. A GPU thus never waits
+    for the host's work between steps. What a sequence computed beyond the end of its answer is dropped. A step is read
+    at once when any of its sequences' sampling depends on the answer.
     """
 
     def __init__(self, config: EngineConfig, on_progress: Callable[[int, int], None] | None = None) -> None:
@@ -140,6 +154,8 @@ class Engine:
         self._blocks = BlockAllocator(plan.num_blocks, config.block_size, config.enable_prefix_caching)
         self._scheduler = Scheduler(self._blocks, self._loras, config.max_num_seqs, config.max_num_batched_tokens)
         self._runner = build_model_runner(model, model_config, config, plan, dtype, device, self._loras)
+        self._runs_ahead = config.enable_async_scheduling
+        self._in_flight: _StepInFlight | None = None
         self._guides: GuideCompiler | None = None
         self._sequences: dict[str, Sequence] = {}
         self._deadlines: list[tuple[float, int, str]] = []
@@ -148,7 +164,8 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a `step` would do anything."""
-        return bool(self._sequences) or self._loras.is_busy or self._remote.is_busy
+        is_busy = self._in_flight is not None or self._loras.is_busy or self._remote.is_busy
+        return bool(self._sequences) or is_busy
 
     @property
     def remote(self) -> RemoteAdapters:
@@ -210,6 +227,7 @@ class Engine:
             adapter=None if isinstance(adapter, Fetch) else adapter,
             text=text,
             random=Random(request.sampling.seed),
+            max_output_tokens=self._limits.max_output_tokens(request),
             arrival_time_ns=time.monotonic_ns(),
             bias=bias,
             guide=guide,
@@ -230,7 +248,7 @@ class Engine:
         return self._finish_search(sequence, "cancelled") if sequence.search else self._finish(sequence, "cancelled")
 
     def step(self, on_progress: Callable[[], None] = lambda: None) -> list[TokenOutput]:
-        """Schedule, run, postprocess: what this step gave each request, if anything.
+        """Schedule, launch, read, postprocess: what this gave each request, if anything.
 
         on_progress: called for each layer, so that who watches can tell a long step from one that hangs.
 
@@ -240,20 +258,18 @@ class Engine:
         outputs = self._end_expired() + self._end_unloadable() + self._take_up_fetched()
         step = self._scheduler.schedule()
         if not step:
-            self._loras.wait(_DISK_WAIT_S)
-            self._remote.wait(_FETCH_WAIT_S)
-            return outputs
+            return outputs + self._step_without_work()
         _note_scheduled(self._requests_of(step))
         try:
-            tokens = self._runner.run(step, on_progress)
+            launched = self._launch(step, on_progress)
         except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            _logger.exception("a step of %d sequences ran out of memory", len(step))
-            failure = InternalError(f"the step ran out of memory: {error}")
-            return outputs + [self._fail(sequence, failure) for sequence in self._requests_of(step)]
-        self._scheduler.commit(step)
-        return outputs + self._postprocess(step, tokens)
+            failure = _out_of_memory(error, step)
+            return outputs + self._read_step_in_flight() + self._fail_step(step, failure)
+        outputs += self._read_step_in_flight()
+        self._in_flight = launched
+        if not self._may_stay_in_flight(launched):
+            outputs += self._read_step_in_flight()
+        return outputs
 
     def check_integrity(self) -> None:
         """Every table agrees with every other. For tests, after every step."""
@@ -262,11 +278,15 @@ class Engine:
         num_parked = sum(map(len, self._parked.values()))
         assert self._scheduler.num_waiting + self._scheduler.num_running + num_parked == len(self._sequences)
         assert all(sequences and not fetch.is_done for fetch, sequences in self._parked.items())
+        pending = {} if self._in_flight is None else dict.fromkeys(self._in_flight.choice.sequences, 1)
+        for sequence in self._sequences.values():
+            assert sequence.num_pending_tokens == pending.get(sequence, 0), "a pending token is lost"
 
     def close(self) -> None:
         """Drop what is in flight, without outputs, and spill adapters to disk if there is a disk tier."""
         for sequence in list(self._sequences.values()):
             self._remove(sequence)
+        self._in_flight = None
         self._remote.close()
         self._loras.close()
 
@@ -276,10 +296,51 @@ class Engine:
         ends = end_tokens(request.sampling, self.info.end_token_ids)
         return BeamSearch(request.sampling, ends, self._limits.max_output_tokens(request), text.fork())
 
+    def _step_without_work(self) -> list[TokenOutput]:
+        """There is nothing to launch: what the step in flight gives, or a little wait for adapters."""
+        if self._in_flight is None:
+            self._loras.wait(_DISK_WAIT_S)
+            self._remote.wait(_FETCH_WAIT_S)
+        return self._read_step_in_flight()
+
+    def _launch(self, step: list[ScheduledSequence], on_progress: Callable[[], None]) -> _StepInFlight:
+        before = None if self._in_flight is None else self._in_flight.choice
+        choice = self._runner.launch(step, on_progress, before)
+        for sequence in choice.sequences:
+            sequence.num_pending_tokens += 1
+        return _StepInFlight(step, choice)
+
+    def _may_stay_in_flight(self, launched: _StepInFlight) -> bool:
+        return self._runs_ahead and not any(
+            sequence.request.sampling.depends_on_answer for sequence in launched.choice.sequences
+        )
+
+    def _read_step_in_flight(self) -> list[TokenOutput]:
+        """Wait for the tokens of the step in flight, if there is one; what they give each request."""
+        if self._in_flight is None:
+            return []
+        step, choice = self._in_flight.step, self._in_flight.choice
+        self._in_flight = None
+        for sequence in choice.sequences:
+            sequence.num_pending_tokens -= 1
+        try:
+            tokens = choice.read()
+        except (RuntimeError, MemoryError) as error:
+            return self._fail_step(step, _out_of_memory(error, step))
+        self._scheduler.commit(step)
+        return self._postprocess(dict(zip(choice.sequences, tokens, strict=True)))
+
+    def _fail_step(self, step: list[ScheduledSequence], error: RequestError) -> list[TokenOutput]:
+        return [self._fail(sequence, error) for sequence in self._requests_of(step)]
+
     def _requests_of(self, step: list[ScheduledSequence]) -> list[Sequence]:
-        """The sequences that stand for the requests of a step, in its order."""
-        request_ids = dict.fromkeys(scheduled.sequence.request.request_id for scheduled in step)
-        return [self._sequences[request_id] for request_id in request_ids]
+        """The sequences that stand for the requests of a step that have not ended, in its order."""
+        return self._roots(scheduled.sequence for scheduled in step)
+
+    def _roots(self, sequences: Iterable[Sequence]) -> list[Sequence]:
+        """The sequences that stand for the requests of `sequences` that have not ended."""
+        unended = (s for s in sequences if s.status is not SequenceStatus.FINISHED)
+        return [self._sequences[id_] for id_ in dict.fromkeys(s.request.request_id for s in unended)]
 
     def _check_queue(self) -> None:
         """Raises QueueFull when no further request may wait, in the queue or parked."""
@@ -353,10 +414,8 @@ class Engine:
         self._enqueue(sequence)
         return []
 
-    def _postprocess(self, step: list[ScheduledSequence], tokens: list[SampledToken]) -> list[TokenOutput]:
-        sampled = [scheduled for scheduled in step if scheduled.is_sampled]
-        chosen = {scheduled.sequence: token for scheduled, token in zip(sampled, tokens, strict=True)}
-        sequences = self._requests_of(sampled)
+    def _postprocess(self, chosen: dict[Sequence, SampledToken]) -> list[TokenOutput]:
+        sequences = self._roots(chosen)
         _note_tokens(sequences)
         outputs: list[TokenOutput | None] = []
         copies: list[BlockCopy] = []
@@ -398,7 +457,7 @@ class Engine:
         delta = sequence.text.push(token_id)
         if is_complete:
             return self._finish(sequence, "stop", delta)
-        if delta.stopped or len(sequence.output_token_ids) >= self._limits.max_output_tokens(sequence.request):
+        if delta.stopped or len(sequence.output_token_ids) >= sequence.max_output_tokens:
             return self._finish(sequence, "length", delta)
         return self._output(sequence, delta) if delta.token_ids or delta.text else None
 
@@ -486,6 +545,14 @@ def _error_output(request: GenerationRequest, error: RequestError) -> TokenOutpu
     if isinstance(error, AdapterNotFound):
         error = error.under_name(request.lora_name)
     return TokenOutput(request.request_id, [], "", error_code=error.code, error_message=str(error))
+
+
+def _out_of_memory(error: Exception, step: list[ScheduledSequence]) -> InternalError:
+    """What the requests of a step hear of it. Raises any other error."""
+    if not is_out_of_memory(error):
+        raise error
+    _logger.error("a step of %d sequences ran out of memory", len(step), exc_info=error)
+    return InternalError(f"the step ran out of memory: {error}")
 
 
 def _note_scheduled(sequences: list[Sequence]) -> None:

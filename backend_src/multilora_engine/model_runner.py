@@ -1,4 +1,4 @@
-"""`ModelRunner`: weights and KV tensors on the device; turns a scheduled step into the next tokens."""
+"""`ModelRunner`: weights and KV tensors on the device; turns a scheduled step into a choice of tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from multilora_engine.forward_batch import ForwardBatch, KVCache, TokenLoRAs
 from multilora_engine.kv_cache import BlockCopy
 from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.models.llama import LlamaModel
-from multilora_engine.sampler import SampledToken, sample
+from multilora_engine.sampler import Choice
 from multilora_engine.scheduler import ScheduledSequence
 from multilora_engine.transfer import to_device
 
@@ -39,13 +39,23 @@ class ModelRunner:
         self._device = kv_cache.keys.device
 
     @torch.inference_mode()
-    def run(self, step: list[ScheduledSequence], on_layer: Callable[[], None] = lambda: None) -> list[SampledToken]:
-        """Compute a step; the next token of each of its sequences that `is_sampled`, in their order."""
+    def launch(
+        self,
+        step: list[ScheduledSequence],
+        on_layer: Callable[[], None] = lambda: None,
+        before: Choice | None = None,
+    ) -> Choice:
+        """Start a step: the choice of the next token of each of its sequences that `is_sampled`, in their order.
+
+        A GPU computes while the host goes on; on a CPU the step has been computed when this returns. before: of the
+        step before, whose tokens are pending.
+        """
         batch = self.build_batch(step)
+        _fill_in_pending(batch.input_ids, step, before)
         logits = self._forward(batch, on_layer)
         sampled = [scheduled.sequence for scheduled in step if scheduled.is_sampled]
         _keep_context_logits(step, logits[len(sampled) :])
-        return sample(logits[: len(sampled)], sampled, self._model.config.end_token_ids) if sampled else []
+        return Choice(logits[: len(sampled)], sampled, self._model.config.end_token_ids)
 
     def _forward(self, batch: ForwardBatch, on_layer: Callable[[], None]) -> torch.Tensor:
         if self._graphs is not None and self._graphs.serves(batch):
@@ -63,7 +73,7 @@ class ModelRunner:
             blocks[:, targets] = blocks[:, sources]
 
     def build_batch(self, step: list[ScheduledSequence]) -> ForwardBatch:
-        """The tensors of a step. `step`: single-token sequences first, as the scheduler orders them."""
+        """The tensors of a step, with 0 for pending tokens. `step`: single-token sequences first, as scheduled."""
         block_size, device = self._block_size, self._device
         # NumPy, because a torch call on a handful of numbers takes several times as long.
         lengths = np.array([scheduled.num_tokens for scheduled in step])
@@ -74,7 +84,7 @@ class ModelRunner:
         block_tables = _block_tables(step)
         slot_mapping = block_tables[sequence_of_token, positions // block_size] * block_size + positions % block_size
         return ForwardBatch(
-            input_ids=_sent(_joined([scheduled.token_ids for scheduled in step]), device),
+            input_ids=_sent(_joined([_input_ids(scheduled) for scheduled in step]), device),
             positions=_sent(positions, device),
             slot_mapping=_sent(slot_mapping, device),
             query_lens=lengths.tolist(),
@@ -93,6 +103,23 @@ class ModelRunner:
             return None
         indices = np.array([-1 if adapter is None else self._loras.lora_index(adapter) for adapter in adapters])
         return TokenLoRAs(self._loras.tables, _sent(indices[sequence_of_token], self._device))
+
+
+def _input_ids(scheduled: ScheduledSequence) -> list[int]:
+    return scheduled.token_ids or [0]
+
+
+def _fill_in_pending(input_ids: torch.Tensor, step: list[ScheduledSequence], before: Choice | None) -> None:
+    """Put the tokens that are known to the device only where they are read. input_ids: of the step's batch."""
+    # A pending token is the only one that its sequence computes, and such sequences come first: row i is theirs.
+    rows = [row for row, scheduled in enumerate(step) if scheduled.sequence.num_pending_tokens]
+    if rows:
+        assert before is not None
+        assert all(step[row].num_tokens == 1 for row in rows)
+        places = {sequence: place for place, sequence in enumerate(before.sequences)}
+        index = torch.tensor([rows, [places[step[row].sequence] for row in rows]])
+        targets, sources = to_device(index, input_ids.device)
+        input_ids[targets] = before.token_ids[sources]
 
 
 def _logits_indices(step: list[ScheduledSequence], ends: list[int]) -> torch.Tensor:

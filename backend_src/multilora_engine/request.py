@@ -98,6 +98,15 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         return self.temperature == 0.0 or self.top_k == 1
 
+    @property
+    def depends_on_answer(self) -> bool:
+        """Whether the host must know the answer's tokens so far before the next one, or must see more than its id."""
+        decays = self.top_p_decay != 1.0 or self.top_p_min > self.top_p
+        penalises = self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+        forbids = self.min_tokens > 0 or bool(self.bad_token_sequences) or self.guide is not None
+        tells = self.return_log_probs or self.return_context_logits or self.return_generation_logits
+        return decays or penalises or forbids or tells or self.beam_width > 1
+
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
@@ -212,7 +221,10 @@ class Sequence:
     arrival: place in the order of arrival, unique.
     adapter: pinned from acceptance to the end; None is the base model.
     text: decides which tokens and text may leave.
+    max_output_tokens: how long its answer may become.
     guide: decides which tokens may come next; None lets any. Like `text` it survives a preemption.
+    num_pending_tokens: tokens of the answer that a step in flight chooses: they count, but are not known yet; written
+        by the engine only, as are `output_token_ids`.
     num_computed_tokens: tokens whose keys and values are in the cache; written by the scheduler only.
     num_charged_tokens: tokens that count as served to its adapter; written by the fair queue only.
     num_overtakes: sequences with an adapter that were admitted before this one although they came later.
@@ -233,8 +245,10 @@ class Sequence:
     adapter: CachedAdapter | None
     text: TextStream
     random: Random
+    max_output_tokens: int
     guide: GuideMatcher | None = None
     output_token_ids: list[int] = field(default_factory=list)
+    num_pending_tokens: int = 0
     block_table: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     num_charged_tokens: int = 0
@@ -274,17 +288,23 @@ class Sequence:
             adapter=self.adapter,
             text=self.text,
             random=self.random,
+            max_output_tokens=self.max_output_tokens,
             bias=self.bias,
             search=self.search,
         )
 
     @property
     def num_tokens(self) -> int:
-        """Tokens known so far, prompt and answer."""
-        return len(self.request.prompt_token_ids) + len(self.output_token_ids)
+        """Tokens so far, prompt and answer."""
+        return len(self.request.prompt_token_ids) + len(self.output_token_ids) + self.num_pending_tokens
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether its answer is as long as it may become, whatever its pending tokens are."""
+        return len(self.output_token_ids) + self.num_pending_tokens >= self.max_output_tokens
 
     def token_ids(self, start: int, end: int) -> list[int]:
-        """Tokens start .. end - 1 of prompt and answer."""
+        """Tokens start .. end - 1 of prompt and answer; pending ones are missing at the end."""
         prompt = self.request.prompt_token_ids
         if start >= len(prompt):
             return self.output_token_ids[start - len(prompt) : end - len(prompt)]

@@ -11,7 +11,7 @@ import torch
 from multilora_engine.beam_search import Continuations, rank_continuations
 from multilora_engine.logits import adjust_logits
 from multilora_engine.request import Sequence, TokenLogProb
-from multilora_engine.transfer import to_device
+from multilora_engine.transfer import FromDevice, to_device
 
 _MIN_TEMPERATURE = 1e-6
 """Smaller temperatures draw the same, always the most probable token, but divide to infinities."""
@@ -36,29 +36,45 @@ class SampledToken:
     logits: bytes | None = None
 
 
-def sample(logits: torch.Tensor, sequences: list[Sequence], end_token_ids: tuple[int, ...]) -> list[SampledToken]:
-    """Choose one token per sequence. logits: [len(sequences), vocab], float32, changed in place.
+class Choice:
+    """The choice of one token per sequence: a device makes it by itself, while the host may go on, until it is `read`.
+
+    token_ids: int64 [len(sequences)], on the device.
 
     A sequence draws one uniform number a token from its own generator, so that what it draws does not depend on who
     else is in the batch.
     """
-    scored = [row for row, s in enumerate(sequences) if s.request.sampling.return_log_probs and s.search is None]
-    log_probs = logits[_index(scored, logits)].log_softmax(dim=-1) if scored else None
-    kept = _own_logits(logits, sequences)
-    restricted = adjust_logits(logits, sequences, end_token_ids)
-    token_ids = _choose(logits, sequences)
-    tokens = [SampledToken(token_id) for token_id in token_ids.tolist()]
-    if log_probs is not None:
-        _add_log_probs(tokens, scored, log_probs, sequences)
-    for row in _without_choice(logits, token_ids, restricted):
-        tokens[row] = SampledToken(None)
-    if beams := [row for row, sequence in enumerate(sequences) if sequence.search is not None]:
-        ranked = rank_continuations(logits[beams], [sequences[row] for row in beams])
-        for row, continuations in zip(beams, ranked, strict=True):
-            tokens[row] = SampledToken(None, continuations=continuations)
-    for row, values in kept.items():
-        tokens[row] = dataclasses.replace(tokens[row], logits=values)
-    return tokens
+
+    def __init__(self, logits: torch.Tensor, sequences: list[Sequence], end_token_ids: tuple[int, ...]) -> None:
+        """logits: [len(sequences), vocab], float32, changed in place.
+
+        They must stay as they are until the choice is read, if any sequence's sampling `depends_on_answer`.
+        """
+        self.sequences = sequences
+        self._logits = logits
+        self._scored = [
+            row for row, s in enumerate(sequences) if s.request.sampling.return_log_probs and s.search is None
+        ]
+        self._log_probs = logits[_index(self._scored, logits)].log_softmax(dim=-1) if self._scored else None
+        self._kept = _own_logits(logits, sequences)
+        self._restricted = adjust_logits(logits, sequences, end_token_ids)
+        self.token_ids = _choose(logits, sequences)
+        self._on_host = FromDevice(self.token_ids)
+
+    def read(self) -> list[SampledToken]:
+        """The tokens, in the order of the sequences. Waits for the device."""
+        tokens = [SampledToken(token_id) for token_id in self._on_host.wait().tolist()]
+        if self._log_probs is not None:
+            _add_log_probs(tokens, self._scored, self._log_probs, self.sequences)
+        for row in _without_choice(self._logits, self.token_ids, self._restricted):
+            tokens[row] = SampledToken(None)
+        if beams := [row for row, sequence in enumerate(self.sequences) if sequence.search is not None]:
+            ranked = rank_continuations(self._logits[beams], [self.sequences[row] for row in beams])
+            for row, continuations in zip(beams, ranked, strict=True):
+                tokens[row] = SampledToken(None, continuations=continuations)
+        for row, values in self._kept.items():
+            tokens[row] = dataclasses.replace(tokens[row], logits=values)
+        return tokens
 
 
 def _own_logits(logits: torch.Tensor, sequences: list[Sequence]) -> dict[int, bytes]:

@@ -23,16 +23,13 @@ _LOOK_AHEAD = 8
 class ScheduledSequence:
     """`num_tokens` tokens of `sequence`, from `num_computed_tokens` (as it was when scheduled) on.
 
-    is_sampled: the step computes the last known token, so its logits give the next one.
+    is_sampled: the step computes its last token, so the logits give the next one.
     """
 
     sequence: Sequence
     start: int
     num_tokens: int
-
-    @property
-    def is_sampled(self) -> bool:
-        return self.start + self.num_tokens == self.sequence.num_tokens
+    is_sampled: bool
 
     @property
     def context_positions(self) -> range:
@@ -44,6 +41,7 @@ class ScheduledSequence:
 
     @property
     def token_ids(self) -> list[int]:
+        """A pending token is missing."""
         return self.sequence.token_ids(self.start, self.start + self.num_tokens)
 
 
@@ -59,7 +57,9 @@ class _Step:
         return list(self._scheduled.values())
 
     def add(self, sequence: Sequence, num_tokens: int) -> None:
-        self._scheduled[sequence] = ScheduledSequence(sequence, sequence.num_computed_tokens, num_tokens)
+        start = sequence.num_computed_tokens
+        is_sampled = start + num_tokens == sequence.num_tokens
+        self._scheduled[sequence] = ScheduledSequence(sequence, start, num_tokens, is_sampled)
         self.budget -= num_tokens
 
     def remove(self, sequence: Sequence) -> None:
@@ -153,9 +153,13 @@ class Scheduler:
         return sorted(step.sequences, key=lambda scheduled: scheduled.num_tokens > 1)
 
     def commit(self, step: list[ScheduledSequence]) -> None:
-        """A scheduled step has been computed: what it wrote to the KV cache may be found by other sequences."""
+        """A scheduled step has been computed: what it wrote to the KV cache may be found by other sequences.
+
+        Sequences that have ended or were preempted meanwhile have no blocks any more.
+        """
         for scheduled in step:
-            self._blocks.commit(scheduled.sequence, scheduled.start, scheduled.start + scheduled.num_tokens)
+            if scheduled.sequence.block_table:
+                self._blocks.commit(scheduled.sequence, scheduled.start, scheduled.start + scheduled.num_tokens)
 
     def branch(self, sequence: Sequence, before: list[Sequence], parents: list[int]) -> list[BlockCopy]:
         """Let the beams of a search go on: beam i where beam parents[i] of `before` is. What the caller has to copy.
@@ -288,6 +292,8 @@ def _shares(sequence: Sequence, budget: int) -> list[tuple[Sequence, int]]:
 
     The last ones of all beams go together, since they are ranked together.
     """
+    if sequence.is_complete:
+        return []
     if not sequence.siblings:
         # Nearly all sequences in nearly all steps.
         num_tokens = min(sequence.num_tokens - sequence.num_computed_tokens, budget)

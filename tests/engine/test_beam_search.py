@@ -259,7 +259,7 @@ def test_diversity_prefers_the_children_of_less_likely_beams() -> None:
         beams = [search("r", [1]) for _ in range(2)]
         ranked = [Continuations([5, 6], [-1.0, -1.2]), Continuations([7, 8], [-1.5, -1.6])]
         text = cast(TextStream, None)
-        sequences = [Sequence(beam, 0, None, text, Random(0)) for beam in beams]
+        sequences = [Sequence(beam, 0, None, text, Random(0), 9) for beam in beams]
         return [c.parent for c in BeamSearch(sampling, (), 9, text).advance(sequences, ranked)]
 
     assert [parents(0.0), parents(0.4), parents(1.0)] == [[0, 0], [0, 1], [1, 1]]

@@ -33,6 +33,7 @@ from multilora_engine.lora.page_pool import PagePool
 from multilora_engine.models.model_config import read_model_config
 from multilora_engine.process.messages import Welcome, decode_from_engine, encode
 from multilora_engine.request import GenerationRequest, SamplingParams
+from multilora_engine.sampler import Choice
 
 
 @pytest.fixture(scope="module")
@@ -348,7 +349,7 @@ def test_a_deadline_ends_running_and_waiting_requests_with_an_error(checkpoint: 
 def test_a_step_out_of_memory_fails_its_requests_and_the_engine_goes_on(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, allocation: str
 ) -> None:
-    def run(*_: object) -> list[int]:
+    def launch(*_: object) -> Choice:
         match allocation:
             case "on a GPU":
                 raise torch.OutOfMemoryError("3 GiB wanted")
@@ -360,7 +361,7 @@ def test_a_step_out_of_memory_fails_its_requests_and_the_engine_goes_on(
 
     engine.add_request(request("r", [1], task=0))
     with monkeypatch.context() as patch:
-        patch.setattr(engine._runner, "run", run)
+        patch.setattr(engine._runner, "launch", launch)
         (output,) = engine.step()
     assert output.error_code == "INTERNAL"
     assert "the step ran out of memory" in (output.error_message or "")

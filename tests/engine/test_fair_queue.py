@@ -31,7 +31,7 @@ class Shop:
 
     def add(self, task: int | None = None, priority: int = 0, num_tokens: int = 10) -> Sequence:
         request = GenerationRequest("r", [1], SamplingParams(num_tokens), lora_task_id=task, priority=priority)
-        sequence = Sequence(request, next(self._arrivals), None, cast(TextStream, None), Random(0))
+        sequence = Sequence(request, next(self._arrivals), None, cast(TextStream, None), Random(0), num_tokens)
         self.queue.add(sequence)
         return sequence
 

@@ -17,6 +17,7 @@ from multilora_engine.config import EngineConfig
 from multilora_engine.engine import Engine
 from multilora_engine.lora.format import pack_adapter
 from multilora_engine.request import GenerationRequest, SamplingParams
+from multilora_engine.transfer import FromDevice
 
 pytestmark = pytest.mark.gpu
 
@@ -52,21 +53,20 @@ def tokens(engine: Engine, requests: list[GenerationRequest]) -> dict[str, list[
 
 @contextmanager
 def counted_reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Whatever waits for the device is an error, but for `tolist`; the sizes of what it read are the result."""
-    read, sizes = torch.Tensor.tolist, []
+    """Whatever waits for the device is an error, but for `FromDevice.wait`; the sizes of what that read are told."""
+    wait, sizes = FromDevice.wait, []
 
-    def tolist(tensor: torch.Tensor) -> Any:
-        if not tensor.is_cuda:
-            return read(tensor)
-        sizes.append(tensor.numel())
+    def counted_wait(values: FromDevice) -> torch.Tensor:
         torch.cuda.set_sync_debug_mode("default")
         try:
-            return read(tensor)
+            read = wait(values)
         finally:
             torch.cuda.set_sync_debug_mode("error")
+        sizes.append(read.numel())
+        return read
 
     with monkeypatch.context() as patch:
-        patch.setattr(torch.Tensor, "tolist", tolist)
+        patch.setattr(FromDevice, "wait", counted_wait)
         torch.cuda.set_sync_debug_mode("error")
         try:
             yield sizes
@@ -74,6 +74,7 @@ def counted_reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
             torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.parametrize("enable_async_scheduling", [False, True])
 @pytest.mark.parametrize("enable_cuda_graphs", [False, True])
 @pytest.mark.parametrize(
     "sampling", [{}, {"temperature": 0.8, "seed": 1}, {"temperature": 0.8, "top_p": 0.9, "top_k": 20, "seed": 1}]
@@ -84,8 +85,14 @@ def test_a_decode_step_waits_for_the_device_only_to_read_its_tokens(
     monkeypatch: pytest.MonkeyPatch,
     sampling: dict[str, Any],
     enable_cuda_graphs: bool,
+    enable_async_scheduling: bool,
 ) -> None:
-    engine = make_engine(tmp_path, default_model_dir, enable_cuda_graphs=enable_cuda_graphs)
+    engine = make_engine(
+        tmp_path,
+        default_model_dir,
+        enable_cuda_graphs=enable_cuda_graphs,
+        enable_async_scheduling=enable_async_scheduling,
+    )
     for request in requests(**sampling):
         engine.add_request(request)
     while engine.stats.num_running < 3:
@@ -97,11 +104,22 @@ def test_a_decode_step_waits_for_the_device_only_to_read_its_tokens(
     assert sizes == [3, 3]
 
 
+@pytest.mark.parametrize("enable_async_scheduling", [False, True])
 @pytest.mark.parametrize("enable_cuda_graphs", [False, True])
 @pytest.mark.parametrize("tasks", [(None, 0, 1), (None, None), (1, 0, None, 0, 1)])
 def test_a_gpu_answers_as_a_cpu_does_in_float32(
-    tmp_path: Path, default_model_dir: Path, tasks: tuple[int | None, ...], enable_cuda_graphs: bool
+    tmp_path: Path,
+    default_model_dir: Path,
+    tasks: tuple[int | None, ...],
+    enable_cuda_graphs: bool,
+    enable_async_scheduling: bool,
 ) -> None:
-    on_gpu = make_engine(tmp_path, default_model_dir, dtype="float32", enable_cuda_graphs=enable_cuda_graphs)
+    on_gpu = make_engine(
+        tmp_path,
+        default_model_dir,
+        dtype="float32",
+        enable_cuda_graphs=enable_cuda_graphs,
+        enable_async_scheduling=enable_async_scheduling,
+    )
     on_cpu = make_engine(tmp_path, default_model_dir, device="cpu")
     assert tokens(on_gpu, requests(tasks)) == tokens(on_cpu, requests(tasks))

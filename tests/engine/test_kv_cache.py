@@ -20,7 +20,7 @@ BLOCK_SIZE = 4
 def sequence(tokens: list[int], digest: str | None = None) -> Sequence:
     adapter = None if digest is None else CachedAdapter(7, digest, ranks=(), num_pages=0)
     request = GenerationRequest("r", tokens, SamplingParams(max_tokens=1))
-    return Sequence(request, 0, adapter, cast(TextStream, None), Random(0))
+    return Sequence(request, 0, adapter, cast(TextStream, None), Random(0), max_output_tokens=1)
 
 
 def compute(blocks: PoisonedBlocks, one: Sequence, end: int | None = None) -> int:

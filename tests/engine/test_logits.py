@@ -60,6 +60,7 @@ def sequence(prompt: list[int], sampling: SamplingParams, answer: list[int]) -> 
         adapter=None,
         text=cast(TextStream, None),
         random=Random(0),
+        max_output_tokens=sampling.max_tokens,
         output_token_ids=answer,
         bias=bias_tensors(sampling, torch.device("cpu")),
     )

@@ -17,7 +17,7 @@ from transformers.generation.logits_process import (
 
 from multilora_engine import sampler
 from multilora_engine.request import GenerationRequest, SamplingParams, Sequence
-from multilora_engine.sampler import sample
+from multilora_engine.sampler import Choice
 from multilora_engine.text import TextStream
 
 VOCAB = 37
@@ -25,11 +25,12 @@ VOCAB = 37
 
 def sequence(sampling: SamplingParams, answer: Iterable[int] = ()) -> Sequence:
     request = GenerationRequest("r", [1], sampling)
-    return Sequence(request, 0, None, cast(TextStream, None), Random(sampling.seed), output_token_ids=list(answer))
+    text, random = cast(TextStream, None), Random(sampling.seed)
+    return Sequence(request, 0, None, text, random, sampling.max_tokens, output_token_ids=list(answer))
 
 
 def choose(logits: torch.Tensor, sequences: list[Sequence], end_token_ids: tuple[int, ...] = ()) -> list[int | None]:
-    return [token.token_id for token in sample(logits, sequences, end_token_ids)]
+    return [token.token_id for token in Choice(logits, sequences, end_token_ids).read()]
 
 
 def logits(rows: int, seed: int = 0) -> torch.Tensor:
@@ -141,7 +142,7 @@ def test_log_probs_are_those_of_the_models_own_logits_whatever_the_request_chang
         sequence(changed, [4, 5]),
         sequence(SamplingParams(9, return_log_probs=True, num_top_log_probs=VOCAB)),
     ]
-    tokens = sample(scores.clone(), rows, ())
+    tokens = Choice(scores.clone(), rows, ()).read()
     expected = scores.log_softmax(-1)
     assert tokens[1].log_prob is None
     for row, num_top in ((0, 3), (2, 0), (3, VOCAB)):

@@ -8,7 +8,7 @@ from typing import cast
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.adapters import TINY, wire_adapter
-from support.paged_memory import PoisonedBlocks
+from support.paged_memory import NEXT_TOKEN, PoisonedBlocks
 
 from multilora_engine.lora.device_tier import DeviceTier
 from multilora_engine.lora.format import pack_adapter
@@ -36,7 +36,7 @@ NEW_VERSIONS = [_packed(NUM_ADAPTERS + task) for task in range(NUM_ADAPTERS)]
 
 class World:
     """A scheduler with real tiers and blocks; computing a step is to write what its tokens' keys and values depend on,
-    and to append a token to what was sampled.
+    and to append a token to what was sampled: at once, or, where it runs ahead, after the next step was scheduled.
     """
 
     def __init__(
@@ -45,6 +45,7 @@ class World:
         max_num_seqs: int = 4,
         budget: int = 8,
         enable_prefix_caching: bool = True,
+        runs_ahead: bool = False,
     ) -> None:
         host = HostTier(NUM_ADAPTERS + MAX_ARRIVALS, TINY.page_bytes)
         self.loras = LoRAManager(host, DeviceTier(TINY, host.pool, host.pool, MAX_LORAS), "replace")
@@ -53,6 +54,8 @@ class World:
         self.blocks = PoisonedBlocks(num_blocks, BLOCK_SIZE, enable_prefix_caching)
         self.scheduler = Scheduler(self.blocks, self.loras, max_num_seqs, budget)
         self.budget = budget
+        self.runs_ahead = runs_ahead
+        self.in_flight: list[ScheduledSequence] = []
         self.alive: list[Sequence] = []
         self.finished: list[Sequence] = []
         self.arrivals = 0
@@ -65,7 +68,7 @@ class World:
             f"r{self.arrivals}", [text] * prompt_len, SamplingParams(max_tokens), lora_task_id=task, priority=priority
         )
         adapter = None if task is None else self.loras.pin(task)
-        sequence = Sequence(request, self.arrivals, adapter, cast(TextStream, None), Random(0))
+        sequence = Sequence(request, self.arrivals, adapter, cast(TextStream, None), Random(0), max_tokens)
         self.arrivals += 1
         self.scheduler.add(sequence)
         self.alive.append(sequence)
@@ -85,14 +88,25 @@ class World:
         step = self.scheduler.schedule()
         self.check_step(step)
         self.compute(step)
-        self.scheduler.commit(step)
         for scheduled in step:
-            if scheduled.is_sampled:
-                scheduled.sequence.output_token_ids.append(2)
-                if len(scheduled.sequence.output_token_ids) == scheduled.sequence.request.sampling.max_tokens:
-                    self.finish(scheduled.sequence)
+            scheduled.sequence.num_pending_tokens += scheduled.is_sampled
+        if self.runs_ahead:
+            self.in_flight, step_to_read = step, self.in_flight
+        else:
+            step_to_read = step
+        self.read(step_to_read)
         self.scheduler.check_integrity()
         return step
+
+    def read(self, step: list[ScheduledSequence]) -> None:
+        """Learn the tokens of a step, of which some sequences may have ended meanwhile."""
+        self.scheduler.commit(step)
+        for sequence in [scheduled.sequence for scheduled in step if scheduled.is_sampled]:
+            sequence.num_pending_tokens -= 1
+            if sequence in self.alive:
+                sequence.output_token_ids.append(NEXT_TOKEN)
+                if len(sequence.output_token_ids) == sequence.max_output_tokens:
+                    self.finish(sequence)
 
     def compute(self, step: list[ScheduledSequence]) -> None:
         """What a step reads was written by the steps before: its own writes come at the same time."""
@@ -114,6 +128,8 @@ class World:
             end = scheduled.start + scheduled.num_tokens
             assert scheduled.sequence.num_computed_tokens == end
             assert len(scheduled.sequence.block_table) * BLOCK_SIZE >= end
+            num_prompt_tokens = len(scheduled.sequence.request.prompt_token_ids)
+            assert end < num_prompt_tokens + scheduled.sequence.max_output_tokens, "behind the answer's end"
 
     def run_dry(self, max_steps: int = 2000) -> None:
         for _ in range(max_steps):
@@ -138,6 +154,7 @@ ARRIVAL = st.tuples(
     num_blocks=st.integers(12, 30),
     budget=st.integers(4, 20),
     enable_prefix_caching=st.booleans(),
+    runs_ahead=st.booleans(),
     seed=st.integers(0, 1 << 30),
 )
 def test_everything_that_arrives_finishes_whatever_happens(
@@ -145,9 +162,10 @@ def test_everything_that_arrives_finishes_whatever_happens(
     num_blocks: int,
     budget: int,
     enable_prefix_caching: bool,
+    runs_ahead: bool,
     seed: int,
 ) -> None:
-    world, rng = World(num_blocks=num_blocks, budget=budget, enable_prefix_caching=enable_prefix_caching), Random(seed)
+    world, rng = World(num_blocks, 4, budget, enable_prefix_caching, runs_ahead), Random(seed)
     pending = list(arrivals)
     while pending or rng.random() < 0.5:
         if pending and rng.random() < 0.5:

@@ -11,7 +11,7 @@ import torch
 from multilora_engine.engine import Engine
 from multilora_engine.model_runner import ModelRunner
 from multilora_engine.request import GenerationRequest, TokenLogProb, TokenOutput
-from multilora_engine.sampler import SampledToken
+from multilora_engine.sampler import Choice
 from multilora_engine.scheduler import ScheduledSequence
 
 
@@ -75,18 +75,17 @@ class LogitsRecorder:
     def __init__(self, engine: Engine) -> None:
         self.rows: dict[str, list[torch.Tensor]] = {}
         self._runner: ModelRunner = engine._runner
-        self._run = self._runner.run
+        self._launch = self._runner.launch
         self._forward = self._runner._model.forward
         self._runner._model.forward = self._record_logits  # type: ignore[method-assign]
-        self._runner.run = self._record_rows  # type: ignore[method-assign]
+        self._runner.launch = self._record_rows  # type: ignore[method-assign]
 
     def _record_logits(self, *args: object) -> torch.Tensor:
         self._logits = self._forward(*args)  # type: ignore[arg-type]
         return self._logits
 
-    def _record_rows(self, step: list[ScheduledSequence], *more: Any) -> list[SampledToken]:
-        sampled = [scheduled.sequence for scheduled in step if scheduled.is_sampled]
-        tokens = self._run(step, *more)
-        for row, sequence in enumerate(sampled):
+    def _record_rows(self, step: list[ScheduledSequence], *more: Any) -> Choice:
+        choice = self._launch(step, *more)
+        for row, sequence in enumerate(choice.sequences):
             self.rows.setdefault(sequence.request.request_id, []).append(self._logits[row].clone())
-        return tokens
+        return choice

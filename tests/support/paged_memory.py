@@ -5,6 +5,9 @@ from __future__ import annotations
 from multilora_engine.kv_cache import BlockAllocator
 from multilora_engine.request import Sequence
 
+NEXT_TOKEN = 2
+"""What every sequence goes on with, and what its pending tokens are therefore."""
+
 Content = tuple[str, int, int]
 """Digest of the adapter, hash of the tokens up to this one, this token."""
 
@@ -44,7 +47,8 @@ def _contents(sequence: Sequence, end: int) -> list[Content | None]:
     digest = "" if sequence.adapter is None else sequence.adapter.digest
     contents: list[Content | None] = []
     past = 0
-    for token in sequence.token_ids(0, end):
+    known = sequence.token_ids(0, end)
+    for token in [*known, *[NEXT_TOKEN] * (end - len(known))]:
         past = hash((past, token))
         contents.append((digest, past, token))
     return contents

@@ -70,7 +70,7 @@ IGNORED: Mapping[str, str] = MappingProxyType(
         "logits_datatype": "logits are FP32",
         "max_attention_window_size": _WHOLE_CONTEXT,
         "sink_token_length": _WHOLE_CONTEXT,
-        "enable_trt_overlap": _OWN_KERNELS,
+        "enable_trt_overlap": "see enable_async_scheduling",
         "enable_context_fmha_fp32_acc": _OWN_KERNELS,
         "multi_block_mode": _OWN_KERNELS,
         "cuda_graph_mode": _CUDA_GRAPHS,
