@@ -38,6 +38,14 @@ logger = logging.getLogger(__name__)
 _TOKEN_VARIABLE = "MULTILORA_SERVER"
 """Set in the server's environment: it finds the stubs and engines of one server, whatever happened to their parent."""
 
+_ANSWER_THREADS = 2
+"""Threads of each model instance in the server that pass its answers on. A model of ours sends one after the other.
+
+Of the backend's own 32, five models made 200 threads, and malloc keeps up to seven freed blocks of each size for every
+thread: memory that grows for hours. After 5,000 mixed requests to models of ten lines the server had 10.9 MiB, of it
+0.9 since the first 1,000; with two threads 7.2 and 0.2, at the same rate within its scatter.
+"""
+
 _POLL_S = 0.2
 _GRACE_S = 10.0
 _LAST_STEP_S = 0.5
@@ -314,6 +322,7 @@ def server_arguments(options: ServerOptions, addresses: Addresses, regions: Regi
         f"--exit-timeout-secs={options.exit_timeout_s}",
         f"--log-verbose={int(options.log_verbose)}",
         f"--backend-config=python,shm-region-prefix-name={regions.region_prefix}",
+        f"--backend-config=python,thread-pool-size={_ANSWER_THREADS}",
     ]
 
 

@@ -6,6 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 from tritonclient.http import InferenceServerClient, InferInput
 from tritonclient.utils import InferenceServerException
@@ -57,6 +58,15 @@ def test_a_server_answers_until_it_is_stopped_and_leaves_nothing_behind(echo_rep
         assert server.stop() == 0
     assert processes_of(token) == []
     assert shared_memory_of(token) == []
+
+
+def test_models_do_not_have_dozens_of_threads_each(echo_repository: Path) -> None:
+    num_instances = 4
+    config = echo_repository / "echo" / "config.pbtxt"
+    config.write_text(config.read_text().replace("kind: KIND_CPU", f"kind: KIND_CPU count: {num_instances}"))
+    with server_of(echo_repository) as server:
+        server.wait_ready()
+        assert psutil.Process(server.pid).num_threads() < 32 * num_instances
 
 
 def test_clients_cannot_reach_the_shared_memory_api(echo_repository: Path) -> None:
