@@ -47,6 +47,11 @@ UNAVAILABLE = frozenset({"UNAVAILABLE"})
 BROKEN_SERVER = frozenset({"UNAVAILABLE", "INTERNAL", "UNKNOWN"})
 """A server whose own process was killed answers with a closed connection, or with what Triton says of a dead model."""
 
+CLOCK_SET_AHEAD = BROKEN_SERVER
+"""Mostly none. But the Python backend (24.10) waits for a model's process until a moment of the wall clock, and takes
+it for dead when the clock is set past that; what the process still answers then can crash tritonserver. Under eight
+clients it lived through some 40 times that the clock was set an hour ahead."""
+
 _RECOVERY_TIMEOUT_S = 150.0
 _WARM_UP_S = 2.0
 _DAMAGED_BYTES = 4096
@@ -207,15 +212,15 @@ def _end(server: SandboxedServer) -> None:
 
 
 def set_clock(scene: Scene, offset_s: int) -> None:
-    """Of every process of the server, whose answers then have its times; it stays ready."""
+    """Of every process of the server, which then is ready and answers with its times."""
     assert scene.clock is not None
     others = [role for role, process in scene.server.processes().items() if not scene.clock.is_of(process.pid)]
     assert not others, f"not the clock of {others}"
     scene.clock.set(offset_s)
+    scene.load.wait_until_all_are_right(_RECOVERY_TIMEOUT_S)
     assert _get(scene, "health/ready") == b""
     request = {"text_input": "<100>", "max_tokens": 1, "return_perf_metrics": True}
-    answer = json.loads(_get(scene, "models/generation_unary/generate", request))
-    told_s = answer["arrival_time_ns"] / 1e9
+    told_s = json.loads(_get(scene, "models/generation_unary/generate", request))["arrival_time_ns"] / 1e9
     assert abs(told_s - time.time() - offset_s) < _CLOCK_TOLERANCE_S, "the engine has another time"
 
 
@@ -245,9 +250,9 @@ FAULTS = (
     Fault("/dev/shm full", fill_shared_memory, BROKEN_SERVER),
     Fault("SIGTERM, then a new server", terminate, BROKEN_SERVER | {"NOT_FOUND"}),
     Fault("tritonserver: SIGKILL", kill_tritonserver, BROKEN_SERVER),
-    Fault("wall clock set an hour ahead", lambda scene: set_clock(scene, _HOUR_S), NO_ERRORS, sets_clock=True),
+    Fault("wall clock set an hour ahead", lambda scene: set_clock(scene, _HOUR_S), CLOCK_SET_AHEAD, sets_clock=True),
     Fault("wall clock set back two hours", lambda scene: set_clock(scene, -_HOUR_S), NO_ERRORS, sets_clock=True),
-    Fault("wall clock set right again", lambda scene: set_clock(scene, 0), NO_ERRORS, sets_clock=True),
+    Fault("wall clock set right again", lambda scene: set_clock(scene, 0), CLOCK_SET_AHEAD, sets_clock=True),
     Fault(
         "SIGTERM, and the wall clock swings", set_clock_while_it_ends, BROKEN_SERVER | {"NOT_FOUND"}, sets_clock=True
     ),
@@ -300,10 +305,10 @@ def inject(fault: Fault, scene: Scene) -> Outcome:
         time.sleep(_WARM_UP_S)
         before = scene.server.processes()
         started = time.monotonic()
-        fault.inject(scene)
-        injected_s = time.monotonic() - started
         recovery_s: float | None = None
         with suppress(TimeoutError):
+            fault.inject(scene)
+            injected_s = time.monotonic() - started
             recovery_s = injected_s + load.wait_until_all_are_right(_RECOVERY_TIMEOUT_S)
     load.ask_all()
     after = scene.server.processes()

@@ -1,7 +1,4 @@
-"""`multilora-serve` under load while its wall clock is set: as if nothing had happened.
-
-A selection; scripts/inject_faults has one more.
-"""
+"""`multilora-serve` under load while its wall clock is set. A selection; scripts/inject_faults has one more."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from inject_faults import FAULTS, Fault, Scene, inject, stage
 
-SELECTED = [fault for fault in FAULTS if fault.sets_clock and not fault.errors]
+SELECTED = [fault for fault in FAULTS if fault.name.startswith("wall clock")]
 
 
 @pytest.fixture(scope="module")
@@ -20,5 +17,5 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
 
 
 @pytest.mark.parametrize("fault", SELECTED, ids=lambda fault: fault.name)
-def test_a_clock_that_is_set_costs_nothing(scene: Scene, fault: Fault) -> None:
+def test_a_clock_that_is_set_costs_no_more_than_it_explains(scene: Scene, fault: Fault) -> None:
     assert inject(fault, scene).complaints == []
