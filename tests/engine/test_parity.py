@@ -224,12 +224,14 @@ def test_a_cache_so_small_that_sequences_are_preempted_changes_no_token(
     assert {i: a.token_ids for i, a in answers.items()} == {i: a.token_ids for i, a in expected.items()}
 
 
+@pytest.mark.parametrize("enable_async_scheduling", [False, True])
 def test_reused_prefixes_chunks_preemption_and_poisoned_blocks_change_no_token(
-    tiny: tuple[Oracle, Path], default_model_dir: Path
+    tiny: tuple[Oracle, Path], default_model_dir: Path, enable_async_scheduling: bool
 ) -> None:
     oracle, path = tiny
     roomy = build_engine(path, oracle, default_model_dir)
-    small = Engine(engine_config_with_tiny_cache(path, default_model_dir, roomy, max_num_batched_tokens=24))
+    config = engine_config_with_tiny_cache(path, default_model_dir, roomy, max_num_batched_tokens=24)
+    small = Engine(config.model_copy(update={"enable_async_scheduling": enable_async_scheduling}))
     for task_id, directory in enumerate(oracle.adapters.values()):
         small.put_adapter(task_id, packed(directory, small.info.adapter_layout, path))
     poison_claimed_blocks(small)
