@@ -213,6 +213,7 @@ def test_an_upload_is_answered_by_id_and_digest_and_no_text(front: GenerationFro
     assert response.arrays["finish_reason"].item() == b"stop"
     assert response.arrays["lora_task_id_out"].item() == 2**64 - 1
     assert response.arrays["lora_digest"].item().decode() == engine.adapters[2**64 - 1].digest
+    assert all(array.size for array in response.arrays.values())
 
 
 def test_stop_ends_the_requests_of_its_id_through_any_front(front: GenerationFront, link: EngineLink) -> None:

@@ -64,7 +64,7 @@ def test_only_what_is_wanted_is_built() -> None:
 
 
 def test_an_answer_without_tokens_is_an_empty_tensor() -> None:
-    empty = ReplyRow().answer(TokenOutput("r", [], "", finish_reason="stop"))
+    empty = ReplyRow().answer(TokenOutput("r", [], "", finish_reason="stop", num_prompt_tokens=1))
     assert output_arrays([empty], OUTPUT_NAMES, 0)["output_ids"].shape == (1, 1, 0)
 
 
