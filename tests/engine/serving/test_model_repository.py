@@ -129,6 +129,7 @@ def test_the_operators_model_takes_one_text_and_gives_one() -> None:
     assert (tensors(adapters.input), tensors(adapters.output)) == ({"request": text}, {"response": text})
 
 
-def test_postprocessing_has_one_instance_since_several_would_reorder_streams() -> None:
+def test_postprocessing_keeps_streams_in_order_by_one_instance_and_one_thread_that_answers() -> None:
     (group,) = config("postprocessing").instance_group
     assert group.count == 1
+    assert config("postprocessing").dynamic_batching.preserve_ordering
