@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -17,8 +17,7 @@ MAX_DECODE_TOKENS = 512
 a captured CUDA graph replays for any mix."""
 
 
-@dataclass(frozen=True)
-class LoRASegments:
+class LoRASegments(NamedTuple):
     """Tokens sorted by adapter and cut into chunks of at most `chunk_size` tokens of one adapter.
 
     Worked example with chunks of 2: seven tokens, two adapters, -1 is the base model.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 from support.lora_cases import FUSED, MIXED_RANKS, make_case
@@ -106,7 +104,7 @@ def test_a_dispatch_mode_sees_apply_as_one_operator():
 
 def test_apply_says_what_it_was_given_instead_of_a_tensor():
     case = make_case()
-    broken = dataclasses.replace(case.tables, arena=None)
+    broken = case.tables._replace(arena=None)
     with pytest.raises(TypeError, match="expected a tensor, not NoneType"):
         lora_apply(case.x, case.y, broken, 0, FUSED.slice_sizes, case.segments)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -93,6 +92,4 @@ def make_case(
 
 
 def _to(struct: Struct, device: str) -> Struct:
-    fields = {f.name: getattr(struct, f.name) for f in dataclasses.fields(struct)}
-    moved = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in fields.items()}
-    return dataclasses.replace(struct, **moved)
+    return struct._make(value.to(device) if isinstance(value, torch.Tensor) else value for value in struct)

@@ -25,6 +25,7 @@ struct Avx2 {
   using F = __m256;
   static constexpr int kWidth = 8;
   static constexpr int kShrinkRows = 2;
+  static constexpr int kSingleRowRanks = 4;
   static constexpr int kExpandRows = 4;
   static constexpr int kLinearRows = 4;
   static constexpr int kAttentionVectors = 2;

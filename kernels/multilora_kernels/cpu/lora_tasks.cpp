@@ -2,13 +2,13 @@
 
 namespace multilora {
 
-std::vector<Block> blocks_of(const Segments& segments) {
+Blocks blocks_of(const Segments& segments) {
   const auto *tokens = segments.permutation.const_data_ptr<int32_t>(),
              *start = segments.chunk_start.const_data_ptr<int32_t>(),
              *length = segments.chunk_length.const_data_ptr<int32_t>(),
              *lora_index = segments.chunk_lora_index.const_data_ptr<int32_t>();
   const int64_t capacity = segments.chunk_start.numel();
-  std::vector<Block> blocks;
+  Blocks blocks;
   if (capacity > 0 && length[0] > 0) {
     blocks.reserve(capacity);
   }

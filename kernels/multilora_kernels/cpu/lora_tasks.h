@@ -4,10 +4,10 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/SmallVector.h>
 
 #include <algorithm>
 #include <cstdint>
-#include <vector>
 
 #include "apply.h"
 #include "work.h"
@@ -22,8 +22,11 @@ struct Block {
   Rows rows;
 };
 
+// Lists of little work lie on the stack: a single row's update would take as long as allocating them.
+using Blocks = c10::SmallVector<Block, 8>;
+
 // Neighbouring chunks of one adapter, joined up to kMaxRows tokens.
-std::vector<Block> blocks_of(const Segments& segments);
+Blocks blocks_of(const Segments& segments);
 
 // float32 and contiguous along a row; x itself if it is.
 at::Tensor as_float32_rows(const at::Tensor& x);
@@ -50,7 +53,7 @@ inline const void* weights_of(const ExpandTask& task) { return task.b; }
 
 template <class Task>
 struct WorkList {
-  std::vector<Share<Task>> shares;
+  c10::SmallVector<Share<Task>, 3> shares;
 
   int64_t cost() const { return shares.empty() ? 0 : shares.back().cost_after(); }
 

@@ -5,7 +5,6 @@
 #include <torch/library.h>
 
 #include <algorithm>
-#include <vector>
 
 #include "apply.h"
 #include "capability.h"
@@ -31,7 +30,7 @@ void copy_from_previous_slice(const Buffer& v, const Rows& rows, int64_t slice, 
   }
 }
 
-void shrink_all(const Shrink& shrink, int64_t num_slices, const std::vector<Block>& blocks, const Kernels& kernels) {
+void shrink_all(const Shrink& shrink, int64_t num_slices, const Blocks& blocks, const Kernels& kernels) {
   WorkList<ShrinkTask> work;
   const auto for_each_slice = [&](auto&& visit) {
     for (const Block& block : blocks) {
@@ -57,7 +56,7 @@ void shrink_all(const Shrink& shrink, int64_t num_slices, const std::vector<Bloc
 }
 
 void expand_all(const Expand& expand, const Columns<int32_t>& rank, at::IntArrayRef slice_sizes,
-                const std::vector<Block>& blocks, const Kernels& kernels) {
+                const Blocks& blocks, const Kernels& kernels) {
   WorkList<ExpandTask> work;
   for (const Block& block : blocks) {
     int64_t first_output = 0;

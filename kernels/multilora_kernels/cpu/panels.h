@@ -76,7 +76,7 @@ struct LinearTile {
     int64_t k = 0;
     for (; k + kFetchDepth <= depth; k += kFetchDepth) {
       for (int64_t line = 0; line < fetch_lines; ++line, fetch += kCacheLine) {
-        __builtin_prefetch(fetch);
+        fetch_line(fetch);
       }
       for (int j = 0; j < kFetchDepth; ++j) {
         accumulate(k + j);

@@ -29,6 +29,7 @@ inline float to_float(Float16 value) { return c10::detail::fp16_ieee_to_fp32_val
 struct Plain {
   static constexpr int kWidth = 8;
   static constexpr int kShrinkRows = 1;
+  static constexpr int kSingleRowRanks = 4;
   static constexpr int kExpandRows = 2;
   static constexpr int kLinearRows = 2;
   static constexpr int kAttentionVectors = 1;

@@ -60,21 +60,21 @@ c10::SmallVector<int64_t, 8> integers(PyObject* object) {
   return values;
 }
 
+// The fields of a NamedTuple, which keeps them alive.
+PyObject* const* fields_of(PyObject* object, Py_ssize_t count, const char* type) {
+  TORCH_CHECK_TYPE(PyTuple_Check(object) && PyTuple_GET_SIZE(object) == count, "expected ", type, ", not ",
+                   Py_TYPE(object)->tp_name);
+  return reinterpret_cast<PyTupleObject*>(object)->ob_item;
+}
+
 Tables tables_of(PyObject* object) {
-  static PyObject* const names[] = {
-      PyUnicode_InternFromString("arena"),    PyUnicode_InternFromString("rank"),
-      PyUnicode_InternFromString("a_offset"), PyUnicode_InternFromString("b_offset"),
-      PyUnicode_InternFromString("magnitude_offset"), PyUnicode_InternFromString("max_rank")};
-  return {tensor(field(object, names[0])), tensor(field(object, names[1])), tensor(field(object, names[2])),
-          tensor(field(object, names[3])), tensor(field(object, names[4])), integer(field(object, names[5]))};
+  PyObject* const* fields = fields_of(object, 6, "LoRATables");
+  return {tensor(fields[0]), tensor(fields[1]), tensor(fields[2]), tensor(fields[3]), tensor(fields[4]), integer(fields[5])};
 }
 
 Segments segments_of(PyObject* object) {
-  static PyObject* const names[] = {
-      PyUnicode_InternFromString("permutation"), PyUnicode_InternFromString("chunk_start"),
-      PyUnicode_InternFromString("chunk_length"), PyUnicode_InternFromString("chunk_lora_index")};
-  return {tensor(field(object, names[0])), tensor(field(object, names[1])), tensor(field(object, names[2])),
-          tensor(field(object, names[3]))};
+  PyObject* const* fields = fields_of(object, 6, "LoRASegments");
+  return {tensor(fields[0]), tensor(fields[1]), tensor(fields[2]), tensor(fields[3])};
 }
 
 Sequences sequences_of(PyObject* object) {

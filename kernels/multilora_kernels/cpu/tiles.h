@@ -18,7 +18,10 @@ namespace {
 // Adapters come from memory once per step, in pieces too short for the hardware's prefetchers: every kernel asks for
 // weights itself, so many bytes before it reads them. Memory answers in a hundred to two hundred nanoseconds.
 constexpr int64_t kCacheLine = 64;
-constexpr int64_t kAheadBytes = 8192;
+constexpr int64_t kAheadBytes = 12288;
+
+// Into the L2 cache: the L1 cache waits for too few lines at a time to keep memory busy.
+inline void fetch_line(const void* line) { __builtin_prefetch(line, 0, 2); }
 
 // The order in which a thread reads memory: some weights up to `end`, then `next`.
 struct ReadingOrder {
@@ -80,7 +83,7 @@ struct ShrinkTile {
       if (first_row == 0 && k % (kCacheLine / sizeof(T)) == 0) {
         const char* soon = order.after(a + k * Ranks, ahead);
         for (int j = 0; j < Ranks; ++j) {
-          __builtin_prefetch(soon + j * kCacheLine);
+          fetch_line(soon + j * kCacheLine);
         }
       }
     };
@@ -101,19 +104,27 @@ struct ShrinkTile {
   }
 };
 
+// As many tiles of so many ranks as there are; returns the first rank that is left.
+template <class Vec, class T, int Ranks>
+int64_t shrink_ranks(const ShrinkTask& task, int64_t rank_begin, int64_t rank_end, const ReadingOrder& order) {
+  int64_t j = rank_begin;
+  for (; j + Ranks <= rank_end; j += Ranks) {
+    const ShrinkTile<Vec, T, Ranks> tile{task, j, order};
+    for_each_row_tile<Vec::kShrinkRows>(0, task.rows.count, tile);
+  }
+  return j;
+}
+
 template <class Vec, class T>
 void shrink(const ShrinkTask& task, int64_t rank_begin, int64_t rank_end, const void* next) {
   const T* end = static_cast<const T*>(task.a) + rank_end * task.in_features;
   const ReadingOrder order{reinterpret_cast<const char*>(end), static_cast<const char*>(next)};
   int64_t j = rank_begin;
-  for (; j + kRankUnit <= rank_end; j += kRankUnit) {
-    const ShrinkTile<Vec, T, kRankUnit> tile{task, j, order};
-    for_each_row_tile<Vec::kShrinkRows>(0, task.rows.count, tile);
+  if (task.rows.count > 1) {
+    j = shrink_ranks<Vec, T, kRankUnit>(task, j, rank_end, order);
   }
-  for (; j < rank_end; ++j) {
-    const ShrinkTile<Vec, T, 1> tile{task, j, order};
-    for_each_row_tile<Vec::kShrinkRows>(0, task.rows.count, tile);
-  }
+  j = shrink_ranks<Vec, T, Vec::kSingleRowRanks>(task, j, rank_end, order);
+  shrink_ranks<Vec, T, 1>(task, j, rank_end, order);
 }
 
 // One vector of outputs for all rows of the task. `kRank` is the rank where it is known when compiling, else 0.
@@ -156,7 +167,7 @@ struct ExpandTile {
   MULTILORA_INLINE void fetch_ahead(int64_t column) const {
     constexpr int64_t kBytes = Vec::kWidth * kColumns * sizeof(T);
     for (int64_t line = 0; line < kBytes; line += kCacheLine) {
-      __builtin_prefetch(ahead + column / kColumns * kBytes + line);
+      fetch_line(ahead + column / kColumns * kBytes + line);
     }
   }
 

@@ -3,15 +3,17 @@
 //
 // A thread has a share of the ranks and a share of the outputs. It computes its ranks, then the base linear of its
 // outputs, and then adds the update to them; the other threads' ranks are long done by then, so that nobody waits and
-// memory is read all the time. Units are independent: how they are shared never changes a result.
+// memory is read all the time. A single thread takes slice by slice, in the order in which an adapter's weights lie. Units
+// are independent: how they are shared never changes a result.
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+#include <c10/util/SmallVector.h>
+
 #include <algorithm>
 #include <atomic>
-#include <memory>
 #include <optional>
 #include <thread>
 #include <vector>
@@ -66,6 +68,7 @@ struct Slice {
 struct Addition {
   ExpandTask task;
   int64_t first_output, size;
+  size_t share;  // whose ranks it needs, in the list of shrink tasks
 
   bool has(int64_t begin, int64_t end) const { return first_output < end && begin < first_output + size; }
   const void* weights_from(int64_t output, int64_t element_size) const {
@@ -77,16 +80,15 @@ class Update {
  public:
   // y: float32; holds the base linear already unless `base` computes it.
   Update(const at::Tensor& x, const at::Tensor& y, int64_t first_slice, at::IntArrayRef slice_sizes, const Tables& tables,
-         const std::vector<Block>& blocks, const PackedLinear* base)
-      : kernels_(kernels_of(tables.arena.scalar_type())), element_size_(tables.arena.element_size()), base_(base),
-        v_(new float[slice_sizes.size() * x.size(0) * tables.max_rank]) {
-    slices_.reserve(slice_sizes.size());
+         const Blocks& blocks, const PackedLinear* base)
+      : kernels_(kernels_of(tables.arena.scalar_type())), element_size_(tables.arena.element_size()), base_(base) {
+    v_.resize_for_overwrite(slice_sizes.size() * x.size(0) * tables.max_rank);
     int64_t first_output = 0;
     for (const int64_t size : slice_sizes) {
       slices_.push_back({first_output, size, base ? base->output_cost : 0});
       first_output += size;
     }
-    const Buffer v{v_.get(), x.size(0) * tables.max_rank, tables.max_rank};
+    const Buffer v{v_.data(), x.size(0) * tables.max_rank, tables.max_rank};
     add_tasks(Shrink(x, v, tables, first_slice), Expand(v, y, tables, first_slice), blocks);
   }
 
@@ -95,6 +97,11 @@ class Update {
   void run(const Finish& finish) const {
     const int64_t threads = at::in_parallel_region() ? 1 : at::get_num_threads();
     const int64_t shares = std::clamp<int64_t>((shrinks_.cost() + outputs_cost()) / kThreadCost, 1, threads);
+    if (shares == 1) {
+      run_alone();
+      finish(0, num_outputs());
+      return;
+    }
     CommonWork shrinks(shares);
     const auto shrink = [&](int64_t share) { shrink_share(share, shares); };
     at::parallel_for(0, shares, 1, [&](int64_t begin, int64_t end) {
@@ -112,7 +119,7 @@ class Update {
   }
 
  private:
-  void add_tasks(const Shrink& shrink, const Expand& expand, const std::vector<Block>& blocks) {
+  void add_tasks(const Shrink& shrink, const Expand& expand, const Blocks& blocks) {
     next_linear_ = blocks.empty() ? nullptr : shrink.weights_at(blocks.front(), slices_.size());
     shrinks_.shares.reserve(blocks.size() * slices_.size());
     additions_.reserve(blocks.size() * slices_.size());
@@ -129,10 +136,35 @@ class Update {
           shrinks_.add(shrink.task(block, s), r, kRankUnit, shrink.unit_cost(block));
         }
         const ExpandTask task = expand.task(block, s, v_slice, r, slice.first_output, slice.size);
-        additions_.push_back({task, slice.first_output, slice.size});
+        additions_.push_back({task, slice.first_output, slice.size, shrinks_.shares.size() - 1});
         slice.output_cost += Expand::output_cost(block, r);
       }
     }
+  }
+
+  void run_alone() const {
+    if (base_) {
+      base_->run(0, num_outputs());
+    }
+    size_t shrunk = 0;
+    for (size_t i = 0; i < additions_.size(); ++i) {
+      const Addition& addition = additions_[i];
+      if (addition.share == shrunk) {
+        const auto& share = shrinks_.shares[shrunk++];
+        kernels_.shrink(share.task, 0, share.size, addition.task.b);
+      }
+      kernels_.expand(addition.task, 0, addition.size, read_after(i));
+    }
+  }
+
+  // What a single thread reads after an addition.
+  const void* read_after(size_t addition) const {
+    const auto next = additions_.begin() + addition + 1;
+    if (next == additions_.end()) {
+      return what_follows(0, additions_[addition]);
+    }
+    const bool has_ranks = next->share == additions_[addition].share;
+    return has_ranks ? next->task.b : weights_of(shrinks_.shares[next->share].task);
   }
 
   int64_t num_outputs() const { return slices_.back().first_output + slices_.back().size; }
@@ -191,10 +223,10 @@ class Update {
   const Kernels& kernels_;
   const int64_t element_size_;
   const PackedLinear* base_;
-  std::unique_ptr<float[]> v_;  // not filled
-  std::vector<Slice> slices_;
+  c10::SmallVector<float, 128> v_;  // not filled
+  c10::SmallVector<Slice, 3> slices_;
   WorkList<ShrinkTask> shrinks_;
-  std::vector<Addition> additions_;
+  c10::SmallVector<Addition, 3> additions_;
   const void* next_linear_;  // the first weights behind these columns of the tables, null if there are none
 };
 
