@@ -23,11 +23,32 @@ namespace {
 // Vectors of queries in one product: with kLinearRows rows they fill the registers.
 constexpr int kQueryVectors = 3;
 
+// The cache lines of some rows, wanted soon. They are asked for one by one between products: all at once, they would fill
+// the queue of what a core waits for.
+template <class T>
+struct RowLines {
+  const T* cache;
+  const int64_t *row, *end;  // elements from `cache` to each row
+  int64_t row_bytes, byte = 0;
+
+  MULTILORA_INLINE void fetch_one() {
+    if (row == end) {
+      return;
+    }
+    __builtin_prefetch(reinterpret_cast<const char*>(cache + *row) + byte);
+    byte += kCacheLine;
+    if (byte >= row_bytes) {
+      byte = 0;
+      ++row;
+    }
+  }
+};
+
 // c[r, :] = c[r, :] * scale[:] + sum_k element(r, k) * b[k, :] for kLinearRows rows and Vectors vectors of columns; without
 // a scale c counts as zero. Rows of b and c are `stride` apart. Not inlined: it needs all registers.
-template <class Vec, int Vectors, class Element>
+template <class Vec, int Vectors, class Element, class T>
 __attribute__((noinline)) void multiply_tile(const Element& element, const float* b, int64_t depth, const float* scale, float* c,
-                                             int64_t stride) {
+                                             int64_t stride, RowLines<T> ahead) {
   using F = typename Vec::F;
   constexpr int kRows = Vec::kLinearRows;
   F sum[kRows][Vectors];
@@ -37,7 +58,7 @@ __attribute__((noinline)) void multiply_tile(const Element& element, const float
       sum[r][v] = scale ? Vec::mul(Vec::load(c + r * stride + column), Vec::load(scale + column)) : Vec::zero();
     }
   }
-  for (int64_t k = 0; k < depth; ++k) {
+  const auto add_product = [&](int64_t k) {
     F columns[Vectors];
     for (int v = 0; v < Vectors; ++v) {
       columns[v] = Vec::load(b + k * stride + v * Vec::kWidth);
@@ -48,6 +69,19 @@ __attribute__((noinline)) void multiply_tile(const Element& element, const float
         sum[r][v] = Vec::fma(value, columns[v], sum[r][v]);
       }
     }
+  };
+  // A line for every two products: as many float32 lines of rows as are wanted.
+  int64_t k = 0;
+  for (; k + 4 <= depth; k += 4) {
+    ahead.fetch_one();
+    ahead.fetch_one();
+    add_product(k);
+    add_product(k + 1);
+    add_product(k + 2);
+    add_product(k + 3);
+  }
+  for (; k < depth; ++k) {
+    add_product(k);
   }
   for (int r = 0; r < kRows; ++r) {
     for (int v = 0; v < Vectors; ++v) {
@@ -125,15 +159,17 @@ class Attention {
   float* const rows;                 // [kKeyTile or lanes, padded_dim]
   int64_t row_offsets[kKeyTile];     // in `rows`
 
-  // Scaled, and padded with zeros.
+  // Scaled, for powers of two instead of e, and padded with zeros.
   void load_queries() const {
+    constexpr float kLog2OfE = 1.44269504f;
+    const float factor = task.scale * kLog2OfE;
     std::fill_n(rows, lanes * padded_dim, 0.0f);
     for (int64_t token = 0; token < task.tokens; ++token) {
       for (int64_t i = 0; i < task.group; ++i) {
         const float* from = task.q + token * task.q_stride + i * head_dim;
         float* to = rows + (token * task.group + i) * padded_dim;
         for (int64_t d = 0; d < head_dim; ++d) {
-          to[d] = from[d] * task.scale;
+          to[d] = from[d] * factor;
         }
       }
     }
@@ -217,29 +253,23 @@ class Attention {
     return {rows, row_offsets};
   }
 
-  // The rows of the keys begin .. end - 1 of a tile, wanted soon.
-  void fetch(const void* cache, const KeyTile& tile, int64_t begin, int64_t end) const {
-    for (int64_t j = std::max(begin, tile.begin); j < std::min(end, tile.end); ++j) {
-      const auto* row = reinterpret_cast<const char*>(static_cast<const T*>(cache) + tile.slot_offsets[j]);
-      for (int64_t byte = 0; byte < head_dim * int64_t(sizeof(T)); byte += kCacheLine) {
-        __builtin_prefetch(row + byte);
-      }
-    }
+  // The rows of the keys begin .. end - 1 of a tile, as far as it has them.
+  RowLines<T> lines_of(const void* cache, const KeyTile& tile, int64_t begin, int64_t end) const {
+    const int64_t num_keys = std::max<int64_t>(tile.end, 0);
+    return {static_cast<const T*>(cache), tile.slot_offsets + std::min(begin, num_keys),
+            tile.slot_offsets + std::min(end, num_keys), head_dim * int64_t(sizeof(T))};
   }
 
   // scores[j, lane] = sum_d keys[j, d] * q[d, lane]; groups of rows may begin before the tile's keys and end behind them.
   template <int Vectors>
   void score(int64_t lane, const CacheRows& keys, const KeyTile& tile) const {
     for (int64_t j = tile.begin / kRows * kRows; j < tile.end; j += kRows) {
-      if (lane == 0) {
-        fetch(task.values, tile, j, j + kRows);
-      }
       const float* row[kRows];
       for (int r = 0; r < kRows; ++r) {
         row[r] = keys.base + keys.offsets[j + r];
       }
       multiply_tile<Vec, Vectors>([&](int r, int64_t d) { return row[r][d]; }, q + lane, head_dim, nullptr,
-                                  scores + j * lanes + lane, lanes);
+                                  scores + j * lanes + lane, lanes, lines_of(task.values, tile, j, lane == 0 ? j + kRows : j));
     }
   }
 
@@ -285,23 +315,18 @@ class Attention {
     }
     for (float* row = first; row < end; row += row_size) {
       for (int v = 0; v < Vectors; ++v) {
-        const F weight = exponential_of_difference(Vec::load(row + v * Vec::kWidth), largest[v]);
+        const F weight = power_of_two<Vec>(Vec::sub(Vec::load(row + v * Vec::kWidth), largest[v]));
         Vec::store(row + v * Vec::kWidth, weight);
         total[v] = Vec::add(total[v], weight);
       }
     }
     for (int v = 0; v < Vectors; ++v) {
       const int64_t lane = first_lane + v * Vec::kWidth;
-      const F worth = exponential_of_difference(Vec::load(max + lane), largest[v]);
+      const F worth = power_of_two<Vec>(Vec::sub(Vec::load(max + lane), largest[v]));
       Vec::store(scale + lane, worth);
       Vec::store(sum + lane, Vec::fma(Vec::load(sum + lane), worth, total[v]));
       Vec::store(max + lane, largest[v]);
     }
-  }
-
-  // e^(a - b) for a <= b.
-  static MULTILORA_INLINE F exponential_of_difference(F a, F b) {
-    return exponential<Vec>(Vec::fma(b, Vec::broadcast(-1.0f), a));
   }
 
   // out[d, lane] = out[d, lane] * scale[lane] + sum_j values[j, d] * weights[j, lane]
@@ -309,12 +334,11 @@ class Attention {
   void add_values(int64_t lane, const CacheRows& values, const KeyTile& tile, const KeyTile& next) const {
     const int64_t *offsets = values.offsets + tile.begin, num_keys = tile.end - tile.begin;
     for (int64_t d = 0; d < padded_dim; d += kRows) {
-      if (lane == 0) {
-        fetch(task.keys, next, d * kKeyTile / padded_dim, (d + kRows) * kKeyTile / padded_dim);
-      }
+      const int64_t begin = d * kKeyTile / padded_dim, end = (d + kRows) * kKeyTile / padded_dim;
       const float* column = values.base + d;
       multiply_tile<Vec, Vectors>([&](int r, int64_t j) { return column[offsets[j] + r]; }, scores + tile.begin * lanes + lane,
-                                  num_keys, scale + lane, out + d * lanes + lane, lanes);
+                                  num_keys, scale + lane, out + d * lanes + lane, lanes,
+                                  lines_of(task.keys, next, begin, lane == 0 ? end : begin));
     }
   }
 };

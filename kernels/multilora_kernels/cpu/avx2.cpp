@@ -39,6 +39,7 @@ struct Avx2 {
     return lanes;
   }
   static inline F add(F a, F b) { return _mm256_add_ps(a, b); }
+  static inline F sub(F a, F b) { return _mm256_sub_ps(a, b); }
   static inline F mul(F a, F b) { return _mm256_mul_ps(a, b); }
   static inline F div(F a, F b) { return _mm256_div_ps(a, b); }
   static inline F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }

@@ -38,6 +38,7 @@ struct Avx512 {
     return lanes;
   }
   static inline F add(F a, F b) { return _mm512_add_ps(a, b); }
+  static inline F sub(F a, F b) { return _mm512_sub_ps(a, b); }
   static inline F mul(F a, F b) { return _mm512_mul_ps(a, b); }
   static inline F div(F a, F b) { return _mm512_div_ps(a, b); }
   static inline F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }

@@ -55,6 +55,9 @@ struct Plain {
   static inline F add(F a, F b) {
     return each([&](int i) { return a.lane[i] + b.lane[i]; });
   }
+  static inline F sub(F a, F b) {
+    return each([&](int i) { return a.lane[i] - b.lane[i]; });
+  }
   static inline F mul(F a, F b) {
     return each([&](int i) { return a.lane[i] * b.lane[i]; });
   }
