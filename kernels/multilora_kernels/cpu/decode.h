@@ -107,7 +107,7 @@ class Decode {
     const int64_t lines = (row_bytes + kCacheLine - 1) / kCacheLine;
     const char* row = reinterpret_cast<const char*>(ahead.first + ahead.rows[i]);
     for (int64_t line = lines * begin / num_queries(); line < lines * end / num_queries(); ++line) {
-      __builtin_prefetch(row + line * kCacheLine);
+      fetch_line(row + line * kCacheLine);
     }
   }
 

@@ -23,13 +23,18 @@ constexpr int64_t kAheadBytes = 12288;
 // Into the L2 cache: the L1 cache waits for too few lines at a time to keep memory busy.
 inline void fetch_line(const void* line) { __builtin_prefetch(line, 0, 2); }
 
-// The order in which a thread reads memory: some weights up to `end`, then `next`.
+// The order in which a thread reads memory: some weights up to `end`, then `next`, of which about as much is wanted.
 struct ReadingOrder {
   const char *end, *next;
+  int64_t ahead;  // bytes
 
-  // What is read `bytes` after `place`.
+  ReadingOrder(const void* begin, const void* end, const void* next)
+      : end(static_cast<const char*>(end)), next(static_cast<const char*>(next)),
+        ahead(std::min(kAheadBytes, this->end - static_cast<const char*>(begin))) {}
+
+  // What is read soon after `place`, at least so many bytes.
   inline const char* after(const void* place, int64_t bytes) const {
-    const char* soon = static_cast<const char*>(place) + bytes;
+    const char* soon = static_cast<const char*>(place) + std::max(ahead, bytes);
     return soon < end ? soon : next + (soon - end);
   }
 };
@@ -78,10 +83,10 @@ struct ShrinkTile {
     };
     // A tile reads its ranks side by side, but asks for weights in the order in which they lie, which memory answers
     // sooner. So it has to ask for the whole next tile before that begins.
-    const int64_t ahead = std::max<int64_t>(kAheadBytes, Ranks * in * sizeof(T));
+    const int64_t tile_bytes = Ranks * in * sizeof(T);
     const auto fetch_ahead = [&](int64_t k) {
       if (first_row == 0 && k % (kCacheLine / sizeof(T)) == 0) {
-        const char* soon = order.after(a + k * Ranks, ahead);
+        const char* soon = order.after(a + k * Ranks, tile_bytes);
         for (int j = 0; j < Ranks; ++j) {
           fetch_line(soon + j * kCacheLine);
         }
@@ -117,8 +122,8 @@ int64_t shrink_ranks(const ShrinkTask& task, int64_t rank_begin, int64_t rank_en
 
 template <class Vec, class T>
 void shrink(const ShrinkTask& task, int64_t rank_begin, int64_t rank_end, const void* next) {
-  const T* end = static_cast<const T*>(task.a) + rank_end * task.in_features;
-  const ReadingOrder order{reinterpret_cast<const char*>(end), static_cast<const char*>(next)};
+  const T* a = static_cast<const T*>(task.a);
+  const ReadingOrder order(a + rank_begin * task.in_features, a + rank_end * task.in_features, next);
   int64_t j = rank_begin;
   if (task.rows.count > 1) {
     j = shrink_ranks<Vec, T, kRankUnit>(task, j, rank_end, order);
@@ -218,10 +223,10 @@ template <class Vec, class T, int kRank>
 void expand_rank(const ExpandTask& task, int64_t output_begin, int64_t output_end, const void* next) {
   typename Vec::F sums[kMaxRows];
   const T* b = static_cast<const T*>(task.b);
-  const ReadingOrder order{reinterpret_cast<const char*>(b + output_end * task.rank), static_cast<const char*>(next)};
+  const ReadingOrder order(b + output_begin * task.rank, b + output_end * task.rank, next);
   for (int64_t n = output_begin; n < output_end; n += Vec::kWidth) {
     const int lanes = int(std::min<int64_t>(Vec::kWidth, output_end - n));
-    ExpandTile<Vec, T, kRank>{task, n, lanes, sums, order.after(b + n * task.rank, kAheadBytes)}.run();
+    ExpandTile<Vec, T, kRank>{task, n, lanes, sums, order.after(b + n * task.rank, 0)}.run();
   }
 }
 
