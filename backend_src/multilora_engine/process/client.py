@@ -42,11 +42,12 @@ from multilora_engine.process.operations import Operation
 from multilora_engine.process.outbox import join_outputs
 from multilora_engine.request import GenerationRequest, TokenOutput
 
-_CANCELLATION_INTERVAL_S = 0.02
-_CANCELLATION_GRACE_S = 0.08
-"""Asking Triton whether requests are cancelled waits so long for outputs to come first: most steps of a CPU take longer
-than the interval, and to wake for nothing else several times a step costs as much as sending a token.
+_CANCELLATION_INTERVAL_S = 0.1
+"""How often Triton is asked which requests are cancelled. Each is a question of its own, which wakes a thread here and
+one in the server as a token does; a request that nobody waits for any more only costs its part of a few steps.
 """
+_CANCELLATION_GRACE_S = 0.08
+"""Asking waits so long for outputs to come first: to wake for nothing else costs as much again."""
 _CANCELLATION_DUTY = 0.1
 """Asking takes a round trip: the largest share of the thread's time for that."""
 
