@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "capability.h"
+#include "turns.h"
 #include "work.h"
 
 namespace multilora {
@@ -60,6 +61,7 @@ struct Pieces {
   const Batch& batch;
   std::vector<Piece> list;
   int64_t num_partial = 0, cost = 0;
+  bool has_prefill = false;  // a sequence with several queries
 
   explicit Pieces(const Batch& batch) : batch(batch) {
     const auto* starts = batch.sequences.query_starts.const_data_ptr<int64_t>();
@@ -70,6 +72,7 @@ struct Pieces {
         add_query(s, starts[s], contexts[s]);
       } else {
         add_queries(s, starts[s], num_queries, contexts[s]);
+        has_prefill = true;
       }
     }
   }
@@ -181,25 +184,39 @@ struct Run {
     return {partial_memory.get() + place * partial_size(), batch.q.size(1), batch.head_dim()};
   }
 
+  // Single queries are shared by cost, each share in the order in which its keys lie; with others among them the pieces go
+  // in turn, the most expensive ones, which are the last, first.
   void all() const {
-    const int64_t threads = at::in_parallel_region() ? 1 : at::get_num_threads();
-    const int64_t shares = std::clamp<int64_t>(pieces.cost / kGrainCost, 1, threads);
+    const int64_t shares = std::clamp<int64_t>(pieces.cost / kGrainCost, 1, available_threads());
     const auto first_piece = [&](int64_t share) {
       const auto is_before = [](const Piece& piece, int64_t cost) { return piece.cost_before < cost; };
       const int64_t cost = pieces.cost * share / shares;
       return std::lower_bound(pieces.list.begin(), pieces.list.end(), cost, is_before) - pieces.list.begin();
     };
-    at::parallel_for(0, shares, 1, [&](int64_t begin, int64_t end) { some(first_piece(begin), first_piece(end)); });
+    const int64_t num_pieces = pieces.list.size();
+    Turns turns(num_pieces);
+    at::parallel_for(0, shares, 1, [&](int64_t begin, int64_t end) {
+      // As a tensor, whose memory begins with a cache line.
+      const at::Tensor memory = at::empty({scratch_size() + Results::size(queries(), batch.head_dim())}, out.options());
+      float* scratch = memory.mutable_data_ptr<float>();
+      if (pieces.has_prefill) {
+        turns.take([&](int64_t turn) { some(num_pieces - 1 - turn, num_pieces - turn, scratch); });
+      } else {
+        some(first_piece(begin), first_piece(end), scratch);
+      }
+    });
     join_partial();
   }
 
-  void some(int64_t begin, int64_t end) const {
-    const int64_t queries = std::max(batch.tokens_per_piece() * batch.group(), batch.q.size(1));
-    const int64_t scratch_size = std::max(attention_scratch(queries, batch.head_dim()), decode_scratch(queries));
-    // As a tensor, whose memory begins with a cache line.
-    const at::Tensor memory = at::empty({scratch_size + Results::size(queries, batch.head_dim())}, out.options());
-    float* scratch = memory.mutable_data_ptr<float>();
-    const Results own(scratch + scratch_size, queries, batch.head_dim());
+  // Most of one piece.
+  int64_t queries() const { return std::max(batch.tokens_per_piece() * batch.group(), batch.q.size(1)); }
+  int64_t scratch_size() const {
+    return std::max(attention_scratch(queries(), batch.head_dim()), decode_scratch(queries()));
+  }
+
+  // scratch: scratch_size() floats, then those of the results of a piece.
+  void some(int64_t begin, int64_t end, float* scratch) const {
+    const Results own(scratch + scratch_size(), queries(), batch.head_dim());
     for (int64_t i = begin; i < end; ++i) {
       const Piece &piece = pieces.list[i], &next = pieces.list[std::min(i + 1, end - 1)];
       if (piece.head != kAllHeads) {
@@ -289,7 +306,7 @@ struct Heads {
   template <class T>
   void place() const {
     const int64_t row_size = qkv.size(1), kv_size = keys.size(1) * head_dim();
-    at::parallel_for(0, qkv.size(0), std::max<int64_t>(1, kGrainElements / row_size), [&](int64_t begin, int64_t end) {
+    rows_in_turn(qkv.size(0), std::max<int64_t>(1, kGrainElements / row_size), [&](int64_t begin, int64_t end) {
       const std::unique_ptr<float[]> turned(new float[kv_size]);
       for (int64_t token = begin; token < end; ++token) {
         const float *row = qkv.const_data_ptr<float>() + token * row_size, *k = row + q.size(1) * head_dim();

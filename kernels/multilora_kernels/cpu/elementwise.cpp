@@ -1,13 +1,13 @@
 // The operators multilora::add_rms_norm and silu_mul for CPU tensors (schemas: operators.py).
 #include "elementwise.h"
 
-#include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include <algorithm>
 
 #include "capability.h"
+#include "turns.h"
 #include "work.h"
 
 namespace multilora {
@@ -31,8 +31,8 @@ std::tuple<at::Tensor, at::Tensor> add_rms_norm(const at::Tensor& x, const at::T
   const NormTask task{rows.const_data_ptr<float>(), updates.const_data_ptr<float>(), weights.const_data_ptr<float>(),
                       float(eps),                   x.size(1),                       total.mutable_data_ptr<float>(),
                       normed.mutable_data_ptr<float>()};
-  at::parallel_for(0, x.size(0), grain_rows(x.size(1)),
-                   [&](int64_t begin, int64_t end) { capability().add_rms_norm(task, begin, end); });
+  rows_in_turn(x.size(0), grain_rows(x.size(1)),
+               [&](int64_t begin, int64_t end) { capability().add_rms_norm(task, begin, end); });
   return {normed, total};
 }
 
@@ -44,8 +44,8 @@ at::Tensor silu_mul(const at::Tensor& gate_up) {
   at::Tensor out = at::empty({gate_up.size(0), size}, gate_up.options());
   const float* from = rows.const_data_ptr<float>();
   float* to = out.mutable_data_ptr<float>();
-  at::parallel_for(0, gate_up.size(0), grain_rows(size),
-                   [&](int64_t begin, int64_t end) { capability().silu_mul(from, size, to, begin, end); });
+  rows_in_turn(gate_up.size(0), grain_rows(size),
+               [&](int64_t begin, int64_t end) { capability().silu_mul(from, size, to, begin, end); });
   return out;
 }
 

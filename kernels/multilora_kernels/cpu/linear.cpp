@@ -8,6 +8,7 @@
 #include <algorithm>
 
 #include "capability.h"
+#include "turns.h"
 #include "work.h"
 
 namespace multilora {
@@ -15,6 +16,9 @@ namespace {
 
 // Cost of reading a weight, in multiply-adds.
 constexpr int64_t kReadCost = 8;
+// Rows of one piece of a prompt's product: few, so that threads end at nearly the same time, and enough to use each weight
+// that comes from memory more often than that takes.
+constexpr int64_t kRowPiece = 64;
 // Elements of embeddings that are worth a thread.
 constexpr int64_t kGrainElements = 1 << 12;
 
@@ -65,10 +69,27 @@ const void* PackedLinear::weights_from(int64_t output) const {
   return static_cast<const char*>(task.panels) + output * task.in_features * weight_size;
 }
 
+LinearTask PackedLinear::rows_from(int64_t first, int64_t most) const {
+  LinearTask some = task;
+  some.x += first * task.x_stride;
+  some.y += first * task.y_stride;
+  some.rows = std::min(most, task.rows - first);
+  return some;
+}
+
 at::Tensor packed_linear(const at::Tensor& x, const at::Tensor& panels, int64_t out_features) {
   const PackedLinear linear(x, panels, out_features);
+  const int64_t num_panels = panels.size(0);
+  if (x.size(0) > kRowPiece) {
+    const int64_t row_pieces = (x.size(0) + kRowPiece - 1) / kRowPiece;
+    in_turn(row_pieces * num_panels, [&](int64_t piece) {
+      const int64_t panel = piece % num_panels;
+      linear.kernel(linear.rows_from(piece / num_panels * kRowPiece, kRowPiece), panel, panel + 1);
+    });
+    return linear.y;
+  }
   const int64_t panel_cost = linear.panel_width * linear.output_cost;
-  at::parallel_for(0, panels.size(0), std::max<int64_t>(1, kThreadCost / panel_cost),
+  at::parallel_for(0, num_panels, std::max<int64_t>(1, kThreadCost / panel_cost),
                    [&](int64_t begin, int64_t end) { linear.kernel(linear.task, begin, end); });
   return linear.y;
 }

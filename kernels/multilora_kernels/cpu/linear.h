@@ -26,6 +26,8 @@ struct PackedLinear {
     kernel(task, panel(first), panel(last));
   }
   const void* weights_from(int64_t output) const;
+  // Of the same product at most so many rows.
+  LinearTask rows_from(int64_t first, int64_t most) const;
 };
 
 // `packed_linear` and `packed_embedding` of linear.py.
