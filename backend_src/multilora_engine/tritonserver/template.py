@@ -50,7 +50,7 @@ IGNORED: Mapping[str, str] = MappingProxyType(
         "multimodal_model_path": _NO_IMAGES,
         "multimodal_encoders_name": _NO_IMAGES,
         "max_num_images": _NO_IMAGES,
-        "max_queue_delay_microseconds": "no request waits for a batch to fill",
+        "max_queue_delay_microseconds": "a request joins the running batch at its next step",
         "batching_strategy": _IN_FLIGHT,
         "batch_scheduler_policy": _IN_FLIGHT,
         "postprocessing_instance_count": "several instances would put the pieces of a stream out of order",
