@@ -77,7 +77,7 @@ def fit(seconds: Sequence[float], num_bytes: Sequence[int]) -> Line:
     x, y = np.asarray(seconds, float) / 3600, np.asarray(num_bytes, float) / (1 << 20)
     deviations = x - x.mean()
     spread = float(deviations @ deviations) or 1.0  # of one sample there is none
-    slope = float(deviations @ y) / spread
+    slope = float(deviations @ (y - y.mean())) / spread
     residuals = y - y.mean() - slope * deviations
     error = float(np.sqrt(residuals @ residuals / max(1, len(x) - 2) / spread)) * _dependence(residuals)
     return Line(float(y[0]), float(y[-1]), slope, error)
