@@ -97,7 +97,7 @@ class Engine:
     With `enable_async_scheduling`, a step stays in flight when `step` returns: the next call schedules and launches
     another one, in which the tokens that are being chosen are *pending*, and reads them then. A GPU thus never waits
     for the host's work between steps. What a sequence computed beyond the end of its answer is dropped. A step is read
-    at once when any of its sequences' sampling depends on the answer.
+    at once when any of its sequences' sampling `must_read_each_token`.
     """
 
     def __init__(self, config: EngineConfig, on_progress: Callable[[int, int], None] | None = None) -> None:
@@ -312,7 +312,7 @@ class Engine:
 
     def _may_stay_in_flight(self, launched: _StepInFlight) -> bool:
         return self._runs_ahead and not any(
-            sequence.request.sampling.depends_on_answer for sequence in launched.choice.sequences
+            sequence.request.sampling.must_read_each_token for sequence in launched.choice.sequences
         )
 
     def _read_step_in_flight(self) -> list[TokenOutput]:

@@ -99,8 +99,8 @@ class SamplingParams:
         return self.temperature == 0.0 or self.top_k == 1
 
     @property
-    def depends_on_answer(self) -> bool:
-        """Whether the host must know the answer's tokens so far before the next one, or must see more than its id."""
+    def must_read_each_token(self) -> bool:
+        """Whether the host must have read a token before the next one is chosen, or reads more of it than its id."""
         decays = self.top_p_decay != 1.0 or self.top_p_min > self.top_p
         penalises = self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
         forbids = self.min_tokens > 0 or bool(self.bad_token_sequences) or self.guide is not None

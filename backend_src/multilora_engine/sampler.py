@@ -48,7 +48,7 @@ class Choice:
     def __init__(self, logits: torch.Tensor, sequences: list[Sequence], end_token_ids: tuple[int, ...]) -> None:
         """logits: [len(sequences), vocab], float32, changed in place.
 
-        They must stay as they are until the choice is read, if any sequence's sampling `depends_on_answer`.
+        They must stay as they are until the choice is read, if any sequence's sampling `must_read_each_token`.
         """
         self.sequences = sequences
         self._logits = logits
@@ -61,6 +61,7 @@ class Choice:
         self.token_ids = _choose(logits, sequences)
         self._on_host = FromDevice(self.token_ids)
 
+    @torch.inference_mode()
     def read(self) -> list[SampledToken]:
         """The tokens, in the order of the sequences. Waits for the device."""
         tokens = [SampledToken(token_id) for token_id in self._on_host.wait().tolist()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -17,7 +18,7 @@ from support.tiny_model import VOCAB_SIZE, save_tiny_llama
 from multilora_engine.config import EngineConfig
 from multilora_engine.engine import Engine
 from multilora_engine.lora.format import pack_adapter
-from multilora_engine.request import GenerationRequest, SamplingParams
+from multilora_engine.request import GenerationRequest, Guide, SamplingParams
 
 KINDS: list[dict[str, Any]] = [
     {},
@@ -28,6 +29,29 @@ KINDS: list[dict[str, Any]] = [
     {"beam_width": 2},
 ]
 RUNNING_AHEAD = KINDS[:3]
+
+READ_LATER = {
+    *("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "embedding_bias"),
+    *("end_id", "stop_words", "stop_token_sequences"),
+}
+READ_AT_ONCE: dict[str, Any] = {
+    "min_tokens": 1,
+    "top_p_decay": 0.9,
+    "top_p_min": 1.5,
+    "repetition_penalty": 1.1,
+    "presence_penalty": 0.1,
+    "frequency_penalty": -0.1,
+    "bad_token_sequences": ((1, 2),),
+    "guide": Guide("json"),
+    "return_log_probs": True,
+    "return_context_logits": True,
+    "return_generation_logits": True,
+    "beam_width": 2,
+}
+MEAN_NOTHING_ALONE = {
+    *("top_p_reset_id", "num_top_log_probs"),
+    *("length_penalty", "early_stopping", "beam_search_diversity_rate"),
+}
 
 ARRIVAL = st.tuples(
     st.integers(1, 40),
@@ -91,6 +115,13 @@ def told(answer: Answer) -> Any:
     final = answer.final
     beams = [(beam.token_ids, beam.text, beam.finish_reason) for beam in final.beams]
     return answer.token_ids, answer.text, final.finish_reason, final.num_output_tokens, final.lora_digest, beams
+
+
+def test_every_parameter_is_known_to_be_read_at_once_or_later() -> None:
+    assert {*READ_LATER, *READ_AT_ONCE, *MEAN_NOTHING_ALONE} == {field.name for field in fields(SamplingParams)}
+    for name, value in READ_AT_ONCE.items():
+        assert SamplingParams(9, **{name: value}).must_read_each_token, name
+    assert not any(SamplingParams(**{"max_tokens": 9, **kind}).must_read_each_token for kind in RUNNING_AHEAD)
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
