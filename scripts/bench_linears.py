@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Column, Table
 
-from multilora_kernels import PackedWeight, packed_linear
+from multilora_kernels import HugePages, PackedWeight, packed_linear
 
 DTYPES = (torch.float32, torch.bfloat16)
 VOCABULARY = {DEFAULT_MODEL.name: 49152, ONE_BILLION.name: 128256}
@@ -131,14 +131,15 @@ def contestants(workload: Workload) -> dict[str, Step]:
         "onednn": multiply_all(onednn_linear, x, onednn),
     }
     for dtype in DTYPES:
-        packed = [(i, pack(weight, dtype)) for i, weight in plain]
+        pages = HugePages()
+        packed = [(i, pack(weight, dtype, pages)) for i, weight in plain]
         steps[str(dtype)] = multiply_all(packed_linear, x, packed)
     return steps
 
 
-def pack(weight: torch.Tensor, dtype: torch.dtype) -> PackedWeight:
+def pack(weight: torch.Tensor, dtype: torch.dtype, pages: HugePages) -> PackedWeight:
     """A plain weight as the engine stores it."""
-    packed = PackedWeight.empty(*weight.shape, dtype, weight.device, torch.float32)
+    packed = PackedWeight.empty(*weight.shape, dtype, weight.device, torch.float32, pages)
     packed.copy_rows(0, weight)
     return packed
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from multilora_kernels import (
+    HugePages,
     LoRASegments,
     LoRATables,
     PackedWeight,
@@ -121,7 +122,8 @@ class Batch:
 
     def base_linears(self) -> tuple[Step, Step]:
         """The base linears, and those with their updates: one `packed_linear`, one `lora_linear` each."""
-        weights = [self._weight(shape) for _, _, shape in self.linears]
+        pages = HugePages()
+        weights = [self._weight(shape, pages) for _, _, shape in self.linears]
 
         def linears() -> None:
             for (_, i, _), weight in zip(self.linears, weights, strict=True):
@@ -172,9 +174,9 @@ class Batch:
         widest = max(max(shape.in_features, *shape.slice_sizes) for shape in self.workload.model.linears)
         return self.workload.num_tokens * widest * self.tables.max_rank * self.tables.arena.element_size()
 
-    def _weight(self, shape: LinearShape) -> PackedWeight:
+    def _weight(self, shape: LinearShape, pages: HugePages) -> PackedWeight:
         device = self.x[0].device
-        weight = PackedWeight.empty(shape.out_features, shape.in_features, self.dtype, device, self.dtype)
+        weight = PackedWeight.empty(shape.out_features, shape.in_features, self.dtype, device, self.dtype, pages)
         weight.data.fill_(0.02)
         return weight
 

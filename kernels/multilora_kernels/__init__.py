@@ -4,9 +4,9 @@ attention over a paged cache.
 Public: `LoRATables` (where every adapter's weights lie), `LoRASegments` and `lora_segments` (which tokens belong to
 which adapter, built once per step), `lora_shrink` and `lora_expand` (one call each per fused linear), `lora_apply`
 (both in one), `lora_linear` (the base linear with them); `PackedWeight`, `packed_linear` and `packed_embedding` (the
-base model's weights and their use); `paged_attention` over `PagedSequences` where `has_paged_attention`, and
-`rotary_attention` (with what comes before it); `add_rms_norm` and `silu_mul` (what lies between linears); and
-`load_cpu_kernels` (builds the CPU operators ahead of their first use).
+base model's weights and their use) and `HugePages` (where they lie); `paged_attention` over `PagedSequences` where
+`has_paged_attention`, and `rotary_attention` (with what comes before it); `add_rms_norm` and `silu_mul` (what lies
+between linears); and `load_cpu_kernels` (builds the CPU operators ahead of their first use).
 """
 
 from multilora_kernels.apply import lora_apply
@@ -14,6 +14,7 @@ from multilora_kernels.attention import PagedSequences, has_paged_attention, pag
 from multilora_kernels.cpu import load_cpu_kernels
 from multilora_kernels.elementwise import add_rms_norm, silu_mul
 from multilora_kernels.expand import lora_expand
+from multilora_kernels.huge_pages import HugePages
 from multilora_kernels.linear import PackedWeight, packed_embedding, packed_linear
 from multilora_kernels.lora_linear import lora_linear
 from multilora_kernels.segments import LoRASegments, lora_segments
@@ -21,6 +22,7 @@ from multilora_kernels.shrink import lora_shrink
 from multilora_kernels.tables import LoRATables
 
 __all__ = [
+    "HugePages",
     "LoRASegments",
     "LoRATables",
     "PackedWeight",

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from multilora_kernels import operators
 from multilora_kernels.cpu import packed_embedding_directly, packed_linear_directly, panel_width
 from multilora_kernels.dispatch import load_operators
+from multilora_kernels.huge_pages import HugePages
 
 
 class PackedWeight:
@@ -28,16 +29,23 @@ class PackedWeight:
 
     @classmethod
     def empty(
-        cls, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device, compute_dtype: torch.dtype
+        cls,
+        out_features: int,
+        in_features: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        compute_dtype: torch.dtype,
+        pages: HugePages,
     ) -> PackedWeight:
         """A weight to be filled by `copy_rows`, stored as `dtype`, for activations of `compute_dtype`.
 
         It is packed where a kernel for that exists: on a CPU for float32 activations, if there is a compiler.
+        pages: where a packed one lies, best behind the one that a step reads before it.
         """
         width = panel_width() if device.type == "cpu" and compute_dtype == torch.float32 else None
         if width is None:
             return cls(torch.empty(out_features, in_features, dtype=dtype, device=device), out_features)
-        return cls(torch.zeros(-(-out_features // width), in_features, width, dtype=dtype), out_features)
+        return cls(pages.zeros((-(-out_features // width), in_features, width), dtype), out_features)
 
     @property
     def is_packed(self) -> bool:

@@ -7,7 +7,7 @@ import torch
 from torch import library
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from multilora_kernels import PackedWeight, linear, load_cpu_kernels, packed_embedding, packed_linear
+from multilora_kernels import HugePages, PackedWeight, linear, load_cpu_kernels, packed_embedding, packed_linear
 from multilora_kernels.cpu import packed_linear_directly
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -27,7 +27,7 @@ def random_weight(out_features: int, in_features: int, dtype: torch.dtype) -> to
 
 
 def packed(weight: torch.Tensor) -> PackedWeight:
-    result = PackedWeight.empty(*weight.shape, weight.dtype, CPU, torch.float32)
+    result = PackedWeight.empty(*weight.shape, weight.dtype, CPU, torch.float32, HugePages())
     result.copy_rows(0, weight)
     return result
 
@@ -74,7 +74,7 @@ def test_the_bias_is_added_to_every_row():
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_come_back_as_they_were_stored_wherever_the_parts_of_a_fused_weight_end(dtype):
     weight = random_weight(200, 5, dtype)
-    fused = PackedWeight.empty(200, 5, dtype, CPU, torch.float32)
+    fused = PackedWeight.empty(200, 5, dtype, CPU, torch.float32, HugePages())
     for first, end in ((170, 200), (0, 23), (23, 24), (24, 97), (97, 170)):
         fused.copy_rows(first, weight[first:end])
     assert fused.shape == weight.shape
@@ -100,7 +100,7 @@ def test_a_token_outside_the_vocabulary_is_refused_and_not_read(token):
 def test_without_a_compiler_or_in_half_precision_torch_multiplies_plain_weights(monkeypatch, compute_dtype):
     monkeypatch.setattr(linear, "panel_width", lambda: None)
     weight, x = random_weight(50, 33, torch.bfloat16), random_rows(4, 33).to(compute_dtype)
-    plain = PackedWeight.empty(50, 33, torch.bfloat16, CPU, compute_dtype)
+    plain = PackedWeight.empty(50, 33, torch.bfloat16, CPU, compute_dtype, HugePages())
     plain.copy_rows(0, weight)
     assert not plain.is_packed
     assert packed_linear(x, plain).equal(x @ weight.to(compute_dtype).T)
@@ -110,7 +110,7 @@ def test_without_a_compiler_or_in_half_precision_torch_multiplies_plain_weights(
 
 def test_weights_are_packed_for_float32_only():
     assert packed(random_weight(50, 33, torch.float16)).is_packed
-    assert not PackedWeight.empty(50, 33, torch.bfloat16, CPU, torch.bfloat16).is_packed
+    assert not PackedWeight.empty(50, 33, torch.bfloat16, CPU, torch.bfloat16, HugePages()).is_packed
 
 
 def test_what_does_not_fit_the_panels_is_refused():

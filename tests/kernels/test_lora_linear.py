@@ -13,6 +13,7 @@ from torch import library
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from multilora_kernels import (
+    HugePages,
     PackedWeight,
     linear,
     load_cpu_kernels,
@@ -36,7 +37,7 @@ WIDE = LinearShape(in_features=520, slice_sizes=(600, 1, 71))
 
 def random_weight(shape: LinearShape, dtype: torch.dtype = torch.float32) -> PackedWeight:
     generator = torch.Generator().manual_seed(shape.out_features)
-    weight = PackedWeight.empty(shape.out_features, shape.in_features, dtype, CPU, torch.float32)
+    weight = PackedWeight.empty(shape.out_features, shape.in_features, dtype, CPU, torch.float32, HugePages())
     rows = torch.randn(shape.out_features, shape.in_features, generator=generator) * shape.in_features**-0.5
     weight.copy_rows(0, rows)
     return weight

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
 from multilora_engine.forward_batch import LoRABatch
-from multilora_kernels import PackedWeight, lora_linear, packed_linear
+from multilora_kernels import HugePages, PackedWeight, lora_linear, packed_linear
 
 SLICES_PER_LAYER = 7
 """LoRA slices of a layer, in this order: q, k, v, o, gate, up, down."""
@@ -28,10 +28,11 @@ class Placement:
     dtype: torch.dtype
     weight_dtype: torch.dtype
     device: torch.device
+    _pages: HugePages = field(default_factory=HugePages, init=False, repr=False, compare=False)
 
     def weight(self, out_features: int, in_features: int) -> PackedWeight:
-        """Of a linear, uninitialised."""
-        return PackedWeight.empty(out_features, in_features, self.weight_dtype, self.device, self.dtype)
+        """Of a linear, uninitialised. On a CPU weights lie in memory in the order in which they are asked for."""
+        return PackedWeight.empty(out_features, in_features, self.weight_dtype, self.device, self.dtype, self._pages)
 
     def embeddings(self, num_embeddings: int, size: int) -> PackedWeight:
         """Embeddings that are no head too, uninitialised: plain rows, which are quicker to look up than panels."""

@@ -24,7 +24,7 @@ struct Avx512 {
   using F = __m512;
   static constexpr int kWidth = 16;
   static constexpr int kShrinkRows = 4;
-  static constexpr int kSingleRowRanks = 2;
+  static constexpr int kSingleRowRanks = 1;
   static constexpr int kExpandRows = 4;
   static constexpr int kLinearRows = 8;
   static constexpr int kAttentionVectors = 4;

@@ -22,6 +22,10 @@ namespace {
 constexpr int64_t kMaxBlockDepth = 256;
 // Inputs between two requests for weights of the next block.
 constexpr int64_t kFetchDepth = 8;
+// Products of vectors with one cache line of weights that take about as long as the line takes to come. With fewer, the
+// processor's own prefetchers are the quickest, and requests of ours, of which a core has too few under way, only hinder
+// them; with more, they sleep between blocks.
+constexpr int64_t kLineProducts = 6;
 // Tiles of rows that convert weights of 16 bits on their way into registers: storing and loading them again takes longer.
 constexpr int64_t kDirectTiles = 4;
 // Rows whose activations stay in the L2 cache while all panels of a thread pass by, and whose sums of one panel are kept
@@ -122,6 +126,8 @@ void linear_block(const LinearTask& task, int64_t first_row, int64_t rows, int64
   constexpr int64_t kWidth = LinearTile<Vec, T>::kPanelWidth;
   constexpr int64_t kFetchLines = (kFetchDepth * kWidth * sizeof(T) + kCacheLine - 1) / kCacheLine;
   const int64_t tiles = (rows + Vec::kLinearRows - 1) / Vec::kLinearRows;
+  const bool is_fetched = rows * kCacheLine >= kLineProducts * Vec::kWidth * int64_t(sizeof(T));
+  const int64_t fetch_lines = is_fetched ? (kFetchLines + tiles - 1) / tiles : 0;
   const int64_t depth = std::min(block_depth(task.in_features), task.in_features - k);
   const T* weights = static_cast<const T*>(task.panels) + (panel * task.in_features + k) * kWidth;
   const char* ahead = reinterpret_cast<const char*>(weights + depth * kWidth);
@@ -129,7 +135,7 @@ void linear_block(const LinearTask& task, int64_t first_row, int64_t rows, int64
     using Stored = std::remove_const_t<std::remove_pointer_t<decltype(block)>>;
     const float* x = task.x + first_row * task.x_stride + k;
     run_rows<Vec::kLinearRows>(
-        rows, LinearTile<Vec, Stored>{x, task.x_stride, block, depth, sums, k == 0, ahead, (kFetchLines + tiles - 1) / tiles});
+        rows, LinearTile<Vec, Stored>{x, task.x_stride, block, depth, sums, k == 0, ahead, fetch_lines});
   };
   if (std::is_same_v<T, float> || tiles <= kDirectTiles) {
     multiply(weights);

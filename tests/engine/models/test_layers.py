@@ -100,6 +100,12 @@ def test_without_adapters_it_is_a_linear() -> None:
     torch.testing.assert_close(linear.forward(x, None), x @ dense(linear).T + linear.bias)
 
 
+def test_weights_lie_in_memory_as_they_are_asked_for():
+    placement = Placement(torch.float32, torch.bfloat16, torch.device("cpu"))
+    first, second = placement.weight(100, 64), placement.weight(50, 64)
+    assert second.data.data_ptr() == first.data.data_ptr() + first.data.nbytes
+
+
 def test_checkpoint_tensors_are_places_in_the_fused_weights() -> None:
     linear = make_linear(has_bias=True)
     tensors = linear.checkpoint_tensors("q_proj", "k_proj", "v_proj")

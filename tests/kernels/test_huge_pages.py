@@ -1,0 +1,69 @@
+"""HugePages against what the kernel says of the memory."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from multilora_kernels import HugePages
+
+SLAB_BYTES = 1 << 26
+
+
+def mapping_of(address: int) -> str | None:
+    """What /proc/self/smaps says of the mapping that an address lies in."""
+    mappings = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)
+    for mapping in filter(None, mappings):
+        begin, end = (int(address, 16) for address in mapping.split(maxsplit=1)[0].split("-"))
+        if begin <= address < end:
+            return mapping
+    return None
+
+
+def test_linux_is_asked_for_huge_pages_and_one_begins_where_the_memory_does():
+    tensor = HugePages().zeros((3, 5), torch.bfloat16)
+    assert tensor.data_ptr() % (2 << 20) == 0
+    assert re.search(r"^VmFlags:.* hg( |$)", mapping_of(tensor.data_ptr()) or "", re.MULTILINE)
+
+
+@given(sizes=st.lists(st.integers(0, SLAB_BYTES // 3) | st.integers(0, 200), max_size=8), dtype=st.sampled_from([4, 2]))
+def test_tensors_are_zero_have_a_cache_line_of_their_own_and_lie_in_order(sizes, dtype):
+    pages = HugePages()
+    tensors = [pages.zeros((size // dtype,), {4: torch.float32, 2: torch.float16}[dtype]) for size in sizes]
+    for number, tensor in enumerate(tensors, 1):
+        assert tensor.data_ptr() % 64 == 0
+        assert not tensor[:100].any()
+        assert not tensor[-100:].any()
+        tensor[:100] = number
+        tensor[-100:] = number
+    for number, tensor in enumerate(tensors, 1):
+        assert tensor[:100].eq(number).all()
+        assert tensor[-100:].eq(number).all()
+
+
+def test_small_ones_follow_each_other_and_one_larger_than_a_slab_is_whole():
+    pages = HugePages()
+    first, second = pages.zeros((7, 3), torch.float32), pages.zeros((64,), torch.float32)
+    assert second.data_ptr() - first.data_ptr() == 128
+    large = pages.zeros((SLAB_BYTES // 4 + 1,), torch.float32)
+    large[-1] = 1
+    assert large.numel() == SLAB_BYTES // 4 + 1
+    assert not second.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_their_memory_outlives_the_pages_object_and_ends_with_the_last_tensor(dtype):
+    pages = HugePages()
+    tensor, other = pages.zeros((1 << 20,), dtype), pages.zeros((5,), dtype)
+    address = tensor.data_ptr()
+    del pages, tensor
+    other += 1
+    assert other.eq(1).all()
+    assert mapping_of(address)
+    del other
+    assert not mapping_of(address)
