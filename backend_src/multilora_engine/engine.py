@@ -61,7 +61,7 @@ from multilora_engine.request_limits import RequestLimits
 from multilora_engine.sampler import Choice, SampledToken
 from multilora_engine.scheduler import ScheduledSequence, Scheduler
 from multilora_engine.text import TextDelta, TextStream, Tokenizer
-from multilora_kernels import load_cpu_kernels
+from multilora_kernels import huge_pages, load_cpu_kernels
 
 _logger = logging.getLogger(__name__)
 
@@ -106,6 +106,11 @@ class Engine:
         if device.type == "cpu":
             torch.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
             load_cpu_kernels()
+            if huge_pages.are_switched_off():
+                _logger.warning(
+                    "this machine gives no huge pages, which makes steps on a CPU about a third slower: "
+                    "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
+                )
         model_config = read_model_config(config.model_path)
         dtype = choose_dtype(config.dtype, model_config, device)
         tokenizer_path = config.tokenizer_path or config.model_path

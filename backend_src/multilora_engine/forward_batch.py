@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -72,3 +73,8 @@ class KVCache:
 
     keys: torch.Tensor
     values: torch.Tensor
+
+    @cached_property
+    def layers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Keys and values of each layer. Made once: making the views takes a step as long as some of its kernels."""
+        return list(zip(self.keys, self.values, strict=True))

@@ -6,12 +6,14 @@ which adapter, built once per step), `lora_shrink` and `lora_expand` (one call e
 (both in one), `lora_linear` (the base linear with them); `PackedWeight`, `packed_linear` and `packed_embedding` (the
 base model's weights and their use) and `HugePages` (where they lie); `paged_attention` over `PagedSequences` where
 `has_paged_attention`, and `rotary_attention` (with what comes before it); `add_rms_norm` and `silu_mul` (what lies
-between linears); and `load_cpu_kernels` (builds the CPU operators ahead of their first use).
+between linears); `decoder_layer` (all of these in one call, for a `PackedLayer` of `PackedLayerLinear`s in a
+`LayerStep`); and `load_cpu_kernels` (builds the CPU operators ahead of their first use).
 """
 
 from multilora_kernels.apply import lora_apply
 from multilora_kernels.attention import PagedSequences, has_paged_attention, paged_attention, rotary_attention
 from multilora_kernels.cpu import load_cpu_kernels
+from multilora_kernels.decoder_layer import LayerStep, PackedLayer, PackedLayerLinear, decoder_layer
 from multilora_kernels.elementwise import add_rms_norm, silu_mul
 from multilora_kernels.expand import lora_expand
 from multilora_kernels.huge_pages import HugePages
@@ -23,11 +25,15 @@ from multilora_kernels.tables import LoRATables
 
 __all__ = [
     "HugePages",
+    "LayerStep",
     "LoRASegments",
     "LoRATables",
+    "PackedLayer",
+    "PackedLayerLinear",
     "PackedWeight",
     "PagedSequences",
     "add_rms_norm",
+    "decoder_layer",
     "has_paged_attention",
     "load_cpu_kernels",
     "lora_apply",

@@ -4,7 +4,7 @@ before it, the rotation of queries and keys and the writing of the cache.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -13,8 +13,7 @@ from multilora_kernels.cpu import load_cpu_kernels, rotary_attention_directly
 from multilora_kernels.dispatch import load_operators
 
 
-@dataclass(frozen=True)
-class PagedSequences:
+class PagedSequences(NamedTuple):
     """The sequences of a step: which tokens of the batch are theirs, and where their keys and values lie.
 
     block_tables: [num_sequences, max blocks] int64; position p of a sequence has the slot

@@ -10,13 +10,20 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
+from pathlib import Path
 
 import torch
 
+_SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _HUGE_PAGE_BYTES = 1 << 21
 _SLAB_BYTES = 1 << 26
 """Address space that is reserved at a time; memory is taken as it is written to."""
 _CACHE_LINE_BYTES = 64
+
+
+def are_switched_off(setting: Path = _SETTING) -> bool:
+    """Whether Linux has huge pages but gives them to nobody, not even to those who ask."""
+    return setting.exists() and "[never]" in setting.read_text()
 
 
 class HugePages:

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from multilora_kernels import HugePages
+from multilora_kernels.huge_pages import are_switched_off
 
 SLAB_BYTES = 1 << 26
 
@@ -67,3 +68,13 @@ def test_their_memory_outlives_the_pages_object_and_ends_with_the_last_tensor(dt
     assert mapping_of(address)
     del other
     assert not mapping_of(address)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_off"), [("always madvise [never]\n", True), ("always [madvise] never\n", False), (None, False)]
+)
+def test_whether_linux_gives_them_to_nobody_is_what_its_setting_says(tmp_path, text, is_off):
+    setting = tmp_path / "enabled"
+    if text is not None:
+        setting.write_text(text)
+    assert are_switched_off(setting) == is_off

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
-from support.attention_cases import SEQUENCES, SHAPES, TOLERANCE, Case, make_case
+from support.attention_cases import SEQUENCES, SHAPES, TOLERANCE, Case, RotaryStep, make_case, make_rotary_step
 from torch import library
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
@@ -16,41 +14,7 @@ from multilora_kernels.cpu import rotary_attention_directly
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """The arguments up to the sequences; the slots of the step's own tokens are NaN until they are written."""
-
-    qkv: torch.Tensor
-    cos: torch.Tensor
-    sin: torch.Tensor
-    keys: torch.Tensor
-    values: torch.Tensor
-    slots: torch.Tensor
-
-    def copied(self, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
-        """With caches of their own, the floating ones as `dtype` if given."""
-        tensors = [getattr(self, field.name).clone() for field in dataclasses.fields(self)]
-        return [tensor.to(dtype or tensor.dtype) if tensor.is_floating_point() else tensor for tensor in tensors]
-
-
-def make_step(case: Case, dtype: torch.dtype = torch.float32) -> Step:
-    s, generator = case.sequences, torch.Generator().manual_seed(1)
-    slots = []
-    for row, context in enumerate(s.context_lens.tolist()):
-        num_tokens = int(s.query_starts[row + 1] - s.query_starts[row])
-        positions = torch.arange(context - num_tokens, context)
-        slots.append(s.block_tables[row, positions // s.block_size] * s.block_size + positions % s.block_size)
-    case.keys[torch.cat(slots)] = case.values[torch.cat(slots)] = torch.nan
-    num_tokens, num_heads, head_dim = case.q.shape
-    heads = num_heads + 2 * case.keys.shape[1]
-    qkv = torch.randn(num_tokens, heads * head_dim, generator=generator).to(dtype)
-    angles = torch.randn(num_tokens, 1, head_dim // 2, generator=generator) * 3
-    cos, sin = angles.cos(), angles.sin()
-    cos, sin = torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
-    return Step(qkv, cos, sin, case.keys, case.values, torch.cat(slots))
-
-
-def check(case: Case, step: Step) -> None:
+def check(case: Case, step: RotaryStep) -> None:
     ours, exact = step.copied(), step.copied(torch.float64)
     actual = rotary_attention(*ours, case.sequences)
     expected = reference.rotary_attention(*exact, *sequence_fields(case))
@@ -71,14 +35,14 @@ def sequence_fields(case: Case) -> tuple[object, ...]:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_shape_and_mix_of_sequences_is_turned_stored_and_attended_to(shape, sequences):
     case = make_case(shape, sequences)
-    check(case, make_step(case))
+    check(case, make_rotary_step(case))
 
 
 @pytest.mark.parametrize("window", [1, 33, 500])
 @pytest.mark.parametrize("sequences", ["decode", "longest decode", "chunks behind a prefix"])
 def test_windows_of_a_whole_step(sequences, window):
     case = make_case("default model", sequences, window=window)
-    check(case, make_step(case))
+    check(case, make_rotary_step(case))
 
 
 @pytest.mark.parametrize("kv_dtype", TOLERANCE)
@@ -86,12 +50,12 @@ def test_windows_of_a_whole_step(sequences, window):
 @pytest.mark.parametrize(("shape", "sequences"), [("default model", "decode"), ("odd head_dim", "prefill")])
 def test_every_dtype_of_heads_and_cache(shape, sequences, dtype, kv_dtype):
     case = make_case(shape, sequences, dtype, kv_dtype)
-    check(case, make_step(case, dtype))
+    check(case, make_rotary_step(case, dtype))
 
 
 def test_heads_are_turned_as_transformers_turns_them():
     case = make_case(sequences="prefill")
-    step = make_step(case)
+    step = make_rotary_step(case)
     ours = step.copied()
     rotary_attention(*ours, case.sequences)
     (num_q, num_kv), head_dim = (case.q.shape[1], case.keys.shape[1]), case.q.shape[2]
@@ -107,7 +71,7 @@ def test_heads_are_turned_as_transformers_turns_them():
 @pytest.mark.parametrize("sequences", SEQUENCES)
 def test_the_number_of_threads_does_not_change_a_bit_of_a_step(sequences):
     case, threads, results = make_case(sequences=sequences), torch.get_num_threads(), []
-    step = make_step(case)
+    step = make_rotary_step(case)
     for n in (1, 2, 4):
         torch.set_num_threads(n)
         tensors = step.copied()
@@ -120,7 +84,7 @@ def test_the_number_of_threads_does_not_change_a_bit_of_a_step(sequences):
 
 def test_a_slot_outside_the_cache_is_refused_and_not_written():
     case = make_case()
-    step = make_step(case)
+    step = make_rotary_step(case)
     step.slots[1] = len(step.keys)
     with pytest.raises(RuntimeError, match=f"slot {len(step.keys)} is none of {len(step.keys)}"):
         rotary_attention(*step.copied(), case.sequences)
@@ -128,7 +92,7 @@ def test_a_slot_outside_the_cache_is_refused_and_not_written():
 
 def test_rotary_attention_passes_the_checks_of_torch_for_custom_operators():
     case = make_case("odd head_dim", "decode")
-    step = make_step(case)
+    step = make_rotary_step(case)
     arguments = (*(tensor.nan_to_num() for tensor in step.copied() if tensor.is_floating_point()), step.slots)
     library.opcheck(
         operators.rotary_attention,
@@ -139,7 +103,7 @@ def test_rotary_attention_passes_the_checks_of_torch_for_custom_operators():
 
 def test_the_operator_and_the_way_past_the_dispatcher_give_the_same_bits():
     case = make_case()
-    step = make_step(case)
+    step = make_rotary_step(case)
     scale = case.q.shape[2] ** -0.5
     direct = rotary_attention_directly(*step.copied(), case.sequences, scale)
     assert direct is not None

@@ -43,7 +43,7 @@ class Case:
         """The same case on another device."""
         s = self.sequences
         tables, starts, contexts = (tensor.to(device) for tensor in (s.block_tables, s.query_starts, s.context_lens))
-        sequences = dataclasses.replace(s, block_tables=tables, query_starts=starts, context_lens=contexts)
+        sequences = s._replace(block_tables=tables, query_starts=starts, context_lens=contexts)
         return Case(self.q.to(device), self.keys.to(device), self.values.to(device), sequences)
 
 
@@ -76,3 +76,37 @@ def fields(case: Case, dtype: torch.dtype | None = None) -> tuple[object, ...]:
     tensors = (tensor.to(dtype or tensor.dtype) for tensor in (case.q, case.keys, case.values))
     scale = case.q.shape[2] ** -0.5
     return *tensors, s.block_tables, s.query_starts, s.context_lens, s.block_size, s.window or 0, scale
+
+
+@dataclasses.dataclass(frozen=True)
+class RotaryStep:
+    """The arguments of `rotary_attention` up to the sequences; the slots of the step's own tokens are NaN at first."""
+
+    qkv: torch.Tensor
+    cos: torch.Tensor
+    sin: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    slots: torch.Tensor
+
+    def copied(self, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
+        """With caches of their own, the floating ones as `dtype` if given."""
+        tensors = [getattr(self, field.name).clone() for field in dataclasses.fields(self)]
+        return [tensor.to(dtype or tensor.dtype) if tensor.is_floating_point() else tensor for tensor in tensors]
+
+
+def make_rotary_step(case: Case, dtype: torch.dtype = torch.float32) -> RotaryStep:
+    s, generator = case.sequences, torch.Generator().manual_seed(1)
+    slots = []
+    for row, context in enumerate(s.context_lens.tolist()):
+        num_tokens = int(s.query_starts[row + 1] - s.query_starts[row])
+        positions = torch.arange(context - num_tokens, context)
+        slots.append(s.block_tables[row, positions // s.block_size] * s.block_size + positions % s.block_size)
+    case.keys[torch.cat(slots)] = case.values[torch.cat(slots)] = torch.nan
+    num_tokens, num_heads, head_dim = case.q.shape
+    heads = num_heads + 2 * case.keys.shape[1]
+    qkv = torch.randn(num_tokens, heads * head_dim, generator=generator).to(dtype)
+    angles = torch.randn(num_tokens, 1, head_dim // 2, generator=generator) * 3
+    cos, sin = angles.cos(), angles.sin()
+    cos, sin = torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
+    return RotaryStep(qkv, cos, sin, case.keys, case.values, torch.cat(slots))

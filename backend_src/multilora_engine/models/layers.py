@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from multilora_engine.forward_batch import LoRABatch
-from multilora_kernels import HugePages, PackedWeight, lora_linear, packed_linear
+from multilora_kernels import HugePages, PackedLayerLinear, PackedWeight, lora_linear, packed_linear
 
 SLICES_PER_LAYER = 7
 """LoRA slices of a layer, in this order: q, k, v, o, gate, up, down."""
@@ -99,6 +99,10 @@ class LoRALinear:
             return packed_linear(x, self.weight, self.bias)
         tables, segments = lora.tables, lora.segments
         return lora_linear(x, self.weight, tables, self.first_slice, self.slice_sizes, segments, self.bias)
+
+    def packed(self) -> PackedLayerLinear:
+        """For a whole layer in one call; the weight must be packed."""
+        return PackedLayerLinear.of(self.weight, self.bias, self.first_slice, self.slice_sizes)
 
     def checkpoint_tensors(self, *names: str) -> Mapping[str, Destination]:
         """Where the checkpoint's tensors of the slices belong, by name: in the fused weight and bias."""

@@ -22,16 +22,29 @@ from multilora_engine.models.layers import (
 )
 from multilora_engine.models.model_config import ModelConfig
 from multilora_engine.models.rotary import RotaryEmbedding, Rotation
-from multilora_kernels import add_rms_norm, packed_embedding, packed_linear, silu_mul
+from multilora_kernels import (
+    LayerStep,
+    PackedLayer,
+    PagedSequences,
+    add_rms_norm,
+    decoder_layer,
+    packed_embedding,
+    packed_linear,
+    silu_mul,
+)
 
 
 @dataclass(frozen=True)
 class Step:
-    """What all layers of one forward pass share. plans: one for each window size among the layers."""
+    """What all layers of one forward pass share.
+
+    plans: one for each window size among the layers. packed: the same for layers in one call, where there is a kernel.
+    """
 
     rotation: Rotation
     plans: dict[int | None, AttentionPlan]
     lora: LoRABatch | None
+    packed: dict[int | None, LayerStep]
 
 
 class Attention:
@@ -40,7 +53,7 @@ class Attention:
     def __init__(self, config: ModelConfig, layer: int, placement: Placement) -> None:
         first_slice = layer * SLICES_PER_LAYER
         self._config = config
-        self._window = config.sliding_window[layer]
+        self.window = config.sliding_window[layer]
         qkv_sizes = (config.q_size, config.kv_size, config.kv_size)
         self.qkv = LoRALinear(config.hidden_size, qkv_sizes, first_slice, config.qkv_bias, placement)
         self.o = LoRALinear(config.q_size, [config.hidden_size], first_slice + 3, config.output_bias, placement)
@@ -48,7 +61,7 @@ class Attention:
 
     def forward(self, x: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, step: Step) -> torch.Tensor:
         qkv = self._normalised(self.qkv.forward(x, step.lora))
-        heads = attend(qkv, step.rotation, keys, values, step.plans[self._window])
+        heads = attend(qkv, step.rotation, keys, values, step.plans[self.window])
         return self.o.forward(heads, step.lora)
 
     def checkpoint_tensors(self) -> dict[str, Destination]:
@@ -93,15 +106,32 @@ class LlamaLayer:
         self.attention = Attention(config, layer, placement)
         self.mlp = MLP(config, layer, placement)
         self.attention_norm, self.mlp_norm = placement.vectors(2, config.hidden_size).unbind()
+        self._packed = self._in_one_call() if self.mlp.down.weight.is_packed and not config.qk_norm else None
 
     def forward(
         self, x: torch.Tensor, update: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, step: Step
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """x, and what the layer before still has to add to it; returns the same for the next layer."""
+        packed_step = step.packed.get(self.attention.window)
+        if self._packed is not None and packed_step is not None:
+            done = decoder_layer(self._packed, x, update, keys, values, packed_step)
+            if done is not None:
+                return done
         normed, x = add_rms_norm(x, update, self.attention_norm, self._eps)
         update = self.attention.forward(normed, keys, values, step)
         normed, x = add_rms_norm(x, update, self.mlp_norm, self._eps)
         return x, self.mlp.forward(normed, step.lora)
+
+    def _in_one_call(self) -> PackedLayer:
+        return PackedLayer(
+            attention_norm=self.attention_norm,
+            qkv=self.attention.qkv.packed(),
+            o=self.attention.o.packed(),
+            mlp_norm=self.mlp_norm,
+            gate_up=self.mlp.gate_up.packed(),
+            down=self.mlp.down.packed(),
+            eps=self._eps,
+        )
 
     def checkpoint_tensors(self) -> dict[str, Destination]:
         norms: dict[str, Destination] = {
@@ -135,7 +165,7 @@ class LlamaModel:
         step = self._step(batch)
         x = packed_embedding(batch.input_ids, self.embed_tokens, self.dtype)
         update = torch.zeros_like(x)
-        for layer, keys, values in zip(self.layers, kv_cache.keys, kv_cache.values, strict=True):
+        for layer, (keys, values) in zip(self.layers, kv_cache.layers, strict=True):
             on_layer()
             x, update = layer.forward(x, update, keys, values, step)
         return self._logits(*(tensor.index_select(0, batch.logits_indices) for tensor in (x, update)))
@@ -166,10 +196,27 @@ class LlamaModel:
 
     def _step(self, batch: ForwardBatch) -> Step:
         windows = set(self.config.sliding_window)
-        return Step(
-            rotation=self._rotary.rotation(batch, self.dtype),
-            plans={window: attention_plan(batch, window, self.dtype) for window in windows},
-            lora=None if batch.lora is None else batch.lora.batched(),
+        rotation = self._rotary.rotation(batch, self.dtype)
+        plans = {window: attention_plan(batch, window, self.dtype) for window in windows}
+        lora = None if batch.lora is None else batch.lora.batched()
+        packed = {
+            window: self._packed_step(rotation, plan.slot_mapping, plan.all_sequences, lora)
+            for window, plan in plans.items()
+            if plan.all_sequences is not None
+        }
+        return Step(rotation, plans, lora, packed)
+
+    def _packed_step(
+        self, rotation: Rotation, slots: torch.Tensor, sequences: PagedSequences, lora: LoRABatch | None
+    ) -> LayerStep:
+        return LayerStep(
+            cos=rotation.cos,
+            sin=rotation.sin,
+            slots=slots,
+            sequences=sequences,
+            scale=self.config.head_dim**-0.5,
+            tables=None if lora is None else lora.tables,
+            segments=None if lora is None else lora.segments,
         )
 
     def _logits(self, x: torch.Tensor, update: torch.Tensor) -> torch.Tensor:

@@ -116,6 +116,17 @@ def rotary_attention_directly(
     return library.rotary_attention(qkv, cos, sin, keys, values, slots, sequences, scale)  # type: ignore[no-any-return]
 
 
+def decoder_layer_directly(
+    layer: object, x: torch.Tensor, update: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, step: object
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """A whole layer; None where its operators are needed one by one: see `apply_directly`.
+
+    layer, step: `PackedLayer` and `LayerStep`, which lie above this package.
+    """
+    library = _library()
+    return None if library is None else library.decoder_layer(layer, x, update, keys, values, step)
+
+
 @functools.cache
 def _library() -> ModuleType | None:
     try:

@@ -9,23 +9,17 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/SmallVector.h>
 
+#include <optional>
+#include <tuple>
+
 #include "apply.h"
+#include "decoder_layer.h"
 #include "elementwise.h"
 #include "linear.h"
 #include "paged.h"
 
 namespace multilora {
 namespace {
-
-// An attribute of a frozen dataclass, which keeps it alive.
-PyObject* field(PyObject* owner, PyObject* name) {
-  PyObject* value = PyObject_GetAttr(owner, name);
-  if (!value) {
-    throw python_error();
-  }
-  Py_DECREF(value);
-  return value;
-}
 
 const at::Tensor& tensor(PyObject* object) {
   TORCH_CHECK_TYPE(THPVariable_Check(object), "expected a tensor, not ", Py_TYPE(object)->tp_name);
@@ -78,12 +72,26 @@ Segments segments_of(PyObject* object) {
 }
 
 Sequences sequences_of(PyObject* object) {
-  static PyObject* const names[] = {PyUnicode_InternFromString("block_tables"), PyUnicode_InternFromString("query_starts"),
-                                    PyUnicode_InternFromString("context_lens"), PyUnicode_InternFromString("block_size"),
-                                    PyUnicode_InternFromString("window")};
-  PyObject* const window = field(object, names[4]);
-  return {tensor(field(object, names[0])), tensor(field(object, names[1])), tensor(field(object, names[2])),
-          integer(field(object, names[3])), window == Py_None ? 0 : integer(window)};
+  PyObject* const* fields = fields_of(object, 5, "PagedSequences");
+  return {tensor(fields[0]), tensor(fields[1]), tensor(fields[2]), integer(fields[3]),
+          fields[4] == Py_None ? 0 : integer(fields[4])};
+}
+
+LayerLinear layer_linear_of(PyObject* object) {
+  PyObject* const* fields = fields_of(object, 4, "PackedLayerLinear");
+  return {tensor(fields[0]), fields[1] == Py_None ? nullptr : &tensor(fields[1]), integer(fields[2]), integers(fields[3])};
+}
+
+LayerWeights layer_weights_of(PyObject* object) {
+  PyObject* const* fields = fields_of(object, 7, "PackedLayer");
+  return {tensor(fields[0]),          tensor(fields[3]),          layer_linear_of(fields[1]), layer_linear_of(fields[2]),
+          layer_linear_of(fields[4]), layer_linear_of(fields[5]), number(fields[6])};
+}
+
+PyObject* pair_of(std::tuple<at::Tensor, at::Tensor> tensors) {
+  const THPObjectPtr first(THPVariable_Wrap(std::get<0>(std::move(tensors)))),
+      second(THPVariable_Wrap(std::get<1>(std::move(tensors))));
+  return PyTuple_Pack(2, first.get(), second.get());
 }
 
 // Whether the dispatcher would do more than call the CPU operator: for fake and other subclasses of tensors, dispatch
@@ -171,8 +179,7 @@ PyObject* add_rms_norm_of(PyObject*, PyObject* const* arguments, Py_ssize_t num_
     const pybind11::gil_scoped_release no_gil;
     results = add_rms_norm(x, update, weight, eps);
   }
-  const THPObjectPtr first(THPVariable_Wrap(std::get<0>(results))), second(THPVariable_Wrap(std::get<1>(results)));
-  return PyTuple_Pack(2, first.get(), second.get());
+  return pair_of(std::move(results));
   END_HANDLE_TH_ERRORS
 }
 
@@ -212,6 +219,30 @@ PyObject* rotary_attention_of(PyObject*, PyObject* const* arguments, Py_ssize_t 
   END_HANDLE_TH_ERRORS
 }
 
+PyObject* decoder_layer_of(PyObject*, PyObject* const* arguments, Py_ssize_t num_arguments) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(num_arguments == 6, "decoder_layer takes layer, x, update, keys, values and step");
+  const at::Tensor &x = tensor(arguments[1]), &keys = tensor(arguments[3]);
+  if (needs_dispatcher(x, keys)) {
+    Py_RETURN_NONE;
+  }
+  const LayerWeights weights = layer_weights_of(arguments[0]);
+  const at::Tensor &update = tensor(arguments[2]), &values = tensor(arguments[4]);
+  PyObject* const* fields = fields_of(arguments[5], 7, "LayerStep");
+  const LayerStep step{tensor(fields[0]), tensor(fields[1]), tensor(fields[2]), sequences_of(fields[3]), number(fields[4])};
+  std::optional<Adapters> adapters;
+  if (fields[5] != Py_None) {
+    adapters.emplace(Adapters{tables_of(fields[5]), segments_of(fields[6])});
+  }
+  std::tuple<at::Tensor, at::Tensor> results;
+  {
+    const pybind11::gil_scoped_release no_gil;
+    results = decoder_layer(weights, x, update, keys, values, step, adapters ? &*adapters : nullptr);
+  }
+  return pair_of(std::move(results));
+  END_HANDLE_TH_ERRORS
+}
+
 using FastCall = PyObject* (*)(PyObject*, PyObject* const*, Py_ssize_t);
 
 PyMethodDef method(const char* name, FastCall function, const char* help) {
@@ -233,6 +264,8 @@ PyMethodDef methods[] = {
     method("rotary_attention", rotary_attention_of,
            "rotary_attention(qkv, cos, sin, keys, values, slots, sequences, scale) -> the heads' outputs, or None: then use "
            "the operator"),
+    method("decoder_layer", decoder_layer_of,
+           "decoder_layer(layer, x, update, keys, values, step) -> (x, update), or None: then use its operators"),
     {nullptr, nullptr, 0, nullptr}};
 
 PyModuleDef module = {PyModuleDef_HEAD_INIT, "multilora_cpu", nullptr, -1, methods};

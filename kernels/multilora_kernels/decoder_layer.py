@@ -1,0 +1,82 @@
+"""`decoder_layer`: a whole layer of a Llama-like decoder in one call.
+
+A decode step of a small model on a CPU is hundreds of short operators, and what lies between them counts: Python's code
+and objects have left the caches whenever it runs again, because every layer's weights pass through them, and threads
+that wait for longer than some microseconds go to sleep.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from multilora_kernels.attention import PagedSequences
+from multilora_kernels.cpu import decoder_layer_directly
+from multilora_kernels.linear import PackedWeight
+from multilora_kernels.segments import LoRASegments
+from multilora_kernels.tables import LoRATables
+
+
+class PackedLayerLinear(NamedTuple):
+    """A linear of a layer: arguments of `lora_linear`, with the panels of a weight that `is_packed`."""
+
+    panels: torch.Tensor
+    bias: torch.Tensor | None
+    first_slice: int
+    slice_sizes: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls, weight: PackedWeight, bias: torch.Tensor | None, first_slice: int, slice_sizes: tuple[int, ...]
+    ) -> PackedLayerLinear:
+        assert weight.is_packed
+        return cls(weight.data, bias, first_slice, slice_sizes)
+
+
+class PackedLayer(NamedTuple):
+    """The weights of one layer. Norms: [hidden_size] float32."""
+
+    attention_norm: torch.Tensor
+    qkv: PackedLayerLinear
+    o: PackedLayerLinear
+    mlp_norm: torch.Tensor
+    gate_up: PackedLayerLinear
+    down: PackedLayerLinear
+    eps: float
+
+
+class LayerStep(NamedTuple):
+    """What the layers of a step share: arguments of `rotary_attention` and `lora_linear`.
+
+    scale: of the scores of attention, head_dim ** -0.5. tables, segments: None for a step without adapters.
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    slots: torch.Tensor
+    sequences: PagedSequences
+    scale: float
+    tables: LoRATables | None
+    segments: LoRASegments | None
+
+
+def decoder_layer(
+    layer: PackedLayer,
+    x: torch.Tensor,
+    update: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    step: LayerStep,
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """x += update; x += attention(norm(x)); then x and mlp(norm(x)), which the next layer adds to it.
+
+    Bit for bit what `add_rms_norm`, `lora_linear` (`packed_linear` in a step without adapters), `rotary_attention` and
+    `silu_mul` give one by one.
+
+    x, update: [num_tokens, hidden_size] float32. keys, values: of the layer, written in place.
+    None, with nothing done, where those are needed: on anything but compiled kernels and plain CPU tensors.
+    """
+    if torch.compiler.is_compiling():
+        return None
+    return decoder_layer_directly(layer, x, update, keys, values, step)

@@ -1,0 +1,153 @@
+"""decoder_layer, bit for bit against its operators one after the other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from support.attention_cases import make_case, make_rotary_step
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from multilora_kernels import (
+    HugePages,
+    LayerStep,
+    LoRASegments,
+    LoRATables,
+    PackedLayer,
+    PackedLayerLinear,
+    PackedWeight,
+    add_rms_norm,
+    decoder_layer,
+    lora_linear,
+    lora_segments,
+    packed_linear,
+    rotary_attention,
+    silu_mul,
+)
+from multilora_kernels.testing import LinearShape, random_tables
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+EPS = 1e-5
+NUM_ADAPTERS = 5
+FIRST_SLICE = 7
+"""The layer is the second of the adapters'."""
+
+
+@dataclass(frozen=True)
+class Linear:
+    """One linear of a layer."""
+
+    weight: PackedWeight
+    bias: torch.Tensor | None
+    first_slice: int
+    slice_sizes: tuple[int, ...]
+
+    def multiply(self, x: torch.Tensor, step: LayerStep) -> torch.Tensor:
+        if step.tables is None or step.segments is None:
+            return packed_linear(x, self.weight, self.bias)
+        return lora_linear(x, self.weight, step.tables, self.first_slice, self.slice_sizes, step.segments, self.bias)
+
+    def packed(self) -> PackedLayerLinear:
+        return PackedLayerLinear.of(self.weight, self.bias, self.first_slice, self.slice_sizes)
+
+
+class Layer:
+    """A layer as wide as its queries, and a step of it. x, keys and values are the caller's to change."""
+
+    def __init__(
+        self, shape, sequences, *, has_bias=False, has_adapters=False, weight_dtype=torch.float32, window=None
+    ):
+        case = make_case(shape, sequences, window=window)
+        rotary = make_rotary_step(case)
+        num_tokens, num_heads, head_dim = case.q.shape
+        size, kv_size = num_heads * head_dim, case.keys.shape[1] * head_dim
+        self.generator, self.pages = torch.Generator().manual_seed(2), HugePages()
+        self.norms = [self.random(size) for _ in range(2)]
+        sizes = ((size, kv_size, kv_size), (size,), (size, size), (size,))
+        self.linears, first_slice = [], FIRST_SLICE
+        for slice_sizes in sizes:
+            bias = self.random(sum(slice_sizes)) if has_bias else None
+            self.linears.append(Linear(self.weight(slice_sizes, size, weight_dtype), bias, first_slice, slice_sizes))
+            first_slice += len(slice_sizes)
+        self.x, self.update = self.random(num_tokens, size), self.random(num_tokens, size)
+        self.keys, self.values = rotary.keys, rotary.values
+        columns = tuple(output for _ in range(2) for slice_sizes in sizes for output in slice_sizes)
+        tables, segments = self.adapters(LinearShape(size, columns), num_tokens) if has_adapters else (None, None)
+        scale = head_dim**-0.5
+        self.step = LayerStep(rotary.cos, rotary.sin, rotary.slots, case.sequences, scale, tables, segments)
+
+    def random(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=self.generator)
+
+    def weight(self, slice_sizes: tuple[int, ...], in_features: int, dtype: torch.dtype) -> PackedWeight:
+        device = torch.device("cpu")
+        weight = PackedWeight.empty(sum(slice_sizes), in_features, dtype, device, torch.float32, self.pages)
+        weight.copy_rows(0, self.random(sum(slice_sizes), in_features) * in_features**-0.5)
+        return weight
+
+    def adapters(self, shape: LinearShape, num_tokens: int) -> tuple[LoRATables, LoRASegments]:
+        """Of several ranks, some without some slices, and tokens without any."""
+        rank = torch.tensor([16, 0, 3, 8, 1])[torch.randint(0, 5, (NUM_ADAPTERS, shape.num_slices))]
+        tables = random_tables(shape, rank, torch.bfloat16, self.generator)
+        mapping = torch.randint(-1, NUM_ADAPTERS, (num_tokens,), generator=self.generator)
+        return tables, lora_segments(mapping, NUM_ADAPTERS)
+
+    def in_one_call(self, step: LayerStep | None = None) -> tuple[torch.Tensor, ...] | None:
+        """x, update, keys and values."""
+        qkv, o, gate_up, down = (linear.packed() for linear in self.linears)
+        packed = PackedLayer(self.norms[0], qkv, o, self.norms[1], gate_up, down, EPS)
+        keys, values = self.keys.clone(), self.values.clone()
+        results = decoder_layer(packed, self.x, self.update, keys, values, step or self.step)
+        return None if results is None else (*results, keys, values)
+
+    def one_by_one(self) -> tuple[torch.Tensor, ...]:
+        qkv, o, gate_up, down = self.linears
+        step, keys, values = self.step, self.keys.clone(), self.values.clone()
+        normed, x = add_rms_norm(self.x, self.update, self.norms[0], EPS)
+        heads = qkv.multiply(normed, step)
+        heads = rotary_attention(heads, step.cos, step.sin, keys, values, step.slots, step.sequences)
+        normed, x = add_rms_norm(x, o.multiply(heads, step), self.norms[1], EPS)
+        return x, down.multiply(silu_mul(gate_up.multiply(normed, step)), step), keys, values
+
+
+def assert_same_bits(layer: Layer) -> None:
+    done = layer.in_one_call()
+    assert done is not None
+    for ours, expected in zip(done, layer.one_by_one(), strict=True):
+        assert torch.equal(ours.nan_to_num(), expected.nan_to_num())
+        assert ours.isnan().equal(expected.isnan())
+    assert not done[0].isnan().any()
+    assert not done[1].isnan().any()
+
+
+@pytest.mark.parametrize("sequences", ["decode", "prefill", "chunks behind a prefix"])
+@pytest.mark.parametrize("shape", ["default model", "odd head_dim"])
+@pytest.mark.parametrize("has_adapters", [False, True])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_every_step_has_the_bits_of_the_operators_one_by_one(shape, sequences, has_bias, has_adapters):
+    assert_same_bits(Layer(shape, sequences, has_bias=has_bias, has_adapters=has_adapters))
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float16])
+def test_weights_of_16_bits_and_windows(weight_dtype):
+    assert_same_bits(Layer("llama", "decode", has_adapters=True, weight_dtype=weight_dtype, window=33))
+
+
+def test_what_an_operator_refuses_is_refused():
+    layer = Layer("odd head_dim", "decode")
+    layer.step.slots[1] = len(layer.keys)
+    with pytest.raises(RuntimeError, match=f"slot {len(layer.keys)} is none of {len(layer.keys)}"):
+        layer.in_one_call()
+    with pytest.raises(TypeError, match="expected PagedSequences, not"):
+        layer.in_one_call(layer.step._replace(sequences=None))
+
+
+def test_it_leaves_the_operators_to_whoever_must_see_them():
+    layer = Layer("odd head_dim", "decode")
+    with torch.profiler.profile():
+        assert layer.in_one_call() is None
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        layer.x = mode.from_tensor(layer.x)
+        assert layer.in_one_call() is None
