@@ -79,12 +79,18 @@ struct Pieces {
 
   void add_query(int64_t sequence, int64_t token, int64_t context) {
     const int64_t position = context - 1, oldest = batch.oldest_key(position);
-    const bool is_whole = oldest / kKeySplit == position / kKeySplit;
-    for (int64_t key = oldest, next; key < context; key = next) {
-      next = std::min(context, (key / kKeySplit + 1) * kKeySplit);
-      const int64_t partial = is_whole ? -1 : num_partial++;
-      add({sequence, kAllHeads, token, 1, position, key, next, partial, cost}, batch.keys.size(1));
+    for (int64_t key = oldest, end; key < context; key = end) {
+      end = end_of_piece(key, context);
+      const int64_t partial = key == oldest && end == context ? -1 : num_partial++;
+      add({sequence, kAllHeads, token, 1, position, key, end, partial, cost}, batch.keys.size(1));
     }
+  }
+
+  // Pieces end at multiples of kKeySplit, and have at least half as many keys where there are several. Where they end
+  // depends on nothing but the query's own keys.
+  static int64_t end_of_piece(int64_t first_key, int64_t context) {
+    const int64_t end = (first_key + kKeySplit / 2 + kKeySplit - 1) / kKeySplit * kKeySplit;
+    return context - end < kKeySplit / 2 ? context : end;
   }
 
   void add_queries(int64_t sequence, int64_t first_token, int64_t num_queries, int64_t context) {
@@ -187,13 +193,14 @@ struct Run {
   // Single queries are shared by cost, each share in the order in which its keys lie; with others among them the pieces go
   // in turn, the most expensive ones, which are the last, first.
   void all() const {
-    const int64_t shares = std::clamp<int64_t>(pieces.cost / kGrainCost, 1, available_threads());
+    const int64_t num_pieces = pieces.list.size();
+    const int64_t most_shares = std::min(num_pieces, available_threads());
+    const int64_t shares = std::clamp<int64_t>(pieces.cost / kGrainCost, 1, std::max<int64_t>(1, most_shares));
     const auto first_piece = [&](int64_t share) {
       const auto is_before = [](const Piece& piece, int64_t cost) { return piece.cost_before < cost; };
       const int64_t cost = pieces.cost * share / shares;
       return std::lower_bound(pieces.list.begin(), pieces.list.end(), cost, is_before) - pieces.list.begin();
     };
-    const int64_t num_pieces = pieces.list.size();
     Turns turns(num_pieces);
     at::parallel_for(0, shares, 1, [&](int64_t begin, int64_t end) {
       // As a tensor, whose memory begins with a cache line.

@@ -74,8 +74,8 @@ class Decode {
 
   const DecodeTask& task;
   const int64_t num_keys;
-  float* const scores;  // [queries, kKeySplit], then weights
-  int64_t rows[kKeySplit];  // elements from slot 0 to the slot of each key; the last one's up to a multiple of kKeys
+  float* const scores;  // [queries, kScoreStride], then weights
+  int64_t rows[kMaxDecodeKeys];  // elements from slot 0 to the slot of each key; the last one's up to a multiple of kKeys
   int64_t next_rows[kKeys];  // of task.next: neighbouring slots
 
   int64_t num_queries() const { return task.num_kv_heads * task.group; }
@@ -147,7 +147,7 @@ class Decode {
     for_each_vector<Vec>(head_dim() - d, [&](int64_t i, auto part) {
       add_products<1>(q + d + i, keys + d + i, key, part, sum);
     });
-    Vec::store(scores + query * kKeySplit + key, Vec::mul(Vec::sums(sum), Vec::broadcast(task.scale)));
+    Vec::store(scores + query * kScoreStride + key, Vec::mul(Vec::sums(sum), Vec::broadcast(task.scale)));
   }
 
   // sum[i] += q[d] * keys[key + i, d], lane by lane, for some vectors of d.
@@ -168,7 +168,7 @@ class Decode {
   // Turns the scores of a query into weights relative to the largest.
   MULTILORA_INLINE void weigh(int64_t query) const {
     constexpr float kNone = -std::numeric_limits<float>::infinity();
-    float* weights = scores + query * kKeySplit;
+    float* weights = scores + query * kScoreStride;
     std::fill(weights + num_keys, weights + (num_keys + kKeys - 1) / kKeys * kKeys, kNone);
     F largest = Vec::broadcast(kNone);
     for (int64_t j = 0; j < num_keys; j += kKeys) {
@@ -203,7 +203,7 @@ class Decode {
                                     Columns columns) const {
     const int64_t row_size = padded_head_dim(head_dim()), end = std::min(num_keys, key + kKeys);
     float* out = task.out + query * row_size + d;
-    const float* weights = scores + query * kKeySplit;
+    const float* weights = scores + query * kScoreStride;
     F sum[Queries][Vectors];
     for (int r = 0; r < Queries; ++r) {
       for (int v = 0; v < Vectors; ++v) {
@@ -219,7 +219,7 @@ class Decode {
         value[v] = columns.load(values + rows[j] + v * Vec::kWidth);
       }
       for (int r = 0; r < Queries; ++r) {
-        const F weight = Vec::broadcast(weights[r * kKeySplit + j]);
+        const F weight = Vec::broadcast(weights[r * kScoreStride + j]);
         for (int v = 0; v < Vectors; ++v) {
           sum[r][v] = Vec::fma(weight, value[v], sum[r][v]);
         }

@@ -1,8 +1,8 @@
 // The operators multilora::lora_apply and lora_linear for CPU tensors (schemas: operators.py): both halves of an update,
 // and between them the base linear where its weights are packed, in one parallel region.
 //
-// A thread has a share of the ranks and a share of the outputs. It computes its ranks, then the base linear of its
-// outputs, and then adds the update to them; the other threads' ranks are long done by then, so that nobody waits and
+// A thread has a share of the ranks and a share of the outputs. It computes its ranks, then piece by piece of its outputs
+// the base linear and what the update adds to it; the other threads' ranks are long done by then, so that nobody waits and
 // memory is read all the time. A single thread takes slice by slice, in the order in which an adapter's weights lie. Units
 // are independent: how they are shared never changes a result.
 #include <ATen/Parallel.h>
@@ -22,6 +22,7 @@
 #include "capability.h"
 #include "linear.h"
 #include "lora_tasks.h"
+#include "turns.h"
 #include "work.h"
 
 namespace multilora {
@@ -104,17 +105,22 @@ class Update {
     }
     CommonWork shrinks(shares);
     const auto shrink = [&](int64_t share) { shrink_share(share, shares); };
+    // An update alone reads little for each output: in pieces that would be too short for requests ahead of them.
+    const int64_t pieces = base_ ? shares * kPiecesPerThread : shares;
+    Ranges outputs(pieces, shares);
     at::parallel_for(0, shares, 1, [&](int64_t begin, int64_t end) {
-      const int64_t first = first_output(begin, shares), last = first_output(end, shares);
       for (int64_t share = begin; share < end; ++share) {
         shrinks.run(share, shrink);
       }
-      if (base_) {
-        base_->run(first, last);
-      }
-      shrinks.finish(shrink);
-      expand(first, last);
-      finish(first, last);
+      outputs.take(begin, [&](int64_t piece) {
+        const int64_t first = first_output(piece, pieces), last = first_output(piece + 1, pieces);
+        if (base_) {
+          base_->run(first, last);
+        }
+        shrinks.finish(shrink);
+        expand(first, last);
+        finish(first, last);
+      });
     });
   }
 

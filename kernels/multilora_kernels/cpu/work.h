@@ -10,6 +10,8 @@ constexpr int64_t kRankUnit = 4;
 constexpr int64_t kOutputUnit = 16;
 // Least cost that is worth a thread of its own, in multiply-adds: some microseconds.
 constexpr int64_t kThreadCost = 1 << 17;
+// Pieces of work in which threads take weights: few enough that most of what a thread reads follows what it has read.
+constexpr int64_t kPiecesPerThread = 8;
 // Tokens of one task: enough that a large prefill reads an adapter from memory once per cache-resident block of tokens,
 // few enough that their activations stay in the L2 cache.
 constexpr int64_t kMaxRows = 64;
@@ -90,13 +92,19 @@ struct AttentionTask {
   int64_t out_stride;
 };
 
-// Keys of one decode task: their scores stay in the L1 cache, and one long sequence is many tasks.
+// Keys of one decode task, about: their scores stay in the L1 cache, and one long sequence is many tasks.
 constexpr int64_t kKeySplit = 128;
+// Most keys of one decode task: what is left of a sequence at its ends joins the task beside it, if it is short.
+constexpr int64_t kMaxDecodeKeys = 2 * kKeySplit;
+
+// From the scores of one query to those of the next: a cache line more than their size, a power of two, lest all queries'
+// scores of a key share two sets of a cache.
+constexpr int64_t kScoreStride = kMaxDecodeKeys + 16;
 
 // Floats of memory that a decode kernel works in: scores.
-constexpr int64_t decode_scratch(int64_t queries) { return queries * kKeySplit; }
+constexpr int64_t decode_scratch(int64_t queries) { return queries * kScoreStride; }
 
-// All heads of one query, and at most kKeySplit of its keys, all of which it sees.
+// All heads of one query, and at most kMaxDecodeKeys of its keys, all of which it sees.
 struct DecodeTask {
   const float* q;  // [num_kv_heads * group, head_dim]
   int64_t num_kv_heads, group, head_dim;
