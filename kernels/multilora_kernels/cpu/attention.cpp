@@ -37,7 +37,6 @@ struct Piece {
   int64_t head;  // of keys and values; kAllHeads for a sequence with a single query
   int64_t first_token, tokens, first_position, first_key, end_key;
   int64_t partial;  // place of its results among the partial ones; -1 if it has all keys of its queries
-  int64_t cost_before;
 };
 
 constexpr int64_t kAllHeads = -1;
@@ -82,7 +81,7 @@ struct Pieces {
     for (int64_t key = oldest, end; key < context; key = end) {
       end = end_of_piece(key, context);
       const int64_t partial = key == oldest && end == context ? -1 : num_partial++;
-      add({sequence, kAllHeads, token, 1, position, key, end, partial, cost}, batch.keys.size(1));
+      add({sequence, kAllHeads, token, 1, position, key, end, partial}, batch.keys.size(1));
     }
   }
 
@@ -98,7 +97,7 @@ struct Pieces {
       for (int64_t token = 0; token < num_queries; token += batch.tokens_per_piece()) {
         const int64_t tokens = std::min(batch.tokens_per_piece(), num_queries - token);
         const int64_t position = context - num_queries + token;
-        add({sequence, head, first_token + token, tokens, position, batch.oldest_key(position), position + tokens, -1, cost}, 1);
+        add({sequence, head, first_token + token, tokens, position, batch.oldest_key(position), position + tokens, -1}, 1);
       }
     }
   }
@@ -190,26 +189,22 @@ struct Run {
     return {partial_memory.get() + place * partial_size(), batch.q.size(1), batch.head_dim()};
   }
 
-  // Single queries are shared by cost, each share in the order in which its keys lie; with others among them the pieces go
-  // in turn, the most expensive ones, which are the last, first.
+  // Single queries go in ranges, in the order in which their keys lie; with others among them the pieces go in turn, the
+  // most expensive ones, which are the last, first.
   void all() const {
     const int64_t num_pieces = pieces.list.size();
     const int64_t most_shares = std::min(num_pieces, available_threads());
     const int64_t shares = std::clamp<int64_t>(pieces.cost / kGrainCost, 1, std::max<int64_t>(1, most_shares));
-    const auto first_piece = [&](int64_t share) {
-      const auto is_before = [](const Piece& piece, int64_t cost) { return piece.cost_before < cost; };
-      const int64_t cost = pieces.cost * share / shares;
-      return std::lower_bound(pieces.list.begin(), pieces.list.end(), cost, is_before) - pieces.list.begin();
-    };
     Turns turns(num_pieces);
-    at::parallel_for(0, shares, 1, [&](int64_t begin, int64_t end) {
+    Ranges ranges(num_pieces, shares);
+    at::parallel_for(0, shares, 1, [&](int64_t begin, int64_t) {
       // As a tensor, whose memory begins with a cache line.
       const at::Tensor memory = at::empty({scratch_size() + Results::size(queries(), batch.head_dim())}, out.options());
       float* scratch = memory.mutable_data_ptr<float>();
       if (pieces.has_prefill) {
-        turns.take([&](int64_t turn) { some(num_pieces - 1 - turn, num_pieces - turn, scratch); });
+        turns.take([&](int64_t turn) { one(num_pieces - 1 - turn, scratch); });
       } else {
-        some(first_piece(begin), first_piece(end), scratch);
+        ranges.take(begin, [&](int64_t i) { one(i, scratch); });
       }
     });
     join_partial();
@@ -222,18 +217,16 @@ struct Run {
   }
 
   // scratch: scratch_size() floats, then those of the results of a piece.
-  void some(int64_t begin, int64_t end, float* scratch) const {
-    const Results own(scratch + scratch_size(), queries(), batch.head_dim());
-    for (int64_t i = begin; i < end; ++i) {
-      const Piece &piece = pieces.list[i], &next = pieces.list[std::min(i + 1, end - 1)];
-      if (piece.head != kAllHeads) {
-        kernels.attend(attention_task(batch, piece, out), scratch);
-      } else if (piece.partial >= 0) {
-        kernels.decode(decode_task(batch, piece, next, partial(piece.partial)), scratch);
-      } else {
-        kernels.decode(decode_task(batch, piece, next, own), scratch);
-        write(batch, piece, own, out);
-      }
+  void one(int64_t i, float* scratch) const {
+    const Piece &piece = pieces.list[i], &next = pieces.list[std::min<int64_t>(i + 1, pieces.list.size() - 1)];
+    if (piece.head != kAllHeads) {
+      kernels.attend(attention_task(batch, piece, out), scratch);
+    } else if (piece.partial >= 0) {
+      kernels.decode(decode_task(batch, piece, next, partial(piece.partial)), scratch);
+    } else {
+      const Results own(scratch + scratch_size(), queries(), batch.head_dim());
+      kernels.decode(decode_task(batch, piece, next, own), scratch);
+      write(batch, piece, own, out);
     }
   }
 

@@ -35,7 +35,8 @@ class Turns {
 };
 
 // The numbers 0 .. count - 1, each given once: to every thread a range of them, in their order, as long as it has any, and
-// then the last ones of others. So a thread reads memory from one end to the other, and nobody waits for a slow one.
+// then the last ones of others. So a thread reads memory from one end to the other, and nobody waits for a slow one. Where
+// there are fewer threads than was thought, those there are do everything.
 class Ranges {
  public:
   Ranges(int64_t count, int64_t threads) : ranges_(threads) {
@@ -96,11 +97,7 @@ void in_turn(int64_t count, const Piece& piece) {
 template <class Piece>
 void in_ranges(int64_t count, int64_t threads, const Piece& piece) {
   Ranges ranges(count, threads);
-  at::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t thread = begin; thread < end; ++thread) {
-      ranges.take(thread, piece);
-    }
-  });
+  at::parallel_for(0, threads, 1, [&](int64_t thread, int64_t) { ranges.take(thread, piece); });
 }
 
 // Calls body(begin, end) for all pieces of at most `size` of the rows 0 .. rows - 1.

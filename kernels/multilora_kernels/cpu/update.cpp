@@ -118,7 +118,7 @@ class Update {
           base_->run(first, last);
         }
         shrinks.finish(shrink);
-        expand(first, last);
+        expand(first, last, piece + 1 == pieces / shares);
         finish(first, last);
       });
     });
@@ -167,7 +167,7 @@ class Update {
   const void* read_after(size_t addition) const {
     const auto next = additions_.begin() + addition + 1;
     if (next == additions_.end()) {
-      return what_follows(0, additions_[addition]);
+      return what_follows(true, 0, additions_[addition]);
     }
     const bool has_ranks = next->share == additions_[addition].share;
     return has_ranks ? next->task.b : weights_of(shrinks_.shares[next->share].task);
@@ -206,13 +206,14 @@ class Update {
     shrinks_.run(cost * share / shares, cost * (share + 1) / shares, kernels_.shrink, next);
   }
 
-  void expand(int64_t begin, int64_t end) const {
+  // is_last: of the thread that has the first range.
+  void expand(int64_t begin, int64_t end, bool is_last) const {
     const auto next_of = [&](auto addition) {
       return std::find_if(addition, additions_.end(), [&](const Addition& a) { return a.has(begin, end); });
     };
     for (auto addition = next_of(additions_.begin()); addition != additions_.end();) {
       const auto next = next_of(addition + 1);
-      const void* ahead = next == additions_.end() ? what_follows(begin, *addition)
+      const void* ahead = next == additions_.end() ? what_follows(is_last, begin, *addition)
                                                    : next->weights_from(begin, element_size_);
       const int64_t first = std::max<int64_t>(begin - addition->first_output, 0);
       kernels_.expand(addition->task, first, std::min(end - addition->first_output, addition->size), ahead);
@@ -220,10 +221,11 @@ class Update {
     }
   }
 
-  // What a thread reads after its last addition. A step goes through the columns of the tables in their order, so that
-  // whoever has the first outputs has the first ranks of the next columns, too; the others read nothing new.
-  const void* what_follows(int64_t first_output, const Addition& last) const {
-    return first_output == 0 && next_linear_ ? next_linear_ : last.weights_from(first_output, element_size_);
+  // What a thread reads after the last addition to a piece. A step goes through the columns of the tables in their order,
+  // so that whoever has the first outputs has the first ranks of the next columns, too, and reads them when all of its
+  // pieces are done; else nothing is new.
+  const void* what_follows(bool is_next_linear, int64_t first_output, const Addition& last) const {
+    return is_next_linear && next_linear_ ? next_linear_ : last.weights_from(first_output, element_size_);
   }
 
   const Kernels& kernels_;
