@@ -45,17 +45,17 @@ class RotaryEmbedding:
         scaling = config.rope_scaling or {"rope_type": "default"}
         self._config = config
         self._is_dynamic = scaling["rope_type"] == "dynamic"
-        self._frequencies = _FREQUENCIES[scaling["rope_type"]](config, scaling).to(device)
+        self._frequencies = _of_both_halves(_FREQUENCIES[scaling["rope_type"]](config, scaling)).to(device)
         self._scale = _yarn_attention_factor(scaling) if scaling["rope_type"] == "yarn" else 1.0
 
     def rotation(self, batch: ForwardBatch, dtype: torch.dtype) -> Rotation:
         """The angles of the batch's tokens, in the type of the queries and keys."""
-        frequencies = self._dynamic_frequencies(batch) if self._is_dynamic else self._frequencies
-        angles = batch.positions[:, None].float() * frequencies
-        cos, sin = angles.cos() * self._scale, angles.sin() * self._scale
-        return Rotation(
-            cos=torch.cat((cos, cos), -1)[:, None].to(dtype), sin=torch.cat((-sin, sin), -1)[:, None].to(dtype)
-        )
+        frequencies = _of_both_halves(self._dynamic_frequencies(batch)) if self._is_dynamic else self._frequencies
+        angles = (batch.positions[:, None].float() * frequencies)[:, None]
+        cos, sin = angles.cos(), angles.sin()
+        if self._scale != 1.0:
+            cos, sin = cos * self._scale, sin * self._scale
+        return Rotation(cos.to(dtype), sin.to(dtype))
 
     def _dynamic_frequencies(self, batch: ForwardBatch) -> torch.Tensor:
         """[num_tokens, head_dim / 2]: each token by the context length of its sequence."""
@@ -70,6 +70,11 @@ class RotaryEmbedding:
         factor, dim = config.rope_scaling["factor"], config.head_dim
         stretch = factor * per_token / config.max_position_embeddings - (factor - 1)
         return _inverse_powers(config.rope_theta * stretch[:, None] ** (dim / (dim - 2)), dim, device)
+
+
+def _of_both_halves(frequencies: torch.Tensor) -> torch.Tensor:
+    """Of all dimensions of a head: the first half turns the other way, whose cosines are the same and sines negated."""
+    return torch.cat((-frequencies, frequencies), -1)
 
 
 def _inverse_powers(theta: torch.Tensor | float, dim: int, device: torch.device | None = None) -> torch.Tensor:
