@@ -9,7 +9,7 @@ import torch
 from bench_kernels import DEFAULT_MODEL, onednn_linear
 from bench_linears import Workload, bench, pack, step_workloads, write_results
 
-from multilora_kernels import packed_linear
+from multilora_kernels import HugePages, packed_linear
 
 
 @pytest.mark.parametrize("rows", [1, 5])
@@ -17,7 +17,9 @@ def test_every_contestant_computes_the_same_product(rows):
     x, weight = torch.randn(rows, 40), torch.randn(70, 40)
     with torch.inference_mode():
         onednn = onednn_linear(x, torch.ops.mkldnn._reorder_linear_weight(weight, rows))
-    torch.testing.assert_close(packed_linear(x, pack(weight, torch.float32)), x @ weight.T, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        packed_linear(x, pack(weight, torch.float32, HugePages())), x @ weight.T, rtol=1e-4, atol=1e-4
+    )
     torch.testing.assert_close(onednn, x @ weight.T, rtol=1e-4, atol=1e-4)
 
 
