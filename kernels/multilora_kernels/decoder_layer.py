@@ -30,6 +30,7 @@ class PackedLayerLinear(NamedTuple):
     def of(
         cls, weight: PackedWeight, bias: torch.Tensor | None, first_slice: int, slice_sizes: tuple[int, ...]
     ) -> PackedLayerLinear:
+        """The same with a weight, which must be packed."""
         assert weight.is_packed
         return cls(weight.data, bias, first_slice, slice_sizes)
 
