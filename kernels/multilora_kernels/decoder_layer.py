@@ -36,7 +36,11 @@ class PackedLayerLinear(NamedTuple):
 
 
 class PackedLayer(NamedTuple):
-    """The weights of one layer. Norms: [hidden_size] float32."""
+    """The weights of one layer, and eps of its norms.
+
+    attention_norm, mlp_norm: [hidden_size] float32. qkv: hidden_size to the sizes of queries, keys and values; o: from
+    that of queries to hidden_size; gate_up: hidden_size to twice the size that down takes back to hidden_size.
+    """
 
     attention_norm: torch.Tensor
     qkv: PackedLayerLinear
@@ -75,7 +79,8 @@ def decoder_layer(
     Bit for bit what `add_rms_norm`, `lora_linear` (`packed_linear` in a step without adapters), `rotary_attention` and
     `silu_mul` give one by one.
 
-    x, update: [num_tokens, hidden_size] float32. keys, values: of the layer, written in place.
+    x, update: [num_tokens, hidden_size] float32. keys, values: [num_slots, num_kv_heads, head_dim], the layer's,
+    written in place. Raises RuntimeError as its operators do, for shapes that do not fit and slots that are none.
     None, with nothing done, where those are needed: on anything but compiled kernels and plain CPU tensors.
     """
     if torch.compiler.is_compiling():

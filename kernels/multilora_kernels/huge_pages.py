@@ -34,7 +34,7 @@ class HugePages:
         self._used = 0
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor from the begin of a cache line on."""
+        """A tensor of `shape`, from the begin of a cache line on. Raises OSError where memory is lacking."""
         num_bytes = math.prod(shape) * dtype.itemsize
         if num_bytes > len(self._slab) - self._used:
             self._slab, self._used = _slab(num_bytes), 0

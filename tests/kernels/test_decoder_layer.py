@@ -89,7 +89,8 @@ class Layer:
 
     def adapters(self, shape: LinearShape, num_tokens: int) -> tuple[LoRATables, LoRASegments]:
         """Of several ranks, some without some slices, and tokens without any."""
-        rank = torch.tensor([16, 0, 3, 8, 1])[torch.randint(0, 5, (NUM_ADAPTERS, shape.num_slices))]
+        choice = torch.randint(0, 5, (NUM_ADAPTERS, shape.num_slices), generator=self.generator)
+        rank = torch.tensor([16, 0, 3, 8, 1])[choice]
         tables = random_tables(shape, rank, torch.bfloat16, self.generator)
         mapping = torch.randint(-1, NUM_ADAPTERS, (num_tokens,), generator=self.generator)
         return tables, lora_segments(mapping, NUM_ADAPTERS)
