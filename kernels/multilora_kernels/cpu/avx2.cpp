@@ -28,7 +28,8 @@ struct Avx2 {
   static constexpr int kSingleRowRanks = 4;
   static constexpr int kExpandRows = 4;
   static constexpr int kLinearRows = 4;
-  static constexpr int kAttentionVectors = 2;
+  static constexpr int kScoreVectors = 2;
+  static constexpr int kValueSums = 12;
 
   static inline F zero() { return _mm256_setzero_ps(); }
   static inline F broadcast(float value) { return _mm256_set1_ps(value); }

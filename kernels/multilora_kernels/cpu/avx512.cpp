@@ -27,7 +27,8 @@ struct Avx512 {
   static constexpr int kSingleRowRanks = 1;
   static constexpr int kExpandRows = 4;
   static constexpr int kLinearRows = 8;
-  static constexpr int kAttentionVectors = 4;
+  static constexpr int kScoreVectors = 4;
+  static constexpr int kValueSums = 16;
 
   static inline F zero() { return _mm512_setzero_ps(); }
   static inline F broadcast(float value) { return _mm512_set1_ps(value); }

@@ -30,23 +30,33 @@ MULTILORA_INLINE void for_each_index(const Body& body) {
   for_each_of(body, std::make_integer_sequence<int, Count>{});
 }
 
+// Vectors of a row of values that so many queries add up at a time: kValueSums sums stay in registers.
+template <class Vec>
+constexpr int value_vectors(int queries) {
+  int vectors = 4;
+  while (vectors > 1 && vectors * queries > Vec::kValueSums) {
+    vectors /= 2;
+  }
+  return vectors;
+}
+
 // kHeadDim is the size of a head where it is known when compiling, else 0.
 template <class Vec, class T, int kHeadDim>
 class Decode {
  public:
   Decode(const DecodeTask& task, float* scratch)
-      : task(task), num_keys(task.end_key - task.first_key), scores(scratch) {
+      : task(task), num_keys(task.end_key - task.first_key), scores(scratch),
+        row_bytes(((task.num_kv_heads - 1) * task.head_stride + task.head_dim) * int64_t(sizeof(T))),
+        query_lines((row_bytes + num_queries() * kCacheLine - 1) / (num_queries() * kCacheLine)) {
     find_rows();
   }
 
   void run() const {
     const T *keys = static_cast<const T*>(task.keys), *values = static_cast<const T*>(task.values);
     for (int64_t key = 0; key < num_keys; key += kKeys) {
-      const Ahead ahead = key + kKeys < num_keys ? Ahead{keys, rows + key + kKeys} : Ahead{values, rows};
+      Ahead next = key + kKeys < num_keys ? ahead(keys, rows + key + kKeys) : ahead(values, rows);
       for (int64_t query = 0; query < num_queries(); ++query) {
-        for (int i = 0; i < kKeys; ++i) {
-          fetch(ahead, i, query, query + 1);
-        }
+        next.fetch(kKeys * query_lines);
         score(query, keys + query / task.group * task.head_stride, key);
       }
     }
@@ -55,10 +65,9 @@ class Decode {
     }
     std::fill_n(task.out, num_queries() * padded_head_dim(head_dim()), 0.0f);
     for (int64_t key = 0; key < num_keys; key += kKeys) {
-      const Ahead next{static_cast<const T*>(task.next), next_rows};
-      const Ahead ahead = key + kKeys < num_keys ? Ahead{values, rows + key + kKeys} : next;
+      Ahead next = key + kKeys < num_keys ? ahead(values, rows + key + kKeys) : ahead(task.next, next_rows);
       for_each_query_tile([&](auto queries, int64_t query, int64_t column) {
-        add_values<queries.value>(query, values + column, key, ahead);
+        add_values<queries.value>(query, values + column, key, next);
       });
     }
   }
@@ -75,6 +84,8 @@ class Decode {
   const DecodeTask& task;
   const int64_t num_keys;
   float* const scores;  // [queries, kScoreStride], then weights
+  const int64_t row_bytes;    // all heads of a key
+  const int64_t query_lines;  // lines of a row for each query, at least so many that the row is complete
   int64_t rows[kMaxDecodeKeys];  // elements from slot 0 to the slot of each key; the last one's up to a multiple of kKeys
   int64_t next_rows[kKeys];  // of task.next: neighbouring slots
 
@@ -95,20 +106,27 @@ class Decode {
     }
   }
 
-  // Keys or values that are wanted soon: as many rows as are worked on at a time.
+  // Keys or values that are wanted soon, as many rows as are worked on at a time: their lines in the order in which they lie,
+  // because memory answers neighbours soonest.
   struct Ahead {
-    const T* first;
-    const int64_t* rows;  // elements from `first`
+    const char* first;
+    const int64_t *row, *end;  // elements from `first`
+    int64_t row_bytes, byte = 0;
+
+    MULTILORA_INLINE void fetch(int64_t lines) {
+      for (; lines > 0 && row < end; --lines) {
+        fetch_line(first + *row * int64_t(sizeof(T)) + byte);
+        byte += kCacheLine;
+        if (byte >= row_bytes) {
+          byte = 0;
+          ++row;
+        }
+      }
+    }
   };
 
-  // Of the lines of row i, those whose turn it is while the queries begin .. end - 1 are worked on.
-  MULTILORA_INLINE void fetch(const Ahead& ahead, int64_t i, int64_t begin, int64_t end) const {
-    const int64_t row_bytes = ((task.num_kv_heads - 1) * task.head_stride + head_dim()) * int64_t(sizeof(T));
-    const int64_t lines = (row_bytes + kCacheLine - 1) / kCacheLine;
-    const char* row = reinterpret_cast<const char*>(ahead.first + ahead.rows[i]);
-    for (int64_t line = lines * begin / num_queries(); line < lines * end / num_queries(); ++line) {
-      fetch_line(row + line * kCacheLine);
-    }
+  MULTILORA_INLINE Ahead ahead(const void* first, const int64_t* row) const {
+    return {static_cast<const char*>(first), row, row + kKeys, row_bytes};
   }
 
   // Calls tile(Count<queries>, first query, column of its key-value head) until all queries are covered.
@@ -136,13 +154,13 @@ class Decode {
 
   // scores[query, key + i] = scale * sum_d q[query, d] * keys[key + i, d] for kKeys keys.
   MULTILORA_INLINE void score(int64_t query, const T* keys, int64_t key) const {
-    constexpr int64_t kColumns = Vec::kAttentionVectors * Vec::kWidth;
+    constexpr int64_t kColumns = Vec::kScoreVectors * Vec::kWidth;
     const float* q = task.q + query * head_dim();
     F sum[kKeys];
     for_each_index<kKeys>([&](auto i) { sum[i] = Vec::zero(); });
     int64_t d = 0;
     for (; d + kColumns <= head_dim(); d += kColumns) {
-      add_products<Vec::kAttentionVectors>(q + d, keys + d, key, Whole<Vec>{}, sum);
+      add_products<Vec::kScoreVectors>(q + d, keys + d, key, Whole<Vec>{}, sum);
     }
     for_each_vector<Vec>(head_dim() - d, [&](int64_t i, auto part) {
       add_products<1>(q + d + i, keys + d + i, key, part, sum);
@@ -187,19 +205,20 @@ class Decode {
 
   // out[query + r, :] += sum_i weights[query + r, key + i] * values[key + i, :] for up to kKeys keys.
   template <int Queries>
-  MULTILORA_INLINE void add_values(int64_t query, const T* values, int64_t key, const Ahead& ahead) const {
-    constexpr int64_t kColumns = Vec::kAttentionVectors * Vec::kWidth;
+  MULTILORA_INLINE void add_values(int64_t query, const T* values, int64_t key, Ahead& next) const {
+    constexpr int kVectors = value_vectors<Vec>(Queries);
+    constexpr int64_t kColumns = kVectors * Vec::kWidth;
     int64_t d = 0;
     for (; d + kColumns <= head_dim(); d += kColumns) {
-      add_columns<Queries, Vec::kAttentionVectors>(query, values + d, key, d, ahead, Whole<Vec>{});
+      add_columns<Queries, kVectors>(query, values + d, key, d, next, Whole<Vec>{});
     }
     for_each_vector<Vec>(head_dim() - d, [&](int64_t i, auto part) {
-      add_columns<Queries, 1>(query, values + d + i, key, d + i, ahead, part);
+      add_columns<Queries, 1>(query, values + d + i, key, d + i, next, part);
     });
   }
 
   template <int Queries, int Vectors, class Columns>
-  MULTILORA_INLINE void add_columns(int64_t query, const T* values, int64_t key, int64_t d, const Ahead& ahead,
+  MULTILORA_INLINE void add_columns(int64_t query, const T* values, int64_t key, int64_t d, Ahead& next,
                                     Columns columns) const {
     const int64_t row_size = padded_head_dim(head_dim()), end = std::min(num_keys, key + kKeys);
     float* out = task.out + query * row_size + d;
@@ -212,7 +231,7 @@ class Decode {
     }
     for (int64_t j = key; j < end; ++j) {
       if (d == 0) {
-        fetch(ahead, j - key, query, query + Queries);
+        next.fetch(query_lines * Queries);
       }
       F value[Vectors];
       for (int v = 0; v < Vectors; ++v) {

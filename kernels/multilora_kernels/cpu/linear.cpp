@@ -89,7 +89,7 @@ at::Tensor packed_linear(const at::Tensor& x, const at::Tensor& panels, int64_t 
     return linear.y;
   }
   const int64_t cost = num_panels * linear.panel_width * linear.output_cost;
-  const int64_t threads = std::clamp<int64_t>(cost / kThreadCost, 1, std::min(num_panels, available_threads()));
+  const int64_t threads = std::max<int64_t>(1, std::min({cost / kThreadCost, num_panels, available_threads()}));
   const int64_t pieces = std::min(num_panels, threads * kPiecesPerThread);
   in_ranges(pieces, threads, [&](int64_t piece) {
     linear.kernel(linear.task, num_panels * piece / pieces, num_panels * (piece + 1) / pieces);

@@ -26,8 +26,9 @@ constexpr int64_t kFetchDepth = 8;
 // processor's own prefetchers are the quickest, and requests of ours, of which a core has too few under way, only hinder
 // them; with more, they sleep between blocks.
 constexpr int64_t kLineProducts = 6;
-// Tiles of rows that convert weights of 16 bits on their way into registers: storing and loading them again takes longer.
-constexpr int64_t kDirectTiles = 4;
+// Tiles of rows that convert weights of 16 bits each for themselves; of more, the first one keeps what it converted for the
+// others.
+constexpr int64_t kDirectTiles = 2;
 // Rows whose activations stay in the L2 cache while all panels of a thread pass by, and whose sums of one panel are kept
 // side by side until they are complete: rows of the outputs may be a multiple of 4096 bytes apart, and then those of a tile
 // would drive each other out of the caches.
@@ -40,8 +41,8 @@ constexpr int64_t block_depth(int64_t in_features) {
   return (depth + kFetchDepth - 1) / kFetchDepth * kFetchDepth;
 }
 
-// One block of one panel, times some rows.
-template <class Vec, class T>
+// One block of one panel, times some rows. Keeps: the weights as they were multiplied stay in `kept`.
+template <class Vec, class T, bool Keeps = false>
 struct LinearTile {
   using F = typename Vec::F;
   static constexpr int kPanelWidth = kPanelVectors * Vec::kWidth;
@@ -54,6 +55,7 @@ struct LinearTile {
   bool is_first;      // block of the panel: there are no sums yet
   const char* ahead;  // the next block
   int64_t fetch_lines;  // of it, every kFetchDepth inputs
+  float* kept;          // [depth, kPanelWidth] or null
 
   template <int Rows>
   MULTILORA_INLINE void run(int64_t first_row) const {
@@ -68,6 +70,9 @@ struct LinearTile {
       F weight[kPanelVectors];
       for (int v = 0; v < kPanelVectors; ++v) {
         weight[v] = Vec::load(weights + k * kPanelWidth + v * Vec::kWidth);
+        if constexpr (Keeps) {
+          Vec::store(kept + k * kPanelWidth + v * Vec::kWidth, weight[v]);
+        }
       }
       for (int r = 0; r < Rows; ++r) {
         const F value = Vec::broadcast_once(x_row[r * x_stride + k]);
@@ -111,16 +116,14 @@ MULTILORA_INLINE void run_rest(int64_t first, int64_t count, const Tile& tile) {
 }
 
 template <int Rows, class Tile>
-MULTILORA_INLINE void run_rows(int64_t count, const Tile& tile) {
-  int64_t first = 0;
+MULTILORA_INLINE void run_rows(int64_t first, int64_t count, const Tile& tile) {
   for (; count - first >= Rows; first += Rows) {
     tile.template run<Rows>(first);
   }
   run_rest<Rows - 1>(first, count, tile);
 }
 
-// One block of one panel for up to kRowBlock rows, added to their sums. Weights of 16 bits that many tiles use are converted
-// once.
+// One block of one panel for up to kRowBlock rows, added to their sums.
 template <class Vec, class T>
 void linear_block(const LinearTask& task, int64_t first_row, int64_t rows, int64_t panel, int64_t k, float* sums) {
   constexpr int64_t kWidth = LinearTile<Vec, T>::kPanelWidth;
@@ -131,21 +134,18 @@ void linear_block(const LinearTask& task, int64_t first_row, int64_t rows, int64
   const int64_t depth = std::min(block_depth(task.in_features), task.in_features - k);
   const T* weights = static_cast<const T*>(task.panels) + (panel * task.in_features + k) * kWidth;
   const char* ahead = reinterpret_cast<const char*>(weights + depth * kWidth);
-  const auto multiply = [&](const auto* block) {
-    using Stored = std::remove_const_t<std::remove_pointer_t<decltype(block)>>;
-    const float* x = task.x + first_row * task.x_stride + k;
-    run_rows<Vec::kLinearRows>(
-        rows, LinearTile<Vec, Stored>{x, task.x_stride, block, depth, sums, k == 0, ahead, fetch_lines});
-  };
-  if (std::is_same_v<T, float> || tiles <= kDirectTiles) {
-    multiply(weights);
-  } else {
-    alignas(kCacheLine) float converted[kMaxBlockDepth * kWidth];
-    for (int64_t i = 0; i < depth * kWidth; i += Vec::kWidth) {
-      Vec::store_first(converted + i, Vec::load(weights + i), Vec::kWidth);
+  const float* x = task.x + first_row * task.x_stride + k;
+  if constexpr (!std::is_same_v<T, float>) {
+    if (tiles > kDirectTiles) {
+      alignas(kCacheLine) float kept[kMaxBlockDepth * kWidth];
+      const LinearTile<Vec, T, true> first{x, task.x_stride, weights, depth, sums, k == 0, ahead, fetch_lines, kept};
+      first.template run<Vec::kLinearRows>(0);
+      const LinearTile<Vec, float> others{x, task.x_stride, kept, depth, sums, k == 0, ahead, fetch_lines, nullptr};
+      return run_rows<Vec::kLinearRows>(Vec::kLinearRows, rows, others);
     }
-    multiply(converted);
   }
+  const LinearTile<Vec, T> all{x, task.x_stride, weights, depth, sums, k == 0, ahead, fetch_lines, nullptr};
+  run_rows<Vec::kLinearRows>(0, rows, all);
 }
 
 // The complete sums of a panel to where its outputs belong.

@@ -32,7 +32,8 @@ struct Plain {
   static constexpr int kSingleRowRanks = 4;
   static constexpr int kExpandRows = 2;
   static constexpr int kLinearRows = 2;
-  static constexpr int kAttentionVectors = 1;
+  static constexpr int kScoreVectors = 1;
+  static constexpr int kValueSums = 1;
 
   struct F {
     float lane[kWidth];
