@@ -108,8 +108,11 @@ def build_model_runner(
         model_config.num_kv_heads,
         model_config.head_dim,
     )
+    # Written once, not only reserved: where that memory is missing the load fails, not a request, and no step waits for
+    # pages to be made.
     kv_cache = KVCache(
-        keys=torch.empty(shape, dtype=dtype, device=device), values=torch.empty(shape, dtype=dtype, device=device)
+        keys=torch.empty(shape, dtype=dtype, device=device).zero_(),
+        values=torch.empty(shape, dtype=dtype, device=device).zero_(),
     )
     graphs = _capture_graphs(model, kv_cache, config, plan, loras) if has_graphs else None
     return ModelRunner(model, kv_cache, config.block_size, loras, graphs)

@@ -16,6 +16,8 @@ namespace {
 
 // Cost of reading a weight, in multiply-adds.
 constexpr int64_t kReadCost = 8;
+// Pieces in which a thread takes a weight's panels, of a few microseconds each: the others wait no longer than for the last.
+constexpr int64_t kPanelPieces = 32;
 // Rows of one piece of a prompt's product: few, so that threads end at nearly the same time, and enough to use each weight
 // that comes from memory more often than that takes.
 constexpr int64_t kRowPiece = 64;
@@ -90,7 +92,7 @@ at::Tensor packed_linear(const at::Tensor& x, const at::Tensor& panels, int64_t 
   }
   const int64_t cost = num_panels * linear.panel_width * linear.output_cost;
   const int64_t threads = std::max<int64_t>(1, std::min({cost / kThreadCost, num_panels, available_threads()}));
-  const int64_t pieces = std::min(num_panels, threads * kPiecesPerThread);
+  const int64_t pieces = std::min(num_panels, threads * kPanelPieces);
   in_ranges(pieces, threads, [&](int64_t piece) {
     linear.kernel(linear.task, num_panels * piece / pieces, num_panels * (piece + 1) / pieces);
   });
