@@ -151,6 +151,9 @@ struct ExpandTile {
   inline int64_t rank() const { return kRank ? kRank : task.rank; }
 
   MULTILORA_INLINE void run() const {
+    if (kRank && task.rows.count == 1 && lanes == Vec::kWidth) {
+      return run_single();
+    }
     F columns[kMaxColumns];
     for (int64_t j = 0; j < rank(); j += kColumns) {
       const T* weights = static_cast<const T*>(task.b) + output * rank() + j;
@@ -167,6 +170,23 @@ struct ExpandTile {
     for (int64_t row = 0; row < task.rows.count; ++row) {
       add_to_output(row, sums[row]);
     }
+  }
+
+  // The only row of a task: every adapter's own, mostly. What `Accumulate` does, without a way through memory.
+  MULTILORA_INLINE void run_single() const {
+    const float* v = v_row(0);
+    F sum = Vec::zero(), columns[kColumns];
+    for (int64_t j = 0; j < rank(); j += kColumns) {
+      fetch_ahead(j);
+      Vec::template transpose<kColumns>(static_cast<const T*>(task.b) + output * rank() + j, rank(), columns);
+      F even = sum, odd = Vec::zero();
+      for (int c = 0; c < kColumns; c += 2) {
+        even = Vec::fma(Vec::broadcast(v[j + c]), columns[c], even);
+        odd = Vec::fma(Vec::broadcast(v[j + c + 1]), columns[c + 1], odd);
+      }
+      sum = Vec::add(even, odd);
+    }
+    add_to_output(0, sum);
   }
 
   MULTILORA_INLINE void fetch_ahead(int64_t column) const {
