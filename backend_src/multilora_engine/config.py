@@ -163,7 +163,7 @@ class EngineConfig(BaseModel):
         bool, Field(description="Prepare a step while a GPU computes the one before; off until that has run on one.")
     ] = False
     kv_cache_memory_bytes: Annotated[
-        ByteSize, Field(ge=0, description="KV cache budget; 0 is what is left on a GPU, and 1 GiB on a CPU.")
+        ByteSize, Field(ge=0, description="KV cache, taken at the start; 0: what is left on a GPU, 1 GiB on a CPU.")
     ] = ByteSize(0)
     gpu_memory_utilization: Annotated[
         float, Field(gt=0, le=1, description="Share of the GPU's memory the engine may use in all.")
