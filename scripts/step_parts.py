@@ -65,7 +65,7 @@ def timed_parts() -> Iterator[Stopwatch]:
     Layers are computed part by part meanwhile, even where there is a kernel for whole ones.
     """
     stopwatch = Stopwatch()
-    patches: list[Any] = [mock.patch.object(llama, "decoder_layer", return_value=None)]
+    patches: list[Any] = [mock.patch.object(llama, "decoder_layers", return_value=None)]
     patches += [
         mock.patch.object(owner, name, stopwatch.timed(part, getattr(owner, name))) for part, owner, name in _PARTS
     ]

@@ -13,7 +13,7 @@ between linears); `decoder_layer` (all of these in one call, for a `PackedLayer`
 from multilora_kernels.apply import lora_apply
 from multilora_kernels.attention import PagedSequences, has_paged_attention, paged_attention, rotary_attention
 from multilora_kernels.cpu import load_cpu_kernels
-from multilora_kernels.decoder_layer import LayerStep, PackedLayer, PackedLayerLinear, decoder_layer
+from multilora_kernels.decoder_layers import LayerStep, PackedLayer, PackedLayerLinear, decoder_layers
 from multilora_kernels.elementwise import add_rms_norm, silu_mul
 from multilora_kernels.expand import lora_expand
 from multilora_kernels.huge_pages import HugePages
@@ -33,7 +33,7 @@ __all__ = [
     "PackedWeight",
     "PagedSequences",
     "add_rms_norm",
-    "decoder_layer",
+    "decoder_layers",
     "has_paged_attention",
     "load_cpu_kernels",
     "lora_apply",

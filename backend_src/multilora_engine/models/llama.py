@@ -27,7 +27,7 @@ from multilora_kernels import (
     PackedLayer,
     PagedSequences,
     add_rms_norm,
-    decoder_layer,
+    decoder_layers,
     packed_embedding,
     packed_linear,
     silu_mul,
@@ -106,17 +106,12 @@ class LlamaLayer:
         self.attention = Attention(config, layer, placement)
         self.mlp = MLP(config, layer, placement)
         self.attention_norm, self.mlp_norm = placement.vectors(2, config.hidden_size).unbind()
-        self._packed = self._in_one_call() if self.mlp.down.weight.is_packed and not config.qk_norm else None
+        self.packed = self._in_one_call() if self.mlp.down.weight.is_packed and not config.qk_norm else None
 
     def forward(
         self, x: torch.Tensor, update: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, step: Step
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """x, and what the layer before still has to add to it; returns the same for the next layer."""
-        packed_step = step.packed.get(self.attention.window)
-        if self._packed is not None and packed_step is not None:
-            done = decoder_layer(self._packed, x, update, keys, values, packed_step)
-            if done is not None:
-                return done
         normed, x = add_rms_norm(x, update, self.attention_norm, self._eps)
         update = self.attention.forward(normed, keys, values, step)
         normed, x = add_rms_norm(x, update, self.mlp_norm, self._eps)
@@ -164,10 +159,7 @@ class LlamaModel:
         """
         step = self._step(batch)
         x = packed_embedding(batch.input_ids, self.embed_tokens, self.dtype)
-        update = torch.zeros_like(x)
-        for layer, (keys, values) in zip(self.layers, kv_cache.layers, strict=True):
-            on_layer()
-            x, update = layer.forward(x, update, keys, values, step)
+        x, update = self._run_layers(x, torch.zeros_like(x), kv_cache, step, on_layer)
         return self._logits(*(tensor.index_select(0, batch.logits_indices) for tensor in (x, update)))
 
     def checkpoint_tensors(self) -> dict[str, Destination]:
@@ -193,6 +185,22 @@ class LlamaModel:
         ]
         weights = {*(linear.weight for linear in linears), self.lm_head, self.embed_tokens}
         return sum(weight.data.nbytes for weight in weights)
+
+    def _run_layers(
+        self, x: torch.Tensor, update: torch.Tensor, kv_cache: KVCache, step: Step, on_layer: Callable[[], None]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        layers = list(zip(self.layers, kv_cache.layers, strict=True))
+        packed = [
+            (layer.packed, keys, values, step.packed[layer.attention.window])
+            for layer, (keys, values) in layers
+            if layer.packed is not None and step.packed
+        ]
+        if packed and (done := decoder_layers(packed, x, update, on_layer)) is not None:
+            return done
+        for layer, (keys, values) in layers:
+            on_layer()
+            x, update = layer.forward(x, update, keys, values, step)
+        return x, update
 
     def _step(self, batch: ForwardBatch) -> Step:
         windows = set(self.config.sliding_window)

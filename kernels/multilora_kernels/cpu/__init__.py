@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 
 import torch
@@ -116,15 +116,15 @@ def rotary_attention_directly(
     return library.rotary_attention(qkv, cos, sin, keys, values, slots, sequences, scale)  # type: ignore[no-any-return]
 
 
-def decoder_layer_directly(
-    layer: object, x: torch.Tensor, update: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, step: object
+def decoder_layers_directly(
+    layers: Sequence[object], x: torch.Tensor, update: torch.Tensor, on_layer: Callable[[], object]
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """A whole layer; None where its operators are needed one by one: see `apply_directly`.
+    """Whole layers; None where their operators are needed one by one: see `apply_directly`.
 
-    layer, step: `PackedLayer` and `LayerStep`, which lie above this package.
+    layers: the tuples of `decoder_layers`, which lies above this package.
     """
     library = _library()
-    return None if library is None else library.decoder_layer(layer, x, update, keys, values, step)
+    return None if library is None else library.decoder_layers(layers, x, update, on_layer)
 
 
 @functools.cache

@@ -5,7 +5,6 @@
 // order of the keys: neither the batch nor the number of threads changes a result.
 #include "paged.h"
 
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
@@ -193,18 +192,18 @@ struct Run {
   // most expensive ones, which are the last, first.
   void all() const {
     const int64_t num_pieces = pieces.list.size();
-    const int64_t most_shares = std::min(num_pieces, available_threads());
+    const int64_t most_shares = std::min(num_pieces, Team::available());
     const int64_t shares = std::clamp<int64_t>(pieces.cost / kGrainCost, 1, std::max<int64_t>(1, most_shares));
     Turns turns(num_pieces);
     Ranges ranges(num_pieces, shares);
-    at::parallel_for(0, shares, 1, [&](int64_t begin, int64_t) {
+    Team::share_out(shares, [&](int64_t share) {
       // As a tensor, whose memory begins with a cache line.
       const at::Tensor memory = at::empty({scratch_size() + Results::size(queries(), batch.head_dim())}, out.options());
       float* scratch = memory.mutable_data_ptr<float>();
       if (pieces.has_prefill) {
         turns.take([&](int64_t turn) { one(num_pieces - 1 - turn, scratch); });
       } else {
-        ranges.take(begin, [&](int64_t i) { one(i, scratch); });
+        ranges.take(share, [&](int64_t i) { one(i, scratch); });
       }
     });
     join_partial();

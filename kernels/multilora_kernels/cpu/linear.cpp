@@ -79,22 +79,35 @@ LinearTask PackedLinear::rows_from(int64_t first, int64_t most) const {
   return some;
 }
 
-at::Tensor packed_linear(const at::Tensor& x, const at::Tensor& panels, int64_t out_features) {
+Bias::Bias(const at::Tensor* bias, int64_t out_features) {
+  if (bias) {
+    TORCH_CHECK(bias->scalar_type() == at::kFloat && bias->dim() == 1 && bias->size(0) == out_features && bias->is_contiguous(),
+                "bias must be float32 [", out_features, "], not ", bias->scalar_type(), " ", bias->sizes());
+    values_ = bias->const_data_ptr<float>();
+  }
+}
+
+at::Tensor packed_linear(const at::Tensor& x, const at::Tensor& panels, int64_t out_features, const at::Tensor* bias) {
+  const Bias to_add(bias, out_features);
   const PackedLinear linear(x, panels, out_features);
+  const auto run = [&](const LinearTask& task, int64_t begin, int64_t end) {
+    linear.kernel(task, begin, end);
+    to_add.add_to(task, begin * linear.panel_width, std::min(end * linear.panel_width, out_features));
+  };
   const int64_t num_panels = panels.size(0);
   if (x.size(0) > kRowPiece) {
     const int64_t row_pieces = (x.size(0) + kRowPiece - 1) / kRowPiece;
     in_turn(row_pieces * num_panels, [&](int64_t piece) {
       const int64_t panel = piece % num_panels;
-      linear.kernel(linear.rows_from(piece / num_panels * kRowPiece, kRowPiece), panel, panel + 1);
+      run(linear.rows_from(piece / num_panels * kRowPiece, kRowPiece), panel, panel + 1);
     });
     return linear.y;
   }
   const int64_t cost = num_panels * linear.panel_width * linear.output_cost;
-  const int64_t threads = std::max<int64_t>(1, std::min({cost / kThreadCost, num_panels, available_threads()}));
+  const int64_t threads = std::max<int64_t>(1, std::min({cost / kThreadCost, num_panels, Team::available()}));
   const int64_t pieces = std::min(num_panels, threads * kPanelPieces);
   in_ranges(pieces, threads, [&](int64_t piece) {
-    linear.kernel(linear.task, num_panels * piece / pieces, num_panels * (piece + 1) / pieces);
+    run(linear.task, num_panels * piece / pieces, num_panels * (piece + 1) / pieces);
   });
   return linear.y;
 }
@@ -121,9 +134,16 @@ at::Tensor packed_embedding(const at::Tensor& token_ids, const at::Tensor& panel
   return rows;
 }
 
+namespace {
+
+at::Tensor packed_linear_operator(const at::Tensor& x, const at::Tensor& panels, int64_t out_features) {
+  return packed_linear(x, panels, out_features, nullptr);
+}
+
+}  // namespace
 }  // namespace multilora
 
 TORCH_LIBRARY_IMPL(multilora, CPU, m) {
-  m.impl("packed_linear", multilora::packed_linear);
+  m.impl("packed_linear", multilora::packed_linear_operator);
   m.impl("packed_embedding", multilora::packed_embedding);
 }

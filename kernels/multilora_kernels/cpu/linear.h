@@ -30,8 +30,27 @@ struct PackedLinear {
   LinearTask rows_from(int64_t first, int64_t most) const;
 };
 
-// `packed_linear` and `packed_embedding` of linear.py.
-at::Tensor packed_linear(const at::Tensor& x, const at::Tensor& panels, int64_t out_features);
+// What a linear adds to its outputs: float32 [out_features], or null for nothing.
+class Bias {
+ public:
+  Bias(const at::Tensor* bias, int64_t out_features);
+
+  // To the outputs [begin, end) of all rows.
+  void add_to(const LinearTask& task, int64_t begin, int64_t end) const {
+    for (int64_t r = 0; values_ && r < task.rows; ++r) {
+      float* row = task.y + r * task.y_stride;
+      for (int64_t n = begin; n < end; ++n) {
+        row[n] += values_[n];
+      }
+    }
+  }
+
+ private:
+  const float* values_ = nullptr;
+};
+
+// `packed_linear` and `packed_embedding` of linear.py. bias: null for none.
+at::Tensor packed_linear(const at::Tensor& x, const at::Tensor& panels, int64_t out_features, const at::Tensor* bias);
 at::Tensor packed_embedding(const at::Tensor& token_ids, const at::Tensor& panels, int64_t num_embeddings);
 
 }  // namespace multilora

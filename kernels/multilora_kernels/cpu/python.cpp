@@ -11,9 +11,10 @@
 
 #include <optional>
 #include <tuple>
+#include <vector>
 
 #include "apply.h"
-#include "decoder_layer.h"
+#include "decoder_layers.h"
 #include "elementwise.h"
 #include "linear.h"
 #include "paged.h"
@@ -148,6 +149,10 @@ PyObject* lora_linear(PyObject*, PyObject* const* arguments, Py_ssize_t num_argu
 // An operator of an activation, packed weights and their number of outputs: `packed_linear` and `packed_embedding`.
 using PackedOperator = at::Tensor (*)(const at::Tensor&, const at::Tensor&, int64_t);
 
+at::Tensor packed_linear(const at::Tensor& x, const at::Tensor& panels, int64_t out_features) {
+  return multilora::packed_linear(x, panels, out_features, nullptr);
+}
+
 template <PackedOperator op>
 PyObject* packed(PyObject*, PyObject* const* arguments, Py_ssize_t num_arguments) {
   HANDLE_TH_ERRORS
@@ -219,25 +224,46 @@ PyObject* rotary_attention_of(PyObject*, PyObject* const* arguments, Py_ssize_t 
   END_HANDLE_TH_ERRORS
 }
 
-PyObject* decoder_layer_of(PyObject*, PyObject* const* arguments, Py_ssize_t num_arguments) {
+LayerStep layer_step_of(PyObject* object) {
+  PyObject* const* fields = fields_of(object, 7, "LayerStep");
+  LayerStep step{tensor(fields[0]), tensor(fields[1]), tensor(fields[2]), sequences_of(fields[3]), number(fields[4]), {}};
+  if (fields[5] != Py_None) {
+    step.adapters.emplace(Adapters{tables_of(fields[5]), segments_of(fields[6])});
+  }
+  return step;
+}
+
+std::vector<Layer> layers_of(PyObject* object) {
+  TORCH_CHECK_TYPE(PyList_Check(object), "expected a list of layers, not ", Py_TYPE(object)->tp_name);
+  std::vector<Layer> layers;
+  layers.reserve(PyList_GET_SIZE(object));
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(object); ++i) {
+    PyObject* const* fields = fields_of(PyList_GET_ITEM(object, i), 4, "a layer, its keys and values, and a step");
+    layers.push_back({layer_weights_of(fields[0]), tensor(fields[1]), tensor(fields[2]), layer_step_of(fields[3])});
+  }
+  return layers;
+}
+
+PyObject* decoder_layers_of(PyObject*, PyObject* const* arguments, Py_ssize_t num_arguments) {
   HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(num_arguments == 6, "decoder_layer takes layer, x, update, keys, values and step");
-  const at::Tensor &x = tensor(arguments[1]), &keys = tensor(arguments[3]);
-  if (needs_dispatcher(x, keys)) {
+  TORCH_CHECK_TYPE(num_arguments == 4, "decoder_layers takes layers, x, update and on_layer");
+  const at::Tensor &x = tensor(arguments[1]), &update = tensor(arguments[2]);
+  if (needs_dispatcher(x, update)) {
     Py_RETURN_NONE;
   }
-  const LayerWeights weights = layer_weights_of(arguments[0]);
-  const at::Tensor &update = tensor(arguments[2]), &values = tensor(arguments[4]);
-  PyObject* const* fields = fields_of(arguments[5], 7, "LayerStep");
-  const LayerStep step{tensor(fields[0]), tensor(fields[1]), tensor(fields[2]), sequences_of(fields[3]), number(fields[4])};
-  std::optional<Adapters> adapters;
-  if (fields[5] != Py_None) {
-    adapters.emplace(Adapters{tables_of(fields[5]), segments_of(fields[6])});
-  }
+  const std::vector<Layer> layers = layers_of(arguments[0]);
+  const auto on_layer = [&] {
+    const pybind11::gil_scoped_acquire gil;
+    if (!THPObjectPtr(PyObject_CallNoArgs(arguments[3]))) {
+      python_error error;
+      error.persist();
+      throw error;
+    }
+  };
   std::tuple<at::Tensor, at::Tensor> results;
   {
     const pybind11::gil_scoped_release no_gil;
-    results = decoder_layer(weights, x, update, keys, values, step, adapters ? &*adapters : nullptr);
+    results = decoder_layers(layers, x, update, on_layer);
   }
   return pair_of(std::move(results));
   END_HANDLE_TH_ERRORS
@@ -254,7 +280,7 @@ PyMethodDef methods[] = {
            "lora_apply(x, y, tables, first_slice, slice_sizes, segments) -> whether it was done, else use the operator"),
     method("lora_linear", lora_linear,
            "lora_linear(x, panels, tables, first_slice, slice_sizes, segments, bias) -> y, or None: then use the operator"),
-    method("packed_linear", packed<multilora::packed_linear>,
+    method("packed_linear", packed<packed_linear>,
            "packed_linear(x, panels, out_features) -> the product, or None: then use the operator"),
     method("packed_embedding", packed<multilora::packed_embedding>,
            "packed_embedding(token_ids, panels, num_embeddings) -> the rows, or None: then use the operator"),
@@ -264,8 +290,9 @@ PyMethodDef methods[] = {
     method("rotary_attention", rotary_attention_of,
            "rotary_attention(qkv, cos, sin, keys, values, slots, sequences, scale) -> the heads' outputs, or None: then use "
            "the operator"),
-    method("decoder_layer", decoder_layer_of,
-           "decoder_layer(layer, x, update, keys, values, step) -> (x, update), or None: then use its operators"),
+    method("decoder_layers", decoder_layers_of,
+           "decoder_layers([(layer, keys, values, step)], x, update, on_layer) -> (x, update), or None: then use their "
+           "operators"),
     {nullptr, nullptr, 0, nullptr}};
 
 PyModuleDef module = {PyModuleDef_HEAD_INIT, "multilora_cpu", nullptr, -1, methods};

@@ -4,17 +4,14 @@
 // late. Equal shares wait for the slowest of them; of pieces, a slow thread takes fewer. Who does a piece changes no result.
 #pragma once
 
-#include <ATen/Parallel.h>
-
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <vector>
 
-namespace multilora {
+#include "team.h"
 
-// Threads that a parallel region may have here.
-inline int64_t available_threads() { return at::in_parallel_region() ? 1 : at::get_num_threads(); }
+namespace multilora {
 
 // The numbers 0 .. count - 1, each given once.
 class Turns {
@@ -90,14 +87,14 @@ class Ranges {
 template <class Piece>
 void in_turn(int64_t count, const Piece& piece) {
   Turns turns(count);
-  at::parallel_for(0, std::min(count, available_threads()), 1, [&](int64_t, int64_t) { turns.take(piece); });
+  Team::share_out(std::min(count, Team::available()), [&](int64_t) { turns.take(piece); });
 }
 
 // The same, in `Ranges`, by at most so many threads.
 template <class Piece>
 void in_ranges(int64_t count, int64_t threads, const Piece& piece) {
   Ranges ranges(count, threads);
-  at::parallel_for(0, threads, 1, [&](int64_t thread, int64_t) { ranges.take(thread, piece); });
+  Team::share_out(threads, [&](int64_t thread) { ranges.take(thread, piece); });
 }
 
 // Calls body(begin, end) for all pieces of at most `size` of the rows 0 .. rows - 1.

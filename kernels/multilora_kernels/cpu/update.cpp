@@ -5,7 +5,6 @@
 // the base linear and what the update adds to it; the other threads' ranks are long done by then, so that nobody waits and
 // memory is read all the time. A single thread takes slice by slice, in the order in which an adapter's weights lie. Units
 // are independent: how they are shared never changes a result.
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
@@ -96,8 +95,7 @@ class Update {
   // `finish(begin, end)`: what is left to do for some outputs.
   template <class Finish>
   void run(const Finish& finish) const {
-    const int64_t threads = at::in_parallel_region() ? 1 : at::get_num_threads();
-    const int64_t shares = std::clamp<int64_t>((shrinks_.cost() + outputs_cost()) / kThreadCost, 1, threads);
+    const int64_t shares = std::clamp<int64_t>((shrinks_.cost() + outputs_cost()) / kThreadCost, 1, Team::available());
     if (shares == 1) {
       run_alone();
       finish(0, num_outputs());
@@ -108,11 +106,9 @@ class Update {
     // An update alone reads little for each output: in pieces that would be too short for requests ahead of them.
     const int64_t pieces = base_ ? shares * kPiecesPerThread : shares;
     Ranges outputs(pieces, shares);
-    at::parallel_for(0, shares, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t share = begin; share < end; ++share) {
-        shrinks.run(share, shrink);
-      }
-      outputs.take(begin, [&](int64_t piece) {
+    Team::share_out(shares, [&](int64_t share) {
+      shrinks.run(share, shrink);
+      outputs.take(share, [&](int64_t piece) {
         const int64_t first = first_output(piece, pieces), last = first_output(piece + 1, pieces);
         if (base_) {
           base_->run(first, last);
@@ -257,15 +253,6 @@ at::Tensor lora_linear_operator(const at::Tensor& x, const at::Tensor& panels, i
                      {permutation, chunk_start, chunk_length, chunk_lora_index}, bias ? &*bias : nullptr);
 }
 
-const float* checked_bias(const at::Tensor* bias, int64_t out_features) {
-  if (!bias) {
-    return nullptr;
-  }
-  TORCH_CHECK(bias->scalar_type() == at::kFloat && bias->dim() == 1 && bias->size(0) == out_features && bias->is_contiguous(),
-              "bias must be float32 [", out_features, "], not ", bias->scalar_type(), " ", bias->sizes());
-  return bias->const_data_ptr<float>();
-}
-
 }  // namespace
 
 void apply(const at::Tensor& x, const at::Tensor& y, int64_t first_slice, at::IntArrayRef slice_sizes,
@@ -287,18 +274,12 @@ at::Tensor lora_linear(const at::Tensor& x, const at::Tensor& panels, int64_t fi
   for (const int64_t size : slice_sizes) {
     out_features += size;
   }
-  const float* b = checked_bias(bias, out_features);
+  const Bias to_add(bias, out_features);
   const PackedLinear base(x, panels, out_features);
-  const at::Tensor& y = base.y;
-  Update(base.x, y, first_slice, slice_sizes, tables, blocks_of(segments), &base).run([&](int64_t begin, int64_t end) {
-    float* row = y.mutable_data_ptr<float>();
-    for (int64_t r = 0; b && r < y.size(0); ++r, row += out_features) {
-      for (int64_t n = begin; n < end; ++n) {
-        row[n] += b[n];
-      }
-    }
+  Update(base.x, base.y, first_slice, slice_sizes, tables, blocks_of(segments), &base).run([&](int64_t begin, int64_t end) {
+    to_add.add_to(base.task, begin, end);
   });
-  return y;
+  return base.y;
 }
 
 }  // namespace multilora

@@ -1,8 +1,10 @@
-"""decoder_layer, bit for bit against its operators one after the other."""
+"""decoder_layers, bit for bit against its operators one after the other."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ from multilora_kernels import (
     PackedLayerLinear,
     PackedWeight,
     add_rms_norm,
-    decoder_layer,
+    decoder_layers,
     lora_linear,
     lora_segments,
     packed_linear,
@@ -95,32 +97,45 @@ class Layer:
         mapping = torch.randint(-1, NUM_ADAPTERS, (num_tokens,), generator=self.generator)
         return tables, lora_segments(mapping, NUM_ADAPTERS)
 
-    def in_one_call(self, step: LayerStep | None = None) -> tuple[torch.Tensor, ...] | None:
-        """x, update, keys and values."""
+    def in_one_call(self, step=None, num_layers=1, on_layer=lambda: None) -> tuple[torch.Tensor, ...] | None:
+        """x, update, and the keys and values of each of so many layers, all like this one."""
         qkv, o, gate_up, down = (linear.packed() for linear in self.linears)
         packed = PackedLayer(self.norms[0], qkv, o, self.norms[1], gate_up, down, EPS)
-        keys, values = self.keys.clone(), self.values.clone()
-        results = decoder_layer(packed, self.x, self.update, keys, values, step or self.step)
-        return None if results is None else (*results, keys, values)
+        caches = [(self.keys.clone(), self.values.clone()) for _ in range(num_layers)]
+        layers = [(packed, keys, values, step or self.step) for keys, values in caches]
+        results = decoder_layers(layers, self.x, self.update, on_layer)
+        return None if results is None else (*results, *chain.from_iterable(caches))
 
-    def one_by_one(self) -> tuple[torch.Tensor, ...]:
+    def one_by_one(self, num_layers: int = 1) -> tuple[torch.Tensor, ...]:
         qkv, o, gate_up, down = self.linears
-        step, keys, values = self.step, self.keys.clone(), self.values.clone()
-        normed, x = add_rms_norm(self.x, self.update, self.norms[0], EPS)
-        heads = qkv.multiply(normed, step)
-        heads = rotary_attention(heads, step.cos, step.sin, keys, values, step.slots, step.sequences)
-        normed, x = add_rms_norm(x, o.multiply(heads, step), self.norms[1], EPS)
-        return x, down.multiply(silu_mul(gate_up.multiply(normed, step)), step), keys, values
+        x, update, step, caches = self.x, self.update, self.step, []
+        for _ in range(num_layers):
+            keys, values = self.keys.clone(), self.values.clone()
+            normed, x = add_rms_norm(x, update, self.norms[0], EPS)
+            heads = qkv.multiply(normed, step)
+            heads = rotary_attention(heads, step.cos, step.sin, keys, values, step.slots, step.sequences)
+            normed, x = add_rms_norm(x, o.multiply(heads, step), self.norms[1], EPS)
+            update = down.multiply(silu_mul(gate_up.multiply(normed, step)), step)
+            caches += [keys, values]
+        return x, update, *caches
 
 
-def assert_same_bits(layer: Layer) -> None:
-    done = layer.in_one_call()
+def assert_same_bits(layer: Layer, num_layers: int = 1) -> None:
+    done = layer.in_one_call(num_layers=num_layers)
     assert done is not None
-    for ours, expected in zip(done, layer.one_by_one(), strict=True):
+    for ours, expected in zip(done, layer.one_by_one(num_layers), strict=True):
         assert torch.equal(ours.nan_to_num(), expected.nan_to_num())
         assert ours.isnan().equal(expected.isnan())
     assert not done[0].isnan().any()
     assert not done[1].isnan().any()
+
+
+@pytest.fixture
+def num_threads(request) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("sequences", ["decode", "prefill", "chunks behind a prefix"])
@@ -136,6 +151,29 @@ def test_weights_of_16_bits_and_windows(weight_dtype):
     assert_same_bits(Layer("llama", "decode", has_adapters=True, weight_dtype=weight_dtype, window=33))
 
 
+@pytest.mark.parametrize("num_threads", [1, 2, 3, 7], indirect=True)
+@pytest.mark.parametrize("sequences", ["decode", "prefill"])
+@pytest.mark.parametrize("has_adapters", [False, True])
+@pytest.mark.usefixtures("num_threads")
+def test_layers_that_threads_compute_together_have_the_same_bits(sequences, has_adapters):
+    assert_same_bits(Layer("default model", sequences, has_adapters=has_adapters), num_layers=9)
+
+
+def test_who_watches_hears_of_each_layer_and_may_stop_them():
+    layer, heard = Layer("odd head_dim", "decode"), []
+
+    def hear() -> None:
+        heard.append(len(heard))
+        if len(heard) == 3:
+            raise KeyError("heard enough")
+
+    assert layer.in_one_call(num_layers=2, on_layer=hear) is not None
+    assert heard == [0, 1]
+    with pytest.raises(KeyError, match="heard enough"):
+        layer.in_one_call(num_layers=2, on_layer=hear)
+    assert_same_bits(layer)
+
+
 def test_what_an_operator_refuses_is_refused():
     layer = Layer("odd head_dim", "decode")
     layer.step.slots[1] = len(layer.keys)
@@ -143,6 +181,8 @@ def test_what_an_operator_refuses_is_refused():
         layer.in_one_call()
     with pytest.raises(TypeError, match="expected PagedSequences, not"):
         layer.in_one_call(layer.step._replace(sequences=None))
+    with pytest.raises(TypeError, match="expected a list of layers, not tuple"):
+        decoder_layers((), layer.x, layer.update)
 
 
 def test_it_leaves_the_operators_to_whoever_must_see_them():

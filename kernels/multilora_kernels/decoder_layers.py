@@ -1,18 +1,19 @@
-"""`decoder_layer`: a whole layer of a Llama-like decoder in one call.
+"""`decoder_layers`: the layers of a Llama-like decoder in one call.
 
 A decode step of a small model on a CPU is hundreds of short operators, and what lies between them counts: Python's code
 and objects have left the caches whenever it runs again, because every layer's weights pass through them, and threads
-that wait for longer than some microseconds go to sleep.
+that wait for longer than some microseconds go to sleep. Here they stay together until the last layer is done.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
 from multilora_kernels.attention import PagedSequences
-from multilora_kernels.cpu import decoder_layer_directly
+from multilora_kernels.cpu import decoder_layers_directly
 from multilora_kernels.linear import PackedWeight
 from multilora_kernels.segments import LoRASegments
 from multilora_kernels.tables import LoRATables
@@ -66,23 +67,22 @@ class LayerStep(NamedTuple):
     segments: LoRASegments | None
 
 
-def decoder_layer(
-    layer: PackedLayer,
+def decoder_layers(
+    layers: list[tuple[PackedLayer, torch.Tensor, torch.Tensor, LayerStep]],
     x: torch.Tensor,
     update: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    step: LayerStep,
+    on_layer: Callable[[], object] = lambda: None,
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """x += update; x += attention(norm(x)); then x and mlp(norm(x)), which the next layer adds to it.
+    """For each layer x += update; x += attention(norm(x)); update = mlp(norm(x)); then x and update.
 
     Bit for bit what `add_rms_norm`, `lora_linear` (`packed_linear` in a step without adapters), `rotary_attention` and
     `silu_mul` give one by one.
 
-    x, update: [num_tokens, hidden_size] float32. keys, values: [num_slots, num_kv_heads, head_dim], the layer's,
-    written in place. Raises RuntimeError as its operators do, for shapes that do not fit and slots that are none.
-    None, with nothing done, where those are needed: on anything but compiled kernels and plain CPU tensors.
+    layers: the weights, keys, values and step of each; keys, values: [num_slots, num_kv_heads, head_dim], written in
+    place. x, update: [num_tokens, hidden_size] float32. on_layer: called before each layer.
+    Raises what on_layer raises, and RuntimeError as its operators do, for shapes that do not fit and slots that are
+    none. None, with nothing done, where those are needed: on anything but compiled kernels and plain CPU tensors.
     """
     if torch.compiler.is_compiling():
         return None
-    return decoder_layer_directly(layer, x, update, keys, values, step)
+    return decoder_layers_directly(layers, x, update, on_layer)
