@@ -27,11 +27,11 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Annotated
 
+import msgspec
 import torch
 import typer
 from bench_adapters import p99, random_wire
@@ -206,7 +206,7 @@ class Bench:
 
 def unending(sampling: SamplingParams, seed: int) -> SamplingParams:
     """The same, with neither an end token nor a last one, and a seed."""
-    return replace(sampling, max_tokens=1 << 30, end_id=-1, seed=seed)
+    return msgspec.structs.replace(sampling, max_tokens=1 << 30, end_id=-1, seed=seed)
 
 
 def seconds_of(task: Callable[[], object]) -> float:

@@ -12,6 +12,8 @@ from enum import Enum
 from random import Random
 from typing import TYPE_CHECKING, Literal
 
+import msgspec
+
 if TYPE_CHECKING:
     import torch
 
@@ -26,8 +28,7 @@ FinishReason = Literal["stop", "length", "cancelled"]
 GuideType = Literal["json", "json_schema", "regex", "ebnf_grammar"]
 
 
-@dataclass(frozen=True, slots=True)
-class Guide:
+class Guide(msgspec.Struct, frozen=True):
     """What the answer must parse as: a JSON object or array, a JSON schema, a regular expression, or a grammar.
 
     text: the schema, expression (Rust's syntax) or grammar (GBNF with a `root`, or Lark with a `start`); unused for
@@ -38,8 +39,7 @@ class Guide:
     text: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
+class SamplingParams(msgspec.Struct, frozen=True):
     """How the next token is chosen, and when to stop.
 
     Greedy when `temperature` is 0 or `top_k` is 1. `top_k` 0, `top_p` 1 and `min_p` 0 mean no restriction. `seed` None
@@ -108,8 +108,7 @@ class SamplingParams:
         return decays or penalises or forbids or tells or self.beam_width > 1
 
 
-@dataclass(frozen=True, slots=True)
-class GenerationRequest:
+class GenerationRequest(msgspec.Struct, frozen=True):
     """One prompt, as the engine accepts it.
 
     request_id: unique inside the engine (the fronts make it; a client's own id need not be unique).
@@ -128,16 +127,14 @@ class GenerationRequest:
     lora_name: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogProb:
+class TokenLogProb(msgspec.Struct, frozen=True):
     """Log-probability of a chosen token, and of the most probable ones, best first: (token id, log-probability)."""
 
     log_prob: float
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class PerfMetrics:
+class PerfMetrics(msgspec.Struct, frozen=True):
     """Times of one request in nanoseconds since the epoch (0: did not happen), and the KV cache blocks it was given.
 
     The times are by the clock as it was set at the request's end, so that what is between them was measured.
@@ -154,8 +151,7 @@ class PerfMetrics:
     kv_cache_reused_blocks: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class BeamOutput:
+class BeamOutput(msgspec.Struct, frozen=True):
     """One of the answers of a beam search.
 
     log_probs: of each token. They and their sum are what the search ranked by.
@@ -168,8 +164,7 @@ class BeamOutput:
     cum_log_prob: float
 
 
-@dataclass(frozen=True, slots=True)
-class TokenOutput:
+class TokenOutput(msgspec.Struct, frozen=True, omit_defaults=True):
     """What one step gave one request. Concatenating `token_ids` and `text` over a request gives the whole answer.
 
     token_ids: the tokens whose text is complete in this output; tokens that end inside a UTF-8 character, or that
@@ -196,12 +191,12 @@ class TokenOutput:
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     lora_digest: str = ""
-    log_probs: list[TokenLogProb] = field(default_factory=list)
+    log_probs: list[TokenLogProb] = []
     cum_log_prob: float = 0.0
     generation_logits: bytes = b""
     context_logits: bytes = b""
     perf: PerfMetrics | None = None
-    beams: list[BeamOutput] = field(default_factory=list)
+    beams: list[BeamOutput] = []
 
     @property
     def is_final(self) -> bool:
@@ -331,12 +326,16 @@ class Sequence:
 
     def release_log_probs(self, num_tokens: int) -> list[TokenLogProb]:
         """Those of the next `num_tokens` tokens that leave; none when the request did not ask for them."""
+        if not self.held_log_probs:
+            return []
         released, self.held_log_probs = self.held_log_probs[:num_tokens], self.held_log_probs[num_tokens:]
         self.cum_log_prob += sum(token.log_prob for token in released)
         return released
 
     def release_logits(self, num_tokens: int) -> tuple[bytes, bytes]:
         """Those of the prompt, if they have not left yet, and those of the next `num_tokens` tokens that leave."""
+        if not self.held_logits and not self.context_logits:
+            return b"", b""
         context, self.context_logits = self.context_logits, []
         released, self.held_logits = self.held_logits[:num_tokens], self.held_logits[num_tokens:]
         return b"".join(context), b"".join(released)

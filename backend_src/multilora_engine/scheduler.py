@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Set
-from dataclasses import dataclass
+
+import msgspec
 
 from multilora_engine.fair_queue import FairQueue
 from multilora_engine.kv_cache import BlockAllocator, BlockCopy
@@ -19,8 +20,7 @@ _LOOK_AHEAD = 8
 """Adapters that are brought to the device before there is a place for their sequences."""
 
 
-@dataclass(frozen=True)
-class ScheduledSequence:
+class ScheduledSequence(msgspec.Struct, frozen=True):
     """`num_tokens` tokens of `sequence`, from `num_computed_tokens` (as it was when scheduled) on.
 
     is_sampled: the step computes its last token, so the logits give the next one.

@@ -13,10 +13,10 @@ import copy
 import json
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from tokenizers import Tokenizer as TokenizerBackend
 from transformers import PreTrainedTokenizerFast
 
@@ -105,8 +105,7 @@ class Tokenizer:
         return b"".join(map(self.token_bytes, token_ids)).decode("utf-8", "replace")
 
 
-@dataclass(frozen=True, slots=True)
-class TextDelta:
+class TextDelta(msgspec.Struct, frozen=True):
     """What one more token decided. `stopped`: a stop word was completed, and nothing may follow."""
 
     token_ids: list[int]

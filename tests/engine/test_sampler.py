@@ -72,6 +72,18 @@ def test_draws_follow_the_distribution_that_transformers_defines(
     torch.testing.assert_close(frequencies, probabilities, rtol=0, atol=0.035)
 
 
+@pytest.mark.parametrize("length", [37, 64, 260, 1000, 4096, 49_152, 50_257])
+@pytest.mark.parametrize("k", [1, 5, 64])
+def test_the_largest_of_many_are_those_of_topk(length: int, k: int) -> None:
+    k = min(k, length)
+    # A permutation, so that there are no two ways to order them; rows whose largest lie side by side, and at the end.
+    scattered = torch.stack([torch.randperm(length, generator=torch.Generator().manual_seed(i)) for i in range(3)])
+    ascending = torch.arange(length)
+    x = torch.cat((scattered, torch.stack((ascending, ascending.flip(0))))).float()
+    for ours, expected in zip(sampler._largest(x, k), x.topk(k), strict=True):
+        assert torch.equal(ours, expected)
+
+
 def test_a_draw_never_falls_behind_the_last_token_that_is_left() -> None:
     """A uniform number that rounds to 1 in float32."""
     scores = torch.tensor([[0.0, 0.0, -torch.inf, 0.0, -torch.inf]])

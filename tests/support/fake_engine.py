@@ -5,11 +5,12 @@ Run as a program it is an engine process, for tests of what happens when one die
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import signal
 import threading
 from collections.abc import Callable
+
+import msgspec
 
 from multilora_engine.config import EngineConfig
 from multilora_engine.engine_info import EngineInfo
@@ -139,7 +140,7 @@ class FakeEngine:
             BeamOutput(ids, "".join(map(text_of, ids)), reason, [TokenLogProb(-1.0) for _ in ids], -float(len(ids)))
             for ids, reason in answers
         ]
-        return dataclasses.replace(self._output(request, [], "stop"), beams=beams)
+        return msgspec.structs.replace(self._output(request, [], "stop"), beams=beams)
 
     def _next(self, request: GenerationRequest) -> TokenOutput:
         if request.sampling.beam_width > 1:

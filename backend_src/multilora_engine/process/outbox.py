@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable
 from itertools import chain
+
+import msgspec
 
 from multilora_engine.request import TokenOutput
 
@@ -45,7 +46,7 @@ def join_outputs(outputs: Iterable[TokenOutput]) -> list[TokenOutput]:
 
 def _join(outputs: list[TokenOutput]) -> TokenOutput:
     """Totals and the end are those of the last one."""
-    return dataclasses.replace(
+    return msgspec.structs.replace(
         outputs[-1],
         token_ids=list(chain.from_iterable(output.token_ids for output in outputs)),
         text="".join(output.text for output in outputs),

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from random import Random
 from types import MappingProxyType
+
+import msgspec
 
 from multilora_engine.engine_info import EngineInfo
 from multilora_engine.errors import InvalidRequest
@@ -118,7 +119,7 @@ def _sampling_of(sampling: SamplingParams, sequence_index: int) -> SamplingParam
     """The first sequence is what a request for one alone gets; the others draw from seeds of their own."""
     if sampling.seed is None or sequence_index == 0:
         return sampling
-    return dataclasses.replace(sampling, seed=Random(f"{sampling.seed} {sequence_index}").getrandbits(64))
+    return msgspec.structs.replace(sampling, seed=Random(f"{sampling.seed} {sequence_index}").getrandbits(64))
 
 
 def _transcripts(

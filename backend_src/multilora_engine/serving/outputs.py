@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -14,8 +14,7 @@ from multilora_engine.request import PerfMetrics, TokenOutput
 _Column = TypeVar("_Column")
 
 
-@dataclass(frozen=True)
-class RowAnswer:
+class RowAnswer(msgspec.Struct, frozen=True):
     """What a response says about one sequence of a row. `finish_reason` is empty while there is more to come.
 
     log_probs, of the answer's tokens in this response, and perf are None when there is nothing to say of them.
@@ -42,8 +41,7 @@ class RowAnswer:
     spelled: list[list[bytes]] | None = None
 
 
-@dataclass(frozen=True)
-class ReplyRow:
+class ReplyRow(msgspec.Struct, frozen=True):
     """Which row of its request an engine request is, which of the row's sequences, the adapter it asked for, and what
     else it wants to know. token_bytes: how tokens are spelled, for one that wants to know.
     """

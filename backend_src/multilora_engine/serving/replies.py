@@ -5,13 +5,13 @@ Every Triton request gets exactly one final response; the final flag rides on th
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -154,7 +154,7 @@ class Transcript:
         return [self._beam_answer(index, beam, self.last) for index, beam in enumerate(beams)]
 
     def _whole(self, last: TokenOutput) -> TokenOutput:
-        return dataclasses.replace(
+        return msgspec.structs.replace(
             last,
             token_ids=self.token_ids,
             text=self.text,
@@ -164,9 +164,9 @@ class Transcript:
         )
 
     def _beam_answer(self, index: int, beam: BeamOutput, output: TokenOutput) -> RowAnswer:
-        row = dataclasses.replace(self.row, sequence_index=index)
+        row = msgspec.structs.replace(self.row, sequence_index=index)
         return row.answer(
-            dataclasses.replace(
+            msgspec.structs.replace(
                 output,
                 token_ids=self.token_ids + beam.token_ids,
                 text=self.text + beam.text,

@@ -1,9 +1,9 @@
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from support.fake_triton import LOG_PROB_NAMES, OUTPUT_NAMES, PERF_NAMES
@@ -47,7 +47,7 @@ def test_every_output_has_the_shape_and_dtype_of_the_configuration() -> None:
 
 def test_the_sequences_of_a_row_are_its_beams() -> None:
     told = {"log_probs": [], "perf": PerfMetrics()}
-    rows = [dataclasses.replace(answer, sequence_index=i, **told) for answer in (FIRST, SECOND) for i in range(3)]
+    rows = [msgspec.structs.replace(answer, sequence_index=i, **told) for answer in (FIRST, SECOND) for i in range(3)]
     arrays = output_arrays(rows, OUTPUT_NAMES, pad_id=9, num_sequences=3)
     assert arrays["output_log_probs"].shape == (2, 3, 0)
     assert arrays["output_ids"].tolist() == [[[1, 2, 3]] * 3, [[4, 9, 9]] * 3]
@@ -110,7 +110,7 @@ def test_logits_and_top_log_probs_are_filled_up_to_the_longest() -> None:
         TokenOutput("a", [1, 2], "x", log_probs=top, generation_logits=logits[:2].tobytes(), context_logits=b""),
         TokenOutput("b", [3], "y", log_probs=top[:1], generation_logits=logits[2:3].tobytes()),
     ]
-    outputs = [dataclasses.replace(o, context_logits=logits[: i + 2].tobytes()) for i, o in enumerate(outputs)]
+    outputs = [msgspec.structs.replace(o, context_logits=logits[: i + 2].tobytes()) for i, o in enumerate(outputs)]
     arrays = output_arrays([row.answer(output) for output in outputs], LOGITS_NAMES, 0)
     zeros = [0.0] * 3
     assert {name: array.tolist() for name, array in arrays.items()} == {
@@ -130,7 +130,7 @@ def test_logits_and_top_log_probs_are_filled_up_to_the_longest() -> None:
 
 
 def test_outputs_that_were_not_asked_for_are_left_out() -> None:
-    told_of_one = dataclasses.replace(SECOND, log_probs=[], perf=PerfMetrics())
+    told_of_one = msgspec.structs.replace(SECOND, log_probs=[], perf=PerfMetrics())
     for answers in ([FIRST], [FIRST, told_of_one]):
         built = output_arrays(answers, {*OUTPUT_NAMES, *LOGITS_NAMES}, 0)
         assert set(built) == {*OUTPUT_NAMES} - {*LOG_PROB_NAMES, *PERF_NAMES}

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
-import dataclasses
-
+import msgspec
 import numpy as np
 import pytest
 from support.fake_triton import FakeRequest, FakeTensor
@@ -63,7 +62,7 @@ def test_what_a_stream_says_again_is_the_same_tensor_and_what_is_new_another(mon
     tell(reply, token("a", 2))
     assert sorted(made) == ["output_ids", "text_output"]
     made.clear()
-    tell(reply, dataclasses.replace(token("b", 3), lora_digest="d"))
+    tell(reply, msgspec.structs.replace(token("b", 3), lora_digest="d"))
     assert sorted(made) == ["batch_index", "lora_digest", "output_ids", "text_output"]
     assert [response.arrays["batch_index"].item() for response in request.sender.responses] == [0, 0, 1]
     assert [response.arrays["lora_digest"].item() for response in request.sender.responses] == [b"", b"", b"d"]
@@ -135,7 +134,7 @@ def test_logits_of_the_prompt_come_once_and_those_of_the_answer_with_its_tokens(
     logits = np.arange(8, dtype=np.float32).reshape(4, 2)
     tops = [TokenLogProb(-0.5, ((token_id, -0.5),)) for token_id in range(3)]
     first = TokenOutput("a", [1, 2], "x", log_probs=tops[:2], generation_logits=logits[:2].tobytes())
-    tell(reply, dataclasses.replace(first, context_logits=logits[3:].tobytes()))
+    tell(reply, msgspec.structs.replace(first, context_logits=logits[3:].tobytes()))
     last = TokenOutput("a", [3], "y", "stop", log_probs=tops[2:], generation_logits=logits[2:3].tobytes())
     tell(reply, last)
     responses = [response.arrays for response in request.sender.wait()]
