@@ -132,13 +132,13 @@ def _add_log_probs(
 
 
 def _draw(logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
-    """Inverse-CDF sampling over the tokens that temperature, top_k, top_p and min_p leave. Takes logits as its own.
+    """Inverse-CDF sampling over the tokens that temperature, top_k, top_p and min_p leave.
 
     Which way a row goes depends on its own request and logits alone, so its neighbours never change what it draws.
     """
     parameters = [sequence.request.sampling for sequence in sequences]
     temperature = _column([max(p.temperature, _MIN_TEMPERATURE) for p in parameters], logits)
-    probabilities = logits.div_(temperature)
+    probabilities = logits / temperature
     torch.softmax(probabilities, dim=-1, out=probabilities)
     uniform = _column([sequence.random.random() for sequence in sequences], logits)
     restrictions = [_restriction(sequence, logits.shape[1]) for sequence in sequences]
@@ -258,8 +258,11 @@ def _column(values: list[float] | list[int], like: torch.Tensor) -> torch.Tensor
 
 
 def _rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """A copy of some rows. On a CPU indexing with a tensor takes up to ten times as long."""
-    return x.index_select(0, index)
+    """Rows in ascending order: x itself if it has no others, else a copy.
+
+    On a CPU indexing with a tensor would take up to ten times as long.
+    """
+    return x if len(index) == len(x) else x.index_select(0, index)
 
 
 def _index(rows: list[int], like: torch.Tensor) -> torch.Tensor:
