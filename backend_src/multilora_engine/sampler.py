@@ -138,14 +138,13 @@ def _draw(logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
     """
     parameters = [sequence.request.sampling for sequence in sequences]
     temperature = _column([max(p.temperature, _MIN_TEMPERATURE) for p in parameters], logits)
-    probabilities = logits / temperature
-    torch.softmax(probabilities, dim=-1, out=probabilities)
+    probabilities = _normalise_exponentials(logits / temperature)
     uniform = _column([sequence.random.random() for sequence in sequences], logits)
     restrictions = [_restriction(sequence, logits.shape[1]) for sequence in sequences]
     token_ids = torch.empty(len(sequences), dtype=torch.int64, device=logits.device)
     if free := [row for row, restriction in enumerate(restrictions) if restriction is None]:
         index = _index(free, logits)
-        token_ids[index] = _invert(_rows(probabilities, index).cumsum(dim=-1), uniform[index])
+        token_ids[index] = _invert(_rows(probabilities, index).cumsum_(dim=-1), uniform[index])
     if restricted := [row for row, restriction in enumerate(restrictions) if restriction is not None]:
         columns = [_column(list(values), logits) for values in zip(*filter(None, restrictions), strict=True)]
         index = _index(restricted, logits)
@@ -255,6 +254,12 @@ def _num_since(token_ids: list[int], reset_id: int) -> int:
 
 def _column(values: list[float] | list[int], like: torch.Tensor) -> torch.Tensor:
     return to_device(torch.tensor(values, dtype=torch.float32), like.device).unsqueeze(1)
+
+
+def _normalise_exponentials(x: torch.Tensor) -> torch.Tensor:
+    """The softmax of each row, in place: memory of this size that the system has just given takes longer to fill."""
+    x.sub_(x.amax(dim=-1, keepdim=True)).exp_()
+    return x.div_(x.sum(dim=-1, keepdim=True))
 
 
 def _rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

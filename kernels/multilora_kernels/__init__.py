@@ -6,7 +6,7 @@ which adapter, built once per step), `lora_shrink` and `lora_expand` (one call e
 (both in one), `lora_linear` (the base linear with them); `PackedWeight`, `packed_linear` and `packed_embedding` (the
 base model's weights and their use) and `HugePages` (where they lie); `paged_attention` over `PagedSequences` where
 `has_paged_attention`, and `rotary_attention` (with what comes before it); `add_rms_norm` and `silu_mul` (what lies
-between linears); `decoder_layer` (all of these in one call, for a `PackedLayer` of `PackedLayerLinear`s in a
+between linears); `decoder_layers` (all of these in one call, for `PackedLayer`s of `PackedLayerLinear`s in a
 `LayerStep`); and `load_cpu_kernels` (builds the CPU operators ahead of their first use).
 """
 

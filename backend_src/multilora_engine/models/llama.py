@@ -195,8 +195,10 @@ class LlamaModel:
             for layer, (keys, values) in layers
             if layer.packed is not None and step.packed
         ]
-        if packed and (done := decoder_layers(packed, x, update, on_layer)) is not None:
-            return done
+        if packed:
+            assert len(packed) == len(layers), "layers of one model are packed or not, all of them"
+            if (done := decoder_layers(packed, x, update, on_layer)) is not None:
+                return done
         for layer, (keys, values) in layers:
             on_layer()
             x, update = layer.forward(x, update, keys, values, step)
