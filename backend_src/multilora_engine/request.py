@@ -1,7 +1,8 @@
 """What crosses the engine's door: a request in (`GenerationRequest`), tokens out (`TokenOutput`).
 
-`GenerationRequest` and `TokenOutput` are frozen values made of plain Python types (msgspec carries them between
-processes as they are). `Sequence` is the engine's own mutable state of one request and never leaves it.
+`GenerationRequest` and `TokenOutput` are frozen values made of plain Python types: structs, which msgspec carries
+between processes as they are, and which are made in a tenth of the time that frozen dataclasses take. `Sequence` is the
+engine's own mutable state of one request and never leaves it.
 """
 
 from __future__ import annotations

@@ -166,9 +166,9 @@ def _draw_from_best(
 ) -> torch.Tensor:
     """A token of each row of those that the columns top_k, top_p and min_p leave. uniform and columns: [rows, 1].
 
-    They leave the most probable ones up to some place, which is nearly always among the first `_NUM_CANDIDATES`: on a
-    CPU only rows where it is not are searched for more, and in the end sorted. A GPU sorts faster than it could be
-    asked.
+    They leave the most probable ones up to some place, which is nearly always among the first `num_candidates`, by
+    default `_NUM_CANDIDATES`: on a CPU only rows where it is not are searched for more, and in the end sorted. A GPU
+    sorts faster than it could be asked.
     """
     num_candidates = num_candidates or _NUM_CANDIDATES
     if probabilities.is_cuda or probabilities.shape[1] <= _LEAST_SHARE * num_candidates:
@@ -205,6 +205,8 @@ def _largest(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
 
     A row is cut into groups; the k largest elements lie in the k groups with the largest maxima, and only these and
     what is left at the row's end are looked at one by one.
+
+    x: [rows, length], on a CPU; 1 <= k <= length. Returns both as [rows, k], the places int64.
     """
     num_rows, length = x.shape
     # As many groups as elements in k of them, about.

@@ -99,7 +99,10 @@ class MLP:
 
 
 class LlamaLayer:
-    """x += attention(norm(x)); x += mlp(norm(x))."""
+    """x += attention(norm(x)); x += mlp(norm(x)).
+
+    packed: its weights for `decoder_layers`; None where only its operators, one by one, can compute it.
+    """
 
     def __init__(self, config: ModelConfig, layer: int, placement: Placement) -> None:
         self._eps = config.rms_norm_eps

@@ -32,6 +32,8 @@ class Waiting {
   }
 
  private:
+  // Some ten microseconds, longer than what a leader does between two jobs. Behind that a thread that we wait for was put
+  // aside; beside other processes, steps that slept until it was back took 9 and 15 % longer than those that yield.
   static constexpr int64_t kLooks = 1000;
 
   int64_t looks_ = 0;
