@@ -11,7 +11,12 @@ import torch
 import torch.nn.functional as F
 
 from multilora_kernels import operators
-from multilora_kernels.cpu import packed_embedding_directly, packed_linear_directly, panel_width
+from multilora_kernels.cpu import (
+    packed_embedding_directly,
+    packed_linear_directly,
+    panel_width,
+    panels_are_tiles,
+)
 from multilora_kernels.dispatch import load_operators
 from multilora_kernels.huge_pages import HugePages
 
@@ -20,12 +25,14 @@ class PackedWeight:
     """The weight [out_features, in_features] of a linear or of an embedding, in the layout of its device.
 
     data: on a CPU with compiled kernels [num_panels, in_features, panel_width]: panel p holds the outputs from
-    p * panel_width on, input by input, and zeros beyond `out_features`. Elsewhere [out_features, in_features].
+    p * panel_width on, input by input, and zeros beyond `out_features`; with `is_tiled` in the order of `_tiles`.
+    Elsewhere [out_features, in_features].
     """
 
-    def __init__(self, data: torch.Tensor, out_features: int) -> None:
+    def __init__(self, data: torch.Tensor, out_features: int, is_tiled: bool = False) -> None:
         self.data = data
         self.shape = torch.Size((out_features, data.shape[1]))
+        self.is_tiled = is_tiled
 
     @classmethod
     def empty(
@@ -45,7 +52,8 @@ class PackedWeight:
         width = panel_width() if device.type == "cpu" and compute_dtype == torch.float32 else None
         if width is None:
             return cls(torch.empty(out_features, in_features, dtype=dtype, device=device), out_features)
-        return cls(pages.zeros((-(-out_features // width), in_features, width), dtype), out_features)
+        panels = pages.zeros((-(-out_features // width), in_features, width), dtype)
+        return cls(panels, out_features, panels_are_tiles(dtype, in_features))
 
     @property
     def is_packed(self) -> bool:
@@ -60,8 +68,7 @@ class PackedWeight:
         width, end = self.data.shape[2], first + len(rows)
         for panel in range(first // width, -(-end // width)):
             begin, stop = max(first, panel * width), min(end, (panel + 1) * width)
-            lanes = slice(begin - panel * width, stop - panel * width)
-            self.data[panel, :, lanes].copy_(rows[begin - first : stop - first].T)
+            self._copy_lanes(panel, begin - panel * width, rows[begin - first : stop - first])
 
     def rows(self, first: int, count: int) -> torch.Tensor:
         """A copy of the outputs first .. first + count, [count, in_features] in the storage dtype."""
@@ -69,8 +76,31 @@ class PackedWeight:
             return self.data[first : first + count].clone()
         width = self.data.shape[2]
         panels = self.data[first // width : -(-(first + count) // width)]
-        outputs = panels.transpose(1, 2).reshape(-1, self.shape[1])
-        return outputs[first % width :][:count].clone()
+        outputs = _tiles(panels).permute(0, 1, 4, 2, 3, 5) if self.is_tiled else panels.transpose(1, 2)
+        return outputs.reshape(-1, self.shape[1])[first % width :][:count].clone()
+
+    def _copy_lanes(self, panel: int, first: int, rows: torch.Tensor) -> None:
+        """Store some outputs of a panel, from its output `first` on."""
+        if not self.is_tiled:
+            self.data[panel, :, first : first + len(rows)].copy_(rows.T)
+            return
+        tiles, end = _tiles(self.data)[panel], first + len(rows)
+        num_outputs = tiles.shape[3]
+        for column in range(first // num_outputs, -(-end // num_outputs)):
+            begin, stop = max(first, column * num_outputs), min(end, (column + 1) * num_outputs)
+            lanes = slice(begin - column * num_outputs, stop - column * num_outputs)
+            pairs = rows[begin - first : stop - first].reshape(stop - begin, *tiles.shape[1:3], 2)
+            tiles[column, :, :, lanes].copy_(pairs.permute(1, 2, 0, 3))
+
+
+def _tiles(panels: torch.Tensor) -> torch.Tensor:
+    """[num_panels, panel_width / 16, in_features / 32, 16, 16, 2]: what a matrix unit's registers hold, one tile each.
+
+    A tile is the weights of 32 inputs for 16 outputs: by pairs of inputs, the two weights of every output side by side,
+    as `tdpbf16ps` takes them (Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2).
+    """
+    num_panels, in_features, width = panels.shape
+    return panels.view(num_panels, width // 16, in_features // 32, 16, 16, 2)
 
 
 def packed_linear(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -19,7 +19,13 @@ _FOLDER = Path(__file__).parent
 def _available_capabilities() -> list[str]:
     """Instruction sets of this machine that the library knows, widest first."""
     flags = set(Path("/proc/cpuinfo").read_text().split())
-    needed = {"avx512": {"avx512f", "avx512bw", "avx512vl"}, "avx2": {"avx2", "fma", "f16c"}, "default": set()}
+    avx512 = {"avx512f", "avx512bw", "avx512vl"}
+    needed = {
+        "amx": avx512 | {"avx512_bf16", "amx_tile", "amx_bf16"},
+        "avx512": avx512,
+        "avx2": {"avx2", "fma", "f16c"},
+        "default": set(),
+    }
     return [name for name, wanted in needed.items() if wanted <= flags]
 
 

@@ -17,8 +17,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # The weights are exact in float64 and every product is one float32 operation: storage does not widen the bounds.
 RTOL, ATOL = 2e-5, 2e-5
 ROWS = (1, 2, 3, 7, 8, 9, 10, 63, 64, 65, 133)
-SHAPES = [(1, 1), (7, 3), (47, 16), (48, 129), (49, 128), (145, 77), (311, 260)]
-"""(out_features, in_features): around a panel's 48, 24 or 24 outputs and a block's 128 inputs."""
+SHAPES = [(1, 1), (7, 3), (47, 16), (48, 129), (49, 128), (145, 77), (311, 260), (1, 32), (96, 64), (200, 2016)]
+"""(out_features, in_features): around a panel's 48, 24 or 24 outputs and a block's 256 inputs; tiles of 32 inputs."""
 
 
 def random_weight(out_features: int, in_features: int, dtype: torch.dtype) -> torch.Tensor:
@@ -47,9 +47,10 @@ def test_it_equals_float64_for_every_shape_dtype_and_number_of_rows(shape, dtype
         torch.testing.assert_close(y.double(), x.double() @ weight.double().T, rtol=RTOL, atol=ATOL)
 
 
+@pytest.mark.parametrize("in_features", [700, 704])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_is_the_same_bits_whoever_else_is_there_and_however_many_threads(dtype):
-    weight, x = packed(random_weight(311, 700, dtype)), random_rows(300, 700)
+def test_a_row_is_the_same_bits_whoever_else_is_there_and_however_many_threads(dtype, in_features):
+    weight, x = packed(random_weight(311, in_features, dtype)), random_rows(300, in_features)
     expected = packed_linear(x, weight)
     threads = torch.get_num_threads()
     for n in (1, 2, 3, 7):
@@ -71,10 +72,11 @@ def test_the_bias_is_added_to_every_row():
     torch.testing.assert_close(packed_linear(x, packed(weight), bias), expected, rtol=RTOL, atol=ATOL)
 
 
+@pytest.mark.parametrize("in_features", [5, 96])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_come_back_as_they_were_stored_wherever_the_parts_of_a_fused_weight_end(dtype):
-    weight = random_weight(200, 5, dtype)
-    fused = PackedWeight.empty(200, 5, dtype, CPU, torch.float32, HugePages())
+def test_rows_come_back_as_they_were_stored_wherever_the_parts_of_a_fused_weight_end(dtype, in_features):
+    weight = random_weight(200, in_features, dtype)
+    fused = PackedWeight.empty(200, in_features, dtype, CPU, torch.float32, HugePages())
     for first, end in ((170, 200), (0, 23), (23, 24), (24, 97), (97, 170)):
         fused.copy_rows(first, weight[first:end])
     assert fused.shape == weight.shape
@@ -82,12 +84,13 @@ def test_rows_come_back_as_they_were_stored_wherever_the_parts_of_a_fused_weight
     assert fused.rows(23, 101).equal(weight[23:124])
 
 
+@pytest.mark.parametrize("in_features", [37, 96])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_embeddings_are_the_rows_of_the_weight(dtype):
-    weight = random_weight(150, 37, dtype)
+def test_embeddings_are_the_rows_of_the_weight(dtype, in_features):
+    weight = random_weight(150, in_features, dtype)
     ids = torch.tensor([0, 149, 47, 48, 95, 96, 149])
     assert packed_embedding(ids, packed(weight), torch.float32).equal(weight[ids].float())
-    assert packed_embedding(ids[:0], packed(weight), torch.float32).shape == (0, 37)
+    assert packed_embedding(ids[:0], packed(weight), torch.float32).shape == (0, in_features)
 
 
 @pytest.mark.parametrize("token", [-1, 150])

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 RTOL, ATOL = 3e-5, 3e-5
-WIDE = LinearShape(in_features=520, slice_sizes=(600, 1, 71))
+WIDE = LinearShape(in_features=544, slice_sizes=(600, 1, 71))
 """Enough work for several threads, and slices that end inside of a panel."""
 
 

@@ -1,6 +1,7 @@
 """The CPU operators: C++ compiled once per machine (`build.py`), or the reference where there is no compiler.
 
-The widest instructions of the processor are used; `MULTILORA_CPU_CAPABILITY` = avx512, avx2 or default picks others.
+The widest instructions of the processor are used: amx (avx512, and a matrix unit for linears of bfloat16 weights),
+avx512, avx2 or default; `MULTILORA_CPU_CAPABILITY` picks others.
 """
 
 from __future__ import annotations
@@ -66,6 +67,14 @@ def linear_directly(
 def panel_width() -> int | None:
     """Outputs of one panel of packed weights (`linear.py`) on this processor; None where nothing is compiled."""
     return torch.ops.multilora.cpu_panel_width() if load_cpu_kernels() else None
+
+
+def panels_are_tiles(dtype: torch.dtype, in_features: int) -> bool:
+    """Whether a matrix unit multiplies weights of such a type and width here, so that their panels are its tiles.
+
+    Only where `panel_width` is not None.
+    """
+    return torch.ops.multilora.cpu_panels_are_tiles(dtype, in_features)  # type: ignore[no-any-return]
 
 
 def packed_linear_directly(x: torch.Tensor, panels: torch.Tensor, out_features: int) -> torch.Tensor | None:

@@ -8,6 +8,15 @@
 #include <string>
 
 namespace multilora {
+namespace {
+
+[[maybe_unused]] Capability with_unit(Capability capability, const MatrixUnit& unit) {
+  capability.name = unit.name;
+  capability.matrix_unit = &unit;
+  return capability;
+}
+
+}  // namespace
 
 const Capability& capability() {
 #if defined(__x86_64__)
@@ -17,6 +26,10 @@ const Capability& capability() {
     const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
     const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512vl");
+    static const Capability amx = with_unit(kAvx512, kAmx);
+    if (has_avx512 && allowed(amx) && kAmx.is_available()) {
+      return amx;
+    }
     if (has_avx512 && allowed(kAvx512)) {
       return kAvx512;
     }
@@ -26,6 +39,10 @@ const Capability& capability() {
 #else
   return kPlain;
 #endif
+}
+
+const MatrixUnit* matrix_unit_for(c10::ScalarType dtype, int64_t in_features) {
+  return dtype == c10::kBFloat16 && in_features % kMatrixInputs == 0 ? capability().matrix_unit : nullptr;
 }
 
 const Kernels& kernels_of(c10::ScalarType dtype) {
@@ -45,6 +62,7 @@ namespace {
 
 std::string cpu_capability() { return capability().name; }
 int64_t cpu_panel_width() { return capability().panel_width; }
+bool cpu_panels_are_tiles(c10::ScalarType dtype, int64_t in_features) { return matrix_unit_for(dtype, in_features) != nullptr; }
 
 }  // namespace
 }  // namespace multilora
@@ -52,4 +70,5 @@ int64_t cpu_panel_width() { return capability().panel_width; }
 TORCH_LIBRARY_FRAGMENT(multilora, m) {
   m.def("cpu_capability() -> str", multilora::cpu_capability);
   m.def("cpu_panel_width() -> int", multilora::cpu_panel_width);
+  m.def("cpu_panels_are_tiles(ScalarType dtype, int in_features) -> bool", multilora::cpu_panels_are_tiles);
 }

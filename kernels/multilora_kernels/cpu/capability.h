@@ -10,6 +10,9 @@ namespace multilora {
 // The widest of this processor, or the narrower one that MULTILORA_CPU_CAPABILITY names.
 const Capability& capability();
 
+// What multiplies weights of a storage type and of so many inputs in tiles; null where vectors do.
+const MatrixUnit* matrix_unit_for(c10::ScalarType dtype, int64_t in_features);
+
 // Its kernels for weights of a storage type: float32, bfloat16 or float16.
 const Kernels& kernels_of(c10::ScalarType dtype);
 

@@ -21,6 +21,9 @@ constexpr int64_t kPanelPieces = 32;
 // Rows of one piece of a prompt's product: few, so that threads end at nearly the same time, and enough to use each weight
 // that comes from memory more often than that takes.
 constexpr int64_t kRowPiece = 64;
+static_assert(kRowPiece % kMatrixRows == 0);
+// Cost of taking an activation apart, in multiply-adds.
+constexpr int64_t kSplitCost = 4;
 // Elements of embeddings that are worth a thread.
 constexpr int64_t kGrainElements = 1 << 12;
 
@@ -33,8 +36,25 @@ void check_panels(const at::Tensor& panels, int64_t out_features) {
               " outputs do not hold ", out_features);
 }
 
-template <class T>
-void copy_embeddings(const at::Tensor& token_ids, const at::Tensor& panels, int64_t num_embeddings, at::Tensor& rows) {
+// Where the weight of an input for an output of a panel lies, from the beginning of the panel.
+struct InVectors {
+  int64_t width;
+  int64_t operator()(int64_t output, int64_t input) const { return input * width + output; }
+};
+
+struct InTiles {
+  int64_t in_features;
+  int64_t operator()(int64_t output, int64_t input) const {
+    constexpr int64_t kOutputs = 16, kPair = 2;
+    const int64_t tile = output / kOutputs * in_features + input / kMatrixInputs * kMatrixInputs;
+    const int64_t row = input % kMatrixInputs / kPair;
+    return (tile + row * kPair) * kOutputs + output % kOutputs * kPair + input % kPair;
+  }
+};
+
+template <class T, class Place>
+void copy_embeddings(const at::Tensor& token_ids, const at::Tensor& panels, int64_t num_embeddings, const Place& place,
+                     at::Tensor& rows) {
   const int64_t in_features = panels.size(1), width = panels.size(2);
   const auto* ids = token_ids.const_data_ptr<int64_t>();
   const T* weights = panels.const_data_ptr<T>();
@@ -43,9 +63,9 @@ void copy_embeddings(const at::Tensor& token_ids, const at::Tensor& panels, int6
   at::parallel_for(0, token_ids.numel(), grain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       TORCH_CHECK_INDEX(ids[i] >= 0 && ids[i] < num_embeddings, "token ", ids[i], " is not one of ", num_embeddings);
-      const T* column = weights + ids[i] / width * width * in_features + ids[i] % width;
+      const T* panel = weights + ids[i] / width * width * in_features;
       for (int64_t k = 0; k < in_features; ++k) {
-        out[i * in_features + k] = static_cast<float>(column[k * width]);
+        out[i * in_features + k] = static_cast<float>(panel[place(ids[i] % width, k)]);
       }
     }
   });
@@ -62,9 +82,23 @@ PackedLinear::PackedLinear(const at::Tensor& rows, const at::Tensor& panels, int
   task = {x.const_data_ptr<float>(), x.stride(0), x.size(0), panels.const_data_ptr(), panels.size(1),
           out_features, y.mutable_data_ptr<float>(), out_features};
   kernel = kernels_of(panels.scalar_type()).linear;
+  if (const MatrixUnit* unit = matrix_unit_for(panels.scalar_type(), panels.size(1))) {
+    kernel = unit->linear;
+    split_rows(*unit);
+  }
   weight_size = panels.element_size();
   panel_width = panels.size(2);
   output_cost = panels.size(1) * (x.size(0) + kReadCost);
+}
+
+void PackedLinear::split_rows(const MatrixUnit& unit) {
+  x_parts = at::empty({x.numel() * unit.parts_size}, x.options().dtype(at::kByte));
+  const SplitTask split{task.x, task.x_stride, task.rows, task.in_features, x_parts.mutable_data_ptr()};
+  task.x_parts = split.parts;
+  parts_size = unit.parts_size;
+  const int64_t units = (task.rows + kMatrixRows - 1) / kMatrixRows * (task.in_features / kMatrixInputs);
+  const int64_t threads = std::clamp<int64_t>(x.numel() * kSplitCost / kThreadCost, 1, Team::available());
+  in_ranges(threads, threads, [&](int64_t i) { unit.split(split, units * i / threads, units * (i + 1) / threads); });
 }
 
 const void* PackedLinear::weights_from(int64_t output) const {
@@ -75,6 +109,9 @@ LinearTask PackedLinear::rows_from(int64_t first, int64_t most) const {
   LinearTask some = task;
   some.x += first * task.x_stride;
   some.y += first * task.y_stride;
+  if (task.x_parts) {
+    some.x_parts = static_cast<const char*>(task.x_parts) + first * task.in_features * parts_size;
+  }
   some.rows = std::min(most, task.rows - first);
   return some;
 }
@@ -118,15 +155,20 @@ at::Tensor packed_embedding(const at::Tensor& token_ids, const at::Tensor& panel
               token_ids.scalar_type(), " ", token_ids.sizes());
   const at::Tensor ids = token_ids.contiguous();
   at::Tensor rows = at::empty({ids.size(0), panels.size(1)}, panels.options().dtype(at::kFloat));
+  const InVectors in_vectors{panels.size(2)};
   switch (panels.scalar_type()) {
     case at::kFloat:
-      copy_embeddings<float>(ids, panels, num_embeddings, rows);
+      copy_embeddings<float>(ids, panels, num_embeddings, in_vectors, rows);
       break;
     case at::kBFloat16:
-      copy_embeddings<at::BFloat16>(ids, panels, num_embeddings, rows);
+      if (matrix_unit_for(at::kBFloat16, panels.size(1))) {
+        copy_embeddings<at::BFloat16>(ids, panels, num_embeddings, InTiles{panels.size(1)}, rows);
+      } else {
+        copy_embeddings<at::BFloat16>(ids, panels, num_embeddings, in_vectors, rows);
+      }
       break;
     case at::kHalf:
-      copy_embeddings<at::Half>(ids, panels, num_embeddings, rows);
+      copy_embeddings<at::Half>(ids, panels, num_embeddings, in_vectors, rows);
       break;
     default:
       TORCH_CHECK(false, "weights are float32, bfloat16 or float16, not ", panels.scalar_type());

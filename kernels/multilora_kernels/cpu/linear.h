@@ -12,10 +12,12 @@ namespace multilora {
 // One product with packed weights, to be computed in parts by several threads.
 struct PackedLinear {
   at::Tensor x, y;  // x as it can be read; y is new, and not filled before its outputs are run
+  at::Tensor x_parts;  // for a matrix unit
   LinearTask task;
   LinearKernel kernel;
   int64_t weight_size, panel_width;
   int64_t output_cost;  // of each output, in multiply-adds
+  int64_t parts_size = 0;  // bytes of an activation's parts
 
   // Refuses panels and x that do not fit.
   PackedLinear(const at::Tensor& x, const at::Tensor& panels, int64_t out_features);
@@ -26,8 +28,11 @@ struct PackedLinear {
     kernel(task, panel(first), panel(last));
   }
   const void* weights_from(int64_t output) const;
-  // Of the same product at most so many rows.
+  // Of the same product at most so many rows, from a multiple of kMatrixRows on.
   LinearTask rows_from(int64_t first, int64_t most) const;
+
+ private:
+  void split_rows(const MatrixUnit& unit);
 };
 
 // What a linear adds to its outputs: float32 [out_features], or null for nothing.

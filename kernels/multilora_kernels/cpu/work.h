@@ -48,16 +48,33 @@ struct ExpandTask {
 // Vectors of outputs in one panel of packed weights.
 constexpr int kPanelVectors = 3;
 
+// A matrix unit takes so many inputs at a time, of so many rows.
+constexpr int64_t kMatrixInputs = 32;
+constexpr int64_t kMatrixRows = 32;
+
 // y[r, n] = sum_k x[r, k] * w[n, k] for all rows r and the outputs n of some panels.
 struct LinearTask {
   const float* x;
   int64_t x_stride;
   int64_t rows;
-  const void* panels;  // [panels, in_features, panel width]; outputs beyond out_features are zero
+  // [panels, in_features, panel width]; outputs beyond out_features are zero. A matrix unit's panels are tiles:
+  // [panels, kPanelVectors, in_features / kMatrixInputs, kMatrixInputs / 2, 16 outputs, 2 inputs].
+  const void* panels;
   int64_t in_features;
   int64_t out_features;
   float* y;
   int64_t y_stride;
+  const void* x_parts = nullptr;  // SplitTask::parts, for a matrix unit
+};
+
+// x as the sum of parts of 16 bits: of every kMatrixRows rows, and of those that are left, one after the other
+// [in_features / kMatrixInputs, parts, rows, kMatrixInputs].
+struct SplitTask {
+  const float* x;
+  int64_t x_stride;
+  int64_t rows;
+  int64_t in_features;
+  void* parts;
 };
 
 // Keys that are worked on at a time.
@@ -138,6 +155,8 @@ struct RotationTask {
 using ShrinkKernel = void (*)(const ShrinkTask& task, int64_t rank_begin, int64_t rank_end, const void* next);
 using ExpandKernel = void (*)(const ExpandTask& task, int64_t output_begin, int64_t output_end, const void* next);
 using LinearKernel = void (*)(const LinearTask& task, int64_t panel_begin, int64_t panel_end);
+// A unit is kMatrixInputs inputs of kMatrixRows rows, all inputs of the first rows first.
+using SplitKernel = void (*)(const SplitTask& task, int64_t unit_begin, int64_t unit_end);
 using AttentionKernel = void (*)(const AttentionTask& task, float* scratch);
 using DecodeKernel = void (*)(const DecodeTask& task, float* scratch);
 using NormKernel = void (*)(const NormTask& task, int64_t row_begin, int64_t row_end);
@@ -154,6 +173,15 @@ struct Kernels {
   DecodeKernel decode;
 };
 
+// Multiplies tiles instead of vectors, for weights of bfloat16.
+struct MatrixUnit {
+  const char* name;
+  bool (*is_available)();  // here, to this process
+  int64_t parts_size;      // bytes of all parts of an activation
+  SplitKernel split;
+  LinearKernel linear;
+};
+
 struct Capability {
   const char* name;
   int64_t panel_width;
@@ -163,12 +191,14 @@ struct Capability {
   Kernels float32;
   Kernels bfloat16;
   Kernels float16;
+  const MatrixUnit* matrix_unit = nullptr;
 };
 
 extern const Capability kPlain;
 #if defined(__x86_64__)
 extern const Capability kAvx2;
 extern const Capability kAvx512;
+extern const MatrixUnit kAmx;
 #endif
 
 }  // namespace multilora

@@ -91,6 +91,10 @@ CHECKPOINTS: dict[str, tuple[type[PreTrainedModel], Any]] = {
     ),
 }
 
+ATOL = 3e-4
+"""Of logits up to 11. Random weights this large make attention so sharp that either side, in float32, is up to 8e-5
+away from float64, in whatever direction its processor's products happen to round."""
+
 CHUNKS = [[7, 9, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1], [21, 1, 1], [2, 2, 2, 2, 2, 2, 2, 2]]
 """Tokens per step of four sequences; the first step has all of them, later ones those that have tokens left."""
 
@@ -109,7 +113,7 @@ def test_logits_match_transformers_for_chunked_prefill_and_decode_in_one_batch(
             logits[i].append(rows)
     for sequence, chunks, rows in zip(sequences, CHUNKS, logits, strict=True):
         expected = reference_logits(reference, sequence.token_ids, chunks)
-        torch.testing.assert_close(torch.cat(rows), expected, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(torch.cat(rows), expected, atol=ATOL, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3 biases and windows"])

@@ -1,0 +1,289 @@
+// Linears of bfloat16 weights by AMX, the matrix unit of Intel's server processors since Sapphire Rapids. It multiplies
+// bfloat16 and adds in float32, ten times as fast as their vector units, so that a product with few rows costs what reading
+// its weights costs.
+//
+// Nothing is rounded to bfloat16: an activation is the sum of three of them, of eight bits each, and so is its product with
+// a weight. Every output is one chain of sums in the order of its inputs, that of an input's smallest part first. It depends
+// on neither the other rows nor the thread.
+//
+// Source of the instructions: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 1, chapter 18.
+#if defined(__x86_64__)
+
+#include <cpuid.h>
+#include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <type_traits>
+
+#include "target.h"
+#include "work.h"
+
+MULTILORA_TARGET("avx512f,avx512bw,avx512vl,avx512bf16,avx2,fma,f16c")
+
+namespace multilora {
+namespace {
+
+constexpr int64_t kTileRows = 16;
+constexpr int64_t kRowBytes = 64;
+constexpr int64_t kTileBytes = kTileRows * kRowBytes;
+constexpr int64_t kLanes = 16;
+constexpr int64_t kWidth = kPanelVectors * kLanes;
+constexpr int kXParts = 3;
+constexpr int64_t kPartsSize = kXParts * sizeof(uint16_t);
+// Steps between the request for a tile of weights and its use. A core has too few requests of its own under way to keep
+// memory busy, but these wake its prefetchers: one for each of the kPanelVectors places at which it reads.
+constexpr int64_t kFetchSteps = 2;
+
+struct alignas(kRowBytes) TileConfiguration {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t row_bytes[16] = {};
+  uint8_t rows[16] = {};
+};
+
+// At most kMatrixRows rows, in tiles of one size: two may share a row, whose results are the same.
+struct RowGroup {
+  int64_t first, rows, in_features;
+
+  bool is_single_tile() const { return rows <= kTileRows; }
+  int64_t tile_rows() const { return is_single_tile() ? rows : (rows + 1) / 2; }
+  int64_t second_tile() const { return rows - tile_rows(); }
+  int64_t part_bytes() const { return rows * kRowBytes; }
+  const char* x(const LinearTask& task) const {
+    return static_cast<const char*>(task.x_parts) + first * in_features * kPartsSize;
+  }
+};
+
+// The tiles of this thread. Two tiles of rows have sums 0 .. 2 and 3 .. 5; a single one has weights in 3 .. 5.
+class Tiles {
+ public:
+  static constexpr int kX = 6, kWeights = 7;
+
+  explicit Tiles(const RowGroup& group) {
+    TileConfiguration configuration;
+    for (int tile = 0; tile < 8; ++tile) {
+      const bool has_weights = tile == kWeights || (group.is_single_tile() && tile >= kPanelVectors && tile < kX);
+      configuration.row_bytes[tile] = kRowBytes;
+      configuration.rows[tile] = has_weights ? kTileRows : group.tile_rows();
+    }
+    asm volatile("ldtilecfg %0" ::"m"(configuration));
+  }
+  // Else the system would save them whenever it changes threads.
+  ~Tiles() { asm volatile("tilerelease"); }
+  Tiles(const Tiles&) = delete;
+  Tiles& operator=(const Tiles&) = delete;
+
+  template <int Tile>
+  static inline void zero() {
+    asm volatile("tilezero %%tmm%c0" ::"i"(Tile));
+  }
+  template <int Tile>
+  static inline void load(const void* from, int64_t stride = kRowBytes) {
+    asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(Tile) : "memory");
+  }
+  template <int Tile>
+  static inline void store(void* to, int64_t stride) {
+    asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(stride), "i"(Tile) : "memory");
+  }
+  // sums += x * weights
+  template <int Sums, int Weights>
+  static inline void multiply() {
+    asm volatile("tdpbf16ps %%tmm%c0, %%tmm%c1, %%tmm%c2" ::"i"(Weights), "i"(kX), "i"(Sums));
+  }
+};
+
+// Weights of kMatrixInputs inputs for the outputs of a panel.
+struct Step {
+  const char* weights;
+  int64_t next_outputs;  // bytes from the tile of some outputs to that of the next
+  const char* x;         // the first part
+  int64_t next_part, next_rows;
+
+  const char* tile(int vector) const { return weights + vector * next_outputs; }
+
+  // Adds the products with one or two tiles of rows, and calls between(0 .. kXParts - 1) meanwhile. Sums take turns, so that
+  // none waits for what was added to it last.
+  template <int RowTiles, class Between>
+  inline void add(const Between& between) const {
+    static_assert(kPanelVectors == 3 && (RowTiles == 1 || RowTiles == 2));
+    if constexpr (RowTiles == 1) {
+      Tiles::load<3>(tile(0));
+      Tiles::load<4>(tile(1));
+      Tiles::load<5>(tile(2));
+    }
+    for (int part = kXParts - 1; part >= 0; --part) {
+      Tiles::load<Tiles::kX>(x + part * next_part);
+      if constexpr (RowTiles == 1) {
+        Tiles::multiply<0, 3>();
+        Tiles::multiply<1, 4>();
+        Tiles::multiply<2, 5>();
+      } else {
+        multiply<0, 0>();
+        multiply<1, 1>();
+        multiply<2, 2>();
+        Tiles::load<Tiles::kX>(x + part * next_part + next_rows);
+        Tiles::multiply<5, Tiles::kWeights>();
+        multiply<4, 1>();
+        multiply<3, 0>();
+      }
+      between(kXParts - 1 - part);
+    }
+  }
+
+ private:
+  template <int Sums, int Vector>
+  inline void multiply() const {
+    Tiles::load<Tiles::kWeights>(tile(Vector));
+    Tiles::multiply<Sums, Tiles::kWeights>();
+  }
+};
+
+// The sums of one or two tiles of rows.
+template <int N>
+struct Sums {
+  static inline void zero() {
+    for_each([](auto tile) { Tiles::zero<tile()>(); });
+  }
+  // To rows of a panel's outputs; second: the first row of the second tile.
+  static inline void store(float* y, int64_t stride, int64_t second) {
+    for_each([&](auto tile) {
+      const int64_t row = tile() < kPanelVectors ? 0 : second;
+      Tiles::store<tile()>(y + row * stride + tile() % kPanelVectors * kLanes, stride * sizeof(float));
+    });
+  }
+
+ private:
+  template <class Visit>
+  static inline void for_each(const Visit& visit) {
+    visit(std::integral_constant<int, 0>{});
+    visit(std::integral_constant<int, 1>{});
+    visit(std::integral_constant<int, 2>{});
+    if constexpr (N == 2) {
+      visit(std::integral_constant<int, 3>{});
+      visit(std::integral_constant<int, 4>{});
+      visit(std::integral_constant<int, 5>{});
+    }
+  }
+};
+
+class Panel {
+ public:
+  Panel(const LinearTask& task, int64_t panel)
+      : task_(task), steps_(task.in_features / kMatrixInputs), next_outputs_(steps_ * kTileBytes),
+        weights_(static_cast<const char*>(task.panels) + panel * kPanelVectors * next_outputs_),
+        y_(task.y + panel * kWidth), outputs_(std::min(kWidth, task.out_features - panel * kWidth)) {}
+
+  // N: tiles of the group; fetches: what comes next from memory.
+  template <int N>
+  void multiply(const RowGroup& group, bool fetches) const {
+    Sums<N>::zero();
+    Step step{weights_, next_outputs_, group.x(task_), group.part_bytes(), group.second_tile() * kRowBytes};
+    for (int64_t s = 0; s < steps_; ++s, step.weights += kTileBytes, step.x += kXParts * step.next_part) {
+      if (fetches) {
+        step.add<N>([ahead = ahead(s), this](int vector) { fetch_tile(ahead + vector * next_outputs_); });
+      } else {
+        step.add<N>([](int) {});
+      }
+    }
+    float* y = y_ + group.first * task_.y_stride;
+    if (outputs_ == kWidth) {
+      Sums<N>::store(y, task_.y_stride, group.second_tile());
+    } else {
+      alignas(kRowBytes) float sums[kMatrixRows * kWidth];
+      Sums<N>::store(sums, kWidth, group.second_tile());
+      for (int64_t r = 0; r < group.rows; ++r) {
+        std::copy_n(sums + r * kWidth, outputs_, y + r * task_.y_stride);
+      }
+    }
+  }
+
+ private:
+  // The weights of the first outputs some steps later, perhaps of the next panel.
+  const char* ahead(int64_t step) const {
+    const int64_t later = step + kFetchSteps;
+    return weights_ + (later < steps_ ? later : later + (kPanelVectors - 1) * steps_) * kTileBytes;
+  }
+
+  static void fetch_tile(const char* tile) {
+    for (int64_t line = 0; line < kTileBytes; line += kRowBytes) {
+      __builtin_prefetch(tile + line, 0, 2);
+    }
+  }
+
+  const LinearTask& task_;
+  const int64_t steps_, next_outputs_;
+  const char* const weights_;
+  float* const y_;
+  const int64_t outputs_;
+};
+
+// Groups of as many rows each.
+void multiply_groups(const LinearTask& task, int64_t first, int64_t end, int64_t rows, int64_t panel_begin, int64_t panel_end) {
+  if (first == end) {
+    return;
+  }
+  const Tiles owner(RowGroup{first, rows, task.in_features});
+  for (int64_t p = panel_begin; p < panel_end; ++p) {
+    const Panel panel(task, p);
+    for (int64_t row = first; row < end; row += rows) {
+      const RowGroup group{row, rows, task.in_features};
+      if (group.is_single_tile()) {
+        panel.multiply<1>(group, row == 0);
+      } else {
+        panel.multiply<2>(group, row == 0);
+      }
+    }
+  }
+}
+
+void linear(const LinearTask& task, int64_t panel_begin, int64_t panel_end) {
+  const int64_t left = task.rows % kMatrixRows;
+  multiply_groups(task, 0, task.rows - left, kMatrixRows, panel_begin, panel_end);
+  multiply_groups(task, task.rows - left, task.rows, left, panel_begin, panel_end);
+}
+
+inline __m512 widened(__m256i bfloat16) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bfloat16), 16));
+}
+
+void split(const SplitTask& task, int64_t unit_begin, int64_t unit_end) {
+  const int64_t steps = task.in_features / kMatrixInputs;
+  for (int64_t unit = unit_begin; unit < unit_end; ++unit) {
+    const int64_t first = unit / steps * kMatrixRows, step = unit % steps, rows = std::min(kMatrixRows, task.rows - first);
+    const float* x = task.x + first * task.x_stride + step * kMatrixInputs;
+    char* to = static_cast<char*>(task.parts) + first * task.in_features * kPartsSize + step * kXParts * rows * kRowBytes;
+    for (int64_t r = 0; r < rows; ++r, x += task.x_stride, to += kRowBytes) {
+      __m512 low = _mm512_loadu_ps(x), high = _mm512_loadu_ps(x + kLanes);
+      for (int part = 0; part < kXParts; ++part) {
+        const __m512i nearest = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low));
+        _mm512_store_si512(to + part * rows * kRowBytes, nearest);
+        low = _mm512_sub_ps(low, widened(_mm512_castsi512_si256(nearest)));
+        high = _mm512_sub_ps(high, widened(_mm512_extracti64x4_epi64(nearest, 1)));
+      }
+    }
+  }
+}
+
+// Of a processor with AVX-512. A process asks the system once, because threads with tiles have more state to save.
+bool is_available() {
+  constexpr unsigned kFeatures = 7, kTiles = 1 << 24, kTileProducts = 1 << 22, kVectorConversions = 1 << 5;
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  if (!__get_cpuid_count(kFeatures, 0, &a, &b, &c, &d) || !(d & kTiles) || !(d & kTileProducts) ||
+      !__get_cpuid_count(kFeatures, 1, &a, &b, &c, &d) || !(a & kVectorConversions)) {
+    return false;
+  }
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+
+}  // namespace
+
+const MatrixUnit kAmx = {"amx", is_available, kPartsSize, split, linear};
+
+}  // namespace multilora
+
+MULTILORA_TARGET_END
+
+#endif
