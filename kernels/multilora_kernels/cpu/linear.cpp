@@ -21,6 +21,8 @@ constexpr int64_t kPanelPieces = 32;
 // Rows of one piece of a prompt's product: few, so that threads end at nearly the same time, and enough to use each weight
 // that comes from memory more often than that takes.
 constexpr int64_t kRowPiece = 64;
+// A matrix unit is so fast that weights must be used for more rows, unless threads have too few pieces then.
+constexpr int64_t kMatrixRowPiece = 256, kLeastPieces = 4;
 static_assert(kRowPiece % kMatrixRows == 0);
 // Cost of taking an activation apart, in multiply-adds.
 constexpr int64_t kSplitCost = 4;
@@ -105,6 +107,15 @@ const void* PackedLinear::weights_from(int64_t output) const {
   return static_cast<const char*>(task.panels) + output * task.in_features * weight_size;
 }
 
+int64_t PackedLinear::rows_of_piece() const {
+  const int64_t num_panels = (task.out_features + panel_width - 1) / panel_width;
+  int64_t rows = task.x_parts ? kMatrixRowPiece : kRowPiece;
+  while (rows > kRowPiece && (task.rows + rows - 1) / rows * num_panels < kLeastPieces * Team::available()) {
+    rows /= 2;
+  }
+  return rows;
+}
+
 LinearTask PackedLinear::rows_from(int64_t first, int64_t most) const {
   LinearTask some = task;
   some.x += first * task.x_stride;
@@ -133,10 +144,10 @@ at::Tensor packed_linear(const at::Tensor& x, const at::Tensor& panels, int64_t 
   };
   const int64_t num_panels = panels.size(0);
   if (x.size(0) > kRowPiece) {
-    const int64_t row_pieces = (x.size(0) + kRowPiece - 1) / kRowPiece;
-    in_turn(row_pieces * num_panels, [&](int64_t piece) {
+    const int64_t rows = linear.rows_of_piece();
+    in_turn((x.size(0) + rows - 1) / rows * num_panels, [&](int64_t piece) {
       const int64_t panel = piece % num_panels;
-      run(linear.rows_from(piece / num_panels * kRowPiece, kRowPiece), panel, panel + 1);
+      run(linear.rows_from(piece / num_panels * rows, rows), panel, panel + 1);
     });
     return linear.y;
   }

@@ -28,6 +28,8 @@ struct PackedLinear {
     kernel(task, panel(first), panel(last));
   }
   const void* weights_from(int64_t output) const;
+  // Rows in which threads take a prompt.
+  int64_t rows_of_piece() const;
   // Of the same product at most so many rows, from a multiple of kMatrixRows on.
   LinearTask rows_from(int64_t first, int64_t most) const;
 
