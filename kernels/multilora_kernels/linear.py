@@ -14,7 +14,7 @@ from multilora_kernels import operators
 from multilora_kernels.cpu import (
     packed_embedding_directly,
     packed_linear_directly,
-    panel_width,
+    panel_shape,
     panels_are_tiles,
 )
 from multilora_kernels.dispatch import load_operators
@@ -24,14 +24,15 @@ from multilora_kernels.huge_pages import HugePages
 class PackedWeight:
     """The weight [out_features, in_features] of a linear or of an embedding, in the layout of its device.
 
-    data: on a CPU with compiled kernels [num_panels, in_features, panel_width]: panel p holds the outputs from
-    p * panel_width on, input by input, and zeros beyond `out_features`; with `is_tiled` in the order of `_tiles`.
+    data: on a CPU with compiled kernels panels [num_panels, columns, in_features, lanes]. A column holds `lanes`
+    outputs, input by input, or by pairs of inputs if `is_tiled`, and zeros beyond `out_features`. All columns of a panel
+    are read side by side, because a processor prefetches some lines for each place at which it reads.
     Elsewhere [out_features, in_features].
     """
 
     def __init__(self, data: torch.Tensor, out_features: int, is_tiled: bool = False) -> None:
         self.data = data
-        self.shape = torch.Size((out_features, data.shape[1]))
+        self.shape = torch.Size((out_features, data.shape[2 if data.dim() == 4 else 1]))
         self.is_tiled = is_tiled
 
     @classmethod
@@ -49,58 +50,51 @@ class PackedWeight:
         It is packed where a kernel for that exists: on a CPU for float32 activations, if there is a compiler.
         pages: where a packed one lies, best behind the one that a step reads before it.
         """
-        width = panel_width() if device.type == "cpu" and compute_dtype == torch.float32 else None
-        if width is None:
+        shape = panel_shape() if device.type == "cpu" and compute_dtype == torch.float32 else None
+        if shape is None:
             return cls(torch.empty(out_features, in_features, dtype=dtype, device=device), out_features)
-        panels = pages.zeros((-(-out_features // width), in_features, width), dtype)
+        columns, lanes = shape
+        panels = pages.zeros((-(-out_features // (columns * lanes)), columns, in_features, lanes), dtype)
         return cls(panels, out_features, panels_are_tiles(dtype, in_features))
 
     @property
     def is_packed(self) -> bool:
         """Whether `data` is panels."""
-        return self.data.dim() == 3
+        return self.data.dim() == 4
 
     def copy_rows(self, first: int, rows: torch.Tensor) -> None:
         """Store `rows` [n, in_features], of any float dtype, as the outputs first .. first + n."""
         if not self.is_packed:
             self.data[first : first + len(rows)].copy_(rows)
             return
-        width, end = self.data.shape[2], first + len(rows)
-        for panel in range(first // width, -(-end // width)):
-            begin, stop = max(first, panel * width), min(end, (panel + 1) * width)
-            self._copy_lanes(panel, begin - panel * width, rows[begin - first : stop - first])
+        lanes, end = self.data.shape[3], first + len(rows)
+        # Whole columns at once, and what lies before and behind them in columns of their own.
+        whole, last = min(-(-first // lanes) * lanes, end), max(end // lanes * lanes, first)
+        last = max(whole, last)
+        for begin, stop, width in ((first, whole, whole - first), (whole, last, lanes), (last, end, end - last)):
+            if begin < stop:
+                columns = self._columns[begin // lanes : -(-stop // lanes)]
+                outputs = columns[..., begin % lanes : begin % lanes + width, :]
+                part = rows[begin - first : stop - first].reshape(len(columns), width, -1, outputs.shape[3])
+                outputs.copy_(part.transpose(1, 2))
 
     def rows(self, first: int, count: int) -> torch.Tensor:
         """A copy of the outputs first .. first + count, [count, in_features] in the storage dtype."""
         if not self.is_packed:
             return self.data[first : first + count].clone()
-        width = self.data.shape[2]
-        panels = self.data[first // width : -(-(first + count) // width)]
-        outputs = _tiles(panels).permute(0, 1, 4, 2, 3, 5) if self.is_tiled else panels.transpose(1, 2)
-        return outputs.reshape(-1, self.shape[1])[first % width :][:count].clone()
+        lanes = self.data.shape[3]
+        columns = self._columns[first // lanes : -(-(first + count) // lanes)]
+        return columns.transpose(1, 2).reshape(-1, self.shape[1])[first % lanes :][:count].clone()
 
-    def _copy_lanes(self, panel: int, first: int, rows: torch.Tensor) -> None:
-        """Store some outputs of a panel, from its output `first` on."""
-        if not self.is_tiled:
-            self.data[panel, :, first : first + len(rows)].copy_(rows.T)
-            return
-        tiles, end = _tiles(self.data)[panel], first + len(rows)
-        num_outputs = tiles.shape[3]
-        for column in range(first // num_outputs, -(-end // num_outputs)):
-            begin, stop = max(first, column * num_outputs), min(end, (column + 1) * num_outputs)
-            lanes = slice(begin - column * num_outputs, stop - column * num_outputs)
-            pairs = rows[begin - first : stop - first].reshape(stop - begin, *tiles.shape[1:3], 2)
-            tiles[column, :, :, lanes].copy_(pairs.permute(1, 2, 0, 3))
+    @property
+    def _columns(self) -> torch.Tensor:
+        """[columns of all panels, in_features / n, lanes, n]: n neighbouring inputs of an output lie side by side.
 
-
-def _tiles(panels: torch.Tensor) -> torch.Tensor:
-    """[num_panels, panel_width / 16, in_features / 32, 16, 16, 2]: what a matrix unit's registers hold, one tile each.
-
-    A tile is the weights of 32 inputs for 16 outputs: by pairs of inputs, the two weights of every output side by side,
-    as `tdpbf16ps` takes them (Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2).
-    """
-    num_panels, in_features, width = panels.shape
-    return panels.view(num_panels, width // 16, in_features // 32, 16, 16, 2)
+        n is 1, or 2 if `is_tiled`: a matrix unit's tile is the weights of 32 inputs for 16 outputs, as `tdpbf16ps`
+        takes them (Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2).
+        """
+        inputs = 2 if self.is_tiled else 1
+        return self.data.view(-1, self.shape[1] // inputs, self.data.shape[3], inputs)
 
 
 def packed_linear(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:

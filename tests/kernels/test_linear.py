@@ -101,7 +101,7 @@ def test_a_token_outside_the_vocabulary_is_refused_and_not_read(token):
 
 @pytest.mark.parametrize("compute_dtype", DTYPES)
 def test_without_a_compiler_or_in_half_precision_torch_multiplies_plain_weights(monkeypatch, compute_dtype):
-    monkeypatch.setattr(linear, "panel_width", lambda: None)
+    monkeypatch.setattr(linear, "panel_shape", lambda: None)
     weight, x = random_weight(50, 33, torch.bfloat16), random_rows(4, 33).to(compute_dtype)
     plain = PackedWeight.empty(50, 33, torch.bfloat16, CPU, compute_dtype, HugePages())
     plain.copy_rows(0, weight)

@@ -158,7 +158,7 @@ def test_slices_further_on_in_the_tables_belong_to_later_linears():
 
 
 def test_plain_weights_are_multiplied_by_torch(monkeypatch):
-    monkeypatch.setattr(linear, "panel_width", lambda: None)
+    monkeypatch.setattr(linear, "panel_shape", lambda: None)
     case, weight, bias = make_linear_case("uniform", 9, FUSED), random_weight(FUSED), torch.randn(FUSED.out_features)
     assert not weight.is_packed
     y = fused(case, weight, bias)

@@ -64,15 +64,15 @@ def linear_directly(
     return library.lora_linear(x, panels, tables, first_slice, slice_sizes, segments, bias)  # type: ignore[no-any-return]
 
 
-def panel_width() -> int | None:
-    """Outputs of one panel of packed weights (`linear.py`) on this processor; None where nothing is compiled."""
-    return torch.ops.multilora.cpu_panel_width() if load_cpu_kernels() else None
+def panel_shape() -> tuple[int, int] | None:
+    """Columns of one panel of packed weights (`linear.py`), and outputs of a column; None where nothing is compiled."""
+    return tuple(torch.ops.multilora.cpu_panel_shape()) if load_cpu_kernels() else None
 
 
 def panels_are_tiles(dtype: torch.dtype, in_features: int) -> bool:
     """Whether a matrix unit multiplies weights of such a type and width here, so that their panels are its tiles.
 
-    Only where `panel_width` is not None.
+    Only where `panel_shape` is not None.
     """
     return torch.ops.multilora.cpu_panels_are_tiles(dtype, in_features)  # type: ignore[no-any-return]
 

@@ -33,9 +33,8 @@ constexpr int64_t kLanes = 16;
 constexpr int64_t kWidth = kPanelVectors * kLanes;
 constexpr int kXParts = 3;
 constexpr int64_t kPartsSize = kXParts * sizeof(uint16_t);
-// Steps between the request for a tile of weights and its use. A core has too few requests of its own under way to keep
-// memory busy, but these wake its prefetchers: one for each of the kPanelVectors places at which it reads.
-constexpr int64_t kFetchSteps = 2;
+// Steps from the request for a tile of weights to the step that uses it. Requests further ahead gain nothing.
+constexpr int64_t kFetchSteps = 1;
 
 struct alignas(kRowBytes) TileConfiguration {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};

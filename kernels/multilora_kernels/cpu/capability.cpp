@@ -6,6 +6,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <string>
+#include <vector>
 
 namespace multilora {
 namespace {
@@ -61,7 +62,7 @@ const Kernels& kernels_of(c10::ScalarType dtype) {
 namespace {
 
 std::string cpu_capability() { return capability().name; }
-int64_t cpu_panel_width() { return capability().panel_width; }
+std::vector<int64_t> cpu_panel_shape() { return {kPanelVectors, capability().panel_width / kPanelVectors}; }
 bool cpu_panels_are_tiles(c10::ScalarType dtype, int64_t in_features) { return matrix_unit_for(dtype, in_features) != nullptr; }
 
 }  // namespace
@@ -69,6 +70,6 @@ bool cpu_panels_are_tiles(c10::ScalarType dtype, int64_t in_features) { return m
 
 TORCH_LIBRARY_FRAGMENT(multilora, m) {
   m.def("cpu_capability() -> str", multilora::cpu_capability);
-  m.def("cpu_panel_width() -> int", multilora::cpu_panel_width);
+  m.def("cpu_panel_shape() -> int[]", multilora::cpu_panel_shape);
   m.def("cpu_panels_are_tiles(ScalarType dtype, int in_features) -> bool", multilora::cpu_panels_are_tiles);
 }

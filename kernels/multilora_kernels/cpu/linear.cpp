@@ -30,34 +30,31 @@ constexpr int64_t kSplitCost = 4;
 constexpr int64_t kGrainElements = 1 << 12;
 
 void check_panels(const at::Tensor& panels, int64_t out_features) {
-  const int64_t width = capability().panel_width;
-  TORCH_CHECK(panels.dim() == 3 && panels.is_contiguous() && panels.size(2) == width, "panels must be contiguous [panels, ",
-              "in_features, ", width, "], not ", panels.sizes());
+  const int64_t width = capability().panel_width, lanes = width / kPanelVectors;
+  TORCH_CHECK(panels.dim() == 4 && panels.is_contiguous() && panels.size(1) == kPanelVectors && panels.size(3) == lanes,
+              "panels must be contiguous [panels, ", kPanelVectors, ", in_features, ", lanes, "], not ", panels.sizes());
   const int64_t num_panels = panels.size(0);
   TORCH_CHECK(out_features > (num_panels - 1) * width && out_features <= num_panels * width, num_panels, " panels of ", width,
               " outputs do not hold ", out_features);
 }
 
-// Where the weight of an input for an output of a panel lies, from the beginning of the panel.
+// Where the weight of an input for an output of a column lies, from the beginning of the column.
 struct InVectors {
-  int64_t width;
-  int64_t operator()(int64_t output, int64_t input) const { return input * width + output; }
+  int64_t lanes;
+  int64_t operator()(int64_t output, int64_t input) const { return input * lanes + output; }
 };
 
 struct InTiles {
-  int64_t in_features;
   int64_t operator()(int64_t output, int64_t input) const {
     constexpr int64_t kOutputs = 16, kPair = 2;
-    const int64_t tile = output / kOutputs * in_features + input / kMatrixInputs * kMatrixInputs;
-    const int64_t row = input % kMatrixInputs / kPair;
-    return (tile + row * kPair) * kOutputs + output % kOutputs * kPair + input % kPair;
+    return (input - input % kPair) * kOutputs + output * kPair + input % kPair;
   }
 };
 
 template <class T, class Place>
 void copy_embeddings(const at::Tensor& token_ids, const at::Tensor& panels, int64_t num_embeddings, const Place& place,
                      at::Tensor& rows) {
-  const int64_t in_features = panels.size(1), width = panels.size(2);
+  const int64_t in_features = panels.size(2), lanes = panels.size(3);
   const auto* ids = token_ids.const_data_ptr<int64_t>();
   const T* weights = panels.const_data_ptr<T>();
   float* out = rows.mutable_data_ptr<float>();
@@ -65,9 +62,9 @@ void copy_embeddings(const at::Tensor& token_ids, const at::Tensor& panels, int6
   at::parallel_for(0, token_ids.numel(), grain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       TORCH_CHECK_INDEX(ids[i] >= 0 && ids[i] < num_embeddings, "token ", ids[i], " is not one of ", num_embeddings);
-      const T* panel = weights + ids[i] / width * width * in_features;
+      const T* column = weights + ids[i] / lanes * lanes * in_features;
       for (int64_t k = 0; k < in_features; ++k) {
-        out[i * in_features + k] = static_cast<float>(panel[place(ids[i] % width, k)]);
+        out[i * in_features + k] = static_cast<float>(column[place(ids[i] % lanes, k)]);
       }
     }
   });
@@ -77,20 +74,20 @@ void copy_embeddings(const at::Tensor& token_ids, const at::Tensor& panels, int6
 
 PackedLinear::PackedLinear(const at::Tensor& rows, const at::Tensor& panels, int64_t out_features) {
   check_panels(panels, out_features);
-  TORCH_CHECK(rows.dim() == 2 && rows.scalar_type() == at::kFloat && rows.size(1) == panels.size(1),
-              "x must be float32 [rows, ", panels.size(1), "], not ", rows.scalar_type(), " ", rows.sizes());
+  TORCH_CHECK(rows.dim() == 2 && rows.scalar_type() == at::kFloat && rows.size(1) == panels.size(2),
+              "x must be float32 [rows, ", panels.size(2), "], not ", rows.scalar_type(), " ", rows.sizes());
   x = rows.stride(1) == 1 ? rows : rows.contiguous();
   y = at::empty({x.size(0), out_features}, x.options());
-  task = {x.const_data_ptr<float>(), x.stride(0), x.size(0), panels.const_data_ptr(), panels.size(1),
+  task = {x.const_data_ptr<float>(), x.stride(0), x.size(0), panels.const_data_ptr(), panels.size(2),
           out_features, y.mutable_data_ptr<float>(), out_features};
   kernel = kernels_of(panels.scalar_type()).linear;
-  if (const MatrixUnit* unit = matrix_unit_for(panels.scalar_type(), panels.size(1))) {
+  if (const MatrixUnit* unit = matrix_unit_for(panels.scalar_type(), task.in_features)) {
     kernel = unit->linear;
     split_rows(*unit);
   }
   weight_size = panels.element_size();
-  panel_width = panels.size(2);
-  output_cost = panels.size(1) * (x.size(0) + kReadCost);
+  panel_width = panels.size(1) * panels.size(3);
+  output_cost = task.in_features * (x.size(0) + kReadCost);
 }
 
 void PackedLinear::split_rows(const MatrixUnit& unit) {
@@ -165,15 +162,15 @@ at::Tensor packed_embedding(const at::Tensor& token_ids, const at::Tensor& panel
   TORCH_CHECK(token_ids.dim() == 1 && token_ids.scalar_type() == at::kLong, "token_ids must be int64 [tokens], not ",
               token_ids.scalar_type(), " ", token_ids.sizes());
   const at::Tensor ids = token_ids.contiguous();
-  at::Tensor rows = at::empty({ids.size(0), panels.size(1)}, panels.options().dtype(at::kFloat));
-  const InVectors in_vectors{panels.size(2)};
+  at::Tensor rows = at::empty({ids.size(0), panels.size(2)}, panels.options().dtype(at::kFloat));
+  const InVectors in_vectors{panels.size(3)};
   switch (panels.scalar_type()) {
     case at::kFloat:
       copy_embeddings<float>(ids, panels, num_embeddings, in_vectors, rows);
       break;
     case at::kBFloat16:
-      if (matrix_unit_for(at::kBFloat16, panels.size(1))) {
-        copy_embeddings<at::BFloat16>(ids, panels, num_embeddings, InTiles{panels.size(1)}, rows);
+      if (matrix_unit_for(at::kBFloat16, panels.size(2))) {
+        copy_embeddings<at::BFloat16>(ids, panels, num_embeddings, InTiles{}, rows);
       } else {
         copy_embeddings<at::BFloat16>(ids, panels, num_embeddings, in_vectors, rows);
       }

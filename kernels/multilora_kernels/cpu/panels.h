@@ -1,8 +1,9 @@
 // The linear over packed weights, written once over a vector type `Vec` (avx512.cpp, avx2.cpp and plain.cpp bring one).
 //
-// A panel is kPanelVectors vectors of outputs, inputs first: what a tile of rows needs next lies next to each other, and a
-// thread reads its panels from one end to the other. Every output is a sum over blocks of block_depth(in_features) inputs,
-// each block one chain of fused multiply-adds, so that it depends on neither the other rows, nor the tile, nor the thread.
+// A panel is kPanelVectors columns, each a vector of outputs, inputs first. A thread reads its panels from one end to the
+// other, the columns of each side by side: processors prefetch some lines ahead of every place at which memory is read, so
+// that three places keep it busier than one. Every output is a sum over blocks of block_depth(in_features) inputs, each block
+// one chain of fused multiply-adds, so that it depends on neither the other rows, nor the tile, nor the thread.
 #pragma once
 
 #include <algorithm>
@@ -41,6 +42,22 @@ constexpr int64_t block_depth(int64_t in_features) {
   return (depth + kFetchDepth - 1) / kFetchDepth * kFetchDepth;
 }
 
+// What a thread reads after a block of a panel: as many inputs of each column.
+struct NextBlock {
+  const char* first;
+  int64_t column_bytes;
+  int64_t tiles;         // of rows that ask for it
+  int64_t column_lines;  // of each column, every kFetchDepth inputs of such a tile
+
+  inline void fetch(int64_t line) const {
+    for (int64_t i = 0; i < column_lines; ++i) {
+      for (int v = 0; v < kPanelVectors; ++v) {
+        fetch_line(first + v * column_bytes + (line + i) * kCacheLine);
+      }
+    }
+  }
+};
+
 // One block of one panel, times some rows. Keeps: the weights as they were multiplied stay in `kept`.
 template <class Vec, class T, bool Keeps = false>
 struct LinearTile {
@@ -49,13 +66,13 @@ struct LinearTile {
 
   const float* x;
   int64_t x_stride;
-  const T* weights;  // [depth, kPanelWidth]
+  const T* weights;  // of each column [depth, Vec::kWidth]
+  int64_t next_column;
   int64_t depth;
-  float* sums;        // [rows, kPanelWidth]
-  bool is_first;      // block of the panel: there are no sums yet
-  const char* ahead;  // the next block
-  int64_t fetch_lines;  // of it, every kFetchDepth inputs
-  float* kept;          // [depth, kPanelWidth] or null
+  float* sums;    // [rows, kPanelWidth]
+  bool is_first;  // block of the panel: there are no sums yet
+  NextBlock next;
+  float* kept;  // of each column [kMaxBlockDepth, Vec::kWidth], or null
 
   template <int Rows>
   MULTILORA_INLINE void run(int64_t first_row) const {
@@ -69,9 +86,9 @@ struct LinearTile {
     const auto accumulate = [&](int64_t k) {
       F weight[kPanelVectors];
       for (int v = 0; v < kPanelVectors; ++v) {
-        weight[v] = Vec::load(weights + k * kPanelWidth + v * Vec::kWidth);
+        weight[v] = Vec::load(weights + v * next_column + k * Vec::kWidth);
         if constexpr (Keeps) {
-          Vec::store(kept + k * kPanelWidth + v * Vec::kWidth, weight[v]);
+          Vec::store(kept + (v * kMaxBlockDepth + k) * Vec::kWidth, weight[v]);
         }
       }
       for (int r = 0; r < Rows; ++r) {
@@ -81,11 +98,11 @@ struct LinearTile {
         }
       }
     };
-    const char* fetch = ahead + first_row / Vec::kLinearRows * (depth / kFetchDepth) * fetch_lines * kCacheLine;
+    const int64_t tile = first_row / Vec::kLinearRows, steps = depth / kFetchDepth;
     int64_t k = 0;
     for (; k + kFetchDepth <= depth; k += kFetchDepth) {
-      for (int64_t line = 0; line < fetch_lines; ++line, fetch += kCacheLine) {
-        fetch_line(fetch);
+      if (tile < next.tiles) {
+        next.fetch((tile * steps + k / kFetchDepth) * next.column_lines);
       }
       for (int j = 0; j < kFetchDepth; ++j) {
         accumulate(k + j);
@@ -127,24 +144,27 @@ MULTILORA_INLINE void run_rows(int64_t first, int64_t count, const Tile& tile) {
 template <class Vec, class T>
 void linear_block(const LinearTask& task, int64_t first_row, int64_t rows, int64_t panel, int64_t k, float* sums) {
   constexpr int64_t kWidth = LinearTile<Vec, T>::kPanelWidth;
-  constexpr int64_t kFetchLines = (kFetchDepth * kWidth * sizeof(T) + kCacheLine - 1) / kCacheLine;
+  constexpr int64_t kFetchLines = (kFetchDepth * Vec::kWidth * sizeof(T) + kCacheLine - 1) / kCacheLine;
   const int64_t tiles = (rows + Vec::kLinearRows - 1) / Vec::kLinearRows;
   const bool is_fetched = rows * kCacheLine >= kLineProducts * Vec::kWidth * int64_t(sizeof(T));
-  const int64_t fetch_lines = is_fetched ? (kFetchLines + tiles - 1) / tiles : 0;
   const int64_t depth = std::min(block_depth(task.in_features), task.in_features - k);
-  const T* weights = static_cast<const T*>(task.panels) + (panel * task.in_features + k) * kWidth;
-  const char* ahead = reinterpret_cast<const char*>(weights + depth * kWidth);
+  const int64_t column = task.in_features * Vec::kWidth;
+  const T* weights = static_cast<const T*>(task.panels) + panel * kPanelVectors * column + k * Vec::kWidth;
+  const T* ahead = weights + depth * Vec::kWidth + (k + depth < task.in_features ? 0 : (kPanelVectors - 1) * column);
+  const NextBlock next{reinterpret_cast<const char*>(ahead), column * int64_t(sizeof(T)),
+                       is_fetched ? std::min(tiles, kFetchLines) : 0, (kFetchLines + tiles - 1) / tiles};
   const float* x = task.x + first_row * task.x_stride + k;
   if constexpr (!std::is_same_v<T, float>) {
     if (tiles > kDirectTiles) {
       alignas(kCacheLine) float kept[kMaxBlockDepth * kWidth];
-      const LinearTile<Vec, T, true> first{x, task.x_stride, weights, depth, sums, k == 0, ahead, fetch_lines, kept};
+      const LinearTile<Vec, T, true> first{x, task.x_stride, weights, column, depth, sums, k == 0, next, kept};
       first.template run<Vec::kLinearRows>(0);
-      const LinearTile<Vec, float> others{x, task.x_stride, kept, depth, sums, k == 0, ahead, fetch_lines, nullptr};
+      const LinearTile<Vec, float> others{x,    task.x_stride, kept, kMaxBlockDepth * Vec::kWidth, depth, sums, k == 0,
+                                          next, nullptr};
       return run_rows<Vec::kLinearRows>(Vec::kLinearRows, rows, others);
     }
   }
-  const LinearTile<Vec, T> all{x, task.x_stride, weights, depth, sums, k == 0, ahead, fetch_lines, nullptr};
+  const LinearTile<Vec, T> all{x, task.x_stride, weights, column, depth, sums, k == 0, next, nullptr};
   run_rows<Vec::kLinearRows>(0, rows, all);
 }
 

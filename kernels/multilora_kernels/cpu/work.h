@@ -57,8 +57,8 @@ struct LinearTask {
   const float* x;
   int64_t x_stride;
   int64_t rows;
-  // [panels, in_features, panel width]; outputs beyond out_features are zero. A matrix unit's panels are tiles:
-  // [panels, kPanelVectors, in_features / kMatrixInputs, kMatrixInputs / 2, 16 outputs, 2 inputs].
+  // [panels, kPanelVectors, in_features, outputs of a vector]; outputs beyond out_features are zero. A matrix unit's panels
+  // are tiles: [panels, kPanelVectors, in_features / kMatrixInputs, kMatrixInputs / 2, 16 outputs, 2 inputs].
   const void* panels;
   int64_t in_features;
   int64_t out_features;
