@@ -25,8 +25,8 @@ class PackedWeight:
     """The weight [out_features, in_features] of a linear or of an embedding, in the layout of its device.
 
     data: on a CPU with compiled kernels panels [num_panels, columns, in_features, lanes]. A column holds `lanes`
-    outputs, input by input, or by pairs of inputs if `is_tiled`, and zeros beyond `out_features`. All columns of a panel
-    are read side by side, because a processor prefetches some lines for each place at which it reads.
+    outputs, input by input, or by pairs of inputs if `is_tiled`, and zeros beyond `out_features`. All columns of a
+    panel are read side by side, because a processor prefetches some lines for each place at which it reads.
     Elsewhere [out_features, in_features].
     """
 
