@@ -3,8 +3,8 @@
 // its weights costs.
 //
 // Nothing is rounded to bfloat16: an activation is the sum of three of them, of eight bits each, and so is its product with
-// a weight. Every output is one chain of sums in the order of its inputs, that of an input's smallest part first. It depends
-// on neither the other rows nor the thread.
+// a weight. Every output is one chain of sums, of kMatrixInputs inputs after the others and of those the smallest parts
+// first, so that it depends on neither the other rows nor the thread.
 //
 // Source of the instructions: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 1, chapter 18.
 #if defined(__x86_64__)
@@ -167,6 +167,7 @@ struct Sums {
   }
 };
 
+// One panel of the weights, and its outputs.
 class Panel {
  public:
   Panel(const LinearTask& task, int64_t panel)
