@@ -3,8 +3,9 @@
 decode     one step of 1, 8, 16 and 32 sequences, with weights stored as float32 and as bfloat16, against its limit: the
            larger of weights and KV cache over the measured read bandwidth, and flops over the measured rate of matrix
            products (`matrix_rate.py`); and where its time goes
-prefill    of one long prompt, in the chunks the engine is configured for, against the rate of matrix products that are
-           measured before and after each chunk: a share for each round, their median and their extremes
+prefill    of one long prompt, in the chunks the engine is configured for, with weights stored as float32 and as
+           bfloat16, against the rate of float32 matrix products that are measured before and after each chunk: a share
+           for each round, their median and their extremes
 prefix     time to the first token of a prompt, when the cache has most of it from another one and when it has not
 adapters   decoding 16 sequences with one adapter or 16 different ones on all linear layers, and with adapters that are
            loaded but not used, against the engine without any
@@ -256,26 +257,47 @@ def decode_results(
     return results
 
 
-def prefill_rows(bench: Bench, rounds: int, num_tokens: int) -> list[Row]:
-    """A prompt from its first to its last chunk, each round beside the matrix products that were measured within it."""
-    flops = Work(bench.model, torch.float32, torch.float32).prefill_flops(num_tokens)
-    seconds, peaks, shares = [], [], []
-    for _ in range(rounds):
+def prefill_rows(benches: Mapping[str, Bench], rounds: int, num_tokens: int) -> list[Row]:
+    """A prompt in each engine in turn, by the type that it stores its weights in."""
+    runs = {weights: PrefillRuns(bench, num_tokens) for weights, bench in benches.items()}
+    for _, run in itertools.product(range(rounds), runs.values()):
+        run.measure()
+    return [row for weights, run in runs.items() for row in run.rows(f"prefill {num_tokens}, {weights}")]
+
+
+class PrefillRuns:
+    """A prompt from its first to its last chunk, each time beside the matrix products that were measured within it."""
+
+    def __init__(self, bench: Bench, num_tokens: int) -> None:
+        self._bench, self._num_tokens = bench, num_tokens
+        self._flops = Work(bench.model, torch.float32, torch.float32).prefill_flops(num_tokens)
+        self._seconds: list[float] = []
+        self._peaks: list[float] = []
+        self._shares: list[float] = []
+
+    def measure(self) -> None:
+        """Once more."""
         rates: list[float] = []
-        seconds.append(bench.first_token_seconds(bench.prompt(num_tokens), lambda: rates.append(matrix_rate())))  # noqa: B023
+        prompt = self._bench.prompt(self._num_tokens)
+        seconds = self._bench.first_token_seconds(prompt, lambda: rates.append(matrix_rate()))
         rates.append(matrix_rate())
         # Of rates the harmonic mean, because it is their times that add up.
-        peaks.append(statistics.harmonic_mean(rates))
-        shares.append(flops / seconds[-1] / peaks[-1])
-    name = f"prefill {num_tokens}"
-    return [
-        Row(f"{name}: time", statistics.median(seconds) * 1e3, "ms"),
-        Row(f"{name}: tokens", num_tokens / statistics.median(seconds), "tokens/s"),
-        Row(f"{name}: matrix products meanwhile", statistics.median(peaks) / 1e9, "GFLOP/s"),
-        at_least(f"{name}: of the matrix products' rate", statistics.median(shares), "x", 0.75),
-        Row(f"{name}: lowest share of a round", min(shares), "x"),
-        Row(f"{name}: highest share of a round", max(shares), "x"),
-    ]
+        peak = statistics.harmonic_mean(rates)
+        self._seconds.append(seconds)
+        self._peaks.append(peak)
+        self._shares.append(self._flops / seconds / peak)
+
+    def rows(self, name: str) -> list[Row]:
+        """Medians and extremes."""
+        seconds, shares = statistics.median(self._seconds), self._shares
+        return [
+            Row(f"{name}: time", seconds * 1e3, "ms"),
+            Row(f"{name}: tokens", self._num_tokens / seconds, "tokens/s"),
+            Row(f"{name}: matrix products meanwhile", statistics.median(self._peaks) / 1e9, "GFLOP/s"),
+            at_least(f"{name}: of the matrix products' rate", statistics.median(shares), "x", 0.75),
+            Row(f"{name}: lowest share of a round", min(shares), "x"),
+            Row(f"{name}: highest share of a round", max(shares), "x"),
+        ]
 
 
 def prefix_rows(bench: Bench, rounds: int, num_shared: int, num_own: int) -> list[Row]:
@@ -439,7 +461,7 @@ def main(
     bench = benches[dtype]
     parts: dict[str, Callable[[], Sequence[Result]]] = {
         "decode": lambda: decode_results(benches, TORCH_DTYPES[dtype], rounds, context, steps),
-        "prefill": lambda: prefill_rows(bench, rounds, prompt),
+        "prefill": lambda: prefill_rows(benches, rounds, prompt),
         "prefix": lambda: prefix_rows(bench, rounds, num_shared=1000, num_own=32),
         "adapters": lambda: adapter_rows(bench, rounds, steps),
         "peft": lambda: peft_rows(bench, rounds, prompt_tokens=128, output_tokens=64),
