@@ -7,6 +7,8 @@ are stored. A row's result is the same bits whatever other rows there are.
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 import torch.nn.functional as F
 
@@ -68,15 +70,13 @@ class PackedWeight:
             self.data[first : first + len(rows)].copy_(rows)
             return
         lanes, end = self.data.shape[3], first + len(rows)
-        # Whole columns at once, and what lies before and behind them in columns of their own.
-        whole, last = min(-(-first // lanes) * lanes, end), max(end // lanes * lanes, first)
-        last = max(whole, last)
-        for begin, stop, width in ((first, whole, whole - first), (whole, last, lanes), (last, end, end - last)):
-            if begin < stop:
-                columns = self._columns[begin // lanes : -(-stop // lanes)]
-                outputs = columns[..., begin % lanes : begin % lanes + width, :]
-                part = rows[begin - first : stop - first].reshape(len(columns), width, -1, outputs.shape[3])
-                outputs.copy_(part.transpose(1, 2))
+        # All whole columns at once, and what others have before and behind them.
+        edges = {first, min(-(-first // lanes) * lanes, end), max(end // lanes * lanes, first), end}
+        for begin, stop in itertools.pairwise(sorted(edges)):
+            columns = self._columns[begin // lanes : -(-stop // lanes)]
+            width = (stop - begin) // len(columns)
+            part = rows[begin - first : stop - first].reshape(len(columns), width, -1, columns.shape[3])
+            columns[:, :, begin % lanes : begin % lanes + width].copy_(part.transpose(1, 2))
 
     def rows(self, first: int, count: int) -> torch.Tensor:
         """A copy of the outputs first .. first + count, [count, in_features] in the storage dtype."""

@@ -44,14 +44,14 @@ struct alignas(kRowBytes) TileConfiguration {
 
 // At most kMatrixRows rows, in tiles of one size: two may share a row, whose results are the same.
 struct RowGroup {
-  int64_t first, rows, in_features;
+  int64_t first, rows;
 
   bool is_single_tile() const { return rows <= kTileRows; }
   int64_t tile_rows() const { return is_single_tile() ? rows : (rows + 1) / 2; }
   int64_t second_tile() const { return rows - tile_rows(); }
   int64_t part_bytes() const { return rows * kRowBytes; }
   const char* x(const LinearTask& task) const {
-    return static_cast<const char*>(task.x_parts) + first * in_features * kPartsSize;
+    return static_cast<const char*>(task.x_parts) + first * task.in_features * kPartsSize;
   }
 };
 
@@ -224,11 +224,11 @@ void multiply_groups(const LinearTask& task, int64_t first, int64_t end, int64_t
   if (first == end) {
     return;
   }
-  const Tiles owner(RowGroup{first, rows, task.in_features});
+  const Tiles owner(RowGroup{first, rows});
   for (int64_t p = panel_begin; p < panel_end; ++p) {
     const Panel panel(task, p);
     for (int64_t row = first; row < end; row += rows) {
-      const RowGroup group{row, rows, task.in_features};
+      const RowGroup group{row, rows};
       if (group.is_single_tile()) {
         panel.multiply<1>(group, row == 0);
       } else {
