@@ -78,50 +78,57 @@ PackedLinear::PackedLinear(const at::Tensor& rows, const at::Tensor& panels, int
               "x must be float32 [rows, ", panels.size(2), "], not ", rows.scalar_type(), " ", rows.sizes());
   x = rows.stride(1) == 1 ? rows : rows.contiguous();
   y = at::empty({x.size(0), out_features}, x.options());
-  task = {x.const_data_ptr<float>(), x.stride(0), x.size(0), panels.const_data_ptr(), panels.size(2),
-          out_features, y.mutable_data_ptr<float>(), out_features};
-  kernel = kernels_of(panels.scalar_type()).linear;
-  if (const MatrixUnit* unit = matrix_unit_for(panels.scalar_type(), task.in_features)) {
-    kernel = unit->linear;
+  task_ = {x.const_data_ptr<float>(), x.stride(0), x.size(0), panels.const_data_ptr(), panels.size(2),
+           out_features, y.mutable_data_ptr<float>(), out_features};
+  kernel_ = kernels_of(panels.scalar_type()).linear;
+  if (const MatrixUnit* unit = matrix_unit_for(panels.scalar_type(), task_.in_features)) {
+    kernel_ = unit->linear;
     split_rows(*unit);
   }
-  weight_size = panels.element_size();
-  panel_width = panels.size(1) * panels.size(3);
-  output_cost = task.in_features * (x.size(0) + kReadCost);
+  num_panels_ = panels.size(0);
+  panel_width_ = capability().panel_width;
+  const int64_t cost = num_panels_ * panel_width_ * task_.in_features * (task_.rows + kReadCost);
+  piece_rows_ = rows_of_piece();
+  row_pieces_ = (task_.rows + piece_rows_ - 1) / piece_rows_;
+  threads_ = std::max<int64_t>(1, std::min({cost / kThreadCost, num_panels_ * row_pieces_, Team::available()}));
+  panel_pieces_ = row_pieces_ > 1 ? num_panels_ : std::min(num_panels_, threads_ * kPanelPieces);
 }
 
 void PackedLinear::split_rows(const MatrixUnit& unit) {
-  x_parts = at::empty({x.numel() * unit.parts_size}, x.options().dtype(at::kByte));
-  const SplitTask split{task.x, task.x_stride, task.rows, task.in_features, x_parts.mutable_data_ptr()};
-  task.x_parts = split.parts;
-  parts_size = unit.parts_size;
-  const int64_t units = (task.rows + kMatrixRows - 1) / kMatrixRows * (task.in_features / kMatrixInputs);
+  x_parts_ = at::empty({x.numel() * unit.parts_size}, x.options().dtype(at::kByte));
+  const SplitTask split{task_.x, task_.x_stride, task_.rows, task_.in_features, x_parts_.mutable_data_ptr()};
+  task_.x_parts = split.parts;
+  parts_size_ = unit.parts_size;
+  const int64_t units = (task_.rows + kMatrixRows - 1) / kMatrixRows * (task_.in_features / kMatrixInputs);
   const int64_t threads = std::clamp<int64_t>(x.numel() * kSplitCost / kThreadCost, 1, Team::available());
   in_ranges(threads, threads, [&](int64_t i) { unit.split(split, units * i / threads, units * (i + 1) / threads); });
 }
 
-const void* PackedLinear::weights_from(int64_t output) const {
-  return static_cast<const char*>(task.panels) + output * task.in_features * weight_size;
-}
-
 int64_t PackedLinear::rows_of_piece() const {
-  const int64_t num_panels = (task.out_features + panel_width - 1) / panel_width;
-  int64_t rows = task.x_parts ? kMatrixRowPiece : kRowPiece;
-  while (rows > kRowPiece && (task.rows + rows - 1) / rows * num_panels < kLeastPieces * Team::available()) {
+  int64_t rows = task_.x_parts ? kMatrixRowPiece : kRowPiece;
+  while (rows > kRowPiece && (task_.rows + rows - 1) / rows * num_panels_ < kLeastPieces * Team::available()) {
     rows /= 2;
   }
   return rows;
 }
 
-LinearTask PackedLinear::rows_from(int64_t first, int64_t most) const {
-  LinearTask some = task;
-  some.x += first * task.x_stride;
-  some.y += first * task.y_stride;
-  if (task.x_parts) {
-    some.x_parts = static_cast<const char*>(task.x_parts) + first * task.in_features * parts_size;
+// Of the same product a piece's rows, from a multiple of kMatrixRows on.
+LinearTask PackedLinear::rows_from(int64_t first) const {
+  LinearTask some = task_;
+  some.x += first * task_.x_stride;
+  some.y += first * task_.y_stride;
+  if (task_.x_parts) {
+    some.x_parts = static_cast<const char*>(task_.x_parts) + first * task_.in_features * parts_size_;
   }
-  some.rows = std::min(most, task.rows - first);
+  some.rows = std::min(piece_rows_, task_.rows - first);
   return some;
+}
+
+void PackedLinear::run(int64_t piece, const Bias& bias) const {
+  const LinearTask task = rows_from(piece / panel_pieces_ * piece_rows_);
+  const int64_t i = piece % panel_pieces_, first = num_panels_ * i / panel_pieces_, end = num_panels_ * (i + 1) / panel_pieces_;
+  kernel_(task, first, end);
+  bias.add_to(task.y, task.y_stride, task.rows, first * panel_width_, std::min(end * panel_width_, task.out_features));
 }
 
 Bias::Bias(const at::Tensor* bias, int64_t out_features) {
@@ -132,28 +139,20 @@ Bias::Bias(const at::Tensor* bias, int64_t out_features) {
   }
 }
 
+void Bias::add_to(const at::Tensor& y) const {
+  if (values_) {
+    const int64_t size = y.size(1);
+    float* rows = y.mutable_data_ptr<float>();
+    rows_in_turn(y.size(0), kRowPiece, [&](int64_t begin, int64_t end) {
+      add_to(rows + begin * size, size, end - begin, 0, size);
+    });
+  }
+}
+
 at::Tensor packed_linear(const at::Tensor& x, const at::Tensor& panels, int64_t out_features, const at::Tensor* bias) {
   const Bias to_add(bias, out_features);
   const PackedLinear linear(x, panels, out_features);
-  const auto run = [&](const LinearTask& task, int64_t begin, int64_t end) {
-    linear.kernel(task, begin, end);
-    to_add.add_to(task, begin * linear.panel_width, std::min(end * linear.panel_width, out_features));
-  };
-  const int64_t num_panels = panels.size(0);
-  if (x.size(0) > kRowPiece) {
-    const int64_t rows = linear.rows_of_piece();
-    in_turn((x.size(0) + rows - 1) / rows * num_panels, [&](int64_t piece) {
-      const int64_t panel = piece % num_panels;
-      run(linear.rows_from(piece / num_panels * rows, rows), panel, panel + 1);
-    });
-    return linear.y;
-  }
-  const int64_t cost = num_panels * linear.panel_width * linear.output_cost;
-  const int64_t threads = std::max<int64_t>(1, std::min({cost / kThreadCost, num_panels, Team::available()}));
-  const int64_t pieces = std::min(num_panels, threads * kPanelPieces);
-  in_ranges(pieces, threads, [&](int64_t piece) {
-    run(linear.task, num_panels * piece / pieces, num_panels * (piece + 1) / pieces);
-  });
+  in_ranges(linear.num_pieces(), linear.num_threads(), [&](int64_t piece) { linear.run(piece, to_add); });
   return linear.y;
 }
 

@@ -9,51 +9,52 @@
 
 namespace multilora {
 
-// One product with packed weights, to be computed in parts by several threads.
+// What a linear adds to its outputs: float32 [out_features], or null for nothing.
+class Bias {
+ public:
+  Bias() = default;
+  Bias(const at::Tensor* bias, int64_t out_features);
+
+  // To the outputs [begin, end) of some rows of y.
+  void add_to(float* y, int64_t stride, int64_t rows, int64_t begin, int64_t end) const {
+    for (int64_t r = 0; values_ && r < rows; ++r, y += stride) {
+      for (int64_t n = begin; n < end; ++n) {
+        y[n] += values_[n];
+      }
+    }
+  }
+  // To all of y, by several threads.
+  void add_to(const at::Tensor& y) const;
+
+ private:
+  const float* values_ = nullptr;
+};
+
+// One product with packed weights, to be computed in pieces by several threads: each some outputs of some rows.
 struct PackedLinear {
-  at::Tensor x, y;  // x as it can be read; y is new, and not filled before its outputs are run
-  at::Tensor x_parts;  // for a matrix unit
-  LinearTask task;
-  LinearKernel kernel;
-  int64_t weight_size, panel_width;
-  int64_t output_cost;  // of each output, in multiply-adds
-  int64_t parts_size = 0;  // bytes of an activation's parts
+  at::Tensor x, y;  // x as it can be read; y is new, and not filled before its pieces are run
 
   // Refuses panels and x that do not fit.
   PackedLinear(const at::Tensor& x, const at::Tensor& panels, int64_t out_features);
 
-  // The outputs [first, last), both multiples of the panel width or out_features.
-  void run(int64_t first, int64_t last) const {
-    const auto panel = [&](int64_t output) { return (output + panel_width - 1) / panel_width; };
-    kernel(task, panel(first), panel(last));
-  }
-  const void* weights_from(int64_t output) const;
-  // Rows in which threads take a prompt.
-  int64_t rows_of_piece() const;
-  // Of the same product at most so many rows, from a multiple of kMatrixRows on.
-  LinearTask rows_from(int64_t first, int64_t most) const;
+  int64_t num_threads() const { return threads_; }  // that it is worth
+  int64_t num_pieces() const { return row_pieces_ * panel_pieces_; }
+  void run(int64_t piece, const Bias& bias) const;
+  int64_t num_panels() const { return num_panels_; }
+  int64_t panel_width() const { return panel_width_; }
+  // Some panels for all rows.
+  void run_panels(int64_t begin, int64_t end) const { kernel_(task_, begin, end); }
 
  private:
   void split_rows(const MatrixUnit& unit);
-};
+  int64_t rows_of_piece() const;
+  LinearTask rows_from(int64_t first) const;
 
-// What a linear adds to its outputs: float32 [out_features], or null for nothing.
-class Bias {
- public:
-  Bias(const at::Tensor* bias, int64_t out_features);
-
-  // To the outputs [begin, end) of all rows.
-  void add_to(const LinearTask& task, int64_t begin, int64_t end) const {
-    for (int64_t r = 0; values_ && r < task.rows; ++r) {
-      float* row = task.y + r * task.y_stride;
-      for (int64_t n = begin; n < end; ++n) {
-        row[n] += values_[n];
-      }
-    }
-  }
-
- private:
-  const float* values_ = nullptr;
+  at::Tensor x_parts_;  // for a matrix unit
+  LinearTask task_;
+  LinearKernel kernel_;
+  int64_t num_panels_, panel_width_, parts_size_ = 0;  // bytes of an activation's parts
+  int64_t threads_, piece_rows_, row_pieces_, panel_pieces_;
 };
 
 // `packed_linear` and `packed_embedding` of linear.py. bias: null for none.

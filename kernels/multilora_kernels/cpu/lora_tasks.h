@@ -86,6 +86,7 @@ struct Columns {
       : data(table.const_data_ptr<T>()), num_slices(table.size(1)), first_slice(first) {}
   bool has(int64_t slice) const { return first_slice + slice < num_slices; }
   int64_t at(int64_t lora_index, int64_t slice) const { return data[lora_index * num_slices + first_slice + slice]; }
+  void fetch(int64_t lora_index) const { __builtin_prefetch(data + lora_index * num_slices + first_slice); }
 };
 
 struct Weights {

@@ -1,21 +1,17 @@
 // The operators multilora::lora_apply and lora_linear for CPU tensors (schemas: operators.py): both halves of an update,
-// and between them the base linear where its weights are packed, in one parallel region.
+// and before them the base linear where its weights are packed, in one parallel region.
 //
-// A thread has a share of the ranks and a share of the outputs. It computes its ranks, then piece by piece of its outputs
-// the base linear and what the update adds to it; the other threads' ranks are long done by then, so that nobody waits and
-// memory is read all the time. A single thread takes slice by slice, in the order in which an adapter's weights lie. Units
-// are independent: how they are shared never changes a result.
+// Threads compute the base linear, then ranks, and when all of that is there, what the update adds to the outputs. Each has
+// adapters of its own, whose weights it reads from one end to the other, until it helps those that are behind. Pieces are
+// independent: who takes which changes no result.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
-#include <c10/util/SmallVector.h>
-
 #include <algorithm>
 #include <atomic>
+#include <memory>
 #include <optional>
-#include <thread>
-#include <vector>
 
 #include "apply.h"
 #include "capability.h"
@@ -27,53 +23,67 @@
 namespace multilora {
 namespace {
 
-// Work in shares, each done once by whoever comes first, that everybody needs all of.
-//
-// Nobody waits for a thread that has not begun: who would wait takes over what no one has claimed. So it ends however
-// few threads there are, and in whatever order they run.
-class CommonWork {
+// Least cost of an update that is worth a thread of its own, in multiply-adds: they wait for memory.
+constexpr int64_t kUpdateThreadCost = 1 << 16;
+// Least pieces of an update for each thread: as even as adapters of different ranks allow.
+constexpr int64_t kUpdatePieces = 4;
+
+// Tasks of one thread, in the order in which it reads their weights: a kernel asks for those that come next, so that a task
+// runs as soon as the next one is known.
+template <class Task>
+class Reading {
  public:
-  explicit CommonWork(int64_t shares) : claimed_(shares) {}
+  using Kernel = void (*)(const Task& task, int64_t begin, int64_t end, const void* next);
 
-  template <class Share>
-  void run(size_t share, const Share& work) {
-    if (!claimed_[share].exchange(true, std::memory_order_relaxed)) {
-      work(share);
-      finished_.fetch_add(1, std::memory_order_release);
-    }
+  explicit Reading(Kernel kernel) : kernel_(kernel) {}
+
+  // The ranks or outputs [begin, end), whose weights begin at `weights`.
+  void add(const Task& task, int64_t begin, int64_t end, const void* weights) {
+    finish(weights);
+    task_ = task;
+    begin_ = begin;
+    end_ = end;
+    weights_ = weights;
   }
-
-  template <class Share>
-  void finish(const Share& work) {
-    for (size_t share = 0; share < claimed_.size(); ++share) {
-      run(share, work);
-    }
-    while (finished_.load(std::memory_order_acquire) < claimed_.size()) {
-      std::this_thread::yield();
+  // next: what the thread reads afterwards, null if that is unknown.
+  void finish(const void* next) {
+    if (weights_) {
+      kernel_(task_, begin_, end_, next ? next : weights_);
+      weights_ = nullptr;
     }
   }
 
  private:
-  std::vector<std::atomic<bool>> claimed_;
-  std::atomic<size_t> finished_{0};
+  const Kernel kernel_;
+  Task task_{};
+  int64_t begin_ = 0, end_ = 0;
+  const void* weights_ = nullptr;
 };
 
-// One slice of y.
-struct Slice {
-  int64_t first_output, size;
-  int64_t output_cost;  // of each of its outputs
-};
+// Pieces that everybody waits for.
+class Awaited {
+ public:
+  explicit Awaited(int64_t pieces) : left_(pieces) {}
 
-// The expand task of one block in one slice.
-struct Addition {
-  ExpandTask task;
-  int64_t first_output, size;
-  size_t share;  // whose ranks it needs, in the list of shrink tasks
-
-  bool has(int64_t begin, int64_t end) const { return first_output < end && begin < first_output + size; }
-  const void* weights_from(int64_t output, int64_t element_size) const {
-    return static_cast<const char*>(task.b) + std::max<int64_t>(output - first_output, 0) * task.rank * element_size;
+  // Calls work(claimed), which counts the pieces that it begins. They are over when it is, even if it fails.
+  template <class Work>
+  void run(const Work& work) {
+    struct Running {
+      std::atomic<int64_t>& left;
+      int64_t claimed = 0;
+      ~Running() { left.fetch_sub(claimed, std::memory_order_release); }
+    } running{left_};
+    work(running.claimed);
   }
+  // When all pieces have been claimed.
+  void wait() const {
+    for (Waiting waiting; left_.load(std::memory_order_acquire) > 0;) {
+      waiting.pause();
+    }
+  }
+
+ private:
+  std::atomic<int64_t> left_;
 };
 
 class Update {
@@ -81,157 +91,184 @@ class Update {
   // y: float32; holds the base linear already unless `base` computes it.
   Update(const at::Tensor& x, const at::Tensor& y, int64_t first_slice, at::IntArrayRef slice_sizes, const Tables& tables,
          const Blocks& blocks, const PackedLinear* base)
-      : kernels_(kernels_of(tables.arena.scalar_type())), element_size_(tables.arena.element_size()), base_(base) {
-    v_.resize_for_overwrite(slice_sizes.size() * x.size(0) * tables.max_rank);
-    int64_t first_output = 0;
-    for (const int64_t size : slice_sizes) {
-      slices_.push_back({first_output, size, base ? base->output_cost : 0});
-      first_output += size;
-    }
-    const Buffer v{v_.data(), x.size(0) * tables.max_rank, tables.max_rank};
-    add_tasks(Shrink(x, v, tables, first_slice), Expand(v, y, tables, first_slice), blocks);
+      : kernels_(kernels_of(tables.arena.scalar_type())), element_size_(tables.arena.element_size()), base_(base),
+        blocks_(blocks), slice_sizes_(slice_sizes),
+        v_(std::make_unique_for_overwrite<float[]>(slice_sizes.size() * x.size(0) * tables.max_rank)),
+        shrink_(x, {v_.get(), x.size(0) * tables.max_rank, tables.max_rank}, tables, first_slice),
+        expand_(shrink_.v, y, tables, first_slice), threads_(threads_for(tables.max_rank)) {
+    const int64_t slices = blocks_.size() * slice_sizes.size();
+    parts_ = threads_ == 1 || slices == 0 ? 1 : (threads_ * kUpdatePieces + slices - 1) / slices;
   }
 
-  // `finish(begin, end)`: what is left to do for some outputs.
-  template <class Finish>
-  void run(const Finish& finish) const {
-    const int64_t shares = std::clamp<int64_t>((shrinks_.cost() + outputs_cost()) / kThreadCost, 1, Team::available());
-    if (shares == 1) {
-      run_alone();
-      finish(0, num_outputs());
-      return;
+  void run() const {
+    if (base_ && base_->x.size(0) > kMaxRows) {
+      run_by_outputs();
+    } else {
+      run_by_adapters();
     }
-    CommonWork shrinks(shares);
-    const auto shrink = [&](int64_t share) { shrink_share(share, shares); };
-    // An update alone reads little for each output: in pieces that would be too short for requests ahead of them.
-    const int64_t pieces = base_ ? shares * kPiecesPerThread : shares;
-    Ranges outputs(pieces, shares);
-    Team::share_out(shares, [&](int64_t share) {
-      shrinks.run(share, shrink);
-      outputs.take(share, [&](int64_t piece) {
-        const int64_t first = first_output(piece, pieces), last = first_output(piece + 1, pieces);
-        if (base_) {
-          base_->run(first, last);
-        }
-        shrinks.finish(shrink);
-        expand(first, last, piece + 1 == pieces / shares);
-        finish(first, last);
+  }
+
+ private:
+  // For many rows, whose outputs would not stay in the caches: ranks, then a few outputs after the other.
+  void run_by_outputs() const {
+    const int64_t pieces = num_pieces(), panels = base_->num_panels();
+    const int64_t panel_pieces = std::min(panels, threads_ * kPiecesPerThread);
+    Ranges shrinks(pieces, threads_), outputs(panel_pieces, threads_);
+    Awaited ranks(pieces);
+    Team::share_out(threads_, [&](int64_t thread) {
+      ranks.run([&](int64_t& claimed) {
+        Reading<ShrinkTask> reading(kernels_.shrink);
+        shrinks.take(thread, [&](int64_t i) {
+          ++claimed;
+          add(piece(i), reading);
+        });
+        reading.finish(nullptr);
+      });
+      ranks.wait();
+      outputs.take(thread, [&](int64_t i) {
+        const int64_t first = panels * i / panel_pieces, end = panels * (i + 1) / panel_pieces;
+        base_->run_panels(first, end);
+        expand(first * base_->panel_width(), end * base_->panel_width());
       });
     });
   }
 
- private:
-  void add_tasks(const Shrink& shrink, const Expand& expand, const Blocks& blocks) {
-    next_linear_ = blocks.empty() ? nullptr : shrink.weights_at(blocks.front(), slices_.size());
-    shrinks_.shares.reserve(blocks.size() * slices_.size());
-    additions_.reserve(blocks.size() * slices_.size());
-    for (const Block& block : blocks) {
-      size_t v_slice = 0;
-      for (size_t s = 0; s < slices_.size(); ++s) {
-        Slice& slice = slices_[s];
-        const int64_t r = shrink.rank.at(block.lora_index, s);
-        if (r == 0) {
-          continue;
-        }
-        if (!shrink.is_shared(block.lora_index, s)) {
-          v_slice = s;
-          shrinks_.add(shrink.task(block, s), r, kRankUnit, shrink.unit_cost(block));
-        }
-        const ExpandTask task = expand.task(block, s, v_slice, r, slice.first_output, slice.size);
-        additions_.push_back({task, slice.first_output, slice.size, shrinks_.shares.size() - 1});
-        slice.output_cost += Expand::output_cost(block, r);
-      }
+  // What is added to the outputs [begin, end) of all rows.
+  void expand(int64_t begin, int64_t end) const {
+    Reading<ExpandTask> reading(kernels_.expand);
+    for (int64_t i = 0; i < num_pieces(); i += parts_) {
+      const Piece p = piece(i);
+      const int64_t slice_begin = first_output(p.slice), size = slice_sizes_[p.slice];
+      add(p, std::max<int64_t>(begin - slice_begin, 0), std::min(end - slice_begin, size), reading);
+    }
+    reading.finish(nullptr);
+  }
+
+  // For few rows, whose time is that of reading adapters.
+  void run_by_adapters() const {
+    const int64_t pieces = num_pieces(), linear_pieces = base_ ? base_->num_pieces() : 0;
+    Ranges linear(linear_pieces, threads_), shrinks(pieces, threads_), expands(pieces, threads_);
+    Awaited before(linear_pieces + pieces);
+    Team::share_out(threads_, [&](int64_t thread) {
+      const int64_t first = pieces * thread / threads_;
+      fetch_tables(first, pieces * (thread + 1) / threads_);
+      before.run([&](int64_t& claimed) {
+        linear.take(thread, [&](int64_t piece) {
+          ++claimed;
+          base_->run(piece, Bias());
+        });
+        Reading<ShrinkTask> reading(kernels_.shrink);
+        shrinks.take(thread, [&](int64_t i) {
+          ++claimed;
+          add(piece(i), reading);
+        });
+        reading.finish(first < pieces ? b_of(first) : nullptr);
+      });
+      before.wait();
+      Reading<ExpandTask> reading(kernels_.expand);
+      expands.take(thread, [&](int64_t i) {
+        const Piece p = piece(i);
+        const int64_t size = slice_sizes_[p.slice];
+        add(p, p.begin(size, kOutputUnit), p.end(size, kOutputUnit), reading);
+      });
+      reading.finish(first < pieces ? a_behind(first) : nullptr);
+    });
+  }
+
+  // A piece is one of some parts of the ranks, or of the outputs, of one slice for one block.
+  struct Piece {
+    const Block& block;
+    int64_t slice, rank, part, parts;
+
+    // Of so many ranks or outputs, in whole units.
+    int64_t begin(int64_t size, int64_t unit) const { return bound(size, unit, part); }
+    int64_t end(int64_t size, int64_t unit) const { return bound(size, unit, part + 1); }
+
+   private:
+    int64_t bound(int64_t size, int64_t unit, int64_t i) const {
+      return std::min((size + unit - 1) / unit * i / parts * unit, size);
+    }
+  };
+
+  int64_t num_pieces() const { return blocks_.size() * slice_sizes_.size() * parts_; }
+  Piece piece(int64_t i) const {
+    const int64_t slices = slice_sizes_.size(), slice = i / parts_ % slices;
+    const Block& block = blocks_[i / parts_ / slices];
+    return {block, slice, shrink_.rank.at(block.lora_index, slice), i % parts_, parts_};
+  }
+
+  int64_t threads_for(int64_t max_rank) const {
+    int64_t cost = 0, rows = 0;
+    for (const Block& block : blocks_) {
+      rows += block.rows.count + kLoadCost;
+    }
+    for (const int64_t size : slice_sizes_) {
+      cost += rows * max_rank * (shrink_.in_features + size);
+    }
+    return std::clamp<int64_t>(cost / kUpdateThreadCost, base_ ? base_->num_threads() : 1, Team::available());
+  }
+
+  // The rows of the tables where these pieces are described: they were last read for the linear before.
+  void fetch_tables(int64_t first, int64_t end) const {
+    const int64_t pieces_of_block = slice_sizes_.size() * parts_;
+    for (int64_t i = first; i < end; i += pieces_of_block) {
+      const int64_t lora_index = blocks_[i / pieces_of_block].lora_index;
+      shrink_.rank.fetch(lora_index);
+      shrink_.a_offset.fetch(lora_index);
+      expand_.b_offset.fetch(lora_index);
+      expand_.magnitude_offset.fetch(lora_index);
     }
   }
 
-  void run_alone() const {
-    if (base_) {
-      base_->run(0, num_outputs());
-    }
-    size_t shrunk = 0;
-    for (size_t i = 0; i < additions_.size(); ++i) {
-      const Addition& addition = additions_[i];
-      if (addition.share == shrunk) {
-        const auto& share = shrinks_.shares[shrunk++];
-        kernels_.shrink(share.task, 0, share.size, addition.task.b);
-      }
-      kernels_.expand(addition.task, 0, addition.size, read_after(i));
+  void add(const Piece& p, Reading<ShrinkTask>& reading) const {
+    const int64_t begin = p.begin(p.rank, kRankUnit), end = p.end(p.rank, kRankUnit);
+    if (begin < end && !shrink_.is_shared(p.block.lora_index, p.slice)) {
+      const ShrinkTask task = shrink_.task(p.block, p.slice);
+      reading.add(task, begin, end, static_cast<const char*>(task.a) + begin * task.in_features * element_size_);
     }
   }
 
-  // What a single thread reads after an addition.
-  const void* read_after(size_t addition) const {
-    const auto next = additions_.begin() + addition + 1;
-    if (next == additions_.end()) {
-      return what_follows(true, 0, additions_[addition]);
-    }
-    const bool has_ranks = next->share == additions_[addition].share;
-    return has_ranks ? next->task.b : weights_of(shrinks_.shares[next->share].task);
-  }
-
-  int64_t num_outputs() const { return slices_.back().first_output + slices_.back().size; }
-
-  int64_t outputs_cost() const {
-    int64_t cost = 0;
-    for (const Slice& slice : slices_) {
-      cost += slice.size * slice.output_cost;
-    }
-    return cost;
-  }
-
-  // Where a share begins: every share costs the same, as nearly as whole units allow.
-  int64_t first_output(int64_t share, int64_t shares) const {
-    const int64_t unit = base_ ? base_->panel_width : kOutputUnit;
-    int64_t cost = outputs_cost() * share / shares;
-    for (const Slice& slice : slices_) {
-      if (cost < slice.size * slice.output_cost) {
-        const int64_t output = slice.first_output + cost / slice.output_cost;
-        return std::min((output + unit / 2) / unit * unit, num_outputs());
-      }
-      cost -= slice.size * slice.output_cost;
-    }
-    return num_outputs();
-  }
-
-  void shrink_share(int64_t share, int64_t shares) const {
-    if (shrinks_.shares.empty()) {
-      return;
-    }
-    const int64_t cost = shrinks_.cost();
-    const void* next = base_ ? base_->weights_from(first_output(share, shares)) : additions_.front().task.b;
-    shrinks_.run(cost * share / shares, cost * (share + 1) / shares, kernels_.shrink, next);
-  }
-
-  // is_last: of the thread that has the first range.
-  void expand(int64_t begin, int64_t end, bool is_last) const {
-    const auto next_of = [&](auto addition) {
-      return std::find_if(addition, additions_.end(), [&](const Addition& a) { return a.has(begin, end); });
-    };
-    for (auto addition = next_of(additions_.begin()); addition != additions_.end();) {
-      const auto next = next_of(addition + 1);
-      const void* ahead = next == additions_.end() ? what_follows(is_last, begin, *addition)
-                                                   : next->weights_from(begin, element_size_);
-      const int64_t first = std::max<int64_t>(begin - addition->first_output, 0);
-      kernels_.expand(addition->task, first, std::min(end - addition->first_output, addition->size), ahead);
-      addition = next;
+  void add(const Piece& p, int64_t begin, int64_t end, Reading<ExpandTask>& reading) const {
+    if (begin < end && p.rank > 0) {
+      const ExpandTask task = expand_task(p);
+      reading.add(task, begin, end, static_cast<const char*>(task.b) + begin * task.rank * element_size_);
     }
   }
 
-  // What a thread reads after the last addition to a piece. A step goes through the columns of the tables in their order,
-  // so that whoever has the first outputs has the first ranks of the next columns, too, and reads them when all of its
-  // pieces are done; else nothing is new.
-  const void* what_follows(bool is_next_linear, int64_t first_output, const Addition& last) const {
-    return is_next_linear && next_linear_ ? next_linear_ : last.weights_from(first_output, element_size_);
+  ExpandTask expand_task(const Piece& p) const {
+    int64_t v_slice = p.slice;
+    while (shrink_.is_shared(p.block.lora_index, v_slice)) {
+      --v_slice;
+    }
+    return expand_.task(p.block, p.slice, v_slice, p.rank, first_output(p.slice), slice_sizes_[p.slice]);
   }
+
+  int64_t first_output(int64_t slice) const {
+    int64_t output = 0;
+    for (int64_t s = 0; s < slice; ++s) {
+      output += slice_sizes_[s];
+    }
+    return output;
+  }
+
+  // Where a thread that has this piece first reads its first B, null if there is none.
+  const void* b_of(int64_t i) const {
+    const Piece p = piece(i);
+    return p.rank > 0 ? expand_task(p).b : nullptr;
+  }
+  // The same of the A behind these slices: a step goes through the columns of the tables in their order.
+  const void* a_behind(int64_t i) const { return shrink_.weights_at(piece(i).block, slice_sizes_.size()); }
 
   const Kernels& kernels_;
   const int64_t element_size_;
   const PackedLinear* base_;
-  c10::SmallVector<float, 128> v_;  // not filled
-  c10::SmallVector<Slice, 3> slices_;
-  WorkList<ShrinkTask> shrinks_;
-  c10::SmallVector<Addition, 3> additions_;
-  const void* next_linear_;  // the first weights behind these columns of the tables, null if there are none
+  const Blocks& blocks_;
+  const at::IntArrayRef slice_sizes_;
+  const std::unique_ptr<float[]> v_;
+  const Shrink shrink_;
+  const Expand expand_;
+  const int64_t threads_;
+  int64_t parts_;
 };
 
 void lora_apply(const at::Tensor& x, const at::Tensor& y, int64_t first_slice, at::IntArrayRef slice_sizes,
@@ -262,7 +299,7 @@ void apply(const at::Tensor& x, const at::Tensor& y, int64_t first_slice, at::In
     return;
   }
   const at::Tensor x_rows = as_float32_rows(x), y_rows = as_float32_rows(y);
-  Update(x_rows, y_rows, first_slice, slice_sizes, tables, blocks, nullptr).run([](int64_t, int64_t) {});
+  Update(x_rows, y_rows, first_slice, slice_sizes, tables, blocks, nullptr).run();
   if (!y_rows.is_same(y)) {
     y.copy_(y_rows);
   }
@@ -276,9 +313,8 @@ at::Tensor lora_linear(const at::Tensor& x, const at::Tensor& panels, int64_t fi
   }
   const Bias to_add(bias, out_features);
   const PackedLinear base(x, panels, out_features);
-  Update(base.x, base.y, first_slice, slice_sizes, tables, blocks_of(segments), &base).run([&](int64_t begin, int64_t end) {
-    to_add.add_to(base.task, begin, end);
-  });
+  Update(base.x, base.y, first_slice, slice_sizes, tables, blocks_of(segments), &base).run();
+  to_add.add_to(base.y);
   return base.y;
 }
 
