@@ -24,6 +24,7 @@ from multilora_engine.model_runner import ModelRunner
 from multilora_engine.models.llama import LlamaModel
 from multilora_engine.models.loader import stored_dtype
 from multilora_engine.models.model_config import ModelConfig
+from multilora_kernels import HugePages
 
 if TYPE_CHECKING:
     from multilora_engine.lora.sources.fetcher import AdapterFetcher
@@ -108,14 +109,16 @@ def build_model_runner(
         model_config.num_kv_heads,
         model_config.head_dim,
     )
-    # Written once, not only reserved: where that memory is missing the load fails, not a request, and no step waits for
-    # pages to be made.
-    kv_cache = KVCache(
-        keys=torch.empty(shape, dtype=dtype, device=device).zero_(),
-        values=torch.empty(shape, dtype=dtype, device=device).zero_(),
-    )
+    kv_cache = KVCache(_written(shape, dtype, device), _written(shape, dtype, device))
     graphs = _capture_graphs(model, kv_cache, config, plan, loras) if has_graphs else None
     return ModelRunner(model, kv_cache, config.block_size, loras, graphs)
+
+
+def _written(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Memory that is not only reserved: where it is missing the load fails, not a request, and no step waits for pages
+    to be made."""
+    memory = HugePages().zeros(shape, dtype) if device.type == "cpu" else torch.empty(shape, dtype=dtype, device=device)
+    return memory.zero_()
 
 
 def _capture_graphs(

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from multilora_engine.free_list import FreeList
+from multilora_kernels import HugePages
 
 
 class PagePool(FreeList):
@@ -15,7 +16,12 @@ class PagePool(FreeList):
     def __init__(self, num_pages: int, page_bytes: int, device: torch.device, pin_memory: bool = False) -> None:
         super().__init__(num_pages)
         self.page_bytes = page_bytes
-        self.storage = torch.empty(num_pages, page_bytes, dtype=torch.uint8, device=device, pin_memory=pin_memory)
+        shape = (num_pages, page_bytes)
+        self.storage = (
+            HugePages().zeros(shape, torch.uint8)
+            if device.type == "cpu" and not pin_memory
+            else torch.empty(shape, dtype=torch.uint8, device=device, pin_memory=pin_memory)
+        )
 
     def views(self, pages: Iterable[int]) -> list[torch.Tensor]:
         """Pages themselves, uint8 [page_bytes] each."""
