@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import msgspec
 import torch
 
@@ -11,19 +9,12 @@ from multilora_engine.beam_search import Continuations, rank_continuations
 from multilora_engine.logits import adjust_logits
 from multilora_engine.request import Sequence, TokenLogProb
 from multilora_engine.transfer import FromDevice, to_device
+from multilora_kernels import SamplingRule, sample_tokens
 
 _MIN_TEMPERATURE = 1e-6
 """Smaller temperatures draw the same, always the most probable token, but divide to infinities."""
 
-
-_NUM_CANDIDATES = 64
-"""So many of the most probable tokens are looked at first; where they do not decide, `_MORE_CANDIDATES` times as many,
-until they are a large part of the vocabulary."""
-
-_MORE_CANDIDATES = 16
-
-_LEAST_SHARE = 4
-"""Rows of at most so many times as many tokens as candidates are sorted."""
+_GREEDY = SamplingRule(temperature=1.0, top_k=1, top_p=1.0, min_p=0.0, uniform=0.0)
 
 
 class SampledToken(msgspec.Struct, frozen=True):
@@ -93,9 +84,14 @@ def _choose(logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
     drawn = [row for row, s in enumerate(sequences) if not s.request.sampling.is_greedy and s.search is None]
     if not drawn:
         return _most_probable(logits)
+    rules = [_GREEDY] * len(sequences)
+    for row in drawn:
+        rules[row] = _rule(sequences[row])
+    if not logits.is_cuda and (token_ids := sample_tokens(logits, rules)) is not None:
+        return token_ids
     token_ids = torch.empty(len(sequences), dtype=torch.int64, device=logits.device)
     index = _index(drawn, logits)
-    token_ids[index] = _draw(_rows(logits, index), [sequences[row] for row in drawn])
+    token_ids[index] = _draw(_rows(logits, index), [rules[row] for row in drawn])
     if others := sorted(set(range(len(sequences))) - set(drawn)):
         index = _index(others, logits)
         token_ids[index] = _most_probable(_rows(logits, index))
@@ -131,97 +127,42 @@ def _add_log_probs(
         tokens[row] = SampledToken(tokens[row].token_id, TokenLogProb(values[i], top))
 
 
-def _draw(logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
-    """Inverse-CDF sampling over the tokens that temperature, top_k, top_p and min_p leave.
+def _rule(sequence: Sequence) -> SamplingRule:
+    p = sequence.request.sampling
+    temperature = max(p.temperature, _MIN_TEMPERATURE)
+    return SamplingRule(temperature, p.top_k, _top_p(sequence), p.min_p, sequence.random.random())
+
+
+def _draw(logits: torch.Tensor, rules: list[SamplingRule]) -> torch.Tensor:
+    """`sample_tokens` of this package's kernels in torch's operators, for a GPU and where nothing was compiled.
 
     Which way a row goes depends on its own request and logits alone, so its neighbours never change what it draws.
     """
-    parameters = [sequence.request.sampling for sequence in sequences]
-    temperature = _column([max(p.temperature, _MIN_TEMPERATURE) for p in parameters], logits)
-    probabilities = _normalise_exponentials(logits / temperature)
-    uniform = _column([sequence.random.random() for sequence in sequences], logits)
-    restrictions = [_restriction(sequence, logits.shape[1]) for sequence in sequences]
-    token_ids = torch.empty(len(sequences), dtype=torch.int64, device=logits.device)
-    if free := [row for row, restriction in enumerate(restrictions) if restriction is None]:
+    temperature, top_k, top_p, min_p, uniform = (_column(list(values), logits) for values in zip(*rules, strict=True))
+    probabilities = (logits / temperature).softmax(dim=-1)
+    token_ids = torch.empty(len(rules), dtype=torch.int64, device=logits.device)
+    is_free = [not 0 < rule.top_k < logits.shape[1] and rule.top_p >= 1.0 and rule.min_p <= 0.0 for rule in rules]
+    if free := [row for row, is_so in enumerate(is_free) if is_so]:
         index = _index(free, logits)
         token_ids[index] = _invert(_rows(probabilities, index).cumsum_(dim=-1), uniform[index])
-    if restricted := [row for row, restriction in enumerate(restrictions) if restriction is not None]:
-        columns = [_column(list(values), logits) for values in zip(*filter(None, restrictions), strict=True)]
+    if restricted := [row for row, is_so in enumerate(is_free) if not is_so]:
         index = _index(restricted, logits)
-        token_ids[index] = _draw_from_best(_rows(probabilities, index), uniform[index], columns)
+        columns = (column[index] for column in (uniform, top_k, top_p, min_p))
+        token_ids[index] = _draw_ordered(_rows(probabilities, index), *columns)
     return token_ids
 
 
-def _restriction(sequence: Sequence, vocab: int) -> tuple[float, float, float] | None:
-    """top_k (infinite if it leaves all), top_p and min_p, where they can leave anything out."""
-    p, top_p = sequence.request.sampling, _top_p(sequence)
-    top_k = float(p.top_k) if 0 < p.top_k < vocab else math.inf
-    if top_k == math.inf and top_p >= 1.0 and p.min_p <= 0.0:
-        return None
-    return top_k, top_p, p.min_p
-
-
-def _draw_from_best(
-    probabilities: torch.Tensor, uniform: torch.Tensor, columns: list[torch.Tensor], num_candidates: int | None = None
-) -> torch.Tensor:
-    """A token of each row of those that the columns top_k, top_p and min_p leave. uniform and columns: [rows, 1].
-
-    They leave the most probable ones up to some place, which is nearly always among the first `num_candidates`, by
-    default `_NUM_CANDIDATES`: on a CPU only rows where it is not are searched for more, and in the end sorted. A GPU
-    sorts faster than it could be asked.
-    """
-    num_candidates = num_candidates or _NUM_CANDIDATES
-    if probabilities.is_cuda or probabilities.shape[1] <= _LEAST_SHARE * num_candidates:
-        return _draw_ordered(*probabilities.sort(dim=-1, descending=True), uniform, columns)[0]
-    chosen, is_decided = _draw_ordered(*_largest(probabilities, num_candidates), uniform, columns)
-    if not is_decided.all():
-        rows = (~is_decided).nonzero().squeeze(1)
-        remaining = (_rows(probabilities, rows), uniform[rows], [column[rows] for column in columns])
-        chosen[rows] = _draw_from_best(*remaining, num_candidates * _MORE_CANDIDATES)
-    return chosen
-
-
 def _draw_ordered(
-    probabilities: torch.Tensor, token_ids: torch.Tensor, uniform: torch.Tensor, columns: list[torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`_draw_from_best` among the first tokens of each row, most probable first; and whether no later one counts.
-
-    top_k keeps the k most probable tokens, top_p of these the smallest set whose probability reaches top_p (the most
-    probable one always stays), min_p those at least min_p times as probable as the most probable one.
-    """
-    top_k, top_p, min_p = columns
-    num_tokens = probabilities.shape[1]
-    has_top_k = top_k <= num_tokens
-    left = probabilities * (torch.arange(num_tokens, device=probabilities.device) < top_k)
-    left /= torch.where(has_top_k, left.sum(dim=-1, keepdim=True), 1.0)
+    probabilities: torch.Tensor, uniform: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
+) -> torch.Tensor:
+    """A token of each row of those that top_k (0 for all), top_p and min_p leave, columns [rows, 1] as is `uniform`."""
+    ordered, token_ids = probabilities.sort(dim=-1, descending=True)
+    is_among = (torch.arange(ordered.shape[1], device=ordered.device) < top_k) | (top_k == 0)
+    left = ordered * is_among
+    left /= torch.where(top_k == 0, 1.0, left.sum(dim=-1, keepdim=True))
     is_kept = (left.cumsum(dim=-1) - left < top_p) & (left >= min_p * left[:, :1])
     place = _invert((left * is_kept).cumsum(dim=-1), uniform)
-    is_decided = has_top_k | (torch.isinf(top_k) & ~is_kept[:, -1:])
-    return token_ids.gather(1, place.unsqueeze(1)).squeeze(1), is_decided.squeeze(1)
-
-
-def _largest(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The values and places of the k largest elements of each row, largest first: `topk`, in about half of its time.
-
-    A row is cut into groups; the k largest elements lie in the k groups with the largest maxima, and only these and
-    what is left at the row's end are looked at one by one.
-
-    x: [rows, length], on a CPU; 1 <= k <= length. Returns both as [rows, k], the places int64.
-    """
-    num_rows, length = x.shape
-    # As many groups as elements in k of them, about.
-    size = round(math.sqrt(length / k))
-    num_groups = length // size
-    if num_groups <= k:
-        return x.topk(k)
-    in_groups = size * num_groups
-    # Group g has the elements g, g + num_groups, ..: maxima of neighbouring groups are computed side by side.
-    maxima = x[:, :in_groups].view(num_rows, size, num_groups).amax(dim=1)
-    groups = maxima.topk(k, sorted=False).indices
-    places = (groups.unsqueeze(1) + torch.arange(0, in_groups, num_groups).unsqueeze(1)).flatten(1)
-    places = torch.cat((places, torch.arange(in_groups, length).expand(num_rows, -1)), dim=1)
-    values, chosen = x.gather(1, places).topk(k)
-    return values, places.gather(1, chosen)
+    return token_ids.gather(1, place.unsqueeze(1)).squeeze(1)
 
 
 def _invert(cumulative: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
@@ -256,12 +197,6 @@ def _num_since(token_ids: list[int], reset_id: int) -> int:
 
 def _column(values: list[float] | list[int], like: torch.Tensor) -> torch.Tensor:
     return to_device(torch.tensor(values, dtype=torch.float32), like.device).unsqueeze(1)
-
-
-def _normalise_exponentials(x: torch.Tensor) -> torch.Tensor:
-    """The softmax of each row, in place: memory of this size that the system has just given takes longer to fill."""
-    x.sub_(x.amax(dim=-1, keepdim=True)).exp_()
-    return x.div_(x.sum(dim=-1, keepdim=True))
 
 
 def _rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

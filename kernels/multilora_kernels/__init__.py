@@ -7,7 +7,8 @@ which adapter, built once per step), `lora_shrink` and `lora_expand` (one call e
 base model's weights and their use) and `HugePages` (where they lie); `paged_attention` over `PagedSequences` where
 `has_paged_attention`, and `rotary_attention` (with what comes before it); `add_rms_norm` and `silu_mul` (what lies
 between linears); `decoder_layers` (all of these in one call, for `PackedLayer`s of `PackedLayerLinear`s in a
-`LayerStep`); and `load_cpu_kernels` (builds the CPU operators ahead of their first use).
+`LayerStep`); `sample_tokens` by `SamplingRule`s (on a CPU); and `load_cpu_kernels` (builds the CPU operators ahead of
+their first use).
 """
 
 from multilora_kernels.apply import lora_apply
@@ -19,6 +20,7 @@ from multilora_kernels.expand import lora_expand
 from multilora_kernels.huge_pages import HugePages
 from multilora_kernels.linear import PackedWeight, packed_embedding, packed_linear
 from multilora_kernels.lora_linear import lora_linear
+from multilora_kernels.sampling import SamplingRule, sample_tokens
 from multilora_kernels.segments import LoRASegments, lora_segments
 from multilora_kernels.shrink import lora_shrink
 from multilora_kernels.tables import LoRATables
@@ -32,6 +34,7 @@ __all__ = [
     "PackedLayerLinear",
     "PackedWeight",
     "PagedSequences",
+    "SamplingRule",
     "add_rms_norm",
     "decoder_layers",
     "has_paged_attention",
@@ -45,5 +48,6 @@ __all__ = [
     "packed_linear",
     "paged_attention",
     "rotary_attention",
+    "sample_tokens",
     "silu_mul",
 ]

@@ -47,10 +47,11 @@ def test_the_other_instruction_sets_pass_the_same_tests(capability):
         "test_attention.py",
         "test_rotary_attention.py",
         "test_elementwise.py",
+        "test_sampling.py",
     )
     shapes = (
         "wanted_capability or every_dtype or every_rank or every_hidden_size or every_slice_width or magnitude or who "
-        "or every_shape or wherever or embeddings or every_window or elementwise"
+        "or every_shape or wherever or embeddings or every_window or elementwise or sampling"
     )
     tests = [str(_FOLDER / name) for name in names]
     subprocess.run([sys.executable, "-m", "pytest", "-q", "-k", shapes, *tests], env=environment, check=True)

@@ -5,6 +5,7 @@
 #include "decode.h"
 #include "panels.h"
 #include "rows.h"
+#include "sampling.h"
 #include "storage.h"
 #include "tiles.h"
 #include "work.h"
@@ -19,8 +20,8 @@ constexpr Kernels kernels_for() {
 
 template <class Vec>
 constexpr Capability capability_of(const char* name) {
-  return {name,        kPanelVectors * Vec::kWidth,  add_rms_norm<Vec>,           silu_mul<Vec>,
-          rotate<Vec>, kernels_for<Vec, float>(), kernels_for<Vec, BFloat16>(), kernels_for<Vec, Float16>()};
+  return {name,        kPanelVectors * Vec::kWidth, add_rms_norm<Vec>,        silu_mul<Vec>,           rotate<Vec>,
+          sample<Vec>, kernels_for<Vec, float>(),   kernels_for<Vec, BFloat16>(), kernels_for<Vec, Float16>()};
 }
 
 }  // namespace

@@ -151,6 +151,18 @@ struct RotationTask {
   float* out;
 };
 
+// How a token is chosen, as in sampling.py. uniform: in [0, 1).
+struct SamplingParameters {
+  double temperature;
+  int64_t top_k;  // all if 0
+  double top_p, min_p, uniform;
+};
+
+// Tokens that are looked at or left out together. Their weights are added in float32, blocks in float64.
+constexpr int64_t kVocabBlock = 1024;
+
+constexpr int64_t padded_vocab(int64_t vocab) { return (vocab + kVocabBlock - 1) / kVocabBlock * kVocabBlock; }
+
 // `next`: the weights that the thread reads after these, fetched into the cache meanwhile.
 using ShrinkKernel = void (*)(const ShrinkTask& task, int64_t rank_begin, int64_t rank_end, const void* next);
 using ExpandKernel = void (*)(const ExpandTask& task, int64_t output_begin, int64_t output_end, const void* next);
@@ -163,6 +175,8 @@ using NormKernel = void (*)(const NormTask& task, int64_t row_begin, int64_t row
 // out[row, :] = silu(gate) * up for gate and up, both of `size`, side by side in gate_up[row, :].
 using SiluKernel = void (*)(const float* gate_up, int64_t size, float* out, int64_t row_begin, int64_t row_end);
 using RotationKernel = void (*)(const RotationTask& task);
+// The token of one row. weights: padded_vocab(vocab) floats to work in.
+using SampleKernel = int64_t (*)(const float* logits, int64_t vocab, const SamplingParameters& parameters, float* weights);
 
 // The kernels for one storage type of the weights, or of the KV cache.
 struct Kernels {
@@ -188,6 +202,7 @@ struct Capability {
   NormKernel add_rms_norm;
   SiluKernel silu_mul;
   RotationKernel rotate;
+  SampleKernel sample;
   Kernels float32;
   Kernels bfloat16;
   Kernels float16;
