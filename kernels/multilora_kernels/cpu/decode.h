@@ -1,7 +1,7 @@
 // Attention of a single query over the paged cache, written once over a vector type `Vec`.
 //
-// A task is all heads of one query with a range of its keys. Keys and values are used where they lie, in their order in
-// memory, and each comes from memory once: a decode step costs what its bytes cost. A score is as many chains as `Vec` has
+// A task is all heads of one query with a range of its keys. Keys and values are used where they lie, from kPlaces places in
+// turn, and each comes from memory once: a decode step costs what its bytes cost. A score is as many chains as `Vec` has
 // lanes, added in a tree; the lanes' results go together for as many keys. What a task gives depends on nothing else.
 #pragma once
 
@@ -77,6 +77,8 @@ class Decode {
   // Keys whose scores are one vector.
   static constexpr int kKeys = Vec::kWidth;
   static constexpr int kQueryTile = 4;
+  // A processor prefetches some lines ahead of every place at which memory is read, as far as the page goes.
+  static constexpr int64_t kPlaces = 8;
 
   template <int N>
   using Count = std::integral_constant<int, N>;
@@ -86,18 +88,28 @@ class Decode {
   float* const scores;  // [queries, kScoreStride], then weights
   const int64_t row_bytes;    // all heads of a key
   const int64_t query_lines;  // lines of a row for each query, at least so many that the row is complete
-  int64_t rows[kMaxDecodeKeys];  // elements from slot 0 to the slot of each key; the last one's up to a multiple of kKeys
+  // Elements from slot 0 to the slots of the keys, in the order in which they are used; the last one's up to a multiple of
+  // kKeys.
+  int64_t rows[kMaxDecodeKeys];
   int64_t next_rows[kKeys];  // of task.next: neighbouring slots
 
   int64_t num_queries() const { return task.num_kv_heads * task.group; }
   MULTILORA_INLINE int64_t head_dim() const { return kHeadDim ? kHeadDim : task.head_dim; }
 
   void find_rows() {
+    int64_t in_order[kMaxDecodeKeys];
     for (int64_t i = 0; i < num_keys;) {
       const int64_t key = task.first_key + i, place = key % task.block_size;
       int64_t slot = task.block_table[key / task.block_size] * task.block_size + place;
       for (const int64_t end = std::min(num_keys, i + task.block_size - place); i < end; ++i) {
-        rows[i] = slot++ * task.slot_stride;
+        in_order[i] = slot++ * task.slot_stride;
+      }
+    }
+    const int64_t keys_of_place = (num_keys + kPlaces - 1) / kPlaces;
+    int64_t* row = rows;
+    for (int64_t first = 0; first < keys_of_place; ++first) {
+      for (int64_t i = first; i < num_keys; i += keys_of_place) {
+        *row++ = in_order[i];
       }
     }
     std::fill(rows + num_keys, rows + (num_keys + kKeys - 1) / kKeys * kKeys, rows[num_keys - 1]);
