@@ -4,8 +4,8 @@ Every workload is measured twice:
 
 update alone       `lora_apply` on outputs that are there; its bytes are the adapters', x once and y read and written
 within the linear  `lora_linear`: the base linear and the update in one operator, as the engine calls it; its bytes are
-                   the weights' and the adapters'. What the update adds is the difference to `packed_linear`, and its
-                   limit is the adapters' bytes alone, since x and y are in the caches
+                   the weights' and the adapters'. What the update adds is the difference to `packed_linear` right
+                   before, and its limit is the adapters' bytes alone, since x and y are in the caches
 
 limit      the larger of: bytes that must move over measured bandwidth, flops over measured peak of a matrix product
 gather     weights padded to the largest rank, gathered by token, torch.bmm; shown as its time over the update's, as is
@@ -81,7 +81,8 @@ class Limits:
 class Result:
     """Medians of one workload, seconds a step; NaN where a contestant was left out.
 
-    num_bytes, num_flops: of the updates alone. limit: theirs. lora_linears_limit: of linears and updates together.
+    num_bytes, num_flops: of the updates alone. limit: theirs. added: what they add to the linears. lora_linears_limit:
+    of linears and updates together.
     """
 
     workload: str
@@ -92,6 +93,7 @@ class Result:
     gemm_per_adapter: float
     linears: float
     lora_linears: float
+    added: float
     limit: float
     limit_of_adapters: float
     lora_linears_limit: float
@@ -107,9 +109,9 @@ class Result:
         return self.lora_linears_limit / self.lora_linears
 
     @property
-    def added(self) -> float:
-        """What the updates add to the linears."""
-        return self.lora_linears - self.linears
+    def added_fraction(self) -> float:
+        """Of its limit, what the updates add to the linears."""
+        return self.limit_of_adapters / self.added
 
 
 class Clock:
@@ -144,12 +146,22 @@ class Clock:
 
 def measure(steps: dict[str, Step], clock: Clock, rounds: int) -> dict[str, float]:
     """Median seconds of each step, all of them once a round."""
+    return {name: statistics.median(values) for name, values in measure_all(steps, clock, rounds).items()}
+
+
+def measure_all(steps: dict[str, Step], clock: Clock, rounds: int) -> dict[str, list[float]]:
+    """Seconds of each step in each round, in which they run in their order."""
     prepared = {name: clock.prepare(step) for name, step in steps.items()}
     times: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(rounds):
         for name, step in prepared.items():
             times[name].append(clock.seconds(step))
-    return {name: statistics.median(values) for name, values in times.items()}
+    return times
+
+
+def median_difference(times: list[float], others: list[float]) -> float:
+    """Of times one after the other: what else the machine did to both of them is not in it."""
+    return statistics.median(time - other for time, other in zip(times, others, strict=True))
 
 
 def limit_steps(device: str, dtype: torch.dtype) -> tuple[dict[str, Step], dict[str, float]]:
@@ -193,7 +205,8 @@ def bench(workload: Workload, device: str, rounds: int) -> Result:
     if batch.gathered_bytes() <= MAX_GATHERED_BYTES:
         steps["gather_bmm"] = batch.gather_bmm()
     yardsticks, work = limit_steps(device, dtype)
-    times = measure(steps | yardsticks, clock, rounds)
+    all_times = measure_all(steps | yardsticks, clock, rounds)
+    times = {name: statistics.median(values) for name, values in all_times.items()}
     limits = Limits(
         bandwidth=max(work[name] / times[name] for name in ("copy", "read")), peak=work["multiply"] / times["multiply"]
     )
@@ -208,6 +221,7 @@ def bench(workload: Workload, device: str, rounds: int) -> Result:
         times["gemm_per_adapter"],
         times["linears"],
         times["lora_linears"],
+        median_difference(all_times["lora_linears"], all_times["linears"]),
         limit=limits.seconds(num_bytes, num_flops),
         limit_of_adapters=limits.seconds(adapter_bytes, 0),
         lora_linears_limit=limits.seconds(
@@ -236,6 +250,7 @@ def print_results(results: list[Result], title: str, console: Console) -> None:
         "of limit",
         "LoRA adds ms",
         "its bytes' ms",
+        "of its limit",
         title=title,
     )
     for r in results:
@@ -254,6 +269,7 @@ def print_results(results: list[Result], title: str, console: Console) -> None:
             f"{r.lora_linears_fraction:.0%}",
             f"{r.added * 1e3:.2f}",
             f"{r.limit_of_adapters * 1e3:.2f}",
+            f"{r.added_fraction:.0%}",
         )
     console.print(alone)
     console.print(within)
@@ -268,7 +284,12 @@ def write_results(results: list[Result], title: str, output: Path) -> None:
 
     output.mkdir(parents=True, exist_ok=True)
     rows = [
-        asdict(r) | {"fraction_of_limit": r.fraction, "lora_linears_fraction_of_limit": r.lora_linears_fraction}
+        asdict(r)
+        | {
+            "fraction_of_limit": r.fraction,
+            "lora_linears_fraction_of_limit": r.lora_linears_fraction,
+            "added_fraction_of_limit": r.added_fraction,
+        }
         for r in results
     ]
     with (output / "kernels.csv").open("w", newline="") as file:

@@ -94,6 +94,12 @@ def test_what_the_fronts_must_know_travels_to_them(engine: Engine) -> None:
     assert decode_from_engine(memoryview(encode(Welcome(engine.info)))) == Welcome(engine.info)
 
 
+def test_what_every_step_reads_begins_with_a_huge_page(engine: Engine) -> None:
+    kv_cache = engine._runner._kv_cache
+    for memory in (kv_cache.keys, kv_cache.values, engine._loras.tables.arena):
+        assert memory.data_ptr() % (2 << 20) == 0
+
+
 def test_an_uncached_adapter_is_an_error_and_never_the_base_model(engine: Engine) -> None:
     with pytest.raises(AdapterNotFound, match=r"LoRA task 404 not found in cache\. Please send LoRA weights"):
         engine.add_request(request("r", [1], task=404))

@@ -7,7 +7,7 @@ import csv
 import kernel_resources
 import pytest
 import torch
-from bench_kernels import EIGHT_BILLION, Limits, Result, bench, write_results
+from bench_kernels import EIGHT_BILLION, Limits, Result, bench, median_difference, write_results
 from kernel_resources import GPUS, Used
 from lora_workloads import Batch, Workload, llama
 
@@ -48,11 +48,15 @@ def test_a_limit_is_of_bytes_or_of_flops_whichever_takes_longer():
     assert limits.seconds(200, 30) == 3
 
 
-def test_what_an_update_adds_is_the_difference_to_the_linears_alone():
-    result = Result(
-        "", 1, 1, 1.0, 1.0, 1.0, linears=5.0, lora_linears=8.0, limit=0.5, limit_of_adapters=2.0, lora_linears_limit=6.0
-    )
-    assert (result.added, result.fraction, result.lora_linears_fraction) == (3.0, 0.5, 0.75)
+def test_what_an_update_adds_is_told_round_by_round():
+    assert median_difference([9.0, 3.0, 4.0], [1.0, 2.0, 3.0]) == 1.0
+
+
+def test_fractions_are_of_the_limit_that_belongs_to_them():
+    times = {"update": 1.0, "linears": 5.0, "lora_linears": 8.0, "added": 4.0}
+    limits = {"limit": 0.5, "limit_of_adapters": 2.0, "lora_linears_limit": 6.0}
+    result = Result("", 1, 1, gather_bmm=1.0, gemm_per_adapter=1.0, **times, **limits)
+    assert (result.fraction, result.lora_linears_fraction, result.added_fraction) == (0.5, 0.75, 0.5)
 
 
 def test_a_run_leaves_a_table_and_a_plot(tmp_path):
