@@ -315,7 +315,7 @@ def prefix_rows(bench: Bench, rounds: int, num_shared: int, num_own: int) -> lis
     ]
 
 
-def adapter_rows(bench: Bench, rounds: int, num_steps: int) -> list[Row]:
+def adapter_rows(bench: Bench, context: int, rounds: int, num_steps: int) -> list[Row]:
     """Tokens a second of 16 sequences, and what adapters leave of them."""
     layout = bench.engine.info.adapter_layout
     n = _NUM_ADAPTERS
@@ -323,7 +323,7 @@ def adapter_rows(bench: Bench, rounds: int, num_steps: int) -> list[Row]:
     seconds: defaultdict[str, list[float]] = defaultdict(list)
 
     def decode(name: str, tasks: Sequence[int | None]) -> None:
-        with bench.batch(n, 32, tasks):
+        with bench.batch(n, context, tasks):
             seconds[name] += bench.step_seconds(num_steps)
 
     for _ in range(rounds):
@@ -463,7 +463,7 @@ def main(
         "decode": lambda: decode_results(benches, TORCH_DTYPES[dtype], rounds, context, steps),
         "prefill": lambda: prefill_rows(benches, rounds, prompt),
         "prefix": lambda: prefix_rows(bench, rounds, num_shared=1000, num_own=32),
-        "adapters": lambda: adapter_rows(bench, rounds, steps),
+        "adapters": lambda: adapter_rows(bench, context, rounds, steps),
         "peft": lambda: peft_rows(bench, rounds, prompt_tokens=128, output_tokens=64),
         "overhead": lambda: overhead_results(rounds, steps, 64),
     }

@@ -231,6 +231,9 @@ def _tables(workload: Workload, lora_dtype: torch.dtype, device: str) -> LoRATab
             b_offset[lora_index, column] = end + rank * in_features
             end += math.ceil(rank * (in_features + size) / align) * align
     rank_table = torch.tensor(ranks, dtype=torch.int32).unsqueeze(1).repeat(1, shape[1])
-    arena = (torch.randn(end, device=device, dtype=lora_dtype)).mul_(0.02)
+    # As the engine's.
+    on_cpu = device == "cpu"
+    arena = HugePages().zeros((end,), lora_dtype) if on_cpu else torch.empty(end, device=device, dtype=lora_dtype)
+    arena.normal_(std=0.02)
     absent = torch.full(shape, -1)
     return LoRATables(arena, *(t.to(device) for t in (rank_table, a_offset, b_offset, absent)), max_rank=max(ranks))

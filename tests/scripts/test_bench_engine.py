@@ -105,7 +105,7 @@ def test_a_part_does_not_count_the_timed_parts_inside_it(monkeypatch: pytest.Mon
 def test_every_part_of_the_benchmark_reports_positive_figures(bench: Bench) -> None:
     results = decode_results({"float32": bench, "bfloat16": bench}, torch.float32, rounds=1, context=8, num_steps=1)
     results += prefill_rows({"float32": bench}, rounds=1, num_tokens=16)
-    results += adapter_rows(bench, rounds=1, num_steps=1)
+    results += adapter_rows(bench, context=4, rounds=1, num_steps=1)
     results += overhead_results(rounds=1, num_steps=1, num_sequences=4)
     steps = {step.what: step for step in results if isinstance(step, StepResult)}
     values = {row.what: row.value for row in results if isinstance(row, Row)}

@@ -305,7 +305,7 @@ struct Heads {
   template <class T>
   void place() const {
     const int64_t row_size = qkv.size(1), kv_size = keys.size(1) * head_dim();
-    rows_in_turn(qkv.size(0), std::max<int64_t>(1, kGrainElements / row_size), [&](int64_t begin, int64_t end) {
+    rows_in_ranges(qkv.size(0), std::max<int64_t>(1, kGrainElements / row_size), [&](int64_t begin, int64_t end) {
       const std::unique_ptr<float[]> turned(new float[kv_size]);
       for (int64_t token = begin; token < end; ++token) {
         const float *row = qkv.const_data_ptr<float>() + token * row_size, *k = row + q.size(1) * head_dim();

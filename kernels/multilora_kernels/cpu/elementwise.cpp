@@ -31,7 +31,7 @@ std::tuple<at::Tensor, at::Tensor> add_rms_norm(const at::Tensor& x, const at::T
   const NormTask task{rows.const_data_ptr<float>(), updates.const_data_ptr<float>(), weights.const_data_ptr<float>(),
                       float(eps),                   x.size(1),                       total.mutable_data_ptr<float>(),
                       normed.mutable_data_ptr<float>()};
-  rows_in_turn(x.size(0), grain_rows(x.size(1)),
+  rows_in_ranges(x.size(0), grain_rows(x.size(1)),
                [&](int64_t begin, int64_t end) { capability().add_rms_norm(task, begin, end); });
   return {normed, total};
 }
@@ -44,7 +44,7 @@ at::Tensor silu_mul(const at::Tensor& gate_up) {
   at::Tensor out = at::empty({gate_up.size(0), size}, gate_up.options());
   const float* from = rows.const_data_ptr<float>();
   float* to = out.mutable_data_ptr<float>();
-  rows_in_turn(gate_up.size(0), grain_rows(size),
+  rows_in_ranges(gate_up.size(0), grain_rows(size),
                [&](int64_t begin, int64_t end) { capability().silu_mul(from, size, to, begin, end); });
   return out;
 }

@@ -143,7 +143,7 @@ void Bias::add_to(const at::Tensor& y) const {
   if (values_) {
     const int64_t size = y.size(1);
     float* rows = y.mutable_data_ptr<float>();
-    rows_in_turn(y.size(0), kRowPiece, [&](int64_t begin, int64_t end) {
+    rows_in_ranges(y.size(0), kRowPiece, [&](int64_t begin, int64_t end) {
       add_to(rows + begin * size, size, end - begin, 0, size);
     });
   }

@@ -83,24 +83,19 @@ class Ranges {
   std::vector<Range> ranges_;
 };
 
-// Calls piece(0) .. piece(count - 1), each by whichever thread is free.
-template <class Piece>
-void in_turn(int64_t count, const Piece& piece) {
-  Turns turns(count);
-  Team::share_out(std::min(count, Team::available()), [&](int64_t) { turns.take(piece); });
-}
-
-// The same, in `Ranges`, by at most so many threads.
+// Calls piece(0) .. piece(count - 1) in `Ranges`, by at most so many threads.
 template <class Piece>
 void in_ranges(int64_t count, int64_t threads, const Piece& piece) {
   Ranges ranges(count, threads);
   Team::share_out(threads, [&](int64_t thread) { ranges.take(thread, piece); });
 }
 
-// Calls body(begin, end) for all pieces of at most `size` of the rows 0 .. rows - 1.
+// Calls body(begin, end) for all pieces of at most `size` of the rows 0 .. rows - 1. A thread has neighbouring rows, most of
+// which it wrote itself if they had adapters (update.cpp).
 template <class Body>
-void rows_in_turn(int64_t rows, int64_t size, const Body& body) {
-  in_turn((rows + size - 1) / size, [&](int64_t piece) { body(piece * size, std::min(rows, (piece + 1) * size)); });
+void rows_in_ranges(int64_t rows, int64_t size, const Body& body) {
+  const int64_t count = (rows + size - 1) / size, threads = std::clamp<int64_t>(count, 1, Team::available());
+  in_ranges(count, threads, [&](int64_t piece) { body(piece * size, std::min(rows, (piece + 1) * size)); });
 }
 
 }  // namespace multilora
