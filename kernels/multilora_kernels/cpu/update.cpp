@@ -23,8 +23,6 @@
 namespace multilora {
 namespace {
 
-// Least cost of an update that is worth a thread of its own, in multiply-adds: they wait for memory.
-constexpr int64_t kUpdateThreadCost = 1 << 16;
 // Least pieces of an update for each thread: as even as adapters of different ranks allow.
 constexpr int64_t kUpdatePieces = 4;
 
@@ -205,7 +203,7 @@ class Update {
     for (const int64_t size : slice_sizes_) {
       cost += rows * max_rank * (shrink_.in_features + size);
     }
-    return std::clamp<int64_t>(cost / kUpdateThreadCost, base_ ? base_->num_threads() : 1, Team::available());
+    return std::clamp<int64_t>(cost / kThreadCost, base_ ? base_->num_threads() : 1, Team::available());
   }
 
   // The rows of the tables where these pieces are described: they were last read for the linear before.
