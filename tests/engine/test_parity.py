@@ -35,7 +35,9 @@ from multilora_engine.model_runner import ModelRunner
 from multilora_engine.request import GenerationRequest, SamplingParams
 
 CPU = torch.device("cpu")
-LOGITS_TOLERANCE = 1e-3
+LOGITS_TOLERANCE = 3e-3
+"""Of logits of 30. Both sides are float32: behind the strongest of the random adapters ours are 9e-4 from float64, and
+PEFT's 1.2e-3."""
 TINY_KV_CACHE_BYTES = 8 << 20
 """For tiny models: no more blocks than needed, since every one is looked at after every step."""
 SAMPLES = Path(__file__).parents[2] / "adapters"
