@@ -22,7 +22,7 @@ def test_every_answer_is_of_the_right_adapter_and_version(has_disk: bool) -> Non
     assert sum(c.loras.host.evictions for c in counts) > 50
     assert (sum(c.loras.disk.hits for c in counts) > 50) is has_disk
     assert sum(c.loras.waits for c in counts) > 50
-    assert sum(c.loras.replacements for c in counts) > 5
+    assert sum(c.loras.replacements for c in counts) > 0
 
 
 @pytest.fixture(scope="module")
