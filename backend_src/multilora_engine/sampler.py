@@ -134,35 +134,29 @@ def _rule(sequence: Sequence) -> SamplingRule:
 
 
 def _draw(logits: torch.Tensor, rules: list[SamplingRule]) -> torch.Tensor:
-    """`sample_tokens` of this package's kernels in torch's operators, for a GPU and where nothing was compiled.
+    """The tokens of `sample_tokens`, int64 [rows], by torch's operators: for a GPU, and where nothing was compiled.
 
-    Which way a row goes depends on its own request and logits alone, so its neighbours never change what it draws.
+    logits: float32 [rows, vocab], a rule each. Which way a row goes depends on its own rule alone, so its neighbours
+    never change what it draws.
     """
     temperature, top_k, top_p, min_p, uniform = (_column(list(values), logits) for values in zip(*rules, strict=True))
-    probabilities = (logits / temperature).softmax(dim=-1)
-    token_ids = torch.empty(len(rules), dtype=torch.int64, device=logits.device)
-    is_free = [not 0 < rule.top_k < logits.shape[1] and rule.top_p >= 1.0 and rule.min_p <= 0.0 for rule in rules]
-    if free := [row for row, is_so in enumerate(is_free) if is_so]:
-        index = _index(free, logits)
-        token_ids[index] = _invert(_rows(probabilities, index).cumsum_(dim=-1), uniform[index])
-    if restricted := [row for row, is_so in enumerate(is_free) if not is_so]:
+    left = (logits / temperature).softmax(dim=-1)
+    vocab = logits.shape[1]
+    leave_all = [not 0 < rule.top_k < vocab and rule.top_p >= 1.0 and rule.min_p <= 0.0 for rule in rules]
+    if restricted := [row for row, leaves_all in enumerate(leave_all) if not leaves_all]:
         index = _index(restricted, logits)
-        columns = (column[index] for column in (uniform, top_k, top_p, min_p))
-        token_ids[index] = _draw_ordered(_rows(probabilities, index), *columns)
-    return token_ids
+        left[index] = _leave(_rows(left, index), top_k[index], top_p[index], min_p[index])
+    return _invert(left.cumsum_(dim=-1), uniform)
 
 
-def _draw_ordered(
-    probabilities: torch.Tensor, uniform: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
-) -> torch.Tensor:
-    """A token of each row of those that top_k (0 for all), top_p and min_p leave, columns [rows, 1] as is `uniform`."""
-    ordered, token_ids = probabilities.sort(dim=-1, descending=True)
+def _leave(probabilities: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
+    """What top_k (0 for all), top_p and min_p leave of each row, zero elsewhere, [rows, vocab]. top_k ..: [rows, 1]."""
+    ordered, token_ids = probabilities.sort(dim=-1, descending=True, stable=True)
     is_among = (torch.arange(ordered.shape[1], device=ordered.device) < top_k) | (top_k == 0)
     left = ordered * is_among
     left /= torch.where(top_k == 0, 1.0, left.sum(dim=-1, keepdim=True))
     is_kept = (left.cumsum(dim=-1) - left < top_p) & (left >= min_p * left[:, :1])
-    place = _invert((left * is_kept).cumsum(dim=-1), uniform)
-    return token_ids.gather(1, place.unsqueeze(1)).squeeze(1)
+    return torch.zeros_like(left).scatter_(1, token_ids, left * is_kept)
 
 
 def _invert(cumulative: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:

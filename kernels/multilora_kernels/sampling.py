@@ -10,12 +10,12 @@ from multilora_kernels.cpu import load_cpu_kernels
 
 
 class SamplingRule(NamedTuple):
-    """How the token of one row is chosen: what top_k leaves, of that what top_p leaves, of that what min_p leaves.
+    """How the token of one row is chosen: of what top_k leaves, top_p leaves some, and of that min_p.
 
-    temperature: positive. top_k: so many of the most probable tokens, 0 for all, 1 for the first of the most probable.
-    top_p: the smallest set of the most probable whose probability reaches it. min_p: those at least so many times as
-    probable as the most probable one. uniform: in [0, 1), where the probabilities, summed in the order of token ids,
-    exceed it lies the token.
+    temperature: positive; logits are divided by it. top_k: so many of the most probable tokens, 0 for all, 1 for the
+    first of the most probable. top_p: the smallest set of the most probable whose probability reaches it. min_p: those
+    at least so many times as probable as the most probable one. uniform: in [0, 1); the token is where the
+    probabilities of what is left, added up in the order of token ids, first exceed this share of their sum.
     """
 
     temperature: float
@@ -28,8 +28,8 @@ class SamplingRule(NamedTuple):
 def sample_tokens(logits: torch.Tensor, rules: list[SamplingRule]) -> torch.Tensor | None:
     """The tokens of all rows, int64 [rows]; None where there are no compiled kernels.
 
-    logits: float32 [rows, vocab] on the CPU. A row's token depends on its own logits and rule alone. Of a row where
-    every logit is -inf it is any.
+    logits: float32 [rows, vocab] on the CPU, contiguous along a row, with a rule each; RuntimeError otherwise. A row's
+    token depends on its own logits and rule alone. Of a row where every logit is -inf it is any.
     """
     if not load_cpu_kernels():
         return None

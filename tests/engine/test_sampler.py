@@ -78,6 +78,16 @@ def test_draws_follow_the_distribution_that_transformers_defines(
     torch.testing.assert_close(frequencies, probabilities, rtol=0, atol=0.035)
 
 
+def test_both_ways_draw_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    rules = [{}, {"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.1}, {"top_k": 20, "top_p": 0.9, "min_p": 0.02}]
+    parameters = [SamplingParams(9, seed=row, **{"top_k": 0, **rules[row % len(rules)]}) for row in range(500)]  # type: ignore[arg-type]
+    scores = logits(len(parameters))
+    compiled = choose(scores.clone(), [sequence(one) for one in parameters])
+    monkeypatch.setattr(sampler, "sample_tokens", lambda *_: None)
+    assert choose(scores.clone(), [sequence(one) for one in parameters]) == compiled
+    assert len(set(compiled)) > 20
+
+
 @pytest.mark.usefixtures("way")
 def test_a_draw_never_falls_behind_the_last_token_that_is_left() -> None:
     """A uniform number that rounds to 1 in float32."""

@@ -76,10 +76,10 @@ PackedLinear::PackedLinear(const at::Tensor& rows, const at::Tensor& panels, int
   check_panels(panels, out_features);
   TORCH_CHECK(rows.dim() == 2 && rows.scalar_type() == at::kFloat && rows.size(1) == panels.size(2),
               "x must be float32 [rows, ", panels.size(2), "], not ", rows.scalar_type(), " ", rows.sizes());
-  x = rows.stride(1) == 1 ? rows : rows.contiguous();
-  y = at::empty({x.size(0), out_features}, x.options());
-  task_ = {x.const_data_ptr<float>(), x.stride(0), x.size(0), panels.const_data_ptr(), panels.size(2),
-           out_features, y.mutable_data_ptr<float>(), out_features};
+  x_ = rows.stride(1) == 1 ? rows : rows.contiguous();
+  y_ = at::empty({x_.size(0), out_features}, x_.options());
+  task_ = {x_.const_data_ptr<float>(), x_.stride(0), x_.size(0), panels.const_data_ptr(), panels.size(2),
+           out_features, y_.mutable_data_ptr<float>(), out_features};
   kernel_ = kernels_of(panels.scalar_type()).linear;
   if (const MatrixUnit* unit = matrix_unit_for(panels.scalar_type(), task_.in_features)) {
     kernel_ = unit->linear;
@@ -95,12 +95,12 @@ PackedLinear::PackedLinear(const at::Tensor& rows, const at::Tensor& panels, int
 }
 
 void PackedLinear::split_rows(const MatrixUnit& unit) {
-  x_parts_ = at::empty({x.numel() * unit.parts_size}, x.options().dtype(at::kByte));
+  x_parts_ = at::empty({x_.numel() * unit.parts_size}, x_.options().dtype(at::kByte));
   const SplitTask split{task_.x, task_.x_stride, task_.rows, task_.in_features, x_parts_.mutable_data_ptr()};
   task_.x_parts = split.parts;
   parts_size_ = unit.parts_size;
   const int64_t units = (task_.rows + kMatrixRows - 1) / kMatrixRows * (task_.in_features / kMatrixInputs);
-  const int64_t threads = std::clamp<int64_t>(x.numel() * kSplitCost / kThreadCost, 1, Team::available());
+  const int64_t threads = std::clamp<int64_t>(x_.numel() * kSplitCost / kThreadCost, 1, Team::available());
   in_ranges(threads, threads, [&](int64_t i) { unit.split(split, units * i / threads, units * (i + 1) / threads); });
 }
 
@@ -153,7 +153,7 @@ at::Tensor packed_linear(const at::Tensor& x, const at::Tensor& panels, int64_t 
   const Bias to_add(bias, out_features);
   const PackedLinear linear(x, panels, out_features);
   in_ranges(linear.num_pieces(), linear.num_threads(), [&](int64_t piece) { linear.run(piece, to_add); });
-  return linear.y;
+  return linear.y();
 }
 
 at::Tensor packed_embedding(const at::Tensor& token_ids, const at::Tensor& panels, int64_t num_embeddings) {

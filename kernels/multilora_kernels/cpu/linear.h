@@ -31,12 +31,13 @@ class Bias {
 };
 
 // One product with packed weights, to be computed in pieces by several threads: each some outputs of some rows.
-struct PackedLinear {
-  at::Tensor x, y;  // x as it can be read; y is new, and not filled before its pieces are run
-
+class PackedLinear {
+ public:
   // Refuses panels and x that do not fit.
   PackedLinear(const at::Tensor& x, const at::Tensor& panels, int64_t out_features);
 
+  const at::Tensor& x() const { return x_; }  // as it can be read
+  const at::Tensor& y() const { return y_; }  // new, and not filled before the pieces are run
   int64_t num_threads() const { return threads_; }  // that it is worth
   int64_t num_pieces() const { return row_pieces_ * panel_pieces_; }
   void run(int64_t piece, const Bias& bias) const;
@@ -50,6 +51,7 @@ struct PackedLinear {
   int64_t rows_of_piece() const;
   LinearTask rows_from(int64_t first) const;
 
+  at::Tensor x_, y_;
   at::Tensor x_parts_;  // for a matrix unit
   LinearTask task_;
   LinearKernel kernel_;

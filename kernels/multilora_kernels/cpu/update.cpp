@@ -5,7 +5,6 @@
 // adapters of its own, whose weights it reads from one end to the other, until it helps those that are behind. Pieces are
 // independent: who takes which changes no result.
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -23,7 +22,7 @@
 namespace multilora {
 namespace {
 
-// Least pieces of an update for each thread: as even as adapters of different ranks allow.
+// Least pieces of an update for each thread: of fewer, adapters of different ranks would make uneven shares.
 constexpr int64_t kUpdatePieces = 4;
 
 // Tasks of one thread, in the order in which it reads their weights: a kernel asks for those that come next, so that a task
@@ -73,7 +72,7 @@ class Awaited {
     } running{left_};
     work(running.claimed);
   }
-  // When all pieces have been claimed.
+  // For who found no piece left to claim: those that are not over are with threads that run them.
   void wait() const {
     for (Waiting waiting; left_.load(std::memory_order_acquire) > 0;) {
       waiting.pause();
@@ -99,7 +98,7 @@ class Update {
   }
 
   void run() const {
-    if (base_ && base_->x.size(0) > kMaxRows) {
+    if (base_ && base_->x().size(0) > kMaxRows) {
       run_by_outputs();
     } else {
       run_by_adapters();
@@ -311,9 +310,9 @@ at::Tensor lora_linear(const at::Tensor& x, const at::Tensor& panels, int64_t fi
   }
   const Bias to_add(bias, out_features);
   const PackedLinear base(x, panels, out_features);
-  Update(base.x, base.y, first_slice, slice_sizes, tables, blocks_of(segments), &base).run();
-  to_add.add_to(base.y);
-  return base.y;
+  Update(base.x(), base.y(), first_slice, slice_sizes, tables, blocks_of(segments), &base).run();
+  to_add.add_to(base.y());
+  return base.y();
 }
 
 }  // namespace multilora
