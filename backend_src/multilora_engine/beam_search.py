@@ -202,12 +202,14 @@ def continue_beams(root: Sequence, continuations: list[Continuation]) -> None:
             [*parent.output_token_ids, continuation.token_id],
             [*parent.held_log_probs, TokenLogProb(continuation.score - parent.score)],
             parent.text.fork(),
+            None if parent.history is None else parent.history.fork(),
             continuation.score,
         )
         for parent, continuation in zip(parents, continuations, strict=True)
     ]
     missing = len(continuations) - len(root.beams)
     root.siblings = [*root.siblings, *(root.sibling() for _ in range(missing))][: len(continuations) - 1]
-    for beam, (token_ids, log_probs, text, score) in zip(root.beams, states, strict=True):
-        beam.output_token_ids, beam.held_log_probs, beam.text, beam.score = token_ids, log_probs, text, score
+    for beam, (token_ids, log_probs, text, history, score) in zip(root.beams, states, strict=True):
+        beam.output_token_ids, beam.held_log_probs, beam.score = token_ids, log_probs, score
+        beam.text, beam.history = text, history
         beam.text.push(token_ids[-1])

@@ -223,7 +223,7 @@ class Engine:
         assert request.request_id not in self._sequences, f"request id {request.request_id} is in use"
         self._limits.check(request)
         self._check_queue()
-        text = TextStream(self._tokenizer, request.sampling.stop_words, request.sampling.stop_token_sequences)
+        text = _text_stream(self._tokenizer, request.sampling)
         bias = bias_tensors(request.sampling, self._device)
         guide = self._guide(request.sampling)
         adapter = self._pin_or_fetch(request)
@@ -546,6 +546,12 @@ class Engine:
             num_cached_tokens=sequence.num_cached_tokens,
             perf=None if finish_reason is None else sequence.perf,
         )
+
+
+def _text_stream(tokenizer: Tokenizer, sampling: SamplingParams) -> TextStream:
+    return TextStream(
+        tokenizer, sampling.stop_words, sampling.stop_token_sequences, sampling.include_stop_str_in_output
+    )
 
 
 def _prompt_log_probs(request: GenerationRequest) -> PromptLogProbs | None:

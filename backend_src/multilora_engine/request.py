@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from multilora_engine.lora.host_tier import CachedAdapter
     from multilora_engine.prompt_log_probs import PromptLogProbs
     from multilora_engine.text import TextStream
+    from multilora_engine.token_history import TokenHistory
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
@@ -245,6 +246,7 @@ class Sequence:
     num_allocated_blocks, num_reused_blocks: KV cache blocks it was ever given, and those of them that came with the
         keys and values of its tokens. num_cached_tokens: its tokens that had them when it first started. These three
         and the two above are written by the block allocator only.
+    history: of its tokens, once a penalty or a bad word asks for it; made and extended by logits.py only.
     bias: `embedding_bias` on the device, token ids int64 [n] and biases float32 [n].
     held_log_probs, held_logits: of the tokens that have not left yet. cum_log_prob: the sum over those that have.
     context_logits: of the prompt's first tokens, a row each, until they leave; written by the model runner only.
@@ -276,6 +278,7 @@ class Sequence:
     num_allocated_blocks: int = 0
     num_reused_blocks: int = 0
     num_cached_tokens: int = 0
+    history: TokenHistory | None = None
     bias: tuple[torch.Tensor, torch.Tensor] | None = None
     held_log_probs: list[TokenLogProb] = field(default_factory=list)
     held_logits: list[bytes] = field(default_factory=list)
