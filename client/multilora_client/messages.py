@@ -373,7 +373,7 @@ _PER_ANSWER = (
     "output_ids",
     "sequence_length",
     "finish_reason",
-    "num_output_tokens",
+    "num_output_tokens_so_far",
     "output_log_probs",
     "cum_log_probs",
     "top_log_prob_ids",
@@ -397,7 +397,7 @@ def _alternative(values: Mapping[str, Sequence[Any]]) -> Alternative:
         top_log_probs=_top_log_probs(values["top_log_prob_ids"], values["top_log_probs"], num_filled_up)[:length],
         cum_log_prob=cum_log_probs[0] if log_probs else None,
         generation_logits=_logits(values["generation_logits"], num_filled_up, length),
-        num_output_tokens=next(iter(values["num_output_tokens"]), None),
+        num_output_tokens=next(iter(values["num_output_tokens_so_far"]), None),
         tokens=_tokens(values["output_tokens"], num_filled_up)[:length],
     )
 

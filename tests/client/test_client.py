@@ -381,7 +381,7 @@ def test_the_fields_of_an_answer_are_those_of_the_response(make_client: Any) -> 
         "sequence_length": [2],
         "finish_reason": ["length"],
         "num_input_tokens": [3],
-        "num_output_tokens": [2],
+        "num_output_tokens_so_far": [2],
         "lora_task_id_out": [7],
         "lora_digest": ["ab"],
     }

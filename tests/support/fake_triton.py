@@ -36,6 +36,7 @@ OUTPUT_NAMES = (
     "finish_reason",
     "num_input_tokens",
     "num_output_tokens",
+    "num_output_tokens_so_far",
     "sequence_index",
     "batch_index",
     "lora_task_id_out",

@@ -85,12 +85,22 @@ def test_a_stream_joined_is_the_one_response(front: GenerationFront) -> None:
 
 
 def test_a_door_of_the_ensembles_names_reads_what_they_mean(link: EngineLink, engine: FakeEngine) -> None:
-    text_door = GenerationFront(link, can_stream=True, renamed=ENSEMBLE_NAMES)
+    text_door = GenerationFront(link, can_stream=True, renamed=ENSEMBLE_NAMES, has_flat_text=True)
     sampling = {"top_k": [[7]], "top_p": np.array([[0.5]], np.float32), "length_penalty": np.array([[2.0]], np.float32)}
     parts = ask(text_door, {"text_input": [["Hello there"]], "max_tokens": [[20]], "stream": [[True]], **sampling})
+    assert [part.arrays["text_output"].shape for part in parts] == [(1,)] * len(parts)
     # Only a stream leaves out the prompt.
     assert not "".join(part.texts()[0] for part in parts).startswith("Hello there")
     assert (engine.accepted[0].sampling.top_k, engine.accepted[0].sampling.top_p) == (7, 0.5)
+
+
+@pytest.mark.parametrize("asked", [{}, {"return_kv_cache_reuse_stats": [[True]]}, {"return_perf_metrics": [[True]]}])
+def test_blocks_of_the_kv_cache_are_told_to_a_request_that_asks(
+    front: GenerationFront, asked: dict[str, list[list[bool]]]
+) -> None:
+    (response,) = ask(front, {"input_ids": [[5, 6, 7]], "max_tokens": [[2]], **asked})
+    assert ("kv_cache_reused_blocks" in response.arrays) == bool(asked)
+    assert ("arrival_time_ns" in response.arrays) == ("return_perf_metrics" in asked)
 
 
 def test_what_the_server_does_not_do_is_refused_by_its_name(front: GenerationFront) -> None:

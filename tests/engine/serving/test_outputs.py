@@ -12,7 +12,7 @@ from multilora_engine.request import PerfMetrics, TokenLogProb, TokenOutput
 from multilora_engine.serving.outputs import OutputColumns, ReplyRow, RowAnswer
 
 LOGITS_NAMES = {"top_log_prob_ids", "top_log_probs", "output_tokens", "context_logits", "generation_logits"}
-FIRST = RowAnswer(0, 0, [1, 2, 3], "aé", "stop", 1, 2, 2**64 - 1, "d1")
+FIRST = RowAnswer(0, 0, [1, 2, 3], "aé", "stop", 1, 2, 2**64 - 1, "d1", num_output_tokens_so_far=7)
 SECOND = RowAnswer(1, 0, [4], "", "", 5, 0, 0, "")
 
 
@@ -35,6 +35,7 @@ def test_every_output_has_the_shape_and_dtype_of_the_configuration() -> None:
         "finish_reason": [[b"stop"], [b""]],
         "num_input_tokens": [[1], [5]],
         "num_output_tokens": [[2], [0]],
+        "num_output_tokens_so_far": [[7], [0]],
         "sequence_index": [[0], [0]],
         "batch_index": [[0], [1]],
         "lora_task_id_out": [[2**64 - 1], [0]],
@@ -56,6 +57,14 @@ def test_the_sequences_of_a_row_are_its_beams() -> None:
     for name in {*OUTPUT_NAMES} - {"output_ids", "output_log_probs"}:
         assert arrays[name].shape == ((2, 1) if name in per_row else (2, 3))
     assert arrays["lora_digest"].tolist() == [[b"d1"], [b""]]
+
+
+def test_flat_text_has_a_text_for_each_row_and_sequence_and_no_batch_dimension() -> None:
+    columns = OutputColumns({"text_output", "finish_reason"}, has_flat_text=True)
+    values = columns.plain_values([FIRST, SECOND, SECOND, FIRST])
+    arrays = {name: columns.plain_array(name, values[name], num_sequences=2) for name in values}
+    assert arrays["text_output"].tolist() == ["aé".encode(), b"", b"", "aé".encode()]
+    assert arrays["finish_reason"].tolist() == [[b"stop", b""], [b"", b"stop"]]
 
 
 def test_only_what_is_wanted_is_built() -> None:

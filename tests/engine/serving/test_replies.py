@@ -11,8 +11,10 @@ from multilora_engine.serving.replies import EachReply, EmptyReply, OneReply, Re
 from multilora_engine.serving.triton_api import backend_utils
 
 
-def token(request_id: str, token_id: int, finish_reason: str | None = None) -> TokenOutput:
-    return TokenOutput(request_id, [token_id], f"<{token_id}>", finish_reason, num_prompt_tokens=2, num_output_tokens=1)
+def token(request_id: str, token_id: int, finish_reason: str | None = None, so_far: int = 1) -> TokenOutput:
+    return TokenOutput(
+        request_id, [token_id], f"<{token_id}>", finish_reason, num_prompt_tokens=2, num_output_tokens=so_far
+    )
 
 
 def tell(reply: Reply, output: TokenOutput) -> None:
@@ -59,11 +61,11 @@ def test_what_a_stream_says_again_is_the_same_tensor_and_what_is_new_another(mon
     reply = StreamReply(Responder(request), {"a": ReplyRow(0), "b": ReplyRow(1)}, pad_id=0)
     tell(reply, token("a", 1))
     made.clear()
-    tell(reply, token("a", 2))
-    assert sorted(made) == ["output_ids", "text_output"]
+    tell(reply, token("a", 2, so_far=2))
+    assert sorted(made) == ["num_output_tokens_so_far", "output_ids", "text_output"]
     made.clear()
     tell(reply, msgspec.structs.replace(token("b", 3), lora_digest="d"))
-    assert sorted(made) == ["batch_index", "lora_digest", "output_ids", "text_output"]
+    assert sorted(made) == ["batch_index", "lora_digest", "num_output_tokens_so_far", "output_ids", "text_output"]
     assert [response.arrays["batch_index"].item() for response in request.sender.responses] == [0, 0, 1]
     assert [response.arrays["lora_digest"].item() for response in request.sender.responses] == [b"", b"", b"d"]
 
@@ -92,6 +94,40 @@ def test_each_sequence_has_a_response_of_its_own_when_it_ends() -> None:
     assert [response.texts() for response in responses] == [["prompt <2>"], ["prompt <1><3>"]]
     assert [response.arrays["output_ids"].tolist() for response in responses] == [[[[8, 2]]], [[[8, 1, 3]]]]
     assert [response.arrays["sequence_index"].item() for response in responses] == [1, 0]
+
+
+def test_a_response_of_a_stream_counts_its_own_tokens_and_tells_their_sum() -> None:
+    request = FakeRequest({})
+    reply = StreamReply(Responder(request), {"a": ReplyRow(0), "b": ReplyRow(1)}, pad_id=0)
+    outputs = (token("a", 1, so_far=2), token("b", 2, so_far=1), token("a", 3, so_far=5), token("b", 4, "stop", 2))
+    for output in (*outputs, token("a", 5, "length", so_far=5)):
+        tell(reply, output)
+    arrays = [response.arrays for response in request.sender.wait()]
+    assert [made["num_output_tokens"].tolist() for made in arrays] == [[[n]] for n in (2, 1, 3, 1, 0)]
+    assert [made["num_output_tokens_so_far"].tolist() for made in arrays] == [[[n]] for n in (2, 1, 5, 2, 5)]
+
+
+@pytest.mark.parametrize("kind", [StreamReply, OneReply])
+def test_the_first_output_of_every_response_is_output_ids(kind: type[Reply]) -> None:
+    request = FakeRequest({})
+    row = ReplyRow(returns_log_probs=True, returns_perf=True)
+    reply = kind(Responder(request), {"a": row if kind is StreamReply else Transcript(row)}, 0)
+    tell(reply, token("a", 1))
+    tell(reply, msgspec.structs.replace(token("a", 2, "stop"), perf=PerfMetrics()))
+    responses = request.sender.wait()
+    assert [next(iter(response.arrays)) for response in responses] == ["output_ids"] * len(responses)
+
+
+@pytest.mark.parametrize(("flag", "has_times"), [("returns_kv_cache", False), ("returns_perf", True)])
+def test_blocks_of_the_kv_cache_are_told_with_times_or_alone(flag: str, has_times: bool) -> None:
+    request = FakeRequest({})
+    reply = StreamReply(Responder(request), {"a": ReplyRow(**{flag: True})}, 0)  # type: ignore[arg-type]
+    perf = PerfMetrics(5, kv_cache_alloc_total_blocks=4, kv_cache_alloc_new_blocks=3, kv_cache_reused_blocks=1)
+    tell(reply, msgspec.structs.replace(token("a", 1, "stop"), perf=perf))
+    (response,) = request.sender.wait()
+    blocks = ("kv_cache_alloc_total_blocks", "kv_cache_alloc_new_blocks", "kv_cache_reused_blocks")
+    assert [response.arrays[name].tolist() for name in blocks] == [[[4]], [[3]], [[1]]]
+    assert ("arrival_time_ns" in response.arrays) == has_times
 
 
 @pytest.mark.parametrize("names", [("text_output",), ("finish_reason", "lora_digest"), ()])
