@@ -25,7 +25,7 @@ from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.lora.remote import RemoteAdapters
 from multilora_engine.lora.sources.fetcher import AdapterFetcher
 from multilora_engine.process.server import main
-from multilora_engine.request import BeamOutput, FinishReason, GenerationRequest, TokenLogProb, TokenOutput
+from multilora_engine.request import BeamOutput, FinishReason, GenerationRequest, PerfMetrics, TokenLogProb, TokenOutput
 from support.adapters import TINY
 
 HOLD, FAIL_STEP, DIE, BUG, HANG = 1001, 1002, 1003, 1004, 1005
@@ -166,6 +166,7 @@ class FakeEngine:
             num_prompt_tokens=len(request.prompt_token_ids),
             num_output_tokens=len(self.produced[request.request_id]),
             lora_digest="" if adapter is None else adapter.digest,
+            perf=PerfMetrics() if reason else None,
         )
 
 

@@ -50,6 +50,7 @@ class GenerateCall:
     excludes_input: bool
     pad_id: int
     returns_perf: bool
+    returns_kv_cache: bool
     vocab_size: int
 
     @property
@@ -100,6 +101,7 @@ def _read_generate(inputs: InputTensors, info: EngineInfo, tokenizer: Tokenizer)
         pad_id=_read_pad_id(inputs, info),
         vocab_size=info.vocab_size,
         returns_perf=inputs.common("return_perf_metrics", default=False),
+        returns_kv_cache=inputs.common("return_kv_cache_reuse_stats", default=False),
         adapter=_read_adapter(inputs, info) if inputs.present(*_WEIGHTS) else None,
     )
 

@@ -28,11 +28,17 @@ class GenerationFront(Front):
     """The door of a generation model.
 
     can_stream: whether it may send more than one response a request. renamed: inputs by the names they have at this
-    door, and what they are called everywhere else.
+    door, and what they are called everywhere else. has_flat_text: its text_output has no batch dimension.
     """
 
-    def __init__(self, link: EngineLink, can_stream: bool, renamed: Mapping[str, str] = MappingProxyType({})) -> None:
-        super().__init__(link)
+    def __init__(
+        self,
+        link: EngineLink,
+        can_stream: bool,
+        renamed: Mapping[str, str] = MappingProxyType({}),
+        has_flat_text: bool = False,
+    ) -> None:
+        super().__init__(link, has_flat_text)
         self._can_stream = can_stream
         self._uploads = Uploads()
         self._renamed = renamed
@@ -108,6 +114,7 @@ def _expand(
                 lora_task_id,
                 returns_log_probs=sampling.return_log_probs,
                 returns_perf=call.returns_perf,
+                returns_kv_cache=call.returns_kv_cache,
                 returns_top_log_probs=sampling.num_top_log_probs > 0,
                 returns_generation_logits=sampling.return_generation_logits,
                 vocab_size=call.vocab_size,

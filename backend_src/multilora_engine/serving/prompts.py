@@ -52,7 +52,7 @@ def encode_messages(text: str, tokenizer: Tokenizer, info: EngineInfo) -> list[i
             f"or an object of such messages, tools and how the template is filled in: {error}"
         ) from None
     if isinstance(chat, _Chat):
-        return tokenizer.apply_chat_template(chat.messages, chat.tools, **_template_options(chat))
+        return tokenizer.apply_chat_template(chat.messages, chat.tools, _template_options(chat))
     return tokenizer.apply_chat_template(chat)
 
 

@@ -118,6 +118,15 @@ def test_stats_tell_of_tiers_and_of_the_adapters_asked_for(link: EngineLink) -> 
     assert stats["other_usage"]["requests"] == 0
 
 
+def test_the_model_is_described(link: EngineLink) -> None:
+    assert operate(link, "describe") == {
+        "model": "nowhere",
+        "max_model_len": INFO.max_model_len,
+        "vocab_size": INFO.vocab_size,
+        "version": INFO.version,
+    }
+
+
 def test_the_layout_is_what_adapters_are_packed_by(link: EngineLink) -> None:
     assert operate(link, "layout") == {"layout": asdict(TINY)}
 
