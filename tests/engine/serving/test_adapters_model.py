@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from support.adapters import TINY, wire_adapter
-from support.fake_engine import HOLD, FakeEngine
+from support.fake_engine import HOLD, INFO, FakeEngine
 from support.fake_triton import FakeRequest
 from support.fronts import TIMEOUT_S, RecordingListener, generation_request
 from support.served_engine import served

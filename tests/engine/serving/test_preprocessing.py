@@ -41,8 +41,12 @@ def test_a_chat_becomes_tokens(tokenizer: Tokenizer) -> None:
 
 @pytest.mark.parametrize(
     ("default", "asked", "is_added"),
-    [(True, {}, True), (False, {}, False), (True, {"ADD_SPECIAL_TOKENS": [[False]]}, False)]
-    + [(False, {"ADD_SPECIAL_TOKENS": [[True]]}, True)],
+    [
+        (True, {}, True),
+        (False, {}, False),
+        (True, {"ADD_SPECIAL_TOKENS": [[False]]}, False),
+        (False, {"ADD_SPECIAL_TOKENS": [[True]]}, True),
+    ],
 )
 def test_special_tokens_are_added_by_default_or_as_asked(
     default_model_dir: Path, tmp_path: Path, default: bool, asked: dict[str, Any], is_added: bool
