@@ -104,8 +104,8 @@ class OutputColumns:
     up shorter ones; output_log_probs is the same, filled up with 0; top_log_probs, top_log_prob_ids and output_tokens
     have what belongs to each token behind that, and generation_logits [rows, num_sequences, longest, vocab];
     context_logits is [rows, longest prompt, vocab]. Of the others, what is the same for all sequences of a row
-    (`_SAME_IN_A_ROW`) is [rows, 1], all else is [rows, num_sequences]. `num_sequences`, of which a response has so many
-    answers for each row, take the place of upstream's beams.
+    (`_SAME_IN_A_ROW`), or counts what they have together, is [rows, 1], all else is [rows, num_sequences].
+    `num_sequences`, of which a response has so many answers for each row, take the place of upstream's beams.
 
     has_flat_text: text_output is [rows * num_sequences] instead.
     """
@@ -129,6 +129,8 @@ class OutputColumns:
         if name in self._flat:
             return array
         array = array.reshape(-1, num_sequences)
+        if name in _SUMMED_IN_A_ROW:
+            return array.sum(axis=1, dtype=array.dtype, keepdims=True)
         return array[:, :1] if name in _SAME_IN_A_ROW else array
 
     def other_arrays(
@@ -197,7 +199,12 @@ _COLUMNS: Mapping[str, tuple[Callable[[RowAnswer], int | bytes], type]] = {
 }
 """Of one value an answer, and the type of their arrays."""
 
-_SAME_IN_A_ROW = frozenset({"num_input_tokens", "batch_index", "lora_task_id_out", "lora_digest", "context_logits"})
+# The index is that of the response's first sequence of a row: 0 where it has them all.
+_SAME_IN_A_ROW = frozenset(
+    {"num_input_tokens", "sequence_index", "batch_index", "lora_task_id_out", "lora_digest", "context_logits"}
+)
+
+_SUMMED_IN_A_ROW = frozenset({"num_output_tokens"})
 
 _LOG_PROB_COLUMNS: Mapping[str, Callable[[Sequence[RowAnswer]], NDArray[Any]]] = {
     "cum_log_probs": _numbers(lambda row: row.cum_log_prob, np.float32),
