@@ -113,9 +113,9 @@ class OutputColumns:
     up shorter ones; output_log_probs is the same, filled up with 0; top_log_probs, top_log_prob_ids and output_tokens
     have what belongs to each token behind that, and generation_logits [rows, num_sequences, longest, vocab];
     context_logits is [rows, longest prompt, vocab], and what is told of the prompt's tokens [rows, longest prompt] or
-    that with one dimension more. Of the others, what is the same for all sequences of a row
-    (`_SAME_IN_A_ROW`) is [rows, 1], all else is [rows, num_sequences]. `num_sequences`, of which a response has so many
-    answers for each row, take the place of upstream's beams.
+    that with one dimension more. Of the others, what is the same for all sequences of a row (`_SAME_IN_A_ROW`), or
+    counts what they have together, is [rows, 1], all else is [rows, num_sequences]. `num_sequences`, of which a
+    response has so many answers for each row, take the place of upstream's beams.
 
     has_flat_text: text_output is [rows * num_sequences] instead.
     """
@@ -139,6 +139,8 @@ class OutputColumns:
         if name in self._flat:
             return array
         array = array.reshape(-1, num_sequences)
+        if name in _SUMMED_IN_A_ROW:
+            array = array.sum(axis=1, dtype=array.dtype, keepdims=True)
         return array[:, :1] if name in _SAME_IN_A_ROW else array
 
     def other_arrays(
@@ -216,10 +218,12 @@ _PROMPT_COLUMNS = (
     "prompt_tokens",
 )
 
+# The index is that of the response's first sequence of a row: 0 where it has them all.
 _SAME_IN_A_ROW = frozenset(
     {
         "num_input_tokens",
         "num_cached_tokens",
+        "sequence_index",
         "batch_index",
         "lora_task_id_out",
         "lora_digest",
@@ -227,6 +231,8 @@ _SAME_IN_A_ROW = frozenset(
         *_PROMPT_COLUMNS,
     }
 )
+
+_SUMMED_IN_A_ROW = frozenset({"num_output_tokens"})
 
 _LOG_PROB_COLUMNS: Mapping[str, Callable[[Sequence[RowAnswer]], NDArray[Any]]] = {
     "cum_log_probs": _numbers(lambda row: row.cum_log_prob, np.float32),

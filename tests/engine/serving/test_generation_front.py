@@ -180,7 +180,7 @@ def test_several_sequences_are_responses_of_one_door_and_beams_of_the_other(
         assert streaming or len(responses) == 6
     (response,) = ask(GenerationFront(link, can_stream=False), tensors)
     assert response.arrays["output_ids"].tolist() == [[[5, 5, 5]] * 3, [[6, 6, 6]] * 3]
-    assert response.arrays["sequence_index"].tolist() == [[0, 1, 2]] * 2
+    assert response.arrays["sequence_index"].tolist() == [[0]] * 2
 
 
 @pytest.mark.parametrize("can_stream", [False, True])
@@ -197,10 +197,11 @@ def test_the_beams_of_a_search_come_in_one_response_best_first(
     assert response.arrays["output_ids"][0].tolist() == [[*prompt, 5, 0], [*prompt, 6, 6], [*prompt, 0, 0]]
     assert response.arrays["output_ids"].shape == (2, 3, len(prompt) + 2)
     assert response.arrays["sequence_length"][0].tolist() == [len(prompt) + n for n in (1, 2, 0)]
-    assert response.arrays["sequence_index"].tolist() == [[0, 1, 2]] * 2
+    assert response.arrays["sequence_index"].tolist() == [[0]] * 2
     assert response.arrays["cum_log_probs"].tolist() == [[-1.0, -2.0, -np.inf]] * 2
     assert response.arrays["output_log_probs"].tolist() == [[[-1.0, 0.0], [-1.0, -1.0], [0.0, 0.0]]] * 2
-    assert response.arrays["num_output_tokens"].tolist() == [[1, 2, 0]] * 2
+    assert response.arrays["num_output_tokens"].tolist() == [[3]] * 2
+    assert response.arrays["num_output_tokens_so_far"].tolist() == [[1, 2, 0]] * 2
     assert response.arrays["finish_reason"].tolist() == [[b"stop", b"length", b"stop"]] * 2
     assert response.arrays["text_output"][0, :2].tolist()[1].decode().endswith("<6><6>")
 

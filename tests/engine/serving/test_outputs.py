@@ -55,8 +55,10 @@ def test_the_sequences_of_a_row_are_its_beams() -> None:
     arrays = output_arrays(rows, OUTPUT_NAMES, pad_id=9, num_sequences=3)
     assert arrays["output_log_probs"].shape == (2, 3, 0)
     assert arrays["output_ids"].tolist() == [[[1, 2, 3]] * 3, [[4, 9, 9]] * 3]
-    assert arrays["sequence_index"].tolist() == [[0, 1, 2]] * 2
-    per_row = {"num_input_tokens", "num_cached_tokens", "batch_index", "lora_task_id_out", "lora_digest"}
+    assert arrays["sequence_index"].tolist() == [[0], [0]]
+    assert arrays["num_output_tokens"].tolist() == [[6], [0]]
+    per_row = {"num_input_tokens", "num_cached_tokens", "num_output_tokens", "sequence_index"}
+    per_row |= {"batch_index", "lora_task_id_out", "lora_digest"}
     for name in {*OUTPUT_NAMES} - {"output_ids", "output_log_probs"}:
         assert arrays[name].shape == ((2, 1) if name in per_row else (2, 3))
     assert arrays["lora_digest"].tolist() == [[b"d1"], [b""]]
