@@ -49,5 +49,5 @@ def encode_messages(text: str, tokenizer: Tokenizer, info: EngineInfo) -> list[i
 def _check_length(name: str, text: str, info: EngineInfo) -> None:
     """Tokenizing takes time and memory by the byte, and everybody else waits for it."""
     num_bytes = len(text.encode())
-    if num_bytes > info.max_prompt_bytes:
-        raise InvalidRequest(f"{name} has {num_bytes} bytes and max_prompt_bytes is {info.max_prompt_bytes}")
+    if num_bytes > info.limits.max_prompt_bytes:
+        raise InvalidRequest(f"{name} has {num_bytes} bytes and max_prompt_bytes is {info.limits.max_prompt_bytes}")
