@@ -15,7 +15,7 @@ import torch
 
 from multilora_engine.beam_search import BeamSearch, Continuations, continue_beams
 from multilora_engine.config import EngineConfig
-from multilora_engine.engine_info import EngineInfo, read_version
+from multilora_engine.engine_info import CallLimits, EngineInfo, read_version
 from multilora_engine.engine_parts import (
     build_fetcher,
     build_lora_manager,
@@ -132,7 +132,7 @@ class Engine:
             end_token_ids=model_config.end_token_ids,
             add_special_tokens=config.add_special_tokens,
             exclude_input_in_output=config.exclude_input_in_output,
-            max_prompt_bytes=int(config.max_prompt_bytes),
+            limits=CallLimits.of(config),
             max_adapter_bytes=int(config.lora.lora_max_adapter_bytes),
             max_uploads_per_client=config.max_uploads_per_client,
             adapter_layout=layout,

@@ -345,20 +345,26 @@ def test_an_adapter_too_large_is_refused_with_the_numbers(front: GenerationFront
     assert "lora_weights has 1600000 bytes and lora_max_adapter_bytes is 1000000" in message
 
 
+class UploadingClient:
+    def __init__(self, front: GenerationFront) -> None:
+        self._front = front
+
+    def send(self, task_id: int, client: str, **more: Any) -> FakeRequest:
+        tensors = ADAPTER | {"lora_task_id": [[task_id]]} | more
+        request = FakeRequest(tensors, headers={"X-Multilora-Client": client})
+        self._front.accept(request)
+        return request
+
+
 def test_a_client_may_send_so_many_adapters_at_once_and_others_do_not_suffer(
     front: GenerationFront, engine: FakeEngine
 ) -> None:
-    def upload(task_id: int, client: str) -> FakeRequest:
-        header = {"X-Multilora-Client": client}
-        request = FakeRequest(ADAPTER | {"lora_task_id": [[task_id]]}, headers=header)
-        front.accept(request)
-        return request
-
+    client = UploadingClient(front)
     engine.step_gate.clear()
     blocker = FakeRequest({"input_ids": [[5]], "max_tokens": [[1]]})
     front.accept(blocker)
-    greedy = [upload(task_id, "greedy") for task_id in range(3)]
-    modest = upload(3, "modest")
+    greedy = [client.send(task_id, "greedy") for task_id in range(3)]
+    modest = client.send(3, "modest")
     assert error_of(greedy[2].sender.wait()) == (
         "UNAVAILABLE",
         "[UNAVAILABLE] 2 adapters of this client are being uploaded already (request -)",
@@ -366,4 +372,63 @@ def test_a_client_may_send_so_many_adapters_at_once_and_others_do_not_suffer(
     engine.step_gate.set()
     for request in (*greedy[:2], modest):
         assert request.sender.wait()[0].error is None
-    assert upload(4, "greedy").sender.wait()[0].error is None
+    assert client.send(4, "greedy").sender.wait()[0].error is None
+
+
+def test_an_adapter_that_the_engine_has_counts_no_longer_however_long_its_answer_takes(front: GenerationFront) -> None:
+    client = UploadingClient(front)
+    unending = [client.send(i, "one", input_ids=[[HOLD]], max_tokens=[[9]], streaming=[[True]]) for i in range(2)]
+    # What the engine says of this one comes behind what it said of the two before.
+    assert ask(front, {"input_ids": [[5]], "max_tokens": [[1]]})[0].error is None
+    assert client.send(2, "one").sender.wait()[0].error is None
+    for request in unending:
+        request.sender.cancelled.set()
+        assert error_of(request.sender.wait())[0] == "CANCELLED"
+
+
+@pytest.mark.parametrize("wrong", [{"lora_config": np.zeros((1, 1, 2), np.int32)}, {"input_ids": [[5]]}])
+def test_what_is_refused_gives_its_place_back(front: GenerationFront, wrong: dict[str, Any]) -> None:
+    client = UploadingClient(front)
+    for task_id in range(5):
+        assert error_of(client.send(task_id, "one", **wrong).sender.wait())[0] == "INVALID_ARG"
+    assert client.send(9, "one").sender.wait()[0].error is None
+
+
+def test_logits_of_all_requests_in_flight_are_bounded(front: GenerationFront) -> None:
+    tensors = {"input_ids": [[HOLD] * 50], "max_tokens": [[1]], "return_context_logits": [[True]]}
+    first, second = (FakeRequest(tensors) for _ in range(2))
+    front.accept(first)
+    front.accept(second)
+    more = {**tensors, "input_ids": [[5] * 100]}
+    assert error_of(ask(front, more)) == (
+        "UNAVAILABLE",
+        "[UNAVAILABLE] the request asks for 819200 bytes of logits, 819200 are in flight, and "
+        "max_logits_bytes_in_flight is 1572864 (request -)",
+    )
+    first.sender.cancelled.set()
+    assert error_of(first.sender.wait())[0] == "CANCELLED"
+    assert ask(front, more)[0].error is None
+    second.sender.cancelled.set()
+    assert error_of(second.sender.wait())[0] == "CANCELLED"
+
+
+def test_a_request_id_may_have_128_characters(front: GenerationFront) -> None:
+    tensors = {"input_ids": [[5]], "max_tokens": [[1]]}
+    assert ask(front, tensors, id="x" * 128)[0].error is None
+    code, message = error_of(ask(front, tensors, id="x" * 100_000))
+    assert code == "INVALID_ARG"
+    assert message.startswith("[INVALID_ARG] the request id has 100000 characters, at most 128 are accepted (request x")
+    assert len(message) < 300
+
+
+def test_metadata_too_long_is_refused(front: GenerationFront) -> None:
+    tensors = ADAPTER | {"lora_task_id": [[7]]}
+    code, message = error_of(ask(front, tensors, headers={"x": "y" * 1000}))
+    assert code == "INVALID_ARG"
+    assert "bytes and max_metadata_bytes is 1000" in message
+
+
+def test_a_request_larger_than_its_limits_is_refused_with_the_numbers(front: GenerationFront) -> None:
+    code, message = error_of(ask(front, {"input_ids": [[5]] * 17, "max_tokens": [[1]] * 17}))
+    assert code == "INVALID_ARG"
+    assert "17 sequences in all, and max_sequences_per_request is 16" in message
