@@ -74,11 +74,12 @@ class HostTier:
         return len(self._by_task_id)
 
     def get(self, lora_task_id: int) -> CachedAdapter | None:
-        """The current version of an adapter, which becomes the most recently used."""
-        adapter = self._by_task_id.get(lora_task_id)
-        if adapter is not None:
-            self._by_task_id.move_to_end(lora_task_id)
-        return adapter
+        """The current version of an adapter."""
+        return self._by_task_id.get(lora_task_id)
+
+    def touch(self, adapter: CachedAdapter) -> None:
+        """Make a current version the most recently used one."""
+        self._by_task_id.move_to_end(adapter.lora_task_id)
 
     def victims_for(self, num_pages: int, may_go: Callable[[CachedAdapter], bool]) -> tuple[list[CachedAdapter], bool]:
         """The adapters to evict so that `num_pages` are free, least recently used first, and whether that is enough.

@@ -141,6 +141,7 @@ class LoRAManager:
         if known is not None and known.digest != packed.digest and self._on_conflict == "refuse":
             raise AdapterConflict(lora_task_id, known.digest, packed.digest)
         if cached is not None and cached.digest == packed.digest:
+            self._host.touch(cached)
             self._rename(cached, name or cached.name)
             return cached
         adapter = self._insert(lora_task_id, packed, name) if cached is None else self._replace(cached, packed, name)
@@ -346,7 +347,10 @@ class LoRAManager:
 
     def _find(self, lora_task_id: int) -> CachedAdapter:
         adapter = self._host.get(lora_task_id)
-        return self._start_load(lora_task_id) if adapter is None else adapter
+        if adapter is None:
+            return self._start_load(lora_task_id)
+        self._host.touch(adapter)
+        return adapter
 
     def _find_file(self, lora_task_id: int) -> DiskAdapter | None:
         return None if self._disk is None else self._disk.find(lora_task_id)

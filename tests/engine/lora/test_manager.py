@@ -557,6 +557,18 @@ def test_the_least_recently_used_adapter_goes_first_and_only_as_many_as_needed()
     assert manager.stats.host.evictions == 1
 
 
+def test_a_question_about_an_adapter_does_not_keep_it_longer_and_a_use_does() -> None:
+    manager = build_manager(3, None, "refuse")
+    for task, content in enumerate((0, 4, 8)):
+        manager.put(task, CONTENTS[content][1])
+    manager.unpin(manager.pin(1))
+    for ask in (manager.info, manager.digest, manager.is_known, manager.keep, manager.unpin_adapter):
+        ask(0)
+    assert [info.lora_task_id for info in manager.describe()] == [0, 2, 1]
+    manager.put(3, CONTENTS[0][1])
+    assert not manager.is_known(0)
+
+
 def test_a_full_cache_of_pinned_adapters_refuses_and_evicts_nothing() -> None:
     manager = build_manager(3, None, "refuse")
     for task, content in enumerate((0, 4, 8)):
@@ -769,7 +781,7 @@ def test_one_whose_file_is_written_goes_before_an_older_one_that_would_have_to_w
     manager.put(0, CONTENTS[0][1])
     work(manager, workers)
     manager.put(1, CONTENTS[4][1])
-    manager.digest(0)  # the more recently used of the two
+    manager.put(0, CONTENTS[0][1])  # the more recently used of the two
     manager.put(2, CONTENTS[8][1])
     assert manager.info(2).bytes > 0
     assert {info.lora_task_id: info.location for info in manager.describe()} == {0: "DISK", 1: "HOST", 2: "HOST"}
