@@ -9,6 +9,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, islice
 from typing import Any, Literal
 
 from multilora_engine.errors import AdapterCacheFull, AdapterConflict, AdapterNotFound, AdapterNotLoaded, RequestError
@@ -26,6 +27,7 @@ from multilora_engine.lora.life_cycle import (
     TierStats,
     ignore_event,
 )
+from multilora_engine.lora.residency import Level, Residency, Resident
 from multilora_kernels import LoRATables
 
 _MAX_ARRIVALS = 256
@@ -112,6 +114,19 @@ class LoRAManager:
         tasks = {adapter.lora_task_id for adapter in cached}
         on_disk = [] if self._disk is None else [a for a in self._disk.adapters if a.lora_task_id not in tasks]
         return [_describe_file(adapter) for adapter in on_disk] + [self._describe(adapter) for adapter in cached]
+
+    def residency(self, max_adapters: int) -> Residency:
+        """Who is in memory; `max_adapters` of them one by one, which costs no look at the others."""
+        on_device = (_resident(a, "gpu") for a in self._device.latest if not a.is_retired)
+        in_memory = (_resident(a, "cpu") for a in self._host.latest if a.rows and not self._device.has(a))
+        return Residency(
+            adapters=list(islice(chain(on_device, in_memory), max_adapters)),
+            num_on_device=len(self._device),
+            num_in_memory=len(self._host),
+            max_loras=self._device.max_loras,
+            load_seconds=self._host.load_seconds,
+            activate_seconds=self._device.copy_seconds,
+        )
 
     def info(self, lora_task_id: int) -> AdapterInfo:
         """The current version of one adapter, in whatever tier. Raises AdapterNotFound."""
@@ -447,7 +462,7 @@ class LoRAManager:
         error: RequestError | None = None
         if failure is None:
             adapter.rows = load.result()
-            self._host.count_copy(time.perf_counter() - started)
+            self._host.count_load(time.perf_counter() - started)
             self._emit("loaded_from_disk", adapter)
         elif isinstance(failure, DamagedFile | OSError):
             error = self._note_unreadable(adapter, failure, disk)
@@ -594,6 +609,11 @@ def _tell_kept(kept: Future[None], write: Future[float]) -> None:
             kept.set_exception(error)
         else:
             kept.set_result(None)
+
+
+def _resident(adapter: CachedAdapter, level: Level) -> Resident:
+    name = adapter.name or str(adapter.lora_task_id)
+    return Resident(name, level, adapter.is_pinned, max(adapter.ranks, default=0))
 
 
 def _describe_file(adapter: DiskAdapter) -> AdapterInfo:

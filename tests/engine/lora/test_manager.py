@@ -685,6 +685,30 @@ def test_each_tier_counts_what_it_holds_and_what_happened_to_it() -> None:
     assert device.copy_seconds > 0
 
 
+def test_gateways_hear_who_is_in_memory_and_at_which_level() -> None:
+    copies = SteppedCopies()
+    manager = build_manager(6, 2, "refuse", copy_pages=copies)
+    for task, (content, name) in enumerate(((0, ""), (4, "pirate"), (8, ""))):
+        manager.put(task, CONTENTS[content][1], name)
+    assert [(a.name, a.level) for a in manager.residency(9).adapters] == [("2", "cpu"), ("pirate", "cpu"), ("0", "cpu")]
+    manager.pin_adapter(0)
+    adapter = manager.pin(0)
+    manager.acquire(adapter)
+    assert {a.level for a in manager.residency(9).adapters} == {"cpu"}, "its copy is under way"
+    copies.step(1)
+    manager.acquire(adapter)
+    first, *others = manager.residency(9).adapters
+    assert (first.name, first.level, first.is_pinned, first.rank) == ("0", "gpu", True, 1)
+    assert [(a.name, a.level) for a in others] == [("2", "cpu"), ("pirate", "cpu")]
+    residency = manager.residency(2)
+    assert [a.name for a in residency.adapters] == ["0", "2"]
+    assert (residency.num_on_device, residency.num_in_memory, residency.max_loras) == (1, 3, MAX_LORAS)
+    assert (sum(residency.activate_seconds.counts), residency.activate_seconds.total) == (1, 1.0)
+    manager.unload(1)
+    assert [a.name for a in manager.residency(9).adapters] == ["0", "2"]
+    assert manager.residency(0).adapters == []
+
+
 def test_a_wait_ends_when_the_adapter_becomes_usable() -> None:
     manager = build_manager(6, 1, "refuse")
     for task, content in enumerate((0, 4)):
