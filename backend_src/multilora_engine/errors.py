@@ -4,6 +4,7 @@
       ConfigError                                 stops the load; the message says what to write
       RequestError                                reaches the client that caused it, and nobody else
         InvalidRequest      -> INVALID_ARG        malformed or contradictory input
+          PathNotCovered                          no source of the operator's covers the path of an adapter to load
           AdapterUnusable                         what a source has of an adapter is refused, damaged or unsupported
         AdapterNotFound     -> NOT_FOUND          `lora_task_id` is not cached and no weights came with it
           AdapterNotKnown                         no adapter has the `lora_name`
@@ -25,6 +26,8 @@ request id behind: `[NOT_FOUND] LoRA task 7 not found in cache. Please send LoRA
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 
 class MultiloraError(Exception):
@@ -49,6 +52,18 @@ class InvalidRequest(RequestError):
     """Malformed or contradictory input."""
 
     code = "INVALID_ARG"
+
+
+class PathNotCovered(InvalidRequest):
+    """No source covers the path that an adapter shall be loaded from. Names the sources, and not what they cover."""
+
+    def __init__(self, path: str, sources: Iterable[str]) -> None:
+        names = ", ".join(sources)
+        asked = f"none of the sources asked ({names}) covers it" if names else "the server has no lora_sources"
+        super().__init__(
+            f"adapters cannot be loaded from {path[:200]!r}: {asked}. Paths are absolute directories below a root of "
+            "lora_sources, repositories that their patterns allow, or URLs below theirs"
+        )
 
 
 class AdapterUnusable(InvalidRequest):

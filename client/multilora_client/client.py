@@ -27,6 +27,7 @@ from multilora_client.messages import (
 from multilora_client.operations import (
     AdapterEvents,
     AdapterInfo,
+    load_fields,
     operation_request,
     parse_adapter,
     parse_adapters,
@@ -132,13 +133,15 @@ class Client:
         """Every adapter of the server, by task id."""
         return parse_adapters(self._transport.infer(operation_request("list")))
 
-    def load_adapter(self, adapter: int | str, source: str = "") -> AdapterInfo:
+    def load_adapter(self, adapter: int | str, source: str = "", path: str = "") -> AdapterInfo:
         """Have the server fetch an adapter (a task id or a name) from its sources, or from the one named; or from disk.
 
-        Returns when the adapter is in host memory. Raises NotFound, InvalidRequest if what the source has is unusable.
+        path: where its files are: a directory of the server's machine, a repository or a URL, which a source covers.
+        Returns when the adapter is in host memory. Raises NotFound, InvalidRequest if the path is not covered or what
+        the source has is unusable, AdapterConflict if the path has other weights than the adapter and the server keeps
+        those.
         """
-        fields = {**which_adapter(adapter), "source": source}
-        return parse_adapter(self._transport.infer(operation_request("load", fields)))
+        return parse_adapter(self._transport.infer(operation_request("load", load_fields(adapter, source, path))))
 
     def unload_adapter(self, adapter: int | str) -> AdapterInfo:
         """Make the server forget an adapter (a task id or a name). The answer is how it was before.
@@ -246,10 +249,9 @@ class AsyncClient:
         """Every adapter of the server, by task id."""
         return parse_adapters(await self._transport.infer(operation_request("list")))
 
-    async def load_adapter(self, adapter: int | str, source: str = "") -> AdapterInfo:
+    async def load_adapter(self, adapter: int | str, source: str = "", path: str = "") -> AdapterInfo:
         """Have the server fetch an adapter from its sources; see Client.load_adapter."""
-        fields = {**which_adapter(adapter), "source": source}
-        return parse_adapter(await self._transport.infer(operation_request("load", fields)))
+        return parse_adapter(await self._transport.infer(operation_request("load", load_fields(adapter, source, path))))
 
     async def unload_adapter(self, adapter: int | str) -> AdapterInfo:
         """Make the server forget an adapter; see Client.unload_adapter."""

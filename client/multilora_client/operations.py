@@ -76,6 +76,12 @@ def which_adapter(adapter: int | str) -> dict[str, int | str]:
     return {"name": adapter} if isinstance(adapter, str) else {"lora_task_id": adapter}
 
 
+def load_fields(adapter: int | str, source: str, path: str) -> dict[str, int | str]:
+    """The fields of `load`; an older server knows none of those that are not needed."""
+    optional = {"source": source, "path": path}
+    return {**which_adapter(adapter), **{name: value for name, value in optional.items() if value}}
+
+
 def operation_request(operation: OperationName, fields: Mapping[str, Any] | None = None) -> InferRequest:
     text = json.dumps({"operation": operation, **(fields or {})})
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -47,15 +48,18 @@ class ManagedAdapters(Protocol):
     def layout(self) -> AdapterLayout: ...
     def describe(self) -> list[AdapterInfo]: ...
     def info(self, lora_task_id: int) -> AdapterInfo: ...
-    def load(self, lora_task_id: int) -> None: ...
+    def load(self, lora_task_id: int) -> Future[None]: ...
     def unload(self, lora_task_id: int) -> None: ...
-    def pin_adapter(self, lora_task_id: int) -> None: ...
+    def pin_adapter(self, lora_task_id: int) -> Future[None]: ...
     def unpin_adapter(self, lora_task_id: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class PendingReport:
-    """A report that waits for a source. is_ready: whether `report` can give it, or raise a RequestError, by now."""
+    """A report that waits for a source or for the disk.
+
+    is_ready: whether `report` can give it, or raise a RequestError, by now.
+    """
 
     is_ready: Callable[[], bool]
     report: Callable[[], Report]
@@ -89,9 +93,10 @@ class AdapterOperator:
             case UnloadAdapter():
                 return self._unload(operation)
             case PinAdapter():
-                return self._change(operation, self._adapters.pin_adapter)
+                lora_task_id = self._find(operation).lora_task_id
+                return self._when_arrived(lora_task_id, self._adapters.pin_adapter(lora_task_id))
             case UnpinAdapter():
-                return self._change(operation, self._adapters.unpin_adapter)
+                return self._unpin(operation)
             case ReadEvents(since):
                 piece = self._events.since(since)
                 return EventList(piece.events, piece.last, piece.num_missed)
@@ -116,24 +121,37 @@ class AdapterOperator:
         name = operation.name or ""
         lora_task_id = task_id_of(name) if operation.lora_task_id is None else operation.lora_task_id
         key = AdapterKey(lora_task_id, name)
+        if operation.path:
+            return self._fetch(key, operation.source, operation.path)
         try:
-            self._adapters.load(lora_task_id)
+            arrived = self._adapters.load(lora_task_id)
         except AdapterNotFound:
             return self._fetch(key, operation.source)
+        return self._when_arrived(lora_task_id, arrived)
+
+    def _when_arrived(self, lora_task_id: int, arrived: Future[None]) -> PendingReport:
+        return PendingReport(arrived.done, lambda: self._arrived(lora_task_id, arrived))
+
+    def _arrived(self, lora_task_id: int, arrived: Future[None]) -> AdapterReport:
+        if arrived.cancelled():
+            raise AdapterNotFound(lora_task_id, "it was unloaded or replaced before it was in memory")
+        arrived.result(timeout=0)
         return AdapterReport(self._adapters.info(lora_task_id))
 
-    def _fetch(self, key: AdapterKey, source: str) -> PendingReport:
+    def _fetch(self, key: AdapterKey, source: str, path: str = "") -> PendingReport:
         try:
-            fetch = self._remote.fetch(key, source)
+            fetch = self._remote.fetch(key, source, path)
         except AdapterNotFound as error:
             raise error.under_name(key.name) from None
-        return PendingReport(lambda: fetch.is_done, lambda: self._fetched(fetch))
+        return PendingReport(lambda: _has_arrived(fetch), lambda: self._fetched(fetch))
 
     def _fetched(self, fetch: Fetch) -> AdapterReport:
         if isinstance(fetch.error, AdapterNotFound):
             raise fetch.error.under_name(fetch.key.name)
         if fetch.error is not None:
             raise fetch.error
+        if fetch.arrived is not None:
+            return self._arrived(fetch.key.lora_task_id, fetch.arrived)
         return AdapterReport(self._adapters.info(fetch.key.lora_task_id))
 
     def _unload(self, operation: UnloadAdapter) -> AdapterReport:
@@ -141,8 +159,8 @@ class AdapterOperator:
         self._adapters.unload(info.lora_task_id)
         return AdapterReport(info)
 
-    def _change(self, operation: PinAdapter | UnpinAdapter, change: Callable[[int], None]) -> AdapterReport:
-        change(self._find(operation).lora_task_id)
+    def _unpin(self, operation: UnpinAdapter) -> AdapterReport:
+        self._adapters.unpin_adapter(self._find(operation).lora_task_id)
         return AdapterReport(self._find(operation))
 
     def _find(self, operation: UnloadAdapter | PinAdapter | UnpinAdapter) -> AdapterInfo:
@@ -161,3 +179,8 @@ class AdapterOperator:
             return self._adapters.info(task_id_of(name))
         except AdapterNotFound:
             raise AdapterNotKnown(name) from None
+
+
+def _has_arrived(fetch: Fetch) -> bool:
+    """Whether a fetch has ended, and what it brought is in its place in memory."""
+    return fetch.is_done and (fetch.arrived is None or fetch.arrived.done())
