@@ -8,6 +8,7 @@
           AdapterUnusable                         what a source has of an adapter is refused, damaged or unsupported
         AdapterNotFound     -> NOT_FOUND          `lora_task_id` is not cached and no weights came with it
           AdapterNotKnown                         no adapter has the `lora_name`
+        AdapterNotHere      -> NOT_FOUND          an operation is on an adapter that no tier has
         AdapterConflict     -> ALREADY_EXISTS     the id is cached with other weights
         Unsupported         -> UNSUPPORTED        well-formed, but something this server does not do
         Unavailable         -> UNAVAILABLE        try again later
@@ -99,6 +100,18 @@ class AdapterNotKnown(RequestError):
         super().__init__(
             f"LoRA adapter {lora_name!r} not found in cache. Please send LoRA weights with request, under this name"
             + (f" ({reason})" if reason else "")
+        )
+
+
+class AdapterNotHere(RequestError):
+    """An operator means an adapter that no tier has: nothing comes of sending weights, which they do not have."""
+
+    code = "NOT_FOUND"
+
+    def __init__(self, adapter: str) -> None:
+        super().__init__(
+            f"{adapter} not found in cache: no tier has it. The operation list tells which adapters there are; load "
+            "fetches one from a source"
         )
 
 

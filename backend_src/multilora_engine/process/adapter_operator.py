@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from multilora_engine.errors import AdapterNotFound, AdapterNotKnown, InvalidRequest
+from multilora_engine.errors import AdapterNotFound, AdapterNotHere, InvalidRequest
 from multilora_engine.lora.event_log import EventLog
 from multilora_engine.lora.layout import AdapterLayout
 from multilora_engine.lora.life_cycle import AdapterEvent, AdapterInfo, LoRAStats
@@ -83,7 +83,7 @@ class AdapterOperator:
         self._usage = usage
 
     def execute(self, operation: Operation) -> Report | PendingReport:
-        """Raises AdapterNotFound, AdapterNotKnown, AdapterCacheFull or InvalidRequest; nothing has changed then."""
+        """Raises AdapterNotFound, AdapterNotHere, AdapterCacheFull or InvalidRequest; nothing has changed then."""
         match operation:
             case ListAdapters():
                 keys = self._remote.list_sources()
@@ -168,17 +168,17 @@ class AdapterOperator:
         lora_task_id, name = operation.lora_task_id, operation.name
         if lora_task_id is None:
             assert name is not None, "an operation names its adapter"
-            return self._find_by_name(name)
-        info = self._adapters.info(lora_task_id)
+            return self._info(task_id_of(name), f"LoRA adapter {name!r}")
+        info = self._info(lora_task_id, f"LoRA task {lora_task_id}")
         if name not in (None, info.name):
             raise InvalidRequest(f"LoRA task {lora_task_id} is named {info.name!r}, not {name!r}")
         return info
 
-    def _find_by_name(self, name: str) -> AdapterInfo:
+    def _info(self, lora_task_id: int, called: str) -> AdapterInfo:
         try:
-            return self._adapters.info(task_id_of(name))
+            return self._adapters.info(lora_task_id)
         except AdapterNotFound:
-            raise AdapterNotKnown(name) from None
+            raise AdapterNotHere(called) from None
 
 
 def _has_arrived(fetch: Fetch) -> bool:

@@ -128,7 +128,7 @@ def test_an_adapter_that_is_not_there_is_named(link: EngineLink) -> None:
     assert (code, "LoRA task 404 not found in cache" in message) == ("NOT_FOUND", True)
     code, message = operate(link, "unload", name="nobody")
     assert code == "NOT_FOUND"
-    assert message.startswith("[NOT_FOUND] LoRA adapter 'nobody' not found in cache. Please send LoRA weights")
+    assert message.startswith("[NOT_FOUND] LoRA adapter 'nobody' not found in cache: no tier has it.")
     assert message.endswith("(request ab12)")
 
 
