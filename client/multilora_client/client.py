@@ -139,12 +139,11 @@ class Client:
     def load_adapter(self, adapter: int | str, source: str = "", path: str = "") -> AdapterInfo:
         """Have the server fetch an adapter (a task id or a name) from its sources, or from the one named; or from disk.
 
-        path: where its files are: a directory of the server's machine, a repository or a URL, which a source covers.
-        Returns when the adapter is in host memory. Raises NotFound, InvalidRequest if the path is not covered or what
-        the source has is unusable, AdapterConflict if the path has other weights than the adapter and the server keeps
-        those.
+        path: a directory of the server that one of its sources covers; it is then served under `adapter`.
+        Returns when the adapter is in host memory. Raises NotFound, InvalidRequest if what the source has is unusable.
         """
-        return parse_adapter(self._transport.infer(operation_request("load", load_fields(adapter, source, path))))
+        fields = load_fields(adapter, source, path)
+        return parse_adapter(self._transport.infer(operation_request("load", fields)))
 
     def unload_adapter(self, adapter: int | str) -> AdapterInfo:
         """Make the server forget an adapter (a task id or a name). The answer is how it was before.
@@ -254,7 +253,8 @@ class AsyncClient:
 
     async def load_adapter(self, adapter: int | str, source: str = "", path: str = "") -> AdapterInfo:
         """Have the server fetch an adapter from its sources; see Client.load_adapter."""
-        return parse_adapter(await self._transport.infer(operation_request("load", load_fields(adapter, source, path))))
+        fields = load_fields(adapter, source, path)
+        return parse_adapter(await self._transport.infer(operation_request("load", fields)))
 
     async def unload_adapter(self, adapter: int | str) -> AdapterInfo:
         """Make the server forget an adapter; see Client.unload_adapter."""

@@ -77,9 +77,8 @@ def which_adapter(adapter: int | str) -> dict[str, int | str]:
 
 
 def load_fields(adapter: int | str, source: str, path: str) -> dict[str, int | str]:
-    """The fields of `load`; an older server knows none of those that are not needed."""
-    optional = {"source": source, "path": path}
-    return {**which_adapter(adapter), **{name: value for name, value in optional.items() if value}}
+    """Of a `load`. A server that knows no paths refuses the field, so it goes only where there is one."""
+    return which_adapter(adapter) | {"source": source} | ({"path": path} if path else {})
 
 
 def operation_request(operation: OperationName, fields: Mapping[str, Any] | None = None) -> InferRequest:

@@ -84,12 +84,6 @@ both = pytest.mark.parametrize("is_async", [False, True], ids=["blocking", "asyn
             {"adapter": PIRATE},
             INFO,
         ),
-        (
-            lambda c: c.load_adapter("pirate", path="/adapters/pirate"),
-            {"operation": "load", "name": "pirate", "path": "/adapters/pirate"},
-            {"adapter": PIRATE},
-            INFO,
-        ),
         (lambda c: c.unload_adapter(0), {"operation": "unload", "lora_task_id": 0}, {"adapter": PIRATE}, INFO),
         (
             lambda client: client.adapter_events(3),
