@@ -28,8 +28,6 @@ request id behind: `[NOT_FOUND] LoRA task 7 not found in cache. Please send LoRA
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 
 class MultiloraError(Exception):
     """Base of everything this package raises on purpose."""
@@ -58,7 +56,7 @@ class InvalidRequest(RequestError):
 class PathNotCovered(InvalidRequest):
     """No source covers the path that an adapter shall be loaded from. Names the sources, and not what they cover."""
 
-    def __init__(self, path: str, sources: Iterable[str]) -> None:
+    def __init__(self, path: str, sources: list[str]) -> None:
         names = ", ".join(sources)
         asked = f"none of the sources asked ({names}) covers it" if names else "the server has no lora_sources"
         super().__init__(

@@ -85,7 +85,7 @@ class RemoteAdapters:
         name.
         """
         if self._fetcher is None:
-            raise PathNotCovered(path, ()) if path else AdapterNotFound(key.lora_task_id)
+            raise PathNotCovered(path, []) if path else AdapterNotFound(key.lora_task_id)
         asked = key.lora_task_id, path
         if asked not in self._fetches:
             self._fetches[asked] = Fetch(key, path, self._fetcher.fetch(key, source, path))
