@@ -50,7 +50,8 @@ class DirectorySource:
     def covers(self, path: str) -> bool:
         """Absolute paths below the root, as it is written or with its links resolved."""
         asked, roots = Path(path), (self._root, self._root.resolve())
-        return ".." not in asked.parts and any(asked.is_relative_to(root) for root in roots)
+        is_plain = ".." not in asked.parts and "\0" not in path
+        return is_plain and any(asked.is_relative_to(root) for root in roots)
 
     @contextmanager
     def open_path(self, path: str, max_bytes: int) -> Iterator[LocalAdapter]:

@@ -6,9 +6,9 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,7 @@ from multilora_engine.lora.sources.source import (
     LocalAdapter,
     NotThere,
     PathSource,
+    SourceError,
     Unreachable,
     Unusable,
 )
@@ -98,7 +99,7 @@ class AdapterFetcher:
     def _fetch_path(self, key: AdapterKey, names: list[str], path: str) -> FetchedAdapter:
         for name in names:
             source = self._sources[name]
-            if isinstance(source, PathSource) and source.covers(path):
+            if isinstance(source, PathSource) and _covers(source, path, name, key):
                 try:
                     return self._fetch_from(name, key, partial(source.open_path, path, self._max_bytes))
                 except NotThere as error:
@@ -109,23 +110,9 @@ class AdapterFetcher:
         self, name: str, key: AdapterKey, open_source: Callable[[], AbstractContextManager[LocalAdapter]]
     ) -> FetchedAdapter:
         """Raises NotThere, or a RequestError."""
-        try:
-            return self._pack(name, key, open_source)
-        except (NotThere, RequestError):
-            raise
-        except Exception as error:
-            # Sources may be anybody's code: whatever one raises is the end of this fetch and of nothing else.
-            _logger.exception("source %s failed on adapter %s", name, key)
-            raise InternalError(
-                f"source {name!r} failed on adapter {str(key)!r}: {type(error).__name__}: {error}"
-            ) from None
-
-    def _pack(
-        self, name: str, key: AdapterKey, open_source: Callable[[], AbstractContextManager[LocalAdapter]]
-    ) -> FetchedAdapter:
         started = time.perf_counter()
         try:
-            with open_source() as adapter:
+            with _failing_alone(name, key, NotThere, Unusable, Unreachable), open_source() as adapter:
                 packed = pack_directory(adapter, self._layout, self._base_model)
         except Unusable as error:
             raise AdapterUnusable(str(key), name, str(error)) from error
@@ -144,6 +131,25 @@ class AdapterFetcher:
             except Exception:
                 _logger.exception("source %s cannot tell which adapters it has", name)
         return list(known.values())
+
+
+def _covers(source: PathSource, path: str, name: str, key: AdapterKey) -> bool:
+    with _failing_alone(name, key):
+        return source.covers(path)
+
+
+@contextmanager
+def _failing_alone(name: str, key: AdapterKey, *expected: type[SourceError]) -> Iterator[None]:
+    """Sources may be anybody's code: whatever one raises is the end of this fetch and of nothing else."""
+    try:
+        yield
+    except (RequestError, *expected):
+        raise
+    except Exception as error:
+        _logger.exception("source %s failed on adapter %s", name, key)
+        raise InternalError(
+            f"source {name!r} failed on adapter {str(key)!r}: {type(error).__name__}: {error}"
+        ) from None
 
 
 class DaemonThreads:

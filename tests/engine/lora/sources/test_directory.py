@@ -182,7 +182,7 @@ def test_an_adapter_is_found_by_its_path_however_deep_and_whatever_it_is_called(
 
 
 @pytest.mark.parametrize(
-    "path", ["{out}/secret", "{root}/../secret", "{root}-2", "pirate", "", "/", "~/x", "{root}/x/.."]
+    "path", ["{out}/secret", "{root}/../secret", "{root}-2", "pirate", "", "/", "~/x", "{root}/\0", "{root}/x/.."]
 )
 def test_a_path_that_is_not_below_the_root_is_not_covered(root: Path, tmp_path: Path, path: str) -> None:
     assert not DirectorySource(str(root)).covers(path.format(root=root, out=tmp_path))

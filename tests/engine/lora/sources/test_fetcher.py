@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -144,3 +144,17 @@ def test_a_path_that_no_source_covers_is_refused_without_a_word_of_what_they_cov
     assert isinstance(error, PathNotCovered)
     assert (error.code, "none of the sources asked (given, secret) covers it" in str(error)) == ("INVALID_ARG", True)
     assert str(tmp_path) not in str(error)
+
+
+def test_a_source_that_cannot_say_what_it_covers_fails_its_own_fetch_alone() -> None:
+    class Confused(GivenSource):
+        def covers(self, path: str) -> bool:
+            raise OSError("the volume is gone")
+
+        def open_path(self, path: str, max_bytes: int) -> AbstractContextManager[LocalAdapter]:
+            raise NotImplementedError
+
+    with fetcher_of(confused=Confused()) as fetcher:
+        error = fetcher.fetch(key("x"), path="/there").exception(TIMEOUT_S)
+    assert isinstance(error, InternalError)
+    assert "source 'confused' failed on adapter 'x': OSError: the volume is gone" in str(error)
