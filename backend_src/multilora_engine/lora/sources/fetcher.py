@@ -143,9 +143,9 @@ def _failing_alone(name: str, key: AdapterKey, *expected: type[SourceError]) -> 
     """Sources may be anybody's code: whatever one raises is the end of this fetch and of nothing else."""
     try:
         yield
-    except (RequestError, *expected):
-        raise
     except Exception as error:
+        if isinstance(error, (RequestError, *expected)):
+            raise
         _logger.exception("source %s failed on adapter %s", name, key)
         raise InternalError(
             f"source {name!r} failed on adapter {str(key)!r}: {type(error).__name__}: {error}"
