@@ -1,4 +1,4 @@
-"""The canaries of `probe.py` over gRPC, for a server without HTTP. Slow to import, as gRPC is: import it when needed."""
+"""The canaries of `probe.py` over gRPC, for a server without HTTP. Slow to import, as gRPC is: do so when needed."""
 
 from __future__ import annotations
 
