@@ -10,6 +10,7 @@ RUN apt-get update \
 COPY docker/proxy/ /etc/multilora-proxy/
 USER 10001:10001
 EXPOSE 8080 8081 8082
+HEALTHCHECK --interval=30s --timeout=10s CMD ["bash", "-c", ": < /dev/tcp/127.0.0.1/8081"]
 # Answers that are under way are finished first.
 STOPSIGNAL SIGQUIT
 ENTRYPOINT ["nginx", "-c", "/etc/multilora-proxy/nginx.conf"]

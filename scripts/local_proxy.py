@@ -45,6 +45,7 @@ class LocalProxy:
     def __enter__(self) -> Self:
         with ExitStack() as resources:
             folder = Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="multilora-proxy-")))
+            folder.chmod(0o755)  # started by root, nginx works as nobody
             with ExitStack() as ours:
                 # nginx inherits them, as it does from its predecessor: no port can be lost in between.
                 sockets = [ours.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in _PORTS]

@@ -23,7 +23,8 @@ function isShallow(text) {
 }
 
 function pass(request) {
-    if (isShallow(request.requestText || '')) {
+    const text = request.requestText; // undefined where it is not in memory
+    if (text !== undefined && isShallow(text)) {
         request.internalRedirect('@checked');
     } else {
         request.return(400, `{"error":"the body is not JSON of at most ${MAX_DEPTH} levels"}`);

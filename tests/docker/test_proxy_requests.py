@@ -69,6 +69,13 @@ def ask(url: str, library: Library, *more: Any, **options: Any) -> dict[str, Any
     return said
 
 
+def http_status(proxy: LocalProxy, path: str, headers: dict[str, str]) -> int:
+    """Of a POST without a body, whatever its headers say; the path goes out as it is spelt."""
+    with closing(HTTPConnection(proxy.http_url, timeout=30)) as connection:
+        connection.request("POST", path, headers=headers)
+        return connection.getresponse().status
+
+
 def start_stream(client: Any, max_tokens: int) -> Answers:
     answers: Answers = Queue()
     client.start_stream(lambda result, error: answers.put((result, error)))
@@ -197,6 +204,18 @@ def test_a_body_too_large_is_refused(proxy: LocalProxy, http: httpx2.Client) -> 
     assert refused.value.status() == "StatusCode.RESOURCE_EXHAUSTED"
 
 
+@pytest.mark.parametrize(("header", "length"), [("2", 257 << 20), ("", 3 << 20)], ids=["tensors", "JSON"])
+def test_a_body_too_large_is_refused_by_its_announcement(proxy: LocalProxy, header: str, length: int) -> None:
+    headers = {"Inference-Header-Content-Length": header, "Content-Length": str(length)}
+    assert http_status(proxy, INFER, headers) == 413
+
+
+def test_what_the_check_of_json_cannot_see_is_refused(open_proxy: Callable[..., LocalProxy]) -> None:
+    blind = open_proxy(changes={"client_body_buffer_size 2m": "client_body_buffer_size 1k"})
+    text = json.dumps(PROMPT | {"text_input": "a" * 10_000})
+    assert httpx2.post(f"http://{blind.http_url}{GENERATE}", content=text).status_code == 400
+
+
 def test_tensors_over_http_say_their_length(http: httpx2.Client) -> None:
     headers = {"Inference-Header-Content-Length": "2"}
     assert http.post(INFER, content=iter([b"{}", b"tensor"]), headers=headers).status_code == 411
@@ -216,9 +235,7 @@ def test_tensors_over_http_say_their_length(http: httpx2.Client) -> None:
     ],
 )
 def test_paths_that_clients_do_not_need_or_spell_strangely_are_refused(proxy: LocalProxy, path: str) -> None:
-    with closing(HTTPConnection(proxy.http_url, timeout=30)) as connection:  # httpx would spell them plainly
-        connection.request("POST", path)
-        assert connection.getresponse().status == 404
+    assert http_status(proxy, path, {}) == 404
 
 
 def test_methods_that_clients_do_not_need_are_refused(proxy: LocalProxy) -> None:
