@@ -210,6 +210,10 @@ def test_a_body_too_large_is_refused_by_its_announcement(proxy: LocalProxy, head
     assert http_status(proxy, INFER, headers) == 413
 
 
+def test_a_head_too_large_is_refused(proxy: LocalProxy) -> None:
+    assert http_status(proxy, GENERATE, {f"X-{i}": "a" * 8000 for i in range(5)}) == 400
+
+
 def test_what_the_check_of_json_cannot_see_is_refused(open_proxy: Callable[..., LocalProxy]) -> None:
     blind = open_proxy(changes={"client_body_buffer_size 2m": "client_body_buffer_size 1k"})
     text = json.dumps(PROMPT | {"text_input": "a" * 10_000})
