@@ -6,17 +6,19 @@ A server that ends, or no longer answers, is started again. `multilora-serve pro
 from __future__ import annotations
 
 import contextlib
+import re
 import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
 from rich.markup import escape
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from multilora_engine.backoff import Backoff
 from multilora_engine.errors import ConfigError, MultiloraError
@@ -36,6 +38,14 @@ class _ServeByDefault(TyperGroup):
         return super().parse_args(ctx, args if args and args[0] in self.commands else ["serve", *args])
 
 
+class _DefaultCommand(TyperCommand):
+    """The command whose name is left out, in its usage, too."""
+
+    def format_usage(self, ctx: Any, formatter: Any) -> None:
+        assert ctx.parent is not None
+        formatter.write_usage(ctx.parent.command_path, " ".join(self.collect_usage_pieces(ctx)))
+
+
 app = typer.Typer(cls=_ServeByDefault, add_completion=False, pretty_exceptions_enable=False)
 
 _DEFAULT = ServerOptions()
@@ -46,7 +56,13 @@ def main() -> None:
     app()
 
 
-@app.command()
+def _print_version(is_wanted: bool) -> None:
+    if is_wanted:
+        typer.echo(f"multilora-serve {version('multilora-engine')}")
+        raise typer.Exit
+
+
+@app.command(cls=_DefaultCommand)
 def serve(
     model: Annotated[
         str, typer.Option(envvar="MULTILORA_MODEL", metavar="DIR_OR_HF_ID", help="Hugging Face checkpoint to serve.")
@@ -77,6 +93,10 @@ def serve(
             "proxy or gateway that ends TLS (default: --host)."
         ),
     ] = None,
+    has_http: Annotated[
+        bool,
+        typer.Option("--http/--no-http", help="Without HTTP there are gRPC, which the canary uses, and metrics."),
+    ] = _DEFAULT.has_http,
     grpc_certificate: Annotated[Path | None, typer.Option(help="PEM file: gRPC takes TLS only, with this.")] = None,
     grpc_key: Annotated[Path | None, typer.Option(help="PEM file: the certificate's key.")] = None,
     grpc_client_ca: Annotated[
@@ -113,6 +133,9 @@ def serve(
     tritonserver: Annotated[
         Path | None, typer.Option(help="Server executable (default: nvidia-pytriton's, else the one on PATH).")
     ] = None,
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
 ) -> None:
     """Serve a model and its LoRA adapters through a tritonserver, and start it again when it dies or hangs.
 
@@ -129,6 +152,7 @@ def serve(
             grpc_port=grpc_port,
             metrics_port=metrics_port,
             http_host=http_host,
+            has_http=has_http,
             grpc_certificate=grpc_certificate,
             grpc_key=grpc_key,
             grpc_client_ca=grpc_client_ca,
@@ -147,18 +171,47 @@ def serve(
 def probe(
     host: Annotated[str, typer.Option(help="Address of the server.")] = _DEFAULT.host,
     http_port: Annotated[int, typer.Option(min=1, max=65535, help="Its HTTP port.")] = _DEFAULT.http_port,
+    grpc_port: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="Ask over gRPC, at this port: for a server without HTTP.")
+    ] = None,
+    url: Annotated[
+        str | None,
+        typer.Option(metavar="[http://]HOST:PORT", help="Its HTTP address, instead of the options above."),
+    ] = None,
     timeout_secs: Annotated[float, typer.Option(min=0.1, help="What each of two inferences gets.")] = 10.0,
     live: Annotated[
         bool, typer.Option("--live", help="Only ask whether it is worth waiting for: starting or busy is good enough.")
     ] = False,
 ) -> None:
     """Get a token from a running server, by a real inference. Status 0: it answers; 1: it does not, with the reason."""
+    if url is not None and grpc_port is not None:
+        raise typer.BadParameter("--url is an address of HTTP, and --grpc-port one of gRPC; give one of them")
+    address = f"{host}:{http_port}" if url is None else _http_address(url)
     try:
-        probe_generation(f"{host}:{http_port}", timeout_secs)
+        if grpc_port is None:
+            probe_generation(address, timeout_secs)
+        else:
+            _probe_over_grpc(f"{host}:{grpc_port}", timeout_secs)
     except (NotReady, Busy, ProbeFailed) as error:
         console.print(str(error), markup=False, soft_wrap=True)
         if isinstance(error, ProbeFailed) or not live:
             raise typer.Exit(1) from None
+
+
+def _http_address(url: str) -> str:
+    """`http://host:8000/` -> `host:8000`. Raises typer.BadParameter."""
+    address = url.removeprefix("http://").rstrip("/")
+    if re.fullmatch(r"[^/@?#]+:\d+", address) is None:
+        raise typer.BadParameter(
+            f"--url is {url!r}; write host:8000 or http://host:8000: the probe asks over plain HTTP"
+        )
+    return address
+
+
+def _probe_over_grpc(url: str, timeout_s: float) -> None:
+    from multilora_engine.tritonserver.grpc_probe import probe_generation_over_grpc
+
+    probe_generation_over_grpc(url, timeout_s)
 
 
 def run(options: ServerOptions, canary_interval_s: float, max_restarts: int) -> NoReturn:
@@ -226,8 +279,9 @@ def wait_ready(server: ServerProcess) -> None:
 
 def announce(server: ServerProcess) -> None:
     """Say that the server is ready, and where."""
+    http = server.http_url if server.options.has_http else "off"
     console.print(
-        f"[bold green]ready[/]  HTTP [bold]{server.http_url}[/]  gRPC [bold]{server.grpc_url}[/]  "
+        f"[bold green]ready[/]  HTTP [bold]{http}[/]  gRPC [bold]{server.grpc_url}[/]  "
         f"metrics [bold]{server.metrics_url}[/]  (Ctrl-C stops)",
         soft_wrap=True,
     )

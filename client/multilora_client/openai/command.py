@@ -11,7 +11,12 @@ import typer
 from multilora_client.client import DEFAULT_URL, AsyncClient
 from multilora_client.console import one_line_errors
 from multilora_client.errors import InvalidRequest, Unsupported
-from multilora_client.openai.limits import MAX_BODY_BYTES, MAX_CONNECTIONS
+from multilora_client.openai.limits import (
+    MAX_BODY_BYTES,
+    MAX_CONNECTIONS,
+    MAX_CONNECTIONS_PER_ADDRESS,
+    REQUEST_TIMEOUT_S,
+)
 from multilora_client.tls import Tls
 
 if TYPE_CHECKING:
@@ -46,6 +51,13 @@ ApiKeys = Annotated[
 
 MaxBodyBytes = Annotated[int, typer.Option(min=1, help="Longest request; a longer one is refused with status 413.")]
 MaxConnections = Annotated[int, typer.Option(min=1, help="At once; one more is refused with status 503.")]
+MaxConnectionsPerAddress = Annotated[
+    int,
+    typer.Option(min=1, help="One more is closed at once; a proxy's clients have one address."),
+]
+RequestTimeoutSecs = Annotated[
+    float, typer.Option(min=0.1, help="A connection that has not sent a whole request by then is closed.")
+]
 Certificate = Annotated[Path | None, typer.Option(help="PEM file: HTTP takes TLS only, with this.", show_default=False)]
 Key = Annotated[Path | None, typer.Option(help="PEM file: the certificate's key.", show_default=False)]
 Docs = Annotated[bool, typer.Option("--docs", help="Describe the interface at /docs and /openapi.json.")]
@@ -62,6 +74,8 @@ def openai(
     api_keys: ApiKeys = None,
     max_body_bytes: MaxBodyBytes = MAX_BODY_BYTES,
     max_connections: MaxConnections = MAX_CONNECTIONS,
+    max_connections_per_address: MaxConnectionsPerAddress = MAX_CONNECTIONS_PER_ADDRESS,
+    request_timeout_secs: RequestTimeoutSecs = REQUEST_TIMEOUT_S,
     certificate: Certificate = None,
     key: Key = None,
     docs: Docs = False,
@@ -78,6 +92,7 @@ def openai(
         import uvicorn
 
         from multilora_client.openai.app import make_app
+        from multilora_client.openai.connections import guarded_protocol
 
         _check_certificate(certificate, key)
         catalogue = _read_catalogue(base_model, adapters, adapter or [], api_keys)
@@ -88,6 +103,7 @@ def openai(
             port=port,
             server_header=False,
             limit_concurrency=max_connections,
+            http=guarded_protocol(max_connections_per_address, request_timeout_secs),
             ssl_certfile=certificate,
             ssl_keyfile=key,
         )

@@ -4,3 +4,5 @@ from __future__ import annotations
 
 MAX_BODY_BYTES = 4 << 20
 MAX_CONNECTIONS = 1000
+MAX_CONNECTIONS_PER_ADDRESS = 128
+REQUEST_TIMEOUT_S = 30.0

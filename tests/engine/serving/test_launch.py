@@ -8,8 +8,10 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 
+import httpx2
 import pytest
 
 COMMAND = [
@@ -129,6 +131,20 @@ def test_a_probe_tells_by_its_status_whether_a_server_answers(repository: Path, 
     assert probe("--live", f"--http-port={port[1]}").returncode == 0
 
 
+def test_without_http_the_server_is_watched_and_probed_over_grpc(repository: Path, checkpoint: Path) -> None:
+    with serving(repository, checkpoint, "--no-http", "--canary-interval-secs=0.2") as process:
+        lines = read_until(process, "^ready")
+        ready = re.fullmatch(r"ready  HTTP off  gRPC \S+:(\d+)  metrics (http://\S+)  .*\n", lines[-1])
+        assert ready is not None
+        assert not any("Started HTTPService" in line for line in lines)
+        assert "nv_inference_request_success" in httpx2.get(ready[2]).text
+        assert probe(f"--grpc-port={ready[1]}").returncode == 0
+        pid = re.search(r"pid of ensemble: (\d+)", "".join(lines))
+        assert pid is not None
+        os.kill(int(pid[1]), signal.SIGKILL)
+        read_until(process, r"^restarting in 0 s: the server no longer answers: .*ensemble.* is not healthy")
+
+
 def probe(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*COMMAND[:3], "probe", *arguments], capture_output=True, text=True, timeout=120)
 
@@ -150,3 +166,29 @@ def test_what_cannot_work_is_one_line_and_status_one(
     assert result.returncode == 1
     assert result.stderr.startswith(message)
     assert result.stderr.count("\n") == 1
+
+
+def told(*arguments: str) -> tuple[int, str]:
+    """Status and all output of the command."""
+    command = [sys.executable, "-m", "multilora_engine.serving.launch", *arguments]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    return done.returncode, done.stdout
+
+
+def test_help_shows_the_command_as_it_is_typed_and_version_the_package() -> None:
+    status, text = told("--help")
+    assert status == 0
+    assert re.search(r"Usage: python\d* -m multilora_engine.serving.launch +\[OPTIONS\]", " ".join(text.split()))
+    assert told("--version") == (0, f"multilora-serve {version('multilora-engine')}\n")
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:1", "http://127.0.0.1:1/"])
+def test_a_probe_takes_a_url(url: str) -> None:
+    status, text = told("probe", "--url", url)
+    assert (status, text.startswith("127.0.0.1:1: ")) == (1, True)
+
+
+@pytest.mark.parametrize("url", ["https://127.0.0.1:1", "grpc://127.0.0.1:1", "127.0.0.1", "127.0.0.1:1/v2"])
+def test_a_probe_refuses_what_is_not_plain_http(url: str) -> None:
+    status, text = told("probe", "--url", url)
+    assert (status, "--url is" in text) == (2, True)
