@@ -41,24 +41,27 @@ class Run:
         return self.program.passes(self.status, self.output)
 
 
-def run_all(programs: Sequence[ClientProgram], clients: Path) -> Iterator[Run]:
-    """The rows that can be run, in their order but for what is up: each kind of server is started once."""
+def run_all(programs: Sequence[ClientProgram], clients: Path, python: Path) -> Iterator[Run]:
+    """The rows that can be run, in their order but for what is up: each kind of server is started once.
+
+    clients, python: what {folder} is in, and {python}, in the rows' commands.
+    """
     runnable = [row for row in programs if row.expected is not Outcome.NOT_RUN]
     by_server = sorted(runnable, key=lambda row: list(Served).index(row.served))
     with tempfile.TemporaryDirectory() as directory:
-        scratch = Path(directory)
-        write_inputs(scratch)
+        inputs = write_inputs(Path(directory), ensure_default_checkpoint())
+        common = {**inputs, "python": str(python), "scratch": directory}
         for served, rows in groupby(by_server, lambda row: row.served):
             with _up(served) as places:
                 for row in rows:
-                    yield run(row, {**places, "scratch": directory}, clients)
+                    yield run(row, {**common, **places}, clients)
 
 
 def run(program: ClientProgram, places: Mapping[str, str], clients: Path) -> Run:
     folder = clients.absolute() / program.folder
     if not folder.is_dir():
         return Run(program, -1, f"there is no {folder}")
-    command = program.command({"python": sys.executable, "folder": str(folder), **places})
+    command = program.command({"folder": str(folder), **places})
     try:
         done = subprocess.run(
             command,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -109,6 +110,9 @@ def main(
             "checkout or a virtual environment of each, by the names that scripts/*_client_programs.py gives.",
         ),
     ] = None,
+    python: Annotated[
+        Path, typer.Option(help="With --clients: the interpreter of programs in Python, which has what they import.")
+    ] = Path(sys.executable),
     only: Annotated[
         str, typer.Option(metavar="TEXT", help="With --clients: the programs whose name, version or mode has this.")
     ] = "",
@@ -119,7 +123,7 @@ def main(
     of the tensor. Either is tested. The exit status is 1 when a row has failed.
     """
     if clients is not None:
-        run_programs(clients, only, update_readme)
+        run_programs(clients, python, only, update_readme)
         return
     rows, outcomes = read_rows(), Outcomes()
     pytest.main([f"--rootdir={REPOSITORY}", "-q", *map(str, TESTS)], plugins=[outcomes])
@@ -130,11 +134,11 @@ def main(
         write_readme_table("conformance", markdown(rows))
 
 
-def run_programs(clients: Path, only: str, update_readme: bool) -> None:
+def run_programs(clients: Path, python: Path, only: str, update_readme: bool) -> None:
     """Print how the programs in `clients` went. Raises typer.Exit when one did not go as expected."""
     chosen = [row for row in PROGRAMS if only in f"{row.program} {row.version} {row.mode}"]
     runs = []
-    for run in run_all(chosen, clients):
+    for run in run_all(chosen, clients, python):
         runs.append(run)
         console.print(f"{_verdict(run.passed)} {escape(run.program.program)} {run.program.version} {run.program.mode}")
         if not run.passed:
