@@ -13,8 +13,6 @@ from peft import PeftModel
 from sample_adapters import ADAPTERS_DIRECTORY
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from multilora_client.convert import convert_peft
-
 PROMPT = "The capital of France is"
 QUESTIONS = ("What do bees make?", "Which sea is salty?", "Who are you?", "What is the capital of France?")
 NUM_TOKENS = 16
@@ -30,11 +28,9 @@ def write_inputs(directory: Path, model: Path) -> dict[str, str]:
     dataset.json: a list of {input, instruction, output}, as TensorRT-LLM's benchmarks read.
     prompt.csv: the tokens of the prompt. base.csv, pirate.csv: the prompt and its greedy answer, of the base model by
         transformers, and with the adapter by PEFT.
-    pirate/: the adapter as `multilora convert` writes it.
     """
     task = {"instruction": "Answer in few words.", "output": "Some words of an answer"}
     (directory / "dataset.json").write_text(json.dumps([{"input": question, **task} for question in QUESTIONS]))
-    convert_peft(ADAPTERS_DIRECTORY / ADAPTER, "float16").save(directory / ADAPTER)
     tokenizer = AutoTokenizer.from_pretrained(model)
     prompt: list[int] = tokenizer(PROMPT)["input_ids"]
     base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)

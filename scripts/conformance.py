@@ -168,7 +168,7 @@ def _show_programs(rows: Sequence[ClientProgram], runs: Sequence[Run]) -> None:
     table = Table("program", "version", "mode", "here", "run")
     for row in rows:
         verdict = _verdict(passed[row]) if row in passed else ""
-        table.add_row(row.program, row.version, escape(row.mode), f"{row.expected} {escape(row.note)}", verdict)
+        table.add_row(row.program, row.version, escape(row.mode), escape(row.outcome), verdict)
     console.print(table)
     console.print(f"{sum(passed.values())} of {len(runs)} runs went as expected")
 

@@ -33,12 +33,16 @@ def test_a_run_passes_by_what_it_shows_and_one_that_shall_work_by_its_status_too
     assert replace(ROW, expected=expected).passes(status, output) == passed
 
 
-def test_the_table_says_what_a_user_has_to_know() -> None:
-    noted = replace(ROW, expected=Outcome.NOT_RUN, note="it needs a GPU")
-    assert markdown([ROW, noted]).splitlines()[2:] == [
-        "| `ask.py` | v1 | streamed | works |",
-        "| `ask.py` | v1 | streamed | not run: it needs a GPU |",
+def test_the_table_has_a_line_for_what_ends_alike() -> None:
+    whole = replace(ROW, mode="whole")
+    noted = replace(ROW, mode="images", expected=Outcome.NOT_RUN, note="it needs a GPU")
+    rows = [ROW, whole, replace(ROW, version="v2"), replace(whole, version="v2"), noted, replace(whole, version="v3")]
+    assert markdown(rows).splitlines()[2:] == [
+        "| `ask.py` | v1, v2 | streamed | works |",
+        "| `ask.py` | v1, v2, v3 | whole | works |",
+        "| `ask.py` | v1 | images | not run: it needs a GPU |",
     ]
+    assert markdown(rows[:4]).splitlines()[2:] == ["| `ask.py` | v1, v2 | streamed; whole | works |"]
 
 
 def test_every_row_of_the_tables_is_another() -> None:
