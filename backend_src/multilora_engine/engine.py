@@ -29,6 +29,7 @@ from multilora_engine.engine_parts import (
 from multilora_engine.engine_stats import AdaptersInUse, EngineStats
 from multilora_engine.errors import (
     AdapterNotFound,
+    AdapterOverflow,
     Cancelled,
     InternalError,
     InvalidRequest,
@@ -482,6 +483,8 @@ class Engine:
     ) -> TokenOutput | None:
         """One step of a beam search; what has to be copied for it goes to `copies`."""
         before = sequence.beams
+        if not all(chosen[beam].is_finite for beam in before):
+            return self._fail(sequence, _overflow(sequence))
         continuations = search.advance(before, [chosen[beam].continuations or Continuations([], []) for beam in before])
         if not continuations:
             return self._finish_search(sequence)
@@ -490,6 +493,8 @@ class Engine:
         return None
 
     def _append(self, sequence: Sequence, token: SampledToken) -> TokenOutput | None:
+        if not token.is_finite:
+            return self._fail(sequence, _overflow(sequence))
         if (token_id := token.token_id) is None:
             return self._fail(sequence, _no_token_left(sequence))
         try:
@@ -625,6 +630,12 @@ def _note_tokens(sampled: list[Sequence]) -> None:
         sequence.last_token_time_ns = now_ns
         if not sequence.first_token_time_ns:
             sequence.first_token_time_ns = now_ns
+
+
+def _overflow(sequence: Sequence) -> RequestError:
+    if sequence.adapter is None:
+        return InternalError("the model's logits are not finite numbers")
+    return AdapterOverflow(sequence.request.lora_task_id, sequence.request.lora_name, sequence.adapter.digest)
 
 
 def _no_token_left(sequence: Sequence) -> InvalidRequest:

@@ -5,6 +5,7 @@
       RequestError                                reaches the client that caused it, and nobody else
         InvalidRequest      -> INVALID_ARG        malformed or contradictory input
           AdapterUnusable                         what a source has of an adapter is refused, damaged or unsupported
+          AdapterOverflow                         with the adapter's weights the model computes no numbers
           TooMuchHostWork                         words, guide or beams keep the engine's thread too long
         AdapterNotFound     -> NOT_FOUND          `lora_task_id` is not cached and no weights came with it
           AdapterNotKnown                         no adapter has the `lora_name`
@@ -65,6 +66,17 @@ class AdapterUnusable(InvalidRequest):
 
     def __init__(self, adapter: str, source: str, reason: str) -> None:
         super().__init__(f"LoRA adapter {adapter!r} of source {source!r} cannot be used: {reason}")
+
+
+class AdapterOverflow(InvalidRequest):
+    """With the adapter's weights the model's numbers exceed their type: there is no answer, and the weights are why."""
+
+    def __init__(self, lora_task_id: int | None, lora_name: str, digest: str) -> None:
+        name = f" {lora_name!r}" if lora_name else ""
+        super().__init__(
+            f"the numbers overflow with the weights of LoRA task {lora_task_id}{name} (digest {digest[:12]}): the "
+            "logits are not finite"
+        )
 
 
 class TooMuchHostWork(InvalidRequest):

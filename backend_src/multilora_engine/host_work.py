@@ -5,8 +5,11 @@ from __future__ import annotations
 from multilora_engine.errors import TooMuchHostWork
 from multilora_engine.request import SamplingParams, Sequence
 
-_BURST = 5
-"""A request may be ahead of its share by so many times what all requests of a step may take together."""
+_MAX_DEBT = 5
+"""A request may be behind by so many times what all requests of a step may take together."""
+
+_MAX_CHARGE = 2
+"""The most that one step charges, likewise."""
 
 
 class HostWork:
@@ -14,7 +17,8 @@ class HostWork:
     guides and beams. A request without any is neither timed nor charged.
 
     The requests of a step share `seconds_per_step` equally. What a request took beyond its shares is its debt; further
-    steps pay it off. Time is the thread's own, so a machine that is busy with something else ends nobody.
+    steps pay it off. One step alone ends nobody: the interpreter may have collected garbage in it. Time is the thread's
+    own, so a machine that is busy with something else ends nobody either.
     """
 
     def __init__(self, seconds_per_step: float) -> None:
@@ -26,9 +30,10 @@ class HostWork:
 
         Raises TooMuchHostWork when its debt is more than any request may have.
         """
-        sequence.host_debt_s = max(0.0, sequence.host_debt_s + seconds - self._seconds_per_step / num_sharing)
-        most = _BURST * self._seconds_per_step
-        if most and sequence.host_debt_s > most:
+        budget_s = self._seconds_per_step
+        charge_s = min(seconds, _MAX_CHARGE * budget_s)
+        sequence.host_debt_s = max(0.0, sequence.host_debt_s + charge_s - budget_s / num_sharing)
+        if sequence.host_debt_s > _MAX_DEBT * budget_s:
             raise TooMuchHostWork(sequence.host_debt_s, self._seconds_per_step, num_sharing)
 
 
