@@ -214,6 +214,10 @@ class EngineConfig(BaseModel):
     add_special_tokens: Annotated[
         bool, Field(description="Whether the tokenizer adds its special tokens (such as BOS) to `text_input`.")
     ] = True
+    special_tokens_in_messages: Annotated[
+        bool,
+        Field(description="Whether `<|im_end|>` and the like in a chat's texts are special tokens; false: plain text."),
+    ] = True
     exclude_input_in_output: Annotated[
         bool, Field(description="Default of the input of that name: leave the prompt out of unary answers.")
     ] = False

@@ -6,6 +6,7 @@ In a module of its own, so that the fronts need not import what only the engine 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from importlib import metadata
 from typing import TYPE_CHECKING
 
 from multilora_engine.lora.layout import AdapterLayout
@@ -36,7 +37,10 @@ class CallLimits:
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """What the fronts must know of a running engine: plain values, so that it travels between processes."""
+    """What the fronts must know of a running engine: plain values, so that it travels between processes.
+
+    version: of the engine, `read_version`.
+    """
 
     model_path: str
     tokenizer_path: str
@@ -45,6 +49,7 @@ class EngineInfo:
     end_token_ids: tuple[int, ...]
     add_special_tokens: bool
     exclude_input_in_output: bool
+    special_tokens_in_messages: bool
     limits: CallLimits
     max_adapter_bytes: int
     max_uploads_per_client: int
@@ -52,3 +57,12 @@ class EngineInfo:
     kv_cache_tokens: int
     device: str
     dtype: str
+    version: str
+
+
+def read_version() -> str:
+    """Of the installed package; the engine also runs from its folder alone, which has none."""
+    try:
+        return metadata.version("multilora-engine")
+    except metadata.PackageNotFoundError:
+        return "unknown"

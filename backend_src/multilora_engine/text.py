@@ -14,6 +14,7 @@ import json
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -22,6 +23,7 @@ from transformers import PreTrainedTokenizerFast
 
 from multilora_engine.automaton import ROOT, Automaton
 from multilora_engine.errors import ConfigError, InvalidRequest
+from multilora_engine.plain_specials import PlainSpecials
 
 _SPACE_MARK = "▁"
 _PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
@@ -75,27 +77,42 @@ class Tokenizer:
         return [encoding.ids for encoding in encodings]
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        options: Mapping[str, Any] = MappingProxyType({}),
+        keeps_special_tokens: bool = True,
     ) -> list[int]:
         """Token ids of a chat, ready for the assistant's answer.
 
+        options: `add_generation_prompt`, `continue_final_message` and what the template knows by other names.
+        keeps_special_tokens: whether what spells a special token in messages, tools and options becomes one.
         Raises InvalidRequest when the template refuses it, or would leave the tools out without a word.
         """
         if self._hf.chat_template is None:
             raise InvalidRequest("this model has no chat template; send text_input instead of messages")
         _check_messages(messages)
-        text = self._render_chat(messages, tools)
-        if tools and text == self._render_chat(messages, None):
+        plain = PlainSpecials(() if keeps_special_tokens else map(self.token_name, self.special_ids))
+        messages, tools, options = (plain.mark(each) for each in (messages, tools, options))
+        options = {"add_generation_prompt": True, **options}
+        text = self._render_chat(messages, tools, options)
+        if tools and text == self._render_chat(messages, None, options):
             raise InvalidRequest("the model's chat template has no place for tools")
-        return self.encode(text, add_special_tokens=False)
+        pieces = (self.encode(piece, add_special_tokens=False) for piece in plain.pieces(text))
+        return [token_id for piece in pieces for token_id in piece]
 
-    def _render_chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> str:
+    def _render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        options: Mapping[str, Any],
+    ) -> str:
         try:
             text = self._hf.apply_chat_template(
                 [dict(message) for message in messages],
                 tools=[dict(tool) for tool in tools] if tools else None,
-                add_generation_prompt=True,
                 tokenize=False,
+                **options,
             )
         except Exception as error:  # templates are programs: what they raise on input they do not like is up to them
             raise InvalidRequest(f"the model's chat template refused the messages: {error}") from error
@@ -104,6 +121,10 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """The UTF-8 bytes a token stands for, often only part of a character. Special and unknown ids have none."""
         return self._bytes[token_id] if 0 <= token_id < len(self._bytes) else b""
+
+    def spell(self, token_id: int) -> bytes:
+        """`token_bytes`, but special tokens by their names."""
+        return self.token_name(token_id).encode() if token_id in self.special_ids else self.token_bytes(token_id)
 
     def token_name(self, token_id: int) -> str:
         """How the vocabulary spells a token."""

@@ -25,7 +25,7 @@ from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.lora.remote import RemoteAdapters
 from multilora_engine.lora.sources.fetcher import AdapterFetcher
 from multilora_engine.process.server import main
-from multilora_engine.request import BeamOutput, FinishReason, GenerationRequest, TokenLogProb, TokenOutput
+from multilora_engine.request import BeamOutput, FinishReason, GenerationRequest, PerfMetrics, TokenLogProb, TokenOutput
 from support.adapters import TINY
 
 HOLD, FAIL_STEP, DIE, BUG, HANG = 1001, 1002, 1003, 1004, 1005
@@ -39,6 +39,7 @@ INFO = EngineInfo(
     end_token_ids=(2,),
     add_special_tokens=True,
     exclude_input_in_output=False,
+    special_tokens_in_messages=True,
     limits=CallLimits(
         max_prompt_bytes=10_000,
         max_sequences_per_request=16,
@@ -57,6 +58,7 @@ INFO = EngineInfo(
     kv_cache_tokens=1024,
     device="cpu",
     dtype="float32",
+    version="1.2.3",
 )
 
 
@@ -176,6 +178,7 @@ class FakeEngine:
             num_prompt_tokens=len(request.prompt_token_ids),
             num_output_tokens=len(self.produced[request.request_id]),
             lora_digest="" if adapter is None else adapter.digest,
+            perf=PerfMetrics() if reason else None,
         )
 
 

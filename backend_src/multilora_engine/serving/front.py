@@ -15,14 +15,15 @@ logger = logging.getLogger(__name__)
 
 
 class Front(ABC):
-    """One of the doors to the engine."""
+    """One of the doors to the engine. has_flat_text: its text_output has no batch dimension."""
 
-    def __init__(self, link: EngineLink) -> None:
+    def __init__(self, link: EngineLink, has_flat_text: bool = False) -> None:
         self._link = link
+        self._has_flat_text = has_flat_text
 
     def accept(self, request: TritonRequest) -> None:
         """Start answering. Whatever is wrong with the request is its answer; it is sent by the client's thread."""
-        responder = Responder(request)
+        responder = Responder(request, self._has_flat_text)
         try:
             _check_request_id(responder.request_id)
             self._submit(request, responder)

@@ -21,6 +21,7 @@ from multilora_engine.serving.front import Front, new_id
 from multilora_engine.serving.in_flight import InFlight
 from multilora_engine.serving.inputs import InputTensors
 from multilora_engine.serving.outputs import ReplyRow
+from multilora_engine.serving.prompt_answer import PromptTokens
 from multilora_engine.serving.replies import EachReply, EmptyReply, OneReply, Reply, Responder, StreamReply, Transcript
 from multilora_engine.serving.triton_api import TritonRequest, trace_id_of
 from multilora_engine.serving.uploads import Uploads, client_of
@@ -31,11 +32,17 @@ class GenerationFront(Front):
     """The door of a generation model.
 
     can_stream: whether it may send more than one response a request. renamed: inputs by the names they have at this
-    door, and what they are called everywhere else.
+    door, and what they are called everywhere else. has_flat_text: its text_output has no batch dimension.
     """
 
-    def __init__(self, link: EngineLink, can_stream: bool, renamed: Mapping[str, str] = MappingProxyType({})) -> None:
-        super().__init__(link)
+    def __init__(
+        self,
+        link: EngineLink,
+        can_stream: bool,
+        renamed: Mapping[str, str] = MappingProxyType({}),
+        has_flat_text: bool = False,
+    ) -> None:
+        super().__init__(link, has_flat_text)
         self._can_stream = can_stream
         self._uploads = Uploads()
         self._logits = InFlight()
@@ -125,12 +132,20 @@ def _expand(
                 lora_task_id,
                 returns_log_probs=sampling.return_log_probs,
                 returns_perf=call.returns_perf,
+                returns_kv_cache=call.returns_kv_cache,
                 returns_top_log_probs=sampling.num_top_log_probs > 0,
                 returns_generation_logits=sampling.return_generation_logits,
                 vocab_size=call.vocab_size,
                 token_bytes=tokenizer.token_bytes if sampling.return_log_probs else None,
+                prompt=_told_prompt(prompt, sampling, tokenizer),
             )
     return requests, rows
+
+
+def _told_prompt(prompt: list[int], sampling: SamplingParams, tokenizer: Tokenizer) -> PromptTokens | None:
+    if not sampling.return_prompt_log_probs:
+        return None
+    return PromptTokens(prompt, sampling.num_prompt_top_log_probs, tokenizer.spell)
 
 
 def _sampling_of(sampling: SamplingParams, sequence_index: int) -> SamplingParams:

@@ -44,7 +44,7 @@ class Server:
         outputs: dict[str, list[Any]] = {
             "text_output": [text],
             "num_input_tokens": [7],
-            "num_output_tokens": [num_tokens],
+            "num_output_tokens_so_far": [num_tokens],
         }
         outputs["finish_reason"] = [self.finish_reason if is_last else ""]
         if (task := self.value("lora_task_id")) is not None:

@@ -32,6 +32,7 @@ def rows(sampling: list[SamplingParams], prompt_tokens: int = 1, num_sequences: 
         excludes_input=False,
         pad_id=0,
         returns_perf=False,
+        returns_kv_cache=False,
         vocab_size=INFO.vocab_size,
     )
 

@@ -85,12 +85,22 @@ def test_a_stream_joined_is_the_one_response(front: GenerationFront) -> None:
 
 
 def test_a_door_of_the_ensembles_names_reads_what_they_mean(link: EngineLink, engine: FakeEngine) -> None:
-    text_door = GenerationFront(link, can_stream=True, renamed=ENSEMBLE_NAMES)
+    text_door = GenerationFront(link, can_stream=True, renamed=ENSEMBLE_NAMES, has_flat_text=True)
     sampling = {"top_k": [[7]], "top_p": np.array([[0.5]], np.float32), "length_penalty": np.array([[2.0]], np.float32)}
     parts = ask(text_door, {"text_input": [["Hello there"]], "max_tokens": [[20]], "stream": [[True]], **sampling})
+    assert [part.arrays["text_output"].shape for part in parts] == [(1,)] * len(parts)
     # Only a stream leaves out the prompt.
     assert not "".join(part.texts()[0] for part in parts).startswith("Hello there")
     assert (engine.accepted[0].sampling.top_k, engine.accepted[0].sampling.top_p) == (7, 0.5)
+
+
+@pytest.mark.parametrize("asked", [{}, {"return_kv_cache_reuse_stats": [[True]]}, {"return_perf_metrics": [[True]]}])
+def test_blocks_of_the_kv_cache_are_told_to_a_request_that_asks(
+    front: GenerationFront, asked: dict[str, list[list[bool]]]
+) -> None:
+    (response,) = ask(front, {"input_ids": [[5, 6, 7]], "max_tokens": [[2]], **asked})
+    assert ("kv_cache_reused_blocks" in response.arrays) == bool(asked)
+    assert ("arrival_time_ns" in response.arrays) == ("return_perf_metrics" in asked)
 
 
 def test_what_the_server_does_not_do_is_refused_by_its_name(front: GenerationFront) -> None:
@@ -170,7 +180,7 @@ def test_several_sequences_are_responses_of_one_door_and_beams_of_the_other(
         assert streaming or len(responses) == 6
     (response,) = ask(GenerationFront(link, can_stream=False), tensors)
     assert response.arrays["output_ids"].tolist() == [[[5, 5, 5]] * 3, [[6, 6, 6]] * 3]
-    assert response.arrays["sequence_index"].tolist() == [[0, 1, 2]] * 2
+    assert response.arrays["sequence_index"].tolist() == [[0]] * 2
 
 
 @pytest.mark.parametrize("can_stream", [False, True])
@@ -187,10 +197,11 @@ def test_the_beams_of_a_search_come_in_one_response_best_first(
     assert response.arrays["output_ids"][0].tolist() == [[*prompt, 5, 0], [*prompt, 6, 6], [*prompt, 0, 0]]
     assert response.arrays["output_ids"].shape == (2, 3, len(prompt) + 2)
     assert response.arrays["sequence_length"][0].tolist() == [len(prompt) + n for n in (1, 2, 0)]
-    assert response.arrays["sequence_index"].tolist() == [[0, 1, 2]] * 2
+    assert response.arrays["sequence_index"].tolist() == [[0]] * 2
     assert response.arrays["cum_log_probs"].tolist() == [[-1.0, -2.0, -np.inf]] * 2
     assert response.arrays["output_log_probs"].tolist() == [[[-1.0, 0.0], [-1.0, -1.0], [0.0, 0.0]]] * 2
-    assert response.arrays["num_output_tokens"].tolist() == [[1, 2, 0]] * 2
+    assert response.arrays["num_output_tokens"].tolist() == [[3]] * 2
+    assert response.arrays["num_output_tokens_so_far"].tolist() == [[1, 2, 0]] * 2
     assert response.arrays["finish_reason"].tolist() == [[b"stop", b"length", b"stop"]] * 2
     assert response.arrays["text_output"][0, :2].tolist()[1].decode().endswith("<6><6>")
 
@@ -247,11 +258,11 @@ def test_a_front_of_one_response_refuses_to_stream(link: EngineLink) -> None:
 
 def test_a_malformed_request_is_answered_by_the_same_thread_as_all_others(front: GenerationFront) -> None:
     good = FakeRequest({"input_ids": [[5]], "max_tokens": [[1]]})
-    bad = FakeRequest({"input_ids": [[5]], "max_tokens": [[0]]}, id="ab12")
+    bad = FakeRequest({"input_ids": [[5]], "max_tokens": [[-1]]}, id="ab12")
     for request in (good, bad):
         front.accept(request)
         request.sender.wait()
-    assert error_of(bad.sender.responses)[1] == "[INVALID_ARG] max_tokens is 0, expected a number >= 1 (request ab12)"
+    assert error_of(bad.sender.responses)[1] == "[INVALID_ARG] max_tokens is -1, expected a number >= 0 (request ab12)"
     assert good.sender.threads == bad.sender.threads
 
 
