@@ -5,14 +5,42 @@ In a module of its own, so that the fronts need not import what only the engine 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from importlib import metadata
+from typing import TYPE_CHECKING
 
 from multilora_engine.lora.layout import AdapterLayout
+
+if TYPE_CHECKING:
+    from multilora_engine.config import EngineConfig
+
+
+@dataclass(frozen=True)
+class CallLimits:
+    """What one request may ask for at most: the parameters of these names."""
+
+    max_prompt_bytes: int
+    max_sequences_per_request: int
+    max_prompt_tokens_per_request: int
+    max_words_per_request: int
+    max_word_bytes_per_request: int
+    max_biases_per_request: int
+    max_guides_per_request: int
+    max_metadata_bytes: int
+    max_logits_bytes: int
+    max_logits_bytes_in_flight: int
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> CallLimits:
+        return cls(**{field.name: int(getattr(config, field.name)) for field in fields(cls)})
 
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """What the fronts must know of a running engine: plain values, so that it travels between processes."""
+    """What the fronts must know of a running engine: plain values, so that it travels between processes.
+
+    version: of the engine, `read_version`.
+    """
 
     model_path: str
     tokenizer_path: str
@@ -21,10 +49,19 @@ class EngineInfo:
     end_token_ids: tuple[int, ...]
     add_special_tokens: bool
     exclude_input_in_output: bool
-    max_prompt_bytes: int
+    limits: CallLimits
     max_adapter_bytes: int
     max_uploads_per_client: int
     adapter_layout: AdapterLayout
     kv_cache_tokens: int
     device: str
     dtype: str
+    version: str
+
+
+def read_version() -> str:
+    """Of the installed package; the engine also runs from its folder alone, which has none."""
+    try:
+        return metadata.version("multilora-engine")
+    except metadata.PackageNotFoundError:
+        return "unknown"

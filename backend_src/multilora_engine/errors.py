@@ -14,6 +14,7 @@
           AdapterNotLoaded                        copying a cached adapter to where it is needed failed this time
           AdapterNotKept                          an uploaded adapter cannot be written to the disk tier
           TooManyUploads                          a client sends more than `max_uploads_per_client` at once
+          TooManyLogits                           the logits asked for exceed `max_logits_bytes_in_flight`
           QueueFull                               `max_queue_size` requests are waiting already
           EngineUnavailable                       the engine process died or is starting
           SourceUnavailable                       a source of adapters cannot be reached
@@ -25,6 +26,11 @@ request id behind: `[NOT_FOUND] LoRA task 7 not found in cache. Please send LoRA
 """
 
 from __future__ import annotations
+
+from multilora_engine.log_lines import one_line
+
+MAX_REQUEST_ID_CHARS = 128
+"""Of the id that a client gives its request: it stands in logs and errors, and is how a stop names the request."""
 
 
 class MultiloraError(Exception):
@@ -42,7 +48,7 @@ class RequestError(MultiloraError):
 
     def wire_message(self, request_id: str) -> str:
         """The text a client sees: code, message, request id."""
-        return f"[{self.code}] {self} (request {request_id or '-'})"
+        return f"[{self.code}] {self} (request {one_line(request_id, MAX_REQUEST_ID_CHARS) or '-'})"
 
 
 class InvalidRequest(RequestError):
@@ -149,6 +155,16 @@ class TooManyUploads(Unavailable):
 
     def __init__(self, num_uploads: int) -> None:
         super().__init__(f"{num_uploads} adapters of this client are being uploaded already")
+
+
+class TooManyLogits(Unavailable):
+    """The requests in flight at one model ask for more logits than `max_logits_bytes_in_flight`."""
+
+    def __init__(self, bytes_in_flight: int, num_bytes: int, max_bytes: int) -> None:
+        super().__init__(
+            f"the request asks for {num_bytes} bytes of logits, {bytes_in_flight} are in flight, and "
+            f"max_logits_bytes_in_flight is {max_bytes}"
+        )
 
 
 class QueueFull(Unavailable):

@@ -15,7 +15,7 @@ from multilora_engine.lora.layout import PackedAdapter, PackedRow
 from multilora_engine.process.operations import Operation
 from multilora_engine.request import GenerationRequest, TokenOutput
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 """Raised with every change to this file that an older peer would misread."""
 
 
@@ -93,6 +93,13 @@ class Outputs(msgspec.Struct, frozen=True, tag=True):
     outputs: list[TokenOutput]
 
 
+class AdapterTaken(msgspec.Struct, frozen=True, tag=True):
+    """The engine has the adapter that came with a request; the front need not hold it any longer. Not told to a front
+    that is behind with reading, which hears of it by the end of the request."""
+
+    request_id: str
+
+
 class Launch(msgspec.Struct, frozen=True):
     """The line the supervisor writes to the engine's stdin.
 
@@ -116,7 +123,7 @@ class StartFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 ToEngine = Hello | Add | PutAdapter | Stop | Operate | Abort
-FromEngine = Welcome | Refused | Outputs
+FromEngine = Welcome | Refused | Outputs | AdapterTaken
 StartReport = Started | StartFailed
 
 _to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)

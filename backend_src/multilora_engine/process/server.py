@@ -35,6 +35,7 @@ from multilora_engine.errors import (
     InternalError,
     RequestError,
 )
+from multilora_engine.log_lines import configure_logging
 from multilora_engine.lora.event_log import EventLog
 from multilora_engine.lora.layout import PackedAdapter
 from multilora_engine.lora.life_cycle import AdapterEvent
@@ -47,6 +48,7 @@ from multilora_engine.process.messages import (
     PROTOCOL_VERSION,
     Abort,
     AdapterHeader,
+    AdapterTaken,
     Add,
     FromEngine,
     Hello,
@@ -67,7 +69,7 @@ from multilora_engine.process.messages import (
     read_adapter,
 )
 from multilora_engine.process.outbox import MAX_QUEUED_MESSAGES, Outbox
-from multilora_engine.process.reports import LoadReport, Report
+from multilora_engine.process.reports import LoadReport, ModelReport, Report
 from multilora_engine.process.telemetry import RequestTelemetry
 from multilora_engine.request import GenerationRequest, TokenOutput
 
@@ -173,7 +175,9 @@ class EngineServer:
         self._heartbeat = heartbeat
         self._usage = usage
         self._telemetry = RequestTelemetry()
-        self._operator = AdapterOperator(engine.loras, engine.remote, engine.lora_events, usage, self._read_load)
+        self._operator = AdapterOperator(
+            engine.loras, engine.remote, engine.lora_events, usage, self._read_load, _describe(engine.info)
+        )
         self._router = router
         self._parent_fd = parent_fd
         self._poller = zmq.Poller()
@@ -279,6 +283,7 @@ class EngineServer:
             self._check_open()
             if message.adapter is not None:
                 self._put_adapter(message.adapter, payload, message.requests[0].lora_name)
+                self._send(front, AdapterTaken(message.requests[0].request_id))
             for request in message.requests:
                 self._add_request(request)
                 self._routes[request.request_id] = _Route(
@@ -305,6 +310,7 @@ class EngineServer:
     def _put(self, front: bytes, message: PutAdapter, payload: memoryview) -> None:
         self._check_open()
         write = self._put_adapter(message.adapter, payload, message.lora_name)
+        self._send(front, AdapterTaken(message.request_id))
         done = TokenOutput(message.request_id, [], "", finish_reason="stop", lora_digest=message.adapter.digest)
         if write is None:
             self._outbox.add(front, done)
@@ -460,7 +466,7 @@ def serve(
 
 def main(create_engine: Callable[[EngineConfig], ServedEngine]) -> None:
     """Run an engine process: read `Launch`, load, report, serve."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s engine[%(process)d] %(message)s")
+    configure_logging("engine")
     report_stream = _take_stdout()
     launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=Launch)
     try:
@@ -499,6 +505,10 @@ def _take_stdout() -> TextIO:
 def _report(stream: TextIO, report: StartReport) -> None:
     stream.write(msgspec.json.encode(report).decode() + "\n")
     stream.close()
+
+
+def _describe(info: EngineInfo) -> ModelReport:
+    return ModelReport(Path(info.model_path).name, info.max_model_len, info.vocab_size, info.version)
 
 
 def _internal(error: Exception) -> InternalError:

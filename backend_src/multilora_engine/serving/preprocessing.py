@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,8 @@ from multilora_engine.serving.prompts import encode_messages, encode_text
 from multilora_engine.serving.token_lists import read_word_biases, tokenize_words, write_sequences
 from multilora_engine.serving.unsupported import refuse_unsupported
 from multilora_engine.text import Tokenizer
+
+_Value = TypeVar("_Value")
 
 
 class PreprocessingModel(ImmediateModel):
@@ -45,9 +47,9 @@ def preprocess(inputs: InputTensors, info: EngineInfo, tokenizer: Tokenizer) -> 
     arrays: dict[str, NDArray[Any]] = {
         "INPUT_ID": input_ids,
         "REQUEST_INPUT_LEN": _column(lengths),
-        "BAD_WORDS_IDS": write_sequences([tokenize_words(inputs, "BAD_WORDS_DICT", row, tokenizer) for row in rows]),
-        "STOP_WORDS_IDS": write_sequences([tokenize_words(inputs, "STOP_WORDS_DICT", row, tokenizer) for row in rows]),
-        "EMBEDDING_BIAS": _embedding_bias(inputs, len(prompts), tokenizer),
+        "BAD_WORDS_IDS": _tokenize_words(inputs, "BAD_WORDS_DICT", len(prompts), info, tokenizer),
+        "STOP_WORDS_IDS": _tokenize_words(inputs, "STOP_WORDS_DICT", len(prompts), info, tokenizer),
+        "EMBEDDING_BIAS": _embedding_bias(inputs, len(prompts), info, tokenizer),
         "OUT_END_ID": _column([_default(inputs.scalar("END_ID", row), end_id) for row in rows]),
         "OUT_PAD_ID": _column([_default(inputs.scalar("PAD_ID", row), pad_id) for row in rows]),
         "DECODER_INPUT_ID": np.empty((len(prompts), 0), np.int32),
@@ -67,13 +69,20 @@ def _read_prompts(inputs: InputTensors, info: EngineInfo, tokenizer: Tokenizer) 
         )
     rows = range(inputs.num_rows(present[0]))
     if present == ["QUERY"]:
-        return [encode_text(inputs.text("QUERY", row) or "", tokenizer, info) for row in rows]
+        adds_special = [_default(inputs.scalar("ADD_SPECIAL_TOKENS", row), info.add_special_tokens) for row in rows]
+        return [encode_text(inputs.text("QUERY", row) or "", tokenizer, info, adds_special[row]) for row in rows]
     return [encode_messages(inputs.text("MESSAGES", row) or "", tokenizer, info) for row in rows]
 
 
-def _embedding_bias(inputs: InputTensors, num_rows: int, tokenizer: Tokenizer) -> NDArray[np.float32]:
+def _tokenize_words(
+    inputs: InputTensors, name: str, num_rows: int, info: EngineInfo, tokenizer: Tokenizer
+) -> NDArray[np.int32]:
+    return write_sequences([tokenize_words(inputs, name, row, tokenizer, info.limits) for row in range(num_rows)])
+
+
+def _embedding_bias(inputs: InputTensors, num_rows: int, info: EngineInfo, tokenizer: Tokenizer) -> NDArray[np.float32]:
     names = ("EMBEDDING_BIAS_WORDS", "EMBEDDING_BIAS_WEIGHTS")
-    biases = [read_word_biases(inputs, *names, row, tokenizer) for row in range(num_rows)]
+    biases = [read_word_biases(inputs, *names, row, tokenizer, info.limits) for row in range(num_rows)]
     values = np.zeros((num_rows, tokenizer.vocab_size if inputs.present(*names) else 0), np.float32)
     for target, bias in zip(values, biases, strict=True):
         for token_id, weight in bias.items():
@@ -81,7 +90,7 @@ def _embedding_bias(inputs: InputTensors, num_rows: int, tokenizer: Tokenizer) -
     return values
 
 
-def _default(value: int | None, default: int) -> int:
+def _default(value: _Value | None, default: _Value) -> _Value:
     return default if value is None else value
 
 

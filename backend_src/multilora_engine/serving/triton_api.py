@@ -5,14 +5,14 @@ from __future__ import annotations
 import gc
 import importlib
 import json
-import logging
 from collections.abc import Collection, Sequence
 from types import ModuleType
 from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
-from multilora_engine.errors import RequestError
+from multilora_engine.errors import InvalidRequest, RequestError
+from multilora_engine.log_lines import configure_logging
 
 
 class TritonTensor(Protocol):
@@ -54,7 +54,7 @@ def prepare_stub(model_name: str) -> None:
     That is up to 200,000 objects: most of the time of a collection, and of the interpreter's end.
     """
     gc.freeze()
-    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s %(levelname)s {model_name}[%(process)d] %(message)s")
+    configure_logging(model_name)
 
 
 def backend_utils() -> ModuleType:
@@ -71,6 +71,15 @@ def request_id_of(request: TritonRequest) -> str:
         return request.request_id()
     except UnicodeDecodeError:
         return ""
+
+
+def parameters_of(request: TritonRequest, max_metadata_bytes: int) -> dict[str, Any]:
+    """The parameters of a request, and the headers that the server passes on as such. Raises InvalidRequest."""
+    text = request.parameters() or "{}"
+    if (num_bytes := len(text.encode())) > max_metadata_bytes:
+        raise InvalidRequest(f"the parameters have {num_bytes} bytes and max_metadata_bytes is {max_metadata_bytes}")
+    parameters: dict[str, Any] = json.loads(text)
+    return parameters
 
 
 def trace_id_of(request: TritonRequest) -> str:

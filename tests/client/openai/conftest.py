@@ -90,24 +90,24 @@ class Server:
         count = self.value("num_return_sequences") or 1
         if not self.value("streaming"):
             self._fail_at(0)
-            yield Response(self._outputs(pieces[0], count, is_last=True) | self.outputs, is_final=True)
+            yield Response(self._outputs(pieces[0], 1, count, is_last=True) | self.outputs, is_final=True)
             return
         for i, piece in enumerate(pieces):
             self._fail_at(i)
             for sequence in range(count):
                 is_last = i == len(pieces) - 1
-                outputs = self._outputs(piece, 1, is_last=is_last) | {"sequence_index": [sequence]} | self.outputs
+                outputs = self._outputs(piece, i + 1, 1, is_last=is_last) | {"sequence_index": [sequence]} | self.outputs
                 yield Response(outputs, is_final=is_last and sequence == count - 1)
 
     def _fail_at(self, place: int) -> None:
         if self.error and place == self.error_at:
             raise self.error
 
-    def _outputs(self, text: str, count: int, *, is_last: bool) -> dict[str, list[Any]]:
+    def _outputs(self, text: str, num_tokens: int, count: int, *, is_last: bool) -> dict[str, list[Any]]:
         outputs: dict[str, list[Any]] = {
             "text_output": [text] * count,
             "num_input_tokens": [7],
-            "num_output_tokens": [1] * count,
+            "num_output_tokens_so_far": [num_tokens] * count,
             "finish_reason": [self.finish_reason if is_last else ""] * count,
         }
         if (task := self.value("lora_task_id")) is not None:

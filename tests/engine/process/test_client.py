@@ -219,7 +219,7 @@ def test_an_engine_of_another_version_is_not_used(
 ) -> None:
     monkeypatch.setattr(connection, "PROTOCOL_VERSION", 0)
     client, listener = EngineClient(socket_path), RecordingListener()
-    with pytest.raises(ConfigError, match="the front speaks protocol version 0 and the engine 4"):
+    with pytest.raises(ConfigError, match="the front speaks protocol version 0 and the engine 5"):
         client.wait_until_ready(TIMEOUT_S)
     client.generate(listener, [generation_request("r", [1])])
     assert [output.error_code for output in listener.wait()] == ["UNAVAILABLE"]

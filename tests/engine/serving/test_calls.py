@@ -83,6 +83,12 @@ def without(tensors: dict[str, Any], name: str) -> dict[str, Any]:
         ({"return_log_probs": [[True]]}, {"return_log_probs": True}),
         ({"num_top_log_probs": [[2]]}, {"return_log_probs": True, "num_top_log_probs": 2}),
         ({"num_top_log_probs": [[0]]}, {}),
+        ({"return_prompt_log_probs": [[True]]}, {"return_prompt_log_probs": True}),
+        (
+            {"num_prompt_top_log_probs": [[2]]},
+            {"return_prompt_log_probs": True, "num_prompt_top_log_probs": 2},
+        ),
+        ({"include_stop_str_in_output": [[True]]}, {"include_stop_str_in_output": True}),
         ({"return_context_logits": [[True]]}, {"return_context_logits": True}),
         ({"return_generation_logits": [[True]]}, {"return_generation_logits": True}),
         ({"guided_decoding_guide_type": [["json"]]}, {"guide": Guide("json")}),
@@ -125,8 +131,10 @@ def test_sampling_is_greedy_unless_asked(read: Any, tensors: dict[str, Any], exp
         ({"frequency_penalty": [[-np.inf]]}, r"frequency_penalty is -inf, expected a finite number"),
         ({"end_id": [[-2]]}, r"end_id is -2, expected a number >= -1"),
         ({"min_tokens": [[10]]}, r"min_tokens is 10, expected a number in \[0, 9\]"),
-        ({"max_tokens": [[0]]}, r"max_tokens is 0, expected a number >= 1"),
-        ({"max_tokens": [[-3]]}, r"max_tokens is -3"),
+        ({"max_tokens": [[-3]]}, r"max_tokens is -3, expected a number >= 0"),
+        ({"truncate_prompt_tokens": [[0]]}, r"truncate_prompt_tokens is 0, expected -1 .* or a number > 0"),
+        ({"truncate_prompt_tokens": [[-2]]}, r"truncate_prompt_tokens is -2, expected a number >= -1"),
+        ({"num_prompt_top_log_probs": [[-1]]}, r"num_prompt_top_log_probs is -1, expected a number >= 0"),
         ({"request_output_len": [[8]]}, r"max_tokens 9 and request_output_len 8 contradict each other"),
         ({"guided_decoding_guide": [["x"]]}, r"guided_decoding_guide_type is None, expected one of json, json_schema"),
         ({"guided_decoding_guide_type": [["xml"]]}, r"guided_decoding_guide_type is xml, expected one of json,"),
@@ -201,6 +209,39 @@ def test_a_missing_max_tokens_is_refused_and_upstreams_name_accepted(read: Any) 
 def test_a_text_is_tokenized_with_the_engines_options(read: Any, tokenizer: Tokenizer) -> None:
     tensors = {"text_input": [["Grüße 🏴‍☠️"]], "max_tokens": [[1]]}
     assert read(tensors).prompts == [tokenizer.encode("Grüße 🏴‍☠️", add_special_tokens=True)]
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "max_tokens", "kept"),
+    [
+        (None, 9, [5, 6, 7]),
+        (1, 9, [7]),
+        (2, 9, [6, 7]),
+        (3, 9, [5, 6, 7]),
+        (400, 9, [5, 6, 7]),
+        (-1, 9, [5, 6, 7]),
+        (-1, 62, [6, 7]),
+        (-1, 63, [7]),
+    ],
+)
+def test_a_prompt_is_cut_to_its_last_tokens(
+    read: Any, num_tokens: int | None, max_tokens: int, kept: list[int]
+) -> None:
+    assert INFO.max_model_len == 64
+    asked = {} if num_tokens is None else {"truncate_prompt_tokens": [[num_tokens]]}
+    assert read(prompt(**asked) | {"max_tokens": [[max_tokens]]}).prompts == [kept]
+
+
+def test_every_row_is_cut_by_its_own_number(read: Any) -> None:
+    rows = {"input_ids": [[5, 6, 7], [8, 9, 10]], "max_tokens": [[9], [0]], "truncate_prompt_tokens": [[1], [2]]}
+    call = read(rows)
+    assert call.prompts == [[7], [9, 10]]
+    assert [sampling.max_tokens for sampling in call.sampling] == [9, 0]
+
+
+def test_a_prompt_without_any_room_is_refused(read: Any) -> None:
+    with pytest.raises(InvalidRequest, match="max_tokens 64 leaves no room for a prompt: max_model_len is 64"):
+        read(prompt(truncate_prompt_tokens=[[-1]]) | {"max_tokens": [[64]]})
 
 
 def test_messages_go_through_the_chat_template(read: Any, tokenizer: Tokenizer) -> None:
