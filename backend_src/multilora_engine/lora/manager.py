@@ -9,6 +9,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, islice
 from typing import Any, Literal
 
 from multilora_engine.errors import AdapterCacheFull, AdapterConflict, AdapterNotFound, AdapterNotLoaded, RequestError
@@ -26,6 +27,7 @@ from multilora_engine.lora.life_cycle import (
     TierStats,
     ignore_event,
 )
+from multilora_engine.lora.residency import Level, Residency, Resident
 from multilora_kernels import LoRATables
 
 _MAX_ARRIVALS = 256
@@ -113,6 +115,19 @@ class LoRAManager:
         on_disk = [] if self._disk is None else [a for a in self._disk.adapters if a.lora_task_id not in tasks]
         return [_describe_file(adapter) for adapter in on_disk] + [self._describe(adapter) for adapter in cached]
 
+    def residency(self, max_adapters: int) -> Residency:
+        """Who is in memory; `max_adapters` of them one by one, which costs no look at the others."""
+        on_device = (_resident(a, "gpu") for a in self._device.latest if not a.is_retired)
+        in_memory = (_resident(a, "cpu") for a in self._host.latest if a.rows and not self._device.has(a))
+        return Residency(
+            adapters=list(islice(chain(on_device, in_memory), max_adapters)),
+            num_on_device=len(self._device),
+            num_in_memory=len(self._host),
+            max_loras=self._device.max_loras,
+            load_seconds=self._host.load_seconds,
+            activate_seconds=self._device.copy_seconds,
+        )
+
     def info(self, lora_task_id: int) -> AdapterInfo:
         """The current version of one adapter, in whatever tier. Raises AdapterNotFound."""
         cached = self._host.get(lora_task_id)
@@ -141,6 +156,7 @@ class LoRAManager:
         if known is not None and known.digest != packed.digest and self._on_conflict == "refuse":
             raise AdapterConflict(lora_task_id, known.digest, packed.digest)
         if cached is not None and cached.digest == packed.digest:
+            self._host.touch(cached)
             self._rename(cached, name or cached.name)
             return cached
         adapter = self._insert(lora_task_id, packed, name) if cached is None else self._replace(cached, packed, name)
@@ -199,20 +215,25 @@ class LoRAManager:
             self._device.forget_failure(adapter)
             self._remove_if_unused(adapter)
 
-    def load(self, lora_task_id: int) -> None:
-        """Have one on disk read into the host tier. Raises AdapterNotFound, or AdapterCacheFull without room."""
-        self._find(lora_task_id)
+    def load(self, lora_task_id: int) -> Future[None]:
+        """Have one on disk read into the host tier. Raises AdapterNotFound, or AdapterCacheFull without room.
 
-    def pin_adapter(self, lora_task_id: int) -> None:
+        The future is done when it is there. It raises RequestError if the file cannot be read, and is cancelled if the
+        adapter is replaced or unloaded before.
+        """
+        return self._find(lora_task_id).arrived
+
+    def pin_adapter(self, lora_task_id: int) -> Future[None]:
         """Never evict this adapter, nor a version that replaces it, until `unpin_adapter`. One on disk is read.
 
-        Raises AdapterNotFound, or AdapterCacheFull if there is no room to read it, or none would be left for another
-        one that waits.
+        The future is that of `load`. Raises AdapterNotFound, or AdapterCacheFull if there is no room to read it, or
+        none would be left for another one that waits.
         """
         adapter = self._find(lora_task_id)
         if not adapter.is_pinned:
             self._check_pin(adapter)
             adapter.is_pinned = True
+        return adapter.arrived
 
     def unpin_adapter(self, lora_task_id: int) -> None:
         """Let an adapter be evicted again. Raises AdapterNotFound."""
@@ -346,7 +367,10 @@ class LoRAManager:
 
     def _find(self, lora_task_id: int) -> CachedAdapter:
         adapter = self._host.get(lora_task_id)
-        return self._start_load(lora_task_id) if adapter is None else adapter
+        if adapter is None:
+            return self._start_load(lora_task_id)
+        self._host.touch(adapter)
+        return adapter
 
     def _find_file(self, lora_task_id: int) -> DiskAdapter | None:
         return None if self._disk is None else self._disk.find(lora_task_id)
@@ -443,10 +467,12 @@ class LoRAManager:
         error: RequestError | None = None
         if failure is None:
             adapter.rows = load.result()
-            self._host.count_copy(time.perf_counter() - started)
+            adapter.arrived.set_result(None)
+            self._host.count_load(time.perf_counter() - started)
             self._emit("loaded_from_disk", adapter)
         elif isinstance(failure, DamagedFile | OSError):
             error = self._note_unreadable(adapter, failure, disk)
+            adapter.arrived.set_exception(error)
             if not adapter.is_retired:
                 self._host.retire(adapter)
         else:
@@ -566,6 +592,7 @@ class LoRAManager:
         arrival = self._arrivals.pop(adapter, None)
         if arrival is not None:
             arrival.discard()
+        adapter.arrived.cancel()
         adapter.kept.cancel()
         self._device.drop(adapter)
         self._host.remove(adapter)
@@ -590,6 +617,11 @@ def _tell_kept(kept: Future[None], write: Future[float]) -> None:
             kept.set_exception(error)
         else:
             kept.set_result(None)
+
+
+def _resident(adapter: CachedAdapter, level: Level) -> Resident:
+    name = adapter.name or str(adapter.lora_task_id)
+    return Resident(name, level, adapter.is_pinned, max(adapter.ranks, default=0))
 
 
 def _describe_file(adapter: DiskAdapter) -> AdapterInfo:

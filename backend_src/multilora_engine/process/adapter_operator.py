@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from multilora_engine.errors import AdapterNotFound, AdapterNotKnown, InvalidRequest
+from multilora_engine.errors import AdapterNotFound, AdapterNotHere, InvalidRequest
 from multilora_engine.lora.event_log import EventLog
 from multilora_engine.lora.layout import AdapterLayout
 from multilora_engine.lora.life_cycle import AdapterEvent, AdapterInfo, LoRAStats
 from multilora_engine.lora.names import task_id_of
 from multilora_engine.lora.remote import Fetch, RemoteAdapters, describe_remote
+from multilora_engine.lora.residency import Residency
 from multilora_engine.lora.sources.source import AdapterKey
 from multilora_engine.lora.usage import AdapterUsage
 from multilora_engine.process.operations import (
@@ -43,19 +45,23 @@ class ManagedAdapters(Protocol):
 
     @property
     def stats(self) -> LoRAStats: ...
+    def residency(self, max_adapters: int) -> Residency: ...
     @property
     def layout(self) -> AdapterLayout: ...
     def describe(self) -> list[AdapterInfo]: ...
     def info(self, lora_task_id: int) -> AdapterInfo: ...
-    def load(self, lora_task_id: int) -> None: ...
+    def load(self, lora_task_id: int) -> Future[None]: ...
     def unload(self, lora_task_id: int) -> None: ...
-    def pin_adapter(self, lora_task_id: int) -> None: ...
+    def pin_adapter(self, lora_task_id: int) -> Future[None]: ...
     def unpin_adapter(self, lora_task_id: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class PendingReport:
-    """A report that waits for a source. is_ready: whether `report` can give it, or raise a RequestError, by now."""
+    """A report that waits for a source or for the disk.
+
+    is_ready: whether `report` can give it, or raise a RequestError, by now.
+    """
 
     is_ready: Callable[[], bool]
     report: Callable[[], Report]
@@ -81,7 +87,7 @@ class AdapterOperator:
         self._usage = usage
 
     def execute(self, operation: Operation) -> Report | PendingReport:
-        """Raises AdapterNotFound, AdapterNotKnown, AdapterCacheFull or InvalidRequest; nothing has changed then."""
+        """Raises AdapterNotFound, AdapterNotHere, AdapterCacheFull or InvalidRequest; nothing has changed then."""
         match operation:
             case ListAdapters():
                 keys = self._remote.list_sources()
@@ -91,19 +97,25 @@ class AdapterOperator:
             case UnloadAdapter():
                 return self._unload(operation)
             case PinAdapter():
-                return self._change(operation, self._adapters.pin_adapter)
+                lora_task_id = self._find(operation).lora_task_id
+                return self._when_arrived(lora_task_id, self._adapters.pin_adapter(lora_task_id))
             case UnpinAdapter():
-                return self._change(operation, self._adapters.unpin_adapter)
+                return self._unpin(operation)
             case ReadEvents(since):
                 piece = self._events.since(since)
                 return EventList(piece.events, piece.last, piece.num_missed)
             case ReadStats():
-                tiers = replace(self._adapters.stats, remote=self._remote.stats)
-                return StatsReport(tiers, self._usage.by_task_id, self._usage.other, self._read_load())
+                return self._read_stats()
             case ReadLayout():
                 return LayoutReport(self._adapters.layout)
             case DescribeModel():
                 return self._model
+
+    def _read_stats(self) -> StatsReport:
+        tiers = replace(self._adapters.stats, remote=self._remote.stats)
+        resident = self._adapters.residency(self._usage.max_adapters)
+        residency = replace(resident, load_seconds=resident.load_seconds.plus(self._remote.load_seconds))
+        return StatsReport(tiers, self._usage.by_task_id, self._usage.other, self._read_load(), residency)
 
     def _list(self, in_sources: Iterable[AdapterKey]) -> AdapterList:
         adapters = {info.lora_task_id: info for info in (*self._remote.describe(), *self._adapters.describe())}
@@ -115,24 +127,37 @@ class AdapterOperator:
         name = operation.name or ""
         lora_task_id = task_id_of(name) if operation.lora_task_id is None else operation.lora_task_id
         key = AdapterKey(lora_task_id, name)
+        if operation.path:
+            return self._fetch(key, operation.source, operation.path)
         try:
-            self._adapters.load(lora_task_id)
+            arrived = self._adapters.load(lora_task_id)
         except AdapterNotFound:
             return self._fetch(key, operation.source)
+        return self._when_arrived(lora_task_id, arrived)
+
+    def _when_arrived(self, lora_task_id: int, arrived: Future[None]) -> PendingReport:
+        return PendingReport(arrived.done, lambda: self._arrived(lora_task_id, arrived))
+
+    def _arrived(self, lora_task_id: int, arrived: Future[None]) -> AdapterReport:
+        if arrived.cancelled():
+            raise AdapterNotFound(lora_task_id, "it was unloaded or replaced before it was in memory")
+        arrived.result(timeout=0)
         return AdapterReport(self._adapters.info(lora_task_id))
 
-    def _fetch(self, key: AdapterKey, source: str) -> PendingReport:
+    def _fetch(self, key: AdapterKey, source: str, path: str = "") -> PendingReport:
         try:
-            fetch = self._remote.fetch(key, source)
+            fetch = self._remote.fetch(key, source, path)
         except AdapterNotFound as error:
             raise error.under_name(key.name) from None
-        return PendingReport(lambda: fetch.is_done, lambda: self._fetched(fetch))
+        return PendingReport(lambda: _has_arrived(fetch), lambda: self._fetched(fetch))
 
     def _fetched(self, fetch: Fetch) -> AdapterReport:
         if isinstance(fetch.error, AdapterNotFound):
             raise fetch.error.under_name(fetch.key.name)
         if fetch.error is not None:
             raise fetch.error
+        if fetch.arrived is not None:
+            return self._arrived(fetch.key.lora_task_id, fetch.arrived)
         return AdapterReport(self._adapters.info(fetch.key.lora_task_id))
 
     def _unload(self, operation: UnloadAdapter) -> AdapterReport:
@@ -140,8 +165,8 @@ class AdapterOperator:
         self._adapters.unload(info.lora_task_id)
         return AdapterReport(info)
 
-    def _change(self, operation: PinAdapter | UnpinAdapter, change: Callable[[int], None]) -> AdapterReport:
-        change(self._find(operation).lora_task_id)
+    def _unpin(self, operation: UnpinAdapter) -> AdapterReport:
+        self._adapters.unpin_adapter(self._find(operation).lora_task_id)
         return AdapterReport(self._find(operation))
 
     def _find(self, operation: UnloadAdapter | PinAdapter | UnpinAdapter) -> AdapterInfo:
@@ -149,14 +174,19 @@ class AdapterOperator:
         lora_task_id, name = operation.lora_task_id, operation.name
         if lora_task_id is None:
             assert name is not None, "an operation names its adapter"
-            return self._find_by_name(name)
-        info = self._adapters.info(lora_task_id)
+            return self._info(task_id_of(name), f"LoRA adapter {name!r}")
+        info = self._info(lora_task_id, f"LoRA task {lora_task_id}")
         if name not in (None, info.name):
             raise InvalidRequest(f"LoRA task {lora_task_id} is named {info.name!r}, not {name!r}")
         return info
 
-    def _find_by_name(self, name: str) -> AdapterInfo:
+    def _info(self, lora_task_id: int, called: str) -> AdapterInfo:
         try:
-            return self._adapters.info(task_id_of(name))
+            return self._adapters.info(lora_task_id)
         except AdapterNotFound:
-            raise AdapterNotKnown(name) from None
+            raise AdapterNotHere(called) from None
+
+
+def _has_arrived(fetch: Fetch) -> bool:
+    """Whether a fetch has ended, and what it brought is in its place in memory."""
+    return fetch.is_done and (fetch.arrived is None or fetch.arrived.done())
