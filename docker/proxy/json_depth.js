@@ -23,8 +23,7 @@ function isShallow(text) {
 }
 
 function pass(request) {
-    const text = request.requestText; // undefined where it is not in memory
-    if (text !== undefined && isShallow(text)) {
+    if (isShallow(request.requestText)) { // raises, which is a status 500, where the body is not in memory
         request.internalRedirect('@checked');
     } else {
         request.return(400, `{"error":"the body is not JSON of at most ${MAX_DEPTH} levels"}`);
