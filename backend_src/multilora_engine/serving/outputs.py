@@ -130,7 +130,7 @@ class OutputColumns:
             return array
         array = array.reshape(-1, num_sequences)
         if name in _SUMMED_IN_A_ROW:
-            return array.sum(axis=1, dtype=array.dtype, keepdims=True)
+            array = array.sum(axis=1, dtype=array.dtype, keepdims=True)
         return array[:, :1] if name in _SAME_IN_A_ROW else array
 
     def other_arrays(
