@@ -12,7 +12,13 @@ import typer
 from multilora_client.client import DEFAULT_URL, AsyncClient, Client
 from multilora_client.console import one_line_errors
 from multilora_client.errors import InvalidRequest, MultiloraClientError, Unavailable, Unsupported
-from multilora_client.openai.settings import MAX_BODY_BYTES, MAX_CONNECTIONS, FrontSettings
+from multilora_client.openai.settings import (
+    MAX_BODY_BYTES,
+    MAX_CONNECTIONS,
+    MAX_CONNECTIONS_PER_ADDRESS,
+    REQUEST_TIMEOUT_S,
+    FrontSettings,
+)
 from multilora_client.openai.tools.formats import ParserName
 from multilora_client.tls import Tls
 
@@ -48,6 +54,13 @@ ApiKeys = Annotated[
 
 MaxBodyBytes = Annotated[int, typer.Option(min=1, help="Longest request; a longer one is refused with status 413.")]
 MaxConnections = Annotated[int, typer.Option(min=1, help="At once; one more is refused with status 503.")]
+MaxConnectionsPerAddress = Annotated[
+    int,
+    typer.Option(min=1, help="One more is closed at once; a proxy's clients have one address."),
+]
+RequestTimeoutSecs = Annotated[
+    float, typer.Option(min=0.1, help="A connection that has not sent a whole request by then is closed.")
+]
 Certificate = Annotated[Path | None, typer.Option(help="PEM file: HTTP takes TLS only, with this.", show_default=False)]
 Key = Annotated[Path | None, typer.Option(help="PEM file: the certificate's key.", show_default=False)]
 AllowLoading = Annotated[
@@ -82,6 +95,8 @@ def openai(
     api_keys: ApiKeys = None,
     max_body_bytes: MaxBodyBytes = MAX_BODY_BYTES,
     max_connections: MaxConnections = MAX_CONNECTIONS,
+    max_connections_per_address: MaxConnectionsPerAddress = MAX_CONNECTIONS_PER_ADDRESS,
+    request_timeout_secs: RequestTimeoutSecs = REQUEST_TIMEOUT_S,
     certificate: Certificate = None,
     key: Key = None,
     allow_loading: AllowLoading = False,
@@ -102,6 +117,7 @@ def openai(
         import uvicorn
 
         from multilora_client.openai.app import make_app
+        from multilora_client.openai.connections import guarded_protocol
 
         _check_certificate(certificate, key)
         catalogue = _read_catalogue(base_model, adapters, adapter or [], api_keys, allow_loading)
@@ -112,6 +128,7 @@ def openai(
                 make_app(catalogue, lambda: AsyncClient(server, tls=ctx.obj), settings),
                 server_header=False,
                 limit_concurrency=max_connections,
+                http=guarded_protocol(max_connections_per_address, request_timeout_secs),
                 ssl_certfile=certificate,
                 ssl_keyfile=key,
             )

@@ -8,6 +8,8 @@ from multilora_client.openai.tools.formats import ParserName
 
 MAX_BODY_BYTES = 4 << 20
 MAX_CONNECTIONS = 1000
+MAX_CONNECTIONS_PER_ADDRESS = 128
+REQUEST_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True)
