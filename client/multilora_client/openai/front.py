@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from typing import Annotated, TypedDict
 
 from fastapi import Depends, Request
 
 from multilora_client.client import AsyncClient
+from multilora_client.errors import MultiloraClientError
 from multilora_client.openai.catalogue import Access, Catalogue
+from multilora_client.openai.errors import Failure
 from multilora_client.openai.metrics import FrontMetrics
 from multilora_client.openai.settings import FrontSettings
+from multilora_client.operations import ModelInfo
+
+_PATIENCE_S = 5.0
+"""With a server that says nothing: probes give up not much later."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +29,13 @@ class Front:
     settings: FrontSettings
     metrics: FrontMetrics
     started_s: int
+
+    async def describe_model(self) -> ModelInfo:
+        """What the server behind serves. Raises Failure (503) when it does not say so soon."""
+        try:
+            return await asyncio.wait_for(self.client.describe_model(), _PATIENCE_S)
+        except (MultiloraClientError, TimeoutError):
+            raise Failure(503, "the server behind does not answer", "unavailable") from None
 
 
 class State(TypedDict):

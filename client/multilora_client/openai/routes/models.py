@@ -6,7 +6,7 @@ from typing import Any
 
 from fastapi import APIRouter
 
-from multilora_client.errors import MultiloraClientError
+from multilora_client.openai.errors import Failure
 from multilora_client.openai.front import Caller, Front, TheFront
 from multilora_client.openai.routes.reading import reads
 
@@ -42,6 +42,6 @@ def _card(name: str, front: Front, max_model_len: int | None) -> dict[str, Any]:
 async def _max_model_len(front: Front) -> int | None:
     """Tokens of a prompt and its answer; None while the server does not tell."""
     try:
-        return (await front.client.describe_model()).max_model_len
-    except MultiloraClientError:
+        return (await front.describe_model()).max_model_len
+    except Failure:
         return None
