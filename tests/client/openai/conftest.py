@@ -96,10 +96,8 @@ class Server:
             self._fail_at(i)
             for sequence in range(count):
                 is_last = i == len(pieces) - 1
-                outputs = (
-                    self._outputs(piece, i + 1, 1, is_last=is_last) | {"sequence_index": [sequence]} | self.outputs
-                )
-                yield Response(outputs, is_final=is_last and sequence == count - 1)
+                outputs = self._outputs(piece, i + 1, 1, is_last=is_last) | {"sequence_index": [sequence]}
+                yield Response(outputs | self.outputs, is_final=is_last and sequence == count - 1)
 
     def _fail_at(self, place: int) -> None:
         if self.error and place == self.error_at:

@@ -281,6 +281,16 @@ def test_json_that_is_no_object_is_refused(front: TestClient, body: bytes) -> No
     assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
 
 
+@pytest.mark.parametrize("depth", [200, 480, 5000, 100_000])
+def test_a_body_of_any_depth_is_answered(front: TestClient, depth: int) -> None:
+    parameters = '{"items": ' * depth + "{}" + "}" * depth
+    tool = f'{{"type": "function", "function": {{"name": "sky", "parameters": {parameters}}}}}'
+    body = f'{json.dumps(CHAT)[:-1]}, "tools": [{tool}], "tool_choice": "required"}}'
+    answer = front.post(CHAT_PATH, content=body.encode(), headers={"Content-Type": "application/json"})
+
+    assert answer.status_code in (200, 400)
+
+
 @both
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_prompt_that_is_too_long_is_refused_in_openais_words(
