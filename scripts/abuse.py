@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Annotated
 
 import grpc
+import numpy as np
 import psutil
 import typer
 from door_attacks import DOOR_ATTACKS, Attack, Doors
@@ -28,6 +29,7 @@ from prepare_default_model import ensure_default_checkpoint
 from rich.console import Console
 from rich.table import Column, Table
 from started_server import started_server
+from tritonclient.grpc import service_pb2
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
 from multilora_engine.process.paths import ENGINE_MODULE
@@ -79,7 +81,7 @@ class Row:
         if not self.is_same_engine:
             return "engine lost"
         if self.under.errors:
-            return f"{len(self.under.errors)} errors"
+            return f"{len(self.under.errors)} errors, first: {self.under.errors[0]}"
         return "fine" if self.under.p99_ms <= MAX_GAP_RATIO * self.quiet.p99_ms else "slow"
 
 
@@ -119,7 +121,8 @@ class Victim:
             for answer in stub.ModelStreamInfer(iter([_victims_request()])):
                 now_s = time.perf_counter()
                 self._note(None if last_s is None else now_s - last_s, answer.error_message)
-                num_tokens, last_s = num_tokens + 1, now_s
+                last_s = now_s
+                num_tokens = num_tokens if answer.error_message else num_tokens_of(answer.infer_response)
         except grpc.RpcError as error:
             self._note(None, str(error.code()))
             self._is_over.wait(1.0)
@@ -173,6 +176,12 @@ def engine_pid(server: ServerProcess) -> int | None:
 def num_bytes_of(server: ServerProcess) -> int:
     """Resident memory of all processes of a server."""
     return sum(process.memory_info().rss for process in _processes(server))
+
+
+def num_tokens_of(response: service_pb2.ModelInferResponse) -> int:
+    """How many tokens a stream has told so far; a response has several where the server was faster than the client."""
+    place = [output.name for output in response.outputs].index("num_output_tokens_so_far")
+    return int(np.frombuffer(response.raw_output_contents[place], np.int32)[0])
 
 
 def render(rows: list[Row]) -> Table:
