@@ -167,7 +167,10 @@ def upload_under_forged_names(doors: Doors) -> str:
     weights = np.zeros((1, len(config), width), np.float32)
     requests = [
         infer_request(
-            "generation_unary", lora_task_id=[[5_000_000 + i]], lora_weights_fp32=weights, lora_config=[config]
+            "generation_unary",
+            lora_task_id=np.uint64([[5_000_000 + i]]),
+            lora_weights_fp32=weights,
+            lora_config=[config],
         )
         for i in range(48)
     ]
