@@ -26,6 +26,11 @@ request id behind: `[NOT_FOUND] LoRA task 7 not found in cache. Please send LoRA
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from multilora_engine.lora.names import TaskId
+
 
 class MultiloraError(Exception):
     """Base of everything this package raises on purpose."""
@@ -63,7 +68,7 @@ class AdapterNotFound(RequestError):
 
     code = "NOT_FOUND"
 
-    def __init__(self, lora_task_id: int, reason: str = "") -> None:
+    def __init__(self, lora_task_id: TaskId, reason: str = "") -> None:
         super().__init__(
             f"LoRA task {lora_task_id} not found in cache. Please send LoRA weights with request"
             + (f" ({reason})" if reason else "")
@@ -92,7 +97,7 @@ class AdapterConflict(RequestError):
 
     code = "ALREADY_EXISTS"
 
-    def __init__(self, lora_task_id: int, cached_digest: str, sent_digest: str) -> None:
+    def __init__(self, lora_task_id: TaskId, cached_digest: str, sent_digest: str) -> None:
         super().__init__(
             f"LoRA task {lora_task_id} is cached with other weights (cached {cached_digest[:12]}, sent "
             f"{sent_digest[:12]}). Use another task id, or set lora_on_conflict to replace"
@@ -116,7 +121,7 @@ class AdapterCacheFull(Unavailable):
 
     def __init__(
         self,
-        lora_task_id: int,
+        lora_task_id: TaskId,
         needed_pages: int,
         free_pages: int,
         evictable_pages: int,
@@ -133,14 +138,14 @@ class AdapterCacheFull(Unavailable):
 class AdapterNotLoaded(Unavailable):
     """Copying an adapter from one tier to a faster one failed; the slower one still has it."""
 
-    def __init__(self, lora_task_id: int, reason: str) -> None:
+    def __init__(self, lora_task_id: TaskId, reason: str) -> None:
         super().__init__(f"LoRA task {lora_task_id} is cached and could not be used this time: {reason}")
 
 
 class AdapterNotKept(Unavailable):
     """An uploaded adapter answers, but would not survive the engine: the disk tier cannot be written."""
 
-    def __init__(self, lora_task_id: int, reason: str) -> None:
+    def __init__(self, lora_task_id: TaskId, reason: str) -> None:
         super().__init__(f"LoRA task {lora_task_id} is cached in memory only: lora_cache_dir cannot keep it: {reason}")
 
 
