@@ -42,6 +42,7 @@ from multilora_engine.lora.host_tier import CachedAdapter
 from multilora_engine.lora.layout import PackedAdapter, adapter_layout
 from multilora_engine.lora.life_cycle import AdapterEvent
 from multilora_engine.lora.manager import LoRAManager
+from multilora_engine.lora.names import TaskId
 from multilora_engine.lora.prefetch import prefetch_adapters
 from multilora_engine.lora.remote import Fetch, RemoteAdapters
 from multilora_engine.lora.sources.source import AdapterKey
@@ -201,14 +202,14 @@ class Engine:
         waiting = {_adapter_label(s) for s in self._sequences.values() if s.status is not SequenceStatus.RUNNING}
         return AdaptersInUse(self._max_loras, sorted(running - {""}), sorted(waiting - running - {""}))
 
-    def put_adapter(self, lora_task_id: int, adapter: PackedAdapter, name: str = "") -> None:
+    def put_adapter(self, lora_task_id: TaskId, adapter: PackedAdapter, name: str = "") -> None:
         """Cache an adapter, at once or as soon as there is room for it: see `LoRAManager.put`.
 
         Raises AdapterConflict or AdapterCacheFull.
         """
         self._loras.put(lora_task_id, adapter, name)
 
-    def adapter_digest(self, lora_task_id: int) -> str:
+    def adapter_digest(self, lora_task_id: TaskId) -> str:
         """The digest of a cached adapter. Raises AdapterNotFound."""
         return self._loras.digest(lora_task_id)
 
@@ -358,11 +359,13 @@ class Engine:
 
     def _pin_or_fetch(self, request: GenerationRequest) -> CachedAdapter | Fetch | None:
         """The adapter of a request, pinned or on its way; None is the base model."""
-        if request.lora_task_id is None:
+        if (task_id := request.task_id) is None or request.lora_task_id is None:
             return None
         try:
-            return self._loras.pin(request.lora_task_id)
+            return self._loras.pin(task_id)
         except AdapterNotFound:
+            if request.adapter_tenant:
+                raise  # sources have the server's adapters only
             return self._remote.fetch(AdapterKey(request.lora_task_id, request.lora_name))
 
     def _enqueue(self, sequence: Sequence) -> None:
@@ -541,9 +544,10 @@ class Engine:
 
 
 def _adapter_label(sequence: Sequence) -> str:
-    """The name of a sequence's adapter, else its task id; empty for the base model."""
+    """The name of a sequence's adapter, else its task id, behind its tenant if it has one; empty for the base model."""
     request = sequence.request
-    return request.lora_name or ("" if request.lora_task_id is None else str(request.lora_task_id))
+    label = request.lora_name or ("" if request.lora_task_id is None else str(request.lora_task_id))
+    return f"{request.adapter_tenant}@{label}" if request.adapter_tenant else label
 
 
 def _error_output(request: GenerationRequest, error: RequestError) -> TokenOutput:
