@@ -156,6 +156,8 @@ def check_beam_sampling(sampling: SamplingParams) -> None:
     for name in ("length_penalty", "beam_search_diversity_rate"):
         if not math.isfinite(getattr(sampling, name)):
             raise InvalidRequest(f"{name} is {getattr(sampling, name)}, expected a finite number")
+    if sampling.max_tokens == 0:
+        raise InvalidRequest("max_tokens is 0 with beam_width > 1: answers without tokens are all the same")
     if sampling.temperature == 0:
         raise InvalidRequest(
             "temperature is 0 with beam_width > 1: beams are ranked by probability, which it leaves none"
@@ -169,6 +171,7 @@ def check_beam_sampling(sampling: SamplingParams) -> None:
         "guided decoding": sampling.guide is not None,
         "num_top_log_probs": sampling.num_top_log_probs > 0,
         "return_context_logits": sampling.return_context_logits,
+        "return_prompt_log_probs": sampling.return_prompt_log_probs,
         "return_generation_logits": sampling.return_generation_logits,
     }
     if names := [name for name, is_given in (drawing | others).items() if is_given]:
@@ -199,12 +202,14 @@ def continue_beams(root: Sequence, continuations: list[Continuation]) -> None:
             [*parent.output_token_ids, continuation.token_id],
             [*parent.held_log_probs, TokenLogProb(continuation.score - parent.score)],
             parent.text.fork(),
+            None if parent.history is None else parent.history.fork(),
             continuation.score,
         )
         for parent, continuation in zip(parents, continuations, strict=True)
     ]
     missing = len(continuations) - len(root.beams)
     root.siblings = [*root.siblings, *(root.sibling() for _ in range(missing))][: len(continuations) - 1]
-    for beam, (token_ids, log_probs, text, score) in zip(root.beams, states, strict=True):
-        beam.output_token_ids, beam.held_log_probs, beam.text, beam.score = token_ids, log_probs, text, score
+    for beam, (token_ids, log_probs, text, history, score) in zip(root.beams, states, strict=True):
+        beam.output_token_ids, beam.held_log_probs, beam.score = token_ids, log_probs, score
+        beam.text, beam.history = text, history
         beam.text.push(token_ids[-1])

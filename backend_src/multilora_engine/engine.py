@@ -15,7 +15,7 @@ import torch
 
 from multilora_engine.beam_search import BeamSearch, Continuations, continue_beams
 from multilora_engine.config import EngineConfig
-from multilora_engine.engine_info import EngineInfo
+from multilora_engine.engine_info import EngineInfo, read_version
 from multilora_engine.engine_parts import (
     build_fetcher,
     build_lora_manager,
@@ -50,6 +50,7 @@ from multilora_engine.memory import is_out_of_memory, plan_memory
 from multilora_engine.models.layers import Placement
 from multilora_engine.models.loader import load_model
 from multilora_engine.models.model_config import read_model_config
+from multilora_engine.prompt_log_probs import PromptLogProbs
 from multilora_engine.request import (
     FinishReason,
     GenerationRequest,
@@ -139,6 +140,7 @@ class Engine:
             kv_cache_tokens=plan.num_blocks * config.block_size,
             device=str(device),
             dtype=dtype_name(dtype),
+            version=read_version(),
         )
         self._timeout_s = config.request_timeout_s
         self._limits = RequestLimits(
@@ -222,7 +224,7 @@ class Engine:
         assert request.request_id not in self._sequences, f"request id {request.request_id} is in use"
         self._limits.check(request)
         self._check_queue()
-        text = TextStream(self._tokenizer, request.sampling.stop_words, request.sampling.stop_token_sequences)
+        text = _text_stream(self._tokenizer, request.sampling)
         bias = bias_tensors(request.sampling, self._device)
         guide = self._guide(request.sampling)
         adapter = self._pin_or_fetch(request)
@@ -238,6 +240,7 @@ class Engine:
             bias=bias,
             guide=guide,
             search=self._search(request, text),
+            prompt_log_probs=_prompt_log_probs(request),
         )
         self._sequences[request.request_id] = sequence
         self._note_deadline(sequence, time.monotonic() + timeout_s)
@@ -449,6 +452,8 @@ class Engine:
         return None
 
     def _append(self, sequence: Sequence, token: SampledToken) -> TokenOutput | None:
+        if sequence.max_output_tokens == 0:
+            return self._finish(sequence, "length")
         if (token_id := token.token_id) is None:
             return self._fail(sequence, _no_token_left(sequence))
         try:
@@ -500,6 +505,7 @@ class Engine:
             finish_reason=reason or beams[0].finish_reason,
             num_prompt_tokens=len(sequence.request.prompt_token_ids),
             num_output_tokens=sum(len(beam.token_ids) for beam in beams),
+            num_cached_tokens=sequence.num_cached_tokens,
             lora_digest="" if sequence.adapter is None else sequence.adapter.digest,
             perf=sequence.perf,
             beams=beams,
@@ -539,8 +545,22 @@ class Engine:
             cum_log_prob=sequence.cum_log_prob,
             generation_logits=generation_logits,
             context_logits=context_logits,
+            prompt_log_probs=sequence.release_prompt_log_probs(),
+            num_cached_tokens=sequence.num_cached_tokens,
             perf=None if finish_reason is None else sequence.perf,
         )
+
+
+def _text_stream(tokenizer: Tokenizer, sampling: SamplingParams) -> TextStream:
+    return TextStream(
+        tokenizer, sampling.stop_words, sampling.stop_token_sequences, sampling.include_stop_str_in_output
+    )
+
+
+def _prompt_log_probs(request: GenerationRequest) -> PromptLogProbs | None:
+    if not request.sampling.return_prompt_log_probs:
+        return None
+    return PromptLogProbs(len(request.prompt_token_ids), request.sampling.num_prompt_top_log_probs)
 
 
 def _adapter_label(sequence: Sequence) -> str:
@@ -573,7 +593,7 @@ def _note_scheduled(sequences: list[Sequence]) -> None:
 
 def _note_tokens(sampled: list[Sequence]) -> None:
     now_ns = time.monotonic_ns()
-    for sequence in sampled:
+    for sequence in (s for s in sampled if s.max_output_tokens):
         sequence.last_token_time_ns = now_ns
         if not sequence.first_token_time_ns:
             sequence.first_token_time_ns = now_ns

@@ -6,13 +6,17 @@ In a module of its own, so that the fronts need not import what only the engine 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib import metadata
 
 from multilora_engine.lora.layout import AdapterLayout
 
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """What the fronts must know of a running engine: plain values, so that it travels between processes."""
+    """What the fronts must know of a running engine: plain values, so that it travels between processes.
+
+    version: of the engine, `read_version`.
+    """
 
     model_path: str
     tokenizer_path: str
@@ -28,3 +32,12 @@ class EngineInfo:
     kv_cache_tokens: int
     device: str
     dtype: str
+    version: str
+
+
+def read_version() -> str:
+    """Of the installed package; the engine also runs from its folder alone, which has none."""
+    try:
+        return metadata.version("multilora-engine")
+    except metadata.PackageNotFoundError:
+        return "unknown"

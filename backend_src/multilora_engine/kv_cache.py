@@ -29,7 +29,7 @@ class PrefixCacheStats:
 
 class BlockAllocator:
     """Hands KV cache blocks to sequences. The only writer of `Sequence.block_table`, `block_keys`,
-    `num_allocated_blocks` and `num_reused_blocks`.
+    `num_allocated_blocks`, `num_reused_blocks` and `num_cached_tokens`.
 
     A full block whose keys and values have been computed (`commit`) is known by its *key*: the SHA-256 of the key of
     the block before it and of its own tokens, the first one's of the tenant, the adapter's digest and its tokens. Equal
@@ -80,6 +80,9 @@ class BlockAllocator:
         """
         assert not sequence.block_table
         known = self._known_prefix(sequence)
+        num_hit_tokens = len(known) * self.block_size
+        if not sequence.num_allocated_blocks:
+            sequence.num_cached_tokens = num_hit_tokens
         for block in known:
             self._share(block)
         sequence.block_table.extend(known)
@@ -87,7 +90,6 @@ class BlockAllocator:
         sequence.num_reused_blocks += len(known)
         has_grown = self.grow(sequence, sequence.num_tokens)
         assert has_grown
-        num_hit_tokens = len(known) * self.block_size
         self._queried_tokens += sequence.num_tokens
         self._hit_tokens += num_hit_tokens
         return num_hit_tokens
@@ -168,9 +170,9 @@ class BlockAllocator:
         return -(-num_tokens // self.block_size)
 
     def _known_prefix(self, sequence: Sequence) -> list[int]:
-        """The blocks of the longest known prefix that leaves a token to compute; none if all logits are wanted."""
+        """The blocks of the longest known prefix that leaves a token to compute; none if all are to be computed."""
         blocks: list[int] = []
-        if self._enable_prefix_caching and not sequence.request.sampling.return_context_logits:
+        if self._enable_prefix_caching and not sequence.request.sampling.reads_whole_prompt:
             for index in range((sequence.num_tokens - 1) // self.block_size):
                 block = self._block_of_key.get(self._key(sequence, index))
                 if block is None:

@@ -1,13 +1,12 @@
 """What requests change in the model's logits before a token is chosen: biases, penalties, forbidden tokens.
 
 Every function takes the logits of a mixed batch, [len(sequences), vocab] float32, changes them in place, touches only
-the rows and tokens concerned, and does nothing on the device for a batch that asks for nothing. Counts are taken from
-the tokens themselves, so a sequence that starts again after preemption counts as before.
+the rows and tokens concerned, and does nothing on the device for a batch that asks for nothing. What they know of a
+sequence's tokens is its `TokenHistory`, which outlives a preemption and grows with each token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -15,11 +14,13 @@ import torch
 from numpy.typing import NDArray
 
 from multilora_engine.request import SamplingParams, Sequence
+from multilora_engine.token_history import TokenHistory, TokenIds
 from multilora_engine.transfer import to_device
 
 _LIMIT = 1e30
 """Adjusted logits stay within +-_LIMIT: an overflow to infinity would be NaN as soon as two of them are subtracted."""
 
+_NO_TOKENS = np.array([], np.int64)
 
 _Entry = tuple[int, NDArray[Any], NDArray[Any] | float]
 """A row, some of its tokens, each once, and a value for each or for all of them."""
@@ -62,7 +63,7 @@ def _add_bias(logits: torch.Tensor, sequences: list[Sequence]) -> None:
 def _penalise_repetition(logits: torch.Tensor, sequences: list[Sequence]) -> None:
     """Divide positive and multiply negative logits of tokens in prompt and answer (CTRL, arXiv:1909.05858)."""
     entries: list[_Entry] = [
-        (row, np.unique(sequence.token_ids(0, sequence.num_tokens)), penalty)
+        (row, _history(sequence).seen.token_ids, penalty)
         for row, sequence in enumerate(sequences)
         if (penalty := sequence.request.sampling.repetition_penalty) != 1.0
     ]
@@ -78,8 +79,8 @@ def _penalise_frequency(logits: torch.Tensor, sequences: list[Sequence]) -> None
     for row, sequence in enumerate(sequences):
         p = sequence.request.sampling
         if (p.frequency_penalty or p.presence_penalty) and sequence.output_token_ids:
-            token_ids, counts = np.unique(sequence.output_token_ids, return_counts=True)
-            entries.append((row, token_ids, p.frequency_penalty * counts + p.presence_penalty))
+            answered = _history(sequence).answered
+            entries.append((row, answered.token_ids, p.frequency_penalty * answered.counts + p.presence_penalty))
     if entries:
         index, penalties = _split(entries, logits.device)
         logits[index] = (logits[index] - penalties).clamp(-_LIMIT, _LIMIT)
@@ -87,9 +88,9 @@ def _penalise_frequency(logits: torch.Tensor, sequences: list[Sequence]) -> None
 
 def _forbid(logits: torch.Tensor, sequences: list[Sequence], end_token_ids: tuple[int, ...]) -> list[int]:
     entries: list[_Entry] = [
-        (row, np.array(token_ids), -np.inf)
+        (row, token_ids, -np.inf)
         for row, sequence in enumerate(sequences)
-        if (token_ids := list(_forbidden(sequence, end_token_ids)))
+        if len(token_ids := _forbidden(sequence, end_token_ids))
     ]
     if entries:
         index, _ = _split(entries, logits.device)
@@ -97,12 +98,17 @@ def _forbid(logits: torch.Tensor, sequences: list[Sequence], end_token_ids: tupl
     return [row for row, _, _ in entries]
 
 
-def _forbidden(sequence: Sequence, end_token_ids: tuple[int, ...]) -> Iterable[int]:
+def _forbidden(sequence: Sequence, end_token_ids: tuple[int, ...]) -> TokenIds:
     sampling = sequence.request.sampling
-    if len(sequence.output_token_ids) < sampling.min_tokens:
-        yield from end_tokens(sampling, end_token_ids)
-    if sampling.bad_token_sequences:
-        yield from _completions(sequence, sampling.bad_token_sequences)
+    has_bad_words, may_not_end = (
+        bool(sampling.bad_token_sequences),
+        len(sequence.output_token_ids) < sampling.min_tokens,
+    )
+    if not has_bad_words and not may_not_end:
+        return _NO_TOKENS
+    bad = _history(sequence).forbidden() if has_bad_words else _NO_TOKENS
+    ends = end_tokens(sampling, end_token_ids) if may_not_end else ()
+    return np.concatenate([bad, np.array(ends, np.int64)])
 
 
 def _apply_guides(logits: torch.Tensor, sequences: list[Sequence]) -> list[int]:
@@ -117,13 +123,13 @@ def _apply_guides(logits: torch.Tensor, sequences: list[Sequence]) -> list[int]:
     return list(rows)
 
 
-def _completions(sequence: Sequence, bad_token_sequences: tuple[tuple[int, ...], ...]) -> Iterator[int]:
-    """The tokens that would complete a bad sequence; what came before may lie in the prompt."""
-    longest = max(map(len, bad_token_sequences)) - 1
-    recent = tuple(sequence.token_ids(max(0, sequence.num_tokens - longest), sequence.num_tokens))
-    for *prefix, last in bad_token_sequences:
-        if len(prefix) <= len(recent) and recent[len(recent) - len(prefix) :] == tuple(prefix):
-            yield last
+def _history(sequence: Sequence) -> TokenHistory:
+    """The sequence's history, with all of its tokens in it."""
+    if sequence.history is None:
+        sequence.history = TokenHistory(sequence.request)
+    history = sequence.history
+    history.extend(sequence.token_ids(history.num_tokens, sequence.num_tokens))
+    return history
 
 
 def _split(entries: list[_Entry], device: torch.device) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:

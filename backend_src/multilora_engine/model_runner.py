@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import chain
 
 import numpy as np
@@ -14,6 +15,7 @@ from multilora_engine.forward_batch import ForwardBatch, KVCache, TokenLoRAs
 from multilora_engine.kv_cache import BlockCopy
 from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.models.llama import LlamaModel
+from multilora_engine.prompt_scoring import score_prompts, scores_prompts
 from multilora_engine.sampler import Choice
 from multilora_engine.scheduler import ScheduledSequence
 from multilora_engine.transfer import to_device
@@ -52,7 +54,8 @@ class ModelRunner:
         """
         batch = self.build_batch(step)
         _fill_in_pending(batch.input_ids, step, before)
-        logits = self._forward(batch, on_layer)
+        forward = partial(self._forward_scored, step) if scores_prompts(step) else self._forward
+        logits = forward(batch, on_layer)
         sampled = [scheduled.sequence for scheduled in step if scheduled.is_sampled]
         _keep_context_logits(step, logits[len(sampled) :])
         return Choice(logits[: len(sampled)], sampled, self._model.config.end_token_ids)
@@ -62,6 +65,14 @@ class ModelRunner:
             on_layer()
             return self._graphs.run(batch)
         return self._model.forward(batch, self._kv_cache, on_layer)
+
+    def _forward_scored(
+        self, step: list[ScheduledSequence], batch: ForwardBatch, on_layer: Callable[[], None]
+    ) -> torch.Tensor:
+        """`_forward` of a step that has to tell of prompts, too."""
+        hidden_states = self._model.hidden_states(batch, self._kv_cache, on_layer)
+        score_prompts(step, lambda rows: self._model.logits(hidden_states, rows), self._device)
+        return self._model.logits(hidden_states, batch.logits_indices)
 
     @torch.inference_mode()
     def copy_blocks(self, copies: list[BlockCopy]) -> None:

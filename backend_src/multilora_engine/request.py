@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from multilora_engine.beam_search import BeamSearch
     from multilora_engine.guided import GuideMatcher
     from multilora_engine.lora.host_tier import CachedAdapter
+    from multilora_engine.prompt_log_probs import PromptLogProbs
     from multilora_engine.text import TextStream
+    from multilora_engine.token_history import TokenHistory
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
@@ -56,11 +58,14 @@ class SamplingParams(msgspec.Struct, frozen=True):
     `guide` an end token is chosen only where the answer parses; where nothing can follow, the answer ends by itself,
     before `min_tokens` if need be.
     `stop_words` are matched on the generated text and never emitted, not even in part. stop_token_sequences: the same
-    by token ids, as upstream's `stop_words_list` has them.
+    by token ids, as upstream's `stop_words_list` has them. include_stop_str_in_output: emit what stopped it after all.
+    max_tokens 0 computes the prompt and answers with no token.
 
     return_log_probs: log-probabilities of the chosen tokens, by the model's own logits. num_top_log_probs: of so many
     most probable tokens beside it. return_context_logits, return_generation_logits: these logits themselves, behind
-    each token of the prompt, and those that each token of the answer was chosen by.
+    each token of the prompt, and those that each token of the answer was chosen by. return_prompt_log_probs:
+    log-probabilities of the prompt's tokens. num_prompt_top_log_probs: with these, of so many most probable tokens in
+    their places.
 
     beam_width > 1: not a drawn answer but the so many likeliest ones that beam search finds (beam_search.py), ranked by
     the log-probs of their tokens, after temperature, biases and penalties, added up and divided by length
@@ -87,11 +92,14 @@ class SamplingParams(msgspec.Struct, frozen=True):
     end_id: int | None = None
     stop_words: tuple[str, ...] = ()
     stop_token_sequences: tuple[tuple[int, ...], ...] = ()
+    include_stop_str_in_output: bool = False
     guide: Guide | None = None
     return_log_probs: bool = False
     num_top_log_probs: int = 0
     return_context_logits: bool = False
     return_generation_logits: bool = False
+    return_prompt_log_probs: bool = False
+    num_prompt_top_log_probs: int = 0
     beam_width: int = 1
     length_penalty: float = 0.0
     early_stopping: int = 1
@@ -100,6 +108,11 @@ class SamplingParams(msgspec.Struct, frozen=True):
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0.0 or self.top_k == 1
+
+    @property
+    def reads_whole_prompt(self) -> bool:
+        """Whether something is told of every token of the prompt, so that each must be computed."""
+        return self.return_context_logits or self.return_prompt_log_probs
 
     @property
     def must_read_each_token(self) -> bool:
@@ -201,10 +214,12 @@ class TokenOutput(msgspec.Struct, frozen=True, omit_defaults=True):
     finish_reason: set exactly once, on the last output of the request: `stop` (end token or stop word), `length`
         (max_tokens or the context is used up), `cancelled` (it was aborted). None before.
     error_code, error_message: set instead of a finish reason when the request failed (codes of errors.py).
-    num_prompt_tokens, num_output_tokens: totals so far.
+    num_prompt_tokens, num_output_tokens: totals so far. num_cached_tokens: of the prompt's tokens, how many had their
+        keys and values in the prefix cache when the request first started.
     lora_digest: digest of the adapter that answered, empty for the base model.
     log_probs: one per entry of `token_ids` when the request asked for them. cum_log_prob: their sum so far.
     generation_logits: likewise, float32 [tokens, vocab]. context_logits: of the whole prompt, in the first output.
+    prompt_log_probs: of every token of the prompt, in the first output; rows of `prompt_log_probs.row_type`.
     perf: in the last output.
     beams: all that beam search gives, in the one output there is: best first, at most `beam_width`. Its reason is the
         best answer's, and num_output_tokens counts all of them.
@@ -223,6 +238,8 @@ class TokenOutput(msgspec.Struct, frozen=True, omit_defaults=True):
     cum_log_prob: float = 0.0
     generation_logits: bytes = b""
     context_logits: bytes = b""
+    prompt_log_probs: bytes = b""
+    num_cached_tokens: int = 0
     perf: PerfMetrics | None = None
     beams: list[BeamOutput] = []
 
@@ -254,10 +271,13 @@ class Sequence:
     arrival_time_ns .. last_token_time_ns: by the monotonic clock (0: did not happen yet); written by the engine only.
     block_keys: of its first full blocks, as far as anybody asked for them.
     num_allocated_blocks, num_reused_blocks: KV cache blocks it was ever given, and those of them that came with the
-        keys and values of its tokens. These two and the two above are written by the block allocator only.
+        keys and values of its tokens. num_cached_tokens: its tokens that had them when it first started. These three
+        and the two above are written by the block allocator only.
+    history: of its tokens, once a penalty or a bad word asks for it; made and extended by logits.py only.
     bias: `embedding_bias` on the device, token ids int64 [n] and biases float32 [n].
     held_log_probs, held_logits: of the tokens that have not left yet. cum_log_prob: the sum over those that have.
     context_logits: of the prompt's first tokens, a row each, until they leave; written by the model runner only.
+    prompt_log_probs: of the prompt, until they leave; None before, if the request did not ask for them, and after.
     search: the beam search it belongs to. The sequence of the request is its first beam and stands for all of them:
         only its `status`, times and place in the queues count. siblings: of that first one, the other beams.
     score: of a beam, the sum of its tokens' log-probs.
@@ -284,10 +304,13 @@ class Sequence:
     block_keys: list[bytes] = field(default_factory=list)
     num_allocated_blocks: int = 0
     num_reused_blocks: int = 0
+    num_cached_tokens: int = 0
+    history: TokenHistory | None = None
     bias: tuple[torch.Tensor, torch.Tensor] | None = None
     held_log_probs: list[TokenLogProb] = field(default_factory=list)
     held_logits: list[bytes] = field(default_factory=list)
     context_logits: list[bytes] = field(default_factory=list)
+    prompt_log_probs: PromptLogProbs | None = None
     cum_log_prob: float = 0.0
     search: BeamSearch | None = None
     siblings: list[Sequence] = field(default_factory=list)
@@ -323,8 +346,13 @@ class Sequence:
 
     @property
     def is_complete(self) -> bool:
-        """Whether its answer is as long as it may become, whatever its pending tokens are."""
-        return len(self.output_token_ids) + self.num_pending_tokens >= self.max_output_tokens
+        """Whether nothing is left to compute: its answer is as long as it may become, whatever its pending tokens are.
+
+        An answer without tokens is so from the start; its prompt is computed all the same.
+        """
+        num_output_tokens = len(self.output_token_ids) + self.num_pending_tokens
+        is_prompt_computed = self.num_computed_tokens >= len(self.request.prompt_token_ids)
+        return is_prompt_computed and num_output_tokens >= self.max_output_tokens
 
     def token_ids(self, start: int, end: int) -> list[int]:
         """Tokens start .. end - 1 of prompt and answer; pending ones are missing at the end."""
@@ -367,3 +395,10 @@ class Sequence:
         context, self.context_logits = self.context_logits, []
         released, self.held_logits = self.held_logits[:num_tokens], self.held_logits[num_tokens:]
         return b"".join(context), b"".join(released)
+
+    def release_prompt_log_probs(self) -> bytes:
+        """Those of the whole prompt, once, as soon as they are known; none when the request did not ask for them."""
+        if self.prompt_log_probs is None or not self.prompt_log_probs.is_complete:
+            return b""
+        released, self.prompt_log_probs = self.prompt_log_probs.to_bytes(), None
+        return released

@@ -14,6 +14,9 @@ _LOGIT_BYTES = 4
 _MAX_TOP_LOG_PROBS = 100
 """Each is told for every token of an answer, with its text; whoever wants all of them asks for the logits."""
 
+_MAX_PROMPT_TOP_LOG_PROBS = 20
+"""The same for a prompt, which has far more tokens, all at once."""
+
 
 @dataclass(frozen=True)
 class RequestLimits:
@@ -31,7 +34,7 @@ class RequestLimits:
         prompt, sampling = request.prompt_token_ids, request.sampling
         if not prompt:
             raise InvalidRequest("the prompt is empty: it has no tokens")
-        if len(prompt) >= self.max_model_len:
+        if len(prompt) + min(1, sampling.max_tokens) > self.max_model_len:
             raise InvalidRequest(
                 f"the prompt has {len(prompt)} tokens and max_model_len is {self.max_model_len}: no room to answer"
             )
@@ -41,11 +44,12 @@ class RequestLimits:
             raise InvalidRequest(
                 f"input_ids holds {prompt[position]} at position {position}, expected 0 .. {vocab_size - 1}"
             )
-        if sampling.max_tokens < 1:
-            raise InvalidRequest(f"max_tokens is {sampling.max_tokens}, expected at least 1")
+        if sampling.max_tokens < 0:
+            raise InvalidRequest(f"max_tokens is {sampling.max_tokens}, expected at least 0")
         if sampling.end_id is not None and not -1 <= sampling.end_id < vocab_size:
             raise InvalidRequest(f"end_id is {sampling.end_id}, expected -1 (none) .. {vocab_size - 1}")
         _check_token_ids(sampling, vocab_size)
+        _check_counts(sampling, vocab_size)
         self._check_logits_size(request)
         if sampling.beam_width != 1:
             self._check_beams(request)
@@ -97,5 +101,14 @@ def _check_token_ids(sampling: SamplingParams, vocab_size: int) -> None:
         raise InvalidRequest("bad_words_list has a sequence without tokens")
     if len({token_id for token_id, _ in sampling.embedding_bias}) < len(sampling.embedding_bias):
         raise InvalidRequest("embedding_bias names a token twice")
-    if not 0 <= sampling.num_top_log_probs <= (most := min(vocab_size, _MAX_TOP_LOG_PROBS)):
-        raise InvalidRequest(f"num_top_log_probs is {sampling.num_top_log_probs}, expected 0 .. {most}")
+
+
+def _check_counts(sampling: SamplingParams, vocab_size: int) -> None:
+    """Raises InvalidRequest when more of the likeliest tokens are wanted than are told."""
+    counts = {
+        "num_top_log_probs": (sampling.num_top_log_probs, _MAX_TOP_LOG_PROBS),
+        "num_prompt_top_log_probs": (sampling.num_prompt_top_log_probs, _MAX_PROMPT_TOP_LOG_PROBS),
+    }
+    for name, (count, limit) in counts.items():
+        if not 0 <= count <= (most := min(vocab_size, limit)):
+            raise InvalidRequest(f"{name} is {count}, expected 0 .. {most}")

@@ -183,10 +183,8 @@ def _top_p(sequence: Sequence) -> float:
 
 def _num_since(token_ids: list[int], reset_id: int) -> int:
     """How many tokens follow the last `reset_id`; all without one."""
-    for num_tokens, token_id in enumerate(reversed(token_ids)):
-        if token_id == reset_id:
-            return num_tokens
-    return len(token_ids)
+    # Not a loop: without the token, the whole answer is looked through for every token of it.
+    return token_ids[::-1].index(reset_id) if reset_id in token_ids else len(token_ids)
 
 
 def _column(values: list[float] | list[int], like: torch.Tensor) -> torch.Tensor:

@@ -40,6 +40,12 @@ class ScheduledSequence(msgspec.Struct, frozen=True):
         return range(max(self.start, len(sequence.context_logits)), self.start + self.num_tokens)
 
     @property
+    def scored_positions(self) -> range:
+        """The prompt's tokens in this step behind which are tokens whose log-probs are wanted and not known yet."""
+        log_probs = self.sequence.prompt_log_probs
+        return range(0) if log_probs is None else log_probs.missing(self.start, self.start + self.num_tokens)
+
+    @property
     def token_ids(self) -> list[int]:
         """A pending token is missing."""
         return self.sequence.token_ids(self.start, self.start + self.num_tokens)

@@ -20,6 +20,7 @@ import msgspec
 from tokenizers import Tokenizer as TokenizerBackend
 from transformers import PreTrainedTokenizerFast
 
+from multilora_engine.automaton import ROOT, Automaton
 from multilora_engine.errors import ConfigError, InvalidRequest
 
 _SPACE_MARK = "▁"
@@ -66,27 +67,34 @@ class Tokenizer:
         return ids
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None, **options: Any
     ) -> list[int]:
         """Token ids of a chat, ready for the assistant's answer.
 
+        options: `add_generation_prompt`, `continue_final_message` and what the template knows by other names.
         Raises InvalidRequest when the template refuses it, or would leave the tools out without a word.
         """
         if self._hf.chat_template is None:
             raise InvalidRequest("this model has no chat template; send text_input instead of messages")
         _check_messages(messages)
-        text = self._render_chat(messages, tools)
-        if tools and text == self._render_chat(messages, None):
+        options = {"add_generation_prompt": True, **options}
+        text = self._render_chat(messages, tools, options)
+        if tools and text == self._render_chat(messages, None, options):
             raise InvalidRequest("the model's chat template has no place for tools")
         return self.encode(text, add_special_tokens=False)
 
-    def _render_chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> str:
+    def _render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        options: Mapping[str, Any],
+    ) -> str:
         try:
             text = self._hf.apply_chat_template(
                 [dict(message) for message in messages],
                 tools=[dict(tool) for tool in tools] if tools else None,
-                add_generation_prompt=True,
                 tokenize=False,
+                **options,
             )
         except Exception as error:  # templates are programs: what they raise on input they do not like is up to them
             raise InvalidRequest(f"the model's chat template refused the messages: {error}") from error
@@ -95,6 +103,10 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """The UTF-8 bytes a token stands for, often only part of a character. Special and unknown ids have none."""
         return self._bytes[token_id] if 0 <= token_id < len(self._bytes) else b""
+
+    def spell(self, token_id: int) -> bytes:
+        """`token_bytes`, but special tokens by their names."""
+        return self.token_name(token_id).encode() if token_id in self.special_ids else self.token_bytes(token_id)
 
     def token_name(self, token_id: int) -> str:
         """How the vocabulary spells a token."""
@@ -123,7 +135,8 @@ class TextStream:
 
     The stop word that ends first wins; of those that end at the same character, the longest. A stop token sequence that
     the same token completes wins if it begins earlier. Text up to its start is emitted, and with it all tokens up to
-    and including the one that completed it.
+    and including the one that completed it. With `include_stop_str_in_output` text up to its end is emitted, and since
+    that holds for every stop, none has text held back.
 
     Over the whole stream the texts add up to `Tokenizer.decode` of all tokens, cut at that stop word.
     Raises InvalidRequest for an empty stop word or stop token sequence.
@@ -134,6 +147,7 @@ class TextStream:
         tokenizer: Tokenizer,
         stop_words: tuple[str, ...] = (),
         stop_token_sequences: tuple[tuple[int, ...], ...] = (),
+        include_stop_str_in_output: bool = False,
     ) -> None:
         if not all(stop_words):
             raise InvalidRequest("a stop word is empty")
@@ -141,9 +155,12 @@ class TextStream:
             raise InvalidRequest("stop_words_list has a sequence without tokens")
         self._tokenizer = tokenizer
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._matchers = [_StopMatcher(word) for word in stop_words]
-        self._token_matchers = [_StopMatcher(token_ids) for token_ids in stop_token_sequences]
+        self._words = Automaton(stop_words)
+        self._word_state = ROOT
+        self._sequences = Automaton(stop_token_sequences)
+        self._sequence_state = ROOT
         self._can_stop = bool(stop_words or stop_token_sequences)
+        self._includes_stop = include_stop_str_in_output
         self._token_starts: deque[int] = deque(maxlen=max(map(len, stop_token_sequences), default=0))
         self._held_text = ""
         self._num_emitted = 0
@@ -152,12 +169,10 @@ class TextStream:
         self._is_stopped = False
 
     def fork(self) -> TextStream:
-        """A stream of its own that goes on from here."""
+        """A stream of its own that goes on from here, at a price that does not depend on how many stops there are."""
         fork = copy.copy(self)
         fork._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         fork._utf8.setstate(self._utf8.getstate())
-        fork._matchers = [copy.copy(matcher) for matcher in self._matchers]
-        fork._token_matchers = [copy.copy(matcher) for matcher in self._token_matchers]
         fork._token_starts = self._token_starts.copy()
         fork._held_tokens = self._held_tokens.copy()
         fork._open_tokens = self._open_tokens.copy()
@@ -171,9 +186,10 @@ class TextStream:
         self._open_tokens.append(token_id)
         # How many characters of the whole text precede this token.
         self._token_starts.append(self._num_emitted + len(self._held_text))
-        lengths = [len(m.word) for m in self._token_matchers if m.completes(token_id)]
-        stop_start = self._token_starts[-max(lengths)] - self._num_emitted if lengths else None
-        return self._add(self._utf8.decode(self._tokenizer.token_bytes(token_id)), stop_start)
+        self._sequence_state = self._sequences.step(self._sequence_state, token_id)
+        length = self._sequences.longest_word(self._sequence_state)
+        text = self._utf8.decode(self._tokenizer.token_bytes(token_id))
+        return self._add(text, self._stop_of_tokens(length, text) if length else None)
 
     def _push_alone(self, token_id: int) -> TextDelta:
         """`push` where nothing is held back and nothing can stop: the usual case, and it is asked for every token."""
@@ -192,33 +208,42 @@ class TextStream:
             return delta
         return TextDelta(delta.token_ids + self._all_tokens(), delta.text + self._emit(len(self._held_text)))
 
-    def _add(self, text: str, token_stop_start: int | None = None) -> TextDelta:
-        """token_stop_start: where in the held text the stop token sequence begins that was just completed."""
-        stop_starts = [self._stop_start(text) if self._matchers else None, token_stop_start]
+    def _add(self, text: str, stop_of_tokens: range | None = None) -> TextDelta:
+        """stop_of_tokens: where in the held text plus `text` the stop token sequence is that was just completed."""
+        stops = [self._stop_in(text), stop_of_tokens]
         self._held_text += text
-        if starts := [start for start in stop_starts if start is not None]:
-            return self._stop(min(starts))
+        if found := [stop for stop in stops if stop is not None]:
+            return self._stop(min(found, key=lambda stop: stop.start))
         self._close_tokens()
         text = self._emit(self._num_decided())
         return TextDelta(self._complete_tokens(), text)
 
     def _num_decided(self) -> int:
         """How many characters of the held text no stop can cut off any more."""
-        num_decided = len(self._held_text) - max((m.num_matched for m in self._matchers), default=0)
-        if num_tokens := max((m.num_matched for m in self._token_matchers), default=0):
+        if self._includes_stop:
+            return len(self._held_text)
+        num_decided = len(self._held_text) - self._words.num_matched(self._word_state)
+        if num_tokens := self._sequences.num_matched(self._sequence_state):
             num_decided = min(num_decided, self._token_starts[-num_tokens] - self._num_emitted)
         return num_decided
 
-    def _stop_start(self, text: str) -> int | None:
-        """Where in the held text plus `text` the stop word begins that `text` completes, None without one."""
+    def _stop_of_tokens(self, num_tokens: int, text: str) -> range:
+        """Where the last tokens are in the held text plus `text`, which is the last one's."""
+        return range(self._token_starts[-num_tokens] - self._num_emitted, len(self._held_text) + len(text))
+
+    def _stop_in(self, text: str) -> range | None:
+        """Where in the held text plus `text` the stop word is that `text` completes, None without one."""
+        if not self._words:
+            return None
         for end, char in enumerate(text, start=len(self._held_text) + 1):
-            if lengths := [len(m.word) for m in self._matchers if m.completes(char)]:
-                return end - max(lengths)
+            self._word_state = self._words.step(self._word_state, char)
+            if length := self._words.longest_word(self._word_state):
+                return range(end - length, end)
         return None
 
-    def _stop(self, start: int) -> TextDelta:
+    def _stop(self, stop: range) -> TextDelta:
         self._is_stopped = True
-        return TextDelta(self._all_tokens(), self._emit(start), stopped=True)
+        return TextDelta(self._all_tokens(), self._emit(stop.stop if self._includes_stop else stop.start), stopped=True)
 
     def _close_tokens(self) -> None:
         """At a character boundary, note after how many characters of the whole text the open tokens are complete."""
@@ -242,30 +267,6 @@ class TextStream:
         self._held_tokens.clear()
         self._open_tokens = []
         return token_ids
-
-
-class _StopMatcher:
-    """Knuth-Morris-Pratt: `num_matched` characters (or tokens) at the end of those so far are the start of `word`.
-
-    Each costs constant time on average, however long or repetitive a client's stop word is.
-    """
-
-    def __init__(self, word: str | tuple[int, ...]) -> None:
-        self.word = word
-        self.num_matched = 0
-        self._fallback = [0] * len(word)
-        for i in range(1, len(word)):
-            self._fallback[i] = self._extend(self._fallback[i - 1], word[i])
-
-    def completes(self, char: str | int) -> bool:
-        """Take the next character; whether the word ends with it. Not called again after that."""
-        self.num_matched = self._extend(self.num_matched, char)
-        return self.num_matched == len(self.word)
-
-    def _extend(self, num_matched: int, char: str | int) -> int:
-        while num_matched and self.word[num_matched] != char:
-            num_matched = self._fallback[num_matched - 1]
-        return num_matched + 1 if self.word[num_matched] == char else 0
 
 
 def _load(path: Path) -> PreTrainedTokenizerFast:

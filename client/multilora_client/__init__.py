@@ -28,15 +28,17 @@ from multilora_client.messages import (
     DIRECT,
     ENSEMBLE,
     Alternative,
+    ChatOptions,
     Chunk,
     Door,
     GenerateOptions,
     Generation,
     InferRequest,
     Message,
+    PromptTokens,
     Response,
 )
-from multilora_client.operations import AdapterEvent, AdapterEvents, AdapterInfo
+from multilora_client.operations import AdapterEvent, AdapterEvents, AdapterInfo, ModelInfo
 from multilora_client.sizing import AdapterLayout
 from multilora_client.tls import Tls
 from multilora_client.transport import AsyncMockTransport, AsyncTransport, MockTransport, Transport
@@ -59,6 +61,7 @@ __all__ = [
     "AsyncTransport",
     "CacheFull",
     "Cancelled",
+    "ChatOptions",
     "Chunk",
     "Client",
     "Door",
@@ -68,8 +71,10 @@ __all__ = [
     "InvalidRequest",
     "Message",
     "MockTransport",
+    "ModelInfo",
     "MultiloraClientError",
     "NotFound",
+    "PromptTokens",
     "Response",
     "ServerFault",
     "ServerUnreachable",

@@ -12,16 +12,9 @@ import threading
 from dataclasses import dataclass
 
 from multilora_client.adapter import Adapter
+from multilora_client.answers import ChunkReader, parse_generation
 from multilora_client.errors import AdapterConflict, AdapterNotFound
-from multilora_client.messages import (
-    Chunk,
-    Generation,
-    InferRequest,
-    Response,
-    parse_chunk,
-    parse_generation,
-    task_id_input,
-)
+from multilora_client.messages import Chunk, Generation, InferRequest, Response, task_id_input
 from multilora_client.tensors import adapter_tensors
 
 
@@ -67,13 +60,16 @@ class Call:
     `sends_weights` tells whether `request` has the weights. Only `resend_weights` and `weights_are_uploaded` change it.
     """
 
-    def __init__(self, request: InferRequest, adapter: Adapter | int | None, ledger: AdapterLedger) -> None:
+    def __init__(
+        self, request: InferRequest, adapter: Adapter | int | None, ledger: AdapterLedger, num_sequences: int = 1
+    ) -> None:
         self.adapter = adapter if isinstance(adapter, Adapter) else None
         self.sends_weights = self.adapter is not None and not ledger.knows(self.adapter)
         self._lora_task_id = adapter.lora_task_id if isinstance(adapter, Adapter) else adapter
         self._request = request
         self._ledger = ledger
         self._is_answered = False
+        self._chunks = ChunkReader(request.request_id, num_sequences)
 
     @property
     def request(self) -> InferRequest:
@@ -101,7 +97,7 @@ class Call:
 
     def chunk(self, response: Response) -> Chunk:
         self._settle(response)
-        return parse_chunk(response, self._request.request_id)
+        return self._chunks.read(response)
 
     def _settle(self, response: Response) -> None:
         """Check that the adapter which answered is the one that was asked for, and remember that the server has it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncGenerator, Generator
+from collections.abc import AsyncGenerator, Generator, Sequence
 from contextlib import aclosing, closing
 from types import TracebackType
 from typing import Any, Self, Unpack
@@ -16,6 +16,7 @@ from multilora_client.grpc_transport import AsyncGrpcTransport, GrpcTransport
 from multilora_client.http_transport import AsyncHttpTransport, HttpTransport
 from multilora_client.messages import (
     DIRECT,
+    ChatOptions,
     Chunk,
     Door,
     GenerateOptions,
@@ -27,16 +28,20 @@ from multilora_client.messages import (
 from multilora_client.operations import (
     AdapterEvents,
     AdapterInfo,
+    ModelInfo,
+    load_fields,
     operation_request,
     parse_adapter,
     parse_adapters,
     parse_events,
     parse_layout,
+    parse_model,
     parse_report,
     which_adapter,
 )
 from multilora_client.sizing import AdapterLayout
 from multilora_client.tls import Tls
+from multilora_client.tokens import detokenize_request, parse_text, parse_token_ids, tokenize_request
 from multilora_client.transport import AsyncTransport, Transport
 
 DEFAULT_URL = "grpc://localhost:8001"
@@ -59,7 +64,7 @@ class _Calls:
             options.get("timeout_s"),
             options.get("traceparent") or "",
         )
-        return Call(request, adapter, self._ledger)
+        return Call(request, adapter, self._ledger, options.get("num_return_sequences") or 1)
 
     def upload(self, adapter: Adapter, timeout_s: float | None) -> Call:
         self._ledger.forget(adapter)
@@ -128,16 +133,35 @@ class Client:
         for _ in self._transport.stream(self._calls.stop(request_id)):
             pass
 
+    def tokenize(
+        self, prompt: str | None = None, *, add_special_tokens: bool | None = None, **chat: Unpack[ChatOptions]
+    ) -> list[int]:
+        """Token ids of a prompt, or of a chat by the model's template, as the server would compute them.
+
+        add_special_tokens: those around a text that the tokenizer has for it, such as one that begins it; the server's
+            own setting when not given. A chat's template writes them itself.
+        """
+        return parse_token_ids(self._transport.infer(tokenize_request(prompt, add_special_tokens, **chat)))
+
+    def detokenize(self, token_ids: Sequence[int]) -> str:
+        """The text of tokens, without special ones, as the server would write it."""
+        return parse_text(self._transport.infer(detokenize_request(token_ids)))
+
+    def describe_model(self) -> ModelInfo:
+        """What the server serves."""
+        return parse_model(self._transport.infer(operation_request("describe")))
+
     def list_adapters(self) -> list[AdapterInfo]:
         """Every adapter of the server, by task id."""
         return parse_adapters(self._transport.infer(operation_request("list")))
 
-    def load_adapter(self, adapter: int | str, source: str = "") -> AdapterInfo:
+    def load_adapter(self, adapter: int | str, source: str = "", path: str = "") -> AdapterInfo:
         """Have the server fetch an adapter (a task id or a name) from its sources, or from the one named; or from disk.
 
+        path: a directory of the server that one of its sources covers; it is then served under `adapter`.
         Returns when the adapter is in host memory. Raises NotFound, InvalidRequest if what the source has is unusable.
         """
-        fields = {**which_adapter(adapter), "source": source}
+        fields = load_fields(adapter, source, path)
         return parse_adapter(self._transport.infer(operation_request("load", fields)))
 
     def unload_adapter(self, adapter: int | str) -> AdapterInfo:
@@ -242,13 +266,27 @@ class AsyncClient:
         async for _ in self._transport.stream(self._calls.stop(request_id)):
             pass
 
+    async def tokenize(
+        self, prompt: str | None = None, *, add_special_tokens: bool | None = None, **chat: Unpack[ChatOptions]
+    ) -> list[int]:
+        """Token ids of a text or a chat; see Client.tokenize."""
+        return parse_token_ids(await self._transport.infer(tokenize_request(prompt, add_special_tokens, **chat)))
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        """The text of tokens; see Client.detokenize."""
+        return parse_text(await self._transport.infer(detokenize_request(token_ids)))
+
+    async def describe_model(self) -> ModelInfo:
+        """What the server serves."""
+        return parse_model(await self._transport.infer(operation_request("describe")))
+
     async def list_adapters(self) -> list[AdapterInfo]:
         """Every adapter of the server, by task id."""
         return parse_adapters(await self._transport.infer(operation_request("list")))
 
-    async def load_adapter(self, adapter: int | str, source: str = "") -> AdapterInfo:
+    async def load_adapter(self, adapter: int | str, source: str = "", path: str = "") -> AdapterInfo:
         """Have the server fetch an adapter from its sources; see Client.load_adapter."""
-        fields = {**which_adapter(adapter), "source": source}
+        fields = load_fields(adapter, source, path)
         return parse_adapter(await self._transport.infer(operation_request("load", fields)))
 
     async def unload_adapter(self, adapter: int | str) -> AdapterInfo:

@@ -61,41 +61,63 @@ class Message(TypedDict):
     content: str
 
 
-class GenerateOptions(TypedDict, total=False):
-    """Everything `generate` and `stream` take beside the prompt and the adapter; None is as good as not given.
-
-    Exactly one of the prompt, `messages` and `input_ids` is required.
+class ChatOptions(TypedDict, total=False):
+    """A chat in place of a prompt; None is as good as not given.
 
     messages: turns of a chat, to which the server applies the model's chat template; each is a Message or whatever
         else the template understands.
     tools: beside `messages`, what the model may call, for the template; templates without a place for them refuse.
+    chat_template_kwargs: further values by the names that the template knows, such as `enable_thinking`.
+    add_generation_prompt: whether the template opens the assistant's turn. True when not given.
+    continue_final_message: whether the answer goes on with the last of `messages` instead of a new turn.
+    """
+
+    messages: Sequence[Mapping[str, object]] | None
+    tools: Sequence[Mapping[str, object]] | None
+    chat_template_kwargs: Mapping[str, object] | None
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
+
+
+class GenerateOptions(ChatOptions, total=False):
+    """Everything `generate` and `stream` take beside the prompt and the adapter; None is as good as not given.
+
+    Exactly one of the prompt, `messages` and `input_ids` is required.
+
     input_ids: token ids of the prompt.
-    max_tokens: most tokens to generate, 128 when not given. min_tokens: least before an end token counts.
+    truncate_prompt_tokens: keep only so many tokens of the prompt, its last ones; -1 for as many as leave room for
+        `max_tokens`.
+    max_tokens: most tokens to generate, 128 when not given; 0 only computes the prompt. min_tokens: least before an end
+        token counts.
     temperature, top_k, top_p, min_p: sampling. The server is greedy unless one of them is given; `top_k` 0 means no
         limit.
     repetition_penalty (1 is none), presence_penalty, frequency_penalty (0 is none): against saying things again.
     logit_bias: what is added to the logits of tokens, by their ids.
     seed: makes sampling repeatable.
-    num_return_sequences: so many answers in a Generation's `alternatives`; not for streams.
+    num_return_sequences: so many answers in a Generation's `alternatives`; the chunks of a stream say by their
+        `sequence_index` which of them they are part of.
     beam_width: more than 1 is beam search, for the likeliest answers, whose log-probs are divided by length
         ** length_penalty; not for streams. early_stopping, beam_search_diversity_rate: see the server's documentation;
         not at the ensembles.
     return_log_probs, num_top_log_probs: tell how likely the tokens were, and so many of the likeliest ones.
+    return_prompt_log_probs, num_prompt_top_log_probs: the same of the prompt's tokens, in an answer's `prompt`; the
+        second one implies the first.
     return_context_logits, return_generation_logits: the model's own logits.
-    stop_words: texts that end the answer and are not part of it. bad_words: texts that are never completed.
+    stop_words: texts that end the answer. stop_token_ids: tokens that do. Neither's text is part of the answer, unless
+        include_stop_str_in_output is true. bad_words: texts that are never completed.
     guide_type, guide: what the answer has to parse as: `json` (without a guide), or `json_schema`, `regex` or
         `ebnf_grammar` and the text of it.
     lora_name: the adapter by the name under which the server has it, instead of by its id.
     end_id: the token that ends the answer instead of the model's own; -1 for none.
+    priority: requests with a smaller number are served first; 0 when not given.
     timeout_s: seconds after which the server ends the request; the client waits a second longer, then raises TimedOut.
         Triton passes no timeout on to HTTP streams: there the client ends the request, and raises TimedOut at once.
     request_id: a name to `stop` the request by; drawn when not given.
     traceparent: of the W3C trace that the server's spans shall continue, if it makes any: 00-TRACE-SPAN-FLAGS.
     """
 
-    messages: Sequence[Mapping[str, object]] | None
-    tools: Sequence[Mapping[str, object]] | None
     input_ids: Sequence[int] | None
+    truncate_prompt_tokens: int | None
     max_tokens: int | None
     min_tokens: int | None
     temperature: float | None
@@ -114,14 +136,19 @@ class GenerateOptions(TypedDict, total=False):
     beam_search_diversity_rate: float | None
     return_log_probs: bool | None
     num_top_log_probs: int | None
+    return_prompt_log_probs: bool | None
+    num_prompt_top_log_probs: int | None
     return_context_logits: bool | None
     return_generation_logits: bool | None
     stop_words: Sequence[str] | None
+    stop_token_ids: Sequence[int] | None
+    include_stop_str_in_output: bool | None
     bad_words: Sequence[str] | None
     guide_type: str | None
     guide: str | None
     lora_name: str | None
     end_id: int | None
+    priority: int | None
     timeout_s: float | None
     request_id: str | None
     traceparent: str | None
@@ -169,6 +196,22 @@ class Response:
 
 
 @dataclass(frozen=True)
+class PromptTokens:
+    """The tokens of a prompt, special ones included, and how likely each was behind those before it.
+
+    tokens: the bytes of each token, special ones spelled by their names, and then those of its likeliest ones.
+    log_probs: of each token; the first one has nothing before it and 0.0.
+    top_log_probs: in the place of each token the likeliest ones, best first, as (token id, log-prob); none in the place
+        of the first.
+    """
+
+    token_ids: list[int]
+    tokens: list[list[bytes]]
+    log_probs: list[float]
+    top_log_probs: list[list[tuple[int, float]]]
+
+
+@dataclass(frozen=True)
 class Alternative:
     """One of the answers that a request asked for at once.
 
@@ -197,10 +240,12 @@ class Answer:
     text: the completion without the prompt. token_ids: its tokens, empty from models that return text only.
     finish_reason: `stop` (end token or stop word), `length` (max_tokens or the context used up) or `cancelled`; None
         before the end, and from models that do not say.
-    num_input_tokens, num_output_tokens: totals so far, None from models that do not say.
+    num_input_tokens, num_output_tokens: totals so far, None from models that do not say. num_cached_tokens: how many of
+        the prompt's tokens the server did not compute, since its prefix cache had them.
     lora_task_id, lora_digest: the adapter that answered, as the server reports it; None and "" for the base model.
     log_probs .. generation_logits: as in Alternative. context_logits: float32 [tokens, vocab], behind each token of the
-        prompt, None when not asked for and in all chunks but the first.
+        prompt. prompt: its tokens and their log-probs. Both are None when not asked for, and in all chunks of a
+        sequence but the first.
     """
 
     text: str
@@ -217,6 +262,8 @@ class Answer:
     cum_log_prob: float | None = field(default=None, kw_only=True)
     generation_logits: NDArray[np.float32] | None = field(default=None, compare=False, kw_only=True)
     context_logits: NDArray[np.float32] | None = field(default=None, compare=False, kw_only=True)
+    prompt: PromptTokens | None = field(default=None, kw_only=True)
+    num_cached_tokens: int | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -228,9 +275,13 @@ class Generation(Answer):
 
 @dataclass(frozen=True)
 class Chunk(Answer):
-    """A piece of an answer; the texts of all chunks together are the whole one."""
+    """A piece of an answer; the texts of all chunks with its `sequence_index` together are the whole one.
+
+    is_final: whether it is the last chunk of the stream, in which every answer has ended.
+    """
 
     is_final: bool
+    sequence_index: int = 0
 
 
 def generation_inputs(
@@ -238,11 +289,11 @@ def generation_inputs(
 ) -> dict[str, Tensor]:
     """The input tensors of a generation.
 
-    Raises InvalidRequest unless there is exactly one prompt, and for a stream of several answers.
+    Raises InvalidRequest unless there is exactly one prompt, and for a stream of beams.
     """
-    _check_names(options)
-    if streaming and max(options.get("num_return_sequences") or 1, options.get("beam_width") or 1) > 1:
-        raise InvalidRequest("num_return_sequences and beam_width are not for streams")
+    check_names(options, GenerateOptions)
+    if streaming and (options.get("beam_width") or 1) > 1:
+        raise InvalidRequest("beam_width is not for streams")
     inputs = _prompt_inputs(prompt, options) | _sampling_inputs(options)
     inputs["streaming"] = numeric_tensor(streaming, np.bool_)
     for flag in ("exclude_input_in_output", "return_num_input_tokens", "return_num_output_tokens"):
@@ -252,7 +303,7 @@ def generation_inputs(
 
 def task_id_input(lora_task_id: int) -> dict[str, Tensor]:
     """The input that selects an adapter. Raises InvalidRequest unless it is an unsigned 64-bit number."""
-    return {"lora_task_id": _number("lora_task_id", lora_task_id, np.uint64)}
+    return {"lora_task_id": checked_tensor("lora_task_id", lora_task_id, np.uint64)}
 
 
 def stop_inputs() -> dict[str, Tensor]:
@@ -260,20 +311,9 @@ def stop_inputs() -> dict[str, Tensor]:
     return {"stop": numeric_tensor(True, np.bool_)}
 
 
-def parse_generation(response: Response, request_id: str) -> Generation:
-    answers = _alternatives(response)
-    return Generation(**_answer_fields(response, answers[0]), request_id=request_id, alternatives=answers)
-
-
-def parse_chunk(response: Response, request_id: str) -> Chunk:
-    fields = _answer_fields(response, _alternatives(response)[0])
-    is_final = response.is_final or fields["finish_reason"] is not None
-    return Chunk(**fields, request_id=request_id, is_final=is_final)
-
-
-def _check_names(options: GenerateOptions) -> None:
+def check_names(options: ChatOptions, kind: type[ChatOptions]) -> None:
     """Raises TypeError as Python does. A misspelt option that was passed over would get the base model's answer."""
-    if unknown := sorted(options.keys() - GenerateOptions.__annotations__.keys()):
+    if unknown := sorted(options.keys() - kind.__annotations__.keys()):
         hint = "; an adapter is given by adapter=ID or lora_name=" if any("lora" in name for name in unknown) else ""
         raise TypeError(f"there is no option {', '.join(unknown)}{hint}")
 
@@ -282,21 +322,41 @@ def _prompt_inputs(prompt: str | None, options: GenerateOptions) -> dict[str, Te
     messages, input_ids = options.get("messages"), options.get("input_ids")
     if sum(given is not None for given in (prompt, messages, input_ids)) != 1:
         raise InvalidRequest("exactly one of prompt, messages and input_ids is required")
-    if options.get("tools") and messages is None:
-        raise InvalidRequest("tools go with messages only")
-    if prompt is not None:
-        return {"text_input": _strings("prompt", [prompt])}
-    if messages is not None:
-        return {"messages": _strings("messages", [_chat_json(messages, options.get("tools"))])}
+    if prompt is not None or messages is not None:
+        return text_or_chat_input("text_input", "messages", prompt, options)
+    _check_chat_options(options)
     return {
-        "input_ids": _number("input_ids", input_ids, np.int32),
+        "input_ids": checked_tensor("input_ids", input_ids, np.int32),
         "input_lengths": numeric_tensor(len(input_ids or ()), np.int32),
     }
 
 
-def _chat_json(messages: Sequence[Mapping[str, object]], tools: Sequence[Mapping[str, object]] | None) -> str:
-    chat = {"messages": list(messages), "tools": list(tools)} if tools else list(messages)
+def text_or_chat_input(
+    text_name: str, messages_name: str, prompt: str | None, options: ChatOptions
+) -> dict[str, Tensor]:
+    """The input of a prompt, or of a chat. Raises InvalidRequest unless there is exactly one of them."""
+    messages = options.get("messages")
+    if (prompt is None) == (messages is None):
+        raise InvalidRequest("exactly one of prompt and messages is required")
+    if messages is not None:
+        return {messages_name: _strings("messages", [_chat_json(messages, options)])}
+    _check_chat_options(options)
+    return {text_name: _strings("prompt", [prompt or ""])}
+
+
+def _chat_json(messages: Sequence[Mapping[str, object]], options: ChatOptions) -> str:
+    given = {name: value for name in _BESIDE_MESSAGES if (value := options.get(name)) or value is False}
+    chat = {"messages": list(messages), **given} if given else list(messages)
     return json.dumps(chat, ensure_ascii=False)
+
+
+_BESIDE_MESSAGES = ("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
+
+
+def _check_chat_options(options: ChatOptions) -> None:
+    """Raises InvalidRequest for an option of a chat where there is none."""
+    if given := [name for name in _BESIDE_MESSAGES if options.get(name)]:
+        raise InvalidRequest(f"{' and '.join(given)} go with messages only")
 
 
 _SAMPLING_INPUTS: Mapping[str, tuple[str, type[np.generic]]] = {
@@ -318,6 +378,11 @@ _SAMPLING_INPUTS: Mapping[str, tuple[str, type[np.generic]]] = {
     "beam_search_diversity_rate": ("beam_search_diversity_rate", np.float32),
     "return_log_probs": ("return_log_probs", np.bool_),
     "num_top_log_probs": ("num_top_log_probs", np.int32),
+    "return_prompt_log_probs": ("return_prompt_log_probs", np.bool_),
+    "num_prompt_top_log_probs": ("num_prompt_top_log_probs", np.int32),
+    "truncate_prompt_tokens": ("truncate_prompt_tokens", np.int32),
+    "include_stop_str_in_output": ("include_stop_str_in_output", np.bool_),
+    "priority": ("priority", np.int32),
     "return_context_logits": ("return_context_logits", np.bool_),
     "return_generation_logits": ("return_generation_logits", np.bool_),
 }
@@ -330,16 +395,18 @@ def _sampling_inputs(options: GenerateOptions) -> dict[str, Tensor]:
         # To the server a temperature of 1 by itself asks for nothing, since others' clients always send it.
         given["top_k"] = 0
     inputs = {
-        input_name: _number(option, given[option], dtype)
+        input_name: checked_tensor(option, given[option], dtype)
         for option, (input_name, dtype) in _SAMPLING_INPUTS.items()
         if option in given
     }
     for option in ("stop_words", "bad_words"):
         if given.get(option):
             inputs[option] = _strings(option, given[option])
+    if given.get("stop_token_ids"):
+        inputs["stop_words_list"] = _single_tokens("stop_token_ids", given["stop_token_ids"])
     if given.get("logit_bias"):
-        inputs["embedding_bias_ids"] = _number("logit_bias", list(given["logit_bias"]), np.int32)
-        inputs["embedding_bias_weights"] = _number("logit_bias", list(given["logit_bias"].values()), np.float32)
+        inputs["embedding_bias_ids"] = checked_tensor("logit_bias", list(given["logit_bias"]), np.int32)
+        inputs["embedding_bias_weights"] = checked_tensor("logit_bias", list(given["logit_bias"].values()), np.float32)
     for option in ("guide_type", "guide"):
         if option in given:
             inputs[f"guided_decoding_{option}"] = _strings(option, [given[option]])
@@ -348,9 +415,16 @@ def _sampling_inputs(options: GenerateOptions) -> dict[str, Tensor]:
     return inputs
 
 
-def _number(option: str, value: Any, dtype: type[np.generic]) -> Tensor:
+def _single_tokens(option: str, token_ids: Sequence[int]) -> Tensor:
+    """Sequences of one token each, as upstream writes them: all tokens, and where each sequence ends."""
+    ends = range(1, len(token_ids) + 1)
+    return checked_tensor(option, [list(token_ids), list(ends)], np.int32, shape=(1, 2, -1))
+
+
+def checked_tensor(option: str, value: Any, dtype: type[np.generic], shape: tuple[int, ...] = (1, -1)) -> Tensor:
+    """`numeric_tensor` of an option. Raises InvalidRequest, naming it."""
     try:
-        return numeric_tensor(value, dtype)
+        return numeric_tensor(value, dtype, shape)
     except (OverflowError, ValueError, TypeError) as error:
         raise InvalidRequest(f"{option}: {error}") from error
 
@@ -360,79 +434,3 @@ def _strings(option: str, values: Sequence[str]) -> Tensor:
         return string_tensor(values)
     except UnicodeEncodeError as error:
         raise InvalidRequest(f"{option} is not Unicode text: {error}") from error
-
-
-def _alternatives(response: Response) -> list[Alternative]:
-    count = max(len(response.outputs.get("text_output", ())), len(response.outputs.get("sequence_length", ())), 1)
-    parts = {name: response.split(name, count) for name in _PER_ANSWER}
-    return [_alternative({name: parts[name][i] for name in _PER_ANSWER}) for i in range(count)]
-
-
-_PER_ANSWER = (
-    "text_output",
-    "output_ids",
-    "sequence_length",
-    "finish_reason",
-    "num_output_tokens",
-    "output_log_probs",
-    "cum_log_probs",
-    "top_log_prob_ids",
-    "top_log_probs",
-    "output_tokens",
-    "generation_logits",
-)
-
-
-def _alternative(values: Mapping[str, Sequence[Any]]) -> Alternative:
-    """Of the values of one answer. What is filled up to the longest answer is cut to its own length."""
-    length = next(iter(values["sequence_length"]), None)
-    log_probs = [float(value) for value in values["output_log_probs"][:length]]
-    cum_log_probs = [float(value) for value in values["cum_log_probs"]]
-    num_filled_up = len(values["output_log_probs"]) or len(values["output_ids"])
-    return Alternative(
-        text="".join(values["text_output"]),
-        token_ids=list(values["output_ids"])[:length],
-        finish_reason=next(iter(values["finish_reason"]), None) or None,
-        log_probs=log_probs,
-        top_log_probs=_top_log_probs(values["top_log_prob_ids"], values["top_log_probs"], num_filled_up)[:length],
-        cum_log_prob=cum_log_probs[0] if log_probs else None,
-        generation_logits=_logits(values["generation_logits"], num_filled_up, length),
-        num_output_tokens=next(iter(values["num_output_tokens"]), None),
-        tokens=_tokens(values["output_tokens"], num_filled_up)[:length],
-    )
-
-
-def _top_log_probs(ids: Sequence[int], values: Sequence[float], num_tokens: int) -> list[list[tuple[int, float]]]:
-    if not len(ids):
-        return []
-    pairs = [(token_id, float(value)) for token_id, value in zip(ids, values, strict=True)]
-    size = len(pairs) // num_tokens
-    return [pairs[i : i + size] for i in range(0, len(pairs), size)]
-
-
-def _tokens(texts: Sequence[str], num_tokens: int) -> list[list[bytes]]:
-    """On the wire each character stands for the byte of its number."""
-    if not len(texts):
-        return []
-    size = len(texts) // num_tokens
-    return [[text.encode("latin-1") for text in texts[i : i + size]] for i in range(0, len(texts), size)]
-
-
-def _logits(values: Sequence[float], num_tokens: int | None, length: int | None) -> NDArray[np.float32] | None:
-    """[tokens, vocab], of the first `length` of `num_tokens` tokens; None without values."""
-    if not len(values) or not num_tokens:
-        return None
-    return np.asarray(values, np.float32).reshape(num_tokens, -1)[:length]
-
-
-def _answer_fields(response: Response, answer: Alternative) -> dict[str, Any]:
-    """A task id of 0 without a digest is how the base model signs."""
-    lora_task_id, lora_digest = response.first("lora_task_id_out"), response.first("lora_digest") or ""
-    num_input_tokens = response.first("num_input_tokens")
-    return {
-        **vars(answer),
-        "context_logits": _logits(response.outputs.get("context_logits", ()), num_input_tokens, None),
-        "num_input_tokens": num_input_tokens,
-        "lora_task_id": lora_task_id if lora_task_id or lora_digest else None,
-        "lora_digest": lora_digest,
-    }

@@ -14,7 +14,7 @@ from multilora_client.messages import InferRequest, Response
 from multilora_client.sizing import AdapterLayout
 from multilora_client.tensors import string_tensor
 
-OperationName = Literal["list", "load", "unload", "pin", "unpin", "events", "stats", "layout"]
+OperationName = Literal["list", "load", "unload", "pin", "unpin", "events", "stats", "layout", "describe"]
 
 _MODEL = "adapters"
 
@@ -43,6 +43,19 @@ class AdapterInfo:
     is_pinned: bool
     last_used_s: float
     num_hits: int
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """What a server serves. model: its name. max_model_len: tokens of a prompt and its answer.
+
+    version: of the server's engine.
+    """
+
+    model: str
+    max_model_len: int
+    vocab_size: int
+    version: str
 
 
 @dataclass(frozen=True)
@@ -76,6 +89,11 @@ def which_adapter(adapter: int | str) -> dict[str, int | str]:
     return {"name": adapter} if isinstance(adapter, str) else {"lora_task_id": adapter}
 
 
+def load_fields(adapter: int | str, source: str, path: str) -> dict[str, int | str]:
+    """Of a `load`. A server that knows no paths refuses the field, so it goes only where there is one."""
+    return which_adapter(adapter) | {"source": source} | ({"path": path} if path else {})
+
+
 def operation_request(operation: OperationName, fields: Mapping[str, Any] | None = None) -> InferRequest:
     text = json.dumps({"operation": operation, **(fields or {})})
     try:
@@ -96,6 +114,10 @@ def parse_events(response: Response) -> AdapterEvents:
     report = parse_report(response)
     events = [_parse(AdapterEvent, fields) for fields in report["events"]]
     return AdapterEvents(events, report["last"], report["num_missed"])
+
+
+def parse_model(response: Response) -> ModelInfo:
+    return _parse(ModelInfo, parse_report(response))
 
 
 def parse_layout(response: Response) -> AdapterLayout:

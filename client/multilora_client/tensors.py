@@ -27,14 +27,14 @@ class Tensor:
     data: bytes
 
 
-def numeric_tensor(values: Any, dtype: type[np.generic]) -> Tensor:
-    """A scalar as `[1, 1]`, a list as `[1, n]`: every model has a leading batch dimension.
+def numeric_tensor(values: Any, dtype: type[np.generic], shape: tuple[int, ...] = (1, -1)) -> Tensor:
+    """A scalar as `[1, 1]`, a list as `[1, n]`: every model has a leading batch dimension. Or in another `shape`.
 
     Raises OverflowError, ValueError or TypeError for values that `dtype` does not hold; NumPy itself would wrap them.
     """
     given = np.asarray(values)
-    array = given.astype(dtype).reshape(1, -1)
-    if np.issubdtype(dtype, np.integer) and not np.array_equal(array, given.reshape(1, -1)):
+    array = given.astype(dtype).reshape(shape)
+    if np.issubdtype(dtype, np.integer) and not np.array_equal(array, given.reshape(shape)):
         raise OverflowError(f"{values} is not in the range of {array.dtype}")
     return Tensor(np_to_triton_dtype(array.dtype), array.shape, array.tobytes())
 

@@ -30,6 +30,7 @@ from multilora_client import (
     InvalidRequest,
     MockTransport,
     MultiloraClientError,
+    PromptTokens,
     Response,
     parse_error,
 )
@@ -133,6 +134,15 @@ def stream_text(client: Any, **options: Any) -> str:
     return "".join(chunk.text for chunk in client.stream("hi", **options))
 
 
+def generate_prompt(client: Any) -> Generation:
+    return client.generate("hi", num_prompt_top_log_probs=2, max_tokens=0)
+
+
+def stream_prompt(client: Any) -> Chunk:
+    return client.stream("hi", num_prompt_top_log_probs=2, max_tokens=0)[0]
+
+
+both_prompts = pytest.mark.parametrize("ask_for_prompt", [generate_prompt, stream_prompt])
 both_ways = pytest.mark.parametrize("ask", [generate_text, stream_text])
 
 
@@ -147,9 +157,29 @@ def test_tools_and_a_guide_travel_with_a_chat(make_client: Any) -> None:
     assert values(server.requests[0], "guided_decoding_guide") == ["yes|no"]
 
 
-def test_tools_without_messages_are_refused(make_client: Any) -> None:
-    with pytest.raises(InvalidRequest, match="tools"):
-        make_client(Server()).generate("hi", tools=[{"type": "function"}])
+def test_how_a_template_is_filled_in_travels_with_a_chat(make_client: Any) -> None:
+    server = Server()
+    messages = [{"role": "assistant", "content": "It rains"}]
+    options = {
+        "chat_template_kwargs": {"enable_thinking": False},
+        "add_generation_prompt": False,
+        "continue_final_message": True,
+    }
+
+    make_client(server).generate(messages=messages, **options)
+
+    assert json.loads(values(server.requests[0], "messages")[0]) == {"messages": messages, **options}
+
+
+@pytest.mark.parametrize(
+    "option", [{"tools": [{"type": "function"}]}, {"chat_template_kwargs": {"a": 1}}, {"continue_final_message": True}]
+)
+@pytest.mark.parametrize("prompt", [{"prompt": "hi"}, {"input_ids": [1]}])
+def test_options_of_a_chat_without_messages_are_refused(
+    make_client: Any, option: dict[str, Any], prompt: dict[str, Any]
+) -> None:
+    with pytest.raises(InvalidRequest, match=f"{next(iter(option))} go with messages only"):
+        make_client(Server()).generate(**prompt, **option)
 
 
 @pytest.mark.parametrize("option", ["lora_task_id", "max_token"])
@@ -420,10 +450,55 @@ def test_beams_log_probs_and_logits_are_told_for_each_answer(make_client: Any) -
     assert logits == [[[0, 1, 2], [3, 4, 5]], [[6, 7, 8]]]
 
 
-@pytest.mark.parametrize("options", [{"beam_width": 2}, {"num_return_sequences": 3}])
-def test_several_answers_are_not_streamed(make_client: Any, options: dict[str, int]) -> None:
-    with pytest.raises(InvalidRequest, match="num_return_sequences and beam_width are not for streams"):
-        make_client(lambda _: []).stream("hi", **options)
+def test_beams_are_not_streamed(make_client: Any) -> None:
+    with pytest.raises(InvalidRequest, match="beam_width is not for streams"):
+        make_client(lambda _: []).stream("hi", beam_width=2)
+
+
+def piece(sequence_index: int, text: str, finish_reason: str = "") -> Response:
+    outputs = {"text_output": [text], "sequence_index": [sequence_index], "num_output_tokens": [len(text)]}
+    return Response(outputs | {"finish_reason": [finish_reason]})
+
+
+def test_the_chunks_of_several_answers_say_which_they_are_part_of(make_client: Any) -> None:
+    responses = [piece(1, "b"), piece(0, "a", "stop"), piece(1, "bb"), piece(1, "", "length"), piece(2, "c", "stop")]
+
+    chunks = make_client(lambda _: responses).stream("hi", num_return_sequences=3)
+
+    assert [(chunk.sequence_index, chunk.text, chunk.num_output_tokens) for chunk in chunks] == [
+        (1, "b", 1),
+        (0, "a", 1),
+        (1, "bb", 3),
+        (1, "", 3),
+        (2, "c", 1),
+    ]
+    assert [chunk.is_final for chunk in chunks] == [False, False, False, False, True]
+
+
+@both_prompts
+def test_a_prompt_is_told_token_by_token(make_client: Any, ask_for_prompt: Any) -> None:
+    outputs = {
+        "prompt_ids": [1, 40, 2],
+        "prompt_log_probs": np.array([0.0, -0.5, -2.0], np.float32),
+        "prompt_top_log_prob_ids": [-1, -1, 40, 2, 41, 2],
+        "prompt_top_log_probs": np.array([0.0, 0.0, -0.5, -1.0, -0.25, -2.0], np.float32),
+        "prompt_tokens": ["<s>", "", "", "\xc3", "\xc3", "</s>", "</s>", "é", "</s>"],
+        "num_cached_tokens": [2],
+    }
+
+    answer = ask_for_prompt(make_client(lambda _: [Response(outputs, is_final=True)]))
+
+    assert answer.prompt == PromptTokens(
+        token_ids=[1, 40, 2],
+        tokens=[[b"<s>"], [b"\xc3", b"\xc3", b"</s>"], [b"</s>", b"\xe9", b"</s>"]],
+        log_probs=[0.0, -0.5, -2.0],
+        top_log_probs=[[], [(40, -0.5), (2, -1.0)], [(41, -0.25), (2, -2.0)]],
+    )
+    assert answer.num_cached_tokens == 2
+
+
+def test_an_answer_has_no_prompt_that_nobody_asked_for(make_client: Any) -> None:
+    assert make_client(lambda _: [piece(0, "a", "stop")]).generate("hi").prompt is None
 
 
 def test_a_chunk_is_final_by_its_flag_or_by_its_finish_reason(make_client: Any) -> None:
@@ -489,6 +564,18 @@ def test_penalties_beams_and_what_is_told_of_tokens_are_options(make_client: Any
     assert {name: inputs[name] for name in flags} == dict.fromkeys(flags, ("BOOL", (1, 1), [True]))
     assert inputs["bad_words"] == ("BYTES", (1, 2), words)
     assert sent_inputs(make_client, "hi", door=ENSEMBLE, length_penalty=2.0)["length_penalty"][2] == [2.0]
+
+
+def test_what_is_told_of_prompts_and_where_answers_end_are_options(make_client: Any) -> None:
+    counts = {"num_prompt_top_log_probs": 2, "truncate_prompt_tokens": -1, "priority": -3, "max_tokens": 0}
+    flags = ("return_prompt_log_probs", "include_stop_str_in_output")
+
+    inputs = sent_inputs(make_client, "hi", **counts, **dict.fromkeys(flags, True), stop_token_ids=[40, 2])
+
+    assert {name: inputs[name] for name in counts} == {name: ("INT32", (1, 1), [n]) for name, n in counts.items()}
+    assert {name: inputs[name] for name in flags} == dict.fromkeys(flags, ("BOOL", (1, 1), [True]))
+    # Two sequences of a token each: the first ends after one token of them all, the second after two.
+    assert inputs["stop_words_list"] == ("INT32", (1, 2, 2), [40, 2, 1, 2])
 
 
 def test_token_ids_and_messages_are_prompts_too(make_client: Any) -> None:

@@ -21,6 +21,7 @@ from multilora_client import (
     Client,
     InferRequest,
     MockTransport,
+    ModelInfo,
     Response,
     ServerFault,
 )
@@ -41,6 +42,7 @@ PIRATE = {
 }
 INFO = AdapterInfo(**{**PIRATE, "ranks": (4, 8)})  # type: ignore[arg-type]
 LAYOUT = AdapterLayout(2, 64, 64, 32, 128, 64, "float32", 262144)
+MODEL = ModelInfo("SmolLM2-135M-Instruct", 8192, 49152, "1.2.3")
 EVENT = {"kind": "evicted", "lora_task_id": 7, "digest": "cd", "time_ns": 10**18, "instance": "h:1"}
 Answer = dict[str, Any] | list[Any] | str
 
@@ -84,6 +86,13 @@ both = pytest.mark.parametrize("is_async", [False, True], ids=["blocking", "asyn
             {"adapter": PIRATE},
             INFO,
         ),
+        (
+            lambda c: c.load_adapter("pirate", path="team/pirate"),
+            {"operation": "load", "name": "pirate", "source": "", "path": "team/pirate"},
+            {"adapter": PIRATE},
+            INFO,
+        ),
+        (lambda c: c.describe_model(), {"operation": "describe"}, asdict(MODEL), MODEL),
         (lambda c: c.unload_adapter(0), {"operation": "unload", "lora_task_id": 0}, {"adapter": PIRATE}, INFO),
         (
             lambda client: client.adapter_events(3),

@@ -6,6 +6,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -17,21 +18,23 @@ from support.tiny_model import VOCAB_SIZE, save_tiny_llama
 from multilora_engine.config import EngineConfig
 from multilora_engine.engine import Engine
 from multilora_engine.lora.format import pack_adapter
+from multilora_engine.prompt_log_probs import row_type
 from multilora_engine.request import GenerationRequest, Guide, SamplingParams
 
 KINDS: list[dict[str, Any]] = [
     {},
     {"temperature": 0.9, "top_k": 0, "seed": 3},
     {"temperature": 1.1, "top_k": 9, "top_p": 0.8, "seed": 4, "embedding_bias": ((5, 2.0),)},
+    {"return_prompt_log_probs": True, "num_prompt_top_log_probs": 2},
     {"min_tokens": 3, "frequency_penalty": 0.6},
     {"return_log_probs": True, "num_top_log_probs": 2},
     {"beam_width": 2},
 ]
-RUNNING_AHEAD = KINDS[:3]
+RUNNING_AHEAD = KINDS[:4]
 
 READ_LATER = {
     *("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "embedding_bias"),
-    *("end_id", "stop_words", "stop_token_sequences"),
+    *("end_id", "stop_words", "stop_token_sequences", "include_stop_str_in_output", "return_prompt_log_probs"),
 }
 READ_AT_ONCE: dict[str, Any] = {
     "min_tokens": 1,
@@ -48,13 +51,13 @@ READ_AT_ONCE: dict[str, Any] = {
     "beam_width": 2,
 }
 MEAN_NOTHING_ALONE = {
-    *("top_p_reset_id", "num_top_log_probs"),
+    *("top_p_reset_id", "num_top_log_probs", "num_prompt_top_log_probs"),
     *("length_penalty", "early_stopping", "beam_search_diversity_rate"),
 }
 
 ARRIVAL = st.tuples(
     st.integers(1, 40),
-    st.integers(1, 12),
+    st.integers(0, 12),
     st.none() | st.integers(0, 2),
     st.sampled_from([*RUNNING_AHEAD, *KINDS]),
     st.none() | st.integers(0, 4),
@@ -97,7 +100,8 @@ def ahead(tmp_path_factory: pytest.TempPathFactory, default_model_dir: Path) -> 
 def request(name: str, arrival: tuple[int, int, int | None, dict[str, Any], int | None]) -> GenerationRequest:
     num_tokens, max_tokens, task, sampling, _ = arrival
     prompt = [(3 * i) % 7 if i < 16 else (num_tokens * i) % VOCAB_SIZE for i in range(num_tokens)]
-    parameters = SamplingParams(max_tokens=max_tokens, **{"end_id": -1, **sampling})
+    least = 1 if "beam_width" in sampling else 0
+    parameters = SamplingParams(max_tokens=max(max_tokens, least), **{"end_id": -1, **sampling})
     return GenerationRequest(name, prompt, parameters, lora_task_id=task)
 
 
@@ -114,6 +118,12 @@ def told(answer: Answer) -> Any:
     final = answer.final
     beams = [(beam.token_ids, beam.text, beam.finish_reason) for beam in final.beams]
     return answer.token_ids, answer.text, final.finish_reason, final.num_output_tokens, final.lora_digest, beams
+
+
+def prompt_log_probs(one: GenerationRequest, answer: Answer) -> list[float]:
+    rows = np.frombuffer(answer.prompt_log_probs, row_type(one.sampling.num_prompt_top_log_probs))
+    assert len(rows) == (len(one.prompt_token_ids) if one.sampling.return_prompt_log_probs else 0)
+    return list(map(float, rows["log_prob"]))
 
 
 def test_every_parameter_is_known_to_be_read_at_once_or_later() -> None:
@@ -134,7 +144,8 @@ def test_the_answers_are_those_of_steps_that_wait_for_each_other(
         token_ids = run_all(plain, [one])[one.request_id].token_ids
         end = arrival[-1]
         requests[one.request_id] = one if end is None or end >= len(token_ids) else ended_by(one, token_ids[end])
-    expected = {name: told(run_all(plain, [one])[name]) for name, one in requests.items()}
+    alone = {name: run_all(plain, [one])[name] for name, one in requests.items()}
+    expected = {name: told(answer) for name, answer in alone.items()}
 
     rng, waiting, answers = Random(seed), list(requests.values()), {name: Answer() for name in requests}
     aborted = set()
@@ -154,6 +165,9 @@ def test_the_answers_are_those_of_steps_that_wait_for_each_other(
             assert answer.token_ids == expected[name][0][: len(answer.token_ids)]
         else:
             assert told(answer) == expected[name]
+            assert prompt_log_probs(requests[name], answer) == pytest.approx(
+                prompt_log_probs(requests[name], alone[name]), abs=1e-3
+            )
 
 
 def test_a_step_is_launched_before_the_one_before_is_read(ahead: Engine) -> None:

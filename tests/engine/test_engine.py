@@ -32,7 +32,7 @@ from multilora_engine.lora.page_copies import PageCopy, copy_at_once
 from multilora_engine.lora.page_pool import PagePool
 from multilora_engine.models.model_config import read_model_config
 from multilora_engine.process.messages import Welcome, decode_from_engine, encode
-from multilora_engine.request import GenerationRequest, SamplingParams
+from multilora_engine.request import GenerationRequest, Guide, SamplingParams
 from multilora_engine.sampler import Choice
 
 
@@ -69,7 +69,8 @@ def request(name: str, prompt: list[int], task: int | None = None, **sampling: o
         (request("r", [1] * 512), "the prompt has 512 tokens and max_model_len is 512"),
         (request("r", [1, 2, VOCAB_SIZE]), "input_ids holds 311 at position 2, expected 0 .. 310"),
         (request("r", [1, -5]), "input_ids holds -5 at position 1"),
-        (request("r", [1], max_tokens=0), "max_tokens is 0"),
+        (request("r", [1] * 513, max_tokens=0), "the prompt has 513 tokens and max_model_len is 512"),
+        (request("r", [1], max_tokens=0, beam_width=2), "max_tokens is 0 with beam_width > 1"),
         (request("r", [1], max_tokens=-3), "max_tokens is -3"),
         (request("r", [1], end_id=-2), "end_id is -2"),
         (request("r", [1], end_id=VOCAB_SIZE), "end_id is 311"),
@@ -80,6 +81,7 @@ def request(name: str, prompt: list[int], task: int | None = None, **sampling: o
         (request("r", [1], bad_token_sequences=((1, -1),)), "bad_words_list has the token -1"),
         (request("r", [1], bad_token_sequences=((1,), ())), "bad_words_list has a sequence without tokens"),
         (request("r", [1], num_top_log_probs=101), "num_top_log_probs is 101, expected 0 .. 100"),
+        (request("r", [1], num_prompt_top_log_probs=21), "num_prompt_top_log_probs is 21, expected 0 .. 20"),
     ],
 )
 def test_bad_requests_are_refused_with_the_numbers_and_leave_nothing(
@@ -124,6 +126,43 @@ def test_length_ends_an_answer_at_max_tokens_and_at_the_context(engine: Engine) 
     assert all(answer.final is not None and answer.final.finish_reason == "length" for answer in answers.values())
     assert answers["long"].final is not None
     assert answers["long"].final.num_output_tokens == 7
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 500, 512])
+def test_no_token_at_all_is_an_answer_too(checkpoint: Path, default_model_dir: Path, length: int) -> None:
+    engine = make_engine(checkpoint, default_model_dir, max_num_batched_tokens=64)
+    prompt = [i % 7 for i in range(length)]
+    guide = Guide("regex", "a+")
+    requests = [request(f"r{task}", prompt, task=task, max_tokens=0, guide=guide) for task in (None, 0, 1)]
+    for answer in run_all(engine, requests).values():
+        assert answer.final is not None
+        assert (answer.token_ids, answer.text, answer.final.finish_reason) == ([], "", "length")
+        assert (answer.final.num_prompt_tokens, answer.final.num_output_tokens) == (length, 0)
+        assert answer.final.perf is not None
+        assert answer.final.perf.first_scheduled_time_ns > 0
+        assert answer.final.perf.first_token_time_ns == 0
+    # The prompt was computed: others find it.
+    final = run_all(engine, [request("after", prompt, max_tokens=0)])["after"].final
+    assert final is not None
+    assert final.num_cached_tokens == (length - 1) // 16 * 16
+
+
+def test_a_request_is_told_how_much_of_its_prompt_was_cached_when_it_first_started(
+    checkpoint: Path, default_model_dir: Path
+) -> None:
+    prompt = [8, 7, 6, 5] * 5
+    roomy = make_engine(checkpoint, default_model_dir)
+    told = []
+    for _ in range(2):
+        roomy.add_request(request("r", prompt, task=1, max_tokens=3))
+        while roomy.has_work:
+            told += [output.num_cached_tokens for output in roomy.step()]
+    assert told == [0] * 3 + [16] * 3
+    tight = make_engine(checkpoint, default_model_dir, max_model_len=64, kv_cache_memory_bytes=40 * 1024)
+    answers = run_all(tight, [request(f"r{i}", [i + 1] * 20, max_tokens=40) for i in range(4)])
+    assert tight.stats.num_preemptions > 0
+    assert tight.stats.prefix_cache.hit_tokens > 0, "who started again found its own"
+    assert [answer.final and answer.final.num_cached_tokens for answer in answers.values()] == [0] * 4
 
 
 def test_an_end_token_ends_an_answer_and_is_its_last_token(engine: Engine) -> None:

@@ -101,6 +101,18 @@ def test_every_row_of_a_mixed_batch_is_what_transformers_makes_of_it_alone(batch
     assert restricted == [row for row in range(len(batch)) if torch.isinf(wanted[row]).any()]
 
 
+@settings(max_examples=100, deadline=None)
+@given(sequences(), st.integers(0, 2**32))
+def test_token_by_token_is_what_all_tokens_at_once_are(whole: Sequence, seed: int) -> None:
+    logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
+    growing = sequence(whole.request.prompt_token_ids, whole.request.sampling, [])
+    for num_tokens in range(len(whole.output_token_ids) + 1):
+        growing.output_token_ids = whole.output_token_ids[:num_tokens]
+        changed = logits.clone()
+        adjust_logits(changed, [growing], END)
+        torch.testing.assert_close(changed[0], expected(logits[0].clone(), growing))
+
+
 def test_a_bad_sequence_as_long_as_the_context_is_forbidden_too() -> None:
     logits = torch.zeros(1, VOCAB)
     adjust_logits(logits, [sequence([4], SamplingParams(9, bad_token_sequences=((4, 5), (3, 4, 6))), [])], END)

@@ -68,9 +68,10 @@ def stream(
     token_ids: Sequence[int],
     stop_words: tuple[str, ...] = (),
     stop_token_sequences: tuple[tuple[int, ...], ...] = (),
+    includes_stop: bool = False,
 ) -> list[TextDelta]:
     """Push until a stop word or the end."""
-    text_stream, deltas = TextStream(tokenizer, stop_words, stop_token_sequences), []
+    text_stream, deltas = TextStream(tokenizer, stop_words, stop_token_sequences, includes_stop), []
     for token_id in token_ids:
         deltas.append(text_stream.push(token_id))
         if deltas[-1].stopped:
@@ -270,18 +271,24 @@ class ByteTokens(Tokenizer):
         self._bytes = pieces
 
 
-def naive_text(text: str, stop_words: tuple[str, ...]) -> tuple[str, bool]:
-    """Text up to the stop word that ends first, the longest of those that end there; whether there is one."""
+def naive_cut(text: str, stop_words: tuple[str, ...]) -> tuple[str, str] | None:
+    """Text up to the start and up to the end of the stop word that ends first, the longest of those that end there."""
     for end in range(1, len(text) + 1):
         if hits := [word for word in stop_words if text[:end].endswith(word)]:
-            return text[: end - max(map(len, hits))], True
-    return text, False
+            return text[: end - max(map(len, hits))], text[:end]
+    return None
+
+
+def naive_text(text: str, stop_words: tuple[str, ...]) -> tuple[str, bool]:
+    """Text up to the first stop word; whether there is one."""
+    cut = naive_cut(text, stop_words)
+    return (text, False) if cut is None else (cut[0], True)
 
 
 def naive_stop(
     pieces: list[bytes], token_ids: list[int], stop_words: tuple[str, ...], sequences: tuple[tuple[int, ...], ...]
-) -> tuple[str, int]:
-    """The text up to the first stop of either kind, and how many tokens there are up to its end."""
+) -> tuple[str, str, int]:
+    """The text up to the start and up to the end of the first stop of either kind, and how many tokens that takes."""
 
     def text_of(num_tokens: int) -> str:
         return codecs.getincrementaldecoder("utf-8")("replace").decode(
@@ -289,13 +296,14 @@ def naive_stop(
         )
 
     for end in range(1, len(token_ids) + 1):
-        text, is_stopped = naive_text(text_of(end), stop_words)
+        cuts = [cut] if (cut := naive_cut(text_of(end), stop_words)) else []
         lengths = [len(s) for s in sequences if end >= len(s) and tuple(token_ids[end - len(s) : end]) == s]
         if lengths:
-            return min(text, text_of(end - max(lengths)), key=len), end
-        if is_stopped:
-            return text, end
-    return naive_text(ByteTokens(pieces).decode(token_ids), stop_words)[0], len(token_ids)
+            cuts.append((text_of(end - max(lengths)), text_of(end)))
+        if cuts:
+            return *min(cuts, key=lambda cut: len(cut[0])), end
+    text = ByteTokens(pieces).decode(token_ids)
+    return *(naive_cut(text, stop_words) or (text, text)), len(token_ids)
 
 
 PIECES = st.one_of(
@@ -346,16 +354,17 @@ class TestStream:
         data=st.data(),
         stop_words=STOP_WORDS,
     )
-    def test_stop_token_sequences_cut_the_text_where_their_first_token_began(
+    def test_stop_token_sequences_cut_the_text_where_their_first_token_began_or_behind_their_last(
         self, pieces: list[bytes], data: st.DataObject, stop_words: tuple[str, ...]
     ) -> None:
         ids = st.integers(0, len(pieces) - 1)
         token_ids = data.draw(st.lists(ids, max_size=10))
         sequences = tuple(data.draw(st.lists(st.lists(ids, min_size=1, max_size=4).map(tuple), max_size=2)))
-        deltas = stream(ByteTokens(pieces), token_ids, stop_words, sequences)
-        text, num_tokens = naive_stop(pieces, token_ids, stop_words, sequences)
-        assert joined(deltas) == text
-        assert tokens(deltas) == token_ids[:num_tokens]
+        before, through, num_tokens = naive_stop(pieces, token_ids, stop_words, sequences)
+        for includes_stop, text in ((False, before), (True, through)):
+            deltas = stream(ByteTokens(pieces), token_ids, stop_words, sequences, includes_stop)
+            assert joined(deltas) == text
+            assert tokens(deltas) == token_ids[:num_tokens]
 
     @settings(max_examples=300, deadline=None)
     @given(pieces=st.lists(PIECES, min_size=2, max_size=8), cut=st.integers(0, 7), stop_words=STOP_WORDS)
@@ -391,6 +400,12 @@ class TestStream:
         assert text_stream.push(3) == TextDelta([0, 1, 2, 3], "ENDED")
         assert text_stream.push(4) == TextDelta([], " ")
         assert text_stream.finish() == TextDelta([4], "EN")
+
+    def test_a_stop_word_that_is_part_of_the_answer_holds_nothing_back(self) -> None:
+        text_stream = TextStream(ByteTokens([b"one E", b"N", b"D and"]), ("END",), ((7, 8),), True)
+        assert text_stream.push(0) == TextDelta([0], "one E")
+        assert text_stream.push(1) == TextDelta([1], "N")
+        assert text_stream.push(2) == TextDelta([2], "D", stopped=True)
 
     def test_a_stop_word_releases_every_token_up_to_the_one_that_completed_it(self) -> None:
         deltas = stream(ByteTokens([b"text E", b"N", b"D and more"]), [0, 1, 2], ("END",))

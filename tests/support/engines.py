@@ -22,6 +22,7 @@ class Answer:
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     log_probs: list[TokenLogProb] = field(default_factory=list)
+    prompt_log_probs: bytes = b""
     final: TokenOutput | None = None
 
     def add(self, output: TokenOutput) -> None:
@@ -29,6 +30,8 @@ class Answer:
         self.token_ids += output.token_ids
         self.text += output.text
         self.log_probs += output.log_probs
+        assert not (self.prompt_log_probs and output.prompt_log_probs), "the prompt is told of twice"
+        self.prompt_log_probs += output.prompt_log_probs
         self.final = output if output.is_final else None
 
 

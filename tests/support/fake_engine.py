@@ -46,6 +46,7 @@ INFO = EngineInfo(
     kv_cache_tokens=1024,
     device="cpu",
     dtype="float32",
+    version="1.2.3",
 )
 
 

@@ -33,6 +33,9 @@ from multilora_kernels import (
     silu_mul,
 )
 
+HiddenStates = tuple[torch.Tensor, torch.Tensor]
+"""The residual stream behind a layer, and what that layer still has to add to it: [num_tokens, hidden_size] both."""
+
 
 @dataclass(frozen=True)
 class Step:
@@ -160,10 +163,20 @@ class LlamaModel:
 
         on_layer: called before each layer.
         """
-        step = self._step(batch)
+        return self.logits(self.hidden_states(batch, kv_cache, on_layer), batch.logits_indices)
+
+    def hidden_states(
+        self, batch: ForwardBatch, kv_cache: KVCache, on_layer: Callable[[], None] = lambda: None
+    ) -> HiddenStates:
+        """`forward` up to the head: what the last layer makes of all rows."""
         x = packed_embedding(batch.input_ids, self.embed_tokens, self.dtype)
-        x, update = self._run_layers(x, torch.zeros_like(x), kv_cache, step, on_layer)
-        return self._logits(*(tensor.index_select(0, batch.logits_indices) for tensor in (x, update)))
+        return self._run_layers(x, torch.zeros_like(x), kv_cache, self._step(batch), on_layer)
+
+    def logits(self, hidden_states: HiddenStates, rows: torch.Tensor) -> torch.Tensor:
+        """float32 [len(rows), vocab_size]. rows: [any] int64."""
+        x, update = (tensor.index_select(0, rows) for tensor in hidden_states)
+        normed, _ = add_rms_norm(x, update, self.norm, self.config.rms_norm_eps)
+        return packed_linear(normed, self.lm_head).float()
 
     def checkpoint_tensors(self) -> dict[str, Destination]:
         """Every tensor of a checkpoint under its Hugging Face name: where to copy it to. Tied heads have none."""
@@ -191,7 +204,7 @@ class LlamaModel:
 
     def _run_layers(
         self, x: torch.Tensor, update: torch.Tensor, kv_cache: KVCache, step: Step, on_layer: Callable[[], None]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> HiddenStates:
         layers = list(zip(self.layers, kv_cache.layers, strict=True))
         packed = [
             (layer.packed, keys, values, step.packed[layer.attention.window])
@@ -231,7 +244,3 @@ class LlamaModel:
             tables=None if lora is None else lora.tables,
             segments=None if lora is None else lora.segments,
         )
-
-    def _logits(self, x: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
-        normed, _ = add_rms_norm(x, update, self.norm, self.config.rms_norm_eps)
-        return packed_linear(normed, self.lm_head).float()

@@ -15,6 +15,7 @@ from multilora_engine.lora.remote import Fetch, RemoteAdapters, describe_remote
 from multilora_engine.lora.sources.source import AdapterKey
 from multilora_engine.lora.usage import AdapterUsage
 from multilora_engine.process.operations import (
+    DescribeModel,
     ListAdapters,
     LoadAdapter,
     Operation,
@@ -31,6 +32,7 @@ from multilora_engine.process.reports import (
     EventList,
     LayoutReport,
     LoadReport,
+    ModelReport,
     Report,
     StatsReport,
 )
@@ -69,7 +71,9 @@ class AdapterOperator:
         events: EventLog[AdapterEvent],
         usage: AdapterUsage,
         read_load: Callable[[], LoadReport],
+        model: ModelReport,
     ) -> None:
+        self._model = model
         self._read_load = read_load
         self._adapters = adapters
         self._remote = remote
@@ -98,6 +102,8 @@ class AdapterOperator:
                 return StatsReport(tiers, self._usage.by_task_id, self._usage.other, self._read_load())
             case ReadLayout():
                 return LayoutReport(self._adapters.layout)
+            case DescribeModel():
+                return self._model
 
     def _list(self, in_sources: Iterable[AdapterKey]) -> AdapterList:
         adapters = {info.lora_task_id: info for info in (*self._remote.describe(), *self._adapters.describe())}

@@ -15,7 +15,7 @@ from multilora_engine.lora.layout import PackedAdapter, PackedRow
 from multilora_engine.process.operations import Operation
 from multilora_engine.request import GenerationRequest, TokenOutput
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 """Raised with every change to this file that an older peer would misread."""
 
 

@@ -68,7 +68,21 @@ class ReadLayout(_Operation, frozen=True, tag="layout"):
     """What an adapter must look like to fit the model, and the pages it is stored in: what its size follows from."""
 
 
-Operation = ListAdapters | LoadAdapter | UnloadAdapter | PinAdapter | UnpinAdapter | ReadEvents | ReadStats | ReadLayout
+class DescribeModel(_Operation, frozen=True, tag="describe"):
+    """What the engine serves."""
+
+
+Operation = (
+    ListAdapters
+    | LoadAdapter
+    | UnloadAdapter
+    | PinAdapter
+    | UnpinAdapter
+    | ReadEvents
+    | ReadStats
+    | ReadLayout
+    | DescribeModel
+)
 
 _decoder: msgspec.json.Decoder[Operation] = msgspec.json.Decoder(Operation)
 

@@ -53,4 +53,5 @@ def _join(outputs: list[TokenOutput]) -> TokenOutput:
         log_probs=list(chain.from_iterable(output.log_probs for output in outputs)),
         generation_logits=b"".join(output.generation_logits for output in outputs),
         context_logits=b"".join(output.context_logits for output in outputs),
+        prompt_log_probs=b"".join(output.prompt_log_probs for output in outputs),
     )

@@ -60,4 +60,13 @@ class LayoutReport(msgspec.Struct, frozen=True):
     layout: AdapterLayout
 
 
-Report = AdapterList | AdapterReport | EventList | StatsReport | LayoutReport
+class ModelReport(msgspec.Struct, frozen=True):
+    """The answer to `describe`. model: the name of its checkpoint's directory. version: of the engine."""
+
+    model: str
+    max_model_len: int
+    vocab_size: int
+    version: str
+
+
+Report = AdapterList | AdapterReport | EventList | StatsReport | LayoutReport | ModelReport

@@ -67,7 +67,7 @@ from multilora_engine.process.messages import (
     read_adapter,
 )
 from multilora_engine.process.outbox import MAX_QUEUED_MESSAGES, Outbox
-from multilora_engine.process.reports import LoadReport, Report
+from multilora_engine.process.reports import LoadReport, ModelReport, Report
 from multilora_engine.process.telemetry import RequestTelemetry
 from multilora_engine.request import GenerationRequest, TokenOutput
 
@@ -173,7 +173,9 @@ class EngineServer:
         self._heartbeat = heartbeat
         self._usage = usage
         self._telemetry = RequestTelemetry()
-        self._operator = AdapterOperator(engine.loras, engine.remote, engine.lora_events, usage, self._read_load)
+        self._operator = AdapterOperator(
+            engine.loras, engine.remote, engine.lora_events, usage, self._read_load, _describe(engine.info)
+        )
         self._router = router
         self._parent_fd = parent_fd
         self._poller = zmq.Poller()
@@ -499,6 +501,10 @@ def _take_stdout() -> TextIO:
 def _report(stream: TextIO, report: StartReport) -> None:
     stream.write(msgspec.json.encode(report).decode() + "\n")
     stream.close()
+
+
+def _describe(info: EngineInfo) -> ModelReport:
+    return ModelReport(Path(info.model_path).name, info.max_model_len, info.vocab_size, info.version)
 
 
 def _internal(error: Exception) -> InternalError:

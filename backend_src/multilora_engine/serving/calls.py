@@ -88,7 +88,10 @@ def _read_generate(inputs: InputTensors, info: EngineInfo, tokenizer: Tokenizer)
     return GenerateCall(
         sampling=sampling,
         num_sequences=_read_num_sequences(inputs, _beam_width(sampling, is_streaming)),
-        prompts=[_read_prompt(inputs, row, info, tokenizer) for row in rows],
+        prompts=[
+            _truncated(_read_prompt(inputs, row, info, tokenizer), inputs, row, sampling[row].max_tokens, info)
+            for row in rows
+        ],
         lora_task_ids=[_read_task_id(inputs, row) for row in rows],
         lora_names=[inputs.text("lora_name", row) or "" for row in rows],
         priorities=[inputs.scalar("priority", row) or 0 for row in rows],
@@ -111,7 +114,7 @@ def _prompt_name(inputs: InputTensors) -> str:
 
 def _read_prompt(inputs: InputTensors, row: int, info: EngineInfo, tokenizer: Tokenizer) -> list[int]:
     if (text := inputs.text("text_input", row)) is not None:
-        return encode_text(text, tokenizer, info)
+        return encode_text(text, tokenizer, info, info.add_special_tokens)
     if (messages := inputs.text("messages", row)) is not None:
         return encode_messages(messages, tokenizer, info)
     return _read_input_ids(inputs, row)
@@ -128,12 +131,28 @@ def _read_input_ids(inputs: InputTensors, row: int) -> list[int]:
     return token_ids
 
 
+def _truncated(prompt: list[int], inputs: InputTensors, row: int, max_tokens: int, info: EngineInfo) -> list[int]:
+    """The end of a prompt that `truncate_prompt_tokens` keeps; -1: as many as leave room for `max_tokens`."""
+    num_tokens = _in_range(inputs, "truncate_prompt_tokens", row, -1, math.inf)
+    if num_tokens is None:
+        return prompt
+    if num_tokens == 0:
+        raise InvalidRequest("truncate_prompt_tokens is 0, expected -1 (as many as there is room for) or a number > 0")
+    if num_tokens == -1 and (num_tokens := info.max_model_len - max_tokens) < 1:
+        raise InvalidRequest(
+            f"truncate_prompt_tokens is -1, and max_tokens {max_tokens} leaves no room for a prompt: max_model_len is "
+            f"{info.max_model_len}"
+        )
+    return prompt[-num_tokens:]
+
+
 def _read_sampling(inputs: InputTensors, row: int, info: EngineInfo, tokenizer: Tokenizer) -> SamplingParams:
     max_tokens = _read_max_tokens(inputs, row)
     temperature = _in_range(inputs, "temperature", row, 0.0, math.inf)
     top_p = _in_range(inputs, "runtime_top_p", row, -math.inf, 1.0)
     top_p = top_p if top_p is not None and top_p > 0 else None
     num_top_log_probs = _in_range(inputs, "num_top_log_probs", row, 0, math.inf) or 0
+    num_prompt_top_log_probs = _in_range(inputs, "num_prompt_top_log_probs", row, 0, math.inf) or 0
     min_p = _in_range(inputs, "min_p", row, 0.0, 1.0) or 0.0
     top_k = _in_range(inputs, "runtime_top_k", row, 0, math.inf)
     if top_k is None:
@@ -159,10 +178,13 @@ def _read_sampling(inputs: InputTensors, row: int, info: EngineInfo, tokenizer: 
         # Upstream's own examples send one empty stop word where they mean none.
         stop_words=tuple(word for word in read_words(inputs, "stop_words", row) if word),
         stop_token_sequences=read_sequences(inputs, "stop_words_list", row),
+        include_stop_str_in_output=inputs.scalar("include_stop_str_in_output", row) or False,
         return_log_probs=inputs.common("return_log_probs", default=False) or num_top_log_probs > 0,
         num_top_log_probs=num_top_log_probs,
         return_context_logits=inputs.common("return_context_logits", default=False),
         return_generation_logits=inputs.common("return_generation_logits", default=False),
+        return_prompt_log_probs=inputs.common("return_prompt_log_probs", default=False) or num_prompt_top_log_probs > 0,
+        num_prompt_top_log_probs=num_prompt_top_log_probs,
         guide=_read_guide(inputs, row),
         beam_width=_in_range(inputs, "beam_width", row, 1, math.inf) or 1,
         length_penalty=_in_range(inputs, "len_penalty", row, -math.inf, math.inf) or 0.0,
@@ -206,7 +228,7 @@ def _read_num_sequences(inputs: InputTensors, beam_width: int) -> int:
 
 
 def _read_max_tokens(inputs: InputTensors, row: int) -> int:
-    values = {name: _in_range(inputs, name, row, 1, math.inf) for name in inputs.present(*_MAX_TOKENS)}
+    values = {name: _in_range(inputs, name, row, 0, math.inf) for name in inputs.present(*_MAX_TOKENS)}
     if not values:
         raise InvalidRequest("max_tokens is missing; say how many tokens the answer may have")
     if len(set(values.values())) > 1:

@@ -17,6 +17,7 @@ from multilora_engine.serving.engine_link import EngineLink
 from multilora_engine.serving.front import Front, new_id
 from multilora_engine.serving.inputs import InputTensors
 from multilora_engine.serving.outputs import ReplyRow
+from multilora_engine.serving.prompt_answer import PromptTokens
 from multilora_engine.serving.replies import EachReply, EmptyReply, OneReply, Reply, Responder, StreamReply, Transcript
 from multilora_engine.serving.triton_api import TritonRequest, trace_id_of
 from multilora_engine.serving.uploads import UploadListener, Uploads, client_of
@@ -111,8 +112,15 @@ def _expand(
                 returns_generation_logits=sampling.return_generation_logits,
                 vocab_size=call.vocab_size,
                 token_bytes=tokenizer.token_bytes if sampling.return_log_probs else None,
+                prompt=_told_prompt(prompt, sampling, tokenizer),
             )
     return requests, rows
+
+
+def _told_prompt(prompt: list[int], sampling: SamplingParams, tokenizer: Tokenizer) -> PromptTokens | None:
+    if not sampling.return_prompt_log_probs:
+        return None
+    return PromptTokens(prompt, sampling.num_prompt_top_log_probs, tokenizer.spell)
 
 
 def _sampling_of(sampling: SamplingParams, sequence_index: int) -> SamplingParams:

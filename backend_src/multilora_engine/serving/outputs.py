@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -10,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from multilora_engine.request import PerfMetrics, TokenOutput
+from multilora_engine.serving.prompt_answer import PromptAnswer, PromptTokens, characters_of
 
 _Column = TypeVar("_Column")
 
@@ -20,7 +22,8 @@ class RowAnswer(msgspec.Struct, frozen=True):
     log_probs, of the answer's tokens in this response, and perf are None when there is nothing to say of them.
     top_log_probs: likewise, of each token the most probable ones, best first. generation_logits: likewise, float32
     [tokens, vocab]. context_logits: the same of the prompt's tokens, None also where another response has them.
-    spelled: likewise, the bytes of each token, and those of its most probable ones.
+    spelled: likewise, the bytes of each token, and those of its most probable ones. prompt: what it says of the
+    prompt's tokens, None also where another response does. num_cached_tokens: how many of these the prefix cache had.
     """
 
     batch_index: int
@@ -39,11 +42,14 @@ class RowAnswer(msgspec.Struct, frozen=True):
     context_logits: NDArray[np.float32] | None = None
     generation_logits: NDArray[np.float32] | None = None
     spelled: list[list[bytes]] | None = None
+    prompt: PromptAnswer | None = None
+    num_cached_tokens: int = 0
 
 
 class ReplyRow(msgspec.Struct, frozen=True):
     """Which row of its request an engine request is, which of the row's sequences, the adapter it asked for, and what
-    else it wants to know. token_bytes: how tokens are spelled, for one that wants to know.
+    else it wants to know. token_bytes: how tokens are spelled, for one that wants to know. prompt: its prompt, for one
+    that wants to know how likely its tokens were.
     """
 
     batch_index: int = 0
@@ -55,6 +61,7 @@ class ReplyRow(msgspec.Struct, frozen=True):
     returns_generation_logits: bool = False
     vocab_size: int = 0
     token_bytes: Callable[[int], bytes] | None = None
+    prompt: PromptTokens | None = None
 
     def answer(self, output: TokenOutput) -> RowAnswer:
         """What a response says that has all of `output`."""
@@ -75,6 +82,8 @@ class ReplyRow(msgspec.Struct, frozen=True):
             context_logits=self._read_logits(output.context_logits) if output.context_logits else None,
             generation_logits=self._read_logits(output.generation_logits) if self.returns_generation_logits else None,
             spelled=self._spell(output, self.token_bytes) if self.token_bytes else None,
+            prompt=self.prompt.answer(output.prompt_log_probs) if self.prompt and output.prompt_log_probs else None,
+            num_cached_tokens=output.num_cached_tokens,
         )
 
     @staticmethod
@@ -96,7 +105,8 @@ class OutputColumns:
     Each array has the rows as its leading dimension. output_ids is [rows, num_sequences, longest], where `pad_id` fills
     up shorter ones; output_log_probs is the same, filled up with 0; top_log_probs, top_log_prob_ids and output_tokens
     have what belongs to each token behind that, and generation_logits [rows, num_sequences, longest, vocab];
-    context_logits is [rows, longest prompt, vocab]. Of the others, what is the same for all sequences of a row
+    context_logits is [rows, longest prompt, vocab], and what is told of the prompt's tokens [rows, longest prompt] or
+    that with one dimension more. Of the others, what is the same for all sequences of a row
     (`_SAME_IN_A_ROW`) is [rows, 1], all else is [rows, num_sequences]. `num_sequences`, of which a response has so many
     answers for each row, take the place of upstream's beams.
     """
@@ -172,6 +182,7 @@ _COLUMNS: Mapping[str, tuple[Callable[[RowAnswer], int | bytes], type]] = {
     "finish_reason": (lambda row: row.finish_reason.encode(), np.object_),
     "num_input_tokens": (lambda row: row.num_input_tokens, np.int32),
     "num_output_tokens": (lambda row: row.num_output_tokens, np.int32),
+    "num_cached_tokens": (lambda row: row.num_cached_tokens, np.int32),
     "sequence_index": (lambda row: row.sequence_index, np.int32),
     "batch_index": (lambda row: row.batch_index, np.int32),
     "lora_task_id_out": (lambda row: row.lora_task_id, np.uint64),
@@ -179,12 +190,36 @@ _COLUMNS: Mapping[str, tuple[Callable[[RowAnswer], int | bytes], type]] = {
 }
 """Of one value an answer, and the type of their arrays."""
 
-_SAME_IN_A_ROW = frozenset({"num_input_tokens", "batch_index", "lora_task_id_out", "lora_digest", "context_logits"})
+_PROMPT_COLUMNS = (
+    "prompt_ids",
+    "prompt_log_probs",
+    "prompt_top_log_prob_ids",
+    "prompt_top_log_probs",
+    "prompt_tokens",
+)
+
+_SAME_IN_A_ROW = frozenset(
+    {
+        "num_input_tokens",
+        "num_cached_tokens",
+        "batch_index",
+        "lora_task_id_out",
+        "lora_digest",
+        "context_logits",
+        *_PROMPT_COLUMNS,
+    }
+)
 
 _LOG_PROB_COLUMNS: Mapping[str, Callable[[Sequence[RowAnswer]], NDArray[Any]]] = {
     "cum_log_probs": _numbers(lambda row: row.cum_log_prob, np.float32),
     "output_log_probs": lambda rows: _padded([row.log_probs or [] for row in rows], 0.0, np.float32),
 }
+
+
+def _prompt_column(name: str, row: RowAnswer) -> NDArray[Any] | None:
+    column: NDArray[Any] | None = getattr(row.prompt, name, None)
+    return column
+
 
 _OPTIONAL_COLUMNS: Mapping[str, Callable[[RowAnswer], NDArray[Any] | None]] = {
     "top_log_prob_ids": lambda row: _top_column(row, 0, np.int32),
@@ -192,6 +227,7 @@ _OPTIONAL_COLUMNS: Mapping[str, Callable[[RowAnswer], NDArray[Any] | None]] = {
     "output_tokens": lambda row: _spelled_column(row),
     "context_logits": lambda row: row.context_logits,
     "generation_logits": lambda row: None if row.generation_logits is None else row.generation_logits[np.newaxis],
+    **{name: partial(_prompt_column, name) for name in _PROMPT_COLUMNS},
 }
 """What one answer has, None if nothing."""
 
@@ -224,7 +260,7 @@ def _spelled_column(row: RowAnswer) -> NDArray[Any] | None:
     if row.spelled is None:
         return None
     count = len(row.spelled[0]) if row.spelled else 0
-    texts = [[token.decode("latin-1").encode() for token in tokens] for tokens in row.spelled]
+    texts = [list(map(characters_of, tokens)) for tokens in row.spelled]
     return np.array(texts, np.object_).reshape(1, len(texts), count)
 
 

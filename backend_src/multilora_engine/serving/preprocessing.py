@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,8 @@ from multilora_engine.serving.prompts import encode_messages, encode_text
 from multilora_engine.serving.token_lists import read_word_biases, tokenize_words, write_sequences
 from multilora_engine.serving.unsupported import refuse_unsupported
 from multilora_engine.text import Tokenizer
+
+_Value = TypeVar("_Value")
 
 
 class PreprocessingModel(ImmediateModel):
@@ -67,7 +69,8 @@ def _read_prompts(inputs: InputTensors, info: EngineInfo, tokenizer: Tokenizer) 
         )
     rows = range(inputs.num_rows(present[0]))
     if present == ["QUERY"]:
-        return [encode_text(inputs.text("QUERY", row) or "", tokenizer, info) for row in rows]
+        adds_special = [_default(inputs.scalar("ADD_SPECIAL_TOKENS", row), info.add_special_tokens) for row in rows]
+        return [encode_text(inputs.text("QUERY", row) or "", tokenizer, info, adds_special[row]) for row in rows]
     return [encode_messages(inputs.text("MESSAGES", row) or "", tokenizer, info) for row in rows]
 
 
@@ -81,7 +84,7 @@ def _embedding_bias(inputs: InputTensors, num_rows: int, tokenizer: Tokenizer) -
     return values
 
 
-def _default(value: int | None, default: int) -> int:
+def _default(value: _Value | None, default: _Value) -> _Value:
     return default if value is None else value
 
 

@@ -2,35 +2,45 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import msgspec
+from transformers import PreTrainedTokenizerFast
 
 from multilora_engine.engine_info import EngineInfo
 from multilora_engine.errors import InvalidRequest
 from multilora_engine.text import Tokenizer
 
 
-def encode_text(text: str, tokenizer: Tokenizer, info: EngineInfo) -> list[int]:
+def encode_text(text: str, tokenizer: Tokenizer, info: EngineInfo, add_special_tokens: bool) -> list[int]:
     """Token ids of a text. Raises InvalidRequest when there are none, or the text is too long."""
     _check_length("text_input", text, info)
-    token_ids = tokenizer.encode(text, info.add_special_tokens)
+    token_ids = tokenizer.encode(text, add_special_tokens)
     if not token_ids:
         raise InvalidRequest("empty prompt: the text has no tokens")
     return token_ids
 
 
 class _Chat(msgspec.Struct, forbid_unknown_fields=True):
-    """A chat with the tools that the model may ask for, in whatever form its template expects them."""
+    """A chat with the tools that the model may ask for, in whatever form its template expects them.
+
+    chat_template_kwargs: what else the template knows, by name. add_generation_prompt: whether it opens the assistant's
+    turn. continue_final_message: whether the last message is left open instead, for the answer to go on with it.
+    """
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] = {}
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
 
 
 def encode_messages(text: str, tokenizer: Tokenizer, info: EngineInfo) -> list[int]:
     """Token ids of a chat, ready for the answer.
 
-    text: a JSON list of objects with `role` and `content`, or an object with such `messages` and with `tools`.
+    text: a JSON list of objects with `role` and `content`, or an object with such `messages` and with any of `tools`,
+        `chat_template_kwargs`, `add_generation_prompt` and `continue_final_message`.
     Raises InvalidRequest for anything else, for what is too long, and for what the model's chat template refuses.
     """
     _check_length("messages", text, info)
@@ -39,11 +49,27 @@ def encode_messages(text: str, tokenizer: Tokenizer, info: EngineInfo) -> list[i
     except msgspec.MsgspecError as error:
         raise InvalidRequest(
             "messages must be a JSON list of objects with role and content, "
-            f"or an object of such messages and tools: {error}"
+            f"or an object of such messages, tools and how the template is filled in: {error}"
         ) from None
     if isinstance(chat, _Chat):
-        return tokenizer.apply_chat_template(chat.messages, chat.tools)
+        return tokenizer.apply_chat_template(chat.messages, chat.tools, **_template_options(chat))
     return tokenizer.apply_chat_template(chat)
+
+
+def _template_options(chat: _Chat) -> dict[str, Any]:
+    if reserved := sorted(chat.chat_template_kwargs.keys() & _RESERVED):
+        raise InvalidRequest(f"chat_template_kwargs may not set {', '.join(reserved)}")
+    if chat.add_generation_prompt and chat.continue_final_message:
+        raise InvalidRequest("add_generation_prompt and continue_final_message are true: the answer cannot begin twice")
+    opens_turn = not chat.continue_final_message if chat.add_generation_prompt is None else chat.add_generation_prompt
+    return chat.chat_template_kwargs | {
+        "add_generation_prompt": opens_turn,
+        "continue_final_message": chat.continue_final_message,
+    }
+
+
+_RESERVED = frozenset(inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters) - {"documents"}
+"""Arguments of the tokenizer's own, the template itself among them; `documents` it only hands on."""
 
 
 def _check_length(name: str, text: str, info: EngineInfo) -> None:

@@ -130,6 +130,7 @@ class Transcript:
     log_probs: list[TokenLogProb] = field(default_factory=list)
     generation_logits: list[bytes] = field(default_factory=list)
     context_logits: bytes = b""
+    prompt_log_probs: bytes = b""
     last: TokenOutput | None = None
     num_beams: int = 0
 
@@ -143,6 +144,7 @@ class Transcript:
         self.log_probs += output.log_probs
         self.generation_logits.append(output.generation_logits)
         self.context_logits = self.context_logits or output.context_logits
+        self.prompt_log_probs = self.prompt_log_probs or output.prompt_log_probs
         self.last = output
 
     def answers(self) -> list[RowAnswer]:
@@ -161,6 +163,7 @@ class Transcript:
             log_probs=self.log_probs,
             generation_logits=b"".join(self.generation_logits),
             context_logits=self.context_logits,
+            prompt_log_probs=self.prompt_log_probs,
         )
 
     def _beam_answer(self, index: int, beam: BeamOutput, output: TokenOutput) -> RowAnswer:

@@ -1,0 +1,99 @@
+"""`Automaton`: which of many words a sequence of symbols ends with, at a price that does not depend on how many."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from operator import itemgetter
+from typing import Any, Generic, NamedTuple, TypeVar
+
+ROOT = 0
+"""The state before the first symbol."""
+
+_Symbol = TypeVar("_Symbol", str, int)
+
+
+class _State(NamedTuple):
+    """The words that begin with the last `depth` symbols: sorted, those from `first` to `last` - 1.
+
+    fallback: the state of the next shorter end of these symbols that begins a word. word: the state of the longest
+    word that the symbols end with, itself or one behind it; ROOT for none.
+    """
+
+    first: int
+    last: int
+    depth: int
+    fallback: int
+    word: int
+
+
+class Automaton(Generic[_Symbol]):
+    """The automaton of Aho and Corasick over strings or over tuples of token ids.
+
+    A state is an integer, ROOT at the start: any number of sequences share one automaton. To build it is to sort the
+    words, since a state is found when a sequence first comes to it. Then each symbol costs constant time on average,
+    however many, long or repetitive the words are, and there are never more states than the words have symbols.
+
+    >>> words = Automaton(["he", "she", "hers"])
+    >>> state = ROOT
+    >>> for symbol in "ushe":
+    ...     state = words.step(state, symbol)
+    >>> words.num_matched(state), words.longest_word(state), list(words.words(state))
+    (3, 3, ['she', 'he'])
+    """
+
+    def __init__(self, words: Iterable[Sequence[_Symbol]]) -> None:
+        """words: none of them empty, except where ROOT is never asked for its words."""
+        self._words: list[Any] = sorted(set(words))
+        self._states = [_State(0, len(self._words), 0, ROOT, ROOT)]
+        self._children: dict[tuple[int, _Symbol], int] = {}
+
+    def __len__(self) -> int:
+        """How many different words there are."""
+        return len(self._words)
+
+    def step(self, state: int, symbol: _Symbol) -> int:
+        """The state behind one more symbol."""
+        unseen: list[tuple[int, range]] = []
+        while (target := self._children.get((state, symbol))) is None:
+            if words := self._words_with(state, symbol):
+                unseen.append((state, words))
+            if state == ROOT:
+                target = ROOT
+                break
+            state = self._states[state].fallback
+        # From the shortest on: what has been found is the fallback of the next longer one.
+        for parent, words in reversed(unseen):
+            target = self._add(parent, symbol, words, fallback=target)
+        return target
+
+    def num_matched(self, state: int) -> int:
+        """How many symbols at the end of the sequence begin a word, at most."""
+        return self._states[state].depth
+
+    def longest_word(self, state: int) -> int:
+        """The length of the longest word that the sequence ends with, 0 for none."""
+        return self._states[self._states[state].word].depth
+
+    def words(self, state: int) -> Iterator[Sequence[_Symbol]]:
+        """All words that the sequence ends with, the longest first."""
+        while state := self._states[state].word:
+            yield self._words[self._states[state].first]
+            state = self._states[state].fallback
+
+    def _words_with(self, state: int, symbol: _Symbol) -> range:
+        """The words of a state that go on with the symbol, by their places."""
+        first, last, depth, _, _ = self._states[state]
+        first += first < last and len(self._words[first]) == depth
+        first = bisect_left(self._words, symbol, first, last, key=itemgetter(depth))
+        if first == last or self._words[first][depth] != symbol:
+            return range(0)
+        return range(first, bisect_right(self._words, symbol, first, last, key=itemgetter(depth)))
+
+    def _add(self, parent: int, symbol: _Symbol, words: range, fallback: int) -> int:
+        state, depth = len(self._states), self._states[parent].depth + 1
+        is_word = len(self._words[words.start]) == depth
+        word = state if is_word else self._states[fallback].word
+        self._states.append(_State(words.start, words.stop, depth, fallback, word))
+        self._children[parent, symbol] = state
+        return state
