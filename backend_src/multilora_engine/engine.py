@@ -42,7 +42,7 @@ from multilora_engine.lora.host_tier import CachedAdapter
 from multilora_engine.lora.layout import PackedAdapter, adapter_layout
 from multilora_engine.lora.life_cycle import AdapterEvent
 from multilora_engine.lora.manager import LoRAManager
-from multilora_engine.lora.names import TaskId
+from multilora_engine.lora.names import TaskId, label_of
 from multilora_engine.lora.prefetch import prefetch_adapters
 from multilora_engine.lora.remote import Fetch, RemoteAdapters
 from multilora_engine.lora.sources.source import AdapterKey
@@ -565,9 +565,8 @@ def _prompt_log_probs(request: GenerationRequest) -> PromptLogProbs | None:
 
 def _adapter_label(sequence: Sequence) -> str:
     """The name of a sequence's adapter, else its task id, behind its tenant if it has one; empty for the base model."""
-    request = sequence.request
-    label = request.lora_name or ("" if request.lora_task_id is None else str(request.lora_task_id))
-    return f"{request.adapter_tenant}@{label}" if request.adapter_tenant else label
+    task_id = sequence.request.task_id
+    return "" if task_id is None else label_of(task_id, sequence.request.lora_name)
 
 
 def _error_output(request: GenerationRequest, error: RequestError) -> TokenOutput:

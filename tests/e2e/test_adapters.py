@@ -11,6 +11,7 @@ from itertools import count, islice
 import httpx2
 import numpy as np
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from support.wire import GrpcClient, HttpClient, adapter_tensors, error_of, infer, stream_texts, tensors, text_of
 from tritonclient.utils import InferenceServerException
 
@@ -237,6 +238,35 @@ def test_what_adapters_do_is_on_the_metrics_port(server: ServerProcess, client: 
         assert time.monotonic() < deadline, text
     tiers = dict(re.findall(r'multilora_lora_tier_adapters\{.*tier="(\w+)".*\} (\d+)', text))
     assert int(tiers["host"]) >= 1
+
+
+def loaded_levels(server: ServerProcess, name: str) -> set[str]:
+    """The levels of memory at which the metrics port shows an adapter; gateways take a series at 0 for none."""
+    families = text_string_to_metric_families(httpx2.get(server.metrics_url).text)
+    samples = next((f.samples for f in families if f.name == "multilora_lora_adapter_loaded"), [])
+    return {s.labels["level"] for s in samples if s.labels["adapter_name"] == name and s.value == 1}
+
+
+def wait_for_levels(server: ServerProcess, name: str, levels: set[str]) -> None:
+    deadline = time.monotonic() + 30
+    while (shown := loaded_levels(server, name)) != levels:
+        assert time.monotonic() < deadline, shown
+
+
+def test_gateways_see_on_the_metrics_port_which_adapters_are_in_memory(
+    server: ServerProcess, client: Client, adapter: Adapter
+) -> None:
+    name = str(adapter.lora_task_id)
+    client.upload(adapter)
+    wait_for_levels(server, name, {"cpu"})
+    client.generate("Hello", adapter=adapter, max_tokens=1)
+    wait_for_levels(server, name, {"gpu"})
+    evict_everything(client, adapter)
+    wait_for_levels(server, name, set())
+    text = httpx2.get(server.metrics_url).text
+    counts = dict(re.findall(r"multilora_((?:num|max)_\w+_lora_adapters)(?:\{.*\})? (\d+)", text))
+    assert int(counts["max_gpu_lora_adapters"]) == 32
+    assert int(counts["num_cpu_loaded_lora_adapters"]) >= int(counts["num_gpu_loaded_lora_adapters"])
 
 
 def test_an_adapter_goes_by_its_name_through_every_door(

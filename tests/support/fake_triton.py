@@ -158,30 +158,36 @@ class FakeRequest:
 
 
 class FakeMetricFamily:
-    """Counts in `published`, (name, labels) -> value, what a server would show.
+    """Counts in `published`, (name, labels) -> value, what a server would show; in `observed` what histograms got.
 
     A metric is there while its family lives, whatever became of its handle, as in the real server.
     """
 
-    COUNTER, GAUGE = "counter", "gauge"
+    COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
     published: ClassVar[dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
+    observed: ClassVar[dict[tuple[str, tuple[tuple[str, str], ...]], list[float]]] = {}
     num_calls: ClassVar[int] = 0
 
     def __init__(self, name: str, description: str, kind: str) -> None:
         self._name, self._kind = name, kind
 
-    def Metric(self, labels: dict[str, str]) -> FakeMetric:
+    def Metric(self, labels: dict[str, str], buckets: list[float] | None = None) -> FakeMetric:
+        assert (buckets is not None) == (self._kind == self.HISTOGRAM)
         return FakeMetric((self._name, tuple(labels.items())), self._kind)
 
     def __del__(self) -> None:
-        for key in [key for key in self.published if key[0] == self._name]:
-            del self.published[key]
+        for shown in (self.published, self.observed):
+            for key in [key for key in shown if key[0] == self._name]:
+                del shown[key]
 
 
 class FakeMetric:
     def __init__(self, key: tuple[str, tuple[tuple[str, str], ...]], kind: str) -> None:
         self._key, self._kind = key, kind
-        FakeMetricFamily.published.setdefault(key, 0.0)
+        if kind == FakeMetricFamily.HISTOGRAM:
+            FakeMetricFamily.observed.setdefault(key, [])
+        else:
+            FakeMetricFamily.published.setdefault(key, 0.0)
 
     def set(self, value: float) -> None:
         assert self._kind == FakeMetricFamily.GAUGE
@@ -193,6 +199,10 @@ class FakeMetric:
         assert value >= 0
         FakeMetricFamily.published[self._key] += value
         FakeMetricFamily.num_calls += 1
+
+    def observe(self, value: float) -> None:
+        assert self._kind == FakeMetricFamily.HISTOGRAM
+        FakeMetricFamily.observed[self._key].append(value)
 
 
 def fake_backend_utils() -> ModuleType:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Set
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
 from multilora_engine.errors import AdapterNotLoaded
+from multilora_engine.histogram import Histogram
 from multilora_engine.lora.format import TORCH_DTYPES
 from multilora_engine.lora.host_tier import CachedAdapter
 from multilora_engine.lora.layout import SLICES, AdapterLayout, PackedRow, lora_modules
@@ -43,6 +44,8 @@ class DeviceTier:
 
     A running sequence is a *user* of its adapter. Adapters without users stay until their pages or their `lora_index`
     are wanted, least recently used first.
+
+    copy_seconds: of each copy. Of shared pages there are none.
     """
 
     def __init__(
@@ -61,7 +64,7 @@ class DeviceTier:
         self._misses = 0
         self._evictions = 0
         self._copies = 0
-        self._copy_seconds = 0.0
+        self.copy_seconds = Histogram()
         self._num_failures = 0
         self._failures: dict[CachedAdapter, AdapterNotLoaded] = {}
         self._host_pool = host_pool
@@ -101,6 +104,24 @@ class DeviceTier:
             self._emit("loaded_to_device", adapter)
             return True
         return self._make_room(len(adapter.pages), wanted) and self._start_copy(adapter)
+
+    def __len__(self) -> int:
+        return len(self._residents)
+
+    @property
+    def max_loras(self) -> int:
+        """Distinct adapters that a step can use."""
+        return len(self.tables.rank)
+
+    @property
+    def latest(self) -> Iterator[CachedAdapter]:
+        """The adapters that a step can use at once, most recently used first."""
+        return (adapter for adapter, resident in reversed(self._residents.items()) if resident.copy is None)
+
+    def has(self, adapter: CachedAdapter) -> bool:
+        """Whether a step can use the adapter at once, as far as is known without a look at its copy."""
+        resident = self._residents.get(adapter)
+        return resident is not None and resident.copy is None
 
     def __contains__(self, adapter: CachedAdapter) -> bool:
         """Whether the adapter is here or on its way."""
@@ -190,7 +211,7 @@ class DeviceTier:
             misses=self._misses,
             evictions=self._evictions,
             copies=self._copies,
-            copy_seconds=self._copy_seconds,
+            copy_seconds=self.copy_seconds.total,
             failures=self._num_failures,
         )
 
@@ -249,7 +270,7 @@ class DeviceTier:
 
     def _end_copy(self, adapter: CachedAdapter, resident: _Resident, copy: PageCopy) -> None:
         """Raises RuntimeError if it failed."""
-        self._copy_seconds += copy.wait()
+        self.copy_seconds.observe(copy.wait())
         resident.copy = None
         self._emit("loaded_to_device", adapter)
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import torch
 
+from multilora_engine.histogram import Histogram
 from multilora_engine.lora.layout import PackedAdapter, PackedRow
 from multilora_engine.lora.life_cycle import TierStats
 from multilora_engine.lora.names import TaskId
@@ -61,7 +62,10 @@ class CachedAdapter:
 
 
 class HostTier:
-    """Holds every cached adapter, and those that wait for room. Changed only by `LoRAManager`."""
+    """Holds every cached adapter, and those that wait for room. Changed only by `LoRAManager`.
+
+    load_seconds: of the adapters that were read from disk.
+    """
 
     def __init__(self, num_pages: int, page_bytes: int, pin_memory: bool = False) -> None:
         self.pool = PagePool(num_pages, page_bytes, torch.device("cpu"), pin_memory)
@@ -70,16 +74,18 @@ class HostTier:
         self._evictions = 0
         self._copies = 0
         self._copy_seconds = 0.0
+        self.load_seconds = Histogram()
 
     def __len__(self) -> int:
         return len(self._by_task_id)
 
     def get(self, lora_task_id: TaskId) -> CachedAdapter | None:
-        """The current version of an adapter, which becomes the most recently used."""
-        adapter = self._by_task_id.get(lora_task_id)
-        if adapter is not None:
-            self._by_task_id.move_to_end(lora_task_id)
-        return adapter
+        """The current version of an adapter."""
+        return self._by_task_id.get(lora_task_id)
+
+    def touch(self, adapter: CachedAdapter) -> None:
+        """Make a current version the most recently used one."""
+        self._by_task_id.move_to_end(adapter.lora_task_id)
 
     def victims_for(self, num_pages: int, may_go: Callable[[CachedAdapter], bool]) -> tuple[list[CachedAdapter], bool]:
         """The adapters to evict so that `num_pages` are free, least recently used first, and whether that is enough.
@@ -167,6 +173,11 @@ class HostTier:
         self._copies += 1
         self._copy_seconds += seconds
 
+    def count_load(self, seconds: float) -> None:
+        """One more adapter was read from disk in here."""
+        self.count_copy(seconds)
+        self.load_seconds.observe(seconds)
+
     def num_bytes(self, adapter: CachedAdapter) -> int:
         """What an adapter takes here; nothing while it waits for room."""
         return len(adapter.pages) * self.pool.page_bytes
@@ -182,6 +193,11 @@ class HostTier:
             copies=self._copies,
             copy_seconds=self._copy_seconds,
         )
+
+    @property
+    def latest(self) -> Iterator[CachedAdapter]:
+        """The current version of every task id, most recently used first."""
+        return reversed(self._by_task_id.values())
 
     @property
     def current(self) -> list[CachedAdapter]:

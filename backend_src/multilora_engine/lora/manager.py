@@ -9,6 +9,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, islice
 from typing import Any, Literal
 
 from multilora_engine.errors import AdapterCacheFull, AdapterConflict, AdapterNotFound, AdapterNotLoaded, RequestError
@@ -26,7 +27,8 @@ from multilora_engine.lora.life_cycle import (
     TierStats,
     ignore_event,
 )
-from multilora_engine.lora.names import TaskId, number_of, tenant_of
+from multilora_engine.lora.names import TaskId, label_of, number_of, tenant_of
+from multilora_engine.lora.residency import Level, Residency, Resident
 from multilora_kernels import LoRATables
 
 _MAX_ARRIVALS = 256
@@ -114,6 +116,19 @@ class LoRAManager:
         on_disk = [] if self._disk is None else [a for a in self._disk.adapters if a.lora_task_id not in tasks]
         return [_describe_file(adapter) for adapter in on_disk] + [self._describe(adapter) for adapter in cached]
 
+    def residency(self, max_adapters: int) -> Residency:
+        """Who is in memory; `max_adapters` of them one by one, which costs no look at the others."""
+        on_device = (_resident(a, "gpu") for a in self._device.latest if not a.is_retired)
+        in_memory = (_resident(a, "cpu") for a in self._host.latest if a.rows and not self._device.has(a))
+        return Residency(
+            adapters=list(islice(chain(on_device, in_memory), max_adapters)),
+            num_on_device=len(self._device),
+            num_in_memory=len(self._host),
+            max_loras=self._device.max_loras,
+            load_seconds=self._host.load_seconds,
+            activate_seconds=self._device.copy_seconds,
+        )
+
     def info(self, lora_task_id: TaskId) -> AdapterInfo:
         """The current version of one adapter, in whatever tier. Raises AdapterNotFound."""
         cached = self._host.get(lora_task_id)
@@ -142,6 +157,7 @@ class LoRAManager:
         if known is not None and known.digest != packed.digest and self._on_conflict == "refuse":
             raise AdapterConflict(lora_task_id, known.digest, packed.digest)
         if cached is not None and cached.digest == packed.digest:
+            self._host.touch(cached)
             self._rename(cached, name or cached.name)
             return cached
         adapter = self._insert(lora_task_id, packed, name) if cached is None else self._replace(cached, packed, name)
@@ -347,7 +363,10 @@ class LoRAManager:
 
     def _find(self, lora_task_id: TaskId) -> CachedAdapter:
         adapter = self._host.get(lora_task_id)
-        return self._start_load(lora_task_id) if adapter is None else adapter
+        if adapter is None:
+            return self._start_load(lora_task_id)
+        self._host.touch(adapter)
+        return adapter
 
     def _find_file(self, lora_task_id: TaskId) -> DiskAdapter | None:
         return None if self._disk is None else self._disk.find(lora_task_id)
@@ -444,7 +463,7 @@ class LoRAManager:
         error: RequestError | None = None
         if failure is None:
             adapter.rows = load.result()
-            self._host.count_copy(time.perf_counter() - started)
+            self._host.count_load(time.perf_counter() - started)
             self._emit("loaded_from_disk", adapter)
         elif isinstance(failure, DamagedFile | OSError):
             error = self._note_unreadable(adapter, failure, disk)
@@ -592,6 +611,10 @@ def _tell_kept(kept: Future[None], write: Future[float]) -> None:
             kept.set_exception(error)
         else:
             kept.set_result(None)
+
+
+def _resident(adapter: CachedAdapter, level: Level) -> Resident:
+    return Resident(label_of(adapter.lora_task_id, adapter.name), level, adapter.is_pinned, max(adapter.ranks, default=0))
 
 
 def _describe_file(adapter: DiskAdapter) -> AdapterInfo:

@@ -62,9 +62,10 @@ def number_of(task_id: TaskId) -> int:
     return task_id.lora_task_id if isinstance(task_id, TenantTaskId) else task_id
 
 
-def label_of(task_id: TaskId) -> str:
-    """`7`, or `acme@7` of a tenant: for logs, metrics and file names."""
-    return f"{task_id.tenant}@{task_id}" if isinstance(task_id, TenantTaskId) else str(task_id)
+def label_of(task_id: TaskId, name: str = "") -> str:
+    """`7`, or `acme@7` of a tenant: for logs, metrics and file names. name: stands in place of the number."""
+    label = name or str(task_id)
+    return f"{task_id.tenant}@{label}" if isinstance(task_id, TenantTaskId) else label
 
 
 def parse_label(label: str) -> TaskId:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from multilora_engine.errors import AdapterCacheFull, AdapterNotFound, RequestError
+from multilora_engine.histogram import Histogram
 from multilora_engine.lora.life_cycle import AdapterEvent, AdapterInfo, OnEvent, Status, TierStats
 from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.lora.sources.source import AdapterKey
@@ -40,6 +41,8 @@ class RemoteAdapters:
 
     However many ask for an adapter, it is fetched once. When nobody waits for it any more, a fetch that has not begun
     is dropped; one that has is finished, since who gave up may ask again.
+
+    load_seconds: from the first to ask for an adapter until it was there.
     """
 
     def __init__(self, loras: LoRAManager, fetcher: AdapterFetcher | None, on_event: OnEvent) -> None:
@@ -49,7 +52,7 @@ class RemoteAdapters:
         self._on_event = on_event
         self._fetches: dict[int, Fetch] = {}
         self._num_fetched = 0
-        self._fetch_seconds = 0.0
+        self.load_seconds = Histogram()
         self._num_misses = 0
         self._num_failures = 0
 
@@ -66,7 +69,7 @@ class RemoteAdapters:
             hits=self._num_fetched,
             misses=self._num_misses,
             copies=self._num_fetched,
-            copy_seconds=self._fetch_seconds,
+            copy_seconds=self.load_seconds.total,
             failures=self._num_failures,
         )
 
@@ -156,7 +159,7 @@ class RemoteAdapters:
     def _put(self, fetch: Fetch) -> AdapterCacheFull | None:
         fetched = fetch.future.result(timeout=0)
         self._num_fetched += 1
-        self._fetch_seconds += time.perf_counter() - fetch.started
+        self.load_seconds.observe(time.perf_counter() - fetch.started)
         try:
             self._loras.put(fetch.key.lora_task_id, fetched.packed, fetched.name or fetch.key.name, "downloaded")
         except AdapterCacheFull as error:

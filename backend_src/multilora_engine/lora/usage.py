@@ -35,7 +35,7 @@ class AdapterUsage:
 
     def __init__(self, max_adapters: int) -> None:
         self.other = Usage()
-        self._max_adapters = max_adapters
+        self.max_adapters = max_adapters
         self._by_task_id: dict[int, Usage] = {}
         self._popularity: OrderedDict[int, int] = OrderedDict()
 
@@ -53,9 +53,9 @@ class AdapterUsage:
 
     def _new_place(self, lora_task_id: int) -> Usage | None:
         """A place for an adapter without one, if one is free or its owner is asked for much less."""
-        if not self._max_adapters:
+        if not self.max_adapters:
             return None
-        if len(self._by_task_id) == self._max_adapters:
+        if len(self._by_task_id) == self.max_adapters:
             last = min(self._by_task_id, key=self._popularity.__getitem__)
             if self._popularity[lora_task_id] < _LEAD * self._popularity[last]:
                 return None
@@ -64,6 +64,6 @@ class AdapterUsage:
 
     def _forget_unpopular(self) -> None:
         """Drop the adapter without a place that was asked for longest ago, when there are too many of them."""
-        if len(self._popularity) > _REMEMBERED_PER_PLACE * self._max_adapters:
+        if len(self._popularity) > _REMEMBERED_PER_PLACE * self.max_adapters:
             without_place = (task_id for task_id in self._popularity if task_id not in self._by_task_id)
             del self._popularity[next(without_place)]

@@ -12,6 +12,7 @@ from multilora_engine.lora.layout import AdapterLayout
 from multilora_engine.lora.life_cycle import AdapterEvent, AdapterInfo, LoRAStats
 from multilora_engine.lora.names import task_id_of
 from multilora_engine.lora.remote import Fetch, RemoteAdapters, describe_remote
+from multilora_engine.lora.residency import Residency
 from multilora_engine.lora.sources.source import AdapterKey
 from multilora_engine.lora.usage import AdapterUsage
 from multilora_engine.process.operations import (
@@ -43,6 +44,7 @@ class ManagedAdapters(Protocol):
 
     @property
     def stats(self) -> LoRAStats: ...
+    def residency(self, max_adapters: int) -> Residency: ...
     @property
     def layout(self) -> AdapterLayout: ...
     def describe(self) -> list[AdapterInfo]: ...
@@ -98,12 +100,17 @@ class AdapterOperator:
                 piece = self._events.since(since)
                 return EventList(piece.events, piece.last, piece.num_missed)
             case ReadStats():
-                tiers = replace(self._adapters.stats, remote=self._remote.stats)
-                return StatsReport(tiers, self._usage.by_task_id, self._usage.other, self._read_load())
+                return self._read_stats()
             case ReadLayout():
                 return LayoutReport(self._adapters.layout)
             case DescribeModel():
                 return self._model
+
+    def _read_stats(self) -> StatsReport:
+        tiers = replace(self._adapters.stats, remote=self._remote.stats)
+        resident = self._adapters.residency(self._usage.max_adapters)
+        residency = replace(resident, load_seconds=resident.load_seconds.plus(self._remote.load_seconds))
+        return StatsReport(tiers, self._usage.by_task_id, self._usage.other, self._read_load(), residency)
 
     def _list(self, in_sources: Iterable[AdapterKey]) -> AdapterList:
         adapters = {info.lora_task_id: info for info in (*self._remote.describe(), *self._adapters.describe())}

@@ -21,7 +21,7 @@ from typing import Protocol
 import zmq
 
 from multilora_engine.engine_info import EngineInfo
-from multilora_engine.errors import Cancelled, ConfigError, EngineUnavailable, RequestError
+from multilora_engine.errors import Cancelled, ConfigError, EngineUnavailable, InternalError, RequestError
 from multilora_engine.lora.layout import PackedAdapter
 from multilora_engine.process.connection import Connection
 from multilora_engine.process.messages import (
@@ -255,24 +255,29 @@ class EngineClient:
             elif output.is_final:
                 del self._calls[output.request_id]
                 call.open_request_ids.remove(output.request_id)
-            told[call] = output.request_id
-            self._tell(call, output.request_id, partial(call.listener.on_output, output))
+            if self._tell(call, output.request_id, partial(call.listener.on_output, output)):
+                told[call] = output.request_id
+            else:
+                told.pop(call, None)
         for call, request_id in told.items():
             self._tell(call, request_id, call.listener.flush)
 
-    def _tell(self, call: _Call, request_id: str, tell: Callable[[], None]) -> None:
-        """A listener that raises loses its own call only."""
+    def _tell(self, call: _Call, request_id: str, tell: Callable[[], None]) -> bool:
+        """Whether the listener took it. One that raises loses its own call only, and hears of that."""
         try:
             tell()
-        except Exception:
+        except Exception as error:
             logger.exception("request %s cannot be answered", request_id)
             self._forget(call)
+            _tell_failure(call.listener, request_id, error)
+            return False
+        return True
 
     def _forget(self, call: _Call) -> None:
         """End a call on both sides: the engine aborts those of its requests that it still has."""
         for request_id in call.open_request_ids:
             del self._calls[request_id]
-        if self._info is not None:
+        if self._info is not None and call.open_request_ids:
             self._connection.send(Abort(list(call.open_request_ids)))
         call.open_request_ids.clear()
 
@@ -286,3 +291,12 @@ class EngineClient:
                 self._deliver([error_output(request_id, Cancelled("the client cancelled the request"))])
         ended = time.monotonic()
         self._next_cancellation_check = ended + max(_CANCELLATION_INTERVAL_S, (ended - started) / _CANCELLATION_DUTY)
+
+
+def _tell_failure(listener: Listener, request_id: str, error: Exception) -> None:
+    """Without a last word the client of a request would wait for ever."""
+    try:
+        listener.on_output(error_output(request_id, InternalError(f"{type(error).__name__}: {error}")))
+        listener.flush()
+    except Exception:
+        logger.exception("request %s cannot be told that it has failed", request_id)

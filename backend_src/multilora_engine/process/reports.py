@@ -10,6 +10,7 @@ import msgspec
 from multilora_engine.engine_stats import AdaptersInUse, EngineStats
 from multilora_engine.lora.layout import AdapterLayout
 from multilora_engine.lora.life_cycle import AdapterEvent, AdapterInfo, LoRAStats
+from multilora_engine.lora.residency import Residency
 from multilora_engine.lora.usage import Usage
 from multilora_engine.process.telemetry import RequestStats
 
@@ -52,6 +53,7 @@ class StatsReport(msgspec.Struct, frozen=True):
     usage: dict[int, Usage]
     other_usage: Usage
     load: LoadReport
+    residency: Residency = msgspec.field(default_factory=Residency)
 
 
 class LayoutReport(msgspec.Struct, frozen=True):

@@ -23,6 +23,7 @@ from multilora_engine.process.messages import Launch, StartFailed, StartReport
 from multilora_engine.process.paths import ENGINE_MODULE
 
 _EXIT_TIMEOUT_S = 5.0
+_RETRY_S = 1.0
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +82,14 @@ class EngineProcess:
     def _supervise(self) -> None:
         backoff = Backoff()
         while not self._is_closing.is_set():
-            if not self._is_closing.wait(backoff.next_delay_s(self._outlive())):
+            try:
+                lived_s = self._outlive()
+            except Exception:
+                # Nobody else would start the engine again: this thread goes on whatever happens.
+                logger.exception("engine %d cannot be watched", self.generation)
+                self._is_closing.wait(_RETRY_S)
+                continue
+            if not self._is_closing.wait(backoff.next_delay_s(lived_s)):
                 self._restart()
 
     def _outlive(self) -> float:
@@ -103,6 +111,11 @@ class EngineProcess:
             logger.info("engine %d is ready", self.generation)
         except ConfigError as error:
             logger.error("engine %d cannot start: %s", self.generation, error)
+        except Exception:
+            logger.exception("engine %d cannot start", self.generation)
+            # A process that was not told what to serve, or speaks out of turn, would never end by itself.
+            if self._process is not None:
+                self._process.kill()
 
     def _spawn(self) -> tuple[subprocess.Popen[bytes], bytes]:
         """A new engine process, and the line that it waits for."""
@@ -113,17 +126,20 @@ class EngineProcess:
                 _close_pipes(self._process)
             self.generation += 1
             fd = heartbeat_file()
-            # A session of its own: Ctrl-C at the server's terminal must not reach the engine before the server is done.
-            self._process = subprocess.Popen(
-                self._command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                env=self._environ,
-                start_new_session=True,
-                pass_fds=(fd,),
-            )
-            self._heartbeat = Heartbeat(fd, self._look_interval_s)
-            os.close(fd)
+            try:
+                # A session of its own: Ctrl-C at the server's terminal must not reach the engine before the server is
+                # done.
+                self._process = subprocess.Popen(
+                    self._command,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    env=self._environ,
+                    start_new_session=True,
+                    pass_fds=(fd,),
+                )
+                self._heartbeat = Heartbeat(fd, self._look_interval_s)
+            finally:
+                os.close(fd)
             launch = Launch(self._parameters, str(self._socket_path), fd, self._look_interval_s)
             return self._process, msgspec.json.encode(launch) + b"\n"
 

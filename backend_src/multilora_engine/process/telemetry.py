@@ -3,34 +3,14 @@
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from multilora_engine.histogram import Histogram
 from multilora_engine.request import TokenOutput
 
-_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 _SEQUENCES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _NS = 1e-9
-
-
-@dataclass
-class Histogram:
-    """counts[i]: observations up to bounds[i] and above the bound before; one more for those above all bounds.
-
-    total: the sum of all observations.
-    """
-
-    bounds: tuple[float, ...]
-    counts: list[int] = field(default_factory=list)
-    total: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.counts = self.counts or [0] * (len(self.bounds) + 1)
-
-    def observe(self, value: float, times: int = 1) -> None:
-        self.counts[bisect_left(self.bounds, value)] += times
-        self.total += value * times
 
 
 @dataclass
@@ -46,10 +26,10 @@ class RequestStats:
     requests: dict[str, int] = field(default_factory=dict)
     prompt_tokens: int = 0
     output_tokens: int = 0
-    queue_seconds: Histogram = field(default_factory=lambda: Histogram(_SECONDS))
-    first_token_seconds: Histogram = field(default_factory=lambda: Histogram(_SECONDS))
-    inter_token_seconds: Histogram = field(default_factory=lambda: Histogram(_SECONDS))
-    request_seconds: Histogram = field(default_factory=lambda: Histogram(_SECONDS))
+    queue_seconds: Histogram = field(default_factory=Histogram)
+    first_token_seconds: Histogram = field(default_factory=Histogram)
+    inter_token_seconds: Histogram = field(default_factory=Histogram)
+    request_seconds: Histogram = field(default_factory=Histogram)
     batch_size: Histogram = field(default_factory=lambda: Histogram(_SEQUENCES))
 
 

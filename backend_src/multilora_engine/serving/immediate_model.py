@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -9,7 +10,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from multilora_engine.errors import RequestError
+from multilora_engine.errors import InternalError, RequestError
 from multilora_engine.process.paths import socket_path
 from multilora_engine.serving.engine_link import EngineLink
 from multilora_engine.serving.inputs import InputTensors
@@ -20,6 +21,8 @@ from multilora_engine.serving.triton_api import (
     prepare_stub,
     request_id_of,
 )
+
+logger = logging.getLogger(__name__)
 
 
 class ImmediateModel(ABC):
@@ -36,10 +39,17 @@ class ImmediateModel(ABC):
         self._link.close()
 
     def _respond(self, request: TritonRequest) -> Any:
+        """What goes wrong with one request is its own answer; an exception would fail the whole batch, without a code."""
         try:
-            arrays = self.answer(InputTensors(request), self._link)
+            return self._response(request)
         except RequestError as error:
             return error_response(error, request_id_of(request))
+        except Exception as error:
+            logger.exception("request %s failed", request_id_of(request))
+            return error_response(InternalError(f"{type(error).__name__}: {error}"), request_id_of(request))
+
+    def _response(self, request: TritonRequest) -> Any:
+        arrays = self.answer(InputTensors(request), self._link)
         pb, wanted = backend_utils(), request.requested_output_names()
         return pb.InferenceResponse([pb.Tensor(name, array) for name, array in arrays.items() if name in wanted])
 

@@ -2,6 +2,15 @@
 
 Every change of a metric is a round trip to the server, so they are made once a second, by a thread of their own, and
 only where a value has changed: a request never waits for them.
+
+Gateways that route by adapter read some of them, by names that their configuration gives: they know vLLM's by default,
+which differ by the prefix `vllm:` in the place of `multilora_`.
+- The Gateway API inference extension, and the `lora-affinity-scorer` of llm-d-router, which has taken over its endpoint
+  picker: `lora_requests_info`, for adapters that requests use now.
+- The `lora-load-state-scorer` and `lora-residency-filter` of llm-d-router: `lora_adapter_loaded` (`loraLoadedSpec`; a
+  series at 0 counts as absent), `num_gpu_loaded_lora_adapters` (`loraGPULoadedSpec`), `max_gpu_lora_adapters`
+  (`loraGPUSlotsSpec`) and the histogram `lora_adapter_load_seconds`, for adapters in memory, used or not.
+- All their scorers of load: `requests_waiting`, `requests_running`, `kv_cache_usage_ratio`.
 """
 
 from __future__ import annotations
@@ -12,7 +21,7 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Set
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from typing import Any, Literal
@@ -20,11 +29,14 @@ from typing import Any, Literal
 import msgspec
 
 from multilora_engine.engine_stats import AdaptersInUse, EngineStats
+from multilora_engine.histogram import Histogram
+from multilora_engine.lora.residency import Residency
 from multilora_engine.process.client import EngineClient
 from multilora_engine.process.operations import ReadStats
 from multilora_engine.process.reports import StatsReport
-from multilora_engine.process.telemetry import Histogram, RequestStats
+from multilora_engine.process.telemetry import RequestStats
 from multilora_engine.request import TokenOutput
+from multilora_engine.serving.load_seconds import LoadSeconds
 from multilora_engine.serving.triton_api import backend_utils
 
 _INTERVAL_S = 1.0
@@ -105,6 +117,15 @@ LORA_REQUESTS_INFO = _gauge(
 )
 """In the shape that the Gateway API inference extension reads: adapters as comma-separated labels."""
 
+LORA_ADAPTER_LOADED = _gauge("lora_adapter_loaded", "1 for an adapter in memory, by the fastest level that has it")
+"""Of the adapters on the device and the latest used of those in host memory, `lora_metrics_max_adapters` in all."""
+
+NUM_GPU_LOADED = _gauge("num_gpu_loaded_lora_adapters", "Adapters on the device")
+NUM_CPU_LOADED = _gauge("num_cpu_loaded_lora_adapters", "Adapters in host memory, where those of the device are, too")
+MAX_GPU_ADAPTERS = _gauge("max_gpu_lora_adapters", "Distinct adapters that a step can use (max_loras)")
+"""Gateways compare the number on the device with it; more than so many may be there. Host memory has no such maximum:
+it is bounded by bytes, `multilora_lora_tier_size_bytes`."""
+
 HISTOGRAMS: Mapping[str, tuple[str, str]] = {
     "queue_seconds": ("queue_seconds", "Seconds from a request's arrival to its first step"),
     "first_token_seconds": ("time_to_first_token_seconds", "Seconds from a request's arrival to its first token"),
@@ -118,8 +139,8 @@ _MAX_LISTED_ADAPTERS = 64
 """Waiting adapters that a label names; those that run are `max_loras` at most."""
 
 
-def samples(report: StatsReport) -> Iterator[Sample]:
-    """Every metric that the engine's statistics have a value for."""
+def samples(report: StatsReport, model_name: str) -> Iterator[Sample]:
+    """Every metric that the engine's statistics have a value for. model_name: of the base model."""
     for field, value in asdict(report.tiers).items():
         if isinstance(value, dict):
             yield from _samples(TIER_METRICS, value, ("tier", field))
@@ -131,6 +152,7 @@ def samples(report: StatsReport) -> Iterator[Sample]:
     yield from _engine_samples(report.load.engine)
     yield from _request_samples(report.load.requests)
     yield _lora_requests_info(report.load.adapters)
+    yield from _residency_samples(report.residency, model_name)
 
 
 def _engine_samples(stats: EngineStats) -> Iterator[Sample]:
@@ -174,12 +196,30 @@ def _lora_requests_info(adapters: AdaptersInUse) -> Sample:
     return Sample(LORA_REQUESTS_INFO, labels, _BOOT_S + time.monotonic())
 
 
+def _residency_samples(residency: Residency, model_name: str) -> Iterator[Sample]:
+    for adapter in residency.adapters:
+        labels = (
+            ("adapter_name", adapter.name),
+            ("level", adapter.level),
+            ("pinned", str(adapter.is_pinned).lower()),
+            ("rank", str(adapter.rank)),
+        )
+        yield Sample(LORA_ADAPTER_LOADED, labels, 1)
+    # By this label gateways know the requests that need no adapter.
+    yield Sample(NUM_GPU_LOADED, (("model_name", model_name),), residency.num_on_device)
+    yield Sample(NUM_CPU_LOADED, (), residency.num_in_memory)
+    yield Sample(MAX_GPU_ADAPTERS, (), residency.max_loras)
+
+
 def _samples(metrics: Mapping[str, MetricName], values: Mapping[str, float], label: tuple[str, str]) -> list[Sample]:
     return [Sample(metric, (label,), values[field]) for field, metric in metrics.items()]
 
 
 _MAX_WITHDRAWN = 8
 """Metrics of a family without a sample that the server may go on to tell: `LORA_REQUESTS_INFO` leaves one a second."""
+
+_MAX_WITHDRAWN_SHARE = 0.5
+"""And if they are more, the share of the family that they may be: `LORA_ADAPTER_LOADED` leaves many, and has many."""
 
 Key = tuple[MetricName, tuple[tuple[str, str], ...]]
 """A metric's family and its labels."""
@@ -199,21 +239,21 @@ class TritonMetrics:
     """The server's metrics, kept equal to samples. Belongs to one thread.
 
     The server goes on to tell a metric of which no sample is left until its whole family is gone (24.10: the Python
-    backend's family holds on to it). So a family with more than `max_withdrawn` of them is made anew, with the metrics
-    that stay. Not at once, since the server keeps some 190 bytes of every family that there was.
+    backend's family holds on to it): a gauge as 0, a counter as it was. A family of which more than `max_withdrawn`,
+    and more than `max_withdrawn_share`, have no sample is made anew, with the metrics that stay. Not at once, since the
+    server keeps some 190 bytes of every family that there was.
     """
 
-    def __init__(self, max_withdrawn: int = _MAX_WITHDRAWN) -> None:
+    def __init__(self, max_withdrawn: int = _MAX_WITHDRAWN, max_withdrawn_share: float = _MAX_WITHDRAWN_SHARE) -> None:
         self._max_withdrawn = max_withdrawn
+        self._max_withdrawn_share = max_withdrawn_share
         self._families: dict[MetricName, Any] = {}
         self._series: dict[Key, _Series] = {}
 
     def update(self, latest: Iterable[Sample]) -> None:
         """Take over the values."""
         current = {(sample.metric, sample.labels): sample.value for sample in latest}
-        for metric, count in Counter(metric for metric, _ in self._series.keys() - current.keys()).items():
-            if count > self._max_withdrawn:
-                self._remake(metric, current)
+        self._withdraw(self._series.keys() - current.keys(), current.keys())
         for key, value in current.items():
             self._change(key, value)
 
@@ -221,6 +261,16 @@ class TritonMetrics:
         """Remove all metrics."""
         for metric in list(self._families):
             self._remake(metric, staying=())
+
+    def _withdraw(self, withdrawn: Set[Key], staying: Set[Key]) -> None:
+        """Take over that metrics are `withdrawn`, having no sample, while others are `staying` or new."""
+        sizes = Counter(metric for metric, _ in withdrawn | staying)
+        for metric, count in Counter(metric for metric, _ in withdrawn).items():
+            if count > max(self._max_withdrawn, self._max_withdrawn_share * sizes[metric]):
+                self._remake(metric, staying)
+        for key in withdrawn & self._series.keys():
+            if key[0].kind == "GAUGE":
+                self._change(key, 0)
 
     def _remake(self, metric: MetricName, staying: Container[Key]) -> None:
         """Remove a family, and show those of its metrics again that are `staying`."""
@@ -263,9 +313,12 @@ class TritonMetrics:
 class MetricsPublisher:
     """Asks the engine for its statistics once a second and publishes them, until it is closed."""
 
-    def __init__(self, client: EngineClient, num_restarts: Callable[[], int], interval_s: float = _INTERVAL_S) -> None:
+    def __init__(
+        self, client: EngineClient, num_restarts: Callable[[], int], model_name: str, interval_s: float = _INTERVAL_S
+    ) -> None:
         self._client = client
         self._num_restarts = num_restarts
+        self._model_name = model_name
         self._interval_s = interval_s
         self._answers: queue.SimpleQueue[TokenOutput | None] = queue.SimpleQueue()
         self._closing = threading.Event()
@@ -288,19 +341,22 @@ class MetricsPublisher:
         self._thread.join()
 
     def _run(self) -> None:
-        metrics = TritonMetrics()
+        metrics, load_seconds = TritonMetrics(), LoadSeconds()
         while not self._closing.is_set():
             try:
-                self._publish(metrics)
+                self._publish(metrics, load_seconds)
             except Exception:
                 logger.exception("the metrics cannot be published")
             self._closing.wait(self._interval_s)
         metrics.clear()
+        load_seconds.clear()
 
-    def _publish(self, metrics: TritonMetrics) -> None:
+    def _publish(self, metrics: TritonMetrics, load_seconds: LoadSeconds) -> None:
         self._client.operate(self, uuid.uuid4().hex, ReadStats())
         answer = self._answers.get()
         # Without an engine there is nothing new to tell.
         if answer is not None and answer.error_code is None:
             report = msgspec.json.decode(answer.text, type=StatsReport)
-            metrics.update([*samples(report), Sample(ENGINE_RESTARTS, (), self._num_restarts())])
+            restarts = Sample(ENGINE_RESTARTS, (), self._num_restarts())
+            metrics.update([*samples(report, self._model_name), restarts])
+            load_seconds.update(report.residency)

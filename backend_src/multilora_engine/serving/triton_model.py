@@ -43,7 +43,7 @@ class GenerationModel:
             resources.callback(link.close)
             layout = link.client.wait_until_ready(_FIRST_CONTACT_S).adapter_layout
             check_free_space(adapter_pages(layout, layout.max_rank) * layout.page_bytes)
-            metrics = MetricsPublisher(link.client, lambda: engine.generation - 1)
+            metrics = MetricsPublisher(link.client, lambda: engine.generation - 1, config.model_path.name)
             resources.callback(metrics.close)
             self._front = GenerationFront(link, can_stream=True)
             self._resources = resources.pop_all()

@@ -560,6 +560,18 @@ def test_the_least_recently_used_adapter_goes_first_and_only_as_many_as_needed()
     assert manager.stats.host.evictions == 1
 
 
+def test_a_question_about_an_adapter_does_not_keep_it_longer_and_a_use_does() -> None:
+    manager = build_manager(3, None, "refuse")
+    for task, content in enumerate((0, 4, 8)):
+        manager.put(task, CONTENTS[content][1])
+    manager.unpin(manager.pin(1))
+    for ask in (manager.info, manager.digest, manager.is_known, manager.keep, manager.unpin_adapter):
+        ask(0)
+    assert [info.lora_task_id for info in manager.describe()] == [0, 2, 1]
+    manager.put(3, CONTENTS[0][1])
+    assert not manager.is_known(0)
+
+
 def test_a_full_cache_of_pinned_adapters_refuses_and_evicts_nothing() -> None:
     manager = build_manager(3, None, "refuse")
     for task, content in enumerate((0, 4, 8)):
@@ -676,6 +688,30 @@ def test_each_tier_counts_what_it_holds_and_what_happened_to_it() -> None:
     assert device.copy_seconds > 0
 
 
+def test_gateways_hear_who_is_in_memory_and_at_which_level() -> None:
+    copies = SteppedCopies()
+    manager = build_manager(6, 2, "refuse", copy_pages=copies)
+    for task, (content, name) in enumerate(((0, ""), (4, "pirate"), (8, ""))):
+        manager.put(task, CONTENTS[content][1], name)
+    assert [(a.name, a.level) for a in manager.residency(9).adapters] == [("2", "cpu"), ("pirate", "cpu"), ("0", "cpu")]
+    manager.pin_adapter(0)
+    adapter = manager.pin(0)
+    manager.acquire(adapter)
+    assert {a.level for a in manager.residency(9).adapters} == {"cpu"}, "its copy is under way"
+    copies.step(1)
+    manager.acquire(adapter)
+    first, *others = manager.residency(9).adapters
+    assert (first.name, first.level, first.is_pinned, first.rank) == ("0", "gpu", True, 1)
+    assert [(a.name, a.level) for a in others] == [("2", "cpu"), ("pirate", "cpu")]
+    residency = manager.residency(2)
+    assert [a.name for a in residency.adapters] == ["0", "2"]
+    assert (residency.num_on_device, residency.num_in_memory, residency.max_loras) == (1, 3, MAX_LORAS)
+    assert (sum(residency.activate_seconds.counts), residency.activate_seconds.total) == (1, 1.0)
+    manager.unload(1)
+    assert [a.name for a in manager.residency(9).adapters] == ["0", "2"]
+    assert manager.residency(0).adapters == []
+
+
 def test_a_wait_ends_when_the_adapter_becomes_usable() -> None:
     manager = build_manager(6, 1, "refuse")
     for task, content in enumerate((0, 4)):
@@ -772,7 +808,7 @@ def test_one_whose_file_is_written_goes_before_an_older_one_that_would_have_to_w
     manager.put(0, CONTENTS[0][1])
     work(manager, workers)
     manager.put(1, CONTENTS[4][1])
-    manager.digest(0)  # the more recently used of the two
+    manager.put(0, CONTENTS[0][1])  # the more recently used of the two
     manager.put(2, CONTENTS[8][1])
     assert manager.info(2).bytes > 0
     assert {info.lora_task_id: info.location for info in manager.describe()} == {0: "DISK", 1: "HOST", 2: "HOST"}

@@ -198,6 +198,27 @@ def test_a_listener_that_raises_loses_its_own_call_only(
     wait_for(engine, lambda: engine.aborted == ["broken"])
 
 
+@pytest.mark.parametrize("method", ["on_output", "flush"])
+def test_a_listener_that_raises_once_still_hears_that_its_call_has_ended(
+    client: EngineClient, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    broken = RecordingListener()
+    works, failures = getattr(broken, method), iter([RuntimeError("the response cannot be made")])
+
+    def fail_once(*arguments: TokenOutput) -> None:
+        for failure in failures:
+            raise failure
+        works(*arguments)
+
+    monkeypatch.setattr(broken, method, fail_once)
+    client.generate(broken, [generation_request("broken", [1], max_tokens=10**6)])
+    last = broken.wait()[-1]
+    assert (last.error_code, last.error_message) == ("INTERNAL", "RuntimeError: the response cannot be made")
+    client.close()
+    assert broken.num_ends == 0
+    assert broken.num_outputs_at_flush[-1] == len(broken.outputs)
+
+
 def test_without_an_engine_requests_fail_at_once(socket_path: Path) -> None:
     client, listener = EngineClient(socket_path), RecordingListener()
     client.generate(listener, [generation_request("r", [1])])

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -115,6 +116,56 @@ def test_an_engine_that_cannot_start_again_is_tried_until_it_can(
     deadly.wait()
     assert start_failed.wait(TIMEOUT_S)
     config.with_suffix(".gone").rename(config)
+    client.wait_until_ready(TIMEOUT_S)
+    client.generate(later, [generation_request("later", [1])])
+    assert later.wait()[-1].finish_reason == "length"
+    client.close()
+
+
+@pytest.mark.parametrize("broken", ["heartbeat_file", "Heartbeat", "_await_start"])
+def test_whatever_keeps_an_engine_from_starting_again_it_is_tried_until_it_does(
+    engine_process: EngineProcessFactory, socket_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    process = engine_process()
+    process.start()
+    client, deadly, later = EngineClient(socket_path), RecordingListener(), RecordingListener()
+    client.wait_until_ready(TIMEOUT_S)
+    works, failures = getattr(supervisor, broken), iter([OSError(24, "Too many open files")])
+
+    def fail_once(*arguments: Any) -> Any:
+        for failure in failures:
+            raise failure
+        return works(*arguments)
+
+    monkeypatch.setattr(supervisor, broken, fail_once)
+    client.generate(deadly, [generation_request("deadly", [DIE])])
+    deadly.wait()
+    client.wait_until_ready(TIMEOUT_S)
+    client.generate(later, [generation_request("later", [1])])
+    assert later.wait()[-1].finish_reason == "length"
+    assert process.generation == 3
+    client.close()
+
+
+def test_an_engine_that_cannot_be_watched_for_a_moment_is_watched_again(
+    engine_process: EngineProcessFactory, socket_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed, works = threading.Event(), os.pidfd_open
+
+    def fail_once(pid: int) -> int:
+        if failed.is_set():
+            return works(pid)
+        failed.set()
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(os, "pidfd_open", fail_once)
+    process = engine_process()
+    process.start()
+    assert failed.wait(TIMEOUT_S)
+    client, deadly, later = EngineClient(socket_path), RecordingListener(), RecordingListener()
+    client.wait_until_ready(TIMEOUT_S)
+    client.generate(deadly, [generation_request("deadly", [DIE])])
+    deadly.wait()
     client.wait_until_ready(TIMEOUT_S)
     client.generate(later, [generation_request("later", [1])])
     assert later.wait()[-1].finish_reason == "length"

@@ -16,15 +16,18 @@ from support.fronts import TIMEOUT_S, RecordingListener, generation_request
 from support.served_engine import served
 
 from multilora_engine.engine_stats import AdaptersInUse, EngineStats
+from multilora_engine.histogram import Histogram
 from multilora_engine.lora.format import pack_adapter
 from multilora_engine.lora.life_cycle import LoRAStats, TierStats
+from multilora_engine.lora.residency import Residency, Resident
 from multilora_engine.lora.usage import Usage
 from multilora_engine.process.client import EngineClient
 from multilora_engine.process.reports import LoadReport, StatsReport
-from multilora_engine.process.telemetry import Histogram, RequestStats
+from multilora_engine.process.telemetry import RequestStats
 from multilora_engine.serving.metrics import (
     ENGINE_METRICS,
     HISTOGRAMS,
+    LORA_ADAPTER_LOADED,
     LORA_REQUESTS_INFO,
     TIER_METRICS,
     USAGE_METRICS,
@@ -44,6 +47,7 @@ def published() -> Iterator[dict[tuple[str, tuple[tuple[str, str], ...]], float]
     FakeMetricFamily.num_calls = 0
     yield FakeMetricFamily.published
     assert FakeMetricFamily.published == {}
+    assert FakeMetricFamily.observed == {}
 
 
 def an_idle_engine() -> LoadReport:
@@ -69,7 +73,7 @@ def test_values_are_taken_from_the_report_with_their_labels() -> None:
     host, disk = TierStats(hits=3), TierStats(failures=1)
     tiers = LoRAStats(tier, host, disk, insertions=2, replacements=0, waits=0, wait_seconds=0.5)
     report = StatsReport(tiers, {2**64 - 1: Usage(7, 1, 1)}, Usage(9, 1, 1), an_idle_engine())
-    values = {(sample.metric.name, sample.labels): sample.value for sample in samples(report)}
+    values = {(sample.metric.name, sample.labels): sample.value for sample in samples(report, "base")}
     assert values["multilora_lora_tier_used_bytes", DEVICE] == 5
     assert values["multilora_lora_tier_hits_total", HOST] == 3
     assert values["multilora_lora_tier_failures_total", (("tier", "disk"),)] == 1
@@ -86,7 +90,7 @@ def test_prometheus_own_reader_finds_the_histograms_cumulative() -> None:
     report = StatsReport(no_adapters(), {}, Usage(), LoadReport(EngineStats(), AdaptersInUse(), requests))
     lines = [
         sample.metric.name + "{" + ",".join(f'{name}="{value}"' for name, value in sample.labels) + f"}} {sample.value}"
-        for sample in samples(report)
+        for sample in samples(report, "base")
         if sample.metric.name.startswith("multilora_inter_token_seconds")
     ]
     text = "\n".join(["# TYPE multilora_inter_token_seconds histogram", *lines, ""])
@@ -105,7 +109,7 @@ def test_prometheus_own_reader_finds_the_histograms_cumulative() -> None:
 def test_gateways_read_the_adapters_in_use_from_labels() -> None:
     adapters = AdaptersInUse(max_loras=4, running=["7", "pirate"], waiting=[str(i) for i in range(100, 300)])
     report = StatsReport(no_adapters(), {}, Usage(), LoadReport(EngineStats(), adapters, RequestStats()))
-    (info,) = [sample for sample in samples(report) if sample.metric is LORA_REQUESTS_INFO]
+    (info,) = [sample for sample in samples(report, "base") if sample.metric is LORA_REQUESTS_INFO]
     labels = dict(info.labels)
     assert labels["max_lora"] == "4"
     assert labels["running_lora_adapters"] == "7,pirate"
@@ -113,12 +117,43 @@ def test_gateways_read_the_adapters_in_use_from_labels() -> None:
     assert info.value == pytest.approx(time.time(), abs=60)
 
 
+def test_gateways_read_who_is_in_memory_from_labels() -> None:
+    residents = [Resident("pirate", "gpu", is_pinned=True, rank=8), Resident("7", "cpu", is_pinned=False, rank=64)]
+    residency = Residency(residents, num_on_device=1, num_in_memory=2, max_loras=4)
+    report = StatsReport(no_adapters(), {}, Usage(), an_idle_engine(), residency)
+    values = {(sample.metric.name, sample.labels): sample.value for sample in samples(report, "base")}
+    pirate = (("adapter_name", "pirate"), ("level", "gpu"), ("pinned", "true"), ("rank", "8"))
+    seven = (("adapter_name", "7"), ("level", "cpu"), ("pinned", "false"), ("rank", "64"))
+    assert values["multilora_lora_adapter_loaded", pirate] == 1
+    assert values["multilora_lora_adapter_loaded", seven] == 1
+    assert values["multilora_num_gpu_loaded_lora_adapters", (("model_name", "base"),)] == 1
+    assert values["multilora_num_cpu_loaded_lora_adapters", ()] == 2
+    assert values["multilora_max_gpu_lora_adapters", ()] == 4
+
+
+def test_an_adapter_that_goes_is_at_0_at_once_and_its_family_is_made_anew_when_half_of_it_is(
+    published: dict[tuple[str, tuple[tuple[str, str], ...]], float],
+) -> None:
+    metrics = TritonMetrics(max_withdrawn=2)
+    labels = [(("adapter_name", str(number)),) for number in range(12)]
+
+    def shown(first: int, end: int) -> dict[str, float]:
+        metrics.update([Sample(LORA_ADAPTER_LOADED, label, 1) for label in labels[first:end]])
+        return {label[0][1]: value for (_, label), value in published.items()}
+
+    assert shown(0, 6) == dict.fromkeys("012345", 1)
+    assert shown(4, 8) == dict.fromkeys("0123", 0) | dict.fromkeys("4567", 1)
+    assert shown(3, 8) == dict.fromkeys("012", 0) | dict.fromkeys("34567", 1), "one that comes back needs no new family"
+    assert shown(6, 9) == dict.fromkeys("678", 1)
+    metrics.clear()
+
+
 def test_adapters_in_use_are_the_latest_even_when_the_clock_was_set_back(monkeypatch: pytest.MonkeyPatch) -> None:
     values = list[float]()
     for now_s in (2e9, 1e9):
         monkeypatch.setattr(time, "time", lambda now_s=now_s: now_s)
         report = StatsReport(no_adapters(), {}, Usage(), an_idle_engine())
-        values += [sample.value for sample in samples(report) if sample.metric is LORA_REQUESTS_INFO]
+        values += [sample.value for sample in samples(report, "base") if sample.metric is LORA_REQUESTS_INFO]
     before, after = values
     assert before < after
 
@@ -162,7 +197,7 @@ def test_metrics_without_a_value_stay_until_they_are_too_many_and_go_on_where_th
 def test_a_metric_without_a_value_is_removed_and_starts_anew(
     published: dict[tuple[str, tuple[tuple[str, str], ...]], float],
 ) -> None:
-    metrics = TritonMetrics(max_withdrawn=0)
+    metrics = TritonMetrics(max_withdrawn=0, max_withdrawn_share=0.0)
     metrics.update([Sample(COUNTER, HOST, 10)])
     metrics.update([])
     assert published == {}
@@ -174,7 +209,7 @@ def test_a_metric_without_a_value_is_removed_and_starts_anew(
 def test_what_stays_in_a_family_is_shown_again_as_it_was_when_another_metric_of_it_goes(
     published: dict[tuple[str, tuple[tuple[str, str], ...]], float],
 ) -> None:
-    metrics = TritonMetrics(max_withdrawn=0)
+    metrics = TritonMetrics(max_withdrawn=0, max_withdrawn_share=0.0)
     metrics.update([Sample(COUNTER, HOST, 10), Sample(COUNTER, DEVICE, 1), Sample(GAUGE, HOST, 4)])
     metrics.update([Sample(COUNTER, HOST, 3), Sample(COUNTER, DEVICE, 1), Sample(GAUGE, HOST, 4)])
     metrics.update([Sample(COUNTER, HOST, 3)])
@@ -200,7 +235,7 @@ def test_what_an_engine_did_is_published_and_withdrawn_at_the_end(
     with served(FakeEngine(), tmp_path / "engine.sock"):
         client, listener = EngineClient(tmp_path / "engine.sock"), RecordingListener()
         client.wait_until_ready(TIMEOUT_S)
-        publisher = MetricsPublisher(client, lambda: 3, interval_s=0.01)
+        publisher = MetricsPublisher(client, lambda: 3, "base", interval_s=0.01)
         request = generation_request("r", [1, 2], max_tokens=5, lora_task_id=7)
         client.generate(listener, [request], adapter=(7, pack_adapter(wire.weights, wire.config, TINY)))
         assert seen.wait(TIMEOUT_S)
@@ -208,6 +243,8 @@ def test_what_an_engine_did_is_published_and_withdrawn_at_the_end(
         assert published["multilora_output_tokens_total", ()] == 5
         assert published["multilora_requests_total", (("outcome", "length"),)] == 1
         assert published["multilora_engine_restarts_total", ()] == 3
+        resident = (("adapter_name", "7"), ("level", "cpu"), ("pinned", "false"), ("rank", "4"))
+        assert published[LORA_ADAPTER_LOADED.name, resident] == 1
         publisher.close()
         client.close()
 
@@ -216,7 +253,7 @@ def test_without_an_engine_nothing_is_published(
     published: dict[tuple[str, tuple[tuple[str, str], ...]], float], tmp_path: Path
 ) -> None:
     client = EngineClient(tmp_path / "nobody.sock")
-    publisher = MetricsPublisher(client, lambda: 0)
+    publisher = MetricsPublisher(client, lambda: 0, "base")
     publisher.close()
     client.close()
     assert published == {}

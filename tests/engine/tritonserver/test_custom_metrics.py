@@ -6,8 +6,11 @@ from pathlib import Path
 from urllib.request import urlopen
 
 import numpy as np
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from tritonclient.http import InferenceServerClient, InferInput
 
+from multilora_engine.serving.load_seconds import NAME
 from multilora_engine.tritonserver import ServerOptions, ServerProcess
 
 MODEL = """
@@ -21,7 +24,7 @@ COUNTER = MetricName("adapter_requests_total", "COUNTER", "by adapter")
 
 class TritonPythonModel:
     def initialize(self, args):
-        self.metrics, self.count = TritonMetrics(max_withdrawn=0), 0
+        self.metrics, self.count = TritonMetrics(max_withdrawn=0, max_withdrawn_share=0.0), 0
 
     def execute(self, requests):
         for request in requests:
@@ -48,6 +51,12 @@ def shown(metrics_url: str) -> dict[str, float]:
     return {name: float(value) for name, value in values}
 
 
+def send(client: InferenceServerClient, text: str) -> None:
+    tensor = InferInput("IN", [1], "BYTES")
+    tensor.set_data_from_numpy(np.array([text.encode()], dtype=object))
+    client.infer("echo", [tensor])
+
+
 def test_only_the_latest_labels_are_shown_and_counters_go_on(echo_repository: Path) -> None:
     (echo_repository / "echo" / "1" / "model.py").write_text(MODEL)
     options = ServerOptions(model_repository=echo_repository, http_port=0, grpc_port=0, metrics_port=0)
@@ -55,11 +64,54 @@ def test_only_the_latest_labels_are_shown_and_counters_go_on(echo_repository: Pa
         server.wait_ready()
         with InferenceServerClient(server.http_url) as client:
             for name in ("first", "second", "third"):
-                tensor = InferInput("IN", [1], "BYTES")
-                tensor.set_data_from_numpy(np.array([name.encode()], dtype=object))
-                client.infer("echo", [tensor])
+                send(client, name)
         assert shown(server.metrics_url) == {
             'adapters_info{running="third"}': 7.0,
             'adapter_requests_total{adapter="stays"}': 3.0,
             'adapter_requests_total{adapter="third"}': 1.0,
         }
+
+
+LOADS = """
+import triton_python_backend_utils as pb_utils
+
+from multilora_engine.histogram import Histogram
+from multilora_engine.lora.residency import Residency
+from multilora_engine.serving.load_seconds import LoadSeconds
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        self.metric, self.loads = LoadSeconds(), Histogram()
+
+    def execute(self, requests):
+        for request in requests:
+            tensor = pb_utils.get_input_tensor_by_name(request, "IN")
+            self.loads.observe(float(tensor.as_numpy()[0]))
+            self.metric.update(Residency(load_seconds=self.loads.plus(Histogram())))
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("OUT", tensor.as_numpy())]) for _ in requests]
+
+    def finalize(self):
+        self.metric.clear()
+"""
+"""Shows a load of each length in seconds that it is sent."""
+
+
+def test_what_loads_took_is_a_histogram_to_prometheus_own_reader(echo_repository: Path) -> None:
+    (echo_repository / "echo" / "1" / "model.py").write_text(LOADS)
+    options = ServerOptions(model_repository=echo_repository, http_port=0, grpc_port=0, metrics_port=0)
+    with ServerProcess(options, probe=lambda http_url: None) as server:
+        server.wait_ready()
+        with InferenceServerClient(server.http_url) as client:
+            for seconds in ("0.02", "0.3", "400"):
+                send(client, seconds)
+        with urlopen(server.metrics_url) as answer:
+            families = {family.name: family for family in text_string_to_metric_families(answer.read().decode())}
+    family = families[NAME]
+    values = {(s.name.removeprefix(NAME), s.labels["transition"], s.labels.get("le")): s.value for s in family.samples}
+    assert family.type == "histogram"
+    assert values["_bucket", "load", "0.025"] == 1
+    assert values["_bucket", "load", "0.5"] == 2
+    assert values["_bucket", "load", "+Inf"] == values["_count", "load", None] == 3
+    assert values["_sum", "load", None] == pytest.approx(400.32)
+    assert values["_count", "activate", None] == 0
