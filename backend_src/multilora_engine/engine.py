@@ -23,6 +23,7 @@ from multilora_engine.engine_parts import (
     choose_device,
     choose_dtype,
     choose_weight_dtype,
+    client_policy,
     dtype_name,
 )
 from multilora_engine.engine_stats import AdaptersInUse, EngineStats
@@ -32,15 +33,15 @@ from multilora_engine.errors import (
     InternalError,
     InvalidRequest,
     QueueFull,
+    QueueShareFull,
     RequestError,
 )
 from multilora_engine.guided import GuideCompiler, GuideMatcher
 from multilora_engine.kv_cache import BlockAllocator, BlockCopy
 from multilora_engine.logits import bias_tensors, end_tokens
-from multilora_engine.lora.event_log import EventLog
+from multilora_engine.lora.adapter_events import AdapterEvents
 from multilora_engine.lora.host_tier import CachedAdapter
 from multilora_engine.lora.layout import PackedAdapter, adapter_layout
-from multilora_engine.lora.life_cycle import AdapterEvent
 from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.lora.names import TaskId, label_of
 from multilora_engine.lora.prefetch import prefetch_adapters
@@ -141,6 +142,7 @@ class Engine:
             device=str(device),
             dtype=dtype_name(dtype),
             version=read_version(),
+            clients=client_policy(config),
         )
         self._timeout_s = config.request_timeout_s
         self._limits = RequestLimits(
@@ -153,7 +155,8 @@ class Engine:
         )
         self._max_loras = config.lora.max_loras
         self._max_queue_size = config.max_queue_size
-        self.lora_events: EventLog[AdapterEvent] = EventLog(_NUM_LORA_EVENTS)
+        self._max_queue_share = max(1, int(config.max_queue_size * config.max_queue_share))
+        self.lora_events = AdapterEvents(_NUM_LORA_EVENTS)
         self._loras = build_lora_manager(config, layout, plan, device, self.lora_events)
         if config.lora.lora_prefetch_dir is not None:
             prefetch_adapters(config.lora.lora_prefetch_dir, self._loras, layout)
@@ -223,7 +226,7 @@ class Engine:
         """
         assert request.request_id not in self._sequences, f"request id {request.request_id} is in use"
         self._limits.check(request)
-        self._check_queue()
+        self._check_queue(request.sender.name)
         text = _text_stream(self._tokenizer, request.sampling)
         bias = bias_tensors(request.sampling, self._device)
         guide = self._guide(request.sampling)
@@ -351,14 +354,20 @@ class Engine:
         unended = (s for s in sequences if s.status is not SequenceStatus.FINISHED)
         return [self._sequences[id_] for id_ in dict.fromkeys(s.request.request_id for s in unended)]
 
-    def _check_queue(self) -> None:
-        """Raises QueueFull when no further request may wait, in the queue or parked."""
+    def _check_queue(self, client: str) -> None:
+        """Raises QueueFull or QueueShareFull when no further request of a client may wait, in the queue or parked."""
         num_waiting = self._scheduler.num_waiting + sum(map(len, self._parked.values()))
         if num_waiting >= self._max_queue_size:
             # By arrival: it is found behind those that run.
             oldest = next(s for s in self._sequences.values() if s.status is SequenceStatus.WAITING)
             wait_s = (time.monotonic_ns() - oldest.arrival_time_ns) / 1e9
             raise QueueFull(num_waiting, self._max_queue_size, wait_s)
+        if client and (num_own := self._num_waiting_of(client)) >= self._max_queue_share:
+            raise QueueShareFull(num_own, self._max_queue_share)
+
+    def _num_waiting_of(self, client: str) -> int:
+        parked = (sequence.request.sender.name for sequences in self._parked.values() for sequence in sequences)
+        return self._scheduler.num_waiting_of(client) + sum(name == client for name in parked)
 
     def _pin_or_fetch(self, request: GenerationRequest) -> CachedAdapter | Fetch | None:
         """The adapter of a request, pinned or on its way; None is the base model."""

@@ -12,6 +12,20 @@ from multilora_engine.lora.layout import AdapterLayout
 
 
 @dataclass(frozen=True)
+class ClientPolicy:
+    """How the fronts tell clients apart, and what each may ask for.
+
+    api_keys_file: absolute path, empty without keys. client_header_secret, min_priority, stop_needs_sender: the
+    parameters of these names.
+    """
+
+    api_keys_file: str = ""
+    client_header_secret: str = ""
+    min_priority: int = 0
+    stop_needs_sender: bool = False
+
+
+@dataclass(frozen=True)
 class EngineInfo:
     """What the fronts must know of a running engine: plain values, so that it travels between processes.
 
@@ -33,6 +47,7 @@ class EngineInfo:
     device: str
     dtype: str
     version: str
+    clients: ClientPolicy = ClientPolicy()
 
 
 def read_version() -> str:

@@ -15,8 +15,12 @@
           AdapterNotKept                          an uploaded adapter cannot be written to the disk tier
           TooManyUploads                          a client sends more than `max_uploads_per_client` at once
           QueueFull                               `max_queue_size` requests are waiting already
+          QueueShareFull                          so many of one client's are that no more of its may
           EngineUnavailable                       the engine process died or is starting
           SourceUnavailable                       a source of adapters cannot be reached
+          RateExceeded      -> RESOURCE_EXHAUSTED an API key's requests or tokens of a minute are used up
+        Unauthenticated     -> UNAUTHENTICATED    the server has API keys and the request has none of them
+        PermissionDenied    -> PERMISSION_DENIED  the API key may not do that
         Cancelled           -> CANCELLED          the client, a `stop` request or the deadline ended it
         InternalError       -> INTERNAL           a step failed on the device; the requests in it are lost
 
@@ -41,7 +45,7 @@ class ConfigError(MultiloraError):
 
 
 class RequestError(MultiloraError):
-    """Base of what a request can cause. `code` is the name of the Triton status it becomes."""
+    """Base of what a request can cause. `code` is the name of the Triton status it becomes, where Triton has it."""
 
     code: str
 
@@ -166,6 +170,27 @@ class QueueFull(Unavailable):
         )
 
 
+class QueueShareFull(Unavailable):
+    """As many requests of one client are waiting as `max_queue_share` lets it have."""
+
+    def __init__(self, num_waiting: int, max_waiting: int) -> None:
+        super().__init__(
+            f"this client's share of the queue is full: {num_waiting} of its requests are waiting, and {max_waiting} "
+            "may (max_queue_size times max_queue_share)"
+        )
+
+
+class RateExceeded(Unavailable):
+    """What an API key may cause in a minute is used up."""
+
+    code = "RESOURCE_EXHAUSTED"
+
+    def __init__(self, unit: str, per_minute: int, wait_s: float) -> None:
+        super().__init__(
+            f"this API key may cause {per_minute} {unit} a minute, which are used up; come back in {wait_s:.1f} s"
+        )
+
+
 class EngineUnavailable(Unavailable):
     """The engine process died or has not finished starting."""
 
@@ -175,6 +200,24 @@ class SourceUnavailable(Unavailable):
 
     def __init__(self, adapter: str, source: str, reason: str) -> None:
         super().__init__(f"LoRA adapter {adapter!r} cannot be had from source {source!r} now: {reason}")
+
+
+class Unauthenticated(RequestError):
+    """The server has API keys, and the request came with none of them."""
+
+    code = "UNAUTHENTICATED"
+
+    def __init__(self) -> None:
+        super().__init__(
+            "no valid API key: send the header `authorization: Bearer KEY`; over HTTP generate, where Triton passes no "
+            "header on, send it in the body"
+        )
+
+
+class PermissionDenied(RequestError):
+    """The API key is valid and may not do what the request asks for."""
+
+    code = "PERMISSION_DENIED"
 
 
 class Cancelled(RequestError):

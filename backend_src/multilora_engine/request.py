@@ -140,6 +140,11 @@ class Sender(msgspec.Struct, frozen=True, omit_defaults=True):
     tokens_per_minute: int | None = None
     weight: float = 1.0
 
+    @property
+    def is_known(self) -> bool:
+        """Whether it can be told from others."""
+        return bool(self.name or self.key_id)
+
 
 class GenerationRequest(msgspec.Struct, frozen=True):
     """One prompt, as the engine accepts it.

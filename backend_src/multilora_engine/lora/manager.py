@@ -614,7 +614,9 @@ def _tell_kept(kept: Future[None], write: Future[float]) -> None:
 
 
 def _resident(adapter: CachedAdapter, level: Level) -> Resident:
-    return Resident(label_of(adapter.lora_task_id, adapter.name), level, adapter.is_pinned, max(adapter.ranks, default=0))
+    return Resident(
+        label_of(adapter.lora_task_id, adapter.name), level, adapter.is_pinned, max(adapter.ranks, default=0)
+    )
 
 
 def _describe_file(adapter: DiskAdapter) -> AdapterInfo:

@@ -6,6 +6,8 @@ from pathlib import Path
 
 from multilora_engine.engine_info import EngineInfo
 from multilora_engine.process.client import EngineClient
+from multilora_engine.serving.senders import Rights, SenderBook
+from multilora_engine.serving.triton_api import TritonRequest
 from multilora_engine.text import Tokenizer
 
 _FIRST_CONTACT_S = 5.0
@@ -18,6 +20,13 @@ class EngineLink:
     def __init__(self, socket_path: Path) -> None:
         self.client = EngineClient(socket_path)
         self._tokenizer: Tokenizer | None = None
+        self._senders: SenderBook | None = None
+
+    def rights(self, request: TritonRequest) -> Rights:
+        """Who sent a request, and what it may do. Raises Unauthenticated, InvalidRequest, EngineUnavailable."""
+        if self._senders is None:
+            self._senders = SenderBook(self.client.wait_until_ready(_FIRST_CONTACT_S).clients)
+        return self._senders.rights(request)
 
     def describe(self) -> tuple[EngineInfo, Tokenizer]:
         """Raises EngineUnavailable while there is no engine."""

@@ -11,7 +11,7 @@ import msgspec
 from multilora_engine.engine_info import EngineInfo
 from multilora_engine.errors import InvalidRequest
 from multilora_engine.process.client import Listener
-from multilora_engine.request import GenerationRequest, SamplingParams
+from multilora_engine.request import GenerationRequest, SamplingParams, Sender
 from multilora_engine.serving.calls import GenerateCall, UploadCall, is_stop, read_call
 from multilora_engine.serving.engine_link import EngineLink
 from multilora_engine.serving.front import Front, new_id
@@ -19,8 +19,9 @@ from multilora_engine.serving.inputs import InputTensors
 from multilora_engine.serving.outputs import ReplyRow
 from multilora_engine.serving.prompt_answer import PromptTokens
 from multilora_engine.serving.replies import EachReply, EmptyReply, OneReply, Reply, Responder, StreamReply, Transcript
+from multilora_engine.serving.senders import Rights
 from multilora_engine.serving.triton_api import TritonRequest, trace_id_of
-from multilora_engine.serving.uploads import UploadListener, Uploads, client_of
+from multilora_engine.serving.uploads import UploadListener, Uploads
 from multilora_engine.text import Tokenizer
 
 
@@ -38,31 +39,33 @@ class GenerationFront(Front):
         self._renamed = renamed
 
     def _submit(self, request: TritonRequest, responder: Responder) -> None:
+        rights = self._link.rights(request)
         inputs = InputTensors(request, self._renamed)
         if is_stop(inputs):
-            self._stop(responder)
+            self._stop(responder, rights)
             return
         info, tokenizer = self._link.describe()
         call = read_call(inputs, info, tokenizer)
         if isinstance(call, UploadCall):
-            self._upload(call, request, responder, info)
+            self._upload(call, rights, responder, info)
         else:
-            self._generate(call, request, responder, info, tokenizer)
+            self._generate(call, rights, request, responder, info, tokenizer)
 
-    def _stop(self, responder: Responder) -> None:
+    def _stop(self, responder: Responder, rights: Rights) -> None:
         if not responder.request_id:
             raise InvalidRequest("stop needs the request id of the request that shall end")
-        self._link.client.stop(EmptyReply(responder), new_id(), responder.request_id)
+        self._link.client.stop(EmptyReply(responder), new_id(), responder.request_id, rights.sender)
 
-    def _upload(self, call: UploadCall, request: TritonRequest, responder: Responder, info: EngineInfo) -> None:
-        request_id = new_id()
+    def _upload(self, call: UploadCall, rights: Rights, responder: Responder, info: EngineInfo) -> None:
+        request_id, task_id = new_id(), rights.uploaded_task_id(call.lora_task_id, call.lora_name)
         reply = OneReply(responder, {request_id: Transcript(ReplyRow(lora_task_id=call.lora_task_id))})
-        listener = self._count_upload(reply, request, info)
-        self._link.client.put_adapter(listener, request_id, call.lora_task_id, call.adapter, call.lora_name)
+        listener = self._count_upload(reply, rights.sender, info)
+        self._link.client.put_adapter(listener, request_id, task_id, call.adapter, call.lora_name, rights.sender)
 
     def _generate(
         self,
         call: GenerateCall,
+        rights: Rights,
         request: TritonRequest,
         responder: Responder,
         info: EngineInfo,
@@ -71,13 +74,19 @@ class GenerationFront(Front):
         if call.is_streaming and not self._can_stream:
             raise InvalidRequest("this model sends one response; for streaming call the model generation")
         requests, rows = _expand(call, _timeout_s(request), tokenizer)
+        requests = [rights.grant(request) for request in requests]
+        adapter = (
+            None
+            if call.adapter is None
+            else (rights.uploaded_task_id(call.adapter[0], call.lora_names[0]), call.adapter[1])
+        )
         reply = self._reply(call, rows, responder, tokenizer)
-        listener = reply if call.adapter is None else self._count_upload(reply, request, info)
-        self._link.client.generate(listener, requests, responder.request_id, call.adapter, trace_id_of(request))
+        listener = reply if adapter is None else self._count_upload(reply, rights.sender, info)
+        self._link.client.generate(listener, requests, responder.request_id, adapter, trace_id_of(request))
 
-    def _count_upload(self, reply: Reply, request: TritonRequest, info: EngineInfo) -> Listener:
+    def _count_upload(self, reply: Reply, sender: Sender, info: EngineInfo) -> Listener:
         """Raises TooManyUploads."""
-        return UploadListener(reply, self._uploads.begin(client_of(request), info.max_uploads_per_client))
+        return UploadListener(reply, self._uploads.begin(sender.name, info.max_uploads_per_client))
 
     def _reply(
         self, call: GenerateCall, rows: Mapping[str, ReplyRow], responder: Responder, tokenizer: Tokenizer

@@ -14,6 +14,14 @@ from numpy.typing import NDArray
 
 from multilora_engine.errors import RequestError
 
+_NEAREST_CODES = {
+    "UNAUTHENTICATED": "INVALID_ARG",
+    "PERMISSION_DENIED": "INVALID_ARG",
+    "RESOURCE_EXHAUSTED": "UNAVAILABLE",
+}
+"""For the codes that Triton does not have, of those that it has one that clients do the right thing for: whether to try
+again. The message begins with the code itself."""
+
 
 class TritonTensor(Protocol):
     """`triton_python_backend_utils.Tensor`. The data lies in shared memory and lives as long as its request."""
@@ -82,5 +90,6 @@ def trace_id_of(request: TritonRequest) -> str:
 def error_response(error: RequestError, request_id: str) -> Any:
     """The `InferenceResponse` that tells a client of an error."""
     pb = backend_utils()
-    triton_error = pb.TritonError(error.wire_message(request_id), getattr(pb.TritonError, error.code))
+    code = _NEAREST_CODES.get(error.code, error.code)
+    triton_error = pb.TritonError(error.wire_message(request_id), getattr(pb.TritonError, code))
     return pb.InferenceResponse([], error=triton_error)

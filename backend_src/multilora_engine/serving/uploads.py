@@ -1,27 +1,18 @@
 """How many adapters one client may be sending at once. A front holds the weights of each until the engine has them.
 
-Triton tells a model nothing of who asks. An authenticating proxy can, by `CLIENT_HEADER`. Without one, all clients
-count as one.
+A client is the tenant of an API key, or who a proxy says. Without both, all clients count as one: Triton tells a model
+nothing of who asks.
 """
 
 from __future__ import annotations
 
-import json
 import threading
 from collections import Counter
 from collections.abc import Callable
 
-from multilora_engine.client_header import CLIENT_HEADER
 from multilora_engine.errors import TooManyUploads
 from multilora_engine.process.client import Listener
 from multilora_engine.request import TokenOutput
-from multilora_engine.serving.triton_api import TritonRequest
-
-
-def client_of(request: TritonRequest) -> str:
-    """Who sent a request, as its proxy says; empty where no one does."""
-    parameters = json.loads(request.parameters() or "{}")
-    return next((str(value) for name, value in parameters.items() if name.lower() == CLIENT_HEADER), "")
 
 
 class Uploads:
