@@ -17,8 +17,9 @@ EPILOG = (
     "Keys are the parameters of generation/config.pbtxt, which README.md lists, and those of TensorRT-LLM's templates: "
     + "".join(f"{theirs} is {ours} here; " for theirs, ours in RENAMED.items())
     + "triton_max_batch_size and preprocessing_instance_count mean what they mean there; decoupled_mode adds the "
-    "models tensorrt_llm and tensorrt_llm_bls, for clients that stream (true) or not (false). Every other key of "
-    "upstream's is accepted, and named with the reason for which it does nothing here. An unknown key is an error."
+    "models tensorrt_llm and tensorrt_llm_bls, and makes them and ensemble for clients that stream (true) or not "
+    "(false). Every other key of upstream's is accepted, and named with the reason for which it does nothing here. "
+    "An unknown key is an error."
 )
 
 

@@ -72,7 +72,7 @@ def _read(job: Job, due_s: float, sent_s: float, times: Sequence[float], message
         done_s=times[-1],
         text="".join(_first(piece, "text_output") for piece in pieces),
         num_input_tokens=_first(pieces[-1], "num_input_tokens") if pieces else 0,
-        num_output_tokens=_first(pieces[-1], "num_output_tokens") if pieces else 0,
+        num_output_tokens=_first(pieces[-1], "num_output_tokens_so_far") if pieces else 0,
         error=errors[0] if errors else "",
     )
 

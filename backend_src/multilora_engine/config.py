@@ -168,9 +168,33 @@ class EngineConfig(BaseModel):
         int,
         Field(ge=1, description="Adapters a client may send at once; the header x-multilora-client names the client."),
     ] = 8
+    max_sequences_per_request: Annotated[
+        int, Field(ge=1, description="Rows of a request times `num_return_sequences` or beams.")
+    ] = 512
+    max_prompt_tokens_per_request: Annotated[
+        int, Field(ge=1, description="Prompt tokens of a request; a prompt counts once for each of its sequences.")
+    ] = 1 << 19
+    max_words_per_request: Annotated[
+        int, Field(ge=0, description="Stop words and bad words, as text or as ids, over all sequences of a request.")
+    ] = 4096
+    max_word_bytes_per_request: Annotated[
+        ByteSize, Field(ge=0, description="The same words in bytes of UTF-8, and of int32 where they are ids.")
+    ] = ByteSize(128 << 10)
+    max_biases_per_request: Annotated[
+        int, Field(ge=0, description="Tokens with an `embedding_bias`, over all sequences of a request.")
+    ] = 1 << 16
+    max_guides_per_request: Annotated[
+        int, Field(ge=0, description="Different guides of guided decoding in one request.")
+    ] = 16
+    max_metadata_bytes: Annotated[
+        ByteSize, Field(ge=1, description="Parameters of a request, of which its headers are some, as JSON.")
+    ] = ByteSize(64 << 10)
     max_logits_bytes: Annotated[
-        ByteSize, Field(ge=0, description="Most bytes of context and generation logits that one answer may have.")
+        ByteSize, Field(ge=0, description="Most bytes of context and generation logits that one request may ask for.")
     ] = ByteSize(256 << 20)
+    max_logits_bytes_in_flight: Annotated[
+        ByteSize, Field(ge=0, description="The same for all requests in flight at one model; more get UNAVAILABLE.")
+    ] = ByteSize(512 << 20)
     block_size: Annotated[int, Field(ge=1, le=1024, description="Tokens of one KV cache block.")] = 16
     enable_prefix_caching: Annotated[
         bool,

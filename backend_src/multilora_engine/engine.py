@@ -15,7 +15,7 @@ import torch
 
 from multilora_engine.beam_search import BeamSearch, Continuations, continue_beams
 from multilora_engine.config import EngineConfig
-from multilora_engine.engine_info import EngineInfo, read_version
+from multilora_engine.engine_info import CallLimits, ClientPolicy, EngineInfo, read_version
 from multilora_engine.engine_parts import (
     build_fetcher,
     build_lora_manager,
@@ -23,7 +23,6 @@ from multilora_engine.engine_parts import (
     choose_device,
     choose_dtype,
     choose_weight_dtype,
-    client_policy,
     dtype_name,
 )
 from multilora_engine.engine_stats import AdaptersInUse, EngineStats
@@ -134,7 +133,7 @@ class Engine:
             end_token_ids=model_config.end_token_ids,
             add_special_tokens=config.add_special_tokens,
             exclude_input_in_output=config.exclude_input_in_output,
-            max_prompt_bytes=int(config.max_prompt_bytes),
+            limits=CallLimits.of(config),
             max_adapter_bytes=int(config.lora.lora_max_adapter_bytes),
             max_uploads_per_client=config.max_uploads_per_client,
             adapter_layout=layout,
@@ -142,7 +141,7 @@ class Engine:
             device=str(device),
             dtype=dtype_name(dtype),
             version=read_version(),
-            clients=client_policy(config),
+            clients=ClientPolicy.of(config),
         )
         self._timeout_s = config.request_timeout_s
         self._limits = RequestLimits(

@@ -5,10 +5,34 @@ In a module of its own, so that the fronts need not import what only the engine 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib import metadata
+from typing import TYPE_CHECKING
 
 from multilora_engine.lora.layout import AdapterLayout
+
+if TYPE_CHECKING:
+    from multilora_engine.config import EngineConfig
+
+
+@dataclass(frozen=True)
+class CallLimits:
+    """What one request may ask for at most: the parameters of these names."""
+
+    max_prompt_bytes: int
+    max_sequences_per_request: int
+    max_prompt_tokens_per_request: int
+    max_words_per_request: int
+    max_word_bytes_per_request: int
+    max_biases_per_request: int
+    max_guides_per_request: int
+    max_metadata_bytes: int
+    max_logits_bytes: int
+    max_logits_bytes_in_flight: int
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> CallLimits:
+        return cls(**{field.name: int(getattr(config, field.name)) for field in fields(cls)})
 
 
 @dataclass(frozen=True)
@@ -23,6 +47,15 @@ class ClientPolicy:
     client_header_secret: str = ""
     min_priority: int = 0
     stop_needs_sender: bool = False
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> ClientPolicy:
+        return cls(
+            api_keys_file="" if config.api_keys_file is None else str(config.api_keys_file.absolute()),
+            client_header_secret=config.client_header_secret,
+            min_priority=config.min_priority,
+            stop_needs_sender=config.stop_needs_sender,
+        )
 
 
 @dataclass(frozen=True)
@@ -39,7 +72,7 @@ class EngineInfo:
     end_token_ids: tuple[int, ...]
     add_special_tokens: bool
     exclude_input_in_output: bool
-    max_prompt_bytes: int
+    limits: CallLimits
     max_adapter_bytes: int
     max_uploads_per_client: int
     adapter_layout: AdapterLayout

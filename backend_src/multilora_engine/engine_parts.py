@@ -8,7 +8,6 @@ import torch
 
 from multilora_engine.config import EngineConfig
 from multilora_engine.cuda_graphs import DecodeGraphs, DecodeInputs, capture_decode, graph_sizes
-from multilora_engine.engine_info import ClientPolicy
 from multilora_engine.errors import ConfigError
 from multilora_engine.forward_batch import KVCache
 from multilora_engine.lora.device_tier import DeviceTier
@@ -131,13 +130,3 @@ def _capture_graphs(
     inputs = DecodeInputs(sizes[-1], max_blocks, config.block_size, plan.num_blocks, loras.tables)
     device = kv_cache.keys.device
     return capture_decode(lambda batch: model.forward(batch, kv_cache), inputs, sizes, model.config.vocab_size, device)
-
-
-def client_policy(config: EngineConfig) -> ClientPolicy:
-    """What the fronts must know of the configuration before they look at a request."""
-    return ClientPolicy(
-        api_keys_file="" if config.api_keys_file is None else str(config.api_keys_file.absolute()),
-        client_header_secret=config.client_header_secret,
-        min_priority=config.min_priority,
-        stop_needs_sender=config.stop_needs_sender,
-    )

@@ -14,6 +14,7 @@
           AdapterNotLoaded                        copying a cached adapter to where it is needed failed this time
           AdapterNotKept                          an uploaded adapter cannot be written to the disk tier
           TooManyUploads                          a client sends more than `max_uploads_per_client` at once
+          TooManyLogits                           the logits asked for exceed `max_logits_bytes_in_flight`
           QueueFull                               `max_queue_size` requests are waiting already
           QueueShareFull                          so many of one client's are that no more of its may
           EngineUnavailable                       the engine process died or is starting
@@ -32,8 +33,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from multilora_engine.log_lines import one_line
+
 if TYPE_CHECKING:
     from multilora_engine.lora.names import TaskId
+
+MAX_REQUEST_ID_CHARS = 128
+"""Of the id that a client gives its request: it stands in logs and errors, and is how a stop names the request."""
 
 
 class MultiloraError(Exception):
@@ -51,7 +57,7 @@ class RequestError(MultiloraError):
 
     def wire_message(self, request_id: str) -> str:
         """The text a client sees: code, message, request id."""
-        return f"[{self.code}] {self} (request {request_id or '-'})"
+        return f"[{self.code}] {self} (request {one_line(request_id, MAX_REQUEST_ID_CHARS) or '-'})"
 
 
 class InvalidRequest(RequestError):
@@ -158,6 +164,16 @@ class TooManyUploads(Unavailable):
 
     def __init__(self, num_uploads: int) -> None:
         super().__init__(f"{num_uploads} adapters of this client are being uploaded already")
+
+
+class TooManyLogits(Unavailable):
+    """The requests in flight at one model ask for more logits than `max_logits_bytes_in_flight`."""
+
+    def __init__(self, bytes_in_flight: int, num_bytes: int, max_bytes: int) -> None:
+        super().__init__(
+            f"the request asks for {num_bytes} bytes of logits, {bytes_in_flight} are in flight, and "
+            f"max_logits_bytes_in_flight is {max_bytes}"
+        )
 
 
 class QueueFull(Unavailable):

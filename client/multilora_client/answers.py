@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,28 +19,21 @@ def parse_generation(response: Response, request_id: str) -> Generation:
 class ChunkReader:
     """Makes chunks of the responses of one stream, each of which has a piece of one answer.
 
-    Only `read` changes what it knows of the answers: how many have not ended, and how long each one is.
+    `read` counts the answers that have not ended: only gRPC marks the last response of a stream.
     """
 
     def __init__(self, request_id: str, num_sequences: int) -> None:
         self._request_id = request_id
         self._num_open = num_sequences
-        self._num_output_tokens: Counter[int] = Counter()
 
     def read(self, response: Response) -> Chunk:
         answer = _alternatives(response)[0]
-        sequence_index = response.first("sequence_index") or 0
         self._num_open -= answer.finish_reason is not None
-        self._num_output_tokens[sequence_index] += answer.num_output_tokens or 0
-        says_length = answer.num_output_tokens is not None
-        fields = _answer_fields(response, answer) | {
-            "num_output_tokens": self._num_output_tokens[sequence_index] if says_length else None
-        }
         return Chunk(
-            **fields,
+            **_answer_fields(response, answer),
             request_id=self._request_id,
             is_final=response.is_final or self._num_open == 0,
-            sequence_index=sequence_index,
+            sequence_index=response.first("sequence_index") or 0,
         )
 
 
@@ -56,7 +48,7 @@ _PER_ANSWER = (
     "output_ids",
     "sequence_length",
     "finish_reason",
-    "num_output_tokens",
+    "num_output_tokens_so_far",
     "output_log_probs",
     "cum_log_probs",
     "top_log_prob_ids",
@@ -80,7 +72,7 @@ def _alternative(values: Mapping[str, Sequence[Any]]) -> Alternative:
         top_log_probs=_top_log_probs(values["top_log_prob_ids"], values["top_log_probs"], num_filled_up)[:length],
         cum_log_prob=cum_log_probs[0] if log_probs else None,
         generation_logits=_logits(values["generation_logits"], num_filled_up, length),
-        num_output_tokens=next(iter(values["num_output_tokens"]), None),
+        num_output_tokens=next(iter(values["num_output_tokens_so_far"]), None),
         tokens=_tokens(values["output_tokens"], num_filled_up)[:length],
     )
 

@@ -38,7 +38,7 @@ def infer_answer(text: str) -> httpx2.Response:
     data = struct.pack("<I", len(text.encode())) + text.encode()
     header = {
         "outputs": [
-            {"name": "num_output_tokens", "datatype": "INT32", "shape": [1, 1], "data": [3]},
+            {"name": "num_output_tokens_so_far", "datatype": "INT32", "shape": [1, 1], "data": [3]},
             {
                 "name": "text_output",
                 "datatype": "BYTES",

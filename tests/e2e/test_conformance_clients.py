@@ -6,6 +6,7 @@ import itertools
 import json
 import queue
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import numpy as np
@@ -27,6 +28,7 @@ from support.stock_clients import (
     stop_request,
     stream,
     streamed_tokens,
+    text_of,
     text_request,
     token_request,
     unary,
@@ -48,10 +50,6 @@ fresh_ids = itertools.count(500_000)
 def triplet() -> Tensors:
     """The three tensors of an adapter that the server does not have."""
     return adapter_tensors(Adapter(next(fresh_ids), convert_peft(PIRATE, "float16")))
-
-
-def text_of(results: list[object]) -> str:
-    return "".join(result.as_numpy("text_output").item().decode() for result in results)  # type: ignore[attr-defined]
 
 
 def only_id(adapter: Tensors) -> Tensors:
@@ -80,7 +78,9 @@ def test_the_input_can_be_left_out(url: str, greedy: list[int]) -> None:
 def test_a_stream_has_new_tokens_only(url: str, greedy: list[int]) -> None:
     results = stream(url, "tensorrt_llm", token_request(IDS, NUM_TOKENS, True))
     assert len(results) > 1
-    assert all(result.as_numpy("output_ids").shape[:2] == (1, 1) for result in results)
+    lengths = [result.as_numpy("sequence_length") for result in results]
+    assert [length.shape for length in lengths] == [(1, 1)] * len(results)
+    assert [result.as_numpy("output_ids").shape for result in results] == [(1, 1, length.item()) for length in lengths]
     assert streamed_tokens(results) == greedy
 
 
@@ -106,7 +106,8 @@ def test_end_ids(url: str, greedy: list[int]) -> None:
 def test_sequences(url: str) -> None:
     options = {"num_return_sequences": integer(3), "runtime_top_k": integer(50), "seed": seed_of(3)}
     results = stream(url, "tensorrt_llm", token_request(IDS, NUM_TOKENS, False, **options))
-    answers = {result.as_numpy("sequence_index").item(): whole_tokens(result, len(IDS)) for result in results}
+    assert all(result.as_numpy("sequence_index").shape == (1, 1) for result in results)
+    answers = {result.as_numpy("sequence_index")[0][0]: whole_tokens(result, len(IDS)) for result in results}
     assert sorted(answers) == [0, 1, 2]
     assert len(set(map(tuple, answers.values()))) == 3
 
@@ -130,6 +131,16 @@ def test_requested_outputs(url: str, streaming: bool) -> None:
     for result in stream(url, "tensorrt_llm", request, names):
         assert names_of(result) == set(names)
     assert names_of(unary(url, "generation_unary", token_request(IDS, 3, False), outputs=names[:2])) == set(names[:2])
+
+
+@row("token client", "output_ids is the first output of every response, in whatever order outputs were asked for")
+@pytest.mark.parametrize("names", [[], ["sequence_length", "output_ids"], ["output_ids", "cum_log_probs"]])
+def test_the_first_output(url: str, names: list[str]) -> None:
+    for streaming, options in ((True, {"return_log_probs": flag()}), (False, {"return_perf_metrics": flag()})):
+        results = stream(url, "tensorrt_llm", token_request(IDS, 3, streaming, **options), names)
+        assert {result.get_response().outputs[0].name for result in results} == {"output_ids"}
+    result = unary(url, "generation_unary", token_request(IDS, 3, False), outputs=names)
+    assert list(result.get_response().outputs[0].shape) == [1, 1, len(IDS) + 3]
 
 
 @row("token client", "a stop request gets an empty response, and its original ends with fewer tokens")
@@ -256,6 +267,18 @@ def test_an_adapter_of_the_text_client(url: str, triplet: Tensors, model: str) -
     assert first == later != text_of(stream(url, model, text_request(PROMPT, NUM_TOKENS, True)))
 
 
+@row("text client", "text_output has one dimension, [rows x beams], and so has OUTPUT of postprocessing")
+@pytest.mark.parametrize("model", ["ensemble", "ensemble_unary", "tensorrt_llm_bls"])
+def test_texts_have_one_dimension(url: str, model: str) -> None:
+    single = text_request(PROMPT, 3, False, beam_width=integer(2))
+    request = {name: np.concatenate([array, array]) for name, array in single.items()}
+    result = unary(url, model, request) if model == "ensemble_unary" else stream(url, model, request)[0]
+    texts = result.as_numpy("text_output")
+    assert (texts.shape, texts.dtype) == ((4,), np.object_)
+    assert [text.decode()[: len(PROMPT)] for text in texts] == [PROMPT] * 4
+    assert texts[:2].tolist() == texts[2:].tolist()
+
+
 @row("text client", "without streaming, over unary gRPC")
 def test_the_text_client_over_unary_calls(url: str) -> None:
     result = unary(url, "ensemble_unary", text_request(PROMPT, NUM_TOKENS, False), outputs=["text_output"])
@@ -283,16 +306,26 @@ def test_a_stop_request_for_an_ensembles_request(url: str) -> None:
 # Triton's OpenAI front end.
 
 
-@row("OpenAI front end", "exactly one text, with num_input_tokens and num_output_tokens for the usage")
+@row("OpenAI front end", "exactly one text, with num_input_tokens and, of each response of a stream, num_output_tokens")
 @pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
 def test_the_front_ends_counts(url: str, model: str) -> None:
     request = openai_request(PROMPT, NUM_TOKENS, False, exclude_input_in_output=flag())
     (result,) = stream(url, model, request)
-    assert result.as_numpy("text_output").size == 1
-    assert (result.as_numpy("num_input_tokens").item(), result.as_numpy("num_output_tokens").item()) == (5, NUM_TOKENS)
+    assert result.as_numpy("text_output").shape == (1,)
+    assert counts_of(result) == ([[5]], [[NUM_TOKENS]])
     streamed = stream(url, model, openai_request(PROMPT, NUM_TOKENS, True, exclude_input_in_output=flag()))
     assert text_of(streamed) == text_of([result])
-    assert streamed[-1].as_numpy("num_output_tokens").item() == NUM_TOKENS
+    assert len(streamed) > 1
+    assert {counts_of(piece)[0][0][0] for piece in streamed} == {5}
+    # The front end adds up the counts of a stream.
+    assert sum(piece.as_numpy("num_output_tokens")[0][0] for piece in streamed) == NUM_TOKENS
+    assert [piece.as_numpy("num_output_tokens_so_far").tolist() for piece in streamed[-1:]] == [[[NUM_TOKENS]]]
+
+
+def counts_of(result: Any) -> tuple[list[list[int]], list[list[int]]]:
+    counts = [result.as_numpy(name) for name in ("num_input_tokens", "num_output_tokens")]
+    assert all(count.dtype == np.int32 for count in counts)
+    return counts[0].tolist(), counts[1].tolist()
 
 
 @row("OpenAI front end", "stop_words, top_p, penalties, seed, temperature and a json_schema guide")

@@ -21,6 +21,7 @@ from support.stock_clients import (
     seed_of,
     stream,
     streamed_tokens,
+    text_of,
     text_request,
     token_request,
     unary,
@@ -32,6 +33,7 @@ from tritonclient.utils import InferenceServerException
 from multilora_engine.serving.unsupported import UNSUPPORTED_OPTIONS, UNSUPPORTED_TENSORS
 
 PERF_OUTPUTS = {name for name in OUTPUTS["tensorrt_llm"] if name.endswith("_ns") or name.startswith("kv_cache_")}
+BLOCK_OUTPUTS = {name for name in PERF_OUTPUTS if name.startswith("kv_cache_")}
 DRAFT_OUTPUTS = {"acceptance_rate", "total_accepted_draft_tokens", "total_draft_tokens"}
 
 
@@ -55,8 +57,7 @@ def tokens(url: str, num_tokens: int = NUM_TOKENS, end_id: int = 2, **options: n
 
 def texts(url: str, model: str, streaming: bool = True, **options: np.ndarray) -> str:
     """All text of a stream of a text model."""
-    results = stream(url, model, text_request(PROMPT, NUM_TOKENS, streaming, **options))
-    return "".join(result.as_numpy("text_output").item().decode() for result in results)
+    return text_of(stream(url, model, text_request(PROMPT, NUM_TOKENS, streaming, **options)))
 
 
 def word_list(*token_ids: list[int]) -> np.ndarray:
@@ -84,11 +85,11 @@ def preprocess(url: str, **tensors: np.ndarray) -> Any:
 def test_preprocessing_tokenizes(url: str, vocabulary: tokenizers.Tokenizer) -> None:
     result = preprocess(url)
     assert result.as_numpy("INPUT_ID").tolist() == [vocabulary.encode(PROMPT).ids]
-    values = [result.as_numpy(f"REQUEST_{name}").item() for name in ("INPUT_LEN", "OUTPUT_LEN")]
-    assert values == [len(IDS), 7]
-    assert result.as_numpy("OUT_END_ID").item() == vocabulary.token_to_id("<|im_end|>")
+    values = [result.as_numpy(f"REQUEST_{name}").tolist() for name in ("INPUT_LEN", "OUTPUT_LEN")]
+    assert values == [[[len(IDS)]], [[7]]]
+    assert result.as_numpy("OUT_END_ID").tolist() == [[vocabulary.token_to_id("<|im_end|>")]]
     given = preprocess(url, END_ID=integer(-1), PAD_ID=integer(5))
-    assert (given.as_numpy("OUT_END_ID").item(), given.as_numpy("OUT_PAD_ID").item()) == (-1, 5)
+    assert (given.as_numpy("OUT_END_ID").tolist(), given.as_numpy("OUT_PAD_ID").tolist()) == ([[-1]], [[5]])
 
 
 @row("preprocessing", "word lists become ids and ends, [2, n]; bias words a bias a token; absent ones are empty")
@@ -215,11 +216,31 @@ def test_log_probs(url: str) -> None:
 @row("tensorrt_llm", "return_perf_metrics: times, KV cache blocks, and 0 draft tokens")
 def test_perf_metrics(url: str) -> None:
     (result,) = stream(url, "tensorrt_llm", token_request(IDS, 3, False, return_perf_metrics=flag()))
-    times = [result.as_numpy(f"{name}_ns").item() for name in ("arrival_time", "first_token_time", "last_token_time")]
-    assert 0 < times[0] < times[1] < times[2]
-    assert result.as_numpy("kv_cache_alloc_total_blocks").item() >= 1
+    names = [f"{name}_time_ns" for name in ("arrival", "first_scheduled", "first_token", "last_token")]
+    times = [result.as_numpy(name) for name in names]
+    assert [(time.shape, time.dtype) for time in times] == [((1, 1), np.int64)] * 4
+    assert 0 < times[0] <= times[1] < times[2] < times[3]
+    assert_blocks_are_told(result)
     assert [result.as_numpy(name).tolist() for name in sorted(DRAFT_OUTPUTS)] == [[[0]]] * 3
     (without,) = stream(url, "tensorrt_llm", token_request(IDS, 1, False))
+    assert not {*PERF_OUTPUTS, *DRAFT_OUTPUTS} & names_of(without)
+
+
+def assert_blocks_are_told(result: Any) -> None:
+    blocks = {name: result.as_numpy(name) for name in sorted(BLOCK_OUTPUTS)}
+    assert {(array.shape, array.dtype) for array in blocks.values()} == {((1, 1), np.dtype(np.int32))}
+    assert blocks["kv_cache_alloc_total_blocks"] >= 1
+
+
+@row("tensorrt_llm", "return_kv_cache_reuse_stats (v0.16 to v0.18.2): KV cache blocks alone, at the text doors, too")
+@pytest.mark.parametrize("model", ["tensorrt_llm", "ensemble", "tensorrt_llm_bls"])
+def test_kv_cache_stats(url: str, model: str) -> None:
+    wanted = {"return_kv_cache_reuse_stats": flag()}
+    request = token_request(IDS, 3, False) if model == "tensorrt_llm" else text_request(PROMPT, 3, False)
+    (result,) = stream(url, model, {**request, **wanted})
+    assert_blocks_are_told(result)
+    assert not ({*PERF_OUTPUTS, *DRAFT_OUTPUTS} - BLOCK_OUTPUTS) & names_of(result)
+    (without,) = stream(url, model, request)
     assert not {*PERF_OUTPUTS, *DRAFT_OUTPUTS} & names_of(without)
 
 
@@ -250,12 +271,12 @@ def test_postprocessing_declares_all_tensors(url: str) -> None:
     assert_upstreams_tensors_are_declared(url, "postprocessing")
 
 
-@row("postprocessing", "OUTPUT has a text a beam, of as many tokens as SEQUENCE_LENGTH says")
+@row("postprocessing", "OUTPUT has a text a beam, [rows x beams], of as many tokens as SEQUENCE_LENGTH says")
 def test_postprocessing_decodes_each_beam_to_its_length(url: str) -> None:
     tokens_batch = np.array([[[*IDS], [*IDS[:2], 7, 7, 7]]], np.int32)
     lengths = np.array([[5, 2]], np.int32)
     result = unary(url, "postprocessing", {"TOKENS_BATCH": tokens_batch, "SEQUENCE_LENGTH": lengths})
-    assert result.as_numpy("OUTPUT").tolist() == [[PROMPT.encode(), b"The capital"]]
+    assert result.as_numpy("OUTPUT").tolist() == [PROMPT.encode(), b"The capital"]
 
 
 # ensemble
@@ -314,15 +335,15 @@ def assert_options_count(url: str, model: str) -> None:
 def test_the_ensembles_sequences(url: str) -> None:
     options = {"num_return_sequences": integer(2), "top_k": integer(50)}
     results = stream(url, "ensemble", text_request(PROMPT, 3, False, **options))
-    assert sorted(result.as_numpy("sequence_index").item() for result in results) == [0, 1]
+    assert sorted(result.as_numpy("sequence_index").tolist() for result in results) == [[[0]], [[1]]]
 
 
 @row("ensemble", "beam_width over 1: a text a beam in one response")
 @pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
 def test_the_text_of_beams(url: str, model: str) -> None:
     (result,) = stream(url, model, text_request(PROMPT, 3, False, beam_width=integer(2), length_penalty=real(1.0)))
-    assert result.as_numpy("text_output").shape == (1, 2)
-    assert len(set(result.as_numpy("text_output")[0])) == 2
+    assert result.as_numpy("text_output").shape == (2,)
+    assert len(set(result.as_numpy("text_output"))) == 2
 
 
 @row("ensemble", "decoder texts and prompt tables", "refused")

@@ -38,7 +38,7 @@ class FakeServer(service_pb2_grpc.GRPCInferenceServiceServicer):
 
 def piece(text: bytes, num_output_tokens: int) -> Any:
     response = service_pb2.ModelInferResponse()
-    for name, number in {"num_output_tokens": num_output_tokens, "num_input_tokens": 5}.items():
+    for name, number in {"num_output_tokens_so_far": num_output_tokens, "num_input_tokens": 5}.items():
         response.outputs.add(name=name, datatype="INT32", shape=[1, 1])
         response.raw_output_contents.append(number.to_bytes(4, "little"))
     response.outputs.add(name="text_output", datatype="BYTES", shape=[1, 1])

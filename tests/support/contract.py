@@ -39,7 +39,7 @@ _TEXT_INPUTS = """
     INT32[1] end_id pad_id top_k min_tokens beam_width;
     FP32[1] top_p temperature length_penalty repetition_penalty presence_penalty frequency_penalty;
     UINT64[1] seed; BOOL[1] return_log_probs return_context_logits return_generation_logits return_perf_metrics;
-    BOOL[1] return_num_input_tokens return_num_output_tokens stream;
+    BOOL[1] return_num_input_tokens return_num_output_tokens return_kv_cache_reuse_stats stream;
     FP16[-1,-1] prompt_embedding_table; UINT64[1] prompt_table_extra_id; INT32[1] prompt_vocab_size;
     STRING[-1] embedding_bias_words; FP32[-1] embedding_bias_weights;
     UINT64[1] lora_task_id; FP16[-1,-1] lora_weights; INT32[-1,3] lora_config;
@@ -71,6 +71,7 @@ INPUTS: Mapping[str, Tensors] = {
         FP32[1] beam_search_diversity_rate presence_penalty frequency_penalty draft_acceptance_threshold;
         UINT64[1] seed lora_task_id; BOOL[1] early_stopping return_log_probs return_context_logits;
         BOOL[1] return_generation_logits return_perf_metrics return_num_input_tokens return_num_output_tokens;
+        BOOL[1] return_kv_cache_reuse_stats;
         BOOL[1] exclude_input_in_output stop streaming skip_cross_attn_blocks;
         STRING[1] guided_decoding_guide_type guided_decoding_guide;
         INT32[-1] draft_input_ids decoder_input_ids; FP32[-1,-1] draft_logits;
@@ -136,3 +137,25 @@ def misfits(declared: Any, upstream: Tensors) -> list[str]:
         if tensor.data_type != model_config_pb2.DataType.Value(f"TYPE_{dtype}") or not fits:
             found.append(f"{name} is {model_config_pb2.DataType.Name(tensor.data_type)}{list(tensor.dims)}")
     return found
+
+
+_FLAT = frozenset({"text_output", "OUTPUT"})
+"""Outputs without a batch dimension."""
+
+
+def response_misfits(response: Any, model: str) -> list[str]:
+    """The outputs of a response of gRPC that upstream's model of this name would give another type or shape, and
+    output_ids where it is not the first: upstream's clients read it by its place.
+    """
+    declared, late = OUTPUTS.get(model, {}), [output.name for output in response.outputs[1:]]
+    found = [f"{name} is not the first output" for name in late if name == "output_ids"]
+    for output in response.outputs:
+        if output.name in declared and not _fits(output, *declared[output.name]):
+            found.append(f"{output.name} is {output.datatype}{list(output.shape)}")
+    return found
+
+
+def _fits(output: Any, dtype: str, dims: tuple[int, ...]) -> bool:
+    shape = dims if output.name in _FLAT else (-1, *dims)
+    has_shape = len(shape) == len(output.shape) and all(a in (b, -1) for a, b in zip(shape, output.shape, strict=True))
+    return has_shape and output.datatype == {"STRING": "BYTES"}.get(dtype, dtype)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import msgspec
 
 from multilora_engine.config import EngineConfig
-from multilora_engine.engine_info import EngineInfo
+from multilora_engine.engine_info import CallLimits, EngineInfo
 from multilora_engine.engine_stats import AdaptersInUse, EngineStats
 from multilora_engine.errors import ConfigError, InvalidRequest
 from multilora_engine.lora.adapter_events import AdapterEvents
@@ -25,7 +25,7 @@ from multilora_engine.lora.names import TaskId
 from multilora_engine.lora.remote import RemoteAdapters
 from multilora_engine.lora.sources.fetcher import AdapterFetcher
 from multilora_engine.process.server import main
-from multilora_engine.request import BeamOutput, FinishReason, GenerationRequest, TokenLogProb, TokenOutput
+from multilora_engine.request import BeamOutput, FinishReason, GenerationRequest, PerfMetrics, TokenLogProb, TokenOutput
 from support.adapters import TINY
 
 HOLD, FAIL_STEP, DIE, BUG, HANG = 1001, 1002, 1003, 1004, 1005
@@ -39,7 +39,18 @@ INFO = EngineInfo(
     end_token_ids=(2,),
     add_special_tokens=True,
     exclude_input_in_output=False,
-    max_prompt_bytes=10_000,
+    limits=CallLimits(
+        max_prompt_bytes=10_000,
+        max_sequences_per_request=16,
+        max_prompt_tokens_per_request=256,
+        max_words_per_request=12,
+        max_word_bytes_per_request=64,
+        max_biases_per_request=20,
+        max_guides_per_request=2,
+        max_metadata_bytes=1000,
+        max_logits_bytes=1 << 20,
+        max_logits_bytes_in_flight=3 << 19,
+    ),
     max_adapter_bytes=1_000_000,
     max_uploads_per_client=2,
     adapter_layout=TINY,
@@ -166,6 +177,7 @@ class FakeEngine:
             num_prompt_tokens=len(request.prompt_token_ids),
             num_output_tokens=len(self.produced[request.request_id]),
             lora_digest="" if adapter is None else adapter.digest,
+            perf=PerfMetrics() if reason else None,
         )
 
 

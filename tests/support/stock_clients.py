@@ -16,6 +16,8 @@ import tritonclient.grpc as triton
 from numpy.typing import NDArray
 from tritonclient.utils import np_to_triton_dtype
 
+from support.contract import response_misfits
+
 TIMEOUT_S = 300.0
 STREAMING_PARAMETER = "Streaming"
 """A request parameter that the token client sends along and that means nothing."""
@@ -113,7 +115,9 @@ def openai_request(prompt: str, max_tokens: int, streaming: bool, **options: NDA
 
 
 class Session:
-    """One client of one server, as long as its stream is open. Errors are raised when they are read."""
+    """One client of one server, as long as its stream is open. Errors are raised when they are read, and so are
+    outputs of another type or shape than upstream's.
+    """
 
     def __init__(self, client: triton.InferenceServerClient, model: str) -> None:
         self.client = client
@@ -135,10 +139,7 @@ class Session:
         )
 
     def next(self) -> Any:
-        result, error = self._responses.get(timeout=TIMEOUT_S)
-        if error is not None:
-            raise error
-        return result
+        return _checked(self._model, *self._responses.get(timeout=TIMEOUT_S))
 
     def finish(self) -> list[Any]:
         """Let the server finish, as the clients do, and return all responses that have not been read."""
@@ -177,9 +178,13 @@ def unary(url: str, model: str, tensors: Tensors, request_id: str = "", outputs:
             request_id=request_id,
             parameters={STREAMING_PARAMETER: False},
         )
-        result, error = responses.get(timeout=TIMEOUT_S)
+        return _checked(model, *responses.get(timeout=TIMEOUT_S))
+
+
+def _checked(model: str, result: Any, error: Exception | None) -> Any:
     if error is not None:
         raise error
+    assert not (misfits := response_misfits(result.get_response(), model)), misfits
     return result
 
 
@@ -198,6 +203,13 @@ def whole_tokens(result: Any, num_input: int) -> list[int]:
     length = result.as_numpy("sequence_length")[0][0]
     tokens: list[int] = result.as_numpy("output_ids")[0][0][:length].tolist()
     return tokens[num_input:]
+
+
+def text_of(results: Sequence[Any]) -> str:
+    """As the text client joins what it gets: each element of the first dimension is a text of a beam."""
+    texts = [result.as_numpy("text_output") for result in results]
+    assert all(text.shape == (1,) for text in texts), [text.shape for text in texts]
+    return "".join(text[0].decode() for text in texts)
 
 
 def names_of(result: Any) -> set[str]:

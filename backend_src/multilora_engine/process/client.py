@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,6 +29,7 @@ from multilora_engine.process.connection import Connection
 from multilora_engine.process.messages import (
     Abort,
     AdapterScope,
+    AdapterTaken,
     Add,
     FromEngine,
     Operate,
@@ -79,12 +81,26 @@ class Listener(Protocol):
     def is_cancelled(self) -> bool: ...
 
 
+class Claims:
+    """What a front gives back when the engine has a call's adapter, and what when the call has ended. At its end both
+    are given back, each once."""
+
+    def __init__(self) -> None:
+        self.until_taken = ExitStack()
+        self.until_ended = ExitStack()
+
+    def close(self) -> None:
+        self.until_taken.close()
+        self.until_ended.close()
+
+
 @dataclass(eq=False, slots=True)
 class _Call:
     """Requests that are answered together."""
 
     listener: Listener
     open_request_ids: set[str]
+    claims: Claims
 
 
 class EngineClient:
@@ -133,11 +149,13 @@ class EngineClient:
         client_request_id: str = "",
         adapter: tuple[TaskId, PackedAdapter] | None = None,
         trace_id: str = "",
+        claims: Claims | None = None,
     ) -> None:
         """Have `requests` answered to `listener`; `adapter` (task id, weights) is put before they are accepted."""
         message = Add(requests, client_request_id, adapter_header(*adapter) if adapter else None, trace_id)
         request_ids = [request.request_id for request in requests]
-        self._submit(listener, request_ids, message, adapter_payload(adapter[1]) if adapter else None)
+        payload = adapter_payload(adapter[1]) if adapter else None
+        self._submit(listener, request_ids, message, payload, claims)
 
     def put_adapter(
         self,
@@ -146,11 +164,12 @@ class EngineClient:
         task_id: TaskId,
         adapter: PackedAdapter,
         lora_name: str = "",
+        claims: Claims | None = None,
         sender: Sender = NOBODY,
     ) -> None:
         """Store an adapter. Its one output has finish reason `stop` and the digest."""
         message = PutAdapter(request_id, adapter_header(task_id, adapter), lora_name, sender)
-        self._submit(listener, [request_id], message, adapter_payload(adapter))
+        self._submit(listener, [request_id], message, adapter_payload(adapter), claims)
 
     def stop(self, listener: Listener, request_id: str, client_request_id: str, sender: Sender = NOBODY) -> None:
         """End the sender's requests of an id; they finish as `cancelled`. Its one output has finish reason `stop`."""
@@ -182,9 +201,15 @@ class EngineClient:
         os.close(self._wakeup_fd)
 
     def _submit(
-        self, listener: Listener, request_ids: list[str], message: _Request, payload: memoryview | None
+        self,
+        listener: Listener,
+        request_ids: list[str],
+        message: _Request,
+        payload: memoryview | None,
+        claims: Claims | None = None,
     ) -> None:
-        self.call_soon(lambda: self._send(_Call(listener, set(request_ids)), request_ids, message, payload))
+        call = _Call(listener, set(request_ids), claims or Claims())
+        self.call_soon(lambda: self._send(call, request_ids, message, payload))
 
     def _run(self) -> None:
         while not self._is_closing:
@@ -242,6 +267,9 @@ class EngineClient:
             case Refused(reason):
                 logger.error("the engine refused this front: %s", reason)
                 self._set_state(None, reason)
+            case AdapterTaken(request_id):
+                if (call := self._calls.get(request_id)) is not None:
+                    call.claims.until_taken.close()
         return []
 
     def _reconnect(self) -> None:
@@ -282,6 +310,8 @@ class EngineClient:
                 told.pop(call, None)
         for call, request_id in told.items():
             self._tell(call, request_id, call.listener.flush)
+            if not call.open_request_ids:
+                call.claims.close()
 
     def _tell(self, call: _Call, request_id: str, tell: Callable[[], None]) -> bool:
         """Whether the listener took it. One that raises loses its own call only, and hears of that."""
@@ -301,6 +331,7 @@ class EngineClient:
         if self._info is not None and call.open_request_ids:
             self._connection.send(Abort(list(call.open_request_ids)))
         call.open_request_ids.clear()
+        call.claims.close()
 
     def _check_cancellations(self) -> None:
         started = time.monotonic()

@@ -121,6 +121,13 @@ class Outputs(msgspec.Struct, frozen=True, tag=True):
     outputs: list[TokenOutput]
 
 
+class AdapterTaken(msgspec.Struct, frozen=True, tag=True):
+    """The engine has the adapter that came with a request; the front need not hold it any longer. Not told to a front
+    that is behind with reading, which hears of it by the end of the request."""
+
+    request_id: str
+
+
 class Launch(msgspec.Struct, frozen=True):
     """The line the supervisor writes to the engine's stdin.
 
@@ -144,7 +151,7 @@ class StartFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 ToEngine = Hello | Add | PutAdapter | Stop | Operate | Abort
-FromEngine = Welcome | Refused | Outputs
+FromEngine = Welcome | Refused | Outputs | AdapterTaken
 StartReport = Started | StartFailed
 
 _to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)

@@ -37,6 +37,7 @@ from multilora_engine.errors import (
     PermissionDenied,
     RequestError,
 )
+from multilora_engine.log_lines import configure_logging
 from multilora_engine.lora.adapter_events import AdapterEvents
 from multilora_engine.lora.layout import PackedAdapter
 from multilora_engine.lora.names import TaskId, label_of
@@ -49,6 +50,7 @@ from multilora_engine.process.messages import (
     PROTOCOL_VERSION,
     Abort,
     AdapterHeader,
+    AdapterTaken,
     Add,
     FromEngine,
     Hello,
@@ -299,6 +301,7 @@ class EngineServer:
             self._rates.admit(sender, len(message.requests))
             if message.adapter is not None:
                 self._put_adapter(message.adapter, payload, message.requests[0].lora_name)
+                self._send(front, AdapterTaken(message.requests[0].request_id))
             for request in message.requests:
                 self._add_request(request)
                 self._routes[request.request_id] = _Route(
@@ -332,6 +335,7 @@ class EngineServer:
         self._check_open()
         self._rates.admit(message.sender, 1)
         write = self._put_adapter(message.adapter, payload, message.lora_name)
+        self._send(front, AdapterTaken(message.request_id))
         done = TokenOutput(message.request_id, [], "", finish_reason="stop", lora_digest=message.adapter.digest)
         if write is None:
             self._outbox.add(front, done)
@@ -513,7 +517,7 @@ def serve(
 
 def main(create_engine: Callable[[EngineConfig], ServedEngine]) -> None:
     """Run an engine process: read `Launch`, load, report, serve."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s engine[%(process)d] %(message)s")
+    configure_logging("engine")
     report_stream = _take_stdout()
     launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=Launch)
     try:

@@ -50,12 +50,18 @@ class GenerateCall:
     excludes_input: bool
     pad_id: int
     returns_perf: bool
+    returns_kv_cache: bool
     vocab_size: int
 
     @property
     def is_search(self) -> bool:
         """Whether beam search answers."""
         return self.sampling[0].beam_width > 1
+
+    @property
+    def requests_per_row(self) -> int:
+        """How many requests a row is to the engine."""
+        return 1 if self.is_search else self.num_sequences
 
 
 @dataclass(frozen=True)
@@ -72,11 +78,16 @@ def is_stop(inputs: InputTensors) -> bool:
     return inputs.common("stop", default=False)
 
 
+def has_weights(inputs: InputTensors) -> bool:
+    """Whether an adapter comes with a request."""
+    return bool(inputs.present(*_WEIGHTS))
+
+
 def read_call(inputs: InputTensors, info: EngineInfo, tokenizer: Tokenizer) -> GenerateCall | UploadCall:
     """Raises InvalidRequest or Unsupported. Nothing of the request's memory is kept."""
     refuse_unsupported(inputs)
     _check_adapter_tensors(inputs)
-    if inputs.present(*_WEIGHTS) and not inputs.present(*_PROMPTS, *_MAX_TOKENS):
+    if has_weights(inputs) and not inputs.present(*_PROMPTS, *_MAX_TOKENS):
         return UploadCall(*_read_adapter(inputs, info), lora_name=inputs.text("lora_name", 0) or "")
     return _read_generate(inputs, info, tokenizer)
 
@@ -100,7 +111,8 @@ def _read_generate(inputs: InputTensors, info: EngineInfo, tokenizer: Tokenizer)
         pad_id=_read_pad_id(inputs, info),
         vocab_size=info.vocab_size,
         returns_perf=inputs.common("return_perf_metrics", default=False),
-        adapter=_read_adapter(inputs, info) if inputs.present(*_WEIGHTS) else None,
+        returns_kv_cache=inputs.common("return_kv_cache_reuse_stats", default=False),
+        adapter=_read_adapter(inputs, info) if has_weights(inputs) else None,
     )
 
 
@@ -172,12 +184,12 @@ def _read_sampling(inputs: InputTensors, row: int, info: EngineInfo, tokenizer: 
         presence_penalty=_in_range(inputs, "presence_penalty", row, -math.inf, math.inf) or 0.0,
         frequency_penalty=_in_range(inputs, "frequency_penalty", row, -math.inf, math.inf) or 0.0,
         embedding_bias=read_bias(inputs, row, info, tokenizer),
-        bad_token_sequences=read_bad_sequences(inputs, row, tokenizer),
+        bad_token_sequences=read_bad_sequences(inputs, row, tokenizer, info.limits),
         seed=inputs.scalar("seed", row),
         end_id=_in_range(inputs, "end_id", row, -1, math.inf),
         # Upstream's own examples send one empty stop word where they mean none.
-        stop_words=tuple(word for word in read_words(inputs, "stop_words", row) if word),
-        stop_token_sequences=read_sequences(inputs, "stop_words_list", row),
+        stop_words=tuple(word for word in read_words(inputs, "stop_words", row, info.limits) if word),
+        stop_token_sequences=read_sequences(inputs, "stop_words_list", row, info.limits),
         include_stop_str_in_output=inputs.scalar("include_stop_str_in_output", row) or False,
         return_log_probs=inputs.common("return_log_probs", default=False) or num_top_log_probs > 0,
         num_top_log_probs=num_top_log_probs,

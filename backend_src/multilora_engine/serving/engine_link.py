@@ -25,7 +25,8 @@ class EngineLink:
     def rights(self, request: TritonRequest) -> Rights:
         """Who sent a request, and what it may do. Raises Unauthenticated, InvalidRequest, EngineUnavailable."""
         if self._senders is None:
-            self._senders = SenderBook(self.client.wait_until_ready(_FIRST_CONTACT_S).clients)
+            info = self.client.wait_until_ready(_FIRST_CONTACT_S)
+            self._senders = SenderBook(info.clients, info.limits.max_metadata_bytes)
         return self._senders.rights(request)
 
     def describe(self) -> tuple[EngineInfo, Tokenizer]:

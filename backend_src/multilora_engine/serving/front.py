@@ -6,7 +6,7 @@ import logging
 import uuid
 from abc import ABC, abstractmethod
 
-from multilora_engine.errors import InternalError, RequestError
+from multilora_engine.errors import MAX_REQUEST_ID_CHARS, InternalError, InvalidRequest, RequestError
 from multilora_engine.serving.engine_link import EngineLink
 from multilora_engine.serving.replies import Responder
 from multilora_engine.serving.triton_api import TritonRequest
@@ -15,15 +15,17 @@ logger = logging.getLogger(__name__)
 
 
 class Front(ABC):
-    """One of the doors to the engine."""
+    """One of the doors to the engine. has_flat_text: its text_output has no batch dimension."""
 
-    def __init__(self, link: EngineLink) -> None:
+    def __init__(self, link: EngineLink, has_flat_text: bool = False) -> None:
         self._link = link
+        self._has_flat_text = has_flat_text
 
     def accept(self, request: TritonRequest) -> None:
         """Start answering. Whatever is wrong with the request is its answer; it is sent by the client's thread."""
-        responder = Responder(request)
+        responder = Responder(request, self._has_flat_text)
         try:
+            _check_request_id(responder.request_id)
             self._submit(request, responder)
         except RequestError as error:
             self._fail(responder, error)
@@ -41,6 +43,11 @@ class Front(ABC):
     @abstractmethod
     def _submit(self, request: TritonRequest, responder: Responder) -> None:
         """Read a request and hand it to the engine's client, with a listener that answers it. Raises RequestError."""
+
+
+def _check_request_id(request_id: str) -> None:
+    if (num_chars := len(request_id)) > MAX_REQUEST_ID_CHARS:
+        raise InvalidRequest(f"the request id has {num_chars} characters, at most {MAX_REQUEST_ID_CHARS} are accepted")
 
 
 def new_id() -> str:

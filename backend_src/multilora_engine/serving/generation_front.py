@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
+from functools import partial
 from random import Random
 from types import MappingProxyType
 
 import msgspec
 
 from multilora_engine.engine_info import EngineInfo
-from multilora_engine.errors import InvalidRequest
-from multilora_engine.process.client import Listener
-from multilora_engine.request import GenerationRequest, SamplingParams, Sender
-from multilora_engine.serving.calls import GenerateCall, UploadCall, is_stop, read_call
+from multilora_engine.errors import InvalidRequest, TooManyLogits
+from multilora_engine.process.client import Claims
+from multilora_engine.request import GenerationRequest, SamplingParams
+from multilora_engine.serving.call_limits import check_call, logits_bytes
+from multilora_engine.serving.calls import GenerateCall, UploadCall, has_weights, is_stop, read_call
 from multilora_engine.serving.engine_link import EngineLink
 from multilora_engine.serving.front import Front, new_id
+from multilora_engine.serving.in_flight import InFlight
 from multilora_engine.serving.inputs import InputTensors
 from multilora_engine.serving.outputs import ReplyRow
 from multilora_engine.serving.prompt_answer import PromptTokens
 from multilora_engine.serving.replies import EachReply, EmptyReply, OneReply, Reply, Responder, StreamReply, Transcript
 from multilora_engine.serving.senders import Rights
 from multilora_engine.serving.triton_api import TritonRequest, trace_id_of
-from multilora_engine.serving.uploads import UploadListener, Uploads
+from multilora_engine.serving.uploads import Uploads
 from multilora_engine.text import Tokenizer
 
 
@@ -29,13 +33,20 @@ class GenerationFront(Front):
     """The door of a generation model.
 
     can_stream: whether it may send more than one response a request. renamed: inputs by the names they have at this
-    door, and what they are called everywhere else.
+    door, and what they are called everywhere else. has_flat_text: its text_output has no batch dimension.
     """
 
-    def __init__(self, link: EngineLink, can_stream: bool, renamed: Mapping[str, str] = MappingProxyType({})) -> None:
-        super().__init__(link)
+    def __init__(
+        self,
+        link: EngineLink,
+        can_stream: bool,
+        renamed: Mapping[str, str] = MappingProxyType({}),
+        has_flat_text: bool = False,
+    ) -> None:
+        super().__init__(link, has_flat_text)
         self._can_stream = can_stream
         self._uploads = Uploads()
+        self._logits = InFlight()
         self._renamed = renamed
 
     def _submit(self, request: TritonRequest, responder: Responder) -> None:
@@ -45,22 +56,31 @@ class GenerationFront(Front):
             self._stop(responder, rights)
             return
         info, tokenizer = self._link.describe()
-        call = read_call(inputs, info, tokenizer)
-        if isinstance(call, UploadCall):
-            self._upload(call, rights, responder, info)
-        else:
-            self._generate(call, rights, request, responder, info, tokenizer)
+        claims = Claims()
+        with ExitStack() as unless_submitted:
+            unless_submitted.callback(claims.close)
+            if has_weights(inputs):
+                rights.check_upload()
+                # Before they are packed, which takes the time and the memory that the limit is there for.
+                end_upload = self._uploads.begin(rights.sender.name, info.max_uploads_per_client)
+                claims.until_taken.callback(end_upload)
+            call = read_call(inputs, info, tokenizer)
+            if isinstance(call, UploadCall):
+                self._upload(call, rights, responder, claims)
+            else:
+                self._generate(call, rights, request, responder, info, tokenizer, claims)
+            unless_submitted.pop_all()
 
     def _stop(self, responder: Responder, rights: Rights) -> None:
         if not responder.request_id:
             raise InvalidRequest("stop needs the request id of the request that shall end")
         self._link.client.stop(EmptyReply(responder), new_id(), responder.request_id, rights.sender)
 
-    def _upload(self, call: UploadCall, rights: Rights, responder: Responder, info: EngineInfo) -> None:
+    def _upload(self, call: UploadCall, rights: Rights, responder: Responder, claims: Claims) -> None:
         request_id, task_id = new_id(), rights.uploaded_task_id(call.lora_task_id, call.lora_name)
         reply = OneReply(responder, {request_id: Transcript(ReplyRow(lora_task_id=call.lora_task_id))})
-        listener = self._count_upload(reply, rights.sender, info)
-        self._link.client.put_adapter(listener, request_id, task_id, call.adapter, call.lora_name, rights.sender)
+        client, name = self._link.client, call.lora_name
+        client.put_adapter(reply, request_id, task_id, call.adapter, name, claims, rights.sender)
 
     def _generate(
         self,
@@ -70,23 +90,28 @@ class GenerationFront(Front):
         responder: Responder,
         info: EngineInfo,
         tokenizer: Tokenizer,
+        claims: Claims,
     ) -> None:
         if call.is_streaming and not self._can_stream:
             raise InvalidRequest("this model sends one response; for streaming call the model generation")
+        check_call(call, info)
+        self._claim_logits(call, info, claims)
         requests, rows = _expand(call, _timeout_s(request), tokenizer)
         requests = [rights.grant(request) for request in requests]
-        adapter = (
-            None
-            if call.adapter is None
-            else (rights.uploaded_task_id(call.adapter[0], call.lora_names[0]), call.adapter[1])
-        )
+        adapter = None
+        if call.adapter is not None:
+            lora_task_id, packed = call.adapter
+            adapter = rights.uploaded_task_id(lora_task_id, call.lora_names[0]), packed
         reply = self._reply(call, rows, responder, tokenizer)
-        listener = reply if adapter is None else self._count_upload(reply, rights.sender, info)
-        self._link.client.generate(listener, requests, responder.request_id, adapter, trace_id_of(request))
+        trace_id = trace_id_of(request)
+        self._link.client.generate(reply, requests, responder.request_id, adapter, trace_id, claims)
 
-    def _count_upload(self, reply: Reply, sender: Sender, info: EngineInfo) -> Listener:
-        """Raises TooManyUploads."""
-        return UploadListener(reply, self._uploads.begin(sender.name, info.max_uploads_per_client))
+    def _claim_logits(self, call: GenerateCall, info: EngineInfo, claims: Claims) -> None:
+        """Raises TooManyLogits."""
+        if num_bytes := logits_bytes(call, info):
+            most = info.limits.max_logits_bytes_in_flight
+            end = self._logits.begin("", num_bytes, most, partial(TooManyLogits, max_bytes=most))
+            claims.until_ended.callback(end)
 
     def _reply(
         self, call: GenerateCall, rows: Mapping[str, ReplyRow], responder: Responder, tokenizer: Tokenizer
@@ -107,7 +132,7 @@ def _expand(
     for batch_index, prompt in enumerate(call.prompts):
         lora_task_id, lora_name = call.lora_task_ids[batch_index], call.lora_names[batch_index]
         priority = call.priorities[batch_index]
-        for sequence_index in range(1 if call.is_search else call.num_sequences):
+        for sequence_index in range(call.requests_per_row):
             sampling = _sampling_of(call.sampling[batch_index], sequence_index)
             request = GenerationRequest(new_id(), prompt, sampling, lora_task_id, timeout_s, priority, lora_name)
             requests.append(request)
@@ -117,6 +142,7 @@ def _expand(
                 lora_task_id,
                 returns_log_probs=sampling.return_log_probs,
                 returns_perf=call.returns_perf,
+                returns_kv_cache=call.returns_kv_cache,
                 returns_top_log_probs=sampling.num_top_log_probs > 0,
                 returns_generation_logits=sampling.return_generation_logits,
                 vocab_size=call.vocab_size,

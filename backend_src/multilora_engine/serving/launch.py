@@ -63,7 +63,7 @@ def serve(
         UpstreamModels,
         typer.Option(
             help="Serve the engine as tensorrt_llm and tensorrt_llm_bls, too: decoupled for clients that stream, "
-            "unary for HTTP infer and unary gRPC."
+            "unary for HTTP infer and unary gRPC. The ensemble is decoupled unless this is unary."
         ),
     ] = _DEFAULT.upstream_models,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = _DEFAULT.host,

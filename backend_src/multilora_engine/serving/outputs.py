@@ -19,11 +19,13 @@ _Column = TypeVar("_Column")
 class RowAnswer(msgspec.Struct, frozen=True):
     """What a response says about one sequence of a row. `finish_reason` is empty while there is more to come.
 
+    num_output_tokens: of the answer's tokens, those in this response. num_output_tokens_so_far: those up to its end.
     log_probs, of the answer's tokens in this response, and perf are None when there is nothing to say of them.
-    top_log_probs: likewise, of each token the most probable ones, best first. generation_logits: likewise, float32
-    [tokens, vocab]. context_logits: the same of the prompt's tokens, None also where another response has them.
-    spelled: likewise, the bytes of each token, and those of its most probable ones. prompt: what it says of the
-    prompt's tokens, None also where another response does. num_cached_tokens: how many of these the prefix cache had.
+    kv_cache: perf, of which only the blocks are told. top_log_probs: as log_probs, of each token the most probable
+    ones, best first. generation_logits: likewise, float32 [tokens, vocab]. context_logits: the same of the prompt's
+    tokens, None also where another response has them. spelled: likewise, the bytes of each token, and those of its
+    most probable ones. prompt: what it says of the prompt's tokens, None also where another response does.
+    num_cached_tokens: how many of these the prefix cache had.
     """
 
     batch_index: int
@@ -35,9 +37,11 @@ class RowAnswer(msgspec.Struct, frozen=True):
     num_output_tokens: int
     lora_task_id: int
     lora_digest: str
+    num_output_tokens_so_far: int = 0
     cum_log_prob: float = 0.0
     log_probs: list[float] | None = None
     perf: PerfMetrics | None = None
+    kv_cache: PerfMetrics | None = None
     top_log_probs: list[tuple[tuple[int, float], ...]] | None = None
     context_logits: NDArray[np.float32] | None = None
     generation_logits: NDArray[np.float32] | None = None
@@ -57,14 +61,15 @@ class ReplyRow(msgspec.Struct, frozen=True):
     lora_task_id: int | None = None
     returns_log_probs: bool = False
     returns_perf: bool = False
+    returns_kv_cache: bool = False
     returns_top_log_probs: bool = False
     returns_generation_logits: bool = False
     vocab_size: int = 0
     token_bytes: Callable[[int], bytes] | None = None
     prompt: PromptTokens | None = None
 
-    def answer(self, output: TokenOutput) -> RowAnswer:
-        """What a response says that has all of `output`."""
+    def answer(self, output: TokenOutput, num_output_tokens_before: int = 0) -> RowAnswer:
+        """What a response says that has all of `output`, after responses with so many of the answer's tokens."""
         return RowAnswer(
             batch_index=self.batch_index,
             sequence_index=self.sequence_index,
@@ -72,12 +77,14 @@ class ReplyRow(msgspec.Struct, frozen=True):
             text=output.text,
             finish_reason=output.finish_reason or "",
             num_input_tokens=output.num_prompt_tokens,
-            num_output_tokens=output.num_output_tokens,
+            num_output_tokens=output.num_output_tokens - num_output_tokens_before,
             lora_task_id=self.lora_task_id or 0,
             lora_digest=output.lora_digest,
+            num_output_tokens_so_far=output.num_output_tokens,
             cum_log_prob=output.cum_log_prob,
             log_probs=[token.log_prob for token in output.log_probs] if self.returns_log_probs else None,
             perf=output.perf if self.returns_perf else None,
+            kv_cache=output.perf if self.returns_kv_cache else None,
             top_log_probs=[token.top for token in output.log_probs] if self.returns_top_log_probs else None,
             context_logits=self._read_logits(output.context_logits) if output.context_logits else None,
             generation_logits=self._read_logits(output.generation_logits) if self.returns_generation_logits else None,
@@ -106,15 +113,19 @@ class OutputColumns:
     up shorter ones; output_log_probs is the same, filled up with 0; top_log_probs, top_log_prob_ids and output_tokens
     have what belongs to each token behind that, and generation_logits [rows, num_sequences, longest, vocab];
     context_logits is [rows, longest prompt, vocab], and what is told of the prompt's tokens [rows, longest prompt] or
-    that with one dimension more. Of the others, what is the same for all sequences of a row
-    (`_SAME_IN_A_ROW`) is [rows, 1], all else is [rows, num_sequences]. `num_sequences`, of which a response has so many
-    answers for each row, take the place of upstream's beams.
+    that with one dimension more. Of the others, what is the same for all sequences of a row (`_SAME_IN_A_ROW`), or
+    counts what they have together, is [rows, 1], all else is [rows, num_sequences]. `num_sequences`, of which a
+    response has so many answers for each row, take the place of upstream's beams.
+
+    has_flat_text: text_output is [rows * num_sequences] instead.
     """
 
-    def __init__(self, names: Collection[str]) -> None:
+    def __init__(self, names: Collection[str], has_flat_text: bool = False) -> None:
+        self._flat = {"text_output"} if has_flat_text else set()
         self._plain = _picked(_COLUMNS, names)
         self._log_probs = _picked(_LOG_PROB_COLUMNS, names)
         self._perf = _picked(_PERF_COLUMNS, names)
+        self._kv_cache = _picked(_KV_CACHE_COLUMNS, names)
         self._optional = _picked(_OPTIONAL_COLUMNS, names)
         self._has_token_ids = "output_ids" in names
 
@@ -124,13 +135,18 @@ class OutputColumns:
 
     def plain_array(self, name: str, values: Sequence[int | bytes], num_sequences: int = 1) -> NDArray[Any]:
         """The array of `plain_values`."""
-        array: NDArray[Any] = np.array(values, self._plain[name][1]).reshape(-1, num_sequences)
+        array: NDArray[Any] = np.array(values, self._plain[name][1])
+        if name in self._flat:
+            return array
+        array = array.reshape(-1, num_sequences)
+        if name in _SUMMED_IN_A_ROW:
+            array = array.sum(axis=1, dtype=array.dtype, keepdims=True)
         return array[:, :1] if name in _SAME_IN_A_ROW else array
 
     def other_arrays(
         self, answers: Sequence[RowAnswer], pad_id: int, num_sequences: int = 1
     ) -> dict[str, NDArray[Any]]:
-        """All else. Log-probs, logits and performance metrics are left out where the answers have none.
+        """All else, output_ids first. Log-probs, logits and performance metrics are left out where answers have none.
 
         So are token ids of what had no prompt, an upload. Of a tensor without elements that it sends by HTTP the server
         (24.10) never frees 80 bytes.
@@ -142,6 +158,8 @@ class OutputColumns:
             arrays |= {name: build(answers) for name, build in self._log_probs.items()}
         if self._perf and all(answer.perf is not None for answer in answers):
             arrays |= {name: build(answers) for name, build in self._perf.items()}
+        if self._kv_cache and all(answer.perf or answer.kv_cache for answer in answers):
+            arrays |= {name: build(answers) for name, build in self._kv_cache.items()}
         for name, column in self._optional.items():
             values = [value for answer in answers if (value := column(answer)) is not None]
             if len(values) == len(answers):
@@ -170,8 +188,9 @@ def _perf_numbers(
     value: Callable[[PerfMetrics], int], dtype: type = np.int32
 ) -> Callable[[Sequence[RowAnswer]], NDArray[Any]]:
     def read(row: RowAnswer) -> int:
-        assert row.perf is not None, "times are only told where every answer has them"
-        return value(row.perf)
+        metrics = row.perf or row.kv_cache
+        assert metrics is not None, "times and blocks are only told where every answer has them"
+        return value(metrics)
 
     return _numbers(read, dtype)
 
@@ -183,6 +202,7 @@ _COLUMNS: Mapping[str, tuple[Callable[[RowAnswer], int | bytes], type]] = {
     "num_input_tokens": (lambda row: row.num_input_tokens, np.int32),
     "num_output_tokens": (lambda row: row.num_output_tokens, np.int32),
     "num_cached_tokens": (lambda row: row.num_cached_tokens, np.int32),
+    "num_output_tokens_so_far": (lambda row: row.num_output_tokens_so_far, np.int32),
     "sequence_index": (lambda row: row.sequence_index, np.int32),
     "batch_index": (lambda row: row.batch_index, np.int32),
     "lora_task_id_out": (lambda row: row.lora_task_id, np.uint64),
@@ -198,10 +218,12 @@ _PROMPT_COLUMNS = (
     "prompt_tokens",
 )
 
+# The index is that of the response's first sequence of a row: 0 where it has them all.
 _SAME_IN_A_ROW = frozenset(
     {
         "num_input_tokens",
         "num_cached_tokens",
+        "sequence_index",
         "batch_index",
         "lora_task_id_out",
         "lora_digest",
@@ -209,6 +231,8 @@ _SAME_IN_A_ROW = frozenset(
         *_PROMPT_COLUMNS,
     }
 )
+
+_SUMMED_IN_A_ROW = frozenset({"num_output_tokens"})
 
 _LOG_PROB_COLUMNS: Mapping[str, Callable[[Sequence[RowAnswer]], NDArray[Any]]] = {
     "cum_log_probs": _numbers(lambda row: row.cum_log_prob, np.float32),
@@ -236,13 +260,16 @@ _PERF_COLUMNS: Mapping[str, Callable[[Sequence[RowAnswer]], NDArray[Any]]] = {
     "first_scheduled_time_ns": _perf_numbers(lambda perf: perf.first_scheduled_time_ns, np.int64),
     "first_token_time_ns": _perf_numbers(lambda perf: perf.first_token_time_ns, np.int64),
     "last_token_time_ns": _perf_numbers(lambda perf: perf.last_token_time_ns, np.int64),
-    "kv_cache_alloc_total_blocks": _perf_numbers(lambda perf: perf.kv_cache_alloc_total_blocks),
-    "kv_cache_alloc_new_blocks": _perf_numbers(lambda perf: perf.kv_cache_alloc_new_blocks),
-    "kv_cache_reused_blocks": _perf_numbers(lambda perf: perf.kv_cache_reused_blocks),
     # There is no speculative decoding.
     "acceptance_rate": _perf_numbers(lambda perf: 0, np.float32),
     "total_accepted_draft_tokens": _perf_numbers(lambda perf: 0),
     "total_draft_tokens": _perf_numbers(lambda perf: 0),
+}
+
+_KV_CACHE_COLUMNS: Mapping[str, Callable[[Sequence[RowAnswer]], NDArray[Any]]] = {
+    "kv_cache_alloc_total_blocks": _perf_numbers(lambda perf: perf.kv_cache_alloc_total_blocks),
+    "kv_cache_alloc_new_blocks": _perf_numbers(lambda perf: perf.kv_cache_alloc_new_blocks),
+    "kv_cache_reused_blocks": _perf_numbers(lambda perf: perf.kv_cache_reused_blocks),
 }
 
 

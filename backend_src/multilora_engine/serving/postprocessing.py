@@ -22,9 +22,9 @@ class PostprocessingModel(ImmediateModel):
 
     def answer(self, inputs: InputTensors, link: EngineLink) -> dict[str, NDArray[Any]]:
         # The engine's own text is cut at whole characters and stop words, which tokens alone cannot tell.
-        if "GENERATED_TEXT" in inputs:
-            return {"OUTPUT": inputs.array("GENERATED_TEXT")}
-        return {"OUTPUT": decode(inputs, link.describe()[1])}
+        texts = inputs.array("GENERATED_TEXT") if "GENERATED_TEXT" in inputs else decode(inputs, link.describe()[1])
+        # Without a batch dimension, as upstream has it: its clients decode the elements of the first one.
+        return {"OUTPUT": texts.reshape(-1)}
 
 
 def decode(inputs: InputTensors, tokenizer: Tokenizer) -> NDArray[np.object_]:

@@ -47,9 +47,9 @@ def preprocess(inputs: InputTensors, info: EngineInfo, tokenizer: Tokenizer) -> 
     arrays: dict[str, NDArray[Any]] = {
         "INPUT_ID": input_ids,
         "REQUEST_INPUT_LEN": _column(lengths),
-        "BAD_WORDS_IDS": write_sequences([tokenize_words(inputs, "BAD_WORDS_DICT", row, tokenizer) for row in rows]),
-        "STOP_WORDS_IDS": write_sequences([tokenize_words(inputs, "STOP_WORDS_DICT", row, tokenizer) for row in rows]),
-        "EMBEDDING_BIAS": _embedding_bias(inputs, len(prompts), tokenizer),
+        "BAD_WORDS_IDS": _tokenize_words(inputs, "BAD_WORDS_DICT", len(prompts), info, tokenizer),
+        "STOP_WORDS_IDS": _tokenize_words(inputs, "STOP_WORDS_DICT", len(prompts), info, tokenizer),
+        "EMBEDDING_BIAS": _embedding_bias(inputs, len(prompts), info, tokenizer),
         "OUT_END_ID": _column([_default(inputs.scalar("END_ID", row), end_id) for row in rows]),
         "OUT_PAD_ID": _column([_default(inputs.scalar("PAD_ID", row), pad_id) for row in rows]),
         "DECODER_INPUT_ID": np.empty((len(prompts), 0), np.int32),
@@ -74,9 +74,15 @@ def _read_prompts(inputs: InputTensors, info: EngineInfo, tokenizer: Tokenizer) 
     return [encode_messages(inputs.text("MESSAGES", row) or "", tokenizer, info) for row in rows]
 
 
-def _embedding_bias(inputs: InputTensors, num_rows: int, tokenizer: Tokenizer) -> NDArray[np.float32]:
+def _tokenize_words(
+    inputs: InputTensors, name: str, num_rows: int, info: EngineInfo, tokenizer: Tokenizer
+) -> NDArray[np.int32]:
+    return write_sequences([tokenize_words(inputs, name, row, tokenizer, info.limits) for row in range(num_rows)])
+
+
+def _embedding_bias(inputs: InputTensors, num_rows: int, info: EngineInfo, tokenizer: Tokenizer) -> NDArray[np.float32]:
     names = ("EMBEDDING_BIAS_WORDS", "EMBEDDING_BIAS_WEIGHTS")
-    biases = [read_word_biases(inputs, *names, row, tokenizer) for row in range(num_rows)]
+    biases = [read_word_biases(inputs, *names, row, tokenizer, info.limits) for row in range(num_rows)]
     values = np.zeros((num_rows, tokenizer.vocab_size if inputs.present(*names) else 0), np.float32)
     for target, bias in zip(values, biases, strict=True):
         for token_id, weight in bias.items():

@@ -52,7 +52,7 @@ def encode_messages(text: str, tokenizer: Tokenizer, info: EngineInfo) -> list[i
             f"or an object of such messages, tools and how the template is filled in: {error}"
         ) from None
     if isinstance(chat, _Chat):
-        return tokenizer.apply_chat_template(chat.messages, chat.tools, **_template_options(chat))
+        return tokenizer.apply_chat_template(chat.messages, chat.tools, _template_options(chat))
     return tokenizer.apply_chat_template(chat)
 
 
@@ -75,5 +75,5 @@ _RESERVED = frozenset(inspect.signature(PreTrainedTokenizerFast.apply_chat_templ
 def _check_length(name: str, text: str, info: EngineInfo) -> None:
     """Tokenizing takes time and memory by the byte, and everybody else waits for it."""
     num_bytes = len(text.encode())
-    if num_bytes > info.max_prompt_bytes:
-        raise InvalidRequest(f"{name} has {num_bytes} bytes and max_prompt_bytes is {info.max_prompt_bytes}")
+    if num_bytes > info.limits.max_prompt_bytes:
+        raise InvalidRequest(f"{name} has {num_bytes} bytes and max_prompt_bytes is {info.limits.max_prompt_bytes}")

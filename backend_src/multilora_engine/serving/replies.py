@@ -28,10 +28,10 @@ class Responder:
     repeats of the one before is the same tensor, which is in shared memory already.
     """
 
-    def __init__(self, request: TritonRequest) -> None:
+    def __init__(self, request: TritonRequest, has_flat_text: bool = False) -> None:
         self.request_id = request_id_of(request)
         self._names = frozenset(request.requested_output_names())
-        self._columns = OutputColumns(self._names)
+        self._columns = OutputColumns(self._names, has_flat_text)
         self._sender = request.get_response_sender()
         self._backend = backend_utils()
         self._told: dict[str, tuple[list[int | bytes], Any]] = {}
@@ -49,8 +49,9 @@ class Responder:
             if name not in self._told or self._told[name][0] != values:
                 self._told[name] = values, self._tensor(name, self._columns.plain_array(name, values, num_sequences))
         others = self._columns.other_arrays(answers, pad_id, num_sequences)
-        tensors = [tensor for _, tensor in self._told.values()]
-        tensors += [self._tensor(name, array) for name, array in others.items()]
+        # In this order: there are clients of upstream's that take the first output for output_ids.
+        tensors = [self._tensor(name, array) for name, array in others.items()]
+        tensors += [tensor for _, tensor in self._told.values()]
         self._append(self._backend.InferenceResponse(tensors), is_final)
 
     def respond_text(self, name: str, text: str) -> None:
@@ -108,12 +109,14 @@ class StreamReply(Reply):
         super().__init__(responder)
         self._rows = rows
         self._open = set(rows)
+        self._num_told = dict.fromkeys(rows, 0)
         self._pad_id = pad_id
 
     def _answer(self, output: TokenOutput) -> None:
         if output.is_final:
             self._open.remove(output.request_id)
-        answer = self._rows[output.request_id].answer(output)
+        answer = self._rows[output.request_id].answer(output, self._num_told[output.request_id])
+        self._num_told[output.request_id] = output.num_output_tokens
         self._responder.respond([answer], self._pad_id, is_final=not self._open)
 
 

@@ -7,7 +7,6 @@ wrote into the request itself. Over HTTP generate no header is passed on: all pa
 from __future__ import annotations
 
 import hmac
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +19,7 @@ from multilora_engine.errors import ConfigError, InvalidRequest, PermissionDenie
 from multilora_engine.lora.names import TaskId, scoped_task_id, task_id_of
 from multilora_engine.process.messages import AdapterScope
 from multilora_engine.request import GenerationRequest, Sender
-from multilora_engine.serving.triton_api import TritonRequest
+from multilora_engine.serving.triton_api import TritonRequest, parameters_of
 
 if TYPE_CHECKING:
     from multilora_client.keys import Caller, KeyRing
@@ -99,14 +98,15 @@ class Rights:
 class SenderBook:
     """Reads who sent a request. Any thread may ask."""
 
-    def __init__(self, policy: ClientPolicy) -> None:
+    def __init__(self, policy: ClientPolicy, max_metadata_bytes: int) -> None:
         """Raises ConfigError when the API keys cannot be read."""
         self._policy = policy
+        self._max_metadata_bytes = max_metadata_bytes
         self._keys = read_key_ring(Path(policy.api_keys_file)) if policy.api_keys_file else None
 
     def rights(self, request: TritonRequest) -> Rights:
         """Raises Unauthenticated when the request needs an API key and has none, InvalidRequest for a forged client."""
-        parameters = _parameters(request)
+        parameters = parameters_of(request, self._max_metadata_bytes)
         if self._keys is not None:
             return self._rights_of_key(self._keys, parameters.get(KEY_HEADER, [""])[-1])
         return Rights(Sender(name=self._client(parameters.get(CLIENT_HEADER, []))), self._policy.min_priority)
@@ -160,18 +160,3 @@ def _plain(name: str) -> str:
     if len(name) > _MAX_NAME_CHARACTERS or not name.isprintable():
         raise InvalidRequest(f"{CLIENT_HEADER} is not up to {_MAX_NAME_CHARACTERS} characters that can be printed")
     return name
-
-
-def _parameters(request: TritonRequest) -> dict[str, list[str]]:
-    """By name in lower case the values of a request's parameters, those of headers last.
-
-    Raises InvalidRequest for what is not UTF-8.
-    """
-    try:
-        pairs: list[tuple[str, object]] = json.loads(request.parameters() or "{}", object_pairs_hook=list)
-    except UnicodeDecodeError:
-        raise InvalidRequest("a header or parameter of the request is not UTF-8") from None
-    values: dict[str, list[str]] = {}
-    for name, value in pairs:
-        values.setdefault(name.lower(), []).append(str(value))
-    return values

@@ -12,45 +12,63 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from multilora_engine.engine_info import EngineInfo
+from multilora_engine.engine_info import CallLimits, EngineInfo
 from multilora_engine.errors import InvalidRequest
 from multilora_engine.serving.inputs import InputTensors
 from multilora_engine.text import Tokenizer
 
-_MAX_WORDS_BYTES = 65_536
-"""Of all words of an input together: they are taken apart while everybody else waits."""
+_ID_BYTES = 4
+"""A token id arrives as int32, and counts as much among the bytes of words."""
 
 TokenSequences = tuple[tuple[int, ...], ...]
 
 
-def read_bad_sequences(inputs: InputTensors, row: int, tokenizer: Tokenizer) -> TokenSequences:
+def read_bad_sequences(inputs: InputTensors, row: int, tokenizer: Tokenizer, limits: CallLimits) -> TokenSequences:
     """Those of `bad_words` and of `bad_words_list`."""
-    return (*tokenize_words(inputs, "bad_words", row, tokenizer), *read_sequences(inputs, "bad_words_list", row))
+    words = tokenize_words(inputs, "bad_words", row, tokenizer, limits)
+    return (*words, *read_sequences(inputs, "bad_words_list", row, limits))
 
 
-def read_words(inputs: InputTensors, name: str, row: int) -> list[str]:
-    """The words of a text tensor [batch, n]. Raises InvalidRequest when they are too long together."""
+def read_words(inputs: InputTensors, name: str, row: int, limits: CallLimits) -> list[str]:
+    """The words of a text tensor [batch, n]. Raises InvalidRequest when they are too many or too long.
+
+    They are taken apart while everybody else at this door waits, so the tensor is looked at as a whole before.
+    """
+    if name not in inputs:
+        return []
+    if (num_words := inputs.array(name).size) > limits.max_words_per_request:
+        raise InvalidRequest(
+            f"{name} has {num_words} words and max_words_per_request is {limits.max_words_per_request}"
+        )
     words = inputs.texts(name, row)
-    if (num_bytes := sum(len(word.encode()) for word in words)) > _MAX_WORDS_BYTES:
-        raise InvalidRequest(f"{name} has {num_bytes} bytes of text, at most {_MAX_WORDS_BYTES} are accepted")
+    _check_bytes(name, sum(len(word.encode()) for word in words), limits)
     return words
 
 
-def tokenize_words(inputs: InputTensors, name: str, row: int, tokenizer: Tokenizer) -> TokenSequences:
+def tokenize_words(
+    inputs: InputTensors, name: str, row: int, tokenizer: Tokenizer, limits: CallLimits
+) -> TokenSequences:
     """The token ids of each word of a text tensor [batch, n]; words without tokens are left out."""
-    words = (_encode(word, tokenizer) for word in read_words(inputs, name, row))
-    return tuple(token_ids for token_ids in words if token_ids)
+    words = tokenizer.encode_words(read_words(inputs, name, row, limits))
+    return tuple(tuple(token_ids) for token_ids in words if token_ids)
 
 
-def read_sequences(inputs: InputTensors, name: str, row: int) -> TokenSequences:
+def word_bytes(stop_words: Sequence[str], sequences: TokenSequences) -> int:
+    """What words and words of ids count as, in bytes."""
+    return sum(len(word.encode()) for word in stop_words) + _ID_BYTES * sum(map(len, sequences))
+
+
+def read_sequences(inputs: InputTensors, name: str, row: int, limits: CallLimits) -> TokenSequences:
     """A tensor [batch, 2, n] in upstream's form: all sequences' ids one after another, padded with anything, and
-    where each of them ends, padded with -1. Raises InvalidRequest for ends that are out of order or of range.
+    where each of them ends, padded with -1. Raises InvalidRequest for ends that are out of order or of range, and for
+    more ids than words may have bytes for.
     """
     if name not in inputs:
         return ()
     values = inputs.array(name)
     if values.ndim != 3 or values.shape[1] != 2 or row >= values.shape[0]:
         raise InvalidRequest(f"{name} has shape {list(values.shape)}, expected token ids and ends: [batch, 2, n]")
+    _check_bytes(name, _ID_BYTES * values.shape[2], limits)
     token_ids, ends = values[row].tolist()
     ends = ends[: ends.index(-1)] if -1 in ends else ends
     starts = [0, *ends[:-1]]
@@ -79,7 +97,8 @@ def read_bias(inputs: InputTensors, row: int, info: EngineInfo, tokenizer: Token
     if "embedding_bias_ids" in inputs:
         weights = _read_id_biases(inputs, row)
     else:
-        weights = read_word_biases(inputs, "embedding_bias_words", "embedding_bias_weights", row, tokenizer)
+        names = ("embedding_bias_words", "embedding_bias_weights")
+        weights = read_word_biases(inputs, *names, row, tokenizer, info.limits)
     for token_id, weight in weights.items():
         biases[token_id] = biases.get(token_id, 0.0) + weight
     for token_id, bias in biases.items():
@@ -89,15 +108,15 @@ def read_bias(inputs: InputTensors, row: int, info: EngineInfo, tokenizer: Token
 
 
 def read_word_biases(
-    inputs: InputTensors, words_name: str, weights_name: str, row: int, tokenizer: Tokenizer
+    inputs: InputTensors, words_name: str, weights_name: str, row: int, tokenizer: Tokenizer, limits: CallLimits
 ) -> dict[int, float]:
     """By token id, the weights of the words it is in. Raises InvalidRequest when there is not one weight a word."""
-    words, weights = read_words(inputs, words_name, row), inputs.vector(weights_name, row) or []
+    words, weights = read_words(inputs, words_name, row, limits), inputs.vector(weights_name, row) or []
     if len(words) != len(weights):
         raise InvalidRequest(f"{words_name} has {len(words)} words and {weights_name} {len(weights)} weights")
     biases: dict[int, float] = {}
-    for word, weight in zip(words, weights, strict=True):
-        for token_id in _encode(word, tokenizer):
+    for token_ids, weight in zip(tokenizer.encode_words(words), weights, strict=True):
+        for token_id in token_ids:
             biases[token_id] = biases.get(token_id, 0.0) + weight
     return biases
 
@@ -125,5 +144,6 @@ def _read_vector(inputs: InputTensors, row: int, info: EngineInfo, tokenizer: To
     return {token_id: bias for token_id, bias in enumerate(vector) if bias}
 
 
-def _encode(word: str, tokenizer: Tokenizer) -> tuple[int, ...]:
-    return tuple(tokenizer.encode(word, add_special_tokens=False))
+def _check_bytes(name: str, num_bytes: int, limits: CallLimits) -> None:
+    if num_bytes > (most := limits.max_word_bytes_per_request):
+        raise InvalidRequest(f"{name} has {num_bytes} bytes and max_word_bytes_per_request is {most}")

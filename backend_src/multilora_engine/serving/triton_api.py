@@ -5,14 +5,14 @@ from __future__ import annotations
 import gc
 import importlib
 import json
-import logging
 from collections.abc import Collection, Sequence
 from types import ModuleType
 from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
-from multilora_engine.errors import RequestError
+from multilora_engine.errors import InvalidRequest, RequestError
+from multilora_engine.log_lines import configure_logging
 
 _NEAREST_CODES = {
     "UNAUTHENTICATED": "INVALID_ARG",
@@ -62,7 +62,7 @@ def prepare_stub(model_name: str) -> None:
     That is up to 200,000 objects: most of the time of a collection, and of the interpreter's end.
     """
     gc.freeze()
-    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s %(levelname)s {model_name}[%(process)d] %(message)s")
+    configure_logging(model_name)
 
 
 def backend_utils() -> ModuleType:
@@ -79,6 +79,23 @@ def request_id_of(request: TritonRequest) -> str:
         return request.request_id()
     except UnicodeDecodeError:
         return ""
+
+
+def parameters_of(request: TritonRequest, max_metadata_bytes: int) -> dict[str, list[str]]:
+    """By name in lower case, the values of a request's parameters: the client's own first, then those of headers.
+
+    Raises InvalidRequest.
+    """
+    try:
+        text = request.parameters() or "{}"
+    except UnicodeDecodeError:
+        raise InvalidRequest("a header or parameter of the request is not UTF-8") from None
+    if (num_bytes := len(text.encode())) > max_metadata_bytes:
+        raise InvalidRequest(f"the parameters have {num_bytes} bytes and max_metadata_bytes is {max_metadata_bytes}")
+    values: dict[str, list[str]] = {}
+    for name, value in json.loads(text, object_pairs_hook=list):
+        values.setdefault(name.lower(), []).append(str(value))
+    return values
 
 
 def trace_id_of(request: TritonRequest) -> str:

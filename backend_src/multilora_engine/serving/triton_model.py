@@ -80,10 +80,10 @@ class DoorModel:
 
 
 class TextDoorModel(DoorModel):
-    """A door whose tensors have the ensemble's names: the ensemble in one step, which makes it cancellable."""
+    """A door with the ensemble's tensors: the ensemble in one step, which makes it cancellable."""
 
     def _make_front(self, link: EngineLink, can_stream: bool) -> GenerationFront:
-        return GenerationFront(link, can_stream, renamed=ENSEMBLE_NAMES)
+        return GenerationFront(link, can_stream, renamed=ENSEMBLE_NAMES, has_flat_text=True)
 
 
 def engine_environ(args: Mapping[str, str], config: EngineConfig, environ: Mapping[str, str]) -> dict[str, str]:

@@ -192,7 +192,7 @@ def _add_decoupled_models(repository: Path, value: str) -> str:
         shutil.rmtree(repository / name, ignore_errors=True)
     models = UpstreamModels.DECOUPLED if value.lower() == "true" else UpstreamModels.UNARY
     add_upstream_models(repository, models)
-    return f"the models tensorrt_llm and tensorrt_llm_bls, {models}"
+    return f"the models tensorrt_llm, tensorrt_llm_bls and ensemble, {models}"
 
 
 @dataclass(frozen=True)

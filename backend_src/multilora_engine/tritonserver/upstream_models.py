@@ -2,11 +2,14 @@
 
 They are further doors to the engine of `generation`, and no ensembles, so that cancelling works. Nothing about them is
 written down twice: `tensorrt_llm` is `generation_unary` under another name, `tensorrt_llm_bls` has the tensors of
-`ensemble`. Both are decoupled if their clients stream, as upstream's template has it with `decoupled_mode`.
+`ensemble`. Both are decoupled if their clients stream, and so is `ensemble`, as upstream's template has it with
+`decoupled_mode`.
 """
 
 from __future__ import annotations
 
+import re
+import shutil
 from enum import StrEnum
 from pathlib import Path
 
@@ -21,11 +24,11 @@ from tritonclient.grpc.model_config_pb2 import (
 )
 
 from multilora_engine.errors import ConfigError
-from multilora_engine.tritonserver.repository import CONFIG_NAME, read_config, write_config
+from multilora_engine.tritonserver.repository import CONFIG_NAME, ENGINE_MODEL, read_config, write_config
 
 
 class UpstreamModels(StrEnum):
-    """Whether there are models of upstream's names, and for which clients: a model cannot serve both."""
+    """Whether there are models of all of upstream's names, and for which clients: a model cannot serve both."""
 
     NONE = "none"
     DECOUPLED = "decoupled"
@@ -49,9 +52,10 @@ _TEXT_INPUTS = (
 
 
 def add_upstream_models(repository: Path, models: UpstreamModels) -> None:
-    """Write `tensorrt_llm` and `tensorrt_llm_bls` into a repository that has our models.
+    """Write `tensorrt_llm` and `tensorrt_llm_bls` into a repository that has our models, and put the step into its
+    `ensemble` that makes it decoupled or not.
 
-    Raises ConfigError when it has these two already.
+    Raises ConfigError when it has the two already.
     """
     if models is UpstreamModels.NONE:
         return
@@ -61,6 +65,7 @@ def add_upstream_models(repository: Path, models: UpstreamModels) -> None:
     model_code = (repository / _DOOR / "1" / "model.py").read_text()
     _write_model(repository / "tensorrt_llm", door_config(repository, is_decoupled), model_code)
     _write_model(repository / "tensorrt_llm_bls", text_door_config(repository, is_decoupled), _TEXT_MODEL)
+    _set_ensemble_step(repository / _TEXT_DOOR, ENGINE_MODEL if is_decoupled else _DOOR)
 
 
 def door_config(repository: Path, is_decoupled: bool) -> ModelConfig:
@@ -79,6 +84,17 @@ def text_door_config(repository: Path, is_decoupled: bool) -> ModelConfig:
     config.input.extend([*ensemble.input, *_TEXT_INPUTS])
     config.output.extend(ensemble.output)
     return config
+
+
+def _set_ensemble_step(folder: Path, model: str) -> None:
+    """An ensemble is decoupled if one of its steps is. A folder that is a link is replaced, and not written to."""
+    text, count = re.subn(r'(?<=model_name: ")generation\w*(?=")', model, (folder / CONFIG_NAME).read_text())
+    assert count == 1, f"one step of {folder} generates"
+    if folder.is_symlink():
+        source = folder.resolve()
+        folder.unlink()
+        shutil.copytree(source, folder)
+    (folder / CONFIG_NAME).write_text(text)
 
 
 def _write_model(folder: Path, config: ModelConfig, code: str) -> None:

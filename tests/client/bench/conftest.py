@@ -85,7 +85,7 @@ class SlowTransport:
                     outputs = {
                         "text_output": [f"{number} "],
                         "num_input_tokens": [5],
-                        "num_output_tokens": [1],
+                        "num_output_tokens_so_far": [number + 1],
                     }
                     yield Response(outputs, is_final=number == self._num_pieces - 1)
         finally:

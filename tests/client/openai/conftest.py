@@ -33,18 +33,18 @@ class Server:
         for i, piece in enumerate(pieces):
             if self.error and i == self.error_at:
                 raise self.error
-            yield self._response(piece, is_last=i == len(pieces) - 1)
+            yield self._response(piece, i + 1, is_last=i == len(pieces) - 1)
 
     def value(self, name: str) -> Any:
         """The value of an input of the last request, None when it was not sent."""
         tensor = self.requests[-1].inputs.get(name)
         return None if tensor is None else flat_values(tensor.datatype, tensor.data)[0]
 
-    def _response(self, text: str, *, is_last: bool) -> Response:
+    def _response(self, text: str, num_tokens: int, *, is_last: bool) -> Response:
         outputs: dict[str, list[Any]] = {
             "text_output": [text],
             "num_input_tokens": [7],
-            "num_output_tokens": [1],
+            "num_output_tokens_so_far": [num_tokens],
         }
         outputs["finish_reason"] = [self.finish_reason if is_last else ""]
         if (task := self.value("lora_task_id")) is not None:

@@ -75,7 +75,7 @@ def test_several_choices_are_told_apart_by_their_index_and_counted_together(
 ) -> None:
     server.outputs = {
         "text_output": ["Ahoy", "Aye", "Avast"],
-        "num_output_tokens": [2, 1, 3],
+        "num_output_tokens_so_far": [2, 1, 3],
         "finish_reason": ["stop", "length", "stop"],
     }
 

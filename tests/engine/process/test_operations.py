@@ -4,6 +4,7 @@ import pytest
 
 from multilora_engine.errors import InvalidRequest
 from multilora_engine.process.operations import (
+    DescribeModel,
     ListAdapters,
     LoadAdapter,
     PinAdapter,
@@ -17,6 +18,7 @@ def test_the_key_operation_tells_what_is_meant() -> None:
     assert parse_operation('{"operation": "list"}') == ListAdapters()
     assert parse_operation('{"operation": "pin", "lora_task_id": 18446744073709551615}') == PinAdapter(2**64 - 1)
     assert parse_operation('{"operation": "unload", "name": "pirate"}') == UnloadAdapter(name="pirate")
+    assert parse_operation('{"operation": "describe"}') == DescribeModel()
     assert parse_operation('{"operation": "events", "since": 3}') == ReadEvents(3)
     assert parse_operation('{"operation": "load", "name": "x", "source": "hub"}') == LoadAdapter(name="x", source="hub")
 

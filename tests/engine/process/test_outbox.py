@@ -18,6 +18,8 @@ def output(request_id: str, token_id: int, is_last: bool = False) -> TokenOutput
         num_output_tokens=token_id,
         log_probs=[TokenLogProb(-token_id)],
         generation_logits=bytes([token_id]),
+        prompt_log_probs=b"p" if token_id == 1 else b"",
+        num_cached_tokens=16,
         cum_log_prob=-token_id * 10,
         perf=_PERF if is_last else None,
     )
@@ -34,6 +36,8 @@ def test_the_outputs_of_a_request_become_one_with_all_tokens_and_the_last_totals
         num_output_tokens=3,
         log_probs=[TokenLogProb(-1), TokenLogProb(-2), TokenLogProb(-3)],
         generation_logits=bytes([1, 2, 3]),
+        prompt_log_probs=b"p",
+        num_cached_tokens=16,
         cum_log_prob=-30,
         perf=_PERF,
     )

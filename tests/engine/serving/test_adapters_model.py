@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from support.adapters import TINY, wire_adapter
-from support.fake_engine import HOLD, FakeEngine
+from support.fake_engine import HOLD, INFO, FakeEngine
 from support.fake_triton import FakeRequest
 from support.fronts import TIMEOUT_S, RecordingListener, generation_request
 from support.served_engine import served
@@ -116,6 +116,15 @@ def test_stats_tell_of_tiers_and_of_the_adapters_asked_for(link: EngineLink) -> 
     assert stats["tiers"]["insertions"] == 1
     assert stats["usage"] == {"7": {"requests": 1, "prompt_tokens": 2, "output_tokens": 5}}
     assert stats["other_usage"]["requests"] == 0
+
+
+def test_the_model_is_described(link: EngineLink) -> None:
+    assert operate(link, "describe") == {
+        "model": "nowhere",
+        "max_model_len": INFO.max_model_len,
+        "vocab_size": INFO.vocab_size,
+        "version": INFO.version,
+    }
 
 
 def test_the_layout_is_what_adapters_are_packed_by(link: EngineLink) -> None:

@@ -211,6 +211,39 @@ def test_a_text_is_tokenized_with_the_engines_options(read: Any, tokenizer: Toke
     assert read(tensors).prompts == [tokenizer.encode("Grüße 🏴‍☠️", add_special_tokens=True)]
 
 
+@pytest.mark.parametrize(
+    ("num_tokens", "max_tokens", "kept"),
+    [
+        (None, 9, [5, 6, 7]),
+        (1, 9, [7]),
+        (2, 9, [6, 7]),
+        (3, 9, [5, 6, 7]),
+        (400, 9, [5, 6, 7]),
+        (-1, 9, [5, 6, 7]),
+        (-1, 62, [6, 7]),
+        (-1, 63, [7]),
+    ],
+)
+def test_a_prompt_is_cut_to_its_last_tokens(
+    read: Any, num_tokens: int | None, max_tokens: int, kept: list[int]
+) -> None:
+    assert INFO.max_model_len == 64
+    asked = {} if num_tokens is None else {"truncate_prompt_tokens": [[num_tokens]]}
+    assert read(prompt(**asked) | {"max_tokens": [[max_tokens]]}).prompts == [kept]
+
+
+def test_every_row_is_cut_by_its_own_number(read: Any) -> None:
+    rows = {"input_ids": [[5, 6, 7], [8, 9, 10]], "max_tokens": [[9], [0]], "truncate_prompt_tokens": [[1], [2]]}
+    call = read(rows)
+    assert call.prompts == [[7], [9, 10]]
+    assert [sampling.max_tokens for sampling in call.sampling] == [9, 0]
+
+
+def test_a_prompt_without_any_room_is_refused(read: Any) -> None:
+    with pytest.raises(InvalidRequest, match="max_tokens 64 leaves no room for a prompt: max_model_len is 64"):
+        read(prompt(truncate_prompt_tokens=[[-1]]) | {"max_tokens": [[64]]})
+
+
 def test_messages_go_through_the_chat_template(read: Any, tokenizer: Tokenizer) -> None:
     call = read({"messages": [[MESSAGES]], "max_tokens": [[1]]})
     assert call.prompts == [tokenizer.apply_chat_template([{"role": "user", "content": "Say hi"}])]

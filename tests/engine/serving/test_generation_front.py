@@ -85,12 +85,22 @@ def test_a_stream_joined_is_the_one_response(front: GenerationFront) -> None:
 
 
 def test_a_door_of_the_ensembles_names_reads_what_they_mean(link: EngineLink, engine: FakeEngine) -> None:
-    text_door = GenerationFront(link, can_stream=True, renamed=ENSEMBLE_NAMES)
+    text_door = GenerationFront(link, can_stream=True, renamed=ENSEMBLE_NAMES, has_flat_text=True)
     sampling = {"top_k": [[7]], "top_p": np.array([[0.5]], np.float32), "length_penalty": np.array([[2.0]], np.float32)}
     parts = ask(text_door, {"text_input": [["Hello there"]], "max_tokens": [[20]], "stream": [[True]], **sampling})
+    assert [part.arrays["text_output"].shape for part in parts] == [(1,)] * len(parts)
     # Only a stream leaves out the prompt.
     assert not "".join(part.texts()[0] for part in parts).startswith("Hello there")
     assert (engine.accepted[0].sampling.top_k, engine.accepted[0].sampling.top_p) == (7, 0.5)
+
+
+@pytest.mark.parametrize("asked", [{}, {"return_kv_cache_reuse_stats": [[True]]}, {"return_perf_metrics": [[True]]}])
+def test_blocks_of_the_kv_cache_are_told_to_a_request_that_asks(
+    front: GenerationFront, asked: dict[str, list[list[bool]]]
+) -> None:
+    (response,) = ask(front, {"input_ids": [[5, 6, 7]], "max_tokens": [[2]], **asked})
+    assert ("kv_cache_reused_blocks" in response.arrays) == bool(asked)
+    assert ("arrival_time_ns" in response.arrays) == ("return_perf_metrics" in asked)
 
 
 def test_what_the_server_does_not_do_is_refused_by_its_name(front: GenerationFront) -> None:
@@ -170,7 +180,7 @@ def test_several_sequences_are_responses_of_one_door_and_beams_of_the_other(
         assert streaming or len(responses) == 6
     (response,) = ask(GenerationFront(link, can_stream=False), tensors)
     assert response.arrays["output_ids"].tolist() == [[[5, 5, 5]] * 3, [[6, 6, 6]] * 3]
-    assert response.arrays["sequence_index"].tolist() == [[0, 1, 2]] * 2
+    assert response.arrays["sequence_index"].tolist() == [[0]] * 2
 
 
 @pytest.mark.parametrize("can_stream", [False, True])
@@ -187,10 +197,11 @@ def test_the_beams_of_a_search_come_in_one_response_best_first(
     assert response.arrays["output_ids"][0].tolist() == [[*prompt, 5, 0], [*prompt, 6, 6], [*prompt, 0, 0]]
     assert response.arrays["output_ids"].shape == (2, 3, len(prompt) + 2)
     assert response.arrays["sequence_length"][0].tolist() == [len(prompt) + n for n in (1, 2, 0)]
-    assert response.arrays["sequence_index"].tolist() == [[0, 1, 2]] * 2
+    assert response.arrays["sequence_index"].tolist() == [[0]] * 2
     assert response.arrays["cum_log_probs"].tolist() == [[-1.0, -2.0, -np.inf]] * 2
     assert response.arrays["output_log_probs"].tolist() == [[[-1.0, 0.0], [-1.0, -1.0], [0.0, 0.0]]] * 2
-    assert response.arrays["num_output_tokens"].tolist() == [[1, 2, 0]] * 2
+    assert response.arrays["num_output_tokens"].tolist() == [[3]] * 2
+    assert response.arrays["num_output_tokens_so_far"].tolist() == [[1, 2, 0]] * 2
     assert response.arrays["finish_reason"].tolist() == [[b"stop", b"length", b"stop"]] * 2
     assert response.arrays["text_output"][0, :2].tolist()[1].decode().endswith("<6><6>")
 
@@ -247,11 +258,11 @@ def test_a_front_of_one_response_refuses_to_stream(link: EngineLink) -> None:
 
 def test_a_malformed_request_is_answered_by_the_same_thread_as_all_others(front: GenerationFront) -> None:
     good = FakeRequest({"input_ids": [[5]], "max_tokens": [[1]]})
-    bad = FakeRequest({"input_ids": [[5]], "max_tokens": [[0]]}, id="ab12")
+    bad = FakeRequest({"input_ids": [[5]], "max_tokens": [[-1]]}, id="ab12")
     for request in (good, bad):
         front.accept(request)
         request.sender.wait()
-    assert error_of(bad.sender.responses)[1] == "[INVALID_ARG] max_tokens is 0, expected a number >= 1 (request ab12)"
+    assert error_of(bad.sender.responses)[1] == "[INVALID_ARG] max_tokens is -1, expected a number >= 0 (request ab12)"
     assert good.sender.threads == bad.sender.threads
 
 
@@ -334,20 +345,26 @@ def test_an_adapter_too_large_is_refused_with_the_numbers(front: GenerationFront
     assert "lora_weights has 1600000 bytes and lora_max_adapter_bytes is 1000000" in message
 
 
+class UploadingClient:
+    def __init__(self, front: GenerationFront) -> None:
+        self._front = front
+
+    def send(self, task_id: int, client: str, **more: Any) -> FakeRequest:
+        tensors = ADAPTER | {"lora_task_id": [[task_id]]} | more
+        request = FakeRequest(tensors, headers={"X-Multilora-Client": client})
+        self._front.accept(request)
+        return request
+
+
 def test_a_client_may_send_so_many_adapters_at_once_and_others_do_not_suffer(
     front: GenerationFront, engine: FakeEngine
 ) -> None:
-    def upload(task_id: int, client: str) -> FakeRequest:
-        header = {"X-Multilora-Client": client}
-        request = FakeRequest(ADAPTER | {"lora_task_id": [[task_id]]}, headers=header)
-        front.accept(request)
-        return request
-
+    client = UploadingClient(front)
     engine.step_gate.clear()
     blocker = FakeRequest({"input_ids": [[5]], "max_tokens": [[1]]})
     front.accept(blocker)
-    greedy = [upload(task_id, "greedy") for task_id in range(3)]
-    modest = upload(3, "modest")
+    greedy = [client.send(task_id, "greedy") for task_id in range(3)]
+    modest = client.send(3, "modest")
     assert error_of(greedy[2].sender.wait()) == (
         "UNAVAILABLE",
         "[UNAVAILABLE] 2 adapters of this client are being uploaded already (request -)",
@@ -355,4 +372,63 @@ def test_a_client_may_send_so_many_adapters_at_once_and_others_do_not_suffer(
     engine.step_gate.set()
     for request in (*greedy[:2], modest):
         assert request.sender.wait()[0].error is None
-    assert upload(4, "greedy").sender.wait()[0].error is None
+    assert client.send(4, "greedy").sender.wait()[0].error is None
+
+
+def test_an_adapter_that_the_engine_has_counts_no_longer_however_long_its_answer_takes(front: GenerationFront) -> None:
+    client = UploadingClient(front)
+    unending = [client.send(i, "one", input_ids=[[HOLD]], max_tokens=[[9]], streaming=[[True]]) for i in range(2)]
+    # What the engine says of this one comes behind what it said of the two before.
+    assert ask(front, {"input_ids": [[5]], "max_tokens": [[1]]})[0].error is None
+    assert client.send(2, "one").sender.wait()[0].error is None
+    for request in unending:
+        request.sender.cancelled.set()
+        assert error_of(request.sender.wait())[0] == "CANCELLED"
+
+
+@pytest.mark.parametrize("wrong", [{"lora_config": np.zeros((1, 1, 2), np.int32)}, {"input_ids": [[5]]}])
+def test_what_is_refused_gives_its_place_back(front: GenerationFront, wrong: dict[str, Any]) -> None:
+    client = UploadingClient(front)
+    for task_id in range(5):
+        assert error_of(client.send(task_id, "one", **wrong).sender.wait())[0] == "INVALID_ARG"
+    assert client.send(9, "one").sender.wait()[0].error is None
+
+
+def test_logits_of_all_requests_in_flight_are_bounded(front: GenerationFront) -> None:
+    tensors = {"input_ids": [[HOLD] * 50], "max_tokens": [[1]], "return_context_logits": [[True]]}
+    first, second = (FakeRequest(tensors) for _ in range(2))
+    front.accept(first)
+    front.accept(second)
+    more = {**tensors, "input_ids": [[5] * 100]}
+    assert error_of(ask(front, more)) == (
+        "UNAVAILABLE",
+        "[UNAVAILABLE] the request asks for 819200 bytes of logits, 819200 are in flight, and "
+        "max_logits_bytes_in_flight is 1572864 (request -)",
+    )
+    first.sender.cancelled.set()
+    assert error_of(first.sender.wait())[0] == "CANCELLED"
+    assert ask(front, more)[0].error is None
+    second.sender.cancelled.set()
+    assert error_of(second.sender.wait())[0] == "CANCELLED"
+
+
+def test_a_request_id_may_have_128_characters(front: GenerationFront) -> None:
+    tensors = {"input_ids": [[5]], "max_tokens": [[1]]}
+    assert ask(front, tensors, id="x" * 128)[0].error is None
+    code, message = error_of(ask(front, tensors, id="x" * 100_000))
+    assert code == "INVALID_ARG"
+    assert message.startswith("[INVALID_ARG] the request id has 100000 characters, at most 128 are accepted (request x")
+    assert len(message) < 300
+
+
+def test_metadata_too_long_is_refused(front: GenerationFront) -> None:
+    tensors = ADAPTER | {"lora_task_id": [[7]]}
+    code, message = error_of(ask(front, tensors, headers={"x": "y" * 1000}))
+    assert code == "INVALID_ARG"
+    assert "bytes and max_metadata_bytes is 1000" in message
+
+
+def test_a_request_larger_than_its_limits_is_refused_with_the_numbers(front: GenerationFront) -> None:
+    code, message = error_of(ask(front, {"input_ids": [[5]] * 17, "max_tokens": [[1]] * 17}))
+    assert code == "INVALID_ARG"
+    assert "17 sequences in all, and max_sequences_per_request is 16" in message

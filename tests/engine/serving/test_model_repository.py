@@ -14,7 +14,13 @@ from tritonclient.grpc import model_config_pb2
 
 from multilora_engine.config import EngineConfig, parameter_descriptions
 from multilora_engine.serving.inputs import ENSEMBLE_NAMES
-from multilora_engine.serving.outputs import _COLUMNS, _LOG_PROB_COLUMNS, _OPTIONAL_COLUMNS, _PERF_COLUMNS
+from multilora_engine.serving.outputs import (
+    _COLUMNS,
+    _KV_CACHE_COLUMNS,
+    _LOG_PROB_COLUMNS,
+    _OPTIONAL_COLUMNS,
+    _PERF_COLUMNS,
+)
 from multilora_engine.serving.unsupported import UNSUPPORTED_OPTIONS, UNSUPPORTED_TENSORS
 from multilora_engine.tritonserver.upstream_models import door_config, text_door_config
 
@@ -57,11 +63,9 @@ def test_both_generation_models_take_and_give_the_same() -> None:
 
 
 def test_the_declared_outputs_are_those_the_code_can_build() -> None:
-    assert (
-        set(tensors(config("generation").output))
-        == {*OUTPUT_NAMES, *_OPTIONAL_COLUMNS, "context_phase_params"}
-        == {*_COLUMNS, *_LOG_PROB_COLUMNS, *_OPTIONAL_COLUMNS, *_PERF_COLUMNS, "output_ids", "context_phase_params"}
-    )
+    built = {*_COLUMNS, *_LOG_PROB_COLUMNS, *_OPTIONAL_COLUMNS, *_PERF_COLUMNS, *_KV_CACHE_COLUMNS, "output_ids"}
+    declared = set(tensors(config("generation").output)) - {"context_phase_params"}
+    assert declared == {*OUTPUT_NAMES, *_OPTIONAL_COLUMNS} == built
 
 
 @pytest.mark.parametrize("model", ["ensemble", "ensemble_unary"])
@@ -87,6 +91,7 @@ def test_an_ensemble_offers_every_option_of_generation_under_upstreams_names(mod
     direct_only = {"input_ids", "input_lengths", "request_output_len", "stop"}
     direct_only |= {"embedding_bias", "embedding_bias_ids", "bad_words_list", "stop_words_list"}
     direct_only |= {"early_stopping", "beam_search_diversity_rate"}
+    direct_only |= {"return_prompt_log_probs", "num_prompt_top_log_probs"}
     direct_only |= {*UNSUPPORTED_OPTIONS, *UNSUPPORTED_TENSORS} - set(INPUTS["ensemble"])
     taken = set(tensors(config("generation").input)) - direct_only
     expected = {ensemble_names.get(name, name) for name in taken}

@@ -8,11 +8,13 @@ import numpy as np
 from numpy.typing import NDArray
 from support.fake_triton import LOG_PROB_NAMES, OUTPUT_NAMES, PERF_NAMES
 
+from multilora_engine.prompt_log_probs import PromptLogProbs
 from multilora_engine.request import PerfMetrics, TokenLogProb, TokenOutput
 from multilora_engine.serving.outputs import OutputColumns, ReplyRow, RowAnswer
+from multilora_engine.serving.prompt_answer import PromptAnswer, PromptTokens
 
 LOGITS_NAMES = {"top_log_prob_ids", "top_log_probs", "output_tokens", "context_logits", "generation_logits"}
-FIRST = RowAnswer(0, 0, [1, 2, 3], "aé", "stop", 1, 2, 2**64 - 1, "d1")
+FIRST = RowAnswer(0, 0, [1, 2, 3], "aé", "stop", 1, 2, 2**64 - 1, "d1", num_output_tokens_so_far=7)
 SECOND = RowAnswer(1, 0, [4], "", "", 5, 0, 0, "")
 
 
@@ -35,6 +37,8 @@ def test_every_output_has_the_shape_and_dtype_of_the_configuration() -> None:
         "finish_reason": [[b"stop"], [b""]],
         "num_input_tokens": [[1], [5]],
         "num_output_tokens": [[2], [0]],
+        "num_cached_tokens": [[0], [0]],
+        "num_output_tokens_so_far": [[7], [0]],
         "sequence_index": [[0], [0]],
         "batch_index": [[0], [1]],
         "lora_task_id_out": [[2**64 - 1], [0]],
@@ -51,11 +55,21 @@ def test_the_sequences_of_a_row_are_its_beams() -> None:
     arrays = output_arrays(rows, OUTPUT_NAMES, pad_id=9, num_sequences=3)
     assert arrays["output_log_probs"].shape == (2, 3, 0)
     assert arrays["output_ids"].tolist() == [[[1, 2, 3]] * 3, [[4, 9, 9]] * 3]
-    assert arrays["sequence_index"].tolist() == [[0, 1, 2]] * 2
-    per_row = {"num_input_tokens", "batch_index", "lora_task_id_out", "lora_digest"}
+    assert arrays["sequence_index"].tolist() == [[0], [0]]
+    assert arrays["num_output_tokens"].tolist() == [[6], [0]]
+    per_row = {"num_input_tokens", "num_cached_tokens", "num_output_tokens", "sequence_index"}
+    per_row |= {"batch_index", "lora_task_id_out", "lora_digest"}
     for name in {*OUTPUT_NAMES} - {"output_ids", "output_log_probs"}:
         assert arrays[name].shape == ((2, 1) if name in per_row else (2, 3))
     assert arrays["lora_digest"].tolist() == [[b"d1"], [b""]]
+
+
+def test_flat_text_has_a_text_for_each_row_and_sequence_and_no_batch_dimension() -> None:
+    columns = OutputColumns({"text_output", "finish_reason"}, has_flat_text=True)
+    values = columns.plain_values([FIRST, SECOND, SECOND, FIRST])
+    arrays = {name: columns.plain_array(name, values[name], num_sequences=2) for name in values}
+    assert arrays["text_output"].tolist() == ["aé".encode(), b"", b"", "aé".encode()]
+    assert arrays["finish_reason"].tolist() == [[b"stop", b""], [b"", b"stop"]]
 
 
 def test_only_what_is_wanted_is_built() -> None:
@@ -127,6 +141,36 @@ def test_logits_and_top_log_probs_are_filled_up_to_the_longest() -> None:
         name: {"top_log_prob_ids": "int32", "output_tokens": "object"}.get(name, "float32") for name in LOGITS_NAMES
     }
     assert output_arrays([FIRST], LOGITS_NAMES, 0) == {}
+
+
+def prompt_answer(prompt: list[int], num_top: int) -> PromptAnswer:
+    log_probs = PromptLogProbs(len(prompt), num_top)
+    rest = np.array(prompt[1:])
+    tops = np.repeat(rest[:, None], num_top, axis=1)
+    log_probs.append(-rest, -tops, tops)
+    return PromptTokens(prompt, num_top, lambda token_id: bytes([token_id])).answer(log_probs.to_bytes())
+
+
+def test_what_is_told_of_prompts_is_of_each_row_filled_up_to_the_longest() -> None:
+    rows = [
+        msgspec.structs.replace(answer, sequence_index=i, num_cached_tokens=cached, prompt=prompt_answer(prompt, 1))
+        for answer, prompt, cached in ((FIRST, [7], 0), (SECOND, [8, 9, 233], 2))
+        for i in range(2)
+    ]
+    names = {"prompt_ids", "prompt_log_probs", "prompt_top_log_prob_ids", "prompt_top_log_probs", "prompt_tokens"}
+    arrays = output_arrays(rows, {*names, "num_cached_tokens"}, pad_id=5, num_sequences=2)
+    assert {name: array.tolist() for name, array in arrays.items()} == {
+        "num_cached_tokens": [[0], [2]],
+        "prompt_ids": [[7, 0, 0], [8, 9, 233]],
+        "prompt_log_probs": [[0, 0, 0], [0, -9, -233]],
+        "prompt_top_log_prob_ids": [[[-1], [0], [0]], [[-1], [9], [233]]],
+        "prompt_top_log_probs": [[[0], [0], [0]], [[0], [-9], [-233]]],
+        "prompt_tokens": [
+            [[b"\x07", b""], [b"", b""], [b"", b""]],
+            [[b"\x08", b""], [b"\t", b"\t"], ["é".encode(), "é".encode()]],
+        ],
+    }
+    assert output_arrays([FIRST], names, 0) == {}
 
 
 def test_outputs_that_were_not_asked_for_are_left_out() -> None:

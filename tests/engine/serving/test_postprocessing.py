@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,16 @@ from multilora_engine.errors import InvalidRequest
 from multilora_engine.serving.inputs import InputTensors
 from multilora_engine.serving.postprocessing import PostprocessingModel, decode
 from multilora_engine.text import Tokenizer
+
+
+@dataclass
+class DescribedLink:
+    """An engine's link that knows its tokenizer."""
+
+    tokenizer: Tokenizer
+
+    def describe(self) -> tuple[None, Tokenizer]:
+        return None, self.tokenizer
 
 
 def tokens_batch(tokenizer: Tokenizer, texts: list[list[str]]) -> tuple[np.ndarray, np.ndarray]:
@@ -43,10 +54,20 @@ def test_a_request_without_text_needs_tokens_and_their_lengths(tokenizer: Tokeni
         decode(InputTensors(FakeRequest(tensors)), tokenizer)
 
 
-def test_text_the_engine_has_decoded_passes_unchanged() -> None:
-    text = np.array([["é".encode()[:1] + b"kept as it is"]], object)
-    request = FakeRequest({"GENERATED_TEXT": text}, output_names=("OUTPUT",))
+def output_of(tensors: dict[str, Any], tokenizer: Tokenizer) -> np.ndarray:
     model = PostprocessingModel()
-    vars(model)["_link"] = None
-    (response,) = model.execute([request])
-    assert response.arrays["OUTPUT"].tolist() == text.tolist()
+    vars(model)["_link"] = DescribedLink(tokenizer)
+    (response,) = model.execute([FakeRequest(tensors, output_names=("OUTPUT",))])
+    output: np.ndarray = response.arrays["OUTPUT"]
+    return output
+
+
+def test_text_the_engine_has_decoded_passes_unchanged(tokenizer: Tokenizer) -> None:
+    text = np.array([["é".encode()[:1] + b"kept as it is", b"b"], [b"c", b""]], object)
+    assert output_of({"GENERATED_TEXT": text}, tokenizer).tolist() == text.flatten().tolist()
+
+
+def test_the_texts_of_all_rows_and_beams_have_one_dimension(tokenizer: Tokenizer) -> None:
+    tokens, lengths = tokens_batch(tokenizer, [["a", "b"], ["c", "d"]])
+    output = output_of({"TOKENS_BATCH": tokens, "SEQUENCE_LENGTH": lengths}, tokenizer)
+    assert output.tolist() == [b"a", b"b", b"c", b"d"]

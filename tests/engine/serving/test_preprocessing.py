@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from support.fake_engine import INFO
 from support.fake_triton import FakeRequest
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer
 
 from multilora_engine.errors import InvalidRequest, Unsupported
 from multilora_engine.serving.inputs import InputTensors
@@ -34,6 +37,30 @@ def test_a_chat_becomes_tokens(tokenizer: Tokenizer) -> None:
     arrays = run(tokenizer, {"MESSAGES": [['[{"role": "user", "content": "Say hi"}]']]})
     assert arrays["INPUT_ID"] == [tokenizer.apply_chat_template([{"role": "user", "content": "Say hi"}])]
     assert "REQUEST_OUTPUT_LEN" not in arrays
+
+
+@pytest.mark.parametrize(
+    ("default", "asked", "is_added"),
+    [
+        (True, {}, True),
+        (False, {}, False),
+        (True, {"ADD_SPECIAL_TOKENS": [[False]]}, False),
+        (False, {"ADD_SPECIAL_TOKENS": [[True]]}, True),
+    ],
+)
+def test_special_tokens_are_added_by_default_or_as_asked(
+    default_model_dir: Path, tmp_path: Path, default: bool, asked: dict[str, Any], is_added: bool
+) -> None:
+    original = AutoTokenizer.from_pretrained(default_model_dir)
+    special = "<|im_start|>"
+    original.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{special} $A", special_tokens=[(special, special_id := original.convert_tokens_to_ids(special))]
+    )
+    original.save_pretrained(tmp_path)
+    tokenizer, info = Tokenizer(tmp_path), dataclasses.replace(INFO, add_special_tokens=default)
+    inputs = InputTensors(FakeRequest({"QUERY": [["Hi"]], **asked}))
+    plain = tokenizer.encode("Hi", add_special_tokens=False)
+    assert preprocess(inputs, info, tokenizer)["INPUT_ID"].tolist() == [[special_id] * is_added + plain]
 
 
 def test_end_and_pad_id_are_the_tokenizers_unless_given(tokenizer: Tokenizer) -> None:

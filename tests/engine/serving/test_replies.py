@@ -5,14 +5,18 @@ import numpy as np
 import pytest
 from support.fake_triton import FakeRequest, FakeTensor
 
+from multilora_engine.prompt_log_probs import row_type
 from multilora_engine.request import PerfMetrics, TokenLogProb, TokenOutput
 from multilora_engine.serving.outputs import ReplyRow
+from multilora_engine.serving.prompt_answer import PromptTokens
 from multilora_engine.serving.replies import EachReply, EmptyReply, OneReply, Reply, Responder, StreamReply, Transcript
 from multilora_engine.serving.triton_api import backend_utils
 
 
-def token(request_id: str, token_id: int, finish_reason: str | None = None) -> TokenOutput:
-    return TokenOutput(request_id, [token_id], f"<{token_id}>", finish_reason, num_prompt_tokens=2, num_output_tokens=1)
+def token(request_id: str, token_id: int, finish_reason: str | None = None, so_far: int = 1) -> TokenOutput:
+    return TokenOutput(
+        request_id, [token_id], f"<{token_id}>", finish_reason, num_prompt_tokens=2, num_output_tokens=so_far
+    )
 
 
 def tell(reply: Reply, output: TokenOutput) -> None:
@@ -59,11 +63,11 @@ def test_what_a_stream_says_again_is_the_same_tensor_and_what_is_new_another(mon
     reply = StreamReply(Responder(request), {"a": ReplyRow(0), "b": ReplyRow(1)}, pad_id=0)
     tell(reply, token("a", 1))
     made.clear()
-    tell(reply, token("a", 2))
-    assert sorted(made) == ["output_ids", "text_output"]
+    tell(reply, token("a", 2, so_far=2))
+    assert sorted(made) == ["num_output_tokens_so_far", "output_ids", "text_output"]
     made.clear()
     tell(reply, msgspec.structs.replace(token("b", 3), lora_digest="d"))
-    assert sorted(made) == ["batch_index", "lora_digest", "output_ids", "text_output"]
+    assert sorted(made) == ["batch_index", "lora_digest", "num_output_tokens_so_far", "output_ids", "text_output"]
     assert [response.arrays["batch_index"].item() for response in request.sender.responses] == [0, 0, 1]
     assert [response.arrays["lora_digest"].item() for response in request.sender.responses] == [b"", b"", b"d"]
 
@@ -92,6 +96,40 @@ def test_each_sequence_has_a_response_of_its_own_when_it_ends() -> None:
     assert [response.texts() for response in responses] == [["prompt <2>"], ["prompt <1><3>"]]
     assert [response.arrays["output_ids"].tolist() for response in responses] == [[[[8, 2]]], [[[8, 1, 3]]]]
     assert [response.arrays["sequence_index"].item() for response in responses] == [1, 0]
+
+
+def test_a_response_of_a_stream_counts_its_own_tokens_and_tells_their_sum() -> None:
+    request = FakeRequest({})
+    reply = StreamReply(Responder(request), {"a": ReplyRow(0), "b": ReplyRow(1)}, pad_id=0)
+    outputs = (token("a", 1, so_far=2), token("b", 2, so_far=1), token("a", 3, so_far=5), token("b", 4, "stop", 2))
+    for output in (*outputs, token("a", 5, "length", so_far=5)):
+        tell(reply, output)
+    arrays = [response.arrays for response in request.sender.wait()]
+    assert [made["num_output_tokens"].tolist() for made in arrays] == [[[n]] for n in (2, 1, 3, 1, 0)]
+    assert [made["num_output_tokens_so_far"].tolist() for made in arrays] == [[[n]] for n in (2, 1, 5, 2, 5)]
+
+
+@pytest.mark.parametrize("kind", [StreamReply, OneReply])
+def test_the_first_output_of_every_response_is_output_ids(kind: type[Reply]) -> None:
+    request = FakeRequest({})
+    row = ReplyRow(returns_log_probs=True, returns_perf=True)
+    reply = kind(Responder(request), {"a": row if kind is StreamReply else Transcript(row)}, 0)
+    tell(reply, token("a", 1))
+    tell(reply, msgspec.structs.replace(token("a", 2, "stop"), perf=PerfMetrics()))
+    responses = request.sender.wait()
+    assert [next(iter(response.arrays)) for response in responses] == ["output_ids"] * len(responses)
+
+
+@pytest.mark.parametrize(("flag", "has_times"), [("returns_kv_cache", False), ("returns_perf", True)])
+def test_blocks_of_the_kv_cache_are_told_with_times_or_alone(flag: str, has_times: bool) -> None:
+    request = FakeRequest({})
+    reply = StreamReply(Responder(request), {"a": ReplyRow(**{flag: True})}, 0)  # type: ignore[arg-type]
+    perf = PerfMetrics(5, kv_cache_alloc_total_blocks=4, kv_cache_alloc_new_blocks=3, kv_cache_reused_blocks=1)
+    tell(reply, msgspec.structs.replace(token("a", 1, "stop"), perf=perf))
+    (response,) = request.sender.wait()
+    blocks = ("kv_cache_alloc_total_blocks", "kv_cache_alloc_new_blocks", "kv_cache_reused_blocks")
+    assert [response.arrays[name].tolist() for name in blocks] == [[[4]], [[3]], [[1]]]
+    assert ("arrival_time_ns" in response.arrays) == has_times
 
 
 @pytest.mark.parametrize("names", [("text_output",), ("finish_reason", "lora_digest"), ()])
@@ -162,3 +200,32 @@ def test_log_probs_go_with_their_tokens_and_times_with_the_last_response(kind: t
     else:
         assert (log_probs, sums) == ([[[[-0.5, -1.0, -2.0]]]], [-3.5])
     assert responses[-1].arrays["arrival_time_ns"].item() == 5
+
+
+def test_a_prompt_is_told_with_the_first_response_of_each_sequence() -> None:
+    names = ("prompt_ids", "prompt_log_probs", "sequence_index", "num_cached_tokens")
+    request = FakeRequest({}, output_names=names)
+    prompt = PromptTokens([7, 8], 0, lambda token_id: bytes([token_id]))
+    rows = {name: ReplyRow(sequence_index=i, prompt=prompt) for i, name in enumerate("ab")}
+    reply = StreamReply(Responder(request), rows, 0)
+    told = np.array([(0.0, [], []), (-1.5, [], [])], row_type(0)).tobytes()
+    for name in "ab":
+        first = msgspec.structs.replace(token(name, 1), prompt_log_probs=told, num_cached_tokens=16)
+        tell(reply, first)
+        tell(reply, token(name, 2, "stop"))
+    responses = [response.arrays for response in request.sender.wait()]
+    assert [response["sequence_index"].item() for response in responses] == [0, 0, 1, 1]
+    assert ["prompt_ids" in response for response in responses] == [True, False, True, False]
+    assert responses[2]["prompt_log_probs"].tolist() == [[0.0, -1.5]]
+    assert responses[0]["num_cached_tokens"].tolist() == [[16]]
+
+
+def test_one_response_tells_of_the_prompt_though_it_came_with_the_first_output() -> None:
+    request = FakeRequest({}, output_names=("prompt_log_probs",))
+    prompt = PromptTokens([7, 8], 0, lambda token_id: bytes([token_id]))
+    reply = OneReply(Responder(request), {"a": Transcript(ReplyRow(prompt=prompt))})
+    told = np.array([(0.0, [], []), (-1.5, [], [])], row_type(0)).tobytes()
+    tell(reply, msgspec.structs.replace(token("a", 1), prompt_log_probs=told))
+    tell(reply, token("a", 2, "stop"))
+    (response,) = request.sender.wait()
+    assert response.arrays["prompt_log_probs"].tolist() == [[0.0, -1.5]]

@@ -41,40 +41,60 @@ def word_list(token_ids: list[int], ends: list[int]) -> np.ndarray:
 def test_a_word_list_is_ids_and_where_each_word_ends(
     token_ids: list[int], ends: list[int], expected: tuple[tuple[int, ...], ...]
 ) -> None:
-    assert read_sequences(inputs(stop_words_list=word_list(token_ids, ends)), "stop_words_list", 0) == expected
+    assert (
+        read_sequences(inputs(stop_words_list=word_list(token_ids, ends)), "stop_words_list", 0, INFO.limits)
+        == expected
+    )
 
 
 def test_what_is_written_reads_back_row_by_row() -> None:
     rows = [((5,), (6, 7)), (), ((8, 9, 10, 11),)]
     written = write_sequences(rows)
     assert written.shape == (3, 2, 4)
-    assert [read_sequences(inputs(bad_words_list=written), "bad_words_list", row) for row in range(3)] == rows
+    assert [
+        read_sequences(inputs(bad_words_list=written), "bad_words_list", row, INFO.limits) for row in range(3)
+    ] == rows
 
 
 @pytest.mark.parametrize("ends", [[2, 1, -1], [1, 4, -1], [0, -1, -1], [2, 2, -1], [-5, 1, -1]])
 def test_ends_out_of_order_or_range_are_refused(ends: list[int]) -> None:
     with pytest.raises(InvalidRequest, match=r"stop_words_list has the ends .*, expected increasing numbers in 1 .. 3"):
-        read_sequences(inputs(stop_words_list=word_list([5, 6, 7], ends)), "stop_words_list", 0)
+        read_sequences(inputs(stop_words_list=word_list([5, 6, 7], ends)), "stop_words_list", 0, INFO.limits)
 
 
 @pytest.mark.parametrize("shape", [(2, 3), (1, 3, 3), (1, 2, 3, 1)])
 def test_another_shape_is_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(InvalidRequest, match=r"stop_words_list has shape .* \[batch, 2, n\]"):
-        read_sequences(inputs(stop_words_list=np.zeros(shape, np.int32)), "stop_words_list", 0)
+        read_sequences(inputs(stop_words_list=np.zeros(shape, np.int32)), "stop_words_list", 0, INFO.limits)
 
 
 def test_bad_words_are_tokenized_as_they_stand_and_added_to_the_list(tokenizer: Tokenizer) -> None:
     words = inputs(bad_words=[[" cat", "cat", ""]], bad_words_list=word_list([5, 6], [2, -1]))
     expected = [tuple(tokenizer.encode(word, add_special_tokens=False)) for word in (" cat", "cat")]
     assert len(set(expected)) == 2
-    assert read_bad_sequences(words, 0, tokenizer) == (*expected, (5, 6))
+    assert read_bad_sequences(words, 0, tokenizer, INFO.limits) == (*expected, (5, 6))
 
 
-@pytest.mark.parametrize("words", [["a" * 65_537], ["é" * 16_384] * 3])
+@pytest.mark.parametrize("words", [["a" * 65], ["é" * 16] * 3])
 def test_words_too_long_together_are_refused(words: list[str]) -> None:
-    assert read_words(inputs(bad_words=[["a" * 65_536]]), "bad_words", 0) == ["a" * 65_536]
-    with pytest.raises(InvalidRequest, match=r"bad_words has [0-9]+ bytes of text, at most 65536"):
-        read_words(inputs(bad_words=[words]), "bad_words", 0)
+    assert read_words(inputs(bad_words=[["a" * 64]]), "bad_words", 0, INFO.limits) == ["a" * 64]
+    with pytest.raises(InvalidRequest, match=r"bad_words has [0-9]+ bytes and max_word_bytes_per_request is 64"):
+        read_words(inputs(bad_words=[words]), "bad_words", 0, INFO.limits)
+
+
+def test_words_too_many_in_all_rows_are_refused() -> None:
+    rows = [["a"] * 4] * 3
+    assert read_words(inputs(bad_words=rows), "bad_words", 2, INFO.limits) == ["a"] * 4
+    with pytest.raises(InvalidRequest, match="bad_words has 16 words and max_words_per_request is 12"):
+        read_words(inputs(bad_words=[*rows, ["a"] * 4]), "bad_words", 0, INFO.limits)
+
+
+def test_a_word_list_too_wide_is_refused_before_it_is_taken_apart() -> None:
+    token_ids = list(range(16))
+    words = inputs(bad_words_list=word_list(token_ids, [16] + [-1] * 15))
+    assert read_sequences(words, "bad_words_list", 0, INFO.limits) == (tuple(token_ids),)
+    with pytest.raises(InvalidRequest, match="bad_words_list has 68 bytes and max_word_bytes_per_request is 64"):
+        read_sequences(inputs(bad_words_list=word_list([1] * 17, [17] * 17)), "bad_words_list", 0, INFO.limits)
 
 
 def test_biases_of_words_and_of_the_vector_add_up(tokenizer: Tokenizer) -> None:

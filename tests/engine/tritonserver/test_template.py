@@ -96,6 +96,8 @@ def test_decoupled_mode_makes_the_models_of_upstreams_names_and_makes_them_again
         for name in ("tensorrt_llm", "tensorrt_llm_bls"):
             config = read_config(repository / name / "config.pbtxt")
             assert config.model_transaction_policy.decoupled == expected
+        ensemble = read_config(repository / "ensemble" / "config.pbtxt").ensemble_scheduling
+        assert [step.model_name for step in ensemble.step][1] == ("generation" if expected else "generation_unary")
     (group,) = read_config(repository / "preprocessing" / "config.pbtxt").instance_group
     assert group.count == 3
     with pytest.raises(ConfigError, match="has a model tensorrt_llm already"):

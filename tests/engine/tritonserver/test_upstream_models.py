@@ -34,6 +34,33 @@ def test_their_code_is_that_of_the_doors(repository: Path, name: str, model: typ
     assert scope["TritonPythonModel"] is model
 
 
+@pytest.mark.parametrize(
+    ("models", "steps"),
+    [
+        (UpstreamModels.NONE, ["preprocessing", "generation", "postprocessing"]),
+        (UpstreamModels.DECOUPLED, ["preprocessing", "generation", "postprocessing"]),
+        (UpstreamModels.UNARY, ["preprocessing", "generation_unary", "postprocessing"]),
+    ],
+)
+def test_the_ensemble_is_decoupled_by_its_step_exactly_when_the_models_are(
+    repository: Path, models: UpstreamModels, steps: list[str]
+) -> None:
+    add_upstream_models(repository, models)
+    assert steps_of(repository, "ensemble") == steps
+    assert steps_of(repository, "ensemble_unary") == ["preprocessing", "generation_unary", "postprocessing"]
+
+
+def steps_of(repository: Path, model: str) -> list[str]:
+    config = read_config(repository / model / "config.pbtxt")
+    return [step.model_name for step in config.ensemble_scheduling.step]
+
+
+def test_a_repository_that_is_linked_to_is_not_written_to(repository: Path) -> None:
+    before = (find_model_repository() / "ensemble" / "config.pbtxt").read_text()
+    add_upstream_models(repository, UpstreamModels.UNARY)
+    assert (find_model_repository() / "ensemble" / "config.pbtxt").read_text() == before
+
+
 def test_none_are_added_unless_asked_for(repository: Path) -> None:
     before = model_names(repository)
     add_upstream_models(repository, UpstreamModels.NONE)

@@ -1,0 +1,56 @@
+"""How much one request may ask for. Its sequences go to the engine together, whose loop everybody shares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from multilora_engine.engine_info import CallLimits, EngineInfo
+from multilora_engine.errors import InvalidRequest
+from multilora_engine.request import SamplingParams
+from multilora_engine.serving.calls import GenerateCall
+from multilora_engine.serving.token_lists import word_bytes
+
+_LOGIT_BYTES = 4
+"""Logits are float32."""
+
+
+def check_call(call: GenerateCall, info: EngineInfo) -> None:
+    """Raises InvalidRequest, with the numbers, for a request that asks for more than the engine's limits."""
+    limits, width = info.limits, call.sampling[0].beam_width
+    num_sequences = len(call.prompts) * (width if call.is_search else call.num_sequences)
+    _check("sequences", num_sequences, "max_sequences_per_request", limits)
+    num_prompt_tokens = sum(map(len, call.prompts)) * call.requests_per_row
+    _check("prompt tokens", num_prompt_tokens, "max_prompt_tokens_per_request", limits)
+    _check("stop words and bad words", _total(call, _num_words), "max_words_per_request", limits)
+    _check("bytes of stop words and bad words", _total(call, _num_word_bytes), "max_word_bytes_per_request", limits)
+    _check("biases", _total(call, lambda sampling: len(sampling.embedding_bias)), "max_biases_per_request", limits)
+    num_guides = len({sampling.guide for sampling in call.sampling} - {None})
+    _check("different guides", num_guides, "max_guides_per_request", limits)
+    _check("bytes of logits", logits_bytes(call, info), "max_logits_bytes", limits)
+
+
+def logits_bytes(call: GenerateCall, info: EngineInfo) -> int:
+    """How large the logits become that a request asks for, at most."""
+    num_rows = 0
+    for prompt, sampling in zip(call.prompts, call.sampling, strict=True):
+        num_answered = max(0, min(sampling.max_tokens, info.max_model_len - len(prompt)))
+        num_rows += sampling.return_context_logits * len(prompt) + sampling.return_generation_logits * num_answered
+    return num_rows * call.requests_per_row * info.vocab_size * _LOGIT_BYTES
+
+
+def _total(call: GenerateCall, count: Callable[[SamplingParams], int]) -> int:
+    """Over all sequences; the beams of a search share what is counted."""
+    return sum(map(count, call.sampling)) * call.requests_per_row
+
+
+def _num_words(sampling: SamplingParams) -> int:
+    return len(sampling.stop_words) + len(sampling.stop_token_sequences) + len(sampling.bad_token_sequences)
+
+
+def _num_word_bytes(sampling: SamplingParams) -> int:
+    return word_bytes(sampling.stop_words, sampling.stop_token_sequences + sampling.bad_token_sequences)
+
+
+def _check(what: str, number: int, name: str, limits: CallLimits) -> None:
+    if number > (most := getattr(limits, name)):
+        raise InvalidRequest(f"the request has {number} {what} in all, and {name} is {most}; send it in parts")

@@ -1,0 +1,83 @@
+"""Chats with all that says how the template is filled in, against transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.fake_engine import INFO
+from transformers import AutoTokenizer
+
+from multilora_engine.errors import InvalidRequest
+from multilora_engine.serving.prompts import encode_messages
+from multilora_engine.text import Tokenizer
+
+CHAT = [{"role": "user", "content": "Weather?"}, {"role": "assistant", "content": "It rains"}]
+TEMPLATE = (
+    "{% if enable_thinking is defined %}think={{ enable_thinking }}|{% endif %}"
+    "{% for d in documents or [] %}{{ d.text }}|{% endfor %}"
+    "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def templated(default_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The default model's tokenizer with a template that shows what it is given."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    AutoTokenizer.from_pretrained(default_model_dir).save_pretrained(folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+def encode(folder: Path, **chat: Any) -> str:
+    tokenizer = Tokenizer(folder)
+    return tokenizer.decode(encode_messages(json.dumps({"messages": CHAT, **chat}), tokenizer, INFO))
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({}, "user:Weather?;assistant:It rains;assistant:"),
+        ({"add_generation_prompt": True}, "user:Weather?;assistant:It rains;assistant:"),
+        ({"add_generation_prompt": False}, "user:Weather?;assistant:It rains;"),
+        ({"continue_final_message": True}, "user:Weather?;assistant:It rains"),
+        ({"continue_final_message": True, "add_generation_prompt": False}, "user:Weather?;assistant:It rains"),
+        (
+            {"chat_template_kwargs": {"enable_thinking": False, "documents": [{"text": "sky"}]}},
+            "think=False|sky|user:Weather?;assistant:It rains;assistant:",
+        ),
+    ],
+)
+def test_a_template_is_filled_in_as_the_chat_says(templated: Path, options: dict[str, Any], text: str) -> None:
+    assert encode(templated, **options) == text
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"add_generation_prompt": False}, {"continue_final_message": True, "add_generation_prompt": False}],
+)
+def test_a_chat_is_the_same_tokens_as_in_transformers(default_model_dir: Path, options: dict[str, bool]) -> None:
+    oracle = AutoTokenizer.from_pretrained(default_model_dir)
+    expected = oracle.apply_chat_template(CHAT, return_dict=False, **{"add_generation_prompt": True, **options})
+    text = json.dumps({"messages": CHAT, **options})
+    assert encode_messages(text, Tokenizer(default_model_dir), INFO) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"chat_template_kwargs": {"chat_template": "x", "tools": []}}, "may not set chat_template, tools"),
+        ({"chat_template_kwargs": {"tokenize": True}}, "may not set tokenize"),
+        ({"chat_template_kwargs": {"add_generation_prompt": False}}, "may not set add_generation_prompt"),
+        ({"chat_template_kwargs": {"messages": []}}, "the model's chat template refused the messages"),
+        ({"chat_template_kwargs": [1]}, "Expected `object`, got `array` - at `[$].chat_template_kwargs`"),
+        ({"add_generation_prompt": True, "continue_final_message": True}, "the answer cannot begin twice"),
+        ({"add_generation_prompt": 1}, "Expected `bool | null`, got `int`"),
+    ],
+)
+def test_what_a_chat_may_not_say_is_refused_by_name(templated: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        encode(templated, **options)
