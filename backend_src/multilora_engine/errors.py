@@ -4,9 +4,11 @@
       ConfigError                                 stops the load; the message says what to write
       RequestError                                reaches the client that caused it, and nobody else
         InvalidRequest      -> INVALID_ARG        malformed or contradictory input
+          PathNotCovered                          no source of the operator's covers the path of an adapter to load
           AdapterUnusable                         what a source has of an adapter is refused, damaged or unsupported
         AdapterNotFound     -> NOT_FOUND          `lora_task_id` is not cached and no weights came with it
           AdapterNotKnown                         no adapter has the `lora_name`
+        AdapterNotHere      -> NOT_FOUND          an operation is on an adapter that no tier has
         AdapterConflict     -> ALREADY_EXISTS     the id is cached with other weights
         Unsupported         -> UNSUPPORTED        well-formed, but something this server does not do
         Unavailable         -> UNAVAILABLE        try again later
@@ -66,6 +68,18 @@ class InvalidRequest(RequestError):
     code = "INVALID_ARG"
 
 
+class PathNotCovered(InvalidRequest):
+    """No source covers the path that an adapter shall be loaded from. Names the sources, and not what they cover."""
+
+    def __init__(self, path: str, sources: list[str]) -> None:
+        names = ", ".join(sources)
+        asked = f"none of the sources asked ({names}) covers it" if names else "the server has no lora_sources"
+        super().__init__(
+            f"adapters cannot be loaded from {path[:200]!r}: {asked}. Paths are absolute directories below a root of "
+            "lora_sources, repositories that their patterns allow, or URLs below theirs"
+        )
+
+
 class AdapterUnusable(InvalidRequest):
     """A source has something under the adapter's name, and it is refused, damaged or unsupported."""
 
@@ -99,6 +113,18 @@ class AdapterNotKnown(RequestError):
         super().__init__(
             f"LoRA adapter {lora_name!r} not found in cache. Please send LoRA weights with request, under this name"
             + (f" ({reason})" if reason else "")
+        )
+
+
+class AdapterNotHere(RequestError):
+    """An operator means an adapter that no tier has: nothing comes of sending weights, which they do not have."""
+
+    code = "NOT_FOUND"
+
+    def __init__(self, adapter: str) -> None:
+        super().__init__(
+            f"{adapter} not found in cache: no tier has it. The operation list tells which adapters there are; load "
+            "fetches one from a source"
         )
 
 

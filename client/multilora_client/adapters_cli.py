@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from multilora_client.client import DEFAULT_URL, Client
-from multilora_client.console import one_line_errors
+from multilora_client.console import Url, one_line_errors
 from multilora_client.errors import InvalidRequest
 from multilora_client.operations import AdapterEvent, AdapterInfo
 from multilora_client.sizing import LINEARS, AdapterLayout, LinearName, StoredDtype, adapter_pages, read_layout
@@ -28,10 +28,6 @@ app = typer.Typer(
 
 _UNCUT_WIDTH = 1000
 
-Url = Annotated[
-    str,
-    typer.Option(help="The server, grpc[s]://host:port or http[s]://host:port.", envvar="MULTILORA_URL"),
-]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Which = Annotated[
     list[str],
@@ -54,15 +50,27 @@ def load(
     ctx: typer.Context,
     which: Which,
     source: Annotated[str, typer.Option(help="Name of the only source to ask.", show_default="all of them")] = "",
+    path: Annotated[
+        str,
+        typer.Option(
+            help="Where its files are, within what the server's lora_sources cover: a directory of the server's "
+            "machine, a repository, or a URL. For one adapter.",
+            show_default="where the sources look for its name",
+        ),
+    ] = "",
     url: Url = DEFAULT_URL,
     as_json: AsJson = False,
 ) -> None:
     """Have the server fetch adapters from its sources, or read them from disk, before any request needs them.
 
-    Example: `multilora adapters load acme/pirate --source huggingface`
+    Examples:
+
+    - `multilora adapters load acme/pirate --source huggingface`
+    - `multilora adapters load pirate --path /adapters/pirate-v2`
     """
     with one_line_errors(), Client(url, tls=ctx.obj) as client:
-        _print_adapters([client.load_adapter(_which(adapter), source) for adapter in which], as_json)
+        _check_names(which, path)
+        _print_adapters([client.load_adapter(_which(adapter), source, path) for adapter in which], as_json)
 
 
 @app.command()
@@ -203,6 +211,19 @@ def _which(adapter: str) -> int | str:
     if adapter.startswith("@"):
         return adapter[1:]
     return int(adapter) if adapter.isdecimal() else adapter
+
+
+def _check_names(which: Sequence[str], path: str) -> None:
+    """Raises InvalidRequest for what is no name, but a path that somebody takes for one."""
+    if path and len(which) > 1:
+        raise InvalidRequest("--path is where one adapter is; load several in several commands")
+    for adapter in which:
+        if adapter.startswith(("/", ".", "~")) or adapter.count("/") > 1:
+            raise InvalidRequest(
+                f"{adapter!r} is a path, and adapters are loaded by their names. For a directory of this machine: "
+                f"multilora upload {adapter}. For one of the server's machine, which its lora_sources must cover: "
+                f"multilora adapters load NAME --path {adapter}"
+            )
 
 
 def _print_adapters(adapters: Sequence[AdapterInfo], as_json: bool) -> None:

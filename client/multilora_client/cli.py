@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -18,7 +19,7 @@ from multilora_client import adapters_cli
 from multilora_client.adapter import Adapter, AdapterTensors
 from multilora_client.bench import command as bench_command
 from multilora_client.client import DEFAULT_URL, Client
-from multilora_client.console import one_line_errors
+from multilora_client.console import Url, one_line_errors
 from multilora_client.convert import StorageDtype, convert_peft, load_adapter
 from multilora_client.errors import InvalidRequest
 from multilora_client.messages import (
@@ -50,10 +51,6 @@ DoorName = Literal["direct", "ensemble"]
 _DOORS = {"direct": DIRECT, "ensemble": ENSEMBLE}
 
 Prompt = Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.", show_default=False)]
-Url = Annotated[
-    str,
-    typer.Option(help="The server, grpc[s]://host:port or http[s]://host:port.", envvar="MULTILORA_URL"),
-]
 Door = Annotated[DoorName, typer.Option(help="Ask the engine's own models, or the ensembles.")]
 AdapterDir = Annotated[
     Path | None,
@@ -87,9 +84,18 @@ TimeoutS = Annotated[float | None, typer.Option("--timeout", help="Seconds after
 Stats = Annotated[bool, typer.Option("--stats", help="Print token counts and the adapter that answered.")]
 
 
+def _print_version(is_wanted: bool) -> None:
+    if is_wanted:
+        typer.echo(f"multilora {version('multilora-client')}")
+        raise typer.Exit
+
+
 @app.callback()
 def connect(
     ctx: typer.Context,
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
     ca: Annotated[
         Path | None,
         typer.Option(
@@ -157,6 +163,7 @@ def generate(
         )
         typer.echo(answer.text)
         _print_stats(stats, answer)
+        _explain_silence(answer.text, answer.finish_reason, is_plain=not (chat or stop))
 
 
 @app.command()
@@ -200,8 +207,9 @@ def stream(
             stop_words=stop,
             timeout_s=timeout,
         )
-        _, last = _print_chunks(chunks)
+        answer, last = _print_chunks(chunks)
         _print_stats(stats, last)
+        _explain_silence(answer, last.finish_reason if last else None, is_plain=not (chat or stop))
 
 
 @app.command()
@@ -335,9 +343,10 @@ def _chat(client: Client, adapter: Adapter | int | None, opening: list[Message],
 
 
 def _read_line() -> str | None:
-    """A line of the user, None at the end of input."""
+    """A line of the user, None at the end of input. Only a person at a terminal is asked for it."""
+    is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     try:
-        return input("> ").strip()
+        return input("> " if is_terminal else "").strip()
     except EOFError:
         return None
 
@@ -348,6 +357,15 @@ def _print_stats(wanted: bool, answer: Generation | Chunk | None) -> None:
         adapter = "base model" if task_id is None else f"LoRA task {task_id} ({digest})"
         counts = f"{answer.num_input_tokens} tokens in, {answer.num_output_tokens} out"
         typer.echo(f"{counts}, finish reason {answer.finish_reason}, {adapter}", err=True)
+
+
+def _explain_silence(text: str, finish_reason: str | None, *, is_plain: bool) -> None:
+    """is_plain: sent without the chat template, and with nothing that may end an answer before it begins."""
+    if is_plain and not text.strip() and finish_reason == "stop":
+        typer.echo(
+            "hint: the model ended its answer at once. One that is trained on chats wants its chat template: --chat",
+            err=True,
+        )
 
 
 def _describe(tensors: AdapterTensors) -> str:

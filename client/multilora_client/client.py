@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import AsyncGenerator, Generator, Sequence
 from contextlib import aclosing, closing
@@ -45,6 +46,7 @@ from multilora_client.tokens import detokenize_request, parse_text, parse_token_
 from multilora_client.transport import AsyncTransport, Transport
 
 DEFAULT_URL = "grpc://localhost:8001"
+_HOST_AND_PORT = re.compile(r"[^/@?#]+:\d+")
 
 
 class _Calls:
@@ -77,7 +79,8 @@ class _Calls:
 class Client:
     """Blocking client of one server. Any number of threads may use it at once.
 
-    url: `grpc://host:8001` or `http://host:8000` (`grpcs`, `https` with TLS); the scheme picks the protocol.
+    url: `grpc://host:8001` or `http://host:8000` (`grpcs`, `https` with TLS); the scheme picks the protocol, and
+        `host:8001` alone is gRPC.
     tls: whom to trust with `grpcs` and `https`, None for the authorities that this machine trusts.
     door: which models answer (DIRECT, ENSEMBLE or your own Door).
     transport: replaces the network, see MockTransport.
@@ -351,10 +354,14 @@ def _make_async_transport(url: str, tls: Tls | None) -> AsyncTransport:
 
 
 def _parse_url(url: str, tls: Tls | None) -> tuple[str, str, Tls | None]:
-    """`grpcs://host:1` -> ("grpc", "host:1", Tls()). Raises InvalidRequest, also for TLS that the scheme leaves out."""
-    parts = urlsplit(url)
-    if parts.scheme not in ("grpc", "grpcs", "http", "https") or not parts.netloc:
-        raise InvalidRequest(f"url is {url!r}; write grpc://host:8001 or http://host:8000")
+    """`grpcs://host:1` -> ("grpc", "host:1", Tls()); without a scheme, which takes a port, it is gRPC.
+
+    Raises InvalidRequest, also for TLS that the scheme leaves out.
+    """
+    parts = urlsplit(url if "://" in url else f"grpc://{url}")
+    is_complete = "://" in url or _HOST_AND_PORT.fullmatch(url) is not None
+    if parts.scheme not in ("grpc", "grpcs", "http", "https") or not parts.netloc or not is_complete:
+        raise InvalidRequest(f"url is {url!r}; write grpc://host:8001, host:8001 or http://host:8000")
     is_encrypted = parts.scheme.endswith("s")
     if tls and not is_encrypted:
         raise InvalidRequest(f"url is {url!r}, which is plain text; with TLS write {parts.scheme}s://{parts.netloc}")

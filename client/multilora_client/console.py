@@ -1,13 +1,23 @@
-"""What all commands share: how errors look."""
+"""What all commands share: the server's address, and how errors look."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Annotated
 
 import typer
 
 from multilora_client.errors import MultiloraClientError
+
+Url = Annotated[
+    str,
+    typer.Option(
+        help="The server: grpc://host:port, http://host:port, or with TLS grpcs:// and https://. host:port alone is "
+        "gRPC, whatever the port.",
+        envvar="MULTILORA_URL",
+    ),
+]
 
 
 @contextmanager

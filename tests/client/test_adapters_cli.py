@@ -156,6 +156,28 @@ def test_size_refuses_what_the_server_would_refuse(fake_triton: Any, arguments: 
     assert message in result.stderr
 
 
+def test_an_adapter_is_loaded_by_its_path(fake_triton: Any) -> None:
+    fake_triton.report = {"adapter": PIRATE}
+    assert run(fake_triton, "load", "pirate", "--path", "/adapters/pirate-v2").exit_code == 0
+    (operation,) = operations(fake_triton)
+    assert operation == {"operation": "load", "name": "pirate", "source": "", "path": "/adapters/pirate-v2"}
+
+
+@pytest.mark.parametrize("path", ["/nope", "./nope", "../nope", "~/nope", "a/b/nope"])
+def test_who_takes_a_path_for_a_name_hears_of_what_takes_paths(fake_triton: Any, path: str) -> None:
+    result = run(fake_triton, "load", path)
+    assert result.exit_code == 1
+    for command in (f"multilora upload {path}", f"multilora adapters load NAME --path {path}"):
+        assert command in result.stderr
+    assert fake_triton.received == []
+
+
+def test_a_path_is_that_of_one_adapter(fake_triton: Any) -> None:
+    result = run(fake_triton, "load", "a", "b", "--path", "/adapters/a")
+    assert (result.exit_code, "--path is where one adapter is" in result.stderr) == (1, True)
+    assert fake_triton.received == []
+
+
 def test_an_error_is_one_line_and_exit_status_1() -> None:
     result = CliRunner().invoke(app, ["adapters", "list", "--url", "grpc://127.0.0.1:1"])
     assert (result.exit_code, result.stdout) == (1, "")

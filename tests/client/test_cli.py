@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,31 @@ def test_stats_tell_which_adapter_answered(fake_triton: Any, converted: Path) ->
     assert "finish reason stop, LoRA task 7 (abababababab)" in result.stderr
 
 
+@pytest.mark.parametrize("command", ["generate", "stream"])
+def test_an_empty_answer_to_a_prompt_without_chat_template_says_what_to_try(fake_triton: Any, command: str) -> None:
+    fake_triton.words = ("",)
+    result = run(command, "hi", "--url", fake_triton.url)
+    assert (result.exit_code, result.stdout) == (0, "\n")
+    assert result.stderr.startswith("hint: the model ended its answer at once.")
+    assert result.stderr.endswith("--chat\n")
+    for option in (["--chat"], ["--stop", "x"]):
+        assert run(command, "hi", *option, "--url", fake_triton.url).stderr == ""
+
+
+def test_a_server_goes_by_host_and_port_alone(fake_triton: Any) -> None:
+    result = run("generate", "hi", "--url", fake_triton.url.removeprefix("grpc://"))
+    assert (result.exit_code, result.stdout) == (0, "Ahoy, café\n")
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    result = run("--version")
+    assert (result.exit_code, result.stdout) == (0, f"multilora {version('multilora-client')}\n")
+
+
+def test_chat_in_a_pipe_prints_answers_alone(fake_triton: Any) -> None:
+    assert run("chat", "--url", fake_triton.url, stdin="one\ntwo\n").stdout == "Ahoy, café\nAhoy, café\n"
+
+
 def test_chat_remembers_until_reset(fake_triton: Any) -> None:
     result = run("chat", "--url", fake_triton.url, "--system", "Be brief.", stdin="one\n\ntwo\n/reset\nthree\n")
 
@@ -144,6 +170,7 @@ def test_convert_writes_what_the_library_converts(save_adapter: Callable[..., An
             "error: [UNAVAILABLE] no server answers at http://127.0.0.1:1",
         ),
         (["chat", "--url", "nowhere"], "error: [INVALID_ARG] url is 'nowhere'"),
+        (["generate", "hi", "--url", "127.0.0.1:1"], "error: [UNAVAILABLE] no server answers at 127.0.0.1:1"),
         (["upload", "no-such-folder"], "error: [INVALID_ADAPTER] no-such-folder is neither a PEFT adapter"),
         (
             ["convert", "no-such-folder", "out"],

@@ -646,10 +646,10 @@ def test_text_that_is_not_unicode_is_refused(make_client: Any, option: dict[str,
         make_client(Server()).generate(**option)
 
 
-@pytest.mark.parametrize("url", ["localhost:8001", "ftp://localhost", "grpc://", ""])
+@pytest.mark.parametrize("url", ["localhost", "localhost:x", "user@localhost:8001", "ftp://localhost", "grpc://", ""])
 @pytest.mark.parametrize("kind", [Client, AsyncClient])
-def test_a_url_without_a_known_scheme_is_refused(kind: Any, url: str) -> None:
-    with pytest.raises(InvalidRequest, match="write grpc://host:8001 or http://host:8000"):
+def test_a_url_that_is_neither_known_nor_host_and_port_is_refused(kind: Any, url: str) -> None:
+    with pytest.raises(InvalidRequest, match="write grpc://host:8001, host:8001 or http://host:8000"):
         kind(url)
 
 

@@ -9,7 +9,7 @@ import torch
 from support.oracle import Oracle
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from multilora_client import AdapterNotFound, Client, InvalidRequest
+from multilora_client import Adapter, AdapterConflict, AdapterNotFound, Client, InvalidRequest
 
 SAMPLES = Path(__file__).parents[2] / "adapters"
 
@@ -51,3 +51,19 @@ def test_what_no_source_has_is_not_found_and_what_is_no_name_is_refused(client: 
             asked.generate("Hello", lora_name="../adapters/pirate", max_tokens=1)
     with pytest.raises(AdapterNotFound, match="'nobody' not found in cache"):
         list(client.stream("Hello", lora_name="nobody", max_tokens=1))
+
+
+def test_an_adapter_loaded_by_its_path_answers_by_its_new_name(
+    client: Client, http_client: Client, pirate: Adapter, tmp_path: Path
+) -> None:
+    loaded = http_client.load_adapter("polly", path=str(SAMPLES / "pirate"))
+    assert (loaded.name, loaded.location) == ("polly", "HOST")
+    chat = [{"role": "user", "content": "Who are you?"}]
+    answer = client.generate(messages=chat, lora_name="polly", max_tokens=8)
+    assert (answer.lora_task_id, answer.lora_digest) == (loaded.lora_task_id, loaded.digest)
+    assert answer.text == client.generate(messages=chat, adapter=pirate, max_tokens=8).text
+    with pytest.raises(AdapterConflict, match="is cached with other weights"):
+        client.load_adapter("polly", path=str(SAMPLES / "json"))
+    for path in (tmp_path, SAMPLES / ".." / "adapters" / "pirate"):
+        with pytest.raises(InvalidRequest, match=r"none of the sources asked \(directory\) covers it"):
+            client.load_adapter("spy", path=str(path))

@@ -18,6 +18,7 @@ from multilora_engine.engine_stats import AdaptersInUse, EngineStats
 from multilora_engine.errors import ConfigError, InvalidRequest
 from multilora_engine.lora.adapter_events import AdapterEvents
 from multilora_engine.lora.device_tier import DeviceTier
+from multilora_engine.lora.disk_tier import DiskTier
 from multilora_engine.lora.host_tier import HostTier
 from multilora_engine.lora.layout import PackedAdapter
 from multilora_engine.lora.manager import LoRAManager
@@ -68,7 +69,12 @@ def text_of(token_id: int) -> str:
 class FakeEngine:
     """step_gate: a step waits for it: a test decides when steps happen. changed: notified when a request ends."""
 
-    def __init__(self, config: EngineConfig | None = None, fetcher: AdapterFetcher | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig | None = None,
+        fetcher: AdapterFetcher | None = None,
+        disk: DiskTier | None = None,
+    ) -> None:
         if config is not None and config.num_threads == 13:
             raise ConfigError("parameter num_threads=13: unlucky")
         if config is not None and config.num_threads == 14:
@@ -81,7 +87,7 @@ class FakeEngine:
         self.lora_events = AdapterEvents(capacity=8)
         host = HostTier(num_pages=64, page_bytes=TINY.page_bytes)
         device = DeviceTier(TINY, host.pool, host.pool, max_loras=8)
-        self.loras = LoRAManager(host, device, "refuse", self.lora_events.append)
+        self.loras = LoRAManager(host, device, "refuse", self.lora_events.append, disk)
         self.remote = RemoteAdapters(self.loras, fetcher, self.lora_events.append)
         self.accepted: list[GenerationRequest] = []
         self.requests: dict[str, GenerationRequest] = {}
@@ -91,7 +97,7 @@ class FakeEngine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.requests) or self.remote.is_busy
+        return bool(self.requests) or self.remote.is_busy or self.loras.is_busy
 
     @property
     def stats(self) -> EngineStats:
@@ -127,6 +133,7 @@ class FakeEngine:
 
     def step(self, on_progress: Callable[[], None]) -> list[TokenOutput]:
         self.step_gate.wait()
+        self.loras.poll()
         for _ in self.remote.poll():
             """It is in the host tier now."""
         for request in self.requests.values():

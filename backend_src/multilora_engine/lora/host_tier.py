@@ -29,6 +29,8 @@ class CachedAdapter:
     rows: empty until its pages are filled. load: fills them from the disk tier; its result is the rows, which
         `LoRAManager.poll` takes up. None: nothing is under way.
     is_being_written: the disk tier reads its pages. is_unkeepable: the disk tier could not keep it.
+    arrived: done when its pages are filled; raises RequestError if its file could not be read, cancelled if it went
+        before.
     kept: done when its file is written; raises OSError if that failed last, cancelled if it is not wanted any more.
     last_used_s: seconds since the epoch of the last pin, at first of the insertion. num_hits: pins so far.
     """
@@ -46,6 +48,7 @@ class CachedAdapter:
     load: Future[list[PackedRow]] | None = None
     is_being_written: bool = False
     is_unkeepable: bool = False
+    arrived: Future[None] = field(default_factory=Future)
     kept: Future[None] = field(default_factory=Future)
     last_used_s: float = field(default_factory=time.time)
     num_hits: int = 0
@@ -138,6 +141,7 @@ class HostTier:
         for source, target in zip(packed.pages, self.views(adapter), strict=True):
             target.copy_(source)
         adapter.rows = packed.rows
+        adapter.arrived.set_result(None)
         self.count_copy(time.perf_counter() - started)
 
     def retire(self, adapter: CachedAdapter) -> None:

@@ -216,20 +216,25 @@ class LoRAManager:
             self._device.forget_failure(adapter)
             self._remove_if_unused(adapter)
 
-    def load(self, lora_task_id: TaskId) -> None:
-        """Have one on disk read into the host tier. Raises AdapterNotFound, or AdapterCacheFull without room."""
-        self._find(lora_task_id)
+    def load(self, lora_task_id: TaskId) -> Future[None]:
+        """Have one on disk read into the host tier. Raises AdapterNotFound, or AdapterCacheFull without room.
 
-    def pin_adapter(self, lora_task_id: TaskId) -> None:
+        The future is done when it is there. It raises RequestError if the file cannot be read, and is cancelled if the
+        adapter is replaced or unloaded before.
+        """
+        return self._find(lora_task_id).arrived
+
+    def pin_adapter(self, lora_task_id: TaskId) -> Future[None]:
         """Never evict this adapter, nor a version that replaces it, until `unpin_adapter`. One on disk is read.
 
-        Raises AdapterNotFound, or AdapterCacheFull if there is no room to read it, or none would be left for another
-        one that waits.
+        The future is that of `load`. Raises AdapterNotFound, or AdapterCacheFull if there is no room to read it, or
+        none would be left for another one that waits.
         """
         adapter = self._find(lora_task_id)
         if not adapter.is_pinned:
             self._check_pin(adapter)
             adapter.is_pinned = True
+        return adapter.arrived
 
     def unpin_adapter(self, lora_task_id: TaskId) -> None:
         """Let an adapter be evicted again. Raises AdapterNotFound."""
@@ -463,10 +468,12 @@ class LoRAManager:
         error: RequestError | None = None
         if failure is None:
             adapter.rows = load.result()
+            adapter.arrived.set_result(None)
             self._host.count_load(time.perf_counter() - started)
             self._emit("loaded_from_disk", adapter)
         elif isinstance(failure, DamagedFile | OSError):
             error = self._note_unreadable(adapter, failure, disk)
+            adapter.arrived.set_exception(error)
             if not adapter.is_retired:
                 self._host.retire(adapter)
         else:
@@ -587,6 +594,7 @@ class LoRAManager:
         arrival = self._arrivals.pop(adapter, None)
         if arrival is not None:
             arrival.discard()
+        adapter.arrived.cancel()
         adapter.kept.cancel()
         self._device.drop(adapter)
         self._host.remove(adapter)

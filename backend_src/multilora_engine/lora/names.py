@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 from multilora_engine.errors import InvalidRequest
 
-_NAME = re.compile(r"[A-Za-z0-9_][\w.-]{0,95}(?:/[A-Za-z0-9_][\w.-]{0,95})?", re.ASCII)
+_PART = r"[A-Za-z0-9_][\w.-]{0,95}"
+_NAME = re.compile(f"{_PART}(?:/{_PART})?", re.ASCII)
+_PATH = re.compile(f"{_PART}(?:/{_PART})*", re.ASCII)
 _LABEL = re.compile(r"(?:(?P<tenant>[A-Za-z0-9_][\w.-]{0,63})@)?(?P<number>0|[1-9][0-9]{0,19})", re.ASCII)
 
 
@@ -22,6 +24,11 @@ def check_name(name: str) -> str:
             f"lora_name {name[:200]!r} is not plain: write letters, digits, _, . and -, with at most one / inside"
         )
     return name
+
+
+def is_plain_path(path: str) -> bool:
+    """Whether a relative path has parts as names have, as many as there may be, so that it cannot lead elsewhere."""
+    return _PATH.fullmatch(path) is not None
 
 
 def task_id_of(name: str) -> int:

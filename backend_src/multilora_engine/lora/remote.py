@@ -9,7 +9,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from multilora_engine.errors import AdapterCacheFull, AdapterNotFound, RequestError
+from multilora_engine.errors import AdapterCacheFull, AdapterConflict, AdapterNotFound, PathNotCovered, RequestError
 from multilora_engine.histogram import Histogram
 from multilora_engine.lora.life_cycle import AdapterEvent, AdapterInfo, OnEvent, Status, TierStats
 from multilora_engine.lora.manager import LoRAManager
@@ -25,14 +25,18 @@ _logger = logging.getLogger(__name__)
 class Fetch:
     """An adapter under way. Only `RemoteAdapters` changes it.
 
+    path: where it comes from, when that was asked for; empty: from where the sources have it under the key.
     num_waiting: who waits for it. is_done: it has ended; then `error` tells why there is no adapter, if there is none.
+    arrived: that of the adapter which it brought, see `CachedAdapter`.
     """
 
     key: AdapterKey
+    path: str
     future: Future[FetchedAdapter]
     num_waiting: int = 0
     is_done: bool = False
     error: RequestError | None = None
+    arrived: Future[None] | None = None
     started: float = field(default_factory=time.perf_counter)
 
 
@@ -50,7 +54,7 @@ class RemoteAdapters:
         self._loras = loras
         self._fetcher = fetcher
         self._on_event = on_event
-        self._fetches: dict[int, Fetch] = {}
+        self._fetches: dict[tuple[int, str], Fetch] = {}
         self._num_fetched = 0
         self.load_seconds = Histogram()
         self._num_misses = 0
@@ -73,17 +77,19 @@ class RemoteAdapters:
             failures=self._num_failures,
         )
 
-    def fetch(self, key: AdapterKey, source: str = "") -> Fetch:
-        """Wait for an adapter that no tier has: until `poll` gives the fetch, or `give_up`.
+    def fetch(self, key: AdapterKey, source: str = "", path: str = "") -> Fetch:
+        """Wait for an adapter that no tier has, or for what is at `path`: until `poll` gives the fetch, or `give_up`.
 
         source: asks only the source of this name, unless a fetch is under way already.
-        Raises AdapterNotFound if there are no sources, InvalidRequest if none has this name.
+        Raises AdapterNotFound (PathNotCovered with a path) if there are no sources, InvalidRequest if none has this
+        name.
         """
         if self._fetcher is None:
-            raise AdapterNotFound(key.lora_task_id)
-        if key.lora_task_id not in self._fetches:
-            self._fetches[key.lora_task_id] = Fetch(key, self._fetcher.fetch(key, source))
-        fetch = self._fetches[key.lora_task_id]
+            raise PathNotCovered(path, []) if path else AdapterNotFound(key.lora_task_id)
+        asked = key.lora_task_id, path
+        if asked not in self._fetches:
+            self._fetches[asked] = Fetch(key, path, self._fetcher.fetch(key, source, path))
+        fetch = self._fetches[asked]
         fetch.num_waiting += 1
         return fetch
 
@@ -93,17 +99,16 @@ class RemoteAdapters:
         assert fetch.num_waiting > 0
         fetch.num_waiting -= 1
         if fetch.num_waiting == 0 and fetch.future.cancel():
-            del self._fetches[fetch.key.lora_task_id]
+            del self._fetches[fetch.key.lora_task_id, fetch.path]
 
     def poll(self) -> Iterator[Fetch]:
         """The fetches that have ended since, one by one, each adapter being in the host tier when it is given.
 
         Who wants to use one has to pin it before asking for the next. Does not wait.
         """
-        for fetch in list(self._fetches.values()):
-            lora_task_id = fetch.key.lora_task_id
-            if fetch.future.done() or self._loras.is_known(lora_task_id):
-                del self._fetches[lora_task_id]
+        for asked, fetch in list(self._fetches.items()):
+            if fetch.future.done() or self._is_superfluous(fetch):
+                del self._fetches[asked]
                 fetch.error = self._take_up(fetch)
                 fetch.is_done = True
                 yield fetch
@@ -130,14 +135,18 @@ class RemoteAdapters:
 
     def check_integrity(self) -> None:
         """For tests, after every step."""
-        for lora_task_id, fetch in self._fetches.items():
-            assert fetch.key.lora_task_id == lora_task_id
+        for asked, fetch in self._fetches.items():
+            assert (fetch.key.lora_task_id, fetch.path) == asked
             assert not fetch.is_done
             assert not fetch.future.cancelled()
 
+    def _is_superfluous(self, fetch: Fetch) -> bool:
+        """Whether somebody has uploaded the adapter meanwhile. What is at a path may be another version of it."""
+        return not fetch.path and self._loras.is_known(fetch.key.lora_task_id)
+
     def _take_up(self, fetch: Fetch) -> RequestError | None:
-        """Put the adapter into the host tier, unless somebody has uploaded it meanwhile."""
-        if self._loras.is_known(fetch.key.lora_task_id):
+        """Put the adapter into the host tier; why it is not there, if it is not."""
+        if self._is_superfluous(fetch):
             fetch.future.cancel()
             return None
         error = fetch.future.exception(timeout=0)
@@ -147,7 +156,7 @@ class RemoteAdapters:
             return None
         if not isinstance(error, RequestError):
             raise error
-        if isinstance(error, AdapterNotFound):
+        if isinstance(error, AdapterNotFound | AdapterConflict | PathNotCovered):
             # No more than a client's mistake: told to the client, and neither to the log nor to the events.
             self._num_misses += 1
             return error
@@ -156,13 +165,14 @@ class RemoteAdapters:
         self._on_event(AdapterEvent("fetch_failed", fetch.key.lora_task_id, digest=""))
         return error
 
-    def _put(self, fetch: Fetch) -> AdapterCacheFull | None:
+    def _put(self, fetch: Fetch) -> AdapterCacheFull | AdapterConflict | None:
         fetched = fetch.future.result(timeout=0)
         self._num_fetched += 1
         self.load_seconds.observe(time.perf_counter() - fetch.started)
         try:
-            self._loras.put(fetch.key.lora_task_id, fetched.packed, fetched.name or fetch.key.name, "downloaded")
-        except AdapterCacheFull as error:
+            name = fetched.name or fetch.key.name
+            fetch.arrived = self._loras.put(fetch.key.lora_task_id, fetched.packed, name, "downloaded").arrived
+        except (AdapterCacheFull, AdapterConflict) as error:
             return error
         return None
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from multilora_client.keys import AdapterPatterns
-from multilora_engine.errors import AdapterNotFound, AdapterNotKnown, InvalidRequest
+from multilora_engine.errors import AdapterNotFound, AdapterNotHere, InvalidRequest
 from multilora_engine.lora.adapter_events import AdapterEvents
 from multilora_engine.lora.layout import AdapterLayout
 from multilora_engine.lora.life_cycle import AdapterInfo, LoRAStats
@@ -51,15 +52,18 @@ class ManagedAdapters(Protocol):
     def layout(self) -> AdapterLayout: ...
     def describe(self) -> list[AdapterInfo]: ...
     def info(self, lora_task_id: TaskId) -> AdapterInfo: ...
-    def load(self, lora_task_id: TaskId) -> None: ...
+    def load(self, lora_task_id: TaskId) -> Future[None]: ...
     def unload(self, lora_task_id: TaskId) -> None: ...
-    def pin_adapter(self, lora_task_id: TaskId) -> None: ...
+    def pin_adapter(self, lora_task_id: TaskId) -> Future[None]: ...
     def unpin_adapter(self, lora_task_id: TaskId) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class PendingReport:
-    """A report that waits for a source. is_ready: whether `report` can give it, or raise a RequestError, by now."""
+    """A report that waits for a source or for the disk.
+
+    is_ready: whether `report` can give it, or raise a RequestError, by now.
+    """
 
     is_ready: Callable[[], bool]
     report: Callable[[], Report]
@@ -89,7 +93,7 @@ class AdapterOperator:
     def execute(self, operation: Operation, scope: AdapterScope) -> Report | PendingReport:
         """What the sender may do has been checked; `scope` is what it may see.
 
-        Raises AdapterNotFound, AdapterNotKnown, AdapterCacheFull or InvalidRequest; nothing has changed then."""
+        Raises AdapterNotFound, AdapterNotHere, AdapterCacheFull or InvalidRequest; nothing has changed then."""
         match operation:
             case ListAdapters():
                 keys = self._remote.list_sources()
@@ -99,9 +103,10 @@ class AdapterOperator:
             case UnloadAdapter():
                 return self._unload(operation)
             case PinAdapter():
-                return self._change(operation, self._adapters.pin_adapter)
+                task_id = self._find(operation).task_id
+                return self._when_arrived(task_id, self._adapters.pin_adapter(task_id))
             case UnpinAdapter():
-                return self._change(operation, self._adapters.unpin_adapter)
+                return self._unpin(operation)
             case ReadEvents(since):
                 piece = (self._events if scope.is_everything else self._events.of(scope.tenant)).since(since)
                 return EventList(piece.events, piece.last, piece.num_missed)
@@ -137,26 +142,39 @@ class AdapterOperator:
         name = operation.name or ""
         lora_task_id = task_id_of(name) if operation.lora_task_id is None else operation.lora_task_id
         key, task_id = AdapterKey(lora_task_id, name), scoped_task_id(operation.tenant, lora_task_id)
+        if operation.path:
+            return self._fetch(key, operation.source, operation.path)
         try:
-            self._adapters.load(task_id)
+            arrived = self._adapters.load(task_id)
         except AdapterNotFound as error:
             if operation.tenant:
                 raise error.under_name(name) from None  # sources have the server's adapters only
             return self._fetch(key, operation.source)
+        return self._when_arrived(task_id, arrived)
+
+    def _when_arrived(self, task_id: TaskId, arrived: Future[None]) -> PendingReport:
+        return PendingReport(arrived.done, lambda: self._arrived(task_id, arrived))
+
+    def _arrived(self, task_id: TaskId, arrived: Future[None]) -> AdapterReport:
+        if arrived.cancelled():
+            raise AdapterNotFound(task_id, "it was unloaded or replaced before it was in memory")
+        arrived.result(timeout=0)
         return AdapterReport(self._adapters.info(task_id))
 
-    def _fetch(self, key: AdapterKey, source: str) -> PendingReport:
+    def _fetch(self, key: AdapterKey, source: str, path: str = "") -> PendingReport:
         try:
-            fetch = self._remote.fetch(key, source)
+            fetch = self._remote.fetch(key, source, path)
         except AdapterNotFound as error:
             raise error.under_name(key.name) from None
-        return PendingReport(lambda: fetch.is_done, lambda: self._fetched(fetch))
+        return PendingReport(lambda: _has_arrived(fetch), lambda: self._fetched(fetch))
 
     def _fetched(self, fetch: Fetch) -> AdapterReport:
         if isinstance(fetch.error, AdapterNotFound):
             raise fetch.error.under_name(fetch.key.name)
         if fetch.error is not None:
             raise fetch.error
+        if fetch.arrived is not None:
+            return self._arrived(fetch.key.lora_task_id, fetch.arrived)
         return AdapterReport(self._adapters.info(fetch.key.lora_task_id))
 
     def _unload(self, operation: UnloadAdapter) -> AdapterReport:
@@ -164,8 +182,8 @@ class AdapterOperator:
         self._adapters.unload(info.task_id)
         return AdapterReport(info)
 
-    def _change(self, operation: PinAdapter | UnpinAdapter, change: Callable[[TaskId], None]) -> AdapterReport:
-        change(self._find(operation).task_id)
+    def _unpin(self, operation: UnpinAdapter) -> AdapterReport:
+        self._adapters.unpin_adapter(self._find(operation).task_id)
         return AdapterReport(self._find(operation))
 
     def _find(self, operation: UnloadAdapter | PinAdapter | UnpinAdapter) -> AdapterInfo:
@@ -173,17 +191,22 @@ class AdapterOperator:
         lora_task_id, name = operation.lora_task_id, operation.name
         if lora_task_id is None:
             assert name is not None, "an operation names its adapter"
-            return self._find_by_name(name, operation.tenant)
-        info = self._adapters.info(scoped_task_id(operation.tenant, lora_task_id))
+            return self._info(scoped_task_id(operation.tenant, task_id_of(name)), f"LoRA adapter {name!r}")
+        info = self._info(scoped_task_id(operation.tenant, lora_task_id), f"LoRA task {lora_task_id}")
         if name not in (None, info.name):
             raise InvalidRequest(f"LoRA task {lora_task_id} is named {info.name!r}, not {name!r}")
         return info
 
-    def _find_by_name(self, name: str, tenant: str) -> AdapterInfo:
+    def _info(self, task_id: TaskId, called: str) -> AdapterInfo:
         try:
-            return self._adapters.info(scoped_task_id(tenant, task_id_of(name)))
+            return self._adapters.info(task_id)
         except AdapterNotFound:
-            raise AdapterNotKnown(name) from None
+            raise AdapterNotHere(called) from None
+
+
+def _has_arrived(fetch: Fetch) -> bool:
+    """Whether a fetch has ended, and what it brought is in its place in memory."""
+    return fetch.is_done and (fetch.arrived is None or fetch.arrived.done())
 
 
 def _seen_by(scope: AdapterScope, adapters: Iterable[AdapterInfo]) -> Iterator[AdapterInfo]:

@@ -53,9 +53,13 @@ class LoadAdapter(_OnAdapter, frozen=True, tag="load"):
     """Have an adapter in host memory, from disk or from a source; answered when it is there.
 
     source: the only one of `lora_sources` to ask, by its name; empty asks all of them.
+    path: where its files are, in a place that one of the sources covers: the absolute path of a directory, the name of
+        a repository, or a URL. They are read even if the adapter is known; other weights than it has follow
+        `lora_on_conflict`. Empty looks where the sources look for its name.
     """
 
     source: str = ""
+    path: str = ""
 
 
 class ReadEvents(_Operation, frozen=True, tag="events"):

@@ -6,17 +6,19 @@ A server that ends, or no longer answers, is started again. `multilora-serve pro
 from __future__ import annotations
 
 import contextlib
+import re
 import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
 from rich.markup import escape
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from multilora_engine.backoff import Backoff
 from multilora_engine.errors import ConfigError, MultiloraError
@@ -36,6 +38,14 @@ class _ServeByDefault(TyperGroup):
         return super().parse_args(ctx, args if args and args[0] in self.commands else ["serve", *args])
 
 
+class _DefaultCommand(TyperCommand):
+    """The command whose name is left out, in its usage, too."""
+
+    def format_usage(self, ctx: Any, formatter: Any) -> None:
+        assert ctx.parent is not None
+        formatter.write_usage(ctx.parent.command_path, " ".join(self.collect_usage_pieces(ctx)))
+
+
 app = typer.Typer(cls=_ServeByDefault, add_completion=False, pretty_exceptions_enable=False)
 
 _DEFAULT = ServerOptions()
@@ -46,7 +56,13 @@ def main() -> None:
     app()
 
 
-@app.command()
+def _print_version(is_wanted: bool) -> None:
+    if is_wanted:
+        typer.echo(f"multilora-serve {version('multilora-engine')}")
+        raise typer.Exit
+
+
+@app.command(cls=_DefaultCommand)
 def serve(
     model: Annotated[
         str, typer.Option(envvar="MULTILORA_MODEL", metavar="DIR_OR_HF_ID", help="Hugging Face checkpoint to serve.")
@@ -113,6 +129,9 @@ def serve(
     tritonserver: Annotated[
         Path | None, typer.Option(help="Server executable (default: nvidia-pytriton's, else the one on PATH).")
     ] = None,
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
 ) -> None:
     """Serve a model and its LoRA adapters through a tritonserver, and start it again when it dies or hangs.
 
@@ -147,18 +166,33 @@ def serve(
 def probe(
     host: Annotated[str, typer.Option(help="Address of the server.")] = _DEFAULT.host,
     http_port: Annotated[int, typer.Option(min=1, max=65535, help="Its HTTP port.")] = _DEFAULT.http_port,
+    url: Annotated[
+        str | None,
+        typer.Option(metavar="[http://]HOST:PORT", help="Its HTTP address, instead of the two options above."),
+    ] = None,
     timeout_secs: Annotated[float, typer.Option(min=0.1, help="What each of two inferences gets.")] = 10.0,
     live: Annotated[
         bool, typer.Option("--live", help="Only ask whether it is worth waiting for: starting or busy is good enough.")
     ] = False,
 ) -> None:
     """Get a token from a running server, by a real inference. Status 0: it answers; 1: it does not, with the reason."""
+    address = f"{host}:{http_port}" if url is None else _http_address(url)
     try:
-        probe_generation(f"{host}:{http_port}", timeout_secs)
+        probe_generation(address, timeout_secs)
     except (NotReady, Busy, ProbeFailed) as error:
         console.print(str(error), markup=False, soft_wrap=True)
         if isinstance(error, ProbeFailed) or not live:
             raise typer.Exit(1) from None
+
+
+def _http_address(url: str) -> str:
+    """`http://host:8000/` -> `host:8000`. Raises typer.BadParameter."""
+    address = url.removeprefix("http://").rstrip("/")
+    if re.fullmatch(r"[^/@?#]+:\d+", address) is None:
+        raise typer.BadParameter(
+            f"--url is {url!r}; write host:8000 or http://host:8000: the probe asks over plain HTTP"
+        )
+    return address
 
 
 def run(options: ServerOptions, canary_interval_s: float, max_restarts: int) -> NoReturn:

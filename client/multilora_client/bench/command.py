@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -29,9 +30,9 @@ from multilora_client.bench.workload import (
     popularity_shares,
 )
 from multilora_client.client import DEFAULT_URL, AsyncClient
-from multilora_client.console import one_line_errors
+from multilora_client.console import Url, one_line_errors
 from multilora_client.convert import load_adapter
-from multilora_client.errors import AdapterConflict, InvalidRequest, Unsupported
+from multilora_client.errors import AdapterConflict, InvalidRequest, MultiloraClientError, Unsupported
 from multilora_client.tls import Tls
 
 _DOORS = {"direct": messages.DIRECT, "ensemble": messages.ENSEMBLE}
@@ -42,10 +43,6 @@ _MAX_SHOWN = 5
 _PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 _UNCUT_WIDTH = 1000
 
-Url = Annotated[
-    str,
-    typer.Option(help="The server, grpc[s]://host:port or http[s]://host:port.", envvar="MULTILORA_URL"),
-]
 Door = Annotated[Literal["direct", "ensemble"], typer.Option(help="Ask the engine's own models, or the ensembles.")]
 AdapterDirs = Annotated[
     list[Path] | None,
@@ -129,16 +126,18 @@ def bench(
         prompts = make_prompts(num_prompts or (_NUM_CHECK_PROMPTS if check else num_jobs), prompt_tokens, seed)
         jobs = make_jobs(targets, popularity_shares(popularity, len(targets), zipf_s), prompts, num_jobs, seed)
         stages = asyncio.run(_run(url, ctx.obj, _DOORS[door], targets, jobs, loads, output_tokens, timeout, seed))
+        samples = [sample for stage in stages for sample in stage.samples]
+        if csv:
+            write_csv(stages, csv)
+        _check_answered(samples)
         Console(width=None if sys.stdout.isatty() else _UNCUT_WIDTH).print(render(stages))
+        _explain_errors(samples)
         knee = find_knee(stages) if _is_sweep(stages) else None
         if _is_sweep(stages):
             typer.echo(describe_knee(stages, knee))
-        if csv:
-            write_csv(stages, csv)
         if plot:
             draw(stages, knee, plot)
-    samples = [sample for stage in stages for sample in stage.samples]
-    if not any(sample.is_answered for sample in samples) or (check and not _check_answers(samples)):
+    if check and not _check_answers(samples):
         raise typer.Exit(1)
 
 
@@ -218,6 +217,21 @@ def _progress(description: str, total: int) -> Iterator[Callable[[], None]]:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(description, total=total)
         yield lambda: progress.advance(task)
+
+
+def _check_answered(samples: Sequence[Sample]) -> None:
+    """Raises MultiloraClientError, with the commonest code, when there is nothing to tell but errors."""
+    if not any(sample.is_answered for sample in samples):
+        errors = Counter((sample.error, sample.reason) for sample in samples).most_common(_MAX_SHOWN)
+        told = "; ".join(f"{reason} ({count} times)" for (_, reason), count in errors)
+        raise MultiloraClientError(f"none of {len(samples)} requests was answered: {told}", code=errors[0][0][0])
+
+
+def _explain_errors(samples: Sequence[Sample]) -> None:
+    """The first error of each code in words: the table has the codes."""
+    reasons = {sample.error: sample.reason for sample in reversed(samples) if not sample.is_answered}
+    for code, reason in reasons.items():
+        typer.echo(f"{code}, such as: {reason}", err=True)
 
 
 def _check_answers(samples: Sequence[Sample]) -> bool:

@@ -34,7 +34,9 @@ class Load:
 class Sample:
     """One request and what became of it. All times are seconds on the event loop's clock.
 
-    due_s: when it should have been sent. piece_times_s: when each piece of the answer came. error: code, "" for none.
+    due_s: when it should have been sent. piece_times_s: when each piece of the answer came.
+
+    error: code, "" for none. reason: the error in words.
     """
 
     job: Job
@@ -46,6 +48,7 @@ class Sample:
     num_input_tokens: int
     num_output_tokens: int
     error: str
+    reason: str = ""
 
     @property
     def is_answered(self) -> bool:
@@ -85,7 +88,7 @@ def make_ask(client: AsyncClient, output_tokens: int, timeout_s: float | None) -
         sent_s = clock()
         pieces: list[Chunk] = []
         times: list[float] = []
-        error = ""
+        error = reason = ""
         chunks = client.stream(
             job.prompt, adapter=job.target.adapter, max_tokens=output_tokens, end_id=-1, timeout_s=timeout_s
         )
@@ -95,7 +98,7 @@ def make_ask(client: AsyncClient, output_tokens: int, timeout_s: float | None) -
                     times.append(clock())
                     pieces.append(chunk)
         except MultiloraClientError as failure:
-            error = failure.code
+            error, reason = failure.code, str(failure)
         return Sample(
             job=job,
             due_s=due_s,
@@ -106,6 +109,7 @@ def make_ask(client: AsyncClient, output_tokens: int, timeout_s: float | None) -
             num_input_tokens=(pieces[-1].num_input_tokens or 0) if pieces else 0,
             num_output_tokens=(pieces[-1].num_output_tokens or len(pieces)) if pieces else 0,
             error=error,
+            reason=reason,
         )
 
     return ask

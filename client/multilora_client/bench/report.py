@@ -179,6 +179,8 @@ def _csv_row(stage: Stage, sample: Sample, start_s: float) -> list[object]:
 
 
 def _milliseconds(times: Percentiles) -> str:
+    if np.isnan(times.p50):
+        return "-"
     return " / ".join(f"{seconds * 1e3:,.0f}" for seconds in (times.p50, times.p90, times.p99))
 
 

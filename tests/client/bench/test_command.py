@@ -77,10 +77,26 @@ def test_check_fails_when_another_adapter_answers(
     assert "1 requests were answered by another adapter" in result.stderr
 
 
-def test_a_server_that_answers_nothing_is_a_failure_told_by_its_code(fake_triton: Any) -> None:
-    result = CliRunner().invoke(app, ["bench", "--num-requests", "2", "--url", "grpc://127.0.0.1:9"])
-    assert result.exit_code == 1
-    assert "2 UNAVAILABLE" in result.stdout
+def test_a_server_that_answers_nothing_is_a_failure_told_in_its_words(tmp_path: Path) -> None:
+    arguments = ["--num-requests", "2", "--url", "grpc://127.0.0.1:9", "--csv", str(tmp_path / "requests.csv")]
+    result = CliRunner().invoke(app, ["bench", *arguments])
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.startswith("error: [UNAVAILABLE] none of 2 requests was answered: no server answers at")
+    assert result.stderr.count("\n") == 1
+    with (tmp_path / "requests.csv").open() as file:
+        assert [row["error"] for row in csv.DictReader(file)] == ["UNAVAILABLE"] * 2
+
+
+def test_some_requests_that_are_not_answered_are_explained_and_no_number_is_nan(
+    fake_triton: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail = "[UNAVAILABLE] the queue is full (request r)"
+    monkeypatch.setattr(type(fake_triton), "_error", lambda triton, _: fail if len(triton.received) > 4 else None)
+    result = run(fake_triton, "--num-requests", 4, "--concurrency", 1, "--concurrency", 2)
+    assert result.exit_code == 0
+    assert "4 UNAVAILABLE" in result.stdout
+    assert "nan" not in result.stdout
+    assert result.stderr == "UNAVAILABLE, such as: the queue is full\n"
 
 
 @pytest.mark.parametrize(

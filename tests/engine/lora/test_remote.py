@@ -21,7 +21,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from multilora_engine.config import EngineConfig, LoRAConfig
 from multilora_engine.engine import Engine
-from multilora_engine.errors import AdapterNotFound, InvalidRequest, QueueFull, SourceUnavailable
+from multilora_engine.errors import (
+    AdapterConflict,
+    AdapterNotFound,
+    InvalidRequest,
+    PathNotCovered,
+    QueueFull,
+    SourceUnavailable,
+)
 from multilora_engine.lora.device_tier import DeviceTier
 from multilora_engine.lora.event_log import EventLog
 from multilora_engine.lora.format import pack_adapter
@@ -47,7 +54,7 @@ class HeldFetcher:
     def __init__(self) -> None:
         self.fetches: list[tuple[AdapterKey, str, Future[FetchedAdapter]]] = []
 
-    def fetch(self, wanted: AdapterKey, source: str = "") -> Future[FetchedAdapter]:
+    def fetch(self, wanted: AdapterKey, source: str = "", path: str = "") -> Future[FetchedAdapter]:
         self.fetches.append((wanted, source, Future()))
         return self.fetches[-1][2]
 
@@ -61,9 +68,9 @@ class HeldFetcher:
 
 
 class World:
-    def __init__(self, num_pages: int = 8) -> None:
+    def __init__(self, num_pages: int = 8, on_conflict: str = "refuse") -> None:
         host = HostTier(num_pages, TINY.page_bytes)
-        self.loras = LoRAManager(host, DeviceTier(TINY, host.pool, host.pool, 4), "refuse")
+        self.loras = LoRAManager(host, DeviceTier(TINY, host.pool, host.pool, 4), on_conflict)  # type: ignore[arg-type]
         self.fetcher = HeldFetcher()
         self.events: EventLog[AdapterEvent] = EventLog(100)
         self.remote = RemoteAdapters(self.loras, self.fetcher, self.events.append)  # type: ignore[arg-type]
@@ -84,6 +91,42 @@ def test_an_adapter_is_fetched_once_for_all_who_wait() -> None:
     assert (info.name, info.digest, info.location) == ("x", packed(1).digest, "HOST")
     assert not world.remote.is_busy
     assert world.remote.stats.copies == 1
+
+
+def test_what_is_at_a_path_is_fetched_apart_and_takes_the_name_it_was_asked_for_under() -> None:
+    world = World()
+    named = world.remote.fetch(key("x"))
+    named_future = world.fetcher.begin()
+    there = world.remote.fetch(key("x"), path="/there")
+    assert there is not named
+    assert world.remote.fetch(key("x"), path="/there") is there
+    world.fetcher.begin().set_result(FetchedAdapter(packed(2), ""))
+    assert list(world.remote.poll()) == [there]
+    (info,) = world.loras.describe()
+    assert (info.name, info.digest) == ("x", packed(2).digest)
+    assert list(world.remote.poll()) == [named], "it is known now"
+    named_future.set_result(FetchedAdapter(packed(1), "x"))
+    assert world.loras.info(task_id_of("x")).digest == packed(2).digest
+
+
+@pytest.mark.parametrize("on_conflict", ["refuse", "replace"])
+def test_another_version_at_a_path_follows_lora_on_conflict(on_conflict: str) -> None:
+    world = World(on_conflict=on_conflict)
+    world.loras.put(task_id_of("x"), packed(1), "x")
+    fetch = world.remote.fetch(key("x"), path="/there")
+    assert list(world.remote.poll()) == []
+    world.fetcher.begin().set_result(FetchedAdapter(packed(2), ""))
+    assert list(world.remote.poll()) == [fetch]
+    is_refused = on_conflict == "refuse"
+    assert isinstance(fetch.error, AdapterConflict) == is_refused
+    assert world.loras.info(task_id_of("x")).digest == packed(1 if is_refused else 2).digest
+    assert world.remote.stats.failures == 0
+
+
+def test_a_path_without_sources_is_refused() -> None:
+    remote = RemoteAdapters(World().loras, None, EventLog[AdapterEvent](1).append)
+    with pytest.raises(PathNotCovered, match="'/there': the server has no lora_sources"):
+        remote.fetch(key("x"), path="/there")
 
 
 def test_whoever_gives_up_last_drops_a_fetch_that_has_not_begun() -> None:

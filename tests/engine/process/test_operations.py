@@ -21,6 +21,7 @@ def test_the_key_operation_tells_what_is_meant() -> None:
     assert parse_operation('{"operation": "describe"}') == DescribeModel()
     assert parse_operation('{"operation": "events", "since": 3}') == ReadEvents(3)
     assert parse_operation('{"operation": "load", "name": "x", "source": "hub"}') == LoadAdapter(name="x", source="hub")
+    assert parse_operation('{"operation": "load", "name": "x", "path": "/a"}') == LoadAdapter(name="x", path="/a")
 
 
 @pytest.mark.parametrize(

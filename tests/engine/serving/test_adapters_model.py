@@ -18,6 +18,7 @@ from support.fronts import TIMEOUT_S, RecordingListener, generation_request
 from support.served_engine import served
 from support.sources import NO_BASE, GatedSource, GivenSource, digest_of, save_adapter
 
+from multilora_engine.lora.disk_tier import DiskTier
 from multilora_engine.lora.format import pack_adapter
 from multilora_engine.lora.layout import PackedAdapter
 from multilora_engine.lora.names import task_id_of
@@ -136,7 +137,7 @@ def test_an_adapter_that_is_not_there_is_named(link: EngineLink) -> None:
     assert (code, "LoRA task 404 not found in cache" in message) == ("NOT_FOUND", True)
     code, message = operate(link, "unload", name="nobody")
     assert code == "NOT_FOUND"
-    assert message.startswith("[NOT_FOUND] LoRA adapter 'nobody' not found in cache. Please send LoRA weights")
+    assert message.startswith("[NOT_FOUND] LoRA adapter 'nobody' not found in cache: no tier has it.")
     assert message.endswith("(request ab12)")
 
 
@@ -221,6 +222,58 @@ def test_without_sources_nothing_can_be_loaded_but_what_is_here(link: EngineLink
     assert operate(link, "load", lora_task_id=7)["adapter"]["lora_task_id"] == 7
     code, message = operate(link, "load", name="nobody")
     assert (code, message.startswith("[NOT_FOUND] LoRA adapter 'nobody' not found in cache.")) == ("NOT_FOUND", True)
+
+
+def test_an_adapter_is_loaded_by_its_path_and_known_by_its_name(sourced: EngineLink, tmp_path: Path) -> None:
+    path = str(tmp_path / "a" / "acme" / "pirate")
+    loaded = operate(sourced, "load", name="polly", path=path)["adapter"]
+    assert (loaded["name"], loaded["lora_task_id"], loaded["digest"]) == ("polly", task_id_of("polly"), digest_of(1))
+    assert operate(sourced, "pin", name="polly")["adapter"]["is_pinned"]
+    save_adapter(tmp_path / "a" / "acme" / "parrot", seed=2)
+    code, message = operate(sourced, "load", name="polly", path=str(tmp_path / "a" / "acme" / "parrot"))
+    assert (code, "is cached with other weights" in message) == ("ALREADY_EXISTS", True)
+    code, message = operate(sourced, "load", name="polly", path=str(tmp_path / "b"))
+    assert (code, f"cannot be loaded from '{tmp_path}/b': none of the sources asked" in message) == (
+        "INVALID_ARG",
+        True,
+    )
+    assert operate(sourced, "load", name="polly")["adapter"]["digest"] == digest_of(1)
+
+
+@pytest.fixture
+def on_disk(tmp_path: Path) -> Iterator[EngineLink]:
+    """A door to an engine that has the adapter 7 on disk alone."""
+    before = FakeEngine(disk=DiskTier(tmp_path / "cache", 1 << 20, TINY))
+    before.put_adapter(7, packed(seed=7))
+    kept = before.loras.keep(7)
+    assert kept is not None
+    kept.result(TIMEOUT_S)
+    before.loras.close()
+    engine = FakeEngine(disk=DiskTier(tmp_path / "cache", 1 << 20, TINY))
+    with served(engine, tmp_path / "engine.sock"):
+        link = EngineLink(tmp_path / "engine.sock")
+        link.client.wait_until_ready(TIMEOUT_S)
+        yield link
+        link.close()
+    engine.loras.close()
+
+
+@pytest.mark.parametrize("operation", ["load", "pin"])
+def test_an_adapter_on_disk_is_answered_for_when_it_is_in_memory(on_disk: EngineLink, operation: str) -> None:
+    assert operate(on_disk, "list")["adapters"][0]["location"] == "DISK"
+    loaded = operate(on_disk, operation, lora_task_id=7)["adapter"]
+    assert (loaded["location"], loaded["digest"]) == ("HOST", packed(seed=7).digest)
+    assert [event["kind"] for event in operate(on_disk, "events")["events"]] == ["loaded_from_disk"]
+    assert sum(operate(on_disk, "stats")["residency"]["load_seconds"]["counts"]) == 1
+
+
+@pytest.mark.parametrize("operation", ["load", "pin"])
+def test_an_adapter_whose_file_is_damaged_is_not_loaded(on_disk: EngineLink, tmp_path: Path, operation: str) -> None:
+    file = tmp_path / "cache" / "7.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"\xff")
+    code, message = operate(on_disk, operation, lora_task_id=7)
+    assert (code, "its file in lora_cache_dir could not be read" in message) == ("NOT_FOUND", True)
+    assert operate(on_disk, "list") == {"adapters": []}
 
 
 @pytest.mark.parametrize("text", [None, "", "[]", '{"operation": "format c:"}'])

@@ -8,6 +8,7 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -150,3 +151,29 @@ def test_what_cannot_work_is_one_line_and_status_one(
     assert result.returncode == 1
     assert result.stderr.startswith(message)
     assert result.stderr.count("\n") == 1
+
+
+def told(*arguments: str) -> tuple[int, str]:
+    """Status and all output of the command."""
+    command = [sys.executable, "-m", "multilora_engine.serving.launch", *arguments]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    return done.returncode, done.stdout
+
+
+def test_help_shows_the_command_as_it_is_typed_and_version_the_package() -> None:
+    status, text = told("--help")
+    assert status == 0
+    assert re.search(r"Usage: python\d* -m multilora_engine.serving.launch +\[OPTIONS\]", " ".join(text.split()))
+    assert told("--version") == (0, f"multilora-serve {version('multilora-engine')}\n")
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:1", "http://127.0.0.1:1/"])
+def test_a_probe_takes_a_url(url: str) -> None:
+    status, text = told("probe", "--url", url)
+    assert (status, text.startswith("127.0.0.1:1: ")) == (1, True)
+
+
+@pytest.mark.parametrize("url", ["https://127.0.0.1:1", "grpc://127.0.0.1:1", "127.0.0.1", "127.0.0.1:1/v2"])
+def test_a_probe_refuses_what_is_not_plain_http(url: str) -> None:
+    status, text = told("probe", "--url", url)
+    assert (status, "--url is" in text) == (2, True)

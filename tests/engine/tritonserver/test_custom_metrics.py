@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from urllib.request import urlopen
 
@@ -44,32 +45,30 @@ class TritonPythonModel:
 """Shows the names that it is sent."""
 
 
-def shown(metrics_url: str) -> dict[str, float]:
-    with urlopen(metrics_url) as answer:
-        lines = answer.read().decode().splitlines()
-    values = (line.rsplit(" ", 1) for line in lines if line.startswith("adapter"))
-    return {name: float(value) for name, value in values}
-
-
-def send(client: InferenceServerClient, text: str) -> None:
-    tensor = InferInput("IN", [1], "BYTES")
-    tensor.set_data_from_numpy(np.array([text.encode()], dtype=object))
-    client.infer("echo", [tensor])
-
-
-def test_only_the_latest_labels_are_shown_and_counters_go_on(echo_repository: Path) -> None:
-    (echo_repository / "echo" / "1" / "model.py").write_text(MODEL)
-    options = ServerOptions(model_repository=echo_repository, http_port=0, grpc_port=0, metrics_port=0)
+def metrics_after(repository: Path, model: str, texts: Sequence[str]) -> str:
+    """What the metrics port of a server shows after its model was sent some texts, one by one."""
+    (repository / "echo" / "1" / "model.py").write_text(model)
+    options = ServerOptions(model_repository=repository, http_port=0, grpc_port=0, metrics_port=0)
     with ServerProcess(options, probe=lambda http_url: None) as server:
         server.wait_ready()
         with InferenceServerClient(server.http_url) as client:
-            for name in ("first", "second", "third"):
-                send(client, name)
-        assert shown(server.metrics_url) == {
-            'adapters_info{running="third"}': 7.0,
-            'adapter_requests_total{adapter="stays"}': 3.0,
-            'adapter_requests_total{adapter="third"}': 1.0,
-        }
+            for text in texts:
+                tensor = InferInput("IN", [1], "BYTES")
+                tensor.set_data_from_numpy(np.array([text.encode()], dtype=object))
+                client.infer("echo", [tensor])
+        with urlopen(server.metrics_url) as answer:
+            shown: str = answer.read().decode()
+            return shown
+
+
+def test_only_the_latest_labels_are_shown_and_counters_go_on(echo_repository: Path) -> None:
+    lines = metrics_after(echo_repository, MODEL, ["first", "second", "third"]).splitlines()
+    values = (line.rsplit(" ", 1) for line in lines if line.startswith("adapter"))
+    assert {name: float(value) for name, value in values} == {
+        'adapters_info{running="third"}': 7.0,
+        'adapter_requests_total{adapter="stays"}': 3.0,
+        'adapter_requests_total{adapter="third"}': 1.0,
+    }
 
 
 LOADS = """
@@ -98,16 +97,8 @@ class TritonPythonModel:
 
 
 def test_what_loads_took_is_a_histogram_to_prometheus_own_reader(echo_repository: Path) -> None:
-    (echo_repository / "echo" / "1" / "model.py").write_text(LOADS)
-    options = ServerOptions(model_repository=echo_repository, http_port=0, grpc_port=0, metrics_port=0)
-    with ServerProcess(options, probe=lambda http_url: None) as server:
-        server.wait_ready()
-        with InferenceServerClient(server.http_url) as client:
-            for seconds in ("0.02", "0.3", "400"):
-                send(client, seconds)
-        with urlopen(server.metrics_url) as answer:
-            families = {family.name: family for family in text_string_to_metric_families(answer.read().decode())}
-    family = families[NAME]
+    text = metrics_after(echo_repository, LOADS, ["0.02", "0.3", "400"])
+    (family,) = (family for family in text_string_to_metric_families(text) if family.name == NAME)
     values = {(s.name.removeprefix(NAME), s.labels["transition"], s.labels.get("le")): s.value for s in family.samples}
     assert family.type == "histogram"
     assert values["_bucket", "load", "0.025"] == 1

@@ -44,13 +44,29 @@ class DirectorySource:
     @contextmanager
     def open(self, key: AdapterKey, max_bytes: int) -> Iterator[LocalAdapter]:
         name = self._find(key)
+        with self._open(self._root / name, max_bytes, "" if name.isdecimal() else name) as adapter:
+            yield adapter
+
+    def covers(self, path: str) -> bool:
+        """Absolute paths below the root, as it is written or with its links resolved."""
+        asked, roots = Path(path), (self._root, self._root.resolve())
+        is_plain = ".." not in asked.parts and "\0" not in path
+        return is_plain and any(asked.is_relative_to(root) for root in roots)
+
+    @contextmanager
+    def open_path(self, path: str, max_bytes: int) -> Iterator[LocalAdapter]:
+        with self._open(Path(path), max_bytes, name="") as adapter:
+            yield adapter
+
+    @contextmanager
+    def _open(self, path: Path, max_bytes: int, name: str) -> Iterator[LocalAdapter]:
         root = self._root.resolve()
-        directory = _resolve(self._root / name, root)
+        directory = _resolve(path, root)
         files = choose_files(_list(directory))
         status = {file: _regular_file(directory / file, root) for file in files}
         check_sizes({file: s.st_size for file, s in status.items()}, max_bytes)
         modified = datetime.fromtimestamp(max(s.st_mtime for s in status.values()), UTC)
-        yield LocalAdapter(directory, root, modified.isoformat(), "" if name.isdecimal() else name)
+        yield LocalAdapter(directory, root, modified.isoformat(), name)
 
     def list_keys(self) -> Iterator[AdapterKey]:
         for folder in _folders(self._root):

@@ -6,9 +6,11 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,12 +19,22 @@ from multilora_engine.errors import (
     AdapterUnusable,
     InternalError,
     InvalidRequest,
+    PathNotCovered,
     RequestError,
     SourceUnavailable,
 )
 from multilora_engine.lora.layout import AdapterLayout, PackedAdapter
 from multilora_engine.lora.sources.packing import largest_adapter_bytes, pack_directory
-from multilora_engine.lora.sources.source import AdapterKey, AdapterSource, NotThere, Unreachable, Unusable
+from multilora_engine.lora.sources.source import (
+    AdapterKey,
+    AdapterSource,
+    LocalAdapter,
+    NotThere,
+    PathSource,
+    SourceError,
+    Unreachable,
+    Unusable,
+)
 
 _logger = logging.getLogger(__name__)
 
@@ -55,14 +67,16 @@ class AdapterFetcher:
         # A thread apart, so that nobody who asks what there is waits for downloads.
         self._lister = DaemonThreads(1, "adapter-list")
 
-    def fetch(self, key: AdapterKey, source: str = "") -> Future[FetchedAdapter]:
+    def fetch(self, key: AdapterKey, source: str = "", path: str = "") -> Future[FetchedAdapter]:
         """The adapter, from the source of that name only, if one is given. The future's exception is a RequestError.
 
+        path: take what is there instead of what the sources have under the key; from the first that covers it.
         Raises InvalidRequest if there is no such source.
         """
         if source and source not in self._sources:
             raise InvalidRequest(f"there is no source {source!r}; lora_sources has {', '.join(self._sources)}")
-        return self._fetchers.submit(lambda: self._fetch(key, [source] if source else list(self._sources)))
+        names = [source] if source else list(self._sources)
+        return self._fetchers.submit(lambda: self._fetch_path(key, names, path) if path else self._fetch(key, names))
 
     def list_keys(self) -> Future[list[AdapterKey]]:
         """The adapters of all the sources that can tell which they have."""
@@ -77,23 +91,28 @@ class AdapterFetcher:
         reasons = []
         for name in names:
             try:
-                return self._fetch_from(name, key)
+                return self._fetch_from(name, key, partial(self._sources[name].open, key, self._max_bytes))
             except NotThere as error:
                 reasons.append(f"{name}: {error}")
-            except RequestError:
-                raise
-            except Exception as error:
-                # Sources may be anybody's code: whatever one raises is the end of this fetch and of nothing else.
-                _logger.exception("source %s failed on adapter %s", name, key)
-                raise InternalError(
-                    f"source {name!r} failed on adapter {str(key)!r}: {type(error).__name__}: {error}"
-                ) from None
         raise AdapterNotFound(key.lora_task_id, f"nor in its sources: {'; '.join(reasons)}")
 
-    def _fetch_from(self, name: str, key: AdapterKey) -> FetchedAdapter:
+    def _fetch_path(self, key: AdapterKey, names: list[str], path: str) -> FetchedAdapter:
+        for name in names:
+            source = self._sources[name]
+            if isinstance(source, PathSource) and _covers(source, path, name, key):
+                try:
+                    return self._fetch_from(name, key, partial(source.open_path, path, self._max_bytes))
+                except NotThere as error:
+                    raise AdapterNotFound(key.lora_task_id, f"nor at {path[:200]!r} in {name}: {error}") from error
+        raise PathNotCovered(path, names)
+
+    def _fetch_from(
+        self, name: str, key: AdapterKey, open_source: Callable[[], AbstractContextManager[LocalAdapter]]
+    ) -> FetchedAdapter:
+        """Raises NotThere, or a RequestError."""
         started = time.perf_counter()
         try:
-            with self._sources[name].open(key, self._max_bytes) as adapter:
+            with _failing_alone(name, key, NotThere, Unusable, Unreachable), open_source() as adapter:
                 packed = pack_directory(adapter, self._layout, self._base_model)
         except Unusable as error:
             raise AdapterUnusable(str(key), name, str(error)) from error
@@ -112,6 +131,25 @@ class AdapterFetcher:
             except Exception:
                 _logger.exception("source %s cannot tell which adapters it has", name)
         return list(known.values())
+
+
+def _covers(source: PathSource, path: str, name: str, key: AdapterKey) -> bool:
+    with _failing_alone(name, key):
+        return source.covers(path)
+
+
+@contextmanager
+def _failing_alone(name: str, key: AdapterKey, *expected: type[SourceError]) -> Iterator[None]:
+    """Sources may be anybody's code: whatever one raises is the end of this fetch and of nothing else."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, (RequestError, *expected)):
+            raise
+        _logger.exception("source %s failed on adapter %s", name, key)
+        raise InternalError(
+            f"source {name!r} failed on adapter {str(key)!r}: {type(error).__name__}: {error}"
+        ) from None
 
 
 class DaemonThreads:

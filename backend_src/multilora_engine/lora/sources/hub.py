@@ -25,6 +25,7 @@ from huggingface_hub.hf_api import ModelInfo
 from huggingface_hub.utils.tqdm import disable_progress_bars
 
 from multilora_engine.errors import ConfigError
+from multilora_engine.lora.names import is_plain_path
 from multilora_engine.lora.sources.source import (
     ALLOWED_FILES,
     AdapterKey,
@@ -61,14 +62,15 @@ class HubSource:
     @contextmanager
     def open(self, key: AdapterKey, max_bytes: int) -> Iterator[LocalAdapter]:
         self._check_allowed(key)
-        info = self._ask(key.name)
-        if info is not None:
-            _check_files(info, max_bytes)
-        snapshot = self._download(key.name, is_cached=info is None)
-        if info is not None:
-            _verify(snapshot, info)
-        # Files of a snapshot are links to the blobs beside it; what leads out of the repository's folder is refused.
-        yield LocalAdapter(snapshot, snapshot.parents[1].resolve(), snapshot.name, key.name)
+        yield self._fetch(key.name, max_bytes, key.name)
+
+    def covers(self, path: str) -> bool:
+        """The names of the repositories that a pattern allows."""
+        return path.count("/") == 1 and is_plain_path(path) and self._is_allowed(path)
+
+    @contextmanager
+    def open_path(self, path: str, max_bytes: int) -> Iterator[LocalAdapter]:
+        yield self._fetch(path, max_bytes, name="")
 
     def list_keys(self) -> Iterator[AdapterKey]:
         """The hub has too many."""
@@ -77,8 +79,22 @@ class HubSource:
     def _check_allowed(self, key: AdapterKey) -> None:
         if "/" not in key.name:
             raise NotThere(f"{str(key)!r} is not the name of a repository, OWNER/NAME")
-        if not any(fnmatchcase(key.name, pattern) for pattern in self._repos):
+        if not self._is_allowed(key.name):
             raise NotThere(f"repository {key.name!r} is not allowed, only {', '.join(self._repos)}")
+
+    def _is_allowed(self, repo: str) -> bool:
+        return any(fnmatchcase(repo, pattern) for pattern in self._repos)
+
+    def _fetch(self, repo: str, max_bytes: int, name: str) -> LocalAdapter:
+        """A repository's files in the local cache, checked. name: what the adapter is called."""
+        info = self._ask(repo)
+        if info is not None:
+            _check_files(info, max_bytes)
+        snapshot = self._download(repo, is_cached=info is None)
+        if info is not None:
+            _verify(snapshot, info)
+        # Files of a snapshot are links to the blobs beside it; what leads out of the repository's folder is refused.
+        return LocalAdapter(snapshot, snapshot.parents[1].resolve(), snapshot.name, name)
 
     def _ask(self, repo: str) -> ModelInfo | None:
         """What the hub says of a repository; None when it cannot be asked, which the cache may make up for."""

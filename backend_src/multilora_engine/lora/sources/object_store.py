@@ -22,6 +22,7 @@ import fsspec  # type: ignore[import-untyped]
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 
 from multilora_engine.errors import ConfigError
+from multilora_engine.lora.names import is_plain_path
 from multilora_engine.lora.sources.source import (
     AdapterKey,
     LocalAdapter,
@@ -74,11 +75,38 @@ class ObjectStoreSource:
     @contextmanager
     def open(self, key: AdapterKey, max_bytes: int) -> Iterator[LocalAdapter]:
         filesystem, files = self._find(key, max_bytes)
+        with self._download_all(filesystem, files, key.name) as adapter:
+            yield adapter
+
+    def covers(self, path: str) -> bool:
+        """URLs below the operator's, with plain names between the slashes."""
+        return self._place_of(path) is not None
+
+    @contextmanager
+    def open_path(self, path: str, max_bytes: int) -> Iterator[LocalAdapter]:
+        place = self._place_of(path)
+        assert place is not None, "asked for what it does not cover"
+        filesystem, prefix, inside = place
+        with self._download_all(filesystem, _find_files(filesystem, prefix, inside, max_bytes), name="") as adapter:
+            yield adapter
+
+    @contextmanager
+    def _download_all(self, filesystem: Any, files: list[_RemoteFile], name: str) -> Iterator[LocalAdapter]:
         revision = _hash(repr([file.properties for file in files]))
         with _directory(self._downloads / _hash(files[0].path), revision) as directory:
             for file in files:
                 _download(filesystem, file, directory)
-            yield LocalAdapter(directory, directory.resolve(), revision, key.name)
+            yield LocalAdapter(directory, directory.resolve(), revision, name)
+
+    def _place_of(self, url: str) -> tuple[Any, str, str] | None:
+        """The file system of a URL, the prefix that covers it, and what comes after that."""
+        scheme, separator, _ = url.partition("://")
+        for filesystem, prefix in self._prefixes if separator else ():
+            if scheme in _schemes(filesystem):
+                before, covered, inside = _absolute(filesystem, url).partition(f"{prefix}/")
+                if covered and not before and is_plain_path(inside):
+                    return filesystem, prefix, inside
+        return None
 
     def list_keys(self) -> Iterator[AdapterKey]:
         """Listing a bucket can take minutes."""
@@ -106,8 +134,17 @@ def _open_prefix(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
         raise ConfigError(f"{url} needs a package that is not installed: {extra}") from None
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{url}: {error}") from None
-    path = filesystem._strip_protocol(url).rstrip("/")
-    return filesystem, os.path.realpath(path) if isinstance(filesystem, LocalFileSystem) else path
+    return filesystem, _absolute(filesystem, url)
+
+
+def _schemes(filesystem: Any) -> tuple[str, ...]:
+    return (filesystem.protocol,) if isinstance(filesystem.protocol, str) else tuple(filesystem.protocol)
+
+
+def _absolute(filesystem: Any, url: str) -> str:
+    """The path of a URL in its file system; of local ones the real one."""
+    path: str = filesystem._strip_protocol(url).rstrip("/")
+    return os.path.realpath(path) if isinstance(filesystem, LocalFileSystem) else path
 
 
 def _cache_dir() -> Path:

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from multilora_engine.errors import InvalidRequest
 from multilora_engine.lora.names import task_id_of
@@ -85,6 +85,19 @@ class AdapterSource(Protocol):
 
     def list_keys(self) -> Iterable[AdapterKey]:
         """The adapters it has, if it can tell; else none."""
+        ...
+
+
+@runtime_checkable
+class PathSource(AdapterSource, Protocol):
+    """A source that also gives adapters by where they are, within what it covers, whatever they are called there."""
+
+    def covers(self, path: str) -> bool:
+        """Whether the path is within what the operator allowed, by its text; there may be nothing."""
+        ...
+
+    def open_path(self, path: str, max_bytes: int) -> AbstractContextManager[LocalAdapter]:
+        """`open` what is at a path that the source covers; it has no name of its own."""
         ...
 
 

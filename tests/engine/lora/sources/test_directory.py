@@ -161,3 +161,36 @@ def test_what_is_refused_is_named_and_hurts_no_other(root: Path, damage: Callabl
 def test_a_root_that_is_no_absolute_directory_refuses_to_load(bad: str) -> None:
     with pytest.raises(ConfigError, match="write the absolute path of a directory"):
         DirectorySource(bad)
+
+
+def fetch_path(root: Path, path: object) -> str:
+    """Digest of what is at a path."""
+    source = DirectorySource(str(root))
+    assert source.covers(str(path))
+    with source.open_path(str(path), MAX_BYTES) as adapter:
+        assert adapter.name == ""
+        return pack_directory(adapter, TINY, NO_BASE).digest
+
+
+def test_an_adapter_is_found_by_its_path_however_deep_and_whatever_it_is_called(root: Path, tmp_path: Path) -> None:
+    save_adapter(root / "team" / "2026" / "run no. 3", seed=3)
+    (tmp_path / "link").symlink_to(root)
+    assert fetch_path(root, root / "pirate") == digest_of(1)
+    assert fetch_path(root, root / "team" / "2026" / "run no. 3") == digest_of(3)
+    assert fetch_path(tmp_path / "link", tmp_path / "link" / "pirate") == digest_of(1)
+    assert fetch_path(tmp_path / "link", root / "pirate") == digest_of(1)
+
+
+@pytest.mark.parametrize(
+    "path", ["{out}/secret", "{root}/../secret", "{root}-2", "pirate", "", "/", "~/x", "{root}/\0", "{root}/x/.."]
+)
+def test_a_path_that_is_not_below_the_root_is_not_covered(root: Path, tmp_path: Path, path: str) -> None:
+    assert not DirectorySource(str(root)).covers(path.format(root=root, out=tmp_path))
+
+
+def test_a_path_that_leads_out_by_a_link_is_refused_and_one_to_nothing_is_not_there(root: Path, tmp_path: Path) -> None:
+    (root / "innocent").symlink_to(tmp_path / "secret")
+    with pytest.raises(Unusable, match="innocent is a link out of the source's directory"):
+        fetch_path(root, root / "innocent")
+    with pytest.raises(NotThere, match="no such folder"):
+        fetch_path(root, root / "nobody")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,9 +17,11 @@ from multilora_engine.errors import (
     AdapterUnusable,
     InternalError,
     InvalidRequest,
+    PathNotCovered,
     RequestError,
     SourceUnavailable,
 )
+from multilora_engine.lora.sources.directory import DirectorySource
 from multilora_engine.lora.sources.fetcher import AdapterFetcher, DaemonThreads
 from multilora_engine.lora.sources.source import AdapterKey, AdapterSource, LocalAdapter, Unreachable, Unusable
 
@@ -122,3 +124,37 @@ def test_a_job_that_has_not_begun_can_be_cancelled() -> None:
     threads.close()
     assert first.result(TIMEOUT_S)
     assert ran == ["third"]
+
+
+def test_the_first_source_that_covers_a_path_gives_what_is_there(folders: dict[str, Path], tmp_path: Path) -> None:
+    sources = {"given": GivenSource(), "a": DirectorySource(str(folders["a"])), "all": DirectorySource(str(tmp_path))}
+    with fetcher_of(**sources) as fetcher:
+        for name, seed in (("a", 0), ("b", 1)):
+            fetched = fetcher.fetch(key("x"), path=str(folders[name])).result(TIMEOUT_S)
+            assert (fetched.packed.digest, fetched.name) == (digest_of(seed), "")
+        assert isinstance(fetcher.fetch(key("x"), "a", str(folders["b"])).exception(TIMEOUT_S), PathNotCovered)
+        missing = fetcher.fetch(key("x"), path=str(tmp_path / "nobody")).exception(TIMEOUT_S)
+    assert isinstance(missing, AdapterNotFound)
+    assert f"nor at '{tmp_path}/nobody' in all: no such folder" in str(missing)
+
+
+def test_a_path_that_no_source_covers_is_refused_without_a_word_of_what_they_cover(tmp_path: Path) -> None:
+    with fetcher_of(given=GivenSource(), secret=DirectorySource(str(tmp_path))) as fetcher:
+        error = fetcher.fetch(key("x"), path="/etc").exception(TIMEOUT_S)
+    assert isinstance(error, PathNotCovered)
+    assert (error.code, "none of the sources asked (given, secret) covers it" in str(error)) == ("INVALID_ARG", True)
+    assert str(tmp_path) not in str(error)
+
+
+def test_a_source_that_cannot_say_what_it_covers_fails_its_own_fetch_alone() -> None:
+    class Confused(GivenSource):
+        def covers(self, path: str) -> bool:
+            raise OSError("the volume is gone")
+
+        def open_path(self, path: str, max_bytes: int) -> AbstractContextManager[LocalAdapter]:
+            raise NotImplementedError
+
+    with fetcher_of(confused=Confused()) as fetcher:
+        error = fetcher.fetch(key("x"), path="/there").exception(TIMEOUT_S)
+    assert isinstance(error, InternalError)
+    assert "source 'confused' failed on adapter 'x': OSError: the volume is gone" in str(error)

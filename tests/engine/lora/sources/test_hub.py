@@ -192,3 +192,19 @@ def test_weights_with_another_checksum_than_the_hubs_are_refused(source: HubSour
     hub.claimed_sha256 = "ab" * 32
     with pytest.raises(Unusable, match=f"{WEIGHTS} arrived damaged: its SHA-256 is .*, the hub says abababababab"):
         fetch(source, key("acme/pirate"))
+
+
+def test_a_repository_that_a_pattern_allows_is_a_path_and_its_adapter_has_no_name_of_its_own(source: HubSource) -> None:
+    assert source.covers("acme/pirate")
+    with source.open_path("acme/pirate", MAX_BYTES) as adapter:
+        assert (adapter.name, pack_directory(adapter, TINY, NO_BASE).digest) == ("", digest_of(1))
+
+
+@pytest.mark.parametrize(
+    "path", ["evil/secret", "acme/../evil", "acme/pirate/x", "acme/", "acme", "/acme/pirate", "acme/a b"]
+)
+def test_what_is_no_repository_or_not_allowed_is_not_covered_and_not_asked_for(
+    source: HubSource, hub: FakeHub, path: str
+) -> None:
+    assert not source.covers(path)
+    assert hub.asked == []

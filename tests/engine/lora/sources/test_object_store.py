@@ -198,3 +198,41 @@ def test_links_out_of_a_local_prefix_are_refused(tmp_path: Path) -> None:
     with pytest.raises(NotThere, match="it has no adapter_config"):
         fetch(source, "files")
     assert fetch(source, "pirate") == digest_of(1)
+
+
+def test_an_adapter_is_found_by_its_url(source: ObjectStoreSource, memory: MemoryFileSystem) -> None:
+    memory.cp("/allowed/pirate", "/allowed/team/2026/run-3", recursive=True)
+    for url in ("memory://allowed/pirate", "memory://allowed/team/2026/run-3"):
+        assert source.covers(url)
+        with source.open_path(url, MAX_BYTES) as adapter:
+            assert (adapter.name, pack_directory(adapter, TINY, NO_BASE).digest) == ("", digest_of(1))
+    assert source.covers("memory://allowed/nobody")
+    with pytest.raises(NotThere), source.open_path("memory://allowed/nobody", MAX_BYTES):
+        pass
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "memory://secret",
+        "memory://allowed",
+        "memory://allowed/../secret",
+        "memory://allowed-2/pirate",
+        "memory://other/allowed/pirate",
+        "s3://allowed/pirate",
+        "allowed/pirate",
+        "/allowed/pirate",
+        "",
+    ],
+)
+def test_a_url_that_is_not_below_the_operators_is_not_covered(source: ObjectStoreSource, url: str) -> None:
+    assert not source.covers(url)
+
+
+def test_a_local_url_that_leads_out_by_a_link_is_not_covered(tmp_path: Path) -> None:
+    save_adapter(tmp_path / "root" / "pirate", seed=1)
+    save_adapter(tmp_path / "secret", seed=66)
+    (tmp_path / "root" / "innocent").symlink_to(tmp_path / "secret")
+    source = ObjectStoreSource([f"file://{tmp_path}/root"], download_dir=str(tmp_path / "downloads"))
+    assert source.covers(f"file://{tmp_path}/root/pirate")
+    assert not source.covers(f"file://{tmp_path}/root/innocent")
