@@ -143,7 +143,11 @@ class EngineConfig(BaseModel):
     ] = 4096
     max_queue_share: Annotated[
         float,
-        Field(gt=0, le=1, description="Part of max_queue_size that one tenant, or client with a name, may have."),
+        Field(
+            gt=0,
+            le=1,
+            description="So many requests of one tenant, or client with a name, may wait or run: a part of max_queue_size.",
+        ),
     ] = 0.5
     min_priority: Annotated[
         int,
@@ -186,6 +190,18 @@ class EngineConfig(BaseModel):
     max_guides_per_request: Annotated[
         int, Field(ge=0, description="Different guides of guided decoding in one request.")
     ] = 16
+    max_guide_bytes_in_flight: Annotated[
+        ByteSize, Field(ge=0, description="Different guides of all requests together; more get UNAVAILABLE.")
+    ] = ByteSize(2 << 20)
+    guide_compile_timeout_s: Annotated[
+        float, Field(gt=0, description="A guide not compiled by then fails its request with UNAVAILABLE.")
+    ] = 10.0
+    host_work_ms_per_step: Annotated[
+        float,
+        Field(
+            ge=0, description="Share of a step for words, guides and beams; a request 5 steps behind ends; 0: never."
+        ),
+    ] = 50.0
     max_metadata_bytes: Annotated[
         ByteSize, Field(ge=1, description="Parameters of a request, of which its headers are some, as JSON.")
     ] = ByteSize(64 << 10)
@@ -221,6 +237,10 @@ class EngineConfig(BaseModel):
     ] = 30.0
     add_special_tokens: Annotated[
         bool, Field(description="Whether the tokenizer adds its special tokens (such as BOS) to `text_input`.")
+    ] = True
+    special_tokens_in_messages: Annotated[
+        bool,
+        Field(description="Whether `<|im_end|>` and the like in a chat's texts are special tokens; false: plain text."),
     ] = True
     exclude_input_in_output: Annotated[
         bool, Field(description="Default of the input of that name: leave the prompt out of unary answers.")

@@ -7,8 +7,10 @@ import itertools
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 
 import torch
@@ -28,14 +30,18 @@ from multilora_engine.engine_parts import (
 from multilora_engine.engine_stats import AdaptersInUse, EngineStats
 from multilora_engine.errors import (
     AdapterNotFound,
+    AdapterOverflow,
     Cancelled,
     InternalError,
     InvalidRequest,
     QueueFull,
     QueueShareFull,
     RequestError,
+    TooMuchHostWork,
 )
+from multilora_engine.guide_queue import GuideQueue, GuidesInUse
 from multilora_engine.guided import GuideCompiler, GuideMatcher
+from multilora_engine.host_work import HostWork, has_host_work
 from multilora_engine.kv_cache import BlockAllocator, BlockCopy
 from multilora_engine.logits import bias_tensors, end_tokens
 from multilora_engine.lora.adapter_events import AdapterEvents
@@ -74,6 +80,9 @@ _DISK_WAIT_S = 0.002
 
 _FETCH_WAIT_S = 0.005
 """The same for one that is being fetched from a source, which takes longer anyway."""
+
+_GUIDE_WAIT_S = 0.002
+"""The same for a guide that is being compiled."""
 
 _NUM_PAST_DEADLINES = 64
 """How many deadlines of requests that have ended are kept, at least: forgetting them one by one would take a search."""
@@ -133,6 +142,7 @@ class Engine:
             end_token_ids=model_config.end_token_ids,
             add_special_tokens=config.add_special_tokens,
             exclude_input_in_output=config.exclude_input_in_output,
+            special_tokens_in_messages=config.special_tokens_in_messages,
             limits=CallLimits.of(config),
             max_adapter_bytes=int(config.lora.lora_max_adapter_bytes),
             max_uploads_per_client=config.max_uploads_per_client,
@@ -166,8 +176,13 @@ class Engine:
         self._runner = build_model_runner(model, model_config, config, plan, dtype, device, self._loras)
         self._runs_ahead = config.enable_async_scheduling
         self._in_flight: _StepInFlight | None = None
-        self._guides: GuideCompiler | None = None
+        # Half a second and some 50 MB, which an engine that never guides does not spend.
+        make_compiler = partial(GuideCompiler, self._tokenizer, model_config.vocab_size)
+        self._guide_queue = GuideQueue(make_compiler, config.guide_compile_timeout_s)
+        self._guides_in_use = GuidesInUse(int(config.max_guide_bytes_in_flight))
+        self._host_work = HostWork(config.host_work_ms_per_step / 1e3)
         self._sequences: dict[str, Sequence] = {}
+        self._num_of_client: Counter[str] = Counter()
         self._deadlines: list[tuple[float, int, str]] = []
         self._arrivals = itertools.count()
 
@@ -221,14 +236,15 @@ class Engine:
         """Accept a request, or raise InvalidRequest, AdapterNotFound or QueueFull, and nothing has changed.
 
         With sources, an adapter that no tier has is fetched: the request is parked until it has arrived, outside the
-        queue, so that however long that takes it holds up nobody.
+        queue, so that however long that takes it holds up nobody. So is a request with a guide until that is compiled.
         """
         assert request.request_id not in self._sequences, f"request id {request.request_id} is in use"
         self._limits.check(request)
         self._check_queue(request.sender.name)
         text = _text_stream(self._tokenizer, request.sampling)
         bias = bias_tensors(request.sampling, self._device)
-        guide = self._guide(request.sampling)
+        if request.sampling.guide is not None:
+            self._guides_in_use.check(request.sampling.guide)
         adapter = self._pin_or_fetch(request)
         timeout_s = self._timeout_s if request.timeout_s is None else min(request.timeout_s, self._timeout_s)
         sequence = Sequence(
@@ -240,11 +256,14 @@ class Engine:
             max_output_tokens=self._limits.max_output_tokens(request),
             arrival_time_ns=time.monotonic_ns(),
             bias=bias,
-            guide=guide,
+            has_host_work=has_host_work(request.sampling),
             search=self._search(request, text),
             prompt_log_probs=_prompt_log_probs(request),
         )
         self._sequences[request.request_id] = sequence
+        self._num_of_client[request.sender.name] += 1
+        if request.sampling.guide is not None:
+            self._guides_in_use.add(request.sampling.guide)
         self._note_deadline(sequence, time.monotonic() + timeout_s)
         if isinstance(adapter, Fetch):
             self._parked.setdefault(adapter, []).append(sequence)
@@ -261,25 +280,26 @@ class Engine:
     def step(self, on_progress: Callable[[], None] = lambda: None) -> list[TokenOutput]:
         """Schedule, launch, read, postprocess: what this gave each request, if anything.
 
-        on_progress: called for each layer, so that who watches can tell a long step from one that hangs.
+        on_progress: called for each layer, and for each request whose tokens take long between two steps, so that who
+        watches can tell a long step from one that hangs.
 
         A step that runs out of memory fails its requests only. Any other exception is our bug or a broken device; it is
         raised, and nothing in flight can be trusted to go on.
         """
-        outputs = self._end_expired() + self._end_unloadable() + self._take_up_fetched()
+        outputs = self._end_expired() + self._end_unloadable() + self._take_up_fetched() + self._take_up_compiled()
         step = self._scheduler.schedule()
         if not step:
-            return outputs + self._step_without_work()
+            return outputs + self._step_without_work(on_progress)
         _note_scheduled(self._requests_of(step))
         try:
             launched = self._launch(step, on_progress)
         except (RuntimeError, MemoryError) as error:
             failure = _out_of_memory(error, step)
-            return outputs + self._read_step_in_flight() + self._fail_step(step, failure)
-        outputs += self._read_step_in_flight()
+            return outputs + self._read_step_in_flight(on_progress) + self._fail_step(step, failure)
+        outputs += self._read_step_in_flight(on_progress)
         self._in_flight = launched
         if not self._may_stay_in_flight(launched):
-            outputs += self._read_step_in_flight()
+            outputs += self._read_step_in_flight(on_progress)
         return outputs
 
     def check_integrity(self) -> None:
@@ -287,9 +307,11 @@ class Engine:
         self._scheduler.check_integrity()
         self._remote.check_integrity()
         num_parked = sum(map(len, self._parked.values()))
+        num_parked += len(self._guide_queue)
         assert self._scheduler.num_waiting + self._scheduler.num_running + num_parked == len(self._sequences)
         assert all(sequences and not fetch.is_done for fetch, sequences in self._parked.items())
         pending = {} if self._in_flight is None else dict.fromkeys(self._in_flight.choice.sequences, 1)
+        assert self._num_of_client == Counter(s.request.sender.name for s in self._sequences.values())
         for sequence in self._sequences.values():
             assert sequence.num_pending_tokens == pending.get(sequence, 0), "a pending token is lost"
 
@@ -298,6 +320,7 @@ class Engine:
         for sequence in list(self._sequences.values()):
             self._remove(sequence)
         self._in_flight = None
+        self._guide_queue.close()
         self._remote.close()
         self._loras.close()
 
@@ -307,12 +330,13 @@ class Engine:
         ends = end_tokens(request.sampling, self.info.end_token_ids)
         return BeamSearch(request.sampling, ends, self._limits.max_output_tokens(request), text.fork())
 
-    def _step_without_work(self) -> list[TokenOutput]:
+    def _step_without_work(self, on_progress: Callable[[], None]) -> list[TokenOutput]:
         """There is nothing to launch: what the step in flight gives, or a little wait for adapters."""
         if self._in_flight is None:
             self._loras.wait(_DISK_WAIT_S)
             self._remote.wait(_FETCH_WAIT_S)
-        return self._read_step_in_flight()
+            self._guide_queue.wait(_GUIDE_WAIT_S)
+        return self._read_step_in_flight(on_progress)
 
     def _launch(self, step: list[ScheduledSequence], on_progress: Callable[[], None]) -> _StepInFlight:
         before = None if self._in_flight is None else self._in_flight.choice
@@ -326,7 +350,7 @@ class Engine:
             sequence.request.sampling.must_read_each_token for sequence in launched.choice.sequences
         )
 
-    def _read_step_in_flight(self) -> list[TokenOutput]:
+    def _read_step_in_flight(self, on_progress: Callable[[], None]) -> list[TokenOutput]:
         """Wait for the tokens of the step in flight, if there is one; what they give each request."""
         if self._in_flight is None:
             return []
@@ -339,7 +363,7 @@ class Engine:
         except (RuntimeError, MemoryError) as error:
             return self._fail_step(step, _out_of_memory(error, step))
         self._scheduler.commit(step)
-        return self._postprocess(dict(zip(choice.sequences, tokens, strict=True)))
+        return self._postprocess(dict(zip(choice.sequences, tokens, strict=True)), on_progress)
 
     def _fail_step(self, step: list[ScheduledSequence], error: RequestError) -> list[TokenOutput]:
         return [self._fail(sequence, error) for sequence in self._requests_of(step)]
@@ -354,19 +378,17 @@ class Engine:
         return [self._sequences[id_] for id_ in dict.fromkeys(s.request.request_id for s in unended)]
 
     def _check_queue(self, client: str) -> None:
-        """Raises QueueFull or QueueShareFull when no further request of a client may wait, in the queue or parked."""
-        num_waiting = self._scheduler.num_waiting + sum(map(len, self._parked.values()))
+        """Raises QueueFull when no further request may wait, in the queue or parked, and QueueShareFull when none of a
+        client may that has a name.
+        """
+        num_waiting = self._scheduler.num_waiting + sum(map(len, self._parked.values())) + len(self._guide_queue)
         if num_waiting >= self._max_queue_size:
             # By arrival: it is found behind those that run.
             oldest = next(s for s in self._sequences.values() if s.status is SequenceStatus.WAITING)
             wait_s = (time.monotonic_ns() - oldest.arrival_time_ns) / 1e9
             raise QueueFull(num_waiting, self._max_queue_size, wait_s)
-        if client and (num_own := self._num_waiting_of(client)) >= self._max_queue_share:
+        if client and (num_own := self._num_of_client[client]) >= self._max_queue_share:
             raise QueueShareFull(num_own, self._max_queue_share)
-
-    def _num_waiting_of(self, client: str) -> int:
-        parked = (sequence.request.sender.name for sequences in self._parked.values() for sequence in sequences)
-        return self._scheduler.num_waiting_of(client) + sum(name == client for name in parked)
 
     def _pin_or_fetch(self, request: GenerationRequest) -> CachedAdapter | Fetch | None:
         """The adapter of a request, pinned or on its way; None is the base model."""
@@ -381,15 +403,11 @@ class Engine:
 
     def _enqueue(self, sequence: Sequence) -> None:
         assert (sequence.adapter is None) == (sequence.request.lora_task_id is None), "the base model for an adapter"
-        self._scheduler.add(sequence)
-
-    def _guide(self, sampling: SamplingParams) -> GuideMatcher | None:
-        if sampling.guide is None:
-            return None
-        if self._guides is None:
-            # Half a second and some 50 MB, which an engine that never guides does not spend.
-            self._guides = GuideCompiler(self._tokenizer, self.info.vocab_size)
-        return self._guides.matcher(sampling.guide, end_tokens(sampling, self.info.end_token_ids))
+        sampling = sequence.request.sampling
+        if sampling.guide is not None and sequence.guide is None:
+            self._guide_queue.add(sequence, sampling.guide, end_tokens(sampling, self.info.end_token_ids))
+        else:
+            self._scheduler.add(sequence)
 
     def _note_deadline(self, sequence: Sequence, deadline_s: float) -> None:
         heapq.heappush(self._deadlines, (deadline_s, sequence.arrival, sequence.request.request_id))
@@ -428,30 +446,63 @@ class Engine:
                 raise fetch.error
             sequence.adapter = self._loras.pin(fetch.key.lora_task_id)
         except RequestError as error:
-            del self._sequences[sequence.request.request_id]
+            self._forget(sequence)
             return [_error_output(sequence.request, error)]
         self._enqueue(sequence)
         return []
 
-    def _postprocess(self, chosen: dict[Sequence, SampledToken]) -> list[TokenOutput]:
+    def _take_up_compiled(self) -> list[TokenOutput]:
+        """Enqueue the sequences whose guides are compiled, and fail those whose guides cannot be."""
+        outputs = []
+        for sequence, guide in self._guide_queue.poll():
+            if isinstance(guide, GuideMatcher):
+                self._guide_queue.give_up(sequence)
+                sequence.guide = guide
+                self._enqueue(sequence)
+            else:
+                outputs.append(self._fail(sequence, guide))
+        return outputs
+
+    def _postprocess(self, chosen: dict[Sequence, SampledToken], on_progress: Callable[[], None]) -> list[TokenOutput]:
         sequences = self._roots(chosen)
         _note_tokens(sequences)
+        num_charged = sum(sequence.has_host_work for sequence in sequences)
         outputs: list[TokenOutput | None] = []
         copies: list[BlockCopy] = []
         for sequence in sequences:
-            if sequence.search is None:
-                outputs.append(self._append(sequence, chosen[sequence]))
+            if sequence.has_host_work:
+                outputs.append(self._take_charged(sequence, chosen, copies, num_charged))
+                on_progress()
             else:
-                outputs.append(self._advance(sequence, sequence.search, chosen, copies))
+                outputs.append(self._append(sequence, chosen[sequence]))
         if copies:
             self._runner.copy_blocks(copies)
         return [output for output in outputs if output is not None]
+
+    def _take_charged(
+        self, sequence: Sequence, chosen: dict[Sequence, SampledToken], copies: list[BlockCopy], num_charged: int
+    ) -> TokenOutput | None:
+        """What the chosen tokens give a request whose tokens may cost much; it ends when they cost too much."""
+        started = time.thread_time()
+        if sequence.search is None:
+            output = self._append(sequence, chosen[sequence])
+        else:
+            output = self._advance(sequence, sequence.search, chosen, copies)
+        if sequence.status is SequenceStatus.FINISHED:
+            return output
+        try:
+            self._host_work.charge(sequence, time.thread_time() - started, num_charged)
+        except TooMuchHostWork as error:
+            return self._fail(sequence, error)
+        return output
 
     def _advance(
         self, sequence: Sequence, search: BeamSearch, chosen: dict[Sequence, SampledToken], copies: list[BlockCopy]
     ) -> TokenOutput | None:
         """One step of a beam search; what has to be copied for it goes to `copies`."""
         before = sequence.beams
+        if not all(chosen[beam].is_finite for beam in before):
+            return self._fail(sequence, _overflow(sequence))
         continuations = search.advance(before, [chosen[beam].continuations or Continuations([], []) for beam in before])
         if not continuations:
             return self._finish_search(sequence)
@@ -460,6 +511,8 @@ class Engine:
         return None
 
     def _append(self, sequence: Sequence, token: SampledToken) -> TokenOutput | None:
+        if not token.is_finite:
+            return self._fail(sequence, _overflow(sequence))
         if sequence.max_output_tokens == 0:
             return self._finish(sequence, "length")
         if (token_id := token.token_id) is None:
@@ -526,9 +579,20 @@ class Engine:
     def _remove(self, sequence: Sequence) -> None:
         if sequence.adapter is None and sequence.request.lora_task_id is not None:
             self._leave(sequence)
+        elif self._guide_queue.give_up(sequence):
+            if sequence.adapter is not None:
+                self._loras.unpin(sequence.adapter)
         else:
             self._scheduler.finish(sequence)
+        self._forget(sequence)
+
+    def _forget(self, sequence: Sequence) -> None:
         del self._sequences[sequence.request.request_id]
+        self._num_of_client.subtract([client := sequence.request.sender.name])
+        if not self._num_of_client[client]:
+            del self._num_of_client[client]
+        if (guide := sequence.request.sampling.guide) is not None:
+            self._guides_in_use.remove(guide)
 
     def _leave(self, sequence: Sequence) -> None:
         """Take a parked sequence out."""
@@ -604,6 +668,12 @@ def _note_tokens(sampled: list[Sequence]) -> None:
         sequence.last_token_time_ns = now_ns
         if not sequence.first_token_time_ns:
             sequence.first_token_time_ns = now_ns
+
+
+def _overflow(sequence: Sequence) -> RequestError:
+    if sequence.adapter is None:
+        return InternalError("the model's logits are not finite numbers")
+    return AdapterOverflow(sequence.request.lora_task_id, sequence.request.lora_name, sequence.adapter.digest)
 
 
 def _no_token_left(sequence: Sequence) -> InvalidRequest:

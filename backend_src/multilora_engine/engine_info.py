@@ -72,6 +72,7 @@ class EngineInfo:
     end_token_ids: tuple[int, ...]
     add_special_tokens: bool
     exclude_input_in_output: bool
+    special_tokens_in_messages: bool
     limits: CallLimits
     max_adapter_bytes: int
     max_uploads_per_client: int

@@ -6,6 +6,8 @@
         InvalidRequest      -> INVALID_ARG        malformed or contradictory input
           PathNotCovered                          no source of the operator's covers the path of an adapter to load
           AdapterUnusable                         what a source has of an adapter is refused, damaged or unsupported
+          AdapterOverflow                         with the adapter's weights the model computes no numbers
+          TooMuchHostWork                         words, guide or beams keep the engine's thread too long
         AdapterNotFound     -> NOT_FOUND          `lora_task_id` is not cached and no weights came with it
           AdapterNotKnown                         no adapter has the `lora_name`
         AdapterNotHere      -> NOT_FOUND          an operation is on an adapter that no tier has
@@ -17,6 +19,8 @@
           AdapterNotKept                          an uploaded adapter cannot be written to the disk tier
           TooManyUploads                          a client sends more than `max_uploads_per_client` at once
           TooManyLogits                           the logits asked for exceed `max_logits_bytes_in_flight`
+          GuidesFull                              the guides in use exceed `max_guide_bytes_in_flight`
+          GuideTimeout                            a guide was not compiled within `guide_compile_timeout_s`
           QueueFull                               `max_queue_size` requests are waiting already
           QueueShareFull                          so many of one client's are that no more of its may
           EngineUnavailable                       the engine process died or is starting
@@ -85,6 +89,27 @@ class AdapterUnusable(InvalidRequest):
 
     def __init__(self, adapter: str, source: str, reason: str) -> None:
         super().__init__(f"LoRA adapter {adapter!r} of source {source!r} cannot be used: {reason}")
+
+
+class AdapterOverflow(InvalidRequest):
+    """With the adapter's weights the model's numbers exceed their type: there is no answer, and the weights are why."""
+
+    def __init__(self, lora_task_id: int | None, lora_name: str, digest: str) -> None:
+        name = f" {lora_name!r}" if lora_name else ""
+        super().__init__(
+            f"the numbers overflow with the weights of LoRA task {lora_task_id}{name} (digest {digest[:12]}): the "
+            "logits are not finite"
+        )
+
+
+class TooMuchHostWork(InvalidRequest):
+    """What a request does between steps, for words, a guide or beams, keeps everybody else waiting."""
+
+    def __init__(self, debt_s: float, seconds_per_step: float, num_sharing: int) -> None:
+        super().__init__(
+            f"words, guide or beams of this request took {debt_s * 1e3:.0f} ms more of the engine's thread than its "
+            f"share: host_work_ms_per_step is {seconds_per_step * 1e3:g}, among {num_sharing} requests"
+        )
 
 
 class AdapterNotFound(RequestError):
@@ -202,6 +227,26 @@ class TooManyLogits(Unavailable):
         )
 
 
+class GuidesFull(Unavailable):
+    """The different guides of all requests in flight exceed `max_guide_bytes_in_flight`."""
+
+    def __init__(self, num_bytes: int, bytes_in_flight: int, max_bytes: int) -> None:
+        super().__init__(
+            f"the guide has {num_bytes} bytes, other guides in flight {bytes_in_flight}, and max_guide_bytes_in_flight "
+            f"is {max_bytes}"
+        )
+
+
+class GuideTimeout(Unavailable):
+    """A guide was not compiled in time: it is hard, or many others are compiled before it."""
+
+    def __init__(self, num_bytes: int, timeout_s: float) -> None:
+        super().__init__(
+            f"the guide of {num_bytes} bytes was not compiled within guide_compile_timeout_s {timeout_s:g}; smaller "
+            "ones go first"
+        )
+
+
 class QueueFull(Unavailable):
     """`max_queue_size` requests are waiting already."""
 
@@ -213,11 +258,11 @@ class QueueFull(Unavailable):
 
 
 class QueueShareFull(Unavailable):
-    """As many requests of one client are waiting as `max_queue_share` lets it have."""
+    """As many requests of one client wait or run as `max_queue_share` lets it have."""
 
-    def __init__(self, num_waiting: int, max_waiting: int) -> None:
+    def __init__(self, num_requests: int, max_requests: int) -> None:
         super().__init__(
-            f"this client's share of the queue is full: {num_waiting} of its requests are waiting, and {max_waiting} "
+            f"this client's share of the queue is full: {num_requests} of its requests wait or run, and {max_requests} "
             "may (max_queue_size times max_queue_share)"
         )
 

@@ -147,10 +147,10 @@ class FairQueue:
         self._priorities: dict[int, _Clients] = {}
         self._order: list[int] = []
         self._set_aside: list[Sequence] = []
-        self._num_waiting: Counter[str] = Counter()
+        self._num_waiting = 0
 
     def __len__(self) -> int:
-        return self._num_waiting.total()
+        return self._num_waiting
 
     def __iter__(self) -> Iterator[Sequence]:
         """All that wait, in no particular order."""
@@ -158,10 +158,6 @@ class FairQueue:
             for client in clients.shares.values():
                 for adapter in client.adapters.shares.values():
                     yield from adapter.waiting
-
-    def num_waiting_of(self, client: str) -> int:
-        """The sequences of a client that wait."""
-        return self._num_waiting[client]
 
     def add(self, sequence: Sequence) -> None:
         """A new sequence, behind all of its client and adapter."""
@@ -191,7 +187,7 @@ class FairQueue:
     def take(self, sequence: Sequence) -> None:
         """The sequence starts to run."""
         del self._adapter(sequence).waiting[sequence]
-        self._num_waiting[sequence.request.sender.name] -= 1
+        self._num_waiting -= 1
 
     def set_aside(self, sequence: Sequence) -> None:
         """The `first` sequence cannot start now, nor those of its client and adapter behind it: pass over them until
@@ -225,8 +221,6 @@ class FairQueue:
         client.adapters.drop(task_id)
         clients = self._priorities[priority]
         clients.drop(name)
-        if not self._num_waiting[name]:
-            del self._num_waiting[name]
         if clients.first() is None and not clients.shares:
             del self._priorities[priority]
             self._order.remove(priority)
@@ -234,10 +228,9 @@ class FairQueue:
     def check_integrity(self, running: Iterable[Sequence]) -> None:
         """Every share counts what is its own. running: the sequences that were taken."""
         num_running = Counter(map(_place, running))
-        num_waiting = Counter(sequence.request.sender.name for sequence in self)
         assert self._order == sorted(self._priorities)
         assert not self._set_aside
-        assert num_waiting == self._num_waiting
+        assert sum(1 for _ in self) == self._num_waiting
         assert all(s.status is SequenceStatus.WAITING and not s.block_table for s in self)
         for priority, clients in self._priorities.items():
             clients.check_integrity()
@@ -259,7 +252,7 @@ class FairQueue:
     def _wait(self, sequence: Sequence) -> None:
         priority, name, task_id = _place(sequence)
         self._adapter(sequence).waiting[sequence] = None
-        self._num_waiting[name] += 1
+        self._num_waiting += 1
         self._client(sequence).adapters.list(task_id)
         self._priorities[priority].list(name)
 

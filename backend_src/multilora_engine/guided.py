@@ -6,7 +6,7 @@ The grammars themselves are llguidance's work; here are its limits, its masks an
 from __future__ import annotations
 
 import json
-from functools import lru_cache
+from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,14 +20,19 @@ from multilora_engine.text import Tokenizer
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
-_MAX_GUIDE_BYTES = 65_536
-"""A grammar is compiled between two steps: one of this size takes up to half a second and 40 MB."""
+MAX_GUIDE_BYTES = 65_536
+"""A grammar of this size takes up to half a second to compile, and 40 MB."""
 
 _MAX_LEXER_STATES = 20_000
 """Of 1 to 2 kB each. A regular expression can have exponentially many."""
 
-_MAX_COMPILED = 16
-"""Grammars kept compiled for further requests with the same guide."""
+_MAX_STEP_LEXER_FUEL = 100_000
+"""What the lexer may do for one mask: some 7 ms. It is the engine's thread that waits for masks."""
+
+_MAX_CACHED_BYTES = 8 * MAX_GUIDE_BYTES
+"""Of guides that are kept compiled for further requests, each counting at least `_MIN_CACHED_BYTES`."""
+
+_MIN_CACHED_BYTES = 1024
 
 _JSON_OPTIONS: JsonCompileOptions = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,64}"}
 """Unlimited white space is legal JSON, and what a model that is lost writes until `max_tokens`."""
@@ -121,20 +126,28 @@ class GuideCompiler:
         self._tokenizer = LLTokenizer(TokenizerWrapper(table))
         with_text = [token_id for token_id in range(vocab_size) if tokenizer.token_bytes(token_id)]
         self._text_tokens = self._mask(with_text) & ~self._mask([table.eos_token_id])
-        self._compile = lru_cache(_MAX_COMPILED)(self._compile_new)
+        self._compiled: OrderedDict[Guide, LLMatcher] = OrderedDict()
 
     def matcher(self, guide: Guide, end_tokens: tuple[int, ...]) -> GuideMatcher:
-        """A matcher at the start of the answer. Raises InvalidRequest for a guide that is malformed or too large."""
+        """A matcher at the start of the answer. Raises InvalidRequest for a guide that is malformed."""
         return GuideMatcher(self._compile(guide).deep_copy(), self._text_tokens, self._mask(end_tokens))
 
+    def _compile(self, guide: Guide) -> LLMatcher:
+        if guide not in self._compiled:
+            self._compiled[guide] = self._compile_new(guide)
+        self._compiled.move_to_end(guide)
+        while len(self._compiled) > 1 and sum(map(_cached_bytes, self._compiled)) > _MAX_CACHED_BYTES:
+            self._compiled.popitem(last=False)
+        return self._compiled[guide]
+
     def _compile_new(self, guide: Guide) -> LLMatcher:
-        if (num_bytes := len(guide.text.encode())) > _MAX_GUIDE_BYTES:
-            raise InvalidRequest(f"the guide has {num_bytes} bytes, at most {_MAX_GUIDE_BYTES} are accepted")
         try:
             grammar = _grammar(guide)
         except ValueError as error:
             raise InvalidRequest(f"the {guide.type} guide is malformed: {error}") from None
-        limits = LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
+        limits = LLParserLimits(
+            max_lexer_states=_MAX_LEXER_STATES, step_lexer_fuel=_MAX_STEP_LEXER_FUEL, verbose_errors=False
+        )
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
         if matcher.is_error():
             raise InvalidRequest(f"the {guide.type} guide is malformed: {matcher.get_error()}")
@@ -142,6 +155,10 @@ class GuideCompiler:
 
     def _mask(self, token_ids: tuple[int, ...] | list[int]) -> NDArray[np.int32]:
         return _bitmask([i for i in token_ids if i < self._vocab_size], self._vocab_size)
+
+
+def _cached_bytes(guide: Guide) -> int:
+    return max(guide.num_bytes, _MIN_CACHED_BYTES)
 
 
 def _grammar(guide: Guide) -> str:

@@ -43,6 +43,10 @@ class Guide(msgspec.Struct, frozen=True):
     type: GuideType
     text: str = ""
 
+    @property
+    def num_bytes(self) -> int:
+        return len(self.text.encode())
+
 
 class SamplingParams(msgspec.Struct, frozen=True):
     """How the next token is chosen, and when to stop.
@@ -267,7 +271,8 @@ class Sequence:
     adapter: pinned from acceptance to the end; None is the base model.
     text: decides which tokens and text may leave.
     max_output_tokens: how long its answer may become.
-    guide: decides which tokens may come next; None lets any. Like `text` it survives a preemption.
+    guide: decides which tokens may come next; None lets any, and before the start means that it is not compiled yet.
+        Like `text` it survives a preemption.
     num_pending_tokens: tokens of the answer that a step in flight chooses: they count, but are not known yet; written
         by the engine only, as are `output_token_ids`.
     num_computed_tokens: tokens whose keys and values are in the cache; written by the scheduler only.
@@ -280,6 +285,8 @@ class Sequence:
         and the two above are written by the block allocator only.
     history: of its tokens, once a penalty or a bad word asks for it; made and extended by logits.py only.
     bias: `embedding_bias` on the device, token ids int64 [n] and biases float32 [n].
+    has_host_work: whether its tokens are charged by `HostWork`.
+    host_debt_s: what its tokens took of the engine's thread beyond its share; written by `HostWork` only.
     held_log_probs, held_logits: of the tokens that have not left yet. cum_log_prob: the sum over those that have.
     context_logits: of the prompt's first tokens, a row each, until they leave; written by the model runner only.
     prompt_log_probs: of the prompt, until they leave; None before, if the request did not ask for them, and after.
@@ -312,6 +319,8 @@ class Sequence:
     num_cached_tokens: int = 0
     history: TokenHistory | None = None
     bias: tuple[torch.Tensor, torch.Tensor] | None = None
+    has_host_work: bool = False
+    host_debt_s: float = 0.0
     held_log_probs: list[TokenLogProb] = field(default_factory=list)
     held_logits: list[bytes] = field(default_factory=list)
     context_logits: list[bytes] = field(default_factory=list)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from multilora_engine.beam_search import Continuations, rank_continuations
 from multilora_engine.logits import adjust_logits
@@ -23,12 +27,14 @@ class SampledToken(msgspec.Struct, frozen=True):
     token_id: None when what the request forbids left nothing to choose.
     continuations: of a beam, from which the search chooses; its token_id and log_prob mean nothing.
     logits: the model's own, float32 [vocab].
+    is_finite: False when the model's numbers overflowed, so that the rest means nothing.
     """
 
     token_id: int | None
     log_prob: TokenLogProb | None = None
     continuations: Continuations | None = None
     logits: bytes | None = None
+    is_finite: bool = True
 
 
 class Choice:
@@ -55,6 +61,8 @@ class Choice:
         self._restricted = adjust_logits(logits, sequences, end_token_ids)
         self.token_ids = _choose(logits, sequences)
         self._on_host = FromDevice(self.token_ids)
+        # With the tokens, since the logits may be another step's when these are read.
+        self._probes = FromDevice(_probe(logits, self.token_ids))
 
     @torch.inference_mode()
     def read(self) -> list[SampledToken]:
@@ -62,7 +70,9 @@ class Choice:
         tokens = [SampledToken(token_id) for token_id in self._on_host.wait().tolist()]
         if self._log_probs is not None:
             _add_log_probs(tokens, self._scored, self._log_probs, self.sequences)
-        for row in _without_choice(self._logits, self.token_ids, self._restricted):
+        probes = self._probes.wait().numpy()
+        dead = {row for row in self._restricted if probes[row, 0] == -math.inf}
+        for row in dead:
             tokens[row] = SampledToken(None)
         if beams := [row for row, sequence in enumerate(self.sequences) if sequence.search is not None]:
             ranked = rank_continuations(self._logits[beams], [self.sequences[row] for row in beams])
@@ -70,6 +80,8 @@ class Choice:
                 tokens[row] = SampledToken(None, continuations=continuations)
         for row, values in self._kept.items():
             tokens[row] = msgspec.structs.replace(tokens[row], logits=values)
+        for row in _overflown(probes) - dead:
+            tokens[row] = SampledToken(None, is_finite=False)
         return tokens
 
 
@@ -106,12 +118,20 @@ def _most_probable(logits: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(logits.numpy().argmax(axis=-1))
 
 
-def _without_choice(logits: torch.Tensor, token_ids: torch.Tensor, restricted: list[int]) -> list[int]:
-    """Those of the rows `restricted` where even the chosen token is forbidden: then all are."""
-    if not restricted:
-        return []
-    is_dead = (logits[restricted, token_ids[restricted]] == -torch.inf).tolist()
-    return [row for row, dead in zip(restricted, is_dead, strict=True) if dead]
+def _probe(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """The logits of the chosen tokens, and of a few that are the same in all rows, [rows, 4]."""
+    others = [logits.shape[1] * quarter // 4 for quarter in (1, 2, 3)]
+    return torch.cat([logits.gather(1, token_ids.unsqueeze(1)), logits[:, others]], dim=1)
+
+
+def _overflown(probes: NDArray[np.float32]) -> set[int]:
+    """The rows whose numbers overflowed in the model.
+
+    A NaN counts as the largest logit, so it is chosen. Where the squares in the last norm overflow, but not what is
+    squared, the norm makes zeros of everything; no logits of a model are by chance.
+    """
+    is_wrong = ~np.isfinite(probes[:, 0]) | ~probes.any(axis=1)
+    return set(np.flatnonzero(is_wrong).tolist())
 
 
 def _add_log_probs(

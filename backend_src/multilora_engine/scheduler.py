@@ -136,9 +136,6 @@ class Scheduler:
     def num_waiting(self) -> int:
         return len(self._queue)
 
-    def num_waiting_of(self, client: str) -> int:
-        return self._queue.num_waiting_of(client)
-
     @property
     def num_running(self) -> int:
         return len(self._running)

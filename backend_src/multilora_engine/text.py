@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerFast
 
 from multilora_engine.automaton import ROOT, Automaton
 from multilora_engine.errors import ConfigError, InvalidRequest
+from multilora_engine.plain_specials import PlainSpecials
 
 _SPACE_MARK = "▁"
 _PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
@@ -80,20 +81,25 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
         options: Mapping[str, Any] = MappingProxyType({}),
+        keeps_special_tokens: bool = True,
     ) -> list[int]:
         """Token ids of a chat, ready for the assistant's answer.
 
         options: `add_generation_prompt`, `continue_final_message` and what the template knows by other names.
+        keeps_special_tokens: whether what spells a special token in messages, tools and options becomes one.
         Raises InvalidRequest when the template refuses it, or would leave the tools out without a word.
         """
         if self._hf.chat_template is None:
             raise InvalidRequest("this model has no chat template; send text_input instead of messages")
         _check_messages(messages)
+        plain = PlainSpecials(() if keeps_special_tokens else map(self.token_name, self.special_ids))
+        messages, tools, options = (plain.mark(each) for each in (messages, tools, options))
         options = {"add_generation_prompt": True, **options}
         text = self._render_chat(messages, tools, options)
         if tools and text == self._render_chat(messages, None, options):
             raise InvalidRequest("the model's chat template has no place for tools")
-        return self.encode(text, add_special_tokens=False)
+        pieces = (self.encode(piece, add_special_tokens=False) for piece in plain.pieces(text))
+        return [token_id for piece in pieces for token_id in piece]
 
     def _render_chat(
         self,

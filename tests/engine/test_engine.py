@@ -365,6 +365,27 @@ def test_a_new_version_of_an_adapter_never_answers_from_the_cache_of_the_old_one
     assert base[0] == base[1]
 
 
+@pytest.mark.parametrize("scale", [65504.0, 1e30])
+def test_an_adapter_whose_numbers_overflow_is_an_error_that_names_it_and_changes_nobody_else(
+    checkpoint: Path, default_model_dir: Path, scale: float
+) -> None:
+    engine = make_engine(checkpoint, default_model_dir)
+    layout = engine.info.adapter_layout
+    wire = wire_adapter(layout, [(module, layer, 4) for module in range(1, 8) for layer in range(2)], seed=1)
+    engine.put_adapter(7, pack_adapter(wire.weights * scale, wire.config, layout))
+    options = [{}, {"temperature": 0.7, "top_k": 0}, {"top_k": 0, "top_p": 0.8}, {"return_log_probs": True}]
+    wrong = [request(f"w{i}", [1, 2, 3], task=7, **one) for i, one in enumerate([*options, {"beam_width": 3}])]
+    right = [request(f"r{task}", [1, 2, 3], task=task) for task in (None, 0, 1)]
+    alone = run_all(engine, right)
+    answers = run_all(engine, [right[0], *wrong, *right[1:]])
+    for one in wrong:
+        final = answers[one.request_id].final
+        assert final is not None
+        assert final.error_code == "INVALID_ARG"
+        assert (final.error_message or "").startswith("the numbers overflow with the weights of LoRA task 7 (digest ")
+    assert {r.request_id: answers[r.request_id].token_ids for r in right} == {n: a.token_ids for n, a in alone.items()}
+
+
 def test_an_aborted_request_ends_once_with_what_it_had(engine: Engine) -> None:
     expected = run_all(engine, [request("r", [4, 4])])["r"]
     engine.add_request(request("r", [4, 4], task=None))

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from multilora_engine.config import EngineConfig
 from multilora_engine.engine import Engine
-from multilora_engine.errors import InvalidRequest
+from multilora_engine.errors import GuidesFull, InvalidRequest
 from multilora_engine.guided import GuideCompiler
 from multilora_engine.request import GenerationRequest, Guide, SamplingParams
 from multilora_engine.text import Tokenizer
@@ -236,14 +236,43 @@ def test_a_preempted_answer_goes_on_where_it_was(checkpoint: Path, default_model
         (Guide("ebnf_grammar", "root ::= " + "(" * 20_000), "recursion"),
         (Guide("ebnf_grammar", "start: " + "(" * 20_000), "too deeply nested"),
         (Guide("ebnf_grammar", 'start: start "a"'), "no answer from here"),
-        (Guide("regex", "é" * 32_769), "65538 bytes, at most 65536"),
     ],
     ids=lambda value: None if isinstance(value, Guide) else value[:20],
 )
-def test_a_guide_that_cannot_work_is_refused_on_arrival(engine: Engine, guide: Guide, message: str) -> None:
-    with pytest.raises(InvalidRequest, match=message):
-        engine.add_request(request("r", guide))
+def test_a_guide_that_cannot_work_fails_its_request_only(engine: Engine, guide: Guide, message: str) -> None:
+    answers = run_all(engine, [request("r", guide), request("free", None, max_tokens=3)])
+    assert answers["r"].final is not None
+    assert answers["r"].final.error_code == "INVALID_ARG"
+    assert re.search(message, answers["r"].final.error_message or "")
+    assert len(answers["free"].token_ids) == 3
+
+
+def test_a_guide_too_long_is_refused_on_arrival(engine: Engine) -> None:
+    with pytest.raises(InvalidRequest, match="65538 bytes, at most 65536"):
+        engine.add_request(request("r", Guide("regex", "é" * 32_769)))
     assert_idle(engine)
+
+
+def test_a_request_whose_tokens_keep_the_thread_too_long_ends_and_no_other(
+    checkpoint: Path, default_model_dir: Path
+) -> None:
+    engine = make_engine(checkpoint, default_model_dir, host_work_ms_per_step=1e-4)
+    answers = run_all(engine, [request("guided", NUMBER, end_id=-1), request("free", None, max_tokens=3)])
+    assert answers["guided"].final is not None
+    assert answers["guided"].final.error_code == "INVALID_ARG"
+    assert "ms more of the engine's thread than its share" in (answers["guided"].final.error_message or "")
+    assert len(answers["free"].token_ids) == 3
+
+
+def test_guides_in_flight_are_bounded_together(checkpoint: Path, default_model_dir: Path) -> None:
+    engine = make_engine(checkpoint, default_model_dir, max_guide_bytes_in_flight=len(DIGITS.text + NUMBER.text))
+    for name, guide in (("a", DIGITS), ("b", NUMBER), ("c", NUMBER)):
+        engine.add_request(request(name, guide))
+    with pytest.raises(GuidesFull, match=r"the guide has 4 bytes, other guides in flight 14, and .* is 14"):
+        engine.add_request(request("d", Guide("regex", "[ab]")))
+    assert engine.abort("a") is not None
+    engine.add_request(request("d", Guide("regex", "[ab]")))
+    engine.check_integrity()
 
 
 def test_a_guide_no_token_of_the_model_can_follow_is_refused(tokenizer: Tokenizer) -> None:

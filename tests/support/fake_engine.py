@@ -40,6 +40,7 @@ INFO = EngineInfo(
     end_token_ids=(2,),
     add_special_tokens=True,
     exclude_input_in_output=False,
+    special_tokens_in_messages=True,
     limits=CallLimits(
         max_prompt_bytes=10_000,
         max_sequences_per_request=16,

@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from contextlib import closing
@@ -79,8 +80,14 @@ from multilora_engine.request import GenerationRequest, Sender, TokenOutput
 _MAX_MESSAGES_PER_STEP = 256
 """So that a flood of requests cannot keep the running ones from their next step."""
 
+_MAX_RECEIVE_S = 0.02
+"""The same for a flood of large ones: behind the message that takes it beyond this, a step comes first."""
+
 _WAIT_POLL_MS = 5
 """How often an idle engine looks whether what an answer waits for is done: a file written, a source listed."""
+
+_SWITCH_INTERVAL_S = 0.0005
+"""How long a thread that fetches or compiles may keep the interpreter from a step, which asks for it many times."""
 
 _MAX_FAILED_STEPS = 2
 """In a row. A device that failed for good fails every step; only a new process helps then."""
@@ -238,12 +245,16 @@ class EngineServer:
         return None if self._heartbeat.interval_s is None else round(self._heartbeat.interval_s * 1e3)
 
     def _receive(self) -> None:
+        started = time.monotonic()
         for _ in range(_MAX_MESSAGES_PER_STEP):
             try:
                 front, header, *payload = self._router.recv_multipart(zmq.DONTWAIT, copy=False)
             except zmq.Again:
                 return
             self._handle(front.bytes, header.buffer, payload[0].buffer if payload else memoryview(b""))
+            self._heartbeat.beat()
+            if time.monotonic() - started > _MAX_RECEIVE_S:
+                return
 
     def _handle(self, front: bytes, header: memoryview, payload: memoryview) -> None:
         try:
@@ -518,6 +529,7 @@ def serve(
 def main(create_engine: Callable[[EngineConfig], ServedEngine]) -> None:
     """Run an engine process: read `Launch`, load, report, serve."""
     configure_logging("engine")
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
     report_stream = _take_stdout()
     launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=Launch)
     try:

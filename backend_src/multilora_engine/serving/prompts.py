@@ -51,9 +51,10 @@ def encode_messages(text: str, tokenizer: Tokenizer, info: EngineInfo) -> list[i
             "messages must be a JSON list of objects with role and content, "
             f"or an object of such messages, tools and how the template is filled in: {error}"
         ) from None
-    if isinstance(chat, _Chat):
-        return tokenizer.apply_chat_template(chat.messages, chat.tools, _template_options(chat))
-    return tokenizer.apply_chat_template(chat)
+    if not isinstance(chat, _Chat):
+        chat = _Chat(chat)
+    options, keeps_special = _template_options(chat), info.special_tokens_in_messages
+    return tokenizer.apply_chat_template(chat.messages, chat.tools, options, keeps_special)
 
 
 def _template_options(chat: _Chat) -> dict[str, Any]:
