@@ -146,7 +146,7 @@ class EngineConfig(BaseModel):
         Field(
             gt=0,
             le=1,
-            description="So many requests of one tenant, or client with a name, may wait or run: a part of max_queue_size.",
+            description="Part of max_queue_size: so many requests of one tenant or named client may wait or run.",
         ),
     ] = 0.5
     min_priority: Annotated[
