@@ -190,8 +190,8 @@ class Recipe:
                 self._stage().entrypoint = msgspec.json.decode(arguments, type=list[str])
             case "HEALTHCHECK":
                 self._stage().healthcheck = msgspec.json.decode(arguments.split(" CMD ")[1], type=list[str])
-            case "EXPOSE":
-                pass  # nothing to open without a container
+            case "EXPOSE" | "STOPSIGNAL":
+                pass  # nothing to open without a container, and whoever ends it chooses the signal
             case name:
                 raise RecipeError(f"{name} is not understood")
 

@@ -1,28 +1,38 @@
 """What clients of TensorRT-LLM's Triton backend rely on, row by row: run the tests that stand for the rows, and print
-how they went. The rows are read from the tests' source; README.md shows the same table.
+how they went. The rows are read from the tests' source; README.md shows the same table, and a second one, of programs
+that their authors ship: `--clients DIR` runs those.
 """
 
 from __future__ import annotations
 
 import ast
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
+import client_program
 import pytest
 import typer
+from client_program import ClientProgram
+from client_runs import Run, run_all
+from openai_client_programs import OPENAI_PROGRAMS
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from triton_client_programs import TRITON_PROGRAMS
 
 REPOSITORY = Path(__file__).parents[1]
 README = REPOSITORY / "README.md"
 TESTS = sorted((REPOSITORY / "tests" / "e2e").glob("test_conformance_*.py"))
 
-_BLOCK = re.compile(r"(?<=<!-- conformance: begin -->\n).*?(?=<!-- conformance: end -->)", re.DOTALL)
+PROGRAMS = (*TRITON_PROGRAMS, *OPENAI_PROGRAMS)
+
+_SHOWN_OUTPUT = 4000
+"""Characters of what a program that failed printed, at its end."""
 
 console = Console(highlight=False, emoji=False)
 
@@ -71,30 +81,73 @@ def markdown(rows: Sequence[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def readme_table() -> str:
-    """What README.md shows now."""
-    block = _BLOCK.search(README.read_text())
-    assert block is not None, "README.md has lost its marks <!-- conformance: begin --> and end"
+def readme_table(name: str) -> str:
+    """What README.md shows now between its marks of this name."""
+    block = _block(name).search(README.read_text())
+    assert block is not None, f"README.md has lost its marks <!-- {name}: begin --> and end"
     return block[0]
+
+
+def write_readme_table(name: str, table: str) -> None:
+    README.write_text(_block(name).sub(lambda _: table, README.read_text()))
+
+
+def _block(name: str) -> re.Pattern[str]:
+    return re.compile(rf"(?<=<!-- {name}: begin -->\n).*?(?=<!-- {name}: end -->)", re.DOTALL)
 
 
 def main(
     update_readme: Annotated[
         bool, typer.Option("--readme", help="Write the table into README.md when every row has passed.")
     ] = False,
+    clients: Annotated[
+        Path | None,
+        typer.Option(
+            file_okay=False,
+            exists=True,
+            show_default=False,
+            help="Run the programs that clients' authors ship, as they are, instead of our tests. The directory has a "
+            "checkout or a virtual environment of each, by the names that scripts/*_client_programs.py gives.",
+        ),
+    ] = None,
+    python: Annotated[
+        Path, typer.Option(help="With --clients: the interpreter of programs in Python, which has what they import.")
+    ] = Path(sys.executable),
+    only: Annotated[
+        str, typer.Option(metavar="TEXT", help="With --clients: the programs whose name, version or mode has this.")
+    ] = "",
 ) -> None:
     """Start a server with the default model, run the conformance tests against it, and print a line for each row.
 
     `works`: the server does what the clients rely on; `refused`: it does not, and says so by UNSUPPORTED and the name
     of the tensor. Either is tested. The exit status is 1 when a row has failed.
     """
+    if clients is not None:
+        run_programs(clients, python, only, update_readme)
+        return
     rows, outcomes = read_rows(), Outcomes()
     pytest.main([f"--rootdir={REPOSITORY}", "-q", *map(str, TESTS)], plugins=[outcomes])
     _show(rows, outcomes)
     if not all(outcomes.of(row) for row in rows):
         raise typer.Exit(1)
     if update_readme:
-        README.write_text(_BLOCK.sub(lambda _: markdown(rows), README.read_text()))
+        write_readme_table("conformance", markdown(rows))
+
+
+def run_programs(clients: Path, python: Path, only: str, update_readme: bool) -> None:
+    """Print how the programs in `clients` went. Raises typer.Exit when one did not go as expected."""
+    chosen = [row for row in PROGRAMS if only in f"{row.program} {row.version} {row.mode}"]
+    runs = []
+    for run in run_all(chosen, clients, python):
+        runs.append(run)
+        console.print(f"{_verdict(run.passed)} {escape(run.program.program)} {run.program.version} {run.program.mode}")
+        if not run.passed:
+            console.print(escape(run.output[-_SHOWN_OUTPUT:]))
+    _show_programs(chosen, runs)
+    if not all(run.passed for run in runs):
+        raise typer.Exit(1)
+    if update_readme:
+        write_readme_table("client programs", client_program.markdown(PROGRAMS))
 
 
 def _show(rows: Sequence[Row], outcomes: Outcomes) -> None:
@@ -104,10 +157,24 @@ def _show(rows: Sequence[Row], outcomes: Outcomes) -> None:
             row.interface,
             escape(row.requirement),
             row.answer,
-            "[green]pass[/]" if outcomes.of(row) else "[bold red]FAIL[/]",
+            _verdict(outcomes.of(row)),
         )
     console.print(table)
     console.print(f"{sum(map(outcomes.of, rows))} of {len(rows)} rows passed")
+
+
+def _show_programs(rows: Sequence[ClientProgram], runs: Sequence[Run]) -> None:
+    passed = {run.program: run.passed for run in runs}
+    table = Table("program", "version", "mode", "here", "run")
+    for row in rows:
+        verdict = _verdict(passed[row]) if row in passed else ""
+        table.add_row(row.program, row.version, escape(row.mode), escape(row.outcome), verdict)
+    console.print(table)
+    console.print(f"{sum(passed.values())} of {len(runs)} runs went as expected")
+
+
+def _verdict(passed: bool) -> str:
+    return "[green]pass[/]" if passed else "[bold red]FAIL[/]"
 
 
 if __name__ == "__main__":

@@ -11,12 +11,18 @@ from typing import NoReturn
 from rich.console import Console
 
 from multilora_engine.tritonserver import ServerOptions, ServerProcess
+from multilora_engine.tritonserver.upstream_models import UpstreamModels
 
 MODEL_REPOSITORY = Path(__file__).resolve().parents[1] / "model_repository"
 
 
 @contextmanager
-def started_server(model: Path, console: Console | None = None, **overrides: str) -> Iterator[ServerProcess]:
+def started_server(
+    model: Path,
+    console: Console | None = None,
+    upstream_models: UpstreamModels = UpstreamModels.NONE,
+    **overrides: str,
+) -> Iterator[ServerProcess]:
     """A server that is ready, on free ports; console: shows that it starts. overrides: of the engine's parameters.
 
     SIGTERM interrupts the script as Ctrl-C does: it would leave the server behind otherwise.
@@ -24,6 +30,7 @@ def started_server(model: Path, console: Console | None = None, **overrides: str
     options = ServerOptions(
         model=model,
         model_repository=MODEL_REPOSITORY,
+        upstream_models=upstream_models,
         overrides=overrides,
         http_port=0,
         grpc_port=0,

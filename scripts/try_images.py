@@ -5,7 +5,8 @@ in it through chroot. Then the entry point runs as the image's user in namespace
 until the health check passes. A client asks with a sample adapter, and SIGTERM ends it.
 
 The GPU recipe gets the PyPI server at the place where NVIDIA's image has its own, and serves on the CPU: its steps are
-tried, its GPU is not. Needs root rights and Debian's debootstrap, iproute2 and util-linux, some minutes and 10 GB.
+tried, its GPU is not. The proxy runs without a server behind it. Needs root rights and Debian's debootstrap, iproute2
+and util-linux, some minutes and 10 GB.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Trial:
 
 
 def main(
-    recipes: Annotated[list[str] | None, typer.Argument(metavar="[cpu|gpu]...", help="Default: both.")] = None,
+    recipes: Annotated[list[str] | None, typer.Argument(metavar="[cpu|gpu|proxy]...", help="Default: all.")] = None,
     folder: Annotated[
         Path | None,
         typer.Option(help="Keep the roots here, and the base for the next time (default: a temporary one)."),
@@ -73,7 +74,7 @@ def main(
         place.mkdir(parents=True, exist_ok=True)
         try:
             require_tools()
-            trials = [_try(name, place) for name in recipes or ["cpu", "gpu"]]
+            trials = [_try(name, place) for name in recipes or ["cpu", "gpu", "proxy"]]
         except RecipeError as error:
             console.print(f"[bold red]error:[/] {escape(str(error))}")
             raise typer.Exit(1) from None
@@ -91,7 +92,8 @@ def _try(name: str, place: Path) -> Trial:
             "health check", f"passes after {container.wait_healthy():.0f} s as user {image.user}, root read-only"
         )
         trial.note("compilers at run time", _find_compilers(container))
-        trial.note("answer of an adapter", _ask(container))
+        if name != "proxy":
+            trial.note("answer of an adapter", _ask(container))
         status, seconds = container.stop()
         trial.note("SIGTERM", f"ends with status {status} after {seconds:.0f} s")
     return trial
@@ -102,7 +104,7 @@ def _build(name: str, place: Path) -> Image:
     recipe = Recipe(
         read_dockerfile(REPOSITORY / "docker" / f"{name}.Dockerfile"),
         context=REPOSITORY,
-        base=base if name == "cpu" else _with_server(base, place / "base-with-server"),
+        base=_with_server(base, place / "base-with-server") if name == "gpu" else base,
         folder=place / name,
     )
     return recipe.build(_show)

@@ -8,9 +8,13 @@ import yaml
 from clean_root import Instruction, read_dockerfile
 
 DOCKER = Path(__file__).parents[2] / "docker"
-DOCKERFILES = sorted(DOCKER.glob("*.Dockerfile"))
+PROXY = DOCKER / "proxy.Dockerfile"
+SERVERS = sorted(set(DOCKER.glob("*.Dockerfile")) - {PROXY})
+SERVICES = {"multilora": "cpu", "openai": "cpu", "proxy": "proxy"}
+"""Our own services of the compose file, by the Dockerfile that they run."""
 
-pytestmark = pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.stem)
+every_image = pytest.mark.parametrize("dockerfile", [*SERVERS, PROXY], ids=lambda path: path.stem)
+every_server = pytest.mark.parametrize("dockerfile", SERVERS, ids=lambda path: path.stem)
 
 
 def instructions(dockerfile: Path, name: str) -> list[Instruction]:
@@ -28,16 +32,19 @@ def compose(name: str = "compose.yaml") -> dict[str, Any]:
     return services
 
 
+@every_image
 def test_it_ends_as_an_ordinary_user(dockerfile: Path) -> None:
     users = [instruction.arguments for instruction in last_stage(dockerfile) if instruction.name == "USER"]
     assert users[-1] == "10001:10001"
 
 
+@every_server
 def test_the_canary_is_the_health_check(dockerfile: Path) -> None:
     (check,) = instructions(dockerfile, "HEALTHCHECK")
     assert check.arguments.endswith('CMD ["multilora-serve", "probe"]')
 
 
+@every_image
 def test_what_it_copies_is_in_the_build_context(dockerfile: Path) -> None:
     ignored = (DOCKER.parent / ".dockerignore").read_text().splitlines()
     sources = [i.arguments.split()[0].rstrip("/") for i in instructions(dockerfile, "COPY")]
@@ -46,6 +53,7 @@ def test_what_it_copies_is_in_the_build_context(dockerfile: Path) -> None:
     assert all(f"!{source}" in ignored and (DOCKER.parent / source).exists() for source in from_context)
 
 
+@every_server
 def test_every_install_keeps_to_the_pins(dockerfile: Path) -> None:
     runs = " ".join(instruction.arguments for instruction in instructions(dockerfile, "RUN"))
     installs = runs.split("pip install ")[1:]
@@ -53,6 +61,7 @@ def test_every_install_keeps_to_the_pins(dockerfile: Path) -> None:
     assert all("-c constraints.txt" in install.split("&&")[0] for install in installs)
 
 
+@every_server
 def test_the_operators_are_compiled_into_it_and_found_there(dockerfile: Path) -> None:
     settings = [i.arguments for i in instructions(dockerfile, "ENV") if "MULTILORA_KERNELS_CACHE" in i.arguments]
     builds = [i for i in instructions(dockerfile, "RUN") if "-m multilora_kernels.cpu" in i.arguments]
@@ -61,21 +70,39 @@ def test_the_operators_are_compiled_into_it_and_found_there(dockerfile: Path) ->
     assert all("MULTILORA_KERNELS_CACHE=/opt/multilora/kernels" in setting for setting in settings)
 
 
-@pytest.mark.parametrize("service", ["multilora", "openai"])
-def test_compose_takes_away_what_the_services_do_not_need(dockerfile: Path, service: str) -> None:
+@pytest.mark.parametrize(("service", "image"), SERVICES.items())
+def test_compose_takes_away_what_the_services_do_not_need(service: str, image: str) -> None:
     settings = compose()[service]
     assert settings["read_only"] is True
     assert settings["cap_drop"] == ["ALL"]
     assert settings["security_opt"] == ["no-new-privileges:true"]
-    assert settings["user"] == instructions(dockerfile, "USER")[-1].arguments
+    assert settings["user"] == instructions(DOCKER / f"{image}.Dockerfile", "USER")[-1].arguments
 
 
-def test_compose_publishes_on_the_loopback_only(dockerfile: Path) -> None:
+def test_compose_publishes_on_the_loopback_only() -> None:
     ports = [port for service in compose().values() for port in service.get("ports", [])]
     assert ports
     assert all(port.startswith("127.0.0.1:") for port in ports)
 
 
+def test_in_compose_the_proxy_is_the_only_door_to_the_server() -> None:
+    server = compose()["multilora"]
+    assert (server["network_mode"], "ports" in server) == ("service:proxy", False)
+    host = server["command"].index("--host")
+    assert server["command"][host + 1] == "127.0.0.1"
+    published = {port.split(":")[2] for port in compose()["proxy"]["ports"]}
+    assert published == {"8080", "8081", "9000"}
+
+
+def test_compose_builds_the_proxy() -> None:
+    assert compose()["proxy"]["build"]["dockerfile"] == f"docker/{PROXY.name}"
+
+
+def test_the_proxy_finishes_what_is_under_way_when_it_is_stopped() -> None:
+    assert [instruction.arguments for instruction in instructions(PROXY, "STOPSIGNAL")] == ["SIGQUIT"]
+
+
+@every_server
 def test_compose_builds_it(dockerfile: Path) -> None:
     name = "compose.gpu.yaml" if dockerfile.stem == "gpu" else "compose.yaml"
     assert compose(name)["multilora"]["build"]["dockerfile"] == f"docker/{dockerfile.name}"

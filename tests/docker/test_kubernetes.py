@@ -1,5 +1,6 @@
 """The Kubernetes manifests fit Kubernetes' own schemas, and refer to what is there."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import yaml
 
 KUBERNETES = Path(__file__).parents[2] / "docker" / "kubernetes"
 BASE = KUBERNETES / "base"
+PROXY = KUBERNETES.parent / "proxy"
 
 Manifest = dict[str, Any]
 
@@ -50,12 +52,40 @@ def test_every_file_of_the_base_is_used() -> None:
     assert {path.name for path in BASE.iterdir()} == {"kustomization.yaml", *kustomization["resources"]}
 
 
-def test_services_and_policy_name_ports_of_the_container() -> None:
-    ports = {port["name"] for port in pod()["containers"][0]["ports"]}
+def containers() -> list[Manifest]:
+    """The proxy and the server."""
+    return [*pod()["initContainers"], *pod()["containers"]]
+
+
+def test_services_and_policy_name_ports_of_the_proxy_and_the_server_has_none() -> None:
+    proxy, server = containers()
+    assert "ports" not in server
+    assert "--host=127.0.0.1" in server["args"]
+    ports = {port["name"] for port in proxy["ports"]}
     services = [m for m in base_manifests() if m["kind"] == "Service"]
     targets = {port["targetPort"] for service in services for port in service["spec"]["ports"]}
     allowed = {p["port"] for rule in manifest("NetworkPolicy")["spec"]["ingress"] for p in rule["ports"]}
     assert targets == allowed == ports
+
+
+def test_the_proxy_listens_at_its_ports_as_long_as_the_server_runs() -> None:
+    (proxy,) = pod()["initContainers"]
+    assert proxy["restartPolicy"] == "Always"  # which makes it a sidecar
+    listened = {int(port) for port in re.findall(r"listen (\d+)", (PROXY / "listen.conf").read_text())}
+    assert {port["containerPort"] for port in proxy["ports"]} == listened
+
+
+def test_every_image_is_one_that_is_built_here() -> None:
+    (kustomization,) = read_documents(BASE / "kustomization.yaml")
+    images = {image["name"]: image["newTag"] for image in kustomization["images"]}
+    assert {container["image"] for container in containers()} == set(images)
+    assert all((KUBERNETES.parent / f"{tag}.Dockerfile").is_file() for tag in images.values())
+
+
+def test_prometheus_is_sent_to_the_proxy() -> None:
+    annotations = manifest("Deployment")["spec"]["template"]["metadata"]["annotations"]
+    (metrics,) = [port["containerPort"] for port in containers()[0]["ports"] if port["name"] == "metrics"]
+    assert annotations["prometheus.io/port"] == str(metrics)
 
 
 def test_selectors_find_the_pods() -> None:
@@ -72,16 +102,18 @@ def test_selectors_find_the_pods() -> None:
 
 def test_volumes_are_mounted_and_claims_exist() -> None:
     volumes = {volume["name"]: volume for volume in pod()["volumes"]}
-    assert {mount["name"] for mount in pod()["containers"][0]["volumeMounts"]} == set(volumes)
+    assert {mount["name"] for container in containers() for mount in container["volumeMounts"]} == set(volumes)
     claims = {v["persistentVolumeClaim"]["claimName"] for v in volumes.values() if "persistentVolumeClaim" in v}
     assert claims == {m["metadata"]["name"] for m in base_manifests() if m["kind"] == "PersistentVolumeClaim"}
 
 
 def test_what_is_written_at_run_time_is_mounted_and_the_rest_is_read_only() -> None:
-    container = pod()["containers"][0]
-    writable = {mount["mountPath"] for mount in container["volumeMounts"] if not mount.get("readOnly")}
-    assert container["securityContext"]["readOnlyRootFilesystem"] is True
-    assert writable == {"/cache", "/tmp", "/dev/shm"}
+    writable = [
+        {mount["mountPath"] for mount in container["volumeMounts"] if not mount.get("readOnly")}
+        for container in containers()
+    ]
+    assert all(container["securityContext"]["readOnlyRootFilesystem"] is True for container in containers())
+    assert writable == [{"/tmp"}, {"/cache", "/tmp", "/dev/shm"}]
 
 
 def test_the_autoscaler_scales_the_deployment() -> None:

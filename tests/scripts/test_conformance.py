@@ -20,7 +20,7 @@ def test_c(): ...
 
 
 def test_the_readme_shows_the_rows_that_the_tests_have() -> None:
-    assert readme_table() == markdown(read_rows())
+    assert readme_table("conformance") == markdown(read_rows())
 
 
 def test_every_row_is_another() -> None:

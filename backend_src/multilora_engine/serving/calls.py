@@ -186,7 +186,7 @@ def _read_sampling(inputs: InputTensors, row: int, info: EngineInfo, tokenizer: 
         embedding_bias=read_bias(inputs, row, info, tokenizer),
         bad_token_sequences=read_bad_sequences(inputs, row, tokenizer, info.limits),
         seed=inputs.scalar("seed", row),
-        end_id=_in_range(inputs, "end_id", row, -1, math.inf),
+        end_id=_read_end_id(inputs, row, info),
         # Upstream's own examples send one empty stop word where they mean none.
         stop_words=tuple(word for word in read_words(inputs, "stop_words", row, info.limits) if word),
         stop_token_sequences=read_sequences(inputs, "stop_words_list", row, info.limits),
@@ -248,6 +248,12 @@ def _read_max_tokens(inputs: InputTensors, row: int) -> int:
             f"{' and '.join(f'{name} {value}' for name, value in values.items())} contradict each other"
         )
     return int(values.popitem()[1])
+
+
+def _read_end_id(inputs: InputTensors, row: int, info: EngineInfo) -> int | None:
+    """An id beyond the vocabulary is none: upstream's token client sends GPT-2's, 50256, unless it is told another."""
+    end_id: int | None = _in_range(inputs, "end_id", row, -1, math.inf)
+    return -1 if end_id is not None and end_id >= info.vocab_size else end_id
 
 
 def _in_range(inputs: InputTensors, name: str, row: int, low: float, high: float) -> Any:

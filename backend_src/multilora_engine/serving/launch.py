@@ -93,6 +93,10 @@ def serve(
             "proxy or gateway that ends TLS (default: --host)."
         ),
     ] = None,
+    has_http: Annotated[
+        bool,
+        typer.Option("--http/--no-http", help="Without HTTP there are gRPC, which the canary uses, and metrics."),
+    ] = _DEFAULT.has_http,
     grpc_certificate: Annotated[Path | None, typer.Option(help="PEM file: gRPC takes TLS only, with this.")] = None,
     grpc_key: Annotated[Path | None, typer.Option(help="PEM file: the certificate's key.")] = None,
     grpc_client_ca: Annotated[
@@ -148,6 +152,7 @@ def serve(
             grpc_port=grpc_port,
             metrics_port=metrics_port,
             http_host=http_host,
+            has_http=has_http,
             grpc_certificate=grpc_certificate,
             grpc_key=grpc_key,
             grpc_client_ca=grpc_client_ca,
@@ -166,9 +171,12 @@ def serve(
 def probe(
     host: Annotated[str, typer.Option(help="Address of the server.")] = _DEFAULT.host,
     http_port: Annotated[int, typer.Option(min=1, max=65535, help="Its HTTP port.")] = _DEFAULT.http_port,
+    grpc_port: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="Ask over gRPC, at this port: for a server without HTTP.")
+    ] = None,
     url: Annotated[
         str | None,
-        typer.Option(metavar="[http://]HOST:PORT", help="Its HTTP address, instead of the two options above."),
+        typer.Option(metavar="[http://]HOST:PORT", help="Its HTTP address, instead of the options above."),
     ] = None,
     timeout_secs: Annotated[float, typer.Option(min=0.1, help="What each of two inferences gets.")] = 10.0,
     live: Annotated[
@@ -176,9 +184,14 @@ def probe(
     ] = False,
 ) -> None:
     """Get a token from a running server, by a real inference. Status 0: it answers; 1: it does not, with the reason."""
+    if url is not None and grpc_port is not None:
+        raise typer.BadParameter("--url is an address of HTTP, and --grpc-port one of gRPC; give one of them")
     address = f"{host}:{http_port}" if url is None else _http_address(url)
     try:
-        probe_generation(address, timeout_secs)
+        if grpc_port is None:
+            probe_generation(address, timeout_secs)
+        else:
+            _probe_over_grpc(f"{host}:{grpc_port}", timeout_secs)
     except (NotReady, Busy, ProbeFailed) as error:
         console.print(str(error), markup=False, soft_wrap=True)
         if isinstance(error, ProbeFailed) or not live:
@@ -193,6 +206,12 @@ def _http_address(url: str) -> str:
             f"--url is {url!r}; write host:8000 or http://host:8000: the probe asks over plain HTTP"
         )
     return address
+
+
+def _probe_over_grpc(url: str, timeout_s: float) -> None:
+    from multilora_engine.tritonserver.grpc_probe import probe_generation_over_grpc
+
+    probe_generation_over_grpc(url, timeout_s)
 
 
 def run(options: ServerOptions, canary_interval_s: float, max_restarts: int) -> NoReturn:
@@ -260,8 +279,9 @@ def wait_ready(server: ServerProcess) -> None:
 
 def announce(server: ServerProcess) -> None:
     """Say that the server is ready, and where."""
+    http = server.http_url if server.options.has_http else "off"
     console.print(
-        f"[bold green]ready[/]  HTTP [bold]{server.http_url}[/]  gRPC [bold]{server.grpc_url}[/]  "
+        f"[bold green]ready[/]  HTTP [bold]{http}[/]  gRPC [bold]{server.grpc_url}[/]  "
         f"metrics [bold]{server.metrics_url}[/]  (Ctrl-C stops)",
         soft_wrap=True,
     )

@@ -41,6 +41,11 @@ def _tls(options: ServerOptions) -> list[str]:
     certificate, key, client_ca = options.grpc_certificate, options.grpc_key, options.grpc_client_ca
     if certificate is None and key is None and client_ca is None:
         return []
+    if not options.has_http:
+        raise ConfigError(
+            "--no-http leaves gRPC to the canary, which has no certificate: let a proxy end TLS, or keep HTTP to this "
+            "machine by --http-host 127.0.0.1"
+        )
     if certificate is None or key is None:
         raise ConfigError("TLS for gRPC takes two files: give both --grpc-certificate and --grpc-key")
     for file in filter(None, (certificate, key, client_ca)):

@@ -1,6 +1,7 @@
 """Liveness and readiness by a real inference: this server's own endpoints stay green when a model's process has died.
 
 Over HTTP, which this server has no TLS for, and with nothing that is slow to import: containers probe often.
+`grpc_probe.py` asks the same of a server without HTTP.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from http.client import HTTPException
+from typing import NoReturn
 
 CANARIES: Mapping[str, Mapping[str, object]] = {
     "generation_unary": {"text_input": "Hello", "request_output_len": 1},
@@ -18,7 +20,7 @@ CANARIES: Mapping[str, Mapping[str, object]] = {
 """By model what it is asked; together they pass through every model that generates."""
 
 PROBE_TIMEOUT_S = 60.0
-_LIVE_TIMEOUT_S = 10.0
+LIVE_TIMEOUT_S = 10.0
 _ENGINE_SAYS_SO = ("[UNAVAILABLE]", "[INTERNAL]")
 """It is starting again, or lost a step, as when memory ran out; it ends by itself when its steps keep failing."""
 
@@ -50,7 +52,7 @@ def _ask(http_url: str, model: str, request: Mapping[str, object], timeout_s: fl
     try:
         _post(f"http://{http_url}/v2/models/{model}/generate", request, timeout_s)
     except urllib.error.HTTPError as error:
-        _raise_for(model, error.read().decode(errors="replace"))
+        raise_for(model, error.read().decode(errors="replace"))
     except TimeoutError:
         _check_live(http_url)
         raise Busy(f"{model} did not answer in {timeout_s:g} s") from None
@@ -62,10 +64,11 @@ def _post(url: str, request: Mapping[str, object], timeout_s: float) -> None:
     with urllib.request.urlopen(url, json.dumps(request).encode(), timeout=timeout_s) as response:
         answer = json.load(response)
     if "error" in answer:
-        _raise_for(url, answer["error"])
+        raise_for(url, answer["error"])
 
 
-def _raise_for(model: str, message: str) -> None:
+def raise_for(model: str, message: str) -> NoReturn:
+    """Raises NotReady, Busy or ProbeFailed for an error that the server answered with."""
     if _QUEUE_IS_FULL in message:
         raise Busy(message)
     if any(code in message for code in _ENGINE_SAYS_SO):
@@ -76,6 +79,6 @@ def _raise_for(model: str, message: str) -> None:
 def _check_live(http_url: str) -> None:
     """Tells a busy server, which answers this at once, from one that hangs. Raises ProbeFailed."""
     try:
-        urllib.request.urlopen(f"http://{http_url}/v2/health/live", timeout=_LIVE_TIMEOUT_S).close()
+        urllib.request.urlopen(f"http://{http_url}/v2/health/live", timeout=LIVE_TIMEOUT_S).close()
     except OSError as error:
         raise ProbeFailed(f"the server hangs: {error}") from None

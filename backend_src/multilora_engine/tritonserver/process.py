@@ -58,7 +58,10 @@ class ServerFailed(MultiloraError):
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """What `multilora-serve` can be told. A port of 0 means any free one, `http_host` None is `host`."""
+    """What `multilora-serve` can be told. A port of 0 means any free one, `http_host` None is `host`.
+
+    has_http: False closes HTTP altogether, except for the metrics; the canary asks over gRPC then, without TLS.
+    """
 
     model: Path | None = None
     model_repository: Path | None = None
@@ -69,6 +72,7 @@ class ServerOptions:
     grpc_port: int = 8001
     metrics_port: int = 8002
     http_host: str | None = None
+    has_http: bool = True
     grpc_certificate: Path | None = None
     grpc_key: Path | None = None
     grpc_client_ca: Path | None = None
@@ -89,7 +93,7 @@ class ServerProcess:
             client = tritonclient.http.InferenceServerClient(server.http_url)
 
     `on_log` gets every line of the server's log that is not noise, in a thread of its own. `probe` is the inference
-    that decides readiness, given `http_url`. Leaving the block stops the server, and kills what of it does not stop.
+    that decides readiness, given `canary_url`. Leaving the block stops the server, and kills what of it does not stop.
     """
 
     def __init__(
@@ -97,12 +101,12 @@ class ServerProcess:
         options: ServerOptions,
         *,
         on_log: Callable[[str], None] = logger.info,
-        probe: Callable[[str], None] = probe_generation,
+        probe: Callable[[str], None] | None = None,
     ) -> None:
         self.options = options
         self.log = ServerLog()
         self._on_log = on_log
-        self._probe = probe
+        self._probe = probe or _default_probe(options)
         self._resources = ExitStack()
 
     def __enter__(self) -> Self:
@@ -119,6 +123,11 @@ class ServerProcess:
     @property
     def grpc_url(self) -> str:
         return self.addresses.grpc_url
+
+    @property
+    def canary_url(self) -> str:
+        """`host:port` at which the server is asked whether it answers."""
+        return self.http_url if self.options.has_http else self.grpc_url
 
     @property
     def metrics_url(self) -> str:
@@ -179,7 +188,7 @@ class ServerProcess:
     def ask(self) -> None:
         """Try an inference. Raises NotReady or Busy, and ServerFailed for a server that will not mend itself."""
         try:
-            self._probe(self.http_url)
+            self._probe(self.canary_url)
         except ProbeFailed as error:
             raise ServerFailed(f"the server no longer answers: {error}") from None
 
@@ -286,6 +295,10 @@ class ServerProcess:
                     self._on_log(text)
 
     def _is_listening(self) -> bool:
+        if not self.options.has_http:
+            from multilora_engine.tritonserver.grpc_probe import is_ready_over_grpc
+
+            return is_ready_over_grpc(self.grpc_url)
         with contextlib.suppress(OSError), urllib.request.urlopen(f"http://{self.http_url}/v2/health/ready", timeout=5):
             return True
         return False
@@ -308,9 +321,18 @@ class ServerProcess:
         self._reader.join(_GRACE_S)
 
 
+def _default_probe(options: ServerOptions) -> Callable[[str], None]:
+    if options.has_http:
+        return probe_generation
+    from multilora_engine.tritonserver.grpc_probe import probe_generation_over_grpc
+
+    return probe_generation_over_grpc
+
+
 def server_arguments(options: ServerOptions, addresses: Addresses, regions: RegionClaim) -> list[str]:
     """The command line after the executable, without the folders."""
     return [
+        *(() if options.has_http else ("--allow-http=false",)),
         f"--http-address={addresses.http_host}",
         f"--grpc-address={addresses.host}",
         f"--metrics-address={addresses.host}",

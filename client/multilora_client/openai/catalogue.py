@@ -5,7 +5,7 @@ from __future__ import annotations
 import hmac
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +18,28 @@ _EVERY_MODEL = "*"
 
 
 @dataclass(frozen=True)
+class Model:
+    """What a model name means: an adapter with its weights, one that the server has by name, or neither: the base."""
+
+    name: str
+    adapter: Adapter | None = None
+    lora_name: str | None = None
+
+
+@dataclass(frozen=True)
 class Catalogue:
     """The base model's name, and the adapters by theirs. A name that is in neither is refused, never the base model.
 
     keys: model names that each API key may use, `*` for all; None lets everybody use everything.
+    allows_loading: whether those who may use every model may have the server load adapters, and forget them again.
     Raises InvalidRequest when an adapter is called like the base model, or a key may use what there is not.
     """
 
     base: str
     adapters: Mapping[str, Adapter]
     keys: Mapping[str, frozenset[str]] | None = None
+    allows_loading: bool = False
+    _loaded: dict[str, None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.base in self.adapters:
@@ -38,7 +50,7 @@ class Catalogue:
 
     @property
     def names(self) -> list[str]:
-        return [self.base, *self.adapters]
+        return [self.base, *self.adapters, *self._loaded]
 
     def access(self, authorization: str | None) -> Access:
         """What the sender of this Authorization header may use. Raises Failure (401) for an unknown key."""
@@ -49,8 +61,30 @@ class Catalogue:
         given = key.strip().encode("latin-1")  # the header's bytes, as ASGI servers decode them
         matches = [allowed for known, allowed in self.keys.items() if hmac.compare_digest(known.encode(), given)]
         if scheme.lower() != "bearer" or not matches:
-            raise Failure(401, "no valid API key: send `Authorization: Bearer KEY`", "invalid_api_key")
+            raise Failure(
+                401,
+                "no valid API key: send `Authorization: Bearer KEY`",
+                "invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
         return Access(self, matches[0])
+
+    def model(self, name: str) -> Model:
+        """Raises Failure (404)."""
+        if name not in self.names:
+            raise Failure(404, f"there is no model {name!r}", "model_not_found", "model")
+        return Model(name, self.adapters.get(name), name if name in self._loaded else None)
+
+    def is_loaded(self, name: str) -> bool:
+        """Whether clients had the server load it."""
+        return name in self._loaded
+
+    def add(self, name: str) -> None:
+        """An adapter that the server has by this name now."""
+        self._loaded[name] = None
+
+    def remove(self, name: str) -> None:
+        self._loaded.pop(name, None)
 
 
 @dataclass(frozen=True)
@@ -64,13 +98,17 @@ class Access:
     def names(self) -> list[str]:
         return [name for name in self.catalogue.names if self._may_use(name)]
 
-    def adapter(self, name: str) -> Adapter | None:
-        """The adapter of a model name, None for the base model. Raises Failure (404, 403)."""
-        if name not in self.catalogue.names:
-            raise Failure(404, f"there is no model {name!r}", "model_not_found", "model")
+    def model(self, name: str) -> Model:
+        """Raises Failure (404, 403)."""
+        model = self.catalogue.model(name)
         if not self._may_use(name):
             raise Failure(403, f"this API key may not use model {name!r}", "model_not_allowed", "model")
-        return None if name == self.catalogue.base else self.catalogue.adapters[name]
+        return model
+
+    def check_operator(self) -> None:
+        """Raises Failure (403) for a caller who may not use every model, and so may not see to all of them."""
+        if _EVERY_MODEL not in self.allowed:
+            raise Failure(403, "this API key may not do that: it is for keys with every model", "not_allowed")
 
     def _may_use(self, name: str) -> bool:
         return not self.allowed.isdisjoint({name, _EVERY_MODEL})

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import socket
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from multilora_client.client import DEFAULT_URL, AsyncClient
+from multilora_client.client import DEFAULT_URL, AsyncClient, Client
 from multilora_client.console import one_line_errors
-from multilora_client.errors import InvalidRequest, Unsupported
-from multilora_client.openai.limits import MAX_BODY_BYTES, MAX_CONNECTIONS
+from multilora_client.errors import InvalidRequest, MultiloraClientError, Unavailable, Unsupported
+from multilora_client.openai.settings import (
+    MAX_BODY_BYTES,
+    MAX_CONNECTIONS,
+    MAX_CONNECTIONS_PER_ADDRESS,
+    REQUEST_TIMEOUT_S,
+    FrontSettings,
+)
+from multilora_client.openai.tools.formats import ParserName
 from multilora_client.tls import Tls
 
 if TYPE_CHECKING:
     from multilora_client.openai.catalogue import Catalogue
 
-_EXTRA = ("fastapi", "uvicorn")
+_EXTRA = ("fastapi", "prometheus_client", "uvicorn")
 
 Server = Annotated[
     str,
@@ -46,8 +54,33 @@ ApiKeys = Annotated[
 
 MaxBodyBytes = Annotated[int, typer.Option(min=1, help="Longest request; a longer one is refused with status 413.")]
 MaxConnections = Annotated[int, typer.Option(min=1, help="At once; one more is refused with status 503.")]
+MaxConnectionsPerAddress = Annotated[
+    int,
+    typer.Option(min=1, help="One more is closed at once; a proxy's clients have one address."),
+]
+RequestTimeoutSecs = Annotated[
+    float, typer.Option(min=0.1, help="A connection that has not sent a whole request by then is closed.")
+]
 Certificate = Annotated[Path | None, typer.Option(help="PEM file: HTTP takes TLS only, with this.", show_default=False)]
 Key = Annotated[Path | None, typer.Option(help="PEM file: the certificate's key.", show_default=False)]
+AllowLoading = Annotated[
+    bool,
+    typer.Option(
+        "--allow-lora-loading",
+        help="Clients may have the server load adapters from its sources (/v1/load_lora_adapter); with --api-keys, "
+        "those with every model.",
+    ),
+]
+Parser = Annotated[
+    ParserName, typer.Option(help="How the model writes calls of functions; none leaves them in the text.")
+]
+CorsOrigins = Annotated[
+    list[str] | None,
+    typer.Option("--cors-origin", metavar="ORIGIN", help="Web pages of it may ask, * for all; may be repeated."),
+]
+ServerMetrics = Annotated[
+    str, typer.Option(metavar="URL", help="The server's metrics, to be at /metrics, too: http://host:8002/metrics")
+]
 Docs = Annotated[bool, typer.Option("--docs", help="Describe the interface at /docs and /openapi.json.")]
 
 
@@ -62,11 +95,17 @@ def openai(
     api_keys: ApiKeys = None,
     max_body_bytes: MaxBodyBytes = MAX_BODY_BYTES,
     max_connections: MaxConnections = MAX_CONNECTIONS,
+    max_connections_per_address: MaxConnectionsPerAddress = MAX_CONNECTIONS_PER_ADDRESS,
+    request_timeout_secs: RequestTimeoutSecs = REQUEST_TIMEOUT_S,
     certificate: Certificate = None,
     key: Key = None,
+    allow_loading: AllowLoading = False,
+    tool_call_parser: Parser = "auto",
+    cors_origin: CorsOrigins = None,
+    server_metrics: ServerMetrics = "",
     docs: Docs = False,
 ) -> None:
-    """Serve OpenAI's HTTP interface: models, chat completions and completions. `model` picks an adapter by its name.
+    """Serve OpenAI's HTTP interface: chats, completions, responses, models. `model` picks an adapter by its name.
 
     Examples:
 
@@ -78,19 +117,48 @@ def openai(
         import uvicorn
 
         from multilora_client.openai.app import make_app
+        from multilora_client.openai.connections import guarded_protocol
 
         _check_certificate(certificate, key)
-        catalogue = _read_catalogue(base_model, adapters, adapter or [], api_keys)
-        application = make_app(catalogue, lambda: AsyncClient(server, tls=ctx.obj), max_body_bytes, docs)
-        uvicorn.run(
-            application,
-            host=host,
-            port=port,
-            server_header=False,
-            limit_concurrency=max_connections,
-            ssl_certfile=certificate,
-            ssl_keyfile=key,
-        )
+        catalogue = _read_catalogue(base_model, adapters, adapter or [], api_keys, allow_loading)
+        settings = FrontSettings(max_body_bytes, docs, tool_call_parser, tuple(cors_origin or ()), server_metrics)
+        with _listen(host, port) as listener:
+            _tell_unreachable(server, ctx.obj)
+            config = uvicorn.Config(
+                make_app(catalogue, lambda: AsyncClient(server, tls=ctx.obj), settings),
+                server_header=False,
+                limit_concurrency=max_connections,
+                http=guarded_protocol(max_connections_per_address, request_timeout_secs),
+                ssl_certfile=certificate,
+                ssl_keyfile=key,
+            )
+            scheme = "https" if certificate else "http"
+            typer.echo(f"serving {scheme}://{_address(listener)}/v1, from {server}", err=True)
+            uvicorn.Server(config).run(sockets=[listener])
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Taken before anything says that the front has started. Raises OSError with the address."""
+    try:
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        raise OSError(f"cannot listen at {host}, port {port}: {error.strerror or error}") from error
+
+
+def _address(listener: socket.socket) -> str:
+    host, port, *_ = listener.getsockname()
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _tell_unreachable(server: str, tls: Tls | None) -> None:
+    """Say that nobody answers at the server's address; the front starts all the same, since a server may come later."""
+    with Client(server, tls=tls) as client:
+        try:
+            client.describe_model()
+        except Unavailable as error:
+            typer.echo(f"warning: {error}; until a server answers at {server}, requests get status 503", err=True)
+        except MultiloraClientError as error:
+            typer.echo(f"warning: the server at {server} answers with [{error.code}] {error}", err=True)
 
 
 def _check_extra() -> None:
@@ -105,7 +173,9 @@ def _check_certificate(certificate: Path | None, key: Path | None) -> None:
         Tls(certificate=certificate, key=key)
 
 
-def _read_catalogue(base: str, file: Path | None, named: list[str], api_keys: Path | None) -> Catalogue:
+def _read_catalogue(
+    base: str, file: Path | None, named: list[str], api_keys: Path | None, allows_loading: bool
+) -> Catalogue:
     from multilora_client.openai.catalogue import Catalogue, load_adapters, read_directories, read_keys
 
     directories = read_directories(file) if file else {}
@@ -116,4 +186,4 @@ def _read_catalogue(base: str, file: Path | None, named: list[str], api_keys: Pa
         if name in directories:
             raise InvalidRequest(f"adapter {name!r} is given twice")
         directories[name] = Path(directory)
-    return Catalogue(base, load_adapters(directories), read_keys(api_keys) if api_keys else None)
+    return Catalogue(base, load_adapters(directories), read_keys(api_keys) if api_keys else None, allows_loading)

@@ -14,6 +14,7 @@ from fastapi.testclient import TestClient
 from multilora_client import AsyncClient, AsyncMockTransport, InferRequest, InvalidRequest, Response, parse_error
 from multilora_client.openai.app import make_app
 from multilora_client.openai.catalogue import Catalogue
+from multilora_client.openai.settings import FrontSettings
 
 CHAT = {"model": "base", "messages": [{"role": "user", "content": "Who are you?"}]}
 COMPLETION = {"model": "base", "prompt": "I am"}
@@ -256,12 +257,68 @@ def test_an_unexpected_error_is_an_error_without_details(front: TestClient, serv
     assert "secret" not in answer.text
 
 
-def test_unknown_paths_and_broken_json_answer_in_the_same_shape(front: TestClient) -> None:
-    missing = front.get("/v1/embeddings")
-    broken = front.post(CHAT_PATH, content=b"{", headers={"Content-Type": "application/json"})
+def test_broken_json_is_told_with_its_place(front: TestClient) -> None:
+    answer = front.post(CHAT_PATH, content=b'{"model": }', headers={"Content-Type": "application/json"})
 
-    assert (missing.status_code, missing.json()["error"]["type"]) == (404, "invalid_request_error")
-    assert (broken.status_code, broken.json()["error"]["type"]) == (400, "invalid_request_error")
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (400, "invalid_json", None)
+    assert error["message"] == "the body is not valid JSON: Expecting value (character 10)"
+
+
+@pytest.mark.parametrize("content_type", [None, "text/plain", "application/x-www-form-urlencoded"])
+def test_a_body_that_is_not_declared_as_json_gets_a_hint(front: TestClient, content_type: str | None) -> None:
+    headers = {"Content-Type": content_type} if content_type else {}
+    answer = front.post(CHAT_PATH, content=json.dumps(CHAT).encode(), headers=headers)
+
+    assert (answer.status_code, answer.json()["error"]["code"]) == (415, "unsupported_media_type")
+    assert "send the header `Content-Type: application/json`" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("body", [b"[]", b'"text"', b"3", b"null", b""])
+def test_json_that_is_no_object_is_refused(front: TestClient, body: bytes) -> None:
+    answer = front.post(CHAT_PATH, content=body, headers={"Content-Type": "application/json"})
+
+    assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
+
+
+@both
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_that_is_too_long_is_refused_in_openais_words(
+    front: TestClient, server: Any, path: str, body: dict[str, Any], stream: bool
+) -> None:
+    """SDKs look for the code, and cut the conversation."""
+    server.error = parse_error("[INVALID_ARG] the prompt has 9000 tokens and max_model_len is 8192: no room to answer")
+    answer = front.post(path, json=body | {"stream": stream})
+
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (400, "context_length_exceeded")
+    assert error["message"].startswith(
+        "This model's maximum context length is 8192 tokens. However, your prompt has 9000"
+    )
+
+
+def test_a_prompt_of_too_many_bytes_is_too_long_as_well(front: TestClient, server: Any) -> None:
+    server.error = parse_error("[INVALID_ARG] text_input has 99 bytes and max_prompt_bytes is 9")
+    error = front.post(COMPLETION_PATH, json=COMPLETION).json()["error"]
+
+    assert (error["code"], error["message"]) == ("context_length_exceeded", str(server.error))
+
+
+def test_web_pages_of_named_origins_may_ask(open_front: Callable[..., TestClient], catalogue: Catalogue) -> None:
+    asking = {"Origin": "https://chat.example", "Access-Control-Request-Method": "POST"}
+
+    def allowed(*origins: str) -> str | None:
+        front = open_front(catalogue, FrontSettings(cors_origins=origins))
+        asked = front.options(CHAT_PATH, headers=asking | {"Access-Control-Request-Headers": "authorization"})
+        answered = front.post(CHAT_PATH, json=CHAT, headers={"Origin": "https://chat.example"})
+        told = asked.headers.get("access-control-allow-origin")
+        assert answered.headers.get("access-control-allow-origin") == told
+        return told
+
+    assert allowed() is None
+    assert allowed("https://other.example") is None
+    assert allowed("https://chat.example") == "https://chat.example"
+    assert allowed("*") == "*"
 
 
 class Patient(AsyncMockTransport):
@@ -331,7 +388,9 @@ def test_an_adapter_may_not_be_called_like_the_base_model(catalogue: Catalogue) 
 
 def test_a_body_too_long_is_refused_with_413(server: Any) -> None:
     app = make_app(
-        Catalogue("base", {}), lambda: AsyncClient(transport=AsyncMockTransport(server)), max_body_bytes=1000
+        Catalogue("base", {}),
+        lambda: AsyncClient(transport=AsyncMockTransport(server)),
+        FrontSettings(max_body_bytes=1000),
     )
     with TestClient(app) as front:
         fits = front.post(COMPLETION_PATH, json=COMPLETION | {"prompt": "x" * 900})
@@ -347,7 +406,9 @@ def test_a_body_too_long_is_refused_with_413(server: Any) -> None:
 def test_it_does_not_describe_itself_unless_told_to(server: Any, path: str) -> None:
     def status(has_docs: bool) -> int:
         transport = AsyncMockTransport(server)
-        app = make_app(Catalogue("base", {}), lambda: AsyncClient(transport=transport), has_docs=has_docs)
+        app = make_app(
+            Catalogue("base", {}), lambda: AsyncClient(transport=transport), FrontSettings(has_docs=has_docs)
+        )
         with TestClient(app) as front:
             return front.get(path).status_code
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from multilora_client import AdapterTensors
 from multilora_client.cli import app
 from multilora_client.openai import command
 
+MODEL = {"model": "tiny", "max_model_len": 4096, "vocab_size": 11, "version": "1"}
+
 
 def run(*arguments: object) -> Result:
     return CliRunner().invoke(app, ["openai", *map(str, arguments)])
@@ -22,9 +25,13 @@ def run(*arguments: object) -> Result:
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, Any]]]:
-    """Applications that uvicorn was to run, with its options."""
+    """What uvicorn was to run, and at which address."""
     calls: list[tuple[Any, dict[str, Any]]] = []
-    monkeypatch.setattr(uvicorn, "run", lambda application, **options: calls.append((application, options)))
+
+    def run_server(front: uvicorn.Server, sockets: list[socket.socket]) -> None:
+        calls.append((front.config, sockets[0].getsockname()))
+
+    monkeypatch.setattr(uvicorn.Server, "run", run_server)
     return calls
 
 
@@ -46,19 +53,47 @@ def write(path: Path, content: Any) -> Path:
 def test_it_listens_on_loopback_and_serves_what_files_and_options_name(
     served: list[Any], adapters: Path, fake_triton: Any
 ) -> None:
+    fake_triton.report = MODEL
     keys = write(adapters.with_name("keys.json"), {"k": ["*"], "p": ["pirate"]})
     pirate = f"pirate={adapters.with_name('other')}"
 
-    result = run("--server", fake_triton.url, "--adapters", adapters, "--adapter", pirate, "--api-keys", keys)
+    result = run(
+        *("--server", fake_triton.url, "--adapters", adapters, "--adapter", pirate),
+        *("--api-keys", keys, "--port", 0, "--cors-origin", "https://chat.example"),
+    )
 
     assert result.exit_code == 0, result.output
-    ((application, options),) = served
-    assert (options["host"], options["port"], options["limit_concurrency"]) == ("127.0.0.1", 9000, 1000)
-    with TestClient(application, headers={"Authorization": "Bearer k"}) as front:
-        assert [model["id"] for model in front.get("/v1/models").json()["data"]] == ["base", "poet", "pirate"]
+    ((config, address),) = served
+    assert (address[0], config.limit_concurrency) == ("127.0.0.1", 1000)
+    assert f"serving http://127.0.0.1:{address[1]}/v1, from {fake_triton.url}" in result.stderr
+    assert "warning" not in result.stderr
+    with TestClient(config.app, headers={"Authorization": "Bearer k", "Origin": "https://chat.example"}) as front:
+        listing = front.get("/v1/models")
+        assert [model["id"] for model in listing.json()["data"]] == ["base", "poet", "pirate"]
+        assert listing.headers["access-control-allow-origin"] == "https://chat.example"
         answer = front.post("/v1/completions", json={"model": "poet", "prompt": "hi"})
         assert answer.json()["choices"][0]["text"] == "Ahoy, café"
-    assert fake_triton.received[0][1]["lora_weights"].shape == (1, 2, 7)
+    models = [(model, inputs) for model, inputs in fake_triton.received if model != "adapters"]
+    assert models[0][1]["lora_weights"].shape == (1, 2, 7)
+
+
+def test_a_taken_port_is_said_before_anything_has_started(served: list[Any], fake_triton: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = run("--server", fake_triton.url, "--port", port)
+
+    assert (result.exit_code, served) == (1, [])
+    assert result.stderr.startswith(f"error: cannot listen at 127.0.0.1, port {port}: Address already in use")
+
+
+def test_a_server_that_does_not_answer_is_said_and_waited_for(served: list[Any]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        url = f"grpc://127.0.0.1:{unused.getsockname()[1]}"
+    result = run("--server", url, "--port", 0)
+
+    assert (result.exit_code, len(served)) == (0, 1)
+    assert "warning: " in result.stderr
+    assert f"until a server answers at {url}, requests get status 503" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -94,5 +129,5 @@ def test_without_the_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch, s
     result = run()
 
     assert (result.exit_code, served) == (1, [])
-    assert "fastapi and uvicorn missing" in result.stderr
+    assert "fastapi and prometheus_client and uvicorn missing" in result.stderr
     assert "multilora-client[openai]" in result.stderr

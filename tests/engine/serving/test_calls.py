@@ -58,6 +58,8 @@ def without(tensors: dict[str, Any], name: str) -> dict[str, Any]:
             {"end_id": [[-1]], "min_tokens": [[9]], "seed": [[2**64 - 1]]},
             {"end_id": -1, "min_tokens": 9, "seed": 2**64 - 1},
         ),
+        ({"end_id": [[INFO.vocab_size - 1]]}, {"end_id": INFO.vocab_size - 1}),
+        ({"end_id": [[INFO.vocab_size]]}, {"end_id": -1}),
         ({"stop_words": [["\n", "", "End"]]}, {"stop_words": ("\n", "End")}),
         ({"stop_words": [[""]]}, {}),
         ({"min_p": [[0.25]]}, {"min_p": 0.25, "top_k": 0}),

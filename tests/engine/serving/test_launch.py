@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 
+import httpx2
 import pytest
 
 COMMAND = [
@@ -128,6 +129,20 @@ def test_a_probe_tells_by_its_status_whether_a_server_answers(repository: Path, 
     assert probe(f"--http-port={port[1]}").returncode == 1
     assert "Connection refused" in probe(f"--http-port={port[1]}").stderr
     assert probe("--live", f"--http-port={port[1]}").returncode == 0
+
+
+def test_without_http_the_server_is_watched_and_probed_over_grpc(repository: Path, checkpoint: Path) -> None:
+    with serving(repository, checkpoint, "--no-http", "--canary-interval-secs=0.2") as process:
+        lines = read_until(process, "^ready")
+        ready = re.fullmatch(r"ready  HTTP off  gRPC \S+:(\d+)  metrics (http://\S+)  .*\n", lines[-1])
+        assert ready is not None
+        assert not any("Started HTTPService" in line for line in lines)
+        assert "nv_inference_request_success" in httpx2.get(ready[2]).text
+        assert probe(f"--grpc-port={ready[1]}").returncode == 0
+        pid = re.search(r"pid of ensemble: (\d+)", "".join(lines))
+        assert pid is not None
+        os.kill(int(pid[1]), signal.SIGKILL)
+        read_until(process, r"^restarting in 0 s: the server no longer answers: .*ensemble.* is not healthy")
 
 
 def probe(*arguments: str) -> subprocess.CompletedProcess[str]:

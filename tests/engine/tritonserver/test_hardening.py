@@ -56,6 +56,13 @@ def test_half_of_tls_is_refused(executable: Path, pem: Path, given: str) -> None
         hardening_arguments(ServerOptions(**{given: pem}), executable)  # type: ignore[arg-type]
 
 
+def test_tls_for_grpc_without_http_is_refused_because_the_canary_has_no_certificate(
+    executable: Path, pem: Path
+) -> None:
+    with pytest.raises(ConfigError, match="--no-http leaves gRPC to the canary"):
+        hardening_arguments(ServerOptions(grpc_certificate=pem, grpc_key=pem, has_http=False), executable)
+
+
 def test_a_missing_pem_file_is_named(executable: Path, pem: Path) -> None:
     with pytest.raises(ConfigError, match="/nowhere is not a file"):
         hardening_arguments(ServerOptions(grpc_certificate=pem, grpc_key=Path("/nowhere")), executable)

@@ -1,0 +1,50 @@
+"""What every request to the application finds in `request.state`, and the dependencies made of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, TypedDict
+
+from fastapi import Depends, Request
+
+from multilora_client.client import AsyncClient
+from multilora_client.openai.catalogue import Access, Catalogue
+from multilora_client.openai.metrics import FrontMetrics
+from multilora_client.openai.settings import FrontSettings
+
+
+@dataclass(frozen=True)
+class Front:
+    """One running application. started_s: when it began, in seconds since the epoch."""
+
+    client: AsyncClient
+    catalogue: Catalogue
+    settings: FrontSettings
+    metrics: FrontMetrics
+    started_s: int
+
+
+class State(TypedDict):
+    front: Front
+
+
+def front_of(request: Request) -> Front:
+    front: Front = request.state.front
+    return front
+
+
+def access_of(request: Request) -> Access:
+    """Raises Failure (401) for a caller without a valid key."""
+    return front_of(request).catalogue.access(request.headers.get("authorization"))
+
+
+def operator_of(request: Request) -> Access:
+    """Raises Failure (401, 403) for a caller who may not use every model."""
+    access = access_of(request)
+    access.check_operator()
+    return access
+
+
+TheFront = Annotated[Front, Depends(front_of)]
+Caller = Annotated[Access, Depends(access_of)]
+Operator = Annotated[Access, Depends(operator_of)]

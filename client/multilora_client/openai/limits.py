@@ -1,6 +1,0 @@
-"""What the front takes unless told otherwise. In a module of its own: the command line knows it without the extra."""
-
-from __future__ import annotations
-
-MAX_BODY_BYTES = 4 << 20
-MAX_CONNECTIONS = 1000

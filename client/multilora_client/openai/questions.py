@@ -1,0 +1,19 @@
+"""`Question`: one prompt and how it is to be answered, as the client library takes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from multilora_client.messages import GenerateOptions
+
+
+@dataclass(frozen=True)
+class Question:
+    """prompt: a text; None where the options have token ids or messages.
+
+    tools_told: what takes the place of options with tools, where the model's chat template has no place for those.
+    """
+
+    prompt: str | None = None
+    options: GenerateOptions = field(default_factory=GenerateOptions)
+    tools_told: GenerateOptions | None = None

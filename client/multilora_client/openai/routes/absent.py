@@ -1,0 +1,50 @@
+"""What is not served: says so, and what is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from fastapi import Request
+
+from multilora_client.openai.errors import Failure
+
+_SERVED = "/v1/chat/completions, /v1/completions, /v1/responses and /v1/models"
+_OTHER_SERVICES: Mapping[str, str] = {
+    "embeddings": "embeddings",
+    "moderations": "moderation",
+    "images": "images",
+    "audio": "audio",
+    "files": "files",
+    "uploads": "files",
+    "batches": "batches",
+    "fine_tuning": "training",
+    "assistants": "assistants",
+    "threads": "assistants",
+    "vector_stores": "vector stores",
+    "realtime": "audio",
+    "rerank": "reranking",
+    "score": "scoring",
+    "pooling": "embeddings",
+    "classify": "classification",
+    "conversations": "stored conversations",
+}
+"""By the first part of a path, behind /v1 where it is there."""
+
+
+def not_served(request: Request) -> Failure:
+    """Of a path that is none of ours (404)."""
+    path = request.url.path[:200]
+    first = path.removeprefix("/v1").strip("/").partition("/")[0]
+    reason = f"this server generates text and has no {_OTHER_SERVICES[first]}; " if first in _OTHER_SERVICES else ""
+    return Failure(404, f"{path} is not served here: {reason}there are {_SERVED}", "not_served")
+
+
+def wrong_method(request: Request, headers: Mapping[str, str] | None) -> Failure:
+    """Of a path of ours (405). headers: have the methods that it takes."""
+    allowed = (headers or {}).get("Allow", "another method")
+    return Failure(
+        405,
+        f"{request.method} is not served at {request.url.path[:200]}: use {allowed}",
+        "wrong_method",
+        headers=headers,
+    )

@@ -1,0 +1,45 @@
+"""/v1/load_lora_adapter and /v1/unload_lora_adapter, as vLLM has them: adapters of the server become models."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from fastapi import APIRouter
+from fastapi.responses import PlainTextResponse
+
+from multilora_client.errors import NotFound
+from multilora_client.openai.errors import Failure
+from multilora_client.openai.front import Front, Operator, TheFront
+from multilora_client.openai.schemas.adapters import LoadRequest, UnloadRequest
+
+router = APIRouter()
+
+
+@router.post("/v1/load_lora_adapter")
+async def load_adapter(body: LoadRequest, _: Operator, front: TheFront) -> PlainTextResponse:
+    """Has the server fetch an adapter from its sources, which are all that a path may lead to."""
+    _check_allowed(front)
+    name = body.lora_name
+    if name in front.catalogue.names:
+        raise Failure(400, f"there is a model {name!r} already", "model_exists", "lora_name")
+    await front.client.load_adapter(name, path=body.lora_path)
+    front.catalogue.add(name)
+    return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
+
+
+@router.post("/v1/unload_lora_adapter")
+async def unload_adapter(body: UnloadRequest, _: Operator, front: TheFront) -> PlainTextResponse:
+    """Only of what was loaded that way; the others are the operator's."""
+    _check_allowed(front)
+    name = body.lora_name
+    if not front.catalogue.is_loaded(name):
+        raise Failure(404, f"no adapter {name!r} was loaded", "model_not_found", "lora_name")
+    front.catalogue.remove(name)
+    with suppress(NotFound):  # evicted, or gone with a server that was started anew
+        await front.client.unload_adapter(name)
+    return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
+
+
+def _check_allowed(front: Front) -> None:
+    if not front.catalogue.allows_loading:
+        raise Failure(403, "this front was started without --allow-lora-loading", "not_allowed")

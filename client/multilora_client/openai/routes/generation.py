@@ -1,0 +1,91 @@
+"""/v1/chat/completions, /v1/completions and /v1/responses."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any, Protocol
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
+
+from multilora_client.messages import Chunk, Generation
+from multilora_client.openai.asking import Inquiry, traceparent_of, unless_gone
+from multilora_client.openai.front import Caller, Front, TheFront
+from multilora_client.openai.questions import Question
+from multilora_client.openai.replies.chat import ChatReply
+from multilora_client.openai.replies.completion import CompletionReply
+from multilora_client.openai.replies.events import EventStream, started
+from multilora_client.openai.replies.responses import ResponsesReply
+from multilora_client.openai.replies.usage import Usage
+from multilora_client.openai.schemas.chat import ChatRequest
+from multilora_client.openai.schemas.completion import CompletionRequest
+from multilora_client.openai.schemas.responses import ResponsesRequest
+from multilora_client.openai.tools.formats import TOOL_FORMATS
+
+router = APIRouter()
+
+
+class _Asked(Protocol):
+    """A request that asks questions."""
+
+    stream: bool
+
+    def questions(self) -> list[Question]: ...
+
+
+class _Reply(Protocol):
+    """What their answers become."""
+
+    usage: Usage
+
+    def whole(self, generations: Sequence[Generation]) -> dict[str, Any]: ...
+
+    def events(self, chunks: AsyncGenerator[tuple[int, Chunk], None]) -> AsyncGenerator[str, None]: ...
+
+
+@router.post("/v1/chat/completions", response_model=None)
+async def complete_chat(body: ChatRequest, request: Request, caller: Caller, front: TheFront) -> Response:
+    inquiry = _inquiry(body.model, request, caller, front)
+    reply = ChatReply(body, inquiry.request_id, TOOL_FORMATS.get(front.settings.tool_call_parser))
+    return await _answer(body, inquiry, reply, request, front)
+
+
+@router.post("/v1/completions", response_model=None)
+async def complete(body: CompletionRequest, request: Request, caller: Caller, front: TheFront) -> Response:
+    inquiry = _inquiry(body.model, request, caller, front)
+    return await _answer(body, inquiry, CompletionReply(body, inquiry.request_id), request, front)
+
+
+@router.post("/v1/responses", response_model=None)
+async def respond(body: ResponsesRequest, request: Request, caller: Caller, front: TheFront) -> Response:
+    inquiry = _inquiry(body.model, request, caller, front)
+    reply = ResponsesReply(body, inquiry.request_id, TOOL_FORMATS.get(front.settings.tool_call_parser))
+    return await _answer(body, inquiry, reply, request, front)
+
+
+def _inquiry(model: str, request: Request, caller: Caller, front: Front) -> Inquiry:
+    return Inquiry(front.client, caller.model(model), uuid.uuid4().hex, traceparent_of(request))
+
+
+async def _answer(asked: _Asked, inquiry: Inquiry, reply: _Reply, request: Request, front: Front) -> Response:
+    """Ask the server. A stream starts to answer with its first piece, so that what fails before has its own status."""
+    if not asked.stream:
+        body = reply.whole(await unless_gone(request, inquiry.generations(asked.questions())))
+        front.metrics.count_tokens(reply.usage.counts)
+        return JSONResponse(body)
+    chunks = await unless_gone(request, started(inquiry.chunks(asked.questions())))
+    return EventStream(_counted(reply, chunks, front))
+
+
+async def _counted(
+    reply: _Reply, chunks: AsyncGenerator[tuple[int, Chunk], None], front: Front
+) -> AsyncGenerator[str, None]:
+    """The events of a reply, whose tokens count even when the client leaves in their midst."""
+    try:
+        async with aclosing(reply.events(chunks)) as events:
+            async for event in events:
+                yield event
+    finally:
+        front.metrics.count_tokens(reply.usage.counts)

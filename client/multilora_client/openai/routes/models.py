@@ -1,0 +1,47 @@
+"""/v1/models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+
+from multilora_client.errors import MultiloraClientError
+from multilora_client.openai.front import Caller, Front, TheFront
+from multilora_client.openai.routes.reading import reads
+
+router = APIRouter()
+
+
+@reads(router, "/v1/models")
+@reads(router, "/v1/models/", in_schema=False)
+async def list_models(caller: Caller, front: TheFront) -> dict[str, Any]:
+    """The models that the caller may use: the base model and every adapter."""
+    max_model_len = await _max_model_len(front)
+    return {"object": "list", "data": [_card(name, front, max_model_len) for name in caller.names]}
+
+
+@reads(router, "/v1/models/{name:path}")
+async def retrieve_model(name: str, caller: Caller, front: TheFront) -> dict[str, Any]:
+    return _card(caller.model(name).name, front, await _max_model_len(front))
+
+
+def _card(name: str, front: Front, max_model_len: int | None) -> dict[str, Any]:
+    base = front.catalogue.base
+    return {
+        "id": name,
+        "object": "model",
+        "created": front.started_s,
+        "owned_by": "multilora",
+        "root": base,
+        "parent": None if name == base else base,
+        "max_model_len": max_model_len,
+    }
+
+
+async def _max_model_len(front: Front) -> int | None:
+    """Tokens of a prompt and its answer; None while the server does not tell."""
+    try:
+        return (await front.client.describe_model()).max_model_len
+    except MultiloraClientError:
+        return None

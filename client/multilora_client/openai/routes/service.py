@@ -1,0 +1,55 @@
+"""/health, /ping, /version and /metrics: for those who run the front, as vLLM has them."""
+
+from __future__ import annotations
+
+import asyncio
+from importlib.metadata import version
+
+import httpx2
+from fastapi import APIRouter, Response
+from fastapi.responses import JSONResponse, PlainTextResponse
+
+from multilora_client.errors import MultiloraClientError
+from multilora_client.openai.errors import Failure
+from multilora_client.openai.front import Front, Operator, TheFront
+from multilora_client.openai.routes.reading import reads
+
+router = APIRouter()
+_PATIENCE_S = 5.0
+"""With the server behind: probes give up not much later."""
+
+
+@reads(router, "/health")
+@reads(router, "/ping")
+@router.post("/ping")
+async def tell_health(front: TheFront) -> Response:
+    """Whether the server behind answers; says nothing beside its status."""
+    try:
+        await asyncio.wait_for(front.client.describe_model(), _PATIENCE_S)
+    except (MultiloraClientError, TimeoutError):
+        raise Failure(503, "the server behind does not answer", "unavailable") from None
+    return Response()
+
+
+@reads(router, "/version")
+async def tell_version() -> JSONResponse:
+    return JSONResponse({"version": version("multilora-client")})
+
+
+@reads(router, "/metrics")
+async def tell_metrics(_: Operator, front: TheFront) -> PlainTextResponse:
+    """In Prometheus' text format: the front's own, and the server's where the operator says where they are."""
+    text = front.metrics.exposition()
+    if front.settings.server_metrics_url:
+        text += await _server_metrics(front)
+    return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
+
+
+async def _server_metrics(front: Front) -> str:
+    """Raises Failure (502): half of the metrics would look like a server that does nothing."""
+    try:
+        async with httpx2.AsyncClient(timeout=_PATIENCE_S) as http:
+            answer = await http.get(front.settings.server_metrics_url)
+            return answer.raise_for_status().text
+    except httpx2.HTTPError as error:
+        raise Failure(502, f"the server's metrics cannot be read: {error}", "unavailable") from error

@@ -1,0 +1,147 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from multilora_client.messages import GenerateOptions
+from multilora_client.openai.errors import invalid
+from multilora_client.openai.questions import Question
+from multilora_client.openai.schemas.base import Strict, only
+from multilora_client.openai.schemas.guides import ResponseFormat, single_guide
+from multilora_client.openai.schemas.sampling import (
+    MAX_TOP_LOGPROBS,
+    UNLIMITED,
+    Sampling,
+    log_probs,
+    prompt_log_probs,
+)
+from multilora_client.openai.schemas.tools import CallOfMessage, NamedChoice, ToolMode, Tools, tool_use
+from multilora_client.openai.tools.prompt import tell_tools
+from multilora_client.openai.tools.use import ToolUse
+
+
+class TextPart(Strict):
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(Strict):
+    """One turn. `developer` is what newer models of OpenAI call `system`.
+
+    reasoning_content: vLLM's, for templates that show a model what it thought. What follows it, SDKs send back of an
+    answer, and it says nothing to a model.
+    """
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] = ""
+    name: str | None = None
+    tool_calls: list[CallOfMessage] = Field(default_factory=list)
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    refusal: str | None = None
+    annotations: list[Any] = Field(default_factory=list)
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates know it: one text, and only what was given."""
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        role = "system" if self.role == "developer" else self.role
+        calls = [call.for_template() for call in self.tool_calls]
+        optional = {
+            "name": self.name,
+            "tool_calls": calls or None,
+            "tool_call_id": self.tool_call_id,
+            "reasoning_content": self.reasoning_content,
+        }
+        return {"role": role, "content": text, **{key: value for key, value in optional.items() if value is not None}}
+
+
+class ChatRequest(Sampling):
+    """`reasoning_effort` and `verbosity` go to the chat template, where they mean what it makes of them."""
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_tokens: int | None = Field(None, ge=1, le=UNLIMITED)
+    max_completion_tokens: int | None = Field(None, ge=1, le=UNLIMITED)
+    response_format: ResponseFormat = ResponseFormat(type="text")
+    tools: Tools = Field(default_factory=list)
+    tool_choice: ToolMode | NamedChoice | None = None
+    parallel_tool_calls: bool = True
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    modalities: Annotated[list[str] | None, only(["text"])] = None
+    reasoning_effort: str | None = Field(None, max_length=100)
+    verbosity: str | None = Field(None, max_length=100)
+    metadata: dict[str, Any] | None = None
+    store: Annotated[bool, only(False)] = False
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prediction: dict[str, Any] | None = None  # makes OpenAI's answers faster, not different
+
+    echo: Annotated[bool, only(False)] = False
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _check_max_tokens(self) -> Self:
+        if self.max_tokens and self.max_completion_tokens and self.max_tokens != self.max_completion_tokens:
+            raise invalid("max_tokens and max_completion_tokens contradict each other", "max_tokens")
+        return self
+
+    @model_validator(mode="after")
+    def _check_logprobs(self) -> Self:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise invalid("top_logprobs goes with logprobs only", "top_logprobs")
+        return self
+
+    @model_validator(mode="after")
+    def _check_continuation(self) -> Self:
+        opens_turn = self.add_generation_prompt and "add_generation_prompt" in self.model_fields_set
+        if self.continue_final_message and opens_turn:
+            raise invalid("continue_final_message contradicts add_generation_prompt", "continue_final_message")
+        return self
+
+    @model_validator(mode="after")
+    def _check_guides(self) -> Self:
+        guides = self.guides()
+        if self.tool_use.is_forced and any(guides.values()):
+            asked = next(name for name, guide in guides.items() if guide)
+            raise invalid(f"{asked} and a tool_choice that forces a call contradict each other", asked)
+        self.guide()
+        return self
+
+    @property
+    def includes_logprobs(self) -> bool:
+        return self.logprobs
+
+    @property
+    def tool_use(self) -> ToolUse:
+        return tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
+
+    def guide(self) -> GenerateOptions:
+        """Of the text, be it calls or an answer."""
+        return self.tool_use.guide(single_guide({"response_format": self.response_format.guide(), **self.guides()}))
+
+    def questions(self) -> list[Question]:
+        """The one question."""
+        tools = [tool.for_template() for tool in self.tools] if self.tool_use.mode != "none" else []
+        messages = [message.for_template() for message in self.messages]
+        chat = GenerateOptions(
+            messages=messages,
+            tools=tools or None,
+            chat_template_kwargs=self._template_values() or None,
+            add_generation_prompt=None if self.add_generation_prompt else False,
+            continue_final_message=self.continue_final_message or None,
+            max_tokens=self.max_completion_tokens or self.max_tokens or UNLIMITED,
+        )
+        told = log_probs((self.top_logprobs or 0) if self.logprobs else None) | prompt_log_probs(self.prompt_logprobs)
+        tools_told = GenerateOptions(messages=tell_tools(messages, tools), tools=None) if tools else None
+        return [Question(None, chat | self.guide() | self.sampling() | told, tools_told)]
+
+    def _template_values(self) -> dict[str, Any]:
+        named = {"reasoning_effort": self.reasoning_effort, "verbosity": self.verbosity}
+        return {key: value for key, value in named.items() if value is not None} | self.chat_template_kwargs

@@ -1,0 +1,145 @@
+"""POST /v1/responses, of which nothing is kept: a conversation comes with every request."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, ValidationError, model_validator
+
+from multilora_client.openai.errors import invalid
+from multilora_client.openai.questions import Question
+from multilora_client.openai.schemas.base import ModelName, Strict, only, refused
+from multilora_client.openai.schemas.chat import ChatMessage, ChatRequest
+from multilora_client.openai.schemas.guides import JsonSchema, ResponseFormat
+from multilora_client.openai.schemas.response_items import InputItem, messages_of
+from multilora_client.openai.schemas.sampling import MAX_TOP_LOGPROBS, UNLIMITED
+from multilora_client.openai.schemas.tools import Function, FunctionChoice, FunctionName, NamedChoice, Tool, ToolMode
+
+_NO_STORE = "this server keeps no responses; send the whole conversation as input"
+
+
+class FunctionTool(Function):
+    """A function, flat."""
+
+    type: Literal["function"]
+
+    def for_chat(self) -> Tool:
+        return Tool(type="function", function=Function(**self.model_dump(exclude_unset=True, exclude={"type"})))
+
+
+class FunctionToolChoice(Strict):
+    type: Literal["function"]
+    name: FunctionName
+
+
+class TextFormat(Strict):
+    type: Literal["text", "json_object", "json_schema"]
+    name: str = "schema"
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool = True
+
+    @model_validator(mode="after")
+    def _check_schema(self) -> Self:
+        if (self.type == "json_schema") != (self.schema_ is not None):
+            raise invalid("schema goes with the type json_schema, and that type needs it")
+        return self
+
+    def for_chat(self) -> ResponseFormat:
+        schema = None if self.schema_ is None else JsonSchema(schema=self.schema_)
+        return ResponseFormat(type=self.type, json_schema=schema)
+
+
+class TextOptions(Strict):
+    format: TextFormat = TextFormat(type="text")
+    verbosity: str | None = None
+
+
+class Reasoning(Strict):
+    """effort: goes to the chat template. The others are about summaries, of which there are none."""
+
+    effort: str | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+
+
+class ResponsesStreamOptions(Strict):
+    include_obfuscation: bool = False  # of OpenAI's network packets; the answer is the same
+
+
+class ResponsesRequest(Strict):
+    model: ModelName
+    input: str | Annotated[list[InputItem], Field(min_length=1)]
+    instructions: str | None = None
+    stream: bool = False
+    stream_options: ResponsesStreamOptions | None = None
+    max_output_tokens: int | None = Field(None, ge=1, le=UNLIMITED)
+    temperature: float = Field(1.0, ge=0, le=2)
+    top_p: float = Field(1.0, ge=0, le=1)
+    text: TextOptions = TextOptions()
+    tools: list[FunctionTool] = Field(default_factory=list)
+    tool_choice: ToolMode | FunctionToolChoice = "auto"
+    parallel_tool_calls: bool = True
+    top_logprobs: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)
+    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] = Field(default_factory=list)
+    reasoning: Reasoning = Reasoning()
+    truncation: Annotated[str, only("disabled")] = "disabled"
+    store: Annotated[bool, only(False)] = False
+    background: Annotated[bool, only(False)] = False
+    previous_response_id: Annotated[Any, refused(_NO_STORE)] = None
+    conversation: Annotated[Any, refused(_NO_STORE)] = None
+    prompt: Annotated[Any, refused("this server keeps no prompts; send the text as input")] = None
+    metadata: dict[str, Any] = Field(default_factory=dict)
+    user: str | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    max_tool_calls: int | None = Field(None, ge=1)  # of tools that a server calls; here it is the client who calls them
+
+    @model_validator(mode="after")
+    def _check_chat(self) -> Self:
+        try:
+            self.chat()
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise invalid(first["msg"], first.get("ctx", {}).get("param")) from None
+        return self
+
+    @property
+    def includes_logprobs(self) -> bool:
+        return "message.output_text.logprobs" in self.include
+
+    def questions(self) -> list[Question]:
+        return self.chat().questions()
+
+    def chat(self) -> ChatRequest:
+        """What it asks, as a chat."""
+        return ChatRequest.model_validate(
+            {
+                "model": self.model,
+                "messages": self._messages(),
+                "max_completion_tokens": self.max_output_tokens,
+                "temperature": self.temperature,
+                "top_p": self.top_p,
+                "response_format": self.text.format.for_chat(),
+                "tools": [tool.for_chat() for tool in self.tools],
+                "tool_choice": self._tool_choice(),
+                "parallel_tool_calls": self.parallel_tool_calls,
+                "logprobs": self.includes_logprobs,
+                "top_logprobs": self.top_logprobs if self.includes_logprobs else None,
+                "reasoning_effort": self.reasoning.effort,
+                "verbosity": self.text.verbosity,
+            }
+        )
+
+    def _messages(self) -> list[ChatMessage]:
+        told = [] if self.instructions is None else [ChatMessage(role="system", content=self.instructions)]
+        if isinstance(self.input, str):
+            return [*told, ChatMessage(role="user", content=self.input)]
+        return told + messages_of(self.input)
+
+    def _tool_choice(self) -> ToolMode | NamedChoice:
+        if isinstance(self.tool_choice, FunctionToolChoice):
+            return NamedChoice(type="function", function=FunctionChoice(name=self.tool_choice.name))
+        return self.tool_choice

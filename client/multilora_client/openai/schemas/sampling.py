@@ -1,0 +1,145 @@
+"""What chats and completions share: how the tokens of an answer are chosen, and what is told about them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from multilora_client.messages import GenerateOptions
+from multilora_client.openai.errors import invalid, unsupported
+from multilora_client.openai.schemas.base import ModelName, Strict, only
+from multilora_client.openai.schemas.guides import Choices, JsonGuide, StructuredOutputs, guide_of
+
+UNLIMITED = 2**31 - 1  # the server ends an answer where the context does
+MAX_TOP_LOGPROBS = 20  # OpenAI's limit for chats, vLLM's for both
+_NUM_SEEDS = 2**64
+_MAX_STOP_WORDS = 16
+_MAX_CHOICES = 128  # OpenAI's limit, and the server's
+_MAX_BIASED_TOKENS = 1024
+_NO_END = -1
+
+StopWord = Annotated[str, Field(min_length=1, max_length=1000)]
+StopWords = Annotated[list[StopWord], Field(max_length=_MAX_STOP_WORDS)]
+TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+Priority = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+
+
+class StreamOptions(Strict):
+    """continuous_usage_stats: vLLM's, the usage so far in every event."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: bool = False  # of OpenAI's network packets; the answer is the same
+
+
+class Sampling(Strict):
+    """OpenAI's parameters first, then those that vLLM has beside them."""
+
+    model: ModelName
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = Field(None, ge=0, le=UNLIMITED)
+    temperature: float = Field(1.0, ge=0, le=2)
+    top_p: float = Field(1.0, ge=0, le=1)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    stop: StopWord | StopWords = Field(default_factory=list)
+    n: int = Field(1, ge=1, le=_MAX_CHOICES)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    logit_bias: Annotated[dict[TokenKey, Bias], Field(max_length=_MAX_BIASED_TOKENS)] = Field(default_factory=dict)
+    user: str | None = None
+
+    top_k: int | None = Field(None, ge=-1, le=UNLIMITED)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, gt=0)
+    min_tokens: int | None = Field(None, ge=0, le=UNLIMITED)
+    ignore_eos: bool = False
+    stop_token_ids: list[int] = Field(default_factory=list)
+    include_stop_str_in_output: bool = False
+    bad_words: StopWords = Field(default_factory=list)
+    truncate_prompt_tokens: int | None = Field(None, ge=-1, le=UNLIMITED)
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    return_tokens_as_token_ids: bool = False
+    priority: Priority | None = None
+    request_id: str | None = Field(None, min_length=1, max_length=200)
+    skip_special_tokens: Annotated[bool, only(True)] = True
+    spaces_between_special_tokens: bool = True  # between what is left out
+    guided_json: JsonGuide | None = None
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = None
+    guided_decoding_backend: str | None = None  # which library obeys the guide, not the guide
+    structured_outputs: StructuredOutputs | None = None
+
+    @property
+    def includes_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def includes_running_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.continuous_usage_stats
+
+    @model_validator(mode="after")
+    def _check_stream_options(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise invalid("stream_options goes with stream only", "stream_options")
+        return self
+
+    @model_validator(mode="after")
+    def _check_prompt_logprobs(self) -> Self:
+        if self.stream and self.prompt_logprobs is not None:
+            raise unsupported("prompt_logprobs is not supported with stream", "prompt_logprobs")
+        return self
+
+    def guides(self) -> dict[str, GenerateOptions]:
+        """The guides that vLLM's fields ask for, by the field."""
+        return {
+            "guided_json": guide_of(self.guided_json, None, None, None),
+            "guided_regex": guide_of(None, self.guided_regex, None, None),
+            "guided_choice": guide_of(None, None, self.guided_choice, None),
+            "guided_grammar": guide_of(None, None, None, self.guided_grammar),
+            "structured_outputs": self.structured_outputs.guide() if self.structured_outputs else GenerateOptions(),
+        }
+
+    def sampling(self) -> GenerateOptions:
+        """The options that both kinds share. A top_p of 0 leaves only the likeliest token; the server's 0 is unset."""
+        is_greedy = self.temperature == 0 or self.top_p == 0
+        return GenerateOptions(
+            temperature=0.0 if is_greedy else self.temperature,
+            top_p=None if is_greedy else self.top_p,
+            top_k=self.top_k if self.top_k is None else max(self.top_k, 0),
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            min_tokens=self.min_tokens,
+            logit_bias={int(token_id): bias for token_id, bias in self.logit_bias.items()},
+            seed=None if self.seed is None else self.seed % _NUM_SEEDS,
+            num_return_sequences=self.n if self.n > 1 else None,
+            presence_penalty=self.presence_penalty or None,
+            frequency_penalty=self.frequency_penalty or None,
+            stop_words=[self.stop] if isinstance(self.stop, str) else self.stop,
+            bad_words=self.bad_words,
+            stop_token_ids=self.stop_token_ids,
+            include_stop_str_in_output=self.include_stop_str_in_output or None,
+            end_id=_NO_END if self.ignore_eos else None,
+            truncate_prompt_tokens=self.truncate_prompt_tokens,
+            priority=self.priority,
+        )
+
+
+def log_probs(num_top: int | None) -> GenerateOptions:
+    """num_top: so many of the likeliest tokens beside each of the answer, None for no log-probs at all."""
+    return (
+        GenerateOptions()
+        if num_top is None
+        else GenerateOptions(return_log_probs=True, num_top_log_probs=num_top or None)
+    )
+
+
+def prompt_log_probs(*nums_top: int | None) -> GenerateOptions:
+    """The same of the prompt's tokens, for the one that asks for the most."""
+    asked = [num_top for num_top in nums_top if num_top is not None]
+    if not asked:
+        return GenerateOptions()
+    return GenerateOptions(return_prompt_log_probs=True, num_prompt_top_log_probs=max(asked) or None)

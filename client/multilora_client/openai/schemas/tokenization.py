@@ -1,0 +1,54 @@
+"""POST /tokenize and /detokenize, as vLLM has them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Self
+
+from pydantic import Field, model_validator
+
+from multilora_client.messages import ChatOptions
+from multilora_client.openai.errors import invalid
+from multilora_client.openai.schemas.base import ModelName, Strict, only
+from multilora_client.openai.schemas.chat import ChatMessage
+from multilora_client.openai.schemas.tools import Tools
+
+
+class TokenizeRequest(Strict):
+    """Of a prompt or of messages. model: None for the base model; all adapters share its tokenizer."""
+
+    model: ModelName | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = Field(None, min_length=1)
+    add_special_tokens: bool = True
+    return_token_strs: Annotated[bool, only(False)] = False
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    tools: Tools = Field(default_factory=list)
+
+    @model_validator(mode="after")
+    def _check_prompt(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise invalid("exactly one of prompt and messages is required", "prompt")
+        return self
+
+    @property
+    def special_tokens(self) -> bool | None:
+        """None for a chat, whose template writes its own."""
+        return self.add_special_tokens if self.messages is None else None
+
+    def chat(self) -> ChatOptions:
+        if self.messages is None:
+            return ChatOptions()
+        return ChatOptions(
+            messages=[message.for_template() for message in self.messages],
+            tools=[tool.for_template() for tool in self.tools] or None,
+            chat_template_kwargs=self.chat_template_kwargs or None,
+            add_generation_prompt=None if self.add_generation_prompt else False,
+            continue_final_message=self.continue_final_message or None,
+        )
+
+
+class DetokenizeRequest(Strict):
+    model: ModelName | None = None
+    tokens: list[int]

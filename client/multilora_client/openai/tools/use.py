@@ -1,0 +1,71 @@
+"""`ToolUse`: which functions an answer may call, or has to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from multilora_client.messages import GenerateOptions
+from multilora_client.openai.tools.calls import AnswerParser, NamedCall, PlainText
+from multilora_client.openai.tools.formats import GUIDED_CALLS, ToolFormat
+from multilora_client.openai.tools.guide import Schema, arguments_schema, calls_or_answer_schema, calls_schema
+from multilora_client.openai.tools.parser import ToolParser
+
+_ANY_JSON: Schema = {"type": ["object", "array"]}
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """functions: what each takes, by its name. mode: `named` has to call `name`, `required` any of them.
+
+    max_calls: None for no limit.
+    """
+
+    functions: Mapping[str, Schema | None] = field(default_factory=dict)
+    mode: Literal["none", "auto", "required", "named"] = "none"
+    name: str = ""
+    max_calls: int | None = None
+
+    @property
+    def is_forced(self) -> bool:
+        return self.mode in ("required", "named")
+
+    def guide(self, answer: GenerateOptions) -> GenerateOptions:
+        """What the text has to parse as, where an answer without calls follows a guide, or none, of its own."""
+        match self.mode:
+            case "named":
+                return _schema_guide(arguments_schema(self.functions[self.name]))
+            case "required":
+                return _schema_guide(calls_schema(self.functions, self.max_calls))
+            case "auto" if (schema := _schema_of(answer)) is not None:
+                return _schema_guide(calls_or_answer_schema(self.functions, self.max_calls, schema))
+            case _:
+                return answer
+
+    def parser(self, tool_format: ToolFormat | None, is_guided: bool) -> AnswerParser:
+        """Of one answer. tool_format: of an unguided one, None to leave calls in the text."""
+        if self.mode == "named":
+            return NamedCall(self.name)
+        if self.mode == "required" or (self.mode == "auto" and is_guided):
+            return ToolParser(GUIDED_CALLS, self.functions, self.max_calls)
+        if self.mode == "none" or tool_format is None:
+            return PlainText()
+        return ToolParser(tool_format, self.functions, self.max_calls)
+
+
+def _schema_of(answer: GenerateOptions) -> Schema | None:
+    """The JSON schema of a guide, None for no guide and for one of another kind."""
+    match answer.get("guide_type"):
+        case "json":
+            return _ANY_JSON
+        case "json_schema":
+            schema: Schema = json.loads(answer.get("guide") or "")
+            return schema
+        case _:
+            return None
+
+
+def _schema_guide(schema: Schema) -> GenerateOptions:
+    return GenerateOptions(guide_type="json_schema", guide=json.dumps(schema))

@@ -1,0 +1,233 @@
+"""Chats with tools and with several choices, asked with OpenAI's own package, whole and streamed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import jsonschema
+import openai
+import pytest
+from fastapi.testclient import TestClient
+from openai.types.chat import ChatCompletion, ChatCompletionToolParam
+
+from multilora_client.openai.catalogue import Catalogue
+from multilora_client.openai.settings import FrontSettings
+
+QUESTION: Any = [{"role": "user", "content": "Rain in Kiel?"}]
+SKY: ChatCompletionToolParam = {
+    "type": "function",
+    "function": {
+        "name": "sky",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
+SEA: ChatCompletionToolParam = {"type": "function", "function": {"name": "sea"}}
+HERMES = ['I look. <tool_call>{"name"', ': "sky", "arguments": {"city"', ': "Kiel"}}', "</tool_call>"]
+
+
+def ask(user: openai.OpenAI, **options: Any) -> ChatCompletion:
+    return user.chat.completions.create(model="base", messages=QUESTION, **options)
+
+
+def ask_streamed(user: openai.OpenAI, **options: Any) -> ChatCompletion:
+    """The answer that OpenAI's package makes of the pieces."""
+    with user.chat.completions.stream(model="base", messages=QUESTION, **options) as stream:
+        stream.until_done()
+        return stream.get_final_completion()
+
+
+both = pytest.mark.parametrize("asked", [ask, ask_streamed])
+
+
+def calls_of(answer: ChatCompletion, index: int = 0) -> list[tuple[str, Any]]:
+    calls = answer.choices[index].message.tool_calls or []
+    return [(call.function.name, json.loads(call.function.arguments)) for call in calls if call.type == "function"]
+
+
+@both
+def test_calls_are_told_from_text(user: openai.OpenAI, server: Any, asked: Any) -> None:
+    server.pieces = HERMES
+    answer = asked(user, tools=[SKY, SEA])
+
+    assert answer.choices[0].message.content == "I look."
+    assert calls_of(answer) == [("sky", {"city": "Kiel"})]
+    assert answer.choices[0].finish_reason == "tool_calls"
+
+
+@both
+def test_an_answer_without_calls_is_text_although_there_are_tools(user: openai.OpenAI, server: Any, asked: Any) -> None:
+    answer = asked(user, tools=[SKY])
+
+    assert answer.choices[0].message.content == "Ahoy, café"
+    assert not answer.choices[0].message.tool_calls
+    assert answer.choices[0].finish_reason == "stop"
+
+
+@both
+def test_without_tools_calls_are_text(user: openai.OpenAI, server: Any, asked: Any) -> None:
+    server.pieces = HERMES
+    assert asked(user).choices[0].message.content == "".join(HERMES)
+    assert asked(user, tools=[SKY], tool_choice="none").choices[0].message.content == "".join(HERMES)
+
+
+def test_arguments_are_streamed_as_they_come(front: TestClient, server: Any) -> None:
+    server.pieces = HERMES
+    body = {"model": "base", "messages": QUESTION, "tools": [SKY], "stream": True}
+    *events, _ = front.post("/v1/chat/completions", json=body).text.split("\n\n")[:-1]
+    deltas = [json.loads(event.removeprefix("data: "))["choices"][0]["delta"] for event in events]
+    calls = [call for delta in deltas for call in delta.get("tool_calls", [])]
+
+    assert calls[0].pop("id")
+    assert calls == [
+        {"index": 0, "type": "function", "function": {"name": "sky", "arguments": ""}},
+        {"index": 0, "function": {"arguments": '{"city"'}},
+        {"index": 0, "function": {"arguments": ': "Kiel"}'}},
+    ]
+
+
+@both
+def test_a_named_function_is_called_with_whatever_its_schema_allows(
+    user: openai.OpenAI, server: Any, asked: Any
+) -> None:
+    server.pieces = ['{"city"', ': "Kiel"}']
+    answer = asked(user, tools=[SKY, SEA], tool_choice={"type": "function", "function": {"name": "sky"}})
+
+    assert json.loads(server.value("guided_decoding_guide")) == SKY["function"]["parameters"]
+    assert calls_of(answer) == [("sky", {"city": "Kiel"})]
+    assert answer.choices[0].message.content in (None, "")
+    assert answer.choices[0].finish_reason == "tool_calls"
+
+
+@both
+@pytest.mark.parametrize("parser", ["auto", "none"])
+def test_required_calls_are_guided_and_need_no_parser(
+    open_front: Callable[..., TestClient], catalogue: Catalogue, server: Any, asked: Any, parser: Any
+) -> None:
+    front = open_front(catalogue, FrontSettings(tool_call_parser=parser))
+    user = openai.OpenAI(base_url=f"{front.base_url}/v1", api_key="none", http_client=front, max_retries=0)
+    server.pieces = ['[{"name": "sky", "parameters": {"city"', ': "Kiel"}}', ', {"name": "sea", "parameters": {}}]']
+    answer = asked(user, tools=[SKY, SEA], tool_choice="required")
+
+    schema = json.loads(server.value("guided_decoding_guide"))
+    jsonschema.validate(json.loads("".join(server.pieces)), schema)
+    assert calls_of(answer) == [("sky", {"city": "Kiel"}), ("sea", {})]
+    assert answer.choices[0].finish_reason == "tool_calls"
+
+
+def test_no_calls_are_parsed_where_the_operator_says_so(
+    open_front: Callable[..., TestClient], catalogue: Catalogue, server: Any
+) -> None:
+    front = open_front(catalogue, FrontSettings(tool_call_parser="none"))
+    server.pieces = HERMES
+    body = {"model": "base", "messages": QUESTION, "tools": [SKY]}
+    (choice,) = front.post("/v1/chat/completions", json=body).json()["choices"]
+
+    assert choice["message"] == {"role": "assistant", "content": "".join(HERMES), "refusal": None}
+
+
+@both
+def test_one_call_at_a_time_where_only_one_is_wanted(user: openai.OpenAI, server: Any, asked: Any) -> None:
+    server.pieces = HERMES * 2
+    assert len(calls_of(asked(user, tools=[SKY]))) == 2
+    assert calls_of(asked(user, tools=[SKY], parallel_tool_calls=False)) == [("sky", {"city": "Kiel"})]
+    asked(user, tools=[SKY], tool_choice="required", parallel_tool_calls=False)
+    assert json.loads(server.value("guided_decoding_guide"))["maxItems"] == 1
+
+
+@both
+def test_a_schema_for_the_answer_leaves_room_for_calls(user: openai.OpenAI, server: Any, asked: Any) -> None:
+    answer_schema = {"type": "object", "properties": {"wet": {"type": "boolean"}}, "required": ["wet"]}
+    options: Any = {
+        "tools": [SKY],
+        "response_format": {"type": "json_schema", "json_schema": {"name": "weather", "schema": answer_schema}},
+    }
+    for pieces, calls in ((['{"wet": ', "true}"], []), (['[{"name": "sky", "parameters": {}', "}]"], [("sky", {})])):
+        server.pieces = pieces
+        answer = asked(user, **options)
+        assert calls_of(answer) == calls
+        assert (answer.choices[0].message.content or "") == ("" if calls else "".join(pieces))
+    schema = json.loads(server.value("guided_decoding_guide"))
+    jsonschema.validate({"wet": True}, schema)
+    jsonschema.validate([{"name": "sky", "parameters": {"city": "Kiel"}}], schema)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({"dry": True}, schema)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_template_without_a_place_for_tools_gets_them_in_the_system_message(
+    front: TestClient, server: Any, stream: bool
+) -> None:
+    server.refuses_tools = True
+    body = {"model": "base", "messages": QUESTION, "tools": [SKY], "stream": stream}
+    assert front.post("/v1/chat/completions", json=body).status_code == 200
+
+    system, question = server.chat()
+    assert system["role"] == "system"
+    assert json.dumps(SKY) in system["content"]
+    assert question == QUESTION[0]
+
+
+def test_a_call_that_max_tokens_cuts_off_ends_by_length(user: openai.OpenAI, server: Any) -> None:
+    server.pieces, server.finish_reason = HERMES[:2], "length"
+    (choice,) = ask(user, tools=[SKY]).choices
+
+    assert choice.finish_reason == "length"
+    assert choice.message.tool_calls is not None
+    assert choice.message.tool_calls[0].model_dump()["function"]["arguments"] == '{"city"'
+
+
+def test_choices_are_streamed_side_by_side(user: openai.OpenAI, server: Any) -> None:
+    server.pieces = HERMES
+    answer = ask_streamed(user, tools=[SKY], n=3, stream_options={"include_usage": True})
+
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    assert [calls_of(answer, index) for index in range(3)] == [[("sky", {"city": "Kiel"})]] * 3
+    assert {choice.finish_reason for choice in answer.choices} == {"tool_calls"}
+    assert len({choice.message.tool_calls[0].id for choice in answer.choices if choice.message.tool_calls}) == 3
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (7, 12)
+
+
+def test_usage_is_in_every_event_when_it_is_wanted_all_along(user: openai.OpenAI, server: Any) -> None:
+    server.outputs = {"num_cached_tokens": [3]}
+    options: Any = {"include_usage": True, "continuous_usage_stats": True}
+    events = list(ask(user, stream=True, stream_options=options))  # type: ignore[call-overload]
+
+    assert [event.usage.completion_tokens for event in events] == [1, 1, 3, 4, 4, 4]
+    assert {event.usage.prompt_tokens_details.cached_tokens for event in events} == {3}
+
+
+def test_cached_tokens_are_told_where_the_server_tells_them(user: openai.OpenAI, server: Any) -> None:
+    answer = ask(user)
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens_details is None
+    server.outputs = {"num_cached_tokens": [5]}
+    answer = ask(user)
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens_details is not None
+    assert answer.usage.prompt_tokens_details.cached_tokens == 5
+
+
+def test_prompt_logprobs_are_beside_the_choices(front: TestClient, server: Any) -> None:
+    server.outputs = {
+        "prompt_ids": [3, 4],
+        "prompt_log_probs": [0.0, -0.5],
+        "prompt_tokens": ["<s>", "hi"],
+    }
+    body = {"model": "base", "messages": QUESTION, "prompt_logprobs": 0}
+    told = front.post("/v1/chat/completions", json=body).json()["prompt_logprobs"]
+
+    assert told == [None, {"4": {"logprob": -0.5, "rank": None, "decoded_token": "hi"}}]
+
+
+def test_a_service_tier_that_is_asked_for_is_told(front: TestClient) -> None:
+    body = {"model": "base", "messages": QUESTION}
+    assert "service_tier" not in front.post("/v1/chat/completions", json=body).json()
+    assert front.post("/v1/chat/completions", json=body | {"service_tier": "auto"}).json()["service_tier"] == "default"

@@ -1,0 +1,66 @@
+"""Text to token ids and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+from multilora_client.openai.catalogue import Catalogue
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+def test_a_text_becomes_tokens(front: TestClient, server: Any) -> None:
+    answer = front.post("/tokenize", json={"model": "pirate", "prompt": "hi"})
+
+    assert answer.json() == {"count": 3, "max_model_len": 4096, "tokens": [5, 6, 7], "token_strs": None}
+    assert (server.value("QUERY"), server.value("ADD_SPECIAL_TOKENS")) == ("hi", True)
+    front.post("/tokenize", json={"prompt": "hi", "add_special_tokens": False})
+    assert server.value("ADD_SPECIAL_TOKENS") is False
+
+
+def test_a_chat_becomes_tokens_by_its_template(front: TestClient, server: Any) -> None:
+    tools = [{"type": "function", "function": {"name": "sky"}}]
+    body = {"messages": MESSAGES, "tools": tools, "add_generation_prompt": False}
+    assert front.post("/tokenize", json=body).json()["count"] == 3
+
+    assert json.loads(server.value("MESSAGES")) == {
+        "messages": MESSAGES,
+        "tools": tools,
+        "add_generation_prompt": False,
+    }
+    assert server.value("ADD_SPECIAL_TOKENS") is None
+
+
+def test_tokens_become_text(front: TestClient, server: Any) -> None:
+    assert front.post("/detokenize", json={"tokens": [5, 6]}).json() == {"prompt": "Ahoy"}
+    assert server.values("TOKENS_BATCH") == [5, 6]
+    assert front.post("/detokenize", json={"model": "base", "tokens": []}).json() == {"prompt": ""}
+
+
+@pytest.mark.parametrize(
+    "body", [{}, {"prompt": "hi", "messages": MESSAGES}, {"prompt": "hi", "return_token_strs": True}, {"prompt": 5}]
+)
+def test_what_is_no_prompt_is_refused(front: TestClient, server: Any, body: dict[str, Any]) -> None:
+    assert front.post("/tokenize", json=body).status_code == 400
+    assert server.requests == []
+
+
+@pytest.mark.parametrize(("path", "body"), [("/tokenize", {"prompt": "hi"}), ("/detokenize", {"tokens": [5]})])
+def test_the_tokenizer_is_for_those_who_may_use_the_model(
+    open_front: Callable[..., TestClient], catalogue: Catalogue, path: str, body: dict[str, Any]
+) -> None:
+    front = open_front(dataclasses.replace(catalogue, keys={"pirates": frozenset({"pirate"})}))
+
+    def status(key: str, **more: str) -> int:
+        return front.post(path, json=body | more, headers={"Authorization": f"Bearer {key}"}).status_code
+
+    assert status("pirates", model="pirate") == 200
+    assert status("pirates") == 403
+    assert status("nobody", model="pirate") == 401
+    assert status("pirates", model="parrot") == 404

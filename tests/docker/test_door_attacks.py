@@ -1,0 +1,35 @@
+"""The rows of the table of abuse that the proxy is for."""
+
+from __future__ import annotations
+
+import re
+
+import httpx2
+import psutil
+import pytest
+from door_attacks import DOOR_ATTACKS, Attack, Doors, hold_idle_connections, send_compressed_zeros, send_deep_json
+from local_proxy import LocalProxy
+
+from multilora_engine.tritonserver import ServerProcess
+
+
+@pytest.mark.parametrize(
+    ("attack", "met"),
+    [
+        (send_deep_json, "HTTP 400"),
+        (send_compressed_zeros, "UNIMPLEMENTED: compressed messages are not taken"),
+        (hold_idle_connections, r"20\d\d of 2200 closed"),
+    ],
+)
+def test_through_the_proxy_an_attack_meets_a_limit_and_costs_the_server_nothing(
+    proxied_server: ServerProcess, proxy: LocalProxy, attack: Attack, met: str
+) -> None:
+    process = psutil.Process(proxied_server.pid)
+    bytes_before = process.memory_info().rss
+    assert re.fullmatch(met, attack(Doors(proxy.http_url, proxy.grpc_url)))
+    assert process.memory_info().rss < bytes_before + (64 << 20)
+    assert httpx2.get(f"http://{proxied_server.http_url}/v2/health/ready").status_code == 200
+
+
+def test_the_table_has_every_attack() -> None:
+    assert set(DOOR_ATTACKS.values()) == {send_deep_json, send_compressed_zeros, hold_idle_connections}
