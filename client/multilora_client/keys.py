@@ -14,7 +14,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -147,9 +147,15 @@ class KeyRing:
     A new version of the file that cannot be used is logged, and the keys of the last one that could stay as they are.
     """
 
-    def __init__(self, path: Path, id_of_name: Callable[[str], int] | None = None) -> None:
-        """Raises InvalidRequest, which quotes no key, for a file that cannot be used."""
+    def __init__(
+        self, path: Path, id_of_name: Callable[[str], int] | None = None, others: Sequence[KeyEntry] = ()
+    ) -> None:
+        """others: keys that are valid besides those of the file.
+
+        Raises InvalidRequest, which quotes no key, for a file that cannot be used.
+        """
         self._path = path
+        self._others = others
         self._id_of_name = id_of_name
         self._version = _version_of(path)
         self._content = _read_file(path)
@@ -174,7 +180,7 @@ class KeyRing:
             _logger.error("%s; the keys that it had before stay as they were", error)
 
     def _parse(self) -> dict[str, Caller]:
-        entries = parse_keys(self._content, self._path)
+        entries = (*self._others, *parse_keys(self._content, self._path))
         return {entry.digest: Caller(entry, self._id_of_name) for entry in entries}
 
 

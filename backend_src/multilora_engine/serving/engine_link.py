@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
+from multilora_engine.client_header import CANARY_KEY_VARIABLE
 from multilora_engine.engine_info import EngineInfo
 from multilora_engine.process.client import EngineClient
 from multilora_engine.serving.senders import Rights, SenderBook
@@ -26,7 +28,8 @@ class EngineLink:
         """Who sent a request, and what it may do. Raises Unauthenticated, InvalidRequest, EngineUnavailable."""
         if self._senders is None:
             info = self.client.wait_until_ready(_FIRST_CONTACT_S)
-            self._senders = SenderBook(info.clients, info.limits.max_metadata_bytes)
+            canary_key = os.environ.get(CANARY_KEY_VARIABLE, "")
+            self._senders = SenderBook(info.clients, info.limits.max_metadata_bytes, canary_key)
         return self._senders.rights(request)
 
     def describe(self) -> tuple[EngineInfo, Tokenizer]:

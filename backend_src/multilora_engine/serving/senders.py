@@ -98,11 +98,14 @@ class Rights:
 class SenderBook:
     """Reads who sent a request. Any thread may ask."""
 
-    def __init__(self, policy: ClientPolicy, max_metadata_bytes: int) -> None:
-        """Raises ConfigError when the API keys cannot be read."""
+    def __init__(self, policy: ClientPolicy, max_metadata_bytes: int, canary_key: str = "") -> None:
+        """canary_key: besides those of the file, the API key that may use the base model and nothing else.
+
+        Raises ConfigError when the API keys cannot be read.
+        """
         self._policy = policy
         self._max_metadata_bytes = max_metadata_bytes
-        self._keys = read_key_ring(Path(policy.api_keys_file)) if policy.api_keys_file else None
+        self._keys = read_key_ring(Path(policy.api_keys_file), canary_key) if policy.api_keys_file else None
 
     def rights(self, request: TritonRequest) -> Rights:
         """Raises Unauthenticated when the request needs an API key and has none, InvalidRequest for a forged client."""
@@ -143,14 +146,15 @@ class SenderBook:
         return _plain(name)
 
 
-def read_key_ring(path: Path) -> KeyRing:
-    """The API keys of a file. Raises ConfigError."""
+def read_key_ring(path: Path, canary_key: str = "") -> KeyRing:
+    """The API keys of a file, and one that may use the base model and nothing else. Raises ConfigError."""
     # Imports gRPC, which a server without keys has no use for in its many processes.
     from multilora_client.errors import InvalidRequest as UnusableFile
-    from multilora_client.keys import KeyRing
+    from multilora_client.keys import KeyEntry, KeyRing
 
+    canary = [KeyEntry(key=canary_key, base_model=True)] if canary_key else []
     try:
-        return KeyRing(path, task_id_of)
+        return KeyRing(path, task_id_of, canary)
     except UnusableFile as error:
         raise ConfigError(f"parameter api_keys_file: {error}") from None
 
