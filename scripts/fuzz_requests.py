@@ -183,7 +183,8 @@ def _options(random: Random, number: int, facts: ModelFacts, has_weights: bool) 
                 tensor("embedding_bias_weights", [1.0, -1.0], "FP32"),
             ]
         case 2:
-            return [tensor("return_log_probs", [True], "BOOL"), tensor("num_top_log_probs", [2], "INT32")]
+            numbers = {"num_top_log_probs": 2, "num_prompt_top_log_probs": 3, "truncate_prompt_tokens": 4}
+            return [tensor(name, [value], "INT32") for name, value in numbers.items()]
         case 3:
             return _texts(guided_decoding_guide_type=["regex"], guided_decoding_guide=["[0-9]{2,4}"])
         case 4:

@@ -134,7 +134,9 @@ def _stream_call(request: InferRequest) -> dict[str, Any]:
 
 def _json_value(tensor: Tensor) -> Any:
     """A scalar or a flat list: generate adds the batch dimension itself."""
-    values = flat_values(tensor.datatype, tensor.data)
+    array = flat_values(tensor.datatype, tensor.data)
+    # JSON has no numbers of 32 bits, which FP32 values are.
+    values = list(map(float, array)) if tensor.datatype == "FP32" else array
     return values[0] if len(values) == 1 else values
 
 

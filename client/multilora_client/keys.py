@@ -132,13 +132,22 @@ class Caller:
         """Empty for those who run the server."""
         return self.entry.tenant
 
+    @property
+    def runs_the_server(self) -> bool:
+        """Whether it may look after the adapters of all."""
+        return self.entry.operate and not self.tenant
+
     def owner(self, lora_task_id: int | None, name: str = "") -> str:
         """Whose adapter the caller means: its tenant's, or the server's, which has an empty name."""
-        return "" if self._shared.match(lora_task_id, name) else self.tenant
+        return "" if self.may_share(lora_task_id, name) else self.tenant
+
+    def may_share(self, lora_task_id: int | None, name: str = "") -> bool:
+        """Whether an adapter of the server's is one that the caller may use."""
+        return self._shared.match(lora_task_id, name)
 
     def may_use(self, lora_task_id: int | None, name: str = "") -> bool:
         """Whether the caller may use the adapter that it means. What there is has no part in it."""
-        return self._shared.match(lora_task_id, name) or (bool(self.tenant) and self._own.match(lora_task_id, name))
+        return self.may_share(lora_task_id, name) or (bool(self.tenant) and self._own.match(lora_task_id, name))
 
 
 class KeyRing:

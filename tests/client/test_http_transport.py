@@ -125,13 +125,31 @@ def test_a_stream_is_asked_for_in_plain_json(ask: Any) -> None:
         requests.append(request)
         return event_stream()
 
-    ask(answer, adapter=7, request_id="mine", stop_words=["x", "y"], max_tokens=5)
+    ask(
+        answer,
+        adapter=7,
+        request_id="mine",
+        stop_words=["x", "y"],
+        max_tokens=5,
+        temperature=0.5,
+        stop_token_ids=[8, 9],
+    )
 
     body = json.loads(requests[0].content)
     assert requests[0].url == "http://triton/v2/models/generation/generate_stream"
     assert body["id"] == "mine"
     assert (body["text_input"], body["max_tokens"], body["lora_task_id"]) == ("hi", 5, 7)
-    assert (body["stop_words"], body["streaming"]) == (["x", "y"], True)
+    assert (body["stop_words"], body["streaming"], body["temperature"]) == (["x", "y"], True, 0.5)
+    # Triton gives a list the shape that the model declares, and knows one of its two sizes.
+    assert body["stop_words_list"] == [8, 9, 1, 2]
+
+
+@streaming
+def test_biases_are_plain_json_too(ask: Any) -> None:
+    requests: list[httpx2.Request] = []
+    ask(lambda request: requests.append(request) or event_stream(), logit_bias={5: 1.5, 6: -0.5})
+    body = json.loads(requests[0].content)
+    assert (body["embedding_bias_ids"], body["embedding_bias_weights"]) == ([5, 6], [1.5, -0.5])
 
 
 @streaming

@@ -80,8 +80,6 @@ def test_over_http_a_key_is_a_header_and_in_the_body_of_streams_which_triton_pas
 def test_what_a_key_may_not_do_has_errors_of_its_own() -> None:
     assert isinstance(parse_error("[UNAUTHENTICATED] no valid API key (request ab12)"), Unauthenticated)
     assert isinstance(parse_error("in ensemble 'ensemble', [PERMISSION_DENIED] no (request -)"), PermissionDenied)
-    error = parse_error(
-        "[RESOURCE_EXHAUSTED] used up; come back in 12.5 s (request a)"
-    )
+    error = parse_error("[RESOURCE_EXHAUSTED] used up; come back in 12.5 s (request a)")
     assert isinstance(error, RateExceeded)
     assert (error.retry_after_s, error.retryable) == (12.5, True)

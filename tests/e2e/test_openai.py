@@ -3,26 +3,38 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
 
+import httpx2
+import jsonschema
 import openai
 import pytest
+import tokenizers
+import torch
 import uvicorn
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
 
-from multilora_client import ENSEMBLE, Adapter, AsyncClient, Client
+from multilora_client import ENSEMBLE, Adapter, AsyncClient, Client, load_adapter
 from multilora_client.openai.app import make_app
 from multilora_client.openai.catalogue import Catalogue
 from multilora_engine.tritonserver import ServerProcess
 
-QUESTION = [{"role": "user", "content": "Who are you?"}]
+REPOSITORY = Path(__file__).parents[2]
+QUESTION: Any = [{"role": "user", "content": "Who are you?"}]
 KEYS = {"all": frozenset({"*"}), "pirates": frozenset({"pirate"})}
 
 
 @pytest.fixture(scope="module")
 def front_url(server: ServerProcess, pirate: Adapter) -> Iterator[str]:
-    app = make_app(Catalogue("base", {"pirate": pirate}, KEYS), lambda: AsyncClient(f"grpc://{server.grpc_url}"))
+    catalogue = Catalogue("base", {"pirate": pirate}, KEYS, allows_loading=True)
+    app = make_app(catalogue, lambda: AsyncClient(f"grpc://{server.grpc_url}"))
     front = uvicorn.Server(uvicorn.Config(app, log_config=None))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=front.run, kwargs={"sockets": [listener]})
@@ -160,12 +172,11 @@ def test_refusals_are_the_errors_of_the_package(user: openai.OpenAI) -> None:
         ask(stranger, "pirate")
     with pytest.raises(openai.NotFoundError, match="no model 'parrot'"):
         ask(user, "parrot")
-    with pytest.raises(openai.BadRequestError, match="n 2 is not supported with stream"):
-        ask(user, "pirate", n=2, stream=True)
+    with pytest.raises(openai.BadRequestError, match="maximum context length is 8192 tokens") as too_long:
+        ask(user, "pirate", extra_body={"messages": [{"role": "user", "content": "sea " * 9000}]})
+    assert too_long.value.code == "context_length_exceeded"
     with pytest.raises(openai.BadRequestError, match="embedding_bias has the token 999999999"):
         ask(user, "pirate", logit_bias={"999999999": 1})
-    with pytest.raises(openai.BadRequestError, match="no place for tools"):
-        ask(user, "pirate", tools=[{"type": "function", "function": {"name": "sky"}}])
 
 
 def test_clients_that_hang_up_free_their_places(user: openai.OpenAI, client: Client) -> None:
@@ -180,3 +191,304 @@ def test_clients_that_hang_up_free_their_places(user: openai.OpenAI, client: Cli
         stream.close()
 
     assert client.generate("The sea is", max_tokens=2, timeout_s=60).text
+
+
+SKY: Any = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather in a city.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}, "unit": {"enum": ["C", "F"]}},
+            "required": ["city", "unit"],
+            "additionalProperties": False,
+        },
+    },
+}
+STOP: Any = {
+    "type": "function",
+    "function": {
+        "name": "stop",
+        "parameters": {
+            "type": "object",
+            "properties": {"when": {"$ref": "#/$defs/when"}},
+            "required": ["when"],
+            "additionalProperties": False,
+            "$defs": {"when": {"enum": ["now", "later"]}},
+        },
+    },
+}
+RAIN: Any = [{"role": "user", "content": "What is the weather in Paris, in C?"}]
+
+
+def arguments_fit(call: Any) -> bool:
+    """Whether a call has what its function takes."""
+    schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in (SKY, STOP)}
+    jsonschema.validate(json.loads(call.function.arguments), schemas[call.function.name])
+    return True
+
+
+@pytest.mark.parametrize("model", ["base", "pirate"])
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
+def test_a_forced_call_fits_its_function_streamed_and_not(user: openai.OpenAI, model: str, choice: Any) -> None:
+    """The template of the default model has no place for tools: it gets them in the system message."""
+    options: Any = {
+        "model": model,
+        "messages": RAIN,
+        "tools": [STOP, SKY],
+        "tool_choice": choice,
+        "parallel_tool_calls": False,
+        "max_tokens": 60,
+        "temperature": 0,
+    }
+    whole = user.chat.completions.create(**options).choices[0]
+    with user.chat.completions.stream(**options) as stream:
+        stream.until_done()
+        streamed = stream.get_final_completion().choices[0]
+
+    assert whole.finish_reason == streamed.finish_reason == "tool_calls"
+    assert whole.message.tool_calls is not None
+    assert streamed.message.tool_calls is not None
+    (call,), (again,) = whole.message.tool_calls, streamed.message.tool_calls
+    assert arguments_fit(call)
+    assert call.model_dump()["function"].items() <= again.model_dump()["function"].items()
+    if choice != "required":
+        assert call.model_dump()["function"]["name"] == "get_weather"
+
+
+def test_a_conversation_with_calls_goes_on(user: openai.OpenAI) -> None:
+    call = {
+        "id": "abcdefghi",
+        "type": "function",
+        "function": {"name": "get_weather", "arguments": '{"city": "Paris"}'},
+    }
+    messages: Any = [
+        *RAIN,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "abcdefghi", "content": "18 degrees, sunny"},
+    ]
+    answer = user.chat.completions.create(model="base", messages=messages, tools=[SKY], max_tokens=24, temperature=0)
+    assert answer.choices[0].message.content
+    assert not answer.choices[0].message.tool_calls
+
+
+def test_calls_that_a_model_writes_by_itself_are_taken_out_of_its_text(user: openai.OpenAI) -> None:
+    """The guide stands for a model that was trained to: this one is too small to call anything."""
+    text = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris", "unit": "C"}}\n</tool_call>'
+    options: Any = {"model": "base", "messages": RAIN, "tools": [SKY], "temperature": 0}
+    options |= {"extra_body": {"guided_choice": [text]}}
+    whole = user.chat.completions.create(**options).choices[0]
+    pieces = [piece.choices[0] for piece in user.chat.completions.create(**options, stream=True)]
+    calls = [call for piece in pieces for call in piece.delta.tool_calls or []]
+
+    assert whole.finish_reason == pieces[-1].finish_reason == "tool_calls"
+    assert whole.message.content is None
+    assert whole.message.tool_calls is not None
+    assert whole.message.tool_calls[0].model_dump()["function"] == {
+        "name": "get_weather",
+        "arguments": '{"city": "Paris", "unit": "C"}',
+    }
+    assert calls[0].function.name == "get_weather"
+    assert len(calls) > 3
+    assert "".join(call.function.arguments or "" for call in calls) == '{"city": "Paris", "unit": "C"}'
+
+
+def test_an_answer_follows_its_schema_or_is_a_call(user: openai.OpenAI) -> None:
+    schema = {"type": "object", "properties": {"sunny": {"type": "boolean"}}, "required": ["sunny"]}
+    answer = user.chat.completions.create(
+        model="base",
+        messages=RAIN,
+        tools=[SKY],
+        max_tokens=60,
+        temperature=0,
+        response_format={
+            "type": "json_schema",
+            "json_schema": {"name": "weather", "schema": schema | {"additionalProperties": False}},
+        },
+    ).choices[0]
+    if answer.message.tool_calls:
+        assert all(map(arguments_fit, answer.message.tool_calls))
+    else:
+        jsonschema.validate(json.loads(answer.message.content or ""), schema)
+
+
+def test_guides_of_vllm_are_followed(user: openai.OpenAI) -> None:
+    def ask(**guide: Any) -> str | None:
+        answer = user.chat.completions.create(
+            model="base", messages=RAIN, max_tokens=20, temperature=0, extra_body=guide
+        )
+        return answer.choices[0].message.content
+
+    assert ask(guided_choice=["sun", 'rain "or" snow']) in ("sun", 'rain "or" snow')
+    assert re.fullmatch("[0-9]{2} C", ask(guided_regex="[0-9]{2} C") or "")
+    assert ask(structured_outputs={"grammar": 'start: "a" "b"'}) == "ab"
+    assert json.loads(ask(guided_json={"type": "object", "properties": {}, "additionalProperties": False}) or "") == {}
+
+
+@pytest.fixture(scope="module")
+def reference(default_model_dir: Path) -> PeftModel:
+    """The default model by transformers, with the adapter by PEFT."""
+    base = AutoModelForCausalLM.from_pretrained(default_model_dir, dtype=torch.float32)
+    return PeftModel.from_pretrained(base, REPOSITORY / "adapters" / "pirate").eval()
+
+
+def log_likelihoods(reference: PeftModel, model: str, token_ids: list[int]) -> list[float]:
+    """Of each token but the first, given those before it."""
+    with torch.no_grad(), nullcontext() if model == "pirate" else reference.disable_adapter():
+        logits = reference(torch.tensor([token_ids])).logits[0, :-1]
+    log_probs = logits.log_softmax(-1)
+    return [float(log_probs[i, token_id]) for i, token_id in enumerate(token_ids[1:])]
+
+
+@pytest.mark.parametrize("model", ["base", "pirate"])
+@pytest.mark.parametrize("max_tokens", [0, 1])
+def test_log_likelihoods_of_prompts_are_those_of_transformers(
+    user: openai.OpenAI, reference: PeftModel, vocabulary: tokenizers.Tokenizer, model: str, max_tokens: int
+) -> None:
+    """As evaluations ask: prompts of token ids, with an echo, and places that are counted from their lengths."""
+    texts = ["The sea is blue.", "Bees make honey, and café.", "One " * 150]
+    prompts = [[0, *vocabulary.encode(text, add_special_tokens=False).ids] for text in texts]
+    choices = user.completions.create(
+        model=model, prompt=prompts, max_tokens=max_tokens, echo=True, logprobs=1, temperature=0, seed=1
+    ).choices
+
+    assert [choice.index for choice in choices] == [0, 1, 2]
+    for choice, prompt in zip(choices, prompts, strict=True):
+        told = choice.logprobs
+        assert told is not None
+        assert told.token_logprobs is not None
+        assert told.tokens is not None
+        assert told.top_logprobs is not None
+        assert len(told.tokens) == len(told.token_logprobs) == len(told.top_logprobs) == len(prompt) + max_tokens
+        assert told.token_logprobs[0] is None
+        assert told.token_logprobs[1 : len(prompt)] == pytest.approx(
+            log_likelihoods(reference, model, prompt), abs=1e-3
+        )
+        for token, log_prob, top in list(zip(told.tokens, told.token_logprobs, told.top_logprobs, strict=True))[1:]:
+            assert top[token] == log_prob
+            assert max(top.values()) >= log_prob
+
+
+def test_an_end_token_has_its_place_in_an_echo(
+    user: openai.OpenAI, vocabulary: tokenizers.Tokenizer, client: Client
+) -> None:
+    """An answer of nothing but the end, which has no text, is a token all the same."""
+    end = vocabulary.token_to_id("<|im_end|>")
+    bias = {str(end): 100}
+    told = user.completions.create(
+        model="base", prompt="The sea", max_tokens=1, echo=True, logprobs=1, temperature=0, logit_bias=bias
+    ).choices[0]
+
+    assert (told.text, told.finish_reason) == ("The sea", "stop")
+    assert told.logprobs is not None
+    assert told.logprobs.tokens is not None
+    assert len(told.logprobs.tokens) == len(client.tokenize("The sea")) + 1
+
+
+def test_several_prompts_are_answered_as_each_by_itself(user: openai.OpenAI, client: Client) -> None:
+    prompts = ["The sea is", "Bees make", "1 2 3"]
+    alone = [client.generate(prompt, max_tokens=6).text for prompt in prompts]
+    together = user.completions.create(model="base", prompt=prompts, max_tokens=6, temperature=0)
+    echoed = user.completions.create(model="base", prompt=prompts, max_tokens=6, temperature=0, echo=True, stream=True)
+    streamed = dict.fromkeys(range(3), "")
+    for piece in echoed:
+        streamed[piece.choices[0].index] += piece.choices[0].text
+
+    assert [choice.text for choice in together.choices] == alone
+    assert list(streamed.values()) == [prompt + text for prompt, text in zip(prompts, alone, strict=True)]
+    assert together.usage is not None
+    assert together.usage.completion_tokens == 18
+
+
+def test_several_choices_are_streamed(user: openai.OpenAI) -> None:
+    options: Any = {"model": "pirate", "messages": QUESTION, "max_tokens": 12, "n": 3, "seed": 7, "temperature": 1}
+    whole = user.chat.completions.create(**options)
+    texts = dict.fromkeys(range(3), "")
+    reasons = {}
+    *pieces, last = user.chat.completions.create(**options, stream=True, stream_options={"include_usage": True})
+    for piece in pieces:
+        (choice,) = piece.choices
+        texts[choice.index] += choice.delta.content or ""
+        reasons[choice.index] = choice.finish_reason
+
+    assert texts == {choice.index: choice.message.content for choice in whole.choices}
+    assert reasons == {choice.index: choice.finish_reason for choice in whole.choices}
+    assert len(set(texts.values())) > 1
+    assert last.usage is not None
+    assert whole.usage is not None
+    assert last.usage.completion_tokens == whole.usage.completion_tokens
+
+
+def test_responses_say_what_chats_say(user: openai.OpenAI) -> None:
+    chat = user.chat.completions.create(model="pirate", messages=QUESTION, max_tokens=16, temperature=0)
+    options: Any = {"model": "pirate", "input": QUESTION, "max_output_tokens": 16, "temperature": 0}
+    whole = user.responses.create(**options)
+    with user.responses.stream(**options) as events:
+        events.until_done()
+        streamed = events.get_final_response()
+
+    assert whole.output_text == streamed.output_text == chat.choices[0].message.content
+    assert chat.usage is not None
+    assert whole.usage is not None
+    assert whole.usage.output_tokens == chat.usage.completion_tokens
+    tool: Any = {"type": "function", **SKY["function"]}
+    (call,) = user.responses.create(
+        model="base", input=RAIN, tools=[tool], tool_choice="required", parallel_tool_calls=False, max_output_tokens=60
+    ).output
+    assert call.type == "function_call"
+    jsonschema.validate(json.loads(call.arguments), SKY["function"]["parameters"])
+
+
+def test_what_is_cached_of_a_prompt_is_told(user: openai.OpenAI) -> None:
+    prompt = "The quick brown fox jumps over the lazy dog. " * 10
+    for _ in range(2):
+        usage = user.completions.create(model="base", prompt=prompt, max_tokens=1, temperature=0).usage
+    assert usage is not None
+    assert usage.prompt_tokens_details is not None
+    assert usage.prompt_tokens_details.cached_tokens is not None
+    assert usage.prompt_tokens // 2 < usage.prompt_tokens_details.cached_tokens < usage.prompt_tokens
+
+
+def test_the_tokenizer_is_the_models(user: openai.OpenAI, vocabulary: tokenizers.Tokenizer) -> None:
+    root = user.with_options(base_url=str(user.base_url).removesuffix("/v1/"))
+    text = "Bees make honey 🐝"
+    told: Any = root.post("/tokenize", body={"model": "pirate", "prompt": text}, cast_to=object)
+
+    assert told["tokens"] == vocabulary.encode(text).ids
+    assert (told["count"], told["max_model_len"]) == (len(told["tokens"]), 8192)
+    back: Any = root.post("/detokenize", body={"model": "pirate", "tokens": told["tokens"]}, cast_to=object)
+    assert back == {"prompt": text}
+    (usage := user.chat.completions.create(model="base", messages=QUESTION, max_tokens=1).usage)
+    chat: Any = root.post("/tokenize", body={"model": "base", "messages": QUESTION}, cast_to=object)
+    assert usage is not None
+    assert chat["count"] == usage.prompt_tokens
+
+
+def test_an_adapter_of_the_servers_sources_becomes_a_model(user: openai.OpenAI, server: ServerProcess) -> None:
+    def load(path: Path) -> None:
+        user.post("/load_lora_adapter", body={"lora_name": "cheerful", "lora_path": str(path)}, cast_to=str)
+
+    def ask(model: str) -> str | None:
+        answer = user.chat.completions.create(model=model, messages=QUESTION, max_tokens=16, temperature=0)
+        return answer.choices[0].message.content
+
+    with pytest.raises(openai.BadRequestError):
+        load(Path("/etc"))
+    load(REPOSITORY / "adapters" / "emoji")
+    with Client(f"grpc://{server.grpc_url}") as client:
+        emoji = load_adapter(REPOSITORY / "adapters" / "emoji")
+        expected = client.generate(messages=QUESTION, adapter=emoji, max_tokens=16).text
+    assert ask("cheerful") == expected != ask("base")
+    user.post("/unload_lora_adapter", body={"lora_name": "cheerful"}, cast_to=str)
+    with pytest.raises(openai.NotFoundError):
+        ask("cheerful")
+
+
+def test_the_server_behind_is_seen_from_the_front(user: openai.OpenAI) -> None:
+    root = str(user.base_url).removesuffix("/v1/")
+    assert httpx2.get(f"{root}/health").status_code == 200
+    assert httpx2.head(f"{root}/v1/models", headers={"Authorization": "Bearer all"}).status_code == 200
+    assert {model.model_dump()["max_model_len"] for model in user.models.list()} == {8192}
+    metrics = httpx2.get(f"{root}/metrics", headers={"Authorization": "Bearer all"}).text
+    assert 'multilora_openai_requests_total{route="/health",status="200"}' in metrics

@@ -48,7 +48,7 @@ class Rights:
     @property
     def runs_the_server(self) -> bool:
         """Whether it may look after the adapters of all."""
-        return self.caller is None or (self.caller.entry.operate and not self.caller.tenant)
+        return self.caller is None or self.caller.runs_the_server
 
     def adapter_tenant(self, lora_task_id: int | None, lora_name: str) -> str:
         """Whose adapter a request means, empty for the server's own; None is the base model.

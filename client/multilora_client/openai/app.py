@@ -52,7 +52,7 @@ def make_app(
     app.add_middleware(MeasuredRequests, metrics=metrics)
     for routes in (adapters, generation, models, service, tokenization):
         app.include_router(routes.router)
-    for error in (Failure, MultiloraClientError, RequestValidationError, HTTPException, Exception):
+    for error in (Failure, MultiloraClientError, RequestValidationError, HTTPException, RecursionError, Exception):
         app.add_exception_handler(error, _answer_failure)
     return app
 
@@ -76,5 +76,7 @@ def _failure(request: Request, error: Exception) -> Failure:
             return wrong_method(request, error.headers)
         case HTTPException():
             return Failure(error.status_code, error.detail, "invalid_request")
+        case RecursionError():
+            return Failure(400, "the body is nested too deeply", "invalid_value")
         case _:
             return Failure(500, "internal error; the log says more", "internal")

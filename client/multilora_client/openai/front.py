@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, TypedDict
 
 from fastapi import Depends, Request
@@ -22,6 +22,18 @@ class Front:
     settings: FrontSettings
     metrics: FrontMetrics
     started_s: int
+    _clients: dict[str, AsyncClient] = field(default_factory=dict, init=False)
+
+    def client_of(self, access: Access) -> AsyncClient:
+        """The client that asks the server for a caller: with its key, if the server has keys, too.
+
+        One for each key, since what a client knows of the server's adapters is true for its key alone.
+        """
+        if access.caller is None or not access.key:
+            return self.client
+        if access.caller.id not in self._clients:
+            self._clients[access.caller.id] = self.client.with_api_key(access.key)
+        return self._clients[access.caller.id]
 
 
 class State(TypedDict):
@@ -39,7 +51,7 @@ def access_of(request: Request) -> Access:
 
 
 def operator_of(request: Request) -> Access:
-    """Raises Failure (401, 403) for a caller who may not use every model."""
+    """Raises Failure (401, 403) for a caller who does not run the server."""
     access = access_of(request)
     access.check_operator()
     return access

@@ -68,7 +68,7 @@ class ChatReply(Reply):
         return body
 
     def _choice(self, prompt_index: int) -> Choice:
-        return ChatChoice(self._chat, self._chat.tool_use.parser(self._tool_format, bool(self._chat.guide())))
+        return ChatChoice(self._chat, self._chat.parser(self._tool_format))
 
     def _body(self, object_name: str, choices: list[dict[str, Any]], answer: Answer) -> dict[str, Any]:
         body = super()._body(object_name, choices, answer)

@@ -25,8 +25,7 @@ class ResponsesReply:
         """tool_format: how the model writes calls unless it is guided; None to leave them in the text."""
         self.usage = Usage()
         self._request = request
-        chat = request.chat()
-        self._parser = chat.tool_use.parser(tool_format, bool(chat.guide()))
+        self._parser = request.chat().parser(tool_format)
         self._items = OutputItems(request_id)
         self._head = {"id": f"resp_{request_id}", "object": "response", "created_at": int(time.time())}
 

@@ -9,7 +9,7 @@ import httpx2
 from fastapi import APIRouter, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 
-from multilora_client.errors import MultiloraClientError
+from multilora_client.errors import MultiloraClientError, Unauthenticated
 from multilora_client.openai.errors import Failure
 from multilora_client.openai.front import Front, Operator, TheFront
 from multilora_client.openai.routes.reading import reads
@@ -26,6 +26,8 @@ async def tell_health(front: TheFront) -> Response:
     """Whether the server behind answers; says nothing beside its status."""
     try:
         await asyncio.wait_for(front.client.describe_model(), _PATIENCE_S)
+    except Unauthenticated:
+        """It has API keys, and this front none of its own: an answer all the same."""
     except (MultiloraClientError, TimeoutError):
         raise Failure(503, "the server behind does not answer", "unavailable") from None
     return Response()

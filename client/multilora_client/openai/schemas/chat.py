@@ -19,6 +19,8 @@ from multilora_client.openai.schemas.sampling import (
     prompt_log_probs,
 )
 from multilora_client.openai.schemas.tools import CallOfMessage, NamedChoice, ToolMode, Tools, tool_use
+from multilora_client.openai.tools.calls import AnswerParser
+from multilora_client.openai.tools.formats import ToolFormat
 from multilora_client.openai.tools.prompt import tell_tools
 from multilora_client.openai.tools.use import ToolUse
 
@@ -122,9 +124,16 @@ class ChatRequest(Sampling):
     def tool_use(self) -> ToolUse:
         return tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
 
+    def parser(self, tool_format: ToolFormat | None) -> AnswerParser:
+        """Of one answer. tool_format: how the model writes calls by itself; None to leave them in the text."""
+        return self.tool_use.parser(tool_format, self._answer_guide())
+
     def guide(self) -> GenerateOptions:
         """Of the text, be it calls or an answer."""
-        return self.tool_use.guide(single_guide({"response_format": self.response_format.guide(), **self.guides()}))
+        return self.tool_use.guide(self._answer_guide())
+
+    def _answer_guide(self) -> GenerateOptions:
+        return single_guide({"response_format": self.response_format.guide(), **self.guides()})
 
     def questions(self) -> list[Question]:
         """The one question."""

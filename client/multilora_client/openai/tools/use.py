@@ -44,11 +44,14 @@ class ToolUse:
             case _:
                 return answer
 
-    def parser(self, tool_format: ToolFormat | None, is_guided: bool) -> AnswerParser:
-        """Of one answer. tool_format: of an unguided one, None to leave calls in the text."""
+    def parser(self, tool_format: ToolFormat | None, answer: GenerateOptions) -> AnswerParser:
+        """Of one answer. tool_format: of one whose calls are not guided, None to leave them in the text.
+
+        answer: the guide of an answer without calls.
+        """
         if self.mode == "named":
             return NamedCall(self.name)
-        if self.mode == "required" or (self.mode == "auto" and is_guided):
+        if self.mode == "required" or (self.mode == "auto" and _schema_of(answer) is not None):
             return ToolParser(GUIDED_CALLS, self.functions, self.max_calls)
         if self.mode == "none" or tool_format is None:
             return PlainText()
