@@ -18,6 +18,7 @@ import pytest
 import tokenizers
 import torch
 import uvicorn
+from openai.types.responses import ResponseCompletedEvent, ResponseIncompleteEvent
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
@@ -28,6 +29,12 @@ from multilora_engine.tritonserver import ServerProcess
 
 REPOSITORY = Path(__file__).parents[2]
 QUESTION: Any = [{"role": "user", "content": "Who are you?"}]
+LONG_TEXT = (
+    "Honey bees live in large families. In summer there are tens of thousands of them in one hive, nearly all of them "
+    "sisters. Some fetch nectar and pollen from the flowers around, others build combs of wax, feed the larvae, or keep "
+    "the door. When a bee has found a meadow in bloom, she dances for the others, and her dance tells them how far it is "
+    "and in which direction. In winter they sit close together, eat what they have stored, and keep their queen warm."
+)
 KEYS = {"all": frozenset({"*"}), "pirates": frozenset({"pirate"})}
 
 
@@ -347,7 +354,7 @@ def test_log_likelihoods_of_prompts_are_those_of_transformers(
     user: openai.OpenAI, reference: PeftModel, vocabulary: tokenizers.Tokenizer, model: str, max_tokens: int
 ) -> None:
     """As evaluations ask: prompts of token ids, with an echo, and places that are counted from their lengths."""
-    texts = ["The sea is blue.", "Bees make honey, and café.", "One " * 150]
+    texts = ["The sea is blue.", "Bees make honey, and café.", LONG_TEXT]
     prompts = [[0, *vocabulary.encode(text, add_special_tokens=False).ids] for text in texts]
     choices = user.completions.create(
         model=model, prompt=prompts, max_tokens=max_tokens, echo=True, logprobs=1, temperature=0, seed=1
@@ -424,11 +431,11 @@ def test_responses_say_what_chats_say(user: openai.OpenAI) -> None:
     chat = user.chat.completions.create(model="pirate", messages=QUESTION, max_tokens=16, temperature=0)
     options: Any = {"model": "pirate", "input": QUESTION, "max_output_tokens": 16, "temperature": 0}
     whole = user.responses.create(**options)
-    with user.responses.stream(**options) as events:
-        events.until_done()
-        streamed = events.get_final_response()
+    *_, last = user.responses.create(**options, stream=True)
 
-    assert whole.output_text == streamed.output_text == chat.choices[0].message.content
+    assert isinstance(last, ResponseCompletedEvent | ResponseIncompleteEvent)
+    assert whole.output_text == last.response.output_text == chat.choices[0].message.content
+    assert last.response.status == whole.status
     assert chat.usage is not None
     assert whole.usage is not None
     assert whole.usage.output_tokens == chat.usage.completion_tokens

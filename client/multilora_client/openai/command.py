@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from multilora_client.client import DEFAULT_URL, AsyncClient, Client
+from multilora_client.client import DEFAULT_URL, AsyncClient
 from multilora_client.console import one_line_errors
 from multilora_client.errors import InvalidRequest, MultiloraClientError, Unavailable, Unsupported
 from multilora_client.openai.settings import (
@@ -24,6 +25,9 @@ from multilora_client.tls import Tls
 
 if TYPE_CHECKING:
     from multilora_client.openai.catalogue import Catalogue
+
+_PATIENCE_S = 3.0
+"""With a server that says nothing, at the start."""
 
 _EXTRA = ("fastapi", "prometheus_client", "uvicorn")
 
@@ -157,14 +161,18 @@ def _address(listener: socket.socket) -> str:
 
 
 def _tell_unreachable(server: str, tls: Tls | None) -> None:
-    """Say that nobody answers at the server's address; the front starts all the same, since a server may come later."""
-    with Client(server, tls=tls) as client:
-        try:
-            client.describe_model()
-        except Unavailable as error:
-            typer.echo(f"warning: {error}; until a server answers at {server}, requests get status 503", err=True)
-        except MultiloraClientError as error:
-            typer.echo(f"warning: the server at {server} answers with [{error.code}] {error}", err=True)
+    """Say when nobody answers at the server's address; the front starts all the same, since a server may come later."""
+    try:
+        asyncio.run(asyncio.wait_for(_describe(server, tls), _PATIENCE_S))
+    except (TimeoutError, Unavailable):
+        typer.echo(f"warning: no server answers at {server}; until one does, requests get status 503", err=True)
+    except MultiloraClientError as error:
+        typer.echo(f"warning: the server at {server} answers with [{error.code}] {error}", err=True)
+
+
+async def _describe(server: str, tls: Tls | None) -> None:
+    async with AsyncClient(server, tls=tls) as client:
+        await client.describe_model()
 
 
 def _check_extra() -> None:

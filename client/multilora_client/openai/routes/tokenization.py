@@ -15,8 +15,8 @@ router = APIRouter()
 @router.post("/tokenize")
 async def tokenize(body: TokenizeRequest, caller: Caller, front: TheFront) -> dict[str, Any]:
     caller.model(body.model or front.catalogue.base)
+    model = await front.describe_model(caller)
     client = front.client_of(caller)
-    model = await client.describe_model()
     token_ids = await client.tokenize(body.prompt, add_special_tokens=body.special_tokens, **body.chat())
     return {"count": len(token_ids), "max_model_len": model.max_model_len, "tokens": token_ids, "token_strs": None}
 
