@@ -21,7 +21,7 @@ _PARTS: list[tuple[str, Any, str]] = [
     ("scheduling", Scheduler, "schedule"),
     ("batch", model_runner.ModelRunner, "build_batch"),
     ("linears", layers.LoRALinear, "forward"),
-    ("linears", llama.LlamaModel, "_logits"),
+    ("linears", llama.LlamaModel, "logits"),
     ("attention", llama, "attention_plan"),
     ("attention", llama, "attend"),
     ("norms, rotary, activation", llama.LlamaModel, "forward"),

@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from multilora_engine.models.model_config import read_model_config
 from multilora_engine.tritonserver import ServerProcess
+from multilora_engine.tritonserver.upstream_models import UpstreamModels
 
 _PARAMETERS = {
     "num_threads": "1",
@@ -26,11 +27,11 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_m
 
 
 @contextmanager
-def tiny_server() -> Iterator[tuple[ServerProcess, Path]]:
+def tiny_server(upstream_models: UpstreamModels = UpstreamModels.NONE) -> Iterator[tuple[ServerProcess, Path]]:
     """A server that is ready, on free ports, and its model's directory."""
     with tempfile.TemporaryDirectory() as directory:
         model = save_tiny_model(Path(directory))
-        with started_server(model, **_PARAMETERS) as server:
+        with started_server(model, upstream_models=upstream_models, **_PARAMETERS) as server:
             yield server, model
 
 

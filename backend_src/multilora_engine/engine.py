@@ -304,7 +304,7 @@ class Engine:
 
     def check_integrity(self) -> None:
         """Every table agrees with every other. For tests, after every step."""
-        self._scheduler.check_integrity()
+        self._scheduler.check_integrity(self._guide_queue)
         self._remote.check_integrity()
         num_parked = sum(map(len, self._parked.values()))
         num_parked += len(self._guide_queue)

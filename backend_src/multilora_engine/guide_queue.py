@@ -61,6 +61,10 @@ class GuideQueue:
         """How many sequences wait."""
         return len(self._jobs)
 
+    def __iter__(self) -> Iterator[Sequence]:
+        """Those that wait."""
+        return iter(self._jobs)
+
     def add(self, sequence: Sequence, guide: Guide, end_tokens: tuple[int, ...]) -> None:
         """Let a sequence wait for its matcher, which `poll` gives, until `give_up`."""
         arrival, deadline_s = next(self._arrivals), time.monotonic() + self._timeout_s

@@ -119,9 +119,10 @@ def _most_probable(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _probe(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """The logits of the chosen tokens, and of a few that are the same in all rows, [rows, 4]."""
-    others = [logits.shape[1] * quarter // 4 for quarter in (1, 2, 3)]
-    return torch.cat([logits.gather(1, token_ids.unsqueeze(1)), logits[:, others]], dim=1)
+    """The logits of the chosen tokens, and of a few far from them, [rows, 1 + some]."""
+    vocab = logits.shape[1]
+    distances = torch.arange(0, vocab, max(1, vocab // 4), device=logits.device)
+    return logits.gather(1, (token_ids.unsqueeze(1) + distances) % vocab)
 
 
 def _overflown(probes: NDArray[np.float32]) -> set[int]:
@@ -130,7 +131,9 @@ def _overflown(probes: NDArray[np.float32]) -> set[int]:
     A NaN counts as the largest logit, so it is chosen. Where the squares in the last norm overflow, but not what is
     squared, the norm makes zeros of everything; no logits of a model are by chance.
     """
-    is_wrong = ~np.isfinite(probes[:, 0]) | ~probes.any(axis=1)
+    if np.isfinite(chosen := probes[:, 0]).all() and chosen.all():
+        return set()
+    is_wrong = ~np.isfinite(chosen) | ~probes.any(axis=1)
     return set(np.flatnonzero(is_wrong).tolist())
 
 

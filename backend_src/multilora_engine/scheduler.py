@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Set
+from collections.abc import Iterable, Set
 
 import msgspec
 
@@ -193,14 +193,17 @@ class Scheduler:
         if sequence.adapter is not None:
             self._loras.unpin(sequence.adapter)
 
-    def check_integrity(self) -> None:
-        """Blocks, statuses and pins agree with the queues. For tests, after every step."""
+    def check_integrity(self, others: Iterable[Sequence] = ()) -> None:
+        """Blocks, statuses and pins agree with the queues. For tests, after every step.
+
+        others: sequences that have come this far with their pins and are not here yet.
+        """
         self._blocks.check_integrity(beam for sequence in self._running for beam in sequence.beams)
         self._queue.check_integrity(self._running)
         assert all(s.status is SequenceStatus.RUNNING for s in self._running)
         assert self._running == sorted(self._running, key=_priority)
         assert self._num_free_places >= 0
-        pinned = [s for s in [*self._running, *self._queue] if s.adapter is not None]
+        pinned = [s for s in [*self._running, *self._queue, *others] if s.adapter is not None]
         assert self._loras.num_pins == len(pinned), "a pin is lost or left behind"
         self._loras.check_integrity()
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -55,6 +56,7 @@ MEAN_NOTHING_ALONE = {
     *("length_penalty", "early_stopping", "beam_search_diversity_rate"),
 }
 
+Arrival = tuple[int, int, int | None, dict[str, Any], int | None]
 ARRIVAL = st.tuples(
     st.integers(1, 40),
     st.integers(0, 12),
@@ -97,7 +99,7 @@ def ahead(tmp_path_factory: pytest.TempPathFactory, default_model_dir: Path) -> 
     return engine
 
 
-def request(name: str, arrival: tuple[int, int, int | None, dict[str, Any], int | None]) -> GenerationRequest:
+def request(name: str, arrival: Arrival) -> GenerationRequest:
     num_tokens, max_tokens, task, sampling, _ = arrival
     prompt = [(3 * i) % 7 if i < 16 else (num_tokens * i) % VOCAB_SIZE for i in range(num_tokens)]
     least = 1 if "beam_width" in sampling else 0
@@ -134,17 +136,20 @@ def test_every_parameter_is_known_to_be_read_at_once_or_later() -> None:
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(arrivals=st.lists(ARRIVAL, min_size=1, max_size=12), seed=st.integers(0, 1 << 30))
+@given(arrivals=st.lists(st.tuples(ARRIVAL, st.integers(1, 3)), min_size=1, max_size=8), seed=st.integers(0, 1 << 30))
 def test_the_answers_are_those_of_steps_that_wait_for_each_other(
-    plain: Engine, ahead: Engine, arrivals: list[tuple[int, int, int | None, dict[str, Any], int | None]], seed: int
+    plain: Engine, ahead: Engine, arrivals: list[tuple[Arrival, int]], seed: int
 ) -> None:
-    requests = {}
-    for i, arrival in enumerate(arrivals):
-        one = request(f"r{i}", arrival)
-        token_ids = run_all(plain, [one])[one.request_id].token_ids
+    """Each arrival is of so many equal requests, as a client's are that wants several answers."""
+    requests, alone = {}, {}
+    for i, (arrival, num_sequences) in enumerate(arrivals):
+        one = request("alone", arrival)
+        token_ids = run_all(plain, [one])["alone"].token_ids
         end = arrival[-1]
-        requests[one.request_id] = one if end is None or end >= len(token_ids) else ended_by(one, token_ids[end])
-    alone = {name: run_all(plain, [one])[name] for name, one in requests.items()}
+        one = one if end is None or end >= len(token_ids) else ended_by(one, token_ids[end])
+        answer = run_all(plain, [one])["alone"]
+        for name in (f"r{i} {sequence}" for sequence in range(num_sequences)):
+            requests[name], alone[name] = msgspec.structs.replace(one, request_id=name), answer
     expected = {name: told(answer) for name, answer in alone.items()}
 
     rng, waiting, answers = Random(seed), list(requests.values()), {name: Answer() for name in requests}

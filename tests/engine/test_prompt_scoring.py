@@ -17,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from multilora_engine import prompt_scoring
 from multilora_engine.config import EngineConfig, LoRAConfig
 from multilora_engine.engine import Engine
+from multilora_engine.forward_batch import ForwardBatch
 from multilora_engine.models.llama import LlamaModel
 from multilora_engine.prompt_log_probs import row_type
 from multilora_engine.request import GenerationRequest, SamplingParams
@@ -208,6 +209,32 @@ def test_the_logits_of_many_tokens_never_exist_at_once(
     run_all(engine, requests)
     assert sum(num_rows) == 3 * 129
     assert max(num_rows) <= prompt_scoring._ROWS_AT_ONCE
+
+
+class RecordingGraphs:
+    """Serve every step, as far as they are concerned, and note the positions of those they get."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.positions: list[int] = []
+        self._runner = engine._runner
+
+    def serves(self, batch: ForwardBatch) -> bool:
+        return True
+
+    def run(self, batch: ForwardBatch) -> torch.Tensor:
+        self.positions += batch.positions.tolist()
+        return self._runner._model.forward(batch, self._runner._kv_cache)
+
+
+def test_graphs_which_give_logits_only_are_passed_by_where_more_is_wanted(
+    oracle: Oracle, default_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(oracle, default_model_dir, max_num_batched_tokens=1, max_num_seqs=1)
+    graphs = RecordingGraphs(engine)
+    monkeypatch.setattr(engine._runner, "_graphs", graphs)
+    request = scoring("r", prompt_of(6, seed=1), 0, 3, max_tokens=3)
+    assert_as_transformers(oracle, request, run_all(engine, [request])["r"])
+    assert graphs.positions == [5, 6, 7]
 
 
 def test_they_change_no_token_of_an_answer(oracle: Oracle, default_model_dir: Path) -> None:

@@ -12,7 +12,7 @@ import subprocess
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -51,6 +51,12 @@ thread: memory that grows for hours. After 5,000 mixed requests to models of ten
 
 _POLL_S = 0.2
 _GRACE_S = 10.0
+_IDLE_EXIT_S = 10.0
+"""How long a server gets to end that has nothing in flight; it takes some 3 s."""
+
+_ENGINE_EXIT_S = 10.0
+"""What an engine gets, whose server has been killed, to write to disk what is in memory only."""
+
 _LAST_STEP_S = 0.5
 """What the last answers of the engine get to pass through postprocessing and out: no ensemble goes on after SIGTERM."""
 
@@ -223,15 +229,25 @@ class ServerProcess:
         """Let requests in flight end, then SIGTERM, then SIGKILL; returns the exit status. May be called again.
 
         New requests are refused from the first. All of it takes no longer than the exit timeout and a grace.
+
+        tritonserver (24.10) waits for every gRPC stream that a client has left open, though nothing is in flight in it,
+        until its exit timeout is over. Once the engine has ended all requests, that is waited for no longer.
         """
         deadline = time.monotonic() + self.options.exit_timeout_s + _GRACE_S
+        is_idle = False
         try:
-            self._drain()
+            is_idle = self._drain()
             self._process.terminate()
-            return self.wait(max(0.0, deadline - time.monotonic()))
+            left_s = max(0.0, deadline - time.monotonic())
+            return self.wait(min(left_s, _IDLE_EXIT_S) if is_idle else left_s)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            return self.wait()
+            status = self.wait()
+            if not is_idle:
+                return status
+            logger.info("tritonserver waited for streams without a request in flight, and was ended")
+            self._let_engine_end()
+            return 0
         finally:
             self._clean_up()
 
@@ -241,11 +257,24 @@ class ServerProcess:
         self.wait()
         self._clean_up()
 
-    def _drain(self) -> None:
+    def _drain(self) -> bool:
+        """Whether the engine has ended all that was in flight."""
+        is_drained = False
         for pid in marked_processes(self.token):
             if _runs(pid, ENGINE_MODULE):
-                drain_engine(pid, socket_path(self.pid), self.options.exit_timeout_s)
+                is_drained = drain_engine(pid, socket_path(self.pid), self.options.exit_timeout_s)
                 time.sleep(_LAST_STEP_S)
+        return is_drained
+
+    def _let_engine_end(self) -> None:
+        """Behind a killed server: it ends by itself once the process that started it is gone."""
+        engines = [pid for pid in marked_processes(self.token) if _runs(pid, ENGINE_MODULE)]
+        kill_marked_processes(self.token, spared=engines)
+        for pid in engines:
+            with contextlib.suppress(ProcessLookupError):
+                fd = os.pidfd_open(pid)
+                select.select([fd], [], [], _ENGINE_EXIT_S)
+                os.close(fd)
 
     def _prepare_repository(self) -> Path:
         repository = find_model_repository(self.options.model_repository)
@@ -352,9 +381,9 @@ def server_arguments(options: ServerOptions, addresses: Addresses, regions: Regi
     ]
 
 
-def kill_marked_processes(token: str) -> None:
-    """SIGKILL every process of the server of `token`."""
-    for pid in marked_processes(token):
+def kill_marked_processes(token: str, spared: Collection[int] = ()) -> None:
+    """SIGKILL every process of the server of `token` but those `spared`."""
+    for pid in set(marked_processes(token)).difference(spared):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
