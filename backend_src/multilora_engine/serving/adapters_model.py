@@ -65,6 +65,8 @@ def _grant_on_adapter(operation: LoadAdapter | UnloadAdapter | PinAdapter | Unpi
     tenant = rights.adapter_tenant(lora_task_id, name)
     if operation.tenant not in ("", tenant):
         raise PermissionDenied("this API key may not look after adapters of another tenant")
+    if isinstance(operation, LoadAdapter) and (operation.source or operation.path):
+        raise PermissionDenied("this API key may not say where an adapter comes from")
     if not tenant and not isinstance(operation, LoadAdapter):
         raise PermissionDenied(
             f"LoRA adapter {name or lora_task_id} is the server's own, which this API key may only load"
