@@ -20,9 +20,11 @@ import torch
 import uvicorn
 from openai.types.responses import ResponseCompletedEvent, ResponseIncompleteEvent
 from peft import PeftModel
+from support.api_keys import write_keys
 from transformers import AutoModelForCausalLM
 
 from multilora_client import ENSEMBLE, Adapter, AsyncClient, Client, load_adapter
+from multilora_client.keys import KeyRing
 from multilora_client.openai.app import make_app
 from multilora_client.openai.catalogue import Catalogue
 from multilora_engine.tritonserver import ServerProcess
@@ -35,12 +37,14 @@ LONG_TEXT = (
     "When a bee has found a meadow in bloom, she dances for the others, and her dance tells them how far it is. "
     "In winter they sit close together, eat what they have stored, and keep their queen warm."
 )
-KEYS = {"all": frozenset({"*"}), "pirates": frozenset({"pirate"})}
+ALL, PIRATES = "a key for all the models", "a key for pirates alone"
+KEYS = ({"key": ALL, "adapters": ["*"], "base_model": True, "operate": True}, {"key": PIRATES, "adapters": ["pirate"]})
 
 
 @pytest.fixture(scope="module")
-def front_url(server: ServerProcess, pirate: Adapter) -> Iterator[str]:
-    catalogue = Catalogue("base", {"pirate": pirate}, KEYS, allows_loading=True)
+def front_url(server: ServerProcess, pirate: Adapter, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    keys = KeyRing(write_keys(tmp_path_factory.mktemp("keys") / "keys.json", *KEYS))
+    catalogue = Catalogue("base", {"pirate": pirate}, keys, allows_loading=True)
     app = make_app(catalogue, lambda: AsyncClient(f"grpc://{server.grpc_url}"))
     front = uvicorn.Server(uvicorn.Config(app, log_config=None))
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -53,7 +57,7 @@ def front_url(server: ServerProcess, pirate: Adapter) -> Iterator[str]:
 
 @pytest.fixture
 def user(front_url: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=front_url, api_key="all", max_retries=0) as user:
+    with openai.OpenAI(base_url=front_url, api_key=ALL, max_retries=0) as user:
         yield user
 
 
@@ -170,7 +174,7 @@ def test_refusals_are_the_errors_of_the_package(user: openai.OpenAI) -> None:
     def ask(user: openai.OpenAI, model: str, **options: object) -> None:
         user.chat.completions.create(model=model, messages=QUESTION, max_tokens=4, **options)
 
-    pirates, stranger = user.with_options(api_key="pirates"), user.with_options(api_key="none")
+    pirates, stranger = user.with_options(api_key=PIRATES), user.with_options(api_key="none")
     assert [model.id for model in pirates.models.list()] == ["pirate"]
     ask(pirates, "pirate")
     with pytest.raises(openai.PermissionDeniedError):

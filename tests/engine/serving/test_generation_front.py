@@ -288,11 +288,13 @@ def test_the_clients_timeout_reaches_the_engine_in_seconds(front: GenerationFron
     assert engine.accepted[-1].timeout_s == 1.5
 
 
-def test_a_priority_is_of_its_row_and_0_without_one(front: GenerationFront, engine: FakeEngine) -> None:
+def test_a_priority_is_of_its_row_and_0_without_one_and_never_smaller(
+    front: GenerationFront, engine: FakeEngine
+) -> None:
     tensors = {"input_ids": [[5], [6]], "max_tokens": [[1], [1]]}
     ask(front, {**tensors, "priority": [[-3], [7]]})
     ask(front, tensors)
-    assert [request.priority for request in engine.accepted] == [-3, 7, 0, 0]
+    assert [request.priority for request in engine.accepted] == [0, 7, 0, 0]
 
 
 def test_without_an_engine_a_request_is_told_to_try_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ _PATIENCE_S = 5.0
 @router.post("/ping")
 async def tell_health(front: TheFront) -> Response:
     """Whether the server behind answers; says nothing beside its status."""
-    await front.describe_model()
+    await front.check_server()
     return Response()
 
 
