@@ -141,6 +141,30 @@ class EngineConfig(BaseModel):
     max_queue_size: Annotated[
         int, Field(ge=1, description="Requests that may wait; one more is refused with UNAVAILABLE.")
     ] = 4096
+    max_queue_share: Annotated[
+        float,
+        Field(
+            gt=0,
+            le=1,
+            description="Part of max_queue_size: so many requests of one tenant or named client may wait or run.",
+        ),
+    ] = 0.5
+    min_priority: Annotated[
+        int,
+        Field(ge=-(2**31), le=2**31 - 1, description="Requests that ask for a smaller `priority` get this one."),
+    ] = 0
+    api_keys_file: Annotated[
+        Path | None,
+        Field(description="JSON file of the API keys that requests need, see SECURITY.md. Empty: none is needed."),
+    ] = None
+    client_header_secret: Annotated[
+        str,
+        Field(description="What the proxy writes, and a space, before the name in `x-multilora-client`. Empty: none."),
+    ] = ""
+    stop_needs_sender: Annotated[
+        bool,
+        Field(description="Of a client without key and name, take only a `stop` by an id that the server gave."),
+    ] = False
     max_prompt_bytes: Annotated[
         ByteSize, Field(ge=1, description="Longest text or chat of one prompt; more is refused before tokenizing.")
     ] = ByteSize(4 << 20)

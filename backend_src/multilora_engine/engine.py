@@ -7,6 +7,7 @@ import itertools
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +17,7 @@ import torch
 
 from multilora_engine.beam_search import BeamSearch, Continuations, continue_beams
 from multilora_engine.config import EngineConfig
-from multilora_engine.engine_info import CallLimits, EngineInfo, read_version
+from multilora_engine.engine_info import CallLimits, ClientPolicy, EngineInfo, read_version
 from multilora_engine.engine_parts import (
     build_fetcher,
     build_lora_manager,
@@ -34,6 +35,7 @@ from multilora_engine.errors import (
     InternalError,
     InvalidRequest,
     QueueFull,
+    QueueShareFull,
     RequestError,
     TooMuchHostWork,
 )
@@ -42,11 +44,11 @@ from multilora_engine.guided import GuideCompiler, GuideMatcher
 from multilora_engine.host_work import HostWork, has_host_work
 from multilora_engine.kv_cache import BlockAllocator, BlockCopy
 from multilora_engine.logits import bias_tensors, end_tokens
-from multilora_engine.lora.event_log import EventLog
+from multilora_engine.lora.adapter_events import AdapterEvents
 from multilora_engine.lora.host_tier import CachedAdapter
 from multilora_engine.lora.layout import PackedAdapter, adapter_layout
-from multilora_engine.lora.life_cycle import AdapterEvent
 from multilora_engine.lora.manager import LoRAManager
+from multilora_engine.lora.names import TaskId, label_of
 from multilora_engine.lora.prefetch import prefetch_adapters
 from multilora_engine.lora.remote import Fetch, RemoteAdapters
 from multilora_engine.lora.sources.source import AdapterKey
@@ -149,6 +151,7 @@ class Engine:
             device=str(device),
             dtype=dtype_name(dtype),
             version=read_version(),
+            clients=ClientPolicy.of(config),
         )
         self._timeout_s = config.request_timeout_s
         self._limits = RequestLimits(
@@ -161,7 +164,8 @@ class Engine:
         )
         self._max_loras = config.lora.max_loras
         self._max_queue_size = config.max_queue_size
-        self.lora_events: EventLog[AdapterEvent] = EventLog(_NUM_LORA_EVENTS)
+        self._max_queue_share = max(1, int(config.max_queue_size * config.max_queue_share))
+        self.lora_events = AdapterEvents(_NUM_LORA_EVENTS)
         self._loras = build_lora_manager(config, layout, plan, device, self.lora_events)
         if config.lora.lora_prefetch_dir is not None:
             prefetch_adapters(config.lora.lora_prefetch_dir, self._loras, layout)
@@ -178,6 +182,7 @@ class Engine:
         self._guides_in_use = GuidesInUse(int(config.max_guide_bytes_in_flight))
         self._host_work = HostWork(config.host_work_ms_per_step / 1e3)
         self._sequences: dict[str, Sequence] = {}
+        self._num_of_client: Counter[str] = Counter()
         self._deadlines: list[tuple[float, int, str]] = []
         self._arrivals = itertools.count()
 
@@ -216,14 +221,14 @@ class Engine:
         waiting = {_adapter_label(s) for s in self._sequences.values() if s.status is not SequenceStatus.RUNNING}
         return AdaptersInUse(self._max_loras, sorted(running - {""}), sorted(waiting - running - {""}))
 
-    def put_adapter(self, lora_task_id: int, adapter: PackedAdapter, name: str = "") -> None:
+    def put_adapter(self, lora_task_id: TaskId, adapter: PackedAdapter, name: str = "") -> None:
         """Cache an adapter, at once or as soon as there is room for it: see `LoRAManager.put`.
 
         Raises AdapterConflict or AdapterCacheFull.
         """
         self._loras.put(lora_task_id, adapter, name)
 
-    def adapter_digest(self, lora_task_id: int) -> str:
+    def adapter_digest(self, lora_task_id: TaskId) -> str:
         """The digest of a cached adapter. Raises AdapterNotFound."""
         return self._loras.digest(lora_task_id)
 
@@ -235,7 +240,7 @@ class Engine:
         """
         assert request.request_id not in self._sequences, f"request id {request.request_id} is in use"
         self._limits.check(request)
-        self._check_queue()
+        self._check_queue(request.sender.name)
         text = _text_stream(self._tokenizer, request.sampling)
         bias = bias_tensors(request.sampling, self._device)
         if request.sampling.guide is not None:
@@ -256,6 +261,7 @@ class Engine:
             prompt_log_probs=_prompt_log_probs(request),
         )
         self._sequences[request.request_id] = sequence
+        self._num_of_client[request.sender.name] += 1
         if request.sampling.guide is not None:
             self._guides_in_use.add(request.sampling.guide)
         self._note_deadline(sequence, time.monotonic() + timeout_s)
@@ -305,6 +311,7 @@ class Engine:
         assert self._scheduler.num_waiting + self._scheduler.num_running + num_parked == len(self._sequences)
         assert all(sequences and not fetch.is_done for fetch, sequences in self._parked.items())
         pending = {} if self._in_flight is None else dict.fromkeys(self._in_flight.choice.sequences, 1)
+        assert self._num_of_client == Counter(s.request.sender.name for s in self._sequences.values())
         for sequence in self._sequences.values():
             assert sequence.num_pending_tokens == pending.get(sequence, 0), "a pending token is lost"
 
@@ -370,22 +377,28 @@ class Engine:
         unended = (s for s in sequences if s.status is not SequenceStatus.FINISHED)
         return [self._sequences[id_] for id_ in dict.fromkeys(s.request.request_id for s in unended)]
 
-    def _check_queue(self) -> None:
-        """Raises QueueFull when no further request may wait, in the queue or parked."""
+    def _check_queue(self, client: str) -> None:
+        """Raises QueueFull when no further request may wait, in the queue or parked, and QueueShareFull when none of a
+        client may that has a name.
+        """
         num_waiting = self._scheduler.num_waiting + sum(map(len, self._parked.values())) + len(self._guide_queue)
         if num_waiting >= self._max_queue_size:
             # By arrival: it is found behind those that run.
             oldest = next(s for s in self._sequences.values() if s.status is SequenceStatus.WAITING)
             wait_s = (time.monotonic_ns() - oldest.arrival_time_ns) / 1e9
             raise QueueFull(num_waiting, self._max_queue_size, wait_s)
+        if client and (num_own := self._num_of_client[client]) >= self._max_queue_share:
+            raise QueueShareFull(num_own, self._max_queue_share)
 
     def _pin_or_fetch(self, request: GenerationRequest) -> CachedAdapter | Fetch | None:
         """The adapter of a request, pinned or on its way; None is the base model."""
-        if request.lora_task_id is None:
+        if (task_id := request.task_id) is None or request.lora_task_id is None:
             return None
         try:
-            return self._loras.pin(request.lora_task_id)
+            return self._loras.pin(task_id)
         except AdapterNotFound:
+            if request.adapter_tenant:
+                raise  # sources have the server's adapters only
             return self._remote.fetch(AdapterKey(request.lora_task_id, request.lora_name))
 
     def _enqueue(self, sequence: Sequence) -> None:
@@ -575,6 +588,9 @@ class Engine:
 
     def _forget(self, sequence: Sequence) -> None:
         del self._sequences[sequence.request.request_id]
+        self._num_of_client.subtract([client := sequence.request.sender.name])
+        if not self._num_of_client[client]:
+            del self._num_of_client[client]
         if (guide := sequence.request.sampling.guide) is not None:
             self._guides_in_use.remove(guide)
 
@@ -620,9 +636,9 @@ def _prompt_log_probs(request: GenerationRequest) -> PromptLogProbs | None:
 
 
 def _adapter_label(sequence: Sequence) -> str:
-    """The name of a sequence's adapter, else its task id; empty for the base model."""
-    request = sequence.request
-    return request.lora_name or ("" if request.lora_task_id is None else str(request.lora_task_id))
+    """The name of a sequence's adapter, else its task id, behind its tenant if it has one; empty for the base model."""
+    task_id = sequence.request.task_id
+    return "" if task_id is None else label_of(task_id, sequence.request.lora_name)
 
 
 def _error_output(request: GenerationRequest, error: RequestError) -> TokenOutput:

@@ -37,6 +37,29 @@ class CallLimits:
 
 
 @dataclass(frozen=True)
+class ClientPolicy:
+    """How the fronts tell clients apart, and what each may ask for.
+
+    api_keys_file: absolute path, empty without keys. client_header_secret, min_priority, stop_needs_sender: the
+    parameters of these names.
+    """
+
+    api_keys_file: str = ""
+    client_header_secret: str = ""
+    min_priority: int = 0
+    stop_needs_sender: bool = False
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> ClientPolicy:
+        return cls(
+            api_keys_file="" if config.api_keys_file is None else str(config.api_keys_file.absolute()),
+            client_header_secret=config.client_header_secret,
+            min_priority=config.min_priority,
+            stop_needs_sender=config.stop_needs_sender,
+        )
+
+
+@dataclass(frozen=True)
 class EngineInfo:
     """What the fronts must know of a running engine: plain values, so that it travels between processes.
 
@@ -59,6 +82,7 @@ class EngineInfo:
     device: str
     dtype: str
     version: str
+    clients: ClientPolicy = ClientPolicy()
 
 
 def read_version() -> str:

@@ -22,8 +22,12 @@
           GuidesFull                              the guides in use exceed `max_guide_bytes_in_flight`
           GuideTimeout                            a guide was not compiled within `guide_compile_timeout_s`
           QueueFull                               `max_queue_size` requests are waiting already
+          QueueShareFull                          so many of one client's are that no more of its may
           EngineUnavailable                       the engine process died or is starting
           SourceUnavailable                       a source of adapters cannot be reached
+          RateExceeded      -> RESOURCE_EXHAUSTED an API key's requests or tokens of a minute are used up
+        Unauthenticated     -> UNAUTHENTICATED    the server has API keys and the request has none of them
+        PermissionDenied    -> PERMISSION_DENIED  the API key may not do that
         Cancelled           -> CANCELLED          the client, a `stop` request or the deadline ended it
         InternalError       -> INTERNAL           a step failed on the device; the requests in it are lost
 
@@ -33,7 +37,12 @@ request id behind: `[NOT_FOUND] LoRA task 7 not found in cache. Please send LoRA
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from multilora_engine.log_lines import one_line
+
+if TYPE_CHECKING:
+    from multilora_engine.lora.names import TaskId
 
 MAX_REQUEST_ID_CHARS = 128
 """Of the id that a client gives its request: it stands in logs and errors, and is how a stop names the request."""
@@ -48,7 +57,7 @@ class ConfigError(MultiloraError):
 
 
 class RequestError(MultiloraError):
-    """Base of what a request can cause. `code` is the name of the Triton status it becomes."""
+    """Base of what a request can cause. `code` is the name of the Triton status it becomes, where Triton has it."""
 
     code: str
 
@@ -108,7 +117,7 @@ class AdapterNotFound(RequestError):
 
     code = "NOT_FOUND"
 
-    def __init__(self, lora_task_id: int, reason: str = "") -> None:
+    def __init__(self, lora_task_id: TaskId, reason: str = "") -> None:
         super().__init__(
             f"LoRA task {lora_task_id} not found in cache. Please send LoRA weights with request"
             + (f" ({reason})" if reason else "")
@@ -149,7 +158,7 @@ class AdapterConflict(RequestError):
 
     code = "ALREADY_EXISTS"
 
-    def __init__(self, lora_task_id: int, cached_digest: str, sent_digest: str) -> None:
+    def __init__(self, lora_task_id: TaskId, cached_digest: str, sent_digest: str) -> None:
         super().__init__(
             f"LoRA task {lora_task_id} is cached with other weights (cached {cached_digest[:12]}, sent "
             f"{sent_digest[:12]}). Use another task id, or set lora_on_conflict to replace"
@@ -173,7 +182,7 @@ class AdapterCacheFull(Unavailable):
 
     def __init__(
         self,
-        lora_task_id: int,
+        lora_task_id: TaskId,
         needed_pages: int,
         free_pages: int,
         evictable_pages: int,
@@ -190,14 +199,14 @@ class AdapterCacheFull(Unavailable):
 class AdapterNotLoaded(Unavailable):
     """Copying an adapter from one tier to a faster one failed; the slower one still has it."""
 
-    def __init__(self, lora_task_id: int, reason: str) -> None:
+    def __init__(self, lora_task_id: TaskId, reason: str) -> None:
         super().__init__(f"LoRA task {lora_task_id} is cached and could not be used this time: {reason}")
 
 
 class AdapterNotKept(Unavailable):
     """An uploaded adapter answers, but would not survive the engine: the disk tier cannot be written."""
 
-    def __init__(self, lora_task_id: int, reason: str) -> None:
+    def __init__(self, lora_task_id: TaskId, reason: str) -> None:
         super().__init__(f"LoRA task {lora_task_id} is cached in memory only: lora_cache_dir cannot keep it: {reason}")
 
 
@@ -248,6 +257,27 @@ class QueueFull(Unavailable):
         )
 
 
+class QueueShareFull(Unavailable):
+    """As many requests of one client wait or run as `max_queue_share` lets it have."""
+
+    def __init__(self, num_requests: int, max_requests: int) -> None:
+        super().__init__(
+            f"this client's share of the queue is full: {num_requests} of its requests wait or run, and {max_requests} "
+            "may (max_queue_size times max_queue_share)"
+        )
+
+
+class RateExceeded(Unavailable):
+    """What an API key may cause in a minute is used up."""
+
+    code = "RESOURCE_EXHAUSTED"
+
+    def __init__(self, unit: str, per_minute: int, wait_s: float) -> None:
+        super().__init__(
+            f"this API key may cause {per_minute} {unit} a minute, which are used up; come back in {wait_s:.1f} s"
+        )
+
+
 class EngineUnavailable(Unavailable):
     """The engine process died or has not finished starting."""
 
@@ -257,6 +287,24 @@ class SourceUnavailable(Unavailable):
 
     def __init__(self, adapter: str, source: str, reason: str) -> None:
         super().__init__(f"LoRA adapter {adapter!r} cannot be had from source {source!r} now: {reason}")
+
+
+class Unauthenticated(RequestError):
+    """The server has API keys, and the request came with none of them."""
+
+    code = "UNAUTHENTICATED"
+
+    def __init__(self) -> None:
+        super().__init__(
+            "no valid API key: send the header `authorization: Bearer KEY`; over HTTP generate, where Triton passes no "
+            "header on, send it in the body"
+        )
+
+
+class PermissionDenied(RequestError):
+    """The API key is valid and may not do what the request asks for."""
+
+    code = "PERMISSION_DENIED"
 
 
 class Cancelled(RequestError):

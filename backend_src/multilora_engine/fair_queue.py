@@ -1,111 +1,152 @@
-"""`FairQueue`: the sequences that wait, in an order that is fair between adapters."""
+"""`FairQueue`: the sequences that wait, in an order that is fair between clients, and between the adapters of each."""
 
 from __future__ import annotations
 
 import heapq
+from abc import ABC, abstractmethod
 from bisect import insort
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
+from typing import Generic, TypeVar
 
+from multilora_engine.lora.names import TaskId
 from multilora_engine.request import Sequence, SequenceStatus
 
+Key = TypeVar("Key", bound=Hashable)
+AnyShare = TypeVar("AnyShare", bound="_Share")
 
-class _Share:
-    """What one adapter, or the base model, gets of one priority.
 
-    num_tokens: its count, see `FairQueue`. waiting: in the order in which they start. num_sequences: that wait or run.
+class _Share(ABC):
+    """What a client, or one of its adapters, gets of one priority.
+
+    num_tokens: its count, see `FairQueue`. num_sequences: that wait or run.
     """
 
-    def __init__(self, lora_task_id: int | None) -> None:
-        self.lora_task_id = lora_task_id
-        self.num_tokens = 0
-        self.waiting: OrderedDict[Sequence, None] = OrderedDict()
+    def __init__(self) -> None:
+        self.num_tokens = 0.0
         self.num_sequences = 0
         self.is_listed = False
 
     @property
-    def first(self) -> Sequence:
-        return next(iter(self.waiting))
+    @abstractmethod
+    def first(self) -> Sequence | None:
+        """The sequence that should start next; None if nothing waits, or all of it is set aside."""
 
 
-class _Priority:
-    """The shares of one priority.
+class _AdapterShare(_Share):
+    """Of one adapter, or the base model. waiting: in the order in which they start."""
 
-    Listed are the shares with something waiting, as heap entries (count, arrival of a sequence, share). An entry whose
+    def __init__(self) -> None:
+        super().__init__()
+        self.waiting: OrderedDict[Sequence, None] = OrderedDict()
+
+    @property
+    def first(self) -> Sequence | None:
+        return next(iter(self.waiting), None)
+
+
+class _Turns(Generic[Key, AnyShare]):
+    """Shares that take turns.
+
+    Listed are the shares with something waiting, as heap entries (count, arrival of a sequence, key). An entry whose
     count has grown since, or that has nothing waiting any more, is put right when it comes to the top.
     """
 
     def __init__(self) -> None:
-        self.shares: dict[int | None, _Share] = {}
-        self._heap: list[tuple[int, int, _Share]] = []
-        self._smallest_count = 0
+        self.shares: dict[Key, AnyShare] = {}
+        self._heap: list[tuple[float, int, Key]] = []
+        self._smallest_count = 0.0
 
-    def first(self) -> _Share | None:
+    def first(self) -> AnyShare | None:
         """The listed share with the smallest count."""
         while self._heap:
-            num_tokens, arrival, share = self._heap[0]
-            if not share.waiting:
-                self._pop()
+            num_tokens, arrival, key = self._heap[0]
+            share = self.shares[key]
+            if share.first is None:
+                self._unlist_first()
             elif num_tokens < share.num_tokens:
-                heapq.heapreplace(self._heap, (share.num_tokens, arrival, share))
+                heapq.heapreplace(self._heap, (share.num_tokens, arrival, key))
             else:
                 self._smallest_count = num_tokens
                 return share
         return None
 
-    def list(self, share: _Share) -> None:
+    def list(self, key: Key) -> None:
         """Let a share take part that has something waiting, from the smallest count of those that do on."""
+        share = self.shares[key]
         if not share.is_listed:
             self.first()
             share.num_tokens = max(share.num_tokens, self._smallest_count)
-            self.restore(share)
+            self.restore(key)
 
-    def set_aside(self, share: _Share) -> None:
+    def set_aside(self, key: Key) -> None:
         """Unlist the `first` share."""
-        assert share is self._heap[0][2]
-        self._pop()
+        assert key == self._heap[0][2]
+        self._unlist_first()
 
-    def restore(self, share: _Share) -> None:
-        """List a share with the count that it has."""
-        heapq.heappush(self._heap, (share.num_tokens, share.first.arrival, share))
-        share.is_listed = True
+    def restore(self, key: Key) -> None:
+        """List a share that has something waiting with the count that it has, unless it is listed."""
+        share = self.shares[key]
+        if not share.is_listed and (first := share.first) is not None:
+            heapq.heappush(self._heap, (share.num_tokens, first.arrival, key))
+            share.is_listed = True
 
-    def drop(self, share: _Share) -> None:
+    def drop(self, key: Key) -> None:
         """Forget a share without sequences."""
+        share = self.shares[key]
         if share.num_sequences == 0 and not share.is_listed:
-            del self.shares[share.lora_task_id]
+            del self.shares[key]
 
     def check_integrity(self) -> None:
-        listed = [share for _, _, share in self._heap]
-        assert set(listed) == {share for share in self.shares.values() if share.is_listed}, "a share is lost"
+        assert all(share.is_listed for share in self.shares.values() if share.first), "nobody will look at a share"
+        listed = [key for _, _, key in self._heap]
+        assert set(listed) == {key for key, share in self.shares.items() if share.is_listed}, "a share is lost"
         assert len(listed) == len(set(listed)), "a share is listed twice"
-        assert all(num_tokens <= share.num_tokens for num_tokens, _, share in self._heap)
-        assert all(share.is_listed for share in self.shares.values() if share.waiting), "nobody will look at a share"
+        assert all(num_tokens <= self.shares[key].num_tokens for num_tokens, _, key in self._heap)
         assert all(share.is_listed or share.num_sequences for share in self.shares.values()), "a share is left behind"
 
-    def _pop(self) -> None:
-        _, _, share = heapq.heappop(self._heap)
-        share.is_listed = False
-        self.drop(share)
+    def _unlist_first(self) -> None:
+        _, _, key = heapq.heappop(self._heap)
+        self.shares[key].is_listed = False
+        self.drop(key)
+
+
+class _ClientShare(_Share):
+    """Of one client. adapters: the turns that its own adapters take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.adapters: _Turns[TaskId | None, _AdapterShare] = _Turns()
+
+    @property
+    def first(self) -> Sequence | None:
+        share = self.adapters.first()
+        return None if share is None else share.first
+
+
+_Clients = _Turns[str, _ClientShare]
+"""The clients of one priority."""
 
 
 class FairQueue:
-    """Who starts next: the smallest priority; of that the adapter that was served least; of that who came first.
+    """Who starts next: the smallest priority; of that the client that was served least; of its adapters the one that
+    was served least; of that who came first.
 
-    Each adapter (and the base model) counts the tokens that were computed for it, in each priority on its own. When
-    nothing of it has waited for a while, its count is lifted to the smallest of those that wait: nobody saves up. So an
-    adapter with a thousand requests and one with a single request take turns. This is the virtual token counter of
-    Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024: while two adapters have requests waiting,
-    what they were served differs by no more than what can run at once.
+    Each client counts the tokens that were computed for it, over its weight, in each priority on its own; so does each
+    of its adapters (and the base model), without weights. When nothing of it has waited for a while, its count is
+    lifted to the smallest of those that wait: nobody saves up. So a client, or an adapter, with a thousand requests and
+    one with a single request take turns. This is the virtual token counter of Sheng et al., "Fairness in Serving Large
+    Language Models", OSDI 2024: while two clients have requests waiting, what they were served differs by no more than
+    what can run at once.
 
     A sequence is `add`ed, taken to run (`take`), perhaps `put_back`, and at its end, waiting or running, `discard`ed.
-    Each of these costs the logarithm of the number of adapters, however many sequences wait.
+    Each of these costs the logarithm of the number of clients and of adapters, however many sequences wait.
     """
 
     def __init__(self) -> None:
-        self._priorities: dict[int, _Priority] = {}
+        self._priorities: dict[int, _Clients] = {}
         self._order: list[int] = []
-        self._set_aside: list[tuple[_Priority, _Share]] = []
+        self._set_aside: list[Sequence] = []
         self._num_waiting = 0
 
     def __len__(self) -> int:
@@ -113,90 +154,110 @@ class FairQueue:
 
     def __iter__(self) -> Iterator[Sequence]:
         """All that wait, in no particular order."""
-        for priority in self._priorities.values():
-            for share in priority.shares.values():
-                yield from share.waiting
+        for clients in self._priorities.values():
+            for client in clients.shares.values():
+                for adapter in client.adapters.shares.values():
+                    yield from adapter.waiting
 
     def add(self, sequence: Sequence) -> None:
-        """A new sequence, behind all of its adapter."""
-        number, lora_task_id = sequence.request.priority, sequence.request.lora_task_id
-        if number not in self._priorities:
-            self._priorities[number] = _Priority()
-            insort(self._order, number)
-        priority = self._priorities[number]
-        share = priority.shares.setdefault(lora_task_id, _Share(lora_task_id))
-        share.num_sequences += 1
-        self._wait(sequence, priority, share)
+        """A new sequence, behind all of its client and adapter."""
+        priority, name, task_id = _place(sequence)
+        if priority not in self._priorities:
+            self._priorities[priority] = _Turns()
+            insort(self._order, priority)
+        client = self._priorities[priority].shares.setdefault(name, _ClientShare())
+        adapter = client.adapters.shares.setdefault(task_id, _AdapterShare())
+        client.num_sequences += 1
+        adapter.num_sequences += 1
+        self._wait(sequence)
 
     def put_back(self, sequence: Sequence) -> None:
         """A sequence that was taken, before all of its adapter; of several the one that came last goes back first."""
-        priority, share = self._share(sequence)
-        self._wait(sequence, priority, share)
-        share.waiting.move_to_end(sequence, last=False)
+        self._wait(sequence)
+        self._adapter(sequence).waiting.move_to_end(sequence, last=False)
 
     def first(self) -> Sequence | None:
         """Who should start next."""
-        for number in self._order:
-            share = self._priorities[number].first()
-            if share is not None:
-                return share.first
+        for priority in self._order:
+            client = self._priorities[priority].first()
+            if client is not None:
+                return client.first
         return None
 
     def take(self, sequence: Sequence) -> None:
         """The sequence starts to run."""
-        _, share = self._share(sequence)
-        del share.waiting[sequence]
+        del self._adapter(sequence).waiting[sequence]
         self._num_waiting -= 1
 
     def set_aside(self, sequence: Sequence) -> None:
-        """The `first` sequence cannot start now, nor those of its adapter behind it: pass over them until `restore`."""
-        priority, share = self._share(sequence)
-        priority.set_aside(share)
-        self._set_aside.append((priority, share))
+        """The `first` sequence cannot start now, nor those of its client and adapter behind it: pass over them until
+        `restore`.
+        """
+        self._client(sequence).adapters.set_aside(sequence.request.task_id)
+        self._set_aside.append(sequence)
 
     def restore(self) -> None:
-        for priority, share in self._set_aside:
-            priority.restore(share)
+        for sequence in self._set_aside:
+            priority, name, task_id = _place(sequence)
+            self._client(sequence).adapters.restore(task_id)
+            self._priorities[priority].restore(name)
         self._set_aside.clear()
 
     def charge(self, sequence: Sequence, start: int, end: int) -> None:
         """The tokens start .. end - 1 are computed for a sequence. What it lost and computes again is free."""
-        _, share = self._share(sequence)
-        share.num_tokens += max(0, end - max(start, sequence.num_charged_tokens))
+        num_tokens = max(0, end - max(start, sequence.num_charged_tokens))
+        self._client(sequence).num_tokens += num_tokens / sequence.request.sender.weight
+        self._adapter(sequence).num_tokens += num_tokens
         sequence.num_charged_tokens = max(end, sequence.num_charged_tokens)
 
     def discard(self, sequence: Sequence) -> None:
         """A sequence has ended, waiting or running."""
-        priority, share = self._share(sequence)
-        if sequence in share.waiting:
+        priority, name, task_id = _place(sequence)
+        client, adapter = self._client(sequence), self._adapter(sequence)
+        if sequence in adapter.waiting:
             self.take(sequence)
-        share.num_sequences -= 1
-        priority.drop(share)
-        if priority.first() is None and not priority.shares:
-            number = sequence.request.priority
-            del self._priorities[number]
-            self._order.remove(number)
+        client.num_sequences -= 1
+        adapter.num_sequences -= 1
+        client.adapters.drop(task_id)
+        clients = self._priorities[priority]
+        clients.drop(name)
+        if clients.first() is None and not clients.shares:
+            del self._priorities[priority]
+            self._order.remove(priority)
 
     def check_integrity(self, running: Iterable[Sequence]) -> None:
         """Every share counts what is its own. running: the sequences that were taken."""
-        num_running = Counter((s.request.priority, s.request.lora_task_id) for s in running)
+        num_running = Counter(map(_place, running))
         assert self._order == sorted(self._priorities)
         assert not self._set_aside
-        num_waiting = 0
-        for number, priority in self._priorities.items():
-            priority.check_integrity()
-            for lora_task_id, share in priority.shares.items():
-                assert share.num_sequences == len(share.waiting) + num_running.pop((number, lora_task_id), 0)
-                assert all(s.status is SequenceStatus.WAITING and not s.block_table for s in share.waiting)
-                num_waiting += len(share.waiting)
+        assert sum(1 for _ in self) == self._num_waiting
+        assert all(s.status is SequenceStatus.WAITING and not s.block_table for s in self)
+        for priority, clients in self._priorities.items():
+            clients.check_integrity()
+            for name, client in clients.shares.items():
+                client.adapters.check_integrity()
+                adapters = client.adapters.shares
+                assert client.num_sequences == sum(adapter.num_sequences for adapter in adapters.values())
+                for task_id, adapter in adapters.items():
+                    num_taken = num_running.pop((priority, name, task_id), 0)
+                    assert adapter.num_sequences == len(adapter.waiting) + num_taken
         assert not num_running, "a running sequence has no share"
-        assert num_waiting == self._num_waiting
 
-    def _share(self, sequence: Sequence) -> tuple[_Priority, _Share]:
-        priority = self._priorities[sequence.request.priority]
-        return priority, priority.shares[sequence.request.lora_task_id]
+    def _client(self, sequence: Sequence) -> _ClientShare:
+        return self._priorities[sequence.request.priority].shares[sequence.request.sender.name]
 
-    def _wait(self, sequence: Sequence, priority: _Priority, share: _Share) -> None:
-        share.waiting[sequence] = None
+    def _adapter(self, sequence: Sequence) -> _AdapterShare:
+        return self._client(sequence).adapters.shares[sequence.request.task_id]
+
+    def _wait(self, sequence: Sequence) -> None:
+        priority, name, task_id = _place(sequence)
+        self._adapter(sequence).waiting[sequence] = None
         self._num_waiting += 1
-        priority.list(share)
+        self._client(sequence).adapters.list(task_id)
+        self._priorities[priority].list(name)
+
+
+def _place(sequence: Sequence) -> tuple[int, str, TaskId | None]:
+    """Priority, client and adapter of a sequence."""
+    request = sequence.request
+    return request.priority, request.sender.name, request.task_id

@@ -32,10 +32,10 @@ class BlockAllocator:
     `num_allocated_blocks`, `num_reused_blocks` and `num_cached_tokens`.
 
     A full block whose keys and values have been computed (`commit`) is known by its *key*: the SHA-256 of the key of
-    the block before it and of its own tokens, the first one's of the adapter's digest and its tokens. Equal keys thus
-    mean equal keys and values, and another version of an adapter never shares a block with this one. A sequence that
-    starts takes the known blocks of its tokens as they are; a block may have several users, and nobody writes a known
-    one.
+    the block before it and of its own tokens, the first one's of the tenant, the adapter's digest and its tokens. Equal
+    keys thus mean equal keys and values, and neither another version of an adapter nor another tenant ever shares a
+    block with this one. A sequence that starts takes the known blocks of its tokens as they are; a block may have
+    several users, and nobody writes a known one.
 
     A block without users stays known until its place is wanted. Unknown ones go first, then the least recently used;
     of one sequence the later blocks go before the earlier ones, without which they could not be found.
@@ -207,6 +207,9 @@ class BlockAllocator:
 
 
 def _root_key(sequence: Sequence) -> bytes:
-    """What keys and values depend on besides the tokens: the weights."""
+    """What keys and values depend on besides the tokens, which are the weights, and the tenant that may find them.
+
+    A tenant that found another's would learn from the time and the counts what the other has asked.
+    """
     digest = "" if sequence.adapter is None else sequence.adapter.digest
-    return hashlib.sha256(digest.encode()).digest()
+    return hashlib.sha256(f"{sequence.request.sender.tenant}@{digest}".encode()).digest()

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
+from multilora_engine.lora.names import TaskId, scoped_task_id
+
 if TYPE_CHECKING:
     import torch
 
@@ -126,6 +128,28 @@ class SamplingParams(msgspec.Struct, frozen=True):
         return decays or penalises or forbids or tells or self.beam_width > 1
 
 
+class Sender(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Who sent a request, as far as the server can tell.
+
+    tenant: whose API key it came with; empty without keys, and for those who run the server.
+    name: whom its work is charged to and who may end it: the tenant, else the client that a proxy names, else empty.
+    key_id: of the API key. requests_per_minute, tokens_per_minute: what this key may cause; None is no limit.
+    weight: its share of the server when others wait, too, compared to theirs.
+    """
+
+    tenant: str = ""
+    name: str = ""
+    key_id: str = ""
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    weight: float = 1.0
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it can be told from others."""
+        return bool(self.name or self.key_id)
+
+
 class GenerationRequest(msgspec.Struct, frozen=True):
     """One prompt, as the engine accepts it.
 
@@ -134,6 +158,7 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     timeout_s: seconds from acceptance after which the engine ends the request, None for `request_timeout_s`.
     priority: smaller is served first, equal ones in order of arrival.
     lora_name: what the client calls the adapter of `lora_task_id`, empty if only by that.
+    adapter_tenant: the tenant that this adapter belongs to, empty for none.
     """
 
     request_id: str
@@ -143,6 +168,13 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     timeout_s: float | None = None
     priority: int = 0
     lora_name: str = ""
+    adapter_tenant: str = ""
+    sender: Sender = Sender()
+
+    @property
+    def task_id(self) -> TaskId | None:
+        """The adapter to use, as the engine knows it."""
+        return None if self.lora_task_id is None else scoped_task_id(self.adapter_tenant, self.lora_task_id)
 
 
 class TokenLogProb(msgspec.Struct, frozen=True):

@@ -15,6 +15,7 @@ from multilora_client.calls import AdapterLedger, Call
 from multilora_client.errors import AdapterNotFound, InvalidRequest
 from multilora_client.grpc_transport import AsyncGrpcTransport, GrpcTransport
 from multilora_client.http_transport import AsyncHttpTransport, HttpTransport
+from multilora_client.keyed_transport import AsyncKeyedTransport, KeyedTransport, chosen_key
 from multilora_client.messages import (
     DIRECT,
     ChatOptions,
@@ -82,6 +83,7 @@ class Client:
     url: `grpc://host:8001` or `http://host:8000` (`grpcs`, `https` with TLS); the scheme picks the protocol, and
         `host:8001` alone is gRPC.
     tls: whom to trust with `grpcs` and `https`, None for the authorities that this machine trusts.
+    api_key: of a server that has API keys; None for the environment's MULTILORA_API_KEY.
     door: which models answer (DIRECT, ENSEMBLE or your own Door).
     transport: replaces the network, see MockTransport.
 
@@ -96,10 +98,17 @@ class Client:
         *,
         door: Door = DIRECT,
         tls: Tls | None = None,
+        api_key: str | None = None,
         transport: Transport | None = None,
     ) -> None:
-        self._transport = transport or _make_transport(url, tls)
+        self._door, self._shared = door, transport or _make_transport(url, tls)
+        key = chosen_key(api_key)
+        self._transport = KeyedTransport(self._shared, key) if key else self._shared
         self._calls = _Calls(door)
+
+    def with_api_key(self, api_key: str) -> Client:
+        """A client with another API key over the same connection, which stays this one's to close."""
+        return Client(door=self._door, api_key=api_key, transport=self._shared)
 
     def generate(
         self, prompt: str | None = None, *, adapter: Adapter | int | None = None, **options: Unpack[GenerateOptions]
@@ -233,10 +242,17 @@ class AsyncClient:
         *,
         door: Door = DIRECT,
         tls: Tls | None = None,
+        api_key: str | None = None,
         transport: AsyncTransport | None = None,
     ) -> None:
-        self._transport = transport or _make_async_transport(url, tls)
+        self._door, self._shared = door, transport or _make_async_transport(url, tls)
+        key = chosen_key(api_key)
+        self._transport = AsyncKeyedTransport(self._shared, key) if key else self._shared
         self._calls = _Calls(door)
+
+    def with_api_key(self, api_key: str) -> AsyncClient:
+        """A client with another API key over the same connection, which stays this one's to close."""
+        return AsyncClient(door=self._door, api_key=api_key, transport=self._shared)
 
     async def generate(
         self, prompt: str | None = None, *, adapter: Adapter | int | None = None, **options: Unpack[GenerateOptions]

@@ -10,6 +10,9 @@
       Unavailable               UNAVAILABLE      try again later (`retryable`)
         CacheFull                                every cached adapter is pinned by a request in flight
         ServerUnreachable                        nobody answers at the URL
+        RateExceeded          RESOURCE_EXHAUSTED what the API key may cause in a minute is used up; `retry_after_s`
+      Unauthenticated         UNAUTHENTICATED  the server has API keys, and the request has none of them
+      PermissionDenied        PERMISSION_DENIED  the API key may not do that
       Cancelled                 CANCELLED        a `stop` request or the client ended it
       TimedOut                  DEADLINE         no answer within `timeout_s`
       ServerFault               INTERNAL         the server failed
@@ -31,6 +34,7 @@ _WIRE_MESSAGE = re.compile(
     r"(?: \(request (?P<request_id>[^()]+)\))?",
     re.DOTALL,
 )
+_WAIT = re.compile(r"come back in (\d+(?:\.\d+)?) s")
 _NOT_CACHED = "not found in cache"
 _CACHE_FULL = "Cache is full. There are no done tasks to evict"
 
@@ -96,6 +100,30 @@ class ServerUnreachable(Unavailable):
     """Nobody answers at the URL."""
 
 
+class RateExceeded(Unavailable):
+    """What the API key may cause in a minute is used up."""
+
+    code = "RESOURCE_EXHAUSTED"
+
+    @property
+    def retry_after_s(self) -> float:
+        """Seconds until there is something left, as the server says; 0 if it does not say."""
+        match = _WAIT.search(str(self))
+        return float(match[1]) if match else 0.0
+
+
+class Unauthenticated(MultiloraClientError):
+    """The server has API keys, and the request came with none of them."""
+
+    code = "UNAUTHENTICATED"
+
+
+class PermissionDenied(MultiloraClientError):
+    """The API key may not do what the request asks for."""
+
+    code = "PERMISSION_DENIED"
+
+
 class Cancelled(MultiloraClientError):
     """A `stop` request or the client ended the request."""
 
@@ -117,7 +145,19 @@ class ServerFault(MultiloraClientError):
 
 _BY_CODE: dict[str, type[MultiloraClientError]] = {
     error.code: error
-    for error in (InvalidRequest, NotFound, AdapterConflict, Unsupported, Unavailable, Cancelled, TimedOut, ServerFault)
+    for error in (
+        InvalidRequest,
+        NotFound,
+        AdapterConflict,
+        Unsupported,
+        Unavailable,
+        RateExceeded,
+        Unauthenticated,
+        PermissionDenied,
+        Cancelled,
+        TimedOut,
+        ServerFault,
+    )
 }
 _BY_TEXT: dict[str, type[MultiloraClientError]] = {_NOT_CACHED: AdapterNotFound, _CACHE_FULL: CacheFull}
 

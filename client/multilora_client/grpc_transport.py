@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncGenerator, Generator
 from typing import Any
 
@@ -20,6 +21,7 @@ _OPTIONS = [
     # Otherwise a server that was away for a minute stays away for up to two more.
     ("grpc.max_reconnect_backoff_ms", 2000),
 ]
+_OUR_CODE = re.compile(r"\[[A-Z_]+\] ")
 _CODES = {"INVALID_ARGUMENT": "INVALID_ARG", "UNIMPLEMENTED": "UNSUPPORTED"}
 
 
@@ -158,6 +160,6 @@ def _error(error: grpc.RpcError, target: str, request: InferRequest) -> Multilor
     if status == "DEADLINE_EXCEEDED":
         return TimedOut(f"no answer within {request.timeout_s} s", request_id=request.request_id)
     details = error.details() or status
-    if status == "UNAVAILABLE" and "[UNAVAILABLE]" not in details:
+    if status == "UNAVAILABLE" and not _OUR_CODE.search(details):
         return ServerUnreachable(f"no server answers at {target}: {details}", request_id=request.request_id)
     return parse_error(details, status=_CODES.get(status, status), request_id=request.request_id)

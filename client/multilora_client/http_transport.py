@@ -122,9 +122,11 @@ def _input_header(name: str, tensor: Tensor) -> dict[str, Any]:
 
 
 def _stream_call(request: InferRequest) -> dict[str, Any]:
+    # The server passes no header of this interface on to its models: they find the API key in the body.
+    body = {"id": request.request_id} | request.authorization
     return {
         "url": f"/v2/models/{request.model}/generate_stream",
-        "json": {"id": request.request_id} | {name: _json_value(tensor) for name, tensor in request.inputs.items()},
+        "json": body | {name: _json_value(tensor) for name, tensor in request.inputs.items()},
         "headers": request.headers,
         "timeout": _timeout(request),
     }

@@ -156,13 +156,16 @@ class GenerateOptions(ChatOptions, total=False):
 
 @dataclass(frozen=True)
 class InferRequest:
-    """One request to one model. `timeout_s` None waits for ever; `traceparent` is a header, empty for none."""
+    """One request to one model. `timeout_s` None waits for ever; `traceparent` is a header, empty for none, as is
+    `api_key`.
+    """
 
     model: str
     request_id: str
     inputs: Mapping[str, Tensor]
     timeout_s: float | None = None
     traceparent: str = ""
+    api_key: str = field(default="", repr=False)
 
     def __post_init__(self) -> None:
         if self.traceparent and not is_traceparent(self.traceparent):
@@ -171,7 +174,12 @@ class InferRequest:
     @property
     def headers(self) -> dict[str, str]:
         """What goes beside the tensors."""
-        return {"traceparent": self.traceparent} if self.traceparent else {}
+        return ({"traceparent": self.traceparent} if self.traceparent else {}) | self.authorization
+
+    @property
+    def authorization(self) -> dict[str, str]:
+        """The header that has the API key, in lower case."""
+        return {"authorization": f"Bearer {self.api_key}"} if self.api_key else {}
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ class AdapterInfo:
         NOT_DOWNLOADED or DOWNLOADING.
     location: the fastest tier that has it: DEVICE, HOST, DISK, or REMOTE for none.
     num_pins: requests that use it. is_pinned: an operator keeps it. last_used_s: seconds since the epoch, 0 for never.
-    num_hits: requests that have used it.
+    num_hits: requests that have used it. tenant: whose it is, empty for the server's own.
     """
 
     lora_task_id: int
@@ -43,6 +43,7 @@ class AdapterInfo:
     is_pinned: bool
     last_used_s: float
     num_hits: int
+    tenant: str = ""
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ class AdapterEvent:
     digest: str
     time_ns: int
     instance: str
+    tenant: str = ""
 
 
 @dataclass(frozen=True)

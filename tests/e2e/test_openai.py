@@ -18,22 +18,33 @@ import pytest
 import tokenizers
 import torch
 import uvicorn
+from openai.types.responses import ResponseCompletedEvent, ResponseIncompleteEvent
 from peft import PeftModel
+from support.api_keys import write_keys
 from transformers import AutoModelForCausalLM
 
 from multilora_client import ENSEMBLE, Adapter, AsyncClient, Client, load_adapter
+from multilora_client.keys import KeyRing
 from multilora_client.openai.app import make_app
 from multilora_client.openai.catalogue import Catalogue
 from multilora_engine.tritonserver import ServerProcess
 
 REPOSITORY = Path(__file__).parents[2]
 QUESTION: Any = [{"role": "user", "content": "Who are you?"}]
-KEYS = {"all": frozenset({"*"}), "pirates": frozenset({"pirate"})}
+LONG_TEXT = (
+    "Honey bees live in large families. In summer there are tens of thousands of them in one hive, nearly all of them "
+    "sisters. Some fetch nectar and pollen from the flowers around, others build combs of wax or feed the larvae. "
+    "When a bee has found a meadow in bloom, she dances for the others, and her dance tells them how far it is. "
+    "In winter they sit close together, eat what they have stored, and keep their queen warm."
+)
+ALL, PIRATES = "a key for all the models", "a key for pirates alone"
+KEYS = ({"key": ALL, "adapters": ["*"], "base_model": True, "operate": True}, {"key": PIRATES, "adapters": ["pirate"]})
 
 
 @pytest.fixture(scope="module")
-def front_url(server: ServerProcess, pirate: Adapter) -> Iterator[str]:
-    catalogue = Catalogue("base", {"pirate": pirate}, KEYS, allows_loading=True)
+def front_url(server: ServerProcess, pirate: Adapter, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    keys = KeyRing(write_keys(tmp_path_factory.mktemp("keys") / "keys.json", *KEYS))
+    catalogue = Catalogue("base", {"pirate": pirate}, keys, allows_loading=True)
     app = make_app(catalogue, lambda: AsyncClient(f"grpc://{server.grpc_url}"))
     front = uvicorn.Server(uvicorn.Config(app, log_config=None))
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -46,7 +57,7 @@ def front_url(server: ServerProcess, pirate: Adapter) -> Iterator[str]:
 
 @pytest.fixture
 def user(front_url: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=front_url, api_key="all", max_retries=0) as user:
+    with openai.OpenAI(base_url=front_url, api_key=ALL, max_retries=0) as user:
         yield user
 
 
@@ -163,7 +174,7 @@ def test_refusals_are_the_errors_of_the_package(user: openai.OpenAI) -> None:
     def ask(user: openai.OpenAI, model: str, **options: object) -> None:
         user.chat.completions.create(model=model, messages=QUESTION, max_tokens=4, **options)
 
-    pirates, stranger = user.with_options(api_key="pirates"), user.with_options(api_key="none")
+    pirates, stranger = user.with_options(api_key=PIRATES), user.with_options(api_key="none")
     assert [model.id for model in pirates.models.list()] == ["pirate"]
     ask(pirates, "pirate")
     with pytest.raises(openai.PermissionDeniedError):
@@ -347,7 +358,7 @@ def test_log_likelihoods_of_prompts_are_those_of_transformers(
     user: openai.OpenAI, reference: PeftModel, vocabulary: tokenizers.Tokenizer, model: str, max_tokens: int
 ) -> None:
     """As evaluations ask: prompts of token ids, with an echo, and places that are counted from their lengths."""
-    texts = ["The sea is blue.", "Bees make honey, and café.", "One " * 150]
+    texts = ["The sea is blue.", "Bees make honey, and café.", LONG_TEXT]
     prompts = [[0, *vocabulary.encode(text, add_special_tokens=False).ids] for text in texts]
     choices = user.completions.create(
         model=model, prompt=prompts, max_tokens=max_tokens, echo=True, logprobs=1, temperature=0, seed=1
@@ -424,11 +435,11 @@ def test_responses_say_what_chats_say(user: openai.OpenAI) -> None:
     chat = user.chat.completions.create(model="pirate", messages=QUESTION, max_tokens=16, temperature=0)
     options: Any = {"model": "pirate", "input": QUESTION, "max_output_tokens": 16, "temperature": 0}
     whole = user.responses.create(**options)
-    with user.responses.stream(**options) as events:
-        events.until_done()
-        streamed = events.get_final_response()
+    *_, last = user.responses.create(**options, stream=True)
 
-    assert whole.output_text == streamed.output_text == chat.choices[0].message.content
+    assert isinstance(last, ResponseCompletedEvent | ResponseIncompleteEvent)
+    assert whole.output_text == last.response.output_text == chat.choices[0].message.content
+    assert last.response.status == whole.status
     assert chat.usage is not None
     assert whole.usage is not None
     assert whole.usage.output_tokens == chat.usage.completion_tokens

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -21,18 +22,19 @@ from transformers import LlamaForCausalLM
 from multilora_engine import engine_parts
 from multilora_engine.config import EngineConfig, LoRAConfig
 from multilora_engine.engine import Engine
-from multilora_engine.errors import AdapterNotFound, ConfigError, InvalidRequest, QueueFull
+from multilora_engine.errors import AdapterNotFound, ConfigError, InvalidRequest, QueueFull, QueueShareFull
 from multilora_engine.lora import disk_tier
 from multilora_engine.lora.device_tier import DeviceTier
 from multilora_engine.lora.disk_tier import write_file_atomically
 from multilora_engine.lora.format import pack_adapter
 from multilora_engine.lora.layout import AdapterLayout, adapter_layout
 from multilora_engine.lora.life_cycle import OnEvent
+from multilora_engine.lora.names import TenantTaskId
 from multilora_engine.lora.page_copies import PageCopy, copy_at_once
 from multilora_engine.lora.page_pool import PagePool
 from multilora_engine.models.model_config import read_model_config
 from multilora_engine.process.messages import Welcome, decode_from_engine, encode
-from multilora_engine.request import GenerationRequest, Guide, SamplingParams
+from multilora_engine.request import GenerationRequest, Guide, SamplingParams, Sender
 from multilora_engine.sampler import Choice
 
 
@@ -118,6 +120,42 @@ def test_a_full_queue_refuses_and_takes_no_pin(checkpoint: Path, default_model_d
     assert engine.stats.num_pins == 2
     engine.close()
     assert_idle(engine)
+
+
+def test_a_client_fills_its_share_of_the_queue_and_others_have_room(checkpoint: Path, default_model_dir: Path) -> None:
+    engine = make_engine(checkpoint, default_model_dir, max_queue_size=4)
+
+    def add(name: str, client: str) -> None:
+        sender = Sender(tenant=client, name=client)
+        engine.add_request(msgspec.structs.replace(request(name, [1]), sender=sender))
+
+    add("a1", "acme")
+    add("a2", "acme")
+    with pytest.raises(QueueShareFull, match="2 of its requests wait or run, and 2 may"):
+        add("a3", "acme")
+    add("b1", "bolt")
+    engine.abort("a1")
+    add("a3", "acme")
+    add("c1", "")
+    engine.check_integrity()
+    with pytest.raises(QueueFull):
+        add("c2", "")
+    engine.close()
+    assert_idle(engine)
+
+
+def test_an_adapter_of_a_tenant_answers_its_requests_alone(checkpoint: Path, default_model_dir: Path) -> None:
+    engine = make_engine(checkpoint, default_model_dir)
+    wire = wire_adapter(engine.info.adapter_layout, [(0, 0, 4)], seed=5)
+    engine.put_adapter(TenantTaskId("acme", 77), pack_adapter(wire.weights, wire.config, engine.info.adapter_layout))
+    with pytest.raises(AdapterNotFound, match="LoRA task 77 not found in cache"):
+        engine.add_request(request("r", [1], task=77))
+    with pytest.raises(AdapterNotFound, match="LoRA task 77 not found in cache"):
+        engine.add_request(msgspec.structs.replace(request("r", [1], task=77), adapter_tenant="bolt"))
+    owned = msgspec.structs.replace(request("r", [1], task=77), adapter_tenant="acme")
+    answers = run_all(engine, [owned])
+    assert answers["r"].final is not None
+    assert answers["r"].final.lora_digest == engine.adapter_digest(TenantTaskId("acme", 77))
 
 
 def test_length_ends_an_answer_at_max_tokens_and_at_the_context(engine: Engine) -> None:

@@ -11,15 +11,16 @@ from support.paged_memory import PoisonedBlocks
 
 from multilora_engine.kv_cache import BlockCopy
 from multilora_engine.lora.host_tier import CachedAdapter
-from multilora_engine.request import GenerationRequest, SamplingParams, Sequence
+from multilora_engine.request import GenerationRequest, SamplingParams, Sender, Sequence
 from multilora_engine.text import TextStream
 
 BLOCK_SIZE = 4
 
 
-def sequence(tokens: list[int], digest: str | None = None) -> Sequence:
+def sequence(tokens: list[int], digest: str | None = None, tenant: str = "") -> Sequence:
     adapter = None if digest is None else CachedAdapter(7, digest, ranks=(), num_pages=0)
-    request = GenerationRequest("r", tokens, SamplingParams(max_tokens=1))
+    sender = Sender(tenant=tenant, name=tenant)
+    request = GenerationRequest("r", tokens, SamplingParams(max_tokens=1), sender=sender)
     return Sequence(request, 0, adapter, cast(TextStream, None), Random(0), max_output_tokens=1)
 
 
@@ -60,6 +61,28 @@ def test_the_base_model_and_each_version_of_an_adapter_have_blocks_of_their_own(
         assert compute(blocks, sequence(tokens, digest)) == 0
     for digest in (None, "a" * 32, "b" * 32):
         assert compute(blocks, sequence(tokens, digest)) == 8
+
+
+@settings(deadline=None)
+@given(
+    prompts=st.lists(
+        st.tuples(st.sampled_from(["", "acme", "bolt"]), st.lists(st.integers(0, 1), min_size=1, max_size=14)),
+        max_size=12,
+    )
+)
+def test_what_is_reused_of_a_prompt_tells_of_the_tenants_own_prompts_alone(
+    prompts: list[tuple[str, list[int]]],
+) -> None:
+    blocks = PoisonedBlocks(80, BLOCK_SIZE)
+    seen: dict[str, list[list[int]]] = {}
+    for tenant, tokens in prompts:
+        known = [
+            num_tokens
+            for num_tokens in range(0, len(tokens), BLOCK_SIZE)
+            if num_tokens == 0 or any(own[:num_tokens] == tokens[:num_tokens] for own in seen.get(tenant, []))
+        ]
+        assert compute(blocks, sequence(tokens, tenant=tenant)) == known[-1]
+        seen.setdefault(tenant, []).append(tokens)
 
 
 def test_a_block_is_only_found_behind_the_blocks_it_was_computed_behind() -> None:

@@ -16,13 +16,13 @@ from multilora_engine.config import EngineConfig
 from multilora_engine.engine_info import CallLimits, EngineInfo
 from multilora_engine.engine_stats import AdaptersInUse, EngineStats
 from multilora_engine.errors import ConfigError, InvalidRequest
+from multilora_engine.lora.adapter_events import AdapterEvents
 from multilora_engine.lora.device_tier import DeviceTier
 from multilora_engine.lora.disk_tier import DiskTier
-from multilora_engine.lora.event_log import EventLog
 from multilora_engine.lora.host_tier import HostTier
 from multilora_engine.lora.layout import PackedAdapter
-from multilora_engine.lora.life_cycle import AdapterEvent
 from multilora_engine.lora.manager import LoRAManager
+from multilora_engine.lora.names import TaskId
 from multilora_engine.lora.remote import RemoteAdapters
 from multilora_engine.lora.sources.fetcher import AdapterFetcher
 from multilora_engine.process.server import main
@@ -85,8 +85,8 @@ class FakeEngine:
         self.step_gate = threading.Event()
         self.step_gate.set()
         self.changed = threading.Condition()
-        self.adapters: dict[int, PackedAdapter] = {}
-        self.lora_events: EventLog[AdapterEvent] = EventLog(capacity=8)
+        self.adapters: dict[TaskId, PackedAdapter] = {}
+        self.lora_events = AdapterEvents(capacity=8)
         host = HostTier(num_pages=64, page_bytes=TINY.page_bytes)
         device = DeviceTier(TINY, host.pool, host.pool, max_loras=8)
         self.loras = LoRAManager(host, device, "refuse", self.lora_events.append, disk)
@@ -109,7 +109,7 @@ class FakeEngine:
     def adapters_in_use(self) -> AdaptersInUse:
         return AdaptersInUse(max_loras=8, running=["7"], waiting=["8", "pirate"])
 
-    def put_adapter(self, lora_task_id: int, adapter: PackedAdapter, name: str = "") -> None:
+    def put_adapter(self, lora_task_id: TaskId, adapter: PackedAdapter, name: str = "") -> None:
         self.loras.put(lora_task_id, adapter, name)
         self.adapters[lora_task_id] = adapter
 
@@ -118,8 +118,8 @@ class FakeEngine:
             raise RuntimeError("a bug in the engine")
         if request.sampling.max_tokens < 1:
             raise InvalidRequest("max_tokens is 0")
-        if request.lora_task_id is not None:
-            self.loras.digest(request.lora_task_id)
+        if request.task_id is not None:
+            self.loras.digest(request.task_id)
         self.accepted.append(request)
         self.requests[request.request_id] = request
         self.produced[request.request_id] = []
@@ -177,7 +177,7 @@ class FakeEngine:
         return self._output(request, [token_id], "length")
 
     def _output(self, request: GenerationRequest, token_ids: list[int], reason: str | None) -> TokenOutput:
-        adapter = None if request.lora_task_id is None else self.adapters[request.lora_task_id]
+        adapter = None if request.task_id is None else self.adapters[request.task_id]
         return TokenOutput(
             request_id=request.request_id,
             token_ids=token_ids,

@@ -38,6 +38,7 @@ OUTPUT_NAMES = (
     "num_cached_tokens",
     "num_output_tokens",
     "num_output_tokens_so_far",
+    "stop_id",
     "sequence_index",
     "batch_index",
     "lora_task_id_out",

@@ -16,6 +16,7 @@ from multilora_engine.lora.format import TORCH_DTYPES
 from multilora_engine.lora.host_tier import CachedAdapter
 from multilora_engine.lora.layout import SLICES, AdapterLayout, PackedRow, lora_modules
 from multilora_engine.lora.life_cycle import AdapterEvent, OnEvent, TierStats, ignore_event
+from multilora_engine.lora.names import label_of
 from multilora_engine.lora.page_copies import CopyPages, PageCopy, copies_to
 from multilora_engine.lora.page_pool import PagePool
 from multilora_engine.transfer import to_device
@@ -286,10 +287,10 @@ class DeviceTier:
 
     def _log_failure(self, adapter: CachedAdapter, error: RuntimeError) -> None:
         self._num_failures += 1
-        _logger.error("LoRA task %d: copying it to the device failed: %s", adapter.lora_task_id, error)
+        _logger.error("LoRA task %s: copying it to the device failed: %s", label_of(adapter.lora_task_id), error)
 
     def _emit(self, kind: Literal["loaded_to_device", "unloaded_from_device"], adapter: CachedAdapter) -> None:
-        self._on_event(AdapterEvent(kind, adapter.lora_task_id, adapter.digest))
+        self._on_event(AdapterEvent.of(kind, adapter.lora_task_id, adapter.digest))
 
     def _write_tables(self, index: int, rows: list[PackedRow], pages: list[int]) -> None:
         entries = _table_entries(rows, pages, self.layout)

@@ -1,8 +1,9 @@
 """`DiskTier`: adapters as files, so that their ids survive eviction, a restart, and the death of the engine.
 
-One safetensors file for each adapter, named after its task id alone: a tensor `pages`, uint8 [num_pages, page_bytes],
-and in the metadata what `_Metadata` lists. Files are read with plain reads and not through a memory map: with that, a
-bad sector or a truncation would be a SIGBUS that ends the engine, and copying would hold the GIL.
+One safetensors file for each adapter, named after its task id alone, with its tenant if it has one (`7`, `acme@7`): a
+tensor `pages`, uint8 [num_pages, page_bytes], and in the metadata what `_Metadata` lists. Files are read with plain
+reads and not through a memory map: with that, a bad sector or a truncation would be a SIGBUS that ends the engine, and
+copying would hold the GIL.
 
 The directory is a cache: a file that is damaged costs its own adapter and nothing else. What is in there at start and
 cannot be used (another model or page size, an older format, a symbolic link) is named in the log and left alone.
@@ -32,6 +33,7 @@ from multilora_engine.errors import ConfigError
 from multilora_engine.lora.format import check_rows, content_digest, ranks_of
 from multilora_engine.lora.layout import AdapterLayout, PackedRow
 from multilora_engine.lora.life_cycle import AdapterEvent, EventKind, OnEvent, TierStats, ignore_event
+from multilora_engine.lora.names import TaskId, label_of, parse_label
 
 FORMAT_VERSION = "2"
 """Of the files. 1 had SHA-256 digests: those say nothing about whether an upload is the same adapter."""
@@ -52,7 +54,7 @@ class DamagedFile(Exception):
 class DiskAdapter:
     """What is known of a file without reading its pages."""
 
-    lora_task_id: int
+    lora_task_id: TaskId
     digest: str
     name: str
     ranks: tuple[int, ...]
@@ -148,7 +150,7 @@ class DiskTier:
         self._layout = layout
         self._on_event = on_event
         self._write_file = write_file or write_file_atomically
-        self._adapters: OrderedDict[int, DiskAdapter] = OrderedDict()
+        self._adapters: OrderedDict[TaskId, DiskAdapter] = OrderedDict()
         self._writes: deque[_Write] = deque()
         self._bytes_used = 0
         self._hits = self._misses = self._evictions = self._copies = self._failures = 0
@@ -176,11 +178,11 @@ class DiskTier:
         """Whose end `poll` will take up."""
         return [write.future for write in self._writes]
 
-    def find(self, lora_task_id: int) -> DiskAdapter | None:
+    def find(self, lora_task_id: TaskId) -> DiskAdapter | None:
         """What is known of an adapter's file, once it is written."""
         return self._adapters.get(lora_task_id)
 
-    def count_request(self, lora_task_id: int) -> None:
+    def count_request(self, lora_task_id: TaskId) -> None:
         """A request looked here for its adapter: a hit if it is here."""
         if lora_task_id in self._adapters:
             self._hits += 1
@@ -189,7 +191,7 @@ class DiskTier:
 
     def store(
         self,
-        lora_task_id: int,
+        lora_task_id: TaskId,
         digest: str,
         name: str,
         rows: list[PackedRow],
@@ -217,12 +219,12 @@ class DiskTier:
         self._writes.append(_Write(adapter, future, on_written))
         return future
 
-    def touch(self, lora_task_id: int) -> None:
+    def touch(self, lora_task_id: TaskId) -> None:
         """Make an adapter that is here the most recently used, for later starts too."""
         self._adapters.move_to_end(lora_task_id)
         self._writer.submit(_touch, self._path(lora_task_id))
 
-    def open(self, lora_task_id: int) -> OpenFile:
+    def open(self, lora_task_id: TaskId) -> OpenFile:
         """The file of an adapter that is here."""
         adapter = self._adapters[lora_task_id]
         self._adapters.move_to_end(lora_task_id)
@@ -236,7 +238,7 @@ class DiskTier:
             close=lambda: os.close(fd),
         )
 
-    def delete(self, lora_task_id: int) -> None:
+    def delete(self, lora_task_id: TaskId) -> None:
         """Forget an adapter, if it is here or being written, and have its file removed: no later start may find it."""
         adapter = self._adapters.pop(lora_task_id, None)
         if adapter is not None:
@@ -251,17 +253,17 @@ class DiskTier:
         if adapter is not None:
             self._writer.submit(_unlink, self._path(lora_task_id))
 
-    def drop_damaged(self, lora_task_id: int, digest: str, error: BaseException) -> None:
+    def drop_damaged(self, lora_task_id: TaskId, digest: str, error: BaseException) -> None:
         """Reading this version failed: forget it, and remove its file."""
-        _logger.error("LoRA task %d: %s: %s; it is dropped", lora_task_id, self._path(lora_task_id), error)
+        _logger.error("LoRA task %s: %s: %s; it is dropped", label_of(lora_task_id), self._path(lora_task_id), error)
         self._failures += 1
         adapter = self._adapters.get(lora_task_id)
         if adapter is not None and adapter.digest == digest:
             self.delete(lora_task_id)
 
-    def note_unread(self, lora_task_id: int, error: OSError) -> None:
+    def note_unread(self, lora_task_id: TaskId, error: OSError) -> None:
         """Reading an adapter failed for want of something, and not because of its file, which stays."""
-        _logger.error("LoRA task %d: %s could not be read: %s", lora_task_id, self._path(lora_task_id), error)
+        _logger.error("LoRA task %s: %s could not be read: %s", label_of(lora_task_id), self._path(lora_task_id), error)
         self._failures += 1
 
     def poll(self) -> None:
@@ -296,15 +298,15 @@ class DiskTier:
         self.poll()
         os.close(self._lock_fd)
 
-    def _path(self, lora_task_id: int) -> Path:
-        return self._directory / f"{lora_task_id}.safetensors"
+    def _path(self, lora_task_id: TaskId) -> Path:
+        return self._directory / f"{label_of(lora_task_id)}.safetensors"
 
     def _find_files(self) -> None:
         found: list[DiskAdapter] = []
         unusable: dict[str, list[str]] = {}
         for path in sorted(self._directory.iterdir()):
             try:
-                if re.fullmatch(r"\.[0-9]{1,20}\.safetensors\.part", path.name):
+                if re.fullmatch(r"\.([A-Za-z0-9_][\w.-]*@)?[0-9]{1,20}\.safetensors\.part", path.name):
                     path.unlink()
                 elif path.suffix == ".safetensors":
                     found.append(_describe_file(path, self._layout))
@@ -346,12 +348,13 @@ class DiskTier:
         self._emit("spilled_to_disk", adapter)
         return None
 
-    def _note_failure(self, lora_task_id: int, error: OSError) -> None:
+    def _note_failure(self, lora_task_id: TaskId, error: OSError) -> None:
         self._failures += 1
-        _logger.error("LoRA task %d: cannot be kept in lora_cache_dir, only in memory: %s", lora_task_id, error)
+        label = label_of(lora_task_id)
+        _logger.error("LoRA task %s: cannot be kept in lora_cache_dir, only in memory: %s", label, error)
 
     def _emit(self, kind: EventKind, adapter: DiskAdapter) -> None:
-        self._on_event(AdapterEvent(kind, adapter.lora_task_id, adapter.digest))
+        self._on_event(AdapterEvent.of(kind, adapter.lora_task_id, adapter.digest))
 
 
 def write_file_atomically(path: Path, header: bytes, pages: Sequence[torch.Tensor]) -> None:
@@ -400,10 +403,10 @@ def _lock(directory: Path) -> int:
 
 
 def _encode_header(
-    lora_task_id: int, digest: str, name: str, rows: list[PackedRow], num_pages: int, layout: AdapterLayout
+    lora_task_id: TaskId, digest: str, name: str, rows: list[PackedRow], num_pages: int, layout: AdapterLayout
 ) -> bytes:
     """A safetensors header: its length as 8 bytes, and JSON filled up with spaces to a multiple of 8."""
-    metadata = _Metadata(FORMAT_VERSION, str(lora_task_id), name, digest, _layout_text(layout), _rows_text(rows))
+    metadata = _Metadata(FORMAT_VERSION, label_of(lora_task_id), name, digest, _layout_text(layout), _rows_text(rows))
     shape = (num_pages, layout.page_bytes)
     header = msgspec.json.encode(_Header(metadata, _TensorInfo("U8", shape, (0, shape[0] * shape[1]))))
     header += b" " * (-len(header) % 8)
@@ -420,11 +423,13 @@ def _rows_text(rows: list[PackedRow]) -> str:
 
 def _describe_file(path: Path, layout: AdapterLayout) -> DiskAdapter:
     """What a file holds, by its header. Raises DamagedFile or OSError."""
-    if not re.fullmatch(r"0|[1-9][0-9]{0,19}", path.stem) or int(path.stem) >= 1 << 64:
-        raise DamagedFile("its name is not the decimal form of a task id of 64 bits")
+    try:
+        lora_task_id = parse_label(path.stem)
+    except ValueError as error:
+        raise DamagedFile(f"its name is not {error}") from None
     fd = _open_regular(path)
     try:
-        return _read_header(fd, int(path.stem), layout).adapter
+        return _read_header(fd, lora_task_id, layout).adapter
     finally:
         os.close(fd)
 
@@ -437,7 +442,7 @@ def _open_regular(path: Path) -> int:
     return fd
 
 
-def _read_header(fd: int, lora_task_id: int, layout: AdapterLayout) -> _Contents:
+def _read_header(fd: int, lora_task_id: TaskId, layout: AdapterLayout) -> _Contents:
     status = os.fstat(fd)
     length = int.from_bytes(os.pread(fd, 8, 0), "little")
     if status.st_size < 8 + length or length > _MAX_HEADER_BYTES:
@@ -454,8 +459,8 @@ def _read_header(fd: int, lora_task_id: int, layout: AdapterLayout) -> _Contents
         raise DamagedFile(f"its format version is {metadata.format_version[:20]}, this server's is {FORMAT_VERSION}")
     if metadata.layout != _layout_text(layout):
         raise DamagedFile("its layout is another model's, or of other lora parameters")
-    if metadata.lora_task_id != str(lora_task_id):
-        raise DamagedFile(f"it is of LoRA task {metadata.lora_task_id[:20]}")
+    if metadata.lora_task_id != label_of(lora_task_id):
+        raise DamagedFile(f"it is of LoRA task {metadata.lora_task_id[:90]}")
     num_bytes = num_pages * layout.page_bytes
     if header.pages != _TensorInfo("U8", (num_pages, layout.page_bytes), (0, num_bytes)) or num_pages < 1:
         raise DamagedFile(f"its tensor is {header.pages}")

@@ -13,6 +13,7 @@ import torch
 from multilora_engine.histogram import Histogram
 from multilora_engine.lora.layout import PackedAdapter, PackedRow
 from multilora_engine.lora.life_cycle import TierStats
+from multilora_engine.lora.names import TaskId
 from multilora_engine.lora.page_pool import PagePool
 
 
@@ -34,7 +35,7 @@ class CachedAdapter:
     last_used_s: seconds since the epoch of the last pin, at first of the insertion. num_hits: pins so far.
     """
 
-    lora_task_id: int
+    lora_task_id: TaskId
     digest: str
     ranks: tuple[int, ...]
     num_pages: int
@@ -71,7 +72,7 @@ class HostTier:
 
     def __init__(self, num_pages: int, page_bytes: int, pin_memory: bool = False) -> None:
         self.pool = PagePool(num_pages, page_bytes, torch.device("cpu"), pin_memory)
-        self._by_task_id: OrderedDict[int, CachedAdapter] = OrderedDict()
+        self._by_task_id: OrderedDict[TaskId, CachedAdapter] = OrderedDict()
         self._retired: list[CachedAdapter] = []
         self._evictions = 0
         self._copies = 0
@@ -81,7 +82,7 @@ class HostTier:
     def __len__(self) -> int:
         return len(self._by_task_id)
 
-    def get(self, lora_task_id: int) -> CachedAdapter | None:
+    def get(self, lora_task_id: TaskId) -> CachedAdapter | None:
         """The current version of an adapter."""
         return self._by_task_id.get(lora_task_id)
 

@@ -12,6 +12,8 @@ from typing import Literal
 
 import msgspec
 
+from multilora_engine.lora.names import TaskId, number_of, scoped_task_id, tenant_of
+
 Status = Literal["NOT_DOWNLOADED", "DOWNLOADING", "DOWNLOADED", "LOADED", "READY_FOR_USE"]
 """NOT_DOWNLOADED: a source has it. DOWNLOADING: on its way from there. DOWNLOADED: in host memory or on disk.
 LOADED: on its way to the device. READY_FOR_USE: a step can use it."""
@@ -40,6 +42,7 @@ class AdapterInfo(msgspec.Struct, frozen=True, gc=False):
     digest: content of the current version. bytes: what it takes in its tier. ranks: the different ranks of its rows.
     num_pins: requests that use it. is_pinned: an operator keeps it. last_used_s: seconds since the epoch, of its
     insertion if no request has used it. num_hits: requests that have used it since it entered the host tier.
+    tenant: whose adapter it is, empty if it belongs to none.
     """
 
     lora_task_id: int
@@ -53,6 +56,11 @@ class AdapterInfo(msgspec.Struct, frozen=True, gc=False):
     is_pinned: bool
     last_used_s: float
     num_hits: int
+    tenant: str = ""
+
+    @property
+    def task_id(self) -> TaskId:
+        return scoped_task_id(self.tenant, self.lora_task_id)
 
 
 @cache
@@ -63,13 +71,22 @@ def instance_name() -> str:
 
 @dataclass(frozen=True)
 class AdapterEvent:
-    """Something happened to one version of an adapter. time_ns: nanoseconds since the epoch. instance: where."""
+    """Something happened to one version of an adapter. time_ns: nanoseconds since the epoch. instance: where.
+
+    tenant: whose adapter it is, empty if it belongs to none.
+    """
 
     kind: EventKind
     lora_task_id: int
     digest: str
     time_ns: int = field(default_factory=time.time_ns)
     instance: str = field(default_factory=instance_name)
+    tenant: str = ""
+
+    @classmethod
+    def of(cls, kind: EventKind, task_id: TaskId, digest: str) -> AdapterEvent:
+        """An event of now."""
+        return cls(kind, number_of(task_id), digest, tenant=tenant_of(task_id))
 
 
 OnEvent = Callable[[AdapterEvent], None]

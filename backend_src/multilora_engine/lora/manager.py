@@ -27,6 +27,7 @@ from multilora_engine.lora.life_cycle import (
     TierStats,
     ignore_event,
 )
+from multilora_engine.lora.names import TaskId, label_of, number_of, tenant_of
 from multilora_engine.lora.residency import Level, Residency, Resident
 from multilora_kernels import LoRATables
 
@@ -128,7 +129,7 @@ class LoRAManager:
             activate_seconds=self._device.copy_seconds,
         )
 
-    def info(self, lora_task_id: int) -> AdapterInfo:
+    def info(self, lora_task_id: TaskId) -> AdapterInfo:
         """The current version of one adapter, in whatever tier. Raises AdapterNotFound."""
         cached = self._host.get(lora_task_id)
         if cached is not None:
@@ -140,7 +141,7 @@ class LoRAManager:
 
     def put(
         self,
-        lora_task_id: int,
+        lora_task_id: TaskId,
         packed: PackedAdapter,
         name: str = "",
         origin: Literal["uploaded", "downloaded"] = "uploaded",
@@ -167,7 +168,7 @@ class LoRAManager:
         """Whether an adapter can be put without that another one is lost."""
         return self._disk is not None or len(packed.pages) <= self._host.pool.num_free
 
-    def keep(self, lora_task_id: int) -> Future[None] | None:
+    def keep(self, lora_task_id: TaskId) -> Future[None] | None:
         """Have an adapter in host memory written to the disk tier, where it survives the death of the engine.
 
         The future is done when it is; it raises OSError if it cannot be written, which every call tries again, and is
@@ -183,18 +184,18 @@ class LoRAManager:
             self._spill(adapter, self._disk)
         return adapter.kept
 
-    def is_known(self, lora_task_id: int) -> bool:
+    def is_known(self, lora_task_id: TaskId) -> bool:
         """Whether an adapter is in some tier."""
         return self._host.get(lora_task_id) is not None or self._find_file(lora_task_id) is not None
 
-    def digest(self, lora_task_id: int) -> str:
+    def digest(self, lora_task_id: TaskId) -> str:
         """The digest of the current version, in whatever tier. Raises AdapterNotFound."""
         known = self._host.get(lora_task_id) or self._find_file(lora_task_id)
         if known is None:
             raise AdapterNotFound(lora_task_id)
         return known.digest
 
-    def pin(self, lora_task_id: int) -> CachedAdapter:
+    def pin(self, lora_task_id: TaskId) -> CachedAdapter:
         """Hold the current version of an adapter in the host tier for a request, or have it read from disk into it.
 
         Raises AdapterNotFound, or AdapterCacheFull if it is on disk and there can be no room to read it.
@@ -215,7 +216,7 @@ class LoRAManager:
             self._device.forget_failure(adapter)
             self._remove_if_unused(adapter)
 
-    def load(self, lora_task_id: int) -> Future[None]:
+    def load(self, lora_task_id: TaskId) -> Future[None]:
         """Have one on disk read into the host tier. Raises AdapterNotFound, or AdapterCacheFull without room.
 
         The future is done when it is there. It raises RequestError if the file cannot be read, and is cancelled if the
@@ -223,7 +224,7 @@ class LoRAManager:
         """
         return self._find(lora_task_id).arrived
 
-    def pin_adapter(self, lora_task_id: int) -> Future[None]:
+    def pin_adapter(self, lora_task_id: TaskId) -> Future[None]:
         """Never evict this adapter, nor a version that replaces it, until `unpin_adapter`. One on disk is read.
 
         The future is that of `load`. Raises AdapterNotFound, or AdapterCacheFull if there is no room to read it, or
@@ -235,7 +236,7 @@ class LoRAManager:
             adapter.is_pinned = True
         return adapter.arrived
 
-    def unpin_adapter(self, lora_task_id: int) -> None:
+    def unpin_adapter(self, lora_task_id: TaskId) -> None:
         """Let an adapter be evicted again. Raises AdapterNotFound."""
         cached = self._host.get(lora_task_id)
         if cached is not None:
@@ -243,7 +244,7 @@ class LoRAManager:
         elif self._find_file(lora_task_id) is None:
             raise AdapterNotFound(lora_task_id)
 
-    def unload(self, lora_task_id: int) -> None:
+    def unload(self, lora_task_id: TaskId) -> None:
         """Forget an adapter, pinned by an operator or not: new requests do not find it from now on, in any tier.
 
         Its memory is freed when the requests that use it have finished. Raises AdapterNotFound.
@@ -365,21 +366,21 @@ class LoRAManager:
         """Pins of all adapters: the requests in flight that have one."""
         return sum(adapter.num_pins for adapter in self._host.adapters)
 
-    def _find(self, lora_task_id: int) -> CachedAdapter:
+    def _find(self, lora_task_id: TaskId) -> CachedAdapter:
         adapter = self._host.get(lora_task_id)
         if adapter is None:
             return self._start_load(lora_task_id)
         self._host.touch(adapter)
         return adapter
 
-    def _find_file(self, lora_task_id: int) -> DiskAdapter | None:
+    def _find_file(self, lora_task_id: TaskId) -> DiskAdapter | None:
         return None if self._disk is None else self._disk.find(lora_task_id)
 
-    def _delete_file(self, lora_task_id: int) -> None:
+    def _delete_file(self, lora_task_id: TaskId) -> None:
         if self._disk is not None:
             self._disk.delete(lora_task_id)
 
-    def _start_load(self, lora_task_id: int) -> CachedAdapter:
+    def _start_load(self, lora_task_id: TaskId) -> CachedAdapter:
         file = self._find_file(lora_task_id)
         if file is None or self._disk is None:
             raise AdapterNotFound(lora_task_id)
@@ -396,7 +397,7 @@ class LoRAManager:
         self._arrive(adapter, _Arrival(fill, opened.close))
         return adapter
 
-    def _check_room(self, lora_task_id: int, num_pages: int, replaced: CachedAdapter | None = None) -> None:
+    def _check_room(self, lora_task_id: TaskId, num_pages: int, replaced: CachedAdapter | None = None) -> None:
         """Raises AdapterCacheFull when there could not be room for one more, after those that wait for it already."""
         promised = sum(a.num_pages for a in self._arrivals if a is not replaced or a.num_pins)
         free = self._host.pool.num_free
@@ -487,7 +488,7 @@ class LoRAManager:
         disk.drop_damaged(adapter.lora_task_id, adapter.digest, failure)
         return AdapterNotFound(adapter.lora_task_id, "its file in lora_cache_dir could not be read")
 
-    def _count_request(self, lora_task_id: int) -> None:
+    def _count_request(self, lora_task_id: TaskId) -> None:
         if self._host.get(lora_task_id) is not None:
             self._hits += 1
             return
@@ -499,7 +500,8 @@ class LoRAManager:
         is_on_device = adapter in self._device
         is_ready = is_on_device and self._device.is_ready(adapter)
         return AdapterInfo(
-            lora_task_id=adapter.lora_task_id,
+            lora_task_id=number_of(adapter.lora_task_id),
+            tenant=tenant_of(adapter.lora_task_id),
             name=adapter.name,
             digest=adapter.digest,
             status="READY_FOR_USE" if is_ready else "LOADED" if is_on_device else "DOWNLOADED",
@@ -512,7 +514,7 @@ class LoRAManager:
             num_hits=adapter.num_hits,
         )
 
-    def _insert(self, lora_task_id: int, packed: PackedAdapter, name: str) -> CachedAdapter:
+    def _insert(self, lora_task_id: TaskId, packed: PackedAdapter, name: str) -> CachedAdapter:
         self._check_room(lora_task_id, len(packed.pages))
         file = self._find_file(lora_task_id)
         if file is not None and file.digest != packed.digest:
@@ -533,7 +535,7 @@ class LoRAManager:
         adapter.is_pinned = is_pinned
         return adapter
 
-    def _add(self, lora_task_id: int, packed: PackedAdapter, name: str) -> CachedAdapter:
+    def _add(self, lora_task_id: TaskId, packed: PackedAdapter, name: str) -> CachedAdapter:
         ranks = ranks_of(packed.rows)
         adapter = CachedAdapter(lora_task_id, packed.digest, ranks, len(packed.pages), name)
 
@@ -605,7 +607,7 @@ class LoRAManager:
             self._wait_seconds += time.monotonic() - self._waiting_since.pop(adapter)
 
     def _emit(self, kind: EventKind, adapter: CachedAdapter | DiskAdapter) -> None:
-        self._on_event(AdapterEvent(kind, adapter.lora_task_id, adapter.digest))
+        self._on_event(AdapterEvent.of(kind, adapter.lora_task_id, adapter.digest))
 
 
 def _tell_kept(kept: Future[None], write: Future[float]) -> None:
@@ -620,13 +622,15 @@ def _tell_kept(kept: Future[None], write: Future[float]) -> None:
 
 
 def _resident(adapter: CachedAdapter, level: Level) -> Resident:
-    name = adapter.name or str(adapter.lora_task_id)
-    return Resident(name, level, adapter.is_pinned, max(adapter.ranks, default=0))
+    return Resident(
+        label_of(adapter.lora_task_id, adapter.name), level, adapter.is_pinned, max(adapter.ranks, default=0)
+    )
 
 
 def _describe_file(adapter: DiskAdapter) -> AdapterInfo:
     return AdapterInfo(
-        lora_task_id=adapter.lora_task_id,
+        lora_task_id=number_of(adapter.lora_task_id),
+        tenant=tenant_of(adapter.lora_task_id),
         name=adapter.name,
         digest=adapter.digest,
         status="DOWNLOADED",

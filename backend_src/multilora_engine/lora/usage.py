@@ -1,4 +1,4 @@
-"""`AdapterUsage`: requests and tokens of the adapters most asked for, in bounded space."""
+"""`AdapterUsage`: requests and tokens of the adapters (or clients) most asked for, in bounded space."""
 
 from __future__ import annotations
 
@@ -36,34 +36,34 @@ class AdapterUsage:
     def __init__(self, max_adapters: int) -> None:
         self.other = Usage()
         self.max_adapters = max_adapters
-        self._by_task_id: dict[int, Usage] = {}
-        self._popularity: OrderedDict[int, int] = OrderedDict()
+        self._by_label: dict[str, Usage] = {}
+        self._popularity: OrderedDict[str, int] = OrderedDict()
 
     @property
-    def by_task_id(self) -> dict[int, Usage]:
+    def by_label(self) -> dict[str, Usage]:
         """The adapters that have a place."""
-        return dict(self._by_task_id)
+        return dict(self._by_label)
 
-    def record(self, lora_task_id: int, prompt_tokens: int, output_tokens: int) -> None:
+    def record(self, label: str, prompt_tokens: int, output_tokens: int) -> None:
         """A request of an adapter has ended."""
-        self._popularity[lora_task_id] = self._popularity.pop(lora_task_id, 0) + 1
-        usage = self._by_task_id.get(lora_task_id) or self._new_place(lora_task_id) or self.other
+        self._popularity[label] = self._popularity.pop(label, 0) + 1
+        usage = self._by_label.get(label) or self._new_place(label) or self.other
         usage.add(prompt_tokens, output_tokens)
         self._forget_unpopular()
 
-    def _new_place(self, lora_task_id: int) -> Usage | None:
+    def _new_place(self, label: str) -> Usage | None:
         """A place for an adapter without one, if one is free or its owner is asked for much less."""
         if not self.max_adapters:
             return None
-        if len(self._by_task_id) == self.max_adapters:
-            last = min(self._by_task_id, key=self._popularity.__getitem__)
-            if self._popularity[lora_task_id] < _LEAD * self._popularity[last]:
+        if len(self._by_label) == self.max_adapters:
+            last = min(self._by_label, key=self._popularity.__getitem__)
+            if self._popularity[label] < _LEAD * self._popularity[last]:
                 return None
-            del self._by_task_id[last]
-        return self._by_task_id.setdefault(lora_task_id, Usage())
+            del self._by_label[last]
+        return self._by_label.setdefault(label, Usage())
 
     def _forget_unpopular(self) -> None:
         """Drop the adapter without a place that was asked for longest ago, when there are too many of them."""
         if len(self._popularity) > _REMEMBERED_PER_PLACE * self.max_adapters:
-            without_place = (task_id for task_id in self._popularity if task_id not in self._by_task_id)
+            without_place = (label for label in self._popularity if label not in self._by_label)
             del self._popularity[next(without_place)]

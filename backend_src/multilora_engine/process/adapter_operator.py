@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from multilora_client.keys import AdapterPatterns
 from multilora_engine.errors import AdapterNotFound, AdapterNotHere, InvalidRequest
-from multilora_engine.lora.event_log import EventLog
+from multilora_engine.lora.adapter_events import AdapterEvents
 from multilora_engine.lora.layout import AdapterLayout
-from multilora_engine.lora.life_cycle import AdapterEvent, AdapterInfo, LoRAStats
-from multilora_engine.lora.names import task_id_of
+from multilora_engine.lora.life_cycle import AdapterInfo, LoRAStats
+from multilora_engine.lora.names import TaskId, scoped_task_id, task_id_of
 from multilora_engine.lora.remote import Fetch, RemoteAdapters, describe_remote
 from multilora_engine.lora.residency import Residency
 from multilora_engine.lora.sources.source import AdapterKey
 from multilora_engine.lora.usage import AdapterUsage
+from multilora_engine.process.messages import AdapterScope
 from multilora_engine.process.operations import (
     DescribeModel,
     ListAdapters,
@@ -49,11 +51,11 @@ class ManagedAdapters(Protocol):
     @property
     def layout(self) -> AdapterLayout: ...
     def describe(self) -> list[AdapterInfo]: ...
-    def info(self, lora_task_id: int) -> AdapterInfo: ...
-    def load(self, lora_task_id: int) -> Future[None]: ...
-    def unload(self, lora_task_id: int) -> None: ...
-    def pin_adapter(self, lora_task_id: int) -> Future[None]: ...
-    def unpin_adapter(self, lora_task_id: int) -> None: ...
+    def info(self, lora_task_id: TaskId) -> AdapterInfo: ...
+    def load(self, lora_task_id: TaskId) -> Future[None]: ...
+    def unload(self, lora_task_id: TaskId) -> None: ...
+    def pin_adapter(self, lora_task_id: TaskId) -> Future[None]: ...
+    def unpin_adapter(self, lora_task_id: TaskId) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +76,9 @@ class AdapterOperator:
         self,
         adapters: ManagedAdapters,
         remote: RemoteAdapters,
-        events: EventLog[AdapterEvent],
+        events: AdapterEvents,
         usage: AdapterUsage,
+        clients: AdapterUsage,
         read_load: Callable[[], LoadReport],
         model: ModelReport,
     ) -> None:
@@ -85,24 +88,27 @@ class AdapterOperator:
         self._remote = remote
         self._events = events
         self._usage = usage
+        self._clients = clients
 
-    def execute(self, operation: Operation) -> Report | PendingReport:
-        """Raises AdapterNotFound, AdapterNotHere, AdapterCacheFull or InvalidRequest; nothing has changed then."""
+    def execute(self, operation: Operation, scope: AdapterScope) -> Report | PendingReport:
+        """What the sender may do has been checked; `scope` is what it may see.
+
+        Raises AdapterNotFound, AdapterNotHere, AdapterCacheFull or InvalidRequest; nothing has changed then."""
         match operation:
             case ListAdapters():
                 keys = self._remote.list_sources()
-                return PendingReport(keys.done, lambda: self._list(keys.result()))
+                return PendingReport(keys.done, lambda: self._list(keys.result(), scope))
             case LoadAdapter():
                 return self._load(operation)
             case UnloadAdapter():
                 return self._unload(operation)
             case PinAdapter():
-                lora_task_id = self._find(operation).lora_task_id
-                return self._when_arrived(lora_task_id, self._adapters.pin_adapter(lora_task_id))
+                task_id = self._find(operation).task_id
+                return self._when_arrived(task_id, self._adapters.pin_adapter(task_id))
             case UnpinAdapter():
                 return self._unpin(operation)
             case ReadEvents(since):
-                piece = self._events.since(since)
+                piece = (self._events if scope.is_everything else self._events.of(scope.tenant)).since(since)
                 return EventList(piece.events, piece.last, piece.num_missed)
             case ReadStats():
                 return self._read_stats()
@@ -115,34 +121,45 @@ class AdapterOperator:
         tiers = replace(self._adapters.stats, remote=self._remote.stats)
         resident = self._adapters.residency(self._usage.max_adapters)
         residency = replace(resident, load_seconds=resident.load_seconds.plus(self._remote.load_seconds))
-        return StatsReport(tiers, self._usage.by_task_id, self._usage.other, self._read_load(), residency)
+        return StatsReport(
+            tiers,
+            self._usage.by_label,
+            self._usage.other,
+            self._read_load(),
+            residency,
+            self._clients.by_label,
+            self._clients.other,
+        )
 
-    def _list(self, in_sources: Iterable[AdapterKey]) -> AdapterList:
-        adapters = {info.lora_task_id: info for info in (*self._remote.describe(), *self._adapters.describe())}
+    def _list(self, in_sources: Iterable[AdapterKey], scope: AdapterScope) -> AdapterList:
+        adapters = {info.task_id: info for info in (*self._remote.describe(), *self._adapters.describe())}
         for key in in_sources:
             adapters.setdefault(key.lora_task_id, describe_remote(key))
-        return AdapterList([adapters[lora_task_id] for lora_task_id in sorted(adapters)])
+        seen = adapters.values() if scope.is_everything else _seen_by(scope, adapters.values())
+        return AdapterList(sorted(seen, key=lambda info: (info.tenant, info.lora_task_id)))
 
     def _load(self, operation: LoadAdapter) -> Report | PendingReport:
         name = operation.name or ""
         lora_task_id = task_id_of(name) if operation.lora_task_id is None else operation.lora_task_id
-        key = AdapterKey(lora_task_id, name)
+        key, task_id = AdapterKey(lora_task_id, name), scoped_task_id(operation.tenant, lora_task_id)
         if operation.path:
             return self._fetch(key, operation.source, operation.path)
         try:
-            arrived = self._adapters.load(lora_task_id)
-        except AdapterNotFound:
+            arrived = self._adapters.load(task_id)
+        except AdapterNotFound as error:
+            if operation.tenant:
+                raise error.under_name(name) from None  # sources have the server's adapters only
             return self._fetch(key, operation.source)
-        return self._when_arrived(lora_task_id, arrived)
+        return self._when_arrived(task_id, arrived)
 
-    def _when_arrived(self, lora_task_id: int, arrived: Future[None]) -> PendingReport:
-        return PendingReport(arrived.done, lambda: self._arrived(lora_task_id, arrived))
+    def _when_arrived(self, task_id: TaskId, arrived: Future[None]) -> PendingReport:
+        return PendingReport(arrived.done, lambda: self._arrived(task_id, arrived))
 
-    def _arrived(self, lora_task_id: int, arrived: Future[None]) -> AdapterReport:
+    def _arrived(self, task_id: TaskId, arrived: Future[None]) -> AdapterReport:
         if arrived.cancelled():
-            raise AdapterNotFound(lora_task_id, "it was unloaded or replaced before it was in memory")
+            raise AdapterNotFound(task_id, "it was unloaded or replaced before it was in memory")
         arrived.result(timeout=0)
-        return AdapterReport(self._adapters.info(lora_task_id))
+        return AdapterReport(self._adapters.info(task_id))
 
     def _fetch(self, key: AdapterKey, source: str, path: str = "") -> PendingReport:
         try:
@@ -162,11 +179,11 @@ class AdapterOperator:
 
     def _unload(self, operation: UnloadAdapter) -> AdapterReport:
         info = self._find(operation)
-        self._adapters.unload(info.lora_task_id)
+        self._adapters.unload(info.task_id)
         return AdapterReport(info)
 
     def _unpin(self, operation: UnpinAdapter) -> AdapterReport:
-        self._adapters.unpin_adapter(self._find(operation).lora_task_id)
+        self._adapters.unpin_adapter(self._find(operation).task_id)
         return AdapterReport(self._find(operation))
 
     def _find(self, operation: UnloadAdapter | PinAdapter | UnpinAdapter) -> AdapterInfo:
@@ -174,15 +191,15 @@ class AdapterOperator:
         lora_task_id, name = operation.lora_task_id, operation.name
         if lora_task_id is None:
             assert name is not None, "an operation names its adapter"
-            return self._info(task_id_of(name), f"LoRA adapter {name!r}")
-        info = self._info(lora_task_id, f"LoRA task {lora_task_id}")
+            return self._info(scoped_task_id(operation.tenant, task_id_of(name)), f"LoRA adapter {name!r}")
+        info = self._info(scoped_task_id(operation.tenant, lora_task_id), f"LoRA task {lora_task_id}")
         if name not in (None, info.name):
             raise InvalidRequest(f"LoRA task {lora_task_id} is named {info.name!r}, not {name!r}")
         return info
 
-    def _info(self, lora_task_id: int, called: str) -> AdapterInfo:
+    def _info(self, task_id: TaskId, called: str) -> AdapterInfo:
         try:
-            return self._adapters.info(lora_task_id)
+            return self._adapters.info(task_id)
         except AdapterNotFound:
             raise AdapterNotHere(called) from None
 
@@ -190,3 +207,14 @@ class AdapterOperator:
 def _has_arrived(fetch: Fetch) -> bool:
     """Whether a fetch has ended, and what it brought is in its place in memory."""
     return fetch.is_done and (fetch.arrived is None or fetch.arrived.done())
+
+
+def _seen_by(scope: AdapterScope, adapters: Iterable[AdapterInfo]) -> Iterator[AdapterInfo]:
+    """A tenant's own adapters, and the server's that it may use: of these not where they are and who uses them."""
+    shared = AdapterPatterns(scope.shared, task_id_of)
+    for info in adapters:
+        if info.tenant:
+            if info.tenant == scope.tenant:
+                yield info
+        elif shared.match(info.lora_task_id, info.name):
+            yield describe_remote(AdapterKey(info.lora_task_id, info.name))

@@ -24,9 +24,11 @@ import zmq
 from multilora_engine.engine_info import EngineInfo
 from multilora_engine.errors import Cancelled, ConfigError, EngineUnavailable, InternalError, RequestError
 from multilora_engine.lora.layout import PackedAdapter
+from multilora_engine.lora.names import TaskId
 from multilora_engine.process.connection import Connection
 from multilora_engine.process.messages import (
     Abort,
+    AdapterScope,
     AdapterTaken,
     Add,
     FromEngine,
@@ -42,7 +44,7 @@ from multilora_engine.process.messages import (
 )
 from multilora_engine.process.operations import Operation
 from multilora_engine.process.outbox import join_outputs
-from multilora_engine.request import GenerationRequest, TokenOutput
+from multilora_engine.request import GenerationRequest, Sender, TokenOutput
 
 _CANCELLATION_INTERVAL_S = 0.1
 """How often Triton is asked which requests are cancelled. Each is a question of its own, which wakes a thread here and
@@ -52,6 +54,12 @@ _CANCELLATION_GRACE_S = 0.08
 """Asking waits so long for outputs to come first: to wake for nothing else costs as much again."""
 _CANCELLATION_DUTY = 0.1
 """Asking takes a round trip: the largest share of the thread's time for that."""
+
+NOBODY = Sender()
+"""Without API keys and a proxy's word everybody is the same."""
+
+EVERYTHING = AdapterScope()
+"""What those see who run the server."""
 
 logger = logging.getLogger(__name__)
 
@@ -139,7 +147,7 @@ class EngineClient:
         listener: Listener,
         requests: list[GenerationRequest],
         client_request_id: str = "",
-        adapter: tuple[int, PackedAdapter] | None = None,
+        adapter: tuple[TaskId, PackedAdapter] | None = None,
         trace_id: str = "",
         claims: Claims | None = None,
     ) -> None:
@@ -153,22 +161,30 @@ class EngineClient:
         self,
         listener: Listener,
         request_id: str,
-        lora_task_id: int,
+        task_id: TaskId,
         adapter: PackedAdapter,
         lora_name: str = "",
         claims: Claims | None = None,
+        sender: Sender = NOBODY,
     ) -> None:
         """Store an adapter. Its one output has finish reason `stop` and the digest."""
-        message = PutAdapter(request_id, adapter_header(lora_task_id, adapter), lora_name)
+        message = PutAdapter(request_id, adapter_header(task_id, adapter), lora_name, sender)
         self._submit(listener, [request_id], message, adapter_payload(adapter), claims)
 
-    def stop(self, listener: Listener, request_id: str, client_request_id: str) -> None:
-        """End all requests of a client's id; they finish as `cancelled`. Its one output has finish reason `stop`."""
-        self._submit(listener, [request_id], Stop(request_id, client_request_id), None)
+    def stop(self, listener: Listener, request_id: str, client_request_id: str, sender: Sender = NOBODY) -> None:
+        """End the sender's requests of an id; they finish as `cancelled`. Its one output has finish reason `stop`."""
+        self._submit(listener, [request_id], Stop(request_id, client_request_id, sender), None)
 
-    def operate(self, listener: Listener, request_id: str, operation: Operation) -> None:
+    def operate(
+        self,
+        listener: Listener,
+        request_id: str,
+        operation: Operation,
+        scope: AdapterScope = EVERYTHING,
+        sender: Sender = NOBODY,
+    ) -> None:
         """Carry out an operation on adapters. Its one output has finish reason `stop` and the report as its text."""
-        self._submit(listener, [request_id], Operate(request_id, operation), None)
+        self._submit(listener, [request_id], Operate(request_id, operation, scope, sender), None)
 
     def call_soon(self, task: Callable[[], None]) -> None:
         """Run `task` on the client's thread."""

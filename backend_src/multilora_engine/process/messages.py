@@ -12,10 +12,11 @@ import msgspec
 from multilora_engine.engine_info import EngineInfo
 from multilora_engine.errors import RequestError
 from multilora_engine.lora.layout import PackedAdapter, PackedRow
+from multilora_engine.lora.names import TaskId, number_of, scoped_task_id, tenant_of
 from multilora_engine.process.operations import Operation
-from multilora_engine.request import GenerationRequest, TokenOutput
+from multilora_engine.request import GenerationRequest, Sender, TokenOutput
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 """Raised with every change to this file that an older peer would misread."""
 
 
@@ -26,16 +27,25 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 
 class AdapterHeader(msgspec.Struct, frozen=True):
-    """A `PackedAdapter` without its pages, which are the frame that follows: uint8 [num_pages, page_bytes]."""
+    """A `PackedAdapter` without its pages, which are the frame that follows: uint8 [num_pages, page_bytes].
+
+    tenant: whose adapter it is, empty if it belongs to none.
+    """
 
     lora_task_id: int
     digest: str
     rows: list[PackedRow]
     page_bytes: int
+    tenant: str = ""
+
+    @property
+    def task_id(self) -> TaskId:
+        return scoped_task_id(self.tenant, self.lora_task_id)
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):
-    """Accept all of `requests`, or none. The adapter is put first, so that nothing can evict it in between.
+    """Accept all of `requests`, which have one sender, or none. The adapter is put first, so that nothing can evict it
+    in between.
 
     client_request_id: the client's own id, which a later `Stop` names; need not be unique, may be empty.
     trace_id: of the trace that they are part of, for the log; empty if of none.
@@ -53,13 +63,29 @@ class PutAdapter(msgspec.Struct, frozen=True, tag=True):
     request_id: str
     adapter: AdapterHeader
     lora_name: str = ""
+    sender: Sender = Sender()
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
-    """End every request of a client's id (they finish as `cancelled`), then answer with an empty final output."""
+    """End the requests of the sender's own id (they finish as `cancelled`), then answer with an empty final output.
+
+    client_request_id: the id that the sender gave them, or the engine's id of one of them.
+    """
 
     request_id: str
     client_request_id: str
+    sender: Sender = Sender()
+
+
+class AdapterScope(msgspec.Struct, frozen=True):
+    """Which adapters an operation tells of: all of them, or a tenant's own and some of the server's.
+
+    shared: ids, names and beginnings of names of these, as in the file of API keys.
+    """
+
+    is_everything: bool = True
+    tenant: str = ""
+    shared: tuple[str | int, ...] = ()
 
 
 class Operate(msgspec.Struct, frozen=True, tag=True):
@@ -67,6 +93,8 @@ class Operate(msgspec.Struct, frozen=True, tag=True):
 
     request_id: str
     operation: Operation
+    scope: AdapterScope = AdapterScope()
+    sender: Sender = Sender()
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
@@ -144,8 +172,9 @@ def decode_from_engine(frame: memoryview) -> FromEngine:
     return _from_engine.decode(frame)
 
 
-def adapter_header(lora_task_id: int, adapter: PackedAdapter) -> AdapterHeader:
-    return AdapterHeader(lora_task_id, adapter.digest, adapter.rows, adapter.pages.shape[1])
+def adapter_header(task_id: TaskId, adapter: PackedAdapter) -> AdapterHeader:
+    page_bytes = adapter.pages.shape[1]
+    return AdapterHeader(number_of(task_id), adapter.digest, adapter.rows, page_bytes, tenant_of(task_id))
 
 
 def adapter_payload(adapter: PackedAdapter) -> memoryview:

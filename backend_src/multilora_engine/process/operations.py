@@ -17,10 +17,14 @@ class _Operation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fi
 
 
 class _OnAdapter(_Operation, frozen=True):
-    """One that concerns one adapter, by its task id or its name; both must mean the same one."""
+    """One that concerns one adapter, by its task id or its name; both must mean the same one.
+
+    tenant: whose adapter it is, empty if it belongs to none.
+    """
 
     lora_task_id: int | None = None
     name: str | None = None
+    tenant: str = ""
 
     def __post_init__(self) -> None:
         if self.lora_task_id is None and self.name is None:

@@ -47,13 +47,18 @@ class LoadReport(msgspec.Struct, frozen=True):
 
 
 class StatsReport(msgspec.Struct, frozen=True):
-    """The answer to `stats`. usage: of the adapters most asked for, by task id; other_usage: of all the others."""
+    """The answer to `stats`. usage: of the adapters most asked for, by their labels; other_usage: of all the others.
+
+    clients, other_clients: likewise, of the tenants or clients that asked, as far as the server knows them.
+    """
 
     tiers: LoRAStats
-    usage: dict[int, Usage]
+    usage: dict[str, Usage]
     other_usage: Usage
     load: LoadReport
     residency: Residency = msgspec.field(default_factory=Residency)
+    clients: dict[str, Usage] = {}
+    other_clients: Usage = msgspec.field(default_factory=Usage)
 
 
 class LayoutReport(msgspec.Struct, frozen=True):

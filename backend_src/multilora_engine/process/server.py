@@ -34,12 +34,14 @@ from multilora_engine.errors import (
     ConfigError,
     EngineUnavailable,
     InternalError,
+    InvalidRequest,
+    PermissionDenied,
     RequestError,
 )
 from multilora_engine.log_lines import configure_logging
-from multilora_engine.lora.event_log import EventLog
+from multilora_engine.lora.adapter_events import AdapterEvents
 from multilora_engine.lora.layout import PackedAdapter
-from multilora_engine.lora.life_cycle import AdapterEvent
+from multilora_engine.lora.names import TaskId, label_of
 from multilora_engine.lora.remote import RemoteAdapters
 from multilora_engine.lora.usage import AdapterUsage
 from multilora_engine.process.adapter_operator import AdapterOperator, ManagedAdapters, PendingReport
@@ -70,9 +72,10 @@ from multilora_engine.process.messages import (
     read_adapter,
 )
 from multilora_engine.process.outbox import MAX_QUEUED_MESSAGES, Outbox
+from multilora_engine.process.rates import RateLimits
 from multilora_engine.process.reports import LoadReport, ModelReport, Report
 from multilora_engine.process.telemetry import RequestTelemetry
-from multilora_engine.request import GenerationRequest, TokenOutput
+from multilora_engine.request import GenerationRequest, Sender, TokenOutput
 
 _MAX_MESSAGES_PER_STEP = 256
 """So that a flood of requests cannot keep the running ones from their next step."""
@@ -95,7 +98,7 @@ logger = logging.getLogger(__name__)
 class ServedAdapters(ManagedAdapters, Protocol):
     """What the server and its operator need of `multilora_engine.lora.manager.LoRAManager`."""
 
-    def keep(self, lora_task_id: int) -> Future[None] | None: ...
+    def keep(self, lora_task_id: TaskId) -> Future[None] | None: ...
 
 
 class ServedEngine(Protocol):
@@ -110,12 +113,12 @@ class ServedEngine(Protocol):
     @property
     def remote(self) -> RemoteAdapters: ...
     @property
-    def lora_events(self) -> EventLog[AdapterEvent]: ...
+    def lora_events(self) -> AdapterEvents: ...
     @property
     def stats(self) -> EngineStats: ...
     @property
     def adapters_in_use(self) -> AdaptersInUse: ...
-    def put_adapter(self, lora_task_id: int, adapter: PackedAdapter, name: str = "") -> None: ...
+    def put_adapter(self, lora_task_id: TaskId, adapter: PackedAdapter, name: str = "") -> None: ...
     def add_request(self, request: GenerationRequest) -> None: ...
     def abort(self, request_id: str) -> TokenOutput | None: ...
     def step(self, on_progress: Callable[[], None]) -> list[TokenOutput]: ...
@@ -124,11 +127,16 @@ class ServedEngine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Route:
-    """Where the outputs of a request go, the adapter that it is counted for, and what the log calls it."""
+    """Where the outputs of a request go, whom and which adapter it is counted for, and what the log calls it.
+
+    call_id: the same for the requests that came together.
+    """
 
     front: bytes
+    call_id: str
     client_request_id: str
-    lora_task_id: int | None
+    sender: Sender
+    task_id: TaskId | None
     trace_id: str
 
 
@@ -138,16 +146,16 @@ class _Upload:
 
     front: bytes
     done: TokenOutput
-    lora_task_id: int
+    task_id: TaskId
     write: Future[None]
 
     def answer(self) -> TokenOutput:
         try:
             self.write.result()
         except OSError as error:
-            return error_output(self.done.request_id, AdapterNotKept(self.lora_task_id, str(error)))
+            return error_output(self.done.request_id, AdapterNotKept(self.task_id, str(error)))
         except CancelledError:
-            logger.info("LoRA task %d was unloaded or replaced before its file was written", self.lora_task_id)
+            logger.info("LoRA task %s was unloaded or replaced before its file was written", label_of(self.task_id))
         return self.done
 
 
@@ -181,9 +189,17 @@ class EngineServer:
         self._engine = engine
         self._heartbeat = heartbeat
         self._usage = usage
+        self._clients = AdapterUsage(usage.max_adapters)
+        self._rates = RateLimits()
         self._telemetry = RequestTelemetry()
         self._operator = AdapterOperator(
-            engine.loras, engine.remote, engine.lora_events, usage, self._read_load, _describe(engine.info)
+            engine.loras,
+            engine.remote,
+            engine.lora_events,
+            usage,
+            self._clients,
+            self._read_load,
+            _describe(engine.info),
         )
         self._router = router
         self._parent_fd = parent_fd
@@ -292,15 +308,23 @@ class EngineServer:
     def _add(self, front: bytes, message: Add, payload: memoryview) -> None:
         try:
             self._check_open()
+            sender = message.requests[0].sender
+            self._rates.admit(sender, len(message.requests))
             if message.adapter is not None:
                 self._put_adapter(message.adapter, payload, message.requests[0].lora_name)
                 self._send(front, AdapterTaken(message.requests[0].request_id))
             for request in message.requests:
                 self._add_request(request)
                 self._routes[request.request_id] = _Route(
-                    front, message.client_request_id, request.lora_task_id, message.trace_id
+                    front,
+                    message.requests[0].request_id,
+                    message.client_request_id,
+                    sender,
+                    request.task_id,
+                    message.trace_id,
                 )
                 self._telemetry.begin(request.request_id)
+                self._rates.charge(sender, len(request.prompt_token_ids))
         except Exception as error:
             num_refused = sum(request.request_id not in self._routes for request in message.requests)
             self._abort([request.request_id for request in message.requests])
@@ -320,17 +344,18 @@ class EngineServer:
 
     def _put(self, front: bytes, message: PutAdapter, payload: memoryview) -> None:
         self._check_open()
+        self._rates.admit(message.sender, 1)
         write = self._put_adapter(message.adapter, payload, message.lora_name)
         self._send(front, AdapterTaken(message.request_id))
         done = TokenOutput(message.request_id, [], "", finish_reason="stop", lora_digest=message.adapter.digest)
         if write is None:
             self._outbox.add(front, done)
         else:
-            self._uploads.append(_Upload(front, done, message.adapter.lora_task_id, write))
+            self._uploads.append(_Upload(front, done, message.adapter.task_id, write))
 
     def _put_adapter(self, header: AdapterHeader, payload: memoryview, lora_name: str) -> Future[None] | None:
-        self._engine.put_adapter(header.lora_task_id, read_adapter(header, payload), lora_name)
-        return self._engine.loras.keep(header.lora_task_id)
+        self._engine.put_adapter(header.task_id, read_adapter(header, payload), lora_name)
+        return self._engine.loras.keep(header.task_id)
 
     def _acknowledge_uploads(self) -> None:
         for upload in [upload for upload in self._uploads if upload.write.done()]:
@@ -338,19 +363,40 @@ class EngineServer:
             self._outbox.add(upload.front, upload.answer())
 
     def _stop(self, front: bytes, message: Stop) -> None:
-        stopped = [
-            request_id
-            for request_id, route in self._routes.items()
-            if route.client_request_id == message.client_request_id
-        ]
-        for request_id in stopped:
+        for request_id in self._named_by(message):
             output = self._engine.abort(request_id)
             assert output is not None, f"{request_id} has a route but is unknown to the engine"
             self._emit([output])
         self._outbox.add(front, TokenOutput(message.request_id, [], "", finish_reason="stop"))
 
+    def _named_by(self, message: Stop) -> list[str]:
+        """The requests in flight that a stop means: never those of another sender.
+
+        An id that the engine issued names its request. An id that the client chose is as good from a sender who is
+        known. Those who are not known are all the same, so theirs must be the id of one call alone; and the operator
+        may have closed that way. Raises InvalidRequest, PermissionDenied.
+        """
+        name, wanted, is_known = message.sender.name, message.client_request_id, message.sender.is_known
+        issued = self._routes.get(wanted)
+        if issued is not None and issued.sender.name == name:
+            return [wanted]
+        if not is_known and self._engine.info.clients.stop_needs_sender:
+            raise PermissionDenied(
+                "a stop by a request id of one's own needs an API key, or a proxy that names the client; without them "
+                "name the stop_id of the answer"
+            )
+        own = self._requests_of(name)
+        named = [request_id for request_id in own if self._routes[request_id].client_request_id == wanted]
+        if not is_known and len({self._routes[request_id].call_id for request_id in named}) > 1:
+            raise InvalidRequest(f"several requests in flight have the id {wanted!r}; name the stop_id of the answer")
+        return named
+
+    def _requests_of(self, name: str) -> list[str]:
+        return [request_id for request_id, route in self._routes.items() if route.sender.name == name]
+
     def _operate(self, front: bytes, message: Operate) -> None:
-        report = self._operator.execute(message.operation)
+        self._rates.admit(message.sender, 1)
+        report = self._operator.execute(message.operation, message.scope)
         if isinstance(report, PendingReport):
             self._reports.append(_AwaitedReport(front, message.request_id, report))
         else:
@@ -399,18 +445,23 @@ class EngineServer:
         self._telemetry.record(outputs)
         for output in outputs:
             route = self._routes[output.request_id]
+            self._rates.charge(route.sender, output.num_output_tokens if output.beams else len(output.token_ids))
             self._outbox.add(route.front, output)
             if output.is_final:
                 self._end(route, output)
 
     def _end(self, route: _Route, output: TokenOutput) -> None:
         del self._routes[output.request_id]
-        if route.lora_task_id is not None:
-            self._usage.record(route.lora_task_id, output.num_prompt_tokens, output.num_output_tokens)
+        adapter = "none" if route.task_id is None else label_of(route.task_id)
+        if route.task_id is not None:
+            self._usage.record(adapter, output.num_prompt_tokens, output.num_output_tokens)
+        if route.sender.name:
+            self._clients.record(route.sender.name, output.num_prompt_tokens, output.num_output_tokens)
         logger.info(
-            "request %s, adapter %s: %s, %d + %d tokens%s",
+            "request %s%s, adapter %s: %s, %d + %d tokens%s",
             route.client_request_id or output.request_id,
-            "none" if route.lora_task_id is None else route.lora_task_id,
+            f" of {route.sender.name}" if route.sender.name else "",
+            adapter,
             output.finish_reason or output.error_code,
             output.num_prompt_tokens,
             output.num_output_tokens,

@@ -8,28 +8,70 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from multilora_engine.errors import InvalidRequest
-from multilora_engine.process.operations import parse_operation
+import msgspec
+
+from multilora_engine.errors import InvalidRequest, PermissionDenied
+from multilora_engine.lora.names import task_id_of
+from multilora_engine.process.operations import (
+    LoadAdapter,
+    Operation,
+    PinAdapter,
+    ReadStats,
+    UnloadAdapter,
+    UnpinAdapter,
+    parse_operation,
+)
 from multilora_engine.process.paths import socket_path
 from multilora_engine.serving.engine_link import EngineLink
 from multilora_engine.serving.front import Front, new_id
 from multilora_engine.serving.inputs import InputTensors
 from multilora_engine.serving.replies import Responder, TextReply
+from multilora_engine.serving.senders import Rights
 from multilora_engine.serving.triton_api import TritonRequest, prepare_stub
-
-_FIRST_CONTACT_S = 5.0
 
 
 class AdaptersFront(Front):
     """The operator's door to the engine."""
 
     def _submit(self, request: TritonRequest, responder: Responder) -> None:
+        rights = self._link.rights(request)
         text = InputTensors(request).text("request", row=0)
         if text is None:
             raise InvalidRequest("the tensor request is missing; it holds an operation in JSON")
-        operation = parse_operation(text)
-        self._link.client.wait_until_ready(_FIRST_CONTACT_S)
-        self._link.client.operate(TextReply(responder, "response"), new_id(), operation)
+        operation = grant_operation(parse_operation(text), rights)
+        self._link.client.operate(TextReply(responder, "response"), new_id(), operation, rights.scope, rights.sender)
+
+
+def grant_operation(operation: Operation, rights: Rights) -> Operation:
+    """An operation as the engine may take it from its sender: on an adapter that it may see and change.
+
+    Raises PermissionDenied.
+    """
+    if rights.runs_the_server:
+        return operation
+    match operation:
+        case ReadStats():
+            raise PermissionDenied("stats tell what all do; this API key may not see that")
+        case LoadAdapter() | UnloadAdapter() | PinAdapter() | UnpinAdapter():
+            return _grant_on_adapter(operation, rights)
+        case _:
+            return operation
+
+
+def _grant_on_adapter(operation: LoadAdapter | UnloadAdapter | PinAdapter | UnpinAdapter, rights: Rights) -> Operation:
+    rights.check_operate()
+    name = operation.name or ""
+    lora_task_id = task_id_of(name) if operation.lora_task_id is None else operation.lora_task_id
+    tenant = rights.adapter_tenant(lora_task_id, name)
+    if operation.tenant not in ("", tenant):
+        raise PermissionDenied("this API key may not look after adapters of another tenant")
+    if isinstance(operation, LoadAdapter) and (operation.source or operation.path):
+        raise PermissionDenied("this API key may not say where an adapter comes from")
+    if not tenant and not isinstance(operation, LoadAdapter):
+        raise PermissionDenied(
+            f"LoRA adapter {name or lora_task_id} is the server's own, which this API key may only load"
+        )
+    return msgspec.structs.replace(operation, tenant=tenant)
 
 
 class AdaptersModel:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
+from multilora_engine.client_header import CANARY_KEY_VARIABLE
 from multilora_engine.engine_info import EngineInfo
 from multilora_engine.process.client import EngineClient
+from multilora_engine.serving.senders import Rights, SenderBook
+from multilora_engine.serving.triton_api import TritonRequest
 from multilora_engine.text import Tokenizer
 
 _FIRST_CONTACT_S = 5.0
@@ -18,6 +22,15 @@ class EngineLink:
     def __init__(self, socket_path: Path) -> None:
         self.client = EngineClient(socket_path)
         self._tokenizer: Tokenizer | None = None
+        self._senders: SenderBook | None = None
+
+    def rights(self, request: TritonRequest) -> Rights:
+        """Who sent a request, and what it may do. Raises Unauthenticated, InvalidRequest, EngineUnavailable."""
+        if self._senders is None:
+            info = self.client.wait_until_ready(_FIRST_CONTACT_S)
+            canary_key = os.environ.get(CANARY_KEY_VARIABLE, "")
+            self._senders = SenderBook(info.clients, info.limits.max_metadata_bytes, canary_key)
+        return self._senders.rights(request)
 
     def describe(self) -> tuple[EngineInfo, Tokenizer]:
         """Raises EngineUnavailable while there is no engine."""

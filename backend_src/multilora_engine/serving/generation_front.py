@@ -23,8 +23,9 @@ from multilora_engine.serving.inputs import InputTensors
 from multilora_engine.serving.outputs import ReplyRow
 from multilora_engine.serving.prompt_answer import PromptTokens
 from multilora_engine.serving.replies import EachReply, EmptyReply, OneReply, Reply, Responder, StreamReply, Transcript
+from multilora_engine.serving.senders import Rights
 from multilora_engine.serving.triton_api import TritonRequest, trace_id_of
-from multilora_engine.serving.uploads import Uploads, client_of
+from multilora_engine.serving.uploads import Uploads
 from multilora_engine.text import Tokenizer
 
 
@@ -49,38 +50,42 @@ class GenerationFront(Front):
         self._renamed = renamed
 
     def _submit(self, request: TritonRequest, responder: Responder) -> None:
+        rights = self._link.rights(request)
         inputs = InputTensors(request, self._renamed)
         if is_stop(inputs):
-            self._stop(responder)
+            self._stop(responder, rights)
             return
         info, tokenizer = self._link.describe()
         claims = Claims()
         with ExitStack() as unless_submitted:
             unless_submitted.callback(claims.close)
             if has_weights(inputs):
+                rights.check_upload()
                 # Before they are packed, which takes the time and the memory that the limit is there for.
-                end_upload = self._uploads.begin(client_of(request, info.limits), info.max_uploads_per_client)
+                end_upload = self._uploads.begin(rights.sender.name, info.max_uploads_per_client)
                 claims.until_taken.callback(end_upload)
             call = read_call(inputs, info, tokenizer)
             if isinstance(call, UploadCall):
-                self._upload(call, responder, claims)
+                self._upload(call, rights, responder, claims)
             else:
-                self._generate(call, request, responder, info, tokenizer, claims)
+                self._generate(call, rights, request, responder, info, tokenizer, claims)
             unless_submitted.pop_all()
 
-    def _stop(self, responder: Responder) -> None:
+    def _stop(self, responder: Responder, rights: Rights) -> None:
         if not responder.request_id:
             raise InvalidRequest("stop needs the request id of the request that shall end")
-        self._link.client.stop(EmptyReply(responder), new_id(), responder.request_id)
+        self._link.client.stop(EmptyReply(responder), new_id(), responder.request_id, rights.sender)
 
-    def _upload(self, call: UploadCall, responder: Responder, claims: Claims) -> None:
-        request_id = new_id()
+    def _upload(self, call: UploadCall, rights: Rights, responder: Responder, claims: Claims) -> None:
+        request_id, task_id = new_id(), rights.uploaded_task_id(call.lora_task_id, call.lora_name)
         reply = OneReply(responder, {request_id: Transcript(ReplyRow(lora_task_id=call.lora_task_id))})
-        self._link.client.put_adapter(reply, request_id, call.lora_task_id, call.adapter, call.lora_name, claims)
+        client, name = self._link.client, call.lora_name
+        client.put_adapter(reply, request_id, task_id, call.adapter, name, claims, rights.sender)
 
     def _generate(
         self,
         call: GenerateCall,
+        rights: Rights,
         request: TritonRequest,
         responder: Responder,
         info: EngineInfo,
@@ -92,9 +97,14 @@ class GenerationFront(Front):
         check_call(call, info)
         self._claim_logits(call, info, claims)
         requests, rows = _expand(call, _timeout_s(request), tokenizer)
+        requests = [rights.grant(request) for request in requests]
+        adapter = None
+        if call.adapter is not None:
+            lora_task_id, packed = call.adapter
+            adapter = rights.uploaded_task_id(lora_task_id, call.lora_names[0]), packed
         reply = self._reply(call, rows, responder, tokenizer)
         trace_id = trace_id_of(request)
-        self._link.client.generate(reply, requests, responder.request_id, call.adapter, trace_id, claims)
+        self._link.client.generate(reply, requests, responder.request_id, adapter, trace_id, claims)
 
     def _claim_logits(self, call: GenerateCall, info: EngineInfo, claims: Claims) -> None:
         """Raises TooManyLogits."""
@@ -109,7 +119,7 @@ class GenerationFront(Front):
         if call.is_streaming:
             return StreamReply(responder, rows, call.pad_id)
         transcripts = _transcripts(call, rows, responder, tokenizer)
-        if self._can_stream and call.num_sequences > 1 and not call.is_search:
+        if self._can_stream and len(transcripts) > 1:
             return EachReply(responder, transcripts, call.pad_id)
         return OneReply(responder, transcripts, call.pad_id, call.num_sequences)
 

@@ -49,6 +49,7 @@ class ImmediateModel(ABC):
             return error_response(InternalError(f"{type(error).__name__}: {error}"), request_id_of(request))
 
     def _response(self, request: TritonRequest) -> Any:
+        self._link.rights(request)
         arrays = self.answer(InputTensors(request), self._link)
         pb, wanted = backend_utils(), request.requested_output_names()
         return pb.InferenceResponse([pb.Tensor(name, array) for name, array in arrays.items() if name in wanted])

@@ -182,6 +182,9 @@ def probe(
     live: Annotated[
         bool, typer.Option("--live", help="Only ask whether it is worth waiting for: starting or busy is good enough.")
     ] = False,
+    api_key: Annotated[
+        str, typer.Option(envvar="MULTILORA_API_KEY", help="For a server that has API keys: one for the base model.")
+    ] = "",
 ) -> None:
     """Get a token from a running server, by a real inference. Status 0: it answers; 1: it does not, with the reason."""
     if url is not None and grpc_port is not None:
@@ -189,9 +192,9 @@ def probe(
     address = f"{host}:{http_port}" if url is None else _http_address(url)
     try:
         if grpc_port is None:
-            probe_generation(address, timeout_secs)
+            probe_generation(address, timeout_secs, api_key)
         else:
-            _probe_over_grpc(f"{host}:{grpc_port}", timeout_secs)
+            _probe_over_grpc(f"{host}:{grpc_port}", timeout_secs, api_key)
     except (NotReady, Busy, ProbeFailed) as error:
         console.print(str(error), markup=False, soft_wrap=True)
         if isinstance(error, ProbeFailed) or not live:
@@ -208,10 +211,10 @@ def _http_address(url: str) -> str:
     return address
 
 
-def _probe_over_grpc(url: str, timeout_s: float) -> None:
+def _probe_over_grpc(url: str, timeout_s: float, api_key: str) -> None:
     from multilora_engine.tritonserver.grpc_probe import probe_generation_over_grpc
 
-    probe_generation_over_grpc(url, timeout_s)
+    probe_generation_over_grpc(url, timeout_s, api_key)
 
 
 def run(options: ServerOptions, canary_interval_s: float, max_restarts: int) -> NoReturn:

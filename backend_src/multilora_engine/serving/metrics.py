@@ -98,7 +98,16 @@ USAGE_METRICS: Mapping[str, MetricName] = {
     "prompt_tokens": _counter("lora_prompt_tokens", "Tokens of prompts, by adapter"),
     "output_tokens": _counter("lora_output_tokens", "Generated tokens, by adapter"),
 }
-"""By field of `Usage`, with the label `lora_task_id`: a number, or `other` for those without metrics of their own."""
+"""By field of `Usage`, with the label `lora_task_id`: a number, behind its tenant and @ if it has one, or `other` for
+those without metrics of their own."""
+
+CLIENT_METRICS: Mapping[str, MetricName] = {
+    "requests": _counter("client_requests", "Requests that ended, by tenant or client"),
+    "prompt_tokens": _counter("client_prompt_tokens", "Tokens of prompts, by tenant or client"),
+    "output_tokens": _counter("client_output_tokens", "Generated tokens, by tenant or client"),
+}
+"""By field of `Usage`, with the label `client`: the tenant of the API key, or the client that a proxy names, as many as
+there are adapters with metrics of their own; empty for the rest of them."""
 
 
 REQUESTS = _counter("requests", "Requests that ended, by finish reason or error code")
@@ -146,9 +155,12 @@ def samples(report: StatsReport, model_name: str) -> Iterator[Sample]:
             yield from _samples(TIER_METRICS, value, ("tier", field))
         elif field in ENGINE_METRICS:
             yield Sample(ENGINE_METRICS[field], (), value)
-    for task_id, usage in report.usage.items():
-        yield from _samples(USAGE_METRICS, asdict(usage), ("lora_task_id", str(task_id)))
-    yield from _samples(USAGE_METRICS, asdict(report.other_usage), ("lora_task_id", "other"))
+    for label, usage in {**report.usage, "other": report.other_usage}.items():
+        yield from _samples(USAGE_METRICS, asdict(usage), ("lora_task_id", label))
+    for client, usage in report.clients.items():
+        yield from _samples(CLIENT_METRICS, asdict(usage), ("client", client))
+    if report.clients:
+        yield from _samples(CLIENT_METRICS, asdict(report.other_clients), ("client", ""))
     yield from _engine_samples(report.load.engine)
     yield from _request_samples(report.load.requests)
     yield _lora_requests_info(report.load.adapters)

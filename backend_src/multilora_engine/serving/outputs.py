@@ -25,7 +25,7 @@ class RowAnswer(msgspec.Struct, frozen=True):
     ones, best first. generation_logits: likewise, float32 [tokens, vocab]. context_logits: the same of the prompt's
     tokens, None also where another response has them. spelled: likewise, the bytes of each token, and those of its
     most probable ones. prompt: what it says of the prompt's tokens, None also where another response does.
-    num_cached_tokens: how many of these the prefix cache had.
+    num_cached_tokens: how many of these the prefix cache had. stop_id: the id by which a stop can name the sequence.
     """
 
     batch_index: int
@@ -48,6 +48,7 @@ class RowAnswer(msgspec.Struct, frozen=True):
     spelled: list[list[bytes]] | None = None
     prompt: PromptAnswer | None = None
     num_cached_tokens: int = 0
+    stop_id: str = ""
 
 
 class ReplyRow(msgspec.Struct, frozen=True):
@@ -91,6 +92,7 @@ class ReplyRow(msgspec.Struct, frozen=True):
             spelled=self._spell(output, self.token_bytes) if self.token_bytes else None,
             prompt=self.prompt.answer(output.prompt_log_probs) if self.prompt and output.prompt_log_probs else None,
             num_cached_tokens=output.num_cached_tokens,
+            stop_id=output.request_id,
         )
 
     @staticmethod
@@ -203,6 +205,7 @@ _COLUMNS: Mapping[str, tuple[Callable[[RowAnswer], int | bytes], type]] = {
     "num_output_tokens": (lambda row: row.num_output_tokens, np.int32),
     "num_cached_tokens": (lambda row: row.num_cached_tokens, np.int32),
     "num_output_tokens_so_far": (lambda row: row.num_output_tokens_so_far, np.int32),
+    "stop_id": (lambda row: row.stop_id.encode(), np.object_),
     "sequence_index": (lambda row: row.sequence_index, np.int32),
     "batch_index": (lambda row: row.batch_index, np.int32),
     "lora_task_id_out": (lambda row: row.lora_task_id, np.uint64),

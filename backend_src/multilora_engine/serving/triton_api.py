@@ -14,6 +14,14 @@ from numpy.typing import NDArray
 from multilora_engine.errors import InvalidRequest, RequestError
 from multilora_engine.log_lines import configure_logging
 
+_NEAREST_CODES = {
+    "UNAUTHENTICATED": "INVALID_ARG",
+    "PERMISSION_DENIED": "INVALID_ARG",
+    "RESOURCE_EXHAUSTED": "UNAVAILABLE",
+}
+"""For the codes that Triton does not have, of those that it has one that clients do the right thing for: whether to try
+again. The message begins with the code itself."""
+
 
 class TritonTensor(Protocol):
     """`triton_python_backend_utils.Tensor`. The data lies in shared memory and lives as long as its request."""
@@ -73,13 +81,21 @@ def request_id_of(request: TritonRequest) -> str:
         return ""
 
 
-def parameters_of(request: TritonRequest, max_metadata_bytes: int) -> dict[str, Any]:
-    """The parameters of a request, and the headers that the server passes on as such. Raises InvalidRequest."""
-    text = request.parameters() or "{}"
+def parameters_of(request: TritonRequest, max_metadata_bytes: int) -> dict[str, list[str]]:
+    """By name in lower case, the values of a request's parameters: the client's own first, then those of headers.
+
+    Raises InvalidRequest.
+    """
+    try:
+        text = request.parameters() or "{}"
+    except UnicodeDecodeError:
+        raise InvalidRequest("a header or parameter of the request is not UTF-8") from None
     if (num_bytes := len(text.encode())) > max_metadata_bytes:
         raise InvalidRequest(f"the parameters have {num_bytes} bytes and max_metadata_bytes is {max_metadata_bytes}")
-    parameters: dict[str, Any] = json.loads(text)
-    return parameters
+    values: dict[str, list[str]] = {}
+    for name, value in json.loads(text, object_pairs_hook=list):
+        values.setdefault(name.lower(), []).append(str(value))
+    return values
 
 
 def trace_id_of(request: TritonRequest) -> str:
@@ -91,5 +107,6 @@ def trace_id_of(request: TritonRequest) -> str:
 def error_response(error: RequestError, request_id: str) -> Any:
     """The `InferenceResponse` that tells a client of an error."""
     pb = backend_utils()
-    triton_error = pb.TritonError(error.wire_message(request_id), getattr(pb.TritonError, error.code))
+    code = _NEAREST_CODES.get(error.code, error.code)
+    triton_error = pb.TritonError(error.wire_message(request_id), getattr(pb.TritonError, code))
     return pb.InferenceResponse([], error=triton_error)

@@ -19,6 +19,7 @@ from multilora_engine.serving.engine_link import EngineLink
 from multilora_engine.serving.generation_front import GenerationFront
 from multilora_engine.serving.inputs import ENSEMBLE_NAMES
 from multilora_engine.serving.metrics import MetricsPublisher
+from multilora_engine.serving.senders import read_key_ring
 from multilora_engine.serving.triton_api import TritonRequest, prepare_stub
 from multilora_engine.shared_memory import check_free_space
 
@@ -33,6 +34,8 @@ class GenerationModel:
         prepare_stub(args["model_name"])
         parameters = _parameters(args)
         config = EngineConfig.from_parameters(parameters)
+        if config.api_keys_file is not None:
+            read_key_ring(config.api_keys_file)  # better now than at the first request
         environ = engine_environ(args, config, os.environ)
         with ExitStack() as resources:
             path = resources.enter_context(owned_socket_path(os.getppid()))

@@ -10,6 +10,7 @@ import grpc  # type: ignore[import-untyped]
 from tritonclient.grpc import service_pb2
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
+from multilora_engine.client_header import bearer
 from multilora_engine.tritonserver.probe import (
     CANARIES,
     LIVE_TIMEOUT_S,
@@ -21,15 +22,15 @@ from multilora_engine.tritonserver.probe import (
 )
 
 
-def probe_generation_over_grpc(grpc_url: str, timeout_s: float = PROBE_TIMEOUT_S) -> None:
+def probe_generation_over_grpc(grpc_url: str, timeout_s: float = PROBE_TIMEOUT_S, api_key: str = "") -> None:
     """Get a token from every canary. Raises ProbeFailed, NotReady or Busy.
 
-    grpc_url: `host:port`, without TLS. timeout_s: of each.
+    grpc_url: `host:port`, without TLS. timeout_s: of each. api_key: for a server that has keys.
     """
     with grpc.insecure_channel(grpc_url) as channel:
         stub = GRPCInferenceServiceStub(channel)
         for model, request in CANARIES.items():
-            _ask(stub, model, request, timeout_s)
+            _ask(stub, model, request, timeout_s, api_key)
 
 
 def is_ready_over_grpc(grpc_url: str) -> bool:
@@ -43,10 +44,13 @@ def is_ready_over_grpc(grpc_url: str) -> bool:
         return ready
 
 
-def _ask(stub: GRPCInferenceServiceStub, model: str, request: Mapping[str, object], timeout_s: float) -> None:
+def _ask(
+    stub: GRPCInferenceServiceStub, model: str, request: Mapping[str, object], timeout_s: float, api_key: str
+) -> None:
+    metadata = tuple(bearer(api_key).items())
     try:
         # Of a stream, which takes models with one response and with many, and to its end: nothing is cancelled.
-        responses = list(stub.ModelStreamInfer(iter([_message(model, request)]), timeout=timeout_s))
+        responses = list(stub.ModelStreamInfer(iter([_message(model, request)]), timeout=timeout_s, metadata=metadata))
     except grpc.RpcError as error:
         if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
             _check_live(stub)

@@ -6,7 +6,7 @@ import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from multilora_engine.client_header import CLIENT_HEADER
+from multilora_engine.client_header import PASSED_ON
 from multilora_engine.errors import ConfigError
 from multilora_engine.tritonserver.installation import has_flag
 
@@ -19,12 +19,13 @@ _MAX_INPUT_FLAG = "--http-max-input-size"
 
 def hardening_arguments(options: ServerOptions, executable: Path) -> list[str]:
     """Arguments of the server. Raises ConfigError for what contradicts itself, or this server cannot do."""
+    headers = f"(?i)^({'|'.join(PASSED_ON)})$"
     return [
         *_restrictions(options),
         *_tls(options),
         *_size_limit(options, executable),
-        f"--http-header-forward-pattern=(?i)^{CLIENT_HEADER}$",
-        f"--grpc-header-forward-pattern=(?i)^{CLIENT_HEADER}$",
+        f"--http-header-forward-pattern={headers}",
+        f"--grpc-header-forward-pattern={headers}",
     ]
 
 

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from http.client import HTTPException
 from typing import NoReturn
 
+from multilora_engine.client_header import bearer
+
 CANARIES: Mapping[str, Mapping[str, object]] = {
     "generation_unary": {"text_input": "Hello", "request_output_len": 1},
     "ensemble": {"text_input": "Hello", "max_tokens": 1},
@@ -39,13 +41,14 @@ class Busy(Exception):
     """The server lives and has too much to do; the text says what."""
 
 
-def probe_generation(http_url: str, timeout_s: float = PROBE_TIMEOUT_S) -> None:
+def probe_generation(http_url: str, timeout_s: float = PROBE_TIMEOUT_S, api_key: str = "") -> None:
     """Get a token through `generation_unary` and one through `ensemble`. Raises ProbeFailed, NotReady or Busy.
 
-    http_url: `host:port`. timeout_s: of each.
+    http_url: `host:port`. timeout_s: of each. api_key: for a server that has keys.
     """
     for model, request in CANARIES.items():
-        _ask(http_url, model, request, timeout_s)
+        # Triton passes no header of this interface on to a model: the key goes in the body.
+        _ask(http_url, model, {**request, **bearer(api_key)}, timeout_s)
 
 
 def _ask(http_url: str, model: str, request: Mapping[str, object], timeout_s: float) -> None:

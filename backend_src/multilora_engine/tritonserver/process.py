@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
 import select
 import signal
 import subprocess
@@ -14,10 +15,12 @@ import urllib.request
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import IO, Self
 
+from multilora_engine.client_header import CANARY_KEY_VARIABLE
 from multilora_engine.errors import MultiloraError
 from multilora_engine.process.drain import drain_engine
 from multilora_engine.process.paths import ENGINE_MODULE, socket_path
@@ -112,7 +115,8 @@ class ServerProcess:
         self.options = options
         self.log = ServerLog()
         self._on_log = on_log
-        self._probe = probe or _default_probe(options)
+        self._canary_key = secrets.token_hex(16)
+        self._probe = probe or _default_probe(options, self._canary_key)
         self._resources = ExitStack()
 
     def __enter__(self) -> Self:
@@ -298,7 +302,7 @@ class ServerProcess:
         return command
 
     def _spawn(self, command: list[str]) -> subprocess.Popen[str]:
-        variables = {_TOKEN_VARIABLE: self._regions.token}
+        variables = {_TOKEN_VARIABLE: self._regions.token, CANARY_KEY_VARIABLE: self._canary_key}
         if self.options.model:
             variables["MULTILORA_MODEL"] = str(self.options.model.absolute())
         return subprocess.Popen(
@@ -350,12 +354,12 @@ class ServerProcess:
         self._reader.join(_GRACE_S)
 
 
-def _default_probe(options: ServerOptions) -> Callable[[str], None]:
+def _default_probe(options: ServerOptions, api_key: str) -> Callable[[str], None]:
     if options.has_http:
-        return probe_generation
+        return partial(probe_generation, api_key=api_key)
     from multilora_engine.tritonserver.grpc_probe import probe_generation_over_grpc
 
-    return probe_generation_over_grpc
+    return partial(probe_generation_over_grpc, api_key=api_key)
 
 
 def server_arguments(options: ServerOptions, addresses: Addresses, regions: RegionClaim) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,9 +11,8 @@ from typing import Any
 from multilora_client.adapter import Adapter
 from multilora_client.convert import load_adapter
 from multilora_client.errors import InvalidRequest
+from multilora_client.keys import Caller, KeyRing, bearer_key
 from multilora_client.openai.errors import Failure
-
-_EVERY_MODEL = "*"
 
 
 @dataclass(frozen=True)
@@ -30,23 +28,23 @@ class Model:
 class Catalogue:
     """The base model's name, and the adapters by theirs. A name that is in neither is refused, never the base model.
 
-    keys: model names that each API key may use, `*` for all; None lets everybody use everything.
-    allows_loading: whether those who may use every model may have the server load adapters, and forget them again.
-    Raises InvalidRequest when an adapter is called like the base model, or a key may use what there is not.
+    keys: without them everybody may use everything.
+    is_forwarding: whether the server has the same keys. Then each caller's goes with its requests, and a name that is
+        not in the catalogue means an adapter that the server has by this name, if the key may use it.
+    allows_loading: whether those who run the server may have it load adapters, and forget them again.
+    Raises InvalidRequest when an adapter is called like the base model.
     """
 
     base: str
     adapters: Mapping[str, Adapter]
-    keys: Mapping[str, frozenset[str]] | None = None
+    keys: KeyRing | None = None
+    is_forwarding: bool = False
     allows_loading: bool = False
     _loaded: dict[str, None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.base in self.adapters:
             raise InvalidRequest(f"an adapter is called {self.base!r}, like the base model")
-        for allowed in (self.keys or {}).values():
-            if unknown := allowed - {*self.names, _EVERY_MODEL}:
-                raise InvalidRequest(f"an API key may use {sorted(unknown)}, and there are no such models")
 
     @property
     def names(self) -> list[str]:
@@ -55,19 +53,18 @@ class Catalogue:
     def access(self, authorization: str | None) -> Access:
         """What the sender of this Authorization header may use. Raises Failure (401) for an unknown key."""
         if self.keys is None:
-            return Access(self, frozenset({_EVERY_MODEL}))
-        scheme, _, key = (authorization or "").partition(" ")
-        # Every key is compared, each in constant time: how long it takes tells nothing about any of them.
-        given = key.strip().encode("latin-1")  # the header's bytes, as ASGI servers decode them
-        matches = [allowed for known, allowed in self.keys.items() if hmac.compare_digest(known.encode(), given)]
-        if scheme.lower() != "bearer" or not matches:
+            return Access(self)
+        # The header's bytes, which ASGI servers decode as Latin-1.
+        key = bearer_key((authorization or "").encode("latin-1").decode(errors="surrogateescape"))
+        caller = self.keys.caller(key)
+        if caller is None:
             raise Failure(
                 401,
                 "no valid API key: send `Authorization: Bearer KEY`",
                 "invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
-        return Access(self, matches[0])
+        return Access(self, caller, key if self.is_forwarding else "")
 
     def model(self, name: str) -> Model:
         """Raises Failure (404)."""
@@ -89,29 +86,42 @@ class Catalogue:
 
 @dataclass(frozen=True)
 class Access:
-    """The part of a catalogue that one caller may use."""
+    """The part of a catalogue that one caller may use.
+
+    caller: who it is; None where everybody may do everything. key: what its requests to the server go with; empty where
+        they all go with the front's own, if it has any.
+    """
 
     catalogue: Catalogue
-    allowed: frozenset[str]
+    caller: Caller | None = None
+    key: str = field(default="", repr=False)
 
     @property
     def names(self) -> list[str]:
+        """Those of the catalogue."""
         return [name for name in self.catalogue.names if self._may_use(name)]
 
     def model(self, name: str) -> Model:
-        """Raises Failure (404, 403)."""
-        model = self.catalogue.model(name)
+        """Raises Failure (404, 403); both whatever there is beyond the catalogue."""
         if not self._may_use(name):
             raise Failure(403, f"this API key may not use model {name!r}", "model_not_allowed", "model")
-        return model
+        if self.key and name not in self.catalogue.names:
+            return Model(name, lora_name=name)
+        return self.catalogue.model(name)
 
     def check_operator(self) -> None:
-        """Raises Failure (403) for a caller who may not use every model, and so may not see to all of them."""
-        if _EVERY_MODEL not in self.allowed:
-            raise Failure(403, "this API key may not do that: it is for keys with every model", "not_allowed")
+        """Raises Failure (403) for a caller who does not run the server, and so may not see to its adapters."""
+        if self.caller is not None and not self.caller.runs_the_server:
+            raise Failure(403, "this API key may not do that: it is for those who run the server", "not_allowed")
 
     def _may_use(self, name: str) -> bool:
-        return not self.allowed.isdisjoint({name, _EVERY_MODEL})
+        if self.caller is None:
+            return True
+        if name == self.catalogue.base:
+            return self.caller.entry.base_model
+        if self.key and name not in self.catalogue.names:
+            return self.caller.may_use(None, name)
+        return self.caller.may_share(None, name)
 
 
 def load_adapters(directories: Mapping[str, Path]) -> dict[str, Adapter]:
@@ -127,15 +137,6 @@ def read_directories(path: Path) -> dict[str, Path]:
     if not all(isinstance(directory, str) for directory in entries.values()):
         raise InvalidRequest(f"{path} must map each adapter's name to its directory")
     return {name: path.parent / directory for name, directory in entries.items()}
-
-
-def read_keys(path: Path) -> dict[str, frozenset[str]]:
-    """`{"key": ["model name", ...]}`, `*` for every model. Raises InvalidRequest, which quotes no key."""
-    entries = _read_object(path)
-    for key, names in entries.items():
-        if not key or not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            raise InvalidRequest(f"{path} must map each API key, which may not be empty, to a list of model names")
-    return {key: frozenset(names) for key, names in entries.items()}
 
 
 def _read_object(path: Path) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from multilora_client.client import DEFAULT_URL, AsyncClient, Client
+from multilora_client.client import DEFAULT_URL, AsyncClient
 from multilora_client.console import one_line_errors
 from multilora_client.errors import InvalidRequest, MultiloraClientError, Unavailable, Unsupported
 from multilora_client.openai.settings import (
@@ -24,6 +25,9 @@ from multilora_client.tls import Tls
 
 if TYPE_CHECKING:
     from multilora_client.openai.catalogue import Catalogue
+
+_PATIENCE_S = 3.0
+"""With a server that says nothing, at the start."""
 
 _EXTRA = ("fastapi", "prometheus_client", "uvicorn")
 
@@ -46,9 +50,14 @@ NamedAdapters = Annotated[
 ]
 ApiKeys = Annotated[
     Path | None,
+    typer.Option(help="JSON file of who may use what, see SECURITY.md; without it, everybody all.", show_default=False),
+]
+ForwardKeys = Annotated[
+    bool,
     typer.Option(
-        help='JSON file {"key": ["model name", ...]} of who may use what, "*" for every model; without it, everybody.',
-        show_default=False,
+        "--forward-keys",
+        help="The server has the same keys (its api_keys_file): each caller's goes with its requests, and the adapters "
+        "that the key may use there are models by their names.",
     ),
 ]
 
@@ -68,7 +77,7 @@ AllowLoading = Annotated[
     typer.Option(
         "--allow-lora-loading",
         help="Clients may have the server load adapters from its sources (/v1/load_lora_adapter); with --api-keys, "
-        "those with every model.",
+        "those who run the server.",
     ),
 ]
 Parser = Annotated[
@@ -93,6 +102,7 @@ def openai(
     adapters: Adapters = None,
     adapter: NamedAdapters = None,
     api_keys: ApiKeys = None,
+    forward_keys: ForwardKeys = False,
     max_body_bytes: MaxBodyBytes = MAX_BODY_BYTES,
     max_connections: MaxConnections = MAX_CONNECTIONS,
     max_connections_per_address: MaxConnectionsPerAddress = MAX_CONNECTIONS_PER_ADDRESS,
@@ -120,7 +130,7 @@ def openai(
         from multilora_client.openai.connections import guarded_protocol
 
         _check_certificate(certificate, key)
-        catalogue = _read_catalogue(base_model, adapters, adapter or [], api_keys, allow_loading)
+        catalogue = _read_catalogue(base_model, adapters, adapter or [], api_keys, forward_keys, allow_loading)
         settings = FrontSettings(max_body_bytes, docs, tool_call_parser, tuple(cors_origin or ()), server_metrics)
         with _listen(host, port) as listener:
             _tell_unreachable(server, ctx.obj)
@@ -151,14 +161,18 @@ def _address(listener: socket.socket) -> str:
 
 
 def _tell_unreachable(server: str, tls: Tls | None) -> None:
-    """Say that nobody answers at the server's address; the front starts all the same, since a server may come later."""
-    with Client(server, tls=tls) as client:
-        try:
-            client.describe_model()
-        except Unavailable as error:
-            typer.echo(f"warning: {error}; until a server answers at {server}, requests get status 503", err=True)
-        except MultiloraClientError as error:
-            typer.echo(f"warning: the server at {server} answers with [{error.code}] {error}", err=True)
+    """Say when nobody answers at the server's address; the front starts all the same, since a server may come later."""
+    try:
+        asyncio.run(asyncio.wait_for(_describe(server, tls), _PATIENCE_S))
+    except (TimeoutError, Unavailable):
+        typer.echo(f"warning: no server answers at {server}; until one does, requests get status 503", err=True)
+    except MultiloraClientError as error:
+        typer.echo(f"warning: the server at {server} answers with [{error.code}] {error}", err=True)
+
+
+async def _describe(server: str, tls: Tls | None) -> None:
+    async with AsyncClient(server, tls=tls) as client:
+        await client.describe_model()
 
 
 def _check_extra() -> None:
@@ -174,9 +188,10 @@ def _check_certificate(certificate: Path | None, key: Path | None) -> None:
 
 
 def _read_catalogue(
-    base: str, file: Path | None, named: list[str], api_keys: Path | None, allows_loading: bool
+    base: str, file: Path | None, named: list[str], api_keys: Path | None, forwards_keys: bool, allows_loading: bool
 ) -> Catalogue:
-    from multilora_client.openai.catalogue import Catalogue, load_adapters, read_directories, read_keys
+    from multilora_client.keys import KeyRing
+    from multilora_client.openai.catalogue import Catalogue, load_adapters, read_directories
 
     directories = read_directories(file) if file else {}
     for entry in named:
@@ -186,4 +201,7 @@ def _read_catalogue(
         if name in directories:
             raise InvalidRequest(f"adapter {name!r} is given twice")
         directories[name] = Path(directory)
-    return Catalogue(base, load_adapters(directories), read_keys(api_keys) if api_keys else None, allows_loading)
+    keys = KeyRing(api_keys) if api_keys else None
+    if forwards_keys and keys is None:
+        raise InvalidRequest("--forward-keys needs --api-keys, the same file as the server's api_keys_file")
+    return Catalogue(base, load_adapters(directories), keys, forwards_keys, allows_loading)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
 
 from pydantic_core import PydanticCustomError
 
-from multilora_client.errors import MultiloraClientError
+from multilora_client.errors import MultiloraClientError, RateExceeded
 
 _CLIENT_CLOSED_REQUEST = 499  # nginx's; HTTP itself has none
 _STATUS_OF_CODE: Mapping[str, int] = {
@@ -18,6 +19,9 @@ _STATUS_OF_CODE: Mapping[str, int] = {
     "ALREADY_EXISTS": 409,
     "CANCELLED": _CLIENT_CLOSED_REQUEST,
     "UNAVAILABLE": 503,
+    "UNAUTHENTICATED": 401,
+    "PERMISSION_DENIED": 403,
+    "RESOURCE_EXHAUSTED": 429,
     "DEADLINE": 504,
 }
 _UNSUPPORTED = "unsupported_value"
@@ -47,7 +51,8 @@ def failure_of(error: MultiloraClientError) -> Failure:
         return Failure(400, _context_length_message(*lengths.groups()), _CONTEXT_LENGTH)
     if _TOO_MANY_BYTES.search(message):
         return Failure(400, message, _CONTEXT_LENGTH)
-    return Failure(_STATUS_OF_CODE.get(error.code, 500), message, error.code.lower())
+    headers = {"Retry-After": str(math.ceil(error.retry_after_s))} if isinstance(error, RateExceeded) else None
+    return Failure(_STATUS_OF_CODE.get(error.code, 500), message, error.code.lower(), headers=headers)
 
 
 def invalid_body(error: Mapping[str, Any], content_type: str) -> Failure:

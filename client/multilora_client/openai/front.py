@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import asyncio
+from collections.abc import Awaitable
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Annotated, TypedDict
 
 from fastapi import Depends, Request
 
 from multilora_client.client import AsyncClient
+from multilora_client.errors import MultiloraClientError, Unauthenticated
 from multilora_client.openai.catalogue import Access, Catalogue
+from multilora_client.openai.errors import Failure
 from multilora_client.openai.metrics import FrontMetrics
 from multilora_client.openai.settings import FrontSettings
+from multilora_client.operations import ModelInfo
+
+_PATIENCE_S = 5.0
+"""With a server that says nothing: probes give up not much later."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +31,27 @@ class Front:
     settings: FrontSettings
     metrics: FrontMetrics
     started_s: int
+    _clients: dict[str, AsyncClient] = field(default_factory=dict, init=False)
+
+    def client_of(self, access: Access) -> AsyncClient:
+        """The client that asks the server for a caller: with its key, if the server has keys, too.
+
+        One for each key, since what a client knows of the server's adapters is true for its key alone.
+        """
+        if access.caller is None or not access.key:
+            return self.client
+        if access.caller.id not in self._clients:
+            self._clients[access.caller.id] = self.client.with_api_key(access.key)
+        return self._clients[access.caller.id]
+
+    async def describe_model(self, access: Access) -> ModelInfo:
+        """What the server behind serves. Raises Failure (503) when it does not say so soon, Unauthenticated."""
+        return await _soon(self.client_of(access).describe_model())
+
+    async def check_server(self) -> None:
+        """Raises Failure (503) when the server behind does not answer soon. To ask for a key is an answer."""
+        with suppress(Unauthenticated):
+            await _soon(self.client.describe_model())
 
 
 class State(TypedDict):
@@ -39,7 +69,7 @@ def access_of(request: Request) -> Access:
 
 
 def operator_of(request: Request) -> Access:
-    """Raises Failure (401, 403) for a caller who may not use every model."""
+    """Raises Failure (401, 403) for a caller who does not run the server."""
     access = access_of(request)
     access.check_operator()
     return access
@@ -48,3 +78,12 @@ def operator_of(request: Request) -> Access:
 TheFront = Annotated[Front, Depends(front_of)]
 Caller = Annotated[Access, Depends(access_of)]
 Operator = Annotated[Access, Depends(operator_of)]
+
+
+async def _soon(description: Awaitable[ModelInfo]) -> ModelInfo:
+    try:
+        return await asyncio.wait_for(description, _PATIENCE_S)
+    except Unauthenticated:
+        raise
+    except (MultiloraClientError, TimeoutError):
+        raise Failure(503, "the server behind does not answer", "unavailable") from None

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 from fastapi.testclient import TestClient
+from support.api_keys import ENTRIES, write_keys
 
 from multilora_client import (
     Adapter,
@@ -20,6 +22,7 @@ from multilora_client import (
     InvalidRequest,
     Response,
 )
+from multilora_client.keys import KeyRing
 from multilora_client.openai.app import make_app
 from multilora_client.openai.catalogue import Catalogue
 from multilora_client.openai.settings import FrontSettings
@@ -118,6 +121,11 @@ class Server:
 @pytest.fixture
 def server() -> Server:
     return Server()
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> KeyRing:
+    return KeyRing(write_keys(tmp_path / "keys.json", *ENTRIES))
 
 
 @pytest.fixture

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
+from support.api_keys import OPERATORS_KEY, PIRATES_KEY, TENANTS_KEY
 
 from multilora_client import AsyncClient, AsyncMockTransport, InferRequest, InvalidRequest, Response, parse_error
+from multilora_client.keys import KeyRing
 from multilora_client.openai.app import make_app
 from multilora_client.openai.catalogue import Catalogue
 from multilora_client.openai.settings import FrontSettings
@@ -166,13 +168,27 @@ def test_the_models_are_listed_and_found(front: TestClient) -> None:
 
 
 @pytest.fixture
-def locked(open_front: Callable[[Catalogue], TestClient], catalogue: Catalogue) -> TestClient:
-    keys = {"sesame": frozenset({"pirate"}), "master-ключ": frozenset({"*"})}
+def locked(open_front: Callable[[Catalogue], TestClient], catalogue: Catalogue, keys: KeyRing) -> TestClient:
     return open_front(dataclasses.replace(catalogue, keys=keys))
 
 
+@pytest.fixture
+def forwarding(open_front: Callable[[Catalogue], TestClient], catalogue: Catalogue, keys: KeyRing) -> TestClient:
+    """Before a server with the same keys."""
+    return open_front(dataclasses.replace(catalogue, keys=keys, is_forwarding=True))
+
+
 @pytest.mark.parametrize(
-    "header", [None, "sesame", "Bearer", "Bearer ", "Bearer sesam", "Bearer sesame2", "Basic sesame"]
+    "header",
+    [
+        None,
+        PIRATES_KEY,
+        "Bearer",
+        "Bearer ",
+        f"Bearer {PIRATES_KEY[:-1]}",
+        f"Bearer {PIRATES_KEY}2",
+        f"Basic {PIRATES_KEY}",
+    ],
 )
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/models/base"])
 def test_without_a_valid_key_there_is_nothing(locked: TestClient, path: str, header: str | None) -> None:
@@ -184,7 +200,7 @@ def test_without_a_valid_key_there_is_nothing(locked: TestClient, path: str, hea
 
 
 def test_a_key_opens_its_own_models_only(locked: TestClient, server: Any) -> None:
-    locked.headers["Authorization"] = "Bearer sesame"
+    locked.headers["Authorization"] = f"Bearer {PIRATES_KEY}"
 
     assert [model["id"] for model in locked.get("/v1/models").json()["data"]] == ["pirate"]
     assert locked.post(CHAT_PATH, json=CHAT | {"model": "pirate"}).status_code == 200
@@ -196,9 +212,55 @@ def test_a_key_opens_its_own_models_only(locked: TestClient, server: Any) -> Non
 
 
 def test_a_star_opens_every_model(locked: TestClient) -> None:
-    listing = locked.get("/v1/models", headers={b"Authorization": "bearer master-ключ".encode()})
+    listing = locked.get("/v1/models", headers={b"Authorization": f"bearer {OPERATORS_KEY}".encode()})
 
     assert len(listing.json()["data"]) == 3
+
+
+def test_a_tenant_may_use_of_the_fronts_adapters_those_that_its_key_names(locked: TestClient, server: Any) -> None:
+    locked.headers["Authorization"] = f"Bearer {TENANTS_KEY}"
+
+    assert [model["id"] for model in locked.get("/v1/models").json()["data"]] == ["base", "poet"]
+    assert locked.post(CHAT_PATH, json=CHAT | {"model": "pirate"}).status_code == 403
+    assert locked.post(CHAT_PATH, json=CHAT | {"model": "mine"}).status_code == 403
+    assert locked.post(CHAT_PATH, json=CHAT | {"model": "poet"}).status_code == 200
+    assert [request.api_key for request in server.requests] == [""]
+
+
+def test_each_callers_key_goes_on_and_names_beyond_the_catalogue_mean_the_servers_adapters(
+    forwarding: TestClient, server: Any
+) -> None:
+    forwarding.headers["Authorization"] = f"Bearer {TENANTS_KEY}"
+    assert forwarding.post(CHAT_PATH, json=CHAT | {"model": "mine"}).status_code == 200
+    assert (server.value("lora_name"), server.requests[-1].api_key) == ("mine", TENANTS_KEY)
+    assert forwarding.post(CHAT_PATH, json=CHAT | {"model": "base", "stream": True}).status_code == 200
+    assert server.requests[-1].api_key == TENANTS_KEY
+
+    forwarding.headers["Authorization"] = f"Bearer {PIRATES_KEY}"
+    assert forwarding.post(CHAT_PATH, json=CHAT | {"model": "mine"}).status_code == 403
+    assert forwarding.post(CHAT_PATH, json=CHAT | {"model": "pirate"}).status_code == 200
+    assert server.requests[-1].api_key == PIRATES_KEY
+
+
+def test_the_models_of_a_forwarded_key_are_what_the_server_lists_for_it_too(
+    forwarding: TestClient, server: Any
+) -> None:
+    info = dict.fromkeys(("lora_task_id", "bytes", "num_pins", "num_hits", "last_used_s"), 0)
+    texts = dict.fromkeys(("digest", "status", "location"), "")
+    listed = [{**info, **texts, "name": name, "ranks": [], "is_pinned": False} for name in ("mine", "", "poet")]
+    server.report |= {"adapters": listed}
+    models = forwarding.get("/v1/models", headers={"Authorization": f"Bearer {TENANTS_KEY}"}).json()["data"]
+
+    assert [model["id"] for model in models] == ["base", "poet", "mine"]
+    assert {operation["operation"] for operation in server.operations} == {"describe", "list"}
+
+
+def test_a_rate_that_is_used_up_tells_when_to_come_back(front: TestClient, server: Any) -> None:
+    server.error = parse_error("[RESOURCE_EXHAUSTED] 5 requests a minute are used up; come back in 12.3 s")
+    answer = front.post(CHAT_PATH, json=CHAT)
+
+    assert (answer.status_code, answer.headers["retry-after"]) == (429, "13")
+    assert answer.json()["error"]["code"] == "resource_exhausted"
 
 
 def test_a_key_comes_before_the_fields_of_the_body(locked: TestClient) -> None:
@@ -213,6 +275,8 @@ def test_a_key_comes_before_the_fields_of_the_body(locked: TestClient) -> None:
         ("[NOT_FOUND] no model", 404, "invalid_request_error", "not_found"),
         ("[ALREADY_EXISTS] other weights", 409, "invalid_request_error", "already_exists"),
         ("[CANCELLED] ended", 499, "invalid_request_error", "cancelled"),
+        ("[UNAUTHENTICATED] no key", 401, "invalid_request_error", "unauthenticated"),
+        ("[PERMISSION_DENIED] not yours", 403, "invalid_request_error", "permission_denied"),
         ("[UNAVAILABLE] 4096 wait", 503, "server_error", "unavailable"),
         ("[DEADLINE] late", 504, "server_error", "deadline"),
         ("[INTERNAL] broken", 500, "server_error", "internal"),

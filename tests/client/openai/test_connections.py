@@ -26,7 +26,7 @@ def front(*options: str) -> Iterator[int]:
     command += ["--server", "grpc://127.0.0.1:1", "--port", "0", *options]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
-        started = next(match for line in process.stderr if (match := re.search(r"running on http://\S+:(\d+)", line)))
+        started = next(match for line in process.stderr if (match := re.search(r"serving http://\S+:(\d+)", line)))
         try:
             yield int(started[1])
         finally:

@@ -22,6 +22,7 @@ from multilora_engine.lora.disk_tier import DamagedFile, DiskTier, write_file_at
 from multilora_engine.lora.format import pack_adapter
 from multilora_engine.lora.layout import AdapterLayout, PackedAdapter
 from multilora_engine.lora.life_cycle import AdapterEvent
+from multilora_engine.lora.names import TaskId, TenantTaskId
 
 BIG_ID = (1 << 64) - 1
 
@@ -55,7 +56,7 @@ def filled(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def start(tier: DiskTier, task: int, adapter: PackedAdapter) -> list[OSError | None]:
+def start(tier: DiskTier, task: TaskId, adapter: PackedAdapter) -> list[OSError | None]:
     """Have an adapter written; the list gets what `on_written` is told."""
     told: list[OSError | None] = []
     tier.store(task, adapter.digest, f"name-{task}", adapter.rows, list(adapter.pages), told.append)
@@ -67,7 +68,7 @@ def finish(tier: DiskTier) -> None:
     tier.poll()
 
 
-def store(tier: DiskTier, task: int, adapter: PackedAdapter) -> bool:
+def store(tier: DiskTier, task: TaskId, adapter: PackedAdapter) -> bool:
     """Write an adapter; whether it is kept."""
     told = start(tier, task, adapter)
     finish(tier)
@@ -76,12 +77,12 @@ def store(tier: DiskTier, task: int, adapter: PackedAdapter) -> bool:
     return error is None
 
 
-def read(tier: DiskTier, task: int, num_pages: int) -> tuple[list[Any], torch.Tensor]:
+def read(tier: DiskTier, task: TaskId, num_pages: int) -> tuple[list[Any], torch.Tensor]:
     pages = torch.zeros(num_pages, TINY.page_bytes, dtype=torch.uint8)
     return tier.open(task).read(list(pages)).result(timeout=60), pages
 
 
-def assert_reads(tier: DiskTier, task: int, adapter: PackedAdapter) -> None:
+def assert_reads(tier: DiskTier, task: TaskId, adapter: PackedAdapter) -> None:
     rows, pages = read(tier, task, len(adapter.pages))
     assert rows == adapter.rows
     assert torch.equal(pages, adapter.pages)
@@ -101,6 +102,28 @@ def test_what_was_stored_comes_back_and_after_a_restart_too(tmp_path: Path, tier
         (4, 16),
     )
     assert_reads(again, BIG_ID, FIRST)
+
+
+def test_equal_numbers_of_two_tenants_are_two_files_over_a_restart(tmp_path: Path, tiers: list[DiskTier]) -> None:
+    tier = DiskTier(tmp_path, 1 << 20, TINY)
+    owned = {7: FIRST, TenantTaskId("acme", 7): SECOND, TenantTaskId("bolt", 7): FIRST}
+    for task, adapter in owned.items():
+        store(tier, task, adapter)
+    tier.delete(TenantTaskId("bolt", 7))
+    tier.close()
+    tiers.append(again := DiskTier(tmp_path, 1 << 20, TINY))
+    assert {adapter.lora_task_id for adapter in again.adapters} == {7, TenantTaskId("acme", 7)}
+    assert_reads(again, 7, FIRST)
+    assert_reads(again, TenantTaskId("acme", 7), SECOND)
+
+
+def test_a_tenants_file_under_another_tenants_name_is_left_alone(tmp_path: Path, tiers: list[DiskTier]) -> None:
+    tier = DiskTier(tmp_path, 1 << 20, TINY)
+    store(tier, TenantTaskId("acme", 7), FIRST)
+    tier.close()
+    (tmp_path / "acme@7.safetensors").rename(tmp_path / "bolt@7.safetensors")
+    tiers.append(again := DiskTier(tmp_path, 1 << 20, TINY))
+    assert again.adapters == []
 
 
 def test_a_file_is_safetensors_of_the_adapters_own_pages(filled: Path) -> None:

@@ -25,11 +25,13 @@ from multilora_engine.lora.host_tier import CachedAdapter, HostTier
 from multilora_engine.lora.layout import SLICES, PackedAdapter, lora_modules
 from multilora_engine.lora.life_cycle import AdapterEvent, OnEvent, ignore_event
 from multilora_engine.lora.manager import LoRAManager
+from multilora_engine.lora.names import TaskId, TenantTaskId, label_of
 from multilora_engine.lora.page_copies import CopyPages, PageCopy
 from multilora_engine.lora.page_pool import PagePool
 
 MAX_LORAS = 3
-TASKS = st.integers(0, 4)
+TASKS = st.sampled_from([0, 1, 2, TenantTaskId("acme", 0), TenantTaskId("bolt", 0)])
+"""Two tenants use the number that an adapter of no tenant has, too."""
 """Few, so that what is asked for is often there."""
 
 
@@ -155,7 +157,7 @@ class ManagerMachine(RuleBasedStateMachine):
             self.put(task, content)
 
     @rule(task=TASKS, content=st.integers(0, len(CONTENTS) - 1))
-    def put(self, task: int, content: int) -> None:
+    def put(self, task: TaskId, content: int) -> None:
         packed = CONTENTS[content][1]
         present = self._present(task)
         try:
@@ -174,13 +176,13 @@ class ManagerMachine(RuleBasedStateMachine):
         self.contents[task] = content
 
     @rule(tasks=st.lists(TASKS, min_size=1, max_size=4), num_copies=st.integers(0, 4))
-    def request(self, tasks: list[int], num_copies: int) -> None:
+    def request(self, tasks: list[TaskId], num_copies: int) -> None:
         for task in tasks:
             self.pin(task)
         self.schedule(num_copies)
         self.schedule(num_copies)
 
-    def pin(self, task: int) -> None:
+    def pin(self, task: TaskId) -> None:
         try:
             adapter = self.manager.pin(task)
         except AdapterNotFound:
@@ -238,7 +240,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.manager.unpin(adapter)
 
     @rule(task=TASKS, is_pinned=st.booleans())
-    def pin_by_operator(self, task: int, is_pinned: bool) -> None:
+    def pin_by_operator(self, task: TaskId, is_pinned: bool) -> None:
         try:
             (self.manager.pin_adapter if is_pinned else self.manager.unpin_adapter)(task)
         except AdapterNotFound:
@@ -250,7 +252,7 @@ class ManagerMachine(RuleBasedStateMachine):
         (self.operator_pins.add if is_pinned else self.operator_pins.discard)(task)
 
     @rule(task=TASKS)
-    def unload(self, task: int) -> None:
+    def unload(self, task: TaskId) -> None:
         try:
             self.manager.unload(task)
         except AdapterNotFound:
@@ -289,7 +291,7 @@ class ManagerMachine(RuleBasedStateMachine):
     @invariant()
     def sound(self) -> None:
         self.manager.check_integrity()
-        described = {info.lora_task_id: info for info in self.manager.describe()}
+        described = {info.task_id: info for info in self.manager.describe()}
         assert {task for task, info in described.items() if info.is_pinned} == self.operator_pins
         for task, info in described.items():
             assert info.digest == CONTENTS[self.contents[task]][1].digest
@@ -302,16 +304,16 @@ class ManagerMachine(RuleBasedStateMachine):
     def _in_use(self) -> list[CachedAdapter]:
         return [adapter for adapter, _ in self.pins + self.users]
 
-    def _held_pages(self, task: int) -> int:
+    def _held_pages(self, task: TaskId) -> int:
         """Pages that no eviction can free for a new version of `task`, and those promised to adapters that wait."""
         in_use = set(self._in_use)
         counted = {adapter.lora_task_id for adapter in in_use if not adapter.is_retired}
-        waiting = {info.lora_task_id for info in self.manager.describe() if info.bytes == 0}
+        waiting = {info.task_id for info in self.manager.describe() if info.bytes == 0}
         others = (self.operator_pins | waiting) - counted - {task}
         in_use_pages = sum(adapter.num_pages for adapter in in_use)
         return in_use_pages + sum(len(CONTENTS[self.contents[other]][1].pages) for other in others)
 
-    def _present(self, task: int) -> bool:
+    def _present(self, task: TaskId) -> bool:
         try:
             self.manager.digest(task)
         except AdapterNotFound:
@@ -451,7 +453,7 @@ class DiskMachine(ManagerMachine):
         else:
             super().check_failure(adapter, error)
             return
-        if not any(info.is_pinned and info.lora_task_id == adapter.lora_task_id for info in self.manager.describe()):
+        if not any(info.is_pinned and info.task_id == adapter.lora_task_id for info in self.manager.describe()):
             self.operator_pins.discard(adapter.lora_task_id)  # but for a version that has replaced it
 
     @rule(is_short=st.booleans())
@@ -469,7 +471,7 @@ class DiskMachine(ManagerMachine):
         self.may_lose = self.may_lose or is_disk_full
 
     @rule(task=TASKS)
-    def keep(self, task: int) -> None:
+    def keep(self, task: TaskId) -> None:
         try:
             kept = self.manager.keep(task)
         except AdapterNotFound:
@@ -477,13 +479,14 @@ class DiskMachine(ManagerMachine):
         assert kept is not None
         if not self.is_small and kept.done() and not kept.cancelled() and kept.exception() is None:
             digest = CONTENTS[self.contents[task]][1].digest
-            assert digest in (Path(self._directory.name) / f"{task}.safetensors").read_bytes().decode("latin-1")
+            file = Path(self._directory.name) / f"{label_of(task)}.safetensors"
+            assert digest in file.read_bytes().decode("latin-1")
 
     @rule(data=st.data())
     def damage(self, data: st.DataObject) -> None:
         self.settle()
         task = data.draw(TASKS)
-        path = Path(self._directory.name) / f"{task}.safetensors"
+        path = Path(self._directory.name) / f"{label_of(task)}.safetensors"
         if path.exists():
             self.may_lose = True
             self.damaged.add((task, CONTENTS[self.contents[task]][1].digest))
@@ -507,7 +510,7 @@ class DiskMachine(ManagerMachine):
     @invariant()
     def nothing_is_lost(self) -> None:
         if not self.may_lose:
-            assert {info.lora_task_id for info in self.manager.describe()} == self.contents.keys()
+            assert {info.task_id for info in self.manager.describe()} == self.contents.keys()
 
     def teardown(self) -> None:
         self.manager.close()

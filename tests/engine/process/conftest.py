@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.fake_engine import FakeEngine
+from support.fake_engine import INFO, FakeEngine
 from support.fronts import TIMEOUT_S
 from support.served_engine import served
 
@@ -19,8 +20,10 @@ def socket_path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def engine(socket_path: Path) -> Iterator[FakeEngine]:
+def engine(socket_path: Path, request: pytest.FixtureRequest) -> Iterator[FakeEngine]:
+    """With the client policy that a test gives."""
     engine = FakeEngine()
+    engine.info = replace(INFO, clients=getattr(request, "param", INFO.clients))
     with served(engine, socket_path):
         yield engine
 

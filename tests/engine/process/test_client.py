@@ -1,25 +1,36 @@
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 from support.adapters import TINY, wire_adapter
 from support.fake_engine import BUG, HOLD, INFO, FakeEngine, text_of
 from support.fronts import TIMEOUT_S, RecordingListener, generation_request
 
+from multilora_engine.engine_info import ClientPolicy
 from multilora_engine.errors import ConfigError, EngineUnavailable
 from multilora_engine.lora.format import pack_adapter
 from multilora_engine.lora.layout import PackedAdapter
 from multilora_engine.process import connection
 from multilora_engine.process.client import EngineClient
-from multilora_engine.request import TokenOutput
+from multilora_engine.process.messages import PROTOCOL_VERSION
+from multilora_engine.request import GenerationRequest, Sender, TokenOutput
+
+ACME = Sender(tenant="acme", name="acme", key_id="0123")
 
 
 def adapter(seed: int = 0) -> PackedAdapter:
     wire = wire_adapter(TINY, [(1, 0, 4), (6, 2, 7)], seed=seed)
     return pack_adapter(wire.weights, wire.config, TINY)
+
+
+def request_of(sender: Sender, request_id: str) -> GenerationRequest:
+    """One that does not end by itself."""
+    return msgspec.structs.replace(generation_request(request_id, [HOLD]), sender=sender)
 
 
 def wait_for(engine: FakeEngine, condition: Callable[[], bool]) -> None:
@@ -168,13 +179,49 @@ def test_a_cancelled_call_is_told_so_and_leaves_the_engine(client: EngineClient,
 
 def test_stop_ends_all_requests_of_a_client_id_with_a_normal_final_output(client: EngineClient) -> None:
     first, second, other, stop = (RecordingListener() for _ in range(4))
-    client.generate(first, [generation_request("a", [HOLD])], client_request_id="mine")
-    client.generate(second, [generation_request("b", [HOLD])], client_request_id="mine")
-    client.generate(other, [generation_request("c", [4], max_tokens=50)], client_request_id="other")
-    client.stop(stop, "stop", "mine")
+    client.generate(first, [request_of(ACME, "a"), request_of(ACME, "b")], client_request_id="mine")
+    client.generate(second, [request_of(ACME, "c")], client_request_id="mine")
+    client.generate(other, [generation_request("d", [4], max_tokens=50)], client_request_id="other")
+    client.stop(stop, "stop", "mine", ACME)
     assert stop.wait() == [TokenOutput("stop", [], "", finish_reason="stop")]
     assert [listener.wait()[-1].finish_reason for listener in (first, second)] == ["cancelled", "cancelled"]
     assert other.wait()[-1].finish_reason == "length"
+
+
+def test_a_stop_ends_no_request_of_another_sender_whatever_id_it_names(client: EngineClient) -> None:
+    victim, stop = RecordingListener(), RecordingListener(num_requests=6)
+    client.generate(victim, [request_of(ACME, "a")], client_request_id="mine")
+    senders = [Sender(), Sender(name="bolt"), Sender(tenant="bolt", name="bolt", key_id="k")]
+    for index, (sender, name) in enumerate(itertools.product(senders, ["mine", "a"])):
+        client.stop(stop, f"stop {index}", name, sender)
+    assert [output.finish_reason for output in stop.wait()] == ["stop"] * 6
+    own = RecordingListener()
+    client.stop(own, "own", "mine", ACME)
+    own.wait()
+    assert victim.wait()[-1].finish_reason == "cancelled"
+
+
+def test_senders_who_are_not_known_do_not_meet_under_one_id(client: EngineClient) -> None:
+    first, second, stop, again = (RecordingListener() for _ in range(4))
+    client.generate(first, [generation_request("a", [HOLD])], client_request_id="1")
+    client.generate(second, [generation_request("b", [HOLD])], client_request_id="1")
+    client.stop(stop, "stop", "1")
+    assert "several requests in flight have the id '1'" in (stop.wait()[-1].error_message or "")
+    client.stop(again, "again", "a")
+    again.wait()
+    assert first.wait()[-1].finish_reason == "cancelled"
+    assert second.outputs == []
+
+
+@pytest.mark.parametrize("engine", [ClientPolicy(stop_needs_sender=True)], indirect=True)
+def test_where_a_stop_needs_a_sender_only_the_servers_own_id_does_without(client: EngineClient) -> None:
+    listener, refused, stop = (RecordingListener() for _ in range(3))
+    client.generate(listener, [generation_request("a", [HOLD])], client_request_id="mine")
+    client.stop(refused, "refused", "mine")
+    assert refused.wait()[-1].error_code == "PERMISSION_DENIED"
+    client.stop(stop, "stop", "a")
+    stop.wait()
+    assert listener.wait()[-1].finish_reason == "cancelled"
 
 
 def test_stopping_an_id_nobody_uses_is_no_error(client: EngineClient) -> None:
@@ -240,7 +287,7 @@ def test_an_engine_of_another_version_is_not_used(
 ) -> None:
     monkeypatch.setattr(connection, "PROTOCOL_VERSION", 0)
     client, listener = EngineClient(socket_path), RecordingListener()
-    with pytest.raises(ConfigError, match="the front speaks protocol version 0 and the engine 5"):
+    with pytest.raises(ConfigError, match=f"the front speaks protocol version 0 and the engine {PROTOCOL_VERSION}"):
         client.wait_until_ready(TIMEOUT_S)
     client.generate(listener, [generation_request("r", [1])])
     assert [output.error_code for output in listener.wait()] == ["UNAVAILABLE"]

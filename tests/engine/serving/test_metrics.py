@@ -72,7 +72,7 @@ def test_values_are_taken_from_the_report_with_their_labels() -> None:
     tier = TierStats(bytes_used=5)
     host, disk = TierStats(hits=3), TierStats(failures=1)
     tiers = LoRAStats(tier, host, disk, insertions=2, replacements=0, waits=0, wait_seconds=0.5)
-    report = StatsReport(tiers, {2**64 - 1: Usage(7, 1, 1)}, Usage(9, 1, 1), an_idle_engine())
+    report = StatsReport(tiers, {"18446744073709551615": Usage(7, 1, 1)}, Usage(9, 1, 1), an_idle_engine())
     values = {(sample.metric.name, sample.labels): sample.value for sample in samples(report, "base")}
     assert values["multilora_lora_tier_used_bytes", DEVICE] == 5
     assert values["multilora_lora_tier_hits_total", HOST] == 3

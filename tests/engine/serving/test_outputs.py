@@ -14,7 +14,7 @@ from multilora_engine.serving.outputs import OutputColumns, ReplyRow, RowAnswer
 from multilora_engine.serving.prompt_answer import PromptAnswer, PromptTokens
 
 LOGITS_NAMES = {"top_log_prob_ids", "top_log_probs", "output_tokens", "context_logits", "generation_logits"}
-FIRST = RowAnswer(0, 0, [1, 2, 3], "aé", "stop", 1, 2, 2**64 - 1, "d1", num_output_tokens_so_far=7)
+FIRST = RowAnswer(0, 0, [1, 2, 3], "aé", "stop", 1, 2, 2**64 - 1, "d1", num_output_tokens_so_far=7, stop_id="ab12")
 SECOND = RowAnswer(1, 0, [4], "", "", 5, 0, 0, "")
 
 
@@ -39,12 +39,13 @@ def test_every_output_has_the_shape_and_dtype_of_the_configuration() -> None:
         "num_output_tokens": [[2], [0]],
         "num_cached_tokens": [[0], [0]],
         "num_output_tokens_so_far": [[7], [0]],
+        "stop_id": [[b"ab12"], [b""]],
         "sequence_index": [[0], [0]],
         "batch_index": [[0], [1]],
         "lora_task_id_out": [[2**64 - 1], [0]],
         "lora_digest": [[b"d1"], [b""]],
     }
-    strings = {"text_output", "finish_reason", "lora_digest"}
+    strings = {"text_output", "finish_reason", "lora_digest", "stop_id"}
     for name, array in arrays.items():
         assert array.dtype == (object if name in strings else np.uint64 if name == "lora_task_id_out" else np.int32)
 

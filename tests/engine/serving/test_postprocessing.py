@@ -19,6 +19,9 @@ class DescribedLink:
 
     tokenizer: Tokenizer
 
+    def rights(self, request: FakeRequest) -> None:
+        """Everybody may."""
+
     def describe(self) -> tuple[None, Tokenizer]:
         return None, self.tokenizer
 

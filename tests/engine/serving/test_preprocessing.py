@@ -120,6 +120,9 @@ def test_what_is_no_prompt_is_refused(tokenizer: Tokenizer, tensors: dict[str, A
 
 def test_the_model_answers_each_request_by_outputs_or_by_error(tokenizer: Tokenizer) -> None:
     class Link:
+        def rights(self, request: FakeRequest) -> None:
+            """Everybody may."""
+
         def describe(self) -> tuple[Any, Tokenizer]:
             return dataclasses.replace(INFO, add_special_tokens=False), tokenizer
 

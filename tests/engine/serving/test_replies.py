@@ -67,7 +67,8 @@ def test_what_a_stream_says_again_is_the_same_tensor_and_what_is_new_another(mon
     assert sorted(made) == ["num_output_tokens_so_far", "output_ids", "text_output"]
     made.clear()
     tell(reply, msgspec.structs.replace(token("b", 3), lora_digest="d"))
-    assert sorted(made) == ["batch_index", "lora_digest", "num_output_tokens_so_far", "output_ids", "text_output"]
+    told = ["batch_index", "lora_digest", "num_output_tokens_so_far", "output_ids", "stop_id", "text_output"]
+    assert sorted(made) == told
     assert [response.arrays["batch_index"].item() for response in request.sender.responses] == [0, 0, 1]
     assert [response.arrays["lora_digest"].item() for response in request.sender.responses] == [b"", b"", b"d"]
 

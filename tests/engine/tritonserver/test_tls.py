@@ -149,7 +149,7 @@ def openai_front(address: str, ca: Path, identity: Identity) -> Iterator[str]:
     command += ["--certificate", identity.certificate, "--key", identity.key]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
-        started = next(match for line in process.stderr if (match := re.search(r"running on https://(\S+)", line)))
+        started = next(match for line in process.stderr if (match := re.search(r"serving https://([^/\s]+)", line)))
         try:
             yield started[1]
         finally:

@@ -16,19 +16,19 @@ router = APIRouter()
 
 
 @router.post("/v1/load_lora_adapter")
-async def load_adapter(body: LoadRequest, _: Operator, front: TheFront) -> PlainTextResponse:
+async def load_adapter(body: LoadRequest, operator: Operator, front: TheFront) -> PlainTextResponse:
     """Has the server fetch an adapter from its sources, which are all that a path may lead to."""
     _check_allowed(front)
     name = body.lora_name
     if name in front.catalogue.names:
         raise Failure(400, f"there is a model {name!r} already", "model_exists", "lora_name")
-    await front.client.load_adapter(name, path=body.lora_path)
+    await front.client_of(operator).load_adapter(name, path=body.lora_path)
     front.catalogue.add(name)
     return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
 
 @router.post("/v1/unload_lora_adapter")
-async def unload_adapter(body: UnloadRequest, _: Operator, front: TheFront) -> PlainTextResponse:
+async def unload_adapter(body: UnloadRequest, operator: Operator, front: TheFront) -> PlainTextResponse:
     """Only of what was loaded that way; the others are the operator's."""
     _check_allowed(front)
     name = body.lora_name
@@ -36,7 +36,7 @@ async def unload_adapter(body: UnloadRequest, _: Operator, front: TheFront) -> P
         raise Failure(404, f"no adapter {name!r} was loaded", "model_not_found", "lora_name")
     front.catalogue.remove(name)
     with suppress(NotFound):  # evicted, or gone with a server that was started anew
-        await front.client.unload_adapter(name)
+        await front.client_of(operator).unload_adapter(name)
     return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
 
 

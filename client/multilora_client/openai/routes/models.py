@@ -7,6 +7,8 @@ from typing import Any
 from fastapi import APIRouter
 
 from multilora_client.errors import MultiloraClientError
+from multilora_client.openai.catalogue import Access
+from multilora_client.openai.errors import Failure
 from multilora_client.openai.front import Caller, Front, TheFront
 from multilora_client.openai.routes.reading import reads
 
@@ -17,13 +19,14 @@ router = APIRouter()
 @reads(router, "/v1/models/", in_schema=False)
 async def list_models(caller: Caller, front: TheFront) -> dict[str, Any]:
     """The models that the caller may use: the base model and every adapter."""
-    max_model_len = await _max_model_len(front)
-    return {"object": "list", "data": [_card(name, front, max_model_len) for name in caller.names]}
+    max_model_len = await _max_model_len(front, caller)
+    names = dict.fromkeys([*caller.names, *await _names_at_server(front, caller)])
+    return {"object": "list", "data": [_card(name, front, max_model_len) for name in names]}
 
 
 @reads(router, "/v1/models/{name:path}")
 async def retrieve_model(name: str, caller: Caller, front: TheFront) -> dict[str, Any]:
-    return _card(caller.model(name).name, front, await _max_model_len(front))
+    return _card(caller.model(name).name, front, await _max_model_len(front, caller))
 
 
 def _card(name: str, front: Front, max_model_len: int | None) -> dict[str, Any]:
@@ -39,9 +42,16 @@ def _card(name: str, front: Front, max_model_len: int | None) -> dict[str, Any]:
     }
 
 
-async def _max_model_len(front: Front) -> int | None:
+async def _names_at_server(front: Front, caller: Access) -> list[str]:
+    """The adapters that the server has for the caller's key, where it is the server's, too."""
+    if not caller.key:
+        return []
+    return [adapter.name for adapter in await front.client_of(caller).list_adapters() if adapter.name]
+
+
+async def _max_model_len(front: Front, caller: Access) -> int | None:
     """Tokens of a prompt and its answer; None while the server does not tell."""
     try:
-        return (await front.client.describe_model()).max_model_len
-    except MultiloraClientError:
+        return (await front.describe_model(caller)).max_model_len
+    except (Failure, MultiloraClientError):
         return None

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 from importlib.metadata import version
 
 import httpx2
 from fastapi import APIRouter, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 
-from multilora_client.errors import MultiloraClientError
 from multilora_client.openai.errors import Failure
 from multilora_client.openai.front import Front, Operator, TheFront
 from multilora_client.openai.routes.reading import reads
 
 router = APIRouter()
 _PATIENCE_S = 5.0
-"""With the server behind: probes give up not much later."""
+"""With the server's metrics: Prometheus gives up not much later."""
 
 
 @reads(router, "/health")
@@ -24,10 +22,7 @@ _PATIENCE_S = 5.0
 @router.post("/ping")
 async def tell_health(front: TheFront) -> Response:
     """Whether the server behind answers; says nothing beside its status."""
-    try:
-        await asyncio.wait_for(front.client.describe_model(), _PATIENCE_S)
-    except (MultiloraClientError, TimeoutError):
-        raise Failure(503, "the server behind does not answer", "unavailable") from None
+    await front.check_server()
     return Response()
 
 

@@ -15,12 +15,13 @@ router = APIRouter()
 @router.post("/tokenize")
 async def tokenize(body: TokenizeRequest, caller: Caller, front: TheFront) -> dict[str, Any]:
     caller.model(body.model or front.catalogue.base)
-    model = await front.client.describe_model()
-    token_ids = await front.client.tokenize(body.prompt, add_special_tokens=body.special_tokens, **body.chat())
+    model = await front.describe_model(caller)
+    client = front.client_of(caller)
+    token_ids = await client.tokenize(body.prompt, add_special_tokens=body.special_tokens, **body.chat())
     return {"count": len(token_ids), "max_model_len": model.max_model_len, "tokens": token_ids, "token_strs": None}
 
 
 @router.post("/detokenize")
 async def detokenize(body: DetokenizeRequest, caller: Caller, front: TheFront) -> dict[str, Any]:
     caller.model(body.model or front.catalogue.base)
-    return {"prompt": await front.client.detokenize(body.tokens) if body.tokens else ""}
+    return {"prompt": await front.client_of(caller).detokenize(body.tokens) if body.tokens else ""}

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
+from support.api_keys import OPERATORS_KEY, PIRATES_KEY, TENANTS_KEY
 
 from multilora_client import InvalidRequest, NotFound
+from multilora_client.keys import KeyRing
 from multilora_client.openai.catalogue import Catalogue
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -93,19 +95,18 @@ def test_only_where_the_operator_allows_it(front: TestClient, server: Any, path:
     assert server.operations == []
 
 
-def test_only_for_keys_with_every_model(
-    open_front: Callable[..., TestClient], catalogue: Catalogue, server: Any
+def test_only_for_those_who_run_the_server(
+    open_front: Callable[..., TestClient], catalogue: Catalogue, server: Any, keys: KeyRing
 ) -> None:
-    keys = {"all": frozenset({"*"}), "pirates": frozenset({"pirate"})}
     front = open_front(dataclasses.replace(catalogue, keys=keys, allows_loading=True))
     server.report = {"adapter": INFO}
 
     def load(key: str) -> int:
-        return front.post(LOAD, json=PARROT, headers={"Authorization": f"Bearer {key}"}).status_code
+        return front.post(LOAD, json=PARROT, headers={"Authorization": f"Bearer {key}".encode()}).status_code
 
-    assert [load(key) for key in ("pirates", "nobody")] == [403, 401]
+    assert [load(key) for key in (PIRATES_KEY, TENANTS_KEY, "nobody")] == [403, 403, 401]
     assert server.operations == []
-    assert load("all") == 200
+    assert load(OPERATORS_KEY) == 200
 
 
 @pytest.mark.parametrize("body", [{}, {"lora_name": "parrot"}, PARROT | {"lora_name": ""}, PARROT | {"lora_path": ""}])

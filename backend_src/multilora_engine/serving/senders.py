@@ -1,0 +1,166 @@
+"""`SenderBook`: who sent a request, and what it may do.
+
+Triton hands a model the headers that it passes on as parameters of the request, behind the parameters that the client
+wrote into the request itself. Over HTTP generate no header is passed on: all parameters are the client's own.
+"""
+
+from __future__ import annotations
+
+import hmac
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from multilora_engine.client_header import CLIENT_HEADER, KEY_HEADER
+from multilora_engine.engine_info import ClientPolicy
+from multilora_engine.errors import ConfigError, InvalidRequest, PermissionDenied, Unauthenticated
+from multilora_engine.lora.names import TaskId, scoped_task_id, task_id_of
+from multilora_engine.process.messages import AdapterScope
+from multilora_engine.request import GenerationRequest, Sender
+from multilora_engine.serving.triton_api import TritonRequest, parameters_of
+
+if TYPE_CHECKING:
+    from multilora_client.keys import Caller, KeyRing
+
+_MAX_NAME_CHARACTERS = 128
+
+
+@dataclass(frozen=True)
+class Rights:
+    """What the sender of a request may do. caller: its API key; None without keys, when everybody may do everything.
+
+    min_priority: the smallest priority that its requests get.
+    """
+
+    sender: Sender
+    min_priority: int
+    caller: Caller | None = None
+
+    @property
+    def scope(self) -> AdapterScope:
+        """The adapters that the sender may see."""
+        if self.caller is None or self.runs_the_server:
+            return AdapterScope()
+        return AdapterScope(False, self.caller.tenant, self.caller.entry.adapters)
+
+    @property
+    def runs_the_server(self) -> bool:
+        """Whether it may look after the adapters of all."""
+        return self.caller is None or self.caller.runs_the_server
+
+    def adapter_tenant(self, lora_task_id: int | None, lora_name: str) -> str:
+        """Whose adapter a request means, empty for the server's own; None is the base model.
+
+        Raises PermissionDenied, whatever adapters there are, for what the key may not use.
+        """
+        if self.caller is None:
+            return ""
+        if lora_task_id is None:
+            if not self.caller.entry.base_model:
+                raise PermissionDenied("this API key may not use the base model")
+            return ""
+        if not self.caller.may_use(lora_task_id, lora_name):
+            raise PermissionDenied(f"this API key may not use LoRA adapter {lora_name or lora_task_id}")
+        return self.caller.owner(lora_task_id, lora_name)
+
+    def uploaded_task_id(self, lora_task_id: int, lora_name: str) -> TaskId:
+        """The adapter that weights of the sender are for. Raises PermissionDenied when it may not send them."""
+        tenant = self.adapter_tenant(lora_task_id, lora_name)
+        self.check_upload()
+        if tenant != self.sender.tenant:
+            raise PermissionDenied(
+                f"LoRA adapter {lora_name or lora_task_id} is the server's own; send yours under another id or name"
+            )
+        return scoped_task_id(tenant, lora_task_id)
+
+    def check_upload(self) -> None:
+        """Raises PermissionDenied unless the sender may send weights."""
+        if self.caller is not None and not self.caller.entry.upload:
+            raise PermissionDenied("this API key may not send LoRA weights")
+
+    def check_operate(self) -> None:
+        """Raises PermissionDenied unless the sender may look after adapters."""
+        if self.caller is not None and not self.caller.entry.operate:
+            raise PermissionDenied("this API key may not load, pin, unpin or unload adapters")
+
+    def grant(self, request: GenerationRequest) -> GenerationRequest:
+        """A request as the engine may take it from the sender. Raises PermissionDenied."""
+        return msgspec.structs.replace(
+            request,
+            sender=self.sender,
+            adapter_tenant=self.adapter_tenant(request.lora_task_id, request.lora_name),
+            priority=max(request.priority, self.min_priority),
+        )
+
+
+class SenderBook:
+    """Reads who sent a request. Any thread may ask."""
+
+    def __init__(self, policy: ClientPolicy, max_metadata_bytes: int, canary_key: str = "") -> None:
+        """canary_key: besides those of the file, the API key that may use the base model and nothing else.
+
+        Raises ConfigError when the API keys cannot be read.
+        """
+        self._policy = policy
+        self._max_metadata_bytes = max_metadata_bytes
+        self._keys = read_key_ring(Path(policy.api_keys_file), canary_key) if policy.api_keys_file else None
+
+    def rights(self, request: TritonRequest) -> Rights:
+        """Raises Unauthenticated when the request needs an API key and has none, InvalidRequest for a forged client."""
+        parameters = parameters_of(request, self._max_metadata_bytes)
+        if self._keys is not None:
+            return self._rights_of_key(self._keys, parameters.get(KEY_HEADER, [""])[-1])
+        return Rights(Sender(name=self._client(parameters.get(CLIENT_HEADER, []))), self._policy.min_priority)
+
+    def _rights_of_key(self, keys: KeyRing, authorization: str) -> Rights:
+        from multilora_client.keys import bearer_key
+
+        caller = keys.caller(bearer_key(authorization))
+        if caller is None:
+            raise Unauthenticated
+        entry = caller.entry
+        sender = Sender(
+            tenant=entry.tenant,
+            name=entry.tenant,
+            key_id=caller.id,
+            requests_per_minute=entry.requests_per_minute,
+            tokens_per_minute=entry.tokens_per_minute,
+            weight=entry.weight,
+        )
+        return Rights(sender, self._policy.min_priority if entry.priority is None else entry.priority, caller)
+
+    def _client(self, values: list[str]) -> str:
+        """The client that a proxy names; empty where no one does."""
+        if len(set(values)) > 1:
+            raise InvalidRequest(f"{CLIENT_HEADER} is what the proxy says, and the request says it, too")
+        if not values:
+            return ""
+        secret = self._policy.client_header_secret
+        if not secret:
+            return _plain(values[0])
+        given, _, name = values[0].partition(" ")
+        if not hmac.compare_digest(given.encode(), secret.encode()):
+            raise InvalidRequest(f"{CLIENT_HEADER} is what the proxy says, and this is not from the proxy")
+        return _plain(name)
+
+
+def read_key_ring(path: Path, canary_key: str = "") -> KeyRing:
+    """The API keys of a file, and one that may use the base model and nothing else. Raises ConfigError."""
+    # Imports gRPC, which a server without keys has no use for in its many processes.
+    from multilora_client.errors import InvalidRequest as UnusableFile
+    from multilora_client.keys import KeyEntry, KeyRing
+
+    canary = [KeyEntry(key=canary_key, base_model=True)] if canary_key else []
+    try:
+        return KeyRing(path, task_id_of, canary)
+    except UnusableFile as error:
+        raise ConfigError(f"parameter api_keys_file: {error}") from None
+
+
+def _plain(name: str) -> str:
+    """The name of a client as logs and metrics can show it. Raises InvalidRequest for any other."""
+    if len(name) > _MAX_NAME_CHARACTERS or not name.isprintable():
+        raise InvalidRequest(f"{CLIENT_HEADER} is not up to {_MAX_NAME_CHARACTERS} characters that can be printed")
+    return name

@@ -1,0 +1,239 @@
+"""API keys: a file says what each key may do. The server's models and the OpenAI front read the same file, here.
+
+{"keys": [
+  {"key": "a secret of 16 characters or more", "tenant": "acme", "upload": true,
+   "adapters": ["pirate", "json-*", 7], "requests_per_minute": 600, "tokens_per_minute": 100000, "weight": 2},
+  {"key_sha256": "64 hexadecimal digits", "operate": true, "adapters": ["*"]}
+]}
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import re
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from multilora_client.errors import InvalidRequest
+
+_EVERY = "*"
+_TENANT = re.compile(r"[A-Za-z0-9_][\w.-]{0,63}", re.ASCII)
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_MIN_KEY_CHARACTERS = 16
+_NUM_ID_DIGITS = 12
+_SETTLED_S = 2.0
+"""The time of a file's last change tells two changes apart that are less than this apart only by chance."""
+
+_logger = logging.getLogger(__name__)
+
+Rate = Annotated[int, msgspec.Meta(ge=1, le=10**12)]
+Weight = Annotated[float, msgspec.Meta(ge=0.01, le=100.0)]
+Priority = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
+
+
+class KeyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One key of the file. Either `key` or `key_sha256` is set.
+
+    tenant: whose key it is; empty for those who run the server.
+    adapters: the server's own adapters (of its sources and its prefetch directory, and what a key without a tenant
+        uploads) that the key may use: task ids, names, beginnings of names with a `*` behind them. What matches always
+        means the server's adapter, anything else one of the tenant's own.
+    own_adapters: the tenant's own adapters that the key may use, likewise.
+    base_model: whether it may be used without an adapter. upload: whether the key may send adapters.
+    operate: whether it may load, pin, unpin and unload adapters of its tenant; a key without a tenant those of all.
+    requests_per_minute, tokens_per_minute: of this key; None is no limit.
+    priority: the smallest that its requests may have; smaller is served first. None: what the server allows everybody.
+    weight: its share of the server when others wait, too, compared to theirs.
+    """
+
+    key: str = ""
+    key_sha256: str = ""
+    tenant: str = ""
+    adapters: tuple[str | int, ...] = ()
+    own_adapters: tuple[str | int, ...] = (_EVERY,)
+    base_model: bool = False
+    upload: bool = False
+    operate: bool = False
+    requests_per_minute: Rate | None = None
+    tokens_per_minute: Rate | None = None
+    priority: Priority | None = None
+    weight: Weight = 1.0
+
+    def __post_init__(self) -> None:
+        if bool(self.key) == bool(self.key_sha256):
+            raise ValueError("write either key or key_sha256")
+        if self.key and len(self.key) < _MIN_KEY_CHARACTERS:
+            raise ValueError(f"key has {len(self.key)} characters, at least {_MIN_KEY_CHARACTERS} are needed")
+        if self.key_sha256 and not _SHA256.fullmatch(self.key_sha256):
+            raise ValueError("key_sha256 is not 64 hexadecimal digits in lower case")
+        if self.tenant and not _TENANT.fullmatch(self.tenant):
+            raise ValueError("tenant is not plain: write up to 64 letters, digits, _, . and -, a letter or digit first")
+        if self.tenant and self.upload and _EVERY in self.adapters:
+            raise ValueError(
+                "with upload, adapters cannot be *: every name would mean the server's adapter, and none be left for "
+                "what the tenant sends; name the server's adapters, or their beginnings"
+            )
+        if not (self.base_model or self.adapters or self.tenant):
+            raise ValueError("the key may use nothing; give adapters or base_model")
+
+    @property
+    def digest(self) -> str:
+        return self.key_sha256 or digest_of(self.key)
+
+
+class _KeyFile(msgspec.Struct, frozen=True):
+    """Other fields are not looked at: an error would quote their names, which are keys in a file of another form."""
+
+    keys: tuple[KeyEntry, ...]
+
+
+class AdapterPatterns:
+    """Which adapters are meant by a list of task ids, names, and beginnings of names."""
+
+    def __init__(self, patterns: tuple[str | int, ...], id_of_name: Callable[[str], int] | None = None) -> None:
+        """id_of_name: the task id that goes with a name; without it, an id alone matches no name."""
+        names = [pattern for pattern in patterns if isinstance(pattern, str)]
+        self._prefixes = tuple(name.removesuffix("*") for name in names if name.endswith("*"))
+        self._names = frozenset(name for name in names if not name.endswith("*"))
+        self._ids = {pattern for pattern in patterns if isinstance(pattern, int)}
+        if id_of_name is not None:
+            self._ids.update(map(id_of_name, self._names))
+        self._is_every = _EVERY in names
+
+    def match(self, lora_task_id: int | None, name: str = "") -> bool:
+        """Whether an adapter is among them; one that has no name has an empty one."""
+        return (
+            self._is_every
+            or lora_task_id in self._ids
+            or (bool(name) and (name in self._names or name.startswith(self._prefixes)))
+        )
+
+
+class Caller:
+    """Who sends a request, and what it may do: a key of the file, whose `entry` tells all the rest.
+
+    id: tells keys apart where they must not be written, in logs and errors.
+    """
+
+    def __init__(self, entry: KeyEntry, id_of_name: Callable[[str], int] | None = None) -> None:
+        self.entry = entry
+        self.id = entry.digest[:_NUM_ID_DIGITS]
+        self._shared = AdapterPatterns(entry.adapters, id_of_name)
+        self._own = AdapterPatterns(entry.own_adapters, id_of_name)
+
+    @property
+    def tenant(self) -> str:
+        """Empty for those who run the server."""
+        return self.entry.tenant
+
+    @property
+    def runs_the_server(self) -> bool:
+        """Whether it may look after the adapters of all."""
+        return self.entry.operate and not self.tenant
+
+    def owner(self, lora_task_id: int | None, name: str = "") -> str:
+        """Whose adapter the caller means: its tenant's, or the server's, which has an empty name."""
+        return "" if self.may_share(lora_task_id, name) else self.tenant
+
+    def may_share(self, lora_task_id: int | None, name: str = "") -> bool:
+        """Whether an adapter of the server's is one that the caller may use."""
+        return self._shared.match(lora_task_id, name)
+
+    def may_use(self, lora_task_id: int | None, name: str = "") -> bool:
+        """Whether the caller may use the adapter that it means. What there is has no part in it."""
+        return self.may_share(lora_task_id, name) or (bool(self.tenant) and self._own.match(lora_task_id, name))
+
+
+class KeyRing:
+    """The keys of a file as it is now. Any thread may ask.
+
+    A new version of the file that cannot be used is logged, and the keys of the last one that could stay as they are.
+    """
+
+    def __init__(
+        self, path: Path, id_of_name: Callable[[str], int] | None = None, others: Sequence[KeyEntry] = ()
+    ) -> None:
+        """others: keys that are valid besides those of the file.
+
+        Raises InvalidRequest, which quotes no key, for a file that cannot be used.
+        """
+        self._path = path
+        self._others = others
+        self._id_of_name = id_of_name
+        self._version = _version_of(path)
+        self._content = _read_file(path)
+        self._callers = self._parse()
+
+    def caller(self, key: str) -> Caller | None:
+        """Who has a key; None if nobody has it. How long it takes tells nothing about the keys of the file."""
+        self._read_again_if_changed()
+        return self._callers.get(digest_of(key))
+
+    def _read_again_if_changed(self) -> None:
+        version = _version_of(self._path)
+        if version == self._version:
+            return
+        self._version = version
+        try:
+            content = _read_file(self._path)
+            if content != self._content:
+                self._content = content
+                self._callers = self._parse()
+        except InvalidRequest as error:
+            _logger.error("%s; the keys that it had before stay as they were", error)
+
+    def _parse(self) -> dict[str, Caller]:
+        entries = (*self._others, *parse_keys(self._content, self._path))
+        return {entry.digest: Caller(entry, self._id_of_name) for entry in entries}
+
+
+def read_keys(path: Path) -> tuple[KeyEntry, ...]:
+    """The keys of a file. Raises InvalidRequest, which quotes no key."""
+    return parse_keys(_read_file(path), path)
+
+
+def parse_keys(content: bytes, path: Path) -> tuple[KeyEntry, ...]:
+    """The keys that the content of the file `path` means. Raises InvalidRequest, which quotes no key."""
+    try:
+        entries = msgspec.json.decode(content, type=_KeyFile).keys
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise InvalidRequest(
+            f'{path} holds no API keys: {error}; write {{"keys": [{{"key": ..., "tenant": ..., "adapters": [...]}}]}}'
+        ) from None
+    if len({entry.digest for entry in entries}) < len(entries):
+        raise InvalidRequest(f"{path} has the same API key twice")
+    return entries
+
+
+def _read_file(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise InvalidRequest(f"the API keys of {path} cannot be read: {error.strerror}") from None
+
+
+def bearer_key(authorization: str) -> str:
+    """The key of an Authorization header, `Bearer KEY`; empty if it has none."""
+    scheme, _, key = authorization.strip().partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else ""
+
+
+def digest_of(key: str) -> str:
+    """The SHA-256 by which a key is known, in hexadecimal digits."""
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def _version_of(path: Path) -> tuple[float, ...]:
+    """Another one for a file that may have changed: each time for one that was written a moment ago."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return ()
+    may_change_unseen = time.time() - status.st_mtime < _SETTLED_S
+    return status.st_ino, status.st_mtime_ns, status.st_size, time.monotonic() if may_change_unseen else 0.0

@@ -1,0 +1,261 @@
+"""Tenants that do anything at every door, against a plain account of what each may see: nothing of another's."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tempfile
+from collections import defaultdict
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
+from support.adapters import TINY, wire_adapter
+from support.fake_engine import HOLD, INFO, FakeEngine
+from support.fake_triton import FakeRequest, FakeResponse
+from support.served_engine import served
+
+from multilora_engine.engine_info import ClientPolicy
+from multilora_engine.lora.format import pack_adapter
+from multilora_engine.serving.adapters_model import AdaptersFront
+from multilora_engine.serving.engine_link import EngineLink
+from multilora_engine.serving.generation_front import GenerationFront
+from multilora_engine.text import Tokenizer
+
+SHARED = {100, 101}
+KEYS: dict[str, dict[str, Any]] = {
+    "acme": {"tenant": "acme", "adapters": [100], "upload": True, "operate": True, "base_model": True},
+    "acme's user": {"tenant": "acme", "adapters": [100], "own_adapters": [7]},
+    "bolt": {"tenant": "bolt", "adapters": [101], "upload": True, "operate": True},
+    "nobody's": {"adapters": [100, 101], "base_model": True},
+    "operator": {"adapters": ["*"], "upload": True, "operate": True, "base_model": True},
+    "stranger": {},
+}
+CONTENTS = [wire_adapter(TINY, [(1, 0, 4), (6, 2, 7)], seed=seed) for seed in range(2)]
+DIGESTS = [pack_adapter(wire.weights, wire.config, TINY).digest for wire in CONTENTS]
+
+WHO = st.sampled_from(list(KEYS))
+TASKS = st.sampled_from([7, 8, *sorted(SHARED)])
+REQUEST_IDS = st.sampled_from(["1", "2"])
+
+
+def secret(who: str) -> str:
+    return f"the secret key of {who}"
+
+
+def write_keys(path: Path) -> Path:
+    entries = [{"key": secret(who), **entry} for who, entry in KEYS.items() if entry]
+    path.write_text(json.dumps({"keys": entries}))
+    return path
+
+
+class Tenants(RuleBasedStateMachine):
+    """owned: digests by tenant (empty is the server) and task id. events: of each tenant. flights: requests that do not
+    end by themselves, by tenant and the id that the client chose."""
+
+    tokenizer: ClassVar[Tokenizer]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.owned: dict[tuple[str, int], str] = {}
+        self.events: dict[str, list[tuple[str, int]]] = defaultdict(list)
+        self.flights: dict[tuple[str, str], list[FakeRequest]] = defaultdict(list)
+        self.resources = ExitStack()
+        folder = Path(self.resources.enter_context(tempfile.TemporaryDirectory()))
+        self.engine = FakeEngine()
+        policy = ClientPolicy(api_keys_file=str(write_keys(folder / "keys.json")))
+        self.engine.info = dataclasses.replace(INFO, clients=policy)
+        self.resources.enter_context(served(self.engine, folder / "engine.sock"))
+        link = EngineLink(folder / "engine.sock")
+        self.resources.callback(link.close)
+        vars(link)["_tokenizer"] = self.tokenizer
+        self.generation = GenerationFront(link, can_stream=True)
+        self.adapters = AdaptersFront(link)
+
+    def teardown(self) -> None:
+        self.resources.close()
+
+    def ask(self, who: str, tensors: dict[str, Any], request_id: str = "", waits: bool = True) -> FakeRequest:
+        headers = {"authorization": f"Bearer {secret(who)}"}
+        request = FakeRequest(tensors, id=request_id, headers=headers)
+        self.generation.accept(request)
+        if waits:
+            request.sender.wait()
+        return request
+
+    def operate(self, who: str, operation: str, **fields: Any) -> Any:
+        text = json.dumps({"operation": operation, **fields})
+        headers = {"authorization": f"Bearer {secret(who)}"}
+        request = FakeRequest({"request": [[text]]}, headers=headers, output_names=("response",))
+        self.adapters.accept(request)
+        (response,) = request.sender.wait()
+        return error_of(response) if response.error else json.loads(response.arrays["response"].item())
+
+    def means(self, who: str, task: int) -> tuple[str, int] | None:
+        """The adapter that a key means by an id; None for one that it may not use."""
+        entry = KEYS[who]
+        tenant, shared = entry.get("tenant", ""), entry["adapters"]
+        if shared == ["*"] or task in shared:
+            return "", task
+        if not tenant or task not in entry.get("own_adapters", [task]):
+            return None
+        return tenant, task
+
+    @rule(who=WHO, task=TASKS, content=st.integers(0, 1))
+    def upload(self, who: str, task: int, content: int) -> None:
+        wire = CONTENTS[content]
+        tensors = {"lora_weights_fp32": wire.weights.numpy()[None], "lora_config": wire.config.numpy()[None]}
+        request = self.ask(who, {"lora_task_id": np.array([[task]], np.uint64), **tensors})
+        (response,) = request.sender.responses
+        if not KEYS[who]:
+            assert error_of(response) == "UNAUTHENTICATED"
+            return
+        key = self.means(who, task)
+        if not KEYS[who].get("upload") or key is None or key[0] != KEYS[who].get("tenant", ""):
+            assert error_of(response) == "PERMISSION_DENIED"
+        elif self.owned.get(key, DIGESTS[content]) != DIGESTS[content]:
+            assert error_of(response) == "ALREADY_EXISTS"
+        else:
+            assert response.arrays["lora_digest"].item().decode() == DIGESTS[content]
+            if key not in self.owned:
+                self.events[key[0]].append(("uploaded", task))
+            self.owned[key] = DIGESTS[content]
+
+    @rule(who=WHO, task=st.none() | TASKS)
+    def use(self, who: str, task: int | None) -> None:
+        tensors: dict[str, Any] = {"input_ids": [[5]], "max_tokens": [[1]]}
+        if task is not None:
+            tensors["lora_task_id"] = np.array([[task]], np.uint64)
+        (response,) = self.ask(who, tensors).sender.responses
+        if not KEYS[who]:
+            assert error_of(response) == "UNAUTHENTICATED"
+        elif task is None:
+            allowed = KEYS[who].get("base_model")
+            assert response.error is None if allowed else error_of(response) == "PERMISSION_DENIED"
+        elif (key := self.means(who, task)) is None:
+            assert error_of(response) == "PERMISSION_DENIED"
+        elif key not in self.owned:
+            assert error_of(response) == "NOT_FOUND"
+            assert response.error is not None
+            assert f"LoRA task {task} not found in cache" in response.error.message
+        else:
+            assert response.arrays["lora_digest"].item().decode() == self.owned[key]
+            assert response.arrays["lora_task_id_out"].item() == task
+
+    @rule(who=WHO.filter(lambda who: bool(KEYS[who].get("base_model"))), request_id=REQUEST_IDS)
+    def start(self, who: str, request_id: str) -> None:
+        tensors = {"input_ids": [[HOLD]], "max_tokens": [[1]]}
+        before = len(self.engine.accepted)
+        request = self.ask(who, tensors, request_id, waits=False)
+        self.use("operator", None)  # which the engine answers behind it
+        assert len(self.engine.accepted) == before + 2
+        self.flights[KEYS[who].get("tenant", ""), request_id].append(request)
+
+    @rule(who=WHO, request_id=REQUEST_IDS)
+    def stop(self, who: str, request_id: str) -> None:
+        (response,) = self.ask(who, {"stop": [[True]]}, request_id).sender.responses
+        if KEYS[who]:
+            assert response.error is None
+            for request in self.flights.pop((KEYS[who].get("tenant", ""), request_id), []):
+                (answer,) = request.sender.wait()
+                assert answer.arrays["finish_reason"].item() == b"cancelled"
+        self.others_go_on()
+
+    @rule(who=WHO, data=st.data())
+    def stop_by_an_id_of_the_engine(self, who: str, data: st.DataObject) -> None:
+        """Whoever learnt it ends nothing of another tenant."""
+        if not self.engine.requests:
+            return
+        wanted = data.draw(st.sampled_from(sorted(self.engine.requests)))
+        tenant = self.engine.requests[wanted].sender.name
+        if KEYS[who] and KEYS[who].get("tenant", "") == tenant:
+            return
+        self.ask(who, {"stop": [[True]]}, wanted)
+        self.others_go_on()
+
+    @rule(who=WHO, task=TASKS, operation=st.sampled_from(["unload", "pin", "unpin", "load"]))
+    def look_after(self, who: str, task: int, operation: str) -> None:
+        report = self.operate(who, operation, lora_task_id=task)
+        if not KEYS[who]:
+            assert report == "UNAUTHENTICATED"
+            return
+        key, tenant = self.means(who, task), KEYS[who].get("tenant", "")
+        may_change = key is not None and (key[0] == tenant or operation == "load")
+        if not KEYS[who].get("operate") or not may_change:
+            assert report == "PERMISSION_DENIED"
+        elif key not in self.owned:
+            assert report == "NOT_FOUND"
+        else:
+            assert report["adapter"]["digest"] == self.owned[key]
+            if operation == "unload":
+                del self.owned[key]
+                self.events[key[0]].append(("unloaded", task))
+
+    @rule(who=WHO, task=TASKS, tenant=st.sampled_from(["acme", "bolt"]))
+    def unload_by_a_tenants_name(self, who: str, task: int, tenant: str) -> None:
+        report = self.operate(who, "unload", lora_task_id=task, tenant=tenant)
+        key = tenant, task
+        if who == "operator":
+            assert report["adapter"]["digest"] == self.owned.pop(key) if key in self.owned else report == "NOT_FOUND"
+            if isinstance(report, dict):
+                self.events[tenant].append(("unloaded", task))
+        elif KEYS[who].get("tenant") != tenant or not KEYS[who].get("operate") or self.means(who, task) != key:
+            assert report in ("PERMISSION_DENIED", "UNAUTHENTICATED")
+        elif key in self.owned:
+            assert report["adapter"]["digest"] == self.owned.pop(key)
+            self.events[tenant].append(("unloaded", task))
+        else:
+            assert report == "NOT_FOUND"
+
+    @rule(who=WHO)
+    def list(self, who: str) -> None:
+        report = self.operate(who, "list")
+        if not KEYS[who]:
+            assert report == "UNAUTHENTICATED"
+            return
+        seen = {(a["tenant"], a["lora_task_id"]): a["digest"] for a in report["adapters"]}
+        tenant, shared = KEYS[who].get("tenant", ""), KEYS[who]["adapters"]
+        if who == "operator":
+            assert seen == self.owned
+            return
+        own = {key: digest for key, digest in self.owned.items() if tenant and key[0] == tenant}
+        # Of the server's adapters only that they are there: not who uses them, or whether anybody does.
+        assert seen == own | {key: "" for key in self.owned if key[0] == "" and key[1] in shared}
+
+    @rule(who=WHO)
+    def read_events(self, who: str) -> None:
+        report = self.operate(who, "events")
+        if not KEYS[who]:
+            assert report == "UNAUTHENTICATED"
+        elif who != "operator":
+            expected = self.events[KEYS[who]["tenant"]] if "tenant" in KEYS[who] else []
+            assert report["last"] == len(expected)
+            remembered = [(event["kind"], event["lora_task_id"]) for event in report["events"]]
+            assert remembered == expected[len(expected) - len(remembered) :]
+
+    @rule(who=WHO)
+    def read_stats(self, who: str) -> None:
+        report = self.operate(who, "stats")
+        assert isinstance(report, dict) if who == "operator" else report in ("PERMISSION_DENIED", "UNAUTHENTICATED")
+
+    def others_go_on(self) -> None:
+        for requests in self.flights.values():
+            for request in requests:
+                assert request.sender.responses == [], "a request was ended by another"
+
+
+def error_of(response: FakeResponse) -> str:
+    assert response.error is not None
+    return str(response.error.message).partition("]")[0].removeprefix("[")
+
+
+def test_nobody_sees_changes_or_ends_anything_of_another_tenant(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Tenants, "tokenizer", tokenizer, raising=False)
+    run_state_machine_as_test(Tenants, settings=settings(max_examples=40, stateful_step_count=40, deadline=None))
