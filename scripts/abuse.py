@@ -20,14 +20,17 @@ from pathlib import Path
 from typing import Annotated
 
 import grpc
+import numpy as np
 import psutil
 import typer
 from door_attacks import DOOR_ATTACKS, Attack, Doors
 from engine_attacks import ENGINE_ATTACKS, VICTIM_REQUEST_ID, infer_request
 from prepare_default_model import ensure_default_checkpoint
+from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Column, Table
 from started_server import started_server
+from tritonclient.grpc import service_pb2
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
 from multilora_engine.process.paths import ENGINE_MODULE
@@ -44,6 +47,7 @@ _QUIET_S = 10.0
 _MIN_ATTACK_S = 5.0
 _ATTACK_TIMEOUT_S = 180.0
 _MIB = 1 << 20
+_TABLE_WIDTH = 200
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,7 @@ class Row:
         if not self.is_same_engine:
             return "engine lost"
         if self.under.errors:
-            return f"{len(self.under.errors)} errors"
+            return f"{len(self.under.errors)} errors, first: {self.under.errors[0]}"
         return "fine" if self.under.p99_ms <= MAX_GAP_RATIO * self.quiet.p99_ms else "slow"
 
 
@@ -119,7 +123,8 @@ class Victim:
             for answer in stub.ModelStreamInfer(iter([_victims_request()])):
                 now_s = time.perf_counter()
                 self._note(None if last_s is None else now_s - last_s, answer.error_message)
-                num_tokens, last_s = num_tokens + 1, now_s
+                last_s = now_s
+                num_tokens = num_tokens if answer.error_message else num_tokens_of(answer.infer_response)
         except grpc.RpcError as error:
             self._note(None, str(error.code()))
             self._is_over.wait(1.0)
@@ -140,6 +145,7 @@ def main(
     model: Annotated[Path | None, typer.Option(help="Checkpoint (default: the default model).")] = None,
 ) -> None:
     console = Console()
+    console.width = max(console.width, _TABLE_WIDTH)
     chosen = {name: each for name, each in ATTACKS.items() if not attack or any(part in name for part in attack)}
     rows = []
     with started_server(model or ensure_default_checkpoint(), console) as server:
@@ -175,10 +181,17 @@ def num_bytes_of(server: ServerProcess) -> int:
     return sum(process.memory_info().rss for process in _processes(server))
 
 
+def num_tokens_of(response: service_pb2.ModelInferResponse) -> int:
+    """How many tokens a stream has told so far; a response has several where the server was faster than the client."""
+    place = [output.name for output in response.outputs].index("num_output_tokens_so_far")
+    return int(np.frombuffer(response.raw_output_contents[place], np.int32)[0])
+
+
 def render(rows: list[Row]) -> Table:
-    """The table, a row for each attack."""
-    right = [Column(name, justify="right") for name in ("quiet p50, p99", "under it p50, p99", "memory before, after")]
-    table = Table("attack", *right, "attacker met", "verdict", title="victim's gaps in ms, memory in MiB")
+    """The table, a row for each attack, as Markdown has it."""
+    names = ("victim's gaps quiet, p50, p99 (ms)", "under it", "memory before, after (MiB)")
+    right = [Column(name, justify="right") for name in names]
+    table = Table("attack", *right, "attacker met", "verdict", box=MARKDOWN)
     for row in rows:
         table.add_row(
             row.name,

@@ -10,7 +10,7 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -22,7 +22,12 @@ from tritonclient.grpc import service_pb2
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 from tritonclient.utils import np_to_triton_dtype, serialize_byte_tensor
 
+from multilora_engine.client_header import CLIENT_HEADER
+
 VICTIM_REQUEST_ID = "the-victims-request"
+
+_ATTENTION_OUT = 4
+"""The module of the attention's output, on the wire."""
 
 _ATTACK_S = 6.0
 _TIMEOUT_S = 60.0
@@ -42,11 +47,13 @@ def infer_request(model: str, request_id: str = "", **tensors: Any) -> service_p
     return request
 
 
-def answers(doors: Doors, requests: Iterable[service_pb2.ModelInferRequest], at_once: int = 8) -> str:
-    """Send requests, so many at once; what they were answered, with how often."""
+def answers(
+    doors: Doors, requests: Sequence[service_pb2.ModelInferRequest], at_once: int = 8, clients: Sequence[str] = ()
+) -> str:
+    """Send requests, so many at once; what they were answered, with how often. clients: who each says to be from."""
     with grpc.insecure_channel(doors.grpc_url, _OPTIONS) as channel, ThreadPoolExecutor(at_once) as pool:
-        seen = Counter(pool.map(partial(_ask, GRPCInferenceServiceStub(channel)), requests))
-    return ", ".join(f"{number} x {answer}" for answer, number in seen.most_common(3))
+        ask = partial(_ask, GRPCInferenceServiceStub(channel))
+        return _told(Counter(pool.map(ask, requests, clients or [""] * len(requests))))
 
 
 def stream_of_attacks(doors: Doors, make: Callable[[int], service_pb2.ModelInferRequest], at_once: int = 8) -> str:
@@ -65,7 +72,7 @@ def stream_of_attacks(doors: Doors, make: Callable[[int], service_pb2.ModelInfer
                     seen[answer] += 1
 
         list(pool.map(attack, range(at_once)))
-    return ", ".join(f"{number} x {answer}" for answer, number in seen.most_common(3))
+    return _told(seen)
 
 
 def send_words_times_beams(doors: Doors) -> str:
@@ -154,6 +161,22 @@ def stop_the_victims_request(doors: Doors) -> str:
     )
 
 
+def upload_under_forged_names(doors: Doors) -> str:
+    """48 adapters of 9 MB at once for the default model, each from a client that calls itself somebody else."""
+    width, config = 64 * 2 * 576, [[_ATTENTION_OUT, layer, 64] for layer in range(30)]
+    weights = np.zeros((1, len(config), width), np.float32)
+    requests = [
+        infer_request(
+            "generation_unary",
+            lora_task_id=np.uint64([[5_000_000 + i]]),
+            lora_weights_fp32=weights,
+            lora_config=[config],
+        )
+        for i in range(48)
+    ]
+    return answers(doors, requests, at_once=16, clients=[f"client-{i}" for i in range(48)])
+
+
 def open_ten_thousand_streams(doors: Doors) -> str:
     """On one connection, without a request, for some seconds."""
 
@@ -187,14 +210,20 @@ ENGINE_ATTACKS: Mapping[str, Attack] = {
     "4 repetition penalties over 4,000 tokens": penalise_long_prompts,
     "request ids with a newline, an escape, of 1 MB": send_forged_ids,
     "stop by the victim's id": stop_the_victims_request,
+    "48 uploads of 9 MB under 48 forged names": upload_under_forged_names,
     "10,000 idle streams on a connection": open_ten_thousand_streams,
 }
 """By what a table calls them."""
 
 
-def _ask(stub: GRPCInferenceServiceStub, request: service_pb2.ModelInferRequest) -> str:
+def _told(seen: Counter[str]) -> str:
+    return ", ".join(f"{number} x {answer}" for answer, number in seen.most_common(3))
+
+
+def _ask(stub: GRPCInferenceServiceStub, request: service_pb2.ModelInferRequest, client: str = "") -> str:
+    """client: who it says that it is."""
     try:
-        stub.ModelInfer(request, timeout=_TIMEOUT_S)
+        stub.ModelInfer(request, timeout=_TIMEOUT_S, metadata=[(CLIENT_HEADER, client)] if client else None)
     except grpc.RpcError as error:
         return str(error.code().name)
     return "answered"

@@ -47,6 +47,7 @@ class Automaton(Generic[_Symbol]):
         self._words: list[Any] = sorted(set(words))
         self._states = [_State(0, len(self._words), 0, ROOT, ROOT)]
         self._children: dict[tuple[int, _Symbol], int] = {}
+        self._first_symbols = frozenset(word[0] for word in self._words if word)
 
     def __len__(self) -> int:
         """How many different words there are."""
@@ -54,6 +55,8 @@ class Automaton(Generic[_Symbol]):
 
     def step(self, state: int, symbol: _Symbol) -> int:
         """The state behind one more symbol."""
+        if state == ROOT and symbol not in self._first_symbols:
+            return ROOT  # as most symbols of most texts
         unseen: list[tuple[int, range]] = []
         while (target := self._children.get((state, symbol))) is None:
             if words := self._words_with(state, symbol):

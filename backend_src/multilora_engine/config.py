@@ -178,6 +178,9 @@ class EngineConfig(BaseModel):
     max_prompt_tokens_per_request: Annotated[
         int, Field(ge=1, description="Prompt tokens of a request; a prompt counts once for each of its sequences.")
     ] = 1 << 19
+    max_prompt_log_probs_per_request: Annotated[
+        int, Field(ge=0, description="Prompt tokens with log-probs, times one more than the likeliest told of each.")
+    ] = 1 << 20
     max_words_per_request: Annotated[
         int, Field(ge=0, description="Stop words and bad words, as text or as ids, over all sequences of a request.")
     ] = 4096

@@ -22,6 +22,7 @@ class CallLimits:
     max_prompt_bytes: int
     max_sequences_per_request: int
     max_prompt_tokens_per_request: int
+    max_prompt_log_probs_per_request: int
     max_words_per_request: int
     max_word_bytes_per_request: int
     max_biases_per_request: int

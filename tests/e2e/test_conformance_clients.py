@@ -123,6 +123,17 @@ def test_batches(url: str, greedy: list[int]) -> None:
     assert (streamed_tokens(first), len(streamed_tokens(second))) == (greedy, NUM_TOKENS)
 
 
+@row("text client", "several prompts as one request: a response for each, told apart by batch_index")
+@pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
+def test_batches_of_texts(url: str, model: str) -> None:
+    prompts = [PROMPT, "Bees make"]
+    rows = [text_request(prompt, 3, False) for prompt in prompts]
+    batch = {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
+    results = stream(url, model, batch, ["text_output", "batch_index"])
+    texts = {result.as_numpy("batch_index")[0][0]: text_of([result]) for result in results}
+    assert [texts[i][: len(prompt)] for i, prompt in enumerate(prompts)] == prompts
+
+
 @row("token client", "the response carries exactly the requested outputs")
 @pytest.mark.parametrize("streaming", [True, False])
 def test_requested_outputs(url: str, streaming: bool) -> None:
@@ -272,9 +283,11 @@ def test_an_adapter_of_the_text_client(url: str, triplet: Tensors, model: str) -
 def test_texts_have_one_dimension(url: str, model: str) -> None:
     single = text_request(PROMPT, 3, False, beam_width=integer(2))
     request = {name: np.concatenate([array, array]) for name, array in single.items()}
-    result = unary(url, model, request) if model == "ensemble_unary" else stream(url, model, request)[0]
-    texts = result.as_numpy("text_output")
-    assert (texts.shape, texts.dtype) == ((4,), np.object_)
+    results = [unary(url, model, request)] if model == "ensemble_unary" else stream(url, model, request)
+    each = [result.as_numpy("text_output") for result in results]
+    assert [texts.shape for texts in each] == ([(4,)] if model == "ensemble_unary" else [(2,), (2,)])
+    texts = np.concatenate(each)
+    assert texts.dtype == np.object_
     assert [text.decode()[: len(PROMPT)] for text in texts] == [PROMPT] * 4
     assert texts[:2].tolist() == texts[2:].tolist()
 

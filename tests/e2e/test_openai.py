@@ -33,9 +33,9 @@ REPOSITORY = Path(__file__).parents[2]
 QUESTION: Any = [{"role": "user", "content": "Who are you?"}]
 LONG_TEXT = (
     "Honey bees live in large families. In summer there are tens of thousands of them in one hive, nearly all of them "
-    "sisters. Some fetch nectar and pollen from the flowers around, others build combs of wax, feed the larvae, or keep "
-    "the door. When a bee has found a meadow in bloom, she dances for the others, and her dance tells them how far it is "
-    "and in which direction. In winter they sit close together, eat what they have stored, and keep their queen warm."
+    "sisters. Some fetch nectar and pollen from the flowers around, others build combs of wax or feed the larvae. "
+    "When a bee has found a meadow in bloom, she dances for the others, and her dance tells them how far it is. "
+    "In winter they sit close together, eat what they have stored, and keep their queen warm."
 )
 ALL, PIRATES = "a key for all the models", "a key for pirates alone"
 KEYS = ({"key": ALL, "adapters": ["*"], "base_model": True, "operate": True}, {"key": PIRATES, "adapters": ["pirate"]})

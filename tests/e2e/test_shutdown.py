@@ -29,6 +29,11 @@ def engine_of(server: ServerProcess) -> psutil.Process:
     return next(process for process in processes if ENGINE_MODULE in process.cmdline())
 
 
+def has_ended(process: psutil.Process) -> bool:
+    """Whoever is the parent of orphans on this machine may leave a zombie of it."""
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
 def test_a_server_ends_in_order_though_a_stream_is_open_and_its_engine_was_restarted() -> None:
     request = infer_request("generation", text_input=[["Hello"]], max_tokens=[[100]], end_id=[[-1]], streaming=[[True]])
     with tiny_server() as (server, _):
@@ -41,5 +46,5 @@ def test_a_server_ends_in_order_though_a_stream_is_open_and_its_engine_was_resta
             requests.put(request)
             assert next(answers).error_message == ""
             assert server.stop() == 0
-            assert not engine.is_running()
+            assert has_ended(engine)
             requests.put(None)

@@ -52,6 +52,7 @@ def test_the_work_for_a_symbol_does_not_depend_on_how_many_words_there_are() -> 
             return super().__getitem__(index)
 
     automaton, state = Automaton([CountingWord(chr(0x10000 + i) * 2) for i in range(65_536)]), ROOT
+    looks = 0
     for i in range(1000):
         state = automaton.step(state, chr(0x10000 + 61 * i))
     assert looks < 1000 * 80

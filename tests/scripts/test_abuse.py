@@ -27,7 +27,7 @@ def row(under: Gaps, is_same_engine: bool = True) -> Row:
         (Gaps([0.02] * 97 + [0.09] * 3, []), True, "fine"),
         (Gaps([0.02] * 97 + [0.2] * 3, []), True, "slow"),
         (Gaps([], []), True, "slow"),
-        (Gaps([0.02] * 100, ["UNAVAILABLE", "ended after 3 of 64 tokens"]), True, "2 errors"),
+        (Gaps([0.02] * 100, ["UNAVAILABLE", "ended after 3 of 64 tokens"]), True, "2 errors, first: UNAVAILABLE"),
         (Gaps([0.02] * 100, []), False, "engine lost"),
     ],
 )

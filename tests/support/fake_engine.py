@@ -45,6 +45,7 @@ INFO = EngineInfo(
         max_prompt_bytes=10_000,
         max_sequences_per_request=16,
         max_prompt_tokens_per_request=256,
+        max_prompt_log_probs_per_request=500,
         max_words_per_request=12,
         max_word_bytes_per_request=64,
         max_biases_per_request=20,

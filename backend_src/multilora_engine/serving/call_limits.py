@@ -21,6 +21,7 @@ def check_call(call: GenerateCall, info: EngineInfo) -> None:
     _check("sequences", num_sequences, "max_sequences_per_request", limits)
     num_prompt_tokens = sum(map(len, call.prompts)) * call.requests_per_row
     _check("prompt tokens", num_prompt_tokens, "max_prompt_tokens_per_request", limits)
+    _check("prompt log-probs", _num_prompt_log_probs(call), "max_prompt_log_probs_per_request", limits)
     _check("stop words and bad words", _total(call, _num_words), "max_words_per_request", limits)
     _check("bytes of stop words and bad words", _total(call, _num_word_bytes), "max_word_bytes_per_request", limits)
     _check("biases", _total(call, lambda sampling: len(sampling.embedding_bias)), "max_biases_per_request", limits)
@@ -36,6 +37,12 @@ def logits_bytes(call: GenerateCall, info: EngineInfo) -> int:
         num_answered = max(0, min(sampling.max_tokens, info.max_model_len - len(prompt)))
         num_rows += sampling.return_context_logits * len(prompt) + sampling.return_generation_logits * num_answered
     return num_rows * call.requests_per_row * info.vocab_size * _LOGIT_BYTES
+
+
+def _num_prompt_log_probs(call: GenerateCall) -> int:
+    rows = zip(call.prompts, call.sampling, strict=True)
+    wanted = [(prompt, sampling) for prompt, sampling in rows if sampling.return_prompt_log_probs]
+    return call.requests_per_row * sum(len(prompt) * (1 + s.num_prompt_top_log_probs) for prompt, s in wanted)
 
 
 def _total(call: GenerateCall, count: Callable[[SamplingParams], int]) -> int:

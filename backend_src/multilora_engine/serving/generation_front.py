@@ -119,7 +119,7 @@ class GenerationFront(Front):
         if call.is_streaming:
             return StreamReply(responder, rows, call.pad_id)
         transcripts = _transcripts(call, rows, responder, tokenizer)
-        if self._can_stream and call.num_sequences > 1 and not call.is_search:
+        if self._can_stream and len(transcripts) > 1:
             return EachReply(responder, transcripts, call.pad_id)
         return OneReply(responder, transcripts, call.pad_id, call.num_sequences)
 

@@ -185,7 +185,7 @@ class Transcript:
 
 
 class EachReply(Reply):
-    """A response for each sequence, once it has ended."""
+    """A response for each sequence of each row, or for all beams of a row, once it has ended."""
 
     def __init__(self, responder: Responder, transcripts: Mapping[str, Transcript], pad_id: int) -> None:
         """transcripts: by the engine's request ids."""
@@ -198,7 +198,8 @@ class EachReply(Reply):
         transcript.append(output)
         if transcript.is_complete:
             is_final = all(transcript.is_complete for transcript in self._transcripts.values())
-            self._responder.respond(transcript.answers(), self._pad_id, is_final)
+            answers = transcript.answers()
+            self._responder.respond(answers, self._pad_id, is_final, num_sequences=len(answers))
 
 
 class OneReply(Reply):

@@ -52,7 +52,7 @@ async def merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[t
     try:
         while next_items:
             done, _ = await asyncio.wait(next_items, return_when=asyncio.FIRST_COMPLETED)
-            for future in done:
+            for future in [future for future in next_items if future in done]:
                 index, item = next_items.pop(future), future.result()
                 if isinstance(item, _End):
                     for following in islice(waiting, 1):

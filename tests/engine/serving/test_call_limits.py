@@ -45,6 +45,11 @@ def rows(sampling: list[SamplingParams], prompt_tokens: int = 1, num_sequences: 
         (call(4, beam_width=4), call(5, num_sequences=2, beam_width=4), "20 sequences"),
         (call(2, 64, 2), call(2, 65, 2), "260 prompt tokens in all, and max_prompt_tokens_per_request is 256"),
         (
+            call(2, 50, 1, return_prompt_log_probs=True, num_prompt_top_log_probs=4),
+            call(2, 50, 1, return_prompt_log_probs=True, num_prompt_top_log_probs=5),
+            "600 prompt log-probs in all, and max_prompt_log_probs_per_request is 500",
+        ),
+        (
             call(2, stop_words=("a", "b"), stop_token_sequences=((1,),), bad_token_sequences=((2,), (3,), (4,))),
             call(1, num_sequences=5, stop_words=("a", "b"), bad_token_sequences=((2,),)),
             "15 stop words and bad words in all, and max_words_per_request is 12",

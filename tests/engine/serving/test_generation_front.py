@@ -144,16 +144,20 @@ def test_an_id_that_is_not_utf8_is_as_good_as_none(front: GenerationFront) -> No
     )
 
 
-def test_rows_of_one_request_are_answered_together(front: GenerationFront) -> None:
+def test_rows_of_one_request_are_answered_together_or_each_by_a_response_of_its_own(
+    front: GenerationFront, link: EngineLink
+) -> None:
     tensors = {
         "input_ids": [[5, 6], [7, 8]],
         "input_lengths": [[2], [1]],
         "max_tokens": [[1], [3]],
         "pad_id": [[0], [0]],
     }
-    (response,) = ask(front, tensors)
+    (response,) = ask(GenerationFront(link, can_stream=False), tensors)
     assert response.arrays["output_ids"].tolist() == [[[5, 6, 5, 0]], [[7, 7, 7, 7]]]
     assert response.arrays["batch_index"].tolist() == [[0], [1]]
+    answers = {r.arrays["batch_index"].item(): r.arrays["output_ids"].tolist() for r in ask(front, tensors)}
+    assert answers == {0: [[[5, 6, 5]]], 1: [[[7, 7, 7, 7]]]}
 
 
 def test_several_sequences_differ_in_their_seeds_and_the_first_is_what_one_alone_gets(
@@ -183,15 +187,12 @@ def test_several_sequences_are_responses_of_one_door_and_beams_of_the_other(
     assert response.arrays["sequence_index"].tolist() == [[0]] * 2
 
 
-@pytest.mark.parametrize("can_stream", [False, True])
 @pytest.mark.parametrize("excludes_input", [False, True])
-def test_the_beams_of_a_search_come_in_one_response_best_first(
-    link: EngineLink, can_stream: bool, excludes_input: bool
-) -> None:
+def test_the_beams_of_a_search_come_in_one_response_best_first(link: EngineLink, excludes_input: bool) -> None:
     tensors = {"input_ids": [[5], [7]], "max_tokens": [[2], [2]], "beam_width": [[4], [4]]}
     options = {"exclude_input_in_output": [[excludes_input]] * 2, "return_log_probs": [[True]] * 2, "pad_id": [[0]] * 2}
     count = {"num_return_sequences": [[3], [3]]}
-    (response,) = ask(GenerationFront(link, can_stream), {**tensors, **options, **count})
+    (response,) = ask(GenerationFront(link, can_stream=False), {**tensors, **options, **count})
     prompt = [] if excludes_input else [5]
     # The fake engine's beams: one token, two tokens, and no third.
     assert response.arrays["output_ids"][0].tolist() == [[*prompt, 5, 0], [*prompt, 6, 6], [*prompt, 0, 0]]
@@ -204,6 +205,12 @@ def test_the_beams_of_a_search_come_in_one_response_best_first(
     assert response.arrays["num_output_tokens_so_far"].tolist() == [[1, 2, 0]] * 2
     assert response.arrays["finish_reason"].tolist() == [[b"stop", b"length", b"stop"]] * 2
     assert response.arrays["text_output"][0, :2].tolist()[1].decode().endswith("<6><6>")
+    each = ask(GenerationFront(link, can_stream=True), {**tensors, **options, **count})
+    assert sorted(answer.arrays["batch_index"].tolist() for answer in each) == [[[0]], [[1]]]
+    for answer in each:
+        row = answer.arrays["batch_index"].item()
+        for name in ("output_ids", "sequence_length", "cum_log_probs", "num_output_tokens"):
+            assert answer.arrays[name].tolist() == response.arrays[name][row : row + 1].tolist()
 
 
 def test_an_adapter_comes_with_the_first_request_and_serves_the_next_by_its_id(front: GenerationFront) -> None:

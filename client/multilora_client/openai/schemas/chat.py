@@ -95,6 +95,14 @@ class ChatRequest(Sampling):
         return self
 
     @model_validator(mode="after")
+    def _check_truncation(self) -> Self:
+        if self.truncate_prompt_tokens == -1 and not (self.max_tokens or self.max_completion_tokens):
+            raise invalid(
+                "truncate_prompt_tokens -1 leaves room for max_tokens, and needs it", "truncate_prompt_tokens"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_logprobs(self) -> Self:
         if self.top_logprobs is not None and not self.logprobs:
             raise invalid("top_logprobs goes with logprobs only", "top_logprobs")

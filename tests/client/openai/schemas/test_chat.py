@@ -63,7 +63,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
         ({"include_stop_str_in_output": True}, "include_stop_str_in_output", True),
         ({"bad_words": ["sea"]}, "bad_words", "sea"),
         ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens", 5),
-        ({"truncate_prompt_tokens": -1}, "truncate_prompt_tokens", -1),
+        ({"truncate_prompt_tokens": -1, "max_tokens": 9}, "truncate_prompt_tokens", -1),
         ({"prompt_logprobs": 0}, "return_prompt_log_probs", True),
         ({"prompt_logprobs": 2}, "num_prompt_top_log_probs", 2),
         ({"priority": -3}, "priority", -3),
@@ -106,6 +106,7 @@ def test_a_parameter_reaches_the_server(
         ({"echo": True}, "echo", "unsupported_value"),
         ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "unsupported_value"),
         ({"prompt_logprobs": -1}, "prompt_logprobs", "invalid_value"),
+        ({"truncate_prompt_tokens": -1}, "truncate_prompt_tokens", "invalid_value"),
         (
             {"continue_final_message": True, "add_generation_prompt": True},
             "continue_final_message",
