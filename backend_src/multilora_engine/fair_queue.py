@@ -210,6 +210,12 @@ class FairQueue:
         self._adapter(sequence).num_tokens += num_tokens
         sequence.num_charged_tokens = max(end, sequence.num_charged_tokens)
 
+    def would_follow(self, running: Sequence, waiting: Sequence) -> bool:
+        """Whether a sequence that runs, put back, would start after the `first` one, of another client."""
+        if running.request.priority != waiting.request.priority:
+            return running.request.priority > waiting.request.priority
+        return self._client(running).num_tokens > self._client(waiting).num_tokens
+
     def discard(self, sequence: Sequence) -> None:
         """A sequence has ended, waiting or running."""
         priority, name, task_id = _place(sequence)

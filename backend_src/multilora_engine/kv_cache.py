@@ -72,6 +72,10 @@ class BlockAllocator:
         known = [block for sequence in sequences for block in self._known_prefix(sequence)]
         return num_blocks - sum(self._num_users[block] > 0 for block in known) <= self.num_free
 
+    def part_of(self, *sequences: Sequence) -> float:
+        """The part of all blocks that the tokens of sequences take."""
+        return sum(self._num_blocks(sequence.num_tokens) for sequence in sequences) / max(1, self.num_blocks)
+
     def start(self, sequence: Sequence) -> int:
         """Give a sequence that `can_start` blocks for all its tokens.
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Set
 import msgspec
 
 from multilora_engine.fair_queue import FairQueue
+from multilora_engine.fair_shares import choose_victim
 from multilora_engine.kv_cache import BlockAllocator, BlockCopy
 from multilora_engine.lora.host_tier import CachedAdapter
 from multilora_engine.lora.manager import LoRAManager
@@ -113,6 +114,10 @@ class Scheduler:
     never the victims of those after them, the first always comes to its end. What the cache still holds of a sequence
     that starts, computed for itself or for another one, is not computed again. Writes `num_computed_tokens`, `status`
     and the list of running sequences.
+
+    While clients wait that have less than their shares of the places and blocks, those that have more give some back,
+    the last that started first: nobody holds the server for as long as its answers are. Who has no more than its share
+    is never the victim of that.
 
     The beams of a search are admitted, preempted and finished together, and compute their last tokens in the same step.
     """
@@ -249,13 +254,11 @@ class Scheduler:
             self._loras.release(sequence.adapter)
 
     def _admit_waiting(self, step: _Step) -> None:
+        self._make_way(step)
         skipped = _Skipped()
         while step.budget > 0 and len(skipped) < self._max_num_seqs:
             sequence = self._queue.first()
-            if sequence is None or sequence.width > self._num_free_places:
-                break
-            # Whole prompts are admitted, so that two half-computed ones never wait for each other's blocks.
-            if not self._blocks.can_start(*sequence.beams):
+            if sequence is None or not self._has_room(sequence):
                 break
             if self._acquire_adapter(sequence, skipped):
                 self._start(sequence)
@@ -266,6 +269,36 @@ class Scheduler:
                 skipped.add(sequence)
         self._look_ahead(skipped.adapters)
         self._queue.restore()
+
+    def _has_room(self, sequence: Sequence) -> bool:
+        """Whole prompts are admitted, so that two half-computed ones never wait for each other's blocks."""
+        return sequence.width <= self._num_free_places and self._blocks.can_start(*sequence.beams)
+
+    def _make_way(self, step: _Step) -> None:
+        """Preempt sequences of clients that hold more than their shares, if the one that starts next lacks room."""
+        newcomer = self._queue.first()
+        if newcomer is None or self._has_room(newcomer) or not self._is_adapter_ready(newcomer):
+            return
+        needed = self._part_held(newcomer)
+        while not self._has_room(newcomer):
+            victim = choose_victim(newcomer, needed, self._running, self._part_held)
+            if victim is None or not self._queue.would_follow(victim, newcomer):
+                return
+            self._preempt(victim)
+            step.remove(victim)
+
+    def _part_held(self, sequence: Sequence) -> float:
+        """The part of the server that a sequence has, or needs: of the places, or of the blocks if that is more."""
+        return max(sequence.width / self._max_num_seqs, self._blocks.part_of(*sequence.beams))
+
+    def _is_adapter_ready(self, sequence: Sequence) -> bool:
+        """Whether a waiting sequence could run at once, as far as its adapter is concerned."""
+        if sequence.adapter is None:
+            return True
+        if not self._loras.acquire(sequence.adapter):
+            return False
+        self._loras.release(sequence.adapter)
+        return True
 
     def _look_ahead(self, wanted: Set[CachedAdapter]) -> None:
         """Have the adapters of those who start next brought to the device, where that costs none of the `wanted`."""

@@ -23,10 +23,11 @@ PIRATE = {
     "is_pinned": True,
     "last_used_s": 12.5,
     "num_hits": 3,
+    "tenant": "",
 }
 EVENTS = [
-    {"kind": "uploaded", "lora_task_id": 7, "digest": "ab" * 32, "time_ns": 10**18, "instance": "h:1"},
-    {"kind": "evicted", "lora_task_id": 8, "digest": "cd" * 32, "time_ns": 10**18, "instance": "h:2"},
+    {"kind": "uploaded", "lora_task_id": 7, "digest": "ab" * 32, "time_ns": 10**18, "instance": "h:1", "tenant": ""},
+    {"kind": "evicted", "lora_task_id": 8, "digest": "cd" * 32, "time_ns": 10**18, "instance": "h:2", "tenant": ""},
 ]
 TIER = {"bytes_used": 10, "bytes_total": 20, "copy_seconds": 0.1234}
 STATS = {

@@ -15,7 +15,7 @@ from multilora_engine.lora.format import pack_adapter
 from multilora_engine.lora.host_tier import HostTier
 from multilora_engine.lora.layout import PackedAdapter
 from multilora_engine.lora.manager import LoRAManager
-from multilora_engine.request import GenerationRequest, SamplingParams, Sequence
+from multilora_engine.request import GenerationRequest, SamplingParams, Sender, Sequence, SequenceStatus
 from multilora_engine.scheduler import ScheduledSequence, Scheduler
 from multilora_engine.text import TextStream
 
@@ -23,6 +23,7 @@ MAX_LORAS = 2
 BLOCK_SIZE = 4
 NUM_ADAPTERS = 5
 MAX_ARRIVALS = 25
+NOBODY, ACME, BOLT = Sender(), Sender(name="acme"), Sender(name="bolt")
 
 
 def _packed(seed: int) -> PackedAdapter:
@@ -61,11 +62,22 @@ class World:
         self.arrivals = 0
 
     def add(
-        self, prompt_len: int, max_tokens: int, task: int | None = None, priority: int = 0, text: int = 1
+        self,
+        prompt_len: int,
+        max_tokens: int,
+        task: int | None = None,
+        priority: int = 0,
+        text: int = 1,
+        sender: Sender = NOBODY,
     ) -> Sequence:
         """text: two prompts are equal, as far as both go, if their text is."""
         request = GenerationRequest(
-            f"r{self.arrivals}", [text] * prompt_len, SamplingParams(max_tokens), lora_task_id=task, priority=priority
+            f"r{self.arrivals}",
+            [text] * prompt_len,
+            SamplingParams(max_tokens),
+            lora_task_id=task,
+            priority=priority,
+            sender=sender,
         )
         adapter = None if task is None else self.loras.pin(task)
         sequence = Sequence(request, self.arrivals, adapter, cast(TextStream, None), Random(0), max_tokens)
@@ -145,6 +157,7 @@ ARRIVAL = st.tuples(
     st.none() | st.integers(0, NUM_ADAPTERS - 1),
     st.integers(0, 2),
     st.integers(1, 3),
+    st.sampled_from([NOBODY, ACME, BOLT, Sender(name="heavy", weight=3.0)]),
 )
 
 
@@ -158,7 +171,7 @@ ARRIVAL = st.tuples(
     seed=st.integers(0, 1 << 30),
 )
 def test_everything_that_arrives_finishes_whatever_happens(
-    arrivals: list[tuple[int, int, int | None, int, int]],
+    arrivals: list[tuple[int, int, int | None, int, int, Sender]],
     num_blocks: int,
     budget: int,
     enable_prefix_caching: bool,
@@ -295,4 +308,46 @@ def test_the_adapters_of_the_next_in_line_are_brought_to_the_device_while_all_pl
     world.step()
     assert world.scheduler.num_running == 1
     assert [world.loras.info(task).location for task in range(4)] == ["DEVICE"] * 3 + ["HOST"]
+    world.run_dry()
+
+
+def test_a_client_with_all_places_gives_back_what_is_beyond_its_share_and_no_more() -> None:
+    world = World(num_blocks=60, max_num_seqs=4, budget=32)
+    hoard = [world.add(2, 30, sender=ACME) for _ in range(8)]
+    for _ in range(4):
+        world.step()
+    late = [world.add(2, 30, sender=BOLT) for _ in range(4)]
+
+    def running() -> list[Sequence]:
+        return [s for s in [*hoard, *late] if s.status is SequenceStatus.RUNNING]
+
+    world.step()
+    assert running() == [*hoard[:3], late[0]]
+    for _ in range(4):
+        world.step()
+    for _ in range(10):
+        assert running() == [*hoard[:2], *late[:2]], "places change hands without need"
+        world.step()
+    world.run_dry()
+
+
+def test_a_client_alone_and_clients_without_names_keep_their_places() -> None:
+    for sender in (ACME, NOBODY):
+        world = World(num_blocks=60, max_num_seqs=2, budget=32)
+        first = [world.add(2, 30, sender=sender) for _ in range(2)]
+        world.step()
+        world.add(2, 30, sender=sender)
+        world.step()
+        assert all(s.status is SequenceStatus.RUNNING for s in first)
+
+
+def test_a_client_with_all_blocks_gives_back_what_is_beyond_its_share() -> None:
+    world = World(num_blocks=12, max_num_seqs=4, budget=64)
+    hoard = [world.add(22, 10, text=i, sender=ACME) for i in range(2)]
+    for _ in range(2):
+        world.step()
+    late = world.add(4, 4, text=9, sender=BOLT)
+    world.step()
+    assert late.status is SequenceStatus.RUNNING
+    assert [s.status for s in hoard] == [SequenceStatus.RUNNING, SequenceStatus.WAITING]
     world.run_dry()

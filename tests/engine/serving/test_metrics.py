@@ -83,6 +83,15 @@ def test_values_are_taken_from_the_report_with_their_labels() -> None:
     assert values["multilora_lora_requests_total", (("lora_task_id", "other"),)] == 9
 
 
+def test_tenants_are_counted_by_name_and_the_rest_together() -> None:
+    report = StatsReport(
+        no_adapters(), {}, Usage(), an_idle_engine(), clients={"acme": Usage(2, 3, 4)}, other_clients=Usage(5, 6, 7)
+    )
+    values = {(sample.metric.name, sample.labels): sample.value for sample in samples(report, "base")}
+    assert values["multilora_client_requests_total", (("client", "acme"),)] == 2
+    assert values["multilora_client_output_tokens_total", (("client", ""),)] == 7
+
+
 def test_prometheus_own_reader_finds_the_histograms_cumulative() -> None:
     requests = RequestStats()
     for seconds in (0.0005, 0.02, 0.02, 1000.0):
