@@ -51,6 +51,12 @@ _TEXT = "--tokenizer-dir {model} --text {prompt}"
 _ENDLESS = "--input-tokens-csv prompt.csv --end-id 50000 --request-output-len 4000 --stop-after-ms 1000"
 
 
+_FAILS_BEHIND_IT = {
+    "note": "behind the cancellation the program itself fails, on the answer that it has not got",
+    "status": 1,
+}
+
+
 def _token_rows(version: str) -> list[ClientProgram]:
     unary, stream = Served.UNARY, Served.DECOUPLED
     rows = [
@@ -75,7 +81,7 @@ def _token_rows(version: str) -> list[ClientProgram]:
             version,
             "log-probs and logits",
             f"{_TEXT} --return-log-probs --return-context-logits --return-generation-logits",
-            r"(?s)\[ ?-\d.*context_logits\.shape: \(1, 5, .*generation_logits\.shape: \(1, 1, 16, ",
+            r"(?s)\[ ?-\d.*context_logits\.shape: \(1, 5, .*generation_logits\.shape: \((?:1, )+16, ",
             unary,
         ),
         _tokens(
@@ -105,8 +111,7 @@ def _token_rows(version: str) -> list[ClientProgram]:
             f"{_ENDLESS} --stop-via-request-cancel --request-id cut",
             r"Request is cancelled",
             unary,
-            note="behind the cancellation the program itself fails, on the answer that it has not got",
-            status=1,
+            **({} if version == "v0.18.2" else _FAILS_BEHIND_IT),
         ),
     ]
     if version != "v0.8.0":
@@ -281,6 +286,18 @@ _TEST_OUTCOMES: Mapping[str, Mapping[str, Any]] = {
     "v0.18.2": {"shows": r"(?s)Functionality test succeed.*Total Latency", "served": _UNARY},
 }
 
+_OPENAI_FRONT_END = ClientProgram(
+    program="openai_frontend/main.py",
+    version="2.73.0dev",
+    mode="completions and chat, whole and streamed with usage; a required tool; adapters by --lora-separator",
+    folder="server",
+    argv=(),
+    shows="",
+    expected=Outcome.NOT_RUN,
+    note="by hand it works, with exclude_input_in_output=true; no registry has the Python bindings that it imports: "
+    "they were built from triton-inference-server/core, r24.10, with InferenceResponse added to what they export",
+)
+
 _CONVERTER = ClientProgram(
     program="hf_lora_convert.py",
     version="05316d33",
@@ -303,4 +320,5 @@ TRITON_PROGRAMS: tuple[ClientProgram, ...] = (
         for row in rows(version)
     ),
     _TEST_OF_LOGITS,
+    _OPENAI_FRONT_END,
 )
