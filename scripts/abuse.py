@@ -152,10 +152,16 @@ def main(
         doors = Doors(server.http_url, server.grpc_url)
         for name, each in chosen.items():
             rows.append(try_attack(name, each, server, doors))
-            console.print(f"{name}: {rows[-1].verdict}; attacker: {rows[-1].met}", markup=False, soft_wrap=True)
+            console.print(describe(rows[-1]), markup=False, soft_wrap=True)
             server.wait_ready()
     console.print(render(rows))
     raise typer.Exit(int(any(row.verdict != "fine" for row in rows)))
+
+
+def describe(row: Row) -> str:
+    """One line, for who watches."""
+    gaps = f"{row.quiet.p99_ms:.0f} -> {row.under.p99_ms:.0f} ms"
+    return f"{row.name}: {row.verdict}, longest gaps {gaps}; attacker: {row.met}"
 
 
 def try_attack(name: str, attack: Attack, server: ServerProcess, doors: Doors) -> Row:

@@ -11,7 +11,8 @@ row is run by the command `argv` (`env NAME=VALUE ...` for variables), in which 
     {scratch}  directory that all rows of a run share, empty at first: a row may read what one before it wrote; it has
                what client_inputs.py puts there; the command runs in it
 
-A row passes when the command ends with `status` (`WORKS`), or with any (`REFUSED`), and its output matches `shows`.
+A row passes when the command ends with `status` (`WORKS`), or with any (`REFUSED`, `FAILS`), and its output matches
+`shows`. `FAILS` is for programs that cannot work here; the note says why.
 `NOT_RUN` is a row that nobody runs; its note says why.
 """
 
@@ -35,6 +36,7 @@ class Served(StrEnum):
 class Outcome(StrEnum):
     WORKS = "works"
     REFUSED = "refused"
+    FAILS = "fails"
     NOT_RUN = "not run"
 
 
@@ -70,7 +72,9 @@ class ClientProgram:
     def passes(self, status: int, output: str) -> bool:
         """Whether a run that ended so went as expected."""
         assert self.expected is not Outcome.NOT_RUN
-        return (status == self.status or self.expected is Outcome.REFUSED) and re.search(self.shows, output) is not None
+        return (status == self.status or self.expected is not Outcome.WORKS) and re.search(
+            self.shows, output
+        ) is not None
 
 
 def markdown(programs: Sequence[ClientProgram]) -> str:

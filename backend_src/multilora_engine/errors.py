@@ -233,7 +233,7 @@ class GuidesFull(Unavailable):
     def __init__(self, num_bytes: int, bytes_in_flight: int, max_bytes: int) -> None:
         super().__init__(
             f"the guide has {num_bytes} bytes, other guides in flight {bytes_in_flight}, and max_guide_bytes_in_flight "
-            f"is {max_bytes}"
+            f"is {max_bytes}, half of it for small ones"
         )
 
 

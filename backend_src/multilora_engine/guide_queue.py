@@ -20,6 +20,9 @@ from multilora_engine.request import Guide, Sequence
 _NICENESS = 10
 """Of the thread that compiles: where it and the steps want the same core, the steps go first."""
 
+_SMALL_SHARE = 256
+"""A guide of up to one 256th of what all may take is small."""
+
 _logger = logging.getLogger(__name__)
 
 
@@ -124,7 +127,10 @@ class GuideQueue:
 
 
 class GuidesInUse:
-    """The guides of the sequences in the engine. A grammar takes up to some hundred times the memory of its guide."""
+    """The guides of the sequences in the engine. A grammar takes up to some hundred times the memory of its guide.
+
+    Half of the room is for small guides only, so that whoever fills the rest with large ones does not shut them out.
+    """
 
     def __init__(self, max_bytes: int) -> None:
         """max_bytes: of all different guides together."""
@@ -136,7 +142,9 @@ class GuidesInUse:
         """Raises InvalidRequest for a guide that is too long, GuidesFull when the others leave it no room."""
         if guide.num_bytes > MAX_GUIDE_BYTES:
             raise InvalidRequest(f"the guide has {guide.num_bytes} bytes, at most {MAX_GUIDE_BYTES} are accepted")
-        if guide not in self._num_users and self._num_bytes + guide.num_bytes > self._max_bytes:
+        is_small = guide.num_bytes <= self._max_bytes // _SMALL_SHARE
+        most = self._max_bytes if is_small else self._max_bytes // 2
+        if guide not in self._num_users and self._num_bytes + guide.num_bytes > most:
             raise GuidesFull(guide.num_bytes, self._num_bytes, self._max_bytes)
 
     def add(self, guide: Guide) -> None:

@@ -88,6 +88,10 @@ def test_preprocessing_tokenizes(url: str, vocabulary: tokenizers.Tokenizer) -> 
     values = [result.as_numpy(f"REQUEST_{name}").tolist() for name in ("INPUT_LEN", "OUTPUT_LEN")]
     assert values == [[[len(IDS)]], [[7]]]
     assert result.as_numpy("OUT_END_ID").tolist() == [[vocabulary.token_to_id("<|im_end|>")]]
+    decoder = [result.as_numpy(name) for name in ("DECODER_INPUT_ID", "REQUEST_DECODER_INPUT_LEN")]
+    assert [array.tolist() for array in decoder] == [result.as_numpy("OUT_PAD_ID").tolist(), [[1]]]
+    request = {"decoder_input_ids": decoder[0], "decoder_input_lengths": decoder[1]}
+    assert tokens(url, **request) == tokens(url), "what preprocessing gives is no decoder's input"
     given = preprocess(url, END_ID=integer(-1), PAD_ID=integer(5))
     assert (given.as_numpy("OUT_END_ID").tolist(), given.as_numpy("OUT_PAD_ID").tolist()) == ([[-1]], [[5]])
 
@@ -126,7 +130,7 @@ def assert_refused(url: str, model: str, request: Tensors) -> None:
 def filled(dtype: str, dims: tuple[int, ...]) -> np.ndarray:
     kinds = {"BOOL": bool, "STRING": object, "FP16": np.float16, "FP32": np.float32}
     shape = (1, *(2 if dim == -1 else dim for dim in dims))
-    return np.full(shape, b"x" if dtype == "STRING" else 1, kinds.get(dtype) or np.dtype(dtype.lower()))
+    return np.full(shape, b"x" if dtype == "STRING" else 2, kinds.get(dtype) or np.dtype(dtype.lower()))
 
 
 # tensorrt_llm

@@ -117,15 +117,23 @@ def test_a_guide_that_is_not_compiled_in_time_is_an_error(compiler: GatedCompile
 
 
 def test_a_guide_counts_once_from_its_first_sequence_to_its_last() -> None:
-    in_use = GuidesInUse(max_bytes=10)
+    in_use = GuidesInUse(max_bytes=20)
     for one in (guide(4), guide(6), guide(6)):
         in_use.check(one)
         in_use.add(one)
     in_use.check(guide(4))
-    with pytest.raises(GuidesFull, match=r"the guide has 1 bytes, other guides in flight 10, and .* is 10"):
+    with pytest.raises(GuidesFull, match=r"the guide has 1 bytes, other guides in flight 10, and .* is 20, half"):
         in_use.check(guide(1))
     in_use.remove(guide(6))
     with pytest.raises(GuidesFull):
         in_use.check(guide(1))
     in_use.remove(guide(6))
     in_use.check(guide(1))
+
+
+def test_large_guides_leave_room_for_small_ones() -> None:
+    in_use = GuidesInUse(max_bytes=1024)
+    in_use.add(guide(512))
+    with pytest.raises(GuidesFull):
+        in_use.check(guide(5))
+    in_use.check(guide(4))

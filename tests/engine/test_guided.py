@@ -265,10 +265,10 @@ def test_a_request_whose_tokens_keep_the_thread_too_long_ends_and_no_other(
 
 
 def test_guides_in_flight_are_bounded_together(checkpoint: Path, default_model_dir: Path) -> None:
-    engine = make_engine(checkpoint, default_model_dir, max_guide_bytes_in_flight=len(DIGITS.text + NUMBER.text))
+    engine = make_engine(checkpoint, default_model_dir, max_guide_bytes_in_flight=2 * len(DIGITS.text + NUMBER.text))
     for name, guide in (("a", DIGITS), ("b", NUMBER), ("c", NUMBER)):
         engine.add_request(request(name, guide))
-    with pytest.raises(GuidesFull, match=r"the guide has 4 bytes, other guides in flight 14, and .* is 14"):
+    with pytest.raises(GuidesFull, match=r"the guide has 4 bytes, other guides in flight 14, and .* is 28, half"):
         engine.add_request(request("d", Guide("regex", "[ab]")))
     assert engine.abort("a") is not None
     engine.add_request(request("d", Guide("regex", "[ab]")))

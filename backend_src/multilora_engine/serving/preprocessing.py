@@ -32,8 +32,9 @@ def preprocess(inputs: InputTensors, info: EngineInfo, tokenizer: Tokenizer) -> 
 
     REQUEST_OUTPUT_LEN passes through; OUT_END_ID and OUT_PAD_ID
     default to the tokenizer's. BAD_WORDS_IDS and STOP_WORDS_IDS are [rows, 2, n] and EMBEDDING_BIAS is [rows, n], all
-    with n 0 where there are no words. What belongs to encoders and prompt tables is empty. Raises InvalidRequest, and
-    Unsupported for inputs that this server has no use for.
+    with n 0 where there are no words. DECODER_INPUT_ID is one pad token a row, as upstream's for models without an
+    encoder: an empty tensor that goes through an HTTP client comes back as FP64. Raises InvalidRequest, and Unsupported
+    for inputs that this server has no use for.
     """
     refuse_unsupported(inputs)
     prompts = _read_prompts(inputs, info, tokenizer)
@@ -44,6 +45,7 @@ def preprocess(inputs: InputTensors, info: EngineInfo, tokenizer: Tokenizer) -> 
     for row, prompt in zip(input_ids, prompts, strict=True):
         row[: len(prompt)] = prompt
     rows = range(len(prompts))
+    pad_ids = _column([_default(inputs.scalar("PAD_ID", row), pad_id) for row in rows])
     arrays: dict[str, NDArray[Any]] = {
         "INPUT_ID": input_ids,
         "REQUEST_INPUT_LEN": _column(lengths),
@@ -51,9 +53,9 @@ def preprocess(inputs: InputTensors, info: EngineInfo, tokenizer: Tokenizer) -> 
         "STOP_WORDS_IDS": _tokenize_words(inputs, "STOP_WORDS_DICT", len(prompts), info, tokenizer),
         "EMBEDDING_BIAS": _embedding_bias(inputs, len(prompts), info, tokenizer),
         "OUT_END_ID": _column([_default(inputs.scalar("END_ID", row), end_id) for row in rows]),
-        "OUT_PAD_ID": _column([_default(inputs.scalar("PAD_ID", row), pad_id) for row in rows]),
-        "DECODER_INPUT_ID": np.empty((len(prompts), 0), np.int32),
-        "REQUEST_DECODER_INPUT_LEN": _column([0] * len(prompts)),
+        "OUT_PAD_ID": pad_ids,
+        "DECODER_INPUT_ID": pad_ids,
+        "REQUEST_DECODER_INPUT_LEN": _column([1] * len(prompts)),
         "OUT_PROMPT_TABLE_EXTRA_IDS": np.empty((len(prompts), 0), np.uint64),
     }
     if "REQUEST_OUTPUT_LEN" in inputs:

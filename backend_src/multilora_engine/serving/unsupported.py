@@ -63,13 +63,18 @@ UNSUPPORTED_TENSORS: Mapping[str, str] = {
 """Values of their own, by what they are for. A tensor without elements asks for nothing."""
 
 
+_PLACEHOLDERS = frozenset({"decoder_input_ids", "decoder_input_lengths"})
+"""One token a row, and its length, ask for nothing: upstream's preprocessing gives them to every model."""
+
+
 def refuse_unsupported(inputs: InputTensors) -> None:
     """Raises Unsupported, naming the tensor, when a request asks for something that this server does not do."""
     for name in inputs.present(*UNSUPPORTED_OPTIONS):
-        if any(inputs.array(name).flat):
+        if any(value > 1 if name in _PLACEHOLDERS else value for value in inputs.array(name).flat):
             raise _refusal(name, UNSUPPORTED_OPTIONS[name])
     for name in inputs.present(*UNSUPPORTED_TENSORS):
-        if inputs.array(name).size:
+        values = inputs.array(name)
+        if values.size > (len(values) if name in _PLACEHOLDERS else 0):
             raise _refusal(name, UNSUPPORTED_TENSORS[name])
 
 

@@ -91,7 +91,7 @@ def test_without_words_their_outputs_are_empty_and_so_is_what_only_encoders_have
     arrays = run(tokenizer, {"QUERY": [["Hi"]]})
     assert arrays["BAD_WORDS_IDS"] == arrays["STOP_WORDS_IDS"] == [[[], []]]
     assert arrays["EMBEDDING_BIAS"] == [[]]
-    assert (arrays["DECODER_INPUT_ID"], arrays["REQUEST_DECODER_INPUT_LEN"]) == ([[]], [[0]])
+    assert (arrays["DECODER_INPUT_ID"], arrays["REQUEST_DECODER_INPUT_LEN"]) == (arrays["OUT_PAD_ID"], [[1]])
 
 
 @pytest.mark.parametrize(

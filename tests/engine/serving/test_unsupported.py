@@ -31,7 +31,7 @@ def inputs(name: str, array: np.ndarray) -> InputTensors:
 @pytest.mark.parametrize("name", [*UNSUPPORTED_OPTIONS, *UNSUPPORTED_TENSORS])
 def test_it_is_refused_by_its_name(name: str) -> None:
     with pytest.raises(Unsupported, match=f"^{name}: this server has no "):
-        refuse_unsupported(inputs(name, values(name, 1)))
+        refuse_unsupported(inputs(name, values(name, 2, size=2)))
 
 
 @pytest.mark.parametrize("name", UNSUPPORTED_OPTIONS)
@@ -43,4 +43,13 @@ def test_an_option_that_is_zero_false_or_empty_asks_for_nothing(name: str) -> No
 def test_a_tensor_without_elements_asks_for_nothing_but_zeros_are_values(name: str) -> None:
     refuse_unsupported(inputs(name, values(name, 1, size=0)))
     with pytest.raises(Unsupported):
-        refuse_unsupported(inputs(name, values(name, 0)))
+        refuse_unsupported(inputs(name, values(name, 0, size=2)))
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_one_decoder_token_a_row_asks_for_nothing_since_upstreams_preprocessing_gives_it(num_rows: int) -> None:
+    tensors = {
+        "decoder_input_ids": np.full((num_rows, 1), 2, np.int32),
+        "decoder_input_lengths": np.ones((num_rows, 1), np.int32),
+    }
+    refuse_unsupported(InputTensors(FakeRequest(tensors)))
