@@ -499,7 +499,7 @@ def test_an_adapter_of_the_servers_sources_becomes_a_model(user: openai.OpenAI, 
 def test_the_server_behind_is_seen_from_the_front(user: openai.OpenAI) -> None:
     root = str(user.base_url).removesuffix("/v1/")
     assert httpx2.get(f"{root}/health").status_code == 200
-    assert httpx2.head(f"{root}/v1/models", headers={"Authorization": "Bearer all"}).status_code == 200
+    assert httpx2.head(f"{root}/v1/models", headers={"Authorization": f"Bearer {ALL}"}).status_code == 200
     assert {model.model_dump()["max_model_len"] for model in user.models.list()} == {8192}
-    metrics = httpx2.get(f"{root}/metrics", headers={"Authorization": "Bearer all"}).text
+    metrics = httpx2.get(f"{root}/metrics", headers={"Authorization": f"Bearer {ALL}"}).text
     assert 'multilora_openai_requests_total{route="/health",status="200"}' in metrics
