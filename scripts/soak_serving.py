@@ -55,7 +55,7 @@ _WIDTH = 110
 _JUDGED = f"Memory is judged in what lasts longer than {SHORTEST_JUDGED_S / 60:g}."
 _BAD_REQUESTS: Sequence[Mapping[str, object]] = (
     {"input_ids": [10**6], "max_tokens": 1},
-    {"input_ids": [1], "max_tokens": 0},
+    {"input_ids": [1], "max_tokens": -1},
     {"input_ids": [1], "max_tokens": 1, "adapter": 10**6},
 )
 """An id outside the vocabulary, no tokens wanted, an adapter that nobody sent."""

@@ -19,8 +19,7 @@ BAD_REQUESTS = {
     "no prompt": (tensors(max_tokens=3), "exactly one of text_input, messages, input_ids; it has none"),
     "two prompts": (GOOD | tensors(input_ids=[1, 2]), "it has text_input and input_ids"),
     "text that is not UTF-8": (GOOD | {"text_input": NOT_UTF8}, "text_input is not valid UTF-8"),
-    "max_tokens 0": (GOOD | tensors(max_tokens=0), "max_tokens is 0, expected a number >= 1"),
-    "max_tokens negative": (GOOD | tensors(max_tokens=-7), "max_tokens is -7"),
+    "max_tokens below 0": (GOOD | tensors(max_tokens=-1), "max_tokens is -1, expected a number >= 0"),
     "max_tokens missing": (tensors(text_input="Hello"), "max_tokens is missing"),
     "max_tokens twice": (GOOD | tensors(request_output_len=9), "contradict each other"),
     "prompt too long": (tensors(input_ids=[5] * 8192, max_tokens=1), "the prompt has 8192 tokens and max_model_len"),
@@ -57,9 +56,9 @@ def test_what_this_server_does_not_do_is_unsupported_not_ignored(triton_grpc: Gr
 
 def test_stream_errors_start_with_their_code_and_end_with_the_request_id(server: ServerProcess) -> None:
     with pytest.raises(InferenceServerException) as caught:
-        stream_texts(server.grpc_url, "generation", GOOD | tensors(max_tokens=0), request_id="r8")
+        stream_texts(server.grpc_url, "generation", GOOD | tensors(max_tokens=-1), request_id="r8")
     message = str(caught.value.message())
-    assert message.startswith("[INVALID_ARG] max_tokens is 0")
+    assert message.startswith("[INVALID_ARG] max_tokens is -1")
     assert message.endswith("(request r8)")
 
 

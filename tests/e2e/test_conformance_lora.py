@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tritonclient.grpc as triton
 from safetensors.torch import load_file
 from support.conformance import NUM_TOKENS, PROMPT, row
 from support.stock_clients import Tensors, stream, text_request, token_request, unary
@@ -79,10 +80,11 @@ def expected(server: ServerProcess, base: str) -> str:
 
 def ask(url: str, adapter: Tensors) -> str:
     """The text of a whole answer with an adapter."""
-    return str(answer(url, adapter).as_numpy("text_output").item().decode())
+    [[text]] = answer(url, adapter).as_numpy("text_output").tolist()
+    return str(text.decode())
 
 
-def answer(url: str, adapter: Tensors) -> object:
+def answer(url: str, adapter: Tensors) -> triton.InferResult:
     return unary(url, "generation_unary", text_as_tokens(adapter))
 
 
@@ -92,7 +94,8 @@ def text_as_tokens(adapter: Tensors) -> Tensors:
 
 
 def digest_of(url: str, adapter: Tensors) -> bytes:
-    return bytes(answer(url, adapter).as_numpy("lora_digest").item())  # type: ignore[attr-defined]
+    [[digest]] = answer(url, adapter).as_numpy("lora_digest").tolist()
+    return bytes(digest)
 
 
 # The form of an adapter.
@@ -184,7 +187,7 @@ def refused(url: str, adapter: Tensors, status: str, message: str) -> None:
 @row("LoRA errors", "an id that is not cached: `LoRA task N not found in cache. Please send LoRA weights with request`")
 def test_an_unknown_id(server: ServerProcess, url: str) -> None:
     adapter = {"lora_task_id": np.array([[next(fresh_ids)]], np.uint64)}
-    text = f"LoRA task {adapter['lora_task_id'].item()} not found in cache. Please send LoRA weights with request"
+    text = f"LoRA task {adapter['lora_task_id'][0, 0]} not found in cache. Please send LoRA weights with request"
     refused(url, adapter, "NOT_FOUND", text)
     for model, request in (
         ("tensorrt_llm", token_request([5], 1, True)),
@@ -217,7 +220,7 @@ def full_cache(client: Client) -> Iterator[None]:
 def test_a_full_cache(url: str) -> None:
     ranks = [([module, layer, 32], np.zeros(32 * sum(SIZES[module]))) for layer in range(30) for module in SIZES]
     adapter = triplet(ranks)
-    task = adapter["lora_task_id"].item()
+    task = adapter["lora_task_id"][0, 0]
     message = rf"PEFT Cache is full\. Could not store taskId={task}: Cache is full\. There are no done tasks to evict"
     refused(url, adapter, "UNAVAILABLE", message)
 
@@ -318,7 +321,7 @@ def test_which_adapter_answered(url: str, one_row: Tensors) -> None:
         ("tensorrt_llm_bls", text_request(PROMPT, 1, True)),
         ("ensemble", text_request(PROMPT, 1, True)),
     ):
-        for tensors, expected_id, expected_digest in ((adapter, adapter["lora_task_id"].item(), digest), ({}, 0, b"")):
+        for tensors, lora_task_id, expected in ((adapter, adapter["lora_task_id"][0, 0], digest), ({}, 0, b"")):
             result = stream(url, model, request | tensors)[-1]
-            told = (result.as_numpy("lora_task_id_out").item(), result.as_numpy("lora_digest").item())
-            assert told == (expected_id, expected_digest)
+            assert result.as_numpy("lora_task_id_out").tolist() == [[lora_task_id]]
+            assert result.as_numpy("lora_digest").tolist() == [[expected]]
