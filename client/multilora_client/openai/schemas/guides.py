@@ -37,7 +37,7 @@ class ResponseFormat(Strict):
     def guide(self) -> GenerateOptions:
         if self.json_schema is not None:
             return json_schema_guide(self.json_schema.schema_)
-        return GenerateOptions(guide_type="json") if self.type == "json_object" else GenerateOptions()
+        return json_object_guide() if self.type == "json_object" else GenerateOptions()
 
 
 class StructuredOutputs(Strict):
@@ -57,7 +57,7 @@ class StructuredOutputs(Strict):
 
     def guide(self) -> GenerateOptions:
         if self.json_object:
-            return GenerateOptions(guide_type="json")
+            return json_object_guide()
         return guide_of(self.json_, self.regex, self.choice, self.grammar)
 
 
@@ -78,6 +78,11 @@ def json_schema_guide(schema: JsonGuide) -> GenerateOptions:
     """schema: as an object, or as its JSON."""
     text = schema if isinstance(schema, str) else json.dumps(schema)
     return GenerateOptions(guide_type="json_schema", guide=text)
+
+
+def json_object_guide() -> GenerateOptions:
+    """OpenAI promises an object, where the server's own guide `json` takes any value."""
+    return json_schema_guide({"type": "object"})
 
 
 def single_guide(guides: dict[str, GenerateOptions]) -> GenerateOptions:

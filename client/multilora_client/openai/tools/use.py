@@ -13,8 +13,6 @@ from multilora_client.openai.tools.formats import GUIDED_CALLS, ToolFormat
 from multilora_client.openai.tools.guide import Schema, arguments_schema, calls_or_answer_schema, calls_schema
 from multilora_client.openai.tools.parser import ToolParser
 
-_ANY_JSON: Schema = {"type": ["object", "array"]}
-
 
 @dataclass(frozen=True)
 class ToolUse:
@@ -60,14 +58,10 @@ class ToolUse:
 
 def _schema_of(answer: GenerateOptions) -> Schema | None:
     """The JSON schema of a guide, None for no guide and for one of another kind."""
-    match answer.get("guide_type"):
-        case "json":
-            return _ANY_JSON
-        case "json_schema":
-            schema: Schema = json.loads(answer.get("guide") or "")
-            return schema
-        case _:
-            return None
+    if answer.get("guide_type") != "json_schema":
+        return None
+    schema: Schema = json.loads(answer.get("guide") or "")
+    return schema
 
 
 def _schema_guide(schema: Schema) -> GenerateOptions:

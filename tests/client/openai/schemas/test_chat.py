@@ -36,7 +36,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
         ({"stop": ["END", "x"]}, "stop_words", "END"),
         ({"stop": []}, "stop_words", None),
         ({"response_format": {"type": "text"}}, "guided_decoding_guide_type", None),
-        ({"response_format": {"type": "json_object"}}, "guided_decoding_guide_type", "json"),
+        ({"response_format": {"type": "json_object"}}, "guided_decoding_guide", '{"type": "object"}'),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}}},
             "guided_decoding_guide",

@@ -22,7 +22,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
         ({"guided_choice": ["yes", "no"]}, "ebnf_grammar", 'start: "yes" | "no"'),
         ({"guided_grammar": 'start: "a"', "guided_decoding_backend": "outlines"}, "ebnf_grammar", 'start: "a"'),
         ({"structured_outputs": {"json": SCHEMA}}, "json_schema", json.dumps(SCHEMA)),
-        ({"structured_outputs": {"json_object": True}}, "json", None),
+        ({"structured_outputs": {"json_object": True}}, "json_schema", '{"type": "object"}'),
         ({"structured_outputs": {"regex": "a+"}}, "regex", "a+"),
         ({"structured_outputs": {"choice": ["yes"]}}, "ebnf_grammar", 'start: "yes"'),
         ({"structured_outputs": {"grammar": "start: /a/"}}, "ebnf_grammar", "start: /a/"),
