@@ -12,7 +12,7 @@ from multilora_client.openai.schemas.base import ModelName, Strict, only, refuse
 from multilora_client.openai.schemas.chat import ChatMessage, ChatRequest
 from multilora_client.openai.schemas.guides import JsonSchema, ResponseFormat
 from multilora_client.openai.schemas.response_items import InputItem, messages_of
-from multilora_client.openai.schemas.sampling import MAX_TOP_LOGPROBS, UNLIMITED
+from multilora_client.openai.schemas.sampling import MAX_TOP_LOGPROBS, UNLIMITED, TokenChoice
 from multilora_client.openai.schemas.tools import Function, FunctionChoice, FunctionName, NamedChoice, Tool, ToolMode
 
 _NO_STORE = "this server keeps no responses; send the whole conversation as input"
@@ -67,15 +67,13 @@ class ResponsesStreamOptions(Strict):
     include_obfuscation: bool = False  # of OpenAI's network packets; the answer is the same
 
 
-class ResponsesRequest(Strict):
+class ResponsesRequest(TokenChoice):
     model: ModelName
     input: str | Annotated[list[InputItem], Field(min_length=1)]
     instructions: str | None = None
     stream: bool = False
     stream_options: ResponsesStreamOptions | None = None
     max_output_tokens: int | None = Field(None, ge=1, le=UNLIMITED)
-    temperature: float = Field(1.0, ge=0, le=2)
-    top_p: float = Field(1.0, ge=0, le=1)
     text: TextOptions = TextOptions()
     tools: list[FunctionTool] = Field(default_factory=list)
     tool_choice: ToolMode | FunctionToolChoice = "auto"
@@ -116,12 +114,11 @@ class ResponsesRequest(Strict):
     def chat(self) -> ChatRequest:
         """What it asks, as a chat."""
         return ChatRequest.model_validate(
-            {
+            self.token_choice()
+            | {
                 "model": self.model,
                 "messages": self._messages(),
                 "max_completion_tokens": self.max_output_tokens,
-                "temperature": self.temperature,
-                "top_p": self.top_p,
                 "response_format": self.text.format.for_chat(),
                 "tools": [tool.for_chat() for tool in self.tools],
                 "tool_choice": self._tool_choice(),

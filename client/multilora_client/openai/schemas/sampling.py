@@ -1,8 +1,8 @@
-"""What chats and completions share: how the tokens of an answer are chosen, and what is told about them."""
+"""What requests share: how the tokens of an answer are chosen, and what is told about them."""
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
@@ -34,22 +34,16 @@ class StreamOptions(Strict):
     include_obfuscation: bool = False  # of OpenAI's network packets; the answer is the same
 
 
-class Sampling(Strict):
-    """OpenAI's parameters first, then those that vLLM has beside them."""
+class TokenChoice(Strict):
+    """How the tokens of an answer are chosen and what ends it. OpenAI's parameters first, then those that vLLM has."""
 
-    model: ModelName
-    stream: bool = False
-    stream_options: StreamOptions | None = None
-    max_tokens: int | None = Field(None, ge=0, le=UNLIMITED)
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, ge=0, le=1)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: StopWord | StopWords = Field(default_factory=list)
-    n: int = Field(1, ge=1, le=_MAX_CHOICES)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     logit_bias: Annotated[dict[TokenKey, Bias], Field(max_length=_MAX_BIASED_TOKENS)] = Field(default_factory=dict)
-    user: str | None = None
 
     top_k: int | None = Field(None, ge=-1, le=UNLIMITED)
     min_p: float | None = Field(None, ge=0, le=1)
@@ -59,10 +53,26 @@ class Sampling(Strict):
     stop_token_ids: list[int] = Field(default_factory=list)
     include_stop_str_in_output: bool = False
     bad_words: StopWords = Field(default_factory=list)
+    priority: Priority | None = None
+
+    def token_choice(self) -> dict[str, Any]:
+        """Those fields of it that the request has."""
+        return self.model_dump(include=set(TokenChoice.model_fields), exclude_unset=True)
+
+
+class Sampling(TokenChoice):
+    """What chats and completions have beside that; again OpenAI's parameters first."""
+
+    model: ModelName
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = Field(None, ge=0, le=UNLIMITED)
+    n: int = Field(1, ge=1, le=_MAX_CHOICES)
+    user: str | None = None
+
     truncate_prompt_tokens: int | None = Field(None, ge=-1, le=UNLIMITED)
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     return_tokens_as_token_ids: bool = False
-    priority: Priority | None = None
     request_id: str | None = Field(None, min_length=1, max_length=200)
     skip_special_tokens: Annotated[bool, only(True)] = True
     spaces_between_special_tokens: bool = True  # between what is left out

@@ -185,6 +185,26 @@ def test_an_answer_follows_a_schema(user: openai.OpenAI, server: Any) -> None:
     assert json.loads(server.value("guided_decoding_guide")) == {"type": "object"}
 
 
+@pytest.mark.parametrize(
+    ("given", "name", "value"),
+    [
+        ({"temperature": 0.5}, "temperature", 0.5),
+        ({"top_p": 0}, "temperature", 0.0),
+        ({"seed": 5}, "seed", 5),
+        ({"stop": ["END"]}, "stop_words", "END"),
+        ({"logit_bias": {"5": -100}}, "embedding_bias_ids", 5),
+        ({"top_k": 7}, "runtime_top_k", 7),
+        ({"ignore_eos": True}, "end_id", -1),
+    ],
+)
+def test_its_tokens_are_chosen_as_those_of_chats(
+    front: TestClient, server: Any, given: dict[str, Any], name: str, value: object
+) -> None:
+    answer = front.post(PATH, json={"model": "base", "input": "hi"} | given)
+    assert answer.status_code == 200, answer.text
+    assert server.value(name) == value
+
+
 def test_an_answer_without_room_is_incomplete(front: TestClient, server: Any) -> None:
     server.finish_reason = "length"
     *_, done, last = streamed(front, max_output_tokens=4)
@@ -238,7 +258,7 @@ def test_an_error_before_the_first_piece_has_its_own_status(front: TestClient, s
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input", "invalid_value"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "invalid_value"),
         ({"text": {"format": {"type": "json_schema", "name": "s"}}}, "text", "invalid_value"),
-        ({"seed": 1}, "seed", "unknown_parameter"),
+        ({"made_up": 1}, "made_up", "unknown_parameter"),
     ],
 )
 def test_what_it_cannot_do_is_refused_by_name(
