@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
@@ -16,16 +15,15 @@ import openai
 import pytest
 import tritonclient.grpc
 import tritonclient.http
-import uvicorn
 from support.api_keys import write_keys
 from support.conformance import IDS
+from support.openai_front import openai_front
 from support.stock_clients import flag, inputs_of, stop_request, text_request, token_request
 from tritonclient.utils import InferenceServerException
 
-from multilora_client import Adapter, AdapterNotFound, AsyncClient, Client, load_adapter
+from multilora_client import Adapter, AdapterNotFound, Client, load_adapter
 from multilora_client.errors import MultiloraClientError, PermissionDenied, RateExceeded, Unauthenticated
 from multilora_client.keys import KeyRing
-from multilora_client.openai.app import make_app
 from multilora_client.openai.catalogue import Catalogue
 from multilora_engine.tritonserver import ServerOptions, ServerProcess
 from multilora_engine.tritonserver.upstream_models import UpstreamModels
@@ -214,14 +212,8 @@ def test_a_key_taken_out_of_the_file_is_closed_at_once(keyed: ServerProcess, key
 def front_url(keyed: ServerProcess, keys_file: Path) -> Iterator[str]:
     """The OpenAI front, which has the same file and no adapters of its own."""
     catalogue = Catalogue("base", {}, KeyRing(keys_file), is_forwarding=True)
-    app = make_app(catalogue, lambda: AsyncClient(f"grpc://{keyed.grpc_url}"))
-    front = uvicorn.Server(uvicorn.Config(app, log_config=None))
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=front.run, kwargs={"sockets": [listener]})
-        thread.start()
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
-        front.should_exit = True
-        thread.join()
+    with openai_front(catalogue, keyed.grpc_url) as url:
+        yield url
 
 
 def test_the_openai_front_serves_each_caller_what_its_key_may_use(front_url: str, keyed: ServerProcess) -> None:

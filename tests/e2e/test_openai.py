@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import socket
-import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -17,15 +15,14 @@ import openai
 import pytest
 import tokenizers
 import torch
-import uvicorn
 from openai.types.responses import ResponseCompletedEvent, ResponseIncompleteEvent
 from peft import PeftModel
 from support.api_keys import write_keys
+from support.openai_front import openai_front
 from transformers import AutoModelForCausalLM
 
-from multilora_client import ENSEMBLE, Adapter, AsyncClient, Client, load_adapter
+from multilora_client import ENSEMBLE, Adapter, Client, load_adapter
 from multilora_client.keys import KeyRing
-from multilora_client.openai.app import make_app
 from multilora_client.openai.catalogue import Catalogue
 from multilora_engine.tritonserver import ServerProcess
 
@@ -45,14 +42,8 @@ KEYS = ({"key": ALL, "adapters": ["*"], "base_model": True, "operate": True}, {"
 def front_url(server: ServerProcess, pirate: Adapter, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     keys = KeyRing(write_keys(tmp_path_factory.mktemp("keys") / "keys.json", *KEYS))
     catalogue = Catalogue("base", {"pirate": pirate}, keys, allows_loading=True)
-    app = make_app(catalogue, lambda: AsyncClient(f"grpc://{server.grpc_url}"))
-    front = uvicorn.Server(uvicorn.Config(app, log_config=None))
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=front.run, kwargs={"sockets": [listener]})
-        thread.start()
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
-        front.should_exit = True
-        thread.join()
+    with openai_front(catalogue, server.grpc_url) as url:
+        yield url
 
 
 @pytest.fixture
