@@ -8,6 +8,7 @@ row is run by the command `argv` (`env NAME=VALUE ...` for variables), in which 
     {grpc} {http} {openai}   host:port of the server's protocols, and of `multilora openai` in front of it
     {model}    directory of the served checkpoint, with its tokenizer
     {adapters} directory of the sample adapters, PEFT's files
+    {scripts}  the directory of this file
     {scratch}  directory that all rows of a run share, empty at first: a row may read what one before it wrote; it has
                what client_inputs.py puts there; the command runs in it
 

@@ -50,7 +50,7 @@ def run_all(programs: Sequence[ClientProgram], clients: Path, python: Path) -> I
     by_server = sorted(runnable, key=lambda row: list(Served).index(row.served))
     with tempfile.TemporaryDirectory() as directory:
         inputs = write_inputs(Path(directory), ensure_default_checkpoint())
-        common = {**inputs, "python": str(python), "scratch": directory}
+        common = {**inputs, "python": str(python), "scratch": directory, "scripts": str(Path(__file__).parent)}
         for served, rows in groupby(by_server, lambda row: row.served):
             with _up(served) as places:
                 for row in rows:
@@ -102,8 +102,8 @@ def _openai_front(grpc: str) -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     command = [str(Path(sys.executable).with_name("multilora")), "openai", "--port", str(port)]
-    command += [f"--server=grpc://{grpc}", *(f"--adapter={a.name}={a.directory}" for a in SAMPLE_ADAPTERS)]
-    with subprocess.Popen(command, stdin=subprocess.DEVNULL) as front:
+    command += [f"--server=grpc://{grpc}", *(f"--adapter={a.name}={a.directory}" for a in SAMPLE_ADAPTERS.values())]
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as front:
         try:
             while not _answers(f"http://127.0.0.1:{port}/v1/models"):
                 assert front.poll() is None, "it said why"

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import client_runs
 import conformance
+import httpx2
 import pytest
 import typer
 from client_program import ClientProgram, Outcome, Served
 from client_runs import Run, run, run_all
+from sample_adapters import SAMPLE_ADAPTERS
 
 PROGRAM = """
 import os, sys
@@ -107,3 +109,10 @@ def test_the_command_prints_what_a_program_that_failed_said_and_ends_with_1(
     assert "1 of 2 runs went as expected" in capsys.readouterr().out
     conformance.run_programs(clients, Path(sys.executable), only=["none", "('a',)"], update_readme=False)
     assert "1 of 1 runs went as expected" in capsys.readouterr().out
+
+
+def test_the_front_of_a_run_serves_the_base_model_and_the_sample_adapters() -> None:
+    """The server behind it does not matter."""
+    with client_runs._openai_front("127.0.0.1:1") as address:
+        names = {model["id"] for model in httpx2.get(f"http://{address}/v1/models").json()["data"]}
+    assert names == {"base", *SAMPLE_ADAPTERS}
