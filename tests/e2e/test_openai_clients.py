@@ -1,0 +1,34 @@
+"""The packages that most people ask with, before the real server: what they return is what the front says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import import_module
+
+import pytest
+from openai_clients.front import ADAPTER, Front
+from support.openai_front import openai_front
+from support.openai_modes import modes
+
+from multilora_client import Adapter
+from multilora_client.openai.catalogue import Catalogue
+from multilora_engine.tritonserver import ServerProcess
+
+INSTALLED = ("openai_sdk", "litellm_package", "langchain_package")
+
+
+@pytest.fixture(scope="module")
+def front(server: ServerProcess, pirate: Adapter) -> Iterator[Front]:
+    with openai_front(Catalogue("base", {ADAPTER: pirate}), server.grpc_url) as url:
+        yield Front(url)
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """litellm asks for a list of prices when it is imported, unless it is told to take its own."""
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+
+
+@pytest.mark.parametrize(("module", "mode"), [(module, mode) for module in INSTALLED for mode in modes(module)])
+def test_a_package_and_the_front_understand_each_other(front: Front, module: str, mode: str) -> None:
+    getattr(import_module(f"openai_clients.{module}"), mode)(front)
