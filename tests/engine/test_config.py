@@ -67,7 +67,7 @@ def test_the_readme_lists_every_parameter_with_its_default_and_meaning() -> None
     readme = (Path(__file__).parents[2] / "README.md").read_text()
     table = readme.split("<!-- parameters: begin -->\n")[1].split("<!-- parameters: end -->")[0]
     rows = [
-        f"| `{name}` | {'' if default is None else f'`{_shown(default)}`'} | {meaning} |"
+        f"| `{name}` | {f'`{_shown(default)}`' if default not in (None, '') else ''} | {meaning} |"
         for name, (default, meaning) in parameter_descriptions().items()
     ]
     assert table.splitlines()[2:] == rows
