@@ -45,7 +45,7 @@ from telling_adapters import save_plain_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from multilora_engine.config import EngineConfig, LoRAConfig, SourceSpec
-from multilora_engine.engine import Engine
+from multilora_engine.engine.engine import Engine
 from multilora_engine.lora.device_tier import DeviceTier
 from multilora_engine.lora.format import pack_adapter
 from multilora_engine.lora.host_tier import HostTier

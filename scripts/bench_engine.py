@@ -49,9 +49,9 @@ from telling_adapters import save_plain_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from multilora_engine.config import EngineConfig, LoRAConfig
-from multilora_engine.engine import Engine
+from multilora_engine.engine.engine import Engine
+from multilora_engine.engine.memory import kv_bytes_per_token
 from multilora_engine.lora.format import TORCH_DTYPES, pack_adapter
-from multilora_engine.memory import kv_bytes_per_token
 from multilora_engine.models.model_config import ModelConfig, read_model_config
 from multilora_engine.request import GenerationRequest, SamplingParams, TokenOutput
 

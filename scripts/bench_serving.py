@@ -43,7 +43,7 @@ from multilora_client.bench.report import Stage, describe_knee, find_knee, summa
 from multilora_client.bench.report import render as render_stages
 from multilora_client.bench.workload import Job, Target, make_jobs, make_prompts, popularity_shares
 from multilora_engine.config import EngineConfig
-from multilora_engine.engine import Engine
+from multilora_engine.engine.engine import Engine
 from multilora_engine.lora.layout import adapter_layout, lora_modules
 from multilora_engine.models.model_config import read_model_config
 from multilora_engine.request import GenerationRequest, SamplingParams

@@ -27,7 +27,7 @@ from lora_workloads import Step
 from rich.console import Console
 from rich.progress import Progress
 
-from multilora_engine.forward_batch import ForwardBatch, KVCache, TokenLoRAs
+from multilora_engine.execution.forward_batch import ForwardBatch, KVCache, TokenLoRAs
 from multilora_engine.models.layers import Placement
 from multilora_engine.models.llama import LlamaModel
 from multilora_engine.models.model_config import ModelConfig

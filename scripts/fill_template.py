@@ -9,7 +9,7 @@ import typer
 from rich.markup import escape
 
 from multilora_engine.errors import ConfigError
-from multilora_engine.serving.launch import console, errors_as_one_line
+from multilora_engine.tritonserver.launch import console, errors_as_one_line
 from multilora_engine.tritonserver.repository import CONFIG_NAME, find_model_repository
 from multilora_engine.tritonserver.template import RENAMED, copy_repository, fill, parse_substitutions
 

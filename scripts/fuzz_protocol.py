@@ -45,8 +45,8 @@ from tritonclient.grpc import InferenceServerClient, InferInput
 from multilora_client import Client
 from multilora_engine.lora.layout import adapter_layout, lora_modules
 from multilora_engine.models.model_config import read_model_config
-from multilora_engine.shared_memory import SHARED_MEMORY
 from multilora_engine.tritonserver import ServerProcess
+from multilora_engine.tritonserver.free_space import SHARED_MEMORY
 
 MODULES = (1, 4)
 """attn_q and attn_dense: one adapter row of each kind of shape is enough here."""

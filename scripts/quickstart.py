@@ -26,9 +26,9 @@ from multilora_client import Adapter, AsyncClient, Client, Message, MultiloraCli
 from multilora_client.peft_directory import read_peft_directory
 from multilora_engine.lora.layout import adapter_layout, lora_modules
 from multilora_engine.models.model_config import read_model_config
-from multilora_engine.serving.launch import announce, console, errors_as_one_line, wait_ready, watch
 from multilora_engine.tritonserver import ServerOptions, ServerProcess
 from multilora_engine.tritonserver.checkpoint import resolve_checkpoint
+from multilora_engine.tritonserver.launch import announce, console, errors_as_one_line, wait_ready, watch
 
 DEFAULT_PROMPT = "What do bees make?"
 MAX_TOKENS = 48

@@ -106,7 +106,7 @@ class SandboxedServer:
     def start(self, *arguments: str) -> None:
         """Start it, and wait until it is ready. Later ones get the ports of the first."""
         settings = [f"--set={name}={value}" for name, value in self._parameters.items()]
-        serve = [sys.executable, "-m", "multilora_engine.serving.launch", f"--model={self._model}"]
+        serve = [sys.executable, "-m", "multilora_engine.tritonserver.launch", f"--model={self._model}"]
         self._process = subprocess.Popen(
             [*self._prefix, *serve, *self._ports, *settings, *arguments],
             env=self._environment,

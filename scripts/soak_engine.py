@@ -15,7 +15,7 @@ import msgspec
 import typer
 
 from multilora_engine.config import EngineConfig
-from multilora_engine.engine import Engine
+from multilora_engine.engine.engine import Engine
 from multilora_engine.lora.life_cycle import LoRAStats
 from multilora_engine.process import server
 from multilora_engine.request import TokenOutput

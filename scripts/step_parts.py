@@ -9,10 +9,11 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from multilora_engine import model_runner, sampler
-from multilora_engine.engine import Engine
+from multilora_engine.engine.engine import Engine
+from multilora_engine.engine.scheduler import Scheduler
+from multilora_engine.execution import model_runner
 from multilora_engine.models import layers, llama
-from multilora_engine.scheduler import Scheduler
+from multilora_engine.sampling import sampler
 
 MODEL_PARTS = ("linears", "attention", "norms, rotary, activation")
 """What a step computes on the device apart from sampling; the other parts are its overhead."""

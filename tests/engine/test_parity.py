@@ -27,11 +27,11 @@ from transformers import (
 )
 
 from multilora_engine.config import EngineConfig, LoRAConfig
-from multilora_engine.cuda_graphs import DecodeGraphs, DecodeInputs, graph_sizes
-from multilora_engine.engine import Engine
-from multilora_engine.forward_batch import ForwardBatch, KVCache
+from multilora_engine.engine.engine import Engine
+from multilora_engine.execution.cuda_graphs import DecodeGraphs, DecodeInputs, graph_sizes
+from multilora_engine.execution.forward_batch import ForwardBatch, KVCache
+from multilora_engine.execution.model_runner import ModelRunner
 from multilora_engine.lora.format import TORCH_DTYPES
-from multilora_engine.model_runner import ModelRunner
 from multilora_engine.request import GenerationRequest, SamplingParams
 
 CPU = torch.device("cpu")

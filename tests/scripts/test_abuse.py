@@ -12,7 +12,7 @@ from abuse import ATTACKS, Gaps, Row, render
 from engine_attacks import _guided, _prompt, _schema, _word_list, infer_request
 from tritonclient.utils import deserialize_bytes_tensor
 
-from multilora_engine.guided import MAX_GUIDE_BYTES
+from multilora_engine.sampling.guided import MAX_GUIDE_BYTES
 
 QUIET = Gaps([0.02] * 98 + [0.03, 0.04], [])
 

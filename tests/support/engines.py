@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from multilora_engine.engine import Engine
-from multilora_engine.model_runner import ModelRunner
+from multilora_engine.engine.engine import Engine
+from multilora_engine.engine.scheduler import ScheduledSequence
+from multilora_engine.execution.model_runner import ModelRunner
 from multilora_engine.request import GenerationRequest, TokenLogProb, TokenOutput
-from multilora_engine.sampler import Choice
-from multilora_engine.scheduler import ScheduledSequence
+from multilora_engine.sampling.sampler import Choice
 
 
 @dataclass

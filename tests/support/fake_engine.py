@@ -13,8 +13,8 @@ from collections.abc import Callable
 import msgspec
 
 from multilora_engine.config import EngineConfig
+from multilora_engine.engine.engine_stats import AdaptersInUse, EngineStats
 from multilora_engine.engine_info import CallLimits, EngineInfo
-from multilora_engine.engine_stats import AdaptersInUse, EngineStats
 from multilora_engine.errors import ConfigError, InvalidRequest
 from multilora_engine.lora.adapter_events import AdapterEvents
 from multilora_engine.lora.device_tier import DeviceTier

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from multilora_engine.kv_cache import BlockAllocator
-from multilora_engine.request import Sequence
+from multilora_engine.engine.kv_cache import BlockAllocator
+from multilora_engine.engine.sequence import Sequence
 
 NEXT_TOKEN = 2
 """What every sequence goes on with, and what its pending tokens are therefore."""

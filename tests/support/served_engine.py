@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
-from multilora_engine.lora.usage import AdapterUsage
 from multilora_engine.process.drain import DrainOrder
 from multilora_engine.process.heartbeat import Heartbeat, heartbeat_file
 from multilora_engine.process.server import serve
+from multilora_engine.process.usage import AdapterUsage
 from support.fake_engine import FakeEngine
 from support.fronts import TIMEOUT_S
 

@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 
 from multilora_engine.errors import AdapterNotLoaded
+from multilora_engine.execution.transfer import to_device
 from multilora_engine.histogram import Histogram
 from multilora_engine.lora.format import TORCH_DTYPES
 from multilora_engine.lora.host_tier import CachedAdapter
@@ -19,7 +20,6 @@ from multilora_engine.lora.life_cycle import AdapterEvent, OnEvent, TierStats, i
 from multilora_engine.lora.names import label_of
 from multilora_engine.lora.page_copies import CopyPages, PageCopy, copies_to
 from multilora_engine.lora.page_pool import PagePool
-from multilora_engine.transfer import to_device
 from multilora_kernels import LoRATables
 
 _logger = logging.getLogger(__name__)

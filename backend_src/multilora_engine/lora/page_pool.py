@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from multilora_engine.free_list import FreeList
+from multilora_engine.lora.free_list import FreeList
 from multilora_kernels import HugePages
 
 

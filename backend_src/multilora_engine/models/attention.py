@@ -16,7 +16,7 @@ from itertools import accumulate
 import torch
 import torch.nn.functional as F
 
-from multilora_engine.forward_batch import ForwardBatch
+from multilora_engine.execution.forward_batch import ForwardBatch
 from multilora_engine.models.rotary import Rotation
 from multilora_kernels import PagedSequences, has_paged_attention, paged_attention, rotary_attention
 

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from multilora_engine.forward_batch import LoRABatch
+from multilora_engine.execution.forward_batch import LoRABatch
 from multilora_kernels import HugePages, PackedLayerLinear, PackedWeight, lora_linear, packed_linear
 
 SLICES_PER_LAYER = 7

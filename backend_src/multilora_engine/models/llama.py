@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from multilora_engine.forward_batch import ForwardBatch, KVCache, LoRABatch
+from multilora_engine.execution.forward_batch import ForwardBatch, KVCache, LoRABatch
 from multilora_engine.models.attention import AttentionPlan, attend, attention_plan
 from multilora_engine.models.layers import (
     SLICES_PER_LAYER,

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from multilora_engine.forward_batch import ForwardBatch
+from multilora_engine.execution.forward_batch import ForwardBatch
+from multilora_engine.execution.transfer import to_device
 from multilora_engine.models.model_config import ModelConfig
-from multilora_engine.transfer import to_device
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from multilora_engine.lora.names import TaskId, scoped_task_id, task_id_of
 from multilora_engine.lora.remote import Fetch, RemoteAdapters, describe_remote
 from multilora_engine.lora.residency import Residency
 from multilora_engine.lora.sources.source import AdapterKey
-from multilora_engine.lora.usage import AdapterUsage
 from multilora_engine.process.messages import AdapterScope
 from multilora_engine.process.operations import (
     DescribeModel,
@@ -40,6 +39,7 @@ from multilora_engine.process.reports import (
     Report,
     StatsReport,
 )
+from multilora_engine.process.usage import AdapterUsage
 
 
 class ManagedAdapters(Protocol):

@@ -25,9 +25,9 @@ import msgspec
 import zmq
 
 from multilora_engine.config import EngineConfig
-from multilora_engine.engine import Engine
+from multilora_engine.engine.engine import Engine
+from multilora_engine.engine.engine_stats import AdaptersInUse, EngineStats
 from multilora_engine.engine_info import EngineInfo
-from multilora_engine.engine_stats import AdaptersInUse, EngineStats
 from multilora_engine.errors import (
     AdapterNotFound,
     AdapterNotKept,
@@ -43,7 +43,6 @@ from multilora_engine.lora.adapter_events import AdapterEvents
 from multilora_engine.lora.layout import PackedAdapter
 from multilora_engine.lora.names import TaskId, label_of
 from multilora_engine.lora.remote import RemoteAdapters
-from multilora_engine.lora.usage import AdapterUsage
 from multilora_engine.process.adapter_operator import AdapterOperator, ManagedAdapters, PendingReport
 from multilora_engine.process.drain import DrainOrder
 from multilora_engine.process.heartbeat import Heartbeat
@@ -75,6 +74,7 @@ from multilora_engine.process.outbox import MAX_QUEUED_MESSAGES, Outbox
 from multilora_engine.process.rates import RateLimits
 from multilora_engine.process.reports import LoadReport, ModelReport, Report
 from multilora_engine.process.telemetry import RequestTelemetry
+from multilora_engine.process.usage import AdapterUsage
 from multilora_engine.request import GenerationRequest, Sender, TokenOutput
 
 _MAX_MESSAGES_PER_STEP = 256
@@ -102,7 +102,7 @@ class ServedAdapters(ManagedAdapters, Protocol):
 
 
 class ServedEngine(Protocol):
-    """What the server needs of `multilora_engine.engine.Engine`."""
+    """What the server needs of `multilora_engine.engine.engine.Engine`."""
 
     @property
     def info(self) -> EngineInfo: ...

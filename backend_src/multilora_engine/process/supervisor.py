@@ -16,8 +16,8 @@ from typing import IO
 
 import msgspec
 
-from multilora_engine.backoff import Backoff
 from multilora_engine.errors import ConfigError
+from multilora_engine.process.backoff import Backoff
 from multilora_engine.process.heartbeat import LOOKS_PER_TIMEOUT, Heartbeat, Pulse, heartbeat_file
 from multilora_engine.process.messages import Launch, StartFailed, StartReport
 from multilora_engine.process.paths import ENGINE_MODULE

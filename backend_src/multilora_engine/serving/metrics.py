@@ -28,7 +28,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from multilora_engine.engine_stats import AdaptersInUse, EngineStats
+from multilora_engine.engine.engine_stats import AdaptersInUse, EngineStats
 from multilora_engine.histogram import Histogram
 from multilora_engine.lora.residency import Residency
 from multilora_engine.process.client import EngineClient

@@ -24,9 +24,9 @@ from multilora_engine.client_header import CANARY_KEY_VARIABLE
 from multilora_engine.errors import MultiloraError
 from multilora_engine.process.drain import drain_engine
 from multilora_engine.process.paths import ENGINE_MODULE, socket_path
-from multilora_engine.shared_memory import check_free_space
 from multilora_engine.tritonserver.addresses import Addresses, resolve_addresses
 from multilora_engine.tritonserver.checkpoint import check_checkpoint
+from multilora_engine.tritonserver.free_space import check_free_space
 from multilora_engine.tritonserver.hardening import hardening_arguments
 from multilora_engine.tritonserver.installation import find_installation, make_backend_directory, server_environment
 from multilora_engine.tritonserver.log import ServerLog

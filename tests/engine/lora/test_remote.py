@@ -20,7 +20,7 @@ from support.sources import ROWS, GatedSource, key
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from multilora_engine.config import EngineConfig, LoRAConfig
-from multilora_engine.engine import Engine
+from multilora_engine.engine.engine import Engine
 from multilora_engine.errors import (
     AdapterConflict,
     AdapterNotFound,

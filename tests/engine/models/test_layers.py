@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from multilora_engine.forward_batch import LoRABatch
+from multilora_engine.execution.forward_batch import LoRABatch
 from multilora_engine.models.layers import LoRALinear, Placement, rms_norm
 from multilora_kernels import LoRATables, lora_segments
 

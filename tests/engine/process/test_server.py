@@ -19,7 +19,6 @@ from multilora_engine.lora.disk_tier import DiskTier
 from multilora_engine.lora.format import pack_adapter
 from multilora_engine.lora.host_tier import HostTier
 from multilora_engine.lora.manager import LoRAManager
-from multilora_engine.lora.usage import AdapterUsage
 from multilora_engine.process.client import EngineClient
 from multilora_engine.process.drain import DrainOrder
 from multilora_engine.process.heartbeat import Heartbeat, heartbeat_file
@@ -40,6 +39,7 @@ from multilora_engine.process.operations import ReadStats
 from multilora_engine.process.outbox import MAX_QUEUED_MESSAGES
 from multilora_engine.process.reports import StatsReport
 from multilora_engine.process.server import serve
+from multilora_engine.process.usage import AdapterUsage
 from multilora_engine.request import TokenOutput
 
 

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 from support.fake_triton import LOG_PROB_NAMES, OUTPUT_NAMES, PERF_NAMES
 
-from multilora_engine.prompt_log_probs import PromptLogProbs
 from multilora_engine.request import PerfMetrics, TokenLogProb, TokenOutput
+from multilora_engine.sampling.prompt_log_probs import PromptLogProbs
 from multilora_engine.serving.outputs import OutputColumns, ReplyRow, RowAnswer
 from multilora_engine.serving.prompt_answer import PromptAnswer, PromptTokens
 

@@ -1,0 +1,132 @@
+"""What an `Engine` is put together from, by its configuration."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from multilora_engine.config import EngineConfig
+from multilora_engine.engine.memory import MemoryPlan
+from multilora_engine.errors import ConfigError
+from multilora_engine.execution.cuda_graphs import DecodeGraphs, DecodeInputs, capture_decode, graph_sizes
+from multilora_engine.execution.forward_batch import KVCache
+from multilora_engine.execution.model_runner import ModelRunner
+from multilora_engine.lora.device_tier import DeviceTier
+from multilora_engine.lora.disk_tier import DiskTier
+from multilora_engine.lora.event_log import EventLog
+from multilora_engine.lora.format import TORCH_DTYPES
+from multilora_engine.lora.host_tier import HostTier
+from multilora_engine.lora.layout import AdapterLayout
+from multilora_engine.lora.life_cycle import AdapterEvent
+from multilora_engine.lora.manager import LoRAManager
+from multilora_engine.lora.page_pool import PagePool
+from multilora_engine.models.llama import LlamaModel
+from multilora_engine.models.loader import stored_dtype
+from multilora_engine.models.model_config import ModelConfig
+from multilora_kernels import HugePages
+
+if TYPE_CHECKING:
+    from multilora_engine.lora.sources.fetcher import AdapterFetcher
+
+
+def choose_device(config: EngineConfig) -> torch.device:
+    if config.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(config.device)
+
+
+def choose_dtype(name: str, model: ModelConfig, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        # A CPU without bf16 matrix units multiplies bf16 four times slower than float32.
+        name = "float32" if device.type == "cpu" else model.dtype
+    return TORCH_DTYPES[name]
+
+
+def choose_weight_dtype(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """What the weights are stored in. Raises ConfigError where the device has no kernels for it."""
+    may_differ = device.type == "cpu" and dtype == torch.float32
+    if config.weight_dtype == "auto":
+        return stored_dtype(config.model_path) if may_differ else dtype
+    if TORCH_DTYPES[config.weight_dtype] != dtype and not may_differ:
+        raise ConfigError(
+            f"parameter weight_dtype={config.weight_dtype}: on {device.type}, computing in {dtype_name(dtype)}, "
+            f"weights are stored as {dtype_name(dtype)}; write weight_dtype=auto, or change dtype"
+        )
+    return TORCH_DTYPES[config.weight_dtype]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def build_lora_manager(
+    config: EngineConfig,
+    layout: AdapterLayout,
+    plan: MemoryPlan,
+    device: torch.device,
+    events: EventLog[AdapterEvent],
+) -> LoRAManager:
+    host = HostTier(plan.num_host_pages, layout.page_bytes, pin_memory=device.type == "cuda")
+    is_shared = device.type == "cpu"
+    device_pool = host.pool if is_shared else PagePool(plan.num_device_pages, layout.page_bytes, device)
+    tier = DeviceTier(layout, host.pool, device_pool, config.lora.max_loras, events.append)
+    disk = None
+    if config.lora.lora_cache_dir is not None:
+        disk = DiskTier(
+            config.lora.lora_cache_dir, int(config.lora.lora_cache_disk_bytes), layout, on_event=events.append
+        )
+    return LoRAManager(host, tier, config.lora.lora_on_conflict, events.append, disk)
+
+
+def build_fetcher(config: EngineConfig, layout: AdapterLayout) -> AdapterFetcher | None:
+    """What asks the sources of adapters; None if there are none. Raises ConfigError."""
+    if not config.lora.lora_sources:
+        return None
+    try:
+        # Here only: the converter is in the client's package, which an engine without sources does not need.
+        from multilora_engine.lora.sources.fetcher import AdapterFetcher
+        from multilora_engine.lora.sources.registry import build_sources
+    except ImportError as error:
+        raise ConfigError(f"lora_sources needs a package that is missing: {error}; install multilora-client") from None
+    sources = build_sources(config.lora.lora_sources)
+    return AdapterFetcher(sources, layout, config.model_path, config.lora.lora_fetch_threads)
+
+
+def build_model_runner(
+    model: LlamaModel,
+    model_config: ModelConfig,
+    config: EngineConfig,
+    plan: MemoryPlan,
+    dtype: torch.dtype,
+    device: torch.device,
+    loras: LoRAManager,
+) -> ModelRunner:
+    has_graphs = config.enable_cuda_graphs and device.type == "cuda"
+    shape = (
+        model_config.num_layers,
+        (plan.num_blocks + has_graphs) * config.block_size,
+        model_config.num_kv_heads,
+        model_config.head_dim,
+    )
+    kv_cache = KVCache(_written(shape, dtype, device), _written(shape, dtype, device))
+    graphs = _capture_graphs(model, kv_cache, config, plan, loras) if has_graphs else None
+    return ModelRunner(model, kv_cache, config.block_size, loras, graphs)
+
+
+def _written(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Memory that is not only reserved: where it is missing the load fails, not a request, and no step waits for pages
+    to be made."""
+    memory = HugePages().zeros(shape, dtype) if device.type == "cpu" else torch.empty(shape, dtype=dtype, device=device)
+    return memory.zero_()
+
+
+def _capture_graphs(
+    model: LlamaModel, kv_cache: KVCache, config: EngineConfig, plan: MemoryPlan, loras: LoRAManager
+) -> DecodeGraphs:
+    """The cache has one block more than are planned, for rows of padding."""
+    sizes = graph_sizes(config.max_num_seqs)
+    max_blocks = -(-plan.max_model_len // config.block_size)
+    inputs = DecodeInputs(sizes[-1], max_blocks, config.block_size, plan.num_blocks, loras.tables)
+    device = kv_cache.keys.device
+    return capture_decode(lambda batch: model.forward(batch, kv_cache), inputs, sizes, model.config.vocab_size, device)

@@ -1,0 +1,33 @@
+"""`EngineStats`: what an engine's operators watch. Plain values, apart from the engine: the fronts read them too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from multilora_engine.engine.kv_cache import PrefixCacheStats
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """A moment's numbers. Idle means: nothing waiting or running, all blocks free, no pins."""
+
+    num_waiting: int = 0
+    num_running: int = 0
+    num_free_blocks: int = 0
+    num_blocks: int = 0
+    num_cached_adapters: int = 0
+    num_pins: int = 0
+    num_preemptions: int = 0
+    prefix_cache: PrefixCacheStats = field(default_factory=PrefixCacheStats)
+
+
+@dataclass(frozen=True)
+class AdaptersInUse:
+    """Names, or task ids as text, of the adapters of requests that run and of those that only wait. Both sorted.
+
+    max_loras: distinct adapters that may run at once.
+    """
+
+    max_loras: int = 0
+    running: list[str] = field(default_factory=list)
+    waiting: list[str] = field(default_factory=list)

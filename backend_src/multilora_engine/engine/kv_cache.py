@@ -1,0 +1,219 @@
+"""`BlockAllocator`: which block of the KV cache belongs to which sequences, and which holds a prefix worth keeping."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from multilora_engine.engine.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """The keys and values of block `source` shall be in block `target`, too."""
+
+    source: int
+    target: int
+
+
+@dataclass(frozen=True)
+class PrefixCacheStats:
+    """Since the start, in tokens: what sequences that started to run had, and how much of it was in the cache."""
+
+    queried_tokens: int = 0
+    hit_tokens: int = 0
+
+
+class BlockAllocator:
+    """Hands KV cache blocks to sequences. The only writer of `Sequence.block_table`, `block_keys`,
+    `num_allocated_blocks`, `num_reused_blocks` and `num_cached_tokens`.
+
+    A full block whose keys and values have been computed (`commit`) is known by its *key*: the SHA-256 of the key of
+    the block before it and of its own tokens, the first one's of the tenant, the adapter's digest and its tokens. Equal
+    keys thus mean equal keys and values, and neither another version of an adapter nor another tenant ever shares a
+    block with this one. A sequence that starts takes the known blocks of its tokens as they are; a block may have
+    several users, and nobody writes a known one.
+
+    A block without users stays known until its place is wanted. Unknown ones go first, then the least recently used;
+    of one sequence the later blocks go before the earlier ones, without which they could not be found.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
+        self.block_size = block_size
+        self._enable_prefix_caching = enable_prefix_caching
+        self._num_users = [0] * num_blocks
+        self._idle: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._block_of_key: dict[bytes, int] = {}
+        self._key_of_block: dict[int, bytes] = {}
+        self._queried_tokens = 0
+        self._hit_tokens = 0
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self._num_users)
+
+    @property
+    def num_free(self) -> int:
+        """Blocks without users, known ones among them."""
+        return len(self._idle)
+
+    @property
+    def prefix_cache(self) -> PrefixCacheStats:
+        return PrefixCacheStats(self._queried_tokens, self._hit_tokens)
+
+    def can_start(self, *sequences: Sequence) -> bool:
+        """Whether there are blocks for all tokens of sequences that have none."""
+        num_blocks = sum(self._num_blocks(sequence.num_tokens) for sequence in sequences)
+        if num_blocks <= self.num_free:
+            return True
+        known = [block for sequence in sequences for block in self._known_prefix(sequence)]
+        return num_blocks - sum(self._num_users[block] > 0 for block in known) <= self.num_free
+
+    def part_of(self, *sequences: Sequence) -> float:
+        """The part of all blocks that the tokens of sequences take."""
+        return sum(self._num_blocks(sequence.num_tokens) for sequence in sequences) / max(1, self.num_blocks)
+
+    def start(self, sequence: Sequence) -> int:
+        """Give a sequence that `can_start` blocks for all its tokens.
+
+        Returns for how many of its tokens keys and values are there already: never for the last one, since the logits
+        behind it are wanted.
+        """
+        assert not sequence.block_table
+        known = self._known_prefix(sequence)
+        num_hit_tokens = len(known) * self.block_size
+        if not sequence.num_allocated_blocks:
+            sequence.num_cached_tokens = num_hit_tokens
+        for block in known:
+            self._share(block)
+        sequence.block_table.extend(known)
+        sequence.num_allocated_blocks += len(known)
+        sequence.num_reused_blocks += len(known)
+        has_grown = self.grow(sequence, sequence.num_tokens)
+        assert has_grown
+        self._queried_tokens += sequence.num_tokens
+        self._hit_tokens += num_hit_tokens
+        return num_hit_tokens
+
+    def grow(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Give a sequence the blocks for its first `num_tokens` tokens. False, and no change, if too few are free."""
+        missing = self._num_blocks(num_tokens) - len(sequence.block_table)
+        if missing <= 0:
+            return True
+        if missing > self.num_free:
+            return False
+        sequence.block_table.extend(self._claim() for _ in range(missing))
+        sequence.num_allocated_blocks += missing
+        return True
+
+    def branch(self, before: list[Sequence], after: list[Sequence], parents: list[int]) -> list[BlockCopy] | None:
+        """Let sequence i of `after` go on where `before[parents[i]]` is. All of both belong to one beam search.
+
+        Full blocks are shared. A last one that is not full goes to one child, and the others get copies of it: the
+        caller copies the keys and values. Sequences without a child lose their blocks. None if too few blocks are free
+        for the copies; then all these sequences must be freed.
+        """
+        for index, sequence in enumerate(before):
+            if index not in parents:
+                self.free(sequence)
+        states = [(list(sequence.block_table), list(sequence.block_keys)) for sequence in before]
+        num_full = before[parents[0]].num_computed_tokens // self.block_size
+        has_last = len(states[parents[0]][0]) > num_full
+        if has_last and len(parents) - len(set(parents)) > self.num_free:
+            return None
+        copies: list[BlockCopy] = []
+        heirs: set[int] = set()
+        for sequence, parent in zip(after, parents, strict=True):
+            table, keys = states[parent]
+            if parent in heirs:
+                for block in table[:num_full]:
+                    self._share(block)
+                if has_last:
+                    copies.append(BlockCopy(table[num_full], self._claim()))
+                    table = [*table[:num_full], copies[-1].target]
+                    sequence.num_allocated_blocks += 1
+            heirs.add(parent)
+            sequence.block_table, sequence.block_keys = list(table), list(keys)
+        return copies
+
+    def commit(self, sequence: Sequence, start: int, end: int) -> None:
+        """The keys and values of the tokens start .. end - 1 have been computed; those before were known to be.
+
+        From now on other sequences find the blocks that are full.
+        """
+        if not self._enable_prefix_caching:
+            return
+        for index in range(start // self.block_size, end // self.block_size):
+            key, block = self._key(sequence, index), sequence.block_table[index]
+            if key not in self._block_of_key:
+                assert block not in self._key_of_block
+                self._block_of_key[key] = block
+                self._key_of_block[block] = key
+
+    def free(self, sequence: Sequence) -> None:
+        """Take all blocks of a sequence back."""
+        for block in reversed(sequence.block_table):
+            self._num_users[block] -= 1
+            if self._num_users[block] == 0:
+                self._idle[block] = None
+                if block not in self._key_of_block:
+                    self._idle.move_to_end(block, last=False)
+        sequence.block_table.clear()
+
+    def check_integrity(self, sequences: Iterable[Sequence]) -> None:
+        """No block is lost, and none has users that it does not know of. `sequences`: all that are not finished."""
+        users = Counter(block for sequence in sequences for block in sequence.block_table)
+        assert [users[block] for block in range(self.num_blocks)] == self._num_users, "users of a block are miscounted"
+        assert self._idle.keys() == {block for block in range(self.num_blocks) if not users[block]}, "a block is lost"
+        assert self._key_of_block == {block: key for key, block in self._block_of_key.items()}, "a key has two blocks"
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def _known_prefix(self, sequence: Sequence) -> list[int]:
+        """The blocks of the longest known prefix that leaves a token to compute; none if all are to be computed."""
+        blocks: list[int] = []
+        if self._enable_prefix_caching and not sequence.request.sampling.reads_whole_prompt:
+            for index in range((sequence.num_tokens - 1) // self.block_size):
+                block = self._block_of_key.get(self._key(sequence, index))
+                if block is None:
+                    break
+                blocks.append(block)
+        return blocks
+
+    def _key(self, sequence: Sequence, index: int) -> bytes:
+        """The key of a sequence's full block. A sequence keeps its keys: its tokens never change."""
+        keys = sequence.block_keys
+        while len(keys) <= index:
+            start = len(keys) * self.block_size
+            tokens = array("q", sequence.token_ids(start, start + self.block_size))
+            parent = keys[-1] if keys else _root_key(sequence)
+            keys.append(hashlib.sha256(parent + tokens.tobytes()).digest())
+        return keys[index]
+
+    def _claim(self) -> int:
+        """A block for one new user, whose content is forgotten."""
+        block, _ = self._idle.popitem(last=False)
+        key = self._key_of_block.pop(block, None)
+        if key is not None:
+            del self._block_of_key[key]
+        self._num_users[block] = 1
+        return block
+
+    def _share(self, block: int) -> None:
+        """One more user of a block as it is."""
+        if self._num_users[block] == 0:
+            del self._idle[block]
+        self._num_users[block] += 1
+
+
+def _root_key(sequence: Sequence) -> bytes:
+    """What keys and values depend on besides the tokens, which are the weights, and the tenant that may find them.
+
+    A tenant that found another's would learn from the time and the counts what the other has asked.
+    """
+    digest = "" if sequence.adapter is None else sequence.adapter.digest
+    return hashlib.sha256(f"{sequence.request.sender.tenant}@{digest}".encode()).digest()

@@ -1,0 +1,119 @@
+"""`RequestLimits`: what an engine can do for one request at most, whatever else it is doing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import chain
+from operator import itemgetter
+
+from multilora_engine.engine.beam_search import check_beam_sampling
+from multilora_engine.errors import InvalidRequest
+from multilora_engine.request import GenerationRequest, SamplingParams
+
+_LOGIT_BYTES = 4
+"""Logits leave as float32."""
+
+_MAX_TOP_LOG_PROBS = 100
+"""Each is told for every token of an answer, with its text; whoever wants all of them asks for the logits."""
+
+_MAX_PROMPT_TOP_LOG_PROBS = 20
+"""The same for a prompt, which has far more tokens, all at once."""
+
+
+@dataclass(frozen=True)
+class RequestLimits:
+    """max_model_len: tokens of a prompt and its answer. num_blocks, of block_size tokens each: the whole KV cache."""
+
+    max_model_len: int
+    vocab_size: int
+    max_logits_bytes: int
+    max_beam_width: int
+    num_blocks: int
+    block_size: int
+
+    def check(self, request: GenerationRequest) -> None:
+        """Raises InvalidRequest for what a client asked and this engine can never do."""
+        prompt, sampling = request.prompt_token_ids, request.sampling
+        if not prompt:
+            raise InvalidRequest("the prompt is empty: it has no tokens")
+        if len(prompt) + min(1, sampling.max_tokens) > self.max_model_len:
+            raise InvalidRequest(
+                f"the prompt has {len(prompt)} tokens and max_model_len is {self.max_model_len}: no room to answer"
+            )
+        vocab_size = self.vocab_size
+        if min(prompt) < 0 or max(prompt) >= vocab_size:
+            position = next(i for i, token_id in enumerate(prompt) if not 0 <= token_id < vocab_size)
+            raise InvalidRequest(
+                f"input_ids holds {prompt[position]} at position {position}, expected 0 .. {vocab_size - 1}"
+            )
+        if sampling.max_tokens < 0:
+            raise InvalidRequest(f"max_tokens is {sampling.max_tokens}, expected at least 0")
+        if sampling.end_id is not None and not -1 <= sampling.end_id < vocab_size:
+            raise InvalidRequest(f"end_id is {sampling.end_id}, expected -1 (none) .. {vocab_size - 1}")
+        _check_token_ids(sampling, vocab_size)
+        _check_counts(sampling, vocab_size)
+        self._check_logits_size(request)
+        if sampling.beam_width != 1:
+            self._check_beams(request)
+
+    def _check_logits_size(self, request: GenerationRequest) -> None:
+        sampling = request.sampling
+        num_rows = sampling.return_context_logits * len(
+            request.prompt_token_ids
+        ) + sampling.return_generation_logits * self.max_output_tokens(request)
+        num_bytes = num_rows * self.vocab_size * _LOGIT_BYTES
+        if num_bytes > self.max_logits_bytes:
+            raise InvalidRequest(
+                f"the logits of {num_rows} tokens are {num_bytes} bytes, and max_logits_bytes is "
+                f"{self.max_logits_bytes}; ask for fewer tokens, or for top log-probs instead"
+            )
+
+    def _check_beams(self, request: GenerationRequest) -> None:
+        width = request.sampling.beam_width
+        if not 1 <= width <= self.max_beam_width:
+            raise InvalidRequest(
+                f"beam_width is {width}, expected 1 .. {self.max_beam_width} (max_beam_width, and no more than "
+                "max_num_seqs)"
+            )
+        check_beam_sampling(request.sampling)
+        num_tokens = len(request.prompt_token_ids) + self.max_output_tokens(request)
+        num_blocks = width * -(-num_tokens // self.block_size)
+        if num_blocks > self.num_blocks:
+            raise InvalidRequest(
+                f"{width} beams of up to {num_tokens} tokens may need {num_blocks} blocks of the KV cache, which has "
+                f"{self.num_blocks}; ask for fewer beams or max_tokens"
+            )
+
+    def max_output_tokens(self, request: GenerationRequest) -> int:
+        """What the request asks for, or as much as there is room for behind its prompt."""
+        return min(request.sampling.max_tokens, self.max_model_len - len(request.prompt_token_ids))
+
+
+def _check_token_ids(sampling: SamplingParams, vocab_size: int) -> None:
+    """Raises InvalidRequest for a token id that is not in the vocabulary."""
+    biased = tuple(map(itemgetter(0), sampling.embedding_bias))
+    token_ids = {
+        "embedding_bias": biased,
+        "stop_words_list": tuple(chain.from_iterable(sampling.stop_token_sequences)),
+        "bad_words_list": tuple(chain.from_iterable(sampling.bad_token_sequences)),
+    }
+    for name, ids in token_ids.items():
+        # The extremes are found ten times as fast as the first id that is wrong, and nearly always suffice.
+        if ids and (min(ids) < 0 or max(ids) >= vocab_size):
+            wrong = next(token_id for token_id in ids if not 0 <= token_id < vocab_size)
+            raise InvalidRequest(f"{name} has the token {wrong}, expected 0 .. {vocab_size - 1}")
+    if not all(sampling.bad_token_sequences):
+        raise InvalidRequest("bad_words_list has a sequence without tokens")
+    if len(set(biased)) < len(biased):
+        raise InvalidRequest("embedding_bias names a token twice")
+
+
+def _check_counts(sampling: SamplingParams, vocab_size: int) -> None:
+    """Raises InvalidRequest when more of the likeliest tokens are wanted than are told."""
+    counts = {
+        "num_top_log_probs": (sampling.num_top_log_probs, _MAX_TOP_LOG_PROBS),
+        "num_prompt_top_log_probs": (sampling.num_prompt_top_log_probs, _MAX_PROMPT_TOP_LOG_PROBS),
+    }
+    for name, (count, limit) in counts.items():
+        if not 0 <= count <= (most := min(vocab_size, limit)):
+            raise InvalidRequest(f"{name} is {count}, expected 0 .. {most}")

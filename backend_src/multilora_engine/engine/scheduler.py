@@ -1,0 +1,356 @@
+"""`Scheduler`: which sequences compute how many tokens in the next step."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterable, Set
+
+import msgspec
+
+from multilora_engine.engine.fair_queue import FairQueue
+from multilora_engine.engine.fair_shares import choose_victim
+from multilora_engine.engine.kv_cache import BlockAllocator, BlockCopy
+from multilora_engine.engine.sequence import Sequence, SequenceStatus
+from multilora_engine.lora.host_tier import CachedAdapter
+from multilora_engine.lora.manager import LoRAManager
+
+_MAX_OVERTAKES = 64
+"""A sequence that waits for its adapter lets at most this many later ones with an adapter pass."""
+
+_LOOK_AHEAD = 8
+"""Adapters that are brought to the device before there is a place for their sequences."""
+
+
+class ScheduledSequence(msgspec.Struct, frozen=True):
+    """`num_tokens` tokens of `sequence`, from `num_computed_tokens` (as it was when scheduled) on.
+
+    is_sampled: the step computes its last token, so the logits give the next one.
+    """
+
+    sequence: Sequence
+    start: int
+    num_tokens: int
+    is_sampled: bool
+
+    @property
+    def context_positions(self) -> range:
+        """The prompt's tokens in this step whose logits the request wants and has not got before a preemption."""
+        sequence = self.sequence
+        if not sequence.request.sampling.return_context_logits or sequence.output_token_ids:
+            return range(0)
+        return range(max(self.start, len(sequence.context_logits)), self.start + self.num_tokens)
+
+    @property
+    def scored_positions(self) -> range:
+        """The prompt's tokens in this step behind which are tokens whose log-probs are wanted and not known yet."""
+        log_probs = self.sequence.prompt_log_probs
+        return range(0) if log_probs is None else log_probs.missing(self.start, self.start + self.num_tokens)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """A pending token is missing."""
+        return self.sequence.token_ids(self.start, self.start + self.num_tokens)
+
+
+class _Step:
+    """A step in the making: what is scheduled, and how many tokens of the budget are left."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self._scheduled: dict[Sequence, ScheduledSequence] = {}
+
+    @property
+    def sequences(self) -> list[ScheduledSequence]:
+        return list(self._scheduled.values())
+
+    def add(self, sequence: Sequence, num_tokens: int) -> None:
+        start = sequence.num_computed_tokens
+        is_sampled = start + num_tokens == sequence.num_tokens
+        self._scheduled[sequence] = ScheduledSequence(sequence, start, num_tokens, is_sampled)
+        self.budget -= num_tokens
+
+    def remove(self, sequence: Sequence) -> None:
+        for beam in sequence.beams:
+            scheduled = self._scheduled.pop(beam, None)
+            if scheduled is not None:
+                self.budget += scheduled.num_tokens
+
+
+class _Skipped:
+    """The waiting sequences that a step passes over, because their adapters cannot be used yet."""
+
+    def __init__(self) -> None:
+        self.adapters: set[CachedAdapter] = set()
+        self.must_not_be_overtaken = False
+        self._sequences: list[Sequence] = []
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def add(self, sequence: Sequence) -> None:
+        assert sequence.adapter is not None
+        self.adapters.add(sequence.adapter)
+        self.must_not_be_overtaken |= sequence.num_overtakes >= _MAX_OVERTAKES
+        self._sequences.append(sequence)
+
+    def overtake(self) -> None:
+        """A later sequence with an adapter starts."""
+        for sequence in self._sequences:
+            sequence.num_overtakes += 1
+            self.must_not_be_overtaken |= sequence.num_overtakes >= _MAX_OVERTAKES
+
+
+class Scheduler:
+    """Continuous batching with chunked prefill, preemption by recompute and adapter-aware admission.
+
+    A step has a budget of `max_num_batched_tokens`. Running sequences come first, those that decode before those that
+    are still in their prompt; what is left of the budget goes to waiting ones, in the order of `FairQueue`. A waiting
+    sequence whose adapter cannot be used yet is skipped, not waited for, with those behind it that want the same one,
+    and its adapter is prefetched, as are those of the next in line; one that has been overtaken `_MAX_OVERTAKES` times
+    stops the admission of other adapters until it runs.
+
+    When the KV cache is full, the running sequence that started last, of the largest priority, gives its blocks back
+    and starts again from its tokens; its adapter stays pinned in the host tier. Since those that started before are
+    never the victims of those after them, the first always comes to its end. What the cache still holds of a sequence
+    that starts, computed for itself or for another one, is not computed again. Writes `num_computed_tokens`, `status`
+    and the list of running sequences.
+
+    While clients wait that have less than their shares of the places and blocks, those that have more give some back,
+    the last that started first: nobody holds the server for as long as its answers are. Who has no more than its share
+    is never the victim of that.
+
+    The beams of a search are admitted, preempted and finished together, and compute their last tokens in the same step.
+    """
+
+    def __init__(
+        self,
+        blocks: BlockAllocator,
+        loras: LoRAManager,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+    ) -> None:
+        self._blocks = blocks
+        self._loras = loras
+        self._max_num_seqs = max_num_seqs
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._queue = FairQueue()
+        self._running: list[Sequence] = []
+        self.num_preemptions = 0
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._queue)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def _num_free_places(self) -> int:
+        return self._max_num_seqs - sum(sequence.width for sequence in self._running)
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a new sequence."""
+        self._queue.add(sequence)
+
+    def schedule(self) -> list[ScheduledSequence]:
+        """The next step, single-token sequences first; empty if there is nothing to do."""
+        num_preemptions = self.num_preemptions
+        step = self._schedule_running()
+        if self.num_preemptions == num_preemptions:
+            self._admit_waiting(step)
+        for scheduled in step.sequences:
+            scheduled.sequence.num_computed_tokens += scheduled.num_tokens
+        return sorted(step.sequences, key=lambda scheduled: scheduled.num_tokens > 1)
+
+    def commit(self, step: list[ScheduledSequence]) -> None:
+        """A scheduled step has been computed: what it wrote to the KV cache may be found by other sequences.
+
+        Sequences that have ended or were preempted meanwhile have no blocks any more.
+        """
+        for scheduled in step:
+            if scheduled.sequence.block_table:
+                self._blocks.commit(scheduled.sequence, scheduled.start, scheduled.start + scheduled.num_tokens)
+
+    def branch(self, sequence: Sequence, before: list[Sequence], parents: list[int]) -> list[BlockCopy]:
+        """Let the beams of a search go on: beam i where beam parents[i] of `before` is. What the caller has to copy.
+
+        The search is preempted when there are too few blocks.
+        """
+        copies = self._blocks.branch(before, sequence.beams, parents)
+        if copies is None:
+            for beam in before:
+                self._blocks.free(beam)
+            self._preempt(sequence)
+            return []
+        num_computed_tokens = before[parents[0]].num_computed_tokens
+        for beam in sequence.beams:
+            beam.num_computed_tokens = num_computed_tokens
+        return copies
+
+    def finish(self, sequence: Sequence) -> None:
+        """Take a sequence out, wherever it is, with its blocks, its place on the device and its pin."""
+        if sequence.status is SequenceStatus.RUNNING:
+            self._running.remove(sequence)
+            self._stop(sequence)
+        self._queue.discard(sequence)
+        sequence.status = SequenceStatus.FINISHED
+        if sequence.adapter is not None:
+            self._loras.unpin(sequence.adapter)
+
+    def check_integrity(self, others: Iterable[Sequence] = ()) -> None:
+        """Blocks, statuses and pins agree with the queues. For tests, after every step.
+
+        others: sequences that have come this far with their pins and are not here yet.
+        """
+        self._blocks.check_integrity(beam for sequence in self._running for beam in sequence.beams)
+        self._queue.check_integrity(self._running)
+        assert all(s.status is SequenceStatus.RUNNING for s in self._running)
+        assert self._running == sorted(self._running, key=_priority)
+        assert self._num_free_places >= 0
+        pinned = [s for s in [*self._running, *self._queue, *others] if s.adapter is not None]
+        assert self._loras.num_pins == len(pinned), "a pin is lost or left behind"
+        self._loras.check_integrity()
+
+    def _schedule_running(self) -> _Step:
+        step = _Step(self._max_num_batched_tokens)
+        for sequence in sorted(self._running, key=lambda s: s.num_tokens - s.num_computed_tokens > 1):
+            for beam, num_tokens in _shares(sequence, step.budget):
+                if sequence.status is SequenceStatus.RUNNING and self._make_room(sequence, beam, num_tokens, step):
+                    self._compute(beam, num_tokens, step)
+        return step
+
+    def _make_room(self, sequence: Sequence, beam: Sequence, num_tokens: int, step: _Step) -> bool:
+        """Blocks for `num_tokens` more of a beam of `sequence`, preempting from the end of the order.
+
+        False if `sequence` itself had to go.
+        """
+        while not self._blocks.grow(beam, beam.num_computed_tokens + num_tokens):
+            victim = self._running[-1]
+            self._preempt(victim)
+            step.remove(victim)
+            if victim is sequence:
+                return False
+        return True
+
+    def _compute(self, sequence: Sequence, num_tokens: int, step: _Step) -> None:
+        start = sequence.num_computed_tokens
+        self._queue.charge(sequence, start, start + num_tokens)
+        step.add(sequence, num_tokens)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._running.remove(sequence)
+        self._stop(sequence)
+        for beam in sequence.beams:
+            beam.num_computed_tokens = 0
+        sequence.status = SequenceStatus.WAITING
+        self._queue.put_back(sequence)
+        self.num_preemptions += 1
+
+    def _stop(self, sequence: Sequence) -> None:
+        for beam in sequence.beams:
+            self._blocks.free(beam)
+        if sequence.adapter is not None:
+            self._loras.release(sequence.adapter)
+
+    def _admit_waiting(self, step: _Step) -> None:
+        self._make_way(step)
+        skipped = _Skipped()
+        while step.budget > 0 and len(skipped) < self._max_num_seqs:
+            sequence = self._queue.first()
+            if sequence is None or not self._has_room(sequence):
+                break
+            if self._acquire_adapter(sequence, skipped):
+                self._start(sequence)
+                for beam, num_tokens in _shares(sequence, step.budget):
+                    self._compute(beam, num_tokens, step)
+            else:
+                self._queue.set_aside(sequence)
+                skipped.add(sequence)
+        self._look_ahead(skipped.adapters)
+        self._queue.restore()
+
+    def _has_room(self, sequence: Sequence) -> bool:
+        """Whole prompts are admitted, so that two half-computed ones never wait for each other's blocks."""
+        return sequence.width <= self._num_free_places and self._blocks.can_start(*sequence.beams)
+
+    def _make_way(self, step: _Step) -> None:
+        """Preempt sequences of clients that hold more than their shares, if the one that starts next lacks room."""
+        newcomer = self._queue.first()
+        if newcomer is None or self._has_room(newcomer) or not self._is_adapter_ready(newcomer):
+            return
+        needed = self._part_held(newcomer)
+        while not self._has_room(newcomer):
+            victim = choose_victim(newcomer, needed, self._running, self._part_held)
+            if victim is None or not self._queue.would_follow(victim, newcomer):
+                return
+            self._preempt(victim)
+            step.remove(victim)
+
+    def _part_held(self, sequence: Sequence) -> float:
+        """The part of the server that a sequence has, or needs: of the places, or of the blocks if that is more."""
+        return max(sequence.width / self._max_num_seqs, self._blocks.part_of(*sequence.beams))
+
+    def _is_adapter_ready(self, sequence: Sequence) -> bool:
+        """Whether a waiting sequence could run at once, as far as its adapter is concerned."""
+        if sequence.adapter is None:
+            return True
+        if not self._loras.acquire(sequence.adapter):
+            return False
+        self._loras.release(sequence.adapter)
+        return True
+
+    def _look_ahead(self, wanted: Set[CachedAdapter]) -> None:
+        """Have the adapters of those who start next brought to the device, where that costs none of the `wanted`."""
+        wanted = set(wanted)
+        for _ in range(_LOOK_AHEAD):
+            sequence = self._queue.first()
+            if sequence is None:
+                return
+            if sequence.adapter is not None:
+                self._loras.prefetch(sequence.adapter, wanted)
+                wanted.add(sequence.adapter)
+            self._queue.set_aside(sequence)
+
+    def _acquire_adapter(self, sequence: Sequence, skipped: _Skipped) -> bool:
+        """Whether `sequence` may run as far as its adapter is concerned; `skipped`: those before it that may not."""
+        if sequence.adapter is None:
+            return True
+        if skipped.must_not_be_overtaken or not self._loras.acquire(sequence.adapter, skipped.adapters):
+            return False
+        skipped.overtake()
+        return True
+
+    def _start(self, sequence: Sequence) -> None:
+        self._queue.take(sequence)
+        for beam in sequence.beams:
+            beam.num_computed_tokens = self._blocks.start(beam)
+        sequence.status = SequenceStatus.RUNNING
+        insort(self._running, sequence, key=_priority)
+
+
+def _shares(sequence: Sequence, budget: int) -> list[tuple[Sequence, int]]:
+    """How many tokens each beam computes in a step; beams without any are left out.
+
+    The last ones of all beams go together, since they are ranked together.
+    """
+    if sequence.is_complete:
+        return []
+    if not sequence.siblings:
+        # Nearly all sequences in nearly all steps.
+        num_tokens = min(sequence.num_tokens - sequence.num_computed_tokens, budget)
+        return [(sequence, num_tokens)] if num_tokens else []
+    missing = [(beam, beam.num_tokens - beam.num_computed_tokens) for beam in sequence.beams]
+    if sum(num_tokens for _, num_tokens in missing) <= budget:
+        return missing
+    shares = []
+    for beam, num_tokens in missing:
+        if share := min(num_tokens - 1, budget):
+            shares.append((beam, share))
+            budget -= share
+    return shares
+
+
+def _priority(sequence: Sequence) -> int:
+    """Smaller is served first; of equal ones the first that started."""
+    return sequence.request.priority

@@ -1,0 +1,193 @@
+"""`DecodeGraphs`: decode steps captured at start, one CUDA graph for each number of sequences, replayed for any.
+
+A step of a model is some hundred kernels, and launching them one by one takes a GPU longer than running them. A graph
+launches all at once, but always the same ones on the same memory. So a decode step is padded to the next captured size,
+its inputs are copied to where the graph looks for them, and there are two graphs a size: with the adapters' work, of
+which one serves any mix since the work lists have a fixed capacity (`lora_segments`), and without it.
+
+The capture itself (`capture_graph`) has not run on a device.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from multilora_engine.execution.forward_batch import ForwardBatch, TokenLoRAs
+from multilora_kernels import LoRATables
+
+_logger = logging.getLogger(__name__)
+
+Run = Callable[[], None]
+Capture = Callable[[Run], Run]
+"""Makes of a function one that does the same again, to the same memory."""
+
+_BASE_MODEL = -1
+_SIZES = (1, 2, 4)
+_SIZE_STEP = 8
+_MAX_SIZE = 256
+"""Kernels of more sequences take longer than their launch."""
+
+_MIB = 1 << 20
+
+
+def graph_sizes(max_num_seqs: int) -> list[int]:
+    """The numbers of sequences that graphs are captured for: 1, 2, 4, 8, 16, 24 and so on.
+
+    The last is `max_num_seqs`, or the largest that is worth it.
+    """
+    last = min(max_num_seqs, _MAX_SIZE)
+    sizes = [*_SIZES, *range(_SIZE_STEP, last, _SIZE_STEP)]
+    return [size for size in sizes if size < last] + [last]
+
+
+class DecodeInputs:
+    """The memory that graphs read a step's inputs from: those of `ForwardBatch`, for up to `max_num_seqs` sequences.
+
+    scratch_block: a block of the KV cache that no sequence ever has. Rows of padding decode a token 0 of the base model
+        there, at position 0; nobody looks at their logits.
+    max_blocks: blocks of the longest sequence.
+    """
+
+    def __init__(
+        self,
+        max_num_seqs: int,
+        max_blocks: int,
+        block_size: int,
+        scratch_block: int,
+        tables: LoRATables,
+    ) -> None:
+        self._block_size = block_size
+        self._scratch_block = scratch_block
+        self._tables = tables
+        rows = torch.zeros(6, max_num_seqs, dtype=torch.int64, device=tables.rank.device)
+        self._input_ids, self._positions, self._slot_mapping, self._num_keys, self._lora_mapping = rows[:5]
+        self._logits_indices = rows[5]
+        self._block_tables = rows.new_zeros(max_num_seqs, max_blocks)
+
+    def fill(self, batch: ForwardBatch, size: int) -> None:
+        """Copy a decode step to the first rows, and make the others up to `size` padding."""
+        n = len(batch.query_lens)
+        self._input_ids[:n] = batch.input_ids
+        self._positions[:n] = batch.positions
+        self._slot_mapping[:n] = batch.slot_mapping
+        self._num_keys[:n] = batch.num_keys
+        self._logits_indices[: len(batch.logits_indices)] = batch.logits_indices
+        self._block_tables[:n, : batch.block_tables.shape[1]] = batch.block_tables
+        if batch.lora is not None:
+            self._lora_mapping[:n] = batch.lora.mapping
+        self.pad(n, size)
+
+    def pad(self, start: int, end: int) -> None:
+        """Make the rows start .. end - 1 padding."""
+        self._input_ids[start:end] = 0
+        self._positions[start:end] = 0
+        self._slot_mapping[start:end] = self._scratch_block * self._block_size
+        self._num_keys[start:end] = 1
+        self._block_tables[start:end, 0] = self._scratch_block
+        self._lora_mapping[start:end] = _BASE_MODEL
+
+    def batch(self, size: int, has_adapters: bool) -> ForwardBatch:
+        """The first `size` rows, as they are by the time that the model reads them.
+
+        `context_lens`, which the host knows at capture only, are those of padding: no operator of a graph reads them.
+        """
+        return ForwardBatch(
+            input_ids=self._input_ids[:size],
+            positions=self._positions[:size],
+            slot_mapping=self._slot_mapping[:size],
+            query_lens=[1] * size,
+            context_lens=[1] * size,
+            num_keys=self._num_keys[:size],
+            block_tables=self._block_tables[:size],
+            num_decodes=size,
+            logits_indices=self._logits_indices[:size],
+            block_size=self._block_size,
+            lora=TokenLoRAs(self._tables, self._lora_mapping[:size]) if has_adapters else None,
+        )
+
+
+class DecodeGraphs:
+    """Decode steps of up to the largest of `sizes` sequences, each captured when this is made."""
+
+    @torch.inference_mode()
+    def __init__(
+        self,
+        forward: Callable[[ForwardBatch], torch.Tensor],
+        inputs: DecodeInputs,
+        sizes: list[int],
+        vocab_size: int,
+        device: torch.device,
+        capture: Capture,
+    ) -> None:
+        """forward: the logits of a batch. capture: `capture_graph` on a GPU."""
+        self._inputs = inputs
+        self._sizes = sizes
+        self._logits = torch.empty(sizes[-1], vocab_size, device=device)
+        # The largest first: the others find room in the memory that it leaves.
+        self._replays = {
+            (size, has_adapters): self._captured(forward, size, has_adapters, capture)
+            for has_adapters in (True, False)
+            for size in reversed(sizes)
+        }
+
+    def serves(self, batch: ForwardBatch) -> bool:
+        """Whether a batch is a decode step: one token of each of not too many sequences, and no more rows wanted."""
+        n = len(batch.query_lens)
+        return n == len(batch.positions) <= self._sizes[-1] and len(batch.logits_indices) <= n
+
+    @torch.inference_mode()
+    def run(self, batch: ForwardBatch) -> torch.Tensor:
+        """Logits of the wanted rows, float32 [num_logits, vocab_size]; overwritten by the next step."""
+        n = len(batch.query_lens)
+        size = self._sizes[bisect.bisect_left(self._sizes, n)]
+        self._inputs.fill(batch, size)
+        self._replays[size, batch.lora is not None]()
+        return self._logits[: len(batch.logits_indices)]
+
+    def _captured(
+        self, forward: Callable[[ForwardBatch], torch.Tensor], size: int, has_adapters: bool, capture: Capture
+    ) -> Run:
+        batch, logits = self._inputs.batch(size, has_adapters), self._logits[:size]
+
+        def run() -> None:
+            logits.copy_(forward(batch))
+
+        self._inputs.pad(0, size)
+        return capture(run)
+
+
+def capture_decode(
+    forward: Callable[[ForwardBatch], torch.Tensor],
+    inputs: DecodeInputs,
+    sizes: list[int],
+    vocab_size: int,
+    device: torch.device,
+) -> DecodeGraphs:
+    """The graphs on a GPU, which takes some seconds; tells what for, how long it took, and their memory."""
+    _logger.info("capturing CUDA graphs of decode steps of %s sequences", sizes)
+    start = time.monotonic()
+    free, _ = torch.cuda.mem_get_info(device)
+    capture = functools.partial(capture_graph, pool=torch.cuda.graph_pool_handle())
+    graphs = DecodeGraphs(forward, inputs, sizes, vocab_size, device, capture)
+    left, _ = torch.cuda.mem_get_info(device)
+    _logger.info("CUDA graphs: %.0f MiB, captured in %.1f s", (free - left) / _MIB, time.monotonic() - start)
+    return graphs
+
+
+def capture_graph(run: Run, pool: Any) -> Run:
+    """Record what `run` does to the device. pool: a handle of the memory that graphs share, one running at a time."""
+    # Once outside: compiles kernels, and allocates what libraries keep.
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    # Other threads of the engine may go on using the device while this one captures.
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        run()
+    return graph.replay

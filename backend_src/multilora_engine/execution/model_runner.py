@@ -1,0 +1,174 @@
+"""`ModelRunner`: weights and KV tensors on the device; turns a scheduled step into a choice of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import chain
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from multilora_engine.engine.kv_cache import BlockCopy
+from multilora_engine.engine.scheduler import ScheduledSequence
+from multilora_engine.execution.cuda_graphs import DecodeGraphs
+from multilora_engine.execution.forward_batch import ForwardBatch, KVCache, TokenLoRAs
+from multilora_engine.execution.prompt_scoring import score_prompts, scores_prompts
+from multilora_engine.execution.transfer import to_device
+from multilora_engine.lora.manager import LoRAManager
+from multilora_engine.models.llama import LlamaModel
+from multilora_engine.sampling.sampler import Choice
+
+
+class ModelRunner:
+    """Owns the model and the KV cache's memory; knows nothing of queues and requests' ends."""
+
+    def __init__(
+        self,
+        model: LlamaModel,
+        kv_cache: KVCache,
+        block_size: int,
+        loras: LoRAManager,
+        graphs: DecodeGraphs | None = None,
+    ) -> None:
+        """graphs: of the model's steps over this cache; None computes every step kernel by kernel."""
+        self._model = model
+        self._kv_cache = kv_cache
+        self._block_size = block_size
+        self._loras = loras
+        self._graphs = graphs
+        self._device = kv_cache.keys.device
+
+    @torch.inference_mode()
+    def launch(
+        self,
+        step: list[ScheduledSequence],
+        on_layer: Callable[[], None] = lambda: None,
+        before: Choice | None = None,
+    ) -> Choice:
+        """Start a step: the choice of the next token of each of its sequences that `is_sampled`, in their order.
+
+        A GPU computes while the host goes on; on a CPU the step has been computed when this returns. before: of the
+        step before, whose tokens are pending.
+        """
+        batch = self.build_batch(step)
+        _fill_in_pending(batch.input_ids, step, before)
+        forward = partial(self._forward_scored, step) if scores_prompts(step) else self._forward
+        logits = forward(batch, on_layer)
+        sampled = [scheduled.sequence for scheduled in step if scheduled.is_sampled]
+        _keep_context_logits(step, logits[len(sampled) :])
+        return Choice(logits[: len(sampled)], sampled, self._model.config.end_token_ids)
+
+    def _forward(self, batch: ForwardBatch, on_layer: Callable[[], None]) -> torch.Tensor:
+        if self._graphs is not None and self._graphs.serves(batch):
+            on_layer()
+            return self._graphs.run(batch)
+        return self._model.forward(batch, self._kv_cache, on_layer)
+
+    def _forward_scored(
+        self, step: list[ScheduledSequence], batch: ForwardBatch, on_layer: Callable[[], None]
+    ) -> torch.Tensor:
+        """`_forward` of a step that has to tell of prompts, too."""
+        hidden_states = self._model.hidden_states(batch, self._kv_cache, on_layer)
+        score_prompts(step, lambda rows: self._model.logits(hidden_states, rows), self._device)
+        return self._model.logits(hidden_states, batch.logits_indices)
+
+    @torch.inference_mode()
+    def copy_blocks(self, copies: list[BlockCopy]) -> None:
+        """Copy keys and values of whole blocks of the KV cache, in all layers; no block is a source and a target."""
+        pairs = to_device(torch.tensor([(copy.source, copy.target) for copy in copies]), self._device)
+        sources, targets = pairs.unbind(1)
+        for cache in (self._kv_cache.keys, self._kv_cache.values):
+            blocks = cache.view(cache.shape[0], -1, self._block_size, *cache.shape[2:])
+            blocks[:, targets] = blocks[:, sources]
+
+    def build_batch(self, step: list[ScheduledSequence]) -> ForwardBatch:
+        """The tensors of a step, with 0 for pending tokens. `step`: single-token sequences first, as scheduled."""
+        block_size, device = self._block_size, self._device
+        # NumPy, because a torch call on a handful of numbers takes several times as long.
+        lengths = np.array([scheduled.num_tokens for scheduled in step])
+        starts = np.array([scheduled.start for scheduled in step])
+        ends = lengths.cumsum()
+        positions = np.arange(ends[-1]) - np.repeat(ends - lengths - starts, lengths)
+        sequence_of_token = np.repeat(np.arange(len(step)), lengths)
+        block_tables = _block_tables(step)
+        slot_mapping = block_tables[sequence_of_token, positions // block_size] * block_size + positions % block_size
+        return ForwardBatch(
+            input_ids=_sent(_joined([_input_ids(scheduled) for scheduled in step]), device),
+            positions=_sent(positions, device),
+            slot_mapping=_sent(slot_mapping, device),
+            query_lens=lengths.tolist(),
+            context_lens=(starts + lengths).tolist(),
+            num_keys=_sent(starts + lengths, device),
+            block_tables=_sent(block_tables, device),
+            num_decodes=int((lengths == 1).sum()),
+            logits_indices=to_device(_logits_indices(step, ends.tolist()), device),
+            block_size=block_size,
+            lora=self._token_loras(step, sequence_of_token),
+        )
+
+    def _token_loras(self, step: list[ScheduledSequence], sequence_of_token: NDArray[np.int64]) -> TokenLoRAs | None:
+        adapters = [scheduled.sequence.adapter for scheduled in step]
+        if not any(adapters):
+            return None
+        indices = np.array([-1 if adapter is None else self._loras.lora_index(adapter) for adapter in adapters])
+        return TokenLoRAs(self._loras.tables, _sent(indices[sequence_of_token], self._device))
+
+
+def _input_ids(scheduled: ScheduledSequence) -> list[int]:
+    return scheduled.token_ids or [0]
+
+
+def _fill_in_pending(input_ids: torch.Tensor, step: list[ScheduledSequence], before: Choice | None) -> None:
+    """Put the tokens that are known to the device only where they are read. input_ids: of the step's batch."""
+    # A pending token is the only one that its sequence computes, and such sequences come first: row i is theirs.
+    rows = [row for row, scheduled in enumerate(step) if scheduled.sequence.num_pending_tokens]
+    if rows:
+        assert before is not None
+        assert all(step[row].num_tokens == 1 for row in rows)
+        places = {sequence: place for place, sequence in enumerate(before.sequences)}
+        index = torch.tensor([rows, [places[step[row].sequence] for row in rows]])
+        targets, sources = to_device(index, input_ids.device)
+        input_ids[targets] = before.token_ids[sources]
+
+
+def _logits_indices(step: list[ScheduledSequence], ends: list[int]) -> torch.Tensor:
+    """int64: the last row of each sequence that is sampled, then the rows of the prompts whose logits are wanted.
+
+    ends: for each sequence the row behind its last one.
+    """
+    sampled = [end - 1 for scheduled, end in zip(step, ends, strict=True) if scheduled.is_sampled]
+    context = [
+        end - scheduled.num_tokens + position - scheduled.start
+        for scheduled, end in zip(step, ends, strict=True)
+        for position in scheduled.context_positions
+    ]
+    return torch.tensor(sampled + context, dtype=torch.int64)
+
+
+def _keep_context_logits(step: list[ScheduledSequence], logits: torch.Tensor) -> None:
+    """logits: the rows of all `context_positions` of a step."""
+    if len(logits):
+        rows = iter(logits.cpu().numpy())
+        for scheduled in step:
+            for _ in scheduled.context_positions:
+                scheduled.sequence.context_logits.append(next(rows).tobytes())
+
+
+def _block_tables(step: list[ScheduledSequence]) -> NDArray[np.int64]:
+    """[num_seqs, longest table], padded with -1."""
+    rows = [scheduled.sequence.block_table for scheduled in step]
+    lengths = np.array([len(row) for row in rows])
+    tables = np.full((len(rows), lengths.max()), -1)
+    tables[np.arange(tables.shape[1]) < lengths[:, None]] = _joined(rows)
+    return tables
+
+
+def _joined(lists: list[list[int]]) -> NDArray[np.int64]:
+    """One after the other."""
+    return np.fromiter(chain.from_iterable(lists), np.int64)
+
+
+def _sent(values: NDArray[np.int64], device: torch.device) -> torch.Tensor:
+    return to_device(torch.from_numpy(values), device)

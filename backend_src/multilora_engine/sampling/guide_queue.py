@@ -1,0 +1,172 @@
+"""`GuideQueue`: the sequences that wait for their guides; `GuidesInUse`: how much memory guides may take."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from multilora_engine.engine.sequence import Sequence
+from multilora_engine.errors import GuidesFull, GuideTimeout, InternalError, InvalidRequest, RequestError
+from multilora_engine.request import Guide
+from multilora_engine.sampling.guided import MAX_GUIDE_BYTES, GuideMatcher
+
+_NICENESS = 10
+"""Of the thread that compiles: where it and the steps want the same core, the steps go first."""
+
+_SMALL_SHARE = 256
+"""A guide of up to one 256th of what all may take is small."""
+
+_logger = logging.getLogger(__name__)
+
+
+class Compiler(Protocol):
+    """What the queue needs of `multilora_engine.sampling.guided.GuideCompiler`. Only the queue's thread calls it."""
+
+    def matcher(self, guide: Guide, end_tokens: tuple[int, ...]) -> GuideMatcher: ...
+
+
+@dataclass(order=True)
+class _Job:
+    """Small guides come first: large ones wait for each other, and nobody else waits for them."""
+
+    num_bytes: int
+    arrival: int
+    guide: Guide = field(compare=False)
+    end_tokens: tuple[int, ...] = field(compare=False)
+    deadline_s: float = field(compare=False)
+    is_given_up: bool = field(default=False, compare=False)
+    result: GuideMatcher | RequestError | None = field(default=None, compare=False)
+
+
+class GuideQueue:
+    """Belongs to the engine's thread; guides are compiled in another one, which the first guide starts."""
+
+    def __init__(self, make_compiler: Callable[[], Compiler], timeout_s: float) -> None:
+        """make_compiler: called by the thread, since it takes half a second. timeout_s: the longest wait."""
+        self._make_compiler = make_compiler
+        self._timeout_s = timeout_s
+        self._jobs: dict[Sequence, _Job] = {}
+        self._arrivals = itertools.count()
+        self._todo: list[_Job] = []
+        self._is_closing = False
+        self._wake_up = threading.Condition()
+        self._has_news = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __len__(self) -> int:
+        """How many sequences wait."""
+        return len(self._jobs)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """Those that wait."""
+        return iter(self._jobs)
+
+    def add(self, sequence: Sequence, guide: Guide, end_tokens: tuple[int, ...]) -> None:
+        """Let a sequence wait for its matcher, which `poll` gives, until `give_up`."""
+        arrival, deadline_s = next(self._arrivals), time.monotonic() + self._timeout_s
+        self._jobs[sequence] = job = _Job(guide.num_bytes, arrival, guide, end_tokens, deadline_s)
+        with self._wake_up:
+            heapq.heappush(self._todo, job)
+            self._wake_up.notify()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="guide-compiler", daemon=True)
+            self._thread.start()
+
+    def give_up(self, sequence: Sequence) -> bool:
+        """Let a sequence wait no longer; whether it did."""
+        job = self._jobs.pop(sequence, None)
+        if job is not None:
+            job.is_given_up = True
+        return job is not None
+
+    def poll(self) -> Iterator[tuple[Sequence, GuideMatcher | RequestError]]:
+        """The sequences that need wait no longer, with their matcher, or with the reason that there is none."""
+        self._has_news.clear()
+        now_s = time.monotonic()
+        for sequence, job in list(self._jobs.items()):
+            result = job.result
+            if result is None and job.deadline_s < now_s:
+                result = GuideTimeout(job.num_bytes, self._timeout_s)
+            if result is not None:
+                yield sequence, result
+
+    def wait(self, timeout_s: float) -> None:
+        """For an engine that has nothing else to do: wait until `poll` has something to give, if a sequence waits."""
+        if self._jobs:
+            self._has_news.wait(timeout_s)
+
+    def close(self) -> None:
+        """End the thread, behind the guide that it is compiling."""
+        with self._wake_up:
+            self._is_closing = True
+            self._wake_up.notify()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        compiler: Compiler | None = None
+        while (job := self._next()) is not None:
+            if not job.is_given_up:
+                compiler = compiler or self._make_compiler()
+                job.result = _compile(compiler, job)
+                self._has_news.set()
+
+    def _next(self) -> _Job | None:
+        """None when the queue is closed."""
+        with self._wake_up:
+            self._wake_up.wait_for(lambda: self._todo or self._is_closing)
+            return None if self._is_closing else heapq.heappop(self._todo)
+
+
+class GuidesInUse:
+    """The guides of the sequences in the engine. A grammar takes up to some hundred times the memory of its guide.
+
+    Half of the room is for small guides only, so that whoever fills the rest with large ones does not shut them out.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        """max_bytes: of all different guides together."""
+        self._max_bytes = max_bytes
+        self._num_users: Counter[Guide] = Counter()
+        self._num_bytes = 0
+
+    def check(self, guide: Guide) -> None:
+        """Raises InvalidRequest for a guide that is too long, GuidesFull when the others leave it no room."""
+        if guide.num_bytes > MAX_GUIDE_BYTES:
+            raise InvalidRequest(f"the guide has {guide.num_bytes} bytes, at most {MAX_GUIDE_BYTES} are accepted")
+        is_small = guide.num_bytes <= self._max_bytes // _SMALL_SHARE
+        most = self._max_bytes if is_small else self._max_bytes // 2
+        if guide not in self._num_users and self._num_bytes + guide.num_bytes > most:
+            raise GuidesFull(guide.num_bytes, self._num_bytes, self._max_bytes)
+
+    def add(self, guide: Guide) -> None:
+        """A sequence with this guide, which has been checked, is in the engine."""
+        if guide not in self._num_users:
+            self._num_bytes += guide.num_bytes
+        self._num_users[guide] += 1
+
+    def remove(self, guide: Guide) -> None:
+        """A sequence with this guide has ended."""
+        self._num_users[guide] -= 1
+        if not self._num_users[guide]:
+            del self._num_users[guide]
+            self._num_bytes -= guide.num_bytes
+
+
+def _compile(compiler: Compiler, job: _Job) -> GuideMatcher | RequestError:
+    try:
+        return compiler.matcher(job.guide, job.end_tokens)
+    except RequestError as error:
+        return error
+    except Exception as error:
+        _logger.exception("a guide of %d bytes could not be compiled", job.num_bytes)
+        return InternalError(f"{type(error).__name__}: {error}")

@@ -1,0 +1,228 @@
+"""The next token of every sequence of a step, in one vectorised call over mixed parameters."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from multilora_engine.engine.beam_search import Continuations, rank_continuations
+from multilora_engine.engine.sequence import Sequence
+from multilora_engine.execution.transfer import FromDevice, to_device
+from multilora_engine.request import TokenLogProb
+from multilora_engine.sampling.logits import adjust_logits
+from multilora_kernels import SamplingRule, sample_tokens
+
+_MIN_TEMPERATURE = 1e-6
+"""Smaller temperatures draw the same, always the most probable token, but divide to infinities."""
+
+_GREEDY = SamplingRule(temperature=1.0, top_k=1, top_p=1.0, min_p=0.0, uniform=0.0)
+
+
+class SampledToken(msgspec.Struct, frozen=True):
+    """The next token of one sequence, and what the request wants to know of how it was chosen.
+
+    token_id: None when what the request forbids left nothing to choose.
+    continuations: of a beam, from which the search chooses; its token_id and log_prob mean nothing.
+    logits: the model's own, float32 [vocab].
+    is_finite: False when the model's numbers overflowed, so that the rest means nothing.
+    """
+
+    token_id: int | None
+    log_prob: TokenLogProb | None = None
+    continuations: Continuations | None = None
+    logits: bytes | None = None
+    is_finite: bool = True
+
+
+class Choice:
+    """The choice of one token per sequence: a device makes it by itself, while the host may go on, until it is `read`.
+
+    token_ids: int64 [len(sequences)], on the device.
+
+    A sequence draws one uniform number a token from its own generator, so that what it draws does not depend on who
+    else is in the batch.
+    """
+
+    def __init__(self, logits: torch.Tensor, sequences: list[Sequence], end_token_ids: tuple[int, ...]) -> None:
+        """logits: [len(sequences), vocab], float32, changed in place.
+
+        They must stay as they are until the choice is read, if any sequence's sampling `must_read_each_token`.
+        """
+        self.sequences = sequences
+        self._logits = logits
+        self._scored = [
+            row for row, s in enumerate(sequences) if s.request.sampling.return_log_probs and s.search is None
+        ]
+        self._log_probs = _rows(logits, _index(self._scored, logits)).log_softmax(dim=-1) if self._scored else None
+        self._kept = _own_logits(logits, sequences)
+        self._restricted = adjust_logits(logits, sequences, end_token_ids)
+        self.token_ids = _choose(logits, sequences)
+        self._on_host = FromDevice(self.token_ids)
+        # With the tokens, since the logits may be another step's when these are read.
+        self._probes = FromDevice(_probe(logits, self.token_ids))
+
+    @torch.inference_mode()
+    def read(self) -> list[SampledToken]:
+        """The tokens, in the order of the sequences. Waits for the device."""
+        tokens = [SampledToken(token_id) for token_id in self._on_host.wait().tolist()]
+        if self._log_probs is not None:
+            _add_log_probs(tokens, self._scored, self._log_probs, self.sequences)
+        probes = self._probes.wait().numpy()
+        dead = {row for row in self._restricted if probes[row, 0] == -math.inf}
+        for row in dead:
+            tokens[row] = SampledToken(None)
+        if beams := [row for row, sequence in enumerate(self.sequences) if sequence.search is not None]:
+            ranked = rank_continuations(self._logits[beams], [self.sequences[row] for row in beams])
+            for row, continuations in zip(beams, ranked, strict=True):
+                tokens[row] = SampledToken(None, continuations=continuations)
+        for row, values in self._kept.items():
+            tokens[row] = msgspec.structs.replace(tokens[row], logits=values)
+        for row in _overflown(probes) - dead:
+            tokens[row] = SampledToken(None, is_finite=False)
+        return tokens
+
+
+def _own_logits(logits: torch.Tensor, sequences: list[Sequence]) -> dict[int, bytes]:
+    """By row, of the sequences that ask for them."""
+    rows = [row for row, sequence in enumerate(sequences) if sequence.request.sampling.return_generation_logits]
+    values = logits[rows].cpu().numpy() if rows else ()
+    return {row: value.tobytes() for row, value in zip(rows, values, strict=True)}
+
+
+def _choose(logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
+    drawn = [row for row, s in enumerate(sequences) if not s.request.sampling.is_greedy and s.search is None]
+    if not drawn:
+        return _most_probable(logits)
+    rules = [_GREEDY] * len(sequences)
+    for row in drawn:
+        rules[row] = _rule(sequences[row])
+    if not logits.is_cuda and (token_ids := sample_tokens(logits, rules)) is not None:
+        return token_ids
+    token_ids = torch.empty(len(sequences), dtype=torch.int64, device=logits.device)
+    index = _index(drawn, logits)
+    token_ids[index] = _draw(_rows(logits, index), [rules[row] for row in drawn])
+    if others := sorted(set(range(len(sequences))) - set(drawn)):
+        index = _index(others, logits)
+        token_ids[index] = _most_probable(_rows(logits, index))
+    return token_ids
+
+
+def _most_probable(logits: torch.Tensor) -> torch.Tensor:
+    """The first token of each row that has the largest logit, [rows] int64."""
+    if logits.is_cuda:
+        return logits.argmax(dim=-1)
+    # The same as torch's, in a tenth of the time: 0.1 instead of 1.1 ms for 16 rows of 49,152 tokens on AVX2.
+    return torch.from_numpy(logits.numpy().argmax(axis=-1))
+
+
+def _probe(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """The logits of the chosen tokens, and of a few far from them, [rows, 1 + some]."""
+    vocab = logits.shape[1]
+    distances = torch.arange(0, vocab, max(1, vocab // 4), device=logits.device)
+    return logits.gather(1, (token_ids.unsqueeze(1) + distances) % vocab)
+
+
+def _overflown(probes: NDArray[np.float32]) -> set[int]:
+    """The rows whose numbers overflowed in the model.
+
+    A NaN counts as the largest logit, so it is chosen. Where the squares in the last norm overflow, but not what is
+    squared, the norm makes zeros of everything; no logits of a model are by chance.
+    """
+    if np.isfinite(chosen := probes[:, 0]).all() and chosen.all():
+        return set()
+    is_wrong = ~np.isfinite(chosen) | ~probes.any(axis=1)
+    return set(np.flatnonzero(is_wrong).tolist())
+
+
+def _add_log_probs(
+    tokens: list[SampledToken], scored: list[int], log_probs: torch.Tensor, sequences: list[Sequence]
+) -> None:
+    """log_probs: [len(scored), vocab], of the rows in `scored`; the largest of each are looked for once, for all."""
+    chosen = torch.tensor([[tokens[row].token_id] for row in scored], device=log_probs.device)
+    values = log_probs.gather(1, chosen).squeeze(1).tolist()
+    counts = [sequences[row].request.sampling.num_top_log_probs for row in scored]
+    top_values, top_ids = (tensor.tolist() for tensor in log_probs.topk(max(counts), dim=-1))
+    for i, row in enumerate(scored):
+        top = tuple(zip(top_ids[i][: counts[i]], top_values[i][: counts[i]], strict=True))
+        tokens[row] = SampledToken(tokens[row].token_id, TokenLogProb(values[i], top))
+
+
+def _rule(sequence: Sequence) -> SamplingRule:
+    p = sequence.request.sampling
+    temperature = max(p.temperature, _MIN_TEMPERATURE)
+    return SamplingRule(temperature, p.top_k, _top_p(sequence), p.min_p, sequence.random.random())
+
+
+def _draw(logits: torch.Tensor, rules: list[SamplingRule]) -> torch.Tensor:
+    """The tokens of `sample_tokens`, int64 [rows], by torch's operators: for a GPU, and where nothing was compiled.
+
+    logits: float32 [rows, vocab], a rule each. Which way a row goes depends on its own rule alone, so its neighbours
+    never change what it draws.
+    """
+    temperature, top_k, top_p, min_p, uniform = (_column(list(values), logits) for values in zip(*rules, strict=True))
+    left = (logits / temperature).softmax(dim=-1)
+    vocab = logits.shape[1]
+    leave_all = [not 0 < rule.top_k < vocab and rule.top_p >= 1.0 and rule.min_p <= 0.0 for rule in rules]
+    if restricted := [row for row, leaves_all in enumerate(leave_all) if not leaves_all]:
+        index = _index(restricted, logits)
+        left[index] = _leave(_rows(left, index), top_k[index], top_p[index], min_p[index])
+    return _invert(left.cumsum_(dim=-1), uniform)
+
+
+def _leave(probabilities: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
+    """What top_k (0 for all), top_p and min_p leave of each row, zero elsewhere, [rows, vocab]. top_k ..: [rows, 1]."""
+    ordered, token_ids = probabilities.sort(dim=-1, descending=True, stable=True)
+    is_among = (torch.arange(ordered.shape[1], device=ordered.device) < top_k) | (top_k == 0)
+    left = ordered * is_among
+    left /= torch.where(top_k == 0, 1.0, left.sum(dim=-1, keepdim=True))
+    is_kept = (left.cumsum(dim=-1) - left < top_p) & (left >= min_p * left[:, :1])
+    return torch.zeros_like(left).scatter_(1, token_ids, left * is_kept)
+
+
+def _invert(cumulative: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """The place of each row where its cumulative weights exceed `uniform` of the whole, [rows] int64.
+
+    It is one with a weight, even if `uniform` was rounded to 1.
+    """
+    whole = cumulative[:, -1:].contiguous()
+    place = torch.searchsorted(cumulative, uniform * whole, right=True)
+    last = torch.searchsorted(cumulative, whole)
+    return place.minimum(last).clamp(max=cumulative.shape[1] - 1).squeeze(1)
+
+
+def _top_p(sequence: Sequence) -> float:
+    """top_p decayed once for each token since the reset token, or the start (arXiv:2206.04624)."""
+    sampling = sequence.request.sampling
+    if sampling.top_p_decay == 1.0 and sampling.top_p_min <= sampling.top_p:
+        return sampling.top_p
+    num_tokens = _num_since(sequence.output_token_ids, sampling.top_p_reset_id)
+    if num_tokens == 0:
+        return sampling.top_p
+    return max(sampling.top_p * sampling.top_p_decay**num_tokens, sampling.top_p_min)
+
+
+def _num_since(token_ids: list[int], reset_id: int) -> int:
+    """How many tokens follow the last `reset_id`; all without one."""
+    # Not a loop: without the token, the whole answer is looked through for every token of it.
+    return token_ids[::-1].index(reset_id) if reset_id in token_ids else len(token_ids)
+
+
+def _column(values: list[float] | list[int], like: torch.Tensor) -> torch.Tensor:
+    return to_device(torch.tensor(values, dtype=torch.float32), like.device).unsqueeze(1)
+
+
+def _rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Rows in ascending order: x itself if it has no others, else a copy.
+
+    On a CPU indexing with a tensor would take up to ten times as long.
+    """
+    return x if len(index) == len(x) else x.index_select(0, index)
+
+
+def _index(rows: list[int], like: torch.Tensor) -> torch.Tensor:
+    """To index rows with; a list would be copied to the device with a wait."""
+    return to_device(torch.tensor(rows), like.device)

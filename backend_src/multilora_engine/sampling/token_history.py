@@ -1,0 +1,120 @@
+"""`TokenHistory`: what penalties and bad words need to know of a sequence's tokens, kept up to date token by token."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from multilora_engine.request import GenerationRequest
+from multilora_engine.text.automaton import ROOT, Automaton
+
+TokenIds = NDArray[np.int64]
+
+
+class TokenTally:
+    """The different tokens of a sequence, and how often it has each. One more token costs constant time."""
+
+    def __init__(self, token_ids: Iterable[int] = ()) -> None:
+        tally = Counter(token_ids)
+        self._places = {token_id: place for place, token_id in enumerate(tally)}
+        self._token_ids = np.array(list(tally), np.int64)
+        self._counts = np.array(list(tally.values()), np.int64)
+
+    @property
+    def token_ids(self) -> TokenIds:
+        """[n], each once."""
+        return self._token_ids[: len(self._places)]
+
+    @property
+    def counts(self) -> NDArray[np.int64]:
+        """[n], of each of `token_ids`."""
+        return self._counts[: len(self._places)]
+
+    def add(self, token_id: int) -> None:
+        place = self._places.setdefault(token_id, len(self._places))
+        if place == len(self._token_ids):
+            self._token_ids, self._counts = _longer(self._token_ids), _longer(self._counts)
+        self._token_ids[place] = token_id
+        self._counts[place] += 1
+
+    def copy(self) -> TokenTally:
+        tally = copy.copy(self)
+        tally._places = self._places.copy()
+        tally._token_ids, tally._counts = self._token_ids.copy(), self._counts.copy()
+        return tally
+
+
+class BadWords:
+    """The sequences that a request forbids, by what precedes their last token. Does not change: forks share it."""
+
+    def __init__(self, sequences: Iterable[tuple[int, ...]]) -> None:
+        """sequences: none of them empty."""
+        last_tokens: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        for *prefix, last in sequences:
+            last_tokens[tuple(prefix)].append(last)
+        self.longest_prefix = max(map(len, last_tokens), default=0)
+        self._always = np.array(last_tokens.pop((), []), np.int64)
+        self._last_tokens = {prefix: np.array(token_ids) for prefix, token_ids in last_tokens.items()}
+        self._prefixes: Automaton[int] = Automaton(self._last_tokens)
+
+    def step(self, state: int, token_id: int) -> int:
+        """The state, ROOT before the first token, behind one more."""
+        return self._prefixes.step(state, token_id)
+
+    def completions(self, state: int) -> TokenIds:
+        """The tokens that would complete a sequence, [n]."""
+        prefixes = self._prefixes.words(state)
+        return np.concatenate([self._always, *(self._last_tokens[tuple(prefix)] for prefix in prefixes)])
+
+
+class TokenHistory:
+    """num_tokens: how many tokens of prompt and answer it has seen, the prompt's from the start.
+
+    seen: of prompt and answer, for a repetition penalty. answered: of the answer alone, for the penalties of presence
+    and frequency. Both stay empty in a request that has no use for them.
+    """
+
+    def __init__(self, request: GenerationRequest) -> None:
+        prompt, sampling = request.prompt_token_ids, request.sampling
+        self.num_tokens = len(prompt)
+        self._counts_all = sampling.repetition_penalty != 1.0
+        self._counts_answer = bool(sampling.frequency_penalty or sampling.presence_penalty)
+        self.seen = TokenTally(prompt if self._counts_all else ())
+        self.answered = TokenTally()
+        self._bad_words = BadWords(sampling.bad_token_sequences)
+        self._bad_state = ROOT
+        # What lies further back is no part of a prefix.
+        self._follow_bad_words(prompt[max(0, len(prompt) - self._bad_words.longest_prefix) :])
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Further tokens of the answer."""
+        self.num_tokens += len(token_ids)
+        for token_id in token_ids:
+            if self._counts_all:
+                self.seen.add(token_id)
+            if self._counts_answer:
+                self.answered.add(token_id)
+        self._follow_bad_words(token_ids)
+
+    def forbidden(self) -> TokenIds:
+        """The tokens that would complete a bad word, whose begin may lie in the prompt, [n]."""
+        return self._bad_words.completions(self._bad_state)
+
+    def fork(self) -> TokenHistory:
+        """A history of its own that goes on from here."""
+        fork = copy.copy(self)
+        fork.seen, fork.answered = self.seen.copy(), self.answered.copy()
+        return fork
+
+    def _follow_bad_words(self, token_ids: Sequence[int]) -> None:
+        for token_id in token_ids:
+            self._bad_state = self._bad_words.step(self._bad_state, token_id)
+
+
+def _longer(values: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Followed by as many zeros as there are values, and some."""
+    return np.concatenate([values, np.zeros(len(values) + 16, np.int64)])

@@ -1,0 +1,1 @@
+"""From tokens to text: the tokenizer, whole characters, stop words."""

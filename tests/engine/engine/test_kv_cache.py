@@ -1,0 +1,239 @@
+"""Blocks of the KV cache: who shares which, when they are known, and in which order they are forgotten."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import cast
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.paged_memory import PoisonedBlocks
+
+from multilora_engine.engine.kv_cache import BlockCopy
+from multilora_engine.engine.sequence import Sequence
+from multilora_engine.lora.host_tier import CachedAdapter
+from multilora_engine.request import GenerationRequest, SamplingParams, Sender
+from multilora_engine.text.text_stream import TextStream
+
+BLOCK_SIZE = 4
+
+
+def sequence(tokens: list[int], digest: str | None = None, tenant: str = "") -> Sequence:
+    adapter = None if digest is None else CachedAdapter(7, digest, ranks=(), num_pages=0)
+    sender = Sender(tenant=tenant, name=tenant)
+    request = GenerationRequest("r", tokens, SamplingParams(max_tokens=1), sender=sender)
+    return Sequence(request, 0, adapter, cast(TextStream, None), Random(0), max_output_tokens=1)
+
+
+def compute(blocks: PoisonedBlocks, one: Sequence, end: int | None = None) -> int:
+    """Start a sequence and compute it, as far as `end`; for how many tokens nothing was to be done."""
+    num_known = blocks.start(one)
+    end = one.num_tokens if end is None else end
+    blocks.check_read(one, num_known)
+    blocks.write(one, num_known, end)
+    blocks.commit(one, num_known, end)
+    return num_known
+
+
+def test_full_blocks_of_equal_tokens_are_shared_and_the_last_token_is_always_computed() -> None:
+    blocks = PoisonedBlocks(20, BLOCK_SIZE)
+    first = sequence(list(range(10)))
+    assert compute(blocks, first) == 0
+    for tokens, known in [(list(range(10)), 8), (list(range(8)), 4), (list(range(9)), 8), ([0, 1, 2, 9, 4, 5], 0)]:
+        other = sequence(tokens)
+        assert compute(blocks, other) == known
+        assert other.block_table[: known // BLOCK_SIZE] == first.block_table[: known // BLOCK_SIZE]
+        assert (other.num_reused_blocks, other.num_allocated_blocks) == (known // BLOCK_SIZE, len(other.block_table))
+        blocks.check_integrity([first, other])
+        blocks.free(other)
+    assert (blocks.prefix_cache.queried_tokens, blocks.prefix_cache.hit_tokens) == (10 + 10 + 8 + 9 + 6, 8 + 4 + 8)
+
+
+def test_what_is_not_computed_yet_is_not_known() -> None:
+    blocks = PoisonedBlocks(20, BLOCK_SIZE)
+    compute(blocks, sequence(list(range(12))), end=7)
+    assert compute(blocks, sequence(list(range(12)))) == 4
+
+
+def test_the_base_model_and_each_version_of_an_adapter_have_blocks_of_their_own() -> None:
+    blocks = PoisonedBlocks(40, BLOCK_SIZE)
+    tokens = list(range(9))
+    for digest in (None, "a" * 32, "b" * 32):
+        assert compute(blocks, sequence(tokens, digest)) == 0
+    for digest in (None, "a" * 32, "b" * 32):
+        assert compute(blocks, sequence(tokens, digest)) == 8
+
+
+@settings(deadline=None)
+@given(
+    prompts=st.lists(
+        st.tuples(st.sampled_from(["", "acme", "bolt"]), st.lists(st.integers(0, 1), min_size=1, max_size=14)),
+        max_size=12,
+    )
+)
+def test_what_is_reused_of_a_prompt_tells_of_the_tenants_own_prompts_alone(
+    prompts: list[tuple[str, list[int]]],
+) -> None:
+    blocks = PoisonedBlocks(80, BLOCK_SIZE)
+    seen: dict[str, list[list[int]]] = {}
+    for tenant, tokens in prompts:
+        known = [
+            num_tokens
+            for num_tokens in range(0, len(tokens), BLOCK_SIZE)
+            if num_tokens == 0 or any(own[:num_tokens] == tokens[:num_tokens] for own in seen.get(tenant, []))
+        ]
+        assert compute(blocks, sequence(tokens, tenant=tenant)) == known[-1]
+        seen.setdefault(tenant, []).append(tokens)
+
+
+def test_a_block_is_only_found_behind_the_blocks_it_was_computed_behind() -> None:
+    blocks = PoisonedBlocks(20, BLOCK_SIZE)
+    compute(blocks, sequence([1, 1, 1, 1, 2, 2, 2, 2, 3]))
+    assert compute(blocks, sequence([2, 2, 2, 2, 3])) == 0
+    assert compute(blocks, sequence([5, 5, 5, 5, 2, 2, 2, 2, 3])) == 0
+
+
+def test_without_prefix_caching_nothing_is_known() -> None:
+    blocks = PoisonedBlocks(20, BLOCK_SIZE, enable_prefix_caching=False)
+    assert compute(blocks, sequence([1] * 9)) == 0
+    assert compute(blocks, sequence([1] * 9)) == 0
+    assert blocks.prefix_cache.hit_tokens == 0
+
+
+def test_unknown_blocks_go_first_then_the_least_recently_used_from_the_end_of_a_sequence() -> None:
+    blocks = PoisonedBlocks(6, BLOCK_SIZE)
+    old, new = sequence([1] * 9), sequence([2] * 9)
+    compute(blocks, old)
+    compute(blocks, new)
+    blocks.free(old)
+    blocks.free(new)
+    tables = blocks.num_free
+    assert tables == 6
+    third = sequence([3] * 12)
+    compute(blocks, third)
+    # The two half-filled blocks, and the second block of the old sequence.
+    for tokens, known in [([1] * 9, 4), ([2] * 9, 8)]:
+        assert len(blocks._known_prefix(sequence(tokens))) * BLOCK_SIZE == known
+    blocks.free(third)
+    assert compute(blocks, sequence([2] * 9)) == 8
+
+
+def test_known_blocks_count_as_free_until_somebody_uses_them() -> None:
+    blocks = PoisonedBlocks(4, BLOCK_SIZE)
+    first = sequence([1] * 16)
+    compute(blocks, first)
+    assert not blocks.can_start(sequence([1] * 17))
+    assert not blocks.can_start(sequence([1] * 16))
+    blocks.free(first)
+    assert blocks.num_free == 4
+    again = sequence([1] * 16)
+    assert blocks.can_start(again)
+    assert compute(blocks, again) == 12
+    shared = sequence([1] * 9)
+    assert not blocks.can_start(shared)
+
+
+def test_branches_share_full_blocks_and_copy_the_last() -> None:
+    blocks = PoisonedBlocks(4, BLOCK_SIZE)
+    first, second, third = (sequence([1] * 10) for _ in range(3))
+    compute(blocks, first)
+    first.num_computed_tokens = second.num_computed_tokens = 10
+    table = list(first.block_table)
+    assert blocks.branch([first], [first, second], [0, 0]) == [BlockCopy(table[2], second.block_table[2])]
+    assert (first.block_table, second.block_table[:2]) == (table, table[:2])
+    blocks.copy(table[2], second.block_table[2])
+    blocks.check_read(second, 10)
+    second_table = list(second.block_table)
+    assert blocks.branch([first, second], [first, second], [1, 0]) == []
+    assert (first.block_table, second.block_table) == (second_table, table)
+    assert blocks.branch([first, second], [first, second], [1, 1]) == [BlockCopy(table[2], second_table[2])]
+    blocks.check_integrity([first, second])
+    assert blocks.branch([first, second], [first, second, third], [0, 1, 1]) is None
+    for one in (first, second):
+        blocks.free(one)
+    assert blocks.num_free == 4
+
+
+def branch(blocks: PoisonedBlocks, beams: list[Sequence], parents: list[int]) -> list[Sequence] | None:
+    """What `beams` become, as the engine does it; None when there was no room, and they are freed."""
+    answers = [list(beams[parent].output_token_ids) for parent in parents]
+    spare = [sequence(beams[0].request.prompt_token_ids) for _ in parents[len(beams) :]]
+    after = [*beams, *spare][: len(parents)]
+    for one in spare:
+        one.adapter = beams[0].adapter
+    copies = blocks.branch(beams, after, parents)
+    if copies is None:
+        for one in beams:
+            blocks.free(one)
+        return None
+    for copy in copies:
+        blocks.copy(copy.source, copy.target)
+    num_computed = beams[parents[0]].num_computed_tokens
+    for one, answer in zip(after, answers, strict=True):
+        one.output_token_ids, one.num_computed_tokens = answer, num_computed
+    return after
+
+
+def test_beams_that_change_places_are_known_by_the_tokens_they_took_over() -> None:
+    blocks = PoisonedBlocks(20, BLOCK_SIZE)
+    one = sequence([1] * 4)
+    compute(blocks, one)
+    one.num_computed_tokens = 4
+    beams = branch(blocks, [one], [0, 0])
+    for parents, tokens in (([0, 1], (5, 6)), ([1, 0], (7, 8))):
+        assert beams is not None
+        beams = branch(blocks, beams, parents)
+        assert beams is not None
+        for beam, token in zip(beams, tokens, strict=True):
+            start = beam.num_tokens
+            beam.output_token_ids += [token] * 4
+            assert blocks.grow(beam, start + 4)
+            blocks.write(beam, start, start + 4)
+            blocks.commit(beam, start, start + 4)
+            beam.num_computed_tokens = start + 4
+    known = {(6, 7): 12, (5, 8): 12, (5, 7): 8, (6, 8): 8}
+    for (first, second), num_tokens in known.items():
+        assert compute(blocks, sequence([1] * 4 + [first] * 4 + [second] * 4 + [9])) == num_tokens
+
+
+@settings(max_examples=150, deadline=None)
+@given(num_blocks=st.integers(6, 40), seed=st.integers(0, 1 << 30))
+def test_nobody_ever_reads_what_is_not_its_own(num_blocks: int, seed: int) -> None:
+    """Searches of any number of beams, which come and go, and share what they have in common with all others."""
+    blocks, rng = PoisonedBlocks(num_blocks, BLOCK_SIZE), Random(seed)
+    running: list[list[Sequence]] = []
+    seen = [[0]]
+    for _ in range(80):
+        action = rng.choice(["start", "branch", "decode", "decode", "decode", "free"])
+        if action == "start":
+            known = rng.choice(seen)
+            prompt = known[: rng.randrange(1, len(known) + 1)] + [rng.randrange(2) for _ in range(rng.randrange(6))]
+            one = sequence(prompt, rng.choice([None, "a"]))
+            if blocks.can_start(one):
+                compute(blocks, one)
+                one.num_computed_tokens = one.num_tokens
+                running.append([one])
+        elif running:
+            beams = running.pop(rng.randrange(len(running)))
+            for one in beams:
+                blocks.check_read(one, one.num_computed_tokens)
+            if action == "branch":
+                parents = [rng.randrange(len(beams)) for _ in range(rng.randrange(1, 5))]
+                beams = branch(blocks, beams, parents) or []
+            elif action == "free" or not all(blocks.grow(one, one.num_computed_tokens + 1) for one in beams):
+                for one in beams:
+                    blocks.free(one)
+                beams = []
+            for one in beams if action == "decode" else ():
+                one.output_token_ids.append(rng.randrange(2))
+                blocks.write(one, one.num_computed_tokens, one.num_tokens)
+                blocks.commit(one, one.num_computed_tokens, one.num_tokens)
+                one.num_computed_tokens = one.num_tokens
+                seen.append(one.token_ids(0, one.num_tokens))
+            running += [beams] if beams else []
+        blocks.check_integrity(one for beams in running for one in beams)
+    for beams in running:
+        for one in beams:
+            blocks.check_read(one, one.num_computed_tokens)
+            blocks.free(one)
+    assert blocks.num_free == num_blocks

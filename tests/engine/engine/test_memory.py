@@ -1,0 +1,64 @@
+"""What the tiers are planned to hold, and what of it is told."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from support.tiny_model import save_tiny_llama
+
+from multilora_engine.config import EngineConfig, LoRAConfig
+from multilora_engine.engine.memory import MemoryPlan, plan_memory
+from multilora_engine.errors import ConfigError
+from multilora_engine.lora.format import adapter_pages
+from multilora_engine.lora.layout import AdapterLayout, adapter_layout
+from multilora_engine.models.model_config import read_model_config
+
+PAGE = 256 << 10
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_llama(tmp_path_factory.mktemp("tiny"))
+
+
+def layout(checkpoint: Path, max_rank: int) -> AdapterLayout:
+    return adapter_layout(read_model_config(checkpoint), max_rank, "float32")
+
+
+def plan(checkpoint: Path, max_rank: int, **options: object) -> MemoryPlan:
+    lora = LoRAConfig(max_lora_rank=max_rank, **options)  # type: ignore[arg-type]
+    config = EngineConfig(model_path=checkpoint, lora=lora)
+    model = read_model_config(checkpoint)
+    return plan_memory(config, model, layout(checkpoint, max_rank), torch.float32, torch.device("cpu"))
+
+
+def test_the_log_tells_how_many_adapters_fit_each_tier(
+    checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    planned = plan(
+        checkpoint,
+        64,
+        lora_cache_host_memory_bytes=10 * PAGE,
+        lora_cache_dir=tmp_path,
+        lora_cache_disk_bytes=101 * PAGE,
+    )
+    assert planned.num_host_pages == planned.num_device_pages == 10
+    pages = [adapter_pages(layout(checkpoint, 64), rank) for rank in (8, 16, 64)]
+    for tier, num_pages in (("host", 10), ("device (cpu)", 10), ("disk", 100)):
+        fits = ", ".join(f"{num_pages // n} of rank {rank}" for n, rank in zip(pages, (8, 16, 64), strict=True))
+        assert f"{tier} tier: " in caplog.text
+        assert f"adapters on all linear layers that fit: {fits}" in caplog.text
+
+
+@pytest.mark.parametrize(("tier", "num_pages"), [("host", -1), ("disk", 0)])
+def test_a_tier_too_small_for_one_largest_adapter_refuses_to_load_with_the_numbers(
+    checkpoint: Path, tmp_path: Path, tier: str, num_pages: int
+) -> None:
+    needed = adapter_pages(layout(checkpoint, 256), 256, is_dora=True)
+    parameter = {"host": "lora_cache_host_memory_bytes", "disk": "lora_cache_disk_bytes"}[tier]
+    with pytest.raises(ConfigError, match=f"{tier} LoRA cache .* {needed - 1} pages < {needed} .* raise {parameter}"):
+        plan(checkpoint, 256, lora_cache_dir=tmp_path, **{parameter: (needed + num_pages) * PAGE})

@@ -1,0 +1,354 @@
+"""The scheduler under random arrivals, adapters, cancellations and cache sizes, its books checked after each step."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import cast
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.adapters import TINY, wire_adapter
+from support.paged_memory import NEXT_TOKEN, PoisonedBlocks
+
+from multilora_engine.engine.scheduler import ScheduledSequence, Scheduler
+from multilora_engine.engine.sequence import Sequence, SequenceStatus
+from multilora_engine.lora.device_tier import DeviceTier
+from multilora_engine.lora.format import pack_adapter
+from multilora_engine.lora.host_tier import HostTier
+from multilora_engine.lora.layout import PackedAdapter
+from multilora_engine.lora.manager import LoRAManager
+from multilora_engine.request import GenerationRequest, SamplingParams, Sender
+from multilora_engine.text.text_stream import TextStream
+
+MAX_LORAS = 2
+BLOCK_SIZE = 4
+NUM_ADAPTERS = 5
+MAX_ARRIVALS = 25
+NOBODY, ACME, BOLT = Sender(), Sender(name="acme"), Sender(name="bolt")
+
+
+def _packed(seed: int) -> PackedAdapter:
+    wire = wire_adapter(TINY, [(1, 0, 2)], seed=seed)
+    return pack_adapter(wire.weights, wire.config, TINY)
+
+
+ADAPTERS = [_packed(task) for task in range(NUM_ADAPTERS)]
+NEW_VERSIONS = [_packed(NUM_ADAPTERS + task) for task in range(NUM_ADAPTERS)]
+
+
+class World:
+    """A scheduler with real tiers and blocks; computing a step is to write what its tokens' keys and values depend on,
+    and to append a token to what was sampled: at once, or, where it runs ahead, after the next step was scheduled.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int = 12,
+        max_num_seqs: int = 4,
+        budget: int = 8,
+        enable_prefix_caching: bool = True,
+        runs_ahead: bool = False,
+    ) -> None:
+        host = HostTier(NUM_ADAPTERS + MAX_ARRIVALS, TINY.page_bytes)
+        self.loras = LoRAManager(host, DeviceTier(TINY, host.pool, host.pool, MAX_LORAS), "replace")
+        for task, packed in enumerate(ADAPTERS):
+            self.loras.put(task, packed)
+        self.blocks = PoisonedBlocks(num_blocks, BLOCK_SIZE, enable_prefix_caching)
+        self.scheduler = Scheduler(self.blocks, self.loras, max_num_seqs, budget)
+        self.budget = budget
+        self.runs_ahead = runs_ahead
+        self.in_flight: list[ScheduledSequence] = []
+        self.alive: list[Sequence] = []
+        self.finished: list[Sequence] = []
+        self.arrivals = 0
+
+    def add(
+        self,
+        prompt_len: int,
+        max_tokens: int,
+        task: int | None = None,
+        priority: int = 0,
+        text: int = 1,
+        sender: Sender = NOBODY,
+    ) -> Sequence:
+        """text: two prompts are equal, as far as both go, if their text is."""
+        request = GenerationRequest(
+            f"r{self.arrivals}",
+            [text] * prompt_len,
+            SamplingParams(max_tokens),
+            lora_task_id=task,
+            priority=priority,
+            sender=sender,
+        )
+        adapter = None if task is None else self.loras.pin(task)
+        sequence = Sequence(request, self.arrivals, adapter, cast(TextStream, None), Random(0), max_tokens)
+        self.arrivals += 1
+        self.scheduler.add(sequence)
+        self.alive.append(sequence)
+        return sequence
+
+    def finish(self, sequence: Sequence) -> None:
+        self.scheduler.finish(sequence)
+        self.alive.remove(sequence)
+        self.finished.append(sequence)
+
+    def replace(self, task: int) -> None:
+        """Give a task id the other one of its two versions."""
+        is_old = self.loras.digest(task) == ADAPTERS[task].digest
+        self.loras.put(task, NEW_VERSIONS[task] if is_old else ADAPTERS[task])
+
+    def step(self) -> list[ScheduledSequence]:
+        step = self.scheduler.schedule()
+        self.check_step(step)
+        self.compute(step)
+        for scheduled in step:
+            scheduled.sequence.num_pending_tokens += scheduled.is_sampled
+        if self.runs_ahead:
+            self.in_flight, step_to_read = step, self.in_flight
+        else:
+            step_to_read = step
+        self.read(step_to_read)
+        self.scheduler.check_integrity()
+        return step
+
+    def read(self, step: list[ScheduledSequence]) -> None:
+        """Learn the tokens of a step, of which some sequences may have ended meanwhile."""
+        self.scheduler.commit(step)
+        for sequence in [scheduled.sequence for scheduled in step if scheduled.is_sampled]:
+            sequence.num_pending_tokens -= 1
+            if sequence in self.alive:
+                sequence.output_token_ids.append(NEXT_TOKEN)
+                if len(sequence.output_token_ids) == sequence.max_output_tokens:
+                    self.finish(sequence)
+
+    def compute(self, step: list[ScheduledSequence]) -> None:
+        """What a step reads was written by the steps before: its own writes come at the same time."""
+        for scheduled in step:
+            self.blocks.check_read(scheduled.sequence, scheduled.start)
+        for scheduled in step:
+            self.blocks.write(scheduled.sequence, scheduled.start, scheduled.start + scheduled.num_tokens)
+
+    def check_step(self, step: list[ScheduledSequence]) -> None:
+        assert sum(s.num_tokens for s in step) <= self.budget
+        lengths = [s.num_tokens for s in step]
+        assert all(length > 0 for length in lengths)
+        assert sorted(lengths, key=lambda n: n > 1) == lengths, "single tokens come first"
+        assert len({s.sequence.request.request_id for s in step}) == len(step)
+        in_use = {s.sequence.adapter for s in step if s.sequence.adapter is not None}
+        assert len(in_use) <= MAX_LORAS
+        assert len({self.loras.lora_index(adapter) for adapter in in_use}) == len(in_use)
+        for scheduled in step:
+            end = scheduled.start + scheduled.num_tokens
+            assert scheduled.sequence.num_computed_tokens == end
+            assert len(scheduled.sequence.block_table) * BLOCK_SIZE >= end
+            num_prompt_tokens = len(scheduled.sequence.request.prompt_token_ids)
+            assert end < num_prompt_tokens + scheduled.sequence.max_output_tokens, "behind the answer's end"
+
+    def run_dry(self, max_steps: int = 2000) -> None:
+        for _ in range(max_steps):
+            if not self.alive:
+                return
+            self.step()
+        raise AssertionError(f"{len(self.alive)} sequences never finished")
+
+
+ARRIVAL = st.tuples(
+    st.integers(1, 30),
+    st.integers(1, 18),
+    st.none() | st.integers(0, NUM_ADAPTERS - 1),
+    st.integers(0, 2),
+    st.integers(1, 3),
+    st.sampled_from([NOBODY, ACME, BOLT, Sender(name="heavy", weight=3.0)]),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    arrivals=st.lists(ARRIVAL, min_size=1, max_size=MAX_ARRIVALS),
+    num_blocks=st.integers(12, 30),
+    budget=st.integers(4, 20),
+    enable_prefix_caching=st.booleans(),
+    runs_ahead=st.booleans(),
+    seed=st.integers(0, 1 << 30),
+)
+def test_everything_that_arrives_finishes_whatever_happens(
+    arrivals: list[tuple[int, int, int | None, int, int, Sender]],
+    num_blocks: int,
+    budget: int,
+    enable_prefix_caching: bool,
+    runs_ahead: bool,
+    seed: int,
+) -> None:
+    world, rng = World(num_blocks, 4, budget, enable_prefix_caching, runs_ahead), Random(seed)
+    pending = list(arrivals)
+    while pending or rng.random() < 0.5:
+        if pending and rng.random() < 0.5:
+            world.add(*pending.pop())
+        if world.alive and rng.random() < 0.05:
+            world.finish(rng.choice(world.alive))
+        if rng.random() < 0.1:
+            world.replace(rng.randrange(NUM_ADAPTERS))
+        world.step()
+    world.run_dry()
+    assert len(world.finished) == len(arrivals)
+    assert world.blocks.num_free == num_blocks
+    assert world.loras.num_pins == 0
+
+
+def test_decodes_come_before_prompts_and_long_prompts_are_cut_into_chunks() -> None:
+    world = World(num_blocks=40, budget=8)
+    first = world.add(3, 10)
+    world.step()
+    second = world.add(20, 2)
+    chunks = []
+    for _ in range(3):
+        step = world.step()
+        assert [s.sequence for s in step] == [first, second]
+        assert step[0].num_tokens == 1
+        chunks.append(step[1].num_tokens)
+    assert chunks == [7, 7, 6]
+
+
+def test_a_sequence_that_waits_for_its_adapter_is_skipped_not_waited_for() -> None:
+    world = World(num_blocks=60, max_num_seqs=8, budget=20)
+    for task in range(MAX_LORAS):
+        world.add(2, 10, task)
+    blocked = world.add(2, 3, MAX_LORAS)
+    base, warm = world.add(2, 3), world.add(2, 3, 0)
+    scheduled = [s.sequence for s in world.step()]
+    assert blocked not in scheduled
+    assert base in scheduled
+    assert warm in scheduled
+
+
+def test_a_skipped_sequence_is_not_overtaken_for_ever() -> None:
+    world = World(num_blocks=60, max_num_seqs=4, budget=8)
+    for task in range(MAX_LORAS):
+        world.add(2, 6, task)
+    world.step()
+    blocked = world.add(2, 3, MAX_LORAS)
+    steps = 0
+    while blocked in world.alive:
+        while world.scheduler.num_waiting < 4:
+            world.add(2, 6, world.arrivals % MAX_LORAS)
+        world.step()
+        steps += 1
+        assert steps < 400, "starved"
+
+
+def test_the_last_in_line_is_preempted_and_starts_again_from_its_tokens() -> None:
+    world = World(num_blocks=12, max_num_seqs=4, budget=30)
+    first, last = world.add(16, 24), world.add(16, 24, 3)
+    world.run_dry()
+    assert world.scheduler.num_preemptions > 0
+    assert world.finished == [first, last]
+    assert len(last.output_token_ids) == 24
+
+
+def test_what_was_computed_is_found_again_by_others_and_after_a_preemption() -> None:
+    world = World(num_blocks=12, max_num_seqs=2, budget=30)
+    world.add(16, 1, task=0)
+    world.step()
+    for task, is_known in [(0, True), (1, False), (None, False)]:
+        again = world.add(16, 1, task)
+        (scheduled,) = world.step()
+        assert scheduled.start == again.num_reused_blocks * BLOCK_SIZE == (12 if is_known else 0)
+
+    world = World(num_blocks=12, max_num_seqs=4, budget=30)
+    first, last = world.add(16, 24, text=1), world.add(16, 24, text=2)
+    world.run_dry()
+    assert world.scheduler.num_preemptions > 0
+    assert world.finished == [first, last]
+    assert last.num_reused_blocks > 0
+    assert world.blocks.prefix_cache.hit_tokens == last.num_reused_blocks * BLOCK_SIZE
+
+
+def test_a_step_that_was_not_computed_is_not_reused() -> None:
+    world = World(num_blocks=12, budget=30)
+    lost = world.add(16, 4)
+    world.scheduler.schedule()
+    world.finish(lost)
+    world.add(16, 4)
+    (scheduled,) = world.step()
+    assert scheduled.start == 0
+
+
+def test_an_adapter_with_one_request_waits_for_no_long_queue_of_another() -> None:
+    world = World(num_blocks=60, max_num_seqs=2, budget=20)
+    many = [world.add(2, 3, 0) for _ in range(30)]
+    world.step()
+    (single, base) = world.add(2, 3, 1), world.add(2, 3)
+    world.run_dry()
+    assert world.finished.index(single) < 6
+    assert world.finished.index(base) < 6
+    assert [s for s in world.finished if s in many] == many
+
+
+def test_those_that_started_first_are_never_preempted_for_later_ones() -> None:
+    world = World(num_blocks=12, max_num_seqs=4, budget=30)
+    many = [world.add(12, 20, 0, text=i) for i in range(4)]
+    world.step()
+    single = world.add(12, 20, 1, text=9)
+    world.run_dry()
+    assert world.scheduler.num_preemptions > 0
+    assert world.finished[0] is many[0]
+    assert single in world.finished[:3]
+
+
+def test_smaller_priority_goes_first() -> None:
+    world = World(num_blocks=60, max_num_seqs=1, budget=20)
+    later, sooner = world.add(2, 1, priority=1), world.add(2, 1, priority=0)
+    world.run_dry()
+    assert world.finished == [sooner, later]
+
+
+def test_the_adapters_of_the_next_in_line_are_brought_to_the_device_while_all_places_are_taken() -> None:
+    world = World(max_num_seqs=1)
+    for task in range(3):
+        world.add(4, 3, task=task)
+    world.step()
+    assert world.scheduler.num_running == 1
+    assert [world.loras.info(task).location for task in range(4)] == ["DEVICE"] * 3 + ["HOST"]
+    world.run_dry()
+
+
+def test_a_client_with_all_places_gives_back_what_is_beyond_its_share_and_no_more() -> None:
+    world = World(num_blocks=60, max_num_seqs=4, budget=32)
+    hoard = [world.add(2, 30, sender=ACME) for _ in range(8)]
+    for _ in range(4):
+        world.step()
+    late = [world.add(2, 30, sender=BOLT) for _ in range(4)]
+
+    def running() -> list[Sequence]:
+        return [s for s in [*hoard, *late] if s.status is SequenceStatus.RUNNING]
+
+    world.step()
+    assert running() == [*hoard[:3], late[0]]
+    for _ in range(4):
+        world.step()
+    for _ in range(10):
+        assert running() == [*hoard[:2], *late[:2]], "places change hands without need"
+        world.step()
+    world.run_dry()
+
+
+def test_a_client_alone_and_clients_without_names_keep_their_places() -> None:
+    for sender in (ACME, NOBODY):
+        world = World(num_blocks=60, max_num_seqs=2, budget=32)
+        first = [world.add(2, 30, sender=sender) for _ in range(2)]
+        world.step()
+        world.add(2, 30, sender=sender)
+        world.step()
+        assert all(s.status is SequenceStatus.RUNNING for s in first)
+
+
+def test_a_client_with_all_blocks_gives_back_what_is_beyond_its_share() -> None:
+    world = World(num_blocks=12, max_num_seqs=4, budget=64)
+    hoard = [world.add(22, 10, text=i, sender=ACME) for i in range(2)]
+    for _ in range(2):
+        world.step()
+    late = world.add(4, 4, text=9, sender=BOLT)
+    world.step()
+    assert late.status is SequenceStatus.RUNNING
+    assert [s.status for s in hoard] == [SequenceStatus.RUNNING, SequenceStatus.WAITING]
+    world.run_dry()

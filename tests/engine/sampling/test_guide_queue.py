@@ -1,0 +1,140 @@
+"""The queue with a compiler that waits until a test lets it go on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from random import Random
+from typing import cast
+
+import pytest
+from support.fronts import TIMEOUT_S, generation_request
+
+from multilora_engine.engine.sequence import Sequence
+from multilora_engine.errors import GuidesFull, GuideTimeout, InternalError, InvalidRequest, RequestError
+from multilora_engine.request import Guide
+from multilora_engine.sampling.guide_queue import GuideQueue, GuidesInUse
+from multilora_engine.sampling.guided import GuideMatcher
+from multilora_engine.text.text_stream import TextStream
+
+
+def guide(num_bytes: int) -> Guide:
+    return Guide("regex", "x" * num_bytes)
+
+
+def sequence() -> Sequence:
+    return Sequence(generation_request("r", [1]), 0, None, cast(TextStream, None), Random(0), max_output_tokens=1)
+
+
+class GatedCompiler:
+    """Makes the guide itself its matcher. A guide of 13 bytes is malformed, one of 14 is a bug."""
+
+    def __init__(self) -> None:
+        self.begun = threading.Semaphore(0)
+        self.gate = threading.Semaphore(0)
+        self.compiled: list[int] = []
+
+    def matcher(self, guide: Guide, end_tokens: tuple[int, ...]) -> GuideMatcher:
+        self.begun.release()
+        assert self.gate.acquire(timeout=TIMEOUT_S)
+        self.compiled.append(guide.num_bytes)
+        if guide.num_bytes == 13:
+            raise InvalidRequest("malformed")
+        if guide.num_bytes == 14:
+            raise RuntimeError("a bug")
+        return cast(GuideMatcher, guide)
+
+
+@pytest.fixture
+def compiler() -> GatedCompiler:
+    return GatedCompiler()
+
+
+@pytest.fixture
+def guides(compiler: GatedCompiler) -> Iterator[GuideQueue]:
+    guides = GuideQueue(lambda: compiler, timeout_s=TIMEOUT_S)
+    yield guides
+    compiler.gate.release(100)
+    guides.close()
+
+
+def results(guides: GuideQueue, number: int) -> dict[Sequence, GuideMatcher | RequestError]:
+    """Of so many sequences, which are given up then."""
+    found: dict[Sequence, GuideMatcher | RequestError] = {}
+    while len(found) < number:
+        guides.wait(TIMEOUT_S)
+        for one, result in guides.poll():
+            guides.give_up(one)
+            found[one] = result
+    return found
+
+
+def test_small_guides_are_compiled_before_large_ones_that_came_first(
+    guides: GuideQueue, compiler: GatedCompiler
+) -> None:
+    guides.add(sequence(), guide(5), ())
+    assert compiler.begun.acquire(timeout=TIMEOUT_S)
+    for num_bytes in (9, 8, 2, 7, 2):
+        guides.add(sequence(), guide(num_bytes), ())
+    compiler.gate.release(6)
+    results(guides, 6)
+    assert compiler.compiled == [5, 2, 2, 7, 8, 9]
+
+
+def test_each_sequence_gets_its_own_result_or_error(guides: GuideQueue, compiler: GatedCompiler) -> None:
+    sequences = [sequence() for _ in range(3)]
+    for one, num_bytes in zip(sequences, (3, 13, 14), strict=True):
+        guides.add(one, guide(num_bytes), ())
+    compiler.gate.release(3)
+    found = results(guides, 3)
+    assert found[sequences[0]] == guide(3)
+    assert isinstance(found[sequences[1]], InvalidRequest)
+    assert isinstance(found[sequences[2]], InternalError)
+
+
+def test_who_gave_up_is_not_compiled_for(guides: GuideQueue, compiler: GatedCompiler) -> None:
+    first, given_up, last = sequence(), sequence(), sequence()
+    guides.add(first, guide(1), ())
+    assert compiler.begun.acquire(timeout=TIMEOUT_S)
+    guides.add(given_up, guide(2), ())
+    guides.add(last, guide(3), ())
+    assert guides.give_up(given_up)
+    assert not guides.give_up(given_up)
+    assert len(guides) == 2
+    compiler.gate.release(2)
+    assert results(guides, 2) == {first: guide(1), last: guide(3)}
+    assert compiler.compiled == [1, 3]
+
+
+def test_a_guide_that_is_not_compiled_in_time_is_an_error(compiler: GatedCompiler) -> None:
+    guides, waiting = GuideQueue(lambda: compiler, timeout_s=1e-9), sequence()
+    guides.add(waiting, guide(6), ())
+    ((found, error),) = guides.poll()
+    assert found is waiting
+    assert isinstance(error, GuideTimeout)
+    guides.give_up(waiting)
+    compiler.gate.release(1)
+    guides.close()
+
+
+def test_a_guide_counts_once_from_its_first_sequence_to_its_last() -> None:
+    in_use = GuidesInUse(max_bytes=20)
+    for one in (guide(4), guide(6), guide(6)):
+        in_use.check(one)
+        in_use.add(one)
+    in_use.check(guide(4))
+    with pytest.raises(GuidesFull, match=r"the guide has 1 bytes, other guides in flight 10, and .* is 20, half"):
+        in_use.check(guide(1))
+    in_use.remove(guide(6))
+    with pytest.raises(GuidesFull):
+        in_use.check(guide(1))
+    in_use.remove(guide(6))
+    in_use.check(guide(1))
+
+
+def test_large_guides_leave_room_for_small_ones() -> None:
+    in_use = GuidesInUse(max_bytes=1024)
+    in_use.add(guide(512))
+    with pytest.raises(GuidesFull):
+        in_use.check(guide(5))
+    in_use.check(guide(4))

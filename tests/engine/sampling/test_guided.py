@@ -1,0 +1,290 @@
+"""Guided answers against the readers of other libraries: json, jsonschema, re."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from support.engines import assert_idle, run_all
+from support.tiny_model import save_tiny_llama
+from tokenizers import AddedToken, decoders, models, normalizers
+from tokenizers import Tokenizer as TokenizerBackend
+from transformers import PreTrainedTokenizerFast
+
+from multilora_engine.config import EngineConfig
+from multilora_engine.engine.engine import Engine
+from multilora_engine.errors import GuidesFull, InvalidRequest
+from multilora_engine.request import GenerationRequest, Guide, SamplingParams
+from multilora_engine.sampling.guided import GuideCompiler
+from multilora_engine.text.text_stream import Tokenizer
+
+END = 2
+"""<|im_end|> of the tokenizer."""
+
+DIGITS = Guide("regex", "[0-9]{4}")
+NUMBER = Guide("regex", "[0-9]+")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(default_model_dir: Path) -> Tokenizer:
+    return Tokenizer(default_model_dir)
+
+
+@pytest.fixture(scope="module")
+def compiler(tokenizer: Tokenizer) -> GuideCompiler:
+    return GuideCompiler(tokenizer, tokenizer.vocab_size)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Path:
+    return save_tiny_llama(tmp_path_factory.mktemp("tiny"), tokenizer.vocab_size)
+
+
+def make_engine(checkpoint: Path, default_model_dir: Path, **options: Any) -> Engine:
+    """By default with no more blocks than needed: every one is looked at after every step."""
+    options = {"kv_cache_memory_bytes": 8 << 20} | options
+    return Engine(EngineConfig(model_path=checkpoint, tokenizer_path=default_model_dir, num_threads=1, **options))
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoint: Path, default_model_dir: Path) -> Engine:
+    return make_engine(checkpoint, default_model_dir)
+
+
+def request(name: str, guide: Guide | None, **sampling: Any) -> GenerationRequest:
+    options = {"max_tokens": 400, "top_k": 0, "end_id": END, "seed": len(name), **sampling}
+    return GenerationRequest(name, [50, 60, 70], SamplingParams(guide=guide, **options))
+
+
+def random_schema(rng: Random, depth: int = 0) -> dict[str, Any]:
+    """A schema whose values are short."""
+    leaves = [
+        {"type": "integer", "minimum": rng.randint(-50, 0), "maximum": rng.randint(1, 5000)},
+        {"type": "boolean"},
+        {"type": "null"},
+        {"enum": ["red", "grün", 7, None, '"']},
+        {"type": "string", "maxLength": rng.randint(0, 6)},
+        {"type": "string", "pattern": "^[a-f]{2,4}-(x|yz)$"},
+    ]
+    if depth == 2 or rng.random() < 0.3:
+        return rng.choice(leaves)
+    if rng.random() < 0.3:
+        return {"type": "array", "items": random_schema(rng, depth + 1), "minItems": 1, "maxItems": 3}
+    if rng.random() < 0.2:
+        return {"anyOf": [random_schema(rng, depth + 1) for _ in range(2)]}
+    properties = {f"key {i}": random_schema(rng, depth + 1) for i in range(rng.randint(1, 3))}
+    required = [key for key in properties if rng.random() < 0.7]
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+
+
+def allowed_ids(words: np.ndarray) -> list[int]:
+    return np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist()
+
+
+def test_any_walk_through_the_allowed_tokens_of_a_schema_ends_in_what_it_describes(
+    compiler: GuideCompiler, tokenizer: Tokenizer
+) -> None:
+    rng = Random(3)
+    for _ in range(60):
+        schema = random_schema(rng)
+        matcher = compiler.matcher(Guide("json_schema", json.dumps(schema)), (END,))
+        token_ids: list[int] = []
+        is_complete = False
+        while not is_complete:
+            token_ids.append(rng.choice(allowed_ids(matcher.allowed)))
+            is_complete = matcher.advance(token_ids[-1])
+        jsonschema.validate(json.loads(tokenizer.decode(token_ids)), schema)
+
+
+def test_a_sentencepiece_tokenizer_and_a_padded_vocabulary_are_guided_too(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(sentencepiece_tokenizer(tmp_path))
+    compiler = GuideCompiler(tokenizer, vocab_size=tokenizer.vocab_size + 70)
+    rng, expression = Random(1), "[a-z ]{3}llo wörld🌟{2}x{2,4}"
+    for _ in range(20):
+        matcher = compiler.matcher(Guide("regex", expression), (1,))
+        token_ids: list[int] = []
+        is_complete = False
+        while not is_complete:
+            token_ids.append(rng.choice(allowed_ids(matcher.allowed)))
+            is_complete = matcher.advance(token_ids[-1])
+        assert re.fullmatch(expression, tokenizer.decode(token_ids))
+
+
+def sentencepiece_tokenizer(path: Path) -> Path:
+    """A unigram model with a space mark put in front of every text, and bytes as fallback."""
+    pieces = ["<unk>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), "▁", "llo", "▁w", "ld", "<0x"]
+    backend = TokenizerBackend(models.Unigram([(p, -float(i)) for i, p in enumerate(pieces)], 0, byte_fallback=True))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    backend.add_special_tokens([AddedToken("</s>", special=True)])
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>").save_pretrained(path)
+    return path
+
+
+def test_answers_of_random_schemas_validate(engine: Engine) -> None:
+    rng = Random(5)
+    schemas = {f"{i}": random_schema(rng) for i in range(24)}
+    requests = [request(name, Guide("json_schema", json.dumps(schema))) for name, schema in schemas.items()]
+    answers = run_all(engine, requests)
+    for name, schema in schemas.items():
+        final = answers[name].final
+        assert final is not None
+        assert final.error_code is None
+        if final.finish_reason == "stop":
+            jsonschema.validate(json.loads(answers[name].text), schema)
+    assert sum(answer.final is not None and answer.final.finish_reason == "stop" for answer in answers.values()) > 18
+
+
+@pytest.mark.parametrize("expression", [r"[0-9]{3}-[a-c]{1,5}x", r"(ja|nein|vielleicht)", r"\p{Lu}\w{2}[.!?]", "é{3}"])
+@pytest.mark.parametrize("end_id", [END, -1])
+def test_answers_of_an_expression_match_it(engine: Engine, expression: str, end_id: int) -> None:
+    answers = run_all(engine, [request("r" * i, Guide("regex", expression), end_id=end_id) for i in range(1, 6)])
+    for answer in answers.values():
+        assert answer.final is not None
+        assert answer.final.finish_reason == "stop"
+        assert re.fullmatch(expression.replace(r"\p{Lu}", r"[^\W\d_a-z]"), answer.text)
+
+
+@pytest.mark.parametrize("grammar", ['root ::= "a" b "."\nb ::= [xy]+', 'start: "a" b "."\nb: /[xy]+/'])
+def test_a_grammar_is_gbnf_or_lark(engine: Engine, grammar: str) -> None:
+    answer = run_all(engine, [request("r", Guide("ebnf_grammar", grammar))])["r"]
+    assert re.fullmatch("a[xy]+[.]", answer.text)
+
+
+def test_json_is_an_object_or_an_array(compiler: GuideCompiler, tokenizer: Tokenizer) -> None:
+    first = {tokenizer.decode([i]).strip()[:1] for i in allowed_ids(compiler.matcher(Guide("json"), ()).allowed)}
+    assert first <= {"", "{", "["}
+    assert {"{", "["} <= first
+
+
+def test_an_end_token_may_come_only_where_the_answer_parses(compiler: GuideCompiler, tokenizer: Tokenizer) -> None:
+    matcher = compiler.matcher(NUMBER, (END,))
+    assert END not in allowed_ids(matcher.allowed)
+    assert not matcher.advance(tokenizer.encode("7", add_special_tokens=False)[0])
+    assert END in allowed_ids(matcher.allowed)
+    assert matcher.advance(END)
+
+
+def test_without_an_end_token_a_grammar_that_may_go_on_goes_on(engine: Engine) -> None:
+    answer = run_all(engine, [request("r", NUMBER, end_id=-1, max_tokens=30)])["r"]
+    assert answer.final is not None
+    assert (answer.final.finish_reason, len(answer.token_ids)) == ("length", 30)
+    assert re.fullmatch("[0-9]+", answer.text)
+
+
+def test_max_tokens_cuts_an_answer_short(engine: Engine) -> None:
+    answer = run_all(engine, [request("r", DIGITS, max_tokens=2)])["r"]
+    assert answer.final is not None
+    assert answer.final.finish_reason == "length"
+    assert re.fullmatch("[0-9]{2}", answer.text)
+
+
+def test_min_tokens_delays_the_end_token_but_does_not_hold_a_complete_answer_open(engine: Engine) -> None:
+    answers = run_all(engine, [request("long", NUMBER, min_tokens=25), request("short", DIGITS, min_tokens=25)])
+    assert len(answers["long"].token_ids) >= 25
+    assert re.fullmatch("[0-9]+", answers["long"].text)
+    assert re.fullmatch("[0-9]{4}", answers["short"].text)
+
+
+def test_a_stop_word_ends_a_guided_answer(engine: Engine) -> None:
+    answer = run_all(engine, [request("r", Guide("regex", "[ab]{300}"), stop_words=("ba",))])["r"]
+    assert answer.final is not None
+    assert answer.final.finish_reason == "stop"
+    assert re.fullmatch("a*b*", answer.text)
+
+
+def test_neighbours_of_a_guided_answer_are_unchanged(engine: Engine) -> None:
+    def free(i: int) -> GenerationRequest:
+        return request("x" * i, None, max_tokens=20, seed=i)
+
+    alone = {name: a.token_ids for name, a in run_all(engine, [free(1), free(2)]).items()}
+    mixed = run_all(
+        engine, [free(1), request("guided", DIGITS), free(2), request("json", Guide("json"), max_tokens=20)]
+    )
+    assert {name: mixed[name].token_ids for name in alone} == alone
+
+
+def test_a_preempted_answer_goes_on_where_it_was(checkpoint: Path, default_model_dir: Path, engine: Engine) -> None:
+    requests = [request(f"r{i}", Guide("regex", "[0-9]{60}x"), seed=i) for i in range(6)]
+    small = make_engine(checkpoint, default_model_dir, max_model_len=128, kv_cache_memory_bytes=45_000)
+    answers = run_all(small, requests)
+    assert small.stats.num_preemptions > 0
+    assert all(re.fullmatch("[0-9]{60}x", answer.text) for answer in answers.values())
+    assert {name: a.text for name, a in run_all(engine, requests).items()} == {n: a.text for n, a in answers.items()}
+
+
+@pytest.mark.parametrize(
+    ("guide", "message"),
+    [
+        (Guide("json_schema", "{"), "json_schema guide is malformed: .*line 1 column"),
+        (Guide("json_schema", '{"type": "objec"}'), "Invalid type: objec"),
+        (Guide("json_schema", "false"), "object schema"),
+        (Guide("json_schema", '{"type": "array", "uniqueItems": true}'), "uniqueItems"),
+        (Guide("json_schema", '{"$ref": "http://example.org/x"}'), "does not fetch"),
+        (Guide("json_schema", '{"$ref": "#"}'), "no answer from here"),
+        (Guide("json_schema", '{"items":' * 5000 + "{}" + "}" * 5000), "recursion limit"),
+        (Guide("regex", "(a"), "unclosed group"),
+        (Guide("regex", ""), "nothing but an empty answer"),
+        (Guide("regex", "(" * 20_000 + "a" + ")" * 20_000), "regex guide is malformed"),
+        (Guide("ebnf_grammar", 'root ::= "a'), "Unexpected end of input"),
+        (Guide("ebnf_grammar", "root ::= " + "(" * 20_000), "recursion"),
+        (Guide("ebnf_grammar", "start: " + "(" * 20_000), "too deeply nested"),
+        (Guide("ebnf_grammar", 'start: start "a"'), "no answer from here"),
+    ],
+    ids=lambda value: None if isinstance(value, Guide) else value[:20],
+)
+def test_a_guide_that_cannot_work_fails_its_request_only(engine: Engine, guide: Guide, message: str) -> None:
+    answers = run_all(engine, [request("r", guide), request("free", None, max_tokens=3)])
+    assert answers["r"].final is not None
+    assert answers["r"].final.error_code == "INVALID_ARG"
+    assert re.search(message, answers["r"].final.error_message or "")
+    assert len(answers["free"].token_ids) == 3
+
+
+def test_a_guide_too_long_is_refused_on_arrival(engine: Engine) -> None:
+    with pytest.raises(InvalidRequest, match="65538 bytes, at most 65536"):
+        engine.add_request(request("r", Guide("regex", "é" * 32_769)))
+    assert_idle(engine)
+
+
+def test_a_request_whose_tokens_keep_the_thread_too_long_ends_and_no_other(
+    checkpoint: Path, default_model_dir: Path
+) -> None:
+    engine = make_engine(checkpoint, default_model_dir, host_work_ms_per_step=1e-4)
+    answers = run_all(engine, [request("guided", NUMBER, end_id=-1), request("free", None, max_tokens=3)])
+    assert answers["guided"].final is not None
+    assert answers["guided"].final.error_code == "INVALID_ARG"
+    assert "ms more of the engine's thread than its share" in (answers["guided"].final.error_message or "")
+    assert len(answers["free"].token_ids) == 3
+
+
+def test_guides_in_flight_are_bounded_together(checkpoint: Path, default_model_dir: Path) -> None:
+    engine = make_engine(checkpoint, default_model_dir, max_guide_bytes_in_flight=2 * len(DIGITS.text + NUMBER.text))
+    for name, guide in (("a", DIGITS), ("b", NUMBER), ("c", NUMBER)):
+        engine.add_request(request(name, guide))
+    with pytest.raises(GuidesFull, match=r"the guide has 4 bytes, other guides in flight 14, and .* is 28, half"):
+        engine.add_request(request("d", Guide("regex", "[ab]")))
+    assert engine.abort("a") is not None
+    engine.add_request(request("d", Guide("regex", "[ab]")))
+    engine.check_integrity()
+
+
+def test_a_guide_no_token_of_the_model_can_follow_is_refused(tokenizer: Tokenizer) -> None:
+    compiler = GuideCompiler(tokenizer, vocab_size=311)
+    with pytest.raises(InvalidRequest, match="no token of this model"):
+        compiler.matcher(Guide("regex", "hello"), (END,))
+
+
+def test_bad_words_that_leave_a_guide_no_token_end_its_request_only(engine: Engine, tokenizer: Tokenizer) -> None:
+    digits = [(i,) for i in range(tokenizer.vocab_size) if re.search("[0-9]", tokenizer.decode([i]))]
+    impossible = request("r", DIGITS, bad_token_sequences=tuple(digits))
+    answers = run_all(engine, [impossible, request("free", None, max_tokens=3)])
+    assert answers["r"].final is not None
+    assert answers["r"].final.error_code == "INVALID_ARG"
+    assert len(answers["free"].token_ids) == 3
