@@ -21,7 +21,7 @@ from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
 from multilora_engine.process.paths import ENGINE_MODULE
 from multilora_engine.tritonserver import ServerProcess
-from multilora_engine.tritonserver.process import marked_processes
+from multilora_engine.tritonserver.marked_processes import marked_processes
 
 
 def engine_of(server: ServerProcess) -> psutil.Process:
