@@ -22,8 +22,9 @@ _NUM_FOR_PEERS = 3
 
 
 class LocalProxy:
-    """Debian's nginx, set up as docker/proxy has it. `http_url`, `grpc_url` and `metrics_url`: `host:port` to ask; where
-    peers connect, `[::1]` listens at the same ports. `secret`: what it writes before the name of a client.
+    """Debian's nginx, set up as docker/proxy has it. `http_url`, `grpc_url` and `metrics_url`: `host:port` to ask.
+
+    It listens at the same ports of `[::1]`. `secret`: what it writes before the name of a client.
 
     http_port, grpc_port, metrics_port: of the server on the loopback. certificate, key: PEM files; peers use TLS then.
     changes: settings as they are written, and what is written in their place. secret: by default a new one.
