@@ -10,7 +10,8 @@ from contextlib import ExitStack
 
 import httpx2
 import pytest
-from local_proxy import LocalProxy
+
+from deployment.local_proxy import LocalProxy
 
 OTHER_ADDRESS = "127.0.0.2"
 MAX_CONNECTIONS = 128

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 import tritonclient.grpc
 import tritonclient.http
-from local_proxy import LocalProxy
 from support.certificates import Authority
 from tritonclient.utils import InferenceServerException
 
+from deployment.local_proxy import LocalProxy
 from multilora_client import Client, Tls
 from multilora_engine.tritonserver import ServerProcess
 
