@@ -23,7 +23,7 @@ from checkpoints.prepare_default_model import cache_directory, ensure_default_ch
 from multilora_client import Adapter, AsyncClient, Client, Message, MultiloraClientError, load_adapter
 from multilora_client.peft_directory import read_peft_directory
 from multilora_engine.lora.layout import adapter_layout, lora_modules
-from multilora_engine.models.model_config import read_model_config
+from multilora_engine.models.registry import read_model_config
 from multilora_engine.tritonserver import ServerOptions, ServerProcess
 from multilora_engine.tritonserver.checkpoint import resolve_checkpoint
 from multilora_engine.tritonserver.launch import announce, console, errors_as_one_line, wait_ready, watch

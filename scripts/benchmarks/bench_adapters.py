@@ -52,7 +52,7 @@ from multilora_engine.lora.host_tier import HostTier
 from multilora_engine.lora.layout import AdapterLayout, PackedAdapter, adapter_layout, lora_modules
 from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.lora.sources.source import AdapterKey
-from multilora_engine.models.model_config import read_model_config
+from multilora_engine.models.registry import read_model_config
 from multilora_engine.request import GenerationRequest, SamplingParams
 
 RANKS = (8, 16, 32, 64)

@@ -52,7 +52,8 @@ from multilora_engine.config import EngineConfig, LoRAConfig
 from multilora_engine.engine.engine import Engine
 from multilora_engine.engine.memory import kv_bytes_per_token
 from multilora_engine.lora.format import TORCH_DTYPES, pack_adapter
-from multilora_engine.models.model_config import ModelConfig, read_model_config
+from multilora_engine.models.model_config import ModelConfig
+from multilora_engine.models.registry import read_model_config
 from multilora_engine.request import GenerationRequest, SamplingParams, TokenOutput
 
 BATCHES = (32, 16, 8, 1)

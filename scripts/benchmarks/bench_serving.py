@@ -44,7 +44,7 @@ from multilora_client.bench.workload import Job, Target, make_jobs, make_prompts
 from multilora_engine.config import EngineConfig
 from multilora_engine.engine.engine import Engine
 from multilora_engine.lora.layout import adapter_layout, lora_modules
-from multilora_engine.models.model_config import read_model_config
+from multilora_engine.models.registry import read_model_config
 from multilora_engine.request import GenerationRequest, SamplingParams
 from multilora_engine.tritonserver import ServerProcess
 from servers.started_server import started_server

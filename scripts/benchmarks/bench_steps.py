@@ -28,9 +28,9 @@ from benchmarks.bench_kernels import Clock, limit_steps, measure
 from benchmarks.bench_rows import Row, render, threads_title, write_results
 from benchmarks.lora_workloads import Step
 from multilora_engine.execution.forward_batch import ForwardBatch, KVCache, TokenLoRAs
-from multilora_engine.models.layers import Placement
 from multilora_engine.models.llama import LlamaModel
 from multilora_engine.models.model_config import ModelConfig
+from multilora_engine.models.weights import Placement
 from multilora_kernels import LoRATables
 
 RANK = 16

@@ -30,7 +30,7 @@ from tritonclient.grpc import InferenceServerClient, InferInput
 
 from multilora_client import Client
 from multilora_engine.lora.layout import adapter_layout, lora_modules
-from multilora_engine.models.model_config import read_model_config
+from multilora_engine.models.registry import read_model_config
 from multilora_engine.tritonserver import ServerProcess
 from multilora_engine.tritonserver.free_space import SHARED_MEMORY
 from servers.tiny_server import tiny_server

@@ -33,7 +33,7 @@ from rich.table import Column, Table
 from checkpoints.telling_adapters import MAX_RANK, PROMPT_TOKENS, save_checkpoint
 from multilora_client import Client, MultiloraClientError
 from multilora_engine.lora.layout import AdapterLayout, adapter_layout
-from multilora_engine.models.model_config import read_model_config
+from multilora_engine.models.registry import read_model_config
 from servers.sandboxed_server import SandboxedServer, namespace
 from servers.started_server import sigterm_as_ctrl_c
 from trials.serving_load import ANSWER_TIMEOUT_S, Load, Tally

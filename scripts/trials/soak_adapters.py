@@ -45,7 +45,7 @@ from checkpoints.telling_adapters import (
     save_checkpoint,
 )
 from multilora_engine.lora.layout import AdapterLayout, PackedAdapter, adapter_layout
-from multilora_engine.models.model_config import read_model_config
+from multilora_engine.models.registry import read_model_config
 from multilora_engine.process.client import EngineClient
 from multilora_engine.process.paths import owned_socket_path
 from multilora_engine.process.supervisor import EngineProcess

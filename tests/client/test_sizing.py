@@ -14,7 +14,7 @@ from multilora_client import InvalidRequest
 from multilora_client.sizing import LINEARS, AdapterLayout, LinearName, StoredDtype, adapter_pages, read_layout
 from multilora_engine.lora import layout as engine_layout
 from multilora_engine.lora.format import pack_adapter
-from multilora_engine.models.model_config import read_model_config
+from multilora_engine.models.registry import read_model_config
 
 MODULE_IDS = {"q": 1, "k": 2, "v": 3, "o": 4, "gate": 5, "down": 6, "up": 7}
 

@@ -84,9 +84,7 @@ class Engine:
         self._remote = RemoteAdapters(self._loras, build_fetcher(config, base.layout), self.lora_events.append)
         self._blocks = BlockAllocator(base.plan.num_blocks, config.block_size, config.enable_prefix_caching)
         self._scheduler = Scheduler(self._blocks, self._loras, config.max_num_seqs, config.max_num_batched_tokens)
-        self._runner = build_model_runner(
-            base.model, base.config, config, base.plan, base.dtype, base.device, self._loras
-        )
+        self._runner = build_model_runner(base.model, config, base.plan, base.device, self._loras)
         self._runs_ahead = config.enable_async_scheduling
         self._in_flight: _StepInFlight | None = None
         # Half a second and some 50 MB, which an engine that never guides does not spend.

@@ -32,7 +32,7 @@ from multilora_engine.lora.life_cycle import OnEvent
 from multilora_engine.lora.names import TenantTaskId
 from multilora_engine.lora.page_copies import PageCopy, copy_at_once
 from multilora_engine.lora.page_pool import PagePool
-from multilora_engine.models.model_config import read_model_config
+from multilora_engine.models.registry import read_model_config
 from multilora_engine.process.messages import Welcome, decode_from_engine, encode
 from multilora_engine.request import GenerationRequest, Guide, SamplingParams, Sender
 from multilora_engine.sampling.sampler import Choice

@@ -14,7 +14,7 @@ from multilora_engine.engine.memory import MemoryPlan, plan_memory
 from multilora_engine.errors import ConfigError
 from multilora_engine.lora.format import adapter_pages
 from multilora_engine.lora.layout import AdapterLayout, adapter_layout
-from multilora_engine.models.model_config import read_model_config
+from multilora_engine.models.registry import read_model_config
 
 PAGE = 256 << 10
 

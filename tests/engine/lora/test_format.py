@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 from multilora_engine.errors import InvalidRequest
 from multilora_engine.lora.format import TORCH_DTYPES, adapter_pages, pack_adapter
 from multilora_engine.lora.layout import AdapterLayout, PackedAdapter, adapter_layout, lora_modules
-from multilora_engine.models.model_config import read_model_config
+from multilora_engine.models.registry import read_model_config
 
 ALL_MODULES = [(m, layer, 1 + (m * 5 + layer) % 16) for layer in range(3) for m in (1, 2, 3, 4, 5, 6, 7)]
 SMOLLM2_135M = {

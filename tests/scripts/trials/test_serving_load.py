@@ -10,7 +10,7 @@ import pytest
 
 from checkpoints.telling_adapters import MAX_RANK, save_checkpoint
 from multilora_engine.lora.layout import adapter_layout
-from multilora_engine.models.model_config import read_model_config
+from multilora_engine.models.registry import read_model_config
 from trials.serving_load import Load, task_id
 
 NUMBER = 3

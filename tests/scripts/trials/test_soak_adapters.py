@@ -6,7 +6,7 @@ import pytest
 
 from checkpoints.telling_adapters import MAX_RANK, answer, save_checkpoint
 from multilora_engine.lora.layout import AdapterLayout, adapter_layout
-from multilora_engine.models.model_config import read_model_config
+from multilora_engine.models.registry import read_model_config
 from multilora_engine.request import TokenOutput
 from trials.soak_adapters import Call, Options, Soak, Tally, Versions, soak
 
