@@ -14,6 +14,7 @@ from types import ModuleType
 import torch
 
 from multilora_kernels import operators, reference
+from multilora_kernels.constant_result import constant_result
 from multilora_kernels.cpu.build import BuildError, load_library
 from multilora_kernels.segments import LoRASegments
 from multilora_kernels.tables import LoRATables
@@ -21,7 +22,7 @@ from multilora_kernels.tables import LoRATables
 logger = logging.getLogger(__name__)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_result
 def load_cpu_kernels() -> bool:
     """Register the CPU operators; True when they are the compiled ones, False when the reference serves.
 
