@@ -578,5 +578,11 @@ def _internal(error: Exception) -> InternalError:
     return InternalError(f"{type(error).__name__}: {error}")
 
 
+def _warm_engine(config: EngineConfig) -> Engine:
+    engine = Engine(config)
+    engine.warm_up()
+    return engine
+
+
 if __name__ == "__main__":
-    main(Engine)
+    main(_warm_engine)
