@@ -8,7 +8,7 @@ from typing import Self
 
 from trials.doors import Attack, Doors, Leak
 
-TIMEOUT_S = 90.0
+TIMEOUT_S = 60.0
 
 
 class Attacker:
