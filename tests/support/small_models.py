@@ -54,7 +54,7 @@ _STREAM = """
 
 
 def write_small_models(repository: Path) -> Path:
-    """`generation_unary` answers `max_tokens` times with JSON: the request's parameters, the `bytes` of its adapter.
+    """`generation_unary` answers in JSON: the request's parameters and the `bytes` of its adapter, `max_tokens` times.
 
     `generation` says two words; with max_tokens 0 the second one only when the request is cancelled, and nothing to
     anybody else until then.

@@ -32,7 +32,7 @@ from multilora_engine.lora.names import task_id_of
 from multilora_engine.serving.adapters_model import AdaptersFront
 from multilora_engine.serving.engine_link import EngineLink
 from multilora_engine.serving.generation_front import GenerationFront
-from multilora_engine.text.text_stream import Tokenizer
+from multilora_engine.text.tokenizer import Tokenizer
 
 Task = int | str
 """A task id or a name, as clients write it."""
