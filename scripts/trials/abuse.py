@@ -53,12 +53,10 @@ def main(
     for scene in scenes:
         for row in play(scene, checkpoint):
             rows.append(row)
-            console.print(f"{len(rows)} of {num_rows}, {row.description}", markup=False, soft_wrap=True)
-    table = markdown(rows)
-    console.print(table, markup=False, soft_wrap=True)
+            console.print(f"{len(rows)} of {num_rows} {row.line}", markup=False, highlight=False, soft_wrap=True)
     if update_documents:
         for document in DOCUMENTS:
-            write_table(document, TABLE, table)
+            write_table(document, TABLE, markdown(rows))
     raise typer.Exit(int(any(row.verdict != "fine" for row in rows if row.door != "none")))
 
 

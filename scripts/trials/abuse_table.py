@@ -10,6 +10,9 @@ from trials.victim import Gaps
 MAX_GAP_RATIO = 3.0
 """How much longer the victim's longest gaps may become."""
 
+MAX_GROWTH_BYTES = 1 << 30
+"""How much more memory the server may take afterwards: its bounds on logits and its host tier are half of that each."""
+
 _MIB = 1 << 20
 _HEADER = (
     "attack",
@@ -46,6 +49,8 @@ class Row:
             return self.loss
         if self.under.errors:
             return f"errors: {self.under.errors[0]}"
+        if self.num_bytes[1] - self.num_bytes[0] > MAX_GROWTH_BYTES:
+            return "memory"
         return "fine" if self.under.p99_ms <= MAX_GAP_RATIO * self.quiet.p99_ms else "slow"
 
     @property
@@ -55,16 +60,18 @@ class Row:
         return (self.name, self.door, *gaps, str(len(self.under.errors)), memory, self.met, self.verdict)
 
     @property
-    def description(self) -> str:
-        """One line, for a person who watches."""
-        gaps = f"{self.quiet.p99_ms:.0f} -> {self.under.p99_ms:.0f} ms"
-        return f"{self.door}, {self.name}: {self.verdict}, longest gaps {gaps}; attacker: {self.met}"
+    def line(self) -> str:
+        """Of the table, as Markdown has it."""
+        return _line(self.cells)
 
 
 def markdown(rows: Sequence[Row]) -> str:
     """The table of README.md and SECURITY.md."""
-    lines = [_HEADER, _RULE, *(row.cells for row in rows)]
-    return "".join(f"| {' | '.join(_plain(cell) for cell in line)} |\n" for line in lines)
+    return "".join(f"{line}\n" for line in (_line(_HEADER), _line(_RULE), *(row.line for row in rows)))
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(map(_plain, cells))} |"
 
 
 def _plain(cell: str) -> str:

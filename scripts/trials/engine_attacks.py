@@ -23,7 +23,7 @@ from trials.doors import GRPC_OPTIONS, Attack, Doors, answers, ask, infer_reques
 _ATTENTION_OUT = 4
 """The module of the attention's output, on the wire."""
 
-_ATTACK_S = 6.0
+_ATTACK_S = 5.0
 _MAX_WORDS = 4096
 _MAX_BIASES = 65_536
 

@@ -12,7 +12,7 @@ from typing import Any
 from trials.door_attacks import hold_connections, post
 from trials.doors import Attack, Doors, told
 
-_ATTACK_S = 6.0
+_ATTACK_S = 5.0
 _AT_ONCE = 4
 _MAX_BIASES = 1024
 _DEPTH = 200_000

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import psutil
 
-from deployment.local_proxy import LocalProxy
 from multilora_engine.process.paths import ENGINE_MODULE
 from multilora_engine.tritonserver import ServerProcess
 from multilora_engine.tritonserver.marked_processes import marked_processes
+from servers.local_proxy import LocalProxy
 from servers.openai_front import started_openai_front
 from servers.started_server import started_server
 from trials.door_attacks import DOOR_ATTACKS, stop_the_victims_request_in_its_name

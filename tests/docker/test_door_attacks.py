@@ -8,8 +8,8 @@ import httpx2
 import psutil
 import pytest
 
-from deployment.local_proxy import LocalProxy
 from multilora_engine.tritonserver import ServerProcess
+from servers.local_proxy import LocalProxy
 from trials.door_attacks import (
     hold_idle_connections,
     open_ten_thousand_streams,

@@ -31,8 +31,8 @@ from trials.victim import Gaps
 QUIET = Gaps([0.02] * 98 + [0.03, 0.04], [])
 
 
-def row(under: Gaps, loss: str = "", name: str = "an attack") -> Row:
-    return Row("proxy", name, QUIET, under, (100 << 20, 2000 << 20), "INVALID_ARG", loss)
+def row(under: Gaps, loss: str = "", name: str = "an attack", mib_after: int = 1000) -> Row:
+    return Row("proxy", name, QUIET, under, (100 << 20, mib_after << 20), "INVALID_ARG", loss)
 
 
 @pytest.mark.parametrize(
@@ -49,6 +49,10 @@ def test_a_row_is_judged_by_gaps_errors_and_what_is_lost(under: Gaps, loss: str,
     assert row(under, loss).verdict == verdict
 
 
+def test_a_row_is_judged_by_the_memory_that_is_taken() -> None:
+    assert (row(QUIET, mib_after=1124).verdict, row(QUIET, mib_after=1125).verdict) == ("fine", "memory")
+
+
 def test_gaps_are_told_by_percentiles() -> None:
     assert (QUIET.p50_ms, QUIET.p99_ms) == (20.0, 30.0)
     assert math.isnan(Gaps([], []).p50_ms)
@@ -56,7 +60,7 @@ def test_gaps_are_told_by_percentiles() -> None:
 
 def test_the_table_has_a_line_for_each_attack() -> None:
     _, _, line = markdown([row(QUIET, name="a | b")]).splitlines()
-    assert line == "| a \\| b | proxy | 20, 30 | 20, 30 | 0 | 100, 2,000 | INVALID_ARG | fine |"
+    assert line == "| a \\| b | proxy | 20, 30 | 20, 30 | 0 | 100, 1,000 | INVALID_ARG | fine |"
 
 
 @pytest.mark.parametrize("document", abuse.DOCUMENTS, ids=lambda path: path.name)
