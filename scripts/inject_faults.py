@@ -36,8 +36,8 @@ from telling_adapters import MAX_RANK, PROMPT_TOKENS, save_checkpoint
 from wall_clock import WallClock
 
 from multilora_client import Client, MultiloraClientError
-from multilora_engine.lora.layout import AdapterLayout, adapter_layout
-from multilora_engine.models.model_config import read_model_config
+from multilora_engine.lora.checkpoint_layout import checkpoint_layout
+from multilora_wire.layout import AdapterLayout
 
 NUM_ADAPTERS = 150
 """Of 256 KiB each: five times what the host tier of these servers holds, and two thirds of their disk."""
@@ -326,7 +326,7 @@ def stage(num_clients: int, directory: Path, log: Path | None = None, has_own_cl
     (cache := directory / "cache").mkdir()
     clock = WallClock(directory) if has_own_clock else None
     model = save_checkpoint(directory / "model")
-    layout: AdapterLayout = adapter_layout(read_model_config(model), MAX_RANK, "float32")
+    layout: AdapterLayout = checkpoint_layout(model, MAX_RANK, "float32")
     with sigterm_as_ctrl_c(), namespace(cache, _CACHE_BYTES, _SHM_BYTES) as prefix:
         parameters = _PARAMETERS | {"lora_cache_dir": str(cache)}
         server = SandboxedServer(prefix, model, cache, parameters, log, clock.environment if clock else None)

@@ -37,7 +37,7 @@ class SitePart:
 
 @dataclass(frozen=True)
 class WireModule:
-    """One module id of one layer, as rows of `lora_config` name it; the sizes are those of A `[rank, in]`, B `[out, rank]`.
+    """One module id of one layer, as rows of `lora_config` name it, with A `[rank, in]` and B `[out, rank]`.
 
     name: upstream's, such as `attn_q`.
     """
@@ -81,6 +81,11 @@ class ModelSites:
     def module_names(self) -> dict[int, str]:
         """Upstream's names of the module ids that the model has, by ascending id."""
         return dict(sorted({module.module_id: module.name for module in self.modules}.items()))
+
+    @cached_property
+    def module_ids(self) -> dict[str, int]:
+        """The module ids that the model has, by upstream's names."""
+        return {name: module_id for module_id, name in self.module_names.items()}
 
     @cached_property
     def plain_modules(self) -> tuple[WireModule, ...]:

@@ -46,8 +46,9 @@ from multilora_engine.errors import (
     TooMuchHostWork,
 )
 from multilora_engine.lora.adapter_events import AdapterEvents
+from multilora_engine.lora.checkpoint_layout import model_sites
 from multilora_engine.lora.host_tier import CachedAdapter
-from multilora_engine.lora.layout import PackedAdapter, adapter_layout
+from multilora_engine.lora.layout import PackedAdapter
 from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.lora.names import TaskId, label_of
 from multilora_engine.lora.prefetch import prefetch_adapters
@@ -64,6 +65,7 @@ from multilora_engine.sampling.prompt_log_probs import PromptLogProbs
 from multilora_engine.sampling.sampler import Choice, SampledToken
 from multilora_engine.text.text_stream import TextDelta, TextStream, Tokenizer
 from multilora_kernels import huge_pages, load_cpu_kernels
+from multilora_wire.layout import adapter_layout
 
 _logger = logging.getLogger(__name__)
 
@@ -126,7 +128,7 @@ class Engine:
             "weights: %.2f GiB, stored as %s", model.num_weight_bytes / (1 << 30), dtype_name(placement.weight_dtype)
         )
         lora_dtype = dtype_name(dtype) if config.lora.lora_dtype == "auto" else config.lora.lora_dtype
-        layout = adapter_layout(model_config, config.lora.max_lora_rank, lora_dtype)
+        layout = adapter_layout(model_sites(model_config), config.lora.max_lora_rank, lora_dtype)
         plan = plan_memory(config, model_config, layout, dtype, device)
         self.info = EngineInfo(
             model_path=str(config.model_path),

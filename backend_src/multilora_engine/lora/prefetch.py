@@ -19,8 +19,9 @@ import torch
 
 from multilora_engine.errors import AdapterCacheFull, AdapterConflict, ConfigError, InvalidRequest
 from multilora_engine.lora.format import pack_adapter
-from multilora_engine.lora.layout import AdapterLayout, PackedAdapter
+from multilora_engine.lora.layout import PackedAdapter
 from multilora_engine.lora.manager import LoRAManager
+from multilora_wire.layout import AdapterLayout
 
 _WEIGHTS_FILE = "model.lora_weights.npy"
 _CONFIG_FILES = ("model.lora_config.npy", "model.lora_keys.npy")
