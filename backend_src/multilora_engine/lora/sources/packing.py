@@ -18,8 +18,9 @@ from multilora_client.errors import AdapterError
 from multilora_engine.errors import InvalidRequest
 from multilora_engine.lora.format import pack_adapter
 from multilora_engine.lora.layout import PackedAdapter
-from multilora_engine.lora.prefetch import BrokenFolder, read_folder
+from multilora_engine.lora.prefetch import read_folder
 from multilora_engine.lora.sources.source import PEFT_FILES, LocalAdapter, Unusable, choose_files
+from multilora_wire.converted_files import BrokenFiles
 from multilora_wire.layout import AdapterLayout, num_values
 
 _HEADER_ALLOWANCE = 16 << 20
@@ -47,7 +48,7 @@ def pack_directory(adapter: LocalAdapter, layout: AdapterLayout, base_model: Pat
         _check_shapes(adapter.directory / PEFT_FILES[1], layout)
         tensors = convert_peft(adapter.directory, base_model=base_model)
         return pack_adapter(_weights(tensors), torch.from_numpy(tensors.config), layout)
-    except (AdapterError, BrokenFolder, InvalidRequest, OSError, ValueError, RecursionError) as error:
+    except (AdapterError, BrokenFiles, InvalidRequest, OSError, ValueError, RecursionError) as error:
         # The converter names files by their whole paths, which are nobody's business but the operator's.
         text = str(error).replace(f"{adapter.directory}/", "").replace(str(base_model), "the base model")
         raise Unusable(text) from error
