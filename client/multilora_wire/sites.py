@@ -50,7 +50,7 @@ class SitePart:
 
 @dataclass(frozen=True)
 class WireModule:
-    """One module id of one layer, as rows of `lora_config` name it, with A `[rank, in]` and B `[out, rank]`.
+    """One module id of one layer, as rows of `lora_config` name it; with A `[rank, in_size]` and B `[out_size, rank]`.
 
     name: upstream's, such as `attn_q`.
     """
