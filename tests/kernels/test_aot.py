@@ -6,10 +6,12 @@ import pytest
 
 from multilora_kernels.cuda.aot import (
     Resources,
+    add_layer_norm_resources,
     add_rms_norm_resources,
     combine_resources,
     decode_resources,
     expand_resources,
+    gelu_tanh_mul_resources,
     shrink_resources,
     silu_mul_resources,
 )
@@ -43,7 +45,9 @@ def test_decode_attention_compiles_without_spills(capability, dtype, group, head
 @pytest.mark.parametrize("size", [576, 4096, 16384])
 def test_what_lies_between_matrix_products_compiles_without_spills(capability, dtype, size):
     _check(add_rms_norm_resources(size, dtype, capability))
+    _check(add_layer_norm_resources(size, dtype, capability))
     _check(silu_mul_resources(dtype, capability))
+    _check(gelu_tanh_mul_resources(dtype, capability))
 
 
 def _check(used: Resources) -> None:

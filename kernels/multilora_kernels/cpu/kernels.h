@@ -20,8 +20,18 @@ constexpr Kernels kernels_for() {
 
 template <class Vec>
 constexpr Capability capability_of(const char* name) {
-  return {name,        kPanelVectors * Vec::kWidth, add_rms_norm<Vec>,        silu_mul<Vec>,           rotate<Vec>,
-          sample<Vec>, kernels_for<Vec, float>(),   kernels_for<Vec, BFloat16>(), kernels_for<Vec, Float16>()};
+  return {name,
+          kPanelVectors * Vec::kWidth,
+          add_rms_norm<Vec>,
+          add_layer_norm<Vec>,
+          activate_mul<Vec, Silu>,
+          activate_mul<Vec, GeluTanh>,
+          activate<Vec, GeluTanh>,
+          rotate<Vec>,
+          sample<Vec>,
+          kernels_for<Vec, float>(),
+          kernels_for<Vec, BFloat16>(),
+          kernels_for<Vec, Float16>()};
 }
 
 }  // namespace

@@ -15,10 +15,11 @@ from triton.backends.compiler import GPUTarget
 from multilora_kernels.cuda.attention import combine_constants, combine_kernel, decode_constants, decode_kernel
 from multilora_kernels.cuda.block_sizes import block_sizes
 from multilora_kernels.cuda.elementwise import (
-    add_rms_norm_constants,
+    activation_constants,
+    activation_kernel,
+    add_layer_norm_kernel,
     add_rms_norm_kernel,
-    silu_mul_constants,
-    silu_mul_kernel,
+    norm_constants,
 )
 from multilora_kernels.cuda.expand import expand_constants, expand_kernel
 from multilora_kernels.cuda.shrink import shrink_constants, shrink_kernel
@@ -88,12 +89,22 @@ def combine_resources(head_dim: int, dtype: str, capability: int, has_sinks: boo
 
 def add_rms_norm_resources(size: int, dtype: str, capability: int) -> Resources:
     """`add_rms_norm`; the rest as of the others."""
-    return _resources(add_rms_norm_kernel, add_rms_norm_constants(size), dtype, capability)
+    return _resources(add_rms_norm_kernel, norm_constants(size), dtype, capability)
+
+
+def add_layer_norm_resources(size: int, dtype: str, capability: int) -> Resources:
+    """`add_layer_norm` with a bias; the rest as of the others."""
+    return _resources(add_layer_norm_kernel, norm_constants(size), dtype, capability)
 
 
 def silu_mul_resources(dtype: str, capability: int) -> Resources:
     """`silu_mul`; arguments as of the others."""
-    return _resources(silu_mul_kernel, silu_mul_constants(), dtype, capability)
+    return _resources(activation_kernel, activation_constants(is_gelu=False, is_gated=True), dtype, capability)
+
+
+def gelu_tanh_mul_resources(dtype: str, capability: int) -> Resources:
+    """`gelu_tanh_mul`; arguments as of the others."""
+    return _resources(activation_kernel, activation_constants(is_gelu=True, is_gated=True), dtype, capability)
 
 
 def _resources(kernel: Any, constants: Mapping[str, Any], dtype: str, capability: int) -> Resources:
