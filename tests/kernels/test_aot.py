@@ -31,6 +31,13 @@ def test_it_compiles_without_spills(capability, resources, chunk_size, shape, ma
     _check(resources(shape, chunk_size, max_rank, dtype, capability))
 
 
+@pytest.mark.parametrize("resources", [shrink_resources, expand_resources])
+def test_weights_that_may_lie_at_any_place_are_loaded_one_by_one(resources):
+    # Else loads of 16 bytes would begin where none may: in expand for ranks that are no multiples of eight.
+    elements_of_a_thread = 16
+    assert resources(_QKV, 16, 16, "bf16", 90).single_loads >= elements_of_a_thread
+
+
 @pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize(("group", "head_dim"), [(4, 128), (3, 64), (8, 128)])

@@ -51,11 +51,15 @@ _OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
 
 @dataclass(frozen=True)
 class Resources:
-    """What one thread, or for shared memory one program, of a compiled kernel takes, as the compiled code says."""
+    """What one thread, or for shared memory one program, of a compiled kernel takes, as the compiled code says.
+
+    single_loads: instructions that load one number of 16 bits from global memory.
+    """
 
     registers: int
     spilled_bytes: int
     shared_bytes: int
+    single_loads: int
 
 
 def shrink_resources(shape: LinearShape, chunk_size: int, max_rank: int, dtype: str, capability: int) -> Resources:
@@ -112,7 +116,8 @@ def _resources(kernel: Any, constants: Mapping[str, Any], dtype: str, capability
     source = _source(kernel, {name: value for name, value in constants.items() if name not in _OPTIONS}, dtype)
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     registers, stack, local = _usage(compiled.asm["cubin"])
-    return Resources(registers, stack + local, compiled.metadata.shared)
+    single_loads = compiled.asm["ptx"].count("ld.global.b16")
+    return Resources(registers, stack + local, compiled.metadata.shared, single_loads)
 
 
 def _source(kernel: Any, constants: Mapping[str, Any], dtype: str) -> Any:
