@@ -3,11 +3,11 @@
 
 #include "attention.h"
 #include "decode.h"
-#include "panels.h"
-#include "rows.h"
+#include "linear_kernels.h"
+#include "elementwise_kernels.h"
 #include "sampling.h"
 #include "storage.h"
-#include "tiles.h"
+#include "lora_kernels.h"
 #include "work.h"
 
 namespace multilora {

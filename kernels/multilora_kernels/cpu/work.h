@@ -1,4 +1,4 @@
-// What the operators (ops.cpp) hand to the kernels of one instruction set (avx512.cpp, avx2.cpp, plain.cpp).
+// What the operators (lora_halves.cpp) hand to the kernels of one instruction set (avx512.cpp, avx2.cpp, plain.cpp).
 #pragma once
 
 #include <cstdint>
