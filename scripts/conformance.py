@@ -14,18 +14,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-import client_program
 import pytest
 import typer
-from client_program import ClientProgram
-from client_runs import Run, run_all
-from openai_client_programs import OPENAI_PROGRAMS
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
-from triton_client_programs import TRITON_PROGRAMS
 
-REPOSITORY = Path(__file__).parents[1]
+from clients import client_program
+from clients.client_program import ClientProgram
+from clients.client_runs import Run, run_all
+from clients.openai_client_programs import OPENAI_PROGRAMS
+from clients.triton_client_programs import TRITON_PROGRAMS
+from repository import REPOSITORY
+
 README = REPOSITORY / "README.md"
 TESTS = sorted((REPOSITORY / "tests" / "e2e").glob("test_conformance_*.py"))
 
@@ -107,7 +108,7 @@ def main(
             exists=True,
             show_default=False,
             help="Run the programs that clients' authors ship, as they are, instead of our tests. The directory has a "
-            "checkout or a virtual environment of each, by the names that scripts/*_client_programs.py gives.",
+            "checkout or a virtual environment of each, by the names that scripts/clients/*_client_programs.py gives.",
         ),
     ] = None,
     python: Annotated[
@@ -181,7 +182,3 @@ def _show_programs(rows: Sequence[ClientProgram], runs: Sequence[Run]) -> None:
 
 def _verdict(passed: bool) -> str:
     return "[green]pass[/]" if passed else "[bold red]FAIL[/]"
-
-
-if __name__ == "__main__":
-    typer.run(main)

@@ -51,9 +51,3 @@ def main(
         console.print(f"[green]set[/] {escape(key)}: {escape(place)}", soft_wrap=True)
     for key, reason in filling.ignored.items():
         console.print(f"[yellow]ignored[/] {escape(key)}: {escape(reason)}", soft_wrap=True)
-
-
-if __name__ == "__main__":
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command(epilog=EPILOG)(main)
-    app()

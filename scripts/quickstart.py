@@ -14,14 +14,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from prepare_default_model import cache_directory, ensure_default_checkpoint
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
-from sample_adapters import SAMPLE_ADAPTERS
-from started_server import sigterm_as_ctrl_c
 
+from checkpoints.prepare_default_model import cache_directory, ensure_default_checkpoint
 from multilora_client import Adapter, AsyncClient, Client, Message, MultiloraClientError, load_adapter
 from multilora_client.peft_directory import read_peft_directory
 from multilora_engine.lora.layout import adapter_layout, lora_modules
@@ -29,6 +27,8 @@ from multilora_engine.models.model_config import read_model_config
 from multilora_engine.tritonserver import ServerOptions, ServerProcess
 from multilora_engine.tritonserver.checkpoint import resolve_checkpoint
 from multilora_engine.tritonserver.launch import announce, console, errors_as_one_line, wait_ready, watch
+from servers.started_server import sigterm_as_ctrl_c
+from training.sample_adapters import SAMPLE_ADAPTERS
 
 DEFAULT_PROMPT = "What do bees make?"
 MAX_TOKENS = 48
@@ -178,7 +178,3 @@ def show_curl(server: ServerProcess, prompt: str, has_adapters: bool) -> None:
     url = f"http://{server.http_url}/v2/models/generation_unary/generate"
     answers.print("\nFrom a shell:")
     answers.print(f"curl -s {url} -d {shlex.quote(json.dumps(request))}", markup=False, soft_wrap=True)
-
-
-if __name__ == "__main__":
-    typer.run(main)

@@ -21,6 +21,6 @@ def one_torch_thread() -> None:
 @pytest.fixture(scope="session")
 def default_model_dir() -> Path:
     """The checkpoint directory of the default base model; made on first use, which needs the network."""
-    script = _REPOSITORY / "scripts" / "prepare_default_model.py"
+    script = _REPOSITORY / "scripts" / "checkpoints" / "prepare_default_model.py"
     done = subprocess.run([sys.executable, script], stdout=subprocess.PIPE, text=True, check=True)
     return Path(done.stdout.splitlines()[-1])

@@ -8,10 +8,23 @@ from pathlib import Path
 
 import pytest
 
+from run import find_commands
+
 ROOT = Path(__file__).parents[1]
 MACHINE_PATH = re.compile(r"(?<![\w.$}])/(?:root|home|work|Users)/")
-SHELL_SCRIPTS = sorted(path for path in (ROOT / "scripts").iterdir() if path.is_file() and not path.suffix)
-PYTHON_COMMANDS = sorted(path for path in (ROOT / "scripts").glob("*.py") if "__main__" in path.read_text())
+SHELL_SCRIPTS = sorted(path for path in (ROOT / "scripts").rglob("*") if path.is_file() and not path.suffix)
+PYTHON_SCRIPTS = sorted((ROOT / "scripts").rglob("*.py"))
+PYTHON_COMMANDS = sorted(find_commands().values())
+SCRIPT_FOLDERS: dict[str, set[str]] = {
+    "checkpoints": set(),
+    "servers": {"checkpoints"},
+    "training": {"checkpoints"},
+    "benchmarks": {"checkpoints", "servers"},
+    "trials": {"checkpoints", "servers"},
+    "deployment": {"checkpoints", "servers", "training"},
+    "clients": {"checkpoints", "servers", "training"},
+}
+"""The folders of scripts/ that each of them may import."""
 TRITON_MODELS = sorted((ROOT / "model_repository").glob("*/1/model.py"))
 
 
@@ -70,7 +83,16 @@ def test_a_shell_script_is_small_executable_and_says_what_it_does(script: Path) 
 def test_a_python_command_has_a_help_text(script: Path) -> None:
     tree = ast.parse(script.read_text())
     assert ast.get_docstring(tree)
-    assert any(isinstance(node, ast.Name) and node.id == "typer" for node in ast.walk(tree))
+    (main,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "main")
+    assert [option.arg for option in main.args.args if "help=" not in ast.unparse(option)] == []
+
+
+@pytest.mark.parametrize("script", PYTHON_SCRIPTS, ids=lambda path: path.name)
+def test_a_script_imports_its_folder_or_one_that_knows_less(script: Path) -> None:
+    folder = script.parent.name
+    nodes = ast.walk(ast.parse(script.read_text()))
+    imported = {node.module.split(".")[0] for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
+    assert imported & SCRIPT_FOLDERS.keys() <= {folder} | SCRIPT_FOLDERS.get(folder, SCRIPT_FOLDERS.keys())
 
 
 def test_every_test_that_the_threat_model_names_exists() -> None:

@@ -7,9 +7,9 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
-from local_proxy import LocalProxy
 from support.small_models import write_small_models
 
+from deployment.local_proxy import LocalProxy
 from multilora_engine.tritonserver import ServerOptions, ServerProcess
 
 

@@ -7,10 +7,17 @@ import re
 import httpx2
 import psutil
 import pytest
-from door_attacks import DOOR_ATTACKS, Attack, Doors, hold_idle_connections, send_compressed_zeros, send_deep_json
-from local_proxy import LocalProxy
 
+from deployment.local_proxy import LocalProxy
 from multilora_engine.tritonserver import ServerProcess
+from trials.door_attacks import (
+    DOOR_ATTACKS,
+    Attack,
+    Doors,
+    hold_idle_connections,
+    send_compressed_zeros,
+    send_deep_json,
+)
 
 
 @pytest.mark.parametrize(

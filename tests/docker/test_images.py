@@ -1,11 +1,12 @@
-"""The Dockerfiles and the compose file keep what docker/README.md promises. scripts/try_images carries them out."""
+"""The Dockerfiles and the compose file keep what docker/README.md promises. scripts/run try_images carries them out."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from clean_root import Instruction, read_dockerfile
+
+from deployment.clean_root import Instruction, read_dockerfile
 
 DOCKER = Path(__file__).parents[2] / "docker"
 PROXY = DOCKER / "proxy.Dockerfile"

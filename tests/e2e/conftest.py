@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,9 +19,6 @@ from multilora_engine.tritonserver import ServerOptions, ServerProcess
 from multilora_engine.tritonserver.upstream_models import UpstreamModels
 
 REPOSITORY = Path(__file__).parents[2]
-
-# The scripts are run by path, so each finds its neighbours in its own directory; tests of what they do need the same.
-sys.path.insert(0, str(REPOSITORY / "scripts"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,19 +1,16 @@
-"""Attacks of scripts/abuse that need no clock: they are answered, the engine lives, and the next client is served."""
+"""Attacks of `scripts/run abuse` that need no clock: each is answered, the engine lives, the next client is served."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-# The scripts are run by path, so each finds its neighbours in its own directory; their tests need the same.
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
-from abuse import engine_pid
-from door_attacks import Attack, Doors
-from engine_attacks import (
+from multilora_engine.tritonserver import ServerProcess
+from servers.tiny_server import tiny_server
+from trials.abuse import engine_pid
+from trials.door_attacks import Attack, Doors
+from trials.engine_attacks import (
     answers,
     infer_request,
     send_forged_ids,
@@ -24,9 +21,6 @@ from engine_attacks import (
     send_words_times_beams,
     send_words_times_sequences,
 )
-from tiny_server import tiny_server
-
-from multilora_engine.tritonserver import ServerProcess
 
 
 @pytest.fixture(scope="module")

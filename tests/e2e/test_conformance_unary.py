@@ -8,11 +8,11 @@ import pytest
 from support.conformance import PROMPT, row
 from support.stock_clients import stream, text_request, unary
 from support.wire import HttpClient, infer
-from tiny_server import tiny_server
 from tritonclient.utils import InferenceServerException
 
 from multilora_engine.tritonserver import ServerProcess
 from multilora_engine.tritonserver.upstream_models import UpstreamModels
+from servers.tiny_server import tiny_server
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
 """`multilora-serve` itself under load, in peace and when it is hurt: nobody is left without an answer, no answer is
 wrong, and nothing that was acknowledged is lost.
 
-A selection; scripts/inject_faults has all faults, and scripts/soak_serving goes on for as long as one likes.
+A selection; scripts/run inject_faults has all faults, and scripts/run soak_serving goes on for as long as one likes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import json
 import os
 import re
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,13 +19,10 @@ from urllib.request import urlopen
 import psutil
 import pytest
 
-# The scripts are run by path, so each finds its neighbours in its own directory; their tests need the same.
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
-from inject_faults import FAULTS, Scene, inject, stage
-from soak_memory import SHARED_MEMORY
-from soak_serving import Record, Soak
-from telling_adapters import BASE_TOKEN
+from checkpoints.telling_adapters import BASE_TOKEN
+from trials.inject_faults import FAULTS, Scene, inject, stage
+from trials.soak_memory import SHARED_MEMORY
+from trials.soak_serving import Record, Soak
 
 PROCESSES = {"serve", "tritonserver", "engine", "generation", "generation_unary", "preprocessing", "postprocessing"}
 SELECTED = ("engine: SIGKILL", "engine hangs: SIGSTOP", "disk tier: disk full")

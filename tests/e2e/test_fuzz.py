@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fuzz_protocol import Fuzz, Tally, measure, read_facts
-
 from multilora_engine.tritonserver import ServerProcess
+from trials.fuzz_protocol import Fuzz, Tally, measure, read_facts
 
 NUM_REQUESTS = 250
 

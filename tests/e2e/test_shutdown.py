@@ -5,23 +5,17 @@ from __future__ import annotations
 import os
 import queue
 import signal
-import sys
-from pathlib import Path
-
-import psutil
-from tritonclient.grpc import service_pb2
-
-# The scripts are run by path, so each finds its neighbours in its own directory; their tests need the same.
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import grpc
-from engine_attacks import infer_request
-from tiny_server import tiny_server
+import psutil
+from tritonclient.grpc import service_pb2
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
 from multilora_engine.process.paths import ENGINE_MODULE
 from multilora_engine.tritonserver import ServerProcess
-from multilora_engine.tritonserver.process import marked_processes
+from multilora_engine.tritonserver.marked_processes import marked_processes
+from servers.tiny_server import tiny_server
+from trials.engine_attacks import infer_request
 
 
 def engine_of(server: ServerProcess) -> psutil.Process:

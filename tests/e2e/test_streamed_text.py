@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from check_streamed_text import SAMPLES, check_all, questions
-
 from multilora_engine.tritonserver import ServerProcess
+from trials.check_streamed_text import SAMPLES, check_all, questions
 
 
 def test_streamed_text_is_what_transformers_decodes(server: ServerProcess, default_model_dir: Path) -> None:

@@ -1,11 +1,12 @@
-"""`multilora-serve` under load while its wall clock is set. A selection; scripts/inject_faults has one more."""
+"""`multilora-serve` under load while its wall clock is set. A selection; scripts/run inject_faults has one more."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
-from inject_faults import FAULTS, Fault, Scene, inject, stage
+
+from trials.inject_faults import FAULTS, Fault, Scene, inject, stage
 
 SELECTED = [fault for fault in FAULTS if fault.name.startswith("wall clock")]
 

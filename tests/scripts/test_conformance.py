@@ -3,6 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from conformance import Outcomes, Row, markdown, read_rows, readme_table
 
 SOURCE = """

@@ -8,7 +8,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, REPOSITORY / "scripts" / "fill_template.py", *map(str, arguments)]
+    command = [sys.executable, REPOSITORY / "scripts" / "run.py", "fill_template", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 

@@ -1,11 +1,11 @@
-"""What scripts/openai_clients has, read from the source: most of its packages are not in this environment."""
+"""What scripts/clients/openai_clients has, read from the source: most of its packages are not in this environment."""
 
 from __future__ import annotations
 
 import ast
 from pathlib import Path
 
-PACKAGES = Path(__file__).parents[2] / "scripts" / "openai_clients"
+PACKAGES = Path(__file__).parents[2] / "scripts" / "clients" / "openai_clients"
 
 
 def modules() -> list[str]:

@@ -1,4 +1,4 @@
-"""Tile sizes of the GPU kernels: one table, `block_sizes.json`, written by `scripts/tune_block_sizes`.
+"""Tile sizes of the GPU kernels: one table, `block_sizes.json`, written by `scripts/run tune_block_sizes`.
 
 The table is keyed by GPU ("default" serves those not listed), operator and regime. A regime depends only on the number
 of tokens, never on which adapters they use, so that a captured CUDA graph replays for any mix.

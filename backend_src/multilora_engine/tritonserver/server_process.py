@@ -1,0 +1,330 @@
+"""`ServerProcess`: one tritonserver over our model repository, from its checks to the removal of its last trace."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import select
+import signal
+import subprocess
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from threading import Thread
+from typing import IO, Self
+
+from multilora_engine.client_header import CANARY_KEY_VARIABLE
+from multilora_engine.errors import MultiloraError
+from multilora_engine.process.drain import drain_engine
+from multilora_engine.process.paths import ENGINE_MODULE, socket_path
+from multilora_engine.tritonserver.addresses import Addresses, resolve_addresses
+from multilora_engine.tritonserver.arguments import server_arguments
+from multilora_engine.tritonserver.checkpoint import check_checkpoint
+from multilora_engine.tritonserver.free_space import check_free_space
+from multilora_engine.tritonserver.hardening import hardening_arguments
+from multilora_engine.tritonserver.installation import find_installation, make_backend_directory, server_environment
+from multilora_engine.tritonserver.log import ServerLog
+from multilora_engine.tritonserver.marked_processes import (
+    TOKEN_VARIABLE,
+    kill_marked_processes,
+    marked_processes,
+    runs_module,
+)
+from multilora_engine.tritonserver.options import ServerOptions
+from multilora_engine.tritonserver.probe import Busy, NotReady, ProbeFailed, probe_generation
+from multilora_engine.tritonserver.repository import find_model_repository, model_names, write_overridden
+from multilora_engine.tritonserver.shared_memory import claim_regions, remove_leftovers
+from multilora_engine.tritonserver.tracing import tracing_arguments
+from multilora_engine.tritonserver.upstream_models import UpstreamModels, add_upstream_models
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.2
+_GRACE_S = 10.0
+_IDLE_EXIT_S = 10.0
+"""How long a server gets to end that has nothing in flight; it takes some 3 s."""
+
+_ENGINE_EXIT_S = 10.0
+"""What an engine gets, whose server has been killed, to write to disk what is in memory only."""
+
+_LAST_STEP_S = 0.5
+"""What the last answers of the engine get to pass through postprocessing and out: no ensemble goes on after SIGTERM."""
+
+
+class ServerFailed(MultiloraError):
+    """The server ended, or was not ready in time. The message is the one line that says why."""
+
+
+class ServerProcess:
+    """A running tritonserver.
+
+        with ServerProcess(ServerOptions(model=checkpoint, http_port=0, grpc_port=0, metrics_port=0)) as server:
+            server.wait_ready()
+            client = tritonclient.http.InferenceServerClient(server.http_url)
+
+    `on_log` gets every line of the server's log that is not noise, in a thread of its own. `probe` is the inference
+    that decides readiness, given `canary_url`. Leaving the block stops the server, and kills what of it does not stop.
+    """
+
+    def __init__(
+        self,
+        options: ServerOptions,
+        *,
+        on_log: Callable[[str], None] = logger.info,
+        probe: Callable[[str], None] | None = None,
+    ) -> None:
+        self.options = options
+        self.log = ServerLog()
+        self._on_log = on_log
+        self._canary_key = secrets.token_hex(16)
+        self._probe = probe or _default_probe(options, self._canary_key)
+        self._resources = ExitStack()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    @property
+    def http_url(self) -> str:
+        return self.addresses.http_url
+
+    @property
+    def grpc_url(self) -> str:
+        return self.addresses.grpc_url
+
+    @property
+    def canary_url(self) -> str:
+        """`host:port` at which the server is asked whether it answers."""
+        return self.http_url if self.options.has_http else self.grpc_url
+
+    @property
+    def metrics_url(self) -> str:
+        return self.addresses.metrics_url
+
+    @property
+    def successor_options(self) -> ServerOptions:
+        """For a server in this one's place: clients find it at the same ports, even if these were any free ones."""
+        ports = self.addresses
+        return replace(
+            self.options, http_port=ports.http_port, grpc_port=ports.grpc_port, metrics_port=ports.metrics_port
+        )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def token(self) -> str:
+        """The name that marks this server's processes and its files in /dev/shm."""
+        return self._regions.token
+
+    def start(self) -> None:
+        """Check what can be checked, and start the server. Raises ConfigError."""
+        if self.options.model:
+            check_checkpoint(self.options.model)
+        check_free_space()
+        remove_leftovers()
+        with ExitStack() as resources:
+            self._folder = Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="multilora-")))
+            self._regions = resources.enter_context(claim_regions())
+            resources.callback(kill_marked_processes, self._regions.token)
+            self._repository = self._prepare_repository()
+            self.addresses = self._resolve_addresses()
+            self._process = self._spawn(self._command())
+            self._resources = resources.pop_all()
+        assert self._process.stdout is not None
+        self._reader = Thread(target=self._read_log, args=(self._process.stdout,), name="server-log", daemon=True)
+        self._reader.start()
+
+    def wait_ready(self, on_progress: Callable[[str], None] = logger.debug) -> None:
+        """Return when a real inference has succeeded. Raises ServerFailed when the server ends or the time is up."""
+        deadline = time.monotonic() + self.options.startup_timeout_s
+        for is_ready in (self._is_listening, self._answers):
+            while not is_ready():
+                self._wait_for_progress(deadline)
+                on_progress(self.progress)
+
+    @property
+    def progress(self) -> str:
+        """How far the start has come, for a person."""
+        total = len(model_names(self._repository))
+        loaded = self.log.loaded
+        if len(loaded) >= total:
+            return "all models loaded, trying an inference"
+        return f"loaded {len(loaded)} of {total} models" + (f": {', '.join(loaded)}" if loaded else "")
+
+    def ask(self) -> None:
+        """Try an inference. Raises NotReady or Busy, and ServerFailed for a server that will not mend itself."""
+        try:
+            self._probe(self.canary_url)
+        except ProbeFailed as error:
+            raise ServerFailed(f"the server no longer answers: {error}") from None
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait until the server ends; returns its exit status. Raises subprocess.TimeoutExpired.
+
+        Popen's own wait asks again and again under a lock, which an interrupt (Ctrl-C) can leave locked for ever.
+        """
+        if self._process.returncode is None:
+            fd = os.pidfd_open(self.pid)
+            try:
+                if not select.select([fd], [], [], timeout)[0]:
+                    assert timeout is not None
+                    raise subprocess.TimeoutExpired(self._process.args, timeout)
+            finally:
+                os.close(fd)
+        return self._process.wait()
+
+    def failure(self, status: int) -> ServerFailed:
+        """Why the server, which has ended with `status`, did so."""
+        self._clean_up()
+        if status < 0:
+            name = signal.strsignal(-status)
+            return ServerFailed(f"tritonserver was ended by signal {-status} ({name}), after: {self.log.failure}")
+        return ServerFailed(f"{self.log.failure} (tritonserver ended with status {status})")
+
+    def stop(self) -> int:
+        """Let requests in flight end, then SIGTERM, then SIGKILL; returns the exit status. May be called again.
+
+        New requests are refused from the first. All of it takes no longer than the exit timeout and a grace.
+
+        tritonserver (24.10) waits for every gRPC stream that a client has left open, though nothing is in flight in it,
+        until its exit timeout is over. Once the engine has ended all requests, that is waited for no longer.
+        """
+        deadline = time.monotonic() + self.options.exit_timeout_s + _GRACE_S
+        is_idle = False
+        try:
+            is_idle = self._drain()
+            self._process.terminate()
+            left_s = max(0.0, deadline - time.monotonic())
+            return self.wait(min(left_s, _IDLE_EXIT_S) if is_idle else left_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            status = self.wait()
+            if not is_idle:
+                return status
+            logger.info("tritonserver waited for streams without a request in flight, and was ended")
+            self._let_engine_end()
+            return 0
+        finally:
+            self._clean_up()
+
+    def kill(self) -> None:
+        """End the server at once, for one that is broken: what it still has in flight could keep `stop` waiting."""
+        self._process.kill()
+        self.wait()
+        self._clean_up()
+
+    def _drain(self) -> bool:
+        """Whether the engine has ended all that was in flight."""
+        is_drained = False
+        for pid in marked_processes(self.token):
+            if runs_module(pid, ENGINE_MODULE):
+                is_drained = drain_engine(pid, socket_path(self.pid), self.options.exit_timeout_s)
+                time.sleep(_LAST_STEP_S)
+        return is_drained
+
+    def _let_engine_end(self) -> None:
+        """Behind a killed server: it ends by itself once the process that started it is gone."""
+        engines = [pid for pid in marked_processes(self.token) if runs_module(pid, ENGINE_MODULE)]
+        kill_marked_processes(self.token, spared=engines)
+        for pid in engines:
+            with contextlib.suppress(ProcessLookupError):
+                fd = os.pidfd_open(pid)
+                select.select([fd], [], [], _ENGINE_EXIT_S)
+                os.close(fd)
+
+    def _prepare_repository(self) -> Path:
+        repository = find_model_repository(self.options.model_repository)
+        if not self.options.overrides and self.options.upstream_models is UpstreamModels.NONE:
+            return repository
+        changed = write_overridden(repository, self.options.overrides, self._folder / "model_repository")
+        add_upstream_models(changed, self.options.upstream_models)
+        return changed
+
+    def _resolve_addresses(self) -> Addresses:
+        options = self.options
+        return resolve_addresses(
+            options.host, options.http_port, options.grpc_port, options.metrics_port, options.http_host
+        )
+
+    def _command(self) -> list[str]:
+        installation = find_installation(self.options.tritonserver)
+        command = [str(installation.executable), *server_arguments(self.options, self.addresses, self._regions)]
+        command += hardening_arguments(self.options, installation.executable)
+        command += tracing_arguments(self.options.trace_config, installation.executable)
+        command.append(f"--model-repository={self._repository}")
+        if installation.python_backend:
+            backends = make_backend_directory(installation, self._folder / "backends")
+            command.append(f"--backend-directory={backends}")
+        return command
+
+    def _spawn(self, command: list[str]) -> subprocess.Popen[str]:
+        variables = {TOKEN_VARIABLE: self._regions.token, CANARY_KEY_VARIABLE: self._canary_key}
+        if self.options.model:
+            variables["MULTILORA_MODEL"] = str(self.options.model.absolute())
+        return subprocess.Popen(
+            command,
+            env=server_environment(variables),
+            # The stubs have the current directory on sys.path, so it must not hold anything importable.
+            cwd=self._folder,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            # A Ctrl-C is for this process, which then stops the server in order.
+            start_new_session=True,
+            pass_fds=(self._regions.lock_fd,),
+        )
+
+    def _read_log(self, stream: IO[str]) -> None:
+        with stream:
+            for line in stream:
+                text = line.rstrip("\n")
+                if self.log.feed(text) or self.options.log_verbose:
+                    self._on_log(text)
+
+    def _is_listening(self) -> bool:
+        if not self.options.has_http:
+            from multilora_engine.tritonserver.grpc_probe import is_ready_over_grpc
+
+            return is_ready_over_grpc(self.grpc_url)
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"http://{self.http_url}/v2/health/ready", timeout=5):
+            return True
+        return False
+
+    def _answers(self) -> bool:
+        with contextlib.suppress(NotReady, Busy):
+            self.ask()
+            return True
+        return False
+
+    def _wait_for_progress(self, deadline: float) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            raise self.failure(self.wait(_POLL_S))
+        if time.monotonic() > deadline:
+            raise ServerFailed(f"not ready after {self.options.startup_timeout_s:g} s: {self.progress}")
+
+    def _clean_up(self) -> None:
+        """Kill what outlived the server, remove its files, and read its log to the end."""
+        self._resources.close()
+        self._reader.join(_GRACE_S)
+
+
+def _default_probe(options: ServerOptions, api_key: str) -> Callable[[str], None]:
+    if options.has_http:
+        return partial(probe_generation, api_key=api_key)
+    from multilora_engine.tritonserver.grpc_probe import probe_generation_over_grpc
+
+    return partial(probe_generation_over_grpc, api_key=api_key)

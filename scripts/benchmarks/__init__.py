@@ -1,0 +1,1 @@
+"""Times and rates, beside what the machine allows."""

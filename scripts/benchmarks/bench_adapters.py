@@ -1,0 +1,471 @@
+"""What adapters cost: memory against parameters, the way in, the way to a step, throughput, and other requests' pauses.
+
+memory       bytes an adapter takes in its tiers over parameters x their size; default model, all linear layers
+way in       packing and inserting one, in GB/s, beside a plain copy of the same bytes
+first token  of a request alone: its adapter was just used, has lost its place in the device tier, is on disk, or comes
+             along (and is written to disk behind the request's back)
+throughput   answers of adapters drawn from 5 .. 2000 by Zipf's law, all in memory. A request draws its rank first, so
+             that every setting has the same ranks in its batches; the popular adapters alone would not.
+             "mixed": 32 clients draw freely. Of 2000 adapters a step then uses many more than of 5, and has to read
+             them, which is work that no server can save: the bytes of the adapters in a step are shown. "alike": 4
+             clients, each with a rank of its own, so that every step uses 4 adapters and the same bytes, of however
+             many there are; what differs then is what their number itself costs
+thrash       twice the adapters that memory holds, the other half on disk, against as many as it holds: on a CPU host
+             and device tier are the same pages, so what a GPU fetches from host memory comes from disk here
+pauses       time between the tokens of a running batch while others' adapters come in: each step's end brings an upload
+             that evicts another; or one after the other is fetched from a directory and packed; or is read from disk
+
+All but memory and way in use an engine in this process on a CPU, where host and device tier are the same pages and the
+device tier has `max_loras` places, with a model of random weights. What is compared runs in turn, round after round,
+so that what else the machine does hits all of it; medians are reported.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Annotated
+
+import numpy as np
+import torch
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.bench_rows import TABLE_WIDTH, Row, render, threads_title, write_results
+from checkpoints.prepare_default_model import ensure_default_checkpoint
+from checkpoints.telling_adapters import save_plain_tokenizer
+from multilora_engine.config import EngineConfig, LoRAConfig, SourceSpec
+from multilora_engine.engine.engine import Engine
+from multilora_engine.lora.device_tier import DeviceTier
+from multilora_engine.lora.format import pack_adapter
+from multilora_engine.lora.host_tier import HostTier
+from multilora_engine.lora.layout import AdapterLayout, PackedAdapter, adapter_layout, lora_modules
+from multilora_engine.lora.manager import LoRAManager
+from multilora_engine.lora.sources.source import AdapterKey
+from multilora_engine.models.model_config import read_model_config
+from multilora_engine.request import GenerationRequest, SamplingParams
+
+RANKS = (8, 16, 32, 64)
+POPULATIONS = (5, 100, 1000, 2000)
+MODULES = (1, 2, 3, 4, 5, 6, 7)
+PLACES = 16
+"""`max_loras` of the engines that measure the device tier; as many clients keep it busy."""
+
+_VOCABULARY = 4096
+_MAX_LEN = 512
+_WARM_UP_TOKENS = 4
+
+
+@dataclass
+class Timing:
+    """Of one request: when it was accepted, and when each of its tokens came; seconds."""
+
+    accepted: float
+    tokens: list[float]
+
+    @property
+    def first_token_s(self) -> float:
+        return self.tokens[0] - self.accepted
+
+    @property
+    def pauses_s(self) -> list[float]:
+        return [later - earlier for earlier, later in itertools.pairwise(self.tokens)]
+
+
+def random_wire(layout: AdapterLayout, rank: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`lora_weights`, float32, and `lora_config` of an adapter on all linear layers; small random numbers."""
+    modules = lora_modules(layout)
+    config = torch.tensor([[m, layer, rank, 0] for layer in range(layout.num_layers) for m in MODULES])
+    sizes = torch.tensor([modules[m].num_values(rank, False) for m in MODULES]).repeat(layout.num_layers)
+    generator = torch.Generator().manual_seed(seed)
+    weights = torch.randn(len(config), int(sizes.max()), generator=generator) * 0.01
+    weights[torch.arange(weights.shape[1]) >= sizes[:, None]] = 0
+    return weights, config.int()
+
+
+def num_parameters(layout: AdapterLayout, rank: int) -> int:
+    """Of an adapter on all linear layers."""
+    modules = lora_modules(layout)
+    return layout.num_layers * sum(modules[m].num_values(rank, False) for m in MODULES)
+
+
+def memory_rows(model: Path) -> list[Row]:
+    """Bytes in a tier over bytes of parameters."""
+    rows = []
+    for dtype, rank in itertools.product(("float32", "bfloat16"), (8, 16, 64)):
+        layout = adapter_layout(read_model_config(model), 64, dtype)
+        packed = pack_adapter(*random_wire(layout, rank, 0), layout)
+        value = packed.pages.nbytes / (num_parameters(layout, rank) * layout.itemsize)
+        goal = "<= 1.05" if rank == 16 else ""
+        rows.append(Row(f"memory: {dtype}, rank {rank}", value, "x parameters", goal, value <= 1.05 if goal else None))
+    return rows
+
+
+def way_in_rows(model: Path, rounds: int) -> list[Row]:
+    """GB/s of packed bytes for pack, insert and a plain copy; more bytes than the caches hold, in turn."""
+    layout = adapter_layout(read_model_config(model), 64, "float32")
+    wires = [random_wire(layout, 16, seed) for seed in range(4)]
+    packed = [pack_adapter(*wire, layout) for wire in wires]
+    target = torch.empty_like(packed[0].pages)
+    tier = HostTier(len(packed) * len(target), layout.page_bytes)
+    tier.pool.storage.zero_()  # or the operating system would first have to find the memory
+    loras = LoRAManager(tier, DeviceTier(layout, tier.pool, tier.pool, max_loras=1), "refuse")
+    seconds: dict[str, list[float]] = {"plain copy": [], "pack": [], "insert": []}
+    for i in range(rounds):
+        chosen = i % len(wires)
+        seconds["plain copy"].append(timed(lambda: target.copy_(packed[chosen].pages)))  # noqa: B023 - called here
+        seconds["pack"].append(timed(lambda: pack_adapter(*wires[chosen], layout)))  # noqa: B023
+        seconds["insert"].append(timed(lambda: loras.put(i, packed[chosen])))  # noqa: B023
+        loras.unload(i)
+    medians = {kind: statistics.median(values) for kind, values in seconds.items()}
+    rows = [Row(f"way in: {kind}", target.nbytes / value / 1e9, "GB/s") for kind, value in medians.items()]
+    share = medians["plain copy"] / (medians["pack"] + medians["insert"])
+    return [*rows, Row("way in: pack and insert, of a plain copy's speed", share, "x")]
+
+
+def timed(task: Callable[[], object]) -> float:
+    """Seconds it takes."""
+    started = time.perf_counter()
+    task()
+    return time.perf_counter() - started
+
+
+class Bench:
+    """A model of one wide layer with random weights, and adapters for it that share their numbers but not identity.
+
+    One layer, so that 2000 adapters fit in memory; wide, so that an adapter is a small part of it, as in real models.
+    """
+
+    def __init__(self, directory: Path, num_threads: int) -> None:
+        self._directory = directory
+        self._model = _save_random_model(directory / "model")
+        self._num_threads = num_threads
+        self.layout = adapter_layout(read_model_config(self._model), max(RANKS), "bfloat16")
+        self._packed = {
+            (rank, version): pack_adapter(*random_wire(self.layout, rank, rank + version), self.layout)
+            for rank in RANKS
+            for version in range(2)
+        }
+        self._request_ids = itertools.count()
+        self._random = Random(0)
+
+    @contextmanager
+    def engine(
+        self, max_loras: int, num_adapters: int, num_in_memory: int | None = None, source: Path | None = None
+    ) -> Iterator[Engine]:
+        """An engine with the adapters 0 .. num_adapters - 1.
+
+        num_in_memory: memory holds the size of only so many, and the disk tier has them all; without it there is no
+        disk tier, and memory holds exactly all. source: a directory from which others can be fetched.
+        """
+        num_bytes = sum(self.adapter(task).pages.nbytes for task in range(num_in_memory or num_adapters))
+        with tempfile.TemporaryDirectory(dir=self._directory) as cache:
+            lora = LoRAConfig(
+                max_loras=max_loras,
+                max_lora_rank=max(RANKS),
+                lora_dtype="bfloat16",
+                lora_cache_host_memory_bytes=num_bytes,
+                lora_cache_dir=None if num_in_memory is None else Path(cache),
+                lora_on_conflict="replace",
+                lora_sources=[] if source is None else [SourceSpec(source="directory", root=str(source))],
+            )
+            config = EngineConfig(
+                model_path=self._model,
+                device="cpu",
+                num_threads=self._num_threads,
+                max_num_seqs=32,
+                kv_cache_memory_bytes=256 << 20,
+                lora=lora,
+            )
+            engine = Engine(config)
+            for task in range(num_adapters):
+                engine.put_adapter(task, self.adapter(task))
+                settle(engine)
+            self.serve(engine, [self.request(task % num_adapters, 8, 2) for task in range(32)], 32)
+            yield engine
+            engine.close()
+
+    def adapter(self, task: int, version: int = 0) -> PackedAdapter:
+        """The adapter of a task id, in one of two versions: its rank is RANKS[task % 4]."""
+        return self._packed[RANKS[task % len(RANKS)], version]
+
+    def save_source(self, tasks: Iterable[int]) -> Path:
+        """A directory with these adapters, as `lora_sources` takes them."""
+        root = self._directory / "source"
+        for task in tasks:
+            weights, config = random_wire(self.layout, RANKS[task % len(RANKS)], task)
+            folder = root / str(task)
+            folder.mkdir(parents=True)
+            np.save(folder / "model.lora_weights.npy", weights.half().numpy()[None])
+            np.save(folder / "model.lora_config.npy", config.numpy()[None])
+        return root
+
+    def request(self, task: int, prompt_tokens: int, max_tokens: int) -> GenerationRequest:
+        prompt = [self._random.randrange(_VOCABULARY) for _ in range(prompt_tokens)]
+        sampling = SamplingParams(max_tokens=max_tokens, end_id=-1)
+        return GenerationRequest(f"bench-{next(self._request_ids)}", prompt, sampling, task)
+
+    def draw(self, population: int) -> int:
+        """A task id below `population`: any rank as likely as another, then by Zipf's law among those of that rank."""
+        return self.draw_of_rank(self._random.randrange(len(RANKS)), population)
+
+    def draw_of_rank(self, rank_index: int, population: int) -> int:
+        """A task id below `population` of the rank RANKS[rank_index], by Zipf's law."""
+        tasks = range(rank_index, population, len(RANKS))
+        return self._random.choices(tasks, [1 / (place + 1) for place in range(len(tasks))])[0]
+
+    def serve(
+        self,
+        engine: Engine,
+        requests: Iterable[GenerationRequest],
+        num_clients: int,
+        after_step: Callable[[Sequence[str]], None] = lambda ended: None,
+    ) -> list[Timing]:
+        """Have all requests answered, `num_clients` of them at any time.
+
+        A request that ends is followed by one in its place. after_step: is told the ids of those that a step ended.
+        """
+        waiting = iter(requests)
+        timings: dict[str, Timing] = {}
+        num_ended = 0
+
+        def submit(request: GenerationRequest) -> None:
+            timings[request.request_id] = Timing(time.perf_counter(), [])
+            engine.add_request(request)
+
+        for request in itertools.islice(waiting, num_clients):
+            submit(request)
+        while num_ended < len(timings):
+            outputs = engine.step()
+            ended = [output.request_id for output in outputs if output.is_final]
+            num_ended += len(ended)
+            after_step(ended)
+            for output in outputs:
+                timings[output.request_id].tokens += [time.perf_counter()] * len(output.token_ids)
+                if output.is_final and (following := next(waiting, None)) is not None:
+                    submit(following)
+        settle(engine)
+        return list(timings.values())
+
+
+def settle(engine: Engine) -> None:
+    """Let an engine finish what is under way behind its back, such as writing to disk."""
+    while engine.has_work:
+        engine.step()
+
+
+def first_token_rows(bench: Bench, rounds: int) -> list[Row]:
+    """Requests one at a time, in turn: one from disk, the same again, one whose place was lost, and a new version.
+
+    Memory holds half of the adapters. Asked for one after the other, each has left it when its turn comes again; the
+    one that was asked for `2 * PLACES` turns ago is still there, but not in its place.
+    """
+    seconds: dict[str, list[float]] = {"in its place": [], "place lost": [], "from disk": [], "comes along": []}
+    num_adapters = 8 * PLACES
+    with bench.engine(max_loras=PLACES, num_adapters=num_adapters, num_in_memory=num_adapters // 2) as engine:
+
+        def ask(kind: str, task: int, version: int | None = None) -> None:
+            request = bench.request(task, 16, 1)
+            started = time.perf_counter()
+            if version is not None:
+                engine.put_adapter(task, bench.adapter(task, version))
+            (timing,) = bench.serve(engine, [request], 1)
+            seconds[kind].append(timing.tokens[0] - started)
+
+        for i in range(32 * rounds):
+            task = i % num_adapters
+            ask("from disk", task)
+            ask("in its place", task)
+            ask("place lost", (task - 2 * PLACES) % num_adapters)
+            ask("comes along", task, version=1 - i // num_adapters % 2)
+    return [
+        Row(f"first token: {kind}, {name}", value * 1e3, "ms")
+        for kind, values in seconds.items()
+        for name, value in (("median", statistics.median(values)), ("p99", p99(values)))
+    ]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One measurement of throughput. bytes_per_step: of the adapters that a step uses, at the median."""
+
+    tokens_per_s: float
+    bytes_per_step: float
+
+
+def throughput_rows(bench: Bench, rounds: int, num_requests: int) -> list[Row]:
+    """Tokens per second of each population, in turn; answers of 16 tokens to prompts of 16."""
+    runs: dict[tuple[str, int], list[Run]] = {(kind, n): [] for kind in ("mixed", "alike") for n in POPULATIONS}
+    with bench.engine(max_loras=32, num_adapters=max(POPULATIONS)) as engine:
+        for kind, population in itertools.chain.from_iterable(itertools.repeat(runs, rounds)):
+            runs[kind, population].append(throughput_run(bench, engine, kind, population, num_requests))
+    rows = []
+    for (kind, population), of_population in runs.items():
+        what = f"{kind}: {population} adapters"
+        rate = statistics.median(run.tokens_per_s for run in of_population)
+        rows.append(Row(f"throughput, {what}", rate, "tokens/s"))
+        num_bytes = statistics.median(run.bytes_per_step for run in of_population)
+        rows.append(Row(f"adapters in a step, {what}", num_bytes / 1e6, "MB"))
+    for kind in ("mixed", "alike"):
+        pairs = zip(runs[kind, 5], runs[kind, 2000], strict=True)
+        ratio = statistics.median(most.tokens_per_s / least.tokens_per_s for least, most in pairs)
+        rows.append(Row(f"throughput, {kind}: 2000 against 5", ratio, "x", ">= 0.95", ratio >= 0.95))
+    return rows
+
+
+def throughput_run(bench: Bench, engine: Engine, kind: str, population: int, num_requests: int) -> Run:
+    """kind: "mixed", 32 clients that draw freely; "alike", a client for each rank, so that all steps are alike."""
+    step_bytes: list[int] = []
+    if kind == "mixed":
+        num_clients, tasks = 32, [bench.draw(population) for _ in range(num_requests)]
+    else:
+        num_clients, tasks = len(RANKS), [bench.draw_of_rank(i % len(RANKS), population) for i in range(num_requests)]
+    in_flight: dict[str, int] = {}
+
+    def requests() -> Iterator[GenerationRequest]:
+        for task in tasks:
+            request = bench.request(task, 16, 16)
+            in_flight[request.request_id] = task
+            yield request
+
+    def after_step(ended: Sequence[str]) -> None:
+        step_bytes.append(sum(bench.adapter(task).pages.nbytes for task in set(in_flight.values())))
+        for request_id in ended:
+            del in_flight[request_id]
+
+    seconds = timed(lambda: bench.serve(engine, requests(), num_clients, after_step))
+    return Run(num_requests * 16 / seconds, statistics.median(step_bytes))
+
+
+def thrash_rows(bench: Bench, rounds: int) -> list[Row]:
+    """Median time to the first token, adapters drawn evenly from those that fit and from twice as many, in turn."""
+    medians: dict[int, list[float]] = {PLACES: [], 2 * PLACES: []}
+    random = Random(1)
+    with bench.engine(max_loras=PLACES, num_adapters=2 * PLACES, num_in_memory=PLACES) as engine:
+        for num_adapters in itertools.chain.from_iterable(itertools.repeat(medians, rounds)):
+            tasks = list(range(num_adapters))
+            bench.serve(engine, [bench.request(task, 8, 1) for task in tasks], PLACES)
+            requests = [bench.request(random.choice(tasks), 16, 16) for _ in range(8 * PLACES)]
+            timings = bench.serve(engine, requests, PLACES)
+            medians[num_adapters].append(statistics.median(timing.first_token_s for timing in timings))
+    ratio = statistics.median(twice / fit for fit, twice in zip(*medians.values(), strict=True))
+    return [
+        Row("thrash: first token, adapters fit", statistics.median(medians[PLACES]) * 1e3, "ms"),
+        Row("thrash: first token, half on disk", statistics.median(medians[2 * PLACES]) * 1e3, "ms"),
+        Row("thrash: half on disk against fit", ratio, "x", "<= 3", ratio <= 3),
+    ]
+
+
+def pause_rows(bench: Bench, rounds: int) -> list[Row]:
+    """p99 of the time between tokens, quiet and while adapters come in, in turn."""
+    num_adapters = 4 * PLACES
+    fetched = range(num_adapters, num_adapters + 2 * len(RANKS))
+    with bench.engine(PLACES, num_adapters, source=bench.save_source(fetched)) as engine:
+        new_tasks, fetches = itertools.count(fetched.stop), itertools.cycle(fetched)
+
+        def upload(ended: Sequence[str]) -> None:
+            task = next(new_tasks)
+            engine.put_adapter(task, bench.adapter(task))
+
+        def fetch(ended: Sequence[str]) -> None:
+            if not engine.remote.is_busy:
+                task = next(fetches)
+                if engine.loras.is_known(task):
+                    engine.loras.unload(task)
+                engine.remote.fetch(AdapterKey(task))
+
+        rows = compare_pauses(bench, engine, rounds, {"uploads": upload, "fetches": fetch})
+    with bench.engine(PLACES, num_adapters, num_in_memory=2 * PLACES) as engine:
+        others = itertools.cycle(range(PLACES, num_adapters))
+
+        def read(ended: Sequence[str]) -> None:
+            if not engine.loras.is_busy:
+                engine.loras.load(next(others))
+
+        return rows + compare_pauses(bench, engine, rounds, {"reads": read})
+
+
+def compare_pauses(
+    bench: Bench, engine: Engine, rounds: int, disturbances: Mapping[str, Callable[[Sequence[str]], None]]
+) -> list[Row]:
+    """disturbances: by name, what happens at the end of each step."""
+    pauses: dict[str, list[float]] = {"quiet": [], **{name: [] for name in disturbances}}
+    for name in itertools.chain.from_iterable(itertools.repeat(pauses, rounds)):
+        for task in range(PLACES):
+            engine.put_adapter(task, bench.adapter(task))
+        settle(engine)
+        requests = [bench.request(task, 16, 64) for task in range(PLACES)]
+        for timing in bench.serve(engine, requests, PLACES, disturbances.get(name, lambda ended: None)):
+            pauses[name] += timing.pauses_s[_WARM_UP_TOKENS:]
+    rows = []
+    for name, values in pauses.items():
+        when = f"without {' and '.join(disturbances)}" if name == "quiet" else f"with {name}"
+        rows.append(Row(f"pauses {when}, median", statistics.median(values) * 1e3, "ms"))
+        rows.append(Row(f"pauses {when}, p99", p99(values) * 1e3, "ms"))
+    for name in disturbances:
+        ratio = p99(pauses[name]) / p99(pauses["quiet"])
+        rows.append(Row(f"pauses: p99 with {name} against quiet", ratio, "x", "<= 1.5", ratio <= 1.5))
+    return rows
+
+
+def p99(values: Sequence[float]) -> float:
+    return statistics.quantiles(values, n=100)[98]
+
+
+def _save_random_model(path: Path) -> Path:
+    config = LlamaConfig(
+        vocab_size=_VOCABULARY,
+        hidden_size=1024,
+        intermediate_size=2816,
+        num_hidden_layers=1,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        max_position_embeddings=_MAX_LEN,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(path)
+    save_plain_tokenizer(path, _VOCABULARY)
+    return path
+
+
+def main(
+    output: Annotated[Path, typer.Option(help="Folder for adapters.csv and adapters.png.")] = Path("bench_results"),
+    rounds: Annotated[int, typer.Option(help="Repetitions of everything that is compared.")] = 5,
+    requests: Annotated[int, typer.Option(help="Requests of one throughput measurement.")] = 128,
+    threads: Annotated[int, typer.Option(help="CPU threads; 0 is one per core.")] = 0,
+    model: Annotated[Path | None, typer.Option(help="Checkpoint whose adapters are packed; default: ours.")] = None,
+    part: Annotated[list[str] | None, typer.Option(help="Only this part; may be repeated. Default: all.")] = None,
+) -> None:
+    """Measure what adapters cost, print a table with the goals, and plot it."""
+    console = Console()
+    console.width = max(console.width, TABLE_WIDTH)
+    checkpoint = model or ensure_default_checkpoint()
+    torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
+    with tempfile.TemporaryDirectory(prefix="multilora-bench-") as directory, Progress(console=console) as progress:
+        bench = Bench(Path(directory), threads)
+        parts: dict[str, Callable[[], list[Row]]] = {
+            "memory": lambda: memory_rows(checkpoint),
+            "way in": lambda: way_in_rows(checkpoint, 4 * rounds),
+            "first token": lambda: first_token_rows(bench, rounds),
+            "throughput": lambda: throughput_rows(bench, rounds, requests),
+            "thrash": lambda: thrash_rows(bench, rounds),
+            "pauses": lambda: pause_rows(bench, rounds),
+        }
+        if unknown := set(part or ()) - parts.keys():
+            raise typer.BadParameter(f"{', '.join(sorted(unknown))}; the parts are {', '.join(parts)}")
+        rows = [row for name in progress.track(part or list(parts), description="measuring") for row in parts[name]()]
+    console.print(render(rows, f"adapters, {threads_title()}"))
+    write_results(rows, output, "adapters")
+    console.print(f"{output}/adapters.csv and adapters.png written; load {os.getloadavg()[0]:.1f}")

@@ -1,0 +1,491 @@
+"""How fast the engine's steps are, in this process, beside what memory and arithmetic of the machine allow.
+
+decode     one step of 1, 8, 16 and 32 sequences, with weights stored as float32 and as bfloat16, against its limit: the
+           larger of weights and KV cache over the measured read bandwidth, and flops over the measured rate of matrix
+           products (`matrix_rate.py`); and where its time goes
+prefill    of one long prompt, in the chunks the engine is configured for, with weights stored as float32 and as
+           bfloat16, against the rate of float32 matrix products that are measured before and after each chunk: a share
+           for each round, their median and their extremes
+prefix     time to the first token of a prompt, when the cache has most of it from another one and when it has not
+adapters   decoding 16 sequences with one adapter or 16 different ones on all linear layers, and with adapters that are
+           loaded but not used, against the engine without any
+peft       whole answers to 16 prompts at once, each with an adapter of its own, beside transformers + PEFT on the same
+           adapters in one mixed batch (`adapter_names`): tokens a second, and the time between tokens
+overhead   what a step of 64 sequences costs beside the model, on one core: scheduling, batch, sampling, text, emission.
+           The model is a tiny one, so that nothing else happens
+
+Everything that is compared runs in turn, round after round, so that what else the machine does hits all of it; medians
+are reported.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+from typing import Annotated
+
+import msgspec
+import torch
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.bench_adapters import p99, random_wire
+from benchmarks.bench_kernels import limit_steps
+from benchmarks.bench_rows import Row, render, threads_title, write_results
+from benchmarks.matrix_rate import matrix_rate
+from benchmarks.peft_baseline import PeftBaseline
+from benchmarks.step_parts import MODEL_PARTS, PARTS, timed_parts
+from benchmarks.step_results import TABLE_WIDTH, StepResult, render_steps, write_steps
+from checkpoints.prepare_default_model import ensure_default_checkpoint
+from checkpoints.telling_adapters import save_plain_tokenizer
+from multilora_engine.config import EngineConfig, LoRAConfig
+from multilora_engine.engine.engine import Engine
+from multilora_engine.engine.memory import kv_bytes_per_token
+from multilora_engine.lora.format import TORCH_DTYPES, pack_adapter
+from multilora_engine.models.model_config import ModelConfig, read_model_config
+from multilora_engine.request import GenerationRequest, SamplingParams, TokenOutput
+
+BATCHES = (32, 16, 8, 1)
+"""Sequences that decode together; from the largest on, so that one set of prompts serves all."""
+
+MAX_LIMITS = {1: 1.25, 16: 1.5}
+"""The goal: a decode step of so many sequences takes at most so many times its limit."""
+
+MAX_OVERHEAD_SECONDS = 0.002
+"""The goal: what a step takes beside the model."""
+
+Result = Row | StepResult
+
+Answerer = Callable[[list[list[int]], int], tuple[list[list[int]], list[float]]]
+"""Prompts and the length of the answers to the answers' tokens, and to the times at which tokens were there."""
+
+GREEDY = (SamplingParams(1),)
+MIXED = (
+    SamplingParams(1),
+    SamplingParams(1, temperature=0.8, top_k=50),
+    SamplingParams(1, temperature=0.7, top_k=0, top_p=0.9),
+    SamplingParams(1, temperature=1.2, top_k=0, min_p=0.05),
+    SamplingParams(1, temperature=1.0, top_k=0),
+)
+"""What the requests of a batch ask for, in turn."""
+
+_NUM_ADAPTERS = 16
+_RANK = 16
+_TINY_VOCABULARY = 4096
+_CHUNK: int = EngineConfig.model_fields["max_num_batched_tokens"].default
+
+
+class Limits:
+    """What the machine can do, measured between everything else: bytes read and flops of matrix products a second."""
+
+    def __init__(self) -> None:
+        self._steps, self._work = limit_steps("cpu", torch.float32)
+        self._read_seconds: list[float] = []
+        self._rates: list[float] = []
+
+    def measure(self) -> None:
+        """Once more."""
+        self._read_seconds.append(seconds_of(self._steps["read"]))
+        self._rates.append(matrix_rate())
+
+    @property
+    def bandwidth(self) -> float:
+        return self._work["read"] / statistics.median(self._read_seconds)
+
+    @property
+    def peak(self) -> float:
+        return statistics.median(self._rates)
+
+
+class Work:
+    """What a step of one model must at least read and multiply."""
+
+    def __init__(self, model: ModelConfig, dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
+        layer = model.hidden_size * (2 * model.q_size + 2 * model.kv_size + 3 * model.intermediate_size)
+        self._layers = model.num_layers * layer
+        self._head = model.hidden_size * model.vocab_size
+        self._attention = 4 * model.num_layers * model.q_size
+        self._kv_bytes = kv_bytes_per_token(model, dtype)
+        self._weight_size = weight_dtype.itemsize
+
+    def decode_seconds(self, contexts: Sequence[int], limits: Limits) -> float:
+        """One token of each of the sequences with so many keys."""
+        weights = self._layers + self._head
+        num_bytes = weights * self._weight_size + sum(contexts) * self._kv_bytes
+        flops = 2 * weights * len(contexts) + self._attention * sum(contexts)
+        return max(num_bytes / limits.bandwidth, flops / limits.peak)
+
+    def prefill_flops(self, num_tokens: int) -> int:
+        """Of a whole prompt and the logits of its last token."""
+        return 2 * (self._layers * num_tokens + self._head) + self._attention * num_tokens * (num_tokens + 1) // 2
+
+
+class Bench:
+    """An engine, and batches of requests that never end by themselves."""
+
+    def __init__(self, model: Path, lora_dtype: str = "auto", **options: object) -> None:
+        lora = LoRAConfig.model_validate({"max_loras": _NUM_ADAPTERS, "max_lora_rank": _RANK, "lora_dtype": lora_dtype})
+        self.engine = Engine(
+            EngineConfig.model_validate({"model_path": model, "device": "cpu", "lora": lora, **options})
+        )
+        self.model = read_model_config(model)
+        self._request_ids = itertools.count()
+        self._random = Random(0)
+
+    def close(self) -> None:
+        self.engine.close()
+
+    @contextmanager
+    def batch(
+        self,
+        num_sequences: int,
+        prompt_tokens: int,
+        tasks: Sequence[int | None] = (None,),
+        sampling: Sequence[SamplingParams] = GREEDY,
+    ) -> Iterator[list[str]]:
+        """Request ids of sequences that have computed their prompts and decode from here on."""
+        request_ids = [f"bench-{next(self._request_ids)}" for _ in range(num_sequences)]
+        for i, request_id in enumerate(request_ids):
+            prompt = self.prompt(prompt_tokens)
+            params = unending(sampling[i % len(sampling)], seed=i)
+            self.engine.add_request(GenerationRequest(request_id, prompt, params, tasks[i % len(tasks)]))
+        started: set[str] = set()
+        while len(started) < num_sequences:
+            started |= {output.request_id for output in self.engine.step()}
+        yield request_ids
+        for request_id in request_ids:
+            self.engine.abort(request_id)
+
+    def prompt(self, num_tokens: int) -> list[int]:
+        return [self._random.randrange(self.model.vocab_size) for _ in range(num_tokens)]
+
+    def first_token_seconds(self, prompt: list[int], before_step: Callable[[], object] = lambda: None) -> float:
+        """From the request to the end of the step that gives its first token, with nothing else to do.
+
+        before_step: called before each step; its own time does not count.
+        """
+        request = GenerationRequest(f"bench-{next(self._request_ids)}", prompt, SamplingParams(1, end_id=-1))
+        seconds, outputs = seconds_of(lambda: self.engine.add_request(request)), list[TokenOutput]()
+        while not outputs:
+            before_step()
+            started = time.perf_counter()
+            outputs = self.engine.step()
+            seconds += time.perf_counter() - started
+        return seconds
+
+    def answer(self, prompts: list[list[int]], num_tokens: int) -> tuple[list[list[int]], list[float]]:
+        """Greedy answers, prompt i with adapter i, and the ends of all steps that gave tokens."""
+        answers: dict[str, list[int]] = {}
+        for task, prompt in enumerate(prompts):
+            request_id = f"bench-{next(self._request_ids)}"
+            answers[request_id] = []
+            sampling = SamplingParams(max_tokens=num_tokens, end_id=-1)
+            self.engine.add_request(GenerationRequest(request_id, prompt, sampling, task))
+        times = []
+        while self.engine.has_work:
+            outputs = self.engine.step()
+            if outputs:
+                times.append(time.perf_counter())
+            for output in outputs:
+                answers[output.request_id] += output.token_ids
+        return list(answers.values()), times
+
+    def step_seconds(self, num_steps: int) -> list[float]:
+        """Of each of the next steps."""
+        return [seconds_of(self.engine.step) for _ in range(num_steps)]
+
+
+def unending(sampling: SamplingParams, seed: int) -> SamplingParams:
+    """The same, with neither an end token nor a last one, and a seed."""
+    return msgspec.structs.replace(sampling, max_tokens=1 << 30, end_id=-1, seed=seed)
+
+
+def seconds_of(task: Callable[[], object]) -> float:
+    """How long it takes."""
+    started = time.perf_counter()
+    task()
+    return time.perf_counter() - started
+
+
+def decode_results(
+    benches: Mapping[str, Bench], dtype: torch.dtype, rounds: int, context: int, num_steps: int
+) -> list[Result]:
+    """Step times, their limits, and the parts of a step, by the type that an engine stores its weights in."""
+    limits = Limits()
+    seconds: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
+    parts: defaultdict[tuple[str, int, str], list[float]] = defaultdict(list)
+    for _, (weights, bench) in itertools.product(range(rounds), benches.items()):
+        with bench.batch(max(BATCHES), context) as request_ids:
+            for n in BATCHES:
+                limits.measure()
+                for request_id in request_ids[n:]:
+                    bench.engine.abort(request_id)
+                seconds[weights, n] += bench.step_seconds(num_steps)
+                with timed_parts() as stopwatch:
+                    bench.step_seconds(num_steps)
+                for part in PARTS:
+                    parts[weights, n, part].append(stopwatch.seconds[part] / num_steps)
+    results: list[Result] = [
+        Row("machine: read bandwidth", limits.bandwidth / 1e9, "GB/s"),
+        Row("machine: matrix products", limits.peak / 1e9, "GFLOP/s"),
+    ]
+    for weights, bench in benches.items():
+        work = Work(bench.model, dtype, TORCH_DTYPES[weights])
+        for place, n in reversed(list(enumerate(BATCHES))):
+            # Every batch size before this one made two runs of num_steps tokens.
+            contexts = [context + 2 * num_steps * place + num_steps // 2] * n
+            limit = work.decode_seconds(contexts, limits)
+            results.append(
+                StepResult(
+                    f"decode {n}, {weights}",
+                    statistics.median(seconds[weights, n]),
+                    limit,
+                    max_seconds=MAX_LIMITS[n] * limit if n in MAX_LIMITS else None,
+                    parts={part: statistics.median(parts[weights, n, part]) for part in PARTS},
+                )
+            )
+    return results
+
+
+def prefill_rows(benches: Mapping[str, Bench], rounds: int, num_tokens: int) -> list[Row]:
+    """A prompt in each engine in turn, by the type that it stores its weights in."""
+    runs = {weights: PrefillRuns(bench, num_tokens) for weights, bench in benches.items()}
+    for _, run in itertools.product(range(rounds), runs.values()):
+        run.measure()
+    return [row for weights, run in runs.items() for row in run.rows(f"prefill {num_tokens}, {weights}")]
+
+
+class PrefillRuns:
+    """A prompt from its first to its last chunk, each time beside the matrix products that were measured within it."""
+
+    def __init__(self, bench: Bench, num_tokens: int) -> None:
+        self._bench, self._num_tokens = bench, num_tokens
+        self._flops = Work(bench.model, torch.float32, torch.float32).prefill_flops(num_tokens)
+        self._seconds: list[float] = []
+        self._peaks: list[float] = []
+        self._shares: list[float] = []
+
+    def measure(self) -> None:
+        """Once more."""
+        rates: list[float] = []
+        prompt = self._bench.prompt(self._num_tokens)
+        seconds = self._bench.first_token_seconds(prompt, lambda: rates.append(matrix_rate()))
+        rates.append(matrix_rate())
+        # Of rates the harmonic mean, because it is their times that add up.
+        peak = statistics.harmonic_mean(rates)
+        self._seconds.append(seconds)
+        self._peaks.append(peak)
+        self._shares.append(self._flops / seconds / peak)
+
+    def rows(self, name: str) -> list[Row]:
+        """Medians and extremes."""
+        seconds, shares = statistics.median(self._seconds), self._shares
+        return [
+            Row(f"{name}: time", seconds * 1e3, "ms"),
+            Row(f"{name}: tokens", self._num_tokens / seconds, "tokens/s"),
+            Row(f"{name}: matrix products meanwhile", statistics.median(self._peaks) / 1e9, "GFLOP/s"),
+            at_least(f"{name}: of the matrix products' rate", statistics.median(shares), "x", 0.75),
+            Row(f"{name}: lowest share of a round", min(shares), "x"),
+            Row(f"{name}: highest share of a round", max(shares), "x"),
+        ]
+
+
+def prefix_rows(bench: Bench, rounds: int, num_shared: int, num_own: int) -> list[Row]:
+    """The first of two prompts that begin alike is computed, of the second one its own tokens."""
+    computed, reused = [], []
+    for _ in range(rounds):
+        shared = bench.prompt(num_shared)
+        computed.append(bench.first_token_seconds(shared + bench.prompt(num_own)))
+        reused.append(bench.first_token_seconds(shared + bench.prompt(num_own)))
+    name = f"prefix of {num_shared} tokens and {num_own} others"
+    return [
+        Row(f"{name}: first token", statistics.median(computed) * 1e3, "ms"),
+        Row(f"{name}: first token, prefix in the cache", statistics.median(reused) * 1e3, "ms"),
+        Row(f"{name}: times as fast", statistics.median(computed) / statistics.median(reused), "x"),
+    ]
+
+
+def adapter_rows(bench: Bench, context: int, rounds: int, num_steps: int) -> list[Row]:
+    """Tokens a second of 16 sequences, and what adapters leave of them."""
+    layout = bench.engine.info.adapter_layout
+    n = _NUM_ADAPTERS
+    adapters = [pack_adapter(*random_wire(layout, _RANK, seed), layout) for seed in range(n)]
+    seconds: defaultdict[str, list[float]] = defaultdict(list)
+
+    def decode(name: str, tasks: Sequence[int | None]) -> None:
+        with bench.batch(n, context, tasks):
+            seconds[name] += bench.step_seconds(num_steps)
+
+    for _ in range(rounds):
+        decode("none", [None])
+        for task, adapter in enumerate(adapters):
+            bench.engine.put_adapter(task, adapter)
+        decode("loaded, not used", [None])
+        decode("one", [0])
+        decode(f"{n} different", range(n))
+        for task in range(n):
+            bench.engine.loras.unload(task)
+    rates = {name: n / statistics.median(values) for name, values in seconds.items()}
+    goals = {"loaded, not used": 0.99, f"{n} different": 0.8}
+    return [
+        *(Row(f"adapters: {name}", rate, "tokens/s") for name, rate in rates.items()),
+        *(
+            at_least(f"adapters: {name}, against none", rate / rates["none"], "x", goals.get(name))
+            for name, rate in rates.items()
+            if name != "none"
+        ),
+    ]
+
+
+def peft_rows(bench: Bench, rounds: int, prompt_tokens: int, output_tokens: int) -> list[Row]:
+    """Throughput and pauses of both, and how many of the answers are the same."""
+    n, seconds, pauses = _NUM_ADAPTERS, defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
+    baseline = PeftBaseline(Path(bench.engine.info.model_path), n, _RANK)
+    with tempfile.TemporaryDirectory(prefix="multilora-bench-") as directory:
+        for number in range(n):
+            adapter = baseline.packed(number, bench.engine.info.adapter_layout, Path(directory))
+            bench.engine.put_adapter(number, adapter)
+    contestants: dict[str, Answerer] = {"engine": bench.answer, "transformers + PEFT": baseline.answer}
+    num_same = 0
+    for _ in range(rounds):
+        prompts, answers = [bench.prompt(prompt_tokens) for _ in range(n)], []
+        for name, answer in contestants.items():
+            started = time.perf_counter()
+            token_ids, times = answer(prompts, output_tokens)
+            seconds[name].append(times[-1] - started)
+            pauses[name] += [later - earlier for earlier, later in itertools.pairwise(times)]
+            answers.append(token_ids)
+        num_same += sum(ours == theirs for ours, theirs in zip(*answers, strict=True))
+    for number in range(n):
+        bench.engine.loras.unload(number)
+    rates = {name: n * output_tokens / statistics.median(values) for name, values in seconds.items()}
+    ratio = rates["engine"] / rates["transformers + PEFT"]
+    return [
+        *(Row(f"peft: {name}", rate, "tokens/s") for name, rate in rates.items()),
+        *(Row(f"peft: {name}, median between tokens", statistics.median(p) * 1e3, "ms") for name, p in pauses.items()),
+        *(Row(f"peft: {name}, p99 between tokens", p99(p) * 1e3, "ms") for name, p in pauses.items()),
+        Row("peft: answers that are the same", num_same / (rounds * n), "x"),
+        at_least("peft: engine against transformers + PEFT", ratio, "x", 3.0),
+    ]
+
+
+def overhead_results(rounds: int, num_steps: int, num_sequences: int) -> list[StepResult]:
+    """Time of a step outside of the model, in all and by part."""
+    parts: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
+    kinds = {"greedy": GREEDY, "mixed sampling": MIXED}
+    own = [part for part in PARTS if part not in MODEL_PARTS]
+    num_threads = torch.get_num_threads()
+    with tempfile.TemporaryDirectory(prefix="multilora-bench-") as directory:
+        bench = Bench(save_tiny_model(Path(directory)), num_threads=1, kv_cache_memory_bytes=64 << 20)
+        for _, (kind, sampling) in itertools.product(range(rounds), kinds.items()):
+            with bench.batch(num_sequences, 32, sampling=sampling), timed_parts() as stopwatch:
+                bench.step_seconds(num_steps)
+            for part in own:
+                parts[kind, part].append(stopwatch.seconds[part] / num_steps)
+        bench.close()
+    torch.set_num_threads(num_threads)
+    results = []
+    for kind in kinds:
+        medians = {part: statistics.median(parts[kind, part]) for part in own}
+        name = f"overhead of {num_sequences}, {kind}"
+        results.append(StepResult(name, sum(medians.values()), None, MAX_OVERHEAD_SECONDS, medians))
+    return results
+
+
+def save_tiny_model(path: Path) -> Path:
+    """One narrow layer, so that a step is nearly all overhead; with a tokenizer, because tokens become text."""
+    config = LlamaConfig(
+        vocab_size=_TINY_VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=2048,
+        initializer_range=1.0,  # as sure of its next token as a trained model
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(path)
+    save_plain_tokenizer(path, _TINY_VOCABULARY)
+    return path
+
+
+def at_least(what: str, value: float, unit: str, goal: float | None) -> Row:
+    return Row(what, value, unit) if goal is None else Row(what, value, unit, f">= {goal:g}", value >= goal)
+
+
+def main(
+    output: Annotated[Path, typer.Option(help="Folder for CSV files and plots.")] = Path("bench_results"),
+    part: Annotated[
+        list[str], typer.Option(help="Measure only this: decode, prefill, prefix, adapters, peft, overhead.")
+    ] = [],  # noqa: B006
+    rounds: Annotated[int, typer.Option(help="Repetitions of everything that is compared.")] = 5,
+    steps: Annotated[int, typer.Option(help="Decode steps of one repetition.")] = 8,
+    context: Annotated[int, typer.Option(help="Tokens of each sequence when decoding starts.")] = 128,
+    prompt: Annotated[int, typer.Option(help="Tokens of the prompt that prefill measures.")] = 2048,
+    chunk: Annotated[int, typer.Option(help="`max_num_batched_tokens` of the engine.")] = _CHUNK,
+    dtype: Annotated[str, typer.Option(help="`dtype` of the engine: float32, bfloat16 or float16.")] = "float32",
+    lora_dtype: Annotated[str, typer.Option(help="`lora_dtype` of the engine, or auto, which is `dtype`.")] = "auto",
+    threads: Annotated[int, typer.Option(help="CPU threads; 0 is one per core.")] = 0,
+    model: Annotated[Path | None, typer.Option(help="Checkpoint; default: the embedded model.")] = None,
+) -> None:
+    """Measure the engine's steps, print a table with the goals, and plot it."""
+    console = Console()
+    console.width = max(console.width, TABLE_WIDTH)
+    checkpoint = model or ensure_default_checkpoint()
+    stored_as = ("float32", "bfloat16") if dtype == "float32" else (dtype,)
+    with console.status("loading the model"):
+        benches = {
+            weights: Bench(
+                checkpoint,
+                lora_dtype,
+                dtype=dtype,
+                weight_dtype=weights,
+                num_threads=threads,
+                max_num_batched_tokens=chunk,
+            )
+            for weights in stored_as
+        }
+    bench = benches[dtype]
+    parts: dict[str, Callable[[], Sequence[Result]]] = {
+        "decode": lambda: decode_results(benches, TORCH_DTYPES[dtype], rounds, context, steps),
+        "prefill": lambda: prefill_rows(benches, rounds, prompt),
+        "prefix": lambda: prefix_rows(bench, rounds, num_shared=1000, num_own=32),
+        "adapters": lambda: adapter_rows(bench, context, rounds, steps),
+        "peft": lambda: peft_rows(bench, rounds, prompt_tokens=128, output_tokens=64),
+        "overhead": lambda: overhead_results(rounds, steps, 64),
+    }
+    if unknown := set(part) - set(parts):
+        raise typer.BadParameter(f"no part is called {', '.join(sorted(unknown))}; there are {', '.join(parts)}")
+    with Progress(console=console) as progress:
+        chosen = [parts[name] for name in part or parts]
+        results = [result for measure in progress.track(chosen, description="measuring") for result in measure()]
+    for engine in benches.values():
+        engine.close()
+    stored = bench.engine.info.adapter_layout.lora_dtype
+    report(results, f"{checkpoint.name}, {dtype}, adapters in {stored}, {threads_title()}", output, console)
+
+
+def report(results: Sequence[Result], title: str, output: Path, console: Console) -> None:
+    """Tables on the console, files in `output`: engine_steps for steps, engine for everything else."""
+    steps = [result for result in results if isinstance(result, StepResult)]
+    rows = [result for result in results if isinstance(result, Row)]
+    if steps:
+        console.print(render_steps(steps, title))
+        write_steps(steps, output, "engine_steps")
+    if rows:
+        console.print(render(rows, title))
+        write_results(rows, output, "engine")
+    console.print(f"CSV files and plots are in {output}; load {os.getloadavg()[0]:.1f}")

@@ -1,0 +1,331 @@
+"""What requests get through the real server, with all its processes and this client on the same machine.
+
+adapters   tokens/s of 1, 8 and 16 requests that start together: without adapters, with one, with one each
+doors      tokens/s of the same requests in this process (the engine alone), through `generation` and through `ensemble`
+cost       CPU milliseconds that a token of these takes in each process it passes through, this client included
+load       time to the first token and between tokens at rising rates of requests that arrive at random, through
+           `ensemble`, with as many adapters as requests at most, asked by Zipf's law; and the knee
+
+All answers are streams. What is compared runs in turn, round after round, so that what else the machine does hits all
+of it; medians are reported. The load is that of `multilora bench`, by a client that leaves the
+CPUs to the server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from tokenizers import Tokenizer
+
+from benchmarks.bench_rows import Row, render, threads_title, write_results
+from benchmarks.cpu_times import CpuTimes, seconds_between
+from benchmarks.light_client import light_asks
+from checkpoints.prepare_default_model import ensure_default_checkpoint
+from multilora_client import DIRECT, ENSEMBLE, Adapter, AdapterTensors, AsyncClient
+from multilora_client.bench.load import Ask, Load, Sample, run_closed, run_load
+from multilora_client.bench.plot import plot
+from multilora_client.bench.report import Stage, describe_knee, find_knee, summarise, write_csv
+from multilora_client.bench.report import render as render_stages
+from multilora_client.bench.workload import Job, Target, make_jobs, make_prompts, popularity_shares
+from multilora_engine.config import EngineConfig
+from multilora_engine.engine.engine import Engine
+from multilora_engine.lora.layout import adapter_layout, lora_modules
+from multilora_engine.models.model_config import read_model_config
+from multilora_engine.request import GenerationRequest, SamplingParams
+from multilora_engine.tritonserver import ServerProcess
+from servers.started_server import started_server
+
+MODULES = (1, 2, 3, 4, 5, 6, 7)
+ADAPTER_MIXES = ("no adapter", "one adapter", "all different")
+PARTS = ("adapters", "doors", "cost", "load")
+MIN_ENSEMBLE_SHARE = 90.0
+"""The goal: percent of the tokens/s in this process that come through `ensemble`."""
+MIN_COST_MS = 0.005
+"""CPU milliseconds a token below which a process is not listed."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all parts have in common. concurrency: requests at once, rising; the last is that of `doors`.
+
+    load_seconds: as long requests arrive at each of the rates; behind the knee, the longer, the more of them wait.
+    """
+
+    model: Path
+    concurrency: Sequence[int]
+    rates: Sequence[float]
+    load_seconds: float
+    rounds: int
+    rank: int
+    prompt_tokens: int
+    output_tokens: int
+
+
+@dataclass
+class Results:
+    """rates: tokens/s of every round by what was measured. first: seconds to the first tokens. stages: of the load.
+
+    costs: of every round the CPU milliseconds of a token by process, by what was measured.
+    """
+
+    rates: dict[str, list[float]] = field(default_factory=dict)
+    first: dict[str, list[float]] = field(default_factory=dict)
+    costs: dict[str, list[Mapping[str, float]]] = field(default_factory=dict)
+    stages: list[Stage] = field(default_factory=list)
+
+    def add_cost(self, what: str, samples: Sequence[Sample], seconds: Mapping[str, float]) -> None:
+        """One round; seconds: of CPU by process. Raises RuntimeError as `add` does."""
+        _check_answered(what, samples)
+        num_tokens = sum(sample.num_output_tokens for sample in samples)
+        self.costs.setdefault(what, []).append({name: 1e3 * value / num_tokens for name, value in seconds.items()})
+
+    def add(self, what: str, samples: Sequence[Sample]) -> None:
+        """One round. Raises RuntimeError when a request was not answered: the rest would look faster for it."""
+        _check_answered(what, samples)
+        self.rates.setdefault(what, []).append(summarise(samples).tokens_per_s)
+        self.first.setdefault(what, []).extend(sample.first_token_s for sample in samples)
+
+
+def _check_answered(what: str, samples: Sequence[Sample]) -> None:
+    if errors := {sample.error for sample in samples if not sample.is_answered}:
+        raise RuntimeError(f"{what}: requests failed with {', '.join(sorted(errors))}")
+
+
+class FreshPrompts:
+    """Prompts that no cache has seen."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self._num_tokens = num_tokens
+        self._seeds = itertools.count()
+
+    def take(self, count: int) -> list[str]:
+        return make_prompts(count, self._num_tokens, next(self._seeds))
+
+
+class EngineInProcess:
+    """The engine as the server configures it, without anything around it."""
+
+    def __init__(self, model: Path) -> None:
+        self._engine = Engine(EngineConfig.model_validate({"model_path": model}))
+        self._tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+        self._request_ids = itertools.count()
+
+    def close(self) -> None:
+        self._engine.close()
+
+    def tokens_per_s(self, prompts: Sequence[str], output_tokens: int) -> float:
+        """Of all prompts at once, until the last answer is whole."""
+        started, num_tokens = time.perf_counter(), 0
+        for prompt in prompts:
+            sampling = SamplingParams(max_tokens=output_tokens, end_id=-1)
+            token_ids = self._tokenizer.encode(prompt).ids
+            self._engine.add_request(GenerationRequest(f"bench-{next(self._request_ids)}", token_ids, sampling))
+        while self._engine.has_work:
+            num_tokens += sum(len(output.token_ids) for output in self._engine.step())
+        return num_tokens / (time.perf_counter() - started)
+
+
+def random_adapter(model: Path, lora_task_id: int, rank: int) -> Adapter:
+    """Small random numbers on every linear layer, float16: what they answer does not matter here."""
+    layout = adapter_layout(read_model_config(model), rank, "float16")
+    modules = lora_modules(layout)
+    config = np.array([[m, layer, rank, 0] for layer in range(layout.num_layers) for m in MODULES], np.int32)
+    width = max(modules[m].num_values(rank, False) for m in MODULES)
+    weights = np.zeros((len(config), width), np.float16)
+    rng = np.random.default_rng(lora_task_id)
+    for row, (module_id, *_) in zip(weights, config.tolist(), strict=True):
+        size = modules[module_id].num_values(rank, False)
+        row[:size] = rng.standard_normal(size, np.float32) * 0.01
+    return Adapter(lora_task_id, AdapterTensors(weights, config, "FP16"))
+
+
+def mixed_targets(mix: str, count: int, adapters: Sequence[Target]) -> list[Target]:
+    """Whom each of `count` requests asks."""
+    if mix == "no adapter":
+        return [Target()] * count
+    return [adapters[0]] * count if mix == "one adapter" else list(adapters[:count])
+
+
+async def run_wave(ask: Ask, targets: Sequence[Target], prompts: Sequence[str]) -> list[Sample]:
+    """All at the same time, once."""
+    jobs = [Job(target, prompt) for target, prompt in zip(targets, prompts, strict=True)]
+    return await run_closed(ask, jobs, len(jobs), lambda: None)
+
+
+async def measure(server: ServerProcess, setting: Setting, parts: Sequence[str], progress: Progress) -> Results:
+    """All parts, on a server that does nothing else."""
+    results, most = Results(), max(setting.concurrency)
+    adapters = [Target(random_adapter(setting.model, 1 + i, setting.rank), f"random {i}") for i in range(most)]
+    async with AsyncClient(f"grpc://{server.grpc_url}") as client:
+        for target in progress.track(adapters, description="sending adapters"):
+            assert target.adapter is not None
+            await client.upload(target.adapter)
+    async with light_asks(server.grpc_url, (DIRECT, ENSEMBLE), setting.output_tokens) as (direct, ensemble):
+        prompts = FreshPrompts(setting.prompt_tokens)
+        await run_wave(direct, [Target(), adapters[0]], prompts.take(2))
+        if "adapters" in parts:
+            await measure_adapters(direct, setting, adapters, prompts, results, progress)
+        asks = {"through generation": direct, "through ensemble": ensemble}
+        if "doors" in parts:
+            await measure_doors(asks, setting, prompts, results, progress)
+        if "cost" in parts:
+            await measure_cost(asks, CpuTimes(server.pid), setting, prompts, results, progress)
+        if "load" in parts:
+            await measure_load(ensemble, setting, adapters, prompts, results, progress)
+    return results
+
+
+async def measure_adapters(
+    ask: Ask,
+    setting: Setting,
+    adapters: Sequence[Target],
+    prompts: FreshPrompts,
+    results: Results,
+    progress: Progress,
+) -> None:
+    cells = list(itertools.product(setting.concurrency, ADAPTER_MIXES))
+    rounds = list(itertools.product(range(setting.rounds), cells))
+    for _, (count, mix) in progress.track(rounds, description="adapters"):
+        samples = await run_wave(ask, mixed_targets(mix, count, adapters), prompts.take(count))
+        results.add(f"{count} at once, {mix}", samples)
+
+
+async def measure_doors(
+    asks: Mapping[str, Ask], setting: Setting, prompts: FreshPrompts, results: Results, progress: Progress
+) -> None:
+    """Without adapters; nobody asks the server while the engine of this process works."""
+    count = setting.concurrency[-1]
+    with engine_in_process(setting.model) as engine:
+        engine.tokens_per_s(prompts.take(count), 2)
+        for _ in progress.track(range(setting.rounds), description="doors"):
+            rate = engine.tokens_per_s(prompts.take(count), setting.output_tokens)
+            results.rates.setdefault("in this process", []).append(rate)
+            for name, ask in asks.items():
+                results.add(name, await run_wave(ask, [Target()] * count, prompts.take(count)))
+
+
+async def measure_cost(
+    asks: Mapping[str, Ask],
+    cpu_times: CpuTimes,
+    setting: Setting,
+    prompts: FreshPrompts,
+    results: Results,
+    progress: Progress,
+) -> None:
+    """Without adapters; from when the requests are sent until the last answer is whole."""
+    count = setting.concurrency[-1]
+    rounds = list(itertools.product(range(setting.rounds), asks.items()))
+    for _, (name, ask) in progress.track(rounds, description="cost"):
+        texts = prompts.take(count)
+        before = cpu_times.read()
+        samples = await run_wave(ask, [Target()] * count, texts)
+        results.add_cost(name, samples, seconds_between(before, cpu_times.read()))
+
+
+@contextmanager
+def engine_in_process(model: Path) -> Iterator[EngineInProcess]:
+    engine = EngineInProcess(model)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+async def measure_load(
+    ask: Ask,
+    setting: Setting,
+    adapters: Sequence[Target],
+    prompts: FreshPrompts,
+    results: Results,
+    progress: Progress,
+) -> None:
+    shares = popularity_shares("zipf", len(adapters), 1.0)
+    for load in [Load(rate, is_open=True) for rate in setting.rates]:
+        count = round(load.level * setting.load_seconds)
+        jobs = make_jobs(adapters, shares, prompts.take(count), count, seed=0)
+        advance = partial(progress.advance, progress.add_task(str(load), total=count))
+        results.stages.append(Stage(load, await run_load(ask, jobs, load, 0, advance)))
+
+
+def result_rows(results: Results) -> list[Row]:
+    """The medians, and what the ensemble keeps of the engine's tokens/s."""
+    rows = [Row(what, statistics.median(rates), "tokens/s") for what, rates in results.rates.items()]
+    rows += [
+        Row(f"first token, {what}", statistics.median(seconds) * 1e3, "ms") for what, seconds in results.first.items()
+    ]
+    if "in this process" in results.rates:
+        alone, ensemble = (results.rates[what] for what in ("in this process", "through ensemble"))
+        share = 100 * statistics.median(b / a for a, b in zip(alone, ensemble, strict=True))
+        goal = f">= {MIN_ENSEMBLE_SHARE:g}"
+        rows.append(Row("ensemble, of in this process", share, "%", goal, share >= MIN_ENSEMBLE_SHARE))
+    return rows + [row for what, costs in results.costs.items() for row in cost_rows(what, costs)]
+
+
+def cost_rows(what: str, costs: Sequence[Mapping[str, float]]) -> list[Row]:
+    """The median of each process that does anything, the dearest first, and that of their sum."""
+    medians = {name: statistics.median(cost[name] for cost in costs) for name in costs[0]}
+    working = sorted((item for item in medians.items() if item[1] >= MIN_COST_MS), key=lambda item: -item[1])
+    total = statistics.median(sum(cost.values()) for cost in costs)
+    return [Row(f"{name}, {what}", value, "CPU ms/token") for name, value in (*working, ("all of it", total))]
+
+
+def main(
+    output: Annotated[Path, typer.Option(help="Folder for serving.csv, serving_load.csv and their plots.")] = Path(
+        "bench_results"
+    ),
+    part: Annotated[list[str], typer.Option(help=f"Measure only this: {', '.join(PARTS)}.")] = [],  # noqa: B006
+    concurrency: Annotated[list[int], typer.Option(help="Requests at once; repeat for several, rising.")] = [1, 8, 16],  # noqa: B006
+    rate: Annotated[list[float], typer.Option(help="Requests a second of the load; repeat.")] = [1, 2, 3, 4, 6],  # noqa: B006
+    load_seconds: Annotated[float, typer.Option(help="Seconds that requests arrive at each rate.")] = 30,
+    rounds: Annotated[int, typer.Option(help="Repetitions of everything that is compared.")] = 3,
+    rank: Annotated[int, typer.Option(help="Rank of the adapters, which are on all linear layers.")] = 16,
+    prompt_tokens: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 128,
+    output_tokens: Annotated[int, typer.Option(help="Tokens of each answer.")] = 64,
+    model: Annotated[Path | None, typer.Option(help="Checkpoint to serve; default: the embedded model.")] = None,
+) -> None:
+    """Measure tokens/s and times through a server that this command starts and stops, and plot them."""
+    if unknown := set(part) - set(PARTS):
+        raise typer.BadParameter(f"no part is called {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    console = Console()
+    setting = Setting(
+        model=model or ensure_default_checkpoint(),
+        concurrency=sorted(concurrency),
+        rates=sorted(rate),
+        load_seconds=load_seconds,
+        rounds=rounds,
+        rank=rank,
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+    )
+    with started_server(setting.model, console) as server, Progress(console=console) as progress:
+        results = asyncio.run(measure(server, setting, part or PARTS, progress))
+    if rows := result_rows(results):
+        console.print(render(rows, f"{setting.model.name}, streams through the server, medians, {threads_title()}"))
+        write_results(rows, output, "serving")
+    if results.stages:
+        report_load(results.stages, output, console)
+    console.print(f"results are in {output}; {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}")
+
+
+def report_load(stages: Sequence[Stage], output: Path, console: Console) -> None:
+    output.mkdir(parents=True, exist_ok=True)
+    knee = find_knee(stages)
+    table = render_stages(stages)
+    table.caption = describe_knee(stages, knee)
+    console.print(table)
+    write_csv(stages, output / "serving_load.csv")
+    plot(stages, knee, output / "serving_load.png")

@@ -1,0 +1,1 @@
+"""The default base model, and small models and adapters that programs make."""

@@ -1,0 +1,1 @@
+"""Programs of other authors, run as they ship them, against our server."""

@@ -1,0 +1,324 @@
+"""The clients of TensorRT-LLM's Triton backend, and Triton's OpenAI front end.
+
+Folders: tensorrtllm_backend-v0.8.0, -v0.12.0 and -v0.18.2, checkouts of those tags, and TensorRT-LLM with
+examples/hf_lora_convert.py.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+from clients.client_program import ClientProgram, Outcome, Served
+
+ADAPTER = "pirate"
+CONVERTED = "converted"
+"""Where hf_lora_convert.py writes the adapter, in the scratch directory."""
+
+_VERSIONS = ("v0.8.0", "v0.12.0", "v0.18.2")
+_ANSWER = r"PASS!"
+"""What the token client prints when the tokens are those of the file, which transformers or PEFT wrote."""
+
+
+def _row(
+    path: str, version: str, mode: str, arguments: str, shows: str, served: Served, detail: str = "", **more: Any
+) -> ClientProgram:
+    """arguments: as a shell would split them. detail: behind the program's name. more: further fields."""
+    return ClientProgram(
+        program=f"{path.rpartition('/')[2]} {detail}".strip(),
+        version=version,
+        mode=mode,
+        folder=f"tensorrtllm_backend-{version}",
+        argv=("{python}", f"{{folder}}/{path}", *shlex.split(arguments)),
+        shows=shows,
+        served=served,
+        **more,
+    )
+
+
+def _tokens(version: str, mode: str, arguments: str, shows: str, served: Served, **more: Any) -> ClientProgram:
+    path = "inflight_batcher_llm/client/inflight_batcher_llm_client.py"
+    return _row(path, version, mode, f"--url {{grpc}} {arguments}", shows, served, **more)
+
+
+def _checked(name: str) -> str:
+    """Arguments that compare the answer with a file of client_inputs."""
+    return f"--input-tokens-csv prompt.csv --output-tokens-csv {name}.csv --check-output --request-output-len 16"
+
+
+_TEXT = "--tokenizer-dir {model} --text {prompt}"
+_ENDLESS = "--input-tokens-csv prompt.csv --end-id 50000 --request-output-len 4000 --stop-after-ms 1000"
+
+
+_FAILS_BEHIND_IT = {
+    "note": "behind the cancellation the program itself fails, on the answer that it has not got",
+    "status": 1,
+}
+
+
+def _token_rows(version: str) -> list[ClientProgram]:
+    unary, stream = Served.UNARY, Served.DECOUPLED
+    rows = [
+        _tokens(version, "whole, checked against transformers", _checked("base"), _ANSWER, unary),
+        _tokens(version, "streamed, checked against transformers", f"{_checked('base')} -S", _ANSWER, stream),
+        _tokens(
+            version,
+            "beams",
+            f"{_TEXT} --beam-width 3 --return-log-probs",
+            r"(?s)Output beam 0: .*Output beam 2: .*\[ ?-\d.*\[ ?-\d",
+            unary,
+        ),
+        _tokens(
+            version,
+            "penalties, top_k, top_p, temperature, streamed",
+            f"{_TEXT} -S --top-k 40 --top-p 0.9 --temperature 0.8 --repetition-penalty 1.1 --presence-penalty 0.1 "
+            "--frequency-penalty 0.1",
+            r"Output beam 0:  ?\w",
+            stream,
+        ),
+        _tokens(
+            version,
+            "log-probs and logits",
+            f"{_TEXT} --return-log-probs --return-context-logits --return-generation-logits",
+            r"(?s)\[ ?-\d.*context_logits\.shape: \(1, 5, .*generation_logits\.shape: \((?:1, )+16, ",
+            unary,
+        ),
+        _tokens(
+            version,
+            "without the prompt, only the outputs asked for",
+            f"{_TEXT} --exclude-input-in-output --requested-outputs sequence_length output_ids",
+            r"Output beam 0:  ?\w",
+            unary,
+        ),
+        _tokens(
+            version,
+            "streamed, stopped by a stop request",
+            f"{_ENDLESS} -S --request-id stop-{version}",
+            r"(?s)Got cancellation response from server.*Output sequence: ",
+            stream,
+        ),
+        _tokens(
+            version,
+            "streamed, cancelled",
+            f"{_ENDLESS} -S --stop-via-request-cancel --request-id cut",
+            r"Request is cancelled",
+            stream,
+        ),
+        _tokens(
+            version,
+            "whole, cancelled",
+            f"{_ENDLESS} --stop-via-request-cancel --request-id cut",
+            r"Request is cancelled",
+            unary,
+            **({} if version == "v0.18.2" else _FAILS_BEHIND_IT),
+        ),
+    ]
+    if version != "v0.8.0":
+        task = 7000 + int(version.split(".")[1])
+        rows += [
+            _tokens(
+                version,
+                "an adapter with its weights, checked against PEFT",
+                f"{_checked('pirate')} --lora-path {CONVERTED} --lora-task-id {task}",
+                _ANSWER,
+                unary,
+            ),
+            _tokens(version, "then by its id alone", f"{_checked('pirate')} --lora-task-id {task}", _ANSWER, unary),
+            _tokens(
+                version,
+                "the same, streamed",
+                f"{_checked('pirate')} -S --lora-path {CONVERTED} --lora-task-id {task}",
+                _ANSWER,
+                stream,
+            ),
+            _tokens(
+                version,
+                "an id that nobody has sent",
+                f"{_checked('pirate')} --lora-task-id 404",
+                r"LoRA task 404 not found in cache\. Please send LoRA weights with request",
+                unary,
+                expected=Outcome.REFUSED,
+            ),
+        ]
+    if version == "v0.18.2":
+        rows += [
+            _tokens(
+                version,
+                "three sequences",
+                f"{_TEXT} --num-return-sequences 3 --top-k 40",
+                r"(?s)Output beam 0: .*Output beam 2:  ?\w",
+                stream,
+            ),
+            _tokens(
+                version,
+                "KV cache statistics",
+                f"{_TEXT} --return-kv-cache-reuse-stats",
+                r"(?s)kv_cache_alloc_new_blocks: \d.*kv_cache_reused_blocks: \d.*kv_cache_alloc_total_blocks: \d",
+                unary,
+            ),
+        ]
+    return rows
+
+
+def _texts(version: str, mode: str, arguments: str, shows: str) -> list[ClientProgram]:
+    """At both text models, which are asked by streams whether they stream or not."""
+    path = "inflight_batcher_llm/client/end_to_end_grpc_client.py"
+    arguments = f"--url {{grpc}} --prompt {{prompt}} --output-len 16 {arguments}"
+    return [
+        _row(path, version, mode, f"{arguments} --model-name {model}", shows, Served.DECOUPLED, detail=model)
+        for model in ("ensemble", "tensorrt_llm_bls")
+    ]
+
+
+def _text_rows(version: str) -> list[ClientProgram]:
+    whole, streamed = _EXPECTED_TEXTS[version]
+    rows = [
+        *_texts(version, "whole", whole, r"The capital of France is Paris"),
+        *_texts(version, "streamed", f"-S {streamed}", r"(?m)^ Paris"),
+        *_texts(version, "beams", "--beam-width 2", r"The capital of France is "),
+        *_texts(version, "stop words", "--stop-words . ,", r"(?m)The capital of France is Paris(?:'\])?$"),
+        *_texts(version, "bad words", "--bad-words ' Paris'", r"\A(?!(?s:.*)is Paris)(?s:.*)The capital of France is"),
+        *_texts(
+            version,
+            "biased words",
+            "--embedding-bias-words ' Lyon' --embedding-bias-weights 20",
+            r"The capital of France is Lyon",
+        ),
+        *_texts(
+            version,
+            "penalties, temperature, streamed",
+            "-S --temperature 0.7 --repetition-penalty 1.2 --presence-penalty 0.2 --frequency-penalty 0.2",
+            r"(?m)^ \w",
+        ),
+        *_texts(
+            version,
+            "logits",
+            "--return-context-logits --return-generation-logits",
+            r"(?s)context_logits\.shape: \(1, 5, \d+\).*generation_logits\.shape: \(1, 1, 16, \d+\)",
+        ),
+    ]
+    if version != "v0.8.0":
+        rows += _texts(version, "two prompts as one batch", "--batch-inputs --prompt {two_prompts}", r"1: .*\w")
+    if version == "v0.18.2":
+        rows += [
+            *_texts(version, "three sequences", "--num-return-sequences 3", r"(?m)^0 \[2\]: "),
+            *_texts(version, "log-probs", "--return-log-probs", r"output_log_probs\.shape: \(1, 1, 16\)"),
+            *_texts(version, "KV cache statistics", "--return-kv-cache-reuse-stats", r"kv_cache_reused_blocks: \d"),
+            *_texts(version, "without the prompt", "--exclude-input-in-output", r"(?m)^0:  Paris"),
+        ]
+    return rows
+
+
+_EXPECTED_TEXTS = {
+    "v0.8.0": ("", ""),
+    "v0.12.0": (
+        "--check-outputs --expected-outputs {whole_answers}",
+        "--check-outputs --expected-outputs {answers}",
+    ),
+    "v0.18.2": (
+        "--check-outputs --expected-outputs {answers}",
+        "--check-outputs --expected-outputs {answers}",
+    ),
+}
+"""Of a whole answer and a streamed one: arguments that compare it with that of transformers, if the program can."""
+
+
+def _benchmark_rows(version: str) -> list[ClientProgram]:
+    path = "tools/inflight_batcher_llm/benchmark_core_model.py"
+    dataset = "dataset --dataset dataset.json --tokenizer-dir {model}"
+    common = "--max-input-len 200 --concurrency 4"
+    rows = [
+        _row(path, version, "gRPC", f"-i grpc -u {{grpc}} {common} {dataset}", r"(?s)Total Latency.*OP tokens", _UNARY),
+        _row(path, version, "HTTP", f"-i http -u {{http}} {common} {dataset}", r"Total Latency", _UNARY),
+        _row(
+            path,
+            version,
+            "random token ids",
+            f"-i grpc -u {{grpc}} {common} --num-requests 4 "
+            "token-norm-dist --input-mean 20 --input-stdev 2 --output-mean 8 --output-stdev 1",
+            r"INVALID_ARG",
+            _UNARY,
+            expected=Outcome.REFUSED,
+            note="it draws ids up to 2^31, which are no tokens of any model",
+        ),
+    ]
+    if version != "v0.8.0":
+        arguments = f"-i grpc --decoupled -u {{grpc}} {common} {dataset}"
+        rows.append(_row(path, version, "gRPC streams", arguments, r"(?s)Total Latency.*OP tokens", Served.DECOUPLED))
+    return rows
+
+
+def _test_rows(version: str) -> list[ClientProgram]:
+    path = "tools/inflight_batcher_llm/end_to_end_test.py"
+    arguments = "-i {0} -u {{{0}}} --max-input-len 200 --concurrency 4 --dataset dataset.json"
+    flags = [("", "")]
+    if version == "v0.18.2":
+        flags += [(", tensorrt_llm_bls, too", " --test-bls"), (", log-probs", " --return-log-probs")]
+    return [
+        _row(path, version, f"{title}{more}", f"{arguments.format(protocol)}{flag}", **_TEST_OUTCOMES[version])
+        for title, protocol in (("HTTP", "http"), ("gRPC", "grpc"))
+        for more, flag in flags
+    ]
+
+
+_UNARY = Served.UNARY
+
+_OLD_TEST = {
+    "shows": r"'NoneType' object has no attribute 'astype'",
+    "served": _UNARY,
+    "expected": Outcome.FAILS,
+    "note": "it reads log-probs and logits that it has not asked for; TensorRT-LLM of its time made zeros up for them",
+}
+_TEST_OF_LOGITS = _row(
+    "tools/inflight_batcher_llm/end_to_end_test.py",
+    "v0.18.2",
+    "logits",
+    "",
+    shows="",
+    served=_UNARY,
+    expected=Outcome.NOT_RUN,
+    note="it compares shapes with the vocabulary of GPT-2, and calls CUDA",
+)
+_TEST_OUTCOMES: Mapping[str, Mapping[str, Any]] = {
+    "v0.8.0": _OLD_TEST,
+    "v0.12.0": _OLD_TEST,
+    "v0.18.2": {"shows": r"(?s)Functionality test succeed.*Total Latency", "served": _UNARY},
+}
+
+_OPENAI_FRONT_END = ClientProgram(
+    program="openai_frontend/main.py",
+    version="2.73.0dev",
+    mode="completions and chat, whole and streamed with usage; a required tool; adapters by --lora-separator",
+    folder="server",
+    argv=(),
+    shows="",
+    expected=Outcome.NOT_RUN,
+    note="by hand it works, with exclude_input_in_output=true; no registry has the Python bindings that it imports: "
+    "they were built from triton-inference-server/core, r24.10, with InferenceResponse added to what they export",
+)
+
+_CONVERTER = ClientProgram(
+    program="hf_lora_convert.py",
+    version="05316d33",
+    mode="an adapter's directory to the files that clients send",
+    folder="TensorRT-LLM",
+    argv=(
+        *("env", "PYTHONPATH={folder}/stand_in", "{python}", "{folder}/examples/hf_lora_convert.py"),
+        *("--in-file", f"{{adapters}}/{ADAPTER}", "--out-dir", CONVERTED, "--storage-type", "float16"),
+    ),
+    shows=r"Spent \S+ \(h:m:s\) to convert",
+    note="with stand_in/tensorrt_llm of the user's for the helpers that it imports, since tensorrt_llm needs CUDA",
+)
+
+TRITON_PROGRAMS: tuple[ClientProgram, ...] = (
+    _CONVERTER,
+    *(
+        row
+        for rows in (_token_rows, _text_rows, _benchmark_rows, _test_rows)
+        for version in _VERSIONS
+        for row in rows(version)
+    ),
+    _TEST_OF_LOGITS,
+    _OPENAI_FRONT_END,
+)

@@ -1,0 +1,1 @@
+"""What docker/ describes, tried on this machine without a container engine."""

@@ -1,0 +1,1 @@
+"""Servers that a program starts, and that end with it."""

@@ -1,0 +1,59 @@
+"""A server of a script's own, which ends with it."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NoReturn
+
+from rich.console import Console
+
+from multilora_engine.tritonserver import ServerOptions, ServerProcess
+from multilora_engine.tritonserver.upstream_models import UpstreamModels
+from repository import REPOSITORY
+
+
+@contextmanager
+def started_server(
+    model: Path,
+    console: Console | None = None,
+    upstream_models: UpstreamModels = UpstreamModels.NONE,
+    **overrides: str,
+) -> Iterator[ServerProcess]:
+    """A server that is ready, on free ports; console: shows that it starts. overrides: of the engine's parameters.
+
+    SIGTERM interrupts the script as Ctrl-C does: it would leave the server behind otherwise.
+    """
+    options = ServerOptions(
+        model=model,
+        model_repository=REPOSITORY / "model_repository",
+        upstream_models=upstream_models,
+        overrides=overrides,
+        http_port=0,
+        grpc_port=0,
+        metrics_port=0,
+    )
+    with sigterm_as_ctrl_c(), ServerProcess(options) as server:
+        with (console or Console(quiet=True)).status("starting the server"):
+            server.wait_ready()
+        yield server
+
+
+@contextmanager
+def sigterm_as_ctrl_c() -> Iterator[None]:
+    """SIGTERM raises KeyboardInterrupt, so that what is open is closed. For the main thread.
+
+    Once: a second one, such as `timeout` sends, would cut the closing short.
+    """
+
+    def interrupt(*_: object) -> NoReturn:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

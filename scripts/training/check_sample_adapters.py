@@ -1,0 +1,99 @@
+#!/usr/bin/env python3
+"""Measures the sample adapters' claims with transformers and PEFT, independently of the server.
+
+Greedy answers to prompts that no adapter saw in training are judged by a program, for the base model and for each
+adapter. Exits with status 1 when an adapter's effect is too rare, or when the base model shows it by itself.
+"""
+
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from peft import PeftModel
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from transformers import AutoModelForCausalLM, AutoTokenizer, BatchEncoding, PreTrainedTokenizerFast
+
+from checkpoints.prepare_default_model import default_checkpoint
+from training.sample_adapters import SAMPLE_ADAPTERS, SampleAdapter, held_out_prompts
+
+MINIMUM_ADAPTER_RATE = 0.8
+MAXIMUM_BASE_RATE = 0.2
+
+console = Console(stderr=True)
+
+
+def main(
+    base: Annotated[Path | None, typer.Option(help="The base model's checkpoint (default: the prepared one).")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 40,
+    threads: Annotated[int, typer.Option(help="CPU threads of PyTorch.")] = 2,
+    show_answers: Annotated[bool, typer.Option("--show-answers", help="Print each answer with its verdict.")] = False,
+) -> None:
+    """Print the measured table, and fail below the thresholds."""
+    torch.set_num_threads(threads)
+    checkpoint = base or default_checkpoint()
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint, padding_side="left")
+    prompts = encode_prompts(tokenizer, held_out_prompts())
+    answers = {
+        name: generate_answers(load_model(checkpoint, SAMPLE_ADAPTERS.get(name)), tokenizer, prompts, max_new_tokens)
+        for name in track(["base", *SAMPLE_ADAPTERS], description="Answering", console=console)
+    }
+    if show_answers:
+        print_answers(answers)
+    print_table(answers)
+    if failures := [name for name in SAMPLE_ADAPTERS if not has_effect(name, answers)]:
+        console.print(f"[red]Below the thresholds:[/red] {', '.join(failures)}")
+        raise typer.Exit(code=1)
+
+
+def encode_prompts(tokenizer: PreTrainedTokenizerFast, prompts: list[str]) -> BatchEncoding:
+    """All prompts in the chat template, as one batch padded on the left."""
+    conversations = [[{"role": "user", "content": prompt}] for prompt in prompts]
+    return tokenizer.apply_chat_template(
+        conversations, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
+    )
+
+
+def load_model(checkpoint: Path, adapter: SampleAdapter | None) -> torch.nn.Module:
+    """The base model in float32, with the adapter's stored weights attached."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    return PeftModel.from_pretrained(model, adapter.directory) if adapter else model
+
+
+def generate_answers(
+    model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast, prompts: BatchEncoding, max_new_tokens: int
+) -> list[str]:
+    """Greedy answers, without special tokens."""
+    output = model.eval().generate(**prompts, do_sample=False, max_new_tokens=max_new_tokens)
+    return tokenizer.batch_decode(output[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def pass_rate(adapter: SampleAdapter, answers: list[str]) -> float:
+    """Share of the answers that show the adapter's effect."""
+    return sum(map(adapter.judge, answers)) / len(answers)
+
+
+def has_effect(name: str, answers: dict[str, list[str]]) -> bool:
+    adapter = SAMPLE_ADAPTERS[name]
+    return (
+        pass_rate(adapter, answers[name]) >= MINIMUM_ADAPTER_RATE
+        and pass_rate(adapter, answers["base"]) <= MAXIMUM_BASE_RATE
+    )
+
+
+def print_answers(answers: dict[str, list[str]]) -> None:
+    for name, adapter in SAMPLE_ADAPTERS.items():
+        for prompt, base_answer, answer in zip(held_out_prompts(), answers["base"], answers[name], strict=True):
+            verdict = "pass" if adapter.judge(answer) else "FAIL"
+            print(f"{verdict} {name}: {prompt!r}\n  base: {base_answer!r}\n  adapter: {answer!r}")
+
+
+def print_table(answers: dict[str, list[str]]) -> None:
+    table = Table("adapter", "rank", "modules", "claim", "base", "adapter", title="Held-out prompts showing the effect")
+    for name, adapter in SAMPLE_ADAPTERS.items():
+        rates = (f"{pass_rate(adapter, answers[source]):.0%}" for source in ("base", name))
+        modules = " ".join(module.removesuffix("_proj") for module in adapter.target_modules)
+        table.add_row(name, str(adapter.rank), modules, adapter.claim, *rates)
+    Console().print(table)

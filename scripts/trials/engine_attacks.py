@@ -1,0 +1,274 @@
+"""Attacks on the engine by requests that any client may send: rows for a table of abuse.
+
+Each is bounded in number and time. Some ask for more than a server's limits allow, some for exactly as much.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import grpc
+import numpy as np
+from tritonclient.grpc import service_pb2
+from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
+from tritonclient.utils import np_to_triton_dtype, serialize_byte_tensor
+
+from multilora_engine.client_header import CLIENT_HEADER
+from trials.door_attacks import Attack, Doors
+
+VICTIM_REQUEST_ID = "the-victims-request"
+
+_ATTENTION_OUT = 4
+"""The module of the attention's output, on the wire."""
+
+_ATTACK_S = 6.0
+_TIMEOUT_S = 60.0
+_MAX_WORDS = 4096
+_MAX_BIASES = 65_536
+_OPTIONS = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
+
+
+def infer_request(model: str, request_id: str = "", **tensors: Any) -> service_pb2.ModelInferRequest:
+    """A request with a batch of plain values for each tensor; texts are BYTES, whole numbers INT32."""
+    request = service_pb2.ModelInferRequest(model_name=model, id=request_id)
+    for name, values in tensors.items():
+        array = _array(values)
+        request.inputs.add(name=name, datatype=np_to_triton_dtype(array.dtype), shape=array.shape)
+        is_text = array.dtype == np.object_
+        request.raw_input_contents.append(serialize_byte_tensor(array).item() if is_text else array.tobytes())
+    return request
+
+
+def answers(
+    doors: Doors, requests: Sequence[service_pb2.ModelInferRequest], at_once: int = 8, clients: Sequence[str] = ()
+) -> str:
+    """Send requests, so many at once; what they were answered, with how often. clients: who each says to be from."""
+    with grpc.insecure_channel(doors.grpc_url, _OPTIONS) as channel, ThreadPoolExecutor(at_once) as pool:
+        ask = partial(_ask, GRPCInferenceServiceStub(channel))
+        return _told(Counter(pool.map(ask, requests, clients or [""] * len(requests))))
+
+
+def stream_of_attacks(doors: Doors, make: Callable[[int], service_pb2.ModelInferRequest], at_once: int = 8) -> str:
+    """Let several clients send one request after the other, for as long as an attack lasts."""
+    lock, numbers, end = threading.Lock(), iter(range(1 << 30)), time.monotonic() + _ATTACK_S
+    seen: Counter[str] = Counter()
+    with grpc.insecure_channel(doors.grpc_url, _OPTIONS) as channel, ThreadPoolExecutor(at_once) as pool:
+        stub = GRPCInferenceServiceStub(channel)
+
+        def attack(_: int) -> None:
+            while time.monotonic() < end:
+                with lock:
+                    number = next(numbers)
+                answer = _ask(stub, make(number))
+                with lock:
+                    seen[answer] += 1
+
+        list(pool.map(attack, range(at_once)))
+    return _told(seen)
+
+
+def send_words_times_beams(doors: Doors) -> str:
+    """8 rows x beam 8 x 65,536 words in one request, which killed the engine once."""
+    return answers(doors, [_prompt(rows=8, beam_width=8, stop_words=_letters(65_536))])
+
+
+def send_words_times_sequences(doors: Doors) -> str:
+    return answers(doors, [_prompt(num_return_sequences=64, stop_words=_letters(65_536))])
+
+
+def send_word_lists(doors: Doors) -> str:
+    """300,000 ids of stop words, and a million of bad words."""
+    return answers(doors, [_prompt(stop_words_list=_word_list(300_000)), _prompt(bad_words_list=_word_list(1_000_000))])
+
+
+def send_as_many_words_as_allowed(doors: Doors) -> str:
+    return stream_of_attacks(
+        doors, lambda number: _prompt(max_tokens=32, stop_words=_words(number, 2048), bad_words=_words(number, 2047))
+    )
+
+
+def send_as_many_words_as_allowed_to_beams(doors: Doors) -> str:
+    return stream_of_attacks(
+        doors, lambda number: _prompt(max_tokens=32, beam_width=8, stop_words=_words(number, _MAX_WORDS))
+    )
+
+
+def send_one_long_repetitive_word(doors: Doors) -> str:
+    return stream_of_attacks(doors, lambda _: _prompt(max_tokens=32, stop_words=["a" * 65_000 + "b"]))
+
+
+def send_many_schemas(doors: Doors) -> str:
+    """64 rows of one request, each with a schema of its own."""
+    return answers(doors, [_guided([_schema(row) for row in range(64)])])
+
+
+def send_as_many_schemas_as_allowed(doors: Doors) -> str:
+    return stream_of_attacks(doors, lambda n: _guided([_schema(16 * n + row) for row in range(16)]), at_once=4)
+
+
+def send_many_sequences(doors: Doors) -> str:
+    return answers(doors, [_prompt(num_return_sequences=128, max_tokens=16) for _ in range(4)], at_once=4)
+
+
+def send_rows_times_sequences(doors: Doors) -> str:
+    return answers(doors, [_prompt(rows=64, num_return_sequences=128)])
+
+
+def send_as_many_biases_as_allowed(doors: Doors) -> str:
+    ids, weights = list(range(_MAX_BIASES // 2)), [0.5] * (_MAX_BIASES // 2)
+    return stream_of_attacks(doors, lambda _: _prompt(embedding_bias_ids=ids, embedding_bias_weights=weights))
+
+
+def ask_for_logits(doors: Doors) -> str:
+    """Of 1,300 tokens: 255 MB an answer."""
+    request = infer_request(
+        "generation_unary", input_ids=[[9] * 1300], max_tokens=[[1]], return_context_logits=[[True]]
+    )
+    return answers(doors, [request] * 4, at_once=4)
+
+
+def penalise_long_prompts(doors: Doors) -> str:
+    prompts = [[(7 * i + row) % 40_000 for i in range(4000)] for row in range(4)]
+    return answers(
+        doors,
+        [
+            infer_request(
+                "generation_unary", input_ids=[prompt], max_tokens=[[200]], repetition_penalty=np.float32([[1.1]])
+            )
+            for prompt in prompts
+        ],
+    )
+
+
+def send_forged_ids(doors: Doors) -> str:
+    """Ids that would begin a line of the log, steer a terminal, or fill a disk."""
+    ids = ["a\n2026-01-01 00:00:00 ERROR engine[1] forged", "\x1b[31mred", "x" * 1_000_000]
+    return answers(doors, [_prompt(request_id=one) for one in ids])
+
+
+def stop_the_victims_request(doors: Doors) -> str:
+    """By the victim's own id, from another connection."""
+    return stream_of_attacks(
+        doors, lambda _: infer_request("generation_unary", VICTIM_REQUEST_ID, stop=[[True]]), at_once=1
+    )
+
+
+def upload_under_forged_names(doors: Doors) -> str:
+    """48 adapters of 9 MB at once for the default model, each from a client that calls itself somebody else."""
+    width, config = 64 * 2 * 576, [[_ATTENTION_OUT, layer, 64] for layer in range(30)]
+    weights = np.zeros((1, len(config), width), np.float32)
+    requests = [
+        infer_request(
+            "generation_unary",
+            lora_task_id=np.uint64([[5_000_000 + i]]),
+            lora_weights_fp32=weights,
+            lora_config=[config],
+        )
+        for i in range(48)
+    ]
+    return answers(doors, requests, at_once=16, clients=[f"client-{i}" for i in range(48)])
+
+
+def open_ten_thousand_streams(doors: Doors) -> str:
+    """On one connection, without a request, for some seconds."""
+
+    async def hold() -> int:
+        async with grpc.aio.insecure_channel(doors.grpc_url) as channel:
+            stub = GRPCInferenceServiceStub(channel)
+            calls = [stub.ModelStreamInfer() for _ in range(10_000)]
+            waiting = [asyncio.ensure_future(call.read()) for call in calls]
+            await asyncio.sleep(_ATTACK_S)
+            num_ended = sum(each.done() for each in waiting)
+            for each in waiting:
+                each.cancel()
+            return num_ended
+
+    return f"{asyncio.run(hold())} of 10000 ended by the server"
+
+
+ENGINE_ATTACKS: Mapping[str, Attack] = {
+    "8 rows x beam 8 x 65,536 stop words": send_words_times_beams,
+    "64 sequences x 65,536 stop words": send_words_times_sequences,
+    "lists of 300,000 and 1,000,000 ids": send_word_lists,
+    "as many words as allowed, again and again": send_as_many_words_as_allowed,
+    "the same with 8 beams": send_as_many_words_as_allowed_to_beams,
+    "a stop word of 65,001 characters": send_one_long_repetitive_word,
+    "64 schemas of 58 kB in a request": send_many_schemas,
+    "16 schemas of 58 kB in a request, again and again": send_as_many_schemas_as_allowed,
+    "4 x 128 sequences": send_many_sequences,
+    "64 rows x 128 sequences": send_rows_times_sequences,
+    "32,768 biases, again and again": send_as_many_biases_as_allowed,
+    "4 x the logits of 1,300 tokens": ask_for_logits,
+    "4 repetition penalties over 4,000 tokens": penalise_long_prompts,
+    "request ids with a newline, an escape, of 1 MB": send_forged_ids,
+    "stop by the victim's id": stop_the_victims_request,
+    "48 uploads of 9 MB under 48 forged names": upload_under_forged_names,
+    "10,000 idle streams on a connection": open_ten_thousand_streams,
+}
+"""By what a table calls them."""
+
+
+def _told(seen: Counter[str]) -> str:
+    return ", ".join(f"{number} x {answer}" for answer, number in seen.most_common(3))
+
+
+def _ask(stub: GRPCInferenceServiceStub, request: service_pb2.ModelInferRequest, client: str = "") -> str:
+    """client: who it says that it is."""
+    try:
+        stub.ModelInfer(request, timeout=_TIMEOUT_S, metadata=[(CLIENT_HEADER, client)] if client else None)
+    except grpc.RpcError as error:
+        return str(error.code().name)
+    return "answered"
+
+
+def _prompt(request_id: str = "", rows: int = 1, **options: Any) -> service_pb2.ModelInferRequest:
+    """Rows of the same prompt and options; a list is one row's."""
+    options = {"max_tokens": 16, "end_id": -1} | options
+    tensors = {name: [value if isinstance(value, list) else [value]] * rows for name, value in options.items()}
+    return infer_request("generation_unary", request_id, text_input=[["Tell a story."]] * rows, **tensors)
+
+
+def _guided(schemas: list[str]) -> service_pb2.ModelInferRequest:
+    return infer_request(
+        "generation_unary",
+        text_input=[["Answer in JSON."]] * len(schemas),
+        max_tokens=[[8]] * len(schemas),
+        guided_decoding_guide_type=[["json_schema"]] * len(schemas),
+        guided_decoding_guide=[[schema] for schema in schemas],
+    )
+
+
+def _schema(seed: int) -> str:
+    """58 kB, and another one for each seed."""
+    kinds = {name: {"type": ["string", "integer"], "pattern": "^[a-z]{4}$"} for name in "abc"}
+    members = {f"k{seed:07}_{i:03}": {"type": "object", "properties": kinds} for i in range(250)}
+    return json.dumps({"type": "object", "properties": members})
+
+
+def _letters(number: int) -> list[str]:
+    """So many different words of one character."""
+    return [chr(0x10000 + i) for i in range(number)]
+
+
+def _words(seed: int, number: int) -> list[str]:
+    return [f"{chr(97 + seed % 26)}{i:x}" for i in range(number)]
+
+
+def _word_list(number: int) -> list[list[int]]:
+    """So many words of one token each, in upstream's form."""
+    return [[i % 40_000 for i in range(number)], list(range(1, number + 1))]
+
+
+def _array(values: Any) -> np.ndarray[Any, Any]:
+    array = np.asarray(values)
+    if array.dtype.kind == "U":
+        return np.asarray([[text.encode() for text in row] for row in values], np.object_)
+    return array.astype({"i": np.int32, "f": np.float32}.get(array.dtype.kind, array.dtype))

@@ -1,0 +1,273 @@
+"""Wrong requests of every kind, over gRPC and HTTP, at a real server: each gets an answer or a typed error, in time.
+
+The server is one of this command's own, with a model of a few thousand random parameters behind the default model's
+tokenizer, so that nearly all the work is what the protocol costs. Right is: every request is answered within its time
+limit; valid ones with an answer; at the end the server answers what it answered at the start; and in the second half no
+process of it, nor its part of /dev/shm, grows any more: both keep room for the largest that they have seen.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Annotated
+
+import psutil
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import Progress
+from rich.table import Table
+from tritonclient.grpc import InferenceServerClient, InferInput
+
+from multilora_client import Client
+from multilora_engine.lora.layout import adapter_layout, lora_modules
+from multilora_engine.models.model_config import read_model_config
+from multilora_engine.tritonserver import ServerProcess
+from multilora_engine.tritonserver.free_space import SHARED_MEMORY
+from servers.tiny_server import tiny_server
+from trials.fuzz_doors import ANSWERED, Doors, Outcome
+from trials.fuzz_requests import (
+    CACHED_TASK_ID,
+    DOORS,
+    Case,
+    InputSpec,
+    ModelFacts,
+    WireRequest,
+    WireTensor,
+    make_case,
+    random_adapter,
+    tensor,
+)
+
+MODULES = (1, 4)
+"""attn_q and attn_dense: one adapter row of each kind of shape is enough here."""
+
+REQUEST_TIMEOUT_S = 20.0
+"""What requests tell the server, where the door passes it on; the client waits `ANSWER_TIMEOUT_S`."""
+
+ANSWER_TIMEOUT_S = 60.0
+MAX_GROWTH_BYTES = 48 << 20
+_MAX_SHOWN = 20
+_NUM_PARTS = 4
+"""Between them, what the server takes of the memory is measured."""
+
+
+@dataclass
+class Tally:
+    """What happened, by kind of mutation. failures: case number and what was wrong about it."""
+
+    counts: dict[str, Counter[str]] = field(default_factory=dict)
+    slowest_s: Counter[str] = field(default_factory=Counter)
+    failures: list[tuple[int, str]] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, case: Case, outcome: Outcome, seconds: float) -> None:
+        with self._lock:
+            self.counts.setdefault(case.kind, Counter())[outcome.word] += 1
+            self.slowest_s[case.kind] = max(self.slowest_s[case.kind], seconds)  # type: ignore[assignment]
+            if not is_right(case, outcome):
+                where = f"{case.kind} at {case.request.door}"
+                self.failures.append((case.number, f"{where}: {outcome.word} {outcome.detail[:300]}"))
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes in memory of each process of a server, by pid and name, and of the server's files in /dev/shm."""
+
+    processes: dict[tuple[int, str], int]
+    shared: int
+
+    def by_name(self) -> dict[str, int]:
+        return {f"{name} ({pid})": size for (pid, name), size in self.processes.items()} | {"/dev/shm": self.shared}
+
+
+def is_right(case: Case, outcome: Outcome) -> bool:
+    """A valid request must be answered, unless the server is just too busy; any other, be answered or told why not."""
+    if case.kind == "nothing":
+        return outcome.word in (ANSWERED, "UNAVAILABLE")
+    return outcome.is_right
+
+
+def read_facts(grpc_url: str, model: Path) -> ModelFacts:
+    """What requests to the models of a running server are made from."""
+    with InferenceServerClient(grpc_url) as client:
+        configs = {name: client.get_model_config(name, as_json=True)["config"] for name in set(DOORS.values())}
+    config = read_model_config(model)
+    layout = adapter_layout(config, 4, "float16")
+    modules = lora_modules(layout)
+    return ModelFacts(
+        inputs={name: {entry["name"]: _spec(entry) for entry in c["input"]} for name, c in configs.items()},
+        row_widths={module: modules[module].num_values(1, False) for module in MODULES},
+        num_layers=layout.num_layers,
+        vocab_size=config.vocab_size,
+    )
+
+
+def _spec(entry: dict[str, object]) -> InputSpec:
+    datatype = str(entry["data_type"]).removeprefix("TYPE_")
+    dims = entry["dims"]
+    assert isinstance(dims, list)
+    return InputSpec("BYTES" if datatype == "STRING" else datatype, tuple(map(int, dims)))
+
+
+class Fuzz:
+    """Clients of one running server."""
+
+    def __init__(self, grpc_url: str, http_url: str, facts: ModelFacts, seed: int, num_clients: int) -> None:
+        self._urls = (grpc_url, http_url)
+        self._facts = facts
+        self._seed = seed
+        self._num_clients = num_clients
+
+    def case(self, number: int) -> Case:
+        return make_case(self._seed, number, self._facts, REQUEST_TIMEOUT_S)
+
+    def run(self, numbers: Sequence[int], tally: Tally, on_done: Callable[[], None] = lambda: None) -> None:
+        """Send the cases of these numbers, several at once."""
+        waiting = queue.SimpleQueue[int]()
+        for number in numbers:
+            waiting.put(number)
+
+        def act(_: int) -> None:
+            with self._doors() as doors, suppress(queue.Empty):
+                while True:
+                    case, started = self.case(waiting.get_nowait()), time.perf_counter()
+                    outcome = doors.ask(case.request)
+                    tally.add(case, outcome, time.perf_counter() - started)
+                    on_done()
+
+        with ThreadPoolExecutor(self._num_clients) as pool:
+            list(pool.map(act, range(self._num_clients)))
+
+    @contextmanager
+    def cached_adapter(self) -> Iterator[None]:
+        """The server has CACHED_TASK_ID meanwhile, whatever else is sent."""
+        self._must_answer("cached", random_adapter(Random(0), CACHED_TASK_ID, self._facts))
+        with Client(f"grpc://{self._urls[0]}") as client:
+            client.pin_adapter(CACHED_TASK_ID)
+            yield
+            client.unload_adapter(CACHED_TASK_ID)
+
+    def canaries(self) -> list[str]:
+        """Answers that must never change: of the base model, and of the cached adapter."""
+        adapter = tensor("lora_task_id", [CACHED_TASK_ID], "UINT64")
+        return [self._canary([]), self._canary([adapter])]
+
+    def _canary(self, extra: list[WireTensor]) -> str:
+        prompt = [tensor("input_ids", [5, 6, 7, 8], "INT32"), tensor("max_tokens", [16], "INT32")]
+        with InferenceServerClient(self._urls[0]) as client:
+            inputs = []
+            for part in (*prompt, *extra):
+                inputs.append(InferInput(part.name, part.shape, part.datatype))
+                inputs[-1]._raw_content = part.data
+            return str(client.infer("generation_unary", inputs).as_numpy("output_ids").tolist())
+
+    def _must_answer(self, request_id: str, tensors: list[WireTensor]) -> None:
+        with self._doors() as doors:
+            outcome = doors.ask(WireRequest("gRPC", "generation_unary", request_id, tensors))
+        assert outcome.word == ANSWERED, outcome
+
+    @contextmanager
+    def _doors(self) -> Iterator[Doors]:
+        doors = Doors(*self._urls, ANSWER_TIMEOUT_S)
+        try:
+            yield doors
+        finally:
+            doors.close()
+
+
+def measure(server: ServerProcess) -> Sizes:
+    processes = {}
+    root = psutil.Process(server.pid)
+    for process in (root, *root.children(recursive=True)):
+        with suppress(psutil.Error):
+            processes[process.pid, _name(process)] = process.memory_info().rss - process.memory_info().shared
+    shared = sum(path.stat().st_blocks * 512 for path in SHARED_MEMORY.glob(f"*{server.token}*"))
+    return Sizes(processes, shared)
+
+
+def _name(process: psutil.Process) -> str:
+    """A stub is called after its model."""
+    words = process.cmdline()
+    models = [Path(word).parents[1].name for word in words if word.endswith("/model.py")]
+    return models[0] if models else (words[2] if words[1:2] == ["-m"] else process.name())
+
+
+def render(tally: Tally) -> Table:
+    words = sorted(
+        {word for counts in tally.counts.values() for word in counts}, key=lambda word: (word.isupper(), word)
+    )
+    table = Table("what was done", "requests", *words, "slowest s")
+    for kind in sorted(tally.counts):
+        counts = tally.counts[kind]
+        cells = [str(counts[word] or "") for word in words]
+        table.add_row(kind, str(counts.total()), *cells, f"{tally.slowest_s[kind]:.1f}")
+    totals = sum(tally.counts.values(), Counter[str]())
+    table.add_section()
+    table.add_row("all", str(totals.total()), *(str(totals[word]) for word in words), "")
+    return table
+
+
+def render_sizes(stages: Sequence[Sizes]) -> Table:
+    columns = [sizes.by_name() for sizes in stages]
+    table = Table("MiB", "at the start", *(f"after {i}/{len(stages) - 1}" for i in range(1, len(stages))))
+    for name in columns[-1]:
+        table.add_row(name, *(f"{sizes.get(name, 0) / 2**20:.1f}" for sizes in columns))
+    return table
+
+
+def second_half_growth(stages: Sequence[Sizes]) -> int:
+    """Bytes, of what has grown most; a process that was not there before counts whole."""
+    middle, end = stages[len(stages) // 2].by_name(), stages[-1].by_name()
+    return max(size - middle.get(name, 0) for name, size in end.items())
+
+
+def main(
+    requests: Annotated[int, typer.Option(min=1, help="Requests to send.")] = 20_000,
+    clients: Annotated[int, typer.Option(min=1, help="Clients at once.")] = 8,
+    seed: Annotated[int, typer.Option(help="Of the requests; their interleaving is up to the machine.")] = 0,
+    only: Annotated[list[int], typer.Option(help="Send the request of this number alone; repeat for several.")] = [],  # noqa: B006
+) -> None:
+    """Send wrong requests and check that each is answered, or told what is wrong with it. Ends with status 1 if not.
+
+    A failing request is told by its number: `--seed S --only N` sends it again, and says how it was answered.
+    """
+    console, tally, started = Console(), Tally(), time.perf_counter()
+    numbers = only or list(range(requests))
+    parts = [numbers[len(numbers) * i // _NUM_PARTS : len(numbers) * (i + 1) // _NUM_PARTS] for i in range(_NUM_PARTS)]
+    with Progress(console=console, transient=True) as progress, tiny_server() as (server, model):
+        task = progress.add_task("asking", total=len(numbers))
+        fuzz = Fuzz(server.grpc_url, server.http_url, read_facts(server.grpc_url, model), seed, clients)
+        with fuzz.cached_adapter():
+            canaries = fuzz.canaries()
+            stages = [measure(server)]
+            for part in parts:
+                fuzz.run(part, tally, lambda: progress.advance(task))
+                stages.append(measure(server))
+            is_unchanged = fuzz.canaries() == canaries
+    console.print(render(tally))
+    console.print(render_sizes(stages))
+    for number in only:
+        console.print(escape(f"{fuzz.case(number)}"))
+    for number, failure in tally.failures[:_MAX_SHOWN]:
+        console.print(f"[red]--seed {seed} --only {number}: {escape(failure)}")
+    is_flat = bool(only) or second_half_growth(stages) <= MAX_GROWTH_BYTES
+    is_alive = stages[0].processes.keys() == stages[-1].processes.keys()
+    verdicts = (
+        f"{len(tally.failures)} failures",
+        f"the canaries {'are the same' if is_unchanged else 'CHANGED'}",
+        f"memory is {'flat' if is_flat else 'NOT FLAT'}",
+        f"{'every process lives' if is_alive else 'a process DIED'}",
+        f"{time.perf_counter() - started:.0f} s",
+    )
+    console.print("; ".join(verdicts))
+    raise typer.Exit(0 if is_unchanged and is_flat and is_alive and not tally.failures else 1)

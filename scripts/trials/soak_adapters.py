@@ -1,0 +1,431 @@
+"""Never the wrong adapter: many clients, far more adapters than fit, and every answer is checked.
+
+The adapters are those of telling_adapters.py: an answer says which adapter, in which version, gave it. Clients ask,
+upload, replace, cancel and stop at random, against a real engine process. Right is an answer of the adapter that was
+asked for, in the version that was current when the request was accepted. An error is right if the situation explains
+it: not cached, no room, cancelled by the client itself. With a disk tier nothing that was uploaded may get lost, not
+even in a restart: each popularity has an engine process of its own, over the same files.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import queue
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Annotated, Literal
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import Progress
+from rich.table import Column, Table
+
+from checkpoints.telling_adapters import (
+    BASE_ANSWER,
+    HIDDEN_SIZE,
+    MAX_NUMBER,
+    MAX_RANK,
+    NUM_LAYERS,
+    PROMPT_TOKENS,
+    answer,
+    packed_adapter,
+    save_checkpoint,
+)
+from multilora_engine.lora.layout import AdapterLayout, PackedAdapter, adapter_layout
+from multilora_engine.models.model_config import read_model_config
+from multilora_engine.process.client import EngineClient
+from multilora_engine.process.paths import owned_socket_path
+from multilora_engine.process.supervisor import EngineProcess
+from multilora_engine.request import GenerationRequest, SamplingParams, TokenOutput
+from trials.soak_engine import Counts
+
+Popularity = Literal["zipf", "uniform"]
+
+EXPECTED_ERRORS = frozenset({"NOT_FOUND", "UNAVAILABLE", "CANCELLED"})
+"""Not cached, no room now, and what a client has cancelled itself."""
+
+_START_TIMEOUT_S = 120.0
+_ANSWER_TIMEOUT_S = 120.0
+_MAX_PROMPT_TOKENS = 48
+_MAX_SHOWN = 20
+_BLOCK_SIZE = 4
+_BLOCKS_PER_CLIENT = 5
+"""A third of what the longest requests take, so that some are preempted and compute their prompts twice."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """One run. device_adapters, host_adapters: how many fit each tier; has_disk: all others are on disk."""
+
+    num_turns: int
+    num_adapters: int
+    num_clients: int
+    device_adapters: int
+    host_adapters: int
+    has_disk: bool
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Habits:
+    """Shares of what a client does; the rest are plain requests."""
+
+    replace: float = 0.02
+    replace_and_ask: float = 0.02
+    touch: float = 0.01
+    cancel: float = 0.03
+    stop: float = 0.02
+    base: float = 0.03
+
+    def draw(self, random: Random) -> str:
+        """The name of a field, or `ask`."""
+        shares = dict(vars(self))
+        return random.choices([*shares, "ask"], [*shares.values(), 1 - sum(shares.values())])[0]
+
+
+@dataclass
+class Tally:
+    """What happened, by name; `wrong` describes each wrong answer."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    errors: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def count(self, name: str) -> None:
+        with self._lock:
+            self.counts[name] += 1
+
+    def add(self, verdict: str | None, output: TokenOutput, seconds: float) -> None:
+        """One request ended with `output`; `verdict` says what is wrong about it, None if nothing is."""
+        with self._lock:
+            self.counts["requests"] += 1
+            self.seconds.append(seconds)
+            if verdict is not None:
+                self.wrong.append(verdict)
+            elif output.error_code is None:
+                self.counts["right"] += 1
+            if output.error_code is not None:
+                self.errors[output.error_code] += 1
+
+
+class Call:
+    """A listener that keeps what one request was answered."""
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self.is_given_up = False
+        self.on_first_tokens: Callable[[], None] | None = None
+        self._final: queue.SimpleQueue[TokenOutput] = queue.SimpleQueue()
+
+    def on_output(self, output: TokenOutput) -> None:
+        self.token_ids += output.token_ids
+        if output.is_final:
+            self._final.put(output)
+        elif self.on_first_tokens is not None:
+            on_first_tokens, self.on_first_tokens = self.on_first_tokens, None
+            on_first_tokens()
+
+    def flush(self) -> None:
+        """Nothing is held back."""
+
+    def is_cancelled(self) -> bool:
+        return self.is_given_up
+
+    def give_up(self) -> None:
+        """Nobody waits for the answer any more, as the engine client learns when it asks."""
+        self.is_given_up = True
+
+    def wait(self) -> TokenOutput:
+        return self._final.get(timeout=_ANSWER_TIMEOUT_S)
+
+
+class Versions:
+    """What the clients know of one adapter.
+
+    The lock is held while a version is chosen and submitted, and one engine client submits in order: the engine sees
+    versions in rising order, and a request sees at least `confirmed` and at most `submitted` as they were then.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.lock = threading.Lock()
+        self.number = number
+        self.submitted = -1
+        self.confirmed = -1
+        self._digests: dict[int, str] = {}
+
+    @property
+    def task_id(self) -> int:
+        """Far apart, and beyond 32 bits."""
+        return (self.number + 1) * 1_000_000_007
+
+    @property
+    def possible(self) -> range:
+        """The versions a request that is submitted now may be answered by."""
+        return range(max(0, self.confirmed), self.submitted + 1)
+
+    def pack(self, is_new: bool, layout: AdapterLayout) -> tuple[int, PackedAdapter]:
+        """The newest version, or one more, about to be submitted."""
+        self.submitted = max(0, self.submitted + is_new)
+        packed = packed_adapter(self.number, self.submitted, layout)
+        self._digests[self.submitted] = packed.digest
+        return self.submitted, packed
+
+    def confirm(self, versions: Iterable[int]) -> None:
+        """An answer, or an upload's, was given by one of `versions`."""
+        with self.lock:
+            self.confirmed = max(self.confirmed, min(versions))
+
+    def matching(self, versions: Iterable[int], token_ids: list[int], digest: str) -> list[int]:
+        """Those whose answer starts with `token_ids`, and whose digest it is; an answer cut short may have none."""
+        return [
+            version
+            for version in versions
+            if answer(self.number, version)[: len(token_ids)] == token_ids and digest in ("", self._digests[version])
+        ]
+
+
+class Soak:
+    """Clients of one engine process."""
+
+    def __init__(
+        self,
+        client: EngineClient,
+        layout: AdapterLayout,
+        options: Options,
+        adapters: Sequence[Versions],
+        tally: Tally,
+    ) -> None:
+        """adapters, tally: what is known and what has happened so far; written."""
+        self._client = client
+        self._layout = layout
+        self._options = options
+        self._adapters = adapters
+        self._tally = tally
+        self._request_ids = itertools.count()
+
+    def run(self, popularity: Popularity, num_turns: int, on_done: Callable[[], None]) -> None:
+        """Let the clients, all at once, take `num_turns` turns between them. Raises what a client raised."""
+        weights = [1 / (number + 1) if popularity == "zipf" else 1 for number in range(len(self._adapters))]
+        cumulative = list(itertools.accumulate(weights))
+        turns = queue.SimpleQueue[int]()
+        for turn in range(num_turns):
+            turns.put(turn)
+
+        def act(client_number: int) -> None:
+            random = Random(f"{self._options.seed} {popularity} {client_number}")
+            with suppress(queue.Empty):
+                while True:
+                    turns.get_nowait()
+                    self._turn(random, random.choices(self._adapters, cum_weights=cumulative)[0])
+                    on_done()
+
+        with ThreadPoolExecutor(self._options.num_clients) as pool:
+            list(pool.map(act, range(self._options.num_clients)))
+
+    def _turn(self, random: Random, versions: Versions) -> None:
+        match habit := Habits().draw(random):
+            case "replace" | "touch":
+                self._upload(versions, is_new=habit == "replace")
+            case "base":
+                self._ask_base(random)
+            case _:
+                self._ask(random, versions, habit)
+
+    def _upload(self, versions: Versions, is_new: bool) -> None:
+        call, started = Call(), time.perf_counter()
+        with versions.lock:
+            version, packed = versions.pack(is_new, self._layout)
+            self._client.put_adapter(call, self._next_id(), versions.task_id, packed)
+        output = call.wait()
+        self._tally.count("replacements" if is_new else "touches")
+        self._judge(versions, range(version, version + 1), call, output, started, num_expected=0)
+
+    def _ask(self, random: Random, versions: Versions, habit: str) -> None:
+        """Ask by task id, or with the weights of a new version; and with the weights when they are not cached."""
+        prompt = _prompt(random)
+        is_known = versions.confirmed >= 0
+        is_new = habit == "replace_and_ask"
+        output = self._ask_once(prompt, versions, habit, with_weights=is_new, is_new=is_new)
+        if output.error_code == "NOT_FOUND":
+            self._tally.count("evicted, sent again" if is_known else "sent for the first time")
+            self._ask_once(prompt, versions, habit, with_weights=True, is_new=False)
+
+    def _ask_once(
+        self, prompt: list[int], versions: Versions, habit: str, with_weights: bool, is_new: bool
+    ) -> TokenOutput:
+        request, call, started = self._request(prompt, versions.task_id), Call(), time.perf_counter()
+        must_be_found = self._options.has_disk and versions.confirmed >= 0
+        if habit == "cancel":
+            call.on_first_tokens = call.give_up
+        if habit == "stop":
+            call.on_first_tokens = lambda: self._client.stop(Call(), self._next_id(), request.request_id)
+        with versions.lock:
+            possible, adapter = versions.possible, None
+            if with_weights:
+                version, packed = versions.pack(is_new, self._layout)
+                possible, adapter = range(version, version + 1), (versions.task_id, packed)
+            self._client.generate(call, [request], request.request_id, adapter)
+        output = call.wait()
+        self._judge(versions, possible, call, output, started, must_be_found=must_be_found)
+        return output
+
+    def _ask_base(self, random: Random) -> None:
+        call, started = Call(), time.perf_counter()
+        self._client.generate(call, [self._request(_prompt(random), None)])
+        output = call.wait()
+        is_right = output.error_code is None and call.token_ids == BASE_ANSWER and output.lora_digest == ""
+        verdict = None if is_right else f"the base model answered {call.token_ids}, {output}"
+        self._tally.add(verdict, output, time.perf_counter() - started)
+
+    def _judge(
+        self,
+        versions: Versions,
+        possible: range,
+        call: Call,
+        output: TokenOutput,
+        started: float,
+        num_expected: int = len(BASE_ANSWER),
+        must_be_found: bool = False,
+    ) -> None:
+        """An answer must be whole, unless there is a reason; and what there is of it must be of a possible version."""
+        seconds = time.perf_counter() - started
+        matching = versions.matching(possible, call.token_ids, output.lora_digest)
+        is_lost = must_be_found and output.error_code == "NOT_FOUND"
+        is_cut = not is_lost and (output.error_code in EXPECTED_ERRORS or output.finish_reason == "cancelled")
+        is_whole = output.error_code is None and len(call.token_ids) == num_expected
+        is_right = (is_cut and not call.token_ids) or ((is_cut or is_whole) and bool(matching))
+        if is_right and output.error_code is None:
+            versions.confirm(matching)
+        verdict = f"adapter {versions.number} in {possible} answered {call.token_ids}, {output}"
+        self._tally.add(None if is_right else verdict, output, seconds)
+
+    def _request(self, prompt: list[int], task_id: int | None) -> GenerationRequest:
+        return GenerationRequest(self._next_id(), prompt, SamplingParams(max_tokens=len(BASE_ANSWER)), task_id)
+
+    def _next_id(self) -> str:
+        return f"soak-{next(self._request_ids)}"
+
+
+def _prompt(random: Random) -> list[int]:
+    """Runs of one token, so that many prompts start alike."""
+    token, length = random.choice(PROMPT_TOKENS), random.randint(2, _MAX_PROMPT_TOKENS)
+    return [*[PROMPT_TOKENS[0]] * (length - 1), token]
+
+
+@contextmanager
+def engine(parameters: Mapping[str, str], counts_file: Path) -> Iterator[EngineClient]:
+    """A client of an engine process that this starts, and ends; it leaves `Counts` in `counts_file`."""
+    command = (sys.executable, str(Path(__file__).with_name("soak_engine.py")), str(counts_file))
+    with owned_socket_path(os.getpid()) as socket_path:
+        process = EngineProcess(parameters, socket_path, command=command)
+        process.start()
+        client = EngineClient(socket_path)
+        try:
+            client.wait_until_ready(_START_TIMEOUT_S)
+            yield client
+            assert process.generation == 1, f"the engine died {process.generation - 1} times"
+        finally:
+            client.close()
+            process.close()
+
+
+def engine_parameters(directory: Path, layout: AdapterLayout, options: Options) -> dict[str, str]:
+    """Tiers that hold as many adapters as `options` says, and a KV cache that is a little too small."""
+    samples = [packed_adapter(number, 0, layout).pages.nbytes for number in range(64)]
+    kv_block_bytes = _BLOCK_SIZE * 2 * NUM_LAYERS * HIDDEN_SIZE * 4
+    disk = {"lora_cache_dir": str(directory / "cache")} if options.has_disk else {}
+    return {
+        "model_path": str(directory / "model"),
+        "device": "cpu",
+        "num_threads": "1",
+        "max_num_seqs": str(options.num_clients),
+        "block_size": str(_BLOCK_SIZE),
+        "kv_cache_memory_bytes": str(options.num_clients * _BLOCKS_PER_CLIENT * kv_block_bytes),
+        "max_lora_rank": str(MAX_RANK),
+        "max_loras": str(options.device_adapters),
+        "lora_cache_host_memory_bytes": str(int(statistics.mean(samples) * options.host_adapters)),
+        "lora_on_conflict": "replace",
+        **disk,
+    }
+
+
+def soak(
+    options: Options, popularities: Sequence[Popularity], on_done: Callable[[], None] = lambda: None
+) -> tuple[Tally, list[Counts]]:
+    """An engine for each popularity, one after the other; the requests are divided between them."""
+    tally, counts = Tally(), []
+    adapters = [Versions(number) for number in range(options.num_adapters)]
+    with tempfile.TemporaryDirectory(prefix="multilora-soak-") as name:
+        directory = Path(name)
+        layout = adapter_layout(read_model_config(save_checkpoint(directory / "model")), MAX_RANK, "float32")
+        parameters, counts_file = engine_parameters(directory, layout, options), directory / "counts.json"
+        for popularity in popularities:
+            with engine(parameters, counts_file) as client:
+                num_turns = options.num_turns // len(popularities)
+                Soak(client, layout, options, adapters, tally).run(popularity, num_turns, on_done)
+            counts.append(msgspec.json.decode(counts_file.read_bytes(), type=Counts))
+    return tally, counts
+
+
+def render(tally: Tally, counts: Sequence[Counts], seconds: float) -> Table:
+    table = Table("what", Column("count", justify="right"), title="Never the wrong adapter")
+    host, disk = [c.loras.host for c in counts], [c.loras.disk for c in counts]
+    rows: dict[str, float | int] = {
+        "requests": tally.counts["requests"],
+        "right": tally.counts["right"],
+        **{f"error {code}": count for code, count in sorted(tally.errors.items())},
+        "WRONG": len(tally.wrong),
+        **{name: tally.counts[name] for name in sorted(tally.counts.keys() - {"requests", "right"})},
+        "host tier: hits": sum(tier.hits for tier in host),
+        "host tier: misses": sum(tier.misses for tier in host),
+        "host tier: evictions": sum(tier.evictions for tier in host),
+        "disk tier: hits": sum(tier.hits for tier in disk),
+        "disk tier: spilled": sum(tier.copies for tier in disk),
+        "adapters that had to wait": sum(c.loras.waits for c in counts),
+        "preemptions": sum(c.num_preemptions for c in counts),
+        "steps": sum(c.num_steps for c in counts),
+        "seconds": round(seconds),
+        "requests/s": round(tally.counts["requests"] / seconds),
+        "median ms": round(statistics.median(tally.seconds) * 1e3, 1),
+        "p99 ms": round(statistics.quantiles(tally.seconds, n=100)[98] * 1e3, 1),
+    }
+    for name, value in rows.items():
+        table.add_row(name, f"{value:,}")
+    return table
+
+
+def main(
+    requests: Annotated[int, typer.Option(help="Turns of clients; what has to be sent again comes on top.")] = 50_000,
+    adapters: Annotated[int, typer.Option(help="Adapters in all.", max=MAX_NUMBER)] = 2000,
+    clients: Annotated[int, typer.Option(help="Clients at once.")] = 32,
+    device_adapters: Annotated[int, typer.Option(help="Adapters that a step, and the device tier, can hold.")] = 20,
+    host_adapters: Annotated[int, typer.Option(help="Adapters that the host tier can hold, on average.")] = 200,
+    disk: Annotated[bool, typer.Option(help="Keep in files what memory cannot hold; or send it again.")] = True,
+    popularity: Annotated[list[str], typer.Option(help="zipf or uniform; repeat for both.")] = ["zipf", "uniform"],  # noqa: B006
+    seed: Annotated[int, typer.Option(help="Of what the clients do; their interleaving is up to the machine.")] = 0,
+) -> None:
+    """Ask, upload, replace, cancel and stop at random, and check every answer. Ends with status 1 if one is wrong."""
+    options = Options(requests, adapters, clients, device_adapters, host_adapters, disk, seed)
+    console, started = Console(), time.perf_counter()
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("asking", total=requests)
+        tally, counts = soak(options, popularity, lambda: progress.advance(task))
+    console.print(render(tally, counts, time.perf_counter() - started))
+    for verdict in tally.wrong[:_MAX_SHOWN]:
+        console.print(f"[red]{escape(verdict)}")
+    raise typer.Exit(1 if tally.wrong else 0)

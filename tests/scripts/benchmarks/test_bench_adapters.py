@@ -1,0 +1,87 @@
+"""The adapter benchmark asks for what it says it measures."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from support.adapters import TINY
+from support.tiny_model import save_tiny_llama
+
+from benchmarks.bench_adapters import (
+    MODULES,
+    RANKS,
+    Bench,
+    num_parameters,
+    pause_rows,
+    random_wire,
+    throughput_run,
+    way_in_rows,
+)
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("bench"), num_threads=1)
+
+
+def test_a_random_adapter_has_the_parameters_of_the_formula() -> None:
+    weights, config = random_wire(TINY, 4, seed=0)
+    sizes = [24 + 40, 24 + 8, 24 + 8, 40 + 24, 24 + 56, 56 + 24, 24 + 56]
+    assert int(weights.count_nonzero()) == num_parameters(TINY, 4) == TINY.num_layers * 4 * sum(sizes)
+    assert config.tolist() == [[m, layer, 4, 0] for layer in range(TINY.num_layers) for m in MODULES]
+
+
+@pytest.mark.parametrize("population", [5, 40])
+def test_every_population_has_the_same_ranks_and_few_popular_adapters(bench: Bench, population: int) -> None:
+    tasks = Counter(bench.draw(population) for _ in range(4000))
+    ranks = Counter({rank: sum(tasks[t] for t in range(i, population, 4)) for i, rank in enumerate(RANKS)})
+    assert set(tasks) == set(range(population))
+    assert max(ranks.values()) < 1.2 * min(ranks.values())
+    assert tasks[0] > 1.5 * tasks[4]
+
+
+def test_an_engine_holds_its_adapters_and_answers_all_requests(bench: Bench) -> None:
+    with bench.engine(max_loras=4, num_adapters=9) as engine:
+        assert engine.stats.num_cached_adapters == 9
+        timings = bench.serve(engine, [bench.request(task, 5, 3) for task in range(1, 8)], num_clients=2)
+        engine.put_adapter(9, bench.adapter(9))
+        assert engine.stats.num_cached_adapters <= 9, "it should have had to evict"
+    assert [len(timing.tokens) for timing in timings] == [3] * 7
+    assert all(timing.first_token_s > 0 and min(timing.pauses_s) > 0 for timing in timings)
+
+
+def test_what_does_not_fit_in_memory_is_on_disk(bench: Bench) -> None:
+    with bench.engine(max_loras=4, num_adapters=8, num_in_memory=4) as engine:
+        assert any(info.location == "DISK" for info in engine.loras.describe())
+        hits = engine.loras.stats.disk.hits
+        bench.serve(engine, [bench.request(task, 5, 3) for task in range(8)], num_clients=4)
+        assert engine.loras.stats.disk.hits > hits
+
+
+def test_alike_steps_have_one_adapter_of_each_rank_of_however_many(bench: Bench) -> None:
+    one_of_each = sum(bench.adapter(task).pages.nbytes for task in range(len(RANKS)))
+    with bench.engine(max_loras=8, num_adapters=12) as engine:
+        for population in (5, 12):
+            assert throughput_run(bench, engine, "alike", population, 8).bytes_per_step == one_of_each
+
+
+def test_the_way_in_is_measured_more_often_than_there_are_adapters(
+    tmp_path: Path,
+) -> None:
+    rows = way_in_rows(save_tiny_llama(tmp_path / "model"), rounds=6)
+    assert [row.what for row in rows] == [
+        "way in: plain copy",
+        "way in: pack",
+        "way in: insert",
+        "way in: pack and insert, of a plain copy's speed",
+    ]
+    assert all(row.value > 0 for row in rows)
+
+
+def test_pauses_are_compared_with_a_quiet_engine_of_the_same_kind(bench: Bench) -> None:
+    rows = {row.what: row for row in pause_rows(bench, rounds=1)}
+    ratios = [row.what for row in rows.values() if row.goal]
+    assert ratios == [f"pauses: p99 with {what} against quiet" for what in ("uploads", "fetches", "reads")]
+    assert all(row.value > 0 for row in rows.values())

@@ -1,0 +1,38 @@
+"""That what must not be is seen; the faults themselves are injected in tests/e2e."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from trials.inject_faults import NO_ERRORS, UNAVAILABLE, Fault, Outcome
+from trials.serving_load import Tally
+
+FAULT = Fault("a fault", lambda _: None, UNAVAILABLE)
+
+
+def test_right_answers_and_the_errors_that_a_fault_explains_are_no_complaint() -> None:
+    seen = Tally(Counter({"right": 5, "UNAVAILABLE": 3, "uploads": 2}))
+    assert Outcome(FAULT, seen, recovery_s=1.0, num_acknowledged=2).complaints == []
+
+
+@pytest.mark.parametrize(
+    ("seen", "recovery_s", "complaint"),
+    [
+        (Tally(wrong=["adapter 3 answered <1>"]), 1.0, "adapter 3 answered <1>"),
+        (Tally(lost={4}), 1.0, "1 of 2 adapters are lost"),
+        (Tally(stuck=1), 1.0, "1 requests were stuck"),
+        (Tally(Counter({"INTERNAL": 1, "UNAVAILABLE": 1}), {"INTERNAL": "a bug"}), 1.0, "clients saw INTERNAL: a bug"),
+        (Tally(), None, "not every client was answered again"),
+    ],
+)
+def test_what_must_not_be_is_a_complaint(seen: Tally, recovery_s: float | None, complaint: str) -> None:
+    assert Outcome(FAULT, seen, recovery_s, num_acknowledged=2).complaints == [complaint]
+
+
+def test_a_fault_that_explains_no_error_starts_no_process_again() -> None:
+    harmless = Fault("a harmless fault", lambda _: None, NO_ERRORS)
+    replaced = frozenset({"engine"})
+    assert Outcome(FAULT, Tally(), 1.0, 2, replaced).complaints == []
+    assert Outcome(harmless, Tally(), 1.0, 2, replaced).complaints == ["engine was started again"]

@@ -1,0 +1,74 @@
+"""A short soak of the real engine process; and that the soak sees what is wrong."""
+
+from __future__ import annotations
+
+import pytest
+
+from checkpoints.telling_adapters import MAX_RANK, answer, save_checkpoint
+from multilora_engine.lora.layout import AdapterLayout, adapter_layout
+from multilora_engine.models.model_config import read_model_config
+from multilora_engine.request import TokenOutput
+from trials.soak_adapters import Call, Options, Soak, Tally, Versions, soak
+
+
+@pytest.mark.parametrize("has_disk", [False, True], ids=["sent again", "from disk"])
+def test_every_answer_is_of_the_right_adapter_and_version(has_disk: bool) -> None:
+    options = Options(400, num_adapters=60, num_clients=16, device_adapters=4, host_adapters=20, has_disk=has_disk)
+    tally, counts = soak(options, ["zipf", "uniform"])
+    assert tally.wrong == []
+    assert tally.counts["right"] > 320
+    assert set(tally.errors) <= {"NOT_FOUND", "CANCELLED"}
+    assert (tally.counts["evicted, sent again"] == 0) is has_disk
+    assert sum(c.loras.host.evictions for c in counts) > 50
+    assert (sum(c.loras.disk.hits for c in counts) > 50) is has_disk
+    assert sum(c.loras.waits for c in counts) > 50
+    assert sum(c.loras.replacements for c in counts) > 0
+
+
+@pytest.fixture(scope="module")
+def layout(tmp_path_factory: pytest.TempPathFactory) -> AdapterLayout:
+    return adapter_layout(read_model_config(save_checkpoint(tmp_path_factory.mktemp("telling"))), MAX_RANK, "float32")
+
+
+class _ScriptedClient:
+    """Answers every request at once with the next of `outputs`."""
+
+    def __init__(self, outputs: list[TokenOutput]) -> None:
+        self._outputs = iter(outputs)
+
+    def generate(self, listener: Call, *_: object) -> None:
+        listener.on_output(next(self._outputs))
+
+
+def output(token_ids: list[int], finish_reason: str | None = "length", **fields: str) -> TokenOutput:
+    return TokenOutput("r", token_ids, "", finish_reason, **fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("given", "is_wrong"),
+    [
+        (output(answer(5, 2)), False),
+        (output(answer(5, 1)), False),
+        (output(answer(5, 0)), True),
+        (output(answer(5, 3)), True),
+        (output(answer(6, 2)), True),
+        (output(answer(5, 2)[:4]), True),
+        (output(answer(5, 2)[:4], "cancelled"), False),
+        (output(answer(6, 2)[:4], "cancelled"), True),
+        (output(answer(5, 2), lora_digest="of another"), True),
+        (output([], None, error_code="UNAVAILABLE"), False),
+        (output([], None, error_code="INTERNAL"), True),
+        (output([], None, error_code="NOT_FOUND"), True),
+    ],
+)
+def test_a_wrong_answer_is_seen(layout: AdapterLayout, given: TokenOutput, is_wrong: bool) -> None:
+    """Adapter 5 has been in version 1 for certain, and version 2 has been submitted. Nothing may get lost."""
+    options, tally = Options(1, 1, 1, 1, 1, has_disk=True), Tally()
+    versions = Versions(5)
+    versions.pack(True, layout)
+    versions.pack(True, layout)
+    versions.confirm([1])
+    versions.pack(True, layout)
+    soak = Soak(_ScriptedClient([given]), layout, options, [versions], tally)  # type: ignore[arg-type]
+    soak._ask_once([100], versions, "ask", with_weights=False, is_new=False)
+    assert bool(tally.wrong) is is_wrong
