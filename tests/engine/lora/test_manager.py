@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,19 @@ import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from support.adapters import TINY, WireAdapter, wire_adapter
 
 from multilora_engine.errors import AdapterCacheFull, AdapterConflict, AdapterNotFound, AdapterNotLoaded
 from multilora_engine.lora.adapter_file import write_file_atomically
+from multilora_engine.lora.adapter_state import TRANSITIONS, AdapterState, State
 from multilora_engine.lora.device_tier import DeviceTier
 from multilora_engine.lora.disk_tier import DiskTier
 from multilora_engine.lora.format import pack_adapter
@@ -31,7 +41,8 @@ from multilora_engine.lora.page_copies import CopyPages, PageCopy
 from multilora_engine.lora.page_pool import PagePool
 
 MAX_LORAS = 3
-TASKS = st.sampled_from([0, 1, 2, TenantTaskId("acme", 0), TenantTaskId("bolt", 0)])
+TASK_IDS: list[TaskId] = [0, 1, 2, TenantTaskId("acme", 0), TenantTaskId("bolt", 0)]
+TASKS = st.sampled_from(TASK_IDS)
 """Two tenants use the number that an adapter of no tenant has, too."""
 """Few, so that what is asked for is often there."""
 
@@ -85,13 +96,16 @@ def assert_tables_hold(manager: LoRAManager, adapter: CachedAdapter, wire: WireA
 
 
 class _SteppedCopy:
-    def __init__(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+    def __init__(self, device: SteppedCopies, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+        self._device = device
         self._pages = list(zip(sources, targets, strict=True))
         self._is_done = False
         self._error: RuntimeError | None = None
 
     def run(self, error: RuntimeError | None) -> None:
-        """Copy all pages, or all but one and then fail."""
+        """Copy all pages, or all but one and then fail, unless that has happened."""
+        if self._is_done:
+            return
         for source, target in self._pages[1 if error else 0 :]:
             target.copy_(source)
         self._is_done, self._error = True, error
@@ -102,8 +116,8 @@ class _SteppedCopy:
         return self._is_done
 
     def wait(self) -> float:
-        if not self.is_done():
-            self.run(None)
+        self.run(RuntimeError("CUDA error: device lost") if self._device.is_broken else None)
+        self.is_done()
         return 1.0
 
 
@@ -117,14 +131,13 @@ class SteppedCopies:
     def __call__(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> PageCopy:
         if self.is_broken:
             raise RuntimeError("CUDA error: invalid argument")
-        self._copies.append(_SteppedCopy(sources, targets))
+        self._copies.append(_SteppedCopy(self, sources, targets))
         return self._copies[-1]
 
     def step(self, num_copies: int, error: RuntimeError | None = None) -> None:
         copies, self._copies = self._copies[:num_copies], self._copies[num_copies:]
         for copy in copies:
-            if not copy.is_done():
-                copy.run(error)
+            copy.run(error)
 
     @property
     def is_idle(self) -> bool:
@@ -263,16 +276,29 @@ class ManagerMachine(RuleBasedStateMachine):
         del self.contents[task]
         assert not self._present(task)
 
-    @rule()
-    def fail_copy(self) -> None:
+    @rule(task=TASKS, num_copies=st.integers(1, 4))
+    def fail_copies(self, task: TaskId, num_copies: int) -> None:
+        """Those under way, and of an adapter that may just be wanted."""
+        self.request([task], 0)
         self.may_have_failed = self.may_have_failed or not self.copies.is_idle
-        self.copies.step(1, RuntimeError("CUDA error: unspecified launch failure"))
+        self.copies.step(num_copies, RuntimeError("CUDA error: unspecified launch failure"))
 
     @rule(is_broken=st.booleans())
     def break_copies(self, is_broken: bool) -> None:
-        """From now on copies do not even begin, or do again."""
+        """From now on copies do not even begin, and those under way fail when they are waited for; or no more."""
         self.copies.is_broken = is_broken
         self.may_have_failed = self.may_have_failed or is_broken
+
+    @rule(task=TASKS)
+    def unload_while_its_copy_fails(self, task: TaskId) -> None:
+        self.request([task], 0)
+        for pin in [pin for pin in self.pins if pin[0].lora_task_id == task]:
+            self.pins.remove(pin)
+            self.manager.unpin(pin[0])
+        was_broken = self.copies.is_broken
+        self.break_copies(True)
+        self.unload(task)
+        self.break_copies(was_broken)
 
     def poll(self) -> None:
         for adapter, error in self.manager.poll().items():
@@ -483,17 +509,26 @@ class DiskMachine(ManagerMachine):
             file = Path(self._directory.name) / f"{label_of(task)}.safetensors"
             assert digest in file.read_bytes().decode("latin-1")
 
-    @rule(data=st.data())
-    def damage(self, data: st.DataObject) -> None:
+    @rule(task=TASKS, place=st.integers(1, TINY.page_bytes))
+    def damage(self, task: TaskId, place: int) -> None:
+        """Change a file's byte, and then want the adapter."""
         self.settle()
-        task = data.draw(TASKS)
         path = Path(self._directory.name) / f"{label_of(task)}.safetensors"
         if path.exists():
             self.may_lose = True
             self.damaged.add((task, CONTENTS[self.contents[task]][1].digest))
             content = bytearray(path.read_bytes())
-            content[-data.draw(st.integers(1, TINY.page_bytes))] ^= 1
+            content[-place] ^= 1
             path.write_bytes(content)
+            self.pin(task)
+
+    @rule(tasks=st.permutations(TASK_IDS))
+    def unload_all_under_way(self, tasks: list[TaskId]) -> None:
+        """While some wait for room, and others are being read and written."""
+        for task in tasks:
+            self.pin(task)
+        for task in tasks:
+            self.unload(task)
 
     @rule()
     def restart(self) -> None:
@@ -506,6 +541,8 @@ class DiskMachine(ManagerMachine):
         self.pins, self.users, self.held = [], [], set()
         self.settle()
         self.manager.close()
+        for place, path in enumerate(sorted(Path(self._directory.name).glob("*.safetensors"))):
+            os.utime(path, (place, place))  # runs that do the same must not differ by the clock
         self.manager = self.build()
 
     @invariant()
@@ -533,17 +570,41 @@ class SmallDiskMachine(DiskMachine):
         self.may_lose = True
 
 
-_SETTINGS = settings(max_examples=20, stateful_step_count=50, deadline=None)
-TestShared = ManagerMachine.TestCase
-TestSharedReplacing = ReplacingMachine.TestCase
-TestSmallDevice = SmallDeviceMachine.TestCase
-TestSmallDeviceReplacing = SmallReplacingDeviceMachine.TestCase
-TestDisk = DiskMachine.TestCase
-TestSmallDeviceDisk = SmallDeviceDiskMachine.TestCase
-TestSmallDisk = SmallDiskMachine.TestCase
-TestShared.settings = TestSharedReplacing.settings = _SETTINGS
-TestSmallDevice.settings = TestSmallDeviceReplacing.settings = _SETTINGS
-TestDisk.settings = TestSmallDeviceDisk.settings = TestSmallDisk.settings = _SETTINGS
+MACHINES = [
+    ManagerMachine,
+    ReplacingMachine,
+    SmallDeviceMachine,
+    SmallReplacingDeviceMachine,
+    DiskMachine,
+    SmallDeviceDiskMachine,
+    SmallDiskMachine,
+]
+
+
+@cache
+def transitions_in(machine: type[ManagerMachine]) -> frozenset[tuple[State, State]]:
+    """The steps that adapters take in many random runs of a machine."""
+    taken: set[tuple[State, State]] = set()
+    move = AdapterState.move
+
+    def record(state: AdapterState, target: State) -> None:
+        (source,) = (own for own in (state.version, state.memory, state.file, state.device) if own in type(target))
+        move(state, target)
+        taken.add((source, target))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AdapterState, "move", record)
+        run_state_machine_as_test(machine, settings=settings(max_examples=30, stateful_step_count=50, deadline=None))
+    return frozenset(taken)
+
+
+@pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.__name__)
+def test_under_random_use_the_manager_does_as_its_model_and_stays_sound(machine: type[ManagerMachine]) -> None:
+    assert transitions_in(machine) <= TRANSITIONS
+
+
+def test_random_use_leads_through_every_transition_of_an_adapters_state() -> None:
+    assert frozenset().union(*map(transitions_in, MACHINES)) == TRANSITIONS
 
 
 def test_the_least_recently_used_adapter_goes_first_and_only_as_many_as_needed() -> None:
