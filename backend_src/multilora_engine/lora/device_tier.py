@@ -13,13 +13,13 @@ from multilora_engine.histogram import Histogram
 from multilora_engine.lora.adapter_state import Device
 from multilora_engine.lora.host_tier import CachedAdapter
 from multilora_engine.lora.idle_adapters import IdleAdapters
-from multilora_engine.lora.layout import AdapterLayout
 from multilora_engine.lora.life_cycle import AdapterEvent, OnEvent, TierStats, ignore_event
 from multilora_engine.lora.names import label_of
 from multilora_engine.lora.page_copies import CopyPages, PageCopy, copies_to
 from multilora_engine.lora.page_pool import PagePool
 from multilora_engine.lora.table_rows import TableRows
 from multilora_kernels import LoRATables
+from multilora_wire.layout import AdapterLayout, PageShape
 
 _logger = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ class DeviceTier:
             self._residents[adapter] = _Resident(adapter.pages, copy=None)
             self._note_ready(adapter)
             return True
-        return self._make_room(len(adapter.pages), wanted) and self._start_copy(adapter)
+        return self._make_room(adapter.shape, wanted) and self._start_copy(adapter)
 
     def __len__(self) -> int:
         return len(self._residents)
@@ -220,7 +220,7 @@ class DeviceTier:
     def check_integrity(self) -> None:
         residents = self._residents
         if not self.is_shared:
-            self._pool.check_integrity(resident.pages for resident in residents.values())
+            self._pool.check_integrity((adapter.shape, r.pages) for adapter, r in residents.items())
         self._rows.check_integrity(r.lora_index for r in residents.values() if r.lora_index is not None)
         for adapter, resident in residents.items():
             device = adapter.state.device
@@ -235,12 +235,15 @@ class DeviceTier:
         assert not self._failures.keys() & residents.keys()
         assert all(adapter.state.device is Device.FAILED for adapter in self._failures)
 
-    def _make_room(self, num_pages: int, wanted: Set[CachedAdapter]) -> bool:
-        """Evict idle adapters, but none of `wanted`, until so many pages are free; none if all are not enough."""
-        if self._pool.num_free >= num_pages:
+    def _make_room(self, shape: PageShape, wanted: Set[CachedAdapter]) -> bool:
+        """Evict idle adapters, but none of `wanted`, until a shape fits; none if all are not enough."""
+        if self._pool.fits(shape):
             return True
         self.poll()
-        victims = self._idle.victims_for(num_pages - self._pool.num_free, wanted)
+        if self._pool.num_free + self._idle.num_pages < shape.num_pages:
+            return False
+        idle = ((a, self._residents[a].pages) for a in self._idle if a not in wanted)
+        victims = self._pool.victims(shape, idle)
         for adapter in victims or ():
             self.drop(adapter)
             self._evictions += 1
@@ -255,7 +258,7 @@ class DeviceTier:
 
     def _start_copy(self, adapter: CachedAdapter) -> bool:
         """Whether a copy to pages that are free is under way, or over."""
-        pages = self._pool.allocate(len(adapter.pages))
+        pages = self._pool.allocate(adapter.shape)
         try:
             copy = self._copy_pages(self._host_pool.views(adapter.pages), self._pool.views(pages))
         except RuntimeError as error:

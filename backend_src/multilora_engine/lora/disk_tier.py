@@ -37,9 +37,10 @@ from multilora_engine.lora.adapter_file import (
 )
 from multilora_engine.lora.adapter_state import File
 from multilora_engine.lora.format import ranks_of
-from multilora_engine.lora.layout import AdapterLayout, PackedRow
+from multilora_engine.lora.layout import PackedRow, page_shape
 from multilora_engine.lora.life_cycle import AdapterEvent, EventKind, OnEvent, TierStats, ignore_event
 from multilora_engine.lora.names import TaskId, label_of
+from multilora_wire.layout import AdapterLayout
 
 _NUM_READERS = 2
 
@@ -172,7 +173,8 @@ class DiskTier:
         while self._bytes_used + size > self._num_bytes:
             on_deleted(self._delete_oldest())
         self._bytes_used += size
-        adapter = DiskAdapter(lora_task_id, digest, name, ranks_of(rows), len(pages), size, last_used_s=time.time())
+        shape = page_shape(rows, len(pages), self._layout)
+        adapter = DiskAdapter(lora_task_id, digest, name, ranks_of(rows), shape, size, last_used_s=time.time())
         future = self._writer.submit(self._write, self._path(lora_task_id), header, pages)
         write = _Write(adapter, future, on_written)
         self._writes.append(write)

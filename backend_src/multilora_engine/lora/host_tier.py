@@ -18,6 +18,7 @@ from multilora_engine.lora.layout import PackedAdapter, PackedRow
 from multilora_engine.lora.life_cycle import TierStats
 from multilora_engine.lora.names import TaskId
 from multilora_engine.lora.page_pool import PagePool
+from multilora_wire.layout import PageShape
 
 
 @dataclass(eq=False)
@@ -26,7 +27,7 @@ class CachedAdapter:
 
     ranks: the different ranks of its rows, ascending. state: what it is doing. name: what its source calls it, if
         anything.
-    num_pages: how many it needs; `pages` and `rows` are empty until it has them, and until they are filled.
+    shape: of the pages it needs; `pages` and `rows` are empty until it has them, and until they are filled.
     arrived: done when its pages are filled; raises RequestError if its file could not be read, cancelled if the adapter
         went before.
     saved: done when its file is written; raises OSError if that failed last, cancelled if the file is not wanted any
@@ -37,7 +38,7 @@ class CachedAdapter:
     lora_task_id: TaskId
     digest: str
     ranks: tuple[int, ...]
-    num_pages: int
+    shape: PageShape
     name: str = ""
     state: AdapterState = field(default_factory=AdapterState)
     rows: list[PackedRow] = field(default_factory=list)
@@ -50,6 +51,10 @@ class CachedAdapter:
     def __post_init__(self) -> None:
         if self.state.file is File.WRITTEN:
             self.saved.set_result(None)
+
+    @property
+    def num_pages(self) -> int:
+        return self.shape.num_pages
 
 
 @dataclass(frozen=True)
@@ -64,7 +69,8 @@ class HostTier:
     """Holds every cached adapter, and those that wait for room: the *arrivals*, in the order in which they came.
 
     Changed only by `LoRAManager` and its parts, each of which tells `update` of an adapter whose state it has changed.
-    No operation looks at all adapters, but for `adapters` and `current`.
+    Only `adapters` and `current` look at all adapters, and, for shapes with runs, `can_hold`, `can_ever_hold` and
+    `victims_for`.
 
     num_held_pages: of the adapters that an operator holds. num_promised_pages: that arrivals wait for. load_seconds: of
     the adapters that were read from disk.
@@ -103,19 +109,30 @@ class HostTier:
         if adapter.pages:
             self._order.update(adapter)
 
-    def victims_for(self, num_pages: int) -> list[CachedAdapter] | None:
-        """The adapters whose pages, once they are free, are enough with those that are free; the soonest free first.
+    def victims_for(self, shape: PageShape) -> list[CachedAdapter] | None:
+        """The adapters whose pages have to be free for a shape to fit; the soonest free first.
 
         None if the pages of all adapters that nobody uses are not enough.
         """
-        if num_pages > self.num_reachable():
+        if shape.num_pages > self.num_reachable():
             return None
-        victims: list[CachedAdapter] = []
-        reachable, unused = self.pool.num_free, self._order.unused
-        while reachable < num_pages:
-            victims.append(next(unused))
-            reachable += len(victims[-1].pages)
-        return victims
+        return self.pool.victims(shape, ((adapter, adapter.pages) for adapter in self._order.unused))
+
+    def can_hold(self, shape: PageShape, replaced: CachedAdapter | None = None) -> bool:
+        """Whether a shape fits once all that nobody uses has gone, and reads and writes have ended.
+
+        replaced: this version goes, even if an operator holds it.
+        """
+        if shape.num_pages > self.num_reachable(replaced):
+            return False
+        unused = (a.pages for a in self.adapters if not a.state.is_wanted or _is_only_held(a, replaced))
+        return not shape.runs or self.pool.fits_with(shape, unused)
+
+    def can_ever_hold(self, shape: PageShape) -> bool:
+        """Whether a shape fits beside the adapters that an operator holds, once all requests have ended."""
+        if shape.num_pages + self.num_held_pages > self.pool.count:
+            return False
+        return not shape.runs or self.pool.fits_with(shape, (a.pages for a in self.adapters if not a.state.is_held))
 
     def num_reachable(self, replaced: CachedAdapter | None = None) -> int:
         """Pages that are free once all that nobody uses has gone, and reads and writes have ended.
@@ -123,7 +140,7 @@ class HostTier:
         replaced: this version goes, even if an operator holds it.
         """
         reachable = self.pool.num_free + self._order.num_unused_pages
-        if replaced is not None and replaced.state.is_held and replaced.state.num_pins == 0:
+        if replaced is not None and _is_only_held(replaced, replaced):
             reachable += len(replaced.pages)
         return reachable
 
@@ -143,10 +160,15 @@ class HostTier:
         self._arrivals[adapter] = arrival
         self.num_promised_pages += adapter.num_pages
 
+    def end_wait(self, adapter: CachedAdapter) -> Arrival:
+        """Take an adapter out of the arrivals."""
+        self.num_promised_pages -= adapter.num_pages
+        return self._arrivals.pop(adapter)
+
     def give_pages(self, adapter: CachedAdapter) -> None:
         """The pages an arrival has waited for, which are free, and what fills them."""
-        arrival = self._end_wait(adapter)
-        adapter.pages = self.pool.allocate(adapter.num_pages)
+        arrival = self.end_wait(adapter)
+        adapter.pages = self.pool.allocate(adapter.shape)
         arrival.fill()
         self.update(adapter)
 
@@ -199,7 +221,7 @@ class HostTier:
         else:
             del self._by_task_id[adapter.lora_task_id]
         if adapter in self._arrivals:
-            self._end_wait(adapter).discard()
+            self.end_wait(adapter).discard()
         self._order.discard(adapter)
         self.pool.free(adapter.pages)
         state.move(Memory.GONE)
@@ -258,18 +280,20 @@ class HostTier:
         return chain(self._by_task_id.values(), self._retired)
 
     def check_integrity(self) -> None:
-        self.pool.check_integrity(adapter.pages for adapter in self.adapters)
+        self.pool.check_integrity((adapter.shape, adapter.pages) for adapter in self.adapters if adapter.pages)
         self._order.check_integrity(self.adapters)
         for adapter in self.adapters:
             adapter.state.check_integrity()
             assert adapter.state.memory is not Memory.GONE
-            assert (adapter.state.memory is Memory.WAITING) == (adapter in self._arrivals) == (not adapter.pages)
+            assert (adapter.state.memory is Memory.WAITING) == (adapter in self._arrivals)
+            assert adapter.pages or adapter.state.memory in (Memory.WAITING, Memory.LOST)
             assert adapter.state.is_filled == bool(adapter.rows)
             assert adapter.state.is_retired == (adapter in self._retired)
         held = (adapter for adapter in self.current if adapter.state.is_held)
         assert self.num_held_pages == sum(adapter.num_pages for adapter in held)
         assert self.num_promised_pages == sum(adapter.num_pages for adapter in self._arrivals)
 
-    def _end_wait(self, adapter: CachedAdapter) -> Arrival:
-        self.num_promised_pages -= adapter.num_pages
-        return self._arrivals.pop(adapter)
+
+def _is_only_held(adapter: CachedAdapter, replaced: CachedAdapter | None) -> bool:
+    """Whether an adapter is the one that is replaced, and only an operator wants it."""
+    return adapter is replaced and adapter.state.is_held and adapter.state.num_pins == 0

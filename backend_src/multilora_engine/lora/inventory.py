@@ -10,9 +10,9 @@ from multilora_engine.lora.adapter_state import Device
 from multilora_engine.lora.device_tier import DeviceTier
 from multilora_engine.lora.disk_traffic import DiskTraffic
 from multilora_engine.lora.host_tier import CachedAdapter, HostTier
-from multilora_engine.lora.life_cycle import AdapterInfo, Location, Status
 from multilora_engine.lora.names import TaskId, label_of, number_of, tenant_of
 from multilora_engine.lora.residency import Level, Residency, Resident
+from multilora_wire.adapter_info import AdapterInfo, Location, Status
 
 _STATUS: dict[Device, tuple[Status, Location]] = {
     Device.ABSENT: ("DOWNLOADED", "HOST"),

@@ -13,12 +13,14 @@ from multilora_engine.lora.disk_tier import DiskTier
 from multilora_engine.lora.disk_traffic import DiskTraffic
 from multilora_engine.lora.host_tier import CachedAdapter, HostTier
 from multilora_engine.lora.inventory import Inventory
-from multilora_engine.lora.layout import AdapterLayout, PackedAdapter
-from multilora_engine.lora.life_cycle import AdapterInfo, LoRAStats, OnEvent, ignore_event
+from multilora_engine.lora.layout import PackedAdapter
+from multilora_engine.lora.life_cycle import LoRAStats, OnEvent, ignore_event
 from multilora_engine.lora.memory_tiers import MemoryTiers
 from multilora_engine.lora.names import TaskId
 from multilora_engine.lora.residency import Residency
 from multilora_kernels import LoRATables
+from multilora_wire.adapter_info import AdapterInfo
+from multilora_wire.layout import AdapterLayout
 
 
 class LoRAManager:
@@ -48,7 +50,7 @@ class LoRAManager:
         self._device = device
         self._memory = MemoryTiers(host, device)
         self._traffic = DiskTraffic(host, disk, self._memory.update, on_event)
-        self._admission = Admission(host, self._memory, self._traffic, on_conflict, on_event)
+        self._admission = Admission(device.layout, host, self._memory, self._traffic, on_conflict, on_event)
         self._inventory = Inventory(host, device, self._traffic)
 
     @property
@@ -188,7 +190,8 @@ class LoRAManager:
     def is_busy(self) -> bool:
         """Whether something is under way that `poll` will have to take up."""
         is_device_busy = self._device.is_copying or self._device.has_failures
-        return is_device_busy or self._host.num_arrivals > 0 or self._traffic.is_busy
+        is_admitting = self._host.num_arrivals > 0 or self._admission.has_failures
+        return is_device_busy or is_admitting or self._traffic.is_busy
 
     def poll(self) -> dict[CachedAdapter, RequestError]:
         """Take up the copies, reads and writes that have ended, and let in the adapters that wait for room. Does not
@@ -201,7 +204,7 @@ class LoRAManager:
         self._device.poll()
         failed: dict[CachedAdapter, RequestError] = {**self._device.take_failures(), **self._traffic.poll()}
         self._admission.admit()
-        return failed
+        return failed | self._admission.take_failures()
 
     def wait(self, timeout_s: float | None = None) -> None:
         """For a caller that has nothing else to do: wait until `poll` has something of the disk to take up, if

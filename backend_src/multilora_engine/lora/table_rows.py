@@ -8,8 +8,9 @@ import torch
 
 from multilora_engine.execution.transfer import to_device
 from multilora_engine.lora.format import TORCH_DTYPES
-from multilora_engine.lora.layout import SLICES, AdapterLayout, PackedRow, lora_modules
+from multilora_engine.lora.layout import PackedRow
 from multilora_kernels import LoRATables
+from multilora_wire.layout import AdapterLayout
 
 
 class TableRows:
@@ -20,7 +21,7 @@ class TableRows:
         self._layout = layout
         self.count = count
         self._free = list(range(count - 1, -1, -1))
-        shape, device = (count, layout.num_columns), storage.device
+        shape, device = (count, layout.sites.num_columns), storage.device
         self.tables = LoRATables(
             arena=storage.view(-1).view(TORCH_DTYPES[layout.lora_dtype]),
             rank=torch.zeros(shape, dtype=torch.int32, device=device),
@@ -52,21 +53,22 @@ class TableRows:
 
 
 def _table_entries(rows: list[PackedRow], pages: list[int], layout: AdapterLayout) -> torch.Tensor:
-    """int64 [5, num_slices]: column, rank, and the offsets of A, B and magnitude as elements of the whole arena."""
-    modules = lora_modules(layout)
+    """int64 [5, num_sites]: column, rank, and the offsets of A, B and magnitude as elements of the whole arena."""
     entries = []
     for row in rows:
         a_offset = _arena_offset(row.a_offset, pages, layout)
         b_offset = _arena_offset(row.b_offset, pages, layout)
-        magnitude_offset = -1 if row.magnitude_offset < 0 else _arena_offset(row.magnitude_offset, pages, layout)
-        for name, start in modules[row.module_id].slice_starts:
-            magnitude = magnitude_offset + start if magnitude_offset >= 0 else -1
-            column = row.layer * len(SLICES) + SLICES.index(name)
-            entries.append((column, row.rank, a_offset, b_offset + start * row.rank, magnitude))
+        magnitude_offset = _arena_offset(row.magnitude_offset, pages, layout) if row.is_dora else -1
+        for part in layout.sites.module_at[row.layer, row.module_id].parts:
+            magnitude = magnitude_offset + part.start if row.is_dora else -1
+            entries.append((part.column, row.rank, a_offset, b_offset + part.start * row.rank, magnitude))
     return torch.tensor(entries, dtype=torch.int64).T.contiguous()
 
 
 def _arena_offset(offset: int, pages: list[int], layout: AdapterLayout) -> int:
-    """From the adapter's own pages to the whole arena."""
-    page, place = divmod(offset, layout.page_elements)
-    return pages[page] * layout.page_elements + place
+    """From bytes in the adapter's own pages to elements in the whole arena.
+
+    The pages of a piece that spans them are consecutive in the arena, too.
+    """
+    page, place = divmod(offset, layout.page_bytes)
+    return (pages[page] * layout.page_bytes + place) // layout.itemsize
