@@ -19,7 +19,7 @@ from multilora_engine.request import GenerationRequest, TokenOutput
 class ServedAdapters(ManagedAdapters, Protocol):
     """The part of `multilora_engine.lora.manager.LoRAManager` that the server and its operator use."""
 
-    def keep(self, lora_task_id: TaskId) -> Future[None] | None: ...
+    def save(self, lora_task_id: TaskId) -> Future[None] | None: ...
 
 
 class ServedEngine(Protocol):

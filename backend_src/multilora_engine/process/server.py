@@ -224,7 +224,7 @@ class EngineServer:
 
     def _put_adapter(self, header: AdapterHeader, payload: memoryview, lora_name: str) -> Future[None] | None:
         self._engine.put_adapter(header.task_id, read_adapter(header, payload), lora_name)
-        return self._engine.loras.keep(header.task_id)
+        return self._engine.loras.save(header.task_id)
 
     def _stop(self, front: bytes, message: Stop) -> None:
         for request_id in self._routes.named_by(message, self._engine.info.clients.stop_needs_sender):
