@@ -55,8 +55,8 @@ class ManagedAdapters(Protocol):
     def info(self, lora_task_id: TaskId) -> AdapterInfo: ...
     def load(self, lora_task_id: TaskId) -> Future[None]: ...
     def unload(self, lora_task_id: TaskId) -> None: ...
-    def pin_adapter(self, lora_task_id: TaskId) -> Future[None]: ...
-    def unpin_adapter(self, lora_task_id: TaskId) -> None: ...
+    def hold(self, lora_task_id: TaskId) -> Future[None]: ...
+    def end_hold(self, lora_task_id: TaskId) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ class AdapterOperator:
                 return self._unload(operation)
             case PinAdapter():
                 task_id = _task_id(self._find(operation))
-                return self._when_arrived(task_id, self._adapters.pin_adapter(task_id))
+                return self._when_arrived(task_id, self._adapters.hold(task_id))
             case UnpinAdapter():
                 return self._unpin(operation)
             case ReadEvents(since):
@@ -184,7 +184,7 @@ class AdapterOperator:
         return AdapterReport(info)
 
     def _unpin(self, operation: UnpinAdapter) -> AdapterReport:
-        self._adapters.unpin_adapter(_task_id(self._find(operation)))
+        self._adapters.end_hold(_task_id(self._find(operation)))
         return AdapterReport(self._find(operation))
 
     def _find(self, operation: UnloadAdapter | PinAdapter | UnpinAdapter) -> AdapterInfo:

@@ -98,7 +98,7 @@ logger = logging.getLogger(__name__)
 class ServedAdapters(ManagedAdapters, Protocol):
     """What the server and its operator need of `multilora_engine.lora.manager.LoRAManager`."""
 
-    def keep(self, lora_task_id: TaskId) -> Future[None] | None: ...
+    def save(self, lora_task_id: TaskId) -> Future[None] | None: ...
 
 
 class ServedEngine(Protocol):
@@ -355,7 +355,7 @@ class EngineServer:
 
     def _put_adapter(self, header: AdapterHeader, payload: memoryview, lora_name: str) -> Future[None] | None:
         self._engine.put_adapter(header.task_id, read_adapter(header, payload), lora_name)
-        return self._engine.loras.keep(header.task_id)
+        return self._engine.loras.save(header.task_id)
 
     def _acknowledge_uploads(self) -> None:
         for upload in [upload for upload in self._uploads if upload.write.done()]:

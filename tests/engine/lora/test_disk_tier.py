@@ -19,7 +19,9 @@ from safetensors import safe_open
 from support.adapters import TINY, wire_adapter
 
 from multilora_engine.errors import ConfigError
-from multilora_engine.lora.disk_tier import DamagedFile, DiskTier, write_file_atomically
+from multilora_engine.lora.adapter_file import DamagedFile, write_file_atomically
+from multilora_engine.lora.adapter_state import File
+from multilora_engine.lora.disk_tier import DiskTier
 from multilora_engine.lora.format import pack_adapter
 from multilora_engine.lora.layout import PackedAdapter
 from multilora_engine.lora.life_cycle import AdapterEvent
@@ -57,9 +59,9 @@ def filled(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def start(tier: DiskTier, task: TaskId, adapter: PackedAdapter) -> list[OSError | None]:
+def start(tier: DiskTier, task: TaskId, adapter: PackedAdapter) -> list[File]:
     """Have an adapter written; the list gets what `on_written` is told."""
-    told: list[OSError | None] = []
+    told: list[File] = []
     tier.store(task, adapter.digest, f"name-{task}", adapter.rows, list(adapter.pages), told.append)
     return told
 
@@ -70,12 +72,12 @@ def finish(tier: DiskTier) -> None:
 
 
 def store(tier: DiskTier, task: TaskId, adapter: PackedAdapter) -> bool:
-    """Write an adapter; whether it is kept."""
+    """Write an adapter; whether it has a file then."""
     told = start(tier, task, adapter)
     finish(tier)
     tier.check_integrity()
-    (error,) = told
-    return error is None
+    (file,) = told
+    return file is File.WRITTEN
 
 
 def read(tier: DiskTier, task: TaskId, num_pages: int) -> tuple[list[Any], torch.Tensor]:
@@ -220,7 +222,8 @@ def test_what_is_deleted_while_a_slow_disk_writes_it_leaves_no_file(tmp_path: Pa
     assert old == queued == new == [], "its pages are still read, or may be"
     may_write.set()
     finish(tier)
-    assert old == queued == new == [None]
+    assert old == queued == [File.NONE]
+    assert new == [File.WRITTEN]
     assert_reads(tier, 1, SECOND)
     tier.close()
     assert [path.name for path in tmp_path.iterdir()] == ["1.safetensors"]

@@ -18,14 +18,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from support.adapters import TINY, WireAdapter, wire_adapter
 
 from multilora_engine.errors import AdapterCacheFull, AdapterConflict, AdapterNotFound, AdapterNotLoaded
+from multilora_engine.lora.adapter_file import write_file_atomically
 from multilora_engine.lora.device_tier import DeviceTier
-from multilora_engine.lora.disk_tier import DiskTier, write_file_atomically
+from multilora_engine.lora.disk_tier import DiskTier
 from multilora_engine.lora.format import pack_adapter
 from multilora_engine.lora.host_tier import CachedAdapter, HostTier
 from multilora_engine.lora.layout import PackedAdapter
 from multilora_engine.lora.life_cycle import AdapterEvent, OnEvent, ignore_event
 from multilora_engine.lora.manager import LoRAManager
-from multilora_engine.lora.names import TaskId, TenantTaskId, label_of
+from multilora_engine.lora.names import TaskId, TenantTaskId, label_of, scoped_task_id
 from multilora_engine.lora.page_copies import CopyPages, PageCopy
 from multilora_engine.lora.page_pool import PagePool
 
@@ -143,7 +144,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.may_have_failed = False
         self.manager = self.build()
         self.contents: dict[int, int] = {}
-        self.operator_pins: set[int] = set()
+        self.held: set[int] = set()
         self.pins: list[tuple[CachedAdapter, int]] = []
         self.users: list[tuple[CachedAdapter, int]] = []
 
@@ -185,14 +186,14 @@ class ManagerMachine(RuleBasedStateMachine):
         try:
             adapter = self.manager.pin(task)
         except AdapterNotFound:
-            assert task not in self.operator_pins
-            assert not any(a.lora_task_id == task and not a.is_retired for a in self._in_use), (
+            assert task not in self.held
+            assert not any(a.lora_task_id == task and not a.state.is_retired for a in self._in_use), (
                 "a pinned one was evicted"
             )
             return
         except AdapterCacheFull:
             assert self.has_disk
-            needed = [len(CONTENTS[self.contents[other]][1].pages) for other in {*self.operator_pins, task}]
+            needed = [len(CONTENTS[self.contents[other]][1].pages) for other in {*self.held, task}]
             assert sum(needed) > self.num_host_pages, "refused although requests end"
             return
         assert adapter.digest == CONTENTS[self.contents[task]][1].digest
@@ -238,26 +239,26 @@ class ManagerMachine(RuleBasedStateMachine):
         self.pins.remove((adapter, content))
         self.manager.unpin(adapter)
 
-    @rule(task=TASKS, is_pinned=st.booleans())
-    def pin_by_operator(self, task: TaskId, is_pinned: bool) -> None:
+    @rule(task=TASKS, is_held=st.booleans())
+    def hold(self, task: TaskId, is_held: bool) -> None:
         try:
-            (self.manager.pin_adapter if is_pinned else self.manager.unpin_adapter)(task)
+            (self.manager.hold if is_held else self.manager.end_hold)(task)
         except AdapterNotFound:
-            assert task not in self.operator_pins
+            assert task not in self.held
             return
         except AdapterCacheFull:
             assert self.has_disk
             return
-        (self.operator_pins.add if is_pinned else self.operator_pins.discard)(task)
+        (self.held.add if is_held else self.held.discard)(task)
 
     @rule(task=TASKS)
     def unload(self, task: TaskId) -> None:
         try:
             self.manager.unload(task)
         except AdapterNotFound:
-            assert task not in self.operator_pins
+            assert task not in self.held
             return
-        self.operator_pins.discard(task)
+        self.held.discard(task)
         del self.contents[task]
         assert not self._present(task)
 
@@ -290,11 +291,11 @@ class ManagerMachine(RuleBasedStateMachine):
     @invariant()
     def sound(self) -> None:
         self.manager.check_integrity()
-        described = {info.task_id: info for info in self.manager.describe()}
-        assert {task for task, info in described.items() if info.is_pinned} == self.operator_pins
+        described = {scoped_task_id(info.tenant, info.lora_task_id): info for info in self.manager.describe()}
+        assert {task for task, info in described.items() if info.is_pinned} == self.held
         for task, info in described.items():
             assert info.digest == CONTENTS[self.contents[task]][1].digest
-            assert info.num_pins == sum(a.lora_task_id == task and not a.is_retired for a in self._in_use)
+            assert info.num_pins == sum(a.lora_task_id == task and not a.state.is_retired for a in self._in_use)
         assert self.manager.num_pins == len(self.pins) + len(self.users)
         for adapter, content in dict(self.users).items():
             assert_tables_hold(self.manager, adapter, CONTENTS[content][0])
@@ -306,9 +307,11 @@ class ManagerMachine(RuleBasedStateMachine):
     def _held_pages(self, task: TaskId) -> int:
         """Pages that no eviction can free for a new version of `task`, and those promised to adapters that wait."""
         in_use = set(self._in_use)
-        counted = {adapter.lora_task_id for adapter in in_use if not adapter.is_retired}
-        waiting = {info.task_id for info in self.manager.describe() if info.bytes == 0}
-        others = (self.operator_pins | waiting) - counted - {task}
+        counted = {adapter.lora_task_id for adapter in in_use if not adapter.state.is_retired}
+        waiting = {
+            scoped_task_id(info.tenant, info.lora_task_id) for info in self.manager.describe() if info.bytes == 0
+        }
+        others = (self.held | waiting) - counted - {task}
         in_use_pages = sum(adapter.num_pages for adapter in in_use)
         return in_use_pages + sum(len(CONTENTS[self.contents[other]][1].pages) for other in others)
 
@@ -440,7 +443,7 @@ class DiskMachine(ManagerMachine):
         while self.workers.num_tasks:
             self.workers.step(self.workers.num_tasks)
             self.poll()
-        if not self._in_use and not self.operator_pins:
+        if not self._in_use and not self.held:
             assert all(info.bytes for info in self.manager.describe()), "an adapter waits for nothing"
 
     def check_failure(self, adapter: CachedAdapter, error: Exception) -> None:
@@ -452,8 +455,11 @@ class DiskMachine(ManagerMachine):
         else:
             super().check_failure(adapter, error)
             return
-        if not any(info.is_pinned and info.task_id == adapter.lora_task_id for info in self.manager.describe()):
-            self.operator_pins.discard(adapter.lora_task_id)  # but for a version that has replaced it
+        if not any(
+            info.is_pinned and scoped_task_id(info.tenant, info.lora_task_id) == adapter.lora_task_id
+            for info in self.manager.describe()
+        ):
+            self.held.discard(adapter.lora_task_id)  # but for a version that has replaced it
 
     @rule(is_short=st.booleans())
     def shorten_memory(self, is_short: bool) -> None:
@@ -472,7 +478,7 @@ class DiskMachine(ManagerMachine):
     @rule(task=TASKS)
     def keep(self, task: TaskId) -> None:
         try:
-            kept = self.manager.keep(task)
+            kept = self.manager.save(task)
         except AdapterNotFound:
             return
         assert kept is not None
@@ -499,9 +505,9 @@ class DiskMachine(ManagerMachine):
             self.manager.release(adapter)
         for adapter in self._in_use:
             self.manager.unpin(adapter)
-        for task in self.operator_pins:
-            self.manager.unpin_adapter(task)
-        self.pins, self.users, self.operator_pins = [], [], set()
+        for task in self.held:
+            self.manager.end_hold(task)
+        self.pins, self.users, self.held = [], [], set()
         self.settle()
         self.manager.close()
         self.manager = self.build()
@@ -509,7 +515,9 @@ class DiskMachine(ManagerMachine):
     @invariant()
     def nothing_is_lost(self) -> None:
         if not self.may_lose:
-            assert {info.task_id for info in self.manager.describe()} == self.contents.keys()
+            assert {
+                scoped_task_id(info.tenant, info.lora_task_id) for info in self.manager.describe()
+            } == self.contents.keys()
 
     def teardown(self) -> None:
         self.manager.close()
@@ -564,7 +572,7 @@ def test_a_question_about_an_adapter_does_not_keep_it_longer_and_a_use_does() ->
     for task, content in enumerate((0, 4, 8)):
         manager.put(task, CONTENTS[content][1])
     manager.unpin(manager.pin(1))
-    for ask in (manager.info, manager.digest, manager.is_known, manager.keep, manager.unpin_adapter):
+    for ask in (manager.info, manager.digest, manager.is_known, manager.save, manager.end_hold):
         ask(0)
     assert [info.lora_task_id for info in manager.describe()] == [0, 2, 1]
     manager.put(3, CONTENTS[0][1])
@@ -611,7 +619,7 @@ def test_a_replaced_adapter_makes_room_for_its_next_version_before_others_do() -
 def test_an_unloaded_adapter_serves_who_pinned_it_and_nobody_else() -> None:
     manager = build_manager(8, None, "refuse")
     manager.put(5, CONTENTS[0][1])
-    manager.pin_adapter(5)
+    manager.hold(5)
     adapter = manager.pin(5)
     assert manager.acquire(adapter)
     manager.unload(5)
@@ -629,11 +637,11 @@ def test_an_unloaded_adapter_serves_who_pinned_it_and_nobody_else() -> None:
 def test_an_operators_pin_keeps_an_adapter_and_the_version_that_replaces_it() -> None:
     manager = build_manager(len(CONTENTS[3][1].pages), None, "replace")
     manager.put(5, CONTENTS[0][1])
-    manager.pin_adapter(5)
+    manager.hold(5)
     manager.put(5, CONTENTS[4][1])
     with pytest.raises(AdapterCacheFull):
         manager.put(6, CONTENTS[3][1])
-    manager.unpin_adapter(5)
+    manager.end_hold(5)
     manager.put(6, CONTENTS[3][1])
     assert [info.lora_task_id for info in manager.describe()] == [6]
 
@@ -693,7 +701,7 @@ def test_gateways_hear_who_is_in_memory_and_at_which_level() -> None:
     for task, (content, name) in enumerate(((0, ""), (4, "pirate"), (8, ""))):
         manager.put(task, CONTENTS[content][1], name)
     assert [(a.name, a.level) for a in manager.residency(9).adapters] == [("2", "cpu"), ("pirate", "cpu"), ("0", "cpu")]
-    manager.pin_adapter(0)
+    manager.hold(0)
     adapter = manager.pin(0)
     manager.acquire(adapter)
     assert {a.level for a in manager.residency(9).adapters} == {"cpu"}, "its copy is under way"
@@ -818,9 +826,9 @@ def test_a_pin_that_would_keep_a_newcomer_out_for_ever_is_refused(tmp_path: Path
     manager, workers = disk_manager(tmp_path, num_host_pages=2)
     for task, content in enumerate((0, 4, 8)):
         manager.put(task, CONTENTS[content][1])
-    manager.pin_adapter(0)
+    manager.hold(0)
     with pytest.raises(AdapterCacheFull):
-        manager.pin_adapter(1)
+        manager.hold(1)
     work(manager, workers)
     assert {info.lora_task_id: info.location for info in manager.describe()} == {0: "HOST", 1: "DISK", 2: "HOST"}
     manager.close()
@@ -842,7 +850,7 @@ def test_what_is_kept_is_found_after_the_engine_was_killed(tmp_path: Path) -> No
     disk = DiskTier(tmp_path / "cache", 1 << 20, TINY)
     manager = build_manager(8, None, "refuse", disk=disk)
     manager.put(1, CONTENTS[1][1])
-    kept = manager.keep(1)
+    kept = manager.save(1)
     assert kept is not None
     kept.result(timeout=60)
     # A kill leaves the files as they are.
@@ -856,7 +864,7 @@ def test_what_cannot_be_kept_says_so_and_stays_in_memory(tmp_path: Path) -> None
     disk = DiskTier(tmp_path, num_bytes=1000, layout=TINY)
     manager = build_manager(8, None, "refuse", disk=disk)
     manager.put(1, CONTENTS[1][1])
-    kept = manager.keep(1)
+    kept = manager.save(1)
     assert kept is not None
     with pytest.raises(OSError, match=r"bytes are more than lora_cache_disk_bytes \(1000\)"):
         kept.result(timeout=60)
@@ -868,7 +876,7 @@ def test_what_is_on_disk_alone_and_comes_again_is_kept_at_once(tmp_path: Path) -
     for _ in range(2):
         manager, workers = disk_manager(tmp_path, num_host_pages=2)
         manager.put(5, CONTENTS[0][1])
-        kept = manager.keep(5)
+        kept = manager.save(5)
         work(manager, workers)
         assert kept is not None
         assert kept.done()
@@ -886,11 +894,11 @@ def test_what_could_not_be_kept_is_written_when_it_is_asked_for_again(tmp_path: 
     disk = DiskTier(tmp_path, 1 << 20, TINY, write_file=write_file, workers=lambda _: workers)
     manager = build_manager(8, None, "refuse", disk=disk)
     manager.put(1, CONTENTS[1][1])
-    first = manager.keep(1)
+    first = manager.save(1)
     workers.step(workers.num_tasks)
     is_full = False
     manager.put(1, CONTENTS[1][1])
-    again = manager.keep(1)
+    again = manager.save(1)
     assert first is not None
     assert again is not None
     assert isinstance(first.exception(timeout=0), OSError)
@@ -905,9 +913,9 @@ def test_what_could_not_be_kept_is_written_when_it_is_asked_for_again(tmp_path: 
 def test_without_a_disk_tier_there_is_nothing_to_keep() -> None:
     manager = build_manager(8, None, "refuse")
     manager.put(1, CONTENTS[1][1])
-    assert manager.keep(1) is None
+    assert manager.save(1) is None
     with pytest.raises(AdapterNotFound):
-        manager.keep(2)
+        manager.save(2)
 
 
 def test_a_request_for_one_on_disk_waits_while_requests_hold_all_of_the_memory(tmp_path: Path) -> None:
