@@ -157,10 +157,10 @@ class EngineConfig(BaseModel):
         Path | None,
         Field(description="JSON file of the API keys that requests need, see SECURITY.md. Empty: none is needed."),
     ] = None
-    client_header_secret: Annotated[
-        str,
-        Field(description="What the proxy writes, and a space, before the name in `x-multilora-client`. Empty: none."),
-    ] = ""
+    client_header_secret_file: Annotated[
+        Path | None,
+        Field(description="Has the secret that the proxy writes before the name in `x-multilora-client`. Empty: none."),
+    ] = None
     stop_needs_sender: Annotated[
         bool,
         Field(description="Of a client without key and name, take only a `stop` by an id that the server gave."),

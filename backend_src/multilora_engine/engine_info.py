@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 from multilora_engine.lora.layout import AdapterLayout
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from multilora_engine.config import EngineConfig
 
 
@@ -40,20 +42,20 @@ class CallLimits:
 class ClientPolicy:
     """How the fronts tell clients apart, and what each may ask for.
 
-    api_keys_file: absolute path, empty without keys. client_header_secret, min_priority, stop_needs_sender: the
-    parameters of these names.
+    api_keys_file, client_header_secret_file: absolute paths, empty where there is none. min_priority,
+    stop_needs_sender: the parameters of these names.
     """
 
     api_keys_file: str = ""
-    client_header_secret: str = ""
+    client_header_secret_file: str = ""
     min_priority: int = 0
     stop_needs_sender: bool = False
 
     @classmethod
     def of(cls, config: EngineConfig) -> ClientPolicy:
         return cls(
-            api_keys_file="" if config.api_keys_file is None else str(config.api_keys_file.absolute()),
-            client_header_secret=config.client_header_secret,
+            api_keys_file=_absolute(config.api_keys_file),
+            client_header_secret_file=_absolute(config.client_header_secret_file),
             min_priority=config.min_priority,
             stop_needs_sender=config.stop_needs_sender,
         )
@@ -83,6 +85,10 @@ class EngineInfo:
     dtype: str
     version: str
     clients: ClientPolicy = ClientPolicy()
+
+
+def _absolute(path: Path | None) -> str:
+    return "" if path is None else str(path.absolute())
 
 
 def read_version() -> str:

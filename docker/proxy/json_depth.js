@@ -24,7 +24,7 @@ function isShallow(text) {
 
 function pass(request) {
     if (isShallow(request.requestText)) { // raises, which is a status 500, where the body is not in memory
-        request.internalRedirect('@checked');
+        request.internalRedirect(request.variables.checked);
     } else {
         request.return(400, `{"error":"the body is not JSON of at most ${MAX_DEPTH} levels"}`);
     }

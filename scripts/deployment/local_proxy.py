@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
+import secrets
 import socket
 import subprocess
 import tempfile
@@ -19,12 +19,16 @@ SETTINGS = REPOSITORY / "docker" / "proxy"
 _PORTS = ("8080", "8081", "8082", "8090", "8091", "8092")
 """As docker/proxy has them: the first three are for peers."""
 
+_NUM_FOR_PEERS = 3
+
 
 class LocalProxy:
     """Debian's nginx, set up as docker/proxy has it. `http_url`, `grpc_url` and `metrics_url`: `host:port` to ask.
 
+    It listens at the same ports of `[::1]`. `secret`: what it writes before the name of a client.
+
     http_port, grpc_port, metrics_port: of the server on the loopback. certificate, key: PEM files; peers use TLS then.
-    changes: settings as they are written, and what is written in their place.
+    changes: settings as they are written, and what is written in their place. secret: by default a new one.
     """
 
     def __init__(
@@ -36,10 +40,12 @@ class LocalProxy:
         certificate: Path | None = None,
         key: Path | None = None,
         changes: dict[str, str] | None = None,
+        secret: str | None = None,
     ) -> None:
         self._server_ports = {"8000": http_port, "8001": grpc_port, "8002": metrics_port}
         self._tls = (certificate, key)
         self._changes = changes or {}
+        self.secret = secret or secrets.token_hex(32)
         self.http_url = self.grpc_url = self.metrics_url = ""
         self._resources = ExitStack()
 
@@ -50,15 +56,17 @@ class LocalProxy:
             with ExitStack() as ours:
                 # nginx inherits them, as it does from its predecessor: no port can be lost in between.
                 sockets = [ours.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in _PORTS]
+                ports = [listening.getsockname()[1] for listening in sockets]
+                for port in ports[:_NUM_FOR_PEERS]:
+                    sockets.append(ours.enter_context(socket.create_server(("::1", port), family=socket.AF_INET6)))
                 for listening in sockets:
                     listening.setblocking(False)
-                ports = [listening.getsockname()[1] for listening in sockets]
                 self._write_settings(folder, dict(zip(_PORTS, ports, strict=True)))
                 process = _start(folder / "nginx.conf", [listening.fileno() for listening in sockets])
             resources.callback(process.wait)
             resources.callback(process.terminate)
             self._resources = resources.pop_all()
-        self.http_url, self.grpc_url, self.metrics_url = (f"127.0.0.1:{port}" for port in ports[:3])
+        self.http_url, self.grpc_url, self.metrics_url = (f"127.0.0.1:{port}" for port in ports[:_NUM_FOR_PEERS])
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -68,14 +76,15 @@ class LocalProxy:
         certificate, key = self._tls
         ports = ports | self._server_ports
         listen = SETTINGS / ("listen.conf" if certificate is None else "tls.conf")
-        texts = {"listen 80": "listen 127.0.0.1:80", "/tmp/": f"{folder}/"}
-        texts |= {"/tls/tls.crt": str(certificate), "/tls/tls.key": str(key)}
-        for source, name in ((SETTINGS / "nginx.conf", "nginx.conf"), (listen, "listen.conf")):
+        texts = {"listen 80": "listen 127.0.0.1:80", "listen [::]": "listen [::1]", "/tmp/": f"{folder}/"}
+        texts |= {"/tls/tls.crt": str(certificate), "/tls/tls.key": str(key), "/secret/": f"{folder}/"}
+        for source in (SETTINGS / "nginx.conf", listen, *SETTINGS.glob("*.js")):
             text = source.read_text()
             for before, after in {**self._changes, **texts}.items():
                 text = text.replace(before, after)
+            name = "listen.conf" if source == listen else source.name
             (folder / name).write_text(re.sub(r"\b80[089][0-2]\b", lambda port: str(ports[port[0]]), text))
-        shutil.copy(SETTINGS / "json_depth.js", folder)
+        (folder / "client").write_text(self.secret)
 
 
 def _start(settings: Path, sockets: list[int]) -> subprocess.Popen[bytes]:

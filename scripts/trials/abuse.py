@@ -32,7 +32,7 @@ from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 from checkpoints.prepare_default_model import ensure_default_checkpoint
 from multilora_engine.process.paths import ENGINE_MODULE
 from multilora_engine.tritonserver import ServerProcess
-from multilora_engine.tritonserver.process import marked_processes
+from multilora_engine.tritonserver.marked_processes import marked_processes
 from servers.started_server import started_server
 from trials.door_attacks import DOOR_ATTACKS, Attack, Doors
 from trials.engine_attacks import ENGINE_ATTACKS, VICTIM_REQUEST_ID, infer_request

@@ -113,7 +113,7 @@ def test_what_is_written_at_run_time_is_mounted_and_the_rest_is_read_only() -> N
         for container in containers()
     ]
     assert all(container["securityContext"]["readOnlyRootFilesystem"] is True for container in containers())
-    assert writable == [{"/tmp"}, {"/cache", "/tmp", "/dev/shm"}]
+    assert writable == [{"/tmp", "/secret"}, {"/cache", "/tmp", "/dev/shm"}]
 
 
 def test_the_autoscaler_scales_the_deployment() -> None:

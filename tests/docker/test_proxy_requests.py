@@ -99,7 +99,27 @@ def test_an_inference_with_a_large_adapter_passes(proxy: LocalProxy, library: Li
 @pytest.mark.parametrize("library", [tritonclient.grpc, tritonclient.http])
 def test_a_client_is_its_address_whatever_it_says_of_itself(proxy: LocalProxy, library: Library) -> None:
     said = ask(address(proxy, library), library, headers={"x-multilora-client": "somebody else"})
-    assert said["x-multilora-client"] == "127.0.0.1"
+    assert said["x-multilora-client"] == f"{proxy.secret} 127.0.0.1"
+
+
+@pytest.mark.parametrize("path", [GENERATE, INFER])
+def test_json_says_who_the_client_is(http: httpx2.Client, proxy: LocalProxy, path: str) -> None:
+    inputs = [{"name": "text_input", "shape": [1, 1], "datatype": "BYTES", "data": [["Hello"]]}]
+    answer = http.post(path, json=PROMPT if path == GENERATE else {"inputs": inputs}).json()
+    text = answer["text_output"] if path == GENERATE else answer["outputs"][0]["data"][0]
+    assert json.loads(text)["x-multilora-client"] == f"{proxy.secret} 127.0.0.1"
+
+
+def test_an_empty_object_stays_json(http: httpx2.Client) -> None:
+    assert "request has 0 inputs" in http.post(GENERATE, content=" { } ").json()["error"]
+
+
+def test_a_client_with_ipv6_is_its_network(proxy: LocalProxy) -> None:
+    said = ask(proxy.grpc_url.replace("127.0.0.1", "[::1]"), tritonclient.grpc)
+    assert said["x-multilora-client"] == f"{proxy.secret} 0:0:0:0::/64"
+    address = proxy.http_url.replace("127.0.0.1", "[::1]")
+    said = httpx2.post(f"http://{address}{GENERATE}", json=PROMPT).json()
+    assert f"{proxy.secret} 0:0:0:0::/64" in said["text_output"]
 
 
 def test_words_of_a_grpc_stream_pass_one_by_one_and_cancelling_reaches_the_model(proxy: LocalProxy) -> None:

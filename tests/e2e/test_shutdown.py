@@ -13,7 +13,7 @@ from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
 from multilora_engine.process.paths import ENGINE_MODULE
 from multilora_engine.tritonserver import ServerProcess
-from multilora_engine.tritonserver.process import marked_processes
+from multilora_engine.tritonserver.marked_processes import marked_processes
 from servers.tiny_server import tiny_server
 from trials.engine_attacks import infer_request
 

@@ -21,7 +21,9 @@ _UNARY = """
         def describe(self, request):
             weights = pb_utils.get_input_tensor_by_name(request, "lora_weights")
             said = json.loads(request.parameters()) | {"bytes": weights.as_numpy().nbytes if weights else 0}
-            return pb_utils.Tensor("text_output", np.array([[json.dumps(said).encode()]], dtype=object))
+            times = pb_utils.get_input_tensor_by_name(request, "max_tokens")
+            text = json.dumps(said) * (times.as_numpy().item() if times else 1)
+            return pb_utils.Tensor("text_output", np.array([[text.encode()]], dtype=object))
 """
 
 _STREAM = """
@@ -52,7 +54,7 @@ _STREAM = """
 
 
 def write_small_models(repository: Path) -> Path:
-    """`generation_unary` answers with JSON: the request's parameters and the `bytes` of its adapter.
+    """`generation_unary` answers in JSON: the request's parameters and the `bytes` of its adapter, `max_tokens` times.
 
     `generation` says two words; with max_tokens 0 the second one only when the request is cancelled, and nothing to
     anybody else until then.

@@ -1,20 +1,19 @@
-"""Beam search: the likeliest answers as a whole, which greedy decoding misses where one begins with an unlikely token.
+"""`BeamSearch`: finds the likeliest whole answers. Greedy decoding misses an answer that begins with an unlikely token.
 
 A search keeps `beam_width` unfinished answers, its beams. In every step the likeliest continuations of all beams
-together become the next beams; a continuation that ends goes to the finished answers, of which the best are kept. The
-rules (which candidates count, when to stop) are those of transformers' `generate`, which TensorRT-LLM follows, too.
+together become the next beams. A continuation that ends an answer goes to the finished answers, and the search keeps
+the best of these. The rules (which candidates count, when to stop) are those of transformers' `generate`, which
+TensorRT-LLM follows, too.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-import torch
-
-from multilora_engine.engine.sequence import Sequence
 from multilora_engine.errors import InvalidRequest, Unsupported
-from multilora_engine.execution.transfer import to_device
 from multilora_engine.request import BeamOutput, FinishReason, SamplingParams, TokenLogProb
 from multilora_engine.text.text_stream import TextStream
 
@@ -50,13 +49,30 @@ class Hypothesis:
     finish_reason: FinishReason
 
 
+class Beam(Protocol):
+    """What a search reads of an unfinished answer; an engine's `Sequence` is one.
+
+    score: the sum of `log_probs`, which are those of its tokens.
+    """
+
+    @property
+    def output_token_ids(self) -> list[int]: ...
+    @property
+    def log_probs(self) -> list[TokenLogProb]: ...
+    @property
+    def score(self) -> float: ...
+    @property
+    def text(self) -> TextStream: ...
+
+
 class BeamSearch:
-    """What a search knows beside its beams, which are `Sequence`s: the rules, and what has ended."""
+    """The rules of one search, and its finished answers. The caller keeps the beams."""
 
     def __init__(
         self, sampling: SamplingParams, end_token_ids: tuple[int, ...], max_tokens: int, text: TextStream
     ) -> None:
-        """end_token_ids: what ends an answer. max_tokens: where every answer ends. text: the request's, still empty."""
+        """end_token_ids: each of them ends an answer. max_tokens: the length at which every answer ends. text: the
+        request's stream, still empty."""
         self._sampling = sampling
         self._text = text
         self._end_token_ids = frozenset(end_token_ids)
@@ -65,13 +81,15 @@ class BeamSearch:
 
     @property
     def num_candidates(self) -> int:
-        """So many that enough are left to go on with when every end token of every beam is among them."""
+        """How many candidates a step looks at: when each beam's end tokens all are among them, `beam_width` are left
+        that do not end."""
         return max(2, 1 + len(self._end_token_ids)) * self._sampling.beam_width
 
-    def advance(self, beams: list[Sequence], ranked: list[Continuations]) -> list[Continuation]:
-        """What the beams go on with, likeliest first, by each beam's continuations. Empty: the search has ended.
+    def advance(self, beams: Sequence[Beam], ranked: list[Continuations]) -> list[Continuation]:
+        """The continuations that become the next beams, likeliest first; none when the search has ended.
 
-        Only those among the first `beam_width` candidates that end count as answers; the others stand by.
+        ranked: each beam's likeliest continuations. A candidate that ends counts as an answer only when it is among the
+        first `beam_width`.
         """
         width = self._sampling.beam_width
         going_on: list[Continuation] = []
@@ -85,14 +103,14 @@ class BeamSearch:
         num_tokens = len(beams[0].output_token_ids) + 1
         return [] if not going_on or self._is_over(going_on[0].score, num_tokens) else going_on[:width]
 
-    def answers(self, beams: list[Sequence], reason: FinishReason | None = None) -> list[BeamOutput]:
-        """The answers, best first, at most `beam_width`. With a `reason`, the beams are ended for it and count, too."""
+    def answers(self, beams: Sequence[Beam], reason: FinishReason | None = None) -> list[BeamOutput]:
+        """The answers, best first, at most `beam_width`. reason: why it was ended early; its beams count then."""
         cut_off = [self._cut_off(beam, reason) for beam in beams if beam.output_token_ids] if reason else []
         best = sorted([*self._finished, *cut_off], key=lambda hypothesis: -hypothesis.score)
         return [self._output(hypothesis) for hypothesis in best[: self._sampling.beam_width]]
 
     def _candidates(self, ranked: list[Continuations]) -> list[Continuation]:
-        """The best over all beams. A forbidden token is none."""
+        """The best continuations over all beams. One with a forbidden token is no candidate."""
         candidates = [
             Continuation(parent, token_id, score)
             for parent, continuations in enumerate(ranked)
@@ -102,7 +120,7 @@ class BeamSearch:
         rate = self._sampling.beam_search_diversity_rate
         return sorted(candidates, key=lambda c: -(c.score + rate * c.parent))[: self.num_candidates]
 
-    def _end_of(self, beam: Sequence, token_id: int) -> FinishReason | None:
+    def _end_of(self, beam: Beam, token_id: int) -> FinishReason | None:
         if token_id in self._end_token_ids:
             return "stop"
         if self._has_stops and beam.text.fork().push(token_id).stopped:
@@ -126,14 +144,14 @@ class BeamSearch:
             num_tokens = self._max_tokens
         return self._penalised(best_score, num_tokens) <= self._finished[-1].score
 
-    def _hypothesis(self, beam: Sequence, last: Continuation, reason: FinishReason) -> Hypothesis:
+    def _hypothesis(self, beam: Beam, last: Continuation, reason: FinishReason) -> Hypothesis:
         token_ids = [*beam.output_token_ids, last.token_id]
-        log_probs = [*beam.held_log_probs, TokenLogProb(last.score - beam.score)]
+        log_probs = [*beam.log_probs, TokenLogProb(last.score - beam.score)]
         return Hypothesis(token_ids, log_probs, last.score, self._penalised(last.score, len(token_ids)), reason)
 
-    def _cut_off(self, beam: Sequence, reason: FinishReason) -> Hypothesis:
+    def _cut_off(self, beam: Beam, reason: FinishReason) -> Hypothesis:
         score = self._penalised(beam.score, len(beam.output_token_ids))
-        return Hypothesis(beam.output_token_ids, beam.held_log_probs, beam.score, score, reason)
+        return Hypothesis(beam.output_token_ids, beam.log_probs, beam.score, score, reason)
 
     def _output(self, hypothesis: Hypothesis) -> BeamOutput:
         text = self._text.fork()
@@ -177,40 +195,3 @@ def check_beam_sampling(sampling: SamplingParams) -> None:
     }
     if names := [name for name, is_given in (drawing | others).items() if is_given]:
         raise Unsupported(f"beam_width {sampling.beam_width} together with {' and '.join(names)}")
-
-
-def rank_continuations(logits: torch.Tensor, beams: list[Sequence]) -> list[Continuations]:
-    """The likeliest continuations of each beam, of any number of searches.
-
-    logits: [len(beams), vocab], float32, with biases, penalties and bans in them.
-    """
-    count = min(max(beam.search.num_candidates for beam in beams if beam.search is not None), logits.shape[1])
-    temperatures = [[beam.request.sampling.temperature] for beam in beams]
-    scores = [[beam.score] for beam in beams]
-    log_probs = (logits / to_device(torch.tensor(temperatures), logits.device)).log_softmax(dim=-1)
-    best = (log_probs + to_device(torch.tensor(scores), logits.device)).topk(count, dim=-1)
-    return [Continuations(*row) for row in zip(best.indices.tolist(), best.values.tolist(), strict=True)]
-
-
-def continue_beams(root: Sequence, continuations: list[Continuation]) -> None:
-    """Let the beams of a search go on: as many as there are continuations, each after its parent.
-
-    The parents' KV cache is the scheduler's to hand on.
-    """
-    parents = [root.beams[continuation.parent] for continuation in continuations]
-    states = [
-        (
-            [*parent.output_token_ids, continuation.token_id],
-            [*parent.held_log_probs, TokenLogProb(continuation.score - parent.score)],
-            parent.text.fork(),
-            None if parent.history is None else parent.history.fork(),
-            continuation.score,
-        )
-        for parent, continuation in zip(parents, continuations, strict=True)
-    ]
-    missing = len(continuations) - len(root.beams)
-    root.siblings = [*root.siblings, *(root.sibling() for _ in range(missing))][: len(continuations) - 1]
-    for beam, (token_ids, log_probs, text, history, score) in zip(root.beams, states, strict=True):
-        beam.output_token_ids, beam.held_log_probs, beam.score = token_ids, log_probs, score
-        beam.text, beam.history = text, history
-        beam.text.push(token_ids[-1])

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from multilora_engine.engine.kv_cache import PrefixCacheStats
+
+@dataclass(frozen=True)
+class PrefixCacheStats:
+    """Since the start, in tokens: the tokens of the sequences that started to run, and how many of them were in the
+    cache."""
+
+    queried_tokens: int = 0
+    hit_tokens: int = 0
 
 
 @dataclass(frozen=True)

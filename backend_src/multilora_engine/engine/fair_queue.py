@@ -237,7 +237,7 @@ class FairQueue:
         assert self._order == sorted(self._priorities)
         assert not self._set_aside
         assert sum(1 for _ in self) == self._num_waiting
-        assert all(s.status is SequenceStatus.WAITING and not s.block_table for s in self)
+        assert all(s.status is SequenceStatus.WAITING and not s.block_table.length for s in self)
         for priority, clients in self._priorities.items():
             clients.check_integrity()
             for name, client in clients.shares.items():

@@ -8,6 +8,9 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
+
+from multilora_engine.engine.engine_stats import PrefixCacheStats
 from multilora_engine.engine.sequence import Sequence
 
 
@@ -19,17 +22,8 @@ class BlockCopy:
     target: int
 
 
-@dataclass(frozen=True)
-class PrefixCacheStats:
-    """Since the start, in tokens: what sequences that started to run had, and how much of it was in the cache."""
-
-    queried_tokens: int = 0
-    hit_tokens: int = 0
-
-
 class BlockAllocator:
-    """Hands KV cache blocks to sequences. The only writer of `Sequence.block_table`, `block_keys`,
-    `num_allocated_blocks`, `num_reused_blocks` and `num_cached_tokens`.
+    """Hands KV cache blocks to sequences. The only writer of `Sequence.block_table`.
 
     A full block whose keys and values have been computed (`commit`) is known by its *key*: the SHA-256 of the key of
     the block before it and of its own tokens, the first one's of the tenant, the adapter's digest and its tokens. Equal
@@ -82,16 +76,17 @@ class BlockAllocator:
         Returns for how many of its tokens keys and values are there already: never for the last one, since the logits
         behind it are wanted.
         """
-        assert not sequence.block_table
+        assert not sequence.block_table.length
         known = self._known_prefix(sequence)
         num_hit_tokens = len(known) * self.block_size
-        if not sequence.num_allocated_blocks:
-            sequence.num_cached_tokens = num_hit_tokens
+        table = sequence.block_table
+        if not table.num_allocated:
+            table.num_cached_tokens = num_hit_tokens
         for block in known:
             self._share(block)
-        sequence.block_table.extend(known)
-        sequence.num_allocated_blocks += len(known)
-        sequence.num_reused_blocks += len(known)
+        table.extend(known)
+        table.num_allocated += len(known)
+        table.num_reused += len(known)
         has_grown = self.grow(sequence, sequence.num_tokens)
         assert has_grown
         self._queried_tokens += sequence.num_tokens
@@ -100,13 +95,14 @@ class BlockAllocator:
 
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
         """Give a sequence the blocks for its first `num_tokens` tokens. False, and no change, if too few are free."""
-        missing = self._num_blocks(num_tokens) - len(sequence.block_table)
+        table = sequence.block_table
+        missing = self._num_blocks(num_tokens) - table.length
         if missing <= 0:
             return True
         if missing > self.num_free:
             return False
-        sequence.block_table.extend(self._claim() for _ in range(missing))
-        sequence.num_allocated_blocks += missing
+        table.extend([self._claim() for _ in range(missing)])
+        table.num_allocated += missing
         return True
 
     def branch(self, before: list[Sequence], after: list[Sequence], parents: list[int]) -> list[BlockCopy] | None:
@@ -119,7 +115,7 @@ class BlockAllocator:
         for index, sequence in enumerate(before):
             if index not in parents:
                 self.free(sequence)
-        states = [(list(sequence.block_table), list(sequence.block_keys)) for sequence in before]
+        states = [(sequence.block_table.ids.copy(), sequence.block_table.keys) for sequence in before]
         num_full = before[parents[0]].num_computed_tokens // self.block_size
         has_last = len(states[parents[0]][0]) > num_full
         if has_last and len(parents) - len(set(parents)) > self.num_free:
@@ -129,14 +125,14 @@ class BlockAllocator:
         for sequence, parent in zip(after, parents, strict=True):
             table, keys = states[parent]
             if parent in heirs:
-                for block in table[:num_full]:
+                for block in table[:num_full].tolist():
                     self._share(block)
                 if has_last:
-                    copies.append(BlockCopy(table[num_full], self._claim()))
-                    table = [*table[:num_full], copies[-1].target]
-                    sequence.num_allocated_blocks += 1
+                    copies.append(BlockCopy(int(table[num_full]), self._claim()))
+                    table = np.append(table[:num_full], copies[-1].target)
+                    sequence.block_table.num_allocated += 1
             heirs.add(parent)
-            sequence.block_table, sequence.block_keys = list(table), list(keys)
+            sequence.block_table.replace(table, keys)
         return copies
 
     def commit(self, sequence: Sequence, start: int, end: int) -> None:
@@ -155,7 +151,7 @@ class BlockAllocator:
 
     def free(self, sequence: Sequence) -> None:
         """Take all blocks of a sequence back."""
-        for block in reversed(sequence.block_table):
+        for block in reversed(list(sequence.block_table)):
             self._num_users[block] -= 1
             if self._num_users[block] == 0:
                 self._idle[block] = None
@@ -186,7 +182,7 @@ class BlockAllocator:
 
     def _key(self, sequence: Sequence, index: int) -> bytes:
         """The key of a sequence's full block. A sequence keeps its keys: its tokens never change."""
-        keys = sequence.block_keys
+        keys = sequence.block_table.keys
         while len(keys) <= index:
             start = len(keys) * self.block_size
             tokens = array("q", sequence.token_ids(start, start + self.block_size))

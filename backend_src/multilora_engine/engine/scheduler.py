@@ -38,12 +38,12 @@ class ScheduledSequence(msgspec.Struct, frozen=True):
         sequence = self.sequence
         if not sequence.request.sampling.return_context_logits or sequence.output_token_ids:
             return range(0)
-        return range(max(self.start, len(sequence.context_logits)), self.start + self.num_tokens)
+        return range(max(self.start, len(sequence.prompt_report.logits)), self.start + self.num_tokens)
 
     @property
     def scored_positions(self) -> range:
         """The prompt's tokens in this step behind which are tokens whose log-probs are wanted and not known yet."""
-        log_probs = self.sequence.prompt_log_probs
+        log_probs = self.sequence.prompt_report.log_probs
         return range(0) if log_probs is None else log_probs.missing(self.start, self.start + self.num_tokens)
 
     @property
@@ -169,7 +169,7 @@ class Scheduler:
         Sequences that have ended or were preempted meanwhile have no blocks any more.
         """
         for scheduled in step:
-            if scheduled.sequence.block_table:
+            if scheduled.sequence.block_table.length:
                 self._blocks.commit(scheduled.sequence, scheduled.start, scheduled.start + scheduled.num_tokens)
 
     def branch(self, sequence: Sequence, before: list[Sequence], parents: list[int]) -> list[BlockCopy]:

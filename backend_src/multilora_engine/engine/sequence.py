@@ -6,19 +6,17 @@ import time
 from dataclasses import dataclass, field
 from enum import Enum
 from random import Random
-from typing import TYPE_CHECKING
 
+import torch
+
+from multilora_engine.engine.beam_search import BeamSearch
+from multilora_engine.engine.block_table import BlockTable
+from multilora_engine.engine.held_outputs import HeldOutputs, PromptReport
+from multilora_engine.lora.host_tier import CachedAdapter
 from multilora_engine.request import GenerationRequest, PerfMetrics, TokenLogProb
-
-if TYPE_CHECKING:
-    import torch
-
-    from multilora_engine.engine.beam_search import BeamSearch
-    from multilora_engine.lora.host_tier import CachedAdapter
-    from multilora_engine.sampling.guided import GuideMatcher
-    from multilora_engine.sampling.prompt_log_probs import PromptLogProbs
-    from multilora_engine.sampling.token_history import TokenHistory
-    from multilora_engine.text.text_stream import TextStream
+from multilora_engine.sampling.guided import GuideMatcher
+from multilora_engine.sampling.token_history import TokenHistory
+from multilora_engine.text.text_stream import TextStream
 
 
 class SequenceStatus(Enum):
@@ -27,36 +25,58 @@ class SequenceStatus(Enum):
     FINISHED = "finished"
 
 
+@dataclass(slots=True)
+class Times:
+    """When things happened to a request, in nanoseconds of the monotonic clock; 0: not yet. Written by the engine."""
+
+    arrival_ns: int = 0
+    first_scheduled_ns: int = 0
+    first_token_ns: int = 0
+    last_token_ns: int = 0
+
+    def note_step(self, now_ns: int) -> None:
+        """A step computes tokens of the request."""
+        self.first_scheduled_ns = self.first_scheduled_ns or now_ns
+
+    def note_token(self, now_ns: int) -> None:
+        """The answer has one more token."""
+        self.first_token_ns = self.first_token_ns or now_ns
+        self.last_token_ns = now_ns
+
+
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """The engine's state of one request.
+    """The engine's state of one request. A field or a struct of fields has one writer.
 
     arrival: place in the order of arrival, unique.
     adapter: pinned from acceptance to the end; None is the base model.
     text: decides which tokens and text may leave.
     max_output_tokens: how long its answer may become.
-    guide: decides which tokens may come next; None lets any, and before the start means that it is not compiled yet.
-        Like `text` it survives a preemption.
-    num_pending_tokens: tokens of the answer that a step in flight chooses: they count, but are not known yet; written
-        by the engine only, as are `output_token_ids`.
-    num_computed_tokens: tokens whose keys and values are in the cache; written by the scheduler only.
-    num_charged_tokens: tokens that count as served to its adapter; written by the fair queue only.
-    num_overtakes: sequences with an adapter that were admitted before this one although they came later.
-    arrival_time_ns .. last_token_time_ns: by the monotonic clock (0: did not happen yet); written by the engine only.
-    block_keys: of its first full blocks, as far as anybody asked for them.
-    num_allocated_blocks, num_reused_blocks: KV cache blocks it was ever given, and those of them that came with the
-        keys and values of its tokens. num_cached_tokens: its tokens that had them when it first started. These three
-        and the two above are written by the block allocator only.
-    history: of its tokens, once a penalty or a bad word asks for it; made and extended by logits.py only.
     bias: `embedding_bias` on the device, token ids int64 [n] and biases float32 [n].
     has_host_work: whether its tokens are charged by `HostWork`.
-    host_debt_s: what its tokens took of the engine's thread beyond its share; written by `HostWork` only.
-    held_log_probs, held_logits: of the tokens that have not left yet. cum_log_prob: the sum over those that have.
-    context_logits: of the prompt's first tokens, a row each, until they leave; written by the model runner only.
-    prompt_log_probs: of the prompt, until they leave; None before, if the request did not ask for them, and after.
     search: the beam search it belongs to. The sequence of the request is its first beam and stands for all of them:
-        only its `status`, times and place in the queues count. siblings: of that first one, the other beams.
-    score: of a beam, the sum of its tokens' log-probs.
+        only its `status`, `times` and place in the queues count.
+
+    Written by `Admission`:
+    guide: decides which tokens may come next; None lets any, and before the start means that it is not compiled yet.
+        Like `text` it survives a preemption.
+
+    Written by `Engine` and `Answers`:
+    output_token_ids: the answer so far.
+    num_pending_tokens: tokens of the answer that a step in flight chooses: they count, but are not known yet.
+    times, held: see there.
+
+    Written by `Scheduler`:
+    status.
+    num_computed_tokens: tokens whose keys and values are in the cache.
+    num_overtakes: sequences with an adapter that were admitted before this one although they came later.
+
+    Each written by one other:
+    block_table: by the block allocator. prompt_report: by the model runner.
+    num_charged_tokens: tokens that count as served to its client and adapter; by the fair queue.
+    host_debt_s: seconds that its tokens took of the engine's thread beyond its share; by `HostWork`.
+    history: of its tokens, once a penalty or a bad word asks for it; by logits.py.
+    siblings: of the first beam, the other ones; by `continue_beams`. score: the sum of a beam's log-probs; likewise.
     """
 
     request: GenerationRequest
@@ -68,28 +88,18 @@ class Sequence:
     guide: GuideMatcher | None = None
     output_token_ids: list[int] = field(default_factory=list)
     num_pending_tokens: int = 0
-    block_table: list[int] = field(default_factory=list)
+    block_table: BlockTable = field(default_factory=BlockTable)
     num_computed_tokens: int = 0
     num_charged_tokens: int = 0
     num_overtakes: int = 0
     status: SequenceStatus = SequenceStatus.WAITING
-    arrival_time_ns: int = 0
-    first_scheduled_time_ns: int = 0
-    first_token_time_ns: int = 0
-    last_token_time_ns: int = 0
-    block_keys: list[bytes] = field(default_factory=list)
-    num_allocated_blocks: int = 0
-    num_reused_blocks: int = 0
-    num_cached_tokens: int = 0
+    times: Times = field(default_factory=Times)
     history: TokenHistory | None = None
     bias: tuple[torch.Tensor, torch.Tensor] | None = None
     has_host_work: bool = False
     host_debt_s: float = 0.0
-    held_log_probs: list[TokenLogProb] = field(default_factory=list)
-    held_logits: list[bytes] = field(default_factory=list)
-    context_logits: list[bytes] = field(default_factory=list)
-    prompt_log_probs: PromptLogProbs | None = None
-    cum_log_prob: float = 0.0
+    held: HeldOutputs = field(default_factory=HeldOutputs)
+    prompt_report: PromptReport = field(default_factory=PromptReport)
     search: BeamSearch | None = None
     siblings: list[Sequence] = field(default_factory=list)
     score: float = 0.0
@@ -103,6 +113,11 @@ class Sequence:
     def width(self) -> int:
         """The largest number of `beams`."""
         return self.request.sampling.beam_width
+
+    @property
+    def log_probs(self) -> list[TokenLogProb]:
+        """Of a beam, those of all its tokens: none leaves before the search ends."""
+        return self.held.log_probs
 
     def sibling(self) -> Sequence:
         """A further beam of the same search, without tokens or blocks yet."""
@@ -146,37 +161,14 @@ class Sequence:
         def since_epoch(monotonic_ns: int) -> int:
             return monotonic_ns and epoch_ns + monotonic_ns
 
-        num_blocks = sum(beam.num_allocated_blocks for beam in self.beams)
-        num_reused_blocks = sum(beam.num_reused_blocks for beam in self.beams)
+        num_blocks = sum(beam.block_table.num_allocated for beam in self.beams)
+        num_reused_blocks = sum(beam.block_table.num_reused for beam in self.beams)
         return PerfMetrics(
-            arrival_time_ns=since_epoch(self.arrival_time_ns),
-            first_scheduled_time_ns=since_epoch(self.first_scheduled_time_ns),
-            first_token_time_ns=since_epoch(self.first_token_time_ns),
-            last_token_time_ns=since_epoch(self.last_token_time_ns),
+            arrival_time_ns=since_epoch(self.times.arrival_ns),
+            first_scheduled_time_ns=since_epoch(self.times.first_scheduled_ns),
+            first_token_time_ns=since_epoch(self.times.first_token_ns),
+            last_token_time_ns=since_epoch(self.times.last_token_ns),
             kv_cache_alloc_total_blocks=num_blocks,
             kv_cache_alloc_new_blocks=num_blocks - num_reused_blocks,
             kv_cache_reused_blocks=num_reused_blocks,
         )
-
-    def release_log_probs(self, num_tokens: int) -> list[TokenLogProb]:
-        """Those of the next `num_tokens` tokens that leave; none when the request did not ask for them."""
-        if not self.held_log_probs:
-            return []
-        released, self.held_log_probs = self.held_log_probs[:num_tokens], self.held_log_probs[num_tokens:]
-        self.cum_log_prob += sum(token.log_prob for token in released)
-        return released
-
-    def release_logits(self, num_tokens: int) -> tuple[bytes, bytes]:
-        """Those of the prompt, if they have not left yet, and those of the next `num_tokens` tokens that leave."""
-        if not self.held_logits and not self.context_logits:
-            return b"", b""
-        context, self.context_logits = self.context_logits, []
-        released, self.held_logits = self.held_logits[:num_tokens], self.held_logits[num_tokens:]
-        return b"".join(context), b"".join(released)
-
-    def release_prompt_log_probs(self) -> bytes:
-        """Those of the whole prompt, once, as soon as they are known; none when the request did not ask for them."""
-        if self.prompt_log_probs is None or not self.prompt_log_probs.is_complete:
-            return b""
-        released, self.prompt_log_probs = self.prompt_log_probs.to_bytes(), None
-        return released

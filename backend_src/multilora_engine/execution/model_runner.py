@@ -153,15 +153,15 @@ def _keep_context_logits(step: list[ScheduledSequence], logits: torch.Tensor) ->
         rows = iter(logits.cpu().numpy())
         for scheduled in step:
             for _ in scheduled.context_positions:
-                scheduled.sequence.context_logits.append(next(rows).tobytes())
+                scheduled.sequence.prompt_report.logits.append(next(rows).tobytes())
 
 
 def _block_tables(step: list[ScheduledSequence]) -> NDArray[np.int64]:
     """[num_seqs, longest table], padded with -1."""
     rows = [scheduled.sequence.block_table for scheduled in step]
-    lengths = np.array([len(row) for row in rows])
-    tables = np.full((len(rows), lengths.max()), -1)
-    tables[np.arange(tables.shape[1]) < lengths[:, None]] = _joined(rows)
+    tables = np.full((len(rows), max(row.length for row in rows)), -1)
+    for table, row in zip(tables, rows, strict=True):
+        table[: row.length] = row.ids
     return tables
 
 

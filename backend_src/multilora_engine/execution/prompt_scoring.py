@@ -41,9 +41,9 @@ def score_prompts(
 def _scored(step: list[ScheduledSequence]) -> list[tuple[PromptLogProbs, range]]:
     """What the step adds to, and behind which positions."""
     return [
-        (scheduled.sequence.prompt_log_probs, positions)
+        (scheduled.sequence.prompt_report.log_probs, positions)
         for scheduled in step
-        if scheduled.sequence.prompt_log_probs is not None and (positions := scheduled.scored_positions)
+        if scheduled.sequence.prompt_report.log_probs is not None and (positions := scheduled.scored_positions)
     ]
 
 

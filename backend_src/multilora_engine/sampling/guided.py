@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from multilora_engine.errors import InvalidRequest
 from multilora_engine.request import Guide
-from multilora_engine.text.text_stream import Tokenizer
+from multilora_engine.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions

@@ -9,10 +9,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from multilora_engine.engine.beam_search import Continuations, rank_continuations
+from multilora_engine.engine.beam_search import Continuations
 from multilora_engine.engine.sequence import Sequence
 from multilora_engine.execution.transfer import FromDevice, to_device
 from multilora_engine.request import TokenLogProb
+from multilora_engine.sampling.beam_ranking import rank_continuations
 from multilora_engine.sampling.logits import adjust_logits
 from multilora_kernels import SamplingRule, sample_tokens
 

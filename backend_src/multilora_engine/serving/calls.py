@@ -20,7 +20,7 @@ from multilora_engine.serving.inputs import InputTensors
 from multilora_engine.serving.prompts import encode_messages, encode_text
 from multilora_engine.serving.token_lists import read_bad_sequences, read_bias, read_sequences, read_words
 from multilora_engine.serving.unsupported import refuse_unsupported
-from multilora_engine.text.text_stream import Tokenizer
+from multilora_engine.text.tokenizer import Tokenizer
 
 _PROMPTS = ("text_input", "messages", "input_ids")
 _MAX_TOKENS = ("max_tokens", "request_output_len")

@@ -10,7 +10,7 @@ from multilora_engine.engine_info import EngineInfo
 from multilora_engine.process.client import EngineClient
 from multilora_engine.serving.senders import Rights, SenderBook
 from multilora_engine.serving.triton_api import TritonRequest
-from multilora_engine.text.text_stream import Tokenizer
+from multilora_engine.text.tokenizer import Tokenizer
 
 _FIRST_CONTACT_S = 5.0
 """All models load at the same time; `generation` is ready a moment before the others have heard of its engine."""

@@ -26,7 +26,7 @@ from multilora_engine.serving.replies import EachReply, EmptyReply, OneReply, Re
 from multilora_engine.serving.senders import Rights
 from multilora_engine.serving.triton_api import TritonRequest, trace_id_of
 from multilora_engine.serving.uploads import Uploads
-from multilora_engine.text.text_stream import Tokenizer
+from multilora_engine.text.tokenizer import Tokenizer
 
 
 class GenerationFront(Front):

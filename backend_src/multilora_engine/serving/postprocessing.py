@@ -14,7 +14,7 @@ from multilora_engine.errors import InvalidRequest
 from multilora_engine.serving.engine_link import EngineLink
 from multilora_engine.serving.immediate_model import ImmediateModel
 from multilora_engine.serving.inputs import InputTensors
-from multilora_engine.text.text_stream import Tokenizer
+from multilora_engine.text.tokenizer import Tokenizer
 
 
 class PostprocessingModel(ImmediateModel):

@@ -15,7 +15,7 @@ from multilora_engine.serving.inputs import InputTensors
 from multilora_engine.serving.prompts import encode_messages, encode_text
 from multilora_engine.serving.token_lists import read_word_biases, tokenize_words, write_sequences
 from multilora_engine.serving.unsupported import refuse_unsupported
-from multilora_engine.text.text_stream import Tokenizer
+from multilora_engine.text.tokenizer import Tokenizer
 
 _Value = TypeVar("_Value")
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from multilora_engine.engine_info import EngineInfo
 from multilora_engine.errors import InvalidRequest
-from multilora_engine.text.text_stream import Tokenizer
+from multilora_engine.text.tokenizer import Tokenizer
 
 
 def encode_text(text: str, tokenizer: Tokenizer, info: EngineInfo, add_special_tokens: bool) -> list[int]:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from multilora_client.keys import Caller, KeyRing
 
 _MAX_NAME_CHARACTERS = 128
+_MIN_SECRET_CHARACTERS = 16
 
 
 @dataclass(frozen=True)
@@ -101,11 +102,13 @@ class SenderBook:
     def __init__(self, policy: ClientPolicy, max_metadata_bytes: int, canary_key: str = "") -> None:
         """canary_key: besides those of the file, the API key that may use the base model and nothing else.
 
-        Raises ConfigError when the API keys cannot be read.
+        Raises ConfigError when the API keys or the proxy's secret cannot be read.
         """
         self._policy = policy
         self._max_metadata_bytes = max_metadata_bytes
         self._keys = read_key_ring(Path(policy.api_keys_file), canary_key) if policy.api_keys_file else None
+        secret_file = policy.client_header_secret_file
+        self._proxy_secret = read_proxy_secret(Path(secret_file)) if secret_file else ""
 
     def rights(self, request: TritonRequest) -> Rights:
         """Raises Unauthenticated when the request needs an API key and has none, InvalidRequest for a forged client."""
@@ -137,11 +140,10 @@ class SenderBook:
             raise InvalidRequest(f"{CLIENT_HEADER} is what the proxy says, and the request says it, too")
         if not values:
             return ""
-        secret = self._policy.client_header_secret
-        if not secret:
+        if not self._proxy_secret:
             return _plain(values[0])
         given, _, name = values[0].partition(" ")
-        if not hmac.compare_digest(given.encode(), secret.encode()):
+        if not hmac.compare_digest(given.encode(), self._proxy_secret.encode()):
             raise InvalidRequest(f"{CLIENT_HEADER} is what the proxy says, and this is not from the proxy")
         return _plain(name)
 
@@ -157,6 +159,19 @@ def read_key_ring(path: Path, canary_key: str = "") -> KeyRing:
         return KeyRing(path, task_id_of, canary)
     except UnusableFile as error:
         raise ConfigError(f"parameter api_keys_file: {error}") from None
+
+
+def read_proxy_secret(path: Path) -> str:
+    """What the proxy writes before the name of a client. Raises ConfigError."""
+    try:
+        secret = path.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"parameter client_header_secret_file: {path} cannot be read: {error}") from None
+    if len(secret) < _MIN_SECRET_CHARACTERS or not secret.isalnum():
+        raise ConfigError(
+            f"parameter client_header_secret_file: {path} is not {_MIN_SECRET_CHARACTERS} letters and digits or more"
+        )
+    return secret
 
 
 def _plain(name: str) -> str:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from multilora_engine.engine_info import CallLimits, EngineInfo
 from multilora_engine.errors import InvalidRequest
 from multilora_engine.serving.inputs import InputTensors
-from multilora_engine.text.text_stream import Tokenizer
+from multilora_engine.text.tokenizer import Tokenizer
 
 _ID_BYTES = 4
 """A token id arrives as int32, and counts as much among the bytes of words."""

@@ -19,7 +19,7 @@ from multilora_engine.serving.engine_link import EngineLink
 from multilora_engine.serving.generation_front import GenerationFront
 from multilora_engine.serving.inputs import ENSEMBLE_NAMES
 from multilora_engine.serving.metrics import MetricsPublisher
-from multilora_engine.serving.senders import read_key_ring
+from multilora_engine.serving.senders import read_key_ring, read_proxy_secret
 from multilora_engine.serving.triton_api import TritonRequest, prepare_stub
 from multilora_engine.tritonserver.free_space import check_free_space
 
@@ -36,6 +36,8 @@ class GenerationModel:
         config = EngineConfig.from_parameters(parameters)
         if config.api_keys_file is not None:
             read_key_ring(config.api_keys_file)  # better now than at the first request
+        if config.client_header_secret_file is not None:
+            read_proxy_secret(config.client_header_secret_file)
         environ = engine_environ(args, config, os.environ)
         with ExitStack() as resources:
             path = resources.enter_context(owned_socket_path(os.getppid()))

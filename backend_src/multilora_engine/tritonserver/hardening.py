@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import secrets
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from multilora_engine.client_header import PASSED_ON
 from multilora_engine.errors import ConfigError
 from multilora_engine.tritonserver.installation import has_flag
-
-if TYPE_CHECKING:
-    from multilora_engine.tritonserver.process import ServerOptions
+from multilora_engine.tritonserver.options import ServerOptions
 
 _CLOSED_APIS = ("model-repository", "logging", "trace")
 _MAX_INPUT_FLAG = "--http-max-input-size"

@@ -115,6 +115,9 @@ def rotary_attention_directly(
     slots: torch.Tensor,
     sequences: object,
     scale: float,
+    softcap: float,
+    sinks: torch.Tensor | None,
+    is_interleaved: bool,
 ) -> torch.Tensor | None:
     """`multilora::rotary_attention` past torch's dispatcher; None where the operator is needed: see `apply_directly`.
 
@@ -123,7 +126,8 @@ def rotary_attention_directly(
     library = _library()
     if library is None:
         return None
-    return library.rotary_attention(qkv, cos, sin, keys, values, slots, sequences, scale)  # type: ignore[no-any-return]
+    options = (scale, softcap, sinks, is_interleaved)
+    return library.rotary_attention(qkv, cos, sin, keys, values, slots, sequences, *options)  # type: ignore[no-any-return]
 
 
 def decoder_layers_directly(

@@ -32,7 +32,8 @@ from multilora_engine.engine.engine import Engine
 from multilora_engine.engine.sequence import Sequence
 from multilora_engine.errors import InvalidRequest, RequestError, Unsupported
 from multilora_engine.request import BeamOutput, GenerationRequest, Guide, SamplingParams
-from multilora_engine.text.text_stream import TextStream, Tokenizer
+from multilora_engine.text.text_stream import TextStream
+from multilora_engine.text.tokenizer import Tokenizer
 
 ENDS = [*range(20, 60)]
 """So many end tokens that the answers of a random model end early, and some of every length compete."""

@@ -252,15 +252,15 @@ def test_what_was_computed_is_found_again_by_others_and_after_a_preemption() -> 
     for task, is_known in [(0, True), (1, False), (None, False)]:
         again = world.add(16, 1, task)
         (scheduled,) = world.step()
-        assert scheduled.start == again.num_reused_blocks * BLOCK_SIZE == (12 if is_known else 0)
+        assert scheduled.start == again.block_table.num_reused * BLOCK_SIZE == (12 if is_known else 0)
 
     world = World(num_blocks=12, max_num_seqs=4, budget=30)
     first, last = world.add(16, 24, text=1), world.add(16, 24, text=2)
     world.run_dry()
     assert world.scheduler.num_preemptions > 0
     assert world.finished == [first, last]
-    assert last.num_reused_blocks > 0
-    assert world.blocks.prefix_cache.hit_tokens == last.num_reused_blocks * BLOCK_SIZE
+    assert last.block_table.num_reused > 0
+    assert world.blocks.prefix_cache.hit_tokens == last.block_table.num_reused * BLOCK_SIZE
 
 
 def test_a_step_that_was_not_computed_is_not_reused() -> None:

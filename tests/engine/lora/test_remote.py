@@ -349,7 +349,7 @@ def test_requests_for_an_uncached_adapter_wait_for_its_source_and_then_answer_as
         assert answer.token_ids == expected
         assert answer.token_ids != oracle.logits(None, PROMPT, answer.token_ids).argmax(dim=-1).tolist()
         assert answer.final is not None
-        assert answer.final.lora_digest == engine.adapter_digest(task_id_of(name))
+        assert answer.final.lora_digest == engine.loras.digest(task_id_of(name))
 
 
 def test_an_adapter_that_no_source_has_is_not_found_in_the_words_of_who_asked(engine: Engine) -> None:

@@ -22,7 +22,7 @@ from multilora_engine.engine.engine import Engine
 from multilora_engine.errors import GuidesFull, InvalidRequest
 from multilora_engine.request import GenerationRequest, Guide, SamplingParams
 from multilora_engine.sampling.guided import GuideCompiler
-from multilora_engine.text.text_stream import Tokenizer
+from multilora_engine.text.tokenizer import Tokenizer
 
 END = 2
 """<|im_end|> of the tokenizer."""

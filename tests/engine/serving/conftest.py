@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support.fake_triton import fake_backend_utils
 
-from multilora_engine.text.text_stream import Tokenizer
+from multilora_engine.text.tokenizer import Tokenizer
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from multilora_engine.lora.format import pack_adapter
 from multilora_engine.request import Guide, SamplingParams
 from multilora_engine.serving.calls import GenerateCall, UploadCall, is_stop, read_call
 from multilora_engine.serving.inputs import InputTensors
-from multilora_engine.text.text_stream import Tokenizer
+from multilora_engine.text.tokenizer import Tokenizer
 
 MESSAGES = '[{"role": "user", "content": "Say hi"}]'
 WIRE = wire_adapter(TINY, [(1, 0, 4), (6, 2, 7)], dtype=torch.float16)

@@ -18,7 +18,7 @@ from multilora_engine.lora.names import task_id_of
 from multilora_engine.serving.engine_link import EngineLink
 from multilora_engine.serving.generation_front import GenerationFront
 from multilora_engine.serving.inputs import ENSEMBLE_NAMES
-from multilora_engine.text.text_stream import Tokenizer
+from multilora_engine.text.tokenizer import Tokenizer
 
 WIRE = wire_adapter(TINY, [(1, 0, 4), (6, 2, 7)])
 ADAPTER = {"lora_weights_fp32": WIRE.weights.numpy()[None], "lora_config": WIRE.config.numpy()[None]}

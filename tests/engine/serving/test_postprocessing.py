@@ -10,7 +10,7 @@ from support.fake_triton import FakeRequest
 from multilora_engine.errors import InvalidRequest
 from multilora_engine.serving.inputs import InputTensors
 from multilora_engine.serving.postprocessing import PostprocessingModel, decode
-from multilora_engine.text.text_stream import Tokenizer
+from multilora_engine.text.tokenizer import Tokenizer
 
 
 @dataclass

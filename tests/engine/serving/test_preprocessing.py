@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from multilora_engine.errors import InvalidRequest, Unsupported
 from multilora_engine.serving.inputs import InputTensors
 from multilora_engine.serving.preprocessing import PreprocessingModel, preprocess
-from multilora_engine.text.text_stream import Tokenizer
+from multilora_engine.text.tokenizer import Tokenizer
 
 
 def run(tokenizer: Tokenizer, tensors: dict[str, Any]) -> dict[str, Any]:

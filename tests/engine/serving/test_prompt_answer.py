@@ -6,7 +6,7 @@ import numpy as np
 
 from multilora_engine.sampling.prompt_log_probs import PromptLogProbs
 from multilora_engine.serving.prompt_answer import PromptAnswer, PromptTokens
-from multilora_engine.text.text_stream import Tokenizer
+from multilora_engine.text.tokenizer import Tokenizer
 
 
 def told(token_ids: list[int], num_top: int, tokenizer: Tokenizer) -> PromptAnswer:

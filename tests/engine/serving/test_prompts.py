@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from multilora_engine.errors import InvalidRequest
 from multilora_engine.serving.prompts import encode_messages
-from multilora_engine.text.text_stream import Tokenizer
+from multilora_engine.text.tokenizer import Tokenizer
 
 CHAT = [{"role": "user", "content": "Weather?"}, {"role": "assistant", "content": "It rains"}]
 TEMPLATE = (

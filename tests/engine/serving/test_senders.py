@@ -14,6 +14,7 @@ from multilora_engine.request import GenerationRequest, SamplingParams, Sender
 from multilora_engine.serving.senders import Rights, SenderBook
 
 KEY = "a key of sixteen"
+SECRET = "0123456789abcdef"
 
 
 class RawRequest(FakeRequest):
@@ -60,13 +61,28 @@ def test_a_client_that_names_itself_beside_the_proxy_is_refused() -> None:
         book().rights(RawRequest(("X-Multilora-client", "victim"), ("X-Multilora-Client", "alice")))
 
 
-def test_where_the_proxy_has_a_secret_nobody_else_names_a_client() -> None:
-    proxied = book(client_header_secret="s3cret")
-    assert proxied.rights(RawRequest(("x-multilora-client", "s3cret alice"))).sender.name == "alice"
+def test_where_the_proxy_has_a_secret_nobody_else_names_a_client(tmp_path: Path) -> None:
+    file = tmp_path / "secret"
+    file.write_text(f"{SECRET}\n")
+    proxied = book(client_header_secret_file=str(file))
+    assert proxied.rights(RawRequest(("x-multilora-client", f"{SECRET} alice"))).sender.name == "alice"
     assert proxied.rights(RawRequest()).sender.name == ""
-    for forged in ("alice", "s3cre alice", " alice", "s3cretalice"):
+    for forged in ("alice", f"{SECRET[:-1]} alice", " alice", f"{SECRET}alice"):
         with pytest.raises(InvalidRequest, match="not from the proxy"):
             proxied.rights(RawRequest(("x-multilora-client", forged)))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [(None, "cannot be read"), ("short", "16 letters"), ("with a space in it", "16 letters")]
+)
+def test_a_secret_that_cannot_be_one_is_a_mistake_of_the_configuration(
+    tmp_path: Path, text: str | None, message: str
+) -> None:
+    file = tmp_path / "secret"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ConfigError, match=f"parameter client_header_secret_file: .*{message}"):
+        book(client_header_secret_file=str(file))
 
 
 @pytest.mark.parametrize("name", ["x" * 129, "a\nb", "\x1b[31m"])

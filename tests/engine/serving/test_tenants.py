@@ -25,7 +25,7 @@ from multilora_engine.lora.format import pack_adapter
 from multilora_engine.serving.adapters_model import AdaptersFront
 from multilora_engine.serving.engine_link import EngineLink
 from multilora_engine.serving.generation_front import GenerationFront
-from multilora_engine.text.text_stream import Tokenizer
+from multilora_engine.text.tokenizer import Tokenizer
 
 SHARED = {100, 101}
 KEYS: dict[str, dict[str, Any]] = {

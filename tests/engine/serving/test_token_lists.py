@@ -16,7 +16,7 @@ from multilora_engine.serving.token_lists import (
     read_words,
     write_sequences,
 )
-from multilora_engine.text.text_stream import Tokenizer
+from multilora_engine.text.tokenizer import Tokenizer
 
 
 def inputs(**tensors: Any) -> InputTensors:

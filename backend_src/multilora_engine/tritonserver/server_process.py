@@ -12,9 +12,9 @@ import subprocess
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import Thread
@@ -25,29 +25,26 @@ from multilora_engine.errors import MultiloraError
 from multilora_engine.process.drain import drain_engine
 from multilora_engine.process.paths import ENGINE_MODULE, socket_path
 from multilora_engine.tritonserver.addresses import Addresses, resolve_addresses
+from multilora_engine.tritonserver.arguments import server_arguments
 from multilora_engine.tritonserver.checkpoint import check_checkpoint
 from multilora_engine.tritonserver.free_space import check_free_space
 from multilora_engine.tritonserver.hardening import hardening_arguments
 from multilora_engine.tritonserver.installation import find_installation, make_backend_directory, server_environment
 from multilora_engine.tritonserver.log import ServerLog
+from multilora_engine.tritonserver.marked_processes import (
+    TOKEN_VARIABLE,
+    kill_marked_processes,
+    marked_processes,
+    runs_module,
+)
+from multilora_engine.tritonserver.options import ServerOptions
 from multilora_engine.tritonserver.probe import Busy, NotReady, ProbeFailed, probe_generation
 from multilora_engine.tritonserver.repository import find_model_repository, model_names, write_overridden
-from multilora_engine.tritonserver.shared_memory import RegionClaim, claim_regions, remove_leftovers
+from multilora_engine.tritonserver.shared_memory import claim_regions, remove_leftovers
 from multilora_engine.tritonserver.tracing import tracing_arguments
 from multilora_engine.tritonserver.upstream_models import UpstreamModels, add_upstream_models
 
 logger = logging.getLogger(__name__)
-
-_TOKEN_VARIABLE = "MULTILORA_SERVER"
-"""Set in the server's environment: it finds the stubs and engines of one server, whatever happened to their parent."""
-
-_ANSWER_THREADS = 2
-"""Threads of each model instance in the server that pass its answers on. A model of ours sends one after the other.
-
-Of the backend's own 32, five models made 200 threads, and malloc keeps up to seven freed blocks of each size for every
-thread: memory that grows for hours. After 5,000 mixed requests to models of ten lines the server had 10.9 MiB, of it
-0.9 since the first 1,000; with two threads 7.2 and 0.2, at the same rate within its scatter.
-"""
 
 _POLL_S = 0.2
 _GRACE_S = 10.0
@@ -63,35 +60,6 @@ _LAST_STEP_S = 0.5
 
 class ServerFailed(MultiloraError):
     """The server ended, or was not ready in time. The message is the one line that says why."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServerOptions:
-    """What `multilora-serve` can be told. A port of 0 means any free one, `http_host` None is `host`.
-
-    has_http: False closes HTTP altogether, except for the metrics; the canary asks over gRPC then, without TLS.
-    """
-
-    model: Path | None = None
-    model_repository: Path | None = None
-    overrides: Mapping[str, str] = field(default_factory=dict)
-    upstream_models: UpstreamModels = UpstreamModels.NONE
-    host: str = "127.0.0.1"
-    http_port: int = 8000
-    grpc_port: int = 8001
-    metrics_port: int = 8002
-    http_host: str | None = None
-    has_http: bool = True
-    grpc_certificate: Path | None = None
-    grpc_key: Path | None = None
-    grpc_client_ca: Path | None = None
-    max_http_bytes: int | None = None
-    shared_memory_api: bool = False
-    trace_config: Sequence[str] = ()
-    log_verbose: bool = False
-    exit_timeout_s: int = 30
-    startup_timeout_s: float = 600.0
-    tritonserver: Path | None = None
 
 
 class ServerProcess:
@@ -261,14 +229,14 @@ class ServerProcess:
         """Whether the engine has ended all that was in flight."""
         is_drained = False
         for pid in marked_processes(self.token):
-            if _runs(pid, ENGINE_MODULE):
+            if runs_module(pid, ENGINE_MODULE):
                 is_drained = drain_engine(pid, socket_path(self.pid), self.options.exit_timeout_s)
                 time.sleep(_LAST_STEP_S)
         return is_drained
 
     def _let_engine_end(self) -> None:
         """Behind a killed server: it ends by itself once the process that started it is gone."""
-        engines = [pid for pid in marked_processes(self.token) if _runs(pid, ENGINE_MODULE)]
+        engines = [pid for pid in marked_processes(self.token) if runs_module(pid, ENGINE_MODULE)]
         kill_marked_processes(self.token, spared=engines)
         for pid in engines:
             with contextlib.suppress(ProcessLookupError):
@@ -302,7 +270,7 @@ class ServerProcess:
         return command
 
     def _spawn(self, command: list[str]) -> subprocess.Popen[str]:
-        variables = {_TOKEN_VARIABLE: self._regions.token, CANARY_KEY_VARIABLE: self._canary_key}
+        variables = {TOKEN_VARIABLE: self._regions.token, CANARY_KEY_VARIABLE: self._canary_key}
         if self.options.model:
             variables["MULTILORA_MODEL"] = str(self.options.model.absolute())
         return subprocess.Popen(
@@ -360,45 +328,3 @@ def _default_probe(options: ServerOptions, api_key: str) -> Callable[[str], None
     from multilora_engine.tritonserver.grpc_probe import probe_generation_over_grpc
 
     return partial(probe_generation_over_grpc, api_key=api_key)
-
-
-def server_arguments(options: ServerOptions, addresses: Addresses, regions: RegionClaim) -> list[str]:
-    """The command line after the executable, without the folders."""
-    return [
-        *(() if options.has_http else ("--allow-http=false",)),
-        f"--http-address={addresses.http_host}",
-        f"--grpc-address={addresses.host}",
-        f"--metrics-address={addresses.host}",
-        f"--http-port={addresses.http_port}",
-        f"--grpc-port={addresses.grpc_port}",
-        f"--metrics-port={addresses.metrics_port}",
-        "--model-control-mode=none",
-        "--disable-auto-complete-config",
-        f"--exit-timeout-secs={options.exit_timeout_s}",
-        f"--log-verbose={int(options.log_verbose)}",
-        f"--backend-config=python,shm-region-prefix-name={regions.region_prefix}",
-        f"--backend-config=python,thread-pool-size={_ANSWER_THREADS}",
-    ]
-
-
-def kill_marked_processes(token: str, spared: Collection[int] = ()) -> None:
-    """SIGKILL every process of the server of `token` but those `spared`."""
-    for pid in set(marked_processes(token)).difference(spared):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-
-
-def marked_processes(token: str) -> Iterator[int]:
-    """Every process whose environment says it belongs to the server of `token`."""
-    mark = f"{_TOKEN_VARIABLE}={token}".encode()
-    for environ in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):
-            if mark in environ.read_bytes().split(b"\0"):
-                yield int(environ.parent.name)
-
-
-def _runs(pid: int, module: str) -> bool:
-    """Whether a process is Python with this module as its program."""
-    with contextlib.suppress(OSError):
-        return module.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-    return False

@@ -1,0 +1,125 @@
+"""`Answers`: what the chosen tokens of a step give each request."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+from multilora_engine.engine.beam_search import BeamSearch, Continuations
+from multilora_engine.engine.beams import continue_beams
+from multilora_engine.engine.host_work import HostWork
+from multilora_engine.engine.kv_cache import BlockCopy
+from multilora_engine.engine.outputs import beams_output, error_output, no_token_left, overflow, token_output
+from multilora_engine.engine.scheduler import Scheduler
+from multilora_engine.engine.sequence import Sequence
+from multilora_engine.errors import InvalidRequest, TooMuchHostWork
+from multilora_engine.request import FinishReason, TokenOutput
+from multilora_engine.sampling.logits import end_tokens
+from multilora_engine.sampling.sampler import SampledToken
+from multilora_engine.text.text_stream import TextDelta
+
+_NOTHING = TextDelta([], "")
+
+
+class Answers:
+    """Extends answers by tokens. The output of an answer that ends is final; the caller then removes the sequence.
+
+    A sequence without host work is only extended. One with words, a guide or beams is timed, and fails when it has
+    taken too much of the engine's thread.
+    """
+
+    def __init__(self, end_token_ids: tuple[int, ...], host_work: HostWork, scheduler: Scheduler) -> None:
+        """end_token_ids: the checkpoint's. scheduler: hands the KV cache of beams on."""
+        self._end_token_ids = end_token_ids
+        self._host_work = host_work
+        self._scheduler = scheduler
+
+    def extend(self, sequence: Sequence, token: SampledToken) -> TokenOutput | None:
+        """The output that one more token gives a request that is no beam search."""
+        if not token.is_finite:
+            return error_output(sequence.request, overflow(sequence))
+        if sequence.max_output_tokens == 0:
+            return self.finish(sequence, "length")
+        if (token_id := token.token_id) is None:
+            return error_output(sequence.request, no_token_left(sequence))
+        try:
+            is_complete = sequence.guide is not None and sequence.guide.advance(token_id)
+        except InvalidRequest as error:
+            return error_output(sequence.request, error)
+        sequence.output_token_ids.append(token_id)
+        if token.log_prob is not None:
+            sequence.held.log_probs.append(token.log_prob)
+        if token.logits is not None:
+            sequence.held.logits.append(token.logits)
+        if token_id in end_tokens(sequence.request.sampling, self._end_token_ids):
+            return self.finish(sequence, "stop", end_token_ids=[token_id])
+        delta = sequence.text.push(token_id)
+        if is_complete:
+            return self.finish(sequence, "stop", delta)
+        if delta.stopped or len(sequence.output_token_ids) >= sequence.max_output_tokens:
+            return self.finish(sequence, "length", delta)
+        return token_output(sequence, delta) if delta.token_ids or delta.text else None
+
+    def extend_charged(
+        self, sequence: Sequence, chosen: dict[Sequence, SampledToken], copies: list[BlockCopy], num_charged: int
+    ) -> TokenOutput | None:
+        """The output that a step gives a request with host work; the request fails when its work costs too much.
+
+        chosen: the token of each sequence or beam. copies: takes the blocks that are to be copied for beams.
+        num_charged: requests with host work in this step.
+        """
+        started = time.thread_time()
+        if sequence.search is None:
+            output = self.extend(sequence, chosen[sequence])
+        else:
+            output = self._advance(sequence, sequence.search, chosen, copies)
+        if output is not None and output.is_final:
+            return output
+        try:
+            self._host_work.charge(sequence, time.thread_time() - started, num_charged)
+        except TooMuchHostWork as error:
+            return error_output(sequence.request, error)
+        return output
+
+    def finish(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        delta: TextDelta = _NOTHING,
+        end_token_ids: Iterable[int] = (),
+    ) -> TokenOutput:
+        """The last output of an answer: `delta`, the tokens and text that its stream still held, and its end token.
+
+        A stop word is the reason whenever it was completed, even by the last token that was allowed.
+        """
+        held = _NOTHING if delta.stopped else sequence.text.finish()
+        token_ids = [*delta.token_ids, *held.token_ids, *end_token_ids]
+        last = TextDelta(token_ids, delta.text + held.text)
+        return token_output(sequence, last, "stop" if delta.stopped or held.stopped else reason)
+
+    def finish_search(self, sequence: Sequence, search: BeamSearch, reason: FinishReason | None = None) -> TokenOutput:
+        """The only output of a search. reason: why it was ended, None when it came to its end."""
+        beams = search.answers(sequence.beams, reason)
+        if not beams and reason is None:
+            return error_output(sequence.request, no_token_left(sequence))
+        return beams_output(sequence, beams, reason or beams[0].finish_reason)
+
+    def cancel(self, sequence: Sequence) -> TokenOutput:
+        """The last output of a request that is ended now, with the tokens and text that were held back."""
+        if sequence.search is not None:
+            return self.finish_search(sequence, sequence.search, "cancelled")
+        return self.finish(sequence, "cancelled")
+
+    def _advance(
+        self, sequence: Sequence, search: BeamSearch, chosen: dict[Sequence, SampledToken], copies: list[BlockCopy]
+    ) -> TokenOutput | None:
+        """One step of a beam search."""
+        before = sequence.beams
+        if not all(chosen[beam].is_finite for beam in before):
+            return error_output(sequence.request, overflow(sequence))
+        continuations = search.advance(before, [chosen[beam].continuations or Continuations([], []) for beam in before])
+        if not continuations:
+            return self.finish_search(sequence, search)
+        continue_beams(sequence, continuations)
+        copies += self._scheduler.branch(sequence, before, [continuation.parent for continuation in continuations])
+        return None

@@ -1,0 +1,95 @@
+"""`BaseModel`: what an engine loads first, and what follows from it and from the configuration."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from multilora_engine.config import EngineConfig
+from multilora_engine.engine.build import choose_device, choose_dtype, choose_weight_dtype, dtype_name
+from multilora_engine.engine.memory import MemoryPlan, plan_memory
+from multilora_engine.engine_info import CallLimits, ClientPolicy, EngineInfo, read_version
+from multilora_engine.lora.layout import AdapterLayout, adapter_layout
+from multilora_engine.models.layers import Placement
+from multilora_engine.models.llama import LlamaModel
+from multilora_engine.models.loader import load_model
+from multilora_engine.models.model_config import ModelConfig, read_model_config
+from multilora_engine.text.tokenizer import Tokenizer
+from multilora_kernels import huge_pages, load_cpu_kernels
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class BaseModel:
+    """The model with its weights, its tokenizer, the layout of adapters for it, and the plan of the memory left.
+
+    dtype: what the model computes in.
+    """
+
+    model: LlamaModel
+    config: ModelConfig
+    dtype: torch.dtype
+    device: torch.device
+    tokenizer: Tokenizer
+    tokenizer_path: Path
+    layout: AdapterLayout
+    plan: MemoryPlan
+
+
+def load_base_model(config: EngineConfig, on_progress: Callable[[int, int], None] | None) -> BaseModel:
+    """Load weights and tokenizer. on_progress: called with (tensors loaded, tensors in all). Raises ConfigError."""
+    device = choose_device(config)
+    if device.type == "cpu":
+        _prepare_cpu(config)
+    model_config = read_model_config(config.model_path)
+    dtype = choose_dtype(config.dtype, model_config, device)
+    tokenizer_path = config.tokenizer_path or config.model_path
+    tokenizer = Tokenizer(tokenizer_path)
+    placement = Placement(dtype, choose_weight_dtype(config, dtype, device), device)
+    model = load_model(config.model_path, placement, on_progress)
+    _logger.info(
+        "weights: %.2f GiB, stored as %s", model.num_weight_bytes / (1 << 30), dtype_name(placement.weight_dtype)
+    )
+    lora_dtype = dtype_name(dtype) if config.lora.lora_dtype == "auto" else config.lora.lora_dtype
+    layout = adapter_layout(model_config, config.lora.max_lora_rank, lora_dtype)
+    plan = plan_memory(config, model_config, layout, dtype, device)
+    return BaseModel(model, model_config, dtype, device, tokenizer, tokenizer_path, layout, plan)
+
+
+def describe_engine(config: EngineConfig, base: BaseModel) -> EngineInfo:
+    """What the fronts must know of an engine."""
+    return EngineInfo(
+        model_path=str(config.model_path),
+        tokenizer_path=str(base.tokenizer_path),
+        max_model_len=base.plan.max_model_len,
+        vocab_size=base.config.vocab_size,
+        end_token_ids=base.config.end_token_ids,
+        add_special_tokens=config.add_special_tokens,
+        exclude_input_in_output=config.exclude_input_in_output,
+        special_tokens_in_messages=config.special_tokens_in_messages,
+        limits=CallLimits.of(config),
+        max_adapter_bytes=int(config.lora.lora_max_adapter_bytes),
+        max_uploads_per_client=config.max_uploads_per_client,
+        adapter_layout=base.layout,
+        kv_cache_tokens=base.plan.num_blocks * config.block_size,
+        device=str(base.device),
+        dtype=dtype_name(base.dtype),
+        version=read_version(),
+        clients=ClientPolicy.of(config),
+    )
+
+
+def _prepare_cpu(config: EngineConfig) -> None:
+    torch.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
+    load_cpu_kernels()
+    if huge_pages.are_switched_off():
+        _logger.warning(
+            "this machine gives no huge pages, which makes steps on a CPU about a third slower: "
+            "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
+        )

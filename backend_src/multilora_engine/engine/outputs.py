@@ -1,0 +1,65 @@
+"""What a sequence gives its client, as `TokenOutput`s."""
+
+from __future__ import annotations
+
+from multilora_engine.engine.sequence import Sequence
+from multilora_engine.errors import AdapterNotFound, AdapterOverflow, InternalError, InvalidRequest, RequestError
+from multilora_engine.request import BeamOutput, FinishReason, GenerationRequest, TokenOutput
+from multilora_engine.text.text_stream import TextDelta
+
+
+def token_output(sequence: Sequence, delta: TextDelta, finish_reason: FinishReason | None = None) -> TokenOutput:
+    """Tokens that may leave, with everything that was asked of them. finish_reason: of the last output."""
+    held, report, num_tokens = sequence.held, sequence.prompt_report, len(delta.token_ids)
+    return TokenOutput(
+        request_id=sequence.request.request_id,
+        token_ids=delta.token_ids,
+        text=delta.text,
+        finish_reason=finish_reason,
+        num_prompt_tokens=len(sequence.request.prompt_token_ids),
+        num_output_tokens=len(sequence.output_token_ids),
+        lora_digest="" if sequence.adapter is None else sequence.adapter.digest,
+        log_probs=held.release_log_probs(num_tokens),
+        cum_log_prob=held.cum_log_prob,
+        generation_logits=held.release_logits(num_tokens),
+        context_logits=report.release_logits(),
+        prompt_log_probs=report.release_log_probs(),
+        num_cached_tokens=sequence.block_table.num_cached_tokens,
+        perf=None if finish_reason is None else sequence.perf,
+    )
+
+
+def beams_output(sequence: Sequence, beams: list[BeamOutput], finish_reason: FinishReason) -> TokenOutput:
+    """The only output of a beam search. sequence: stands for the search."""
+    return TokenOutput(
+        request_id=sequence.request.request_id,
+        token_ids=[],
+        text="",
+        finish_reason=finish_reason,
+        num_prompt_tokens=len(sequence.request.prompt_token_ids),
+        num_output_tokens=sum(len(beam.token_ids) for beam in beams),
+        num_cached_tokens=sequence.block_table.num_cached_tokens,
+        lora_digest="" if sequence.adapter is None else sequence.adapter.digest,
+        perf=sequence.perf,
+        beams=beams,
+    )
+
+
+def error_output(request: GenerationRequest, error: RequestError) -> TokenOutput:
+    """The last output of a request that failed."""
+    if isinstance(error, AdapterNotFound):
+        error = error.under_name(request.lora_name)
+    return TokenOutput(request.request_id, [], "", error_code=error.code, error_message=str(error))
+
+
+def overflow(sequence: Sequence) -> RequestError:
+    """Why a request fails whose numbers overflowed in the model."""
+    if sequence.adapter is None:
+        return InternalError("the model's logits are not finite numbers")
+    return AdapterOverflow(sequence.request.lora_task_id, sequence.request.lora_name, sequence.adapter.digest)
+
+
+def no_token_left(sequence: Sequence) -> InvalidRequest:
+    """Why a request fails whose guide, bans and biases forbid every token."""
+    num_tokens = len(sequence.output_token_ids)
+    return InvalidRequest(f"after {num_tokens} tokens, what the request forbids leaves no token to go on with")

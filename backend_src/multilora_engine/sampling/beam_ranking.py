@@ -1,0 +1,22 @@
+"""`rank_continuations`: the likeliest next tokens of the beams of a batch."""
+
+from __future__ import annotations
+
+import torch
+
+from multilora_engine.engine.beam_search import Continuations
+from multilora_engine.engine.sequence import Sequence
+from multilora_engine.execution.transfer import to_device
+
+
+def rank_continuations(logits: torch.Tensor, beams: list[Sequence]) -> list[Continuations]:
+    """The likeliest continuations of each beam, of any number of searches.
+
+    logits: [len(beams), vocab], float32, with biases, penalties and bans in them.
+    """
+    count = min(max(beam.search.num_candidates for beam in beams if beam.search is not None), logits.shape[1])
+    temperatures = [[beam.request.sampling.temperature] for beam in beams]
+    scores = [[beam.score] for beam in beams]
+    log_probs = (logits / to_device(torch.tensor(temperatures), logits.device)).log_softmax(dim=-1)
+    best = (log_probs + to_device(torch.tensor(scores), logits.device)).topk(count, dim=-1)
+    return [Continuations(*row) for row in zip(best.indices.tolist(), best.values.tolist(), strict=True)]

@@ -1,0 +1,175 @@
+"""Tokens to text and back. Here, and nowhere else, it is decided what the text of a token sequence is.
+
+The text of tokens is the concatenation of their bytes (`Tokenizer.token_bytes`), decoded as UTF-8 with every invalid
+piece replaced by U+FFFD. So text does not depend on how a stream was cut. For byte-level tokenizers this is what
+transformers decodes; sentencepiece ones differ in one way: transformers drops the first space of whatever it decodes,
+we keep it, because a continuation starts with a space whenever the model meant one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from transformers import PreTrainedTokenizerFast
+
+from multilora_engine.errors import ConfigError, InvalidRequest
+from multilora_engine.text.plain_specials import PlainSpecials
+from multilora_engine.text.token_table import special_ids, token_table
+
+_PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
+"""What tokenizer_config.json names (until transformers 5, and since) where tokenizer.json alone is the tokenizer."""
+
+_PLAIN_MODEL_TYPES = ("llama", "qwen3")
+"""For others transformers knows checkpoints that name the wrong class, and takes the model type's own."""
+
+
+class Tokenizer:
+    """The tokenizer of a checkpoint directory: text and chats to token ids, token ids to bytes and text.
+
+    Raises ConfigError at construction when there is no fast tokenizer, or one whose decoder is neither byte-level nor
+    sentencepiece style (`▁` for a space, optionally `<0xNN>` for a byte).
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._hf = _load(path)
+        # A checkpoint may store that prompts are cut or filled up; transformers undoes it in its own calls only.
+        self._hf.backend_tokenizer.no_truncation()
+        self._hf.backend_tokenizer.no_padding()
+        self._bytes = token_table(self._hf.backend_tokenizer)
+        self.special_ids = frozenset(special_ids(self._hf.backend_tokenizer))
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest token id; a model's own vocabulary may be padded beyond it."""
+        return len(self._bytes)
+
+    @property
+    def eos_id(self) -> int | None:
+        token_id: int | None = self._hf.eos_token_id
+        return token_id
+
+    @property
+    def pad_id(self) -> int | None:
+        token_id: int | None = self._hf.pad_token_id
+        return token_id
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Token ids of a prompt; `add_special_tokens` adds those of the tokenizer's post-processor, such as BOS."""
+        try:
+            ids: list[int] = self._hf.encode(text, add_special_tokens=add_special_tokens, verbose=False)
+        except (TypeError, UnicodeError) as error:
+            raise InvalidRequest(f"the prompt is not valid Unicode text: {error}") from error
+        return ids
+
+    def encode_words(self, words: list[str]) -> list[list[int]]:
+        """Token ids of each of many words as they stand, in a quarter of the time that `encode` takes for them."""
+        encodings = self._hf.backend_tokenizer.encode_batch_fast(words, add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        options: Mapping[str, Any] = MappingProxyType({}),
+        keeps_special_tokens: bool = True,
+    ) -> list[int]:
+        """Token ids of a chat, ready for the assistant's answer.
+
+        options: `add_generation_prompt`, `continue_final_message` and what the template knows by other names.
+        keeps_special_tokens: whether what spells a special token in messages, tools and options becomes one.
+        Raises InvalidRequest when the template refuses it, or would leave the tools out without a word.
+        """
+        if self._hf.chat_template is None:
+            raise InvalidRequest("this model has no chat template; send text_input instead of messages")
+        _check_messages(messages)
+        plain = PlainSpecials(() if keeps_special_tokens else map(self.token_name, self.special_ids))
+        messages, tools, options = (plain.mark(each) for each in (messages, tools, options))
+        options = {"add_generation_prompt": True, **options}
+        text = self._render_chat(messages, tools, options)
+        if tools and text == self._render_chat(messages, None, options):
+            raise InvalidRequest("the model's chat template has no place for tools")
+        pieces = (self.encode(piece, add_special_tokens=False) for piece in plain.pieces(text))
+        return [token_id for piece in pieces for token_id in piece]
+
+    def _render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        options: Mapping[str, Any],
+    ) -> str:
+        try:
+            text = self._hf.apply_chat_template(
+                [dict(message) for message in messages],
+                tools=[dict(tool) for tool in tools] if tools else None,
+                tokenize=False,
+                **options,
+            )
+        except Exception as error:  # templates are programs: what they raise on input they do not like is up to them
+            raise InvalidRequest(f"the model's chat template refused the messages: {error}") from error
+        return str(text)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The UTF-8 bytes a token stands for, often only part of a character. Special and unknown ids have none."""
+        return self._bytes[token_id] if 0 <= token_id < len(self._bytes) else b""
+
+    def spell(self, token_id: int) -> bytes:
+        """`token_bytes`, but special tokens by their names."""
+        return self.token_name(token_id).encode() if token_id in self.special_ids else self.token_bytes(token_id)
+
+    def token_name(self, token_id: int) -> str:
+        """How the vocabulary spells a token."""
+        return str(self._hf.convert_ids_to_tokens(token_id))
+
+    def decode(self, token_ids: Iterable[int]) -> str:
+        """The text of tokens: their bytes joined, invalid UTF-8 replaced by U+FFFD."""
+        return b"".join(map(self.token_bytes, token_ids)).decode("utf-8", "replace")
+
+
+def _load(path: Path) -> PreTrainedTokenizerFast:
+    try:
+        tokenizer = _read_plain(path) if _is_plain(path) else _read_by_class(path)
+    except Exception as error:  # its readers raise many types, all of them about the files of this directory
+        raise ConfigError(f"cannot load a tokenizer from {path}: {error}") from error
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise ConfigError(f"{path} has no fast tokenizer; add its tokenizer.json")
+    return tokenizer
+
+
+def _is_plain(path: Path) -> bool:
+    """Whether the files say that tokenizer.json is all of the tokenizer, so that no class need be looked for."""
+    if not (path / "tokenizer.json").exists():
+        return False
+    tokenizer_config, config = (_read_json(path / name) for name in ("tokenizer_config.json", "config.json"))
+    return (
+        tokenizer_config.get("tokenizer_class") in _PLAIN_CLASSES
+        and "auto_map" not in tokenizer_config
+        and config.get("model_type", _PLAIN_MODEL_TYPES[0]) in _PLAIN_MODEL_TYPES
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """{} for a file that is not there."""
+    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
+
+
+def _read_plain(path: Path) -> Any:
+    return PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
+
+
+def _read_by_class(path: Path) -> Any:
+    # Looking for the class imports torch, its compiler and much of transformers: seconds of CPU, and 100 MB that stay.
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+
+
+def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
+    if not messages:
+        raise InvalidRequest("messages is empty")
+    for i, message in enumerate(messages):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise InvalidRequest(f'message {i} must look like {{"role": "user", "content": "..."}}, got {message!r}')

@@ -1,0 +1,163 @@
+"""Where adapters may change a model: its sites, and the wire modules that address them.
+
+A model describes itself by `ModelSites`. Wire checks, pages, tables, sizes, converter and client read this description
+and know no model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+
+@dataclass(frozen=True)
+class AdapterSite:
+    """A linear of the model that adapters may change: y = x W^T becomes y = x W^T + x A^T B^T.
+
+    name: Hugging Face's module name without prefix, such as `layers.3.self_attn.q_proj`.
+    column: of `LoRATables`, the first of `experts` consecutive ones.
+    """
+
+    name: str
+    layer: int
+    in_size: int
+    out_size: int
+    column: int
+    experts: int = 1
+
+
+@dataclass(frozen=True)
+class SitePart:
+    """The rows of a wire module's B from `start` on are those of the site with this column."""
+
+    column: int
+    start: int
+
+
+@dataclass(frozen=True)
+class WireModule:
+    """One module id of one layer, as rows of `lora_config` name it; with A `[rank, in_size]` and B `[out_size, rank]`.
+
+    name: upstream's, such as `attn_q`.
+    """
+
+    module_id: int
+    name: str
+    layer: int
+    in_size: int
+    out_size: int
+    parts: tuple[SitePart, ...]
+
+
+@dataclass(frozen=True)
+class ModelSites:
+    """All sites by ascending column, and all wire modules by (layer, module id)."""
+
+    sites: tuple[AdapterSite, ...]
+    modules: tuple[WireModule, ...]
+
+    @cached_property
+    def num_columns(self) -> int:
+        """Columns of `LoRATables`."""
+        return max(site.column + site.experts for site in self.sites)
+
+    @cached_property
+    def num_layers(self) -> int:
+        """Layers that rows of `lora_config` may name: 0 to `num_layers` - 1."""
+        return max(module.layer for module in self.modules) + 1
+
+    @cached_property
+    def module_at(self) -> dict[tuple[int, int], WireModule]:
+        """A wire module by (layer, module id)."""
+        return {(module.layer, module.module_id): module for module in self.modules}
+
+    @cached_property
+    def site_at(self) -> dict[int, AdapterSite]:
+        """A site by its column."""
+        return {site.column: site for site in self.sites}
+
+    @cached_property
+    def module_names(self) -> dict[int, str]:
+        """Upstream's names of the module ids that the model has, by ascending id."""
+        return dict(sorted({module.module_id: module.name for module in self.modules}.items()))
+
+    @cached_property
+    def plain_modules(self) -> tuple[WireModule, ...]:
+        """The wire modules of one site each: one row for each site of the model."""
+        return tuple(module for module in self.modules if len(module.parts) == 1)
+
+
+GATED_MLP = ("gate_proj", "up_proj", "down_proj")
+"""Hugging Face's names in an MLP that multiplies its activation with a second projection, as Llama's."""
+
+
+def decoder_sites(
+    num_layers: int,
+    hidden_size: int,
+    q_size: int,
+    kv_size: int,
+    intermediate_size: int,
+    mlp_linears: Sequence[str] = GATED_MLP,
+) -> ModelSites:
+    """Sites of a decoder whose layers are all alike: attention with q, k, v and o, and an MLP.
+
+    mlp_linears: Hugging Face's names of gate, up and down; of a plain MLP, those of its first and second linear.
+    """
+    sites: list[AdapterSite] = []
+    modules: list[WireModule] = []
+    for layer in range(num_layers):
+        shapes = [
+            *_attention_shapes(hidden_size, q_size, kv_size),
+            *_mlp_shapes(hidden_size, intermediate_size, mlp_linears),
+        ]
+        first = len(sites)
+        sites += [
+            AdapterSite(f"layers.{layer}.{path}", layer, in_size, out_size, first + index)
+            for index, (path, in_size, out_size) in enumerate(shapes)
+        ]
+        modules += _wire_modules(sites[first:], is_gated=len(mlp_linears) == len(GATED_MLP))
+    return ModelSites(tuple(sites), tuple(modules))
+
+
+def _attention_shapes(hidden: int, q: int, kv: int) -> list[tuple[str, int, int]]:
+    """Path, in and out sizes of the attention's linears, in the order of their columns."""
+    return [
+        ("self_attn.q_proj", hidden, q),
+        ("self_attn.k_proj", hidden, kv),
+        ("self_attn.v_proj", hidden, kv),
+        ("self_attn.o_proj", q, hidden),
+    ]
+
+
+def _mlp_shapes(hidden: int, intermediate: int, linears: Sequence[str]) -> list[tuple[str, int, int]]:
+    """Path, in and out sizes of the MLP's linears, in the order of their columns."""
+    *inner, outer = linears
+    return [*((f"mlp.{name}", hidden, intermediate) for name in inner), (f"mlp.{outer}", intermediate, hidden)]
+
+
+def _wire_modules(sites: Sequence[AdapterSite], is_gated: bool) -> Iterator[WireModule]:
+    """The wire modules of one layer, by ascending module id.
+
+    Upstream's names mislead: `mlp_h_to_4h` (5) is the linear under the activation, Hugging Face's `gate_proj`, and
+    `mlp_gate` (7) is the linear that the activation is multiplied with, `up_proj`. The fused `mlp_gate_up` (18) has B's
+    halves swapped: up first, then gate.
+    """
+    q, k, v, o, inner, *rest = sites
+    yield _wire_module(0, "attn_qkv", q, k, v)
+    yield _wire_module(1, "attn_q", q)
+    yield _wire_module(2, "attn_k", k)
+    yield _wire_module(3, "attn_v", v)
+    yield _wire_module(4, "attn_dense", o)
+    yield _wire_module(5, "mlp_h_to_4h", inner)
+    yield _wire_module(6, "mlp_4h_to_h", rest[-1])
+    if is_gated:
+        yield _wire_module(7, "mlp_gate", rest[0])
+        yield _wire_module(18, "mlp_gate_up", rest[0], inner)
+
+
+def _wire_module(module_id: int, name: str, *sites: AdapterSite) -> WireModule:
+    """The module whose B has the rows of `sites` one behind another."""
+    starts = [sum(site.out_size for site in sites[:index]) for index in range(len(sites))]
+    parts = tuple(SitePart(site.column, start) for site, start in zip(sites, starts, strict=True))
+    return WireModule(module_id, name, sites[0].layer, sites[0].in_size, sum(site.out_size for site in sites), parts)
