@@ -8,7 +8,8 @@ from checkpoints.telling_adapters import MAX_RANK, answer, save_checkpoint
 from multilora_engine.lora.layout import AdapterLayout, adapter_layout
 from multilora_engine.models.model_config import read_model_config
 from multilora_engine.request import TokenOutput
-from trials.soak_adapters import Call, Options, Soak, Tally, Versions, soak
+from trials.soak_adapters import Options, Soak, soak
+from trials.soak_answers import Call, Tally, Versions
 
 
 @pytest.mark.parametrize("has_disk", [False, True], ids=["sent again", "from disk"])
