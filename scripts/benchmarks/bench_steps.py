@@ -24,9 +24,9 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from benchmarks.bench_kernels import Clock, limit_steps, measure
 from benchmarks.bench_rows import Row, render, threads_title, write_results
 from benchmarks.lora_workloads import Step
+from benchmarks.machine_limits import Clock, limit_steps, measure
 from multilora_engine.execution.forward_batch import ForwardBatch, KVCache, TokenLoRAs
 from multilora_engine.models.model_config import ModelConfig
 from multilora_engine.models.registry import build_model

@@ -35,15 +35,14 @@ from multilora_engine.tritonserver.free_space import SHARED_MEMORY
 from multilora_wire.layout import num_values
 from servers.tiny_server import tiny_server
 from trials.fuzz_doors import ANSWERED, Doors, Outcome
-from trials.fuzz_requests import (
+from trials.fuzz_requests import Case, make_case
+from trials.wire_requests import (
     CACHED_TASK_ID,
     DOORS,
-    Case,
     InputSpec,
     ModelFacts,
     WireRequest,
     WireTensor,
-    make_case,
     random_adapter,
     tensor,
 )
