@@ -274,7 +274,8 @@ class Engine:
         outputs = self._extend_answers(dict(zip(choice.sequences, tokens, strict=True)), on_progress)
         # A step that was launched before the last one was read has been computed since then.
         started_s, self._last_read_s = max(started_s, self._last_read_s), time.monotonic()
-        self._pace.observe(work_of(step), self._last_read_s - started_s)
+        # Steps end with the sequences that compute more than one token.
+        self._pace.observe(self._last_read_s - started_s, step[-1].num_tokens > 1, partial(work_of, step))
         return outputs
 
     def _extend_answers(

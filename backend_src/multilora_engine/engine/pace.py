@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from multilora_engine.engine.engine_stats import PaceStats
@@ -62,10 +63,14 @@ class PromptTime:
 
 @dataclass(frozen=True)
 class Decodes:
-    """The running answers that get a token in a step. target_s: how long the step may take."""
+    """The running answers that get a token in a step.
+
+    within: the answers of clients within their shares. is_limited: whether the step is to keep to a target.
+    """
 
     sequences: list[Sequence]
-    target_s: float
+    within: list[Sequence]
+    is_limited: bool
 
 
 class Pace:
@@ -91,34 +96,35 @@ class Pace:
     def stats(self) -> PaceStats:
         return PaceStats(self._last_target_s, self._num_limited_steps, self._turn)
 
-    def observe(self, work: StepWork, seconds: float) -> None:
-        """A step took so long, from its scheduling to its outputs."""
+    def observe(self, seconds: float, has_prompts: bool, work_of_step: Callable[[], StepWork]) -> None:
+        """A step took so long, from its scheduling to its outputs. work_of_step: called if that is of interest."""
         self._num_steps += 1
         self._num_limited_steps += self._prompt_time.is_used_up
         self._prompt_time = PromptTime()
-        if work.num_prompt_tokens or self._num_steps % _STEPS_PER_SAMPLE == 0:
-            self.cost.observe(work, seconds)
+        if has_prompts or self._num_steps % _STEPS_PER_SAMPLE == 0:
+            self.cost.observe(work_of_step(), seconds)
 
     def choose(self, decoding: list[Sequence]) -> Decodes:
         """The answers that get a token in the next step. decoding: all that could."""
         if self._target_s == 0 or not decoding or not self.cost.is_known:
-            return Decodes(decoding, math.inf)
+            return Decodes(decoding, decoding, is_limited=False)
         over = _clients_over_their_share(decoding)
         if not over:
-            return Decodes(decoding, self._target(decoding))
+            return Decodes(decoding, decoding, is_limited=True)
         within = [s for s in decoding if s.request.sender.name not in over]
-        target_s, base_s = self._target(within), self._seconds(within)
-        return Decodes(self._turns(decoding, over, max(0.0, target_s - base_s) / 2), target_s)
+        spare_s = max(0.0, self._target(within) - self._seconds(within))
+        return Decodes(self._turns(decoding, over, spare_s / 2), within, is_limited=True)
 
     def prompt_time(self, decodes: Decodes) -> PromptTime:
         """The time for prompts in a step with these answers."""
-        if decodes.target_s == math.inf:
+        if not decodes.is_limited:
             return PromptTime()
+        target_s = self._target(decodes.within)
         decode_s = self._seconds(decodes.sequences)
         share_s = decode_s * _PROMPT_SHARE / (1 - _PROMPT_SHARE)
         few_s = self.cost.seconds_added(StepWork(num_prompt_tokens=_MIN_PROMPT_TOKENS))
-        self._last_target_s = decodes.target_s
-        self._prompt_time = PromptTime(max(decodes.target_s - decode_s, share_s, few_s), self.cost)
+        self._last_target_s = target_s
+        self._prompt_time = PromptTime(max(target_s - decode_s, share_s, few_s), self.cost)
         return self._prompt_time
 
     def _target(self, sequences: list[Sequence]) -> float:
@@ -153,9 +159,10 @@ def work_of_decodes(sequences: list[Sequence]) -> StepWork:
 
 def _clients_over_their_share(decoding: list[Sequence]) -> set[str]:
     """The clients that have more of the running sequences than their shares, by weight, of all clients that run."""
-    weights = {sequence.request.sender.name: sequence.request.sender.weight for sequence in decoding}
-    if len(weights) == 1:
+    first = decoding[0].request.sender.name
+    if all(sequence.request.sender.name == first for sequence in decoding):
         return set()
+    weights = {sequence.request.sender.name: sequence.request.sender.weight for sequence in decoding}
     rows: Counter[str] = Counter()
     for sequence in decoding:
         rows[sequence.request.sender.name] += len(sequence.siblings) + 1

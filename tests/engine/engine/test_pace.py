@@ -95,7 +95,7 @@ def test_a_client_over_its_share_takes_turns_so_that_the_others_need_not_wait_fo
         assert decodes.sequences == [one for one in decoding if one in set(decodes.sequences)], "another order"
         # 21 ms are the victim's own, and as many are left to the others.
         assert len(decodes.sequences) == pytest.approx(22, abs=1)
-        assert decodes.target_s == pytest.approx(0.063)
+        assert decodes.within == [victim]
         for one in decodes.sequences:
             if one is not victim:
                 turns[one] += 1
@@ -121,7 +121,7 @@ def test_the_target_limited_steps_and_turns_are_told() -> None:
     for num_tokens in (10, 84):
         time = paced.prompt_time(paced.choose([sequence()]))
         time.take(sequence(), min(num_tokens, time.room_for(sequence(), 256)))
-        paced.observe(StepWork(1, num_prompt_tokens=num_tokens), 0.1)
+        paced.observe(0.1, True, StepWork)
     paced.choose([sequence("victim"), *(sequence("attacker") for _ in range(3))])
     assert paced.stats == PaceStats(pytest.approx(0.063), num_limited_steps=1, num_turns=1)
 
@@ -129,8 +129,8 @@ def test_the_target_limited_steps_and_turns_are_told() -> None:
 def test_of_steps_without_prompts_few_are_measured_and_of_others_all() -> None:
     paced = Pace(None)
     for _ in range(7):
-        paced.observe(StepWork(4), 0.1)
+        paced.observe(0.1, False, StepWork)
     assert not paced.cost.is_known
-    paced.observe(StepWork(4, num_prompt_tokens=9), 0.1)
+    paced.observe(0.1, True, StepWork)
     assert paced.cost.is_known
     assert isinstance(paced.choose([sequence()]), Decodes)

@@ -107,7 +107,7 @@ class World:
         step = self.scheduler.schedule()
         self.check_step(step)
         self.compute(step)
-        self.pace.observe(work_of(step), KnownCost().seconds(work_of(step)))
+        self.pace.observe(KnownCost().seconds(work_of(step)), True, lambda: work_of(step))
         for scheduled in step:
             scheduled.sequence.num_pending_tokens += scheduled.is_sampled
         if self.runs_ahead:
