@@ -200,6 +200,12 @@ class EngineConfig(BaseModel):
     guide_compile_timeout_s: Annotated[
         float, Field(gt=0, description="A guide not compiled by then fails its request with UNAVAILABLE.")
     ] = 10.0
+    inter_token_latency_target_ms: Annotated[
+        Literal["auto"] | Annotated[float, Field(ge=0)],
+        Field(
+            description="Longest step with running answers; prompts get a third. `auto`: 3 times the answers'; 0: off."
+        ),
+    ] = "auto"
     host_work_ms_per_step: Annotated[
         float,
         Field(
@@ -263,6 +269,12 @@ class EngineConfig(BaseModel):
                 f"{self.max_num_batched_tokens}; write max_num_seqs <= max_num_batched_tokens"
             )
         return self
+
+    @property
+    def inter_token_latency_target_s(self) -> float | None:
+        """The same in seconds, None for `auto`."""
+        target_ms = self.inter_token_latency_target_ms
+        return None if target_ms == "auto" else target_ms / 1e3
 
     @classmethod
     def from_parameters(cls, parameters: Mapping[str, str], environ: Mapping[str, str] | None = None) -> EngineConfig:
