@@ -170,7 +170,7 @@ class EngineConfig(BaseModel):
     ] = ByteSize(4 << 20)
     max_uploads_per_client: Annotated[
         int,
-        Field(ge=1, description="Adapters a client may send at once; the header x-multilora-client names the client."),
+        Field(ge=1, description="Adapters a known client may send at once; unknown ones share as many of full size."),
     ] = 8
     max_sequences_per_request: Annotated[
         int, Field(ge=1, description="Rows of a request times `num_return_sequences` or beams.")
