@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import grpc
+import grpc  # type: ignore[import-untyped]
 import numpy as np
 import psutil
 import typer

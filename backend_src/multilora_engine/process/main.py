@@ -81,5 +81,11 @@ def _report(stream: TextIO, report: StartReport) -> None:
     stream.close()
 
 
+def _warm_engine(config: EngineConfig) -> Engine:
+    engine = Engine(config)
+    engine.warm_up()
+    return engine
+
+
 if __name__ == "__main__":
-    main(Engine)
+    main(_warm_engine)
