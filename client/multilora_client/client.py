@@ -22,7 +22,6 @@ from multilora_client.keyed_transport import AsyncKeyedTransport, KeyedTransport
 from multilora_client.messages import InferRequest
 from multilora_client.operations import (
     AdapterEvents,
-    AdapterInfo,
     ModelInfo,
     load_fields,
     operation_request,
@@ -35,10 +34,11 @@ from multilora_client.operations import (
     which_adapter,
 )
 from multilora_client.options import ChatOptions, GenerateOptions
-from multilora_client.sizing import AdapterLayout
 from multilora_client.tls import Tls
 from multilora_client.tokens import detokenize_request, parse_text, parse_token_ids, tokenize_request
 from multilora_client.transport import AsyncTransport, Transport
+from multilora_wire.adapter_info import AdapterInfo
+from multilora_wire.layout import AdapterLayout
 
 DEFAULT_URL = "grpc://localhost:8001"
 _HOST_AND_PORT = re.compile(r"[^/@?#]+:\d+")

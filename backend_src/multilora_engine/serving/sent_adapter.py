@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 from multilora_engine.engine_info import EngineInfo
 from multilora_engine.errors import InvalidRequest
 from multilora_engine.lora.format import pack_adapter
-from multilora_engine.lora.layout import AdapterLayout, PackedAdapter
+from multilora_engine.lora.layout import PackedAdapter
 from multilora_engine.lora.names import task_id_of
 from multilora_engine.serving.inputs import InputTensors
+from multilora_wire.layout import AdapterLayout
 
 if TYPE_CHECKING:
     import torch
