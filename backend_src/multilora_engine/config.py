@@ -1,4 +1,7 @@
-"""`EngineConfig`: every parameter of the engine, its default and its check, in one place.
+"""`EngineConfig`: every parameter of the engine, its default, and every check that the parameters alone allow.
+
+A check against the device, its memory, the checkpoint or a directory is where the engine reads these: engine/build.py,
+engine/memory.py, lora/disk_tier.py. It raises `ConfigError`, too.
 
 The values come from the `parameters` block of `model_repository/generation/config.pbtxt` as strings. An empty value, or
 one that is only a reference to an unset environment variable (`${NAME}`), means the default. An unknown name or an
@@ -170,7 +173,7 @@ class EngineConfig(BaseModel):
     ] = ByteSize(4 << 20)
     max_uploads_per_client: Annotated[
         int,
-        Field(ge=1, description="Adapters a client may send at once; the header x-multilora-client names the client."),
+        Field(ge=1, description="Adapters a known client may send at once; unknown ones share as many of full size."),
     ] = 8
     max_sequences_per_request: Annotated[
         int, Field(ge=1, description="Rows of a request times `num_return_sequences` or beams.")
