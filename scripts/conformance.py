@@ -54,11 +54,16 @@ def read_rows(paths: Sequence[Path] = TESTS) -> list[Row]:
 
 
 def _rows_of(path: Path) -> Iterator[Row]:
-    for node in ast.parse(path.read_text()).body:
-        for decorator in node.decorator_list if isinstance(node, ast.FunctionDef) else ():
+    functions = (node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef))
+    for node in functions:
+        for decorator in node.decorator_list:
             if isinstance(decorator, ast.Call) and isinstance(decorator.func, ast.Name) and decorator.func.id == "row":
-                interface, requirement, *answer = (ast.literal_eval(argument) for argument in decorator.args)
-                yield Row(interface, requirement, *(answer or ["works"]), test=(path.name, node.name))
+                yield _row(decorator, (path.name, node.name))
+
+
+def _row(decorator: ast.Call, test: tuple[str, str]) -> Row:
+    interface, requirement, *answer = (ast.literal_eval(argument) for argument in decorator.args)
+    return Row(interface, requirement, answer[0] if answer else "works", test)
 
 
 @dataclass

@@ -81,7 +81,7 @@ def _up(served: Served) -> Iterator[dict[str, str]]:
     """The places of a server of this kind, while it runs."""
     model = ensure_default_checkpoint()
     models = UpstreamModels.UNARY if served is Served.UNARY else UpstreamModels.DECOUPLED
-    with started_server(model, upstream_models=models, **_PARAMETERS) as server:
+    with started_server(model, upstream_models=models, overrides=_PARAMETERS) as server:
         places = {
             "grpc": server.grpc_url,
             "http": server.http_url,

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from http.client import HTTPConnection, HTTPException
 
-import grpc
+import grpc  # type: ignore[import-untyped]
 from tritonclient.grpc import service_pb2
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 

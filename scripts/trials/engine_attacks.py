@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import grpc
+import grpc  # type: ignore[import-untyped]
 import numpy as np
 from tritonclient.grpc import service_pb2
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
@@ -111,7 +111,10 @@ def penalise_long_prompts(doors: Doors) -> str:
         doors,
         [
             infer_request(
-                "generation_unary", input_ids=[prompt], max_tokens=[[200]], repetition_penalty=np.float32([[1.1]])
+                "generation_unary",
+                input_ids=[prompt],
+                max_tokens=[[200]],
+                repetition_penalty=np.array([[1.1]], np.float32),
             )
             for prompt in prompts
         ],
@@ -138,7 +141,7 @@ def upload_under_forged_names(doors: Doors) -> str:
     requests = [
         infer_request(
             "generation_unary",
-            lora_task_id=np.uint64([[5_000_000 + i]]),
+            lora_task_id=np.array([[5_000_000 + i]], np.uint64),
             lora_weights_fp32=weights,
             lora_config=[config],
         )

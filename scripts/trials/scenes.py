@@ -85,7 +85,7 @@ def behind_proxy(model: Path) -> Iterator[Stage]:
         secret = secrets.token_hex(32)
         (folder / "secret").write_text(secret)
         server = stack.enter_context(
-            started_server(model, client_header_secret_file=str(folder / "secret"), **PARAMETERS)
+            started_server(model, overrides={**PARAMETERS, "client_header_secret_file": str(folder / "secret")})
         )
         ports = server.addresses
         proxy = stack.enter_context(LocalProxy(ports.http_port, ports.grpc_port, ports.metrics_port, secret=secret))
@@ -101,7 +101,7 @@ def with_keys(model: Path) -> Iterator[Stage]:
         keys = Path(folder) / "keys.json"
         entries = [{"key": key, "tenant": name, "base_model": True, "upload": True} for name, key in TENANTS.items()]
         keys.write_text(json.dumps({"keys": entries}))
-        with started_server(model, api_keys_file=str(keys), **PARAMETERS) as server:
+        with started_server(model, overrides={**PARAMETERS, "api_keys_file": str(keys)}) as server:
             victim, attacker = (Doors(server.http_url, server.grpc_url, key=TENANTS[name]) for name in TENANTS)
             yield Stage(server, attacker, victim)
 
@@ -109,7 +109,7 @@ def with_keys(model: Path) -> Iterator[Stage]:
 @contextmanager
 def straight(model: Path) -> Iterator[Stage]:
     """Neither proxy nor keys: nobody can tell the two apart."""
-    with started_server(model, **PARAMETERS) as server:
+    with started_server(model, overrides=PARAMETERS) as server:
         doors = Doors(server.http_url, server.grpc_url)
         yield Stage(server, doors, doors)
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import grpc
+import grpc  # type: ignore[import-untyped]
 import numpy as np
 from tritonclient.grpc import service_pb2
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
@@ -127,14 +127,16 @@ def _upload(task: int, seed: int) -> Any:
     weights = np.random.default_rng(seed).standard_normal((1, 1, _RANK * 2 * 576)).astype(np.float32)
     return infer_request(
         "generation_unary",
-        lora_task_id=np.uint64([[task]]),
+        lora_task_id=np.array([[task]], np.uint64),
         lora_weights_fp32=weights,
         lora_config=[[[_ATTENTION_OUT, 0, _RANK]]],
     )
 
 
 def _use(task: int) -> Any:
-    return infer_request("generation_unary", text_input=[["Hello"]], max_tokens=[[1]], lora_task_id=np.uint64([[task]]))
+    return infer_request(
+        "generation_unary", text_input=[["Hello"]], max_tokens=[[1]], lora_task_id=np.array([[task]], np.uint64)
+    )
 
 
 def _first_token(prompt: str) -> Any:

@@ -7,7 +7,7 @@ import threading
 import time
 from dataclasses import dataclass
 
-import grpc
+import grpc  # type: ignore[import-untyped]
 import numpy as np
 from tritonclient.grpc import service_pb2
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub

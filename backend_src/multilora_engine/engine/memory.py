@@ -9,9 +9,8 @@ import torch
 
 from multilora_engine.config import EngineConfig
 from multilora_engine.errors import ConfigError
-from multilora_engine.lora.format import adapter_pages
-from multilora_engine.lora.layout import AdapterLayout
 from multilora_engine.models.model_config import ModelConfig
+from multilora_wire.layout import AdapterLayout, adapter_pages
 
 _logger = logging.getLogger(__name__)
 

@@ -15,12 +15,13 @@ from multilora_engine.execution.transfer import to_device
 from multilora_engine.histogram import Histogram
 from multilora_engine.lora.format import TORCH_DTYPES
 from multilora_engine.lora.host_tier import CachedAdapter
-from multilora_engine.lora.layout import SLICES, AdapterLayout, PackedRow, lora_modules
+from multilora_engine.lora.layout import PackedRow
 from multilora_engine.lora.life_cycle import AdapterEvent, OnEvent, TierStats, ignore_event
 from multilora_engine.lora.names import label_of
 from multilora_engine.lora.page_copies import CopyPages, PageCopy, copies_to
 from multilora_engine.lora.page_pool import PagePool
 from multilora_kernels import LoRATables
+from multilora_wire.layout import AdapterLayout, PageShape
 
 _logger = logging.getLogger(__name__)
 
@@ -74,7 +75,7 @@ class DeviceTier:
         self._num_in_use = 0
         device = device_pool.storage.device
         self._copy_pages = copy_pages or copies_to(device)
-        shape = (max_loras, layout.num_columns)
+        shape = (max_loras, layout.sites.num_columns)
         self.tables = LoRATables(
             arena=device_pool.storage.view(-1).view(TORCH_DTYPES[layout.lora_dtype]),
             rank=torch.zeros(shape, dtype=torch.int32, device=device),
@@ -103,7 +104,7 @@ class DeviceTier:
             self._residents[adapter] = _Resident(adapter.pages, copy=None)
             self._emit("loaded_to_device", adapter)
             return True
-        return self._make_room(len(adapter.pages), wanted) and self._start_copy(adapter)
+        return self._make_room(adapter.shape, wanted) and self._start_copy(adapter)
 
     def __len__(self) -> int:
         return len(self._residents)
@@ -224,22 +225,21 @@ class DeviceTier:
 
     def check_integrity(self) -> None:
         if not self.is_shared:
-            self._pool.check_integrity(resident.pages for resident in self._residents.values())
+            self._pool.check_integrity((adapter.shape, r.pages) for adapter, r in self._residents.items())
         used = [r.lora_index for r in self._residents.values() if r.lora_index is not None]
         assert sorted(used + self._free_indices) == list(range(len(self.tables.rank))), "a lora_index is lost or shared"
         assert all(r.num_users == 0 or r.lora_index is not None for r in self._residents.values())
         assert self._num_in_use == sum(r.num_users > 0 for r in self._residents.values())
 
-    def _make_room(self, num_pages: int, wanted: Set[CachedAdapter]) -> bool:
+    def _make_room(self, shape: PageShape, wanted: Set[CachedAdapter]) -> bool:
         # Not those whose copies are under way: dropping one would wait for it.
         unused = [a for a, resident in self._residents.items() if resident.num_users == 0 and a not in wanted]
-        idle = [adapter for adapter in unused if self.is_ready(adapter)]
-        if self._pool.num_free + sum(len(self._residents[adapter].pages) for adapter in idle) < num_pages:
-            return False
-        while self._pool.num_free < num_pages:
-            self.drop(idle.pop(0))
+        idle = ((a, self._residents[a].pages) for a in unused if self.is_ready(a))
+        victims = self._pool.victims(shape, idle)
+        for adapter in victims or ():
+            self.drop(adapter)
             self._evictions += 1
-        return True
+        return victims is not None
 
     def _claim_index(self) -> int | None:
         if self._free_indices:
@@ -255,7 +255,7 @@ class DeviceTier:
 
     def _start_copy(self, adapter: CachedAdapter) -> bool:
         """Whether a copy to pages that are free is under way, or over."""
-        pages = self._pool.allocate(len(adapter.pages))
+        pages = self._pool.allocate(adapter.shape)
         resident = _Resident(pages, copy=None)
         try:
             resident.copy = self._copy_pages(self._host_pool.views(adapter.pages), self._pool.views(pages))
@@ -303,21 +303,22 @@ class DeviceTier:
 
 
 def _table_entries(rows: list[PackedRow], pages: list[int], layout: AdapterLayout) -> torch.Tensor:
-    """int64 [5, num_slices]: column, rank, and the offsets of A, B and magnitude as elements of the whole arena."""
-    modules = lora_modules(layout)
+    """int64 [5, num_sites]: column, rank, and the offsets of A, B and magnitude as elements of the whole arena."""
     entries = []
     for row in rows:
         a_offset = _arena_offset(row.a_offset, pages, layout)
         b_offset = _arena_offset(row.b_offset, pages, layout)
-        magnitude_offset = -1 if row.magnitude_offset < 0 else _arena_offset(row.magnitude_offset, pages, layout)
-        for name, start in modules[row.module_id].slice_starts:
-            magnitude = magnitude_offset + start if magnitude_offset >= 0 else -1
-            column = row.layer * len(SLICES) + SLICES.index(name)
-            entries.append((column, row.rank, a_offset, b_offset + start * row.rank, magnitude))
+        magnitude_offset = _arena_offset(row.magnitude_offset, pages, layout) if row.is_dora else -1
+        for part in layout.sites.module_at[row.layer, row.module_id].parts:
+            magnitude = magnitude_offset + part.start if row.is_dora else -1
+            entries.append((part.column, row.rank, a_offset, b_offset + part.start * row.rank, magnitude))
     return torch.tensor(entries, dtype=torch.int64).T.contiguous()
 
 
 def _arena_offset(offset: int, pages: list[int], layout: AdapterLayout) -> int:
-    """From the adapter's own pages to the whole arena."""
-    page, place = divmod(offset, layout.page_elements)
-    return pages[page] * layout.page_elements + place
+    """From bytes in the adapter's own pages to elements in the whole arena.
+
+    The pages of a piece that spans them are consecutive in the arena, too.
+    """
+    page, place = divmod(offset, layout.page_bytes)
+    return (pages[page] * layout.page_bytes + place) // layout.itemsize

@@ -31,12 +31,14 @@ import torch
 
 from multilora_engine.errors import ConfigError
 from multilora_engine.lora.format import check_rows, content_digest, ranks_of
-from multilora_engine.lora.layout import AdapterLayout, PackedRow
+from multilora_engine.lora.layout import PackedRow, page_shape
 from multilora_engine.lora.life_cycle import AdapterEvent, EventKind, OnEvent, TierStats, ignore_event
 from multilora_engine.lora.names import TaskId, label_of, parse_label
+from multilora_wire.layout import AdapterLayout, PageShape
 
-FORMAT_VERSION = "2"
-"""Of the files. 1 had SHA-256 digests: those say nothing about whether an upload is the same adapter."""
+FORMAT_VERSION = "3"
+"""Of the files. 1 had SHA-256 digests: those say nothing about whether an upload is the same adapter. 2 counted offsets
+in values, and its layout had no version."""
 
 _MAX_HEADER_BYTES = 16 << 20
 _NUM_READERS = 2
@@ -58,9 +60,27 @@ class DiskAdapter:
     digest: str
     name: str
     ranks: tuple[int, ...]
-    num_pages: int
+    shape: PageShape
     num_bytes: int
     last_used_s: float
+
+    @property
+    def num_pages(self) -> int:
+        return self.shape.num_pages
+
+
+class _StoredLayout(msgspec.Struct, frozen=True):
+    """The layout of a file's pages. sites: `AdapterLayout.fingerprint`; all sites would be many times the header."""
+
+    version: int
+    sites: str
+    max_rank: int
+    lora_dtype: str
+    page_bytes: int
+
+    @classmethod
+    def of(cls, layout: AdapterLayout) -> _StoredLayout:
+        return cls(layout.version, layout.fingerprint, layout.max_rank, layout.lora_dtype, layout.page_bytes)
 
 
 class _Metadata(msgspec.Struct, frozen=True):
@@ -214,7 +234,8 @@ class DiskTier:
         while self._bytes_used + size > self._num_bytes:
             self._delete_oldest()
         self._bytes_used += size
-        adapter = DiskAdapter(lora_task_id, digest, name, ranks_of(rows), len(pages), size, last_used_s=time.time())
+        shape = page_shape(rows, len(pages), self._layout)
+        adapter = DiskAdapter(lora_task_id, digest, name, ranks_of(rows), shape, size, last_used_s=time.time())
         future = self._writer.submit(self._write, self._path(lora_task_id), header, pages)
         self._writes.append(_Write(adapter, future, on_written))
         return future
@@ -414,7 +435,7 @@ def _encode_header(
 
 
 def _layout_text(layout: AdapterLayout) -> str:
-    return msgspec.json.encode(layout).decode()
+    return msgspec.json.encode(_StoredLayout.of(layout)).decode()
 
 
 def _rows_text(rows: list[PackedRow]) -> str:
@@ -443,37 +464,61 @@ def _open_regular(path: Path) -> int:
 
 
 def _read_header(fd: int, lora_task_id: TaskId, layout: AdapterLayout) -> _Contents:
+    """What stands before the pages, checked. Raises DamagedFile or OSError."""
     status = os.fstat(fd)
+    header, data_start = _decode_header(fd, status.st_size)
+    metadata, shape = header.metadata, header.pages.shape
+    _check_metadata(metadata, lora_task_id, layout)
+    num_bytes = shape[0] * layout.page_bytes
+    if header.pages != _TensorInfo("U8", (shape[0], layout.page_bytes), (0, num_bytes)) or shape[0] < 1:
+        raise DamagedFile(f"its tensor is {header.pages}")
+    if status.st_size != data_start + num_bytes:
+        raise DamagedFile(f"it has {status.st_size} bytes, its header accounts for {data_start + num_bytes}")
+    rows = _decode_rows(metadata.rows, shape[0], layout)
+    pages = page_shape(rows, shape[0], layout)
+    adapter = DiskAdapter(
+        lora_task_id, metadata.digest, metadata.name, ranks_of(rows), pages, status.st_size, status.st_mtime
+    )
+    return _Contents(adapter, rows, data_start)
+
+
+def _decode_header(fd: int, file_bytes: int) -> tuple[_Header, int]:
+    """The header of a file, and where its pages start."""
     length = int.from_bytes(os.pread(fd, 8, 0), "little")
-    if status.st_size < 8 + length or length > _MAX_HEADER_BYTES:
+    if file_bytes < 8 + length or length > _MAX_HEADER_BYTES:
         raise DamagedFile(
-            f"its header claims {length} bytes, the file has {status.st_size} and a header at most {_MAX_HEADER_BYTES}"
+            f"its header claims {length} bytes, the file has {file_bytes} and a header at most {_MAX_HEADER_BYTES}"
         )
     try:
-        header = msgspec.json.decode(os.pread(fd, length, 8), type=_Header)
-        rows = msgspec.json.decode(header.metadata.rows, type=list[PackedRow])
+        return msgspec.json.decode(os.pread(fd, length, 8), type=_Header), 8 + length
     except msgspec.MsgspecError as error:
         raise DamagedFile(f"its header is none of ours: {error}") from None
-    metadata, num_pages = header.metadata, header.pages.shape[0]
+
+
+def _check_metadata(metadata: _Metadata, lora_task_id: TaskId, layout: AdapterLayout) -> None:
     if metadata.format_version != FORMAT_VERSION:
         raise DamagedFile(f"its format version is {metadata.format_version[:20]}, this server's is {FORMAT_VERSION}")
-    if metadata.layout != _layout_text(layout):
+    try:
+        stored = msgspec.json.decode(metadata.layout, type=_StoredLayout)
+    except msgspec.MsgspecError as error:
+        raise DamagedFile(f"its layout is none of ours: {error}") from None
+    if stored.version != layout.version:
+        raise DamagedFile(f"its layout has version {stored.version}, this server's has {layout.version}")
+    if stored != _StoredLayout.of(layout):
         raise DamagedFile("its layout is another model's, or of other lora parameters")
     if metadata.lora_task_id != label_of(lora_task_id):
         raise DamagedFile(f"it is of LoRA task {metadata.lora_task_id[:90]}")
-    num_bytes = num_pages * layout.page_bytes
-    if header.pages != _TensorInfo("U8", (num_pages, layout.page_bytes), (0, num_bytes)) or num_pages < 1:
-        raise DamagedFile(f"its tensor is {header.pages}")
-    if status.st_size != 8 + length + num_bytes:
-        raise DamagedFile(f"it has {status.st_size} bytes, its header accounts for {8 + length + num_bytes}")
+
+
+def _decode_rows(text: str, num_pages: int, layout: AdapterLayout) -> list[PackedRow]:
     try:
+        rows = msgspec.json.decode(text, type=list[PackedRow])
         check_rows(rows, num_pages, layout)
+    except msgspec.MsgspecError as error:
+        raise DamagedFile(f"its header is none of ours: {error}") from None
     except ValueError as error:
         raise DamagedFile(str(error)) from None
-    adapter = DiskAdapter(
-        lora_task_id, metadata.digest, metadata.name, ranks_of(rows), num_pages, status.st_size, status.st_mtime
-    )
-    return _Contents(adapter, rows, 8 + length)
+    return rows
 
 
 def _read_file(fd: int, expected: DiskAdapter, pages: Sequence[torch.Tensor], layout: AdapterLayout) -> list[PackedRow]:

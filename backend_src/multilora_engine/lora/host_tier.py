@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 
@@ -15,6 +16,7 @@ from multilora_engine.lora.layout import PackedAdapter, PackedRow
 from multilora_engine.lora.life_cycle import TierStats
 from multilora_engine.lora.names import TaskId
 from multilora_engine.lora.page_pool import PagePool
+from multilora_wire.layout import PageShape
 
 
 @dataclass(eq=False)
@@ -25,7 +27,7 @@ class CachedAdapter:
     num_pins: requests that use it, from acceptance to the last token; only `LoRAManager` changes it.
     is_pinned: an operator wants it kept, used or not.
     is_retired: replaced by another version, or unloaded; it goes when its last pin does.
-    num_pages: how many it needs; as long as it waits for room, `pages` is empty.
+    shape: of the pages it needs; as long as it waits for room, `pages` is empty.
     rows: empty until its pages are filled. load: fills them from the disk tier; its result is the rows, which
         `LoRAManager.poll` takes up. None: nothing is under way.
     is_being_written: the disk tier reads its pages. is_unkeepable: the disk tier could not keep it.
@@ -38,7 +40,7 @@ class CachedAdapter:
     lora_task_id: TaskId
     digest: str
     ranks: tuple[int, ...]
-    num_pages: int
+    shape: PageShape
     name: str = ""
     rows: list[PackedRow] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
@@ -52,6 +54,10 @@ class CachedAdapter:
     kept: Future[None] = field(default_factory=Future)
     last_used_s: float = field(default_factory=time.time)
     num_hits: int = 0
+
+    @property
+    def num_pages(self) -> int:
+        return self.shape.num_pages
 
     @property
     def is_evictable(self) -> bool:
@@ -90,36 +96,31 @@ class HostTier:
         """Make a current version the most recently used one."""
         self._by_task_id.move_to_end(adapter.lora_task_id)
 
-    def victims_for(self, num_pages: int, may_go: Callable[[CachedAdapter], bool]) -> tuple[list[CachedAdapter], bool]:
-        """The adapters to evict so that `num_pages` are free, least recently used first, and whether that is enough.
+    def victims_for(self, shape: PageShape, may_go: Callable[[CachedAdapter], bool]) -> list[CachedAdapter] | None:
+        """The adapters to evict so that a shape fits, least recently used first; None if all are not enough.
 
-        may_go: asked of those that nobody uses.
+        may_go: asked of every adapter that has pages and that nobody uses.
         """
-        victims: list[CachedAdapter] = []
-        reachable = self.pool.num_free
-        for adapter in self._by_task_id.values():
-            if reachable >= num_pages:
-                break
-            if adapter.is_evictable and may_go(adapter):
-                victims.append(adapter)
-                reachable += len(adapter.pages)
-        return victims, reachable >= num_pages
+        return self.pool.victims(
+            shape, ((a, a.pages) for a in self.adapters_by_use if a.is_free_to_go and a.pages and may_go(a))
+        )
 
-    def num_reachable(self, replaced: CachedAdapter | None = None) -> int:
-        """Pages that are free once all that nobody uses has gone, and what is read and written has ended.
+    def can_hold(self, shape: PageShape, replaced: CachedAdapter | None = None) -> bool:
+        """Whether a shape fits once all that nobody uses has gone, and reads and writes have ended.
 
         replaced: this version goes, even if an operator pinned it.
         """
-        return self.pool.num_free + sum(
-            len(adapter.pages)
-            for adapter in self.adapters
-            if adapter.is_free_to_go or (adapter is replaced and adapter.num_pins == 0)
-        )
+        return self.pool.fits_with(shape, self._pages_of(lambda a: a.is_free_to_go or _goes(a, replaced)))
 
-    @property
-    def num_being_written(self) -> int:
-        """Pages that will be free to go when they are written."""
-        return sum(len(a.pages) for a in self.adapters if a.is_being_written and a.is_free_to_go)
+    def can_ever_hold(self, shape: PageShape) -> bool:
+        """Whether a shape fits beside the adapters that an operator keeps, once all requests have ended."""
+        return self.pool.fits_with(shape, self._pages_of(lambda a: not a.is_pinned))
+
+    def num_reachable(self, replaced: CachedAdapter | None = None) -> int:
+        """Pages that are free in the case that `can_hold` describes."""
+        return self.pool.num_free + sum(
+            len(adapter.pages) for adapter in self.adapters if adapter.is_free_to_go or _goes(adapter, replaced)
+        )
 
     def num_kept(self, besides: CachedAdapter | None = None) -> int:
         """Pages of the adapters that an operator keeps, but for one."""
@@ -132,7 +133,7 @@ class HostTier:
 
     def give_pages(self, adapter: CachedAdapter) -> None:
         """The pages an adapter has waited for, which are free; they are still to be filled."""
-        adapter.pages = self.pool.allocate(adapter.num_pages)
+        adapter.pages = self.pool.allocate(adapter.shape)
 
     def fill(self, adapter: CachedAdapter, packed: PackedAdapter) -> None:
         """Copy an adapter into its pages."""
@@ -211,11 +212,24 @@ class HostTier:
     @property
     def adapters(self) -> list[CachedAdapter]:
         """All versions, the current ones least recently used first."""
-        return [*self._by_task_id.values(), *self._retired]
+        return list(self.adapters_by_use)
+
+    @property
+    def adapters_by_use(self) -> Iterator[CachedAdapter]:
+        """All versions one by one; the tier must not change meanwhile."""
+        return chain(self._by_task_id.values(), self._retired)
+
+    def _pages_of(self, is_meant: Callable[[CachedAdapter], bool]) -> Iterator[Sequence[int]]:
+        return (adapter.pages for adapter in self.adapters_by_use if is_meant(adapter))
 
     def check_integrity(self) -> None:
-        self.pool.check_integrity(adapter.pages for adapter in self.adapters)
+        self.pool.check_integrity((adapter.shape, adapter.pages) for adapter in self.adapters if adapter.pages)
         assert all(adapter.num_pins >= 0 for adapter in self.adapters)
         assert all(a.num_pins > 0 or a.load is not None or a.is_being_written for a in self._retired), (
             "a retired adapter outlived its last pin"
         )
+
+
+def _goes(adapter: CachedAdapter, replaced: CachedAdapter | None) -> bool:
+    """Whether this version goes at once when another one replaces it."""
+    return adapter is replaced and adapter.num_pins == 0

@@ -17,10 +17,9 @@ from multilora_engine.lora.device_tier import DeviceTier
 from multilora_engine.lora.disk_tier import DamagedFile, DiskAdapter, DiskTier
 from multilora_engine.lora.format import ranks_of
 from multilora_engine.lora.host_tier import CachedAdapter, HostTier
-from multilora_engine.lora.layout import AdapterLayout, PackedAdapter
+from multilora_engine.lora.layout import PackedAdapter, page_shape
 from multilora_engine.lora.life_cycle import (
     AdapterEvent,
-    AdapterInfo,
     EventKind,
     LoRAStats,
     OnEvent,
@@ -30,6 +29,8 @@ from multilora_engine.lora.life_cycle import (
 from multilora_engine.lora.names import TaskId, label_of, number_of, tenant_of
 from multilora_engine.lora.residency import Level, Residency, Resident
 from multilora_kernels import LoRATables
+from multilora_wire.adapter_info import AdapterInfo
+from multilora_wire.layout import AdapterLayout, PageShape
 
 _MAX_ARRIVALS = 256
 """Adapters on disk that may wait for room: each has a file open."""
@@ -83,6 +84,7 @@ class LoRAManager:
         self._arrivals: dict[CachedAdapter, _Arrival] = {}
         self._load_started: dict[CachedAdapter, float] = {}
         self._waiting_since: dict[CachedAdapter, float] = {}
+        self._given_up: dict[CachedAdapter, RequestError] = {}
 
     @property
     def tables(self) -> LoRATables:
@@ -166,7 +168,7 @@ class LoRAManager:
 
     def has_room(self, packed: PackedAdapter) -> bool:
         """Whether an adapter can be put without that another one is lost."""
-        return self._disk is not None or len(packed.pages) <= self._host.pool.num_free
+        return self._disk is not None or self._host.pool.fits(self._shape_of(packed))
 
     def keep(self, lora_task_id: TaskId) -> Future[None] | None:
         """Have an adapter in host memory written to the disk tier, where it survives the death of the engine.
@@ -263,7 +265,8 @@ class LoRAManager:
     def is_busy(self) -> bool:
         """Whether something is under way that `poll` will have to take up."""
         is_disk_busy = self._disk is not None and bool(self._disk.writes)
-        return bool(self._arrivals or self._load_started or self._device.has_failures or is_disk_busy)
+        has_failures = self._device.has_failures or bool(self._given_up)
+        return bool(self._arrivals or self._load_started or has_failures or is_disk_busy)
 
     def poll(self) -> dict[CachedAdapter, RequestError]:
         """Take up what was read from and written to disk since, and let in who waits for room. Does not wait.
@@ -281,7 +284,8 @@ class LoRAManager:
             if error is not None:
                 failed[adapter] = error
         self._admit_arrivals()
-        return failed
+        given_up, self._given_up = self._given_up, {}
+        return failed | given_up
 
     def wait(self, timeout_s: float | None = None) -> None:
         """For who has nothing else to do: wait until `poll` has something to take up, if there will be anything."""
@@ -387,7 +391,7 @@ class LoRAManager:
         self._check_load(file)
         # Before it can be deleted to make room for other files.
         opened = self._disk.open(lora_task_id)
-        adapter = CachedAdapter(lora_task_id, file.digest, file.ranks, file.num_pages, file.name)
+        adapter = CachedAdapter(lora_task_id, file.digest, file.ranks, file.shape, file.name)
         adapter.kept.set_result(None)
 
         def fill() -> None:
@@ -397,14 +401,14 @@ class LoRAManager:
         self._arrive(adapter, _Arrival(fill, opened.close))
         return adapter
 
-    def _check_room(self, lora_task_id: TaskId, num_pages: int, replaced: CachedAdapter | None = None) -> None:
+    def _check_room(self, lora_task_id: TaskId, shape: PageShape, replaced: CachedAdapter | None = None) -> None:
         """Raises AdapterCacheFull when there could not be room for one more, after those that wait for it already."""
         promised = sum(a.num_pages for a in self._arrivals if a is not replaced or a.num_pins)
-        free = self._host.pool.num_free
-        if promised + num_pages <= free:
+        free, num_pages = self._host.pool.num_free, shape.num_pages
+        if promised + num_pages <= free and self._host.pool.fits(shape):
             return
         reachable = self._host.num_reachable(replaced)
-        if promised + num_pages > reachable:
+        if promised + num_pages > reachable or not self._host.can_hold(shape, replaced):
             raise AdapterCacheFull(lora_task_id, num_pages, free, reachable - free, promised, self._host.pool.count)
 
     def _check_load(self, file: DiskAdapter) -> None:
@@ -413,7 +417,8 @@ class LoRAManager:
         Requests in flight are no reason: those end, and one that waits for its file takes no memory.
         """
         pages, kept = self._host.pool, self._host.num_kept()
-        if kept + file.num_pages > pages.count or len(self._arrivals) >= _MAX_ARRIVALS:
+        fits = kept + file.num_pages <= pages.count and self._host.can_ever_hold(file.shape)
+        if not fits or len(self._arrivals) >= _MAX_ARRIVALS:
             promised = sum(adapter.num_pages for adapter in self._arrivals)
             raise AdapterCacheFull(file.lora_task_id, file.num_pages, pages.num_free, 0, promised, pages.count)
 
@@ -433,28 +438,45 @@ class LoRAManager:
         """Give pages to those that wait for them, in order, as far as there are any."""
         while self._arrivals:
             adapter = next(iter(self._arrivals))
-            if not self._make_room(adapter.num_pages):
-                return
+            if not self._make_room(adapter.shape):
+                if self._host.can_ever_hold(adapter.shape):
+                    return
+                self._give_up(adapter)
+                continue
             arrival = self._arrivals.pop(adapter)
             self._host.give_pages(adapter)
             arrival.fill()
 
-    def _make_room(self, num_pages: int) -> bool:
+    def _give_up(self, adapter: CachedAdapter) -> None:
+        """An operator's pins lie where the adapter's runs would have to be: it would wait for ever."""
+        self._arrivals.pop(adapter).discard()
+        pages = self._host.pool
+        error = AdapterCacheFull(adapter.lora_task_id, adapter.num_pages, pages.num_free, 0, 0, pages.count)
+        adapter.arrived.set_exception(error)
+        self._given_up[adapter] = error
+        self._host.retire(adapter)
+        self._remove_if_unused(adapter)
+
+    def _make_room(self, shape: PageShape) -> bool:
         """Evict as many as needed, and none as long as pins keep that from being enough.
 
         False if it takes files to be written first, which is started, or pins to end.
         """
-        victims, is_enough = self._host.victims_for(num_pages, self._can_go_at_once)
-        if not is_enough and num_pages > self._host.num_reachable():
+        victims = self._host.victims_for(shape, lambda a: a.is_evictable and self._can_go_at_once(a))
+        if victims is None:
+            self._prepare_room(shape)
             return False
         for adapter in victims:
             self._evict(adapter)
-        if not is_enough and self._disk is not None:
-            # Of those that are being written already, all will be needed.
-            coming = self._host.num_being_written
-            for adapter in self._host.victims_for(num_pages - coming, lambda adapter: True)[0]:
+        return True
+
+    def _prepare_room(self, shape: PageShape) -> None:
+        """Evict and have written what has to go for a shape that cannot be had at once."""
+        for adapter in self._host.victims_for(shape, lambda adapter: True) or ():
+            if adapter.is_evictable and self._can_go_at_once(adapter):
+                self._evict(adapter)
+            elif adapter.is_evictable and self._disk is not None:
                 self._spill(adapter, self._disk)
-        return is_enough
 
     def _can_go_at_once(self, adapter: CachedAdapter) -> bool:
         return self._disk is None or adapter.is_unkeepable or self._disk.find(adapter.lora_task_id) is not None
@@ -515,7 +537,7 @@ class LoRAManager:
         )
 
     def _insert(self, lora_task_id: TaskId, packed: PackedAdapter, name: str) -> CachedAdapter:
-        self._check_room(lora_task_id, len(packed.pages))
+        self._check_room(lora_task_id, self._shape_of(packed))
         file = self._find_file(lora_task_id)
         if file is not None and file.digest != packed.digest:
             self._delete_file(lora_task_id)
@@ -526,7 +548,7 @@ class LoRAManager:
 
     def _replace(self, cached: CachedAdapter, packed: PackedAdapter, name: str) -> CachedAdapter:
         # An unpinned old version is itself room for the new one, even one that an operator pinned.
-        self._check_room(cached.lora_task_id, len(packed.pages), replaced=cached)
+        self._check_room(cached.lora_task_id, self._shape_of(packed), replaced=cached)
         is_pinned = cached.is_pinned
         self._retire(cached)
         self._replacements += 1
@@ -537,7 +559,7 @@ class LoRAManager:
 
     def _add(self, lora_task_id: TaskId, packed: PackedAdapter, name: str) -> CachedAdapter:
         ranks = ranks_of(packed.rows)
-        adapter = CachedAdapter(lora_task_id, packed.digest, ranks, len(packed.pages), name)
+        adapter = CachedAdapter(lora_task_id, packed.digest, ranks, self._shape_of(packed), name)
 
         def fill() -> None:
             self._host.fill(adapter, packed)
@@ -546,6 +568,9 @@ class LoRAManager:
 
         self._arrive(adapter, _Arrival(fill))
         return adapter
+
+    def _shape_of(self, packed: PackedAdapter) -> PageShape:
+        return page_shape(packed.rows, len(packed.pages), self.layout)
 
     def _rename(self, adapter: CachedAdapter, name: str) -> None:
         """A file of the old name goes; it is written again when the adapter is evicted, if not before."""

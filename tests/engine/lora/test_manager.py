@@ -22,7 +22,7 @@ from multilora_engine.lora.device_tier import DeviceTier
 from multilora_engine.lora.disk_tier import DiskTier, write_file_atomically
 from multilora_engine.lora.format import pack_adapter
 from multilora_engine.lora.host_tier import CachedAdapter, HostTier
-from multilora_engine.lora.layout import SLICES, PackedAdapter, lora_modules
+from multilora_engine.lora.layout import PackedAdapter
 from multilora_engine.lora.life_cycle import AdapterEvent, OnEvent, ignore_event
 from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.lora.names import TaskId, TenantTaskId, label_of
@@ -68,11 +68,10 @@ def assert_tables_hold(manager: LoRAManager, adapter: CachedAdapter, wire: WireA
     """The tables' row of an acquired adapter addresses exactly its own matrices, and nothing else."""
     index, tables = manager.lora_index(adapter), manager.tables
     expected_columns = set()
+    sites = manager.layout.sites
     for (module_id, layer), (a, b) in wire.matrices.items():
-        module = lora_modules(TINY)[module_id]
-        ends = [start for _, start in module.slice_starts[1:]] + [module.out_size]
-        for (name, start), end in zip(module.slice_starts, ends, strict=True):
-            column = layer * len(SLICES) + SLICES.index(name)
+        for part in sites.module_at[layer, module_id].parts:
+            column, start, end = part.column, part.start, part.start + sites.site_at[part.column].out_size
             expected_columns.add(column)
             rank = int(tables.rank[index, column])
             assert rank == a.shape[0]
