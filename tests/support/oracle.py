@@ -18,6 +18,8 @@ from multilora_wire.layout import AdapterLayout
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 MLP = ["gate_proj", "up_proj", "down_proj"]
 
+_ORDER = (*ATTENTION[:3], "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "c_fc", "down_proj", "c_proj")
+
 
 class Oracle:
     """A transformers model with any number of PEFT adapters, each also on disk as PEFT saves it."""
@@ -27,6 +29,12 @@ class Oracle:
         self._model: PeftModel | None = None
         self._directory = directory
         self.adapters: dict[str, Path] = {}
+
+    def linears(self, part: str) -> list[str]:
+        """The names of the linears in the first layer's `self_attn` or `mlp`, as the model has them, in order."""
+        linears = [name for name, module in self._base.named_modules() if isinstance(module, torch.nn.Linear)]
+        names = [name.rpartition(".")[2] for name in linears if name.startswith(f"model.layers.0.{part}.")]
+        return sorted(names, key=_ORDER.index)
 
     def load(self, name: str, directory: Path) -> None:
         """An adapter that somebody trained."""
