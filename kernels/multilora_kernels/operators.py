@@ -46,13 +46,15 @@ library.define("multilora::packed_embedding", "(Tensor token_ids, Tensor panels,
 
 _SEQUENCES = "Tensor block_tables, Tensor query_starts, Tensor context_lens, int block_size, int window"
 
+_OPTIONS = "float scale, float softcap, Tensor? sinks"
+
 library.define(
-    "multilora::paged_attention", f"(Tensor q, Tensor keys, Tensor values, {_SEQUENCES}, float scale) -> Tensor"
+    "multilora::paged_attention", f"(Tensor q, Tensor keys, Tensor values, {_SEQUENCES}, {_OPTIONS}) -> Tensor"
 )
 library.define(
     "multilora::rotary_attention",
     "(Tensor qkv, Tensor cos, Tensor sin, Tensor(a!) keys, Tensor(b!) values, Tensor slots,"
-    f" {_SEQUENCES}, float scale) -> Tensor",
+    f" {_SEQUENCES}, {_OPTIONS}, bool is_interleaved) -> Tensor",
 )
 
 library.define(

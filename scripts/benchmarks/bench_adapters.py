@@ -37,13 +37,14 @@ from typing import Annotated
 import numpy as np
 import torch
 import typer
+from pydantic import ByteSize
 from rich.console import Console
 from rich.progress import Progress
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.bench_rows import TABLE_WIDTH, Row, render, threads_title, write_results
 from checkpoints.prepare_default_model import ensure_default_checkpoint
 from checkpoints.telling_adapters import save_plain_tokenizer
+from checkpoints.tiny_llama import save_tiny_llama
 from multilora_engine.config import EngineConfig, LoRAConfig, SourceSpec
 from multilora_engine.engine.engine import Engine
 from multilora_engine.lora.checkpoint_layout import checkpoint_layout
@@ -173,17 +174,17 @@ class Bench:
                 max_loras=max_loras,
                 max_lora_rank=max(RANKS),
                 lora_dtype="bfloat16",
-                lora_cache_host_memory_bytes=num_bytes,
+                lora_cache_host_memory_bytes=ByteSize(num_bytes),
                 lora_cache_dir=None if num_in_memory is None else Path(cache),
                 lora_on_conflict="replace",
-                lora_sources=[] if source is None else [SourceSpec(source="directory", root=str(source))],
+                lora_sources=[] if source is None else [_directory_source(source)],
             )
             config = EngineConfig(
                 model_path=self._model,
                 device="cpu",
                 num_threads=self._num_threads,
                 max_num_seqs=32,
-                kv_cache_memory_bytes=256 << 20,
+                kv_cache_memory_bytes=ByteSize(256 << 20),
                 lora=lora,
             )
             engine = Engine(config)
@@ -421,8 +422,14 @@ def p99(values: Sequence[float]) -> float:
     return statistics.quantiles(values, n=100)[98]
 
 
+def _directory_source(root: Path) -> SourceSpec:
+    return SourceSpec.model_validate({"source": "directory", "root": str(root)})
+
+
 def _save_random_model(path: Path) -> Path:
-    config = LlamaConfig(
+    """One layer of a real one's width."""
+    save_tiny_llama(
+        path,
         vocab_size=_VOCABULARY,
         hidden_size=1024,
         intermediate_size=2816,
@@ -430,11 +437,8 @@ def _save_random_model(path: Path) -> Path:
         num_attention_heads=16,
         num_key_value_heads=4,
         max_position_embeddings=_MAX_LEN,
-        bos_token_id=None,
-        eos_token_id=None,
+        initializer_range=0.02,
     )
-    torch.manual_seed(0)
-    LlamaForCausalLM(config).save_pretrained(path)
     save_plain_tokenizer(path, _VOCABULARY)
     return path
 

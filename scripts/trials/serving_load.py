@@ -21,7 +21,7 @@ import torch
 
 from checkpoints.telling_adapters import BASE_TOKEN, PROMPT_TOKENS, adapter_matrices, answer
 from multilora_client import Adapter, AdapterNotFound, AdapterTensors, Client, MultiloraClientError
-from multilora_client.messages import GenerateOptions
+from multilora_client.options import GenerateOptions
 from multilora_wire.layout import AdapterLayout
 
 ANSWER_TIMEOUT_S = 60.0

@@ -417,7 +417,7 @@ def main(
     device_adapters: Annotated[int, typer.Option(help="Adapters that a step, and the device tier, can hold.")] = 20,
     host_adapters: Annotated[int, typer.Option(help="Adapters that the host tier can hold, on average.")] = 200,
     disk: Annotated[bool, typer.Option(help="Keep in files what memory cannot hold; or send it again.")] = True,
-    popularity: Annotated[list[str], typer.Option(help="zipf or uniform; repeat for both.")] = ["zipf", "uniform"],  # noqa: B006
+    popularity: Annotated[list[Popularity], typer.Option(help="Repeat for both.")] = ["zipf", "uniform"],  # noqa: B006
     seed: Annotated[int, typer.Option(help="Of what the clients do; their interleaving is up to the machine.")] = 0,
 ) -> None:
     """Ask, upload, replace, cancel and stop at random, and check every answer. Ends with status 1 if one is wrong."""

@@ -33,8 +33,9 @@ def test_it_compiles_without_spills(capability, resources, chunk_size, shape, ma
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize(("group", "head_dim"), [(4, 128), (3, 64), (8, 128)])
 def test_decode_attention_compiles_without_spills(capability, dtype, group, head_dim):
-    _check(decode_resources(group, head_dim, 16, dtype, capability))
-    _check(combine_resources(head_dim, dtype, capability))
+    for has_options in (False, True):
+        _check(decode_resources(group, head_dim, 16, dtype, capability, has_options))
+        _check(combine_resources(head_dim, dtype, capability, has_options))
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])

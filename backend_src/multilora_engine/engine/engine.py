@@ -89,7 +89,6 @@ class Engine:
         )
         self._runs_ahead = config.enable_async_scheduling
         self._in_flight: _StepInFlight | None = None
-        # Half a second and some 50 MB, which an engine that never guides does not spend.
         make_compiler = partial(GuideCompiler, base.tokenizer, base.config.vocab_size)
         self._guide_queue = GuideQueue(make_compiler, config.guide_compile_timeout_s)
         self._live = LiveRequests()
@@ -131,6 +130,10 @@ class Engine:
         running = {_adapter_label(s) for s in self._live if s.status is SequenceStatus.RUNNING}
         waiting = {_adapter_label(s) for s in self._live if s.status is not SequenceStatus.RUNNING}
         return AdaptersInUse(self._max_loras, sorted(running - {""}), sorted(waiting - running - {""}))
+
+    def warm_up(self) -> None:
+        """Do now what the first request of its kind would make the steps of all others wait for."""
+        self._guide_queue.warm_up()
 
     def put_adapter(self, lora_task_id: TaskId, adapter: PackedAdapter, name: str = "") -> None:
         """Cache an adapter, at once or as soon as there is room for it: see `LoRAManager.put`.

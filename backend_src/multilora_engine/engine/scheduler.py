@@ -11,7 +11,7 @@ from multilora_engine.engine.fair_queue import FairQueue
 from multilora_engine.engine.fair_shares import choose_victim
 from multilora_engine.engine.kv_cache import BlockAllocator, BlockCopy
 from multilora_engine.engine.sequence import Sequence, SequenceStatus
-from multilora_engine.lora.host_tier import CachedAdapter
+from multilora_engine.lora.cached_adapter import CachedAdapter
 from multilora_engine.lora.manager import LoRAManager
 
 _MAX_OVERTAKES = 64

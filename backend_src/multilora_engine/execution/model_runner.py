@@ -159,9 +159,9 @@ def _keep_context_logits(step: list[ScheduledSequence], logits: torch.Tensor) ->
 def _block_tables(step: list[ScheduledSequence]) -> NDArray[np.int64]:
     """[num_seqs, longest table], padded with -1."""
     rows = [scheduled.sequence.block_table for scheduled in step]
-    tables = np.full((len(rows), max(row.length for row in rows)), -1)
-    for table, row in zip(tables, rows, strict=True):
-        table[: row.length] = row.ids
+    tables = np.full((len(rows), max([row.length for row in rows])), -1)
+    for i, row in enumerate(rows):
+        tables[i, : row.length] = row.ids
     return tables
 
 

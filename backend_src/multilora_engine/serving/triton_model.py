@@ -51,6 +51,7 @@ class GenerationModel:
             metrics = MetricsPublisher(link.client, lambda: engine.generation - 1, config.model_path.name)
             resources.callback(metrics.close)
             self._front = GenerationFront(link, can_stream=True)
+            resources.callback(self._front.close)
             self._resources = resources.pop_all()
 
     def execute(self, requests: list[TritonRequest]) -> None:
@@ -78,6 +79,7 @@ class DoorModel:
             self._front.accept(request)
 
     def finalize(self) -> None:
+        self._front.close()
         self._link.close()
 
     def _make_front(self, link: EngineLink, can_stream: bool) -> GenerationFront:

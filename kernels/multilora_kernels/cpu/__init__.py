@@ -14,6 +14,7 @@ from types import ModuleType
 import torch
 
 from multilora_kernels import operators, reference
+from multilora_kernels.constant_result import constant_result
 from multilora_kernels.cpu.build import BuildError, load_library
 from multilora_kernels.segments import LoRASegments
 from multilora_kernels.tables import LoRATables
@@ -21,7 +22,7 @@ from multilora_kernels.tables import LoRATables
 logger = logging.getLogger(__name__)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_result
 def load_cpu_kernels() -> bool:
     """Register the CPU operators; True when they are the compiled ones, False when the reference serves.
 
@@ -114,6 +115,9 @@ def rotary_attention_directly(
     slots: torch.Tensor,
     sequences: object,
     scale: float,
+    softcap: float,
+    sinks: torch.Tensor | None,
+    is_interleaved: bool,
 ) -> torch.Tensor | None:
     """`multilora::rotary_attention` past torch's dispatcher; None where the operator is needed: see `apply_directly`.
 
@@ -122,7 +126,8 @@ def rotary_attention_directly(
     library = _library()
     if library is None:
         return None
-    return library.rotary_attention(qkv, cos, sin, keys, values, slots, sequences, scale)  # type: ignore[no-any-return]
+    options = (scale, softcap, sinks, is_interleaved)
+    return library.rotary_attention(qkv, cos, sin, keys, values, slots, sequences, *options)  # type: ignore[no-any-return]
 
 
 def decoder_layers_directly(

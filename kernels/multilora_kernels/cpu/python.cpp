@@ -206,19 +206,21 @@ PyObject* silu_mul_of(PyObject*, PyObject* const* arguments, Py_ssize_t num_argu
 
 PyObject* rotary_attention_of(PyObject*, PyObject* const* arguments, Py_ssize_t num_arguments) {
   HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(num_arguments == 8, "rotary_attention takes qkv, cos, sin, keys, values, slots, sequences and scale");
+  TORCH_CHECK_TYPE(num_arguments == 11,
+                   "rotary_attention takes qkv, cos, sin, keys, values, slots, sequences, scale, softcap, sinks and is_interleaved");
   const at::Tensor &qkv = tensor(arguments[0]), &keys = tensor(arguments[3]);
   if (needs_dispatcher(qkv, keys)) {
     Py_RETURN_NONE;
   }
-  const at::Tensor &cos = tensor(arguments[1]), &sin = tensor(arguments[2]), &values = tensor(arguments[4]);
-  const at::Tensor& slots = tensor(arguments[5]);
+  const Angles angles{tensor(arguments[1]), tensor(arguments[2]), arguments[10] == Py_True};
+  const at::Tensor &values = tensor(arguments[4]), &slots = tensor(arguments[5]);
   const Sequences sequences = sequences_of(arguments[6]);
-  const double scale = number(arguments[7]);
+  const at::Tensor* sinks = arguments[9] == Py_None ? nullptr : &tensor(arguments[9]);
+  const AttentionOptions options{number(arguments[7]), number(arguments[8]), sinks};
   at::Tensor out;
   {
     const pybind11::gil_scoped_release no_gil;
-    out = rotary_attention(qkv, cos, sin, keys, values, slots, sequences, scale);
+    out = rotary_attention(qkv, angles, keys, values, slots, sequences, options);
   }
   return THPVariable_Wrap(std::move(out));
   END_HANDLE_TH_ERRORS
@@ -288,8 +290,8 @@ PyMethodDef methods[] = {
            "add_rms_norm(x, update, weight, eps) -> (normed, total), or None: then use the operator"),
     method("silu_mul", silu_mul_of, "silu_mul(gate_up) -> the product, or None: then use the operator"),
     method("rotary_attention", rotary_attention_of,
-           "rotary_attention(qkv, cos, sin, keys, values, slots, sequences, scale) -> the heads' outputs, or None: then use "
-           "the operator"),
+           "rotary_attention(qkv, cos, sin, keys, values, slots, sequences, scale, softcap, sinks, is_interleaved) -> the "
+           "heads' outputs, or None: then use the operator"),
     method("decoder_layers", decoder_layers_of,
            "decoder_layers([(layer, keys, values, step)], x, update, on_layer) -> (x, update), or None: then use their "
            "operators"),

@@ -1,6 +1,7 @@
 // What lies between a layer's matrix products, row by row, written once over a vector type `Vec`.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 
@@ -46,18 +47,38 @@ void silu_mul(const float* gate_up, int64_t size, float* out, int64_t row_begin,
 }
 
 template <class Vec>
-void rotate(const RotationTask& task) {
+MULTILORA_INLINE void rotate_halves(const RotationTask& task, const float* x, float* out) {
   using F = typename Vec::F;
-  const int64_t half = task.head_dim / 2;
+  const int64_t half = task.rotary_dim / 2;
+  for_each_vector<Vec>(half, [&](int64_t i, auto part) {
+    const F first = part.load(x + i), second = part.load(x + half + i);
+    part.store(out + i, Vec::fma(second, part.load(task.sin + i), Vec::mul(first, part.load(task.cos + i))));
+    part.store(out + half + i,
+               Vec::fma(first, part.load(task.sin + half + i), Vec::mul(second, part.load(task.cos + half + i))));
+  });
+}
+
+template <class Vec>
+MULTILORA_INLINE void rotate_neighbours(const RotationTask& task, const float* x, float* out) {
+  for_each_vector<Vec>(task.rotary_dim, [&](int64_t i, auto part) {
+    const typename Vec::F values = part.load(x + i);
+    const typename Vec::F turned = Vec::mul(values, part.load(task.cos + i));
+    part.store(out + i, Vec::fma(Vec::swap_neighbours(values), part.load(task.sin + i), turned));
+  });
+}
+
+template <class Vec>
+void rotate(const RotationTask& task) {
+  const int64_t left = task.head_dim - task.rotary_dim;
   for (int64_t head = 0; head < task.num_heads; ++head) {
     const float* x = task.x + head * task.head_dim;
     float* out = task.out + head * task.head_dim;
-    for_each_vector<Vec>(half, [&](int64_t i, auto part) {
-      const F first = part.load(x + i), second = part.load(x + half + i);
-      part.store(out + i, Vec::fma(second, part.load(task.sin + i), Vec::mul(first, part.load(task.cos + i))));
-      part.store(out + half + i,
-                 Vec::fma(first, part.load(task.sin + half + i), Vec::mul(second, part.load(task.cos + half + i))));
-    });
+    if (task.is_interleaved) {
+      rotate_neighbours<Vec>(task, x, out);
+    } else {
+      rotate_halves<Vec>(task, x, out);
+    }
+    std::copy_n(x + task.rotary_dim, left, out + task.rotary_dim);
   }
 }
 

@@ -98,6 +98,8 @@ struct AttentionTask {
   const float* q;  // [tokens, group, head_dim], token to token q_stride
   int64_t q_stride, tokens, group, head_dim;
   float scale;
+  float softcap;            // scores are softcap * tanh(scores / softcap) before the softmax; as they are if 0
+  const float* sinks;       // [group], scores of no key that the softmax's denominators have besides, or null
   int64_t first_position;   // of the first token; a token sees the keys up to its own position,
   int64_t window;           // and of those only so many newest, all if 0
   const void *keys, *values;  // of the head, slot to slot slot_stride
@@ -125,7 +127,7 @@ constexpr int64_t decode_scratch(int64_t queries) { return queries * kScoreStrid
 struct DecodeTask {
   const float* q;  // [num_kv_heads * group, head_dim]
   int64_t num_kv_heads, group, head_dim;
-  float scale;
+  float scale, softcap;  // as in AttentionTask
   const void *keys, *values;  // slot to slot slot_stride, head to head head_stride
   int64_t slot_stride, head_stride;
   const int64_t* block_table;
@@ -144,10 +146,12 @@ struct NormTask {
   float *total, *normed;
 };
 
-// Turns every head by the angles of its token: element i becomes x[i] * cos[i] + x[(i + head_dim / 2) % head_dim] * sin[i].
+// Turns the first rotary_dim elements of every head by the angles of its token; the others stay as they are. Element i becomes
+// x[i] * cos[i] + x[j] * sin[i], where j is (i + rotary_dim / 2) % rotary_dim, or the neighbour i ^ 1 if it is interleaved.
 struct RotationTask {
   const float *x, *cos, *sin;
-  int64_t num_heads, head_dim;
+  int64_t num_heads, head_dim, rotary_dim;
+  bool is_interleaved;
   float* out;
 };
 

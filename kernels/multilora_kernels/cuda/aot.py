@@ -34,11 +34,12 @@ _POINTERS = {
     "context_len_ptr": "*i64",
     "sums_ptr": "*fp32",
     "stats_ptr": "*fp32",
+    "sinks_ptr": "*fp32",
     **dict.fromkeys(
         ["rank_ptr", "permutation_ptr", "chunk_start_ptr", "chunk_length_ptr", "chunk_lora_index_ptr"], "*i32"
     ),
 }
-_SCALARS = {"scale": "fp32", "eps": "fp32"}
+_SCALARS = dict.fromkeys(["scale", "softcap", "eps"], "fp32")
 _ALIGNED_INTEGERS = {
     *("in_features", "size"),
     *("stride_xm", "stride_vp", "stride_vs", "stride_vm", "stride_ym"),
@@ -71,14 +72,18 @@ def expand_resources(shape: LinearShape, chunk_size: int, max_rank: int, dtype: 
     return _resources(expand_kernel, constants, dtype, capability)
 
 
-def decode_resources(group: int, head_dim: int, block_size: int, dtype: str, capability: int) -> Resources:
+def decode_resources(
+    group: int, head_dim: int, block_size: int, dtype: str, capability: int, has_softcap: bool = False
+) -> Resources:
     """The first kernel of `paged_attention`. group: query heads of a key-value head; the rest as of the others."""
-    return _resources(decode_kernel, decode_constants(group, head_dim, block_size, dtype == "fp32"), dtype, capability)
+    constants = decode_constants(group, head_dim, block_size, dtype == "fp32", has_softcap)
+    return _resources(decode_kernel, constants, dtype, capability)
 
 
-def combine_resources(head_dim: int, dtype: str, capability: int) -> Resources:
+def combine_resources(head_dim: int, dtype: str, capability: int, has_sinks: bool = False) -> Resources:
     """The second kernel of `paged_attention`; arguments as of `decode_resources`."""
-    return _resources(combine_kernel, combine_constants(head_dim), dtype, capability)
+    constants = combine_constants(head_dim) | ({} if has_sinks else {"sinks_ptr": None})
+    return _resources(combine_kernel, constants, dtype, capability)
 
 
 def add_rms_norm_resources(size: int, dtype: str, capability: int) -> Resources:

@@ -16,9 +16,9 @@ import pytest
 import torch
 from support.adapters import wire_adapter
 from support.engines import Answer, assert_idle, run_all
-from support.tiny_model import VOCAB_SIZE, save_tiny_llama
 from transformers import LlamaForCausalLM
 
+from checkpoints.tiny_llama import VOCAB_SIZE, save_tiny_llama
 from multilora_engine.config import EngineConfig, LoRAConfig
 from multilora_engine.engine import build
 from multilora_engine.engine.engine import Engine

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.tiny_model import save_tiny_llama
 
+from checkpoints.tiny_llama import save_tiny_llama
 from multilora_engine.config import EngineConfig, LoRAConfig
 from multilora_engine.engine.memory import MemoryPlan, plan_memory
 from multilora_engine.errors import ConfigError
