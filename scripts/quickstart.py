@@ -22,8 +22,7 @@ from rich.text import Text
 from checkpoints.prepare_default_model import cache_directory, ensure_default_checkpoint
 from multilora_client import Adapter, AsyncClient, Client, Message, MultiloraClientError, load_adapter
 from multilora_client.peft_directory import read_peft_directory
-from multilora_engine.lora.checkpoint_layout import model_sites
-from multilora_engine.models.model_config import read_model_config
+from multilora_engine.models.registry import adapter_sites, read_model_config
 from multilora_engine.tritonserver import ServerOptions, ServerProcess
 from multilora_engine.tritonserver.checkpoint import resolve_checkpoint
 from multilora_engine.tritonserver.launch import announce, console, errors_as_one_line, wait_ready, watch
@@ -99,7 +98,7 @@ def sample_adapters(checkpoint: Path) -> dict[str, Adapter]:
 
 def misfit(adapter_directory: Path, checkpoint: Path) -> str | None:
     """Why an adapter was not made for the model of `checkpoint`; None when it fits."""
-    sites = model_sites(read_model_config(checkpoint))
+    sites = adapter_sites(read_model_config(checkpoint))
     for module in read_peft_directory(adapter_directory).modules:
         inputs, outputs = module.lora_a.shape[1], module.lora_b.shape[0]
         linear = sites.module_at.get((module.layer, module.module_id))

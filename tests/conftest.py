@@ -1,4 +1,4 @@
-"""Fixtures for all tests."""
+"""Which tests run, and fixtures for all of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,27 @@ from pathlib import Path
 import pytest
 import torch
 
-_REPOSITORY = Path(__file__).parents[1]
+_TESTS = Path(__file__).parent
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="Run the tests that are marked `long`, too.")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is marked `long`, without --all; keep the tests of a file, and those of e2e/, in one process."""
+    left_out = [] if config.getoption("--all") else [item for item in items if is_long(item)]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
+    for item in items:
+        path = item.path.relative_to(_TESTS)
+        item.add_marker(pytest.mark.xdist_group("e2e" if path.parts[0] == "e2e" else str(path)))
+
+
+def is_long(item: pytest.Item) -> bool:
+    mark = item.get_closest_marker("long")
+    assert mark is None or mark.kwargs.get("reason"), f"{item.nodeid} is long and does not say why"
+    return mark is not None
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -21,6 +41,6 @@ def one_torch_thread() -> None:
 @pytest.fixture(scope="session")
 def default_model_dir() -> Path:
     """The checkpoint directory of the default base model; made on first use, which needs the network."""
-    script = _REPOSITORY / "scripts" / "checkpoints" / "prepare_default_model.py"
+    script = _TESTS.parent / "scripts" / "checkpoints" / "prepare_default_model.py"
     done = subprocess.run([sys.executable, script], stdout=subprocess.PIPE, text=True, check=True)
     return Path(done.stdout.splitlines()[-1])

@@ -160,6 +160,10 @@ def test_a_script_imports_its_folder_or_one_that_knows_less(script: Path) -> Non
     assert imported & SCRIPT_FOLDERS.keys() <= {folder} | SCRIPT_FOLDERS.get(folder, SCRIPT_FOLDERS.keys())
 
 
+def test_no_script_is_longer_than_400_lines() -> None:
+    assert [path for path in PYTHON_SCRIPTS if len(path.read_text().splitlines()) > 400] == []
+
+
 def test_every_test_that_the_threat_model_names_exists() -> None:
     named = re.findall(r"`(tests/\S+?\.py)::(test_\w+)`", (ROOT / "SECURITY.md").read_text())
     assert len(named) > 20

@@ -1,4 +1,7 @@
-"""`EngineConfig`: every parameter of the engine, its default and its check, in one place.
+"""`EngineConfig`: every parameter of the engine, its default, and every check that the parameters alone allow.
+
+A check against the device, its memory, the checkpoint or a directory is where the engine reads these: engine/build.py,
+engine/memory.py, lora/disk_tier.py. It raises `ConfigError`, too.
 
 The values come from the `parameters` block of `model_repository/generation/config.pbtxt` as strings. An empty value, or
 one that is only a reference to an unset environment variable (`${NAME}`), means the default. An unknown name or an
@@ -170,7 +173,7 @@ class EngineConfig(BaseModel):
     ] = ByteSize(4 << 20)
     max_uploads_per_client: Annotated[
         int,
-        Field(ge=1, description="Adapters a client may send at once; the header x-multilora-client names the client."),
+        Field(ge=1, description="Adapters a known client may send at once; unknown ones share as many of full size."),
     ] = 8
     max_sequences_per_request: Annotated[
         int, Field(ge=1, description="Rows of a request times `num_return_sequences` or beams.")
@@ -200,6 +203,12 @@ class EngineConfig(BaseModel):
     guide_compile_timeout_s: Annotated[
         float, Field(gt=0, description="A guide not compiled by then fails its request with UNAVAILABLE.")
     ] = 10.0
+    inter_token_latency_target_ms: Annotated[
+        Literal["auto"] | Annotated[float, Field(ge=0)],
+        Field(
+            description="Longest step with running answers; prompts get a third. `auto`: 3 times the answers'; 0: off."
+        ),
+    ] = "auto"
     host_work_ms_per_step: Annotated[
         float,
         Field(
@@ -263,6 +272,12 @@ class EngineConfig(BaseModel):
                 f"{self.max_num_batched_tokens}; write max_num_seqs <= max_num_batched_tokens"
             )
         return self
+
+    @property
+    def inter_token_latency_target_s(self) -> float | None:
+        """The same in seconds, None for `auto`."""
+        target_ms = self.inter_token_latency_target_ms
+        return None if target_ms == "auto" else target_ms / 1e3
 
     @classmethod
     def from_parameters(cls, parameters: Mapping[str, str], environ: Mapping[str, str] | None = None) -> EngineConfig:

@@ -18,6 +18,7 @@
           AdapterNotLoaded                        copying a cached adapter to where it is needed failed this time
           AdapterNotKept                          an uploaded adapter cannot be written to the disk tier
           TooManyUploads                          a client sends more than `max_uploads_per_client` at once
+          TooManyUploadBytes                      unknown clients send more bytes of adapters at once than one known may
           TooManyLogits                           the logits asked for exceed `max_logits_bytes_in_flight`
           GuidesFull                              the guides in use exceed `max_guide_bytes_in_flight`
           GuideTimeout                            a guide was not compiled within `guide_compile_timeout_s`
@@ -213,6 +214,16 @@ class TooManyUploads(Unavailable):
 
     def __init__(self, num_uploads: int) -> None:
         super().__init__(f"{num_uploads} adapters of this client are being uploaded already")
+
+
+class TooManyUploadBytes(Unavailable):
+    """Clients without a name send as many bytes of adapters at once as one client with a name may at most."""
+
+    def __init__(self, bytes_in_flight: int, num_bytes: int, max_bytes: int) -> None:
+        super().__init__(
+            f"the adapter has {num_bytes} bytes, {bytes_in_flight} of clients without a name are being uploaded "
+            f"already, and max_uploads_per_client times lora_max_adapter_bytes is {max_bytes}"
+        )
 
 
 class TooManyLogits(Unavailable):

@@ -71,6 +71,11 @@ class ModelSites:
     modules: tuple[WireModule, ...]
 
     @cached_property
+    def site_named(self) -> dict[str, AdapterSite]:
+        """A site by its name."""
+        return {site.name: site for site in self.sites}
+
+    @cached_property
     def num_columns(self) -> int:
         """Columns of `LoRATables`."""
         return max(site.column + site.experts for site in self.sites)

@@ -26,34 +26,28 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from random import Random
 from typing import Annotated
 
-import msgspec
 import torch
 import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from benchmarks.bench_adapters import p99, random_wire
-from benchmarks.bench_kernels import limit_steps
+from benchmarks.adapter_bench import random_wire
 from benchmarks.bench_rows import Row, render, threads_title, write_results
+from benchmarks.engine_bench import CHUNK, GREEDY, NUM_ADAPTERS, RANK, Bench, Limits, Work
 from benchmarks.matrix_rate import matrix_rate
 from benchmarks.peft_baseline import PeftBaseline
+from benchmarks.percentiles import p99
 from benchmarks.step_parts import MODEL_PARTS, PARTS, timed_parts
 from benchmarks.step_results import TABLE_WIDTH, StepResult, render_steps, write_steps
 from checkpoints.prepare_default_model import ensure_default_checkpoint
 from checkpoints.telling_adapters import save_plain_tokenizer
 from checkpoints.tiny_llama import save_tiny_llama
-from multilora_engine.config import EngineConfig, LoRAConfig
-from multilora_engine.engine.engine import Engine
-from multilora_engine.engine.memory import kv_bytes_per_token
 from multilora_engine.lora.format import TORCH_DTYPES, pack_adapter
-from multilora_engine.models.model_config import ModelConfig, read_model_config
-from multilora_engine.request import GenerationRequest, SamplingParams, TokenOutput
+from multilora_engine.request import SamplingParams
 
 BATCHES = (32, 16, 8, 1)
 """Sequences that decode together; from the largest on, so that one set of prompts serves all."""
@@ -69,7 +63,6 @@ Result = Row | StepResult
 Answerer = Callable[[list[list[int]], int], tuple[list[list[int]], list[float]]]
 """Prompts and the length of the answers to the answers' tokens, and to the times at which tokens were there."""
 
-GREEDY = (SamplingParams(1),)
 MIXED = (
     SamplingParams(1),
     SamplingParams(1, temperature=0.8, top_k=50),
@@ -79,142 +72,7 @@ MIXED = (
 )
 """What the requests of a batch ask for, in turn."""
 
-_NUM_ADAPTERS = 16
-_RANK = 16
 _TINY_VOCABULARY = 4096
-_CHUNK: int = EngineConfig.model_fields["max_num_batched_tokens"].default
-
-
-class Limits:
-    """What the machine can do, measured between everything else: bytes read and flops of matrix products a second."""
-
-    def __init__(self) -> None:
-        self._steps, self._work = limit_steps("cpu", torch.float32)
-        self._read_seconds: list[float] = []
-        self._rates: list[float] = []
-
-    def measure(self) -> None:
-        """Once more."""
-        self._read_seconds.append(seconds_of(self._steps["read"]))
-        self._rates.append(matrix_rate())
-
-    @property
-    def bandwidth(self) -> float:
-        return self._work["read"] / statistics.median(self._read_seconds)
-
-    @property
-    def peak(self) -> float:
-        return statistics.median(self._rates)
-
-
-class Work:
-    """What a step of one model must at least read and multiply."""
-
-    def __init__(self, model: ModelConfig, dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
-        layer = model.hidden_size * (2 * model.q_size + 2 * model.kv_size + 3 * model.intermediate_size)
-        self._layers = model.num_layers * layer
-        self._head = model.hidden_size * model.vocab_size
-        self._attention = 4 * model.num_layers * model.q_size
-        self._kv_bytes = kv_bytes_per_token(model, dtype)
-        self._weight_size = weight_dtype.itemsize
-
-    def decode_seconds(self, contexts: Sequence[int], limits: Limits) -> float:
-        """One token of each of the sequences with so many keys."""
-        weights = self._layers + self._head
-        num_bytes = weights * self._weight_size + sum(contexts) * self._kv_bytes
-        flops = 2 * weights * len(contexts) + self._attention * sum(contexts)
-        return max(num_bytes / limits.bandwidth, flops / limits.peak)
-
-    def prefill_flops(self, num_tokens: int) -> int:
-        """Of a whole prompt and the logits of its last token."""
-        return 2 * (self._layers * num_tokens + self._head) + self._attention * num_tokens * (num_tokens + 1) // 2
-
-
-class Bench:
-    """An engine, and batches of requests that never end by themselves."""
-
-    def __init__(self, model: Path, lora_dtype: str = "auto", **options: object) -> None:
-        lora = LoRAConfig.model_validate({"max_loras": _NUM_ADAPTERS, "max_lora_rank": _RANK, "lora_dtype": lora_dtype})
-        self.engine = Engine(
-            EngineConfig.model_validate({"model_path": model, "device": "cpu", "lora": lora, **options})
-        )
-        self.model = read_model_config(model)
-        self._request_ids = itertools.count()
-        self._random = Random(0)
-
-    def close(self) -> None:
-        self.engine.close()
-
-    @contextmanager
-    def batch(
-        self,
-        num_sequences: int,
-        prompt_tokens: int,
-        tasks: Sequence[int | None] = (None,),
-        sampling: Sequence[SamplingParams] = GREEDY,
-    ) -> Iterator[list[str]]:
-        """Request ids of sequences that have computed their prompts and decode from here on."""
-        request_ids = [f"bench-{next(self._request_ids)}" for _ in range(num_sequences)]
-        for i, request_id in enumerate(request_ids):
-            prompt = self.prompt(prompt_tokens)
-            params = unending(sampling[i % len(sampling)], seed=i)
-            self.engine.add_request(GenerationRequest(request_id, prompt, params, tasks[i % len(tasks)]))
-        started: set[str] = set()
-        while len(started) < num_sequences:
-            started |= {output.request_id for output in self.engine.step()}
-        yield request_ids
-        for request_id in request_ids:
-            self.engine.abort(request_id)
-
-    def prompt(self, num_tokens: int) -> list[int]:
-        return [self._random.randrange(self.model.vocab_size) for _ in range(num_tokens)]
-
-    def first_token_seconds(self, prompt: list[int], before_step: Callable[[], object] = lambda: None) -> float:
-        """From the request to the end of the step that gives its first token, with nothing else to do.
-
-        before_step: called before each step; its own time does not count.
-        """
-        request = GenerationRequest(f"bench-{next(self._request_ids)}", prompt, SamplingParams(1, end_id=-1))
-        seconds, outputs = seconds_of(lambda: self.engine.add_request(request)), list[TokenOutput]()
-        while not outputs:
-            before_step()
-            started = time.perf_counter()
-            outputs = self.engine.step()
-            seconds += time.perf_counter() - started
-        return seconds
-
-    def answer(self, prompts: list[list[int]], num_tokens: int) -> tuple[list[list[int]], list[float]]:
-        """Greedy answers, prompt i with adapter i, and the ends of all steps that gave tokens."""
-        answers: dict[str, list[int]] = {}
-        for task, prompt in enumerate(prompts):
-            request_id = f"bench-{next(self._request_ids)}"
-            answers[request_id] = []
-            sampling = SamplingParams(max_tokens=num_tokens, end_id=-1)
-            self.engine.add_request(GenerationRequest(request_id, prompt, sampling, task))
-        times = []
-        while self.engine.has_work:
-            outputs = self.engine.step()
-            if outputs:
-                times.append(time.perf_counter())
-            for output in outputs:
-                answers[output.request_id] += output.token_ids
-        return list(answers.values()), times
-
-    def step_seconds(self, num_steps: int) -> list[float]:
-        """Of each of the next steps."""
-        return [seconds_of(self.engine.step) for _ in range(num_steps)]
-
-
-def unending(sampling: SamplingParams, seed: int) -> SamplingParams:
-    """The same, with neither an end token nor a last one, and a seed."""
-    return msgspec.structs.replace(sampling, max_tokens=1 << 30, end_id=-1, seed=seed)
-
-
-def seconds_of(task: Callable[[], object]) -> float:
-    """How long it takes."""
-    started = time.perf_counter()
-    task()
-    return time.perf_counter() - started
 
 
 def decode_results(
@@ -318,8 +176,8 @@ def prefix_rows(bench: Bench, rounds: int, num_shared: int, num_own: int) -> lis
 def adapter_rows(bench: Bench, context: int, rounds: int, num_steps: int) -> list[Row]:
     """Tokens a second of 16 sequences, and what adapters leave of them."""
     layout = bench.engine.info.adapter_layout
-    n = _NUM_ADAPTERS
-    adapters = [pack_adapter(*random_wire(layout, _RANK, seed), layout) for seed in range(n)]
+    n = NUM_ADAPTERS
+    adapters = [pack_adapter(*random_wire(layout, RANK, seed), layout) for seed in range(n)]
     seconds: defaultdict[str, list[float]] = defaultdict(list)
 
     def decode(name: str, tasks: Sequence[int | None]) -> None:
@@ -349,8 +207,8 @@ def adapter_rows(bench: Bench, context: int, rounds: int, num_steps: int) -> lis
 
 def peft_rows(bench: Bench, rounds: int, prompt_tokens: int, output_tokens: int) -> list[Row]:
     """Throughput and pauses of both, and how many of the answers are the same."""
-    n, seconds, pauses = _NUM_ADAPTERS, defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
-    baseline = PeftBaseline(Path(bench.engine.info.model_path), n, _RANK)
+    n, seconds, pauses = NUM_ADAPTERS, defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
+    baseline = PeftBaseline(Path(bench.engine.info.model_path), n, RANK)
     with tempfile.TemporaryDirectory(prefix="multilora-bench-") as directory:
         for number in range(n):
             adapter = baseline.packed(number, bench.engine.info.adapter_layout, Path(directory))
@@ -424,7 +282,7 @@ def main(
     steps: Annotated[int, typer.Option(help="Decode steps of one repetition.")] = 8,
     context: Annotated[int, typer.Option(help="Tokens of each sequence when decoding starts.")] = 128,
     prompt: Annotated[int, typer.Option(help="Tokens of the prompt that prefill measures.")] = 2048,
-    chunk: Annotated[int, typer.Option(help="`max_num_batched_tokens` of the engine.")] = _CHUNK,
+    chunk: Annotated[int, typer.Option(help="`max_num_batched_tokens` of the engine.")] = CHUNK,
     dtype: Annotated[str, typer.Option(help="`dtype` of the engine: float32, bfloat16 or float16.")] = "float32",
     lora_dtype: Annotated[str, typer.Option(help="`lora_dtype` of the engine, or auto, which is `dtype`.")] = "auto",
     threads: Annotated[int, typer.Option(help="CPU threads; 0 is one per core.")] = 0,

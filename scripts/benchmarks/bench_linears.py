@@ -24,17 +24,10 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Column, Table
 
-from benchmarks.bench_kernels import (
-    DEFAULT_MODEL,
-    ONE_BILLION,
-    Clock,
-    cpu_title,
-    limit_steps,
-    measure,
-    onednn_linear,
-    void,
-)
+from benchmarks.bench_kernels import cpu_title
 from benchmarks.lora_workloads import Model, Step
+from benchmarks.machine_limits import Clock, limit_steps, measure, onednn_linear, void
+from benchmarks.model_shapes import DEFAULT_MODEL, ONE_BILLION
 from multilora_kernels import HugePages, PackedWeight, packed_linear
 
 DTYPES = (torch.float32, torch.bfloat16)

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from benchmarks.bench_kernels import onednn_linear
+from benchmarks.machine_limits import onednn_linear
 
 _SIZE = 512
 """Rows and columns: a product of some milliseconds on one core, at nine tenths or more of what its registers allow."""

@@ -18,8 +18,8 @@ import triton
 from rich.console import Console
 from rich.progress import track
 
-from benchmarks.bench_kernels import EIGHT_BILLION
 from benchmarks.lora_workloads import Batch, Workload
+from benchmarks.model_shapes import EIGHT_BILLION
 from multilora_kernels.cuda import lora_expand, lora_shrink
 from multilora_kernels.cuda.block_sizes import TABLE_PATH, BlockSizes
 

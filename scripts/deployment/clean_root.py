@@ -81,6 +81,7 @@ class Image:
     environment: dict[str, str] = field(default_factory=dict)
     folder: str = "/"
     user: str = "0:0"
+    volumes: list[str] = field(default_factory=list)
     entrypoint: list[str] = field(default_factory=list)
     healthcheck: list[str] = field(default_factory=list)
 
@@ -100,9 +101,11 @@ class Image:
     def run_command(self, arguments: Sequence[str], volumes: Mapping[str, Path], shm_size: str) -> list[str]:
         """The command line that starts `arguments` as a container would: read-only root, own network, own /tmp.
 
-        volumes: folders of this machine by their path inside, read-only.
+        volumes: folders of this machine by their path inside, read-only. The image's other volumes are empty.
         """
         mounts = [f'mkdir -p "$root{at}"; mount --bind -o ro {source} "$root{at}"' for at, source in volumes.items()]
+        empty = [volume for volume in self.volumes if volume not in volumes]
+        mounts += [f'mkdir -p "$root{at}"; mount -t tmpfs -o mode=1777 tmpfs "$root{at}"' for at in empty]
         start = _START.format(volumes="\n".join(mounts), shm_size=shm_size)
         return [*_NAMESPACES, "--net", "sh", "-c", start, "start", str(self.root), *self._inside(arguments, {})]
 
@@ -185,7 +188,7 @@ class Recipe:
             case "USER":
                 self._stage().user = {"root": "0:0"}.get(arguments, arguments)
             case "VOLUME":
-                self._make_folder(arguments)
+                self._stage().volumes += arguments.split()
             case "ENTRYPOINT":
                 self._stage().entrypoint = msgspec.json.decode(arguments, type=list[str])
             case "HEALTHCHECK":

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from checkpoints.prepare_default_model import ensure_default_checkpoint
 from checkpoints.tiny_llama import save_tiny_llama
-from multilora_engine.models.model_config import read_model_config
+from multilora_engine.models.registry import read_model_config
 from multilora_engine.tritonserver import ServerProcess
 from multilora_engine.tritonserver.upstream_models import UpstreamModels
 from servers.started_server import started_server

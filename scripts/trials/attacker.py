@@ -36,7 +36,7 @@ class Attacker:
         try:
             self._connection.send("attack")
             if not self._connection.poll(TIMEOUT_S):
-                return f"not over after {TIMEOUT_S:.0f} s", ""
+                return f"not over after {TIMEOUT_S:.0f} s", "not over"
             met, leak = self._connection.recv()
         except (BrokenPipeError, EOFError):
             self._process.join()

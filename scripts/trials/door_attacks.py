@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import select
 import socket
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from http.client import HTTPConnection, HTTPException
 
 import grpc  # type: ignore[import-untyped]
@@ -17,6 +16,7 @@ from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
 from multilora_engine.client_header import CLIENT_HEADER
 from trials.doors import GRPC_OPTIONS, TIMEOUT_S, Attack, Doors, answers, infer_request, told
+from trials.raw_http2 import RST_STREAM, frames, greet, open_streams
 
 _GENERATE = "/v2/models/generation_unary/generate"
 _DEPTH = 200_000
@@ -96,19 +96,16 @@ def hold_connections(*urls: str) -> str:
 
 def open_ten_thousand_streams(doors: Doors) -> str:
     """On one connection, without a request, for some seconds."""
-
-    async def hold() -> int:
-        async with grpc.aio.insecure_channel(doors.grpc_url) as channel:
-            stub = GRPCInferenceServiceStub(channel)
-            calls = [stub.ModelStreamInfer() for _ in range(_NUM_STREAMS)]
-            waiting = [asyncio.ensure_future(call.read()) for call in calls]
-            await asyncio.sleep(_HOLD_S)
-            num_ended: int = sum(each.done() for each in waiting)
-            for each in waiting:
-                each.cancel()
-            return num_ended
-
-    return f"{asyncio.run(hold())} of {_NUM_STREAMS} ended by the server"
+    host, port = doors.grpc_url.split(":")
+    num_ended, end = 0, time.monotonic() + _HOLD_S
+    with socket.create_connection((host, int(port))) as connection, suppress(TimeoutError, ConnectionResetError):
+        greet(connection)
+        open_streams(connection, _NUM_STREAMS)
+        connection.settimeout(_HOLD_S)
+        for kind, _, _ in frames(connection):
+            num_ended += kind == RST_STREAM
+            connection.settimeout(max(0.01, end - time.monotonic()))
+    return f"{num_ended} of {_NUM_STREAMS} refused"
 
 
 def stop_the_victims_request_in_its_name(doors: Doors) -> str:

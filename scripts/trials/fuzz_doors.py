@@ -14,7 +14,7 @@ import numpy as np
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import deserialize_bytes_tensor, triton_to_np_dtype
 
-from trials.fuzz_requests import WireRequest, WireTensor
+from trials.wire_requests import WireRequest, WireTensor
 
 ANSWERED = "answered"
 REFUSED_BY_TRITON = "refused by Triton"

@@ -29,22 +29,20 @@ from rich.table import Table
 from tritonclient.grpc import InferenceServerClient, InferInput
 
 from multilora_client import Client
-from multilora_engine.lora.checkpoint_layout import model_sites
-from multilora_engine.models.model_config import read_model_config
+from multilora_engine.models.registry import adapter_sites, read_model_config
 from multilora_engine.tritonserver import ServerProcess
 from multilora_engine.tritonserver.free_space import SHARED_MEMORY
 from multilora_wire.layout import num_values
 from servers.tiny_server import tiny_server
 from trials.fuzz_doors import ANSWERED, Doors, Outcome
-from trials.fuzz_requests import (
+from trials.fuzz_requests import Case, make_case
+from trials.wire_requests import (
     CACHED_TASK_ID,
     DOORS,
-    Case,
     InputSpec,
     ModelFacts,
     WireRequest,
     WireTensor,
-    make_case,
     random_adapter,
     tensor,
 )
@@ -103,7 +101,7 @@ def read_facts(grpc_url: str, model: Path) -> ModelFacts:
     with InferenceServerClient(grpc_url) as client:
         configs = {name: client.get_model_config(name, as_json=True)["config"] for name in set(DOORS.values())}
     config = read_model_config(model)
-    sites = model_sites(config)
+    sites = adapter_sites(config)
     return ModelFacts(
         inputs={name: {entry["name"]: _spec(entry) for entry in c["input"]} for name, c in configs.items()},
         row_widths={module: num_values(sites.module_at[0, module], rank=1) for module in MODULES},

@@ -5,33 +5,26 @@ A request is kept as it goes over the wire, in tensors of which nothing has to f
 
 from __future__ import annotations
 
-import json
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from random import Random
-from typing import Any
 
 import numpy as np
-from tritonclient.utils import serialize_byte_tensor, triton_to_np_dtype
+from tritonclient.utils import triton_to_np_dtype
 
-CACHED_TASK_ID = 900_000_001
-"""The adapter that the server has before the first request."""
-
-FIRST_NEW_TASK_ID = 910_000_000
-_NUM_NEW_TASK_IDS = 64
-
-DOORS: Mapping[str, str] = {
-    "gRPC": "generation_unary",
-    "gRPC ensemble": "ensemble_unary",
-    "gRPC stream": "generation",
-    "gRPC stream ensemble": "ensemble",
-    "HTTP infer": "generation_unary",
-    "HTTP infer ensemble": "ensemble_unary",
-    "HTTP generate": "generation_unary",
-    "HTTP generate_stream": "generation",
-}
-"""Where a request can be sent, and the model it asks there."""
+from trials.wire_requests import (
+    CACHED_TASK_ID,
+    DOORS,
+    InputSpec,
+    ModelFacts,
+    WireRequest,
+    WireTensor,
+    random_adapter,
+    tensor,
+    text_tensor,
+    valid_request,
+)
 
 _NUMBERS = ("BOOL", "UINT8", "UINT16", "UINT32", "UINT64", "INT8", "INT16", "INT32", "INT64", "FP16", "FP32", "FP64")
 _TYPES = (*_NUMBERS, "BYTES", "BF16")
@@ -49,56 +42,6 @@ _STRANGE_TEXTS = (
     "a\r\n" * 99,
 )
 _SIZES = (0, 1, 2, 7, 64, 65, 1000)
-_ENSEMBLE_NAMES = {"runtime_top_k": "top_k", "runtime_top_p": "top_p", "streaming": "stream"}
-
-
-@dataclass(frozen=True)
-class InputSpec:
-    """What a model's configuration says of an input; -1 in `dims` is any number."""
-
-    datatype: str
-    dims: tuple[int, ...]
-
-
-@dataclass
-class WireTensor:
-    """An input as it is sent. Nothing has to fit anything."""
-
-    name: str
-    datatype: str
-    shape: list[int]
-    data: bytes
-
-
-@dataclass
-class WireRequest:
-    """What is sent. body_damage: for doors whose requests are text, what happens to that text on the way."""
-
-    door: str
-    model: str
-    request_id: str
-    tensors: list[WireTensor]
-    version: str = ""
-    outputs: list[str] = field(default_factory=list)
-    parameters: dict[str, int | str | bool] = field(default_factory=dict)
-    body_damage: Callable[[bytes], bytes] | None = None
-
-    def find(self, name: str) -> WireTensor | None:
-        return next((tensor for tensor in self.tensors if tensor.name == name), None)
-
-    def put(self, tensor: WireTensor) -> None:
-        """In the place of the one of that name, if there is one."""
-        self.tensors = [other for other in self.tensors if other.name != tensor.name] + [tensor]
-
-
-@dataclass(frozen=True)
-class ModelFacts:
-    """What requests are made from. inputs: of each model. row_widths: by module id, in plus out size of a LoRA row."""
-
-    inputs: Mapping[str, Mapping[str, InputSpec]]
-    row_widths: Mapping[int, int]
-    num_layers: int
-    vocab_size: int
 
 
 @dataclass(frozen=True)
@@ -114,7 +57,7 @@ def make_case(seed: int, number: int, facts: ModelFacts, timeout_s: float) -> Ca
     """The same for the same seed and number. timeout_s: what requests tell the server, where the door passes it on."""
     random = Random(f"{seed} {number}")
     door = random.choice(list(DOORS))
-    request = _valid_request(random, door, number, facts)
+    request = valid_request(random, door, number, facts)
     request.parameters["timeout"] = round(timeout_s * 1e6)
     kind = random.choice(list(MUTATIONS))
     if kind != "nothing" and request.find("lora_weights"):
@@ -122,81 +65,6 @@ def make_case(seed: int, number: int, facts: ModelFacts, timeout_s: float) -> Ca
         request.put(tensor("lora_task_id", [random.getrandbits(64) | 2**63], "UINT64"))
     MUTATIONS[kind](random, request, facts)
     return Case(number, kind, request)
-
-
-def tensor(name: str, values: Any, datatype: str) -> WireTensor:
-    """Of values as nested lists or an array, behind a batch dimension of 1."""
-    array = np.asarray(values, triton_to_np_dtype(datatype))[np.newaxis]
-    data = serialize_byte_tensor(array).item() if datatype == "BYTES" else array.tobytes()
-    return WireTensor(name, datatype, list(array.shape), data)
-
-
-def random_adapter(random: Random, task_id: int, facts: ModelFacts) -> list[WireTensor]:
-    """The three tensors of a valid adapter of a few rows."""
-    places = [(module, layer) for module in sorted(facts.row_widths) for layer in range(facts.num_layers)]
-    chosen = random.sample(places, random.randint(1, min(3, len(places))))
-    rank = random.choice((1, 2, 4))
-    width = rank * max(facts.row_widths[module] for module, _ in chosen)
-    weights = np.zeros((len(chosen), width), np.float16)
-    for row, (module, _) in zip(weights, chosen, strict=True):
-        size = rank * facts.row_widths[module]
-        row[:size] = [random.gauss(0, 0.01) for _ in range(size)]
-    return [
-        tensor("lora_task_id", [task_id], "UINT64"),
-        tensor("lora_weights", weights, "FP16"),
-        tensor("lora_config", [[module, layer, rank] for module, layer in chosen], "INT32"),
-    ]
-
-
-def _valid_request(random: Random, door: str, number: int, facts: ModelFacts) -> WireRequest:
-    model = DOORS[door]
-    known = facts.inputs[model]
-    # The JSON of `generate` has no place for weights.
-    tensors = [_prompt(random, known), *_options(random, number, facts, has_weights="generate" not in door)]
-    tensors.append(tensor("max_tokens", [random.randint(1, 4)], "INT32"))
-    if "stream" in door:
-        tensors.append(tensor("streaming", [True], "BOOL"))
-    if "ensemble" in door:
-        tensors = [WireTensor(_ENSEMBLE_NAMES.get(t.name, t.name), t.datatype, t.shape, t.data) for t in tensors]
-    return WireRequest(door, model, f"fuzz-{number}", [t for t in tensors if t.name in known])
-
-
-def _prompt(random: Random, known: Mapping[str, InputSpec]) -> WireTensor:
-    match random.choice(("text_input", "messages", "input_ids")):
-        case "messages" if "messages" in known:
-            return _text("messages", json.dumps([{"role": "user", "content": "Who are you? 🦜"}]))
-        case "input_ids" if "input_ids" in known:
-            return tensor("input_ids", [random.randint(0, 300) for _ in range(random.randint(1, 20))], "INT32")
-        case _:
-            return _text("text_input", random.choice(("The sea is", "東京の天気は", "1 2 3", "مرحبا")))
-
-
-def _options(random: Random, number: int, facts: ModelFacts, has_weights: bool) -> list[WireTensor]:
-    """Those of one way to use the server."""
-    match random.randrange(9):
-        case 0:
-            values = {"temperature": 0.7, "runtime_top_p": 0.9, "repetition_penalty": 1.1, "min_p": 0.01}
-            return [tensor(name, [value], "FP32") for name, value in values.items()]
-        case 1:
-            return [
-                *_texts(embedding_bias_words=["sea", "sky"], bad_words=["fish"], stop_words=["END", "🦜"]),
-                tensor("embedding_bias_weights", [1.0, -1.0], "FP32"),
-            ]
-        case 2:
-            numbers = {"num_top_log_probs": 2, "num_prompt_top_log_probs": 3, "truncate_prompt_tokens": 4}
-            return [tensor(name, [value], "INT32") for name, value in numbers.items()]
-        case 3:
-            return _texts(guided_decoding_guide_type=["regex"], guided_decoding_guide=["[0-9]{2,4}"])
-        case 4:
-            return [tensor("seed", [random.getrandbits(64)], "UINT64"), tensor("runtime_top_k", [5], "INT32")]
-        case 5:
-            return [tensor("lora_task_id", [CACHED_TASK_ID], "UINT64")]
-        case 6 | 7 if has_weights:
-            # The same adapter under the same id each time: another one would be refused.
-            which = number % _NUM_NEW_TASK_IDS
-            return random_adapter(Random(which), FIRST_NEW_TASK_ID + which, facts)
-        case _:
-            return []
 
 
 def _nothing(random: Random, request: WireRequest, facts: ModelFacts) -> None:
@@ -290,7 +158,7 @@ def _wrong_count(random: Random, request: WireRequest, facts: ModelFacts) -> Non
 def _broken_text(random: Random, request: WireRequest, facts: ModelFacts) -> None:
     texts = _text_tensors(request)
     if not texts:
-        texts = [_text("stop_words", "x")]
+        texts = [text_tensor("stop_words", "x")]
     victim = random.choice(texts)
     request.put(WireTensor(victim.name, "BYTES", [1, 1], _packed([random.choice(_BROKEN_UTF8)])))
 
@@ -304,7 +172,7 @@ def _strange_text(random: Random, request: WireRequest, facts: ModelFacts) -> No
 def _huge_text(random: Random, request: WireRequest, facts: ModelFacts) -> None:
     size = random.choice((1_000, 10_000, 10_000, 100_000)) if random.random() < 0.95 else 5_000_000
     name = random.choice(("text_input", "text_input", "stop_words", "bad_words", "guided_decoding_guide", "messages"))
-    request.put(_text(name, random.choice(("a", "word ", "語", "{")) * size))
+    request.put(text_tensor(name, random.choice(("a", "word ", "語", "{")) * size))
 
 
 def _broken_adapter(random: Random, request: WireRequest, facts: ModelFacts) -> None:
@@ -340,15 +208,15 @@ def _broken_chat(random: Random, request: WireRequest, facts: ModelFacts) -> Non
     chats = ["", "[", "{}", "null", "[]", "[1]", '[{"role": "user"}]', '[{"role": 7, "content": "x"}]', "[" * 5000]
     chats += ['{"messages": 1}', '[{"role": "user", "content": {"a": [1]}}]', '"text"', "1e999", '[{"role": "nobody"}]']
     request.tensors = [t for t in request.tensors if t.name != "text_input"]
-    request.put(_text("messages", random.choice(chats)))
+    request.put(text_tensor("messages", random.choice(chats)))
 
 
 def _broken_guide(random: Random, request: WireRequest, facts: ModelFacts) -> None:
     kinds = ("json", "json_schema", "regex", "ebnf_grammar", "structural_tag", "nonsense", "")
     guides = ["", "(", "[a-z", "{", '{"type": 5}', '{"$ref": "#/x"}', "root ::= root", "start: start", "a{1,100000}"]
     guides += ['{"type": "object", "properties": {"a": {"type": "integer"}}}', "(a|b)*", 'start: "x"', "\\p{Foo}"]
-    request.put(_text("guided_decoding_guide_type", random.choice(kinds)))
-    request.put(_text("guided_decoding_guide", random.choice(guides)))
+    request.put(text_tensor("guided_decoding_guide_type", random.choice(kinds)))
+    request.put(text_tensor("guided_decoding_guide", random.choice(guides)))
 
 
 def _stop(random: Random, request: WireRequest, facts: ModelFacts) -> None:
@@ -446,14 +314,6 @@ def _copy_of_one(random: Random, request: WireRequest) -> WireTensor:
     old = request.tensors[index]
     request.tensors[index] = WireTensor(old.name, old.datatype, list(old.shape), old.data)
     return request.tensors[index]
-
-
-def _text(name: str, text: str) -> WireTensor:
-    return tensor(name, [text.encode()], "BYTES")
-
-
-def _texts(**words: Sequence[str]) -> list[WireTensor]:
-    return [tensor(name, [word.encode() for word in values], "BYTES") for name, values in words.items()]
 
 
 def _text_tensors(request: WireRequest) -> list[WireTensor]:

@@ -1,8 +1,8 @@
 """Breaks a real server under load in every way that operators fear, and prints one table: what clients saw, how long it
 took, and what was lost.
 
-Each fault hits a `multilora-serve` with a disk tier while clients ask, upload and cancel (serving_load.py). Right is:
-every client is answered again, every adapter whose upload was acknowledged still answers, no answer is of another
+Each fault hits a `multilora-serve` with a disk tier while clients ask, upload and cancel (judging_clients.py). Right
+is: every client is answered again, every adapter whose upload was acknowledged still answers, no answer is of another
 adapter, no request is left without an end, and clients saw no other errors than the fault explains. Faults come from
 outside, by signals, limits, full file systems and a clock of their own: nothing in the product knows of them.
 """
@@ -36,7 +36,7 @@ from multilora_engine.lora.checkpoint_layout import checkpoint_layout
 from multilora_wire.layout import AdapterLayout
 from servers.sandboxed_server import SandboxedServer, namespace
 from servers.started_server import sigterm_as_ctrl_c
-from trials.serving_load import ANSWER_TIMEOUT_S, Load, Tally
+from trials.judging_clients import ANSWER_TIMEOUT_S, JudgingClients, Tally
 from trials.wall_clock import WallClock
 
 NUM_ADAPTERS = 150
@@ -79,7 +79,7 @@ class Scene:
     """What a fault is injected into. clock: the server's own wall clock; None where that is everybody's."""
 
     server: SandboxedServer
-    load: Load
+    load: JudgingClients
     clock: WallClock | None = None
 
 
@@ -332,7 +332,8 @@ def stage(num_clients: int, directory: Path, log: Path | None = None, has_own_cl
         server = SandboxedServer(prefix, model, cache, parameters, log, clock.environment if clock else None)
         try:
             server.start(*_ARGUMENTS)
-            yield Scene(server, Load(server.http_url, server.grpc_url, layout, num_clients, NUM_ADAPTERS), clock)
+            load = JudgingClients(server.http_url, server.grpc_url, layout, num_clients, NUM_ADAPTERS)
+            yield Scene(server, load, clock)
         finally:
             server.close()
 

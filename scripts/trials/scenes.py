@@ -7,9 +7,10 @@ import secrets
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 
@@ -24,6 +25,8 @@ from trials.doors import Attack, Doors
 from trials.engine_attacks import ENGINE_ATTACKS, stop_the_victims_request
 from trials.openai_attacks import OPENAI_ATTACKS
 from trials.timing_attacks import TENANTS, TIMING_ATTACKS
+
+T = TypeVar("T")
 
 PARAMETERS = {"max_num_seqs": "16", "max_num_batched_tokens": "64"}
 """How much a step may take of this machine, as an operator would say for two cores: all other clients wait for it."""
@@ -48,18 +51,21 @@ class Stage:
     @property
     def num_bytes(self) -> int:
         """Resident memory of all processes of the server: not of the proxy, not of OpenAI's front."""
-        return sum(process.memory_info().rss for process in self._processes())
+        return sum(self._told(lambda process: process.memory_info().rss))
 
     @property
     def engine_pid(self) -> int | None:
         """None while there is none."""
-        return next((process.pid for process in self._processes() if ENGINE_MODULE in process.cmdline()), None)
+        commands = self._told(lambda process: (process.pid, process.cmdline()))
+        return next((pid for pid, command in commands if ENGINE_MODULE in command), None)
 
-    def _processes(self) -> Iterator[psutil.Process]:
+    def _told(self, read: Callable[[psutil.Process], T]) -> list[T]:
+        """Of each process of the server that is still there."""
+        told = []
         for pid in {self.server.pid, *marked_processes(self.server.token)}:
-            process = psutil.Process(pid)
-            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-                yield process
+            with suppress(psutil.NoSuchProcess):
+                told.append(read(psutil.Process(pid)))
+        return told
 
 
 @dataclass(frozen=True)

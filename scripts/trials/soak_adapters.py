@@ -15,13 +15,11 @@ import queue
 import statistics
 import sys
 import tempfile
-import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Annotated, Literal
@@ -40,17 +38,16 @@ from checkpoints.telling_adapters import (
     MAX_RANK,
     NUM_LAYERS,
     PROMPT_TOKENS,
-    answer,
     packed_adapter,
     save_checkpoint,
 )
 from multilora_engine.lora.checkpoint_layout import checkpoint_layout
-from multilora_engine.lora.layout import PackedAdapter
 from multilora_engine.process.client import EngineClient
 from multilora_engine.process.paths import owned_socket_path
 from multilora_engine.process.supervisor import EngineProcess
 from multilora_engine.request import GenerationRequest, SamplingParams, TokenOutput
 from multilora_wire.layout import AdapterLayout
+from trials.soak_answers import Call, Tally, Versions
 from trials.soak_engine import Counts
 
 Popularity = Literal["zipf", "uniform"]
@@ -59,7 +56,6 @@ EXPECTED_ERRORS = frozenset({"NOT_FOUND", "UNAVAILABLE", "CANCELLED"})
 """Not cached, no room now, and what a client has cancelled itself."""
 
 _START_TIMEOUT_S = 120.0
-_ANSWER_TIMEOUT_S = 120.0
 _MAX_PROMPT_TOKENS = 48
 _MAX_SHOWN = 20
 _BLOCK_SIZE = 4
@@ -95,109 +91,6 @@ class Habits:
         """The name of a field, or `ask`."""
         shares = dict(vars(self))
         return random.choices([*shares, "ask"], [*shares.values(), 1 - sum(shares.values())])[0]
-
-
-@dataclass
-class Tally:
-    """What happened, by name; `wrong` describes each wrong answer."""
-
-    counts: Counter[str] = field(default_factory=Counter)
-    errors: Counter[str] = field(default_factory=Counter)
-    wrong: list[str] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def count(self, name: str) -> None:
-        with self._lock:
-            self.counts[name] += 1
-
-    def add(self, verdict: str | None, output: TokenOutput, seconds: float) -> None:
-        """One request ended with `output`; `verdict` says what is wrong about it, None if nothing is."""
-        with self._lock:
-            self.counts["requests"] += 1
-            self.seconds.append(seconds)
-            if verdict is not None:
-                self.wrong.append(verdict)
-            elif output.error_code is None:
-                self.counts["right"] += 1
-            if output.error_code is not None:
-                self.errors[output.error_code] += 1
-
-
-class Call:
-    """A listener that keeps what one request was answered."""
-
-    def __init__(self) -> None:
-        self.token_ids: list[int] = []
-        self.is_given_up = False
-        self.on_first_tokens: Callable[[], None] | None = None
-        self._final: queue.SimpleQueue[TokenOutput] = queue.SimpleQueue()
-
-    def on_output(self, output: TokenOutput) -> None:
-        self.token_ids += output.token_ids
-        if output.is_final:
-            self._final.put(output)
-        elif self.on_first_tokens is not None:
-            on_first_tokens, self.on_first_tokens = self.on_first_tokens, None
-            on_first_tokens()
-
-    def flush(self) -> None:
-        """Nothing is held back."""
-
-    def is_cancelled(self) -> bool:
-        return self.is_given_up
-
-    def give_up(self) -> None:
-        """Nobody waits for the answer any more, as the engine client learns when it asks."""
-        self.is_given_up = True
-
-    def wait(self) -> TokenOutput:
-        return self._final.get(timeout=_ANSWER_TIMEOUT_S)
-
-
-class Versions:
-    """What the clients know of one adapter.
-
-    The lock is held while a version is chosen and submitted, and one engine client submits in order: the engine sees
-    versions in rising order, and a request sees at least `confirmed` and at most `submitted` as they were then.
-    """
-
-    def __init__(self, number: int) -> None:
-        self.lock = threading.Lock()
-        self.number = number
-        self.submitted = -1
-        self.confirmed = -1
-        self._digests: dict[int, str] = {}
-
-    @property
-    def task_id(self) -> int:
-        """Far apart, and beyond 32 bits."""
-        return (self.number + 1) * 1_000_000_007
-
-    @property
-    def possible(self) -> range:
-        """The versions a request that is submitted now may be answered by."""
-        return range(max(0, self.confirmed), self.submitted + 1)
-
-    def pack(self, is_new: bool, layout: AdapterLayout) -> tuple[int, PackedAdapter]:
-        """The newest version, or one more, about to be submitted."""
-        self.submitted = max(0, self.submitted + is_new)
-        packed = packed_adapter(self.number, self.submitted, layout)
-        self._digests[self.submitted] = packed.digest
-        return self.submitted, packed
-
-    def confirm(self, versions: Iterable[int]) -> None:
-        """An answer, or an upload's, was given by one of `versions`."""
-        with self.lock:
-            self.confirmed = max(self.confirmed, min(versions))
-
-    def matching(self, versions: Iterable[int], token_ids: list[int], digest: str) -> list[int]:
-        """Those whose answer starts with `token_ids`, and whose digest it is; an answer cut short may have none."""
-        return [
-            version
-            for version in versions
-            if answer(self.number, version)[: len(token_ids)] == token_ids and digest in ("", self._digests[version])
-        ]
 
 
 class Soak:

@@ -1,9 +1,9 @@
 """A real server under mixed load for as long as you like: does memory stay flat, and is every answer right?
 
 Clients ask the base model and adapters that do not all fit into memory, upload, cancel and send requests that are wrong
-(serving_load.py); each call has a deadline, and one that passes it counts as stuck. Meanwhile the anonymous memory of
-every process of the server, and what is in /dev/shm, are measured; each gets a straight line fitted by least squares,
-after a warm-up. Memory that grows shows as a slope that its error bars cannot explain (soak_memory.py).
+(judging_clients.py); each call has a deadline, and one that passes it counts as stuck. Meanwhile the anonymous
+memory of every process of the server, and what is in /dev/shm, are measured; each gets a straight line fitted by least
+squares, after a warm-up. Memory that grows shows as a slope that its error bars cannot explain (soak_memory.py).
 
 The tritonserver of PyPI can crash when gRPC calls are cancelled (SECURITY.md), and this load cancels many. That one
 death is told, counted and lived with: it must have been the first of the server's processes to die, by a signal of a
@@ -42,8 +42,8 @@ from rich.table import Column, Table
 from multilora_client import Client, MultiloraClientError
 from repository import REPOSITORY
 from trials.inject_faults import Scene, stage
+from trials.judging_clients import ANSWER_TIMEOUT_S, Tally
 from trials.process_deaths import Deaths
-from trials.serving_load import ANSWER_TIMEOUT_S, Tally
 from trials.soak_memory import SHORTEST_JUDGED_S, Stretch, measure
 
 _CRASH_SIGNALS = (signal.SIGSEGV, signal.SIGABRT)

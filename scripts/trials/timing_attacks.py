@@ -27,7 +27,7 @@ TENANTS = {name: f"the secret key of {name}" for name in ("victim", "attacker")}
 MAX_ADVANTAGE = 0.2
 """How far from a half the chance may be: with 40 pairs a fair coin is farther in two runs of a thousand."""
 
-_NUM_ERRORS, _NUM_UPLOADS, _NUM_PROMPTS = 200, 40, 40
+_NUM_ERRORS, _NUM_UPLOADS, _NUM_PROMPTS = 60, 40, 40
 _RANK = 8
 _ATTENTION_OUT = 4
 _NUM_WORDS = 80

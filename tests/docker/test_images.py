@@ -1,5 +1,9 @@
 """The Dockerfiles and the compose file keep what docker/README.md promises. scripts/run try_images carries them out."""
 
+import json
+import os
+import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +97,34 @@ def test_in_compose_the_proxy_is_the_only_door_to_the_server() -> None:
     assert server["command"][host + 1] == "127.0.0.1"
     published = {port.split(":")[2] for port in compose()["proxy"]["ports"]}
     assert published == {"8080", "8081", "9000"}
+
+
+def test_in_compose_the_server_reads_the_secret_that_the_proxy_draws() -> None:
+    services = compose()
+    assert "secret:/secret" in services["proxy"]["volumes"]
+    assert "secret:/secret:ro" in services["multilora"]["volumes"]
+    assert "client_header_secret_file=/secret/client" in services["multilora"]["command"]
+    assert services["multilora"]["depends_on"]["proxy"]["condition"] == "service_healthy"
+    assert [instruction.arguments for instruction in instructions(PROXY, "VOLUME")] == ["/secret"]
+
+
+def test_the_proxy_draws_a_secret_once_for_itself_and_the_server(tmp_path: Path) -> None:
+    (entrypoint,) = instructions(PROXY, "ENTRYPOINT")
+    start = DOCKER / "proxy" / Path(json.loads(entrypoint.arguments)[0]).name
+    assert os.access(start, os.X_OK)
+    script, secret, nginx = tmp_path / "start", tmp_path / "client", tmp_path / "nginx"
+    script.write_text(start.read_text().replace("/secret/", f"{tmp_path}/"))
+    nginx.write_text("#!/bin/sh\necho nginx $*")
+    nginx.chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    drawn = []
+    for _ in range(2):
+        said = subprocess.run(["sh", script], env=environment, capture_output=True, text=True, check=True).stdout
+        assert said == "nginx -c /etc/multilora-proxy/nginx.conf\n"
+        drawn.append(secret.read_text())
+    assert drawn[0] == drawn[1]
+    assert re.fullmatch("[0-9a-f]{64}", drawn[0])
+    assert secret.stat().st_mode & 0o777 == 0o600
 
 
 def test_compose_builds_the_proxy() -> None:

@@ -75,6 +75,18 @@ def test_the_proxy_listens_at_its_ports_as_long_as_the_server_runs() -> None:
     assert {port["containerPort"] for port in proxy["ports"]} == listened
 
 
+def test_the_server_reads_the_secret_that_the_proxy_draws_in_the_pod() -> None:
+    proxy, server = containers()
+    (path,) = [
+        after for _, given, after in (a.partition("client_header_secret_file=") for a in server["args"]) if given
+    ]
+    assert all(path in (PROXY / name).read_text() for name in ("start", "peer.js"))
+    mounts = [m for each in (proxy, server) for m in each["volumeMounts"] if m["mountPath"] == str(Path(path).parent)]
+    assert [(mount["name"], mount.get("readOnly", False)) for mount in mounts] == [("secret", False), ("secret", True)]
+    (volume,) = [volume for volume in pod()["volumes"] if volume["name"] == "secret"]
+    assert volume["emptyDir"]["medium"] == "Memory"
+
+
 def test_every_image_is_one_that_is_built_here() -> None:
     (kustomization,) = read_documents(BASE / "kustomization.yaml")
     images = {image["name"]: image["newTag"] for image in kustomization["images"]}

@@ -12,17 +12,12 @@ import httpx2
 import pytest
 
 from servers.local_proxy import LocalProxy
+from trials.raw_http2 import MAX_CONCURRENT_STREAMS, REFUSED_STREAM, RST_STREAM, SETTINGS, frames, greet, open_streams
 
 OTHER_ADDRESS = "127.0.0.2"
 MAX_CONNECTIONS = 128
 MAX_STREAMS = 128
 LIVE = "GET /v2/health/live HTTP/1.1\r\nHost: x\r\n"
-
-# Of HTTP/2 (RFC 9113): kinds of frames, a flag, a setting, a reason.
-HEADERS, RST_STREAM, SETTINGS = 1, 3, 4
-END_HEADERS = 4
-MAX_CONCURRENT_STREAMS = 3
-REFUSED_STREAM = 7
 
 
 @pytest.fixture(scope="module")
@@ -117,39 +112,17 @@ def test_a_grpc_connection_without_a_call_is_closed(
     read_to_the_end(connection)
 
 
-def settings_of(connection: socket.socket) -> dict[int, int]:
-    """What an HTTP/2 server says of itself first: values by their numbers (RFC 9113, 6.5)."""
-    head = connection.recv(9, socket.MSG_WAITALL)
-    assert head[3] == SETTINGS
-    payload = connection.recv(int.from_bytes(head[:3], "big"), socket.MSG_WAITALL)
-    return dict(struct.iter_unpack(">HI", payload))
-
-
-def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
-    return len(payload).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + payload
-
-
-def refused_streams(connection: socket.socket) -> Iterator[int]:
-    """The streams that the server refuses, as it does."""
-    while head := connection.recv(9, socket.MSG_WAITALL):
-        payload = connection.recv(int.from_bytes(head[:3], "big"), socket.MSG_WAITALL)
-        if head[3] == RST_STREAM and int.from_bytes(payload, "big") == REFUSED_STREAM:
-            yield int.from_bytes(head[5:], "big")
-
-
 def test_a_grpc_connection_has_so_many_streams_at_once(
     proxy: LocalProxy, connect: Callable[[str], socket.socket]
 ) -> None:
     connection = connect(proxy.grpc_url)
-    connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(SETTINGS, 0, 0, b""))
-    assert settings_of(connection)[MAX_CONCURRENT_STREAMS] == MAX_STREAMS
-    # Of the static table: POST, http. Then a path in plain letters (RFC 7541, 6.2.2).
-    path = b"/inference.GRPCInferenceService/ModelStreamInfer"
-    head = b"\x83\x86\x04" + bytes([len(path)]) + path + b"\x01\x01x"
-    streams = range(1, 2 * MAX_STREAMS + 6, 2)
-    connection.sendall(b"".join(frame(HEADERS, END_HEADERS, stream, head) for stream in streams))
-    refused = refused_streams(connection)
-    assert [next(refused) for _ in range(3)] == list(streams[MAX_STREAMS:])
+    greet(connection)
+    said = frames(connection)
+    settings = dict(struct.iter_unpack(">HI", next(payload for kind, _, payload in said if kind == SETTINGS)))
+    assert settings[MAX_CONCURRENT_STREAMS] == MAX_STREAMS
+    streams = open_streams(connection, MAX_STREAMS + 3)
+    refused = (stream for kind, stream, payload in said if (kind, payload) == (RST_STREAM, REFUSED_STREAM.to_bytes(4)))
+    assert [next(refused) for _ in range(3)] == streams[MAX_STREAMS:]
 
 
 def test_a_peer_that_reads_nothing_holds_no_request_for_long(

@@ -277,7 +277,13 @@ PROMPTS = [
 ]
 
 
-def test_the_default_model_answers_as_peft_does_in_one_mixed_batch(default_model_dir: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("num_prompts", "max_tokens"),
+    [(4, 16), pytest.param(len(PROMPTS), 64, marks=pytest.mark.long(reason="24 answers of 64 tokens"))],
+)
+def test_the_default_model_answers_as_peft_does_in_one_mixed_batch(
+    default_model_dir: Path, tmp_path: Path, num_prompts: int, max_tokens: int
+) -> None:
     oracle = Oracle(AutoModelForCausalLM.from_pretrained(default_model_dir, dtype=torch.float32), tmp_path)
     for directory in sorted(p.parent for p in SAMPLES.glob("*/adapter_config.json")):
         oracle.load(directory.name, directory)
@@ -286,9 +292,9 @@ def test_the_default_model_answers_as_peft_does_in_one_mixed_batch(default_model
     engine = build_engine(default_model_dir, oracle, default_model_dir, kv_cache_bytes=256 << 20)
     recorder = LogitsRecorder(engine)
     tokenizer = engine._tokenizer
-    chats = [tokenizer.apply_chat_template([{"role": "user", "content": text}]) for text in PROMPTS]
-    raw = [tokenizer.encode(text, add_special_tokens=True) for text in PROMPTS * 2]
-    requests = requests_for(oracle, chats + raw, max_tokens=64)
+    chats = [tokenizer.apply_chat_template([{"role": "user", "content": text}]) for text in PROMPTS[-num_prompts:]]
+    raw = [tokenizer.encode(text, add_special_tokens=True) for text in PROMPTS[:num_prompts] * 2]
+    requests = requests_for(oracle, chats + raw, max_tokens=max_tokens)
     answers = run_all(engine, requests)
     assert_greedy(oracle, requests, answers)
     names = [None, *oracle.adapters]

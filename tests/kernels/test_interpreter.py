@@ -11,14 +11,25 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 _FOLDER = Path(__file__).parent
-_CASES = """interpreter-7- or interpreter-10-zipf or interpreter-133-skewed or every_rank or every_hidden_size
+_ALL = """interpreter-7- or interpreter-10-zipf or interpreter-133-skewed or every_rank or every_hidden_size
     or every_slice_width or every_dtype or share_one_a or magnitude or keep_their_bits or wider_tensor or test_cuda
     or elementwise"""
+_PAIRS = "dtype0-lora_dtype0 or dtype1-lora_dtype2 or dtype2-lora_dtype1"
+_SHORT = f"({_ALL}) and not longest and not (every_dtype and lora_dtype and not ({_PAIRS}))"
 
 
-def test_the_gpu_operators_pass_the_same_tests_in_the_interpreter():
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(_SHORT, id="short"),
+        pytest.param(_ALL, id="all", marks=pytest.mark.long(reason="the interpreter takes seconds a case")),
+    ],
+)
+def test_the_gpu_operators_pass_the_same_tests_in_the_interpreter(cases):
     names = ("test_shrink.py", "test_expand.py", "test_elementwise.py", "test_cuda.py")
     tests = [str(_FOLDER / name) for name in names]
-    command = [sys.executable, "-m", "pytest", "-q", "-k", " ".join(_CASES.split()), *tests]
+    command = [sys.executable, "-m", "pytest", "-q", "-k", " ".join(cases.split()), *tests]
     subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, check=True)

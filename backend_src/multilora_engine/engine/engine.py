@@ -20,9 +20,10 @@ from multilora_engine.engine.live_requests import LiveRequests
 from multilora_engine.engine.memory import is_out_of_memory
 from multilora_engine.engine.new_sequences import NewSequences
 from multilora_engine.engine.outputs import error_output
+from multilora_engine.engine.pace import Pace
 from multilora_engine.engine.queue_limits import QueueLimits
 from multilora_engine.engine.request_limits import RequestLimits
-from multilora_engine.engine.scheduler import ScheduledSequence, Scheduler
+from multilora_engine.engine.scheduler import ScheduledSequence, Scheduler, work_of
 from multilora_engine.engine.sequence import Sequence, SequenceStatus
 from multilora_engine.errors import Cancelled, InternalError, RequestError
 from multilora_engine.lora.adapter_events import AdapterEvents
@@ -53,10 +54,14 @@ _NUM_LORA_EVENTS = 4096
 
 @dataclass(frozen=True)
 class _StepInFlight:
-    """A step that has been launched, and the choice of its tokens, which has not been read."""
+    """A step that has been launched, and the choice of its tokens, which has not been read.
+
+    started_s: when the engine began to schedule it, by the monotonic clock.
+    """
 
     step: list[ScheduledSequence]
     choice: Choice
+    started_s: float
 
 
 class Engine:
@@ -83,12 +88,14 @@ class Engine:
             preload_adapters(config.lora.lora_prefetch_dir, self._loras, base.layout)
         self._remote = RemoteAdapters(self._loras, build_fetcher(config, base.layout), self.lora_events.append)
         self._blocks = BlockAllocator(base.plan.num_blocks, config.block_size, config.enable_prefix_caching)
-        self._scheduler = Scheduler(self._blocks, self._loras, config.max_num_seqs, config.max_num_batched_tokens)
-        self._runner = build_model_runner(
-            base.model, base.config, config, base.plan, base.dtype, base.device, self._loras
+        self._pace = Pace(config.inter_token_latency_target_s)
+        self._scheduler = Scheduler(
+            self._blocks, self._loras, config.max_num_seqs, config.max_num_batched_tokens, self._pace
         )
+        self._runner = build_model_runner(base.model, config, base.plan, base.device, self._loras)
         self._runs_ahead = config.enable_async_scheduling
         self._in_flight: _StepInFlight | None = None
+        self._last_read_s = 0.0
         make_compiler = partial(GuideCompiler, base.tokenizer, base.config.vocab_size)
         self._guide_queue = GuideQueue(make_compiler, config.guide_compile_timeout_s)
         self._live = LiveRequests()
@@ -123,6 +130,7 @@ class Engine:
             num_pins=self._loras.num_pins,
             num_preemptions=self._scheduler.num_preemptions,
             prefix_cache=self._blocks.prefix_cache,
+            pace=self._pace.stats,
         )
 
     @property
@@ -169,12 +177,13 @@ class Engine:
         raised, and nothing in flight can be trusted to go on.
         """
         outputs = self._end_expired() + self._end_unloadable() + self._admission.take_up()
+        started_s = time.monotonic()
         step = self._scheduler.schedule()
         if not step:
             return outputs + self._step_without_work(on_progress)
         self._note_step(step)
         try:
-            launched = self._launch(step, on_progress)
+            launched = self._launch(step, on_progress, started_s)
         except (RuntimeError, MemoryError) as error:
             failure = _out_of_memory(error, step)
             return outputs + self._read_step_in_flight(on_progress) + self._fail_step(step, failure)
@@ -233,12 +242,14 @@ class Engine:
             self._guide_queue.wait(_GUIDE_WAIT_S)
         return self._read_step_in_flight(on_progress)
 
-    def _launch(self, step: list[ScheduledSequence], on_progress: Callable[[], None]) -> _StepInFlight:
+    def _launch(
+        self, step: list[ScheduledSequence], on_progress: Callable[[], None], started_s: float
+    ) -> _StepInFlight:
         before = None if self._in_flight is None else self._in_flight.choice
         choice = self._runner.launch(step, on_progress, before)
         for sequence in choice.sequences:
             sequence.num_pending_tokens += 1
-        return _StepInFlight(step, choice)
+        return _StepInFlight(step, choice, started_s)
 
     def _may_stay_in_flight(self, launched: _StepInFlight) -> bool:
         return self._runs_ahead and not any(
@@ -249,7 +260,7 @@ class Engine:
         """Wait for the tokens of the step in flight, if there is one, and extend the answers by them."""
         if self._in_flight is None:
             return []
-        step, choice = self._in_flight.step, self._in_flight.choice
+        step, choice, started_s = self._in_flight.step, self._in_flight.choice, self._in_flight.started_s
         self._in_flight = None
         for sequence in choice.sequences:
             sequence.num_pending_tokens -= 1
@@ -258,7 +269,12 @@ class Engine:
         except (RuntimeError, MemoryError) as error:
             return self._fail_step(step, _out_of_memory(error, step))
         self._scheduler.commit(step)
-        return self._extend_answers(dict(zip(choice.sequences, tokens, strict=True)), on_progress)
+        outputs = self._extend_answers(dict(zip(choice.sequences, tokens, strict=True)), on_progress)
+        # A step that was launched before the last one was read has been computed since then.
+        started_s, self._last_read_s = max(started_s, self._last_read_s), time.monotonic()
+        # Steps end with the sequences that compute more than one token.
+        self._pace.observe(self._last_read_s - started_s, step[-1].num_tokens > 1, partial(work_of, step))
+        return outputs
 
     def _extend_answers(
         self, chosen: dict[Sequence, SampledToken], on_progress: Callable[[], None]

@@ -15,6 +15,20 @@ class PrefixCacheStats:
 
 
 @dataclass(frozen=True)
+class PaceStats:
+    """How steps keep to their target. target_seconds: of the last step with running answers and prompts,
+    0 before there was one.
+
+    Since the start: num_limited_steps had no time for further tokens of prompts, and in num_turns steps the running
+    answers of a client over its share took turns.
+    """
+
+    target_seconds: float = 0.0
+    num_limited_steps: int = 0
+    num_turns: int = 0
+
+
+@dataclass(frozen=True)
 class EngineStats:
     """A moment's numbers. Idle means: nothing waiting or running, all blocks free, no pins."""
 
@@ -26,6 +40,7 @@ class EngineStats:
     num_pins: int = 0
     num_preemptions: int = 0
     prefix_cache: PrefixCacheStats = field(default_factory=PrefixCacheStats)
+    pace: PaceStats = field(default_factory=PaceStats)
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,12 @@ import msgspec
 from multilora_engine.engine.fair_queue import FairQueue
 from multilora_engine.engine.fair_shares import choose_victim
 from multilora_engine.engine.kv_cache import BlockAllocator, BlockCopy
+from multilora_engine.engine.pace import Pace, PromptTime
 from multilora_engine.engine.sequence import Sequence, SequenceStatus
+from multilora_engine.engine.skipped import Skipped
+from multilora_engine.engine.step_cost import StepWork
 from multilora_engine.lora.cached_adapter import CachedAdapter
 from multilora_engine.lora.manager import LoRAManager
-
-_MAX_OVERTAKES = 64
-"""A sequence that waits for its adapter lets at most this many later ones with an adapter pass."""
 
 _LOOK_AHEAD = 8
 """Adapters that are brought to the device before there is a place for their sequences."""
@@ -53,15 +53,23 @@ class ScheduledSequence(msgspec.Struct, frozen=True):
 
 
 class _Step:
-    """A step in the making: what is scheduled, and how many tokens of the budget are left."""
+    """A step in the making: what is scheduled, and how many tokens of the budget are left.
+
+    prompt_time: for those of them that are of prompts.
+    """
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
+        self.prompt_time = PromptTime()
         self._scheduled: dict[Sequence, ScheduledSequence] = {}
 
     @property
     def sequences(self) -> list[ScheduledSequence]:
         return list(self._scheduled.values())
+
+    def room_for(self, sequence: Sequence) -> int:
+        """How many tokens of its prompt a sequence may compute."""
+        return self.prompt_time.room_for(sequence, self.budget)
 
     def add(self, sequence: Sequence, num_tokens: int) -> None:
         start = sequence.num_computed_tokens
@@ -76,37 +84,13 @@ class _Step:
                 self.budget += scheduled.num_tokens
 
 
-class _Skipped:
-    """The waiting sequences that a step passes over, because their adapters cannot be used yet."""
-
-    def __init__(self) -> None:
-        self.adapters: set[CachedAdapter] = set()
-        self.must_not_be_overtaken = False
-        self._sequences: list[Sequence] = []
-
-    def __len__(self) -> int:
-        return len(self._sequences)
-
-    def add(self, sequence: Sequence) -> None:
-        assert sequence.adapter is not None
-        self.adapters.add(sequence.adapter)
-        self.must_not_be_overtaken |= sequence.num_overtakes >= _MAX_OVERTAKES
-        self._sequences.append(sequence)
-
-    def overtake(self) -> None:
-        """A later sequence with an adapter starts."""
-        for sequence in self._sequences:
-            sequence.num_overtakes += 1
-            self.must_not_be_overtaken |= sequence.num_overtakes >= _MAX_OVERTAKES
-
-
 class Scheduler:
     """Continuous batching with chunked prefill, preemption by recompute and adapter-aware admission.
 
     A step has a budget of `max_num_batched_tokens`. Running sequences come first, those that decode before those that
     are still in their prompt; what is left of the budget goes to waiting ones, in the order of `FairQueue`. A waiting
     sequence whose adapter cannot be used yet is skipped, not waited for, with those behind it that want the same one,
-    and its adapter is prefetched, as are those of the next in line; one that has been overtaken `_MAX_OVERTAKES` times
+    and its adapter is prefetched, as are those of the next in line; one that has been overtaken `MAX_OVERTAKES` times
     stops the admission of other adapters until it runs.
 
     When the KV cache is full, the running sequence that started last, of the largest priority, gives its blocks back
@@ -119,6 +103,9 @@ class Scheduler:
     the last that started first: nobody holds the server for as long as its answers are. Who has no more than its share
     is never the victim of that.
 
+    `Pace` limits the tokens of prompts, and the running sequences of clients that hold more than their shares, by the
+    time that a step takes.
+
     The beams of a search are admitted, preempted and finished together, and compute their last tokens in the same step.
     """
 
@@ -128,11 +115,14 @@ class Scheduler:
         loras: LoRAManager,
         max_num_seqs: int,
         max_num_batched_tokens: int,
+        pace: Pace,
     ) -> None:
+        """pace: told by the engine how long steps take."""
         self._blocks = blocks
         self._loras = loras
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
+        self._pace = pace
         self._queue = FairQueue()
         self._running: list[Sequence] = []
         self.num_preemptions = 0
@@ -214,11 +204,29 @@ class Scheduler:
 
     def _schedule_running(self) -> _Step:
         step = _Step(self._max_num_batched_tokens)
-        for sequence in sorted(self._running, key=lambda s: s.num_tokens - s.num_computed_tokens > 1):
-            for beam, num_tokens in _shares(sequence, step.budget):
-                if sequence.status is SequenceStatus.RUNNING and self._make_room(sequence, beam, num_tokens, step):
-                    self._compute(beam, num_tokens, step)
+        decoding: list[Sequence] = []
+        prompts: list[Sequence] = []
+        for sequence in self._running:
+            (prompts if sequence.num_tokens - sequence.num_computed_tokens > 1 else decoding).append(sequence)
+        decodes = self._pace.choose(decoding)
+        for sequence in decodes.sequences:
+            self._continue(sequence, _shares(sequence, step.budget), step)
+        if prompts or len(self._queue):
+            step.prompt_time = self._pace.prompt_time(decodes)
+        for sequence in prompts:
+            self._continue_prompt(sequence, step)
         return step
+
+    def _continue(self, sequence: Sequence, shares: list[tuple[Sequence, int]], step: _Step) -> None:
+        """Compute tokens of a running sequence's beams, unless it is preempted for others or for want of blocks."""
+        for beam, num_tokens in shares:
+            if sequence.status is SequenceStatus.RUNNING and self._make_room(sequence, beam, num_tokens, step):
+                self._compute(beam, num_tokens, step)
+
+    def _continue_prompt(self, sequence: Sequence, step: _Step) -> None:
+        shares = _shares(sequence, step.room_for(sequence))
+        step.prompt_time.take(sequence, sum(num_tokens for _, num_tokens in shares))
+        self._continue(sequence, shares, step)
 
     def _make_room(self, sequence: Sequence, beam: Sequence, num_tokens: int, step: _Step) -> bool:
         """Blocks for `num_tokens` more of a beam of `sequence`, preempting from the end of the order.
@@ -255,15 +263,14 @@ class Scheduler:
 
     def _admit_waiting(self, step: _Step) -> None:
         self._make_way(step)
-        skipped = _Skipped()
-        while step.budget > 0 and len(skipped) < self._max_num_seqs:
+        skipped = Skipped()
+        while len(skipped) < self._max_num_seqs:
             sequence = self._queue.first()
-            if sequence is None or not self._has_room(sequence):
+            if sequence is None or not step.room_for(sequence) or not self._has_room(sequence):
                 break
             if self._acquire_adapter(sequence, skipped):
                 self._start(sequence)
-                for beam, num_tokens in _shares(sequence, step.budget):
-                    self._compute(beam, num_tokens, step)
+                self._continue_prompt(sequence, step)
             else:
                 self._queue.set_aside(sequence)
                 skipped.add(sequence)
@@ -312,7 +319,7 @@ class Scheduler:
                 wanted.add(sequence.adapter)
             self._queue.set_aside(sequence)
 
-    def _acquire_adapter(self, sequence: Sequence, skipped: _Skipped) -> bool:
+    def _acquire_adapter(self, sequence: Sequence, skipped: Skipped) -> bool:
         """Whether `sequence` may run as far as its adapter is concerned; `skipped`: those before it that may not."""
         if sequence.adapter is None:
             return True
@@ -354,3 +361,14 @@ def _shares(sequence: Sequence, budget: int) -> list[tuple[Sequence, int]]:
 def _priority(sequence: Sequence) -> int:
     """Smaller is served first; of equal ones the first that started."""
     return sequence.request.priority
+
+
+def work_of(step: list[ScheduledSequence]) -> StepWork:
+    """What a step computes. One last token of a prompt counts as a decode: it costs as much."""
+    prompts = [scheduled for scheduled in step if scheduled.num_tokens > 1]
+    return StepWork(
+        num_decodes=len(step) - len(prompts),
+        num_beams=sum(scheduled.sequence.search is not None for scheduled in step),
+        num_prompt_tokens=sum(scheduled.num_tokens for scheduled in prompts),
+        num_prompt_rows=sum(len(s.context_positions) + len(s.scored_positions) for s in prompts),
+    )

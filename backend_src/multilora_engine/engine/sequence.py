@@ -70,6 +70,7 @@ class Sequence:
     status.
     num_computed_tokens: tokens whose keys and values are in the cache.
     num_overtakes: sequences with an adapter that were admitted before this one although they came later.
+    last_turn: number of the last turn that it had where the sequences of its client take turns; by `Pace`.
 
     Each written by one other:
     block_table: by the block allocator. prompt_report: by the model runner.
@@ -92,6 +93,7 @@ class Sequence:
     num_computed_tokens: int = 0
     num_charged_tokens: int = 0
     num_overtakes: int = 0
+    last_turn: int = 0
     status: SequenceStatus = SequenceStatus.WAITING
     times: Times = field(default_factory=Times)
     history: TokenHistory | None = None

@@ -325,15 +325,19 @@ class EngineClient:
                 call.claims.close()
 
     def _tell(self, call: _Call, request_id: str, tell: Callable[[], None]) -> bool:
-        """Whether the listener took it. One that raises loses its own call only, and hears of that."""
+        """Whether the listener took it."""
         try:
             tell()
         except Exception as error:
-            logger.exception("request %s cannot be answered", request_id)
-            self._forget(call)
-            _tell_failure(call.listener, request_id, error)
+            self._lose(call, request_id, error)
             return False
         return True
+
+    def _lose(self, call: _Call, request_id: str, error: Exception) -> None:
+        """A listener that raised `error` loses its own call only, and hears of that."""
+        logger.error("request %s cannot be answered", request_id, exc_info=error)
+        self._forget(call)
+        _tell_failure(call.listener, request_id, error)
 
     def _forget(self, call: _Call) -> None:
         """End a call on both sides: the engine aborts those of its requests that it still has."""
@@ -349,8 +353,13 @@ class EngineClient:
         if started < self._next_cancellation_check:
             return
         for call in set(self._calls.values()):
-            if call.listener.is_cancelled():
-                request_id = next(iter(call.open_request_ids))
+            request_id = next(iter(call.open_request_ids))
+            try:
+                is_cancelled = call.listener.is_cancelled()
+            except Exception as error:
+                self._lose(call, request_id, error)
+                continue
+            if is_cancelled:
                 self._deliver([error_output(request_id, Cancelled("the client cancelled the request"))])
         ended = time.monotonic()
         self._next_cancellation_check = ended + max(_CANCELLATION_INTERVAL_S, (ended - started) / _CANCELLATION_DUTY)

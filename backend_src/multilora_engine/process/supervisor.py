@@ -84,13 +84,12 @@ class EngineProcess:
         while not self._is_closing.is_set():
             try:
                 lived_s = self._outlive()
+                if not self._is_closing.wait(backoff.next_delay_s(lived_s)):
+                    self._restart()
             except Exception:
-                # Nobody else would start the engine again: this thread goes on whatever happens.
+                # Nobody else would start the engine again: this thread goes on after any error.
                 logger.exception("engine %d cannot be watched", self.generation)
                 self._is_closing.wait(_RETRY_S)
-                continue
-            if not self._is_closing.wait(backoff.next_delay_s(lived_s)):
-                self._restart()
 
     def _outlive(self) -> float:
         """Wait for the end of the engine process, and bring it about if the engine hangs; the seconds that took."""

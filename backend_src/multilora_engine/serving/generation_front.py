@@ -26,7 +26,7 @@ from multilora_engine.serving.prompt_answer import PromptTokens
 from multilora_engine.serving.replies import EachReply, EmptyReply, OneReply, Reply, Responder, StreamReply, Transcript
 from multilora_engine.serving.request_parser import is_stop, read_call
 from multilora_engine.serving.senders import Rights
-from multilora_engine.serving.sent_adapter import has_weights
+from multilora_engine.serving.sent_adapter import has_weights, weights_bytes
 from multilora_engine.serving.triton_api import TritonRequest, trace_id_of
 from multilora_engine.serving.uploads import Uploads
 from multilora_engine.text.tokenizer import Tokenizer
@@ -72,7 +72,7 @@ class GenerationFront(Front):
             if has_weights(inputs):
                 rights.check_upload()
                 # Before they are packed, which takes the time and the memory that the limit is there for.
-                end_upload = self._uploads.begin(rights.sender.name, info.max_uploads_per_client)
+                end_upload = self._uploads.begin(rights.sender, weights_bytes(inputs, info), info)
                 claims.until_taken.callback(end_upload)
             call = read_call(inputs, info, tokenizer)
             if isinstance(call, UploadCall):

@@ -38,14 +38,23 @@ class SentAdapter:
 
 def read_adapter(inputs: InputTensors, info: EngineInfo) -> SentAdapter:
     """The adapter of a request that has weights. Raises InvalidRequest."""
+    task_id = read_task_id(inputs, 0)
+    assert task_id is not None, "checked before"
+    return SentAdapter(task_id, _read_weights(inputs, info), inputs.matrix("lora_config"), info.adapter_layout)
+
+
+def weights_bytes(inputs: InputTensors, info: EngineInfo) -> int:
+    """The bytes of the weights that a request has, their padding included. Raises InvalidRequest."""
+    return _read_weights(inputs, info).nbytes
+
+
+def _read_weights(inputs: InputTensors, info: EngineInfo) -> torch.Tensor:
     weights = inputs.matrix(inputs.present(*_WEIGHTS)[0])
     if weights.nbytes > info.max_adapter_bytes:
         raise InvalidRequest(
             f"lora_weights has {weights.nbytes} bytes and lora_max_adapter_bytes is {info.max_adapter_bytes}"
         )
-    task_id = read_task_id(inputs, 0)
-    assert task_id is not None, "checked before"
-    return SentAdapter(task_id, weights, inputs.matrix("lora_config"), info.adapter_layout)
+    return weights
 
 
 def has_weights(inputs: InputTensors) -> bool:

@@ -1,14 +1,19 @@
-"""How many adapters one client may be sending at once. A front holds the weights of each until the engine has them.
+"""`Uploads`: how many adapters clients may be sending at once. A front holds their weights until the engine has them.
 
-A client is the tenant of an API key, or who a proxy says. Without both, all clients count as one: Triton tells a model
-nothing of who asks.
+A known client is the tenant of an API key, or named by a proxy: it may send `max_uploads_per_client` adapters at once.
+Triton tells a model nothing of the connection, so unknown clients cannot be counted one by one. They share the bytes
+that one known client may hold, `max_uploads_per_client` times `lora_max_adapter_bytes`: adapters of usual sizes from
+many clients fit, and the front's memory has the same bound.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
-from multilora_engine.errors import TooManyUploads
+from multilora_engine.engine_info import EngineInfo
+from multilora_engine.errors import TooManyUploadBytes, TooManyUploads
+from multilora_engine.request import Sender
 from multilora_engine.serving.in_flight import InFlight
 
 
@@ -16,8 +21,18 @@ class Uploads:
     """The adapters under way through one front. Any thread may begin or end one."""
 
     def __init__(self) -> None:
-        self._under_way = InFlight()
+        self._of_known = InFlight()
+        self._bytes_of_unknown = InFlight()
 
-    def begin(self, client: str, limit: int) -> Callable[[], None]:
-        """What ends the upload, to be called once. Raises TooManyUploads."""
-        return self._under_way.begin(client, 1, limit, lambda num_uploads, _: TooManyUploads(num_uploads))
+    def begin(self, sender: Sender, num_bytes: int, info: EngineInfo) -> Callable[[], None]:
+        """Count an upload of `num_bytes`. The answer ends it, and is to be called once.
+
+        Raises TooManyUploads, TooManyUploadBytes.
+        """
+        most = info.max_uploads_per_client
+        if sender.is_known:
+            client = sender.name or sender.key_id
+            return self._of_known.begin(client, 1, most, lambda num_uploads, _: TooManyUploads(num_uploads))
+        max_bytes = most * info.max_adapter_bytes
+        too_many = partial(TooManyUploadBytes, max_bytes=max_bytes)
+        return self._bytes_of_unknown.begin("", num_bytes, max_bytes, too_many)

@@ -13,7 +13,7 @@ from multilora_engine.config import EngineConfig, LoRAConfig
 from multilora_engine.engine.memory import MemoryPlan, plan_memory
 from multilora_engine.errors import ConfigError
 from multilora_engine.lora.checkpoint_layout import checkpoint_layout
-from multilora_engine.models.model_config import read_model_config
+from multilora_engine.models.registry import read_model_config
 from multilora_wire.layout import AdapterLayout, adapter_pages
 
 PAGE = 256 << 10

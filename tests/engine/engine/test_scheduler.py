@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from random import Random
 from typing import cast
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.adapters import TINY, wire_adapter
+from support.known_pace import DECODE_S, PROMPT_TOKEN_S, KnownCost, known_pace
 from support.paged_memory import NEXT_TOKEN, PoisonedBlocks
 
-from multilora_engine.engine.scheduler import ScheduledSequence, Scheduler
+from multilora_engine.engine.pace import Pace
+from multilora_engine.engine.scheduler import ScheduledSequence, Scheduler, work_of
 from multilora_engine.engine.sequence import Sequence, SequenceStatus
+from multilora_engine.engine.step_cost import StepWork
 from multilora_engine.lora.device_tier import DeviceTier
 from multilora_engine.lora.format import pack_adapter
 from multilora_engine.lora.host_tier import HostTier
@@ -48,13 +52,15 @@ class World:
         budget: int = 8,
         enable_prefix_caching: bool = True,
         runs_ahead: bool = False,
+        pace: Pace | None = None,
     ) -> None:
         host = HostTier(NUM_ADAPTERS + MAX_ARRIVALS, TINY.page_bytes)
         self.loras = LoRAManager(host, DeviceTier(TINY, host.pool, host.pool, MAX_LORAS), "replace")
         for task, packed in enumerate(ADAPTERS):
             self.loras.put(task, packed)
+        self.pace = pace or Pace(0)
         self.blocks = PoisonedBlocks(num_blocks, BLOCK_SIZE, enable_prefix_caching)
-        self.scheduler = Scheduler(self.blocks, self.loras, max_num_seqs, budget)
+        self.scheduler = Scheduler(self.blocks, self.loras, max_num_seqs, budget, self.pace)
         self.budget = budget
         self.runs_ahead = runs_ahead
         self.in_flight: list[ScheduledSequence] = []
@@ -101,6 +107,7 @@ class World:
         step = self.scheduler.schedule()
         self.check_step(step)
         self.compute(step)
+        self.pace.observe(KnownCost().seconds(work_of(step)), True, lambda: work_of(step))
         for scheduled in step:
             scheduled.sequence.num_pending_tokens += scheduled.is_sampled
         if self.runs_ahead:
@@ -169,6 +176,7 @@ ARRIVAL = st.tuples(
     budget=st.integers(4, 20),
     enable_prefix_caching=st.booleans(),
     runs_ahead=st.booleans(),
+    target_s=st.sampled_from([0.0, None, 0.03]),
     seed=st.integers(0, 1 << 30),
 )
 def test_everything_that_arrives_finishes_whatever_happens(
@@ -177,9 +185,11 @@ def test_everything_that_arrives_finishes_whatever_happens(
     budget: int,
     enable_prefix_caching: bool,
     runs_ahead: bool,
+    target_s: float | None,
     seed: int,
 ) -> None:
-    world, rng = World(num_blocks, 4, budget, enable_prefix_caching, runs_ahead), Random(seed)
+    pace, rng = Pace(target_s), Random(seed)
+    world = World(num_blocks, 4, budget, enable_prefix_caching, runs_ahead, pace)
     pending = list(arrivals)
     while pending or rng.random() < 0.5:
         if pending and rng.random() < 0.5:
@@ -193,6 +203,50 @@ def test_everything_that_arrives_finishes_whatever_happens(
     assert len(world.finished) == len(arrivals)
     assert world.blocks.num_free == num_blocks
     assert world.loras.num_pins == 0
+
+
+LONG_ARRIVAL = st.tuples(
+    st.integers(1, 300), st.integers(1, 12), st.none(), st.just(0), st.integers(1, 9), st.sampled_from([ACME, BOLT])
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    arrivals=st.lists(LONG_ARRIVAL, min_size=1, max_size=MAX_ARRIVALS),
+    target_s=st.sampled_from([None, 0.030, 0.060]),
+    seed=st.integers(0, 1 << 30),
+)
+def test_no_running_answer_waits_longer_than_the_target_and_no_prompt_longer_than_three_times_its_own_time(
+    arrivals: list[tuple[int, int, None, int, int, Sender]], target_s: float | None, seed: int
+) -> None:
+    pending, rng = list(arrivals), Random(seed)
+    world = World(num_blocks=3000, max_num_seqs=16, budget=256, pace=known_pace(target_s))
+    while pending or world.alive:
+        if pending and rng.random() < 0.3:
+            world.add(*pending.pop())
+        running = [s for s in world.alive if s.status is SequenceStatus.RUNNING and s.output_token_ids]
+        step = world.step()
+        assert world.scheduler.num_preemptions == 0
+        if running:
+            check_pace(step, running, target_s, world)
+
+
+def check_pace(step: list[ScheduledSequence], running: list[Sequence], target_s: float | None, world: World) -> None:
+    """running: the answers that could get a token in the step."""
+    work, cost = work_of(step), KnownCost()
+    served = {scheduled.sequence for scheduled in step}
+    waiting = [sequence.request.sender.name for sequence in running if sequence not in served]
+    # Of two clients with equal weights, only the one with more running answers takes turns.
+    by_client = Counter(sequence.request.sender.name for sequence in running)
+    assert not waiting or set(waiting) == {by_client.most_common(1)[0][0]}
+    within = StepWork(min(by_client.values())) if len(set(by_client.values())) > 1 else StepWork(len(running))
+    target = 3 * cost.seconds(within) if target_s is None else target_s
+    decode_s = cost.seconds(StepWork(len(running) - len(waiting)))
+    longest = max(target, 1.5 * decode_s, decode_s + 16 * PROMPT_TOKEN_S)
+    assert cost.seconds(work) <= longest + PROMPT_TOKEN_S + DECODE_S
+    has_more = any(s.num_tokens - s.num_computed_tokens > 1 for s in world.alive if s.status is SequenceStatus.RUNNING)
+    if has_more and sum(scheduled.num_tokens for scheduled in step) < world.budget:
+        assert work.num_prompt_tokens * PROMPT_TOKEN_S >= decode_s / 2 - PROMPT_TOKEN_S, "less than a third for prompts"
 
 
 def test_decodes_come_before_prompts_and_long_prompts_are_cut_into_chunks() -> None:

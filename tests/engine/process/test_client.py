@@ -230,7 +230,7 @@ def test_stopping_an_id_nobody_uses_is_no_error(client: EngineClient) -> None:
     assert stop.wait()[-1].finish_reason == "stop"
 
 
-@pytest.mark.parametrize("method", ["on_output", "flush"])
+@pytest.mark.parametrize("method", ["on_output", "flush", "is_cancelled"])
 def test_a_listener_that_raises_loses_its_own_call_only(
     client: EngineClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
@@ -240,9 +240,9 @@ def test_a_listener_that_raises_loses_its_own_call_only(
     broken, good = RecordingListener(), RecordingListener()
     monkeypatch.setattr(broken, method, fail)
     client.generate(broken, [generation_request("broken", [1], max_tokens=10**6)])
+    wait_for(engine, lambda: engine.aborted == ["broken"])
     client.generate(good, [generation_request("good", [1])])
     assert good.wait()[-1].finish_reason == "length"
-    wait_for(engine, lambda: engine.aborted == ["broken"])
 
 
 @pytest.mark.parametrize("method", ["on_output", "flush"])

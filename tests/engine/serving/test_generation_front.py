@@ -430,6 +430,17 @@ def test_a_bug_in_packing_is_the_answer_and_frees_the_place(
     assert ask(front, tensors)[0].error is None
 
 
+def test_clients_without_a_name_may_send_many_small_adapters_at_once(
+    front: GenerationFront, engine: FakeEngine, may_pack: threading.Event
+) -> None:
+    uploads = [FakeRequest({**ADAPTER, "lora_task_id": [[task_id]]}) for task_id in range(20)]
+    for request in uploads:
+        front.accept(request)
+    may_pack.set()
+    assert [request.sender.wait()[0].error for request in uploads] == [None] * 20
+    assert len(engine.adapters) == 20
+
+
 class UploadingClient:
     def __init__(self, front: GenerationFront) -> None:
         self._front = front

@@ -8,16 +8,8 @@ from pathlib import Path
 import pytest
 from support.adapters import TINY
 
-from benchmarks.bench_adapters import (
-    MODULES,
-    RANKS,
-    Bench,
-    num_parameters,
-    pause_rows,
-    random_wire,
-    throughput_run,
-    way_in_rows,
-)
+from benchmarks.adapter_bench import MODULES, RANKS, Bench, random_wire
+from benchmarks.bench_adapters import num_parameters, pause_rows, throughput_run, way_in_rows
 from checkpoints.tiny_llama import save_tiny_llama
 
 

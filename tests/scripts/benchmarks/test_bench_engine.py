@@ -12,8 +12,6 @@ from transformers import AutoModelForCausalLM
 from benchmarks.bench_engine import (
     BATCHES,
     MIXED,
-    Bench,
-    Work,
     adapter_rows,
     decode_results,
     overhead_results,
@@ -23,6 +21,7 @@ from benchmarks.bench_engine import (
     save_tiny_model,
 )
 from benchmarks.bench_rows import Row
+from benchmarks.engine_bench import Bench, Work
 from benchmarks.step_parts import PARTS, Stopwatch, timed_parts
 from benchmarks.step_results import StepResult
 

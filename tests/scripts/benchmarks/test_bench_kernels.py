@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from benchmarks import kernel_resources
-from benchmarks.bench_kernels import EIGHT_BILLION, Limits, Result, bench, median_difference, write_results
+from benchmarks.bench_kernels import Result, bench, median_difference, write_results
 from benchmarks.kernel_resources import GPUS, Used
 from benchmarks.lora_workloads import Batch, Workload, llama
+from benchmarks.machine_limits import Limits
+from benchmarks.model_shapes import EIGHT_BILLION
 
 _TINY = llama("tiny", hidden=64, kv=32, ffn=96, num_layers=2)
 

@@ -7,8 +7,9 @@ import csv
 import pytest
 import torch
 
-from benchmarks.bench_kernels import DEFAULT_MODEL, onednn_linear
 from benchmarks.bench_linears import Workload, bench, pack, step_workloads, write_results
+from benchmarks.machine_limits import onednn_linear
+from benchmarks.model_shapes import DEFAULT_MODEL
 from multilora_kernels import HugePages, packed_linear
 
 

@@ -6,7 +6,8 @@ import pytest
 
 from trials.fuzz_doors import ANSWERED, Outcome
 from trials.fuzz_protocol import Sizes, Tally, is_right, render, second_half_growth
-from trials.fuzz_requests import Case, WireRequest
+from trials.fuzz_requests import Case
+from trials.wire_requests import WireRequest
 
 REQUEST = WireRequest("gRPC", "generation_unary", "r", [])
 ENGINE = (1, "engine")

@@ -7,7 +7,8 @@ from collections import Counter
 import pytest
 
 from trials.fuzz_doors import ANSWERED, REFUSED_BY_TRITON, grpc_message, http_call, http_outcome
-from trials.fuzz_requests import DOORS, MUTATIONS, Case, InputSpec, ModelFacts, make_case
+from trials.fuzz_requests import MUTATIONS, Case, make_case
+from trials.wire_requests import DOORS, InputSpec, ModelFacts
 
 SPECS = {
     "text_input": InputSpec("BYTES", (1,)),

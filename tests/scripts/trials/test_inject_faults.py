@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from trials.inject_faults import NO_ERRORS, UNAVAILABLE, Fault, Outcome
-from trials.serving_load import Tally
+from trials.judging_clients import Tally
 
 FAULT = Fault("a fault", lambda _: None, UNAVAILABLE)
 

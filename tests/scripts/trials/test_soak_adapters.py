@@ -8,7 +8,8 @@ from checkpoints.telling_adapters import MAX_RANK, answer, save_checkpoint
 from multilora_engine.lora.checkpoint_layout import checkpoint_layout
 from multilora_engine.request import TokenOutput
 from multilora_wire.layout import AdapterLayout
-from trials.soak_adapters import Call, Options, Soak, Tally, Versions, soak
+from trials.soak_adapters import Options, Soak, soak
+from trials.soak_answers import Call, Tally, Versions
 
 
 @pytest.mark.parametrize("has_disk", [False, True], ids=["sent again", "from disk"])

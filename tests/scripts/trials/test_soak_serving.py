@@ -18,7 +18,7 @@ import psutil
 import pytest
 from rich.console import Console
 
-from trials.serving_load import Tally
+from trials.judging_clients import Tally
 from trials.soak_memory import SHARED_MEMORY, SHORTEST_JUDGED_S, Stretch
 from trials.soak_serving import Death, Record, Soak, conclude, describe, is_crash, plot
 

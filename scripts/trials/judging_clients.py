@@ -66,7 +66,7 @@ class Tally:
     stuck: int = 0
 
 
-class Load:
+class JudgingClients:
     """Clients of one server. Its addresses stay the same when it is restarted."""
 
     def __init__(

@@ -1,0 +1,96 @@
+"""`StepCost`: how long a step takes, by its work, as measured on the steps so far."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+from numpy.typing import NDArray
+
+_FORGETTING = 0.99
+"""What a step counts beside the next one: after some hundred steps a machine that has become slower is known to be."""
+
+_RIDGE = 1e-3
+"""Of a sum of squares: it decides where the measured steps do not tell two kinds of work apart."""
+
+_MAX_SURPRISE = 3.0
+"""A step counts as no longer than so many times what was expected: garbage may have been collected in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """What a step computes.
+
+    num_decodes: sequences that compute one token. num_beams: those of them that are beams of a search.
+    num_prompt_tokens: of all other sequences. num_prompt_rows: those of them whose logits are wanted.
+    """
+
+    num_decodes: int = 0
+    num_beams: int = 0
+    num_prompt_tokens: int = 0
+    num_prompt_rows: int = 0
+
+
+_SIZE = 1 + len(fields(StepWork))
+
+
+class StepCost:
+    """seconds = fixed + a * num_decodes + b * num_beams + c * num_prompt_tokens + d * num_prompt_rows.
+
+    The factors are at least 0. They are those of least squares over the steps so far, of which older ones count less.
+    Attention makes tokens of long contexts dearer; the factors follow the contexts that are computed now.
+    """
+
+    def __init__(self) -> None:
+        self._squares = np.zeros((_SIZE, _SIZE))
+        self._products = np.zeros(_SIZE)
+        self._factors = np.zeros(_SIZE)
+        self._is_solved = False
+
+    @property
+    def is_known(self) -> bool:
+        """Whether any step was measured."""
+        return bool(self._squares[0, 0])
+
+    def observe(self, work: StepWork, seconds: float) -> None:
+        """A step took so long."""
+        features = _features(work)
+        if expected := float(features @ self._factors):
+            seconds = min(seconds, _MAX_SURPRISE * expected)
+        self._squares *= _FORGETTING
+        self._squares += np.outer(features, features)
+        self._products *= _FORGETTING
+        self._products += seconds * features
+        self._is_solved = False
+
+    def seconds(self, work: StepWork) -> float:
+        """How long a step with this work is expected to take."""
+        return float(_features(work) @ self._solved())
+
+    def seconds_added(self, work: StepWork) -> float:
+        """How much longer a step is expected to take with this work, too."""
+        return float(_features(work)[1:] @ self._solved()[1:])
+
+    def _solved(self) -> NDArray[np.float64]:
+        if not self._is_solved:
+            self._factors = _least_squares(self._squares, self._products)
+            self._is_solved = True
+        return self._factors
+
+
+def _features(work: StepWork) -> NDArray[np.float64]:
+    return np.array([1.0, work.num_decodes, work.num_beams, work.num_prompt_tokens, work.num_prompt_rows])
+
+
+def _least_squares(squares: NDArray[np.float64], products: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The factors f >= 0 with squares @ f = products, nearly: those that would be negative are 0."""
+    factors = np.zeros(len(products))
+    kept = np.flatnonzero(squares.diagonal() > 0)
+    while len(kept):
+        part = squares[np.ix_(kept, kept)]
+        found = np.linalg.solve(part + np.diag(_RIDGE * part.diagonal()), products[kept])
+        if (found >= 0).all():
+            factors[kept] = found
+            break
+        kept = kept[found > 0]
+    return factors

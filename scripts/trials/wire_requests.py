@@ -1,0 +1,163 @@
+"""Valid requests to every door, as they go over the wire: names, types, shapes and bytes of tensors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+import numpy as np
+from tritonclient.utils import serialize_byte_tensor, triton_to_np_dtype
+
+CACHED_TASK_ID = 900_000_001
+"""The adapter that the server has before the first request."""
+
+FIRST_NEW_TASK_ID = 910_000_000
+_NUM_NEW_TASK_IDS = 64
+DOORS: Mapping[str, str] = {
+    "gRPC": "generation_unary",
+    "gRPC ensemble": "ensemble_unary",
+    "gRPC stream": "generation",
+    "gRPC stream ensemble": "ensemble",
+    "HTTP infer": "generation_unary",
+    "HTTP infer ensemble": "ensemble_unary",
+    "HTTP generate": "generation_unary",
+    "HTTP generate_stream": "generation",
+}
+"""Where a request can be sent, and the model it asks there."""
+
+_ENSEMBLE_NAMES = {"runtime_top_k": "top_k", "runtime_top_p": "top_p", "streaming": "stream"}
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """What a model's configuration says of an input; -1 in `dims` is any number."""
+
+    datatype: str
+    dims: tuple[int, ...]
+
+
+@dataclass
+class WireTensor:
+    """An input as it is sent. Nothing has to fit anything."""
+
+    name: str
+    datatype: str
+    shape: list[int]
+    data: bytes
+
+
+@dataclass
+class WireRequest:
+    """What is sent. body_damage: for doors whose requests are text, what happens to that text on the way."""
+
+    door: str
+    model: str
+    request_id: str
+    tensors: list[WireTensor]
+    version: str = ""
+    outputs: list[str] = field(default_factory=list)
+    parameters: dict[str, int | str | bool] = field(default_factory=dict)
+    body_damage: Callable[[bytes], bytes] | None = None
+
+    def find(self, name: str) -> WireTensor | None:
+        return next((tensor for tensor in self.tensors if tensor.name == name), None)
+
+    def put(self, tensor: WireTensor) -> None:
+        """In the place of the one of that name, if there is one."""
+        self.tensors = [other for other in self.tensors if other.name != tensor.name] + [tensor]
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What requests are made from. inputs: of each model. row_widths: by module id, in plus out size of a LoRA row."""
+
+    inputs: Mapping[str, Mapping[str, InputSpec]]
+    row_widths: Mapping[int, int]
+    num_layers: int
+    vocab_size: int
+
+
+def tensor(name: str, values: Any, datatype: str) -> WireTensor:
+    """Of values as nested lists or an array, behind a batch dimension of 1."""
+    array = np.asarray(values, triton_to_np_dtype(datatype))[np.newaxis]
+    data = serialize_byte_tensor(array).item() if datatype == "BYTES" else array.tobytes()
+    return WireTensor(name, datatype, list(array.shape), data)
+
+
+def random_adapter(random: Random, task_id: int, facts: ModelFacts) -> list[WireTensor]:
+    """The three tensors of a valid adapter of a few rows."""
+    places = [(module, layer) for module in sorted(facts.row_widths) for layer in range(facts.num_layers)]
+    chosen = random.sample(places, random.randint(1, min(3, len(places))))
+    rank = random.choice((1, 2, 4))
+    width = rank * max(facts.row_widths[module] for module, _ in chosen)
+    weights = np.zeros((len(chosen), width), np.float16)
+    for row, (module, _) in zip(weights, chosen, strict=True):
+        size = rank * facts.row_widths[module]
+        row[:size] = [random.gauss(0, 0.01) for _ in range(size)]
+    return [
+        tensor("lora_task_id", [task_id], "UINT64"),
+        tensor("lora_weights", weights, "FP16"),
+        tensor("lora_config", [[module, layer, rank] for module, layer in chosen], "INT32"),
+    ]
+
+
+def valid_request(random: Random, door: str, number: int, facts: ModelFacts) -> WireRequest:
+    model = DOORS[door]
+    known = facts.inputs[model]
+    # The JSON of `generate` has no place for weights.
+    tensors = [_prompt(random, known), *_options(random, number, facts, has_weights="generate" not in door)]
+    tensors.append(tensor("max_tokens", [random.randint(1, 4)], "INT32"))
+    if "stream" in door:
+        tensors.append(tensor("streaming", [True], "BOOL"))
+    if "ensemble" in door:
+        tensors = [WireTensor(_ENSEMBLE_NAMES.get(t.name, t.name), t.datatype, t.shape, t.data) for t in tensors]
+    return WireRequest(door, model, f"fuzz-{number}", [t for t in tensors if t.name in known])
+
+
+def _prompt(random: Random, known: Mapping[str, InputSpec]) -> WireTensor:
+    match random.choice(("text_input", "messages", "input_ids")):
+        case "messages" if "messages" in known:
+            return text_tensor("messages", json.dumps([{"role": "user", "content": "Who are you? 🦜"}]))
+        case "input_ids" if "input_ids" in known:
+            return tensor("input_ids", [random.randint(0, 300) for _ in range(random.randint(1, 20))], "INT32")
+        case _:
+            return text_tensor("text_input", random.choice(("The sea is", "東京の天気は", "1 2 3", "مرحبا")))
+
+
+def _options(random: Random, number: int, facts: ModelFacts, has_weights: bool) -> list[WireTensor]:
+    """Those of one way to use the server."""
+    match random.randrange(9):
+        case 0:
+            values = {"temperature": 0.7, "runtime_top_p": 0.9, "repetition_penalty": 1.1, "min_p": 0.01}
+            return [tensor(name, [value], "FP32") for name, value in values.items()]
+        case 1:
+            return [
+                *word_tensors(embedding_bias_words=["sea", "sky"], bad_words=["fish"], stop_words=["END", "🦜"]),
+                tensor("embedding_bias_weights", [1.0, -1.0], "FP32"),
+            ]
+        case 2:
+            numbers = {"num_top_log_probs": 2, "num_prompt_top_log_probs": 3, "truncate_prompt_tokens": 4}
+            return [tensor(name, [value], "INT32") for name, value in numbers.items()]
+        case 3:
+            return word_tensors(guided_decoding_guide_type=["regex"], guided_decoding_guide=["[0-9]{2,4}"])
+        case 4:
+            return [tensor("seed", [random.getrandbits(64)], "UINT64"), tensor("runtime_top_k", [5], "INT32")]
+        case 5:
+            return [tensor("lora_task_id", [CACHED_TASK_ID], "UINT64")]
+        case 6 | 7 if has_weights:
+            # The same adapter under the same id each time: another one would be refused.
+            which = number % _NUM_NEW_TASK_IDS
+            return random_adapter(Random(which), FIRST_NEW_TASK_ID + which, facts)
+        case _:
+            return []
+
+
+def text_tensor(name: str, text: str) -> WireTensor:
+    return tensor(name, [text.encode()], "BYTES")
+
+
+def word_tensors(**words: Sequence[str]) -> list[WireTensor]:
+    return [tensor(name, [word.encode() for word in values], "BYTES") for name, values in words.items()]

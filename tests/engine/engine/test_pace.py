@@ -1,0 +1,136 @@
+"""What a step may hold, by costs that are known: 20 ms, 1 ms a decode, 0.5 ms a token of a prompt, as much a row."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any, cast
+
+import msgspec
+import pytest
+from support.fronts import generation_request
+from support.known_pace import known_pace
+
+from multilora_engine.engine.engine_stats import PaceStats
+from multilora_engine.engine.pace import Decodes, Pace, PromptTime
+from multilora_engine.engine.sequence import Sequence
+from multilora_engine.engine.step_cost import StepWork
+from multilora_engine.request import Sender
+from multilora_engine.text.text_stream import TextStream
+
+
+def sequence(client: str = "", weight: float = 1.0, **sampling: Any) -> Sequence:
+    request = generation_request("r", [1] * 1000)
+    request = msgspec.structs.replace(
+        request,
+        sender=Sender(name=client, weight=weight),
+        sampling=msgspec.structs.replace(request.sampling, **sampling),
+    )
+    return Sequence(request, 0, None, cast(TextStream, None), Random(0), max_output_tokens=1)
+
+
+def prompt_tokens(time: PromptTime, one: Sequence, budget: int = 256) -> int:
+    return time.room_for(one, budget)
+
+
+@pytest.mark.parametrize(
+    ("target_s", "num_decodes", "num_tokens"),
+    [
+        (None, 1, 84),  # 63 ms in all, 21 of them for the answer
+        (None, 20, 160),
+        (None, 60, 256),  # as many as the budget has
+        (0.060, 20, 40),
+        (0.030, 20, 40),  # a third of the step, where the target cannot be kept
+        (0.010, 1, 21),
+        (0.0, 20, 256),
+        (None, 0, 256),
+        (0.030, 0, 256),
+    ],
+)
+def test_prompts_get_the_time_that_running_answers_leave_and_a_third_at_least(
+    target_s: float | None, num_decodes: int, num_tokens: int
+) -> None:
+    paced = known_pace(target_s)
+    decodes = paced.choose([sequence() for _ in range(num_decodes)])
+    assert len(decodes.sequences) == num_decodes
+    time = paced.prompt_time(decodes)
+    assert prompt_tokens(time, sequence()) == pytest.approx(num_tokens, abs=1)
+
+
+def test_tokens_whose_logits_are_wanted_cost_more_and_the_time_is_shared() -> None:
+    paced = known_pace(None)
+    time = paced.prompt_time(paced.choose([sequence() for _ in range(20)]))
+    with_logits = sequence(return_context_logits=True)
+    assert prompt_tokens(time, with_logits) == pytest.approx(80, abs=1)
+    time.take(with_logits, 30)
+    assert prompt_tokens(time, sequence()) == pytest.approx(100, abs=1)
+    time.take(sequence(), 100)
+    assert prompt_tokens(time, sequence()) <= 1
+
+
+def test_the_first_prompt_of_a_step_computes_a_token_whatever_it_costs() -> None:
+    paced = known_pace(0.001)
+    paced.cost.seconds_added = lambda work: 1e3 * work.num_prompt_rows  # type: ignore[method-assign]
+    time = paced.prompt_time(paced.choose([sequence()]))
+    expensive = sequence(return_context_logits=True)
+    assert prompt_tokens(time, expensive) == 1
+    time.take(expensive, 1)
+    assert prompt_tokens(time, expensive) == 0
+
+
+def test_answers_of_one_client_or_of_clients_within_their_shares_all_get_a_token() -> None:
+    paced = known_pace(0.001)
+    for clients in (["a"] * 60, ["a", "b"] * 30, [""] * 9):
+        decoding = [sequence(client) for client in clients]
+        assert paced.choose(decoding).sequences == decoding
+
+
+def test_a_client_over_its_share_takes_turns_so_that_the_others_need_not_wait_for_all_of_it() -> None:
+    paced = known_pace(None)
+    victim, attackers = sequence("victim"), [sequence("attacker") for _ in range(63)]
+    decoding = [*attackers[:30], victim, *attackers[30:]]
+    turns = dict.fromkeys(attackers, 0)
+    for _ in range(63):
+        decodes = paced.choose(decoding)
+        assert victim in decodes.sequences
+        assert decodes.sequences == [one for one in decoding if one in set(decodes.sequences)], "another order"
+        # 21 ms are the victim's own, and as many are left to the others.
+        assert len(decodes.sequences) == pytest.approx(22, abs=1)
+        assert decodes.within == [victim]
+        for one in decodes.sequences:
+            if one is not victim:
+                turns[one] += 1
+    assert max(turns.values()) - min(turns.values()) <= 1
+
+
+def test_a_share_goes_by_weight() -> None:
+    decoding = [sequence("light"), *(sequence("heavy", weight=63.0) for _ in range(63))]
+    assert known_pace(None).choose(decoding).sequences == decoding
+
+
+def test_without_a_measured_step_nothing_is_limited() -> None:
+    paced = Pace(None)
+    decoding = [sequence("victim"), *(sequence("attacker") for _ in range(63))]
+    decodes = paced.choose(decoding)
+    assert decodes.sequences == decoding
+    assert prompt_tokens(paced.prompt_time(decodes), sequence()) == 256
+
+
+def test_the_target_limited_steps_and_turns_are_told() -> None:
+    paced = known_pace(None)
+    assert paced.stats == PaceStats()
+    for num_tokens in (10, 84):
+        time = paced.prompt_time(paced.choose([sequence()]))
+        time.take(sequence(), min(num_tokens, time.room_for(sequence(), 256)))
+        paced.observe(0.1, True, StepWork)
+    paced.choose([sequence("victim"), *(sequence("attacker") for _ in range(3))])
+    assert paced.stats == PaceStats(pytest.approx(0.063), num_limited_steps=1, num_turns=1)
+
+
+def test_of_steps_without_prompts_few_are_measured_and_of_others_all() -> None:
+    paced = Pace(None)
+    for _ in range(7):
+        paced.observe(0.1, False, StepWork)
+    assert not paced.cost.is_known
+    paced.observe(0.1, True, StepWork)
+    assert paced.cost.is_known
+    assert isinstance(paced.choose([sequence()]), Decodes)

@@ -1,0 +1,71 @@
+"""The measured cost of steps against steps whose cost is known."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from multilora_engine.engine.step_cost import StepCost, StepWork
+
+
+def true_seconds(work: StepWork, factor: float = 1.0) -> float:
+    linear = 2e-3 * work.num_decodes + 1e-3 * work.num_beams + 8e-4 * work.num_prompt_tokens
+    return factor * (2e-2 + linear + 5e-4 * work.num_prompt_rows)
+
+
+def random_work(random: Random) -> StepWork:
+    num_decodes = random.randrange(65)
+    num_prompt_tokens = random.choice([0, random.randrange(2, 257)])
+    return StepWork(
+        num_decodes,
+        random.choice([0, num_decodes]),
+        num_prompt_tokens,
+        random.choice([0, num_prompt_tokens]),
+    )
+
+
+def observed(num_steps: int, noise: float = 0.0, seed: int = 0) -> StepCost:
+    cost, random = StepCost(), Random(seed)
+    for _ in range(num_steps):
+        work = random_work(random)
+        cost.observe(work, true_seconds(work) * random.uniform(1 - noise, 1 + noise))
+    return cost
+
+
+def test_nothing_is_known_before_the_first_step() -> None:
+    assert not StepCost().is_known
+    assert observed(1).is_known
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+def test_steps_of_all_kinds_are_foretold(noise: float) -> None:
+    cost, random = observed(400, noise), Random(1)
+    for _ in range(50):
+        work = random_work(random)
+        assert cost.seconds(work) == pytest.approx(true_seconds(work), rel=0.02 + noise)
+    assert cost.seconds_added(StepWork(num_prompt_tokens=100)) == pytest.approx(0.08, rel=0.02 + noise)
+
+
+def test_no_kind_of_work_is_expected_to_save_time() -> None:
+    cost = StepCost()
+    for num_decodes in range(1, 65):
+        cost.observe(StepWork(num_decodes, num_prompt_tokens=128 - num_decodes), 0.1 - 1e-3 * num_decodes)
+    for work in (StepWork(1), StepWork(num_prompt_tokens=1), StepWork(num_beams=1), StepWork(num_prompt_rows=1)):
+        assert cost.seconds_added(work) >= 0
+
+
+def test_one_step_that_took_long_by_chance_changes_little() -> None:
+    cost = observed(400)
+    before = cost.seconds(StepWork(8))
+    cost.observe(StepWork(8), 100 * before)
+    assert cost.seconds(StepWork(8)) < 1.5 * before
+
+
+def test_a_machine_that_becomes_slower_is_known_to_be() -> None:
+    cost, random = observed(400), Random(2)
+    for _ in range(800):
+        work = random_work(random)
+        cost.observe(work, true_seconds(work, factor=4.0))
+        cost.seconds(work)
+    assert cost.seconds(StepWork(8)) == pytest.approx(true_seconds(StepWork(8), factor=4.0), rel=0.05)
