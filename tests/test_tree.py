@@ -28,16 +28,6 @@ SCRIPT_FOLDERS: dict[str, set[str]] = {
 """The folders of scripts/ that each of them may import."""
 DISTRIBUTIONS = ("backend_src", "kernels", "client")
 MAX_FILE_LINES, MAX_CLASS_LINES = 400, 300
-TOO_LONG = {
-    "backend_src/multilora_engine/lora/disk_tier.py",
-    "backend_src/multilora_engine/lora/manager.py",
-    "scripts/benchmarks/bench_adapters.py",
-    "scripts/benchmarks/bench_engine.py",
-    "scripts/trials/fuzz_requests.py",
-    "scripts/trials/soak_adapters.py",
-}
-"""To be cut; no file is added."""
-
 TRITON_MODELS = sorted((ROOT / "model_repository").glob("*/1/model.py"))
 
 
@@ -105,7 +95,7 @@ def test_files_and_classes_are_short_outside_kernels_and_tests() -> None:
         for path, num_lines in lengths.items()
         if num_lines > MAX_FILE_LINES or longest_class(path) > MAX_CLASS_LINES
     }
-    assert found == TOO_LONG
+    assert found == set()
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)

@@ -13,7 +13,7 @@ from multilora_engine.engine.queue_limits import QueueLimits
 from multilora_engine.engine.scheduler import Scheduler
 from multilora_engine.engine.sequence import Sequence
 from multilora_engine.errors import AdapterNotFound, RequestError
-from multilora_engine.lora.host_tier import CachedAdapter
+from multilora_engine.lora.cached_adapter import CachedAdapter
 from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.lora.remote import Fetch, RemoteAdapters
 from multilora_engine.lora.sources.source import AdapterKey

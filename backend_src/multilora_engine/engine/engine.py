@@ -30,7 +30,7 @@ from multilora_engine.lora.adapter_events import AdapterEvents
 from multilora_engine.lora.layout import PackedAdapter
 from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.lora.names import TaskId, label_of
-from multilora_engine.lora.prefetch import prefetch_adapters
+from multilora_engine.lora.preload import preload_adapters
 from multilora_engine.lora.remote import RemoteAdapters
 from multilora_engine.request import GenerationRequest, TokenOutput
 from multilora_engine.sampling.guide_queue import GuideQueue, GuidesInUse
@@ -85,7 +85,7 @@ class Engine:
         self.lora_events = AdapterEvents(_NUM_LORA_EVENTS)
         self._loras = build_lora_manager(config, base.layout, base.plan, base.device, self.lora_events)
         if config.lora.lora_prefetch_dir is not None:
-            prefetch_adapters(config.lora.lora_prefetch_dir, self._loras, base.layout)
+            preload_adapters(config.lora.lora_prefetch_dir, self._loras, base.layout)
         self._remote = RemoteAdapters(self._loras, build_fetcher(config, base.layout), self.lora_events.append)
         self._blocks = BlockAllocator(base.plan.num_blocks, config.block_size, config.enable_prefix_caching)
         self._pace = Pace(config.inter_token_latency_target_s)

@@ -14,7 +14,7 @@ from multilora_engine.engine.pace import Pace, PromptTime
 from multilora_engine.engine.sequence import Sequence, SequenceStatus
 from multilora_engine.engine.skipped import Skipped
 from multilora_engine.engine.step_cost import StepWork
-from multilora_engine.lora.host_tier import CachedAdapter
+from multilora_engine.lora.cached_adapter import CachedAdapter
 from multilora_engine.lora.manager import LoRAManager
 
 _LOOK_AHEAD = 8

@@ -12,7 +12,7 @@ import torch
 from multilora_engine.engine.beam_search import BeamSearch
 from multilora_engine.engine.block_table import BlockTable
 from multilora_engine.engine.held_outputs import HeldOutputs, PromptReport
-from multilora_engine.lora.host_tier import CachedAdapter
+from multilora_engine.lora.cached_adapter import CachedAdapter
 from multilora_engine.request import GenerationRequest, PerfMetrics, TokenLogProb
 from multilora_engine.sampling.guided import GuideMatcher
 from multilora_engine.sampling.token_history import TokenHistory

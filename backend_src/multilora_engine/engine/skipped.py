@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from multilora_engine.engine.sequence import Sequence
-from multilora_engine.lora.host_tier import CachedAdapter
+from multilora_engine.lora.cached_adapter import CachedAdapter
 
 MAX_OVERTAKES = 64
 """A sequence that waits for its adapter lets at most this many later ones with an adapter pass."""

@@ -8,9 +8,10 @@ from typing import Literal
 from multilora_engine.errors import AdapterCacheFull, AdapterConflict, AdapterNotFound, RequestError
 from multilora_engine.lora.adapter_file import DiskAdapter
 from multilora_engine.lora.adapter_state import AdapterState, FreedBy, Memory
+from multilora_engine.lora.cached_adapter import CachedAdapter
 from multilora_engine.lora.disk_traffic import DiskTraffic
 from multilora_engine.lora.format import ranks_of
-from multilora_engine.lora.host_tier import Arrival, CachedAdapter, HostTier
+from multilora_engine.lora.host_tier import Arrival, HostTier
 from multilora_engine.lora.layout import PackedAdapter, page_shape
 from multilora_engine.lora.life_cycle import AdapterEvent, EventKind, OnEvent
 from multilora_engine.lora.memory_tiers import MemoryTiers

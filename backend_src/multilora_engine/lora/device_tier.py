@@ -11,7 +11,7 @@ from typing import Literal
 from multilora_engine.errors import AdapterNotLoaded
 from multilora_engine.histogram import Histogram
 from multilora_engine.lora.adapter_state import Device
-from multilora_engine.lora.host_tier import CachedAdapter
+from multilora_engine.lora.cached_adapter import CachedAdapter
 from multilora_engine.lora.idle_adapters import IdleAdapters
 from multilora_engine.lora.life_cycle import AdapterEvent, OnEvent, TierStats, ignore_event
 from multilora_engine.lora.names import label_of

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
 
 from multilora_engine.lora.adapter_state import FreedBy
-
-if TYPE_CHECKING:
-    from multilora_engine.lora.host_tier import CachedAdapter
+from multilora_engine.lora.cached_adapter import CachedAdapter
 
 
 class EvictionOrder:

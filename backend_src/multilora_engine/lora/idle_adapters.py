@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Set
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from multilora_engine.lora.host_tier import CachedAdapter
+from multilora_engine.lora.cached_adapter import CachedAdapter
 
 
 class IdleAdapters:

@@ -7,9 +7,10 @@ from itertools import chain, islice
 from multilora_engine.errors import AdapterNotFound
 from multilora_engine.lora.adapter_file import DiskAdapter
 from multilora_engine.lora.adapter_state import Device
+from multilora_engine.lora.cached_adapter import CachedAdapter
 from multilora_engine.lora.device_tier import DeviceTier
 from multilora_engine.lora.disk_traffic import DiskTraffic
-from multilora_engine.lora.host_tier import CachedAdapter, HostTier
+from multilora_engine.lora.host_tier import HostTier
 from multilora_engine.lora.names import TaskId, label_of, number_of, tenant_of
 from multilora_engine.lora.residency import Level, Residency, Resident
 from multilora_wire.adapter_info import AdapterInfo, Location, Status

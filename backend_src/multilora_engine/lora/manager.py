@@ -8,10 +8,11 @@ from typing import Literal
 
 from multilora_engine.errors import AdapterNotFound, RequestError
 from multilora_engine.lora.admission import Admission, OnConflict
+from multilora_engine.lora.cached_adapter import CachedAdapter
 from multilora_engine.lora.device_tier import DeviceTier
 from multilora_engine.lora.disk_tier import DiskTier
 from multilora_engine.lora.disk_traffic import DiskTraffic
-from multilora_engine.lora.host_tier import CachedAdapter, HostTier
+from multilora_engine.lora.host_tier import HostTier
 from multilora_engine.lora.inventory import Inventory
 from multilora_engine.lora.layout import PackedAdapter
 from multilora_engine.lora.life_cycle import LoRAStats, OnEvent, ignore_event

@@ -18,7 +18,7 @@ from multilora_client.errors import AdapterError
 from multilora_engine.errors import InvalidRequest
 from multilora_engine.lora.format import pack_adapter
 from multilora_engine.lora.layout import PackedAdapter
-from multilora_engine.lora.prefetch import read_folder
+from multilora_engine.lora.preload import read_folder
 from multilora_engine.lora.sources.source import PEFT_FILES, LocalAdapter, Unusable, choose_files
 from multilora_wire.converted_files import BrokenFiles
 from multilora_wire.layout import AdapterLayout, num_values

@@ -16,7 +16,7 @@ from multilora_engine.lora.device_tier import DeviceTier
 from multilora_engine.lora.format import pack_adapter
 from multilora_engine.lora.host_tier import HostTier
 from multilora_engine.lora.manager import LoRAManager
-from multilora_engine.lora.prefetch import prefetch_adapters
+from multilora_engine.lora.preload import preload_adapters
 
 ROWS = [(1, 0, 4), (6, 2, 16)]
 BIG_ID = (1 << 64) - 1
@@ -44,7 +44,7 @@ def digest(wire: WireAdapter) -> str:
 def test_numbered_folders_become_adapters(tmp_path: Path, dtype: torch.dtype) -> None:
     wires = {task: write_folder(tmp_path / str(task), task % 97, dtype) for task in (0, 12, BIG_ID)}
     manager = build_manager()
-    prefetch_adapters(tmp_path, manager, TINY)
+    preload_adapters(tmp_path, manager, TINY)
     assert {info.lora_task_id: info.digest for info in manager.describe()} == {t: digest(w) for t, w in wires.items()}
 
 
@@ -54,7 +54,7 @@ def test_old_artefacts_are_read(tmp_path: Path) -> None:
     np.save(tmp_path / "7" / "model.lora_keys.npy", wire.config.numpy()[:, :3])
     (tmp_path / "7" / "model.lora_config.npy").unlink()
     manager = build_manager()
-    prefetch_adapters(tmp_path, manager, TINY)
+    preload_adapters(tmp_path, manager, TINY)
     assert manager.digest(7) == digest(wire)
 
 
@@ -141,7 +141,7 @@ def test_a_broken_folder_is_reported_and_skipped(
     write_folder(directory / "3", seed=3)
     damage(directory / "3")
     manager = build_manager()
-    prefetch_adapters(directory, manager, TINY)
+    preload_adapters(directory, manager, TINY)
     assert [(info.lora_task_id, info.digest) for info in manager.describe()] == [(5, digest(good))]
     (error,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
     assert "3 is skipped" in error
@@ -152,7 +152,7 @@ def test_a_broken_folder_is_reported_and_skipped(
 def test_a_name_that_is_no_task_id_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str) -> None:
     write_folder(tmp_path / name)
     manager = build_manager()
-    prefetch_adapters(tmp_path, manager, TINY)
+    preload_adapters(tmp_path, manager, TINY)
     assert manager.describe() == []
     assert f"{name} is ignored: its name is not a task id" in caplog.text
 
@@ -161,7 +161,7 @@ def test_two_folders_of_one_id_are_reported(tmp_path: Path, caplog: pytest.LogCa
     first = write_folder(tmp_path / "07", seed=1)
     write_folder(tmp_path / "7", seed=2)
     manager = build_manager()
-    prefetch_adapters(tmp_path, manager, TINY)
+    preload_adapters(tmp_path, manager, TINY)
     assert manager.digest(7) == digest(first)
     assert "7 is skipped: another folder has the same task id" in caplog.text
 
@@ -170,11 +170,11 @@ def test_what_does_not_fit_is_left_out_and_pushes_nothing_out(tmp_path: Path, ca
     for task in range(4):
         write_folder(tmp_path / str(task), seed=task)
     manager = build_manager(num_pages=2)
-    prefetch_adapters(tmp_path, manager, TINY)
+    preload_adapters(tmp_path, manager, TINY)
     assert [info.lora_task_id for info in manager.describe()] == [0, 1]
     assert "no room for 2 of its adapters, from 2 on" in caplog.text
 
 
 def test_a_missing_directory_refuses_to_load(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"lora_prefetch_dir: .*nowhere is not a directory"):
-        prefetch_adapters(tmp_path / "nowhere", build_manager(), TINY)
+        preload_adapters(tmp_path / "nowhere", build_manager(), TINY)

@@ -27,7 +27,7 @@ _NUM_REPORTS = 10
 _logger = logging.getLogger(__name__)
 
 
-def prefetch_adapters(directory: Path, loras: LoRAManager, layout: AdapterLayout) -> None:
+def preload_adapters(directory: Path, loras: LoRAManager, layout: AdapterLayout) -> None:
     """Load every adapter of a directory, telling progress. A broken one is reported and skipped.
 
     Stops when the next one could only be kept by losing another. Raises ConfigError if there is no such directory.
