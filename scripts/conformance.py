@@ -6,7 +6,6 @@ that their authors ship: `--clients DIR` runs those.
 from __future__ import annotations
 
 import ast
-import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -25,6 +24,7 @@ from clients.client_program import ClientProgram
 from clients.client_runs import Run, run_all
 from clients.openai_client_programs import OPENAI_PROGRAMS
 from clients.triton_client_programs import TRITON_PROGRAMS
+from marked_tables import write_table
 from repository import REPOSITORY
 
 README = REPOSITORY / "README.md"
@@ -87,21 +87,6 @@ def markdown(rows: Sequence[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def readme_table(name: str) -> str:
-    """What README.md shows now between its marks of this name."""
-    block = _block(name).search(README.read_text())
-    assert block is not None, f"README.md has lost its marks <!-- {name}: begin --> and end"
-    return block[0]
-
-
-def write_readme_table(name: str, table: str) -> None:
-    README.write_text(_block(name).sub(lambda _: table, README.read_text()))
-
-
-def _block(name: str) -> re.Pattern[str]:
-    return re.compile(rf"(?<=<!-- {name}: begin -->\n).*?(?=<!-- {name}: end -->)", re.DOTALL)
-
-
 def main(
     update_readme: Annotated[
         bool, typer.Option("--readme", help="Write the table into README.md when every row has passed.")
@@ -140,7 +125,7 @@ def main(
     if not all(outcomes.of(row) for row in rows):
         raise typer.Exit(1)
     if update_readme:
-        write_readme_table("conformance", markdown(rows))
+        write_table(README, "conformance", markdown(rows))
 
 
 def run_programs(clients: Path, python: Path, only: Sequence[str], update_readme: bool) -> None:
@@ -159,7 +144,7 @@ def run_programs(clients: Path, python: Path, only: Sequence[str], update_readme
     if not all(run.passed for run in runs):
         raise typer.Exit(1)
     if update_readme:
-        write_readme_table("client programs", client_program.markdown(PROGRAMS))
+        write_table(README, "client programs", client_program.markdown(PROGRAMS))
 
 
 def _show(rows: Sequence[Row], outcomes: Outcomes) -> None:

@@ -238,5 +238,10 @@ class TokenOutput(msgspec.Struct, frozen=True, omit_defaults=True):
     beams: list[BeamOutput] = []
 
     @property
+    def num_new_tokens(self) -> int:
+        """Tokens that leave with this output, those of all beams included."""
+        return sum(len(beam.token_ids) for beam in self.beams) if self.beams else len(self.token_ids)
+
+    @property
     def is_final(self) -> bool:
         return self.finish_reason is not None or self.error_code is not None

@@ -109,9 +109,8 @@ def rotary_attention(
     options: as for `paged_attention`.
     Returns [num_tokens, num_heads * head_dim] in the dtype of qkv.
     """
-    scores = _option_fields(options, keys.shape[2])
     if not torch.compiler.is_compiling():
-        result = rotary_attention_directly(qkv, cos, sin, keys, values, slots, sequences, *scores, is_interleaved)
+        result = rotary_attention_directly(qkv, cos, sin, keys, values, slots, sequences, options, is_interleaved)
         if result is not None:
             return result
     load_operators(qkv)
@@ -127,7 +126,7 @@ def rotary_attention(
         sequences.context_lens,
         sequences.block_size,
         sequences.window or 0,
-        *scores,
+        *_option_fields(options, keys.shape[2]),
         is_interleaved,
     )
 

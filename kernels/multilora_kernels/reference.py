@@ -127,10 +127,29 @@ def add_rms_norm(
     return F.rms_norm(total, weight.shape, weight, eps), total
 
 
+def add_layer_norm(
+    x: torch.Tensor, update: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `elementwise.add_layer_norm`."""
+    total = x + update
+    return F.layer_norm(total, weight.shape, weight, bias, eps), total
+
+
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """See `elementwise.silu_mul`."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
+
+
+def gelu_tanh_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """See `elementwise.gelu_tanh_mul`."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return gelu_tanh(gate).mul_(up)
+
+
+def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    """See `elementwise.gelu_tanh`."""
+    return F.gelu(x, approximate="tanh")
 
 
 def _chunks(segments: LoRASegments) -> list[tuple[torch.Tensor, int]]:

@@ -19,19 +19,26 @@ from checkpoints.telling_adapters import save_plain_tokenizer
 from checkpoints.tiny_llama import save_tiny_llama
 from multilora_engine.config import EngineConfig, LoRAConfig, SourceSpec
 from multilora_engine.engine.engine import Engine
+from multilora_engine.lora.checkpoint_layout import checkpoint_layout
 from multilora_engine.lora.format import pack_adapter
-from multilora_engine.lora.layout import AdapterLayout, PackedAdapter, adapter_layout, lora_modules
-from multilora_engine.models.model_config import read_model_config
+from multilora_engine.lora.layout import PackedAdapter
 from multilora_engine.request import GenerationRequest, SamplingParams
+from multilora_wire.layout import AdapterLayout, num_values
 
 RANKS = (8, 16, 32, 64)
-MODULES = (1, 2, 3, 4, 5, 6, 7)
+
+
 PLACES = 16
 """`max_loras` of the engines that measure the device tier; as many clients keep it busy."""
 
+
 _VOCABULARY = 4096
+
+
 _MAX_LEN = 512
-_WARM_UP_TOKENS = 4
+
+
+WARM_UP_TOKENS = 4
 
 
 @dataclass
@@ -52,9 +59,9 @@ class Timing:
 
 def random_wire(layout: AdapterLayout, rank: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     """`lora_weights`, float32, and `lora_config` of an adapter on all linear layers; small random numbers."""
-    modules = lora_modules(layout)
-    config = torch.tensor([[m, layer, rank, 0] for layer in range(layout.num_layers) for m in MODULES])
-    sizes = torch.tensor([modules[m].num_values(rank, False) for m in MODULES]).repeat(layout.num_layers)
+    modules = layout.sites.plain_modules
+    config = torch.tensor([[module.module_id, module.layer, rank, 0] for module in modules])
+    sizes = torch.tensor([num_values(module, rank) for module in modules])
     generator = torch.Generator().manual_seed(seed)
     weights = torch.randn(len(config), int(sizes.max()), generator=generator) * 0.01
     weights[torch.arange(weights.shape[1]) >= sizes[:, None]] = 0
@@ -71,7 +78,7 @@ class Bench:
         self._directory = directory
         self._model = _save_random_model(directory / "model")
         self._num_threads = num_threads
-        self.layout = adapter_layout(read_model_config(self._model), max(RANKS), "bfloat16")
+        self.layout = checkpoint_layout(self._model, max(RANKS), "bfloat16")
         self._packed = {
             (rank, version): pack_adapter(*random_wire(self.layout, rank, rank + version), self.layout)
             for rank in RANKS

@@ -39,10 +39,9 @@ from rich.console import Console
 from rich.progress import Progress
 
 from benchmarks.adapter_bench import (
-    _WARM_UP_TOKENS,
-    MODULES,
     PLACES,
     RANKS,
+    WARM_UP_TOKENS,
     Bench,
     random_wire,
     settle,
@@ -52,29 +51,28 @@ from benchmarks.machine_limits import seconds_of
 from benchmarks.percentiles import p99
 from checkpoints.prepare_default_model import ensure_default_checkpoint
 from multilora_engine.engine.engine import Engine
+from multilora_engine.lora.checkpoint_layout import checkpoint_layout
 from multilora_engine.lora.device_tier import DeviceTier
 from multilora_engine.lora.format import pack_adapter
 from multilora_engine.lora.host_tier import HostTier
-from multilora_engine.lora.layout import AdapterLayout, adapter_layout, lora_modules
 from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.lora.sources.source import AdapterKey
-from multilora_engine.models.model_config import read_model_config
 from multilora_engine.request import GenerationRequest
+from multilora_wire.layout import AdapterLayout, num_values
 
 POPULATIONS = (5, 100, 1000, 2000)
 
 
 def num_parameters(layout: AdapterLayout, rank: int) -> int:
     """Of an adapter on all linear layers."""
-    modules = lora_modules(layout)
-    return layout.num_layers * sum(modules[m].num_values(rank, False) for m in MODULES)
+    return sum(num_values(module, rank) for module in layout.sites.plain_modules)
 
 
 def memory_rows(model: Path) -> list[Row]:
     """Bytes in a tier over bytes of parameters."""
     rows = []
     for dtype, rank in itertools.product(("float32", "bfloat16"), (8, 16, 64)):
-        layout = adapter_layout(read_model_config(model), 64, dtype)
+        layout = checkpoint_layout(model, 64, dtype)
         packed = pack_adapter(*random_wire(layout, rank, 0), layout)
         value = packed.pages.nbytes / (num_parameters(layout, rank) * layout.itemsize)
         goal = "<= 1.05" if rank == 16 else ""
@@ -84,7 +82,7 @@ def memory_rows(model: Path) -> list[Row]:
 
 def way_in_rows(model: Path, rounds: int) -> list[Row]:
     """GB/s of packed bytes for pack, insert and a plain copy; more bytes than the caches hold, in turn."""
-    layout = adapter_layout(read_model_config(model), 64, "float32")
+    layout = checkpoint_layout(model, 64, "float32")
     wires = [random_wire(layout, 16, seed) for seed in range(4)]
     packed = [pack_adapter(*wire, layout) for wire in wires]
     target = torch.empty_like(packed[0].pages)
@@ -246,7 +244,7 @@ def compare_pauses(
         settle(engine)
         requests = [bench.request(task, 16, 64) for task in range(PLACES)]
         for timing in bench.serve(engine, requests, PLACES, disturbances.get(name, lambda ended: None)):
-            pauses[name] += timing.pauses_s[_WARM_UP_TOKENS:]
+            pauses[name] += timing.pauses_s[WARM_UP_TOKENS:]
     rows = []
     for name, values in pauses.items():
         when = f"without {' and '.join(disturbances)}" if name == "quiet" else f"with {name}"

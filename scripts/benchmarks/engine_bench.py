@@ -18,12 +18,19 @@ from benchmarks.matrix_rate import matrix_rate
 from multilora_engine.config import EngineConfig, LoRAConfig
 from multilora_engine.engine.engine import Engine
 from multilora_engine.engine.memory import kv_bytes_per_token
-from multilora_engine.models.model_config import ModelConfig, read_model_config
+from multilora_engine.models.model_config import ModelConfig
+from multilora_engine.models.registry import read_model_config
 from multilora_engine.request import GenerationRequest, SamplingParams, TokenOutput
 
 GREEDY = (SamplingParams(1),)
+
+
 NUM_ADAPTERS = 16
+
+
 RANK = 16
+
+
 CHUNK: int = EngineConfig.model_fields["max_num_batched_tokens"].default
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from checkpoints.prepare_default_model import ensure_default_checkpoint
 from checkpoints.tiny_llama import save_tiny_llama
-from multilora_engine.models.model_config import read_model_config
+from multilora_engine.models.registry import read_model_config
 from multilora_engine.tritonserver import ServerProcess
 from multilora_engine.tritonserver.upstream_models import UpstreamModels
 from servers.started_server import started_server
@@ -25,11 +25,14 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_m
 
 
 @contextmanager
-def tiny_server(upstream_models: UpstreamModels = UpstreamModels.NONE) -> Iterator[tuple[ServerProcess, Path]]:
-    """A server that is ready, on free ports, and its model's directory."""
+def tiny_server(
+    upstream_models: UpstreamModels = UpstreamModels.NONE, **overrides: str
+) -> Iterator[tuple[ServerProcess, Path]]:
+    """A server that is ready, on free ports, and its model's directory. overrides: of the engine's parameters."""
     with tempfile.TemporaryDirectory() as directory:
         model = save_tiny_model(Path(directory))
-        with started_server(model, upstream_models=upstream_models, overrides=_PARAMETERS) as server:
+        parameters = {**_PARAMETERS, **overrides}
+        with started_server(model, upstream_models=upstream_models, overrides=parameters) as server:
             yield server, model
 
 

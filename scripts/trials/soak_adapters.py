@@ -41,12 +41,12 @@ from checkpoints.telling_adapters import (
     packed_adapter,
     save_checkpoint,
 )
-from multilora_engine.lora.layout import AdapterLayout, adapter_layout
-from multilora_engine.models.model_config import read_model_config
+from multilora_engine.lora.checkpoint_layout import checkpoint_layout
 from multilora_engine.process.client import EngineClient
 from multilora_engine.process.paths import owned_socket_path
 from multilora_engine.process.supervisor import EngineProcess
 from multilora_engine.request import GenerationRequest, SamplingParams, TokenOutput
+from multilora_wire.layout import AdapterLayout
 from trials.soak_answers import Call, Tally, Versions
 from trials.soak_engine import Counts
 
@@ -266,7 +266,7 @@ def soak(
     adapters = [Versions(number) for number in range(options.num_adapters)]
     with tempfile.TemporaryDirectory(prefix="multilora-soak-") as name:
         directory = Path(name)
-        layout = adapter_layout(read_model_config(save_checkpoint(directory / "model")), MAX_RANK, "float32")
+        layout = checkpoint_layout(save_checkpoint(directory / "model"), MAX_RANK, "float32")
         parameters, counts_file = engine_parameters(directory, layout, options), directory / "counts.json"
         for popularity in popularities:
             with engine(parameters, counts_file) as client:

@@ -12,8 +12,9 @@ from checkpoints.telling_adapters import (
     answer,
     packed_adapter,
 )
-from multilora_engine.lora.layout import AdapterLayout, PackedAdapter
+from multilora_engine.lora.layout import PackedAdapter
 from multilora_engine.request import TokenOutput
+from multilora_wire.layout import AdapterLayout
 
 ANSWER_TIMEOUT_S = 120.0
 

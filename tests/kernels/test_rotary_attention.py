@@ -134,10 +134,9 @@ def test_rotary_attention_passes_the_checks_of_torch_for_custom_operators():
 
 def test_the_operator_and_the_way_past_the_dispatcher_give_the_same_bits():
     case = make_case(options="all")
-    step, (*_, scale, softcap, sinks) = make_rotary_step(case), sequence_fields(case)
-    options = (scale, softcap, sinks, True)
-    direct = rotary_attention_directly(*step.copied(), case.sequences, *options)
+    step = make_rotary_step(case)
+    direct = rotary_attention_directly(*step.copied(), case.sequences, case.options, True)
     assert direct is not None
     assert torch.equal(operators.rotary_attention(*step.copied(), *sequence_fields(case), True), direct)
     with torch.profiler.profile():
-        assert rotary_attention_directly(*step.copied(), case.sequences, *options) is None
+        assert rotary_attention_directly(*step.copied(), case.sequences, case.options, True) is None

@@ -84,12 +84,9 @@ class Engine:
         self._remote = RemoteAdapters(self._loras, build_fetcher(config, base.layout), self.lora_events.append)
         self._blocks = BlockAllocator(base.plan.num_blocks, config.block_size, config.enable_prefix_caching)
         self._scheduler = Scheduler(self._blocks, self._loras, config.max_num_seqs, config.max_num_batched_tokens)
-        self._runner = build_model_runner(
-            base.model, base.config, config, base.plan, base.dtype, base.device, self._loras
-        )
+        self._runner = build_model_runner(base.model, config, base.plan, base.device, self._loras)
         self._runs_ahead = config.enable_async_scheduling
         self._in_flight: _StepInFlight | None = None
-        # Half a second and some 50 MB, which an engine that never guides does not spend.
         make_compiler = partial(GuideCompiler, base.tokenizer, base.config.vocab_size)
         self._guide_queue = GuideQueue(make_compiler, config.guide_compile_timeout_s)
         self._live = LiveRequests()
@@ -131,6 +128,10 @@ class Engine:
         running = {_adapter_label(s) for s in self._live if s.status is SequenceStatus.RUNNING}
         waiting = {_adapter_label(s) for s in self._live if s.status is not SequenceStatus.RUNNING}
         return AdaptersInUse(self._max_loras, sorted(running - {""}), sorted(waiting - running - {""}))
+
+    def warm_up(self) -> None:
+        """Do now what the first request of its kind would make the steps of all others wait for."""
+        self._guide_queue.warm_up()
 
     def put_adapter(self, lora_task_id: TaskId, adapter: PackedAdapter, name: str = "") -> None:
         """Cache an adapter, at once or as soon as there is room for it: see `LoRAManager.put`.

@@ -79,6 +79,8 @@ class DecodeInputs:
         self._slot_mapping[:n] = batch.slot_mapping
         self._num_keys[:n] = batch.num_keys
         self._logits_indices[: len(batch.logits_indices)] = batch.logits_indices
+        # What an earlier step wanted may be a row that this graph does not have.
+        self._logits_indices[len(batch.logits_indices) : size] = 0
         self._block_tables[:n, : batch.block_tables.shape[1]] = batch.block_tables
         if batch.lora is not None:
             self._lora_mapping[:n] = batch.lora.mapping

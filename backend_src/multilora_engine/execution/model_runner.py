@@ -17,7 +17,7 @@ from multilora_engine.execution.forward_batch import ForwardBatch, KVCache, Toke
 from multilora_engine.execution.prompt_scoring import score_prompts, scores_prompts
 from multilora_engine.execution.transfer import to_device
 from multilora_engine.lora.manager import LoRAManager
-from multilora_engine.models.llama import LlamaModel
+from multilora_engine.models.model import Model
 from multilora_engine.sampling.sampler import Choice
 
 
@@ -26,7 +26,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: LlamaModel,
+        model: Model,
         kv_cache: KVCache,
         block_size: int,
         loras: LoRAManager,
@@ -159,9 +159,9 @@ def _keep_context_logits(step: list[ScheduledSequence], logits: torch.Tensor) ->
 def _block_tables(step: list[ScheduledSequence]) -> NDArray[np.int64]:
     """[num_seqs, longest table], padded with -1."""
     rows = [scheduled.sequence.block_table for scheduled in step]
-    tables = np.full((len(rows), max(row.length for row in rows)), -1)
-    for table, row in zip(tables, rows, strict=True):
-        table[: row.length] = row.ids
+    tables = np.full((len(rows), max([row.length for row in rows])), -1)
+    for i, row in enumerate(rows):
+        tables[i, : row.length] = row.ids
     return tables
 
 

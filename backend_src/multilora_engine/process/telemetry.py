@@ -62,7 +62,7 @@ class RequestTelemetry:
     def record(self, outputs: Sequence[TokenOutput]) -> None:
         """What one step, or an end outside of steps, gave to requests that were begun."""
         now = time.monotonic()
-        if num_with_tokens := sum(bool(output.token_ids) for output in outputs):
+        if num_with_tokens := sum(output.num_new_tokens > 0 for output in outputs):
             self.stats.batch_size.observe(num_with_tokens)
         for output in outputs:
             self._note_tokens(output, now)
@@ -70,7 +70,7 @@ class RequestTelemetry:
                 self._end(output, now)
 
     def _note_tokens(self, output: TokenOutput, now: float) -> None:
-        if not (num_tokens := len(output.token_ids)):
+        if not (num_tokens := output.num_new_tokens):
             return
         clock = self._clocks[output.request_id]
         self.stats.output_tokens += num_tokens

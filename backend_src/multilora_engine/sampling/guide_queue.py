@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import logging
 import os
@@ -10,12 +9,12 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Protocol
 
 from multilora_engine.engine.sequence import Sequence
 from multilora_engine.errors import GuidesFull, GuideTimeout, InternalError, InvalidRequest, RequestError
 from multilora_engine.request import Guide
+from multilora_engine.sampling.guide_turns import GuideJob, GuideTurns
 from multilora_engine.sampling.guided import MAX_GUIDE_BYTES, GuideMatcher
 
 _NICENESS = 10
@@ -33,29 +32,19 @@ class Compiler(Protocol):
     def matcher(self, guide: Guide, end_tokens: tuple[int, ...]) -> GuideMatcher: ...
 
 
-@dataclass(order=True)
-class _Job:
-    """Small guides come first: large ones wait for each other, and nobody else waits for them."""
-
-    num_bytes: int
-    arrival: int
-    guide: Guide = field(compare=False)
-    end_tokens: tuple[int, ...] = field(compare=False)
-    deadline_s: float = field(compare=False)
-    is_given_up: bool = field(default=False, compare=False)
-    result: GuideMatcher | RequestError | None = field(default=None, compare=False)
-
-
 class GuideQueue:
-    """Belongs to the engine's thread; guides are compiled in another one, which the first guide starts."""
+    """Belongs to the engine's thread; guides are compiled in another one, which the first guide starts. In which order,
+    `GuideTurns` says.
+    """
 
     def __init__(self, make_compiler: Callable[[], Compiler], timeout_s: float) -> None:
-        """make_compiler: called by the thread, since it takes half a second. timeout_s: the longest wait."""
+        """make_compiler: called by `warm_up`, else by the thread for the first guide. timeout_s: the longest wait."""
         self._make_compiler = make_compiler
+        self._compiler: Compiler | None = None
         self._timeout_s = timeout_s
-        self._jobs: dict[Sequence, _Job] = {}
+        self._jobs: dict[Sequence, GuideJob] = {}
         self._arrivals = itertools.count()
-        self._todo: list[_Job] = []
+        self._turns = GuideTurns()
         self._is_closing = False
         self._wake_up = threading.Condition()
         self._has_news = threading.Event()
@@ -69,12 +58,17 @@ class GuideQueue:
         """Those that wait."""
         return iter(self._jobs)
 
+    def warm_up(self) -> None:
+        """Make the compiler now, before the first step: that keeps the interpreter from everybody for 0.2 s."""
+        self._compiler = self._make_compiler()
+
     def add(self, sequence: Sequence, guide: Guide, end_tokens: tuple[int, ...]) -> None:
         """Let a sequence wait for its matcher, which `poll` gives, until `give_up`."""
         arrival, deadline_s = next(self._arrivals), time.monotonic() + self._timeout_s
-        self._jobs[sequence] = job = _Job(guide.num_bytes, arrival, guide, end_tokens, deadline_s)
+        job = GuideJob(guide.num_bytes, arrival, guide, end_tokens, sequence.request.sender, deadline_s)
+        self._jobs[sequence] = job
         with self._wake_up:
-            heapq.heappush(self._todo, job)
+            self._turns.add(job)
             self._wake_up.notify()
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="guide-compiler", daemon=True)
@@ -113,18 +107,23 @@ class GuideQueue:
 
     def _run(self) -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
-        compiler: Compiler | None = None
         while (job := self._next()) is not None:
             if not job.is_given_up:
-                compiler = compiler or self._make_compiler()
-                job.result = _compile(compiler, job)
+                self._compile(job)
                 self._has_news.set()
 
-    def _next(self) -> _Job | None:
+    def _next(self) -> GuideJob | None:
         """None when the queue is closed."""
         with self._wake_up:
-            self._wake_up.wait_for(lambda: self._todo or self._is_closing)
-            return None if self._is_closing else heapq.heappop(self._todo)
+            self._wake_up.wait_for(lambda: self._turns or self._is_closing)
+            return None if self._is_closing else self._turns.pop()
+
+    def _compile(self, job: GuideJob) -> None:
+        self._compiler = self._compiler or self._make_compiler()
+        started_s = time.thread_time()
+        job.result = _compile(self._compiler, job)
+        with self._wake_up:
+            self._turns.charge(job.sender, time.thread_time() - started_s)
 
 
 class GuidesInUse:
@@ -162,7 +161,7 @@ class GuidesInUse:
             self._num_bytes -= guide.num_bytes
 
 
-def _compile(compiler: Compiler, job: _Job) -> GuideMatcher | RequestError:
+def _compile(compiler: Compiler, job: GuideJob) -> GuideMatcher | RequestError:
     try:
         return compiler.matcher(job.guide, job.end_tokens)
     except RequestError as error:

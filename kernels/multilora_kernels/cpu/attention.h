@@ -14,7 +14,7 @@
 #include <type_traits>
 
 #include "exponential.h"
-#include "tiles.h"
+#include "lora_kernels.h"
 #include "work.h"
 
 namespace multilora {

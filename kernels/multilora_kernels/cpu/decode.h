@@ -12,7 +12,7 @@
 #include <utility>
 
 #include "exponential.h"
-#include "tiles.h"
+#include "lora_kernels.h"
 #include "vectors.h"
 #include "work.h"
 

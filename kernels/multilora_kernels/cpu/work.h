@@ -1,4 +1,4 @@
-// What the operators (ops.cpp) hand to the kernels of one instruction set (avx512.cpp, avx2.cpp, plain.cpp).
+// What the operators (lora_halves.cpp) hand to the kernels of one instruction set (avx512.cpp, avx2.cpp, plain.cpp).
 #pragma once
 
 #include <cstdint>
@@ -138,9 +138,10 @@ struct DecodeTask {
   float *out, *max, *sum;
 };
 
-// total = x + update, normed = total / sqrt(mean(total^2) + eps) * weight, by rows of `size`.
+// total = x + update, normed = total / sqrt(mean(total^2) + eps) * weight, by rows of `size`. A layer norm takes the mean from
+// total and has a bias, or null.
 struct NormTask {
-  const float *x, *update, *weight;
+  const float *x, *update, *weight, *bias;
   float eps;
   int64_t size;
   float *total, *normed;
@@ -176,8 +177,8 @@ using SplitKernel = void (*)(const SplitTask& task, int64_t unit_begin, int64_t 
 using AttentionKernel = void (*)(const AttentionTask& task, float* scratch);
 using DecodeKernel = void (*)(const DecodeTask& task, float* scratch);
 using NormKernel = void (*)(const NormTask& task, int64_t row_begin, int64_t row_end);
-// out[row, :] = silu(gate) * up for gate and up, both of `size`, side by side in gate_up[row, :].
-using SiluKernel = void (*)(const float* gate_up, int64_t size, float* out, int64_t row_begin, int64_t row_end);
+// out[row, :] = f(x) for x[row, :] of `size`, or f(gate) * up for gate and up, both of `size`, side by side in x[row, :].
+using ActivationKernel = void (*)(const float* x, int64_t size, float* out, int64_t row_begin, int64_t row_end);
 using RotationKernel = void (*)(const RotationTask& task);
 // The token of one row. weights: padded_vocab(vocab) floats to work in.
 using SampleKernel = int64_t (*)(const float* logits, int64_t vocab, const SamplingParameters& parameters, float* weights);
@@ -203,8 +204,8 @@ struct MatrixUnit {
 struct Capability {
   const char* name;
   int64_t panel_width;
-  NormKernel add_rms_norm;
-  SiluKernel silu_mul;
+  NormKernel add_rms_norm, add_layer_norm;
+  ActivationKernel silu_mul, gelu_tanh_mul, gelu_tanh;
   RotationKernel rotate;
   SampleKernel sample;
   Kernels float32;

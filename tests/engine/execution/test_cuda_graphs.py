@@ -33,6 +33,13 @@ def test_the_rows_that_are_wanted_come_in_their_order_whatever_they_were_before(
     assert graphs.run(batch).tolist() == [[4.0 + row] * 2 for row in wanted]
 
 
+def test_a_small_step_after_a_large_one_asks_for_no_row_of_the_large_one() -> None:
+    inputs = make_inputs()
+    inputs.fill(decode_step([1, 2, 3, 4], [3, 3, 3]), size=4)
+    inputs.fill(decode_step([5, 6], [1]), size=2)
+    assert inputs.batch(2, has_adapters=False).logits_indices.tolist() == [1, 0]
+
+
 def test_more_sequences_or_rows_than_are_captured_are_not_served() -> None:
     graphs = make_graphs()
     assert not graphs.serves(decode_step([1, 2, 3, 4, 5], [0]))
@@ -40,15 +47,19 @@ def test_more_sequences_or_rows_than_are_captured_are_not_served() -> None:
     assert not graphs.serves(dataclasses.replace(decode_step([1, 2], [0]), query_lens=[2]))
 
 
+def make_inputs() -> DecodeInputs:
+    """For up to four sequences."""
+    tables = LoRATables(torch.empty(0), *torch.zeros(4, 1, 1, dtype=torch.int64), max_rank=1)
+    return DecodeInputs(4, max_blocks=2, block_size=1, scratch_block=9, tables=tables)
+
+
 def make_graphs() -> DecodeGraphs:
     """Of a model of two logits, each the token itself."""
-    tables = LoRATables(torch.empty(0), *torch.zeros(4, 1, 1, dtype=torch.int64), max_rank=1)
-    inputs = DecodeInputs(4, max_blocks=2, block_size=1, scratch_block=9, tables=tables)
 
     def forward(batch: ForwardBatch) -> torch.Tensor:
         return batch.input_ids[batch.logits_indices].float()[:, None].expand(-1, 2)
 
-    return DecodeGraphs(forward, inputs, [1, 2, 4], 2, torch.device("cpu"), lambda run: run)
+    return DecodeGraphs(forward, make_inputs(), [1, 2, 4], 2, torch.device("cpu"), lambda run: run)
 
 
 def decode_step(token_ids: list[int], logits_indices: list[int]) -> ForwardBatch:

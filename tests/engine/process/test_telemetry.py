@@ -5,7 +5,7 @@ import pytest
 from multilora_engine.histogram import Histogram
 from multilora_engine.process import telemetry
 from multilora_engine.process.telemetry import RequestTelemetry
-from multilora_engine.request import FinishReason, PerfMetrics, TokenOutput
+from multilora_engine.request import BeamOutput, FinishReason, PerfMetrics, TokenOutput
 
 
 class Clock:
@@ -52,6 +52,18 @@ def test_times_are_those_a_client_sees(clock: Clock) -> None:
     assert stats.request_seconds.total == pytest.approx(2.68)
     assert (stats.prompt_tokens, stats.output_tokens) == (7, 4)
     assert stats.requests == {"stop": 1}
+
+
+def test_tokens_of_beams_count_and_leave_when_the_search_ends(clock: Clock) -> None:
+    requests = RequestTelemetry()
+    requests.begin("a")
+    clock.now += 3.0
+    beams = [BeamOutput([1] * num_tokens, "", "stop", [], 0.0) for num_tokens in (4, 2)]
+    requests.record([output("a", 0, "stop", num_output_tokens=6, beams=beams)])
+    stats = requests.stats
+    assert stats.output_tokens == 6
+    assert (stats.first_token_seconds.total, sum(stats.first_token_seconds.counts)) == (3.0, 1)
+    assert stats.batch_size.total == 1
 
 
 def test_the_batch_is_who_got_tokens(clock: Clock) -> None:

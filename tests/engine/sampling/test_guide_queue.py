@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from random import Random
 from typing import cast
 
+import msgspec
 import pytest
 from support.fronts import TIMEOUT_S, generation_request
 
 from multilora_engine.engine.sequence import Sequence
 from multilora_engine.errors import GuidesFull, GuideTimeout, InternalError, InvalidRequest, RequestError
-from multilora_engine.request import Guide
+from multilora_engine.request import Guide, Sender
 from multilora_engine.sampling.guide_queue import GuideQueue, GuidesInUse
 from multilora_engine.sampling.guided import GuideMatcher
 from multilora_engine.text.text_stream import TextStream
@@ -22,8 +23,9 @@ def guide(num_bytes: int) -> Guide:
     return Guide("regex", "x" * num_bytes)
 
 
-def sequence() -> Sequence:
-    return Sequence(generation_request("r", [1]), 0, None, cast(TextStream, None), Random(0), max_output_tokens=1)
+def sequence(sender: str = "") -> Sequence:
+    request = msgspec.structs.replace(generation_request("r", [1]), sender=Sender(name=sender))
+    return Sequence(request, 0, None, cast(TextStream, None), Random(0), max_output_tokens=1)
 
 
 class GatedCompiler:
@@ -79,6 +81,35 @@ def test_small_guides_are_compiled_before_large_ones_that_came_first(
     compiler.gate.release(6)
     results(guides, 6)
     assert compiler.compiled == [5, 2, 2, 7, 8, 9]
+
+
+def test_a_client_with_many_small_guides_does_not_keep_another_ones_large_guide_waiting(
+    guides: GuideQueue, compiler: GatedCompiler
+) -> None:
+    guides.add(sequence("many"), guide(1), ())
+    assert compiler.begun.acquire(timeout=TIMEOUT_S)
+    for num_bytes in (2, 3, 4):
+        guides.add(sequence("many"), guide(num_bytes), ())
+    guides.add(sequence("one"), guide(50), ())
+    compiler.gate.release(5)
+    results(guides, 5)
+    assert compiler.compiled[:2] == [1, 50]
+
+
+def test_a_compiler_that_is_warm_is_not_made_again(compiler: GatedCompiler) -> None:
+    made: list[GatedCompiler] = []
+
+    def make() -> GatedCompiler:
+        made.append(compiler)
+        return compiler
+
+    guides = GuideQueue(make, timeout_s=TIMEOUT_S)
+    guides.warm_up()
+    guides.add(sequence(), guide(3), ())
+    compiler.gate.release(1)
+    results(guides, 1)
+    guides.close()
+    assert made == [compiler]
 
 
 def test_each_sequence_gets_its_own_result_or_error(guides: GuideQueue, compiler: GatedCompiler) -> None:

@@ -32,16 +32,73 @@ void add_rms_norm(const NormTask& task, int64_t row_begin, int64_t row_end) {
 }
 
 template <class Vec>
-void silu_mul(const float* gate_up, int64_t size, float* out, int64_t row_begin, int64_t row_end) {
+void add_layer_norm(const NormTask& task, int64_t row_begin, int64_t row_end) {
+  using F = typename Vec::F;
+  for (int64_t row = row_begin; row < row_end; ++row) {
+    const int64_t start = row * task.size;
+    float *total = task.total + start, *normed = task.normed + start;
+    F sum = Vec::zero(), squares = Vec::zero();
+    for_each_vector<Vec>(task.size, [&](int64_t i, auto part) {
+      const F element = Vec::add(part.load(task.x + start + i), part.load(task.update + start + i));
+      part.store(total + i, element);
+      sum = Vec::add(sum, element);
+    });
+    const F mean = Vec::broadcast(Vec::sum(sum) / float(task.size));
+    for_each_vector<Vec>(task.size, [&](int64_t i, auto part) {
+      part.store(normed + i, Vec::sub(part.load(total + i), mean));
+      const F centred = part.load(normed + i);  // zero in lanes that do not exist
+      squares = Vec::fma(centred, centred, squares);
+    });
+    const F scale = Vec::broadcast(1.0f / std::sqrt(Vec::sum(squares) / float(task.size) + task.eps));
+    for_each_vector<Vec>(task.size, [&](int64_t i, auto part) {
+      const F weighted = Vec::mul(Vec::mul(part.load(normed + i), scale), part.load(task.weight + i));
+      part.store(normed + i, task.bias ? Vec::add(weighted, part.load(task.bias + i)) : weighted);
+    });
+  }
+}
+
+// x / (1 + e^-y)
+template <class Vec>
+MULTILORA_INLINE typename Vec::F times_sigmoid(typename Vec::F x, typename Vec::F y) {
   using F = typename Vec::F;
   const F one = Vec::broadcast(1.0f), minus_one = Vec::broadcast(-1.0f), lowest = Vec::broadcast(-kLargestExponent);
+  // In this order the larger of the two is NaN where y is.
+  const F e = exponential<Vec>(Vec::mul(Vec::max(lowest, y), minus_one));
+  return Vec::div(x, Vec::add(one, e));
+}
+
+struct Silu {
+  template <class Vec>
+  static MULTILORA_INLINE typename Vec::F of(typename Vec::F x) {
+    return times_sigmoid<Vec>(x, x);
+  }
+};
+
+// x * (1 + tanh(u)) / 2 for u = sqrt(2 / pi) * (x + 0.044715 * x^3), which is x * sigmoid(2 * u).
+struct GeluTanh {
+  template <class Vec>
+  static MULTILORA_INLINE typename Vec::F of(typename Vec::F x) {
+    using F = typename Vec::F;
+    const F factor = Vec::fma(Vec::mul(x, x), Vec::broadcast(0.0713548163f), Vec::broadcast(1.5957691216f));
+    return times_sigmoid<Vec>(x, Vec::mul(x, factor));
+  }
+};
+
+template <class Vec, class Activation>
+void activate(const float* x, int64_t size, float* out, int64_t row_begin, int64_t row_end) {
+  for (int64_t row = row_begin; row < row_end; ++row) {
+    for_each_vector<Vec>(size, [&](int64_t i, auto part) {
+      part.store(out + row * size + i, Activation::template of<Vec>(part.load(x + row * size + i)));
+    });
+  }
+}
+
+template <class Vec, class Activation>
+void activate_mul(const float* gate_up, int64_t size, float* out, int64_t row_begin, int64_t row_end) {
   for (int64_t row = row_begin; row < row_end; ++row) {
     const float *gates = gate_up + 2 * row * size, *ups = gates + size;
     for_each_vector<Vec>(size, [&](int64_t i, auto part) {
-      const F gate = part.load(gates + i);
-      // In this order the larger of the two is NaN where the gate is.
-      const F e = exponential<Vec>(Vec::mul(Vec::max(lowest, gate), minus_one));
-      part.store(out + row * size + i, Vec::mul(Vec::div(gate, Vec::add(one, e)), part.load(ups + i)));
+      part.store(out + row * size + i, Vec::mul(Activation::template of<Vec>(part.load(gates + i)), part.load(ups + i)));
     });
   }
 }
