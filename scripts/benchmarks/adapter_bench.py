@@ -26,12 +26,19 @@ from multilora_engine.request import GenerationRequest, SamplingParams
 from multilora_wire.layout import AdapterLayout, num_values
 
 RANKS = (8, 16, 32, 64)
+
+
 PLACES = 16
 """`max_loras` of the engines that measure the device tier; as many clients keep it busy."""
 
+
 _VOCABULARY = 4096
+
+
 _MAX_LEN = 512
-_WARM_UP_TOKENS = 4
+
+
+WARM_UP_TOKENS = 4
 
 
 @dataclass

@@ -39,9 +39,9 @@ from rich.console import Console
 from rich.progress import Progress
 
 from benchmarks.adapter_bench import (
-    _WARM_UP_TOKENS,
     PLACES,
     RANKS,
+    WARM_UP_TOKENS,
     Bench,
     random_wire,
     settle,
@@ -244,7 +244,7 @@ def compare_pauses(
         settle(engine)
         requests = [bench.request(task, 16, 64) for task in range(PLACES)]
         for timing in bench.serve(engine, requests, PLACES, disturbances.get(name, lambda ended: None)):
-            pauses[name] += timing.pauses_s[_WARM_UP_TOKENS:]
+            pauses[name] += timing.pauses_s[WARM_UP_TOKENS:]
     rows = []
     for name, values in pauses.items():
         when = f"without {' and '.join(disturbances)}" if name == "quiet" else f"with {name}"

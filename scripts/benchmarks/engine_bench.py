@@ -23,8 +23,14 @@ from multilora_engine.models.registry import read_model_config
 from multilora_engine.request import GenerationRequest, SamplingParams, TokenOutput
 
 GREEDY = (SamplingParams(1),)
+
+
 NUM_ADAPTERS = 16
+
+
 RANK = 16
+
+
 CHUNK: int = EngineConfig.model_fields["max_num_batched_tokens"].default
 
 

@@ -13,6 +13,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Self
 
@@ -119,7 +120,7 @@ class Prometheus:
         try:
             return condition()
         except urllib.error.URLError:
-            return False  # it has not started to listen
+            return False  # it has not started
 
     def _get(self, path: str, **parameters: str) -> list[dict[str, Any]]:
         url = f"{self._api}/{path}?{urllib.parse.urlencode(parameters)}"
@@ -127,6 +128,8 @@ class Prometheus:
             with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as response:
                 result: list[dict[str, Any]] = json.load(response)["data"]["result"]
         except urllib.error.HTTPError as error:
+            if error.code == HTTPStatus.SERVICE_UNAVAILABLE:
+                raise  # it listens, and is not ready
             raise ValueError(f"{parameters['query']}: {json.load(error)['error']}") from None
         return result
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.tiny_model import save_tiny_llama
 
+from checkpoints.tiny_llama import save_tiny_llama
 from multilora_engine.config import EngineConfig
 from multilora_engine.engine.block_table import BlockTable
 from multilora_engine.engine.engine import Engine
