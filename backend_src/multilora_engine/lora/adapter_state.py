@@ -1,12 +1,13 @@
 """`AdapterState`: all that says what one version of an adapter is doing, and what it may do next.
 
-Four machines run beside each other; `AdapterState.move` is the only way from one state to the next. Each has one
-writer:
+Four machines run beside each other; `AdapterState.move` is the only way from one state to the next:
 
-    version   CURRENT -> RETIRED                                                            `HostTier`
-    memory    WAITING -> FILLED -> GONE; WAITING -> READING -> FILLED or LOST -> GONE       `HostTier`, `DiskTraffic`
-    file      NONE -> WRITING -> WRITTEN -> NONE; WRITING -> REFUSED -> WRITING             `DiskTraffic`
-    device    ABSENT -> COPYING -> READY <-> IN_USE; READY -> ABSENT; COPYING -> FAILED -> ABSENT   `DeviceTier`
+    version   CURRENT -> RETIRED                                                   moved by `HostTier`
+    memory    WAITING -> FILLED -> GONE; WAITING -> READING -> FILLED or LOST;     by `HostTier`, `DiskTraffic` and
+              WAITING -> LOST -> GONE                                              `Admission`
+    file      NONE -> WRITING -> WRITTEN -> NONE; WRITING -> REFUSED -> WRITING    by `DiskTraffic`
+    device    ABSENT -> COPYING -> READY <-> IN_USE; READY -> ABSENT;              by `DeviceTier`
+              COPYING -> FAILED -> ABSENT
 
 Requests pin a version and an operator holds it: those are counts, not states. What they and the four states mean
 together is asked here (`freed_by`, `is_left_over`), and `check_integrity` asserts which combinations there can be.
@@ -36,7 +37,7 @@ class Memory(Enum):
     FILLED = auto()
     """They hold the adapter."""
     LOST = auto()
-    """They hold nothing, since its file could not be read."""
+    """They hold nothing and never will: its file could not be read, or there can be no pages for it."""
     GONE = auto()
     """They are free, or another adapter's."""
 
@@ -84,6 +85,7 @@ TRANSITIONS: frozenset[tuple[State, State]] = frozenset(
         (Version.CURRENT, Version.RETIRED),
         (Memory.WAITING, Memory.FILLED),  # copied from an upload
         (Memory.WAITING, Memory.READING),
+        (Memory.WAITING, Memory.LOST),  # adapters that an operator holds lie where its runs would have to be
         (Memory.WAITING, Memory.GONE),  # retired before it had pages
         (Memory.READING, Memory.FILLED),
         (Memory.READING, Memory.LOST),

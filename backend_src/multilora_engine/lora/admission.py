@@ -7,7 +7,7 @@ from typing import Literal
 
 from multilora_engine.errors import AdapterCacheFull, AdapterConflict, AdapterNotFound, RequestError
 from multilora_engine.lora.adapter_file import DiskAdapter
-from multilora_engine.lora.adapter_state import AdapterState, FreedBy
+from multilora_engine.lora.adapter_state import AdapterState, FreedBy, Memory
 from multilora_engine.lora.disk_traffic import DiskTraffic
 from multilora_engine.lora.format import ranks_of
 from multilora_engine.lora.host_tier import Arrival, CachedAdapter, HostTier
@@ -34,20 +34,20 @@ class Admission:
 
     def __init__(
         self,
+        layout: AdapterLayout,
         host: HostTier,
         memory: MemoryTiers,
         traffic: DiskTraffic,
-        layout: AdapterLayout,
         on_conflict: OnConflict,
         on_event: OnEvent,
     ) -> None:
-        self._host = host
         self._layout = layout
-        self._failures: dict[CachedAdapter, RequestError] = {}
+        self._host = host
         self._memory = memory
         self._traffic = traffic
         self._on_conflict = on_conflict
         self._on_event = on_event
+        self._given_up: dict[CachedAdapter, RequestError] = {}
         self.num_insertions = 0
         self.num_replacements = 0
 
@@ -103,8 +103,6 @@ class Admission:
     def admit(self) -> None:
         """Give pages to the adapters that wait for them, in order, as far as there are any."""
         while (adapter := next(self._host.arrivals, None)) is not None:
-            if adapter.arrived.done():  # given up; it goes with its last request
-                return
             if self._make_room(adapter.shape):
                 self._host.give_pages(adapter)
             elif self._host.can_ever_hold(adapter.shape):
@@ -112,14 +110,18 @@ class Admission:
             else:
                 self._give_up(adapter)
 
+    @property
+    def has_failures(self) -> bool:
+        """Whether `take_failures` has something to tell."""
+        return bool(self._given_up)
+
     def take_failures(self) -> dict[CachedAdapter, RequestError]:
-        """The adapters that have waited in vain since; their requests have to unpin them."""
-        failures, self._failures = self._failures, {}
-        return failures
+        """The adapters that were given up since; the requests that wait for them have to hear of it."""
+        given_up, self._given_up = self._given_up, {}
+        return given_up
 
     def check_integrity(self) -> None:
         for adapter in self._host.arrivals:
-            assert not adapter.arrived.done() or adapter.state.is_retired
             held = self._host.num_other_held_pages(adapter)
             assert held + adapter.num_pages <= self._host.pool.count, "it would wait for ever"
 
@@ -172,25 +174,11 @@ class Admission:
         self._host.add(adapter, arrival)
         self.admit()
 
-    def _shape_of(self, packed: PackedAdapter) -> PageShape:
-        return page_shape(packed.rows, len(packed.pages), self._layout)
-
-    def _give_up(self, adapter: CachedAdapter) -> None:
-        """Adapters that an operator holds lie where the runs would have to be: this one would wait for ever."""
-        pages, held = self._host.pool, self._host.num_held_pages
-        error = AdapterCacheFull(adapter.lora_task_id, adapter.num_pages, pages.num_free, 0, held, pages.count)
-        self._failures[adapter] = error
-        adapter.arrived.set_exception(error)
-        if not adapter.state.is_retired:
-            self._host.retire(adapter)  # its file, if it has one, stays
-        self._memory.update(adapter)
-
     def _check_room(self, lora_task_id: TaskId, shape: PageShape, replaced: CachedAdapter | None = None) -> None:
         """Raises AdapterCacheFull when there could not be room for one more, after those that wait for it already."""
-        promised, free = self._host.num_promised_pages, self._host.pool.num_free
+        promised, free, num_pages = self._host.num_promised_pages, self._host.pool.num_free, shape.num_pages
         if replaced is not None and not replaced.pages and replaced.state.num_pins == 0:
             promised -= replaced.num_pages
-        num_pages = shape.num_pages
         if promised + num_pages <= free and self._host.pool.fits(shape):
             return
         reachable = self._host.num_reachable(replaced)
@@ -213,6 +201,18 @@ class Admission:
         if waiting and held + adapter.num_pages + waiting > pages.count:
             raise AdapterCacheFull(adapter.lora_task_id, adapter.num_pages, pages.num_free, 0, waiting, pages.count)
 
+    def _give_up(self, adapter: CachedAdapter) -> None:
+        """Adapters that an operator holds lie where the adapter's runs would have to be: it would wait for ever."""
+        self._host.end_wait(adapter).discard()
+        pages = self._host.pool
+        error = AdapterCacheFull(adapter.lora_task_id, adapter.num_pages, pages.num_free, 0, 0, pages.count)
+        adapter.state.move(Memory.LOST)
+        adapter.arrived.set_exception(error)
+        self._given_up[adapter] = error
+        if not adapter.state.is_retired:
+            self._host.retire(adapter)
+        self._memory.update(adapter)
+
     def _make_room(self, shape: PageShape) -> bool:
         """Evict as many adapters as needed, and none as long as pins keep that from being enough.
 
@@ -230,6 +230,9 @@ class Admission:
         self._traffic.touch(adapter)
         self._memory.evict(adapter)
         self._emit("evicted", adapter)
+
+    def _shape_of(self, packed: PackedAdapter) -> PageShape:
+        return page_shape(packed.rows, len(packed.pages), self._layout)
 
     def _rename(self, adapter: CachedAdapter, name: str) -> None:
         """A file of the old name goes; it is written again when the adapter is evicted, if not before."""

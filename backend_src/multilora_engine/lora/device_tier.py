@@ -240,9 +240,9 @@ class DeviceTier:
         if self._pool.fits(shape):
             return True
         self.poll()
-        if shape.num_pages > self._pool.num_free + self._idle.num_pages:
+        if self._pool.num_free + self._idle.num_pages < shape.num_pages:
             return False
-        idle = ((adapter, self._residents[adapter].pages) for adapter in self._idle if adapter not in wanted)
+        idle = ((a, self._residents[a].pages) for a in self._idle if a not in wanted)
         victims = self._pool.victims(shape, idle)
         for adapter in victims or ():
             self.drop(adapter)

@@ -69,7 +69,8 @@ class HostTier:
     """Holds every cached adapter, and those that wait for room: the *arrivals*, in the order in which they came.
 
     Changed only by `LoRAManager` and its parts, each of which tells `update` of an adapter whose state it has changed.
-    No operation looks at all adapters, but for `adapters` and `current`.
+    Only `adapters` and `current` look at all adapters, and, for shapes with runs, `can_hold`, `can_ever_hold` and
+    `victims_for`.
 
     num_held_pages: of the adapters that an operator holds. num_promised_pages: that arrivals wait for. load_seconds: of
     the adapters that were read from disk.
@@ -109,7 +110,7 @@ class HostTier:
             self._order.update(adapter)
 
     def victims_for(self, shape: PageShape) -> list[CachedAdapter] | None:
-        """The adapters whose pages, once they are free, let a shape fit; the soonest free first.
+        """The adapters whose pages have to be free for a shape to fit; the soonest free first.
 
         None if the pages of all adapters that nobody uses are not enough.
         """
@@ -120,19 +121,16 @@ class HostTier:
     def can_hold(self, shape: PageShape, replaced: CachedAdapter | None = None) -> bool:
         """Whether a shape fits once all that nobody uses has gone, and reads and writes have ended.
 
-        replaced: this version goes, even if an operator holds it. Looks at all adapters only for a shape with runs.
+        replaced: this version goes, even if an operator holds it.
         """
         if shape.num_pages > self.num_reachable(replaced):
             return False
-        goes = [replaced] if replaced is not None and replaced.state.is_held and replaced.state.num_pins == 0 else []
-        return not shape.runs or self.pool.fits_with(shape, (a.pages for a in chain(self._order.unused, goes)))
+        unused = (a.pages for a in self.adapters if not a.state.is_wanted or _is_only_held(a, replaced))
+        return not shape.runs or self.pool.fits_with(shape, unused)
 
     def can_ever_hold(self, shape: PageShape) -> bool:
-        """Whether a shape fits beside the adapters that an operator holds, once all requests have ended.
-
-        Looks at all adapters only for a shape with runs.
-        """
-        if self.num_held_pages + shape.num_pages > self.pool.count:
+        """Whether a shape fits beside the adapters that an operator holds, once all requests have ended."""
+        if shape.num_pages + self.num_held_pages > self.pool.count:
             return False
         return not shape.runs or self.pool.fits_with(shape, (a.pages for a in self.adapters if not a.state.is_held))
 
@@ -142,7 +140,7 @@ class HostTier:
         replaced: this version goes, even if an operator holds it.
         """
         reachable = self.pool.num_free + self._order.num_unused_pages
-        if replaced is not None and replaced.state.is_held and replaced.state.num_pins == 0:
+        if replaced is not None and _is_only_held(replaced, replaced):
             reachable += len(replaced.pages)
         return reachable
 
@@ -162,9 +160,14 @@ class HostTier:
         self._arrivals[adapter] = arrival
         self.num_promised_pages += adapter.num_pages
 
+    def end_wait(self, adapter: CachedAdapter) -> Arrival:
+        """Take an adapter out of the arrivals."""
+        self.num_promised_pages -= adapter.num_pages
+        return self._arrivals.pop(adapter)
+
     def give_pages(self, adapter: CachedAdapter) -> None:
         """The pages an arrival has waited for, which are free, and what fills them."""
-        arrival = self._end_wait(adapter)
+        arrival = self.end_wait(adapter)
         adapter.pages = self.pool.allocate(adapter.shape)
         arrival.fill()
         self.update(adapter)
@@ -218,7 +221,7 @@ class HostTier:
         else:
             del self._by_task_id[adapter.lora_task_id]
         if adapter in self._arrivals:
-            self._end_wait(adapter).discard()
+            self.end_wait(adapter).discard()
         self._order.discard(adapter)
         self.pool.free(adapter.pages)
         state.move(Memory.GONE)
@@ -282,13 +285,15 @@ class HostTier:
         for adapter in self.adapters:
             adapter.state.check_integrity()
             assert adapter.state.memory is not Memory.GONE
-            assert (adapter.state.memory is Memory.WAITING) == (adapter in self._arrivals) == (not adapter.pages)
+            assert (adapter.state.memory is Memory.WAITING) == (adapter in self._arrivals)
+            assert adapter.pages or adapter.state.memory in (Memory.WAITING, Memory.LOST)
             assert adapter.state.is_filled == bool(adapter.rows)
             assert adapter.state.is_retired == (adapter in self._retired)
         held = (adapter for adapter in self.current if adapter.state.is_held)
         assert self.num_held_pages == sum(adapter.num_pages for adapter in held)
         assert self.num_promised_pages == sum(adapter.num_pages for adapter in self._arrivals)
 
-    def _end_wait(self, adapter: CachedAdapter) -> Arrival:
-        self.num_promised_pages -= adapter.num_pages
-        return self._arrivals.pop(adapter)
+
+def _is_only_held(adapter: CachedAdapter, replaced: CachedAdapter | None) -> bool:
+    """Whether an adapter is the one that is replaced, and only an operator wants it."""
+    return adapter is replaced and adapter.state.is_held and adapter.state.num_pins == 0

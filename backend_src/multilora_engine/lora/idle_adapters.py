@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 class IdleAdapters:
     """Least recently used first, with their pages; in an order of their own those that have a `lora_index`.
 
-    A change costs the same however many adapters there are. num_pages: of all of them.
+    A change costs the same however many adapters there are.
+
+    num_pages: of all of them.
     """
 
     def __init__(self) -> None:
@@ -23,9 +25,6 @@ class IdleAdapters:
 
     def __iter__(self) -> Iterator[CachedAdapter]:
         return iter(self._num_pages_of)
-
-    def __contains__(self, adapter: CachedAdapter) -> bool:
-        return adapter in self._num_pages_of
 
     def add(self, adapter: CachedAdapter, num_pages: int, has_index: bool) -> None:
         """Nobody uses an adapter any more: it is the most recently used one."""

@@ -50,7 +50,7 @@ class LoRAManager:
         self._device = device
         self._memory = MemoryTiers(host, device)
         self._traffic = DiskTraffic(host, disk, self._memory.update, on_event)
-        self._admission = Admission(host, self._memory, self._traffic, device.layout, on_conflict, on_event)
+        self._admission = Admission(device.layout, host, self._memory, self._traffic, on_conflict, on_event)
         self._inventory = Inventory(host, device, self._traffic)
 
     @property
@@ -190,14 +190,14 @@ class LoRAManager:
     def is_busy(self) -> bool:
         """Whether something is under way that `poll` will have to take up."""
         is_device_busy = self._device.is_copying or self._device.has_failures
-        return is_device_busy or self._host.num_arrivals > 0 or self._traffic.is_busy
+        is_admitting = self._host.num_arrivals > 0 or self._admission.has_failures
+        return is_device_busy or is_admitting or self._traffic.is_busy
 
     def poll(self) -> dict[CachedAdapter, RequestError]:
         """Take up the copies, reads and writes that have ended, and let in the adapters that wait for room. Does not
         wait.
 
-        Returns the adapters that could not be read from their files, wait for room in vain, or could not be copied to
-        the device. Their requests
+        Returns the adapters that could not be read from their files, or not be copied to the device. Their requests
         have to unpin them. One whose copy failed, or whose file may be fine, can be pinned again; the others are
         forgotten.
         """

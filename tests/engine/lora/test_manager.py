@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +18,19 @@ import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from support.adapters import TINY, WireAdapter, wire_adapter
 
 from multilora_engine.errors import AdapterCacheFull, AdapterConflict, AdapterNotFound, AdapterNotLoaded
 from multilora_engine.lora.adapter_file import write_file_atomically
+from multilora_engine.lora.adapter_state import TRANSITIONS, AdapterState, Memory, State
 from multilora_engine.lora.device_tier import DeviceTier
 from multilora_engine.lora.disk_tier import DiskTier
 from multilora_engine.lora.format import pack_adapter
@@ -29,9 +41,12 @@ from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.lora.names import TaskId, TenantTaskId, label_of, scoped_task_id
 from multilora_engine.lora.page_copies import CopyPages, PageCopy
 from multilora_engine.lora.page_pool import PagePool
+from multilora_wire.adapter_info import AdapterInfo
+from multilora_wire.layout import AdapterLayout, PageShape
 
 MAX_LORAS = 3
-TASKS = st.sampled_from([0, 1, 2, TenantTaskId("acme", 0), TenantTaskId("bolt", 0)])
+TASK_IDS: list[TaskId] = [0, 1, 2, TenantTaskId("acme", 0), TenantTaskId("bolt", 0)]
+TASKS = st.sampled_from(TASK_IDS)
 """Two tenants use the number that an adapter of no tenant has, too."""
 """Few, so that what is asked for is often there."""
 
@@ -54,14 +69,16 @@ def build_manager(
     on_event: OnEvent = ignore_event,
     disk: DiskTier | None = None,
     copy_pages: CopyPages | None = None,
+    layout: AdapterLayout = TINY,
+    max_loras: int = MAX_LORAS,
 ) -> LoRAManager:
-    host = HostTier(num_host_pages, TINY.page_bytes)
+    host = HostTier(num_host_pages, layout.page_bytes)
     host.pool.storage.fill_(0xFF)  # NaN in every dtype: what is read must have been written
     device_pool = host.pool
     if num_device_pages is not None:
-        device_pool = PagePool(num_device_pages, TINY.page_bytes, torch.device("cpu"))
+        device_pool = PagePool(num_device_pages, layout.page_bytes, torch.device("cpu"))
         device_pool.storage.fill_(0xFF)
-    device = DeviceTier(TINY, host.pool, device_pool, MAX_LORAS, on_event, copy_pages)
+    device = DeviceTier(layout, host.pool, device_pool, max_loras, on_event, copy_pages)
     return LoRAManager(host, device, on_conflict, on_event, disk)  # type: ignore[arg-type]
 
 
@@ -84,13 +101,16 @@ def assert_tables_hold(manager: LoRAManager, adapter: CachedAdapter, wire: WireA
 
 
 class _SteppedCopy:
-    def __init__(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+    def __init__(self, device: SteppedCopies, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+        self._device = device
         self._pages = list(zip(sources, targets, strict=True))
         self._is_done = False
         self._error: RuntimeError | None = None
 
     def run(self, error: RuntimeError | None) -> None:
-        """Copy all pages, or all but one and then fail."""
+        """Copy all pages, or all but one and then fail, unless that has happened."""
+        if self._is_done:
+            return
         for source, target in self._pages[1 if error else 0 :]:
             target.copy_(source)
         self._is_done, self._error = True, error
@@ -101,8 +121,8 @@ class _SteppedCopy:
         return self._is_done
 
     def wait(self) -> float:
-        if not self.is_done():
-            self.run(None)
+        self.run(RuntimeError("CUDA error: device lost") if self._device.is_broken else None)
+        self.is_done()
         return 1.0
 
 
@@ -116,18 +136,21 @@ class SteppedCopies:
     def __call__(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> PageCopy:
         if self.is_broken:
             raise RuntimeError("CUDA error: invalid argument")
-        self._copies.append(_SteppedCopy(sources, targets))
+        self._copies.append(_SteppedCopy(self, sources, targets))
         return self._copies[-1]
 
     def step(self, num_copies: int, error: RuntimeError | None = None) -> None:
         copies, self._copies = self._copies[:num_copies], self._copies[num_copies:]
         for copy in copies:
-            if not copy.is_done():
-                copy.run(error)
+            copy.run(error)
 
     @property
     def is_idle(self) -> bool:
         return not self._copies
+
+
+def _task_of(info: AdapterInfo) -> TaskId:
+    return scoped_task_id(info.tenant, info.lora_task_id)
 
 
 class ManagerMachine(RuleBasedStateMachine):
@@ -262,16 +285,29 @@ class ManagerMachine(RuleBasedStateMachine):
         del self.contents[task]
         assert not self._present(task)
 
-    @rule()
-    def fail_copy(self) -> None:
+    @rule(task=TASKS, num_copies=st.integers(1, 4))
+    def fail_copies(self, task: TaskId, num_copies: int) -> None:
+        """Those under way, and of an adapter that may just be wanted."""
+        self.request([task], 0)
         self.may_have_failed = self.may_have_failed or not self.copies.is_idle
-        self.copies.step(1, RuntimeError("CUDA error: unspecified launch failure"))
+        self.copies.step(num_copies, RuntimeError("CUDA error: unspecified launch failure"))
 
     @rule(is_broken=st.booleans())
     def break_copies(self, is_broken: bool) -> None:
-        """From now on copies do not even begin, or do again."""
+        """From now on copies do not even begin, and those under way fail when they are waited for; or no more."""
         self.copies.is_broken = is_broken
         self.may_have_failed = self.may_have_failed or is_broken
+
+    @rule(task=TASKS)
+    def unload_while_its_copy_fails(self, task: TaskId) -> None:
+        self.request([task], 0)
+        for pin in [pin for pin in self.pins if pin[0].lora_task_id == task]:
+            self.pins.remove(pin)
+            self.manager.unpin(pin[0])
+        was_broken = self.copies.is_broken
+        self.break_copies(True)
+        self.unload(task)
+        self.break_copies(was_broken)
 
     def poll(self) -> None:
         for adapter, error in self.manager.poll().items():
@@ -291,7 +327,7 @@ class ManagerMachine(RuleBasedStateMachine):
     @invariant()
     def sound(self) -> None:
         self.manager.check_integrity()
-        described = {scoped_task_id(info.tenant, info.lora_task_id): info for info in self.manager.describe()}
+        described = {_task_of(info): info for info in self.manager.describe()}
         assert {task for task, info in described.items() if info.is_pinned} == self.held
         for task, info in described.items():
             assert info.digest == CONTENTS[self.contents[task]][1].digest
@@ -308,9 +344,7 @@ class ManagerMachine(RuleBasedStateMachine):
         """Pages that no eviction can free for a new version of `task`, and those promised to adapters that wait."""
         in_use = set(self._in_use)
         counted = {adapter.lora_task_id for adapter in in_use if not adapter.state.is_retired}
-        waiting = {
-            scoped_task_id(info.tenant, info.lora_task_id) for info in self.manager.describe() if info.bytes == 0
-        }
+        waiting = {_task_of(info) for info in self.manager.describe() if info.bytes == 0}
         others = (self.held | waiting) - counted - {task}
         in_use_pages = sum(adapter.num_pages for adapter in in_use)
         return in_use_pages + sum(len(CONTENTS[self.contents[other]][1].pages) for other in others)
@@ -455,10 +489,7 @@ class DiskMachine(ManagerMachine):
         else:
             super().check_failure(adapter, error)
             return
-        if not any(
-            info.is_pinned and scoped_task_id(info.tenant, info.lora_task_id) == adapter.lora_task_id
-            for info in self.manager.describe()
-        ):
+        if not any(info.is_pinned and _task_of(info) == adapter.lora_task_id for info in self.manager.describe()):
             self.held.discard(adapter.lora_task_id)  # but for a version that has replaced it
 
     @rule(is_short=st.booleans())
@@ -487,17 +518,26 @@ class DiskMachine(ManagerMachine):
             file = Path(self._directory.name) / f"{label_of(task)}.safetensors"
             assert digest in file.read_bytes().decode("latin-1")
 
-    @rule(data=st.data())
-    def damage(self, data: st.DataObject) -> None:
+    @rule(task=TASKS, place=st.integers(1, TINY.page_bytes))
+    def damage(self, task: TaskId, place: int) -> None:
+        """Change a file's byte, and then want the adapter."""
         self.settle()
-        task = data.draw(TASKS)
         path = Path(self._directory.name) / f"{label_of(task)}.safetensors"
         if path.exists():
             self.may_lose = True
             self.damaged.add((task, CONTENTS[self.contents[task]][1].digest))
             content = bytearray(path.read_bytes())
-            content[-data.draw(st.integers(1, TINY.page_bytes))] ^= 1
+            content[-place] ^= 1
             path.write_bytes(content)
+            self.pin(task)
+
+    @rule(tasks=st.permutations(TASK_IDS))
+    def unload_all_under_way(self, tasks: list[TaskId]) -> None:
+        """While some wait for room, and others are being read and written."""
+        for task in tasks:
+            self.pin(task)
+        for task in tasks:
+            self.unload(task)
 
     @rule()
     def restart(self) -> None:
@@ -510,14 +550,14 @@ class DiskMachine(ManagerMachine):
         self.pins, self.users, self.held = [], [], set()
         self.settle()
         self.manager.close()
+        for place, path in enumerate(sorted(Path(self._directory.name).glob("*.safetensors"))):
+            os.utime(path, (place, place))  # runs that do the same must not differ by the clock
         self.manager = self.build()
 
     @invariant()
     def nothing_is_lost(self) -> None:
         if not self.may_lose:
-            assert {
-                scoped_task_id(info.tenant, info.lora_task_id) for info in self.manager.describe()
-            } == self.contents.keys()
+            assert {_task_of(info) for info in self.manager.describe()} == self.contents.keys()
 
     def teardown(self) -> None:
         self.manager.close()
@@ -539,17 +579,70 @@ class SmallDiskMachine(DiskMachine):
         self.may_lose = True
 
 
-_SETTINGS = settings(max_examples=20, stateful_step_count=50, deadline=None)
-TestShared = ManagerMachine.TestCase
-TestSharedReplacing = ReplacingMachine.TestCase
-TestSmallDevice = SmallDeviceMachine.TestCase
-TestSmallDeviceReplacing = SmallReplacingDeviceMachine.TestCase
-TestDisk = DiskMachine.TestCase
-TestSmallDeviceDisk = SmallDeviceDiskMachine.TestCase
-TestSmallDisk = SmallDiskMachine.TestCase
-TestShared.settings = TestSharedReplacing.settings = _SETTINGS
-TestSmallDevice.settings = TestSmallDeviceReplacing.settings = _SETTINGS
-TestDisk.settings = TestSmallDeviceDisk.settings = TestSmallDisk.settings = _SETTINGS
+MACHINES = [
+    ManagerMachine,
+    ReplacingMachine,
+    SmallDeviceMachine,
+    SmallReplacingDeviceMachine,
+    DiskMachine,
+    SmallDeviceDiskMachine,
+    SmallDiskMachine,
+]
+
+
+@cache
+def transitions_in(machine: type[ManagerMachine]) -> frozenset[tuple[State, State]]:
+    """The steps that adapters take in many random runs of a machine."""
+    taken: set[tuple[State, State]] = set()
+    move = AdapterState.move
+
+    def record(state: AdapterState, target: State) -> None:
+        (source,) = (own for own in (state.version, state.memory, state.file, state.device) if own in type(target))
+        move(state, target)
+        taken.add((source, target))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AdapterState, "move", record)
+        run_state_machine_as_test(machine, settings=settings(max_examples=30, stateful_step_count=50, deadline=None))
+    return frozenset(taken)
+
+
+@pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.__name__)
+def test_under_random_use_the_manager_does_as_its_model_and_stays_sound(machine: type[ManagerMachine]) -> None:
+    assert transitions_in(machine) <= TRANSITIONS
+
+
+NEEDS_RUNS = (Memory.WAITING, Memory.LOST)
+"""The one transition that takes adapters whose pieces span pages."""
+
+
+def test_random_use_leads_through_every_transition_of_an_adapters_state() -> None:
+    assert frozenset().union(*map(transitions_in, MACHINES)) == TRANSITIONS - {NEEDS_RUNS}
+
+
+def test_an_adapter_whose_run_of_pages_an_operator_breaks_up_is_given_up_and_told(tmp_path: Path) -> None:
+    layout, workers = replace(TINY, page_bytes=1024), SteppedWorkers()
+    disk = DiskTier(tmp_path, 1 << 20, layout, workers=lambda _: workers)
+    manager = build_manager(8, None, "refuse", disk=disk, layout=layout)
+    small, large = (wire_adapter(TINY, [row], seed=1) for row in ((1, 0, 1), (6, 0, 16)))
+    held = [manager.put(task, pack_adapter(small.weights, small.config, layout)) for task in range(8)][2:6:3]
+    waiting = manager.put(8, pack_adapter(large.weights, large.config, layout))
+    assert waiting.shape == PageShape(0, (4, 2))
+    manager.pin(8)
+    for adapter in held:
+        manager.hold(adapter.lora_task_id)
+    assert [adapter.pages for adapter in held] == [[2], [5]], "four pages in a row are not to be had"
+    assert waiting.state.memory is Memory.WAITING
+    failures = manager.poll()
+    assert isinstance(failures[waiting], AdapterCacheFull)
+    assert isinstance(waiting.arrived.exception(), AdapterCacheFull)
+    assert waiting.state.memory is Memory.LOST
+    assert not manager.is_known(8)
+    manager.check_integrity()
+    manager.unpin(waiting)
+    assert waiting.state.memory is Memory.GONE
+    manager.check_integrity()
+    manager.close()
 
 
 def test_the_least_recently_used_adapter_goes_first_and_only_as_many_as_needed() -> None:
@@ -730,6 +823,51 @@ def test_a_wait_ends_when_the_adapter_becomes_usable() -> None:
     manager.release(first)
     assert manager.acquire(second)
     assert manager.stats.waits == 1
+
+
+class _CountedDict(OrderedDict[CachedAdapter, Any]):
+    """Counts the adapters that somebody looks at one after another."""
+
+    num_seen = 0
+
+    def __iter__(self) -> Iterator[CachedAdapter]:
+        for adapter in super().__iter__():
+            _CountedDict.num_seen += 1
+            yield adapter
+
+    def items(self) -> Any:
+        return [(adapter, self[adapter]) for adapter in self]
+
+    def values(self) -> Any:
+        return [self[adapter] for adapter in self]
+
+
+@pytest.mark.parametrize("num_device_pages", [300, 200])
+def test_bringing_adapters_to_the_device_looks_at_few_of_those_there(
+    num_device_pages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With pages left, and with none; more adapters than steps can use have had a `lora_index` before."""
+    for module in ("device_tier", "idle_adapters", "host_tier", "eviction_order"):
+        monkeypatch.setattr(f"multilora_engine.lora.{module}.OrderedDict", _CountedDict)
+    manager = build_manager(300, num_device_pages, "refuse", max_loras=8)
+    packed = CONTENTS[0][1]
+    assert len(packed.pages) == 1
+    for task in range(250):
+        manager.put(task, packed)
+    for task in [*range(200), *range(200)]:
+        use(manager, task)
+    _CountedDict.num_seen = 0
+    for task in range(200, 250):
+        use(manager, task)
+    assert _CountedDict.num_seen <= 2 * 50
+
+
+def use(manager: LoRAManager, task: TaskId) -> None:
+    """What a request of few tokens does."""
+    adapter = manager.pin(task)
+    assert manager.acquire(adapter)
+    manager.release(adapter)
+    manager.unpin(adapter)
 
 
 def test_an_adapter_on_its_way_to_the_device_is_not_dropped_for_another_which_would_wait_for_it() -> None:
