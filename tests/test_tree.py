@@ -29,8 +29,6 @@ SCRIPT_FOLDERS: dict[str, set[str]] = {
 DISTRIBUTIONS = ("backend_src", "kernels", "client")
 MAX_FILE_LINES, MAX_CLASS_LINES = 400, 300
 TOO_LONG = {
-    "backend_src/multilora_engine/lora/disk_tier.py",
-    "backend_src/multilora_engine/lora/manager.py",
     "scripts/benchmarks/bench_adapters.py",
     "scripts/benchmarks/bench_engine.py",
     "scripts/trials/fuzz_requests.py",
