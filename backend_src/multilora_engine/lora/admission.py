@@ -210,7 +210,8 @@ class Admission:
         adapter.state.move(Memory.LOST)
         adapter.arrived.set_exception(error)
         self._given_up[adapter] = error
-        self._host.retire(adapter)
+        if not adapter.state.is_retired:
+            self._host.retire(adapter)
         self._memory.update(adapter)
 
     def _make_room(self, shape: PageShape) -> bool:

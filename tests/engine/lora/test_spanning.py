@@ -239,6 +239,11 @@ class TiersMachine(RuleBasedStateMachine):
                 own = b[part.start : end].flatten()
                 assert torch.equal(tables.arena[b_start : b_start + own.numel()], own)
 
+    def settle(self) -> None:
+        """Take up what has ended: a write, then the read that waited for its room, then the copy."""
+        for _ in range(4):
+            self.schedule()
+
     def teardown(self) -> None:
         """Nobody is stuck: once nothing is in use, every adapter can be used, one after another."""
         for task in self.held:
@@ -250,12 +255,11 @@ class TiersMachine(RuleBasedStateMachine):
                 adapter, _ = self.users.pop()
                 self.manager.release(adapter)
                 self.manager.unpin(adapter)
-            self.schedule()
+            self.settle()
             assert self.users or len(self.pins) < num_waiting or not self.pins, "they wait for nothing"
         for task in self.contents:
             self.pin(task)
-            self.schedule()
-            self.schedule()
+            self.settle()
             assert len(self.users) == 1, "an adapter cannot be used"
             self.sound()
             adapter, _ = self.users.pop()
