@@ -6,7 +6,6 @@ that their authors ship: `--clients DIR` runs those.
 from __future__ import annotations
 
 import ast
-import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -25,6 +24,7 @@ from clients.client_program import ClientProgram
 from clients.client_runs import Run, run_all
 from clients.openai_client_programs import OPENAI_PROGRAMS
 from clients.triton_client_programs import TRITON_PROGRAMS
+from marked_tables import write_table
 from repository import REPOSITORY
 
 README = REPOSITORY / "README.md"
@@ -54,11 +54,16 @@ def read_rows(paths: Sequence[Path] = TESTS) -> list[Row]:
 
 
 def _rows_of(path: Path) -> Iterator[Row]:
-    for node in ast.parse(path.read_text()).body:
-        for decorator in node.decorator_list if isinstance(node, ast.FunctionDef) else ():
+    functions = (node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef))
+    for node in functions:
+        for decorator in node.decorator_list:
             if isinstance(decorator, ast.Call) and isinstance(decorator.func, ast.Name) and decorator.func.id == "row":
-                interface, requirement, *answer = (ast.literal_eval(argument) for argument in decorator.args)
-                yield Row(interface, requirement, *(answer or ["works"]), test=(path.name, node.name))
+                yield _row(decorator, (path.name, node.name))
+
+
+def _row(decorator: ast.Call, test: tuple[str, str]) -> Row:
+    interface, requirement, *answer = (ast.literal_eval(argument) for argument in decorator.args)
+    return Row(interface, requirement, answer[0] if answer else "works", test)
 
 
 @dataclass
@@ -80,21 +85,6 @@ def markdown(rows: Sequence[Row]) -> str:
     lines = ["| interface | what its clients rely on | here |", "| --- | --- | --- |"]
     lines += [f"| {row.interface} | {row.requirement} | {row.answer} |" for row in rows]
     return "\n".join(lines) + "\n"
-
-
-def readme_table(name: str) -> str:
-    """What README.md shows now between its marks of this name."""
-    block = _block(name).search(README.read_text())
-    assert block is not None, f"README.md has lost its marks <!-- {name}: begin --> and end"
-    return block[0]
-
-
-def write_readme_table(name: str, table: str) -> None:
-    README.write_text(_block(name).sub(lambda _: table, README.read_text()))
-
-
-def _block(name: str) -> re.Pattern[str]:
-    return re.compile(rf"(?<=<!-- {name}: begin -->\n).*?(?=<!-- {name}: end -->)", re.DOTALL)
 
 
 def main(
@@ -135,7 +125,7 @@ def main(
     if not all(outcomes.of(row) for row in rows):
         raise typer.Exit(1)
     if update_readme:
-        write_readme_table("conformance", markdown(rows))
+        write_table(README, "conformance", markdown(rows))
 
 
 def run_programs(clients: Path, python: Path, only: Sequence[str], update_readme: bool) -> None:
@@ -154,7 +144,7 @@ def run_programs(clients: Path, python: Path, only: Sequence[str], update_readme
     if not all(run.passed for run in runs):
         raise typer.Exit(1)
     if update_readme:
-        write_readme_table("client programs", client_program.markdown(PROGRAMS))
+        write_table(README, "client programs", client_program.markdown(PROGRAMS))
 
 
 def _show(rows: Sequence[Row], outcomes: Outcomes) -> None:

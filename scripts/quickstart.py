@@ -22,8 +22,7 @@ from rich.text import Text
 from checkpoints.prepare_default_model import cache_directory, ensure_default_checkpoint
 from multilora_client import Adapter, AsyncClient, Client, Message, MultiloraClientError, load_adapter
 from multilora_client.peft_directory import read_peft_directory
-from multilora_engine.lora.layout import adapter_layout, lora_modules
-from multilora_engine.models.model_config import read_model_config
+from multilora_engine.models.registry import adapter_sites, read_model_config
 from multilora_engine.tritonserver import ServerOptions, ServerProcess
 from multilora_engine.tritonserver.checkpoint import resolve_checkpoint
 from multilora_engine.tritonserver.launch import announce, console, errors_as_one_line, wait_ready, watch
@@ -99,18 +98,17 @@ def sample_adapters(checkpoint: Path) -> dict[str, Adapter]:
 
 def misfit(adapter_directory: Path, checkpoint: Path) -> str | None:
     """Why an adapter was not made for the model of `checkpoint`; None when it fits."""
-    layout = adapter_layout(read_model_config(checkpoint), max_rank=64, lora_dtype="float32")
-    expected = lora_modules(layout)
+    sites = adapter_sites(read_model_config(checkpoint))
     for module in read_peft_directory(adapter_directory).modules:
         inputs, outputs = module.lora_a.shape[1], module.lora_b.shape[0]
-        linear = expected[module.module_id]
+        linear = sites.module_at.get((module.layer, module.module_id))
+        if linear is None:
+            return f"they adapt {module.name}, which this model does not have"
         if (inputs, outputs) != (linear.in_size, linear.out_size):
             return (
                 f"they were trained for a {module.name} of {inputs} inputs and {outputs} outputs, "
                 f"and this model's has {linear.in_size} and {linear.out_size}"
             )
-        if module.layer >= layout.num_layers:
-            return f"they adapt layer {module.layer}, and this model has {layout.num_layers} layers"
     return None
 
 

@@ -4,6 +4,7 @@ import ast
 import os
 import re
 import subprocess
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,18 @@ SCRIPT_FOLDERS: dict[str, set[str]] = {
     "clients": {"checkpoints", "servers", "training"},
 }
 """The folders of scripts/ that each of them may import."""
+DISTRIBUTIONS = ("backend_src", "kernels", "client")
+MAX_FILE_LINES, MAX_CLASS_LINES = 400, 300
+TOO_LONG = {
+    "backend_src/multilora_engine/lora/disk_tier.py",
+    "backend_src/multilora_engine/lora/manager.py",
+    "scripts/benchmarks/bench_adapters.py",
+    "scripts/benchmarks/bench_engine.py",
+    "scripts/trials/fuzz_requests.py",
+    "scripts/trials/soak_adapters.py",
+}
+"""To be cut; no file is added."""
+
 TRITON_MODELS = sorted((ROOT / "model_repository").glob("*/1/model.py"))
 
 
@@ -41,7 +54,61 @@ def text_of(path: Path) -> str:
         return ""
 
 
-@pytest.mark.parametrize("distribution", ["backend_src", "kernels", "client"])
+def sized_files() -> list[Path]:
+    """The Python files that have to be short: a kernel is one long piece, and so is a table of test cases."""
+    folders = (ROOT / "kernels", ROOT / "tests")
+    return [p for p in tracked_files() if p.suffix == ".py" and not any(p.is_relative_to(f) for f in folders)]
+
+
+def longest_class(path: Path) -> int:
+    """The lines of a file's longest class; 0 without one."""
+    classes = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef))
+    return max(((node.end_lineno or 0) - node.lineno + 1 for node in classes), default=0)
+
+
+def module_name(path: Path, root: Path) -> str:
+    """`multilora_engine.lora.manager` for its file; a package is named by its folder."""
+    return ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imported_modules(path: Path, modules: set[str]) -> set[str]:
+    """Which of `modules` a file imports anywhere, for its types, too."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            members = {f"{node.module}.{alias.name}" for alias in node.names}
+            found.update(member if member in modules else node.module for member in members)
+    return found & modules
+
+
+def import_graph(distribution: str) -> dict[str, set[str]]:
+    """For each module of a distribution the modules of it that it imports."""
+    root = ROOT / distribution
+    paths = {module_name(p, root): p for p in tracked_files() if p.suffix == ".py" and p.is_relative_to(root)}
+    return {name: imported_modules(path, set(paths)) - {name} for name, path in paths.items()}
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_modules_do_not_import_each_other_in_a_circle(distribution: str) -> None:
+    try:
+        TopologicalSorter(import_graph(distribution)).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+def test_files_and_classes_are_short_outside_kernels_and_tests() -> None:
+    lengths = {path: len(path.read_text().splitlines()) for path in sized_files()}
+    found = {
+        str(path.relative_to(ROOT))
+        for path, num_lines in lengths.items()
+        if num_lines > MAX_FILE_LINES or longest_class(path) > MAX_CLASS_LINES
+    }
+    assert found == TOO_LONG
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 def test_a_distribution_folder_is_no_package_itself(distribution: str) -> None:
     # transformers probes for a package named `kernels` and breaks on one that is not huggingface/kernels.
     assert (ROOT / distribution / "pyproject.toml").is_file()

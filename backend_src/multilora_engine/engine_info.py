@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from importlib import metadata
 from typing import TYPE_CHECKING
 
-from multilora_engine.lora.layout import AdapterLayout
+from multilora_wire.layout import AdapterLayout
 
 if TYPE_CHECKING:
     from pathlib import Path

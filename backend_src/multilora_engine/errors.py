@@ -33,16 +33,14 @@
 
 On streams and on HTTP generate Triton hands only the message on, so `wire_message` puts the code in front and the
 request id behind: `[NOT_FOUND] LoRA task 7 not found in cache. Please send LoRA weights with request (request ab12)`.
+
+A `lora_task_id` is a `multilora_engine.lora.names.TaskId`, of which an error keeps the text alone; names.py raises
+these errors and cannot be imported here.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from multilora_engine.log_lines import one_line
-
-if TYPE_CHECKING:
-    from multilora_engine.lora.names import TaskId
 
 MAX_REQUEST_ID_CHARS = 128
 """Of the id that a client gives its request: it stands in logs and errors, and is how a stop names the request."""
@@ -117,7 +115,7 @@ class AdapterNotFound(RequestError):
 
     code = "NOT_FOUND"
 
-    def __init__(self, lora_task_id: TaskId, reason: str = "") -> None:
+    def __init__(self, lora_task_id: object, reason: str = "") -> None:
         super().__init__(
             f"LoRA task {lora_task_id} not found in cache. Please send LoRA weights with request"
             + (f" ({reason})" if reason else "")
@@ -158,7 +156,7 @@ class AdapterConflict(RequestError):
 
     code = "ALREADY_EXISTS"
 
-    def __init__(self, lora_task_id: TaskId, cached_digest: str, sent_digest: str) -> None:
+    def __init__(self, lora_task_id: object, cached_digest: str, sent_digest: str) -> None:
         super().__init__(
             f"LoRA task {lora_task_id} is cached with other weights (cached {cached_digest[:12]}, sent "
             f"{sent_digest[:12]}). Use another task id, or set lora_on_conflict to replace"
@@ -182,7 +180,7 @@ class AdapterCacheFull(Unavailable):
 
     def __init__(
         self,
-        lora_task_id: TaskId,
+        lora_task_id: object,
         needed_pages: int,
         free_pages: int,
         evictable_pages: int,
@@ -199,14 +197,14 @@ class AdapterCacheFull(Unavailable):
 class AdapterNotLoaded(Unavailable):
     """Copying an adapter from one tier to a faster one failed; the slower one still has it."""
 
-    def __init__(self, lora_task_id: TaskId, reason: str) -> None:
+    def __init__(self, lora_task_id: object, reason: str) -> None:
         super().__init__(f"LoRA task {lora_task_id} is cached and could not be used this time: {reason}")
 
 
 class AdapterNotKept(Unavailable):
     """An uploaded adapter answers, but would not survive the engine: the disk tier cannot be written."""
 
-    def __init__(self, lora_task_id: TaskId, reason: str) -> None:
+    def __init__(self, lora_task_id: object, reason: str) -> None:
         super().__init__(f"LoRA task {lora_task_id} is cached in memory only: lora_cache_dir cannot keep it: {reason}")
 
 

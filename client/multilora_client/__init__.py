@@ -8,6 +8,7 @@
 from multilora_client.adapter import Adapter, AdapterTensors
 from multilora_client.client import AsyncClient, Client
 from multilora_client.convert import convert_peft, load_adapter, load_adapter_tensors
+from multilora_client.doors import DIRECT, ENSEMBLE, Door
 from multilora_client.errors import (
     AdapterConflict,
     AdapterError,
@@ -27,24 +28,14 @@ from multilora_client.errors import (
     Unsupported,
     parse_error,
 )
-from multilora_client.messages import (
-    DIRECT,
-    ENSEMBLE,
-    Alternative,
-    ChatOptions,
-    Chunk,
-    Door,
-    GenerateOptions,
-    Generation,
-    InferRequest,
-    Message,
-    PromptTokens,
-    Response,
-)
-from multilora_client.operations import AdapterEvent, AdapterEvents, AdapterInfo, ModelInfo
-from multilora_client.sizing import AdapterLayout
+from multilora_client.generation import Alternative, Chunk, Generation, PromptTokens
+from multilora_client.messages import InferRequest, Response
+from multilora_client.operations import AdapterEvent, AdapterEvents, ModelInfo
+from multilora_client.options import ChatOptions, GenerateOptions, Message
 from multilora_client.tls import Tls
 from multilora_client.transport import AsyncMockTransport, AsyncTransport, MockTransport, Transport
+from multilora_wire.adapter_info import AdapterInfo
+from multilora_wire.layout import AdapterLayout
 
 __all__ = [
     "DIRECT",

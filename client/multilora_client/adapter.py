@@ -20,16 +20,12 @@ import numpy as np
 import numpy.typing as npt
 
 from multilora_client.errors import AdapterError, InvalidRequest
-
-WEIGHTS_FILE = "model.lora_weights.npy"
-CONFIG_FILE = "model.lora_config.npy"
-OLD_CONFIG_FILE = "model.lora_keys.npy"
+from multilora_wire.converted_files import CONFIG_FILE, STORED_BFLOAT16, WEIGHTS_FILE, BrokenFiles, read_rows
 
 AdapterDtype = Literal["FP16", "BF16", "FP32"]
 
 NUMPY_DTYPES: dict[AdapterDtype, type[np.generic]] = {"FP16": np.float16, "BF16": np.uint16, "FP32": np.float32}
 _STORED_DTYPES: dict[str, AdapterDtype] = {"float16": "FP16", "void16": "BF16", "float32": "FP32"}
-_BF16_STORED = np.dtype("V2")
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,20 +72,22 @@ class AdapterTensors:
     def save(self, directory: Path) -> None:
         """Write the two files into `directory`, which is made when it is missing."""
         directory.mkdir(parents=True, exist_ok=True)
-        weights = self.weights.view(_BF16_STORED) if self.dtype == "BF16" else self.weights
+        weights = self.weights.view(STORED_BFLOAT16) if self.dtype == "BF16" else self.weights
         np.save(directory / WEIGHTS_FILE, weights[np.newaxis], allow_pickle=False)
         np.save(directory / CONFIG_FILE, self.config[np.newaxis], allow_pickle=False)
 
     @classmethod
     def load(cls, directory: Path) -> AdapterTensors:
         """Read the two files, also old ones: `model.lora_keys.npy`, no batch dimension, three columns."""
-        weights = _load_rows(directory / WEIGHTS_FILE)
+        try:
+            weights, config = read_rows(directory)
+        except BrokenFiles as error:
+            raise AdapterError(f"{directory}: {error}") from error
         dtype = _STORED_DTYPES.get(weights.dtype.name)
         if dtype is None:
             raise AdapterError(
                 f"{directory / WEIGHTS_FILE} holds {weights.dtype}; float16, float32 and bfloat16 are read"
             )
-        config = _load_rows(_config_path(directory))
         return cls(weights.view(np.uint16) if dtype == "BF16" else weights, config, dtype)
 
 
@@ -108,30 +106,3 @@ class Adapter:
 def is_converted(directory: Path) -> bool:
     """Whether `directory` holds an adapter in the wire format."""
     return (directory / WEIGHTS_FILE).is_file()
-
-
-def _config_path(directory: Path) -> Path:
-    old = directory / OLD_CONFIG_FILE
-    return old if old.is_file() and not (directory / CONFIG_FILE).exists() else directory / CONFIG_FILE
-
-
-def _load_rows(path: Path) -> npt.NDArray[Any]:
-    """The array of a file, `[rows, columns]`, without the batch dimension that it may have."""
-    array = _load_array(path)
-    if array.ndim == 3 and array.shape[0] == 1:
-        return array.squeeze(axis=0)
-    if array.ndim != 2:
-        raise AdapterError(f"{path} has shape {list(array.shape)}; [rows, columns] or [1, rows, columns] is read")
-    return array
-
-
-def _load_array(path: Path) -> npt.NDArray[Any]:
-    if not path.is_file():
-        raise AdapterError(f"{path} is missing")
-    try:
-        array: npt.NDArray[Any] = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        raise AdapterError(f"{path} is not a .npy array without pickled objects: {error}") from error
-    if not isinstance(array, np.ndarray):
-        raise AdapterError(f"{path} is an archive, not a .npy array")
-    return array

@@ -10,6 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -18,9 +19,11 @@ from rich.text import Text
 from multilora_client.client import DEFAULT_URL, Client
 from multilora_client.console import Url, one_line_errors
 from multilora_client.errors import InvalidRequest
-from multilora_client.operations import AdapterEvent, AdapterInfo
-from multilora_client.sizing import LINEARS, AdapterLayout, LinearName, StoredDtype, adapter_pages, read_layout
+from multilora_client.operations import AdapterEvent
+from multilora_client.sizing import choose_linears, read_layout
 from multilora_client.tls import Tls
+from multilora_wire.adapter_info import AdapterInfo
+from multilora_wire.layout import AdapterLayout, StoredDtype, uniform_shape
 
 app = typer.Typer(
     help="See and steer the adapters of a running server.", no_args_is_help=True, rich_markup_mode="markdown"
@@ -153,8 +156,11 @@ def size(
     rank: Annotated[int, typer.Option(min=1, help="Rank of the adapters.")] = 16,
     num: Annotated[int, typer.Option(min=1, help="Adapters to keep.")] = 1000,
     linears: Annotated[
-        str, typer.Option(help="Linears of every layer that they adapt, with commas between.")
-    ] = ",".join(LINEARS),
+        str | None,
+        typer.Option(
+            help="Linears of every layer that they adapt, with commas between; all by default.", show_default=False
+        ),
+    ] = None,
     dora: Annotated[bool, typer.Option("--dora", help="They are DoRA adapters.")] = False,
     checkpoint: Annotated[
         Path | None, typer.Option(help="Compute for this checkpoint instead of asking a server.", show_default=False)
@@ -177,7 +183,8 @@ def size(
         layout = read_layout(checkpoint, max_rank, dtype) if checkpoint else _served_layout(url, ctx.obj)
         if rank > layout.max_rank:
             raise InvalidRequest(f"rank {rank} is more than max_lora_rank, {layout.max_rank}")
-        pages = adapter_pages(layout, rank, _linears(linears), dora)
+        modules = choose_linears(layout, linears) if linears else layout.sites.plain_modules
+        pages = uniform_shape(layout, rank, dora, modules).num_pages
     sizes = {
         "page_bytes": layout.page_bytes,
         "bytes_per_adapter": pages * layout.page_bytes,
@@ -196,14 +203,6 @@ def size(
 def _served_layout(url: str, tls: Tls | None) -> AdapterLayout:
     with Client(url, tls=tls) as client:
         return client.adapter_layout()
-
-
-def _linears(names: str) -> list[LinearName]:
-    """`q,v` -> ["q", "v"]. Raises InvalidRequest."""
-    chosen: list[LinearName] = [name for name in LINEARS if name in names.split(",")]
-    if len(chosen) != len(names.split(",")):
-        raise InvalidRequest(f"--linears is {names!r}; write some of {','.join(LINEARS)}, each once")
-    return chosen
 
 
 def _which(adapter: str) -> int | str:
@@ -228,7 +227,7 @@ def _check_names(which: Sequence[str], path: str) -> None:
 
 def _print_adapters(adapters: Sequence[AdapterInfo], as_json: bool) -> None:
     if as_json:
-        _print_json([dataclasses.asdict(adapter) for adapter in adapters])
+        _print_json([msgspec.structs.asdict(adapter) for adapter in adapters])
     else:
         columns = ("task id", "name", "digest", "status", "location", "MB", "ranks", "in use", "pinned", "last used")
         _print_table((*columns, "hits"), map(_adapter_row, adapters))

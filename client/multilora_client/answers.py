@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from multilora_client.messages import Alternative, Chunk, Generation, PromptTokens, Response
+from multilora_client.generation import Alternative, Chunk, Generation, PromptTokens
+from multilora_client.messages import Response
 
 
 def parse_generation(response: Response, request_id: str) -> Generation:

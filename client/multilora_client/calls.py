@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from multilora_client.adapter import Adapter
 from multilora_client.answers import ChunkReader, parse_generation
 from multilora_client.errors import AdapterConflict, AdapterNotFound
-from multilora_client.messages import Chunk, Generation, InferRequest, Response, task_id_input
+from multilora_client.generation import Chunk, Generation
+from multilora_client.generation_inputs import task_id_input
+from multilora_client.messages import InferRequest, Response
 from multilora_client.tensors import adapter_tensors
 
 

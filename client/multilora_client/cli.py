@@ -21,17 +21,11 @@ from multilora_client.bench import command as bench_command
 from multilora_client.client import DEFAULT_URL, Client
 from multilora_client.console import Url, one_line_errors
 from multilora_client.convert import StorageDtype, convert_peft, load_adapter
+from multilora_client.doors import DIRECT, ENSEMBLE
 from multilora_client.errors import InvalidRequest
-from multilora_client.messages import (
-    DEFAULT_MAX_TOKENS,
-    DIRECT,
-    ENSEMBLE,
-    Chunk,
-    GenerateOptions,
-    Generation,
-    Message,
-)
+from multilora_client.generation import Chunk, Generation
 from multilora_client.openai import command as openai_command
+from multilora_client.options import DEFAULT_MAX_TOKENS, GenerateOptions, Message
 from multilora_client.tls import Tls
 
 app = typer.Typer(

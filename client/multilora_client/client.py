@@ -12,24 +12,16 @@ from urllib.parse import urlsplit
 
 from multilora_client.adapter import Adapter
 from multilora_client.calls import AdapterLedger, Call
+from multilora_client.doors import DIRECT, Door
 from multilora_client.errors import AdapterNotFound, InvalidRequest
+from multilora_client.generation import Chunk, Generation
+from multilora_client.generation_inputs import generation_inputs, stop_inputs
 from multilora_client.grpc_transport import AsyncGrpcTransport, GrpcTransport
 from multilora_client.http_transport import AsyncHttpTransport, HttpTransport
 from multilora_client.keyed_transport import AsyncKeyedTransport, KeyedTransport, chosen_key
-from multilora_client.messages import (
-    DIRECT,
-    ChatOptions,
-    Chunk,
-    Door,
-    GenerateOptions,
-    Generation,
-    InferRequest,
-    generation_inputs,
-    stop_inputs,
-)
+from multilora_client.messages import InferRequest
 from multilora_client.operations import (
     AdapterEvents,
-    AdapterInfo,
     ModelInfo,
     load_fields,
     operation_request,
@@ -41,10 +33,12 @@ from multilora_client.operations import (
     parse_report,
     which_adapter,
 )
-from multilora_client.sizing import AdapterLayout
+from multilora_client.options import ChatOptions, GenerateOptions
 from multilora_client.tls import Tls
 from multilora_client.tokens import detokenize_request, parse_text, parse_token_ids, tokenize_request
 from multilora_client.transport import AsyncTransport, Transport
+from multilora_wire.adapter_info import AdapterInfo
+from multilora_wire.layout import AdapterLayout
 
 DEFAULT_URL = "grpc://localhost:8001"
 _HOST_AND_PORT = re.compile(r"[^/@?#]+:\d+")

@@ -22,7 +22,8 @@ from multilora_client.adapter import NUMPY_DTYPES, Adapter, AdapterDtype, Adapte
 from multilora_client.base_weights import BaseWeights
 from multilora_client.bfloat16 import bfloat16_to_float32, float32_to_bfloat16
 from multilora_client.errors import AdapterError
-from multilora_client.peft_directory import MLP_GATE_UP, LoRAModule, is_peft, read_peft_directory
+from multilora_client.peft_directory import LoRAModule, is_peft, read_peft_directory
+from multilora_wire.module_names import MLP_GATE_UP
 
 StorageDtype = Literal["float16", "bfloat16", "float32"]
 Progress = Callable[[int, int], None]

@@ -1,4 +1,4 @@
-"""What an operator asks the model `adapters`, and what it answers: JSON on the wire, dataclasses here. No I/O."""
+"""What an operator asks the model `adapters`, and what it answers: JSON on the wire, records here. No I/O."""
 
 from __future__ import annotations
 
@@ -9,41 +9,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
+import msgspec
+
 from multilora_client.errors import InvalidRequest, ServerFault
 from multilora_client.messages import InferRequest, Response
-from multilora_client.sizing import AdapterLayout
 from multilora_client.tensors import string_tensor
+from multilora_wire.adapter_info import AdapterInfo
+from multilora_wire.layout import LAYOUT_VERSION, AdapterLayout
 
 OperationName = Literal["list", "load", "unload", "pin", "unpin", "events", "stats", "layout", "describe"]
 
 _MODEL = "adapters"
 
 Parsed = TypeVar("Parsed")
-
-
-@dataclass(frozen=True)
-class AdapterInfo:
-    """One adapter of the server at one moment.
-
-    status: DOWNLOADED (not on the device), LOADED (on its way there) or READY_FOR_USE; of one that is only in a source,
-        NOT_DOWNLOADED or DOWNLOADING.
-    location: the fastest tier that has it: DEVICE, HOST, DISK, or REMOTE for none.
-    num_pins: requests that use it. is_pinned: an operator keeps it. last_used_s: seconds since the epoch, 0 for never.
-    num_hits: requests that have used it. tenant: whose it is, empty for the server's own.
-    """
-
-    lora_task_id: int
-    name: str
-    digest: str
-    status: str
-    location: str
-    bytes: int
-    ranks: tuple[int, ...]
-    num_pins: int
-    is_pinned: bool
-    last_used_s: float
-    num_hits: int
-    tenant: str = ""
 
 
 @dataclass(frozen=True)
@@ -123,7 +101,12 @@ def parse_model(response: Response) -> ModelInfo:
 
 
 def parse_layout(response: Response) -> AdapterLayout:
-    return _parse(AdapterLayout, parse_report(response)["layout"])
+    """Raises ServerFault when the server lays adapters out in a way that this client does not know."""
+    report = parse_report(response)["layout"]
+    version = report.get("version", 1)
+    if version != LAYOUT_VERSION:
+        raise ServerFault(f"the server's adapter layout has version {version}, this client knows {LAYOUT_VERSION}")
+    return msgspec.convert(report, AdapterLayout)
 
 
 def parse_report(response: Response) -> dict[str, Any]:
@@ -138,7 +121,8 @@ def parse_report(response: Response) -> dict[str, Any]:
 
 
 def _parse_info(fields: Mapping[str, Any]) -> AdapterInfo:
-    return _parse(AdapterInfo, {**fields, "ranks": tuple(fields["ranks"])})
+    known = {name: value for name, value in fields.items() if name in AdapterInfo.__struct_fields__}
+    return AdapterInfo(**{**known, "ranks": tuple(fields["ranks"])})
 
 
 def _parse(kind: type[Parsed], fields: Mapping[str, Any]) -> Parsed:

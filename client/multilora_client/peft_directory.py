@@ -21,28 +21,11 @@ import safetensors
 from multilora_client.adapter import AdapterDtype
 from multilora_client.bfloat16 import bfloat16_to_float32
 from multilora_client.errors import AdapterError
+from multilora_wire.module_names import MODULE_IDS
 
 PEFT_CONFIG_FILE = "adapter_config.json"
 PEFT_WEIGHTS_FILE = "adapter_model.safetensors"
 _PICKLE_FILES = ("adapter_model.bin", "adapter_model.pt")
-
-ATTN_QKV, ATTN_Q, ATTN_K, ATTN_V, ATTN_DENSE = range(5)
-MLP_H_TO_4H, MLP_4H_TO_H, MLP_GATE = range(5, 8)
-MLP_GATE_UP = 18
-
-MODULE_IDS: Mapping[str, int] = {
-    "self_attn.qkv_proj": ATTN_QKV,
-    "self_attn.q_proj": ATTN_Q,
-    "self_attn.k_proj": ATTN_K,
-    "self_attn.v_proj": ATTN_V,
-    "self_attn.o_proj": ATTN_DENSE,
-    # Not a slip: upstream's h_to_4h is the projection under the activation, which Hugging Face calls gate_proj, and
-    # upstream's gate is the one it is multiplied with, up_proj.
-    "mlp.gate_proj": MLP_H_TO_4H,
-    "mlp.up_proj": MLP_GATE,
-    "mlp.down_proj": MLP_4H_TO_H,
-    "mlp.gate_up_proj": MLP_GATE_UP,
-}
 
 _LORA_KEY = re.compile(
     r"(?:base_model\.model\.)?"

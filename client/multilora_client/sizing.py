@@ -1,103 +1,60 @@
-"""What adapters take in the server's memory, computed as the server packs them.
-
-Each A `[rank, in]` and B `[out, rank]` of each adapted linear (and the magnitude `[out]` of DoRA) is a piece. It is
-filled up to 64 bytes and lies within one page. Pieces are placed largest first, each into the first page with room. A
-page holds the largest legal piece: `max_rank` times the widest side of a linear, where q, k, v and gate, up may be
-fused; 256 KiB at least, in whole 4 KiB.
-"""
+"""What adapters take in the memory of a server, from its layout or from a checkpoint without a server."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 from multilora_client.errors import InvalidRequest
+from multilora_wire.layout import AdapterLayout, StoredDtype, adapter_layout
+from multilora_wire.sites import GATED_MLP, ModelSites, WireModule, decoder_sites
 
-LinearName = Literal["q", "k", "v", "o", "gate", "up", "down"]
-StoredDtype = Literal["float32", "bfloat16", "float16"]
-
-LINEARS: tuple[LinearName, ...] = get_args(LinearName)
-
-_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_ALIGNMENT_BYTES = 64
-_PAGE_UNIT_BYTES = 4096
-_MIN_PAGE_BYTES = 256 * 1024
-
-
-@dataclass(frozen=True)
-class AdapterLayout:
-    """A model's sizes and how adapters of it are stored: `lora_dtype` in pages of `page_bytes`, up to `max_rank`."""
-
-    num_layers: int
-    hidden_size: int
-    q_size: int
-    kv_size: int
-    intermediate_size: int
-    max_rank: int
-    lora_dtype: str
-    page_bytes: int
+_PLAIN_MLPS: Mapping[str, tuple[str, ...]] = {"starcoder2": ("c_fc", "c_proj")}
+"""Model types without a gate, and the names of their MLP's linears."""
 
 
 def read_layout(checkpoint: Path, max_rank: int, lora_dtype: StoredDtype) -> AdapterLayout:
-    """The layout of a Hugging Face checkpoint, from its `config.json`. Raises InvalidRequest."""
+    """The layout of a Hugging Face checkpoint of decoder layers, from its `config.json`. Raises InvalidRequest."""
     path = checkpoint / "config.json"
     try:
-        return _layout(json.loads(path.read_text(encoding="utf-8")), max_rank, lora_dtype)
+        return adapter_layout(_read_sites(json.loads(path.read_text(encoding="utf-8"))), max_rank, lora_dtype)
     except (OSError, ValueError) as error:
         raise InvalidRequest(f"cannot read {path}: {error}") from error
-    except (KeyError, TypeError) as error:
-        raise InvalidRequest(f"{path} does not describe a Llama-family model: {error}") from error
+    except (KeyError, TypeError, AttributeError) as error:
+        raise InvalidRequest(f"{path} does not describe a decoder: {error}") from error
 
 
-def adapter_pages(layout: AdapterLayout, rank: int, linears: Sequence[LinearName] = LINEARS, dora: bool = False) -> int:
-    """Pages of an adapter of one rank on the same linears of every layer."""
-    pieces = [piece for name in linears for piece in _pieces(layout, name, rank, dora)] * layout.num_layers
-    room: list[int] = []
-    for piece in sorted(pieces, reverse=True):
-        page = next((page for page, free in enumerate(room) if piece <= free), None)
-        if page is None:
-            room.append(layout.page_bytes - piece)
-        else:
-            room[page] -= piece
-    return len(room)
+def linear_names(layout: AdapterLayout) -> list[str]:
+    """The last parts of the names of linears that adapters may change, such as `q_proj`, in the order of columns."""
+    return list(dict.fromkeys(_last_part(site.name) for site in layout.sites.sites))
 
 
-def _layout(config: dict[str, Any], max_rank: int, lora_dtype: StoredDtype) -> AdapterLayout:
-    hidden, num_heads = config["hidden_size"], config["num_attention_heads"]
-    head_size = config.get("head_dim") or hidden // num_heads
-    q_size, kv_size = num_heads * head_size, config.get("num_key_value_heads", num_heads) * head_size
-    widest = max(hidden, q_size + 2 * kv_size, 2 * config["intermediate_size"])
-    page_bytes = max(max_rank * widest * _ITEM_BYTES[lora_dtype], _MIN_PAGE_BYTES)
-    return AdapterLayout(
-        num_layers=config["num_hidden_layers"],
+def choose_linears(layout: AdapterLayout, names: str) -> list[WireModule]:
+    """`q,v` or `q_proj,v_proj` -> the modules of these linears in every layer. Raises InvalidRequest."""
+    wanted, known = names.split(","), linear_names(layout)
+    chosen = [name for name in known if name in wanted or name.removesuffix("_proj") in wanted]
+    if len(chosen) != len(wanted):
+        raise InvalidRequest(f"--linears is {names!r}; write some of {','.join(known)}, each once")
+    site_at = layout.sites.site_at
+    return [m for m in layout.sites.plain_modules if _last_part(site_at[m.parts[0].column].name) in chosen]
+
+
+def _last_part(site_name: str) -> str:
+    return site_name.rpartition(".")[2]
+
+
+def _read_sites(config: Mapping[str, Any]) -> ModelSites:
+    """The sites of a decoder whose layers are alike; of a model of several kinds of input, those of its text part."""
+    text = config.get("text_config") or config
+    hidden, num_heads = text["hidden_size"], text["num_attention_heads"]
+    head_size = text.get("head_dim") or hidden // num_heads
+    return decoder_sites(
+        num_layers=text["num_hidden_layers"],
         hidden_size=hidden,
-        q_size=q_size,
-        kv_size=kv_size,
-        intermediate_size=config["intermediate_size"],
-        max_rank=max_rank,
-        lora_dtype=lora_dtype,
-        page_bytes=_round_up(page_bytes, _PAGE_UNIT_BYTES),
+        q_size=num_heads * head_size,
+        kv_size=(text.get("num_key_value_heads") or num_heads) * head_size,
+        intermediate_size=text["intermediate_size"],
+        mlp_linears=_PLAIN_MLPS.get(text.get("model_type", ""), GATED_MLP),
     )
-
-
-def _pieces(layout: AdapterLayout, name: LinearName, rank: int, dora: bool) -> list[int]:
-    """Bytes of A, B and, of DoRA, the magnitude."""
-    hidden, q, kv, ffn = layout.hidden_size, layout.q_size, layout.kv_size, layout.intermediate_size
-    in_size, out_size = {
-        "q": (hidden, q),
-        "k": (hidden, kv),
-        "v": (hidden, kv),
-        "o": (q, hidden),
-        "gate": (hidden, ffn),
-        "up": (hidden, ffn),
-        "down": (ffn, hidden),
-    }[name]
-    values = [rank * in_size, rank * out_size, *([out_size] if dora else [])]
-    return [_round_up(count * _ITEM_BYTES[layout.lora_dtype], _ALIGNMENT_BYTES) for count in values]
-
-
-def _round_up(value: int, unit: int) -> int:
-    return -(-value // unit) * unit

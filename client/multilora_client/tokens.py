@@ -8,14 +8,9 @@ from typing import Unpack
 
 import numpy as np
 
-from multilora_client.messages import (
-    ChatOptions,
-    InferRequest,
-    Response,
-    check_names,
-    checked_tensor,
-    text_or_chat_input,
-)
+from multilora_client.generation_inputs import checked_tensor, text_or_chat_input
+from multilora_client.messages import InferRequest, Response
+from multilora_client.options import ChatOptions, check_names
 
 
 def tokenize_request(

@@ -10,6 +10,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from multilora_wire.module_names import (
+    ATTN_DENSE,
+    ATTN_K,
+    ATTN_Q,
+    ATTN_QKV,
+    ATTN_V,
+    MLP_4H_TO_H,
+    MLP_GATE,
+    MLP_GATE_UP,
+    MLP_H_TO_4H,
+    UPSTREAM_NAMES,
+)
+
 
 @dataclass(frozen=True)
 class AdapterSite:
@@ -58,6 +71,11 @@ class ModelSites:
     modules: tuple[WireModule, ...]
 
     @cached_property
+    def site_named(self) -> dict[str, AdapterSite]:
+        """A site by its name."""
+        return {site.name: site for site in self.sites}
+
+    @cached_property
     def num_columns(self) -> int:
         """Columns of `LoRATables`."""
         return max(site.column + site.experts for site in self.sites)
@@ -81,6 +99,11 @@ class ModelSites:
     def module_names(self) -> dict[int, str]:
         """Upstream's names of the module ids that the model has, by ascending id."""
         return dict(sorted({module.module_id: module.name for module in self.modules}.items()))
+
+    @cached_property
+    def module_ids(self) -> dict[str, int]:
+        """The module ids that the model has, by upstream's names."""
+        return {name: module_id for module_id, name in self.module_names.items()}
 
     @cached_property
     def plain_modules(self) -> tuple[WireModule, ...]:
@@ -139,25 +162,24 @@ def _mlp_shapes(hidden: int, intermediate: int, linears: Sequence[str]) -> list[
 def _wire_modules(sites: Sequence[AdapterSite], is_gated: bool) -> Iterator[WireModule]:
     """The wire modules of one layer, by ascending module id.
 
-    Upstream's names mislead: `mlp_h_to_4h` (5) is the linear under the activation, Hugging Face's `gate_proj`, and
-    `mlp_gate` (7) is the linear that the activation is multiplied with, `up_proj`. The fused `mlp_gate_up` (18) has B's
-    halves swapped: up first, then gate.
+    The fused `mlp_gate_up` has B's halves swapped: up first, then gate.
     """
     q, k, v, o, inner, *rest = sites
-    yield _wire_module(0, "attn_qkv", q, k, v)
-    yield _wire_module(1, "attn_q", q)
-    yield _wire_module(2, "attn_k", k)
-    yield _wire_module(3, "attn_v", v)
-    yield _wire_module(4, "attn_dense", o)
-    yield _wire_module(5, "mlp_h_to_4h", inner)
-    yield _wire_module(6, "mlp_4h_to_h", rest[-1])
+    yield _wire_module(ATTN_QKV, q, k, v)
+    yield _wire_module(ATTN_Q, q)
+    yield _wire_module(ATTN_K, k)
+    yield _wire_module(ATTN_V, v)
+    yield _wire_module(ATTN_DENSE, o)
+    yield _wire_module(MLP_H_TO_4H, inner)
+    yield _wire_module(MLP_4H_TO_H, rest[-1])
     if is_gated:
-        yield _wire_module(7, "mlp_gate", rest[0])
-        yield _wire_module(18, "mlp_gate_up", rest[0], inner)
+        yield _wire_module(MLP_GATE, rest[0])
+        yield _wire_module(MLP_GATE_UP, rest[0], inner)
 
 
-def _wire_module(module_id: int, name: str, *sites: AdapterSite) -> WireModule:
+def _wire_module(module_id: int, *sites: AdapterSite) -> WireModule:
     """The module whose B has the rows of `sites` one behind another."""
     starts = [sum(site.out_size for site in sites[:index]) for index in range(len(sites))]
     parts = tuple(SitePart(site.column, start) for site, start in zip(sites, starts, strict=True))
-    return WireModule(module_id, name, sites[0].layer, sites[0].in_size, sum(site.out_size for site in sites), parts)
+    first, out_size = sites[0], sum(site.out_size for site in sites)
+    return WireModule(module_id, UPSTREAM_NAMES[module_id], first.layer, first.in_size, out_size, parts)

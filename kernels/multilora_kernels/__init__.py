@@ -4,18 +4,24 @@ attention over a paged cache.
 Public: `LoRATables` (where every adapter's weights lie), `LoRASegments` and `lora_segments` (which tokens belong to
 which adapter, built once per step), `lora_shrink` and `lora_expand` (one call each per fused linear), `lora_apply`
 (both in one), `lora_linear` (the base linear with them); `PackedWeight`, `packed_linear` and `packed_embedding` (the
-base model's weights and their use) and `HugePages` (where they lie); `paged_attention` over `PagedSequences` where
-`has_paged_attention`, and `rotary_attention` (with what comes before it); `add_rms_norm` and `silu_mul` (what lies
-between linears); `decoder_layers` (all of these in one call, for `PackedLayer`s of `PackedLayerLinear`s in a
-`LayerStep`); `sample_tokens` by `SamplingRule`s (on a CPU); and `load_cpu_kernels` (builds the CPU operators ahead of
-their first use).
+base model's weights and their use) and `HugePages` (where they lie); `paged_attention` over `PagedSequences` with
+`AttentionOptions` where `has_paged_attention`, and `rotary_attention` (with what comes before it); `add_rms_norm`,
+`add_layer_norm`, `silu_mul`, `gelu_tanh_mul` and `gelu_tanh` (what lies between linears); `decoder_layers` (all of
+these in one call, for `PackedLayer`s of `PackedLayerLinear`s in a `LayerStep`); `sample_tokens` by `SamplingRule`s (on
+a CPU); and `load_cpu_kernels` (builds the CPU operators ahead of their first use).
 """
 
 from multilora_kernels.apply import lora_apply
-from multilora_kernels.attention import PagedSequences, has_paged_attention, paged_attention, rotary_attention
+from multilora_kernels.attention import (
+    AttentionOptions,
+    PagedSequences,
+    has_paged_attention,
+    paged_attention,
+    rotary_attention,
+)
 from multilora_kernels.cpu import load_cpu_kernels
 from multilora_kernels.decoder_layers import LayerStep, PackedLayer, PackedLayerLinear, decoder_layers
-from multilora_kernels.elementwise import add_rms_norm, silu_mul
+from multilora_kernels.elementwise import add_layer_norm, add_rms_norm, gelu_tanh, gelu_tanh_mul, silu_mul
 from multilora_kernels.expand import lora_expand
 from multilora_kernels.huge_pages import HugePages
 from multilora_kernels.linear import PackedWeight, packed_embedding, packed_linear
@@ -26,6 +32,7 @@ from multilora_kernels.shrink import lora_shrink
 from multilora_kernels.tables import LoRATables
 
 __all__ = [
+    "AttentionOptions",
     "HugePages",
     "LayerStep",
     "LoRASegments",
@@ -35,8 +42,11 @@ __all__ = [
     "PackedWeight",
     "PagedSequences",
     "SamplingRule",
+    "add_layer_norm",
     "add_rms_norm",
     "decoder_layers",
+    "gelu_tanh",
+    "gelu_tanh_mul",
     "has_paged_attention",
     "load_cpu_kernels",
     "lora_apply",

@@ -30,6 +30,24 @@ class PagedSequences(NamedTuple):
     window: int | None = None
 
 
+class AttentionOptions(NamedTuple):
+    """How a layer's scores become weights.
+
+    scale: factor of q K^T; None is 1 / sqrt(head_dim).
+    softcap: scores become softcap * tanh(scores / softcap) before any key is masked; 0 leaves them as they are. Gemma 2
+        (arXiv:2408.00118) has it.
+    sinks: [num_heads], a score of each query head that takes part in the softmax's denominator and has no value; None
+        is none. gpt-oss (arXiv:2508.10925) has them.
+    """
+
+    scale: float | None = None
+    softcap: float = 0.0
+    sinks: torch.Tensor | None = None
+
+
+_PLAIN = AttentionOptions()
+
+
 def has_paged_attention(device: torch.device, *, is_decode: bool) -> bool:
     """Whether `paged_attention` is the best way on this device.
 
@@ -39,13 +57,18 @@ def has_paged_attention(device: torch.device, *, is_decode: bool) -> bool:
 
 
 def paged_attention(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, sequences: PagedSequences
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    sequences: PagedSequences,
+    options: AttentionOptions = _PLAIN,
 ) -> torch.Tensor:
-    """softmax(q K^T / sqrt(head_dim)) V over the keys up to each token's own position, with float32 arithmetic.
+    """softmax(scale q K^T) V over the keys up to each token's own position, with float32 arithmetic.
 
     q: [num_tokens, num_heads, head_dim], float32, bfloat16 or float16.
     keys, values: [num_slots, num_kv_heads, head_dim], of one of the same types and the same strides; query head h reads
         the key-value head h // (num_heads / num_kv_heads).
+    options: the scale, and what else happens to scores.
     Returns [num_tokens, num_heads * head_dim] in the dtype of q. A token's result is the same bits whatever other
     sequences there are.
     """
@@ -59,7 +82,7 @@ def paged_attention(
         sequences.context_lens,
         sequences.block_size,
         sequences.window or 0,
-        q.shape[2] ** -0.5,
+        *_option_fields(options, q.shape[2]),
     )
     return result
 
@@ -72,19 +95,22 @@ def rotary_attention(
     values: torch.Tensor,
     slots: torch.Tensor,
     sequences: PagedSequences,
+    options: AttentionOptions = _PLAIN,
+    is_interleaved: bool = False,
 ) -> torch.Tensor:
     """Turn queries and keys, store keys and values, then `paged_attention`; all of it with float32 arithmetic.
 
     qkv: [num_tokens, (num_heads + 2 num_kv_heads) * head_dim], the heads of queries, keys and values side by side;
         float32, bfloat16 or float16, as are cos and sin.
-    cos, sin: [num_tokens, 1, head_dim]; element i of a head becomes
-        x[i] * cos[i] + x[(i + head_dim / 2) % head_dim] * sin[i].
+    cos, sin: [num_tokens, 1, rotary_dim]; element i < rotary_dim of a head becomes x[i] * cos[i] + x[j] * sin[i], where
+        j is (i + rotary_dim / 2) % rotary_dim, or i ^ 1 if `is_interleaved`. The other elements of a head stay as they
+        are: all of them if rotary_dim is 0.
     keys, values: as for `paged_attention`, written in place. slots: [num_tokens] int64, where each token's belong.
+    options: as for `paged_attention`.
     Returns [num_tokens, num_heads * head_dim] in the dtype of qkv.
     """
-    scale = keys.shape[2] ** -0.5
     if not torch.compiler.is_compiling():
-        result = rotary_attention_directly(qkv, cos, sin, keys, values, slots, sequences, scale)
+        result = rotary_attention_directly(qkv, cos, sin, keys, values, slots, sequences, options, is_interleaved)
         if result is not None:
             return result
     load_operators(qkv)
@@ -100,5 +126,11 @@ def rotary_attention(
         sequences.context_lens,
         sequences.block_size,
         sequences.window or 0,
-        scale,
+        *_option_fields(options, keys.shape[2]),
+        is_interleaved,
     )
+
+
+def _option_fields(options: AttentionOptions, head_dim: int) -> tuple[float, float, torch.Tensor | None]:
+    scale = head_dim**-0.5 if options.scale is None else options.scale
+    return scale, options.softcap, options.sinks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from multilora_kernels.constant_result import constant_result
 from multilora_kernels.cpu import load_cpu_kernels
 
 
@@ -15,7 +16,7 @@ def load_operators(x: torch.Tensor) -> None:
         load_cpu_kernels()
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_result
 def _load_cuda_kernels() -> bool:
     # Imported here: Triton comes with the CUDA builds of torch only.
     from multilora_kernels.cuda import load_cuda_kernels

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from multilora_kernels import operators, reference
-from multilora_kernels.cpu import add_rms_norm_directly, silu_mul_directly
+from multilora_kernels.cpu import elementwise_directly
 from multilora_kernels.dispatch import load_operators
 
 
@@ -16,29 +18,45 @@ def add_rms_norm(
 
     x, update: [num_tokens, size]; weight: [size].
     """
-    if x.is_cuda:
-        # Imported here: Triton comes with the CUDA builds of torch only.
-        from multilora_kernels import cuda
+    return _call("add_rms_norm", x, update, weight, eps)  # type: ignore[no-any-return]
 
-        return cuda.add_rms_norm(x, update, weight, eps)
-    if x.dtype != torch.float32:
-        return reference.add_rms_norm(x, update, weight, eps)
-    is_eager = not torch.compiler.is_compiling()
-    if is_eager and (results := add_rms_norm_directly(x, update, weight, eps)) is not None:
-        return results
-    load_operators(x)
-    return operators.add_rms_norm(x, update, weight, eps)  # type: ignore[no-any-return]
+
+def add_layer_norm(
+    x: torch.Tensor, update: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """d / sqrt(mean(d^2) + eps) * weight + bias and s, for s = x + update and d = s - mean(s), with float32 means.
+
+    x, update: [num_tokens, size]; weight: [size]; bias: [size], or None for none.
+    """
+    return _call("add_layer_norm", x, update, weight, bias, eps)  # type: ignore[no-any-return]
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up. gate_up: [num_tokens, 2 * size], a row's gate before its up. Returns [num_tokens, size]."""
-    if gate_up.is_cuda:
+    return _call("silu_mul", gate_up)  # type: ignore[no-any-return]
+
+
+def gelu_tanh_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """gelu_tanh(gate) * up, with the arguments of `silu_mul`."""
+    return _call("gelu_tanh_mul", gate_up)  # type: ignore[no-any-return]
+
+
+def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    """x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))), arXiv:1606.08415. x: [num_tokens, size], as the result."""
+    return _call("gelu_tanh", x)  # type: ignore[no-any-return]
+
+
+def _call(name: str, x: torch.Tensor, *others: Any) -> Any:
+    """The function with this name that serves `x`: of the GPU, the reference or the CPU's operators."""
+    if x.is_cuda:
+        # Imported here: Triton comes with the CUDA builds of torch only.
         from multilora_kernels import cuda
 
-        return cuda.silu_mul(gate_up)
-    if gate_up.dtype != torch.float32:
-        return reference.silu_mul(gate_up)
-    if not torch.compiler.is_compiling() and (product := silu_mul_directly(gate_up)) is not None:
-        return product
-    load_operators(gate_up)
-    return operators.silu_mul(gate_up)  # type: ignore[no-any-return]
+        return getattr(cuda, name)(x, *others)
+    if x.dtype != torch.float32:
+        return getattr(reference, name)(x, *others)
+    is_eager = not torch.compiler.is_compiling()
+    if is_eager and (results := elementwise_directly(name, x, *others)) is not None:
+        return results
+    load_operators(x)
+    return getattr(operators, name)(x, *others)

@@ -1,5 +1,6 @@
 """Everything of this package that torch knows as an operator: `multilora::lora_shrink`, `lora_expand`, `lora_apply`,
-`lora_linear`, `packed_linear`, `packed_embedding`, `paged_attention`, `rotary_attention`, `add_rms_norm`, `silu_mul`.
+`lora_linear`, `packed_linear`, `packed_embedding`, `paged_attention`, `rotary_attention`, `add_rms_norm`,
+`add_layer_norm`, `silu_mul`, `gelu_tanh_mul`, `gelu_tanh`.
 
 torch.compile and CUDA graphs see one opaque node each, with a fake implementation for shapes. An operator takes only
 tensors and integers, so the tables and segments are passed field by field here and nowhere else.
@@ -46,19 +47,27 @@ library.define("multilora::packed_embedding", "(Tensor token_ids, Tensor panels,
 
 _SEQUENCES = "Tensor block_tables, Tensor query_starts, Tensor context_lens, int block_size, int window"
 
+_OPTIONS = "float scale, float softcap, Tensor? sinks"
+
 library.define(
-    "multilora::paged_attention", f"(Tensor q, Tensor keys, Tensor values, {_SEQUENCES}, float scale) -> Tensor"
+    "multilora::paged_attention", f"(Tensor q, Tensor keys, Tensor values, {_SEQUENCES}, {_OPTIONS}) -> Tensor"
 )
 library.define(
     "multilora::rotary_attention",
     "(Tensor qkv, Tensor cos, Tensor sin, Tensor(a!) keys, Tensor(b!) values, Tensor slots,"
-    f" {_SEQUENCES}, float scale) -> Tensor",
+    f" {_SEQUENCES}, {_OPTIONS}, bool is_interleaved) -> Tensor",
 )
 
 library.define(
     "multilora::add_rms_norm", "(Tensor x, Tensor update, Tensor weight, float eps) -> (Tensor normed, Tensor total)"
 )
+library.define(
+    "multilora::add_layer_norm",
+    "(Tensor x, Tensor update, Tensor weight, Tensor? bias, float eps) -> (Tensor normed, Tensor total)",
+)
 library.define("multilora::silu_mul", "(Tensor gate_up) -> Tensor")
+library.define("multilora::gelu_tanh_mul", "(Tensor gate_up) -> Tensor")
+library.define("multilora::gelu_tanh", "(Tensor x) -> Tensor")
 
 _shrink = torch.ops.multilora.lora_shrink.default
 _expand = torch.ops.multilora.lora_expand.default
@@ -70,7 +79,10 @@ _packed_embedding = torch.ops.multilora.packed_embedding.default
 paged_attention = torch.ops.multilora.paged_attention.default
 rotary_attention = torch.ops.multilora.rotary_attention.default
 add_rms_norm = torch.ops.multilora.add_rms_norm.default
+add_layer_norm = torch.ops.multilora.add_layer_norm.default
 silu_mul = torch.ops.multilora.silu_mul.default
+gelu_tanh_mul = torch.ops.multilora.gelu_tanh_mul.default
+gelu_tanh = torch.ops.multilora.gelu_tanh.default
 
 
 def call_shrink(
@@ -222,11 +234,11 @@ def _fake_rotary_attention(
     return qkv.new_empty(qkv.shape[0], qkv.shape[1] - 2 * keys.shape[1] * keys.shape[2])
 
 
-def _fake_add_rms_norm(x: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _fake_add_norm(x: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return x.new_empty(x.shape), x.new_empty(x.shape)
 
 
-def _fake_silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+def _fake_gated(gate_up: torch.Tensor) -> torch.Tensor:
     return gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
 
 
@@ -238,5 +250,8 @@ library.register_fake("multilora::packed_linear", _fake_packed_linear)
 library.register_fake("multilora::packed_embedding", _fake_packed_embedding)
 library.register_fake("multilora::paged_attention", _fake_paged_attention)
 library.register_fake("multilora::rotary_attention", _fake_rotary_attention)
-library.register_fake("multilora::add_rms_norm", _fake_add_rms_norm)
-library.register_fake("multilora::silu_mul", _fake_silu_mul)
+library.register_fake("multilora::add_rms_norm", _fake_add_norm)
+library.register_fake("multilora::add_layer_norm", _fake_add_norm)
+library.register_fake("multilora::silu_mul", _fake_gated)
+library.register_fake("multilora::gelu_tanh_mul", _fake_gated)
+library.register_fake("multilora::gelu_tanh", torch.empty_like)

@@ -66,8 +66,12 @@ def paged_attention(
     block_size: int,
     window: int,
     scale: float,
+    softcap: float,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """One token after the other; the arguments are the fields of `attention.PagedSequences`, window 0 is none."""
+    """One token after the other; the arguments are the fields of `attention.PagedSequences` (window 0 is none) and of
+    `attention.AttentionOptions`.
+    """
     dtype = torch.promote_types(q.dtype, torch.float32)
     group = q.shape[1] // keys.shape[1]
     starts, out = query_starts.tolist(), []
@@ -76,9 +80,18 @@ def paged_attention(
             seen = torch.arange(max(0, position - window + 1) if window else 0, position + 1, device=q.device)
             slots = table[seen // block_size] * block_size + seen % block_size
             k, v = (cache[slots].to(dtype).repeat_interleave(group, dim=1) for cache in (keys, values))
-            weights = (torch.einsum("hd,khd->hk", row.to(dtype), k) * scale).softmax(dim=-1)
+            weights = _weights(torch.einsum("hd,khd->hk", row.to(dtype), k) * scale, softcap, sinks)
             out.append(torch.einsum("hk,khd->hd", weights, v).flatten())
     return torch.stack(out).to(q.dtype)
+
+
+def _weights(scores: torch.Tensor, softcap: float, sinks: torch.Tensor | None) -> torch.Tensor:
+    """scores: [num_heads, num_keys]; a sink is one more key, whose value is zero."""
+    if softcap:
+        scores = softcap * (scores / softcap).tanh()
+    if sinks is None:
+        return scores.softmax(dim=-1)
+    return torch.cat((scores, sinks.to(scores.dtype)[:, None]), dim=-1).softmax(dim=-1)[:, :-1]
 
 
 def rotary_attention(
@@ -88,16 +101,22 @@ def rotary_attention(
     keys: torch.Tensor,
     values: torch.Tensor,
     slots: torch.Tensor,
-    *sequences_and_scale: Any,
+    *fields: Any,
 ) -> torch.Tensor:
     """As `attention.rotary_attention`, with the arguments of the operator."""
     num_kv, head_dim = keys.shape[1:]
     heads = qkv.view(qkv.shape[0], -1, head_dim)
     qk, v = heads[:, :-num_kv], heads[:, -num_kv:]
-    turned = torch.addcmul(qk * cos, qk.roll(head_dim // 2, -1), sin)
+    *sequences_and_options, is_interleaved = fields
+    turned = torch.cat((_turned(qk[..., : cos.shape[-1]], cos, sin, is_interleaved), qk[..., cos.shape[-1] :]), dim=-1)
     keys.index_copy_(0, slots, turned[:, -num_kv:].to(keys.dtype))
     values.index_copy_(0, slots, v.to(values.dtype))
-    return paged_attention(turned[:, :-num_kv], keys, values, *sequences_and_scale)
+    return paged_attention(turned[:, :-num_kv], keys, values, *sequences_and_options)
+
+
+def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_interleaved: bool) -> torch.Tensor:
+    others = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) if is_interleaved else x.roll(x.shape[-1] // 2, -1)
+    return torch.addcmul(x * cos, others, sin)
 
 
 def add_rms_norm(
@@ -108,10 +127,29 @@ def add_rms_norm(
     return F.rms_norm(total, weight.shape, weight, eps), total
 
 
+def add_layer_norm(
+    x: torch.Tensor, update: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `elementwise.add_layer_norm`."""
+    total = x + update
+    return F.layer_norm(total, weight.shape, weight, bias, eps), total
+
+
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """See `elementwise.silu_mul`."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
+
+
+def gelu_tanh_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """See `elementwise.gelu_tanh_mul`."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return gelu_tanh(gate).mul_(up)
+
+
+def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    """See `elementwise.gelu_tanh`."""
+    return F.gelu(x, approximate="tanh")
 
 
 def _chunks(segments: LoRASegments) -> list[tuple[torch.Tensor, int]]:

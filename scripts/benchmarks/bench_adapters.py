@@ -37,27 +37,28 @@ from typing import Annotated
 import numpy as np
 import torch
 import typer
+from pydantic import ByteSize
 from rich.console import Console
 from rich.progress import Progress
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.bench_rows import TABLE_WIDTH, Row, render, threads_title, write_results
 from checkpoints.prepare_default_model import ensure_default_checkpoint
 from checkpoints.telling_adapters import save_plain_tokenizer
+from checkpoints.tiny_llama import save_tiny_llama
 from multilora_engine.config import EngineConfig, LoRAConfig, SourceSpec
 from multilora_engine.engine.engine import Engine
+from multilora_engine.lora.checkpoint_layout import checkpoint_layout
 from multilora_engine.lora.device_tier import DeviceTier
 from multilora_engine.lora.format import pack_adapter
 from multilora_engine.lora.host_tier import HostTier
-from multilora_engine.lora.layout import AdapterLayout, PackedAdapter, adapter_layout, lora_modules
+from multilora_engine.lora.layout import PackedAdapter
 from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.lora.sources.source import AdapterKey
-from multilora_engine.models.model_config import read_model_config
 from multilora_engine.request import GenerationRequest, SamplingParams
+from multilora_wire.layout import AdapterLayout, num_values
 
 RANKS = (8, 16, 32, 64)
 POPULATIONS = (5, 100, 1000, 2000)
-MODULES = (1, 2, 3, 4, 5, 6, 7)
 PLACES = 16
 """`max_loras` of the engines that measure the device tier; as many clients keep it busy."""
 
@@ -84,9 +85,9 @@ class Timing:
 
 def random_wire(layout: AdapterLayout, rank: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     """`lora_weights`, float32, and `lora_config` of an adapter on all linear layers; small random numbers."""
-    modules = lora_modules(layout)
-    config = torch.tensor([[m, layer, rank, 0] for layer in range(layout.num_layers) for m in MODULES])
-    sizes = torch.tensor([modules[m].num_values(rank, False) for m in MODULES]).repeat(layout.num_layers)
+    modules = layout.sites.plain_modules
+    config = torch.tensor([[module.module_id, module.layer, rank, 0] for module in modules])
+    sizes = torch.tensor([num_values(module, rank) for module in modules])
     generator = torch.Generator().manual_seed(seed)
     weights = torch.randn(len(config), int(sizes.max()), generator=generator) * 0.01
     weights[torch.arange(weights.shape[1]) >= sizes[:, None]] = 0
@@ -95,15 +96,14 @@ def random_wire(layout: AdapterLayout, rank: int, seed: int) -> tuple[torch.Tens
 
 def num_parameters(layout: AdapterLayout, rank: int) -> int:
     """Of an adapter on all linear layers."""
-    modules = lora_modules(layout)
-    return layout.num_layers * sum(modules[m].num_values(rank, False) for m in MODULES)
+    return sum(num_values(module, rank) for module in layout.sites.plain_modules)
 
 
 def memory_rows(model: Path) -> list[Row]:
     """Bytes in a tier over bytes of parameters."""
     rows = []
     for dtype, rank in itertools.product(("float32", "bfloat16"), (8, 16, 64)):
-        layout = adapter_layout(read_model_config(model), 64, dtype)
+        layout = checkpoint_layout(model, 64, dtype)
         packed = pack_adapter(*random_wire(layout, rank, 0), layout)
         value = packed.pages.nbytes / (num_parameters(layout, rank) * layout.itemsize)
         goal = "<= 1.05" if rank == 16 else ""
@@ -113,7 +113,7 @@ def memory_rows(model: Path) -> list[Row]:
 
 def way_in_rows(model: Path, rounds: int) -> list[Row]:
     """GB/s of packed bytes for pack, insert and a plain copy; more bytes than the caches hold, in turn."""
-    layout = adapter_layout(read_model_config(model), 64, "float32")
+    layout = checkpoint_layout(model, 64, "float32")
     wires = [random_wire(layout, 16, seed) for seed in range(4)]
     packed = [pack_adapter(*wire, layout) for wire in wires]
     target = torch.empty_like(packed[0].pages)
@@ -150,7 +150,7 @@ class Bench:
         self._directory = directory
         self._model = _save_random_model(directory / "model")
         self._num_threads = num_threads
-        self.layout = adapter_layout(read_model_config(self._model), max(RANKS), "bfloat16")
+        self.layout = checkpoint_layout(self._model, max(RANKS), "bfloat16")
         self._packed = {
             (rank, version): pack_adapter(*random_wire(self.layout, rank, rank + version), self.layout)
             for rank in RANKS
@@ -174,17 +174,17 @@ class Bench:
                 max_loras=max_loras,
                 max_lora_rank=max(RANKS),
                 lora_dtype="bfloat16",
-                lora_cache_host_memory_bytes=num_bytes,
+                lora_cache_host_memory_bytes=ByteSize(num_bytes),
                 lora_cache_dir=None if num_in_memory is None else Path(cache),
                 lora_on_conflict="replace",
-                lora_sources=[] if source is None else [SourceSpec(source="directory", root=str(source))],
+                lora_sources=[] if source is None else [_directory_source(source)],
             )
             config = EngineConfig(
                 model_path=self._model,
                 device="cpu",
                 num_threads=self._num_threads,
                 max_num_seqs=32,
-                kv_cache_memory_bytes=256 << 20,
+                kv_cache_memory_bytes=ByteSize(256 << 20),
                 lora=lora,
             )
             engine = Engine(config)
@@ -422,8 +422,14 @@ def p99(values: Sequence[float]) -> float:
     return statistics.quantiles(values, n=100)[98]
 
 
+def _directory_source(root: Path) -> SourceSpec:
+    return SourceSpec.model_validate({"source": "directory", "root": str(root)})
+
+
 def _save_random_model(path: Path) -> Path:
-    config = LlamaConfig(
+    """One layer of a real one's width."""
+    save_tiny_llama(
+        path,
         vocab_size=_VOCABULARY,
         hidden_size=1024,
         intermediate_size=2816,
@@ -431,11 +437,8 @@ def _save_random_model(path: Path) -> Path:
         num_attention_heads=16,
         num_key_value_heads=4,
         max_position_embeddings=_MAX_LEN,
-        bos_token_id=None,
-        eos_token_id=None,
+        initializer_range=0.02,
     )
-    torch.manual_seed(0)
-    LlamaForCausalLM(config).save_pretrained(path)
     save_plain_tokenizer(path, _VOCABULARY)
     return path
 

@@ -37,7 +37,6 @@ import torch
 import typer
 from rich.console import Console
 from rich.progress import Progress
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.bench_adapters import p99, random_wire
 from benchmarks.bench_kernels import limit_steps
@@ -48,11 +47,13 @@ from benchmarks.step_parts import MODEL_PARTS, PARTS, timed_parts
 from benchmarks.step_results import TABLE_WIDTH, StepResult, render_steps, write_steps
 from checkpoints.prepare_default_model import ensure_default_checkpoint
 from checkpoints.telling_adapters import save_plain_tokenizer
+from checkpoints.tiny_llama import save_tiny_llama
 from multilora_engine.config import EngineConfig, LoRAConfig
 from multilora_engine.engine.engine import Engine
 from multilora_engine.engine.memory import kv_bytes_per_token
 from multilora_engine.lora.format import TORCH_DTYPES, pack_adapter
-from multilora_engine.models.model_config import ModelConfig, read_model_config
+from multilora_engine.models.model_config import ModelConfig
+from multilora_engine.models.registry import read_model_config
 from multilora_engine.request import GenerationRequest, SamplingParams, TokenOutput
 
 BATCHES = (32, 16, 8, 1)
@@ -404,20 +405,9 @@ def overhead_results(rounds: int, num_steps: int, num_sequences: int) -> list[St
 
 def save_tiny_model(path: Path) -> Path:
     """One narrow layer, so that a step is nearly all overhead; with a tokenizer, because tokens become text."""
-    config = LlamaConfig(
-        vocab_size=_TINY_VOCABULARY,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=2048,
-        initializer_range=1.0,  # as sure of its next token as a trained model
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    torch.manual_seed(0)
-    LlamaForCausalLM(config).save_pretrained(path)
+    shape = {"intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    shape |= {"vocab_size": _TINY_VOCABULARY, "max_position_embeddings": 2048}
+    save_tiny_llama(path, **shape, initializer_range=1.0)  # as sure of its next token as a trained model
     save_plain_tokenizer(path, _TINY_VOCABULARY)
     return path
 

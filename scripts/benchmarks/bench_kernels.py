@@ -186,7 +186,8 @@ def limit_steps(device: str, dtype: torch.dtype) -> tuple[dict[str, Step], dict[
 
 def onednn_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x W^T by oneDNN. weight: plain, or as `torch.ops.mkldnn._reorder_linear_weight` packed it for some rows."""
-    return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+    product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+    return product
 
 
 def void(_: torch.Tensor) -> None:

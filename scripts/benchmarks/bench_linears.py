@@ -148,7 +148,8 @@ def contestants(workload: Workload) -> dict[str, Step]:
 
 def pack(weight: torch.Tensor, dtype: torch.dtype, pages: HugePages) -> PackedWeight:
     """A plain weight as the engine stores it."""
-    packed = PackedWeight.empty(*weight.shape, dtype, weight.device, torch.float32, pages)
+    num_rows, in_features = weight.shape
+    packed = PackedWeight.empty(num_rows, in_features, dtype, weight.device, torch.float32, pages)
     packed.copy_rows(0, weight)
     return packed
 

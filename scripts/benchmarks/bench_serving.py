@@ -43,13 +43,12 @@ from multilora_client.bench.report import render as render_stages
 from multilora_client.bench.workload import Job, Target, make_jobs, make_prompts, popularity_shares
 from multilora_engine.config import EngineConfig
 from multilora_engine.engine.engine import Engine
-from multilora_engine.lora.layout import adapter_layout, lora_modules
-from multilora_engine.models.model_config import read_model_config
+from multilora_engine.lora.checkpoint_layout import checkpoint_layout
 from multilora_engine.request import GenerationRequest, SamplingParams
 from multilora_engine.tritonserver import ServerProcess
+from multilora_wire.layout import num_values
 from servers.started_server import started_server
 
-MODULES = (1, 2, 3, 4, 5, 6, 7)
 ADAPTER_MIXES = ("no adapter", "one adapter", "all different")
 PARTS = ("adapters", "doors", "cost", "load")
 MIN_ENSEMBLE_SHARE = 90.0
@@ -141,14 +140,14 @@ class EngineInProcess:
 
 def random_adapter(model: Path, lora_task_id: int, rank: int) -> Adapter:
     """Small random numbers on every linear layer, float16: what they answer does not matter here."""
-    layout = adapter_layout(read_model_config(model), rank, "float16")
-    modules = lora_modules(layout)
-    config = np.array([[m, layer, rank, 0] for layer in range(layout.num_layers) for m in MODULES], np.int32)
-    width = max(modules[m].num_values(rank, False) for m in MODULES)
+    layout = checkpoint_layout(model, rank, "float16")
+    modules = layout.sites.plain_modules
+    config = np.array([[module.module_id, module.layer, rank, 0] for module in modules], np.int32)
+    width = max(num_values(module, rank) for module in modules)
     weights = np.zeros((len(config), width), np.float16)
     rng = np.random.default_rng(lora_task_id)
-    for row, (module_id, *_) in zip(weights, config.tolist(), strict=True):
-        size = modules[module_id].num_values(rank, False)
+    for row, module in zip(weights, modules, strict=True):
+        size = num_values(module, rank)
         row[:size] = rng.standard_normal(size, np.float32) * 0.01
     return Adapter(lora_task_id, AdapterTensors(weights, config, "FP16"))
 

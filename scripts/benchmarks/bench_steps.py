@@ -28,9 +28,10 @@ from benchmarks.bench_kernels import Clock, limit_steps, measure
 from benchmarks.bench_rows import Row, render, threads_title, write_results
 from benchmarks.lora_workloads import Step
 from multilora_engine.execution.forward_batch import ForwardBatch, KVCache, TokenLoRAs
-from multilora_engine.models.layers import Placement
-from multilora_engine.models.llama import LlamaModel
 from multilora_engine.models.model_config import ModelConfig
+from multilora_engine.models.registry import build_model
+from multilora_engine.models.rope_config import Rope
+from multilora_engine.models.weights import Placement
 from multilora_kernels import LoRATables
 
 RANK = 16
@@ -47,7 +48,7 @@ def llama_config(
 ) -> ModelConfig:
     """A Llama by its sizes."""
     return ModelConfig(
-        architecture="llama",
+        architecture="LlamaForCausalLM",
         num_layers=num_layers,
         hidden_size=hidden,
         num_heads=num_heads,
@@ -56,15 +57,11 @@ def llama_config(
         intermediate_size=ffn,
         vocab_size=vocab_size,
         max_position_embeddings=131072,
-        rms_norm_eps=1e-5,
-        rope_theta=500000.0,
-        rope_scaling=None,
-        tie_word_embeddings=False,
-        qkv_bias=False,
-        output_bias=False,
-        mlp_bias=False,
-        qk_norm=False,
+        norm_eps=1e-5,
+        ropes={"all": Rope(500000.0, hidden // num_heads, 131072)},
+        layer_ropes=("all",) * num_layers,
         sliding_window=(None,) * num_layers,
+        tie_word_embeddings=False,
         dtype="bfloat16",
         end_token_ids=(),
     )
@@ -101,7 +98,7 @@ class Workbench:
 
     def __init__(self, config: ModelConfig, sizes: Sizes, dtype: torch.dtype, device: torch.device) -> None:
         self.config, self.sizes, self.device = config, sizes, device
-        self.model = LlamaModel(config, Placement(dtype, dtype, device))
+        self.model = build_model(config, Placement(dtype, dtype, device))
         for place in self.model.checkpoint_tensors().values():
             place.copy_(torch.randn(tuple(place.shape), dtype=dtype, device=device) * 0.02)
         self._max_blocks = -(-max(sizes.context, sizes.prompt) // BLOCK_SIZE)

@@ -16,8 +16,9 @@ from tritonclient.grpc import service_pb2
 
 from multilora_client.bench.load import Ask, Sample
 from multilora_client.bench.workload import Job
+from multilora_client.doors import Door
 from multilora_client.errors import parse_error
-from multilora_client.messages import Door, generation_inputs, task_id_input
+from multilora_client.generation_inputs import generation_inputs, task_id_input
 from multilora_client.tensors import flat_values
 
 _METHOD = "/inference.GRPCInferenceService/ModelStreamInfer"

@@ -236,4 +236,11 @@ def _tables(workload: Workload, lora_dtype: torch.dtype, device: str) -> LoRATab
     arena = HugePages().zeros((end,), lora_dtype) if on_cpu else torch.empty(end, device=device, dtype=lora_dtype)
     arena.normal_(std=0.02)
     absent = torch.full(shape, -1)
-    return LoRATables(arena, *(t.to(device) for t in (rank_table, a_offset, b_offset, absent)), max_rank=max(ranks))
+    return LoRATables(
+        arena,
+        rank_table.to(device),
+        a_offset.to(device),
+        b_offset.to(device),
+        absent.to(device),
+        max_rank=max(ranks),
+    )

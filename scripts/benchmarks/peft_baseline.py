@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from multilora_client.convert import convert_peft
 from multilora_engine.lora.format import pack_adapter
-from multilora_engine.lora.layout import AdapterLayout, PackedAdapter
+from multilora_engine.lora.layout import PackedAdapter
+from multilora_wire.layout import AdapterLayout
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 

@@ -12,7 +12,7 @@ from unittest import mock
 from multilora_engine.engine.engine import Engine
 from multilora_engine.engine.scheduler import Scheduler
 from multilora_engine.execution import model_runner
-from multilora_engine.models import layers, llama
+from multilora_engine.models import decoder, layers, linear
 from multilora_engine.sampling import sampler
 
 MODEL_PARTS = ("linears", "attention", "norms, rotary, activation")
@@ -21,11 +21,11 @@ MODEL_PARTS = ("linears", "attention", "norms, rotary, activation")
 _PARTS: list[tuple[str, Any, str]] = [
     ("scheduling", Scheduler, "schedule"),
     ("batch", model_runner.ModelRunner, "build_batch"),
-    ("linears", layers.LoRALinear, "forward"),
-    ("linears", llama.LlamaModel, "logits"),
-    ("attention", llama, "attention_plan"),
-    ("attention", llama, "attend"),
-    ("norms, rotary, activation", llama.LlamaModel, "forward"),
+    ("linears", linear.LoRALinear, "forward"),
+    ("linears", decoder.Decoder, "logits"),
+    ("attention", decoder, "attention_plan"),
+    ("attention", layers, "attend"),
+    ("norms, rotary, activation", decoder.Decoder, "forward"),
     ("sampling", sampler.Choice, "__init__"),
     ("sampling", sampler.Choice, "read"),
     ("emission", Engine, "step"),
@@ -66,7 +66,7 @@ def timed_parts() -> Iterator[Stopwatch]:
     Layers are computed part by part meanwhile, even where there is a kernel for whole ones.
     """
     stopwatch = Stopwatch()
-    patches: list[Any] = [mock.patch.object(llama, "decoder_layers", return_value=None)]
+    patches: list[Any] = [mock.patch.object(decoder, "decoder_layers", return_value=None)]
     patches += [
         mock.patch.object(owner, name, stopwatch.timed(part, getattr(owner, name))) for part, owner, name in _PARTS
     ]

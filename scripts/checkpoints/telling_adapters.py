@@ -23,7 +23,8 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from multilora_engine.lora.format import pack_adapter
-from multilora_engine.lora.layout import AdapterLayout, PackedAdapter, lora_modules
+from multilora_engine.lora.layout import PackedAdapter
+from multilora_wire.layout import AdapterLayout
 
 NUM_PLACES = 6
 NUM_DIGITS = 16
@@ -141,7 +142,7 @@ def adapter_matrices(number: int, version: int) -> list[Matrices]:
 
 def packed_adapter(number: int, version: int, layout: AdapterLayout) -> PackedAdapter:
     """An adapter as a front sends it to the engine, by way of the wire format."""
-    ids = {module.name: module.module_id for module in lora_modules(layout).values()}
+    ids = layout.sites.module_ids
     rows = adapter_matrices(number, version)
     weights = torch.stack([torch.cat([row.a.flatten(), row.b.flatten()]) for row in rows])
     config = torch.tensor([[ids[row.module], row.layer, len(row.a), 0] for row in rows], dtype=torch.int32)

@@ -33,13 +33,13 @@ def write_inputs(directory: Path, model: Path) -> dict[str, str]:
     task = {"instruction": "Answer in few words.", "output": "Some words of an answer"}
     (directory / "dataset.json").write_text(json.dumps([{"input": question, **task} for question in QUESTIONS]))
     tokenizer = AutoTokenizer.from_pretrained(model)
-    prompt: list[int] = tokenizer(PROMPT)["input_ids"]
+    prompt: list[int] = tokenizer.encode(PROMPT)
     base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     answer = _greedy(base, prompt)
     adapted = _greedy(PeftModel.from_pretrained(base, str(ADAPTERS_DIRECTORY / ADAPTER)), prompt)
     for name, tokens in (("prompt", prompt), ("base", prompt + answer), (ADAPTER, prompt + adapted)):
         _write_csv(directory / f"{name}.csv", tokens)
-    text = tokenizer.decode(answer)
+    text = str(tokenizer.decode(answer))
     return {
         "prompt": PROMPT,
         "two_prompts": json.dumps([PROMPT, QUESTIONS[0]]),

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
-import httpx2
-
 from checkpoints.prepare_default_model import ensure_default_checkpoint
 from clients.client_inputs import write_inputs
 from clients.client_program import ClientProgram, Outcome, Served
 from multilora_engine.tritonserver.upstream_models import UpstreamModels
+from servers.openai_front import started_openai_front
 from servers.started_server import started_server
 from training.sample_adapters import ADAPTERS_DIRECTORY, SAMPLE_ADAPTERS
 
@@ -85,7 +81,7 @@ def _up(served: Served) -> Iterator[dict[str, str]]:
     """The places of a server of this kind, while it runs."""
     model = ensure_default_checkpoint()
     models = UpstreamModels.UNARY if served is Served.UNARY else UpstreamModels.DECOUPLED
-    with started_server(model, upstream_models=models, **_PARAMETERS) as server:
+    with started_server(model, upstream_models=models, overrides=_PARAMETERS) as server:
         places = {
             "grpc": server.grpc_url,
             "http": server.http_url,
@@ -101,23 +97,6 @@ def _up(served: Served) -> Iterator[dict[str, str]]:
 
 @contextmanager
 def _openai_front(grpc: str) -> Iterator[str]:
-    """`multilora openai` with the sample adapters by their names; its host:port."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    command = [str(Path(sys.executable).with_name("multilora")), "openai", "--port", str(port)]
-    command += [f"--server=grpc://{grpc}", *(f"--adapter={a.name}={a.directory}" for a in SAMPLE_ADAPTERS.values())]
-    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as front:
-        try:
-            while not _answers(f"http://127.0.0.1:{port}/v1/models"):
-                assert front.poll() is None, "it said why"
-                time.sleep(0.1)
-            yield f"127.0.0.1:{port}"
-        finally:
-            front.terminate()
-
-
-def _answers(url: str) -> bool:
-    try:
-        return httpx2.get(url).is_success
-    except httpx2.TransportError:
-        return False
+    """OpenAI's front with the sample adapters by their names; its host:port."""
+    with started_openai_front(grpc, *(f"--adapter={a.name}={a.directory}" for a in SAMPLE_ADAPTERS.values())) as front:
+        yield front

@@ -77,7 +77,7 @@ class Prometheus:
             folder = Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="multilora-prometheus-")))
             address = f"127.0.0.1:{_free_port()}"
             self._api = f"http://{address}/api/v1"
-            command = [
+            command: list[Path | str] = [
                 REPOSITORY / "scripts" / "deployment" / "prometheus",
                 f"--config.file={self._write_settings(folder)}",
                 f"--storage.tsdb.path={folder / 'data'}",

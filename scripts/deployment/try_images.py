@@ -114,8 +114,8 @@ def _with_server(base: Path, root: Path) -> Path:
     """A copy of `base` with a tritonserver where NVIDIA's image has one."""
     if not root.exists():
         subprocess.run(["cp", "--archive", base, root], check=True)
-        install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", root / "opt" / "wheel"]
-        subprocess.run([*install, "-c", REPOSITORY / "constraints.txt", "nvidia-pytriton"], check=True)
+        install: list[Path | str] = ["-m", "pip", "install", "--quiet", "--no-deps", "--target", root / "opt" / "wheel"]
+        subprocess.run([sys.executable, *install, "-c", REPOSITORY / "constraints.txt", "nvidia-pytriton"], check=True)
         (root / "opt" / "tritonserver").symlink_to("wheel/pytriton/tritonserver")
     return root
 

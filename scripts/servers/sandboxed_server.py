@@ -61,7 +61,7 @@ def _role(command: list[str]) -> str | None:
     program = Path(command[0]).name if command else ""
     if program == "tritonserver":
         return program
-    if "multilora_engine.process.server" in command:
+    if "multilora_engine.process.main" in command:
         return "engine"
     return Path(command[1]).parents[1].name if program == "triton_python_backend_stub" else None
 

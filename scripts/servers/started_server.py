@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import NoReturn
 
 from rich.console import Console
@@ -20,7 +21,7 @@ def started_server(
     model: Path,
     console: Console | None = None,
     upstream_models: UpstreamModels = UpstreamModels.NONE,
-    **overrides: str,
+    overrides: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[ServerProcess]:
     """A server that is ready, on free ports; console: shows that it starts. overrides: of the engine's parameters.
 

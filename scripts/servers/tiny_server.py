@@ -8,11 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
-
 from checkpoints.prepare_default_model import ensure_default_checkpoint
-from multilora_engine.models.model_config import read_model_config
+from checkpoints.tiny_llama import save_tiny_llama
+from multilora_engine.models.registry import read_model_config
 from multilora_engine.tritonserver import ServerProcess
 from multilora_engine.tritonserver.upstream_models import UpstreamModels
 from servers.started_server import started_server
@@ -27,31 +25,21 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_m
 
 
 @contextmanager
-def tiny_server(upstream_models: UpstreamModels = UpstreamModels.NONE) -> Iterator[tuple[ServerProcess, Path]]:
-    """A server that is ready, on free ports, and its model's directory."""
+def tiny_server(
+    upstream_models: UpstreamModels = UpstreamModels.NONE, **overrides: str
+) -> Iterator[tuple[ServerProcess, Path]]:
+    """A server that is ready, on free ports, and its model's directory. overrides: of the engine's parameters."""
     with tempfile.TemporaryDirectory() as directory:
         model = save_tiny_model(Path(directory))
-        with started_server(model, upstream_models=upstream_models, **_PARAMETERS) as server:
+        parameters = {**_PARAMETERS, **overrides}
+        with started_server(model, upstream_models=upstream_models, overrides=parameters) as server:
             yield server, model
 
 
 def save_tiny_model(path: Path) -> Path:
     """A Llama of a few thousand random parameters for the default model's tokenizer. Context 512, no end token."""
     default = ensure_default_checkpoint()
-    torch.manual_seed(7)
-    config = LlamaConfig(
-        vocab_size=read_model_config(default).vocab_size,
-        hidden_size=32,
-        intermediate_size=56,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        initializer_range=0.4,
-        eos_token_id=None,
-        bos_token_id=None,
-    )
-    LlamaForCausalLM(config).save_pretrained(path)
+    save_tiny_llama(path, vocab_size=read_model_config(default).vocab_size)
     for name in _TOKENIZER_FILES:
         if (default / name).exists():
             shutil.copy(default / name, path)

@@ -14,7 +14,7 @@ from peft import PeftModel
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from transformers import AutoModelForCausalLM, AutoTokenizer, BatchEncoding, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
 
 from checkpoints.prepare_default_model import default_checkpoint
 from training.sample_adapters import SAMPLE_ADAPTERS, SampleAdapter, held_out_prompts
@@ -48,22 +48,24 @@ def main(
         raise typer.Exit(code=1)
 
 
-def encode_prompts(tokenizer: PreTrainedTokenizerFast, prompts: list[str]) -> BatchEncoding:
+def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: list[str]) -> BatchEncoding:
     """All prompts in the chat template, as one batch padded on the left."""
     conversations = [[{"role": "user", "content": prompt}] for prompt in prompts]
-    return tokenizer.apply_chat_template(
+    batch = tokenizer.apply_chat_template(
         conversations, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
     )
+    assert isinstance(batch, BatchEncoding)
+    return batch
 
 
-def load_model(checkpoint: Path, adapter: SampleAdapter | None) -> torch.nn.Module:
+def load_model(checkpoint: Path, adapter: SampleAdapter | None) -> PreTrainedModel | PeftModel:
     """The base model in float32, with the adapter's stored weights attached."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     return PeftModel.from_pretrained(model, adapter.directory) if adapter else model
 
 
 def generate_answers(
-    model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast, prompts: BatchEncoding, max_new_tokens: int
+    model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase, prompts: BatchEncoding, max_new_tokens: int
 ) -> list[str]:
     """Greedy answers, without special tokens."""
     output = model.eval().generate(**prompts, do_sample=False, max_new_tokens=max_new_tokens)

@@ -10,7 +10,7 @@ import math
 import random
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -18,7 +18,7 @@ from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dic
 from rich.console import Console
 from rich.progress import Progress
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from checkpoints.prepare_default_model import default_checkpoint
 from training.sample_adapters import BASE_MODEL_NAME, SAMPLE_ADAPTERS, SampleAdapter, read_jsonl
@@ -69,10 +69,10 @@ def load_examples(checkpoint: Path, adapter: SampleAdapter) -> list[Example]:
     return [encode(tokenizer, **record) for record in read_jsonl(adapter.training_data)]
 
 
-def encode(tokenizer: PreTrainedTokenizerFast, prompt: str, answer: str) -> Example:
+def encode(tokenizer: PreTrainedTokenizerBase, prompt: str, answer: str) -> Example:
     """Token ids as the server makes them: the templated prompt by itself, then what the model shall generate."""
     messages = [{"role": "user", "content": prompt}]
-    prompt_ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    prompt_ids: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     answer_ids = tokenizer(answer, add_special_tokens=False)["input_ids"]
     return prompt_ids, [*answer_ids, tokenizer.eos_token_id]
 
@@ -107,7 +107,7 @@ def answer_loss(
         model: The base model with its LoRA weights.
         input_ids, attention_mask, labels: int64 [batch, length], as `collate` makes them.
     """
-    causal_lm = model.get_base_model()
+    causal_lm: Any = model.get_base_model()
     hidden = causal_lm.model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
     next_labels = labels[:, 1:]
     has_loss = next_labels != IGNORED

@@ -26,7 +26,7 @@ from rich.progress import Progress
 from transformers import AutoTokenizer
 
 from multilora_client import DIRECT, ENSEMBLE, Client
-from multilora_client.messages import GenerateOptions
+from multilora_client.options import GenerateOptions
 from servers.tiny_server import tiny_server
 
 SAMPLES = {

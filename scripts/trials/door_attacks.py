@@ -2,43 +2,46 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import select
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException
 
-import grpc
+import grpc  # type: ignore[import-untyped]
 from tritonclient.grpc import service_pb2
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
+from multilora_engine.client_header import CLIENT_HEADER
+from trials.doors import GRPC_OPTIONS, TIMEOUT_S, Attack, Doors, answers, infer_request, told
+
+_GENERATE = "/v2/models/generation_unary/generate"
 _DEPTH = 200_000
 _INFLATED_BYTES = 400 << 20
 _NUM_CONNECTIONS = 1100
 _HOLD_S = 5.0
-_TIMEOUT_S = 60.0
+_NUM_STREAMS = 10_000
+_MESSAGE_BYTES = (1 << 31) - (1 << 16)
 
+VICTIM_REQUEST_ID = "the-victims-request"
 
-@dataclass(frozen=True)
-class Doors:
-    """Where clients connect, `host:port`: to the server itself, or to the proxy before it."""
-
-    http_url: str
-    grpc_url: str
-
-
-Attack = Callable[[Doors], str]
-"""Carries out an attack and tells in a few words what the attacker met."""
+VICTIMS_NAME = "0:0:0:0::/64"
+"""The proxy calls a client so that connects to it from `::1`."""
 
 
 def send_deep_json(doors: Doors) -> str:
     """400 kB of brackets to `generate`."""
-    body = '{"text_input":' + "[" * _DEPTH + "]" * _DEPTH + "}"
-    connection = HTTPConnection(doors.http_url, timeout=_TIMEOUT_S)
+    return post(doors.http_url, _GENERATE, '{"text_input":' + "[" * _DEPTH + "]" * _DEPTH + "}")
+
+
+def post(url: str, path: str, body: str, headers: Mapping[str, str] | None = None) -> str:
+    """What is answered to JSON, by its status. url: `host:port`."""
+    connection = HTTPConnection(url, timeout=TIMEOUT_S)
     try:
-        connection.request("POST", "/v2/models/generation_unary/generate", body)
+        connection.request("POST", path, body, {"Content-Type": "application/json", **(headers or {})})
         return f"HTTP {connection.getresponse().status}"
     except (OSError, HTTPException) as error:
         return f"disconnected ({type(error).__name__})"
@@ -54,7 +57,20 @@ def send_compressed_zeros(doors: Doors) -> str:
     with grpc.insecure_channel(doors.grpc_url, [("grpc.max_send_message_length", -1)]) as channel:
         stub = GRPCInferenceServiceStub(channel)
         try:
-            stub.ModelInfer(request, timeout=_TIMEOUT_S, compression=grpc.Compression.Gzip)
+            stub.ModelInfer(request, timeout=TIMEOUT_S, compression=grpc.Compression.Gzip)
+        except grpc.RpcError as error:
+            return f"{error.code().name}: {error.details()}"
+    return "answered"
+
+
+def send_a_message_of_two_gigabytes(doors: Doors) -> str:
+    """As long as protobuf allows: a field that nobody knows, in one message."""
+    # Field 1000, so many bytes: a tag and a length as varints.
+    message = b"\xc2\x3e" + _varint(_MESSAGE_BYTES) + bytes(_MESSAGE_BYTES)
+    with grpc.insecure_channel(doors.grpc_url, GRPC_OPTIONS) as channel:
+        send = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer", lambda raw: raw, lambda raw: raw)
+        try:
+            send(message, timeout=TIMEOUT_S)
         except grpc.RpcError as error:
             return f"{error.code().name}: {error.details()}"
     return "answered"
@@ -62,15 +78,57 @@ def send_compressed_zeros(doors: Doors) -> str:
 
 def hold_idle_connections(doors: Doors) -> str:
     """1,100 connections to each port that never send a byte, for some seconds."""
+    return hold_connections(doors.http_url, doors.grpc_url)
+
+
+def hold_connections(*urls: str) -> str:
+    """Open 1,100 idle connections to each `host:port`, and hold them."""
     with ExitStack() as stack:
         idle = [
             stack.enter_context(socket.create_connection((host, int(port))))
-            for url in (doors.http_url, doors.grpc_url)
+            for url in urls
             for host, port in [url.split(":")]
             for _ in range(_NUM_CONNECTIONS)
         ]
         time.sleep(_HOLD_S)
         return f"{_num_closed(idle)} of {len(idle)} closed"
+
+
+def open_ten_thousand_streams(doors: Doors) -> str:
+    """On one connection, without a request, for some seconds."""
+
+    async def hold() -> int:
+        async with grpc.aio.insecure_channel(doors.grpc_url) as channel:
+            stub = GRPCInferenceServiceStub(channel)
+            calls = [stub.ModelStreamInfer() for _ in range(_NUM_STREAMS)]
+            waiting = [asyncio.ensure_future(call.read()) for call in calls]
+            await asyncio.sleep(_HOLD_S)
+            num_ended: int = sum(each.done() for each in waiting)
+            for each in waiting:
+                each.cancel()
+            return num_ended
+
+    return f"{asyncio.run(hold())} of {_NUM_STREAMS} ended by the server"
+
+
+def stop_the_victims_request_in_its_name(doors: Doors) -> str:
+    """By the victim's own id, with its name in a header, in a parameter and in the body of `generate`."""
+    in_header = infer_request("generation_unary", VICTIM_REQUEST_ID, stop=[[True]])
+    in_parameter = infer_request("generation_unary", VICTIM_REQUEST_ID, stop=[[True]])
+    in_parameter.parameters[CLIENT_HEADER].string_param = VICTIMS_NAME
+    body = json.dumps({"id": VICTIM_REQUEST_ID, "stop": True, CLIENT_HEADER: VICTIMS_NAME})
+    end, seen = time.monotonic() + _HOLD_S, []
+    while time.monotonic() < end:
+        seen.append("header: " + answers(doors, [in_header], clients=[VICTIMS_NAME]))
+        seen.append("parameter: " + answers(doors, [in_parameter]))
+        seen.append("body: " + post(doors.http_url, _GENERATE, body, {CLIENT_HEADER: VICTIMS_NAME}))
+    return told(seen)
+
+
+def _varint(number: int) -> bytes:
+    """As protobuf writes it: seven bits a byte, the lowest first."""
+    low, high = number & 0x7F, number >> 7
+    return bytes([low | 0x80]) + _varint(high) if high else bytes([low])
 
 
 def _num_closed(connections: list[socket.socket]) -> int:
@@ -85,5 +143,8 @@ DOOR_ATTACKS: Mapping[str, Attack] = {
     "JSON 200,000 deep to HTTP generate": send_deep_json,
     "gRPC, 400 MiB of zeros in gzip": send_compressed_zeros,
     "1,100 idle connections to each port": hold_idle_connections,
+    "10,000 idle streams on a connection": open_ten_thousand_streams,
+    "a gRPC message of 2 GiB": send_a_message_of_two_gigabytes,
+    "stop by the victim's id in its name": stop_the_victims_request_in_its_name,
 }
 """By what a table calls them."""

@@ -5,74 +5,44 @@ Each is bounded in number and time. Some ask for more than a server's limits all
 
 from __future__ import annotations
 
-import asyncio
 import json
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
-import grpc
+import grpc  # type: ignore[import-untyped]
 import numpy as np
 from tritonclient.grpc import service_pb2
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
-from tritonclient.utils import np_to_triton_dtype, serialize_byte_tensor
 
-from multilora_engine.client_header import CLIENT_HEADER
-from trials.door_attacks import Attack, Doors
-
-VICTIM_REQUEST_ID = "the-victims-request"
+from trials.door_attacks import VICTIM_REQUEST_ID
+from trials.doors import GRPC_OPTIONS, Attack, Doors, answers, ask, infer_request, told
 
 _ATTENTION_OUT = 4
 """The module of the attention's output, on the wire."""
 
-_ATTACK_S = 6.0
-_TIMEOUT_S = 60.0
+_ATTACK_S = 5.0
 _MAX_WORDS = 4096
 _MAX_BIASES = 65_536
-_OPTIONS = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
-
-
-def infer_request(model: str, request_id: str = "", **tensors: Any) -> service_pb2.ModelInferRequest:
-    """A request with a batch of plain values for each tensor; texts are BYTES, whole numbers INT32."""
-    request = service_pb2.ModelInferRequest(model_name=model, id=request_id)
-    for name, values in tensors.items():
-        array = _array(values)
-        request.inputs.add(name=name, datatype=np_to_triton_dtype(array.dtype), shape=array.shape)
-        is_text = array.dtype == np.object_
-        request.raw_input_contents.append(serialize_byte_tensor(array).item() if is_text else array.tobytes())
-    return request
-
-
-def answers(
-    doors: Doors, requests: Sequence[service_pb2.ModelInferRequest], at_once: int = 8, clients: Sequence[str] = ()
-) -> str:
-    """Send requests, so many at once; what they were answered, with how often. clients: who each says to be from."""
-    with grpc.insecure_channel(doors.grpc_url, _OPTIONS) as channel, ThreadPoolExecutor(at_once) as pool:
-        ask = partial(_ask, GRPCInferenceServiceStub(channel))
-        return _told(Counter(pool.map(ask, requests, clients or [""] * len(requests))))
 
 
 def stream_of_attacks(doors: Doors, make: Callable[[int], service_pb2.ModelInferRequest], at_once: int = 8) -> str:
     """Let several clients send one request after the other, for as long as an attack lasts."""
     lock, numbers, end = threading.Lock(), iter(range(1 << 30)), time.monotonic() + _ATTACK_S
-    seen: Counter[str] = Counter()
-    with grpc.insecure_channel(doors.grpc_url, _OPTIONS) as channel, ThreadPoolExecutor(at_once) as pool:
+    seen: list[str] = []
+    with grpc.insecure_channel(doors.grpc_url, GRPC_OPTIONS) as channel, ThreadPoolExecutor(at_once) as pool:
         stub = GRPCInferenceServiceStub(channel)
 
         def attack(_: int) -> None:
             while time.monotonic() < end:
                 with lock:
                     number = next(numbers)
-                answer = _ask(stub, make(number))
-                with lock:
-                    seen[answer] += 1
+                seen.append(ask(stub, doors, make(number)))
 
         list(pool.map(attack, range(at_once)))
-    return _told(seen)
+    return told(seen)
 
 
 def send_words_times_beams(doors: Doors) -> str:
@@ -115,7 +85,7 @@ def send_as_many_schemas_as_allowed(doors: Doors) -> str:
 
 
 def send_many_sequences(doors: Doors) -> str:
-    return answers(doors, [_prompt(num_return_sequences=128, max_tokens=16) for _ in range(4)], at_once=4)
+    return answers(doors, [_prompt(num_return_sequences=128, max_tokens=4) for _ in range(4)], at_once=4)
 
 
 def send_rows_times_sequences(doors: Doors) -> str:
@@ -141,7 +111,10 @@ def penalise_long_prompts(doors: Doors) -> str:
         doors,
         [
             infer_request(
-                "generation_unary", input_ids=[prompt], max_tokens=[[200]], repetition_penalty=np.float32([[1.1]])
+                "generation_unary",
+                input_ids=[prompt],
+                max_tokens=[[200]],
+                repetition_penalty=np.array([[1.1]], np.float32),
             )
             for prompt in prompts
         ],
@@ -168,30 +141,13 @@ def upload_under_forged_names(doors: Doors) -> str:
     requests = [
         infer_request(
             "generation_unary",
-            lora_task_id=np.uint64([[5_000_000 + i]]),
+            lora_task_id=np.array([[5_000_000 + i]], np.uint64),
             lora_weights_fp32=weights,
             lora_config=[config],
         )
         for i in range(48)
     ]
     return answers(doors, requests, at_once=16, clients=[f"client-{i}" for i in range(48)])
-
-
-def open_ten_thousand_streams(doors: Doors) -> str:
-    """On one connection, without a request, for some seconds."""
-
-    async def hold() -> int:
-        async with grpc.aio.insecure_channel(doors.grpc_url) as channel:
-            stub = GRPCInferenceServiceStub(channel)
-            calls = [stub.ModelStreamInfer() for _ in range(10_000)]
-            waiting = [asyncio.ensure_future(call.read()) for call in calls]
-            await asyncio.sleep(_ATTACK_S)
-            num_ended = sum(each.done() for each in waiting)
-            for each in waiting:
-                each.cancel()
-            return num_ended
-
-    return f"{asyncio.run(hold())} of 10000 ended by the server"
 
 
 ENGINE_ATTACKS: Mapping[str, Attack] = {
@@ -211,22 +167,8 @@ ENGINE_ATTACKS: Mapping[str, Attack] = {
     "request ids with a newline, an escape, of 1 MB": send_forged_ids,
     "stop by the victim's id": stop_the_victims_request,
     "48 uploads of 9 MB under 48 forged names": upload_under_forged_names,
-    "10,000 idle streams on a connection": open_ten_thousand_streams,
 }
 """By what a table calls them."""
-
-
-def _told(seen: Counter[str]) -> str:
-    return ", ".join(f"{number} x {answer}" for answer, number in seen.most_common(3))
-
-
-def _ask(stub: GRPCInferenceServiceStub, request: service_pb2.ModelInferRequest, client: str = "") -> str:
-    """client: who it says that it is."""
-    try:
-        stub.ModelInfer(request, timeout=_TIMEOUT_S, metadata=[(CLIENT_HEADER, client)] if client else None)
-    except grpc.RpcError as error:
-        return str(error.code().name)
-    return "answered"
 
 
 def _prompt(request_id: str = "", rows: int = 1, **options: Any) -> service_pb2.ModelInferRequest:
@@ -265,10 +207,3 @@ def _words(seed: int, number: int) -> list[str]:
 def _word_list(number: int) -> list[list[int]]:
     """So many words of one token each, in upstream's form."""
     return [[i % 40_000 for i in range(number)], list(range(1, number + 1))]
-
-
-def _array(values: Any) -> np.ndarray[Any, Any]:
-    array = np.asarray(values)
-    if array.dtype.kind == "U":
-        return np.asarray([[text.encode() for text in row] for row in values], np.object_)
-    return array.astype({"i": np.int32, "f": np.float32}.get(array.dtype.kind, array.dtype))

@@ -29,10 +29,10 @@ from rich.table import Table
 from tritonclient.grpc import InferenceServerClient, InferInput
 
 from multilora_client import Client
-from multilora_engine.lora.layout import adapter_layout, lora_modules
-from multilora_engine.models.model_config import read_model_config
+from multilora_engine.models.registry import adapter_sites, read_model_config
 from multilora_engine.tritonserver import ServerProcess
 from multilora_engine.tritonserver.free_space import SHARED_MEMORY
+from multilora_wire.layout import num_values
 from servers.tiny_server import tiny_server
 from trials.fuzz_doors import ANSWERED, Doors, Outcome
 from trials.fuzz_requests import (
@@ -102,12 +102,11 @@ def read_facts(grpc_url: str, model: Path) -> ModelFacts:
     with InferenceServerClient(grpc_url) as client:
         configs = {name: client.get_model_config(name, as_json=True)["config"] for name in set(DOORS.values())}
     config = read_model_config(model)
-    layout = adapter_layout(config, 4, "float16")
-    modules = lora_modules(layout)
+    sites = adapter_sites(config)
     return ModelFacts(
         inputs={name: {entry["name"]: _spec(entry) for entry in c["input"]} for name, c in configs.items()},
-        row_widths={module: modules[module].num_values(1, False) for module in MODULES},
-        num_layers=layout.num_layers,
+        row_widths={module: num_values(sites.module_at[0, module], rank=1) for module in MODULES},
+        num_layers=sites.num_layers,
         vocab_size=config.vocab_size,
     )
 

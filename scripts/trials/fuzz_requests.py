@@ -33,8 +33,8 @@ DOORS: Mapping[str, str] = {
 }
 """Where a request can be sent, and the model it asks there."""
 
-_TYPES = ("BOOL", "UINT8", "UINT16", "UINT32", "UINT64", "INT8", "INT16", "INT32", "INT64", "FP16", "FP32", "FP64")
-_TYPES += ("BYTES", "BF16")
+_NUMBERS = ("BOOL", "UINT8", "UINT16", "UINT32", "UINT64", "INT8", "INT16", "INT32", "INT64", "FP16", "FP32", "FP64")
+_TYPES = (*_NUMBERS, "BYTES", "BF16")
 _FOREIGN_TYPES = ("", "FOO", "int32", "TYPE_INT32", "STRING")
 _BROKEN_UTF8 = (b"\xff\xfe", b"\xed\xa0\x80", b"\xc0\x80", b"abc\xe2\x82", b"\xf4\x90\x80\x80", b"ok\x80")
 _STRANGE_TEXTS = (
@@ -337,16 +337,16 @@ def _broken_adapter(random: Random, request: WireRequest, facts: ModelFacts) -> 
 
 
 def _broken_chat(random: Random, request: WireRequest, facts: ModelFacts) -> None:
-    chats = ("", "[", "{}", "null", "[]", "[1]", '[{"role": "user"}]', '[{"role": 7, "content": "x"}]', "[" * 5000)
-    chats += ('{"messages": 1}', '[{"role": "user", "content": {"a": [1]}}]', '"text"', "1e999", '[{"role": "nobody"}]')
+    chats = ["", "[", "{}", "null", "[]", "[1]", '[{"role": "user"}]', '[{"role": 7, "content": "x"}]', "[" * 5000]
+    chats += ['{"messages": 1}', '[{"role": "user", "content": {"a": [1]}}]', '"text"', "1e999", '[{"role": "nobody"}]']
     request.tensors = [t for t in request.tensors if t.name != "text_input"]
     request.put(_text("messages", random.choice(chats)))
 
 
 def _broken_guide(random: Random, request: WireRequest, facts: ModelFacts) -> None:
     kinds = ("json", "json_schema", "regex", "ebnf_grammar", "structural_tag", "nonsense", "")
-    guides = ("", "(", "[a-z", "{", '{"type": 5}', '{"$ref": "#/x"}', "root ::= root", "start: start", "a{1,100000}")
-    guides += ('{"type": "object", "properties": {"a": {"type": "integer"}}}', "(a|b)*", 'start: "x"', "\\p{Foo}")
+    guides = ["", "(", "[a-z", "{", '{"type": 5}', '{"$ref": "#/x"}', "root ::= root", "start: start", "a{1,100000}"]
+    guides += ['{"type": "object", "properties": {"a": {"type": "integer"}}}', "(a|b)*", 'start: "x"', "\\p{Foo}"]
     request.put(_text("guided_decoding_guide_type", random.choice(kinds)))
     request.put(_text("guided_decoding_guide", random.choice(guides)))
 

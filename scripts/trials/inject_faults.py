@@ -32,8 +32,8 @@ from rich.table import Column, Table
 
 from checkpoints.telling_adapters import MAX_RANK, PROMPT_TOKENS, save_checkpoint
 from multilora_client import Client, MultiloraClientError
-from multilora_engine.lora.layout import AdapterLayout, adapter_layout
-from multilora_engine.models.model_config import read_model_config
+from multilora_engine.lora.checkpoint_layout import checkpoint_layout
+from multilora_wire.layout import AdapterLayout
 from servers.sandboxed_server import SandboxedServer, namespace
 from servers.started_server import sigterm_as_ctrl_c
 from trials.serving_load import ANSWER_TIMEOUT_S, Load, Tally
@@ -326,7 +326,7 @@ def stage(num_clients: int, directory: Path, log: Path | None = None, has_own_cl
     (cache := directory / "cache").mkdir()
     clock = WallClock(directory) if has_own_clock else None
     model = save_checkpoint(directory / "model")
-    layout: AdapterLayout = adapter_layout(read_model_config(model), MAX_RANK, "float32")
+    layout: AdapterLayout = checkpoint_layout(model, MAX_RANK, "float32")
     with sigterm_as_ctrl_c(), namespace(cache, _CACHE_BYTES, _SHM_BYTES) as prefix:
         parameters = _PARAMETERS | {"lora_cache_dir": str(cache)}
         server = SandboxedServer(prefix, model, cache, parameters, log, clock.environment if clock else None)

@@ -21,8 +21,8 @@ import torch
 
 from checkpoints.telling_adapters import BASE_TOKEN, PROMPT_TOKENS, adapter_matrices, answer
 from multilora_client import Adapter, AdapterNotFound, AdapterTensors, Client, MultiloraClientError
-from multilora_client.messages import GenerateOptions
-from multilora_engine.lora.layout import AdapterLayout, lora_modules
+from multilora_client.options import GenerateOptions
+from multilora_wire.layout import AdapterLayout
 
 ANSWER_TIMEOUT_S = 60.0
 """A request that has neither an answer nor an error by then is stuck."""
@@ -36,7 +36,7 @@ _SHARE_OF_BASE = 0.1
 
 def telling_adapter(number: int, layout: AdapterLayout) -> Adapter:
     """The adapter `number` as clients send it; its task id is far beyond 32 bits."""
-    ids = {module.name: module.module_id for module in lora_modules(layout).values()}
+    ids = layout.sites.module_ids
     rows = adapter_matrices(number, 0)
     weights = torch.stack([torch.cat([row.a.flatten(), row.b.flatten()]) for row in rows]).numpy()
     config = np.array([[ids[row.module], row.layer, len(row.a), 0] for row in rows], np.int32)

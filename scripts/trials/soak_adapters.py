@@ -44,12 +44,13 @@ from checkpoints.telling_adapters import (
     packed_adapter,
     save_checkpoint,
 )
-from multilora_engine.lora.layout import AdapterLayout, PackedAdapter, adapter_layout
-from multilora_engine.models.model_config import read_model_config
+from multilora_engine.lora.checkpoint_layout import checkpoint_layout
+from multilora_engine.lora.layout import PackedAdapter
 from multilora_engine.process.client import EngineClient
 from multilora_engine.process.paths import owned_socket_path
 from multilora_engine.process.supervisor import EngineProcess
 from multilora_engine.request import GenerationRequest, SamplingParams, TokenOutput
+from multilora_wire.layout import AdapterLayout
 from trials.soak_engine import Counts
 
 Popularity = Literal["zipf", "uniform"]
@@ -372,7 +373,7 @@ def soak(
     adapters = [Versions(number) for number in range(options.num_adapters)]
     with tempfile.TemporaryDirectory(prefix="multilora-soak-") as name:
         directory = Path(name)
-        layout = adapter_layout(read_model_config(save_checkpoint(directory / "model")), MAX_RANK, "float32")
+        layout = checkpoint_layout(save_checkpoint(directory / "model"), MAX_RANK, "float32")
         parameters, counts_file = engine_parameters(directory, layout, options), directory / "counts.json"
         for popularity in popularities:
             with engine(parameters, counts_file) as client:
@@ -416,7 +417,7 @@ def main(
     device_adapters: Annotated[int, typer.Option(help="Adapters that a step, and the device tier, can hold.")] = 20,
     host_adapters: Annotated[int, typer.Option(help="Adapters that the host tier can hold, on average.")] = 200,
     disk: Annotated[bool, typer.Option(help="Keep in files what memory cannot hold; or send it again.")] = True,
-    popularity: Annotated[list[str], typer.Option(help="zipf or uniform; repeat for both.")] = ["zipf", "uniform"],  # noqa: B006
+    popularity: Annotated[list[Popularity], typer.Option(help="Repeat for both.")] = ["zipf", "uniform"],  # noqa: B006
     seed: Annotated[int, typer.Option(help="Of what the clients do; their interleaving is up to the machine.")] = 0,
 ) -> None:
     """Ask, upload, replace, cancel and stop at random, and check every answer. Ends with status 1 if one is wrong."""

@@ -17,7 +17,7 @@ import typer
 from multilora_engine.config import EngineConfig
 from multilora_engine.engine.engine import Engine
 from multilora_engine.lora.life_cycle import LoRAStats
-from multilora_engine.process import server
+from multilora_engine.process import main, server
 from multilora_engine.request import TokenOutput
 
 _STEPS_PER_CHECK = 32
@@ -56,7 +56,7 @@ def run(file: Annotated[Path, typer.Argument(help="Where to leave the counts, as
     """Serve an engine as the supervisor's launch message on stdin says, until stdin ends."""
     # A line a request would be tens of thousands.
     logging.getLogger(server.__name__).setLevel(logging.WARNING)
-    server.main(partial(CheckedEngine, file))
+    main.main(partial(CheckedEngine, file))
 
 
 if __name__ == "__main__":

@@ -49,7 +49,11 @@ WEIGHTS = np.ones((1, 2, 7), np.float16)
 @pytest.mark.parametrize(
     ("weights", "config", "message"),
     [
-        (np.array([{}], object), CONFIG, r"model\.lora_weights\.npy is not a \.npy array without pickled objects"),
+        (
+            np.array([{}], object),
+            CONFIG,
+            r"model\.lora_weights\.npy is not a readable \.npy array without pickled",
+        ),
         (WEIGHTS.astype(np.int8), CONFIG, "holds int8"),
         (WEIGHTS.astype(np.float64), CONFIG, "holds float64"),
         (WEIGHTS[0, 0], CONFIG, r"has shape \[7\]"),
@@ -71,7 +75,7 @@ def test_garbage_archives_and_missing_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(AdapterError, match=r"weights\.npy is missing"):
         AdapterTensors.load(tmp_path)
     path.write_bytes(b"")
-    with pytest.raises(AdapterError, match=r"is not a \.npy array"):
+    with pytest.raises(AdapterError, match=r"is not a readable \.npy array"):
         AdapterTensors.load(tmp_path)
     with path.open("wb") as file:
         np.savez(file, weights=WEIGHTS)

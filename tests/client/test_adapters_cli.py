@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from multilora_client.cli import app
+from multilora_wire.layout import AdapterLayout
+from multilora_wire.sites import decoder_sites
 
 PIRATE = {
     "lora_task_id": 7,
@@ -114,16 +117,7 @@ def test_stats_are_a_table_of_the_tiers_and_one_of_the_adapters(fake_triton: Any
     assert json.loads(run(fake_triton, "stats", "--json").stdout) == STATS
 
 
-LAYOUT = {
-    "num_layers": 30,
-    "hidden_size": 576,
-    "q_size": 576,
-    "kv_size": 192,
-    "intermediate_size": 1536,
-    "max_rank": 64,
-    "lora_dtype": "float32",
-    "page_bytes": 393216,
-}
+LAYOUT = asdict(AdapterLayout(decoder_sites(30, 576, 576, 192, 1536), 64, "float32", page_bytes=393216))
 
 
 def test_size_tells_what_adapters_take_of_the_server_that_is_asked(fake_triton: Any) -> None:

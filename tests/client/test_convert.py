@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, Phi3Config, Starcoder2Config
 
 from multilora_client import AdapterError, AdapterTensors, convert_peft, load_adapter
 
@@ -66,6 +68,55 @@ def test_rows_are_what_peft_adds_to_the_weights(save_adapter: Callable[..., Any]
 
     assert tensors.dtype == "FP32"
     assert_same_deltas(tensors, saved)
+
+
+PHI3 = Phi3Config(
+    vocab_size=11,
+    hidden_size=24,
+    intermediate_size=56,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    pad_token_id=0,
+)
+STARCODER2 = Starcoder2Config(
+    vocab_size=11,
+    hidden_size=24,
+    intermediate_size=56,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
+
+
+@pytest.mark.parametrize(
+    ("config", "target", "module_id"),
+    [
+        (PHI3, "self_attn.qkv_proj", 0),
+        (PHI3, "self_attn.o_proj", 4),
+        (PHI3, "mlp.gate_up_proj", 18),
+        (PHI3, "mlp.down_proj", 6),
+        (STARCODER2, "self_attn.k_proj", 2),
+        (STARCODER2, "mlp.c_fc", 5),
+        (STARCODER2, "mlp.c_proj", 6),
+    ],
+)
+def test_rows_of_other_families_are_what_peft_adds_to_the_weights(
+    tmp_path: Path, config: Any, target: str, module_id: int
+) -> None:
+    torch.manual_seed(3)
+    lora = LoraConfig(r=3, lora_alpha=7, target_modules=[target.split(".")[1]], init_lora_weights=False)
+    model = get_peft_model(AutoModelForCausalLM.from_config(config), lora)
+    model.save_pretrained(tmp_path)
+    tensors = convert_peft(tmp_path)
+    assert tensors.config.tolist() == [[module_id, layer, 3, 0] for layer in (0, 1)]
+    for layer in (0, 1):
+        module = model.get_submodule(f"base_model.model.model.layers.{layer}.{target}")
+        a, b = matrices(tensors, layer, module.in_features, module.out_features)
+        if module_id == 18:
+            up, gate = b.chunk(2)
+            b = torch.cat([gate, up])
+        torch.testing.assert_close(b @ a, module.get_delta_weight("default"), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(

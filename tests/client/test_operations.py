@@ -26,6 +26,7 @@ from multilora_client import (
     ServerFault,
 )
 from multilora_client.tensors import flat_values
+from multilora_wire.sites import decoder_sites
 
 PIRATE = {
     "lora_task_id": 2**64 - 1,
@@ -41,7 +42,7 @@ PIRATE = {
     "num_hits": 3,
 }
 INFO = AdapterInfo(**{**PIRATE, "ranks": (4, 8)})  # type: ignore[arg-type]
-LAYOUT = AdapterLayout(2, 64, 64, 32, 128, 64, "float32", 262144)
+LAYOUT = AdapterLayout(decoder_sites(2, 64, 64, 32, 128), 64, "float32", 262144)
 MODEL = ModelInfo("SmolLM2-135M-Instruct", 8192, 49152, "1.2.3")
 EVENT = {"kind": "evicted", "lora_task_id": 7, "digest": "cd", "time_ns": 10**18, "instance": "h:1"}
 Answer = dict[str, Any] | list[Any] | str
@@ -114,6 +115,14 @@ def test_a_newer_server_may_say_more(fake_triton: Any) -> None:
     fake_triton.report = {"adapters": [{**PIRATE, "colour": "black"}]}
     with Client(fake_triton.url) as client:
         assert client.list_adapters() == [INFO]
+
+
+def test_a_layout_of_another_version_is_not_misread() -> None:
+    answer = {"layout": asdict(LAYOUT) | {"version": LAYOUT.version + 1}}
+    with pytest.raises(
+        ServerFault, match=f"layout has version {LAYOUT.version + 1}, this client knows {LAYOUT.version}"
+    ):
+        call(answer, lambda client: client.adapter_layout(), is_async=False)
 
 
 @pytest.mark.parametrize("answer", ["", "oops", [1]])

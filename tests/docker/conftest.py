@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from support.small_models import write_small_models
 
-from deployment.local_proxy import LocalProxy
 from multilora_engine.tritonserver import ServerOptions, ServerProcess
+from servers.local_proxy import LocalProxy
 
 
 @pytest.fixture(scope="session")

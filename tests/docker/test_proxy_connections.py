@@ -11,7 +11,7 @@ from contextlib import ExitStack
 import httpx2
 import pytest
 
-from deployment.local_proxy import LocalProxy
+from servers.local_proxy import LocalProxy
 
 OTHER_ADDRESS = "127.0.0.2"
 MAX_CONNECTIONS = 128

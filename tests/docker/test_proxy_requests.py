@@ -18,9 +18,9 @@ import tritonclient.http
 from support.certificates import Authority
 from tritonclient.utils import InferenceServerException
 
-from deployment.local_proxy import LocalProxy
 from multilora_client import Client, Tls
 from multilora_engine.tritonserver import ServerProcess
+from servers.local_proxy import LocalProxy
 
 ADAPTER_BYTES = 96 << 20
 GENERATE = "/v2/models/generation_unary/generate"

@@ -120,6 +120,29 @@ def test_uploads_of_one_id_by_many_clients_at_once_store_it_once(server: ServerP
     assert [event.kind for event in events if event.lora_task_id == adapter.lora_task_id] == ["uploaded"]
 
 
+def test_adapters_sent_at_once_arrive_byte_for_byte(server: ServerProcess, client: Client, pirate: Adapter) -> None:
+    """A door packs them from the memory of their requests, after it has taken further requests."""
+    random, layers = np.random.default_rng(0), pirate.tensors.config[:, 1]
+
+    def draw(num_layers: int) -> AdapterTensors:
+        kept = layers < num_layers
+        weights = random.standard_normal(pirate.tensors.weights[kept].shape).astype(np.float16)
+        return AdapterTensors(weights * (pirate.tensors.weights[kept] != 0), pirate.tensors.config[kept], "FP16")
+
+    adapters = [Adapter(next(fresh_ids), draw(num_layers)) for num_layers in range(1, 13)]
+
+    def upload(adapter: Adapter) -> str:
+        with Client(f"grpc://{server.grpc_url}") as uploader:
+            return uploader.upload(adapter).lora_digest
+
+    one_by_one = [upload(adapter) for adapter in adapters]
+    for adapter in adapters:
+        client.unload_adapter(adapter.lora_task_id)
+    with ThreadPoolExecutor(6) as threads:
+        assert list(threads.map(upload, adapters)) == one_by_one
+    assert len(set(one_by_one)) == len(adapters)
+
+
 def edited(adapter: Adapter, name: str, index: object, value: float) -> dict[str, np.ndarray]:
     """The adapter's tensors with one value changed."""
     arrays = adapter_tensors(adapter)

@@ -15,7 +15,7 @@ from multilora_engine.process.paths import ENGINE_MODULE
 from multilora_engine.tritonserver import ServerProcess
 from multilora_engine.tritonserver.marked_processes import marked_processes
 from servers.tiny_server import tiny_server
-from trials.engine_attacks import infer_request
+from trials.doors import infer_request
 
 
 def engine_of(server: ServerProcess) -> psutil.Process:

@@ -11,8 +11,8 @@ import pytest
 import torch
 from support.adapters import wire_adapter
 from support.engines import run_all
-from support.tiny_model import VOCAB_SIZE, save_tiny_llama
 
+from checkpoints.tiny_llama import VOCAB_SIZE, save_tiny_llama
 from multilora_engine.config import EngineConfig
 from multilora_engine.engine.engine import Engine
 from multilora_engine.execution.transfer import FromDevice

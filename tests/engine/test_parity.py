@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import save_file
 from support.engines import Answer, LogitsRecorder, poison_claimed_blocks, run_all
 from support.oracle import ATTENTION, MLP, Oracle, packed
-from support.tiny_model import save_tiny_llama
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -26,6 +25,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from checkpoints.tiny_llama import save_tiny_llama
 from multilora_engine.config import EngineConfig, LoRAConfig
 from multilora_engine.engine.engine import Engine
 from multilora_engine.execution.cuda_graphs import DecodeGraphs, DecodeInputs, graph_sizes

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import pytest
 import torch
 
-from multilora_kernels import add_rms_norm, lora_expand, lora_shrink, operators, silu_mul
+from multilora_kernels import (
+    add_layer_norm,
+    add_rms_norm,
+    gelu_tanh,
+    gelu_tanh_mul,
+    lora_expand,
+    lora_shrink,
+    operators,
+    silu_mul,
+)
 from multilora_kernels.dispatch import load_operators
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -26,8 +35,11 @@ class Implementation:
     lora_shrink: Callable[..., torch.Tensor]
     lora_expand: Callable[..., None]
     paged_attention: Callable[..., torch.Tensor]
-    add_rms_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
-    silu_mul: Callable[..., torch.Tensor]
+    add_rms_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]] = add_rms_norm
+    add_layer_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]] = add_layer_norm
+    silu_mul: Callable[..., torch.Tensor] = silu_mul
+    gelu_tanh_mul: Callable[..., torch.Tensor] = gelu_tanh_mul
+    gelu_tanh: Callable[..., torch.Tensor] = gelu_tanh
 
 
 def _paged_attention(q: torch.Tensor, *fields: object) -> torch.Tensor:
@@ -47,9 +59,9 @@ def implementation(request: pytest.FixtureRequest) -> Implementation:
     if request.param == "interpreter":
         from multilora_kernels import cuda
 
-        operators = (cuda.lora_shrink, cuda.lora_expand, cuda.paged_attention, cuda.add_rms_norm, cuda.silu_mul)
-        return Implementation("cpu", *operators)
-    return Implementation(request.param, lora_shrink, lora_expand, _paged_attention, add_rms_norm, silu_mul)
+        names = [field.name for field in fields(Implementation)[1:]]
+        return Implementation("cpu", **{name: getattr(cuda, name) for name in names})
+    return Implementation(request.param, lora_shrink, lora_expand, _paged_attention)
 
 
 @pytest.fixture

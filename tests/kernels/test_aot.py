@@ -6,10 +6,12 @@ import pytest
 
 from multilora_kernels.cuda.aot import (
     Resources,
+    add_layer_norm_resources,
     add_rms_norm_resources,
     combine_resources,
     decode_resources,
     expand_resources,
+    gelu_tanh_mul_resources,
     shrink_resources,
     silu_mul_resources,
 )
@@ -29,12 +31,20 @@ def test_it_compiles_without_spills(capability, resources, chunk_size, shape, ma
     _check(resources(shape, chunk_size, max_rank, dtype, capability))
 
 
+@pytest.mark.parametrize("resources", [shrink_resources, expand_resources])
+def test_weights_that_may_lie_at_any_place_are_loaded_one_by_one(resources):
+    # Else loads of 16 bytes would begin where none may: in expand for ranks that are no multiples of eight.
+    elements_of_a_thread = 16
+    assert resources(_QKV, 16, 16, "bf16", 90).single_loads >= elements_of_a_thread
+
+
 @pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize(("group", "head_dim"), [(4, 128), (3, 64), (8, 128)])
 def test_decode_attention_compiles_without_spills(capability, dtype, group, head_dim):
-    _check(decode_resources(group, head_dim, 16, dtype, capability))
-    _check(combine_resources(head_dim, dtype, capability))
+    for has_options in (False, True):
+        _check(decode_resources(group, head_dim, 16, dtype, capability, has_options))
+        _check(combine_resources(head_dim, dtype, capability, has_options))
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
@@ -42,7 +52,9 @@ def test_decode_attention_compiles_without_spills(capability, dtype, group, head
 @pytest.mark.parametrize("size", [576, 4096, 16384])
 def test_what_lies_between_matrix_products_compiles_without_spills(capability, dtype, size):
     _check(add_rms_norm_resources(size, dtype, capability))
+    _check(add_layer_norm_resources(size, dtype, capability))
     _check(silu_mul_resources(dtype, capability))
+    _check(gelu_tanh_mul_resources(dtype, capability))
 
 
 def _check(used: Resources) -> None:

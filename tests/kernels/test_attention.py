@@ -6,10 +6,17 @@ import dataclasses
 
 import pytest
 import torch
-from support.attention_cases import SEQUENCES, SHAPES, TOLERANCE, Case, fields, make_case
+from support.attention_cases import OPTIONS, SEQUENCES, SHAPES, TOLERANCE, Case, fields, make_case
 from torch import library
 
-from multilora_kernels import PagedSequences, has_paged_attention, operators, paged_attention, reference
+from multilora_kernels import (
+    AttentionOptions,
+    PagedSequences,
+    has_paged_attention,
+    operators,
+    paged_attention,
+    reference,
+)
 
 
 def check(case: Case) -> None:
@@ -20,7 +27,7 @@ def check(case: Case) -> None:
 
 
 def run(case: Case) -> torch.Tensor:
-    return paged_attention(case.q, case.keys, case.values, case.sequences)
+    return paged_attention(case.q, case.keys, case.values, case.sequences, case.options)
 
 
 @pytest.mark.parametrize("sequences", SEQUENCES)
@@ -33,6 +40,50 @@ def test_every_shape_and_mix_of_sequences(shape, sequences):
 @pytest.mark.parametrize("sequences", SEQUENCES)
 def test_every_window(sequences, window):
     check(make_case("default model", sequences, window=window))
+
+
+@pytest.mark.parametrize("options", OPTIONS[1:])
+@pytest.mark.parametrize("window", [None, 33])
+@pytest.mark.parametrize("sequences", SEQUENCES)
+@pytest.mark.parametrize("shape", ["default model", "odd head_dim"])
+def test_every_option_in_every_mix_of_sequences(shape, sequences, window, options):
+    check(make_case(shape, sequences, window=window, options=options))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_options_beside_queries_and_caches_of_16_bits(dtype):
+    check(make_case("wide group", "chunks behind a prefix", dtype, options="all"))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2])
+def test_a_capped_score_is_a_hyperbolic_tangent_of_small_and_of_large_scores(num_tokens):
+    size = torch.tensor([1e-6, 1e-3, 0.1, 0.3, 0.5, 1.0, 3.0, 8.0, 30.0, 1e30])
+    scores = torch.cat((size, -size))
+    # One key has such a score and the value 1, all others have zeros: the output is that key's weight.
+    keys, values = torch.zeros(2, 2, len(scores), 1)
+    keys[0, :, 0], values[0] = scores, 1
+    q = torch.ones(num_tokens, len(scores), 1)
+    sequences = PagedSequences(
+        torch.tensor([[0]]), torch.tensor([0, num_tokens]), torch.tensor([2]), block_size=2, window=None
+    )
+    weights = paged_attention(q, keys, values, sequences, AttentionOptions(scale=1.0, softcap=1.0))[-1]
+    torch.testing.assert_close(weights.double().logit(), scores.double().tanh(), atol=6e-7, rtol=6e-7)
+
+
+def test_an_attention_without_keys_worth_a_weight_gives_next_to_nothing():
+    case = make_case(sequences="long decode")
+    sinks = torch.full((case.q.shape[1],), 1e4)
+    assert run(dataclasses.replace(case, options=AttentionOptions(sinks=sinks))).count_nonzero() == 0
+    without = run(dataclasses.replace(case, options=AttentionOptions(sinks=torch.full_like(sinks, -1e4))))
+    torch.testing.assert_close(without, run(case), atol=1e-6, rtol=1e-6)
+
+
+def test_options_that_are_none_are_refused():
+    case = make_case()
+    with pytest.raises(RuntimeError, match="softcap is not negative, as is -1"):
+        run(dataclasses.replace(case, options=AttentionOptions(softcap=-1.0)))
+    with pytest.raises(RuntimeError, match=r"sinks are one of each of 9 heads, not \[8\]"):
+        run(dataclasses.replace(case, options=AttentionOptions(sinks=torch.zeros(8))))
 
 
 @pytest.mark.parametrize("kv_dtype", TOLERANCE)
@@ -49,21 +100,24 @@ def test_large_scores_neither_overflow_nor_lose_the_keys_that_count():
     torch.testing.assert_close(actual.double(), expected, atol=1e-3, rtol=0)
 
 
+@pytest.mark.parametrize("options", ["none", "all"])
 @pytest.mark.parametrize("sequences", SEQUENCES)
-def test_a_sequence_gets_the_same_bits_whoever_shares_the_batch(sequences):
-    case = make_case(sequences=sequences)
+def test_a_sequence_gets_the_same_bits_whoever_shares_the_batch(sequences, options):
+    case = make_case(sequences=sequences, options=options)
     together, s = run(case), case.sequences
     for row in range(len(s.context_lens)):
         start, end = s.query_starts[row : row + 2].tolist()
         alone = PagedSequences(
             s.block_tables[row : row + 1], torch.tensor([0, end - start]), s.context_lens[row : row + 1], s.block_size
         )
-        assert torch.equal(together[start:end], run(Case(case.q[start:end], case.keys, case.values, alone)))
+        own = dataclasses.replace(case, q=case.q[start:end], sequences=alone)
+        assert torch.equal(together[start:end], run(own))
 
 
+@pytest.mark.parametrize("options", ["none", "all"])
 @pytest.mark.parametrize("sequences", SEQUENCES)
-def test_the_number_of_threads_does_not_change_a_bit_of_attention(sequences):
-    case, threads, results = make_case(sequences=sequences), torch.get_num_threads(), []
+def test_the_number_of_threads_does_not_change_a_bit_of_attention(sequences, options):
+    case, threads, results = make_case(sequences=sequences, options=options), torch.get_num_threads(), []
     for n in (1, 2, 5):
         torch.set_num_threads(n)
         results.append(run(case))
@@ -86,5 +140,6 @@ def test_a_block_outside_the_cache_is_refused_and_not_read():
 
 def test_paged_attention_passes_the_checks_of_torch_for_custom_operators():
     assert has_paged_attention(torch.device("cpu"), is_decode=False)
-    arguments = fields(make_case("odd head_dim", "prefill"))
-    library.opcheck(operators.paged_attention, arguments, test_utils=("test_schema", "test_faketensor"))
+    for options in OPTIONS:
+        arguments = fields(make_case("odd head_dim", "prefill", options=options))
+        library.opcheck(operators.paged_attention, arguments, test_utils=("test_schema", "test_faketensor"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support import attention_cases
-from support.attention_cases import SHAPES
+from support.attention_cases import OPTIONS, SHAPES
 from support.lora_cases import TOLERANCES, Case, make_case
 
 from multilora_kernels import lora_segments, reference
@@ -58,6 +58,12 @@ def test_decode_attention_of_every_shape(implementation, shape):
 )
 def test_decode_attention_of_every_window_and_number_of_splits(implementation, sequences, window):
     _check_attention(implementation, attention_cases.make_case("odd head_dim", sequences, window=window))
+
+
+@pytest.mark.parametrize("options", OPTIONS[1:])
+@pytest.mark.parametrize("sequences", ["decode", "long decode"])
+def test_decode_attention_with_every_option(implementation, sequences, options):
+    _check_attention(implementation, attention_cases.make_case("odd head_dim", sequences, options=options))
 
 
 @pytest.mark.parametrize("dtype", attention_cases.TOLERANCE)

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from support.lora_cases import TOLERANCES
 from torch import library
 
-from multilora_kernels import add_rms_norm, operators, silu_mul
-from multilora_kernels.cpu import add_rms_norm_directly, silu_mul_directly
+from multilora_kernels import add_layer_norm, add_rms_norm, gelu_tanh, gelu_tanh_mul, operators, silu_mul
+from multilora_kernels.cpu import elementwise_directly
 
 EPS = 1e-5
 
@@ -38,6 +38,39 @@ def test_elementwise_add_rms_norm(implementation, size, dtype):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("size", [576, 41])
+def test_elementwise_add_layer_norm(implementation, size, has_bias, dtype):
+    x, update = _random(7, size, dtype=dtype) + 5, 3 * _random(7, size, dtype=dtype).flip(0)
+    weight, bias = _random(size, dtype=dtype), _random(size, dtype=dtype).flip(0) if has_bias else None
+    on_device = (None if tensor is None else tensor.to(implementation.device) for tensor in (x, update, weight, bias))
+    normed, total = implementation.add_layer_norm(*on_device, EPS)
+    _assert_close(total, x.double() + update.double(), dtype)
+    exact, offset = total.cpu().double(), 0.0 if bias is None else bias.double()
+    centred = exact - exact.mean(-1, keepdim=True)
+    expected = centred / (centred.square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double() + offset
+    _assert_close(normed, expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("size", [1500, 33])
+def test_elementwise_gelu_tanh_alone_and_times_ups(implementation, size, dtype):
+    gate_up = 2 * _random(5, 2 * size, dtype=dtype)
+    gate, up = gate_up.double().chunk(2, -1)
+    expected = gate / 2 * (1 + ((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)).tanh())
+    _assert_close(implementation.gelu_tanh_mul(gate_up.to(implementation.device)), expected * up, dtype)
+    alone = implementation.gelu_tanh(gate_up[:, :size].contiguous().to(implementation.device))
+    _assert_close(alone, expected, dtype)
+
+
+def test_elementwise_gelu_tanh_of_small_and_large_numbers(implementation):
+    x = torch.tensor([[-1e30, -200.0, -11.0, -9.0, -1.0, -1e-30, 0.0, 1e-30, 1e-5, 9.0, 200.0, 1e30, torch.nan]])
+    expected = F.gelu(x.double(), approximate="tanh").float()
+    actual = implementation.gelu_tanh(x.to(implementation.device)).cpu()
+    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("size", [1500, 33])
 def test_elementwise_silu_mul(implementation, size, dtype):
     gate_up = 2 * _random(5, 2 * size, dtype=dtype)
@@ -57,7 +90,11 @@ def test_a_row_has_the_same_bits_whatever_other_rows_and_threads_there_are(size)
     weight, gate_up = _random(size, dtype=torch.float32), torch.cat((x, update), -1)
 
     def rows(rows: slice) -> list[torch.Tensor]:
-        return [*add_rms_norm(x[rows], update[rows], weight, EPS), silu_mul(gate_up[rows])]
+        norms = (
+            *add_rms_norm(x[rows], update[rows], weight, EPS),
+            *add_layer_norm(x[rows], update[rows], weight, weight, EPS),
+        )
+        return [*norms, silu_mul(gate_up[rows]), gelu_tanh_mul(gate_up[rows]), gelu_tanh(x[rows])]
 
     together, alone, threads = rows(slice(None)), rows(slice(2999, 3000)), torch.get_num_threads()
     assert all(torch.equal(a[2999:3000], b) for a, b in zip(together, alone, strict=True))
@@ -71,16 +108,20 @@ def test_a_row_has_the_same_bits_whatever_other_rows_and_threads_there_are(size)
 def test_elementwise_operators_pass_the_checks_of_torch_and_equal_the_way_past_the_dispatcher():
     x, update, weight = (_random(*shape, dtype=torch.float32) for shape in ((5, 40), (5, 40), (40,)))
     checks = ("test_schema", "test_faketensor")
-    for operator, direct, arguments in (
-        (operators.add_rms_norm, add_rms_norm_directly, (x, update, weight, EPS)),
-        (operators.silu_mul, silu_mul_directly, (x,)),
+    for name, arguments in (
+        ("add_rms_norm", (x, update, weight, EPS)),
+        ("add_layer_norm", (x, update, weight, weight, EPS)),
+        ("add_layer_norm", (x, update, weight, None, EPS)),
+        ("silu_mul", (x,)),
+        ("gelu_tanh_mul", (x,)),
+        ("gelu_tanh", (x,)),
     ):
-        result = direct(*arguments)
+        operator, result = getattr(operators, name), elementwise_directly(name, *arguments)
         assert result is not None
         torch.testing.assert_close(operator(*arguments), result, rtol=0, atol=0)
         library.opcheck(operator, arguments, test_utils=checks)
         with torch.profiler.profile():
-            assert direct(*arguments) is None
+            assert elementwise_directly(name, *arguments) is None
 
 
 def test_elementwise_rows_may_lie_apart():
@@ -89,10 +130,13 @@ def test_elementwise_rows_may_lie_apart():
     normed, total = add_rms_norm(x, update, weight, EPS)
     assert torch.equal(total, x + update)
     assert torch.equal(normed, add_rms_norm(x.contiguous(), update.contiguous(), weight.contiguous(), EPS)[0])
-    assert torch.equal(silu_mul(wide[:, 20:60]), silu_mul(wide[:, 20:60].contiguous()))
+    for activation in (silu_mul, gelu_tanh_mul, gelu_tanh):
+        assert torch.equal(activation(wide[:, 20:60]), activation(wide[:, 20:60].contiguous()))
 
 
 def test_elementwise_add_rms_norm_refuses_what_does_not_belong_together():
     x = torch.ones(2, 8)
     with pytest.raises(RuntimeError, match="do not belong together"):
         add_rms_norm(x, x[:1], x[0], EPS)
+    with pytest.raises(RuntimeError, match="do not belong together"):
+        add_layer_norm(x, x, x[0], x[0, :7], EPS)

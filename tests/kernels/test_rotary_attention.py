@@ -4,8 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.attention_cases import SEQUENCES, SHAPES, TOLERANCE, Case, RotaryStep, make_case, make_rotary_step
+from support.attention_cases import (
+    SEQUENCES,
+    SHAPES,
+    TOLERANCE,
+    Case,
+    RotaryStep,
+    make_case,
+    make_rotary_step,
+    sequence_fields,
+)
 from torch import library
+from transformers.models.glm4 import modeling_glm4
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from multilora_kernels import operators, reference, rotary_attention
@@ -14,21 +24,15 @@ from multilora_kernels.cpu import rotary_attention_directly
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
-def check(case: Case, step: RotaryStep) -> None:
+def check(case: Case, step: RotaryStep, is_interleaved: bool = False) -> None:
     ours, exact = step.copied(), step.copied(torch.float64)
-    actual = rotary_attention(*ours, case.sequences)
-    expected = reference.rotary_attention(*exact, *sequence_fields(case))
+    actual = rotary_attention(*ours, case.sequences, case.options, is_interleaved)
+    expected = reference.rotary_attention(*exact, *sequence_fields(case), is_interleaved)
     tolerance = max(TOLERANCE[step.qkv.dtype], TOLERANCE[step.keys.dtype])
     assert actual.dtype == step.qkv.dtype
     torch.testing.assert_close(actual.double(), expected, atol=tolerance, rtol=tolerance)
     for cache, expected_cache in zip(ours[3:5], exact[3:5], strict=True):
         torch.testing.assert_close(cache.double(), expected_cache, atol=tolerance, rtol=tolerance, equal_nan=True)
-
-
-def sequence_fields(case: Case) -> tuple[object, ...]:
-    s = case.sequences
-    scale = case.q.shape[2] ** -0.5
-    return s.block_tables, s.query_starts, s.context_lens, s.block_size, s.window or 0, scale
 
 
 @pytest.mark.parametrize("sequences", SEQUENCES)
@@ -51,6 +55,33 @@ def test_windows_of_a_whole_step(sequences, window):
 def test_every_dtype_of_heads_and_cache(shape, sequences, dtype, kv_dtype):
     case = make_case(shape, sequences, dtype, kv_dtype)
     check(case, make_rotary_step(case, dtype))
+
+
+@pytest.mark.parametrize("is_interleaved", [False, True])
+@pytest.mark.parametrize("rotary_dim", [0, 2, 6, 32, 64])
+@pytest.mark.parametrize(("shape", "sequences"), [("default model", "decode"), ("no vector's multiple", "prefill")])
+def test_heads_of_which_a_part_is_turned(shape, sequences, rotary_dim, is_interleaved):
+    case = make_case(shape, sequences)
+    check(case, make_rotary_step(case, rotary_dim=rotary_dim), is_interleaved)
+
+
+@pytest.mark.parametrize("sequences", ["decode", "prefill"])
+def test_options_of_a_whole_step(sequences):
+    case = make_case("odd head_dim", sequences, options="all")
+    check(case, make_rotary_step(case))
+
+
+def test_neighbours_of_a_part_of_a_head_are_turned_as_transformers_turns_them():
+    case = make_case(sequences="prefill")
+    step = make_rotary_step(case, rotary_dim=32)
+    cos, sin = (angles[:, 0, 16:].clone() for angles in (step.cos, step.sin))
+    step.cos.copy_(cos.repeat_interleave(2, -1)[:, None])
+    step.sin.copy_(torch.stack((-sin, sin), -1).flatten(-2)[:, None])
+    ours, (num_q, num_kv) = step.copied(), (case.q.shape[1], case.keys.shape[1])
+    rotary_attention(*ours, case.sequences, is_interleaved=True)
+    k = step.qkv.view(len(step.slots), -1, case.q.shape[2])[:, num_q : num_q + num_kv].transpose(0, 1)[None]
+    expected, _ = modeling_glm4.apply_rotary_pos_emb(k, k, *(torch.cat((x, x), -1)[None] for x in (cos, sin)))
+    torch.testing.assert_close(ours[3][step.slots], expected[0].transpose(0, 1), atol=1e-5, rtol=1e-5)
 
 
 def test_heads_are_turned_as_transformers_turns_them():
@@ -96,17 +127,16 @@ def test_rotary_attention_passes_the_checks_of_torch_for_custom_operators():
     arguments = (*(tensor.nan_to_num() for tensor in step.copied() if tensor.is_floating_point()), step.slots)
     library.opcheck(
         operators.rotary_attention,
-        (*arguments, *sequence_fields(case)),
+        (*arguments, *sequence_fields(case), True),
         test_utils=("test_schema", "test_faketensor"),
     )
 
 
 def test_the_operator_and_the_way_past_the_dispatcher_give_the_same_bits():
-    case = make_case()
+    case = make_case(options="all")
     step = make_rotary_step(case)
-    scale = case.q.shape[2] ** -0.5
-    direct = rotary_attention_directly(*step.copied(), case.sequences, scale)
+    direct = rotary_attention_directly(*step.copied(), case.sequences, case.options, True)
     assert direct is not None
-    assert torch.equal(operators.rotary_attention(*step.copied(), *sequence_fields(case)), direct)
+    assert torch.equal(operators.rotary_attention(*step.copied(), *sequence_fields(case), True), direct)
     with torch.profiler.profile():
-        assert rotary_attention_directly(*step.copied(), case.sequences, scale) is None
+        assert rotary_attention_directly(*step.copied(), case.sequences, case.options, True) is None

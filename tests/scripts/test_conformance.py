@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from conformance import Outcomes, Row, markdown, read_rows, readme_table
+from conformance import README, Outcomes, Row, markdown, read_rows
+from marked_tables import read_table
 
 SOURCE = """
 @row("ensemble", "it answers")
@@ -21,7 +22,7 @@ def test_c(): ...
 
 
 def test_the_readme_shows_the_rows_that_the_tests_have() -> None:
-    assert readme_table("conformance") == markdown(read_rows())
+    assert read_table(README, "conformance") == markdown(read_rows())
 
 
 def test_every_row_is_another() -> None:

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from multilora_engine.lora.layout import AdapterLayout, lora_modules
+from multilora_wire.layout import AdapterLayout, num_values
+from multilora_wire.sites import decoder_sites
 
 TINY = AdapterLayout(
-    num_layers=3,
-    hidden_size=24,
-    q_size=40,
-    kv_size=8,
-    intermediate_size=56,
+    decoder_sites(num_layers=3, hidden_size=24, q_size=40, kv_size=8, intermediate_size=56),
     max_rank=16,
     lora_dtype="float32",
     page_bytes=16384,
 )
 """Odd on purpose: q_size differs from hidden_size, nothing is a power of two."""
+
+SPANNING = replace(TINY, page_bytes=2048)
+"""Many pieces take two pages and more: the largest has 7168 bytes."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,13 @@ def wire_adapter(
 ) -> WireAdapter:
     """An adapter with the given (module id, layer, rank) rows, in that order, a bit wider than the widest."""
     generator = torch.Generator().manual_seed(seed)
-    modules = lora_modules(layout)
+    modules = layout.sites.module_at
     rows = list(rows)
-    width = max(modules[m].num_values(r, False) for m, _, r in rows) + extra_width
+    width = max(num_values(modules[layer, m], r) for m, layer, r in rows) + extra_width
     weights = torch.zeros(len(rows), width, dtype=dtype)
     matrices = {}
     for i, (module_id, layer, rank) in enumerate(rows):
-        module = modules[module_id]
+        module = modules[layer, module_id]
         a = (torch.randn(rank, module.in_size, generator=generator) * scale).to(dtype)
         b = (torch.randn(module.out_size, rank, generator=generator) * scale).to(dtype)
         weights[i, : a.numel() + b.numel()] = torch.cat([a.flatten(), b.flatten()])

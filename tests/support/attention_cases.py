@@ -6,7 +6,7 @@ import dataclasses
 
 import torch
 
-from multilora_kernels import PagedSequences
+from multilora_kernels import AttentionOptions, PagedSequences
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 """By the type of the queries and of the result; the values are of order one."""
@@ -28,6 +28,20 @@ SEQUENCES = {
     "prefill": [(70, 70), (1, 5), (2, 2)],
     "chunks behind a prefix": [(1, 40), (9, 140), (130, 200), (3, 300)],
 }
+# Of scores of order two; sinks are as large as they, and one hides all keys.
+OPTIONS = ("none", "scale", "softcap", "sinks", "all")
+
+
+def make_options(name: str, num_heads: int) -> AttentionOptions:
+    sinks = torch.randn(num_heads, generator=torch.Generator().manual_seed(2)) * 3
+    sinks[-1] = 90.0
+    return {
+        "none": AttentionOptions(),
+        "scale": AttentionOptions(scale=0.3),
+        "softcap": AttentionOptions(softcap=1.5),
+        "sinks": AttentionOptions(sinks=sinks),
+        "all": AttentionOptions(scale=0.2, softcap=3.0, sinks=sinks),
+    }[name]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,17 +52,20 @@ class Case:
     keys: torch.Tensor
     values: torch.Tensor
     sequences: PagedSequences
+    options: AttentionOptions
 
     def to(self, device: str) -> Case:
         """The same case on another device."""
         s = self.sequences
         tables, starts, contexts = (tensor.to(device) for tensor in (s.block_tables, s.query_starts, s.context_lens))
         sequences = s._replace(block_tables=tables, query_starts=starts, context_lens=contexts)
-        return Case(self.q.to(device), self.keys.to(device), self.values.to(device), sequences)
+        sinks = self.options.sinks
+        options = self.options._replace(sinks=None if sinks is None else sinks.to(device))
+        return Case(self.q.to(device), self.keys.to(device), self.values.to(device), sequences, options)
 
 
 def make_case(
-    shape="default model", sequences="decode", dtype=torch.float32, kv_dtype=None, window=None, seed=0
+    shape="default model", sequences="decode", dtype=torch.float32, kv_dtype=None, window=None, options="none"
 ) -> Case:
     """Slots that no token may read are NaN, and blocks behind a sequence's last one are far outside the cache."""
     num_heads, num_kv_heads, head_dim, block_size = SHAPES[shape]
@@ -67,15 +84,21 @@ def make_case(
     q = torch.randn(int(starts[-1]), num_heads, head_dim, generator=generator) * 2
     contexts = torch.tensor([context for _, context in lengths])
     keys, values = cache.to(kv_dtype or dtype)
-    return Case(q.to(dtype), keys, values, PagedSequences(tables, starts, contexts, block_size, window))
+    paged = PagedSequences(tables, starts, contexts, block_size, window)
+    return Case(q.to(dtype), keys, values, paged, make_options(options, num_heads))
 
 
 def fields(case: Case, dtype: torch.dtype | None = None) -> tuple[object, ...]:
     """The operator's arguments, with queries and cache as `dtype` if given."""
-    s = case.sequences
     tensors = (tensor.to(dtype or tensor.dtype) for tensor in (case.q, case.keys, case.values))
-    scale = case.q.shape[2] ** -0.5
-    return *tensors, s.block_tables, s.query_starts, s.context_lens, s.block_size, s.window or 0, scale
+    return *tensors, *sequence_fields(case)
+
+
+def sequence_fields(case: Case) -> tuple[object, ...]:
+    """The operator's arguments behind the cache."""
+    s, (scale, softcap, sinks) = case.sequences, case.options
+    scale = case.q.shape[2] ** -0.5 if scale is None else scale
+    return s.block_tables, s.query_starts, s.context_lens, s.block_size, s.window or 0, scale, softcap, sinks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +118,8 @@ class RotaryStep:
         return [tensor.to(dtype or tensor.dtype) if tensor.is_floating_point() else tensor for tensor in tensors]
 
 
-def make_rotary_step(case: Case, dtype: torch.dtype = torch.float32) -> RotaryStep:
+def make_rotary_step(case: Case, dtype: torch.dtype = torch.float32, rotary_dim: int | None = None) -> RotaryStep:
+    """rotary_dim: all elements of a head if it is None."""
     s, generator = case.sequences, torch.Generator().manual_seed(1)
     slots = []
     for row, context in enumerate(s.context_lens.tolist()):
@@ -106,7 +130,8 @@ def make_rotary_step(case: Case, dtype: torch.dtype = torch.float32) -> RotarySt
     num_tokens, num_heads, head_dim = case.q.shape
     heads = num_heads + 2 * case.keys.shape[1]
     qkv = torch.randn(num_tokens, heads * head_dim, generator=generator).to(dtype)
-    angles = torch.randn(num_tokens, 1, head_dim // 2, generator=generator) * 3
+    num_angles = (head_dim if rotary_dim is None else rotary_dim) // 2
+    angles = torch.randn(num_tokens, 1, num_angles, generator=generator) * 3
     cos, sin = angles.cos(), angles.sin()
     cos, sin = torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
     return RotaryStep(qkv, cos, sin, case.keys, case.values, torch.cat(slots))

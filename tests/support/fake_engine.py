@@ -25,7 +25,7 @@ from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.lora.names import TaskId
 from multilora_engine.lora.remote import RemoteAdapters
 from multilora_engine.lora.sources.fetcher import AdapterFetcher
-from multilora_engine.process.server import main
+from multilora_engine.process.main import main
 from multilora_engine.request import BeamOutput, FinishReason, GenerationRequest, PerfMetrics, TokenLogProb, TokenOutput
 from support.adapters import TINY
 

@@ -12,7 +12,8 @@ from peft import LoraConfig, PeftModel
 
 from multilora_client.convert import convert_peft
 from multilora_engine.lora.format import pack_adapter
-from multilora_engine.lora.layout import AdapterLayout, PackedAdapter
+from multilora_engine.lora.layout import PackedAdapter
+from multilora_wire.layout import AdapterLayout
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 MLP = ["gate_proj", "up_proj", "down_proj"]

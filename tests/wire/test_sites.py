@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from multilora_wire.module_names import MODULE_IDS
 from multilora_wire.sites import ModelSites, SitePart, decoder_sites
 
 GATED = decoder_sites(3, hidden_size=64, q_size=48, kv_size=16, intermediate_size=96)
@@ -77,3 +78,10 @@ def test_the_package_needs_neither_torch_nor_the_client() -> None:
     banned = ["torch", "tritonclient", "multilora_client", "multilora_engine", "multilora_kernels", "transformers"]
     done = subprocess.run([sys.executable, "-c", code, *banned], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("sites", [GATED, PLAIN])
+def test_hugging_faces_names_lead_to_the_modules_of_their_sites(sites: ModelSites) -> None:
+    for module in sites.plain_modules:
+        _, _, path = sites.site_at[module.parts[0].column].name.split(".", 2)
+        assert MODULE_IDS[path] == module.module_id

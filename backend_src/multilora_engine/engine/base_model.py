@@ -14,13 +14,14 @@ from multilora_engine.config import EngineConfig
 from multilora_engine.engine.build import choose_device, choose_dtype, choose_weight_dtype, dtype_name
 from multilora_engine.engine.memory import MemoryPlan, plan_memory
 from multilora_engine.engine_info import CallLimits, ClientPolicy, EngineInfo, read_version
-from multilora_engine.lora.layout import AdapterLayout, adapter_layout
-from multilora_engine.models.layers import Placement
-from multilora_engine.models.llama import LlamaModel
 from multilora_engine.models.loader import load_model
-from multilora_engine.models.model_config import ModelConfig, read_model_config
+from multilora_engine.models.model import Model
+from multilora_engine.models.model_config import ModelConfig
+from multilora_engine.models.registry import read_model_config
+from multilora_engine.models.weights import Placement
 from multilora_engine.text.tokenizer import Tokenizer
 from multilora_kernels import huge_pages, load_cpu_kernels
+from multilora_wire.layout import AdapterLayout, adapter_layout
 
 _logger = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ class BaseModel:
     dtype: what the model computes in.
     """
 
-    model: LlamaModel
+    model: Model
     config: ModelConfig
     dtype: torch.dtype
     device: torch.device
@@ -57,8 +58,9 @@ def load_base_model(config: EngineConfig, on_progress: Callable[[int, int], None
         "weights: %.2f GiB, stored as %s", model.num_weight_bytes / (1 << 30), dtype_name(placement.weight_dtype)
     )
     lora_dtype = dtype_name(dtype) if config.lora.lora_dtype == "auto" else config.lora.lora_dtype
-    layout = adapter_layout(model_config, config.lora.max_lora_rank, lora_dtype)
+    layout = adapter_layout(model.adapter_sites, config.lora.max_lora_rank, lora_dtype)
     plan = plan_memory(config, model_config, layout, dtype, device)
+    model.limit_length(plan.max_model_len)
     return BaseModel(model, model_config, dtype, device, tokenizer, tokenizer_path, layout, plan)
 
 

@@ -17,14 +17,14 @@ from multilora_engine.lora.disk_tier import DiskTier
 from multilora_engine.lora.event_log import EventLog
 from multilora_engine.lora.format import TORCH_DTYPES
 from multilora_engine.lora.host_tier import HostTier
-from multilora_engine.lora.layout import AdapterLayout
 from multilora_engine.lora.life_cycle import AdapterEvent
 from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.lora.page_pool import PagePool
-from multilora_engine.models.llama import LlamaModel
 from multilora_engine.models.loader import stored_dtype
+from multilora_engine.models.model import Model
 from multilora_engine.models.model_config import ModelConfig
 from multilora_kernels import HugePages
+from multilora_wire.layout import AdapterLayout
 
 if TYPE_CHECKING:
     from multilora_engine.lora.sources.fetcher import AdapterFetcher
@@ -94,22 +94,17 @@ def build_fetcher(config: EngineConfig, layout: AdapterLayout) -> AdapterFetcher
 
 
 def build_model_runner(
-    model: LlamaModel,
-    model_config: ModelConfig,
+    model: Model,
     config: EngineConfig,
     plan: MemoryPlan,
-    dtype: torch.dtype,
     device: torch.device,
     loras: LoRAManager,
 ) -> ModelRunner:
     has_graphs = config.enable_cuda_graphs and device.type == "cuda"
-    shape = (
-        model_config.num_layers,
-        (plan.num_blocks + has_graphs) * config.block_size,
-        model_config.num_kv_heads,
-        model_config.head_dim,
-    )
-    kv_cache = KVCache(_written(shape, dtype, device), _written(shape, dtype, device))
+    (group,) = model.kv_groups
+    num_slots = (plan.num_blocks + has_graphs) * config.block_size
+    shape = (group.num_layers, num_slots, group.num_kv_heads, group.head_dim)
+    kv_cache = KVCache(_written(shape, model.dtype, device), _written(shape, model.dtype, device))
     graphs = _capture_graphs(model, kv_cache, config, plan, loras) if has_graphs else None
     return ModelRunner(model, kv_cache, config.block_size, loras, graphs)
 
@@ -122,7 +117,7 @@ def _written(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -
 
 
 def _capture_graphs(
-    model: LlamaModel, kv_cache: KVCache, config: EngineConfig, plan: MemoryPlan, loras: LoRAManager
+    model: Model, kv_cache: KVCache, config: EngineConfig, plan: MemoryPlan, loras: LoRAManager
 ) -> DecodeGraphs:
     """The cache has one block more than are planned, for rows of padding."""
     sizes = graph_sizes(config.max_num_seqs)

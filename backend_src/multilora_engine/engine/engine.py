@@ -92,9 +92,7 @@ class Engine:
         self._scheduler = Scheduler(
             self._blocks, self._loras, config.max_num_seqs, config.max_num_batched_tokens, self._pace
         )
-        self._runner = build_model_runner(
-            base.model, base.config, config, base.plan, base.dtype, base.device, self._loras
-        )
+        self._runner = build_model_runner(base.model, config, base.plan, base.device, self._loras)
         self._runs_ahead = config.enable_async_scheduling
         self._in_flight: _StepInFlight | None = None
         self._last_read_s = 0.0

@@ -9,9 +9,9 @@ import torch
 
 from multilora_engine.config import EngineConfig
 from multilora_engine.errors import ConfigError
-from multilora_engine.lora.format import adapter_pages
-from multilora_engine.lora.layout import AdapterLayout
+from multilora_engine.models.kv_groups import kv_groups
 from multilora_engine.models.model_config import ModelConfig
+from multilora_wire.layout import AdapterLayout, adapter_pages
 
 _logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ def plan_memory(
 
 def kv_bytes_per_token(model: ModelConfig, dtype: torch.dtype) -> int:
     """Keys and values of one token in all layers."""
-    return 2 * model.num_layers * model.kv_size * dtype.itemsize
+    return sum(group.values_per_token for group in kv_groups(model)) * dtype.itemsize
 
 
 def _divide_gpu(config: EngineConfig, layout: AdapterLayout, device: torch.device) -> tuple[int, int]:

@@ -17,7 +17,7 @@ from multilora_engine.execution.forward_batch import ForwardBatch, KVCache, Toke
 from multilora_engine.execution.prompt_scoring import score_prompts, scores_prompts
 from multilora_engine.execution.transfer import to_device
 from multilora_engine.lora.manager import LoRAManager
-from multilora_engine.models.llama import LlamaModel
+from multilora_engine.models.model import Model
 from multilora_engine.sampling.sampler import Choice
 
 
@@ -26,7 +26,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: LlamaModel,
+        model: Model,
         kv_cache: KVCache,
         block_size: int,
         loras: LoRAManager,

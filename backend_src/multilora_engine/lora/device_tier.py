@@ -8,26 +8,28 @@ from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-
 from multilora_engine.errors import AdapterNotLoaded
-from multilora_engine.execution.transfer import to_device
 from multilora_engine.histogram import Histogram
-from multilora_engine.lora.format import TORCH_DTYPES
+from multilora_engine.lora.adapter_state import Device
 from multilora_engine.lora.host_tier import CachedAdapter
-from multilora_engine.lora.layout import SLICES, AdapterLayout, PackedRow, lora_modules
+from multilora_engine.lora.idle_adapters import IdleAdapters
 from multilora_engine.lora.life_cycle import AdapterEvent, OnEvent, TierStats, ignore_event
 from multilora_engine.lora.names import label_of
 from multilora_engine.lora.page_copies import CopyPages, PageCopy, copies_to
 from multilora_engine.lora.page_pool import PagePool
+from multilora_engine.lora.table_rows import TableRows
 from multilora_kernels import LoRATables
+from multilora_wire.layout import AdapterLayout, PageShape
 
 _logger = logging.getLogger(__name__)
 
 
 @dataclass
 class _Resident:
-    """An adapter whose pages are on the device, or on their way there: then `copy` is not None."""
+    """The place of an adapter on the device.
+
+    copy: that fills the pages, while the adapter's state is COPYING. num_users: running sequences.
+    """
 
     pages: list[int]
     copy: PageCopy | None
@@ -36,14 +38,14 @@ class _Resident:
 
 
 class DeviceTier:
-    """Pages on the device and the tables that address them; changed only by `LoRAManager`.
+    """Pages on the device and the tables that address them. Writes the device's states of adapters.
 
     On a CPU the host tier's pages are the device's (`host_pool is device_pool`): nothing is ever copied. Otherwise an
     adapter is copied page by page beside the steps, and `is_ready` tells when a step may use it. A copy that fails
     leaves nothing behind, and is not tried again before `take_failures` has told of it.
 
-    A running sequence is a *user* of its adapter. Adapters without users stay until their pages or their `lora_index`
-    are wanted, least recently used first.
+    A running sequence is a *user* of its adapter. Adapters without users are *idle*: they stay until their pages or
+    their `lora_index` are wanted, least recently used first. No operation but `stats` looks at all adapters.
 
     copy_seconds: of each copy. Of shared pages there are none.
     """
@@ -57,7 +59,7 @@ class DeviceTier:
         on_event: OnEvent = ignore_event,
         copy_pages: CopyPages | None = None,
     ) -> None:
-        """copy_pages: in place of what fits the device."""
+        """copy_pages: in place of the copies that fit the device."""
         self.layout = layout
         self._on_event = on_event
         self._hits = 0
@@ -70,19 +72,14 @@ class DeviceTier:
         self._host_pool = host_pool
         self._pool = device_pool
         self._residents: OrderedDict[CachedAdapter, _Resident] = OrderedDict()
-        self._free_indices = list(range(max_loras - 1, -1, -1))
-        self._num_in_use = 0
-        device = device_pool.storage.device
-        self._copy_pages = copy_pages or copies_to(device)
-        shape = (max_loras, layout.num_columns)
-        self.tables = LoRATables(
-            arena=device_pool.storage.view(-1).view(TORCH_DTYPES[layout.lora_dtype]),
-            rank=torch.zeros(shape, dtype=torch.int32, device=device),
-            a_offset=torch.zeros(shape, dtype=torch.int64, device=device),
-            b_offset=torch.zeros(shape, dtype=torch.int64, device=device),
-            magnitude_offset=torch.full(shape, -1, dtype=torch.int64, device=device),
-            max_rank=layout.max_rank,
-        )
+        self._copying: dict[CachedAdapter, None] = {}
+        self._idle = IdleAdapters()
+        self._rows = TableRows(layout, device_pool.storage, max_loras)
+        self._copy_pages = copy_pages or copies_to(device_pool.storage.device)
+
+    @property
+    def tables(self) -> LoRATables:
+        return self._rows.tables
 
     @property
     def is_shared(self) -> bool:
@@ -92,18 +89,19 @@ class DeviceTier:
     def prefetch(self, adapter: CachedAdapter, wanted: Set[CachedAdapter] = frozenset()) -> bool:
         """Bring an adapter's pages to the device, without waiting. False if that is not possible now.
 
-        wanted: adapters that others wait for; they are not evicted to make room for this one.
+        wanted: adapters that other requests wait for; they are not evicted to make room for this one.
         """
         if adapter in self._residents:
             self._residents.move_to_end(adapter)
+            self._idle.touch(adapter)
             return True
-        if adapter in self._failures:
+        if adapter.state.device is Device.FAILED:
             return False
         if self.is_shared:
             self._residents[adapter] = _Resident(adapter.pages, copy=None)
-            self._emit("loaded_to_device", adapter)
+            self._note_ready(adapter)
             return True
-        return self._make_room(len(adapter.pages), wanted) and self._start_copy(adapter)
+        return self._make_room(adapter.shape, wanted) and self._start_copy(adapter)
 
     def __len__(self) -> int:
         return len(self._residents)
@@ -111,41 +109,33 @@ class DeviceTier:
     @property
     def max_loras(self) -> int:
         """Distinct adapters that a step can use."""
-        return len(self.tables.rank)
+        return self._rows.count
 
     @property
     def latest(self) -> Iterator[CachedAdapter]:
         """The adapters that a step can use at once, most recently used first."""
-        return (adapter for adapter, resident in reversed(self._residents.items()) if resident.copy is None)
-
-    def has(self, adapter: CachedAdapter) -> bool:
-        """Whether a step can use the adapter at once, as far as is known without a look at its copy."""
-        resident = self._residents.get(adapter)
-        return resident is not None and resident.copy is None
-
-    def __contains__(self, adapter: CachedAdapter) -> bool:
-        """Whether the adapter is here or on its way."""
-        return adapter in self._residents
+        return (adapter for adapter in reversed(self._residents) if adapter not in self._copying)
 
     def is_ready(self, adapter: CachedAdapter) -> bool:
         """Whether a step that starts now finds the adapter's weights on the device."""
-        resident = self._residents.get(adapter)
-        if resident is None:
-            return False
-        if resident.copy is not None:
-            try:
-                if resident.copy.is_done():
-                    self._end_copy(adapter, resident, resident.copy)
-            except RuntimeError as error:
-                del self._residents[adapter]
-                self._free(resident)
-                self._note_failure(adapter, error)
-                return False
-        return resident.copy is None
+        self.poll()
+        return adapter.state.device in (Device.READY, Device.IN_USE)
+
+    def poll(self) -> None:
+        """Take up the copies that have ended: the first ones, since copies end in the order in which they began."""
+        while self._copying and self._has_ended(next(iter(self._copying))):
+            pass
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether `poll` will have something to take up."""
+        return bool(self._copying)
 
     def take_failures(self) -> dict[CachedAdapter, AdapterNotLoaded]:
-        """The adapters whose copies have failed since; whoever waits for one has to hear of it."""
+        """The adapters whose copies have failed since; the requests that wait for them have to hear of it."""
         failures, self._failures = self._failures, {}
+        for adapter in failures:
+            adapter.state.move(Device.ABSENT)
         return failures
 
     @property
@@ -154,8 +144,9 @@ class DeviceTier:
         return bool(self._failures)
 
     def forget_failure(self, adapter: CachedAdapter) -> None:
-        """Nobody waits for it any more."""
-        self._failures.pop(adapter, None)
+        """No request waits for the adapter any more."""
+        if self._failures.pop(adapter, None) is not None:
+            adapter.state.move(Device.ABSENT)
 
     def acquire(self, adapter: CachedAdapter) -> bool:
         """Give a ready adapter a `lora_index` and one more user. False if `max_loras` others have users."""
@@ -165,8 +156,10 @@ class DeviceTier:
             if index is None:
                 return False
             resident.lora_index = index
-            self._write_tables(index, adapter.rows, resident.pages)
-        self._num_in_use += resident.num_users == 0
+            self._rows.write(index, adapter.rows, resident.pages)
+        if resident.num_users == 0:
+            self._idle.discard(adapter)
+            adapter.state.move(Device.IN_USE)
         resident.num_users += 1
         self._residents.move_to_end(adapter)
         return True
@@ -176,7 +169,9 @@ class DeviceTier:
         resident = self._residents[adapter]
         assert resident.num_users > 0
         resident.num_users -= 1
-        self._num_in_use -= resident.num_users == 0
+        if resident.num_users == 0:
+            adapter.state.move(Device.READY)
+            self._idle.add(adapter, len(resident.pages), has_index=True)
 
     def lora_index(self, adapter: CachedAdapter) -> int:
         """The row of an acquired adapter in the tables."""
@@ -187,17 +182,17 @@ class DeviceTier:
 
     def drop(self, adapter: CachedAdapter) -> None:
         """Forget an adapter without users, if it is here."""
-        resident = self._residents.pop(adapter, None)
-        if resident is None:
+        self.forget_failure(adapter)
+        if adapter not in self._residents:
             return
+        resident = self._residents[adapter]
         assert resident.num_users == 0, f"LoRA task {adapter.lora_task_id} is in use on the device"
         if resident.copy is not None:
             # The host's pages, which it reads, may be written to from now on.
-            try:
-                self._end_copy(adapter, resident, resident.copy)
-            except RuntimeError as error:
-                self._log_failure(adapter, error)
-        self._free(resident)
+            self._wait_for_copy(adapter, resident.copy)
+        self._idle.discard(adapter)
+        adapter.state.move(Device.ABSENT)
+        self._free(adapter)
         self._emit("unloaded_from_device", adapter)
 
     @property
@@ -223,65 +218,102 @@ class DeviceTier:
             self._misses += 1
 
     def check_integrity(self) -> None:
+        residents = self._residents
         if not self.is_shared:
-            self._pool.check_integrity(resident.pages for resident in self._residents.values())
-        used = [r.lora_index for r in self._residents.values() if r.lora_index is not None]
-        assert sorted(used + self._free_indices) == list(range(len(self.tables.rank))), "a lora_index is lost or shared"
-        assert all(r.num_users == 0 or r.lora_index is not None for r in self._residents.values())
-        assert self._num_in_use == sum(r.num_users > 0 for r in self._residents.values())
+            self._pool.check_integrity((adapter.shape, r.pages) for adapter, r in residents.items())
+        self._rows.check_integrity(r.lora_index for r in residents.values() if r.lora_index is not None)
+        for adapter, resident in residents.items():
+            device = adapter.state.device
+            assert (device is Device.COPYING) == (resident.copy is not None) == (adapter in self._copying)
+            assert (device is Device.IN_USE) == (resident.num_users > 0)
+            assert (device is Device.READY) == (adapter in self._idle)
+            assert resident.num_users == 0 or resident.lora_index is not None
+        assert self._copying.keys() <= residents.keys()
+        idle = {a: r for a, r in residents.items() if a.state.device is Device.READY}
+        with_index = {adapter for adapter, resident in idle.items() if resident.lora_index is not None}
+        self._idle.check_integrity({adapter: len(resident.pages) for adapter, resident in idle.items()}, with_index)
+        assert not self._failures.keys() & residents.keys()
+        assert all(adapter.state.device is Device.FAILED for adapter in self._failures)
 
-    def _make_room(self, num_pages: int, wanted: Set[CachedAdapter]) -> bool:
-        # Not those whose copies are under way: dropping one would wait for it.
-        unused = [a for a, resident in self._residents.items() if resident.num_users == 0 and a not in wanted]
-        idle = [adapter for adapter in unused if self.is_ready(adapter)]
-        if self._pool.num_free + sum(len(self._residents[adapter].pages) for adapter in idle) < num_pages:
+    def _make_room(self, shape: PageShape, wanted: Set[CachedAdapter]) -> bool:
+        """Evict idle adapters, but none of `wanted`, until a shape fits; none if all are not enough."""
+        if self._pool.fits(shape):
+            return True
+        self.poll()
+        if self._pool.num_free + self._idle.num_pages < shape.num_pages:
             return False
-        while self._pool.num_free < num_pages:
-            self.drop(idle.pop(0))
+        idle = ((a, self._residents[a].pages) for a in self._idle if a not in wanted)
+        victims = self._pool.victims(shape, idle)
+        for adapter in victims or ():
+            self.drop(adapter)
             self._evictions += 1
-        return True
+        return victims is not None
 
     def _claim_index(self) -> int | None:
-        if self._free_indices:
-            return self._free_indices.pop()
-        if self._num_in_use == len(self.tables.rank):
-            # Asked for again and again while many adapters wait: it must not cost a look at every resident.
-            return None
-        for resident in self._residents.values():
-            if resident.num_users == 0 and resident.lora_index is not None:
-                index, resident.lora_index = resident.lora_index, None
-                return index
-        return None
+        index = self._rows.claim()
+        if index is None and (adapter := self._idle.take_index()) is not None:
+            resident = self._residents[adapter]
+            index, resident.lora_index = resident.lora_index, None
+        return index
 
     def _start_copy(self, adapter: CachedAdapter) -> bool:
         """Whether a copy to pages that are free is under way, or over."""
-        pages = self._pool.allocate(len(adapter.pages))
-        resident = _Resident(pages, copy=None)
+        pages = self._pool.allocate(adapter.shape)
         try:
-            resident.copy = self._copy_pages(self._host_pool.views(adapter.pages), self._pool.views(pages))
+            copy = self._copy_pages(self._host_pool.views(adapter.pages), self._pool.views(pages))
         except RuntimeError as error:
-            self._free(resident)
+            self._pool.free(pages)
             self._note_failure(adapter, error)
             return False
         self._copies += 1
-        self._residents[adapter] = resident
-        self.is_ready(adapter)
+        self._residents[adapter] = _Resident(pages, copy)
+        self._copying[adapter] = None
+        adapter.state.move(Device.COPYING)
+        self.poll()
         return adapter in self._residents
 
-    def _end_copy(self, adapter: CachedAdapter, resident: _Resident, copy: PageCopy) -> None:
+    def _has_ended(self, adapter: CachedAdapter) -> bool:
+        """Whether a copy was under way and is not any more: the adapter is ready, or it is not here."""
+        copy = self._residents[adapter].copy
+        assert copy is not None
+        try:
+            if not copy.is_done():
+                return False
+            self._end_copy(adapter, copy)
+        except RuntimeError as error:
+            self._free(adapter)
+            self._note_failure(adapter, error)
+        return True
+
+    def _wait_for_copy(self, adapter: CachedAdapter, copy: PageCopy) -> None:
+        try:
+            self._end_copy(adapter, copy)
+        except RuntimeError as error:
+            self._log_failure(adapter, error)
+
+    def _end_copy(self, adapter: CachedAdapter, copy: PageCopy) -> None:
         """Raises RuntimeError if it failed."""
         self.copy_seconds.observe(copy.wait())
-        resident.copy = None
+        del self._copying[adapter]
+        self._residents[adapter].copy = None
+        self._note_ready(adapter)
+
+    def _note_ready(self, adapter: CachedAdapter) -> None:
+        adapter.state.move(Device.READY)
+        self._idle.add(adapter, len(self._residents[adapter].pages), has_index=False)
         self._emit("loaded_to_device", adapter)
 
-    def _free(self, resident: _Resident) -> None:
-        """Give back what an adapter had that is not resident any more."""
+    def _free(self, adapter: CachedAdapter) -> None:
+        """Take an adapter's place away."""
+        resident = self._residents.pop(adapter)
+        self._copying.pop(adapter, None)
         if resident.lora_index is not None:
-            self._free_indices.append(resident.lora_index)
+            self._rows.free(resident.lora_index)
         if not self.is_shared:
             self._pool.free(resident.pages)
 
     def _note_failure(self, adapter: CachedAdapter, error: RuntimeError) -> None:
+        adapter.state.move(Device.FAILED)
         self._log_failure(adapter, error)
         self._failures[adapter] = AdapterNotLoaded(adapter.lora_task_id, f"copying it to the device failed: {error}")
 
@@ -291,33 +323,3 @@ class DeviceTier:
 
     def _emit(self, kind: Literal["loaded_to_device", "unloaded_from_device"], adapter: CachedAdapter) -> None:
         self._on_event(AdapterEvent.of(kind, adapter.lora_task_id, adapter.digest))
-
-    def _write_tables(self, index: int, rows: list[PackedRow], pages: list[int]) -> None:
-        entries = _table_entries(rows, pages, self.layout)
-        columns, ranks, a_offsets, b_offsets, magnitude_offsets = to_device(entries, self.tables.rank.device)
-        self.tables.rank[index] = 0
-        self.tables.rank[index, columns] = ranks.int()
-        self.tables.a_offset[index, columns] = a_offsets
-        self.tables.b_offset[index, columns] = b_offsets
-        self.tables.magnitude_offset[index, columns] = magnitude_offsets
-
-
-def _table_entries(rows: list[PackedRow], pages: list[int], layout: AdapterLayout) -> torch.Tensor:
-    """int64 [5, num_slices]: column, rank, and the offsets of A, B and magnitude as elements of the whole arena."""
-    modules = lora_modules(layout)
-    entries = []
-    for row in rows:
-        a_offset = _arena_offset(row.a_offset, pages, layout)
-        b_offset = _arena_offset(row.b_offset, pages, layout)
-        magnitude_offset = -1 if row.magnitude_offset < 0 else _arena_offset(row.magnitude_offset, pages, layout)
-        for name, start in modules[row.module_id].slice_starts:
-            magnitude = magnitude_offset + start if magnitude_offset >= 0 else -1
-            column = row.layer * len(SLICES) + SLICES.index(name)
-            entries.append((column, row.rank, a_offset, b_offset + start * row.rank, magnitude))
-    return torch.tensor(entries, dtype=torch.int64).T.contiguous()
-
-
-def _arena_offset(offset: int, pages: list[int], layout: AdapterLayout) -> int:
-    """From the adapter's own pages to the whole arena."""
-    page, place = divmod(offset, layout.page_elements)
-    return pages[page] * layout.page_elements + place

@@ -1,9 +1,6 @@
 """`DiskTier`: adapters as files, so that their ids survive eviction, a restart, and the death of the engine.
 
-One safetensors file for each adapter, named after its task id alone, with its tenant if it has one (`7`, `acme@7`): a
-tensor `pages`, uint8 [num_pages, page_bytes], and in the metadata what `_Metadata` lists. Files are read with plain
-reads and not through a memory map: with that, a bad sector or a truncation would be a SIGBUS that ends the engine, and
-copying would hold the GIL.
+One file for each adapter (`adapter_file`), named after its task id alone, with its tenant if it has one: `7`, `acme@7`.
 
 The directory is a cache: a file that is damaged costs its own adapter and nothing else. What is in there at start and
 cannot be used (another model or page size, an older format, a symbolic link) is named in the log and left alone.
@@ -15,7 +12,6 @@ import fcntl
 import logging
 import os
 import re
-import stat
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
@@ -26,89 +22,45 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 
 from multilora_engine.errors import ConfigError
-from multilora_engine.lora.format import check_rows, content_digest, ranks_of
-from multilora_engine.lora.layout import AdapterLayout, PackedRow
+from multilora_engine.lora.adapter_file import (
+    DamagedFile,
+    DiskAdapter,
+    WriteFile,
+    describe_file,
+    encode_header,
+    open_regular,
+    read_file,
+    write_file_atomically,
+)
+from multilora_engine.lora.adapter_state import File
+from multilora_engine.lora.format import ranks_of
+from multilora_engine.lora.layout import PackedRow, page_shape
 from multilora_engine.lora.life_cycle import AdapterEvent, EventKind, OnEvent, TierStats, ignore_event
-from multilora_engine.lora.names import TaskId, label_of, parse_label
+from multilora_engine.lora.names import TaskId, label_of
+from multilora_wire.layout import AdapterLayout
 
-FORMAT_VERSION = "2"
-"""Of the files. 1 had SHA-256 digests: those say nothing about whether an upload is the same adapter."""
-
-_MAX_HEADER_BYTES = 16 << 20
 _NUM_READERS = 2
-_READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-"""NONBLOCK: opening a FIFO must not wait for somebody to write."""
 
 _logger = logging.getLogger(__name__)
 
+OnWritten = Callable[[File], None]
+"""Hears once, from `store` or `poll`, that the pages are no longer read, and what has become of their file: WRITTEN,
+REFUSED, or NONE if it was deleted before."""
 
-class DamagedFile(Exception):
-    """A file is not what it should be; the text says in what way."""
-
-
-@dataclass(frozen=True)
-class DiskAdapter:
-    """What is known of a file without reading its pages."""
-
-    lora_task_id: TaskId
-    digest: str
-    name: str
-    ranks: tuple[int, ...]
-    num_pages: int
-    num_bytes: int
-    last_used_s: float
+OnDeleted = Callable[[TaskId], None]
+"""Hears of each adapter that loses its file, or the one that is being written, to make room for another one."""
 
 
-class _Metadata(msgspec.Struct, frozen=True):
-    """safetensors knows only strings: `layout` and `rows` are JSON."""
-
-    format_version: str
-    lora_task_id: str
-    name: str
-    digest: str
-    layout: str
-    rows: str
-
-
-class _TensorInfo(msgspec.Struct, frozen=True):
-    dtype: str
-    shape: tuple[int, int]
-    data_offsets: tuple[int, int]
-
-
-class _Header(msgspec.Struct, frozen=True):
-    metadata: _Metadata = msgspec.field(name="__metadata__")
-    pages: _TensorInfo
-
-
-@dataclass(frozen=True)
-class _Contents:
-    """A file that was read up to its pages."""
-
-    adapter: DiskAdapter
-    rows: list[PackedRow]
-    data_start: int
-
-
-WriteFile = Callable[[Path, bytes, Sequence[torch.Tensor]], None]
-"""Writes a file at a path, atomically: the header, then the pages. Raises OSError."""
-
-OnWritten = Callable[[OSError | None], None]
-"""Hears once, from `store` or `poll`, that the pages are no longer read; and why there can be no file of them."""
-
-
-@dataclass
+@dataclass(frozen=True, eq=False)
 class _Write:
-    """A file in the making. is_wanted: nobody has deleted the adapter since."""
+    """A file in the making."""
 
     adapter: DiskAdapter
     future: Future[float]
     on_written: OnWritten
-    is_wanted: bool = True
 
 
 @dataclass(frozen=True)
@@ -152,6 +104,7 @@ class DiskTier:
         self._write_file = write_file or write_file_atomically
         self._adapters: OrderedDict[TaskId, DiskAdapter] = OrderedDict()
         self._writes: deque[_Write] = deque()
+        self._wanted: dict[TaskId, _Write] = {}
         self._bytes_used = 0
         self._hits = self._misses = self._evictions = self._copies = self._failures = 0
         self._copy_seconds = 0.0
@@ -175,8 +128,13 @@ class DiskTier:
 
     @property
     def writes(self) -> list[Future[float]]:
-        """Whose end `poll` will take up."""
+        """The writes whose ends `poll` will take up."""
         return [write.future for write in self._writes]
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether there are any `writes`."""
+        return bool(self._writes)
 
     def find(self, lora_task_id: TaskId) -> DiskAdapter | None:
         """What is known of an adapter's file, once it is written."""
@@ -197,26 +155,30 @@ class DiskTier:
         rows: list[PackedRow],
         pages: Sequence[torch.Tensor],
         on_written: OnWritten,
+        on_deleted: OnDeleted = lambda lora_task_id: None,
     ) -> Future[float]:
-        """Have an adapter that is not here written. What cannot be kept is logged.
+        """Have an adapter that is not here written. A write that fails is logged.
 
         The future is done with the write; it raises OSError if that failed, and is cancelled if the adapter is deleted
         before. pages: uint8 [page_bytes] each; nobody may write to them until `on_written` is called.
         """
         assert lora_task_id not in self._adapters
-        header = _encode_header(lora_task_id, digest, name, rows, len(pages), self._layout)
+        header = encode_header(lora_task_id, digest, name, rows, len(pages), self._layout)
         size = len(header) + len(pages) * self._layout.page_bytes
         if size > self._num_bytes:
             error = OSError(f"{size} bytes are more than lora_cache_disk_bytes ({self._num_bytes})")
             self._note_failure(lora_task_id, error)
-            on_written(error)
+            on_written(File.REFUSED)
             return _failed(error)
         while self._bytes_used + size > self._num_bytes:
-            self._delete_oldest()
+            on_deleted(self._delete_oldest())
         self._bytes_used += size
-        adapter = DiskAdapter(lora_task_id, digest, name, ranks_of(rows), len(pages), size, last_used_s=time.time())
+        shape = page_shape(rows, len(pages), self._layout)
+        adapter = DiskAdapter(lora_task_id, digest, name, ranks_of(rows), shape, size, last_used_s=time.time())
         future = self._writer.submit(self._write, self._path(lora_task_id), header, pages)
-        self._writes.append(_Write(adapter, future, on_written))
+        write = _Write(adapter, future, on_written)
+        self._writes.append(write)
+        self._wanted[lora_task_id] = write
         return future
 
     def touch(self, lora_task_id: TaskId) -> None:
@@ -229,12 +191,12 @@ class DiskTier:
         adapter = self._adapters[lora_task_id]
         self._adapters.move_to_end(lora_task_id)
         try:
-            fd = _open_regular(self._path(lora_task_id))
+            fd = open_regular(self._path(lora_task_id))
         except (OSError, DamagedFile) as error:
             failure = error
             return OpenFile(read=lambda pages: _failed(failure), close=lambda: None)
         return OpenFile(
-            read=lambda pages: self._readers.submit(_read_file, fd, adapter, pages, self._layout),
+            read=lambda pages: self._readers.submit(read_file, fd, adapter, pages, self._layout),
             close=lambda: os.close(fd),
         )
 
@@ -244,13 +206,11 @@ class DiskTier:
         if adapter is not None:
             self._bytes_used -= adapter.num_bytes
             self._emit("deleted_from_disk", adapter)
-        for write in self._writes:
-            if write.adapter.lora_task_id == lora_task_id and write.is_wanted:
-                write.is_wanted = False
-                write.future.cancel()
-                self._bytes_used -= write.adapter.num_bytes
-                adapter = write.adapter
-        if adapter is not None:
+        write = self._wanted.pop(lora_task_id, None)
+        if write is not None:
+            write.future.cancel()
+            self._bytes_used -= write.adapter.num_bytes
+        if adapter is not None or write is not None:
             self._writer.submit(_unlink, self._path(lora_task_id))
 
     def drop_damaged(self, lora_task_id: TaskId, digest: str, error: BaseException) -> None:
@@ -286,10 +246,11 @@ class DiskTier:
         )
 
     def check_integrity(self) -> None:
-        being_written = [write.adapter for write in self._writes if write.is_wanted]
-        kept = [*self._adapters.values(), *being_written]
-        assert self._bytes_used == sum(adapter.num_bytes for adapter in kept) <= self._num_bytes
-        assert len({adapter.lora_task_id for adapter in kept}) == len(kept)
+        being_written = [write.adapter for write in self._wanted.values()]
+        files = [*self._adapters.values(), *being_written]
+        assert self._bytes_used == sum(adapter.num_bytes for adapter in files) <= self._num_bytes
+        assert len({adapter.lora_task_id for adapter in files}) == len(files)
+        assert set(self._wanted.values()) <= set(self._writes)
 
     def close(self) -> None:
         """Finish what is being written and read, and leave the directory to others."""
@@ -309,7 +270,7 @@ class DiskTier:
                 if re.fullmatch(r"\.([A-Za-z0-9_][\w.-]*@)?[0-9]{1,20}\.safetensors\.part", path.name):
                     path.unlink()
                 elif path.suffix == ".safetensors":
-                    found.append(_describe_file(path, self._layout))
+                    found.append(describe_file(path, self._layout))
             except (OSError, DamagedFile) as error:
                 unusable.setdefault(str(error), []).append(path.name)
         for reason, (name, *others) in unusable.items():
@@ -322,10 +283,11 @@ class DiskTier:
             self._delete_oldest()
         _logger.info("disk tier: %d adapters found in %s", len(self), self._directory)
 
-    def _delete_oldest(self) -> None:
-        being_written = (write.adapter.lora_task_id for write in self._writes if write.is_wanted)
-        self.delete(next(chain(self._adapters, being_written)))
+    def _delete_oldest(self) -> TaskId:
+        lora_task_id = next(chain(self._adapters, self._wanted))
+        self.delete(lora_task_id)
         self._evictions += 1
+        return lora_task_id
 
     def _write(self, path: Path, header: bytes, pages: Sequence[torch.Tensor]) -> float:
         started = time.perf_counter()
@@ -333,20 +295,24 @@ class DiskTier:
         return time.perf_counter() - started
 
     def _end_write(self, write: _Write) -> None:
-        write.on_written(self._take_up(write.adapter, write.future) if write.is_wanted else None)
+        if self._wanted.get(write.adapter.lora_task_id) is not write:
+            write.on_written(File.NONE)
+            return
+        del self._wanted[write.adapter.lora_task_id]
+        write.on_written(self._take_up(write.adapter, write.future))
 
-    def _take_up(self, adapter: DiskAdapter, future: Future[float]) -> OSError | None:
-        """An adapter whose writing has ended is here now, or there is an error."""
+    def _take_up(self, adapter: DiskAdapter, future: Future[float]) -> File:
+        """An adapter whose writing has ended is here now, unless it failed."""
         try:
             self._copy_seconds += future.result()
         except OSError as error:
             self._bytes_used -= adapter.num_bytes
             self._note_failure(adapter.lora_task_id, error)
-            return error
+            return File.REFUSED
         self._copies += 1
         self._adapters[adapter.lora_task_id] = adapter
         self._emit("spilled_to_disk", adapter)
-        return None
+        return File.WRITTEN
 
     def _note_failure(self, lora_task_id: TaskId, error: OSError) -> None:
         self._failures += 1
@@ -355,20 +321,6 @@ class DiskTier:
 
     def _emit(self, kind: EventKind, adapter: DiskAdapter) -> None:
         self._on_event(AdapterEvent.of(kind, adapter.lora_task_id, adapter.digest))
-
-
-def write_file_atomically(path: Path, header: bytes, pages: Sequence[torch.Tensor]) -> None:
-    """Under another name first. Not synced: what a power failure leaves half written, its digest gives away."""
-    part = path.with_name(f".{path.name}.part")
-    try:
-        with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "wb", 0) as file:
-            _write_all(file.fileno(), memoryview(header))
-            for page in pages:
-                _write_all(file.fileno(), page.numpy().data)
-        part.replace(path)
-    except OSError:
-        part.unlink(missing_ok=True)
-        raise
 
 
 def _touch(path: Path) -> None:
@@ -383,11 +335,6 @@ def _unlink(path: Path) -> None:
         _logger.exception("%s cannot be deleted; the next start would find it", path)
 
 
-def _write_all(fd: int, data: memoryview) -> None:
-    while data:
-        data = data[os.write(fd, data) :]
-
-
 def _lock(directory: Path) -> int:
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -400,104 +347,6 @@ def _lock(directory: Path) -> int:
         os.close(fd)
         raise ConfigError(f"lora_cache_dir: another server uses {directory}; write one for each server") from None
     return fd
-
-
-def _encode_header(
-    lora_task_id: TaskId, digest: str, name: str, rows: list[PackedRow], num_pages: int, layout: AdapterLayout
-) -> bytes:
-    """A safetensors header: its length as 8 bytes, and JSON filled up with spaces to a multiple of 8."""
-    metadata = _Metadata(FORMAT_VERSION, label_of(lora_task_id), name, digest, _layout_text(layout), _rows_text(rows))
-    shape = (num_pages, layout.page_bytes)
-    header = msgspec.json.encode(_Header(metadata, _TensorInfo("U8", shape, (0, shape[0] * shape[1]))))
-    header += b" " * (-len(header) % 8)
-    return len(header).to_bytes(8, "little") + header
-
-
-def _layout_text(layout: AdapterLayout) -> str:
-    return msgspec.json.encode(layout).decode()
-
-
-def _rows_text(rows: list[PackedRow]) -> str:
-    return msgspec.json.encode(rows).decode()
-
-
-def _describe_file(path: Path, layout: AdapterLayout) -> DiskAdapter:
-    """What a file holds, by its header. Raises DamagedFile or OSError."""
-    try:
-        lora_task_id = parse_label(path.stem)
-    except ValueError as error:
-        raise DamagedFile(f"its name is not {error}") from None
-    fd = _open_regular(path)
-    try:
-        return _read_header(fd, lora_task_id, layout).adapter
-    finally:
-        os.close(fd)
-
-
-def _open_regular(path: Path) -> int:
-    fd = os.open(path, _READ_FLAGS)
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise DamagedFile("it is not a regular file")
-    return fd
-
-
-def _read_header(fd: int, lora_task_id: TaskId, layout: AdapterLayout) -> _Contents:
-    status = os.fstat(fd)
-    length = int.from_bytes(os.pread(fd, 8, 0), "little")
-    if status.st_size < 8 + length or length > _MAX_HEADER_BYTES:
-        raise DamagedFile(
-            f"its header claims {length} bytes, the file has {status.st_size} and a header at most {_MAX_HEADER_BYTES}"
-        )
-    try:
-        header = msgspec.json.decode(os.pread(fd, length, 8), type=_Header)
-        rows = msgspec.json.decode(header.metadata.rows, type=list[PackedRow])
-    except msgspec.MsgspecError as error:
-        raise DamagedFile(f"its header is none of ours: {error}") from None
-    metadata, num_pages = header.metadata, header.pages.shape[0]
-    if metadata.format_version != FORMAT_VERSION:
-        raise DamagedFile(f"its format version is {metadata.format_version[:20]}, this server's is {FORMAT_VERSION}")
-    if metadata.layout != _layout_text(layout):
-        raise DamagedFile("its layout is another model's, or of other lora parameters")
-    if metadata.lora_task_id != label_of(lora_task_id):
-        raise DamagedFile(f"it is of LoRA task {metadata.lora_task_id[:90]}")
-    num_bytes = num_pages * layout.page_bytes
-    if header.pages != _TensorInfo("U8", (num_pages, layout.page_bytes), (0, num_bytes)) or num_pages < 1:
-        raise DamagedFile(f"its tensor is {header.pages}")
-    if status.st_size != 8 + length + num_bytes:
-        raise DamagedFile(f"it has {status.st_size} bytes, its header accounts for {8 + length + num_bytes}")
-    try:
-        check_rows(rows, num_pages, layout)
-    except ValueError as error:
-        raise DamagedFile(str(error)) from None
-    adapter = DiskAdapter(
-        lora_task_id, metadata.digest, metadata.name, ranks_of(rows), num_pages, status.st_size, status.st_mtime
-    )
-    return _Contents(adapter, rows, 8 + length)
-
-
-def _read_file(fd: int, expected: DiskAdapter, pages: Sequence[torch.Tensor], layout: AdapterLayout) -> list[PackedRow]:
-    """Read an open file, which is closed then, into `pages`."""
-    try:
-        contents = _read_header(fd, expected.lora_task_id, layout)
-        if (contents.adapter.digest, contents.adapter.num_pages) != (expected.digest, expected.num_pages):
-            raise DamagedFile("it was exchanged behind the server's back")
-        for index, page in enumerate(pages):
-            _read_all(fd, page.numpy().data, contents.data_start + index * layout.page_bytes)
-        if content_digest(contents.rows, pages, layout.lora_dtype) != expected.digest:
-            raise DamagedFile("its content does not have the digest that it names")
-        os.utime(fd)
-        return contents.rows
-    finally:
-        os.close(fd)
-
-
-def _read_all(fd: int, target: memoryview, offset: int) -> None:
-    while target:
-        count = os.preadv(fd, [target], offset)
-        if count == 0:
-            raise DamagedFile("it ends too early")
-        target, offset = target[count:], offset + count
 
 
 def _failed(error: Exception) -> Future[Any]:

@@ -5,10 +5,8 @@ is two tensors. Row i of `lora_weights` is A `[rank, in]` row-major, then B `[ou
 normalised magnitude `[out]`, then zeros up to the widest row. Row i of `lora_config` says what it is: `[module_id,
 layer, rank]` or `[module_id, layer, rank, is_dora]`. The scaling alpha / rank is already in B.
 
-Packed, the same rows lie without their padding in pages of one fixed size, so that any tier can hand out and take back
-pages without ever compacting. Each A, B and magnitude is a *piece*: it starts on a 64-byte boundary and never straddles
-a page, but the pieces of one row may lie in different pages. So a page need only hold the largest single piece, and
-little of an adapter's last page is wasted.
+Packed, the same rows lie without their padding in pages of one fixed size, at the places that `multilora_wire.layout`
+gives their pieces, so that any tier can hand out and take back pages without ever compacting.
 """
 
 from __future__ import annotations
@@ -23,20 +21,14 @@ import torch
 from blake3 import blake3
 
 from multilora_engine.errors import InvalidRequest
-from multilora_engine.lora.layout import AdapterLayout, LoRAModule, PackedAdapter, PackedRow, lora_modules, round_up
+from multilora_engine.lora.layout import PackedAdapter, PackedRow
+from multilora_wire.layout import ALIGNMENT_BYTES, AdapterLayout, Piece, num_values, round_up
+from multilora_wire.sites import WireModule
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-_ALIGNMENT_BYTES = 64
 _DIGEST_BYTES = 16
 _INTEGERS = {2: torch.uint16, 4: torch.uint32}
-
-
-def adapter_pages(layout: AdapterLayout, rank: int, is_dora: bool = False) -> int:
-    """Pages of an adapter of one rank on every linear of every layer."""
-    modules = lora_modules(layout)
-    one_layer = [size for i in (1, 2, 3, 4, 5, 6, 7) for size in modules[i].piece_sizes(rank, is_dora)]
-    return len(_place_pieces(one_layer * layout.num_layers, layout)[1])
 
 
 def pack_adapter(weights: torch.Tensor, config: torch.Tensor, layout: AdapterLayout) -> PackedAdapter:
@@ -47,15 +39,15 @@ def pack_adapter(weights: torch.Tensor, config: torch.Tensor, layout: AdapterLay
     """
     _check_shapes(weights, config)
     rows = _check_rows(config.tolist(), weights.shape[1], layout)
-    offsets, fill = _place_pieces([size for row in rows for size in row.piece_sizes], layout)
-    remaining = iter(offsets)
-    packed = [_packed_row(row, remaining) for row in rows]
+    placement = layout.place(piece for row in rows for piece in row.pieces)
+    offsets = iter(placement.offsets)
+    packed = [_packed_row(row, offsets) for row in rows]
     # NumPy asks the system for huge pages: with small ones, finding the memory takes longer than all that follows.
-    pages = torch.from_numpy(np.empty((len(fill), layout.page_bytes), dtype=np.uint8))
-    values = pages.view(TORCH_DTYPES[layout.lora_dtype])
-    for page, used in zip(values, fill, strict=True):
+    pages = torch.from_numpy(np.empty((len(placement.fill), layout.page_bytes), dtype=np.uint8))
+    for page, used in zip(pages, placement.fill, strict=True):
         page[used:].zero_()
-    _fill(values.view(-1), weights.contiguous(), rows, packed, layout)
+    values = pages.view(TORCH_DTYPES[layout.lora_dtype])
+    _fill(values.view(-1), weights.contiguous(), rows, packed)
     if not _is_finite(values):
         raise InvalidRequest(_describe_non_finite(weights, rows, layout))
     return PackedAdapter(content_digest(packed, pages, layout.lora_dtype), packed, pages)
@@ -67,44 +59,38 @@ def ranks_of(rows: Iterable[PackedRow]) -> tuple[int, ...]:
 
 
 def check_rows(rows: Sequence[PackedRow], num_pages: int, layout: AdapterLayout) -> None:
-    """Whether packed rows that were stored somewhere may address this layout's pages. Raises ValueError."""
-    modules = lora_modules(layout)
+    """Whether stored rows fit the model and lie where packing puts them. Raises ValueError."""
     if not rows:
         raise ValueError("there are no rows")
     for row in rows:
-        if (
-            row.module_id not in modules
-            or not 0 <= row.layer < layout.num_layers
-            or not 1 <= row.rank <= layout.max_rank
-        ):
+        if (row.layer, row.module_id) not in layout.sites.module_at or not 1 <= row.rank <= layout.max_rank:
             raise ValueError(f"{row} does not fit the model")
-        sizes = modules[row.module_id].piece_sizes(row.rank, is_dora=True)
-        for offset, size in zip(row.offsets, sizes, strict=False):
-            page, place = divmod(offset, layout.page_elements)
-            if not 0 <= page < num_pages or place + size > layout.page_elements:
-                raise ValueError(f"{row} leaves its pages")
+    placement = layout.place(piece for row in rows for piece in _pieces_of(row, layout))
+    offsets = iter(placement.offsets)
+    for row in rows:
+        if row.offsets != [next(offsets) for _ in row.offsets]:
+            raise ValueError(f"{row} does not lie where packing puts it")
+    if len(placement.fill) != num_pages:
+        raise ValueError(f"the rows take {len(placement.fill)} pages, not {num_pages}")
+
+
+def _pieces_of(row: PackedRow, layout: AdapterLayout) -> list[Piece]:
+    return layout.pieces(layout.sites.module_at[row.layer, row.module_id], row.rank, row.is_dora)
 
 
 @dataclass(frozen=True)
 class _WireRow:
-    """A validated row of `lora_config`, and which row of the wire tensors it is."""
+    """A validated row of `lora_config`. index: its place in the wire tensors. num_values: without its padding."""
 
     index: int
-    module: LoRAModule
-    layer: int
+    module: WireModule
     rank: int
     is_dora: bool
+    num_values: int
+    pieces: list[Piece]
 
     def __str__(self) -> str:
-        return f"lora_config row {self.index} ({self.module.name}, layer {self.layer}, rank {self.rank})"
-
-    @property
-    def piece_sizes(self) -> list[int]:
-        return self.module.piece_sizes(self.rank, self.is_dora)
-
-    @property
-    def num_values(self) -> int:
-        return self.module.num_values(self.rank, self.is_dora)
+        return f"lora_config row {self.index} ({self.module.name}, layer {self.module.layer}, rank {self.rank})"
 
 
 def _check_shapes(weights: torch.Tensor, config: torch.Tensor) -> None:
@@ -119,30 +105,22 @@ def _check_shapes(weights: torch.Tensor, config: torch.Tensor) -> None:
 
 
 def _check_rows(config: list[list[int]], width: int, layout: AdapterLayout) -> list[_WireRow]:
-    """The rows sorted by layer and module, each legal by itself and no two writing the same slice."""
+    """The rows sorted by layer and module, each legal by itself and no two writing the same site."""
     rows = [_check_row(index, values, width, layout) for index, values in enumerate(config)]
-    rows.sort(key=lambda row: (row.layer, row.module.module_id))
-    owner: dict[tuple[int, str], _WireRow] = {}
+    rows.sort(key=lambda row: (row.module.layer, row.module.module_id))
+    owner: dict[int, _WireRow] = {}
     for row in rows:
-        for name, _ in row.module.slice_starts:
-            other = owner.setdefault((row.layer, name), row)
+        for part in row.module.parts:
+            other = owner.setdefault(part.column, row)
             if other is not row:
-                raise InvalidRequest(f"{row} and {other} both adapt {name} of layer {row.layer}; send each once")
+                name = layout.sites.site_at[part.column].name
+                raise InvalidRequest(f"{row} and {other} both adapt {name}; send each once")
     return rows
 
 
 def _check_row(index: int, values: list[int], width: int, layout: AdapterLayout) -> _WireRow:
-    module_id, layer, rank = values[:3]
-    where = f"lora_config row {index}"
-    modules = lora_modules(layout)
-    if module_id not in modules:
-        known = ", ".join(f"{m.module_id} {m.name}" for m in modules.values())
-        raise InvalidRequest(f"{where}: lora module {module_id} not enabled for this model; it has {known}")
-    if not 0 <= layer < layout.num_layers:
-        raise InvalidRequest(
-            f"{where}: Expected layerId to be in the range [0, numModelLayers): {layer}, numModelLayers is "
-            f"{layout.num_layers}"
-        )
+    where, rank = f"lora_config row {index}", values[2]
+    module = _check_module(where, values[0], values[1], layout)
     if rank <= 0:
         raise InvalidRequest(f"{where}: Expected adapterSize to be > 0, it is {rank}")
     if rank > layout.max_rank:
@@ -151,22 +129,36 @@ def _check_row(index: int, values: list[int], width: int, layout: AdapterLayout)
         )
     if len(values) == 4 and values[3] not in (0, 1):
         raise InvalidRequest(f"{where}: is_dora must be 0 or 1, it is {values[3]}")
-    row = _WireRow(index, modules[module_id], layer, rank, len(values) == 4 and values[3] == 1)
-    if row.num_values > width:
+    is_dora = len(values) == 4 and values[3] == 1
+    needed = num_values(module, rank, is_dora)
+    row = _WireRow(index, module, rank, is_dora, needed, layout.pieces(module, rank, is_dora))
+    if needed > width:
         raise InvalidRequest(
-            f"{row}: lora_weights has to few values for {row.module.name}: rank x (in + out) is {rank} x "
-            f"({row.module.in_size} + {row.module.out_size}), {row.num_values} values needed, the rows hold {width}"
+            f"{row}: lora_weights has to few values for {module.name}: rank x (in + out) is {rank} x "
+            f"({module.in_size} + {module.out_size}), {needed} values needed, the rows hold {width}"
         )
     return row
 
 
-def _fill(
-    values: torch.Tensor,
-    weights: torch.Tensor,
-    rows: Sequence[_WireRow],
-    places: Sequence[PackedRow],
-    layout: AdapterLayout,
-) -> None:
+def _check_module(where: str, module_id: int, layer: int, layout: AdapterLayout) -> WireModule:
+    sites = layout.sites
+    if module_id not in sites.module_names:
+        known = ", ".join(f"{number} {name}" for number, name in sites.module_names.items())
+        raise InvalidRequest(f"{where}: lora module {module_id} not enabled for this model; it has {known}")
+    if not 0 <= layer < sites.num_layers:
+        raise InvalidRequest(
+            f"{where}: Expected layerId to be in the range [0, numModelLayers): {layer}, numModelLayers is "
+            f"{sites.num_layers}"
+        )
+    module = sites.module_at.get((layer, module_id))
+    if module is None:
+        raise InvalidRequest(
+            f"{where}: lora module {module_id} ({sites.module_names[module_id]}) not enabled for layer {layer}"
+        )
+    return module
+
+
+def _fill(values: torch.Tensor, weights: torch.Tensor, rows: Sequence[_WireRow], places: Sequence[PackedRow]) -> None:
     """Copy the pieces of all rows to their places in `values`. Raises InvalidRequest for anything behind them.
 
     Bits are copied, by NumPy: a small copy costs torch several times as much.
@@ -178,9 +170,10 @@ def _fill(
         if weights.dtype != values.dtype:
             source = _bits(weights[row.index].to(values.dtype))
         start = 0
-        for size, offset in zip(row.piece_sizes, place.offsets, strict=True):
-            target[offset : offset + size] = source[start : start + size]
-            target[offset + size : offset + _aligned(size, layout)] = 0
+        for piece, offset in zip(row.pieces, place.offsets, strict=True):
+            first, size = offset // values.itemsize, piece.num_values
+            target[first : first + size] = source[start : start + size]
+            target[first + size : (offset + round_up(piece.num_bytes, ALIGNMENT_BYTES)) // values.itemsize] = 0
             start += size
 
 
@@ -194,38 +187,28 @@ def _check_rest(row: _WireRow, values: torch.Tensor, bits: npt.NDArray[Any]) -> 
 
 
 def _packed_row(row: _WireRow, offsets: Iterator[int]) -> PackedRow:
-    """offsets: of the pieces of this row and of those behind it."""
+    """offsets: of the pieces of this row and of later rows."""
     a_offset, b_offset = next(offsets), next(offsets)
     magnitude_offset = next(offsets) if row.is_dora else -1
-    return PackedRow(row.module.module_id, row.layer, row.rank, a_offset, b_offset, magnitude_offset)
-
-
-def _place_pieces(sizes: Sequence[int], layout: AdapterLayout) -> tuple[list[int], list[int]]:
-    """Where pieces go, largest first, each into the first page with room: their offsets, and how full each page is."""
-    offsets = [0] * len(sizes)
-    fill: list[int] = []
-    page = last_size = 0
-    for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        size = _aligned(sizes[index], layout)
-        if size != last_size:
-            page, last_size = 0, size  # pages without room for one of this size have none for the next either
-        while page < len(fill) and fill[page] + size > layout.page_elements:
-            page += 1
-        if page == len(fill):
-            fill.append(0)
-        offsets[index] = page * layout.page_elements + fill[page]
-        fill[page] += size
-    return offsets, fill
+    return PackedRow(row.module.module_id, row.module.layer, row.rank, a_offset, b_offset, magnitude_offset)
 
 
 def content_digest(rows: Sequence[PackedRow], pages: Iterable[torch.Tensor], lora_dtype: str) -> str:
-    """32 hex digits (BLAKE3, cut) over all of an adapter; the GIL is free meanwhile."""
-    header = np.array([(r.module_id, r.layer, r.rank, r.a_offset, r.b_offset, r.magnitude_offset) for r in rows])
+    """32 hex digits (BLAKE3, cut) over all of an adapter; the GIL is free meanwhile.
+
+    Offsets count in values of `lora_dtype`, as in every earlier layout, so that digests outlive layouts.
+    """
+    itemsize = TORCH_DTYPES[lora_dtype].itemsize
+    header = np.array([(r.module_id, r.layer, r.rank, *(o // itemsize for o in _all_offsets(r))) for r in rows])
     digest = blake3(lora_dtype.encode())
     digest.update(header.astype(np.int64).tobytes())
     for page in pages:
         digest.update(page.numpy().data)
     return digest.hexdigest(_DIGEST_BYTES)
+
+
+def _all_offsets(row: PackedRow) -> tuple[int, int, int]:
+    return row.a_offset, row.b_offset, row.magnitude_offset
 
 
 def _bits(values: torch.Tensor) -> npt.NDArray[Any]:
@@ -253,7 +236,3 @@ def _describe_non_finite(weights: torch.Tensor, rows: Sequence[_WireRow], layout
     return (
         f"{row}: lora_weights holds {weights[index, column].item()} at position {column}; only finite values are legal"
     )
-
-
-def _aligned(num_elements: int, layout: AdapterLayout) -> int:
-    return round_up(num_elements, _ALIGNMENT_BYTES // layout.itemsize)

@@ -4,76 +4,88 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 
 from multilora_engine.histogram import Histogram
+from multilora_engine.lora.adapter_state import AdapterState, File, Memory, Version
+from multilora_engine.lora.eviction_order import EvictionOrder
 from multilora_engine.lora.layout import PackedAdapter, PackedRow
 from multilora_engine.lora.life_cycle import TierStats
 from multilora_engine.lora.names import TaskId
 from multilora_engine.lora.page_pool import PagePool
+from multilora_wire.layout import PageShape
 
 
 @dataclass(eq=False)
 class CachedAdapter:
     """One version of one adapter in the host tier. Compared by identity: two versions of an id are two adapters.
 
-    ranks: the different ranks of its rows, ascending. name: what its source calls it, if anything.
-    num_pins: requests that use it, from acceptance to the last token; only `LoRAManager` changes it.
-    is_pinned: an operator wants it kept, used or not.
-    is_retired: replaced by another version, or unloaded; it goes when its last pin does.
-    num_pages: how many it needs; as long as it waits for room, `pages` is empty.
-    rows: empty until its pages are filled. load: fills them from the disk tier; its result is the rows, which
-        `LoRAManager.poll` takes up. None: nothing is under way.
-    is_being_written: the disk tier reads its pages. is_unkeepable: the disk tier could not keep it.
-    arrived: done when its pages are filled; raises RequestError if its file could not be read, cancelled if it went
-        before.
-    kept: done when its file is written; raises OSError if that failed last, cancelled if it is not wanted any more.
+    ranks: the different ranks of its rows, ascending. state: what it is doing. name: what its source calls it, if
+        anything.
+    shape: of the pages it needs; `pages` and `rows` are empty until it has them, and until they are filled.
+    arrived: done when its pages are filled; raises RequestError if its file could not be read, cancelled if the adapter
+        went before.
+    saved: done when its file is written; raises OSError if that failed last, cancelled if the file is not wanted any
+        more.
     last_used_s: seconds since the epoch of the last pin, at first of the insertion. num_hits: pins so far.
     """
 
     lora_task_id: TaskId
     digest: str
     ranks: tuple[int, ...]
-    num_pages: int
+    shape: PageShape
     name: str = ""
+    state: AdapterState = field(default_factory=AdapterState)
     rows: list[PackedRow] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
-    num_pins: int = 0
-    is_pinned: bool = False
-    is_retired: bool = False
-    load: Future[list[PackedRow]] | None = None
-    is_being_written: bool = False
-    is_unkeepable: bool = False
     arrived: Future[None] = field(default_factory=Future)
-    kept: Future[None] = field(default_factory=Future)
+    saved: Future[None] = field(default_factory=Future)
     last_used_s: float = field(default_factory=time.time)
     num_hits: int = 0
 
-    @property
-    def is_evictable(self) -> bool:
-        """Whether it may go now."""
-        return self.is_free_to_go and bool(self.rows) and not self.is_being_written
+    def __post_init__(self) -> None:
+        if self.state.file is File.WRITTEN:
+            self.saved.set_result(None)
 
     @property
-    def is_free_to_go(self) -> bool:
-        """Whether it may go once nothing is read or written any more."""
-        return self.num_pins == 0 and not self.is_pinned
+    def num_pages(self) -> int:
+        return self.shape.num_pages
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """How an adapter's weights come into its pages, and what to close if they never do."""
+
+    fill: Callable[[], None]
+    discard: Callable[[], None] = lambda: None
 
 
 class HostTier:
-    """Holds every cached adapter, and those that wait for room. Changed only by `LoRAManager`.
+    """Holds every cached adapter, and those that wait for room: the *arrivals*, in the order in which they came.
 
-    load_seconds: of the adapters that were read from disk.
+    Changed only by `LoRAManager` and its parts, each of which tells `update` of an adapter whose state it has changed.
+    Only `adapters` and `current` look at all adapters, and, for shapes with runs, `can_hold`, `can_ever_hold` and
+    `victims_for`.
+
+    num_held_pages: of the adapters that an operator holds. num_promised_pages: that arrivals wait for. load_seconds: of
+    the adapters that were read from disk.
     """
 
     def __init__(self, num_pages: int, page_bytes: int, pin_memory: bool = False) -> None:
         self.pool = PagePool(num_pages, page_bytes, torch.device("cpu"), pin_memory)
         self._by_task_id: OrderedDict[TaskId, CachedAdapter] = OrderedDict()
-        self._retired: list[CachedAdapter] = []
+        self._retired: dict[CachedAdapter, None] = {}
+        self._arrivals: dict[CachedAdapter, Arrival] = {}
+        self._order = EvictionOrder()
+        self.num_held_pages = 0
+        self.num_promised_pages = 0
+        self._hits = 0
+        self._misses = 0
         self._evictions = 0
         self._copies = 0
         self._copy_seconds = 0.0
@@ -87,52 +99,78 @@ class HostTier:
         return self._by_task_id.get(lora_task_id)
 
     def touch(self, adapter: CachedAdapter) -> None:
-        """Make a current version the most recently used one."""
-        self._by_task_id.move_to_end(adapter.lora_task_id)
+        """Make an adapter the most recently used one."""
+        if not adapter.state.is_retired:
+            self._by_task_id.move_to_end(adapter.lora_task_id)
+        self._order.touch(adapter)
 
-    def victims_for(self, num_pages: int, may_go: Callable[[CachedAdapter], bool]) -> tuple[list[CachedAdapter], bool]:
-        """The adapters to evict so that `num_pages` are free, least recently used first, and whether that is enough.
+    def update(self, adapter: CachedAdapter) -> None:
+        """The state of an adapter has changed, and with it perhaps what frees its pages."""
+        if adapter.pages:
+            self._order.update(adapter)
 
-        may_go: asked of those that nobody uses.
+    def victims_for(self, shape: PageShape) -> list[CachedAdapter] | None:
+        """The adapters whose pages have to be free for a shape to fit; the soonest free first.
+
+        None if the pages of all adapters that nobody uses are not enough.
         """
-        victims: list[CachedAdapter] = []
-        reachable = self.pool.num_free
-        for adapter in self._by_task_id.values():
-            if reachable >= num_pages:
-                break
-            if adapter.is_evictable and may_go(adapter):
-                victims.append(adapter)
-                reachable += len(adapter.pages)
-        return victims, reachable >= num_pages
+        if shape.num_pages > self.num_reachable():
+            return None
+        return self.pool.victims(shape, ((adapter, adapter.pages) for adapter in self._order.unused))
+
+    def can_hold(self, shape: PageShape, replaced: CachedAdapter | None = None) -> bool:
+        """Whether a shape fits once all that nobody uses has gone, and reads and writes have ended.
+
+        replaced: this version goes, even if an operator holds it.
+        """
+        if shape.num_pages > self.num_reachable(replaced):
+            return False
+        unused = (a.pages for a in self.adapters if not a.state.is_wanted or _is_only_held(a, replaced))
+        return not shape.runs or self.pool.fits_with(shape, unused)
+
+    def can_ever_hold(self, shape: PageShape) -> bool:
+        """Whether a shape fits beside the adapters that an operator holds, once all requests have ended."""
+        if shape.num_pages + self.num_held_pages > self.pool.count:
+            return False
+        return not shape.runs or self.pool.fits_with(shape, (a.pages for a in self.adapters if not a.state.is_held))
 
     def num_reachable(self, replaced: CachedAdapter | None = None) -> int:
-        """Pages that are free once all that nobody uses has gone, and what is read and written has ended.
+        """Pages that are free once all that nobody uses has gone, and reads and writes have ended.
 
-        replaced: this version goes, even if an operator pinned it.
+        replaced: this version goes, even if an operator holds it.
         """
-        return self.pool.num_free + sum(
-            len(adapter.pages)
-            for adapter in self.adapters
-            if adapter.is_free_to_go or (adapter is replaced and adapter.num_pins == 0)
-        )
+        reachable = self.pool.num_free + self._order.num_unused_pages
+        if replaced is not None and _is_only_held(replaced, replaced):
+            reachable += len(replaced.pages)
+        return reachable
 
     @property
-    def num_being_written(self) -> int:
-        """Pages that will be free to go when they are written."""
-        return sum(len(a.pages) for a in self.adapters if a.is_being_written and a.is_free_to_go)
+    def num_arrivals(self) -> int:
+        return len(self._arrivals)
 
-    def num_kept(self, besides: CachedAdapter | None = None) -> int:
-        """Pages of the adapters that an operator keeps, but for one."""
-        return sum(a.num_pages for a in self._by_task_id.values() if a.is_pinned and a is not besides)
+    @property
+    def arrivals(self) -> Iterator[CachedAdapter]:
+        """The adapters that wait for their pages, in the order in which they came."""
+        return iter(self._arrivals)
 
-    def add(self, adapter: CachedAdapter) -> None:
-        """Make an adapter without pages the current version of its task id."""
+    def add(self, adapter: CachedAdapter, arrival: Arrival) -> None:
+        """Make an adapter the current version of its task id, and let it wait for its pages."""
         assert adapter.lora_task_id not in self._by_task_id
         self._by_task_id[adapter.lora_task_id] = adapter
+        self._arrivals[adapter] = arrival
+        self.num_promised_pages += adapter.num_pages
+
+    def end_wait(self, adapter: CachedAdapter) -> Arrival:
+        """Take an adapter out of the arrivals."""
+        self.num_promised_pages -= adapter.num_pages
+        return self._arrivals.pop(adapter)
 
     def give_pages(self, adapter: CachedAdapter) -> None:
-        """The pages an adapter has waited for, which are free; they are still to be filled."""
-        adapter.pages = self.pool.allocate(adapter.num_pages)
+        """The pages an arrival has waited for, which are free, and what fills them."""
+        arrival = self.end_wait(adapter)
+        adapter.pages = self.pool.allocate(adapter.shape)
+        arrival.fill()
+        self.update(adapter)
 
     def fill(self, adapter: CachedAdapter, packed: PackedAdapter) -> None:
         """Copy an adapter into its pages."""
@@ -140,59 +178,87 @@ class HostTier:
         # Page by page: indexing with a list copies byte by byte, six times slower.
         for source, target in zip(packed.pages, self.views(adapter), strict=True):
             target.copy_(source)
-        adapter.rows = packed.rows
+        self.note_filled(adapter, packed.rows, time.perf_counter() - started)
+
+    def note_filled(self, adapter: CachedAdapter, rows: list[PackedRow], seconds: float) -> None:
+        """An adapter's pages hold it now."""
+        adapter.rows = rows
+        adapter.state.move(Memory.FILLED)
         adapter.arrived.set_result(None)
-        self.count_copy(time.perf_counter() - started)
+        self._copies += 1
+        self._copy_seconds += seconds
+
+    def note_read(self, adapter: CachedAdapter, rows: list[PackedRow], seconds: float) -> None:
+        """An adapter's pages hold it now, read from its file."""
+        self.note_filled(adapter, rows, seconds)
+        self.load_seconds.observe(seconds)
+
+    def hold(self, adapter: CachedAdapter, is_held: bool) -> None:
+        """An operator wants a current version in memory, or does not care any more."""
+        if adapter.state.is_held is not is_held:
+            adapter.state.is_held = is_held
+            self.num_held_pages += adapter.num_pages if is_held else -adapter.num_pages
+            self.update(adapter)
+
+    def num_other_held_pages(self, adapter: CachedAdapter) -> int:
+        """Pages of the adapters that an operator holds, but for one."""
+        return self.num_held_pages - (adapter.num_pages if adapter.state.is_held else 0)
 
     def retire(self, adapter: CachedAdapter) -> None:
         """Take an adapter's task id away; its pages stay until `remove`."""
+        self.hold(adapter, False)
         del self._by_task_id[adapter.lora_task_id]
-        adapter.is_retired = True
-        adapter.is_pinned = False
-        self._retired.append(adapter)
+        adapter.state.move(Version.RETIRED)
+        self._retired[adapter] = None
 
     def remove(self, adapter: CachedAdapter) -> None:
-        """Free the pages of an adapter that nobody pins."""
-        assert adapter.num_pins == 0, f"LoRA task {adapter.lora_task_id} is pinned {adapter.num_pins} times"
-        assert adapter.load is None, f"LoRA task {adapter.lora_task_id} is being read into its pages"
-        assert not adapter.is_being_written, f"LoRA task {adapter.lora_task_id} is being written from its pages"
-        if adapter.is_retired:
-            self._retired.remove(adapter)
+        """Free the pages of an adapter that nobody wants, or end its wait for them."""
+        state = adapter.state
+        assert not state.is_wanted, f"LoRA task {adapter.lora_task_id} is pinned {state.num_pins} times"
+        assert not state.is_busy, f"LoRA task {adapter.lora_task_id} is being read or written: {state}"
+        if state.is_retired:
+            del self._retired[adapter]
         else:
             del self._by_task_id[adapter.lora_task_id]
+        if adapter in self._arrivals:
+            self.end_wait(adapter).discard()
+        self._order.discard(adapter)
         self.pool.free(adapter.pages)
+        state.move(Memory.GONE)
 
     def evict(self, adapter: CachedAdapter) -> None:
         """`remove` for the sake of others."""
-        assert adapter.is_evictable
         self.remove(adapter)
         self._evictions += 1
+
+    def close(self) -> None:
+        """Nobody waits for room any more."""
+        for arrival in self._arrivals.values():
+            arrival.discard()
 
     def views(self, adapter: CachedAdapter) -> list[torch.Tensor]:
         """The adapter's pages themselves, uint8 [page_bytes] each."""
         return self.pool.views(adapter.pages)
 
-    def count_copy(self, seconds: float) -> None:
-        """One more adapter was copied in here."""
-        self._copies += 1
-        self._copy_seconds += seconds
-
-    def count_load(self, seconds: float) -> None:
-        """One more adapter was read from disk in here."""
-        self.count_copy(seconds)
-        self.load_seconds.observe(seconds)
-
     def num_bytes(self, adapter: CachedAdapter) -> int:
-        """What an adapter takes here; nothing while it waits for room."""
+        """Bytes that an adapter takes here; nothing while it waits for room."""
         return len(adapter.pages) * self.pool.page_bytes
 
-    def stats(self, hits: int, misses: int) -> TierStats:
+    def count_request(self, lora_task_id: TaskId) -> bool:
+        """A request looked here for its adapter; whether it is here."""
+        is_here = lora_task_id in self._by_task_id
+        self._hits += is_here
+        self._misses += not is_here
+        return is_here
+
+    @property
+    def stats(self) -> TierStats:
         return TierStats(
             bytes_used=(self.pool.count - self.pool.num_free) * self.pool.page_bytes,
             bytes_total=self.pool.count * self.pool.page_bytes,
             num_adapters=len(self),
-            hits=hits,
-            misses=misses,
+            hits=self._hits,
+            misses=self._misses,
             evictions=self._evictions,
             copies=self._copies,
             copy_seconds=self._copy_seconds,
@@ -209,13 +275,25 @@ class HostTier:
         return list(self._by_task_id.values())
 
     @property
-    def adapters(self) -> list[CachedAdapter]:
+    def adapters(self) -> Iterable[CachedAdapter]:
         """All versions, the current ones least recently used first."""
-        return [*self._by_task_id.values(), *self._retired]
+        return chain(self._by_task_id.values(), self._retired)
 
     def check_integrity(self) -> None:
-        self.pool.check_integrity(adapter.pages for adapter in self.adapters)
-        assert all(adapter.num_pins >= 0 for adapter in self.adapters)
-        assert all(a.num_pins > 0 or a.load is not None or a.is_being_written for a in self._retired), (
-            "a retired adapter outlived its last pin"
-        )
+        self.pool.check_integrity((adapter.shape, adapter.pages) for adapter in self.adapters if adapter.pages)
+        self._order.check_integrity(self.adapters)
+        for adapter in self.adapters:
+            adapter.state.check_integrity()
+            assert adapter.state.memory is not Memory.GONE
+            assert (adapter.state.memory is Memory.WAITING) == (adapter in self._arrivals)
+            assert adapter.pages or adapter.state.memory in (Memory.WAITING, Memory.LOST)
+            assert adapter.state.is_filled == bool(adapter.rows)
+            assert adapter.state.is_retired == (adapter in self._retired)
+        held = (adapter for adapter in self.current if adapter.state.is_held)
+        assert self.num_held_pages == sum(adapter.num_pages for adapter in held)
+        assert self.num_promised_pages == sum(adapter.num_pages for adapter in self._arrivals)
+
+
+def _is_only_held(adapter: CachedAdapter, replaced: CachedAdapter | None) -> bool:
+    """Whether an adapter is the one that is replaced, and only an operator wants it."""
+    return adapter is replaced and adapter.state.is_held and adapter.state.num_pins == 0

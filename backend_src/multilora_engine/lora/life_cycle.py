@@ -10,16 +10,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Literal
 
-import msgspec
-
-from multilora_engine.lora.names import TaskId, number_of, scoped_task_id, tenant_of
-
-Status = Literal["NOT_DOWNLOADED", "DOWNLOADING", "DOWNLOADED", "LOADED", "READY_FOR_USE"]
-"""NOT_DOWNLOADED: a source has it. DOWNLOADING: on its way from there. DOWNLOADED: in host memory or on disk.
-LOADED: on its way to the device. READY_FOR_USE: a step can use it."""
-
-Location = Literal["DEVICE", "HOST", "DISK", "REMOTE"]
-"""The fastest tier that has it. REMOTE: no tier has it, only its source."""
+from multilora_engine.lora.names import TaskId, number_of, tenant_of
 
 EventKind = Literal[
     "uploaded",
@@ -34,33 +25,6 @@ EventKind = Literal[
     "loaded_from_disk",
     "fetch_failed",
 ]
-
-
-class AdapterInfo(msgspec.Struct, frozen=True, gc=False):
-    """One adapter at one moment. Plain values, so that it travels between processes; made by the thousand.
-
-    digest: content of the current version. bytes: what it takes in its tier. ranks: the different ranks of its rows.
-    num_pins: requests that use it. is_pinned: an operator keeps it. last_used_s: seconds since the epoch, of its
-    insertion if no request has used it. num_hits: requests that have used it since it entered the host tier.
-    tenant: whose adapter it is, empty if it belongs to none.
-    """
-
-    lora_task_id: int
-    name: str
-    digest: str
-    status: Status
-    location: Location
-    bytes: int
-    ranks: tuple[int, ...]
-    num_pins: int
-    is_pinned: bool
-    last_used_s: float
-    num_hits: int
-    tenant: str = ""
-
-    @property
-    def task_id(self) -> TaskId:
-        return scoped_task_id(self.tenant, self.lora_task_id)
 
 
 @cache

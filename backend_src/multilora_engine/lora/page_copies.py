@@ -23,7 +23,7 @@ class PageCopy(Protocol):
 CopyPages = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], PageCopy]
 """Starts to copy pages of the host to as many of the device. Raises RuntimeError if it cannot.
 
-However a copy ends, what is copied to the same pages after it comes after it.
+Copies end in the order in which they began, and however a copy ends, a later copy to the same pages comes after it.
 """
 
 

@@ -6,12 +6,12 @@ from collections.abc import Iterable
 
 import torch
 
-from multilora_engine.lora.free_list import FreeList
+from multilora_engine.lora.free_pages import FreePages
 from multilora_kernels import HugePages
 
 
-class PagePool(FreeList):
-    """`storage` is uint8 [count, page_bytes]: page p is row p."""
+class PagePool(FreePages):
+    """`storage` is uint8 [count, page_bytes]: page p is row p, so consecutive pages are consecutive memory."""
 
     def __init__(self, num_pages: int, page_bytes: int, device: torch.device, pin_memory: bool = False) -> None:
         super().__init__(num_pages)

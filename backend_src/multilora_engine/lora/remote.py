@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 
 from multilora_engine.errors import AdapterCacheFull, AdapterConflict, AdapterNotFound, PathNotCovered, RequestError
 from multilora_engine.histogram import Histogram
-from multilora_engine.lora.life_cycle import AdapterEvent, AdapterInfo, OnEvent, Status, TierStats
+from multilora_engine.lora.life_cycle import AdapterEvent, OnEvent, TierStats
 from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.lora.sources.source import AdapterKey
+from multilora_wire.adapter_info import AdapterInfo, Status
 
 if TYPE_CHECKING:
     from multilora_engine.lora.sources.fetcher import AdapterFetcher, FetchedAdapter

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from multilora_engine.execution.forward_batch import ForwardBatch
 from multilora_engine.models.rotary import Rotation
-from multilora_kernels import PagedSequences, has_paged_attention, paged_attention, rotary_attention
+from multilora_kernels import AttentionOptions, PagedSequences, has_paged_attention, paged_attention, rotary_attention
 
 
 @dataclass(frozen=True)
@@ -85,26 +85,37 @@ def attend(
     cached_keys: torch.Tensor,
     cached_values: torch.Tensor,
     plan: AttentionPlan,
+    options: AttentionOptions,
 ) -> torch.Tensor:
-    """Turn queries and keys, store keys and values, then softmax(q K^T / sqrt(head_dim) + mask) V over each sequence's
-    own keys.
+    """Turn queries and keys, store keys and values, then softmax(scale q K^T + mask) V over each sequence's own keys.
 
     qkv: [num_tokens, (num_heads + 2 num_kv_heads) * head_dim], this step's queries, keys and values side by side.
     cached_keys, cached_values: [num_slots, num_kv_heads, head_dim], this layer's cache, written in place.
+    options: the scale, and a soft cap or sinks of the layer.
     Returns [num_tokens, num_heads * head_dim].
     """
     if plan.all_sequences is not None:
         cos, sin = rotation.cos, rotation.sin
-        return rotary_attention(qkv, cos, sin, cached_keys, cached_values, plan.slot_mapping, plan.all_sequences)
+        return rotary_attention(
+            qkv,
+            cos,
+            sin,
+            cached_keys,
+            cached_values,
+            plan.slot_mapping,
+            plan.all_sequences,
+            options,
+            rotation.is_interleaved,
+        )
     q, k, v = _rotated(qkv, rotation, *cached_keys.shape[1:])
     cached_keys.index_copy_(0, plan.slot_mapping, k)
     cached_values.index_copy_(0, plan.slot_mapping, v)
-    outputs = [_prefill(q, k, v, cached_keys, cached_values, prefill) for prefill in plan.prefills]
+    outputs = [_prefill(q, k, v, cached_keys, cached_values, prefill, options) for prefill in plan.prefills]
     if plan.paged is not None:
         decoding = q[: len(plan.paged.context_lens)]
-        outputs.insert(0, paged_attention(decoding, cached_keys, cached_values, plan.paged))
+        outputs.insert(0, paged_attention(decoding, cached_keys, cached_values, plan.paged, options))
     if plan.decode is not None:
-        outputs.insert(0, _decode(q, cached_keys, cached_values, plan.decode))
+        outputs.insert(0, _decode(q, cached_keys, cached_values, plan.decode, options))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
@@ -119,14 +130,19 @@ def _rotated(
     return q, k, v
 
 
-def _decode(q: torch.Tensor, cached_keys: torch.Tensor, cached_values: torch.Tensor, plan: DecodePlan) -> torch.Tensor:
+def _decode(
+    q: torch.Tensor,
+    cached_keys: torch.Tensor,
+    cached_values: torch.Tensor,
+    plan: DecodePlan,
+    options: AttentionOptions,
+) -> torch.Tensor:
     num_decodes = len(plan.mask)
     shape = (num_decodes, -1, *cached_keys.shape[1:])
     # index_select copies whole rows; plain indexing is several times slower on a CPU.
     keys = cached_keys.index_select(0, plan.slots).view(shape).transpose(1, 2)
     values = cached_values.index_select(0, plan.slots).view(shape).transpose(1, 2)
-    out = F.scaled_dot_product_attention(q[:num_decodes, :, None], keys, values, attn_mask=plan.mask, enable_gqa=True)
-    return out.reshape(num_decodes, -1)
+    return _attention(q[:num_decodes, :, None], keys, values, plan.mask, options).reshape(num_decodes, -1)
 
 
 def _prefill(
@@ -136,15 +152,45 @@ def _prefill(
     cached_keys: torch.Tensor,
     cached_values: torch.Tensor,
     plan: PrefillPlan,
+    options: AttentionOptions,
 ) -> torch.Tensor:
     rows = slice(plan.start, plan.end)
     keys = k[rows] if plan.slots is None else cached_keys.index_select(0, plan.slots)
     values = v[rows] if plan.slots is None else cached_values.index_select(0, plan.slots)
     queries, keys, values = (x.transpose(0, 1)[None] for x in (q[rows], keys, values))
-    out = F.scaled_dot_product_attention(
-        queries, keys, values, attn_mask=plan.mask, is_causal=plan.mask is None, enable_gqa=True
-    )
+    out = _attention(queries, keys, values, plan.mask, options)
     return out[0].transpose(0, 1).reshape(plan.end - plan.start, -1)
+
+
+def _attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, options: AttentionOptions
+) -> torch.Tensor:
+    """softmax(scale q K^T + mask) V. q: [batch, heads, queries, head_dim]; mask None is plain causal."""
+    if options.softcap or options.sinks is not None:
+        return _attention_with_options(q, k, v, mask, options)
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=options.scale, enable_gqa=True
+    )
+
+
+def _attention_with_options(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, options: AttentionOptions
+) -> torch.Tensor:
+    """`_attention` with a soft cap or sinks, which PyTorch's lacks; scores in float32."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+    scale = q.shape[-1] ** -0.5 if options.scale is None else options.scale
+    scores = (q @ k.mT).float() * scale
+    if options.softcap:
+        scores = options.softcap * (scores / options.softcap).tanh()
+    if mask is None:
+        mask = _additive_mask(torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril(), scores.dtype)
+    scores = scores + mask
+    if options.sinks is not None:
+        sinks = options.sinks.float()[:, None, None].expand(*scores.shape[:-1], 1)
+        scores = torch.cat((scores, sinks), dim=-1)
+    weights = scores.softmax(dim=-1)[..., : k.shape[-2]]
+    return weights.to(v.dtype) @ v
 
 
 def _paged_sequences(

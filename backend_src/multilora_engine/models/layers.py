@@ -1,114 +1,197 @@
-"""The pieces of a Llama layer that hold weights: linears with batched LoRA, and RMS normalisation."""
+"""The pieces that the layers of most families share: attention, MLPs, and the usual layer."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
 from multilora_engine.execution.forward_batch import LoRABatch
-from multilora_kernels import HugePages, PackedLayerLinear, PackedWeight, lora_linear, packed_linear
+from multilora_engine.models.attention import AttentionPlan, attend
+from multilora_engine.models.builder import Builder
+from multilora_engine.models.norms import Norm
+from multilora_engine.models.rotary import Rotation
+from multilora_kernels import AttentionOptions, LayerStep, PackedLayer, silu_mul
+from multilora_wire.sites import GATED_MLP
 
-SLICES_PER_LAYER = 7
-"""LoRA slices of a layer, in this order: q, k, v, o, gate, up, down."""
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Where a model lies, and as what.
-
-    dtype: of activations, norms and biases, and of all arithmetic. weight_dtype: that linears and embeddings are stored
-    in; the two differ on a CPU only, which reads bytes slower than it multiplies.
-    """
-
-    dtype: torch.dtype
-    weight_dtype: torch.dtype
-    device: torch.device
-    _pages: HugePages = field(default_factory=HugePages, init=False, repr=False, compare=False)
-
-    def weight(self, out_features: int, in_features: int) -> PackedWeight:
-        """Of a linear, uninitialised. On a CPU weights lie in memory in the order in which they are asked for."""
-        return PackedWeight.empty(out_features, in_features, self.weight_dtype, self.device, self.dtype, self._pages)
-
-    def embeddings(self, num_embeddings: int, size: int) -> PackedWeight:
-        """Embeddings that are no head too, uninitialised: plain rows, which are quicker to look up than panels."""
-        rows = torch.empty(num_embeddings, size, dtype=self.weight_dtype, device=self.device)
-        return PackedWeight(rows, num_embeddings)
-
-    def vectors(self, *shape: int) -> torch.Tensor:
-        """Norms or biases, uninitialised."""
-        return torch.empty(shape, dtype=self.dtype, device=self.device)
-
-
-class Destination(Protocol):
-    """Where a tensor of a checkpoint belongs: a tensor, or some rows of a packed weight."""
-
-    @property
-    def shape(self) -> torch.Size: ...
-
-    def copy_(self, values: torch.Tensor, /) -> object: ...
+QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 
 @dataclass(frozen=True)
-class WeightRows:
-    """The rows first .. first + count of a packed weight."""
+class Step:
+    """The inputs that all layers of one forward pass share.
 
-    weight: PackedWeight
-    first: int
-    count: int
-
-    @property
-    def shape(self) -> torch.Size:
-        return torch.Size((self.count, self.weight.shape[1]))
-
-    def copy_(self, values: torch.Tensor, /) -> None:
-        self.weight.copy_rows(self.first, values)
-
-    def tensor(self) -> torch.Tensor:
-        """A copy, as the checkpoint has it."""
-        return self.weight.rows(self.first, self.count)
-
-
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, with the mean in float32."""
-    return F.rms_norm(x, weight.shape, weight, eps)
-
-
-class LoRALinear:
-    """y = x W^T, plus each token's adapter, plus bias; W stacks the outputs of `slice_sizes` (q, k, v; gate, up).
-
-    weight: [sum(slice_sizes), in_features]; bias: [sum(slice_sizes)] or None. Slice s of this linear is the column
-    `first_slice + s` of the adapter tables. The bias comes last, because a DoRA magnitude scales only the weights.
+    rotations: by the names of the model's rotary embeddings, None for layers without. plans: by window size. packed:
+    by both, for layers in one call, where there is a kernel.
     """
 
-    def __init__(
-        self, in_features: int, slice_sizes: Sequence[int], first_slice: int, has_bias: bool, placement: Placement
-    ) -> None:
-        self.slice_sizes = tuple(slice_sizes)
-        self.first_slice = first_slice
-        self.weight = placement.weight(sum(slice_sizes), in_features)
-        self.bias = placement.vectors(sum(slice_sizes)) if has_bias else None
+    rotations: dict[str | None, Rotation]
+    plans: dict[int | None, AttentionPlan]
+    lora: LoRABatch | None
+    packed: dict[tuple[str | None, int | None], LayerStep]
+
+
+class QKNorm(Protocol):
+    """Normalises queries and keys before they are turned."""
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """q: [num_tokens, q_size], k: [num_tokens, kv_size]; returns the same shapes."""
+        ...
+
+
+@dataclass(frozen=True)
+class HeadNorm:
+    """Each head by itself, as in Qwen 3 and Gemma 3."""
+
+    q: Norm
+    k: Norm
+    head_dim: int
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        heads_q, heads_k = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k))
+        return self.q.forward(heads_q).flatten(1), self.k.forward(heads_k).flatten(1)
+
+
+@dataclass(frozen=True)
+class WholeNorm:
+    """All heads together, as in OLMo 2."""
+
+    q: Norm
+    k: Norm
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.q.forward(q), self.k.forward(k)
+
+
+class Attention:
+    """Grouped-query attention with a fused q, k, v projection."""
+
+    def __init__(self, builder: Builder, layer: int, qk_norm: QKNorm | None = None, stored_as: str = "") -> None:
+        """stored_as: path of the one linear that the checkpoint has in place of q, k and v."""
+        config = builder.config
+        self.window = config.sliding_window[layer]
+        self.rope = config.layer_ropes[layer]
+        self.qkv = builder.linear(QKV, config.qkv_bias, stored_as)
+        self.o = builder.linear(["self_attn.o_proj"], config.output_bias)
+        self.qk_norm = qk_norm
+        self.options = AttentionOptions(config.attention_scale, config.attention_softcap)
+        self._sizes = (config.q_size, config.kv_size, config.kv_size)
+
+    def forward(self, x: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, step: Step) -> torch.Tensor:
+        """x: [num_tokens, hidden_size]. keys, values: this layer's cache, written in place."""
+        qkv = self._normalised(self.qkv.forward(x, step.lora))
+        heads = attend(qkv, step.rotations[self.rope], keys, values, step.plans[self.window], self.options)
+        return self.o.forward(heads, step.lora)
+
+    def _normalised(self, qkv: torch.Tensor) -> torch.Tensor:
+        if self.qk_norm is None:
+            return qkv
+        q, k, v = qkv.split_with_sizes(self._sizes, dim=1)
+        return torch.cat((*self.qk_norm.forward(q, k), v), dim=1)
+
+
+class MLP(Protocol):
+    """The second half of a layer."""
+
+    def forward(self, x: torch.Tensor, lora: LoRABatch | None) -> torch.Tensor: ...
+
+
+class GatedMLP:
+    """down(activation(gate(x)) * up(x)), gate and up fused."""
+
+    def __init__(self, builder: Builder, stored_as: str = "") -> None:
+        """stored_as: path of the one linear that the checkpoint has in place of gate and up."""
+        config = builder.config
+        gate, up, down = (f"mlp.{name}" for name in GATED_MLP)
+        self.gate_up = builder.linear([gate, up], config.mlp_bias, stored_as)
+        self.down = builder.linear([down], config.mlp_bias)
+        self._product = _PRODUCTS[config.activation]
 
     def forward(self, x: torch.Tensor, lora: LoRABatch | None) -> torch.Tensor:
-        """x: [num_tokens, in_features]. Returns [num_tokens, sum(slice_sizes)], the slices side by side."""
-        if lora is None:
-            return packed_linear(x, self.weight, self.bias)
-        tables, segments = lora.tables, lora.segments
-        return lora_linear(x, self.weight, tables, self.first_slice, self.slice_sizes, segments, self.bias)
+        return self.down.forward(self._product(self.gate_up.forward(x, lora)), lora)
 
-    def packed(self) -> PackedLayerLinear:
-        """For a whole layer in one call; the weight must be packed."""
-        return PackedLayerLinear.of(self.weight, self.bias, self.first_slice, self.slice_sizes)
 
-    def checkpoint_tensors(self, *names: str) -> Mapping[str, Destination]:
-        """Where the checkpoint's tensors of the slices belong, by name: in the fused weight and bias."""
-        ends = itertools.accumulate(self.slice_sizes)
-        rows = [WeightRows(self.weight, end - size, size) for end, size in zip(ends, self.slice_sizes, strict=True)]
-        places: dict[str, Destination] = {f"{name}.weight": place for name, place in zip(names, rows, strict=True)}
-        if self.bias is not None:
-            places |= {f"{n}.bias": b for n, b in zip(names, self.bias.split_with_sizes(self.slice_sizes), strict=True)}
-        return places
+class PlainMLP:
+    """second(gelu_tanh(first(x)))."""
+
+    def __init__(self, builder: Builder, linears: Sequence[str]) -> None:
+        """linears: names of the first and the second."""
+        first, second = (f"mlp.{name}" for name in linears)
+        self._first = builder.linear([first], builder.config.mlp_bias)
+        self._second = builder.linear([second], builder.config.mlp_bias)
+
+    def forward(self, x: torch.Tensor, lora: LoRABatch | None) -> torch.Tensor:
+        return self._second.forward(F.gelu(self._first.forward(x, lora), approximate="tanh"), lora)
+
+
+class Layer(Protocol):
+    """One layer of a decoder.
+
+    attention: its rotary embeddings and window say which inputs of a step it reads. packed: its weights for
+    `decoder_layers`; None where only its operators, one by one, can compute it.
+    """
+
+    @property
+    def attention(self) -> Attention: ...
+
+    @property
+    def packed(self) -> PackedLayer | None: ...
+
+    def forward(
+        self, x: torch.Tensor, update: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, step: Step
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x, and the update that the layer before owes it; returns the same for the next layer."""
+        ...
+
+
+class PreNormLayer:
+    """x += scale * attention(norm(x)); x += scale * mlp(norm(x)), with the config's residual_scale."""
+
+    packed: PackedLayer | None = None
+
+    def __init__(self, builder: Builder, attention: Attention, mlp: MLP, norms: tuple[Norm, Norm]) -> None:
+        self.attention, self.mlp = attention, mlp
+        self.attention_norm, self.mlp_norm = norms
+        self._scale = builder.config.residual_scale
+
+    def forward(
+        self, x: torch.Tensor, update: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, step: Step
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        normed, x = self.attention_norm.add(x, update)
+        update = self._scaled(self.attention.forward(normed, keys, values, step))
+        normed, x = self.mlp_norm.add(x, update)
+        return x, self._scaled(self.mlp.forward(normed, step.lora))
+
+    def _scaled(self, update: torch.Tensor) -> torch.Tensor:
+        return update if self._scale == 1.0 else update * self._scale
+
+
+class SandwichLayer:
+    """x += norm(attention(norm(x))); x += norm(mlp(norm(x))), as in Gemma 2 and GLM-4."""
+
+    packed: PackedLayer | None = None
+
+    def __init__(self, attention: Attention, mlp: MLP, before: tuple[Norm, Norm], behind: tuple[Norm, Norm]) -> None:
+        """before, behind: norms of attention and MLP."""
+        self.attention, self.mlp = attention, mlp
+        self._before, self._behind = before, behind
+
+    def forward(
+        self, x: torch.Tensor, update: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, step: Step
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        normed, x = self._before[0].add(x, update)
+        update = self._behind[0].forward(self.attention.forward(normed, keys, values, step))
+        normed, x = self._before[1].add(x, update)
+        return x, self._behind[1].forward(self.mlp.forward(normed, step.lora))
+
+
+def _gelu_tanh_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """gelu_tanh(gate) * up, the halves of each row."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh") * up
+
+
+_PRODUCTS = {"silu": silu_mul, "gelu_tanh": _gelu_tanh_mul}

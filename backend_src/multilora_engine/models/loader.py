@@ -14,25 +14,24 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from multilora_engine.errors import ConfigError
-from multilora_engine.models.layers import Destination, Placement
-from multilora_engine.models.llama import LlamaModel
-from multilora_engine.models.model_config import read_model_config
+from multilora_engine.models.model import Model
+from multilora_engine.models.registry import build_model, read_model_config
+from multilora_engine.models.weights import Destination, Placement
 
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
 _SAFETENSORS_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-_FLOAT_DTYPES = tuple(_SAFETENSORS_DTYPES.values())
 _ROTARY_BUFFER = re.compile(r"(model\.layers\.\d+\.self_attn|model)\.rotary_emb\.inv_freq")
 """Stored by old versions of transformers; it follows from config.json."""
 
 
-def load_model(path: Path, placement: Placement, on_progress: Callable[[int, int], None] | None = None) -> LlamaModel:
+def load_model(path: Path, placement: Placement, on_progress: Callable[[int, int], None] | None = None) -> Model:
     """Read the checkpoint in the directory `path` tensor by tensor into a model that lies as `placement` says.
 
     `on_progress` is called with (tensors loaded, tensors in all). Raises ConfigError, which names the tensor, when one
     is missing, unexpected, stored twice, of another shape, or not of a float type.
     """
-    model = LlamaModel(read_model_config(path), placement)
+    model = build_model(read_model_config(path), placement)
     loading = _Loading(model, on_progress)
     for file in _checkpoint_files(path):
         loading.read_file(file)
@@ -69,11 +68,11 @@ def _opened(file: Path) -> Iterator[Any]:
 class _Loading:
     """The progress of one load: `_waiting` holds the places that have not been filled yet."""
 
-    def __init__(self, model: LlamaModel, on_progress: Callable[[int, int], None] | None) -> None:
+    def __init__(self, model: Model, on_progress: Callable[[int, int], None] | None) -> None:
         self._waiting = model.checkpoint_tensors()
         self._expected = frozenset(self._waiting)
         self._on_progress = on_progress
-        self._embed_tokens = model.embed_tokens
+        self._embeddings = model.embedding_rows()
         self._tied_head: torch.Tensor | None = None
         self._is_tied = model.config.tie_word_embeddings
 
@@ -93,16 +92,17 @@ class _Loading:
             )
 
     def _is_embedding(self, head: torch.Tensor) -> bool:
-        return torch.equal(head, self._embed_tokens.rows(0, self._embed_tokens.shape[0]))
+        embeddings = self._embeddings.tensor()
+        return torch.equal(head.to(embeddings), embeddings)
 
     def _take(self, name: str, tensor: torch.Tensor, file: Path) -> None:
         if _ROTARY_BUFFER.fullmatch(name):
             return
         if name == "lm_head.weight" and self._is_tied:
-            self._tied_head = tensor.to(self._embed_tokens.data)
+            self._tied_head = tensor
             return
         place = self._claim(name, file)
-        _check_tensor(name, tensor, place.shape, file)
+        _check_tensor(name, tensor, place, file)
         place.copy_(tensor)
         if self._on_progress is not None:
             self._on_progress(len(self._expected) - len(self._waiting), len(self._expected))
@@ -115,10 +115,12 @@ class _Loading:
         return self._waiting.pop(name)
 
 
-def _check_tensor(name: str, tensor: torch.Tensor, shape: torch.Size, file: Path) -> None:
-    if tensor.shape != shape:
-        raise ConfigError(f"{file}: tensor {name} has shape {list(tensor.shape)}, config.json asks for {list(shape)}")
-    if tensor.dtype not in _FLOAT_DTYPES:
+def _check_tensor(name: str, tensor: torch.Tensor, place: Destination, file: Path) -> None:
+    if tensor.shape != place.shape:
+        raise ConfigError(
+            f"{file}: tensor {name} has shape {list(tensor.shape)}, config.json asks for {list(place.shape)}"
+        )
+    if tensor.dtype not in place.dtypes:
         raise ConfigError(
             f"{file}: tensor {name} is stored as {str(tensor.dtype).removeprefix('torch.')}; "
             "quantized checkpoints are not supported, use one in float32, bfloat16 or float16"

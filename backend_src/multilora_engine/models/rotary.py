@@ -1,9 +1,9 @@
 """Rotary position embeddings, and the scalings that stretch them beyond the length a checkpoint was trained on.
 
-A head's dimensions i and i + head_dim / 2 form a pair, which position p turns by the angle p * f[i], with the inverse
-wavelengths f[i] = theta ^ (-2 i / head_dim). Scalings change f. References: RoFormer (arXiv 2104.09864), position
-interpolation (`linear`, arXiv 2306.15595), NTK-aware scaling (`dynamic`), YaRN (arXiv 2309.00071), Llama 3.1
-(`llama3`).
+Elements i and i + n / 2 of the n that turn in each head form a pair (2i and 2i + 1 where they are interleaved), which
+position p turns by the angle p * f[i], with the inverse wavelengths f[i] = theta ^ (-2 i / n). Scalings change f.
+References: RoFormer (arXiv 2104.09864), position interpolation (`linear`, arXiv 2306.15595), NTK-aware scaling
+(`dynamic`), YaRN (arXiv 2309.00071), Llama 3.1 (`llama3`), LongRoPE (arXiv 2402.13753).
 """
 
 from __future__ import annotations
@@ -17,19 +17,41 @@ import torch
 
 from multilora_engine.execution.forward_batch import ForwardBatch
 from multilora_engine.execution.transfer import to_device
-from multilora_engine.models.model_config import ModelConfig
+from multilora_engine.models.rope_config import Rope
 
 
 @dataclass(frozen=True)
 class Rotation:
-    """The angles of one step's tokens: cos, sin [num_tokens, 1, head_dim]; the first half of `sin` is negated."""
+    """The angles of one step's tokens: cos, sin [num_tokens, 1, rotary_dim]; the first sin of a pair is negated.
+
+    A head's elements from rotary_dim on stay as they are; 0 of a layer without rotary embeddings.
+    """
 
     cos: torch.Tensor
     sin: torch.Tensor
+    is_interleaved: bool = False
+
+    @classmethod
+    def none(cls, batch: ForwardBatch, dtype: torch.dtype) -> Rotation:
+        """Every head stays as it is."""
+        nothing = torch.empty(len(batch.positions), 1, 0, dtype=dtype, device=batch.positions.device)
+        return cls(nothing, nothing)
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:
-        """(x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin) for the halves of every head. x: [tokens, heads, head_dim]."""
-        return torch.addcmul(x * self.cos, x.roll(x.shape[-1] // 2, -1), self.sin)
+        """(x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin) for the pairs of every head. x: [tokens, heads, head_dim]."""
+        rotary_dim = self.cos.shape[-1]
+        if rotary_dim == x.shape[-1]:
+            return self._turned(x)
+        turned, kept = x.split_with_sizes((rotary_dim, x.shape[-1] - rotary_dim), dim=-1)
+        return torch.cat((self._turned(turned), kept), dim=-1)
+
+    def _turned(self, x: torch.Tensor) -> torch.Tensor:
+        """x: the elements that turn."""
+        if self.is_interleaved:
+            partners = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+        else:
+            partners = x.roll(x.shape[-1] // 2, -1)
+        return torch.addcmul(x * self.cos, partners, self.sin)
 
 
 class RotaryEmbedding:
@@ -39,42 +61,49 @@ class RotaryEmbedding:
     max(context length after this step, max_position_embeddings), and keys cached earlier keep the angle they were
     stored with, as in transformers. So beyond max_position_embeddings (and only there) the result of a `dynamic`
     checkpoint depends on how its prompt was cut into chunks.
+
+    `longrope` has two sets of frequencies. All sequences are turned by the long ones if any may become longer than
+    original_max_position_embeddings: keys in the cache serve sequences of any length. transformers chooses by each
+    sequence's length.
     """
 
-    def __init__(self, config: ModelConfig, device: torch.device) -> None:
-        scaling = config.rope_scaling or {"rope_type": "default"}
-        self._config = config
+    def __init__(self, rope: Rope, device: torch.device, max_model_len: int | None = None) -> None:
+        """max_model_len: tokens of the longest sequence; None is `max_position_embeddings`."""
+        scaling = dict(rope.scaling or {"rope_type": "default"})
+        scaling["max_model_len"] = max_model_len or rope.max_position_embeddings
+        self._rope = rope
         self._is_dynamic = scaling["rope_type"] == "dynamic"
-        self._frequencies = _of_both_halves(_FREQUENCIES[scaling["rope_type"]](config, scaling)).to(device)
-        self._scale = _yarn_attention_factor(scaling) if scaling["rope_type"] == "yarn" else 1.0
+        self._frequencies = self._of_pairs(_FREQUENCIES[scaling["rope_type"]](rope, scaling)).to(device)
+        self._scale = _SCALES.get(scaling["rope_type"], _no_scale)(rope, scaling)
 
     def rotation(self, batch: ForwardBatch, dtype: torch.dtype) -> Rotation:
         """The angles of the batch's tokens, in the type of the queries and keys."""
-        frequencies = _of_both_halves(self._dynamic_frequencies(batch)) if self._is_dynamic else self._frequencies
+        frequencies = self._of_pairs(self._dynamic_frequencies(batch)) if self._is_dynamic else self._frequencies
         angles = (batch.positions[:, None].float() * frequencies)[:, None]
         cos, sin = angles.cos(), angles.sin()
         if self._scale != 1.0:
             cos, sin = cos * self._scale, sin * self._scale
-        return Rotation(cos.to(dtype), sin.to(dtype))
+        return Rotation(cos.to(dtype), sin.to(dtype), self._rope.is_interleaved)
 
     def _dynamic_frequencies(self, batch: ForwardBatch) -> torch.Tensor:
-        """[num_tokens, head_dim / 2]: each token by the context length of its sequence."""
-        config = self._config
-        assert config.rope_scaling is not None
-        per_token = batch.num_keys.clamp(min=config.max_position_embeddings).float()
+        """[num_tokens, rotary_dim / 2]: each token by the context length of its sequence."""
+        rope = self._rope
+        assert rope.scaling is not None
+        per_token = batch.num_keys.clamp(min=rope.max_position_embeddings).float()
         device = per_token.device
         if len(batch.query_lens) < len(batch.positions):
             query_lens = to_device(torch.tensor(batch.query_lens), device)
             # With its size told, the result is allocated without waiting for the device.
             per_token = per_token.repeat_interleave(query_lens, output_size=len(batch.positions))
-        factor, dim = config.rope_scaling["factor"], config.head_dim
-        stretch = factor * per_token / config.max_position_embeddings - (factor - 1)
-        return _inverse_powers(config.rope_theta * stretch[:, None] ** (dim / (dim - 2)), dim, device)
+        factor, dim = rope.scaling["factor"], rope.rotary_dim
+        stretch = factor * per_token / rope.max_position_embeddings - (factor - 1)
+        return _inverse_powers(rope.theta * stretch[:, None] ** (dim / (dim - 2)), dim, device)
 
-
-def _of_both_halves(frequencies: torch.Tensor) -> torch.Tensor:
-    """Of all dimensions of a head: the first half turns the other way, whose cosines are the same and sines negated."""
-    return torch.cat((-frequencies, frequencies), -1)
+    def _of_pairs(self, frequencies: torch.Tensor) -> torch.Tensor:
+        """Frequencies of all elements; the first of a pair turns the other way, and only its sine tells."""
+        if self._rope.is_interleaved:
+            return torch.stack((-frequencies, frequencies), -1).flatten(-2)
+        return torch.cat((-frequencies, frequencies), -1)
 
 
 def _inverse_powers(theta: torch.Tensor | float, dim: int, device: torch.device | None = None) -> torch.Tensor:
@@ -84,46 +113,46 @@ def _inverse_powers(theta: torch.Tensor | float, dim: int, device: torch.device 
     return torch.reciprocal(torch.pow(theta, exponents))
 
 
-def _default(config: ModelConfig, _scaling: Mapping[str, Any]) -> torch.Tensor:
-    return _inverse_powers(config.rope_theta, config.head_dim)
+def _default(rope: Rope, _scaling: Mapping[str, Any]) -> torch.Tensor:
+    return _inverse_powers(rope.theta, rope.rotary_dim)
 
 
-def _linear(config: ModelConfig, scaling: Mapping[str, Any]) -> torch.Tensor:
-    return _default(config, scaling).div(scaling["factor"])
+def _linear(rope: Rope, scaling: Mapping[str, Any]) -> torch.Tensor:
+    return _default(rope, scaling).div(scaling["factor"])
 
 
-def _llama3(config: ModelConfig, scaling: Mapping[str, Any]) -> torch.Tensor:
+def _llama3(rope: Rope, scaling: Mapping[str, Any]) -> torch.Tensor:
     """Low frequencies are divided by `factor`, high ones kept, those between mixed by their turns per context."""
-    frequencies = _default(config, scaling)
+    frequencies = _default(rope, scaling)
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
     kept = ((turns - low) / (high - low)).clamp(0, 1)
     return torch.lerp(frequencies / scaling["factor"], frequencies, kept)
 
 
-def _yarn(config: ModelConfig, scaling: Mapping[str, Any]) -> torch.Tensor:
+def _yarn(rope: Rope, scaling: Mapping[str, Any]) -> torch.Tensor:
     """As `llama3`, but the mix is linear in the dimension, between those of `beta_fast` and `beta_slow` turns."""
-    frequencies = _default(config, scaling)
-    first, last = _yarn_range(config, scaling)
-    ramp = (torch.arange(config.head_dim // 2, dtype=torch.float32) - first) / ((last - first) or 0.001)
+    frequencies = _default(rope, scaling)
+    first, last = _yarn_range(rope, scaling)
+    ramp = (torch.arange(rope.rotary_dim // 2, dtype=torch.float32) - first) / ((last - first) or 0.001)
     kept = 1 - ramp.clamp(0, 1)
     return torch.lerp(frequencies / scaling["factor"], frequencies, kept)
 
 
-def _yarn_range(config: ModelConfig, scaling: Mapping[str, Any]) -> tuple[float, float]:
+def _yarn_range(rope: Rope, scaling: Mapping[str, Any]) -> tuple[float, float]:
     """The dimensions that make `beta_fast` and `beta_slow` turns over the original context."""
 
     def dimension(turns: float) -> float:
         wavelength = scaling["original_max_position_embeddings"] / (turns * 2 * math.pi)
-        return config.head_dim * math.log(wavelength) / (2 * math.log(config.rope_theta))
+        return rope.rotary_dim * math.log(wavelength) / (2 * math.log(rope.theta))
 
     first, last = dimension(scaling.get("beta_fast") or 32), dimension(scaling.get("beta_slow") or 1)
     if scaling.get("truncate", True):
         first, last = math.floor(first), math.ceil(last)
-    return max(first, 0), min(last, config.head_dim - 1)
+    return max(first, 0), min(last, rope.rotary_dim - 1)
 
 
-def _yarn_attention_factor(scaling: Mapping[str, Any]) -> float:
+def _yarn_scale(_rope: Rope, scaling: Mapping[str, Any]) -> float:
     """YaRN's temperature, applied to cos and sin: 0.1 ln(factor) + 1 unless the checkpoint says otherwise."""
     if scaling.get("attention_factor") is not None:
         return float(scaling["attention_factor"])
@@ -136,10 +165,35 @@ def _yarn_attention_factor(scaling: Mapping[str, Any]) -> float:
     return temperature(1.0)
 
 
-_FREQUENCIES: dict[str, Callable[[ModelConfig, Mapping[str, Any]], torch.Tensor]] = {
+def _longrope(rope: Rope, scaling: Mapping[str, Any]) -> torch.Tensor:
+    """Each pair's frequency is divided by a factor of its own; longer sequences have other factors."""
+    is_long = scaling["max_model_len"] > scaling["original_max_position_embeddings"]
+    factors = torch.tensor(scaling["long_factor" if is_long else "short_factor"], dtype=torch.float32)
+    exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32) / rope.rotary_dim
+    return torch.reciprocal(factors * torch.pow(rope.theta, exponents))
+
+
+def _longrope_scale(rope: Rope, scaling: Mapping[str, Any]) -> float:
+    """sqrt(1 + ln(stretch) / ln(original length)), applied to cos and sin, unless the checkpoint says otherwise."""
+    if scaling.get("attention_factor") is not None:
+        return float(scaling["attention_factor"])
+    original = scaling["original_max_position_embeddings"]
+    stretch = scaling.get("factor") or rope.max_position_embeddings / original
+    return math.sqrt(1 + math.log(stretch) / math.log(original)) if stretch > 1 else 1.0
+
+
+def _no_scale(_rope: Rope, _scaling: Mapping[str, Any]) -> float:
+    return 1.0
+
+
+_FREQUENCIES: dict[str, Callable[[Rope, Mapping[str, Any]], torch.Tensor]] = {
     "default": _default,
     "linear": _linear,
     "dynamic": _default,
     "llama3": _llama3,
     "yarn": _yarn,
+    "longrope": _longrope,
 }
+
+_SCALES: dict[str, Callable[[Rope, Mapping[str, Any]], float]] = {"yarn": _yarn_scale, "longrope": _longrope_scale}
+"""rope_type -> the factor of cos and sin."""

@@ -10,8 +10,7 @@ from typing import Protocol
 from multilora_client.keys import AdapterPatterns
 from multilora_engine.errors import AdapterNotFound, AdapterNotHere, InvalidRequest
 from multilora_engine.lora.adapter_events import AdapterEvents
-from multilora_engine.lora.layout import AdapterLayout
-from multilora_engine.lora.life_cycle import AdapterInfo, LoRAStats
+from multilora_engine.lora.life_cycle import LoRAStats
 from multilora_engine.lora.names import TaskId, scoped_task_id, task_id_of
 from multilora_engine.lora.remote import Fetch, RemoteAdapters, describe_remote
 from multilora_engine.lora.residency import Residency
@@ -40,6 +39,8 @@ from multilora_engine.process.reports import (
     StatsReport,
 )
 from multilora_engine.process.usage import AdapterUsage
+from multilora_wire.adapter_info import AdapterInfo
+from multilora_wire.layout import AdapterLayout
 
 
 class ManagedAdapters(Protocol):
@@ -54,8 +55,8 @@ class ManagedAdapters(Protocol):
     def info(self, lora_task_id: TaskId) -> AdapterInfo: ...
     def load(self, lora_task_id: TaskId) -> Future[None]: ...
     def unload(self, lora_task_id: TaskId) -> None: ...
-    def pin_adapter(self, lora_task_id: TaskId) -> Future[None]: ...
-    def unpin_adapter(self, lora_task_id: TaskId) -> None: ...
+    def hold(self, lora_task_id: TaskId) -> Future[None]: ...
+    def end_hold(self, lora_task_id: TaskId) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +104,8 @@ class AdapterOperator:
             case UnloadAdapter():
                 return self._unload(operation)
             case PinAdapter():
-                task_id = self._find(operation).task_id
-                return self._when_arrived(task_id, self._adapters.pin_adapter(task_id))
+                task_id = _task_id(self._find(operation))
+                return self._when_arrived(task_id, self._adapters.hold(task_id))
             case UnpinAdapter():
                 return self._unpin(operation)
             case ReadEvents(since):
@@ -132,7 +133,7 @@ class AdapterOperator:
         )
 
     def _list(self, in_sources: Iterable[AdapterKey], scope: AdapterScope) -> AdapterList:
-        adapters = {info.task_id: info for info in (*self._remote.describe(), *self._adapters.describe())}
+        adapters = {_task_id(info): info for info in (*self._remote.describe(), *self._adapters.describe())}
         for key in in_sources:
             adapters.setdefault(key.lora_task_id, describe_remote(key))
         seen = adapters.values() if scope.is_everything else _seen_by(scope, adapters.values())
@@ -179,11 +180,11 @@ class AdapterOperator:
 
     def _unload(self, operation: UnloadAdapter) -> AdapterReport:
         info = self._find(operation)
-        self._adapters.unload(info.task_id)
+        self._adapters.unload(_task_id(info))
         return AdapterReport(info)
 
     def _unpin(self, operation: UnpinAdapter) -> AdapterReport:
-        self._adapters.unpin_adapter(self._find(operation).task_id)
+        self._adapters.end_hold(_task_id(self._find(operation)))
         return AdapterReport(self._find(operation))
 
     def _find(self, operation: UnloadAdapter | PinAdapter | UnpinAdapter) -> AdapterInfo:
@@ -218,3 +219,7 @@ def _seen_by(scope: AdapterScope, adapters: Iterable[AdapterInfo]) -> Iterator[A
                 yield info
         elif shared.match(info.lora_task_id, info.name):
             yield describe_remote(AdapterKey(info.lora_task_id, info.name))
+
+
+def _task_id(info: AdapterInfo) -> TaskId:
+    return scoped_task_id(info.tenant, info.lora_task_id)

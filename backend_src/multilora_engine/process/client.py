@@ -12,8 +12,8 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -82,12 +82,23 @@ class Listener(Protocol):
 
 
 class Claims:
-    """What a front gives back when the engine has a call's adapter, and what when the call has ended. At its end both
-    are given back, each once."""
+    """Shares of limits that a call holds: some until the engine has its adapter, others until the call has ended.
+
+    The end of the call gives back both, each once.
+    """
 
     def __init__(self) -> None:
         self.until_taken = ExitStack()
         self.until_ended = ExitStack()
+
+    @contextmanager
+    def closed_on_error(self) -> Iterator[None]:
+        """Give back both when the block raises: the call never came to the engine."""
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         self.until_taken.close()

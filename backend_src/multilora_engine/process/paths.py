@@ -13,7 +13,7 @@ from pathlib import Path
 
 from multilora_engine.errors import ConfigError
 
-ENGINE_MODULE = "multilora_engine.process.server"
+ENGINE_MODULE = "multilora_engine.process.main"
 """What the engine process runs, by which it is known among the processes of its server."""
 
 _MAX_SOCKET_PATH = 107

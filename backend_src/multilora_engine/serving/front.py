@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import uuid
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import partial
 
 from multilora_engine.errors import MAX_REQUEST_ID_CHARS, InternalError, InvalidRequest, RequestError
 from multilora_engine.serving.engine_link import EngineLink
@@ -22,11 +24,18 @@ class Front(ABC):
         self._has_flat_text = has_flat_text
 
     def accept(self, request: TritonRequest) -> None:
-        """Start answering. Whatever is wrong with the request is its answer; it is sent by the client's thread."""
+        """Start answering. An error of the request is its answer; the client's thread sends it."""
         responder = Responder(request, self._has_flat_text)
+        self._try(responder, partial(self._accept, request, responder))
+
+    def _accept(self, request: TritonRequest, responder: Responder) -> None:
+        _check_request_id(responder.request_id)
+        self._submit(request, responder)
+
+    def _try(self, responder: Responder, work: Callable[[], None]) -> None:
+        """Do a part of a request's work, on any thread; an error of it is the request's answer."""
         try:
-            _check_request_id(responder.request_id)
-            self._submit(request, responder)
+            work()
         except RequestError as error:
             self._fail(responder, error)
         except Exception as error:

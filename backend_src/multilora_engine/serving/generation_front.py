@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Hashable, Mapping
 from functools import partial
 from random import Random
 from types import MappingProxyType
@@ -12,21 +11,28 @@ import msgspec
 
 from multilora_engine.engine_info import EngineInfo
 from multilora_engine.errors import InvalidRequest, TooManyLogits
+from multilora_engine.lora.names import TaskId
 from multilora_engine.process.client import Claims
 from multilora_engine.request import GenerationRequest, SamplingParams
 from multilora_engine.serving.call_limits import check_call, logits_bytes
-from multilora_engine.serving.calls import GenerateCall, UploadCall, has_weights, is_stop, read_call
+from multilora_engine.serving.calls import GenerateCall, UploadCall
 from multilora_engine.serving.engine_link import EngineLink
 from multilora_engine.serving.front import Front, new_id
 from multilora_engine.serving.in_flight import InFlight
 from multilora_engine.serving.inputs import InputTensors
+from multilora_engine.serving.ordered_jobs import OrderedJobs
 from multilora_engine.serving.outputs import ReplyRow
 from multilora_engine.serving.prompt_answer import PromptTokens
 from multilora_engine.serving.replies import EachReply, EmptyReply, OneReply, Reply, Responder, StreamReply, Transcript
+from multilora_engine.serving.request_parser import is_stop, read_call
 from multilora_engine.serving.senders import Rights
+from multilora_engine.serving.sent_adapter import has_weights
 from multilora_engine.serving.triton_api import TritonRequest, trace_id_of
 from multilora_engine.serving.uploads import Uploads
 from multilora_engine.text.tokenizer import Tokenizer
+
+_PACKING_THREADS = 2
+"""Packing and hashing 1 GiB takes seconds: other requests must not wait for it, nor all other uploads."""
 
 
 class GenerationFront(Front):
@@ -48,6 +54,11 @@ class GenerationFront(Front):
         self._uploads = Uploads()
         self._logits = InFlight()
         self._renamed = renamed
+        self._jobs = OrderedJobs(_PACKING_THREADS, "adapter-packing")
+
+    def close(self) -> None:
+        """Wait until every request that was accepted has gone to the engine."""
+        self._jobs.close()
 
     def _submit(self, request: TritonRequest, responder: Responder) -> None:
         rights = self._link.rights(request)
@@ -57,8 +68,7 @@ class GenerationFront(Front):
             return
         info, tokenizer = self._link.describe()
         claims = Claims()
-        with ExitStack() as unless_submitted:
-            unless_submitted.callback(claims.close)
+        with claims.closed_on_error():
             if has_weights(inputs):
                 rights.check_upload()
                 # Before they are packed, which takes the time and the memory that the limit is there for.
@@ -69,18 +79,24 @@ class GenerationFront(Front):
                 self._upload(call, rights, responder, claims)
             else:
                 self._generate(call, rights, request, responder, info, tokenizer, claims)
-            unless_submitted.pop_all()
 
     def _stop(self, responder: Responder, rights: Rights) -> None:
         if not responder.request_id:
             raise InvalidRequest("stop needs the request id of the request that shall end")
-        self._link.client.stop(EmptyReply(responder), new_id(), responder.request_id, rights.sender)
+        stop = partial(self._link.client.stop, EmptyReply(responder), new_id(), responder.request_id, rights.sender)
+        self._submit_in_turn(_order_keys(rights, responder), stop, responder)
 
     def _upload(self, call: UploadCall, rights: Rights, responder: Responder, claims: Claims) -> None:
-        request_id, task_id = new_id(), rights.uploaded_task_id(call.lora_task_id, call.lora_name)
-        reply = OneReply(responder, {request_id: Transcript(ReplyRow(lora_task_id=call.lora_task_id))})
-        client, name = self._link.client, call.lora_name
-        client.put_adapter(reply, request_id, task_id, call.adapter, name, claims, rights.sender)
+        request_id, sent = new_id(), call.adapter
+        task_id = rights.uploaded_task_id(sent.lora_task_id, call.lora_name)
+        reply = OneReply(responder, {request_id: Transcript(ReplyRow(lora_task_id=sent.lora_task_id))})
+
+        def submit() -> None:
+            with claims.closed_on_error():
+                client, name = self._link.client, call.lora_name
+                client.put_adapter(reply, request_id, task_id, sent.pack(), name, claims, rights.sender)
+
+        self._submit_in_turn(_order_keys(rights, responder, task_id), submit, responder, is_long=True)
 
     def _generate(
         self,
@@ -98,13 +114,24 @@ class GenerationFront(Front):
         self._claim_logits(call, info, claims)
         requests, rows = _expand(call, _timeout_s(request), tokenizer)
         requests = [rights.grant(request) for request in requests]
-        adapter = None
-        if call.adapter is not None:
-            lora_task_id, packed = call.adapter
-            adapter = rights.uploaded_task_id(lora_task_id, call.lora_names[0]), packed
+        sent, task_ids = call.adapter, {request.task_id for request in requests}
+        sent_id = rights.uploaded_task_id(sent.lora_task_id, call.lora_names[0]) if sent else None
         reply = self._reply(call, rows, responder, tokenizer)
         trace_id = trace_id_of(request)
-        self._link.client.generate(reply, requests, responder.request_id, adapter, trace_id, claims)
+
+        def submit() -> None:
+            with claims.closed_on_error():
+                adapter = None if sent is None or sent_id is None else (sent_id, sent.pack())
+                self._link.client.generate(reply, requests, responder.request_id, adapter, trace_id, claims)
+
+        keys = _order_keys(rights, responder, sent_id, *task_ids)
+        self._submit_in_turn(keys, submit, responder, is_long=sent is not None)
+
+    def _submit_in_turn(
+        self, keys: Collection[Hashable], submit: Callable[[], None], responder: Responder, is_long: bool = False
+    ) -> None:
+        """Have `submit` done behind the earlier ones with its `keys`, on another thread if it packs an adapter."""
+        self._jobs.submit(keys, partial(self._try, responder, submit), is_long)
 
     def _claim_logits(self, call: GenerateCall, info: EngineInfo, claims: Claims) -> None:
         """Raises TooManyLogits."""
@@ -177,6 +204,14 @@ def _transcripts(
         request_id: Transcript(row, list(call.prompts[row.batch_index]), texts[row.batch_index], num_beams=num_beams)
         for request_id, row in rows.items()
     }
+
+
+def _order_keys(rights: Rights, responder: Responder, *task_ids: TaskId | None) -> set[Hashable]:
+    """Requests that share a key keep their order: none overtakes the upload of its adapter, no stop its request."""
+    keys: set[Hashable] = {task_id for task_id in task_ids if task_id is not None}
+    if responder.request_id:
+        keys.add((rights.sender.name, responder.request_id))
+    return keys
 
 
 def _timeout_s(request: TritonRequest) -> float | None:

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 
 from multilora_engine.config import EngineConfig
-from multilora_engine.lora.format import adapter_pages
 from multilora_engine.process.paths import owned_socket_path, socket_path
 from multilora_engine.process.supervisor import EngineProcess
 from multilora_engine.serving.engine_link import EngineLink
@@ -22,6 +21,7 @@ from multilora_engine.serving.metrics import MetricsPublisher
 from multilora_engine.serving.senders import read_key_ring, read_proxy_secret
 from multilora_engine.serving.triton_api import TritonRequest, prepare_stub
 from multilora_engine.tritonserver.free_space import check_free_space
+from multilora_wire.layout import adapter_pages
 
 _FIRST_CONTACT_S = 30.0
 
@@ -51,6 +51,7 @@ class GenerationModel:
             metrics = MetricsPublisher(link.client, lambda: engine.generation - 1, config.model_path.name)
             resources.callback(metrics.close)
             self._front = GenerationFront(link, can_stream=True)
+            resources.callback(self._front.close)
             self._resources = resources.pop_all()
 
     def execute(self, requests: list[TritonRequest]) -> None:
@@ -78,6 +79,7 @@ class DoorModel:
             self._front.accept(request)
 
     def finalize(self) -> None:
+        self._front.close()
         self._link.close()
 
     def _make_front(self, link: EngineLink, can_stream: bool) -> GenerationFront:

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from multilora_client import messages
+from multilora_client import doors
 from multilora_client.adapter import Adapter
 from multilora_client.bench.load import Load, Sample, make_ask, run_load
 from multilora_client.bench.plot import plot as draw
@@ -35,7 +35,7 @@ from multilora_client.convert import load_adapter
 from multilora_client.errors import AdapterConflict, InvalidRequest, MultiloraClientError, Unsupported
 from multilora_client.tls import Tls
 
-_DOORS = {"direct": messages.DIRECT, "ensemble": messages.ENSEMBLE}
+_DOORS = {"direct": doors.DIRECT, "ensemble": doors.ENSEMBLE}
 _NUM_CHECK_PROMPTS = 4
 _UPLOADS_AT_ONCE = 4
 _DEFAULT_CONCURRENCY = 4
@@ -175,7 +175,7 @@ def _targets(directories: Sequence[Path], num_adapters: int | None, first_task_i
 async def _run(
     url: str,
     tls: Tls | None,
-    door: messages.Door,
+    door: doors.Door,
     targets: Sequence[Target],
     jobs: Sequence[Job],
     loads: Sequence[Load],

@@ -16,7 +16,7 @@ from itertools import pairwise
 from multilora_client.bench.workload import Job, poisson_arrivals
 from multilora_client.client import AsyncClient
 from multilora_client.errors import MultiloraClientError
-from multilora_client.messages import Chunk
+from multilora_client.generation import Chunk
 
 
 @dataclass(frozen=True)

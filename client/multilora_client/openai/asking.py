@@ -13,11 +13,13 @@ from fastapi import Request
 
 from multilora_client.client import AsyncClient
 from multilora_client.errors import InvalidRequest
-from multilora_client.messages import Chunk, GenerateOptions, Generation, is_traceparent
+from multilora_client.generation import Chunk, Generation
+from multilora_client.messages import is_traceparent
 from multilora_client.openai.catalogue import Model
 from multilora_client.openai.concurrency import gathered, merged
 from multilora_client.openai.errors import Failure
 from multilora_client.openai.questions import Question
+from multilora_client.options import GenerateOptions
 
 T = TypeVar("T")
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from contextlib import suppress
 from functools import partial
+from ipaddress import IPv6Address
 from typing import Any, cast
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -23,6 +25,14 @@ def guarded_protocol(max_per_address: int, request_timeout_s: float) -> type[asy
     )
     # uvicorn only ever calls it, whatever its annotation says.
     return cast(type[asyncio.Protocol], make)
+
+
+def network_of(address: str) -> str:
+    """What an address counts as: with IPv6 the /64 that it is in, since its owner has all 2^64 addresses of that."""
+    with suppress(ValueError):
+        parsed = IPv6Address(address)
+        return str(parsed.ipv4_mapped or f"{IPv6Address(int(parsed) >> 64 << 64)}/64")
+    return address
 
 
 class GuardedProtocol(H11Protocol):
@@ -74,7 +84,7 @@ class GuardedProtocol(H11Protocol):
     @property
     def _address(self) -> str:
         """Of the peer; the empty string where it has none, as on a Unix socket."""
-        return self.client[0] if self.client else ""
+        return network_of(self.client[0]) if self.client else ""
 
     def _time_request(self) -> None:
         if not self._is_incomplete:

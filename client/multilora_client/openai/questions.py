@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from multilora_client.messages import GenerateOptions
+from multilora_client.options import GenerateOptions
 
 
 @dataclass(frozen=True)

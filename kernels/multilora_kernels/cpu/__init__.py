@@ -10,10 +10,12 @@ import functools
 import logging
 from collections.abc import Callable, Sequence
 from types import ModuleType
+from typing import Any
 
 import torch
 
 from multilora_kernels import operators, reference
+from multilora_kernels.constant_result import constant_result
 from multilora_kernels.cpu.build import BuildError, load_library
 from multilora_kernels.segments import LoRASegments
 from multilora_kernels.tables import LoRATables
@@ -21,7 +23,7 @@ from multilora_kernels.tables import LoRATables
 logger = logging.getLogger(__name__)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_result
 def load_cpu_kernels() -> bool:
     """Register the CPU operators; True when they are the compiled ones, False when the reference serves.
 
@@ -91,18 +93,10 @@ def packed_embedding_directly(
     return None if library is None else library.packed_embedding(token_ids, panels, num_embeddings)
 
 
-def add_rms_norm_directly(
-    x: torch.Tensor, update: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """`multilora::add_rms_norm` past torch's dispatcher; None where the operator is needed: see `apply_directly`."""
+def elementwise_directly(name: str, *arguments: object) -> Any:
+    """An operator of `elementwise.py` past torch's dispatcher; None where it is needed: see `apply_directly`."""
     library = _library()
-    return None if library is None else library.add_rms_norm(x, update, weight, eps)
-
-
-def silu_mul_directly(gate_up: torch.Tensor) -> torch.Tensor | None:
-    """`multilora::silu_mul` past torch's dispatcher; None where the operator is needed: see `apply_directly`."""
-    library = _library()
-    return None if library is None else library.silu_mul(gate_up)
+    return None if library is None else getattr(library, name)(*arguments)
 
 
 def rotary_attention_directly(
@@ -113,16 +107,18 @@ def rotary_attention_directly(
     values: torch.Tensor,
     slots: torch.Tensor,
     sequences: object,
-    scale: float,
+    options: object,
+    is_interleaved: bool,
 ) -> torch.Tensor | None:
     """`multilora::rotary_attention` past torch's dispatcher; None where the operator is needed: see `apply_directly`.
 
-    sequences: `PagedSequences`, which lies above this package.
+    sequences, options: `PagedSequences` and `AttentionOptions`, which lie above this package.
     """
     library = _library()
     if library is None:
         return None
-    return library.rotary_attention(qkv, cos, sin, keys, values, slots, sequences, scale)  # type: ignore[no-any-return]
+    step = (qkv, cos, sin, keys, values, slots, sequences)
+    return library.rotary_attention(*step, options, is_interleaved)  # type: ignore[no-any-return]
 
 
 def decoder_layers_directly(
@@ -150,7 +146,10 @@ def _library() -> ModuleType | None:
             paged_attention=reference.paged_attention,
             rotary_attention=reference.rotary_attention,
             add_rms_norm=reference.add_rms_norm,
+            add_layer_norm=reference.add_layer_norm,
             silu_mul=reference.silu_mul,
+            gelu_tanh_mul=reference.gelu_tanh_mul,
+            gelu_tanh=reference.gelu_tanh,
         )
         return None
     logger.info("CPU kernels: %s from %s", torch.ops.multilora.cpu_capability(), library.__file__)

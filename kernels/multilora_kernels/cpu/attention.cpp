@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <cmath>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "capability.h"
@@ -43,7 +44,8 @@ constexpr int64_t kAllHeads = -1;
 struct Batch {
   const at::Tensor &q, &keys, &values;
   const Sequences& sequences;
-  float scale;
+  float scale, softcap;
+  const float* sinks;  // [num_heads], or null
 
   int64_t group() const { return q.size(1) / keys.size(1); }
   int64_t head_dim() const { return q.size(2); }
@@ -130,9 +132,10 @@ AttentionTask attention_task(const Batch& batch, const Piece& piece, const at::T
   const int64_t first_element = piece.head * batch.group() * batch.head_dim();
   const float* q = batch.q.const_data_ptr<float>() + piece.first_token * batch.q.stride(0) + first_element;
   float* to = out.mutable_data_ptr<float>() + piece.first_token * out.stride(0) + first_element;
-  return {q, batch.q.stride(0), piece.tokens, batch.group(), batch.head_dim(), batch.scale, piece.first_position,
-          batch.sequences.window, head_of(batch.keys), head_of(batch.values), batch.keys.stride(0), block_table_of(batch, piece),
-          batch.sequences.block_size, piece.first_key, piece.end_key, to, out.stride(0)};
+  const float* sinks = batch.sinks ? batch.sinks + piece.head * batch.group() : nullptr;
+  return {q, batch.q.stride(0), piece.tokens, batch.group(), batch.head_dim(), batch.scale, batch.softcap, sinks,
+          piece.first_position, batch.sequences.window, head_of(batch.keys), head_of(batch.values), batch.keys.stride(0),
+          block_table_of(batch, piece), batch.sequences.block_size, piece.first_key, piece.end_key, to, out.stride(0)};
 }
 
 // Where the keys of a piece begin.
@@ -144,9 +147,18 @@ const void* first_key_of(const Batch& batch, const Piece& piece) {
 
 DecodeTask decode_task(const Batch& batch, const Piece& piece, const Piece& next, const Results& results) {
   return {batch.q.const_data_ptr<float>() + piece.first_token * batch.q.stride(0), batch.keys.size(1), batch.group(),
-          batch.head_dim(), batch.scale, batch.keys.const_data_ptr(), batch.values.const_data_ptr(), batch.keys.stride(0),
-          batch.keys.stride(1), block_table_of(batch, piece), batch.sequences.block_size, piece.first_key, piece.end_key,
-          first_key_of(batch, next), results.out, results.max, results.sum};
+          batch.head_dim(), batch.scale, batch.softcap, batch.keys.const_data_ptr(), batch.values.const_data_ptr(),
+          batch.keys.stride(0), batch.keys.stride(1), block_table_of(batch, piece), batch.sequences.block_size, piece.first_key,
+          piece.end_key, first_key_of(batch, next), results.out, results.max, results.sum};
+}
+
+// What a sum of weighted values is multiplied by. max, sum: of all keys, see DecodeTask; sink: null for none.
+float share_of(float max, float sum, const float* sink) {
+  if (!sink) {
+    return 1.0f / sum;
+  }
+  const float top = std::max(max, *sink), worth = std::exp(max - top);
+  return worth / (sum * worth + std::exp(*sink - top));
 }
 
 // All heads of a single query. out: [num_tokens, num_heads * head_dim]
@@ -155,7 +167,7 @@ void write(const Batch& batch, const Piece& piece, const Results& results, const
   for (int64_t i = 0; i < batch.q.size(1); ++i) {
     const float* from = results.out + i * padded_head_dim(head_dim);
     float* to = out.mutable_data_ptr<float>() + piece.first_token * out.stride(0) + i * head_dim;
-    const float share = 1.0f / results.sum[i];
+    const float share = share_of(results.max[i], results.sum[i], batch.sinks ? batch.sinks + i : nullptr);
     for (int64_t d = 0; d < head_dim; ++d) {
       to[d] = from[d] * share;
     }
@@ -272,11 +284,23 @@ void check(const Batch& batch) {
   }
 }
 
+at::Tensor sinks_of(const AttentionOptions& options, int64_t num_heads) {
+  if (!options.sinks) {
+    return {};
+  }
+  TORCH_CHECK(options.sinks->dim() == 1 && options.sinks->numel() == num_heads, "sinks are one of each of ", num_heads,
+              " heads, not ", options.sinks->sizes());
+  return options.sinks->to(at::kFloat).contiguous();
+}
+
 at::Tensor attend(const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values, const Sequences& sequences,
-                  double scale) {
+                  const AttentionOptions& options) {
   const at::Tensor rows = q.scalar_type() == at::kFloat && q.stride(2) == 1 && q.stride(1) == q.size(2)
       ? q : q.to(at::kFloat).contiguous();
-  const Batch batch{rows, keys, values, sequences, float(scale)};
+  TORCH_CHECK(options.softcap >= 0, "softcap is not negative, as is ", options.softcap);
+  const at::Tensor sinks = sinks_of(options, q.size(1));
+  const Batch batch{rows, keys, values, sequences, float(options.scale), float(options.softcap),
+                    sinks.defined() ? sinks.const_data_ptr<float>() : nullptr};
   check(batch);
   const at::Tensor out = at::empty({q.size(0), q.size(1) * q.size(2)}, rows.options());
   const Pieces pieces(batch);
@@ -286,15 +310,20 @@ at::Tensor attend(const at::Tensor& q, const at::Tensor& keys, const at::Tensor&
 
 // The heads of a step's tokens, float32: queries are turned into `q`, keys turned into the cache, values put there as they are.
 struct Heads {
-  const at::Tensor &qkv, &cos, &sin;  // [num_tokens, heads * head_dim], twice [num_tokens, 1, head_dim]
+  const at::Tensor& qkv;  // [num_tokens, heads * head_dim]
+  const Angles& angles;   // [num_tokens, 1, rotary_dim]
   const at::Tensor &q, &keys, &values, &slots;
 
   int64_t head_dim() const { return keys.size(2); }
+  int64_t rotary_dim() const { return angles.cos.size(-1); }
 
   void check() const {
     const int64_t num_tokens = qkv.size(0);
-    TORCH_CHECK(cos.numel() == num_tokens * head_dim() && sin.numel() == cos.numel() && head_dim() % 2 == 0,
-                "cos and sin are [", num_tokens, ", 1, ", head_dim(), "], not ", cos.sizes(), " and ", sin.sizes());
+    const auto& [cos, sin, is_interleaved] = angles;
+    TORCH_CHECK(cos.sizes() == sin.sizes() && cos.numel() == num_tokens * rotary_dim() && rotary_dim() % 2 == 0 &&
+                    rotary_dim() <= head_dim(),
+                "cos and sin are [", num_tokens, ", 1, an even number up to ", head_dim(), "], not ", cos.sizes(), " and ",
+                sin.sizes());
     TORCH_CHECK(slots.is_contiguous() && slots.numel() == num_tokens, "slots are one of each token");
     const auto* slot = slots.const_data_ptr<int64_t>();
     for (int64_t token = 0; token < num_tokens; ++token) {
@@ -318,8 +347,9 @@ struct Heads {
   }
 
   void rotate(int64_t token, const float* x, int64_t num_heads, float* out) const {
-    const int64_t angles = token * head_dim();
-    capability().rotate({x, cos.const_data_ptr<float>() + angles, sin.const_data_ptr<float>() + angles, num_heads, head_dim(), out});
+    const float *cos = angles.cos.const_data_ptr<float>(), *sin = angles.sin.const_data_ptr<float>();
+    const int64_t first = token * rotary_dim();
+    capability().rotate({x, cos + first, sin + first, num_heads, head_dim(), rotary_dim(), angles.is_interleaved, out});
   }
 
   template <class T>
@@ -347,31 +377,35 @@ void place(const Heads& heads) {
 
 at::Tensor paged_attention_operator(const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values,
                                     const at::Tensor& block_tables, const at::Tensor& query_starts,
-                                    const at::Tensor& context_lens, int64_t block_size, int64_t window, double scale) {
-  return attend(q, keys, values, {block_tables, query_starts, context_lens, block_size, window}, scale);
+                                    const at::Tensor& context_lens, int64_t block_size, int64_t window, double scale,
+                                    double softcap, const std::optional<at::Tensor>& sinks) {
+  const AttentionOptions options{scale, softcap, sinks ? &*sinks : nullptr};
+  return attend(q, keys, values, {block_tables, query_starts, context_lens, block_size, window}, options);
 }
 
 at::Tensor rotary_attention_operator(const at::Tensor& qkv, const at::Tensor& cos, const at::Tensor& sin,
                                      const at::Tensor& keys, const at::Tensor& values, const at::Tensor& slots,
                                      const at::Tensor& block_tables, const at::Tensor& query_starts,
-                                     const at::Tensor& context_lens, int64_t block_size, int64_t window, double scale) {
+                                     const at::Tensor& context_lens, int64_t block_size, int64_t window, double scale,
+                                     double softcap, const std::optional<at::Tensor>& sinks, bool is_interleaved) {
   const Sequences sequences{block_tables, query_starts, context_lens, block_size, window};
-  return rotary_attention(qkv, cos, sin, keys, values, slots, sequences, scale);
+  const AttentionOptions options{scale, softcap, sinks ? &*sinks : nullptr};
+  return rotary_attention(qkv, {cos, sin, is_interleaved}, keys, values, slots, sequences, options);
 }
 
 }  // namespace
 
-at::Tensor rotary_attention(const at::Tensor& qkv, const at::Tensor& cos, const at::Tensor& sin, const at::Tensor& keys,
-                            const at::Tensor& values, const at::Tensor& slots, const Sequences& sequences, double scale) {
+at::Tensor rotary_attention(const at::Tensor& qkv, const Angles& angles, const at::Tensor& keys, const at::Tensor& values,
+                            const at::Tensor& slots, const Sequences& sequences, const AttentionOptions& options) {
   const int64_t head_dim = keys.size(2), num_heads = qkv.size(1) / head_dim - 2 * keys.size(1);
   TORCH_CHECK(qkv.dim() == 2 && keys.dim() == 3 && keys.sizes() == values.sizes() && keys.stride(2) == 1 &&
                   values.stride(2) == 1 && num_heads > 0 && qkv.size(1) % head_dim == 0,
               "qkv ", qkv.sizes(), ", keys ", keys.sizes(), " and values ", values.sizes(), " do not belong together");
   const auto as_float = [](const at::Tensor& x) { return x.to(at::kFloat).contiguous(); };
-  const at::Tensor heads = as_float(qkv), cosines = as_float(cos), sines = as_float(sin);
+  const at::Tensor heads = as_float(qkv), cos = as_float(angles.cos), sin = as_float(angles.sin);
   const at::Tensor q = at::empty({qkv.size(0), num_heads, head_dim}, heads.options());
-  place({heads, cosines, sines, q, keys, values, slots});
-  const at::Tensor out = attend(q, keys, values, sequences, scale);
+  place({heads, {cos, sin, angles.is_interleaved}, q, keys, values, slots});
+  const at::Tensor out = attend(q, keys, values, sequences, options);
   return qkv.scalar_type() == at::kFloat ? out : out.to(qkv.scalar_type());
 }
 

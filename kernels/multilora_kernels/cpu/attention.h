@@ -14,7 +14,7 @@
 #include <type_traits>
 
 #include "exponential.h"
-#include "tiles.h"
+#include "lora_kernels.h"
 #include "work.h"
 
 namespace multilora {
@@ -131,8 +131,7 @@ class Attention {
   void run() const {
     load_queries();
     std::fill_n(out, padded_dim * lanes, 0.0f);
-    std::fill_n(max, lanes, std::numeric_limits<float>::lowest());
-    std::fill_n(sum, lanes, 0.0f);
+    load_sinks();
     KeyTile next = tile_from(task.first_key / kKeyTile * kKeyTile);
     while (next.end > 0) {
       const KeyTile tile = next;
@@ -159,9 +158,11 @@ class Attention {
   float* const rows;                 // [kKeyTile or lanes, padded_dim]
   int64_t row_offsets[kKeyTile];     // in `rows`
 
-  // Scaled, for powers of two instead of e, and padded with zeros.
+  // Scores are for powers of two instead of e.
+  static constexpr float kLog2OfE = 1.44269504f;
+
+  // Scaled, and padded with zeros.
   void load_queries() const {
-    constexpr float kLog2OfE = 1.44269504f;
     const float factor = task.scale * kLog2OfE;
     std::fill_n(rows, lanes * padded_dim, 0.0f);
     for (int64_t token = 0; token < task.tokens; ++token) {
@@ -174,6 +175,19 @@ class Attention {
       }
     }
     transpose<Vec>(rows, lanes, padded_dim, q);
+  }
+
+  // A sink is the first score of its lane; its value is zero.
+  void load_sinks() const {
+    constexpr float kLowest = std::numeric_limits<float>::lowest();
+    std::fill_n(max, lanes, kLowest);
+    std::fill_n(sum, lanes, 0.0f);
+    if (task.sinks) {
+      for (int64_t lane = 0; lane < queries; ++lane) {
+        max[lane] = std::max(kLowest, task.sinks[lane % task.group] * kLog2OfE);
+      }
+      std::fill_n(sum, queries, 1.0f);
+    }
   }
 
   void store_outputs() const {
@@ -213,6 +227,9 @@ class Attention {
   void add_keys(const KeyTile& tile, const KeyTile& next) const {
     const CacheRows keys = load_rows(task.keys, tile);
     for_each_block([&](auto vectors, int64_t lane) { score<vectors.value>(lane, keys, tile); });
+    if (task.softcap > 0) {
+      cap_all<Vec>(scores + tile.begin * lanes, (tile.end - tile.begin) * lanes, task.softcap * kLog2OfE);
+    }
     hide_unseen(tile);
     for_each_block([&](auto vectors, int64_t lane) { weigh<vectors.value>(lane, tile); });
     const CacheRows values = load_rows(task.values, tile);

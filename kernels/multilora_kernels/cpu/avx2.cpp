@@ -57,6 +57,9 @@ struct Avx2 {
     return _mm256_add_ps(_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31));
   }
   static inline F max(F a, F b) { return _mm256_max_ps(a, b); }
+  static inline F min(F a, F b) { return _mm256_min_ps(a, b); }
+  // Lane i is lane i ^ 1 of a.
+  static inline F swap_neighbours(F a) { return _mm256_permute_ps(a, _MM_SHUFFLE(2, 3, 0, 1)); }
   static inline float largest(F a) {
     __m128 half = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
     half = _mm_max_ps(half, _mm_movehl_ps(half, half));

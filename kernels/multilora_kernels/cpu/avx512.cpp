@@ -66,6 +66,9 @@ struct Avx512 {
     return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, _MM_SHUFFLE(2, 0, 2, 0)), _mm512_shuffle_f32x4(a, b, _MM_SHUFFLE(3, 1, 3, 1)));
   }
   static inline F max(F a, F b) { return _mm512_max_ps(a, b); }
+  static inline F min(F a, F b) { return _mm512_min_ps(a, b); }
+  // Lane i is lane i ^ 1 of a.
+  static inline F swap_neighbours(F a) { return _mm512_permute_ps(a, _MM_SHUFFLE(2, 3, 0, 1)); }
   static inline float largest(F a) { return _mm512_reduce_max_ps(a); }
   static inline F zero_where_less(F a, F b, F value) {
     return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a, b, _CMP_NLT_UQ), value);

@@ -12,7 +12,7 @@
 #include <utility>
 
 #include "exponential.h"
-#include "tiles.h"
+#include "lora_kernels.h"
 #include "vectors.h"
 #include "work.h"
 
@@ -199,7 +199,11 @@ class Decode {
   MULTILORA_INLINE void weigh(int64_t query) const {
     constexpr float kNone = -std::numeric_limits<float>::infinity();
     float* weights = scores + query * kScoreStride;
-    std::fill(weights + num_keys, weights + (num_keys + kKeys - 1) / kKeys * kKeys, kNone);
+    const int64_t num_scores = (num_keys + kKeys - 1) / kKeys * kKeys;
+    if (task.softcap > 0) {
+      cap_all<Vec>(weights, num_scores, task.softcap);
+    }
+    std::fill(weights + num_keys, weights + num_scores, kNone);
     F largest = Vec::broadcast(kNone);
     for (int64_t j = 0; j < num_keys; j += kKeys) {
       largest = Vec::max(largest, Vec::load(weights + j));

@@ -3,11 +3,11 @@
 
 #include "attention.h"
 #include "decode.h"
-#include "panels.h"
-#include "rows.h"
+#include "linear_kernels.h"
+#include "elementwise_kernels.h"
 #include "sampling.h"
 #include "storage.h"
-#include "tiles.h"
+#include "lora_kernels.h"
 #include "work.h"
 
 namespace multilora {
@@ -20,8 +20,18 @@ constexpr Kernels kernels_for() {
 
 template <class Vec>
 constexpr Capability capability_of(const char* name) {
-  return {name,        kPanelVectors * Vec::kWidth, add_rms_norm<Vec>,        silu_mul<Vec>,           rotate<Vec>,
-          sample<Vec>, kernels_for<Vec, float>(),   kernels_for<Vec, BFloat16>(), kernels_for<Vec, Float16>()};
+  return {name,
+          kPanelVectors * Vec::kWidth,
+          add_rms_norm<Vec>,
+          add_layer_norm<Vec>,
+          activate_mul<Vec, Silu>,
+          activate_mul<Vec, GeluTanh>,
+          activate<Vec, GeluTanh>,
+          rotate<Vec>,
+          sample<Vec>,
+          kernels_for<Vec, float>(),
+          kernels_for<Vec, BFloat16>(),
+          kernels_for<Vec, Float16>()};
 }
 
 }  // namespace

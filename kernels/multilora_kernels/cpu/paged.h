@@ -13,8 +13,20 @@ struct Sequences {
   int64_t block_size, window;
 };
 
+// AttentionOptions of attention.py. sinks: null for none.
+struct AttentionOptions {
+  double scale, softcap = 0;
+  const at::Tensor* sinks = nullptr;
+};
+
+// cos and sin of `rotary_attention`.
+struct Angles {
+  const at::Tensor &cos, &sin;
+  bool is_interleaved = false;
+};
+
 // `rotary_attention` of attention.py.
-at::Tensor rotary_attention(const at::Tensor& qkv, const at::Tensor& cos, const at::Tensor& sin, const at::Tensor& keys,
-                            const at::Tensor& values, const at::Tensor& slots, const Sequences& sequences, double scale);
+at::Tensor rotary_attention(const at::Tensor& qkv, const Angles& angles, const at::Tensor& keys, const at::Tensor& values,
+                            const at::Tensor& slots, const Sequences& sequences, const AttentionOptions& options);
 
 }  // namespace multilora

@@ -78,6 +78,13 @@ struct Plain {
   static inline F max(F a, F b) {
     return each([&](int i) { return a.lane[i] > b.lane[i] ? a.lane[i] : b.lane[i]; });
   }
+  static inline F min(F a, F b) {
+    return each([&](int i) { return a.lane[i] < b.lane[i] ? a.lane[i] : b.lane[i]; });
+  }
+  // Lane i is lane i ^ 1 of a.
+  static inline F swap_neighbours(F a) {
+    return each([&](int i) { return a.lane[i ^ 1]; });
+  }
   static inline float largest(F a) { return *std::max_element(a.lane, a.lane + kWidth); }
   static inline F zero_where_less(F a, F b, F value) {
     return each([&](int i) { return a.lane[i] < b.lane[i] ? 0.0f : value.lane[i]; });

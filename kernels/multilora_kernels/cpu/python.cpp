@@ -9,6 +9,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/SmallVector.h>
 
+#include <cmath>
 #include <optional>
 #include <tuple>
 #include <vector>
@@ -26,6 +27,8 @@ const at::Tensor& tensor(PyObject* object) {
   TORCH_CHECK_TYPE(THPVariable_Check(object), "expected a tensor, not ", Py_TYPE(object)->tp_name);
   return THPVariable_Unpack(object);
 }
+
+const at::Tensor* optional_tensor(PyObject* object) { return object == Py_None ? nullptr : &tensor(object); }
 
 int64_t integer(PyObject* object) {
   const int64_t value = PyLong_AsLongLong(object);
@@ -78,9 +81,15 @@ Sequences sequences_of(PyObject* object) {
           fields[4] == Py_None ? 0 : integer(fields[4])};
 }
 
+AttentionOptions attention_options_of(PyObject* object, int64_t head_dim) {
+  PyObject* const* fields = fields_of(object, 3, "AttentionOptions");
+  return {fields[0] == Py_None ? std::pow(double(head_dim), -0.5) : number(fields[0]), number(fields[1]),
+          optional_tensor(fields[2])};
+}
+
 LayerLinear layer_linear_of(PyObject* object) {
   PyObject* const* fields = fields_of(object, 4, "PackedLayerLinear");
-  return {tensor(fields[0]), fields[1] == Py_None ? nullptr : &tensor(fields[1]), integer(fields[2]), integers(fields[3])};
+  return {tensor(fields[0]), optional_tensor(fields[1]), integer(fields[2]), integers(fields[3])};
 }
 
 LayerWeights layer_weights_of(PyObject* object) {
@@ -136,7 +145,7 @@ PyObject* lora_linear(PyObject*, PyObject* const* arguments, Py_ssize_t num_argu
   const int64_t first_slice = integer(arguments[3]);
   const auto slice_sizes = integers(arguments[4]);
   const Segments segments = segments_of(arguments[5]);
-  const at::Tensor* bias = arguments[6] == Py_None ? nullptr : &tensor(arguments[6]);
+  const at::Tensor* bias = optional_tensor(arguments[6]);
   at::Tensor y;
   {
     const pybind11::gil_scoped_release no_gil;
@@ -188,37 +197,60 @@ PyObject* add_rms_norm_of(PyObject*, PyObject* const* arguments, Py_ssize_t num_
   END_HANDLE_TH_ERRORS
 }
 
-PyObject* silu_mul_of(PyObject*, PyObject* const* arguments, Py_ssize_t num_arguments) {
+PyObject* add_layer_norm_of(PyObject*, PyObject* const* arguments, Py_ssize_t num_arguments) {
   HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(num_arguments == 1, "silu_mul takes gate_up");
-  const at::Tensor& gate_up = tensor(arguments[0]);
-  if (needs_dispatcher(gate_up, gate_up)) {
+  TORCH_CHECK_TYPE(num_arguments == 5, "add_layer_norm takes x, update, weight, bias and eps");
+  const at::Tensor &x = tensor(arguments[0]), &update = tensor(arguments[1]), &weight = tensor(arguments[2]);
+  if (needs_dispatcher(x, update)) {
     Py_RETURN_NONE;
   }
-  at::Tensor product;
+  const at::Tensor* bias = optional_tensor(arguments[3]);
+  const double eps = number(arguments[4]);
+  std::tuple<at::Tensor, at::Tensor> results;
   {
     const pybind11::gil_scoped_release no_gil;
-    product = silu_mul(gate_up);
+    results = add_layer_norm(x, update, weight, bias, eps);
   }
-  return THPVariable_Wrap(std::move(product));
+  return pair_of(std::move(results));
+  END_HANDLE_TH_ERRORS
+}
+
+// An operator of one tensor: `silu_mul`, `gelu_tanh_mul` and `gelu_tanh`.
+using Activation = at::Tensor (*)(const at::Tensor&);
+
+template <Activation op>
+PyObject* activated(PyObject*, PyObject* const* arguments, Py_ssize_t num_arguments) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(num_arguments == 1, "expected one tensor");
+  const at::Tensor& x = tensor(arguments[0]);
+  if (needs_dispatcher(x, x)) {
+    Py_RETURN_NONE;
+  }
+  at::Tensor y;
+  {
+    const pybind11::gil_scoped_release no_gil;
+    y = op(x);
+  }
+  return THPVariable_Wrap(std::move(y));
   END_HANDLE_TH_ERRORS
 }
 
 PyObject* rotary_attention_of(PyObject*, PyObject* const* arguments, Py_ssize_t num_arguments) {
   HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(num_arguments == 8, "rotary_attention takes qkv, cos, sin, keys, values, slots, sequences and scale");
+  TORCH_CHECK_TYPE(num_arguments == 9,
+                   "rotary_attention takes qkv, cos, sin, keys, values, slots, sequences, options and is_interleaved");
   const at::Tensor &qkv = tensor(arguments[0]), &keys = tensor(arguments[3]);
   if (needs_dispatcher(qkv, keys)) {
     Py_RETURN_NONE;
   }
-  const at::Tensor &cos = tensor(arguments[1]), &sin = tensor(arguments[2]), &values = tensor(arguments[4]);
-  const at::Tensor& slots = tensor(arguments[5]);
+  const Angles angles{tensor(arguments[1]), tensor(arguments[2]), arguments[8] == Py_True};
+  const at::Tensor &values = tensor(arguments[4]), &slots = tensor(arguments[5]);
   const Sequences sequences = sequences_of(arguments[6]);
-  const double scale = number(arguments[7]);
+  const AttentionOptions options = attention_options_of(arguments[7], keys.size(-1));
   at::Tensor out;
   {
     const pybind11::gil_scoped_release no_gil;
-    out = rotary_attention(qkv, cos, sin, keys, values, slots, sequences, scale);
+    out = rotary_attention(qkv, angles, keys, values, slots, sequences, options);
   }
   return THPVariable_Wrap(std::move(out));
   END_HANDLE_TH_ERRORS
@@ -286,10 +318,15 @@ PyMethodDef methods[] = {
            "packed_embedding(token_ids, panels, num_embeddings) -> the rows, or None: then use the operator"),
     method("add_rms_norm", add_rms_norm_of,
            "add_rms_norm(x, update, weight, eps) -> (normed, total), or None: then use the operator"),
-    method("silu_mul", silu_mul_of, "silu_mul(gate_up) -> the product, or None: then use the operator"),
+    method("add_layer_norm", add_layer_norm_of,
+           "add_layer_norm(x, update, weight, bias, eps) -> (normed, total), or None: then use the operator"),
+    method("silu_mul", activated<silu_mul>, "silu_mul(gate_up) -> the product, or None: then use the operator"),
+    method("gelu_tanh_mul", activated<gelu_tanh_mul>,
+           "gelu_tanh_mul(gate_up) -> the product, or None: then use the operator"),
+    method("gelu_tanh", activated<gelu_tanh>, "gelu_tanh(x) -> the same shape, or None: then use the operator"),
     method("rotary_attention", rotary_attention_of,
-           "rotary_attention(qkv, cos, sin, keys, values, slots, sequences, scale) -> the heads' outputs, or None: then use "
-           "the operator"),
+           "rotary_attention(qkv, cos, sin, keys, values, slots, sequences, options, is_interleaved) -> the heads' outputs, "
+           "or None: then use the operator"),
     method("decoder_layers", decoder_layers_of,
            "decoder_layers([(layer, keys, values, step)], x, update, on_layer) -> (x, update), or None: then use their "
            "operators"),

@@ -91,7 +91,7 @@ void in_ranges(int64_t count, int64_t threads, const Piece& piece) {
 }
 
 // Calls body(begin, end) for all pieces of at most `size` of the rows 0 .. rows - 1. A thread has neighbouring rows, most of
-// which it wrote itself if they had adapters (update.cpp).
+// which it wrote itself if they had adapters (lora_update.cpp).
 template <class Body>
 void rows_in_ranges(int64_t rows, int64_t size, const Body& body) {
   const int64_t count = (rows + size - 1) / size, threads = std::clamp<int64_t>(count, 1, Team::available());

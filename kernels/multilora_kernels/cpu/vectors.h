@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "tiles.h"
+#include "lora_kernels.h"
 
 namespace multilora {
 namespace {

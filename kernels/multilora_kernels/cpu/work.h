@@ -1,4 +1,4 @@
-// What the operators (ops.cpp) hand to the kernels of one instruction set (avx512.cpp, avx2.cpp, plain.cpp).
+// What the operators (lora_halves.cpp) hand to the kernels of one instruction set (avx512.cpp, avx2.cpp, plain.cpp).
 #pragma once
 
 #include <cstdint>
@@ -98,6 +98,8 @@ struct AttentionTask {
   const float* q;  // [tokens, group, head_dim], token to token q_stride
   int64_t q_stride, tokens, group, head_dim;
   float scale;
+  float softcap;            // scores are softcap * tanh(scores / softcap) before the softmax; as they are if 0
+  const float* sinks;       // [group], scores of no key that the softmax's denominators have besides, or null
   int64_t first_position;   // of the first token; a token sees the keys up to its own position,
   int64_t window;           // and of those only so many newest, all if 0
   const void *keys, *values;  // of the head, slot to slot slot_stride
@@ -125,7 +127,7 @@ constexpr int64_t decode_scratch(int64_t queries) { return queries * kScoreStrid
 struct DecodeTask {
   const float* q;  // [num_kv_heads * group, head_dim]
   int64_t num_kv_heads, group, head_dim;
-  float scale;
+  float scale, softcap;  // as in AttentionTask
   const void *keys, *values;  // slot to slot slot_stride, head to head head_stride
   int64_t slot_stride, head_stride;
   const int64_t* block_table;
@@ -136,18 +138,21 @@ struct DecodeTask {
   float *out, *max, *sum;
 };
 
-// total = x + update, normed = total / sqrt(mean(total^2) + eps) * weight, by rows of `size`.
+// total = x + update, normed = total / sqrt(mean(total^2) + eps) * weight, by rows of `size`. A layer norm takes the mean from
+// total and has a bias, or null.
 struct NormTask {
-  const float *x, *update, *weight;
+  const float *x, *update, *weight, *bias;
   float eps;
   int64_t size;
   float *total, *normed;
 };
 
-// Turns every head by the angles of its token: element i becomes x[i] * cos[i] + x[(i + head_dim / 2) % head_dim] * sin[i].
+// Turns the first rotary_dim elements of every head by the angles of its token; the others stay as they are. Element i becomes
+// x[i] * cos[i] + x[j] * sin[i], where j is (i + rotary_dim / 2) % rotary_dim, or the neighbour i ^ 1 if it is interleaved.
 struct RotationTask {
   const float *x, *cos, *sin;
-  int64_t num_heads, head_dim;
+  int64_t num_heads, head_dim, rotary_dim;
+  bool is_interleaved;
   float* out;
 };
 
@@ -172,8 +177,8 @@ using SplitKernel = void (*)(const SplitTask& task, int64_t unit_begin, int64_t 
 using AttentionKernel = void (*)(const AttentionTask& task, float* scratch);
 using DecodeKernel = void (*)(const DecodeTask& task, float* scratch);
 using NormKernel = void (*)(const NormTask& task, int64_t row_begin, int64_t row_end);
-// out[row, :] = silu(gate) * up for gate and up, both of `size`, side by side in gate_up[row, :].
-using SiluKernel = void (*)(const float* gate_up, int64_t size, float* out, int64_t row_begin, int64_t row_end);
+// out[row, :] = f(x) for x[row, :] of `size`, or f(gate) * up for gate and up, both of `size`, side by side in x[row, :].
+using ActivationKernel = void (*)(const float* x, int64_t size, float* out, int64_t row_begin, int64_t row_end);
 using RotationKernel = void (*)(const RotationTask& task);
 // The token of one row. weights: padded_vocab(vocab) floats to work in.
 using SampleKernel = int64_t (*)(const float* logits, int64_t vocab, const SamplingParameters& parameters, float* weights);
@@ -199,8 +204,8 @@ struct MatrixUnit {
 struct Capability {
   const char* name;
   int64_t panel_width;
-  NormKernel add_rms_norm;
-  SiluKernel silu_mul;
+  NormKernel add_rms_norm, add_layer_norm;
+  ActivationKernel silu_mul, gelu_tanh_mul, gelu_tanh;
   RotationKernel rotate;
   SampleKernel sample;
   Kernels float32;

@@ -6,11 +6,21 @@ import functools
 
 from multilora_kernels import operators
 from multilora_kernels.cuda.attention import paged_attention
-from multilora_kernels.cuda.elementwise import add_rms_norm, silu_mul
+from multilora_kernels.cuda.elementwise import add_layer_norm, add_rms_norm, gelu_tanh, gelu_tanh_mul, silu_mul
 from multilora_kernels.cuda.expand import lora_expand
 from multilora_kernels.cuda.shrink import lora_shrink
 
-__all__ = ["add_rms_norm", "load_cuda_kernels", "lora_expand", "lora_shrink", "paged_attention", "silu_mul"]
+__all__ = [
+    "add_layer_norm",
+    "add_rms_norm",
+    "gelu_tanh",
+    "gelu_tanh_mul",
+    "load_cuda_kernels",
+    "lora_expand",
+    "lora_shrink",
+    "paged_attention",
+    "silu_mul",
+]
 
 
 @functools.cache

@@ -15,10 +15,11 @@ from triton.backends.compiler import GPUTarget
 from multilora_kernels.cuda.attention import combine_constants, combine_kernel, decode_constants, decode_kernel
 from multilora_kernels.cuda.block_sizes import block_sizes
 from multilora_kernels.cuda.elementwise import (
-    add_rms_norm_constants,
+    activation_constants,
+    activation_kernel,
+    add_layer_norm_kernel,
     add_rms_norm_kernel,
-    silu_mul_constants,
-    silu_mul_kernel,
+    norm_constants,
 )
 from multilora_kernels.cuda.expand import expand_constants, expand_kernel
 from multilora_kernels.cuda.shrink import shrink_constants, shrink_kernel
@@ -34,11 +35,12 @@ _POINTERS = {
     "context_len_ptr": "*i64",
     "sums_ptr": "*fp32",
     "stats_ptr": "*fp32",
+    "sinks_ptr": "*fp32",
     **dict.fromkeys(
         ["rank_ptr", "permutation_ptr", "chunk_start_ptr", "chunk_length_ptr", "chunk_lora_index_ptr"], "*i32"
     ),
 }
-_SCALARS = {"scale": "fp32", "eps": "fp32"}
+_SCALARS = dict.fromkeys(["scale", "softcap", "eps"], "fp32")
 _ALIGNED_INTEGERS = {
     *("in_features", "size"),
     *("stride_xm", "stride_vp", "stride_vs", "stride_vm", "stride_ym"),
@@ -49,11 +51,15 @@ _OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
 
 @dataclass(frozen=True)
 class Resources:
-    """What one thread, or for shared memory one program, of a compiled kernel takes, as the compiled code says."""
+    """What one thread, or for shared memory one program, of a compiled kernel takes, as the compiled code says.
+
+    single_loads: instructions that load one number of 16 bits from global memory.
+    """
 
     registers: int
     spilled_bytes: int
     shared_bytes: int
+    single_loads: int
 
 
 def shrink_resources(shape: LinearShape, chunk_size: int, max_rank: int, dtype: str, capability: int) -> Resources:
@@ -71,24 +77,38 @@ def expand_resources(shape: LinearShape, chunk_size: int, max_rank: int, dtype: 
     return _resources(expand_kernel, constants, dtype, capability)
 
 
-def decode_resources(group: int, head_dim: int, block_size: int, dtype: str, capability: int) -> Resources:
+def decode_resources(
+    group: int, head_dim: int, block_size: int, dtype: str, capability: int, has_softcap: bool = False
+) -> Resources:
     """The first kernel of `paged_attention`. group: query heads of a key-value head; the rest as of the others."""
-    return _resources(decode_kernel, decode_constants(group, head_dim, block_size, dtype == "fp32"), dtype, capability)
+    constants = decode_constants(group, head_dim, block_size, dtype == "fp32", has_softcap)
+    return _resources(decode_kernel, constants, dtype, capability)
 
 
-def combine_resources(head_dim: int, dtype: str, capability: int) -> Resources:
+def combine_resources(head_dim: int, dtype: str, capability: int, has_sinks: bool = False) -> Resources:
     """The second kernel of `paged_attention`; arguments as of `decode_resources`."""
-    return _resources(combine_kernel, combine_constants(head_dim), dtype, capability)
+    constants = combine_constants(head_dim) | ({} if has_sinks else {"sinks_ptr": None})
+    return _resources(combine_kernel, constants, dtype, capability)
 
 
 def add_rms_norm_resources(size: int, dtype: str, capability: int) -> Resources:
     """`add_rms_norm`; the rest as of the others."""
-    return _resources(add_rms_norm_kernel, add_rms_norm_constants(size), dtype, capability)
+    return _resources(add_rms_norm_kernel, norm_constants(size), dtype, capability)
+
+
+def add_layer_norm_resources(size: int, dtype: str, capability: int) -> Resources:
+    """`add_layer_norm` with a bias; the rest as of the others."""
+    return _resources(add_layer_norm_kernel, norm_constants(size), dtype, capability)
 
 
 def silu_mul_resources(dtype: str, capability: int) -> Resources:
     """`silu_mul`; arguments as of the others."""
-    return _resources(silu_mul_kernel, silu_mul_constants(), dtype, capability)
+    return _resources(activation_kernel, activation_constants(is_gelu=False, is_gated=True), dtype, capability)
+
+
+def gelu_tanh_mul_resources(dtype: str, capability: int) -> Resources:
+    """`gelu_tanh_mul`; arguments as of the others."""
+    return _resources(activation_kernel, activation_constants(is_gelu=True, is_gated=True), dtype, capability)
 
 
 def _resources(kernel: Any, constants: Mapping[str, Any], dtype: str, capability: int) -> Resources:
@@ -96,7 +116,8 @@ def _resources(kernel: Any, constants: Mapping[str, Any], dtype: str, capability
     source = _source(kernel, {name: value for name, value in constants.items() if name not in _OPTIONS}, dtype)
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     registers, stack, local = _usage(compiled.asm["cubin"])
-    return Resources(registers, stack + local, compiled.metadata.shared)
+    single_loads = compiled.asm["ptx"].count("ld.global.b16")
+    return Resources(registers, stack + local, compiled.metadata.shared, single_loads)
 
 
 def _source(kernel: Any, constants: Mapping[str, Any], dtype: str) -> Any:

@@ -16,7 +16,10 @@ import torch
 import triton
 import triton.language as tl
 
+from multilora_kernels.cuda.tanh import tanh
 from multilora_kernels.cuda.tiles import exact_dot
+
+LOG2_OF_E = tl.constexpr(1.4426950408889634)
 
 MAX_SPLITS = tl.constexpr(16)
 """Sixteen splits of eight key-value heads fill a GPU even when one sequence decodes alone."""
@@ -35,8 +38,10 @@ def paged_attention(
     block_size: int,
     window: int,
     scale: float,
+    softcap: float,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """See `multilora_kernels.attention.paged_attention`, with one token a sequence; window 0 is none."""
+    """See `multilora_kernels.attention.paged_attention`, with one token a sequence; window 0 and softcap 0 are none."""
     num_sequences, num_heads, head_dim = q.shape
     assert query_starts.numel() == num_sequences + 1 == len(block_tables) + 1, "the GPU operator is for decode only"
     assert q.stride(2) == keys.stride(2) == block_tables.stride(1) == 1
@@ -57,23 +62,27 @@ def paged_attention(
         sums,
         stats,
         scale,
+        softcap,
         window,
         q.stride(0),
         q.stride(1),
         keys.stride(0),
         keys.stride(1),
         block_tables.stride(0),
-        **decode_constants(num_heads // num_kv_heads, head_dim, block_size, is_wide),
+        **decode_constants(num_heads // num_kv_heads, head_dim, block_size, is_wide, softcap > 0),
     )
     combine_kernel[num_sequences, num_heads](
-        sums, stats, context_lens, out, window, num_splits, **combine_constants(head_dim)
+        sums, stats, context_lens, sinks, out, window, num_splits, **combine_constants(head_dim)
     )
     return out
 
 
-def decode_constants(group: int, head_dim: int, block_size: int, is_wide: bool) -> dict[str, Any]:
+def decode_constants(
+    group: int, head_dim: int, block_size: int, is_wide: bool, has_softcap: bool = False
+) -> dict[str, Any]:
     """What the first kernel is compiled for. group: query heads of a key-value head. is_wide: float32 is among it."""
     return {
+        "HAS_SOFTCAP": has_softcap,
         "GROUP": group,
         "HEAD_DIM": head_dim,
         "BLOCK_SIZE": block_size,
@@ -82,7 +91,8 @@ def decode_constants(group: int, head_dim: int, block_size: int, is_wide: bool) 
         "BLOCK_N": 16 if is_wide else 64,
         "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
         "num_warps": 4,
-        "num_stages": 3,
+        # Registers that a third stage of float32 takes are those of a softcap.
+        "num_stages": 2 if is_wide and has_softcap else 3,
     }
 
 
@@ -101,12 +111,14 @@ def decode_kernel(
     sums_ptr,
     stats_ptr,
     scale,
+    softcap,
     window,
     stride_qm,
     stride_qh,
     stride_ks,
     stride_kh,
     stride_bm,
+    HAS_SOFTCAP: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -135,8 +147,6 @@ def decode_kernel(
     q_tile = q_ptr + sequence * stride_qm + heads[:, None] * stride_qh + dims[None, :]
     q = tl.load(q_tile, mask=row_mask, other=0.0)
     table = block_table_ptr + sequence * stride_bm
-    # Base-2 exponentials are what the hardware has.
-    scale *= 1.4426950408889634
 
     top = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
     weight_sum = tl.zeros((BLOCK_M,), dtype=tl.float32)
@@ -149,7 +159,12 @@ def decode_kernel(
         places = slots * stride_ks + kv_head * stride_kh
         k_mask = (dims < HEAD_DIM)[:, None] & is_key[None, :]
         k = tl.load(keys_ptr + places[None, :] + dims[:, None], mask=k_mask, other=0.0)
-        scores = exact_dot(q, k, tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)) * scale
+        scores = exact_dot(q, k, tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32))
+        # Base-2 exponentials are what the hardware has.
+        if HAS_SOFTCAP:
+            scores = tanh(scores * (scale / softcap)) * (softcap * LOG2_OF_E)
+        else:
+            scores *= scale * LOG2_OF_E
         scores = tl.where(is_key[None, :], scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
         weights = tl.exp2(scores - new_top[:, None])
@@ -182,21 +197,26 @@ def combine_kernel(
     sums_ptr,
     stats_ptr,
     context_len_ptr,
+    sinks_ptr,
     out_ptr,
     window,
     num_splits,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """One program: the splits of one query head, added in order."""
+    """One program: the splits of one query head, added in order to its sink, where sinks_ptr is not None."""
     sequence = tl.program_id(0).to(tl.int64)
     row = sequence * tl.num_programs(1) + tl.program_id(1)
     context = tl.load(context_len_ptr + sequence)
     first_key, split_size = _splits(context, window)
     num_used = (context - first_key + split_size - 1) // split_size
     dims = tl.arange(0, BLOCK_D)
-    top = float("-inf")
-    weight_sum = 0.0
+    if sinks_ptr is None:
+        top = float("-inf")
+        weight_sum = 0.0
+    else:
+        top = tl.load(sinks_ptr + tl.program_id(1)).to(tl.float32) * LOG2_OF_E
+        weight_sum = 1.0
     total = tl.zeros((BLOCK_D,), dtype=tl.float32)
     for split in range(num_used):
         part = row * num_splits + split

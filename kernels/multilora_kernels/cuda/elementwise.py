@@ -19,29 +19,54 @@ def add_rms_norm(
     num_rows, size = x.shape
     assert x.stride() == update.stride() == (size, 1)
     normed, total = torch.empty_like(x), torch.empty_like(x)
-    add_rms_norm_kernel[(num_rows,)](x, update, weight, normed, total, eps, **add_rms_norm_constants(size))
+    add_rms_norm_kernel[(num_rows,)](x, update, weight, normed, total, eps, **norm_constants(size))
+    return normed, total
+
+
+def add_layer_norm(
+    x: torch.Tensor, update: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `multilora_kernels.elementwise.add_layer_norm`."""
+    num_rows, size = x.shape
+    assert x.stride() == update.stride() == (size, 1)
+    normed, total = torch.empty_like(x), torch.empty_like(x)
+    add_layer_norm_kernel[(num_rows,)](x, update, weight, bias, normed, total, eps, **norm_constants(size))
     return normed, total
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """See `multilora_kernels.elementwise.silu_mul`."""
-    num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
-    assert gate_up.is_contiguous()
-    out = gate_up.new_empty(num_rows, size)
-    constants = silu_mul_constants()
-    silu_mul_kernel[num_rows, triton.cdiv(size, constants["BLOCK"])](gate_up, out, size, **constants)
+    return _activated(gate_up, is_gelu=False, is_gated=True)
+
+
+def gelu_tanh_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """See `multilora_kernels.elementwise.gelu_tanh_mul`."""
+    return _activated(gate_up, is_gelu=True, is_gated=True)
+
+
+def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    """See `multilora_kernels.elementwise.gelu_tanh`."""
+    return _activated(x, is_gelu=True, is_gated=False)
+
+
+def _activated(x: torch.Tensor, *, is_gelu: bool, is_gated: bool) -> torch.Tensor:
+    num_rows, size = x.shape[0], x.shape[1] // (2 if is_gated else 1)
+    assert x.is_contiguous()
+    out = x.new_empty(num_rows, size)
+    constants = activation_constants(is_gelu, is_gated)
+    activation_kernel[num_rows, triton.cdiv(size, constants["BLOCK"])](x, out, size, **constants)
     return out
 
 
-def add_rms_norm_constants(size: int) -> dict[str, Any]:
-    """What the kernel is compiled for."""
+def norm_constants(size: int) -> dict[str, Any]:
+    """What a norm's kernel is compiled for."""
     block = triton.next_power_of_2(size)
     return {"SIZE": size, "BLOCK": block, "num_warps": max(1, min(16, block // 512))}
 
 
-def silu_mul_constants() -> dict[str, Any]:
+def activation_constants(is_gelu: bool, is_gated: bool) -> dict[str, Any]:
     """What the kernel is compiled for."""
-    return {"BLOCK": 1024, "num_warps": 4}
+    return {"IS_GELU": is_gelu, "IS_GATED": is_gated, "BLOCK": 1024, "num_warps": 4}
 
 
 @triton.jit
@@ -64,11 +89,37 @@ def add_rms_norm_kernel(
 
 
 @triton.jit
-def silu_mul_kernel(gate_up_ptr, out_ptr, size, BLOCK: tl.constexpr):
-    """One program: BLOCK outputs of one row."""
+def add_layer_norm_kernel(
+    x_ptr, update_ptr, weight_ptr, bias_ptr, normed_ptr, total_ptr, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """One program: one row. bias_ptr: None for none."""
+    row = tl.program_id(0).to(tl.int64) * SIZE
+    columns = tl.arange(0, BLOCK)
+    mask = columns < SIZE
+    x = tl.load(x_ptr + row + columns, mask=mask, other=0.0).to(tl.float32)
+    update = tl.load(update_ptr + row + columns, mask=mask, other=0.0).to(tl.float32)
+    # As in `add_rms_norm_kernel`.
+    total = (x + update).to(total_ptr.dtype.element_ty)
+    tl.store(total_ptr + row + columns, total, mask=mask)
+    total = total.to(tl.float32)
+    centred = tl.where(mask, total - tl.sum(total, 0) / SIZE, 0.0)
+    scale = tl.rsqrt(tl.sum(centred * centred, 0) / SIZE + eps)
+    normed = centred * scale * tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    if bias_ptr is not None:
+        normed += tl.load(bias_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    tl.store(normed_ptr + row + columns, normed.to(normed_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def activation_kernel(x_ptr, out_ptr, size, IS_GELU: tl.constexpr, IS_GATED: tl.constexpr, BLOCK: tl.constexpr):
+    """One program: BLOCK outputs of one row; where IS_GATED, x is a row's gates and then its ups."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < size
-    gate = tl.load(gate_up_ptr + row * 2 * size + columns, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(gate_up_ptr + (row * 2 + 1) * size + columns, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row * size + columns, (gate * tl.sigmoid(gate) * up).to(out_ptr.dtype.element_ty), mask=mask)
+    first = x_ptr + row * size * (2 if IS_GATED else 1)
+    x = tl.load(first + columns, mask=mask, other=0.0).to(tl.float32)
+    # (1 + tanh(u)) / 2 = sigmoid(2 u)
+    y = x * tl.sigmoid(x * (1.5957691216 + 0.0713548163 * x * x)) if IS_GELU else x * tl.sigmoid(x)
+    if IS_GATED:
+        y *= tl.load(first + size + columns, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * size + columns, y.to(out_ptr.dtype.element_ty), mask=mask)

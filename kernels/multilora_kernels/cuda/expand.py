@@ -97,10 +97,11 @@ def expand_kernel(
     v_rows = v_ptr + slice_index * stride_vs + tokens * stride_vm
     outputs = first_output + tl.arange(0, BLOCK_N)
     offset = tl.load(b_offset_ptr + column)
-    # With rank and place known to be multiples of eight, the loads are of 16 bytes.
+    # With rank and place known to be multiples of eight, the loads are of 16 bytes. `tl.multiple_of` would mark the two
+    # where they are loaded, and so for the other branch too; a product is a number of its own.
     if (rank % 8 == 0) & (offset % 8 == 0):
         update = _multiply(
-            v_rows, arena_ptr + tl.multiple_of(offset, 8), tl.multiple_of(rank, 8), row_mask, outputs, slice_size,
+            v_rows, arena_ptr + offset // 8 * 8, rank // 8 * 8, row_mask, outputs, slice_size,
             stride_vp, NUM_PARTS, BLOCK_M, BLOCK_N, BLOCK_R,
         )  # fmt: skip
     else:

@@ -116,9 +116,9 @@ def shrink_kernel(
     x_rows = x_ptr + tokens.to(tl.int64)[:, None] * stride_xm
     offset = tl.load(a_offset_ptr + column)
     first_k = part * PART_SIZE
-    # Adapters of the engine start at 64-byte boundaries: saying so gives 16-byte loads.
+    # Adapters of the engine start at 64-byte boundaries: saying so, as `lora_expand` does, gives 16-byte loads.
     if offset % 16 == 0:
-        a_ptr = arena_ptr + tl.multiple_of(offset, 16)
+        a_ptr = arena_ptr + offset // 16 * 16
         total = _sum_parts(
             x_rows, a_ptr, rank, first_rank, length, first_k, in_features,
             PARTS_PER_PROGRAM, PART_SIZE, BLOCK_M, BLOCK_R, BLOCK_K,

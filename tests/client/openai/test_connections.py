@@ -12,6 +12,8 @@ from http.client import HTTPConnection
 
 import pytest
 
+from multilora_client.openai.connections import network_of
+
 ADDRESS, OTHER_ADDRESS = "127.0.0.1", "127.0.0.2"
 MAX_PER_ADDRESS = 128
 MODELS = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -125,3 +127,19 @@ def test_a_slow_answer_is_no_slow_request(connect: Callable[[int], socket.socket
             connection.settimeout(1.0)
             with pytest.raises(TimeoutError):
                 connection.recv(1)
+
+
+@pytest.mark.parametrize(
+    ("address", "network"),
+    [
+        ("192.0.2.7", "192.0.2.7"),
+        ("::ffff:192.0.2.7", "192.0.2.7"),
+        ("2001:db8:1:2:ffff::9", "2001:db8:1:2::/64"),
+        ("2001:db8:1:2::1", "2001:db8:1:2::/64"),
+        ("2001:db8:1:3::1", "2001:db8:1:3::/64"),
+        ("fe80::1%eth0", "fe80::/64"),
+        ("", ""),
+    ],
+)
+def test_addresses_of_one_ipv6_network_count_as_one(address: str, network: str) -> None:
+    assert network_of(address) == network

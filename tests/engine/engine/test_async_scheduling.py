@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.adapters import wire_adapter
 from support.engines import Answer, assert_idle, poison_claimed_blocks, run_all
-from support.tiny_model import VOCAB_SIZE, save_tiny_llama
 
+from checkpoints.tiny_llama import VOCAB_SIZE, save_tiny_llama
 from multilora_engine.config import EngineConfig
 from multilora_engine.engine.engine import Engine
 from multilora_engine.lora.format import pack_adapter

@@ -12,7 +12,6 @@ import pytest
 import torch
 from support.engines import Answer, assert_idle, run_all
 from support.oracle import ATTENTION, MLP, Oracle, packed
-from support.tiny_model import VOCAB_SIZE, save_tiny_llama
 from transformers import (
     LlamaForCausalLM,
     LogitsProcessor,
@@ -26,6 +25,7 @@ from transformers import (
     TemperatureLogitsWarper,
 )
 
+from checkpoints.tiny_llama import VOCAB_SIZE, save_tiny_llama
 from multilora_engine.config import EngineConfig
 from multilora_engine.engine.beam_search import BeamSearch, Continuations
 from multilora_engine.engine.engine import Engine
@@ -64,6 +64,7 @@ def make_engine(
         tokenizer_path=tokenizer,
         num_threads=1,
         kv_cache_memory_bytes=kv_cache_memory_bytes,  # type: ignore[arg-type]
+        host_work_ms_per_step=0.0,  # a machine that takes the thread's time away must end no search
         **options,
     )
     engine = Engine(config)

@@ -16,26 +16,26 @@ import pytest
 import torch
 from support.adapters import wire_adapter
 from support.engines import Answer, assert_idle, run_all
-from support.tiny_model import VOCAB_SIZE, save_tiny_llama
 from transformers import LlamaForCausalLM
 
+from checkpoints.tiny_llama import VOCAB_SIZE, save_tiny_llama
 from multilora_engine.config import EngineConfig, LoRAConfig
 from multilora_engine.engine import build
 from multilora_engine.engine.engine import Engine
 from multilora_engine.errors import AdapterNotFound, ConfigError, InvalidRequest, QueueFull, QueueShareFull
 from multilora_engine.lora import disk_tier
+from multilora_engine.lora.checkpoint_layout import checkpoint_layout
 from multilora_engine.lora.device_tier import DeviceTier
 from multilora_engine.lora.disk_tier import write_file_atomically
 from multilora_engine.lora.format import pack_adapter
-from multilora_engine.lora.layout import AdapterLayout, adapter_layout
 from multilora_engine.lora.life_cycle import OnEvent
 from multilora_engine.lora.names import TenantTaskId
 from multilora_engine.lora.page_copies import PageCopy, copy_at_once
 from multilora_engine.lora.page_pool import PagePool
-from multilora_engine.models.model_config import read_model_config
 from multilora_engine.process.messages import Welcome, decode_from_engine, encode
 from multilora_engine.request import GenerationRequest, Guide, SamplingParams, Sender
 from multilora_engine.sampling.sampler import Choice
+from multilora_wire.layout import AdapterLayout
 
 
 @pytest.fixture(scope="module")
@@ -589,7 +589,7 @@ def test_a_failing_copy_to_the_device_fails_the_requests_that_waited_for_it_and_
 
 
 def test_a_step_shows_progress_at_every_layer(engine: Engine) -> None:
-    num_layers, progress = engine.info.adapter_layout.num_layers, []
+    num_layers, progress = engine.info.adapter_layout.sites.num_layers, []
     engine.add_request(request("r", [1, 2, 3], max_tokens=2))
     engine.step(lambda: progress.append(None))
     assert len(progress) == num_layers
@@ -610,7 +610,7 @@ def test_a_disk_that_blocks_does_not_stop_the_steps(
     monkeypatch.setattr(disk_tier, "write_file_atomically", write_late)
     lora = LoRAConfig(max_lora_rank=1, lora_cache_dir=tmp_path, lora_cache_host_memory_bytes=2 << 18)
     config = EngineConfig(model_path=checkpoint, tokenizer_path=default_model_dir, num_threads=1, lora=lora)
-    engine, layout = Engine(config), adapter_layout(read_model_config(checkpoint), 1, "float32")
+    engine, layout = Engine(config), checkpoint_layout(checkpoint, 1, "float32")
     for task in range(3):
         wire = wire_adapter(layout, [(1, 0, 1)], seed=task, scale=0.5)
         engine.put_adapter(task, pack_adapter(wire.weights, wire.config, layout))

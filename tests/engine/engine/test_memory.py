@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.tiny_model import save_tiny_llama
 
+from checkpoints.tiny_llama import save_tiny_llama
 from multilora_engine.config import EngineConfig, LoRAConfig
 from multilora_engine.engine.memory import MemoryPlan, plan_memory
 from multilora_engine.errors import ConfigError
-from multilora_engine.lora.format import adapter_pages
-from multilora_engine.lora.layout import AdapterLayout, adapter_layout
-from multilora_engine.models.model_config import read_model_config
+from multilora_engine.lora.checkpoint_layout import checkpoint_layout
+from multilora_engine.models.registry import read_model_config
+from multilora_wire.layout import AdapterLayout, adapter_pages
 
 PAGE = 256 << 10
 
@@ -25,7 +25,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def layout(checkpoint: Path, max_rank: int) -> AdapterLayout:
-    return adapter_layout(read_model_config(checkpoint), max_rank, "float32")
+    return checkpoint_layout(checkpoint, max_rank, "float32")
 
 
 def plan(checkpoint: Path, max_rank: int, **options: object) -> MemoryPlan:

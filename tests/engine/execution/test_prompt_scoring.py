@@ -18,7 +18,7 @@ from multilora_engine.config import EngineConfig, LoRAConfig
 from multilora_engine.engine.engine import Engine
 from multilora_engine.execution import prompt_scoring
 from multilora_engine.execution.forward_batch import ForwardBatch
-from multilora_engine.models.llama import LlamaModel
+from multilora_engine.models.decoder import Decoder
 from multilora_engine.request import GenerationRequest, SamplingParams
 from multilora_engine.sampling.prompt_log_probs import row_type
 
@@ -197,13 +197,13 @@ def test_the_logits_of_many_tokens_never_exist_at_once(
     oracle: Oracle, default_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     num_rows: list[int] = []
-    logits = LlamaModel.logits
+    logits = Decoder.logits
 
-    def counted(model: LlamaModel, hidden_states: Any, rows: torch.Tensor) -> torch.Tensor:
+    def counted(model: Decoder, hidden_states: Any, rows: torch.Tensor) -> torch.Tensor:
         num_rows.append(len(rows))
         return logits(model, hidden_states, rows)
 
-    monkeypatch.setattr(LlamaModel, "logits", counted)
+    monkeypatch.setattr(Decoder, "logits", counted)
     engine = make_engine(oracle, default_model_dir, max_num_batched_tokens=512)
     requests = [scoring(f"r{i}", prompt_of(129, seed=i), None, 1, max_tokens=0) for i in range(3)]
     run_all(engine, requests)

@@ -9,6 +9,7 @@ import pickle
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import wait
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,11 @@ from safetensors import safe_open
 from support.adapters import TINY, wire_adapter
 
 from multilora_engine.errors import ConfigError
-from multilora_engine.lora.disk_tier import DamagedFile, DiskTier, write_file_atomically
+from multilora_engine.lora.adapter_file import DamagedFile, write_file_atomically
+from multilora_engine.lora.adapter_state import File
+from multilora_engine.lora.disk_tier import DiskTier
 from multilora_engine.lora.format import pack_adapter
-from multilora_engine.lora.layout import AdapterLayout, PackedAdapter
+from multilora_engine.lora.layout import PackedAdapter
 from multilora_engine.lora.life_cycle import AdapterEvent
 from multilora_engine.lora.names import TaskId, TenantTaskId
 
@@ -56,9 +59,9 @@ def filled(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def start(tier: DiskTier, task: TaskId, adapter: PackedAdapter) -> list[OSError | None]:
+def start(tier: DiskTier, task: TaskId, adapter: PackedAdapter) -> list[File]:
     """Have an adapter written; the list gets what `on_written` is told."""
-    told: list[OSError | None] = []
+    told: list[File] = []
     tier.store(task, adapter.digest, f"name-{task}", adapter.rows, list(adapter.pages), told.append)
     return told
 
@@ -69,12 +72,12 @@ def finish(tier: DiskTier) -> None:
 
 
 def store(tier: DiskTier, task: TaskId, adapter: PackedAdapter) -> bool:
-    """Write an adapter; whether it is kept."""
+    """Write an adapter; whether it has a file then."""
     told = start(tier, task, adapter)
     finish(tier)
     tier.check_integrity()
-    (error,) = told
-    return error is None
+    (file,) = told
+    return file is File.WRITTEN
 
 
 def read(tier: DiskTier, task: TaskId, num_pages: int) -> tuple[list[Any], torch.Tensor]:
@@ -219,7 +222,8 @@ def test_what_is_deleted_while_a_slow_disk_writes_it_leaves_no_file(tmp_path: Pa
     assert old == queued == new == [], "its pages are still read, or may be"
     may_write.set()
     finish(tier)
-    assert old == queued == new == [None]
+    assert old == queued == [File.NONE]
+    assert new == [File.WRITTEN]
     assert_reads(tier, 1, SECOND)
     tier.close()
     assert [path.name for path in tmp_path.iterdir()] == ["1.safetensors"]
@@ -320,6 +324,21 @@ def _older_format(path: Path) -> None:
     _edit_header(path, lambda header: header["__metadata__"].update(format_version="0"))
 
 
+def _format_2(path: Path) -> None:
+    """Its layout had no version and knew one kind of model."""
+    sizes = {"num_layers": 3, "hidden_size": 24, "q_size": 40, "kv_size": 8, "intermediate_size": 56}
+    layout = json.dumps(sizes | {"max_rank": 16, "lora_dtype": "float32", "page_bytes": TINY.page_bytes})
+    _edit_header(path, lambda header: header["__metadata__"].update(format_version="2", layout=layout))
+
+
+def _newer_layout(path: Path) -> None:
+    def edit(header: Any) -> None:
+        layout = json.loads(header["__metadata__"]["layout"])
+        header["__metadata__"]["layout"] = json.dumps(layout | {"version": TINY.version + 1})
+
+    _edit_header(path, edit)
+
+
 def _rows_outside(path: Path) -> None:
     def edit(header: Any) -> None:
         rows = json.loads(header["__metadata__"]["rows"])
@@ -345,7 +364,9 @@ def _claim_more_pages(path: Path) -> None:
         (_rename, "it is of LoRA task 1"),
         (_odd_name, "its name is not"),
         (_older_format, "its format version is 0"),
-        (_rows_outside, "leaves its pages"),
+        (_format_2, "its format version is 2, this server's is 3"),
+        (_newer_layout, f"its layout has version {TINY.version + 1}, this server's has {TINY.version}"),
+        (_rows_outside, "does not lie where packing puts it"),
         (_claim_more_pages, "its tensor is"),
     ],
 )
@@ -378,7 +399,7 @@ def test_files_of_an_older_version_are_named_in_one_line_and_give_way_to_new_one
     tier = DiskTier(filled, 1 << 20, TINY)
     (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert warning == (
-        "1.safetensors and 1 more in lora_cache_dir are not used: its format version is 1, this server's is 2"
+        "1.safetensors and 1 more in lora_cache_dir are not used: its format version is 1, this server's is 3"
     )
     assert len(tier) == 0
     store(tier, 1, FIRST)
@@ -388,7 +409,7 @@ def test_files_of_an_older_version_are_named_in_one_line_and_give_way_to_new_one
 
 
 def test_files_of_another_layout_are_left_alone(filled: Path, tiers: list[DiskTier]) -> None:
-    other = AdapterLayout(**{**TINY.__dict__, "max_rank": 8})
+    other = replace(TINY, max_rank=8)
     tiers.append(tier := DiskTier(filled, 1 << 20, other))
     assert len(tier) == 0
     assert (filled / "1.safetensors").exists()

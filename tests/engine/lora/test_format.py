@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
-from support.adapters import TINY, wire_adapter
+from support.adapters import SPANNING, TINY, wire_adapter
 from transformers import LlamaConfig
 
 from multilora_engine.errors import InvalidRequest
-from multilora_engine.lora.format import TORCH_DTYPES, adapter_pages, pack_adapter
-from multilora_engine.lora.layout import AdapterLayout, PackedAdapter, adapter_layout, lora_modules
-from multilora_engine.models.model_config import read_model_config
+from multilora_engine.lora.checkpoint_layout import checkpoint_layout
+from multilora_engine.lora.format import TORCH_DTYPES, pack_adapter
+from multilora_engine.lora.layout import PackedAdapter, page_shape
+from multilora_wire.layout import AdapterLayout, adapter_pages, num_values
 
 ALL_MODULES = [(m, layer, 1 + (m * 5 + layer) % 16) for layer in range(3) for m in (1, 2, 3, 4, 5, 6, 7)]
 SMOLLM2_135M = {
@@ -30,9 +32,10 @@ def read_back(packed: PackedAdapter, layout: AdapterLayout) -> dict[tuple[int, i
     values = packed.pages.view(-1).view(TORCH_DTYPES[layout.lora_dtype])
     matrices = {}
     for row in packed.rows:
-        module = lora_modules(layout)[row.module_id]
-        a = values[row.a_offset : row.a_offset + row.rank * module.in_size].view(row.rank, module.in_size)
-        b = values[row.b_offset : row.b_offset + row.rank * module.out_size].view(module.out_size, row.rank)
+        module = layout.sites.module_at[row.layer, row.module_id]
+        a_start, b_start = row.a_offset // layout.itemsize, row.b_offset // layout.itemsize
+        a = values[a_start : a_start + row.rank * module.in_size].view(row.rank, module.in_size)
+        b = values[b_start : b_start + row.rank * module.out_size].view(module.out_size, row.rank)
         matrices[row.module_id, row.layer] = (a, b)
     return matrices
 
@@ -48,19 +51,42 @@ def test_every_row_survives_packing_unchanged(rows: list[tuple[int, int, int]], 
         torch.testing.assert_close(matrices[key], (a.float(), b.float()), rtol=0, atol=0)
 
 
-def test_pieces_are_aligned_never_straddle_a_page_and_never_overlap() -> None:
-    wire = wire_adapter(TINY, ALL_MODULES)
-    packed = pack_adapter(wire.weights, wire.config, TINY)
+def byte_ranges(packed: PackedAdapter, layout: AdapterLayout) -> list[tuple[int, int]]:
+    """(start, size) of every piece, ascending."""
+    return sorted(
+        (offset, piece.num_bytes)
+        for row in packed.rows
+        for offset, piece in zip(
+            row.offsets,
+            layout.pieces(layout.sites.module_at[row.layer, row.module_id], row.rank, row.is_dora),
+            strict=True,
+        )
+    )
+
+
+@pytest.mark.parametrize("layout", [TINY, SPANNING], ids=["one page", "spanning"])
+def test_pieces_are_aligned_never_overlap_and_straddle_a_page_only_from_its_start(layout: AdapterLayout) -> None:
+    wire = wire_adapter(layout, ALL_MODULES)
+    packed = pack_adapter(wire.weights, wire.config, layout)
     assert len(packed.pages) > 1
-    pieces = []
-    for row in packed.rows:
-        module = lora_modules(TINY)[row.module_id]
-        pieces += [(row.a_offset, row.rank * module.in_size), (row.b_offset, row.rank * module.out_size)]
-    pieces.sort()
-    for (start, size), (next_start, _) in pairwise([*pieces, (packed.pages.numel() // 4, 0)]):
-        assert start * 4 % 64 == 0
+    pieces = byte_ranges(packed, layout)
+    for (start, size), (next_start, _) in pairwise([*pieces, (packed.pages.numel(), 0)]):
+        assert start % 64 == 0
         assert start + size <= next_start
-        assert start // TINY.page_elements == (start + size - 1) // TINY.page_elements
+        is_within_a_page = start // layout.page_bytes == (start + size - 1) // layout.page_bytes
+        assert is_within_a_page or (size > layout.page_bytes and start % layout.page_bytes == 0)
+    assert (layout is SPANNING) == any(size > layout.page_bytes for _, size in pieces)
+
+
+def test_the_shape_of_the_pages_names_every_piece_that_spans_some() -> None:
+    wire = wire_adapter(SPANNING, ALL_MODULES)
+    packed = pack_adapter(wire.weights, wire.config, SPANNING)
+    shape = page_shape(packed.rows, len(packed.pages), SPANNING)
+    spanning = {start // 2048: -(-size // 2048) for start, size in byte_ranges(packed, SPANNING) if size > 2048}
+    starts = [sum(shape.runs[:i]) for i in range(len(shape.runs))]
+    assert dict(zip(starts, shape.runs, strict=True)) == spanning
+    assert list(shape.runs) == sorted(shape.runs, reverse=True)
+    assert shape.num_pages == len(packed.pages)
 
 
 def test_what_no_piece_covers_is_zero() -> None:
@@ -68,10 +94,8 @@ def test_what_no_piece_covers_is_zero() -> None:
     torch.empty(1 << 20).fill_(torch.nan)  # so that fresh memory is not zero by itself
     packed = pack_adapter(wire.weights, wire.config, TINY)
     values = packed.pages.view(-1).view(torch.float32).clone()
-    for row in packed.rows:
-        module = lora_modules(TINY)[row.module_id]
-        values[row.a_offset : row.a_offset + row.rank * module.in_size] = 0
-        values[row.b_offset : row.b_offset + row.rank * module.out_size] = 0
+    for start, size in byte_ranges(packed, TINY):
+        values[start // 4 : (start + size) // 4] = 0
     assert not values.any()
 
 
@@ -79,9 +103,8 @@ def test_what_no_piece_covers_is_zero() -> None:
 @pytest.mark.parametrize("rank", [8, 16, 64])
 def test_an_adapter_takes_hardly_more_than_its_parameters(rank: int, lora_dtype: str, tmp_path: Path) -> None:
     LlamaConfig(**SMOLLM2_135M, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
-    layout = adapter_layout(read_model_config(tmp_path), 64, lora_dtype)
-    modules = lora_modules(layout)
-    parameters = layout.num_layers * sum(modules[i].num_values(rank, False) for i in range(1, 8))
+    layout = checkpoint_layout(tmp_path, 64, lora_dtype)
+    parameters = sum(num_values(module, rank) for module in layout.sites.plain_modules)
     num_bytes = adapter_pages(layout, rank) * layout.page_bytes
     assert 1 <= num_bytes / (parameters * layout.itemsize) <= 1.05
 
@@ -93,6 +116,27 @@ def test_the_digest_does_not_depend_on_row_order_row_width_or_wire_dtype() -> No
     digest = pack_adapter(wire.weights, wire.config, TINY).digest
     assert pack_adapter(wider[reordered], wire.config[reordered], TINY).digest == digest
     assert pack_adapter(wire.weights, wire.config[:, :3], TINY).digest == digest
+
+
+@pytest.mark.parametrize(
+    ("lora_dtype", "rows", "is_dora", "digest"),
+    [
+        ("float32", ALL_MODULES, False, "34e81cbdbbac84d87dd33dbfdef50fa7"),
+        ("float32", FUSED, False, "379df8a07e1416aea6ae8d2de2b83711"),
+        ("float32", ALL_MODULES, True, "7df735cc16faf92f31d3b744554ee4cb"),
+        ("bfloat16", ALL_MODULES, False, "e6ca0f873bf2090ba8a6b646098f6ace"),
+        ("bfloat16", FUSED, False, "c2e3706b7d42ae11e7bc2d5948d9fe0a"),
+        ("bfloat16", ALL_MODULES, True, "e9c378c6263b9b5ab658de8989750338"),
+    ],
+)
+def test_digests_are_those_of_the_first_layout(
+    lora_dtype: str, rows: list[tuple[int, int, int]], is_dora: bool, digest: str
+) -> None:
+    """They name adapters in logs and in prefix caches, and clients keep them."""
+    layout = replace(TINY, lora_dtype=lora_dtype)
+    wire = wire_adapter(layout, rows, seed=3, extra_width=64 if is_dora else 3)
+    wire.config[:, 3] = int(is_dora)
+    assert pack_adapter(wire.weights, wire.config, layout).digest == digest
 
 
 def test_the_digest_changes_with_any_value() -> None:
@@ -131,9 +175,9 @@ def _config(*rows: list[int]) -> torch.Tensor:
         (torch.zeros(1, 9000), _config([1, 0, 17]), r"Invalid low_rank \(17\).*max_lora_rank \(16\)"),
         (torch.zeros(1, 900), _config([1, 0, 1, 2]), "is_dora must be 0 or 1, it is 2"),
         (torch.zeros(1, 63), _config([1, 0, 1]), r"has to few values for attn_q.* 64 values needed, the rows hold 63"),
-        (torch.zeros(2, 900), _config([1, 0, 1], [1, 0, 2]), "both adapt q of layer 0"),
-        (torch.zeros(2, 900), _config([0, 1, 1], [3, 1, 2]), "both adapt v of layer 1"),
-        (torch.zeros(2, 9000), _config([18, 1, 1], [7, 1, 2]), "both adapt up of layer 1"),
+        (torch.zeros(2, 900), _config([1, 0, 1], [1, 0, 2]), r"both adapt layers\.0\.self_attn\.q_proj; send"),
+        (torch.zeros(2, 900), _config([0, 1, 1], [3, 1, 2]), r"both adapt layers\.1\.self_attn\.v_proj"),
+        (torch.zeros(2, 9000), _config([18, 1, 1], [7, 1, 2]), r"both adapt layers\.1\.mlp\.up_proj"),
     ],
 )
 def test_what_does_not_fit_the_model_is_refused_by_name(
@@ -145,7 +189,7 @@ def test_what_does_not_fit_the_model_is_refused_by_name(
 
 @pytest.mark.parametrize("lora_dtype", ["float16", "bfloat16", "float32"])
 def test_the_largest_numbers_of_either_sign_are_taken(lora_dtype: str) -> None:
-    layout = AdapterLayout(**{**TINY.__dict__, "lora_dtype": lora_dtype})
+    layout = replace(TINY, lora_dtype=lora_dtype)
     wire = wire_adapter(layout, ALL_MODULES, dtype=TORCH_DTYPES[layout.lora_dtype])
     limits = torch.finfo(TORCH_DTYPES[layout.lora_dtype])
     wire.weights[4, :4] = torch.tensor([limits.max, limits.min, limits.tiny, -0.0])
@@ -160,7 +204,7 @@ def test_the_largest_numbers_of_either_sign_are_taken(lora_dtype: str) -> None:
 def test_values_that_are_not_finite_are_refused_with_their_place(value: float, dtype: torch.dtype) -> None:
     wire = wire_adapter(TINY, ALL_MODULES, dtype=dtype)
     wire.weights[4, 11] = value
-    layout = AdapterLayout(**{**TINY.__dict__, "lora_dtype": str(dtype).removeprefix("torch.")})
+    layout = replace(TINY, lora_dtype=str(dtype).removeprefix("torch."))
     for stored in (TINY, layout):
         with pytest.raises(InvalidRequest, match=r"row 4 \(mlp_h_to_4h, layer 0, rank \d+\).* at position 11"):
             pack_adapter(wire.weights, wire.config, stored)
@@ -174,7 +218,7 @@ def test_values_behind_the_declared_rank_are_refused() -> None:
 
 
 def test_values_beyond_the_storage_type_are_refused() -> None:
-    layout = AdapterLayout(**{**TINY.__dict__, "lora_dtype": "float16"})
+    layout = replace(TINY, lora_dtype="float16")
     wire = wire_adapter(TINY, [(1, 0, 8)])
     wire.weights[0, 0] = 1e5
     with pytest.raises(InvalidRequest, match="beyond the range of lora_dtype float16"):
@@ -188,7 +232,7 @@ def test_an_adapter_takes_the_pages_told_at_start() -> None:
 
 
 def _largest(layout: AdapterLayout) -> tuple[torch.Tensor, torch.Tensor]:
-    rows = [(m, layer, layout.max_rank) for layer in range(layout.num_layers) for m in (1, 2, 3, 4, 5, 6, 7)]
+    rows = [(module.module_id, module.layer, layout.max_rank) for module in layout.sites.plain_modules]
     wire = wire_adapter(layout, rows, extra_width=64)
     wire.config[:, 3] = 1
     return wire.weights, wire.config

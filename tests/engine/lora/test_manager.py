@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +18,35 @@ import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from support.adapters import TINY, WireAdapter, wire_adapter
 
 from multilora_engine.errors import AdapterCacheFull, AdapterConflict, AdapterNotFound, AdapterNotLoaded
+from multilora_engine.lora.adapter_file import write_file_atomically
+from multilora_engine.lora.adapter_state import TRANSITIONS, AdapterState, Memory, State
 from multilora_engine.lora.device_tier import DeviceTier
-from multilora_engine.lora.disk_tier import DiskTier, write_file_atomically
+from multilora_engine.lora.disk_tier import DiskTier
 from multilora_engine.lora.format import pack_adapter
 from multilora_engine.lora.host_tier import CachedAdapter, HostTier
-from multilora_engine.lora.layout import SLICES, PackedAdapter, lora_modules
+from multilora_engine.lora.layout import PackedAdapter
 from multilora_engine.lora.life_cycle import AdapterEvent, OnEvent, ignore_event
 from multilora_engine.lora.manager import LoRAManager
-from multilora_engine.lora.names import TaskId, TenantTaskId, label_of
+from multilora_engine.lora.names import TaskId, TenantTaskId, label_of, scoped_task_id
 from multilora_engine.lora.page_copies import CopyPages, PageCopy
 from multilora_engine.lora.page_pool import PagePool
+from multilora_wire.adapter_info import AdapterInfo
+from multilora_wire.layout import AdapterLayout, PageShape
 
 MAX_LORAS = 3
-TASKS = st.sampled_from([0, 1, 2, TenantTaskId("acme", 0), TenantTaskId("bolt", 0)])
+TASK_IDS: list[TaskId] = [0, 1, 2, TenantTaskId("acme", 0), TenantTaskId("bolt", 0)]
+TASKS = st.sampled_from(TASK_IDS)
 """Two tenants use the number that an adapter of no tenant has, too."""
 """Few, so that what is asked for is often there."""
 
@@ -53,14 +69,16 @@ def build_manager(
     on_event: OnEvent = ignore_event,
     disk: DiskTier | None = None,
     copy_pages: CopyPages | None = None,
+    layout: AdapterLayout = TINY,
+    max_loras: int = MAX_LORAS,
 ) -> LoRAManager:
-    host = HostTier(num_host_pages, TINY.page_bytes)
+    host = HostTier(num_host_pages, layout.page_bytes)
     host.pool.storage.fill_(0xFF)  # NaN in every dtype: what is read must have been written
     device_pool = host.pool
     if num_device_pages is not None:
-        device_pool = PagePool(num_device_pages, TINY.page_bytes, torch.device("cpu"))
+        device_pool = PagePool(num_device_pages, layout.page_bytes, torch.device("cpu"))
         device_pool.storage.fill_(0xFF)
-    device = DeviceTier(TINY, host.pool, device_pool, MAX_LORAS, on_event, copy_pages)
+    device = DeviceTier(layout, host.pool, device_pool, max_loras, on_event, copy_pages)
     return LoRAManager(host, device, on_conflict, on_event, disk)  # type: ignore[arg-type]
 
 
@@ -68,11 +86,10 @@ def assert_tables_hold(manager: LoRAManager, adapter: CachedAdapter, wire: WireA
     """The tables' row of an acquired adapter addresses exactly its own matrices, and nothing else."""
     index, tables = manager.lora_index(adapter), manager.tables
     expected_columns = set()
+    sites = manager.layout.sites
     for (module_id, layer), (a, b) in wire.matrices.items():
-        module = lora_modules(TINY)[module_id]
-        ends = [start for _, start in module.slice_starts[1:]] + [module.out_size]
-        for (name, start), end in zip(module.slice_starts, ends, strict=True):
-            column = layer * len(SLICES) + SLICES.index(name)
+        for part in sites.module_at[layer, module_id].parts:
+            column, start, end = part.column, part.start, part.start + sites.site_at[part.column].out_size
             expected_columns.add(column)
             rank = int(tables.rank[index, column])
             assert rank == a.shape[0]
@@ -84,13 +101,16 @@ def assert_tables_hold(manager: LoRAManager, adapter: CachedAdapter, wire: WireA
 
 
 class _SteppedCopy:
-    def __init__(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+    def __init__(self, device: SteppedCopies, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+        self._device = device
         self._pages = list(zip(sources, targets, strict=True))
         self._is_done = False
         self._error: RuntimeError | None = None
 
     def run(self, error: RuntimeError | None) -> None:
-        """Copy all pages, or all but one and then fail."""
+        """Copy all pages, or all but one and then fail, unless that has happened."""
+        if self._is_done:
+            return
         for source, target in self._pages[1 if error else 0 :]:
             target.copy_(source)
         self._is_done, self._error = True, error
@@ -101,8 +121,8 @@ class _SteppedCopy:
         return self._is_done
 
     def wait(self) -> float:
-        if not self.is_done():
-            self.run(None)
+        self.run(RuntimeError("CUDA error: device lost") if self._device.is_broken else None)
+        self.is_done()
         return 1.0
 
 
@@ -116,18 +136,21 @@ class SteppedCopies:
     def __call__(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> PageCopy:
         if self.is_broken:
             raise RuntimeError("CUDA error: invalid argument")
-        self._copies.append(_SteppedCopy(sources, targets))
+        self._copies.append(_SteppedCopy(self, sources, targets))
         return self._copies[-1]
 
     def step(self, num_copies: int, error: RuntimeError | None = None) -> None:
         copies, self._copies = self._copies[:num_copies], self._copies[num_copies:]
         for copy in copies:
-            if not copy.is_done():
-                copy.run(error)
+            copy.run(error)
 
     @property
     def is_idle(self) -> bool:
         return not self._copies
+
+
+def _task_of(info: AdapterInfo) -> TaskId:
+    return scoped_task_id(info.tenant, info.lora_task_id)
 
 
 class ManagerMachine(RuleBasedStateMachine):
@@ -144,7 +167,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.may_have_failed = False
         self.manager = self.build()
         self.contents: dict[int, int] = {}
-        self.operator_pins: set[int] = set()
+        self.held: set[int] = set()
         self.pins: list[tuple[CachedAdapter, int]] = []
         self.users: list[tuple[CachedAdapter, int]] = []
 
@@ -186,14 +209,14 @@ class ManagerMachine(RuleBasedStateMachine):
         try:
             adapter = self.manager.pin(task)
         except AdapterNotFound:
-            assert task not in self.operator_pins
-            assert not any(a.lora_task_id == task and not a.is_retired for a in self._in_use), (
+            assert task not in self.held
+            assert not any(a.lora_task_id == task and not a.state.is_retired for a in self._in_use), (
                 "a pinned one was evicted"
             )
             return
         except AdapterCacheFull:
             assert self.has_disk
-            needed = [len(CONTENTS[self.contents[other]][1].pages) for other in {*self.operator_pins, task}]
+            needed = [len(CONTENTS[self.contents[other]][1].pages) for other in {*self.held, task}]
             assert sum(needed) > self.num_host_pages, "refused although requests end"
             return
         assert adapter.digest == CONTENTS[self.contents[task]][1].digest
@@ -239,39 +262,52 @@ class ManagerMachine(RuleBasedStateMachine):
         self.pins.remove((adapter, content))
         self.manager.unpin(adapter)
 
-    @rule(task=TASKS, is_pinned=st.booleans())
-    def pin_by_operator(self, task: TaskId, is_pinned: bool) -> None:
+    @rule(task=TASKS, is_held=st.booleans())
+    def hold(self, task: TaskId, is_held: bool) -> None:
         try:
-            (self.manager.pin_adapter if is_pinned else self.manager.unpin_adapter)(task)
+            (self.manager.hold if is_held else self.manager.end_hold)(task)
         except AdapterNotFound:
-            assert task not in self.operator_pins
+            assert task not in self.held
             return
         except AdapterCacheFull:
             assert self.has_disk
             return
-        (self.operator_pins.add if is_pinned else self.operator_pins.discard)(task)
+        (self.held.add if is_held else self.held.discard)(task)
 
     @rule(task=TASKS)
     def unload(self, task: TaskId) -> None:
         try:
             self.manager.unload(task)
         except AdapterNotFound:
-            assert task not in self.operator_pins
+            assert task not in self.held
             return
-        self.operator_pins.discard(task)
+        self.held.discard(task)
         del self.contents[task]
         assert not self._present(task)
 
-    @rule()
-    def fail_copy(self) -> None:
+    @rule(task=TASKS, num_copies=st.integers(1, 4))
+    def fail_copies(self, task: TaskId, num_copies: int) -> None:
+        """Those under way, and of an adapter that may just be wanted."""
+        self.request([task], 0)
         self.may_have_failed = self.may_have_failed or not self.copies.is_idle
-        self.copies.step(1, RuntimeError("CUDA error: unspecified launch failure"))
+        self.copies.step(num_copies, RuntimeError("CUDA error: unspecified launch failure"))
 
     @rule(is_broken=st.booleans())
     def break_copies(self, is_broken: bool) -> None:
-        """From now on copies do not even begin, or do again."""
+        """From now on copies do not even begin, and those under way fail when they are waited for; or no more."""
         self.copies.is_broken = is_broken
         self.may_have_failed = self.may_have_failed or is_broken
+
+    @rule(task=TASKS)
+    def unload_while_its_copy_fails(self, task: TaskId) -> None:
+        self.request([task], 0)
+        for pin in [pin for pin in self.pins if pin[0].lora_task_id == task]:
+            self.pins.remove(pin)
+            self.manager.unpin(pin[0])
+        was_broken = self.copies.is_broken
+        self.break_copies(True)
+        self.unload(task)
+        self.break_copies(was_broken)
 
     def poll(self) -> None:
         for adapter, error in self.manager.poll().items():
@@ -291,11 +327,11 @@ class ManagerMachine(RuleBasedStateMachine):
     @invariant()
     def sound(self) -> None:
         self.manager.check_integrity()
-        described = {info.task_id: info for info in self.manager.describe()}
-        assert {task for task, info in described.items() if info.is_pinned} == self.operator_pins
+        described = {_task_of(info): info for info in self.manager.describe()}
+        assert {task for task, info in described.items() if info.is_pinned} == self.held
         for task, info in described.items():
             assert info.digest == CONTENTS[self.contents[task]][1].digest
-            assert info.num_pins == sum(a.lora_task_id == task and not a.is_retired for a in self._in_use)
+            assert info.num_pins == sum(a.lora_task_id == task and not a.state.is_retired for a in self._in_use)
         assert self.manager.num_pins == len(self.pins) + len(self.users)
         for adapter, content in dict(self.users).items():
             assert_tables_hold(self.manager, adapter, CONTENTS[content][0])
@@ -307,9 +343,9 @@ class ManagerMachine(RuleBasedStateMachine):
     def _held_pages(self, task: TaskId) -> int:
         """Pages that no eviction can free for a new version of `task`, and those promised to adapters that wait."""
         in_use = set(self._in_use)
-        counted = {adapter.lora_task_id for adapter in in_use if not adapter.is_retired}
-        waiting = {info.task_id for info in self.manager.describe() if info.bytes == 0}
-        others = (self.operator_pins | waiting) - counted - {task}
+        counted = {adapter.lora_task_id for adapter in in_use if not adapter.state.is_retired}
+        waiting = {_task_of(info) for info in self.manager.describe() if info.bytes == 0}
+        others = (self.held | waiting) - counted - {task}
         in_use_pages = sum(adapter.num_pages for adapter in in_use)
         return in_use_pages + sum(len(CONTENTS[self.contents[other]][1].pages) for other in others)
 
@@ -441,7 +477,7 @@ class DiskMachine(ManagerMachine):
         while self.workers.num_tasks:
             self.workers.step(self.workers.num_tasks)
             self.poll()
-        if not self._in_use and not self.operator_pins:
+        if not self._in_use and not self.held:
             assert all(info.bytes for info in self.manager.describe()), "an adapter waits for nothing"
 
     def check_failure(self, adapter: CachedAdapter, error: Exception) -> None:
@@ -453,8 +489,8 @@ class DiskMachine(ManagerMachine):
         else:
             super().check_failure(adapter, error)
             return
-        if not any(info.is_pinned and info.task_id == adapter.lora_task_id for info in self.manager.describe()):
-            self.operator_pins.discard(adapter.lora_task_id)  # but for a version that has replaced it
+        if not any(info.is_pinned and _task_of(info) == adapter.lora_task_id for info in self.manager.describe()):
+            self.held.discard(adapter.lora_task_id)  # but for a version that has replaced it
 
     @rule(is_short=st.booleans())
     def shorten_memory(self, is_short: bool) -> None:
@@ -473,7 +509,7 @@ class DiskMachine(ManagerMachine):
     @rule(task=TASKS)
     def keep(self, task: TaskId) -> None:
         try:
-            kept = self.manager.keep(task)
+            kept = self.manager.save(task)
         except AdapterNotFound:
             return
         assert kept is not None
@@ -482,17 +518,26 @@ class DiskMachine(ManagerMachine):
             file = Path(self._directory.name) / f"{label_of(task)}.safetensors"
             assert digest in file.read_bytes().decode("latin-1")
 
-    @rule(data=st.data())
-    def damage(self, data: st.DataObject) -> None:
+    @rule(task=TASKS, place=st.integers(1, TINY.page_bytes))
+    def damage(self, task: TaskId, place: int) -> None:
+        """Change a file's byte, and then want the adapter."""
         self.settle()
-        task = data.draw(TASKS)
         path = Path(self._directory.name) / f"{label_of(task)}.safetensors"
         if path.exists():
             self.may_lose = True
             self.damaged.add((task, CONTENTS[self.contents[task]][1].digest))
             content = bytearray(path.read_bytes())
-            content[-data.draw(st.integers(1, TINY.page_bytes))] ^= 1
+            content[-place] ^= 1
             path.write_bytes(content)
+            self.pin(task)
+
+    @rule(tasks=st.permutations(TASK_IDS))
+    def unload_all_under_way(self, tasks: list[TaskId]) -> None:
+        """While some wait for room, and others are being read and written."""
+        for task in tasks:
+            self.pin(task)
+        for task in tasks:
+            self.unload(task)
 
     @rule()
     def restart(self) -> None:
@@ -500,17 +545,19 @@ class DiskMachine(ManagerMachine):
             self.manager.release(adapter)
         for adapter in self._in_use:
             self.manager.unpin(adapter)
-        for task in self.operator_pins:
-            self.manager.unpin_adapter(task)
-        self.pins, self.users, self.operator_pins = [], [], set()
+        for task in self.held:
+            self.manager.end_hold(task)
+        self.pins, self.users, self.held = [], [], set()
         self.settle()
         self.manager.close()
+        for place, path in enumerate(sorted(Path(self._directory.name).glob("*.safetensors"))):
+            os.utime(path, (place, place))  # runs that do the same must not differ by the clock
         self.manager = self.build()
 
     @invariant()
     def nothing_is_lost(self) -> None:
         if not self.may_lose:
-            assert {info.task_id for info in self.manager.describe()} == self.contents.keys()
+            assert {_task_of(info) for info in self.manager.describe()} == self.contents.keys()
 
     def teardown(self) -> None:
         self.manager.close()
@@ -532,17 +579,70 @@ class SmallDiskMachine(DiskMachine):
         self.may_lose = True
 
 
-_SETTINGS = settings(max_examples=20, stateful_step_count=50, deadline=None)
-TestShared = ManagerMachine.TestCase
-TestSharedReplacing = ReplacingMachine.TestCase
-TestSmallDevice = SmallDeviceMachine.TestCase
-TestSmallDeviceReplacing = SmallReplacingDeviceMachine.TestCase
-TestDisk = DiskMachine.TestCase
-TestSmallDeviceDisk = SmallDeviceDiskMachine.TestCase
-TestSmallDisk = SmallDiskMachine.TestCase
-TestShared.settings = TestSharedReplacing.settings = _SETTINGS
-TestSmallDevice.settings = TestSmallDeviceReplacing.settings = _SETTINGS
-TestDisk.settings = TestSmallDeviceDisk.settings = TestSmallDisk.settings = _SETTINGS
+MACHINES = [
+    ManagerMachine,
+    ReplacingMachine,
+    SmallDeviceMachine,
+    SmallReplacingDeviceMachine,
+    DiskMachine,
+    SmallDeviceDiskMachine,
+    SmallDiskMachine,
+]
+
+
+@cache
+def transitions_in(machine: type[ManagerMachine]) -> frozenset[tuple[State, State]]:
+    """The steps that adapters take in many random runs of a machine."""
+    taken: set[tuple[State, State]] = set()
+    move = AdapterState.move
+
+    def record(state: AdapterState, target: State) -> None:
+        (source,) = (own for own in (state.version, state.memory, state.file, state.device) if own in type(target))
+        move(state, target)
+        taken.add((source, target))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AdapterState, "move", record)
+        run_state_machine_as_test(machine, settings=settings(max_examples=30, stateful_step_count=50, deadline=None))
+    return frozenset(taken)
+
+
+@pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.__name__)
+def test_under_random_use_the_manager_does_as_its_model_and_stays_sound(machine: type[ManagerMachine]) -> None:
+    assert transitions_in(machine) <= TRANSITIONS
+
+
+NEEDS_RUNS = (Memory.WAITING, Memory.LOST)
+"""The one transition that takes adapters whose pieces span pages."""
+
+
+def test_random_use_leads_through_every_transition_of_an_adapters_state() -> None:
+    assert frozenset().union(*map(transitions_in, MACHINES)) == TRANSITIONS - {NEEDS_RUNS}
+
+
+def test_an_adapter_whose_run_of_pages_an_operator_breaks_up_is_given_up_and_told(tmp_path: Path) -> None:
+    layout, workers = replace(TINY, page_bytes=1024), SteppedWorkers()
+    disk = DiskTier(tmp_path, 1 << 20, layout, workers=lambda _: workers)
+    manager = build_manager(8, None, "refuse", disk=disk, layout=layout)
+    small, large = (wire_adapter(TINY, [row], seed=1) for row in ((1, 0, 1), (6, 0, 16)))
+    held = [manager.put(task, pack_adapter(small.weights, small.config, layout)) for task in range(8)][2:6:3]
+    waiting = manager.put(8, pack_adapter(large.weights, large.config, layout))
+    assert waiting.shape == PageShape(0, (4, 2))
+    manager.pin(8)
+    for adapter in held:
+        manager.hold(adapter.lora_task_id)
+    assert [adapter.pages for adapter in held] == [[2], [5]], "four pages in a row are not to be had"
+    assert waiting.state.memory is Memory.WAITING
+    failures = manager.poll()
+    assert isinstance(failures[waiting], AdapterCacheFull)
+    assert isinstance(waiting.arrived.exception(), AdapterCacheFull)
+    assert waiting.state.memory is Memory.LOST
+    assert not manager.is_known(8)
+    manager.check_integrity()
+    manager.unpin(waiting)
+    assert waiting.state.memory is Memory.GONE
+    manager.check_integrity()
+    manager.close()
 
 
 def test_the_least_recently_used_adapter_goes_first_and_only_as_many_as_needed() -> None:
@@ -565,7 +665,7 @@ def test_a_question_about_an_adapter_does_not_keep_it_longer_and_a_use_does() ->
     for task, content in enumerate((0, 4, 8)):
         manager.put(task, CONTENTS[content][1])
     manager.unpin(manager.pin(1))
-    for ask in (manager.info, manager.digest, manager.is_known, manager.keep, manager.unpin_adapter):
+    for ask in (manager.info, manager.digest, manager.is_known, manager.save, manager.end_hold):
         ask(0)
     assert [info.lora_task_id for info in manager.describe()] == [0, 2, 1]
     manager.put(3, CONTENTS[0][1])
@@ -612,7 +712,7 @@ def test_a_replaced_adapter_makes_room_for_its_next_version_before_others_do() -
 def test_an_unloaded_adapter_serves_who_pinned_it_and_nobody_else() -> None:
     manager = build_manager(8, None, "refuse")
     manager.put(5, CONTENTS[0][1])
-    manager.pin_adapter(5)
+    manager.hold(5)
     adapter = manager.pin(5)
     assert manager.acquire(adapter)
     manager.unload(5)
@@ -630,11 +730,11 @@ def test_an_unloaded_adapter_serves_who_pinned_it_and_nobody_else() -> None:
 def test_an_operators_pin_keeps_an_adapter_and_the_version_that_replaces_it() -> None:
     manager = build_manager(len(CONTENTS[3][1].pages), None, "replace")
     manager.put(5, CONTENTS[0][1])
-    manager.pin_adapter(5)
+    manager.hold(5)
     manager.put(5, CONTENTS[4][1])
     with pytest.raises(AdapterCacheFull):
         manager.put(6, CONTENTS[3][1])
-    manager.unpin_adapter(5)
+    manager.end_hold(5)
     manager.put(6, CONTENTS[3][1])
     assert [info.lora_task_id for info in manager.describe()] == [6]
 
@@ -694,7 +794,7 @@ def test_gateways_hear_who_is_in_memory_and_at_which_level() -> None:
     for task, (content, name) in enumerate(((0, ""), (4, "pirate"), (8, ""))):
         manager.put(task, CONTENTS[content][1], name)
     assert [(a.name, a.level) for a in manager.residency(9).adapters] == [("2", "cpu"), ("pirate", "cpu"), ("0", "cpu")]
-    manager.pin_adapter(0)
+    manager.hold(0)
     adapter = manager.pin(0)
     manager.acquire(adapter)
     assert {a.level for a in manager.residency(9).adapters} == {"cpu"}, "its copy is under way"
@@ -723,6 +823,51 @@ def test_a_wait_ends_when_the_adapter_becomes_usable() -> None:
     manager.release(first)
     assert manager.acquire(second)
     assert manager.stats.waits == 1
+
+
+class _CountedDict(OrderedDict[CachedAdapter, Any]):
+    """Counts the adapters that somebody looks at one after another."""
+
+    num_seen = 0
+
+    def __iter__(self) -> Iterator[CachedAdapter]:
+        for adapter in super().__iter__():
+            _CountedDict.num_seen += 1
+            yield adapter
+
+    def items(self) -> Any:
+        return [(adapter, self[adapter]) for adapter in self]
+
+    def values(self) -> Any:
+        return [self[adapter] for adapter in self]
+
+
+@pytest.mark.parametrize("num_device_pages", [300, 200])
+def test_bringing_adapters_to_the_device_looks_at_few_of_those_there(
+    num_device_pages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With pages left, and with none; more adapters than steps can use have had a `lora_index` before."""
+    for module in ("device_tier", "idle_adapters", "host_tier", "eviction_order"):
+        monkeypatch.setattr(f"multilora_engine.lora.{module}.OrderedDict", _CountedDict)
+    manager = build_manager(300, num_device_pages, "refuse", max_loras=8)
+    packed = CONTENTS[0][1]
+    assert len(packed.pages) == 1
+    for task in range(250):
+        manager.put(task, packed)
+    for task in [*range(200), *range(200)]:
+        use(manager, task)
+    _CountedDict.num_seen = 0
+    for task in range(200, 250):
+        use(manager, task)
+    assert _CountedDict.num_seen <= 2 * 50
+
+
+def use(manager: LoRAManager, task: TaskId) -> None:
+    """What a request of few tokens does."""
+    adapter = manager.pin(task)
+    assert manager.acquire(adapter)
+    manager.release(adapter)
+    manager.unpin(adapter)
 
 
 def test_an_adapter_on_its_way_to_the_device_is_not_dropped_for_another_which_would_wait_for_it() -> None:
@@ -819,9 +964,9 @@ def test_a_pin_that_would_keep_a_newcomer_out_for_ever_is_refused(tmp_path: Path
     manager, workers = disk_manager(tmp_path, num_host_pages=2)
     for task, content in enumerate((0, 4, 8)):
         manager.put(task, CONTENTS[content][1])
-    manager.pin_adapter(0)
+    manager.hold(0)
     with pytest.raises(AdapterCacheFull):
-        manager.pin_adapter(1)
+        manager.hold(1)
     work(manager, workers)
     assert {info.lora_task_id: info.location for info in manager.describe()} == {0: "HOST", 1: "DISK", 2: "HOST"}
     manager.close()
@@ -843,7 +988,7 @@ def test_what_is_kept_is_found_after_the_engine_was_killed(tmp_path: Path) -> No
     disk = DiskTier(tmp_path / "cache", 1 << 20, TINY)
     manager = build_manager(8, None, "refuse", disk=disk)
     manager.put(1, CONTENTS[1][1])
-    kept = manager.keep(1)
+    kept = manager.save(1)
     assert kept is not None
     kept.result(timeout=60)
     # A kill leaves the files as they are.
@@ -857,7 +1002,7 @@ def test_what_cannot_be_kept_says_so_and_stays_in_memory(tmp_path: Path) -> None
     disk = DiskTier(tmp_path, num_bytes=1000, layout=TINY)
     manager = build_manager(8, None, "refuse", disk=disk)
     manager.put(1, CONTENTS[1][1])
-    kept = manager.keep(1)
+    kept = manager.save(1)
     assert kept is not None
     with pytest.raises(OSError, match=r"bytes are more than lora_cache_disk_bytes \(1000\)"):
         kept.result(timeout=60)
@@ -869,7 +1014,7 @@ def test_what_is_on_disk_alone_and_comes_again_is_kept_at_once(tmp_path: Path) -
     for _ in range(2):
         manager, workers = disk_manager(tmp_path, num_host_pages=2)
         manager.put(5, CONTENTS[0][1])
-        kept = manager.keep(5)
+        kept = manager.save(5)
         work(manager, workers)
         assert kept is not None
         assert kept.done()
@@ -887,11 +1032,11 @@ def test_what_could_not_be_kept_is_written_when_it_is_asked_for_again(tmp_path: 
     disk = DiskTier(tmp_path, 1 << 20, TINY, write_file=write_file, workers=lambda _: workers)
     manager = build_manager(8, None, "refuse", disk=disk)
     manager.put(1, CONTENTS[1][1])
-    first = manager.keep(1)
+    first = manager.save(1)
     workers.step(workers.num_tasks)
     is_full = False
     manager.put(1, CONTENTS[1][1])
-    again = manager.keep(1)
+    again = manager.save(1)
     assert first is not None
     assert again is not None
     assert isinstance(first.exception(timeout=0), OSError)
@@ -906,9 +1051,9 @@ def test_what_could_not_be_kept_is_written_when_it_is_asked_for_again(tmp_path: 
 def test_without_a_disk_tier_there_is_nothing_to_keep() -> None:
     manager = build_manager(8, None, "refuse")
     manager.put(1, CONTENTS[1][1])
-    assert manager.keep(1) is None
+    assert manager.save(1) is None
     with pytest.raises(AdapterNotFound):
-        manager.keep(2)
+        manager.save(2)
 
 
 def test_a_request_for_one_on_disk_waits_while_requests_hold_all_of_the_memory(tmp_path: Path) -> None:

@@ -124,7 +124,7 @@ def _wrong_rank(folder: Path) -> None:
         (_claim_4_gib, "model.lora_weights.npy is not a readable"),
         (_archive, "is an archive"),
         (_empty, "model.lora_config.npy is not a readable"),
-        (_no_config, "model.lora_config.npy is not a readable"),
+        (_no_config, "model.lora_config.npy is missing"),
         (_link_outside, "model.lora_weights.npy is a link out of the directory"),
         (_link_of_the_folder, "is a link out of the directory"),
         (_fifo, "model.lora_config.npy is not a file"),

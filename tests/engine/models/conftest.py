@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from multilora_engine.execution.forward_batch import ForwardBatch, KVCache
-from multilora_engine.models.llama import LlamaModel
+from multilora_engine.models.model import Model
 
 
 @dataclass
@@ -25,7 +25,7 @@ class PagedSequence:
 class PagedRunner:
     """Feeds sequences through a model; blocks are handed out in random order and the cache starts as NaN."""
 
-    def __init__(self, model: LlamaModel, num_blocks: int = 64, block_size: int = 4, seed: int = 0) -> None:
+    def __init__(self, model: Model, num_blocks: int = 64, block_size: int = 4, seed: int = 0) -> None:
         config = model.config
         shape = (config.num_layers, num_blocks * block_size, config.num_kv_heads, config.head_dim)
         self._model = model

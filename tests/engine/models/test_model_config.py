@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from multilora_engine.errors import ConfigError
-from multilora_engine.models.model_config import ModelConfig, read_model_config
+from multilora_engine.models.model_config import ModelConfig
+from multilora_engine.models.registry import read_model_config
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -37,6 +38,14 @@ LLAMA3_NUMBERS = {
 }
 
 
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0] * 4,
+    "long_factor": [2.0] * 4,
+    "original_max_position_embeddings": 64,
+}
+
+
 def read(path: Path, config: dict[str, Any], generation_config: dict[str, Any] | None = None) -> ModelConfig:
     (path / "config.json").write_text(json.dumps(config))
     if generation_config is not None:
@@ -47,29 +56,31 @@ def read(path: Path, config: dict[str, Any], generation_config: dict[str, Any] |
 def test_a_llama_config_is_read_with_its_derived_head_size(tmp_path: Path) -> None:
     config = read(tmp_path, LLAMA | {"torch_dtype": "bfloat16", "rope_theta": 500000.0})
     assert (config.head_dim, config.q_size, config.kv_size) == (8, 48, 16)
-    assert (config.rope_theta, config.rope_scaling) == (500000.0, None)
+    assert (config.ropes["all"].theta, config.ropes["all"].scaling) == (500000.0, None)
+    assert config.layer_ropes == ("all",) * 4
     assert config.sliding_window == (None, None, None, None)
     assert config.dtype == "bfloat16"
-    assert (config.qkv_bias, config.output_bias, config.mlp_bias, config.qk_norm) == (False, False, False, False)
+    assert (config.qkv_bias, config.output_bias, config.mlp_bias) == (False, False, False)
 
 
 @pytest.mark.parametrize("type_key", ["type", "rope_type"])
 def test_old_rope_scaling_reads_the_same_as_new_rope_parameters(tmp_path: Path, type_key: str) -> None:
     old = read(tmp_path, LLAMA | {"rope_theta": 9e4, "rope_scaling": {type_key: "llama3", **LLAMA3_NUMBERS}})
     new = read(tmp_path, LLAMA | {"rope_parameters": {"rope_type": "llama3", "rope_theta": 9e4, **LLAMA3_NUMBERS}})
-    assert new.rope_scaling is not None
-    assert old.rope_scaling is not None
-    assert {**old.rope_scaling, "type": None} == {**new.rope_scaling, "type": None}
-    assert old.rope_theta == new.rope_theta == 9e4
+    old_rope, new_rope = old.ropes["all"], new.ropes["all"]
+    assert new_rope.scaling is not None
+    assert old_rope.scaling is not None
+    assert {**old_rope.scaling, "type": None} == {**new_rope.scaling, "type": None}
+    assert old_rope.theta == new_rope.theta == 9e4
 
 
 def test_biases_and_norms_are_those_of_the_architecture(tmp_path: Path) -> None:
     llama = read(tmp_path, LLAMA | {"attention_bias": True})
     qwen2 = read(tmp_path, QWEN2)
     qwen3 = read(tmp_path, QWEN3 | {"attention_bias": True})
-    assert (llama.qkv_bias, llama.output_bias, llama.mlp_bias, llama.qk_norm) == (True, True, False, False)
-    assert (qwen2.qkv_bias, qwen2.output_bias, qwen2.mlp_bias, qwen2.qk_norm) == (True, False, False, False)
-    assert (qwen3.qkv_bias, qwen3.output_bias, qwen3.mlp_bias, qwen3.qk_norm) == (True, True, False, True)
+    assert (llama.qkv_bias, llama.output_bias, llama.mlp_bias) == (True, True, False)
+    assert (qwen2.qkv_bias, qwen2.output_bias, qwen2.mlp_bias) == (True, False, False)
+    assert (qwen3.qkv_bias, qwen3.output_bias, qwen3.mlp_bias) == (True, True, False)
     assert (qwen3.head_dim, qwen3.q_size) == (16, 96)
 
 
@@ -122,9 +133,13 @@ def test_end_tokens_are_the_union_of_both_files(
         ({"architectures": None}, "supported are: LlamaForCausalLM"),
         ({"model_type": "qwen2"}, "model_type 'qwen2' is not supported"),
         ({"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}, "Qwen3ForCausalLM"),
-        ({"hidden_act": "gelu"}, "supported is: silu"),
+        ({"hidden_act": "gelu"}, "supported are: silu"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config is not supported"),
-        ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0] * 4}}, "llama3"),
+        (
+            {"rope_scaling": LONGROPE | {"short_factor": [1.0] * 3}},
+            "needs a short_factor of 4 positive numbers, got [1.0, 1.0, 1.0]",
+        ),
+        ({"rope_scaling": LONGROPE | {"long_factor": [1.0, -1.0, 1.0, 1.0]}}, "needs a long_factor of 4 positive"),
         ({"rope_scaling": {"rope_type": "no-such-type", "factor": 2.0}}, "default, linear, dynamic, yarn, llama3"),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor"),
         ({"rope_scaling": {"rope_type": "linear", "factor": -1.0}}, "needs a positive factor, got -1.0"),

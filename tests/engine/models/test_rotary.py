@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from multilora_engine.execution.forward_batch import ForwardBatch
-from multilora_engine.models.model_config import read_model_config
+from multilora_engine.models.registry import read_model_config
 from multilora_engine.models.rotary import RotaryEmbedding, Rotation
 
 CPU = torch.device("cpu")
@@ -54,7 +54,7 @@ def test_rotated_heads_match_transformers(name: str, tmp_path: Path) -> None:
 
 def test_dynamic_scaling_follows_each_sequence_of_a_batch_by_its_own_length(tmp_path: Path) -> None:
     write_config(tmp_path, {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}, max_position_embeddings=16)
-    rotary = RotaryEmbedding(read_model_config(tmp_path), CPU)
+    rotary = RotaryEmbedding(read_model_config(tmp_path).ropes["all"], CPU)
     together = rotary.rotation(batch([99, 3, 4, 5], query_lens=[1, 3], context_lens=[100, 6]), torch.float32)
     long = rotary.rotation(batch([99], query_lens=[1], context_lens=[100]), torch.float32)
     short = rotary.rotation(batch([3, 4, 5], query_lens=[3], context_lens=[16]), torch.float32)
@@ -74,7 +74,7 @@ def write_config(path: Path, rope_parameters: dict[str, Any], max_position_embed
 
 
 def rotation_of(path: Path, positions: list[int]) -> Rotation:
-    rotary = RotaryEmbedding(read_model_config(path), CPU)
+    rotary = RotaryEmbedding(read_model_config(path).ropes["all"], CPU)
     return rotary.rotation(batch(positions, [len(positions)], [positions[-1] + 1]), torch.float32)
 
 

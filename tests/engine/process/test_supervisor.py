@@ -21,6 +21,7 @@ from multilora_engine.process.client import EngineClient
 from multilora_engine.process.heartbeat import heartbeat_file
 from multilora_engine.process.messages import Launch, Started
 from multilora_engine.process.supervisor import EngineProcess
+from multilora_engine.request import TokenOutput
 
 COMMAND = [sys.executable, fake_engine.__file__]
 ENVIRON = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
@@ -80,14 +81,22 @@ def test_a_hung_engine_is_killed_fails_what_is_in_flight_and_the_next_one_serves
     process.start()
     client = EngineClient(socket_path)
     client.wait_until_ready(TIMEOUT_S)
-    hanging, later = RecordingListener(), RecordingListener()
+    hanging = RecordingListener()
     client.generate(hanging, [generation_request("hanging", [HANG])])
     assert [output.error_code for output in hanging.wait()] == ["UNAVAILABLE"]
-    client.wait_until_ready(TIMEOUT_S)
-    client.generate(later, [generation_request("later", [1])])
-    assert later.wait()[-1].finish_reason == "length"
-    assert process.generation == 2
+    assert wait_until_answered(client)[-1].finish_reason == "length"
+    assert process.generation >= 2
     client.close()
+
+
+def wait_until_answered(client: EngineClient) -> list[TokenOutput]:
+    """The outputs of the first request that an engine lives long enough for: a busy machine's may seem to hang, too."""
+    while True:
+        client.wait_until_ready(TIMEOUT_S)
+        listener = RecordingListener()
+        client.generate(listener, [generation_request("later", [1])])
+        if (outputs := listener.wait())[-1].error_code != "UNAVAILABLE":
+            return outputs
 
 
 @pytest.fixture

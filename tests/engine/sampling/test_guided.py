@@ -12,11 +12,11 @@ import jsonschema
 import numpy as np
 import pytest
 from support.engines import assert_idle, run_all
-from support.tiny_model import save_tiny_llama
 from tokenizers import AddedToken, decoders, models, normalizers
 from tokenizers import Tokenizer as TokenizerBackend
 from transformers import PreTrainedTokenizerFast
 
+from checkpoints.tiny_llama import save_tiny_llama
 from multilora_engine.config import EngineConfig
 from multilora_engine.engine.engine import Engine
 from multilora_engine.errors import GuidesFull, InvalidRequest
@@ -43,7 +43,7 @@ def compiler(tokenizer: Tokenizer) -> GuideCompiler:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Path:
-    return save_tiny_llama(tmp_path_factory.mktemp("tiny"), tokenizer.vocab_size)
+    return save_tiny_llama(tmp_path_factory.mktemp("tiny"), vocab_size=tokenizer.vocab_size)
 
 
 def make_engine(checkpoint: Path, default_model_dir: Path, **options: Any) -> Engine:

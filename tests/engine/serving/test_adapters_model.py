@@ -245,7 +245,7 @@ def on_disk(tmp_path: Path) -> Iterator[EngineLink]:
     """A door to an engine that has the adapter 7 on disk alone."""
     before = FakeEngine(disk=DiskTier(tmp_path / "cache", 1 << 20, TINY))
     before.put_adapter(7, packed(seed=7))
-    kept = before.loras.keep(7)
+    kept = before.loras.save(7)
     assert kept is not None
     kept.result(TIMEOUT_S)
     before.loras.close()

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,10 @@ from support.fake_triton import FakeRequest, FakeResponse
 from support.fronts import TIMEOUT_S
 from support.served_engine import served
 
+from multilora_engine.lora.format import pack_adapter
+from multilora_engine.lora.layout import PackedAdapter
 from multilora_engine.lora.names import task_id_of
+from multilora_engine.serving import sent_adapter
 from multilora_engine.serving.engine_link import EngineLink
 from multilora_engine.serving.generation_front import GenerationFront
 from multilora_engine.serving.inputs import ENSEMBLE_NAMES
@@ -41,8 +45,23 @@ def link(engine: FakeEngine, tmp_path: Path) -> Iterator[EngineLink]:
 
 
 @pytest.fixture
-def front(link: EngineLink) -> GenerationFront:
-    return GenerationFront(link, can_stream=True)
+def front(link: EngineLink) -> Iterator[GenerationFront]:
+    front = GenerationFront(link, can_stream=True)
+    yield front
+    front.close()
+
+
+@pytest.fixture
+def may_pack(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """No adapter is packed before it is set."""
+    event = threading.Event()
+
+    def pack_later(*wire: Any) -> PackedAdapter:
+        assert event.wait(TIMEOUT_S)
+        return pack_adapter(*wire)
+
+    monkeypatch.setattr(sent_adapter, "pack_adapter", pack_later)
+    return event
 
 
 def ask(front: GenerationFront, tensors: dict[str, Any], **more: Any) -> list[FakeResponse]:
@@ -352,6 +371,63 @@ def test_an_adapter_too_large_is_refused_with_the_numbers(front: GenerationFront
     code, message = error_of(ask(front, {**large, "lora_task_id": [[7]]}))
     assert code == "INVALID_ARG"
     assert "lora_weights has 1600000 bytes and lora_max_adapter_bytes is 1000000" in message
+
+
+def test_a_door_serves_others_while_it_packs_an_adapter(front: GenerationFront, may_pack: threading.Event) -> None:
+    upload = FakeRequest({**ADAPTER, "lora_task_id": [[7]]})
+    front.accept(upload)
+    assert ask(front, {"input_ids": [[5]], "max_tokens": [[1]]})[0].error is None
+    assert upload.sender.responses == []
+    may_pack.set()
+    assert upload.sender.wait()[0].error is None
+
+
+def test_a_request_by_id_does_not_overtake_the_upload_of_its_adapter(
+    front: GenerationFront, may_pack: threading.Event
+) -> None:
+    prompt = {"input_ids": [[5]], "max_tokens": [[1]]}
+    tensors = [{**ADAPTER, "lora_task_id": [[7]]}, {**prompt, "lora_task_id": [[7]]}, {**prompt, "lora_task_id": [[8]]}]
+    upload, user, other = (FakeRequest(each) for each in tensors)
+    for request in (upload, user, other):
+        front.accept(request)
+    assert error_of(other.sender.wait())[0] == "NOT_FOUND"
+    assert user.sender.responses == []
+    may_pack.set()
+    digests = [request.sender.wait()[0].arrays["lora_digest"].item() for request in (upload, user)]
+    assert digests[0] == digests[1] != b""
+
+
+def test_a_stop_does_not_overtake_the_request_that_it_ends(front: GenerationFront, may_pack: threading.Event) -> None:
+    tensors = {"input_ids": [[HOLD]], "max_tokens": [[5]], "lora_task_id": [[7]], **ADAPTER}
+    victim, stop = FakeRequest(tensors, id="mine"), FakeRequest({"stop": [[True]]}, id="mine")
+    front.accept(victim)
+    front.accept(stop)
+    may_pack.set()
+    assert victim.sender.wait()[0].arrays["finish_reason"].item() == b"cancelled"
+    assert stop.sender.wait()[0].error is None
+
+
+def test_a_request_beyond_its_limits_is_refused_before_its_adapter_is_packed(
+    front: GenerationFront, may_pack: threading.Event
+) -> None:
+    tensors = {"input_ids": [[5]] * 17, "max_tokens": [[1]] * 17, "lora_task_id": [[7]] * 17, **ADAPTER}
+    assert error_of(ask(front, tensors))[0] == "INVALID_ARG"
+    assert not may_pack.is_set()
+
+
+def test_a_bug_in_packing_is_the_answer_and_frees_the_place(
+    front: GenerationFront, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> PackedAdapter:
+        raise RuntimeError("a bug in packing")
+
+    tensors = {**ADAPTER, "lora_task_id": [[7]]}
+    with monkeypatch.context() as patch:
+        patch.setattr(sent_adapter, "pack_adapter", fail)
+        for _ in range(3):
+            code, message = error_of(ask(front, tensors))
+            assert (code, "a bug in packing" in message) == ("INTERNAL", True)
+    assert ask(front, tensors)[0].error is None
 
 
 class UploadingClient:

@@ -12,27 +12,37 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from fastapi.testclient import TestClient
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 from support.adapters import TINY, wire_adapter
 from support.fake_engine import HOLD, INFO, FakeEngine
 from support.fake_triton import FakeRequest, FakeResponse
+from support.front_transport import handler
 from support.served_engine import served
 
+from multilora_client import AsyncClient, AsyncMockTransport
+from multilora_client.keys import KeyRing
+from multilora_client.openai.app import make_app
+from multilora_client.openai.catalogue import Catalogue
 from multilora_engine.engine_info import ClientPolicy
 from multilora_engine.lora.format import pack_adapter
+from multilora_engine.lora.names import task_id_of
 from multilora_engine.serving.adapters_model import AdaptersFront
 from multilora_engine.serving.engine_link import EngineLink
 from multilora_engine.serving.generation_front import GenerationFront
 from multilora_engine.text.tokenizer import Tokenizer
 
-SHARED = {100, 101}
+Task = int | str
+"""A task id or a name, as clients write it."""
+
+SHARED: list[Task] = [100, 101, "shared/a", "shared/b"]
 KEYS: dict[str, dict[str, Any]] = {
-    "acme": {"tenant": "acme", "adapters": [100], "upload": True, "operate": True, "base_model": True},
-    "acme's user": {"tenant": "acme", "adapters": [100], "own_adapters": [7]},
-    "bolt": {"tenant": "bolt", "adapters": [101], "upload": True, "operate": True},
-    "nobody's": {"adapters": [100, 101], "base_model": True},
+    "acme": {"tenant": "acme", "adapters": [100, "shared/a"], "upload": True, "operate": True, "base_model": True},
+    "acme's user": {"tenant": "acme", "adapters": [100], "own_adapters": [7, "same"]},
+    "bolt": {"tenant": "bolt", "adapters": [101, "shared/b"], "upload": True, "operate": True},
+    "nobody's": {"adapters": [100, 101, "shared/*"], "base_model": True},
     "operator": {"adapters": ["*"], "upload": True, "operate": True, "base_model": True},
     "stranger": {},
 }
@@ -40,12 +50,37 @@ CONTENTS = [wire_adapter(TINY, [(1, 0, 4), (6, 2, 7)], seed=seed) for seed in ra
 DIGESTS = [pack_adapter(wire.weights, wire.config, TINY).digest for wire in CONTENTS]
 
 WHO = st.sampled_from(list(KEYS))
-TASKS = st.sampled_from([7, 8, *sorted(SHARED)])
+NAMES = ["same", "other", "shared/a", "shared/b"]
+TASKS: st.SearchStrategy[Task] = st.sampled_from([7, 8, 100, 101, *NAMES])
 REQUEST_IDS = st.sampled_from(["1", "2"])
+
+
+BASE = "the base model"
 
 
 def secret(who: str) -> str:
     return f"the secret key of {who}"
+
+
+def number(task: Task) -> int:
+    """The id that goes with a name."""
+    return task if isinstance(task, int) else task_id_of(task)
+
+
+def tensors_of(task: Task | None) -> dict[str, Any]:
+    if task is None:
+        return {}
+    return {"lora_task_id": np.array([[task]], np.uint64)} if isinstance(task, int) else {"lora_name": [[task]]}
+
+
+def fields_of(task: Task) -> dict[str, Any]:
+    return {"lora_task_id": task} if isinstance(task, int) else {"name": task}
+
+
+def is_shared(who: str, task: Task) -> bool:
+    """Whether a key names this adapter of the server; `shared/*` and `*` are beginnings of names."""
+    entries = KEYS[who]["adapters"]
+    return entries == ["*"] or task in entries or ("shared/*" in entries and str(task).startswith("shared/"))
 
 
 def write_keys(path: Path) -> Path:
@@ -76,13 +111,19 @@ class Tenants(RuleBasedStateMachine):
         vars(link)["_tokenizer"] = self.tokenizer
         self.generation = GenerationFront(link, can_stream=True)
         self.adapters = AdaptersFront(link)
+        fronts = {"generation_unary": self.generation.accept, "adapters": self.adapters.accept}
+        catalogue = Catalogue(BASE, {}, KeyRing(folder / "keys.json"), is_forwarding=True, allows_loading=True)
+        app = make_app(catalogue, lambda: AsyncClient(transport=AsyncMockTransport(handler(fronts))))
+        self.openai = self.resources.enter_context(TestClient(app, raise_server_exceptions=False))
 
     def teardown(self) -> None:
         self.resources.close()
 
+    def bearer(self, who: str) -> dict[str, str]:
+        return {"authorization": f"Bearer {secret(who)}"}
+
     def ask(self, who: str, tensors: dict[str, Any], request_id: str = "", waits: bool = True) -> FakeRequest:
-        headers = {"authorization": f"Bearer {secret(who)}"}
-        request = FakeRequest(tensors, id=request_id, headers=headers)
+        request = FakeRequest(tensors, id=request_id, headers=self.bearer(who))
         self.generation.accept(request)
         if waits:
             request.sender.wait()
@@ -90,27 +131,26 @@ class Tenants(RuleBasedStateMachine):
 
     def operate(self, who: str, operation: str, **fields: Any) -> Any:
         text = json.dumps({"operation": operation, **fields})
-        headers = {"authorization": f"Bearer {secret(who)}"}
-        request = FakeRequest({"request": [[text]]}, headers=headers, output_names=("response",))
+        request = FakeRequest({"request": [[text]]}, headers=self.bearer(who), output_names=("response",))
         self.adapters.accept(request)
         (response,) = request.sender.wait()
         return error_of(response) if response.error else json.loads(response.arrays["response"].item())
 
-    def means(self, who: str, task: int) -> tuple[str, int] | None:
-        """The adapter that a key means by an id; None for one that it may not use."""
+    def means(self, who: str, task: Task) -> tuple[str, int] | None:
+        """The adapter that a key means by an id or a name; None for one that it may not use."""
         entry = KEYS[who]
-        tenant, shared = entry.get("tenant", ""), entry["adapters"]
-        if shared == ["*"] or task in shared:
-            return "", task
+        tenant = entry.get("tenant", "")
+        if is_shared(who, task):
+            return "", number(task)
         if not tenant or task not in entry.get("own_adapters", [task]):
             return None
-        return tenant, task
+        return tenant, number(task)
 
     @rule(who=WHO, task=TASKS, content=st.integers(0, 1))
-    def upload(self, who: str, task: int, content: int) -> None:
+    def upload(self, who: str, task: Task, content: int) -> None:
         wire = CONTENTS[content]
         tensors = {"lora_weights_fp32": wire.weights.numpy()[None], "lora_config": wire.config.numpy()[None]}
-        request = self.ask(who, {"lora_task_id": np.array([[task]], np.uint64), **tensors})
+        request = self.ask(who, tensors_of(task) | tensors)
         (response,) = request.sender.responses
         if not KEYS[who]:
             assert error_of(response) == "UNAUTHENTICATED"
@@ -123,14 +163,12 @@ class Tenants(RuleBasedStateMachine):
         else:
             assert response.arrays["lora_digest"].item().decode() == DIGESTS[content]
             if key not in self.owned:
-                self.events[key[0]].append(("uploaded", task))
+                self.events[key[0]].append(("uploaded", number(task)))
             self.owned[key] = DIGESTS[content]
 
     @rule(who=WHO, task=st.none() | TASKS)
-    def use(self, who: str, task: int | None) -> None:
-        tensors: dict[str, Any] = {"input_ids": [[5]], "max_tokens": [[1]]}
-        if task is not None:
-            tensors["lora_task_id"] = np.array([[task]], np.uint64)
+    def use(self, who: str, task: Task | None) -> None:
+        tensors = {"input_ids": [[5]], "max_tokens": [[1]], **tensors_of(task)}
         (response,) = self.ask(who, tensors).sender.responses
         if not KEYS[who]:
             assert error_of(response) == "UNAUTHENTICATED"
@@ -142,10 +180,11 @@ class Tenants(RuleBasedStateMachine):
         elif key not in self.owned:
             assert error_of(response) == "NOT_FOUND"
             assert response.error is not None
-            assert f"LoRA task {task} not found in cache" in response.error.message
+            told = f"LoRA task {task}" if isinstance(task, int) else f"LoRA adapter {task!r}"
+            assert f"{told} not found in cache" in response.error.message
         else:
             assert response.arrays["lora_digest"].item().decode() == self.owned[key]
-            assert response.arrays["lora_task_id_out"].item() == task
+            assert response.arrays["lora_task_id_out"].item() == number(task)
 
     @rule(who=WHO.filter(lambda who: bool(KEYS[who].get("base_model"))), request_id=REQUEST_IDS)
     def start(self, who: str, request_id: str) -> None:
@@ -179,8 +218,8 @@ class Tenants(RuleBasedStateMachine):
         self.others_go_on()
 
     @rule(who=WHO, task=TASKS, operation=st.sampled_from(["unload", "pin", "unpin", "load"]))
-    def look_after(self, who: str, task: int, operation: str) -> None:
-        report = self.operate(who, operation, lora_task_id=task)
+    def look_after(self, who: str, task: Task, operation: str) -> None:
+        report = self.operate(who, operation, **fields_of(task))
         if not KEYS[who]:
             assert report == "UNAUTHENTICATED"
             return
@@ -194,21 +233,21 @@ class Tenants(RuleBasedStateMachine):
             assert report["adapter"]["digest"] == self.owned[key]
             if operation == "unload":
                 del self.owned[key]
-                self.events[key[0]].append(("unloaded", task))
+                self.events[key[0]].append(("unloaded", number(task)))
 
     @rule(who=WHO, task=TASKS, tenant=st.sampled_from(["acme", "bolt"]))
-    def unload_by_a_tenants_name(self, who: str, task: int, tenant: str) -> None:
-        report = self.operate(who, "unload", lora_task_id=task, tenant=tenant)
-        key = tenant, task
+    def unload_by_a_tenants_name(self, who: str, task: Task, tenant: str) -> None:
+        report = self.operate(who, "unload", tenant=tenant, **fields_of(task))
+        key = tenant, number(task)
         if who == "operator":
             assert report["adapter"]["digest"] == self.owned.pop(key) if key in self.owned else report == "NOT_FOUND"
             if isinstance(report, dict):
-                self.events[tenant].append(("unloaded", task))
+                self.events[tenant].append(("unloaded", number(task)))
         elif KEYS[who].get("tenant") != tenant or not KEYS[who].get("operate") or self.means(who, task) != key:
             assert report in ("PERMISSION_DENIED", "UNAUTHENTICATED")
         elif key in self.owned:
             assert report["adapter"]["digest"] == self.owned.pop(key)
-            self.events[tenant].append(("unloaded", task))
+            self.events[tenant].append(("unloaded", number(task)))
         else:
             assert report == "NOT_FOUND"
 
@@ -219,13 +258,52 @@ class Tenants(RuleBasedStateMachine):
             assert report == "UNAUTHENTICATED"
             return
         seen = {(a["tenant"], a["lora_task_id"]): a["digest"] for a in report["adapters"]}
-        tenant, shared = KEYS[who].get("tenant", ""), KEYS[who]["adapters"]
+        tenant, shared = KEYS[who].get("tenant", ""), {number(task) for task in SHARED if is_shared(who, task)}
         if who == "operator":
             assert seen == self.owned
             return
         own = {key: digest for key, digest in self.owned.items() if tenant and key[0] == tenant}
         # Of the server's adapters only that they are there: not who uses them, or whether anybody does.
         assert seen == own | {key: "" for key in self.owned if key[0] == "" and key[1] in shared}
+
+    @rule(who=WHO)
+    def list_models(self, who: str) -> None:
+        answer = self.openai.get("/v1/models", headers=self.bearer(who))
+        assert answer.status_code == (200 if KEYS[who] else 401)
+        if KEYS[who]:
+            base = {BASE} if KEYS[who].get("base_model") else set()
+            assert {model["id"] for model in answer.json()["data"]} == base | self.visible_names(who)
+
+    def visible_names(self, who: str) -> set[str]:
+        """Of adapters that there are: its tenant's own and the server's that it may use; all for the operator."""
+        tenant = KEYS[who].get("tenant", "")
+        if who == "operator":
+            return {name for name in NAMES for key in self.owned if key[1] == number(name)}
+        own = {name for name in NAMES if tenant and (tenant, number(name)) in self.owned}
+        return own | {name for name in NAMES if ("", number(name)) in self.owned and is_shared(who, name)}
+
+    @rule(who=WHO, name=st.sampled_from(NAMES), is_chat=st.booleans())
+    def complete(self, who: str, name: str, is_chat: bool) -> None:
+        """Through the OpenAI front."""
+        prompt = {"messages": [{"role": "user", "content": "Hi"}]} if is_chat else {"prompt": [5]}
+        path = "/v1/chat/completions" if is_chat else "/v1/completions"
+        answer = self.openai.post(path, json={"model": name, "max_tokens": 1, **prompt}, headers=self.bearer(who))
+        key = self.means(who, name) if KEYS[who] else None
+        if key is None:
+            assert answer.status_code == (403 if KEYS[who] else 401)
+        elif key not in self.owned:
+            assert answer.status_code == 404
+            assert "digest" not in answer.text
+        else:
+            assert answer.status_code == 200
+            request = self.engine.accepted[-1]
+            assert (request.adapter_tenant, request.lora_task_id) == key
+
+    @rule(who=WHO, name=st.sampled_from(NAMES))
+    def unload_through_the_openai_front(self, who: str, name: str) -> None:
+        """Only what was loaded there, which nothing was, and only for those who run the server."""
+        answer = self.openai.post("/v1/unload_lora_adapter", json={"lora_name": name}, headers=self.bearer(who))
+        assert answer.status_code == (404 if who == "operator" else 403 if KEYS[who] else 401)
 
     @rule(who=WHO)
     def read_events(self, who: str) -> None:
@@ -258,4 +336,4 @@ def test_nobody_sees_changes_or_ends_anything_of_another_tenant(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Tenants, "tokenizer", tokenizer, raising=False)
-    run_state_machine_as_test(Tenants, settings=settings(max_examples=40, stateful_step_count=40, deadline=None))
+    run_state_machine_as_test(Tenants, settings=settings(max_examples=25, stateful_step_count=40, deadline=None))

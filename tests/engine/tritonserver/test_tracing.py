@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.fronts import TIMEOUT_S
 
 from multilora_client import InferRequest, Transport
 from multilora_client.grpc_transport import GrpcTransport
@@ -23,7 +24,6 @@ from multilora_engine.tritonserver.tracing import tracing_arguments
 
 TRACE_IDS = ("0af7651916cd43dd8448eb211c80319c", "4bf92f3577b34da6a3ce929d0e0e4736")
 SPAN_ID = "b7ad6b7169203331"
-TIMEOUT_S = 30.0
 MODEL = """
 import numpy as np
 import triton_python_backend_utils as pb_utils

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from support.adapters import TINY
-from support.tiny_model import save_tiny_llama
 
 from benchmarks.bench_adapters import (
     MODULES,
@@ -19,6 +18,7 @@ from benchmarks.bench_adapters import (
     throughput_run,
     way_in_rows,
 )
+from checkpoints.tiny_llama import save_tiny_llama
 
 
 @pytest.fixture(scope="module")

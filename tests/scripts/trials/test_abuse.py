@@ -3,48 +3,128 @@
 from __future__ import annotations
 
 import json
+import math
 import pickle
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 from tritonclient.utils import deserialize_bytes_tensor
 
+from marked_tables import read_table
+from multilora_engine.errors import ConfigError
 from multilora_engine.sampling.guided import MAX_GUIDE_BYTES
-from trials.abuse import ATTACKS, Gaps, Row, render
-from trials.engine_attacks import _guided, _prompt, _schema, _word_list, infer_request
+from trials import abuse
+from trials.abuse_table import Row, markdown
+from trials.attacker import Attacker
+from trials.door_attacks import _varint
+from trials.doors import Doors, Leak, infer_request
+from trials.engine_attacks import _guided, _prompt, _schema, _word_list
+from trials.scenes import SCENES, Scene, Stage
+from trials.timing_attacks import chance_of_longer, judge
+from trials.victim import Gaps
 
 QUIET = Gaps([0.02] * 98 + [0.03, 0.04], [])
 
 
-def row(under: Gaps, is_same_engine: bool = True) -> Row:
-    return Row("an attack", QUIET, under, (100 << 20, 200 << 20), "INVALID_ARG", is_same_engine)
+def row(under: Gaps, loss: str = "", name: str = "an attack", mib_after: int = 1000) -> Row:
+    return Row("proxy", name, QUIET, under, (100 << 20, mib_after << 20), "INVALID_ARG", loss)
 
 
 @pytest.mark.parametrize(
-    ("under", "is_same_engine", "verdict"),
+    ("under", "loss", "verdict"),
     [
-        (Gaps([0.02] * 97 + [0.09] * 3, []), True, "fine"),
-        (Gaps([0.02] * 97 + [0.2] * 3, []), True, "slow"),
-        (Gaps([], []), True, "slow"),
-        (Gaps([0.02] * 100, ["UNAVAILABLE", "ended after 3 of 64 tokens"]), True, "2 errors, first: UNAVAILABLE"),
-        (Gaps([0.02] * 100, []), False, "engine lost"),
+        (Gaps([0.02] * 97 + [0.09] * 3, []), "", "fine"),
+        (Gaps([0.02] * 97 + [0.2] * 3, []), "", "slow"),
+        (Gaps([], []), "", "slow"),
+        (Gaps([0.02] * 100, ["UNAVAILABLE", "ended after 3 of 64 tokens"]), "", "errors: UNAVAILABLE"),
+        (Gaps([0.02] * 100, []), "engine lost", "engine lost"),
     ],
 )
-def test_a_row_is_judged_by_gaps_errors_and_the_engine(under: Gaps, is_same_engine: bool, verdict: str) -> None:
-    assert row(under, is_same_engine).verdict == verdict
+def test_a_row_is_judged_by_gaps_errors_and_what_is_lost(under: Gaps, loss: str, verdict: str) -> None:
+    assert row(under, loss).verdict == verdict
+
+
+def test_a_row_is_judged_by_the_memory_that_is_taken() -> None:
+    assert (row(QUIET, mib_after=1124).verdict, row(QUIET, mib_after=1125).verdict) == ("fine", "memory")
 
 
 def test_gaps_are_told_by_percentiles() -> None:
     assert (QUIET.p50_ms, QUIET.p99_ms) == (20.0, 30.0)
+    assert math.isnan(Gaps([], []).p50_ms)
 
 
-def test_the_table_has_a_row_for_each_attack() -> None:
-    assert render([row(QUIET), row(QUIET)]).row_count == 2
+def test_the_table_has_a_line_for_each_attack() -> None:
+    _, _, line = markdown([row(QUIET, name="a | b")]).splitlines()
+    assert line == "| a \\| b | proxy | 20, 30 | 20, 30 | 0 | 100, 1,000 | INVALID_ARG | fine |"
+
+
+@pytest.mark.parametrize("document", abuse.DOCUMENTS, ids=lambda path: path.name)
+def test_the_documents_show_every_attack(document: Path) -> None:
+    lines = read_table(document, abuse.TABLE).splitlines()[2:]
+    shown = [tuple(cell.strip() for cell in line.split("|")[1:3]) for line in lines]
+    assert shown == [(name, scene.title) for scene in SCENES for name in scene.attacks]
 
 
 def test_every_attack_can_be_handed_to_a_process_of_its_own() -> None:
-    assert all(pickle.loads(pickle.dumps(attack)) is attack for attack in ATTACKS.values())
+    attacks = [attack for scene in SCENES for attack in scene.attacks.values()]
+    assert all(pickle.loads(pickle.dumps(attack)) is attack for attack in attacks)
+
+
+@pytest.mark.parametrize(
+    ("attack", "outcome"),
+    [(str, (str(Doors("a", "b")), "")), (len, ("TypeError: object of type 'Doors' has no len()", "not tried"))],
+)
+def test_what_an_attacker_met_comes_from_a_process_of_its_own(attack: Any, outcome: tuple[str, str]) -> None:
+    with Attacker(attack, Doors("a", "b")) as attacker:
+        attacker.wait_ready()
+        assert attacker.carry_out() == outcome
+
+
+def test_an_attacker_whose_process_ends_says_so() -> None:
+    with Attacker(str, Doors("a", "b")) as attacker:
+        attacker.wait_ready()
+        attacker._process.kill()
+        attacker._process.join()
+        assert attacker.carry_out() == ("its process ended with status -9", "not tried")
+
+
+def test_a_server_that_an_attack_has_ended_is_followed_by_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[SimpleNamespace] = []
+
+    @contextmanager
+    def open_stage(_: Path) -> Iterator[Stage]:
+        opened.append(SimpleNamespace(is_alive=True))
+        if len(opened) == 3:
+            raise ConfigError("no room")
+        yield cast(Stage, opened[-1])
+
+    def try_attack(door: str, name: str, attack: Any, stage: Any) -> Row:
+        stage.is_alive = name != "deadly"
+        return row(QUIET, name=name)
+
+    monkeypatch.setattr(abuse, "try_attack", try_attack)
+    scene = Scene("proxy", {"mild": str, "deadly": str, "after": str}, open_stage)
+    assert [each.name for each in abuse.play(scene, Path())] == ["mild", "deadly", "after"]
+    assert len(opened) == 2
+    (untried,) = abuse.play(abuse.chosen(scene, ["mil"]), Path())
+    assert untried.verdict == "not tried: no room"
+
+
+def test_times_that_differ_tell() -> None:
+    assert chance_of_longer([2, 2], [1, 3]) == 0.5
+    assert chance_of_longer([2, 3], [1, 1]) == 1.0
+    assert "chance 0.50" in judge([1, 2, 3], [3, 2, 1])
+    with pytest.raises(Leak, match=r"medians 1000\.0 and 5000\.0 ms, the other tenant's longer with chance 0\.00"):
+        judge([1, 1], [5, 5])
+
+
+def test_numbers_are_written_as_protobuf_writes_them() -> None:
+    assert (_varint(0), _varint(127), _varint(300)) == (b"\x00", b"\x7f", b"\xac\x02")
 
 
 def values_of(request: Any, name: str) -> Any:

@@ -6,10 +6,9 @@ from contextlib import ExitStack
 
 import psutil
 import pytest
+from support.fronts import TIMEOUT_S
 
 from trials.process_deaths import Deaths
-
-TIMEOUT_S = 30.0
 
 
 @pytest.fixture

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from checkpoints.telling_adapters import MAX_RANK, save_checkpoint
-from multilora_engine.lora.layout import adapter_layout
-from multilora_engine.models.model_config import read_model_config
+from multilora_engine.lora.checkpoint_layout import checkpoint_layout
 from trials.serving_load import Load, task_id
 
 NUMBER = 3
@@ -18,7 +17,7 @@ NUMBER = 3
 
 @pytest.fixture
 def load(tmp_path: Any) -> Load:
-    layout = adapter_layout(read_model_config(save_checkpoint(tmp_path)), MAX_RANK, "float32")
+    layout = checkpoint_layout(save_checkpoint(tmp_path), MAX_RANK, "float32")
     load = Load("", "", layout, num_clients=1, num_adapters=10)
     load.upload(CLIENT, NUMBER)
     return load

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from checkpoints.telling_adapters import MAX_RANK, answer, save_checkpoint
-from multilora_engine.lora.layout import AdapterLayout, adapter_layout
-from multilora_engine.models.model_config import read_model_config
+from multilora_engine.lora.checkpoint_layout import checkpoint_layout
 from multilora_engine.request import TokenOutput
+from multilora_wire.layout import AdapterLayout
 from trials.soak_adapters import Call, Options, Soak, Tally, Versions, soak
 
 
@@ -27,7 +27,7 @@ def test_every_answer_is_of_the_right_adapter_and_version(has_disk: bool) -> Non
 
 @pytest.fixture(scope="module")
 def layout(tmp_path_factory: pytest.TempPathFactory) -> AdapterLayout:
-    return adapter_layout(read_model_config(save_checkpoint(tmp_path_factory.mktemp("telling"))), MAX_RANK, "float32")
+    return checkpoint_layout(save_checkpoint(tmp_path_factory.mktemp("telling")), MAX_RANK, "float32")
 
 
 class _ScriptedClient:

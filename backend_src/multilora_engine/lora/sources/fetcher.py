@@ -23,7 +23,7 @@ from multilora_engine.errors import (
     RequestError,
     SourceUnavailable,
 )
-from multilora_engine.lora.layout import AdapterLayout, PackedAdapter
+from multilora_engine.lora.layout import PackedAdapter
 from multilora_engine.lora.sources.packing import largest_adapter_bytes, pack_directory
 from multilora_engine.lora.sources.source import (
     AdapterKey,
@@ -35,6 +35,7 @@ from multilora_engine.lora.sources.source import (
     Unreachable,
     Unusable,
 )
+from multilora_wire.layout import AdapterLayout
 
 _logger = logging.getLogger(__name__)
 

@@ -17,9 +17,11 @@ from multilora_client.convert import convert_peft
 from multilora_client.errors import AdapterError
 from multilora_engine.errors import InvalidRequest
 from multilora_engine.lora.format import pack_adapter
-from multilora_engine.lora.layout import AdapterLayout, PackedAdapter, lora_modules
-from multilora_engine.lora.prefetch import BrokenFolder, read_folder
+from multilora_engine.lora.layout import PackedAdapter
+from multilora_engine.lora.prefetch import read_folder
 from multilora_engine.lora.sources.source import PEFT_FILES, LocalAdapter, Unusable, choose_files
+from multilora_wire.converted_files import BrokenFiles
+from multilora_wire.layout import AdapterLayout, num_values
 
 _HEADER_ALLOWANCE = 16 << 20
 """Bytes of headers and of the configuration beside the weights."""
@@ -33,8 +35,8 @@ _PLAIN_PATTERN = re.compile(r"[\w.|^$\\-]{0,1000}", re.ASCII)
 
 def largest_adapter_bytes(layout: AdapterLayout) -> int:
     """What the files of a legal adapter have at most: every row as wide as the widest, in float32."""
-    widest = max(module.num_values(layout.max_rank, is_dora=True) for module in lora_modules(layout).values())
-    return layout.num_columns * widest * 4 + _HEADER_ALLOWANCE
+    widest = max(num_values(module, layout.max_rank, is_dora=True) for module in layout.sites.modules)
+    return layout.sites.num_columns * widest * 4 + _HEADER_ALLOWANCE
 
 
 def pack_directory(adapter: LocalAdapter, layout: AdapterLayout, base_model: Path) -> PackedAdapter:
@@ -46,7 +48,7 @@ def pack_directory(adapter: LocalAdapter, layout: AdapterLayout, base_model: Pat
         _check_shapes(adapter.directory / PEFT_FILES[1], layout)
         tensors = convert_peft(adapter.directory, base_model=base_model)
         return pack_adapter(_weights(tensors), torch.from_numpy(tensors.config), layout)
-    except (AdapterError, BrokenFolder, InvalidRequest, OSError, ValueError, RecursionError) as error:
+    except (AdapterError, BrokenFiles, InvalidRequest, OSError, ValueError, RecursionError) as error:
         # The converter names files by their whole paths, which are nobody's business but the operator's.
         text = str(error).replace(f"{adapter.directory}/", "").replace(str(base_model), "the base model")
         raise Unusable(text) from error
@@ -65,10 +67,10 @@ def _check_shapes(path: Path, layout: AdapterLayout) -> None:
             shapes = {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118 (it is no dict)
     except safetensors.SafetensorError as error:
         raise Unusable(f"{path.name} is not a safetensors file: {error}") from error
-    if len(shapes) > (limit := _TENSORS_PER_ROW * layout.num_columns):
+    if len(shapes) > (limit := _TENSORS_PER_ROW * layout.sites.num_columns):
         raise Unusable(f"{path.name} has {len(shapes)} tensors, an adapter of this model has {limit} at most")
     for key, shape in shapes.items():
-        if math.prod(shape) > layout.page_elements:
+        if math.prod(shape) > layout.largest_piece.num_values:
             raise Unusable(f"{key[:200]} has shape {shape}, larger than any matrix of an adapter of this model")
 
 

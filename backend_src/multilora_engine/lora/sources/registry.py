@@ -8,16 +8,14 @@ from typing import Any
 
 from multilora_engine.config import SourceSpec
 from multilora_engine.errors import ConfigError
-from multilora_engine.lora.sources.directory import DirectorySource
-from multilora_engine.lora.sources.hub import HubSource
-from multilora_engine.lora.sources.object_store import ObjectStoreSource
 from multilora_engine.lora.sources.source import AdapterSource
 
-_BUILT_IN: dict[str, type[AdapterSource]] = {
-    "directory": DirectorySource,
-    "huggingface": HubSource,
-    "fsspec": ObjectStoreSource,
+_BUILT_IN = {
+    "directory": "multilora_engine.lora.sources.directory:DirectorySource",
+    "huggingface": "multilora_engine.lora.sources.hub:HubSource",
+    "fsspec": "multilora_engine.lora.sources.object_store:ObjectStoreSource",
 }
+"""Imported when a configuration names them: what a source needs, and the time to import it, only its users pay."""
 
 
 def build_sources(specs: Sequence[SourceSpec]) -> dict[str, AdapterSource]:
@@ -39,9 +37,7 @@ def _build(spec: SourceSpec) -> AdapterSource:
 
 
 def _source_class(path: str) -> Any:
-    if path in _BUILT_IN:
-        return _BUILT_IN[path]
-    module, separator, name = path.partition(":")
+    module, separator, name = _BUILT_IN.get(path, path).partition(":")
     if not separator:
         raise ConfigError(f"there is no such source; write {', '.join(_BUILT_IN)} or package.module:Class")
     try:

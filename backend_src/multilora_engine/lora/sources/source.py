@@ -13,10 +13,11 @@ from typing import Protocol, runtime_checkable
 
 from multilora_engine.errors import InvalidRequest
 from multilora_engine.lora.names import task_id_of
+from multilora_wire.converted_files import CONFIG_FILE, OLD_CONFIG_FILE, WEIGHTS_FILE
 
 PEFT_FILES = ("adapter_config.json", "adapter_model.safetensors")
-CONVERTED_FILES = ("model.lora_weights.npy", "model.lora_config.npy")
-OLD_CONVERTED_FILES = ("model.lora_weights.npy", "model.lora_keys.npy")
+CONVERTED_FILES = (WEIGHTS_FILE, CONFIG_FILE)
+OLD_CONVERTED_FILES = (WEIGHTS_FILE, OLD_CONFIG_FILE)
 ALLOWED_FILES = tuple(dict.fromkeys((*PEFT_FILES, *CONVERTED_FILES, *OLD_CONVERTED_FILES)))
 
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")

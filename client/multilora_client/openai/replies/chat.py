@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from multilora_client.messages import Alternative, Answer, Chunk, Generation
+from multilora_client.generation import Alternative, Answer, Chunk, Generation
 from multilora_client.openai.replies.logprobs import chat_logprobs, prompt_logprobs, spell_id, spell_text
 from multilora_client.openai.replies.reply import Choice, Content, Reply
 from multilora_client.openai.schemas.chat import ChatRequest

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from multilora_client.messages import Alternative, Answer, Chunk, Generation, PromptTokens
+from multilora_client.generation import Alternative, Answer, Chunk, Generation, PromptTokens
 from multilora_client.openai.replies.logprobs import (
     TextOffsets,
     completion_logprobs,

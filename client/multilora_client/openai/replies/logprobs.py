@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from multilora_client.messages import Alternative, Answer, PromptTokens
+from multilora_client.generation import Alternative, Answer, PromptTokens
 
 _LEAST = -9999.0
 """What OpenAI says for a token that is all but impossible; JSON knows no infinity."""

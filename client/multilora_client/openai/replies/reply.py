@@ -9,7 +9,7 @@ from contextlib import aclosing
 from typing import Any, ClassVar
 
 from multilora_client.errors import Cancelled, MultiloraClientError
-from multilora_client.messages import Alternative, Answer, Chunk, Generation
+from multilora_client.generation import Alternative, Answer, Chunk, Generation
 from multilora_client.openai.errors import failure_of
 from multilora_client.openai.replies.events import DONE, event
 from multilora_client.openai.replies.usage import Usage

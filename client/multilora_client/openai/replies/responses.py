@@ -9,7 +9,7 @@ from itertools import count
 from typing import Any
 
 from multilora_client.errors import Cancelled, MultiloraClientError
-from multilora_client.messages import Alternative, Answer, Chunk, Generation
+from multilora_client.generation import Alternative, Answer, Chunk, Generation
 from multilora_client.openai.replies.events import named_event
 from multilora_client.openai.replies.logprobs import chat_logprobs, spell_text
 from multilora_client.openai.replies.output_items import Event, OutputItems

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from multilora_client.messages import Alternative, Answer
+from multilora_client.generation import Alternative, Answer
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from multilora_client.messages import Chunk, Generation
+from multilora_client.generation import Chunk, Generation
 from multilora_client.openai.asking import Inquiry, traceparent_of, unless_gone
 from multilora_client.openai.front import Caller, Front, TheFront
 from multilora_client.openai.questions import Question

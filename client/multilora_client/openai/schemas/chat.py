@@ -6,7 +6,6 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from multilora_client.messages import GenerateOptions
 from multilora_client.openai.errors import invalid
 from multilora_client.openai.questions import Question
 from multilora_client.openai.schemas.base import Strict, only
@@ -23,6 +22,7 @@ from multilora_client.openai.tools.calls import AnswerParser
 from multilora_client.openai.tools.formats import ToolFormat
 from multilora_client.openai.tools.prompt import tell_tools
 from multilora_client.openai.tools.use import ToolUse
+from multilora_client.options import GenerateOptions
 
 
 class TextPart(Strict):

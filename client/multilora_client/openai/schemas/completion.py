@@ -6,12 +6,12 @@ from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from multilora_client.messages import GenerateOptions
 from multilora_client.openai.errors import invalid, unsupported
 from multilora_client.openai.questions import Question
 from multilora_client.openai.schemas.base import TokenIds, only
 from multilora_client.openai.schemas.guides import single_guide
 from multilora_client.openai.schemas.sampling import MAX_TOP_LOGPROBS, Sampling, log_probs, prompt_log_probs
+from multilora_client.options import GenerateOptions
 
 _MAX_TOKENS = 16  # OpenAI's default
 _MAX_CHOICES = 2048  # of all prompts together

@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from multilora_client.messages import GenerateOptions
 from multilora_client.openai.errors import invalid
 from multilora_client.openai.schemas.base import Strict
+from multilora_client.options import GenerateOptions
 
 Choices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=1000)]
 JsonGuide = dict[str, Any] | str

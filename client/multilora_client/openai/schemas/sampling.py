@@ -6,10 +6,10 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
-from multilora_client.messages import GenerateOptions
 from multilora_client.openai.errors import invalid, unsupported
 from multilora_client.openai.schemas.base import ModelName, Strict, only
 from multilora_client.openai.schemas.guides import Choices, JsonGuide, StructuredOutputs, guide_of
+from multilora_client.options import GenerateOptions
 
 UNLIMITED = 2**31 - 1  # the server ends an answer where the context does
 MAX_TOP_LOGPROBS = 20  # OpenAI's limit for chats, vLLM's for both

@@ -6,11 +6,11 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
-from multilora_client.messages import ChatOptions
 from multilora_client.openai.errors import invalid
 from multilora_client.openai.schemas.base import ModelName, Strict, only
 from multilora_client.openai.schemas.chat import ChatMessage
 from multilora_client.openai.schemas.tools import Tools
+from multilora_client.options import ChatOptions
 
 
 class TokenizeRequest(Strict):

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from multilora_client.messages import GenerateOptions
 from multilora_client.openai.tools.calls import AnswerParser, NamedCall, PlainText
 from multilora_client.openai.tools.formats import GUIDED_CALLS, ToolFormat
 from multilora_client.openai.tools.guide import Schema, arguments_schema, calls_or_answer_schema, calls_schema
 from multilora_client.openai.tools.parser import ToolParser
+from multilora_client.options import GenerateOptions
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from fastapi.testclient import TestClient
 
-from multilora_client.messages import Alternative, PromptTokens
+from multilora_client.generation import Alternative, PromptTokens
 from multilora_client.openai.replies.logprobs import (
     TextOffsets,
     chat_logprobs,

@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from support.adapters import TINY
 from support.sources import NO_BASE, digest_of, save_adapter
 
-from multilora_engine.lora.layout import lora_modules
 from multilora_engine.lora.sources.packing import largest_adapter_bytes, pack_directory
 from multilora_engine.lora.sources.source import LocalAdapter, Unusable
+from multilora_wire.layout import num_values
 
 
 def pack(folder: Path) -> str:
@@ -67,11 +67,11 @@ def _without_base(folder: Path) -> None:
 
 
 def _too_large(folder: Path) -> None:
-    save_file({"x": torch.zeros(TINY.page_elements + 1)}, folder / "adapter_model.safetensors")
+    save_file({"x": torch.zeros(TINY.largest_piece.num_values + 1)}, folder / "adapter_model.safetensors")
 
 
 def _too_many(folder: Path) -> None:
-    tensors = {f"x{i}": torch.zeros(1) for i in range(3 * TINY.num_columns + 1)}
+    tensors = {f"x{i}": torch.zeros(1) for i in range(3 * TINY.sites.num_columns + 1)}
     save_file(tensors, folder / "adapter_model.safetensors")
 
 
@@ -87,7 +87,7 @@ def _too_many(folder: Path) -> None:
         (lambda folder: _edit(folder, bias="all"), "adapter_config.json: bias is 'all'; only 'none' is supported"),
         (lambda folder: _edit(folder, use_dora=True), "use_dora is True, but adapter_model.safetensors has no"),
         (_without_base, "self_attn.q_proj|mlp.down_proj|the base model"),
-        (_too_large, r"x has shape \[4097\], larger than any matrix"),
+        (_too_large, r"x has shape \[1793\], larger than any matrix"),
         (_too_many, "adapter_model.safetensors has 64 tensors, an adapter of this model has 63 at most"),
         (lambda folder: _edit(folder, r=17, rank_pattern={}), "rank (4|16), but adapter_config.json says 17"),
         (lambda folder: _edit(folder, rank_pattern={"(a+)+$": 4}), r"rank_pattern has the expression '\(a\+\)\+\$'"),
@@ -124,5 +124,5 @@ def test_it_is_the_adapter_that_a_client_would_have_uploaded(tmp_path: Path) -> 
 
 
 def test_no_legal_adapter_is_too_large() -> None:
-    values = sum(lora_modules(TINY)[i].num_values(TINY.max_rank, True) for i in range(1, 8)) * TINY.num_layers
+    values = sum(num_values(module, TINY.max_rank, True) for module in TINY.sites.plain_modules)
     assert largest_adapter_bytes(TINY) > 4 * values

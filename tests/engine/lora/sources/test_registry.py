@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -65,3 +67,17 @@ def test_what_cannot_be_a_source_stops_the_load_and_says_what_to_write(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         build(tmp_path, sources)
+
+
+def test_a_source_is_imported_when_a_configuration_names_it(tmp_path: Path) -> None:
+    given = json.dumps([{"source": "directory", "root": str(tmp_path)}])
+    script = f"""
+import sys
+from multilora_engine.config import SourceSpec
+from multilora_engine.lora.sources.registry import build_sources
+build_sources([SourceSpec(**spec) for spec in {given}])
+print(*sys.modules)
+"""
+    modules = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
+    assert "multilora_engine.lora.sources.directory" in modules
+    assert {"huggingface_hub", "fsspec"}.isdisjoint(modules)

@@ -89,7 +89,7 @@ class LocalProxy:
 
 def _start(settings: Path, sockets: list[int]) -> subprocess.Popen[bytes]:
     """nginx with sockets that listen already, so that it can be asked at once. Raises CalledProcessError."""
-    command = [REPOSITORY / "scripts" / "deployment" / "nginx", "-c", settings]
+    command: list[Path | str] = [REPOSITORY / "scripts" / "deployment" / "nginx", "-c", settings]
     subprocess.run([*command, "-q", "-t"], check=True)
     environment = os.environ | {"NGINX": "".join(f"{number};" for number in sockets)}
     return subprocess.Popen(command, env=environment, pass_fds=sockets)

@@ -13,8 +13,9 @@ from support.fake_triton import FakeRequest
 from multilora_engine.errors import InvalidRequest, RequestError, Unsupported
 from multilora_engine.lora.format import pack_adapter
 from multilora_engine.request import Guide, SamplingParams
-from multilora_engine.serving.calls import GenerateCall, UploadCall, is_stop, read_call
+from multilora_engine.serving.calls import GenerateCall, UploadCall
 from multilora_engine.serving.inputs import InputTensors
+from multilora_engine.serving.request_parser import is_stop, read_call
 from multilora_engine.text.tokenizer import Tokenizer
 
 MESSAGES = '[{"role": "user", "content": "Say hi"}]'
@@ -324,15 +325,17 @@ def test_an_adapter_is_packed_whatever_its_dtype_and_copied_out_of_the_request(
     tensors = prompt(**{name: weights, "lora_config": CONFIG, "lora_task_id": [[0]]})
     wire = torch.as_tensor(weights)[0]
     expected = pack_adapter(wire.clone(), WIRE.config, TINY)
-    lora_task_id, adapter = read(tensors).adapter
-    assert (lora_task_id, adapter.digest) == (0, expected.digest)
-    assert adapter.pages.untyped_storage().data_ptr() != wire.untyped_storage().data_ptr()
+    sent = read(tensors).adapter
+    packed = sent.pack()
+    assert (sent.lora_task_id, packed.digest) == (0, expected.digest)
+    assert packed.pages.untyped_storage().data_ptr() != wire.untyped_storage().data_ptr()
 
 
 def test_an_adapter_and_an_id_alone_are_an_upload(read: Any) -> None:
     call = read({"lora_weights": WEIGHTS, "lora_config": CONFIG, "lora_task_id": [[3]]})
     assert isinstance(call, UploadCall)
-    assert (call.lora_task_id, call.adapter.digest) == (3, pack_adapter(WIRE.weights, WIRE.config, TINY).digest)
+    expected = pack_adapter(WIRE.weights, WIRE.config, TINY)
+    assert (call.adapter.lora_task_id, call.adapter.pack().digest) == (3, expected.digest)
 
 
 def test_an_adapter_with_max_tokens_but_no_prompt_is_no_upload(read: Any) -> None:
@@ -341,8 +344,10 @@ def test_an_adapter_with_max_tokens_but_no_prompt_is_no_upload(read: Any) -> Non
 
 
 def test_what_the_adapter_format_refuses_is_refused(read: Any) -> None:
+    config = CONFIG + np.array([0, 99, 0, 0], np.int32)
+    sent = read(prompt(lora_weights=WEIGHTS, lora_config=config, lora_task_id=[[1]])).adapter
     with pytest.raises(RequestError, match="Expected layerId to be in the range"):
-        read(prompt(lora_weights=WEIGHTS, lora_config=CONFIG + np.array([0, 99, 0, 0], np.int32), lora_task_id=[[1]]))
+        sent.pack()
 
 
 def test_stop_is_seen_whatever_else_is_in_the_request() -> None:

@@ -6,11 +6,14 @@ import pytest
 import torch
 
 from multilora_engine.execution.forward_batch import LoRABatch
-from multilora_engine.models.layers import LoRALinear, Placement, rms_norm
+from multilora_engine.models.linear import LoRALinear
+from multilora_engine.models.weights import FloatFormat, Placement, StoredPart
 from multilora_kernels import LoRATables, lora_segments
+from multilora_wire.sites import AdapterSite
 
 IN_FEATURES = 13
 SLICE_SIZES = (5, 3, 7)
+NAMES = ["q_proj", "k_proj", "v_proj"]
 FIRST_SLICE = 2
 MAX_RANK = 9
 RANKS = [(1, 0, 4), (9, 9, 9), (0, 0, 0), (2, 3, 1)]
@@ -62,16 +65,22 @@ class Adapters:
 
 def make_linear(has_bias: bool) -> LoRALinear:
     placement = Placement(torch.float32, torch.float32, torch.device("cpu"))
-    linear = LoRALinear(IN_FEATURES, SLICE_SIZES, FIRST_SLICE, has_bias, placement)
+    sites = [
+        AdapterSite(f"layers.0.{name}", 0, IN_FEATURES, size, FIRST_SLICE + s)
+        for s, (name, size) in enumerate(zip(NAMES, SLICE_SIZES, strict=True))
+    ]
+    weight = FloatFormat(placement).linear(sum(SLICE_SIZES), IN_FEATURES)
+    linear = LoRALinear(sites, weight, placement.vectors(sum(SLICE_SIZES)) if has_bias else None)
     generator = torch.Generator().manual_seed(1)
-    linear.weight.copy_rows(0, torch.randn(sum(SLICE_SIZES), IN_FEATURES, generator=generator))
+    weight.weight.copy_rows(0, torch.randn(sum(SLICE_SIZES), IN_FEATURES, generator=generator))
     if linear.bias is not None:
         linear.bias.normal_(generator=generator)
     return linear
 
 
 def dense(linear: LoRALinear) -> torch.Tensor:
-    return linear.weight.rows(0, sum(SLICE_SIZES))
+    (place,) = linear.weight.checkpoint_tensors([StoredPart("all", 0, sum(SLICE_SIZES))]).values()
+    return place.tensor()
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
@@ -108,19 +117,11 @@ def test_weights_lie_in_memory_as_they_are_asked_for():
 
 def test_checkpoint_tensors_are_places_in_the_fused_weights() -> None:
     linear = make_linear(has_bias=True)
-    tensors = linear.checkpoint_tensors("q_proj", "k_proj", "v_proj")
+    tensors = linear.checkpoint_tensors(NAMES)
     tensors["k_proj.weight"].copy_(torch.full((3, IN_FEATURES), 3.0))
     tensors["v_proj.bias"].copy_(torch.full((7,), 4.0))
-    assert set(tensors) == {f"{name}.{kind}" for name in ("q_proj", "k_proj", "v_proj") for kind in ("weight", "bias")}
+    assert set(tensors) == {f"{name}.{kind}" for name in NAMES for kind in ("weight", "bias")}
     assert dense(linear)[5:8].eq(3.0).all()
     assert dense(linear).eq(3.0).sum() == 3 * IN_FEATURES
     assert linear.bias is not None
     assert linear.bias[8:].eq(4.0).all()
-
-
-def test_rms_norm_sums_squares_in_float32() -> None:
-    x = torch.full((2, 1000), 300.0, dtype=torch.float16)
-    x[1, ::2] = -100.0
-    weight = torch.linspace(-1, 2, 1000, dtype=torch.float16)
-    exact = x.double() / x.double().square().mean(-1, keepdim=True).sqrt() * weight.double()
-    torch.testing.assert_close(rms_norm(x, weight, 1e-5).double(), exact, atol=2e-3, rtol=2e-3)

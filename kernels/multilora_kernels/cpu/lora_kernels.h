@@ -1,4 +1,4 @@
-// The two kernels, written once over a vector type `Vec` (avx512.cpp, avx2.cpp and plain.cpp each bring one).
+// LoRA shrink and expand, written once over a vector type `Vec` (avx512.cpp, avx2.cpp and plain.cpp each bring one).
 //
 // Every output is one chain of fused multiply-adds whose order depends only on the hidden size or the rank: not on the
 // other rows of the batch, nor on how many rows a tile holds, nor on the thread. That makes results bitwise repeatable.

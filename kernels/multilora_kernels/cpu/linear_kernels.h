@@ -11,7 +11,7 @@
 #include <type_traits>
 
 #include "storage.h"
-#include "tiles.h"
+#include "lora_kernels.h"
 #include "vectors.h"
 #include "work.h"
 

@@ -9,21 +9,41 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    Cohere2Config,
+    Cohere2ForCausalLM,
     DynamicCache,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    Glm4Config,
+    Glm4ForCausalLM,
+    GlmConfig,
+    GlmForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
+    Starcoder2Config,
+    Starcoder2ForCausalLM,
 )
 
 from multilora_engine.models import attention
-from multilora_engine.models.layers import Placement
 from multilora_engine.models.loader import load_model
+from multilora_engine.models.weights import Placement
 
 SHAPE = {
     "vocab_size": 103,
@@ -45,6 +65,14 @@ LLAMA3 = {
     "rope_theta": 5000.0,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
+NO_TOKENS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+"""The defaults of some families are beyond this small vocabulary."""
+GEMMA = {
+    "query_pre_attn_scalar": 7,
+    "sliding_window": 8,
+    "final_logit_softcapping": 20.0,
+}
+GLM = GROUPED | NO_TOKENS | {"head_dim": 12, "attention_bias": True, "partial_rotary_factor": 0.5}
 
 CHECKPOINTS: dict[str, tuple[type[PreTrainedModel], Any]] = {
     "llama": (LlamaForCausalLM, LlamaConfig(**SHAPE)),
@@ -89,6 +117,59 @@ CHECKPOINTS: dict[str, tuple[type[PreTrainedModel], Any]] = {
             layer_types=["sliding_attention", "full_attention", "sliding_attention"],
         ),
     ),
+    "gemma2": (Gemma2ForCausalLM, Gemma2Config(**GROUPED, **GEMMA, attn_logit_softcapping=5.0)),
+    "gemma3": (
+        Gemma3ForCausalLM,
+        Gemma3TextConfig(
+            **GROUPED,
+            **GEMMA,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+            rope_parameters={
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 20000.0},
+            },
+        ),
+    ),
+    "phi3": (Phi3ForCausalLM, Phi3Config(**GROUPED, **NO_TOKENS, sliding_window=9)),
+    "phi3 rope longrope in part": (
+        Phi3ForCausalLM,
+        Phi3Config(
+            **GROUPED | {"hidden_size": 60, "max_position_embeddings": 64, "original_max_position_embeddings": 64},
+            **NO_TOKENS,
+            rope_parameters={
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.6,
+                "short_factor": [1.0, 1.3, 2.5],
+                "long_factor": [1.0, 3.0, 9.0],
+                "original_max_position_embeddings": 64,
+            },
+        ),
+    ),
+    "granite": (
+        GraniteForCausalLM,
+        GraniteConfig(
+            **GROUPED,
+            embedding_multiplier=3.0,
+            attention_multiplier=0.2,
+            residual_multiplier=0.6,
+            logits_scaling=1.7,
+        ),
+    ),
+    "olmo2": (Olmo2ForCausalLM, Olmo2Config(**GROUPED)),
+    "glm": (GlmForCausalLM, GlmConfig(**GLM)),
+    "glm4": (Glm4ForCausalLM, Glm4Config(**GLM)),
+    "smollm3": (SmolLM3ForCausalLM, SmolLM3Config(**GROUPED, **NO_TOKENS, no_rope_layers=[1, 0, 1])),
+    "cohere2": (
+        Cohere2ForCausalLM,
+        Cohere2Config(
+            **GROUPED | {"hidden_size": 60},
+            sliding_window=8,
+            logit_scale=0.4,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        ),
+    ),
+    "starcoder2": (Starcoder2ForCausalLM, Starcoder2Config(**GROUPED, **NO_TOKENS, sliding_window=None)),
 }
 
 ATOL = 3e-4

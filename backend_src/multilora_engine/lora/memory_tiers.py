@@ -1,0 +1,90 @@
+"""`MemoryTiers`: who needs an adapter in host memory and on the device, and how it leaves both."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Set
+
+from multilora_engine.lora.device_tier import DeviceTier
+from multilora_engine.lora.host_tier import CachedAdapter, HostTier
+
+
+class MemoryTiers:
+    """Writes the pins of requests; host tier and device tier lose an adapter here, and only here.
+
+    num_pins: of all adapters. num_waits, wait_seconds: times an adapter was wanted by the scheduler but not usable yet,
+    until it was.
+    """
+
+    def __init__(self, host: HostTier, device: DeviceTier) -> None:
+        self._host = host
+        self._device = device
+        self._waiting_since: dict[CachedAdapter, float] = {}
+        self.num_pins = 0
+        self.num_waits = 0
+        self.wait_seconds = 0.0
+
+    def pin(self, adapter: CachedAdapter) -> None:
+        """Keep an adapter in host memory for one request more."""
+        self._device.count_request(adapter)
+        adapter.state.num_pins += 1
+        adapter.num_hits += 1
+        adapter.last_used_s = time.time()
+        self.num_pins += 1
+        self._host.update(adapter)
+
+    def unpin(self, adapter: CachedAdapter) -> None:
+        """The counterpart of `pin`."""
+        assert adapter.state.num_pins > 0
+        adapter.state.num_pins -= 1
+        self.num_pins -= 1
+        if adapter.state.num_pins == 0:
+            self._waiting_since.pop(adapter, None)
+            self._device.forget_failure(adapter)
+            self.update(adapter)
+
+    def prefetch(self, adapter: CachedAdapter, wanted: Set[CachedAdapter]) -> None:
+        """Start to bring a pinned adapter to the device, if it is in memory and none of `wanted` has to go for it."""
+        assert adapter.state.num_pins > 0
+        if adapter.state.is_filled:
+            self._device.prefetch(adapter, wanted)
+
+    def acquire(self, adapter: CachedAdapter, wanted: Set[CachedAdapter]) -> bool:
+        """Make a pinned adapter usable by the next step, for one sequence more, if that is possible now."""
+        assert adapter.state.num_pins > 0
+        is_usable = (
+            adapter.state.is_filled
+            and self._device.prefetch(adapter, wanted)
+            and self._device.is_ready(adapter)
+            and self._device.acquire(adapter)
+        )
+        self._count_wait(adapter, is_usable)
+        return is_usable
+
+    def evict(self, adapter: CachedAdapter) -> None:
+        """Free an adapter's pages for the sake of others."""
+        self._device.drop(adapter)
+        self._host.evict(adapter)
+
+    def update(self, adapter: CachedAdapter) -> None:
+        """Something has ended that needed an adapter's pages: a retired version goes, if that was the last."""
+        if not adapter.state.is_left_over:
+            self._host.update(adapter)
+            return
+        adapter.arrived.cancel()
+        adapter.saved.cancel()
+        self._device.drop(adapter)
+        self._host.remove(adapter)
+
+    def check_integrity(self) -> None:
+        self._host.check_integrity()
+        self._device.check_integrity()
+        assert self.num_pins == sum(adapter.state.num_pins for adapter in self._host.adapters)
+        assert all(adapter.state.num_pins > 0 for adapter in self._waiting_since)
+
+    def _count_wait(self, adapter: CachedAdapter, is_usable: bool) -> None:
+        if not is_usable:
+            self._waiting_since.setdefault(adapter, time.monotonic())
+        elif adapter in self._waiting_since:
+            self.num_waits += 1
+            self.wait_seconds += time.monotonic() - self._waiting_since.pop(adapter)

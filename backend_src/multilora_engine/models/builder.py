@@ -1,0 +1,64 @@
+"""`Builder`: makes the pieces of a model that hold weights, and knows which tensors of a checkpoint fill them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from multilora_engine.models.linear import LoRALinear
+from multilora_engine.models.model_config import ModelConfig
+from multilora_engine.models.norms import LayerNorm, RMSNorm
+from multilora_engine.models.weights import Destination, LinearWeight, Placement, VectorPlace, WeightFormat
+from multilora_wire.sites import AdapterSite
+
+_ROOT = "model."
+"""The start of a checkpoint's names, which the names of sites lack."""
+
+
+@dataclass(frozen=True)
+class Builder:
+    """Makes pieces whose names in the checkpoint start with `prefix`.
+
+    sites: of the model, by name. tensors: the places of the checkpoint's tensors, by Hugging Face's names. weights: of
+    linears. The last two grow with every piece that is made, under whatever prefix.
+    """
+
+    config: ModelConfig
+    sites: Mapping[str, AdapterSite]
+    placement: Placement
+    format: WeightFormat
+    prefix: str = _ROOT
+    tensors: dict[str, Destination] = field(default_factory=dict)
+    weights: list[LinearWeight] = field(default_factory=list)
+
+    def layer(self, index: int) -> Builder:
+        """Makes the pieces of one layer."""
+        return replace(self, prefix=f"{_ROOT}layers.{index}.")
+
+    def linear(self, paths: Sequence[str], has_bias: bool, stored_as: str = "") -> LoRALinear:
+        """One linear for the sites at `paths`, whose outputs it stacks.
+
+        stored_as: the path of the one linear that the checkpoint has in place of them all.
+        """
+        sites = [self.sites[f"{self.prefix}{path}".removeprefix(_ROOT)] for path in paths]
+        size = sum(site.out_size for site in sites)
+        weight = self.format.linear(size, sites[0].in_size)
+        linear = LoRALinear(sites, weight, self.placement.vectors(size) if has_bias else None)
+        names = [self.prefix + path for path in ([stored_as] if stored_as else paths)]
+        self.tensors.update(linear.checkpoint_tensors(names))
+        self.weights.append(weight)
+        return linear
+
+    def rms_norm(self, path: str, size: int = 0, offset: float = 0.0) -> RMSNorm:
+        """size: of the last dimension, 0 for the hidden size. offset: added to the checkpoint's weights."""
+        weight = self.placement.vectors(size or self.config.hidden_size)
+        self.tensors[f"{self.prefix}{path}.weight"] = VectorPlace(weight, offset)
+        return RMSNorm(weight, self.config.norm_eps)
+
+    def layer_norm(self, path: str, has_bias: bool) -> LayerNorm:
+        """Over the hidden size."""
+        weight, bias = self.placement.vectors(2, self.config.hidden_size).unbind()
+        self.tensors[f"{self.prefix}{path}.weight"] = VectorPlace(weight)
+        if has_bias:
+            self.tensors[f"{self.prefix}{path}.bias"] = VectorPlace(bias)
+        return LayerNorm(weight, bias if has_bias else None, self.config.norm_eps)

@@ -1,0 +1,164 @@
+"""`Decoder`: embeddings, the layers of some family, a final norm and the language-model head.
+
+Weights are uninitialised until `loader.load_model` fills the places that `checkpoint_tensors` names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from multilora_engine.execution.forward_batch import ForwardBatch, KVCache, LoRABatch
+from multilora_engine.models.attention import AttentionPlan, attention_plan
+from multilora_engine.models.builder import Builder
+from multilora_engine.models.kv_groups import KVGroup, kv_groups
+from multilora_engine.models.layers import Layer, Step
+from multilora_engine.models.model import HiddenStates
+from multilora_engine.models.model_config import ModelConfig
+from multilora_engine.models.norms import Norm
+from multilora_engine.models.rotary import RotaryEmbedding, Rotation
+from multilora_engine.models.weights import Destination, FloatFormat, Placement, WeightRows
+from multilora_kernels import LayerStep, decoder_layers, packed_embedding, packed_linear
+from multilora_wire.sites import GATED_MLP, ModelSites, decoder_sites
+
+
+def _rms_norm(builder: Builder) -> Norm:
+    return builder.rms_norm("norm")
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """The parts in which the decoders of one family differ.
+
+    layer: makes layer `index`. final_norm: makes the norm before the head. mlp_linears: Hugging Face's names.
+    """
+
+    layer: Callable[[Builder, int], Layer]
+    final_norm: Callable[[Builder], Norm] = _rms_norm
+    mlp_linears: Sequence[str] = GATED_MLP
+
+
+class Decoder:
+    """A model of any family: `Model`'s methods over the layers that its architecture makes."""
+
+    def __init__(self, config: ModelConfig, architecture: Architecture, placement: Placement) -> None:
+        self.config = config
+        self.dtype = placement.dtype
+        self.adapter_sites = sites_of(config, architecture)
+        self._device = placement.device
+        self._lm_head = placement.weight(config.vocab_size, config.hidden_size)
+        self._embeddings = self._lm_head if config.tie_word_embeddings else placement.embeddings(*self._lm_head.shape)
+        self._builder = Builder(config, self.adapter_sites.site_named, placement, FloatFormat(placement))
+        self._norm = architecture.final_norm(self._builder)
+        self.layers = [architecture.layer(self._builder.layer(i), i) for i in range(config.num_layers)]
+        self._is_packed = all(layer.packed is not None for layer in self.layers)
+        self.limit_length(config.max_position_embeddings)
+
+    @property
+    def kv_groups(self) -> tuple[KVGroup, ...]:
+        return kv_groups(self.config)
+
+    @property
+    def num_weight_bytes(self) -> int:
+        outer = {id(weight.data): weight.data.nbytes for weight in (self._lm_head, self._embeddings)}
+        return sum(weight.num_bytes for weight in self._builder.weights) + sum(outer.values())
+
+    def limit_length(self, max_model_len: int) -> None:
+        self._rotary = {
+            name: RotaryEmbedding(rope, self._device, max_model_len) for name, rope in self.config.ropes.items()
+        }
+
+    def checkpoint_tensors(self) -> dict[str, Destination]:
+        tensors = {"model.embed_tokens.weight": self.embedding_rows(), **self._builder.tensors}
+        if not self.config.tie_word_embeddings:
+            tensors["lm_head.weight"] = WeightRows(self._lm_head, 0, self.config.vocab_size)
+        return tensors
+
+    def embedding_rows(self) -> Destination:
+        return WeightRows(self._embeddings, 0, self.config.vocab_size)
+
+    def forward(
+        self, batch: ForwardBatch, kv_cache: KVCache, on_layer: Callable[[], None] = lambda: None
+    ) -> torch.Tensor:
+        return self.logits(self.hidden_states(batch, kv_cache, on_layer), batch.logits_indices)
+
+    def hidden_states(
+        self, batch: ForwardBatch, kv_cache: KVCache, on_layer: Callable[[], None] = lambda: None
+    ) -> HiddenStates:
+        x = packed_embedding(batch.input_ids, self._embeddings, self.dtype)
+        if self.config.embedding_scale != 1.0:
+            # The scale is rounded as transformers rounds it: to the type of the embeddings.
+            x = x * torch.tensor(self.config.embedding_scale, dtype=self.dtype, device=x.device)
+        return self._run_layers(x, torch.zeros_like(x), kv_cache, self._step(batch), on_layer)
+
+    def logits(self, hidden_states: HiddenStates, rows: torch.Tensor) -> torch.Tensor:
+        x, update = (tensor.index_select(0, rows) for tensor in hidden_states)
+        normed, _ = self._norm.add(x, update)
+        logits = packed_linear(normed, self._lm_head).float()
+        if self.config.logit_scale != 1.0:
+            logits *= self.config.logit_scale
+        if self.config.logit_softcap:
+            logits = logits.div_(self.config.logit_softcap).tanh_().mul_(self.config.logit_softcap)
+        return logits
+
+    def _run_layers(
+        self, x: torch.Tensor, update: torch.Tensor, kv_cache: KVCache, step: Step, on_layer: Callable[[], None]
+    ) -> HiddenStates:
+        layers = list(zip(self.layers, kv_cache.layers, strict=True))
+        if self._is_packed and step.packed:
+            packed = [
+                (layer.packed, keys, values, step.packed[layer.attention.rope, layer.attention.window])
+                for layer, (keys, values) in layers
+                if layer.packed is not None
+            ]
+            if (done := decoder_layers(packed, x, update, on_layer)) is not None:
+                return done
+        for layer, (keys, values) in layers:
+            on_layer()
+            x, update = layer.forward(x, update, keys, values, step)
+        return x, update
+
+    def _step(self, batch: ForwardBatch) -> Step:
+        rotations: dict[str | None, Rotation] = {
+            name: rotary.rotation(batch, self.dtype) for name, rotary in self._rotary.items()
+        }
+        if None in self.config.layer_ropes:
+            rotations[None] = Rotation.none(batch, self.dtype)
+        plans = {window: attention_plan(batch, window, self.dtype) for window in set(self.config.sliding_window)}
+        lora = None if batch.lora is None else batch.lora.batched()
+        return Step(rotations, plans, lora, self._packed_steps(rotations, plans, lora))
+
+    def _packed_steps(
+        self,
+        rotations: dict[str | None, Rotation],
+        plans: dict[int | None, AttentionPlan],
+        lora: LoRABatch | None,
+    ) -> dict[tuple[str | None, int | None], LayerStep]:
+        kinds = {(layer.attention.rope, layer.attention.window) for layer in self.layers} if self._is_packed else ()
+        return {
+            (rope, window): LayerStep(
+                cos=rotations[rope].cos,
+                sin=rotations[rope].sin,
+                slots=plans[window].slot_mapping,
+                sequences=sequences,
+                scale=self.config.attention_scale or self.config.head_dim**-0.5,
+                tables=None if lora is None else lora.tables,
+                segments=None if lora is None else lora.segments,
+            )
+            for rope, window in kinds
+            if (sequences := plans[window].all_sequences) is not None
+        }
+
+
+def sites_of(config: ModelConfig, architecture: Architecture) -> ModelSites:
+    """The linears that adapters may change, known without weights."""
+    return decoder_sites(
+        config.num_layers,
+        config.hidden_size,
+        config.q_size,
+        config.kv_size,
+        config.intermediate_size,
+        architecture.mlp_linears,
+    )

@@ -1,0 +1,51 @@
+"""`LoRALinear`: a linear of the model with each token's adapter on top."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+
+from multilora_engine.execution.forward_batch import LoRABatch
+from multilora_engine.models.weights import Destination, LinearWeight, StoredPart, VectorPlace
+from multilora_kernels import PackedLayerLinear
+from multilora_wire.sites import AdapterSite
+
+
+class LoRALinear:
+    """y = x W^T, plus each token's adapter, plus bias; W stacks the outputs of `sites` (q, k, v; gate, up).
+
+    bias: [sum of the sites' out_size] or None. It comes last, because a DoRA magnitude scales only the weights.
+    """
+
+    def __init__(self, sites: Sequence[AdapterSite], weight: LinearWeight, bias: torch.Tensor | None) -> None:
+        self.slice_sizes = tuple(site.out_size for site in sites)
+        self.first_column = sites[0].column
+        assert [site.column for site in sites] == list(range(self.first_column, self.first_column + len(sites)))
+        self.weight = weight
+        self.bias = bias
+
+    def forward(self, x: torch.Tensor, lora: LoRABatch | None) -> torch.Tensor:
+        """x: [num_tokens, in_features]. Returns [num_tokens, sum(slice_sizes)], the slices side by side."""
+        if lora is None:
+            return self.weight.product(x, self.bias)
+        return self.weight.product_with_adapters(x, self.bias, self.first_column, self.slice_sizes, lora)
+
+    def packed(self) -> PackedLayerLinear | None:
+        """The linear for a whole layer in one call, where its format has one."""
+        if self.weight.packed is None:
+            return None
+        return PackedLayerLinear.of(self.weight.packed, self.bias, self.first_column, self.slice_sizes)
+
+    def checkpoint_tensors(self, names: Sequence[str]) -> dict[str, Destination]:
+        """The places of the checkpoint's tensors. names: of its linears, one for each slice, or one for all of them."""
+        sizes = self.slice_sizes if len(names) == len(self.slice_sizes) else (sum(self.slice_sizes),)
+        starts = [end - size for end, size in zip(itertools.accumulate(sizes), sizes, strict=True)]
+        parts = [StoredPart(*part) for part in zip(names, starts, sizes, strict=True)]
+        places = self.weight.checkpoint_tensors(parts)
+        if self.bias is not None:
+            places |= {
+                f"{part.name}.bias": VectorPlace(self.bias[part.first : part.first + part.count]) for part in parts
+            }
+        return places

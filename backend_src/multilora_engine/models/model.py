@@ -1,0 +1,76 @@
+"""`Model`: what the engine asks of a model, whatever its family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from multilora_engine.execution.forward_batch import ForwardBatch, KVCache
+from multilora_engine.models.kv_groups import KVGroup
+from multilora_engine.models.model_config import ModelConfig
+from multilora_engine.models.weights import Destination
+from multilora_wire.sites import ModelSites
+
+HiddenStates = tuple[torch.Tensor, torch.Tensor]
+"""The residual stream behind a layer, and the update that the next addition owes it: [num_tokens, hidden_size] both."""
+
+
+class Model(Protocol):
+    """A decoder with its weights.
+
+    config: its numbers. dtype: of its activations.
+    """
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def adapter_sites(self) -> ModelSites:
+        """The linears that adapters may change."""
+        ...
+
+    @property
+    def kv_groups(self) -> tuple[KVGroup, ...]:
+        """The shapes of keys and values, layers in order."""
+        ...
+
+    @property
+    def num_weight_bytes(self) -> int:
+        """Memory of the linears and embeddings, which is all but some megabytes of the model's."""
+        ...
+
+    def checkpoint_tensors(self) -> dict[str, Destination]:
+        """The place of every tensor of a checkpoint, by its Hugging Face name. Tied heads have none."""
+        ...
+
+    def embedding_rows(self) -> Destination:
+        """The place of the embeddings, which a checkpoint may repeat as the tied head."""
+        ...
+
+    def limit_length(self, max_model_len: int) -> None:
+        """The longest sequence has so many tokens. Called once, before the first step."""
+        ...
+
+    def forward(
+        self, batch: ForwardBatch, kv_cache: KVCache, on_layer: Callable[[], None] = lambda: None
+    ) -> torch.Tensor:
+        """Logits of the wanted rows, [num_logits, vocab_size] float32. Writes the batch's keys and values.
+
+        on_layer: called before each layer.
+        """
+        ...
+
+    def hidden_states(
+        self, batch: ForwardBatch, kv_cache: KVCache, on_layer: Callable[[], None] = lambda: None
+    ) -> HiddenStates:
+        """`forward` up to the head: the rows behind the last layer."""
+        ...
+
+    def logits(self, hidden_states: HiddenStates, rows: torch.Tensor) -> torch.Tensor:
+        """float32 [len(rows), vocab_size]. rows: [any] int64."""
+        ...

@@ -1,0 +1,43 @@
+"""OLMo 2 (arXiv:2501.00656): norms behind attention and MLP, none before; queries and keys normalised whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from multilora_engine.models.builder import Builder
+from multilora_engine.models.decoder import Architecture
+from multilora_engine.models.layers import Attention, GatedMLP, Step, WholeNorm
+from multilora_engine.models.model_config import ModelConfig
+from multilora_kernels import PackedLayer
+
+
+class Olmo2Layer:
+    """x += norm(attention(x)); x += norm(mlp(x))."""
+
+    packed: PackedLayer | None = None
+
+    def __init__(self, builder: Builder, layer: int) -> None:
+        config = builder.config
+        q_norm = builder.rms_norm("self_attn.q_norm", config.q_size)
+        k_norm = builder.rms_norm("self_attn.k_norm", config.kv_size)
+        self.attention = Attention(builder, layer, WholeNorm(q_norm, k_norm))
+        self._mlp = GatedMLP(builder)
+        self._attention_norm = builder.rms_norm("post_attention_layernorm")
+        self._mlp_norm = builder.rms_norm("post_feedforward_layernorm")
+
+    def forward(
+        self, x: torch.Tensor, update: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, step: Step
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x = x + update
+        x = x + self._attention_norm.forward(self.attention.forward(x, keys, values, step))
+        return x, self._mlp_norm.forward(self._mlp.forward(x, step.lora))
+
+
+def read(_hf: Any, config: ModelConfig) -> ModelConfig:
+    """Nothing differs but the layers."""
+    return config
+
+
+OLMO2 = Architecture(Olmo2Layer)

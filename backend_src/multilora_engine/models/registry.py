@@ -1,0 +1,112 @@
+"""The families that are served: how each reads `config.json`, and what its layers are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig
+
+from multilora_engine.errors import ConfigError
+from multilora_engine.models import cohere2, gemma, glm4, llama, olmo2, phi3, starcoder2
+from multilora_engine.models.decoder import Architecture, Decoder, sites_of
+from multilora_engine.models.model import Model
+from multilora_engine.models.model_config import ModelConfig, check_shape, decoder_config, read_json
+from multilora_engine.models.weights import Placement
+from multilora_wire.sites import ModelSites
+
+
+@dataclass(frozen=True)
+class Family:
+    """model_type: the one that config.json has beside the architecture's name.
+
+    read: gets what transformers makes of config.json and the numbers that all decoders share, and adds the family's.
+    may_turn_in_part: whether the family has `partial_rotary_factor`; transformers ignores it in the others.
+    """
+
+    model_type: str
+    read: Callable[[Any, ModelConfig], ModelConfig]
+    architecture: Architecture
+    may_turn_in_part: bool = False
+
+
+FAMILIES: dict[str, Family] = {
+    "LlamaForCausalLM": Family("llama", llama.read_llama, llama.LLAMA),
+    "MistralForCausalLM": Family("mistral", llama.read_llama, llama.LLAMA),
+    "Qwen2ForCausalLM": Family("qwen2", llama.read_qwen2, llama.LLAMA),
+    "Qwen3ForCausalLM": Family("qwen3", llama.read_llama, llama.QWEN3),
+    "GraniteForCausalLM": Family("granite", llama.read_granite, llama.LLAMA),
+    "SmolLM3ForCausalLM": Family("smollm3", llama.read_smollm3, llama.LLAMA),
+    "Gemma2ForCausalLM": Family("gemma2", gemma.read_gemma2, gemma.GEMMA2),
+    "Gemma3ForCausalLM": Family("gemma3_text", gemma.read_gemma3, gemma.GEMMA3),
+    "Phi3ForCausalLM": Family("phi3", phi3.read, phi3.PHI3, may_turn_in_part=True),
+    "Olmo2ForCausalLM": Family("olmo2", olmo2.read, olmo2.OLMO2),
+    "GlmForCausalLM": Family("glm", glm4.read, glm4.GLM, may_turn_in_part=True),
+    "Glm4ForCausalLM": Family("glm4", glm4.read, glm4.GLM4, may_turn_in_part=True),
+    "Cohere2ForCausalLM": Family("cohere2", cohere2.read, cohere2.COHERE2),
+    "Starcoder2ForCausalLM": Family("starcoder2", starcoder2.read, starcoder2.STARCODER2),
+}
+"""By the name in `architectures` of config.json."""
+
+
+def read_model_config(path: Path) -> ModelConfig:
+    """Read `config.json` (and the end tokens of `generation_config.json`) of a checkpoint directory.
+
+    Raises ConfigError for a family, activation, rope type or storage that is not served.
+    """
+    raw = read_json(path / "config.json")
+    name = _architecture_name(raw)
+    _refuse_quantized(raw)
+    hf = _transformers_config(path)
+    config = FAMILIES[name].read(hf, decoder_config(path, raw, hf, name))
+    check_shape(config)
+    if not FAMILIES[name].may_turn_in_part:
+        _refuse_partial_ropes(config)
+    return config
+
+
+def build_model(config: ModelConfig, placement: Placement) -> Model:
+    """The model without weights yet."""
+    return Decoder(config, FAMILIES[config.architecture].architecture, placement)
+
+
+def adapter_sites(config: ModelConfig) -> ModelSites:
+    """The linears of a model that adapters may change, without the model."""
+    return sites_of(config, FAMILIES[config.architecture].architecture)
+
+
+def _architecture_name(raw: dict[str, Any]) -> str:
+    """The one supported name in `architectures`, whose `model_type` must agree."""
+    names = raw.get("architectures") or []
+    known = [name for name in names if name in FAMILIES and FAMILIES[name].model_type == raw.get("model_type")]
+    if len(known) != 1 or len(names) != 1:
+        raise ConfigError(
+            f"config.json: architectures {names} with model_type {raw.get('model_type')!r} is not supported; "
+            f"supported are: {', '.join(FAMILIES)}"
+        )
+    return str(known[0])
+
+
+def _refuse_quantized(raw: dict[str, Any]) -> None:
+    if raw.get("quantization_config"):
+        raise ConfigError(
+            "config.json: quantization_config is not supported; use a checkpoint in float32, bfloat16 or float16"
+        )
+
+
+def _refuse_partial_ropes(config: ModelConfig) -> None:
+    parts = {rope.rotary_dim / config.head_dim for rope in config.ropes.values()} - {1.0}
+    if parts:
+        raise ConfigError(
+            f"config.json: partial_rotary_factor {parts.pop()} is not supported for {config.architecture}; "
+            "supported is: 1.0"
+        )
+
+
+def _transformers_config(path: Path) -> Any:
+    try:
+        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # its validators raise many types, all of them about this one file
+        raise ConfigError(f"{path / 'config.json'}: {error}") from error

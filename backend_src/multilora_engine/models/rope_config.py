@@ -1,0 +1,92 @@
+"""`Rope`: the rotary embeddings of some layers, as `config.json` describes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from multilora_engine.errors import ConfigError
+
+_NUMBERS = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor", "original_max_position_embeddings"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "longrope": ("original_max_position_embeddings",),
+}
+"""rope_type -> the numbers it cannot do without."""
+
+_LISTS = {"longrope": ("short_factor", "long_factor")}
+"""rope_type -> the lists it cannot do without: a number for each pair of dimensions."""
+
+_ALL_LAYERS = "all"
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary embeddings: the first `rotary_dim` elements of each head turn in pairs, the others stay.
+
+    scaling: the normalised Hugging Face dict (`rope_type` llama3, linear, yarn, dynamic, longrope; `factor`, ...), or
+        None.
+    is_interleaved: elements 2i and 2i + 1 form a pair, as in GPT-J; otherwise i and i + rotary_dim / 2.
+    """
+
+    theta: float
+    rotary_dim: int
+    max_position_embeddings: int
+    scaling: Mapping[str, Any] | None = None
+    is_interleaved: bool = False
+
+
+def read_ropes(hf: Any, head_dim: int) -> tuple[dict[str, Rope], tuple[str | None, ...]]:
+    """The rotary embeddings by name, and the name for each layer. Raises ConfigError.
+
+    hf: of a family whose `rope_parameters` are one dict for all layers, or one for each of its layer types.
+    """
+    parameters = dict(hf.rope_parameters)
+    num_layers = int(hf.num_hidden_layers)
+    if not any(isinstance(value, dict) for value in parameters.values()):
+        return {_ALL_LAYERS: _read_rope(parameters, hf, head_dim)}, (_ALL_LAYERS,) * num_layers
+    return {kind: _read_rope(parameters[kind], hf, head_dim) for kind in set(hf.layer_types)}, tuple(hf.layer_types)
+
+
+def _read_rope(parameters: Mapping[str, Any], hf: Any, head_dim: int) -> Rope:
+    rope_type = parameters.get("rope_type")
+    if rope_type not in _NUMBERS:
+        raise ConfigError(
+            f"config.json: rope_type {rope_type!r} is not supported; supported are: {', '.join(_NUMBERS)}"
+        )
+    rotary_dim = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
+    _check_rotary_dim(rotary_dim, head_dim, parameters)
+    _check_numbers(parameters, rope_type)
+    _check_lists(parameters, rope_type, rotary_dim)
+    scaling = None if rope_type == "default" else parameters
+    return Rope(float(parameters["rope_theta"]), rotary_dim, hf.max_position_embeddings, scaling)
+
+
+def _check_rotary_dim(rotary_dim: int, head_dim: int, parameters: Mapping[str, Any]) -> None:
+    if rotary_dim % 2 or not 2 <= rotary_dim <= head_dim:
+        raise ConfigError(
+            f"config.json: partial_rotary_factor {parameters.get('partial_rotary_factor', 1.0)} turns {rotary_dim} of "
+            f"{head_dim} elements of a head; an even number from 2 to {head_dim} is needed"
+        )
+
+
+def _check_numbers(parameters: Mapping[str, Any], rope_type: str) -> None:
+    for name in ("rope_theta", *_NUMBERS[rope_type]):
+        value = parameters.get(name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+            raise ConfigError(f"config.json: rope_type {rope_type!r} needs a positive {name}, got {value!r}")
+
+
+def _check_lists(parameters: Mapping[str, Any], rope_type: str, rotary_dim: int) -> None:
+    for name in _LISTS.get(rope_type, ()):
+        values = parameters.get(name)
+        is_list = isinstance(values, list) and all(isinstance(value, int | float) and value > 0 for value in values)
+        if not is_list or len(values or ()) != rotary_dim // 2:
+            raise ConfigError(
+                f"config.json: rope_type {rope_type!r} needs a {name} of {rotary_dim // 2} positive numbers, "
+                f"got {values!r}"
+            )

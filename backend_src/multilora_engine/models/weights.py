@@ -1,0 +1,177 @@
+"""How the weights of linears are stored: the seam between a model and its checkpoint.
+
+A `WeightFormat` makes the weight of each linear. The weight says which tensors of a checkpoint fill it, and multiplies.
+A model asks for nothing else, so a format that stores packed integers needs no change of any model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from multilora_engine.execution.forward_batch import LoRABatch
+from multilora_kernels import HugePages, PackedWeight, lora_linear, packed_linear
+
+FLOAT_DTYPES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The device that a model lies on, and its types.
+
+    dtype: of activations, norms and biases, and of all arithmetic. weight_dtype: of stored linears and embeddings; the
+    two differ on a CPU only, which reads bytes slower than it multiplies.
+    """
+
+    dtype: torch.dtype
+    weight_dtype: torch.dtype
+    device: torch.device
+    _pages: HugePages = field(default_factory=HugePages, init=False, repr=False, compare=False)
+
+    def weight(self, out_features: int, in_features: int) -> PackedWeight:
+        """An uninitialised weight of a linear. On a CPU weights lie in memory in the order of these calls."""
+        return PackedWeight.empty(out_features, in_features, self.weight_dtype, self.device, self.dtype, self._pages)
+
+    def embeddings(self, num_embeddings: int, size: int) -> PackedWeight:
+        """Uninitialised embeddings of a model whose head is another weight: plain rows are quicker to look up."""
+        rows = torch.empty(num_embeddings, size, dtype=self.weight_dtype, device=self.device)
+        return PackedWeight(rows, num_embeddings)
+
+    def vectors(self, *shape: int) -> torch.Tensor:
+        """Uninitialised norms or biases."""
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+
+class Destination(Protocol):
+    """The place of one tensor of a checkpoint. dtypes: the stored types that it takes."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    @property
+    def dtypes(self) -> frozenset[torch.dtype]: ...
+
+    def copy_(self, values: torch.Tensor, /) -> object: ...
+
+    def tensor(self) -> torch.Tensor:
+        """The tensor as the checkpoint has it."""
+        ...
+
+
+@dataclass(frozen=True)
+class VectorPlace:
+    """A norm or a bias. offset: added to the checkpoint's values; Gemma stores norms less one."""
+
+    values: torch.Tensor
+    offset: float = 0.0
+    dtypes: frozenset[torch.dtype] = FLOAT_DTYPES
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.values.shape
+
+    def copy_(self, values: torch.Tensor, /) -> None:
+        self.values.copy_(values.float() + self.offset if self.offset else values)
+
+    def tensor(self) -> torch.Tensor:
+        return self.values - self.offset
+
+
+@dataclass(frozen=True)
+class WeightRows:
+    """The rows first .. first + count of a packed weight."""
+
+    weight: PackedWeight
+    first: int
+    count: int
+    dtypes: frozenset[torch.dtype] = FLOAT_DTYPES
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((self.count, self.weight.shape[1]))
+
+    def copy_(self, values: torch.Tensor, /) -> None:
+        self.weight.copy_rows(self.first, values)
+
+    def tensor(self) -> torch.Tensor:
+        return self.weight.rows(self.first, self.count)
+
+
+@dataclass(frozen=True)
+class StoredPart:
+    """One linear of a checkpoint: `name`.weight is the rows first .. first + count of a fused weight."""
+
+    name: str
+    first: int
+    count: int
+
+
+class LinearWeight(Protocol):
+    """The weight W [out_features, in_features] of one linear, stored in some format."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    @property
+    def packed(self) -> PackedWeight | None:
+        """The weight for a whole layer in one call (`decoder_layers`); None where this format has no such call."""
+        ...
+
+    def checkpoint_tensors(self, parts: Sequence[StoredPart]) -> dict[str, Destination]:
+        """The places of all tensors that the checkpoint has of `parts`, by their names."""
+        ...
+
+    def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """x W^T + bias. x: [num_tokens, in_features]. Returns [num_tokens, out_features]."""
+        ...
+
+    def product_with_adapters(
+        self, x: torch.Tensor, bias: torch.Tensor | None, first_column: int, slice_sizes: Sequence[int], lora: LoRABatch
+    ) -> torch.Tensor:
+        """x W^T plus each token's adapter, then the bias. The slices of W are the tables' columns from first_column."""
+        ...
+
+
+class WeightFormat(Protocol):
+    """Makes the weights of a model's linears, all stored in one way."""
+
+    def linear(self, out_features: int, in_features: int) -> LinearWeight: ...
+
+
+@dataclass(frozen=True)
+class FloatWeight:
+    """A weight stored as floats."""
+
+    weight: PackedWeight
+
+    @property
+    def num_bytes(self) -> int:
+        return self.weight.data.nbytes
+
+    @property
+    def packed(self) -> PackedWeight | None:
+        return self.weight if self.weight.is_packed else None
+
+    def checkpoint_tensors(self, parts: Sequence[StoredPart]) -> dict[str, Destination]:
+        return {f"{part.name}.weight": WeightRows(self.weight, part.first, part.count) for part in parts}
+
+    def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return packed_linear(x, self.weight, bias)
+
+    def product_with_adapters(
+        self, x: torch.Tensor, bias: torch.Tensor | None, first_column: int, slice_sizes: Sequence[int], lora: LoRABatch
+    ) -> torch.Tensor:
+        return lora_linear(x, self.weight, lora.tables, first_column, slice_sizes, lora.segments, bias)
+
+
+@dataclass(frozen=True)
+class FloatFormat:
+    """float32, bfloat16 or float16, as the placement says."""
+
+    placement: Placement
+
+    def linear(self, out_features: int, in_features: int) -> FloatWeight:
+        return FloatWeight(self.placement.weight(out_features, in_features))

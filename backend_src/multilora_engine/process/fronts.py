@@ -1,0 +1,91 @@
+"""`Fronts`: the engine's end of the wire to its fronts."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import zmq
+
+from multilora_engine.engine_info import EngineInfo
+from multilora_engine.process.messages import PROTOCOL_VERSION, FromEngine, Hello, Outputs, Refused, Welcome, encode
+from multilora_engine.process.outbox import Outbox
+from multilora_engine.request import TokenOutput
+
+logger = logging.getLogger(__name__)
+
+
+class Fronts:
+    """The fronts that have been welcomed, over one ROUTER socket. One message per front and flush.
+
+    ZeroMQ's own thread writes to the sockets. A front that does not read delays nobody: its outputs wait here, and the
+    outputs of one request are joined when the front reads again.
+    """
+
+    def __init__(self, router: zmq.Socket[bytes], on_gone: Callable[[bytes], None]) -> None:
+        """on_gone: called with a front whose process has ended."""
+        self._router = router
+        self._on_gone = on_gone
+        self._welcomed: set[bytes] = set()
+        self._outbox = Outbox()
+
+    def __contains__(self, front: bytes) -> bool:
+        return front in self._welcomed
+
+    @property
+    def has_unsent(self) -> bool:
+        return bool(self._outbox)
+
+    def receive(self) -> tuple[bytes, memoryview, memoryview] | None:
+        """The next message as front, message, and the frame behind it, which may be empty; None if there is none."""
+        try:
+            front, message, *payload = self._router.recv_multipart(zmq.DONTWAIT, copy=False)
+        except zmq.Again:
+            return None
+        return front.bytes, message.buffer, payload[0].buffer if payload else memoryview(b"")
+
+    def greet(self, front: bytes, hello: Hello, info: EngineInfo) -> None:
+        """Welcome a front that speaks this version of the protocol, and refuse another."""
+        if hello.protocol_version == PROTOCOL_VERSION:
+            self._welcomed.add(front)
+            self.send(front, Welcome(info))
+            return
+        reason = (
+            f"the front speaks protocol version {hello.protocol_version} and the engine {PROTOCOL_VERSION}; "
+            "restart the server after an update, so that both run the same multilora_engine"
+        )
+        logger.error("front refused: %s", reason)
+        self.send(front, Refused(reason))
+
+    def send(self, front: bytes, message: FromEngine) -> None:
+        """Send a message that is no output. A front that has not read its earlier messages does not get it."""
+        if self._address(front):
+            self._router.send(encode(message))
+
+    def add(self, front: bytes, output: TokenOutput) -> None:
+        """Have an output sent by the next `flush` that the front can take it from."""
+        self._outbox.add(front, output)
+
+    def flush(self) -> None:
+        """Send each front the outputs that wait for it."""
+        for front in self._outbox.fronts:
+            if self._address(front):
+                self._router.send(encode(Outputs(self._outbox.take(front))))
+
+    def _address(self, front: bytes) -> bool:
+        """Begin a message to a front. False if it is gone, or has not read its earlier messages."""
+        try:
+            self._router.send(front, zmq.SNDMORE | zmq.DONTWAIT)
+        except zmq.Again:
+            return False
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            self._drop(front)
+            return False
+        return True
+
+    def _drop(self, front: bytes) -> None:
+        self._welcomed.discard(front)
+        self._outbox.take(front)
+        self._on_gone(front)

@@ -1,0 +1,127 @@
+"""Parses a request to a generation model: generate, store an adapter, or stop."""
+
+from __future__ import annotations
+
+import math
+
+from multilora_engine.engine_info import EngineInfo
+from multilora_engine.errors import InvalidRequest, Unsupported
+from multilora_engine.request import SamplingParams
+from multilora_engine.serving.calls import GenerateCall, UploadCall
+from multilora_engine.serving.inputs import InputTensors
+from multilora_engine.serving.prompts import encode_messages, encode_text
+from multilora_engine.serving.sampling_inputs import MAX_TOKENS, in_range, read_sampling
+from multilora_engine.serving.sent_adapter import check_adapter_tensors, has_weights, read_adapter, read_task_id
+from multilora_engine.serving.unsupported import refuse_unsupported
+from multilora_engine.text.tokenizer import Tokenizer
+
+_PROMPTS = ("text_input", "messages", "input_ids")
+
+_MAX_SEQUENCES = 128
+"""Answers to one prompt; each is a request to the engine."""
+
+
+def is_stop(inputs: InputTensors) -> bool:
+    """Whether a request only wants the requests of its own id to end; its other tensors are dummies."""
+    return inputs.common("stop", default=False)
+
+
+def read_call(inputs: InputTensors, info: EngineInfo, tokenizer: Tokenizer) -> GenerateCall | UploadCall:
+    """Raises InvalidRequest or Unsupported. Only a `SentAdapter` keeps memory of the request."""
+    refuse_unsupported(inputs)
+    check_adapter_tensors(inputs)
+    if has_weights(inputs) and not inputs.present(*_PROMPTS, *MAX_TOKENS):
+        return UploadCall(read_adapter(inputs, info), lora_name=inputs.text("lora_name", 0) or "")
+    return _read_generate(inputs, info, tokenizer)
+
+
+def _read_generate(inputs: InputTensors, info: EngineInfo, tokenizer: Tokenizer) -> GenerateCall:
+    rows = range(inputs.num_rows(_prompt_name(inputs)))
+    sampling = [read_sampling(inputs, row, info, tokenizer) for row in rows]
+    is_streaming = inputs.common("streaming", default=False)
+    return GenerateCall(
+        sampling=sampling,
+        num_sequences=_read_num_sequences(inputs, _beam_width(sampling, is_streaming)),
+        prompts=[
+            _truncated(_read_prompt(inputs, row, info, tokenizer), inputs, row, sampling[row].max_tokens, info)
+            for row in rows
+        ],
+        lora_task_ids=[read_task_id(inputs, row) for row in rows],
+        lora_names=[inputs.text("lora_name", row) or "" for row in rows],
+        priorities=[inputs.scalar("priority", row) or 0 for row in rows],
+        is_streaming=is_streaming,
+        excludes_input=inputs.common("exclude_input_in_output", default=info.exclude_input_in_output),
+        pad_id=_read_pad_id(inputs, info),
+        vocab_size=info.vocab_size,
+        returns_perf=inputs.common("return_perf_metrics", default=False),
+        returns_kv_cache=inputs.common("return_kv_cache_reuse_stats", default=False),
+        adapter=read_adapter(inputs, info) if has_weights(inputs) else None,
+    )
+
+
+def _prompt_name(inputs: InputTensors) -> str:
+    present = inputs.present(*_PROMPTS)
+    if len(present) != 1:
+        found = " and ".join(present) or "none of them"
+        raise InvalidRequest(f"a request needs exactly one of {', '.join(_PROMPTS)}; it has {found}")
+    return present[0]
+
+
+def _read_prompt(inputs: InputTensors, row: int, info: EngineInfo, tokenizer: Tokenizer) -> list[int]:
+    if (text := inputs.text("text_input", row)) is not None:
+        return encode_text(text, tokenizer, info, info.add_special_tokens)
+    if (messages := inputs.text("messages", row)) is not None:
+        return encode_messages(messages, tokenizer, info)
+    return _read_input_ids(inputs, row)
+
+
+def _read_input_ids(inputs: InputTensors, row: int) -> list[int]:
+    token_ids: list[int] = inputs.vector("input_ids", row) or []
+    length = inputs.scalar("input_lengths", row)
+    if length is not None and not 0 <= length <= len(token_ids):
+        raise InvalidRequest(f"input_lengths is {length}, expected 0 .. {len(token_ids)}, the width of input_ids")
+    token_ids = token_ids[:length]
+    if not token_ids:
+        raise InvalidRequest("empty prompt: input_ids holds no tokens")
+    return token_ids
+
+
+def _truncated(prompt: list[int], inputs: InputTensors, row: int, max_tokens: int, info: EngineInfo) -> list[int]:
+    """The end of a prompt that `truncate_prompt_tokens` keeps; -1: as many as leave room for `max_tokens`."""
+    num_tokens = in_range(inputs, "truncate_prompt_tokens", row, -1, math.inf)
+    if num_tokens is None:
+        return prompt
+    if num_tokens == 0:
+        raise InvalidRequest("truncate_prompt_tokens is 0, expected -1 (as many as there is room for) or a number > 0")
+    if num_tokens == -1 and (num_tokens := info.max_model_len - max_tokens) < 1:
+        raise InvalidRequest(
+            f"truncate_prompt_tokens is -1, and max_tokens {max_tokens} leaves no room for a prompt: max_model_len is "
+            f"{info.max_model_len}"
+        )
+    return prompt[-num_tokens:]
+
+
+def _beam_width(sampling: list[SamplingParams], is_streaming: bool) -> int:
+    widths = {row.beam_width for row in sampling}
+    if len(widths) > 1:
+        raise InvalidRequest("beam_width must be the same in every row of a request")
+    if is_streaming and widths != {1}:
+        raise Unsupported(f"beam_width {widths.pop()} together with streaming: what beams say changes until the end")
+    return widths.pop()
+
+
+def _read_num_sequences(inputs: InputTensors, beam_width: int) -> int:
+    """Of a beam search at most, and unless told otherwise, all beams."""
+    name = "num_return_sequences"
+    rows = range(inputs.num_rows(name)) if name in inputs else range(0)
+    most = beam_width if beam_width > 1 else _MAX_SEQUENCES
+    counts = {in_range(inputs, name, row, 1, most) for row in rows} or {beam_width}
+    if len(counts) > 1:
+        raise InvalidRequest(f"{name} must be the same in every row of a request")
+    return int(counts.pop())
+
+
+def _read_pad_id(inputs: InputTensors, info: EngineInfo) -> int:
+    """What shorter rows of `output_ids` are filled up with: `pad_id`, `end_id`, the model's end token, or 0."""
+    candidates = (inputs.scalar("pad_id", 0), inputs.scalar("end_id", 0), *info.end_token_ids)
+    return next((token_id for token_id in candidates if token_id is not None and token_id >= 0), 0)

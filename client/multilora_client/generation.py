@@ -1,0 +1,97 @@
+"""`Generation` and `Chunk`: a whole answer, and a piece of a streamed one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class PromptTokens:
+    """The tokens of a prompt, special ones included, and how likely each was behind those before it.
+
+    tokens: the bytes of each token, special ones spelled by their names, and then those of its likeliest ones.
+    log_probs: of each token; the first one has nothing before it and 0.0.
+    top_log_probs: in the place of each token the likeliest ones, best first, as (token id, log-prob); none in the place
+        of the first.
+    """
+
+    token_ids: list[int]
+    tokens: list[list[bytes]]
+    log_probs: list[float]
+    top_log_probs: list[list[tuple[int, float]]]
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """One of the answers that a request asked for at once.
+
+    log_probs: of each token, when asked for. top_log_probs: of each token the likeliest ones in its place, best first,
+        as (token id, log-prob). tokens: the UTF-8 bytes of each token, maybe part of a character, and then those of
+        its likeliest ones. cum_log_prob: the sum over the tokens, None when not asked for.
+    generation_logits: float32 [tokens, vocab] or None, what each token was chosen by. num_output_tokens: also from
+        models that return text only.
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None
+    log_probs: list[float] = field(default_factory=list)
+    top_log_probs: list[list[tuple[int, float]]] = field(default_factory=list)
+    cum_log_prob: float | None = None
+    generation_logits: NDArray[np.float32] | None = field(default=None, compare=False)
+    num_output_tokens: int | None = None
+    tokens: list[list[bytes]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a whole answer and a piece of one have in common.
+
+    text: the completion without the prompt. token_ids: its tokens, empty from models that return text only.
+    finish_reason: `stop` (end token or stop word), `length` (max_tokens or the context used up) or `cancelled`; None
+        before the end, and from models that do not say.
+    num_input_tokens, num_output_tokens: totals so far, None from models that do not say. num_cached_tokens: how many of
+        the prompt's tokens the server did not compute, since its prefix cache had them.
+    lora_task_id, lora_digest: the adapter that answered, as the server reports it; None and "" for the base model.
+    log_probs .. generation_logits: as in Alternative. context_logits: float32 [tokens, vocab], behind each token of the
+        prompt. prompt: its tokens and their log-probs. Both are None when not asked for, and in all chunks of a
+        sequence but the first.
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None
+    num_input_tokens: int | None
+    num_output_tokens: int | None
+    lora_task_id: int | None
+    lora_digest: str
+    request_id: str
+    log_probs: list[float] = field(default_factory=list, kw_only=True)
+    top_log_probs: list[list[tuple[int, float]]] = field(default_factory=list, kw_only=True)
+    tokens: list[list[bytes]] = field(default_factory=list, kw_only=True)
+    cum_log_prob: float | None = field(default=None, kw_only=True)
+    generation_logits: NDArray[np.float32] | None = field(default=None, compare=False, kw_only=True)
+    context_logits: NDArray[np.float32] | None = field(default=None, compare=False, kw_only=True)
+    prompt: PromptTokens | None = field(default=None, kw_only=True)
+    num_cached_tokens: int | None = field(default=None, kw_only=True)
+
+
+@dataclass(frozen=True)
+class Generation(Answer):
+    """A whole answer. alternatives: all answers, the first of which this one is; the beams of a search best first."""
+
+    alternatives: list[Alternative] = field(default_factory=list, kw_only=True)
+
+
+@dataclass(frozen=True)
+class Chunk(Answer):
+    """A piece of an answer; the texts of all chunks with its `sequence_index` together are the whole one.
+
+    is_final: whether it is the last chunk of the stream, in which every answer has ended.
+    """
+
+    is_final: bool
+    sequence_index: int = 0

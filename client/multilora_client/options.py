@@ -1,0 +1,115 @@
+"""`GenerateOptions` and `ChatOptions`: what requests can ask for, as keyword arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypedDict
+
+DEFAULT_MAX_TOKENS = 128
+
+
+class Message(TypedDict):
+    """One turn of a chat: `role` is system, user or assistant."""
+
+    role: str
+    content: str
+
+
+class ChatOptions(TypedDict, total=False):
+    """A chat in place of a prompt; None is as good as not given.
+
+    messages: turns of a chat, to which the server applies the model's chat template; each is a Message or whatever
+        else the template understands.
+    tools: beside `messages`, what the model may call, for the template; templates without a place for them refuse.
+    chat_template_kwargs: further values by the names that the template knows, such as `enable_thinking`.
+    add_generation_prompt: whether the template opens the assistant's turn. True when not given.
+    continue_final_message: whether the answer goes on with the last of `messages` instead of a new turn.
+    """
+
+    messages: Sequence[Mapping[str, object]] | None
+    tools: Sequence[Mapping[str, object]] | None
+    chat_template_kwargs: Mapping[str, object] | None
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
+
+
+class GenerateOptions(ChatOptions, total=False):
+    """Everything `generate` and `stream` take beside the prompt and the adapter; None is as good as not given.
+
+    Exactly one of the prompt, `messages` and `input_ids` is required.
+
+    input_ids: token ids of the prompt.
+    truncate_prompt_tokens: keep only so many tokens of the prompt, its last ones; -1 for as many as leave room for
+        `max_tokens`.
+    max_tokens: most tokens to generate, 128 when not given; 0 only computes the prompt. min_tokens: least before an end
+        token counts.
+    temperature, top_k, top_p, min_p: sampling. The server is greedy unless one of them is given; `top_k` 0 means no
+        limit.
+    repetition_penalty (1 is none), presence_penalty, frequency_penalty (0 is none): against saying things again.
+    logit_bias: what is added to the logits of tokens, by their ids.
+    seed: makes sampling repeatable.
+    num_return_sequences: so many answers in a Generation's `alternatives`; the chunks of a stream say by their
+        `sequence_index` which of them they are part of.
+    beam_width: more than 1 is beam search, for the likeliest answers, whose log-probs are divided by length
+        ** length_penalty; not for streams. early_stopping, beam_search_diversity_rate: see the server's documentation;
+        not at the ensembles.
+    return_log_probs, num_top_log_probs: tell how likely the tokens were, and so many of the likeliest ones.
+    return_prompt_log_probs, num_prompt_top_log_probs: the same of the prompt's tokens, in an answer's `prompt`; the
+        second one implies the first.
+    return_context_logits, return_generation_logits: the model's own logits.
+    stop_words: texts that end the answer. stop_token_ids: tokens that do. Neither's text is part of the answer, unless
+        include_stop_str_in_output is true. bad_words: texts that are never completed.
+    guide_type, guide: what the answer has to parse as: `json` (without a guide), or `json_schema`, `regex` or
+        `ebnf_grammar` and the text of it.
+    lora_name: the adapter by the name under which the server has it, instead of by its id.
+    end_id: the token that ends the answer instead of the model's own; -1 for none.
+    priority: requests with a smaller number are served first; 0 when not given.
+    timeout_s: seconds after which the server ends the request; the client waits a second longer, then raises TimedOut.
+        Triton passes no timeout on to HTTP streams: there the client ends the request, and raises TimedOut at once.
+    request_id: a name to `stop` the request by; drawn when not given.
+    traceparent: of the W3C trace that the server's spans shall continue, if it makes any: 00-TRACE-SPAN-FLAGS.
+    """
+
+    input_ids: Sequence[int] | None
+    truncate_prompt_tokens: int | None
+    max_tokens: int | None
+    min_tokens: int | None
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    logit_bias: Mapping[int, float] | None
+    seed: int | None
+    num_return_sequences: int | None
+    beam_width: int | None
+    length_penalty: float | None
+    early_stopping: bool | None
+    beam_search_diversity_rate: float | None
+    return_log_probs: bool | None
+    num_top_log_probs: int | None
+    return_prompt_log_probs: bool | None
+    num_prompt_top_log_probs: int | None
+    return_context_logits: bool | None
+    return_generation_logits: bool | None
+    stop_words: Sequence[str] | None
+    stop_token_ids: Sequence[int] | None
+    include_stop_str_in_output: bool | None
+    bad_words: Sequence[str] | None
+    guide_type: str | None
+    guide: str | None
+    lora_name: str | None
+    end_id: int | None
+    priority: int | None
+    timeout_s: float | None
+    request_id: str | None
+    traceparent: str | None
+
+
+def check_names(options: ChatOptions, kind: type[ChatOptions]) -> None:
+    """Raises TypeError as Python does. A misspelt option that was passed over would get the base model's answer."""
+    if unknown := sorted(options.keys() - kind.__annotations__.keys()):
+        hint = "; an adapter is given by adapter=ID or lora_name=" if any("lora" in name for name in unknown) else ""
+        raise TypeError(f"there is no option {', '.join(unknown)}{hint}")

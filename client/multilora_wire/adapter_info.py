@@ -1,0 +1,37 @@
+"""`AdapterInfo`: what a server tells of one adapter."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+Status = Literal["NOT_DOWNLOADED", "DOWNLOADING", "DOWNLOADED", "LOADED", "READY_FOR_USE"]
+"""NOT_DOWNLOADED: a source has it. DOWNLOADING: on its way from there. DOWNLOADED: in host memory or on disk.
+LOADED: on its way to the device. READY_FOR_USE: a step can use it."""
+
+Location = Literal["DEVICE", "HOST", "DISK", "REMOTE"]
+"""The fastest tier that has it. REMOTE: no tier has it, only its source."""
+
+
+class AdapterInfo(msgspec.Struct, frozen=True, gc=False):
+    """One adapter of a server at one moment. Plain values, so that it travels between processes; made by the thousand.
+
+    digest: content of the current version. bytes: what it takes in its tier. ranks: the different ranks of its rows.
+    num_pins: requests that use it. is_pinned: an operator keeps it. last_used_s: seconds since the epoch, of its
+    insertion if no request has used it. num_hits: requests that have used it since it entered the host tier.
+    tenant: whose adapter it is, empty if it belongs to none.
+    """
+
+    lora_task_id: int
+    name: str
+    digest: str
+    status: Status
+    location: Location
+    bytes: int
+    ranks: tuple[int, ...]
+    num_pins: int
+    is_pinned: bool
+    last_used_s: float
+    num_hits: int
+    tenant: str = ""

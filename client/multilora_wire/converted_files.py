@@ -1,0 +1,64 @@
+"""The files of an adapter in the wire format, as TensorRT-LLM's converter writes them.
+
+A directory holds `model.lora_weights.npy` `[1, rows, width]` and `model.lora_config.npy` `[1, rows, 3 or 4]`. Older
+directories have `model.lora_keys.npy` in place of the latter, or no batch dimension. NumPy has no bfloat16: weights of
+that type are two-byte voids of their bits.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+WEIGHTS_FILE = "model.lora_weights.npy"
+CONFIG_FILE = "model.lora_config.npy"
+OLD_CONFIG_FILE = "model.lora_keys.npy"
+
+STORED_BFLOAT16 = np.dtype("V2")
+
+
+class BrokenFiles(Exception):
+    """A directory holds no adapter in the wire format; the text says why, and names files without their directory."""
+
+
+def read_rows(
+    directory: Path, root: Path | None = None, is_mapped: bool = False
+) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    """Weights and config of a directory, `[rows, columns]` each, in whatever type they are stored.
+
+    root: no link may lead out of this directory. is_mapped: the arrays are mapped and read when they are used; what is
+    written to them stays in memory. Raises BrokenFiles.
+    """
+    new, old = directory / CONFIG_FILE, directory / OLD_CONFIG_FILE
+    weights = _read_array(directory / WEIGHTS_FILE, root, is_mapped)
+    return weights, _read_array(old if old.exists() and not new.exists() else new, root, is_mapped)
+
+
+def _read_array(path: Path, root: Path | None, is_mapped: bool) -> npt.NDArray[Any]:
+    real = _real_path(path, root)
+    try:
+        array: npt.NDArray[Any] = np.load(real, mmap_mode="c" if is_mapped else None, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise BrokenFiles(f"{path.name} is not a readable .npy array without pickled objects: {error}") from None
+    if not isinstance(array, np.ndarray):
+        raise BrokenFiles(f"{path.name} is an archive, not a .npy array")
+    if array.ndim == 3 and array.shape[0] == 1:
+        return array.squeeze(axis=0)
+    if array.ndim != 2:
+        raise BrokenFiles(f"{path.name} has shape {list(array.shape)}; [rows, columns] or [1, rows, columns] is read")
+    return array
+
+
+def _real_path(path: Path, root: Path | None) -> Path:
+    try:
+        real = path.resolve(strict=True)
+    except OSError:
+        raise BrokenFiles(f"{path.name} is missing") from None
+    if root is not None and not real.is_relative_to(root.resolve()):
+        raise BrokenFiles(f"{path.name} is a link out of the directory")
+    if not real.is_file():
+        raise BrokenFiles(f"{path.name} is not a file")
+    return real

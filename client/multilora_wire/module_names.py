@@ -1,0 +1,42 @@
+"""Which wire module a linear of a Hugging Face model is, by its name within a decoder layer.
+
+Upstream's names mislead: `mlp_h_to_4h` (5) is the linear under the activation, `gate_proj`, and `mlp_gate` (7) is the
+linear that the activation is multiplied with, `up_proj`. See `sites.decoder_sites` for sizes and columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+ATTN_QKV, ATTN_Q, ATTN_K, ATTN_V, ATTN_DENSE = range(5)
+MLP_H_TO_4H, MLP_4H_TO_H, MLP_GATE = range(5, 8)
+MLP_GATE_UP = 18
+
+UPSTREAM_NAMES: Mapping[int, str] = {
+    ATTN_QKV: "attn_qkv",
+    ATTN_Q: "attn_q",
+    ATTN_K: "attn_k",
+    ATTN_V: "attn_v",
+    ATTN_DENSE: "attn_dense",
+    MLP_H_TO_4H: "mlp_h_to_4h",
+    MLP_4H_TO_H: "mlp_4h_to_h",
+    MLP_GATE: "mlp_gate",
+    MLP_GATE_UP: "mlp_gate_up",
+}
+
+MODULE_IDS: Mapping[str, int] = {
+    "self_attn.qkv_proj": ATTN_QKV,
+    "self_attn.q_proj": ATTN_Q,
+    "self_attn.k_proj": ATTN_K,
+    "self_attn.v_proj": ATTN_V,
+    "self_attn.o_proj": ATTN_DENSE,
+    "mlp.gate_proj": MLP_H_TO_4H,
+    "mlp.up_proj": MLP_GATE,
+    "mlp.down_proj": MLP_4H_TO_H,
+    "mlp.gate_up_proj": MLP_GATE_UP,
+    # An MLP without a gate, as StarCoder 2's.
+    "mlp.c_fc": MLP_H_TO_4H,
+    "mlp.c_proj": MLP_4H_TO_H,
+}
+"""Module ids by Hugging Face's names. The fused ones compute q | k | v and gate | up there; upstream's `mlp_gate_up`
+computes up | gate."""

@@ -1,0 +1,59 @@
+"""An attack in a process of its own, whose interpreter the victim's clock does not share."""
+
+from __future__ import annotations
+
+import multiprocessing
+from multiprocessing.connection import Connection
+from typing import Self
+
+from trials.doors import Attack, Doors, Leak
+
+TIMEOUT_S = 60.0
+
+
+class Attacker:
+    """Waits with all modules loaded until it is told to attack. Ends with the context, whatever it is doing."""
+
+    def __init__(self, attack: Attack, doors: Doors) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        self._connection, self._theirs = spawn.Pipe()
+        self._process = spawn.Process(target=_attack, args=(attack, doors, self._theirs), daemon=True)
+
+    def __enter__(self) -> Self:
+        self._process.start()
+        self._theirs.close()  # so that its end is seen here
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.join()
+
+    def wait_ready(self) -> None:
+        self._connection.recv()
+
+    def carry_out(self) -> tuple[str, str]:
+        """What the attacker met, and what it learnt that is not its own; empty if nothing."""
+        try:
+            self._connection.send("attack")
+            if not self._connection.poll(TIMEOUT_S):
+                return f"not over after {TIMEOUT_S:.0f} s", ""
+            met, leak = self._connection.recv()
+        except (BrokenPipeError, EOFError):
+            self._process.join()
+            return f"its process ended with status {self._process.exitcode}", "not tried"
+        return met, leak
+
+
+def _attack(attack: Attack, doors: Doors, connection: Connection) -> None:
+    connection.send("ready")
+    connection.recv()
+    connection.send(_carried_out(attack, doors))
+
+
+def _carried_out(attack: Attack, doors: Doors) -> tuple[str, str]:
+    try:
+        return attack(doors), ""
+    except Leak as leak:
+        return str(leak), "tells"
+    except Exception as error:  # an attack that errs is a row that says so
+        return f"{type(error).__name__}: {error}"[:200], "not tried"

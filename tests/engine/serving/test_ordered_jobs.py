@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import partial
+from random import Random
+
+import pytest
+from support.fronts import TIMEOUT_S
+
+from multilora_engine.serving.ordered_jobs import OrderedJobs
+
+
+@pytest.fixture
+def jobs() -> Iterator[OrderedJobs]:
+    jobs = OrderedJobs(2, "test")
+    yield jobs
+    jobs.close()
+
+
+def test_a_short_job_runs_at_once_on_the_thread_that_submits_it(jobs: OrderedJobs) -> None:
+    threads: list[int] = []
+    may_end = threading.Event()
+    jobs.submit(["other"], lambda: assert_set(may_end), is_long=True)
+    jobs.submit(["a"], lambda: threads.append(threading.get_ident()), is_long=False)
+    assert threads == [threading.get_ident()]
+    may_end.set()
+
+
+def test_a_job_waits_for_the_earlier_ones_with_its_key_and_keeps_no_thread_meanwhile(jobs: OrderedJobs) -> None:
+    may_end, done, others = threading.Event(), list[str](), threading.Event()
+    jobs.submit(["a"], lambda: (assert_set(may_end), done.append("long"))[0], is_long=True)
+    for i in range(3):
+        jobs.submit(["a", i], partial(done.append, f"short {i}"), is_long=False)
+    jobs.submit(["b"], others.set, is_long=True)
+    assert others.wait(TIMEOUT_S)
+    assert done == []
+    may_end.set()
+    jobs.close()
+    assert done == ["long", "short 0", "short 1", "short 2"]
+
+
+def test_jobs_of_a_key_run_one_by_one_in_their_order_whatever_else_they_wait_for(jobs: OrderedJobs) -> None:
+    random, running = Random(0), set[str]()
+    submitted, run = defaultdict[str, list[int]](list), defaultdict[str, list[int]](list)
+    lock = threading.Lock()
+
+    def work(number: int, keys: list[str]) -> None:
+        with lock:
+            assert running.isdisjoint(keys)
+            running.update(keys)
+        for key in keys:
+            run[key].append(number)
+        with lock:
+            running.difference_update(keys)
+
+    for number in range(2000):
+        keys = random.sample("abcde", random.randint(1, 3))
+        for key in keys:
+            submitted[key].append(number)
+        jobs.submit(keys, partial(work, number, keys), is_long=random.random() < 0.5)
+    jobs.close()
+    assert run == submitted
+
+
+def assert_set(event: threading.Event) -> None:
+    assert event.wait(TIMEOUT_S)
