@@ -197,7 +197,7 @@ def test_logits_match_transformers_for_chunked_prefill_and_decode_in_one_batch(
         torch.testing.assert_close(torch.cat(rows), expected, atol=ATOL, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3 biases and windows"])
+@pytest.mark.parametrize("name", ["llama", "qwen3 biases and windows", "gemma2", "glm4", "cohere2"])
 def test_plain_pytorch_attends_where_no_operator_is_compiled(
     name: str,
     tmp_path: Path,
@@ -213,7 +213,7 @@ def test_plain_pytorch_attends_where_no_operator_is_compiled(
     )
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3 biases and windows"])
+@pytest.mark.parametrize("name", ["llama", "qwen3 biases and windows", "gemma2", "glm4", "cohere2"])
 def test_the_operator_may_attend_to_decoding_sequences_only_as_on_a_gpu(
     name: str,
     tmp_path: Path,
