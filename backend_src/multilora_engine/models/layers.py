@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 
 from multilora_engine.execution.forward_batch import LoRABatch
 from multilora_engine.models.attention import AttentionPlan, attend
 from multilora_engine.models.builder import Builder
 from multilora_engine.models.norms import Norm
 from multilora_engine.models.rotary import Rotation
-from multilora_kernels import AttentionOptions, LayerStep, PackedLayer, silu_mul
+from multilora_kernels import AttentionOptions, LayerStep, PackedLayer, gelu_tanh, gelu_tanh_mul, silu_mul
 from multilora_wire.sites import GATED_MLP
 
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -124,7 +123,7 @@ class PlainMLP:
         self._second = builder.linear([second], builder.config.mlp_bias)
 
     def forward(self, x: torch.Tensor, lora: LoRABatch | None) -> torch.Tensor:
-        return self._second.forward(F.gelu(self._first.forward(x, lora), approximate="tanh"), lora)
+        return self._second.forward(gelu_tanh(self._first.forward(x, lora)), lora)
 
 
 class Layer(Protocol):
@@ -188,10 +187,4 @@ class SandwichLayer:
         return x, self._behind[1].forward(self.mlp.forward(normed, step.lora))
 
 
-def _gelu_tanh_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """gelu_tanh(gate) * up, the halves of each row."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.gelu(gate, approximate="tanh") * up
-
-
-_PRODUCTS = {"silu": silu_mul, "gelu_tanh": _gelu_tanh_mul}
+_PRODUCTS = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul}

@@ -1,4 +1,9 @@
-"""The families that are served: how each reads `config.json`, and what its layers are."""
+"""The families that are served: how each reads `config.json`, and what its layers are.
+
+To add one: a file with a function that adds the family's numbers to a `ModelConfig`, and an `Architecture` whose layers
+are made of the pieces in `layers.py` or are a class of their own; a row in `FAMILIES`; a tiny random model of it in
+tests/engine/models/test_decoder.py and tests/engine/test_parity.py, which compare with transformers and PEFT.
+"""
 
 from __future__ import annotations
 
