@@ -210,9 +210,9 @@ LONG_ARRIVAL = st.tuples(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
-    arrivals=st.lists(LONG_ARRIVAL, min_size=1, max_size=MAX_ARRIVALS),
+    arrivals=st.lists(LONG_ARRIVAL, min_size=1, max_size=8),
     target_s=st.sampled_from([None, 0.030, 0.060]),
     seed=st.integers(0, 1 << 30),
 )
@@ -220,8 +220,10 @@ def test_no_running_answer_waits_longer_than_the_target_and_no_prompt_longer_tha
     arrivals: list[tuple[int, int, None, int, int, Sender]], target_s: float | None, seed: int
 ) -> None:
     pending, rng = list(arrivals), Random(seed)
-    world = World(num_blocks=3000, max_num_seqs=16, budget=256, pace=known_pace(target_s))
-    while pending or world.alive:
+    world = World(num_blocks=700, max_num_seqs=16, budget=256, pace=known_pace(target_s))
+    for _ in range(3000):
+        if not pending and not world.alive:
+            break
         if pending and rng.random() < 0.3:
             world.add(*pending.pop())
         running = [s for s in world.alive if s.status is SequenceStatus.RUNNING and s.output_token_ids]
@@ -229,6 +231,7 @@ def test_no_running_answer_waits_longer_than_the_target_and_no_prompt_longer_tha
         assert world.scheduler.num_preemptions == 0
         if running:
             check_pace(step, running, target_s, world)
+    assert not world.alive, "never finished"
 
 
 def check_pace(step: list[ScheduledSequence], running: list[Sequence], target_s: float | None, world: World) -> None:
@@ -246,7 +249,8 @@ def check_pace(step: list[ScheduledSequence], running: list[Sequence], target_s:
     assert cost.seconds(work) <= longest + PROMPT_TOKEN_S + DECODE_S
     has_more = any(s.num_tokens - s.num_computed_tokens > 1 for s in world.alive if s.status is SequenceStatus.RUNNING)
     if has_more and sum(scheduled.num_tokens for scheduled in step) < world.budget:
-        assert work.num_prompt_tokens * PROMPT_TOKEN_S >= decode_s / 2 - PROMPT_TOKEN_S, "less than a third for prompts"
+        num_prompt_tokens = sum(scheduled.num_tokens for scheduled in step if scheduled.sequence not in running)
+        assert (num_prompt_tokens + 1) * PROMPT_TOKEN_S >= decode_s / 2, "less than a third for prompts"
 
 
 def test_decodes_come_before_prompts_and_long_prompts_are_cut_into_chunks() -> None:
