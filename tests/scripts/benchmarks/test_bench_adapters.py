@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support.adapters import TINY
 
-from benchmarks.adapter_bench import MODULES, RANKS, Bench, random_wire
+from benchmarks.adapter_bench import RANKS, Bench, random_wire
 from benchmarks.bench_adapters import num_parameters, pause_rows, throughput_run, way_in_rows
 from checkpoints.tiny_llama import save_tiny_llama
 
@@ -21,8 +21,8 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 def test_a_random_adapter_has_the_parameters_of_the_formula() -> None:
     weights, config = random_wire(TINY, 4, seed=0)
     sizes = [24 + 40, 24 + 8, 24 + 8, 40 + 24, 24 + 56, 56 + 24, 24 + 56]
-    assert int(weights.count_nonzero()) == num_parameters(TINY, 4) == TINY.num_layers * 4 * sum(sizes)
-    assert config.tolist() == [[m, layer, 4, 0] for layer in range(TINY.num_layers) for m in MODULES]
+    assert int(weights.count_nonzero()) == num_parameters(TINY, 4) == TINY.sites.num_layers * 4 * sum(sizes)
+    assert config.tolist() == [[m, layer, 4, 0] for layer in range(TINY.sites.num_layers) for m in range(1, 8)]
 
 
 @pytest.mark.parametrize("population", [5, 40])
