@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
 _TESTS = Path(__file__).parent
 
@@ -17,13 +19,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is marked `long`, without --all; keep the tests of a file, and those of e2e/, in one process."""
+    """Leave out what is marked `long`, without --all."""
     left_out = [] if config.getoption("--all") else [item for item in items if is_long(item)]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
-    for item in items:
-        path = item.path.relative_to(_TESTS)
-        item.add_marker(pytest.mark.xdist_group("e2e" if path.parts[0] == "e2e" else str(path)))
+
+
+class FilesStayTogether(LoadScopeScheduling):
+    """The tests of a file, and those of e2e/, run in one process: they share servers and models."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.split("::", 1)[0]
+        return "e2e" if file.startswith("tests/e2e/") else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> FilesStayTogether:
+    return FilesStayTogether(config, log)
 
 
 def is_long(item: pytest.Item) -> bool:

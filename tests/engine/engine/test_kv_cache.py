@@ -14,12 +14,13 @@ from multilora_engine.engine.sequence import Sequence
 from multilora_engine.lora.cached_adapter import CachedAdapter
 from multilora_engine.request import GenerationRequest, SamplingParams, Sender
 from multilora_engine.text.text_stream import TextStream
+from multilora_wire.layout import PageShape
 
 BLOCK_SIZE = 4
 
 
 def sequence(tokens: list[int], digest: str | None = None, tenant: str = "") -> Sequence:
-    adapter = None if digest is None else CachedAdapter(7, digest, ranks=(), num_pages=0)
+    adapter = None if digest is None else CachedAdapter(7, digest, ranks=(), shape=PageShape(0))
     sender = Sender(tenant=tenant, name=tenant)
     request = GenerationRequest("r", tokens, SamplingParams(max_tokens=1), sender=sender)
     return Sequence(request, 0, adapter, cast(TextStream, None), Random(0), max_output_tokens=1)
