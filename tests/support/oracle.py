@@ -26,14 +26,15 @@ class Oracle:
 
     def __init__(self, model: torch.nn.Module, directory: Path) -> None:
         self._base = model.eval()
+        # Here, because PEFT puts adapted linears into modules of its own.
+        self._linears = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
         self._model: PeftModel | None = None
         self._directory = directory
         self.adapters: dict[str, Path] = {}
 
     def linears(self, part: str) -> list[str]:
         """The names of the linears in the first layer's `self_attn` or `mlp`, as the model has them, in order."""
-        linears = [name for name, module in self._base.named_modules() if isinstance(module, torch.nn.Linear)]
-        names = [name.rpartition(".")[2] for name in linears if name.startswith(f"model.layers.0.{part}.")]
+        names = [name.rpartition(".")[2] for name in self._linears if name.startswith(f"model.layers.0.{part}.")]
         return sorted(names, key=_ORDER.index)
 
     def load(self, name: str, directory: Path) -> None:
