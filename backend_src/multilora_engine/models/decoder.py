@@ -54,6 +54,8 @@ class Decoder:
         self._norm = architecture.final_norm(self._builder)
         self.layers = [architecture.layer(self._builder.layer(i), i) for i in range(config.num_layers)]
         self._is_packed = all(layer.packed is not None for layer in self.layers)
+        kinds = {(layer.attention.rope, layer.attention.window) for layer in self.layers}
+        self._packed_kinds = kinds if self._is_packed else set()
         self.limit_length(config.max_position_embeddings)
 
     @property
@@ -136,7 +138,6 @@ class Decoder:
         plans: dict[int | None, AttentionPlan],
         lora: LoRABatch | None,
     ) -> dict[tuple[str | None, int | None], LayerStep]:
-        kinds = {(layer.attention.rope, layer.attention.window) for layer in self.layers} if self._is_packed else ()
         return {
             (rope, window): LayerStep(
                 cos=rotations[rope].cos,
@@ -147,7 +148,7 @@ class Decoder:
                 tables=None if lora is None else lora.tables,
                 segments=None if lora is None else lora.segments,
             )
-            for rope, window in kinds
+            for rope, window in self._packed_kinds
             if (sequences := plans[window].all_sequences) is not None
         }
 

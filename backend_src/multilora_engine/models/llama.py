@@ -46,7 +46,7 @@ def _is_usual(config: ModelConfig, layer: int) -> bool:
     rope = config.layer_ropes[layer]
     if rope is None or config.ropes[rope].rotary_dim != config.head_dim or config.ropes[rope].is_interleaved:
         return False
-    return config.residual_scale == 1.0 and config.activation == "silu"
+    return config.residual_scale == 1.0 and config.attention_softcap == 0.0 and config.activation == "silu"
 
 
 def head_norm(builder: Builder, offset: float = 0.0) -> HeadNorm:
