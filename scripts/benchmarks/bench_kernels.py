@@ -34,7 +34,7 @@ from rich.table import Column, Table
 from benchmarks import kernel_resources
 from benchmarks.bench_rows import threads_title
 from benchmarks.lora_workloads import Batch, Model, Step, Workload
-from benchmarks.machine_limits import Clock, Limits, limit_steps, measure_all
+from benchmarks.machine_limits import Clock, Yardsticks, measure_all
 from benchmarks.model_shapes import DEFAULT_MODEL, EIGHT_BILLION, ONE_BILLION
 from multilora_kernels import load_cpu_kernels
 
@@ -119,12 +119,10 @@ def bench(workload: Workload, device: str, rounds: int) -> Result:
     }
     if batch.gathered_bytes() <= MAX_GATHERED_BYTES:
         steps["gather_bmm"] = batch.gather_bmm()
-    yardsticks, work = limit_steps(device, dtype)
-    all_times = measure_all(steps | yardsticks, clock, rounds)
+    yardsticks = Yardsticks(device, dtype)
+    all_times = measure_all(steps | yardsticks.steps, clock, rounds)
     times = {name: statistics.median(values) for name, values in all_times.items()}
-    limits = Limits(
-        bandwidth=max(work[name] / times[name] for name in ("copy", "read")), peak=work["multiply"] / times["multiply"]
-    )
+    limits = yardsticks.limits(times)
     num_bytes, num_flops = workload.num_bytes(lora_dtype, dtype), workload.num_flops()
     adapter_bytes = workload.adapter_bytes(lora_dtype)
     return Result(

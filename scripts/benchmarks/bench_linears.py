@@ -26,7 +26,7 @@ from rich.table import Column, Table
 
 from benchmarks.bench_kernels import cpu_title
 from benchmarks.lora_workloads import Model, Step
-from benchmarks.machine_limits import Clock, limit_steps, measure, onednn_linear, void
+from benchmarks.machine_limits import Clock, Yardsticks, measure, onednn_linear, void
 from benchmarks.model_shapes import DEFAULT_MODEL, ONE_BILLION
 from multilora_kernels import HugePages, PackedWeight, packed_linear
 
@@ -149,11 +149,10 @@ def pack(weight: torch.Tensor, dtype: torch.dtype, pages: HugePages) -> PackedWe
 
 def bench(workload: Workload, rounds: int) -> list[Result]:
     """Contestants and limits of one workload, measured together."""
-    yardsticks, work = limit_steps("cpu", torch.float32)
+    yardsticks = Yardsticks("cpu", torch.float32)
     with torch.inference_mode():
-        times = measure(contestants(workload) | yardsticks, Clock("cpu"), rounds)
-    peak = work["multiply"] / times["multiply"]
-    bandwidth = work["read"] / times["read"]
+        times = measure(contestants(workload) | yardsticks.steps, Clock("cpu"), rounds)
+    limits = yardsticks.limits(times)
     return [
         Result(
             workload.name,
@@ -163,7 +162,7 @@ def bench(workload: Workload, rounds: int) -> list[Result]:
             times[str(dtype)],
             times["torch_linear"],
             times["onednn"],
-            limit=max(num_bytes / bandwidth, workload.num_flops / peak),
+            limit=limits.seconds(num_bytes, workload.num_flops),
         )
         for dtype in DTYPES
     ]

@@ -26,7 +26,7 @@ from rich.progress import Progress
 
 from benchmarks.bench_rows import Row, render, threads_title, write_results
 from benchmarks.lora_workloads import Step
-from benchmarks.machine_limits import Clock, limit_steps, measure
+from benchmarks.machine_limits import Clock, Yardsticks, measure
 from multilora_engine.execution.forward_batch import ForwardBatch, KVCache, TokenLoRAs
 from multilora_engine.models.model_config import ModelConfig
 from multilora_engine.models.registry import build_model
@@ -182,15 +182,14 @@ def random_tables(config: ModelConfig, num_adapters: int, dtype: torch.dtype, de
 def bench_decode(bench: Workbench, batch: int, clock: Clock, rounds: int) -> list[Row]:
     """A batch size with every number of adapters."""
     counts = bench.sizes.adapters(batch)
-    yardsticks, work = limit_steps(clock.device, bench.model.dtype)
+    yardsticks = Yardsticks(clock.device, bench.model.dtype)
     steps = {f"{n}": bench.decode(batch, n) for n in counts}
-    seconds = measure(steps | yardsticks, clock, rounds)
-    bandwidth = max(work[name] / seconds[name] for name in ("copy", "read"))
-    peak = work["multiply"] / seconds["multiply"]
+    seconds = measure(steps | yardsticks.steps, clock, rounds)
+    limits = yardsticks.limits(seconds)
     rows = []
     for n in counts:
         num_bytes, num_flops = bench.decode_work(batch, n)
-        of_limit = max(num_bytes / bandwidth, num_flops / peak) / seconds[f"{n}"]
+        of_limit = limits.seconds(num_bytes, num_flops) / seconds[f"{n}"]
         of_base = seconds["0"] / seconds[f"{n}"]
         name = f"decode {batch} sequences, {n} adapters"
         rows += [
@@ -204,15 +203,14 @@ def bench_decode(bench: Workbench, batch: int, clock: Clock, rounds: int) -> lis
 
 def bench_prefill(bench: Workbench, clock: Clock, rounds: int) -> list[Row]:
     """One prompt."""
-    yardsticks, work = limit_steps(clock.device, bench.model.dtype)
-    multiply = {"multiply": yardsticks["multiply"]}
-    seconds = measure({"prefill": bench.prefill()} | multiply, EagerClock(clock.device), rounds)
+    yardsticks = Yardsticks(clock.device, bench.model.dtype)
+    seconds = measure({"prefill": bench.prefill()} | yardsticks.steps, EagerClock(clock.device), rounds)
     num_tokens = bench.sizes.prompt
-    flops = 2.0 * bench.num_layer_weights * num_tokens / seconds["prefill"]
+    flops = 2.0 * bench.num_layer_weights * num_tokens
     name = f"prefill {num_tokens} tokens"
     return [
         Row(name, num_tokens / seconds["prefill"], "tokens/s"),
-        _share(name, flops * seconds["multiply"] / work["multiply"], "% of GEMM peak", None),
+        _share(name, flops / yardsticks.limits(seconds).peak / seconds["prefill"], "% of peak", None),
     ]
 
 

@@ -13,7 +13,7 @@ from random import Random
 import msgspec
 import torch
 
-from benchmarks.machine_limits import limit_steps, seconds_of
+from benchmarks.machine_limits import Limits, Yardsticks, seconds_of
 from benchmarks.matrix_rate import matrix_rate
 from multilora_engine.config import EngineConfig, LoRAConfig
 from multilora_engine.engine.engine import Engine
@@ -34,26 +34,26 @@ RANK = 16
 CHUNK: int = EngineConfig.model_fields["max_num_batched_tokens"].default
 
 
-class Limits:
-    """What the machine can do, measured between everything else: bytes read and flops of matrix products a second."""
+class RepeatedLimits:
+    """The limits of the machine, measured again and again between everything else."""
 
     def __init__(self) -> None:
-        self._steps, self._work = limit_steps("cpu", torch.float32)
-        self._read_seconds: list[float] = []
+        self._yardsticks = Yardsticks("cpu", torch.float32)
+        self._seconds: dict[str, list[float]] = {name: [] for name in self._yardsticks.steps}
         self._rates: list[float] = []
 
     def measure(self) -> None:
         """Once more."""
-        self._read_seconds.append(seconds_of(self._steps["read"]))
+        for name, step in self._yardsticks.steps.items():
+            self._seconds[name].append(seconds_of(step))
         self._rates.append(matrix_rate())
 
     @property
-    def bandwidth(self) -> float:
-        return self._work["read"] / statistics.median(self._read_seconds)
-
-    @property
-    def peak(self) -> float:
-        return statistics.median(self._rates)
+    def limits(self) -> Limits:
+        """By medians. Threads that multiply each by itself may be faster than those that share a product."""
+        seconds = {name: statistics.median(values) for name, values in self._seconds.items()}
+        shared = self._yardsticks.limits(seconds)
+        return Limits(shared.bandwidth, max(shared.peak, statistics.median(self._rates)))
 
 
 class Work:
@@ -72,7 +72,7 @@ class Work:
         weights = self._layers + self._head
         num_bytes = weights * self._weight_size + sum(contexts) * self._kv_bytes
         flops = 2 * weights * len(contexts) + self._attention * sum(contexts)
-        return max(num_bytes / limits.bandwidth, flops / limits.peak)
+        return limits.seconds(num_bytes, flops)
 
     def prefill_flops(self, num_tokens: int) -> int:
         """Of a whole prompt and the logits of its last token."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from benchmarks.lora_workloads import Step
+from benchmarks.plain_loops import DOT_ROUNDS, PlainLoops
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class Limits:
     bandwidth: float
     peak: float
 
-    def seconds(self, num_bytes: int, num_flops: int) -> float:
+    def seconds(self, num_bytes: float, num_flops: float) -> float:
         """The least that moving and multiplying so much can take."""
         return max(num_bytes / self.bandwidth, num_flops / self.peak)
 
@@ -69,22 +70,41 @@ def measure_all(steps: dict[str, Step], clock: Clock, rounds: int) -> dict[str, 
     return times
 
 
-def limit_steps(device: str, dtype: torch.dtype) -> tuple[dict[str, Step], dict[str, float]]:
-    """Steps that only move memory or only multiply, and the bytes or flops of each.
+class Yardsticks:
+    """Steps that only move memory or only multiply numbers of one type, to be timed beside the work that they limit.
 
-    A CPU multiplies through oneDNN: the MKL behind torch's `@` reaches half of its speed on AMD's processors.
+    A CPU multiplies through oneDNN (the MKL behind torch's `@` reaches half of its speed on AMD's processors) and in
+    plain loops. Of steps of a kind the fastest is the limit.
     """
-    numel, n = (1 << 25, 1024) if device == "cpu" else (1 << 28, 8192)
-    source = torch.ones(numel, device=device)
-    target = torch.empty_like(source)
-    matrix = torch.randn(n, n, device=device, dtype=dtype)
-    multiply = onednn_linear if device == "cpu" else torch.matmul
-    steps: dict[str, Step] = {
-        "copy": lambda: void(target.copy_(source)),
-        "read": lambda: void(source.sum()),
-        "multiply": lambda: void(multiply(matrix, matrix)),
-    }
-    return steps, {"copy": 2.0 * source.nbytes, "read": float(source.nbytes), "multiply": 2.0 * n**3}
+
+    def __init__(self, device: str, dtype: torch.dtype) -> None:
+        numel, n = (1 << 25, 1024) if device == "cpu" else (1 << 28, 8192)
+        source = torch.ones(numel, device=device)
+        target = torch.empty_like(source)
+        matrix = torch.randn(n, n, device=device, dtype=dtype)
+        multiply = onednn_linear if device == "cpu" else torch.matmul
+        self.steps: dict[str, Step] = {
+            "copy": lambda: void(target.copy_(source)),
+            "read": lambda: void(source.sum()),
+            "multiply": lambda: void(multiply(matrix, matrix)),
+        }
+        self._bytes = {"copy": 2.0 * source.nbytes, "read": float(source.nbytes)}
+        self._flops = {"multiply": 2.0 * n**3}
+        if device == "cpu":
+            self._add_plain_loops(source, dtype)
+
+    def limits(self, seconds: Mapping[str, float]) -> Limits:
+        """Of the machine, by the seconds that each step took."""
+        bandwidth = max(num_bytes / seconds[name] for name, num_bytes in self._bytes.items())
+        return Limits(bandwidth, max(num_flops / seconds[name] for name, num_flops in self._flops.items()))
+
+    def _add_plain_loops(self, source: torch.Tensor, dtype: torch.dtype) -> None:
+        loops = PlainLoops()
+        self.steps["load"] = lambda: void(loops.load(source))
+        self._bytes["load"] = float(source.nbytes)
+        if operations := loops.operations(dtype):
+            self.steps["dot"] = lambda: void(loops.multiply(dtype, DOT_ROUNDS))
+            self._flops["dot"] = float(operations * DOT_ROUNDS * torch.get_num_threads())
 
 
 def onednn_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -93,7 +113,7 @@ def onednn_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return product
 
 
-def void(_: torch.Tensor) -> None:
+def void(_: object) -> None:
     """Drops a result."""
 
 

@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from benchmarks.machine_limits import onednn_linear
+from benchmarks.machine_limits import onednn_linear, seconds_of
+from benchmarks.plain_loops import DOT_ROUNDS, PlainLoops
 
 _SIZE = 512
 """Rows and columns: a product of some milliseconds on one core, at nine tenths or more of what its registers allow."""
@@ -22,7 +23,8 @@ def matrix_rate(seconds: float = 0.03) -> float:
     physical one, which neither load nor stolen time shows: the shared product fell from 410 to 170 GFLOP/s while two
     such cores still did 320. It is also a matter of some milliseconds, which a waking thread or one other process can
     double; and over weights that are not packed, or through MKL on AMD's processors, it takes a tenth to twice longer.
-    Here oneDNN multiplies packed weights, and every core counts for what it does in the same stretch of time.
+    Here oneDNN multiplies packed weights, and every core counts for what it does in the same stretch of time. Where
+    plain loops of multiplications are faster than that, their rate is the yardstick.
     """
     num_threads = torch.get_num_threads()
     matrix = torch.randn(_SIZE, _SIZE)
@@ -43,4 +45,10 @@ def matrix_rate(seconds: float = 0.03) -> float:
     with ThreadPoolExecutor(num_threads) as threads:
         rates = [future.result() for future in [threads.submit(rate) for _ in range(num_threads)]]
     torch.set_num_threads(num_threads)
-    return sum(rates)
+    return max(sum(rates), _loop_rate())
+
+
+def _loop_rate() -> float:
+    loops = PlainLoops()
+    passed = seconds_of(lambda: loops.multiply(torch.float32, DOT_ROUNDS))
+    return DOT_ROUNDS * loops.operations(torch.float32) * torch.get_num_threads() / passed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 
 import pytest
@@ -22,6 +23,7 @@ from benchmarks.bench_engine import (
 )
 from benchmarks.bench_rows import Row
 from benchmarks.engine_bench import Bench, Work
+from benchmarks.machine_limits import Limits
 from benchmarks.step_parts import PARTS, Stopwatch, timed_parts
 from benchmarks.step_results import StepResult
 
@@ -33,24 +35,17 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     bench.close()
 
 
-class _Limits:
-    """A machine that reads a byte a second and multiplies in no time, or the other way round."""
-
-    def __init__(self, bandwidth: float, peak: float) -> None:
-        self.bandwidth, self.peak = bandwidth, peak
-
-
 def test_the_limit_of_a_step_is_that_of_the_weights_and_keys_it_reads_or_of_its_flops(bench: Bench) -> None:
     model = AutoModelForCausalLM.from_pretrained(bench.engine.info.model_path)
     matrices = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and "embed" not in name)
     work = Work(bench.model, torch.float32, torch.float32)
     kv_bytes = 2 * 4 * bench.model.kv_size
-    reads = work.decode_seconds([5, 7], _Limits(1, torch.inf))  # type: ignore[arg-type]
+    reads = work.decode_seconds([5, 7], Limits(bandwidth=1, peak=math.inf))
     assert reads == 4 * matrices + 12 * kv_bytes
     halved = Work(bench.model, torch.float32, torch.bfloat16)
-    assert halved.decode_seconds([5, 7], _Limits(1, torch.inf)) == 2 * matrices + 12 * kv_bytes  # type: ignore[arg-type]
+    assert halved.decode_seconds([5, 7], Limits(bandwidth=1, peak=math.inf)) == 2 * matrices + 12 * kv_bytes
     attention = 2 * 2 * bench.model.q_size
-    multiplies = work.decode_seconds([5, 7], _Limits(torch.inf, 1))  # type: ignore[arg-type]
+    multiplies = work.decode_seconds([5, 7], Limits(bandwidth=math.inf, peak=1))
     assert multiplies == 2 * 2 * matrices + 12 * attention
     head = bench.model.hidden_size * bench.model.vocab_size
     assert work.prefill_flops(3) == 3 * 2 * (matrices - head) + 2 * head + (1 + 2 + 3) * attention

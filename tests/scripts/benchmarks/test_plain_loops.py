@@ -1,0 +1,40 @@
+"""The loops that the limits are taken from do the work that they are counted for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.machine_limits import Yardsticks
+from benchmarks.plain_loops import PlainLoops
+
+
+@pytest.mark.parametrize(("dtype", "per_operation"), [(torch.float32, 0), (torch.bfloat16, 1 / 8), (torch.int8, 1 / 2)])
+def test_every_round_adds_to_every_accumulator(dtype: torch.dtype, per_operation: float) -> None:
+    loops, rounds = PlainLoops(), 1000
+    operations = loops.operations(dtype)
+    if not operations:
+        pytest.skip(f"this processor has no dot product of {dtype}")
+    for few, many in zip(loops.multiply(dtype, rounds), loops.multiply(dtype, 3 * rounds), strict=True):
+        assert many - few == 2 * rounds * operations * per_operation
+        assert few > rounds * operations * per_operation  # accumulator i starts at i
+
+
+def test_all_values_are_loaded_whatever_the_number_of_threads() -> None:
+    values = torch.arange(1 << 12, dtype=torch.float32)
+    before = torch.get_num_threads()
+    try:
+        for num_threads in (1, 2):
+            torch.set_num_threads(num_threads)
+            assert PlainLoops().load(values) == float(values.sum(dtype=torch.float64))
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_the_fastest_step_of_a_kind_is_the_limit() -> None:
+    yardsticks = Yardsticks("cpu", torch.float32)
+    seconds = dict.fromkeys(yardsticks.steps, 1.0)
+    slow = yardsticks.limits(seconds)
+    assert yardsticks.limits(seconds | {"load": 1e-3, "multiply": 1e-3}).bandwidth > slow.bandwidth
+    assert yardsticks.limits(seconds | {"load": 1e3}).bandwidth == slow.bandwidth
+    assert {"copy", "read", "load"} <= set(seconds)
