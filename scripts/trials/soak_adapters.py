@@ -321,16 +321,17 @@ def main(
     device_adapters: Annotated[int, typer.Option(help="Adapters that a step, and the device tier, can hold.")] = 20,
     host_adapters: Annotated[int, typer.Option(help="Adapters that the host tier can hold, on average.")] = 200,
     disk: Annotated[bool, typer.Option(help="Keep in files what memory cannot hold; or send it again.")] = True,
-    popularity: Annotated[list[Popularity], typer.Option(help="Repeat for both.")] = ["zipf", "uniform"],  # noqa: B006
+    popularity: Annotated[Literal["zipf", "uniform", "both"], typer.Option(help="How often each is asked.")] = "both",
     seed: Annotated[int, typer.Option(help="Of what the clients do; their interleaving is up to the machine.")] = 0,
     spanning: Annotated[bool, typer.Option(help="Adapters of several pages, with pieces that span pages.")] = False,
 ) -> None:
     """Ask, upload, replace, cancel and stop at random, and check every answer. Ends with status 1 if one is wrong."""
     options = Options(requests, adapters, clients, device_adapters, host_adapters, disk, seed, spanning)
+    popularities: list[Popularity] = ["zipf", "uniform"] if popularity == "both" else [popularity]
     console, started = Console(), time.perf_counter()
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("asking", total=requests)
-        tally, counts = soak(options, popularity, lambda: progress.advance(task))
+        tally, counts = soak(options, popularities, lambda: progress.advance(task))
     console.print(render(tally, counts, time.perf_counter() - started))
     for verdict in tally.wrong[:_MAX_SHOWN]:
         console.print(f"[red]{escape(verdict)}")
