@@ -30,10 +30,11 @@ from multilora_client.errors import (
 )
 from multilora_client.generation import Alternative, Chunk, Generation, PromptTokens
 from multilora_client.messages import InferRequest, Response
-from multilora_client.operations import AdapterEvent, AdapterEvents, ModelInfo
+from multilora_client.operations import AdapterEvents, ModelInfo
 from multilora_client.options import ChatOptions, GenerateOptions, Message
 from multilora_client.tls import Tls
 from multilora_client.transport import AsyncMockTransport, AsyncTransport, MockTransport, Transport
+from multilora_wire.adapter_event import AdapterEvent
 from multilora_wire.adapter_info import AdapterInfo
 from multilora_wire.layout import AdapterLayout
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 from collections.abc import Iterable, Sequence
@@ -19,9 +18,9 @@ from rich.text import Text
 from multilora_client.client import DEFAULT_URL, Client
 from multilora_client.console import Url, one_line_errors
 from multilora_client.errors import InvalidRequest
-from multilora_client.operations import AdapterEvent
 from multilora_client.sizing import choose_linears, read_layout
 from multilora_client.tls import Tls
+from multilora_wire.adapter_event import AdapterEvent
 from multilora_wire.adapter_info import AdapterInfo
 from multilora_wire.layout import AdapterLayout, StoredDtype, uniform_shape
 
@@ -120,7 +119,7 @@ def events(
     with one_line_errors(), Client(url, tls=ctx.obj) as client:
         answer = client.adapter_events(since)
     if as_json:
-        _print_json(dataclasses.asdict(answer))
+        _print_json(msgspec.to_builtins(answer))
         return
     first = answer.last - len(answer.events) + 1
     rows = ([str(number), *_event_row(event)] for number, event in enumerate(answer.events, first))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import uuid
 from collections.abc import Mapping
@@ -14,6 +13,7 @@ import msgspec
 from multilora_client.errors import InvalidRequest, ServerFault
 from multilora_client.messages import InferRequest, Response
 from multilora_client.tensors import string_tensor
+from multilora_wire.adapter_event import AdapterEvent
 from multilora_wire.adapter_info import AdapterInfo
 from multilora_wire.layout import LAYOUT_VERSION, AdapterLayout
 
@@ -21,11 +21,10 @@ OperationName = Literal["list", "load", "unload", "pin", "unpin", "events", "sta
 
 _MODEL = "adapters"
 
-Parsed = TypeVar("Parsed")
+Parsed = TypeVar("Parsed", bound=msgspec.Struct)
 
 
-@dataclass(frozen=True)
-class ModelInfo:
+class ModelInfo(msgspec.Struct, frozen=True):
     """What a server serves. model: its name. max_model_len: tokens of a prompt and its answer.
 
     version: of the server's engine.
@@ -35,21 +34,6 @@ class ModelInfo:
     max_model_len: int
     vocab_size: int
     version: str
-
-
-@dataclass(frozen=True)
-class AdapterEvent:
-    """Something happened to an adapter, such as `evicted`. time_ns: nanoseconds since the epoch.
-
-    instance: the engine process it happened in, `host:process id`: another one after a restart.
-    """
-
-    kind: str
-    lora_task_id: int
-    digest: str
-    time_ns: int
-    instance: str
-    tenant: str = ""
 
 
 @dataclass(frozen=True)
@@ -121,11 +105,9 @@ def parse_report(response: Response) -> dict[str, Any]:
 
 
 def _parse_info(fields: Mapping[str, Any]) -> AdapterInfo:
-    known = {name: value for name, value in fields.items() if name in AdapterInfo.__struct_fields__}
-    return AdapterInfo(**{**known, "ranks": tuple(fields["ranks"])})
+    return _parse(AdapterInfo, {**fields, "ranks": tuple(fields["ranks"])})
 
 
 def _parse(kind: type[Parsed], fields: Mapping[str, Any]) -> Parsed:
-    """A dataclass of the fields that it knows; a newer server may send more."""
-    known = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    return kind(**{name: value for name, value in fields.items() if name in known})
+    """A record of the fields that it knows; a newer server may send more."""
+    return kind(**{name: value for name, value in fields.items() if name in kind.__struct_fields__})

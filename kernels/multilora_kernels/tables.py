@@ -10,10 +10,11 @@ import torch
 class LoRATables(NamedTuple):
     """Static tensors, written only when an adapter comes or goes; a step only reads them.
 
-    Column `s` of a table is one *slice*: one output of one linear of one layer (q, k, v, o, gate, up, down of layer 0,
-    then of layer 1, ...). Row `l` is a `lora_index`. The slice's A is `arena[a_offset : a_offset + rank * in]` read as
-    `[rank, in]` row-major, its B is `arena[b_offset : b_offset + out * rank]` read as `[out, rank]` row-major; the
-    scaling is already in B. Slices of a fused row share one A.
+    Column `s` of a table is one *slice*: one output of one linear of one layer. The outputs of a fused linear, such as
+    q, k and v, are neighbours; otherwise the order is the model's. Row `l` is a `lora_index`. The slice's A is
+    `arena[a_offset : a_offset + rank * in]` read as `[rank, in]` row-major, its B is
+    `arena[b_offset : b_offset + out * rank]` read as `[out, rank]` row-major; the scaling is already in B. Slices of a
+    fused row share one A.
 
     arena: [num_elements], the adapters' dtype (float32, bfloat16 or float16), on the device.
     rank: [max_loras, num_slices], int32; 0 means the adapter does not touch the slice: no work, offsets undefined.

@@ -44,9 +44,11 @@ class Used:
 def compilations(model: Model) -> list[Callable[[], Used]]:
     """One for each kernel, shape and GPU generation; each compiles when called."""
     # Imported here: Triton comes with the CUDA builds of torch only.
-    from multilora_kernels.cuda import aot
+    from benchmarks import compiled_kernels
 
-    def compilation(kernel: str, shape: str, gpu: int, resources: Callable[[int], aot.Resources]) -> Callable[[], Used]:
+    def compilation(
+        kernel: str, shape: str, gpu: int, resources: Callable[[int], compiled_kernels.Resources]
+    ) -> Callable[[], Used]:
         def run() -> Used:
             used = resources(gpu)
             return Used(kernel, shape, f"sm_{gpu}", used.registers, used.spilled_bytes, used.shared_bytes)
@@ -54,20 +56,20 @@ def compilations(model: Model) -> list[Callable[[], Used]]:
         return run
 
     linears = dict(zip(("q|k|v", "o", "gate|up", "down"), model.linears, strict=True))
-    halves = {"shrink": aot.shrink_resources, "expand": aot.expand_resources}
+    halves = {"shrink": compiled_kernels.shrink_resources, "expand": compiled_kernels.expand_resources}
     hidden = model.linears[0].in_features
-    others: dict[str, Callable[[int], aot.Resources]] = {
-        "decode attention": lambda gpu: aot.decode_resources(_GROUP, _HEAD_DIM, _BLOCK_SIZE, "bf16", gpu),
-        "its splits added": lambda gpu: aot.combine_resources(_HEAD_DIM, "bf16", gpu),
-        "add_rms_norm": lambda gpu: aot.add_rms_norm_resources(hidden, "bf16", gpu),
-        "silu_mul": lambda gpu: aot.silu_mul_resources("bf16", gpu),
+    others: dict[str, Callable[[int], compiled_kernels.Resources]] = {
+        "decode attention": lambda gpu: compiled_kernels.decode_resources(_GROUP, _HEAD_DIM, _BLOCK_SIZE, "bf16", gpu),
+        "its splits added": lambda gpu: compiled_kernels.combine_resources(_HEAD_DIM, "bf16", gpu),
+        "add_rms_norm": lambda gpu: compiled_kernels.add_rms_norm_resources(hidden, "bf16", gpu),
+        "silu_mul": lambda gpu: compiled_kernels.silu_mul_resources("bf16", gpu),
     }
     todo = []
     for half, linear, rank, chunk in itertools.product(halves, linears, (16, 64), (CHUNK_SIZE, PREFILL_CHUNK_SIZE)):
 
         def resources(
             gpu: int, half: str = half, linear: str = linear, rank: int = rank, chunk: int = chunk
-        ) -> aot.Resources:
+        ) -> compiled_kernels.Resources:
             return halves[half](linears[linear], chunk, rank, "bf16", gpu)
 
         todo += [compilation(half, f"{linear} rank {rank} chunk {chunk}", gpu, resources) for gpu in GPUS]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from benchmarks.synthetic_batches import LinearShape
 from multilora_kernels import (
     HugePages,
     LoRASegments,
@@ -22,7 +23,6 @@ from multilora_kernels import (
     lora_segments,
     packed_linear,
 )
-from multilora_kernels.testing import LinearShape
 
 Step = Callable[[], None]
 

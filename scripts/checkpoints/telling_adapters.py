@@ -10,6 +10,9 @@ How it works. The residual stream has a constant, one-hot *states*, and one dime
 A token of the prompt is in state 0, the token of place p in state p + 1: what the answer needs next. Queries are zero,
 so attention is the mean over the context. The gate opens the dimensions of the current state's place and shuts all
 others, so digits that lie ready for later places count only when it is their turn. The largest dimension wins.
+
+The MLP may be wider than the residual stream, for adapters that fill many pages. Its meaningful dimensions then
+lie scattered over the matrices, and the adapters have noise between them, where the gate of the base model is zero.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from random import Random
 
 import torch
 from tokenizers import Tokenizer, decoders, models
+from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from multilora_engine.lora.format import pack_adapter
@@ -34,6 +38,8 @@ MAX_NUMBER = NUM_DIGITS ** (NUM_PLACES // 2)
 MAX_RANK = 8
 HIDDEN_SIZE = 128
 NUM_LAYERS = 2
+SPANNING_INTERMEDIATE_SIZE = 16384
+"""Of an MLP whose adapters have pieces that span pages: 512 KiB at `MAX_RANK` in float32, in pages of 256 KiB."""
 
 BASE_TOKEN = NUM_PLACES * NUM_DIGITS
 PROMPT_TOKENS = range(BASE_TOKEN + 1, HIDDEN_SIZE)
@@ -41,6 +47,9 @@ BASE_ANSWER = [BASE_TOKEN] * NUM_PLACES
 
 _DOWN = 0.4
 """Weight of the base model's down projections: with more, what they add to the residual stream drowns the states."""
+
+_SCATTER = 4421
+"""Odd, so that multiplied by it modulo a power of two no two dimensions fall on one."""
 
 _CONSTANT = 0
 _FIRST_STATE = 1
@@ -68,6 +77,8 @@ _SOURCES = (
     _Source("attn_v", 1, 0, 1.5),
 )
 _SILENT = (("attn_dense", 0), ("mlp_gate", 1))
+_UP_MODULE, _DOWN_MODULE = "mlp_gate", "mlp_4h_to_h"
+"""The wire's names of the linears into and out of the MLP that an adapter changes."""
 
 
 @dataclass(frozen=True)
@@ -85,12 +96,15 @@ def answer(number: int, version: int) -> list[int]:
     return [place * NUM_DIGITS + digit for place, digit in enumerate(_digits(number, version))]
 
 
-def save_checkpoint(path: Path) -> Path:
-    """Write the base model with a tokenizer into `path`, as transformers would. Context 512, no end token."""
+def save_checkpoint(path: Path, intermediate_size: int = HIDDEN_SIZE) -> Path:
+    """Write the base model with a tokenizer into `path`, as transformers would. Context 512, no end token.
+
+    intermediate_size: width of the MLP, a power of two, at least `HIDDEN_SIZE`.
+    """
     config = LlamaConfig(
         vocab_size=HIDDEN_SIZE,
         hidden_size=HIDDEN_SIZE,
-        intermediate_size=HIDDEN_SIZE,
+        intermediate_size=intermediate_size,
         num_hidden_layers=NUM_LAYERS,
         num_attention_heads=4,
         num_key_value_heads=4,
@@ -107,9 +121,9 @@ def save_checkpoint(path: Path) -> Path:
             attention.k_proj.weight.zero_()
             attention.v_proj.weight.copy_(_diagonal(slice(_FIRST_STATE, _FIRST_DIGIT)))
             attention.o_proj.weight.copy_(_diagonal(_DIGITS))
-            mlp.gate_proj.weight.copy_(_gate())
-            mlp.up_proj.weight.copy_(_diagonal(slice(_FIRST_STATE, _DIGITS.stop)))
-            mlp.down_proj.weight.copy_(_diagonal(_DIGITS) * _DOWN)
+            mlp.gate_proj.weight.copy_(_scattered(_gate(), intermediate_size))
+            mlp.up_proj.weight.copy_(_scattered(_diagonal(slice(_FIRST_STATE, _DIGITS.stop)), intermediate_size))
+            mlp.down_proj.weight.copy_(_scattered(_diagonal(_DIGITS) * _DOWN, intermediate_size).T)
         model.lm_head.weight.copy_(_head())
     model.save_pretrained(path)
     save_plain_tokenizer(path, HIDDEN_SIZE)
@@ -124,27 +138,32 @@ def save_plain_tokenizer(path: Path, vocab_size: int) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(path)
 
 
-def adapter_matrices(number: int, version: int) -> list[Matrices]:
+def adapter_matrices(number: int, version: int, intermediate_size: int = HIDDEN_SIZE) -> list[Matrices]:
     """The rows of an adapter. Its rank, and which of a row's rank columns speaks, differ from version to version."""
+    inner = _inner_dimensions(intermediate_size)
     random = Random(number * MAX_NUMBER + version)
     generator = torch.Generator().manual_seed(random.getrandbits(32))
     rank = random.randint(1, MAX_RANK)
     rows = []
     for place, (source, digit) in enumerate(zip(_SOURCES, _digits(number, version), strict=True)):
-        row = _silent_row(source.module, source.layer, rank, generator)
+        row = _silent_row(source.module, source.layer, rank, generator, intermediate_size)
         column = random.randrange(rank)
-        row.a[column] = 0
-        row.a[column, _FIRST_STATE + source.state] = 1
-        row.b[_FIRST_DIGIT + place * NUM_DIGITS + digit, column] = source.strength
+        a = torch.zeros(HIDDEN_SIZE)
+        a[_FIRST_STATE + source.state] = 1
+        b = torch.zeros(HIDDEN_SIZE)
+        b[_FIRST_DIGIT + place * NUM_DIGITS + digit] = source.strength
+        row.a[column, inner if source.module == _DOWN_MODULE else slice(None)] = a
+        row.b[inner if source.module == _UP_MODULE else slice(None), column] = b
         rows.append(row)
-    return rows + [_silent_row(module, layer, rank, generator) for module, layer in _SILENT]
+    return rows + [_silent_row(module, layer, rank, generator, intermediate_size) for module, layer in _SILENT]
 
 
 def packed_adapter(number: int, version: int, layout: AdapterLayout) -> PackedAdapter:
     """An adapter as a front sends it to the engine, by way of the wire format."""
     ids = layout.sites.module_ids
-    rows = adapter_matrices(number, version)
-    weights = torch.stack([torch.cat([row.a.flatten(), row.b.flatten()]) for row in rows])
+    (intermediate_size,) = {m.out_size for m in layout.sites.modules if m.name == _UP_MODULE}
+    rows = adapter_matrices(number, version, intermediate_size)
+    weights = pad_sequence([torch.cat([row.a.flatten(), row.b.flatten()]) for row in rows], batch_first=True)
     config = torch.tensor([[ids[row.module], row.layer, len(row.a), 0] for row in rows], dtype=torch.int32)
     return pack_adapter(weights, config, layout)
 
@@ -156,9 +175,28 @@ def _digits(number: int, version: int) -> list[int]:
     return [value // NUM_DIGITS**i % NUM_DIGITS for i in range(NUM_PLACES // 2) for value in (number, version)]
 
 
-def _silent_row(module: str, layer: int, rank: int, generator: torch.Generator) -> Matrices:
-    a = torch.randn(rank, HIDDEN_SIZE, generator=generator)
-    return Matrices(module, layer, a, torch.zeros(HIDDEN_SIZE, rank))
+def _silent_row(module: str, layer: int, rank: int, generator: torch.Generator, intermediate_size: int) -> Matrices:
+    """A row that changes no answer: its B is zero, but for rows of `up` that the base model's gate shuts."""
+    a = torch.randn(rank, intermediate_size if module == _DOWN_MODULE else HIDDEN_SIZE, generator=generator)
+    b = torch.zeros(HIDDEN_SIZE, rank)
+    if module == _UP_MODULE:
+        b = torch.randn(intermediate_size, rank, generator=generator)
+        b[_inner_dimensions(intermediate_size)] = 0
+    return Matrices(module, layer, a, b)
+
+
+def _inner_dimensions(intermediate_size: int) -> torch.Tensor:
+    """[hidden]: the dimension inside the MLP for each dimension of the residual stream."""
+    assert intermediate_size >= HIDDEN_SIZE
+    assert intermediate_size.bit_count() == 1
+    return torch.arange(HIDDEN_SIZE) * _SCATTER % intermediate_size
+
+
+def _scattered(rows: torch.Tensor, intermediate_size: int) -> torch.Tensor:
+    """[intermediate, hidden]: `rows` [hidden, hidden] at their dimensions inside the MLP, zeros elsewhere."""
+    scattered = torch.zeros(intermediate_size, HIDDEN_SIZE)
+    scattered[_inner_dimensions(intermediate_size)] = rows
+    return scattered
 
 
 def _embeddings() -> torch.Tensor:

@@ -38,6 +38,7 @@ from checkpoints.telling_adapters import (
     MAX_RANK,
     NUM_LAYERS,
     PROMPT_TOKENS,
+    SPANNING_INTERMEDIATE_SIZE,
     packed_adapter,
     save_checkpoint,
 )
@@ -65,7 +66,10 @@ _BLOCKS_PER_CLIENT = 5
 
 @dataclass(frozen=True)
 class Options:
-    """One run. device_adapters, host_adapters: how many fit each tier; has_disk: all others are on disk."""
+    """One run. device_adapters, host_adapters: how many fit each tier; has_disk: all others are on disk.
+
+    is_spanning: the model's MLP is so wide that pieces of its adapters span pages.
+    """
 
     num_turns: int
     num_adapters: int
@@ -74,6 +78,12 @@ class Options:
     host_adapters: int
     has_disk: bool
     seed: int = 0
+    is_spanning: bool = False
+
+    @property
+    def intermediate_size(self) -> int:
+        """Width of the model's MLP."""
+        return SPANNING_INTERMEDIATE_SIZE if self.is_spanning else HIDDEN_SIZE
 
 
 @dataclass(frozen=True)
@@ -266,7 +276,8 @@ def soak(
     adapters = [Versions(number) for number in range(options.num_adapters)]
     with tempfile.TemporaryDirectory(prefix="multilora-soak-") as name:
         directory = Path(name)
-        layout = checkpoint_layout(save_checkpoint(directory / "model"), MAX_RANK, "float32")
+        checkpoint = save_checkpoint(directory / "model", options.intermediate_size)
+        layout = checkpoint_layout(checkpoint, MAX_RANK, "float32")
         parameters, counts_file = engine_parameters(directory, layout, options), directory / "counts.json"
         for popularity in popularities:
             with engine(parameters, counts_file) as client:
@@ -310,15 +321,17 @@ def main(
     device_adapters: Annotated[int, typer.Option(help="Adapters that a step, and the device tier, can hold.")] = 20,
     host_adapters: Annotated[int, typer.Option(help="Adapters that the host tier can hold, on average.")] = 200,
     disk: Annotated[bool, typer.Option(help="Keep in files what memory cannot hold; or send it again.")] = True,
-    popularity: Annotated[list[Popularity], typer.Option(help="Repeat for both.")] = ["zipf", "uniform"],  # noqa: B006
+    popularity: Annotated[Literal["zipf", "uniform", "both"], typer.Option(help="How often each is asked.")] = "both",
     seed: Annotated[int, typer.Option(help="Of what the clients do; their interleaving is up to the machine.")] = 0,
+    spanning: Annotated[bool, typer.Option(help="Adapters of several pages, with pieces that span pages.")] = False,
 ) -> None:
     """Ask, upload, replace, cancel and stop at random, and check every answer. Ends with status 1 if one is wrong."""
-    options = Options(requests, adapters, clients, device_adapters, host_adapters, disk, seed)
+    options = Options(requests, adapters, clients, device_adapters, host_adapters, disk, seed, spanning)
+    popularities: list[Popularity] = ["zipf", "uniform"] if popularity == "both" else [popularity]
     console, started = Console(), time.perf_counter()
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("asking", total=requests)
-        tally, counts = soak(options, popularity, lambda: progress.advance(task))
+        tally, counts = soak(options, popularities, lambda: progress.advance(task))
     console.print(render(tally, counts, time.perf_counter() - started))
     for verdict in tally.wrong[:_MAX_SHOWN]:
         console.print(f"[red]{escape(verdict)}")

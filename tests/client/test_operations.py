@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
+import msgspec
 import pytest
 
 from multilora_client import (
@@ -93,7 +94,7 @@ both = pytest.mark.parametrize("is_async", [False, True], ids=["blocking", "asyn
             {"adapter": PIRATE},
             INFO,
         ),
-        (lambda c: c.describe_model(), {"operation": "describe"}, asdict(MODEL), MODEL),
+        (lambda c: c.describe_model(), {"operation": "describe"}, msgspec.to_builtins(MODEL), MODEL),
         (lambda c: c.unload_adapter(0), {"operation": "unload", "lora_task_id": 0}, {"adapter": PIRATE}, INFO),
         (
             lambda client: client.adapter_events(3),

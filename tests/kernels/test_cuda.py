@@ -8,8 +8,8 @@ from support import attention_cases
 from support.attention_cases import OPTIONS, SHAPES
 from support.lora_cases import TOLERANCES, Case, make_case
 
+from benchmarks.synthetic_batches import LinearShape
 from multilora_kernels import lora_segments, reference
-from multilora_kernels.testing import LinearShape
 
 _LONG = LinearShape(in_features=2500, slice_sizes=(40, 24))
 

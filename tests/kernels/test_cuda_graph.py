@@ -6,8 +6,8 @@ import pytest
 import torch
 from support.lora_cases import FUSED, Case, make_case
 
+from benchmarks.synthetic_batches import POPULARITIES, choose_adapters
 from multilora_kernels import lora_expand, lora_segments, lora_shrink
-from multilora_kernels.testing import POPULARITIES, choose_adapters
 
 pytestmark = pytest.mark.gpu
 _NUM_TOKENS = 32

@@ -11,6 +11,7 @@ import torch
 from support.attention_cases import make_case, make_rotary_step
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from benchmarks.synthetic_batches import LinearShape, random_tables
 from multilora_kernels import (
     HugePages,
     LayerStep,
@@ -27,7 +28,6 @@ from multilora_kernels import (
     rotary_attention,
     silu_mul,
 )
-from multilora_kernels.testing import LinearShape, random_tables
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

@@ -12,6 +12,7 @@ from support.lora_cases import FUSED, MIXED_RANKS, ODD, Case, make_case
 from torch import library
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from benchmarks.synthetic_batches import POPULARITIES, LinearShape
 from multilora_kernels import (
     HugePages,
     PackedWeight,
@@ -24,7 +25,6 @@ from multilora_kernels import (
     reference,
 )
 from multilora_kernels.cpu import linear_directly
-from multilora_kernels.testing import POPULARITIES, LinearShape
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

@@ -9,9 +9,9 @@ from torch import library
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.synthetic_batches import LinearShape
 from multilora_kernels import load_cpu_kernels, lora_apply, lora_expand, lora_shrink, operators
 from multilora_kernels.cpu import apply_directly
-from multilora_kernels.testing import LinearShape
 
 
 def _arguments(case):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from benchmarks.synthetic_batches import POPULARITIES, choose_adapters
 from multilora_kernels import lora_segments
-from multilora_kernels.testing import POPULARITIES, choose_adapters
 
 
 def _chunks(segments):

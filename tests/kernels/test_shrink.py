@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.lora_cases import FUSED, ODD, TOLERANCES, Case, make_case
 
-from multilora_kernels.testing import POPULARITIES, LinearShape
+from benchmarks.synthetic_batches import POPULARITIES, LinearShape
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import typer
 from rich.console import Console
 
 from run import SCRIPTS, describe, find_commands, list_commands
@@ -32,6 +34,14 @@ def test_the_list_has_a_row_for_each_command() -> None:
     rows = console.export_text().splitlines()[1:]
     assert [row.split()[0] for row in rows] == list(COMMANDS)
     assert all(describe(file) in row for file, row in zip(COMMANDS.values(), rows, strict=True))
+
+
+@pytest.mark.parametrize("file", COMMANDS.values(), ids=COMMANDS)
+def test_typer_can_read_the_options_of_every_command(file: Path) -> None:
+    module = importlib.import_module(".".join(file.relative_to(SCRIPTS).with_suffix("").parts))
+    app = typer.Typer()
+    app.command()(module.main)
+    typer.main.get_command(app)
 
 
 def test_an_unknown_command_is_named_and_fails() -> None:

@@ -17,13 +17,13 @@ from multilora_engine.lora.disk_tier import DiskTier
 from multilora_engine.lora.event_log import EventLog
 from multilora_engine.lora.format import TORCH_DTYPES
 from multilora_engine.lora.host_tier import HostTier
-from multilora_engine.lora.life_cycle import AdapterEvent
 from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.lora.page_pool import PagePool
 from multilora_engine.models.loader import stored_dtype
 from multilora_engine.models.model import Model
 from multilora_engine.models.model_config import ModelConfig
 from multilora_kernels import HugePages
+from multilora_wire.adapter_event import AdapterEvent
 from multilora_wire.layout import AdapterLayout
 
 if TYPE_CHECKING:

@@ -149,6 +149,7 @@ class Engine:
         Raises AdapterConflict or AdapterCacheFull.
         """
         self._loras.put(lora_task_id, adapter, name)
+        self._remote.supersede(lora_task_id)
 
     def add_request(self, request: GenerationRequest) -> None:
         """Accept a request, or raise InvalidRequest, AdapterNotFound or QueueFull, and nothing has changed.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from multilora_engine.lora.event_log import EventLog
-from multilora_engine.lora.life_cycle import AdapterEvent
+from multilora_wire.adapter_event import AdapterEvent
 
 _TENANT_PART = 8
 """A tenant's log remembers one event for so many that the log of all does."""

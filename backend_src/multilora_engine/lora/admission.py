@@ -13,9 +13,10 @@ from multilora_engine.lora.disk_traffic import DiskTraffic
 from multilora_engine.lora.format import ranks_of
 from multilora_engine.lora.host_tier import Arrival, HostTier
 from multilora_engine.lora.layout import PackedAdapter, page_shape
-from multilora_engine.lora.life_cycle import AdapterEvent, EventKind, OnEvent
+from multilora_engine.lora.life_cycle import OnEvent, adapter_event
 from multilora_engine.lora.memory_tiers import MemoryTiers
 from multilora_engine.lora.names import TaskId
+from multilora_wire.adapter_event import EventKind
 from multilora_wire.layout import AdapterLayout, PageShape
 
 _MAX_ARRIVALS = 256
@@ -248,4 +249,4 @@ class Admission:
         self._memory.update(adapter)
 
     def _emit(self, kind: EventKind, adapter: CachedAdapter | DiskAdapter) -> None:
-        self._on_event(AdapterEvent.of(kind, adapter.lora_task_id, adapter.digest))
+        self._on_event(adapter_event(kind, adapter.lora_task_id, adapter.digest))

@@ -13,7 +13,7 @@ from multilora_engine.histogram import Histogram
 from multilora_engine.lora.adapter_state import Device
 from multilora_engine.lora.cached_adapter import CachedAdapter
 from multilora_engine.lora.idle_adapters import IdleAdapters
-from multilora_engine.lora.life_cycle import AdapterEvent, OnEvent, TierStats, ignore_event
+from multilora_engine.lora.life_cycle import OnEvent, TierStats, adapter_event, ignore_event
 from multilora_engine.lora.names import label_of
 from multilora_engine.lora.page_copies import CopyPages, PageCopy, copies_to
 from multilora_engine.lora.page_pool import PagePool
@@ -322,4 +322,4 @@ class DeviceTier:
         _logger.error("LoRA task %s: copying it to the device failed: %s", label_of(adapter.lora_task_id), error)
 
     def _emit(self, kind: Literal["loaded_to_device", "unloaded_from_device"], adapter: CachedAdapter) -> None:
-        self._on_event(AdapterEvent.of(kind, adapter.lora_task_id, adapter.digest))
+        self._on_event(adapter_event(kind, adapter.lora_task_id, adapter.digest))

@@ -38,8 +38,9 @@ from multilora_engine.lora.adapter_file import (
 from multilora_engine.lora.adapter_state import File
 from multilora_engine.lora.format import ranks_of
 from multilora_engine.lora.layout import PackedRow, page_shape
-from multilora_engine.lora.life_cycle import AdapterEvent, EventKind, OnEvent, TierStats, ignore_event
+from multilora_engine.lora.life_cycle import OnEvent, TierStats, adapter_event, ignore_event
 from multilora_engine.lora.names import TaskId, label_of
+from multilora_wire.adapter_event import EventKind
 from multilora_wire.layout import AdapterLayout
 
 _NUM_READERS = 2
@@ -320,7 +321,7 @@ class DiskTier:
         _logger.error("LoRA task %s: cannot be kept in lora_cache_dir, only in memory: %s", label, error)
 
     def _emit(self, kind: EventKind, adapter: DiskAdapter) -> None:
-        self._on_event(AdapterEvent.of(kind, adapter.lora_task_id, adapter.digest))
+        self._on_event(adapter_event(kind, adapter.lora_task_id, adapter.digest))
 
 
 def _touch(path: Path) -> None:

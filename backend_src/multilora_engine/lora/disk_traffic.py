@@ -19,7 +19,7 @@ from multilora_engine.lora.cached_adapter import CachedAdapter
 from multilora_engine.lora.disk_tier import DiskTier, OpenFile
 from multilora_engine.lora.host_tier import HostTier
 from multilora_engine.lora.layout import PackedRow
-from multilora_engine.lora.life_cycle import AdapterEvent, OnEvent, TierStats
+from multilora_engine.lora.life_cycle import OnEvent, TierStats, adapter_event
 from multilora_engine.lora.names import TaskId
 
 _SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
@@ -196,7 +196,7 @@ class DiskTraffic:
         error: RequestError | None = None
         if failure is None:
             self._host.note_read(adapter, read.rows.result(), time.perf_counter() - read.started)
-            self._on_event(AdapterEvent.of("loaded_from_disk", adapter.lora_task_id, adapter.digest))
+            self._on_event(adapter_event("loaded_from_disk", adapter.lora_task_id, adapter.digest))
         elif isinstance(failure, DamagedFile | OSError):
             error = self._lose(adapter, failure, disk)
         else:

@@ -6,25 +6,11 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
-from typing import Literal
 
 from multilora_engine.lora.names import TaskId, number_of, tenant_of
-
-EventKind = Literal[
-    "uploaded",
-    "downloaded",
-    "evicted",
-    "loaded_to_device",
-    "unloaded_from_device",
-    "replaced",
-    "unloaded",
-    "spilled_to_disk",
-    "deleted_from_disk",
-    "loaded_from_disk",
-    "fetch_failed",
-]
+from multilora_wire.adapter_event import AdapterEvent, EventKind
 
 
 @cache
@@ -33,24 +19,9 @@ def instance_name() -> str:
     return f"{socket.gethostname()}:{os.getpid()}"
 
 
-@dataclass(frozen=True)
-class AdapterEvent:
-    """Something happened to one version of an adapter. time_ns: nanoseconds since the epoch. instance: where.
-
-    tenant: whose adapter it is, empty if it belongs to none.
-    """
-
-    kind: EventKind
-    lora_task_id: int
-    digest: str
-    time_ns: int = field(default_factory=time.time_ns)
-    instance: str = field(default_factory=instance_name)
-    tenant: str = ""
-
-    @classmethod
-    def of(cls, kind: EventKind, task_id: TaskId, digest: str) -> AdapterEvent:
-        """An event of now."""
-        return cls(kind, number_of(task_id), digest, tenant=tenant_of(task_id))
+def adapter_event(kind: EventKind, task_id: TaskId, digest: str) -> AdapterEvent:
+    """An event of this moment in this process."""
+    return AdapterEvent(kind, number_of(task_id), digest, time.time_ns(), instance_name(), tenant_of(task_id))
 
 
 OnEvent = Callable[[AdapterEvent], None]

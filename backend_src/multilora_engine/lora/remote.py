@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import queue
 import time
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -11,8 +12,9 @@ from typing import TYPE_CHECKING
 
 from multilora_engine.errors import AdapterCacheFull, AdapterConflict, AdapterNotFound, PathNotCovered, RequestError
 from multilora_engine.histogram import Histogram
-from multilora_engine.lora.life_cycle import AdapterEvent, OnEvent, TierStats
+from multilora_engine.lora.life_cycle import OnEvent, TierStats, adapter_event
 from multilora_engine.lora.manager import LoRAManager
+from multilora_engine.lora.names import TaskId
 from multilora_engine.lora.sources.source import AdapterKey
 from multilora_wire.adapter_info import AdapterInfo, Status
 
@@ -56,6 +58,8 @@ class RemoteAdapters:
         self._fetcher = fetcher
         self._on_event = on_event
         self._fetches: dict[tuple[int, str], Fetch] = {}
+        # Written by the fetcher's threads as well. With it, a step looks at no fetch that is still under way.
+        self._to_take_up: queue.SimpleQueue[Fetch] = queue.SimpleQueue()
         self._num_fetched = 0
         self.load_seconds = Histogram()
         self._num_misses = 0
@@ -89,10 +93,17 @@ class RemoteAdapters:
             raise PathNotCovered(path, []) if path else AdapterNotFound(key.lora_task_id)
         asked = key.lora_task_id, path
         if asked not in self._fetches:
-            self._fetches[asked] = Fetch(key, path, self._fetcher.fetch(key, source, path))
+            fetch = self._fetches[asked] = Fetch(key, path, self._fetcher.fetch(key, source, path))
+            fetch.future.add_done_callback(lambda _: self._to_take_up.put(fetch))
         fetch = self._fetches[asked]
         fetch.num_waiting += 1
         return fetch
+
+    def supersede(self, lora_task_id: TaskId) -> None:
+        """An adapter was put under this task id: the next `poll` ends a fetch of it, unless it comes from a path."""
+        # Sources have the server's adapters only, whose task ids are plain numbers.
+        if isinstance(lora_task_id, int) and (fetch := self._fetches.get((lora_task_id, ""))) is not None:
+            self._to_take_up.put(fetch)
 
     def give_up(self, fetch: Fetch) -> None:
         """Do not wait any longer for a fetch that is not done."""
@@ -107,8 +118,11 @@ class RemoteAdapters:
 
         Who wants to use one has to pin it before asking for the next. Does not wait.
         """
-        for asked, fetch in list(self._fetches.items()):
-            if fetch.future.done() or self._is_superfluous(fetch):
+        for _ in range(self._to_take_up.qsize()):
+            fetch = self._to_take_up.get_nowait()
+            asked = fetch.key.lora_task_id, fetch.path
+            is_under_way = self._fetches.get(asked) is fetch
+            if is_under_way and (fetch.future.done() or self._is_superfluous(fetch)):
                 del self._fetches[asked]
                 fetch.error = self._take_up(fetch)
                 fetch.is_done = True
@@ -163,7 +177,7 @@ class RemoteAdapters:
             return error
         self._num_failures += 1
         _logger.warning("adapter %s could not be fetched: %s", fetch.key, error)
-        self._on_event(AdapterEvent("fetch_failed", fetch.key.lora_task_id, digest=""))
+        self._on_event(adapter_event("fetch_failed", fetch.key.lora_task_id, digest=""))
         return error
 
     def _put(self, fetch: Fetch) -> AdapterCacheFull | AdapterConflict | None:
@@ -175,6 +189,7 @@ class RemoteAdapters:
             fetch.arrived = self._loras.put(fetch.key.lora_task_id, fetched.packed, name, "downloaded").arrived
         except (AdapterCacheFull, AdapterConflict) as error:
             return error
+        self.supersede(fetch.key.lora_task_id)
         return None
 
 

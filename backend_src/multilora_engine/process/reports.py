@@ -8,10 +8,11 @@ from __future__ import annotations
 import msgspec
 
 from multilora_engine.engine.engine_stats import AdaptersInUse, EngineStats
-from multilora_engine.lora.life_cycle import AdapterEvent, LoRAStats
+from multilora_engine.lora.life_cycle import LoRAStats
 from multilora_engine.lora.residency import Residency
 from multilora_engine.process.telemetry import RequestStats
 from multilora_engine.process.usage import Usage
+from multilora_wire.adapter_event import AdapterEvent
 from multilora_wire.adapter_info import AdapterInfo
 from multilora_wire.layout import AdapterLayout
 

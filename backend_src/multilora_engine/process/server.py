@@ -281,7 +281,7 @@ class EngineServer:
         self._telemetry.record(outputs)
         for output in outputs:
             route = self._routes[output.request_id]
-            self._rates.charge(route.sender, output.num_output_tokens if output.beams else len(output.token_ids))
+            self._rates.charge(route.sender, output.num_new_tokens)
             self._fronts.add(route.front, output)
             if output.is_final:
                 self._end(route, output)

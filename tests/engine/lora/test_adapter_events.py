@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from multilora_engine.lora.adapter_events import AdapterEvents
-from multilora_engine.lora.life_cycle import AdapterEvent
+from multilora_engine.lora.life_cycle import adapter_event
 from multilora_engine.lora.names import scoped_task_id
 
 
@@ -12,7 +12,7 @@ from multilora_engine.lora.names import scoped_task_id
 def test_a_tenants_log_is_as_if_there_were_no_other(tenants: list[str]) -> None:
     events, alone = AdapterEvents(80), {name: AdapterEvents(80) for name in ("acme", "bolt")}
     for number, tenant in enumerate(tenants):
-        event = AdapterEvent.of("uploaded", scoped_task_id(tenant, number), "digest")
+        event = adapter_event("uploaded", scoped_task_id(tenant, number), "digest")
         events.append(event)
         if tenant:
             alone[tenant].append(event)

@@ -24,8 +24,8 @@ from multilora_engine.lora.adapter_state import File
 from multilora_engine.lora.disk_tier import DiskTier
 from multilora_engine.lora.format import pack_adapter
 from multilora_engine.lora.layout import PackedAdapter
-from multilora_engine.lora.life_cycle import AdapterEvent
 from multilora_engine.lora.names import TaskId, TenantTaskId
+from multilora_wire.adapter_event import AdapterEvent
 
 BIG_ID = (1 << 64) - 1
 

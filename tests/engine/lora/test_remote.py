@@ -34,13 +34,13 @@ from multilora_engine.lora.event_log import EventLog
 from multilora_engine.lora.format import pack_adapter
 from multilora_engine.lora.host_tier import HostTier
 from multilora_engine.lora.layout import PackedAdapter
-from multilora_engine.lora.life_cycle import AdapterEvent
 from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.lora.names import task_id_of
 from multilora_engine.lora.remote import Fetch, RemoteAdapters
 from multilora_engine.lora.sources.fetcher import FetchedAdapter
 from multilora_engine.lora.sources.source import AdapterKey
 from multilora_engine.request import GenerationRequest, SamplingParams
+from multilora_wire.adapter_event import AdapterEvent
 
 
 def packed(seed: int) -> PackedAdapter:
@@ -74,6 +74,10 @@ class World:
         self.fetcher = HeldFetcher()
         self.events: EventLog[AdapterEvent] = EventLog(100)
         self.remote = RemoteAdapters(self.loras, self.fetcher, self.events.append)  # type: ignore[arg-type]
+
+    def upload(self, name: str, adapter: PackedAdapter) -> None:
+        self.loras.put(task_id_of(name), adapter)
+        self.remote.supersede(task_id_of(name))
 
 
 def test_an_adapter_is_fetched_once_for_all_who_wait() -> None:
@@ -156,12 +160,34 @@ def test_an_upload_meanwhile_wins_over_the_source() -> None:
     world = World()
     fetch = world.remote.fetch(key("x"))
     future = world.fetcher.begin()
-    world.loras.put(task_id_of("x"), packed(2))
+    world.upload("x", packed(2))
     assert list(world.remote.poll()) == [fetch]
     assert fetch.error is None
     future.set_result(FetchedAdapter(packed(1), "x"))
     assert list(world.remote.poll()) == []
     assert world.loras.digest(task_id_of("x")) == packed(2).digest
+
+
+def test_an_upload_that_is_gone_again_leaves_the_fetch_under_way() -> None:
+    world = World()
+    fetch = world.remote.fetch(key("x"))
+    world.upload("x", packed(2))
+    world.loras.unload(task_id_of("x"))
+    assert list(world.remote.poll()) == []
+    world.fetcher.begin().set_result(FetchedAdapter(packed(1), "x"))
+    assert list(world.remote.poll()) == [fetch]
+    assert world.loras.digest(task_id_of("x")) == packed(1).digest
+
+
+def test_a_step_looks_at_no_fetch_that_is_still_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    fetches = [world.remote.fetch(key(f"adapter-{i}")) for i in range(50)]
+    world.fetcher.begin().set_result(FetchedAdapter(packed(1), "x"))
+    asked = []
+    is_done = Future.done
+    monkeypatch.setattr(Future, "done", lambda future: asked.append(future) or is_done(future))
+    assert list(world.remote.poll()) == [fetches[-1]]
+    assert asked == [fetches[-1].future]
 
 
 def test_what_cannot_be_fetched_or_kept_is_told_and_may_be_asked_for_again() -> None:
@@ -218,7 +244,7 @@ class RemoteMachine(RuleBasedStateMachine):
     @rule(name=names)
     def upload(self, name: str) -> None:
         if name not in self.present:
-            self.world.loras.put(task_id_of(name), VERSIONS[1])
+            self.world.upload(name, VERSIONS[1])
             self.present[name] = 1
 
     @rule(name=names)

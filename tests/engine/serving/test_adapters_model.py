@@ -34,14 +34,6 @@ def engine(tmp_path: Path) -> Iterator[FakeEngine]:
         yield engine
 
 
-@pytest.fixture
-def link(engine: FakeEngine, tmp_path: Path) -> Iterator[EngineLink]:
-    link = EngineLink(tmp_path / "engine.sock")
-    link.client.wait_until_ready(TIMEOUT_S)
-    yield link
-    link.close()
-
-
 def packed(seed: int = 0) -> PackedAdapter:
     wire = wire_adapter(TINY, [(1, 0, 4), (6, 2, 7)], seed=seed)
     return pack_adapter(wire.weights, wire.config, TINY)

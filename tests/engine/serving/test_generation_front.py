@@ -37,14 +37,6 @@ def engine(tmp_path: Path, default_model_dir: Path) -> Iterator[FakeEngine]:
 
 
 @pytest.fixture
-def link(engine: FakeEngine, tmp_path: Path) -> Iterator[EngineLink]:
-    link = EngineLink(tmp_path / "engine.sock")
-    link.client.wait_until_ready(TIMEOUT_S)
-    yield link
-    link.close()
-
-
-@pytest.fixture
 def front(link: EngineLink) -> Iterator[GenerationFront]:
     front = GenerationFront(link, can_stream=True)
     yield front

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -11,14 +12,20 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from checkpoints.telling_adapters import (
     BASE_ANSWER,
+    HIDDEN_SIZE,
     MAX_NUMBER,
+    MAX_RANK,
     NUM_PLACES,
     PROMPT_TOKENS,
+    SPANNING_INTERMEDIATE_SIZE,
     Matrices,
     adapter_matrices,
     answer,
+    packed_adapter,
     save_checkpoint,
 )
+from multilora_engine.lora.checkpoint_layout import checkpoint_layout
+from multilora_engine.lora.layout import page_shape
 
 _MODULES = {
     "attn_v": "self_attn.v_proj",
@@ -28,9 +35,14 @@ _MODULES = {
 }
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(save_checkpoint(tmp_path_factory.mktemp("telling")))
+@pytest.fixture(scope="module", params=[HIDDEN_SIZE, SPANNING_INTERMEDIATE_SIZE], ids="MLP of {}".format)
+def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
+    path = save_checkpoint(tmp_path_factory.mktemp("telling"), request.param)
+    return AutoModelForCausalLM.from_pretrained(path)
+
+
+def matrices(base: PreTrainedModel, number: int, version: int) -> list[Matrices]:
+    return adapter_matrices(number, version, base.config.intermediate_size)
 
 
 @torch.no_grad()
@@ -67,17 +79,27 @@ def test_an_adapter_answers_with_its_number_and_version(base: PreTrainedModel, p
     assert generate(base, prompt) == BASE_ANSWER
     for _ in range(4):
         number, version = random.randrange(MAX_NUMBER), random.randrange(MAX_NUMBER)
-        assert generate_adapted(base, adapter_matrices(number, version), prompt) == answer(number, version)
+        assert generate_adapted(base, matrices(base, number, version), prompt) == answer(number, version)
 
 
 def test_a_row_of_another_adapter_changes_one_token(base: PreTrainedModel) -> None:
     prompt = list(PROMPT_TOKENS[:9])
-    ours, others = adapter_matrices(0x123, 0x456), adapter_matrices(0x789, 0xABC)
+    ours, others = matrices(base, 0x123, 0x456), matrices(base, 0x789, 0xABC)
     for place in range(NUM_PLACES):
         chimera = [*ours[:place], others[place], *ours[place + 1 :]]
         expected = answer(0x123, 0x456)
         expected[place] = answer(0x789, 0xABC)[place]
         assert generate_adapted(base, chimera, prompt) == expected
+
+
+def test_pieces_of_the_wide_model_span_pages_and_have_meanings_in_each(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path, SPANNING_INTERMEDIATE_SIZE)
+    layout = checkpoint_layout(path, MAX_RANK, "float32")
+    adapters = [packed_adapter(number, 0, layout) for number in range(32)]
+    spanning = [adapter for adapter in adapters if page_shape(adapter.rows, len(adapter.pages), layout).runs]
+    assert 8 < len(spanning) < 24
+    meaningful = AutoModelForCausalLM.from_pretrained(path).model.layers[0].mlp.up_proj.weight.any(dim=1)
+    assert all(part.sum() > 20 for part in meaningful.chunk(4))
 
 
 def test_no_two_answers_are_alike() -> None:

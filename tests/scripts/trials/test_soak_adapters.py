@@ -11,10 +11,20 @@ from multilora_wire.layout import AdapterLayout
 from trials.soak_adapters import Options, Soak, soak
 from trials.soak_answers import Call, Tally, Versions
 
+_ALL = pytest.mark.long(reason="each case starts two engines; the others have every part of this one")
 
-@pytest.mark.parametrize("has_disk", [False, True], ids=["sent again", "from disk"])
-def test_every_answer_is_of_the_right_adapter_and_version(has_disk: bool) -> None:
-    options = Options(400, num_adapters=60, num_clients=16, device_adapters=4, host_adapters=20, has_disk=has_disk)
+
+@pytest.mark.parametrize(
+    ("has_disk", "is_spanning"),
+    [
+        pytest.param(False, False, id="sent again"),
+        pytest.param(True, True, id="from disk, spanning pages"),
+        pytest.param(True, False, id="from disk", marks=_ALL),
+        pytest.param(False, True, id="sent again, spanning pages", marks=_ALL),
+    ],
+)
+def test_every_answer_is_of_the_right_adapter_and_version(has_disk: bool, is_spanning: bool) -> None:
+    options = Options(400, 60, 16, device_adapters=4, host_adapters=20, has_disk=has_disk, is_spanning=is_spanning)
     tally, counts = soak(options, ["zipf", "uniform"])
     assert tally.wrong == []
     assert tally.counts["right"] > 320

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from multilora_kernels.cuda.aot import (
+from benchmarks.compiled_kernels import (
     Resources,
     add_layer_norm_resources,
     add_rms_norm_resources,
@@ -15,7 +15,7 @@ from multilora_kernels.cuda.aot import (
     shrink_resources,
     silu_mul_resources,
 )
-from multilora_kernels.testing import LinearShape
+from benchmarks.synthetic_batches import LinearShape
 
 _QKV = LinearShape(4096, (4096, 1024, 1024))
 _DOWN = LinearShape(14336, (4096,))

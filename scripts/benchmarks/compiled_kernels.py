@@ -1,4 +1,4 @@
-"""Compile the kernels ahead of time, for GPUs that are not there: what do they cost, and do registers spill?"""
+"""Compiles the GPU kernels ahead of time, for GPUs that are not there, and reads registers, spills and shared bytes."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 
+from benchmarks.synthetic_batches import LinearShape
 from multilora_kernels.cuda.attention import combine_constants, combine_kernel, decode_constants, decode_kernel
 from multilora_kernels.cuda.block_sizes import block_sizes
 from multilora_kernels.cuda.elementwise import (
@@ -24,7 +25,6 @@ from multilora_kernels.cuda.elementwise import (
 from multilora_kernels.cuda.expand import expand_constants, expand_kernel
 from multilora_kernels.cuda.shrink import shrink_constants, shrink_kernel
 from multilora_kernels.parts import num_parts
-from multilora_kernels.testing import LinearShape
 
 _POINTERS = {
     "v_ptr": "*fp32",

@@ -1,6 +1,6 @@
-"""Synthetic batches and adapters, for tests and benchmarks alike so that the two measure the same thing.
+"""Synthetic batches and adapters. The kernels' tests use them, too, so that both run the operators on the same inputs.
 
-Whatever an operator must not read is NaN, and every offset it must not follow points far outside the arena.
+Memory that an operator must not read is NaN, and every offset that it must not follow points far outside the arena.
 """
 
 from __future__ import annotations
