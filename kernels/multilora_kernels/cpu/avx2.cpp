@@ -17,13 +17,12 @@
 MULTILORA_TARGET("avx2,fma,f16c")
 
 #include "kernels.h"
+#include "x86_vectors.h"
 
 namespace multilora {
 namespace {
 
-struct Avx2 {
-  using F = __m256;
-  static constexpr int kWidth = 8;
+struct Avx2 : X86Vectors<Avx2, 32> {
   static constexpr int kShrinkRows = 2;
   static constexpr int kSingleRowRanks = 4;
   static constexpr int kExpandRows = 4;
@@ -31,18 +30,7 @@ struct Avx2 {
   static constexpr int kScoreVectors = 2;
   static constexpr int kValueSums = 12;
 
-  static inline F zero() { return _mm256_setzero_ps(); }
   static inline F broadcast(float value) { return _mm256_set1_ps(value); }
-  // Once into a register: compilers would rather load the value again for every product.
-  static inline F broadcast_once(float value) {
-    F lanes = _mm256_set1_ps(value);
-    asm("" : "+x"(lanes));
-    return lanes;
-  }
-  static inline F add(F a, F b) { return _mm256_add_ps(a, b); }
-  static inline F sub(F a, F b) { return _mm256_sub_ps(a, b); }
-  static inline F mul(F a, F b) { return _mm256_mul_ps(a, b); }
-  static inline F div(F a, F b) { return _mm256_div_ps(a, b); }
   static inline F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
 
   static inline float sum(F a) {
@@ -66,10 +54,6 @@ struct Avx2 {
     return _mm_cvtss_f32(_mm_max_ss(half, _mm_movehdup_ps(half)));
   }
   static inline F zero_where_less(F a, F b, F value) { return _mm256_and_ps(_mm256_cmp_ps(a, b, _CMP_NLT_UQ), value); }
-  // 2^(n - 127) for the integer n in the lowest bits of a.
-  static inline F low_bits_as_exponent(F a) {
-    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(a), 23));
-  }
 
   static inline F load(const float* p) { return _mm256_loadu_ps(p); }
   static inline F load(const BFloat16* p) {
@@ -98,74 +82,28 @@ struct Avx2 {
     std::memcpy(p, copy, n * sizeof(float));
   }
 
-  // Eight 32-bit columns of eight rows: lane i of out[c] is row i, column c. `row(i)` loads the 32 bytes of row i.
   template <class Row>
-  static inline void transpose_32bit(const Row& row, __m256i out[8]) {
-    __m256i pair[8], quad[8];
-    for (int i = 0; i < 8; i += 2) {
-      const __m256i low = row(i), high = row(i + 1);
-      pair[i] = _mm256_unpacklo_epi32(low, high);
-      pair[i + 1] = _mm256_unpackhi_epi32(low, high);
-    }
-    for (int i = 0; i < 8; i += 4) {
-      quad[i] = _mm256_unpacklo_epi64(pair[i], pair[i + 2]);
-      quad[i + 1] = _mm256_unpackhi_epi64(pair[i], pair[i + 2]);
-      quad[i + 2] = _mm256_unpacklo_epi64(pair[i + 1], pair[i + 3]);
-      quad[i + 3] = _mm256_unpackhi_epi64(pair[i + 1], pair[i + 3]);
-    }
-    for (int c = 0; c < 4; ++c) {
-      out[c] = _mm256_permute2x128_si256(quad[c], quad[c + 4], 0x20);
-      out[c + 4] = _mm256_permute2x128_si256(quad[c], quad[c + 4], 0x31);
-    }
+  static inline __m256i load_rows(const Row& row, int i) {
+    return row(i);
   }
-
-  static inline F column_of(__m256i bits, int, float) { return _mm256_castsi256_ps(bits); }
-  static inline F column_of(__m256i bits, int half, BFloat16) {
-    const __m256i upper = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
-    return _mm256_castsi256_ps(half ? _mm256_and_si256(bits, upper) : _mm256_slli_epi32(bits, 16));
-  }
-  static inline F column_of(__m256i bits, int half, Float16) {
-    const __m256i value = half ? _mm256_srli_epi32(bits, 16) : _mm256_and_si256(bits, _mm256_set1_epi32(0xffff));
+  static inline Bits unpack_low_32bit(Bits a, Bits b) { return Bits(_mm256_unpacklo_epi32(__m256i(a), __m256i(b))); }
+  static inline Bits unpack_high_32bit(Bits a, Bits b) { return Bits(_mm256_unpackhi_epi32(__m256i(a), __m256i(b))); }
+  static inline Bits unpack_low_64bit(Bits a, Bits b) { return Bits(_mm256_unpacklo_epi64(__m256i(a), __m256i(b))); }
+  static inline Bits unpack_high_64bit(Bits a, Bits b) { return Bits(_mm256_unpackhi_epi64(__m256i(a), __m256i(b))); }
+  static inline Bits join_low(Bits a, Bits b) { return Bits(_mm256_permute2x128_si256(__m256i(a), __m256i(b), 0x20)); }
+  static inline Bits join_high(Bits a, Bits b) { return Bits(_mm256_permute2x128_si256(__m256i(a), __m256i(b), 0x31)); }
+  static inline F column_of_float16(Bits bits, int half) {
+    const __m256i value = __m256i(half ? bits >> 16 : bits & 0xffff);
     const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(value, value), _MM_SHUFFLE(3, 1, 2, 0));
     return _mm256_cvtph_ps(_mm256_castsi256_si128(packed));
   }
 
-  // 32 bytes of every row: two neighbouring 16-bit columns travel as one 32-bit column.
-  template <class T, class Row>
-  static inline void transpose_32_bytes(const Row& row, F* out) {
-    constexpr int kPerLane = 4 / sizeof(T);
-    __m256i bits[8];
-    transpose_32bit(row, bits);
-    for (int c = 0; c < 8; ++c) {
-      for (int half = 0; half < kPerLane; ++half) {
-        out[c * kPerLane + half] = column_of(bits[c], half, T{});
-      }
-    }
-  }
-
-  template <int Columns, class T>
-  static inline void transpose(const T* p, int64_t stride, F* out) {
-    constexpr int kColumns = std::min(Columns, int(32 / sizeof(T)));
-    for (int j = 0; j < Columns; j += kColumns) {
-      transpose_32_bytes<T>([&](int i) { return load_columns<kColumns>(p + i * stride + j); }, out + j);
-    }
-  }
-
-  template <int Columns, class T>
-  static inline __m256i load_columns(const T* p) {
-    if constexpr (Columns * sizeof(T) == 32) {
-      return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
-    } else {
-      return _mm256_castsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-    }
-  }
-
   template <class T>
   static inline void transpose_part(const T* p, int64_t stride, int rows, int columns, F* out) {
-    constexpr int kColumns = 32 / sizeof(T);
+    constexpr int kColumns = kRowBytes / sizeof(T);
     for (int j = 0; j < columns; j += kColumns) {
       const size_t bytes = std::min(columns - j, kColumns) * sizeof(T);
-      transpose_32_bytes<T>([&](int i) { return i < rows ? load_bytes(p + i * stride + j, bytes) : __m256i{}; }, out + j);
+      transpose_rows<T>([&](int i) { return i < rows ? load_bytes(p + i * stride + j, bytes) : __m256i{}; }, out + j);
     }
   }
 

@@ -16,13 +16,12 @@
 MULTILORA_TARGET("avx512f,avx512bw,avx512vl,avx2,fma,f16c")
 
 #include "kernels.h"
+#include "x86_vectors.h"
 
 namespace multilora {
 namespace {
 
-struct Avx512 {
-  using F = __m512;
-  static constexpr int kWidth = 16;
+struct Avx512 : X86Vectors<Avx512, 64> {
   static constexpr int kShrinkRows = 4;
   static constexpr int kSingleRowRanks = 1;
   static constexpr int kExpandRows = 4;
@@ -30,18 +29,7 @@ struct Avx512 {
   static constexpr int kScoreVectors = 4;
   static constexpr int kValueSums = 16;
 
-  static inline F zero() { return _mm512_setzero_ps(); }
   static inline F broadcast(float value) { return _mm512_set1_ps(value); }
-  // Once into a register: compilers would rather load the value again for every product.
-  static inline F broadcast_once(float value) {
-    F lanes = _mm512_set1_ps(value);
-    asm("" : "+v"(lanes));
-    return lanes;
-  }
-  static inline F add(F a, F b) { return _mm512_add_ps(a, b); }
-  static inline F sub(F a, F b) { return _mm512_sub_ps(a, b); }
-  static inline F mul(F a, F b) { return _mm512_mul_ps(a, b); }
-  static inline F div(F a, F b) { return _mm512_div_ps(a, b); }
   static inline F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
   static inline float sum(F a) { return _mm512_reduce_add_ps(a); }
   // Lane i is the sum of v[i].
@@ -73,10 +61,6 @@ struct Avx512 {
   static inline F zero_where_less(F a, F b, F value) {
     return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a, b, _CMP_NLT_UQ), value);
   }
-  // 2^(n - 127) for the integer n in the lowest bits of a.
-  static inline F low_bits_as_exponent(F a) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(a), 23));
-  }
 
   static inline F from_bfloat16(__m256i bits) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
@@ -93,37 +77,24 @@ struct Avx512 {
   static inline void store(float* p, F a) { _mm512_storeu_ps(p, a); }
   static inline void store_first(float* p, F a, int n) { _mm512_mask_storeu_ps(p, first(n), a); }
 
-  // Eight 32-bit columns of sixteen rows: lane i of out[c] is row i, column c. `row(i)` loads the 32 bytes of row i.
+  // Row i of the first eight, in turn with row i of the last eight.
   template <class Row>
-  static inline void transpose_32bit(const Row& row, __m512i out[8]) {
-    __m512i in[8], pair[8], quad[8];
-    for (int i = 0; i < 8; ++i) {
-      const int low = i + (i & 4);
-      in[i] = _mm512_inserti64x4(_mm512_castsi256_si512(row(low)), row(low + 4), 1);
-    }
-    for (int i = 0; i < 8; i += 2) {
-      pair[i] = _mm512_unpacklo_epi32(in[i], in[i + 1]);
-      pair[i + 1] = _mm512_unpackhi_epi32(in[i], in[i + 1]);
-    }
-    for (int i = 0; i < 8; i += 4) {
-      quad[i] = _mm512_unpacklo_epi64(pair[i], pair[i + 2]);
-      quad[i + 1] = _mm512_unpackhi_epi64(pair[i], pair[i + 2]);
-      quad[i + 2] = _mm512_unpacklo_epi64(pair[i + 1], pair[i + 3]);
-      quad[i + 3] = _mm512_unpackhi_epi64(pair[i + 1], pair[i + 3]);
-    }
-    for (int c = 0; c < 4; ++c) {
-      out[c] = _mm512_shuffle_i32x4(quad[c], quad[c + 4], _MM_SHUFFLE(2, 0, 2, 0));
-      out[c + 4] = _mm512_shuffle_i32x4(quad[c], quad[c + 4], _MM_SHUFFLE(3, 1, 3, 1));
-    }
+  static inline __m512i load_rows(const Row& row, int i) {
+    const int low = i + (i & 4);
+    return _mm512_inserti64x4(_mm512_castsi256_si512(row(low)), row(low + 4), 1);
   }
-
-  static inline F column_of(__m512i bits, int, float) { return _mm512_castsi512_ps(bits); }
-  static inline F column_of(__m512i bits, int half, BFloat16) {
-    const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
-    return _mm512_castsi512_ps(half ? _mm512_and_si512(bits, upper) : _mm512_slli_epi32(bits, 16));
+  static inline Bits unpack_low_32bit(Bits a, Bits b) { return Bits(_mm512_unpacklo_epi32(__m512i(a), __m512i(b))); }
+  static inline Bits unpack_high_32bit(Bits a, Bits b) { return Bits(_mm512_unpackhi_epi32(__m512i(a), __m512i(b))); }
+  static inline Bits unpack_low_64bit(Bits a, Bits b) { return Bits(_mm512_unpacklo_epi64(__m512i(a), __m512i(b))); }
+  static inline Bits unpack_high_64bit(Bits a, Bits b) { return Bits(_mm512_unpackhi_epi64(__m512i(a), __m512i(b))); }
+  static inline Bits join_low(Bits a, Bits b) {
+    return Bits(_mm512_shuffle_i32x4(__m512i(a), __m512i(b), _MM_SHUFFLE(2, 0, 2, 0)));
   }
-  static inline F column_of(__m512i bits, int half, Float16) {
-    return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(half ? _mm512_srli_epi32(bits, 16) : bits));
+  static inline Bits join_high(Bits a, Bits b) {
+    return Bits(_mm512_shuffle_i32x4(__m512i(a), __m512i(b), _MM_SHUFFLE(3, 1, 3, 1)));
+  }
+  static inline F column_of_float16(Bits bits, int half) {
+    return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(__m512i(half ? bits >> 16 : bits)));
   }
 
   static inline __m256i load_part(const float* p, __mmask16 mask) {
@@ -134,42 +105,12 @@ struct Avx512 {
     return _mm256_maskz_loadu_epi16(mask, p);
   }
 
-  // 32 bytes of every row: two neighbouring 16-bit columns travel as one 32-bit column.
-  template <class T, class Row>
-  static inline void transpose_32_bytes(const Row& row, F* out) {
-    constexpr int kPerLane = 4 / sizeof(T);
-    __m512i bits[8];
-    transpose_32bit(row, bits);
-    for (int c = 0; c < 8; ++c) {
-      for (int half = 0; half < kPerLane; ++half) {
-        out[c * kPerLane + half] = column_of(bits[c], half, T{});
-      }
-    }
-  }
-
-  template <int Columns, class T>
-  static inline void transpose(const T* p, int64_t stride, F* out) {
-    constexpr int kColumns = std::min(Columns, int(32 / sizeof(T)));
-    for (int j = 0; j < Columns; j += kColumns) {
-      transpose_32_bytes<T>([&](int i) { return load_columns<kColumns>(p + i * stride + j); }, out + j);
-    }
-  }
-
-  template <int Columns, class T>
-  static inline __m256i load_columns(const T* p) {
-    if constexpr (Columns * sizeof(T) == 32) {
-      return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
-    } else {
-      return _mm256_castsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-    }
-  }
-
   template <class T>
   static inline void transpose_part(const T* p, int64_t stride, int rows, int columns, F* out) {
-    constexpr int kColumns = 32 / sizeof(T);
+    constexpr int kColumns = kRowBytes / sizeof(T);
     for (int j = 0; j < columns; j += kColumns) {
       const __mmask16 mask = first(std::min(columns - j, kColumns));
-      transpose_32_bytes<T>([&](int i) { return load_part(p + i * stride + j, i < rows ? mask : __mmask16(0)); }, out + j);
+      transpose_rows<T>([&](int i) { return load_part(p + i * stride + j, i < rows ? mask : __mmask16(0)); }, out + j);
     }
   }
 };
