@@ -40,6 +40,11 @@ class PeftBaseline:
         tensors = convert_peft(directory / _name(number), "float32")
         return pack_adapter(torch.from_numpy(tensors.weights), torch.from_numpy(tensors.config), layout)
 
+    def save(self, directory: Path) -> list[Path]:
+        """All adapters as PEFT saves them, a directory each."""
+        self._model.save_pretrained(str(directory))
+        return [directory / name for name in self._model.peft_config]
+
     @torch.inference_mode()
     def answer(self, prompts: list[list[int]], num_tokens: int) -> tuple[list[list[int]], list[float]]:
         """Greedy answers to prompts of one length, prompt i with adapter i, and when each of their tokens was there."""

