@@ -131,7 +131,14 @@ class RunningPeer:
         return self._process.stdout.readline()
 
 
+_SERVED_VARIABLES = ("OMP_", "GOMP_", "MALLOC_", "LD_")
+"""How variables begin that a served environment has for this engine alone."""
+
+
 def _environment_variables(contestant: Contestant, job: Job) -> dict[str, str]:
     """Ours waits as the server does; how the others' threads wait is theirs to say."""
-    own = server_environment({}) if not contestant.packages else dict(os.environ)
+    if contestant.packages:
+        own = {name: value for name, value in os.environ.items() if not name.startswith(_SERVED_VARIABLES)}
+    else:
+        own = server_environment({})
     return own | {"PYTHONPATH": str(REPOSITORY / "scripts"), "OMP_NUM_THREADS": str(job.num_threads)}
