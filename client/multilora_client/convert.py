@@ -103,13 +103,12 @@ def _row_lengths(
             f"{module.name} is a DoRA module, which takes the base model's weights to convert: name its checkpoint "
             "(multilora convert --base-model DIR)"
         )
-    weight = base.matrix(f"{module.name}.weight")
-    if weight.shape != (len(lora_b), module.lora_a.shape[1]):
-        raise AdapterError(
-            f"{module.name} is {list(weight.shape)} in the base model and [{len(lora_b)}, {module.lora_a.shape[1]}] in "
-            "the adapter"
-        )
-    lengths: npt.NDArray[np.float32] = np.linalg.norm(weight + lora_b @ module.lora_a, axis=1)
+    lengths = np.empty(len(lora_b), np.float32)
+    first = 0
+    for weight in base.tiles(module.name, (len(lora_b), module.lora_a.shape[1])):
+        rows = slice(first, first + len(weight))
+        lengths[rows] = np.linalg.norm(weight + lora_b[rows] @ module.lora_a, axis=1)
+        first = rows.stop
     if not lengths.all():
         raise AdapterError(f"{module.name} has a row of zeros, which no magnitude can stretch")
     return lengths

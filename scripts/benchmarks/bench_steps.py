@@ -31,7 +31,7 @@ from multilora_engine.execution.forward_batch import ForwardBatch, KVCache, Toke
 from multilora_engine.models.model_config import ModelConfig
 from multilora_engine.models.registry import build_model
 from multilora_engine.models.rope_config import Rope
-from multilora_engine.models.weights import Placement
+from multilora_engine.models.weights import FloatFormat, Placement
 from multilora_kernels import LoRATables
 
 RANK = 16
@@ -98,7 +98,7 @@ class Workbench:
 
     def __init__(self, config: ModelConfig, sizes: Sizes, dtype: torch.dtype, device: torch.device) -> None:
         self.config, self.sizes, self.device = config, sizes, device
-        self.model = build_model(config, Placement(dtype, dtype, device))
+        self.model = build_model(config, FloatFormat(Placement(dtype, dtype, device)))
         for place in self.model.checkpoint_tensors().values():
             place.copy_(torch.randn(tuple(place.shape), dtype=dtype, device=device) * 0.02)
         self._max_blocks = -(-max(sizes.context, sizes.prompt) // BLOCK_SIZE)

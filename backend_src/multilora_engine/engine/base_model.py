@@ -54,9 +54,8 @@ def load_base_model(config: EngineConfig, on_progress: Callable[[int, int], None
     tokenizer = Tokenizer(tokenizer_path)
     placement = Placement(dtype, choose_weight_dtype(config, dtype, device), device)
     model = load_model(config.model_path, placement, on_progress)
-    _logger.info(
-        "weights: %.2f GiB, stored as %s", model.num_weight_bytes / (1 << 30), dtype_name(placement.weight_dtype)
-    )
+    for kind, num_bytes in model.weight_bytes.items():
+        _logger.info("weights: %.2f GiB, stored as %s", num_bytes / (1 << 30), kind)
     lora_dtype = dtype_name(dtype) if config.lora.lora_dtype == "auto" else config.lora.lora_dtype
     layout = adapter_layout(model.adapter_sites, config.lora.max_lora_rank, lora_dtype)
     plan = plan_memory(config, model_config, layout, dtype, device)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from multilora_engine.models.linear import LoRALinear
+from multilora_engine.models.linear import LoRALinear, bias_places, stored_parts
 from multilora_engine.models.model_config import ModelConfig
 from multilora_engine.models.norms import LayerNorm, RMSNorm
-from multilora_engine.models.weights import Destination, LinearWeight, Placement, VectorPlace, WeightFormat
+from multilora_engine.models.weights import Destination, LinearWeight, Placement, VectorPlace, WeightFormat, num_outputs
 from multilora_wire.sites import AdapterSite
 
 _ROOT = "model."
@@ -25,11 +25,14 @@ class Builder:
 
     config: ModelConfig
     sites: Mapping[str, AdapterSite]
-    placement: Placement
     format: WeightFormat
     prefix: str = _ROOT
     tensors: dict[str, Destination] = field(default_factory=dict)
     weights: list[LinearWeight] = field(default_factory=list)
+
+    @property
+    def placement(self) -> Placement:
+        return self.format.placement
 
     def layer(self, index: int) -> Builder:
         """Makes the pieces of one layer."""
@@ -41,13 +44,14 @@ class Builder:
         stored_as: the path of the one linear that the checkpoint has in place of them all.
         """
         sites = [self.sites[f"{self.prefix}{path}".removeprefix(_ROOT)] for path in paths]
-        size = sum(site.out_size for site in sites)
-        weight = self.format.linear(size, sites[0].in_size)
-        linear = LoRALinear(sites, weight, self.placement.vectors(size) if has_bias else None)
-        names = [self.prefix + path for path in ([stored_as] if stored_as else paths)]
-        self.tensors.update(linear.checkpoint_tensors(names))
+        parts = stored_parts(sites, [self.prefix + path for path in ([stored_as] if stored_as else paths)])
+        weight = self.format.linear(parts, sites[0].in_size)
+        bias = self.placement.vectors(num_outputs(parts)) if has_bias else None
+        self.tensors.update(weight.checkpoint_tensors())
+        if bias is not None:
+            self.tensors.update(bias_places(bias, parts))
         self.weights.append(weight)
-        return linear
+        return LoRALinear(sites, weight, bias)
 
     def rms_norm(self, path: str, size: int = 0, offset: float = 0.0) -> RMSNorm:
         """size: of the last dimension, 0 for the hidden size. offset: added to the checkpoint's weights."""

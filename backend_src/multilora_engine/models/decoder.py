@@ -5,6 +5,7 @@ Weights are uninitialised until `loader.load_model` fills the places that `check
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -19,9 +20,12 @@ from multilora_engine.models.model import HiddenStates
 from multilora_engine.models.model_config import ModelConfig
 from multilora_engine.models.norms import Norm
 from multilora_engine.models.rotary import RotaryEmbedding, Rotation
-from multilora_engine.models.weights import Destination, FloatFormat, Placement, WeightRows
-from multilora_kernels import LayerStep, decoder_layers, packed_embedding, packed_linear
+from multilora_engine.models.weights import Destination, ReadablePlace, StoredPart, WeightFormat
+from multilora_kernels import LayerStep, decoder_layers
 from multilora_wire.sites import GATED_MLP, ModelSites, decoder_sites
+
+EMBEDDINGS, HEAD = "model.embed_tokens", "lm_head"
+"""Names of the modules before and behind the layers."""
 
 
 def _rms_norm(builder: Builder) -> Norm:
@@ -43,14 +47,17 @@ class Architecture:
 class Decoder:
     """A model of any family: `Model`'s methods over the layers that its architecture makes."""
 
-    def __init__(self, config: ModelConfig, architecture: Architecture, placement: Placement) -> None:
+    def __init__(self, config: ModelConfig, architecture: Architecture, weights: WeightFormat) -> None:
         self.config = config
-        self.dtype = placement.dtype
+        self.dtype = weights.placement.dtype
         self.adapter_sites = sites_of(config, architecture)
-        self._device = placement.device
-        self._lm_head = placement.weight(config.vocab_size, config.hidden_size)
-        self._embeddings = self._lm_head if config.tie_word_embeddings else placement.embeddings(*self._lm_head.shape)
-        self._builder = Builder(config, self.adapter_sites.site_named, placement, FloatFormat(placement))
+        self._device = weights.placement.device
+        embeddings, head = (StoredPart(name, 0, config.vocab_size) for name in (EMBEDDINGS, HEAD))
+        self._lm_head = weights.head(embeddings if config.tie_word_embeddings else head, config.hidden_size)
+        self._embeddings = (
+            self._lm_head if config.tie_word_embeddings else weights.embeddings(embeddings, config.hidden_size)
+        )
+        self._builder = Builder(config, self.adapter_sites.site_named, weights)
         self._norm = architecture.final_norm(self._builder)
         self.layers = [architecture.layer(self._builder.layer(i), i) for i in range(config.num_layers)]
         self._is_packed = all(layer.packed is not None for layer in self.layers)
@@ -63,9 +70,12 @@ class Decoder:
         return kv_groups(self.config)
 
     @property
-    def num_weight_bytes(self) -> int:
-        outer = {id(weight.data): weight.data.nbytes for weight in (self._lm_head, self._embeddings)}
-        return sum(weight.num_bytes for weight in self._builder.weights) + sum(outer.values())
+    def weight_bytes(self) -> dict[str, int]:
+        outer = {id(weight): weight for weight in (self._lm_head, self._embeddings)}
+        num_bytes: Counter[str] = Counter()
+        for weight in (*self._builder.weights, *outer.values()):
+            num_bytes.update(weight.bytes_by_kind)
+        return dict(num_bytes.most_common())
 
     def limit_length(self, max_model_len: int) -> None:
         self._rotary = {
@@ -73,13 +83,11 @@ class Decoder:
         }
 
     def checkpoint_tensors(self) -> dict[str, Destination]:
-        tensors = {"model.embed_tokens.weight": self.embedding_rows(), **self._builder.tensors}
-        if not self.config.tie_word_embeddings:
-            tensors["lm_head.weight"] = WeightRows(self._lm_head, 0, self.config.vocab_size)
-        return tensors
+        outer = self._lm_head.checkpoint_tensors() | self._embeddings.checkpoint_tensors()
+        return {**outer, **self._builder.tensors}
 
-    def embedding_rows(self) -> Destination:
-        return WeightRows(self._embeddings, 0, self.config.vocab_size)
+    def embedding_rows(self) -> ReadablePlace | None:
+        return self._embeddings.readable()
 
     def forward(
         self, batch: ForwardBatch, kv_cache: KVCache, on_layer: Callable[[], None] = lambda: None
@@ -89,7 +97,7 @@ class Decoder:
     def hidden_states(
         self, batch: ForwardBatch, kv_cache: KVCache, on_layer: Callable[[], None] = lambda: None
     ) -> HiddenStates:
-        x = packed_embedding(batch.input_ids, self._embeddings, self.dtype)
+        x = self._embeddings.embed(batch.input_ids, self.dtype)
         if self.config.embedding_scale != 1.0:
             # The scale is rounded as transformers rounds it: to the type of the embeddings.
             x = x * torch.tensor(self.config.embedding_scale, dtype=self.dtype, device=x.device)
@@ -98,7 +106,7 @@ class Decoder:
     def logits(self, hidden_states: HiddenStates, rows: torch.Tensor) -> torch.Tensor:
         x, update = (tensor.index_select(0, rows) for tensor in hidden_states)
         normed, _ = self._norm.add(x, update)
-        logits = packed_linear(normed, self._lm_head).float()
+        logits = self._lm_head.product(normed, None).float()
         if self.config.logit_scale != 1.0:
             logits *= self.config.logit_scale
         if self.config.logit_softcap:

@@ -38,14 +38,15 @@ class LoRALinear:
             return None
         return PackedLayerLinear.of(self.weight.packed, self.bias, self.first_column, self.slice_sizes)
 
-    def checkpoint_tensors(self, names: Sequence[str]) -> dict[str, Destination]:
-        """The places of the checkpoint's tensors. names: of its linears, one for each slice, or one for all of them."""
-        sizes = self.slice_sizes if len(names) == len(self.slice_sizes) else (sum(self.slice_sizes),)
-        starts = [end - size for end, size in zip(itertools.accumulate(sizes), sizes, strict=True)]
-        parts = [StoredPart(*part) for part in zip(names, starts, sizes, strict=True)]
-        places = self.weight.checkpoint_tensors(parts)
-        if self.bias is not None:
-            places |= {
-                f"{part.name}.bias": VectorPlace(self.bias[part.first : part.first + part.count]) for part in parts
-            }
-        return places
+
+def stored_parts(sites: Sequence[AdapterSite], names: Sequence[str]) -> list[StoredPart]:
+    """The linears that a checkpoint has of `sites`. names: one for each site, or one for all of them."""
+    sizes = [site.out_size for site in sites]
+    sizes = sizes if len(names) == len(sizes) else [sum(sizes)]
+    starts = [end - size for end, size in zip(itertools.accumulate(sizes), sizes, strict=True)]
+    return [StoredPart(*part) for part in zip(names, starts, sizes, strict=True)]
+
+
+def bias_places(bias: torch.Tensor, parts: Sequence[StoredPart]) -> dict[str, Destination]:
+    """The places of the biases of `parts`, by the checkpoint's names. bias: of them all."""
+    return {f"{part.name}.bias": VectorPlace(bias[part.first : part.first + part.count]) for part in parts}

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from multilora_engine.errors import ConfigError
+from multilora_engine.models.checkpoint import Checkpoint, opened
 from multilora_engine.models.model import Model
+from multilora_engine.models.quantization.format import weight_format
 from multilora_engine.models.registry import build_model, read_model_config
-from multilora_engine.models.weights import Destination, Placement
+from multilora_engine.models.weights import Destination, Placement, WeightFormat
 
-_SINGLE_FILE = "model.safetensors"
-_INDEX_FILE = "model.safetensors.index.json"
-_SAFETENSORS_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_FLOAT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _ROTARY_BUFFER = re.compile(r"(model\.layers\.\d+\.self_attn|model)\.rotary_emb\.inv_freq")
 """Stored by old versions of transformers; it follows from config.json."""
 
@@ -29,55 +25,46 @@ def load_model(path: Path, placement: Placement, on_progress: Callable[[int, int
     """Read the checkpoint in the directory `path` tensor by tensor into a model that lies as `placement` says.
 
     `on_progress` is called with (tensors loaded, tensors in all). Raises ConfigError, which names the tensor, when one
-    is missing, unexpected, stored twice, of another shape, or not of a float type.
+    is missing, unexpected, stored twice, of another shape or type, or disagrees with another.
     """
-    model = build_model(read_model_config(path), placement)
-    loading = _Loading(model, on_progress)
-    for file in _checkpoint_files(path):
+    config = read_model_config(path)
+    checkpoint = Checkpoint(path)
+    weights = weight_format(checkpoint, placement)
+    model = build_model(config, weights)
+    loading = _Loading(model, weights, on_progress)
+    for file in checkpoint.files:
         loading.read_file(file)
     loading.finish(path)
     return model
 
 
 def stored_dtype(path: Path) -> torch.dtype:
-    """The type that holds every weight of the checkpoint as it is: that of its matrices, at most float32.
+    """The type that holds every float weight of the checkpoint as it is: that of its matrices, at most float32.
 
-    It is read from the files: the one that config.json names is only what somebody once computed in.
+    It is read from the files: the one that config.json names is only what somebody once computed in. Matrices of scales
+    are no weights.
     """
-    stored = {name for file in _checkpoint_files(path) for name in _matrix_dtypes(file)}
-    dtypes = [dtype for name, dtype in _SAFETENSORS_DTYPES.items() if name in stored]
+    tensors = Checkpoint(path).tensors
+    stored = {tensor.dtype for name, tensor in tensors.items() if name.endswith(".weight") and len(tensor.shape) == 2}
+    dtypes = [dtype for name, dtype in _FLOAT_DTYPES.items() if name in stored]
     widest = functools.reduce(torch.promote_types, dtypes, dtypes[0]) if dtypes else torch.float32
     return torch.float32 if widest == torch.float64 else widest
-
-
-def _matrix_dtypes(file: Path) -> set[str]:
-    with _opened(file) as tensors:
-        matrices = [view for name in tensors.keys() if len((view := tensors.get_slice(name)).get_shape()) == 2]  # noqa: SIM118
-        return {view.get_dtype() for view in matrices}
-
-
-@contextlib.contextmanager
-def _opened(file: Path) -> Iterator[Any]:
-    try:
-        with safe_open(file, framework="pt", device="cpu") as tensors:
-            yield tensors
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"cannot read {file}: {error}") from error
 
 
 class _Loading:
     """The progress of one load: `_waiting` holds the places that have not been filled yet."""
 
-    def __init__(self, model: Model, on_progress: Callable[[int, int], None] | None) -> None:
+    def __init__(self, model: Model, weights: WeightFormat, on_progress: Callable[[int, int], None] | None) -> None:
+        self._weights = weights
         self._waiting = model.checkpoint_tensors()
         self._expected = frozenset(self._waiting)
         self._on_progress = on_progress
         self._embeddings = model.embedding_rows()
         self._tied_head: torch.Tensor | None = None
-        self._is_tied = model.config.tie_word_embeddings
+        self._is_tied = model.config.tie_word_embeddings and self._embeddings is not None
 
     def read_file(self, file: Path) -> None:
-        with _opened(file) as tensors:
+        with opened(file) as tensors:
             for name in tensors.keys():  # noqa: SIM118 - not a mapping
                 self._take(name, tensors.get_tensor(name), file)
 
@@ -92,6 +79,7 @@ class _Loading:
             )
 
     def _is_embedding(self, head: torch.Tensor) -> bool:
+        assert self._embeddings is not None
         embeddings = self._embeddings.tensor()
         return torch.equal(head.to(embeddings), embeddings)
 
@@ -100,6 +88,8 @@ class _Loading:
             return
         if name == "lm_head.weight" and self._is_tied:
             self._tied_head = tensor
+            return
+        if name not in self._expected and self._weights.ignores(name, tensor):
             return
         place = self._claim(name, file)
         _check_tensor(name, tensor, place, file)
@@ -122,37 +112,11 @@ def _check_tensor(name: str, tensor: torch.Tensor, place: Destination, file: Pat
         )
     if tensor.dtype not in place.dtypes:
         raise ConfigError(
-            f"{file}: tensor {name} is stored as {str(tensor.dtype).removeprefix('torch.')}; "
-            "quantized checkpoints are not supported, use one in float32, bfloat16 or float16"
+            f"{file}: tensor {name} is stored as {_dtype_name(tensor.dtype)}, expected "
+            f"{' or '.join(sorted(map(_dtype_name, place.dtypes)))}; a quantised checkpoint says so in "
+            "quantization_config of config.json"
         )
 
 
-def _checkpoint_files(path: Path) -> list[Path]:
-    """The one file, or those the index names, in order."""
-    if (path / _INDEX_FILE).is_file():
-        return _indexed_files(path)
-    if (path / _SINGLE_FILE).is_file():
-        return [path / _SINGLE_FILE]
-    pickles = [file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in sorted(path.glob(pattern))]
-    reason = f"it has only {', '.join(pickles)}, and pickle files can run code" if pickles else "it has neither"
-    raise ConfigError(
-        f"{path} needs {_SINGLE_FILE} or {_INDEX_FILE}: {reason}. "
-        "Save it again with transformers: model.save_pretrained(directory)"
-    )
-
-
-def _indexed_files(path: Path) -> list[Path]:
-    index = path / _INDEX_FILE
-    try:
-        names = dict.fromkeys(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"cannot read {index}: it needs a weight_map of tensor names to file names") from error
-    if not names:
-        raise ConfigError(f"{index}: its weight_map is empty")
-    return [path / _plain_file_name(index, name) for name in names]
-
-
-def _plain_file_name(index: Path, name: object) -> str:
-    if isinstance(name, str) and Path(name).name == name and name.endswith(".safetensors"):
-        return name
-    raise ConfigError(f"{index}: {name!r} must be the name of a .safetensors file in the same directory")
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

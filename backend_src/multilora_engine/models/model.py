@@ -10,7 +10,7 @@ import torch
 from multilora_engine.execution.forward_batch import ForwardBatch, KVCache
 from multilora_engine.models.kv_groups import KVGroup
 from multilora_engine.models.model_config import ModelConfig
-from multilora_engine.models.weights import Destination
+from multilora_engine.models.weights import Destination, ReadablePlace
 from multilora_wire.sites import ModelSites
 
 HiddenStates = tuple[torch.Tensor, torch.Tensor]
@@ -40,16 +40,16 @@ class Model(Protocol):
         ...
 
     @property
-    def num_weight_bytes(self) -> int:
-        """Memory of the linears and embeddings, which is all but some megabytes of the model's."""
+    def weight_bytes(self) -> dict[str, int]:
+        """Memory of linears and embeddings by the type they are stored in: all but some megabytes of the model's."""
         ...
 
     def checkpoint_tensors(self) -> dict[str, Destination]:
         """The place of every tensor of a checkpoint, by its Hugging Face name. Tied heads have none."""
         ...
 
-    def embedding_rows(self) -> Destination:
-        """The place of the embeddings, which a checkpoint may repeat as the tied head."""
+    def embedding_rows(self) -> ReadablePlace | None:
+        """The place of the embeddings, which a checkpoint may repeat as the tied head; None where they are codes."""
         ...
 
     def limit_length(self, max_model_len: int) -> None:

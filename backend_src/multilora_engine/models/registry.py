@@ -19,7 +19,7 @@ from multilora_engine.models import cohere2, gemma, glm4, llama, olmo2, phi3, st
 from multilora_engine.models.decoder import Architecture, Decoder, sites_of
 from multilora_engine.models.model import Model
 from multilora_engine.models.model_config import ModelConfig, check_shape, decoder_config, read_json
-from multilora_engine.models.weights import Placement
+from multilora_engine.models.weights import WeightFormat
 from multilora_wire.sites import ModelSites
 
 
@@ -59,11 +59,10 @@ FAMILIES: dict[str, Family] = {
 def read_model_config(path: Path) -> ModelConfig:
     """Read `config.json` (and the end tokens of `generation_config.json`) of a checkpoint directory.
 
-    Raises ConfigError for a family, activation, rope type or storage that is not served.
+    Raises ConfigError for a family, activation or rope type that is not served.
     """
     raw = read_json(path / "config.json")
     name = _architecture_name(raw)
-    _refuse_quantized(raw)
     hf = _transformers_config(path)
     config = FAMILIES[name].read(hf, decoder_config(path, raw, hf, name))
     check_shape(config)
@@ -72,9 +71,9 @@ def read_model_config(path: Path) -> ModelConfig:
     return config
 
 
-def build_model(config: ModelConfig, placement: Placement) -> Model:
-    """The model without weights yet."""
-    return Decoder(config, FAMILIES[config.architecture].architecture, placement)
+def build_model(config: ModelConfig, weights: WeightFormat) -> Model:
+    """The model without weights yet, which will be stored as `weights` says."""
+    return Decoder(config, FAMILIES[config.architecture].architecture, weights)
 
 
 def adapter_sites(config: ModelConfig) -> ModelSites:
@@ -92,13 +91,6 @@ def _architecture_name(raw: dict[str, Any]) -> str:
             f"supported are: {', '.join(FAMILIES)}"
         )
     return str(known[0])
-
-
-def _refuse_quantized(raw: dict[str, Any]) -> None:
-    if raw.get("quantization_config"):
-        raise ConfigError(
-            "config.json: quantization_config is not supported; use a checkpoint in float32, bfloat16 or float16"
-        )
 
 
 def _refuse_partial_ropes(config: ModelConfig) -> None:

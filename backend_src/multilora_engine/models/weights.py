@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from multilora_engine.execution.forward_batch import LoRABatch
-from multilora_kernels import HugePages, PackedWeight, lora_linear, packed_linear
+from multilora_kernels import HugePages, PackedWeight, lora_linear, packed_embedding, packed_linear
 
 FLOAT_DTYPES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
 
@@ -54,7 +54,13 @@ class Destination(Protocol):
     @property
     def dtypes(self) -> frozenset[torch.dtype]: ...
 
-    def copy_(self, values: torch.Tensor, /) -> object: ...
+    def copy_(self, values: torch.Tensor, /) -> object:
+        """Raises ConfigError, which names the tensor, where the values disagree with those of others."""
+        ...
+
+
+class ReadablePlace(Destination, Protocol):
+    """The place of a tensor of floats, which stays what it is."""
 
     def tensor(self) -> torch.Tensor:
         """The tensor as the checkpoint has it."""
@@ -113,15 +119,17 @@ class LinearWeight(Protocol):
     """The weight W [out_features, in_features] of one linear, stored in some format."""
 
     @property
-    def num_bytes(self) -> int: ...
+    def bytes_by_kind(self) -> dict[str, int]:
+        """Memory, by the type it is stored in, in words."""
+        ...
 
     @property
     def packed(self) -> PackedWeight | None:
         """The weight for a whole layer in one call (`decoder_layers`); None where this format has no such call."""
         ...
 
-    def checkpoint_tensors(self, parts: Sequence[StoredPart]) -> dict[str, Destination]:
-        """The places of all tensors that the checkpoint has of `parts`, by their names."""
+    def checkpoint_tensors(self) -> dict[str, Destination]:
+        """The places of all tensors that the checkpoint has of the weight, by their names."""
         ...
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -135,28 +143,56 @@ class LinearWeight(Protocol):
         ...
 
 
-class WeightFormat(Protocol):
-    """Makes the weights of a model's linears, all stored in one way."""
+class EmbeddingWeight(LinearWeight, Protocol):
+    """A weight whose rows are also looked up."""
 
-    def linear(self, out_features: int, in_features: int) -> LinearWeight: ...
+    def embed(self, token_ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The rows `token_ids` of W as `dtype`, [num_tokens, in_features]. token_ids: [num_tokens] int64."""
+        ...
+
+    def readable(self) -> ReadablePlace | None:
+        """The place of the one tensor that the checkpoint has of it; None where it has several."""
+        ...
+
+
+class WeightFormat(Protocol):
+    """Makes the weights of a model, each in the way it is stored. `parts` are the linears of a checkpoint in order."""
+
+    @property
+    def placement(self) -> Placement: ...
+
+    def linear(self, parts: Sequence[StoredPart], in_features: int) -> LinearWeight: ...
+
+    def head(self, part: StoredPart, in_features: int) -> EmbeddingWeight:
+        """The weight of the language-model head, also if it is that of the embeddings."""
+        ...
+
+    def embeddings(self, part: StoredPart, in_features: int) -> EmbeddingWeight:
+        """The weight of embeddings that are not the head's."""
+        ...
+
+    def ignores(self, name: str, tensor: torch.Tensor) -> bool:
+        """Whether a tensor of the checkpoint that no weight asks for says nothing about the model."""
+        ...
 
 
 @dataclass(frozen=True)
 class FloatWeight:
-    """A weight stored as floats."""
+    """A weight stored as floats. parts: the linears of the checkpoint that it stacks."""
 
     weight: PackedWeight
+    parts: Sequence[StoredPart]
 
     @property
-    def num_bytes(self) -> int:
-        return self.weight.data.nbytes
+    def bytes_by_kind(self) -> dict[str, int]:
+        return {str(self.weight.data.dtype).removeprefix("torch."): self.weight.data.nbytes}
 
     @property
     def packed(self) -> PackedWeight | None:
         return self.weight if self.weight.is_packed else None
 
-    def checkpoint_tensors(self, parts: Sequence[StoredPart]) -> dict[str, Destination]:
-        return {f"{part.name}.weight": WeightRows(self.weight, part.first, part.count) for part in parts}
+    def checkpoint_tensors(self) -> dict[str, Destination]:
+        return {f"{part.name}.weight": WeightRows(self.weight, part.first, part.count) for part in self.parts}
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return packed_linear(x, self.weight, bias)
@@ -166,6 +202,12 @@ class FloatWeight:
     ) -> torch.Tensor:
         return lora_linear(x, self.weight, lora.tables, first_column, slice_sizes, lora.segments, bias)
 
+    def embed(self, token_ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return packed_embedding(token_ids, self.weight, dtype)
+
+    def readable(self) -> ReadablePlace:
+        return WeightRows(self.weight, 0, self.weight.shape[0])
+
 
 @dataclass(frozen=True)
 class FloatFormat:
@@ -173,5 +215,19 @@ class FloatFormat:
 
     placement: Placement
 
-    def linear(self, out_features: int, in_features: int) -> FloatWeight:
-        return FloatWeight(self.placement.weight(out_features, in_features))
+    def linear(self, parts: Sequence[StoredPart], in_features: int) -> FloatWeight:
+        return FloatWeight(self.placement.weight(num_outputs(parts), in_features), parts)
+
+    def head(self, part: StoredPart, in_features: int) -> FloatWeight:
+        return self.linear([part], in_features)
+
+    def embeddings(self, part: StoredPart, in_features: int) -> FloatWeight:
+        return FloatWeight(self.placement.embeddings(part.count, in_features), [part])
+
+    def ignores(self, name: str, tensor: torch.Tensor) -> bool:
+        return False
+
+
+def num_outputs(parts: Sequence[StoredPart]) -> int:
+    """Of the weight that stacks `parts`."""
+    return sum(part.count for part in parts)

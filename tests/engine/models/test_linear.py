@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from multilora_engine.execution.forward_batch import LoRABatch
-from multilora_engine.models.linear import LoRALinear
-from multilora_engine.models.weights import FloatFormat, Placement, StoredPart
+from multilora_engine.models.linear import LoRALinear, bias_places, stored_parts
+from multilora_engine.models.weights import FloatFormat, Placement
 from multilora_kernels import LoRATables, lora_segments
 from multilora_wire.sites import AdapterSite
 
@@ -69,7 +69,7 @@ def make_linear(has_bias: bool) -> LoRALinear:
         AdapterSite(f"layers.0.{name}", 0, IN_FEATURES, size, FIRST_SLICE + s)
         for s, (name, size) in enumerate(zip(NAMES, SLICE_SIZES, strict=True))
     ]
-    weight = FloatFormat(placement).linear(sum(SLICE_SIZES), IN_FEATURES)
+    weight = FloatFormat(placement).linear(stored_parts(sites, NAMES), IN_FEATURES)
     linear = LoRALinear(sites, weight, placement.vectors(sum(SLICE_SIZES)) if has_bias else None)
     generator = torch.Generator().manual_seed(1)
     weight.weight.copy_rows(0, torch.randn(sum(SLICE_SIZES), IN_FEATURES, generator=generator))
@@ -79,8 +79,7 @@ def make_linear(has_bias: bool) -> LoRALinear:
 
 
 def dense(linear: LoRALinear) -> torch.Tensor:
-    (place,) = linear.weight.checkpoint_tensors([StoredPart("all", 0, sum(SLICE_SIZES))]).values()
-    return place.tensor()
+    return torch.cat([place.tensor() for place in linear.weight.checkpoint_tensors().values()])
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
@@ -117,11 +116,12 @@ def test_weights_lie_in_memory_as_they_are_asked_for():
 
 def test_checkpoint_tensors_are_places_in_the_fused_weights() -> None:
     linear = make_linear(has_bias=True)
-    tensors = linear.checkpoint_tensors(NAMES)
+    assert linear.bias is not None
+    parts = linear.weight.parts
+    tensors = linear.weight.checkpoint_tensors() | bias_places(linear.bias, parts)
     tensors["k_proj.weight"].copy_(torch.full((3, IN_FEATURES), 3.0))
     tensors["v_proj.bias"].copy_(torch.full((7,), 4.0))
     assert set(tensors) == {f"{name}.{kind}" for name in NAMES for kind in ("weight", "bias")}
     assert dense(linear)[5:8].eq(3.0).all()
     assert dense(linear).eq(3.0).sum() == 3 * IN_FEATURES
-    assert linear.bias is not None
     assert linear.bias[8:].eq(4.0).all()

@@ -1,0 +1,86 @@
+"""`Checkpoint`: the safetensors files of a Hugging Face checkpoint directory, and what their headers say."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from multilora_engine.errors import ConfigError
+from multilora_wire.quantized.scheme import StoredTensor
+
+_SINGLE_FILE = "model.safetensors"
+_INDEX_FILE = "model.safetensors.index.json"
+
+
+class Checkpoint:
+    """files: the one file, or those the index names, in order. tensors: what the headers say of each, by name."""
+
+    def __init__(self, path: Path) -> None:
+        """Reads the headers. Raises ConfigError where files are missing or no safetensors."""
+        self.path = path
+        self.files = _checkpoint_files(path)
+        self._file_of: dict[str, Path] = {}
+        self.tensors: dict[str, StoredTensor] = {}
+        for file in self.files:
+            with opened(file) as tensors:
+                for name in tensors.keys():  # noqa: SIM118 - not a mapping
+                    view = tensors.get_slice(name)
+                    self.tensors[name] = StoredTensor(view.get_dtype(), tuple(view.get_shape()))
+                    self._file_of[name] = file
+
+    def file_of(self, name: str) -> Path:
+        """The file that holds the tensor."""
+        return self._file_of[name]
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """One tensor, read out of its turn."""
+        with opened(self._file_of[name]) as tensors:
+            found: torch.Tensor = tensors.get_tensor(name)
+        return found
+
+
+@contextlib.contextmanager
+def opened(file: Path) -> Iterator[Any]:
+    """An open safetensors file. Raises ConfigError, which names it, where it cannot be read."""
+    try:
+        with safe_open(file, framework="pt", device="cpu") as tensors:
+            yield tensors
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"cannot read {file}: {error}") from error
+
+
+def _checkpoint_files(path: Path) -> list[Path]:
+    """The one file, or those the index names, in order."""
+    if (path / _INDEX_FILE).is_file():
+        return _indexed_files(path)
+    if (path / _SINGLE_FILE).is_file():
+        return [path / _SINGLE_FILE]
+    pickles = [file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in sorted(path.glob(pattern))]
+    reason = f"it has only {', '.join(pickles)}, and pickle files can run code" if pickles else "it has neither"
+    raise ConfigError(
+        f"{path} needs {_SINGLE_FILE} or {_INDEX_FILE}: {reason}. "
+        "Save it again with transformers: model.save_pretrained(directory)"
+    )
+
+
+def _indexed_files(path: Path) -> list[Path]:
+    index = path / _INDEX_FILE
+    try:
+        names = dict.fromkeys(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"cannot read {index}: it needs a weight_map of tensor names to file names") from error
+    if not names:
+        raise ConfigError(f"{index}: its weight_map is empty")
+    return [path / _plain_file_name(index, name) for name in names]
+
+
+def _plain_file_name(index: Path, name: object) -> str:
+    if isinstance(name, str) and Path(name).name == name and name.endswith(".safetensors"):
+        return name
+    raise ConfigError(f"{index}: {name!r} must be the name of a .safetensors file in the same directory")

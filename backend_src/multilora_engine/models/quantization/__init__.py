@@ -1,0 +1,1 @@
+"""Weights of quantised checkpoints: their codes go into `QuantizedWeight`s as they are read, and stay codes."""

@@ -1,0 +1,146 @@
+"""`CheckpointFormat`: each weight in the way that its checkpoint stores it."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from multilora_engine.errors import ConfigError
+from multilora_engine.models.checkpoint import Checkpoint
+from multilora_engine.models.quantization.arrays import STORED_DTYPES, as_array
+from multilora_engine.models.quantization.part import PartFilling, QuantizedPart
+from multilora_engine.models.quantization.weights import CodedWeight, StackedWeight
+from multilora_engine.models.weights import (
+    EmbeddingWeight,
+    FloatFormat,
+    LinearWeight,
+    Placement,
+    StoredPart,
+    WeightFormat,
+    num_outputs,
+)
+from multilora_kernels.quantized import QuantizedWeight
+from multilora_wire.quantized.names import ModuleClass
+from multilora_wire.quantized.quantization import Quantization, read_quantization
+from multilora_wire.quantized.scheme import Array, QuantizationError, Scheme, StoredTensor, check_stored, input_order
+
+_logger = logging.getLogger(__name__)
+
+_OF_ACTIVATIONS = re.compile(r".+\.((input|output|q|k|v)_(scale|zero_point)|input_global_scale)")
+"""Tensors that round activations, keys or values."""
+_BIAS = ".bias"
+
+
+@dataclass(frozen=True)
+class CheckpointFormat:
+    """The format of a quantised checkpoint; weights that it leaves as floats are stored as the placement says."""
+
+    placement: Placement
+    checkpoint: Checkpoint
+    quantization: Quantization
+    _floats: FloatFormat = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_floats", FloatFormat(self.placement))
+
+    def linear(self, parts: Sequence[StoredPart], in_features: int) -> LinearWeight:
+        coded = [self._coded(part, in_features, "Linear") for part in parts]
+        if all(part is None for part in coded):
+            return self._floats.linear(parts, in_features)
+        known = [part for part in coded if part is not None]
+        if len(known) == len(parts) and all(_lie_together(*pair) for pair in itertools.pairwise(known)):
+            return self._weight(known)
+        alone = [replace(part, first=0) for part in parts]
+        return StackedWeight(
+            [
+                self._floats.linear([part], in_features) if found is None else self._weight([found])
+                for part, found in zip(alone, coded, strict=True)
+            ]
+        )
+
+    def head(self, part: StoredPart, in_features: int) -> EmbeddingWeight:
+        coded = self._coded(part, in_features, _module_class(part))
+        return self._floats.head(part, in_features) if coded is None else self._weight([coded])
+
+    def embeddings(self, part: StoredPart, in_features: int) -> EmbeddingWeight:
+        coded = self._coded(part, in_features, _module_class(part))
+        return self._floats.embeddings(part, in_features) if coded is None else self._weight([coded])
+
+    def ignores(self, name: str, tensor: torch.Tensor) -> bool:
+        # Old versions of AutoGPTQ store a bias of zeros for every linear.
+        is_no_bias = name.endswith(_BIAS) and tensor.is_floating_point() and not tensor.any()
+        return _OF_ACTIVATIONS.fullmatch(name) is not None or is_no_bias
+
+    def _weight(self, parts: Sequence[QuantizedPart]) -> CodedWeight:
+        """One weight for parts that lie together."""
+        layout, order = parts[0].layout, parts[0].order
+        weight = QuantizedWeight(
+            num_outputs([part.stored for part in parts]),
+            parts[0].in_features,
+            layout.code_type,
+            layout.group_size,
+            layout.scale_dtype,
+            self.placement.device,
+        )
+        first = parts[0].stored.first
+        return CodedWeight(
+            weight,
+            layout,
+            [PartFilling(part, weight, part.stored.first - first) for part in parts],
+            None if order is None else torch.from_numpy(order).to(self.placement.device),
+        )
+
+    def _coded(self, part: StoredPart, in_features: int, module_class: ModuleClass) -> QuantizedPart | None:
+        def stored(suffix: str) -> StoredTensor | None:
+            return self.checkpoint.tensors.get(f"{part.name}.{suffix}")
+
+        try:
+            scheme = self.quantization.scheme(part.name, module_class, lambda suffix: stored(suffix) is not None)
+            if scheme is None:
+                return None
+            expected = scheme.tensors((part.count, in_features), stored)
+            tensors = {
+                suffix: check_stored(f"{part.name}.{suffix}", stored(suffix), one) for suffix, one in expected.items()
+            }
+            scale_dtype = STORED_DTYPES[tensors[scheme.scale_name].dtype]
+            order = self._input_order(part.name, scheme, tensors)
+        except QuantizationError as error:
+            raise ConfigError(f"{self.checkpoint.path}: {error}") from error
+        return QuantizedPart(part, in_features, scheme, tensors, scale_dtype, order)
+
+    def _input_order(self, name: str, scheme: Scheme, tensors: dict[str, StoredTensor]) -> Array | None:
+        if scheme.group_index_name not in tensors:
+            return None
+        full_name = f"{name}.{scheme.group_index_name}"
+        return input_order(full_name, as_array(self.checkpoint.tensor(full_name)), scheme.group_size)
+
+
+def weight_format(checkpoint: Checkpoint, placement: Placement) -> WeightFormat:
+    """The format of a checkpoint; says in the log what of its quantisation is not done. Raises ConfigError."""
+    try:
+        quantization = read_quantization(checkpoint.path)
+    except QuantizationError as error:
+        raise ConfigError(str(error)) from error
+    if quantization.schemes is None:
+        return FloatFormat(placement)
+    for note in quantization.schemes.notes:
+        _logger.warning("%s: %s", checkpoint.path, note)
+    return CheckpointFormat(placement, checkpoint, quantization)
+
+
+def _lie_together(one: QuantizedPart, other: QuantizedPart) -> bool:
+    """Whether both fit into one weight: the same layout, and their inputs in the same order."""
+    if one.layout != other.layout:
+        return False
+    if one.order is None or other.order is None:
+        return one.order is other.order
+    return bool((one.order == other.order).all())
+
+
+def _module_class(part: StoredPart) -> ModuleClass:
+    return "Linear" if part.name == "lm_head" else "Embedding"

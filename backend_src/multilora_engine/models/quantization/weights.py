@@ -1,0 +1,104 @@
+"""Linears whose weights are codes: all parts in one weight, or each part in its own."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from multilora_engine.execution.forward_batch import LoRABatch
+from multilora_engine.models.quantization.part import Layout, PartFilling
+from multilora_engine.models.weights import Destination, LinearWeight
+from multilora_kernels import PackedWeight, lora_apply
+from multilora_kernels.quantized import QuantizedWeight, quantized_embedding, quantized_linear, quantized_lora_linear
+
+
+@dataclass(frozen=True)
+class CodedWeight:
+    """A weight of codes. order: its inputs are x[:, order], so that those of a group lie side by side.
+
+    Adapters see x as it is.
+    """
+
+    weight: QuantizedWeight
+    layout: Layout
+    fillings: Sequence[PartFilling]
+    order: torch.Tensor | None
+
+    @property
+    def bytes_by_kind(self) -> dict[str, int]:
+        return {self.layout.words: self.weight.nbytes}
+
+    @property
+    def packed(self) -> PackedWeight | None:
+        return None
+
+    def checkpoint_tensors(self) -> dict[str, Destination]:
+        return {name: place for filling in self.fillings for name, place in filling.places().items()}
+
+    def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return quantized_linear(self._ordered(x), self.weight, bias)
+
+    def product_with_adapters(
+        self, x: torch.Tensor, bias: torch.Tensor | None, first_column: int, slice_sizes: Sequence[int], lora: LoRABatch
+    ) -> torch.Tensor:
+        if self.order is None:
+            return quantized_lora_linear(x, self.weight, lora.tables, first_column, slice_sizes, lora.segments, bias)
+        return with_adapters(self.product(x, None), x, bias, first_column, slice_sizes, lora)
+
+    def embed(self, token_ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        rows = quantized_embedding(token_ids, self.weight, dtype)
+        if self.order is None:
+            return rows
+        return torch.empty_like(rows).index_copy_(1, self.order, rows)
+
+    def readable(self) -> None:
+        return None
+
+    def _ordered(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.order is None else x.index_select(1, self.order)
+
+
+@dataclass(frozen=True)
+class StackedWeight:
+    """Weights that are stored in different ways, their outputs one behind another."""
+
+    weights: Sequence[LinearWeight]
+
+    @property
+    def bytes_by_kind(self) -> dict[str, int]:
+        num_bytes: Counter[str] = Counter()
+        for weight in self.weights:
+            num_bytes.update(weight.bytes_by_kind)
+        return dict(num_bytes)
+
+    @property
+    def packed(self) -> PackedWeight | None:
+        return None
+
+    def checkpoint_tensors(self) -> dict[str, Destination]:
+        return {name: place for weight in self.weights for name, place in weight.checkpoint_tensors().items()}
+
+    def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        y = torch.cat([weight.product(x, None) for weight in self.weights], dim=1)
+        return y if bias is None else y.add_(bias)
+
+    def product_with_adapters(
+        self, x: torch.Tensor, bias: torch.Tensor | None, first_column: int, slice_sizes: Sequence[int], lora: LoRABatch
+    ) -> torch.Tensor:
+        return with_adapters(self.product(x, None), x, bias, first_column, slice_sizes, lora)
+
+
+def with_adapters(
+    y: torch.Tensor,
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    first_column: int,
+    slice_sizes: Sequence[int],
+    lora: LoRABatch,
+) -> torch.Tensor:
+    """y plus each token's adapter of x, then the bias, in place."""
+    lora_apply(x, y, lora.tables, first_column, slice_sizes, lora.segments)
+    return y if bias is None else y.add_(bias)

@@ -1,0 +1,95 @@
+"""What a checkpoint directory says of its quantisation: the scheme of each linear, and what it rules out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from multilora_wire.quantized.adapter_rules import AdapterRules, read_adapter_rules
+from multilora_wire.quantized.compressed_config import read_compressed
+from multilora_wire.quantized.fields import Object
+from multilora_wire.quantized.names import ModuleClass
+from multilora_wire.quantized.packed_layouts import read_awq, read_fp8, read_gptq
+from multilora_wire.quantized.scheme import QuantizationError, Scheme
+
+
+class Schemes(Protocol):
+    """Tells the scheme of each module of a checkpoint."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the file asks for and is not done, in sentences for a log."""
+        ...
+
+    def scheme(self, name: str, module_class: ModuleClass, has: Callable[[str], bool]) -> Scheme | None:
+        """How the module's weight is stored; None for floats. has: whether the module has a tensor of this name."""
+        ...
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """schemes: None for a checkpoint of floats."""
+
+    schemes: Schemes | None = None
+    rules: AdapterRules = field(default_factory=AdapterRules)
+
+    def scheme(self, name: str, module_class: ModuleClass, has: Callable[[str], bool]) -> Scheme | None:
+        """See `Schemes.scheme`."""
+        return None if self.schemes is None else self.schemes.scheme(name, module_class, has)
+
+
+_READERS: Mapping[str, Callable[[Object], Schemes]] = {
+    "compressed-tensors": read_compressed,
+    "gptq": read_gptq,
+    "awq": read_awq,
+    "fp8": read_fp8,
+}
+_CONFIG_KEYS = ("quantization_config", "compression_config")
+_OTHER_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+"""Where old versions of AutoGPTQ and AutoAWQ write what others put into config.json."""
+
+
+def read_quantization(directory: Path) -> Quantization:
+    """Raises QuantizationError, which names the file and the key, for what is not served."""
+    path = directory / "config.json"
+    whole = _read_object(path)
+    found = next((whole[key] for key in _CONFIG_KEYS if whole.get(key)), None)
+    method = ""
+    for name in _OTHER_FILES if found is None else ():
+        if (directory / name).is_file():
+            path, method = directory / name, _OTHER_FILES[name]
+            found = _read_object(path)
+            break
+    metadata = directory / "lora_metadata.json"
+    try:
+        config = _object(found or {})
+        extra = _read_object(metadata) if metadata.is_file() else {}
+        return Quantization(_schemes(config, method) if config else None, read_adapter_rules((whole, config, extra)))
+    except QuantizationError as error:
+        raise QuantizationError(f"{path}: {error}") from error
+
+
+def _schemes(config: Object, default_method: str) -> Schemes:
+    method = config.get("quant_method") or default_method or "compressed-tensors"
+    if not isinstance(method, str) or method not in _READERS:
+        raise QuantizationError(
+            f"quantization_config.quant_method {method!r:.80} is not served, only {', '.join(_READERS)}; quantise the "
+            "original model again with llm-compressor, or serve it in float32, bfloat16 or float16"
+        )
+    return _READERS[method](config)
+
+
+def _read_object(path: Path) -> Object:
+    try:
+        return _object(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, RecursionError) as error:
+        raise QuantizationError(f"cannot read {path}: {error}") from error
+
+
+def _object(value: object) -> Object:
+    if not isinstance(value, dict):
+        raise QuantizationError(f"expected an object, got {value!r:.80}")
+    return value

@@ -1,0 +1,89 @@
+"""An engine and transformers + PEFT over the same checkpoint and the same adapters: the same greedy tokens."""
+
+from __future__ import annotations
+
+from itertools import cycle, islice
+from pathlib import Path
+
+import torch
+
+from multilora_engine.config import EngineConfig, LoRAConfig
+from multilora_engine.engine.engine import Engine
+from multilora_engine.request import GenerationRequest, SamplingParams
+from support.engines import Answer
+from support.oracle import Oracle, packed
+
+TINY_KV_CACHE_BYTES = 8 << 20
+"""For tiny models: no more blocks than needed, since every one is looked at after every step."""
+
+
+def add_random_adapters(oracle: Oracle) -> None:
+    """On linears as the checkpoint has them: q, k and v, or one for all; gate and up, one for both, or one alone."""
+    (*inputs, o), (*inner, down) = attention, mlp = oracle.linears("self_attn"), oracle.linears("mlp")
+    oracle.add_random("rank 1 all", 1, attention + mlp, seed=1)
+    oracle.add_random("rank 7 down and k", 7, [down, inputs[len(inputs) // 2]], seed=2)
+    oracle.add_random("rank 8 gate and up", 8, inner, seed=3)
+    oracle.add_random("rank 16 attention", 16, attention, seed=4, use_rslora=True)
+    pattern = {inputs[0]: 3, f"layers.1.mlp.{inner[-1]}": 17, o: 1}
+    oracle.add_random(
+        "rank 64 and others", 64, attention + mlp, seed=5, rank_pattern=pattern, alpha_pattern={inputs[-1]: 9}
+    )
+    oracle.add_random("rank 4 DoRA", 4, [*inputs[:2], o, inner[-1], down], seed=6, use_dora=True)
+
+
+def build_engine(
+    model_path: Path,
+    oracle: Oracle,
+    tokenizer_path: Path,
+    kv_cache_bytes: int = TINY_KV_CACHE_BYTES,
+    num_threads: int = 2,
+    **options: object,
+) -> Engine:
+    config = EngineConfig(
+        model_path=model_path,
+        tokenizer_path=tokenizer_path,
+        num_threads=num_threads,
+        kv_cache_memory_bytes=kv_cache_bytes,  # type: ignore[arg-type]
+        lora=LoRAConfig(lora_cache_host_memory_bytes=512 << 20),
+        **options,  # type: ignore[arg-type]
+    )
+    engine = Engine(config)
+    for task_id, directory in enumerate(oracle.adapters.values()):
+        engine.put_adapter(task_id, packed(directory, engine.info.adapter_layout, model_path))
+    return engine
+
+
+def requests_for(oracle: Oracle, prompts: list[list[int]], max_tokens: int) -> list[GenerationRequest]:
+    """One request a prompt: the base model, then each adapter, and round again. end_id -1: nothing ends early."""
+    tasks = islice(cycle([None, *range(len(oracle.adapters))]), len(prompts))
+    sampling = SamplingParams(max_tokens=max_tokens, end_id=-1)
+    return [
+        GenerationRequest(f"r{i}", prompt, sampling, lora_task_id=task)
+        for i, (prompt, task) in enumerate(zip(prompts, tasks, strict=True))
+    ]
+
+
+def assert_greedy(oracle: Oracle, requests: list[GenerationRequest], answers: dict[str, Answer]) -> None:
+    """Each answer is what greedy decoding gives: every token is the argmax of the oracle's logits before it."""
+    names = [*oracle.adapters]
+    for request in requests:
+        name = None if request.lora_task_id is None else names[request.lora_task_id]
+        answer = answers[request.request_id].token_ids
+        assert len(answer) == request.sampling.max_tokens
+        expected = oracle.logits(name, request.prompt_token_ids, answer).argmax(dim=-1).tolist()
+        assert answer == expected, f"{request.request_id} with {name}"
+
+
+def assert_adapters_matter(
+    requests: list[GenerationRequest], answers: dict[str, Answer], base: dict[str, Answer]
+) -> None:
+    """Equality would prove nothing if the adapters changed nothing."""
+    with_adapter = [r.request_id for r in requests if r.lora_task_id is not None]
+    changed = [i for i in with_adapter if answers[i].token_ids != base[i].token_ids]
+    assert len(changed) >= 0.8 * len(with_adapter)
+
+
+def tiny_prompts(count: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(3)
+    lengths = [1, 2, 15, 16, 17, 33, 70]
+    return [torch.randint(0, 311, (lengths[i % 7],), generator=generator).tolist() for i in range(count)]
