@@ -219,11 +219,15 @@ class EngineConfig(BaseModel):
         ByteSize, Field(ge=1, description="Parameters of a request, of which its headers are some, as JSON.")
     ] = ByteSize(64 << 10)
     max_logits_bytes: Annotated[
-        ByteSize, Field(ge=0, description="Most bytes of context and generation logits that one request may ask for.")
-    ] = ByteSize(256 << 20)
+        ByteSize,
+        Field(
+            ge=0,
+            description="Most bytes of logits of a request; while a model sends them, all its other answers wait.",
+        ),
+    ] = ByteSize(64 << 20)
     max_logits_bytes_in_flight: Annotated[
         ByteSize, Field(ge=0, description="The same for all requests in flight at one model; more get UNAVAILABLE.")
-    ] = ByteSize(512 << 20)
+    ] = ByteSize(256 << 20)
     block_size: Annotated[int, Field(ge=1, le=1024, description="Tokens of one KV cache block.")] = 16
     enable_prefix_caching: Annotated[
         bool,

@@ -212,7 +212,8 @@ class TokenOutput(msgspec.Struct, frozen=True, omit_defaults=True):
         keys and values in the prefix cache when the request first started.
     lora_digest: digest of the adapter that answered, empty for the base model.
     log_probs: one per entry of `token_ids` when the request asked for them. cum_log_prob: their sum so far.
-    generation_logits: likewise, float32 [tokens, vocab]. context_logits: of the whole prompt, in the first output.
+    generation_logits: likewise, float32 [tokens, vocab]. context_logits: of the prompt's next tokens,
+        in outputs without tokens and in the first one with tokens; a front has a view of the message's memory.
     prompt_log_probs: of every token of the prompt, in the first output; rows of `prompt_log_probs.row_type`.
     perf: in the last output.
     beams: all that beam search gives, in the one output there is: best first, at most `beam_width`. Its reason is the
@@ -241,6 +242,11 @@ class TokenOutput(msgspec.Struct, frozen=True, omit_defaults=True):
     def num_new_tokens(self) -> int:
         """Tokens that leave with this output, those of all beams included."""
         return sum(len(beam.token_ids) for beam in self.beams) if self.beams else len(self.token_ids)
+
+    @property
+    def is_of_prompt(self) -> bool:
+        """Whether it tells of the prompt only, and there is more to come."""
+        return not (self.token_ids or self.text or self.is_final)
 
     @property
     def is_final(self) -> bool:

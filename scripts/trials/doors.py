@@ -20,6 +20,8 @@ from multilora_engine.client_header import CLIENT_HEADER, bearer
 TIMEOUT_S = 60.0
 """Of one request."""
 
+STREAMING_MODEL = "generation"
+
 GRPC_OPTIONS = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
 
 
@@ -61,10 +63,16 @@ def infer_request(model: str, request_id: str = "", **tensors: Any) -> service_p
 
 
 def ask(stub: GRPCInferenceServiceStub, doors: Doors, request: service_pb2.ModelInferRequest, client: str = "") -> str:
-    """`answered`, or the code of the error. client: who the request says that it is from."""
-    named = {CLIENT_HEADER: client} if client else {}
+    """`answered`, or the code of the error. client: who the request says that it is from.
+
+    The model that streams is asked by a stream of one request.
+    """
+    metadata = [*(doors.headers | ({CLIENT_HEADER: client} if client else {})).items()]
     try:
-        stub.ModelInfer(request, timeout=TIMEOUT_S, metadata=[*(doors.headers | named).items()])
+        if request.model_name == STREAMING_MODEL:
+            *_, last = stub.ModelStreamInfer(iter([request]), timeout=TIMEOUT_S, metadata=metadata)
+            return last.error_message.partition("]")[0].strip("[") or "answered"
+        stub.ModelInfer(request, timeout=TIMEOUT_S, metadata=metadata)
     except grpc.RpcError as error:
         return str(error.code().name)
     return "answered"

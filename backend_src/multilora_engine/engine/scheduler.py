@@ -38,7 +38,7 @@ class ScheduledSequence(msgspec.Struct, frozen=True):
         sequence = self.sequence
         if not sequence.request.sampling.return_context_logits or sequence.output_token_ids:
             return range(0)
-        return range(max(self.start, len(sequence.prompt_report.logits)), self.start + self.num_tokens)
+        return range(max(self.start, sequence.prompt_report.num_logits), self.start + self.num_tokens)
 
     @property
     def scored_positions(self) -> range:

@@ -149,11 +149,13 @@ def _logits_indices(step: list[ScheduledSequence], ends: list[int]) -> torch.Ten
 
 def _keep_context_logits(step: list[ScheduledSequence], logits: torch.Tensor) -> None:
     """logits: the rows of all `context_positions` of a step."""
-    if len(logits):
-        rows = iter(logits.cpu().numpy())
-        for scheduled in step:
-            for _ in scheduled.context_positions:
-                scheduled.sequence.prompt_report.logits.append(next(rows).tobytes())
+    if not len(logits):
+        return
+    rows, end = logits.cpu().numpy(), 0
+    for scheduled in step:
+        if num_rows := len(scheduled.context_positions):
+            start, end = end, end + num_rows
+            scheduled.sequence.prompt_report.append_logits(rows[start:end].tobytes(), num_rows)
 
 
 def _block_tables(step: list[ScheduledSequence]) -> NDArray[np.int64]:

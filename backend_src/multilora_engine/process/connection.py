@@ -55,9 +55,10 @@ class Connection:
         messages: list[FromEngine] = []
         while True:
             try:
-                messages.append(decode_from_engine(self._socket.recv(zmq.DONTWAIT, copy=False).buffer))
+                frames = self._socket.recv_multipart(zmq.DONTWAIT, copy=False)
             except zmq.Again:
                 return messages
+            messages.append(decode_from_engine(*(frame.buffer for frame in frames)))
 
     def is_lost(self) -> bool:
         """Whether the peer has gone; does not wait."""

@@ -8,7 +8,15 @@ from collections.abc import Callable
 import zmq
 
 from multilora_engine.engine_info import EngineInfo
-from multilora_engine.process.messages import PROTOCOL_VERSION, FromEngine, Hello, Outputs, Refused, Welcome, encode
+from multilora_engine.process.messages import (
+    PROTOCOL_VERSION,
+    FromEngine,
+    Hello,
+    Refused,
+    Welcome,
+    encode,
+    output_frames,
+)
 from multilora_engine.process.outbox import Outbox
 from multilora_engine.request import TokenOutput
 
@@ -70,7 +78,7 @@ class Fronts:
         """Send each front the outputs that wait for it."""
         for front in self._outbox.fronts:
             if self._address(front):
-                self._router.send(encode(Outputs(self._outbox.take(front))))
+                self._router.send_multipart(output_frames(self._outbox.take(front)), copy=False)
 
     def _address(self, front: bytes) -> bool:
         """Begin a message to a front. False if it is gone, or has not read its earlier messages."""

@@ -1,7 +1,8 @@
 """What travels between the fronts and the engine process.
 
 A message is one ZeroMQ frame of msgpack. `Add` and `PutAdapter` carry the packed weights of an adapter in a second
-frame, as they lie in memory. Everything the engine says about a request, refusals included, is a `TokenOutput`: a
+frame, as they lie in memory, and `Outputs` the logits of prompts in one more frame for each output that has some.
+Everything the engine says about a request, refusals included, is a `TokenOutput`: a
 request has ended with the first of its outputs that is final.
 """
 
@@ -16,7 +17,7 @@ from multilora_engine.lora.names import TaskId, number_of, scoped_task_id, tenan
 from multilora_engine.process.operations import Operation
 from multilora_engine.request import GenerationRequest, Sender, TokenOutput
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 """Raised with every change to this file that an older peer would misread."""
 
 
@@ -116,9 +117,13 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 
 class Outputs(msgspec.Struct, frozen=True, tag=True):
-    """Everything one step of the engine had for one front."""
+    """Everything one step of the engine had for one front.
+
+    with_logits: the places of the outputs whose `context_logits` are in the frames that follow, in their order.
+    """
 
     outputs: list[TokenOutput]
+    with_logits: list[int] = []
 
 
 class AdapterTaken(msgspec.Struct, frozen=True, tag=True):
@@ -162,14 +167,32 @@ def encode(message: ToEngine | FromEngine) -> bytes:
     return msgspec.msgpack.encode(message)
 
 
+def output_frames(outputs: list[TokenOutput]) -> list[bytes]:
+    """`Outputs` with its frames. The logits of a prompt are megabytes a step: they are not copied into a message."""
+    places = [place for place, output in enumerate(outputs) if output.context_logits]
+    if not places:
+        return [encode(Outputs(outputs))]
+    without = list(outputs)
+    for place in places:
+        without[place] = msgspec.structs.replace(outputs[place], context_logits=b"")
+    return [encode(Outputs(without, places)), *(outputs[place].context_logits for place in places)]
+
+
 def decode_to_engine(frame: memoryview) -> ToEngine:
     """Raises msgspec.MsgspecError for what is no message of this version."""
     return _to_engine.decode(frame)
 
 
-def decode_from_engine(frame: memoryview) -> FromEngine:
-    """Raises msgspec.MsgspecError for what is no message of this version."""
-    return _from_engine.decode(frame)
+def decode_from_engine(frame: memoryview, *more: memoryview) -> FromEngine:
+    """more: the frames that follow; what is returned refers to their memory.
+
+    Raises msgspec.MsgspecError for what is no message of this version.
+    """
+    message = _from_engine.decode(frame)
+    if isinstance(message, Outputs):
+        for place, logits in zip(message.with_logits, more, strict=True):
+            message.outputs[place] = msgspec.structs.replace(message.outputs[place], context_logits=logits)
+    return message
 
 
 def adapter_header(task_id: TaskId, adapter: PackedAdapter) -> AdapterHeader:

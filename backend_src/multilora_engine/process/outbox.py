@@ -32,15 +32,19 @@ class Outbox:
         self._waiting[front].append(output)
 
     def take(self, front: bytes) -> list[TokenOutput]:
-        """What waits for a front, if anything does: it is sent, or the front is gone. One output for each request."""
+        """What waits for a front, if anything does: it is sent, or the front is gone. Joined by `join_outputs`."""
         return join_outputs(self._waiting.pop(front, []))
 
 
 def join_outputs(outputs: Iterable[TokenOutput]) -> list[TokenOutput]:
-    """The same outputs with those of one request joined, so that a slow listener catches up. Errors stay apart."""
-    grouped: defaultdict[tuple[str, bool], list[TokenOutput]] = defaultdict(list)
-    for output in outputs:
-        grouped[output.request_id, output.error_code is not None].append(output)
+    """The same outputs with those of one request joined, so that a slow listener catches up.
+
+    Errors stay apart, and logits of prompts, which are megabytes each.
+    """
+    grouped: defaultdict[tuple[str, bool, int], list[TokenOutput]] = defaultdict(list)
+    for place, output in enumerate(outputs):
+        apart = place if output.context_logits else -1
+        grouped[output.request_id, output.error_code is not None, apart].append(output)
     return [group[0] if len(group) == 1 else _join(group) for group in grouped.values()]
 
 
@@ -52,6 +56,5 @@ def _join(outputs: list[TokenOutput]) -> TokenOutput:
         text="".join(output.text for output in outputs),
         log_probs=list(chain.from_iterable(output.log_probs for output in outputs)),
         generation_logits=b"".join(output.generation_logits for output in outputs),
-        context_logits=b"".join(output.context_logits for output in outputs),
         prompt_log_probs=b"".join(output.prompt_log_probs for output in outputs),
     )

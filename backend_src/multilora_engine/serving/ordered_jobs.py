@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from threading import Condition
+
+_NICENESS = 10
+"""Of the threads: where they and the engine's steps want the same core, the steps go first."""
 
 
 @dataclass(eq=False, slots=True)
@@ -25,7 +30,7 @@ class OrderedJobs:
     """
 
     def __init__(self, num_threads: int, name: str) -> None:
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name, initializer=_step_back)
         self._changed = Condition()
         self._queues: defaultdict[Hashable, deque[_Job]] = defaultdict(deque)
         """The jobs of each key that have not ended, in order."""
@@ -70,3 +75,7 @@ class OrderedJobs:
         queue[0].num_behind -= 1
         if not queue[0].num_behind:
             self._threads.submit(self._run, queue[0])
+
+
+def _step_back() -> None:
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

@@ -69,8 +69,16 @@ class ReplyRow(msgspec.Struct, frozen=True):
     token_bytes: Callable[[int], bytes] | None = None
     prompt: PromptTokens | None = None
 
-    def answer(self, output: TokenOutput, num_output_tokens_before: int = 0) -> RowAnswer:
-        """What a response says that has all of `output`, after responses with so many of the answer's tokens."""
+    def answer(
+        self,
+        output: TokenOutput,
+        num_output_tokens_before: int = 0,
+        context_logits: NDArray[np.float32] | None = None,
+    ) -> RowAnswer:
+        """What a response says that has all of `output`, after responses with so many of the answer's tokens.
+
+        context_logits: of the whole prompt, in the first response only.
+        """
         return RowAnswer(
             batch_index=self.batch_index,
             sequence_index=self.sequence_index,
@@ -87,7 +95,7 @@ class ReplyRow(msgspec.Struct, frozen=True):
             perf=output.perf if self.returns_perf else None,
             kv_cache=output.perf if self.returns_kv_cache else None,
             top_log_probs=[token.top for token in output.log_probs] if self.returns_top_log_probs else None,
-            context_logits=self._read_logits(output.context_logits) if output.context_logits else None,
+            context_logits=context_logits,
             generation_logits=self._read_logits(output.generation_logits) if self.returns_generation_logits else None,
             spelled=self._spell(output, self.token_bytes) if self.token_bytes else None,
             prompt=self.prompt.answer(output.prompt_log_probs) if self.prompt and output.prompt_log_probs else None,
@@ -296,6 +304,8 @@ def _spelled_column(row: RowAnswer) -> NDArray[Any] | None:
 
 def _stacked(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
     """Behind a new first dimension, filled up with 0, or empty texts, to the largest size in every other one."""
+    if len(arrays) == 1:
+        return arrays[0][np.newaxis]  # perhaps of hundreds of megabytes, which are not copied
     dtype, shape = arrays[0].dtype, np.max([array.shape for array in arrays], axis=0)
     stacked: NDArray[Any] = np.full((len(arrays), *shape), b"" if dtype.hasobject else 0, dtype)
     for target, array in zip(stacked, arrays, strict=True):

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from multilora_engine.errors import RelayedError, RequestError
 from multilora_engine.request import BeamOutput, TokenLogProb, TokenOutput
 from multilora_engine.serving.outputs import OutputColumns, ReplyRow, RowAnswer
+from multilora_engine.serving.prompt_logits import PromptLogits
 from multilora_engine.serving.triton_api import TritonRequest, backend_utils, error_response, request_id_of
 
 
@@ -102,7 +103,7 @@ class Reply(ABC):
 
 
 class StreamReply(Reply):
-    """A response for each output, with new tokens and text only."""
+    """A response for each output, with new tokens and text only. The first one has all that is told of the prompt."""
 
     def __init__(self, responder: Responder, rows: Mapping[str, ReplyRow], pad_id: int) -> None:
         """rows: by the engine's request ids."""
@@ -110,12 +111,21 @@ class StreamReply(Reply):
         self._rows = rows
         self._open = set(rows)
         self._num_told = dict.fromkeys(rows, 0)
+        self._prompt_logits: dict[str, PromptLogits] = {}
         self._pad_id = pad_id
 
     def _answer(self, output: TokenOutput) -> None:
+        row = self._rows[output.request_id]
+        if output.context_logits:
+            if output.request_id not in self._prompt_logits:
+                self._prompt_logits[output.request_id] = PromptLogits(output.num_prompt_tokens, row.vocab_size)
+            self._prompt_logits[output.request_id].append(output.context_logits)
+        if output.is_of_prompt:
+            return
         if output.is_final:
             self._open.remove(output.request_id)
-        answer = self._rows[output.request_id].answer(output, self._num_told[output.request_id])
+        logits = self._prompt_logits.pop(output.request_id, None)
+        answer = row.answer(output, self._num_told[output.request_id], logits.rows if logits else None)
         self._num_told[output.request_id] = output.num_output_tokens
         self._responder.respond([answer], self._pad_id, is_final=not self._open)
 
@@ -132,7 +142,7 @@ class Transcript:
     text: str = ""
     log_probs: list[TokenLogProb] = field(default_factory=list)
     generation_logits: list[bytes] = field(default_factory=list)
-    context_logits: bytes = b""
+    prompt_logits: PromptLogits | None = None
     prompt_log_probs: bytes = b""
     last: TokenOutput | None = None
     num_beams: int = 0
@@ -146,14 +156,17 @@ class Transcript:
         self.text += output.text
         self.log_probs += output.log_probs
         self.generation_logits.append(output.generation_logits)
-        self.context_logits = self.context_logits or output.context_logits
+        if output.context_logits:
+            self.prompt_logits = self.prompt_logits or PromptLogits(output.num_prompt_tokens, self.row.vocab_size)
+            self.prompt_logits.append(output.context_logits)
         self.prompt_log_probs = self.prompt_log_probs or output.prompt_log_probs
         self.last = output
 
     def answers(self) -> list[RowAnswer]:
         assert self.last is not None
         if not self.num_beams:
-            return [self.row.answer(self._whole(self.last))]
+            logits = self.prompt_logits.rows if self.prompt_logits else None
+            return [self.row.answer(self._whole(self.last), context_logits=logits)]
         missing = [_no_beam(self.last)] * (self.num_beams - len(self.last.beams))
         beams = [*self.last.beams, *missing][: self.num_beams]
         return [self._beam_answer(index, beam, self.last) for index, beam in enumerate(beams)]
@@ -165,7 +178,6 @@ class Transcript:
             text=self.text,
             log_probs=self.log_probs,
             generation_logits=b"".join(self.generation_logits),
-            context_logits=self.context_logits,
             prompt_log_probs=self.prompt_log_probs,
         )
 

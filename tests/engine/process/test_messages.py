@@ -14,6 +14,7 @@ from multilora_engine.process.messages import (
     decode_from_engine,
     decode_to_engine,
     encode,
+    output_frames,
     read_adapter,
 )
 from multilora_engine.request import GenerationRequest, SamplingParams, TokenOutput
@@ -41,6 +42,17 @@ def test_requests_and_outputs_survive_the_wire_with_extreme_values() -> None:
     output = TokenOutput("é", [], "�🏴‍☠️", finish_reason="stop")
     assert decode_to_engine(memoryview(encode(Add([request])))) == Add([request])
     assert decode_from_engine(memoryview(encode(Outputs([output])))) == Outputs([output])
+
+
+def test_logits_of_prompts_follow_the_message_in_frames_of_their_own() -> None:
+    outputs = [
+        TokenOutput(name, [], "", context_logits=logits) for name, logits in {"a": b"12", "b": b"", "c": b"3"}.items()
+    ]
+    message, *logits = output_frames(outputs)
+    assert logits == [b"12", b"3"]
+    assert logits[0] is outputs[0].context_logits, "a copy"
+    assert decode_from_engine(*map(memoryview, (message, *logits))) == Outputs(outputs, [0, 2])
+    assert output_frames(outputs[1:2]) == [encode(Outputs(outputs[1:2]))]
 
 
 def test_a_launch_is_one_line() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from multilora_engine.process.outbox import Outbox, join_outputs
 from multilora_engine.request import PerfMetrics, TokenLogProb, TokenOutput
 
@@ -50,6 +52,14 @@ def test_an_error_does_not_take_the_tokens_before_it_along() -> None:
         output("b", 1),
         failed,
     ]
+
+
+def test_the_logits_of_prompts_are_not_joined_and_come_before_the_tokens() -> None:
+    parts = [TokenOutput("a", [], "", context_logits=bytes([number])) for number in range(2)]
+    tokens = [output("a", 1), output("a", 2)]
+    first = msgspec.structs.replace(tokens[0], context_logits=b"2")
+    assert join_outputs([*parts, output("b", 1), first]) == [*parts, output("b", 1), first]
+    assert join_outputs([*parts, *tokens]) == [*parts, *join_outputs(tokens)]
 
 
 def test_what_waits_for_one_front_is_its_own_and_goes_once() -> None:

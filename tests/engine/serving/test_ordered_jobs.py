@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
@@ -26,6 +27,18 @@ def test_a_short_job_runs_at_once_on_the_thread_that_submits_it(jobs: OrderedJob
     jobs.submit(["a"], lambda: threads.append(threading.get_ident()), is_long=False)
     assert threads == [threading.get_ident()]
     may_end.set()
+
+
+def test_long_jobs_leave_the_cores_to_the_steps_and_short_ones_run_as_they_are(jobs: OrderedJobs) -> None:
+    niceness: dict[str, int] = {}
+
+    def note(name: str) -> None:
+        niceness[name] = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    jobs.submit(["a"], partial(note, "short"), is_long=False)
+    jobs.submit(["b"], partial(note, "long"), is_long=True)
+    jobs.close()
+    assert niceness["long"] > niceness["short"] == os.getpriority(os.PRIO_PROCESS, 0)
 
 
 def test_a_job_waits_for_the_earlier_ones_with_its_key_and_keeps_no_thread_meanwhile(jobs: OrderedJobs) -> None:

@@ -122,11 +122,11 @@ def test_logits_and_top_log_probs_are_filled_up_to_the_longest() -> None:
     logits = np.arange(12, dtype=np.float32).reshape(4, 3)
     top = [TokenLogProb(-1.0, ((7, -1.0), (8, -2.0))), TokenLogProb(-3.0, ((9, -0.5), (7, -3.0)))]
     outputs = [
-        TokenOutput("a", [1, 2], "x", log_probs=top, generation_logits=logits[:2].tobytes(), context_logits=b""),
+        TokenOutput("a", [1, 2], "x", log_probs=top, generation_logits=logits[:2].tobytes()),
         TokenOutput("b", [3], "y", log_probs=top[:1], generation_logits=logits[2:3].tobytes()),
     ]
-    outputs = [msgspec.structs.replace(o, context_logits=logits[: i + 2].tobytes()) for i, o in enumerate(outputs)]
-    arrays = output_arrays([row.answer(output) for output in outputs], LOGITS_NAMES, 0)
+    answers = [row.answer(output, context_logits=logits[: i + 2]) for i, output in enumerate(outputs)]
+    arrays = output_arrays(answers, LOGITS_NAMES, 0)
     zeros = [0.0] * 3
     assert {name: array.tolist() for name, array in arrays.items()} == {
         "top_log_prob_ids": [[[[7, 8], [9, 7]]], [[[7, 8], [0, 0]]]],

@@ -172,12 +172,14 @@ def test_logits_of_the_prompt_come_once_and_those_of_the_answer_with_its_tokens(
     reply = kind(Responder(request), {"a": row if kind is StreamReply else Transcript(row, [7], "prompt")}, 0)
     logits = np.arange(8, dtype=np.float32).reshape(4, 2)
     tops = [TokenLogProb(-0.5, ((token_id, -0.5),)) for token_id in range(3)]
+    part = TokenOutput("a", [], "", num_prompt_tokens=3, context_logits=logits[1:3].tobytes())
+    tell(reply, part)
     first = TokenOutput("a", [1, 2], "x", log_probs=tops[:2], generation_logits=logits[:2].tobytes())
-    tell(reply, msgspec.structs.replace(first, context_logits=logits[3:].tobytes()))
+    tell(reply, msgspec.structs.replace(first, num_prompt_tokens=3, context_logits=logits[3:].tobytes()))
     last = TokenOutput("a", [3], "y", "stop", log_probs=tops[2:], generation_logits=logits[2:3].tobytes())
     tell(reply, last)
     responses = [response.arrays for response in request.sender.wait()]
-    assert responses[0]["context_logits"].tolist() == [logits[3:].tolist()]
+    assert responses[0]["context_logits"].tolist() == [logits[1:].tolist()]
     assert not any("context_logits" in response for response in responses[1:])
     np.testing.assert_array_equal(np.concatenate([r["generation_logits"][0, 0] for r in responses]), logits[:3])
     assert np.concatenate([r["top_log_prob_ids"][0, 0, :, 0] for r in responses]).tolist() == [0, 1, 2]
