@@ -107,7 +107,7 @@ class Admission:
         while (adapter := next(self._host.arrivals, None)) is not None:
             if self._make_room(adapter.shape):
                 self._host.give_pages(adapter)
-            elif self._host.can_ever_hold(adapter.shape):
+            elif self._host.can_ever_hold(adapter.shape, adapter):
                 return
             else:
                 self._give_up(adapter)

@@ -92,9 +92,13 @@ class HostTier:
         unused = (a.pages for a in self.adapters if not a.state.is_wanted or _is_only_held(a, replaced))
         return not shape.runs or self.pool.fits_with(shape, unused)
 
-    def can_ever_hold(self, shape: PageShape) -> bool:
-        """Whether a shape fits beside the adapters that an operator holds, once all requests have ended."""
-        if shape.num_pages + self.num_held_pages > self.pool.count:
+    def can_ever_hold(self, shape: PageShape, waiting: CachedAdapter | None = None) -> bool:
+        """Whether a shape fits beside the adapters that an operator holds, once all requests have ended.
+
+        waiting: the adapter of this shape, which an operator may hold already.
+        """
+        num_held = self.num_held_pages if waiting is None else self.num_other_held_pages(waiting)
+        if shape.num_pages + num_held > self.pool.count:
             return False
         return not shape.runs or self.pool.fits_with(shape, (a.pages for a in self.adapters if not a.state.is_held))
 
