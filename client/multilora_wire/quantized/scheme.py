@@ -91,9 +91,7 @@ class Scheme(Protocol):
 def check_stored(name: str, found: StoredTensor | None, expected: Expected) -> StoredTensor:
     """`found`, the tensor `name` of a checkpoint. Raises QuantizationError where it is missing, or another one."""
     if found is None:
-        raise QuantizationError(
-            f"1 tensors are missing from the checkpoint: {name}, which quantization_config asks for"
-        )
+        raise QuantizationError(f"tensor {name} is missing, and quantization_config asks for it")
     if found.shape not in expected.shapes or found.dtype not in expected.dtypes:
         shapes = " or ".join(str(list(shape)) for shape in expected.shapes)
         raise QuantizationError(
