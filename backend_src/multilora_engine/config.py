@@ -20,6 +20,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, ValidationError, model_validator
 
 from multilora_engine.errors import ConfigError
+from multilora_wire.pieces import StoredDtype
 
 _ENVIRONMENT_REFERENCE = re.compile(r"\$\{(\w+)\}")
 
@@ -72,7 +73,7 @@ class LoRAConfig(BaseModel):
         ByteSize, Field(ge=1, description="Largest `lora_weights` tensor accepted, in bytes or like `4GiB`.")
     ] = ByteSize(1 << 30)
     lora_dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16"],
+        Literal["auto", StoredDtype],
         Field(description="Storage type of cached adapters; `auto` is the type the model computes in."),
     ] = "auto"
     lora_cache_host_memory_bytes: Annotated[

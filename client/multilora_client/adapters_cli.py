@@ -22,7 +22,8 @@ from multilora_client.sizing import choose_linears, read_layout
 from multilora_client.tls import Tls
 from multilora_wire.adapter_event import AdapterEvent
 from multilora_wire.adapter_info import AdapterInfo
-from multilora_wire.layout import AdapterLayout, StoredDtype, uniform_shape
+from multilora_wire.layout import AdapterLayout, uniform_shape
+from multilora_wire.pieces import StoredDtype
 
 app = typer.Typer(
     help="See and steer the adapters of a running server.", no_args_is_help=True, rich_markup_mode="markdown"

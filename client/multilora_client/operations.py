@@ -15,7 +15,7 @@ from multilora_client.messages import InferRequest, Response
 from multilora_client.tensors import string_tensor
 from multilora_wire.adapter_event import AdapterEvent
 from multilora_wire.adapter_info import AdapterInfo
-from multilora_wire.layout import LAYOUT_VERSION, AdapterLayout
+from multilora_wire.layout import AdapterLayout, layout_version
 
 OperationName = Literal["list", "load", "unload", "pin", "unpin", "events", "stats", "layout", "describe"]
 
@@ -88,8 +88,9 @@ def parse_layout(response: Response) -> AdapterLayout:
     """Raises ServerFault when the server lays adapters out in a way that this client does not know."""
     report = parse_report(response)["layout"]
     version = report.get("version", 1)
-    if version != LAYOUT_VERSION:
-        raise ServerFault(f"the server's adapter layout has version {version}, this client knows {LAYOUT_VERSION}")
+    known = layout_version(report["lora_dtype"])
+    if version != known:
+        raise ServerFault(f"the server's adapter layout has version {version}, this client knows {known}")
     return msgspec.convert(report, AdapterLayout)
 
 

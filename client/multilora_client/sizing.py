@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from multilora_client.errors import InvalidRequest
-from multilora_wire.layout import AdapterLayout, StoredDtype, adapter_layout
+from multilora_wire.layout import AdapterLayout, adapter_layout
+from multilora_wire.pieces import StoredDtype
 from multilora_wire.sites import GATED_MLP, ModelSites, WireModule, decoder_sites
 
 _PLAIN_MLPS: Mapping[str, tuple[str, ...]] = {"starcoder2": ("c_fc", "c_proj")}

@@ -13,35 +13,24 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import Literal
 
 import msgspec
 
+from multilora_wire.pieces import CODE_BITS, Piece, element_bytes, stored_pieces
 from multilora_wire.sites import ModelSites, WireModule
-
-StoredDtype = Literal["float32", "bfloat16", "float16"]
-
-LAYOUT_VERSION = 2
-"""Raised with every change of the places of pieces. 1 counted offsets in elements and knew no spanning pieces."""
 
 ALIGNMENT_BYTES = 64
 MIN_PAGE_BYTES = 256 * 1024
 MAX_PAGE_BYTES = 8 * 1024 * 1024
 PAGE_UNIT_BYTES = 4096
 
-_ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
+def layout_version(lora_dtype: str) -> int:
+    """Raised with every change of pieces or of their places.
 
-@dataclass(frozen=True)
-class Piece:
-    """One matrix or vector of an adapter: `num_values` of `dtype`."""
-
-    num_values: int
-    dtype: str
-
-    @property
-    def num_bytes(self) -> int:
-        return self.num_values * _ITEMSIZES[self.dtype]
+    1 counted offsets in elements and knew no spanning pieces; 3 has codes, and 2 still is the layout of floats.
+    """
+    return 3 if lora_dtype in CODE_BITS else 2
 
 
 @dataclass(frozen=True)
@@ -72,19 +61,24 @@ class Placement:
 class AdapterLayout:
     """What an adapter must look like to fit one model, and how it is stored; travels between processes.
 
-    max_rank: of a row. lora_dtype: of all pieces. page_bytes: see `page_bytes_for`. version: `LAYOUT_VERSION`.
+    max_rank: of a row. lora_dtype: of all pieces. page_bytes: see `page_bytes_for`. version: see `layout_version`.
     """
 
     sites: ModelSites
     max_rank: int
     lora_dtype: str
     page_bytes: int
-    version: int = LAYOUT_VERSION
+    version: int = 2
 
     @property
     def itemsize(self) -> int:
-        """Bytes of a value of `lora_dtype`."""
-        return _ITEMSIZES[self.lora_dtype]
+        """Bytes of an element of the arena, in which kernels count offsets."""
+        return element_bytes(self.lora_dtype)
+
+    @property
+    def code_bits(self) -> int:
+        """Bits of a code; 0 where values are stored as floats."""
+        return CODE_BITS.get(self.lora_dtype, 0)
 
     @cached_property
     def largest_piece(self) -> Piece:
@@ -99,7 +93,7 @@ class AdapterLayout:
 
     def pieces(self, module: WireModule, rank: int, is_dora: bool) -> list[Piece]:
         """A, B and, for DoRA, the magnitude of one row."""
-        return [Piece(size, self.lora_dtype) for size in piece_sizes(module, rank, is_dora)]
+        return stored_pieces(module, rank, is_dora, self.lora_dtype)
 
     def place(self, pieces: Iterable[Piece]) -> Placement:
         """Places of all pieces of one adapter."""
@@ -108,7 +102,8 @@ class AdapterLayout:
 
 def adapter_layout(sites: ModelSites, max_rank: int, lora_dtype: str) -> AdapterLayout:
     """The layout of one model's adapters. Raises KeyError for a dtype that is none of `StoredDtype`."""
-    return AdapterLayout(sites, max_rank, lora_dtype, page_bytes_for(sites, max_rank, lora_dtype))
+    page_bytes = page_bytes_for(sites, max_rank, lora_dtype)
+    return AdapterLayout(sites, max_rank, lora_dtype, page_bytes, layout_version(lora_dtype))
 
 
 def page_bytes_for(sites: ModelSites, max_rank: int, lora_dtype: str) -> int:
@@ -124,12 +119,12 @@ def page_bytes_for(sites: ModelSites, max_rank: int, lora_dtype: str) -> int:
     would cost an adapter of rank 8 on all other linears (40 MiB) 17 %. A copy of 256 KiB already runs at the full speed
     of memory and of the bus, so small pages cost no time.
     """
-    itemsize = _ITEMSIZES[lora_dtype]
-    sizes = {size * itemsize for module in sites.modules for size in piece_sizes(module, max_rank, True)}
+    pieces = chain.from_iterable(stored_pieces(module, max_rank, True, lora_dtype) for module in sites.modules)
+    sizes = {piece.num_bytes for piece in pieces}
     candidates = {_page_of(size) for size in sizes if size <= MAX_PAGE_BYTES}
     if max(sizes) > MAX_PAGE_BYTES:
         candidates.update(MIN_PAGE_BYTES << n for n in range((MAX_PAGE_BYTES // MIN_PAGE_BYTES).bit_length()))
-    taken = {page: _bytes_taken(sites, max_rank, itemsize, page) for page in candidates}
+    taken = {page: _bytes_taken(sites, max_rank, lora_dtype, page) for page in candidates}
     return max(page for page in candidates if taken[page] <= 1.01 * min(taken.values()))
 
 
@@ -138,20 +133,15 @@ def _page_of(piece_bytes: int) -> int:
     return round_up(max(piece_bytes, MIN_PAGE_BYTES), PAGE_UNIT_BYTES)
 
 
-def _bytes_taken(sites: ModelSites, rank: int, itemsize: int, page_bytes: int) -> int:
+def _bytes_taken(sites: ModelSites, rank: int, lora_dtype: str, page_bytes: int) -> int:
     """Bytes of an adapter of one rank on every site, in pages of a given size."""
-    sizes = [size * itemsize for module in sites.plain_modules for size in piece_sizes(module, rank, False)]
-    return place_pieces(sizes, page_bytes).shape.num_pages * page_bytes
-
-
-def piece_sizes(module: WireModule, rank: int, is_dora: bool) -> list[int]:
-    """Values of A, B and, for DoRA, the magnitude."""
-    return [rank * module.in_size, rank * module.out_size] + ([module.out_size] if is_dora else [])
+    pieces = chain.from_iterable(stored_pieces(module, rank, False, lora_dtype) for module in sites.plain_modules)
+    return place_pieces([piece.num_bytes for piece in pieces], page_bytes).shape.num_pages * page_bytes
 
 
 def num_values(module: WireModule, rank: int, is_dora: bool = False) -> int:
     """Values of a row of `lora_weights`, without its padding."""
-    return sum(piece_sizes(module, rank, is_dora))
+    return rank * (module.in_size + module.out_size) + (module.out_size if is_dora else 0)
 
 
 def place_pieces(sizes: Sequence[int], page_bytes: int) -> Placement:

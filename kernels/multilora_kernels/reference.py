@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from multilora_kernels.adapter_codes import CODE_BITS, dequantize_a, dequantize_b
 from multilora_kernels.segments import LoRASegments
 from multilora_kernels.tables import LoRATables
 
@@ -27,7 +28,7 @@ def lora_shrink(
         for s in range(num_slices):
             rank = int(tables.rank[lora_index, first_slice + s])
             if rank:
-                a = _matrix(tables, tables.a_offset, lora_index, first_slice + s, rank, x.shape[1])
+                a = matrix_a(tables, lora_index, first_slice + s, x.shape[1])
                 v[0, s, tokens, :rank] = rows @ a.to(dtype).T
     return v
 
@@ -47,11 +48,11 @@ def lora_expand(
             column = first_slice + s
             rank = int(tables.rank[lora_index, column])
             if rank:
-                b = _matrix(tables, tables.b_offset, lora_index, column, size, rank).to(v.dtype)
+                b = matrix_b(tables, lora_index, column, size).to(v.dtype)
                 out = y[tokens, start : start + size].to(v.dtype) + v[:, s, tokens, :rank].sum(0) @ b.T
-                magnitude = int(tables.magnitude_offset[lora_index, column])
-                if magnitude >= 0:
-                    out *= tables.arena[magnitude : magnitude + size].to(v.dtype)
+                magnitude = magnitude_of(tables, lora_index, column, size)
+                if magnitude is not None:
+                    out *= magnitude.to(v.dtype)
                 y[tokens, start : start + size] = out.to(y.dtype)
             start += size
 
@@ -161,8 +162,31 @@ def _chunks(segments: LoRASegments) -> list[tuple[torch.Tensor, int]]:
     ]
 
 
-def _matrix(
-    tables: LoRATables, offsets: torch.Tensor, lora_index: int, column: int, rows: int, cols: int
-) -> torch.Tensor:
-    offset = int(offsets[lora_index, column])
-    return tables.arena[offset : offset + rows * cols].view(rows, cols)
+def matrix_a(tables: LoRATables, lora_index: int, column: int, in_features: int) -> torch.Tensor:
+    """A of one slice of one adapter, [rank, in_features]; what its codes mean, in float32, where it is codes."""
+    stored, rank = _from(tables, tables.a_offset, lora_index, column), int(tables.rank[lora_index, column])
+    if bits := CODE_BITS.get(stored.dtype):
+        return dequantize_a(stored.view(torch.uint8), rank, in_features, bits)
+    return stored[: rank * in_features].view(rank, in_features)
+
+
+def matrix_b(tables: LoRATables, lora_index: int, column: int, out_features: int) -> torch.Tensor:
+    """B of the slice, [out_features, rank], as `matrix_a`."""
+    stored, rank = _from(tables, tables.b_offset, lora_index, column), int(tables.rank[lora_index, column])
+    if bits := CODE_BITS.get(stored.dtype):
+        return dequantize_b(stored.view(torch.uint8), out_features, rank, bits)
+    return stored[: out_features * rank].view(out_features, rank)
+
+
+def magnitude_of(tables: LoRATables, lora_index: int, column: int, out_features: int) -> torch.Tensor | None:
+    """DoRA's magnitude of the slice, [out_features], if it has one."""
+    if int(tables.magnitude_offset[lora_index, column]) < 0:
+        return None
+    stored = _from(tables, tables.magnitude_offset, lora_index, column)
+    if stored.dtype in CODE_BITS:
+        return stored[: 4 * out_features].clone().view(torch.float32)
+    return stored[:out_features]
+
+
+def _from(tables: LoRATables, offsets: torch.Tensor, lora_index: int, column: int) -> torch.Tensor:
+    return tables.arena[int(offsets[lora_index, column]) :]

@@ -14,12 +14,14 @@ class LoRATables(NamedTuple):
     q, k and v, are neighbours; otherwise the order is the model's. Row `l` is a `lora_index`. The slice's A is
     `arena[a_offset : a_offset + rank * in]` read as `[rank, in]` row-major, its B is
     `arena[b_offset : b_offset + out * rank]` read as `[out, rank]` row-major; the scaling is already in B. Slices of a
-    fused row share one A.
+    fused row share one A. An arena of int8 or uint8 holds codes of 8 or 4 bits there, as `adapter_codes` says, from
+    multiples of 16 elements on.
 
-    arena: [num_elements], the adapters' dtype (float32, bfloat16 or float16), on the device.
+    arena: [num_elements], on the device, the adapters' dtype: float32, bfloat16, float16, or that of codes.
     rank: [max_loras, num_slices], int32; 0 means the adapter does not touch the slice: no work, offsets undefined.
     a_offset, b_offset: [max_loras, num_slices], int64, in elements of `arena`.
-    magnitude_offset: [max_loras, num_slices], int64; DoRA's normalised magnitude `[out]`, -1 where there is none.
+    magnitude_offset: [max_loras, num_slices], int64; DoRA's normalised magnitude `[out]`, -1 where there is none;
+        float32 beside codes, from multiples of 4 elements on.
     max_rank: no rank in the table is larger.
 
     A tuple, because every linear of a step hands it to C++, where ten attributes take a fifth of a microsecond to read.

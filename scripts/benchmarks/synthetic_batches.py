@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from multilora_kernels.adapter_codes import CODE_BITS, quantize_a, quantize_b
 from multilora_kernels.tables import LoRATables
 
 POPULARITIES = ("distinct", "identical", "uniform", "zipf", "skewed")
@@ -66,34 +67,57 @@ def random_tables(
     """Adapters of one fused linear with the given ranks, scaled so that v and the update of y are of order one.
 
     rank: [max_loras, num_slices], int; 0 for an absent slice. shared_a: the slices of an adapter have one A.
-    magnitudes: every second adapter has DoRA magnitudes. Weights lie between gaps of NaN at odd places.
+    magnitudes: every second adapter has DoRA magnitudes. Weights lie between gaps of NaN at odd places; codes between
+    gaps that are NaN as scales, of 16 to 48 bytes.
     """
-    builder = _ArenaBuilder(generator)
+    builder = _ArenaBuilder(dtype, generator)
     tables = torch.full((3, *rank.shape), NOWHERE, dtype=torch.int64)
     for lora_index, slice_index in rank.nonzero().tolist():
         r, out = int(rank[lora_index, slice_index]), shape.slice_sizes[slice_index]
         is_shared = shared_a and slice_index > 0 and bool(rank[lora_index, slice_index - 1] == r)
-        a = (
-            tables[0, lora_index, slice_index - 1]
-            if is_shared
-            else builder.add(r * shape.in_features, shape.in_features)
-        )
-        m = builder.add(out, 1) if magnitudes and lora_index % 2 else -1
-        tables[:, lora_index, slice_index] = torch.tensor([int(a), builder.add(out * r, r), m])
-    arena = torch.cat([*builder.pieces, torch.full((5,), torch.nan)]).to(dtype)
-    return LoRATables(arena, rank.int(), tables[0], tables[1], tables[2], max_rank or int(rank.max()))
+        a = tables[0, lora_index, slice_index - 1] if is_shared else builder.add_a(r, shape.in_features)
+        m = builder.add_magnitude(out) if magnitudes and lora_index % 2 else -1
+        tables[:, lora_index, slice_index] = torch.tensor([int(a), builder.add_b(out, r), m])
+    return LoRATables(builder.arena(), rank.int(), tables[0], tables[1], tables[2], max_rank or int(rank.max()))
 
 
 class _ArenaBuilder:
-    def __init__(self, generator: torch.Generator) -> None:
-        self.pieces: list[torch.Tensor] = []
+    """Appends random weights, of variance 1 / fan-in, behind gaps; returns their offsets."""
+
+    def __init__(self, dtype: torch.dtype, generator: torch.Generator) -> None:
+        self._pieces: list[torch.Tensor] = []
         self._size = 0
+        self._dtype = dtype
+        self._bits = CODE_BITS.get(dtype)
         self._generator = generator
 
-    def add(self, numel: int, fan_in: int) -> int:
-        """Append `numel` random weights of variance 1 / fan_in behind a gap; returns their offset."""
-        gap = torch.full((1 + len(self.pieces) % 3,), torch.nan)
-        weights = torch.randn(numel, generator=self._generator) * fan_in**-0.5
-        self.pieces += [gap, weights]
-        self._size += gap.numel() + numel
-        return self._size - numel
+    def add_a(self, rank: int, in_features: int) -> int:
+        a = self._random(rank, in_features) * in_features**-0.5
+        return self._add(quantize_a(a, self._bits) if self._bits else a)
+
+    def add_b(self, out_features: int, rank: int) -> int:
+        b = self._random(out_features, rank) * rank**-0.5
+        return self._add(quantize_b(b, self._bits) if self._bits else b)
+
+    def add_magnitude(self, out_features: int) -> int:
+        magnitude = self._random(out_features)
+        return self._add(magnitude.view(torch.uint8) if self._bits else magnitude)
+
+    def arena(self) -> torch.Tensor:
+        arena = torch.cat([*self._pieces, self._gap(5)])
+        return arena.view(self._dtype) if self._bits else arena.to(self._dtype)
+
+    def _random(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=self._generator)
+
+    def _add(self, weights: torch.Tensor) -> int:
+        gap = self._gap(1 + len(self._pieces) % 3)
+        self._pieces += [gap, weights.flatten()]
+        self._size += gap.numel() + weights.numel()
+        return self._size - weights.numel()
+
+    def _gap(self, length: int) -> torch.Tensor:
+        """So many elements, or so many times 16 bytes from a multiple of 16 on, whose bits are NaN as every float."""
+        if self._bits:
+            return torch.full((16 * length + -self._size % 16,), 255, dtype=torch.uint8)
+        return torch.full((length,), torch.nan)

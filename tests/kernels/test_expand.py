@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.lora_cases import FUSED, MIXED_RANKS, ODD, TOLERANCES, Case, make_case
+from support.lora_cases import CODES, FUSED, MIXED_RANKS, ODD, STORED, TOLERANCES, Case, make_case
 
 from benchmarks.synthetic_batches import POPULARITIES, LinearShape
 
@@ -53,13 +53,20 @@ def test_it_equals_the_reference_for_every_slice_width(implementation, slice_siz
     _assert_right(implementation, make_case("uniform", 9, LinearShape(24, slice_sizes)))
 
 
-@pytest.mark.parametrize("lora_dtype", TOLERANCES)
+@pytest.mark.parametrize("rank", [1, 5, 8, 16, 33, 64])
+@pytest.mark.parametrize("lora_dtype", CODES)
+def test_codes_equal_the_reference_for_every_rank_and_slice_width(implementation, rank, lora_dtype):
+    shape = LinearShape(24, (1, 7, 33, 16))
+    _assert_right(implementation, make_case("uniform", 9, shape, (rank,), lora_dtype, magnitudes=True))
+
+
+@pytest.mark.parametrize("lora_dtype", STORED)
 @pytest.mark.parametrize("dtype", TOLERANCES)
 def test_it_equals_the_reference_for_every_dtype(implementation, lora_dtype, dtype):
     _assert_right(implementation, make_case("zipf", 37, ODD, lora_dtype=lora_dtype, dtype=dtype))
 
 
-@pytest.mark.parametrize("lora_dtype", TOLERANCES)
+@pytest.mark.parametrize("lora_dtype", STORED)
 def test_a_dora_magnitude_scales_the_base_output_and_the_update(implementation, lora_dtype):
     case = make_case("uniform", 37, ODD, lora_dtype=lora_dtype, magnitudes=True)
     assert bool((case.tables.magnitude_offset[case.tables.rank > 0] >= 0).any())
@@ -99,9 +106,10 @@ def test_the_same_batch_gives_the_same_bits(implementation, popularity):
     assert torch.equal(_expand(implementation, case, _v(case)), _expand(implementation, case, _v(case)))
 
 
+@pytest.mark.parametrize("lora_dtype", [torch.bfloat16, *CODES])
 @pytest.mark.parametrize("popularity", POPULARITIES)
-def test_a_token_gets_the_same_bits_whoever_else_is_in_the_batch(implementation, popularity):
-    case = make_case(popularity, 40, ODD, ranks=MIXED_RANKS, lora_dtype=torch.bfloat16)
+def test_a_token_gets_the_same_bits_whoever_else_is_in_the_batch(implementation, popularity, lora_dtype):
+    case = make_case(popularity, 40, ODD, ranks=MIXED_RANKS, lora_dtype=lora_dtype)
     v = _v(case)
     together = _expand(implementation, case, v)
     for tokens in (torch.tensor([0]), torch.tensor([39]), torch.arange(3, 40, 5)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.lora_cases import FUSED, ODD, TOLERANCES, Case, make_case
+from support.lora_cases import CODES, FUSED, ODD, STORED, TOLERANCES, Case, make_case
 
 from benchmarks.synthetic_batches import POPULARITIES, LinearShape
 
@@ -47,7 +47,15 @@ def test_it_equals_the_reference_for_every_hidden_size(implementation, in_featur
     _assert_right(implementation, make_case("uniform", 9, LinearShape(in_features, (8,)), seed=in_features))
 
 
-@pytest.mark.parametrize("lora_dtype", TOLERANCES)
+@pytest.mark.parametrize("rank", [1, 5, 64])
+@pytest.mark.parametrize("in_features", [1, 15, 33, 256, 577])
+@pytest.mark.parametrize("lora_dtype", CODES)
+def test_codes_equal_the_reference_for_every_rank_and_hidden_size(implementation, rank, in_features, lora_dtype):
+    shape = LinearShape(in_features, (8,))
+    _assert_right(implementation, make_case("uniform", 9, shape, (rank,), lora_dtype, seed=in_features))
+
+
+@pytest.mark.parametrize("lora_dtype", STORED)
 @pytest.mark.parametrize("dtype", TOLERANCES)
 def test_it_equals_the_reference_for_every_dtype(implementation, lora_dtype, dtype):
     _assert_right(implementation, make_case("zipf", 37, ODD, lora_dtype=lora_dtype, dtype=dtype))
@@ -80,9 +88,10 @@ def test_the_same_batch_gives_the_same_bits(implementation, popularity):
     assert torch.equal(first[defined], second[defined])
 
 
+@pytest.mark.parametrize("lora_dtype", [torch.bfloat16, *CODES])
 @pytest.mark.parametrize("popularity", POPULARITIES)
-def test_a_token_gets_the_same_bits_whoever_else_is_in_the_batch(implementation, popularity):
-    case = make_case(popularity, 40, LinearShape(300, (24, 8)), lora_dtype=torch.bfloat16)
+def test_a_token_gets_the_same_bits_whoever_else_is_in_the_batch(implementation, popularity, lora_dtype):
+    case = make_case(popularity, 40, LinearShape(300, (24, 8)), lora_dtype=lora_dtype)
     together, defined = _shrink(implementation, case), _defined(case)
     for tokens in (torch.tensor([0]), torch.tensor([39]), torch.arange(3, 40, 5)):
         alone = _shrink(implementation, case.with_mapping(case.mapping[tokens], tokens))

@@ -19,6 +19,12 @@ TOLERANCES = {
     torch.bfloat16: (1.6e-2, 1.6e-2),
 }
 
+CODES = [torch.int8, torch.uint8]
+"""Dtypes of arenas of 8-bit and of 4-bit codes."""
+
+STORED = [*TOLERANCES, *CODES]
+"""Dtypes of arenas."""
+
 FUSED = LinearShape(in_features=72, slice_sizes=(56, 24, 24))
 ODD = LinearShape(in_features=77, slice_sizes=(33, 1, 18))
 MIXED_RANKS = (1, 3, 8, 0, 17, 64, 256, 5)

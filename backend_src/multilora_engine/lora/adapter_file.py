@@ -25,6 +25,9 @@ FORMAT_VERSION = "3"
 """Of the files. 1 had SHA-256 digests: those say nothing about whether an upload is the same adapter. 2 counted offsets
 in values, and its layout had no version."""
 
+_NO_DIGEST = "0" * 32
+"""In the place of a digest that is yet to come."""
+
 _MAX_HEADER_BYTES = 16 << 20
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 """NONBLOCK: opening a FIFO must not wait for somebody to write."""
@@ -65,8 +68,11 @@ class _StoredLayout(msgspec.Struct, frozen=True):
         return cls(layout.version, layout.fingerprint, layout.max_rank, layout.lora_dtype, layout.page_bytes)
 
 
-class _Metadata(msgspec.Struct, frozen=True):
-    """safetensors knows only strings: `layout` and `rows` are JSON."""
+class _Metadata(msgspec.Struct, frozen=True, omit_defaults=True):
+    """safetensors knows only strings: `layout` and `rows` are JSON.
+
+    pages_digest: `content_digest` of codes, of which `digest` says nothing; of floats it is `digest`, and empty here.
+    """
 
     format_version: str
     lora_task_id: str
@@ -74,6 +80,7 @@ class _Metadata(msgspec.Struct, frozen=True):
     digest: str
     layout: str
     rows: str
+    pages_digest: str = ""
 
 
 class _TensorInfo(msgspec.Struct, frozen=True):
@@ -94,6 +101,7 @@ class _Contents:
     adapter: DiskAdapter
     rows: list[PackedRow]
     data_start: int
+    pages_digest: str
 
 
 WriteFile = Callable[[Path, bytes, Sequence[torch.Tensor]], None]
@@ -115,14 +123,34 @@ def write_file_atomically(path: Path, header: bytes, pages: Sequence[torch.Tenso
 
 
 def encode_header(
-    lora_task_id: TaskId, digest: str, name: str, rows: list[PackedRow], num_pages: int, layout: AdapterLayout
+    lora_task_id: TaskId,
+    digest: str,
+    name: str,
+    rows: list[PackedRow],
+    num_pages: int,
+    layout: AdapterLayout,
 ) -> bytes:
-    """A safetensors header: its length as 8 bytes, and JSON filled up with spaces to a multiple of 8."""
-    metadata = _Metadata(FORMAT_VERSION, label_of(lora_task_id), name, digest, _layout_text(layout), _rows_text(rows))
+    """A safetensors header: its length as 8 bytes, and JSON filled up with spaces to a multiple of 8.
+
+    Of codes, it is finished by `with_pages_digest`.
+    """
+    label, stored = label_of(lora_task_id), _layout_text(layout)
+    pages_digest = _NO_DIGEST if layout.code_bits else ""
+    metadata = _Metadata(FORMAT_VERSION, label, name, digest, stored, _rows_text(rows), pages_digest)
     shape = (num_pages, layout.page_bytes)
     header = msgspec.json.encode(_Header(metadata, _TensorInfo("U8", shape, (0, shape[0] * shape[1]))))
     header += b" " * (-len(header) % 8)
     return len(header).to_bytes(8, "little") + header
+
+
+def with_pages_digest(
+    header: bytes, rows: list[PackedRow], pages: Sequence[torch.Tensor], layout: AdapterLayout
+) -> bytes:
+    """The header with the digest of the pages, which takes as long as reading them: for the thread that writes them."""
+    if not layout.code_bits:
+        return header
+    head, _, tail = header.rpartition(_NO_DIGEST.encode())
+    return head + content_digest(rows, pages, layout.lora_dtype).encode() + tail
 
 
 def _write_all(fd: int, data: memoryview) -> None:
@@ -175,7 +203,7 @@ def _read_header(fd: int, lora_task_id: TaskId, layout: AdapterLayout) -> _Conte
     adapter = DiskAdapter(
         lora_task_id, metadata.digest, metadata.name, ranks_of(rows), pages, status.st_size, status.st_mtime
     )
-    return _Contents(adapter, rows, data_start)
+    return _Contents(adapter, rows, data_start, metadata.pages_digest if layout.code_bits else metadata.digest)
 
 
 def _decode_header(fd: int, file_bytes: int) -> tuple[_Header, int]:
@@ -225,7 +253,7 @@ def read_file(fd: int, expected: DiskAdapter, pages: Sequence[torch.Tensor], lay
             raise DamagedFile("it was exchanged behind the server's back")
         for index, page in enumerate(pages):
             _read_all(fd, page.numpy().data, contents.data_start + index * layout.page_bytes)
-        if content_digest(contents.rows, pages, layout.lora_dtype) != expected.digest:
+        if content_digest(contents.rows, pages, layout.lora_dtype) != contents.pages_digest:
             raise DamagedFile("its content does not have the digest that it names")
         os.utime(fd)
         return contents.rows

@@ -33,6 +33,7 @@ from multilora_engine.lora.adapter_file import (
     encode_header,
     open_regular,
     read_file,
+    with_pages_digest,
     write_file_atomically,
 )
 from multilora_engine.lora.adapter_state import File
@@ -176,7 +177,7 @@ class DiskTier:
         self._bytes_used += size
         shape = page_shape(rows, len(pages), self._layout)
         adapter = DiskAdapter(lora_task_id, digest, name, ranks_of(rows), shape, size, last_used_s=time.time())
-        future = self._writer.submit(self._write, self._path(lora_task_id), header, pages)
+        future = self._writer.submit(self._write, self._path(lora_task_id), header, rows, pages)
         write = _Write(adapter, future, on_written)
         self._writes.append(write)
         self._wanted[lora_task_id] = write
@@ -290,9 +291,9 @@ class DiskTier:
         self._evictions += 1
         return lora_task_id
 
-    def _write(self, path: Path, header: bytes, pages: Sequence[torch.Tensor]) -> float:
+    def _write(self, path: Path, header: bytes, rows: list[PackedRow], pages: Sequence[torch.Tensor]) -> float:
         started = time.perf_counter()
-        self._write_file(path, header, pages)
+        self._write_file(path, with_pages_digest(header, rows, pages, self._layout), pages)
         return time.perf_counter() - started
 
     def _end_write(self, write: _Write) -> None:

@@ -6,13 +6,15 @@ normalised magnitude `[out]`, then zeros up to the widest row. Row i of `lora_co
 layer, rank]` or `[module_id, layer, rank, is_dora]`. The scaling alpha / rank is already in B.
 
 Packed, the same rows lie without their padding in pages of one fixed size, at the places that `multilora_wire.layout`
-gives their pieces, so that any tier can hand out and take back pages without ever compacting.
+gives their pieces, so that any tier can hand out and take back pages without ever compacting. Where adapters are stored
+as codes, they become codes here, the B of a module of several sites by itself for each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -22,10 +24,15 @@ from blake3 import blake3
 
 from multilora_engine.errors import InvalidRequest
 from multilora_engine.lora.layout import PackedAdapter, PackedRow
-from multilora_wire.layout import ALIGNMENT_BYTES, AdapterLayout, Piece, num_values, round_up
+from multilora_kernels.adapter_codes import quantize_a, quantize_b
+from multilora_wire.layout import ALIGNMENT_BYTES, AdapterLayout, num_values, round_up
+from multilora_wire.pieces import Piece, part_bounds
 from multilora_wire.sites import WireModule
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+ARENA_DTYPES = TORCH_DTYPES | {"int8": torch.int8, "int4": torch.uint8}
+"""In which the kernels see the pages, by `lora_dtype`; pairs of codes of 4 bits are bytes."""
 
 _DIGEST_BYTES = 16
 _INTEGERS = {2: torch.uint16, 4: torch.uint32}
@@ -46,6 +53,9 @@ def pack_adapter(weights: torch.Tensor, config: torch.Tensor, layout: AdapterLay
     pages = torch.from_numpy(np.empty((len(placement.fill), layout.page_bytes), dtype=np.uint8))
     for page, used in zip(pages, placement.fill, strict=True):
         page[used:].zero_()
+    if layout.code_bits:
+        digest = _fill_codes(pages.view(-1), weights.contiguous(), rows, packed, layout)
+        return PackedAdapter(digest, packed, pages)
     values = pages.view(TORCH_DTYPES[layout.lora_dtype])
     _fill(values.view(-1), weights.contiguous(), rows, packed)
     if not _is_finite(values):
@@ -177,6 +187,37 @@ def _fill(values: torch.Tensor, weights: torch.Tensor, rows: Sequence[_WireRow],
             start += size
 
 
+def _fill_codes(
+    target: torch.Tensor,
+    weights: torch.Tensor,
+    rows: Sequence[_WireRow],
+    places: Sequence[PackedRow],
+    layout: AdapterLayout,
+) -> str:
+    """As `_fill`, but with codes of what was sent, of which it returns the digest. target: uint8."""
+    digest, wire = blake3(b"sent"), _bits(weights)
+    for row, place in zip(rows, places, strict=True):
+        _check_rest(row, weights[row.index], wire[row.index])
+        values = weights[row.index, : row.num_values]
+        if not _is_finite(values):
+            raise InvalidRequest(_describe_non_finite(weights, rows, layout))
+        values = values.float()
+        digest.update(np.array([row.module.module_id, row.module.layer, row.rank, row.is_dora], np.int64).tobytes())
+        digest.update(values.numpy().view(np.uint8).data)
+        for stored, offset in zip(_stored_row(row, values, layout.code_bits), place.offsets, strict=True):
+            target[offset : offset + len(stored)] = stored
+            target[offset + len(stored) : offset + round_up(len(stored), ALIGNMENT_BYTES)] = 0
+    return digest.hexdigest(_DIGEST_BYTES)
+
+
+def _stored_row(row: _WireRow, values: torch.Tensor, bits: int) -> list[torch.Tensor]:
+    """The bytes of A, B and, for DoRA, the magnitude. values: float32, of the row without its padding."""
+    a, b, *magnitude = values.split([piece.num_values for piece in row.pieces])
+    b = b.view(row.module.out_size, row.rank)
+    parts = [quantize_b(b[start:end], bits) for start, end in pairwise(part_bounds(row.module))]
+    return [quantize_a(a.view(row.rank, -1), bits), torch.cat(parts), *(m.view(torch.uint8) for m in magnitude)]
+
+
 def _check_rest(row: _WireRow, values: torch.Tensor, bits: npt.NDArray[Any]) -> None:
     """Raises InvalidRequest when anything but zeros follows the values of a row. `bits` are those of `values`."""
     if bits[row.num_values :].max(initial=0) and values[row.num_values :].any():  # a zero may be negative
@@ -194,11 +235,11 @@ def _packed_row(row: _WireRow, offsets: Iterator[int]) -> PackedRow:
 
 
 def content_digest(rows: Sequence[PackedRow], pages: Iterable[torch.Tensor], lora_dtype: str) -> str:
-    """32 hex digits (BLAKE3, cut) over all of an adapter; the GIL is free meanwhile.
+    """32 hex digits (BLAKE3, cut) over all that is stored of an adapter; the GIL is free meanwhile.
 
-    Offsets count in values of `lora_dtype`, as in every earlier layout, so that digests outlive layouts.
+    Offsets count in elements of the arena, as in every earlier layout, so that digests outlive layouts.
     """
-    itemsize = TORCH_DTYPES[lora_dtype].itemsize
+    itemsize = ARENA_DTYPES[lora_dtype].itemsize
     header = np.array([(r.module_id, r.layer, r.rank, *(o // itemsize for o in _all_offsets(r))) for r in rows])
     digest = blake3(lora_dtype.encode())
     digest.update(header.astype(np.int64).tobytes())

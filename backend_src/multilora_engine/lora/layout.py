@@ -45,8 +45,8 @@ class PackedRow:
 class PackedAdapter:
     """An adapter in packed form, rows sorted by layer and module.
 
-    digest: 32 hex digits over rows and pages: equal for the same adapter in whatever row order, row width or
-        wire dtype (of the same values) it was sent.
+    digest: 32 hex digits over rows and pages, or over the values that were sent where they are stored as codes: equal
+        for the same adapter in whatever row order, row width or wire dtype (of the same values) it was sent.
     pages: uint8 [num_pages, page_bytes]; bytes that no row covers are zero.
     """
 

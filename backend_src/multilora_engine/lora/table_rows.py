@@ -7,10 +7,11 @@ from collections.abc import Iterable
 import torch
 
 from multilora_engine.execution.transfer import to_device
-from multilora_engine.lora.format import TORCH_DTYPES
+from multilora_engine.lora.format import ARENA_DTYPES
 from multilora_engine.lora.layout import PackedRow
 from multilora_kernels import LoRATables
 from multilora_wire.layout import AdapterLayout
+from multilora_wire.pieces import magnitude_itemsize, part_offset
 
 
 class TableRows:
@@ -23,7 +24,7 @@ class TableRows:
         self._free = list(range(count - 1, -1, -1))
         shape, device = (count, layout.sites.num_columns), storage.device
         self.tables = LoRATables(
-            arena=storage.view(-1).view(TORCH_DTYPES[layout.lora_dtype]),
+            arena=storage.view(-1).view(ARENA_DTYPES[layout.lora_dtype]),
             rank=torch.zeros(shape, dtype=torch.int32, device=device),
             a_offset=torch.zeros(shape, dtype=torch.int64, device=device),
             b_offset=torch.zeros(shape, dtype=torch.int64, device=device),
@@ -59,9 +60,12 @@ def _table_entries(rows: list[PackedRow], pages: list[int], layout: AdapterLayou
         a_offset = _arena_offset(row.a_offset, pages, layout)
         b_offset = _arena_offset(row.b_offset, pages, layout)
         magnitude_offset = _arena_offset(row.magnitude_offset, pages, layout) if row.is_dora else -1
-        for part in layout.sites.module_at[row.layer, row.module_id].parts:
-            magnitude = magnitude_offset + part.start if row.is_dora else -1
-            entries.append((part.column, row.rank, a_offset, b_offset + part.start * row.rank, magnitude))
+        magnitude_elements = magnitude_itemsize(layout.lora_dtype) // layout.itemsize
+        module = layout.sites.module_at[row.layer, row.module_id]
+        for index, part in enumerate(module.parts):
+            b_part = b_offset + part_offset(module, index, row.rank, layout.lora_dtype) // layout.itemsize
+            magnitude = magnitude_offset + part.start * magnitude_elements if row.is_dora else -1
+            entries.append((part.column, row.rank, a_offset, b_part, magnitude))
     return torch.tensor(entries, dtype=torch.int64).T.contiguous()
 
 

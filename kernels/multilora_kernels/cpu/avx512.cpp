@@ -74,6 +74,18 @@ struct Avx512 : X86Vectors<Avx512, 64> {
   static inline F load_first(const float* p, int n) { return _mm512_maskz_loadu_ps(first(n), p); }
   static inline F load_first(const BFloat16* p, int n) { return from_bfloat16(_mm256_maskz_loadu_epi16(first(n), p)); }
   static inline F load_first(const Float16* p, int n) { return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first(n), p)); }
+
+  static inline F from_int8(__m128i codes) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(codes)); }
+  static inline F load(const Int8Code* p) { return from_int8(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+  static inline F load_first(const Int8Code* p, int n) { return from_int8(_mm_maskz_loadu_epi8(first(n), p)); }
+  // The first codes of sixteen pairs, and the second ones. A shuffle looks at the lower four bits of an index only.
+  static inline void load_pairs(const Int4Codes* p, F& low, F& high) {
+    const F values = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1);
+    const __m512i pairs = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    low = _mm512_permutexvar_ps(pairs, values);
+    high = _mm512_permutexvar_ps(_mm512_srli_epi32(pairs, 4), values);
+  }
+
   static inline void store(float* p, F a) { _mm512_storeu_ps(p, a); }
   static inline void store_first(float* p, F a, int n) { _mm512_mask_storeu_ps(p, first(n), a); }
 

@@ -59,6 +59,17 @@ const Kernels& kernels_of(c10::ScalarType dtype) {
   }
 }
 
+LoraKernels lora_kernels_of(c10::ScalarType dtype) {
+  switch (dtype) {
+    case c10::kChar:
+      return capability().int8_codes;
+    case c10::kByte:
+      return capability().int4_codes;
+    default:
+      return {kernels_of(dtype).shrink, kernels_of(dtype).expand};
+  }
+}
+
 namespace {
 
 std::string cpu_capability() { return capability().name; }

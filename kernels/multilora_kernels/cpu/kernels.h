@@ -7,6 +7,7 @@
 #include "elementwise_kernels.h"
 #include "sampling.h"
 #include "storage.h"
+#include "lora_code_kernels.h"
 #include "lora_kernels.h"
 #include "work.h"
 
@@ -31,7 +32,9 @@ constexpr Capability capability_of(const char* name) {
           sample<Vec>,
           kernels_for<Vec, float>(),
           kernels_for<Vec, BFloat16>(),
-          kernels_for<Vec, Float16>()};
+          kernels_for<Vec, Float16>(),
+          {shrink<Vec, Int8Code>, expand_codes<Vec, Int8Code>},
+          {shrink_blocks<Vec>, expand_codes<Vec, Int4Codes>}};
 }
 
 }  // namespace

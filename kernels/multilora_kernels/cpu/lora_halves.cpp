@@ -30,7 +30,7 @@ void copy_from_previous_slice(const Buffer& v, const Rows& rows, int64_t slice, 
   }
 }
 
-void shrink_all(const Shrink& shrink, int64_t num_slices, const Blocks& blocks, const Kernels& kernels) {
+void shrink_all(const Shrink& shrink, int64_t num_slices, const Blocks& blocks, const LoraKernels& kernels) {
   WorkList<ShrinkTask> work;
   const auto for_each_slice = [&](auto&& visit) {
     for (const Block& block : blocks) {
@@ -56,7 +56,7 @@ void shrink_all(const Shrink& shrink, int64_t num_slices, const Blocks& blocks, 
 }
 
 void expand_all(const Expand& expand, const Columns<int32_t>& rank, at::IntArrayRef slice_sizes,
-                const Blocks& blocks, const Kernels& kernels) {
+                const Blocks& blocks, const LoraKernels& kernels) {
   WorkList<ExpandTask> work;
   for (const Block& block : blocks) {
     int64_t first_output = 0;
@@ -81,7 +81,7 @@ at::Tensor lora_shrink(const at::Tensor& x, int64_t first_slice, int64_t num_sli
   const Tables tables{arena, rank, a_offset, b_offset, magnitude_offset, max_rank};
   const Shrink shrink(rows, {v.mutable_data_ptr<float>(), v.stride(1), v.stride(2)}, tables, first_slice);
   const auto blocks = blocks_of({permutation, chunk_start, chunk_length, chunk_lora_index});
-  shrink_all(shrink, num_slices, blocks, kernels_of(arena.scalar_type()));
+  shrink_all(shrink, num_slices, blocks, lora_kernels_of(arena.scalar_type()));
   return v;
 }
 
@@ -98,7 +98,7 @@ void lora_expand(const at::Tensor& v, const at::Tensor& y, int64_t first_slice, 
   const at::Tensor rows = as_float32_rows(y);
   const Tables tables{arena, rank, a_offset, b_offset, magnitude_offset, max_rank};
   const Expand expand({v.mutable_data_ptr<float>(), v.stride(1), v.stride(2)}, rows, tables, first_slice);
-  expand_all(expand, {rank, first_slice}, slice_sizes, blocks, kernels_of(arena.scalar_type()));
+  expand_all(expand, {rank, first_slice}, slice_sizes, blocks, lora_kernels_of(arena.scalar_type()));
   if (!rows.is_same(y)) {
     y.copy_(rows);
   }

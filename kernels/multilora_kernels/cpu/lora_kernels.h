@@ -6,7 +6,9 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
+#include "storage.h"
 #include "work.h"
 
 // Inlined even where the compiler finds it too large: vectors must stay in registers across these calls.
@@ -104,6 +106,9 @@ struct ShrinkTile {
       float* v = task.v + task.rows.tokens[first_row + r] * task.v_stride + first_rank;
       for (int j = 0; j < Ranks; ++j) {
         v[j] = Vec::sum(sum[j][r]);
+        if constexpr (std::is_same_v<T, Int8Code>) {
+          v[j] *= task.scales[first_rank + j];
+        }
       }
     }
   }

@@ -10,6 +10,7 @@
 #include <cstdint>
 
 #include "apply.h"
+#include "lora_codes.h"
 #include "work.h"
 
 namespace multilora {
@@ -91,15 +92,21 @@ struct Columns {
 
 struct Weights {
   const char* arena;
-  int64_t numel, element_size;
+  int64_t numel;
+  MatrixPlaces places;
 
   explicit Weights(const at::Tensor& arena)
-      : arena(static_cast<const char*>(arena.const_data_ptr())), numel(arena.numel()), element_size(arena.element_size()) {}
+      : arena(static_cast<const char*>(arena.const_data_ptr())), numel(arena.numel()),
+        places{arena.element_size(), bits_of(arena.scalar_type())} {}
 
-  const void* at(int64_t offset, int64_t size) const {
-    TORCH_CHECK(offset >= 0 && offset + size <= numel, "weights at ", offset, " .. ", offset + size,
-                " lie outside the arena of ", numel, " elements");
-    return arena + offset * element_size;
+  static int bits_of(c10::ScalarType dtype) { return dtype == c10::kChar ? 8 : dtype == c10::kByte ? 4 : 0; }
+
+  // The `bytes` from an element on.
+  const char* at(int64_t offset, int64_t bytes) const {
+    const int64_t end = offset + bytes / places.element_size;
+    TORCH_CHECK(offset >= 0 && end <= numel, "weights at ", offset, " .. ", end, " lie outside the arena of ", numel,
+                " elements");
+    return arena + offset * places.element_size;
   }
 };
 
@@ -130,12 +137,17 @@ struct Shrink {
   // The slice's A, null where the adapter has none; the slice may lie behind those of this linear.
   const void* weights_at(const Block& block, int64_t slice) const {
     const bool is_there = rank.has(slice) && rank.at(block.lora_index, slice) > 0;
-    return is_there ? weights.at(a_offset.at(block.lora_index, slice), 1) : nullptr;
+    return is_there ? weights.at(a_offset.at(block.lora_index, slice), 0) : nullptr;
   }
   ShrinkTask task(const Block& block, int64_t slice) const {
     const int64_t r = rank.at(block.lora_index, slice);
-    return {block.rows, x, x_stride, weights.at(a_offset.at(block.lora_index, slice), r * in_features), in_features,
-            v.data + slice * v.slice_stride, v.row_stride};
+    const char* stored = weights.at(a_offset.at(block.lora_index, slice), weights.places.a_size(r, in_features));
+    return {block.rows, x, x_stride, stored + weights.places.a_header(r), in_features, v.data + slice * v.slice_stride,
+            v.row_stride, reinterpret_cast<const float*>(stored)};
+  }
+  // Where a rank of the task's A lies.
+  const void* rank_of(const ShrinkTask& task, int64_t rank) const {
+    return static_cast<const char*>(task.a) + rank * weights.places.a_row(in_features);
   }
   int64_t unit_cost(const Block& block) const { return kRankUnit * in_features * (block.rows.count + kLoadCost); }
 };
@@ -156,8 +168,12 @@ struct Expand {
   ExpandTask task(const Block& block, int64_t slice, int64_t v_slice, int64_t r, int64_t first_output, int64_t size) const {
     const int64_t m = magnitude_offset.at(block.lora_index, slice);
     return {block.rows, v.data + v_slice * v.slice_stride, v.row_stride,
-            weights.at(b_offset.at(block.lora_index, slice), size * r), m < 0 ? nullptr : weights.at(m, size), r,
-            y + first_output, y_stride};
+            weights.at(b_offset.at(block.lora_index, slice), weights.places.b_size(size, r)),
+            m < 0 ? nullptr : weights.at(m, weights.places.magnitude_size(size)), r, y + first_output, y_stride};
+  }
+  // Where an output of the task's B lies.
+  const void* output_of(const ExpandTask& task, int64_t output) const {
+    return static_cast<const char*>(task.b) + weights.places.b_output(output, task.rank);
   }
   static int64_t output_cost(const Block& block, int64_t r) { return r * (block.rows.count + kLoadCost); }
 };

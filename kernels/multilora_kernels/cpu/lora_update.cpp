@@ -88,7 +88,7 @@ class Update {
   // y: float32; holds the base linear already unless `base` computes it.
   Update(const at::Tensor& x, const at::Tensor& y, int64_t first_slice, at::IntArrayRef slice_sizes, const Tables& tables,
          const Blocks& blocks, const PackedLinear* base)
-      : kernels_(kernels_of(tables.arena.scalar_type())), element_size_(tables.arena.element_size()), base_(base),
+      : kernels_(lora_kernels_of(tables.arena.scalar_type())), base_(base),
         blocks_(blocks), slice_sizes_(slice_sizes),
         v_(std::make_unique_for_overwrite<float[]>(slice_sizes.size() * x.size(0) * tables.max_rank)),
         shrink_(x, {v_.get(), x.size(0) * tables.max_rank, tables.max_rank}, tables, first_slice),
@@ -221,14 +221,14 @@ class Update {
     const int64_t begin = p.begin(p.rank, kRankUnit), end = p.end(p.rank, kRankUnit);
     if (begin < end && !shrink_.is_shared(p.block.lora_index, p.slice)) {
       const ShrinkTask task = shrink_.task(p.block, p.slice);
-      reading.add(task, begin, end, static_cast<const char*>(task.a) + begin * task.in_features * element_size_);
+      reading.add(task, begin, end, shrink_.rank_of(task, begin));
     }
   }
 
   void add(const Piece& p, int64_t begin, int64_t end, Reading<ExpandTask>& reading) const {
     if (begin < end && p.rank > 0) {
       const ExpandTask task = expand_task(p);
-      reading.add(task, begin, end, static_cast<const char*>(task.b) + begin * task.rank * element_size_);
+      reading.add(task, begin, end, expand_.output_of(task, begin));
     }
   }
 
@@ -256,8 +256,7 @@ class Update {
   // The same of the A behind these slices: a step goes through the columns of the tables in their order.
   const void* a_behind(int64_t i) const { return shrink_.weights_at(piece(i).block, slice_sizes_.size()); }
 
-  const Kernels& kernels_;
-  const int64_t element_size_;
+  const LoraKernels kernels_;
   const PackedLinear* base_;
   const Blocks& blocks_;
   const at::IntArrayRef slice_sizes_;

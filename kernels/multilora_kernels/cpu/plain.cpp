@@ -26,6 +26,8 @@ inline float to_float(BFloat16 value) {
 
 inline float to_float(Float16 value) { return c10::detail::fp16_ieee_to_fp32_value(value.bits); }
 
+inline float to_float(Int8Code code) { return code.value; }
+
 struct Plain {
   static constexpr int kWidth = 8;
   static constexpr int kShrinkRows = 1;
@@ -108,6 +110,11 @@ struct Plain {
   template <class T>
   static inline F load_first(const T* p, int n) {
     return each([&](int i) { return i < n ? to_float(p[i]) : 0.0f; });
+  }
+  // The first codes of eight pairs, and the second ones.
+  static inline void load_pairs(const Int4Codes* p, F& low, F& high) {
+    low = each([&](int i) { return static_cast<int8_t>(p[i].pair << 4) / 16; });
+    high = each([&](int i) { return static_cast<int8_t>(p[i].pair & 0xf0) / 16; });
   }
   static inline void store(float* p, F a) { std::memcpy(p, a.lane, sizeof(a.lane)); }
   static inline void store_first(float* p, F a, int n) { std::memcpy(p, a.lane, n * sizeof(float)); }

@@ -1,4 +1,4 @@
-// Storage types of adapters that C++17 has no arithmetic for: only their bits matter here.
+// Storage types that C++17 has no arithmetic for: only their bits matter here.
 #pragma once
 
 #include <cstdint>
@@ -11,6 +11,15 @@ struct BFloat16 {
 
 struct Float16 {
   uint16_t bits;
+};
+
+// Codes of lora_codes.h: one, and two of which the first is in the lower four bits, as two's complement.
+struct Int8Code {
+  int8_t value;
+};
+
+struct Int4Codes {
+  uint8_t pair;
 };
 
 }  // namespace multilora

@@ -27,10 +27,11 @@ struct ShrinkTask {
   Rows rows;
   const float* x;
   int64_t x_stride;
-  const void* a;  // [rank, in_features]
+  const void* a;  // [rank, in_features], or as lora_codes.h says
   int64_t in_features;
   float* v;
   int64_t v_stride;
+  const float* scales = nullptr;  // [rank] of codes of 8 bits
 };
 
 // y[t, n] = magnitude[n] * (y[t, n] + sum_j v[t, j] * b[n, j]) for the tokens t of `rows`; no magnitude means 1.
@@ -38,8 +39,8 @@ struct ExpandTask {
   Rows rows;
   const float* v;
   int64_t v_stride;
-  const void* b;          // [out_features, rank]
-  const void* magnitude;  // [out_features] or null
+  const void* b;          // [out_features, rank], or as lora_codes.h says
+  const void* magnitude;  // [out_features] or null; float beside codes
   int64_t rank;
   float* y;
   int64_t y_stride;
@@ -192,6 +193,12 @@ struct Kernels {
   DecodeKernel decode;
 };
 
+// The kernels for one storage type of adapters.
+struct LoraKernels {
+  ShrinkKernel shrink;
+  ExpandKernel expand;
+};
+
 // Multiplies tiles instead of vectors, for weights of bfloat16.
 struct MatrixUnit {
   const char* name;
@@ -211,6 +218,7 @@ struct Capability {
   Kernels float32;
   Kernels bfloat16;
   Kernels float16;
+  LoraKernels int8_codes, int4_codes;
   const MatrixUnit* matrix_unit = nullptr;
 };
 

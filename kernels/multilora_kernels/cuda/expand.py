@@ -9,7 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
+from multilora_kernels.adapter_codes import CODE_BITS
 from multilora_kernels.cuda.block_sizes import BlockSizes, block_sizes, gpu_name
+from multilora_kernels.cuda.codes import int8_panel_codes, load_int4, load_int8_scales, load_magnitude
 from multilora_kernels.cuda.tiles import exact_dot
 from multilora_kernels.segments import LoRASegments
 from multilora_kernels.tables import LoRATables
@@ -27,7 +29,8 @@ def lora_expand(
     """See `multilora_kernels.expand.lora_expand`. sizes: to try others than the table's."""
     assert y.stride(1) == 1
     sizes = sizes or block_sizes("expand", segments.chunk_size, tables.max_rank, gpu_name(y.device))
-    constants = expand_constants(v.shape[0], slice_sizes, segments.chunk_size, sizes)
+    code_bits = CODE_BITS.get(tables.arena.dtype, 0)
+    constants = expand_constants(v.shape[0], slice_sizes, segments.chunk_size, sizes, code_bits)
     num_blocks = sum(triton.cdiv(size, constants["BLOCK_N"]) for size in slice_sizes)
     expand_kernel[segments.chunk_start.numel(), num_blocks](
         v,
@@ -50,9 +53,16 @@ def lora_expand(
     )
 
 
-def expand_constants(parts: int, slice_sizes: Sequence[int], chunk_size: int, sizes: BlockSizes) -> dict[str, Any]:
-    """What the kernel is compiled for, and with which options."""
-    return sizes | {"NUM_PARTS": parts, "SLICE_SIZES": tuple(slice_sizes), "BLOCK_M": chunk_size}
+def expand_constants(
+    parts: int, slice_sizes: Sequence[int], chunk_size: int, sizes: BlockSizes, code_bits: int = 0
+) -> dict[str, Any]:
+    """What the kernel is compiled for, and with which options. code_bits: of adapters that are codes, else 0."""
+    return sizes | {
+        "NUM_PARTS": parts,
+        "SLICE_SIZES": tuple(slice_sizes),
+        "BLOCK_M": chunk_size,
+        "CODE_BITS": code_bits,
+    }
 
 
 @triton.jit
@@ -78,6 +88,7 @@ def expand_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    CODE_BITS: tl.constexpr,
 ):
     """One program: a chunk's tokens, BLOCK_N outputs of one slice, all ranks."""
     chunk = tl.program_id(0)
@@ -102,12 +113,12 @@ def expand_kernel(
     if (rank % 8 == 0) & (offset % 8 == 0):
         update = _multiply(
             v_rows, arena_ptr + offset // 8 * 8, rank // 8 * 8, row_mask, outputs, slice_size,
-            stride_vp, NUM_PARTS, BLOCK_M, BLOCK_N, BLOCK_R,
+            stride_vp, NUM_PARTS, BLOCK_M, BLOCK_N, BLOCK_R, CODE_BITS,
         )  # fmt: skip
     else:
         update = _multiply(
             v_rows, arena_ptr + offset, rank, row_mask, outputs, slice_size,
-            stride_vp, NUM_PARTS, BLOCK_M, BLOCK_N, BLOCK_R,
+            stride_vp, NUM_PARTS, BLOCK_M, BLOCK_N, BLOCK_R, CODE_BITS,
         )  # fmt: skip
 
     output_mask = outputs < slice_size
@@ -116,8 +127,8 @@ def expand_kernel(
     total = tl.load(y_tile, mask=mask, other=0.0).to(tl.float32) + update
     magnitude_offset = tl.load(magnitude_offset_ptr + column)
     if magnitude_offset >= 0:
-        magnitude = tl.load(arena_ptr + magnitude_offset + outputs, mask=output_mask, other=0.0)
-        total *= magnitude.to(tl.float32)[None, :]
+        magnitude = load_magnitude(arena_ptr, magnitude_offset, outputs, output_mask, CODE_BITS)
+        total *= magnitude[None, :]
     tl.store(y_tile, total.to(y_ptr.dtype.element_ty), mask=mask)
 
 
@@ -154,6 +165,7 @@ def _multiply(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    CODE_BITS: tl.constexpr,
 ):
     """(sum over the parts of v) @ B^T: [BLOCK_M, BLOCK_N] float32."""
     b_columns = b_ptr + outputs.to(tl.int64)[None, :] * rank
@@ -161,10 +173,18 @@ def _multiply(
     update = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for first_rank in range(0, rank, BLOCK_R):
         ranks = first_rank + tl.arange(0, BLOCK_R)
-        b = tl.load(b_columns + ranks[:, None], mask=(ranks < rank)[:, None] & output_mask, other=0.0)
+        mask = (ranks < rank)[:, None] & output_mask
+        if CODE_BITS == 0:
+            b = tl.load(b_columns + ranks[:, None], mask=mask, other=0.0)
+        elif CODE_BITS == 8:
+            b = tl.load(int8_panel_codes(b_ptr, ranks[:, None], outputs[None, :], rank), mask=mask, other=0)
+        else:
+            b = load_int4(b_ptr, outputs[None, :] // 16, ranks[:, None], outputs[None, :] % 16, rank, mask)
         v_mask = row_mask & (ranks < rank)[None, :]
         v = tl.load(v_rows + ranks[None, :], mask=v_mask, other=0.0)
         for part in tl.static_range(1, NUM_PARTS):
             v += tl.load(v_rows + part * stride_vp + ranks[None, :], mask=v_mask, other=0.0)
         update = exact_dot(v, b, update)
+    if CODE_BITS == 8:
+        update *= load_int8_scales(b_ptr, outputs, rank, outputs < slice_size)[None, :]
     return update

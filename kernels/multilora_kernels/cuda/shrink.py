@@ -14,7 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
+from multilora_kernels.adapter_codes import CODE_BITS
 from multilora_kernels.cuda.block_sizes import BlockSizes, block_sizes, gpu_name
+from multilora_kernels.cuda.codes import int8_header_bytes, load_int4
 from multilora_kernels.cuda.tiles import exact_dot
 from multilora_kernels.parts import PART_SIZE, num_parts
 from multilora_kernels.segments import LoRASegments
@@ -36,7 +38,7 @@ def lora_shrink(
     v = x.new_empty(parts, num_slices, num_tokens, tables.max_rank, dtype=torch.float32)
     is_wide = torch.float32 in (x.dtype, tables.arena.dtype)
     sizes = sizes or block_sizes("shrink", segments.chunk_size, tables.max_rank, gpu_name(x.device))
-    constants = shrink_constants(in_features, segments.chunk_size, is_wide, sizes)
+    constants = shrink_constants(in_features, segments.chunk_size, is_wide, sizes, CODE_BITS.get(tables.arena.dtype, 0))
     grid = (segments.chunk_start.numel(), triton.cdiv(tables.max_rank, constants["BLOCK_R"]) * parts, num_slices)
     shrink_kernel[grid](
         x,
@@ -60,8 +62,13 @@ def lora_shrink(
     return v
 
 
-def shrink_constants(in_features: int, chunk_size: int, is_wide: bool, sizes: BlockSizes) -> dict[str, int]:
-    """What the kernel is compiled for, and with which options. is_wide: x or the adapters are float32."""
+def shrink_constants(
+    in_features: int, chunk_size: int, is_wide: bool, sizes: BlockSizes, code_bits: int = 0
+) -> dict[str, int]:
+    """What the kernel is compiled for, and with which options.
+
+    is_wide: x or the adapters are float32. code_bits: of adapters that are codes, else 0.
+    """
     parts = num_parts(in_features, chunk_size)
     return sizes | {
         "NUM_PARTS": parts,
@@ -69,7 +76,8 @@ def shrink_constants(in_features: int, chunk_size: int, is_wide: bool, sizes: Bl
         "PART_SIZE": PART_SIZE,
         "BLOCK_M": chunk_size,
         # Twice the bytes, and three products of each: a quarter of the tile stays within the registers.
-        "BLOCK_K": sizes["BLOCK_K"] // (4 if is_wide else 1),
+        "BLOCK_K": sizes["BLOCK_K"] // (4 if is_wide or code_bits == 4 else 1),
+        "CODE_BITS": code_bits,
     }
 
 
@@ -97,6 +105,7 @@ def shrink_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    CODE_BITS: tl.constexpr,
 ):
     """One program: a chunk's tokens, BLOCK_R ranks of one slice, one part of the hidden size or all of them."""
     chunk = tl.program_id(0)
@@ -115,21 +124,26 @@ def shrink_kernel(
     tokens = tl.load(permutation_ptr + tl.load(chunk_start_ptr + chunk) + rows, mask=rows < length, other=0)
     x_rows = x_ptr + tokens.to(tl.int64)[:, None] * stride_xm
     offset = tl.load(a_offset_ptr + column)
+    ranks = first_rank + tl.arange(0, BLOCK_R)
     first_k = part * PART_SIZE
+    if CODE_BITS == 8:
+        scales = tl.load((arena_ptr + offset).to(tl.pointer_type(tl.float32)) + ranks, mask=ranks < rank, other=0.0)
+        offset += int8_header_bytes(rank)
     # Adapters of the engine start at 64-byte boundaries: saying so, as `lora_expand` does, gives 16-byte loads.
     if offset % 16 == 0:
         a_ptr = arena_ptr + offset // 16 * 16
         total = _sum_parts(
             x_rows, a_ptr, rank, first_rank, length, first_k, in_features,
-            PARTS_PER_PROGRAM, PART_SIZE, BLOCK_M, BLOCK_R, BLOCK_K,
+            PARTS_PER_PROGRAM, PART_SIZE, BLOCK_M, BLOCK_R, BLOCK_K, CODE_BITS,
         )  # fmt: skip
     else:
         total = _sum_parts(
             x_rows, arena_ptr + offset, rank, first_rank, length, first_k, in_features,
-            PARTS_PER_PROGRAM, PART_SIZE, BLOCK_M, BLOCK_R, BLOCK_K,
+            PARTS_PER_PROGRAM, PART_SIZE, BLOCK_M, BLOCK_R, BLOCK_K, CODE_BITS,
         )  # fmt: skip
 
-    ranks = first_rank + tl.arange(0, BLOCK_R)
+    if CODE_BITS == 8:
+        total *= scales[None, :]
     v_rows = v_ptr + part * stride_vp + slice_index * stride_vs + tokens.to(tl.int64)[:, None] * stride_vm
     tl.store(v_rows + ranks[None, :], total, mask=(rows < length)[:, None] & (ranks < rank)[None, :])
 
@@ -148,8 +162,9 @@ def _sum_parts(
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    CODE_BITS: tl.constexpr,
 ):
-    """x @ A^T over PARTS_PER_PROGRAM parts from `first_k`: [BLOCK_M, BLOCK_R] float32."""
+    """x @ A^T over PARTS_PER_PROGRAM parts from `first_k`: [BLOCK_M, BLOCK_R] float32; without the scales of 8 bits."""
     row_mask = (tl.arange(0, BLOCK_M) < length)[:, None]
     ranks = first_rank + tl.arange(0, BLOCK_R)
     a_rows = a_ptr + ranks.to(tl.int64)[None, :] * in_features
@@ -161,7 +176,12 @@ def _sum_parts(
             ks = first_k + k + tl.arange(0, BLOCK_K)
             k_mask = ks < in_features
             x = tl.load(x_rows + ks[None, :], mask=row_mask & k_mask[None, :], other=0.0)
-            a = tl.load(a_rows + ks[:, None], mask=k_mask[:, None] & rank_mask, other=0.0)
+            mask = k_mask[:, None] & rank_mask
+            if CODE_BITS == 4:
+                columns = (in_features + 15) // 16
+                a = load_int4(a_ptr, ranks[None, :], ks[:, None] // 16, ks[:, None] % 16, columns, mask)
+            else:
+                a = tl.load(a_rows + ks[:, None], mask=mask, other=0)
             part_sum = exact_dot(x, a, part_sum)
         total += part_sum
         first_k += PART_SIZE

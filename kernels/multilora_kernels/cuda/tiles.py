@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# The interpreter keeps bfloat16 values as their bits and would multiply those.
+# The interpreter keeps bfloat16 values as their bits and would multiply those, or take integers for them.
 IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
@@ -13,10 +13,17 @@ IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 def exact_dot(left, right, total):
     """total + left @ right in float32, whatever the two dtypes, with no or next to no rounding of the inputs.
 
-    left: activations or v. right: adapter weights. Equal 16-bit dtypes go to the tensor cores as they are. A float32
-    left beside bfloat16 weights goes as a sum of three bfloat16 tiles, which holds all of its 24 bits. Anything else
-    goes as three TF32 products: 16-bit weights are exact in TF32.
+    left: activations or v. right: adapter weights, or codes of 8 bits, which are exact in 16-bit dtypes. Equal 16-bit
+    dtypes go to the tensor cores as they are. A float32 left beside bfloat16 weights goes as a sum of three bfloat16
+    tiles, which holds all of its 24 bits. Anything else goes as three TF32 products: 16-bit weights are exact in TF32.
     """
+    if right.dtype == tl.int8:
+        if IS_INTERPRETED:
+            right = right.to(tl.float32)
+        elif left.dtype == tl.float16:
+            right = right.to(tl.float16)
+        else:
+            right = right.to(tl.bfloat16)
     if left.dtype == right.dtype and left.dtype != tl.float32:
         total = _dot_16_bit(left, right, total)
     elif left.dtype == tl.float32 and right.dtype == tl.bfloat16:

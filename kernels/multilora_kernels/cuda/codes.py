@@ -1,0 +1,71 @@
+"""Loading tiles of A and B that are stored as codes: see `adapter_codes`."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from multilora_kernels import adapter_codes
+
+_LANES = tl.constexpr(adapter_codes.LANES)
+_BLOCK_COLUMNS = tl.constexpr(adapter_codes.BLOCK_COLUMNS)
+_SCALE_BYTES = tl.constexpr(adapter_codes.SCALE_BYTES)
+_BLOCK_BYTES = tl.constexpr(adapter_codes.panel_bytes(adapter_codes.BLOCK_COLUMNS, 4))
+
+
+@triton.jit
+def int8_header_bytes(rank):
+    """Bytes before the codes of an int8 A."""
+    return (4 * rank + 63) // 64 * 64
+
+
+@triton.jit
+def panel_bytes(columns, BITS: tl.constexpr):
+    """Bytes of a panel."""
+    if BITS == 8:
+        size = _SCALE_BYTES + _LANES * columns
+    else:
+        rest = columns % _BLOCK_COLUMNS
+        last = tl.where(rest > 0, _SCALE_BYTES + _LANES * ((rest + 1) // 2), 0)
+        size = columns // _BLOCK_COLUMNS * _BLOCK_BYTES + last
+    return size
+
+
+@triton.jit
+def load_int8_scales(b_ptr, outputs, rank, mask):
+    """The scales of outputs of an int8 B, as float32."""
+    panels = outputs.to(tl.int64) // _LANES * panel_bytes(rank, 8)
+    return tl.load(_bfloat16_at(b_ptr + panels + outputs % _LANES * 2), mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def int8_panel_codes(b_ptr, columns, lanes, num_columns):
+    """Where the codes of columns of the panels of some lanes are in an int8 B."""
+    panels = lanes.to(tl.int64) // _LANES * panel_bytes(num_columns, 8)
+    return b_ptr + panels + _SCALE_BYTES + columns * _LANES + lanes % _LANES
+
+
+@triton.jit
+def load_int4(ptr, panels, columns, lanes, num_columns, mask):
+    """Values in 4-bit codes, as float32, in which they are exact. Arguments broadcast to the shape of the result."""
+    starts = ptr + panels.to(tl.int64) * panel_bytes(num_columns, 4) + columns // _BLOCK_COLUMNS * _BLOCK_BYTES
+    scales = tl.load(_bfloat16_at(starts + lanes * 2), mask=mask, other=0.0).to(tl.float32)
+    column = columns % _BLOCK_COLUMNS
+    pairs = tl.load(starts + _SCALE_BYTES + column // 2 * _LANES + lanes, mask=mask, other=0).to(tl.int32)
+    codes = ((pairs >> (column % 2 * 4)) & 15 ^ 8) - 8
+    return codes.to(tl.float32) * scales
+
+
+@triton.jit
+def load_magnitude(arena_ptr, offset, outputs, mask, BITS: tl.constexpr):
+    """A DoRA magnitude, as float32."""
+    if BITS == 0:
+        values = tl.load(arena_ptr + offset + outputs, mask=mask, other=0.0).to(tl.float32)
+    else:
+        values = tl.load((arena_ptr + offset).to(tl.pointer_type(tl.float32)) + outputs, mask=mask, other=0.0)
+    return values
+
+
+@triton.jit
+def _bfloat16_at(ptr):
+    return ptr.to(tl.pointer_type(tl.bfloat16))
