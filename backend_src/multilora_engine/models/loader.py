@@ -33,7 +33,7 @@ def load_model(path: Path, placement: Placement, on_progress: Callable[[int, int
     """
     model = build_model(read_model_config(path), placement)
     loading = _Loading(model, on_progress)
-    for file in _checkpoint_files(path):
+    for file in checkpoint_files(path):
         loading.read_file(file)
     loading.finish(path)
     return model
@@ -44,20 +44,21 @@ def stored_dtype(path: Path) -> torch.dtype:
 
     It is read from the files: the one that config.json names is only what somebody once computed in.
     """
-    stored = {name for file in _checkpoint_files(path) for name in _matrix_dtypes(file)}
+    stored = {name for file in checkpoint_files(path) for name in _matrix_dtypes(file)}
     dtypes = [dtype for name, dtype in _SAFETENSORS_DTYPES.items() if name in stored]
     widest = functools.reduce(torch.promote_types, dtypes, dtypes[0]) if dtypes else torch.float32
     return torch.float32 if widest == torch.float64 else widest
 
 
 def _matrix_dtypes(file: Path) -> set[str]:
-    with _opened(file) as tensors:
+    with opened(file) as tensors:
         matrices = [view for name in tensors.keys() if len((view := tensors.get_slice(name)).get_shape()) == 2]  # noqa: SIM118
         return {view.get_dtype() for view in matrices}
 
 
 @contextlib.contextmanager
-def _opened(file: Path) -> Iterator[Any]:
+def opened(file: Path) -> Iterator[Any]:
+    """A safetensors file's tensors, as safetensors gives them, on the CPU. Raises ConfigError."""
     try:
         with safe_open(file, framework="pt", device="cpu") as tensors:
             yield tensors
@@ -77,7 +78,7 @@ class _Loading:
         self._is_tied = model.config.tie_word_embeddings
 
     def read_file(self, file: Path) -> None:
-        with _opened(file) as tensors:
+        with opened(file) as tensors:
             for name in tensors.keys():  # noqa: SIM118 - not a mapping
                 self._take(name, tensors.get_tensor(name), file)
 
@@ -127,8 +128,8 @@ def _check_tensor(name: str, tensor: torch.Tensor, place: Destination, file: Pat
         )
 
 
-def _checkpoint_files(path: Path) -> list[Path]:
-    """The one file, or those the index names, in order."""
+def checkpoint_files(path: Path) -> list[Path]:
+    """The safetensors files of a checkpoint: the one, or those the index names, in order. Raises ConfigError."""
     if (path / _INDEX_FILE).is_file():
         return _indexed_files(path)
     if (path / _SINGLE_FILE).is_file():
