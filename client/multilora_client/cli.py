@@ -1,4 +1,5 @@
-"""`multilora`: generate, stream, chat, upload, convert, look after adapters and load a server from a terminal.
+"""`multilora`: generate, stream, chat, upload, convert, quantize, look after adapters and load a server from a
+terminal.
 
 Answers go to standard output, everything else to standard error; an error is one line and exit status 1.
 """
@@ -26,6 +27,7 @@ from multilora_client.errors import InvalidRequest
 from multilora_client.generation import Chunk, Generation
 from multilora_client.openai import command as openai_command
 from multilora_client.options import DEFAULT_MAX_TOKENS, GenerateOptions, Message
+from multilora_client.quantize_command import quantize
 from multilora_client.tls import Tls
 
 app = typer.Typer(
@@ -37,6 +39,7 @@ app = typer.Typer(
 app.add_typer(adapters_cli.app, name="adapters")
 app.command("openai")(openai_command.openai)
 app.command("bench")(bench_command.bench)
+app.command("quantize")(quantize)
 
 
 DoorName = Literal["direct", "ensemble"]

@@ -24,7 +24,7 @@ class Checkpoint:
     def __init__(self, path: Path) -> None:
         """Reads the headers. Raises ConfigError where files are missing or no safetensors."""
         self.path = path
-        self.files = _checkpoint_files(path)
+        self.files = checkpoint_files(path)
         self._file_of: dict[str, Path] = {}
         self.tensors: dict[str, StoredTensor] = {}
         for file in self.files:
@@ -55,8 +55,8 @@ def opened(file: Path) -> Iterator[Any]:
         raise ConfigError(f"cannot read {file}: {error}") from error
 
 
-def _checkpoint_files(path: Path) -> list[Path]:
-    """The one file, or those the index names, in order."""
+def checkpoint_files(path: Path) -> list[Path]:
+    """The safetensors files of a checkpoint: the one, or those the index names, in order. Raises ConfigError."""
     if (path / _INDEX_FILE).is_file():
         return _indexed_files(path)
     if (path / _SINGLE_FILE).is_file():

@@ -1,0 +1,140 @@
+"""Write the quantised checkpoint, tensor by tensor, and read its weights back as floats."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from compressed_tensors.compressors import BaseCompressor, ModelCompressor
+from safetensors.torch import save_file
+
+from multilora_engine.errors import ConfigError
+from multilora_engine.models.checkpoint import checkpoint_files, opened
+from multilora_engine.quantize.plan import Plan
+from multilora_engine.quantize.scales import search_scales
+from multilora_engine.quantize.schemes import PER_OUTPUT, Scheme
+
+_INDEX_FILE = "model.safetensors.index.json"
+_COPIED_FILES = (
+    "config.json",
+    "generation_config.json",
+    "*token*",
+    "vocab*",
+    "merges.txt",
+    "*.model",
+    "*.jinja",
+    "LICENSE*",
+    "NOTICE*",
+)
+
+
+def write_checkpoint(
+    plan: Plan,
+    output: Path,
+    importance: Mapping[str, torch.Tensor],
+    device: torch.device,
+    on_progress: Callable[[int, int], None],
+) -> None:
+    """Write the checkpoint in the directory `output`, which is there when it is whole.
+
+    importance: of each module's inputs, [inputs] float32; without one, all inputs weigh alike. on_progress: called with
+    (modules written, modules in all). Raises ConfigError for a weight that is not finite.
+    """
+    with _finished_directory(output) as directory:
+        _copy_small_files(plan.source, directory)
+        weight_map: dict[str, str] = {}
+        num_bytes = num_done = 0
+        for file in checkpoint_files(plan.source):
+            tensors: dict[str, torch.Tensor] = {}
+            with opened(file) as source:
+                for name in source.keys():  # noqa: SIM118 - not a mapping
+                    module = plan.module_of(name)
+                    if module is None:
+                        tensors[name] = source.get_tensor(name)
+                        continue
+                    weight = source.get_tensor(name)
+                    _check_finite(weight, name, file)
+                    state = compress(weight.to(device), importance.get(module), plan.scheme)
+                    tensors |= {f"{module}.{key}": value.cpu() for key, value in state.items()}
+                    num_done += 1
+                    on_progress(num_done, len(plan.modules))
+            save_file(tensors, directory / file.name, metadata={"format": "pt"})
+            # safetensors makes files that their owner alone may read; a server often runs as another user.
+            (directory / file.name).chmod(0o644)
+            weight_map |= dict.fromkeys(tensors, file.name)
+            num_bytes += sum(tensor.nbytes for tensor in tensors.values())
+        if (plan.source / _INDEX_FILE).is_file():
+            index = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
+            (directory / _INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+        ModelCompressor(plan.scheme.for_checkpoint(list(plan.ignored))).update_config(str(directory))
+
+
+def compress(weight: torch.Tensor, importance: torch.Tensor | None, scheme: Scheme) -> dict[str, torch.Tensor]:
+    """A linear's weight [outputs, inputs] as compressed-tensors stores it, under the names that follow the module's.
+
+    Scales are bfloat16, those of a float16 weight float16: servers that compute in these types then round nothing more.
+    """
+    scale_dtype = torch.float16 if weight.dtype == torch.float16 else torch.bfloat16
+    group_size = weight.shape[1] if scheme.group_size in (None, PER_OUTPUT) else scheme.group_size
+    scales, zeros = search_scales(weight, importance, scheme.codes, group_size, scheme.is_symmetric, scale_dtype)
+    state = {"weight": weight.float(), "weight_scale": scales}
+    if zeros is not None:
+        state["weight_zero_point"] = zeros.to(torch.int8)
+    compressor = BaseCompressor.get_value_from_registry(scheme.format.value)
+    compressed: dict[str, torch.Tensor] = compressor.compress(state, scheme.for_modules())
+    return compressed
+
+
+def dequantized_weights(plan: Plan, checkpoint: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each quantised module of a written checkpoint with its weight as compressed-tensors reads it, in float32."""
+    scheme = plan.scheme.for_modules()
+    compressor = BaseCompressor.get_value_from_registry(plan.scheme.format.value)
+    for file in checkpoint_files(checkpoint):
+        with opened(file) as tensors:
+            keys: dict[str, list[str]] = {}
+            for name in tensors.keys():  # noqa: SIM118 - not a mapping
+                module, _, key = name.rpartition(".")
+                if module in plan.modules and key != "bias":
+                    keys.setdefault(module, []).append(key)
+            for module, names in keys.items():
+                state = {key: tensors.get_tensor(f"{module}.{key}") for key in names}
+                # The product of a code and its scale is rounded to the type of the scale.
+                state["weight_scale"] = state["weight_scale"].float()
+                yield module, compressor.decompress(state, scheme)["weight"]
+
+
+def check_output(output: Path) -> None:
+    """Raises ConfigError unless there is nothing at `output`, or an empty directory."""
+    if output.is_symlink() or (output.exists() and not output.is_dir()):
+        raise ConfigError(f"{output} is no directory; give --output another name")
+    if output.is_dir() and any(output.iterdir()):
+        raise ConfigError(f"{output} is not empty; give --output another name, or remove it first")
+
+
+@contextmanager
+def _finished_directory(path: Path) -> Iterator[Path]:
+    """A directory that is renamed to `path` when the block ends well, and removed otherwise."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as temporary:
+        directory = Path(temporary) / path.name
+        directory.mkdir()
+        yield directory
+        directory.rename(path)
+
+
+def _copy_small_files(source: Path, directory: Path) -> None:
+    """Configuration, tokenizer, chat template and licence."""
+    for pattern in _COPIED_FILES:
+        for file in source.glob(pattern):
+            if file.is_file():
+                shutil.copyfile(file, directory / file.name)
+
+
+def _check_finite(weight: torch.Tensor, name: str, file: Path) -> None:
+    if not weight.isfinite().all():
+        raise ConfigError(f"{file}: tensor {name} has values that are not finite; it cannot be quantised")

@@ -1,0 +1,77 @@
+"""What a checkpoint's float model says of a text: how well it predicts it, and how active each linear's inputs are.
+
+The model is transformers' own, so that nothing of the engine judges its own checkpoints.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from multilora_engine.models.loader import stored_dtype
+
+
+def load_float_model(checkpoint: Path, device: torch.device) -> PreTrainedModel:
+    """The model in the dtype that the checkpoint is stored in."""
+    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(
+        checkpoint, dtype=stored_dtype(checkpoint), local_files_only=True, trust_remote_code=False
+    )
+    return cast(PreTrainedModel, model.to(device).eval())
+
+
+def replace_weights(model: PreTrainedModel, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Overwrite the weights of the modules that `weights` names."""
+    for module, weight in weights:
+        model.get_parameter(f"{module}.weight").data.copy_(weight)
+
+
+@torch.inference_mode()
+def perplexity(model: PreTrainedModel, windows: list[torch.Tensor], on_progress: Callable[[int, int], None]) -> float:
+    """exp of the mean of -log P(token | those before it in its window), over all tokens but each window's first.
+
+    on_progress: called with (windows done, windows in all).
+    """
+    total, num_tokens = 0.0, 0
+    for done, window in enumerate(windows, start=1):
+        token_ids = window.to(model.device)
+        logits = model(token_ids, use_cache=False).logits[0, :-1].float()
+        total += F.cross_entropy(logits, token_ids[0, 1:], reduction="sum").item()
+        num_tokens += window.shape[1] - 1
+        on_progress(done, len(windows))
+    return math.exp(total / num_tokens)
+
+
+@torch.inference_mode()
+def mean_square_inputs(
+    model: PreTrainedModel,
+    modules: Iterable[str],
+    windows: list[torch.Tensor],
+    on_progress: Callable[[int, int], None],
+) -> dict[str, torch.Tensor]:
+    """For each linear the mean of x_i^2 over a text's tokens, [inputs] float32 on the CPU.
+
+    on_progress: called with (windows done, windows in all).
+    """
+    sums: dict[str, torch.Tensor] = {}
+
+    def add(name: str, _: torch.nn.Module, inputs: tuple[torch.Tensor]) -> None:
+        squares = inputs[0].float().square().flatten(0, -2).sum(0)
+        sums[name] = sums[name].add_(squares) if name in sums else squares
+
+    hooks = [model.get_submodule(name).register_forward_pre_hook(partial(add, name)) for name in modules]
+    try:
+        for done, window in enumerate(windows, start=1):
+            model(window.to(model.device), use_cache=False, logits_to_keep=1)
+            on_progress(done, len(windows))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    num_tokens = sum(window.shape[1] for window in windows)
+    return {name: (squares / num_tokens).cpu() for name, squares in sums.items()}

@@ -1,0 +1,120 @@
+"""Which tensors of a checkpoint become codes: decided, and checked, before anything is computed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from compressed_tensors.utils import match_named_modules
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from multilora_engine.errors import ConfigError
+from multilora_engine.models.checkpoint import checkpoint_files, opened
+from multilora_engine.models.model_config import read_json
+from multilora_engine.models.registry import read_model_config
+from multilora_engine.quantize.schemes import HEAD, LINEAR, PER_OUTPUT, Scheme
+
+_GROUP_SIZES = (128, 64, 32)
+_FLOAT_DTYPES = ("F32", "BF16", "F16")
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """source: the checkpoint. scheme: with its group size. modules: the linears that become codes, as transformers
+    names them; their tensors are `<module>.weight`. ignored: the linears that stay.
+    """
+
+    source: Path
+    scheme: Scheme
+    modules: frozenset[str]
+    ignored: tuple[str, ...]
+
+    def module_of(self, tensor: str) -> str | None:
+        """The module of which a tensor is the weight to quantise; None for a tensor that stays as it is."""
+        module = tensor.removesuffix(".weight")
+        return module if module != tensor and module in self.modules else None
+
+
+def make_plan(source: Path, scheme: Scheme, include_head: bool = False) -> Plan:
+    """Raises ConfigError for a checkpoint that is quantised, is of a family that the engine does not serve, has a
+    matrix of no linear and no embedding, or has linears whose inputs the group size does not divide.
+    """
+    _refuse_quantized(source)
+    is_tied = read_model_config(source).tie_word_embeddings
+    if include_head and is_tied:
+        raise ConfigError(f"{source}: its head is its embedding, which stays as it is; leave --include-head out")
+    model = _empty_model(source)
+    ignored = () if include_head else (HEAD,)
+    modules = [name for name, _ in match_named_modules(model, [LINEAR], ignored)]
+    shapes = _matrix_shapes(source)
+    _check_tensors(source, model, modules, shapes)
+    inputs = {module: shapes[f"{module}.weight"][1] for module in modules}
+    return Plan(source, _with_group_size(source, scheme, inputs), frozenset(modules), ignored)
+
+
+def _refuse_quantized(source: Path) -> None:
+    if quantization := read_json(source / "config.json").get("quantization_config"):
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        raise ConfigError(
+            f"{source} is quantised already ({method}); give the checkpoint in floats that it was made of: "
+            "rounding twice loses more"
+        )
+
+
+def _empty_model(source: Path) -> PreTrainedModel:
+    """transformers' modules, without any weight."""
+    config = AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=False)
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    return model
+
+
+def _matrix_shapes(source: Path) -> dict[str, list[int]]:
+    """The shape of each tensor that is no vector."""
+    shapes = {}
+    for file in checkpoint_files(source):
+        with opened(file) as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - not a mapping
+                view = tensors.get_slice(name)
+                if view.get_dtype() not in _FLOAT_DTYPES:
+                    raise ConfigError(
+                        f"{file}: tensor {name} is {view.get_dtype()}; {', '.join(_FLOAT_DTYPES)} are read"
+                    )
+                if len(view.get_shape()) > 1:
+                    shapes[name] = view.get_shape()
+    return shapes
+
+
+def _check_tensors(source: Path, model: PreTrainedModel, modules: list[str], shapes: Mapping[str, list[int]]) -> None:
+    matrices = {
+        f"{name}.weight": list(module.weight.shape)
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear | torch.nn.Embedding)
+    }
+    if unknown := sorted(shapes.keys() - matrices.keys()):
+        raise ConfigError(f"{source}: {unknown[0]} is the weight of no linear layer; it cannot be quantised")
+    for module in modules:
+        name = f"{module}.weight"
+        if shapes.get(name) != matrices[name]:
+            raise ConfigError(
+                f"{source}: {name} is {shapes.get(name, 'missing')}; config.json asks for {matrices[name]}"
+            )
+
+
+def _with_group_size(source: Path, scheme: Scheme, inputs: Mapping[str, int]) -> Scheme:
+    """inputs: of each module to be quantised."""
+    if scheme.group_size == PER_OUTPUT:
+        return scheme
+    fitting = [size for size in _GROUP_SIZES if all(count % size == 0 for count in inputs.values())]
+    if scheme.group_size is None:
+        has_groups = scheme.name == "w4a16" and fitting
+        return dataclasses.replace(scheme, group_size=fitting[0] if has_groups else PER_OUTPUT)
+    if misfits := [module for module, count in inputs.items() if count % scheme.group_size]:
+        sizes = ", ".join(str(size) for size in [*fitting, PER_OUTPUT])
+        raise ConfigError(
+            f"{source}: {misfits[0]} has {inputs[misfits[0]]} inputs, which groups of {scheme.group_size} do not "
+            f"divide; sizes that fit this model are: {sizes} ({PER_OUTPUT} is one scale an output)"
+        )
+    return scheme

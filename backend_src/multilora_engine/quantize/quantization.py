@@ -1,0 +1,108 @@
+"""All of `multilora quantize`: check, measure, calibrate, write, measure again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from multilora_engine.models.checkpoint import checkpoint_files
+from multilora_engine.quantize.checkpoint import check_output, dequantized_weights, write_checkpoint
+from multilora_engine.quantize.measure import load_float_model, mean_square_inputs, perplexity, replace_weights
+from multilora_engine.quantize.plan import Plan, make_plan
+from multilora_engine.quantize.schemes import Scheme
+from multilora_engine.quantize.text import count_tokens, token_windows
+
+OnProgress = Callable[[str, int, int], None]
+"""Called with a stage's name, what is done of it, and what there is of it."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """scheme: in words. num_modules: linears that became codes. bytes_*: of the weights' files. *_seconds: wall time.
+
+    perplexity_*: before with the float weights, after with what compressed-tensors makes of the codes, over
+    num_text_tokens; None when no text was asked for. num_calibration_tokens: 0 without calibration.
+    """
+
+    scheme: str
+    num_modules: int
+    bytes_before: int
+    bytes_after: int
+    perplexity_before: float | None
+    perplexity_after: float | None
+    num_text_tokens: int
+    num_calibration_tokens: int
+    calibration_seconds: float
+    rounding_seconds: float
+
+
+def quantize_checkpoint(
+    source: Path,
+    output: Path,
+    scheme: Scheme,
+    *,
+    calibration: Path | None,
+    text: Path | None,
+    include_head: bool,
+    device: torch.device,
+    on_progress: OnProgress,
+) -> Report:
+    """Write what `scheme` makes of the checkpoint in the directory `source` as a checkpoint in the directory `output`.
+
+    calibration: a text; the activations that it causes tell which inputs matter. text: one to take perplexity of, which
+    loads the whole model, as calibration does; rounding needs one file of the checkpoint at a time. include_head: round
+    the output layer, too.
+
+    Raises ConfigError before anything is written, and OSError when writing fails; `output` is then not there.
+    """
+    check_output(output)
+    plan = make_plan(source, scheme, include_head)
+    calibration_windows = token_windows(source, calibration) if calibration else []
+    text_windows = token_windows(source, text) if text else []
+
+    importance: dict[str, torch.Tensor] = {}
+    before, calibration_seconds = None, 0.0
+    if calibration_windows or text_windows:
+        model = load_float_model(source, device)
+        if text_windows:
+            before = perplexity(model, text_windows, partial(on_progress, "perplexity before"))
+        if calibration_windows:
+            start = time.perf_counter()
+            importance = mean_square_inputs(
+                model, plan.modules, calibration_windows, partial(on_progress, "calibrating")
+            )
+            calibration_seconds = time.perf_counter() - start
+        del model  # Rounding shall not have to share the memory with it.
+
+    start = time.perf_counter()
+    write_checkpoint(plan, output, importance, device, partial(on_progress, "rounding"))
+    rounding_seconds = time.perf_counter() - start
+    return Report(
+        scheme=plan.scheme.describe(),
+        num_modules=len(plan.modules),
+        bytes_before=_weight_bytes(source),
+        bytes_after=_weight_bytes(output),
+        perplexity_before=before,
+        perplexity_after=_perplexity_after(plan, output, text_windows, device, on_progress) if text_windows else None,
+        num_text_tokens=count_tokens(text_windows),
+        num_calibration_tokens=count_tokens(calibration_windows),
+        calibration_seconds=calibration_seconds,
+        rounding_seconds=rounding_seconds,
+    )
+
+
+def _perplexity_after(
+    plan: Plan, output: Path, windows: list[torch.Tensor], device: torch.device, on_progress: OnProgress
+) -> float:
+    model = load_float_model(plan.source, device)
+    replace_weights(model, dequantized_weights(plan, output))
+    return perplexity(model, windows, partial(on_progress, "perplexity after"))
+
+
+def _weight_bytes(checkpoint: Path) -> int:
+    return sum(file.stat().st_size for file in checkpoint_files(checkpoint))

@@ -1,0 +1,85 @@
+"""What a linear's weight is rounded to, in compressed-tensors' words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from compressed_tensors.config import CompressionFormat
+from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme, QuantizationStatus
+from compressed_tensors.quantization.quant_scheme import FP8_DYNAMIC
+
+from multilora_engine.errors import ConfigError
+from multilora_engine.quantize.scales import Codes, Float8Codes, IntegerCodes
+
+PER_OUTPUT = -1
+"""A group size: one scale for all inputs of an output."""
+
+SCHEME_NAMES = ("w4a16", "w8a16", "fp8")
+LINEAR = "Linear"
+HEAD = "lm_head"
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """w4a16, w8a16: integers of 4 or 8 bits, `pack-quantized`. fp8: float8_e4m3fn, `float-quantized`.
+
+    group_size: inputs that share a scale, or PER_OUTPUT. None is the scheme's own: for w4a16 the largest of 128, 64 and
+    32 that divides the inputs of every linear, else PER_OUTPUT.
+
+    fp8 is the preset FP8_DYNAMIC: a server with FP8 units rounds activations, too, a token at a time.
+    """
+
+    name: str
+    group_size: int | None = None
+    is_symmetric: bool = True
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError."""
+        if self.name not in SCHEME_NAMES:
+            raise ConfigError(f"the scheme is {self.name!r}; write one of {', '.join(SCHEME_NAMES)}")
+        if self.group_size is not None and self.group_size < 1 and self.group_size != PER_OUTPUT:
+            raise ConfigError(
+                f"the group size is {self.group_size}; write how many inputs share a scale, or {PER_OUTPUT} for all"
+            )
+        if self.is_float and not self.is_symmetric:
+            raise ConfigError("fp8 has no zero points; leave --asymmetric out, or use w8a16 or w4a16")
+        if self.is_float and self.group_size not in (None, PER_OUTPUT):
+            raise ConfigError(f"fp8 has one scale an output; leave --group-size {self.group_size} out")
+
+    @property
+    def is_float(self) -> bool:
+        return self.name == "fp8"
+
+    @property
+    def codes(self) -> Codes:
+        return Float8Codes() if self.is_float else IntegerCodes(self.num_bits)
+
+    @property
+    def num_bits(self) -> int:
+        return 4 if self.name == "w4a16" else 8
+
+    @property
+    def format(self) -> CompressionFormat:
+        return CompressionFormat.float_quantized if self.is_float else CompressionFormat.pack_quantized
+
+    def describe(self) -> str:
+        """For people: `w4a16, asymmetric, groups of 64`."""
+        grouping = "a scale an output" if self.group_size in (None, PER_OUTPUT) else f"groups of {self.group_size}"
+        return ", ".join([self.name, *([] if self.is_symmetric else ["asymmetric"]), grouping])
+
+    def for_modules(self) -> QuantizationScheme:
+        """What compressed-tensors keeps of it for each quantised module."""
+        if self.is_float:
+            return QuantizationScheme(targets=[LINEAR], format=self.format, **FP8_DYNAMIC)
+        assert self.group_size is not None
+        weights = QuantizationArgs(num_bits=self.num_bits, symmetric=self.is_symmetric, group_size=self.group_size)
+        return QuantizationScheme(targets=[LINEAR], format=self.format, weights=weights)
+
+    def for_checkpoint(self, ignored: list[str]) -> QuantizationConfig:
+        """The `quantization_config` of config.json. ignored: names of linears that stay as they are."""
+        return QuantizationConfig(
+            config_groups={"group_0": self.for_modules()},
+            format=self.format.value,
+            quantization_status=QuantizationStatus.COMPRESSED,
+            ignore=ignored,
+        )

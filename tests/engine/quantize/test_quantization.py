@@ -1,0 +1,337 @@
+"""Whole checkpoints, read back by compressed-tensors and by transformers."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import QuantizationConfig
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+from checkpoints.tiny_llama import save_tiny_llama
+from multilora_engine.errors import ConfigError
+from multilora_engine.quantize import SAMPLE_TEXT, Report, Scheme, quantize_checkpoint
+from multilora_engine.quantize.measure import load_float_model, mean_square_inputs, perplexity, replace_weights
+from multilora_engine.quantize.scales import search_scales
+from multilora_engine.quantize.text import token_windows
+
+SCHEMES = [
+    Scheme("w4a16", 16),
+    Scheme("w4a16", 16, is_symmetric=False),
+    Scheme("w4a16", -1, is_symmetric=False),
+    Scheme("w8a16"),
+    Scheme("w8a16", 16, is_symmetric=False),
+    Scheme("fp8"),
+]
+
+
+def ignore_progress(*_: object) -> None:
+    pass
+
+
+def quantize(source: Path, output: Path, scheme: Scheme, **changes: Any) -> Report:
+    options = {"calibration": None, "text": None, "include_head": False, "on_progress": ignore_progress}
+    return quantize_checkpoint(source, output, scheme, device=torch.device("cpu"), **options | changes)
+
+
+def read_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
+    return {
+        name: tensor for file in sorted(checkpoint.glob("*.safetensors")) for name, tensor in load_file(file).items()
+    }
+
+
+def decompressed(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """The weight of each module that has scales, by compressed-tensors, as config.json says."""
+    raw = json.loads((checkpoint / "config.json").read_text())["quantization_config"]
+    config = QuantizationConfig.model_validate(
+        {k: v for k, v in raw.items() if k not in ("version", "sparsity_config")}
+    )
+    (scheme,) = config.config_groups.values()
+    tensors = read_tensors(checkpoint)
+    weights = {}
+    for scale in [name for name in tensors if name.endswith(".weight_scale")]:
+        module = scale.removesuffix("_scale").removesuffix(".weight")
+        state = {name.removeprefix(f"{module}."): t for name, t in tensors.items() if name.startswith(f"{module}.")}
+        state["weight_scale"] = state["weight_scale"].float()
+        compressor = BaseCompressor.get_value_from_registry(config.format)
+        weights[module] = compressor.decompress(state, scheme)["weight"]
+    return weights
+
+
+def shard(checkpoint: Path, path: Path) -> Path:
+    LlamaForCausalLM.from_pretrained(checkpoint).save_pretrained(path, max_shard_size="100KB")
+    assert len(list(path.glob("*.safetensors"))) > 2
+    return path
+
+
+@pytest.mark.parametrize("is_ragged", [False, True], ids=["whole words", "ragged"])
+@pytest.mark.parametrize("scheme", SCHEMES, ids=Scheme.describe)
+def test_compressed_tensors_reads_the_codes_times_the_scales_that_were_found(
+    tmp_path: Path, scheme: Scheme, is_ragged: bool
+) -> None:
+    has_groups = scheme.group_size == 16
+    hidden, intermediate = (64, 96) if not is_ragged else (80, 48) if has_groups else (44, 53)
+    save_tiny_llama(tmp_path / "in", hidden_size=hidden, intermediate_size=intermediate, head_dim=16)
+
+    report = quantize(tmp_path / "in", tmp_path / "out", scheme)
+
+    source, written, read = (
+        read_tensors(tmp_path / "in"),
+        read_tensors(tmp_path / "out"),
+        decompressed(tmp_path / "out"),
+    )
+    assert len(read) == report.num_modules == 14
+    for module, weight in read.items():
+        expected = source[f"{module}.weight"]
+        num_groups = written[f"{module}.weight_scale"].shape[1]
+        group_size = expected.shape[1] // num_groups
+        scales, zeros = search_scales(expected, None, scheme.codes, group_size, scheme.is_symmetric, torch.bfloat16)
+        assert torch.equal(written[f"{module}.weight_scale"], scales)
+        scale, zero = scales.float()[..., None], 0 if zeros is None else zeros[..., None]
+        groups = expected.view(len(expected), num_groups, group_size)
+        assert torch.equal((scheme.codes.nearest(groups / scale + zero) - zero) * scale, weight.view_as(groups))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=Scheme.describe)
+def test_transformers_computes_with_the_weights_that_perplexity_is_taken_of(
+    checkpoint: Path, tmp_path: Path, text: Path, scheme: Scheme
+) -> None:
+    report = quantize(checkpoint, tmp_path / "out", scheme, text=text)
+
+    plain = load_float_model(checkpoint, torch.device("cpu"))
+    replace_weights(plain, decompressed(tmp_path / "out").items())
+    windows = token_windows(checkpoint, text)
+    with torch.inference_mode():
+        # Of fp8 transformers rounds the activations, too; packed zero points it expects unpacked, and refuses.
+        if scheme.name != "fp8" and scheme.is_symmetric:
+            loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+            assert torch.equal(loaded(windows[0]).logits, plain(windows[0]).logits)
+    assert report.perplexity_after == perplexity(plain, windows, ignore_progress)
+    assert report.perplexity_after != report.perplexity_before
+
+
+@pytest.mark.parametrize("scheme", [Scheme("w4a16"), Scheme("fp8")], ids=Scheme.describe)
+def test_all_other_tensors_and_files_stay_as_they_are(checkpoint: Path, tmp_path: Path, scheme: Scheme) -> None:
+    report = quantize(shard(checkpoint, tmp_path / "in"), tmp_path / "out", scheme)
+
+    source, written = read_tensors(tmp_path / "in"), read_tensors(tmp_path / "out")
+    rounded = {f"{module}.weight" for module in decompressed(tmp_path / "out")}
+    for name in source.keys() - rounded:
+        assert torch.equal(source[name], written[name])
+    index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == written.keys()
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in written.values())
+    assert all(name in load_file(tmp_path / "out" / file) for name, file in index["weight_map"].items())
+    before, after = (json.loads((tmp_path / d / "config.json").read_text()) for d in ("in", "out"))
+    assert after.pop("quantization_config")["format"] == scheme.format.value
+    assert after == before
+    assert report.bytes_after < report.bytes_before
+    assert {file.stat().st_mode & 0o777 for file in (tmp_path / "out").glob("*.safetensors")} == {0o644}
+
+
+def test_the_tokenizer_comes_along_and_pickles_do_not(checkpoint: Path, tmp_path: Path) -> None:
+    source = tmp_path / "in"
+    source.mkdir()
+    for file in checkpoint.iterdir():
+        (source / file.name).symlink_to(file)
+    (source / "pytorch_model.bin").write_bytes(b"")
+    (source / "chat_template.jinja").write_text("{{ messages }}")
+
+    quantize(source, tmp_path / "out", Scheme("w8a16"))
+
+    names = {file.name for file in (tmp_path / "out").iterdir()}
+    assert names >= {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"}
+    assert "pytorch_model.bin" not in names
+    assert not (tmp_path / "out/config.json").is_symlink()
+    assert "quantization_config" not in (checkpoint / "config.json").read_text()
+
+
+def test_the_head_is_rounded_when_it_is_asked_for(checkpoint: Path, tmp_path: Path) -> None:
+    quantize(checkpoint, tmp_path / "out", Scheme("w8a16"), include_head=True)
+
+    assert "lm_head" in decompressed(tmp_path / "out")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    with torch.inference_mode():
+        assert loaded(torch.arange(5)[None]).logits.isfinite().all()
+
+
+def test_a_tied_head_stays(tmp_path: Path) -> None:
+    save_tiny_llama(tmp_path / "in", hidden_size=64, intermediate_size=96, tie_word_embeddings=True)
+
+    quantize(tmp_path / "in", tmp_path / "out", Scheme("w4a16"))
+
+    assert not any("head" in name or "embed" in name for name in decompressed(tmp_path / "out"))
+    with pytest.raises(ConfigError, match=r"its head is its embedding.*leave --include-head out"):
+        quantize(tmp_path / "in", tmp_path / "other", Scheme("w4a16"), include_head=True)
+
+
+@pytest.mark.parametrize(("dtype", "scale_dtype"), [("bfloat16", "bfloat16"), ("float16", "float16")])
+def test_scales_are_of_a_type_in_which_servers_compute(
+    checkpoint: Path, tmp_path: Path, dtype: str, scale_dtype: str
+) -> None:
+    LlamaForCausalLM.from_pretrained(checkpoint, dtype=getattr(torch, dtype)).save_pretrained(tmp_path / "in")
+
+    quantize(tmp_path / "in", tmp_path / "out", Scheme("w4a16"))
+
+    found = {t.dtype for name, t in read_tensors(tmp_path / "out").items() if name.endswith("weight_scale")}
+    assert found == {getattr(torch, scale_dtype)}
+
+
+def test_the_default_group_size_is_the_largest_that_divides_all_inputs(checkpoint: Path, tmp_path: Path) -> None:
+    assert quantize(checkpoint, tmp_path / "a", Scheme("w4a16")).scheme == "w4a16, groups of 32"
+    save_tiny_llama(tmp_path / "b", hidden_size=128, intermediate_size=256)
+    assert quantize(tmp_path / "b", tmp_path / "c", Scheme("w4a16")).scheme == "w4a16, groups of 128"
+    save_tiny_llama(tmp_path / "d", hidden_size=44, intermediate_size=52, head_dim=10)
+    assert quantize(tmp_path / "d", tmp_path / "e", Scheme("w4a16")).scheme == "w4a16, a scale an output"
+    assert len(decompressed(tmp_path / "e")) == 14
+
+
+def test_calibration_weighs_each_linears_inputs(checkpoint: Path, tmp_path: Path, text: Path) -> None:
+    plain = quantize(checkpoint, tmp_path / "plain", Scheme("w4a16"))
+    calibrated = quantize(checkpoint, tmp_path / "calibrated", Scheme("w4a16"), calibration=text)
+
+    model = load_float_model(checkpoint, torch.device("cpu"))
+    source, windows = read_tensors(checkpoint), token_windows(checkpoint, text)
+    weights = {name: decompressed(tmp_path / name) for name in ("plain", "calibrated")}
+    importance = mean_square_inputs(model, weights["plain"], windows, ignore_progress)
+    losses = {
+        name: sum((importance[m] * (read[m] - source[f"{m}.weight"]).square()).sum().item() for m in read)
+        for name, read in weights.items()
+    }
+    assert losses["calibrated"] < 0.97 * losses["plain"]
+    assert (plain.num_calibration_tokens, calibrated.num_calibration_tokens) == (0, 744)
+
+
+def test_the_importance_of_an_input_is_the_mean_square_of_its_activations(checkpoint: Path, text: Path) -> None:
+    model = load_float_model(checkpoint, torch.device("cpu"))
+    windows = token_windows(checkpoint, text)
+    name = "model.layers.0.self_attn.k_proj"
+
+    found = mean_square_inputs(model, [name, "model.layers.1.mlp.down_proj"], windows, ignore_progress)
+
+    layers = model.get_submodule("model.layers")
+    embedded = torch.cat([model.get_input_embeddings()(window)[0] for window in windows])
+    expected = layers[0].input_layernorm(embedded).double().square().mean(0)
+    torch.testing.assert_close(found[name].double(), expected, rtol=1e-5, atol=0)
+    assert [tensor.shape for tensor in found.values()] == [(64,), (96,)]
+
+
+def test_perplexity_is_the_exponential_of_transformers_loss(checkpoint: Path, text: Path) -> None:
+    model = load_float_model(checkpoint, torch.device("cpu"))
+    windows = token_windows(checkpoint, text)
+
+    with torch.inference_mode():
+        losses = [model(window, labels=window).loss.double() * (window.shape[1] - 1) for window in windows]
+    expected = torch.exp(sum(losses) / sum(window.shape[1] - 1 for window in windows)).item()
+    assert len(windows) == 2
+    assert perplexity(model, windows, ignore_progress) == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_sample_text_is_of_some_pages() -> None:
+    assert len(SAMPLE_TEXT.read_text().split()) > 1000
+
+
+def test_progress_counts_up_to_all_there_is_of_each_stage(checkpoint: Path, tmp_path: Path, text: Path) -> None:
+    steps: list[tuple[str, int, int]] = []
+
+    quantize(
+        checkpoint,
+        tmp_path / "out",
+        Scheme("w8a16"),
+        calibration=text,
+        text=text,
+        on_progress=lambda *step: steps.append(step),
+    )
+
+    totals = {"perplexity before": 2, "calibrating": 2, "rounding": 14, "perplexity after": 2}
+    assert steps == [(stage, done, total) for stage, total in totals.items() for done in range(1, total + 1)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("w2a16",), "the scheme is 'w2a16'; write one of w4a16, w8a16, fp8"),
+        (("w4a16", 0), "the group size is 0; write how many inputs share a scale, or -1 for all"),
+        (("w4a16", -2), "the group size is -2"),
+        (("fp8", None, False), "fp8 has no zero points; leave --asymmetric out"),
+        (("fp8", 128), "fp8 has one scale an output; leave --group-size 128 out"),
+    ],
+)
+def test_a_scheme_that_does_not_exist_is_refused(arguments: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Scheme(*arguments)
+
+
+def test_a_group_size_that_does_not_divide_is_refused_with_those_that_do(checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"down_proj has 96 inputs, which groups of 64 do not divide;.*: 32, -1"):
+        quantize(checkpoint, tmp_path / "out", Scheme("w4a16", 64))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_quantised_checkpoint_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    quantize(checkpoint, tmp_path / "out", Scheme("w8a16"))
+
+    with pytest.raises(ConfigError, match=r"quantised already \(compressed-tensors\); give the checkpoint in floats"):
+        quantize(tmp_path / "out", tmp_path / "again", Scheme("w4a16"))
+
+
+def test_an_output_with_content_is_refused_and_stays(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "empty").mkdir()
+
+    with pytest.raises(ConfigError, match="is not empty; give --output another name"):
+        quantize(checkpoint, tmp_path, Scheme("w8a16"))
+    with pytest.raises(ConfigError, match="is no directory"):
+        quantize(checkpoint, tmp_path / "file", Scheme("w8a16"))
+    assert (tmp_path / "file").read_text() == "mine"
+    quantize(checkpoint, tmp_path / "empty", Scheme("w8a16"))
+    assert (tmp_path / "empty/config.json").is_file()
+
+
+@pytest.mark.parametrize("content", ["", "x", None], ids=["empty", "one token", "missing"])
+def test_a_text_of_less_than_two_tokens_is_refused(checkpoint: Path, tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "text.txt").write_text(content)
+
+    with pytest.raises(ConfigError, match=r"text\.txt"):
+        quantize(checkpoint, tmp_path / "out", Scheme("w8a16"), text=tmp_path / "text.txt")
+
+
+def test_a_checkpoint_without_a_tokenizer_needs_none_to_be_rounded(tmp_path: Path, text: Path) -> None:
+    save_tiny_llama(tmp_path / "in", hidden_size=64, intermediate_size=96)
+
+    with pytest.raises(ConfigError, match="has no tokenizer to read"):
+        quantize(tmp_path / "in", tmp_path / "out", Scheme("w8a16"), text=text)
+    quantize(tmp_path / "in", tmp_path / "out", Scheme("w8a16"))
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "message"),
+    [
+        ("model.layers.1.mlp.up_proj.weight", lambda t: t.fill_(torch.nan), "up_proj.weight has values that are not"),
+        ("model.layers.1.mlp.up_proj.weight", lambda _: None, "up_proj.weight is missing; config.json asks for"),
+        ("model.layers.1.mlp.up_proj.weight", lambda t: t[1:].clone(), r"up_proj.weight is \[95, 64\]; config.json"),
+        ("model.layers.1.mlp.up_proj.weight", lambda t: t.int(), "up_proj.weight is I32; F32, BF16, F16 are read"),
+        ("model.layers.1.mlp.gate.weight", lambda _: torch.ones(4, 64), "gate.weight is the weight of no linear"),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused_and_leaves_nothing(
+    checkpoint: Path, tmp_path: Path, name: str, damage: Any, message: str
+) -> None:
+    source = shard(checkpoint, tmp_path / "in")
+    index = json.loads((source / "model.safetensors.index.json").read_text())["weight_map"]
+    file = source / index.get(name, max(index.values()))
+    tensors = load_file(file)
+    changed = damage(tensors.pop(name, None))
+    save_file(tensors | ({} if changed is None else {name: changed}), file)
+
+    with pytest.raises(ConfigError, match=message):
+        quantize(source, tmp_path / "out", Scheme("w8a16"))
+
+    assert Counter(path.name for path in tmp_path.iterdir()) == Counter(["in"])
