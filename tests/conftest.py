@@ -6,12 +6,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
 _TESTS = Path(__file__).parent
+
+# An example's time says how busy the machine is.
+hypothesis.settings.register_profile("without deadlines", deadline=None)
+hypothesis.settings.load_profile("without deadlines")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

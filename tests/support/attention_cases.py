@@ -23,7 +23,7 @@ SHAPES = {
 # (tokens of the step, keys)
 SEQUENCES = {
     "decode": [(1, 1), (1, 64), (1, 65), (1, 3), (1, 130)],
-    "long decode": [(1, 900), (1, 256), (1, 257)],
+    "long decode": [(1, 600), (1, 256), (1, 257)],
     "longest decode": [(1, 4100), (1, 7)],
     "prefill": [(70, 70), (1, 5), (2, 2)],
     "chunks behind a prefix": [(1, 40), (9, 140), (130, 200), (3, 300)],
