@@ -109,6 +109,8 @@ class BaseWeights:
         return self._stored(name) is not None
 
     def _stored(self, name: str) -> StoredTensor | None:
+        if self._file_of and name not in self._file_of:
+            return None
         _, tensors = self._header(self._path(name))
         if name not in tensors:
             return None

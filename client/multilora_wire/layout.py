@@ -73,6 +73,7 @@ class AdapterLayout:
     """What an adapter must look like to fit one model, and how it is stored; travels between processes.
 
     max_rank: of a row. lora_dtype: of all pieces. page_bytes: see `page_bytes_for`. version: `LAYOUT_VERSION`.
+    ruled_out: names of sites that the checkpoint's author leaves to no adapter.
     """
 
     sites: ModelSites
@@ -80,6 +81,7 @@ class AdapterLayout:
     lora_dtype: str
     page_bytes: int
     version: int = LAYOUT_VERSION
+    ruled_out: tuple[str, ...] = ()
 
     @property
     def itemsize(self) -> int:
@@ -106,9 +108,10 @@ class AdapterLayout:
         return place_pieces([piece.num_bytes for piece in pieces], self.page_bytes)
 
 
-def adapter_layout(sites: ModelSites, max_rank: int, lora_dtype: str) -> AdapterLayout:
+def adapter_layout(sites: ModelSites, max_rank: int, lora_dtype: str, ruled_out: Iterable[str] = ()) -> AdapterLayout:
     """The layout of one model's adapters. Raises KeyError for a dtype that is none of `StoredDtype`."""
-    return AdapterLayout(sites, max_rank, lora_dtype, page_bytes_for(sites, max_rank, lora_dtype))
+    page_bytes = page_bytes_for(sites, max_rank, lora_dtype)
+    return AdapterLayout(sites, max_rank, lora_dtype, page_bytes, ruled_out=tuple(ruled_out))
 
 
 def page_bytes_for(sites: ModelSites, max_rank: int, lora_dtype: str) -> int:
