@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import random
@@ -17,8 +18,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from support.compressed_checkpoints import save_compressed
 from support.gptq_awq import awq_tensors, gptq_config, gptq_tensors, in_layers, quantized, save_linears
-from support.loaded_weights import dense, load, small_llama
+from support.loaded_weights import LINEARS, dense, load, small_llama
 
+from multilora_client.base_weights import BaseWeights
+from multilora_client.errors import AdapterError
 from multilora_engine.errors import ConfigError
 
 WEIGHTS = "model.safetensors"
@@ -53,6 +56,7 @@ class Stored:
     config: dict[str, Any] = field(repr=False)
     tensors: dict[str, torch.Tensor] = field(repr=False)
     products: list[torch.Tensor] = field(repr=False)
+    shapes: dict[str, tuple[int, int]]
 
     def save(self, path: Path) -> None:
         path.mkdir(exist_ok=True)
@@ -60,7 +64,7 @@ class Stored:
         save_file(self.tensors, path / WEIGHTS)
 
     def copy(self) -> Stored:
-        return Stored(copy.deepcopy(self.config), dict(self.tensors), self.products)
+        return Stored(copy.deepcopy(self.config), dict(self.tensors), self.products, self.shapes)
 
 
 Mutation = Callable[[Stored, Path, random.Random], str | None]
@@ -73,7 +77,11 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Stored]:
 
 
 def read(path: Path) -> Stored:
-    return Stored(json.loads((path / "config.json").read_text()), load_file(path / WEIGHTS), products(path))
+    config = json.loads((path / "config.json").read_text())
+    attention, hidden, inner = 4 * config["head_dim"], config["hidden_size"], config["intermediate_size"]
+    shapes = [(attention, hidden), *[(attention // 2, hidden)] * 2, (hidden, attention), *[(inner, hidden)] * 2]
+    linears = dict(zip(LINEARS, [*shapes, (hidden, inner)], strict=True))
+    return Stored(config, load_file(path / WEIGHTS), products(path), linears)
 
 
 def products(path: Path) -> list[torch.Tensor]:
@@ -146,7 +154,7 @@ def change_dtype(stored: Stored, path: Path, choose: random.Random) -> str | Non
     return None if is_rounded else module_of(name)
 
 
-def change_shape(stored: Stored, path: Path, choose: random.Random) -> str:
+def change_shape(stored: Stored, path: Path, choose: random.Random) -> str | None:
     """Cut, lengthen, transpose, or add a dimension."""
     name = choose_tensor(stored, choose)
     tensor = stored.tensors[name]
@@ -162,7 +170,7 @@ def change_shape(stored: Stored, path: Path, choose: random.Random) -> str:
     )
     stored.tensors[name] = changed.contiguous()
     stored.save(path)
-    return module_of(name)
+    return None if changed.shape == tensor.shape else module_of(name)
 
 
 def change_bits(stored: Stored, path: Path, choose: random.Random) -> None:
@@ -234,6 +242,7 @@ def assert_refused_or_unchanged(checkpoints: list[Stored], path: Path, choose: r
     stored = choose.choice(checkpoints).copy()
     named = choose.choice(MUTATIONS)(stored, path / "checkpoint", choose)
     refusal, found = load_products(path / "checkpoint")
+    read_for_conversion(path / "checkpoint", stored)
     if found is None:
         assert named is None or named in refusal
     else:
@@ -246,3 +255,12 @@ def load_products(path: Path) -> tuple[str, list[torch.Tensor] | None]:
         return "", products(path)
     except ConfigError as error:
         return str(error), None
+
+
+def read_for_conversion(path: Path, stored: Stored) -> None:
+    """The converter reads the checkpoint or refuses it; it does not look at tensors that no adapter needs."""
+    with contextlib.suppress(AdapterError):
+        base = BaseWeights(path)
+        for linear in LINEARS:
+            for _ in base.tiles(f"model.layers.0.{linear}", stored.shapes[linear]):
+                pass
