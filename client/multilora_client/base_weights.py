@@ -109,16 +109,18 @@ class BaseWeights:
         return self._stored(name) is not None
 
     def _stored(self, name: str) -> StoredTensor | None:
-        _, tensors = self._header(self._path(name))
-        if name not in tensors:
+        if self._file_of and name not in self._file_of:
             return None
-        return StoredTensor(tensors[name]["dtype"], tuple(tensors[name]["shape"]))
+        found = self._header(self._path(name)).get(name)
+        return None if found is None else found[0]
 
     def _array(self, name: str) -> Array:
         path = self._path(name)
-        start, tensors = self._header(path)
-        dtype, shape, (first, _) = (tensors[name][field] for field in ("dtype", "shape", "data_offsets"))
-        return np.memmap(path, _DTYPES[dtype], "r", start + first, tuple(shape))
+        stored, start = self._header(path)[name]
+        try:
+            return np.memmap(path, _DTYPES[stored.dtype], "r", start, stored.shape)
+        except ValueError as error:
+            raise AdapterError(f"{path} ends before {name} does: {error}") from error
 
 
 def _tiles(shape: tuple[int, int]) -> Iterator[slice]:
@@ -163,14 +165,22 @@ def _weight_map(directory: Path) -> dict[str, str]:
     return {name: Path(file).name for name, file in files.items()}
 
 
-def _read_header(path: Path) -> tuple[int, dict[str, Any]]:
-    """Where the tensors of a safetensors file begin, and what the file says about each."""
+def _read_header(path: Path) -> dict[str, tuple[StoredTensor, int]]:
+    """What a safetensors file says about each of its tensors, and at which of its bytes the tensor begins."""
     if not path.is_file():
         raise AdapterError(f"{path} is missing; give the directory of the base model's checkpoint in safetensors")
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
             header = json.loads(file.read(length))
-    except (ValueError, OverflowError, MemoryError) as error:
-        raise AdapterError(f"{path} is not a safetensors file: {error}") from error
-    return _LENGTH_BYTES + length, header
+        start = _LENGTH_BYTES + length
+        return {name: _read_entry(values, start) for name, values in header.items() if name != "__metadata__"}
+    except (ValueError, OverflowError, MemoryError, KeyError, TypeError, AttributeError) as error:
+        raise AdapterError(f"{path} is not a safetensors file: {error!r}") from error
+
+
+def _read_entry(values: dict[str, Any], start: int) -> tuple[StoredTensor, int]:
+    shape, first = tuple(values["shape"]), values["data_offsets"][0]
+    if not all(type(number) is int and number >= 0 for number in (*shape, first)):
+        raise ValueError(f"{values} has something else than numbers")
+    return StoredTensor(str(values["dtype"]), shape), start + first

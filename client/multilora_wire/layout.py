@@ -62,13 +62,15 @@ class AdapterLayout:
     """What an adapter must look like to fit one model, and how it is stored; travels between processes.
 
     max_rank: of a row. lora_dtype: of all pieces. page_bytes: see `page_bytes_for`. version: see `layout_version`.
+    ruled_out: names of sites that the checkpoint's author leaves to no adapter.
     """
 
     sites: ModelSites
     max_rank: int
     lora_dtype: str
     page_bytes: int
-    version: int = 2
+    version: int = layout_version("float32")
+    ruled_out: tuple[str, ...] = ()
 
     @property
     def itemsize(self) -> int:
@@ -100,10 +102,11 @@ class AdapterLayout:
         return place_pieces([piece.num_bytes for piece in pieces], self.page_bytes)
 
 
-def adapter_layout(sites: ModelSites, max_rank: int, lora_dtype: str) -> AdapterLayout:
+def adapter_layout(sites: ModelSites, max_rank: int, lora_dtype: str, ruled_out: Iterable[str] = ()) -> AdapterLayout:
     """The layout of one model's adapters. Raises KeyError for a dtype that is none of `StoredDtype`."""
     page_bytes = page_bytes_for(sites, max_rank, lora_dtype)
-    return AdapterLayout(sites, max_rank, lora_dtype, page_bytes, layout_version(lora_dtype))
+    version = layout_version(lora_dtype)
+    return AdapterLayout(sites, max_rank, lora_dtype, page_bytes, version, tuple(ruled_out))
 
 
 def page_bytes_for(sites: ModelSites, max_rank: int, lora_dtype: str) -> int:

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+WEIGHTS = "model.safetensors"
 
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 """AutoAWQ's `WQLinear_GEMM.from_linear`: nibble i of a word holds its output AWQ_ORDER[i]."""
@@ -83,3 +91,38 @@ def words(values: torch.Tensor, bits: int) -> torch.Tensor:
         rows.append([stream >> 32 * word & 0xFFFFFFFF for word in range(num_words)])
     unsigned = torch.tensor(rows, dtype=torch.int64)
     return torch.where(unsigned < 2**31, unsigned, unsigned - 2**32).to(torch.int32)
+
+
+def save_linears(
+    path: Path,
+    model: PreTrainedModel,
+    config: dict[str, Any],
+    store: Callable[[str, torch.Tensor], tuple[dict[str, torch.Tensor], torch.Tensor] | None],
+) -> None:
+    """Save `model` with each linear as `store` says: its tensors and its weight as floats, or None to leave it."""
+    model.save_pretrained(path)
+    tensors = load_file(path / WEIGHTS)
+    for name, module in model.named_modules():
+        if not isinstance(module, torch.nn.Linear):
+            continue
+        if (stored := store(name, module.weight.detach())) is not None:
+            del tensors[f"{name}.weight"]
+            tensors |= {f"{name}.{suffix}": tensor.contiguous() for suffix, tensor in stored[0].items()}
+            module.weight.data = stored[1]
+    save_file(tensors, path / WEIGHTS)
+    written = json.loads((path / "config.json").read_text()) | {"quantization_config": config}
+    (path / "config.json").write_text(json.dumps(written))
+
+
+def gptq_config(bits: int, group_size: int, **more: Any) -> dict[str, Any]:
+    return {"quant_method": "gptq", "bits": bits, "group_size": group_size, "sym": False, "desc_act": False, **more}
+
+
+def in_layers(codes: Callable[[str, torch.Tensor], Codes], pack: Callable[[Codes], dict[str, torch.Tensor]]) -> Any:
+    def store(name: str, weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor] | None:
+        if name == "lm_head":
+            return None
+        found = codes(name, weight)
+        return pack(found), found.weight()
+
+    return store

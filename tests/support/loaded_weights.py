@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from multilora_client.base_weights import BaseWeights
 from multilora_engine.models.decoder import Decoder
 from multilora_engine.models.loader import load_model
 from multilora_engine.models.weights import LinearWeight, Placement
@@ -42,9 +44,20 @@ def load(path: Path, weight_dtype: torch.dtype = torch.float32) -> Decoder:
     return model
 
 
-def dense(weight: LinearWeight, in_features: int) -> torch.Tensor:
+def dense(weight: LinearWeight) -> torch.Tensor:
     """W: what the unit vectors give."""
+    in_features = getattr(weight, "weights", [weight])[0].weight.shape[1]
     return weight.product(torch.eye(in_features), None).T
+
+
+def assert_read_as(path: Path, model: LlamaForCausalLM) -> None:
+    """Engine and converter read the weights of `model` out of the checkpoint, bit for bit."""
+    assert_same_weights(load(path), model)
+    base = BaseWeights(path)
+    for name in LINEARS:
+        expected = model.model.layers[0].get_submodule(name).weight
+        rows = np.concatenate(list(base.tiles(f"model.layers.0.{name}", tuple(expected.shape))))
+        torch.testing.assert_close(torch.from_numpy(rows), expected.detach().float(), rtol=0, atol=0)
 
 
 def assert_same_weights(loaded: Decoder, model: LlamaForCausalLM, rtol: float = 0.0) -> None:
@@ -64,4 +77,4 @@ def assert_same_weights(loaded: Decoder, model: LlamaForCausalLM, rtol: float = 
 
 def _assert_close(weight: LinearWeight, modules: Sequence[torch.nn.Module], rtol: float) -> None:
     expected = torch.cat([module.weight for module in modules]).detach().float()
-    torch.testing.assert_close(dense(weight, expected.shape[1]), expected, rtol=rtol, atol=0)
+    torch.testing.assert_close(dense(weight), expected, rtol=rtol, atol=0)

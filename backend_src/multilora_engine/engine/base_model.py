@@ -17,6 +17,7 @@ from multilora_engine.engine_info import CallLimits, ClientPolicy, EngineInfo, r
 from multilora_engine.models.loader import load_model
 from multilora_engine.models.model import Model
 from multilora_engine.models.model_config import ModelConfig
+from multilora_engine.models.quantization.format import sites_ruled_out
 from multilora_engine.models.registry import read_model_config
 from multilora_engine.models.weights import Placement
 from multilora_engine.text.tokenizer import Tokenizer
@@ -57,7 +58,9 @@ def load_base_model(config: EngineConfig, on_progress: Callable[[int, int], None
     for kind, num_bytes in model.weight_bytes.items():
         _logger.info("weights: %.2f GiB, stored as %s", num_bytes / (1 << 30), kind)
     lora_dtype = dtype_name(dtype) if config.lora.lora_dtype == "auto" else config.lora.lora_dtype
-    layout = adapter_layout(model.adapter_sites, config.lora.max_lora_rank, lora_dtype)
+    sites = model.adapter_sites
+    ruled_out = sites_ruled_out(config.model_path, sites)
+    layout = adapter_layout(sites, config.lora.max_lora_rank, lora_dtype, ruled_out)
     plan = plan_memory(config, model_config, layout, dtype, device)
     model.limit_length(plan.max_model_len)
     return BaseModel(model, model_config, dtype, device, tokenizer, tokenizer_path, layout, plan)

@@ -75,6 +75,8 @@ def check_rows(rows: Sequence[PackedRow], num_pages: int, layout: AdapterLayout)
     for row in rows:
         if (row.layer, row.module_id) not in layout.sites.module_at or not 1 <= row.rank <= layout.max_rank:
             raise ValueError(f"{row} does not fit the model")
+        if names := _ruled_out(layout.sites.module_at[row.layer, row.module_id], layout):
+            raise ValueError(f"{row} adapts {names}, which the checkpoint rules out")
     placement = layout.place(piece for row in rows for piece in _pieces_of(row, layout))
     offsets = iter(placement.offsets)
     for row in rows:
@@ -165,7 +167,20 @@ def _check_module(where: str, module_id: int, layer: int, layout: AdapterLayout)
         raise InvalidRequest(
             f"{where}: lora module {module_id} ({sites.module_names[module_id]}) not enabled for layer {layer}"
         )
+    if names := _ruled_out(module, layout):
+        raise InvalidRequest(
+            f"{where}: lora module {module_id} ({module.name}) of layer {layer} adapts {names}, ruled out by "
+            "lora_compatible or lora_target_modules of the checkpoint"
+        )
     return module
+
+
+def _ruled_out(module: WireModule, layout: AdapterLayout) -> str:
+    """The sites of a module that the checkpoint leaves to no adapter; "" where there are none."""
+    if not layout.ruled_out:
+        return ""
+    names = [layout.sites.site_at[part.column].name for part in module.parts]
+    return ", ".join(name for name in names if name in layout.ruled_out)
 
 
 def _fill(values: torch.Tensor, weights: torch.Tensor, rows: Sequence[_WireRow], places: Sequence[PackedRow]) -> None:

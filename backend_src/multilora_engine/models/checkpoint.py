@@ -61,6 +61,11 @@ def checkpoint_files(path: Path) -> list[Path]:
         return _indexed_files(path)
     if (path / _SINGLE_FILE).is_file():
         return [path / _SINGLE_FILE]
+    if gguf := sorted(file.name for file in path.glob("*.gguf")):
+        raise ConfigError(
+            f"{path} has only {', '.join(gguf)}, and GGUF is not served: quantise the original model with "
+            "llm-compressor, or load it with transformers (from_pretrained's gguf_file) and save it again"
+        )
     pickles = [file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in sorted(path.glob(pattern))]
     reason = f"it has only {', '.join(pickles)}, and pickle files can run code" if pickles else "it has neither"
     raise ConfigError(

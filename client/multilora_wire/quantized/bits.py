@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import numpy.typing as npt
-
-_STEP = 8
-"""So many values of b bits take b whole bytes, whatever b is."""
 
 
 def num_words(bits: int, count: int) -> int:
@@ -19,20 +18,39 @@ def unpack(words: npt.NDArray[np.int32], bits: int, count: int) -> npt.NDArray[n
 
     words: [rows, num_words(bits, count)]; values may straddle words. Returns [rows, count], values below 2 ** bits.
     """
-    rows = len(words)
     stream = np.ascontiguousarray(words, dtype="<i4").view(np.uint8)
-    if bits == _STEP:
-        return stream[:, :count]
-    num_steps = -(-count // _STEP)
-    if (missing := num_steps * bits - stream.shape[1]) > 0:
+    values = _unpack_bytes(stream, bits) if 8 % bits == 0 else _unpack_steps(stream, bits, count)
+    return values[:, :count]
+
+
+def _unpack_bytes(stream: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.uint8]:
+    """The values of whole bytes: all of a byte at once, first its halves apart, then theirs."""
+    num_values = 8 // bits
+    spread = stream.astype(f"<u{num_values}")
+    number = spread.dtype.type
+    together = num_values // 2
+    while together:
+        field, used = 8 * together, bits * together
+        spread |= spread << number(field - used)
+        spread &= number(sum(((1 << used) - 1) << start for start in range(0, 8 * num_values, field)))
+        together //= 2
+    return spread.view(np.uint8)
+
+
+def _unpack_steps(stream: npt.NDArray[np.uint8], bits: int, count: int) -> npt.NDArray[np.uint8]:
+    """The fewest values that take whole bytes make a step; one place of all steps after another."""
+    divisor = math.gcd(bits, 8)
+    num_values, num_bytes = 8 // divisor, bits // divisor
+    num_steps = -(-count // num_values)
+    if (missing := num_steps * num_bytes - stream.shape[1]) > 0:
         stream = np.pad(stream, ((0, 0), (0, missing)))
-    steps = stream[:, : num_steps * bits].reshape(rows, num_steps, bits)
-    values = np.empty((rows, num_steps, _STEP), np.uint8)
+    steps = stream[:, : num_steps * num_bytes].reshape(len(stream), num_steps, num_bytes)
+    values = np.empty((len(stream), num_steps, num_values), np.uint8)
     mask = np.uint8((1 << bits) - 1)
-    for index in range(_STEP):
+    for index in range(num_values):
         byte, shift = divmod(index * bits, 8)
         low = steps[:, :, byte] >> np.uint8(shift)
         if shift + bits > 8:
             low |= steps[:, :, byte + 1] << np.uint8(8 - shift)
         np.bitwise_and(low, mask, out=values[:, :, index])
-    return values.reshape(rows, -1)[:, :count]
+    return values.reshape(len(stream), -1)

@@ -28,10 +28,14 @@ _GROUP_INDEX = "weight_g_idx"
 
 @dataclass(frozen=True)
 class Scales:
-    """Which weights share a scale: blocks of `rows` outputs and `group_size` inputs, None for all of them."""
+    """Which weights share a scale: blocks of `rows` outputs and `group_size` inputs, None for all of them.
+
+    is_ordered: whether a checkpoint must have the group of each input.
+    """
 
     rows: int | None
     group_size: int | None
+    is_ordered: bool = False
 
     def shapes(self, shape: tuple[int, int]) -> tuple[Shape, ...]:
         """Of the stored scales; a lone number comes with any number of dimensions."""
@@ -85,7 +89,7 @@ class PackedIntegers:
         elif zero_point is not None or not self.is_symmetric:
             packed = (num_words(self.bits, out_features), groups_of(in_features, self.group_size)[1])
             tensors[_ZERO_POINT] = Expected((packed,), ("I32",))
-        if stored(_GROUP_INDEX) is not None:
+        if self.scales.is_ordered or stored(_GROUP_INDEX) is not None:
             tensors[_GROUP_INDEX] = Expected(((in_features,),), ("I32", "I64"))
         return tensors
 
@@ -131,7 +135,7 @@ class PlainIntegers:
         tensors = {"weight": Expected((shape,), ("I8",)), self.scale_name: Expected(shapes, SCALE_DTYPES)}
         if stored(_ZERO_POINT) is not None or not self.is_symmetric:
             tensors[_ZERO_POINT] = Expected(shapes, ("I8",))
-        if stored(_GROUP_INDEX) is not None:
+        if self.scales.is_ordered or stored(_GROUP_INDEX) is not None:
             tensors[_GROUP_INDEX] = Expected(((shape[1],),), ("I32", "I64"))
         return tensors
 

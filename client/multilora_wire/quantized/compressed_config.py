@@ -13,6 +13,8 @@ from multilora_wire.quantized.scheme import QuantizationError, Scheme
 MIN_BITS, MAX_BITS = 2, 8
 _FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
 _STRATEGIES = ("tensor", "channel", "group", "block")
+_ORDERED = (True, "group", "dynamic")
+"""Values of `actorder` with which old versions stored the group of each input."""
 _ACTIVATIONS = ("input_activations", "output_activations")
 _ADVICE = "quantise the model again with llm-compressor, as W4A16, W8A16 or FP8_DYNAMIC"
 
@@ -51,7 +53,7 @@ def read_compressed(config: Object) -> CompressedTensors:
         except QuantizationError as error:
             raise QuantizationError(f"config_groups.{group_name}: {error}") from error
     if config.get("kv_cache_scheme"):
-        notes.append("kv_cache_scheme is not followed: keys and values are stored as kv_cache_dtype says")
+        notes.append("kv_cache_scheme is not followed: keys and values stay floats")
     return CompressedTensors(schemes, texts(config, "ignore"), tuple(dict.fromkeys(notes)))
 
 
@@ -69,7 +71,7 @@ def _scheme(group: Object, storage: str) -> Scheme | None:
     choice("format", storage, _FORMATS, _ADVICE)
     kind = choice("weights.type", field(weights, "type", str, "int").lower(), ("int", "float"), _ADVICE)
     bits, is_symmetric = field(weights, "num_bits", int, 8), field(weights, "symmetric", bool, True)
-    scales = _scales(weights)
+    scales = Scales(*_sizes(weights), is_ordered=weights.get("actorder") in _ORDERED)
     if kind == "float":
         choice("format of floats", storage, _FORMATS[2:], _ADVICE)
         choice("weights.num_bits of floats", bits, (8,), _ADVICE)
@@ -83,17 +85,18 @@ def _scheme(group: Object, storage: str) -> Scheme | None:
     return PlainIntegers(bits, scales, is_symmetric)
 
 
-def _scales(weights: Object) -> Scales:
+def _sizes(weights: Object) -> tuple[int | None, int | None]:
+    """The outputs and inputs that share a scale; None for all."""
     group_size = field(weights, "group_size", int, 0)
     if group_size < -1:
         raise QuantizationError(f"weights.group_size must be positive, or -1 for channels, got {group_size}")
     inferred = {-1: "channel", 0: "tensor"}.get(group_size, "group")
     strategy = choice("weights.strategy", field(weights, "strategy", str, inferred).lower(), _STRATEGIES, _ADVICE)
     if strategy == "block":
-        return Scales(*block_shape(weights, "block_structure"))
+        return block_shape(weights, "block_structure")
     if strategy == "group" and group_size == 0:
         raise QuantizationError("weights.group_size is missing")
-    return Scales(None if strategy == "tensor" else 1, group_size if strategy == "group" and group_size > 0 else None)
+    return None if strategy == "tensor" else 1, group_size if strategy == "group" and group_size > 0 else None
 
 
 def block_shape(values: Object, key: str) -> tuple[int, int]:

@@ -26,11 +26,13 @@ class GPTQ:
     """Integers in dense streams along the inputs, one stream an output; zeros in streams along the outputs.
 
     zero_offset: what is added to a stored zero, modulo 2 ** bits: 1 in files of version 1, 0 in those of version 2.
+    is_ordered: whether inputs were grouped by activations (`desc_act`); then a checkpoint must have their groups.
     """
 
     bits: int
     group_size: int | None
     zero_offset: int
+    is_ordered: bool
     scale_name: str = "scales"
     group_index_name: str | None = "g_idx"
 
@@ -46,7 +48,7 @@ class GPTQ:
             "qzeros": Expected(((num_groups, num_words(self.bits, out_features)),), ("I32",)),
             "scales": Expected(((num_groups, out_features),), SCALE_DTYPES),
         }
-        if stored("g_idx") is not None:
+        if self.is_ordered or stored("g_idx") is not None:
             tensors["g_idx"] = Expected(((in_features,),), ("I32", "I64"))
         return tensors
 

@@ -42,7 +42,7 @@ class GPTQCheckpoint:
             raise QuantizationError(f"dynamic must hold objects, got {changed!r:.80} for {name}")
         config = {**self.config, **(changed or {})}
         bits = choice("bits", one_of(config, _BITS, int, 4), range(MIN_BITS, MAX_BITS + 1), _REPACK)
-        return GPTQ(bits, _group_size(config), self.zero_offset)
+        return GPTQ(bits, _group_size(config), self.zero_offset, field(config, "desc_act", bool, False))
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,7 @@ def read_gptq(config: Object) -> GPTQCheckpoint:
     checkpoint = GPTQCheckpoint(config, _ZERO_OFFSETS[layout])
     choice("bits", one_of(config, _BITS, int, 4), range(MIN_BITS, MAX_BITS + 1), _REPACK)
     _group_size(config)
+    field(config, "desc_act", bool, False)
     overrides(field(config, "dynamic", dict, {}), "")
     return checkpoint
 

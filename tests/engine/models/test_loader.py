@@ -209,5 +209,11 @@ def test_a_checkpoint_with_only_pickle_files_is_refused_and_never_opened(checkpo
         load(checkpoint)
 
 
+def test_a_directory_with_only_gguf_is_refused_with_a_way_out(checkpoint: Path) -> None:
+    (checkpoint / WEIGHTS).rename(checkpoint / "model-Q4_K_M.gguf")
+    with pytest.raises(ConfigError, match=r"only model-Q4_K_M\.gguf, and GGUF is not served: quantise"):
+        load(checkpoint)
+
+
 def write_index(path: Path, weight_map: dict[str, object]) -> None:
     (path / INDEX).write_text(json.dumps({"weight_map": weight_map}))

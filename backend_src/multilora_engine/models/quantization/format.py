@@ -7,6 +7,7 @@ import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 
@@ -28,6 +29,7 @@ from multilora_kernels.quantized import QuantizedWeight
 from multilora_wire.quantized.names import ModuleClass
 from multilora_wire.quantized.quantization import Quantization, read_quantization
 from multilora_wire.quantized.scheme import Array, QuantizationError, Scheme, StoredTensor, check_stored, input_order
+from multilora_wire.sites import ModelSites
 
 _logger = logging.getLogger(__name__)
 
@@ -122,15 +124,25 @@ class CheckpointFormat:
 
 def weight_format(checkpoint: Checkpoint, placement: Placement) -> WeightFormat:
     """The format of a checkpoint; says in the log what of its quantisation is not done. Raises ConfigError."""
-    try:
-        quantization = read_quantization(checkpoint.path)
-    except QuantizationError as error:
-        raise ConfigError(str(error)) from error
+    quantization = _read(checkpoint.path)
     if quantization.schemes is None:
         return FloatFormat(placement)
     for note in quantization.schemes.notes:
         _logger.warning("%s: %s", checkpoint.path, note)
     return CheckpointFormat(placement, checkpoint, quantization)
+
+
+def sites_ruled_out(path: Path, sites: ModelSites) -> list[str]:
+    """Names of the sites that the checkpoint in the directory `path` leaves to no adapter. Raises ConfigError."""
+    rules = _read(path).rules
+    return [site.name for site in sites.sites if not rules.allow(f"model.{site.name}")]
+
+
+def _read(path: Path) -> Quantization:
+    try:
+        return read_quantization(path)
+    except QuantizationError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _lie_together(one: QuantizedPart, other: QuantizedPart) -> bool:

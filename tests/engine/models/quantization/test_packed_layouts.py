@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,8 @@ import pytest
 import torch
 from compressed_tensors.entrypoints.convert.converters.autoawq import AutoAWQConverter
 from safetensors.torch import load_file, save_file
-from support.gptq_awq import Codes, awq_tensors, gptq_tensors, quantized
-from support.loaded_weights import LINEARS, assert_same_weights, load, small_llama
-from transformers import LlamaForCausalLM
+from support.gptq_awq import Codes, awq_tensors, gptq_config, gptq_tensors, in_layers, quantized, save_linears
+from support.loaded_weights import assert_read_as, assert_same_weights, load, small_llama
 
 from multilora_engine.errors import ConfigError
 
@@ -22,57 +21,27 @@ Q = "model.layers.0.self_attn.q_proj"
 UP = "model.layers.0.mlp.up_proj"
 
 
-def save(
-    path: Path,
-    model: LlamaForCausalLM,
-    config: dict[str, Any],
-    store: Callable[[str, torch.Tensor], tuple[dict[str, torch.Tensor], torch.Tensor] | None],
-) -> None:
-    """Save `model` with each linear as `store` says: its tensors and its weight as floats, or None to leave it."""
-    model.save_pretrained(path)
-    tensors = load_file(path / WEIGHTS)
-    for name in [*(f"model.layers.0.{linear}" for linear in LINEARS), "lm_head"]:
-        module = model.get_submodule(name)
-        if (stored := store(name, module.weight.detach())) is not None:
-            del tensors[f"{name}.weight"]
-            tensors |= {f"{name}.{suffix}": tensor.contiguous() for suffix, tensor in stored[0].items()}
-            module.weight.data = stored[1]
-    save_file(tensors, path / WEIGHTS)
-    written = json.loads((path / "config.json").read_text()) | {"quantization_config": config}
-    (path / "config.json").write_text(json.dumps(written))
-
-
-def gptq_config(bits: int, group_size: int, **more: Any) -> dict[str, Any]:
-    return {"quant_method": "gptq", "bits": bits, "group_size": group_size, "sym": False, "desc_act": False, **more}
-
-
-def in_layers(codes: Callable[[str, torch.Tensor], Codes], pack: Callable[[Codes], dict[str, torch.Tensor]]) -> Any:
-    def store(name: str, weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor] | None:
-        if name == "lm_head":
-            return None
-        found = codes(name, weight)
-        return pack(found), found.weight()
-
-    return store
-
-
-@pytest.mark.parametrize("bits", range(2, 9))
-@pytest.mark.parametrize("group_size", [8, -1])
-@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize(
+    ("bits", "group_size", "version"),
+    [
+        pytest.param(*case, marks=[] if index % 5 == 0 else pytest.mark.long(reason="one of 28 combinations"))
+        for index, case in enumerate(itertools.product(range(2, 9), [8, -1], [1, 2]))
+    ],
+)
 def test_gptq(bits: int, group_size: int, version: int, tmp_path: Path) -> None:
     model = small_llama()
     config = gptq_config(bits, group_size, checkpoint_format="gptq" if version == 1 else "gptq_v2")
     store = in_layers(lambda _, w: quantized(w, bits, group_size), lambda codes: gptq_tensors(codes, version))
-    save(tmp_path, model, config, store)
-    assert_same_weights(load(tmp_path), model)
+    save_linears(tmp_path, model, config, store)
+    assert_read_as(tmp_path, model)
 
 
 def test_symmetric_gptq_of_version_1_shows_the_known_zeros(tmp_path: Path) -> None:
     model = small_llama()
     store = in_layers(lambda _, w: quantized(w, 4, 8, symmetric=True), gptq_tensors)
-    save(tmp_path, model, gptq_config(4, 8, sym=True), store)
+    save_linears(tmp_path, model, gptq_config(4, 8, sym=True), store)
     assert load_file(tmp_path / WEIGHTS)[f"{Q}.qzeros"].unique().tolist() == [0x77777777]
-    assert_same_weights(load(tmp_path), model)
+    assert_read_as(tmp_path, model)
 
 
 @pytest.mark.parametrize("same_order", [True, False])
@@ -84,7 +53,7 @@ def test_gptq_with_inputs_grouped_by_activations(same_order: bool, tmp_path: Pat
         seed = seeds.get(name.rpartition(".")[2], len(name))
         return quantized(weight, 4, 8, act_order=True, seed=seed)
 
-    save(tmp_path, model, gptq_config(4, 8, desc_act=True), in_layers(codes, gptq_tensors))
+    save_linears(tmp_path, model, gptq_config(4, 8, desc_act=True), in_layers(codes, gptq_tensors))
     loaded = load(tmp_path)
     assert_same_weights(loaded, model)
     assert hasattr(loaded.layers[0].attention.qkv.weight, "order") == same_order
@@ -106,7 +75,7 @@ def test_gptq_overrides_of_single_modules_heads_and_old_zero_biases(tmp_path: Pa
         codes = quantized(weight, *settings.get(name.rpartition(".")[2], (3, 8)))
         return gptq_tensors(codes) | {"bias": torch.zeros(len(weight), dtype=torch.float16)}, codes.weight()
 
-    save(tmp_path, model, gptq_config(3, 8, dynamic=dynamic, lm_head=True), store)
+    save_linears(tmp_path, model, gptq_config(3, 8, dynamic=dynamic, lm_head=True), store)
     loaded = load(tmp_path)
     assert_same_weights(loaded, model)
     assert set(loaded._lm_head.bytes_by_kind) == {"int4 in groups of 8"}
@@ -117,7 +86,7 @@ def test_a_bias_that_a_model_without_one_would_lose_is_refused(tmp_path: Path) -
         codes = quantized(weight, 4, 8)
         return gptq_tensors(codes) | {"bias": torch.ones(len(weight))}, codes.weight()
 
-    save(tmp_path, small_llama(), gptq_config(4, 8), store)
+    save_linears(tmp_path, small_llama(), gptq_config(4, 8), store)
     with pytest.raises(ConfigError, match=r"unexpected tensor \S+\.bias"):
         load(tmp_path)
 
@@ -132,9 +101,9 @@ def test_a_bias_that_a_model_without_one_would_lose_is_refused(tmp_path: Path) -
 def test_the_files_of_old_versions_are_read(file: str, config: dict[str, Any], tmp_path: Path) -> None:
     model = small_llama(head_dim=8)
     pack = gptq_tensors if file == "quantize_config.json" else awq_tensors
-    save(tmp_path, model, {}, in_layers(lambda _, w: quantized(w, 4, 8), pack))
+    save_linears(tmp_path, model, {}, in_layers(lambda _, w: quantized(w, 4, 8), pack))
     (tmp_path / file).write_text(json.dumps(config))
-    assert_same_weights(load(tmp_path), model)
+    assert_read_as(tmp_path, model)
 
 
 @pytest.mark.parametrize(("group_size", "has_zeros"), [(8, True), (-1, True), (8, False)])
@@ -147,8 +116,10 @@ def test_awq(group_size: int, has_zeros: bool, tmp_path: Path) -> None:
         return tensors if has_zeros else {name: t for name, t in tensors.items() if name != "qzeros"}
 
     config = {"quant_method": "awq", "bits": 4, "group_size": group_size, "zero_point": has_zeros, "version": "gemm"}
-    save(tmp_path, model, config, in_layers(lambda _, w: quantized(w, 4, group_size, symmetric=not has_zeros), pack))
-    assert_same_weights(load(tmp_path), model)
+    save_linears(
+        tmp_path, model, config, in_layers(lambda _, w: quantized(w, 4, group_size, symmetric=not has_zeros), pack)
+    )
+    assert_read_as(tmp_path, model)
 
 
 def assert_compressed_tensors_reads(tensors: dict[str, torch.Tensor], codes: Codes) -> None:
@@ -179,10 +150,10 @@ def test_fine_grained_fp8(scale_name: str, tmp_path: Path) -> None:
         return {"weight_": codes, scale_name: stored}, codes.float() * spread
 
     config = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": block}
-    save(tmp_path, model, config, store)
+    save_linears(tmp_path, model, config, store)
     tensors = load_file(tmp_path / WEIGHTS)
     save_file({name.removesuffix("_"): tensor for name, tensor in tensors.items()}, tmp_path / WEIGHTS)
-    assert_same_weights(load(tmp_path), model)
+    assert_read_as(tmp_path, model)
     tensors[f"{Q}.weight_"].view(torch.uint8)[3, 5] = 0xFF
     save_file({name.removesuffix("_"): tensor for name, tensor in tensors.items()}, tmp_path / WEIGHTS)
     with pytest.raises(ConfigError, match=rf"{Q}: weight holds NaN in the outputs 0 to 23"):

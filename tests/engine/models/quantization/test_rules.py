@@ -1,0 +1,33 @@
+"""An adapter on a module that the checkpoint's author rules out is refused by its name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from support.loaded_weights import small_llama
+
+from multilora_engine.errors import InvalidRequest
+from multilora_engine.lora.checkpoint_layout import checkpoint_layout
+from multilora_engine.lora.format import check_rows, pack_adapter
+from multilora_wire.module_names import ATTN_Q, ATTN_QKV, MLP_4H_TO_H
+
+
+def test_an_adapter_on_a_module_that_is_ruled_out_is_refused(tmp_path: Path) -> None:
+    small_llama().save_pretrained(tmp_path)
+    open_layout = checkpoint_layout(tmp_path, 4, "float32")
+    config = json.loads((tmp_path / "config.json").read_text()) | {"lora_target_modules": ["q_proj", "down_proj"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    layout = checkpoint_layout(tmp_path, 4, "float32")
+    weights = torch.ones(1, 500)
+    weights[0, 88:] = 0
+    row = torch.tensor([[ATTN_QKV, 0, 1]], dtype=torch.int32)
+    with pytest.raises(InvalidRequest, match=r"attn_qkv\) of layer 0 adapts layers\.0\.self_attn\.k_proj, layers\.0"):
+        pack_adapter(weights, row, layout)
+    stored = pack_adapter(weights, row, open_layout)
+    with pytest.raises(ValueError, match="which the checkpoint rules out"):
+        check_rows(stored.rows, len(stored.pages), layout)
+    for module_id, width in ((ATTN_Q, 64), (MLP_4H_TO_H, 96)):
+        pack_adapter(torch.ones(1, width), torch.tensor([[module_id, 0, 1]], dtype=torch.int32), layout)
