@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from checkpoints.prepare_default_model import cache_directory, ensure_default_checkpoint
+from checkpoints.quantized_default_model import SchemeName, ensure_quantized_checkpoint
 from multilora_client import Adapter, AsyncClient, Client, Message, MultiloraClientError, load_adapter
 from multilora_client.peft_directory import read_peft_directory
 from multilora_engine.models.registry import adapter_sites, read_model_config
@@ -58,14 +59,22 @@ def main(
     model: Annotated[
         str | None, typer.Option(metavar="DIR_OR_HF_ID", help="Serve this checkpoint instead of the default model.")
     ] = None,
+    quantize: Annotated[
+        SchemeName | None,
+        typer.Option(help="Serve the default model in 4 or 8 bits, quantised on first use.", show_default="float32"),
+    ] = None,
     prompt: Annotated[str, typer.Option(help="The question.")] = DEFAULT_PROMPT,
     free_ports: Annotated[
         bool, typer.Option("--free-ports", help="Listen on any free ports instead of 8000, 8001 and 8002.")
     ] = False,
 ) -> None:
     """Serve a model, and show sample LoRA adapters answering together with it in one batch."""
+    if model and quantize:
+        raise typer.BadParameter(
+            "--quantize is for the default model; make another one with `multilora quantize` first"
+        )
     with errors_as_one_line(), sigterm_as_ctrl_c(), ExitStack() as resources:
-        checkpoint = resolve_checkpoint(model) if model else ensure_default_checkpoint()
+        checkpoint = choose_checkpoint(model, quantize)
         log = resources.enter_context((cache_directory() / "quickstart.log").open("w", buffering=1))
         server = resources.enter_context(
             ServerProcess(server_options(checkpoint, free_ports), on_log=lambda line: print(line, file=log))
@@ -77,6 +86,12 @@ def main(
             announce(server)
             with suppress(KeyboardInterrupt):
                 watch(server, CANARY_INTERVAL_S)
+
+
+def choose_checkpoint(model: str | None, scheme: SchemeName | None) -> Path:
+    if model:
+        return resolve_checkpoint(model)
+    return ensure_quantized_checkpoint(scheme) if scheme else ensure_default_checkpoint()
 
 
 def server_options(checkpoint: Path, free_ports: bool) -> ServerOptions:

@@ -2,7 +2,8 @@
 """Measures the sample adapters' claims with transformers and PEFT, independently of the server.
 
 Greedy answers to prompts that no adapter saw in training are judged by a program, for the base model and for each
-adapter. Exits with status 1 when an adapter's effect is too rare, or when the base model shows it by itself.
+adapter. Exits with status 1 when an adapter's effect is too rare, or when the base model shows it by itself; and, for a
+quantised base model, when it is rarer there than with the float one by more than may be lost.
 """
 
 from pathlib import Path
@@ -17,6 +18,7 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer, BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
 
 from checkpoints.prepare_default_model import default_checkpoint
+from multilora_engine.quantize import dequantized_weights, replace_weights
 from training.sample_adapters import SAMPLE_ADAPTERS, SampleAdapter, held_out_prompts
 
 MINIMUM_ADAPTER_RATE = 0.8
@@ -24,9 +26,17 @@ MAXIMUM_BASE_RATE = 0.2
 
 console = Console(stderr=True)
 
+Answers = dict[str, list[str]]
+"""Of the base model, as `base`, and of each adapter by its name."""
+
 
 def main(
     base: Annotated[Path | None, typer.Option(help="The base model's checkpoint (default: the prepared one).")] = None,
+    quantized: Annotated[
+        Path | None,
+        typer.Option(help="What `multilora quantize` made of the base model: measure the adapters on it, too."),
+    ] = None,
+    may_lose: Annotated[int, typer.Option(min=0, help="Answers by which an adapter may do worse on --quantized.")] = 0,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 40,
     threads: Annotated[int, typer.Option(help="CPU threads of PyTorch.")] = 2,
     show_answers: Annotated[bool, typer.Option("--show-answers", help="Print each answer with its verdict.")] = False,
@@ -36,15 +46,27 @@ def main(
     checkpoint = base or default_checkpoint()
     tokenizer = AutoTokenizer.from_pretrained(checkpoint, padding_side="left")
     prompts = encode_prompts(tokenizer, held_out_prompts())
-    answers = {
-        name: generate_answers(load_model(checkpoint, SAMPLE_ADAPTERS.get(name)), tokenizer, prompts, max_new_tokens)
-        for name in track(["base", *SAMPLE_ADAPTERS], description="Answering", console=console)
-    }
-    if show_answers:
-        print_answers(answers)
-    print_table(answers)
-    if failures := [name for name in SAMPLE_ADAPTERS if not has_effect(name, answers)]:
+
+    def answer_all(weights: Path | None) -> Answers:
+        return {
+            name: generate_answers(
+                load_model(checkpoint, weights, SAMPLE_ADAPTERS.get(name)), tokenizer, prompts, max_new_tokens
+            )
+            for name in track(["base", *SAMPLE_ADAPTERS], description="Answering", console=console)
+        }
+
+    measured = {"float": answer_all(None)} | ({quantized.name: answer_all(quantized)} if quantized else {})
+    for title, answers in measured.items():
+        if show_answers:
+            print_answers(answers)
+        print_table(title, answers)
+    failures = [name for name in SAMPLE_ADAPTERS if not has_effect(name, measured["float"])]
+    losers = [name for name in SAMPLE_ADAPTERS if most_lost(name, list(measured.values())) > may_lose]
+    if failures:
         console.print(f"[red]Below the thresholds:[/red] {', '.join(failures)}")
+    if losers:
+        console.print(f"[red]More than {may_lose} answers lost by the quantised base:[/red] {', '.join(losers)}")
+    if failures or losers:
         raise typer.Exit(code=1)
 
 
@@ -58,9 +80,11 @@ def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: list[str]) -> Ba
     return batch
 
 
-def load_model(checkpoint: Path, adapter: SampleAdapter | None) -> PreTrainedModel | PeftModel:
-    """The base model in float32, with the adapter's stored weights attached."""
+def load_model(checkpoint: Path, quantized: Path | None, adapter: SampleAdapter | None) -> PreTrainedModel | PeftModel:
+    """The base model in float32, with the weights of a quantised checkpoint of it, and the adapter's own attached."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    if quantized:
+        replace_weights(model, dequantized_weights(quantized))
     return PeftModel.from_pretrained(model, adapter.directory) if adapter else model
 
 
@@ -72,12 +96,22 @@ def generate_answers(
     return tokenizer.batch_decode(output[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
+def num_passes(adapter: SampleAdapter, answers: list[str]) -> int:
+    """The answers that show the adapter's effect."""
+    return sum(map(adapter.judge, answers))
+
+
 def pass_rate(adapter: SampleAdapter, answers: list[str]) -> float:
-    """Share of the answers that show the adapter's effect."""
-    return sum(map(adapter.judge, answers)) / len(answers)
+    return num_passes(adapter, answers) / len(answers)
 
 
-def has_effect(name: str, answers: dict[str, list[str]]) -> bool:
+def most_lost(name: str, measured: list[Answers]) -> int:
+    """By how many answers an adapter does worse than on the first of several base models, at its worst."""
+    passes = [num_passes(SAMPLE_ADAPTERS[name], answers[name]) for answers in measured]
+    return passes[0] - min(passes)
+
+
+def has_effect(name: str, answers: Answers) -> bool:
     adapter = SAMPLE_ADAPTERS[name]
     return (
         pass_rate(adapter, answers[name]) >= MINIMUM_ADAPTER_RATE
@@ -85,17 +119,21 @@ def has_effect(name: str, answers: dict[str, list[str]]) -> bool:
     )
 
 
-def print_answers(answers: dict[str, list[str]]) -> None:
+def print_answers(answers: Answers) -> None:
     for name, adapter in SAMPLE_ADAPTERS.items():
         for prompt, base_answer, answer in zip(held_out_prompts(), answers["base"], answers[name], strict=True):
             verdict = "pass" if adapter.judge(answer) else "FAIL"
             print(f"{verdict} {name}: {prompt!r}\n  base: {base_answer!r}\n  adapter: {answer!r}")
 
 
-def print_table(answers: dict[str, list[str]]) -> None:
-    table = Table("adapter", "rank", "modules", "claim", "base", "adapter", title="Held-out prompts showing the effect")
+def print_table(base_title: str, answers: Answers) -> None:
+    title = f"Held-out prompts showing the effect, {base_title} base model"
+    table = Table("adapter", "rank", "modules", "claim", "base", "adapter", title=title)
     for name, adapter in SAMPLE_ADAPTERS.items():
-        rates = (f"{pass_rate(adapter, answers[source]):.0%}" for source in ("base", name))
+        rates = (
+            f"{num_passes(adapter, answers[source])}/{len(answers[source])}, {pass_rate(adapter, answers[source]):.0%}"
+            for source in ("base", name)
+        )
         modules = " ".join(module.removesuffix("_proj") for module in adapter.target_modules)
         table.add_row(name, str(adapter.rank), modules, adapter.claim, *rates)
     Console().print(table)

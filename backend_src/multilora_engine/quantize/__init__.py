@@ -1,7 +1,9 @@
 """Make a quantised checkpoint, in compressed-tensors' format, of one in floats. Needs the extra `quantize`."""
 
+from multilora_engine.quantize.checkpoint import dequantized_weights
+from multilora_engine.quantize.measure import replace_weights
 from multilora_engine.quantize.quantization import Report, quantize_checkpoint
 from multilora_engine.quantize.schemes import Scheme
 from multilora_engine.quantize.text import SAMPLE_TEXT
 
-__all__ = ["SAMPLE_TEXT", "Report", "Scheme", "quantize_checkpoint"]
+__all__ = ["SAMPLE_TEXT", "Report", "Scheme", "dequantized_weights", "quantize_checkpoint", "replace_weights"]

@@ -11,15 +11,18 @@ from pathlib import Path
 
 import torch
 from compressed_tensors.compressors import BaseCompressor, ModelCompressor
+from compressed_tensors.quantization import QuantizationConfig
 from safetensors.torch import save_file
 
 from multilora_engine.errors import ConfigError
 from multilora_engine.models.checkpoint import checkpoint_files, opened
+from multilora_engine.models.model_config import read_json
 from multilora_engine.quantize.plan import Plan
 from multilora_engine.quantize.scales import search_scales
 from multilora_engine.quantize.schemes import PER_OUTPUT, Scheme
 
 _INDEX_FILE = "model.safetensors.index.json"
+_SCALE = ".weight_scale"
 _COPIED_FILES = (
     "config.json",
     "generation_config.json",
@@ -90,19 +93,20 @@ def compress(weight: torch.Tensor, importance: torch.Tensor | None, scheme: Sche
     return compressed
 
 
-def dequantized_weights(plan: Plan, checkpoint: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each quantised module of a written checkpoint with its weight as compressed-tensors reads it, in float32."""
-    scheme = plan.scheme.for_modules()
-    compressor = BaseCompressor.get_value_from_registry(plan.scheme.format.value)
+def dequantized_weights(checkpoint: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each quantised module of a checkpoint that `write_checkpoint` wrote, with its weight in float32.
+
+    compressed-tensors reads it, and knows nothing but the files.
+    """
+    config = QuantizationConfig.model_validate(read_json(checkpoint / "config.json")["quantization_config"])
+    (scheme,) = config.config_groups.values()
+    compressor = BaseCompressor.get_value_from_registry(config.format)
+    parameters = compressor.compression_param_names(scheme)
     for file in checkpoint_files(checkpoint):
         with opened(file) as tensors:
-            keys: dict[str, list[str]] = {}
-            for name in tensors.keys():  # noqa: SIM118 - not a mapping
-                module, _, key = name.rpartition(".")
-                if module in plan.modules and key != "bias":
-                    keys.setdefault(module, []).append(key)
-            for module, names in keys.items():
-                state = {key: tensors.get_tensor(f"{module}.{key}") for key in names}
+            scales = [name for name in tensors.keys() if name.endswith(_SCALE)]  # noqa: SIM118 - not a mapping
+            for module in (name.removesuffix(_SCALE) for name in scales):
+                state = {parameter: tensors.get_tensor(f"{module}.{parameter}") for parameter in parameters}
                 # The product of a code and its scale is rounded to the type of the scale.
                 state["weight_scale"] = state["weight_scale"].float()
                 yield module, compressor.decompress(state, scheme)["weight"]

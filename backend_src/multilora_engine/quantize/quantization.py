@@ -13,7 +13,7 @@ import torch
 from multilora_engine.models.checkpoint import checkpoint_files
 from multilora_engine.quantize.checkpoint import check_output, dequantized_weights, write_checkpoint
 from multilora_engine.quantize.measure import load_float_model, mean_square_inputs, perplexity, replace_weights
-from multilora_engine.quantize.plan import Plan, make_plan
+from multilora_engine.quantize.plan import make_plan
 from multilora_engine.quantize.schemes import Scheme
 from multilora_engine.quantize.text import count_tokens, token_windows
 
@@ -88,7 +88,7 @@ def quantize_checkpoint(
         bytes_before=_weight_bytes(source),
         bytes_after=_weight_bytes(output),
         perplexity_before=before,
-        perplexity_after=_perplexity_after(plan, output, text_windows, device, on_progress) if text_windows else None,
+        perplexity_after=_perplexity_after(source, output, text_windows, device, on_progress) if text_windows else None,
         num_text_tokens=count_tokens(text_windows),
         num_calibration_tokens=count_tokens(calibration_windows),
         calibration_seconds=calibration_seconds,
@@ -97,10 +97,10 @@ def quantize_checkpoint(
 
 
 def _perplexity_after(
-    plan: Plan, output: Path, windows: list[torch.Tensor], device: torch.device, on_progress: OnProgress
+    source: Path, output: Path, windows: list[torch.Tensor], device: torch.device, on_progress: OnProgress
 ) -> float:
-    model = load_float_model(plan.source, device)
-    replace_weights(model, dequantized_weights(plan, output))
+    model = load_float_model(source, device)
+    replace_weights(model, dequantized_weights(output))
     return perplexity(model, windows, partial(on_progress, "perplexity after"))
 
 

@@ -1,0 +1,36 @@
+"""The default base model, quantised by `multilora quantize` on first use, beside the float one."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console
+
+from checkpoints.prepare_default_model import MARKER_NAME, ensure_default_checkpoint, marker_content
+
+SchemeName = Literal["w4a16", "w8a16", "fp8"]
+
+console = Console(stderr=True)
+
+
+def ensure_quantized_checkpoint(scheme: SchemeName) -> Path:
+    """The default model in `scheme`, made again when the float one is another than it was made of."""
+    source = ensure_default_checkpoint()
+    quantized = source.with_name(f"{source.name}-{scheme}")
+    marker = marker_content() | {"scheme": scheme}
+    if not is_made(quantized, marker):
+        shutil.rmtree(quantized, ignore_errors=True)
+        with console.status(f"Quantising to {scheme} (about a minute)"):
+            quantize = [str(Path(sys.executable).with_name("multilora")), "quantize", str(source)]
+            options = ["--scheme", scheme, "--output", str(quantized), "--no-perplexity"]
+            subprocess.run([*quantize, *options], check=True, stdout=subprocess.DEVNULL)
+        (quantized / MARKER_NAME).write_text(json.dumps(marker, indent=2) + "\n")
+    return quantized
+
+
+def is_made(checkpoint: Path, marker: dict[str, object]) -> bool:
+    file = checkpoint / MARKER_NAME
+    return file.is_file() and json.loads(file.read_text()) == marker
