@@ -210,6 +210,19 @@ class FairQueue:
         self._adapter(sequence).num_tokens += num_tokens
         sequence.num_charged_tokens = max(end, sequence.num_charged_tokens)
 
+    def turn(self, running: Sequence) -> tuple[int, float, float]:
+        """Sorts those that run in the order in which they would start if they waited."""
+        return running.request.priority, self._client(running).num_tokens, self._adapter(running).num_tokens
+
+    def goes_before(self, waiting: Sequence, running: Sequence) -> bool:
+        """Whether the `first` one goes before one that runs and is still in its prompt.
+
+        Of one client and adapter that is the one with fewer tokens to compute.
+        """
+        if _place(waiting) == _place(running):
+            return waiting.num_missing_tokens < running.num_missing_tokens
+        return self.turn(waiting) < self.turn(running)
+
     def would_follow(self, running: Sequence, waiting: Sequence) -> bool:
         """Whether a sequence that runs, put back, would start after the `first` one, of another client."""
         if running.request.priority != waiting.request.priority:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import insort
+from collections import deque
 from collections.abc import Iterable, Set
 
 import msgspec
@@ -63,6 +64,9 @@ class _Step:
         self.prompt_time = PromptTime()
         self._scheduled: dict[Sequence, ScheduledSequence] = {}
 
+    def __contains__(self, sequence: Sequence) -> bool:
+        return sequence in self._scheduled
+
     @property
     def sequences(self) -> list[ScheduledSequence]:
         return list(self._scheduled.values())
@@ -87,11 +91,13 @@ class _Step:
 class Scheduler:
     """Continuous batching with chunked prefill, preemption by recompute and adapter-aware admission.
 
-    A step has a budget of `max_num_batched_tokens`. Running sequences come first, those that decode before those that
-    are still in their prompt; what is left of the budget goes to waiting ones, in the order of `FairQueue`. A waiting
-    sequence whose adapter cannot be used yet is skipped, not waited for, with those behind it that want the same one,
-    and its adapter is prefetched, as are those of the next in line; one that has been overtaken `MAX_OVERTAKES` times
-    stops the admission of other adapters until it runs.
+    A step has a budget of `max_num_batched_tokens`. Running sequences that decode come first; what is left goes to
+    prompts, those that run and those that wait, in the order of `FairQueue`: a long prompt that has begun does not hold
+    up a short one, nor one of a client that was served less. Of the prompts that run, the one that started first goes
+    before all others when it got nothing in the last step, so that it always comes to its end. A waiting sequence whose
+    adapter cannot be used yet is skipped, not waited for, with those behind it that want the same one, and its adapter
+    is prefetched, as are those of the next in line; one that has been overtaken `MAX_OVERTAKES` times stops the
+    admission of other adapters until it runs.
 
     When the KV cache is full, the running sequence that started last, of the largest priority, gives its blocks back
     and starts again from its tokens; its adapter stays pinned in the host tier. Since those that started before are
@@ -125,6 +131,7 @@ class Scheduler:
         self._pace = pace
         self._queue = FairQueue()
         self._running: list[Sequence] = []
+        self._passed_over: Sequence | None = None
         self.num_preemptions = 0
 
     @property
@@ -146,9 +153,11 @@ class Scheduler:
     def schedule(self) -> list[ScheduledSequence]:
         """The next step, single-token sequences first; empty if there is nothing to do."""
         num_preemptions = self.num_preemptions
-        step = self._schedule_running()
-        if self.num_preemptions == num_preemptions:
-            self._admit_waiting(step)
+        step, prompts = self._schedule_decodes()
+        may_admit = self.num_preemptions == num_preemptions
+        if may_admit:
+            self._make_way(step)
+        self._schedule_prompts(step, [s for s in prompts if s.status is SequenceStatus.RUNNING], may_admit)
         for scheduled in step.sequences:
             scheduled.sequence.num_computed_tokens += scheduled.num_tokens
         return sorted(step.sequences, key=lambda scheduled: scheduled.num_tokens > 1)
@@ -202,7 +211,8 @@ class Scheduler:
         assert self._loras.num_pins == len(pinned), "a pin is lost or left behind"
         self._loras.check_integrity()
 
-    def _schedule_running(self) -> _Step:
+    def _schedule_decodes(self) -> tuple[_Step, list[Sequence]]:
+        """A step with the answers that get a token, and the running prompts, in the order in which they started."""
         step = _Step(self._max_num_batched_tokens)
         decoding: list[Sequence] = []
         prompts: list[Sequence] = []
@@ -213,9 +223,25 @@ class Scheduler:
             self._continue(sequence, _shares(sequence, step.budget), step)
         if prompts or len(self._queue):
             step.prompt_time = self._pace.prompt_time(decodes)
-        for sequence in prompts:
-            self._continue_prompt(sequence, step)
-        return step
+        return step, prompts
+
+    def _schedule_prompts(self, step: _Step, prompts: list[Sequence], may_admit: bool) -> None:
+        """Go on with prompts and, where that is allowed, admit waiting sequences. prompts: those that run."""
+        skipped = Skipped()
+        in_order = deque(
+            sorted(prompts, key=lambda prompt: (prompt is not self._passed_over, self._queue.turn(prompt)))
+        )
+        newcomer = self._newcomer(step, skipped) if may_admit else None
+        while in_order or newcomer is not None:
+            if newcomer is not None and (not in_order or self._goes_first(newcomer, in_order[0])):
+                self._admit(newcomer, step, skipped)
+            else:
+                self._continue_prompt(in_order.popleft(), step)
+            newcomer = newcomer and self._newcomer(step, skipped)
+        self._passed_over = prompts[0] if prompts and prompts[0] not in step else None
+        if may_admit:
+            self._look_ahead(skipped.adapters)
+            self._queue.restore()
 
     def _continue(self, sequence: Sequence, shares: list[tuple[Sequence, int]], step: _Step) -> None:
         """Compute tokens of a running sequence's beams, unless it is preempted for others or for want of blocks."""
@@ -261,21 +287,24 @@ class Scheduler:
         if sequence.adapter is not None:
             self._loras.release(sequence.adapter)
 
-    def _admit_waiting(self, step: _Step) -> None:
-        self._make_way(step)
-        skipped = Skipped()
-        while len(skipped) < self._max_num_seqs:
-            sequence = self._queue.first()
-            if sequence is None or not step.room_for(sequence) or not self._has_room(sequence):
-                break
-            if self._acquire_adapter(sequence, skipped):
-                self._start(sequence)
-                self._continue_prompt(sequence, step)
-            else:
-                self._queue.set_aside(sequence)
-                skipped.add(sequence)
-        self._look_ahead(skipped.adapters)
-        self._queue.restore()
+    def _newcomer(self, step: _Step, skipped: Skipped) -> Sequence | None:
+        """The waiting sequence that starts next, as far as places, blocks and the step's tokens are concerned."""
+        sequence = self._queue.first()
+        if sequence is None or len(skipped) >= self._max_num_seqs:
+            return None
+        return sequence if step.room_for(sequence) and self._has_room(sequence) else None
+
+    def _goes_first(self, newcomer: Sequence, prompt: Sequence) -> bool:
+        return prompt is not self._passed_over and self._queue.goes_before(newcomer, prompt)
+
+    def _admit(self, sequence: Sequence, step: _Step, skipped: Skipped) -> None:
+        """Start a waiting sequence, or skip it for want of its adapter."""
+        if self._acquire_adapter(sequence, skipped):
+            self._start(sequence)
+            self._continue_prompt(sequence, step)
+        else:
+            self._queue.set_aside(sequence)
+            skipped.add(sequence)
 
     def _has_room(self, sequence: Sequence) -> bool:
         """Whole prompts are admitted, so that two half-computed ones never wait for each other's blocks."""

@@ -140,6 +140,11 @@ class Sequence:
         return len(self.request.prompt_token_ids) + len(self.output_token_ids) + self.num_pending_tokens
 
     @property
+    def num_missing_tokens(self) -> int:
+        """Tokens whose keys and values are not in the cache."""
+        return self.num_tokens - self.num_computed_tokens
+
+    @property
     def is_complete(self) -> bool:
         """Whether nothing is left to compute: its answer is as long as it may become, whatever its pending tokens are.
 

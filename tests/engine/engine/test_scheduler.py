@@ -253,6 +253,61 @@ def check_pace(step: list[ScheduledSequence], running: list[Sequence], target_s:
         assert (num_prompt_tokens + 1) * PROMPT_TOKEN_S >= decode_s / 2, "less than a third for prompts"
 
 
+@settings(max_examples=50, deadline=None)
+@given(
+    lengths=st.lists(st.tuples(st.integers(100, 300), st.integers(1, 40)), min_size=1, max_size=6),
+    budget=st.integers(4, 32),
+    seed=st.integers(0, 1 << 30),
+)
+def test_no_running_prompt_holds_up_one_of_a_client_that_was_served_less_for_more_than_a_step(
+    lengths: list[tuple[int, int]], budget: int, seed: int
+) -> None:
+    """One client sends long prompts, and another one short ones."""
+    world, rng = World(num_blocks=1000, max_num_seqs=16, budget=budget), Random(seed)
+    num_passed = Counter[Sequence]()
+    for index, (num_long, num_short) in enumerate(lengths):
+        world.add(num_long, 1, text=index, sender=ACME)
+        for _ in range(rng.randrange(8)):
+            _serve(world, num_passed)
+        world.add(num_short, 1, text=100 + index, sender=BOLT)
+    while world.alive:
+        _serve(world, num_passed)
+    assert max(num_passed.values(), default=0) <= 1
+
+
+def _serve(world: World, num_passed: Counter[Sequence]) -> None:
+    """A step. Counts how often prompts of a client that was served more went before the first waiting one."""
+    firsts = {s.request.sender.name: s for s in reversed(world.alive) if s.status is SequenceStatus.WAITING}
+    clients = {s.request.sender.name for s in world.alive}
+    served = {name: world.scheduler._queue._priorities[0].shares[name].num_tokens for name in clients}
+    step = world.step()
+    started = {scheduled.sequence for scheduled in step}
+    prompts = {s.sequence.request.sender.name for s in step if s.num_tokens > 1}
+    for name, first in firsts.items():
+        num_passed[first] += first not in started and any(served[other] > served[name] for other in prompts - {name})
+
+
+def test_a_short_prompt_goes_before_what_is_left_of_a_long_one_of_the_same_client_and_equal_ones_in_order() -> None:
+    world = World(num_blocks=200, max_num_seqs=8, budget=10)
+    long, equal = (world.add(60, 1, text=number) for number in range(2))
+    world.step()
+    assert [s.sequence for s in world.step()] == [long], "an equal one came first"
+    world.finish(equal)
+    short = world.add(10, 1, text=2)
+    assert [[s.sequence for s in world.step()] for _ in range(2)] == [[short], [long]]
+
+
+def test_a_prompt_that_has_begun_comes_to_its_end_though_new_clients_come_for_ever() -> None:
+    world = World(num_blocks=400, max_num_seqs=16, budget=10)
+    long = world.add(100, 1, sender=ACME)
+    num_steps = 0
+    while long in world.alive:
+        world.add(10, 1, text=2 + num_steps, sender=Sender(name=f"client-{num_steps}"))
+        world.step()
+        num_steps += 1
+    assert num_steps <= 2 * 10
+
+
 def test_decodes_come_before_prompts_and_long_prompts_are_cut_into_chunks() -> None:
     world = World(num_blocks=40, budget=8)
     first = world.add(3, 10)
