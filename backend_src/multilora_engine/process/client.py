@@ -140,6 +140,11 @@ class EngineClient:
         """Requests in flight."""
         return len(self._calls)
 
+    @property
+    def has_engine(self) -> bool:
+        """Whether an engine has welcomed us and is there as far as we know."""
+        return self._info is not None
+
     def wait_until_ready(self, timeout_s: float) -> EngineInfo:
         """The engine's description, once it has welcomed us.
 

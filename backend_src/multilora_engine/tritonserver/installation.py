@@ -75,12 +75,18 @@ def server_environment(variables: Mapping[str, str]) -> dict[str, str]:
 
     The stub ignores VIRTUAL_ENV and PYTHONPATH: it takes the environment of the first `python3` on PATH.
     """
-    environment = {**_ALLOCATOR_VARIABLES, **os.environ, **variables}
-    if not any(name in environment for name in _OPENMP_CHOICES):
-        environment |= _OPENMP_WAITING
+    environment = engine_environment(variables)
     _prepend(environment, "PATH", Path(sys.executable).parent)
     if libpython := _libpython_directory():
         _prepend(environment, "LD_LIBRARY_PATH", libpython)
+    return environment
+
+
+def engine_environment(variables: Mapping[str, str]) -> dict[str, str]:
+    """This process's environment plus `variables`, in which an engine is at its fastest."""
+    environment = {**_ALLOCATOR_VARIABLES, **os.environ, **variables}
+    if not any(name in environment for name in _OPENMP_CHOICES):
+        environment |= _OPENMP_WAITING
     return environment
 
 

@@ -1,0 +1,25 @@
+"""The command `multilora-dynamo`."""
+
+from __future__ import annotations
+
+import sys
+
+from multilora_engine.errors import ConfigError
+
+
+def main() -> None:
+    """Serve until a signal ends it. What an operator can cause is one line and exit status 1."""
+    try:
+        from dynamo.common.backend.run import run
+    except ImportError as error:
+        sys.exit(f"multilora-dynamo: {error}; install ai-dynamo, see the extra `dynamo` of multilora-engine")
+    from multilora_engine.dynamo.worker import DynamoWorker
+
+    try:
+        run(DynamoWorker)
+    except ConfigError as error:
+        sys.exit(f"multilora-dynamo: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""`WorkerOptions`: the command line of `multilora-dynamo`: that of every worker of Dynamo, and a few options more."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from dynamo.common.backend import WorkerConfig
+from dynamo.common.configuration.groups.runtime_args import DynamoRuntimeArgGroup, DynamoRuntimeConfig
+from dynamo.common.utils.runtime import parse_endpoint
+
+from multilora_engine.config import EngineConfig
+from multilora_engine.errors import ConfigError
+from multilora_engine.tritonserver.checkpoint import resolve_checkpoint
+from multilora_engine.tritonserver.repository import parse_override
+
+_DEFAULT_PARAMETERS: Mapping[str, str] = {"lora_on_conflict": "replace"}
+"""To load a name again with other weights means to move it to them; what runs keeps the ones that it began with."""
+
+_DESCRIPTION = "Serve a model and its LoRA adapters as a worker of NVIDIA Dynamo."
+
+
+@dataclass(frozen=True)
+class WorkerOptions:
+    """What a worker is started with.
+
+    parameters: of the engine, as in the `parameters` of model_repository/generation/config.pbtxt. model_name: what
+    clients call the base model. drain_timeout_s: what requests in flight get to finish when the worker ends.
+    """
+
+    parameters: Mapping[str, str]
+    engine: EngineConfig
+    model_name: str
+    drain_timeout_s: float
+
+
+def parse_options(argv: Sequence[str] | None) -> tuple[WorkerOptions, WorkerConfig]:
+    """The options of a command line, of this process if None. Raises ConfigError; argparse ends the process itself."""
+    parser = argparse.ArgumentParser(prog="multilora-dynamo", description=_DESCRIPTION, allow_abbrev=False)
+    model = os.environ.get("MULTILORA_MODEL")
+    parser.add_argument(
+        "--model",
+        default=model,
+        required=model is None,
+        metavar="DIR_OR_HF_ID",
+        help="Hugging Face checkpoint to serve (environment: MULTILORA_MODEL).",
+    )
+    parser.add_argument("--served-model-name", help="What clients call it (default: the name of its directory).")
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="Set a parameter of model_repository/generation/config.pbtxt; repeatable.",
+    )
+    parser.add_argument(
+        "--drain-timeout-secs",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="What requests in flight get to finish once the worker is told to end (default: %(default)g). Others may "
+        "go on with them: see --migration-limit of Dynamo's front.",
+    )
+    DynamoRuntimeArgGroup().add_arguments(parser)
+    arguments = parser.parse_args(argv)
+    runtime = DynamoRuntimeConfig.from_cli_args(arguments)
+    try:
+        runtime.validate()
+        endpoint = parse_endpoint(runtime.endpoint or f"{runtime.namespace}.backend.generate")
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    options = _options(arguments)
+    return options, _worker_config(runtime, endpoint, options)
+
+
+def _options(arguments: argparse.Namespace) -> WorkerOptions:
+    path = resolve_checkpoint(arguments.model)
+    overrides = dict(map(parse_override, arguments.overrides))
+    parameters = {**_DEFAULT_PARAMETERS, **overrides, "model_path": str(path)}
+    return WorkerOptions(
+        parameters,
+        EngineConfig.from_parameters(parameters),
+        arguments.served_model_name or path.name,
+        arguments.drain_timeout_secs,
+    )
+
+
+def _worker_config(
+    runtime: DynamoRuntimeConfig, endpoint: tuple[str, str, str], options: WorkerOptions
+) -> WorkerConfig:
+    """structural_tag: None keeps the front from sending guides of that kind, which the engine does not have."""
+    namespace, component, name = endpoint
+    return WorkerConfig.from_runtime_config(
+        runtime,
+        model_name=str(options.engine.model_path),
+        served_model_name=options.model_name,
+        namespace=namespace,
+        component=component,
+        endpoint=name,
+        structural_tag=None,
+    )

@@ -1,0 +1,163 @@
+"""Reads what Dynamo's front sends: a prompt and how it shall be answered."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from multilora_engine.dynamo.wire import (
+    GuidedDecoding,
+    OutputOptions,
+    SamplingOptions,
+    StopConditions,
+    WorkerRequest,
+)
+from multilora_engine.engine_info import EngineInfo
+from multilora_engine.errors import InvalidRequest, Unsupported
+from multilora_engine.lora.names import task_id_of
+from multilora_engine.request import GenerationRequest, Guide, SamplingParams, Sender
+from multilora_engine.serving.call_limits import check_call
+from multilora_engine.serving.calls import GenerateCall
+
+_REGEX_SPECIAL = re.compile(r"([\\.+*?()|\[\]{}^$#&~-])")
+"""What Rust's `regex::escape` escapes."""
+
+
+def read_request(request: Mapping[str, Any]) -> WorkerRequest:
+    """Raises InvalidRequest for what no worker of this kind can read, and Unsupported for inputs that are no text."""
+    try:
+        read = msgspec.convert(request, WorkerRequest)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(f"the request cannot be read: {error}") from None
+    for name, value in (("images, videos or audio", read.multi_modal_data), ("prompt_embeds", read.prompt_embeds)):
+        if value:
+            raise Unsupported(f"{name}; this engine takes tokens")
+    return read
+
+
+def engine_request(request: WorkerRequest, request_id: str, info: EngineInfo) -> GenerationRequest:
+    """The request to the engine, under the id `request_id`. Raises InvalidRequest or Unsupported."""
+    lora_name = request.lora_name
+    # Here larger ones go first, and in the engine smaller ones.
+    priority = -((request.routing and request.routing.priority) or 0)
+    sampling = read_sampling(request, info)
+    check_call(_call_of(request, sampling, info), info)
+    return GenerationRequest(
+        request_id=request_id,
+        prompt_token_ids=request.token_ids,
+        sampling=sampling,
+        lora_task_id=task_id_of(lora_name) if lora_name else None,
+        priority=max(priority, info.clients.min_priority),
+        lora_name=lora_name,
+        # Prompts of different salts find each other's blocks as little as those of different tenants.
+        sender=Sender(tenant=request.cache_salt),
+    )
+
+
+def read_sampling(request: WorkerRequest, info: EngineInfo) -> SamplingParams:
+    """How the tokens of an answer are chosen. What the client left open is as with OpenAI: drawn at temperature 1.
+
+    Raises InvalidRequest or Unsupported.
+    """
+    options = request.sampling_options or SamplingOptions()
+    stops = request.stop_conditions or StopConditions()
+    output = request.output_options or OutputOptions()
+    _check_num_answers(options)
+    if stops.max_thinking_tokens is not None:
+        raise Unsupported("max_thinking_tokens; this engine does not know which tokens are thoughts")
+    max_tokens = info.max_model_len if stops.max_tokens is None else stops.max_tokens
+    return SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=_min_tokens(stops, max_tokens),
+        temperature=1.0 if options.temperature is None else options.temperature,
+        top_k=max(0, options.top_k or 0),
+        # Other engines read a top_p of 0 as the one likeliest token, too.
+        top_p=1.0 if options.top_p is None else max(options.top_p, 1e-6),
+        min_p=options.min_p or 0.0,
+        repetition_penalty=1.0 if options.repetition_penalty is None else options.repetition_penalty,
+        presence_penalty=options.presence_penalty or 0.0,
+        frequency_penalty=options.frequency_penalty or 0.0,
+        seed=options.seed,
+        end_id=-1 if stops.ignore_eos else None,
+        stop_words=tuple(word for word in stops.stop or [] if word),
+        stop_token_sequences=_stop_tokens(stops, info),
+        # The front cuts the text itself, and needs the tokens of the stop word to find it; the engine only ends there.
+        include_stop_str_in_output=True,
+        guide=None if options.guided_decoding is None else _read_guide(options.guided_decoding),
+        return_log_probs=output.logprobs is not None,
+        num_top_log_probs=output.logprobs or 0,
+        return_prompt_log_probs=output.prompt_logprobs is not None,
+        num_prompt_top_log_probs=output.prompt_logprobs or 0,
+    )
+
+
+def _min_tokens(stops: StopConditions, max_tokens: int) -> int:
+    min_tokens = stops.min_tokens or 0
+    if min_tokens > max_tokens:
+        raise InvalidRequest(f"min_tokens is {min_tokens}, expected 0 .. {max_tokens}, which is max_tokens")
+    return min_tokens
+
+
+def _stop_tokens(stops: StopConditions, info: EngineInfo) -> tuple[tuple[int, ...], ...]:
+    """The tokens that end an answer besides the checkpoint's end tokens, which the engine knows."""
+    asked = {*(stops.stop_token_ids or []), *(stops.stop_token_ids_visible or []), *(stops.stop_token_ids_hidden or [])}
+    return tuple((token_id,) for token_id in sorted(asked - set(info.end_token_ids)))
+
+
+def _check_num_answers(options: SamplingOptions) -> None:
+    """Dynamo's front ends a stream with the first finish reason in it, so that further answers would be cut off."""
+    for name in ("n", "best_of"):
+        if (value := getattr(options, name)) not in (None, 1):
+            raise Unsupported(f"{name} {value}; a request through Dynamo has one answer: send it {value} times")
+    if options.use_beam_search:
+        raise Unsupported("use_beam_search; a request through Dynamo has one answer, and it is drawn")
+
+
+def _read_guide(options: GuidedDecoding) -> Guide | None:
+    """Raises InvalidRequest for several guides, Unsupported for those of another engine."""
+    if options.structural_tag is not None:
+        raise Unsupported("structural_tag; this engine guides by json, regex, choice and grammar")
+    if options.whitespace_pattern is not None:
+        raise Unsupported("whitespace_pattern; put the white space into a regex or a grammar")
+    guides = [
+        *([] if options.json is None else [_json_guide(options.json)]),
+        *([] if options.regex is None else [Guide("regex", options.regex)]),
+        *([] if options.choice is None else [_choice_guide(options.choice)]),
+        *([] if options.grammar is None else [Guide("ebnf_grammar", options.grammar)]),
+    ]
+    if len(guides) > 1:
+        raise InvalidRequest("guided_decoding has several of json, regex, choice and grammar; give one of them")
+    return guides[0] if guides else None
+
+
+def _json_guide(schema: Any) -> Guide:
+    return Guide("json_schema", schema if isinstance(schema, str) else json.dumps(schema))
+
+
+def _choice_guide(choices: list[str]) -> Guide:
+    if not choices:
+        raise InvalidRequest("guided_decoding has a choice of nothing")
+    return Guide("regex", "|".join(_REGEX_SPECIAL.sub(r"\\\1", choice) for choice in choices))
+
+
+def _call_of(request: WorkerRequest, sampling: SamplingParams, info: EngineInfo) -> GenerateCall:
+    """What Triton's doors call the same, to which the same limits apply."""
+    return GenerateCall(
+        prompts=[request.token_ids],
+        num_sequences=1,
+        sampling=[sampling],
+        lora_task_ids=[None],
+        lora_names=[""],
+        priorities=[0],
+        adapter=None,
+        is_streaming=True,
+        excludes_input=True,
+        pad_id=0,
+        returns_perf=False,
+        returns_kv_cache=False,
+        vocab_size=info.vocab_size,
+    )

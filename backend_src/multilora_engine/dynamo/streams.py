@@ -1,0 +1,96 @@
+"""`OutputStream`: outputs of the engine, from the thread of its client to an event loop; `OpenStreams`: all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from multilora_engine.process.client import EngineClient
+from multilora_engine.process.outbox import join_outputs
+from multilora_engine.request import TokenOutput
+
+
+class OutputStream:
+    """The listener of a call that a coroutine of `loop` waits for.
+
+    The client's thread writes `_heard`, and hands it over whole when it flushes; all else belongs to the loop's thread.
+    `cancel` may be called there at any time: the client then ends the call, if it has not ended.
+    """
+
+    def __init__(self, client: EngineClient, loop: asyncio.AbstractEventLoop) -> None:
+        self._client = client
+        self._loop = loop
+        self._heard: list[TokenOutput] = []
+        self._waiting: list[TokenOutput] = []
+        self._arrived = asyncio.Event()
+        self._is_cancelled = False
+        self._engine_is_gone = False
+
+    def on_output(self, output: TokenOutput) -> None:
+        self._heard.append(output)
+        if output.error_code is not None and not self._client.has_engine:
+            self._engine_is_gone = True
+
+    def flush(self) -> None:
+        heard, self._heard = self._heard, []
+        self._loop.call_soon_threadsafe(self._take, heard)
+
+    def is_cancelled(self) -> bool:
+        return self._is_cancelled
+
+    def cancel(self) -> None:
+        """Nobody waits for the call any more."""
+        self._is_cancelled = True
+        self._arrived.set()
+
+    @property
+    def engine_is_gone(self) -> bool:
+        """Whether the call failed for want of an engine."""
+        return self._engine_is_gone
+
+    async def next(self) -> list[TokenOutput]:
+        """What has come since the last time, outputs of one request joined; nothing once it is cancelled."""
+        await self._arrived.wait()
+        if not self._is_cancelled:
+            self._arrived.clear()
+        outputs, self._waiting = self._waiting, []
+        return [] if self._is_cancelled else join_outputs(outputs)
+
+    def _take(self, outputs: list[TokenOutput]) -> None:
+        self._waiting += outputs
+        self._arrived.set()
+
+
+class OpenStreams:
+    """The streams that somebody waits for, by the ids that Dynamo gives their requests. All in one event loop."""
+
+    def __init__(self) -> None:
+        self._streams: dict[str, OutputStream] = {}
+        self._changed = asyncio.Event()
+
+    @contextmanager
+    def opened(self, request_id: str, stream: OutputStream) -> Iterator[OutputStream]:
+        """`stream` while the block runs; whatever ends the block cancels it."""
+        self._streams[request_id] = stream
+        try:
+            yield stream
+        finally:
+            stream.cancel()
+            del self._streams[request_id]
+            self._changed.set()
+
+    def cancel(self, request_id: str) -> None:
+        """Cancel a stream, if it is open."""
+        if (stream := self._streams.get(request_id)) is not None:
+            stream.cancel()
+
+    async def wait_closed(self, timeout_s: float) -> int:
+        """Wait until none is open, or for `timeout_s`; how many still are."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self._streams:
+                    self._changed.clear()
+                    await self._changed.wait()
+        return len(self._streams)

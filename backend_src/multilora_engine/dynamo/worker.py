@@ -1,0 +1,118 @@
+"""`DynamoWorker`: an engine process as Dynamo's runtime drives it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from dynamo.common.backend import EngineConfig as Registration
+from dynamo.common.backend import LLMEngine, LlmRegistration, WorkerConfig
+from dynamo.common.backend.health_check import build_health_check_payload
+
+from multilora_engine.dynamo.answers import CANCELLED, Answer, Chunk
+from multilora_engine.dynamo.errors import dynamo_error
+from multilora_engine.dynamo.options import WorkerOptions, parse_options
+from multilora_engine.dynamo.requests import engine_request, read_request
+from multilora_engine.dynamo.streams import OpenStreams, OutputStream
+from multilora_engine.engine_info import EngineInfo
+from multilora_engine.errors import RequestError
+from multilora_engine.process.client import EngineClient
+from multilora_engine.process.paths import owned_socket_path
+from multilora_engine.process.supervisor import EngineProcess
+from multilora_engine.serving.front import new_id
+from multilora_engine.text.tokenizer import Tokenizer
+from multilora_engine.tritonserver.installation import engine_environment
+
+_FIRST_CONTACT_S = 30.0
+
+logger = logging.getLogger(__name__)
+
+
+class DynamoWorker(LLMEngine):
+    """Owns the engine process, which is started again when it dies; what is in flight then goes to another worker.
+
+    All methods run in one event loop.
+    """
+
+    def __init__(self, options: WorkerOptions) -> None:
+        self._options = options
+        self._resources = ExitStack()
+        self._streams = OpenStreams()
+
+    @classmethod
+    async def from_args(cls, argv: Sequence[str] | None = None) -> tuple[DynamoWorker, WorkerConfig]:
+        options, config = parse_options(argv)
+        return cls(options), config
+
+    async def start(self, worker_id: int) -> Registration:
+        """Start the engine and wait until it has loaded. Raises ConfigError."""
+        self._loop = asyncio.get_running_loop()
+        info = await asyncio.to_thread(self._start_engine)
+        logger.info("worker %x serves %s", worker_id, self._options.model_name)
+        engine = self._options.engine
+        return Registration(
+            model=str(engine.model_path),
+            served_model_name=self._options.model_name,
+            llm=LlmRegistration(
+                context_length=info.max_model_len,
+                kv_cache_block_size=engine.block_size,
+                total_kv_blocks=info.kv_cache_tokens // engine.block_size,
+                max_num_seqs=engine.max_num_seqs,
+                max_num_batched_tokens=engine.max_num_batched_tokens,
+                max_gpu_lora_count=engine.lora.max_loras,
+            ),
+        )
+
+    async def generate(self, request: Mapping[str, Any], context: Any) -> AsyncGenerator[Chunk, None]:
+        """The answer to a prompt, piece by piece. Raises the exceptions of errors.py."""
+        with self._streams.opened(context.id(), OutputStream(self._client, self._loop)) as stream:
+            answer = self._submit(request, stream, context)
+            while not stream.is_cancelled():
+                for output in await stream.next():
+                    if output.error_code is not None:
+                        raise dynamo_error(output.error_code, output.error_message or "", stream.engine_is_gone)
+                    yield answer.chunk(output)
+                    if output.is_final:
+                        return
+            yield CANCELLED
+
+    async def abort(self, context: Any) -> None:
+        self._streams.cancel(context.id())
+
+    async def health_check_payload(self) -> Mapping[str, Any]:
+        """One token behind one token: the whole way through the engine."""
+        payload: Mapping[str, Any] = build_health_check_payload(bos_token_id=0)
+        return payload
+
+    async def cleanup(self) -> None:
+        """Give what is in flight the time to finish, then end the engine: Dynamo has stopped sending requests."""
+        if lost := await self._streams.wait_closed(self._options.drain_timeout_s):
+            logger.warning("%d requests have not finished in time", lost)
+        await asyncio.to_thread(self._resources.close)
+
+    def _start_engine(self) -> EngineInfo:
+        with ExitStack() as resources:
+            path = resources.enter_context(owned_socket_path(os.getpid()))
+            options = self._options
+            hang_timeout_s = options.engine.engine_hang_timeout_s
+            engine = EngineProcess(options.parameters, path, engine_environment({}), hang_timeout_s=hang_timeout_s)
+            resources.callback(engine.close)
+            engine.start()
+            self._client = EngineClient(path)
+            resources.callback(self._client.close)
+            self._info = self._client.wait_until_ready(_FIRST_CONTACT_S)
+            self._tokenizer = Tokenizer(options.engine.tokenizer_path or options.engine.model_path)
+            self._resources = resources.pop_all()
+            return self._info
+
+    def _submit(self, request: Mapping[str, Any], stream: OutputStream, context: Any) -> Answer:
+        try:
+            read = engine_request(read_request(request), new_id(), self._info)
+        except RequestError as error:
+            raise dynamo_error(error.code, str(error)) from None
+        self._client.generate(stream, [read], context.id(), trace_id=context.trace_id or "")
+        return Answer(read, self._tokenizer)

@@ -1,0 +1,194 @@
+"""`DynamoFleet`: Dynamo's front with its router, and workers of ours, as processes of this machine.
+
+They find each other by files, and talk over TCP and ZeroMQ: neither etcd nor NATS is needed. Dynamo's publishers of
+events listen on all addresses, whatever they are told: where the network is not trusted, run this in a namespace.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import Any, Self
+
+_LOOPBACK = "127.0.0.1"
+_START_TIMEOUT_S = 300.0
+_EXIT_TIMEOUT_S = 60.0
+_LOOK_INTERVAL_S = 0.1
+_PORTS = (20_000, 32_768)
+_PORT_TRIALS = 100
+
+_LISTENING = ("DYN_TCP_RPC_HOST", "DYN_TCP_RESPONSE_STREAM_HOST", "DYN_EVENT_PLANE_HOST", "DYN_SYSTEM_HOST")
+
+
+class FleetFailed(Exception):
+    """A process of the fleet did not come up, or ended."""
+
+
+@dataclass
+class Worker:
+    """name: of its log. system_url: where it tells its health and metrics, and takes adapters."""
+
+    name: str
+    system_url: str
+    log: Path
+    process: subprocess.Popen[bytes]
+
+    def kill(self) -> None:
+        """End it at once, as a machine that loses its power does."""
+        self.process.kill()
+        self.process.wait(_EXIT_TIMEOUT_S)
+
+    def stop(self) -> int:
+        """Ask it to end, and wait until it has: its exit status."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(_EXIT_TIMEOUT_S)
+
+
+class DynamoFleet:
+    """Ends all its processes when it is left. front_options: of `python -m dynamo.frontend`."""
+
+    def __init__(
+        self,
+        model: Path,
+        model_name: str,
+        front_options: tuple[str, ...] = ("--router-mode", "kv"),
+        environ: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        self._model = model
+        self.model_name = model_name
+        self._front_options = front_options
+        self._environ = environ
+        self._resources = ExitStack()
+        self.workers: list[Worker] = []
+
+    def __enter__(self) -> Self:
+        directory = Path(self._resources.enter_context(tempfile.TemporaryDirectory()))
+        self._logs = directory
+        self._shared = {
+            **dict.fromkeys(_LISTENING, _LOOPBACK),
+            "DYN_FILE_KV": str(directory / "discovery"),
+            "DYN_DISCOVERY_BACKEND": "file",
+            "DYN_REQUEST_PLANE": "tcp",
+            "DYN_EVENT_PLANE": "zmq",
+            "DYN_LORA_ENABLED": "true",
+            "DYN_LOGGING_DISABLE_ANSI_COLORS": "true",
+            "HF_HUB_OFFLINE": "1",
+            **self._environ,
+        }
+        port = free_port()
+        self.url = f"http://{_LOOPBACK}:{port}"
+        front = ["-m", "dynamo.frontend", "--http-host", _LOOPBACK, "--http-port", str(port), *self._front_options]
+        self.front_log = directory / "front.log"
+        self._front = self._spawn(front, self.front_log, {})
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self._resources.close()
+
+    def start_worker(self, parameters: Mapping[str, str]) -> Worker:
+        """Start a worker, and do not wait until it is ready. parameters: of its engine."""
+        name = f"worker{len(self.workers) + 1}"
+        port, log = free_port(), self._logs / f"{name}.log"
+        command = ["-m", "multilora_engine.dynamo.main", "--model", str(self._model)]
+        command += ["--served-model-name", self.model_name]
+        command += [part for key, value in parameters.items() for part in ("--set", f"{key}={value}")]
+        process = self._spawn(command, log, {"DYN_SYSTEM_PORT": str(port)})
+        self.workers.append(Worker(name, f"http://{_LOOPBACK}:{port}", log, process))
+        return self.workers[-1]
+
+    def wait_ready(self, num_workers: int) -> None:
+        """Wait until so many workers are ready, and the front has the model. Raises FleetFailed."""
+        for worker in self.workers[-num_workers:]:
+            self.wait_until(lambda worker=worker: is_healthy(worker.system_url), worker)  # type: ignore[misc]
+        self.wait_until(lambda: self.model_name in self.models(), self.workers[-1])
+
+    def wait_until(self, holds: Callable[[], bool], worker: Worker | None = None) -> None:
+        """Wait until something holds, as long as `worker` and the front are alive. Raises FleetFailed."""
+        deadline = time.monotonic() + _START_TIMEOUT_S
+        while not holds():
+            if worker is not None and worker.process.poll() is not None:
+                raise FleetFailed(f"{worker.name} ended with status {worker.process.returncode}: {tail(worker.log)}")
+            if self._front.poll() is not None:
+                raise FleetFailed(f"the front ended with status {self._front.returncode}: {tail(self.front_log)}")
+            if time.monotonic() > deadline:
+                raise FleetFailed(f"nothing came of waiting {_START_TIMEOUT_S:g} s: {tail(self.front_log)}")
+            time.sleep(_LOOK_INTERVAL_S)
+
+    def models(self) -> list[str]:
+        """The names that clients may ask for; none while the front is starting."""
+        try:
+            listing = call(f"{self.url}/v1/models")
+        except OSError:
+            return []
+        return [model["id"] for model in listing["data"]]
+
+    def _spawn(self, command: list[str], log: Path, environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        with log.open("wb") as stream:
+            process = subprocess.Popen(
+                [sys.executable, *command],
+                env={**os.environ, **self._shared, **environ},
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+            )
+        self._resources.callback(_end, process)
+        return process
+
+
+def call(url: str, body: Mapping[str, Any] | None = None, method: str | None = None, timeout_s: float = 120.0) -> Any:
+    """The JSON that a URL answers with. Raises urllib.error.HTTPError, or another OSError."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"content-type": "application/json"}, method=method)
+    with urllib.request.urlopen(request, timeout=timeout_s) as response:
+        return json.load(response)
+
+
+def is_healthy(system_url: str) -> bool:
+    """Whether a worker takes requests."""
+    try:
+        return bool(call(f"{system_url}/health")["status"] == "ready")
+    except (OSError, ValueError):
+        return False
+
+
+def tail(log: Path, num_chars: int = 2000) -> str:
+    """The end of a log."""
+    return log.read_text(errors="replace")[-num_chars:]
+
+
+def free_port() -> int:
+    """A port that nothing listens at, and that connections of others do not take by chance.
+
+    Dynamo reads the port of its system server as a number of 16 bits with a sign.
+    """
+    for _ in range(_PORT_TRIALS):
+        port = random.randrange(*_PORTS)
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind((_LOOPBACK, port))
+            return port
+    raise FleetFailed(f"none of {_PORT_TRIALS} ports from {_PORTS[0]} to {_PORTS[1] - 1} is free")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ask a process to end, and see to it that it does."""
+    if process.poll() is None:
+        process.terminate()
+    try:
+        process.wait(_EXIT_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

@@ -1,0 +1,165 @@
+"""The engine as a worker of a real Dynamo: its front, its router, and workers as processes."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+
+import psutil
+import pytest
+
+from servers.dynamo_fleet import DynamoFleet, Worker, call
+
+pytest.importorskip("dynamo.common.backend", reason="ai-dynamo is not installed")
+pytestmark = pytest.mark.long(reason="a fleet takes half a minute to start; what it reads and writes has shorter tests")
+
+MODEL = "smol"
+PROMPT = "The capital of France is"
+PARAMETERS = {"kv_cache_memory_bytes": "192MiB", "max_num_seqs": "16", "num_threads": "1"}
+
+
+@pytest.fixture(scope="module")
+def fleet(default_model_dir: Path) -> Iterator[DynamoFleet]:
+    """A front and one worker."""
+    with DynamoFleet(default_model_dir, MODEL, ("--router-mode", "kv", "--migration-limit", "3")) as fleet:
+        fleet.start_worker(PARAMETERS)
+        fleet.wait_ready(1)
+        yield fleet
+
+
+@pytest.fixture(scope="module")
+def worker(fleet: DynamoFleet) -> Worker:
+    return fleet.workers[0]
+
+
+def ask(fleet: DynamoFleet, **options: Any) -> dict[str, Any]:
+    asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 8, "temperature": 0, **options}
+    answer: dict[str, Any] = call(f"{fleet.url}/v1/completions", asked)
+    return answer
+
+
+def text(answer: dict[str, Any]) -> str:
+    return str(answer["choices"][0]["text"])
+
+
+def metric(worker: Worker, name: str) -> float:
+    """The sum of a metric of a worker, over all its labels."""
+    host, port = worker.system_url.removeprefix("http://").split(":")
+    connection = http.client.HTTPConnection(host, int(port))
+    connection.request("GET", "/metrics")
+    lines = connection.getresponse().read().decode().splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if re.match(rf"{name}[ {{]", line))
+
+
+def test_tokens_are_those_of_the_engine(fleet: DynamoFleet, default_model_dir: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(default_model_dir)
+    model = AutoModelForCausalLM.from_pretrained(default_model_dir, dtype="float32")
+    ids = tokenizer(PROMPT, return_tensors="pt").input_ids
+    expected = model.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :]
+    answer = ask(fleet, logprobs=1, return_tokens_as_token_ids=True)
+    assert answer["choices"][0]["logprobs"]["tokens"] == [f"token_id:{i}" for i in expected.tolist()]
+    assert text(answer) == tokenizer.decode(expected)
+    assert answer["choices"][0]["finish_reason"] == "length"
+    assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (5, 8)
+
+
+def test_options_reach_the_engine(fleet: DynamoFleet) -> None:
+    plain = text(ask(fleet))
+    assert re.fullmatch("[0-9]{5}", text(ask(fleet, guided_regex="[0-9]{5}")))
+    assert text(ask(fleet, guided_choice=["a.b", "c|d"])) in ("a.b", "c|d")
+    stopped = ask(fleet, stop=["nswer"])
+    assert (text(stopped), stopped["choices"][0]["finish_reason"]) == (plain[: plain.index("nswer")], "stop")
+    kept = ask(fleet, stop=["nswer"], include_stop_str_in_output=True)
+    assert text(kept) == plain[: plain.index("nswer") + len("nswer")]
+    drawn = {"temperature": 1.0, "seed": 5, "top_p": 0.9, "top_k": 50, "min_p": 0.01, "repetition_penalty": 1.3}
+    assert text(ask(fleet, **drawn)) == text(ask(fleet, **drawn)) != plain
+    assert len(ask(fleet, prompt_logprobs=1)["choices"]) == 1
+
+
+def test_json_of_a_schema_in_a_chat(fleet: DynamoFleet) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "integer"}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    asked = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "Give me JSON with an integer"}],
+        "max_tokens": 40,
+        "temperature": 0,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
+    }
+    answer = call(f"{fleet.url}/v1/chat/completions", asked)
+    assert set(json.loads(answer["choices"][0]["message"]["content"])) == {"a"}
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "says"),
+    [
+        ({"prompt": [5] * 20_000}, 400, "max_model_len"),
+        ({"guided_regex": "("}, 400, "malformed"),
+        ({"n": 2, "temperature": 1}, 400, "n 2"),
+        ({"model": "nobody"}, 404, ""),
+    ],
+)
+def test_errors_are_the_client_s(fleet: DynamoFleet, options: dict[str, Any], status: int, says: str) -> None:
+    with pytest.raises(HTTPError) as error:
+        ask(fleet, **options)
+    assert error.value.code == status
+    assert says in error.value.read().decode()
+
+
+def test_a_client_that_hangs_up_ends_its_request(fleet: DynamoFleet, worker: Worker) -> None:
+    before = metric(worker, "dynamo_component_cancellation_total")
+    connection = http.client.HTTPConnection(fleet.url.removeprefix("http://"))
+    asked = {"model": MODEL, "prompt": "Tell a long story", "max_tokens": 2000, "stream": True, "ignore_eos": True}
+    connection.request("POST", "/v1/completions", json.dumps(asked), {"content-type": "application/json"})
+    assert connection.getresponse().readline().startswith(b"data: ")
+    connection.close()
+    fleet.wait_until(lambda: metric(worker, "dynamo_component_cancellation_total") > before)
+    fleet.wait_until(lambda: metric(worker, "dynamo_component_inflight_requests") == 0)
+
+
+def test_an_engine_that_dies_is_started_again_and_clients_hear_of_nothing_else(
+    fleet: DynamoFleet, worker: Worker
+) -> None:
+    plain = text(ask(fleet))
+    (engine,) = psutil.Process(worker.process.pid).children()
+    engine.kill()
+    engine.wait()
+
+    def answers() -> bool:
+        try:
+            return text(ask(fleet)) == plain
+        except HTTPError as error:
+            if error.code != 503:
+                raise
+            return False
+
+    fleet.wait_until(answers, worker)
+
+
+def test_a_worker_that_is_told_to_end_finishes_what_it_has(fleet: DynamoFleet) -> None:
+    """Last: it ends the worker of all tests."""
+    asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 60, "stream": True, "ignore_eos": True, "temperature": 0}
+    connection = http.client.HTTPConnection(fleet.url.removeprefix("http://"))
+    connection.request("POST", "/v1/completions", json.dumps(asked), {"content-type": "application/json"})
+    answer = connection.getresponse()
+    first = answer.readline()
+    worker = fleet.workers[0]
+    (engine,) = psutil.Process(worker.process.pid).children()
+    worker.process.terminate()
+    events = [line for line in [first, *answer.read().splitlines()] if line.startswith(b"data: {")]
+    choices = [json.loads(event.removeprefix(b"data: "))["choices"][0] for event in events]
+    assert len("".join(choice["text"] for choice in choices)) > len(PROMPT)
+    assert choices[-1]["finish_reason"] == "length"
+    assert worker.process.wait(60) == 0
+    assert not engine.is_running()
