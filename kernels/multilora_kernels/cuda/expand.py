@@ -51,7 +51,7 @@ def lora_expand(
 
 
 def expand_constants(parts: int, slice_sizes: Sequence[int], chunk_size: int, sizes: BlockSizes) -> dict[str, Any]:
-    """What the kernel is compiled for, and with which options."""
+    """The constants and options of the kernel."""
     return sizes | {"NUM_PARTS": parts, "SLICE_SIZES": tuple(slice_sizes), "BLOCK_M": chunk_size}
 
 

@@ -61,7 +61,7 @@ def lora_shrink(
 
 
 def shrink_constants(in_features: int, chunk_size: int, is_wide: bool, sizes: BlockSizes) -> dict[str, int]:
-    """What the kernel is compiled for, and with which options. is_wide: x or the adapters are float32."""
+    """The constants and options of the kernel. is_wide: x or the adapters are float32."""
     parts = num_parts(in_features, chunk_size)
     return sizes | {
         "NUM_PARTS": parts,
