@@ -113,7 +113,7 @@ class ServerProcess:
 
     @property
     def successor_options(self) -> ServerOptions:
-        """The options of a server in this one's place: clients find it at the same ports, even if these were any free."""
+        """The options of a server in this one's place: clients find it at the same ports, even at any free ones."""
         ports = self.addresses
         return replace(
             self.options, http_port=ports.http_port, grpc_port=ports.grpc_port, metrics_port=ports.metrics_port

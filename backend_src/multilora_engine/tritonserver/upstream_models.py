@@ -77,7 +77,7 @@ def door_config(repository: Path, is_decoupled: bool) -> ModelConfig:
 
 
 def text_door_config(repository: Path, is_decoupled: bool) -> ModelConfig:
-    """The configuration of `tensorrt_llm_bls`: that of `tensorrt_llm`, with the tensors of `ensemble` and a few more."""
+    """The configuration of `tensorrt_llm_bls`: that of `tensorrt_llm`, and tensors of `ensemble` and of its own."""
     config, ensemble = door_config(repository, is_decoupled), read_config(repository / _TEXT_DOOR / CONFIG_NAME)
     config.name = "tensorrt_llm_bls"
     del config.input[:], config.output[:]
