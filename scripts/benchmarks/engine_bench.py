@@ -35,7 +35,7 @@ CHUNK: int = EngineConfig.model_fields["max_num_batched_tokens"].default
 
 
 class Limits:
-    """What the machine can do, measured between everything else: bytes read and flops of matrix products a second."""
+    """The limits of the machine, measured between everything else: bytes read and flops of matrix products a second."""
 
     def __init__(self) -> None:
         self._steps, self._work = limit_steps("cpu", torch.float32)
@@ -57,7 +57,7 @@ class Limits:
 
 
 class Work:
-    """What a step of one model must at least read and multiply."""
+    """The bytes that a step of one model must at least read, and the flops."""
 
     def __init__(self, model: ModelConfig, dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
         layer = model.hidden_size * (2 * model.q_size + 2 * model.kv_size + 3 * model.intermediate_size)
