@@ -36,7 +36,7 @@ MISSING_TASK_ID = 404
 CANARY_INTERVAL_S = 15.0
 
 answers = Console(highlight=False, emoji=False)
-"""What was asked for goes to stdout, what happens meanwhile to stderr."""
+"""The answers go to stdout, reports of progress to stderr."""
 
 
 @dataclass

@@ -110,7 +110,7 @@ class LoRAConfig(BaseModel):
 
 
 class EngineConfig(BaseModel):
-    """All parameters of the engine. Frozen: derived values live with whoever derives them."""
+    """All parameters of the engine. Frozen: a derived value lives in the class that derives it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 

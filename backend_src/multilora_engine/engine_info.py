@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CallLimits:
-    """What one request may ask for at most: the parameters of these names."""
+    """The most that one request may ask for: the parameters of these names."""
 
     max_prompt_bytes: int
     max_sequences_per_request: int
@@ -63,7 +63,7 @@ class ClientPolicy:
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """What the fronts must know of a running engine: plain values, so that it travels between processes.
+    """The facts about a running engine that its fronts need: plain values, so that it travels between processes.
 
     version: of the engine, `read_version`.
     """
@@ -92,7 +92,7 @@ def _absolute(path: Path | None) -> str:
 
 
 def read_version() -> str:
-    """Of the installed package; the engine also runs from its folder alone, which has none."""
+    """The version of the installed package; the engine also runs from its folder alone, which has none."""
     try:
         return metadata.version("multilora-engine")
     except metadata.PackageNotFoundError:

@@ -44,7 +44,7 @@ from __future__ import annotations
 from multilora_engine.log_lines import one_line
 
 MAX_REQUEST_ID_CHARS = 128
-"""Of the id that a client gives its request: it stands in logs and errors, and is how a stop names the request."""
+"""The longest id that a client may give its request. Logs, errors and stops name the request by it."""
 
 
 class MultiloraError(Exception):
@@ -102,7 +102,7 @@ class AdapterOverflow(InvalidRequest):
 
 
 class TooMuchHostWork(InvalidRequest):
-    """What a request does between steps, for words, a guide or beams, keeps everybody else waiting."""
+    """The work of a request between steps, for words, a guide or beams, keeps all other requests waiting."""
 
     def __init__(self, debt_s: float, seconds_per_step: float, num_sharing: int) -> None:
         super().__init__(
@@ -277,7 +277,7 @@ class QueueShareFull(Unavailable):
 
 
 class RateExceeded(Unavailable):
-    """What an API key may cause in a minute is used up."""
+    """An API key has used up all that it may cause in a minute."""
 
     code = "RESOURCE_EXHAUSTED"
 

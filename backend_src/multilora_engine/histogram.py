@@ -36,7 +36,7 @@ class Histogram:
         return Histogram(self.bounds, counts, self.total + other.total)
 
     def since(self, earlier: Histogram) -> Histogram:
-        """What was observed after `earlier`; everything, if counting has begun anew since."""
+        """The observations after `earlier`; all of them if counting has begun anew since."""
         counts = [mine - others for mine, others in zip(self.counts, earlier.counts, strict=True)]
         if min(counts) < 0:
             return self

@@ -1,4 +1,4 @@
-"""What clients send, on its way into a log or an error: one printable line of a bounded length."""
+"""A client's text on its way into a log or an error: one printable line of a bounded length."""
 
 from __future__ import annotations
 

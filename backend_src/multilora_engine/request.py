@@ -1,4 +1,4 @@
-"""What crosses the engine's door: a request in (`GenerationRequest`), tokens out (`TokenOutput`).
+"""The records that cross the engine's door: a request in (`GenerationRequest`), tokens out (`TokenOutput`).
 
 Both are frozen values made of plain Python types: structs, which msgspec carries between processes as they are, and
 which are made in a tenth of the time that frozen dataclasses take.
@@ -19,7 +19,7 @@ GuideType = Literal["json", "json_schema", "regex", "ebnf_grammar"]
 
 
 class Guide(msgspec.Struct, frozen=True):
-    """What the answer must parse as: a JSON object or array, a JSON schema, a regular expression, or a grammar.
+    """The form that the answer must have: a JSON object or array, a JSON schema, a regular expression, or a grammar.
 
     text: the schema, expression (Rust's syntax) or grammar (GBNF with a `root`, or Lark with a `start`); unused for
     `json`.
@@ -200,7 +200,7 @@ class BeamOutput(msgspec.Struct, frozen=True):
 
 
 class TokenOutput(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What one step gave one request. Concatenating `token_ids` and `text` over a request gives the whole answer.
+    """One step's output for one request. Concatenating `token_ids` and `text` over a request gives the whole answer.
 
     token_ids: the tokens whose text is complete in this output; tokens that end inside a UTF-8 character, or that
         could still become a stop word, are held back until they are decided.

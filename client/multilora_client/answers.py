@@ -1,4 +1,4 @@
-"""What the responses to a generation say: the outputs of the models as answers and pieces of answers."""
+"""Reads the responses to a generation: the outputs of the models as answers and pieces of answers."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ _PER_ANSWER = (
 
 
 def _alternative(values: Mapping[str, Sequence[Any]]) -> Alternative:
-    """Of the values of one answer. What is filled up to the longest answer is cut to its own length."""
+    """The values of one answer. A value that was filled up to the longest answer is cut to its own length."""
     length = next(iter(values["sequence_length"]), None)
     log_probs = [float(value) for value in values["output_log_probs"][:length]]
     cum_log_probs = [float(value) for value in values["cum_log_probs"]]

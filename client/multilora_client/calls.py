@@ -1,4 +1,4 @@
-"""What a client does about adapters, free of I/O, so that the blocking and the asyncio client share it.
+"""A client's handling of adapters, free of I/O, so that the blocking and the asyncio client share it.
 
 The first use of an adapter carries its weights, later uses only the id. When the server has forgotten the adapter in
 between, the weights are sent once more, and a second refusal is the caller's to see. An adapter counts as known to the

@@ -109,7 +109,7 @@ def connect(
         Path | None, typer.Option(envvar="MULTILORA_CLIENT_KEY", help="PEM file: the client certificate's key.")
     ] = None,
 ) -> None:
-    """What every command needs to know of its connection, in `ctx.obj`."""
+    """Keep the settings of the connection, which every command needs, in `ctx.obj`."""
     if ca or client_certificate or client_key:
         with one_line_errors():
             ctx.obj = Tls(ca=ca, certificate=client_certificate, key=client_key)

@@ -154,7 +154,7 @@ class Client:
         return parse_text(self._transport.infer(detokenize_request(token_ids)))
 
     def describe_model(self) -> ModelInfo:
-        """What the server serves."""
+        """The model that the server serves."""
         return parse_model(self._transport.infer(operation_request("describe")))
 
     def list_adapters(self) -> list[AdapterInfo]:
@@ -186,7 +186,7 @@ class Client:
         return parse_adapter(self._transport.infer(operation_request("unpin", which_adapter(adapter))))
 
     def adapter_events(self, since: int = 0) -> AdapterEvents:
-        """What happened to adapters after event number `since`, as far as the server remembers it."""
+        """The events of adapters after number `since`, as far as the server remembers them."""
         return parse_events(self._transport.infer(operation_request("events", {"since": since})))
 
     def adapter_stats(self) -> dict[str, Any]:
@@ -194,7 +194,7 @@ class Client:
         return parse_report(self._transport.infer(operation_request("stats")))
 
     def adapter_layout(self) -> AdapterLayout:
-        """What the sizes of the server's adapters follow from."""
+        """The layout of the server's adapters, from which their sizes follow."""
         return parse_layout(self._transport.infer(operation_request("layout")))
 
     def close(self) -> None:
@@ -290,7 +290,7 @@ class AsyncClient:
         return parse_text(await self._transport.infer(detokenize_request(token_ids)))
 
     async def describe_model(self) -> ModelInfo:
-        """What the server serves."""
+        """The model that the server serves."""
         return parse_model(await self._transport.infer(operation_request("describe")))
 
     async def list_adapters(self) -> list[AdapterInfo]:
@@ -315,7 +315,7 @@ class AsyncClient:
         return parse_adapter(await self._transport.infer(operation_request("unpin", which_adapter(adapter))))
 
     async def adapter_events(self, since: int = 0) -> AdapterEvents:
-        """What happened to adapters after event number `since`, as far as the server remembers it."""
+        """The events of adapters after number `since`, as far as the server remembers them."""
         return parse_events(await self._transport.infer(operation_request("events", {"since": since})))
 
     async def adapter_stats(self) -> dict[str, Any]:
@@ -323,7 +323,7 @@ class AsyncClient:
         return parse_report(await self._transport.infer(operation_request("stats")))
 
     async def adapter_layout(self) -> AdapterLayout:
-        """What the sizes of the server's adapters follow from."""
+        """The layout of the server's adapters, from which their sizes follow."""
         return parse_layout(await self._transport.infer(operation_request("layout")))
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What all commands share: the server's address, and how errors look."""
+"""The parts that all commands share: the server's address, and how errors look."""
 
 from __future__ import annotations
 

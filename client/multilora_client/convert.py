@@ -97,7 +97,7 @@ def _row(module: LoRAModule, dtype: AdapterDtype, base: BaseWeights | None) -> n
 def _row_lengths(
     module: LoRAModule, lora_b: npt.NDArray[np.float32], base: BaseWeights | None
 ) -> npt.NDArray[np.float32]:
-    """Of the adapted weight W + B A, `[out]`. lora_b: with the scale in it."""
+    """The row norms of the adapted weight W + B A, `[out]`. lora_b: with the scale in it."""
     if base is None:
         raise AdapterError(
             f"{module.name} is a DoRA module, which takes the base model's weights to convert: name its checkpoint "

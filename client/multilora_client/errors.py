@@ -101,7 +101,7 @@ class ServerUnreachable(Unavailable):
 
 
 class RateExceeded(Unavailable):
-    """What the API key may cause in a minute is used up."""
+    """The API key has used up all that it may cause in a minute."""
 
     code = "RESOURCE_EXHAUSTED"
 

@@ -48,7 +48,7 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a whole answer and a piece of one have in common.
+    """The fields that a whole answer and a piece of one have in common.
 
     text: the completion without the prompt. token_ids: its tokens, empty from models that return text only.
     finish_reason: `stop` (end token or stop word), `length` (max_tokens or the context used up) or `cancelled`; None

@@ -142,7 +142,7 @@ def _stream_answer(message: Any, request: InferRequest) -> Response | MultiloraC
 
 
 def _last(ending: Response | MultiloraClientError | None, request: InferRequest) -> Response:
-    """What ended a stream, handed on only when the server has closed its side.
+    """The error that ended a stream, handed on only when the server has closed its side.
 
     Cancelling a call between its last response and its end can leave Triton (24.10) waiting for it when it
     shuts down.
@@ -155,7 +155,7 @@ def _last(ending: Response | MultiloraClientError | None, request: InferRequest)
 
 
 def _error(error: grpc.RpcError, target: str, request: InferRequest) -> MultiloraClientError:
-    """Of a call that failed as a whole. UNAVAILABLE without a code of ours in its text means that nobody answered."""
+    """The error of a call that failed as a whole. UNAVAILABLE without our code in its text means that none answered."""
     status = error.code().name
     if status == "DEADLINE_EXCEEDED":
         return TimedOut(f"no answer within {request.timeout_s} s", request_id=request.request_id)

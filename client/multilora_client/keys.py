@@ -171,7 +171,7 @@ class KeyRing:
         self._callers = self._parse()
 
     def caller(self, key: str) -> Caller | None:
-        """Who has a key; None if nobody has it. How long it takes tells nothing about the keys of the file."""
+        """The owner of a key; None if nobody has it. How long it takes tells nothing about the keys of the file."""
         self._read_again_if_changed()
         return self._callers.get(digest_of(key))
 

@@ -1,4 +1,4 @@
-"""What an operator asks the model `adapters`, and what it answers: JSON on the wire, records here. No I/O."""
+"""An operator's requests to the model `adapters`, and its answers: JSON on the wire, records here. No I/O."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Parsed = TypeVar("Parsed", bound=msgspec.Struct)
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
-    """What a server serves. model: its name. max_model_len: tokens of a prompt and its answer.
+    """The model that a server serves. model: its name. max_model_len: tokens of a prompt and its answer.
 
     version: of the server's engine.
     """
@@ -54,7 +54,7 @@ def which_adapter(adapter: int | str) -> dict[str, int | str]:
 
 
 def load_fields(adapter: int | str, source: str, path: str) -> dict[str, int | str]:
-    """Of a `load`. A server that knows no paths refuses the field, so it goes only where there is one."""
+    """The fields of a `load`. A server that knows no paths refuses the field, so it goes only where there is one."""
     return which_adapter(adapter) | {"source": source} | ({"path": path} if path else {})
 
 

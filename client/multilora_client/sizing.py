@@ -1,4 +1,4 @@
-"""What adapters take in the memory of a server, from its layout or from a checkpoint without a server."""
+"""The memory that adapters take in a server, from its layout or from a checkpoint without a server."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class Tls:
         self.ssl_context()
 
     def ssl_context(self) -> ssl.SSLContext:
-        """For HTTP."""
+        """The context for HTTP."""
         try:
             context = ssl.create_default_context(cafile=self.ca)
             if self.certificate is not None:
@@ -44,6 +44,6 @@ class Tls:
         return context
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """For gRPC."""
+        """The credentials for gRPC."""
         files = (self.ca, self.key, self.certificate)
         return grpc.ssl_channel_credentials(*(None if file is None else file.read_bytes() for file in files))

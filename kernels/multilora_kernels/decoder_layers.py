@@ -53,7 +53,7 @@ class PackedLayer(NamedTuple):
 
 
 class LayerStep(NamedTuple):
-    """What the layers of a step share: arguments of `rotary_attention` and `lora_linear`.
+    """The arguments that all layers of a step share: those of `rotary_attention` and `lora_linear`.
 
     scale: of the scores of attention, head_dim ** -0.5. tables, segments: None for a step without adapters.
     """
@@ -73,7 +73,7 @@ def decoder_layers(
     update: torch.Tensor,
     on_layer: Callable[[], object] = lambda: None,
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """For each layer x += update; x += attention(norm(x)); update = mlp(norm(x)); then x and update.
+    """Compute for each layer x += update; x += attention(norm(x)); update = mlp(norm(x)); then x and update.
 
     Bit for bit what `add_rms_norm`, `lora_linear` (`packed_linear` in a step without adapters), `rotary_attention` and
     `silu_mul` give one by one.

@@ -1,4 +1,4 @@
-"""What lies between a layer's matrix products: in one call each on a CPU (float32) and in one launch each on a GPU."""
+"""The operators between a layer's matrix products: one call each on a CPU (float32), one launch each on a GPU."""
 
 from __future__ import annotations
 

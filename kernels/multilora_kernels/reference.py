@@ -104,7 +104,7 @@ def rotary_attention(
     slots: torch.Tensor,
     *fields: Any,
 ) -> torch.Tensor:
-    """As `attention.rotary_attention`, with the arguments of the operator."""
+    """Compute as `attention.rotary_attention`, with the arguments of the operator."""
     num_kv, head_dim = keys.shape[1:]
     heads = qkv.view(qkv.shape[0], -1, head_dim)
     qk, v = heads[:, :-num_kv], heads[:, -num_kv:]

@@ -1,4 +1,4 @@
-"""What adapters cost: memory against parameters, the way in, the way to a step, throughput, and other requests' pauses.
+"""Measures adapters: memory against parameters, the way in, the way to a step, throughput, other requests' pauses.
 
 memory       bytes an adapter takes in its tiers over parameters x their size; default model, all linear layers
 way in       packing and inserting one, in GB/s, beside a plain copy of the same bytes

@@ -70,7 +70,7 @@ MIXED = (
     SamplingParams(1, temperature=1.2, top_k=0, min_p=0.05),
     SamplingParams(1, temperature=1.0, top_k=0),
 )
-"""What the requests of a batch ask for, in turn."""
+"""The sampling that the requests of a batch ask for, in turn."""
 
 _TINY_VOCABULARY = 4096
 

@@ -1,4 +1,4 @@
-"""What the benchmarks of the engine report: rows of one number each, as a table, as CSV and as a plot."""
+"""The reports of the engine's benchmarks: rows of one number each, as a table, as CSV and as a plot."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What requests get through the real server, with all its processes and this client on the same machine.
+"""Measures requests through the real server, with all its processes and this client on the same machine.
 
 adapters   tokens/s of 1, 8 and 16 requests that start together: without adapters, with one, with one each
 doors      tokens/s of the same requests in this process (the engine alone), through `generation` and through `ensemble`

@@ -82,7 +82,7 @@ class EagerClock(Clock):
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured. batches: sequences of a decode step; each with a context of `context` tokens."""
+    """The sizes of a measurement. batches: sequences of a decode step; each with a context of `context` tokens."""
 
     batches: Sequence[int]
     context: int

@@ -51,7 +51,7 @@ _OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
 
 @dataclass(frozen=True)
 class Resources:
-    """What one thread, or for shared memory one program, of a compiled kernel takes, as the compiled code says.
+    """The resources of one thread, or for shared memory of one program, as the compiled code of a kernel says.
 
     single_loads: instructions that load one number of 16 bits from global memory.
     """

@@ -40,5 +40,5 @@ def process_name(process: psutil.Process) -> str:
 
 
 def seconds_between(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
-    """What two readings differ by, by process."""
+    """The difference of two readings, by process."""
     return {name: seconds - before[name] for name, seconds in after.items()}

@@ -57,7 +57,7 @@ class RepeatedLimits:
 
 
 class Work:
-    """What a step of one model must at least read and multiply."""
+    """The bytes that a step of one model must at least read, and the flops."""
 
     def __init__(self, model: ModelConfig, dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
         layer = model.hidden_size * (2 * model.q_size + 2 * model.kv_size + 3 * model.intermediate_size)

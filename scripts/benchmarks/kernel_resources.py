@@ -1,4 +1,4 @@
-"""What the GPU kernels cost when compiled here and now, for GPUs that are not there: a table, a CSV and a plot."""
+"""The resources of the GPU kernels, compiled here for GPUs that are not there: a table, a CSV and a plot."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ GPUS = (80, 90, 100)
 """sm_80, sm_90 and sm_100."""
 
 _HEAD_DIM, _GROUP, _BLOCK_SIZE = 128, 4, 16
-"""Of the attention of a model with 8 billion parameters."""
+"""The sizes of the attention of a model with 8 billion parameters."""
 
 
 @dataclass(frozen=True)
 class Used:
-    """Of one kernel on one GPU generation. shape: of the linear and its adapters, empty where there is none."""
+    """The resources of one kernel on one GPU generation. shape: of the linear and its adapters, empty without one."""
 
     kernel: str
     shape: str

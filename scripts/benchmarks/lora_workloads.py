@@ -1,4 +1,4 @@
-"""What bench_kernels and tune_block_sizes measure: batches over a model's linears, and three ways to apply adapters.
+"""Workloads of bench_kernels and tune_block_sizes: batches over a model's linears, three ways to apply adapters.
 
 A step applies the adapters of all linears of all layers once. Layers have weights of their own, as in a model, so that
 no step finds the last one's adapters in a cache by accident of the benchmark.

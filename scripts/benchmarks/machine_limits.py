@@ -1,4 +1,4 @@
-"""What the machine can do at most, and the clock that measures it as it measures all else."""
+"""The limits of the machine, and the clock that measures it as it measures all else."""
 
 from __future__ import annotations
 

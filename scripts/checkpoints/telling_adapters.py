@@ -39,7 +39,7 @@ MAX_RANK = 8
 HIDDEN_SIZE = 128
 NUM_LAYERS = 2
 SPANNING_INTERMEDIATE_SIZE = 16384
-"""Of an MLP whose adapters have pieces that span pages: 512 KiB at `MAX_RANK` in float32, in pages of 256 KiB."""
+"""The width of an MLP whose adapters have pieces that span pages: 512 KiB at `MAX_RANK`, in pages of 256 KiB."""
 
 BASE_TOKEN = NUM_PLACES * NUM_DIGITS
 PROMPT_TOKENS = range(BASE_TOKEN + 1, HIDDEN_SIZE)
@@ -92,7 +92,7 @@ class Matrices:
 
 
 def answer(number: int, version: int) -> list[int]:
-    """What adapter `number` must answer in this version."""
+    """The answer that adapter `number` must give in this version."""
     return [place * NUM_DIGITS + digit for place, digit in enumerate(_digits(number, version))]
 
 
@@ -169,7 +169,7 @@ def packed_adapter(number: int, version: int, layout: AdapterLayout) -> PackedAd
 
 
 def _digits(number: int, version: int) -> list[int]:
-    """Of number and version in turns, the least significant first."""
+    """The digits of number and version in turns, the least significant first."""
     assert 0 <= number < MAX_NUMBER
     assert 0 <= version < MAX_NUMBER
     return [value // NUM_DIGITS**i % NUM_DIGITS for i in range(NUM_PLACES // 2) for value in (number, version)]

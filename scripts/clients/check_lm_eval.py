@@ -22,7 +22,7 @@ TOLERANCE = 1e-3
 
 @dataclass(frozen=True)
 class Likelihood:
-    """What lm-eval was told. context: empty when the whole text was asked for, after the model's first token.
+    """One question of lm-eval. context: empty when the whole text was asked for, after the model's first token.
 
     is_greedy: whether each token of the continuation is the likeliest, None when that was not asked.
     """
@@ -34,7 +34,7 @@ class Likelihood:
 
 
 def read_likelihoods(directory: Path) -> list[Likelihood]:
-    """Those of all samples below `directory`."""
+    """The questions of all samples below `directory`."""
     lines = (line for path in sorted(directory.rglob("samples_*.jsonl")) for line in path.read_text().splitlines())
     return [likelihood for line in lines for likelihood in _likelihoods_of(json.loads(line))]
 

@@ -64,7 +64,7 @@ class ClientProgram:
 
     @property
     def outcome(self) -> str:
-        """What is expected, in words."""
+        """The expected answer, in words."""
         return f"{self.expected}: {self.note}" if self.note else str(self.expected)
 
     def command(self, places: Mapping[str, str]) -> list[str]:

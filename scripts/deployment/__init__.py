@@ -1,1 +1,1 @@
-"""What docker/ describes, tried on this machine without a container engine."""
+"""Tries the recipes of docker/ on this machine without a container engine."""

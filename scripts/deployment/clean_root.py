@@ -194,7 +194,7 @@ class Recipe:
             case "HEALTHCHECK":
                 self._stage().healthcheck = msgspec.json.decode(arguments.split(" CMD ")[1], type=list[str])
             case "EXPOSE" | "STOPSIGNAL":
-                pass  # nothing to open without a container, and whoever ends it chooses the signal
+                pass  # nothing to open without a container, and its user chooses the signal that ends it
             case name:
                 raise RecipeError(f"{name} is not understood")
 

@@ -51,7 +51,7 @@ console = Console(highlight=False)
 
 @dataclass
 class Trial:
-    """What was seen of one recipe: what was tried, and how it went."""
+    """The trials of one recipe, and their results."""
 
     recipe: str
     findings: list[tuple[str, str]] = field(default_factory=list)

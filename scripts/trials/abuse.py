@@ -1,4 +1,4 @@
-"""What a hostile client does to another one: servers of its own, a victim that streams again and again, and attacks.
+"""Measures a hostile client's harm: servers of its own, a victim that streams again and again, and attacks.
 
 The victim streams 64 greedy tokens over gRPC and notes the time between them: while nobody else asks, right before each
 attack, and during it. The attack runs in a process of its own. It has hurt when the 99th percentile is more than three
@@ -98,7 +98,7 @@ def try_attack(door: str, name: str, attack: Attack, stage: Stage) -> Row:
 
 
 def _loss(stage: Stage, engine: int | None) -> str:
-    """What is gone after an attack; empty if nothing is."""
+    """The things that are gone after an attack; empty if nothing is."""
     if not stage.is_alive:
         return "server lost"
     return "" if stage.engine_pid == engine else "engine lost"

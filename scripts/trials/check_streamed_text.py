@@ -93,7 +93,7 @@ def _part(random: Random, text: str) -> str:
 
 
 def check(question: Question, direct: Client, ensemble: Client, tokenizer: Any) -> list[str]:
-    """What is wrong about the answers to a question; empty if nothing is."""
+    """The faults of the answers to a question; empty if there are none."""
     chunks = list(direct.stream(question.prompt, **question.options()))
     pieces = [chunk.text for chunk in chunks]
     text, token_ids = "".join(pieces), [token_id for chunk in chunks for token_id in chunk.token_ids]
@@ -111,7 +111,7 @@ def check(question: Question, direct: Client, ensemble: Client, tokenizer: Any) 
 
 
 def check_all(grpc_url: str, model: Path, asked: list[Question], on_done: Callable[[], None]) -> list[str]:
-    """What is wrong about the answers of a running server."""
+    """The faults of the answers of a running server."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     with (
         Client(f"grpc://{grpc_url}", door=DIRECT) as direct,

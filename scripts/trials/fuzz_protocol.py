@@ -62,7 +62,7 @@ _NUM_PARTS = 4
 
 @dataclass
 class Tally:
-    """What happened, by kind of mutation. failures: case number and what was wrong about it."""
+    """The outcomes, by kind of mutation. failures: the number of a case and its fault."""
 
     counts: dict[str, Counter[str]] = field(default_factory=dict)
     slowest_s: Counter[str] = field(default_factory=Counter)
@@ -97,7 +97,7 @@ def is_right(case: Case, outcome: Outcome) -> bool:
 
 
 def read_facts(grpc_url: str, model: Path) -> ModelFacts:
-    """What requests to the models of a running server are made from."""
+    """The facts about the models of a running server that requests are made from."""
     with InferenceServerClient(grpc_url) as client:
         configs = {name: client.get_model_config(name, as_json=True)["config"] for name in set(DOORS.values())}
     config = read_model_config(model)

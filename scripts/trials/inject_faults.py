@@ -76,7 +76,7 @@ _ARGUMENTS = ("--canary-interval-secs=1", f"--exit-timeout-secs={_EXIT_TIMEOUT_S
 
 @dataclass(frozen=True)
 class Scene:
-    """What a fault is injected into. clock: the server's own wall clock; None where that is everybody's."""
+    """The server and the clients of a fault. clock: the server's own wall clock; None where that is everybody's."""
 
     server: SandboxedServer
     load: JudgingClients

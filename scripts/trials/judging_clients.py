@@ -54,7 +54,7 @@ def text_of(tokens: list[int]) -> str:
 
 @dataclass
 class Tally:
-    """What clients saw since it was made, by name: `right`, error codes, `uploads`; and what must not be.
+    """The outcomes that clients saw since it was made, by name: `right`, error codes, `uploads`; and what must not be.
 
     messages: of each code the first.
     """
@@ -215,7 +215,7 @@ class JudgingClients:
         return self._judge(number, text, text_of(expected))
 
     def _note_missing(self, client: Client, number: int, asked_at: float) -> None:
-        """It is lost, unless it was damaged: then whoever asked before it was acknowledged again may miss it."""
+        """It is lost, unless it was damaged: then a client that asked before it was acknowledged again may miss it."""
         with self._lock:
             mended_at = self._damaged.get(number, 0.0)
             if mended_at is not None and asked_at > mended_at:

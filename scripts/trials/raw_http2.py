@@ -33,7 +33,7 @@ _HEAD = b"".join(
 
 
 def greet(connection: socket.socket) -> None:
-    """What a client says first, and that it has read the server's settings, as it will have."""
+    """The first bytes of a client, and that it has read the server's settings, as it will have."""
     connection.sendall(_PREFACE + frame(SETTINGS, 0, 0) + frame(SETTINGS, ACK, 0))
 
 

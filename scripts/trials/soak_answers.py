@@ -1,4 +1,4 @@
-"""What the clients of soak_adapters know of adapters, ask and hear, and how their answers are judged."""
+"""The knowledge that the clients of soak_adapters have of adapters, their calls, and how answers are judged."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ANSWER_TIMEOUT_S = 120.0
 
 @dataclass
 class Tally:
-    """What happened, by name; `wrong` describes each wrong answer."""
+    """The counts of outcomes, by name; `wrong` describes each wrong answer."""
 
     counts: Counter[str] = field(default_factory=Counter)
     errors: Counter[str] = field(default_factory=Counter)
@@ -78,7 +78,7 @@ class Call:
 
 
 class Versions:
-    """What the clients know of one adapter.
+    """The clients' knowledge of one adapter.
 
     The lock is held while a version is chosen and submitted, and one engine client submits in order: the engine sees
     versions in rising order, and a request sees at least `confirmed` and at most `submitted` as they were then.
@@ -114,7 +114,7 @@ class Versions:
             self.confirmed = max(self.confirmed, min(versions))
 
     def matching(self, versions: Iterable[int], token_ids: list[int], digest: str) -> list[int]:
-        """Those whose answer starts with `token_ids`, and whose digest it is; an answer cut short may have none."""
+        """The versions whose answer starts with `token_ids` and whose digest it is; a cut answer may have none."""
         return [
             version
             for version in versions

@@ -24,7 +24,7 @@ _STEPS_PER_CHECK = 32
 
 
 class Counts(msgspec.Struct, frozen=True):
-    """What one engine did from start to end."""
+    """The counts of one engine from start to end."""
 
     num_steps: int
     num_preemptions: int

@@ -84,7 +84,7 @@ def fit(seconds: Sequence[float], num_bytes: Sequence[int]) -> Line:
 
 
 def _dependence(residuals: npt.NDArray[np.float64]) -> float:
-    """What the error of a slope is multiplied by when each deviation is `r` times the one before, plus chance.
+    """The factor of the error of a slope when each deviation is `r` times the one before, plus chance.
 
     sqrt((1 + r) / (1 - r)): n such deviations tell as much as n (1 - r) / (1 + r) independent ones. At least 1.
     """
@@ -103,7 +103,7 @@ def measure(processes: Mapping[str, psutil.Process], shared_memory: Path) -> dic
 
 
 def anonymous_bytes(process: psutil.Process) -> int:
-    """What is in memory and in no file. Raises psutil.NoSuchProcess."""
+    """The bytes that are in memory and in no file. Raises psutil.NoSuchProcess."""
     with suppress(OSError):
         for line in Path(f"/proc/{process.pid}/status").read_text().splitlines():
             if line.startswith("RssAnon:"):

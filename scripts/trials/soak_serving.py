@@ -89,7 +89,7 @@ class Death:
 
 @dataclass
 class Record:
-    """What was measured and what happened. A stretch ends with a death. silent: adapters without an answer at last."""
+    """The measurements and events. A stretch ends with a death. silent: adapters without an answer at last."""
 
     stretches: list[Stretch] = field(default_factory=list)
     deaths: list[Death] = field(default_factory=list)

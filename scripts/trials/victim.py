@@ -20,7 +20,7 @@ _NUM_TOKENS = 64
 
 @dataclass(frozen=True)
 class Gaps:
-    """What a victim met in some time: seconds between its tokens, and what went wrong."""
+    """The experience of a victim in some time: seconds between its tokens, and errors."""
 
     seconds: list[float]
     errors: list[str]
@@ -54,7 +54,7 @@ class Victim:
         self._thread.join()
 
     def take(self) -> Gaps:
-        """What it met since this was asked last."""
+        """Its experience since this was asked last."""
         with self._lock:
             gaps, self._gaps = self._gaps, Gaps([], [])
         return gaps

@@ -33,7 +33,7 @@ _ENSEMBLE_NAMES = {"runtime_top_k": "top_k", "runtime_top_p": "top_p", "streamin
 
 @dataclass(frozen=True)
 class InputSpec:
-    """What a model's configuration says of an input; -1 in `dims` is any number."""
+    """An input in a model's configuration; -1 in `dims` is any number."""
 
     datatype: str
     dims: tuple[int, ...]
@@ -51,7 +51,7 @@ class WireTensor:
 
 @dataclass
 class WireRequest:
-    """What is sent. body_damage: for doors whose requests are text, what happens to that text on the way."""
+    """A request. body_damage: for doors whose requests are text, what happens to that text on the way."""
 
     door: str
     model: str
@@ -72,7 +72,7 @@ class WireRequest:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What requests are made from. inputs: of each model. row_widths: by module id, in plus out size of a LoRA row."""
+    """The facts for making requests. inputs: of each model. row_widths: by module id, in + out size of a LoRA row."""
 
     inputs: Mapping[str, Mapping[str, InputSpec]]
     row_widths: Mapping[int, int]

@@ -67,7 +67,7 @@ def load_base_model(config: EngineConfig, on_progress: Callable[[int, int], None
 
 
 def describe_engine(config: EngineConfig, base: BaseModel) -> EngineInfo:
-    """What the fronts must know of an engine."""
+    """The facts about an engine that its fronts need."""
     return EngineInfo(
         model_path=str(config.model_path),
         tokenizer_path=str(base.tokenizer_path),

@@ -50,7 +50,7 @@ class Hypothesis:
 
 
 class Beam(Protocol):
-    """What a search reads of an unfinished answer; an engine's `Sequence` is one.
+    """The part of an unfinished answer that a search reads; an engine's `Sequence` is one.
 
     score: the sum of `log_probs`, which are those of its tokens.
     """

@@ -1,4 +1,4 @@
-"""What an `Engine` is put together from, by its configuration."""
+"""Builds the parts of an `Engine` from its configuration."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def choose_dtype(name: str, model: ModelConfig, device: torch.device) -> torch.d
 
 
 def choose_weight_dtype(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """What the weights are stored in. Raises ConfigError where the device has no kernels for it."""
+    """The format that stores the weights. Raises ConfigError where the device has no kernels for it."""
     may_differ = device.type == "cpu" and dtype == torch.float32
     if config.weight_dtype == "auto":
         return stored_dtype(config.model_path) if may_differ else dtype
@@ -80,7 +80,7 @@ def build_lora_manager(
 
 
 def build_fetcher(config: EngineConfig, layout: AdapterLayout) -> AdapterFetcher | None:
-    """What asks the sources of adapters; None if there are none. Raises ConfigError."""
+    """The fetcher that asks the sources of adapters; None without sources. Raises ConfigError."""
     if not config.lora.lora_sources:
         return None
     try:

@@ -112,12 +112,12 @@ class Engine:
 
     @property
     def remote(self) -> RemoteAdapters:
-        """The adapters that are on their way, for whoever looks after them from the engine's thread."""
+        """The adapters that are on their way. Only the engine's thread may use the object."""
         return self._remote
 
     @property
     def loras(self) -> LoRAManager:
-        """The adapters, for whoever looks after them from the engine's thread."""
+        """The adapters in memory and on disk. Only the engine's thread may use the object."""
         return self._loras
 
     @property

@@ -11,7 +11,7 @@ from multilora_engine.engine.sequence import Sequence
 def choose_victim(
     newcomer: Sequence, needed: float, running: list[Sequence], held: Callable[[Sequence], float]
 ) -> Sequence | None:
-    """Of the clients that hold more than their shares, the sequence that started last; None where nobody has to go.
+    """The sequence that started last among those of clients above their shares; None where no sequence has to go.
 
     The shares are those of the clients that run and of the newcomer's, by their weights. A newcomer whose client would
     hold more than its own share, or is less urgent, waits like everybody.

@@ -1,4 +1,4 @@
-"""What a request is told beside tokens and text, until it leaves: `HeldOutputs` of its answer, `PromptReport`."""
+"""Values that go to a client beside tokens and text, until they leave: `HeldOutputs` of its answer, `PromptReport`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from multilora_engine.sampling.prompt_log_probs import PromptLogProbs
 
 @dataclass(slots=True)
 class HeldOutputs:
-    """Of the tokens of an answer that have not left yet; each list stays empty in a request that did not ask for it.
+    """Values of an answer's tokens that have not left yet; each list is empty in a request that did not ask for it.
 
     logits: rows of float32. cum_log_prob: the sum of the log-probs of the tokens that have left. Written by `Answers`
     and, for beams, by `continue_beams`.
@@ -38,7 +38,7 @@ class HeldOutputs:
 
 @dataclass(slots=True)
 class PromptReport:
-    """Of a prompt's first tokens, as far as they are computed. Written by the model runner.
+    """Values of a prompt's first tokens, as far as they are computed. Written by the model runner.
 
     logits: rows of float32 that have not left. num_logits: rows so far, those that have left included. log_probs: until
     they leave; None after that, and for a request that did not ask for them.

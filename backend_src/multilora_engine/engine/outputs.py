@@ -1,4 +1,4 @@
-"""What a sequence gives its client, as `TokenOutput`s."""
+"""Makes the `TokenOutput`s of a sequence."""
 
 from __future__ import annotations
 

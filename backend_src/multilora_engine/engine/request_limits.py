@@ -14,7 +14,7 @@ _LOGIT_BYTES = 4
 """Logits leave as float32."""
 
 _MAX_TOP_LOG_PROBS = 100
-"""Each is told for every token of an answer, with its text; whoever wants all of them asks for the logits."""
+"""Each is told for every token of an answer, with its text; a client that wants all of them asks for the logits."""
 
 _MAX_PROMPT_TOP_LOG_PROBS = 20
 """The same for a prompt, which has far more tokens, all at once."""
@@ -85,7 +85,7 @@ class RequestLimits:
             )
 
     def max_output_tokens(self, request: GenerationRequest) -> int:
-        """What the request asks for, or as much as there is room for behind its prompt."""
+        """The number of tokens that the request asks for, or that there is room for behind its prompt."""
         return min(request.sampling.max_tokens, self.max_model_len - len(request.prompt_token_ids))
 
 

@@ -108,7 +108,7 @@ class Sequence:
 
     @property
     def beams(self) -> list[Sequence]:
-        """What is computed for the request: the sequence itself and, in a beam search, the other beams."""
+        """The sequences that are computed for the request: this one and, in a beam search, the other beams."""
         return [self, *self.siblings]
 
     @property
@@ -118,7 +118,7 @@ class Sequence:
 
     @property
     def log_probs(self) -> list[TokenLogProb]:
-        """Of a beam, those of all its tokens: none leaves before the search ends."""
+        """For a beam, the values of all its tokens: none leaves before the search ends."""
         return self.held.log_probs
 
     def sibling(self) -> Sequence:

@@ -11,7 +11,7 @@ _FORGETTING = 0.99
 """What a step counts beside the next one: after some hundred steps a machine that has become slower is known to be."""
 
 _RIDGE = 1e-3
-"""Of a sum of squares: it decides where the measured steps do not tell two kinds of work apart."""
+"""The weight of a sum of squares: it decides where the measured steps do not tell two kinds of work apart."""
 
 _MAX_SURPRISE = 3.0
 """A step counts as no longer than so many times what was expected: garbage may have been collected in it."""
@@ -19,7 +19,7 @@ _MAX_SURPRISE = 3.0
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """What a step computes.
+    """The work of a step.
 
     num_decodes: sequences that compute one token. num_beams: those of them that are beams of a search.
     num_prompt_tokens: of all other sequences. num_prompt_rows: those of them whose logits are wanted.
@@ -83,7 +83,7 @@ def _features(work: StepWork) -> NDArray[np.float64]:
 
 
 def _least_squares(squares: NDArray[np.float64], products: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The factors f >= 0 with squares @ f = products, nearly: those that would be negative are 0."""
+    """The factors f >= 0 with squares @ f = products, nearly: factors that would be negative are 0."""
     factors = np.zeros(len(products))
     kept = np.flatnonzero(squares.diagonal() > 0)
     while len(kept):

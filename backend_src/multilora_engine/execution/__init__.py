@@ -1,1 +1,8 @@
-"""One step on the device: its inputs, the forward pass, CUDA graphs, transfers."""
+"""One step on the device: its inputs, the forward pass, CUDA graphs, transfers.
+
+model_runner       builds the batch of a scheduled step (`ModelRunner.build_batch`) and runs it, up to the chosen tokens
+forward_batch      `ForwardBatch`, `LoRABatch`: the tensors of a batch, with a worked example
+cuda_graphs        a decode step's batch copied into static tensors, and the graph's replay (`DecodeGraphs.run`)
+prompt_scoring     log-probs of prompts' tokens
+transfer           copies between host and device that nothing waits for
+"""

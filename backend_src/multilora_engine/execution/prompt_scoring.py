@@ -13,7 +13,7 @@ from multilora_engine.execution.transfer import to_device
 from multilora_engine.sampling.prompt_log_probs import PromptLogProbs
 
 _ROWS_AT_ONCE = 64
-"""Of logits: more would take memory, fewer would read the head's weights more often."""
+"""The rows of logits of one product: more would take memory, fewer would read the head's weights more often."""
 
 
 def scores_prompts(step: list[ScheduledSequence]) -> bool:
@@ -39,7 +39,7 @@ def score_prompts(
 
 
 def _scored(step: list[ScheduledSequence]) -> list[tuple[PromptLogProbs, range]]:
-    """What the step adds to, and behind which positions."""
+    """The reports that the step adds to, and the positions of their new values."""
     return [
         (scheduled.sequence.prompt_report.log_probs, positions)
         for scheduled in step
@@ -61,7 +61,7 @@ def _rows_and_next_tokens(step: list[ScheduledSequence]) -> torch.Tensor:
 def _log_probs(
     logits: torch.Tensor, token_ids: torch.Tensor, num_top: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of a token a row, float32 [n]; log-probs and ids of the likeliest tokens, [n, num_top], best first."""
+    """Log-probs of a token a row, float32 [n]; log-probs and ids of the likeliest tokens, [n, num_top], best first."""
     whole = logits.logsumexp(dim=-1, keepdim=True)
     chosen = logits.gather(1, token_ids.unsqueeze(1)) - whole
     top = logits.topk(num_top, dim=-1)

@@ -1,4 +1,4 @@
-"""What crosses between host and device in every step, without waiting for the device: `to_device`, `FromDevice`."""
+"""Copies between host and device in every step, without waiting for the device: `to_device`, `FromDevice`."""
 
 from __future__ import annotations
 

@@ -22,8 +22,8 @@ from multilora_engine.lora.names import TaskId, label_of, parse_label
 from multilora_wire.layout import AdapterLayout, PageShape
 
 FORMAT_VERSION = "3"
-"""Of the files. 1 had SHA-256 digests: those say nothing about whether an upload is the same adapter. 2 counted offsets
-in values, and its layout had no version."""
+"""The version of the files' format. 1 had SHA-256 digests, which do not tell whether an upload is the same adapter.
+2 counted offsets in values, and its layout had no version."""
 
 _NO_DIGEST = "0" * 32
 """In the place of a digest that is yet to come."""
@@ -39,7 +39,7 @@ class DamagedFile(Exception):
 
 @dataclass(frozen=True)
 class DiskAdapter:
-    """What is known of a file without reading its pages."""
+    """The facts about a file that its header tells, without its pages."""
 
     lora_task_id: TaskId
     digest: str
@@ -109,7 +109,7 @@ WriteFile = Callable[[Path, bytes, Sequence[torch.Tensor]], None]
 
 
 def write_file_atomically(path: Path, header: bytes, pages: Sequence[torch.Tensor]) -> None:
-    """Under another name first. Not synced: what a power failure leaves half written, its digest gives away."""
+    """Write a file under another name first. It is not synced: the digest betrays a file that lost power cut short."""
     part = path.with_name(f".{path.name}.part")
     try:
         with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "wb", 0) as file:
@@ -167,7 +167,7 @@ def _rows_text(rows: list[PackedRow]) -> str:
 
 
 def describe_file(path: Path, layout: AdapterLayout) -> DiskAdapter:
-    """What a file holds, by its header. Raises DamagedFile or OSError."""
+    """The adapter of a file, by its header. Raises DamagedFile or OSError."""
     try:
         lora_task_id = parse_label(path.stem)
     except ValueError as error:
@@ -188,7 +188,7 @@ def open_regular(path: Path) -> int:
 
 
 def _read_header(fd: int, lora_task_id: TaskId, layout: AdapterLayout) -> _Contents:
-    """What stands before the pages, checked. Raises DamagedFile or OSError."""
+    """The header before the pages, checked. Raises DamagedFile or OSError."""
     status = os.fstat(fd)
     header, data_start = _decode_header(fd, status.st_size)
     metadata, shape = header.metadata, header.pages.shape

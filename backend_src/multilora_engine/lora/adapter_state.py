@@ -1,4 +1,4 @@
-"""`AdapterState`: all that says what one version of an adapter is doing, and what it may do next.
+"""`AdapterState`: the four states of one version of an adapter, and the steps between them.
 
 Four machines run beside each other; `AdapterState.move` is the only way from one state to the next:
 
@@ -67,7 +67,7 @@ class Device(Enum):
 
 
 class FreedBy(Enum):
-    """By what an adapter's pages in host memory become free for another one; the sooner comes first."""
+    """The event that frees an adapter's pages in host memory for another one; the sooner event comes first."""
 
     EVICTION = auto()
     END_OF_WRITE = auto()
@@ -114,7 +114,7 @@ TRANSITIONS: frozenset[tuple[State, State]] = frozenset(
 
 @dataclass(eq=False, slots=True)
 class AdapterState:
-    """What one version of an adapter is doing.
+    """The states of one version of an adapter, its pins and its hold.
 
     file: WRITTEN from the start if there is a file of this version, REFUSED if there is no disk tier.
     num_pins: requests that use it, from acceptance to the last token. is_held: an operator wants it in memory, used or
@@ -170,7 +170,7 @@ class AdapterState:
 
     @property
     def freed_by(self) -> FreedBy:
-        """By what the pages become free."""
+        """The event that frees the pages."""
         if self.is_wanted:
             return FreedBy.END_OF_USE
         if self.memory is Memory.READING:

@@ -197,7 +197,7 @@ class DeviceTier:
 
     @property
     def stats(self) -> TierStats:
-        """Of shared pages only those of adapters that steps have used count as the device's."""
+        """Where the device shares the host's pages, only adapters that steps have used count as the device's."""
         return TierStats(
             bytes_used=sum(len(resident.pages) for resident in self._residents.values()) * self._pool.page_bytes,
             bytes_total=self._pool.count * self._pool.page_bytes,

@@ -120,7 +120,7 @@ class DiskTier:
 
     @property
     def adapters(self) -> list[DiskAdapter]:
-        """Those that are written, least recently used first."""
+        """The adapters whose files are written, least recently used first."""
         return list(self._adapters.values())
 
     @property
@@ -139,7 +139,7 @@ class DiskTier:
         return bool(self._writes)
 
     def find(self, lora_task_id: TaskId) -> DiskAdapter | None:
-        """What is known of an adapter's file, once it is written."""
+        """The record of an adapter's file, once it is written."""
         return self._adapters.get(lora_task_id)
 
     def count_request(self, lora_task_id: TaskId) -> None:

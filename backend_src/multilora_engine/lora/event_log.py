@@ -1,4 +1,4 @@
-"""`EventLog`: the latest events of the adapters, numbered, for whoever asks later."""
+"""`EventLog`: the latest events of the adapters, numbered."""
 
 from __future__ import annotations
 

@@ -273,7 +273,7 @@ def _bits(values: torch.Tensor) -> npt.NDArray[Any]:
 
 
 def _is_finite(values: torch.Tensor) -> bool:
-    """By the bits: as integers, infinities and NaNs are larger than all else of their sign.
+    """Whether all values are finite, by their bits: as integers, infinities and NaNs are the largest of their sign.
 
     Positive ones are the largest signed integers, negative ones the largest unsigned.
     """
@@ -283,7 +283,7 @@ def _is_finite(values: torch.Tensor) -> bool:
 
 
 def _describe_non_finite(weights: torch.Tensor, rows: Sequence[_WireRow], layout: AdapterLayout) -> str:
-    """What is wrong with an adapter that was packed into values that are not finite."""
+    """The message about an adapter that was packed into values that are not finite."""
     places = torch.nonzero(~torch.isfinite(weights))
     if len(places) == 0:
         return f"lora_weights holds values beyond the range of lora_dtype {layout.lora_dtype}"

@@ -95,7 +95,7 @@ class FreePages:
     def _needed(
         self, chosen: list[tuple[Owner, Sequence[int]]], shape: PageShape, after: FreePages | None
     ) -> list[tuple[Owner, Sequence[int]]]:
-        """Those of `chosen` whose pages a shape would take; all of them if it fits only with the others gone, too."""
+        """The owners in `chosen` whose pages a shape would take; all of them if it needs the others to go, too."""
         if after is None:
             return chosen
         taken = set(after.allocate(shape))

@@ -1,4 +1,4 @@
-"""What the outside is told of adapters: where each is now, and what happened to it."""
+"""The records of adapters that leave the engine: events, and the counts of each tier."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OnEvent = Callable[[AdapterEvent], None]
 
 
 def ignore_event(event: AdapterEvent) -> None:
-    """For whoever does not listen."""
+    """An `OnEvent` that does nothing."""
 
 
 @dataclass(frozen=True)

@@ -208,12 +208,12 @@ class LoRAManager:
         return failed | self._admission.take_failures()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """For a caller that has nothing else to do: wait until `poll` has something of the disk to take up, if
+        """Wait, in a caller that has nothing else to do, until `poll` has something of the disk to take up, if
         anything is under way there."""
         wait(self._traffic.under_way, timeout_s, FIRST_COMPLETED)
 
     def settle(self) -> None:
-        """For the start, when no request waits: wait until every adapter has its room."""
+        """Wait, at the start, when no request does, until every adapter has its room."""
         while self._host.num_arrivals:
             self.wait()
             self.poll()

@@ -29,7 +29,8 @@ class Fetch:
     """An adapter under way. Only `RemoteAdapters` changes it.
 
     path: where it comes from, when that was asked for; empty: from where the sources have it under the key.
-    num_waiting: who waits for it. is_done: it has ended; then `error` tells why there is no adapter, if there is none.
+    num_waiting: the requests and operators that wait for it.
+    is_done: it has ended; then `error` tells why there is no adapter, if there is none.
     arrived: that of the adapter which it brought, see `CachedAdapter`.
     """
 
@@ -47,7 +48,7 @@ class RemoteAdapters:
     """Belongs to the engine's thread, like the tiers; the fetching itself goes on elsewhere.
 
     However many ask for an adapter, it is fetched once. When nobody waits for it any more, a fetch that has not begun
-    is dropped; one that has is finished, since who gave up may ask again.
+    is dropped; one that has is finished, since the client that gave up may ask again.
 
     load_seconds: from the first to ask for an adapter until it was there.
     """
@@ -116,7 +117,7 @@ class RemoteAdapters:
     def poll(self) -> Iterator[Fetch]:
         """The fetches that have ended since, one by one, each adapter being in the host tier when it is given.
 
-        Who wants to use one has to pin it before asking for the next. Does not wait.
+        A caller that wants to use one has to pin it before asking for the next. Does not wait.
         """
         for _ in range(self._to_take_up.qsize()):
             fetch = self._to_take_up.get_nowait()
@@ -129,7 +130,7 @@ class RemoteAdapters:
                 yield fetch
 
     def wait(self, timeout_s: float) -> None:
-        """For who has nothing else to do: wait until `poll` has something to take up, if anything is under way."""
+        """Wait, in a caller that has nothing else to do, until `poll` has a fetch to take up, if any is under way."""
         wait([fetch.future for fetch in self._fetches.values()], timeout_s, FIRST_COMPLETED)
 
     def describe(self) -> list[AdapterInfo]:
@@ -137,7 +138,7 @@ class RemoteAdapters:
         return [_describe(fetch.key, "DOWNLOADING") for fetch in self._fetches.values()]
 
     def list_sources(self) -> Future[list[AdapterKey]]:
-        """What the sources have, as far as they can tell, whether it is in a tier or not."""
+        """The adapters of the sources, as far as these can tell, in a tier or not."""
         if self._fetcher is not None:
             return self._fetcher.list_keys()
         nothing: Future[list[AdapterKey]] = Future()

@@ -70,7 +70,7 @@ def _table_entries(rows: list[PackedRow], pages: list[int], layout: AdapterLayou
 
 
 def _arena_offset(offset: int, pages: list[int], layout: AdapterLayout) -> int:
-    """From bytes in the adapter's own pages to elements in the whole arena.
+    """Turn bytes in the adapter's own pages into elements in the whole arena.
 
     The pages of a piece that spans them are consecutive in the arena, too.
     """

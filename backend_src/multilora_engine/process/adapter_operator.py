@@ -44,7 +44,7 @@ from multilora_wire.layout import AdapterLayout
 
 
 class ManagedAdapters(Protocol):
-    """What the operator needs of `multilora_engine.lora.manager.LoRAManager`."""
+    """The part of `multilora_engine.lora.manager.LoRAManager` that the operator uses."""
 
     @property
     def stats(self) -> LoRAStats: ...
@@ -92,7 +92,7 @@ class AdapterOperator:
         self._clients = clients
 
     def execute(self, operation: Operation, scope: AdapterScope) -> Report | PendingReport:
-        """What the sender may do has been checked; `scope` is what it may see.
+        """The sender's rights have been checked before; `scope` is the adapters that it may see.
 
         Raises AdapterNotFound, AdapterNotHere, AdapterCacheFull or InvalidRequest; nothing has changed then."""
         match operation:

@@ -56,10 +56,10 @@ _CANCELLATION_DUTY = 0.1
 """Asking takes a round trip: the largest share of the thread's time for that."""
 
 NOBODY = Sender()
-"""Without API keys and a proxy's word everybody is the same."""
+"""The sender of every request where there are neither API keys nor a proxy's word."""
 
 EVERYTHING = AdapterScope()
-"""What those see who run the server."""
+"""The scope of the people who run the server."""
 
 logger = logging.getLogger(__name__)
 
@@ -371,7 +371,7 @@ class EngineClient:
 
 
 def _tell_failure(listener: Listener, request_id: str, error: Exception) -> None:
-    """Without a last word the client of a request would wait for ever."""
+    """A request without a final output would keep its client waiting for ever."""
     try:
         listener.on_output(error_output(request_id, InternalError(f"{type(error).__name__}: {error}")))
         listener.flush()

@@ -1,7 +1,7 @@
 """How an engine ends without losing a request: SIGTERM tells it to take no more, a file tells that the last has ended.
 
 Triton's own order is the other way round: on SIGTERM it stops listening and refuses the later steps of ensembles, whose
-requests in flight then never end. So whoever stops a server first drains its engine.
+requests in flight then never end. So its engine is drained before a server is stopped.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _LOOK_INTERVAL_S = 0.05
 
 
 def drained_file(socket_path: Path) -> Path:
-    """Beside the engine's socket; it is there once a drained engine has nothing in flight any more."""
+    """A file beside the engine's socket, which is there once a drained engine has nothing in flight any more."""
     return socket_path.with_name("drained")
 
 

@@ -1,4 +1,4 @@
-"""What travels between the fronts and the engine process.
+"""The messages between the fronts and the engine process.
 
 A message is one ZeroMQ frame of msgpack. `Add` and `PutAdapter` carry the packed weights of an adapter in a second
 frame, as they lie in memory, and `Outputs` the logits of prompts in one more frame for each output that has some.

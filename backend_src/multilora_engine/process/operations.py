@@ -1,4 +1,4 @@
-"""What an operator may ask about the adapters of a running engine.
+"""The operations on the adapters of a running engine.
 
 The same structs are the JSON of the model `adapters`, told apart by the key `operation`, and what a front passes on.
 """
@@ -34,7 +34,7 @@ class _OnAdapter(_Operation, frozen=True):
 
 
 class ListAdapters(_Operation, frozen=True, tag="list"):
-    """All adapters, in whatever tier, and those that sources have, as far as they can tell."""
+    """All adapters, in whatever tier, and the adapters of the sources, as far as these can tell."""
 
 
 class UnloadAdapter(_OnAdapter, frozen=True, tag="unload"):
@@ -63,7 +63,7 @@ class LoadAdapter(_OnAdapter, frozen=True, tag="load"):
 
 
 class ReadEvents(_Operation, frozen=True, tag="events"):
-    """What happened after event number `since`, as far as it is remembered."""
+    """The events after number `since`, as far as they are remembered."""
 
     since: int = 0
 
@@ -73,11 +73,11 @@ class ReadStats(_Operation, frozen=True, tag="stats"):
 
 
 class ReadLayout(_Operation, frozen=True, tag="layout"):
-    """What an adapter must look like to fit the model, and the pages it is stored in: what its size follows from."""
+    """The layout of the model's adapters: the rows that fit, and the pages that store them."""
 
 
 class DescribeModel(_Operation, frozen=True, tag="describe"):
-    """What the engine serves."""
+    """The model that the engine serves."""
 
 
 Operation = (

@@ -25,14 +25,14 @@ class Outbox:
 
     @property
     def fronts(self) -> list[bytes]:
-        """Those that something waits for."""
+        """The fronts that messages wait for."""
         return list(self._waiting)
 
     def add(self, front: bytes, output: TokenOutput) -> None:
         self._waiting[front].append(output)
 
     def take(self, front: bytes) -> list[TokenOutput]:
-        """What waits for a front, if anything does: it is sent, or the front is gone. Joined by `join_outputs`."""
+        """Take out the outputs that wait for a front, joined by `join_outputs`."""
         return join_outputs(self._waiting.pop(front, []))
 
 

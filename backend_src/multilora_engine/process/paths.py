@@ -14,7 +14,7 @@ from pathlib import Path
 from multilora_engine.errors import ConfigError
 
 ENGINE_MODULE = "multilora_engine.process.main"
-"""What the engine process runs, by which it is known among the processes of its server."""
+"""The module that the engine process runs, by which it is known among the processes of its server."""
 
 _MAX_SOCKET_PATH = 107
 """Bytes of `sun_path` in sockaddr_un, less the terminating zero."""

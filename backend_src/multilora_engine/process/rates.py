@@ -12,7 +12,7 @@ _MINUTE_S = 60.0
 
 
 class _Allowance:
-    """What is left of one rate: a minute's worth at most, filled up all the time, below zero what is owed."""
+    """The rest of one rate: a minute's worth at most, filled up all the time, below zero what is owed."""
 
     def __init__(self, now_s: float) -> None:
         self._full_at_s = now_s

@@ -1,4 +1,4 @@
-"""What the engine answers to operations.py.
+"""The engine's answers to operations.py.
 
 In a module of its own, so that a front that reads them need not import the tiers (seconds and tens of MB).
 """
@@ -41,7 +41,7 @@ class EventList(msgspec.Struct, frozen=True):
 
 
 class LoadReport(msgspec.Struct, frozen=True):
-    """What the engine has to do and has done, whatever the adapters."""
+    """The load of the engine, and its work so far, whatever the adapters."""
 
     engine: EngineStats
     adapters: AdaptersInUse

@@ -54,7 +54,7 @@ _WAIT_POLL_MS = 5
 """How often an idle engine looks whether a file is written or a source listed that an answer waits for."""
 
 _MAX_FAILED_STEPS = 2
-"""In a row. A device that failed for good fails every step; only a new process helps then."""
+"""Failed steps in a row. A device that failed for good fails every step; only a new process helps then."""
 
 logger = logging.getLogger(__name__)
 

@@ -55,12 +55,12 @@ class RequestTelemetry:
         self._count(code, num_requests)
 
     def drop(self, request_id: str) -> None:
-        """A request ended without an output: whoever sent it is gone."""
+        """A request ended without an output: no client waits for it any more."""
         del self._clocks[request_id]
         self._count("cancelled", 1)
 
     def record(self, outputs: Sequence[TokenOutput]) -> None:
-        """What one step, or an end outside of steps, gave to requests that were begun."""
+        """Count the outputs of one step, or of an end outside of steps, for requests that were begun."""
         now = time.monotonic()
         if num_with_tokens := sum(output.num_new_tokens > 0 for output in outputs):
             self.stats.batch_size.observe(num_with_tokens)

@@ -1,1 +1,1 @@
-"""From logits to tokens: biases, penalties, guides, the choice."""
+"""Turns logits into tokens: biases, penalties, guides, the choice."""

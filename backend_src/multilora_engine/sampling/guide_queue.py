@@ -18,7 +18,7 @@ from multilora_engine.sampling.guide_turns import GuideJob, GuideTurns
 from multilora_engine.sampling.guided import MAX_GUIDE_BYTES, GuideMatcher
 
 _NICENESS = 10
-"""Of the thread that compiles: where it and the steps want the same core, the steps go first."""
+"""The niceness of the thread that compiles: where it and the steps want the same core, the steps go first."""
 
 _SMALL_SHARE = 256
 """A guide of up to one 256th of what all may take is small."""
@@ -27,7 +27,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Compiler(Protocol):
-    """What the queue needs of `multilora_engine.sampling.guided.GuideCompiler`. Only the queue's thread calls it."""
+    """The part of `multilora_engine.sampling.guided.GuideCompiler` that the queue's thread, and no other, calls."""
 
     def matcher(self, guide: Guide, end_tokens: tuple[int, ...]) -> GuideMatcher: ...
 
@@ -55,7 +55,7 @@ class GuideQueue:
         return len(self._jobs)
 
     def __iter__(self) -> Iterator[Sequence]:
-        """Those that wait."""
+        """The sequences that wait."""
         return iter(self._jobs)
 
     def warm_up(self) -> None:
@@ -93,7 +93,7 @@ class GuideQueue:
                 yield sequence, result
 
     def wait(self, timeout_s: float) -> None:
-        """For an engine that has nothing else to do: wait until `poll` has something to give, if a sequence waits."""
+        """Wait, in an engine that has nothing else to do, until `poll` has something to give, if a sequence waits."""
         if self._jobs:
             self._has_news.wait(timeout_s)
 
@@ -129,7 +129,7 @@ class GuideQueue:
 class GuidesInUse:
     """The guides of the sequences in the engine. A grammar takes up to some hundred times the memory of its guide.
 
-    Half of the room is for small guides only, so that whoever fills the rest with large ones does not shut them out.
+    Half of the room is for small guides only, so that large ones that fill the rest do not shut them out.
     """
 
     def __init__(self, max_bytes: int) -> None:

@@ -24,13 +24,13 @@ MAX_GUIDE_BYTES = 65_536
 """A grammar of this size takes up to half a second to compile, and 40 MB."""
 
 _MAX_LEXER_STATES = 20_000
-"""Of 1 to 2 kB each. A regular expression can have exponentially many."""
+"""The most states of one guide, of 1 to 2 kB each. A regular expression can have exponentially many."""
 
 _MAX_STEP_LEXER_FUEL = 100_000
-"""What the lexer may do for one mask: some 7 ms. It is the engine's thread that waits for masks."""
+"""The most work of the lexer for one mask: some 7 ms. It is the engine's thread that waits for masks."""
 
 _MAX_CACHED_BYTES = 8 * MAX_GUIDE_BYTES
-"""Of guides that are kept compiled for further requests, each counting at least `_MIN_CACHED_BYTES`."""
+"""The most bytes of guides kept compiled for further requests, each counting at least `_MIN_CACHED_BYTES`."""
 
 _MIN_CACHED_BYTES = 1024
 

@@ -1,4 +1,4 @@
-"""What requests change in the model's logits before a token is chosen: biases, penalties, forbidden tokens.
+"""Changes the model's logits as requests ask before a token is chosen: biases, penalties, forbidden tokens.
 
 Every function takes the logits of a mixed batch, [len(sequences), vocab] float32, changes them in place, touches only
 the rows and tokens concerned, and does nothing on the device for a batch that asks for nothing. What they know of a

@@ -9,12 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 NO_TOKEN = -1
-"""In the place of ids where there are none."""
+"""The value in the place of an id where there is none."""
 
 
 @cache
 def row_type(num_top: int) -> np.dtype[Any]:
-    """What is told of a token: its log-prob, and log-probs and ids of the `num_top` likeliest in its place, best first.
+    """A row of a report: a token's log-prob, and log-probs and ids of the `num_top` likeliest in its place, best first.
 
     Rows of it, one a token, cross from the engine to the fronts as bytes.
     """
@@ -42,7 +42,7 @@ class PromptLogProbs:
         return self.num_known == self._num_tokens
 
     def missing(self, start: int, end: int) -> range:
-        """Those of the positions start .. end - 1 behind which is a token of the prompt whose row is not known."""
+        """The positions among start .. end - 1 behind which is a token of the prompt whose row is not known."""
         start = max(start, self.num_known - 1)
         return range(start, max(start, min(end, self._num_tokens - 1)))
 

@@ -88,7 +88,7 @@ class Choice:
 
 
 def _own_logits(logits: torch.Tensor, sequences: list[Sequence]) -> dict[int, bytes]:
-    """By row, of the sequences that ask for them."""
+    """The logits of the sequences that ask for them, by row."""
     rows = [row for row, sequence in enumerate(sequences) if sequence.request.sampling.return_generation_logits]
     values = logits[rows].cpu().numpy() if rows else ()
     return {row: value.tobytes() for row, value in zip(rows, values, strict=True)}
@@ -175,7 +175,10 @@ def _draw(logits: torch.Tensor, rules: list[SamplingRule]) -> torch.Tensor:
 
 
 def _leave(probabilities: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
-    """What top_k (0 for all), top_p and min_p leave of each row, zero elsewhere, [rows, vocab]. top_k ..: [rows, 1]."""
+    """The probabilities that top_k (0 for all), top_p and min_p leave of each row, zero elsewhere, [rows, vocab].
+
+    top_k, top_p, min_p: [rows, 1].
+    """
     ordered, token_ids = probabilities.sort(dim=-1, descending=True, stable=True)
     is_among = (torch.arange(ordered.shape[1], device=ordered.device) < top_k) | (top_k == 0)
     left = ordered * is_among

@@ -195,7 +195,7 @@ def _sampling_of(sampling: SamplingParams, sequence_index: int) -> SamplingParam
 def _transcripts(
     call: GenerateCall, rows: Mapping[str, ReplyRow], responder: Responder, tokenizer: Tokenizer
 ) -> dict[str, Transcript]:
-    """By the engine's request ids; they start with the prompt unless it is left out."""
+    """The transcripts by the engine's request ids; they start with the prompt unless it is left out."""
     num_beams = call.num_sequences if call.is_search else 0
     if call.excludes_input:
         return {request_id: Transcript(row, num_beams=num_beams) for request_id, row in rows.items()}

@@ -39,7 +39,7 @@ class ImmediateModel(ABC):
         self._link.close()
 
     def _respond(self, request: TritonRequest) -> Any:
-        """What goes wrong with one request is its own answer: an exception would fail the batch, without a code."""
+        """An error of one request is its own answer: an exception would fail the batch, without a code."""
         try:
             return self._response(request)
         except RequestError as error:

@@ -20,7 +20,7 @@ class InFlight:
     def begin(
         self, owner: str, amount: int, limit: int, too_much: Callable[[int, int], Unavailable]
     ) -> Callable[[], None]:
-        """What gives `amount` back, to be called once.
+        """The function that gives `amount` back, to be called once.
 
         Raises `too_much` (of what the owner has under way, and of the amount) when that would exceed the limit.
         """

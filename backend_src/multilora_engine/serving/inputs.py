@@ -46,7 +46,7 @@ class InputTensors:
         return name in self._tensors
 
     def present(self, *names: str) -> list[str]:
-        """Those of `names` the request has."""
+        """The tensors in `names` that the request has."""
         return [name for name in names if name in self]
 
     def num_rows(self, name: str) -> int:

@@ -83,7 +83,7 @@ TIER_METRICS: Mapping[str, MetricName] = {
     "copy_seconds": _counter("lora_tier_copy_seconds", "Seconds spent on copies into a tier"),
     "failures": _counter("lora_tier_failures", "Adapters that could not be written, read, copied or fetched"),
 }
-"""By field of `TierStats`, with the label `tier`."""
+"""The metrics by field of `TierStats`, with the label `tier`."""
 
 ENGINE_METRICS: Mapping[str, MetricName] = {
     "insertions": _counter("lora_insertions", "Adapters that came in"),
@@ -91,7 +91,7 @@ ENGINE_METRICS: Mapping[str, MetricName] = {
     "waits": _counter("lora_waits", "Times that a request waited for its adapter"),
     "wait_seconds": _counter("lora_wait_seconds", "Seconds that requests waited for their adapters"),
 }
-"""By field of `LoRAStats`, without labels."""
+"""The metrics by field of `LoRAStats`, without labels."""
 
 USAGE_METRICS: Mapping[str, MetricName] = {
     "requests": _counter("lora_requests", "Requests that ended, by adapter"),
@@ -127,10 +127,10 @@ ENGINE_RESTARTS = _counter("engine_restarts", "Times that the engine process die
 LORA_REQUESTS_INFO = _gauge(
     "lora_requests_info", "Adapters in use, as gateways read them; the value is the time: the largest is the latest"
 )
-"""In the shape that the Gateway API inference extension reads: adapters as comma-separated labels."""
+"""Metrics in the shape that the Gateway API inference extension reads: adapters as comma-separated labels."""
 
 LORA_ADAPTER_LOADED = _gauge("lora_adapter_loaded", "1 for an adapter in memory, by the fastest level that has it")
-"""Of the adapters on the device and the latest used of those in host memory, `lora_metrics_max_adapters` in all."""
+"""Metrics of adapters on the device and of the latest used in host memory, `lora_metrics_max_adapters` in all."""
 
 NUM_GPU_LOADED = _gauge("num_gpu_loaded_lora_adapters", "Adapters on the device")
 NUM_CPU_LOADED = _gauge("num_cpu_loaded_lora_adapters", "Adapters in host memory, where those of the device are, too")
@@ -145,7 +145,7 @@ HISTOGRAMS: Mapping[str, tuple[str, str]] = {
     "request_seconds": ("request_seconds", "Seconds from a request's arrival to its end"),
     "batch_size": ("batch_size", "Requests that got tokens from a step"),
 }
-"""By field of `RequestStats`: name and description."""
+"""The metrics by field of `RequestStats`: name and description."""
 
 _MAX_LISTED_ADAPTERS = 64
 """Waiting adapters that a label names; those that run are `max_loras` at most."""

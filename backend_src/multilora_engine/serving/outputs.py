@@ -17,7 +17,7 @@ _Column = TypeVar("_Column")
 
 
 class RowAnswer(msgspec.Struct, frozen=True):
-    """What a response says about one sequence of a row. `finish_reason` is empty while there is more to come.
+    """The part of a response about one sequence of a row. `finish_reason` is empty while there is more to come.
 
     num_output_tokens: of the answer's tokens, those in this response. num_output_tokens_so_far: those up to its end.
     log_probs, of the answer's tokens in this response, and perf are None when there is nothing to say of them.
@@ -75,7 +75,7 @@ class ReplyRow(msgspec.Struct, frozen=True):
         num_output_tokens_before: int = 0,
         context_logits: NDArray[np.float32] | None = None,
     ) -> RowAnswer:
-        """What a response says that has all of `output`, after responses with so many of the answer's tokens.
+        """The response that has all of `output`, after responses with so many of the answer's tokens.
 
         context_logits: of the whole prompt, in the first response only.
         """
@@ -105,7 +105,7 @@ class ReplyRow(msgspec.Struct, frozen=True):
 
     @staticmethod
     def _spell(output: TokenOutput, token_bytes: Callable[[int], bytes]) -> list[list[bytes]]:
-        """Of the answer's tokens, which are at the end of all."""
+        """The bytes of each of the answer's tokens, which are at the end of all, and of its likeliest alternatives."""
         answer_ids = output.token_ids[len(output.token_ids) - len(output.log_probs) :]
         return [
             [token_bytes(i) for i in (token_id, *(i for i, _ in token.top))]
@@ -140,7 +140,7 @@ class OutputColumns:
         self._has_token_ids = "output_ids" in names
 
     def plain_values(self, answers: Sequence[RowAnswer]) -> dict[str, list[int | bytes]]:
-        """Of the outputs that have one value an answer, most of which a stream repeats, what the answers say."""
+        """The answers' values of the outputs that have one value an answer, most of which a stream repeats."""
         return {name: [value(answer) for answer in answers] for name, (value, _) in self._plain.items()}
 
     def plain_array(self, name: str, values: Sequence[int | bytes], num_sequences: int = 1) -> NDArray[Any]:
@@ -219,7 +219,7 @@ _COLUMNS: Mapping[str, tuple[Callable[[RowAnswer], int | bytes], type]] = {
     "lora_task_id_out": (lambda row: row.lora_task_id, np.uint64),
     "lora_digest": (lambda row: row.lora_digest.encode(), np.object_),
 }
-"""Of one value an answer, and the type of their arrays."""
+"""The outputs of one value an answer, and the type of their arrays."""
 
 _PROMPT_COLUMNS = (
     "prompt_ids",
@@ -264,7 +264,7 @@ _OPTIONAL_COLUMNS: Mapping[str, Callable[[RowAnswer], NDArray[Any] | None]] = {
     "generation_logits": lambda row: None if row.generation_logits is None else row.generation_logits[np.newaxis],
     **{name: partial(_prompt_column, name) for name in _PROMPT_COLUMNS},
 }
-"""What one answer has, None if nothing."""
+"""The function that gives an output's value for one answer, None if it has none."""
 
 _PERF_COLUMNS: Mapping[str, Callable[[Sequence[RowAnswer]], NDArray[Any]]] = {
     "arrival_time_ns": _perf_numbers(lambda perf: perf.arrival_time_ns, np.int64),

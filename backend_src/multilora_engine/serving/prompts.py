@@ -1,4 +1,4 @@
-"""From what a client sends as a prompt to token ids: one text, or one chat as JSON."""
+"""Turns a client's prompt into token ids: one text, or one chat as JSON."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ class StreamReply(Reply):
 
 @dataclass
 class Transcript:
-    """What a sequence's one answer holds so far; it starts with the prompt, unless that is left out.
+    """The answer of a sequence so far; it starts with the prompt, unless that is left out.
 
     num_beams: how many answers a beam search shall give, 0 for a sequence that is drawn.
     """

@@ -111,7 +111,7 @@ def _beam_width(sampling: list[SamplingParams], is_streaming: bool) -> int:
 
 
 def _read_num_sequences(inputs: InputTensors, beam_width: int) -> int:
-    """Of a beam search at most, and unless told otherwise, all beams."""
+    """The number of answers; of a beam search at most, and unless told otherwise, all beams."""
     name = "num_return_sequences"
     rows = range(inputs.num_rows(name)) if name in inputs else range(0)
     most = beam_width if beam_width > 1 else _MAX_SEQUENCES
@@ -122,6 +122,6 @@ def _read_num_sequences(inputs: InputTensors, beam_width: int) -> int:
 
 
 def _read_pad_id(inputs: InputTensors, info: EngineInfo) -> int:
-    """What shorter rows of `output_ids` are filled up with: `pad_id`, `end_id`, the model's end token, or 0."""
+    """The token that fills up shorter rows of `output_ids`: `pad_id`, `end_id`, the model's end token, or 0."""
     candidates = (inputs.scalar("pad_id", 0), inputs.scalar("end_id", 0), *info.end_token_ids)
     return next((token_id for token_id in candidates if token_id is not None and token_id >= 0), 0)

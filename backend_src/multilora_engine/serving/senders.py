@@ -30,7 +30,7 @@ _MIN_SECRET_CHARACTERS = 16
 
 @dataclass(frozen=True)
 class Rights:
-    """What the sender of a request may do. caller: its API key; None without keys, when everybody may do everything.
+    """The rights of the sender of a request. caller: its API key; None without keys, when everybody may do everything.
 
     min_priority: the smallest priority that its requests get.
     """
@@ -162,7 +162,7 @@ def read_key_ring(path: Path, canary_key: str = "") -> KeyRing:
 
 
 def read_proxy_secret(path: Path) -> str:
-    """What the proxy writes before the name of a client. Raises ConfigError."""
+    """The secret that the proxy writes before the name of a client. Raises ConfigError."""
     try:
         secret = path.read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError) as error:

@@ -24,7 +24,7 @@ TokenSequences = tuple[tuple[int, ...], ...]
 
 
 def read_bad_sequences(inputs: InputTensors, row: int, tokenizer: Tokenizer, limits: CallLimits) -> TokenSequences:
-    """Those of `bad_words` and of `bad_words_list`."""
+    """The sequences of `bad_words` and of `bad_words_list`."""
     words = tokenize_words(inputs, "bad_words", row, tokenizer, limits)
     return (*words, *read_sequences(inputs, "bad_words_list", row, limits))
 
@@ -54,7 +54,7 @@ def tokenize_words(
 
 
 def word_bytes(stop_words: Sequence[str], sequences: TokenSequences) -> int:
-    """What words and words of ids count as, in bytes."""
+    """The bytes that words and words of ids count as."""
     return sum(len(word.encode()) for word in stop_words) + _ID_BYTES * sum(map(len, sequences))
 
 
@@ -78,7 +78,7 @@ def read_sequences(inputs: InputTensors, name: str, row: int, limits: CallLimits
 
 
 def write_sequences(rows: Sequence[TokenSequences]) -> NDArray[np.int32]:
-    """What `read_sequences` reads, int32 [batch, 2, longest row]: ids filled up with 0, ends with -1."""
+    """The tensor that `read_sequences` reads, int32 [batch, 2, longest row]: ids filled up with 0, ends with -1."""
     width = max((sum(map(len, sequences)) for sequences in rows), default=0)
     values = np.zeros((len(rows), 2, width), np.int32)
     values[:, 1] = -1
@@ -110,7 +110,7 @@ def read_bias(inputs: InputTensors, row: int, info: EngineInfo, tokenizer: Token
 def read_word_biases(
     inputs: InputTensors, words_name: str, weights_name: str, row: int, tokenizer: Tokenizer, limits: CallLimits
 ) -> dict[int, float]:
-    """By token id, the weights of the words it is in. Raises InvalidRequest when there is not one weight a word."""
+    """The weights of the words that a token is in, by token id. Raises InvalidRequest unless each word has a weight."""
     words, weights = read_words(inputs, words_name, row, limits), inputs.vector(weights_name, row) or []
     if len(words) != len(weights):
         raise InvalidRequest(f"{words_name} has {len(words)} words and {weights_name} {len(weights)} weights")

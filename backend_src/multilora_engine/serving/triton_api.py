@@ -82,7 +82,7 @@ def request_id_of(request: TritonRequest) -> str:
 
 
 def parameters_of(request: TritonRequest, max_metadata_bytes: int) -> dict[str, list[str]]:
-    """By name in lower case, the values of a request's parameters: the client's own first, then those of headers.
+    """The values of a request's parameters by name in lower case: the client's own first, then those of headers.
 
     Raises InvalidRequest.
     """

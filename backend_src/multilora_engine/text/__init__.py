@@ -1,1 +1,1 @@
-"""From tokens to text: the tokenizer, whole characters, stop words."""
+"""Turns tokens into text: the tokenizer, whole characters, stop words."""

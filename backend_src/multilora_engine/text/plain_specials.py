@@ -19,7 +19,7 @@ from typing import Any
 
 
 class PlainSpecials:
-    """For one chat."""
+    """Cuts the special tokens that the client of one chat has spelled."""
 
     def __init__(self, special_tokens: Iterable[str]) -> None:
         """special_tokens: how they are spelled. One of a single character cannot be cut, and stays what it is."""

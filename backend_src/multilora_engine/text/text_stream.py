@@ -14,7 +14,7 @@ from multilora_engine.text.tokenizer import Tokenizer
 
 
 class TextDelta(msgspec.Struct, frozen=True):
-    """What one more token decided. `stopped`: a stop word was completed, and nothing may follow."""
+    """The text that one more token decided. `stopped`: a stop word was completed, and nothing may follow."""
 
     token_ids: list[int]
     text: str
@@ -29,7 +29,7 @@ class TextStream:
     when all their text is, and only up to one that ends at a character boundary, so decoding each delta's tokens on
     their own gives the same text as decoding all of them together.
 
-    The stop word that ends first wins; of those that end at the same character, the longest. A stop token sequence that
+    The stop word that ends first wins; where several end at the same character, the longest. A stop token sequence that
     the same token completes wins if it begins earlier. Text up to its start is emitted, and with it all tokens up to
     and including the one that completed it. With `include_stop_str_in_output` text up to its end is emitted, and since
     that holds for every stop, none has text held back.

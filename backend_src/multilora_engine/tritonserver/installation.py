@@ -17,9 +17,9 @@ from multilora_engine.errors import ConfigError
 
 _PYTHON_VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
 _ALLOCATOR_VARIABLES = {"MALLOC_ARENA_MAX": "2", "THP_MEM_ALLOC_ENABLE": "1"}
-"""What the environment may say otherwise.
+"""Variables that the environment may set otherwise.
 
-PyTorch asks for huge pages, where Linux gives them to who asks (its usual setting), as the weights do by themselves:
+PyTorch asks for huge pages, as the weights do by themselves, where Linux gives them on demand (its usual setting):
 KV cache and adapters are read from one end to the other, and small pages end that every 4 KiB. Sixteen sequences with
 as many adapters: 684 tokens a second instead of 603, 0.82 of what they make without adapters instead of 0.74.
 

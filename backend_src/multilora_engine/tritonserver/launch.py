@@ -311,7 +311,7 @@ def watch(server: ServerProcess, canary_interval_s: float) -> NoReturn:
 
 @contextlib.contextmanager
 def errors_as_one_line() -> Iterator[None]:
-    """What an operator can cause is one line and exit status 1."""
+    """Turn an error that an operator can cause into one line and exit status 1."""
     try:
         yield
     except MultiloraError as error:

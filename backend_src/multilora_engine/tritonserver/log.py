@@ -24,7 +24,7 @@ _TABLE_STARTS = ("+--", "| ")
 
 
 class ServerLog:
-    """What the lines seen so far say. Only the thread that reads the log calls `feed`."""
+    """The state that the lines so far tell. Only the thread that reads the log calls `feed`."""
 
     def __init__(self) -> None:
         self.loaded: list[str] = []
@@ -59,7 +59,7 @@ class ServerLog:
 
 
 def is_noise(line: str, message: str) -> bool:
-    """What a healthy server also writes: GPU probing on a machine without one, and tables of its own options."""
+    """Lines that a healthy server also writes: GPU probing on a machine without one, and tables of its own options."""
     return not message.strip() or line.startswith(_TABLE_STARTS) or any(text in line for text in _NOISE)
 
 

@@ -11,7 +11,7 @@ from multilora_engine.tritonserver.upstream_models import UpstreamModels
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """What `multilora-serve` can be told. A port of 0 means any free one, `http_host` None is `host`.
+    """The options of `multilora-serve`. A port of 0 means any free one, `http_host` None is `host`.
 
     has_http: False closes HTTP altogether, except for the metrics; the canary asks over gRPC then, without TLS.
     """

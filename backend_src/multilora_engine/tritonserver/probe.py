@@ -19,7 +19,7 @@ CANARIES: Mapping[str, Mapping[str, object]] = {
     "generation_unary": {"text_input": "Hello", "request_output_len": 1},
     "ensemble": {"text_input": "Hello", "max_tokens": 1},
 }
-"""By model what it is asked; together they pass through every model that generates."""
+"""The question for each model; together they pass through every model that generates."""
 
 PROBE_TIMEOUT_S = 60.0
 LIVE_TIMEOUT_S = 10.0

@@ -74,7 +74,7 @@ def read_config(path: Path) -> ModelConfig:
 
 
 def write_config(config: ModelConfig, path: Path) -> None:
-    """In the text format, without comments."""
+    """Write a configuration in the text format, without comments."""
     path.write_text(text_format.MessageToString(config))
 
 

@@ -52,10 +52,10 @@ _IDLE_EXIT_S = 10.0
 """How long a server gets to end that has nothing in flight; it takes some 3 s."""
 
 _ENGINE_EXIT_S = 10.0
-"""What an engine gets, whose server has been killed, to write to disk what is in memory only."""
+"""The seconds that an engine whose server was killed has to write adapters to disk that are in memory only."""
 
 _LAST_STEP_S = 0.5
-"""What the last answers of the engine get to pass through postprocessing and out: no ensemble goes on after SIGTERM."""
+"""The seconds that the engine's last answers have to pass through postprocessing: no ensemble goes on after SIGTERM."""
 
 
 class ServerFailed(MultiloraError):
@@ -113,7 +113,7 @@ class ServerProcess:
 
     @property
     def successor_options(self) -> ServerOptions:
-        """For a server in this one's place: clients find it at the same ports, even if these were any free ones."""
+        """The options of a server in this one's place: clients find it at the same ports, even at any free ones."""
         ports = self.addresses
         return replace(
             self.options, http_port=ports.http_port, grpc_port=ports.grpc_port, metrics_port=ports.metrics_port

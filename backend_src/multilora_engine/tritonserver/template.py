@@ -101,7 +101,7 @@ IGNORED: Mapping[str, str] = MappingProxyType(
 
 @dataclass
 class Filling:
-    """What was done with the keys: `written` has the place of each value, `ignored` the reason of each key."""
+    """The result of filling in the keys: `written` has the place of each value, `ignored` the reason of each key."""
 
     written: dict[str, str] = field(default_factory=dict)
     ignored: dict[str, str] = field(default_factory=dict)

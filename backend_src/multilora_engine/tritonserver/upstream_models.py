@@ -69,7 +69,7 @@ def add_upstream_models(repository: Path, models: UpstreamModels) -> None:
 
 
 def door_config(repository: Path, is_decoupled: bool) -> ModelConfig:
-    """Of `tensorrt_llm`: that of `generation_unary`, decoupled or not."""
+    """The configuration of `tensorrt_llm`: that of `generation_unary`, decoupled or not."""
     config = read_config(repository / _DOOR / CONFIG_NAME)
     config.name = "tensorrt_llm"
     config.model_transaction_policy.decoupled = is_decoupled
@@ -77,7 +77,7 @@ def door_config(repository: Path, is_decoupled: bool) -> ModelConfig:
 
 
 def text_door_config(repository: Path, is_decoupled: bool) -> ModelConfig:
-    """Of `tensorrt_llm_bls`: as `tensorrt_llm`, with the tensors of `ensemble` and a few more of its own."""
+    """The configuration of `tensorrt_llm_bls`: that of `tensorrt_llm`, and tensors of `ensemble` and of its own."""
     config, ensemble = door_config(repository, is_decoupled), read_config(repository / _TEXT_DOOR / CONFIG_NAME)
     config.name = "tensorrt_llm_bls"
     del config.input[:], config.output[:]

@@ -1,4 +1,4 @@
-"""What a load came to: percentiles, the knee, answers that differ; as a table and as CSV."""
+"""The results of a load: percentiles, the knee, answers that differ; as a table and as CSV."""
 
 from __future__ import annotations
 

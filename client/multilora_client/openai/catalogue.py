@@ -17,7 +17,7 @@ from multilora_client.openai.errors import Failure
 
 @dataclass(frozen=True)
 class Model:
-    """What a model name means: an adapter with its weights, one that the server has by name, or neither: the base."""
+    """The meaning of a model name: an adapter with its weights, one of the server by name, or neither: the base."""
 
     name: str
     adapter: Adapter | None = None
@@ -51,7 +51,7 @@ class Catalogue:
         return [self.base, *self.adapters, *self._loaded]
 
     def access(self, authorization: str | None) -> Access:
-        """What the sender of this Authorization header may use. Raises Failure (401) for an unknown key."""
+        """The models that the sender of this Authorization header may use. Raises Failure (401) for an unknown key."""
         if self.keys is None:
             return Access(self)
         # The header's bytes, which ASGI servers decode as Latin-1.

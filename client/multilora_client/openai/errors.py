@@ -32,7 +32,7 @@ _TOO_MANY_BYTES = re.compile(r"has \d+ bytes and max_prompt_bytes is \d+")
 
 
 class Failure(Exception):
-    """What a client gets to see. `param` is the field of its request, `code` a word for programs."""
+    """The error that a client sees. `param` is the field of its request, `code` a word for programs."""
 
     def __init__(
         self, status: int, message: str, code: str, param: str | None = None, headers: Mapping[str, str] | None = None

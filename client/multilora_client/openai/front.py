@@ -1,4 +1,4 @@
-"""What every request to the application finds in `request.state`, and the dependencies made of it."""
+"""The objects that every request to the application finds in `request.state`, and the dependencies made of them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Front:
         return self._clients[access.caller.id]
 
     async def describe_model(self, access: Access) -> ModelInfo:
-        """What the server behind serves. Raises Failure (503) when it does not say so soon, Unauthenticated."""
+        """The model of the server behind. Raises Failure (503) when it does not tell soon, Unauthenticated."""
         return await _soon(self.client_of(access).describe_model())
 
     async def check_server(self) -> None:

@@ -14,7 +14,7 @@ REQUEST_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True)
 class FrontSettings:
-    """max_body_bytes: of a request. has_docs: whether it describes itself at /docs and /openapi.json, to whoever asks.
+    """max_body_bytes: of a request. has_docs: whether it describes itself at /docs and /openapi.json to every client.
 
     tool_call_parser: how the model writes calls of functions. cors_origins: web pages of these may ask, `*` for all.
     server_metrics_url: where the server's metrics are, which then are in the front's own.

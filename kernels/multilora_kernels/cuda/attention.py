@@ -80,7 +80,7 @@ def paged_attention(
 def decode_constants(
     group: int, head_dim: int, block_size: int, is_wide: bool, has_softcap: bool = False
 ) -> dict[str, Any]:
-    """What the first kernel is compiled for. group: query heads of a key-value head. is_wide: float32 is among it."""
+    """The constants of the first kernel. group: query heads of a key-value head. is_wide: float32 is among it."""
     return {
         "HAS_SOFTCAP": has_softcap,
         "GROUP": group,
@@ -97,7 +97,7 @@ def decode_constants(
 
 
 def combine_constants(head_dim: int) -> dict[str, Any]:
-    """What the second kernel is compiled for."""
+    """The constants of the second kernel."""
     return {"HEAD_DIM": head_dim, "BLOCK_D": triton.next_power_of_2(head_dim), "num_warps": 1}
 
 

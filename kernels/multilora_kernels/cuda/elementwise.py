@@ -1,4 +1,4 @@
-"""What lies between a layer's matrix products, on a GPU in OpenAI Triton: one launch each.
+"""The operators between a layer's matrix products, on a GPU in OpenAI Triton: one launch each.
 
 Compiled ahead of time and run in Triton's interpreter; not timed on a device.
 """
@@ -59,13 +59,13 @@ def _activated(x: torch.Tensor, *, is_gelu: bool, is_gated: bool) -> torch.Tenso
 
 
 def norm_constants(size: int) -> dict[str, Any]:
-    """What a norm's kernel is compiled for."""
+    """The constants of a norm's kernel."""
     block = triton.next_power_of_2(size)
     return {"SIZE": size, "BLOCK": block, "num_warps": max(1, min(16, block // 512))}
 
 
 def activation_constants(is_gelu: bool, is_gated: bool) -> dict[str, Any]:
-    """What the kernel is compiled for."""
+    """The constants of the kernel."""
     return {"IS_GELU": is_gelu, "IS_GATED": is_gated, "BLOCK": 1024, "num_warps": 4}
 
 

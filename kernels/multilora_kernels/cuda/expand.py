@@ -56,7 +56,7 @@ def lora_expand(
 def expand_constants(
     parts: int, slice_sizes: Sequence[int], chunk_size: int, sizes: BlockSizes, code_bits: int = 0
 ) -> dict[str, Any]:
-    """What the kernel is compiled for, and with which options. code_bits: of adapters that are codes, else 0."""
+    """The constants and options of the kernel. code_bits: of adapters that are codes, else 0."""
     return sizes | {
         "NUM_PARTS": parts,
         "SLICE_SIZES": tuple(slice_sizes),

@@ -65,7 +65,7 @@ def lora_shrink(
 def shrink_constants(
     in_features: int, chunk_size: int, is_wide: bool, sizes: BlockSizes, code_bits: int = 0
 ) -> dict[str, int]:
-    """What the kernel is compiled for, and with which options.
+    """The constants and options of the kernel.
 
     is_wide: x or the adapters are float32. code_bits: of adapters that are codes, else 0.
     """

@@ -1,4 +1,4 @@
-"""What both kernels share: the products of a tile."""
+"""The products of a tile, which both kernels share."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class AdapterFetcher:
         self._base_model = base_model
         self._max_bytes = largest_adapter_bytes(layout)
         self._fetchers = DaemonThreads(num_threads, "adapter-fetch")
-        # A thread apart, so that nobody who asks what there is waits for downloads.
+        # A thread apart, so that no list of adapters waits for downloads.
         self._lister = DaemonThreads(1, "adapter-list")
 
     def fetch(self, key: AdapterKey, source: str = "", path: str = "") -> Future[FetchedAdapter]:

@@ -97,7 +97,7 @@ class HubSource:
         return LocalAdapter(snapshot, snapshot.parents[1].resolve(), snapshot.name, name)
 
     def _ask(self, repo: str) -> ModelInfo | None:
-        """What the hub says of a repository; None when it cannot be asked, which the cache may make up for."""
+        """The hub's record of a repository; None when the hub cannot be asked, which the cache may make up for."""
         try:
             return self._api.model_info(repo, revision=self._revision, files_metadata=True, timeout=_TIMEOUT_S)
         except GatedRepoError:
@@ -131,7 +131,7 @@ class HubSource:
 
 
 def _check_files(info: ModelInfo, max_bytes: int) -> None:
-    """Before anything is downloaded. Raises NotThere or Unusable."""
+    """Check a repository before anything is downloaded. Raises NotThere or Unusable."""
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
     choose_files(sizes)
     check_sizes({name: size for name, size in sizes.items() if name in ALLOWED_FILES}, max_bytes)

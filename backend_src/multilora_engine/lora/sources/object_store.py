@@ -52,7 +52,7 @@ class _RemoteFile:
 
     @property
     def md5(self) -> bytes | None:
-        """As Google's stores tell it. An S3 ETag is no MD5 for encrypted objects, nor for those sent in parts."""
+        """The MD5 as Google's stores tell it. An S3 ETag is no MD5 for objects that are encrypted or sent in parts."""
         encoded = self.properties.get("md5Hash")
         return None if encoded is None else base64.b64decode(encoded)
 
@@ -202,7 +202,7 @@ def _lock(path: Path) -> int:
         with suppress(FileNotFoundError):
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
             fcntl.flock(lock, fcntl.LOCK_EX)
-            # Whoever had the lock may have removed the directory.
+            # The last holder of the lock may have removed the directory.
             if path.exists() and os.path.samestat(path.stat(), os.fstat(lock)):
                 return lock
             os.close(lock)

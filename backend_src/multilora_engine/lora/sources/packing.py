@@ -1,4 +1,4 @@
-"""From a directory to a packed adapter, with the client's own converter and the checks that uploads go through."""
+"""Packs the adapter of a directory, with the client's own converter and the checks that uploads go through."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _PLAIN_PATTERN = re.compile(r"[\w.|^$\\-]{0,1000}", re.ASCII)
 
 
 def largest_adapter_bytes(layout: AdapterLayout) -> int:
-    """What the files of a legal adapter have at most: every row as wide as the widest, in float32."""
+    """The most bytes that the files of a legal adapter have: every row as wide as the widest, in float32."""
     widest = max(num_values(module, layout.max_rank, is_dora=True) for module in layout.sites.modules)
     return layout.sites.num_columns * widest * 4 + _HEADER_ALLOWANCE
 
@@ -61,7 +61,7 @@ def _weights(tensors: AdapterTensors) -> torch.Tensor:
 
 
 def _check_shapes(path: Path, layout: AdapterLayout) -> None:
-    """Before rows are laid out, all as wide as the widest: what no adapter of this model has could fill the memory."""
+    """Check shapes before rows are laid out, all as wide as the widest: another model's rows could fill the memory."""
     try:
         with safetensors.safe_open(path, "numpy") as file:
             shapes = {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118 (it is no dict)
@@ -75,7 +75,7 @@ def _check_shapes(path: Path, layout: AdapterLayout) -> None:
 
 
 def _check_patterns(path: Path) -> None:
-    """Patterns are regular expressions from whoever made the adapter, and matching one can take for ever."""
+    """Patterns are regular expressions from the maker of the adapter, and matching one can take for ever."""
     try:
         config = json.loads(path.read_bytes())
     except ValueError as error:

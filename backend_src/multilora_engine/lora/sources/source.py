@@ -1,4 +1,4 @@
-"""What a source of adapters is: the protocol, its errors, and the files that are an adapter.
+"""A source of adapters: the protocol, its errors, and the files that are an adapter.
 
 Only the files named here are ever looked at, all of them formats that hold numbers and nothing that can run.
 """

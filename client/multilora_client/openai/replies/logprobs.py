@@ -13,7 +13,7 @@ from typing import Any
 from multilora_client.generation import Alternative, Answer, PromptTokens
 
 _LEAST = -9999.0
-"""What OpenAI says for a token that is all but impossible; JSON knows no infinity."""
+"""OpenAI's value for a token that is all but impossible; JSON knows no infinity."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from multilora_client.openai.replies.usage import Usage
 from multilora_client.openai.schemas.sampling import Sampling
 
 Content = dict[str, Any]
-"""What a choice says, without its index and finish_reason."""
+"""The content of a choice, without its index and finish_reason."""
 
 
 class Choice(ABC):
@@ -27,7 +27,7 @@ class Choice(ABC):
 
     @abstractmethod
     def opening(self, first: Answer) -> Iterator[Content]:
-        """What a stream says before any of the answer."""
+        """The contents of a stream before any of the answer."""
 
     @abstractmethod
     def pieces(self, chunk: Chunk) -> Iterator[Content]:
@@ -35,7 +35,7 @@ class Choice(ABC):
 
     @abstractmethod
     def closing(self) -> Iterator[Content]:
-        """What is left at the end; the last one goes with the finish_reason."""
+        """The contents that are left at the end; the last one goes with the finish_reason."""
 
     def finish_reason(self, reason: str) -> str:
         """`stop` and `length` mean the same on both sides."""

@@ -1,1 +1,1 @@
-"""What is served, a module for each group of paths. They say what goes in and out; the work is done elsewhere."""
+"""The paths that are served, a module for each group. They say what goes in and out; the work is done elsewhere."""

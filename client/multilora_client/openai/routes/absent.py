@@ -1,4 +1,4 @@
-"""What is not served: says so, and what is."""
+"""Answers requests for paths that are not served, and names the paths that are."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _OTHER_SERVICES: Mapping[str, str] = {
 
 
 def not_served(request: Request) -> Failure:
-    """Of a path that is none of ours (404)."""
+    """The error of a path that is none of ours (404)."""
     path = request.url.path[:200]
     first = path.removeprefix("/v1").strip("/").partition("/")[0]
     reason = f"this server generates text and has no {_OTHER_SERVICES[first]}; " if first in _OTHER_SERVICES else ""
@@ -40,7 +40,7 @@ def not_served(request: Request) -> Failure:
 
 
 def wrong_method(request: Request, headers: Mapping[str, str] | None) -> Failure:
-    """Of a path of ours (405). headers: have the methods that it takes."""
+    """The error of a path of ours with another method (405). headers: have the methods that it takes."""
     allowed = (headers or {}).get("Allow", "another method")
     return Failure(
         405,

@@ -1,4 +1,4 @@
-"""What all requests have in common."""
+"""The base of all requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an answer has to parse as, in the four ways that clients ask for it."""
+"""The form that an answer must have, in the four ways that clients ask for it."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ class ResponsesRequest(TokenChoice):
         return self.chat().questions()
 
     def chat(self) -> ChatRequest:
-        """What it asks, as a chat."""
+        """The request as a chat."""
         return ChatRequest.model_validate(
             self.token_choice()
             | {

@@ -1,4 +1,4 @@
-"""What requests share: how the tokens of an answer are chosen, and what is told about them."""
+"""The fields that requests share: how the tokens of an answer are chosen, and the values that are told of them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class TokenChoice(Strict):
     priority: Priority | None = None
 
     def token_choice(self) -> dict[str, Any]:
-        """Those fields of it that the request has."""
+        """The fields that the request has."""
         return self.model_dump(include=set(TokenChoice.model_fields), exclude_unset=True)
 
 

@@ -1,4 +1,4 @@
-"""What an answer consists of: text, and calls of functions. It comes in pieces, which add up to the whole."""
+"""The parts of an answer: text, and calls of functions. The answer comes in pieces, which add up to the whole."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Protocol
 
 _ID_ALPHABET = string.ascii_letters + string.digits
 _ID_LENGTH = 9
-"""What Mistral's chat templates demand of an id; to others it is all the same."""
+"""The form of an id that Mistral's chat templates demand; to others it is all the same."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,10 @@ class AnswerParser(Protocol):
     def num_calls(self) -> int: ...
 
     def feed(self, text: str) -> Iterator[Delta]:
-        """What is decided by the next piece of text."""
+        """The parts that the next piece of text decides."""
 
     def finish(self) -> Iterator[Delta]:
-        """What is left when no text follows."""
+        """The parts that are left when no text follows."""
 
 
 class PlainText:

@@ -34,7 +34,7 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
     "llama3_json": ToolFormat((_LLAMA,), is_bare=True),
     "mistral": ToolFormat((_MISTRAL,), is_bare=True, has_leading_names=True),
 }
-"""Those of `--tool-call-parser`, but for `none`. `auto` knows them all."""
+"""The formats of `--tool-call-parser`, but for `none`. `auto` knows them all."""
 
 GUIDED_CALLS = ToolFormat(is_bare=True)
 """What an answer is that has to be calls: see `tools.guide`."""

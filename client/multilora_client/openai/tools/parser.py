@@ -48,13 +48,13 @@ class ToolParser:
         self._step: Callable[[], list[Delta] | None] = self._begin
 
     def feed(self, text: str) -> Iterator[Delta]:
-        """What is decided by the next piece of text."""
+        """The parts that the next piece of text decides."""
         self._held += text
         while self._held and (deltas := self._step()) is not None:
             yield from deltas
 
     def finish(self) -> Iterator[Delta]:
-        """What is left when no text follows: a call that did not come as far as its arguments is text, too."""
+        """The parts that are left when no text follows: a call that ends before its arguments is text, too."""
         if self._step == self._between:
             self._held = self._held[_end_of(self._separators, self._held) :]
         if self._step not in (self._arguments, self._closing):

@@ -33,7 +33,7 @@ def tell_tools(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) 
 
 
 def _without_calls(message: Message) -> Message:
-    """What a template writes that knows neither calls nor their results."""
+    """The message for a template that knows neither calls nor their results."""
     if message["role"] == "tool":
         return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
     if calls := message.get("tool_calls"):
