@@ -46,6 +46,7 @@ class Decoder:
     def __init__(self, config: ModelConfig, architecture: Architecture, placement: Placement) -> None:
         self.config = config
         self.dtype = placement.dtype
+        self._activation_dtype = placement.activation_dtype
         self.adapter_sites = sites_of(config, architecture)
         self._device = placement.device
         self._lm_head = placement.weight(config.vocab_size, config.hidden_size)
@@ -89,10 +90,10 @@ class Decoder:
     def hidden_states(
         self, batch: ForwardBatch, kv_cache: KVCache, on_layer: Callable[[], None] = lambda: None
     ) -> HiddenStates:
-        x = packed_embedding(batch.input_ids, self._embeddings, self.dtype)
+        x = packed_embedding(batch.input_ids, self._embeddings, self._activation_dtype)
         if self.config.embedding_scale != 1.0:
             # The scale is rounded as transformers rounds it: to the type of the embeddings.
-            x = x * torch.tensor(self.config.embedding_scale, dtype=self.dtype, device=x.device)
+            x = x * torch.tensor(self.config.embedding_scale, dtype=self._activation_dtype, device=x.device)
         return self._run_layers(x, torch.zeros_like(x), kv_cache, self._step(batch), on_layer)
 
     def logits(self, hidden_states: HiddenStates, rows: torch.Tensor) -> torch.Tensor:
@@ -124,11 +125,13 @@ class Decoder:
 
     def _step(self, batch: ForwardBatch) -> Step:
         rotations: dict[str | None, Rotation] = {
-            name: rotary.rotation(batch, self.dtype) for name, rotary in self._rotary.items()
+            name: rotary.rotation(batch, self._activation_dtype) for name, rotary in self._rotary.items()
         }
         if None in self.config.layer_ropes:
-            rotations[None] = Rotation.none(batch, self.dtype)
-        plans = {window: attention_plan(batch, window, self.dtype) for window in set(self.config.sliding_window)}
+            rotations[None] = Rotation.none(batch, self._activation_dtype)
+        plans = {
+            window: attention_plan(batch, window, self._activation_dtype) for window in set(self.config.sliding_window)
+        }
         lora = None if batch.lora is None else batch.lora.batched()
         return Step(rotations, plans, lora, self._packed_steps(rotations, plans, lora))
 
