@@ -4,7 +4,8 @@ attention over a paged cache.
 Public: `LoRATables` (where every adapter's weights lie), `LoRASegments` and `lora_segments` (which tokens belong to
 which adapter, built once per step), `lora_shrink` and `lora_expand` (one call each per fused linear), `lora_apply`
 (both in one), `lora_linear` (the base linear with them); `PackedWeight`, `packed_linear` and `packed_embedding` (the
-base model's weights and their use) and `HugePages` (where they lie); `paged_attention` over `PagedSequences` with
+base model's weights and their use), `activation_dtype` (of what they take) and `HugePages` (where they lie);
+`paged_attention` over `PagedSequences` with
 `AttentionOptions` where `has_paged_attention`, and `rotary_attention` (with what comes before it); `add_rms_norm`,
 `add_layer_norm`, `silu_mul`, `gelu_tanh_mul` and `gelu_tanh` (what lies between linears); `decoder_layers` (all of
 these in one call, for `PackedLayer`s of `PackedLayerLinear`s in a `LayerStep`); `sample_tokens` by `SamplingRule`s (on
@@ -24,7 +25,7 @@ from multilora_kernels.decoder_layers import LayerStep, PackedLayer, PackedLayer
 from multilora_kernels.elementwise import add_layer_norm, add_rms_norm, gelu_tanh, gelu_tanh_mul, silu_mul
 from multilora_kernels.expand import lora_expand
 from multilora_kernels.huge_pages import HugePages
-from multilora_kernels.linear import PackedWeight, packed_embedding, packed_linear
+from multilora_kernels.linear import PackedWeight, activation_dtype, packed_embedding, packed_linear
 from multilora_kernels.lora_linear import lora_linear
 from multilora_kernels.sampling import SamplingRule, sample_tokens
 from multilora_kernels.segments import LoRASegments, lora_segments
@@ -42,6 +43,7 @@ __all__ = [
     "PackedWeight",
     "PagedSequences",
     "SamplingRule",
+    "activation_dtype",
     "add_layer_norm",
     "add_rms_norm",
     "decoder_layers",

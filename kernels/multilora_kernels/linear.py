@@ -3,6 +3,10 @@
 On a CPU a decode step costs what its weights' bytes cost, if they are read in the order in which they lie. Libraries'
 matrix products reach that for neither one row nor sixteen; `packed_linear` does, and takes weights of 16 bits as they
 are stored. A row's result is the same bits whatever other rows there are.
+
+In bfloat16 a packed linear takes and gives float32 and adds its products in float32. It rounds its activations to
+bfloat16, to the nearest, where the processor multiplies pairs of them quicker than floats, and nowhere else. What lies
+between linears needs no rounding, and rounding it would save nothing.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from multilora_kernels.cpu import (
     packed_linear_directly,
     panel_shape,
     panels_are_tiles,
+    rounds_activations,
 )
 from multilora_kernels.dispatch import load_operators
 from multilora_kernels.huge_pages import HugePages
@@ -29,13 +34,15 @@ class PackedWeight:
     data: on a CPU with compiled kernels panels [num_panels, columns, in_features, lanes]. A column holds `lanes`
     outputs, input by input, or by pairs of inputs if `is_tiled`, and zeros beyond `out_features`. All columns of a
     panel are read side by side, because a processor prefetches some lines for each place at which it reads.
+    Where activations are rounded to bfloat16 [num_panels, columns, in_features / 2, lanes, 2], always by pairs.
     Elsewhere [out_features, in_features].
     """
 
     def __init__(self, data: torch.Tensor, out_features: int, is_tiled: bool = False) -> None:
         self.data = data
-        self.shape = torch.Size((out_features, data.shape[2 if data.dim() == 4 else 1]))
-        self.is_tiled = is_tiled
+        in_features = data.shape[1] if data.dim() == 2 else data.shape[2] * data.shape[4:].numel()
+        self.shape = torch.Size((out_features, in_features))
+        self.is_tiled = is_tiled or data.dim() == 5
 
     @classmethod
     def empty(
@@ -47,22 +54,26 @@ class PackedWeight:
         compute_dtype: torch.dtype,
         pages: HugePages,
     ) -> PackedWeight:
-        """A weight to be filled by `copy_rows`, stored as `dtype`, for activations of `compute_dtype`.
+        """A weight to be filled by `copy_rows`, stored as `dtype`, for products in `compute_dtype`.
 
-        It is packed where a kernel for that exists: on a CPU for float32 activations, if there is a compiler.
+        It is packed where a kernel takes activations of the `activation_dtype`: float32 ones, on a CPU with a compiler.
         pages: where a packed one lies, best behind the one that a step reads before it.
         """
-        shape = panel_shape() if device.type == "cpu" and compute_dtype == torch.float32 else None
+        takes_float32 = device.type == "cpu" and activation_dtype(compute_dtype, device) == torch.float32
+        shape = panel_shape() if takes_float32 else None
         if shape is None:
             return cls(torch.empty(out_features, in_features, dtype=dtype, device=device), out_features)
         columns, lanes = shape
-        panels = pages.zeros((-(-out_features // (columns * lanes)), columns, in_features, lanes), dtype)
+        num_panels = -(-out_features // (columns * lanes))
+        if compute_dtype == torch.bfloat16 and rounds_activations(dtype, in_features):
+            return cls(pages.zeros((num_panels, columns, in_features // 2, lanes, 2), dtype), out_features)
+        panels = pages.zeros((num_panels, columns, in_features, lanes), dtype)
         return cls(panels, out_features, panels_are_tiles(dtype, in_features))
 
     @property
     def is_packed(self) -> bool:
         """Whether `data` is panels."""
-        return self.data.dim() == 4
+        return self.data.dim() > 2
 
     def copy_rows(self, first: int, rows: torch.Tensor) -> None:
         """Store `rows` [n, in_features], of any float dtype, as the outputs first .. first + n."""
@@ -97,11 +108,21 @@ class PackedWeight:
         return self.data.view(-1, self.shape[1] // inputs, self.data.shape[3], inputs)
 
 
+def activation_dtype(compute_dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The type of the activations around linears that compute in `compute_dtype`.
+
+    float32 for bfloat16 on a CPU with compiled kernels; else `compute_dtype`.
+    """
+    is_packed = compute_dtype == torch.bfloat16 and device.type == "cpu" and panel_shape() is not None
+    return torch.float32 if is_packed else compute_dtype
+
+
 def packed_linear(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x W^T + bias in the arithmetic of x, whatever the weight is stored as.
+    """x W^T + bias in the arithmetic of x, whatever the weight is stored as, or in that for which it is packed.
 
     x: [rows, in_features]; float32 where the weight is packed. bias: [out_features] in the dtype of x.
-    Returns [rows, out_features] in the dtype of x.
+    Returns [rows, out_features] in the dtype of x. From packed weights a product is at most in_features * 2^-24 *
+    sum_k |x_k W_k| from the exact one, of the rounded x where it is rounded, beside what lies below the normal numbers.
     """
     if not weight.is_packed:
         return F.linear(x, weight.data.to(x.dtype), bias)

@@ -221,7 +221,8 @@ def _fake_packed_linear(x: torch.Tensor, panels: torch.Tensor, out_features: int
 
 
 def _fake_packed_embedding(token_ids: torch.Tensor, panels: torch.Tensor, num_embeddings: int) -> torch.Tensor:
-    return panels.new_empty(token_ids.shape[0], panels.shape[2], dtype=torch.float32)
+    in_features = panels.shape[2] * panels.shape[4:].numel()
+    return panels.new_empty(token_ids.shape[0], in_features, dtype=torch.float32)
 
 
 def _fake_paged_attention(q: torch.Tensor, *_: Any) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """How fast the base model's linears are on a CPU, beside what memory and arithmetic allow and beside torch's own.
 
-limit      the larger of: bytes of the weights over measured read bandwidth, flops over measured peak of a product
+limit      the larger of: bytes of the weights over measured read bandwidth, flops over measured peak of a product in
+           the same arithmetic
 F.linear   torch's linear over the plain weights in float32
 oneDNN     the linear that torch.compile uses, over weights that oneDNN packed for this number of rows, in float32
 
@@ -28,9 +29,14 @@ from benchmarks.bench_kernels import cpu_title
 from benchmarks.lora_workloads import Model, Step
 from benchmarks.machine_limits import Clock, Yardsticks, measure, onednn_linear, void
 from benchmarks.model_shapes import DEFAULT_MODEL, ONE_BILLION
-from multilora_kernels import HugePages, PackedWeight, packed_linear
+from multilora_kernels import HugePages, PackedWeight, activation_dtype, packed_linear
 
-DTYPES = (torch.float32, torch.bfloat16)
+FORMATS = {
+    "float32": (torch.float32, torch.float32),
+    "bfloat16": (torch.bfloat16, torch.float32),
+    "bfloat16 in bfloat16": (torch.bfloat16, torch.bfloat16),
+}
+"""Types of weights and of products, by name."""
 VOCABULARY = {DEFAULT_MODEL.name: 49152, ONE_BILLION.name: 128256}
 DECODE_ROWS = (1, 2, 4, 8, 16, 32, 64)
 PROMPT_ROWS = (512, 2048)
@@ -97,7 +103,7 @@ class Result:
     """Medians of one workload with weights of one type, seconds."""
 
     workload: str
-    dtype: str
+    weights: str
     num_bytes: int
     num_flops: int
     ours: float
@@ -124,7 +130,7 @@ def multiply_all(
 
 
 def contestants(workload: Workload) -> dict[str, Step]:
-    """By name; ours once for each type of weights."""
+    """By name; ours once for each of `formats()`."""
     x = {i: torch.randn(workload.rows, i) for _, i in workload.shapes}
     plain = [(i, torch.randn(o, i)) for o, i in workload.shapes]
     onednn = [(i, torch.ops.mkldnn._reorder_linear_weight(weight, workload.rows)) for i, weight in plain]
@@ -132,39 +138,51 @@ def contestants(workload: Workload) -> dict[str, Step]:
         "torch_linear": multiply_all(F.linear, x, plain),
         "onednn": multiply_all(onednn_linear, x, onednn),
     }
-    for dtype in DTYPES:
+    for name, (dtype, compute_dtype) in formats().items():
         pages = HugePages()
-        packed = [(i, pack(weight, dtype, pages)) for i, weight in plain]
-        steps[str(dtype)] = multiply_all(packed_linear, x, packed)
+        packed = [(i, pack(weight, dtype, pages, compute_dtype)) for i, weight in plain]
+        steps[name] = multiply_all(packed_linear, x, packed)
     return steps
 
 
-def pack(weight: torch.Tensor, dtype: torch.dtype, pages: HugePages) -> PackedWeight:
+def formats() -> dict[str, tuple[torch.dtype, torch.dtype]]:
+    """Those of FORMATS that this processor has kernels for."""
+    cpu = torch.device("cpu")
+    return {name: types for name, types in FORMATS.items() if activation_dtype(types[1], cpu) == torch.float32}
+
+
+def pack(
+    weight: torch.Tensor, dtype: torch.dtype, pages: HugePages, compute_dtype: torch.dtype = torch.float32
+) -> PackedWeight:
     """A plain weight as the engine stores it."""
     num_rows, in_features = weight.shape
-    packed = PackedWeight.empty(num_rows, in_features, dtype, weight.device, torch.float32, pages)
+    packed = PackedWeight.empty(num_rows, in_features, dtype, weight.device, compute_dtype, pages)
     packed.copy_rows(0, weight)
     return packed
 
 
 def bench(workload: Workload, rounds: int) -> list[Result]:
     """Contestants and limits of one workload, measured together."""
-    yardsticks = Yardsticks("cpu", torch.float32)
+    yardsticks = {str(dtype): Yardsticks("cpu", dtype) for dtype in (torch.float32, torch.bfloat16)}
+    limiting = {f"{step} {dtype}": run for dtype, each in yardsticks.items() for step, run in each.steps.items()}
     with torch.inference_mode():
-        times = measure(contestants(workload) | yardsticks.steps, Clock("cpu"), rounds)
-    limits = yardsticks.limits(times)
+        times = measure(contestants(workload) | limiting, Clock("cpu"), rounds)
+    limits = {
+        dtype: each.limits({step: times[f"{step} {dtype}"] for step in each.steps})
+        for dtype, each in yardsticks.items()
+    }
     return [
         Result(
             workload.name,
-            str(dtype).removeprefix("torch."),
+            name,
             num_bytes := workload.num_weights * dtype.itemsize,
             workload.num_flops,
-            times[str(dtype)],
+            times[name],
             times["torch_linear"],
             times["onednn"],
-            limit=limits.seconds(num_bytes, workload.num_flops),
+            limit=limits[str(compute_dtype)].seconds(num_bytes, workload.num_flops),
         )
-        for dtype in DTYPES
+        for name, (dtype, compute_dtype) in formats().items()
     ]
 
 
@@ -182,7 +200,7 @@ def print_results(results: list[Result], title: str, console: Console) -> None:
     for r in results:
         table.add_row(
             r.workload,
-            r.dtype,
+            r.weights,
             f"{r.ours * 1e3:.2f}",
             f"{r.num_bytes / 1e6:.0f}",
             f"{r.num_flops / 1e9:.2f}",
@@ -211,7 +229,7 @@ def write_results(results: list[Result], title: str, output: Path) -> None:
     places = range(len(results))
     for offset, name in ((-0.3, "ours"), (-0.1, "onednn"), (0.1, "torch_linear"), (0.3, "limit")):
         axes.barh([p + offset for p in places], [getattr(r, name) * 1e3 for r in results], 0.2, label=name)
-    labels = [f"{r.workload}, {r.dtype}" for r in results]
+    labels = [f"{r.workload}, {r.weights}" for r in results]
     axes.set(yticks=list(places), yticklabels=labels, xscale="log", xlabel="ms", title=title)
     axes.invert_yaxis()
     axes.legend()

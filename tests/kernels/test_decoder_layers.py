@@ -59,9 +59,18 @@ class Layer:
     """A layer as wide as its queries, and a step of it. x, keys and values are the caller's to change."""
 
     def __init__(
-        self, shape, sequences, *, has_bias=False, has_adapters=False, weight_dtype=torch.float32, window=None
+        self,
+        shape,
+        sequences,
+        *,
+        has_bias=False,
+        has_adapters=False,
+        weight_dtype=torch.float32,
+        compute_dtype=torch.float32,
+        window=None,
     ):
         case = make_case(shape, sequences, window=window)
+        self.compute_dtype = compute_dtype
         rotary = make_rotary_step(case)
         num_tokens, num_heads, head_dim = case.q.shape
         size, kv_size = num_heads * head_dim, case.keys.shape[1] * head_dim
@@ -74,7 +83,7 @@ class Layer:
             self.linears.append(Linear(self.weight(slice_sizes, size, weight_dtype), bias, first_slice, slice_sizes))
             first_slice += len(slice_sizes)
         self.x, self.update = self.random(num_tokens, size), self.random(num_tokens, size)
-        self.keys, self.values = rotary.keys, rotary.values
+        self.keys, self.values = rotary.keys.to(compute_dtype), rotary.values.to(compute_dtype)
         columns = tuple(output for _ in range(2) for slice_sizes in sizes for output in slice_sizes)
         tables, segments = self.adapters(LinearShape(size, columns), num_tokens) if has_adapters else (None, None)
         scale = head_dim**-0.5
@@ -85,7 +94,7 @@ class Layer:
 
     def weight(self, slice_sizes: tuple[int, ...], in_features: int, dtype: torch.dtype) -> PackedWeight:
         device = torch.device("cpu")
-        weight = PackedWeight.empty(sum(slice_sizes), in_features, dtype, device, torch.float32, self.pages)
+        weight = PackedWeight.empty(sum(slice_sizes), in_features, dtype, device, self.compute_dtype, self.pages)
         weight.copy_rows(0, self.random(sum(slice_sizes), in_features) * in_features**-0.5)
         return weight
 
@@ -149,6 +158,13 @@ def test_every_step_has_the_bits_of_the_operators_one_by_one(shape, sequences, h
 @pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float16])
 def test_weights_of_16_bits_and_windows(weight_dtype):
     assert_same_bits(Layer("llama", "decode", has_adapters=True, weight_dtype=weight_dtype, window=33))
+
+
+@pytest.mark.parametrize("sequences", ["decode", "prefill"])
+@pytest.mark.parametrize("shape", ["llama", "odd head_dim"])
+def test_weights_keys_and_values_in_bfloat16_for_products_in_bfloat16(shape, sequences):
+    types = {"weight_dtype": torch.bfloat16, "compute_dtype": torch.bfloat16}
+    assert_same_bits(Layer(shape, sequences, has_bias=True, has_adapters=True, **types))
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3, 7], indirect=True)

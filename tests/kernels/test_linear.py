@@ -7,8 +7,16 @@ import torch
 from torch import library
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from multilora_kernels import HugePages, PackedWeight, linear, load_cpu_kernels, packed_embedding, packed_linear
-from multilora_kernels.cpu import packed_linear_directly
+from multilora_kernels import (
+    HugePages,
+    PackedWeight,
+    activation_dtype,
+    linear,
+    load_cpu_kernels,
+    packed_embedding,
+    packed_linear,
+)
+from multilora_kernels.cpu import packed_linear_directly, rounds_activations
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -19,6 +27,20 @@ RTOL, ATOL = 2e-5, 2e-5
 ROWS = (1, 2, 3, 7, 8, 9, 10, 63, 64, 65, 133)
 SHAPES = [(1, 1), (7, 3), (47, 16), (48, 129), (49, 128), (145, 77), (311, 260), (1, 32), (96, 64), (200, 2016)]
 """(out_features, in_features): around a panel's 48, 24 or 24 outputs and a block's 256 inputs; tiles of 32 inputs."""
+BFLOAT16_SHAPES = [
+    (1, 2),
+    (7, 3),
+    (7, 6),
+    (47, 16),
+    (48, 130),
+    (49, 128),
+    (145, 78),
+    (311, 1036),
+    (1, 32),
+    (96, 64),
+    (200, 2016),
+]
+"""Most with an even number of inputs, whose pairs are multiplied."""
 
 
 def random_weight(out_features: int, in_features: int, dtype: torch.dtype) -> torch.Tensor:
@@ -26,10 +48,16 @@ def random_weight(out_features: int, in_features: int, dtype: torch.dtype) -> to
     return (torch.randn(out_features, in_features, generator=generator) * in_features**-0.5).to(dtype)
 
 
-def packed(weight: torch.Tensor) -> PackedWeight:
-    result = PackedWeight.empty(*weight.shape, weight.dtype, CPU, torch.float32, HugePages())
+def packed(weight: torch.Tensor, compute_dtype: torch.dtype = torch.float32) -> PackedWeight:
+    result = PackedWeight.empty(*weight.shape, weight.dtype, CPU, compute_dtype, HugePages())
     result.copy_rows(0, weight)
     return result
+
+
+def as_multiplied(x: torch.Tensor) -> torch.Tensor:
+    """x, rounded where this processor rounds it for products in bfloat16."""
+    assert load_cpu_kernels()
+    return x.bfloat16().float() if rounds_activations(torch.bfloat16, x.shape[1]) else x
 
 
 def random_rows(rows: int, in_features: int) -> torch.Tensor:
@@ -48,9 +76,15 @@ def test_it_equals_float64_for_every_shape_dtype_and_number_of_rows(shape, dtype
 
 
 @pytest.mark.parametrize("in_features", [700, 704])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_is_the_same_bits_whoever_else_is_there_and_however_many_threads(dtype, in_features):
-    weight, x = packed(random_weight(311, in_features, dtype)), random_rows(300, in_features)
+@pytest.mark.parametrize(
+    ("dtype", "compute_dtype"),
+    [
+        *((dtype, torch.float32) for dtype in DTYPES),
+        (torch.bfloat16, torch.bfloat16),
+    ],
+)
+def test_a_row_is_the_same_bits_whoever_else_is_there_and_however_many_threads(dtype, compute_dtype, in_features):
+    weight, x = packed(random_weight(311, in_features, dtype), compute_dtype), random_rows(300, in_features)
     expected = packed_linear(x, weight)
     threads = torch.get_num_threads()
     for n in (1, 2, 3, 7):
@@ -58,6 +92,41 @@ def test_a_row_is_the_same_bits_whoever_else_is_there_and_however_many_threads(d
         for rows in ROWS:
             assert torch.equal(packed_linear(x[-rows:], weight), expected[-rows:])
     torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("shape", BFLOAT16_SHAPES)
+def test_in_bfloat16_it_is_near_float64_for_every_shape(shape):
+    weight = random_weight(*shape, torch.bfloat16)
+    ours = packed(weight, torch.bfloat16)
+    assert ours.is_packed
+    for rows in ROWS:
+        x = random_rows(rows, shape[1])
+        exact = as_multiplied(x).double()
+        bound = shape[1] * 2**-24 * (exact.abs() @ weight.double().abs().T)
+        assert ((packed_linear(x, ours).double() - exact @ weight.double().T).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("in_features", [78, 96])
+def test_in_bfloat16_x_is_read_as_it_lies_and_rows_and_embeddings_come_back(in_features):
+    weight, x = random_weight(150, in_features, torch.bfloat16), random_rows(40, 300)
+    ours = packed(weight, torch.bfloat16)
+    for view in (x[:, 5 : 5 + in_features], x[:, : 2 * in_features : 2], x[::2, :in_features], x[:0, :in_features]):
+        assert packed_linear(view, ours).equal(packed_linear(as_multiplied(view.contiguous()), ours))
+    assert ours.shape == weight.shape
+    assert ours.rows(23, 101).equal(weight[23:124])
+    ids = torch.tensor([0, 149, 47, 48, 95, 96, 149])
+    assert packed_embedding(ids, ours, torch.float32).equal(weight[ids].float())
+
+
+def test_in_bfloat16_what_is_no_number_stays_none_and_reaches_no_other_row():
+    ours, x = packed(random_weight(50, 34, torch.bfloat16), torch.bfloat16), random_rows(9, 34)
+    expected = packed_linear(x, ours)
+    x[3, 7], x[5, 8] = torch.nan, torch.inf
+    y = packed_linear(x, ours)
+    assert y[3].isnan().all()
+    assert not y[5].isfinite().any()
+    others = [0, 1, 2, 4, 6, 7, 8]
+    assert y[others].equal(expected[others])
 
 
 def test_an_x_with_gaps_is_read_as_it_lies():
@@ -100,20 +169,28 @@ def test_a_token_outside_the_vocabulary_is_refused_and_not_read(token):
 
 
 @pytest.mark.parametrize("compute_dtype", DTYPES)
-def test_without_a_compiler_or_in_half_precision_torch_multiplies_plain_weights(monkeypatch, compute_dtype):
+def test_without_a_compiler_torch_multiplies_plain_weights(monkeypatch, compute_dtype):
     monkeypatch.setattr(linear, "panel_shape", lambda: None)
+    assert activation_dtype(compute_dtype, CPU) == compute_dtype
+    assert_torch_multiplies(compute_dtype)
+
+
+def test_in_float16_torch_multiplies_plain_weights():
+    assert_torch_multiplies(torch.float16)
+
+
+def assert_torch_multiplies(compute_dtype: torch.dtype) -> None:
     weight, x = random_weight(50, 33, torch.bfloat16), random_rows(4, 33).to(compute_dtype)
-    plain = PackedWeight.empty(50, 33, torch.bfloat16, CPU, compute_dtype, HugePages())
-    plain.copy_rows(0, weight)
+    plain = packed(weight, compute_dtype)
     assert not plain.is_packed
     assert packed_linear(x, plain).equal(x @ weight.to(compute_dtype).T)
     assert packed_embedding(torch.tensor([7]), plain, compute_dtype).equal(weight[7:8].to(compute_dtype))
     assert plain.rows(3, 20).equal(weight[3:23])
 
 
-def test_weights_are_packed_for_float32_only():
-    assert packed(random_weight(50, 33, torch.float16)).is_packed
-    assert not PackedWeight.empty(50, 33, torch.bfloat16, CPU, torch.bfloat16, HugePages()).is_packed
+def test_weights_for_bfloat16_take_float32():
+    assert activation_dtype(torch.bfloat16, CPU) == torch.float32
+    assert packed(random_weight(50, 33, torch.bfloat16), torch.bfloat16).is_packed
 
 
 def test_what_does_not_fit_the_panels_is_refused():
@@ -130,6 +207,13 @@ def test_they_pass_the_checks_of_torch_for_custom_operators():
     weight = packed(random_weight(50, 33, torch.bfloat16))
     tests = ("test_schema", "test_faketensor")
     library.opcheck(torch.ops.multilora.packed_linear.default, (random_rows(3, 33), weight.data, 50), test_utils=tests)
+    ids = torch.tensor([1, 2])
+    library.opcheck(torch.ops.multilora.packed_embedding.default, (ids, weight.data, 50), test_utils=tests)
+
+
+def test_in_bfloat16_they_pass_the_same_checks():
+    weight, tests = packed(random_weight(50, 34, torch.bfloat16), torch.bfloat16), ("test_schema", "test_faketensor")
+    library.opcheck(torch.ops.multilora.packed_linear.default, (random_rows(3, 34), weight.data, 50), test_utils=tests)
     ids = torch.tensor([1, 2])
     library.opcheck(torch.ops.multilora.packed_embedding.default, (ids, weight.data, 50), test_utils=tests)
 

@@ -38,7 +38,7 @@ def choose_device(config: EngineConfig) -> torch.device:
 
 def choose_dtype(name: str, model: ModelConfig, device: torch.device) -> torch.dtype:
     if name == "auto":
-        # A CPU without bf16 matrix units multiplies bf16 four times slower than float32.
+        # A CPU's steps wait for weights, which are stored in bfloat16 all the same, rather than for exact products.
         name = "float32" if device.type == "cpu" else model.dtype
     return TORCH_DTYPES[name]
 

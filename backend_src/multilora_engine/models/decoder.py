@@ -50,6 +50,7 @@ class Decoder:
     def __init__(self, config: ModelConfig, architecture: Architecture, weights: WeightFormat) -> None:
         self.config = config
         self.dtype = weights.placement.dtype
+        self._activation_dtype = weights.placement.activation_dtype
         self.adapter_sites = sites_of(config, architecture)
         self._device = weights.placement.device
         embeddings, head = (StoredPart(name, 0, config.vocab_size) for name in (EMBEDDINGS, HEAD))
@@ -97,10 +98,10 @@ class Decoder:
     def hidden_states(
         self, batch: ForwardBatch, kv_cache: KVCache, on_layer: Callable[[], None] = lambda: None
     ) -> HiddenStates:
-        x = self._embeddings.embed(batch.input_ids, self.dtype)
+        x = self._embeddings.embed(batch.input_ids, self._activation_dtype)
         if self.config.embedding_scale != 1.0:
             # The scale is rounded as transformers rounds it: to the type of the embeddings.
-            x = x * torch.tensor(self.config.embedding_scale, dtype=self.dtype, device=x.device)
+            x = x * torch.tensor(self.config.embedding_scale, dtype=self._activation_dtype, device=x.device)
         return self._run_layers(x, torch.zeros_like(x), kv_cache, self._step(batch), on_layer)
 
     def logits(self, hidden_states: HiddenStates, rows: torch.Tensor) -> torch.Tensor:
@@ -132,11 +133,13 @@ class Decoder:
 
     def _step(self, batch: ForwardBatch) -> Step:
         rotations: dict[str | None, Rotation] = {
-            name: rotary.rotation(batch, self.dtype) for name, rotary in self._rotary.items()
+            name: rotary.rotation(batch, self._activation_dtype) for name, rotary in self._rotary.items()
         }
         if None in self.config.layer_ropes:
-            rotations[None] = Rotation.none(batch, self.dtype)
-        plans = {window: attention_plan(batch, window, self.dtype) for window in set(self.config.sliding_window)}
+            rotations[None] = Rotation.none(batch, self._activation_dtype)
+        plans = {
+            window: attention_plan(batch, window, self._activation_dtype) for window in set(self.config.sliding_window)
+        }
         lora = None if batch.lora is None else batch.lora.batched()
         return Step(rotations, plans, lora, self._packed_steps(rotations, plans, lora))
 

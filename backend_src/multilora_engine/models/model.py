@@ -20,7 +20,7 @@ HiddenStates = tuple[torch.Tensor, torch.Tensor]
 class Model(Protocol):
     """A decoder with its weights.
 
-    config: its numbers. dtype: of its activations.
+    config: its numbers. dtype: of its arithmetic, its keys and its values.
     """
 
     @property

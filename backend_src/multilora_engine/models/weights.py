@@ -13,7 +13,14 @@ from typing import Protocol
 import torch
 
 from multilora_engine.execution.forward_batch import LoRABatch
-from multilora_kernels import HugePages, PackedWeight, lora_linear, packed_embedding, packed_linear
+from multilora_kernels import (
+    HugePages,
+    PackedWeight,
+    activation_dtype,
+    lora_linear,
+    packed_embedding,
+    packed_linear,
+)
 
 FLOAT_DTYPES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
 
@@ -22,14 +29,19 @@ FLOAT_DTYPES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.fl
 class Placement:
     """The device that a model lies on, and its types.
 
-    dtype: of activations, norms and biases, and of all arithmetic. weight_dtype: of stored linears and embeddings; the
-    two differ on a CPU only, which reads bytes slower than it multiplies.
+    dtype: of arithmetic, of keys and of values. weight_dtype: of stored linears and embeddings; the two differ on a CPU
+    only, which reads bytes slower than it multiplies.
     """
 
     dtype: torch.dtype
     weight_dtype: torch.dtype
     device: torch.device
     _pages: HugePages = field(default_factory=HugePages, init=False, repr=False, compare=False)
+
+    @property
+    def activation_dtype(self) -> torch.dtype:
+        """Of activations, norms and biases."""
+        return activation_dtype(self.dtype, self.device)
 
     def weight(self, out_features: int, in_features: int) -> PackedWeight:
         """An uninitialised weight of a linear. On a CPU weights lie in memory in the order of these calls."""
@@ -42,7 +54,7 @@ class Placement:
 
     def vectors(self, *shape: int) -> torch.Tensor:
         """Uninitialised norms or biases."""
-        return torch.empty(shape, dtype=self.dtype, device=self.device)
+        return torch.empty(shape, dtype=self.activation_dtype, device=self.device)
 
 
 class Destination(Protocol):

@@ -1,7 +1,8 @@
 """The CPU operators: C++ compiled once per machine (`build.py`), or the reference where there is no compiler.
 
 The widest instructions of the processor are used: amx (avx512, and a matrix unit for linears of bfloat16 weights),
-avx512, avx2 or default; `MULTILORA_CPU_CAPABILITY` picks others.
+avx512_bf16 (avx512, and dot products for linears in bfloat16, where they are quick), avx512, avx2 or default;
+`MULTILORA_CPU_CAPABILITY` picks others.
 """
 
 from __future__ import annotations
@@ -77,6 +78,14 @@ def panels_are_tiles(dtype: torch.dtype, in_features: int) -> bool:
     Only where `panel_shape` is not None.
     """
     return torch.ops.multilora.cpu_panels_are_tiles(dtype, in_features)  # type: ignore[no-any-return]
+
+
+def rounds_activations(dtype: torch.dtype, in_features: int) -> bool:
+    """Whether linears of such weights are quicker here with activations that are rounded to bfloat16.
+
+    Then their panels are pairs of inputs. Only where `panel_shape` is not None.
+    """
+    return torch.ops.multilora.cpu_rounds_activations(dtype, in_features)  # type: ignore[no-any-return]
 
 
 def packed_linear_directly(x: torch.Tensor, panels: torch.Tensor, out_features: int) -> torch.Tensor | None:

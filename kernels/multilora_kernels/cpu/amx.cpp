@@ -2,8 +2,8 @@
 // bfloat16 and adds in float32, ten times as fast as their vector units, so that a product with few rows costs what reading
 // its weights costs.
 //
-// Nothing is rounded to bfloat16: an activation is the sum of three of them, of eight bits each, and so is its product with
-// a weight. Every output is one chain of sums, of kMatrixInputs inputs after the others and of those the smallest parts
+// In float32 nothing is rounded to bfloat16: an activation is the sum of three of them, of eight bits each, and so is its
+// product with a weight. In bfloat16 an activation is one of them, the nearest. Every output is one chain of sums, of kMatrixInputs inputs after the others and of those the smallest parts
 // first, so that it depends on neither the other rows nor the thread.
 //
 // Source of the instructions: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 1, chapter 18.
@@ -31,8 +31,6 @@ constexpr int64_t kRowBytes = 64;
 constexpr int64_t kTileBytes = kTileRows * kRowBytes;
 constexpr int64_t kLanes = 16;
 constexpr int64_t kWidth = kPanelVectors * kLanes;
-constexpr int kXParts = 3;
-constexpr int64_t kPartsSize = kXParts * sizeof(uint16_t);
 // Steps from the request for a tile of weights to the step that uses it. Requests further ahead gain nothing.
 constexpr int64_t kFetchSteps = 1;
 
@@ -42,7 +40,12 @@ struct alignas(kRowBytes) TileConfiguration {
   uint8_t rows[16] = {};
 };
 
+// Bytes of all parts of an activation.
+template <int Parts>
+constexpr int64_t kPartsSize = Parts * int64_t(sizeof(uint16_t));
+
 // At most kMatrixRows rows, in tiles of one size: two may share a row, whose results are the same.
+template <int Parts>
 struct RowGroup {
   int64_t first, rows;
 
@@ -51,7 +54,7 @@ struct RowGroup {
   int64_t second_tile() const { return rows - tile_rows(); }
   int64_t part_bytes() const { return rows * kRowBytes; }
   const char* x(const LinearTask& task) const {
-    return static_cast<const char*>(task.x_parts) + first * task.in_features * kPartsSize;
+    return static_cast<const char*>(task.x_parts) + first * task.in_features * kPartsSize<Parts>;
   }
 };
 
@@ -60,7 +63,8 @@ class Tiles {
  public:
   static constexpr int kX = 6, kWeights = 7;
 
-  explicit Tiles(const RowGroup& group) {
+  template <int Parts>
+  explicit Tiles(const RowGroup<Parts>& group) {
     TileConfiguration configuration;
     for (int tile = 0; tile < 8; ++tile) {
       const bool has_weights = tile == kWeights || (group.is_single_tile() && tile >= kPanelVectors && tile < kX);
@@ -94,6 +98,7 @@ class Tiles {
 };
 
 // Weights of kMatrixInputs inputs for the outputs of a panel.
+template <int Parts>
 struct Step {
   const char* weights;
   int64_t next_outputs;  // bytes from the tile of some outputs to that of the next
@@ -102,8 +107,8 @@ struct Step {
 
   const char* tile(int vector) const { return weights + vector * next_outputs; }
 
-  // Adds the products with one or two tiles of rows, and calls between(0 .. kXParts - 1) meanwhile. Sums take turns, so that
-  // none waits for what was added to it last.
+  // Adds the products with one or two tiles of rows, and calls between(0 .. kPanelVectors - 1) meanwhile. Sums take turns, so
+  // that none waits for what was added to it last.
   template <int RowTiles, class Between>
   inline void add(const Between& between) const {
     static_assert(kPanelVectors == 3 && (RowTiles == 1 || RowTiles == 2));
@@ -112,7 +117,7 @@ struct Step {
       Tiles::load<4>(tile(1));
       Tiles::load<5>(tile(2));
     }
-    for (int part = kXParts - 1; part >= 0; --part) {
+    for (int part = Parts - 1; part >= 0; --part) {
       Tiles::load<Tiles::kX>(x + part * next_part);
       if constexpr (RowTiles == 1) {
         Tiles::multiply<0, 3>();
@@ -127,7 +132,9 @@ struct Step {
         multiply<4, 1>();
         multiply<3, 0>();
       }
-      between(kXParts - 1 - part);
+      for (int vector = Parts - 1 - part; vector < kPanelVectors; vector += Parts) {
+        between(vector);
+      }
     }
   }
 
@@ -168,6 +175,7 @@ struct Sums {
 };
 
 // One panel of the weights, and its outputs.
+template <int Parts>
 class Panel {
  public:
   Panel(const LinearTask& task, int64_t panel)
@@ -177,14 +185,14 @@ class Panel {
 
   // N: tiles of the group; fetches: what comes next from memory.
   template <int N>
-  void multiply(const RowGroup& group, bool fetches) const {
+  void multiply(const RowGroup<Parts>& group, bool fetches) const {
     Sums<N>::zero();
-    Step step{weights_, next_outputs_, group.x(task_), group.part_bytes(), group.second_tile() * kRowBytes};
-    for (int64_t s = 0; s < steps_; ++s, step.weights += kTileBytes, step.x += kXParts * step.next_part) {
+    Step<Parts> step{weights_, next_outputs_, group.x(task_), group.part_bytes(), group.second_tile() * kRowBytes};
+    for (int64_t s = 0; s < steps_; ++s, step.weights += kTileBytes, step.x += Parts * step.next_part) {
       if (fetches) {
-        step.add<N>([ahead = ahead(s), this](int vector) { fetch_tile(ahead + vector * next_outputs_); });
+        step.template add<N>([ahead = ahead(s), this](int vector) { fetch_tile(ahead + vector * next_outputs_); });
       } else {
-        step.add<N>([](int) {});
+        step.template add<N>([](int) {});
       }
     }
     float* y = y_ + group.first * task_.y_stride;
@@ -220,43 +228,46 @@ class Panel {
 };
 
 // Groups of as many rows each.
+template <int Parts>
 void multiply_groups(const LinearTask& task, int64_t first, int64_t end, int64_t rows, int64_t panel_begin, int64_t panel_end) {
   if (first == end) {
     return;
   }
-  const Tiles owner(RowGroup{first, rows});
+  const Tiles owner(RowGroup<Parts>{first, rows});
   for (int64_t p = panel_begin; p < panel_end; ++p) {
-    const Panel panel(task, p);
+    const Panel<Parts> panel(task, p);
     for (int64_t row = first; row < end; row += rows) {
-      const RowGroup group{row, rows};
+      const RowGroup<Parts> group{row, rows};
       if (group.is_single_tile()) {
-        panel.multiply<1>(group, row == 0);
+        panel.template multiply<1>(group, row == 0);
       } else {
-        panel.multiply<2>(group, row == 0);
+        panel.template multiply<2>(group, row == 0);
       }
     }
   }
 }
 
+template <int Parts>
 void linear(const LinearTask& task, int64_t panel_begin, int64_t panel_end) {
   const int64_t left = task.rows % kMatrixRows;
-  multiply_groups(task, 0, task.rows - left, kMatrixRows, panel_begin, panel_end);
-  multiply_groups(task, task.rows - left, task.rows, left, panel_begin, panel_end);
+  multiply_groups<Parts>(task, 0, task.rows - left, kMatrixRows, panel_begin, panel_end);
+  multiply_groups<Parts>(task, task.rows - left, task.rows, left, panel_begin, panel_end);
 }
 
 inline __m512 widened(__m256i bfloat16) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bfloat16), 16));
 }
 
+template <int Parts>
 void split(const SplitTask& task, int64_t unit_begin, int64_t unit_end) {
   const int64_t steps = task.in_features / kMatrixInputs;
   for (int64_t unit = unit_begin; unit < unit_end; ++unit) {
     const int64_t first = unit / steps * kMatrixRows, step = unit % steps, rows = std::min(kMatrixRows, task.rows - first);
     const float* x = task.x + first * task.x_stride + step * kMatrixInputs;
-    char* to = static_cast<char*>(task.parts) + first * task.in_features * kPartsSize + step * kXParts * rows * kRowBytes;
+    char* to = static_cast<char*>(task.parts) + first * task.in_features * kPartsSize<Parts> + step * Parts * rows * kRowBytes;
     for (int64_t r = 0; r < rows; ++r, x += task.x_stride, to += kRowBytes) {
       __m512 low = _mm512_loadu_ps(x), high = _mm512_loadu_ps(x + kLanes);
-      for (int part = 0; part < kXParts; ++part) {
+      for (int part = 0; part < Parts; ++part) {
         const __m512i nearest = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low));
         _mm512_store_si512(to + part * rows * kRowBytes, nearest);
         low = _mm512_sub_ps(low, widened(_mm512_castsi512_si256(nearest)));
@@ -278,9 +289,12 @@ bool is_available() {
   return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 }
 
+template <int Parts>
+constexpr PairUnit kUnit = {kMatrixInputs, kPartsSize<Parts>, split<Parts>, linear<Parts>};
+
 }  // namespace
 
-const MatrixUnit kAmx = {"amx", is_available, kPartsSize, split, linear};
+const PairUnits kAmx = {"amx", is_available, &kUnit<3>, &kUnit<1>};
 
 }  // namespace multilora
 

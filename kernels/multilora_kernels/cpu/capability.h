@@ -10,8 +10,12 @@ namespace multilora {
 // The widest of this processor, or the narrower one that MULTILORA_CPU_CAPABILITY names.
 const Capability& capability();
 
-// What multiplies weights of a storage type and of so many inputs in tiles; null where vectors do.
-const MatrixUnit* matrix_unit_for(c10::ScalarType dtype, int64_t in_features);
+// What multiplies weights of a storage type and of so many inputs by pairs, float32 activations as they are; null where
+// vectors do.
+const PairUnit* pair_unit_for(c10::ScalarType dtype, int64_t in_features);
+
+// The same for activations that are rounded to bfloat16; null where nothing does.
+const PairUnit* rounding_unit_for(c10::ScalarType dtype, int64_t in_features);
 
 // Its kernels for weights of a storage type: float32, bfloat16 or float16.
 const Kernels& kernels_of(c10::ScalarType dtype);

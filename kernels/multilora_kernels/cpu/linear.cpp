@@ -31,11 +31,27 @@ constexpr int64_t kGrainElements = 1 << 12;
 
 void check_panels(const at::Tensor& panels, int64_t out_features) {
   const int64_t width = capability().panel_width, lanes = width / kPanelVectors;
-  TORCH_CHECK(panels.dim() == 4 && panels.is_contiguous() && panels.size(1) == kPanelVectors && panels.size(3) == lanes,
-              "panels must be contiguous [panels, ", kPanelVectors, ", in_features, ", lanes, "], not ", panels.sizes());
+  const bool is_paired = panels.dim() == 5 && panels.size(4) == 2;
+  TORCH_CHECK((panels.dim() == 4 || is_paired) && panels.is_contiguous() && panels.size(1) == kPanelVectors &&
+                  panels.size(3) == lanes,
+              "panels must be contiguous [panels, ", kPanelVectors, ", in_features, ", lanes, "] or [panels, ", kPanelVectors,
+              ", in_features / 2, ", lanes, ", 2], not ", panels.sizes());
   const int64_t num_panels = panels.size(0);
   TORCH_CHECK(out_features > (num_panels - 1) * width && out_features <= num_panels * width, num_panels, " panels of ", width,
               " outputs do not hold ", out_features);
+}
+
+int64_t in_features_of(const at::Tensor& panels) { return panels.size(2) * (panels.dim() == 5 ? 2 : 1); }
+
+// What multiplies these panels by pairs; null where vectors do.
+const PairUnit* unit_of(const at::Tensor& panels) {
+  const int64_t in_features = in_features_of(panels);
+  if (panels.dim() == 4) {
+    return pair_unit_for(panels.scalar_type(), in_features);
+  }
+  const PairUnit* unit = rounding_unit_for(panels.scalar_type(), in_features);
+  TORCH_CHECK(unit, "this processor multiplies no pairs of ", panels.scalar_type());
+  return unit;
 }
 
 // Where the weight of an input for an output of a column lies, from the beginning of the column.
@@ -44,7 +60,7 @@ struct InVectors {
   int64_t operator()(int64_t output, int64_t input) const { return input * lanes + output; }
 };
 
-struct InTiles {
+struct InPairs {
   int64_t operator()(int64_t output, int64_t input) const {
     constexpr int64_t kOutputs = 16, kPair = 2;
     return (input - input % kPair) * kOutputs + output * kPair + input % kPair;
@@ -54,7 +70,7 @@ struct InTiles {
 template <class T, class Place>
 void copy_embeddings(const at::Tensor& token_ids, const at::Tensor& panels, int64_t num_embeddings, const Place& place,
                      at::Tensor& rows) {
-  const int64_t in_features = panels.size(2), lanes = panels.size(3);
+  const int64_t in_features = in_features_of(panels), lanes = panels.size(3);
   const auto* ids = token_ids.const_data_ptr<int64_t>();
   const T* weights = panels.const_data_ptr<T>();
   float* out = rows.mutable_data_ptr<float>();
@@ -74,14 +90,15 @@ void copy_embeddings(const at::Tensor& token_ids, const at::Tensor& panels, int6
 
 PackedLinear::PackedLinear(const at::Tensor& rows, const at::Tensor& panels, int64_t out_features) {
   check_panels(panels, out_features);
-  TORCH_CHECK(rows.dim() == 2 && rows.scalar_type() == at::kFloat && rows.size(1) == panels.size(2),
-              "x must be float32 [rows, ", panels.size(2), "], not ", rows.scalar_type(), " ", rows.sizes());
+  const int64_t in_features = in_features_of(panels);
+  TORCH_CHECK(rows.dim() == 2 && rows.scalar_type() == at::kFloat && rows.size(1) == in_features,
+              "x must be float32 [rows, ", in_features, "], not ", rows.scalar_type(), " ", rows.sizes());
   x_ = rows.stride(1) == 1 ? rows : rows.contiguous();
   y_ = at::empty({x_.size(0), out_features}, x_.options());
-  task_ = {x_.const_data_ptr<float>(), x_.stride(0), x_.size(0), panels.const_data_ptr(), panels.size(2),
+  task_ = {x_.const_data_ptr<float>(), x_.stride(0), x_.size(0), panels.const_data_ptr(), in_features,
            out_features, y_.mutable_data_ptr<float>(), out_features};
   kernel_ = kernels_of(panels.scalar_type()).linear;
-  if (const MatrixUnit* unit = matrix_unit_for(panels.scalar_type(), task_.in_features)) {
+  if (const PairUnit* unit = unit_of(panels)) {
     kernel_ = unit->linear;
     split_rows(*unit);
   }
@@ -94,12 +111,12 @@ PackedLinear::PackedLinear(const at::Tensor& rows, const at::Tensor& panels, int
   panel_pieces_ = row_pieces_ > 1 ? num_panels_ : std::min(num_panels_, threads_ * kPanelPieces);
 }
 
-void PackedLinear::split_rows(const MatrixUnit& unit) {
+void PackedLinear::split_rows(const PairUnit& unit) {
   x_parts_ = at::empty({x_.numel() * unit.parts_size}, x_.options().dtype(at::kByte));
   const SplitTask split{task_.x, task_.x_stride, task_.rows, task_.in_features, x_parts_.mutable_data_ptr()};
   task_.x_parts = split.parts;
   parts_size_ = unit.parts_size;
-  const int64_t units = (task_.rows + kMatrixRows - 1) / kMatrixRows * (task_.in_features / kMatrixInputs);
+  const int64_t units = (task_.rows + kMatrixRows - 1) / kMatrixRows * ((task_.in_features + kMatrixInputs - 1) / kMatrixInputs);
   const int64_t threads = std::clamp<int64_t>(x_.numel() * kSplitCost / kThreadCost, 1, Team::available());
   in_ranges(threads, threads, [&](int64_t i) { unit.split(split, units * i / threads, units * (i + 1) / threads); });
 }
@@ -161,15 +178,15 @@ at::Tensor packed_embedding(const at::Tensor& token_ids, const at::Tensor& panel
   TORCH_CHECK(token_ids.dim() == 1 && token_ids.scalar_type() == at::kLong, "token_ids must be int64 [tokens], not ",
               token_ids.scalar_type(), " ", token_ids.sizes());
   const at::Tensor ids = token_ids.contiguous();
-  at::Tensor rows = at::empty({ids.size(0), panels.size(2)}, panels.options().dtype(at::kFloat));
+  at::Tensor rows = at::empty({ids.size(0), in_features_of(panels)}, panels.options().dtype(at::kFloat));
   const InVectors in_vectors{panels.size(3)};
   switch (panels.scalar_type()) {
     case at::kFloat:
       copy_embeddings<float>(ids, panels, num_embeddings, in_vectors, rows);
       break;
     case at::kBFloat16:
-      if (matrix_unit_for(at::kBFloat16, panels.size(2))) {
-        copy_embeddings<at::BFloat16>(ids, panels, num_embeddings, InTiles{}, rows);
+      if (unit_of(panels)) {
+        copy_embeddings<at::BFloat16>(ids, panels, num_embeddings, InPairs{}, rows);
       } else {
         copy_embeddings<at::BFloat16>(ids, panels, num_embeddings, in_vectors, rows);
       }

@@ -47,12 +47,12 @@ class PackedLinear {
   void run_panels(int64_t begin, int64_t end) const { kernel_(task_, begin, end); }
 
  private:
-  void split_rows(const MatrixUnit& unit);
+  void split_rows(const PairUnit& unit);
   int64_t rows_of_piece() const;
   LinearTask rows_from(int64_t first) const;
 
   at::Tensor x_, y_;
-  at::Tensor x_parts_;  // for a matrix unit
+  at::Tensor x_parts_;  // for a PairUnit
   LinearTask task_;
   LinearKernel kernel_;
   int64_t num_panels_, panel_width_, parts_size_ = 0;  // bytes of an activation's parts

@@ -49,7 +49,7 @@ struct ExpandTask {
 // Vectors of outputs in one panel of packed weights.
 constexpr int kPanelVectors = 3;
 
-// A matrix unit takes so many inputs at a time, of so many rows.
+// A matrix unit takes so many inputs at a time, of so many rows. Rows of x are split by as many.
 constexpr int64_t kMatrixInputs = 32;
 constexpr int64_t kMatrixRows = 32;
 
@@ -58,18 +58,18 @@ struct LinearTask {
   const float* x;
   int64_t x_stride;
   int64_t rows;
-  // [panels, kPanelVectors, in_features, outputs of a vector]; outputs beyond out_features are zero. A matrix unit's panels
-  // are tiles: [panels, kPanelVectors, in_features / kMatrixInputs, kMatrixInputs / 2, 16 outputs, 2 inputs].
+  // [panels, kPanelVectors, in_features, outputs of a vector]; outputs beyond out_features are zero. For a PairUnit
+  // [panels, kPanelVectors, in_features / 2, outputs of a vector, 2 inputs]: kMatrixInputs of them are a matrix unit's tile.
   const void* panels;
   int64_t in_features;
   int64_t out_features;
   float* y;
   int64_t y_stride;
-  const void* x_parts = nullptr;  // SplitTask::parts, for a matrix unit
+  const void* x_parts = nullptr;  // SplitTask::parts, for a PairUnit
 };
 
-// x as the sum of parts of 16 bits: of every kMatrixRows rows, and of those that are left, one after the other
-// [in_features / kMatrixInputs, parts, rows, kMatrixInputs].
+// x as the sum of parts of 16 bits, or rounded to one, in the order in which a PairUnit takes them. Every kMatrixRows rows,
+// and those that are left, lie one after the other.
 struct SplitTask {
   const float* x;
   int64_t x_stride;
@@ -173,7 +173,7 @@ constexpr int64_t padded_vocab(int64_t vocab) { return (vocab + kVocabBlock - 1)
 using ShrinkKernel = void (*)(const ShrinkTask& task, int64_t rank_begin, int64_t rank_end, const void* next);
 using ExpandKernel = void (*)(const ExpandTask& task, int64_t output_begin, int64_t output_end, const void* next);
 using LinearKernel = void (*)(const LinearTask& task, int64_t panel_begin, int64_t panel_end);
-// A unit is kMatrixInputs inputs of kMatrixRows rows, all inputs of the first rows first.
+// A unit is kMatrixInputs inputs of kMatrixRows rows, or as many as there are, all inputs of the first rows first.
 using SplitKernel = void (*)(const SplitTask& task, int64_t unit_begin, int64_t unit_end);
 using AttentionKernel = void (*)(const AttentionTask& task, float* scratch);
 using DecodeKernel = void (*)(const DecodeTask& task, float* scratch);
@@ -199,13 +199,20 @@ struct LoraKernels {
   ExpandKernel expand;
 };
 
-// Multiplies tiles instead of vectors, for weights of bfloat16.
-struct MatrixUnit {
-  const char* name;
-  bool (*is_available)();  // here, to this process
-  int64_t parts_size;      // bytes of all parts of an activation
+// Multiplies pairs of bfloat16 and adds their products in float32.
+struct PairUnit {
+  int64_t inputs_unit;  // in_features must be a multiple of it
+  int64_t parts_size;   // bytes of all parts of an activation
   SplitKernel split;
   LinearKernel linear;
+};
+
+// A matrix unit, or vectors' dot products.
+struct PairUnits {
+  const char* name;
+  bool (*is_available)();          // here, to this process
+  const PairUnit* of_float32;      // leaves activations as they are, or null
+  const PairUnit* of_bfloat16;     // rounds activations to bfloat16
 };
 
 struct Capability {
@@ -219,14 +226,15 @@ struct Capability {
   Kernels bfloat16;
   Kernels float16;
   LoraKernels int8_codes, int4_codes;
-  const MatrixUnit* matrix_unit = nullptr;
+  const PairUnits* pair_units = nullptr;
 };
 
 extern const Capability kPlain;
 #if defined(__x86_64__)
 extern const Capability kAvx2;
 extern const Capability kAvx512;
-extern const MatrixUnit kAmx;
+extern const PairUnits kAmx;
+extern const PairUnits kAvx512BFloat16;
 #endif
 
 }  // namespace multilora

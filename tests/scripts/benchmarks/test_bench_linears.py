@@ -7,7 +7,7 @@ import csv
 import pytest
 import torch
 
-from benchmarks.bench_linears import Workload, bench, pack, step_workloads, write_results
+from benchmarks.bench_linears import Workload, bench, formats, pack, step_workloads, write_results
 from benchmarks.machine_limits import onednn_linear
 from benchmarks.model_shapes import DEFAULT_MODEL
 from multilora_kernels import HugePages, packed_linear
@@ -35,9 +35,9 @@ def test_a_run_leaves_a_table_and_a_plot(tmp_path):
     write_results(results, "test", tmp_path)
     with (tmp_path / "linears.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert [(row["workload"], row["dtype"], int(row["num_bytes"])) for row in rows] == [
-        ("tiny", "float32", 4 * 5600),
-        ("tiny", "bfloat16", 2 * 5600),
+    assert [(row["workload"], row["weights"], int(row["num_bytes"])) for row in rows] == [
+        ("tiny", name, dtype.itemsize * 5600) for name, (dtype, _) in formats().items()
     ]
+    assert {row["weights"] for row in rows} >= {"float32", "bfloat16"}
     assert all(float(row["ours"]) > 0 and float(row["over_limit"]) > 0 for row in rows)
     assert (tmp_path / "linears.png").stat().st_size > 1000
