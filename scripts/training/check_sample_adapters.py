@@ -17,6 +17,8 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer, BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
 
 from checkpoints.prepare_default_model import default_checkpoint
+from multilora_kernels.adapter_codes import dequantize_a, dequantize_b, quantize_a, quantize_b
+from multilora_wire.pieces import CODE_BITS, StoredDtype
 from training.sample_adapters import SAMPLE_ADAPTERS, SampleAdapter, held_out_prompts
 
 MINIMUM_ADAPTER_RATE = 0.8
@@ -29,6 +31,9 @@ def main(
     base: Annotated[Path | None, typer.Option(help="The base model's checkpoint (default: the prepared one).")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 40,
     threads: Annotated[int, typer.Option(help="CPU threads of PyTorch.")] = 2,
+    lora_dtype: Annotated[
+        StoredDtype, typer.Option(help="Give the adapters the values that a server of this `lora_dtype` has of them.")
+    ] = "float32",
     show_answers: Annotated[bool, typer.Option("--show-answers", help="Print each answer with its verdict.")] = False,
 ) -> None:
     """Print the measured table, and fail below the thresholds."""
@@ -37,7 +42,9 @@ def main(
     tokenizer = AutoTokenizer.from_pretrained(checkpoint, padding_side="left")
     prompts = encode_prompts(tokenizer, held_out_prompts())
     answers = {
-        name: generate_answers(load_model(checkpoint, SAMPLE_ADAPTERS.get(name)), tokenizer, prompts, max_new_tokens)
+        name: generate_answers(
+            load_model(checkpoint, SAMPLE_ADAPTERS.get(name), lora_dtype), tokenizer, prompts, max_new_tokens
+        )
         for name in track(["base", *SAMPLE_ADAPTERS], description="Answering", console=console)
     }
     if show_answers:
@@ -58,10 +65,27 @@ def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: list[str]) -> Ba
     return batch
 
 
-def load_model(checkpoint: Path, adapter: SampleAdapter | None) -> PreTrainedModel | PeftModel:
-    """The base model in float32, with the adapter's stored weights attached."""
+def load_model(checkpoint: Path, adapter: SampleAdapter | None, lora_dtype: StoredDtype) -> PreTrainedModel | PeftModel:
+    """The base model in float32, with the adapter's weights attached as they are stored."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    return PeftModel.from_pretrained(model, adapter.directory) if adapter else model
+    if adapter is None:
+        return model
+    adapted = PeftModel.from_pretrained(model, adapter.directory)
+    for name, parameter in adapted.named_parameters():
+        if ".lora_" in name:
+            parameter.data = as_stored(parameter.data, ".lora_A." in name, lora_dtype)
+    return adapted
+
+
+def as_stored(matrix: torch.Tensor, is_a: bool, lora_dtype: StoredDtype) -> torch.Tensor:
+    """What is left of A or B, in float32."""
+    bits = CODE_BITS.get(lora_dtype)
+    if bits is None:
+        return matrix.to(getattr(torch, lora_dtype)).float()
+    rows, columns = matrix.shape
+    if is_a:
+        return dequantize_a(quantize_a(matrix, bits), rows, columns, bits)
+    return dequantize_b(quantize_b(matrix, bits), rows, columns, bits)
 
 
 def generate_answers(
@@ -95,7 +119,7 @@ def print_answers(answers: dict[str, list[str]]) -> None:
 def print_table(answers: dict[str, list[str]]) -> None:
     table = Table("adapter", "rank", "modules", "claim", "base", "adapter", title="Held-out prompts showing the effect")
     for name, adapter in SAMPLE_ADAPTERS.items():
-        rates = (f"{pass_rate(adapter, answers[source]):.0%}" for source in ("base", name))
+        rates = (f"{sum(map(adapter.judge, answers[key]))}/{len(answers[key])}" for key in ("base", name))
         modules = " ".join(module.removesuffix("_proj") for module in adapter.target_modules)
         table.add_row(name, str(adapter.rank), modules, adapter.claim, *rates)
     Console().print(table)
