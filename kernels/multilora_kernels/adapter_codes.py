@@ -106,18 +106,21 @@ def dequantize_b(stored: torch.Tensor, out_features: int, rank: int, bits: int) 
 
 def _columns_of_inputs(a: torch.Tensor) -> torch.Tensor:
     """[rank, columns, 16]."""
-    return F.pad(a, (0, -a.shape[1] % LANES)).view(len(a), -1, LANES)
+    padding = -a.shape[1] % LANES
+    return (F.pad(a, (0, padding)) if padding else a).view(len(a), -1, LANES)
 
 
 def _columns_of_outputs(b: torch.Tensor) -> torch.Tensor:
     """[panels, rank, 16]."""
-    return F.pad(b, (0, 0, 0, -b.shape[0] % LANES)).view(-1, LANES, b.shape[1]).mT.contiguous()
+    padding = -b.shape[0] % LANES
+    return (F.pad(b, (0, 0, 0, padding)) if padding else b).view(-1, LANES, b.shape[1]).mT.contiguous()
 
 
 def _pack_blocks(columns: torch.Tensor) -> torch.Tensor:
     """The bytes of panels [panels, columns, 16] in 4-bit codes."""
     count = columns.shape[1]
-    blocks = F.pad(columns, (0, 0, 0, -count % BLOCK_COLUMNS)).unflatten(1, (-1, BLOCK_COLUMNS))
+    padding = -count % BLOCK_COLUMNS
+    blocks = (F.pad(columns, (0, 0, 0, padding)) if padding else columns).view(len(columns), -1, BLOCK_COLUMNS, LANES)
     codes, scales = _codes_of(blocks, 2, 4, torch.bfloat16)
     pairs = _bytes(codes & 15)
     stored = torch.cat((_bytes(scales).flatten(2), (pairs[:, :, 0::2] | pairs[:, :, 1::2] << 4).flatten(2)), dim=2)
@@ -141,21 +144,23 @@ def _codes_of(values: torch.Tensor, dim: int, bits: int, scale_dtype: torch.dtyp
     8 bits: the largest magnitude becomes 127 or -127. 4 bits: the value of the largest magnitude becomes -8; of that
     scale and two smaller ones, which cut the largest values off, the one is taken whose squared error is least.
     """
-    largest = values.gather(dim, values.abs().argmax(dim, keepdim=True))
+    low, high = values.amin(dim, keepdim=True), values.amax(dim, keepdim=True)
     if bits == 8:
-        scale = _scale(largest.abs() / 127, bits, scale_dtype)
-        return _rounded(values, scale, -127, 127).to(torch.int8), scale.to(scale_dtype).squeeze(dim)
-    scale = _scale(largest / -8, bits, scale_dtype)
-    codes = _rounded(values, scale, -8, 7)
-    error = _squared_error(values, codes, scale, dim)
+        scale, least, most = _scale(torch.maximum(high, -low) / 127, bits, scale_dtype), -127, 127
+    else:
+        scale, least, most = _least_error_scale(values, torch.where(high < -low, low, high), dim, scale_dtype), -8, 7
+    return _rounded(values, scale, least, most).to(torch.int8), scale.to(scale_dtype).squeeze(dim)
+
+
+def _least_error_scale(values: torch.Tensor, largest: torch.Tensor, dim: int, dtype: torch.dtype) -> torch.Tensor:
+    scale = _scale(largest / -8, 4, dtype)
+    error = _squared_error(values, scale, dim)
     for share in _SHARES:
-        other = _scale(largest / -8 * share, bits, scale_dtype)
-        other_codes = _rounded(values, other, -8, 7)
-        other_error = _squared_error(values, other_codes, other, dim)
+        other = _scale(largest / -8 * share, 4, dtype)
+        other_error = _squared_error(values, other, dim)
         is_better = other_error < error
         scale, error = torch.where(is_better, other, scale), torch.where(is_better, other_error, error)
-        codes = torch.where(is_better, other_codes, codes)
-    return codes.to(torch.int8), scale.to(scale_dtype).squeeze(dim)
+    return scale
 
 
 _SHARES = (0.92, 0.84)
@@ -172,8 +177,9 @@ def _rounded(values: torch.Tensor, scale: torch.Tensor, low: int, high: int) -> 
     return (values / divisor).round_().clamp_(low, high)
 
 
-def _squared_error(values: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, dim: int) -> torch.Tensor:
-    return (codes * scale).sub_(values).square_().sum(dim, keepdim=True)
+def _squared_error(values: torch.Tensor, scale: torch.Tensor, dim: int) -> torch.Tensor:
+    """Of 4-bit codes."""
+    return _rounded(values, scale, -8, 7).mul_(scale).sub_(values).square_().sum(dim, keepdim=True)
 
 
 def _block_bytes(columns: int) -> int:

@@ -9,6 +9,7 @@ prefill    of one long prompt, in the chunks the engine is configured for, with 
 prefix     time to the first token of a prompt, when the cache has most of it from another one and when it has not
 adapters   decoding 16 sequences with one adapter or 16 different ones on all linear layers, and with adapters that are
            loaded but not used, against the engine without any
+stored     decoding 16 and 64 sequences with as many different adapters, stored as bfloat16, as int8 and as int4
 peft       whole answers to 16 prompts at once, each with an adapter of its own, beside transformers + PEFT on the same
            adapters in one mixed batch (`adapter_names`): tokens a second, and the time between tokens
 overhead   what a step of 64 sequences costs beside the model, on one core: scheduling, batch, sampling, text, emission.
@@ -43,6 +44,7 @@ from benchmarks.peft_baseline import PeftBaseline
 from benchmarks.percentiles import p99
 from benchmarks.step_parts import MODEL_PARTS, PARTS, timed_parts
 from benchmarks.step_results import TABLE_WIDTH, StepResult, render_steps, write_steps
+from benchmarks.stored_adapters import stored_rows
 from checkpoints.prepare_default_model import ensure_default_checkpoint
 from checkpoints.telling_adapters import save_plain_tokenizer
 from checkpoints.tiny_llama import save_tiny_llama
@@ -277,7 +279,7 @@ def at_least(what: str, value: float, unit: str, goal: float | None) -> Row:
 def main(
     output: Annotated[Path, typer.Option(help="Folder for CSV files and plots.")] = Path("bench_results"),
     part: Annotated[
-        list[str], typer.Option(help="Measure only this: decode, prefill, prefix, adapters, peft, overhead.")
+        list[str], typer.Option(help="Measure only this: decode, prefill, prefix, adapters, stored, peft, overhead.")
     ] = [],  # noqa: B006
     rounds: Annotated[int, typer.Option(help="Repetitions of everything that is compared.")] = 5,
     steps: Annotated[int, typer.Option(help="Decode steps of one repetition.")] = 8,
@@ -312,6 +314,7 @@ def main(
         "prefill": lambda: prefill_rows(benches, rounds, prompt),
         "prefix": lambda: prefix_rows(bench, rounds, num_shared=1000, num_own=32),
         "adapters": lambda: adapter_rows(bench, context, rounds, steps),
+        "stored": lambda: stored_rows(checkpoint, threads, rounds, context, steps),
         "peft": lambda: peft_rows(bench, rounds, prompt_tokens=128, output_tokens=64),
         "overhead": lambda: overhead_results(rounds, steps, 64),
     }

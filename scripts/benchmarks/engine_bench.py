@@ -82,8 +82,8 @@ class Work:
 class Bench:
     """An engine, and batches of requests that never end by themselves."""
 
-    def __init__(self, model: Path, lora_dtype: str = "auto", **options: object) -> None:
-        lora = LoRAConfig.model_validate({"max_loras": NUM_ADAPTERS, "max_lora_rank": RANK, "lora_dtype": lora_dtype})
+    def __init__(self, model: Path, lora_dtype: str = "auto", max_loras: int = NUM_ADAPTERS, **options: object) -> None:
+        lora = LoRAConfig.model_validate({"max_loras": max_loras, "max_lora_rank": RANK, "lora_dtype": lora_dtype})
         self.engine = Engine(
             EngineConfig.model_validate({"model_path": model, "device": "cpu", "lora": lora, **options})
         )

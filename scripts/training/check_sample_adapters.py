@@ -19,6 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BatchEncoding, Pre
 
 from checkpoints.prepare_default_model import default_checkpoint
 from multilora_engine.quantize import dequantized_weights, replace_weights
+from multilora_kernels.adapter_codes import dequantize_a, dequantize_b, quantize_a, quantize_b
+from multilora_wire.pieces import CODE_BITS, StoredDtype
 from training.sample_adapters import SAMPLE_ADAPTERS, SampleAdapter, held_out_prompts
 
 MINIMUM_ADAPTER_RATE = 0.8
@@ -36,9 +38,12 @@ def main(
         Path | None,
         typer.Option(help="What `multilora quantize` made of the base model: measure the adapters on it, too."),
     ] = None,
-    may_lose: Annotated[int, typer.Option(min=0, help="Answers by which an adapter may do worse on --quantized.")] = 0,
+    may_lose: Annotated[int, typer.Option(min=0, help="Answers by which an adapter may do worse for rounding.")] = 0,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 40,
     threads: Annotated[int, typer.Option(help="CPU threads of PyTorch.")] = 2,
+    lora_dtype: Annotated[
+        StoredDtype, typer.Option(help="Give the adapters the values that a server of this `lora_dtype` has of them.")
+    ] = "float32",
     show_answers: Annotated[bool, typer.Option("--show-answers", help="Print each answer with its verdict.")] = False,
 ) -> None:
     """Print the measured table, and fail below the thresholds."""
@@ -47,15 +52,21 @@ def main(
     tokenizer = AutoTokenizer.from_pretrained(checkpoint, padding_side="left")
     prompts = encode_prompts(tokenizer, held_out_prompts())
 
-    def answer_all(weights: Path | None) -> Answers:
+    def answer_all(weights: Path | None, stored_as: StoredDtype) -> Answers:
         return {
             name: generate_answers(
-                load_model(checkpoint, weights, SAMPLE_ADAPTERS.get(name)), tokenizer, prompts, max_new_tokens
+                load_model(checkpoint, weights, SAMPLE_ADAPTERS.get(name), stored_as),
+                tokenizer,
+                prompts,
+                max_new_tokens,
             )
             for name in track(["base", *SAMPLE_ADAPTERS], description="Answering", console=console)
         }
 
-    measured = {"float": answer_all(None)} | ({quantized.name: answer_all(quantized)} if quantized else {})
+    measured = {"float": answer_all(None, "float32")}
+    if quantized or lora_dtype != "float32":
+        base_name = quantized.name if quantized else "float"
+        measured[f"{base_name}, adapters in {lora_dtype}"] = answer_all(quantized, lora_dtype)
     for title, answers in measured.items():
         if show_answers:
             print_answers(answers)
@@ -65,7 +76,7 @@ def main(
     if failures:
         console.print(f"[red]Below the thresholds:[/red] {', '.join(failures)}")
     if losers:
-        console.print(f"[red]More than {may_lose} answers lost by the quantised base:[/red] {', '.join(losers)}")
+        console.print(f"[red]More than {may_lose} answers lost to rounding:[/red] {', '.join(losers)}")
     if failures or losers:
         raise typer.Exit(code=1)
 
@@ -80,12 +91,31 @@ def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: list[str]) -> Ba
     return batch
 
 
-def load_model(checkpoint: Path, quantized: Path | None, adapter: SampleAdapter | None) -> PreTrainedModel | PeftModel:
-    """The base model in float32, with the weights of a quantised checkpoint of it, and the adapter's own attached."""
+def load_model(
+    checkpoint: Path, quantized: Path | None, adapter: SampleAdapter | None, lora_dtype: StoredDtype
+) -> PreTrainedModel | PeftModel:
+    """The base model in float32 with the weights of a quantised checkpoint of it, the adapter as `lora_dtype` stores it."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     if quantized:
         replace_weights(model, dequantized_weights(quantized))
-    return PeftModel.from_pretrained(model, adapter.directory) if adapter else model
+    if adapter is None:
+        return model
+    adapted = PeftModel.from_pretrained(model, adapter.directory)
+    for name, parameter in adapted.named_parameters():
+        if ".lora_" in name:
+            parameter.data = as_stored(parameter.data, ".lora_A." in name, lora_dtype)
+    return adapted
+
+
+def as_stored(matrix: torch.Tensor, is_a: bool, lora_dtype: StoredDtype) -> torch.Tensor:
+    """What is left of A or B, in float32."""
+    bits = CODE_BITS.get(lora_dtype)
+    if bits is None:
+        return matrix.to(getattr(torch, lora_dtype)).float()
+    rows, columns = matrix.shape
+    if is_a:
+        return dequantize_a(quantize_a(matrix, bits), rows, columns, bits)
+    return dequantize_b(quantize_b(matrix, bits), rows, columns, bits)
 
 
 def generate_answers(

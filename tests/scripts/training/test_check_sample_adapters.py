@@ -33,8 +33,8 @@ def test_the_quantised_base_has_the_weights_of_its_codes(tmp_path: Path) -> None
         on_progress=lambda *_: None,
     )
 
-    plain = load_model(tmp_path / "float", None, None)
-    quantized = load_model(tmp_path / "float", tmp_path / "quantized", None)
+    plain = load_model(tmp_path / "float", None, None, "float32")
+    quantized = load_model(tmp_path / "float", tmp_path / "quantized", None, "float32")
 
     weights = dict(dequantized_weights(tmp_path / "quantized"))
     assert len(weights) == 14
