@@ -29,6 +29,7 @@ def test_each_scheme_is_made_once_beside_the_float_model(commands: list[list[str
     made = [ensure_quantized_checkpoint(scheme) for scheme in ("w8a16", "w4a16", "w8a16")]
 
     assert made == [tmp_path / "model-w8a16", tmp_path / "model-w4a16", tmp_path / "model-w8a16"]
+    assert quantized_default_model.CALIBRATION_TEXT.is_file()
     assert [command[1:3] for command in commands] == [["quantize", str(tmp_path / "model")]] * 2
 
 
