@@ -212,6 +212,11 @@ class FairQueue:
         self._adapter(sequence).num_tokens += num_tokens
         sequence.num_charged_tokens = max(end, sequence.num_charged_tokens)
 
+    def has_others(self, sequence: Sequence) -> bool:
+        """Whether clients other than a sequence's have sequences that wait or run."""
+        name = sequence.request.sender.name
+        return any(clients.shares.keys() != {name} for clients in self._priorities.values())
+
     def turn(self, running: Sequence) -> tuple[int, float, float]:
         """Sorts those that run in the order in which they would start if they waited."""
         return running.request.priority, self._client(running).num_tokens, self._adapter(running).num_tokens

@@ -245,9 +245,11 @@ class Scheduler:
     def _make_way(self, step: Step) -> None:
         """Preempt sequences of clients that hold more than their shares, if the one that starts next lacks room."""
         newcomer = self._queue.first()
-        if newcomer is None or self._has_room(newcomer) or not self._is_adapter_ready(newcomer):
+        if newcomer is None or not self._queue.has_others(newcomer) or self._has_room(newcomer):
             return
-        needed = self._part_held(newcomer)
+        if not self._is_adapter_ready(newcomer):
+            return
+        needed = max(newcomer.width / self._max_num_seqs, self._blocks.part_of(*newcomer.beams))
         while not self._has_room(newcomer):
             victim = choose_victim(newcomer, needed, self._running, self._part_held)
             if victim is None or not self._queue.would_follow(victim, newcomer):
@@ -256,8 +258,9 @@ class Scheduler:
             step.remove(victim)
 
     def _part_held(self, sequence: Sequence) -> float:
-        """The part of the server that a sequence has, or needs: of the places, or of the blocks if that is more."""
-        return max(sequence.width / self._max_num_seqs, self._blocks.part_of(*sequence.beams))
+        """The part of the server that a running sequence has: of the places, or of the blocks if that is more."""
+        num_blocks = sequence.block_table.length + sum(beam.block_table.length for beam in sequence.siblings)
+        return max(sequence.width / self._max_num_seqs, num_blocks / self._blocks.num_blocks)
 
     def _is_adapter_ready(self, sequence: Sequence) -> bool:
         """Whether a waiting sequence could run at once, as far as its adapter is concerned."""
