@@ -144,6 +144,7 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     priority: smaller is served first, equal ones in order of arrival.
     lora_name: what the client calls the adapter of `lora_task_id`, empty if only by that.
     adapter_tenant: the tenant that this adapter belongs to, empty for none.
+    num_tokens_ahead: of the prompts and answers, at their longest, that came before it in the same request of a client.
     """
 
     request_id: str
@@ -155,6 +156,7 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     lora_name: str = ""
     adapter_tenant: str = ""
     sender: Sender = Sender()
+    num_tokens_ahead: int = 0
 
     @property
     def task_id(self) -> TaskId | None:

@@ -17,7 +17,7 @@ from tritonclient.utils import np_to_triton_dtype, serialize_byte_tensor
 
 from multilora_engine.client_header import CLIENT_HEADER, bearer
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 150.0
 """Of one request."""
 
 STREAMING_MODEL = "generation"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from multilora_engine.engine.engine import Engine
-from multilora_engine.engine.scheduler import ScheduledSequence
+from multilora_engine.engine.step import ScheduledSequence
 from multilora_engine.execution.model_runner import ModelRunner
 from multilora_engine.request import GenerationRequest, TokenLogProb, TokenOutput
 from multilora_engine.sampling.sampler import Choice

@@ -24,8 +24,9 @@ from multilora_engine.engine.outputs import error_output, prompt_output
 from multilora_engine.engine.pace import Pace
 from multilora_engine.engine.queue_limits import QueueLimits
 from multilora_engine.engine.request_limits import RequestLimits
-from multilora_engine.engine.scheduler import ScheduledSequence, Scheduler, work_of
+from multilora_engine.engine.scheduler import Scheduler
 from multilora_engine.engine.sequence import Sequence, SequenceStatus
+from multilora_engine.engine.step import ScheduledSequence, work_of
 from multilora_engine.errors import Cancelled, InternalError, RequestError
 from multilora_engine.lora.adapter_events import AdapterEvents
 from multilora_engine.lora.layout import PackedAdapter

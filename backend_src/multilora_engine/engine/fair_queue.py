@@ -5,11 +5,12 @@ from __future__ import annotations
 import heapq
 from abc import ABC, abstractmethod
 from bisect import insort
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator
 from typing import Generic, TypeVar
 
 from multilora_engine.engine.sequence import Sequence, SequenceStatus
+from multilora_engine.engine.waiting_line import WaitingLine
 from multilora_engine.lora.names import TaskId
 
 Key = TypeVar("Key", bound=Hashable)
@@ -34,15 +35,15 @@ class _Share(ABC):
 
 
 class _AdapterShare(_Share):
-    """Of one adapter, or the base model. waiting: in the order in which they start."""
+    """Of one adapter, or the base model."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.waiting: OrderedDict[Sequence, None] = OrderedDict()
+        self.waiting = WaitingLine()
 
     @property
     def first(self) -> Sequence | None:
-        return next(iter(self.waiting), None)
+        return self.waiting.first
 
 
 class _Turns(Generic[Key, AnyShare]):
@@ -130,7 +131,7 @@ _Clients = _Turns[str, _ClientShare]
 
 class FairQueue:
     """Who starts next: the smallest priority; of that the client that was served least; of its adapters the one that
-    was served least; of that who came first.
+    was served least; of that who comes first in its `WaitingLine`.
 
     Each client counts the tokens that were computed for it, over its weight, in each priority on its own; so does each
     of its adapters (and the base model), without weights. When nothing of it has waited for a while, its count is
@@ -140,7 +141,7 @@ class FairQueue:
     what can run at once.
 
     A sequence is `add`ed, taken to run (`take`), perhaps `put_back`, and at its end, waiting or running, `discard`ed.
-    Each of these costs the logarithm of the number of clients and of adapters, however many sequences wait.
+    Each of these costs the logarithm of the number of clients, of adapters and of sequences.
     """
 
     def __init__(self) -> None:
@@ -160,7 +161,7 @@ class FairQueue:
                     yield from adapter.waiting
 
     def add(self, sequence: Sequence) -> None:
-        """A new sequence, behind all of its client and adapter."""
+        """A new sequence."""
         priority, name, task_id = _place(sequence)
         if priority not in self._priorities:
             self._priorities[priority] = _Turns()
@@ -169,12 +170,13 @@ class FairQueue:
         adapter = client.adapters.shares.setdefault(task_id, _AdapterShare())
         client.num_sequences += 1
         adapter.num_sequences += 1
+        adapter.waiting.add(sequence)
         self._wait(sequence)
 
     def put_back(self, sequence: Sequence) -> None:
         """A sequence that was taken, before all of its adapter; of several the one that came last goes back first."""
+        self._adapter(sequence).waiting.put_back(sequence)
         self._wait(sequence)
-        self._adapter(sequence).waiting.move_to_end(sequence, last=False)
 
     def first(self) -> Sequence | None:
         """Who should start next."""
@@ -186,7 +188,7 @@ class FairQueue:
 
     def take(self, sequence: Sequence) -> None:
         """The sequence starts to run."""
-        del self._adapter(sequence).waiting[sequence]
+        self._adapter(sequence).waiting.remove(sequence)
         self._num_waiting -= 1
 
     def set_aside(self, sequence: Sequence) -> None:
@@ -209,6 +211,11 @@ class FairQueue:
         self._client(sequence).num_tokens += num_tokens / sequence.request.sender.weight
         self._adapter(sequence).num_tokens += num_tokens
         sequence.num_charged_tokens = max(end, sequence.num_charged_tokens)
+
+    def has_others(self, sequence: Sequence) -> bool:
+        """Whether clients other than a sequence's have sequences that wait or run."""
+        name = sequence.request.sender.name
+        return any(clients.shares.keys() != {name} for clients in self._priorities.values())
 
     def turn(self, running: Sequence) -> tuple[int, float, float]:
         """Sorts those that run in the order in which they would start if they waited."""
@@ -258,6 +265,7 @@ class FairQueue:
                 adapters = client.adapters.shares
                 assert client.num_sequences == sum(adapter.num_sequences for adapter in adapters.values())
                 for task_id, adapter in adapters.items():
+                    adapter.waiting.check_integrity()
                     num_taken = num_running.pop((priority, name, task_id), 0)
                     assert adapter.num_sequences == len(adapter.waiting) + num_taken
         assert not num_running, "a running sequence has no share"
@@ -270,7 +278,6 @@ class FairQueue:
 
     def _wait(self, sequence: Sequence) -> None:
         priority, name, task_id = _place(sequence)
-        self._adapter(sequence).waiting[sequence] = None
         self._num_waiting += 1
         self._client(sequence).adapters.list(task_id)
         self._priorities[priority].list(name)

@@ -6,86 +6,18 @@ from bisect import insort
 from collections import deque
 from collections.abc import Iterable, Set
 
-import msgspec
-
 from multilora_engine.engine.fair_queue import FairQueue
 from multilora_engine.engine.fair_shares import choose_victim
 from multilora_engine.engine.kv_cache import BlockAllocator, BlockCopy
-from multilora_engine.engine.pace import Pace, PromptTime
+from multilora_engine.engine.pace import Pace
 from multilora_engine.engine.sequence import Sequence, SequenceStatus
 from multilora_engine.engine.skipped import Skipped
-from multilora_engine.engine.step_cost import StepWork
+from multilora_engine.engine.step import ScheduledSequence, Step
 from multilora_engine.lora.cached_adapter import CachedAdapter
 from multilora_engine.lora.manager import LoRAManager
 
 _LOOK_AHEAD = 8
 """Adapters that are brought to the device before there is a place for their sequences."""
-
-
-class ScheduledSequence(msgspec.Struct, frozen=True):
-    """`num_tokens` tokens of `sequence`, from `num_computed_tokens` (as it was when scheduled) on.
-
-    is_sampled: the step computes its last token, so the logits give the next one.
-    """
-
-    sequence: Sequence
-    start: int
-    num_tokens: int
-    is_sampled: bool
-
-    @property
-    def context_positions(self) -> range:
-        """The prompt's tokens in this step whose logits the request wants and has not got before a preemption."""
-        sequence = self.sequence
-        if not sequence.request.sampling.return_context_logits or sequence.output_token_ids:
-            return range(0)
-        return range(max(self.start, sequence.prompt_report.num_logits), self.start + self.num_tokens)
-
-    @property
-    def scored_positions(self) -> range:
-        """The prompt's tokens in this step behind which are tokens whose log-probs are wanted and not known yet."""
-        log_probs = self.sequence.prompt_report.log_probs
-        return range(0) if log_probs is None else log_probs.missing(self.start, self.start + self.num_tokens)
-
-    @property
-    def token_ids(self) -> list[int]:
-        """A pending token is missing."""
-        return self.sequence.token_ids(self.start, self.start + self.num_tokens)
-
-
-class _Step:
-    """A step in the making: what is scheduled, and how many tokens of the budget are left.
-
-    prompt_time: for those of them that are of prompts.
-    """
-
-    def __init__(self, budget: int) -> None:
-        self.budget = budget
-        self.prompt_time = PromptTime()
-        self._scheduled: dict[Sequence, ScheduledSequence] = {}
-
-    def __contains__(self, sequence: Sequence) -> bool:
-        return sequence in self._scheduled
-
-    @property
-    def sequences(self) -> list[ScheduledSequence]:
-        return list(self._scheduled.values())
-
-    def room_for(self, sequence: Sequence) -> int:
-        """How many tokens of its prompt a sequence may compute."""
-        return self.prompt_time.room_for(sequence, self.budget)
-
-    def add(self, sequence: Sequence, num_tokens: int) -> None:
-        start = sequence.num_computed_tokens
-        is_sampled = start + num_tokens == sequence.num_tokens
-        self._scheduled[sequence] = ScheduledSequence(sequence, start, num_tokens, is_sampled)
-        self.budget -= num_tokens
-
-    def remove(self, sequence: Sequence) -> None:
-        for beam in sequence.beams:
-            scheduled = self._scheduled.pop(beam, None)
-            if scheduled is not None:
-                self.budget += scheduled.num_tokens
 
 
 class Scheduler:
@@ -211,9 +143,9 @@ class Scheduler:
         assert self._loras.num_pins == len(pinned), "a pin is lost or left behind"
         self._loras.check_integrity()
 
-    def _schedule_decodes(self) -> tuple[_Step, list[Sequence]]:
+    def _schedule_decodes(self) -> tuple[Step, list[Sequence]]:
         """A step with the answers that get a token, and the running prompts, in the order in which they started."""
-        step = _Step(self._max_num_batched_tokens)
+        step = Step(self._max_num_batched_tokens)
         decoding: list[Sequence] = []
         prompts: list[Sequence] = []
         for sequence in self._running:
@@ -225,7 +157,7 @@ class Scheduler:
             step.prompt_time = self._pace.prompt_time(decodes)
         return step, prompts
 
-    def _schedule_prompts(self, step: _Step, prompts: list[Sequence], may_admit: bool) -> None:
+    def _schedule_prompts(self, step: Step, prompts: list[Sequence], may_admit: bool) -> None:
         """Go on with prompts and, where that is allowed, admit waiting sequences. prompts: those that run."""
         skipped = Skipped()
         in_order = deque(
@@ -243,18 +175,18 @@ class Scheduler:
             self._look_ahead(skipped.adapters)
             self._queue.restore()
 
-    def _continue(self, sequence: Sequence, shares: list[tuple[Sequence, int]], step: _Step) -> None:
+    def _continue(self, sequence: Sequence, shares: list[tuple[Sequence, int]], step: Step) -> None:
         """Compute tokens of a running sequence's beams, unless it is preempted for others or for want of blocks."""
         for beam, num_tokens in shares:
             if sequence.status is SequenceStatus.RUNNING and self._make_room(sequence, beam, num_tokens, step):
                 self._compute(beam, num_tokens, step)
 
-    def _continue_prompt(self, sequence: Sequence, step: _Step) -> None:
+    def _continue_prompt(self, sequence: Sequence, step: Step) -> None:
         shares = _shares(sequence, step.room_for(sequence))
         step.prompt_time.take(sequence, sum(num_tokens for _, num_tokens in shares))
         self._continue(sequence, shares, step)
 
-    def _make_room(self, sequence: Sequence, beam: Sequence, num_tokens: int, step: _Step) -> bool:
+    def _make_room(self, sequence: Sequence, beam: Sequence, num_tokens: int, step: Step) -> bool:
         """Blocks for `num_tokens` more of a beam of `sequence`, preempting from the end of the order.
 
         False if `sequence` itself had to go.
@@ -267,7 +199,7 @@ class Scheduler:
                 return False
         return True
 
-    def _compute(self, sequence: Sequence, num_tokens: int, step: _Step) -> None:
+    def _compute(self, sequence: Sequence, num_tokens: int, step: Step) -> None:
         start = sequence.num_computed_tokens
         self._queue.charge(sequence, start, start + num_tokens)
         step.add(sequence, num_tokens)
@@ -287,7 +219,7 @@ class Scheduler:
         if sequence.adapter is not None:
             self._loras.release(sequence.adapter)
 
-    def _newcomer(self, step: _Step, skipped: Skipped) -> Sequence | None:
+    def _newcomer(self, step: Step, skipped: Skipped) -> Sequence | None:
         """The waiting sequence that starts next, as far as places, blocks and the step's tokens are concerned."""
         sequence = self._queue.first()
         if sequence is None or len(skipped) >= self._max_num_seqs:
@@ -297,7 +229,7 @@ class Scheduler:
     def _goes_first(self, newcomer: Sequence, prompt: Sequence) -> bool:
         return prompt is not self._passed_over and self._queue.goes_before(newcomer, prompt)
 
-    def _admit(self, sequence: Sequence, step: _Step, skipped: Skipped) -> None:
+    def _admit(self, sequence: Sequence, step: Step, skipped: Skipped) -> None:
         """Start a waiting sequence, or skip it for want of its adapter."""
         if self._acquire_adapter(sequence, skipped):
             self._start(sequence)
@@ -310,12 +242,14 @@ class Scheduler:
         """Whole prompts are admitted, so that two half-computed ones never wait for each other's blocks."""
         return sequence.width <= self._num_free_places and self._blocks.can_start(*sequence.beams)
 
-    def _make_way(self, step: _Step) -> None:
+    def _make_way(self, step: Step) -> None:
         """Preempt sequences of clients that hold more than their shares, if the one that starts next lacks room."""
         newcomer = self._queue.first()
-        if newcomer is None or self._has_room(newcomer) or not self._is_adapter_ready(newcomer):
+        if newcomer is None or not self._queue.has_others(newcomer) or self._has_room(newcomer):
             return
-        needed = self._part_held(newcomer)
+        if not self._is_adapter_ready(newcomer):
+            return
+        needed = max(newcomer.width / self._max_num_seqs, self._blocks.part_of(*newcomer.beams))
         while not self._has_room(newcomer):
             victim = choose_victim(newcomer, needed, self._running, self._part_held)
             if victim is None or not self._queue.would_follow(victim, newcomer):
@@ -324,8 +258,9 @@ class Scheduler:
             step.remove(victim)
 
     def _part_held(self, sequence: Sequence) -> float:
-        """The part of the server that a sequence has, or needs: of the places, or of the blocks if that is more."""
-        return max(sequence.width / self._max_num_seqs, self._blocks.part_of(*sequence.beams))
+        """The part of the server that a running sequence has: of the places, or of the blocks if that is more."""
+        num_blocks = sequence.block_table.length + sum(beam.block_table.length for beam in sequence.siblings)
+        return max(sequence.width / self._max_num_seqs, num_blocks / self._blocks.num_blocks)
 
     def _is_adapter_ready(self, sequence: Sequence) -> bool:
         """Whether a waiting sequence could run at once, as far as its adapter is concerned."""
@@ -390,14 +325,3 @@ def _shares(sequence: Sequence, budget: int) -> list[tuple[Sequence, int]]:
 def _priority(sequence: Sequence) -> int:
     """Smaller is served first; of equal ones the first that started."""
     return sequence.request.priority
-
-
-def work_of(step: list[ScheduledSequence]) -> StepWork:
-    """What a step computes. One last token of a prompt counts as a decode: it costs as much."""
-    prompts = [scheduled for scheduled in step if scheduled.num_tokens > 1]
-    return StepWork(
-        num_decodes=len(step) - len(prompts),
-        num_beams=sum(scheduled.sequence.search is not None for scheduled in step),
-        num_prompt_tokens=sum(scheduled.num_tokens for scheduled in prompts),
-        num_prompt_rows=sum(len(s.context_positions) + len(s.scored_positions) for s in prompts),
-    )

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from multilora_engine.engine.kv_cache import BlockCopy
-from multilora_engine.engine.scheduler import ScheduledSequence
+from multilora_engine.engine.step import ScheduledSequence
 from multilora_engine.execution.cuda_graphs import DecodeGraphs
 from multilora_engine.execution.forward_batch import ForwardBatch, KVCache, TokenLoRAs
 from multilora_engine.execution.prompt_scoring import score_prompts, scores_prompts

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 
-from multilora_engine.engine.scheduler import ScheduledSequence
+from multilora_engine.engine.step import ScheduledSequence
 from multilora_engine.execution.transfer import to_device
 from multilora_engine.sampling.prompt_log_probs import PromptLogProbs
 

@@ -155,13 +155,23 @@ def _expand(
     call: GenerateCall, timeout_s: float | None, tokenizer: Tokenizer
 ) -> tuple[list[GenerationRequest], dict[str, ReplyRow]]:
     """A request to the engine for each sequence of each row, and by their ids which they are."""
-    requests, rows = [], {}
+    requests, rows, num_tokens = [], {}, 0
     for batch_index, prompt in enumerate(call.prompts):
         lora_task_id, lora_name = call.lora_task_ids[batch_index], call.lora_names[batch_index]
         priority = call.priorities[batch_index]
         for sequence_index in range(call.requests_per_row):
             sampling = _sampling_of(call.sampling[batch_index], sequence_index)
-            request = GenerationRequest(new_id(), prompt, sampling, lora_task_id, timeout_s, priority, lora_name)
+            request = GenerationRequest(
+                new_id(),
+                prompt,
+                sampling,
+                lora_task_id,
+                timeout_s,
+                priority,
+                lora_name,
+                num_tokens_ahead=num_tokens,
+            )
+            num_tokens += len(prompt) + sampling.max_tokens
             requests.append(request)
             rows[request.request_id] = ReplyRow(
                 batch_index,

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from multilora_engine.engine.fair_queue import FairQueue
 from multilora_engine.engine.sequence import Sequence, SequenceStatus
+from multilora_engine.engine.waiting_line import TOKENS_OF_A_PLACE
 from multilora_engine.request import GenerationRequest, SamplingParams, Sender
 from multilora_engine.text.text_stream import TextStream
 
@@ -32,10 +33,22 @@ class Shop:
         self._arrivals = itertools.count()
 
     def add(
-        self, task: int | None = None, priority: int = 0, num_tokens: int = 10, sender: Sender = NOBODY
+        self,
+        task: int | None = None,
+        priority: int = 0,
+        num_tokens: int = 10,
+        sender: Sender = NOBODY,
+        prompt_len: int = 1,
+        num_tokens_ahead: int = 0,
     ) -> Sequence:
         request = GenerationRequest(
-            "r", [1], SamplingParams(num_tokens), lora_task_id=task, priority=priority, sender=sender
+            "r",
+            [1] * prompt_len,
+            SamplingParams(num_tokens),
+            lora_task_id=task,
+            priority=priority,
+            sender=sender,
+            num_tokens_ahead=num_tokens_ahead,
         )
         sequence = Sequence(request, next(self._arrivals), None, cast(TextStream, None), Random(0), num_tokens)
         self.queue.add(sequence)
@@ -101,6 +114,35 @@ def test_one_adapter_alone_is_served_in_order_of_arrival() -> None:
     sequences = [shop.add(5, num_tokens=1 + i % 7) for i in range(10)]
     shop.tasks(10)
     assert shop.started == sequences
+
+
+def test_a_small_request_passes_long_prompts_and_requests_of_many_sequences_whoever_sent_them() -> None:
+    shop = Shop()
+    long = [shop.add(prompt_len=320) for _ in range(4)]
+    many = [shop.add(num_tokens_ahead=64 * place) for place in range(4)]
+    small = [shop.add() for _ in range(4)]
+    shop.tasks(12)
+    places = {"many": [4, 7, 10, 13], "small": [8, 9, 10, 11], "long": [10, 11, 12, 13]}
+    by_place = zip([*places["long"], *places["many"], *places["small"]], [*long, *many, *small], strict=True)
+    assert shop.started == [sequence for _, sequence in sorted(by_place, key=lambda pair: pair[0])]
+
+
+@settings(max_examples=100, deadline=None)
+@given(sizes=st.lists(st.integers(1, 2000), min_size=1, max_size=40), seed=st.integers(0, 1 << 30))
+def test_nobody_is_passed_by_more_later_ones_than_its_tokens_pay_for(sizes: list[int], seed: int) -> None:
+    shop, rng = Shop(), Random(seed)
+    pending, arrived = list(reversed(sizes)), []
+    while pending or len(shop.queue):
+        if pending and rng.random() < 0.7:
+            arrived.append(shop.add(prompt_len=pending.pop()))
+        if rng.random() < 0.2 and shop.running:
+            shop.preempt()
+        shop.step(num_tokens=rng.choice([1, MAX_TOKENS]))
+    order = list(dict.fromkeys(shop.started))
+    assert len(order) == len(sizes)
+    for sequence in arrived:
+        num_passed = sum(other.arrival > sequence.arrival for other in order[: order.index(sequence)])
+        assert num_passed <= len(sequence.request.prompt_token_ids) // TOKENS_OF_A_PLACE
 
 
 def test_who_had_nothing_waiting_has_not_saved_up() -> None:
