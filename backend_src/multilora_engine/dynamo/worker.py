@@ -12,11 +12,13 @@ from typing import Any
 from dynamo.common.backend import EngineConfig as Registration
 from dynamo.common.backend import LLMEngine, LlmRegistration, WorkerConfig
 from dynamo.common.backend.health_check import build_health_check_payload
+from dynamo.common.backend.publisher import PushSource
 
 from multilora_engine.dynamo.adapters import UPDATES, FleetAdapters, answer_update
 from multilora_engine.dynamo.answers import CANCELLED, Answer, Chunk
 from multilora_engine.dynamo.cards import AdapterCards
 from multilora_engine.dynamo.errors import dynamo_error
+from multilora_engine.dynamo.kv_events import BlockPublisher
 from multilora_engine.dynamo.operators import EngineOperator
 from multilora_engine.dynamo.options import WorkerOptions, parse_options
 from multilora_engine.dynamo.requests import engine_request, read_request
@@ -46,6 +48,7 @@ class DynamoWorker(LLMEngine):
         self._options = options
         self._resources = ExitStack()
         self._streams = OpenStreams()
+        self._blocks = BlockPublisher()
 
     @classmethod
     async def from_args(cls, argv: Sequence[str] | None = None) -> tuple[DynamoWorker, WorkerConfig]:
@@ -70,6 +73,9 @@ class DynamoWorker(LLMEngine):
                 max_gpu_lora_count=engine.lora.max_loras,
             ),
         )
+
+    async def kv_event_sources(self) -> list[Any]:
+        return [PushSource(on_ready=self._blocks.start)] if self._options.engine.enable_prefix_caching else []
 
     async def on_endpoint_ready(self, endpoint: Any) -> None:
         """Put what the sources have into the fleet, while requests for the base model are served already."""
@@ -145,7 +151,7 @@ class DynamoWorker(LLMEngine):
             engine = EngineProcess(options.parameters, path, engine_environment({}), hang_timeout_s=hang_timeout_s)
             resources.callback(engine.close)
             engine.start()
-            self._client = EngineClient(path)
+            self._client = EngineClient(path, self._blocks)
             resources.callback(self._client.close)
             self._operator = EngineOperator(self._client, self._loop)
             self._info = self._client.wait_until_ready(_FIRST_CONTACT_S)
