@@ -20,7 +20,8 @@ class AdapterInfo(msgspec.Struct, frozen=True, gc=False):
     digest: content of the current version. bytes: what it takes in its tier. ranks: the different ranks of its rows.
     num_pins: requests that use it. is_pinned: an operator keeps it. last_used_s: seconds since the epoch, of its
     insertion if no request has used it. num_hits: requests that have used it since it entered the host tier.
-    tenant: whose adapter it is, empty if it belongs to none.
+    tenant: whose adapter it is, empty if it belongs to none. module_ids: the wire modules that it has rows for,
+    ascending, where the report is on this adapter alone and its rows are in memory.
     """
 
     lora_task_id: int
@@ -35,3 +36,4 @@ class AdapterInfo(msgspec.Struct, frozen=True, gc=False):
     last_used_s: float
     num_hits: int
     tenant: str = ""
+    module_ids: tuple[int, ...] = ()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import http.client
 import json
 import re
+import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -21,13 +23,25 @@ pytestmark = pytest.mark.long(reason="a fleet takes half a minute to start; what
 MODEL = "smol"
 PROMPT = "The capital of France is"
 PARAMETERS = {"kv_cache_memory_bytes": "192MiB", "max_num_seqs": "16", "num_threads": "1"}
+SAMPLE_ADAPTERS = Path(__file__).parents[2] / "adapters"
+CHAT = [{"role": "user", "content": "Hello, how are you today? Tell me something."}]
 
 
 @pytest.fixture(scope="module")
-def fleet(default_model_dir: Path) -> Iterator[DynamoFleet]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory that a source of the worker covers."""
+    return tmp_path_factory.mktemp("adapters")
+
+
+@pytest.fixture(scope="module")
+def fleet(default_model_dir: Path, folder: Path) -> Iterator[DynamoFleet]:
     """A front and one worker."""
+    sources = [
+        {"source": "directory", "root": str(SAMPLE_ADAPTERS)},
+        {"source": "directory", "name": "moving", "root": str(folder)},
+    ]
     with DynamoFleet(default_model_dir, MODEL, ("--router-mode", "kv", "--migration-limit", "3")) as fleet:
-        fleet.start_worker(PARAMETERS)
+        fleet.start_worker({**PARAMETERS, "lora_sources": json.dumps(sources)})
         fleet.wait_ready(1)
         yield fleet
 
@@ -45,6 +59,17 @@ def ask(fleet: DynamoFleet, **options: Any) -> dict[str, Any]:
 
 def text(answer: dict[str, Any]) -> str:
     return str(answer["choices"][0]["text"])
+
+
+def chat(fleet: DynamoFleet, model: str, **options: Any) -> str:
+    asked = {"model": model, "messages": CHAT, "max_tokens": 12, "temperature": 0, **options}
+    return str(call(f"{fleet.url}/v1/chat/completions", asked)["choices"][0]["message"]["content"])
+
+
+def load_lora(worker: Worker, name: str, folder: Path) -> dict[str, Any]:
+    body = {"lora_name": name, "source": {"uri": folder.as_uri()}}
+    answer: dict[str, Any] = call(f"{worker.system_url}/v1/loras", body)
+    return answer
 
 
 def metric(worker: Worker, name: str) -> float:
@@ -128,10 +153,45 @@ def test_a_client_that_hangs_up_ends_its_request(fleet: DynamoFleet, worker: Wor
     fleet.wait_until(lambda: metric(worker, "dynamo_component_inflight_requests") == 0)
 
 
+def test_adapters_of_the_sources_are_models_of_the_fleet(fleet: DynamoFleet) -> None:
+    fleet.wait_until(lambda: {"pirate", "emoji", "json"} <= set(fleet.models()))
+    answers = {chat(fleet, model) for model in (MODEL, "pirate", "emoji")}
+    assert len(answers) == 3
+
+
+def test_a_name_moves_to_other_weights_while_it_answers(fleet: DynamoFleet, worker: Worker, folder: Path) -> None:
+    place = folder / "mover"
+    shutil.copytree(SAMPLE_ADAPTERS / "pirate", place)
+    assert load_lora(worker, "moved", place)["status"] == "success"
+    fleet.wait_until(lambda: "moved" in fleet.models())
+    before = chat(fleet, "moved")
+    assert before == chat(fleet, "pirate")
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(chat, fleet, "moved", max_tokens=100)
+        fleet.wait_until(lambda: metric(worker, "dynamo_component_inflight_requests") == 1)
+        shutil.rmtree(place)
+        shutil.copytree(SAMPLE_ADAPTERS / "emoji", place)
+        load_lora(worker, "moved", place)
+        assert not running.done(), "it waited for the request that runs"
+        assert chat(fleet, "moved") == chat(fleet, "emoji") != before
+        assert running.result().startswith(before), "the request that ran keeps the weights that it began with"
+    call(f"{worker.system_url}/v1/loras/moved", method="DELETE")
+    fleet.wait_until(lambda: "moved" not in fleet.models())
+    with pytest.raises(HTTPError, match="404"):
+        chat(fleet, "moved")
+
+
+def test_what_no_source_covers_is_not_loaded(worker: Worker, tmp_path: Path) -> None:
+    with pytest.raises(HTTPError) as error:
+        load_lora(worker, "outside", tmp_path)
+    assert "none of the sources asked" in error.value.read().decode()
+    assert "outside" not in call(f"{worker.system_url}/v1/loras")["loras"]
+
+
 def test_an_engine_that_dies_is_started_again_and_clients_hear_of_nothing_else(
     fleet: DynamoFleet, worker: Worker
 ) -> None:
-    plain = text(ask(fleet))
+    plain, pirate = text(ask(fleet)), chat(fleet, "pirate")
     (engine,) = psutil.Process(worker.process.pid).children()
     engine.kill()
     engine.wait()
@@ -145,6 +205,7 @@ def test_an_engine_that_dies_is_started_again_and_clients_hear_of_nothing_else(
             return False
 
     fleet.wait_until(answers, worker)
+    assert chat(fleet, "pirate") == pirate
 
 
 def test_a_worker_that_is_told_to_end_finishes_what_it_has(fleet: DynamoFleet) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import msgspec
 
 from multilora_engine.config import EngineConfig
+from multilora_engine.engine.block_events import BlockEvents
 from multilora_engine.engine.engine_stats import AdaptersInUse, EngineStats
 from multilora_engine.engine_info import CallLimits, EngineInfo
 from multilora_engine.errors import ConfigError, InvalidRequest
@@ -89,6 +90,7 @@ class FakeEngine:
         self.lora_events = AdapterEvents(capacity=8)
         host = HostTier(num_pages=64, page_bytes=TINY.page_bytes)
         device = DeviceTier(TINY, host.pool, host.pool, max_loras=8)
+        self.block_events = BlockEvents()
         self.loras = LoRAManager(host, device, "refuse", self.lora_events.append, disk)
         self.remote = RemoteAdapters(self.loras, fetcher, self.lora_events.append)
         self.accepted: list[GenerationRequest] = []

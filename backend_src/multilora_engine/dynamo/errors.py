@@ -12,6 +12,8 @@ from dynamo.llm.exceptions import (
     WorkerUnavailable,
 )
 
+from multilora_engine.errors import EngineUnavailable, RateExceeded, RequestError
+
 _TOO_MANY_REQUESTS = 429
 
 _BY_CODE: dict[str, type[DynamoException]] = {
@@ -26,11 +28,11 @@ _BY_CODE: dict[str, type[DynamoException]] = {
 }
 
 
-def dynamo_error(code: str, message: str, engine_is_gone: bool = False) -> DynamoException | HttpError:
-    """The exception for an error of errors.py. engine_is_gone: another worker may go on where this one stopped."""
-    text = f"[{code}] {message}"
-    if engine_is_gone:
+def dynamo_error(error: RequestError) -> DynamoException | HttpError:
+    """The exception for an error. After EngineUnavailable another worker may go on where this one stopped."""
+    text = f"[{error.code}] {error}"
+    if isinstance(error, EngineUnavailable):
         return EngineShutdown(text)
-    if code == "RESOURCE_EXHAUSTED":
+    if error.code == RateExceeded.code:
         return HttpError(_TOO_MANY_REQUESTS, text)
-    return _BY_CODE.get(code, Unknown)(text)
+    return _BY_CODE.get(error.code, Unknown)(text)

@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from multilora_engine.errors import EngineUnavailable, RelayedError
 from multilora_engine.process.client import EngineClient
 from multilora_engine.process.outbox import join_outputs
 from multilora_engine.request import TokenOutput
@@ -45,18 +46,23 @@ class OutputStream:
         self._is_cancelled = True
         self._arrived.set()
 
-    @property
-    def engine_is_gone(self) -> bool:
-        """Whether the call failed for want of an engine."""
-        return self._engine_is_gone
-
     async def next(self) -> list[TokenOutput]:
-        """What has come since the last time, outputs of one request joined; nothing once it is cancelled."""
+        """What has come since the last time, outputs of one request joined; nothing once it is cancelled.
+
+        Raises what the call failed with: EngineUnavailable for want of an engine, and any other RequestError as a
+        RelayedError.
+        """
         await self._arrived.wait()
         if not self._is_cancelled:
             self._arrived.clear()
         outputs, self._waiting = self._waiting, []
-        return [] if self._is_cancelled else join_outputs(outputs)
+        return [] if self._is_cancelled else [self._checked(output) for output in join_outputs(outputs)]
+
+    def _checked(self, output: TokenOutput) -> TokenOutput:
+        if output.error_code is None:
+            return output
+        message = output.error_message or ""
+        raise EngineUnavailable(message) if self._engine_is_gone else RelayedError(output.error_code, message)
 
     def _take(self, outputs: list[TokenOutput]) -> None:
         self._waiting += outputs

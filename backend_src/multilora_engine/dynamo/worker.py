@@ -6,23 +6,29 @@ import asyncio
 import logging
 import os
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, aclosing
 from typing import Any
 
 from dynamo.common.backend import EngineConfig as Registration
 from dynamo.common.backend import LLMEngine, LlmRegistration, WorkerConfig
 from dynamo.common.backend.health_check import build_health_check_payload
+from dynamo.common.backend.publisher import PushSource
 
+from multilora_engine.dynamo.adapters import UPDATES, FleetAdapters, answer_update
 from multilora_engine.dynamo.answers import CANCELLED, Answer, Chunk
+from multilora_engine.dynamo.cards import AdapterCards
 from multilora_engine.dynamo.errors import dynamo_error
+from multilora_engine.dynamo.kv_events import BlockPublisher
+from multilora_engine.dynamo.operators import EngineOperator
 from multilora_engine.dynamo.options import WorkerOptions, parse_options
 from multilora_engine.dynamo.requests import engine_request, read_request
 from multilora_engine.dynamo.streams import OpenStreams, OutputStream
 from multilora_engine.engine_info import EngineInfo
-from multilora_engine.errors import RequestError
+from multilora_engine.errors import AdapterNotFound, RequestError
 from multilora_engine.process.client import EngineClient
 from multilora_engine.process.paths import owned_socket_path
 from multilora_engine.process.supervisor import EngineProcess
+from multilora_engine.request import GenerationRequest, TokenOutput
 from multilora_engine.serving.front import new_id
 from multilora_engine.text.tokenizer import Tokenizer
 from multilora_engine.tritonserver.installation import engine_environment
@@ -42,6 +48,7 @@ class DynamoWorker(LLMEngine):
         self._options = options
         self._resources = ExitStack()
         self._streams = OpenStreams()
+        self._blocks = BlockPublisher()
 
     @classmethod
     async def from_args(cls, argv: Sequence[str] | None = None) -> tuple[DynamoWorker, WorkerConfig]:
@@ -67,18 +74,54 @@ class DynamoWorker(LLMEngine):
             ),
         )
 
+    async def kv_event_sources(self) -> list[Any]:
+        return [PushSource(on_ready=self._blocks.start)] if self._options.engine.enable_prefix_caching else []
+
+    async def on_endpoint_ready(self, endpoint: Any) -> None:
+        """Put what the sources have into the fleet, while requests for the base model are served already."""
+        engine = self._options.engine
+        path, max_loras = str(engine.model_path), engine.lora.max_loras
+        cards = AdapterCards(endpoint, path, engine.block_size, max_loras)
+        names = {module.module_id: module.name for module in self._info.adapter_layout.sites.modules}
+        self._adapters = FleetAdapters(self._operator, cards, self._options.model_name, names)
+        self._publishing = asyncio.create_task(self._publish_sources())
+
     async def generate(self, request: Mapping[str, Any], context: Any) -> AsyncGenerator[Chunk, None]:
         """The answer to a prompt, piece by piece. Raises the exceptions of errors.py."""
+        try:
+            asked = engine_request(read_request(request), new_id(), self._info)
+            answer = Answer(asked, self._tokenizer)
+            async with aclosing(self._outputs(asked, context)) as outputs:
+                async for output in outputs:
+                    yield CANCELLED if output is None else answer.chunk(output)
+        except RequestError as error:
+            raise dynamo_error(error) from None
+
+    async def _outputs(self, asked: GenerationRequest, context: Any) -> AsyncGenerator[TokenOutput | None, None]:
+        """The outputs of a request; None at the end if it was cancelled. Raises RequestError."""
+        try:
+            async with aclosing(self._try(asked, context)) as outputs:
+                async for output in outputs:
+                    yield output
+        except RequestError as error:
+            # So a request is refused before its first output, if the engine has no tier with the adapter any more.
+            if error.code != AdapterNotFound.code or not await self._adapters.restore(asked.lora_name):
+                raise
+        else:
+            return
+        async with aclosing(self._try(asked, context)) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def _try(self, asked: GenerationRequest, context: Any) -> AsyncGenerator[TokenOutput | None, None]:
         with self._streams.opened(context.id(), OutputStream(self._client, self._loop)) as stream:
-            answer = self._submit(request, stream, context)
+            self._client.generate(stream, [asked], context.id(), trace_id=context.trace_id or "")
             while not stream.is_cancelled():
                 for output in await stream.next():
-                    if output.error_code is not None:
-                        raise dynamo_error(output.error_code, output.error_message or "", stream.engine_is_gone)
-                    yield answer.chunk(output)
+                    yield output
                     if output.is_final:
                         return
-            yield CANCELLED
+            yield None
 
     async def abort(self, context: Any) -> None:
         self._streams.cancel(context.id())
@@ -87,6 +130,12 @@ class DynamoWorker(LLMEngine):
         """One token behind one token: the whole way through the engine."""
         payload: Mapping[str, Any] = build_health_check_payload(bos_token_id=0)
         return payload
+
+    def supported_updates(self) -> set[str]:
+        return set(UPDATES)
+
+    async def engine_update(self, update: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        return await answer_update(self._adapters, update, body)
 
     async def cleanup(self) -> None:
         """Give what is in flight the time to finish, then end the engine: Dynamo has stopped sending requests."""
@@ -102,17 +151,18 @@ class DynamoWorker(LLMEngine):
             engine = EngineProcess(options.parameters, path, engine_environment({}), hang_timeout_s=hang_timeout_s)
             resources.callback(engine.close)
             engine.start()
-            self._client = EngineClient(path)
+            self._client = EngineClient(path, self._blocks)
             resources.callback(self._client.close)
+            self._operator = EngineOperator(self._client, self._loop)
             self._info = self._client.wait_until_ready(_FIRST_CONTACT_S)
             self._tokenizer = Tokenizer(options.engine.tokenizer_path or options.engine.model_path)
             self._resources = resources.pop_all()
             return self._info
 
-    def _submit(self, request: Mapping[str, Any], stream: OutputStream, context: Any) -> Answer:
+    async def _publish_sources(self) -> None:
         try:
-            read = engine_request(read_request(request), new_id(), self._info)
+            num_cards = await self._adapters.publish_sources()
         except RequestError as error:
-            raise dynamo_error(error.code, str(error)) from None
-        self._client.generate(stream, [read], context.id(), trace_id=context.trace_id or "")
-        return Answer(read, self._tokenizer)
+            logger.error("the adapters of the sources have no cards: %s", error)
+        else:
+            logger.info("%d adapters have cards", num_cards)

@@ -13,6 +13,7 @@ from multilora_engine.config import EngineConfig
 from multilora_engine.engine.admission import Admission
 from multilora_engine.engine.answers import Answers
 from multilora_engine.engine.base_model import BaseModel, describe_engine, load_base_model
+from multilora_engine.engine.block_events import BlockEvents
 from multilora_engine.engine.build import build_fetcher, build_lora_manager, build_model_runner
 from multilora_engine.engine.engine_stats import AdaptersInUse, EngineStats
 from multilora_engine.engine.host_work import HostWork
@@ -89,7 +90,10 @@ class Engine:
         if config.lora.lora_prefetch_dir is not None:
             preload_adapters(config.lora.lora_prefetch_dir, self._loras, base.layout)
         self._remote = RemoteAdapters(self._loras, build_fetcher(config, base.layout), self.lora_events.append)
-        self._blocks = BlockAllocator(base.plan.num_blocks, config.block_size, config.enable_prefix_caching)
+        self._block_events = BlockEvents()
+        self._blocks = BlockAllocator(
+            base.plan.num_blocks, config.block_size, config.enable_prefix_caching, self._block_events
+        )
         self._pace = Pace(config.inter_token_latency_target_s)
         self._scheduler = Scheduler(
             self._blocks, self._loras, config.max_num_seqs, config.max_num_batched_tokens, self._pace
@@ -120,6 +124,11 @@ class Engine:
     def loras(self) -> LoRAManager:
         """The adapters in memory and on disk. Only the engine's thread may use the object."""
         return self._loras
+
+    @property
+    def block_events(self) -> BlockEvents:
+        """What the prefix cache comes to know and forgets."""
+        return self._block_events
 
     @property
     def stats(self) -> EngineStats:

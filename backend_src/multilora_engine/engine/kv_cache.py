@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from multilora_engine.engine.block_events import BlockEvents, BlockRemoved, BlockStored
 from multilora_engine.engine.engine_stats import PrefixCacheStats
 from multilora_engine.engine.sequence import Sequence
 
@@ -35,9 +36,17 @@ class BlockAllocator:
     of one sequence the later blocks go before the earlier ones, without which they could not be found.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool = True,
+        events: BlockEvents | None = None,
+    ) -> None:
+        """events: is told which blocks become known and are forgotten."""
         self.block_size = block_size
         self._enable_prefix_caching = enable_prefix_caching
+        self._events = events or BlockEvents()
         self._num_users = [0] * num_blocks
         self._idle: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._block_of_key: dict[bytes, int] = {}
@@ -148,6 +157,8 @@ class BlockAllocator:
                 assert block not in self._key_of_block
                 self._block_of_key[key] = block
                 self._key_of_block[block] = key
+                if self._events.is_wanted:
+                    self._tell_stored(sequence, index)
 
     def free(self, sequence: Sequence) -> None:
         """Take all blocks of a sequence back."""
@@ -190,12 +201,29 @@ class BlockAllocator:
             keys.append(hashlib.sha256(parent + tokens.tobytes()).digest())
         return keys[index]
 
+    def _tell_stored(self, sequence: Sequence, index: int) -> None:
+        """Tell of a full block, unless its adapter has a later version: no prompt finds it then."""
+        adapter, request = sequence.adapter, sequence.request
+        if adapter is not None and adapter.state.is_retired:
+            return
+        start = index * self.block_size
+        event = BlockStored(
+            key=self._key(sequence, index),
+            parent_key=self._key(sequence, index - 1) if index else b"",
+            token_ids=list(sequence.token_ids(start, start + self.block_size)),
+            lora_name="" if adapter is None else request.lora_name,
+            digest="" if adapter is None else adapter.digest,
+            tenant=request.sender.tenant,
+        )
+        self._events.append(event)
+
     def _claim(self) -> int:
         """A block for one new user, whose content is forgotten."""
         block, _ = self._idle.popitem(last=False)
         key = self._key_of_block.pop(block, None)
         if key is not None:
             del self._block_of_key[key]
+            self._events.append(BlockRemoved(key))
         self._num_users[block] = 1
         return block
 

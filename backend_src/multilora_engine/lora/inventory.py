@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from itertools import chain, islice
 
+import msgspec
+
 from multilora_engine.errors import AdapterNotFound
 from multilora_engine.lora.adapter_file import DiskAdapter
 from multilora_engine.lora.adapter_state import Device
@@ -41,7 +43,10 @@ class Inventory:
     def info(self, lora_task_id: TaskId) -> AdapterInfo:
         """The current version of one adapter, in whatever tier. Raises AdapterNotFound."""
         known = self._known(lora_task_id)
-        return self._describe(known) if isinstance(known, CachedAdapter) else _describe_file(known)
+        if not isinstance(known, CachedAdapter):
+            return _describe_file(known)
+        module_ids = tuple(sorted({row.module_id for row in known.rows}))
+        return msgspec.structs.replace(self._describe(known), module_ids=module_ids)
 
     def digest(self, lora_task_id: TaskId) -> str:
         """The digest of the current version, in whatever tier. Raises AdapterNotFound."""

@@ -21,6 +21,7 @@ from typing import Protocol
 
 import zmq
 
+from multilora_engine.engine.block_events import BlockEvent
 from multilora_engine.engine_info import EngineInfo
 from multilora_engine.errors import Cancelled, ConfigError, EngineUnavailable, InternalError, RequestError
 from multilora_engine.lora.layout import PackedAdapter
@@ -31,12 +32,14 @@ from multilora_engine.process.messages import (
     AdapterScope,
     AdapterTaken,
     Add,
+    BlockChanges,
     FromEngine,
     Operate,
     Outputs,
     PutAdapter,
     Refused,
     Stop,
+    WatchBlocks,
     Welcome,
     adapter_header,
     adapter_payload,
@@ -81,6 +84,15 @@ class Listener(Protocol):
     def is_cancelled(self) -> bool: ...
 
 
+class BlockListener(Protocol):
+    """Who wants to know what the prefix cache has. Only the client's thread calls it."""
+
+    def on_events(self, events: list[BlockEvent]) -> None: ...
+
+    def on_loss(self) -> None:
+        """The engine is gone, and the next one knows nothing."""
+
+
 class Claims:
     """Shares of limits that a call holds: some until the engine has its adapter, others until the call has ended.
 
@@ -120,7 +132,9 @@ class EngineClient:
     `_calls` has one entry for each request in flight; only the client's thread touches it.
     """
 
-    def __init__(self, socket_path: Path) -> None:
+    def __init__(self, socket_path: Path, block_listener: BlockListener | None = None) -> None:
+        """block_listener: hears what happens to the engine's prefix cache; no other front does then."""
+        self._block_listener = block_listener
         self._socket_path = socket_path
         self._tasks: deque[Callable[[], None]] = deque()
         self._wakeup_fd = os.eventfd(0, os.EFD_NONBLOCK)
@@ -278,7 +292,12 @@ class EngineClient:
         match message:
             case Outputs(outputs):
                 return outputs
+            case BlockChanges(events):
+                if self._block_listener is not None:
+                    self._block_listener.on_events(events)
             case Welcome(info):
+                if self._block_listener is not None:
+                    self._connection.send(WatchBlocks(), None)
                 self._set_state(info, None)
             case Refused(reason):
                 logger.error("the engine refused this front: %s", reason)
@@ -291,6 +310,8 @@ class EngineClient:
     def _reconnect(self) -> None:
         logger.error("the engine is gone, %d requests in flight are lost", len(self._calls))
         self._set_state(None, None)
+        if self._block_listener is not None:
+            self._block_listener.on_loss()
         self._fail_all(EngineUnavailable("the engine process died; it is being restarted, try again"))
         self._connection.close()
         self._connection = Connection(self._context, self._socket_path)

@@ -65,10 +65,12 @@ class Fronts:
         logger.error("front refused: %s", reason)
         self.send(front, Refused(reason))
 
-    def send(self, front: bytes, message: FromEngine) -> None:
-        """Send a message that is no output. A front that has not read its earlier messages does not get it."""
-        if self._address(front):
-            self._router.send(encode(message))
+    def send(self, front: bytes, message: FromEngine) -> bool:
+        """Send a message that is no output. False: the front has not read its earlier messages, and does not get it."""
+        if not self._address(front):
+            return False
+        self._router.send(encode(message))
+        return True
 
     def add(self, front: bytes, output: TokenOutput) -> None:
         """Have an output sent by the next `flush` that the front can take it from."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import msgspec
 
+from multilora_engine.engine.block_events import BlockEvent
 from multilora_engine.engine_info import EngineInfo
 from multilora_engine.errors import RequestError
 from multilora_engine.lora.layout import PackedAdapter, PackedRow
@@ -104,6 +105,10 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
     request_ids: list[str]
 
 
+class WatchBlocks(msgspec.Struct, frozen=True, tag=True):
+    """Tell this front, and no longer another one, what the prefix cache comes to know and forgets from now on."""
+
+
 class Welcome(msgspec.Struct, frozen=True, tag=True):
     """The answer to a `Hello`."""
 
@@ -133,6 +138,12 @@ class AdapterTaken(msgspec.Struct, frozen=True, tag=True):
     request_id: str
 
 
+class BlockChanges(msgspec.Struct, frozen=True, tag=True):
+    """What has happened to the prefix cache since the last time, in its order: nothing is left out."""
+
+    events: list[BlockEvent]
+
+
 class Launch(msgspec.Struct, frozen=True):
     """The line the supervisor writes to the engine's stdin.
 
@@ -155,8 +166,8 @@ class StartFailed(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-ToEngine = Hello | Add | PutAdapter | Stop | Operate | Abort
-FromEngine = Welcome | Refused | Outputs | AdapterTaken
+ToEngine = Hello | Add | PutAdapter | Stop | Operate | Abort | WatchBlocks
+FromEngine = Welcome | Refused | Outputs | AdapterTaken | BlockChanges
 StartReport = Started | StartFailed
 
 _to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)

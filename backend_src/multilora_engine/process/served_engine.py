@@ -6,6 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Protocol
 
+from multilora_engine.engine.block_events import BlockEvents
 from multilora_engine.engine.engine_stats import AdaptersInUse, EngineStats
 from multilora_engine.engine_info import EngineInfo
 from multilora_engine.lora.adapter_events import AdapterEvents
@@ -35,6 +36,8 @@ class ServedEngine(Protocol):
     def remote(self) -> RemoteAdapters: ...
     @property
     def lora_events(self) -> AdapterEvents: ...
+    @property
+    def block_events(self) -> BlockEvents: ...
     @property
     def stats(self) -> EngineStats: ...
     @property

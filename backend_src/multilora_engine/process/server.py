@@ -17,6 +17,7 @@ from multilora_engine.errors import AdapterNotFound, EngineUnavailable, Internal
 from multilora_engine.lora.names import label_of
 from multilora_engine.process.adapter_operator import AdapterOperator, PendingReport
 from multilora_engine.process.awaited_answers import AwaitedAnswer, report_output, upload_output
+from multilora_engine.process.block_watch import BlockWatch
 from multilora_engine.process.drain import DrainOrder
 from multilora_engine.process.fronts import Fronts
 from multilora_engine.process.heartbeat import Heartbeat
@@ -31,6 +32,7 @@ from multilora_engine.process.messages import (
     Refused,
     Stop,
     ToEngine,
+    WatchBlocks,
     decode_to_engine,
     error_output,
     read_adapter,
@@ -87,6 +89,7 @@ class EngineServer:
             _describe(engine.info),
         )
         self._fronts = Fronts(router, self._drop_front)
+        self._block_watch = BlockWatch(engine.block_events, self._fronts)
         self._parent_fd = parent_fd
         self._poller = zmq.Poller()
         self._poller.register(router, zmq.POLLIN)
@@ -106,6 +109,7 @@ class EngineServer:
             if self._engine.has_work:
                 self._step()
             self._send_awaited()
+            self._block_watch.flush()
             self._fronts.flush()
             if self._is_draining and not (self._routes or self._awaited or self._fronts.has_unsent):
                 self._drain.fulfil()
@@ -162,6 +166,8 @@ class EngineServer:
                 self._answer(front, message.request_id, lambda: self._operate(front, message))
             case Abort():
                 self._abort(message.request_ids)
+            case WatchBlocks():
+                self._block_watch.begin(front)
 
     def _answer(self, front: bytes, request_id: str, handle: Callable[[], None]) -> None:
         """Whatever goes wrong with a message is the answer to its request, and to nothing else."""

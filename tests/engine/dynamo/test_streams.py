@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import threading
 
-from multilora_engine.dynamo.streams import OutputStream
-from multilora_engine.errors import EngineUnavailable, QueueFull
+import pytest
+
+from multilora_engine.dynamo.streams import OpenStreams, OutputStream
+from multilora_engine.errors import EngineUnavailable, QueueFull, RelayedError, RequestError
 from multilora_engine.process.messages import error_output
 from multilora_engine.request import TokenOutput
 
@@ -59,13 +61,36 @@ def test_who_waits_is_woken_when_it_is_cancelled_and_the_client_is_told() -> Non
     assert asyncio.run(read()) == ([], True)
 
 
-def test_a_failure_for_want_of_an_engine_is_told_from_others() -> None:
-    async def fails_without_engine(has_engine: bool) -> bool:
+@pytest.mark.parametrize(
+    ("has_engine", "error", "expected"),
+    [
+        (False, EngineUnavailable("it died"), EngineUnavailable),
+        (True, QueueFull(1, 1, 0.0), RelayedError),
+    ],
+)
+def test_a_failure_for_want_of_an_engine_is_told_from_others(
+    has_engine: bool, error: RequestError, expected: type[RequestError]
+) -> None:
+    async def read() -> None:
         stream = OutputStream(Client(has_engine), asyncio.get_running_loop())  # type: ignore[arg-type]
-        error = QueueFull(1, 1, 0.0) if has_engine else EngineUnavailable("it died")
         tell(stream, error_output("r", error))
-        await stream.next()
-        return stream.engine_is_gone
+        with pytest.raises(RequestError) as raised:
+            await stream.next()
+        assert (type(raised.value), raised.value.code, str(raised.value)) == (expected, error.code, str(error))
 
-    assert asyncio.run(fails_without_engine(has_engine=False))
-    assert not asyncio.run(fails_without_engine(has_engine=True))
+    asyncio.run(read())
+
+
+def test_all_open_streams_can_be_waited_for() -> None:
+    async def wait() -> list[int]:
+        streams, stream = OpenStreams(), OutputStream(Client(), asyncio.get_running_loop())  # type: ignore[arg-type]
+        with streams.opened("a", stream):
+            left = [await streams.wait_closed(timeout_s=0.0)]
+            closing = asyncio.create_task(streams.wait_closed(timeout_s=600.0))
+            await asyncio.sleep(0)
+            streams.cancel("nobody")
+            assert not stream.is_cancelled()
+        assert stream.is_cancelled()
+        return [*left, await closing]
+
+    assert asyncio.run(wait()) == [1, 0]

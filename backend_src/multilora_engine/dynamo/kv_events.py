@@ -1,0 +1,98 @@
+"""`BlockPublisher`: tells Dynamo's router which prefixes this worker has, so that prompts that begin so come here."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from multilora_engine.engine.block_events import BlockEvent, BlockRemoved, BlockStored
+
+_HASH_BYTES = 8
+
+logger = logging.getLogger(__name__)
+
+
+class EventPublisher(Protocol):
+    """What is needed of Dynamo's `KvEventPublisher`."""
+
+    def publish_batch(self, events: Sequence[Mapping[str, Any]]) -> None: ...
+
+
+class BlockPublisher:
+    """The listener of the engine's blocks. Only the client's thread calls it, but for `start`, which comes first.
+
+    Dynamo computes the hash that it routes by from what is published: tokens, name of the adapter, salt. That hash
+    knows no versions: when a name has moved to other weights, the blocks of the earlier ones are taken back with the
+    first block of the later ones. Blocks behind one that is not published are left out: the router cannot place them.
+    """
+
+    def __init__(self) -> None:
+        self._publisher: EventPublisher | None = None
+        self._published: dict[int, str] = {}
+        self._hashes_of_name: defaultdict[str, set[int]] = defaultdict(set)
+        self._digests: dict[str, str] = {}
+
+    @property
+    def num_published(self) -> int:
+        """Blocks that the router takes to be here."""
+        return len(self._published)
+
+    def start(self, publisher: EventPublisher) -> None:
+        """Publish from now on; what was before is not told."""
+        self._publisher = publisher
+
+    def on_events(self, events: list[BlockEvent]) -> None:
+        if self._publisher is None:
+            return
+        batch: list[Mapping[str, Any]] = []
+        for event in events:
+            match event:
+                case BlockStored():
+                    batch += self._stored(event)
+                case BlockRemoved(key):
+                    batch += self._removed([block_hash(key)])
+        self._publish(batch)
+
+    def on_loss(self) -> None:
+        self._publish(self._removed(list(self._published)))
+        self._digests.clear()
+
+    def _stored(self, event: BlockStored) -> list[Mapping[str, Any]]:
+        number, name = block_hash(event.key), event.lora_name
+        parent = block_hash(event.parent_key) if event.parent_key else None
+        moved = []
+        if self._digests.setdefault(name, event.digest) != event.digest:
+            self._digests[name] = event.digest
+            moved = self._removed(list(self._hashes_of_name[name]))
+        if parent is not None and parent not in self._published:
+            return moved
+        self._published[number] = name
+        self._hashes_of_name[name].add(number)
+        stored = {
+            "type": "stored",
+            "token_ids": event.token_ids,
+            "num_block_tokens": [len(event.token_ids)],
+            "block_hashes": [number],
+            "parent_hash": parent,
+            "lora_name": name or None,
+            "cache_salt": event.tenant or None,
+        }
+        return [*moved, stored]
+
+    def _removed(self, hashes: list[int]) -> list[Mapping[str, Any]]:
+        """Forget those of `hashes` that are published."""
+        known = [number for number in hashes if number in self._published]
+        for number in known:
+            self._hashes_of_name[self._published.pop(number)].discard(number)
+        return [{"type": "removed", "block_hashes": known}] if known else []
+
+    def _publish(self, batch: list[Mapping[str, Any]]) -> None:
+        if batch and self._publisher is not None:
+            self._publisher.publish_batch(batch)
+
+
+def block_hash(key: bytes) -> int:
+    """The number by which Dynamo knows a block, 64 bits with a sign: of the key of our prefix cache, a SHA-256."""
+    return int.from_bytes(key[:_HASH_BYTES], "little", signed=True)

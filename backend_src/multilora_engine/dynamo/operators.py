@@ -1,0 +1,61 @@
+"""`EngineOperator`: asks the engine about its adapters, from an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TypeVar
+
+import msgspec
+
+from multilora_engine.dynamo.streams import OutputStream
+from multilora_engine.process.client import EngineClient
+from multilora_engine.process.operations import (
+    ListAdapters,
+    LoadAdapter,
+    Operation,
+    ReadEvents,
+    ReadStats,
+    UnloadAdapter,
+)
+from multilora_engine.process.reports import AdapterList, AdapterReport, EventList, StatsReport
+from multilora_engine.serving.front import new_id
+from multilora_wire.adapter_info import AdapterInfo
+
+_Report = TypeVar("_Report")
+
+
+class EngineOperator:
+    """Each method raises the RequestError that the engine answers with instead."""
+
+    def __init__(self, client: EngineClient, loop: asyncio.AbstractEventLoop) -> None:
+        self._client = client
+        self._loop = loop
+
+    async def list_adapters(self) -> list[AdapterInfo]:
+        """The adapters of all tiers, and those that the sources tell of."""
+        return (await self._ask(ListAdapters(), AdapterList)).adapters
+
+    async def load(self, name: str, path: str = "") -> AdapterInfo:
+        """Have an adapter in memory, from `path` or from where the sources have its name."""
+        return (await self._ask(LoadAdapter(name=name, path=path), AdapterReport)).adapter
+
+    async def unload(self, name: str) -> AdapterInfo:
+        """Forget an adapter; what runs with it keeps it."""
+        return (await self._ask(UnloadAdapter(name=name), AdapterReport)).adapter
+
+    async def events_since(self, number: int) -> EventList:
+        """What happened to adapters after an event."""
+        return await self._ask(ReadEvents(number), EventList)
+
+    async def stats(self) -> StatsReport:
+        """What the engine has to do and has done."""
+        return await self._ask(ReadStats(), StatsReport)
+
+    async def _ask(self, operation: Operation, report: type[_Report]) -> _Report:
+        stream = OutputStream(self._client, self._loop)
+        self._client.operate(stream, new_id(), operation)
+        try:
+            (output,) = await stream.next()
+        finally:
+            stream.cancel()
+        return msgspec.json.decode(output.text, type=report)
