@@ -94,7 +94,7 @@ def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: list[str]) -> Ba
 def load_model(
     checkpoint: Path, quantized: Path | None, adapter: SampleAdapter | None, lora_dtype: StoredDtype
 ) -> PreTrainedModel | PeftModel:
-    """The base model in float32 with the weights of a quantised checkpoint of it, the adapter as `lora_dtype` stores it."""
+    """The base model in float32, perhaps of a quantised checkpoint's weights, with the adapter as it is stored."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     if quantized:
         replace_weights(model, dequantized_weights(quantized))
