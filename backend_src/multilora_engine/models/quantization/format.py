@@ -6,7 +6,7 @@ import itertools
 import logging
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -45,10 +45,6 @@ class CheckpointFormat:
     placement: Placement
     checkpoint: Checkpoint
     quantization: Quantization
-    _floats: FloatFormat = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_floats", FloatFormat(self.placement))
 
     def linear(self, parts: Sequence[StoredPart], in_features: int) -> LinearWeight:
         coded = [self._coded(part, in_features, "Linear") for part in parts]
@@ -77,6 +73,10 @@ class CheckpointFormat:
         # Old versions of AutoGPTQ store a bias of zeros for every linear.
         is_no_bias = name.endswith(_BIAS) and tensor.is_floating_point() and not tensor.any()
         return _OF_ACTIVATIONS.fullmatch(name) is not None or is_no_bias
+
+    @property
+    def _floats(self) -> FloatFormat:
+        return FloatFormat(self.placement)
 
     def _weight(self, parts: Sequence[QuantizedPart]) -> CodedWeight:
         """One weight for parts that lie together."""
