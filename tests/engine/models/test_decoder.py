@@ -252,7 +252,7 @@ def test_half_precision_is_as_near_to_float32_as_transformers_is(
     assert (torch.cat(steps, dim=1) - exact).square().mean() < 2 * (half.float() - exact).square().mean()
 
 
-@pytest.mark.parametrize("name", ["llama rope yarn", "qwen3 biases and windows", "gemma2", "cohere2"])
+@pytest.mark.parametrize("name", ["llama rope yarn", "cohere2"])
 def test_bfloat16_on_a_cpu_is_nearer_to_float64_of_the_rounded_model_than_transformers_is(
     name: str, tmp_path: Path, paged_runner: Callable[..., Any], paged_sequence: Callable[..., Any]
 ) -> None:
