@@ -40,6 +40,7 @@ _POINTERS = {
         ["rank_ptr", "permutation_ptr", "chunk_start_ptr", "chunk_length_ptr", "chunk_lora_index_ptr"], "*i32"
     ),
 }
+_CODE_POINTERS = {8: "*i8", 4: "*u8"}
 _SCALARS = dict.fromkeys(["scale", "softcap", "eps"], "fp32")
 _ALIGNED_INTEGERS = {
     *("in_features", "size"),
@@ -62,18 +63,26 @@ class Resources:
     single_loads: int
 
 
-def shrink_resources(shape: LinearShape, chunk_size: int, max_rank: int, dtype: str, capability: int) -> Resources:
-    """`lora_shrink` of a linear. dtype: "bf16", "fp16" or "fp32". capability: 80, 90, 100 for sm_80, sm_90, sm_100."""
+def shrink_resources(
+    shape: LinearShape, chunk_size: int, max_rank: int, dtype: str, capability: int, code_bits: int = 0
+) -> Resources:
+    """`lora_shrink` of a linear.
+
+    dtype: "bf16", "fp16" or "fp32". capability: 80, 90, 100 for sm_80, sm_90, sm_100. code_bits: of adapters that are
+    codes, 8 or 4; 0 where they have the dtype.
+    """
     sizes = block_sizes("shrink", chunk_size, max_rank, gpu="default")
-    constants = shrink_constants(shape.in_features, chunk_size, dtype == "fp32", sizes)
+    constants = shrink_constants(shape.in_features, chunk_size, dtype == "fp32", sizes, code_bits)
     return _resources(shrink_kernel, constants, dtype, capability)
 
 
-def expand_resources(shape: LinearShape, chunk_size: int, max_rank: int, dtype: str, capability: int) -> Resources:
+def expand_resources(
+    shape: LinearShape, chunk_size: int, max_rank: int, dtype: str, capability: int, code_bits: int = 0
+) -> Resources:
     """`lora_expand` of a linear; arguments as of `shrink_resources`."""
     parts = num_parts(shape.in_features, chunk_size)
     sizes = block_sizes("expand", chunk_size, max_rank, gpu="default")
-    constants = expand_constants(parts, shape.slice_sizes, chunk_size, sizes)
+    constants = expand_constants(parts, shape.slice_sizes, chunk_size, sizes, code_bits)
     return _resources(expand_kernel, constants, dtype, capability)
 
 
@@ -123,6 +132,8 @@ def _resources(kernel: Any, constants: Mapping[str, Any], dtype: str, capability
 def _source(kernel: Any, constants: Mapping[str, Any], dtype: str) -> Any:
     names = kernel.arg_names
     types = {name: _type(name, dtype) for name in names}
+    if bits := constants.get("CODE_BITS"):
+        types["arena_ptr"] = _CODE_POINTERS[bits]
     aligned = [name for name in names if name.endswith("_ptr") or name in _ALIGNED_INTEGERS]
     return triton.compiler.ASTSource(
         kernel,

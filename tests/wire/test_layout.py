@@ -96,3 +96,12 @@ def test_models_with_different_sites_have_different_fingerprints() -> None:
     layout = AdapterLayout(LLAMA_8B, 64, "float32", 4096)
     assert layout.fingerprint == AdapterLayout(LLAMA_8B, 8, "float32", 4096).fingerprint
     assert layout.fingerprint != AdapterLayout(LLAMA_70B, 64, "float32", 4096).fingerprint
+
+
+@pytest.mark.parametrize(("dtype", "share"), [("int8", 0.56), ("int4", 0.34)])
+@pytest.mark.parametrize("name", SITES)
+def test_codes_take_a_half_and_a_third_of_bfloat16s_bytes(name: str, dtype: str, share: float) -> None:
+    layouts = [adapter_layout(SITES[name], 64, stored) for stored in (dtype, "bfloat16")]
+    assert [layout.version for layout in layouts] == [3, 2]
+    codes, floats = (adapter_pages(layout, 16) * layout.page_bytes for layout in layouts)
+    assert codes <= share * floats

@@ -32,6 +32,13 @@ def test_it_compiles_without_spills(capability, resources, chunk_size, shape, ma
 
 
 @pytest.mark.parametrize("resources", [shrink_resources, expand_resources])
+@pytest.mark.parametrize("code_bits", [8, 4])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_codes_compile_without_spills(resources, code_bits, dtype):
+    _check(resources(_QKV, 16, 64, dtype, 90, code_bits))
+
+
+@pytest.mark.parametrize("resources", [shrink_resources, expand_resources])
 def test_weights_that_may_lie_at_any_place_are_loaded_one_by_one(resources):
     # Else loads of 16 bytes would begin where none may: in expand for ranks that are no multiples of eight.
     elements_of_a_thread = 16
