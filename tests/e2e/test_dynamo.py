@@ -181,6 +181,25 @@ def test_a_name_moves_to_other_weights_while_it_answers(fleet: DynamoFleet, work
         chat(fleet, "moved")
 
 
+def test_prompts_that_begin_alike_find_what_was_computed(fleet: DynamoFleet, worker: Worker) -> None:
+    story = "Once upon a time there was a king who had three sons and a garden with a tree of golden apples. " * 2
+    first = ask(fleet, prompt=story + "One")
+    again = ask(fleet, prompt=story + "Two")
+    details = [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in (first, again)]
+    assert details[0] == 0
+    assert details[1] >= 32
+    salted = ask(fleet, prompt=story + "Two", nvext={"cache_salt": "another"})
+    assert salted["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+def test_metrics_are_dynamo_s_and_ours(fleet: DynamoFleet, worker: Worker) -> None:
+    ask(fleet)
+    fleet.wait_until(lambda: metric(worker, "multilora_requests_total") > 0)
+    assert metric(worker, "dynamo_component_requests_total") > 0
+    assert metric(worker, "dynamo_component_total_blocks") == metric(worker, "multilora_kv_cache_blocks") > 0
+    assert metric(worker, "multilora_max_gpu_lora_adapters") == 32
+
+
 def test_what_no_source_covers_is_not_loaded(worker: Worker, tmp_path: Path) -> None:
     with pytest.raises(HTTPError) as error:
         load_lora(worker, "outside", tmp_path)

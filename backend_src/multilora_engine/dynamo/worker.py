@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from contextlib import ExitStack, aclosing
 from typing import Any
 
@@ -21,6 +21,7 @@ from multilora_engine.dynamo.errors import dynamo_error
 from multilora_engine.dynamo.kv_events import BlockPublisher
 from multilora_engine.dynamo.operators import EngineOperator
 from multilora_engine.dynamo.options import WorkerOptions, parse_options
+from multilora_engine.dynamo.reports import StatsReporter
 from multilora_engine.dynamo.requests import engine_request, read_request
 from multilora_engine.dynamo.streams import OpenStreams, OutputStream
 from multilora_engine.engine_info import EngineInfo
@@ -49,6 +50,7 @@ class DynamoWorker(LLMEngine):
         self._resources = ExitStack()
         self._streams = OpenStreams()
         self._blocks = BlockPublisher()
+        self._tasks: set[asyncio.Task[None]] = set()
 
     @classmethod
     async def from_args(cls, argv: Sequence[str] | None = None) -> tuple[DynamoWorker, WorkerConfig]:
@@ -84,7 +86,7 @@ class DynamoWorker(LLMEngine):
         cards = AdapterCards(endpoint, path, engine.block_size, max_loras)
         names = {module.module_id: module.name for module in self._info.adapter_layout.sites.modules}
         self._adapters = FleetAdapters(self._operator, cards, self._options.model_name, names)
-        self._publishing = asyncio.create_task(self._publish_sources())
+        self._begin(self._publish_sources())
 
     async def generate(self, request: Mapping[str, Any], context: Any) -> AsyncGenerator[Chunk, None]:
         """The answer to a prompt, piece by piece. Raises the exceptions of errors.py."""
@@ -131,6 +133,15 @@ class DynamoWorker(LLMEngine):
         payload: Mapping[str, Any] = build_health_check_payload(bos_token_id=0)
         return payload
 
+    def component_metrics_dp_ranks(self) -> list[int]:
+        return [0]
+
+    def attach_snapshot_publisher(self, publisher: Any) -> None:
+        self._loop.call_soon_threadsafe(lambda: self._begin(self._reporter.run(publisher)))
+
+    async def register_prometheus(self, metrics: Any) -> None:
+        metrics.register_prometheus_expfmt_callback(lambda: self._reporter.page)
+
     def supported_updates(self) -> set[str]:
         return set(UPDATES)
 
@@ -139,6 +150,8 @@ class DynamoWorker(LLMEngine):
 
     async def cleanup(self) -> None:
         """Give what is in flight the time to finish, then end the engine: Dynamo has stopped sending requests."""
+        for task in self._tasks:
+            task.cancel()
         if lost := await self._streams.wait_closed(self._options.drain_timeout_s):
             logger.warning("%d requests have not finished in time", lost)
         await asyncio.to_thread(self._resources.close)
@@ -154,10 +167,17 @@ class DynamoWorker(LLMEngine):
             self._client = EngineClient(path, self._blocks)
             resources.callback(self._client.close)
             self._operator = EngineOperator(self._client, self._loop)
+            self._reporter = StatsReporter(self._operator, options.model_name, lambda: engine.generation - 1)
             self._info = self._client.wait_until_ready(_FIRST_CONTACT_S)
             self._tokenizer = Tokenizer(options.engine.tokenizer_path or options.engine.model_path)
             self._resources = resources.pop_all()
             return self._info
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do something beside the requests, until it has ended or the worker does."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _publish_sources(self) -> None:
         try:

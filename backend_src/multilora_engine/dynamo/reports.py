@@ -1,0 +1,90 @@
+"""`StatsReporter`: what the engine counts, for Dynamo's router and on the worker's metrics page."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from itertools import groupby
+from typing import Any, Protocol
+
+from dynamo.common.backend.publisher import ComponentSnapshot
+
+from multilora_engine.engine.engine_stats import EngineStats
+from multilora_engine.errors import RequestError
+from multilora_engine.process.reports import StatsReport
+from multilora_engine.serving.metrics import ENGINE_RESTARTS, Sample, samples
+
+_INTERVAL_S = 0.5
+_RANK = 0
+"""Of the one engine that a worker has, among those of its data parallel group."""
+
+logger = logging.getLogger(__name__)
+
+
+class Operator(Protocol):
+    """What is needed of `EngineOperator`."""
+
+    async def stats(self) -> StatsReport: ...
+
+
+class StatsReporter:
+    """Asks the engine twice a second. The page has what the engine said last, and nothing before it has said anything.
+
+    model_name: the label of gauges that gateways read. num_restarts: of the engine process so far.
+    """
+
+    def __init__(self, operator: Operator, model_name: str, num_restarts: Callable[[], int]) -> None:
+        self._operator = operator
+        self._model_name = model_name
+        self._num_restarts = num_restarts
+        self._page = ""
+
+    @property
+    def page(self) -> str:
+        """In the text format of Prometheus."""
+        return self._page
+
+    async def run(self, publisher: Any) -> None:
+        """Report to Dynamo's `SnapshotPublisher` until cancelled."""
+        while True:
+            try:
+                await self._report(publisher)
+            except RequestError as error:
+                logger.warning("the engine does not tell what it counts: %s", error)
+            await asyncio.sleep(_INTERVAL_S)
+
+    async def _report(self, publisher: Any) -> None:
+        report = await self._operator.stats()
+        publisher.publish(_RANK, snapshot(report.load.engine))
+        restarts = Sample(ENGINE_RESTARTS, (), self._num_restarts())
+        self._page = prometheus_page([*samples(report, self._model_name), restarts])
+
+
+def snapshot(stats: EngineStats) -> ComponentSnapshot:
+    """The load of a worker as Dynamo's router weighs it. Blocks that are only kept for later prompts count as free."""
+    num_used, queried = stats.num_blocks - stats.num_free_blocks, stats.prefix_cache.queried_tokens
+    return ComponentSnapshot(
+        kv_used_blocks=num_used,
+        kv_total_blocks=stats.num_blocks,
+        gpu_cache_usage=num_used / max(1, stats.num_blocks),
+        dp_rank=_RANK,
+        kv_cache_hit_rate=stats.prefix_cache.hit_tokens / queried if queried else None,
+    )
+
+
+def prometheus_page(latest: Iterable[Sample]) -> str:
+    """Samples in the text format of Prometheus, those of a family together."""
+    lines = []
+    by_family = sorted(latest, key=lambda sample: sample.metric.name)
+    for metric, family in groupby(by_family, key=lambda sample: sample.metric):
+        lines.append(f"# HELP {metric.name} {metric.description}")
+        lines.append(f"# TYPE {metric.name} {metric.kind.lower()}")
+        for sample in family:
+            labels = ",".join(f'{name}="{_escape(value)}"' for name, value in sample.labels)
+            lines.append(f"{metric.name}{{{labels}}} {sample.value!r}" if labels else f"{metric.name} {sample.value!r}")
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _escape(value: str) -> str:
+    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
