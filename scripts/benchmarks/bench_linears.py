@@ -1,5 +1,7 @@
 """How fast the base model's linears are on a CPU, beside what memory and arithmetic allow and beside torch's own.
 
+int4, int8 and float8 are codes with scales of bfloat16, one for GROUP_SIZE inputs; a limit counts their bytes too.
+
 limit      the larger of: bytes of the weights over measured read bandwidth, flops over measured peak of a product
 F.linear   torch's linear over the plain weights in float32
 oneDNN     the linear that torch.compile uses, over weights that oneDNN packed for this number of rows, in float32
@@ -28,9 +30,11 @@ from benchmarks.bench_kernels import cpu_title
 from benchmarks.lora_workloads import Model, Step
 from benchmarks.machine_limits import Clock, limit_steps, measure, onednn_linear, void
 from benchmarks.model_shapes import DEFAULT_MODEL, ONE_BILLION
-from multilora_kernels import HugePages, PackedWeight, packed_linear
+from multilora_kernels import CodeType, HugePages, PackedWeight, QuantizedWeight, packed_linear, quantized_linear
 
 DTYPES = (torch.float32, torch.bfloat16)
+CODE_TYPES = (CodeType.INT4, CodeType.INT8, CodeType.FP8)
+GROUP_SIZE = 128
 VOCABULARY = {DEFAULT_MODEL.name: 49152, ONE_BILLION.name: 128256}
 DECODE_ROWS = (1, 2, 4, 8, 16, 32, 64)
 PROMPT_ROWS = (512, 2048)
@@ -135,8 +139,17 @@ def contestants(workload: Workload) -> dict[str, Step]:
     for dtype in DTYPES:
         pages = HugePages()
         packed = [(i, pack(weight, dtype, pages)) for i, weight in plain]
-        steps[str(dtype)] = multiply_all(packed_linear, x, packed)
+        steps[name_of(dtype)] = multiply_all(packed_linear, x, packed)
+    for code_type in CODE_TYPES:
+        pages = HugePages()
+        quantized = [(i, random_codes((o, i), code_type, pages)) for o, i in workload.shapes]
+        steps[code_type.value] = multiply_all(quantized_linear, x, quantized)
     return steps
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Of a type of weights."""
+    return str(dtype).removeprefix("torch.")
 
 
 def pack(weight: torch.Tensor, dtype: torch.dtype, pages: HugePages) -> PackedWeight:
@@ -145,6 +158,27 @@ def pack(weight: torch.Tensor, dtype: torch.dtype, pages: HugePages) -> PackedWe
     packed = PackedWeight.empty(num_rows, in_features, dtype, weight.device, torch.float32, pages)
     packed.copy_rows(0, weight)
     return packed
+
+
+def random_codes(shape: Shape, code_type: CodeType, pages: HugePages) -> QuantizedWeight:
+    """A symmetric weight as the engine stores it."""
+    out_features, in_features = shape
+    group_size = min(GROUP_SIZE, in_features)
+    weight = QuantizedWeight(*shape, code_type, group_size, torch.bfloat16, torch.device("cpu"), pages=pages)
+    is_float = code_type is CodeType.FP8
+    # Of floats those below 16 only: every one of them is a number.
+    codes = torch.randint(1 << (4 if is_float else code_type.bits), shape, dtype=torch.uint8)
+    scales = torch.full((out_features, weight.num_groups), 2.0**-10)
+    zeros = None if is_float else torch.full(scales.shape, 1 << (code_type.bits - 1), dtype=torch.uint8)
+    weight.copy_rows(0, codes, scales, zeros)
+    return weight
+
+
+def bytes_of(workload: Workload) -> dict[str, int]:
+    """Of all weights, by the name of their type."""
+    num_scales = sum(o * -(-i // min(GROUP_SIZE, i)) for o, i in workload.shapes)
+    floats = {name_of(dtype): workload.num_weights * dtype.itemsize for dtype in DTYPES}
+    return floats | {c.value: workload.num_weights * c.bits // 8 + 2 * num_scales for c in CODE_TYPES}
 
 
 def bench(workload: Workload, rounds: int) -> list[Result]:
@@ -157,15 +191,15 @@ def bench(workload: Workload, rounds: int) -> list[Result]:
     return [
         Result(
             workload.name,
-            str(dtype).removeprefix("torch."),
-            num_bytes := workload.num_weights * dtype.itemsize,
+            name,
+            num_bytes,
             workload.num_flops,
-            times[str(dtype)],
+            times[name],
             times["torch_linear"],
             times["onednn"],
             limit=max(num_bytes / bandwidth, workload.num_flops / peak),
         )
-        for dtype in DTYPES
+        for name, num_bytes in bytes_of(workload).items()
     ]
 
 

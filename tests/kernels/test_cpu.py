@@ -44,6 +44,7 @@ def test_the_other_instruction_sets_pass_the_same_tests(capability):
         "test_expand.py",
         "test_linear.py",
         "test_lora_linear.py",
+        "test_quantized.py",
         "test_attention.py",
         "test_rotary_attention.py",
         "test_elementwise.py",

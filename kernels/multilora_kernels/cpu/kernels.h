@@ -4,6 +4,7 @@
 #include "attention.h"
 #include "decode.h"
 #include "linear_kernels.h"
+#include "quantized_kernels.h"
 #include "elementwise_kernels.h"
 #include "sampling.h"
 #include "storage.h"
@@ -31,7 +32,8 @@ constexpr Capability capability_of(const char* name) {
           sample<Vec>,
           kernels_for<Vec, float>(),
           kernels_for<Vec, BFloat16>(),
-          kernels_for<Vec, Float16>()};
+          kernels_for<Vec, Float16>(),
+          quantized_kernels<Vec>()};
 }
 
 }  // namespace

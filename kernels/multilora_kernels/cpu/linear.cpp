@@ -29,15 +29,6 @@ constexpr int64_t kSplitCost = 4;
 // Elements of embeddings that are worth a thread.
 constexpr int64_t kGrainElements = 1 << 12;
 
-void check_panels(const at::Tensor& panels, int64_t out_features) {
-  const int64_t width = capability().panel_width, lanes = width / kPanelVectors;
-  TORCH_CHECK(panels.dim() == 4 && panels.is_contiguous() && panels.size(1) == kPanelVectors && panels.size(3) == lanes,
-              "panels must be contiguous [panels, ", kPanelVectors, ", in_features, ", lanes, "], not ", panels.sizes());
-  const int64_t num_panels = panels.size(0);
-  TORCH_CHECK(out_features > (num_panels - 1) * width && out_features <= num_panels * width, num_panels, " panels of ", width,
-              " outputs do not hold ", out_features);
-}
-
 // Where the weight of an input for an output of a column lies, from the beginning of the column.
 struct InVectors {
   int64_t lanes;
@@ -72,20 +63,37 @@ void copy_embeddings(const at::Tensor& token_ids, const at::Tensor& panels, int6
 
 }  // namespace
 
-PackedLinear::PackedLinear(const at::Tensor& rows, const at::Tensor& panels, int64_t out_features) {
+void check_panels(const Panels& panels, int64_t out_features) {
+  const at::Tensor& data = panels.data;
+  const int64_t width = capability().panel_width, lanes = width / kPanelVectors;
+  TORCH_CHECK(data.dim() == 4 && data.is_contiguous() && data.size(1) == kPanelVectors && data.size(3) == lanes,
+              "panels must be contiguous [panels, ", kPanelVectors, ", in_features, ", lanes, "], not ", data.sizes());
+  const int64_t num_panels = data.size(0);
+  TORCH_CHECK(out_features > (num_panels - 1) * width && out_features <= num_panels * width, num_panels, " panels of ", width,
+              " outputs do not hold ", out_features);
+  if (panels.scaling) {
+    check_codes(panels);
+  }
+}
+
+PackedLinear::PackedLinear(const at::Tensor& rows, const Panels& panels, int64_t out_features) {
   check_panels(panels, out_features);
-  TORCH_CHECK(rows.dim() == 2 && rows.scalar_type() == at::kFloat && rows.size(1) == panels.size(2),
-              "x must be float32 [rows, ", panels.size(2), "], not ", rows.scalar_type(), " ", rows.sizes());
+  TORCH_CHECK(rows.dim() == 2 && rows.scalar_type() == at::kFloat && rows.size(1) == panels.in_features(),
+              "x must be float32 [rows, ", panels.in_features(), "], not ", rows.scalar_type(), " ", rows.sizes());
   x_ = rows.stride(1) == 1 ? rows : rows.contiguous();
   y_ = at::empty({x_.size(0), out_features}, x_.options());
-  task_ = {x_.const_data_ptr<float>(), x_.stride(0), x_.size(0), panels.const_data_ptr(), panels.size(2),
+  task_ = {x_.const_data_ptr<float>(), x_.stride(0), x_.size(0), panels.data.const_data_ptr(), panels.in_features(),
            out_features, y_.mutable_data_ptr<float>(), out_features};
-  kernel_ = kernels_of(panels.scalar_type()).linear;
-  if (const MatrixUnit* unit = matrix_unit_for(panels.scalar_type(), task_.in_features)) {
+  if (panels.scaling) {
+    task_.scaling = group_scaling_of(*panels.scaling);
+    kernel_ = quantized_kernel_of(panels);
+  } else if (const MatrixUnit* unit = matrix_unit_for(panels.data.scalar_type(), task_.in_features)) {
     kernel_ = unit->linear;
     split_rows(*unit);
+  } else {
+    kernel_ = kernels_of(panels.data.scalar_type()).linear;
   }
-  num_panels_ = panels.size(0);
+  num_panels_ = panels.data.size(0);
   panel_width_ = capability().panel_width;
   const int64_t cost = num_panels_ * panel_width_ * task_.in_features * (task_.rows + kReadCost);
   piece_rows_ = rows_of_piece();
@@ -149,7 +157,7 @@ void Bias::add_to(const at::Tensor& y) const {
   }
 }
 
-at::Tensor packed_linear(const at::Tensor& x, const at::Tensor& panels, int64_t out_features, const at::Tensor* bias) {
+at::Tensor packed_linear(const at::Tensor& x, const Panels& panels, int64_t out_features, const at::Tensor* bias) {
   const Bias to_add(bias, out_features);
   const PackedLinear linear(x, panels, out_features);
   in_ranges(linear.num_pieces(), linear.num_threads(), [&](int64_t piece) { linear.run(piece, to_add); });
@@ -157,7 +165,7 @@ at::Tensor packed_linear(const at::Tensor& x, const at::Tensor& panels, int64_t 
 }
 
 at::Tensor packed_embedding(const at::Tensor& token_ids, const at::Tensor& panels, int64_t num_embeddings) {
-  check_panels(panels, num_embeddings);
+  check_panels({panels}, num_embeddings);
   TORCH_CHECK(token_ids.dim() == 1 && token_ids.scalar_type() == at::kLong, "token_ids must be int64 [tokens], not ",
               token_ids.scalar_type(), " ", token_ids.sizes());
   const at::Tensor ids = token_ids.contiguous();
@@ -186,7 +194,7 @@ at::Tensor packed_embedding(const at::Tensor& token_ids, const at::Tensor& panel
 namespace {
 
 at::Tensor packed_linear_operator(const at::Tensor& x, const at::Tensor& panels, int64_t out_features) {
-  return packed_linear(x, panels, out_features, nullptr);
+  return packed_linear(x, {panels}, out_features, nullptr);
 }
 
 }  // namespace

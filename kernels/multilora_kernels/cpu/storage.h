@@ -1,4 +1,4 @@
-// Storage types of adapters that C++17 has no arithmetic for: only their bits matter here.
+// Storage types of weights that C++17 has no arithmetic for: only their bits matter here.
 #pragma once
 
 #include <cstdint>
@@ -12,5 +12,13 @@ struct BFloat16 {
 struct Float16 {
   uint16_t bits;
 };
+
+// float8_e4m3fn
+struct Float8 {
+  uint8_t bits;
+};
+
+// A Float8 that is a number, read as a Float16, by moving its bits, is less by this factor: the exponents' biases are 7 and 15.
+constexpr float kFloat8Scale = 256;
 
 }  // namespace multilora

@@ -52,19 +52,32 @@ constexpr int kPanelVectors = 3;
 constexpr int64_t kMatrixInputs = 32;
 constexpr int64_t kMatrixRows = 32;
 
+enum class ScaleType { float32, bfloat16, float16 };
+
+// How codes become weights: w[n, k] = scales[n, k / group_size] * (code[n, k] - zeros[n, k / group_size]).
+struct GroupScaling {
+  const void* scales;  // of `type`, [panels, kPanelVectors, groups, outputs of a vector]
+  ScaleType type;
+  const int8_t* zeros;  // as scales, less by half of the range of codes; null if all are zero
+  int64_t group_size;
+};
+
 // y[r, n] = sum_k x[r, k] * w[n, k] for all rows r and the outputs n of some panels.
 struct LinearTask {
   const float* x;
   int64_t x_stride;
   int64_t rows;
   // [panels, kPanelVectors, in_features, outputs of a vector]; outputs beyond out_features are zero. A matrix unit's panels
-  // are tiles: [panels, kPanelVectors, in_features / kMatrixInputs, kMatrixInputs / 2, 16 outputs, 2 inputs].
+  // are tiles: [panels, kPanelVectors, in_features / kMatrixInputs, kMatrixInputs / 2, 16 outputs, 2 inputs]. Codes of 8
+  // bits are as floats. Those of 4 bits are words of 32 bits, of 8 neighbouring inputs: that of input i from bit 4 i + 3 on,
+  // of the last one first the highest bit, and then the lowest three.
   const void* panels;
   int64_t in_features;
   int64_t out_features;
   float* y;
   int64_t y_stride;
   const void* x_parts = nullptr;  // SplitTask::parts, for a matrix unit
+  GroupScaling scaling = {};      // of codes
 };
 
 // x as the sum of parts of 16 bits: of every kMatrixRows rows, and of those that are left, one after the other
@@ -192,6 +205,11 @@ struct Kernels {
   DecodeKernel decode;
 };
 
+// The kernels of linears over codes. Integers have others for scales of float32 than for those of 16 bits.
+struct QuantizedKernels {
+  LinearKernel int4, int4_with_float32, int8, int8_with_float32, float8;
+};
+
 // Multiplies tiles instead of vectors, for weights of bfloat16.
 struct MatrixUnit {
   const char* name;
@@ -211,6 +229,7 @@ struct Capability {
   Kernels float32;
   Kernels bfloat16;
   Kernels float16;
+  QuantizedKernels quantized;
   const MatrixUnit* matrix_unit = nullptr;
 };
 

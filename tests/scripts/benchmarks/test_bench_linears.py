@@ -38,6 +38,9 @@ def test_a_run_leaves_a_table_and_a_plot(tmp_path):
     assert [(row["workload"], row["dtype"], int(row["num_bytes"])) for row in rows] == [
         ("tiny", "float32", 4 * 5600),
         ("tiny", "bfloat16", 2 * 5600),
+        ("tiny", "int4", 5600 // 2 + 2 * 110),
+        ("tiny", "int8", 5600 + 2 * 110),
+        ("tiny", "fp8", 5600 + 2 * 110),
     ]
     assert all(float(row["ours"]) > 0 and float(row["over_limit"]) > 0 for row in rows)
     assert (tmp_path / "linears.png").stat().st_size > 1000
