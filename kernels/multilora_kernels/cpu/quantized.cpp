@@ -29,7 +29,7 @@ void check_groups(const at::Tensor& tensor, const char* name, const Panels& pane
               tensor.sizes());
 }
 
-// Calls body(panel column, lane, first code of the column) of each token, by several threads.
+// Calls body(place among the tokens, column of all panels, lane) for each token, by several threads.
 template <class Body>
 void for_each_token(const at::Tensor& token_ids, int64_t num_embeddings, const Panels& panels, const Body& body) {
   const int64_t lanes = panels.data.size(3), grain = std::max<int64_t>(1, kGrainElements / panels.in_features());

@@ -69,8 +69,8 @@ struct LinearTask {
   int64_t rows;
   // [panels, kPanelVectors, in_features, outputs of a vector]; outputs beyond out_features are zero. A matrix unit's panels
   // are tiles: [panels, kPanelVectors, in_features / kMatrixInputs, kMatrixInputs / 2, 16 outputs, 2 inputs]. Codes of 8
-  // bits are as floats. Those of 4 bits are words of 32 bits, of 8 neighbouring inputs: that of input i from bit 4 i + 3 on,
-  // of the last one first the highest bit, and then the lowest three.
+  // bits lie as floats do. Those of 4 bits are words of 32 bits, each the codes of 8 neighbouring inputs, the first one lowest,
+  // rotated by 3 bits to the left.
   const void* panels;
   int64_t in_features;
   int64_t out_features;
