@@ -5,11 +5,12 @@ Public: `LoRATables` (where every adapter's weights lie), `LoRASegments` and `lo
 which adapter, built once per step), `lora_shrink` and `lora_expand` (one call each per fused linear), `lora_apply`
 (both in one), `lora_linear` (the base linear with them); `PackedWeight`, `packed_linear` and `packed_embedding` (the
 base model's weights and their use), `activation_dtype` (of what they take) and `HugePages` (where they lie);
-`paged_attention` over `PagedSequences` with
-`AttentionOptions` where `has_paged_attention`, and `rotary_attention` (with what comes before it); `add_rms_norm`,
-`add_layer_norm`, `silu_mul`, `gelu_tanh_mul` and `gelu_tanh` (what lies between linears); `decoder_layers` (all of
-these in one call, for `PackedLayer`s of `PackedLayerLinear`s in a `LayerStep`); `sample_tokens` by `SamplingRule`s (on
-a CPU); and `load_cpu_kernels` (builds the CPU operators ahead of their first use).
+`QuantizedWeight` of a `CodeType`, `quantized_linear`, `quantized_lora_linear` and `quantized_embedding` (the same for
+weights of 4 and 8 bits); `paged_attention` over `PagedSequences` with `AttentionOptions` where `has_paged_attention`,
+and `rotary_attention` (with what comes before it); `add_rms_norm`, `add_layer_norm`, `silu_mul`, `gelu_tanh_mul` and
+`gelu_tanh` (what lies between linears); `decoder_layers` (all of these in one call, for `PackedLayer`s of
+`PackedLayerLinear`s in a `LayerStep`); `sample_tokens` by `SamplingRule`s (on a CPU); and `load_cpu_kernels` (builds
+the CPU operators ahead of their first use).
 """
 
 from multilora_kernels.apply import lora_apply
@@ -27,6 +28,13 @@ from multilora_kernels.expand import lora_expand
 from multilora_kernels.huge_pages import HugePages
 from multilora_kernels.linear import PackedWeight, activation_dtype, packed_embedding, packed_linear
 from multilora_kernels.lora_linear import lora_linear
+from multilora_kernels.quantized import (
+    CodeType,
+    QuantizedWeight,
+    quantized_embedding,
+    quantized_linear,
+    quantized_lora_linear,
+)
 from multilora_kernels.sampling import SamplingRule, sample_tokens
 from multilora_kernels.segments import LoRASegments, lora_segments
 from multilora_kernels.shrink import lora_shrink
@@ -34,6 +42,7 @@ from multilora_kernels.tables import LoRATables
 
 __all__ = [
     "AttentionOptions",
+    "CodeType",
     "HugePages",
     "LayerStep",
     "LoRASegments",
@@ -42,6 +51,7 @@ __all__ = [
     "PackedLayerLinear",
     "PackedWeight",
     "PagedSequences",
+    "QuantizedWeight",
     "SamplingRule",
     "activation_dtype",
     "add_layer_norm",
@@ -59,6 +69,9 @@ __all__ = [
     "packed_embedding",
     "packed_linear",
     "paged_attention",
+    "quantized_embedding",
+    "quantized_linear",
+    "quantized_lora_linear",
     "rotary_attention",
     "sample_tokens",
     "silu_mul",

@@ -15,6 +15,8 @@ import torch
 from multilora_kernels.attention import PagedSequences
 from multilora_kernels.cpu import decoder_layers_directly
 from multilora_kernels.linear import PackedWeight
+from multilora_kernels.panels import Panels
+from multilora_kernels.quantized import QuantizedWeight
 from multilora_kernels.segments import LoRASegments
 from multilora_kernels.tables import LoRATables
 
@@ -22,18 +24,23 @@ from multilora_kernels.tables import LoRATables
 class PackedLayerLinear(NamedTuple):
     """A linear of a layer: arguments of `lora_linear`, with the panels of a weight that `is_packed`."""
 
-    panels: torch.Tensor
+    panels: Panels
     bias: torch.Tensor | None
     first_slice: int
     slice_sizes: tuple[int, ...]
 
     @classmethod
     def of(
-        cls, weight: PackedWeight, bias: torch.Tensor | None, first_slice: int, slice_sizes: tuple[int, ...]
+        cls,
+        weight: PackedWeight | QuantizedWeight,
+        bias: torch.Tensor | None,
+        first_slice: int,
+        slice_sizes: tuple[int, ...],
     ) -> PackedLayerLinear:
         """The same with a weight, which must be packed."""
         assert weight.is_packed
-        return cls(weight.data, bias, first_slice, slice_sizes)
+        panels = weight.panels if isinstance(weight, QuantizedWeight) else weight.data
+        return cls(panels, bias, first_slice, slice_sizes)
 
 
 class PackedLayer(NamedTuple):
@@ -75,8 +82,8 @@ def decoder_layers(
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Compute for each layer x += update; x += attention(norm(x)); update = mlp(norm(x)); then x and update.
 
-    Bit for bit what `add_rms_norm`, `lora_linear` (`packed_linear` in a step without adapters), `rotary_attention` and
-    `silu_mul` give one by one.
+    Bit for bit what `add_rms_norm`, `lora_linear` (`packed_linear` in a step without adapters; those of quantised
+    weights), `rotary_attention` and `silu_mul` give one by one.
 
     layers: the weights, keys, values and step of each; keys, values: [num_slots, num_kv_heads, head_dim], written in
     place. x, update: [num_tokens, hidden_size] float32. on_layer: called before each layer.

@@ -11,8 +11,6 @@ between linears needs no rounding, and rounding it would save nothing.
 
 from __future__ import annotations
 
-import itertools
-
 import torch
 import torch.nn.functional as F
 
@@ -26,6 +24,7 @@ from multilora_kernels.cpu import (
 )
 from multilora_kernels.dispatch import load_operators
 from multilora_kernels.huge_pages import HugePages
+from multilora_kernels.panels import copy_rows_to_columns, rows_of_columns
 
 
 class PackedWeight:
@@ -80,22 +79,13 @@ class PackedWeight:
         if not self.is_packed:
             self.data[first : first + len(rows)].copy_(rows)
             return
-        lanes, end = self.data.shape[3], first + len(rows)
-        # All whole columns at once, and what others have before and behind them.
-        edges = {first, min(-(-first // lanes) * lanes, end), max(end // lanes * lanes, first), end}
-        for begin, stop in itertools.pairwise(sorted(edges)):
-            columns = self._columns[begin // lanes : -(-stop // lanes)]
-            width = (stop - begin) // len(columns)
-            part = rows[begin - first : stop - first].reshape(len(columns), width, -1, columns.shape[3])
-            columns[:, :, begin % lanes : begin % lanes + width].copy_(part.transpose(1, 2))
+        copy_rows_to_columns(self._columns, first, rows)
 
     def rows(self, first: int, count: int) -> torch.Tensor:
         """A copy of the outputs first .. first + count, [count, in_features] in the storage dtype."""
         if not self.is_packed:
             return self.data[first : first + count].clone()
-        lanes = self.data.shape[3]
-        columns = self._columns[first // lanes : -(-(first + count) // lanes)]
-        return columns.transpose(1, 2).reshape(-1, self.shape[1])[first % lanes :][:count].clone()
+        return rows_of_columns(self._columns, first, count)
 
     @property
     def _columns(self) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Everything of this package that torch knows as an operator: `multilora::lora_shrink`, `lora_expand`, `lora_apply`,
-`lora_linear`, `packed_linear`, `packed_embedding`, `paged_attention`, `rotary_attention`, `add_rms_norm`,
-`add_layer_norm`, `silu_mul`, `gelu_tanh_mul`, `gelu_tanh`.
+`lora_linear`, `packed_linear`, `packed_embedding`, `quantized_lora_linear`, `quantized_linear`, `quantized_embedding`,
+`paged_attention`, `rotary_attention`, `add_rms_norm`, `add_layer_norm`, `silu_mul`, `gelu_tanh_mul`, `gelu_tanh`.
 
 torch.compile and CUDA graphs see one opaque node each, with a fake implementation for shapes. An operator takes only
 tensors and integers, so the tables and segments are passed field by field here and nowhere else.
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import library
 
+from multilora_kernels.panels import QuantizedPanels
 from multilora_kernels.parts import num_parts
 from multilora_kernels.segments import LoRASegments
 from multilora_kernels.tables import LoRATables
@@ -45,6 +46,16 @@ library.define(
 library.define("multilora::packed_linear", "(Tensor x, Tensor panels, int out_features) -> Tensor")
 library.define("multilora::packed_embedding", "(Tensor token_ids, Tensor panels, int num_embeddings) -> Tensor")
 
+_QUANTIZED = "Tensor codes, Tensor scales, Tensor? zeros, int group_size, int in_features"
+
+library.define(
+    "multilora::quantized_lora_linear",
+    f"(Tensor x, {_QUANTIZED}, int first_slice, int[] slice_sizes, {_TABLES}, {_SEGMENTS}, Tensor? bias) -> Tensor",
+)
+
+library.define("multilora::quantized_linear", f"(Tensor x, {_QUANTIZED}, int out_features) -> Tensor")
+library.define("multilora::quantized_embedding", f"(Tensor token_ids, {_QUANTIZED}, int num_embeddings) -> Tensor")
+
 _SEQUENCES = "Tensor block_tables, Tensor query_starts, Tensor context_lens, int block_size, int window"
 
 _OPTIONS = "float scale, float softcap, Tensor? sinks"
@@ -75,6 +86,10 @@ _apply = torch.ops.multilora.lora_apply.default
 _linear = torch.ops.multilora.lora_linear.default
 _packed_linear = torch.ops.multilora.packed_linear.default
 _packed_embedding = torch.ops.multilora.packed_embedding.default
+
+_quantized_linear = torch.ops.multilora.quantized_lora_linear.default
+quantized_linear = torch.ops.multilora.quantized_linear.default
+quantized_embedding = torch.ops.multilora.quantized_embedding.default
 
 paged_attention = torch.ops.multilora.paged_attention.default
 rotary_attention = torch.ops.multilora.rotary_attention.default
@@ -127,6 +142,20 @@ def call_linear(
 ) -> torch.Tensor:
     """`lora_linear` through the dispatcher."""
     return _linear(x, panels, first_slice, slice_sizes, *table_fields(tables), *segment_fields(segments), bias)  # type: ignore[no-any-return]
+
+
+def call_quantized_lora_linear(
+    x: torch.Tensor,
+    panels: QuantizedPanels,
+    tables: LoRATables,
+    first_slice: int,
+    slice_sizes: Sequence[int],
+    segments: LoRASegments,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """`quantized_lora_linear` through the dispatcher."""
+    fields = (*table_fields(tables), *segment_fields(segments))
+    return _quantized_linear(x, *panels, first_slice, slice_sizes, *fields, bias)  # type: ignore[no-any-return]
 
 
 def call_packed_linear(x: torch.Tensor, panels: torch.Tensor, out_features: int) -> torch.Tensor:
@@ -225,6 +254,21 @@ def _fake_packed_embedding(token_ids: torch.Tensor, panels: torch.Tensor, num_em
     return panels.new_empty(token_ids.shape[0], in_features, dtype=torch.float32)
 
 
+def _fake_quantized_linear(x: torch.Tensor, *fields: Any) -> torch.Tensor:
+    out_features = fields[5]
+    return x.new_empty(x.shape[0], out_features)
+
+
+def _fake_quantized_lora_linear(x: torch.Tensor, *fields: Any) -> torch.Tensor:
+    slice_sizes = fields[6]
+    return x.new_empty(x.shape[0], sum(slice_sizes))
+
+
+def _fake_quantized_embedding(token_ids: torch.Tensor, codes: torch.Tensor, *fields: Any) -> torch.Tensor:
+    in_features = fields[3]
+    return codes.new_empty(token_ids.shape[0], in_features, dtype=torch.float32)
+
+
 def _fake_paged_attention(q: torch.Tensor, *_: Any) -> torch.Tensor:
     return q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
 
@@ -249,6 +293,9 @@ library.register_fake("multilora::lora_apply", _fake_in_place)
 library.register_fake("multilora::lora_linear", _fake_linear)
 library.register_fake("multilora::packed_linear", _fake_packed_linear)
 library.register_fake("multilora::packed_embedding", _fake_packed_embedding)
+library.register_fake("multilora::quantized_lora_linear", _fake_quantized_lora_linear)
+library.register_fake("multilora::quantized_linear", _fake_quantized_linear)
+library.register_fake("multilora::quantized_embedding", _fake_quantized_embedding)
 library.register_fake("multilora::paged_attention", _fake_paged_attention)
 library.register_fake("multilora::rotary_attention", _fake_rotary_attention)
 library.register_fake("multilora::add_rms_norm", _fake_add_norm)

@@ -1,8 +1,8 @@
 """Linears whose weights are stored as codes of 4 or 8 bits, with a scale for some neighbouring inputs of each output.
 
-Codes are multiplied as they lie; nothing of the size of the weight is ever written as floats. The rounding that made
-the codes is the only one: activations stay floats, sums are float32, and a row's result is the same bits whatever other
-rows there are.
+On a CPU with compiled kernels codes are multiplied as they lie; nothing of the size of the weight is ever written as
+floats. The rounding that made the codes is the only one: activations stay floats, and sums are float32. A row's result
+is the same bits whatever other rows there are, and the same as `packed_linear` gives with the weight in float32.
 """
 
 from __future__ import annotations
@@ -13,7 +13,12 @@ from enum import Enum
 import torch
 import torch.nn.functional as F
 
+from multilora_kernels import operators
 from multilora_kernels.apply import lora_apply
+from multilora_kernels.cpu import linear_directly, packed_embedding_directly, packed_linear_directly, panel_shape
+from multilora_kernels.dispatch import load_operators
+from multilora_kernels.huge_pages import HugePages
+from multilora_kernels.panels import QuantizedPanels, copy_rows_to_columns, rows_of_columns
 from multilora_kernels.segments import LoRASegments
 from multilora_kernels.tables import LoRATables
 
@@ -37,7 +42,7 @@ class QuantizedWeight:
     """W[o, i] = scales[o, i // group_size] * (codes[o, i] - zeros[o, i // group_size]) of shape [outputs, inputs].
 
     group_size: inputs that share a scale; the last group of a row may be shorter. zeros: integers, of the integer codes
-    only. scale_dtype: of the stored scales.
+    only.
     """
 
     def __init__(
@@ -48,57 +53,148 @@ class QuantizedWeight:
         group_size: int,
         scale_dtype: torch.dtype,
         device: torch.device,
+        *,
+        compute_dtype: torch.dtype = torch.float32,
+        pages: HugePages | None = None,
     ) -> None:
-        """An uninitialised weight, to be filled by `copy_rows`."""
+        """A weight to be filled by `copy_rows`.
+
+        scale_dtype: of the stored scales: float32, bfloat16 or float16. compute_dtype: of activations; the weight is
+        packed where a kernel exists for them. pages: where a packed one lies, best behind the one that a step reads
+        before it; None: by itself.
+        """
         assert 1 <= group_size <= in_features
         self.shape = torch.Size((out_features, in_features))
         self.code_type = code_type
         self.group_size = group_size
         self.num_groups = -(-in_features // group_size)
-        columns = -(-in_features // 2) if code_type is CodeType.INT4 else in_features
-        self._codes = torch.empty(out_features, columns, dtype=torch.uint8, device=device)
-        self._scales = torch.empty(out_features, self.num_groups, dtype=scale_dtype, device=device)
-        self._zeros = torch.empty(out_features, self.num_groups, dtype=torch.uint8, device=device)
+        panels = panel_shape() if device.type == "cpu" and compute_dtype == torch.float32 else None
+        self._device, self._pages = device, (pages or HugePages()) if panels else None
+        columns, lanes = panels or (1, 1)
+        self._panels = (-(-out_features // (columns * lanes)), columns, lanes)
+        items = -(-in_features // _WORD_INPUTS) if code_type is CodeType.INT4 else in_features
+        self._codes = self._empty(items, _STORED[code_type])
+        self._scales = self._empty(self.num_groups, scale_dtype)
+        self._zeros: torch.Tensor | None = None
 
     @property
     def nbytes(self) -> int:
-        return self._codes.nbytes + self._scales.nbytes + self._zeros.nbytes
+        return self._codes.nbytes + self._scales.nbytes + (0 if self._zeros is None else self._zeros.nbytes)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether kernels multiply its `panels`."""
+        return self._pages is not None
+
+    @property
+    def panels(self) -> QuantizedPanels:
+        """What the kernels of a packed weight read."""
+        assert self.is_packed
+        codes = self._codes.view(torch.float8_e4m3fn) if self.code_type is CodeType.FP8 else self._codes
+        return QuantizedPanels(codes, self._scales, self._zeros, self.group_size, self.shape[1])
 
     def copy_rows(self, first: int, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> None:
         """Store the outputs first .. first + n.
 
-        codes: [n, in_features] uint8, below 16 for INT4. scales: [n, num_groups]. zeros: [n, num_groups] uint8, None
-        for FP8.
+        codes: [n, in_features] uint8. scales: [n, num_groups]. zeros: [n, num_groups] uint8, None for FP8. Codes and
+        zeros are below 16 for INT4. Raises ValueError for a code of FP8 that is not a number.
         """
-        rows = slice(first, first + len(codes))
-        if self.code_type is CodeType.INT4:
-            even = F.pad(codes, (0, codes.shape[1] % 2))
-            codes = even[:, 0::2] | even[:, 1::2] << 4
-        self._codes[rows] = codes
-        self._scales[rows] = scales
-        self._zeros[rows] = 0 if zeros is None else zeros
+        assert (zeros is None) == (self.code_type is CodeType.FP8)
+        copy_rows_to_columns(_columns(self._codes), first, self._stored(codes))
+        copy_rows_to_columns(_columns(self._scales), first, scales)
+        if zeros is not None:
+            self._copy_zeros(first, zeros.short() - self._middle)
 
     def rows(self, first: int, count: int) -> torch.Tensor:
         """The outputs first .. first + count as [count, in_features] float32."""
-        rows = slice(first, first + count)
-        values = self._values(self._codes[rows])
-        groups = torch.arange(self.shape[1], device=values.device) // self.group_size
-        return (values - self._zeros[rows].float()[:, groups]) * self._scales[rows].float()[:, groups]
+        codes, scales = (rows_of_columns(_columns(data), first, count) for data in (self._codes, self._scales))
+        zeros = None if self._zeros is None else rows_of_columns(_columns(self._zeros), first, count)
+        return self._weights(codes, scales, zeros)
+
+    def rows_at(self, outputs: torch.Tensor) -> torch.Tensor:
+        """Some outputs of a weight that is not packed as [len(outputs), in_features] float32. outputs: int64."""
+        assert not self.is_packed
+        codes, scales = self._codes[outputs].flatten(1), self._scales[outputs].flatten(1)
+        return self._weights(codes, scales, None if self._zeros is None else self._zeros[outputs].flatten(1))
+
+    @property
+    def _middle(self) -> int:
+        """Of the range of the integer codes: what is stored is less by so much."""
+        return 1 << (self.code_type.bits - 1)
+
+    def _empty(self, items: int, dtype: torch.dtype) -> torch.Tensor:
+        panels, columns, lanes = self._panels
+        shape = (panels, columns, items, lanes)
+        return self._pages.zeros(shape, dtype) if self._pages else torch.zeros(shape, dtype=dtype, device=self._device)
+
+    def _stored(self, codes: torch.Tensor) -> torch.Tensor:
+        """codes: [n, in_features]. Returns [n, items]."""
+        if self.code_type is CodeType.FP8:
+            if ((codes & 0x7F) == 0x7F).any():
+                raise ValueError("a code of float8_e4m3fn is not a number")
+            return codes
+        if self.code_type is CodeType.INT8:
+            return (codes ^ self._middle).view(torch.int8)
+        padded = F.pad(codes, (0, -codes.shape[1] % _WORD_INPUTS))
+        return _rotated_left((padded[:, 0::2] | padded[:, 1::2] << 4).view(torch.int32), _WORD_ROTATION)
+
+    def _copy_zeros(self, first: int, zeros: torch.Tensor) -> None:
+        if self._zeros is None and zeros.any():
+            self._zeros = self._empty(self.num_groups, torch.int8)
+        if self._zeros is not None:
+            copy_rows_to_columns(_columns(self._zeros), first, zeros)
+
+    def _weights(self, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> torch.Tensor:
+        """codes: [n, items]; scales, zeros: [n, num_groups]. Returns [n, in_features] float32."""
+        groups = torch.arange(self.shape[1], device=codes.device) // self.group_size
+        values = self._values(codes)
+        return (values if zeros is None else values - zeros.float()[:, groups]) * scales.float()[:, groups]
 
     def _values(self, codes: torch.Tensor) -> torch.Tensor:
         if self.code_type is CodeType.FP8:
             return codes.view(torch.float8_e4m3fn).float()
-        if self.code_type is CodeType.INT4:
-            codes = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1)[:, : self.shape[1]]
-        return codes.float()
+        if self.code_type is CodeType.INT8:
+            return codes.float()
+        pairs = _rotated_left(codes, 32 - _WORD_ROTATION).view(torch.uint8)
+        return torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(1)[:, : self.shape[1]].float() - self._middle
+
+
+_WORD_INPUTS = 8
+"""Inputs whose codes of 4 bits are one word."""
+
+_WORD_ROTATION = 3
+"""Bits by which a word is rotated to the left, so that a kernel reads three codes of it as they lie."""
+
+_STORED = {CodeType.INT4: torch.int32, CodeType.INT8: torch.int8, CodeType.FP8: torch.uint8}
+
+
+def _rotated_left(words: torch.Tensor, count: int) -> torch.Tensor:
+    """words: int32; 0 < count < 32."""
+    return words << count | (words >> (32 - count) & (1 << count) - 1)
+
+
+def _columns(data: torch.Tensor) -> torch.Tensor:
+    """[columns of all panels, items, lanes, 1]."""
+    return data.view(-1, *data.shape[2:], 1)
 
 
 def quantized_linear(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x W^T + bias.
 
-    x: [rows, in_features], bias: [out_features] in the dtype of x. Returns [rows, out_features] in the dtype of x.
+    x: [rows, in_features]; float32 where the weight is packed. bias: [out_features] in the dtype of x. Returns
+    [rows, out_features] in the dtype of x.
     """
-    return F.linear(x, weight.rows(0, weight.shape[0]).to(x.dtype), bias)
+    if not weight.is_packed:
+        return F.linear(x, weight.rows(0, weight.shape[0]).to(x.dtype), bias)
+    y = _multiply_panels(x, weight.panels, weight.shape[0])
+    return y if bias is None else y.add_(bias)
+
+
+def _multiply_panels(x: torch.Tensor, panels: QuantizedPanels, out_features: int) -> torch.Tensor:
+    if not torch.compiler.is_compiling() and (y := packed_linear_directly(x, panels, out_features)) is not None:
+        return y
+    load_operators(x)
+    return operators.quantized_linear(x, *panels, out_features)  # type: ignore[no-any-return]
 
 
 def quantized_lora_linear(
@@ -110,13 +206,32 @@ def quantized_lora_linear(
     segments: LoRASegments,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`quantized_linear`, then `lora_apply`, then the bias, with their arguments and, bit for bit, their result."""
-    y = quantized_linear(x, weight)
-    lora_apply(x, y, tables, first_slice, slice_sizes, segments)
-    return y if bias is None else y.add_(bias)
+    """`quantized_linear`, then `lora_apply`, then the bias, with their arguments and, bit for bit, their result.
+
+    On packed weights it is one parallel region, as `lora_linear`.
+    """
+    if not weight.is_packed:
+        y = quantized_linear(x, weight)
+        lora_apply(x, y, tables, first_slice, slice_sizes, segments)
+        return y if bias is None else y.add_(bias)
+    arguments = (x, weight.panels, tables, first_slice, slice_sizes, segments, bias)
+    if not torch.compiler.is_compiling() and (done := linear_directly(*arguments)) is not None:
+        return done
+    load_operators(x)
+    return operators.call_quantized_lora_linear(*arguments)
 
 
 def quantized_embedding(token_ids: torch.Tensor, weight: QuantizedWeight, dtype: torch.dtype) -> torch.Tensor:
-    """The rows `token_ids` of W as `dtype`, [tokens, in_features]. token_ids: [tokens] int64, within W."""
-    rows = [weight.rows(token, 1) for token in token_ids.tolist()]
-    return torch.cat(rows).to(dtype) if rows else torch.empty(0, weight.shape[1], dtype=dtype)
+    """The rows `token_ids` of W as `dtype`, [tokens, in_features].
+
+    token_ids: [tokens] int64, within W; dtype: float32 where the weight is packed.
+    """
+    if not weight.is_packed:
+        return weight.rows_at(token_ids).to(dtype)
+    assert dtype == torch.float32
+    panels, num_embeddings = weight.panels, weight.shape[0]
+    is_eager = not torch.compiler.is_compiling()
+    if is_eager and (rows := packed_embedding_directly(token_ids, panels, num_embeddings)) is not None:
+        return rows
+    load_operators(panels.codes)
+    return operators.quantized_embedding(token_ids, *panels, num_embeddings)  # type: ignore[no-any-return]

@@ -1,5 +1,7 @@
 """How fast the base model's linears are on a CPU, beside what memory and arithmetic allow and beside torch's own.
 
+int4, int8 and fp8 are codes with scales of bfloat16, one for GROUP_SIZE inputs; a limit counts their bytes too.
+
 limit      the larger of: bytes of the weights over measured read bandwidth, flops over measured peak of a product in
            the same arithmetic
 F.linear   torch's linear over the plain weights in float32
@@ -29,14 +31,24 @@ from benchmarks.bench_kernels import cpu_title
 from benchmarks.lora_workloads import Model, Step
 from benchmarks.machine_limits import Clock, Yardsticks, measure, onednn_linear, void
 from benchmarks.model_shapes import DEFAULT_MODEL, ONE_BILLION
-from multilora_kernels import HugePages, PackedWeight, activation_dtype, packed_linear
+from multilora_kernels import (
+    CodeType,
+    HugePages,
+    PackedWeight,
+    QuantizedWeight,
+    activation_dtype,
+    packed_linear,
+    quantized_linear,
+)
 
 FORMATS = {
     "float32": (torch.float32, torch.float32),
     "bfloat16": (torch.bfloat16, torch.float32),
     "bfloat16 in bfloat16": (torch.bfloat16, torch.bfloat16),
 }
-"""Types of weights and of products, by name."""
+"""Types of float weights and of products, by name."""
+CODE_TYPES = (CodeType.INT4, CodeType.INT8, CodeType.FP8)
+GROUP_SIZE = 128
 VOCABULARY = {DEFAULT_MODEL.name: 49152, ONE_BILLION.name: 128256}
 DECODE_ROWS = (1, 2, 4, 8, 16, 32, 64)
 PROMPT_ROWS = (512, 2048)
@@ -142,6 +154,10 @@ def contestants(workload: Workload) -> dict[str, Step]:
         pages = HugePages()
         packed = [(i, pack(weight, dtype, pages, compute_dtype)) for i, weight in plain]
         steps[name] = multiply_all(packed_linear, x, packed)
+    for code_type in CODE_TYPES:
+        pages = HugePages()
+        quantized = [(i, random_codes((o, i), code_type, pages)) for o, i in workload.shapes]
+        steps[code_type.value] = multiply_all(quantized_linear, x, quantized)
     return steps
 
 
@@ -161,6 +177,28 @@ def pack(
     return packed
 
 
+def random_codes(shape: Shape, code_type: CodeType, pages: HugePages) -> QuantizedWeight:
+    """A symmetric weight as the engine stores it."""
+    out_features, in_features = shape
+    group_size = min(GROUP_SIZE, in_features)
+    weight = QuantizedWeight(*shape, code_type, group_size, torch.bfloat16, torch.device("cpu"), pages=pages)
+    is_float = code_type is CodeType.FP8
+    # Of floats those below 16 only: every one of them is a number.
+    codes = torch.randint(1 << (4 if is_float else code_type.bits), shape, dtype=torch.uint8)
+    scales = torch.full((out_features, weight.num_groups), 2.0**-10)
+    zeros = None if is_float else torch.full(scales.shape, 1 << (code_type.bits - 1), dtype=torch.uint8)
+    weight.copy_rows(0, codes, scales, zeros)
+    return weight
+
+
+def weights_of(workload: Workload) -> dict[str, tuple[int, torch.dtype]]:
+    """Bytes of all weights, and the type of their products, by name."""
+    num_scales = sum(o * -(-i // min(GROUP_SIZE, i)) for o, i in workload.shapes)
+    floats = {name: (workload.num_weights * dtype.itemsize, compute) for name, (dtype, compute) in formats().items()}
+    codes = {c.value: (workload.num_weights * c.bits // 8 + 2 * num_scales, torch.float32) for c in CODE_TYPES}
+    return floats | codes
+
+
 def bench(workload: Workload, rounds: int) -> list[Result]:
     """Contestants and limits of one workload, measured together."""
     yardsticks = {str(dtype): Yardsticks("cpu", dtype) for dtype in (torch.float32, torch.bfloat16)}
@@ -175,14 +213,14 @@ def bench(workload: Workload, rounds: int) -> list[Result]:
         Result(
             workload.name,
             name,
-            num_bytes := workload.num_weights * dtype.itemsize,
+            num_bytes,
             workload.num_flops,
             times[name],
             times["torch_linear"],
             times["onednn"],
             limit=limits[str(compute_dtype)].seconds(num_bytes, workload.num_flops),
         )
-        for name, (dtype, compute_dtype) in formats().items()
+        for name, (num_bytes, compute_dtype) in weights_of(workload).items()
     ]
 
 

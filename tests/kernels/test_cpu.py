@@ -22,6 +22,7 @@ _NAMES = (
     "test_expand.py",
     "test_linear.py",
     "test_lora_linear.py",
+    "test_quantized.py",
     "test_attention.py",
     "test_rotary_attention.py",
     "test_elementwise.py",

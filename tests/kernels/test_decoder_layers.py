@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.synthetic_batches import LinearShape, random_tables
 from multilora_kernels import (
+    CodeType,
     HugePages,
     LayerStep,
     LoRASegments,
@@ -20,11 +21,14 @@ from multilora_kernels import (
     PackedLayer,
     PackedLayerLinear,
     PackedWeight,
+    QuantizedWeight,
     add_rms_norm,
     decoder_layers,
     lora_linear,
     lora_segments,
     packed_linear,
+    quantized_linear,
+    quantized_lora_linear,
     rotary_attention,
     silu_mul,
 )
@@ -41,15 +45,17 @@ FIRST_SLICE = 7
 class Linear:
     """One linear of a layer."""
 
-    weight: PackedWeight
+    weight: PackedWeight | QuantizedWeight
     bias: torch.Tensor | None
     first_slice: int
     slice_sizes: tuple[int, ...]
 
     def multiply(self, x: torch.Tensor, step: LayerStep) -> torch.Tensor:
+        is_quantized = isinstance(self.weight, QuantizedWeight)
         if step.tables is None or step.segments is None:
-            return packed_linear(x, self.weight, self.bias)
-        return lora_linear(x, self.weight, step.tables, self.first_slice, self.slice_sizes, step.segments, self.bias)
+            return (quantized_linear if is_quantized else packed_linear)(x, self.weight, self.bias)
+        multiply = quantized_lora_linear if is_quantized else lora_linear
+        return multiply(x, self.weight, step.tables, self.first_slice, self.slice_sizes, step.segments, self.bias)
 
     def packed(self) -> PackedLayerLinear:
         return PackedLayerLinear.of(self.weight, self.bias, self.first_slice, self.slice_sizes)
@@ -92,10 +98,24 @@ class Layer:
     def random(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=self.generator)
 
-    def weight(self, slice_sizes: tuple[int, ...], in_features: int, dtype: torch.dtype) -> PackedWeight:
+    def weight(
+        self, slice_sizes: tuple[int, ...], in_features: int, dtype: torch.dtype | CodeType
+    ) -> PackedWeight | QuantizedWeight:
         device = torch.device("cpu")
+        if isinstance(dtype, CodeType):
+            return self.quantized_weight(sum(slice_sizes), in_features, dtype, device)
         weight = PackedWeight.empty(sum(slice_sizes), in_features, dtype, device, self.compute_dtype, self.pages)
         weight.copy_rows(0, self.random(sum(slice_sizes), in_features) * in_features**-0.5)
+        return weight
+
+    def quantized_weight(
+        self, out_features: int, in_features: int, code_type: CodeType, device: torch.device
+    ) -> QuantizedWeight:
+        weight = QuantizedWeight(out_features, in_features, code_type, 32, torch.bfloat16, device, pages=self.pages)
+        codes = torch.randint(0, 1 << (code_type.bits - 1), (out_features, in_features), generator=self.generator)
+        scales = self.random(out_features, weight.num_groups) * in_features**-0.5 / (1 << code_type.bits)
+        zeros = None if code_type is CodeType.FP8 else torch.full(scales.shape, 3, dtype=torch.uint8)
+        weight.copy_rows(0, codes.clamp(max=100).to(torch.uint8), scales, zeros)
         return weight
 
     def adapters(self, shape: LinearShape, num_tokens: int) -> tuple[LoRATables, LoRASegments]:
@@ -165,6 +185,13 @@ def test_weights_of_16_bits_and_windows(weight_dtype):
 def test_weights_keys_and_values_in_bfloat16_for_products_in_bfloat16(shape, sequences):
     types = {"weight_dtype": torch.bfloat16, "compute_dtype": torch.bfloat16}
     assert_same_bits(Layer(shape, sequences, has_bias=True, has_adapters=True, **types))
+
+
+@pytest.mark.parametrize("code_type", CodeType)
+@pytest.mark.parametrize("has_adapters", [False, True])
+@pytest.mark.parametrize("sequences", ["decode", "prefill"])
+def test_quantised_weights(sequences, has_adapters, code_type):
+    assert_same_bits(Layer("llama", sequences, has_bias=True, has_adapters=has_adapters, weight_dtype=code_type))
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3, 7], indirect=True)

@@ -18,6 +18,7 @@ import torch
 from multilora_kernels import operators, reference
 from multilora_kernels.constant_result import constant_result
 from multilora_kernels.cpu.build import BuildError, load_library
+from multilora_kernels.panels import Panels
 from multilora_kernels.segments import LoRASegments
 from multilora_kernels.tables import LoRATables
 
@@ -53,14 +54,16 @@ def apply_directly(
 
 def linear_directly(
     x: torch.Tensor,
-    panels: torch.Tensor,
+    panels: Panels,
     tables: LoRATables,
     first_slice: int,
     slice_sizes: Sequence[int],
     segments: LoRASegments,
     bias: torch.Tensor | None,
 ) -> torch.Tensor | None:
-    """`multilora::lora_linear` past torch's dispatcher; None where the operator is needed: see `apply_directly`."""
+    """`multilora::lora_linear`, or `quantized_lora_linear`, past torch's dispatcher; None where the operator is needed:
+    see `apply_directly`.
+    """
     library = _library()
     if library is None:
         return None
@@ -88,16 +91,18 @@ def rounds_activations(dtype: torch.dtype, in_features: int) -> bool:
     return torch.ops.multilora.cpu_rounds_activations(dtype, in_features)  # type: ignore[no-any-return]
 
 
-def packed_linear_directly(x: torch.Tensor, panels: torch.Tensor, out_features: int) -> torch.Tensor | None:
-    """`multilora::packed_linear` past torch's dispatcher; None where the operator is needed: see `apply_directly`."""
+def packed_linear_directly(x: torch.Tensor, panels: Panels, out_features: int) -> torch.Tensor | None:
+    """`multilora::packed_linear`, or `quantized_linear`, past torch's dispatcher; None where the operator is needed:
+    see `apply_directly`.
+    """
     library = _library()
     return None if library is None else library.packed_linear(x, panels, out_features)
 
 
-def packed_embedding_directly(
-    token_ids: torch.Tensor, panels: torch.Tensor, num_embeddings: int
-) -> torch.Tensor | None:
-    """`multilora::packed_embedding` past torch's dispatcher; None where it is needed: see `apply_directly`."""
+def packed_embedding_directly(token_ids: torch.Tensor, panels: Panels, num_embeddings: int) -> torch.Tensor | None:
+    """`multilora::packed_embedding`, or `quantized_embedding`, past torch's dispatcher; None where the operator is
+    needed: see `apply_directly`.
+    """
     library = _library()
     return None if library is None else library.packed_embedding(token_ids, panels, num_embeddings)
 

@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "panels.h"
+
 namespace multilora {
 
 // LoRATables of tables.py.
@@ -22,8 +24,8 @@ struct Segments {
 void apply(const at::Tensor& x, const at::Tensor& y, int64_t first_slice, at::IntArrayRef slice_sizes,
            const Tables& tables, const Segments& segments);
 
-// `lora_linear` of lora_linear.py. bias: null for none.
-at::Tensor lora_linear(const at::Tensor& x, const at::Tensor& panels, int64_t first_slice, at::IntArrayRef slice_sizes,
+// `lora_linear` of lora_linear.py and `quantized_lora_linear` of quantized.py. bias: null for none.
+at::Tensor lora_linear(const at::Tensor& x, const Panels& panels, int64_t first_slice, at::IntArrayRef slice_sizes,
                        const Tables& tables, const Segments& segments, const at::Tensor* bias);
 
 }  // namespace multilora

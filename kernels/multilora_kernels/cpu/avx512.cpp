@@ -26,6 +26,7 @@ struct Avx512 : X86Vectors<Avx512, 64> {
   static constexpr int kSingleRowRanks = 1;
   static constexpr int kExpandRows = 4;
   static constexpr int kLinearRows = 8;
+  static constexpr int kCodeTiles = 2;
   static constexpr int kScoreVectors = 4;
   static constexpr int kValueSums = 16;
 
@@ -70,6 +71,27 @@ struct Avx512 : X86Vectors<Avx512, 64> {
   static inline F load(const float* p) { return _mm512_loadu_ps(p); }
   static inline F load(const BFloat16* p) { return from_bfloat16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
   static inline F load(const Float16* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+
+  static inline F load(const int8_t* p) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+  }
+  // As Float16: less by kFloat8Scale.
+  static inline F load(const Float8* p) {
+    const __m256i bits = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    return _mm512_cvtph_ps(_mm256_and_si256(_mm256_slli_epi16(bits, 7), _mm256_set1_epi16(static_cast<short>(0xbfff))));
+  }
+  static inline __m512i load_words(const void* p) { return _mm512_loadu_si512(p); }
+  template <int N>
+  static inline __m512i rotate_left(__m512i words) {
+    return _mm512_rol_epi32(words, N);
+  }
+  // 2^(23 - Bit) plus the four bits of each word from Bit on.
+  template <int Bit>
+  static inline F nibble_above(__m512i words) {
+    constexpr int kAndOr = 0xea;
+    const __m512i nibble = _mm512_set1_epi32(15 << Bit), exponent = _mm512_set1_epi32((127 + 23 - Bit) << 23);
+    return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(words, nibble, exponent, kAndOr));
+  }
 
   static inline F load_first(const float* p, int n) { return _mm512_maskz_loadu_ps(first(n), p); }
   static inline F load_first(const BFloat16* p, int n) { return from_bfloat16(_mm256_maskz_loadu_epi16(first(n), p)); }

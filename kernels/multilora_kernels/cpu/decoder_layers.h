@@ -12,12 +12,13 @@
 
 #include "apply.h"
 #include "paged.h"
+#include "panels.h"
 
 namespace multilora {
 
 // PackedLayerLinear of decoder_layers.py. bias: null for none.
 struct LayerLinear {
-  const at::Tensor& panels;
+  Panels panels;
   const at::Tensor* bias;
   int64_t first_slice;
   c10::SmallVector<int64_t, 8> slice_sizes;

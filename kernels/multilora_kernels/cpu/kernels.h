@@ -4,6 +4,7 @@
 #include "attention.h"
 #include "decode.h"
 #include "linear_kernels.h"
+#include "quantized_kernels.h"
 #include "elementwise_kernels.h"
 #include "sampling.h"
 #include "storage.h"
@@ -34,7 +35,8 @@ constexpr Capability capability_of(const char* name) {
           kernels_for<Vec, BFloat16>(),
           kernels_for<Vec, Float16>(),
           {shrink<Vec, Int8Code>, expand_codes<Vec, Int8Code>},
-          {shrink_blocks<Vec>, expand_codes<Vec, Int4Codes>}};
+          {shrink_blocks<Vec>, expand_codes<Vec, Int4Codes>},
+          quantized_kernels<Vec>()};
 }
 
 }  // namespace

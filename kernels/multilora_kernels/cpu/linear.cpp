@@ -29,28 +29,14 @@ constexpr int64_t kSplitCost = 4;
 // Elements of embeddings that are worth a thread.
 constexpr int64_t kGrainElements = 1 << 12;
 
-void check_panels(const at::Tensor& panels, int64_t out_features) {
-  const int64_t width = capability().panel_width, lanes = width / kPanelVectors;
-  const bool is_paired = panels.dim() == 5 && panels.size(4) == 2;
-  TORCH_CHECK((panels.dim() == 4 || is_paired) && panels.is_contiguous() && panels.size(1) == kPanelVectors &&
-                  panels.size(3) == lanes,
-              "panels must be contiguous [panels, ", kPanelVectors, ", in_features, ", lanes, "] or [panels, ", kPanelVectors,
-              ", in_features / 2, ", lanes, ", 2], not ", panels.sizes());
-  const int64_t num_panels = panels.size(0);
-  TORCH_CHECK(out_features > (num_panels - 1) * width && out_features <= num_panels * width, num_panels, " panels of ", width,
-              " outputs do not hold ", out_features);
-}
-
-int64_t in_features_of(const at::Tensor& panels) { return panels.size(2) * (panels.dim() == 5 ? 2 : 1); }
-
 // What multiplies these panels by pairs; null where vectors do.
-const PairUnit* unit_of(const at::Tensor& panels) {
-  const int64_t in_features = in_features_of(panels);
-  if (panels.dim() == 4) {
-    return pair_unit_for(panels.scalar_type(), in_features);
+const PairUnit* unit_of(const Panels& panels) {
+  const c10::ScalarType dtype = panels.data.scalar_type();
+  if (!panels.is_paired()) {
+    return pair_unit_for(dtype, panels.in_features());
   }
-  const PairUnit* unit = rounding_unit_for(panels.scalar_type(), in_features);
-  TORCH_CHECK(unit, "this processor multiplies no pairs of ", panels.scalar_type());
+  const PairUnit* unit = rounding_unit_for(dtype, panels.in_features());
+  TORCH_CHECK(unit, "this processor multiplies no pairs of ", dtype);
   return unit;
 }
 
@@ -70,7 +56,7 @@ struct InPairs {
 template <class T, class Place>
 void copy_embeddings(const at::Tensor& token_ids, const at::Tensor& panels, int64_t num_embeddings, const Place& place,
                      at::Tensor& rows) {
-  const int64_t in_features = in_features_of(panels), lanes = panels.size(3);
+  const int64_t in_features = Panels{panels}.in_features(), lanes = panels.size(3);
   const auto* ids = token_ids.const_data_ptr<int64_t>();
   const T* weights = panels.const_data_ptr<T>();
   float* out = rows.mutable_data_ptr<float>();
@@ -88,21 +74,39 @@ void copy_embeddings(const at::Tensor& token_ids, const at::Tensor& panels, int6
 
 }  // namespace
 
-PackedLinear::PackedLinear(const at::Tensor& rows, const at::Tensor& panels, int64_t out_features) {
+void check_panels(const Panels& panels, int64_t out_features) {
+  const at::Tensor& data = panels.data;
+  const int64_t width = capability().panel_width, lanes = width / kPanelVectors;
+  TORCH_CHECK((data.dim() == 4 || panels.is_paired()) && data.is_contiguous() && data.size(1) == kPanelVectors &&
+                  data.size(3) == lanes,
+              "panels must be contiguous [panels, ", kPanelVectors, ", in_features, ", lanes, "] or [panels, ", kPanelVectors,
+              ", in_features / 2, ", lanes, ", 2], not ", data.sizes());
+  const int64_t num_panels = data.size(0);
+  TORCH_CHECK(out_features > (num_panels - 1) * width && out_features <= num_panels * width, num_panels, " panels of ", width,
+              " outputs do not hold ", out_features);
+  if (panels.scaling) {
+    check_codes(panels);
+  }
+}
+
+PackedLinear::PackedLinear(const at::Tensor& rows, const Panels& panels, int64_t out_features) {
   check_panels(panels, out_features);
-  const int64_t in_features = in_features_of(panels);
-  TORCH_CHECK(rows.dim() == 2 && rows.scalar_type() == at::kFloat && rows.size(1) == in_features,
-              "x must be float32 [rows, ", in_features, "], not ", rows.scalar_type(), " ", rows.sizes());
+  TORCH_CHECK(rows.dim() == 2 && rows.scalar_type() == at::kFloat && rows.size(1) == panels.in_features(),
+              "x must be float32 [rows, ", panels.in_features(), "], not ", rows.scalar_type(), " ", rows.sizes());
   x_ = rows.stride(1) == 1 ? rows : rows.contiguous();
   y_ = at::empty({x_.size(0), out_features}, x_.options());
-  task_ = {x_.const_data_ptr<float>(), x_.stride(0), x_.size(0), panels.const_data_ptr(), in_features,
+  task_ = {x_.const_data_ptr<float>(), x_.stride(0), x_.size(0), panels.data.const_data_ptr(), panels.in_features(),
            out_features, y_.mutable_data_ptr<float>(), out_features};
-  kernel_ = kernels_of(panels.scalar_type()).linear;
-  if (const PairUnit* unit = unit_of(panels)) {
+  if (panels.scaling) {
+    task_.scaling = group_scaling_of(*panels.scaling);
+    kernel_ = quantized_kernel_of(panels);
+  } else if (const PairUnit* unit = unit_of(panels)) {
     kernel_ = unit->linear;
     split_rows(*unit);
+  } else {
+    kernel_ = kernels_of(panels.data.scalar_type()).linear;
   }
-  num_panels_ = panels.size(0);
+  num_panels_ = panels.data.size(0);
   panel_width_ = capability().panel_width;
   const int64_t cost = num_panels_ * panel_width_ * task_.in_features * (task_.rows + kReadCost);
   piece_rows_ = rows_of_piece();
@@ -166,7 +170,7 @@ void Bias::add_to(const at::Tensor& y) const {
   }
 }
 
-at::Tensor packed_linear(const at::Tensor& x, const at::Tensor& panels, int64_t out_features, const at::Tensor* bias) {
+at::Tensor packed_linear(const at::Tensor& x, const Panels& panels, int64_t out_features, const at::Tensor* bias) {
   const Bias to_add(bias, out_features);
   const PackedLinear linear(x, panels, out_features);
   in_ranges(linear.num_pieces(), linear.num_threads(), [&](int64_t piece) { linear.run(piece, to_add); });
@@ -174,18 +178,18 @@ at::Tensor packed_linear(const at::Tensor& x, const at::Tensor& panels, int64_t 
 }
 
 at::Tensor packed_embedding(const at::Tensor& token_ids, const at::Tensor& panels, int64_t num_embeddings) {
-  check_panels(panels, num_embeddings);
+  check_panels({panels}, num_embeddings);
   TORCH_CHECK(token_ids.dim() == 1 && token_ids.scalar_type() == at::kLong, "token_ids must be int64 [tokens], not ",
               token_ids.scalar_type(), " ", token_ids.sizes());
   const at::Tensor ids = token_ids.contiguous();
-  at::Tensor rows = at::empty({ids.size(0), in_features_of(panels)}, panels.options().dtype(at::kFloat));
+  at::Tensor rows = at::empty({ids.size(0), Panels{panels}.in_features()}, panels.options().dtype(at::kFloat));
   const InVectors in_vectors{panels.size(3)};
   switch (panels.scalar_type()) {
     case at::kFloat:
       copy_embeddings<float>(ids, panels, num_embeddings, in_vectors, rows);
       break;
     case at::kBFloat16:
-      if (unit_of(panels)) {
+      if (unit_of({panels})) {
         copy_embeddings<at::BFloat16>(ids, panels, num_embeddings, InPairs{}, rows);
       } else {
         copy_embeddings<at::BFloat16>(ids, panels, num_embeddings, in_vectors, rows);
@@ -203,7 +207,7 @@ at::Tensor packed_embedding(const at::Tensor& token_ids, const at::Tensor& panel
 namespace {
 
 at::Tensor packed_linear_operator(const at::Tensor& x, const at::Tensor& panels, int64_t out_features) {
-  return packed_linear(x, panels, out_features, nullptr);
+  return packed_linear(x, {panels}, out_features, nullptr);
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "panels.h"
 #include "work.h"
 
 namespace multilora {
@@ -34,7 +35,7 @@ class Bias {
 class PackedLinear {
  public:
   // Refuses panels and x that do not fit.
-  PackedLinear(const at::Tensor& x, const at::Tensor& panels, int64_t out_features);
+  PackedLinear(const at::Tensor& x, const Panels& panels, int64_t out_features);
 
   const at::Tensor& x() const { return x_; }  // as it can be read
   const at::Tensor& y() const { return y_; }  // new, and not filled before the pieces are run
@@ -59,8 +60,8 @@ class PackedLinear {
   int64_t threads_, piece_rows_, row_pieces_, panel_pieces_;
 };
 
-// `packed_linear` and `packed_embedding` of linear.py. bias: null for none.
-at::Tensor packed_linear(const at::Tensor& x, const at::Tensor& panels, int64_t out_features, const at::Tensor* bias);
+// `packed_linear` and `packed_embedding` of linear.py, and `quantized_linear` of quantized.py. bias: null for none.
+at::Tensor packed_linear(const at::Tensor& x, const Panels& panels, int64_t out_features, const at::Tensor* bias);
 at::Tensor packed_embedding(const at::Tensor& token_ids, const at::Tensor& panels, int64_t num_embeddings);
 
 }  // namespace multilora

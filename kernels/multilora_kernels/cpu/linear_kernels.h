@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <type_traits>
+#include <utility>
 
 #include "storage.h"
 #include "lora_kernels.h"
@@ -58,16 +59,50 @@ struct NextBlock {
   }
 };
 
+// How much of the next block those who multiply `rows` rows with one block fetch, and how often. step_bytes: of a column's
+// weights of kFetchDepth inputs.
+template <class Vec>
+NextBlock next_block(const void* first, int64_t column_bytes, int64_t step_bytes, int64_t rows) {
+  const int64_t tiles = (rows + Vec::kLinearRows - 1) / Vec::kLinearRows;
+  const int64_t lines = (step_bytes + kCacheLine - 1) / kCacheLine;
+  const bool is_fetched = rows * kFetchDepth * kCacheLine >= kLineProducts * step_bytes;
+  return {static_cast<const char*>(first), column_bytes, is_fetched ? std::min(tiles, lines) : 0, (lines + tiles - 1) / tiles};
+}
+
+// The floats of one block of one panel.
+template <class Vec, class T>
+struct FloatWeights {
+  using F = typename Vec::F;
+  static constexpr int kStep = 1;
+
+  const T* first;  // of each column [depth, Vec::kWidth]
+  int64_t next_column;
+
+  struct Step {
+    const T* first;
+    int64_t next_column;
+    MULTILORA_INLINE F load(int column, int) const { return Vec::load(first + column * next_column); }
+  };
+  // The weights of the inputs [k, k + kStep).
+  MULTILORA_INLINE Step at(int64_t k) const { return {first + k * Vec::kWidth, next_column}; }
+};
+
+// Calls body(0) .. body(Count - 1), each number a constant.
+template <int... I, class Body>
+MULTILORA_INLINE void for_constants(std::integer_sequence<int, I...>, const Body& body) {
+  (body(std::integral_constant<int, I>{}), ...);
+}
+
 // One block of one panel, times some rows. Keeps: the weights as they were multiplied stay in `kept`.
-template <class Vec, class T, bool Keeps = false>
+template <class Vec, class Weights, bool Keeps = false>
 struct LinearTile {
   using F = typename Vec::F;
+  using Inputs = std::make_integer_sequence<int, Weights::kStep>;
   static constexpr int kPanelWidth = kPanelVectors * Vec::kWidth;
 
   const float* x;
   int64_t x_stride;
-  const T* weights;  // of each column [depth, Vec::kWidth]
-  int64_t next_column;
+  Weights weights;
   int64_t depth;
   float* sums;    // [rows, kPanelWidth]
   bool is_first;  // block of the panel: there are no sums yet
@@ -83,10 +118,10 @@ struct LinearTile {
         sum[r][v] = Vec::zero();
       }
     }
-    const auto accumulate = [&](int64_t k) {
+    const auto accumulate = [&](const auto& step, int64_t k, auto input) MULTILORA_INLINED {
       F weight[kPanelVectors];
       for (int v = 0; v < kPanelVectors; ++v) {
-        weight[v] = Vec::load(weights + v * next_column + k * Vec::kWidth);
+        weight[v] = step.load(v, input);
         if constexpr (Keeps) {
           Vec::store(kept + (v * kMaxBlockDepth + k) * Vec::kWidth, weight[v]);
         }
@@ -104,12 +139,18 @@ struct LinearTile {
       if (tile < next.tiles) {
         next.fetch((tile * steps + k / kFetchDepth) * next.column_lines);
       }
-      for (int j = 0; j < kFetchDepth; ++j) {
-        accumulate(k + j);
+      for (int64_t j = k; j < k + kFetchDepth; j += Weights::kStep) {
+        const auto step = weights.at(j);
+        for_constants(Inputs{}, [&](auto i) MULTILORA_INLINED { accumulate(step, j + i, i); });
       }
     }
-    for (; k < depth; ++k) {
-      accumulate(k);
+    for (; k < depth; k += Weights::kStep) {
+      const auto step = weights.at(k);
+      for_constants(Inputs{}, [&](auto i) MULTILORA_INLINED {
+        if (k + i < depth) {
+          accumulate(step, k + i, i);
+        }
+      });
     }
     float* to = sums + first_row * kPanelWidth;
     for (int r = 0; r < Rows; ++r) {
@@ -140,32 +181,34 @@ MULTILORA_INLINE void run_rows(int64_t first, int64_t count, const Tile& tile) {
   run_rest<Rows - 1>(first, count, tile);
 }
 
-// One block of one panel for up to kRowBlock rows, added to their sums.
+// Every row of a block. Not inlined: it is large, and several kernels end in it.
+template <class Vec, class Weights>
+__attribute__((noinline)) void run_all_rows(const LinearTile<Vec, Weights>& tile, int64_t first, int64_t rows) {
+  run_rows<Vec::kLinearRows>(first, rows, tile);
+}
+
+// One block of one panel of floats for up to kRowBlock rows, added to their sums.
 template <class Vec, class T>
 void linear_block(const LinearTask& task, int64_t first_row, int64_t rows, int64_t panel, int64_t k, float* sums) {
-  constexpr int64_t kWidth = LinearTile<Vec, T>::kPanelWidth;
-  constexpr int64_t kFetchLines = (kFetchDepth * Vec::kWidth * sizeof(T) + kCacheLine - 1) / kCacheLine;
-  const int64_t tiles = (rows + Vec::kLinearRows - 1) / Vec::kLinearRows;
-  const bool is_fetched = rows * kCacheLine >= kLineProducts * Vec::kWidth * int64_t(sizeof(T));
   const int64_t depth = std::min(block_depth(task.in_features), task.in_features - k);
   const int64_t column = task.in_features * Vec::kWidth;
   const T* weights = static_cast<const T*>(task.panels) + panel * kPanelVectors * column + k * Vec::kWidth;
   const T* ahead = weights + depth * Vec::kWidth + (k + depth < task.in_features ? 0 : (kPanelVectors - 1) * column);
-  const NextBlock next{reinterpret_cast<const char*>(ahead), column * int64_t(sizeof(T)),
-                       is_fetched ? std::min(tiles, kFetchLines) : 0, (kFetchLines + tiles - 1) / tiles};
+  const NextBlock next = next_block<Vec>(ahead, column * sizeof(T), kFetchDepth * Vec::kWidth * sizeof(T), rows);
   const float* x = task.x + first_row * task.x_stride + k;
+  const FloatWeights<Vec, T> stored{weights, column};
   if constexpr (!std::is_same_v<T, float>) {
-    if (tiles > kDirectTiles) {
-      alignas(kCacheLine) float kept[kMaxBlockDepth * kWidth];
-      const LinearTile<Vec, T, true> first{x, task.x_stride, weights, column, depth, sums, k == 0, next, kept};
+    if (rows > kDirectTiles * Vec::kLinearRows) {
+      alignas(kCacheLine) float kept[kMaxBlockDepth * LinearTile<Vec, FloatWeights<Vec, T>>::kPanelWidth];
+      const LinearTile<Vec, FloatWeights<Vec, T>, true> first{x, task.x_stride, stored, depth, sums, k == 0, next, kept};
       first.template run<Vec::kLinearRows>(0);
-      const LinearTile<Vec, float> others{x,    task.x_stride, kept, kMaxBlockDepth * Vec::kWidth, depth, sums, k == 0,
-                                          next, nullptr};
-      return run_rows<Vec::kLinearRows>(Vec::kLinearRows, rows, others);
+      const FloatWeights<Vec, float> converted{kept, kMaxBlockDepth * Vec::kWidth};
+      const LinearTile<Vec, FloatWeights<Vec, float>> others{x, task.x_stride, converted, depth, sums, k == 0, next, nullptr};
+      return run_all_rows<Vec>(others, Vec::kLinearRows, rows);
     }
   }
-  const LinearTile<Vec, T> all{x, task.x_stride, weights, column, depth, sums, k == 0, next, nullptr};
-  run_rows<Vec::kLinearRows>(0, rows, all);
+  const LinearTile<Vec, FloatWeights<Vec, T>> all{x, task.x_stride, stored, depth, sums, k == 0, next, nullptr};
+  run_all_rows<Vec>(all, 0, rows);
 }
 
 // The complete sums of a panel to where its outputs belong.
@@ -179,18 +222,26 @@ void write_outputs(const LinearTask& task, int64_t first_row, int64_t rows, int6
   }
 }
 
-template <class Vec, class T>
-void linear(const LinearTask& task, int64_t panel_begin, int64_t panel_end) {
+// All blocks of some panels. block(first_row, rows, panel, first_input, sums) adds one to the sums of some rows.
+template <class Vec, class Block>
+MULTILORA_INLINE void for_each_block(const LinearTask& task, int64_t panel_begin, int64_t panel_end, const Block& block) {
   alignas(kCacheLine) float sums[kRowBlock * kPanelVectors * Vec::kWidth];
   for (int64_t row = 0; row < task.rows; row += kRowBlock) {
     const int64_t rows = std::min(kRowBlock, task.rows - row);
     for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
       for (int64_t k = 0; k < task.in_features; k += block_depth(task.in_features)) {
-        linear_block<Vec, T>(task, row, rows, panel, k, sums);
+        block(row, rows, panel, k, sums);
       }
       write_outputs<Vec>(task, row, rows, panel, sums);
     }
   }
+}
+
+template <class Vec, class T>
+void linear(const LinearTask& task, int64_t panel_begin, int64_t panel_end) {
+  for_each_block<Vec>(task, panel_begin, panel_end, [&](int64_t row, int64_t rows, int64_t panel, int64_t k, float* sums) {
+    linear_block<Vec, T>(task, row, rows, panel, k, sums);
+  });
 }
 
 }  // namespace

@@ -12,7 +12,8 @@
 #include "work.h"
 
 // Inlined even where the compiler finds it too large: vectors must stay in registers across these calls.
-#define MULTILORA_INLINE inline __attribute__((always_inline))
+#define MULTILORA_INLINED __attribute__((always_inline))  // of a lambda, behind its parameters
+#define MULTILORA_INLINE inline MULTILORA_INLINED
 
 namespace multilora {
 namespace {

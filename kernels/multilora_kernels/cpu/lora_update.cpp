@@ -282,7 +282,7 @@ at::Tensor lora_linear_operator(const at::Tensor& x, const at::Tensor& panels, i
                                 int64_t max_rank, const at::Tensor& permutation, const at::Tensor& chunk_start,
                                 const at::Tensor& chunk_length, const at::Tensor& chunk_lora_index, int64_t /*chunk_size*/,
                                 const std::optional<at::Tensor>& bias) {
-  return lora_linear(x, panels, first_slice, slice_sizes, {arena, rank, a_offset, b_offset, magnitude_offset, max_rank},
+  return lora_linear(x, {panels}, first_slice, slice_sizes, {arena, rank, a_offset, b_offset, magnitude_offset, max_rank},
                      {permutation, chunk_start, chunk_length, chunk_lora_index}, bias ? &*bias : nullptr);
 }
 
@@ -301,7 +301,7 @@ void apply(const at::Tensor& x, const at::Tensor& y, int64_t first_slice, at::In
   }
 }
 
-at::Tensor lora_linear(const at::Tensor& x, const at::Tensor& panels, int64_t first_slice, at::IntArrayRef slice_sizes,
+at::Tensor lora_linear(const at::Tensor& x, const Panels& panels, int64_t first_slice, at::IntArrayRef slice_sizes,
                        const Tables& tables, const Segments& segments, const at::Tensor* bias) {
   int64_t out_features = 0;
   for (const int64_t size : slice_sizes) {

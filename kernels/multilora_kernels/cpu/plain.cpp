@@ -27,6 +27,13 @@ inline float to_float(BFloat16 value) {
 inline float to_float(Float16 value) { return c10::detail::fp16_ieee_to_fp32_value(value.bits); }
 
 inline float to_float(Int8Code code) { return code.value; }
+inline float to_float(int8_t value) { return value; }
+
+// As Float16: less by kFloat8Scale.
+inline float to_float(Float8 value) {
+  const uint16_t sign = (value.bits & 0x80) << 8, magnitude = (value.bits & 0x7f) << 7;
+  return c10::detail::fp16_ieee_to_fp32_value(sign | magnitude);
+}
 
 struct Plain {
   static constexpr int kWidth = 8;
@@ -34,6 +41,7 @@ struct Plain {
   static constexpr int kSingleRowRanks = 4;
   static constexpr int kExpandRows = 2;
   static constexpr int kLinearRows = 2;
+  static constexpr int kCodeTiles = 1;
   static constexpr int kScoreVectors = 1;
   static constexpr int kValueSums = 1;
 
@@ -115,6 +123,27 @@ struct Plain {
   static inline void load_pairs(const Int4Codes* p, F& low, F& high) {
     low = each([&](int i) { return static_cast<int8_t>(p[i].pair << 4) / 16; });
     high = each([&](int i) { return static_cast<int8_t>(p[i].pair & 0xf0) / 16; });
+  }
+  struct Words {
+    uint32_t lane[kWidth];
+  };
+
+  static inline Words load_words(const void* p) {
+    Words words;
+    std::memcpy(words.lane, p, sizeof(words.lane));
+    return words;
+  }
+  template <int N>
+  static inline Words rotate_left(Words words) {
+    for (uint32_t& word : words.lane) {
+      word = N ? word << N | word >> (32 - N) % 32 : word;
+    }
+    return words;
+  }
+  // 2^(23 - Bit) plus the four bits of each word from Bit on.
+  template <int Bit>
+  static inline F nibble_above(Words words) {
+    return each([&](int i) { return static_cast<float>((1 << (23 - Bit)) + (words.lane[i] >> Bit & 15)); });
   }
   static inline void store(float* p, F a) { std::memcpy(p, a.lane, sizeof(a.lane)); }
   static inline void store_first(float* p, F a, int n) { std::memcpy(p, a.lane, n * sizeof(float)); }

@@ -87,9 +87,18 @@ AttentionOptions attention_options_of(PyObject* object, int64_t head_dim) {
           optional_tensor(fields[2])};
 }
 
+// A tensor, or QuantizedPanels.
+Panels panels_of(PyObject* object) {
+  if (!PyTuple_Check(object)) {
+    return {tensor(object)};
+  }
+  PyObject* const* fields = fields_of(object, 5, "QuantizedPanels");
+  return {tensor(fields[0]), Scaling{tensor(fields[1]), optional_tensor(fields[2]), integer(fields[3]), integer(fields[4])}};
+}
+
 LayerLinear layer_linear_of(PyObject* object) {
   PyObject* const* fields = fields_of(object, 4, "PackedLayerLinear");
-  return {tensor(fields[0]), optional_tensor(fields[1]), integer(fields[2]), integers(fields[3])};
+  return {panels_of(fields[0]), optional_tensor(fields[1]), integer(fields[2]), integers(fields[3])};
 }
 
 LayerWeights layer_weights_of(PyObject* object) {
@@ -137,8 +146,9 @@ PyObject* lora_apply(PyObject*, PyObject* const* arguments, Py_ssize_t num_argum
 PyObject* lora_linear(PyObject*, PyObject* const* arguments, Py_ssize_t num_arguments) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(num_arguments == 7, "lora_linear takes x, panels, tables, first_slice, slice_sizes, segments and bias");
-  const at::Tensor &x = tensor(arguments[0]), &panels = tensor(arguments[1]);
-  if (needs_dispatcher(x, panels)) {
+  const at::Tensor& x = tensor(arguments[0]);
+  const Panels panels = panels_of(arguments[1]);
+  if (needs_dispatcher(x, panels.data)) {
     Py_RETURN_NONE;
   }
   const Tables tables = tables_of(arguments[2]);
@@ -155,19 +165,25 @@ PyObject* lora_linear(PyObject*, PyObject* const* arguments, Py_ssize_t num_argu
   END_HANDLE_TH_ERRORS
 }
 
-// An operator of an activation, packed weights and their number of outputs: `packed_linear` and `packed_embedding`.
-using PackedOperator = at::Tensor (*)(const at::Tensor&, const at::Tensor&, int64_t);
+// An operator of an activation or tokens, panels and their number of outputs: a linear or an embedding.
+using PackedOperator = at::Tensor (*)(const at::Tensor&, const Panels&, int64_t);
 
-at::Tensor packed_linear(const at::Tensor& x, const at::Tensor& panels, int64_t out_features) {
+at::Tensor packed_linear(const at::Tensor& x, const Panels& panels, int64_t out_features) {
   return multilora::packed_linear(x, panels, out_features, nullptr);
+}
+
+at::Tensor packed_embedding(const at::Tensor& token_ids, const Panels& panels, int64_t num_embeddings) {
+  return panels.scaling ? quantized_embedding(token_ids, panels, num_embeddings)
+                        : multilora::packed_embedding(token_ids, panels.data, num_embeddings);
 }
 
 template <PackedOperator op>
 PyObject* packed(PyObject*, PyObject* const* arguments, Py_ssize_t num_arguments) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(num_arguments == 3, "expected an activation, panels and the number of outputs");
-  const at::Tensor &x = tensor(arguments[0]), &panels = tensor(arguments[1]);
-  if (needs_dispatcher(x, panels)) {
+  const at::Tensor& x = tensor(arguments[0]);
+  const Panels panels = panels_of(arguments[1]);
+  if (needs_dispatcher(x, panels.data)) {
     Py_RETURN_NONE;
   }
   const int64_t out_features = integer(arguments[2]);
@@ -314,7 +330,7 @@ PyMethodDef methods[] = {
            "lora_linear(x, panels, tables, first_slice, slice_sizes, segments, bias) -> y, or None: then use the operator"),
     method("packed_linear", packed<packed_linear>,
            "packed_linear(x, panels, out_features) -> the product, or None: then use the operator"),
-    method("packed_embedding", packed<multilora::packed_embedding>,
+    method("packed_embedding", packed<packed_embedding>,
            "packed_embedding(token_ids, panels, num_embeddings) -> the rows, or None: then use the operator"),
     method("add_rms_norm", add_rms_norm_of,
            "add_rms_norm(x, update, weight, eps) -> (normed, total), or None: then use the operator"),

@@ -21,5 +21,12 @@ struct Int8Code {
 struct Int4Codes {
   uint8_t pair;
 };
+// float8_e4m3fn
+struct Float8 {
+  uint8_t bits;
+};
+
+// A Float8 that is a number, read as a Float16, by moving its bits, is less by this factor: the exponents' biases are 7 and 15.
+constexpr float kFloat8Scale = 256;
 
 }  // namespace multilora

@@ -53,6 +53,16 @@ constexpr int kPanelVectors = 3;
 constexpr int64_t kMatrixInputs = 32;
 constexpr int64_t kMatrixRows = 32;
 
+enum class ScaleType { float32, bfloat16, float16 };
+
+// How codes become weights: w[n, k] = scales[n, k / group_size] * (code[n, k] - zeros[n, k / group_size]).
+struct GroupScaling {
+  const void* scales;  // of `type`, [panels, kPanelVectors, groups, outputs of a vector]
+  ScaleType type;
+  const int8_t* zeros;  // as scales, less by half of the range of codes; null if all are zero
+  int64_t group_size;
+};
+
 // y[r, n] = sum_k x[r, k] * w[n, k] for all rows r and the outputs n of some panels.
 struct LinearTask {
   const float* x;
@@ -60,12 +70,15 @@ struct LinearTask {
   int64_t rows;
   // [panels, kPanelVectors, in_features, outputs of a vector]; outputs beyond out_features are zero. For a PairUnit
   // [panels, kPanelVectors, in_features / 2, outputs of a vector, 2 inputs]: kMatrixInputs of them are a matrix unit's tile.
+  // Codes of 8 bits lie as floats do. Those of 4 bits are words of 32 bits, each the codes of 8 neighbouring inputs, the first
+  // one lowest, rotated by 3 bits to the left.
   const void* panels;
   int64_t in_features;
   int64_t out_features;
   float* y;
   int64_t y_stride;
   const void* x_parts = nullptr;  // SplitTask::parts, for a PairUnit
+  GroupScaling scaling = {};      // of codes
 };
 
 // x as the sum of parts of 16 bits, or rounded to one, in the order in which a PairUnit takes them. Every kMatrixRows rows,
@@ -199,6 +212,11 @@ struct LoraKernels {
   ExpandKernel expand;
 };
 
+// The kernels of linears over codes. Integers have others for scales of float32 than for those of 16 bits.
+struct QuantizedKernels {
+  LinearKernel int4, int4_with_float32, int8, int8_with_float32, float8;
+};
+
 // Multiplies pairs of bfloat16 and adds their products in float32.
 struct PairUnit {
   int64_t inputs_unit;  // in_features must be a multiple of it
@@ -226,6 +244,7 @@ struct Capability {
   Kernels bfloat16;
   Kernels float16;
   LoraKernels int8_codes, int4_codes;
+  QuantizedKernels quantized;
   const PairUnits* pair_units = nullptr;
 };
 

@@ -36,7 +36,10 @@ def test_a_run_leaves_a_table_and_a_plot(tmp_path):
     with (tmp_path / "linears.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [(row["workload"], row["weights"], int(row["num_bytes"])) for row in rows] == [
-        ("tiny", name, dtype.itemsize * 5600) for name, (dtype, _) in formats().items()
+        *(("tiny", name, dtype.itemsize * 5600) for name, (dtype, _) in formats().items()),
+        ("tiny", "int4", 5600 // 2 + 2 * 110),
+        ("tiny", "int8", 5600 + 2 * 110),
+        ("tiny", "fp8", 5600 + 2 * 110),
     ]
     assert {row["weights"] for row in rows} >= {"float32", "bfloat16"}
     assert all(float(row["ours"]) > 0 and float(row["over_limit"]) > 0 for row in rows)

@@ -1,0 +1,41 @@
+// Weights as Python packs them: panels of floats (PackedWeight of linear.py) or of codes (QuantizedPanels of quantized.py).
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <optional>
+
+#include "work.h"
+
+namespace multilora {
+
+// How codes become weights. zeros: null for zeros only.
+struct Scaling {
+  const at::Tensor& scales;
+  const at::Tensor* zeros;
+  int64_t group_size, in_features;
+};
+
+struct Panels {
+  const at::Tensor& data;  // floats, or codes: int32 words of 4 bits, int8, or float8_e4m3fn
+  std::optional<Scaling> scaling = {};  // of codes
+
+  // Floats of which two neighbouring inputs of an output lie side by side, for products that round activations.
+  bool is_paired() const { return !scaling && data.dim() == 5 && data.size(4) == 2; }
+  int64_t in_features() const { return scaling ? scaling->in_features : data.size(2) * (is_paired() ? 2 : 1); }
+};
+
+// Refuse panels that do not hold so many outputs in the layout of this machine.
+void check_panels(const Panels& panels, int64_t out_features);
+
+void check_codes(const Panels& panels);  // what check_panels does not see of codes
+
+// Of codes, which are checked.
+GroupScaling group_scaling_of(const Scaling& scaling);
+LinearKernel quantized_kernel_of(const Panels& panels);
+
+// `quantized_embedding` of quantized.py.
+at::Tensor quantized_embedding(const at::Tensor& token_ids, const Panels& panels, int64_t num_embeddings);
+
+}  // namespace multilora

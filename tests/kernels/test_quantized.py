@@ -1,0 +1,312 @@
+"""quantized_linear, quantized_lora_linear and quantized_embedding, on shapes that kernels get wrong.
+
+Against float64 of what the codes mean; and bit for bit against float32 weights of the same values.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import pytest
+import torch
+from multilora_kernels.testing import LinearShape
+from support.lora_cases import MIXED_RANKS, ODD, make_case
+from torch import library
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from multilora_kernels import (
+    CodeType,
+    HugePages,
+    PackedWeight,
+    QuantizedWeight,
+    load_cpu_kernels,
+    lora_apply,
+    operators,
+    packed_linear,
+    quantized,
+    quantized_embedding,
+    quantized_linear,
+    quantized_lora_linear,
+)
+from multilora_kernels.cpu import packed_linear_directly
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+CPU = torch.device("cpu")
+SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# The weights are exact in float64, but for one rounding to float32, and every product is one float32 operation.
+RTOL, ATOL = 2e-5, 2e-5
+ROWS = (1, 2, 8, 9, 16, 17, 130)
+SHAPES = [
+    (1, 8, 8),
+    (17, 30, 8),
+    (33, 30, 30),
+    (49, 30, 7),
+    (49, 96, 32),
+    (145, 96, 40),
+    (33, 576, 128),
+    (17, 1536, 1536),
+]
+"""(out_features, in_features, group_size): one group, many, and ones that end inside of a word of codes or of a row."""
+KINDS = [
+    (CodeType.INT4, False),
+    (CodeType.INT4, True),
+    (CodeType.INT8, False),
+    (CodeType.INT8, True),
+    (CodeType.FP8, False),
+]
+"""Codes, and whether their zeros differ."""
+
+
+@dataclass(frozen=True)
+class Codes:
+    """What a checkpoint has of one linear."""
+
+    code_type: CodeType
+    group_size: int
+    codes: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None
+
+    @classmethod
+    def random(cls, shape, kind=(CodeType.INT4, True), scale_dtype=torch.bfloat16) -> Codes:
+        """Weights of about in_features ** -0.5."""
+        (out_features, in_features, group_size), (code_type, has_zeros) = shape, kind
+        generator = torch.Generator().manual_seed(in_features)
+        codes = torch.randint(1 << code_type.bits, (out_features, in_features), generator=generator).to(torch.uint8)
+        spread = 64 if code_type is CodeType.FP8 else (1 << code_type.bits) / 4
+        num_groups = -(-in_features // group_size)
+        scales = torch.rand(out_features, num_groups, generator=generator).add(0.5) * in_features**-0.5 / spread
+        zeros = None
+        if code_type is CodeType.FP8:
+            codes[codes & 0x7F == 0x7F] = 1
+        elif has_zeros:
+            zeros = torch.randint(1 << code_type.bits, scales.shape, generator=generator).to(torch.uint8)
+        else:
+            zeros = torch.full(scales.shape, 1 << (code_type.bits - 1), dtype=torch.uint8)
+        return cls(code_type, group_size, codes, scales.to(scale_dtype), zeros)
+
+    def weight(self, **options) -> QuantizedWeight:
+        shape = self.codes.shape
+        weight = QuantizedWeight(*shape, self.code_type, self.group_size, self.scales.dtype, CPU, **options)
+        weight.copy_rows(0, self.codes, self.scales, self.zeros)
+        return weight
+
+    def meaning(self) -> torch.Tensor:
+        """W in float64."""
+        is_float = self.zeros is None
+        values = self.codes.view(torch.float8_e4m3fn).double() if is_float else self.codes.double()
+        zeros = torch.zeros_like(self.scales) if is_float else self.zeros
+        repeated = [
+            x.double().repeat_interleave(self.group_size, 1)[:, : values.shape[1]] for x in (zeros, self.scales)
+        ]
+        return (values - repeated[0]) * repeated[1]
+
+
+def random_rows(rows: int, in_features: int) -> torch.Tensor:
+    """Between them lies what no kernel may read."""
+    x = torch.full((rows, in_features + 9), torch.nan)
+    x[:, :in_features] = torch.randn(rows, in_features, generator=torch.Generator().manual_seed(rows))
+    return x[:, :in_features]
+
+
+def packed_floats(meaning: torch.Tensor) -> PackedWeight:
+    weight = PackedWeight.empty(*meaning.shape, torch.float32, CPU, torch.float32, HugePages())
+    weight.copy_rows(0, meaning.float())
+    return weight
+
+
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("scale_dtype", SCALE_DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_it_equals_float64_and_has_the_bits_of_float32_weights_for_every_shape(shape, kind, scale_dtype):
+    codes = Codes.random(shape, kind, scale_dtype)
+    weight, meaning = codes.weight(), codes.meaning()
+    floats = packed_floats(meaning)
+    for rows in ROWS:
+        x = random_rows(rows, shape[1])
+        y = quantized_linear(x, weight)
+        torch.testing.assert_close(y.double(), x.double() @ meaning.T, rtol=RTOL, atol=ATOL)
+        assert y.equal(packed_linear(x, floats))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_is_the_same_bits_whoever_else_is_there_and_however_many_threads(kind):
+    weight, x = Codes.random((311, 700, 32), kind).weight(), random_rows(300, 700)
+    expected = quantized_linear(x, weight)
+    for threads, rows in itertools.product((1, 2, 3), (*ROWS, 300)):
+        with torch_threads(threads):
+            assert quantized_linear(x[-rows:], weight).equal(expected[-rows:])
+
+
+@pytest.mark.parametrize("scale_dtype", SCALE_DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_come_back_wherever_the_parts_of_a_fused_weight_end(kind, scale_dtype):
+    codes = Codes.random((200, 37, 8), kind, scale_dtype)
+    fused = QuantizedWeight(200, 37, codes.code_type, 8, scale_dtype, CPU)
+    for first, end in ((170, 200), (0, 23), (23, 24), (24, 97), (97, 170)):
+        rows = slice(first, end)
+        fused.copy_rows(
+            first, codes.codes[rows], codes.scales[rows], None if codes.zeros is None else codes.zeros[rows]
+        )
+    assert fused.shape == (200, 37)
+    assert fused.rows(0, 200).equal(codes.meaning().float())
+    assert fused.rows(23, 101).equal(codes.meaning()[23:124].float())
+
+
+def test_every_code_of_float8_that_is_a_number_means_what_torch_says_and_no_other_is_taken():
+    numbers = [code for code in range(256) if code & 0x7F != 0x7F]
+    codes = Codes(CodeType.FP8, 254, torch.tensor([numbers], dtype=torch.uint8), torch.ones(1, 1), None)
+    y = quantized_linear(torch.eye(254), codes.weight())
+    assert y.flatten().equal(codes.codes.flatten().view(torch.float8_e4m3fn).float())
+    codes.codes[0, 7] = 0xFF
+    with pytest.raises(ValueError, match="is not a number"):
+        codes.weight()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_weight_has_the_bytes_of_its_codes_scales_and_zeros_unless_all_zeros_are_alike(kind):
+    code_type, has_zeros = kind
+    bits = code_type.bits + 16 / 32 + (8 / 32 if has_zeros else 0)
+    assert Codes.random((96, 64, 32), kind).weight().nbytes == 96 * 64 * bits / 8
+
+
+def test_an_x_with_gaps_is_read_as_it_lies():
+    codes, x = Codes.random((50, 33, 8)), random_rows(40, 200)
+    weight, meaning = codes.weight(), codes.meaning().float()
+    for view in (x[:9, 5:38], x[:9, :66:2], x[:18:2, :33], x.T[:33, :9].T, x[:0, :33]):
+        torch.testing.assert_close(quantized_linear(view, weight), view @ meaning.T, rtol=RTOL, atol=ATOL)
+
+
+def test_the_bias_is_added_to_every_row():
+    weight, bias, x = Codes.random((50, 33, 8)).weight(), torch.randn(50), random_rows(3, 33)
+    assert quantized_linear(x, weight, bias).equal(quantized_linear(x, weight) + bias)
+
+
+@pytest.mark.parametrize("scale_dtype", SCALE_DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_embeddings_are_the_rows_of_the_weight(kind, scale_dtype):
+    codes = Codes.random((150, 37, 8), kind, scale_dtype)
+    ids, weight = torch.tensor([0, 149, 47, 48, 95, 96, 149]), codes.weight()
+    assert quantized_embedding(ids, weight, torch.float32).equal(codes.meaning()[ids].float())
+    assert quantized_embedding(ids[:0], weight, torch.float32).shape == (0, 37)
+
+
+@pytest.mark.parametrize("token", [-1, 150])
+def test_a_token_outside_the_vocabulary_is_refused_and_not_read(token):
+    with pytest.raises(IndexError, match=f"token {token} is not one of 150"):
+        quantized_embedding(torch.tensor([3, token]), Codes.random((150, 8, 8)).weight(), torch.float32)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("compute_dtype", [torch.float32, torch.bfloat16])
+def test_without_a_compiler_or_in_half_precision_torch_multiplies_the_weights(monkeypatch, kind, compute_dtype):
+    monkeypatch.setattr(quantized, "panel_shape", lambda: None)
+    codes, x = Codes.random((50, 33, 8), kind), random_rows(4, 33).to(compute_dtype)
+    weight, meaning = codes.weight(compute_dtype=compute_dtype), codes.meaning().float().to(compute_dtype)
+    assert not weight.is_packed
+    assert quantized_linear(x, weight).equal(torch.nn.functional.linear(x, meaning))
+    assert quantized_embedding(torch.tensor([7, 3]), weight, compute_dtype).equal(meaning[[7, 3]])
+    assert weight.rows(3, 20).equal(codes.meaning()[3:23].float())
+
+
+def test_weights_are_packed_for_float32_only():
+    assert Codes.random((50, 33, 8)).weight().is_packed
+    assert not Codes.random((50, 33, 8)).weight(compute_dtype=torch.bfloat16).is_packed
+
+
+def fused_and_separate(kind, shape: LinearShape, num_tokens: int, threads: int, **options):
+    """quantized_lora_linear, and the base linear and the update one after the other."""
+    case = make_case("uniform", num_tokens, shape, MIXED_RANKS, **options)
+    case.x[:] = torch.randn(case.x.shape, generator=torch.Generator().manual_seed(1))
+    weight = Codes.random((shape.out_features, shape.in_features, 32), kind).weight()
+    separate = quantized_linear(case.x, weight)
+    lora_apply(case.x, separate, case.tables, 0, shape.slice_sizes, case.segments)
+    with torch_threads(threads):
+        fused = quantized_lora_linear(case.x, weight, case.tables, 0, shape.slice_sizes, case.segments)
+    return fused, separate
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_with_adapters_it_has_the_bits_of_the_base_linear_and_the_update_whoever_else_is_there(kind):
+    shape = LinearShape(in_features=544, slice_sizes=(600, 1, 71))
+    for num_tokens, threads in itertools.product((1, 16, 70), (1, 2, 4)):
+        fused, separate = fused_and_separate(kind, shape, num_tokens, threads, magnitudes=True)
+        assert fused.equal(separate)
+
+
+def test_with_adapters_the_bias_comes_last_and_plain_weights_are_multiplied_by_torch(monkeypatch):
+    case, bias = make_case("uniform", 9, ODD), torch.randn(ODD.out_features)
+    case.x[:] = torch.randn(case.x.shape)
+    codes = Codes.random((ODD.out_features, ODD.in_features, 8))
+    arguments = (case.tables, 0, ODD.slice_sizes, case.segments)
+    packed = quantized_lora_linear(case.x, codes.weight(), *arguments)
+    assert quantized_lora_linear(case.x, codes.weight(), *arguments, bias).equal(packed + bias)
+    monkeypatch.setattr(quantized, "panel_shape", lambda: None)
+    plain = quantized_lora_linear(case.x, codes.weight(), *arguments, bias)
+    torch.testing.assert_close(plain, packed + bias, rtol=RTOL, atol=ATOL)
+
+
+def test_what_does_not_fit_the_panels_is_refused():
+    load_cpu_kernels()
+    panels, x = Codes.random((50, 33, 8)).weight().panels, random_rows(2, 33)
+    multiply = operators.quantized_linear
+    with pytest.raises(RuntimeError, match="x must be float32"):
+        multiply(random_rows(2, 32), *panels, 50)
+    with pytest.raises(RuntimeError, match="do not hold 7"):
+        multiply(x, *panels, 7)
+    for changed, message in (
+        ({"codes": panels.codes.short()}, "codes are int32 words"),
+        ({"in_features": 41}, "41 inputs are 6 codes of an output, not 5"),
+        ({"group_size": 34}, "a group of 34 of 33 inputs"),
+        ({"group_size": 16}, "scales must be contiguous"),
+        ({"scales": panels.scales.double()}, "scales are float32"),
+        ({"zeros": panels.zeros[:, :, 1:]}, "zeros must be contiguous"),
+        ({"zeros": panels.zeros.short()}, "zeros are int8"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            multiply(x, *panels._replace(**changed), 50)
+
+
+def test_they_pass_the_checks_of_torch_for_custom_operators():
+    load_cpu_kernels()
+    case, tests = make_case("uniform", 3, ODD), ("test_schema", "test_faketensor")
+    out_features, in_features = ODD.out_features, ODD.in_features
+    panels, x = Codes.random((out_features, in_features, 8)).weight().panels, torch.randn(3, in_features)
+    ops = torch.ops.multilora
+    library.opcheck(ops.quantized_linear.default, (x, *panels, out_features), test_utils=tests)
+    library.opcheck(ops.quantized_embedding.default, (torch.tensor([1, 2]), *panels, out_features), test_utils=tests)
+    fields = (*operators.table_fields(case.tables), *operators.segment_fields(case.segments))
+    arguments = (x, *panels, 0, ODD.slice_sizes, *fields, torch.ones(out_features))
+    library.opcheck(ops.quantized_lora_linear.default, arguments, test_utils=tests)
+
+
+def test_a_compiled_function_has_no_graph_break_and_the_same_result():
+    case, weight = make_case("uniform", 3, ODD), Codes.random((ODD.out_features, ODD.in_features, 8)).weight()
+
+    def forward(ids: torch.Tensor) -> torch.Tensor:
+        x = quantized_embedding(ids, weight, torch.float32)
+        y = quantized_lora_linear(x, weight, case.tables, 0, ODD.slice_sizes, case.segments)
+        return y + quantized_linear(x, weight)
+
+    ids = torch.tensor([4, 4, 9])
+    assert torch.compile(forward, fullgraph=True, backend="aot_eager")(ids).equal(forward(ids))
+
+
+def test_it_takes_the_short_way_only_where_the_dispatcher_has_nothing_to_do():
+    panels, x = Codes.random((50, 33, 8)).weight().panels, torch.randn(3, 33)
+    assert packed_linear_directly(x, panels, 50) is not None
+    assert packed_linear_directly(x.clone().requires_grad_(), panels, 50) is None
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert packed_linear_directly(mode.from_tensor(x), panels, 50) is None
