@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from multilora_kernels.testing import LinearShape
+from benchmarks.synthetic_batches import LinearShape
 from support.lora_cases import MIXED_RANKS, ODD, make_case
 from torch import library
 from torch._subclasses.fake_tensor import FakeTensorMode

@@ -14,8 +14,10 @@ import torch
 
 from multilora_engine.execution.forward_batch import LoRABatch
 from multilora_kernels import (
+    CodeType,
     HugePages,
     PackedWeight,
+    QuantizedWeight,
     activation_dtype,
     lora_linear,
     packed_embedding,
@@ -46,6 +48,21 @@ class Placement:
     def weight(self, out_features: int, in_features: int) -> PackedWeight:
         """An uninitialised weight of a linear. On a CPU weights lie in memory in the order of these calls."""
         return PackedWeight.empty(out_features, in_features, self.weight_dtype, self.device, self.dtype, self._pages)
+
+    def quantized_weight(
+        self, out_features: int, in_features: int, code_type: CodeType, group_size: int, scale_dtype: torch.dtype
+    ) -> QuantizedWeight:
+        """An uninitialised weight of codes; in memory it lies as `weight`s do."""
+        return QuantizedWeight(
+            out_features,
+            in_features,
+            code_type,
+            group_size,
+            scale_dtype,
+            self.device,
+            pages=self._pages,
+            compute_dtype=self.activation_dtype,
+        )
 
     def embeddings(self, num_embeddings: int, size: int) -> PackedWeight:
         """Uninitialised embeddings of a model whose head is another weight: plain rows are quicker to look up."""
@@ -136,7 +153,7 @@ class LinearWeight(Protocol):
         ...
 
     @property
-    def packed(self) -> PackedWeight | None:
+    def packed(self) -> PackedWeight | QuantizedWeight | None:
         """The weight for a whole layer in one call (`decoder_layers`); None where this format has no such call."""
         ...
 

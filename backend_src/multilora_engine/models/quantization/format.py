@@ -25,7 +25,6 @@ from multilora_engine.models.weights import (
     WeightFormat,
     num_outputs,
 )
-from multilora_kernels.quantized import QuantizedWeight
 from multilora_wire.quantized.names import ModuleClass
 from multilora_wire.quantized.quantization import Quantization, read_quantization
 from multilora_wire.quantized.scheme import Array, QuantizationError, Scheme, StoredTensor, check_stored, input_order
@@ -81,13 +80,12 @@ class CheckpointFormat:
     def _weight(self, parts: Sequence[QuantizedPart]) -> CodedWeight:
         """One weight for parts that lie together."""
         layout, order = parts[0].layout, parts[0].order
-        weight = QuantizedWeight(
+        weight = self.placement.quantized_weight(
             num_outputs([part.stored for part in parts]),
             parts[0].in_features,
             layout.code_type,
             layout.group_size,
             layout.scale_dtype,
-            self.placement.device,
         )
         first = parts[0].stored.first
         return CodedWeight(

@@ -88,7 +88,7 @@ class PartFilling:
         self._tensors = {}
         try:
             self._write(arrays)
-        except QuantizationError as error:
+        except (QuantizationError, ValueError) as error:
             raise ConfigError(f"{self.part.stored.name}: {error}") from error
 
     def _write(self, arrays: dict[str, Array]) -> None:

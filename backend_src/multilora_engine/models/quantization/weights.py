@@ -11,7 +11,7 @@ import torch
 from multilora_engine.execution.forward_batch import LoRABatch
 from multilora_engine.models.quantization.part import Layout, PartFilling
 from multilora_engine.models.weights import Destination, LinearWeight
-from multilora_kernels import PackedWeight, lora_apply
+from multilora_kernels import lora_apply
 from multilora_kernels.quantized import QuantizedWeight, quantized_embedding, quantized_linear, quantized_lora_linear
 
 
@@ -32,8 +32,8 @@ class CodedWeight:
         return {self.layout.words: self.weight.nbytes}
 
     @property
-    def packed(self) -> PackedWeight | None:
-        return None
+    def packed(self) -> QuantizedWeight | None:
+        return self.weight if self.weight.is_packed and self.order is None else None
 
     def checkpoint_tensors(self) -> dict[str, Destination]:
         return {name: place for filling in self.fillings for name, place in filling.places().items()}
@@ -75,7 +75,7 @@ class StackedWeight:
         return dict(num_bytes)
 
     @property
-    def packed(self) -> PackedWeight | None:
+    def packed(self) -> None:
         return None
 
     def checkpoint_tensors(self) -> dict[str, Destination]:
