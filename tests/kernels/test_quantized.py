@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from benchmarks.synthetic_batches import LinearShape
 from support.lora_cases import MIXED_RANKS, ODD, make_case
 from torch import library
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from benchmarks.synthetic_batches import LinearShape
 from multilora_kernels import (
     CodeType,
     HugePages,
