@@ -74,7 +74,7 @@ class LoRAConfig(BaseModel):
     ] = ByteSize(1 << 30)
     lora_dtype: Annotated[
         Literal["auto", StoredDtype],
-        Field(description="Storage type of cached adapters; `auto` is the type the model computes in."),
+        Field(description="Storage of cached adapters: `auto` as the model computes, `int8` and `int4` as codes with scales."),
     ] = "auto"
     lora_cache_host_memory_bytes: Annotated[
         ByteSize, Field(ge=1, description="Budget of the host tier, in bytes or like `4GiB`.")
