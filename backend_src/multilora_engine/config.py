@@ -74,7 +74,7 @@ class LoRAConfig(BaseModel):
     ] = ByteSize(1 << 30)
     lora_dtype: Annotated[
         Literal["auto", StoredDtype],
-        Field(description="Storage of cached adapters: `auto` as the model computes, `int8` and `int4` as codes with scales."),
+        Field(description="Storage of cached adapters: `auto` as the model computes, `int8` and `int4` as codes."),
     ] = "auto"
     lora_cache_host_memory_bytes: Annotated[
         ByteSize, Field(ge=1, description="Budget of the host tier, in bytes or like `4GiB`.")
