@@ -27,6 +27,7 @@ PIRATE = {
     "last_used_s": 12.5,
     "num_hits": 3,
     "tenant": "",
+    "module_ids": [1, 6],
 }
 EVENTS = [
     {"kind": "uploaded", "lora_task_id": 7, "digest": "ab" * 32, "time_ns": 10**18, "instance": "h:1", "tenant": ""},
