@@ -33,14 +33,14 @@ TESTS = sorted((REPOSITORY / "tests" / "e2e").glob("test_conformance_*.py"))
 PROGRAMS = (*TRITON_PROGRAMS, *OPENAI_PROGRAMS)
 
 _SHOWN_OUTPUT = 4000
-"""Characters of what a program that failed printed, at its end."""
+"""Characters of the output of a program that failed, at its end."""
 
 console = Console(highlight=False, emoji=False)
 
 
 @dataclass(frozen=True)
 class Row:
-    """One requirement. answer: what this server does, `works` or `refused`. test: file and function that show it."""
+    """One requirement. answer: of this server, `works` or `refused`. test: file and function that show it."""
 
     interface: str
     requirement: str
@@ -129,9 +129,9 @@ def main(
 
 
 def run_programs(clients: Path, python: Path, only: Sequence[str], update_readme: bool) -> None:
-    """Print how those of the programs in `clients` went whose words have one of `only`.
+    """Run the programs in `clients` whose words have one of `only`, and print how each went.
 
-    Raises typer.Exit when one did not go as expected.
+    Raises typer.Exit when a program did not go as expected.
     """
     chosen = [row for row in PROGRAMS if any(text in f"{row.program} {row.version} {row.mode}" for text in only)]
     runs = []

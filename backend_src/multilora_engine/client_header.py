@@ -1,4 +1,4 @@
-"""The headers that tell who a client is. `multilora-serve` has the server pass them on, and the fronts read them."""
+"""The headers that identify a client. `multilora-serve` has the server pass them on, and the fronts read them."""
 
 from __future__ import annotations
 

@@ -39,8 +39,8 @@ def _parse_json(value: object) -> object:
 class SourceSpec(BaseModel):
     """An entry of `lora_sources`.
 
-    source: `directory`, `huggingface`, `fsspec`, or `package.module:Class` for a plug-in. name: what operators and
-    errors call it, empty for the same. Whatever else the entry has are `options`, the source's keyword arguments.
+    source: `directory`, `huggingface`, `fsspec`, or `package.module:Class` for a plug-in. name: its name for
+    operators and in errors, empty for the same. All other keys are `options`, the source's keyword arguments.
     """
 
     model_config = ConfigDict(frozen=True, extra="allow")

@@ -1,6 +1,6 @@
-"""`EngineInfo`: what the fronts must know of a running engine.
+"""`EngineInfo`: the facts that the fronts must know of a running engine.
 
-In a module of its own, so that the fronts need not import what only the engine uses (seconds and hundreds of MB each).
+In a module of its own, so that the fronts need not import the engine's own packages (seconds and hundreds of MB each).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class CallLimits:
 
 @dataclass(frozen=True)
 class ClientPolicy:
-    """How the fronts tell clients apart, and what each may ask for.
+    """How the fronts tell clients apart, and the rights of each.
 
     api_keys_file, client_header_secret_file: absolute paths, empty where there is none. min_priority,
     stop_needs_sender: the parameters of these names.

@@ -1,11 +1,11 @@
-"""Everything a client or an operator can cause, as one tree. What only our own bug can cause is an assert instead.
+"""Every error that a client or an operator can cause, as one tree. One that only our own bug can cause is an assert.
 
     MultiloraError
       ConfigError                                 stops the load; the message says what to write
       RequestError                                reaches the client that caused it, and nobody else
         InvalidRequest      -> INVALID_ARG        malformed or contradictory input
           PathNotCovered                          no source of the operator's covers the path of an adapter to load
-          AdapterUnusable                         what a source has of an adapter is refused, damaged or unsupported
+          AdapterUnusable                         a source's adapter is refused, damaged or unsupported
           AdapterOverflow                         with the adapter's weights the model computes no numbers
           TooMuchHostWork                         words, guide or beams keep the engine's thread too long
         AdapterNotFound     -> NOT_FOUND          `lora_task_id` is not cached and no weights came with it
@@ -56,7 +56,7 @@ class ConfigError(MultiloraError):
 
 
 class RequestError(MultiloraError):
-    """Base of what a request can cause. `code` is the name of the Triton status it becomes, where Triton has it."""
+    """Base of a request's errors. `code` is the name of the Triton status it becomes, where Triton has it."""
 
     code: str
 
@@ -72,7 +72,7 @@ class InvalidRequest(RequestError):
 
 
 class PathNotCovered(InvalidRequest):
-    """No source covers the path that an adapter shall be loaded from. Names the sources, and not what they cover."""
+    """No source covers the path that an adapter shall be loaded from. Names the sources, not their places."""
 
     def __init__(self, path: str, sources: list[str]) -> None:
         names = ", ".join(sources)
@@ -124,7 +124,7 @@ class AdapterNotFound(RequestError):
         self.reason = reason
 
     def under_name(self, lora_name: str) -> RequestError:
-        """The same in the words of who asked by a name, if `lora_name` is not empty."""
+        """The same error for a request by name, if `lora_name` is not empty."""
         return AdapterNotKnown(lora_name, self.reason) if lora_name else self
 
 
@@ -267,7 +267,7 @@ class QueueFull(Unavailable):
 
 
 class QueueShareFull(Unavailable):
-    """As many requests of one client wait or run as `max_queue_share` lets it have."""
+    """One client has as many requests waiting or running as `max_queue_share` allows."""
 
     def __init__(self, num_requests: int, max_requests: int) -> None:
         super().__init__(
@@ -311,7 +311,7 @@ class Unauthenticated(RequestError):
 
 
 class PermissionDenied(RequestError):
-    """The API key is valid and may not do what the request asks for."""
+    """The API key is valid and does not permit the request."""
 
     code = "PERMISSION_DENIED"
 

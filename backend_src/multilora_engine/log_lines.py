@@ -8,7 +8,7 @@ _MAX_LINE_CHARS = 8192
 
 
 def one_line(text: str, max_chars: int) -> str:
-    """`text` with everything unprintable escaped, and cut behind `max_chars` with the number of what is missing.
+    """`text` with everything unprintable escaped, and cut behind `max_chars` with the number of missing ones.
 
     >>> one_line("a\\nb" + "c" * 100, 5)
     'a\\\\nbcc... (98 more)'

@@ -41,13 +41,13 @@ class SamplingParams(msgspec.Struct, frozen=True):
     the minimum, and set back when the token with the reset id was chosen (factual-nucleus sampling).
 
     repetition_penalty (1 is none) counts prompt and answer; presence_penalty and frequency_penalty (0 is none) count
-    the answer. embedding_bias: (token id, what is added to its logit). bad_token_sequences: never completed.
+    the answer. embedding_bias: (token id, addend of its logit). bad_token_sequences: never completed.
 
     No end token before `min_tokens` tokens. `end_id` None means the checkpoint's own end tokens; -1 means none. With a
     `guide` an end token is chosen only where the answer parses; where nothing can follow, the answer ends by itself,
     before `min_tokens` if need be.
     `stop_words` are matched on the generated text and never emitted, not even in part. stop_token_sequences: the same
-    by token ids, as upstream's `stop_words_list` has them. include_stop_str_in_output: emit what stopped it after all.
+    by token ids, as upstream's `stop_words_list` has them. include_stop_str_in_output: emit the stop all the same.
     max_tokens 0 computes the prompt and answers with no token.
 
     return_log_probs: log-probabilities of the chosen tokens, by the model's own logits. num_top_log_probs: of so many
@@ -114,11 +114,11 @@ class SamplingParams(msgspec.Struct, frozen=True):
 
 
 class Sender(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Who sent a request, as far as the server can tell.
+    """The sender of a request, as far as the server can tell.
 
-    tenant: whose API key it came with; empty without keys, and for those who run the server.
-    name: whom its work is charged to and who may end it: the tenant, else the client that a proxy names, else empty.
-    key_id: of the API key. requests_per_minute, tokens_per_minute: what this key may cause; None is no limit.
+    tenant: the owner of its API key; empty without keys, and for the people who run the server.
+    name: its work is charged to this, which may end it: the tenant, else the client that a proxy names, else empty.
+    key_id: of the API key. requests_per_minute, tokens_per_minute: the limits of this key; None is no limit.
     weight: its share of the server when others wait, too, compared to theirs.
     """
 
@@ -142,7 +142,7 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     lora_task_id: the adapter to use, None for the base model. It must be cached, or a source must have it.
     timeout_s: seconds from acceptance after which the engine ends the request, None for `request_timeout_s`.
     priority: smaller is served first, equal ones in order of arrival.
-    lora_name: what the client calls the adapter of `lora_task_id`, empty if only by that.
+    lora_name: the client's name for the adapter of `lora_task_id`, empty if it gave none.
     adapter_tenant: the tenant that this adapter belongs to, empty for none.
     num_tokens_ahead: of the prompts and answers, at their longest, that came before it in the same request of a client.
     """
@@ -174,7 +174,7 @@ class TokenLogProb(msgspec.Struct, frozen=True):
 class PerfMetrics(msgspec.Struct, frozen=True):
     """Times of one request in nanoseconds since the epoch (0: did not happen), and the KV cache blocks it was given.
 
-    The times are by the clock as it was set at the request's end, so that what is between them was measured.
+    The times are by the clock as it was set at the request's end, so that the time between them was measured.
     Reused blocks came with keys and values of its tokens, new ones without; total is both. Blocks that it lost by
     preemption and was given again count each time.
     """
@@ -191,7 +191,7 @@ class PerfMetrics(msgspec.Struct, frozen=True):
 class BeamOutput(msgspec.Struct, frozen=True):
     """One of the answers of a beam search.
 
-    log_probs: of each token. They and their sum are what the search ranked by.
+    log_probs: of each token. The search ranked by them and their sum.
     """
 
     token_ids: list[int]
@@ -206,7 +206,7 @@ class TokenOutput(msgspec.Struct, frozen=True, omit_defaults=True):
 
     token_ids: the tokens whose text is complete in this output; tokens that end inside a UTF-8 character, or that
         could still become a stop word, are held back until they are decided.
-    text: their text; what a stop word cuts off is not in it.
+    text: their text, without the part that a stop word cuts off.
     finish_reason: set exactly once, on the last output of the request: `stop` (end token or stop word), `length`
         (max_tokens or the context is used up), `cancelled` (it was aborted). None before.
     error_code, error_message: set instead of a finish reason when the request failed (codes of errors.py).

@@ -1,7 +1,7 @@
 """An adapter as the wire carries it, and the two .npy files that hold it.
 
 Row i of `weights` is A `[rank, in]` then B `[out, rank]`, both flat and row-major, zero-padded to the widest row; the
-scale is already in B. Row i of `config` says what it is: `[module_id, layer, rank]`, or with `is_dora` behind.
+scale is already in B. Row i of `config` describes it: `[module_id, layer, rank]`, or with `is_dora` behind.
 
 The files are those of TensorRT-LLM's converter: `model.lora_weights.npy` `[1, rows, width]` and
 `model.lora_config.npy` int32 `[1, rows, 4]`. NumPy has no bfloat16: such weights are stored, as upstream stores them,

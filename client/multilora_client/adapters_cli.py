@@ -213,7 +213,7 @@ def _which(adapter: str) -> int | str:
 
 
 def _check_names(which: Sequence[str], path: str) -> None:
-    """Raises InvalidRequest for what is no name, but a path that somebody takes for one."""
+    """Raises InvalidRequest for a path in the place of a name, and for one `path` of several adapters."""
     if path and len(which) > 1:
         raise InvalidRequest("--path is where one adapter is; load several in several commands")
     for adapter in which:

@@ -95,14 +95,14 @@ def _tokens(texts: Sequence[str], num_tokens: int) -> list[list[bytes]]:
 
 
 def _logits(values: Sequence[float], num_tokens: int | None, length: int | None) -> NDArray[np.float32] | None:
-    """[tokens, vocab], of the first `length` of `num_tokens` tokens; None without values."""
+    """Logits [tokens, vocab] of the first `length` of `num_tokens` tokens; None without values."""
     if not len(values) or not num_tokens:
         return None
     return np.asarray(values, np.float32).reshape(num_tokens, -1)[:length]
 
 
 def _prompt(response: Response) -> PromptTokens | None:
-    """None where the response does not tell. The first token has nothing before it that others could follow, too."""
+    """The prompt's tokens, None where the response does not tell. The first token has no likeliest ones."""
     ids, log_probs, top_ids, top_log_probs, texts = (response.outputs.get(name, ()) for name in _PROMPT)
     if not len(log_probs):
         return None
@@ -120,7 +120,7 @@ _PROMPT = ("prompt_ids", "prompt_log_probs", "prompt_top_log_prob_ids", "prompt_
 
 
 def _answer_fields(response: Response, answer: Alternative) -> dict[str, Any]:
-    """A task id of 0 without a digest is how the base model signs."""
+    """The fields of an answer; the base model gives a task id of 0 and no digest."""
     lora_task_id, lora_digest = response.first("lora_task_id_out"), response.first("lora_digest") or ""
     num_input_tokens = response.first("num_input_tokens")
     return {

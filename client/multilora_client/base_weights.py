@@ -1,4 +1,4 @@
-"""The weights of a base model's checkpoint, some rows at a time, with NumPy alone: what DoRA's magnitudes refer to."""
+"""The weights of a base model's checkpoint, some rows at a time, with NumPy alone; DoRA's magnitudes refer to them."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def _float8_values() -> npt.NDArray[np.float32]:
 
 
 def _weight_map(directory: Path) -> dict[str, str]:
-    """Which file of `directory` holds which tensor; empty when one file holds all."""
+    """The file in `directory` that holds each tensor; empty when one file holds all."""
     path = directory / _INDEX_FILE
     if not path.is_file():
         return {}
@@ -166,7 +166,7 @@ def _weight_map(directory: Path) -> dict[str, str]:
 
 
 def _read_header(path: Path) -> dict[str, tuple[StoredTensor, int]]:
-    """What a safetensors file says about each of its tensors, and at which of its bytes the tensor begins."""
+    """The header's entry for each tensor of a safetensors file, and the byte at which the tensor begins."""
     if not path.is_file():
         raise AdapterError(f"{path} is missing; give the directory of the base model's checkpoint in safetensors")
     try:

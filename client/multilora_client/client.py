@@ -45,7 +45,7 @@ _HOST_AND_PORT = re.compile(r"[^/@?#]+:\d+")
 
 
 class _Calls:
-    """Makes the calls of one client, which share what is known about the server's adapters."""
+    """Makes the calls of one client, which share one ledger of the server's adapters."""
 
     def __init__(self, door: Door) -> None:
         self._door = door
@@ -76,9 +76,9 @@ class Client:
 
     url: `grpc://host:8001` or `http://host:8000` (`grpcs`, `https` with TLS); the scheme picks the protocol, and
         `host:8001` alone is gRPC.
-    tls: whom to trust with `grpcs` and `https`, None for the authorities that this machine trusts.
-    api_key: of a server that has API keys; None for the environment's MULTILORA_API_KEY.
-    door: which models answer (DIRECT, ENSEMBLE or your own Door).
+    tls: the authorities to trust with `grpcs` and `https`, None for the ones that this machine trusts.
+    api_key: the key for a server that has API keys; None for the environment's MULTILORA_API_KEY.
+    door: the models that answer (DIRECT, ENSEMBLE or your own Door).
     transport: replaces the network, see MockTransport.
 
     >>> with Client() as client:
@@ -144,8 +144,8 @@ class Client:
     ) -> list[int]:
         """Token ids of a prompt, or of a chat by the model's template, as the server would compute them.
 
-        add_special_tokens: those around a text that the tokenizer has for it, such as one that begins it; the server's
-            own setting when not given. A chat's template writes them itself.
+        add_special_tokens: whether to add the tokenizer's special tokens around a text, such as one that begins it; the
+            server's own setting when not given. A chat's template writes them itself.
         """
         return parse_token_ids(self._transport.infer(tokenize_request(prompt, add_special_tokens, **chat)))
 
@@ -165,13 +165,13 @@ class Client:
         """Have the server fetch an adapter (a task id or a name) from its sources, or from the one named; or from disk.
 
         path: a directory of the server that one of its sources covers; it is then served under `adapter`.
-        Returns when the adapter is in host memory. Raises NotFound, InvalidRequest if what the source has is unusable.
+        Returns when the adapter is in host memory. Raises NotFound, InvalidRequest if the source's adapter is unusable.
         """
         fields = load_fields(adapter, source, path)
         return parse_adapter(self._transport.infer(operation_request("load", fields)))
 
     def unload_adapter(self, adapter: int | str) -> AdapterInfo:
-        """Make the server forget an adapter (a task id or a name). The answer is how it was before.
+        """Make the server forget an adapter (a task id or a name). The answer is its record from before.
 
         Requests that use it keep it until they have finished. Raises NotFound.
         """
@@ -364,9 +364,9 @@ def _make_async_transport(url: str, tls: Tls | None) -> AsyncTransport:
 
 
 def _parse_url(url: str, tls: Tls | None) -> tuple[str, str, Tls | None]:
-    """`grpcs://host:1` -> ("grpc", "host:1", Tls()); without a scheme, which takes a port, it is gRPC.
+    """`grpcs://host:1` -> ("grpc", "host:1", Tls()); a URL without a scheme is gRPC, and takes a port.
 
-    Raises InvalidRequest, also for TLS that the scheme leaves out.
+    Raises InvalidRequest, also for `tls` with a scheme that has no TLS.
     """
     parts = urlsplit(url if "://" in url else f"grpc://{url}")
     is_complete = "://" in url or _HOST_AND_PORT.fullmatch(url) is not None

@@ -1,4 +1,4 @@
-"""`Door`: which models of the server answer."""
+"""`Door`: the models of the server that answer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Door:
-    """The models that answer, and what they call inputs that the models behind every door share.
+    """The models that answer, and their names for inputs that the models behind every door share.
 
     `stop_model` and `upload_model` are asked directly in any case: an ensemble passes neither on.
     """

@@ -1,4 +1,4 @@
-"""Everything this package raises on purpose, as one tree.
+"""All errors that this package raises on purpose, as one tree.
 
     MultiloraClientError        .code, .request_id, .retryable
       AdapterError              an adapter directory cannot be read or converted; names the file and the key
@@ -9,8 +9,8 @@
       Unsupported               UNSUPPORTED      well-formed, but not done by this server
       Unavailable               UNAVAILABLE      try again later (`retryable`)
         CacheFull                                every cached adapter is pinned by a request in flight
-        ServerUnreachable                        nobody answers at the URL
-        RateExceeded          RESOURCE_EXHAUSTED what the API key may cause in a minute is used up; `retry_after_s`
+        ServerUnreachable                        no server answers at the URL
+        RateExceeded          RESOURCE_EXHAUSTED the API key's allowance of a minute is used up; `retry_after_s`
       Unauthenticated         UNAUTHENTICATED  the server has API keys, and the request has none of them
       PermissionDenied        PERMISSION_DENIED  the API key may not do that
       Cancelled                 CANCELLED        a `stop` request or the client ended it
@@ -40,7 +40,7 @@ _CACHE_FULL = "Cache is full. There are no done tasks to evict"
 
 
 class MultiloraClientError(Exception):
-    """Base of everything this package raises on purpose."""
+    """The base of all errors that this package raises on purpose."""
 
     code: str = "UNKNOWN"
     retryable: ClassVar[bool] = False
@@ -80,7 +80,7 @@ class AdapterConflict(MultiloraClientError):
 
 
 class Unsupported(MultiloraClientError):
-    """Well-formed, but something this server does not do."""
+    """The request is well-formed, but this server does not do it."""
 
     code = "UNSUPPORTED"
 
@@ -97,17 +97,17 @@ class CacheFull(Unavailable):
 
 
 class ServerUnreachable(Unavailable):
-    """Nobody answers at the URL."""
+    """No server answers at the URL."""
 
 
 class RateExceeded(Unavailable):
-    """The API key has used up all that it may cause in a minute."""
+    """The API key has used up its allowance of a minute."""
 
     code = "RESOURCE_EXHAUSTED"
 
     @property
     def retry_after_s(self) -> float:
-        """Seconds until there is something left, as the server says; 0 if it does not say."""
+        """The seconds until some allowance is left, as the server says; 0 if it does not say."""
         match = _WAIT.search(str(self))
         return float(match[1]) if match else 0.0
 
@@ -119,7 +119,7 @@ class Unauthenticated(MultiloraClientError):
 
 
 class PermissionDenied(MultiloraClientError):
-    """The API key may not do what the request asks for."""
+    """The API key may not make this request."""
 
     code = "PERMISSION_DENIED"
 
@@ -163,7 +163,7 @@ _BY_TEXT: dict[str, type[MultiloraClientError]] = {_NOT_CACHED: AdapterNotFound,
 
 
 def parse_error(message: str, *, status: str = "UNKNOWN", request_id: str | None = None) -> MultiloraClientError:
-    """The error a server message means.
+    """The error that a server's message means.
 
     status: the code by the transport, request_id: the request that was sent; used where the text has none.
     """

@@ -13,7 +13,7 @@ class PromptTokens:
     """The tokens of a prompt, special ones included, and how likely each was behind those before it.
 
     tokens: the bytes of each token, special ones spelled by their names, and then those of its likeliest ones.
-    log_probs: of each token; the first one has nothing before it and 0.0.
+    log_probs: the log-prob of each token; the first one has nothing before it and 0.0.
     top_log_probs: in the place of each token the likeliest ones, best first, as (token id, log-prob); none in the place
         of the first.
     """
@@ -28,11 +28,11 @@ class PromptTokens:
 class Alternative:
     """One of the answers that a request asked for at once.
 
-    log_probs: of each token, when asked for. top_log_probs: of each token the likeliest ones in its place, best first,
-        as (token id, log-prob). tokens: the UTF-8 bytes of each token, maybe part of a character, and then those of
-        its likeliest ones. cum_log_prob: the sum over the tokens, None when not asked for.
-    generation_logits: float32 [tokens, vocab] or None, what each token was chosen by. num_output_tokens: also from
-        models that return text only.
+    log_probs: the log-prob of each token, when asked for. top_log_probs: the likeliest tokens in the place of each
+        token, best first, as (token id, log-prob). tokens: the UTF-8 bytes of each token, maybe part of a character,
+        and then those of its likeliest ones. cum_log_prob: the sum over the tokens, None when not asked for.
+    generation_logits: float32 [tokens, vocab] or None, the logits that each token was chosen by. num_output_tokens:
+        also from models that return text only.
     """
 
     text: str

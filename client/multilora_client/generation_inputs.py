@@ -37,7 +37,7 @@ def task_id_input(lora_task_id: int) -> dict[str, Tensor]:
 
 
 def stop_inputs() -> dict[str, Tensor]:
-    """The inputs of a request that ends the one with the same request id."""
+    """The inputs of a request that ends the request with the same id."""
     return {"stop": numeric_tensor(True, np.bool_)}
 
 

@@ -155,7 +155,7 @@ def _last(ending: Response | MultiloraClientError | None, request: InferRequest)
 
 
 def _error(error: grpc.RpcError, target: str, request: InferRequest) -> MultiloraClientError:
-    """The error of a call that failed as a whole. UNAVAILABLE without our code in its text means that none answered."""
+    """The error of a call that failed as a whole. UNAVAILABLE without our code in its text: no server answered."""
     status = error.code().name
     if status == "DEADLINE_EXCEEDED":
         return TimedOut(f"no answer within {request.timeout_s} s", request_id=request.request_id)

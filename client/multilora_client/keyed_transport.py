@@ -13,12 +13,12 @@ API_KEY_VARIABLE = "MULTILORA_API_KEY"
 
 
 def chosen_key(api_key: str | None) -> str:
-    """The key that was given, even an empty one, which is none; else the environment's."""
+    """The given key, where an empty one means no key; else the environment's."""
     return os.environ.get(API_KEY_VARIABLE, "") if api_key is None else api_key
 
 
 class KeyedTransport:
-    """Blocking. Closing it closes the transport beneath."""
+    """The blocking transport. Closing it closes the transport beneath."""
 
     def __init__(self, transport: Transport, api_key: str) -> None:
         self._transport = transport
@@ -39,7 +39,7 @@ class KeyedTransport:
 
 
 class AsyncKeyedTransport:
-    """The same for asyncio."""
+    """The transport for asyncio."""
 
     def __init__(self, transport: AsyncTransport, api_key: str) -> None:
         self._transport = transport

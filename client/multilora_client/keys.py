@@ -1,4 +1,4 @@
-"""API keys: a file says what each key may do. The server's models and the OpenAI front read the same file, here.
+"""API keys: a file gives each its permissions. The server's models and the OpenAI front read the same file, here.
 
 {"keys": [
   {"key": "a secret of 16 characters or more", "tenant": "acme", "upload": true,
@@ -28,7 +28,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 _MIN_KEY_CHARACTERS = 16
 _NUM_ID_DIGITS = 12
 _SETTLED_S = 2.0
-"""The time of a file's last change tells two changes apart that are less than this apart only by chance."""
+"""The time of a file's last change may be the same for two changes that are less than these seconds apart."""
 
 _logger = logging.getLogger(__name__)
 
@@ -40,15 +40,15 @@ Priority = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
 class KeyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One key of the file. Either `key` or `key_sha256` is set.
 
-    tenant: whose key it is; empty for those who run the server.
-    adapters: the server's own adapters (of its sources and its prefetch directory, and what a key without a tenant
-        uploads) that the key may use: task ids, names, beginnings of names with a `*` behind them. What matches always
-        means the server's adapter, anything else one of the tenant's own.
+    tenant: the owner of the key; empty for the people who run the server.
+    adapters: the server's own adapters (of its sources, its prefetch directory, and the uploads of keys without a
+        tenant) that the key may use: task ids, names, beginnings of names with a `*` behind them. An adapter that
+        matches is always the server's, any other one of the tenant's own.
     own_adapters: the tenant's own adapters that the key may use, likewise.
-    base_model: whether it may be used without an adapter. upload: whether the key may send adapters.
-    operate: whether it may load, pin, unpin and unload adapters of its tenant; a key without a tenant those of all.
-    requests_per_minute, tokens_per_minute: of this key; None is no limit.
-    priority: the smallest that its requests may have; smaller is served first. None: what the server allows everybody.
+    base_model: whether the key may use it without an adapter. upload: whether the key may send adapters.
+    operate: whether the key may load, pin, unpin and unload adapters of its tenant; without a tenant, those of all.
+    requests_per_minute, tokens_per_minute: the limits of this key; None is no limit.
+    priority: the smallest of its requests; smaller is served first. None: the server's general limit.
     weight: its share of the server when others wait, too, compared to theirs.
     """
 
@@ -94,7 +94,7 @@ class _KeyFile(msgspec.Struct, frozen=True):
 
 
 class AdapterPatterns:
-    """Which adapters are meant by a list of task ids, names, and beginnings of names."""
+    """The adapters that a list of task ids, names, and beginnings of names means."""
 
     def __init__(self, patterns: tuple[str | int, ...], id_of_name: Callable[[str], int] | None = None) -> None:
         """id_of_name: the task id that goes with a name; without it, an id alone matches no name."""
@@ -107,7 +107,7 @@ class AdapterPatterns:
         self._is_every = _EVERY in names
 
     def match(self, lora_task_id: int | None, name: str = "") -> bool:
-        """Whether an adapter is among them; one that has no name has an empty one."""
+        """Whether an adapter is among them; an adapter without a name has an empty one."""
         return (
             self._is_every
             or lora_task_id in self._ids
@@ -116,7 +116,7 @@ class AdapterPatterns:
 
 
 class Caller:
-    """Who sends a request, and what it may do: a key of the file, whose `entry` tells all the rest.
+    """The sender of a request, and its permissions: a key of the file, whose `entry` tells all the rest.
 
     id: tells keys apart where they must not be written, in logs and errors.
     """
@@ -129,24 +129,24 @@ class Caller:
 
     @property
     def tenant(self) -> str:
-        """Empty for those who run the server."""
+        """The owner of the key; empty for the people who run the server."""
         return self.entry.tenant
 
     @property
     def runs_the_server(self) -> bool:
-        """Whether it may look after the adapters of all."""
+        """Whether the caller may look after the adapters of all tenants."""
         return self.entry.operate and not self.tenant
 
     def owner(self, lora_task_id: int | None, name: str = "") -> str:
-        """Whose adapter the caller means: its tenant's, or the server's, which has an empty name."""
+        """The owner of the adapter that the caller means: its tenant, or the server, which has an empty name."""
         return "" if self.may_share(lora_task_id, name) else self.tenant
 
     def may_share(self, lora_task_id: int | None, name: str = "") -> bool:
-        """Whether an adapter of the server's is one that the caller may use."""
+        """Whether the caller may use the server's adapter of this id or name."""
         return self._shared.match(lora_task_id, name)
 
     def may_use(self, lora_task_id: int | None, name: str = "") -> bool:
-        """Whether the caller may use the adapter that it means. What there is has no part in it."""
+        """Whether the caller may use the adapter that it means. The adapter need not exist."""
         return self.may_share(lora_task_id, name) or (bool(self.tenant) and self._own.match(lora_task_id, name))
 
 
@@ -171,7 +171,7 @@ class KeyRing:
         self._callers = self._parse()
 
     def caller(self, key: str) -> Caller | None:
-        """The owner of a key; None if nobody has it. How long it takes tells nothing about the keys of the file."""
+        """The caller with this key; None if there is none. The duration tells nothing about the file's keys."""
         self._read_again_if_changed()
         return self._callers.get(digest_of(key))
 
@@ -230,7 +230,7 @@ def digest_of(key: str) -> str:
 
 
 def _version_of(path: Path) -> tuple[float, ...]:
-    """Another one for a file that may have changed: each time for one that was written a moment ago."""
+    """The version of a file: another one if the file may have changed, each time if it was written a moment ago."""
     try:
         status = os.stat(path)
     except OSError:

@@ -14,7 +14,7 @@ _TRACEPARENT = re.compile(r"00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 def is_traceparent(text: str) -> bool:
-    """Whether it is the header of that name, version 00 of W3C's trace context."""
+    """Whether the text is the header of that name, version 00 of W3C's trace context."""
     return _TRACEPARENT.fullmatch(text) is not None
 
 
@@ -37,7 +37,7 @@ class InferRequest:
 
     @property
     def headers(self) -> dict[str, str]:
-        """What goes beside the tensors."""
+        """The headers that go beside the tensors."""
         return ({"traceparent": self.traceparent} if self.traceparent else {}) | self.authorization
 
     @property

@@ -27,7 +27,7 @@ Parsed = TypeVar("Parsed", bound=msgspec.Struct)
 class ModelInfo(msgspec.Struct, frozen=True):
     """The model that a server serves. model: its name. max_model_len: tokens of a prompt and its answer.
 
-    version: of the server's engine.
+    version: the version of the server's engine.
     """
 
     model: str
@@ -54,7 +54,7 @@ def which_adapter(adapter: int | str) -> dict[str, int | str]:
 
 
 def load_fields(adapter: int | str, source: str, path: str) -> dict[str, int | str]:
-    """The fields of a `load`. A server that knows no paths refuses the field, so it goes only where there is one."""
+    """The fields of a `load`. A server that knows no paths refuses the field, so it goes only where there is a path."""
     return which_adapter(adapter) | {"source": source} | ({"path": path} if path else {})
 
 
@@ -85,7 +85,7 @@ def parse_model(response: Response) -> ModelInfo:
 
 
 def parse_layout(response: Response) -> AdapterLayout:
-    """Raises ServerFault when the server lays adapters out in a way that this client does not know."""
+    """The layout in an answer. Raises ServerFault when the server lays adapters out in a way unknown to this client."""
     report = parse_report(response)["layout"]
     version = report.get("version", 1)
     known = layout_version(report["lora_dtype"])

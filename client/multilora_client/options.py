@@ -1,4 +1,4 @@
-"""`GenerateOptions` and `ChatOptions`: what requests can ask for, as keyword arguments."""
+"""`GenerateOptions` and `ChatOptions`: the options of requests, as keyword arguments."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Message(TypedDict):
 class ChatOptions(TypedDict, total=False):
     """A chat in place of a prompt; None is as good as not given.
 
-    messages: turns of a chat, to which the server applies the model's chat template; each is a Message or whatever
-        else the template understands.
-    tools: beside `messages`, what the model may call, for the template; templates without a place for them refuse.
+    messages: turns of a chat, to which the server applies the model's chat template; each is a Message or another
+        form that the template understands.
+    tools: beside `messages`, the functions that the model may call; templates without a place for them refuse.
     chat_template_kwargs: further values by the names that the template knows, such as `enable_thinking`.
     add_generation_prompt: whether the template opens the assistant's turn. True when not given.
     continue_final_message: whether the answer goes on with the last of `messages` instead of a new turn.
@@ -34,7 +34,7 @@ class ChatOptions(TypedDict, total=False):
 
 
 class GenerateOptions(ChatOptions, total=False):
-    """Everything `generate` and `stream` take beside the prompt and the adapter; None is as good as not given.
+    """The options that `generate` and `stream` take beside the prompt and the adapter; None is as good as not given.
 
     Exactly one of the prompt, `messages` and `input_ids` is required.
 
@@ -46,7 +46,7 @@ class GenerateOptions(ChatOptions, total=False):
     temperature, top_k, top_p, min_p: sampling. The server is greedy unless one of them is given; `top_k` 0 means no
         limit.
     repetition_penalty (1 is none), presence_penalty, frequency_penalty (0 is none): against saying things again.
-    logit_bias: what is added to the logits of tokens, by their ids.
+    logit_bias: numbers that are added to the logits of tokens, by their ids.
     seed: makes sampling repeatable.
     num_return_sequences: so many answers in a Generation's `alternatives`; the chunks of a stream say by their
         `sequence_index` which of them they are part of.
@@ -59,7 +59,7 @@ class GenerateOptions(ChatOptions, total=False):
     return_context_logits, return_generation_logits: the model's own logits.
     stop_words: texts that end the answer. stop_token_ids: tokens that do. Neither's text is part of the answer, unless
         include_stop_str_in_output is true. bad_words: texts that are never completed.
-    guide_type, guide: what the answer has to parse as: `json` (without a guide), or `json_schema`, `regex` or
+    guide_type, guide: the form that the answer must parse as: `json` (without a guide), or `json_schema`, `regex` or
         `ebnf_grammar` and the text of it.
     lora_name: the adapter by the name under which the server has it, instead of by its id.
     end_id: the token that ends the answer instead of the model's own; -1 for none.

@@ -1,7 +1,7 @@
 """A PEFT adapter directory, read and checked without PEFT and without torch.
 
-Only `adapter_config.json` and `adapter_model.safetensors` are read. What this format can express and the wire format
-cannot (biases, whole saved modules, ...) is refused by name: an adapter serves as it was trained or not at all.
+Only `adapter_config.json` and `adapter_model.safetensors` are read. Content that this format can express and the wire
+format cannot (biases, whole saved modules, ...) is refused by name: an adapter serves as it was trained or not at all.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _REFUSED_FIELDS: Mapping[str, str] = {
     "kasa_config": "KaSA is not supported",
 }
 
-# What these train is not a difference to the original model: they change the base weights first, or the layer.
+# Weights trained with these are no difference to the original model: these change the base weights first, or the layer.
 _REFUSED_INITIALISATIONS = ("pissa", "olora", "corda", "loftq", "lora_ga", "mica")
 
 _FILE_DTYPES: Mapping[str, tuple[AdapterDtype, type[np.generic]]] = {

@@ -129,7 +129,7 @@ def _describe(report: Report) -> str:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[str, int, int], None]]:
-    """A function that shows what is done of a stage; on a terminal, a bar a stage."""
+    """A function that shows the progress of a stage; on a terminal, a bar for each stage."""
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),

@@ -1,4 +1,4 @@
-"""Tensors on their way to and from Triton, as raw bytes: what gRPC and binary HTTP carry alike.
+"""Tensors on their way to and from Triton, as the raw bytes that gRPC and binary HTTP carry alike.
 
 tritonclient's InferInput is passed by on purpose: it takes bfloat16 only as float32, element by element in Python
 (0.3 s per million).

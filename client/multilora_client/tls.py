@@ -1,4 +1,4 @@
-"""`Tls`: whom a client trusts, and what it shows to servers that ask who it is."""
+"""`Tls`: the authorities that a client trusts, and the certificate that it shows to servers that ask for one."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from multilora_client.errors import InvalidRequest
 class Tls:
     """PEM files of a client.
 
-    ca: the authorities to trust, instead of the machine's own. certificate, key: of the client, for servers that let
-    in only those whose certificate they know (mutual TLS). Raises InvalidRequest for half of these, and for a file that
-    cannot be read or is no PEM file.
+    ca: the authorities to trust, instead of the machine's own. certificate, key: the client's own, for servers that
+    let in only clients whose certificate they know (mutual TLS). Raises InvalidRequest for half of these, and for a
+    file that cannot be read or is no PEM file.
 
     >>> client = Client("grpcs://triton.example:8001", tls=Tls(ca=Path("ca.pem")))
     """
@@ -29,7 +29,7 @@ class Tls:
     def __post_init__(self) -> None:
         if (self.certificate is None) != (self.key is None):
             raise InvalidRequest("a client's certificate comes with its key; give both or neither")
-        # What gRPC makes of a file that is no PEM file is a connection that fails for no reason.
+        # From a file that is no PEM file, gRPC makes a connection that fails for no reason.
         self.ssl_context()
 
     def ssl_context(self) -> ssl.SSLContext:

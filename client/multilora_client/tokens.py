@@ -16,7 +16,7 @@ from multilora_client.options import ChatOptions, check_names
 def tokenize_request(
     prompt: str | None, add_special_tokens: bool | None, **options: Unpack[ChatOptions]
 ) -> InferRequest:
-    """Raises InvalidRequest unless there is exactly one of a prompt and `messages`."""
+    """The request for token ids. Raises InvalidRequest unless there is exactly one of a prompt and `messages`."""
     check_names(options, ChatOptions)
     inputs = text_or_chat_input("QUERY", "MESSAGES", prompt, options)
     if add_special_tokens is not None:
@@ -29,7 +29,7 @@ def parse_token_ids(response: Response) -> list[int]:
 
 
 def detokenize_request(token_ids: Sequence[int]) -> InferRequest:
-    """Raises InvalidRequest for what is no int32."""
+    """The request for a text. Raises InvalidRequest for an id that is no int32."""
     inputs = {
         "TOKENS_BATCH": checked_tensor("token_ids", list(token_ids), np.int32, shape=(1, 1, -1)),
         "SEQUENCE_LENGTH": checked_tensor("token_ids", len(token_ids), np.int32),

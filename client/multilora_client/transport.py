@@ -17,7 +17,7 @@ GRACE_S = 1.0
 
 
 class Transport(Protocol):
-    """Blocking. Every failure is raised as a MultiloraClientError.
+    """The blocking transport. Every failure is raised as a MultiloraClientError.
 
     streams_tensors: whether `stream` can carry adapters.
     `stream` yields responses in order; closing the iterator early cancels the request on the server.
@@ -34,7 +34,7 @@ class Transport(Protocol):
 
 
 class AsyncTransport(Protocol):
-    """The same for asyncio."""
+    """The transport for asyncio."""
 
     @property
     def streams_tensors(self) -> bool: ...
@@ -50,7 +50,7 @@ Handler = Callable[[InferRequest], Iterable[Response]]
 
 
 class MockTransport:
-    """Answers from `handler` instead of a server; `infer` returns its first response. For tests, also those of users.
+    """Answers from `handler` instead of a server; `infer` returns its first response. For tests, also users' own.
 
     >>> client = Client(transport=MockTransport(lambda request: [Response({"text_output": ["hello"]})]))
     >>> client.generate("hi").text

@@ -1,4 +1,4 @@
-"""`AdapterInfo`: what a server tells of one adapter."""
+"""`AdapterInfo`: a server's report of one adapter."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Location = Literal["DEVICE", "HOST", "DISK", "REMOTE"]
 class AdapterInfo(msgspec.Struct, frozen=True, gc=False):
     """One adapter of a server at one moment. Plain values, so that it travels between processes; made by the thousand.
 
-    digest: content of the current version. bytes: what it takes in its tier. ranks: the different ranks of its rows.
+    digest: content of the current version. bytes: its size in its tier. ranks: the different ranks of its rows.
     num_pins: requests that use it. is_pinned: an operator keeps it. last_used_s: seconds since the epoch, of its
     insertion if no request has used it. num_hits: requests that have used it since it entered the host tier.
     tenant: whose adapter it is, empty if it belongs to none. module_ids: the wire modules that it has rows for,

@@ -27,9 +27,9 @@ class BrokenFiles(Exception):
 def read_rows(
     directory: Path, root: Path | None = None, is_mapped: bool = False
 ) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """Weights and config of a directory, `[rows, columns]` each, in whatever type they are stored.
+    """Weights and config of a directory, `[rows, columns]` each, in the types in which they are stored.
 
-    root: no link may lead out of this directory. is_mapped: the arrays are mapped and read when they are used; what is
+    root: no link may lead out of this directory. is_mapped: the arrays are mapped and read when they are used; data
     written to them stays in memory. Raises BrokenFiles.
     """
     new, old = directory / CONFIG_FILE, directory / OLD_CONFIG_FILE

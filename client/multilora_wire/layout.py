@@ -47,7 +47,7 @@ class PageShape:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where pieces go. offsets: bytes from the start of the adapter's pages, as if they lay one behind another.
+    """The places of pieces. offsets: bytes from the start of the adapter's pages, as if they lay one behind another.
 
     fill: bytes used of each page. shape: of the pages.
     """
@@ -59,7 +59,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class AdapterLayout:
-    """What an adapter must look like to fit one model, and how it is stored; travels between processes.
+    """The form that an adapter must have to fit one model, and how it is stored; travels between processes.
 
     max_rank: of a row. lora_dtype: of all pieces. page_bytes: see `page_bytes_for`. version: see `layout_version`.
     ruled_out: names of sites that the checkpoint's author leaves to no adapter.
@@ -110,12 +110,12 @@ def adapter_layout(sites: ModelSites, max_rank: int, lora_dtype: str, ruled_out:
 
 
 def page_bytes_for(sites: ModelSites, max_rank: int, lora_dtype: str) -> int:
-    """The largest page among those that waste least: whole 4 KiB, from 256 KiB to 8 MiB.
+    """The largest page among the sizes that waste least: whole 4 KiB, from 256 KiB to 8 MiB.
 
     An adapter loses the end of its last page, half a page on average, and the rests that pieces leave in other pages.
     Sizes of linears are mostly multiples of each other, so a page of the size of a piece leaves hardly any rests, and
     the sizes of legal pieces are the candidates; where a piece is larger than 8 MiB, powers of two are candidates, too.
-    Those remain with which an adapter of `max_rank` on every site takes at most 1 % more than with the best of them.
+    Sizes remain with which an adapter of `max_rank` on every site takes at most 1 % more than with the best of them.
 
     So 7 sites a layer have the page that holds their largest piece: 3.5 MiB for an 8B Llama (bfloat16, rank 64: B of
     the fused gate and up). B of its head is 15.7 MiB (128,256 tokens) and spans 5 such pages. Pages of 15.7 MiB instead

@@ -1,4 +1,4 @@
-"""What one row of an adapter is stored as: its A, B and, for DoRA, its magnitude, each a *piece*. Sizes, no weights.
+"""The stored form of one row of an adapter: its A, B and, for DoRA, its magnitude, each a *piece*. Sizes, no weights.
 
 Floats are stored one behind another. Codes of 8 bits (int8) and 4 bits (int4) have scales among them, and B of a module
 of several sites is stored site by site: `multilora_kernels.adapter_codes` says how. Magnitudes of adapters of codes are

@@ -1,4 +1,4 @@
-"""Where adapters may change a model: its sites, and the wire modules that address them.
+"""The places where adapters may change a model: its sites, and the wire modules that address them.
 
 A model describes itself by `ModelSites`. Wire checks, pages, tables, sizes, converter and client read this description
 and know no model.

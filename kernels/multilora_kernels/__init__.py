@@ -4,11 +4,11 @@ attention over a paged cache.
 Public: `LoRATables` (where every adapter's weights lie), `LoRASegments` and `lora_segments` (which tokens belong to
 which adapter, built once per step), `lora_shrink` and `lora_expand` (one call each per fused linear), `lora_apply`
 (both in one), `lora_linear` (the base linear with them); `PackedWeight`, `packed_linear` and `packed_embedding` (the
-base model's weights and their use), `activation_dtype` (of what they take) and `HugePages` (where they lie);
+base model's weights and their use), `activation_dtype` (of their inputs) and `HugePages` (where they lie);
 `QuantizedWeight` of a `CodeType`, `quantized_linear`, `quantized_lora_linear` and `quantized_embedding` (the same for
 weights of 4 and 8 bits); `paged_attention` over `PagedSequences` with `AttentionOptions` where `has_paged_attention`,
-and `rotary_attention` (with what comes before it); `add_rms_norm`, `add_layer_norm`, `silu_mul`, `gelu_tanh_mul` and
-`gelu_tanh` (what lies between linears); `decoder_layers` (all of these in one call, for `PackedLayer`s of
+and `rotary_attention` (with the steps before it); `add_rms_norm`, `add_layer_norm`, `silu_mul`, `gelu_tanh_mul` and
+`gelu_tanh` (the work between linears); `decoder_layers` (all of these in one call, for `PackedLayer`s of
 `PackedLayerLinear`s in a `LayerStep`); `sample_tokens` by `SamplingRule`s (on a CPU); and `load_cpu_kernels` (builds
 the CPU operators ahead of their first use).
 """

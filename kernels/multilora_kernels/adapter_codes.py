@@ -1,4 +1,4 @@
-"""Adapters stored as codes of 8 or 4 bits with scales: what the bytes mean, and how floats become them.
+"""Adapters stored as codes of 8 or 4 bits with scales: the meaning of the bytes, and how floats become them.
 
 *int8*. A [rank, in] is `rank` scales, float32, filled up with zeros to a multiple of 64 bytes, then the codes
 [rank, in], int8: A[j, k] = scale[j] * code[j, k]. B [out, rank] is panels of 16 outputs, the last one filled up with
@@ -27,7 +27,7 @@ BLOCK_COLUMNS = 16
 """Columns of a block of 4-bit codes."""
 
 SCALE_BYTES = 2 * LANES
-"""Of the scales of a panel or block."""
+"""Bytes of the scales of a panel or block."""
 
 _HEADER_UNIT = 64
 
@@ -82,7 +82,7 @@ def quantize_b(b: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def dequantize_a(stored: torch.Tensor, rank: int, in_features: int, bits: int) -> torch.Tensor:
-    """What the bytes of an A mean: [rank, in_features], float32. stored: uint8, may go on behind A."""
+    """The values of the bytes of an A: [rank, in_features], float32. stored: uint8, may go on behind A."""
     stored = stored[: a_bytes(rank, in_features, bits)]
     if bits == 4:
         return _unpack_blocks(stored, rank, -(-in_features // LANES)).flatten(1)[:, :in_features].contiguous()
@@ -92,7 +92,7 @@ def dequantize_a(stored: torch.Tensor, rank: int, in_features: int, bits: int) -
 
 
 def dequantize_b(stored: torch.Tensor, out_features: int, rank: int, bits: int) -> torch.Tensor:
-    """What the bytes of a B mean: [out_features, rank], float32. stored: uint8, may go on behind B."""
+    """The values of the bytes of a B: [out_features, rank], float32. stored: uint8, may go on behind B."""
     stored = stored[: b_bytes(out_features, rank, bits)]
     panels = -(-out_features // LANES)
     if bits == 4:
@@ -178,7 +178,7 @@ def _rounded(values: torch.Tensor, scale: torch.Tensor, low: int, high: int) -> 
 
 
 def _squared_error(values: torch.Tensor, scale: torch.Tensor, dim: int) -> torch.Tensor:
-    """Of 4-bit codes."""
+    """The error of 4-bit codes."""
     return _rounded(values, scale, -8, 7).mul_(scale).sub_(values).square_().sum(dim, keepdim=True)
 
 

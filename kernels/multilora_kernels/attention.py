@@ -1,4 +1,4 @@
-"""`paged_attention`: attention of many sequences over one paged cache, in one call; `rotary_attention`: with what comes
+"""`paged_attention`: attention of many sequences over one paged cache, in one call; `rotary_attention`: with the steps
 before it, the rotation of queries and keys and the writing of the cache.
 """
 
@@ -17,7 +17,7 @@ class PagedSequences(NamedTuple):
     """The sequences of a step: which tokens of the batch are theirs, and where their keys and values lie.
 
     block_tables: [num_sequences, max blocks] int64; position p of a sequence has the slot
-        block_table[p // block_size] * block_size + p % block_size. What lies behind its context is not read.
+        block_table[p // block_size] * block_size + p % block_size. Slots behind its context are not read.
     query_starts: [num_sequences + 1] int64, the first token of each sequence in the batch, and the end of the last.
     context_lens: [num_sequences] int64, keys of each sequence; the last of them are those of its tokens in the batch.
     window: how many newest keys a token attends to, its own included; None is all.
@@ -68,7 +68,7 @@ def paged_attention(
     q: [num_tokens, num_heads, head_dim], float32, bfloat16 or float16.
     keys, values: [num_slots, num_kv_heads, head_dim], of one of the same types and the same strides; query head h reads
         the key-value head h // (num_heads / num_kv_heads).
-    options: the scale, and what else happens to scores.
+    options: the scale, and the other changes of scores.
     Returns [num_tokens, num_heads * head_dim] in the dtype of q. A token's result is the same bits whatever other
     sequences there are.
     """

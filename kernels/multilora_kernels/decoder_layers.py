@@ -1,6 +1,6 @@
 """`decoder_layers`: the layers of a Llama-like decoder in one call.
 
-A decode step of a small model on a CPU is hundreds of short operators, and what lies between them counts: Python's code
+A decode step of a small model on a CPU is hundreds of short operators, and the time between them counts: Python's code
 and objects have left the caches whenever it runs again, because every layer's weights pass through them, and threads
 that wait for longer than some microseconds go to sleep. Here they stay together until the last layer is done.
 """
@@ -82,12 +82,12 @@ def decoder_layers(
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Compute for each layer x += update; x += attention(norm(x)); update = mlp(norm(x)); then x and update.
 
-    Bit for bit what `add_rms_norm`, `lora_linear` (`packed_linear` in a step without adapters; those of quantised
-    weights), `rotary_attention` and `silu_mul` give one by one.
+    Bit for bit the results of `add_rms_norm`, `lora_linear` (`packed_linear` in a step without adapters; for quantised
+    weights their own), `rotary_attention` and `silu_mul` one by one.
 
     layers: the weights, keys, values and step of each; keys, values: [num_slots, num_kv_heads, head_dim], written in
     place. x, update: [num_tokens, hidden_size] float32. on_layer: called before each layer.
-    Raises what on_layer raises, and RuntimeError as its operators do, for shapes that do not fit and slots that are
+    Raises the errors of on_layer, and RuntimeError as its operators do, for shapes that do not fit and slots that are
     none. None, with nothing done, where those are needed: on anything but compiled kernels and plain CPU tensors.
     """
     if torch.compiler.is_compiling():

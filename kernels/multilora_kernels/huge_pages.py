@@ -1,8 +1,8 @@
-"""Memory for what every step reads, in huge pages where Linux has them.
+"""Memory for the tensors that every step reads, in huge pages where Linux has them.
 
 A step reads every weight once, from one end to the other, and its sequences' keys and adapters. The processor's
-prefetchers stop at the end of a page, and each page's address must be looked up, on a virtual machine twice. What
-malloc gives for a weight of some megabytes begins in the middle of a huge page, and so is small pages mostly or all.
+prefetchers stop at the end of a page, and each page's address must be looked up, on a virtual machine twice. Memory
+from malloc for a weight of some megabytes begins in the middle of a huge page, and so is small pages mostly or all.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _CACHE_LINE_BYTES = 64
 
 
 def are_switched_off(setting: Path = _SETTING) -> bool:
-    """Whether Linux has huge pages but gives them to nobody, not even to those who ask."""
+    """Whether Linux has huge pages but gives them to nobody, not even on request."""
     return setting.exists() and "[never]" in setting.read_text()
 
 

@@ -5,8 +5,8 @@ matrix products reach that for neither one row nor sixteen; `packed_linear` does
 are stored. A row's result is the same bits whatever other rows there are.
 
 In bfloat16 a packed linear takes and gives float32 and adds its products in float32. It rounds its activations to
-bfloat16, to the nearest, where the processor multiplies pairs of them quicker than floats, and nowhere else. What lies
-between linears needs no rounding, and rounding it would save nothing.
+bfloat16, to the nearest, where the processor multiplies pairs of them quicker than floats, and nowhere else. Values
+between linears need no rounding, and rounding them would save nothing.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def packed_linear(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | No
 
     x: [rows, in_features]; float32 where the weight is packed. bias: [out_features] in the dtype of x.
     Returns [rows, out_features] in the dtype of x. From packed weights a product is at most in_features * 2^-24 *
-    sum_k |x_k W_k| from the exact one, of the rounded x where it is rounded, beside what lies below the normal numbers.
+    sum_k |x_k W_k| from the exact one, of the rounded x where it is rounded, beside parts below the normal numbers.
     """
     if not weight.is_packed:
         return F.linear(x, weight.data.to(x.dtype), bias)

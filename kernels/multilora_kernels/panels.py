@@ -11,7 +11,7 @@ import torch
 def copy_rows_to_columns(columns: torch.Tensor, first: int, rows: torch.Tensor) -> None:
     """Store `rows` [n, items * parts] as the rows first .. first + n of `columns` [columns, items, lanes, parts]."""
     lanes, parts, end = columns.shape[2], columns.shape[3], first + len(rows)
-    # All whole columns at once, and what others have before and behind them.
+    # All whole columns at once, and the parts of others before and behind them.
     edges = {first, min(-(-first // lanes) * lanes, end), max(end // lanes * lanes, first), end}
     for begin, stop in itertools.pairwise(sorted(edges)):
         some = columns[begin // lanes : -(-stop // lanes)]
@@ -44,4 +44,4 @@ class QuantizedPanels(NamedTuple):
 
 
 Panels = torch.Tensor | QuantizedPanels
-"""What the operators over packed weights multiply with."""
+"""The weights that the operators over packed weights multiply with."""

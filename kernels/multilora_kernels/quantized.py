@@ -88,7 +88,7 @@ class QuantizedWeight:
 
     @property
     def panels(self) -> QuantizedPanels:
-        """What the kernels of a packed weight read."""
+        """The panels that the kernels of a packed weight read."""
         assert self.is_packed
         codes = self._codes.view(torch.float8_e4m3fn) if self.code_type is CodeType.FP8 else self._codes
         return QuantizedPanels(codes, self._scales, self._zeros, self.group_size, self.shape[1])
@@ -119,7 +119,7 @@ class QuantizedWeight:
 
     @property
     def _middle(self) -> int:
-        """Of the range of the integer codes: what is stored is less by so much."""
+        """The middle of the range of the integer codes: the stored ones are less by so much."""
         return 1 << (self.code_type.bits - 1)
 
     def _empty(self, items: int, dtype: torch.dtype) -> torch.Tensor:

@@ -163,7 +163,7 @@ def _chunks(segments: LoRASegments) -> list[tuple[torch.Tensor, int]]:
 
 
 def matrix_a(tables: LoRATables, lora_index: int, column: int, in_features: int) -> torch.Tensor:
-    """A of one slice of one adapter, [rank, in_features]; what its codes mean, in float32, where it is codes."""
+    """A of one slice of one adapter, [rank, in_features]; the values of its codes, in float32, where it is codes."""
     stored, rank = _from(tables, tables.a_offset, lora_index, column), int(tables.rank[lora_index, column])
     if bits := CODE_BITS.get(stored.dtype):
         return dequantize_a(stored.view(torch.uint8), rank, in_features, bits)

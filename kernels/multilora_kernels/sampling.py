@@ -10,12 +10,12 @@ from multilora_kernels.cpu import load_cpu_kernels
 
 
 class SamplingRule(NamedTuple):
-    """How the token of one row is chosen: of what top_k leaves, top_p leaves some, and of that min_p.
+    """How the token of one row is chosen: of the tokens top_k leaves, top_p leaves some, and of these min_p.
 
     temperature: positive; logits are divided by it. top_k: so many of the most probable tokens, 0 for all, 1 for the
     first of the most probable. top_p: the smallest set of the most probable whose probability reaches it. min_p: those
     at least so many times as probable as the most probable one. uniform: in [0, 1); the token is where the
-    probabilities of what is left, added up in the order of token ids, first exceed this share of their sum.
+    probabilities of the tokens left, added up in the order of token ids, first exceed this share of their sum.
     """
 
     temperature: float

@@ -1,4 +1,4 @@
-"""Where the weights of every adapter of a step lie: one arena of pages, and tables of offsets and ranks into it."""
+"""The places of the weights of every adapter of a step: one arena of pages, and tables of offsets and ranks into it."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ WARM_UP_TOKENS = 4
 
 @dataclass
 class Timing:
-    """Of one request: when it was accepted, and when each of its tokens came; seconds."""
+    """The times of one request: when it was accepted, and when each of its tokens came; seconds."""
 
     accepted: float
     tokens: list[float]
@@ -93,8 +93,8 @@ class Bench:
     ) -> Iterator[Engine]:
         """An engine with the adapters 0 .. num_adapters - 1.
 
-        num_in_memory: memory holds the size of only so many, and the disk tier has them all; without it there is no
-        disk tier, and memory holds exactly all. source: a directory from which others can be fetched.
+        num_in_memory: memory holds the size of only so many adapters, and the disk tier has all; without it there is no
+        disk tier, and memory holds exactly all. source: a directory from which other adapters can be fetched.
         """
         num_bytes = sum(self.adapter(task).pages.nbytes for task in range(num_in_memory or num_adapters))
         with tempfile.TemporaryDirectory(dir=self._directory) as cache:
@@ -144,7 +144,7 @@ class Bench:
         return GenerationRequest(f"bench-{next(self._request_ids)}", prompt, sampling, task)
 
     def draw(self, population: int) -> int:
-        """A task id below `population`: any rank as likely as another, then by Zipf's law among those of that rank."""
+        """A task id below `population`: any rank as likely as another, then by Zipf's law among ids of that rank."""
         return self.draw_of_rank(self._random.randrange(len(RANKS)), population)
 
     def draw_of_rank(self, rank_index: int, population: int) -> int:
@@ -161,7 +161,7 @@ class Bench:
     ) -> list[Timing]:
         """Have all requests answered, `num_clients` of them at any time.
 
-        A request that ends is followed by one in its place. after_step: is told the ids of those that a step ended.
+        A request that ends is followed by another. after_step: is told the ids of the requests that a step ended.
         """
         waiting = iter(requests)
         timings: dict[str, Timing] = {}
@@ -187,7 +187,7 @@ class Bench:
 
 
 def settle(engine: Engine) -> None:
-    """Let an engine finish what is under way behind its back, such as writing to disk."""
+    """Let an engine finish its work in the background, such as writing to disk."""
     while engine.has_work:
         engine.step()
 
@@ -197,7 +197,7 @@ def _directory_source(root: Path) -> SourceSpec:
 
 
 def _save_random_model(path: Path) -> Path:
-    """One layer of a real one's width."""
+    """Save a model of one layer, as wide as a real model's."""
     save_tiny_llama(
         path,
         vocab_size=_VOCABULARY,

@@ -64,7 +64,7 @@ POPULATIONS = (5, 100, 1000, 2000)
 
 
 def num_parameters(layout: AdapterLayout, rank: int) -> int:
-    """Of an adapter on all linear layers."""
+    """The parameters of an adapter on all linear layers."""
     return sum(num_values(module, rank) for module in layout.sites.plain_modules)
 
 
@@ -106,7 +106,7 @@ def first_token_rows(bench: Bench, rounds: int) -> list[Row]:
     """Requests one at a time, in turn: one from disk, the same again, one whose place was lost, and a new version.
 
     Memory holds half of the adapters. Asked for one after the other, each has left it when its turn comes again; the
-    one that was asked for `2 * PLACES` turns ago is still there, but not in its place.
+    adapter that was asked for `2 * PLACES` turns ago is still there, but not in its place.
     """
     seconds: dict[str, list[float]] = {"in its place": [], "place lost": [], "from disk": [], "comes along": []}
     num_adapters = 8 * PLACES
@@ -135,7 +135,7 @@ def first_token_rows(bench: Bench, rounds: int) -> list[Row]:
 
 @dataclass(frozen=True)
 class Run:
-    """One measurement of throughput. bytes_per_step: of the adapters that a step uses, at the median."""
+    """One measurement of throughput. bytes_per_step: the size of the adapters that a step uses, at the median."""
 
     tokens_per_s: float
     bytes_per_step: float
@@ -186,7 +186,7 @@ def throughput_run(bench: Bench, engine: Engine, kind: str, population: int, num
 
 
 def thrash_rows(bench: Bench, rounds: int) -> list[Row]:
-    """Median time to the first token, adapters drawn evenly from those that fit and from twice as many, in turn."""
+    """Median time to the first token, adapters drawn evenly from as many as fit and from twice as many, in turn."""
     medians: dict[int, list[float]] = {PLACES: [], 2 * PLACES: []}
     random = Random(1)
     with bench.engine(max_loras=PLACES, num_adapters=2 * PLACES, num_in_memory=PLACES) as engine:
@@ -236,7 +236,7 @@ def pause_rows(bench: Bench, rounds: int) -> list[Row]:
 def compare_pauses(
     bench: Bench, engine: Engine, rounds: int, disturbances: Mapping[str, Callable[[Sequence[str]], None]]
 ) -> list[Row]:
-    """disturbances: by name, what happens at the end of each step."""
+    """disturbances: by name, the function that is called at the end of each step."""
     pauses: dict[str, list[float]] = {"quiet": [], **{name: [] for name in disturbances}}
     for name in itertools.chain.from_iterable(itertools.repeat(pauses, rounds)):
         for task in range(PLACES):

@@ -58,7 +58,7 @@ MAX_LIMITS = {1: 1.25, 16: 1.5}
 """The goal: a decode step of so many sequences takes at most so many times its limit."""
 
 MAX_OVERHEAD_SECONDS = 0.002
-"""The goal: what a step takes beside the model."""
+"""The goal: the most time that a step takes beside the model."""
 
 Result = Row | StepResult
 
@@ -137,12 +137,12 @@ class PrefillRuns:
         self._shares: list[float] = []
 
     def measure(self) -> None:
-        """Once more."""
+        """Measure once more."""
         rates: list[float] = []
         prompt = self._bench.prompt(self._num_tokens)
         seconds = self._bench.first_token_seconds(prompt, lambda: rates.append(matrix_rate()))
         rates.append(matrix_rate())
-        # Of rates the harmonic mean, because it is their times that add up.
+        # The harmonic mean of the rates, because their times add up.
         peak = statistics.harmonic_mean(rates)
         self._seconds.append(seconds)
         self._peaks.append(peak)
@@ -162,7 +162,7 @@ class PrefillRuns:
 
 
 def prefix_rows(bench: Bench, rounds: int, num_shared: int, num_own: int) -> list[Row]:
-    """The first of two prompts that begin alike is computed, of the second one its own tokens."""
+    """Two prompts that begin alike: the first is computed, and of the second only its own tokens."""
     computed, reused = [], []
     for _ in range(rounds):
         shared = bench.prompt(num_shared)
@@ -177,7 +177,7 @@ def prefix_rows(bench: Bench, rounds: int, num_shared: int, num_own: int) -> lis
 
 
 def adapter_rows(bench: Bench, context: int, rounds: int, num_steps: int) -> list[Row]:
-    """Tokens a second of 16 sequences, and what adapters leave of them."""
+    """Tokens a second of 16 sequences, and the share of them that adapters leave."""
     layout = bench.engine.info.adapter_layout
     n = NUM_ADAPTERS
     adapters = [pack_adapter(*random_wire(layout, RANK, seed), layout) for seed in range(n)]
@@ -209,7 +209,7 @@ def adapter_rows(bench: Bench, context: int, rounds: int, num_steps: int) -> lis
 
 
 def peft_rows(bench: Bench, rounds: int, prompt_tokens: int, output_tokens: int) -> list[Row]:
-    """Throughput and pauses of both, and how many of the answers are the same."""
+    """Throughput and pauses of the engine and of transformers + PEFT, and how many of the answers are the same."""
     n, seconds, pauses = NUM_ADAPTERS, defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
     baseline = PeftBaseline(Path(bench.engine.info.model_path), n, RANK)
     with tempfile.TemporaryDirectory(prefix="multilora-bench-") as directory:

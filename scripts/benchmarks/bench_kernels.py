@@ -40,7 +40,7 @@ from multilora_kernels import load_cpu_kernels
 
 MAX_GATHERED_BYTES = 2 << 30
 _LEAST_ADDED = 0.03
-"""Of a linear's time: what adds less is not told from what else the machine does."""
+"""A share of a linear's time: an update that adds less is not told from other load on the machine."""
 
 
 def cpu_workloads() -> list[Workload]:
@@ -68,8 +68,8 @@ def gpu_workloads() -> list[Workload]:
 class Result:
     """Medians of one workload, seconds a step; NaN where a contestant was left out.
 
-    num_bytes, num_flops: of the updates alone. limit: theirs. added: what they add to the linears. lora_linears_limit:
-    of linears and updates together.
+    num_bytes, num_flops: of the updates alone. limit: their limit. added: the time that they add to the linears.
+    lora_linears_limit: of linears and updates together.
     """
 
     workload: str
@@ -87,22 +87,22 @@ class Result:
 
     @property
     def fraction(self) -> float:
-        """Of its limit, the update alone."""
+        """The share of its limit that the update alone reaches."""
         return self.limit / self.update
 
     @property
     def lora_linears_fraction(self) -> float:
-        """Of their limit, linears and updates together."""
+        """The share of their limit that linears and updates reach together."""
         return self.lora_linears_limit / self.lora_linears
 
     @property
     def added_fraction(self) -> float:
-        """Of its limit, what the updates add to the linears."""
+        """The share of its limit that the updates reach in the time that they add to the linears."""
         return self.limit_of_adapters / self.added
 
 
 def median_difference(times: list[float], others: list[float]) -> float:
-    """Of times one after the other: what else the machine did to both of them is not in it."""
+    """The median difference of times taken one after the other: other load on the machine during both is not in it."""
     return statistics.median(time - other for time, other in zip(times, others, strict=True))
 
 

@@ -53,7 +53,7 @@ VOCABULARY = {DEFAULT_MODEL.name: 49152, ONE_BILLION.name: 128256}
 DECODE_ROWS = (1, 2, 4, 8, 16, 32, 64)
 PROMPT_ROWS = (512, 2048)
 MIN_BYTES = 96 << 20
-"""Of the float32 copies of one shape: more than a cache holds."""
+"""The size of the float32 copies of one shape: more than a cache holds."""
 
 Shape = tuple[int, int]
 """out_features, in_features."""
@@ -125,7 +125,7 @@ class Result:
 
     @property
     def over_limit(self) -> float:
-        """Times the limit."""
+        """The time as a multiple of the limit."""
         return self.ours / self.limit
 
 
@@ -142,7 +142,7 @@ def multiply_all(
 
 
 def contestants(workload: Workload) -> dict[str, Step]:
-    """By name; ours once for each of `formats()`."""
+    """The steps of the contestants by name; ours once for each of `formats()`."""
     x = {i: torch.randn(workload.rows, i) for _, i in workload.shapes}
     plain = [(i, torch.randn(o, i)) for o, i in workload.shapes]
     onednn = [(i, torch.ops.mkldnn._reorder_linear_weight(weight, workload.rows)) for i, weight in plain]
@@ -162,7 +162,7 @@ def contestants(workload: Workload) -> dict[str, Step]:
 
 
 def formats() -> dict[str, tuple[torch.dtype, torch.dtype]]:
-    """Those of FORMATS that this processor has kernels for."""
+    """The types in FORMATS that this processor has kernels for."""
     cpu = torch.device("cpu")
     return {name: types for name, types in FORMATS.items() if activation_dtype(types[1], cpu) == torch.float32}
 
@@ -183,7 +183,7 @@ def random_codes(shape: Shape, code_type: CodeType, pages: HugePages) -> Quantiz
     group_size = min(GROUP_SIZE, in_features)
     weight = QuantizedWeight(*shape, code_type, group_size, torch.bfloat16, torch.device("cpu"), pages=pages)
     is_float = code_type is CodeType.FP8
-    # Of floats those below 16 only: every one of them is a number.
+    # Float codes below 16 only: every one of them is a number.
     codes = torch.randint(1 << (4 if is_float else code_type.bits), shape, dtype=torch.uint8)
     scales = torch.full((out_features, weight.num_groups), 2.0**-10)
     zeros = None if is_float else torch.full(scales.shape, 1 << (code_type.bits - 1), dtype=torch.uint8)

@@ -70,7 +70,7 @@ def compare(peers: Sequence[RunningPeer], cases: Sequence[Case], rounds: int, co
 def running(
     contestants: Sequence[Contestant], job: Job, environments: Path, console: Console
 ) -> Iterator[list[RunningPeer]]:
-    """All contestants, loaded. One that cannot be installed or started is left out, and said."""
+    """All contestants, loaded. A contestant that cannot be installed or started is left out, and named."""
     with ExitStack() as stack:
         peers = []
         for contestant in contestants:

@@ -27,7 +27,7 @@ class Row:
 
 
 def threads_title(environment: Mapping[str, str] = os.environ) -> str:
-    """CPU threads, and how OpenMP was told that they wait for each other."""
+    """The number of CPU threads, and OpenMP's settings of how they wait for each other."""
     choices = [f"{name}={environment[name]}" for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT") if name in environment]
     return ", ".join([f"{torch.get_num_threads()} threads", *choices])
 

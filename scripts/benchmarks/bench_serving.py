@@ -59,9 +59,9 @@ MIN_COST_MS = 0.005
 
 @dataclass(frozen=True)
 class Setting:
-    """What all parts have in common. concurrency: requests at once, rising; the last is that of `doors`.
+    """The settings that all parts share. concurrency: requests at once, rising; the last is that of `doors`.
 
-    load_seconds: as long requests arrive at each of the rates; behind the knee, the longer, the more of them wait.
+    load_seconds: the time that requests arrive at each rate; behind the knee, the longer, the more requests wait.
     """
 
     model: Path
@@ -76,9 +76,9 @@ class Setting:
 
 @dataclass
 class Results:
-    """rates: tokens/s of every round by what was measured. first: seconds to the first tokens. stages: of the load.
+    """rates: tokens/s of every round by measurement. first: seconds to the first tokens. stages: of the load.
 
-    costs: of every round the CPU milliseconds of a token by process, by what was measured.
+    costs: of every round the CPU milliseconds of a token by process, by measurement.
     """
 
     rates: dict[str, list[float]] = field(default_factory=dict)
@@ -87,13 +87,13 @@ class Results:
     stages: list[Stage] = field(default_factory=list)
 
     def add_cost(self, what: str, samples: Sequence[Sample], seconds: Mapping[str, float]) -> None:
-        """One round; seconds: of CPU by process. Raises RuntimeError as `add` does."""
+        """Add one round; seconds: CPU time by process. Raises RuntimeError as `add` does."""
         _check_answered(what, samples)
         num_tokens = sum(sample.num_output_tokens for sample in samples)
         self.costs.setdefault(what, []).append({name: 1e3 * value / num_tokens for name, value in seconds.items()})
 
     def add(self, what: str, samples: Sequence[Sample]) -> None:
-        """One round. Raises RuntimeError when a request was not answered: the rest would look faster for it."""
+        """Add one round. Raises RuntimeError when a request was not answered: the rest would look faster for it."""
         _check_answered(what, samples)
         self.rates.setdefault(what, []).append(summarise(samples).tokens_per_s)
         self.first.setdefault(what, []).extend(sample.first_token_s for sample in samples)
@@ -127,7 +127,7 @@ class EngineInProcess:
         self._engine.close()
 
     def tokens_per_s(self, prompts: Sequence[str], output_tokens: int) -> float:
-        """Of all prompts at once, until the last answer is whole."""
+        """The tokens/s of all prompts at once, until the last answer is whole."""
         started, num_tokens = time.perf_counter(), 0
         for prompt in prompts:
             sampling = SamplingParams(max_tokens=output_tokens, end_id=-1)
@@ -139,7 +139,7 @@ class EngineInProcess:
 
 
 def random_adapter(model: Path, lora_task_id: int, rank: int) -> Adapter:
-    """Small random numbers on every linear layer, float16: what they answer does not matter here."""
+    """Small random numbers on every linear layer, float16: their answers do not matter here."""
     layout = checkpoint_layout(model, rank, "float16")
     modules = layout.sites.plain_modules
     config = np.array([[module.module_id, module.layer, rank, 0] for module in modules], np.int32)
@@ -153,20 +153,20 @@ def random_adapter(model: Path, lora_task_id: int, rank: int) -> Adapter:
 
 
 def mixed_targets(mix: str, count: int, adapters: Sequence[Target]) -> list[Target]:
-    """Whom each of `count` requests asks."""
+    """The target that each of `count` requests asks."""
     if mix == "no adapter":
         return [Target()] * count
     return [adapters[0]] * count if mix == "one adapter" else list(adapters[:count])
 
 
 async def run_wave(ask: Ask, targets: Sequence[Target], prompts: Sequence[str]) -> list[Sample]:
-    """All at the same time, once."""
+    """Send all requests at the same time, once."""
     jobs = [Job(target, prompt) for target, prompt in zip(targets, prompts, strict=True)]
     return await run_closed(ask, jobs, len(jobs), lambda: None)
 
 
 async def measure(server: ServerProcess, setting: Setting, parts: Sequence[str], progress: Progress) -> Results:
-    """All parts, on a server that does nothing else."""
+    """Measure all parts, on a server that does nothing else."""
     results, most = Results(), max(setting.concurrency)
     adapters = [Target(random_adapter(setting.model, 1 + i, setting.rank), f"random {i}") for i in range(most)]
     async with AsyncClient(f"grpc://{server.grpc_url}") as client:
@@ -206,7 +206,7 @@ async def measure_adapters(
 async def measure_doors(
     asks: Mapping[str, Ask], setting: Setting, prompts: FreshPrompts, results: Results, progress: Progress
 ) -> None:
-    """Without adapters; nobody asks the server while the engine of this process works."""
+    """Measure the doors without adapters; no client asks the server while the engine of this process works."""
     count = setting.concurrency[-1]
     with engine_in_process(setting.model) as engine:
         engine.tokens_per_s(prompts.take(count), 2)
@@ -225,7 +225,7 @@ async def measure_cost(
     results: Results,
     progress: Progress,
 ) -> None:
-    """Without adapters; from when the requests are sent until the last answer is whole."""
+    """Measure the CPU time without adapters, from the sending of the requests until the last answer is whole."""
     count = setting.concurrency[-1]
     rounds = list(itertools.product(range(setting.rounds), asks.items()))
     for _, (name, ask) in progress.track(rounds, description="cost"):
@@ -261,7 +261,7 @@ async def measure_load(
 
 
 def result_rows(results: Results) -> list[Row]:
-    """The medians, and what the ensemble keeps of the engine's tokens/s."""
+    """The medians, and the share of the engine's tokens/s that the ensemble keeps."""
     rows = [Row(what, statistics.median(rates), "tokens/s") for what, rates in results.rates.items()]
     rows += [
         Row(f"first token, {what}", statistics.median(seconds) * 1e3, "ms") for what, seconds in results.first.items()
@@ -275,7 +275,7 @@ def result_rows(results: Results) -> list[Row]:
 
 
 def cost_rows(what: str, costs: Sequence[Mapping[str, float]]) -> list[Row]:
-    """The median of each process that does anything, the dearest first, and that of their sum."""
+    """The median of each process that does anything, the dearest first, and the median of their sum."""
     medians = {name: statistics.median(cost[name] for cost in costs) for name in costs[0]}
     working = sorted((item for item in medians.items() if item[1] >= MIN_COST_MS), key=lambda item: -item[1])
     total = statistics.median(sum(cost.values()) for cost in costs)

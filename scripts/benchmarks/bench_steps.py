@@ -37,10 +37,10 @@ from multilora_kernels import LoRATables
 RANK = 16
 BLOCK_SIZE = 16
 GOAL_OF_LIMIT = 0.8
-"""Of a decode step of one sequence without adapters."""
+"""The goal for a decode step of one sequence without adapters: the share of its limit."""
 
 GOAL_OF_BASE = 0.85
-"""Of the base model's speed, with as many distinct adapters as the largest batch has sequences."""
+"""The goal: the share of the base model's speed, with as many distinct adapters as the largest batch has sequences."""
 
 
 def llama_config(
@@ -75,7 +75,7 @@ class EagerClock(Clock):
     """Times a step as it is: prompts are never captured."""
 
     def prepare(self, step: Step) -> Step:
-        """One run ahead, which compiles what is not compiled yet."""
+        """Run a step once ahead, which compiles the kernels that are not compiled yet."""
         step()
         return step
 
@@ -180,7 +180,7 @@ def random_tables(config: ModelConfig, num_adapters: int, dtype: torch.dtype, de
 
 
 def bench_decode(bench: Workbench, batch: int, clock: Clock, rounds: int) -> list[Row]:
-    """A batch size with every number of adapters."""
+    """Measure a batch size with every number of adapters."""
     counts = bench.sizes.adapters(batch)
     yardsticks = Yardsticks(clock.device, bench.model.dtype)
     steps = {f"{n}": bench.decode(batch, n) for n in counts}
@@ -202,7 +202,7 @@ def bench_decode(bench: Workbench, batch: int, clock: Clock, rounds: int) -> lis
 
 
 def bench_prefill(bench: Workbench, clock: Clock, rounds: int) -> list[Row]:
-    """One prompt."""
+    """Measure one prompt."""
     yardsticks = Yardsticks(clock.device, bench.model.dtype)
     seconds = measure({"prefill": bench.prefill()} | yardsticks.steps, EagerClock(clock.device), rounds)
     num_tokens = bench.sizes.prompt
@@ -221,7 +221,7 @@ def _share(what: str, share: float, unit: str, goal: float | None) -> Row:
 
 
 def bench_all(bench: Workbench, rounds: int, console: Console) -> list[Row]:
-    """All batch sizes, then the prompt."""
+    """Measure all batch sizes, then the prompt."""
     clock, rows = Clock(bench.device.type), []
     with Progress(console=console) as progress:
         for batch in progress.track(bench.sizes.batches, description="decode"):

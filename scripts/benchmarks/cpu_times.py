@@ -14,14 +14,14 @@ CLIENT = "this client"
 
 
 class CpuTimes:
-    """Reads the CPU time of the process `server_pid`, of all that it had started by then, and of this one."""
+    """Reads the CPU time of the process `server_pid`, of all processes that it had started by then, and of this one."""
 
     def __init__(self, server_pid: int) -> None:
         server = psutil.Process(server_pid)
         self._processes = {process.pid: process for process in (server, *server.children(recursive=True))}
 
     def read(self) -> dict[str, float]:
-        """Seconds so far, user and system together. Raises psutil.NoSuchProcess for one that has ended."""
+        """Seconds so far, user and system together. Raises psutil.NoSuchProcess for a process that has ended."""
         seconds = {CLIENT: time.process_time()}
         for process in self._processes.values():
             times = process.cpu_times()
@@ -31,7 +31,7 @@ class CpuTimes:
 
 
 def process_name(process: psutil.Process) -> str:
-    """A stub is called after its model."""
+    """The name of a process; a stub has its model's name."""
     words = process.cmdline()
     if ENGINE_MODULE in words:
         return "engine"

@@ -43,14 +43,14 @@ class RepeatedLimits:
         self._rates: list[float] = []
 
     def measure(self) -> None:
-        """Once more."""
+        """Measure once more."""
         for name, step in self._yardsticks.steps.items():
             self._seconds[name].append(seconds_of(step))
         self._rates.append(matrix_rate())
 
     @property
     def limits(self) -> Limits:
-        """By medians. Threads that multiply each by itself may be faster than those that share a product."""
+        """The limits by medians. Threads that multiply each by itself may be faster than ones that share a product."""
         seconds = {name: statistics.median(values) for name, values in self._seconds.items()}
         shared = self._yardsticks.limits(seconds)
         return Limits(shared.bandwidth, max(shared.peak, statistics.median(self._rates)))
@@ -68,14 +68,14 @@ class Work:
         self._weight_size = weight_dtype.itemsize
 
     def decode_seconds(self, contexts: Sequence[int], limits: Limits) -> float:
-        """One token of each of the sequences with so many keys."""
+        """The least seconds for one token of each of the sequences with so many keys."""
         weights = self._layers + self._head
         num_bytes = weights * self._weight_size + sum(contexts) * self._kv_bytes
         flops = 2 * weights * len(contexts) + self._attention * sum(contexts)
         return limits.seconds(num_bytes, flops)
 
     def prefill_flops(self, num_tokens: int) -> int:
-        """Of a whole prompt and the logits of its last token."""
+        """The flops of a whole prompt and the logits of its last token."""
         return 2 * (self._layers * num_tokens + self._head) + self._attention * num_tokens * (num_tokens + 1) // 2
 
 
@@ -119,7 +119,7 @@ class Bench:
         return [self._random.randrange(self.model.vocab_size) for _ in range(num_tokens)]
 
     def first_token_seconds(self, prompt: list[int], before_step: Callable[[], object] = lambda: None) -> float:
-        """From the request to the end of the step that gives its first token, with nothing else to do.
+        """The seconds from the request to the end of the step that gives its first token, with nothing else to do.
 
         before_step: called before each step; its own time does not count.
         """
@@ -150,10 +150,10 @@ class Bench:
         return list(answers.values()), times
 
     def step_seconds(self, num_steps: int) -> list[float]:
-        """Of each of the next steps."""
+        """The seconds of each of the next steps."""
         return [seconds_of(self.engine.step) for _ in range(num_steps)]
 
 
 def unending(sampling: SamplingParams, seed: int) -> SamplingParams:
-    """The same, with neither an end token nor a last one, and a seed."""
+    """The same sampling, with neither an end token nor a last token, and a seed."""
     return msgspec.structs.replace(sampling, max_tokens=1 << 30, end_id=-1, seed=seed)

@@ -26,7 +26,7 @@ _METHOD = "/inference.GRPCInferenceService/ModelStreamInfer"
 
 @asynccontextmanager
 async def light_asks(address: str, doors: Sequence[Door], output_tokens: int) -> AsyncIterator[list[Ask]]:
-    """For each door what asks it for greedy streams of exactly so many tokens. Adapters go by id: the server has them.
+    """For each door an `Ask` for greedy streams of exactly so many tokens. Adapters go by id: the server has them.
 
     address: `host:port` of gRPC.
     """

@@ -63,7 +63,7 @@ class Workload:
 
     @property
     def name(self) -> str:
-        """For tables and plots."""
+        """The name for tables and plots."""
         adapters = "distinct" if self.num_adapters == self.num_tokens else f"of {self.num_adapters}"
         return f"{self.model.name} {self.num_tokens} rows {adapters} rank {'/'.join(map(str, self.ranks))}"
 
@@ -121,7 +121,7 @@ class Batch:
             lora_apply(self.x[i], self.y[i], self.tables, column, shape.slice_sizes, self.segments)
 
     def base_linears(self) -> tuple[Step, Step]:
-        """The base linears, and those with their updates: one `packed_linear`, one `lora_linear` each."""
+        """The base linears, and the same with their updates: one `packed_linear`, one `lora_linear` each."""
         pages = HugePages()
         weights = [self._weight(shape, pages) for _, _, shape in self.linears]
 
@@ -231,7 +231,7 @@ def _tables(workload: Workload, lora_dtype: torch.dtype, device: str) -> LoRATab
             b_offset[lora_index, column] = end + rank * in_features
             end += math.ceil(rank * (in_features + size) / align) * align
     rank_table = torch.tensor(ranks, dtype=torch.int32).unsqueeze(1).repeat(1, shape[1])
-    # As the engine's.
+    # The arena is allocated as the engine's is.
     on_cpu = device == "cpu"
     arena = HugePages().zeros((end,), lora_dtype) if on_cpu else torch.empty(end, device=device, dtype=lora_dtype)
     arena.normal_(std=0.02)

@@ -21,7 +21,7 @@ class Limits:
     peak: float
 
     def seconds(self, num_bytes: float, num_flops: float) -> float:
-        """The least that moving and multiplying so much can take."""
+        """The least seconds that moving so many bytes and so many operations can take."""
         return max(num_bytes / self.bandwidth, num_flops / self.peak)
 
 
@@ -32,7 +32,7 @@ class Clock:
         self.device = device
 
     def prepare(self, step: Step) -> Step:
-        """What is to be timed: the step itself, or the replay of its graph."""
+        """The function to time: the step itself, or the replay of its graph."""
         step()
         if self.device == "cpu":
             return step
@@ -43,7 +43,7 @@ class Clock:
         return graph.replay
 
     def seconds(self, prepared: Step) -> float:
-        """Of one run."""
+        """The seconds of one run."""
         self._wait()
         start = time.perf_counter()
         prepared()
@@ -74,7 +74,7 @@ class Yardsticks:
     """Steps that only move memory or only multiply numbers of one type, to be timed beside the work that they limit.
 
     A CPU multiplies through oneDNN (the MKL behind torch's `@` reaches half of its speed on AMD's processors) and in
-    plain loops. Of steps of a kind the fastest is the limit.
+    plain loops. The fastest step of a kind is the limit.
     """
 
     def __init__(self, device: str, dtype: torch.dtype) -> None:
@@ -94,7 +94,7 @@ class Yardsticks:
             self._add_plain_loops(source, dtype)
 
     def limits(self, seconds: Mapping[str, float]) -> Limits:
-        """Of the machine, by the seconds that each step took."""
+        """The limits of the machine, by the seconds that each step took."""
         bandwidth = max(num_bytes / seconds[name] for name, num_bytes in self._bytes.items())
         return Limits(bandwidth, max(num_flops / seconds[name] for name, num_flops in self._flops.items()))
 
@@ -118,7 +118,7 @@ def void(_: object) -> None:
 
 
 def seconds_of(task: Callable[[], object]) -> float:
-    """How long it takes."""
+    """The seconds that a task takes."""
     started = time.perf_counter()
     task()
     return time.perf_counter() - started

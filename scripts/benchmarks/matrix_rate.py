@@ -12,7 +12,7 @@ from benchmarks.machine_limits import onednn_linear, seconds_of
 from benchmarks.plain_loops import DOT_ROUNDS, PlainLoops
 
 _SIZE = 512
-"""Rows and columns: a product of some milliseconds on one core, at nine tenths or more of what its registers allow."""
+"""Rows and columns: a product of some milliseconds on one core, at nine tenths or more of its registers' rate."""
 
 
 def matrix_rate(seconds: float = 0.03) -> float:
@@ -23,7 +23,7 @@ def matrix_rate(seconds: float = 0.03) -> float:
     physical one, which neither load nor stolen time shows: the shared product fell from 410 to 170 GFLOP/s while two
     such cores still did 320. It is also a matter of some milliseconds, which a waking thread or one other process can
     double; and over weights that are not packed, or through MKL on AMD's processors, it takes a tenth to twice longer.
-    Here oneDNN multiplies packed weights, and every core counts for what it does in the same stretch of time. Where
+    Here oneDNN multiplies packed weights, and every core counts for its own work in the same stretch of time. Where
     plain loops of multiplications are faster than that, their rate is the yardstick.
     """
     num_threads = torch.get_num_threads()

@@ -67,5 +67,5 @@ class PeftBaseline:
 
 
 def _name(number: int) -> str:
-    """Not the number alone: PEFT would take it for that of a layer."""
+    """An adapter's name. Not the number alone: PEFT would take it for the number of a layer."""
     return f"adapter{number}"

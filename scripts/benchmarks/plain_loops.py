@@ -37,7 +37,7 @@ class PlainLoops:
         self._library = _compiled()
 
     def operations(self, dtype: torch.dtype) -> int:
-        """Of one round on one core; 0 where the processor has no such instruction."""
+        """The operations of one round on one core; 0 where the processor has no such instruction."""
         return int(getattr(self._library, f"operations_{_NAMES[dtype]}")()) if dtype in _NAMES else 0
 
     def multiply(self, dtype: torch.dtype, rounds: int) -> list[float]:

@@ -16,7 +16,7 @@ from multilora_engine.models import decoder, layers, linear
 from multilora_engine.sampling import sampler
 
 MODEL_PARTS = ("linears", "attention", "norms, rotary, activation")
-"""What a step computes on the device apart from sampling; the other parts are its overhead."""
+"""The parts that a step computes on the device, apart from sampling; the other parts are its overhead."""
 
 _PARTS: list[tuple[str, Any, str]] = [
     ("scheduling", Scheduler, "schedule"),
@@ -30,13 +30,13 @@ _PARTS: list[tuple[str, Any, str]] = [
     ("sampling", sampler.Choice, "read"),
     ("emission", Engine, "step"),
 ]
-"""Part, where its function lies, and the function's name. What a step does outside of all others is emission."""
+"""Part, where its function lies, and the function's name. A step's time outside of all others is emission."""
 
 PARTS = tuple(dict.fromkeys(part for part, _, _ in _PARTS))
 
 
 class Stopwatch:
-    """seconds: of each part since it was made."""
+    """seconds: the time of each part since the stopwatch was made."""
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)

@@ -18,7 +18,7 @@ TABLE_WIDTH = 126
 class StepResult:
     """Seconds of one kind of step.
 
-    limit: of the machine, None where it is not what the step is about. max_seconds: the goal, None without one.
+    limit: of the machine, None where the step is not about it. max_seconds: the goal, None without one.
     parts: measured in steps of their own, where the clock costs time too, so that their sum is a little more.
     """
 

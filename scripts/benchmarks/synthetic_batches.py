@@ -117,7 +117,7 @@ class _ArenaBuilder:
         return self._size - weights.numel()
 
     def _gap(self, length: int) -> torch.Tensor:
-        """So many elements, or so many times 16 bytes from a multiple of 16 on, whose bits are NaN as every float."""
+        """`length` elements, or 16 * `length` bytes from a multiple of 16 on, whose bits are NaN as every float."""
         if self._bits:
             return torch.full((16 * length + -self._size % 16,), 255, dtype=torch.uint8)
         return torch.full((length,), torch.nan)

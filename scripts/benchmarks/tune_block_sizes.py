@@ -63,7 +63,7 @@ def steps(operator: str, regime: str) -> list[Callable[[BlockSizes], object]]:
 
 
 def milliseconds(workloads: list[Callable[[BlockSizes], object]], sizes: BlockSizes) -> float:
-    """Of all workloads together; infinite where the tiles are too large for the GPU."""
+    """The milliseconds of all workloads together; infinite where the tiles are too large for the GPU."""
     try:
         return math.fsum(triton.testing.do_bench_cudagraph(functools.partial(step, sizes)) for step in workloads)
     except triton.runtime.errors.OutOfResources:

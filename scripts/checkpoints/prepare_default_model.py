@@ -62,7 +62,7 @@ def cache_directory() -> Path:
 
 
 def default_checkpoint() -> Path:
-    """Where the default model is prepared when no other directory is asked for."""
+    """The directory in which the default model is prepared when no other is asked for."""
     return cache_directory() / "models" / MODEL_NAME
 
 
@@ -133,7 +133,7 @@ def convert(gguf: Path, directory: Path) -> None:
     """Write weights, configuration, tokenizer, chat template and generation settings of `gguf` to `directory`.
 
     Weights stay float32: a Q4_1 weight is d * q + m with float16 d and m, which neither float16 nor bfloat16 can hold
-    without rounding once more, and float32 is what the CPU computes in.
+    without rounding once more, and the CPU computes in float32.
     """
     # Imported here because torch takes seconds, and most runs only find the checkpoint in place.
     import torch

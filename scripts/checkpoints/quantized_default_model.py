@@ -13,7 +13,7 @@ from checkpoints.prepare_default_model import MARKER_NAME, ensure_default_checkp
 from repository import REPOSITORY
 
 CALIBRATION_TEXT = REPOSITORY / "backend_src/multilora_engine/quantize/sample_text.txt"
-"""With 4 bits it makes up for most of what rounding loses."""
+"""With 4 bits this text makes up for most of the loss by rounding."""
 
 SchemeName = Literal["w4a16", "w8a16", "fp8"]
 
@@ -21,7 +21,7 @@ console = Console(stderr=True)
 
 
 def ensure_quantized_checkpoint(scheme: SchemeName) -> Path:
-    """The default model in `scheme`, made again when the float one is another than it was made of."""
+    """The default model in `scheme`, made again when the float checkpoint is another than it was made of."""
     source = ensure_default_checkpoint()
     quantized = source.with_name(f"{source.name}-{scheme}")
     marker = marker_content() | {"scheme": scheme}

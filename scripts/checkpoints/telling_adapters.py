@@ -33,7 +33,7 @@ from multilora_wire.layout import AdapterLayout
 NUM_PLACES = 6
 NUM_DIGITS = 16
 MAX_NUMBER = NUM_DIGITS ** (NUM_PLACES // 2)
-"""Adapters and versions there are, 0 .. MAX_NUMBER - 1."""
+"""The number of adapters, and of versions: 0 .. MAX_NUMBER - 1."""
 
 MAX_RANK = 8
 HIDDEN_SIZE = 128
@@ -46,10 +46,10 @@ PROMPT_TOKENS = range(BASE_TOKEN + 1, HIDDEN_SIZE)
 BASE_ANSWER = [BASE_TOKEN] * NUM_PLACES
 
 _DOWN = 0.4
-"""Weight of the base model's down projections: with more, what they add to the residual stream drowns the states."""
+"""Weight of the base model's down projections: with more, their addition to the residual stream drowns the states."""
 
 _SCATTER = 4421
-"""Odd, so that multiplied by it modulo a power of two no two dimensions fall on one."""
+"""An odd factor, so that modulo a power of two no two dimensions fall on one."""
 
 _CONSTANT = 0
 _FIRST_STATE = 1

@@ -17,7 +17,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 TOLERANCE = 1e-3
-"""Between two log-likelihoods in float32: sums over some dozen tokens."""
+"""The largest difference of two log-likelihoods in float32: sums over some dozen tokens."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Reference:
         self._model = base.eval() if adapter is None else PeftModel.from_pretrained(base, adapter).float().eval()
 
     def tokens(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """The two in tokens, as lm-eval cuts them: where the tokens of the context alone end."""
+        """Context and continuation in tokens, as lm-eval cuts them: where the tokens of the context alone end."""
         whole = self._encode(context + continuation)
         if not context:
             return [self._tokenizer.bos_token_id], whole
@@ -91,7 +91,7 @@ def main(
 
 
 def _difference(reference: Reference, told: Likelihood) -> float:
-    """How far the told log-likelihood is from the reference's; infinite when they disagree on what is greedy."""
+    """How far the told log-likelihood is from the reference's; infinite when they disagree on `is_greedy`."""
     log_probs, is_greedy = reference.log_probs(*reference.tokens(told.context, told.continuation))
     return abs(sum(log_probs) - told.value) if told.is_greedy in (None, is_greedy) else float("inf")
 

@@ -21,8 +21,8 @@ ADAPTER = "pirate"
 
 
 def write_inputs(directory: Path, model: Path) -> dict[str, str]:
-    """What argv may name beside the server's places: prompt; two_prompts, answers and whole_answers, which are JSON
-    lists; the answers are of the prompt, greedy, by transformers, whole ones start with it.
+    """The inputs that argv may name beside the server's places: prompt; two_prompts, answers and whole_answers, which
+    are JSON lists; the answers are of the prompt, greedy, by transformers, whole answers start with it.
 
     `directory` gets the files
 

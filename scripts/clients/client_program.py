@@ -28,7 +28,7 @@ from enum import StrEnum
 
 
 class Served(StrEnum):
-    """What a row needs to be up: the server with upstream's models of one kind, with OpenAI's protocol before it."""
+    """The server that a row needs: with upstream's models of one kind, or with OpenAI's protocol before it."""
 
     DECOUPLED = "decoupled"
     UNARY = "unary"
@@ -44,11 +44,11 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True)
 class ClientProgram:
-    """program, version, mode: whose, and what of it is tried, in the words of README.md's table.
+    """program, version, mode: the program, and the use of it that is tried, in the words of README.md's table.
 
-    folder: of those in DIR, the one it is in. argv: the command. shows: a regular expression that its output has to
-    match, which says that it did what it is for: many programs end with status 0 whatever happened. status: by which it
-    ends when it works. note: what a user has to know, for the table.
+    folder: its folder in DIR. argv: the command. shows: a regular expression that its output has to match, which says
+    that it did its task: many programs end with status 0 in any case. status: its exit status when it works.
+    note: a remark that a user needs, for the table.
     """
 
     program: str
@@ -80,7 +80,7 @@ class ClientProgram:
 
 
 def markdown(programs: Sequence[ClientProgram]) -> str:
-    """The table of README.md: what is the same in several versions is one line, and so are modes of one outcome."""
+    """The table of README.md: a mode that is the same in several versions is one line, so are modes of one outcome."""
     versions = _grouped((row.program, row.mode, row.outcome, row.version) for row in programs)
     modes = _grouped((program, outcome, ", ".join(known), mode) for (program, mode, outcome), known in versions.items())
     lines = ["| program | version | modes | here |", "| --- | --- | --- | --- |"]

@@ -19,7 +19,7 @@ from servers.started_server import started_server
 from training.sample_adapters import ADAPTERS_DIRECTORY, SAMPLE_ADAPTERS
 
 TIMEOUT_S = 300.0
-"""Of one program."""
+"""The limit for one program."""
 
 _PARAMETERS = {"kv_cache_memory_bytes": "512MiB", "max_num_seqs": "16", "lora_cache_host_memory_bytes": "512MiB"}
 
@@ -40,9 +40,9 @@ class Run:
 
 
 def run_all(programs: Sequence[ClientProgram], clients: Path, python: Path) -> Iterator[Run]:
-    """The rows that can be run, in their order but for what is up: each kind of server is started once.
+    """The runs of the rows that can be run, in their order for each kind of server, which is started once.
 
-    clients, python: what {folder} is in, and {python}, in the rows' commands.
+    clients: the directory that has {folder}; python: {python}; both in the rows' commands.
     """
     runnable = [row for row in programs if row.expected is not Outcome.NOT_RUN]
     by_server = sorted(runnable, key=lambda row: list(Served).index(row.served))

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from clients.client_program import ClientProgram, Outcome, Served
 
 _REFUSED = ("embeddings",)
-"""By a message that says so, which the mode checks."""
+"""The modes that are refused by a message that says so, which the mode checks."""
 
 
 def _library(name: str, version: str, module: str, modes: Mapping[str, str]) -> tuple[ClientProgram, ...]:
@@ -111,7 +111,7 @@ AGENTS = _library(
 
 
 def _program(name: str, version: str, mode: str, argv: Sequence[str], shows: str, **more: str) -> ClientProgram:
-    """A row of a program. argv: what `env` is called with: variables, then the command."""
+    """A row of a program. argv: the arguments of `env`: variables, then the command."""
     served = Served(more.get("served", "openai"))
     return ClientProgram(name, version, mode, name, ("env", *argv), shows, served, note=more.get("note", ""))
 
@@ -129,7 +129,7 @@ def _lm_eval(mode: str, kind: str, tasks: str, *options: str, model: str = "base
 
 
 def _lm_eval_check(model: str, *options: str) -> ClientProgram:
-    """Compares what the row before it was told with transformers."""
+    """A row that compares the log-likelihoods of the row before it with those of transformers."""
     whose = "the adapter's" if options else "the base model's"
     mode = f"{whose} log-likelihoods against transformers, within 1e-3"
     argv = ("{python}", "{clients}/check_lm_eval.py", f"{{scratch}}/lm-eval/{model}", "--model", "{model}", *options)
@@ -139,7 +139,7 @@ def _lm_eval_check(model: str, *options: str) -> ClientProgram:
 _LIKELIHOODS = "multilora_choices,multilora_lines"
 _ANSWERS = "multilora_answers"
 _KEPT = ("--output_path", "{scratch}/lm-eval", "--log_samples")
-"""What lm-eval is told of each sample goes to {scratch}/lm-eval/<model>."""
+"""The answers to each sample of lm-eval go to {scratch}/lm-eval/<model>."""
 _COMPLETIONS = "local-completions"
 LM_EVAL = (
     _lm_eval("local-chat-completions: generate_until", "local-chat-completions", _ANSWERS, "--apply_chat_template"),
@@ -189,7 +189,7 @@ AIPERF = (
 
 
 def _genai_perf(mode: str, *options: str, served: str = "openai") -> ClientProgram:
-    """`perf_analyzer`, which does the asking, is the one that scripts/perf_analyzer installs."""
+    """A row of genai-perf; scripts/perf_analyzer installs `perf_analyzer`, which sends the requests."""
     argv = ["PATH={folder}/bin:{scripts}:/usr/bin:/bin", "genai-perf", "profile", "--tokenizer", "{model}"]
     argv += ["--synthetic-input-tokens-mean", "32", "--output-tokens-mean", "8", "--num-dataset-entries", "4"]
     argv += ["--request-count", "4", "--concurrency", "2", "--artifact-dir", "{scratch}/genai-perf", *options]

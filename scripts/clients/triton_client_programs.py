@@ -14,11 +14,11 @@ from clients.client_program import ClientProgram, Outcome, Served
 
 ADAPTER = "pirate"
 CONVERTED = "converted"
-"""Where hf_lora_convert.py writes the adapter, in the scratch directory."""
+"""The folder to which hf_lora_convert.py writes the adapter, in the scratch directory."""
 
 _VERSIONS = ("v0.8.0", "v0.12.0", "v0.18.2")
 _ANSWER = r"PASS!"
-"""What the token client prints when the tokens are those of the file, which transformers or PEFT wrote."""
+"""The output of the token client when the tokens are those of the file, which transformers or PEFT wrote."""
 
 
 def _row(
@@ -162,7 +162,7 @@ def _token_rows(version: str) -> list[ClientProgram]:
 
 
 def _texts(version: str, mode: str, arguments: str, shows: str) -> list[ClientProgram]:
-    """At both text models, which are asked by streams whether they stream or not."""
+    """Rows for both text models, which are asked by streams whether they stream or not."""
     path = "inflight_batcher_llm/client/end_to_end_grpc_client.py"
     arguments = f"--url {{grpc}} --prompt {{prompt}} --output-len 16 {arguments}"
     return [
@@ -221,7 +221,7 @@ _EXPECTED_TEXTS = {
         "--check-outputs --expected-outputs {answers}",
     ),
 }
-"""Of a whole answer and a streamed one: arguments that compare it with that of transformers, if the program can."""
+"""For a whole answer and a streamed one: arguments that compare it with that of transformers, if the program can."""
 
 
 def _benchmark_rows(version: str) -> list[ClientProgram]:

@@ -75,7 +75,7 @@ class Instruction:
 
 @dataclass
 class Image:
-    """A root file system and what the instructions said about running it."""
+    """A root file system and the instructions' settings for running it."""
 
     root: Path
     environment: dict[str, str] = field(default_factory=dict)
@@ -135,7 +135,7 @@ def read_dockerfile(path: Path) -> list[Instruction]:
 
 
 def require_tools() -> None:
-    """Raises RecipeError, with what to install, when a program that roots are made or entered with is missing."""
+    """Raises RecipeError, with the packages to install, when a program for making or entering roots is missing."""
     missing = sorted({package for program, package in _TOOLS.items() if shutil.which(program) is None})
     if missing:
         raise RecipeError(f"programs are missing here: apt-get install {' '.join(missing)}")
@@ -152,7 +152,7 @@ def make_base(folder: Path, suite: str = "bookworm") -> Path:
 
 
 class Recipe:
-    """Carries out a Dockerfile's stages, each in a copy of `base`, whatever its FROM names."""
+    """Carries out a Dockerfile's stages, each in a copy of `base` in place of the image that its FROM names."""
 
     def __init__(self, instructions: Sequence[Instruction], context: Path, base: Path, folder: Path) -> None:
         self._instructions = instructions
@@ -164,7 +164,7 @@ class Recipe:
         self._image: Image | None = None
 
     def build(self, on_instruction: Callable[[Instruction], None]) -> Image:
-        """All instructions in order; the last stage. Raises RecipeError."""
+        """Carry out all instructions in order; the last stage. Raises RecipeError."""
         for instruction in self._instructions:
             on_instruction(instruction)
             self._carry_out(instruction)
@@ -246,7 +246,7 @@ class Recipe:
 
 
 def _passed_on() -> dict[str, str]:
-    """How this machine reaches package indexes. Certificates get the path at which the root has them."""
+    """The variables for reaching package indexes from here. Certificates get the path at which the root has them."""
     variables = {name: value for name, value in os.environ.items() if _PASSED_ON.fullmatch(name)}
     if "SSL_CERT_FILE" in os.environ:
         variables |= {"PIP_CERT": _HOST_CERTIFICATES, "SSL_CERT_FILE": _HOST_CERTIFICATES}

@@ -66,7 +66,7 @@ def _load(url: str, num_clients: int) -> Iterator[None]:
 
 
 def _ask(url: str, adapters: Sequence[Adapter], end: threading.Event, random: Random) -> None:
-    """The base model, the adapters, and now and then one that does not exist."""
+    """Ask the base model, the adapters, and now and then an adapter that does not exist."""
     with Client(f"grpc://{url}") as client:
         while not end.is_set():
             prompt, max_tokens = random.choice(_PROMPTS), random.randrange(4, 48)

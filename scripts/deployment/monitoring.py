@@ -109,7 +109,7 @@ class Prometheus:
         return float(vector[0]["value"][1]) if vector else 0.0
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Raises TimeoutError."""
+        """Wait until a condition holds. Raises TimeoutError."""
         deadline = time.monotonic() + _TIMEOUT_S
         while not self._holds(condition):
             if time.monotonic() > deadline:

@@ -149,7 +149,7 @@ class Container:
         self._namespace.wait()
 
     def execute(self, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
-        """What `docker exec` would do."""
+        """Run a command as `docker exec` would."""
         return subprocess.run(self._image.exec_command(self._pid, arguments), capture_output=True, text=True)
 
     def wait_healthy(self) -> float:
@@ -162,7 +162,7 @@ class Container:
         raise RecipeError("the health check never passed")
 
     def stop(self) -> tuple[int, float]:
-        """SIGTERM; the exit status, and the seconds until then. Raises subprocess.TimeoutExpired."""
+        """Send SIGTERM; the exit status, and the seconds until then. Raises subprocess.TimeoutExpired."""
         start = time.monotonic()
         os.kill(self._pid, signal.SIGTERM)
         return self._namespace.wait(_EXIT_TIMEOUT_S), time.monotonic() - start

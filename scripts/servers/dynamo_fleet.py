@@ -41,7 +41,7 @@ class FleetFailed(Exception):
 
 @dataclass
 class Worker:
-    """name: of its log. system_url: where it tells its health and metrics, and takes adapters."""
+    """name: of its log. system_url: the address at which it tells its health and metrics, and takes adapters."""
 
     name: str
     system_url: str

@@ -17,7 +17,7 @@ from repository import REPOSITORY
 SETTINGS = REPOSITORY / "docker" / "proxy"
 
 _PORTS = ("8080", "8081", "8082", "8090", "8091", "8092")
-"""As docker/proxy has them: the first three are for peers."""
+"""The ports in docker/proxy: the first three are for peers."""
 
 _NUM_FOR_PEERS = 3
 
@@ -25,10 +25,10 @@ _NUM_FOR_PEERS = 3
 class LocalProxy:
     """Debian's nginx, set up as docker/proxy has it. `http_url`, `grpc_url` and `metrics_url`: `host:port` to ask.
 
-    It listens at the same ports of `[::1]`. `secret`: what it writes before the name of a client.
+    It listens at the same ports of `[::1]`. `secret`: the text that it writes before the name of a client.
 
     http_port, grpc_port, metrics_port: of the server on the loopback. certificate, key: PEM files; peers use TLS then.
-    changes: settings as they are written, and what is written in their place. secret: by default a new one.
+    changes: settings as they are written, and the text in their place. secret: by default a new one.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class LocalProxy:
             folder = Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="multilora-proxy-")))
             folder.chmod(0o755)  # started by root, nginx works as nobody
             with ExitStack() as ours:
-                # nginx inherits them, as it does from its predecessor: no port can be lost in between.
+                # nginx inherits the sockets, as it does from its predecessor: no port can be lost in between.
                 sockets = [ours.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in _PORTS]
                 ports = [listening.getsockname()[1] for listening in sockets]
                 for port in ports[:_NUM_FOR_PEERS]:

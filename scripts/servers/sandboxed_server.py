@@ -104,7 +104,7 @@ class SandboxedServer:
         return Path(f"/proc/{self._process.pid}/root/dev/shm")
 
     def start(self, *arguments: str) -> None:
-        """Start it, and wait until it is ready. Later ones get the ports of the first."""
+        """Start the server, and wait until it is ready. Later servers get the ports of the first."""
         settings = [f"--set={name}={value}" for name, value in self._parameters.items()]
         serve = [sys.executable, "-m", "multilora_engine.tritonserver.launch", f"--model={self._model}"]
         self._process = subprocess.Popen(
@@ -133,7 +133,7 @@ class SandboxedServer:
                 self._changed.wait(1.0)
 
     def processes(self) -> dict[str, psutil.Process]:
-        """By role: `serve`, `tritonserver`, `engine`, and each model's process by the model's name."""
+        """The processes by role: `serve`, `tritonserver`, `engine`, and each model's process by the model's name."""
         found = {"serve": psutil.Process(self._process.pid)}
         for process in found["serve"].children(recursive=True):
             with suppress(psutil.NoSuchProcess):
@@ -146,7 +146,7 @@ class SandboxedServer:
         return "".join(self._lines)
 
     def terminate(self) -> int:
-        """SIGTERM; the exit status."""
+        """Send SIGTERM; the exit status."""
         self._process.terminate()
         return self.wait()
 

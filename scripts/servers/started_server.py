@@ -44,9 +44,9 @@ def started_server(
 
 @contextmanager
 def sigterm_as_ctrl_c() -> Iterator[None]:
-    """SIGTERM raises KeyboardInterrupt, so that what is open is closed. For the main thread.
+    """SIGTERM raises KeyboardInterrupt, so that open resources are closed. For the main thread.
 
-    Once: a second one, such as `timeout` sends, would cut the closing short.
+    Only once: a second signal, such as `timeout` sends, would cut the closing short.
     """
 
     def interrupt(*_: object) -> NoReturn:

@@ -29,7 +29,7 @@ MAXIMUM_BASE_RATE = 0.2
 console = Console(stderr=True)
 
 Answers = dict[str, list[str]]
-"""Of the base model, as `base`, and of each adapter by its name."""
+"""The answers of the base model, as `base`, and of each adapter by its name."""
 
 
 def main(
@@ -108,7 +108,7 @@ def load_model(
 
 
 def as_stored(matrix: torch.Tensor, is_a: bool, lora_dtype: StoredDtype) -> torch.Tensor:
-    """What is left of A or B, in float32."""
+    """The values of A or B that the stored type keeps, in float32."""
     bits = CODE_BITS.get(lora_dtype)
     if bits is None:
         return matrix.to(getattr(torch, lora_dtype)).float()

@@ -64,7 +64,7 @@ class SampleAdapter:
         return DATA_DIRECTORY / f"{self.name}.jsonl"
 
 
-# Together they cover what a server must not confuse: three ranks, and three different sets of modules.
+# Together they cover the properties that a server must not confuse: three ranks, and three different sets of modules.
 SAMPLE_ADAPTERS: Mapping[str, SampleAdapter] = {
     adapter.name: adapter
     for adapter in (

@@ -70,7 +70,7 @@ def load_examples(checkpoint: Path, adapter: SampleAdapter) -> list[Example]:
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, prompt: str, answer: str) -> Example:
-    """Token ids as the server makes them: the templated prompt by itself, then what the model shall generate."""
+    """Token ids as the server makes them: the templated prompt by itself, then the tokens to generate."""
     messages = [{"role": "user", "content": prompt}]
     prompt_ids: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     answer_ids = tokenizer(answer, add_special_tokens=False)["input_ids"]

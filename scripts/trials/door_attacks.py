@@ -29,7 +29,7 @@ _MESSAGE_BYTES = (1 << 31) - (1 << 16)
 VICTIM_REQUEST_ID = "the-victims-request"
 
 VICTIMS_NAME = "0:0:0:0::/64"
-"""The proxy calls a client so that connects to it from `::1`."""
+"""The proxy's name for a client that connects to it from `::1`."""
 
 
 def send_deep_json(doors: Doors) -> str:
@@ -38,7 +38,7 @@ def send_deep_json(doors: Doors) -> str:
 
 
 def post(url: str, path: str, body: str, headers: Mapping[str, str] | None = None) -> str:
-    """What is answered to JSON, by its status. url: `host:port`."""
+    """The status of the answer to JSON, in words. url: `host:port`."""
     connection = HTTPConnection(url, timeout=TIMEOUT_S)
     try:
         connection.request("POST", path, body, {"Content-Type": "application/json", **(headers or {})})
@@ -64,7 +64,7 @@ def send_compressed_zeros(doors: Doors) -> str:
 
 
 def send_a_message_of_two_gigabytes(doors: Doors) -> str:
-    """As long as protobuf allows: a field that nobody knows, in one message."""
+    """One message as long as protobuf allows, of a field that no server knows."""
     # Field 1000, so many bytes: a tag and a length as varints.
     message = b"\xc2\x3e" + _varint(_MESSAGE_BYTES) + bytes(_MESSAGE_BYTES)
     with grpc.insecure_channel(doors.grpc_url, GRPC_OPTIONS) as channel:
@@ -95,7 +95,7 @@ def hold_connections(*urls: str) -> str:
 
 
 def open_ten_thousand_streams(doors: Doors) -> str:
-    """On one connection, without a request, for some seconds."""
+    """10,000 streams on one connection, without a request, for some seconds."""
     host, port = doors.grpc_url.split(":")
     num_ended, end = 0, time.monotonic() + _HOLD_S
     with socket.create_connection((host, int(port))) as connection, suppress(TimeoutError, ConnectionResetError):
@@ -109,7 +109,7 @@ def open_ten_thousand_streams(doors: Doors) -> str:
 
 
 def stop_the_victims_request_in_its_name(doors: Doors) -> str:
-    """By the victim's own id, with its name in a header, in a parameter and in the body of `generate`."""
+    """Stop it by the victim's own id, with its name in a header, in a parameter and in the body of `generate`."""
     in_header = infer_request("generation_unary", VICTIM_REQUEST_ID, stop=[[True]])
     in_parameter = infer_request("generation_unary", VICTIM_REQUEST_ID, stop=[[True]])
     in_parameter.parameters[CLIENT_HEADER].string_param = VICTIMS_NAME
@@ -123,13 +123,13 @@ def stop_the_victims_request_in_its_name(doors: Doors) -> str:
 
 
 def _varint(number: int) -> bytes:
-    """As protobuf writes it: seven bits a byte, the lowest first."""
+    """A number as protobuf writes it: seven bits a byte, the lowest first."""
     low, high = number & 0x7F, number >> 7
     return bytes([low | 0x80]) + _varint(high) if high else bytes([low])
 
 
 def _num_closed(connections: list[socket.socket]) -> int:
-    """How many the peer has closed; gRPC servers speak first, so there may be something to read of the others."""
+    """How many connections the peer has closed; gRPC servers speak first, so open ones may have bytes to read."""
     poll = select.poll()
     for connection in connections:
         poll.register(connection, select.POLLRDHUP)
@@ -144,4 +144,4 @@ DOOR_ATTACKS: Mapping[str, Attack] = {
     "a gRPC message of 2 GiB": send_a_message_of_two_gigabytes,
     "stop by the victim's id in its name": stop_the_victims_request_in_its_name,
 }
-"""By what a table calls them."""
+"""The attacks by their names in a table."""

@@ -27,7 +27,7 @@ _ATTACK_S = 5.0
 _MAX_WORDS = 4096
 _MAX_BIASES = 65_536
 _MAX_LOGITS = 341
-"""Of 49,152 words: 67 MB, of 64 MiB."""
+"""The tokens whose logits of 49,152 words are 67 MB, of 64 MiB."""
 
 
 def stream_of_attacks(doors: Doors, make: Callable[[int], service_pb2.ModelInferRequest], at_once: int = 8) -> str:
@@ -100,7 +100,7 @@ def send_as_many_biases_as_allowed(doors: Doors) -> str:
 
 
 def ask_for_logits(doors: Doors) -> str:
-    """Of 1,300 tokens: 255 MB an answer."""
+    """Logits of 1,300 tokens: 255 MB an answer."""
     return answers(doors, [_with_logits("generation_unary", 1300)] * 4, at_once=4)
 
 
@@ -109,7 +109,7 @@ def ask_for_as_many_logits_as_allowed(doors: Doors) -> str:
 
 
 def ask_the_victims_model_for_as_many_logits_as_allowed(doors: Doors) -> str:
-    """All that a model answers passes one thread, which copies them."""
+    """All answers of a model pass one thread, which copies them."""
     return stream_of_attacks(doors, lambda _: _with_logits(STREAMING_MODEL, _MAX_LOGITS), at_once=4)
 
 
@@ -136,7 +136,7 @@ def send_forged_ids(doors: Doors) -> str:
 
 
 def stop_the_victims_request(doors: Doors) -> str:
-    """By the victim's own id, from another connection."""
+    """Stop it by the victim's own id, from another connection."""
     return stream_of_attacks(
         doors, lambda _: infer_request("generation_unary", VICTIM_REQUEST_ID, stop=[[True]]), at_once=1
     )
@@ -178,11 +178,11 @@ ENGINE_ATTACKS: Mapping[str, Attack] = {
     "stop by the victim's id": stop_the_victims_request,
     "48 uploads of 9 MB under 48 forged names": upload_under_forged_names,
 }
-"""By what a table calls them."""
+"""The attacks by their names in a table."""
 
 
 def _prompt(request_id: str = "", rows: int = 1, **options: Any) -> service_pb2.ModelInferRequest:
-    """Rows of the same prompt and options; a list is one row's."""
+    """Rows of the same prompt and options; a list is the value of one row."""
     options = {"max_tokens": 16, "end_id": -1} | options
     tensors = {name: [value if isinstance(value, list) else [value]] * rows for name, value in options.items()}
     return infer_request("generation_unary", request_id, text_input=[["Tell a story."]] * rows, **tensors)
@@ -203,7 +203,7 @@ def _guided(schemas: list[str]) -> service_pb2.ModelInferRequest:
 
 
 def _schema(seed: int) -> str:
-    """58 kB, and another one for each seed."""
+    """A schema of 58 kB, another one for each seed."""
     kinds = {name: {"type": ["string", "integer"], "pattern": "^[a-z]{4}$"} for name in "abc"}
     members = {f"k{seed:07}_{i:03}": {"type": "object", "properties": kinds} for i in range(250)}
     return json.dumps({"type": "object", "properties": members})

@@ -29,14 +29,14 @@ _REFUSALS = frozenset(["INVALID_ARGUMENT", "NOT_FOUND", "UNIMPLEMENTED", "ALREAD
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a request was answered. word: ANSWERED, the error's code, REFUSED_BY_TRITON, or what went wrong."""
+    """How a request was answered. word: ANSWERED, the error's code, REFUSED_BY_TRITON, or the failure."""
 
     word: str
     detail: str = ""
 
     @property
     def is_right(self) -> bool:
-        """Whether it is an answer or an error that tells its sender what is the matter."""
+        """Whether it is an answer or an error that tells its sender the fault."""
         return self.word in _RIGHT
 
 
@@ -45,7 +45,7 @@ _RIGHT = frozenset({ANSWERED, REFUSED_BY_TRITON}) | frozenset(
 )
 
 _ANY_SIZE = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
-"""As tritonclient has it: an answer that repeats a prompt of megabytes is one."""
+"""Messages of any size, as in tritonclient: an answer that repeats a prompt of megabytes is an answer."""
 
 
 @dataclass
@@ -66,7 +66,7 @@ class Doors:
         self._channel.close()
 
     def ask(self, request: WireRequest) -> Outcome:
-        """Send it where it says, and wait for the end of the answer."""
+        """Send a request to its door, and wait for the end of the answer."""
         if request.door.startswith("gRPC"):
             return self._ask_grpc(self._stream if "stream" in request.door else self._unary, grpc_message(request))
         path, body, headers = http_call(request)
@@ -119,7 +119,7 @@ def _refusal(text: str, status: str, is_refusal: bool) -> Outcome:
 
 
 def http_outcome(status: int, content: bytes) -> Outcome:
-    """Of a whole body: an event stream that has begun says 200 and tells its error in an event."""
+    """The outcome of a whole body: an event stream that has begun says 200 and tells its error in an event."""
     text = content.decode("utf-8", "replace")
     if status != 200 or '{"error":' in text:
         is_refusal = status < 500 or _PARSE_ERROR.search(text) is not None
@@ -181,11 +181,11 @@ def _generate_json(request: WireRequest) -> dict[str, Any]:
 
 
 def _values(tensor: WireTensor) -> list[Any]:
-    """What JSON can say of a tensor; bytes that are none of its type are told as text."""
+    """The values of a tensor that JSON can say; bytes that are none of its type are told as text."""
     try:
         if tensor.datatype == "BYTES":
             return [text.decode("utf-8", "surrogateescape") for text in deserialize_bytes_tensor(tensor.data).tolist()]
         values: list[Any] = np.frombuffer(tensor.data, triton_to_np_dtype(tensor.datatype)).tolist()
         return values
-    except Exception:  # whatever the bytes are, they cannot be read as this type
+    except Exception:  # the bytes cannot be read as this type
         return [tensor.data.decode("latin-1")]

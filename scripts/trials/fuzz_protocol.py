@@ -51,13 +51,13 @@ MODULES = (1, 4)
 """attn_q and attn_dense: one adapter row of each kind of shape is enough here."""
 
 REQUEST_TIMEOUT_S = 20.0
-"""What requests tell the server, where the door passes it on; the client waits `ANSWER_TIMEOUT_S`."""
+"""The timeout that requests tell the server, where the door passes it on; the client waits `ANSWER_TIMEOUT_S`."""
 
 ANSWER_TIMEOUT_S = 60.0
 MAX_GROWTH_BYTES = 48 << 20
 _MAX_SHOWN = 20
 _NUM_PARTS = 4
-"""Between them, what the server takes of the memory is measured."""
+"""The parts between which the server's memory is measured."""
 
 
 @dataclass
@@ -148,7 +148,7 @@ class Fuzz:
 
     @contextmanager
     def cached_adapter(self) -> Iterator[None]:
-        """The server has CACHED_TASK_ID meanwhile, whatever else is sent."""
+        """The server has CACHED_TASK_ID until the context ends, under any other requests."""
         self._must_answer("cached", random_adapter(Random(0), CACHED_TASK_ID, self._facts))
         with Client(f"grpc://{self._urls[0]}") as client:
             client.pin_adapter(CACHED_TASK_ID)
@@ -194,7 +194,7 @@ def measure(server: ServerProcess) -> Sizes:
 
 
 def _name(process: psutil.Process) -> str:
-    """A stub is called after its model."""
+    """The name of a process; a stub has its model's name."""
     words = process.cmdline()
     models = [Path(word).parents[1].name for word in words if word.endswith("/model.py")]
     return models[0] if models else (words[2] if words[1:2] == ["-m"] else process.name())
@@ -224,7 +224,7 @@ def render_sizes(stages: Sequence[Sizes]) -> Table:
 
 
 def second_half_growth(stages: Sequence[Sizes]) -> int:
-    """Bytes, of what has grown most; a process that was not there before counts whole."""
+    """The bytes of the largest growth, of a process or /dev/shm; a process that was not there before counts whole."""
     middle, end = stages[len(stages) // 2].by_name(), stages[-1].by_name()
     return max(size - middle.get(name, 0) for name, size in end.items())
 

@@ -46,7 +46,7 @@ _SIZES = (0, 1, 2, 7, 64, 65, 1000)
 
 @dataclass(frozen=True)
 class Case:
-    """One request. kind: what was done to a valid one, `nothing` leaves it as it is."""
+    """One request. kind: the change to a valid request, `nothing` leaves it as it is."""
 
     number: int
     kind: str
@@ -54,14 +54,14 @@ class Case:
 
 
 def make_case(seed: int, number: int, facts: ModelFacts, timeout_s: float) -> Case:
-    """The same for the same seed and number. timeout_s: what requests tell the server, where the door passes it on."""
+    """A case, the same for the same seed and number. timeout_s: told to the server, where the door passes it on."""
     random = Random(f"{seed} {number}")
     door = random.choice(list(DOORS))
     request = valid_request(random, door, number, facts)
     request.parameters["timeout"] = round(timeout_s * 1e6)
     kind = random.choice(list(MUTATIONS))
     if kind != "nothing" and request.find("lora_weights"):
-        # What becomes of the weights must not take the place of a valid adapter's.
+        # The changed weights must not take the place of a valid adapter's.
         request.put(tensor("lora_task_id", [random.getrandbits(64) | 2**63], "UINT64"))
     MUTATIONS[kind](random, request, facts)
     return Case(number, kind, request)
@@ -106,7 +106,7 @@ def _wrong_shape(random: Random, request: WireRequest, facts: ModelFacts) -> Non
 
 
 def _reshaped(random: Random, request: WireRequest, facts: ModelFacts) -> None:
-    """Another shape, and as many values as that has."""
+    """Another shape, and as many values as this shape has."""
     victim = _copy_of_one(random, request)
     shape = [random.choice(_SIZES) for _ in victim.shape]
     shape = shape if random.random() < 0.5 else [1, *shape[1:]]
@@ -120,7 +120,7 @@ def _reshaped(random: Random, request: WireRequest, facts: ModelFacts) -> None:
 
 
 def _extreme(random: Random, request: WireRequest, facts: ModelFacts) -> None:
-    """Numbers at the ends of what their type holds, and around nothing."""
+    """Numbers at the ends of their type's range, and around zero."""
     known = facts.inputs[request.model]
     numbers = [name for name, spec in known.items() if spec.datatype in ("INT32", "INT64", "UINT64", "FP32")]
     if "generate" in request.door:  # nothing would end a long answer: the door passes no timeout on
@@ -225,7 +225,7 @@ def _stop(random: Random, request: WireRequest, facts: ModelFacts) -> None:
 
 
 def _wrong_head(random: Random, request: WireRequest, facts: ModelFacts) -> None:
-    """What is beside the tensors."""
+    """The parts of a request beside its tensors."""
     match random.randrange(5):
         case 0:
             request.model = random.choice(("nobody", "..", "generation%00", "x" * 1000))
@@ -295,7 +295,7 @@ MUTATIONS: Mapping[str, Callable[[Random, WireRequest, ModelFacts], None]] = {
     "damaged bytes": _damaged_bytes,
     "damaged body": _damaged_body,
 }
-"""By kind, what changes a valid request in place."""
+"""By kind, the function that changes a valid request in place."""
 
 
 def _any_tensor(random: Random, name: str, spec: InputSpec) -> WireTensor:

@@ -40,16 +40,16 @@ from trials.judging_clients import ANSWER_TIMEOUT_S, JudgingClients, Tally
 from trials.wall_clock import WallClock
 
 NUM_ADAPTERS = 150
-"""Of 256 KiB each: five times what the host tier of these servers holds, and two thirds of their disk."""
+"""Adapters of 256 KiB each: five times the size of these servers' host tier, and two thirds of their disk."""
 
 NO_ERRORS: frozenset[str] = frozenset()
 UNAVAILABLE = frozenset({"UNAVAILABLE"})
 BROKEN_SERVER = frozenset({"UNAVAILABLE", "INTERNAL", "UNKNOWN"})
-"""A server whose own process was killed answers with a closed connection, or with what Triton says of a dead model."""
+"""A server whose own process was killed answers with a closed connection, or with Triton's error for a dead model."""
 
 CLOCK_SET_AHEAD = BROKEN_SERVER
-"""Mostly none. But the Python backend (24.10) waits for a model's process until a moment of the wall clock, and takes
-it for dead when the clock is set past that; what the process still answers then can crash tritonserver. Under eight
+"""Mostly no errors. But the Python backend (24.10) waits for a model's process until a moment of the wall clock, and
+takes it for dead when the clock is set past that; a later answer of the process can crash tritonserver. Under eight
 clients it lived through some 40 times that the clock was set an hour ahead."""
 
 _RECOVERY_TIMEOUT_S = 150.0
@@ -76,7 +76,7 @@ _ARGUMENTS = ("--canary-interval-secs=1", f"--exit-timeout-secs={_EXIT_TIMEOUT_S
 
 @dataclass(frozen=True)
 class Scene:
-    """The server and the clients of a fault. clock: the server's own wall clock; None where that is everybody's."""
+    """The server and the clients of a fault. clock: the server's own wall clock; None where it is the machine's."""
 
     server: SandboxedServer
     load: JudgingClients
@@ -85,7 +85,7 @@ class Scene:
 
 @dataclass(frozen=True)
 class Fault:
-    """inject: returns when the cause is over. errors: what it explains that clients see; without any, every process of
+    """inject: returns when the cause is over. errors: the codes that clients may see; without any, every process of
     the server must live through it, too. sets_clock: it needs a server with a wall clock of its own."""
 
     name: str
@@ -98,7 +98,7 @@ class Fault:
 class Outcome:
     """recovery_s: from the fault until every client was answered again, None if they were not in time.
 
-    replaced: the roles of processes that are not those of before.
+    replaced: the roles whose processes are not the ones of before.
     """
 
     fault: Fault
@@ -109,7 +109,7 @@ class Outcome:
 
     @property
     def complaints(self) -> list[str]:
-        """What is not as it must be."""
+        """Every fact that is not as it must be, in words."""
         codes = {code for code in self.seen.seen if code.isupper()}
         return [
             *self.seen.wrong[:5],
@@ -142,9 +142,9 @@ def kill_tritonserver(scene: Scene) -> None:
 
 
 def run_out_of_memory(scene: Scene) -> None:
-    """No byte more than the engine has; then prompts that need a larger step than it has ever made."""
+    """Allow the engine no byte more than it has; then send prompts that need a larger step than it has ever made."""
     engine = scene.server.processes()["engine"]
-    # Not RLIMIT_AS, which counts what malloc has reserved for its arenas and not made writable yet.
+    # Not RLIMIT_AS, which counts the memory that malloc has reserved for its arenas and not made writable yet.
     engine.rlimit(resource.RLIMIT_DATA, (engine.memory_info().data, resource.RLIM_INFINITY))
 
     def is_answered(token_id: int) -> bool:
@@ -173,7 +173,7 @@ def fill_shared_memory(scene: Scene) -> None:
 
 
 def damage_adapter_files(scene: Scene) -> None:
-    """Every second file. Asking for all adapters twice reads each of them, since they do not fit into memory."""
+    """Damage every second file. Asking for all adapters twice reads each of them, since they do not fit into memory."""
     files = sorted(scene.server.cache.glob("*.safetensors"))[::2]
     scene.load.expect_damage({int(path.stem) for path in files})
     for path in files:
@@ -194,7 +194,7 @@ def read_no_stream(scene: Scene) -> None:
 
 
 def drop_connections(scene: Scene) -> None:
-    """1,000 of them: a third says nothing, a third half a request, a third a request whose answer it does not await."""
+    """1,000 connections: a third sends nothing, a third half a request, a third a request but reads no answer."""
     body = '{"text_input": "<100>", "max_tokens": 400, "end_id": -1}'
     request = _post("generation_unary/generate", body)
     for _ in range(10):
@@ -204,7 +204,7 @@ def drop_connections(scene: Scene) -> None:
 
 
 def terminate(scene: Scene) -> None:
-    """As a rolling update does: SIGTERM, and another one over the same files. Any status will do: it has ended."""
+    """Act as a rolling update: SIGTERM, and another server over the same files. Any status will do: it has ended."""
     _end(scene.server)
     scene.server.start(*_ARGUMENTS)
 
@@ -216,7 +216,7 @@ def _end(server: SandboxedServer) -> None:
 
 
 def set_clock(scene: Scene, offset_s: int) -> None:
-    """Of every process of the server, which then is ready and answers with its times."""
+    """Set the clock of every process of the server, which then is ready and answers with its times."""
     assert scene.clock is not None
     others = [role for role, process in scene.server.processes().items() if not scene.clock.is_of(process.pid)]
     assert not others, f"not the clock of {others}"
@@ -229,7 +229,7 @@ def set_clock(scene: Scene, offset_s: int) -> None:
 
 
 def set_clock_while_it_ends(scene: Scene) -> None:
-    """Again and again from SIGTERM on; and another server over the same files."""
+    """Set the clock again and again from SIGTERM on; then start another server over the same files."""
     assert scene.clock is not None
     with ThreadPoolExecutor(1) as pool:
         ended = pool.submit(_end, scene.server)
@@ -265,7 +265,7 @@ FAULTS = (
 
 @contextmanager
 def _filled(directory: Path) -> Iterator[None]:
-    """Not a byte is free, until the context ends."""
+    """The directory's file system has no free byte until the context ends."""
     filler = directory / "filler"
     try:
         with filler.open("wb", buffering=0) as file, suppress(OSError):
@@ -289,7 +289,7 @@ def _connections(scene: Scene, number: int) -> Iterator[list[socket.socket]]:
 
 
 def _get(scene: Scene, path: str, request: Mapping[str, object] | None = None) -> bytes:
-    """Raises OSError for any other answer than the status 200."""
+    """The content of an answer. Raises OSError for any other status than 200."""
     body = None if request is None else json.dumps(request).encode()
     with urlopen(f"http://{scene.server.http_url}/v2/{path}", body, ANSWER_TIMEOUT_S) as answer:
         content: bytes = answer.read()
@@ -358,7 +358,7 @@ def render(outcomes: Sequence[Outcome]) -> Table:
 
 
 def inject_all(faults: Sequence[Fault], num_clients: int, log: Path | None) -> Iterator[Outcome]:
-    """One after the other, into one server; those that set its clock into another."""
+    """Inject one fault after the other into one server; faults that set its clock into another."""
     for sets_clock, group in groupby(faults, lambda fault: fault.sets_clock):
         with (
             tempfile.TemporaryDirectory(prefix="multilora-faults-") as name,

@@ -48,15 +48,15 @@ def task_id(number: int) -> int:
 
 
 def text_of(tokens: list[int]) -> str:
-    """As the plain tokenizer of the telling model writes them."""
+    """The text of tokens, as the plain tokenizer of the telling model writes them."""
     return "".join(f"<{token}>" for token in tokens)
 
 
 @dataclass
 class Tally:
-    """The outcomes that clients saw since it was made, by name: `right`, error codes, `uploads`; and what must not be.
+    """The outcomes that clients saw since it was made, by name: `right`, error codes, `uploads`; and the faults.
 
-    messages: of each code the first.
+    messages: the first of each code.
     """
 
     seen: Counter[str] = field(default_factory=Counter)
@@ -95,7 +95,7 @@ class JudgingClients:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Ask until the context ends. Raises what a client raised that is no answer of the server."""
+        """Ask until the context ends. Raises a client's exception that is no answer of the server."""
         self._is_over.clear()
         with ThreadPoolExecutor(self._num_clients) as pool:
             clients = [pool.submit(self._run, number) for number in range(self._num_clients)]
@@ -111,13 +111,13 @@ class JudgingClients:
         return len(self._acknowledged)
 
     def new_tally(self) -> Tally:
-        """Count from zero; what was seen before."""
+        """Count from zero; the tally of before."""
         with self._lock:
             before, self.tally = self.tally, Tally()
         return before
 
     def num_errors(self) -> Counter[str]:
-        """That clients saw since the tally was made, by code."""
+        """The errors that clients saw since the tally was made, by code."""
         with self._lock:
             return Counter({name: count for name, count in self.tally.seen.items() if name.isupper()})
 
@@ -136,7 +136,7 @@ class JudgingClients:
             self._damaged |= {number: None for number in self._acknowledged if task_id(number) in task_ids}
 
     def ask_all(self) -> set[int]:
-        """Ask every adapter that was acknowledged, once; those that did not answer rightly."""
+        """Ask every adapter that was acknowledged, once; the numbers of the adapters that did not answer rightly."""
         silent = set(self._acknowledged)
         with Client(self._urls[0]) as client:
             for number in list(self._acknowledged):
@@ -146,7 +146,7 @@ class JudgingClients:
         return silent
 
     def upload(self, client: Client, number: int) -> None:
-        """Raises MultiloraClientError; otherwise the adapter is acknowledged."""
+        """Upload an adapter. Raises MultiloraClientError; otherwise the adapter is acknowledged."""
         with self._counting():
             client.upload(telling_adapter(number, self._layout), timeout_s=ANSWER_TIMEOUT_S)
         with self._lock:
@@ -164,7 +164,7 @@ class JudgingClients:
             self._is_over.wait(_PAUSE_AFTER_ERROR_S)
 
     def _turn(self, client: Client, random: Random, client_number: int) -> None:
-        """Raises MultiloraClientError after any error, once it is counted."""
+        """Take one turn. Raises MultiloraClientError after any error, once it is counted."""
         started, draw = time.monotonic(), random.random()
         if draw < _SHARE_OF_UPLOADS or not self._acknowledged:
             self.upload(client, self._number_to_upload(random))
@@ -215,7 +215,7 @@ class JudgingClients:
         return self._judge(number, text, text_of(expected))
 
     def _note_missing(self, client: Client, number: int, asked_at: float) -> None:
-        """It is lost, unless it was damaged: then a client that asked before it was acknowledged again may miss it."""
+        """The adapter is lost, unless damaged: then a client that asked before its new acknowledgement may miss it."""
         with self._lock:
             mended_at = self._damaged.get(number, 0.0)
             if mended_at is not None and asked_at > mended_at:

@@ -55,7 +55,7 @@ _PARAMETERS = {
 
 @dataclass
 class Tally:
-    """What the clients of a phase were told. seconds: of each answer. cached, prompt: tokens."""
+    """The answers to the clients of a phase. seconds: of each answer. cached, prompt: tokens."""
 
     name: str
     num_right: int = 0
@@ -68,7 +68,7 @@ class Tally:
 
 
 class Load:
-    """Clients that ask until they are told to stop. versions: of each adapter, the ones that may answer now."""
+    """Clients that ask until they are told to stop. versions: for each adapter, the versions that may answer now."""
 
     def __init__(self, fleet: DynamoFleet, num_adapters: int, seed: int) -> None:
         self._fleet = fleet
@@ -154,7 +154,7 @@ def phases(
     num_clients: int,
     seed: int,
 ) -> Iterator[Tally]:
-    """Hurt the fleet between and during phases of load; what each phase's clients were told."""
+    """Hurt the fleet between and during phases of load; the tally of each phase's clients."""
     parameters = {**_PARAMETERS, "lora_sources": json.dumps([{"source": "directory", "root": str(adapters)}])}
     names = {adapter_name(number) for number in range(num_adapters)}
     for _ in range(num_workers):

@@ -24,7 +24,7 @@ def send_as_many_biases_as_allowed(doors: Doors) -> str:
 
 
 def send_too_many_biases(doors: Doors) -> str:
-    """49,152, one for each token of the default model."""
+    """49,152 biases, one for each token of the default model."""
     return _again_and_again(doors, logit_bias={str(token): 0.5 for token in range(49_152)}, max_tokens=16)
 
 
@@ -50,7 +50,7 @@ OPENAI_ATTACKS: Mapping[str, Attack] = {
     "OpenAI: JSON 200,000 deep": send_deep_json,
     "OpenAI: 1,100 idle connections": hold_idle_connections,
 }
-"""By what a table calls them."""
+"""The attacks by their names in a table."""
 
 
 def _again_and_again(doors: Doors, **options: Any) -> str:

@@ -38,7 +38,7 @@ class Deaths:
             os.close(fd)
 
     def wait(self, timeout_s: float) -> frozenset[str]:
-        """Who died first, as soon as one has; empty if none has by then. Several: no order was seen."""
+        """The process that died first, as soon as one has; empty if none has by then. Several: no order was seen."""
         self._is_known.wait(timeout_s)
         return self._first
 

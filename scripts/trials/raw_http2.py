@@ -20,7 +20,7 @@ REFUSED_STREAM = 7
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _PATH = b"/inference.GRPCInferenceService/ModelStreamInfer"
 
-# Headers without an index, their names by that of the static table where it has them (RFC 7541).
+# Headers without an index, their names by the static table's index where it has them (RFC 7541).
 _HEAD = b"".join(
     (
         b"\x83\x86",  # POST, http
@@ -33,7 +33,7 @@ _HEAD = b"".join(
 
 
 def greet(connection: socket.socket) -> None:
-    """The first bytes of a client, and that it has read the server's settings, as it will have."""
+    """Send the first bytes of a client, and ahead of time that it has read the server's settings."""
     connection.sendall(_PREFACE + frame(SETTINGS, 0, 0) + frame(SETTINGS, ACK, 0))
 
 
@@ -49,7 +49,7 @@ def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
 
 
 def frames(connection: socket.socket) -> Iterator[tuple[int, int, bytes]]:
-    """The kind, stream and payload of what comes, until the connection is closed. Raises TimeoutError."""
+    """The kind, stream and payload of each frame that comes, until the connection is closed. Raises TimeoutError."""
     while len(head := connection.recv(9, socket.MSG_WAITALL)) == 9:
         size = int.from_bytes(head[:3], "big")
         yield head[3], int.from_bytes(head[5:], "big"), connection.recv(size, socket.MSG_WAITALL) if size else b""

@@ -54,14 +54,14 @@ from trials.soak_engine import Counts
 Popularity = Literal["zipf", "uniform"]
 
 EXPECTED_ERRORS = frozenset({"NOT_FOUND", "UNAVAILABLE", "CANCELLED"})
-"""Not cached, no room now, and what a client has cancelled itself."""
+"""Not cached, no room now, and a request that its client has cancelled."""
 
 _START_TIMEOUT_S = 120.0
 _MAX_PROMPT_TOKENS = 48
 _MAX_SHOWN = 20
 _BLOCK_SIZE = 4
 _BLOCKS_PER_CLIENT = 5
-"""A third of what the longest requests take, so that some are preempted and compute their prompts twice."""
+"""A third of the blocks of the longest requests, so that some are preempted and compute their prompts twice."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Habits:
-    """Shares of what a client does; the rest are plain requests."""
+    """Shares of a client's actions; the rest are plain requests."""
 
     replace: float = 0.02
     replace_and_ask: float = 0.02
@@ -114,7 +114,7 @@ class Soak:
         adapters: Sequence[Versions],
         tally: Tally,
     ) -> None:
-        """adapters, tally: what is known and what has happened so far; written."""
+        """adapters, tally: the clients' knowledge and the outcomes so far; written."""
         self._client = client
         self._layout = layout
         self._options = options
@@ -123,7 +123,7 @@ class Soak:
         self._request_ids = itertools.count()
 
     def run(self, popularity: Popularity, num_turns: int, on_done: Callable[[], None]) -> None:
-        """Let the clients, all at once, take `num_turns` turns between them. Raises what a client raised."""
+        """Let the clients, all at once, take `num_turns` turns between them. Raises a client's exception."""
         weights = [1 / (number + 1) if popularity == "zipf" else 1 for number in range(len(self._adapters))]
         cumulative = list(itertools.accumulate(weights))
         turns = queue.SimpleQueue[int]()
@@ -206,7 +206,7 @@ class Soak:
         num_expected: int = len(BASE_ANSWER),
         must_be_found: bool = False,
     ) -> None:
-        """An answer must be whole, unless there is a reason; and what there is of it must be of a possible version."""
+        """An answer must be whole, unless there is a reason; and its tokens must be of a possible version."""
         seconds = time.perf_counter() - started
         matching = versions.matching(possible, call.token_ids, output.lora_digest)
         is_lost = must_be_found and output.error_code == "NOT_FOUND"

@@ -34,7 +34,7 @@ class Tally:
             self.counts[name] += 1
 
     def add(self, verdict: str | None, output: TokenOutput, seconds: float) -> None:
-        """One request ended with `output`; `verdict` says what is wrong about it, None if nothing is."""
+        """One request ended with `output`; `verdict` tells the fault, None if there is none."""
         with self._lock:
             self.counts["requests"] += 1
             self.seconds.append(seconds)
@@ -47,7 +47,7 @@ class Tally:
 
 
 class Call:
-    """A listener that keeps what one request was answered."""
+    """A listener that keeps the answer to one request."""
 
     def __init__(self) -> None:
         self.token_ids: list[int] = []
@@ -70,7 +70,7 @@ class Call:
         return self.is_given_up
 
     def give_up(self) -> None:
-        """Nobody waits for the answer any more, as the engine client learns when it asks."""
+        """Stop waiting for the answer, as the engine client learns when it asks."""
         self.is_given_up = True
 
     def wait(self) -> TokenOutput:
@@ -93,7 +93,7 @@ class Versions:
 
     @property
     def task_id(self) -> int:
-        """Far apart, and beyond 32 bits."""
+        """An id far from the others, and beyond 32 bits."""
         return (self.number + 1) * 1_000_000_007
 
     @property

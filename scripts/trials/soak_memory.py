@@ -14,13 +14,13 @@ import psutil
 SHARED_MEMORY = "/dev/shm"
 SHORTEST_JUDGED_S = 1800.0
 """CPython's free lists fill for a quarter of an hour, also in a process that has nothing to do: half of a stretch is
-left out, and in a shorter one what they take would count as growth.
+left out, and in a shorter stretch their memory would count as growth.
 """
 
 _NUM_STANDARD_ERRORS = 3
 _NEGLIGIBLE_SLOPE = 1.0
 _NEGLIGIBLE_SHARE = 0.01
-"""MiB an hour, and share of its size: what grows by less than the larger of them is flat, however small its error."""
+"""MiB an hour, and share of its size: memory that grows by less than the larger is flat, however small its error."""
 
 _WARM_UP_SHARE = 0.5
 
@@ -42,7 +42,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Stretch:
-    """Between two starts of a server: bytes of each process, and of /dev/shm, at each of `seconds` of the soak."""
+    """The time between two starts of a server: bytes of each process, and of /dev/shm, at `seconds` of the soak."""
 
     seconds: list[float] = field(default_factory=list)
     num_bytes: dict[str, list[int]] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class Stretch:
         return bool(self.seconds) and self.seconds[-1] - self.seconds[0] >= SHORTEST_JUDGED_S
 
     def line(self, name: str) -> Line:
-        """Fitted to what comes after the warm-up."""
+        """The line fitted to the samples after the warm-up."""
         start = int(len(self.seconds) * _WARM_UP_SHARE)
         return fit(self.seconds[start:], self.num_bytes[name][start:])
 
@@ -76,7 +76,7 @@ def fit(seconds: Sequence[float], num_bytes: Sequence[int]) -> Line:
     """Least squares. The error supposes deviations that each resemble the one before, as memory's do."""
     x, y = np.asarray(seconds, float) / 3600, np.asarray(num_bytes, float) / (1 << 20)
     deviations = x - x.mean()
-    spread = float(deviations @ deviations) or 1.0  # of one sample there is none
+    spread = float(deviations @ deviations) or 1.0  # one sample has no spread
     slope = float(deviations @ (y - y.mean())) / spread
     residuals = y - y.mean() - slope * deviations
     error = float(np.sqrt(residuals @ residuals / max(1, len(x) - 2) / spread)) * _dependence(residuals)
@@ -94,9 +94,9 @@ def _dependence(residuals: npt.NDArray[np.float64]) -> float:
 
 
 def measure(processes: Mapping[str, psutil.Process], shared_memory: Path) -> dict[str, int]:
-    """By role the anonymous memory, which is what leaks; files mapped are shared with whoever else runs here.
+    """The anonymous memory by role, because only this leaks; mapped files are shared with other programs here.
 
-    Raises psutil.NoSuchProcess for one that has died.
+    Raises psutil.NoSuchProcess for a process that has died.
     """
     sizes = {name: anonymous_bytes(process) for name, process in processes.items()}
     return sizes | {SHARED_MEMORY: sum(map(_allocated_bytes, shared_memory.iterdir()))}
@@ -112,7 +112,7 @@ def anonymous_bytes(process: psutil.Process) -> int:
 
 
 def _allocated_bytes(file: Path) -> int:
-    """0 for one that is gone meanwhile."""
+    """The bytes that a file takes; 0 for a file that is gone meanwhile."""
     with suppress(FileNotFoundError):
         return file.stat().st_blocks * 512
     return 0

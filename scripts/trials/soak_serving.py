@@ -64,9 +64,9 @@ _BAD_REQUESTS: Sequence[Mapping[str, object]] = (
 class Death:
     """The server lost a process.
 
-    at_s: of the soak. first: who died first; several where no order was seen. reason: what multilora-serve said when
-    it started tritonserver again, if it did. recovery_s: from the death until every client was answered again, None if
-    they were not. errors: that clients saw in that time, by code.
+    at_s: of the soak. first: the process that died first; several where no order was seen. reason: the words of
+    multilora-serve when it started tritonserver again, if it did. recovery_s: from the death until every client was
+    answered again, None if they were not. errors: the errors that clients saw in that time, by code.
     """
 
     at_s: float
@@ -81,7 +81,7 @@ class Death:
 
     @property
     def complaint(self) -> str:
-        """What must not be about it; empty for a crash of tritonserver that was mended."""
+        """The complaint about a death; empty for a crash of tritonserver that was mended."""
         if not self.is_excused:
             return f"{', '.join(sorted(self.first))} died" + (f": {self.reason}" if self.reason else "")
         return "" if self.recovery_s is not None else "the restarted server does not answer every client"
@@ -144,9 +144,9 @@ class Soak:
         self._next_report_s = _REPORT_INTERVAL_S
 
     def run(self) -> None:
-        """Until the time is up, or a process dies that must not.
+        """Run until the time is up, or a process dies that must not.
 
-        Raises what a client raised that is no answer of the server, and AssertionError for a server that ended.
+        Raises a client's exception that is no answer of the server, and AssertionError for a server that ended.
         """
         with self._scene.load.running():
             self._started = time.monotonic()
@@ -162,7 +162,7 @@ class Soak:
         return time.monotonic() - self._started
 
     def _live(self) -> frozenset[str]:
-        """One stretch; who of the server's processes died first and ended it, nobody if the time did."""
+        """Run one stretch; the server's processes that died first and ended it, none if the time did."""
         processes, stretch = self._scene.server.processes(), Stretch()
         self._roles |= processes.keys()
         self._record.stretches.append(stretch)
@@ -180,7 +180,7 @@ class Soak:
         return frozenset()
 
     def _recover(self, death: Death, num_ready: int, num_restarts: int) -> bool:
-        """Wait for the server to be as before, and note what it cost; whether the soak goes on.
+        """Wait for the server to be as before, and note the cost; whether the soak goes on.
 
         num_ready, num_restarts: the server's, before the death.
         """
@@ -245,7 +245,7 @@ def _answers_table(tally: Tally) -> Table:
 
 
 def conclude(record: Record, tally: Tally, console: Console) -> bool:
-    """Print what was seen; whether it is as it must be."""
+    """Print the record and the tally; whether both are as they must be."""
     for table in render(record, tally):
         console.print(table)
     for death in record.deaths:

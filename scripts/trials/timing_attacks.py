@@ -37,7 +37,7 @@ Ask = Callable[[str, service_pb2.ModelInferRequest], None]
 
 
 def learn_of_adapters_by_errors(doors: Doors) -> str:
-    """Whether an id that another tenant has is not found in another time than one that nobody has."""
+    """Whether an id that another tenant has is not found in another time than an id that no tenant has."""
 
     def arrange(ask: Ask, number: int) -> tuple[service_pb2.ModelInferRequest, service_pb2.ModelInferRequest]:
         if number == 0:
@@ -48,7 +48,7 @@ def learn_of_adapters_by_errors(doors: Doors) -> str:
 
 
 def learn_of_weights_by_uploads(doors: Doors) -> str:
-    """Whether weights that another tenant has sent are taken in another time than those that nobody has."""
+    """Whether weights that another tenant has sent are taken in another time than weights that no tenant has."""
 
     def arrange(ask: Ask, number: int) -> tuple[service_pb2.ModelInferRequest, service_pb2.ModelInferRequest]:
         task = _VICTIMS_ADAPTER + 10 + 2 * number
@@ -59,7 +59,7 @@ def learn_of_weights_by_uploads(doors: Doors) -> str:
 
 
 def learn_of_prompts_by_first_tokens(doors: Doors) -> str:
-    """Whether the first token of a prompt that another tenant has asked comes in another time than of a new one."""
+    """Whether the first token of a prompt that another tenant has asked comes in another time than a new one's."""
 
     def arrange(ask: Ask, number: int) -> tuple[service_pb2.ModelInferRequest, service_pb2.ModelInferRequest]:
         known, new = (_first_token(_prompt(f"{number} {kind}")) for kind in ("known", "new"))
@@ -74,18 +74,18 @@ TIMING_ATTACKS: Mapping[str, Attack] = {
     "time of an upload: does another tenant have these weights?": learn_of_weights_by_uploads,
     "time to a first token: has another tenant asked this?": learn_of_prompts_by_first_tokens,
 }
-"""By what a table calls them."""
+"""The attacks by their names in a table."""
 
 _VICTIMS_ADAPTER = 7_000_000
 
 
 def chance_of_longer(first: Sequence[float], second: Sequence[float]) -> float:
-    """That a time of `first` is longer than one of `second`; equal ones count a half."""
+    """The chance that a time of `first` is longer than one of `second`; equal ones count a half."""
     return statistics.fmean((a > b) + 0.5 * (a == b) for a in first for b in second)
 
 
 def judge(known: Sequence[float], new: Sequence[float]) -> str:
-    """What times in seconds tell. Raises Leak."""
+    """The result of times in seconds, in words. Raises Leak."""
     chance = chance_of_longer(known, new)
     medians = " and ".join(f"{1e3 * statistics.median(times):.1f}" for times in (known, new))
     text = f"medians {medians} ms, the other tenant's longer with chance {chance:.2f}"
@@ -99,7 +99,7 @@ def _compare(
     arrange: Callable[[Ask, int], tuple[service_pb2.ModelInferRequest, service_pb2.ModelInferRequest]],
     num_pairs: int,
 ) -> str:
-    """arrange: makes the requests of a pair: for what the victim has, and for what nobody has."""
+    """arrange: makes a pair of requests: for something that the victim has, and for something that no tenant has."""
     order = random.Random(7)
     times: tuple[list[float], list[float]] = ([], [])
     with grpc.insecure_channel(doors.grpc_url, GRPC_OPTIONS) as channel:
@@ -118,7 +118,7 @@ def _ask(stub: GRPCInferenceServiceStub, tenant: str, request: service_pb2.Model
     try:
         stub.ModelInfer(request, timeout=TIMEOUT_S, metadata=[*doors.headers.items()])
     except grpc.RpcError as error:
-        if error.code() is not grpc.StatusCode.NOT_FOUND:  # which is what it is for
+        if error.code() is not grpc.StatusCode.NOT_FOUND:  # the error that the attack times
             raise
 
 

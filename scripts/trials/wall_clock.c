@@ -117,7 +117,7 @@ int pthread_mutex_timedlock(pthread_mutex_t *restrict mutex, const struct timesp
   return pthread_mutex_clocklock(mutex, CLOCK_REALTIME, deadline);
 }
 
-// Looking again is a spurious wakeup, which every caller expects: waiting on here could miss what was signalled.
+// Looking again is a spurious wakeup, which every caller expects: waiting on here could miss a signal.
 int pthread_cond_clockwait(pthread_cond_t *restrict condition, pthread_mutex_t *restrict mutex, clockid_t clock,
                            const struct timespec *restrict deadline) {
   if (clock != CLOCK_REALTIME) return REAL(pthread_cond_clockwait)(condition, mutex, clock, deadline);
@@ -134,7 +134,7 @@ int pthread_cond_timedwait(pthread_cond_t *restrict condition, pthread_mutex_t *
   return pthread_cond_clockwait(condition, mutex, clock, deadline);
 }
 
-// What libstdc++ and gRPC wait on by themselves.
+// The system call in which libstdc++ and gRPC wait by themselves.
 long syscall(long number, ...) {
   long arguments[6];
   va_list list;

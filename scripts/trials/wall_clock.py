@@ -13,7 +13,7 @@ _NS = 10**9
 
 
 class WallClock:
-    """The clock of the programs that are started with `environment`, and of theirs. It tells the truth at first."""
+    """The clock of the programs started with `environment`, and of their children. It tells the truth at first."""
 
     def __init__(self, directory: Path) -> None:
         """directory: for the library and the clock's offset; must outlive the programs."""
@@ -29,7 +29,7 @@ class WallClock:
     def set(self, offset_s: int) -> None:
         """Be so many seconds ahead of the truth from now on."""
         with self.offset_file.open("r+b") as file, mmap.mmap(file.fileno(), _OFFSET.size) as page:
-            # One store of eight bytes, so that nobody sees half of it.
+            # One store of eight bytes, so that no program sees half of it.
             memoryview(page).cast("q")[0] = offset_s * _NS
 
     def is_of(self, pid: int) -> bool:

@@ -26,7 +26,7 @@ DOORS: Mapping[str, str] = {
     "HTTP generate": "generation_unary",
     "HTTP generate_stream": "generation",
 }
-"""Where a request can be sent, and the model it asks there."""
+"""The doors to which a request can be sent, and the model that it asks there."""
 
 _ENSEMBLE_NAMES = {"runtime_top_k": "top_k", "runtime_top_p": "top_p", "streaming": "stream"}
 
@@ -41,7 +41,7 @@ class InputSpec:
 
 @dataclass
 class WireTensor:
-    """An input as it is sent. Nothing has to fit anything."""
+    """An input as it is sent. Its fields need not fit each other."""
 
     name: str
     datatype: str
@@ -51,7 +51,7 @@ class WireTensor:
 
 @dataclass
 class WireRequest:
-    """A request. body_damage: for doors whose requests are text, what happens to that text on the way."""
+    """A request. body_damage: for doors whose requests are text, the change of that text on the way."""
 
     door: str
     model: str
@@ -66,7 +66,7 @@ class WireRequest:
         return next((tensor for tensor in self.tensors if tensor.name == name), None)
 
     def put(self, tensor: WireTensor) -> None:
-        """In the place of the one of that name, if there is one."""
+        """Put a tensor in the place of the tensor of that name, if there is one."""
         self.tensors = [other for other in self.tensors if other.name != tensor.name] + [tensor]
 
 
@@ -81,7 +81,7 @@ class ModelFacts:
 
 
 def tensor(name: str, values: Any, datatype: str) -> WireTensor:
-    """Of values as nested lists or an array, behind a batch dimension of 1."""
+    """A tensor of values as nested lists or an array, behind a batch dimension of 1."""
     array = np.asarray(values, triton_to_np_dtype(datatype))[np.newaxis]
     data = serialize_byte_tensor(array).item() if datatype == "BYTES" else array.tobytes()
     return WireTensor(name, datatype, list(array.shape), data)
@@ -128,7 +128,7 @@ def _prompt(random: Random, known: Mapping[str, InputSpec]) -> WireTensor:
 
 
 def _options(random: Random, number: int, facts: ModelFacts, has_weights: bool) -> list[WireTensor]:
-    """Those of one way to use the server."""
+    """The options of one way to use the server."""
     match random.randrange(9):
         case 0:
             values = {"temperature": 0.7, "runtime_top_p": 0.9, "repetition_penalty": 1.1, "min_p": 0.01}

@@ -15,11 +15,11 @@ from multilora_engine.lora.names import check_name
 from multilora_wire.adapter_info import AdapterInfo
 
 UPDATES = ("load_lora", "unload_lora", "list_loras")
-"""What Dynamo's system server hands on of `/v1/loras`."""
+"""The updates that Dynamo's system server hands on of `/v1/loras`."""
 
 
 class Operator(Protocol):
-    """What is needed of `EngineOperator`."""
+    """The part of `EngineOperator` that is needed."""
 
     async def list_adapters(self) -> list[AdapterInfo]: ...
     async def load(self, name: str, path: str = "") -> AdapterInfo: ...
@@ -27,7 +27,7 @@ class Operator(Protocol):
 
 
 class Cards(Protocol):
-    """What is needed of `AdapterCards`."""
+    """The part of `AdapterCards` that is needed."""
 
     async def publish(self, card: AdapterCard) -> None: ...
     async def withdraw(self, name: str) -> None: ...
@@ -130,7 +130,7 @@ class FleetAdapters:
 
 
 def path_of(uri: str) -> str:
-    """What the sources call a place that Dynamo writes as a URI: file: and hf: lose their scheme.
+    """The sources' path of a place that Dynamo writes as a URI: file: and hf: lose their scheme.
 
     Raises InvalidRequest for a file of another machine.
     """
@@ -143,7 +143,7 @@ def path_of(uri: str) -> str:
 
 
 async def answer_update(adapters: FleetAdapters, update: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What Dynamo's system server answers to `load_lora`, `unload_lora` and `list_loras`."""
+    """The answer of Dynamo's system server to `load_lora`, `unload_lora` and `list_loras`."""
     try:
         if update == "list_loras":
             loras = {card.name: card.lora_id for card in adapters.cards}

@@ -1,4 +1,4 @@
-"""`Answer`: what the engine says to a request, as the chunks that Dynamo's front reads."""
+"""`Answer`: the engine's answer to a request, as the chunks that Dynamo's front reads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CANCELLED: Chunk = {"token_ids": [], "index": 0, "finish_reason": "cancelled"}
 """The last chunk of an answer that nobody waits for any more."""
 
 _NO_LOG_PROB = -9999.0
-"""In place of minus infinity, which JSON cannot say: of a token that the guide has ruled out."""
+"""Stands for minus infinity, which JSON cannot say: the log-prob of a token that the guide has ruled out."""
 
 
 class Answer:

@@ -1,4 +1,4 @@
-"""`AdapterCard`: what the fleet is told of an adapter."""
+"""`AdapterCard`: the facts that the fleet is told of an adapter."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from multilora_wire.adapter_info import AdapterInfo
 
 @dataclass(frozen=True)
 class AdapterCard:
-    """What is on the card of an adapter. digest, ranks, modules: empty before its weights have been read."""
+    """The card of an adapter. digest, ranks, modules: empty before its weights have been read."""
 
     name: str
     digest: str = ""
@@ -22,12 +22,12 @@ class AdapterCard:
 
     @property
     def lora_id(self) -> int:
-        """By which Dynamo knows the name, the same on every worker: its `lora_name_to_id`."""
+        """The number by which Dynamo knows the name, the same on every worker: its `lora_name_to_id`."""
         return int.from_bytes(blake3(self.name.encode()).digest()[4:8], "big") & 0x7FFF_FFFF
 
     @property
     def user_data(self) -> Mapping[str, Any]:
-        """Beside what Dynamo's own workers write: which version it was when the card was published, and how large.
+        """Additions to Dynamo's own workers' cards: which version it was when the card was published, and how large.
 
         Dynamo lets nobody change a card, and to take it away for a moment would refuse requests: one that moves to
         other weights keeps its card, and `list_loras` tells which ones it has.

@@ -1,4 +1,4 @@
-"""`AdapterCards`: what the fleet is told of the adapters that a worker answers for."""
+"""`AdapterCards`: tells the fleet of the adapters that a worker answers for."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class EventPublisher(Protocol):
-    """What is needed of Dynamo's `KvEventPublisher`."""
+    """The part of Dynamo's `KvEventPublisher` that is needed."""
 
     def publish_batch(self, events: Sequence[Mapping[str, Any]]) -> None: ...
 
@@ -23,7 +23,7 @@ class EventPublisher(Protocol):
 class BlockPublisher:
     """The listener of the engine's blocks. Only the client's thread calls it, but for `start`, which comes first.
 
-    Dynamo computes the hash that it routes by from what is published: tokens, name of the adapter, salt. That hash
+    Dynamo computes the hash that it routes by from published values: tokens, name of the adapter, salt. That hash
     knows no versions: when a name has moved to other weights, the blocks of the earlier ones are taken back with the
     first block of the later ones. Blocks behind one that is not published are left out: the router cannot place them.
     """
@@ -40,7 +40,7 @@ class BlockPublisher:
         return len(self._published)
 
     def start(self, publisher: EventPublisher) -> None:
-        """Publish from now on; what was before is not told."""
+        """Publish from now on; earlier events are not told."""
         self._publisher = publisher
 
     def on_events(self, events: list[BlockEvent]) -> None:

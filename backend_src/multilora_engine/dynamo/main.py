@@ -8,7 +8,7 @@ from multilora_engine.errors import ConfigError
 
 
 def main() -> None:
-    """Serve until a signal ends it. What an operator can cause is one line and exit status 1."""
+    """Serve until a signal ends it. An error that an operator can cause is one line and exit status 1."""
     try:
         from dynamo.common.backend.run import run
     except ImportError as error:

@@ -32,7 +32,7 @@ class EngineOperator:
         self._loop = loop
 
     async def list_adapters(self) -> list[AdapterInfo]:
-        """The adapters of all tiers, and those that the sources tell of."""
+        """The adapters of all tiers, and the ones that the sources tell of."""
         return (await self._ask(ListAdapters(), AdapterList)).adapters
 
     async def load(self, name: str, path: str = "") -> AdapterInfo:
@@ -40,15 +40,15 @@ class EngineOperator:
         return (await self._ask(LoadAdapter(name=name, path=path), AdapterReport)).adapter
 
     async def unload(self, name: str) -> AdapterInfo:
-        """Forget an adapter; what runs with it keeps it."""
+        """Forget an adapter; requests that run with it keep it."""
         return (await self._ask(UnloadAdapter(name=name), AdapterReport)).adapter
 
     async def events_since(self, number: int) -> EventList:
-        """What happened to adapters after an event."""
+        """The events of adapters after the one of this number."""
         return await self._ask(ReadEvents(number), EventList)
 
     async def stats(self) -> StatsReport:
-        """What the engine has to do and has done."""
+        """The engine's load, and its work so far."""
         return await self._ask(ReadStats(), StatsReport)
 
     async def _ask(self, operation: Operation, report: type[_Report]) -> _Report:

@@ -17,17 +17,17 @@ from multilora_engine.tritonserver.checkpoint import resolve_checkpoint
 from multilora_engine.tritonserver.repository import parse_override
 
 _DEFAULT_PARAMETERS: Mapping[str, str] = {"lora_on_conflict": "replace"}
-"""To load a name again with other weights means to move it to them; what runs keeps the ones that it began with."""
+"""To load a name again with other weights means to move it to them; running requests keep the ones they began with."""
 
 _DESCRIPTION = "Serve a model and its LoRA adapters as a worker of NVIDIA Dynamo."
 
 
 @dataclass(frozen=True)
 class WorkerOptions:
-    """What a worker is started with.
+    """The options that a worker is started with.
 
-    parameters: of the engine, as in the `parameters` of model_repository/generation/config.pbtxt. model_name: what
-    clients call the base model. drain_timeout_s: what requests in flight get to finish when the worker ends.
+    parameters: of the engine, as in the `parameters` of model_repository/generation/config.pbtxt. model_name: the
+    clients' name for the base model. drain_timeout_s: the time for requests in flight to finish when the worker ends.
     """
 
     parameters: Mapping[str, str]

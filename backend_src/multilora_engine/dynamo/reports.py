@@ -1,4 +1,4 @@
-"""`StatsReporter`: what the engine counts, for Dynamo's router and on the worker's metrics page."""
+"""`StatsReporter`: the engine's counts, for Dynamo's router and on the worker's metrics page."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from multilora_engine.serving.metrics import ENGINE_RESTARTS, Sample, samples
 
 _INTERVAL_S = 0.5
 _RANK = 0
-"""Of the one engine that a worker has, among those of its data parallel group."""
+"""The rank of a worker's one engine in its data parallel group."""
 
 logger = logging.getLogger(__name__)
 
 
 class Operator(Protocol):
-    """What is needed of `EngineOperator`."""
+    """The part of `EngineOperator` that is needed."""
 
     async def stats(self) -> StatsReport: ...
 
 
 class StatsReporter:
-    """Asks the engine twice a second. The page has what the engine said last, and nothing before it has said anything.
+    """Asks the engine twice a second. The page has the engine's last report, and nothing before the first one.
 
     model_name: the label of gauges that gateways read. num_restarts: of the engine process so far.
     """
@@ -42,7 +42,7 @@ class StatsReporter:
 
     @property
     def page(self) -> str:
-        """In the text format of Prometheus."""
+        """The counts in the text format of Prometheus."""
         return self._page
 
     async def run(self, publisher: Any) -> None:

@@ -1,4 +1,4 @@
-"""Reads what Dynamo's front sends: a prompt and how it shall be answered."""
+"""Reads the requests of Dynamo's front: a prompt and how it shall be answered."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from multilora_engine.serving.call_limits import check_call
 from multilora_engine.serving.calls import GenerateCall
 
 _REGEX_SPECIAL = re.compile(r"([\\.+*?()|\[\]{}^$#&~-])")
-"""What Rust's `regex::escape` escapes."""
+"""The characters that Rust's `regex::escape` escapes."""
 
 
 def read_request(request: Mapping[str, Any]) -> WorkerRequest:
-    """Raises InvalidRequest for what no worker of this kind can read, and Unsupported for inputs that are no text."""
+    """Raises InvalidRequest for a request that no such worker can read, and Unsupported for inputs that are no text."""
     try:
         read = msgspec.convert(request, WorkerRequest)
     except msgspec.ValidationError as error:
@@ -59,7 +59,7 @@ def engine_request(request: WorkerRequest, request_id: str, info: EngineInfo) ->
 
 
 def read_sampling(request: WorkerRequest, info: EngineInfo) -> SamplingParams:
-    """How the tokens of an answer are chosen. What the client left open is as with OpenAI: drawn at temperature 1.
+    """How the tokens of an answer are chosen. Values left open are as with OpenAI: drawn at temperature 1.
 
     Raises InvalidRequest or Unsupported.
     """
@@ -145,7 +145,7 @@ def _choice_guide(choices: list[str]) -> Guide:
 
 
 def _call_of(request: WorkerRequest, sampling: SamplingParams, info: EngineInfo) -> GenerateCall:
-    """What Triton's doors call the same, to which the same limits apply."""
+    """The same call as from Triton's doors, to which the same limits apply."""
     return GenerateCall(
         prompts=[request.token_ids],
         num_sequences=1,

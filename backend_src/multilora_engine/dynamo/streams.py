@@ -47,9 +47,9 @@ class OutputStream:
         self._arrived.set()
 
     async def next(self) -> list[TokenOutput]:
-        """What has come since the last time, outputs of one request joined; nothing once it is cancelled.
+        """The outputs since the last time, those of one request joined; nothing once it is cancelled.
 
-        Raises what the call failed with: EngineUnavailable for want of an engine, and any other RequestError as a
+        Raises the error of the call: EngineUnavailable for want of an engine, and any other RequestError as a
         RelayedError.
         """
         await self._arrived.wait()

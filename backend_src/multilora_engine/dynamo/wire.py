@@ -1,4 +1,4 @@
-"""What Dynamo's front sends with a prompt, as the fields of its `PreprocessedRequest`, as far as a worker reads them.
+"""The fields of a `PreprocessedRequest`, which Dynamo's front sends with a prompt, as far as a worker reads them.
 
 Where a field is a choice of tokens or of their number, one that is not known here is an error, not a misunderstanding.
 """
@@ -81,7 +81,7 @@ class Routing(msgspec.Struct, frozen=True):
 
 
 class WorkerRequest(msgspec.Struct, frozen=True):
-    """model: what the client asked for, the base model's name or an adapter's."""
+    """model: the name that the client asked for, the base model's or an adapter's."""
 
     token_ids: list[int]
     model: str = ""

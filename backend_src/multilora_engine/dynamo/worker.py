@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 class DynamoWorker(LLMEngine):
-    """Owns the engine process, which is started again when it dies; what is in flight then goes to another worker.
+    """Owns the engine process, which is started again when it dies; requests in flight then go to another worker.
 
     All methods run in one event loop.
     """
@@ -80,7 +80,7 @@ class DynamoWorker(LLMEngine):
         return [PushSource(on_ready=self._blocks.start)] if self._options.engine.enable_prefix_caching else []
 
     async def on_endpoint_ready(self, endpoint: Any) -> None:
-        """Put what the sources have into the fleet, while requests for the base model are served already."""
+        """Put the sources' adapters into the fleet, while requests for the base model are served already."""
         engine = self._options.engine
         path, max_loras = str(engine.model_path), engine.lora.max_loras
         cards = AdapterCards(endpoint, path, engine.block_size, max_loras)
@@ -149,7 +149,7 @@ class DynamoWorker(LLMEngine):
         return await answer_update(self._adapters, update, body)
 
     async def cleanup(self) -> None:
-        """Give what is in flight the time to finish, then end the engine: Dynamo has stopped sending requests."""
+        """Give requests in flight the time to finish, then end the engine: Dynamo has stopped sending requests."""
         for task in self._tasks:
             task.cancel()
         if lost := await self._streams.wait_closed(self._options.drain_timeout_s):

@@ -1,4 +1,4 @@
-"""`Answers`: what the chosen tokens of a step give each request."""
+"""`Answers`: the outputs of each request from the chosen tokens of a step."""
 
 from __future__ import annotations
 

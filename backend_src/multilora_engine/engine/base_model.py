@@ -1,4 +1,4 @@
-"""`BaseModel`: what an engine loads first, and what follows from it and from the configuration."""
+"""`BaseModel`: the model that an engine loads first, and the parts that follow from it and from the configuration."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _logger = logging.getLogger(__name__)
 class BaseModel:
     """The model with its weights, its tokenizer, the layout of adapters for it, and the plan of the memory left.
 
-    dtype: what the model computes in.
+    dtype: of the model's computations.
     """
 
     model: Model

@@ -39,11 +39,11 @@ class BlockEvents:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether somebody takes what is appended."""
+        """Whether somebody takes the events."""
         return self._is_wanted
 
     def want(self) -> None:
-        """Keep what happens from now on."""
+        """Keep the events from now on."""
         self._is_wanted = True
 
     def append(self, event: BlockEvent) -> None:
@@ -51,6 +51,6 @@ class BlockEvents:
             self._events.append(event)
 
     def take(self) -> list[BlockEvent]:
-        """What was appended since the last time."""
+        """The events since the last time."""
         events, self._events = self._events, []
         return events

@@ -75,8 +75,8 @@ class Engine:
 
     With `enable_async_scheduling`, a step stays in flight when `step` returns: the next call schedules and launches
     another one, in which the tokens that are being chosen are *pending*, and reads them then. A GPU thus never waits
-    for the host's work between steps. What a sequence computed beyond the end of its answer is dropped. A step is read
-    at once when any of its sequences' sampling `must_read_each_token`.
+    for the host's work between steps. Tokens that a sequence computed beyond the end of its answer are dropped. A step
+    is read at once when any of its sequences' sampling `must_read_each_token`.
     """
 
     def __init__(self, config: EngineConfig, on_progress: Callable[[int, int], None] | None = None) -> None:
@@ -127,7 +127,7 @@ class Engine:
 
     @property
     def block_events(self) -> BlockEvents:
-        """What the prefix cache comes to know and forgets."""
+        """The prefix cache's events: the blocks it comes to know and forgets."""
         return self._block_events
 
     @property
@@ -151,7 +151,7 @@ class Engine:
         return AdaptersInUse(self._max_loras, sorted(running - {""}), sorted(waiting - running - {""}))
 
     def warm_up(self) -> None:
-        """Do now what the first request of its kind would make the steps of all others wait for."""
+        """Do now the work that the first request of its kind would make the steps of all others wait for."""
         self._guide_queue.warm_up()
 
     def put_adapter(self, lora_task_id: TaskId, adapter: PackedAdapter, name: str = "") -> None:
@@ -171,7 +171,7 @@ class Engine:
         self._admission.accept(request)
 
     def abort(self, request_id: str) -> TokenOutput | None:
-        """End a request now. Its final output, with what was held back; None if it has ended before."""
+        """End a request now. Its final output, with the part that was held back; None if it has ended before."""
         sequence = self._live.get(request_id)
         if sequence is None:
             return None
@@ -213,7 +213,7 @@ class Engine:
             assert sequence.num_pending_tokens == pending.get(sequence, 0), "a pending token is lost"
 
     def close(self) -> None:
-        """Drop what is in flight, without outputs, and spill adapters to disk if there is a disk tier."""
+        """Drop the requests in flight, without outputs, and spill adapters to disk if there is a disk tier."""
         self._admission.close()
         self._in_flight = None
         self._guide_queue.close()
@@ -312,7 +312,7 @@ class Engine:
         return outputs
 
     def _prompt_outputs(self, step: list[ScheduledSequence]) -> list[TokenOutput]:
-        """What is told of prompts in this step and did not leave with a token. Steps end with the prompts."""
+        """The outputs about prompts of this step that did not leave with a token. Steps end with the prompts."""
         prompts = takewhile(lambda scheduled: scheduled.num_tokens > 1, reversed(step))
         sequences = self._live.roots(scheduled.sequence for scheduled in prompts)
         return [prompt_output(sequence) for sequence in sequences if sequence.prompt_report.logits]

@@ -1,4 +1,4 @@
-"""`EngineStats`: what an engine's operators watch. Plain values, apart from the engine: the fronts read them too."""
+"""`EngineStats`: numbers for an engine's operators. Plain values, apart from the engine: the fronts read them too."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class EngineStats:
 
 @dataclass(frozen=True)
 class AdaptersInUse:
-    """Names, or task ids as text, of the adapters of requests that run and of those that only wait. Both sorted.
+    """Names, or task ids as text, of the adapters of requests that run, and of adapters that only wait. Both sorted.
 
     max_loras: distinct adapters that may run at once.
     """

@@ -18,7 +18,7 @@ AnyShare = TypeVar("AnyShare", bound="_Share")
 
 
 class _Share(ABC):
-    """What a client, or one of its adapters, gets of one priority.
+    """The share that a client, or one of its adapters, has of one priority.
 
     num_tokens: its count, see `FairQueue`. num_sequences: that wait or run.
     """
@@ -35,7 +35,7 @@ class _Share(ABC):
 
 
 class _AdapterShare(_Share):
-    """Of one adapter, or the base model."""
+    """The share of one adapter, or of the base model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class _Turns(Generic[Key, AnyShare]):
         return None
 
     def list(self, key: Key) -> None:
-        """Let a share take part that has something waiting, from the smallest count of those that do on."""
+        """Let a share take part that has something waiting, from the smallest count of the shares that do on."""
         share = self.shares[key]
         if not share.is_listed:
             self.first()
@@ -113,7 +113,7 @@ class _Turns(Generic[Key, AnyShare]):
 
 
 class _ClientShare(_Share):
-    """Of one client. adapters: the turns that its own adapters take."""
+    """The share of one client. adapters: the turns that its own adapters take."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,15 +130,15 @@ _Clients = _Turns[str, _ClientShare]
 
 
 class FairQueue:
-    """Who starts next: the smallest priority; of that the client that was served least; of its adapters the one that
-    was served least; of that who comes first in its `WaitingLine`.
+    """The order of starts: the smallest priority; of that the client that was served least; of its adapters the one
+    that was served least; of that the first sequence in its `WaitingLine`.
 
     Each client counts the tokens that were computed for it, over its weight, in each priority on its own; so does each
     of its adapters (and the base model), without weights. When nothing of it has waited for a while, its count is
-    lifted to the smallest of those that wait: nobody saves up. So a client, or an adapter, with a thousand requests and
+    lifted to the smallest waiting one: nobody saves up. So a client, or an adapter, with a thousand requests and
     one with a single request take turns. This is the virtual token counter of Sheng et al., "Fairness in Serving Large
-    Language Models", OSDI 2024: while two clients have requests waiting, what they were served differs by no more than
-    what can run at once.
+    Language Models", OSDI 2024: while two clients have requests waiting, their service differs by no more than the
+    work that can run at once.
 
     A sequence is `add`ed, taken to run (`take`), perhaps `put_back`, and at its end, waiting or running, `discard`ed.
     Each of these costs the logarithm of the number of clients, of adapters and of sequences.
@@ -179,7 +179,7 @@ class FairQueue:
         self._wait(sequence)
 
     def first(self) -> Sequence | None:
-        """Who should start next."""
+        """The sequence that should start next."""
         for priority in self._order:
             client = self._priorities[priority].first()
             if client is not None:
@@ -206,7 +206,7 @@ class FairQueue:
         self._set_aside.clear()
 
     def charge(self, sequence: Sequence, start: int, end: int) -> None:
-        """The tokens start .. end - 1 are computed for a sequence. What it lost and computes again is free."""
+        """The tokens start .. end - 1 are computed for a sequence. Tokens that it lost and computes again are free."""
         num_tokens = max(0, end - max(start, sequence.num_charged_tokens))
         self._client(sequence).num_tokens += num_tokens / sequence.request.sender.weight
         self._adapter(sequence).num_tokens += num_tokens
@@ -218,7 +218,7 @@ class FairQueue:
         return any(clients.shares.keys() != {name} for clients in self._priorities.values())
 
     def turn(self, running: Sequence) -> tuple[int, float, float]:
-        """Sorts those that run in the order in which they would start if they waited."""
+        """Sorts running sequences in the order in which they would start if they waited."""
         return running.request.priority, self._client(running).num_tokens, self._adapter(running).num_tokens
 
     def goes_before(self, waiting: Sequence, running: Sequence) -> bool:
@@ -252,7 +252,7 @@ class FairQueue:
             self._order.remove(priority)
 
     def check_integrity(self, running: Iterable[Sequence]) -> None:
-        """Every share counts what is its own. running: the sequences that were taken."""
+        """Every share counts its own sequences. running: the sequences that were taken."""
         num_running = Counter(map(_place, running))
         assert self._order == sorted(self._priorities)
         assert not self._set_aside

@@ -1,4 +1,4 @@
-"""`HostWork`: what a request may take of the thread that everybody's steps run on."""
+"""`HostWork`: the time that a request may take of the thread that everybody's steps run on."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from multilora_engine.errors import TooMuchHostWork
 from multilora_engine.request import SamplingParams
 
 _MAX_DEBT = 5
-"""A request may be behind by so many times what all requests of a step may take together."""
+"""A request may be behind by so many times the time that all requests of a step may take together."""
 
 _MAX_CHARGE = 2
 """The most that one step charges, likewise."""
@@ -17,7 +17,7 @@ class HostWork:
     """The time of the engine's own thread, between the computations of two steps, that single requests cost: for words,
     guides and beams. A request without any is neither timed nor charged.
 
-    The requests of a step share `seconds_per_step` equally. What a request took beyond its shares is its debt; further
+    The requests of a step share `seconds_per_step` equally. A request's time beyond its shares is its debt; further
     steps pay it off. One step alone ends nobody: the interpreter may have collected garbage in it. Time is the thread's
     own, so a machine that is busy with something else ends nobody either.
     """

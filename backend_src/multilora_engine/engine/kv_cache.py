@@ -235,9 +235,9 @@ class BlockAllocator:
 
 
 def _root_key(sequence: Sequence) -> bytes:
-    """What keys and values depend on besides the tokens, which are the weights, and the tenant that may find them.
+    """The key before the first block: of the weights that keys and values depend on, and the tenant that may find them.
 
-    A tenant that found another's would learn from the time and the counts what the other has asked.
+    A tenant that found another's would learn the other's prompts from the time and the counts.
     """
     digest = "" if sequence.adapter is None else sequence.adapter.digest
     return hashlib.sha256(f"{sequence.request.sender.tenant}@{digest}".encode()).digest()

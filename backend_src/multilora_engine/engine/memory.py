@@ -42,7 +42,7 @@ def is_out_of_memory(error: Exception) -> bool:
 def plan_memory(
     config: EngineConfig, model: ModelConfig, layout: AdapterLayout, dtype: torch.dtype, device: torch.device
 ) -> MemoryPlan:
-    """Divide what is there. Call it after the weights are loaded: a GPU's budget is what they left.
+    """Divide the memory. Call it after the weights are loaded: a GPU's budget is the memory they left.
 
     Raises ConfigError when a tier cannot hold one adapter of the largest legal size, or the KV cache one sequence.
     """

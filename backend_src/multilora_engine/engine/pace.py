@@ -1,4 +1,4 @@
-"""`Pace`: what a step may hold, so that running answers do not wait long for their next tokens."""
+"""`Pace`: limits the work of a step, so that running answers do not wait long for their next tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MIN_PROMPT_TOKENS = 16
 
 
 _STEPS_PER_SAMPLE = 8
-"""Of steps without prompts one in so many is measured: they are all alike."""
+"""One in so many steps without prompts is measured: they are all alike."""
 
 
 class PromptTime:
@@ -77,7 +77,7 @@ class Pace:
     """Keeps the gaps between the tokens of running answers near a target, by the measured cost of steps.
 
     The target is a time, or a multiple of the time that the running answers' own tokens take. Tokens of prompts are
-    limited by what it leaves. Where several clients have running answers, and some hold more than their shares by
+    limited by the time it leaves. Where several clients have running answers, and some hold more than their shares by
     weight, the answers of these take turns, so that those of all others need not wait for all of them: the own tokens
     that the target is a multiple of are those of the clients within their shares.
     """
@@ -131,7 +131,7 @@ class Pace:
         return _TARGET_MULTIPLE * self._seconds(sequences) if self._target_s is None else self._target_s
 
     def _turns(self, decoding: list[Sequence], over: set[str], spare_s: float) -> list[Sequence]:
-        """All answers but some of the clients `over` their shares: of these, those that waited longest get a token, as
+        """All answers but some of the clients `over` their shares: of these, the longest waiting get a token, as
         many as there is time for, one at least."""
         self._turn += 1
         others = [sequence for sequence in decoding if sequence.request.sender.name in over]

@@ -1,4 +1,4 @@
-"""`RequestLimits`: what an engine can do for one request at most, whatever else it is doing."""
+"""`RequestLimits`: the most that an engine can do for one request, whatever else it is doing."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class RequestLimits:
     block_size: int
 
     def check(self, request: GenerationRequest) -> None:
-        """Raises InvalidRequest for what a client asked and this engine can never do."""
+        """Raises InvalidRequest for a request that this engine can never serve."""
         prompt, sampling = request.prompt_token_ids, request.sampling
         if not prompt:
             raise InvalidRequest("the prompt is empty: it has no tokens")

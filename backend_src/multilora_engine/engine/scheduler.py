@@ -23,8 +23,8 @@ _LOOK_AHEAD = 8
 class Scheduler:
     """Continuous batching with chunked prefill, preemption by recompute and adapter-aware admission.
 
-    A step has a budget of `max_num_batched_tokens`. Running sequences that decode come first; what is left goes to
-    prompts, those that run and those that wait, in the order of `FairQueue`: a long prompt that has begun does not hold
+    A step has a budget of `max_num_batched_tokens`. Running sequences that decode come first; the rest goes to
+    prompts, running and waiting ones, in the order of `FairQueue`: a long prompt that has begun does not hold
     up a short one, nor one of a client that was served less. Of the prompts that run, the one that started first goes
     before all others when it got nothing in the last step, so that it always comes to its end. A waiting sequence whose
     adapter cannot be used yet is skipped, not waited for, with those behind it that want the same one, and its adapter
@@ -32,14 +32,14 @@ class Scheduler:
     admission of other adapters until it runs.
 
     When the KV cache is full, the running sequence that started last, of the largest priority, gives its blocks back
-    and starts again from its tokens; its adapter stays pinned in the host tier. Since those that started before are
-    never the victims of those after them, the first always comes to its end. What the cache still holds of a sequence
-    that starts, computed for itself or for another one, is not computed again. Writes `num_computed_tokens`, `status`
+    and starts again from its tokens; its adapter stays pinned in the host tier. Since earlier ones are never the
+    victims of later ones, the first always comes to its end. Tokens that the cache still holds of a sequence that
+    starts, computed for itself or for another one, are not computed again. Writes `num_computed_tokens`, `status`
     and the list of running sequences.
 
-    While clients wait that have less than their shares of the places and blocks, those that have more give some back,
-    the last that started first: nobody holds the server for as long as its answers are. Who has no more than its share
-    is never the victim of that.
+    While clients wait that have less than their shares of the places and blocks, clients that have more give some back,
+    the last that started first: nobody holds the server for as long as its answers are. A client with no more than its
+    share is never the victim of that.
 
     `Pace` limits the tokens of prompts, and the running sequences of clients that hold more than their shares, by the
     time that a step takes.
@@ -95,7 +95,7 @@ class Scheduler:
         return sorted(step.sequences, key=lambda scheduled: scheduled.num_tokens > 1)
 
     def commit(self, step: list[ScheduledSequence]) -> None:
-        """A scheduled step has been computed: what it wrote to the KV cache may be found by other sequences.
+        """A scheduled step has been computed: the blocks it wrote to the KV cache may be found by other sequences.
 
         Sequences that have ended or were preempted meanwhile have no blocks any more.
         """
@@ -104,7 +104,7 @@ class Scheduler:
                 self._blocks.commit(scheduled.sequence, scheduled.start, scheduled.start + scheduled.num_tokens)
 
     def branch(self, sequence: Sequence, before: list[Sequence], parents: list[int]) -> list[BlockCopy]:
-        """Let the beams of a search go on: beam i where beam parents[i] of `before` is. What the caller has to copy.
+        """Let the beams of a search go on: beam i where beam parents[i] of `before` is. The blocks to copy.
 
         The search is preempted when there are too few blocks.
         """
@@ -158,7 +158,7 @@ class Scheduler:
         return step, prompts
 
     def _schedule_prompts(self, step: Step, prompts: list[Sequence], may_admit: bool) -> None:
-        """Go on with prompts and, where that is allowed, admit waiting sequences. prompts: those that run."""
+        """Go on with prompts and, where that is allowed, admit waiting sequences. prompts: the running ones."""
         skipped = Skipped()
         in_order = deque(
             sorted(prompts, key=lambda prompt: (prompt is not self._passed_over, self._queue.turn(prompt)))
@@ -272,7 +272,7 @@ class Scheduler:
         return True
 
     def _look_ahead(self, wanted: Set[CachedAdapter]) -> None:
-        """Have the adapters of those who start next brought to the device, where that costs none of the `wanted`."""
+        """Have the adapters of the next sequences brought to the device, where that costs none of the `wanted`."""
         wanted = set(wanted)
         for _ in range(_LOOK_AHEAD):
             sequence = self._queue.first()
@@ -284,7 +284,7 @@ class Scheduler:
             self._queue.set_aside(sequence)
 
     def _acquire_adapter(self, sequence: Sequence, skipped: Skipped) -> bool:
-        """Whether `sequence` may run as far as its adapter is concerned; `skipped`: those before it that may not."""
+        """Whether `sequence` may run as far as its adapter is concerned; `skipped`: ones before it that may not."""
         if sequence.adapter is None:
             return True
         if skipped.must_not_be_overtaken or not self._loras.acquire(sequence.adapter, skipped.adapters):

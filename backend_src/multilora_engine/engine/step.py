@@ -1,4 +1,4 @@
-"""`Step`: what is scheduled to be computed together, and `work_of`, how much that is."""
+"""`Step`: the sequences scheduled to be computed together, and `work_of`, the amount of their work."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class ScheduledSequence(msgspec.Struct, frozen=True):
 
 
 class Step:
-    """A step in the making: what is scheduled, and how many tokens of the budget are left.
+    """A step in the making: the scheduled sequences, and how many tokens of the budget are left.
 
-    prompt_time: for those of them that are of prompts.
+    prompt_time: for the tokens of prompts among these.
     """
 
     def __init__(self, budget: int) -> None:
@@ -76,7 +76,7 @@ class Step:
 
 
 def work_of(step: list[ScheduledSequence]) -> StepWork:
-    """What a step computes. One last token of a prompt counts as a decode: it costs as much."""
+    """The work of a step. One last token of a prompt counts as a decode: it costs as much."""
     prompts = [scheduled for scheduled in step if scheduled.num_tokens > 1]
     return StepWork(
         num_decodes=len(step) - len(prompts),

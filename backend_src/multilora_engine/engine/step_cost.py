@@ -8,13 +8,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 _FORGETTING = 0.99
-"""What a step counts beside the next one: after some hundred steps a machine that has become slower is known to be."""
+"""A step's weight beside the next one: after some hundred steps a machine that has become slower is known to be."""
 
 _RIDGE = 1e-3
 """The weight of a sum of squares: it decides where the measured steps do not tell two kinds of work apart."""
 
 _MAX_SURPRISE = 3.0
-"""A step counts as no longer than so many times what was expected: garbage may have been collected in it."""
+"""A step counts as no longer than so many times the expected time: garbage may have been collected in it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,12 +12,12 @@ TOKENS_OF_A_PLACE = 32
 
 
 class WaitingLine:
-    """In the order of arrival, but for each `TOKENS_OF_A_PLACE` tokens a sequence stands one place further back.
+    """Sequences in order of arrival, but for each `TOKENS_OF_A_PLACE` tokens a sequence stands one place further back.
 
     The tokens are those of its prompt, and of all that comes before it in the same request of a client. So a small
     request does not wait for all of one that is long or has many sequences, even where nobody can tell their clients
-    apart; and those who are passed wait for no more than about as much work as they bring themselves. Finding a place
-    costs the logarithm of the number of those that wait.
+    apart; and the passed ones wait for no more than about as much work as they bring themselves. Finding a place
+    costs the logarithm of the number of waiting sequences.
     """
 
     def __init__(self) -> None:

@@ -79,7 +79,7 @@ class DecodeInputs:
         self._slot_mapping[:n] = batch.slot_mapping
         self._num_keys[:n] = batch.num_keys
         self._logits_indices[: len(batch.logits_indices)] = batch.logits_indices
-        # What an earlier step wanted may be a row that this graph does not have.
+        # This graph may lack a row that an earlier step wanted.
         self._logits_indices[len(batch.logits_indices) : size] = 0
         self._block_tables[:n, : batch.block_tables.shape[1]] = batch.block_tables
         if batch.lora is not None:
@@ -172,7 +172,7 @@ def capture_decode(
     vocab_size: int,
     device: torch.device,
 ) -> DecodeGraphs:
-    """The graphs on a GPU, which takes some seconds; tells what for, how long it took, and their memory."""
+    """The graphs on a GPU, which takes some seconds; logs their sizes, the time it took, and their memory."""
     _logger.info("capturing CUDA graphs of decode steps of %s sequences", sizes)
     start = time.monotonic()
     free, _ = torch.cuda.mem_get_info(device)
@@ -184,8 +184,8 @@ def capture_decode(
 
 
 def capture_graph(run: Run, pool: Any) -> Run:
-    """Record what `run` does to the device. pool: a handle of the memory that graphs share, one running at a time."""
-    # Once outside: compiles kernels, and allocates what libraries keep.
+    """Record the work of `run` on the device. pool: a handle of the memory that graphs share, one running at a time."""
+    # Once outside: compiles kernels, and allocates the memory that libraries keep.
     run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -26,7 +26,7 @@ class TokenLoRAs:
     mapping: torch.Tensor
 
     def batched(self) -> LoRABatch:
-        """Computed on the device, so that a CUDA graph does it for whatever `mapping` holds by then."""
+        """Computed on the device, so that a CUDA graph does it for the values that `mapping` holds by then."""
         return LoRABatch(self.tables, lora_segments(self.mapping, max_loras=len(self.tables.rank)))
 
 

@@ -24,7 +24,7 @@ def scores_prompts(step: list[ScheduledSequence]) -> bool:
 def score_prompts(
     step: list[ScheduledSequence], logits_of: Callable[[torch.Tensor], torch.Tensor], device: torch.device
 ) -> None:
-    """Append what the step tells to the `prompt_log_probs` of its sequences. Waits for the device.
+    """Append the step's values to the `prompt_log_probs` of its sequences. Waits for the device.
 
     logits_of: float32 [n, vocab] of rows of the step's batch, int64 [n] on the device.
     """

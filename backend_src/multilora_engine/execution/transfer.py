@@ -8,8 +8,8 @@ import torch
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A host tensor's values on `device`; on a CPU the tensor itself.
 
-    A copy from pageable memory waits until the device has done what it was given before; one from pinned memory queues
-    behind that. torch keeps the pinned memory until the copy is over.
+    A copy from pageable memory waits until the device has done its earlier work; one from pinned memory queues behind
+    that. torch keeps the pinned memory until the copy is over.
     """
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
@@ -18,7 +18,7 @@ class FromDevice:
     """A device tensor's values on their way to the host; on a CPU they are there."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        """The copy queues behind what the device was given before; what it is given from now on does not delay it."""
+        """The copy queues behind the device's earlier work; later work does not delay it."""
         self._values, self._arrived = tensor, None
         if tensor.is_cuda:
             self._values = torch.empty_like(tensor, device="cpu", pin_memory=True)

@@ -10,7 +10,7 @@ _TENANT_PART = 8
 
 
 class AdapterEvents(EventLog[AdapterEvent]):
-    """Each tenant's events have numbers of their own: those of all would tell it how much others do."""
+    """Each tenant's events have numbers of their own: common numbers would tell it how much others do."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)

@@ -26,7 +26,7 @@ FORMAT_VERSION = "3"
 2 counted offsets in values, and its layout had no version."""
 
 _NO_DIGEST = "0" * 32
-"""In the place of a digest that is yet to come."""
+"""Stands for a digest that is yet to come."""
 
 _MAX_HEADER_BYTES = 16 << 20
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -34,7 +34,7 @@ _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class DamagedFile(Exception):
-    """A file is not what it should be; the text says in what way."""
+    """A file is not as it should be; the text says how."""
 
 
 @dataclass(frozen=True)

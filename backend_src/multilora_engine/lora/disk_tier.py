@@ -2,7 +2,7 @@
 
 One file for each adapter (`adapter_file`), named after its task id alone, with its tenant if it has one: `7`, `acme@7`.
 
-The directory is a cache: a file that is damaged costs its own adapter and nothing else. What is in there at start and
+The directory is a cache: a file that is damaged costs its own adapter and nothing else. An entry there at start that
 cannot be used (another model or page size, an older format, a symbolic link) is named in the log and left alone.
 """
 
@@ -49,7 +49,7 @@ _NUM_READERS = 2
 _logger = logging.getLogger(__name__)
 
 OnWritten = Callable[[File], None]
-"""Hears once, from `store` or `poll`, that the pages are no longer read, and what has become of their file: WRITTEN,
+"""Hears once, from `store` or `poll`, that the pages are no longer read, and the fate of their file: WRITTEN,
 REFUSED, or NONE if it was deleted before."""
 
 OnDeleted = Callable[[TaskId], None]
@@ -82,8 +82,8 @@ class DiskTier:
 
     One thread owns it and never waits for the disk. Writing, deleting and reading happen on threads of its own, which
     touch files and memory that they are given, never the index. One thread writes and deletes, in the order it was
-    told, so what belongs to an older version of an adapter never comes after a newer one. `poll` takes up what they
-    have finished.
+    told, so work on an older version of an adapter never comes after work on a newer one. `poll` takes up the work
+    they have finished.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class DiskTier:
         write_file: WriteFile | None = None,
         workers: Callable[[int], Executor] = ThreadPoolExecutor,
     ) -> None:
-        """Take over a directory and what is in it. Raises ConfigError if that is impossible, or another has it.
+        """Take over a directory and its files. Raises ConfigError if that is impossible, or another has it.
 
         workers: makes that many threads.
         """
@@ -255,7 +255,7 @@ class DiskTier:
         assert set(self._wanted.values()) <= set(self._writes)
 
     def close(self) -> None:
-        """Finish what is being written and read, and leave the directory to others."""
+        """Finish the writes and reads under way, and leave the directory to others."""
         self._writer.shutdown()
         self._readers.shutdown()
         self.poll()

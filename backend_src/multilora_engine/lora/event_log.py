@@ -14,7 +14,7 @@ Event = TypeVar("Event")
 class NumberedEvents(Generic[Event]):
     """A piece of the log. num_missed: events before `events` that were asked for and are forgotten already.
 
-    last: number of the latest event; asking for what came after it continues where this piece ends.
+    last: number of the latest event; asking for the events after it continues where this piece ends.
     """
 
     events: list[Event]

@@ -10,7 +10,7 @@ from multilora_engine.lora.cached_adapter import CachedAdapter
 
 
 class EvictionOrder:
-    """The adapters that have pages, by what frees these, each kind least recently used first.
+    """The adapters that have pages, by the `FreedBy` of these, each kind least recently used first.
 
     A change of one adapter costs the same however many there are.
     """

@@ -2,7 +2,7 @@
 
 On the wire (TensorRT-LLM's Triton backend, `tensorrt_llm/lora_manager.py` and `examples/hf_lora_convert.py`) an adapter
 is two tensors. Row i of `lora_weights` is A `[rank, in]` row-major, then B `[out, rank]` row-major, then, for DoRA, the
-normalised magnitude `[out]`, then zeros up to the widest row. Row i of `lora_config` says what it is: `[module_id,
+normalised magnitude `[out]`, then zeros up to the widest row. Row i of `lora_config` describes it: `[module_id,
 layer, rank]` or `[module_id, layer, rank, is_dora]`. The scaling alpha / rank is already in B.
 
 Packed, the same rows lie without their padding in pages of one fixed size, at the places that `multilora_wire.layout`
@@ -32,7 +32,7 @@ from multilora_wire.sites import WireModule
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 ARENA_DTYPES = TORCH_DTYPES | {"int8": torch.int8, "int4": torch.uint8}
-"""In which the kernels see the pages, by `lora_dtype`; pairs of codes of 4 bits are bytes."""
+"""The dtypes in which the kernels see the pages, by `lora_dtype`; pairs of codes of 4 bits are bytes."""
 
 _DIGEST_BYTES = 16
 _INTEGERS = {2: torch.uint16, 4: torch.uint32}
@@ -209,7 +209,7 @@ def _fill_codes(
     places: Sequence[PackedRow],
     layout: AdapterLayout,
 ) -> str:
-    """As `_fill`, but with codes of what was sent, of which it returns the digest. target: uint8."""
+    """Fill `target`, uint8, as `_fill` does, but with codes; the digest of the weights as they were sent."""
     digest, wire = blake3(b"sent"), _bits(weights)
     for row, place in zip(rows, places, strict=True):
         _check_rest(row, weights[row.index], wire[row.index])

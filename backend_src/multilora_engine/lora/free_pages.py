@@ -5,7 +5,7 @@ extent that holds them, single pages from the shortest extents there are: long e
 join their neighbours at once.
 
 Kernels address a piece by one offset, so a piece that spans pages needs consecutive ones. A page table in the kernels
-would allow any pages, and cost every step a load for each page of every matrix. With runs a step costs what it cost,
+would allow any pages, and cost every step a load for each page of every matrix. With runs a step costs no more,
 and a tier may have to evict more than the pages that it needs: see `victims`.
 """
 
@@ -48,9 +48,9 @@ class FreePages:
         return self._with(freed).fits(shape)
 
     def victims(self, shape: PageShape, candidates: Iterable[tuple[Owner, Sequence[int]]]) -> list[Owner] | None:
-        """The owners who must go for a shape to fit, in the order of `candidates`; None if all are not enough.
+        """The owners that must go for a shape to fit, in the order of `candidates`; None if all are not enough.
 
-        Only as many candidates are looked at as are needed. Owners who stand before another victim and have no part in
+        Only as many candidates are looked at as are needed. Owners that stand before another victim and have no part in
         the runs that their going makes room for are spared.
         """
         if self.fits(shape):

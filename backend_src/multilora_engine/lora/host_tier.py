@@ -23,14 +23,14 @@ from multilora_wire.layout import PageShape
 
 @dataclass(frozen=True)
 class Arrival:
-    """How an adapter's weights come into its pages, and what to close if they never do."""
+    """The function that fills an adapter's pages, and the one to call if they are never filled."""
 
     fill: Callable[[], None]
     discard: Callable[[], None] = lambda: None
 
 
 class HostTier:
-    """Holds every cached adapter, and those that wait for room: the *arrivals*, in the order in which they came.
+    """Holds every cached adapter, and the ones that wait for room: the *arrivals*, in the order in which they came.
 
     Changed only by `LoRAManager` and its parts, each of which tells `update` of an adapter whose state it has changed.
     Only `adapters` and `current` look at all adapters, and, for shapes with runs, `can_hold`, `can_ever_hold` and
@@ -69,7 +69,7 @@ class HostTier:
         self._order.touch(adapter)
 
     def update(self, adapter: CachedAdapter) -> None:
-        """The state of an adapter has changed, and with it perhaps what frees its pages."""
+        """The state of an adapter has changed, and with it perhaps the `FreedBy` of its pages."""
         if adapter.pages:
             self._order.update(adapter)
 
@@ -134,7 +134,7 @@ class HostTier:
         return self._arrivals.pop(adapter)
 
     def give_pages(self, adapter: CachedAdapter) -> None:
-        """The pages an arrival has waited for, which are free, and what fills them."""
+        """Give an arrival the pages it has waited for, which are free, and begin to fill them."""
         arrival = self.end_wait(adapter)
         adapter.pages = self.pool.allocate(adapter.shape)
         arrival.fill()

@@ -1,4 +1,4 @@
-"""`Inventory`: which adapters there are, in which tier, and what each tier holds. Asking changes nothing."""
+"""`Inventory`: which adapters there are, in which tier, and the contents of each tier. Asking changes nothing."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Inventory:
         return [*map(_describe_file, on_disk), *map(self._describe, cached)]
 
     def info(self, lora_task_id: TaskId) -> AdapterInfo:
-        """The current version of one adapter, in whatever tier. Raises AdapterNotFound."""
+        """The current version of one adapter, in any tier. Raises AdapterNotFound."""
         known = self._known(lora_task_id)
         if not isinstance(known, CachedAdapter):
             return _describe_file(known)
@@ -49,7 +49,7 @@ class Inventory:
         return msgspec.structs.replace(self._describe(known), module_ids=module_ids)
 
     def digest(self, lora_task_id: TaskId) -> str:
-        """The digest of the current version, in whatever tier. Raises AdapterNotFound."""
+        """The digest of the current version, in any tier. Raises AdapterNotFound."""
         return self._known(lora_task_id).digest
 
     def is_known(self, lora_task_id: TaskId) -> bool:

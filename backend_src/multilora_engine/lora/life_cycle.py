@@ -55,7 +55,7 @@ class TierStats:
 
 @dataclass(frozen=True)
 class LoRAStats:
-    """All tiers; `remote` is what sources gave.
+    """The counts of all tiers; `remote` is of the adapters that sources gave.
 
     waits, wait_seconds: times an adapter was wanted by the scheduler but not usable yet, until it was.
     """

@@ -1,4 +1,4 @@
-"""`LoRAManager`: put, pin, acquire, release, unpin, unload. What the engine knows of adapters in memory and on disk."""
+"""`LoRAManager`: put, pin, acquire, release, unpin, unload. The engine's adapters in memory and on disk."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class LoRAManager:
         return self._inventory.residency(max_adapters)
 
     def info(self, lora_task_id: TaskId) -> AdapterInfo:
-        """The current version of one adapter, in whatever tier. Raises AdapterNotFound."""
+        """The current version of one adapter, in any tier. Raises AdapterNotFound."""
         return self._inventory.info(lora_task_id)
 
     def is_known(self, lora_task_id: TaskId) -> bool:
@@ -101,7 +101,7 @@ class LoRAManager:
         return self._inventory.is_known(lora_task_id)
 
     def digest(self, lora_task_id: TaskId) -> str:
-        """The digest of the current version, in whatever tier. Raises AdapterNotFound."""
+        """The digest of the current version, in any tier. Raises AdapterNotFound."""
         return self._inventory.digest(lora_task_id)
 
     def put(

@@ -1,4 +1,4 @@
-"""`MemoryTiers`: who needs an adapter in host memory and on the device, and how it leaves both."""
+"""`MemoryTiers`: the users of an adapter in host memory and on the device, and how it leaves both."""
 
 from __future__ import annotations
 

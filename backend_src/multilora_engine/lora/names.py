@@ -17,7 +17,7 @@ _LABEL = re.compile(r"(?:(?P<tenant>[A-Za-z0-9_][\w.-]{0,63})@)?(?P<number>0|[1-
 def check_name(name: str) -> str:
     """`name`, if it is plain: letters, digits, `_`, `.`, `-`, and at most one slash between two such parts.
 
-    Raises InvalidRequest: what is plain cannot lead out of a directory or a bucket.
+    Raises InvalidRequest: a plain name cannot lead out of a directory or a bucket.
     """
     if _NAME.fullmatch(name) is None:
         raise InvalidRequest(
@@ -51,7 +51,7 @@ class TenantTaskId:
 
 
 TaskId = int | TenantTaskId
-"""Which adapter is meant, everywhere in the engine; a plain number is one that belongs to no tenant."""
+"""The identity of an adapter, everywhere in the engine; a plain number is one that belongs to no tenant."""
 
 
 def scoped_task_id(tenant: str, lora_task_id: int) -> TaskId:
@@ -76,7 +76,7 @@ def label_of(task_id: TaskId, name: str = "") -> str:
 
 
 def parse_label(label: str) -> TaskId:
-    """The task id that `label_of` writes as `label`. Raises ValueError, which says what is expected."""
+    """The task id that `label_of` writes as `label`. Raises ValueError, which says the expected form."""
     match = _LABEL.fullmatch(label)
     if match is None or int(match["number"]) >= 1 << 64:
         raise ValueError("the decimal form of a task id of 64 bits, with or without a tenant and @ before it")

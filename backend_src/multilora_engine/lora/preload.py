@@ -67,7 +67,7 @@ def read_folder(folder: Path, root: Path, layout: AdapterLayout) -> PackedAdapte
 
 
 def _numbered_folders(directory: Path) -> Iterator[tuple[int, Path]]:
-    """Folders and their task ids, ascending; what is no 64-bit number, or one that was there before, is reported."""
+    """Folders and their task ids, ascending; a name that is no 64-bit number, or a number twice, is reported."""
     numbered = []
     for path in directory.iterdir():
         if re.fullmatch("[0-9]{1,40}", path.name) and int(path.name) < 1 << 64:

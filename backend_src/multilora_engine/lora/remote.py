@@ -84,7 +84,7 @@ class RemoteAdapters:
         )
 
     def fetch(self, key: AdapterKey, source: str = "", path: str = "") -> Fetch:
-        """Wait for an adapter that no tier has, or for what is at `path`: until `poll` gives the fetch, or `give_up`.
+        """Wait for an adapter that no tier has, or for the one at `path`: until `poll` gives the fetch, or `give_up`.
 
         source: asks only the source of this name, unless a fetch is under way already.
         Raises AdapterNotFound (PathNotCovered with a path) if there are no sources, InvalidRequest if none has this
@@ -157,7 +157,7 @@ class RemoteAdapters:
             assert not fetch.future.cancelled()
 
     def _is_superfluous(self, fetch: Fetch) -> bool:
-        """Whether somebody has uploaded the adapter meanwhile. What is at a path may be another version of it."""
+        """Whether somebody has uploaded the adapter meanwhile. The adapter at a path may be another version of it."""
         return not fetch.path and self._loras.is_known(fetch.key.lora_task_id)
 
     def _take_up(self, fetch: Fetch) -> RequestError | None:

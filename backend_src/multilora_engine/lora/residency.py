@@ -1,4 +1,4 @@
-"""`Residency`: which adapters are in memory, and how long it takes to bring one there: what gateways route by."""
+"""`Residency`: the adapters in memory, and the time to bring one there, by which gateways route."""
 
 from __future__ import annotations
 

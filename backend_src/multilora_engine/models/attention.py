@@ -3,8 +3,8 @@
 A CPU has one for everything from the rotation of queries and keys on. A GPU has one for decoding sequences; its
 prefills go through PyTorch's attention, whose kernels are the best there are.
 
-What depends only on the step (which slots a sequence reads, which of them count) is an `AttentionPlan`, built once per
-step and window and used by every layer.
+The part that depends only on the step (which slots a sequence reads, which of them count) is an `AttentionPlan`, built
+once per step and window and used by every layer.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class PrefillPlan:
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """What every layer of one window size reads in this step: all sequences, for one call that does all; or those
-    that one call attends to, then what plain PyTorch does in one call each: all decodes, every prefill.
+    """The sequences of this step for every layer of one window size: all, for one call that does all; or the ones
+    that one call attends to, then the ones that plain PyTorch does in one call each: all decodes, every prefill.
 
     paged: the first sequences of the batch, one token each.
     """
@@ -244,7 +244,7 @@ def _prefill_plan(batch: ForwardBatch, i: int, start: int, window: int | None, d
 
 
 def _slots(block_tables: torch.Tensor, positions: torch.Tensor, block_size: int) -> torch.Tensor:
-    """Where the KV cache holds the given positions. block_tables: [..., max blocks]; positions: [..., n], all valid."""
+    """The KV cache's slots of the given positions. block_tables: [..., max blocks]; positions: [..., n], all valid."""
     return block_tables.gather(-1, positions // block_size) * block_size + positions % block_size
 
 

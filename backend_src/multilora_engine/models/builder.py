@@ -20,7 +20,7 @@ class Builder:
     """Makes pieces whose names in the checkpoint start with `prefix`.
 
     sites: of the model, by name. tensors: the places of the checkpoint's tensors, by Hugging Face's names. weights: of
-    linears. The last two grow with every piece that is made, under whatever prefix.
+    linears. The last two grow with every piece that is made, under any prefix.
     """
 
     config: ModelConfig

@@ -1,4 +1,4 @@
-"""`Checkpoint`: the safetensors files of a Hugging Face checkpoint directory, and what their headers say."""
+"""`Checkpoint`: the safetensors files of a Hugging Face checkpoint directory, and their headers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _INDEX_FILE = "model.safetensors.index.json"
 
 
 class Checkpoint:
-    """files: the one file, or those the index names, in order. tensors: what the headers say of each, by name."""
+    """files: the one file, or those the index names, in order. tensors: the headers' entries, by name."""
 
     def __init__(self, path: Path) -> None:
         """Reads the headers. Raises ConfigError where files are missing or no safetensors."""

@@ -57,7 +57,7 @@ def read_gemma2(hf: Any, config: ModelConfig) -> ModelConfig:
 
 
 def read_gemma3(hf: Any, config: ModelConfig) -> ModelConfig:
-    """As Gemma 2, with norms of queries and keys and rotary embeddings of their own for local layers."""
+    """Gemma 3 is Gemma 2 with norms of queries and keys and rotary embeddings of their own for local layers."""
     return read_gemma2(hf, config)
 
 

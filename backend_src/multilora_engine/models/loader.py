@@ -41,7 +41,7 @@ def load_model(path: Path, placement: Placement, on_progress: Callable[[int, int
 def stored_dtype(path: Path) -> torch.dtype:
     """The type that holds every float weight of the checkpoint as it is: that of its matrices, at most float32.
 
-    It is read from the files: the one that config.json names is only what somebody once computed in. Matrices of scales
+    It is read from the files: the one that config.json names is only a type that somebody once used. Matrices of scales
     are no weights.
     """
     tensors = Checkpoint(path).tensors

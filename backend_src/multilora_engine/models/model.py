@@ -1,4 +1,4 @@
-"""`Model`: what the engine asks of a model, whatever its family."""
+"""`Model`: the engine's requirements of a model, whatever its family."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class ModelConfig:
 def decoder_config(path: Path, raw: Mapping[str, Any], hf: Any, architecture: str) -> ModelConfig:
     """The numbers that `config.json` has under the names that nearly all decoders share.
 
-    raw: the file's content. hf: what transformers makes of it: each architecture's defaults filled in, older spellings
+    raw: the file's content. hf: transformers' config of it: each architecture's defaults filled in, older spellings
     brought into one form. Raises ConfigError.
     """
     head_dim = int(getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads)

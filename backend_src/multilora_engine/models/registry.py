@@ -1,4 +1,4 @@
-"""The families that are served: how each reads `config.json`, and what its layers are.
+"""The families that are served: how each reads `config.json`, and its layers.
 
 To add one: a file with a function that adds the family's numbers to a `ModelConfig`, and an `Architecture` whose layers
 are made of the pieces in `layers.py` or are a class of their own; a row in `FAMILIES`; a tiny random model of it in
@@ -27,7 +27,7 @@ from multilora_wire.sites import ModelSites
 class Family:
     """model_type: the one that config.json has beside the architecture's name.
 
-    read: gets what transformers makes of config.json and the numbers that all decoders share, and adds the family's.
+    read: gets transformers' config of config.json and the numbers that all decoders share, and adds the family's.
     may_turn_in_part: whether the family has `partial_rotary_factor`; transformers ignores it in the others.
     """
 
@@ -53,7 +53,7 @@ FAMILIES: dict[str, Family] = {
     "Cohere2ForCausalLM": Family("cohere2", cohere2.read, cohere2.COHERE2),
     "Starcoder2ForCausalLM": Family("starcoder2", starcoder2.read, starcoder2.STARCODER2),
 }
-"""By the name in `architectures` of config.json."""
+"""The families by the name in `architectures` of config.json."""
 
 
 def read_model_config(path: Path) -> ModelConfig:

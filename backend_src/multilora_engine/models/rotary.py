@@ -131,7 +131,7 @@ def _llama3(rope: Rope, scaling: Mapping[str, Any]) -> torch.Tensor:
 
 
 def _yarn(rope: Rope, scaling: Mapping[str, Any]) -> torch.Tensor:
-    """As `llama3`, but the mix is linear in the dimension, between those of `beta_fast` and `beta_slow` turns."""
+    """The mix of `llama3`, but linear in the dimension, between those of `beta_fast` and `beta_slow` turns."""
     frequencies = _default(rope, scaling)
     first, last = _yarn_range(rope, scaling)
     ramp = (torch.arange(rope.rotary_dim // 2, dtype=torch.float32) - first) / ((last - first) or 0.001)

@@ -42,7 +42,7 @@ class Placement:
 
     @property
     def activation_dtype(self) -> torch.dtype:
-        """Of activations, norms and biases."""
+        """The dtype of activations, norms and biases."""
         return activation_dtype(self.dtype, self.device)
 
     def weight(self, out_features: int, in_features: int) -> PackedWeight:
@@ -89,7 +89,7 @@ class Destination(Protocol):
 
 
 class ReadablePlace(Destination, Protocol):
-    """The place of a tensor of floats, which stays what it is."""
+    """The place of a tensor of floats, which stays as it is."""
 
     def tensor(self) -> torch.Tensor:
         """The tensor as the checkpoint has it."""
@@ -258,5 +258,5 @@ class FloatFormat:
 
 
 def num_outputs(parts: Sequence[StoredPart]) -> int:
-    """Of the weight that stacks `parts`."""
+    """The outputs of the weight that stacks `parts`."""
     return sum(part.count for part in parts)

@@ -1,4 +1,4 @@
-"""`AdapterOperator`: carries out what an operator asks about the adapters of the engine."""
+"""`AdapterOperator`: carries out an operator's requests about the adapters of the engine."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class PendingReport:
 
 
 class AdapterOperator:
-    """Lives on the engine's thread. What it answers with is of the moment it answers."""
+    """Lives on the engine's thread. Its answers are of the moment it answers."""
 
     def __init__(
         self,
@@ -206,12 +206,12 @@ class AdapterOperator:
 
 
 def _has_arrived(fetch: Fetch) -> bool:
-    """Whether a fetch has ended, and what it brought is in its place in memory."""
+    """Whether a fetch has ended, and its adapter is in its place in memory."""
     return fetch.is_done and (fetch.arrived is None or fetch.arrived.done())
 
 
 def _seen_by(scope: AdapterScope, adapters: Iterable[AdapterInfo]) -> Iterator[AdapterInfo]:
-    """A tenant's own adapters, and the server's that it may use: of these not where they are and who uses them."""
+    """A tenant's own adapters, and the server's that it may use: of these neither their places nor their users."""
     shared = AdapterPatterns(scope.shared, task_id_of)
     for info in adapters:
         if info.tenant:

@@ -16,6 +16,6 @@ class Backoff:
         self.num_deaths = 0
 
     def next_delay_s(self, lived_s: float) -> float:
-        """Note the death of a process that lived for `lived_s`; what to wait before the next one is started."""
+        """Note the death of a process that lived for `lived_s`; the seconds to wait before the next one is started."""
         self.num_deaths = 1 if lived_s > _HEALTHY_S else self.num_deaths + 1
         return 0.0 if self.num_deaths == 1 else min(_LONGEST_S, 2.0 ** (self.num_deaths - 2))

@@ -1,4 +1,4 @@
-"""`BlockWatch`: hands on what happens to the prefix cache to the front that watches it."""
+"""`BlockWatch`: hands the prefix cache's events on to the front that watches it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MAX_WAITING = 1 << 16
 
 
 class BlockWatch:
-    """At most one front watches. What it cannot take yet waits for it."""
+    """At most one front watches. Events that it cannot take yet wait for it."""
 
     def __init__(self, events: BlockEvents, fronts: Fronts) -> None:
         self._events = events
@@ -27,7 +27,7 @@ class BlockWatch:
         self._waiting.clear()
 
     def flush(self) -> None:
-        """Send what has happened."""
+        """Send the events so far."""
         self._waiting += self._events.take()
         if not self._waiting or self._front is None:
             return

@@ -71,10 +71,10 @@ _Request = Add | PutAdapter | Stop | Operate
 
 
 class Listener(Protocol):
-    """Who waits for the outputs of a call. Only the client's thread calls it.
+    """The receiver of the outputs of a call. Only the client's thread calls it.
 
     A call of n requests ends when each has had its final output, or with the first that carries an error. Once all
-    listeners have heard what has arrived, they are told to `flush` what they have to pass on.
+    listeners have heard the outputs that arrived, they are told to `flush` the answers that they have to pass on.
     """
 
     def on_output(self, output: TokenOutput) -> None: ...
@@ -85,7 +85,7 @@ class Listener(Protocol):
 
 
 class BlockListener(Protocol):
-    """Who wants to know what the prefix cache has. Only the client's thread calls it."""
+    """The receiver of the prefix cache's events. Only the client's thread calls it."""
 
     def on_events(self, events: list[BlockEvent]) -> None: ...
 
@@ -133,7 +133,7 @@ class EngineClient:
     """
 
     def __init__(self, socket_path: Path, block_listener: BlockListener | None = None) -> None:
-        """block_listener: hears what happens to the engine's prefix cache; no other front does then."""
+        """block_listener: hears the events of the engine's prefix cache; no other front does then."""
         self._block_listener = block_listener
         self._socket_path = socket_path
         self._tasks: deque[Callable[[], None]] = deque()
@@ -222,7 +222,7 @@ class EngineClient:
         os.eventfd_write(self._wakeup_fd, 1)
 
     def close(self) -> None:
-        """Fail what is in flight and end the thread. Does nothing the second time."""
+        """Fail the calls in flight and end the thread. Does nothing the second time."""
         if self._is_closing:
             return
         self._is_closing = True
@@ -279,7 +279,7 @@ class EngineClient:
             self._connection.send(message, payload)
 
     def _receive(self) -> None:
-        # Asked before reading: what arrived before the loss was noticed is in the socket by now and still counts.
+        # Asked before reading: messages from before the loss was noticed are in the socket by now and still count.
         is_lost = self._connection.is_lost()
         outputs: list[TokenOutput] = []
         for message in self._connection.receive():
@@ -328,7 +328,7 @@ class EngineClient:
     def _deliver(self, outputs: Sequence[TokenOutput]) -> None:
         """Hand outputs to their listeners; one for a request that was given up comes too late and is dropped.
 
-        A step's responses are all made before the first is sent. To send wakes the server, and what runs by turns finds
+        A step's responses are all made before the first is sent. To send wakes the server, and code run by turns finds
         the caches full of the other's data: a token then takes a third more of the CPU in every process on its way.
         """
         told: dict[_Call, str] = {}

@@ -25,14 +25,14 @@ class Connection:
     """A socket of a front, with the monitor that notices the death of the peer. Used by one thread.
 
     Until there is an engine, it waits for one. ZeroMQ would also reconnect the same socket to the next engine, and
-    deliver what was meant for the dead one; so a lost connection is closed, with all that is in it.
+    deliver the messages meant for the dead one; so a lost connection is closed, with all that is in it.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], socket_path: Path) -> None:
         self._socket = context.socket(zmq.DEALER)
         self._socket.set(zmq.LINGER, 0)
         self._socket.set(zmq.SNDHWM, 0)
-        # Not without limit: an engine that is told joins what a front that is behind has not read.
+        # Not without limit: an engine that is told joins the outputs that a front that is behind has not read.
         self._socket.set(zmq.RCVHWM, MAX_QUEUED_MESSAGES)
         self._socket.set(zmq.RECONNECT_IVL, _RECONNECT_INTERVAL_MS)
         self._monitor = self._socket.get_monitor_socket(_LOST)

@@ -64,13 +64,13 @@ def main(create_engine: Callable[[EngineConfig], ServedEngine]) -> None:
 
 
 def _settle() -> None:
-    """Keep what has been loaded out of later garbage collections: of pauses between steps, and of the process's end."""
+    """Keep all loaded objects out of later garbage collections: of pauses between steps, and of the process's end."""
     gc.collect()
     gc.freeze()
 
 
 def _take_stdout() -> TextIO:
-    """The stream of the report. Whatever a library prints goes to stderr from here on."""
+    """The stream of the report. The output of libraries goes to stderr from here on."""
     stream = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     return stream

@@ -106,7 +106,7 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 
 
 class WatchBlocks(msgspec.Struct, frozen=True, tag=True):
-    """Tell this front, and no longer another one, what the prefix cache comes to know and forgets from now on."""
+    """Tell this front, and no longer another one, the prefix cache's events from now on."""
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
@@ -139,7 +139,7 @@ class AdapterTaken(msgspec.Struct, frozen=True, tag=True):
 
 
 class BlockChanges(msgspec.Struct, frozen=True, tag=True):
-    """What has happened to the prefix cache since the last time, in its order: nothing is left out."""
+    """The prefix cache's events since the last message, in their order: nothing is left out."""
 
     events: list[BlockEvent]
 
@@ -190,14 +190,14 @@ def output_frames(outputs: list[TokenOutput]) -> list[bytes]:
 
 
 def decode_to_engine(frame: memoryview) -> ToEngine:
-    """Raises msgspec.MsgspecError for what is no message of this version."""
+    """Raises msgspec.MsgspecError for bytes that are no message of this version."""
     return _to_engine.decode(frame)
 
 
 def decode_from_engine(frame: memoryview, *more: memoryview) -> FromEngine:
-    """more: the frames that follow; what is returned refers to their memory.
+    """more: the frames that follow; the returned message refers to their memory.
 
-    Raises msgspec.MsgspecError for what is no message of this version.
+    Raises msgspec.MsgspecError for frames that are no message of this version.
     """
     message = _from_engine.decode(frame)
     if isinstance(message, Outputs):

@@ -1,6 +1,6 @@
 """The operations on the adapters of a running engine.
 
-The same structs are the JSON of the model `adapters`, told apart by the key `operation`, and what a front passes on.
+The same structs are the JSON of the model `adapters`, told apart by the key `operation`, and a front's messages.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _OnAdapter(_Operation, frozen=True):
 
 
 class ListAdapters(_Operation, frozen=True, tag="list"):
-    """All adapters, in whatever tier, and the adapters of the sources, as far as these can tell."""
+    """All adapters, in any tier, and the adapters of the sources, as far as these can tell."""
 
 
 class UnloadAdapter(_OnAdapter, frozen=True, tag="unload"):
@@ -96,7 +96,7 @@ _decoder: msgspec.json.Decoder[Operation] = msgspec.json.Decoder(Operation)
 
 
 def parse_operation(text: str) -> Operation:
-    """The operation of a JSON text. Raises InvalidRequest, naming what is wrong with it."""
+    """The operation of a JSON text. Raises InvalidRequest, naming the mistake in it."""
     try:
         return _decoder.decode(text)
     except msgspec.MsgspecError as error:

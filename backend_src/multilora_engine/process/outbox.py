@@ -1,4 +1,4 @@
-"""`Outbox`: what the engine has to say and its fronts have not taken yet."""
+"""`Outbox`: the outputs of the engine that its fronts have not taken yet."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_QUEUED_MESSAGES = 16
 
 
 class Outbox:
-    """Outputs by front; never more than what running requests are about to answer."""
+    """Outputs by front; never more than the answers of running requests."""
 
     def __init__(self) -> None:
         self._waiting: defaultdict[bytes, list[TokenOutput]] = defaultdict(list)
@@ -37,7 +37,7 @@ class Outbox:
 
 
 def join_outputs(outputs: Iterable[TokenOutput]) -> list[TokenOutput]:
-    """The same outputs with those of one request joined, so that a slow listener catches up.
+    """The same outputs, joined by request, so that a slow listener catches up.
 
     Errors stay apart, and logits of prompts, which are megabytes each.
     """
@@ -49,7 +49,7 @@ def join_outputs(outputs: Iterable[TokenOutput]) -> list[TokenOutput]:
 
 
 def _join(outputs: list[TokenOutput]) -> TokenOutput:
-    """Totals and the end are those of the last one."""
+    """The totals and the end come from the last output."""
     return msgspec.structs.replace(
         outputs[-1],
         token_ids=list(chain.from_iterable(output.token_ids for output in outputs)),

@@ -1,4 +1,4 @@
-"""Where the processes of one server meet: `<tempdir>/multilora-<uid>/<pid of the server>/engine.sock`."""
+"""The path at which the processes of one server meet: `<tempdir>/multilora-<uid>/<pid of the server>/engine.sock`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def socket_path(server_pid: int) -> Path:
 
 @contextmanager
 def owned_socket_path(server_pid: int) -> Iterator[Path]:
-    """`socket_path` for the one who starts the engine; its directory is removed at the end. Raises ConfigError."""
+    """`socket_path` for the process that starts the engine; its directory is removed at the end. Raises ConfigError."""
     path = socket_path(server_pid)
     _make_private(path.parent)
     with path.with_name("owner.lock").open("w") as lock:

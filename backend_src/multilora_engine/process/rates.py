@@ -12,7 +12,7 @@ _MINUTE_S = 60.0
 
 
 class _Allowance:
-    """The rest of one rate: a minute's worth at most, filled up all the time, below zero what is owed."""
+    """The rest of one rate: a minute's worth at most, filled up all the time; below zero it is a debt."""
 
     def __init__(self, now_s: float) -> None:
         self._full_at_s = now_s
@@ -28,7 +28,7 @@ class _Allowance:
 class RateLimits:
     """Belongs to the engine process, since all doors lead there.
 
-    A request is accepted while anything is left; what it takes beyond that is owed, and the next one waits for it.
+    A request is accepted while anything is left; the excess it takes is owed, and the next one waits for it.
     """
 
     def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
@@ -37,7 +37,7 @@ class RateLimits:
         self._tokens: dict[str, _Allowance] = {}
 
     def admit(self, sender: Sender, num_requests: int) -> None:
-        """Take requests from what the sender's key has left. Raises RateExceeded, and nothing is taken then."""
+        """Take requests from the rest of the sender's key. Raises RateExceeded, and nothing is taken then."""
         now_s = self._now_s()
         _check("tokens", self._tokens, sender.key_id, sender.tokens_per_minute, now_s)
         _check("requests", self._requests, sender.key_id, sender.requests_per_minute, now_s)

@@ -102,7 +102,7 @@ class EngineServer:
         self._failed_steps = 0
 
     def run(self) -> None:
-        """Serve until the parent process is gone. Raises what step() raised when the engine is beyond help."""
+        """Serve until the parent process is gone. Raises the error of step() when the engine is beyond help."""
         while not self._parent_is_gone():
             self._heartbeat.beat()
             self._receive()
@@ -170,7 +170,7 @@ class EngineServer:
                 self._block_watch.begin(front)
 
     def _answer(self, front: bytes, request_id: str, handle: Callable[[], None]) -> None:
-        """Whatever goes wrong with a message is the answer to its request, and to nothing else."""
+        """An error in a message is the answer to its request, and to nothing else."""
         try:
             handle()
         except RequestError as error:
@@ -336,7 +336,7 @@ def serve(
         router.set(zmq.LINGER, 0)
         router.set(zmq.SNDHWM, MAX_QUEUED_MESSAGES)
         router.set(zmq.RCVHWM, 0)
-        # Without it ROUTER drops silently what goes to a front that is gone, and its requests would run on for nobody.
+        # Without it ROUTER drops silently messages to a front that is gone, and its requests would run on for nobody.
         router.set(zmq.ROUTER_MANDATORY, 1)
         router.bind(f"ipc://{socket_path}")
         on_ready()

@@ -30,7 +30,7 @@ class AdapterUsage:
     """Counts `max_adapters` adapters one by one and the rest together.
 
     Nothing is ever counted twice and no count ever falls, as counters of a metrics system must not. An adapter that
-    takes the place of another starts at zero there: what it did before is in `other`, which only grows.
+    takes the place of another starts at zero there: its earlier counts are in `other`, which only grows.
     """
 
     def __init__(self, max_adapters: int) -> None:

@@ -1,4 +1,4 @@
-"""What a checkpoint's float model says of a text: how well it predicts it, and how active each linear's inputs are.
+"""Measures a checkpoint's float model on a text: how well it predicts it, and how active each linear's inputs are.
 
 The model is transformers' own, so that nothing of the engine judges its own checkpoints.
 """

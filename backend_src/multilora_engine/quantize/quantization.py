@@ -18,14 +18,14 @@ from multilora_engine.quantize.schemes import Scheme
 from multilora_engine.quantize.text import count_tokens, token_windows
 
 OnProgress = Callable[[str, int, int], None]
-"""Called with a stage's name, what is done of it, and what there is of it."""
+"""Called with a stage's name, the number of its parts that are done, and the number of all its parts."""
 
 
 @dataclass(frozen=True)
 class Report:
     """scheme: in words. num_modules: linears that became codes. bytes_*: of the weights' files. *_seconds: wall time.
 
-    perplexity_*: before with the float weights, after with what compressed-tensors makes of the codes, over
+    perplexity_*: before with the float weights, after with the weights that compressed-tensors makes of the codes, over
     num_text_tokens; None when no text was asked for. num_calibration_tokens: 0 without calibration.
     """
 
@@ -52,7 +52,7 @@ def quantize_checkpoint(
     device: torch.device,
     on_progress: OnProgress,
 ) -> Report:
-    """Write what `scheme` makes of the checkpoint in the directory `source` as a checkpoint in the directory `output`.
+    """Write the checkpoint in the directory `source`, rounded by `scheme`, as a checkpoint in the directory `output`.
 
     calibration: a text; the activations that it causes tell which inputs matter. text: one to take perplexity of, which
     loads the whole model, as calibration does; rounding needs one file of the checkpoint at a time. include_head: round

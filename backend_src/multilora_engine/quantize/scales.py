@@ -5,8 +5,8 @@ point (0 when the scheme is symmetric), q the nearest code of w / s + z. The los
 
     E(s, z) = sum_i h_i (w_i - s (q_i - z))^2
 
-with h_i the importance of input i: the mean square of the activations there, or 1. That is the mean square of what the
-group adds wrongly to its output, when inputs are taken as uncorrelated.
+with h_i the importance of input i: the mean square of the activations there, or 1. That is the mean square of the
+group's error in its output, when inputs are taken as uncorrelated.
 
 For given codes the best scale is s = sum h w (q - z) / sum h (q - z)^2. So a few scales and zero points are tried, each
 is replaced by the best one for its codes, and the best of them is refined. A scale may be negative: the integers of b
@@ -22,7 +22,7 @@ from typing import Protocol
 import torch
 
 _CPU_CHUNK_ELEMENTS = (1 << 15) - 1
-"""What is searched at once stays in a core's cache, and is too little for PyTorch to share among threads: hundreds of
+"""Weights searched at once stay in a core's cache, and are too few for PyTorch to share among threads: hundreds of
 thousands of small operations would wait for threads longer than they compute."""
 
 _GPU_CHUNK_ELEMENTS = 1 << 25
@@ -30,7 +30,7 @@ _GPU_CHUNK_ELEMENTS = 1 << 25
 _NUM_RATIOS = 16
 _NUM_REFINEMENTS = 2
 _LEAST_IMPORTANCE = 1e-4
-"""Of the mean one: an input that calibration has never seen active still counts."""
+"""The least importance, as a part of the mean one: an input that calibration has never seen active still counts."""
 
 
 class Codes(Protocol):
@@ -208,7 +208,7 @@ def _loss(w: torch.Tensor, h: torch.Tensor, scale: torch.Tensor, zero: torch.Ten
 
 
 def _storable(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """As float32, what `dtype` makes of it; never 0, by which nothing can be divided."""
+    """The scale rounded to `dtype`, as float32; never 0, by which nothing can be divided."""
     return _not_zero(scale.to(dtype).float(), torch.finfo(dtype).tiny)
 
 

@@ -1,4 +1,4 @@
-"""What a linear's weight is rounded to, in compressed-tensors' words."""
+"""The schemes by which linears' weights are rounded, in compressed-tensors' words."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Scheme:
         return ", ".join([self.name, *([] if self.is_symmetric else ["asymmetric"]), grouping])
 
     def for_modules(self) -> QuantizationScheme:
-        """What compressed-tensors keeps of it for each quantised module."""
+        """The scheme that compressed-tensors keeps for each quantised module."""
         if self.is_float:
             return QuantizationScheme(targets=[LINEAR], format=self.format, **FP8_DYNAMIC)
         assert self.group_size is not None

@@ -11,7 +11,7 @@ from multilora_engine.errors import ConfigError
 
 SAMPLE_TEXT = Path(__file__).with_name("sample_text.txt")
 MAX_TOKENS = 32_768
-"""Of a text; what follows is left out."""
+"""Tokens of a text that are used; the rest is left out."""
 
 _WINDOW_TOKENS = 512
 

@@ -21,7 +21,7 @@ _NICENESS = 10
 """The niceness of the thread that compiles: where it and the steps want the same core, the steps go first."""
 
 _SMALL_SHARE = 256
-"""A guide of up to one 256th of what all may take is small."""
+"""A guide of up to one 256th of the limit for all is small."""
 
 _logger = logging.getLogger(__name__)
 

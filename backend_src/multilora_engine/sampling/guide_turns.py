@@ -32,7 +32,7 @@ class GuideTurns:
     its weight; of its guides the smallest goes first.
 
     So a sender with a thousand guides and one with a single guide take turns, and the large guides of a sender wait for
-    its small ones. A sender whose guides have not waited for a while starts with the least time of those that do:
+    its small ones. A sender whose guides have not waited for a while starts with the least time of the others:
     nobody saves up.
     """
 

@@ -1,6 +1,6 @@
 """Guided decoding: answers that always parse. A grammar says after every token which ones may follow.
 
-The grammars themselves are llguidance's work; here are its limits, its masks and what an end token means to them.
+The grammars themselves are llguidance's work; here are its limits, its masks and the meaning of an end token to them.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _MAX_CACHED_BYTES = 8 * MAX_GUIDE_BYTES
 _MIN_CACHED_BYTES = 1024
 
 _JSON_OPTIONS: JsonCompileOptions = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,64}"}
-"""Unlimited white space is legal JSON, and what a model that is lost writes until `max_tokens`."""
+"""Unlimited white space is legal JSON, and a model that is lost writes it until `max_tokens`."""
 
 _ANY_JSON = json.dumps({"type": ["object", "array"]})
 
 
 class GuideMatcher:
-    """Where the answer of one sequence is in its grammar.
+    """The place of one sequence's answer in its grammar.
 
     allowed: int32 [ceil(vocab / 32)], bit i of word w is token 32 w + i: the tokens that may come next. An end token
         may when the answer parses as it is.
@@ -68,7 +68,7 @@ class GuideMatcher:
         return self._look_ahead()
 
     def _look_ahead(self) -> bool:
-        """Find out what may come next; whether nothing can."""
+        """Find the tokens that may come next; whether there are none."""
         words = np.frombuffer(self._matcher.compute_bitmask(), np.int32)[: len(self._text_tokens)]
         if self._matcher.is_error():
             raise InvalidRequest(f"the guide has no answer from here: {self._matcher.get_error()}")
@@ -98,7 +98,7 @@ class _TokenTable:
         self.bos_token_id = None
 
     def __call__(self, text: str) -> list[int]:
-        """The tokens of what a grammar forces. Those of the tokenizer itself spell it as the model was trained to see
+        """The tokens of text that a grammar forces. The tokenizer's own spell it as the model was trained to see
         it, unless it puts a space in front, as sentencepiece ones do; then the longest that fit, one after the other.
         """
         token_ids = self._tokenizer.encode(text, add_special_tokens=False)
@@ -162,7 +162,7 @@ def _cached_bytes(guide: Guide) -> int:
 
 
 def _grammar(guide: Guide) -> str:
-    """llguidance's own form of a guide. Raises ValueError for some of what is malformed."""
+    """llguidance's own form of a guide. Raises ValueError for some malformed ones."""
     match guide.type:
         case "json":
             return LLMatcher.grammar_from_json_schema(_ANY_JSON, defaults=_JSON_OPTIONS)

@@ -1,7 +1,7 @@
 """Changes the model's logits as requests ask before a token is chosen: biases, penalties, forbidden tokens.
 
 Every function takes the logits of a mixed batch, [len(sequences), vocab] float32, changes them in place, touches only
-the rows and tokens concerned, and does nothing on the device for a batch that asks for nothing. What they know of a
+the rows and tokens concerned, and does nothing on the device for a batch that asks for nothing. All they know of a
 sequence's tokens is its `TokenHistory`, which outlives a preemption and grows with each token.
 """
 
@@ -30,7 +30,7 @@ _Entry = tuple[int, NDArray[Any], NDArray[Any] | float]
 def adjust_logits(logits: torch.Tensor, sequences: list[Sequence], end_token_ids: tuple[int, ...]) -> list[int]:
     """Bias, penalties and bans, in the order of transformers' `generate`. The rows in which tokens are forbidden.
 
-    What forbids tokens comes last: before, penalties could make a forbidden token possible again.
+    Bans come last: before them, penalties could make a forbidden token possible again.
     """
     _add_bias(logits, sequences)
     _penalise_repetition(logits, sequences)

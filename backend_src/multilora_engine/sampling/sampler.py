@@ -24,9 +24,9 @@ _GREEDY = SamplingRule(temperature=1.0, top_k=1, top_p=1.0, min_p=0.0, uniform=0
 
 
 class SampledToken(msgspec.Struct, frozen=True):
-    """The next token of one sequence, and what the request wants to know of how it was chosen.
+    """The next token of one sequence, and the values of its choice that the request wants.
 
-    token_id: None when what the request forbids left nothing to choose.
+    token_id: None when the request's bans left nothing to choose.
     continuations: of a beam, from which the search chooses; its token_id and log_prob mean nothing.
     logits: the model's own, float32 [vocab].
     is_finite: False when the model's numbers overflowed, so that the rest means nothing.
@@ -44,8 +44,8 @@ class Choice:
 
     token_ids: int64 [len(sequences)], on the device.
 
-    A sequence draws one uniform number a token from its own generator, so that what it draws does not depend on who
-    else is in the batch.
+    A sequence draws one uniform number a token from its own generator, so that its draws do not depend on the
+    rest of the batch.
     """
 
     def __init__(self, logits: torch.Tensor, sequences: list[Sequence], end_token_ids: tuple[int, ...]) -> None:
@@ -130,8 +130,8 @@ def _probe(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
 def _overflown(probes: NDArray[np.float32]) -> set[int]:
     """The rows whose numbers overflowed in the model.
 
-    A NaN counts as the largest logit, so it is chosen. Where the squares in the last norm overflow, but not what is
-    squared, the norm makes zeros of everything; no logits of a model are by chance.
+    A NaN counts as the largest logit, so it is chosen. Where the squares in the last norm overflow, but not the
+    squared values, the norm makes zeros of everything; no logits of a model are by chance.
     """
     if np.isfinite(chosen := probes[:, 0]).all() and chosen.all():
         return set()
@@ -162,7 +162,7 @@ def _draw(logits: torch.Tensor, rules: list[SamplingRule]) -> torch.Tensor:
     """The tokens of `sample_tokens`, int64 [rows], by torch's operators: for a GPU, and where nothing was compiled.
 
     logits: float32 [rows, vocab], a rule each. Which way a row goes depends on its own rule alone, so its neighbours
-    never change what it draws.
+    never change its draw.
     """
     temperature, top_k, top_p, min_p, uniform = (_column(list(values), logits) for values in zip(*rules, strict=True))
     left = (logits / temperature).softmax(dim=-1)
@@ -228,5 +228,5 @@ def _rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 
 def _index(rows: list[int], like: torch.Tensor) -> torch.Tensor:
-    """To index rows with; a list would be copied to the device with a wait."""
+    """`rows` to index with; a list would be copied to the device with a wait."""
     return to_device(torch.tensor(rows), like.device)

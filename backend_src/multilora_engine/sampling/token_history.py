@@ -1,4 +1,4 @@
-"""`TokenHistory`: what penalties and bad words need to know of a sequence's tokens, kept up to date token by token."""
+"""`TokenHistory`: a sequence's tokens as penalties and bad words need them, kept up to date token by token."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class TokenTally:
 
 
 class BadWords:
-    """The sequences that a request forbids, by what precedes their last token. Does not change: forks share it."""
+    """The sequences that a request forbids, by the tokens before their last one. Does not change: forks share it."""
 
     def __init__(self, sequences: Iterable[tuple[int, ...]]) -> None:
         """sequences: none of them empty."""
@@ -87,7 +87,7 @@ class TokenHistory:
         self.answered = TokenTally()
         self._bad_words = BadWords(sampling.bad_token_sequences)
         self._bad_state = ROOT
-        # What lies further back is no part of a prefix.
+        # Tokens further back are no part of a prefix.
         self._follow_bad_words(prompt[max(0, len(prompt) - self._bad_words.longest_prefix) :])
 
     def extend(self, token_ids: Sequence[int]) -> None:

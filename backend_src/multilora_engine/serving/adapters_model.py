@@ -1,4 +1,4 @@
-"""The Python model `adapters`: what an operator may ask about adapters, as JSON in and JSON out.
+"""The Python model `adapters`: an operator's requests about adapters, as JSON in and JSON out.
 
 {"operation": "list"}, {"operation": "pin", "lora_task_id": 7}, ...: see `multilora_engine.process.operations`.
 """

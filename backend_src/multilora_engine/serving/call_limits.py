@@ -46,7 +46,7 @@ def _num_prompt_log_probs(call: GenerateCall) -> int:
 
 
 def _total(call: GenerateCall, count: Callable[[SamplingParams], int]) -> int:
-    """Over all sequences; the beams of a search share what is counted."""
+    """The total over all sequences; the beams of a search count once."""
     return sum(map(count, call.sampling)) * call.requests_per_row
 
 

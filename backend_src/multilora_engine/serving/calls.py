@@ -1,4 +1,4 @@
-"""`GenerateCall` and `UploadCall`: what a request to a generation model asks for."""
+"""`GenerateCall` and `UploadCall`: the calls of requests to a generation model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`EngineLink`: a model's client of the engine, and what it needs to know before it can read a request."""
+"""`EngineLink`: a model's client of the engine, and the facts it needs before it can read a request."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class EngineLink:
         self._senders: SenderBook | None = None
 
     def rights(self, request: TritonRequest) -> Rights:
-        """Who sent a request, and what it may do. Raises Unauthenticated, InvalidRequest, EngineUnavailable."""
+        """The sender of a request, and its rights. Raises Unauthenticated, InvalidRequest, EngineUnavailable."""
         if self._senders is None:
             info = self.client.wait_until_ready(_FIRST_CONTACT_S)
             canary_key = os.environ.get(CANARY_KEY_VARIABLE, "")

@@ -39,7 +39,7 @@ class GenerationFront(Front):
     """The door of a generation model.
 
     can_stream: whether it may send more than one response a request. renamed: inputs by the names they have at this
-    door, and what they are called everywhere else. has_flat_text: its text_output has no batch dimension.
+    door, and their names everywhere else. has_flat_text: its text_output has no batch dimension.
     """
 
     def __init__(
@@ -196,7 +196,7 @@ def _told_prompt(prompt: list[int], sampling: SamplingParams, tokenizer: Tokeniz
 
 
 def _sampling_of(sampling: SamplingParams, sequence_index: int) -> SamplingParams:
-    """The first sequence is what a request for one alone gets; the others draw from seeds of their own."""
+    """The first sequence is the answer to a request for one alone; the others draw from seeds of their own."""
     if sampling.seed is None or sequence_index == 0:
         return sampling
     return msgspec.structs.replace(sampling, seed=Random(f"{sampling.seed} {sequence_index}").getrandbits(64))

@@ -22,7 +22,7 @@ class InFlight:
     ) -> Callable[[], None]:
         """The function that gives `amount` back, to be called once.
 
-        Raises `too_much` (of what the owner has under way, and of the amount) when that would exceed the limit.
+        Raises `too_much` (of the owner's amount under way, and of the new one) when that would exceed the limit.
         """
         with self._lock:
             if self._amounts[owner] + amount > limit:

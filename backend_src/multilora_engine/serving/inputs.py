@@ -33,9 +33,9 @@ ENSEMBLE_NAMES: Mapping[str, str] = MappingProxyType(
 
 
 class InputTensors:
-    """Raises InvalidRequest, naming the tensor, for what has the wrong shape or is not UTF-8.
+    """Raises InvalidRequest, naming the tensor, for a wrong shape or text that is not UTF-8.
 
-    renamed: what the request's tensors of these names are called here.
+    renamed: the names here for the request's tensors of these names.
     """
 
     def __init__(self, request: TritonRequest, renamed: Mapping[str, str] = MappingProxyType({})) -> None:

@@ -1,4 +1,4 @@
-"""`LoadSeconds`: the histogram of what it takes to bring adapters into memory, on the server's metrics port."""
+"""`LoadSeconds`: the histogram of the time it takes to bring adapters into memory, on the server's metrics port."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _DESCRIPTION = "Seconds to load an adapter into host memory, or to activate it: 
 
 @dataclass
 class _Series:
-    """One metric of the server's, and what it has been told of."""
+    """One metric of the server's, and the observations it has been told."""
 
     handle: Any
     told: Histogram

@@ -1,4 +1,4 @@
-"""`MetricsPublisher`: what the engine counts about requests and adapters, on the server's metrics port.
+"""`MetricsPublisher`: the engine's counts of requests and adapters, on the server's metrics port.
 
 Every change of a metric is a round trip to the server, so they are made once a second, by a thread of their own, and
 only where a value has changed: a request never waits for them.
@@ -245,7 +245,7 @@ Key = tuple[MetricName, tuple[tuple[str, str], ...]]
 
 @dataclass
 class _Series:
-    """One metric of the server's. value: the latest sample; shown: what the server tells, which never falls for a
+    """One metric of the server's. value: the latest sample; shown: the server's value, which never falls for a
     counter, whatever a new engine counts from."""
 
     handle: Any

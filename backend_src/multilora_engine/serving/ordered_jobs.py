@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from threading import Condition
 
 _NICENESS = 10
-"""Of the threads: where they and the engine's steps want the same core, the steps go first."""
+"""The niceness of the threads: where they and the engine's steps want the same core, the steps go first."""
 
 
 @dataclass(eq=False, slots=True)

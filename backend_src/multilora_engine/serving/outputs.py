@@ -24,7 +24,7 @@ class RowAnswer(msgspec.Struct, frozen=True):
     kv_cache: perf, of which only the blocks are told. top_log_probs: as log_probs, of each token the most probable
     ones, best first. generation_logits: likewise, float32 [tokens, vocab]. context_logits: the same of the prompt's
     tokens, None also where another response has them. spelled: likewise, the bytes of each token, and those of its
-    most probable ones. prompt: what it says of the prompt's tokens, None also where another response does.
+    most probable ones. prompt: values of the prompt's tokens, None also where another response does.
     num_cached_tokens: how many of these the prefix cache had. stop_id: the id by which a stop can name the sequence.
     """
 
@@ -52,8 +52,8 @@ class RowAnswer(msgspec.Struct, frozen=True):
 
 
 class ReplyRow(msgspec.Struct, frozen=True):
-    """Which row of its request an engine request is, which of the row's sequences, the adapter it asked for, and what
-    else it wants to know. token_bytes: how tokens are spelled, for one that wants to know. prompt: its prompt, for one
+    """Which row of its request an engine request is, which of the row's sequences, the adapter it asked for, and the
+    other values it wants. token_bytes: how tokens are spelled, for one that wants to know. prompt: its prompt, for one
     that wants to know how likely its tokens were.
     """
 
@@ -121,11 +121,11 @@ class OutputColumns:
 
     Each array has the rows as its leading dimension. output_ids is [rows, num_sequences, longest], where `pad_id` fills
     up shorter ones; output_log_probs is the same, filled up with 0; top_log_probs, top_log_prob_ids and output_tokens
-    have what belongs to each token behind that, and generation_logits [rows, num_sequences, longest, vocab];
-    context_logits is [rows, longest prompt, vocab], and what is told of the prompt's tokens [rows, longest prompt] or
-    that with one dimension more. Of the others, what is the same for all sequences of a row (`_SAME_IN_A_ROW`), or
-    counts what they have together, is [rows, 1], all else is [rows, num_sequences]. `num_sequences`, of which a
-    response has so many answers for each row, take the place of upstream's beams.
+    have each token's values behind that, and generation_logits [rows, num_sequences, longest, vocab];
+    context_logits is [rows, longest prompt, vocab], and values of the prompt's tokens [rows, longest prompt] or
+    that with one dimension more. Of the others, an array that is the same for all sequences of a row
+    (`_SAME_IN_A_ROW`), or counts them together, is [rows, 1], every other one is [rows, num_sequences].
+    `num_sequences`, of which a response has so many answers for each row, take the place of upstream's beams.
 
     has_flat_text: text_output is [rows * num_sequences] instead.
     """
@@ -158,7 +158,7 @@ class OutputColumns:
     ) -> dict[str, NDArray[Any]]:
         """All else, output_ids first. Log-probs, logits and performance metrics are left out where answers have none.
 
-        So are token ids of what had no prompt, an upload. Of a tensor without elements that it sends by HTTP the server
+        So are token ids of an upload: it has no prompt. Of a tensor without elements that it sends by HTTP the server
         (24.10) never frees 80 bytes.
         """
         arrays: dict[str, NDArray[Any]] = {}

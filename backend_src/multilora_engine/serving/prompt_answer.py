@@ -1,4 +1,4 @@
-"""`PromptAnswer`: what a response says about the tokens of a prompt."""
+"""`PromptAnswer`: the part of a response about the tokens of a prompt."""
 
 from __future__ import annotations
 

@@ -22,5 +22,5 @@ class PromptLogits:
 
     @property
     def rows(self) -> NDArray[np.float32]:
-        """Of the tokens so far, which are all of the prompt's unless its request was ended: [tokens, vocab]."""
+        """Logits of the tokens so far, which are all of the prompt's unless its request was ended: [tokens, vocab]."""
         return self._rows[: self._num_known]

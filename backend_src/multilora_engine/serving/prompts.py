@@ -23,9 +23,9 @@ def encode_text(text: str, tokenizer: Tokenizer, info: EngineInfo, add_special_t
 
 
 class _Chat(msgspec.Struct, forbid_unknown_fields=True):
-    """A chat with the tools that the model may ask for, in whatever form its template expects them.
+    """A chat with the tools that the model may ask for, in the form that its template expects.
 
-    chat_template_kwargs: what else the template knows, by name. add_generation_prompt: whether it opens the assistant's
+    chat_template_kwargs: other variables of the template. add_generation_prompt: whether it opens the assistant's
     turn. continue_final_message: whether the last message is left open instead, for the answer to go on with it.
     """
 
@@ -41,7 +41,7 @@ def encode_messages(text: str, tokenizer: Tokenizer, info: EngineInfo) -> list[i
 
     text: a JSON list of objects with `role` and `content`, or an object with such `messages` and with any of `tools`,
         `chat_template_kwargs`, `add_generation_prompt` and `continue_final_message`.
-    Raises InvalidRequest for anything else, for what is too long, and for what the model's chat template refuses.
+    Raises InvalidRequest for anything else, for texts that are too long, and for chats that the template refuses.
     """
     _check_length("messages", text, info)
     try:

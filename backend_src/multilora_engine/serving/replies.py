@@ -23,10 +23,10 @@ from multilora_engine.serving.triton_api import TritonRequest, backend_utils, er
 
 
 class Responder:
-    """Makes responses to one Triton request: of the outputs it asked for those that there is something to say of.
+    """Makes responses to one Triton request, each with the requested outputs that have content.
 
-    They are sent by `flush`. An ensemble asks its steps for everything, and passes on what it gets. What a response
-    repeats of the one before is the same tensor, which is in shared memory already.
+    They are sent by `flush`. An ensemble asks its steps for everything, and passes on all it gets. An output
+    that a response repeats of the one before is the same tensor, which is in shared memory already.
     """
 
     def __init__(self, request: TritonRequest, has_flat_text: bool = False) -> None:
@@ -81,7 +81,7 @@ class Responder:
 
 
 class Reply(ABC):
-    """The listener of a call: makes responses to one Triton request of what it hears."""
+    """The listener of a call: makes responses to one Triton request of the outputs it hears."""
 
     def __init__(self, responder: Responder) -> None:
         self._responder = responder
@@ -245,12 +245,12 @@ class TextReply(Reply):
 
 
 class EmptyReply(Reply):
-    """An empty response, by which upstream's clients know that what they wanted stopped has stopped."""
+    """An empty response, by which upstream's clients know that the request they wanted stopped has stopped."""
 
     def _answer(self, output: TokenOutput) -> None:
         self._responder.respond_empty()
 
 
 def _no_beam(output: TokenOutput) -> BeamOutput:
-    """Stands for a beam that a search did not find: what the request forbids left fewer continuations than beams."""
+    """Stands for a beam that a search did not find: the request's bans left fewer continuations than beams."""
     return BeamOutput([], "", output.finish_reason or "length", [], -math.inf)

@@ -1,4 +1,4 @@
-"""`SenderBook`: who sent a request, and what it may do.
+"""`SenderBook`: the sender of a request, and its rights.
 
 Triton hands a model the headers that it passes on as parameters of the request, behind the parameters that the client
 wrote into the request itself. Over HTTP generate no header is passed on: all parameters are the client's own.
@@ -52,9 +52,9 @@ class Rights:
         return self.caller is None or self.caller.runs_the_server
 
     def adapter_tenant(self, lora_task_id: int | None, lora_name: str) -> str:
-        """Whose adapter a request means, empty for the server's own; None is the base model.
+        """The tenant whose adapter a request means, empty for the server's own; None is the base model.
 
-        Raises PermissionDenied, whatever adapters there are, for what the key may not use.
+        Raises PermissionDenied where the key may not use it, whatever adapters there are.
         """
         if self.caller is None:
             return ""
@@ -97,7 +97,7 @@ class Rights:
 
 
 class SenderBook:
-    """Reads who sent a request. Any thread may ask."""
+    """Reads the sender of a request. Any thread may ask."""
 
     def __init__(self, policy: ClientPolicy, max_metadata_bytes: int, canary_key: str = "") -> None:
         """canary_key: besides those of the file, the API key that may use the base model and nothing else.

@@ -19,7 +19,7 @@ _NEAREST_CODES = {
     "PERMISSION_DENIED": "INVALID_ARG",
     "RESOURCE_EXHAUSTED": "UNAVAILABLE",
 }
-"""For the codes that Triton does not have, of those that it has one that clients do the right thing for: whether to try
+"""For each code that Triton does not have, one that it has, for which clients do the right thing: whether to try
 again. The message begins with the code itself."""
 
 
@@ -57,7 +57,7 @@ class TritonRequest(Protocol):
 
 
 def prepare_stub(model_name: str) -> None:
-    """Send log lines to the server's stderr, and keep what has been imported out of garbage collections.
+    """Send log lines to the server's stderr, and keep all imported objects out of garbage collections.
 
     That is up to 200,000 objects: most of the time of a collection, and of the interpreter's end.
     """

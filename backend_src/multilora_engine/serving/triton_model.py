@@ -30,7 +30,7 @@ class GenerationModel:
     """Owns the engine. A request may get any number of responses."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
-        """Start the engine. Raises ConfigError, whose one line is what the operator sees."""
+        """Start the engine. Raises ConfigError, whose one line the operator sees."""
         prepare_stub(args["model_name"])
         parameters = _parameters(args)
         config = EngineConfig.from_parameters(parameters)

@@ -1,4 +1,4 @@
-"""Inputs of TensorRT-LLM's models that stand for what this server does not do.
+"""Inputs of TensorRT-LLM's models that stand for features this server does not have.
 
 They are declared so that a client that sends them is told so. Undeclared, the server would refuse them for their names.
 """
@@ -36,7 +36,7 @@ UNSUPPORTED_OPTIONS: Mapping[str, str] = {
     "retention_decode_priority": _RETENTION,
     "retention_decode_duration_ms": _RETENTION,
 }
-"""One value a row, by what it is for. False, 0 and the empty text ask for nothing."""
+"""Inputs of one value a row, with their purposes. False, 0 and the empty text ask for nothing."""
 
 UNSUPPORTED_TENSORS: Mapping[str, str] = {
     "decoder_input_ids": _ENCODER,
@@ -60,7 +60,7 @@ UNSUPPORTED_TENSORS: Mapping[str, str] = {
     "retention_token_range_priorities": _RETENTION,
     "retention_token_range_durations_ms": _RETENTION,
 }
-"""Values of their own, by what they are for. A tensor without elements asks for nothing."""
+"""Other inputs, with their purposes. A tensor without elements asks for nothing."""
 
 
 _PLACEHOLDERS = frozenset({"decoder_input_ids", "decoder_input_lengths"})

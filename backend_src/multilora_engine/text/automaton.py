@@ -65,7 +65,7 @@ class Automaton(Generic[_Symbol]):
                 target = ROOT
                 break
             state = self._states[state].fallback
-        # From the shortest on: what has been found is the fallback of the next longer one.
+        # From the shortest on: the state found last is the fallback of the next longer one.
         for parent, words in reversed(unseen):
             target = self._add(parent, symbol, words, fallback=target)
         return target

@@ -1,4 +1,4 @@
-"""`PlainSpecials`: what a client writes into a chat stays text, even where it spells a special token.
+"""`PlainSpecials`: a client's text in a chat stays text, even where it spells a special token.
 
 The template's own special tokens and the client's are the same characters once a chat is rendered. So each special
 token that a client spelled is cut in two before, by a mark that nobody can guess, and the rendered text is tokenized
@@ -22,7 +22,7 @@ class PlainSpecials:
     """Cuts the special tokens that the client of one chat has spelled."""
 
     def __init__(self, special_tokens: Iterable[str]) -> None:
-        """special_tokens: how they are spelled. One of a single character cannot be cut, and stays what it is."""
+        """special_tokens: how they are spelled. One of a single character cannot be cut, and stays as it is."""
         spelled = [re.escape(token) for token in special_tokens if len(token) > 1]
         # Where one special token begins inside another, it is cut, too.
         self._start = re.compile(f"(?=({'|'.join(spelled)}))") if spelled else None

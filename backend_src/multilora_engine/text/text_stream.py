@@ -75,7 +75,7 @@ class TextStream:
         return fork
 
     def push(self, token_id: int) -> TextDelta:
-        """Add the next token; what is decided by it. Not after a delta with `stopped`."""
+        """Add the next token; the text that it decides. Not after a delta with `stopped`."""
         assert not self._is_stopped, "a token after the stop word"
         if not self._can_stop and not self._open_tokens:
             return self._push_alone(token_id)
@@ -124,11 +124,11 @@ class TextStream:
         return num_decided
 
     def _stop_of_tokens(self, num_tokens: int, text: str) -> range:
-        """Where the last tokens are in the held text plus `text`, which is the last one's."""
+        """The place of the last tokens in the held text plus `text`, which is the last one's."""
         return range(self._token_starts[-num_tokens] - self._num_emitted, len(self._held_text) + len(text))
 
     def _stop_in(self, text: str) -> range | None:
-        """Where in the held text plus `text` the stop word is that `text` completes, None without one."""
+        """The place of the stop word that `text` completes, in the held text plus `text`; None without one."""
         if not self._words:
             return None
         for end, char in enumerate(text, start=len(self._held_text) + 1):

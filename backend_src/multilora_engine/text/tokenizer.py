@@ -1,8 +1,8 @@
-"""Tokens to text and back. Here, and nowhere else, it is decided what the text of a token sequence is.
+"""Tokens to text and back. The text of a token sequence is decided here, and nowhere else.
 
 The text of tokens is the concatenation of their bytes (`Tokenizer.token_bytes`), decoded as UTF-8 with every invalid
-piece replaced by U+FFFD. So text does not depend on how a stream was cut. For byte-level tokenizers this is what
-transformers decodes; sentencepiece ones differ in one way: transformers drops the first space of whatever it decodes,
+piece replaced by U+FFFD. So text does not depend on how a stream was cut. For byte-level tokenizers this is
+transformers' text; sentencepiece ones differ in one way: transformers drops the first space of each text it decodes,
 we keep it, because a continuation starts with a space whenever the model meant one.
 """
 
@@ -21,10 +21,10 @@ from multilora_engine.text.plain_specials import PlainSpecials
 from multilora_engine.text.token_table import special_ids, token_table
 
 _PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
-"""What tokenizer_config.json names (until transformers 5, and since) where tokenizer.json alone is the tokenizer."""
+"""Classes in tokenizer_config.json (until transformers 5, and since) where tokenizer.json alone is the tokenizer."""
 
 _PLAIN_MODEL_TYPES = ("llama", "qwen3")
-"""For others transformers knows checkpoints that name the wrong class, and takes the model type's own."""
+"""For other types transformers knows checkpoints that name the wrong class, and takes the model type's own."""
 
 
 class Tokenizer:
@@ -79,8 +79,8 @@ class Tokenizer:
     ) -> list[int]:
         """Token ids of a chat, ready for the assistant's answer.
 
-        options: `add_generation_prompt`, `continue_final_message` and what the template knows by other names.
-        keeps_special_tokens: whether what spells a special token in messages, tools and options becomes one.
+        options: `add_generation_prompt`, `continue_final_message` and other variables of the template.
+        keeps_special_tokens: whether text that spells a special token in messages, tools and options becomes one.
         Raises InvalidRequest when the template refuses it, or would leave the tools out without a word.
         """
         if self._hf.chat_template is None:
@@ -108,7 +108,7 @@ class Tokenizer:
                 tokenize=False,
                 **options,
             )
-        except Exception as error:  # templates are programs: what they raise on input they do not like is up to them
+        except Exception as error:  # templates are programs: their errors on input they do not like are up to them
             raise InvalidRequest(f"the model's chat template refused the messages: {error}") from error
         return str(text)
 

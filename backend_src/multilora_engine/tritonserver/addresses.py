@@ -10,7 +10,7 @@ from multilora_engine.errors import ConfigError
 
 @dataclass(frozen=True)
 class Addresses:
-    """Where a server listens."""
+    """The addresses at which a server listens."""
 
     host: str
     http_port: int
@@ -49,7 +49,7 @@ def resolve_addresses(
 
 
 def _reachable(host: str) -> str:
-    """Where clients on this machine find what listens at `host`."""
+    """The host at which clients on this machine find a server that listens at `host`."""
     return "127.0.0.1" if host == "0.0.0.0" else host
 
 

@@ -1,4 +1,4 @@
-"""The server's options that limit what clients can do: closed APIs, TLS, request sizes, who a client is."""
+"""The server's options that limit clients: closed APIs, TLS, request sizes, the identity of a client."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MAX_INPUT_FLAG = "--http-max-input-size"
 
 
 def hardening_arguments(options: ServerOptions, executable: Path) -> list[str]:
-    """Arguments of the server. Raises ConfigError for what contradicts itself, or this server cannot do."""
+    """Arguments of the server. Raises ConfigError for options that contradict each other, or that this server lacks."""
     headers = f"(?i)^({'|'.join(PASSED_ON)})$"
     return [
         *_restrictions(options),

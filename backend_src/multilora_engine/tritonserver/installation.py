@@ -1,4 +1,4 @@
-"""Where a tritonserver is, and what its Python backend needs in order to run our models in this environment."""
+"""The place of a tritonserver, and the needs of its Python backend to run our models in this environment."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _ALLOCATOR_VARIABLES = {"MALLOC_ARENA_MAX": "2", "THP_MEM_ALLOC_ENABLE": "1"}
 
 PyTorch asks for huge pages, as the weights do by themselves, where Linux gives them on demand (its usual setting):
 KV cache and adapters are read from one end to the other, and small pages end that every 4 KiB. Sixteen sequences with
-as many adapters: 684 tokens a second instead of 603, 0.82 of what they make without adapters instead of 0.74.
+as many adapters: 684 tokens a second instead of 603, 0.82 of the rate without adapters instead of 0.74.
 
-The server has dozens of threads, and malloc gives each an arena that keeps what large requests once took: 12,000
+The server has dozens of threads, and malloc gives each an arena that keeps the memory of large requests: 12,000
 requests of up to 15 MB left 287 MiB, and more with every one; with two arenas 10,000 left 176 and 20,000 left 167.
 """
 
@@ -31,7 +31,7 @@ _OPENMP_WAITING = {"GOMP_SPINCOUNT": "1000"}
 """How long OpenMP threads look whether they may go on before they sleep, unless the environment says how they wait.
 
 A CPU step waits hundreds of times, each time for some microseconds: being woken takes as long. But a thread that looks
-uses up its share of a core, so that whatever else runs there gets the core when there is work again. Milliseconds of a
+uses up its share of a core, so that any other thread there gets the core when there is work again. Milliseconds of a
 decode step of one and of sixteen sequences on two cores: 500 looks 17.3 and 26.7, 1000 looks 15.8 and 21.7, 2000 looks
 16.1 and 23.8. Beside a process that never sleeps: never looking (OMP_WAIT_POLICY=PASSIVE) 22.2 and 34.6, 500 looks 24.4
 and 40.3, 1000 looks 23.2 and 36.3 or, later, 30.3 and 44.9, 2000 looks 39.4 and 55.6. The runtime's own choice,

@@ -275,7 +275,7 @@ def pause(seconds: float) -> None:
 
 
 def wait_ready(server: ServerProcess) -> None:
-    """Wait for the first inference; on a terminal, with what the server is doing."""
+    """Wait for the first inference; on a terminal, with the server's progress."""
     with console.status("starting tritonserver") as status:
         server.wait_ready(lambda progress: status.update(f"starting tritonserver: {progress}"))
 

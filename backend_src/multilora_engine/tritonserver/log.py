@@ -1,4 +1,4 @@
-"""Reads the server's log: what is progress, what is noise, and why a load failed."""
+"""Reads the server's log: tells progress from noise, and why a load failed."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ _QUEUE_IS_FULL = "[UNAVAILABLE] the queue is full"
 
 
 class ProbeFailed(Exception):
-    """The server is broken, and will not mend itself; the text says in what way."""
+    """The server is broken, and will not mend itself; the text says how."""
 
 
 class NotReady(Exception):

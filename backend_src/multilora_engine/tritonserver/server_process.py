@@ -70,7 +70,7 @@ class ServerProcess:
             client = tritonclient.http.InferenceServerClient(server.http_url)
 
     `on_log` gets every line of the server's log that is not noise, in a thread of its own. `probe` is the inference
-    that decides readiness, given `canary_url`. Leaving the block stops the server, and kills what of it does not stop.
+    that decides readiness, given `canary_url`. Leaving the block stops the server, by force if need be.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class ServerProcess:
         return self._regions.token
 
     def start(self) -> None:
-        """Check what can be checked, and start the server. Raises ConfigError."""
+        """Make all possible checks, and start the server. Raises ConfigError."""
         if self.options.model:
             check_checkpoint(self.options.model)
         check_free_space()
@@ -220,7 +220,7 @@ class ServerProcess:
             self._clean_up()
 
     def kill(self) -> None:
-        """End the server at once, for one that is broken: what it still has in flight could keep `stop` waiting."""
+        """End the server at once, for one that is broken: requests still in flight could keep `stop` waiting."""
         self._process.kill()
         self.wait()
         self._clean_up()
@@ -317,7 +317,7 @@ class ServerProcess:
             raise ServerFailed(f"not ready after {self.options.startup_timeout_s:g} s: {self.progress}")
 
     def _clean_up(self) -> None:
-        """Kill what outlived the server, remove its files, and read its log to the end."""
+        """Kill processes that outlived the server, remove its files, and read its log to the end."""
         self._resources.close()
         self._reader.join(_GRACE_S)
 

@@ -1,4 +1,4 @@
-"""The server's files in /dev/shm: one name per server, and removal of what a crashed one left behind.
+"""The server's files in /dev/shm: one name per server, and removal of the files that a crashed one left behind.
 
 A server killed outright leaves its regions, which can hold hundreds of megabytes. Each of our servers therefore holds
 an flock on `multilora_<token>.lock`. The kernel drops it with the last process that has it open, so a lock that can be

@@ -1,6 +1,6 @@
 """Settings as TensorRT-LLM's users write them, `key:value,key:value`, filled into a model repository of ours.
 
-A key is a parameter of `generation`, or one of the holes of upstream's templates: those that mean something here are
+A key is a parameter of `generation`, or one of the holes of upstream's templates: the ones that mean something here are
 translated, the others are told with the reason. Only the values in the `config.pbtxt` files change, comments stay.
 """
 
@@ -132,7 +132,7 @@ def copy_repository(repository: Path, target: Path) -> None:
 
 
 def fill(repository: Path, substitutions: Mapping[str, str]) -> Filling:
-    """Write what `parse_substitutions` gave into the config.pbtxt files of `repository`. Raises ConfigError."""
+    """Write the values from `parse_substitutions` into the config.pbtxt files of `repository`. Raises ConfigError."""
     filling = Filling()
     for key, value in substitutions.items():
         if reason := _reason_to_ignore(key, value):

@@ -1,1 +1,1 @@
-"""Load on a running server: who asks what and when (workload), asking it (load), and what came of it (report, plot)."""
+"""Load on a running server: requests and their times (workload), sending them (load), their results (report, plot)."""

@@ -163,7 +163,7 @@ def _check_plot(path: Path) -> None:
 
 
 def _targets(directories: Sequence[Path], num_adapters: int | None, first_task_id: int) -> list[Target]:
-    """Most popular first; the base model alone without adapters."""
+    """The targets, most popular first; the base model alone without adapters."""
     if not directories:
         if num_adapters is not None:
             raise InvalidRequest("--num-adapters is how many task ids share the adapters; name one with --adapter")
@@ -211,7 +211,7 @@ async def _upload(client: AsyncClient, adapters: Sequence[Adapter]) -> None:
 
 @contextmanager
 def _progress(description: str, total: int) -> Iterator[Callable[[], None]]:
-    """A bar on a terminal, nothing elsewhere. Yields what moves it on by one."""
+    """A bar on a terminal, nothing elsewhere. Yields a function that moves it on by one."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -220,7 +220,7 @@ def _progress(description: str, total: int) -> Iterator[Callable[[], None]]:
 
 
 def _check_answered(samples: Sequence[Sample]) -> None:
-    """Raises MultiloraClientError, with the commonest code, when there is nothing to tell but errors."""
+    """Raises MultiloraClientError, with the commonest code, when every request failed."""
     if not any(sample.is_answered for sample in samples):
         errors = Counter((sample.error, sample.reason) for sample in samples).most_common(_MAX_SHOWN)
         told = "; ".join(f"{reason} ({count} times)" for (_, reason), count in errors)
@@ -228,14 +228,14 @@ def _check_answered(samples: Sequence[Sample]) -> None:
 
 
 def _explain_errors(samples: Sequence[Sample]) -> None:
-    """The first error of each code in words: the table has the codes."""
+    """Print the first error of each code in words: the table has the codes."""
     reasons = {sample.error: sample.reason for sample in reversed(samples) if not sample.is_answered}
     for code, reason in reasons.items():
         typer.echo(f"{code}, such as: {reason}", err=True)
 
 
 def _check_answers(samples: Sequence[Sample]) -> bool:
-    """Whether all answers are as they should be; says which are not."""
+    """Whether all answers are as they should be; prints the first few that are not."""
     different = different_answers(samples)
     for first, other in different[:_MAX_SHOWN]:
         who = other.job.target.content or "the base model"

@@ -1,7 +1,7 @@
 """Ask a server many things at once, and note when each piece of each answer came.
 
-An open loop sends each request when it is due, whatever became of those before, and counts from the moment it was due:
-what a slow server does to requests that it keeps from being sent is part of the result (no coordinated omission). A
+An open loop sends each request when it is due, without waiting for earlier ones, and counts from the moment it was
+due: the delay of requests that a slow server keeps from being sent is part of the result (no coordinated omission). A
 closed loop has a fixed number of askers, each of which waits for its answer before it asks again.
 """
 
@@ -32,7 +32,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Sample:
-    """One request and what became of it. All times are seconds on the event loop's clock.
+    """One request and its result. All times are seconds on the event loop's clock.
 
     due_s: when it should have been sent. piece_times_s: when each piece of the answer came.
 
@@ -56,7 +56,7 @@ class Sample:
 
     @property
     def send_delay_s(self) -> float:
-        """How late this client was itself."""
+        """The seconds by which this client itself was late."""
         return self.sent_s - self.due_s
 
     @property
@@ -69,7 +69,7 @@ class Sample:
 
     @property
     def gaps_s(self) -> list[float]:
-        """Between one piece and the next."""
+        """The seconds between each piece and the next."""
         return [later - earlier for earlier, later in pairwise(self.piece_times_s)]
 
 
@@ -77,11 +77,11 @@ Ask = Callable[[Job, float], Awaitable[Sample]]
 """Sends a job that was due at a time."""
 
 OnDone = Callable[[], None]
-"""Hears of each job that has ended."""
+"""Is called for each job that has ended."""
 
 
 def make_ask(client: AsyncClient, output_tokens: int, timeout_s: float | None) -> Ask:
-    """Greedy streams of exactly `output_tokens` tokens."""
+    """An Ask whose streams are greedy and have exactly `output_tokens` tokens."""
 
     async def ask(job: Job, due_s: float) -> Sample:
         clock = asyncio.get_running_loop().time
@@ -123,7 +123,7 @@ async def run_load(ask: Ask, jobs: Sequence[Job], load: Load, seed: int, on_done
 
 
 async def run_open(ask: Ask, jobs: Sequence[Job], arrivals_s: Sequence[float], on_done: OnDone) -> list[Sample]:
-    """Send each job at its time, seconds from now; in the order of the jobs."""
+    """Send each job at its time, seconds from now. Returns the samples in the order of the jobs."""
     clock = asyncio.get_running_loop().time
     start_s = clock()
 
@@ -141,7 +141,7 @@ async def run_open(ask: Ask, jobs: Sequence[Job], arrivals_s: Sequence[float], o
 
 
 async def run_closed(ask: Ask, jobs: Sequence[Job], concurrency: int, on_done: OnDone) -> list[Sample]:
-    """Send the jobs in turn, `concurrency` at any time; in the order of their ends."""
+    """Send the jobs in turn, `concurrency` at any time. Returns the samples in the order of their ends."""
     clock = asyncio.get_running_loop().time
     remaining = iter(jobs)
     samples: list[Sample] = []

@@ -33,7 +33,7 @@ CSV_COLUMNS = (
 
 @dataclass(frozen=True)
 class Stage:
-    """One load and what became of its requests, at least one."""
+    """One load and the results of its requests, at least one."""
 
     load: Load
     samples: Sequence[Sample]
@@ -41,7 +41,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Percentiles:
-    """Seconds. NaN where nothing was measured."""
+    """Percentiles in seconds, NaN where nothing was measured."""
 
     p50: float
     p90: float
@@ -84,7 +84,7 @@ class Summary:
 
 
 def summarise(samples: Sequence[Sample]) -> Summary:
-    """At least one sample."""
+    """The numbers of a stage. samples: at least one."""
     answered = [sample for sample in samples if sample.is_answered]
     return Summary(
         num_requests=len(samples),
@@ -103,9 +103,9 @@ def summarise(samples: Sequence[Sample]) -> Summary:
 def find_knee(stages: Sequence[Stage]) -> float | None:
     """The highest rate up to which the server keeps up, 0 if it never does; None if the knee lies beyond all rates.
 
-    It keeps up while every request is answered and 90 % of the first tokens come within KNEE_FACTOR times what they
-    took at the lowest rate, which has to be a light load. Behind the knee requests wait for each other, and the longer
-    the load lasts, the longer they wait.
+    The server keeps up while every request is answered and 90 % of the first tokens come within KNEE_FACTOR times
+    their time at the lowest rate, which has to be a light load. Behind the knee requests wait for each other, and the
+    longer the load lasts, the longer they wait.
     """
     stages = sorted(stages, key=lambda stage: stage.load.level)
     limit = KNEE_FACTOR * summarise(stages[0].samples).first_token.p90
@@ -119,7 +119,7 @@ def find_knee(stages: Sequence[Stage]) -> float | None:
 
 
 def describe_knee(stages: Sequence[Stage], knee: float | None) -> str:
-    """One sentence. stages: of an open loop."""
+    """The knee in one sentence. stages: the stages of an open loop."""
     highest = max(stage.load.level for stage in stages)
     if knee is None:
         return f"no knee: the server keeps up at {highest:g} requests/s"
@@ -129,7 +129,7 @@ def describe_knee(stages: Sequence[Stage], knee: float | None) -> str:
 
 
 def different_answers(samples: Iterable[Sample]) -> list[tuple[Sample, Sample]]:
-    """Whole answers that are not what the same weights said first to the same prompt: (first, other)."""
+    """Whole answers that differ from the first one of the same weights to the same prompt: (first, other)."""
     first: dict[tuple[str, str], Sample] = {}
     different = []
     for sample in samples:
@@ -141,7 +141,7 @@ def different_answers(samples: Iterable[Sample]) -> list[tuple[Sample, Sample]]:
 
 
 def render(stages: Sequence[Stage]) -> Table:
-    """A column a stage."""
+    """A table with a column for each stage."""
     table = Table("", *(str(stage.load) for stage in stages))
     for column in table.columns[1:]:
         column.justify = "right"
@@ -152,7 +152,7 @@ def render(stages: Sequence[Stage]) -> Table:
 
 
 def write_csv(stages: Sequence[Stage], path: Path) -> None:
-    """A line a request; what it did not come to is empty."""
+    """Write a line for each request; values that it never reached are empty."""
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(CSV_COLUMNS)

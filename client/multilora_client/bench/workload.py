@@ -1,4 +1,4 @@
-"""Who is asked what, and when: pure functions of a seed."""
+"""The requests of a load, their targets and their times: pure functions of a seed."""
 
 from __future__ import annotations
 
@@ -20,12 +20,15 @@ _WORDS = (
     "them these so some her would make like him into time has look two more write go see number no way could people my "
     "than first water been call who its now find long down day did get come made may part"
 )
-"""Common enough to be a token each in most vocabularies."""
+"""Words common enough to be a token each in most vocabularies."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """Whom a request asks. content: names the weights, which several task ids may share; "" is the base model."""
+    """The adapter that a request asks, None for the base model.
+
+    content: names the weights, which several task ids may share; "" is the base model.
+    """
 
     adapter: Adapter | None = None
     content: str = ""
@@ -52,7 +55,7 @@ def clone_adapters(adapters: Sequence[tuple[str, Adapter]], num_adapters: int, f
 def make_jobs(
     targets: Sequence[Target], shares: npt.NDArray[np.float64], prompts: Sequence[str], num_jobs: int, seed: int
 ) -> list[Job]:
-    """Targets drawn by their shares, the prompts in turn."""
+    """Jobs with targets drawn by their shares, and with the prompts in turn."""
     chosen = np.random.default_rng(seed).choice(len(targets), num_jobs, p=shares)
     return [Job(targets[which], prompts[number % len(prompts)]) for number, which in enumerate(chosen)]
 
@@ -66,7 +69,7 @@ def popularity_shares(popularity: Popularity, num_adapters: int, zipf_s: float) 
 
 
 def poisson_arrivals(rate: float, num_requests: int, seed: int) -> list[float]:
-    """Seconds at which requests arrive that know nothing of each other, `rate` a second on average."""
+    """The seconds at which independent requests arrive, `rate` a second on average."""
     gaps = np.random.default_rng(seed).exponential(1 / rate, num_requests)
     return [float(second) for second in np.cumsum(gaps)]
 

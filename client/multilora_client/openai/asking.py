@@ -24,7 +24,7 @@ from multilora_client.options import GenerateOptions
 T = TypeVar("T")
 
 _NO_PLACE_FOR_TOOLS = "no place for tools"
-"""The server's message about a chat template that would leave them out."""
+"""The server's message about a chat template that would leave tools out."""
 
 
 @dataclass(frozen=True)

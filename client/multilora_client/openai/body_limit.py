@@ -1,4 +1,4 @@
-"""`BodyLimit`: refuses a request body once it is too long, whatever its headers claim."""
+"""`BodyLimit`: refuses a request body once it is too long, regardless of its headers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 
 class BodyLimit:
-    """ASGI middleware. The application's own handler answers with status 413; nobody holds more than `max_bytes`."""
+    """ASGI middleware. The application's own handler answers with status 413; at most `max_bytes` are held."""
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self._app = app

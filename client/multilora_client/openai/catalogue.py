@@ -1,4 +1,4 @@
-"""Which model names there are, what each means, and which of them an API key may use."""
+"""The model names, the meaning of each, and the names that an API key may use."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Catalogue:
     """The base model's name, and the adapters by theirs. A name that is in neither is refused, never the base model.
 
     keys: without them everybody may use everything.
-    is_forwarding: whether the server has the same keys. Then each caller's goes with its requests, and a name that is
-        not in the catalogue means an adapter that the server has by this name, if the key may use it.
-    allows_loading: whether those who run the server may have it load adapters, and forget them again.
+    is_forwarding: whether the server has the same keys. Then each caller's key goes with its requests, and a name that
+        is not in the catalogue means an adapter that the server has by this name, if the key may use it.
+    allows_loading: whether the people who run the server may have it load adapters, and forget them again.
     Raises InvalidRequest when an adapter is called like the base model.
     """
 
@@ -67,17 +67,17 @@ class Catalogue:
         return Access(self, caller, key if self.is_forwarding else "")
 
     def model(self, name: str) -> Model:
-        """Raises Failure (404)."""
+        """The model of this name. Raises Failure (404)."""
         if name not in self.names:
             raise Failure(404, f"there is no model {name!r}", "model_not_found", "model")
         return Model(name, self.adapters.get(name), name if name in self._loaded else None)
 
     def is_loaded(self, name: str) -> bool:
-        """Whether clients had the server load it."""
+        """Whether clients had the server load the adapter."""
         return name in self._loaded
 
     def add(self, name: str) -> None:
-        """An adapter that the server has by this name now."""
+        """Add an adapter that the server has by this name now."""
         self._loaded[name] = None
 
     def remove(self, name: str) -> None:
@@ -88,8 +88,8 @@ class Catalogue:
 class Access:
     """The part of a catalogue that one caller may use.
 
-    caller: who it is; None where everybody may do everything. key: what its requests to the server go with; empty where
-        they all go with the front's own, if it has any.
+    caller: None where everybody may do everything. key: the API key of its requests to the server; empty where all
+        requests go with the front's own key, if it has any.
     """
 
     catalogue: Catalogue
@@ -98,11 +98,11 @@ class Access:
 
     @property
     def names(self) -> list[str]:
-        """Those of the catalogue."""
+        """The names of the catalogue that the caller may use."""
         return [name for name in self.catalogue.names if self._may_use(name)]
 
     def model(self, name: str) -> Model:
-        """Raises Failure (404, 403); both whatever there is beyond the catalogue."""
+        """The model of this name. Raises Failure (404, 403), regardless of adapters beyond the catalogue."""
         if not self._may_use(name):
             raise Failure(403, f"this API key may not use model {name!r}", "model_not_allowed", "model")
         if self.key and name not in self.catalogue.names:

@@ -1,4 +1,4 @@
-"""`multilora openai`: read what is to be served, then run the application. Imports the extra only when it runs."""
+"""`multilora openai`: read the catalogue, then run the application. Imports the extra only when it runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from multilora_client.openai.catalogue import Catalogue
 
 _PATIENCE_S = 3.0
-"""With a server that says nothing, at the start."""
+"""The seconds to wait at the start for a server that says nothing."""
 
 _EXTRA = ("fastapi", "prometheus_client", "uvicorn")
 
@@ -148,7 +148,7 @@ def openai(
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Taken before anything says that the front has started. Raises OSError with the address."""
+    """The listening socket, taken before anything says that the front has started. Raises OSError with the address."""
     try:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:
@@ -161,7 +161,7 @@ def _address(listener: socket.socket) -> str:
 
 
 def _tell_unreachable(server: str, tls: Tls | None) -> None:
-    """Say when nobody answers at the server's address; the front starts all the same, since a server may come later."""
+    """Say when no server answers at the address; the front starts all the same, since a server may come later."""
     try:
         asyncio.run(asyncio.wait_for(_describe(server, tls), _PATIENCE_S))
     except (TimeoutError, Unavailable):

@@ -11,13 +11,13 @@ T = TypeVar("T")
 
 
 class _End:
-    """In place of an item behind the last one."""
+    """A mark in the place of an item behind the last one."""
 
 
 _END = _End()
 
 MAX_AT_ONCE = 32
-"""Of one HTTP request: the questions of others get their turn between them."""
+"""The most questions of one HTTP request at a time: the questions of others get their turn between them."""
 
 
 async def gathered(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

@@ -23,12 +23,12 @@ def guarded_protocol(max_per_address: int, request_timeout_s: float) -> type[asy
         max_per_address=max_per_address,
         request_timeout_s=request_timeout_s,
     )
-    # uvicorn only ever calls it, whatever its annotation says.
+    # uvicorn only ever calls it, despite its annotation.
     return cast(type[asyncio.Protocol], make)
 
 
 def network_of(address: str) -> str:
-    """What an address counts as: with IPv6 the /64 that it is in, since its owner has all 2^64 addresses of that."""
+    """The network that an address counts as: with IPv6 its /64, since its owner has all 2^64 addresses of that."""
     with suppress(ValueError):
         parsed = IPv6Address(address)
         return str(parsed.ipv4_mapped or f"{IPv6Address(int(parsed) >> 64 << 64)}/64")
@@ -38,11 +38,11 @@ def network_of(address: str) -> str:
 class GuardedProtocol(H11Protocol):
     """uvicorn's HTTP/1.1, except that it closes connections.
 
-    At once: one more of an address than `max_per_address`. After `request_timeout_s`: one that has not sent a whole
-    request, head and body, since it was opened or last answered. uvicorn's own keep-alive time-out is for those that
-    have sent nothing since then.
+    At once: a connection beyond `max_per_address` of its address. After `request_timeout_s`: a connection that has not
+    sent a whole request, head and body, since it was opened or last answered. uvicorn's own keep-alive time-out is for
+    connections that have sent nothing since then.
 
-    open_connections: by address; shared by all connections of a server, and changed by nothing but this class.
+    open_connections: numbers by address; shared by all connections of a server, and changed by nothing but this class.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class GuardedProtocol(H11Protocol):
 
     @property
     def _address(self) -> str:
-        """Of the peer; the empty string where it has none, as on a Unix socket."""
+        """The network of the peer; the empty string where it has no address, as on a Unix socket."""
         return network_of(self.client[0]) if self.client else ""
 
     def _time_request(self) -> None:

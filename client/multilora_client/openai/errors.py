@@ -58,7 +58,7 @@ def failure_of(error: MultiloraClientError) -> Failure:
 def invalid_body(error: Mapping[str, Any], content_type: str) -> Failure:
     """The first error that pydantic found in a body, at the path `loc`; `param` is the top-level field.
 
-    content_type: of the request, where "" is none; what is not declared as JSON is not read as JSON.
+    content_type: the request's, "" for none; a body that is not declared as JSON is not read as JSON.
     """
     _, *parts = error["loc"]
     context: Mapping[str, Any] = error.get("ctx", {})
@@ -74,7 +74,7 @@ def invalid_body(error: Mapping[str, Any], content_type: str) -> Failure:
 
 
 def unsupported(message: str, param: str | None = None) -> PydanticCustomError:
-    """Raised by validators for what is well-formed, but would change the answer in a way this server cannot honour.
+    """Raised by validators for a well-formed value that would change the answer in a way this server cannot honour.
 
     param: the field of the request, where the validator is not that field's own.
     """
@@ -82,7 +82,7 @@ def unsupported(message: str, param: str | None = None) -> PydanticCustomError:
 
 
 def invalid(message: str, param: str | None = None) -> PydanticCustomError:
-    """Raised by validators for what no server could honour."""
+    """Raised by validators for a value that no server could honour."""
     return PydanticCustomError(_INVALID, "{reason}", {"reason": message, "param": param})
 
 

@@ -19,7 +19,7 @@ from multilora_client.openai.settings import FrontSettings
 from multilora_client.operations import ModelInfo
 
 _PATIENCE_S = 5.0
-"""With a server that says nothing: probes give up not much later."""
+"""The seconds to wait for a server that says nothing: probes give up not much later."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Front:
     def client_of(self, access: Access) -> AsyncClient:
         """The client that asks the server for a caller: with its key, if the server has keys, too.
 
-        One for each key, since what a client knows of the server's adapters is true for its key alone.
+        There is one for each key, since a client's knowledge of the server's adapters is true for its key alone.
         """
         if access.caller is None or not access.key:
             return self.client
@@ -64,12 +64,12 @@ def front_of(request: Request) -> Front:
 
 
 def access_of(request: Request) -> Access:
-    """Raises Failure (401) for a caller without a valid key."""
+    """The access of the caller. Raises Failure (401) for a caller without a valid key."""
     return front_of(request).catalogue.access(request.headers.get("authorization"))
 
 
 def operator_of(request: Request) -> Access:
-    """Raises Failure (401, 403) for a caller who does not run the server."""
+    """The access of the caller. Raises Failure (401, 403) for a caller who does not run the server."""
     access = access_of(request)
     access.check_operator()
     return access

@@ -17,7 +17,7 @@ _NO_ROUTE = "none"
 
 
 class FrontMetrics:
-    """Of one application."""
+    """The metrics of one application."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -50,7 +50,7 @@ class FrontMetrics:
         self._completion_tokens.inc(counts.num_completion_tokens)
 
     def exposition(self) -> str:
-        """In Prometheus' text format."""
+        """The metrics in Prometheus' text format."""
         return generate_latest(self._registry).decode()
 
     def _counter(self, name: str, documentation: str, labels: tuple[str, ...] = ()) -> Counter:
@@ -58,7 +58,7 @@ class FrontMetrics:
 
 
 class MeasuredRequests:
-    """ASGI middleware that tells FrontMetrics of every request; one that nobody answered counts as status 500."""
+    """ASGI middleware that tells FrontMetrics of every request; a request without an answer counts as status 500."""
 
     def __init__(self, app: ASGIApp, metrics: FrontMetrics) -> None:
         self._app = app

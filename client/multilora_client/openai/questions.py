@@ -11,7 +11,7 @@ from multilora_client.options import GenerateOptions
 class Question:
     """prompt: a text; None where the options have token ids or messages.
 
-    tools_told: what takes the place of options with tools, where the model's chat template has no place for those.
+    tools_told: the options in place of options with tools, where the model's chat template has no place for tools.
     """
 
     prompt: str | None = None

@@ -1,4 +1,4 @@
-"""`FrontSettings`: what the front takes and shows. The command line knows it without the extra."""
+"""`FrontSettings`: the settings of the front. The command line knows them without the extra."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ REQUEST_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True)
 class FrontSettings:
-    """max_body_bytes: of a request. has_docs: whether it describes itself at /docs and /openapi.json to every client.
+    """max_body_bytes: the limit of a request. has_docs: whether every client may read /docs and /openapi.json.
 
-    tool_call_parser: how the model writes calls of functions. cors_origins: web pages of these may ask, `*` for all.
-    server_metrics_url: where the server's metrics are, which then are in the front's own.
+    tool_call_parser: how the model writes calls of functions. cors_origins: their web pages may ask, `*` for all.
+    server_metrics_url: the address of the server's metrics, which then are in the front's own.
     """
 
     max_body_bytes: int = MAX_BODY_BYTES

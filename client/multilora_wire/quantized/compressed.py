@@ -38,7 +38,7 @@ class Scales:
     is_ordered: bool = False
 
     def shapes(self, shape: tuple[int, int]) -> tuple[Shape, ...]:
-        """Of the stored scales; a lone number comes with any number of dimensions."""
+        """The shapes of the stored scales; a lone number comes with any number of dimensions."""
         out_features, in_features = shape
         num_groups = groups_of(in_features, self.group_size)[1]
         if self.rows is None and self.group_size is None:
@@ -197,6 +197,6 @@ def unsigned(name: str, values: npt.NDArray[np.int8], bits: int) -> npt.NDArray[
 
 
 def _constant_zeros(shape: tuple[int, int], scales: Scales, bits: int) -> npt.NDArray[np.uint8]:
-    """What a symmetric code without its sign has for a zero."""
+    """The zeros of symmetric codes without their signs."""
     groups = groups_of(shape[1], scales.group_size)[1]
     return np.full((shape[0], groups), 1 << (bits - 1), np.uint8)

@@ -23,7 +23,7 @@ _ADVICE = "quantise the model again with llm-compressor, as W4A16, W8A16 or FP8_
 class CompressedTensors:
     """The schemes of a checkpoint by targets: names of modules, `re:` and a regular expression, or names of classes.
 
-    notes: what the file asks for and is not done, in sentences for a log.
+    notes: requests of the file that are not done, in sentences for a log.
     """
 
     schemes: dict[str, Scheme | None]
@@ -39,7 +39,7 @@ class CompressedTensors:
 
 
 def read_compressed(config: Object) -> CompressedTensors:
-    """Raises QuantizationError, which names the key, for what is not served."""
+    """Raises QuantizationError, which names the key, for schemes that are not served."""
     _refuse_sparsity(config)
     schemes: dict[str, Scheme | None] = {}
     notes: list[str] = []

@@ -25,7 +25,7 @@ from multilora_wire.quantized.scheme import (
 class GPTQ:
     """Integers in dense streams along the inputs, one stream an output; zeros in streams along the outputs.
 
-    zero_offset: what is added to a stored zero, modulo 2 ** bits: 1 in files of version 1, 0 in those of version 2.
+    zero_offset: added to a stored zero, modulo 2 ** bits: 1 in files of version 1, 0 in those of version 2.
     is_ordered: whether inputs were grouped by activations (`desc_act`); then a checkpoint must have their groups.
     """
 

@@ -36,7 +36,7 @@ def best_match(patterns: Iterable[str], name: str, module_class: ModuleClass) ->
 
 
 def compiled(pattern: str) -> re.Pattern[str]:
-    """Raises QuantizationError for what is no regular expression."""
+    """Raises QuantizationError for a pattern that is no regular expression."""
     try:
         return re.compile(pattern)
     except (re.error, RecursionError, OverflowError) as error:
@@ -44,7 +44,7 @@ def compiled(pattern: str) -> re.Pattern[str]:
 
 
 def overrides(dynamic: Mapping[str, object], name: str) -> object:
-    """What GPTQModel's `dynamic` says of a module: the value of its first pattern that fits, None without one.
+    """The entry of GPTQModel's `dynamic` for a module: the value of its first pattern that fits, None without one.
 
     A pattern begins with `+:` or nothing; one with `-:` excludes modules, and its value is False.
     """

@@ -72,7 +72,7 @@ class FP8Checkpoint:
 
 
 def read_gptq(config: Object) -> GPTQCheckpoint:
-    """Raises QuantizationError for what is not served."""
+    """Raises QuantizationError for schemes that are not served."""
     layout = one_of(config, ("checkpoint_format", "format"), str, "gptq")
     choice("checkpoint_format", layout, tuple(_ZERO_OFFSETS), _REPACK)
     if field(config, "is_marlin_format", bool, False):
@@ -86,14 +86,14 @@ def read_gptq(config: Object) -> GPTQCheckpoint:
 
 
 def read_awq(config: Object) -> AWQCheckpoint:
-    """Raises QuantizationError for what is not served."""
+    """Raises QuantizationError for schemes that are not served."""
     choice("bits", one_of(config, _BITS, int, 4), (4,), _REPACK)
     choice("version", one_of(config, ("version", "format"), str, "gemm").lower(), ("gemm",), _REPACK)
     return AWQCheckpoint(AWQ(_group_size(config), field(config, "zero_point", bool, True)))
 
 
 def read_fp8(config: Object) -> FP8Checkpoint:
-    """Raises QuantizationError for what is not served."""
+    """Raises QuantizationError for schemes that are not served."""
     has_blocks = config.get("weight_block_size") is not None
     scheme = field(config, "activation_scheme", str, "dynamic")
     return FP8Checkpoint(

@@ -1,4 +1,4 @@
-"""What a checkpoint directory says of its quantisation: the scheme of each linear, and what it rules out."""
+"""A checkpoint directory's quantisation: the scheme of each linear, and the modules it rules out for adapters."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Schemes(Protocol):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the file asks for and is not done, in sentences for a log."""
+        """The requests of the file that are not done, in sentences for a log."""
         ...
 
     def scheme(self, name: str, module_class: ModuleClass, has: Callable[[str], bool]) -> Scheme | None:
@@ -49,11 +49,11 @@ _READERS: Mapping[str, Callable[[Object], Schemes]] = {
 }
 _CONFIG_KEYS = ("quantization_config", "compression_config")
 _OTHER_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
-"""Where old versions of AutoGPTQ and AutoAWQ write what others put into config.json."""
+"""The files in which old versions of AutoGPTQ and AutoAWQ write the data that others put into config.json."""
 
 
 def read_quantization(directory: Path) -> Quantization:
-    """Raises QuantizationError, which names the file and the key, for what is not served."""
+    """Raises QuantizationError, which names the file and the key, for schemes that are not served."""
     path = directory / "config.json"
     whole = _read_object(path)
     found = next((whole[key] for key in _CONFIG_KEYS if whole.get(key)), None)

@@ -17,7 +17,7 @@ SCALE_DTYPES = ("F16", "BF16", "F32")
 
 
 class QuantizationError(ValueError):
-    """A checkpoint, or what it says of itself, is not one that is served. Its message names the tensor or the key."""
+    """A checkpoint, or its own description, is not served. Its message names the tensor or the key."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Scheme(Protocol):
         ...
 
     def tensors(self, shape: tuple[int, int], stored: Callable[[str], StoredTensor | None]) -> dict[str, Expected]:
-        """The tensors of a weight [out_features, in_features], by what follows the linear's name.
+        """The tensors of a weight [out_features, in_features], by their suffixes to the linear's name.
 
         stored: the tensor that a checkpoint has under such a name.
         """

@@ -42,7 +42,7 @@ class BuildError(RuntimeError):
 def load_library() -> ModuleType:
     """Load the compiled operators into torch, compiling them first if this machine has not. Raises `BuildError`.
 
-    Loading registers the operators; the module holds what Python calls directly (`python.cpp`).
+    Loading registers the operators; the module holds the functions that Python calls directly (`python.cpp`).
     """
     try:
         library = _cache_folder() / _digest() / f"{_NAME}.so"

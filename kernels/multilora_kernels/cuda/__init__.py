@@ -1,4 +1,4 @@
-"""The GPU operators in OpenAI Triton, and what serves them: tile sizes (`block_sizes.json`)."""
+"""The GPU operators in OpenAI Triton, and their tile sizes (`block_sizes.json`)."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 A long context is cut into splits that own programs attend to (flash-decoding, pytorch.org/blog/flash-decoding):
 a second kernel adds the splits in order. Where they are cut depends on a sequence's own context alone, so its bits do
-not depend on who shares the batch. torch's `varlen_attn` takes block tables too, but of this cache's small blocks only
+not depend on the rest of the batch. torch's `varlen_attn` takes block tables too, but of this cache's small blocks only
 with FlashAttention 3, which not every GPU has; FlashAttention 2 wants blocks of 256 tokens.
 
 Compiled ahead of time and run in Triton's interpreter; not timed on a device.
@@ -160,7 +160,7 @@ def decode_kernel(
         k_mask = (dims < HEAD_DIM)[:, None] & is_key[None, :]
         k = tl.load(keys_ptr + places[None, :] + dims[:, None], mask=k_mask, other=0.0)
         scores = exact_dot(q, k, tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32))
-        # Base-2 exponentials are what the hardware has.
+        # The hardware has base-2 exponentials.
         if HAS_SOFTCAP:
             scores = tanh(scores * (scale / softcap)) * (softcap * LOG2_OF_E)
         else:
@@ -170,7 +170,7 @@ def decode_kernel(
         weights = tl.exp2(scores - new_top[:, None])
         shrink = tl.exp2(top - new_top)
         weight_sum = weight_sum * shrink + tl.sum(weights, 1)
-        # Masked, because zero times what an unwritten slot holds may not be zero.
+        # Masked, because zero times the content of an unwritten slot may not be zero.
         v_mask = is_key[:, None] & (dims < HEAD_DIM)[None, :]
         v = tl.load(values_ptr + places[:, None] + dims[None, :], mask=v_mask, other=0.0)
         total = _add_weighted(weights, v, total * shrink[:, None])

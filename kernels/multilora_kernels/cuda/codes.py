@@ -40,7 +40,7 @@ def load_int8_scales(b_ptr, outputs, rank, mask):
 
 @triton.jit
 def int8_panel_codes(b_ptr, columns, lanes, num_columns):
-    """Where the codes of columns of the panels of some lanes are in an int8 B."""
+    """The places of the codes of columns of the panels of some lanes in an int8 B."""
     panels = lanes.to(tl.int64) // _LANES * panel_bytes(num_columns, 8)
     return b_ptr + panels + _SCALE_BYTES + columns * _LANES + lanes % _LANES
 

@@ -23,7 +23,7 @@ REFERENCE = "transformers + PEFT, float32"
 class Contestant:
     """One engine in one set-up.
 
-    module: of this folder. packages: that its environment has; none for our own. options: of `Job`.
+    module: in this folder. packages: those of its environment; none for our own. options: of `Job`.
     """
 
     name: str
@@ -113,11 +113,11 @@ class RunningPeer:
         return self.contestant.name
 
     def serves(self, case: Case) -> bool:
-        """Whether the engine can do this at all."""
+        """Whether the engine can serve a case at all."""
         return self.contestant.serves_adapters or not any(number is not None for number in case.adapters)
 
     def answer(self, case: Case) -> Answer:
-        """Raises RuntimeError when the program has ended."""
+        """The program's answer. Raises RuntimeError when the program has ended."""
         line = self._ask(asdict(case))
         if not line:
             raise RuntimeError(f"{self.name} ended while it answered {case.name}")
@@ -132,11 +132,11 @@ class RunningPeer:
 
 
 _SERVED_VARIABLES = ("OMP_", "GOMP_", "MALLOC_", "LD_")
-"""How variables begin that a served environment has for this engine alone."""
+"""The prefixes of variables that a served environment has for this engine alone."""
 
 
 def _environment_variables(contestant: Contestant, job: Job) -> dict[str, str]:
-    """Ours waits as the server does; how the others' threads wait is theirs to say."""
+    """The variables of a contestant. Our threads wait as the server's do; the others choose how theirs wait."""
     if contestant.packages:
         own = {name: value for name, value in os.environ.items() if not name.startswith(_SERVED_VARIABLES)}
     else:

@@ -35,7 +35,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Case:
-    """Prompts that come at once, answered greedily with `num_tokens` tokens each, whatever tokens they are.
+    """Prompts that come at once, each answered greedily with exactly `num_tokens` tokens.
 
     adapters: for each prompt the place of its adapter in `Job.adapters`, None for the base model.
     """
@@ -48,7 +48,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Answer:
-    """tokens: of each prompt's answer. times: seconds from the begin of the case until each token was there."""
+    """tokens: of each prompt's answer. times: seconds from the beginning of the case until each token was there."""
 
     tokens: list[list[int]]
     times: list[list[float]]
@@ -69,7 +69,7 @@ class Recorder:
         self._times[prompt] += [now] * len(tokens)
 
     def answer(self) -> Answer:
-        """All of them."""
+        """All tokens of the case."""
         return Answer(self._tokens, self._times)
 
 

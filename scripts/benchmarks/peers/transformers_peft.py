@@ -51,7 +51,7 @@ def start(job: Job) -> Callable[[Case], Answer]:
 
 
 def _name(number: int) -> str:
-    """Not the number alone: PEFT would take it for that of a layer."""
+    """An adapter's name. Not the number alone: PEFT would take it for the number of a layer."""
     return f"adapter{number}"
 
 

@@ -14,7 +14,7 @@ QUESTION: list[dict[str, Any]] = [{"role": "user", "content": "Who are you?"}]
 PROMPTS = ["The sea is", "Bees make", "The capital of France is"]
 ADAPTER = "pirate"
 KEY = "none"
-"""What packages insist on and a front without keys does not read."""
+"""An API key, on which packages insist and which a front without keys does not read."""
 NUM_TOKENS = 8
 
 WEATHER_PARAMETERS: dict[str, Any] = {
@@ -57,7 +57,7 @@ def same(told: object, expected: object) -> None:
 
 
 def check_weather(arguments: str | dict[str, Any]) -> None:
-    """What a call of `WEATHER_TOOL` must say, whatever the model thinks of the weather."""
+    """Check that a call of `WEATHER_TOOL` names a city and a number of days, of the model's choice."""
     values = json.loads(arguments) if isinstance(arguments, str) else arguments
     assert set(values) == {"city", "days"}, values
     assert values["city"] in ("Paris", "Oslo"), values

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict
 
 QUESTION = "Who are you?"
 ONE_CALL = {"strict": True, "parallel_tool_calls": False}
-"""Strictly what the tool takes: a small model has no end of arguments that it might like."""
+"""Strictly the arguments of the tool: a small model has no end of others that it might like."""
 
 
 class Weather(BaseModel):

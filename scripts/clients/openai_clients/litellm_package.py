@@ -109,14 +109,14 @@ def tool_stream(front: Front) -> None:
 
 
 def responses(front: Front) -> None:
-    """It asks for no fewer tokens than OpenAI takes."""
+    """The package asks for no fewer tokens than OpenAI takes."""
     server = {"model": "openai/base", "api_base": front.url, "api_key": KEY}
     answer = litellm.responses(input="Who are you?", max_output_tokens=16, temperature=0, **server)
     same(answer.output[0].content[0].text, front.chat(num_tokens=16))
 
 
 def embeddings(front: Front) -> None:
-    """Refused by a message that says so."""
+    """Embeddings are refused by a message that says so."""
     server = {"model": "openai/base", "api_base": front.url, "api_key": KEY, "num_retries": 0}
     ask = partial(litellm.embedding, input=["Who are you?"], **server)
     assert "embeddings" in message_of(openai.APIError, ask)

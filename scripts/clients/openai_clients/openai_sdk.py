@@ -143,7 +143,7 @@ def tool_stream(front: Front) -> None:
 
 
 def tool_result(front: Front) -> None:
-    """The second turn of an agent: what the tool said goes back to the model."""
+    """The second turn of an agent: the tool's answer goes back to the model."""
     call = {
         "id": "call_1",
         "type": "function",
@@ -207,7 +207,7 @@ def models(front: Front) -> None:
 
 
 def embeddings(front: Front) -> None:
-    """Refused by a message that says so."""
+    """Embeddings are refused by a message that says so."""
     ask = partial(_client(front).embeddings.create, model="base", input="Who are you?")
     assert "embeddings" in message_of(openai.APIStatusError, ask)
 

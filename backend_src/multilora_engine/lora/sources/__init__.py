@@ -1,1 +1,1 @@
-"""Where an adapter can come from besides a request: directories, the Hugging Face hub, object stores, plug-ins."""
+"""The sources of adapters besides requests: directories, the Hugging Face hub, object stores, plug-ins."""

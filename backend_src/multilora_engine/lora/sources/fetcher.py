@@ -1,4 +1,4 @@
-"""`AdapterFetcher`: asks the sources for adapters, and packs what they give, on threads of its own."""
+"""`AdapterFetcher`: asks the sources for adapters, and packs the adapters they give, on threads of its own."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class AdapterFetcher:
     def fetch(self, key: AdapterKey, source: str = "", path: str = "") -> Future[FetchedAdapter]:
         """The adapter, from the source of that name only, if one is given. The future's exception is a RequestError.
 
-        path: take what is there instead of what the sources have under the key; from the first that covers it.
+        path: take the adapter there instead of the one under the key; from the first source that covers it.
         Raises InvalidRequest if there is no such source.
         """
         if source and source not in self._sources:
@@ -141,7 +141,7 @@ def _covers(source: PathSource, path: str, name: str, key: AdapterKey) -> bool:
 
 @contextmanager
 def _failing_alone(name: str, key: AdapterKey, *expected: type[SourceError]) -> Iterator[None]:
-    """Sources may be anybody's code: whatever one raises is the end of this fetch and of nothing else."""
+    """Sources may be anybody's code: any error of one is the end of this fetch and of nothing else."""
     try:
         yield
     except Exception as error:

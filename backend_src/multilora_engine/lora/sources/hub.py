@@ -86,14 +86,14 @@ class HubSource:
         return any(fnmatchcase(repo, pattern) for pattern in self._repos)
 
     def _fetch(self, repo: str, max_bytes: int, name: str) -> LocalAdapter:
-        """A repository's files in the local cache, checked. name: what the adapter is called."""
+        """A repository's files in the local cache, checked. name: the adapter's name."""
         info = self._ask(repo)
         if info is not None:
             _check_files(info, max_bytes)
         snapshot = self._download(repo, is_cached=info is None)
         if info is not None:
             _verify(snapshot, info)
-        # Files of a snapshot are links to the blobs beside it; what leads out of the repository's folder is refused.
+        # Files of a snapshot are links to the blobs beside it; a link out of the repository's folder is refused.
         return LocalAdapter(snapshot, snapshot.parents[1].resolve(), snapshot.name, name)
 
     def _ask(self, repo: str) -> ModelInfo | None:

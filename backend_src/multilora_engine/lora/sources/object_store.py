@@ -1,8 +1,8 @@
 """`ObjectStoreSource`: adapters below URLs that fsspec opens: s3://, gs://, file://, ...
 
 An adapter is the folder `PREFIX/NAME`. Its files are downloaded one after another, each into a temporary file that gets
-its name when it is complete and verified. What an interrupted download left is continued by the next one, where the
-store lets one read from the middle.
+its name when it is complete and verified. The files that an interrupted download left are continued by the next
+one, where the store lets one read from the middle.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"}
 
 @dataclass(frozen=True)
 class _RemoteFile:
-    """properties: what the store tells of this version: size, times, checksums."""
+    """properties: the store's data on this version: size, times, checksums."""
 
     path: str
     properties: Mapping[str, Any]
@@ -63,7 +63,7 @@ class ObjectStoreSource:
     def __init__(
         self, urls: Sequence[str], options: Mapping[str, Any] | None = None, download_dir: str | None = None
     ) -> None:
-        """urls: such as `s3://bucket/adapters`. options: what fsspec's file systems of these URLs take.
+        """urls: such as `s3://bucket/adapters`. options: of fsspec's file systems of these URLs.
 
         download_dir: where downloads lie while they are under way. Raises ConfigError.
         """
@@ -99,7 +99,7 @@ class ObjectStoreSource:
             yield LocalAdapter(directory, directory.resolve(), revision, name)
 
     def _place_of(self, url: str) -> tuple[Any, str, str] | None:
-        """The file system of a URL, the prefix that covers it, and what comes after that."""
+        """The file system of a URL, the prefix that covers it, and the rest of the URL."""
         scheme, separator, _ = url.partition("://")
         for filesystem, prefix in self._prefixes if separator else ():
             if scheme in _schemes(filesystem):
@@ -175,7 +175,7 @@ def _find_files(filesystem: Any, prefix: str, name: str, max_bytes: int) -> list
 def _directory(path: Path, revision: str) -> Iterator[Path]:
     """A directory in `path` for the downloads of one version of an adapter.
 
-    Only what a later download of the same version can continue is left there.
+    Only files that a later download of the same version can continue are left there.
     """
     lock = _lock(path)
     try:
@@ -209,7 +209,7 @@ def _lock(path: Path) -> int:
 
 
 def _download(filesystem: Any, file: _RemoteFile, directory: Path) -> None:
-    """Raises Unreachable (what came is kept, to be continued) or Unusable."""
+    """Raises Unreachable (the part that came is kept, to be continued) or Unusable."""
     target = directory / Path(file.path).name
     if target.exists():
         return
@@ -241,7 +241,7 @@ def _continue(filesystem: Any, file: _RemoteFile, part: Path) -> None:
 
 @contextmanager
 def _as_unreachable(what: str) -> Iterator[None]:
-    """Stores raise whatever their clients raise: OSError, but also errors of HTTP and of credentials."""
+    """Stores raise the errors of their clients: OSError, but also errors of HTTP and of credentials."""
     try:
         yield
     except SourceError:

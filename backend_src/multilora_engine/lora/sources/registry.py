@@ -15,11 +15,11 @@ _BUILT_IN = {
     "huggingface": "multilora_engine.lora.sources.hub:HubSource",
     "fsspec": "multilora_engine.lora.sources.object_store:ObjectStoreSource",
 }
-"""Imported when a configuration names them: what a source needs, and the time to import it, only its users pay."""
+"""Imported when a configuration names them: only a source's users need its packages, and pay for their import."""
 
 
 def build_sources(specs: Sequence[SourceSpec]) -> dict[str, AdapterSource]:
-    """The sources by their names, in order. Raises ConfigError, naming the source and what is wrong with it."""
+    """The sources by their names, in order. Raises ConfigError, naming the source and its mistake."""
     sources: dict[str, AdapterSource] = {}
     for spec in specs:
         if spec.label in sources:

@@ -64,8 +64,8 @@ class LocalAdapter:
     """An adapter on disk: a PEFT directory, or one with the `.npy` files of TensorRT-LLM's converter.
 
     root: no link in `directory` may lead out of it.
-    revision: what tells this version from others of the same name; for the log.
-    name: what the source calls it, empty for what it knows by its id alone.
+    revision: tells this version from others of the same name; for the log.
+    name: the source's name for it, empty for an adapter that it knows by its id alone.
     """
 
     directory: Path
@@ -91,14 +91,14 @@ class AdapterSource(Protocol):
 
 @runtime_checkable
 class PathSource(AdapterSource, Protocol):
-    """A source that also gives adapters by where they are, within what it covers, whatever they are called there."""
+    """A source that also gives adapters by their paths, within the places it covers, under any name."""
 
     def covers(self, path: str) -> bool:
-        """Whether the path is within what the operator allowed, by its text; there may be nothing."""
+        """Whether the path is within the places that the operator allowed, by its text; there may be nothing."""
         ...
 
     def open_path(self, path: str, max_bytes: int) -> AbstractContextManager[LocalAdapter]:
-        """`open` what is at a path that the source covers; it has no name of its own."""
+        """`open` the adapter at a path that the source covers; it has no name of its own."""
         ...
 
 

@@ -18,7 +18,7 @@ STORED_DTYPES = {
     "I32": torch.int32,
     "I64": torch.int64,
 }
-"""By safetensors' names."""
+"""torch's dtypes by safetensors' names."""
 
 
 def as_array(tensor: torch.Tensor) -> Array:

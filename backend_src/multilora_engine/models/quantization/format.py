@@ -121,7 +121,7 @@ class CheckpointFormat:
 
 
 def weight_format(checkpoint: Checkpoint, placement: Placement) -> WeightFormat:
-    """The format of a checkpoint; says in the log what of its quantisation is not done. Raises ConfigError."""
+    """The format of a checkpoint; logs the parts of its quantisation that are not done. Raises ConfigError."""
     quantization = _read(checkpoint.path)
     if quantization.schemes is None:
         return FloatFormat(placement)

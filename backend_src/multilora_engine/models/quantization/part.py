@@ -27,7 +27,7 @@ _ROW_MULTIPLE = 64
 
 @dataclass(frozen=True)
 class Layout:
-    """What linears must have in common to lie in one `QuantizedWeight`."""
+    """The layout that linears must have in common to lie in one `QuantizedWeight`."""
 
     code_type: CodeType
     group_size: int
@@ -42,7 +42,7 @@ class Layout:
 class QuantizedPart:
     """A linear of a checkpoint.
 
-    tensors: by what follows its name. order: of its inputs, [in_features] int64; None where they stay as they are.
+    tensors: by their suffixes to its name. order: of its inputs, [in_features] int64; None where they stay as they are.
     """
 
     stored: StoredPart
@@ -71,7 +71,7 @@ class PartFilling:
     _tensors: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def places(self) -> dict[str, PartTensor]:
-        """Of all tensors, by the checkpoint's names."""
+        """The places of all tensors, by the checkpoint's names."""
         return {
             f"{self.part.stored.name}.{suffix}": PartTensor(
                 self, suffix, torch.Size(tensor.shape), frozenset({STORED_DTYPES[tensor.dtype]})

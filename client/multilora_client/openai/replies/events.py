@@ -25,7 +25,7 @@ def named_event(body: Mapping[str, Any]) -> str:
 
 
 async def started(items: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
-    """The same items, once there is a first one. Raises what comes in its place."""
+    """The same items, once there is a first one. Raises the error that comes in its place."""
     first = await anext(items)
 
     async def all_items() -> AsyncGenerator[T, None]:

@@ -1,4 +1,4 @@
-"""How likely tokens were, in the shapes that OpenAI and vLLM have for it.
+"""The log-probs of tokens, in the shapes that OpenAI and vLLM give them.
 
 A token that is only part of a character is spelled as OpenAI does it: `bytes:` and the bytes in hexadecimal.
 """
@@ -27,7 +27,7 @@ class Token:
 
 @dataclass(frozen=True)
 class _Place:
-    """A token where it is, and the likeliest tokens in its place, best first."""
+    """A token, and the likeliest tokens in its place, best first."""
 
     token: Token
     top: list[Token]
@@ -45,7 +45,7 @@ def spell_text(token: Token) -> str:
 
 
 def spell_id(token: Token) -> str:
-    """vLLM's, with `return_tokens_as_token_ids`."""
+    """vLLM's spelling, with `return_tokens_as_token_ids`."""
     return f"token_id:{token.token_id}"
 
 
@@ -76,7 +76,7 @@ def chat_logprobs(answer: Alternative | Answer, spelling: Spelling) -> dict[str,
 def completion_logprobs(
     answer: Alternative | Answer | PromptTokens, offsets: TextOffsets, num_top: int, spelling: Spelling
 ) -> dict[str, Any]:
-    """Every token, so that their places are those of the token ids. A prompt's first one has nothing before it."""
+    """The log-probs of every token, in the places of the token ids. A prompt's first token has nothing before it."""
     places = list(_places(answer))
     num_nulls = 1 if isinstance(answer, PromptTokens) else 0
     log_probs = [_finite(place.token.log_prob) for place in places]
@@ -90,14 +90,14 @@ def completion_logprobs(
 
 
 def joined_logprobs(first: dict[str, Any] | None, second: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Those of two parts of a text, as one."""
+    """The log-probs of two parts of a text, as one."""
     if first is None or second is None:
         return first or second
     return {name: None if values is None else values + second[name] for name, values in first.items()}
 
 
 def prompt_logprobs(prompt: PromptTokens, num_top: int) -> list[dict[str, Any] | None]:
-    """vLLM's: of each token, and of the likeliest ones, by token id; nothing of the first one.
+    """vLLM's log-probs of each token and of the likeliest ones in its place, by token id; None for the first token.
 
     `rank` counts from 1 for the likeliest; None for a token that is not among them.
     """
@@ -119,7 +119,7 @@ def _ranked(place: _Place, num_top: int) -> dict[str, Any]:
 
 
 def _top_by_text(place: _Place, num_top: int, spelling: Spelling) -> dict[str, float]:
-    """With the token itself, as OpenAI tells it. Of tokens that are spelled alike, the likeliest is told."""
+    """The likeliest tokens and the token itself, as OpenAI has it. Of tokens spelled alike, the likeliest is told."""
     told = [place.token, *place.top[:num_top]]
     return {spelling(token): _finite(token.log_prob) for token in sorted(told, key=lambda token: token.log_prob)}
 

@@ -12,7 +12,7 @@ Event = dict[str, Any]
 
 
 class _Item(ABC):
-    """The item that is being written; `body` is what there is of it."""
+    """The item that is being written; `body` is its content so far."""
 
     def __init__(self, kind: str, request_id: str, place: int, body: dict[str, Any]) -> None:
         self.body = body | {"id": f"{kind}_{request_id}_{place}", "status": "in_progress"}
@@ -30,7 +30,7 @@ class _Item(ABC):
         yield {"type": "response.output_item.done", "output_index": self._index, "item": self._snapshot()}
 
     def _snapshot(self) -> dict[str, Any]:
-        """The events before are not to change with what follows."""
+        """A copy of the body: earlier events are not to change with later pieces."""
         return dict(self.body)
 
 
@@ -74,7 +74,7 @@ class _Call(_Item):
 
 
 class OutputItems:
-    """`items` are those that are complete. Each piece of the answer belongs to the last one, or opens the next."""
+    """`items` has the complete items. Each piece of the answer belongs to the last item, or opens the next."""
 
     def __init__(self, request_id: str) -> None:
         self.items: list[dict[str, Any]] = []
@@ -83,7 +83,7 @@ class OutputItems:
         self._logprobs: list[dict[str, Any]] = []
 
     def add_logprobs(self, logprobs: list[dict[str, Any]]) -> None:
-        """Of tokens whose text is in the next piece."""
+        """Add the log-probs of tokens whose text is in the next piece."""
         self._logprobs += logprobs
 
     def add(self, delta: Delta) -> Iterator[Event]:
@@ -100,7 +100,7 @@ class OutputItems:
             yield from self._open.add(text, logprobs)
 
     def finish(self, status: str) -> Iterator[Event]:
-        """An answer without anything is an empty message. status: `completed` or `incomplete`, of the last item."""
+        """End the last item; an empty answer is an empty message. status: the item's, `completed` or `incomplete`."""
         if self._open is None:
             yield from self._start(_Message(self._request_id, self._next))
         yield from self._end(status)

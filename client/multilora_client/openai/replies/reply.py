@@ -1,4 +1,4 @@
-"""`Reply`: what chats and completions have in common, whole or as server-sent events."""
+"""`Reply`: the parts that chats and completions share, whole or as server-sent events."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Choice(ABC):
 
     @abstractmethod
     def pieces(self, chunk: Chunk) -> Iterator[Content]:
-        """Nothing for a chunk that says nothing."""
+        """The contents of a chunk, none for an empty chunk."""
 
     @abstractmethod
     def closing(self) -> Iterator[Content]:
@@ -101,7 +101,7 @@ class Reply(ABC):
     def _events_of(
         self, prompt_index: int, index: int, chunk: Chunk, choices: dict[int, Choice]
     ) -> Iterator[dict[str, Any]]:
-        """choices: those that have begun."""
+        """The bodies of a chunk's choices. choices: the choices that have begun."""
         contents: list[Content] = []
         if index not in choices:
             choices[index] = self._choice(prompt_index)

@@ -30,12 +30,12 @@ class ResponsesReply:
         self._head = {"id": f"resp_{request_id}", "object": "response", "created_at": int(time.time())}
 
     def whole(self, generations: Sequence[Generation]) -> dict[str, Any]:
-        """Raises Cancelled when the answer was ended from elsewhere: a part must not look like the whole."""
+        """The body. Raises Cancelled when the answer was ended from elsewhere: a part must not look like the whole."""
         (generation,) = generations
         self._see(generation)
         reason = _checked_reason(generation.finish_reason)
         for _ in self._events_of(generation, is_last=True):
-            pass  # what they add up to is in the items
+            pass  # their sum is in the items
         return self._ended_body(reason)
 
     async def events(self, chunks: AsyncGenerator[tuple[int, Chunk], None]) -> AsyncGenerator[str, None]:
@@ -89,7 +89,7 @@ class ResponsesReply:
         return self._body("failed") | {"output": self._items.items, "error": told}
 
     def _body(self, status: str) -> dict[str, Any]:
-        """Before there is any output. What was asked is in it, too."""
+        """The body before there is any output; it has the request's fields, too."""
         request = self._request
         return {
             **self._head,

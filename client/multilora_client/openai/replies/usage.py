@@ -10,7 +10,7 @@ from multilora_client.generation import Alternative, Answer
 
 @dataclass(frozen=True)
 class TokenCounts:
-    """num_cached_tokens: of the prompt's, those that were computed before; None from servers that do not say."""
+    """num_cached_tokens: the prompt's tokens that were computed before; None from servers that do not say."""
 
     num_prompt_tokens: int
     num_completion_tokens: int
@@ -25,7 +25,7 @@ class Usage:
         self._choices: dict[int, int] = {}
 
     def see(self, prompt_index: int, answer: Answer, choices: Iterable[tuple[int, Alternative | Answer]]) -> None:
-        """choices: by their indices, those of this prompt that the answer tells of."""
+        """choices: the choices of this prompt that the answer tells of, by their indices."""
         num_tokens, num_cached = self._prompts.get(prompt_index, (0, None))
         self._prompts[prompt_index] = (
             num_tokens if answer.num_input_tokens is None else answer.num_input_tokens,
@@ -44,7 +44,7 @@ class Usage:
         )
 
     def body(self) -> dict[str, object]:
-        """As chats and completions tell it."""
+        """The usage as chats and completions tell it."""
         counts = self.counts
         body: dict[str, object] = {
             "prompt_tokens": counts.num_prompt_tokens,

@@ -1,1 +1,1 @@
-"""The paths that are served, a module for each group. They say what goes in and out; the work is done elsewhere."""
+"""The paths that are served, a module for each group. They declare inputs and outputs; the work is done elsewhere."""

@@ -28,7 +28,7 @@ _OTHER_SERVICES: Mapping[str, str] = {
     "classify": "classification",
     "conversations": "stored conversations",
 }
-"""By the first part of a path, behind /v1 where it is there."""
+"""The services by the first part of a path, behind /v1 where it is there."""
 
 
 def not_served(request: Request) -> Failure:
@@ -40,7 +40,7 @@ def not_served(request: Request) -> Failure:
 
 
 def wrong_method(request: Request, headers: Mapping[str, str] | None) -> Failure:
-    """The error of a path of ours with another method (405). headers: have the methods that it takes."""
+    """The error of a path of ours with another method (405). headers: name the methods that the path takes."""
     allowed = (headers or {}).get("Allow", "another method")
     return Failure(
         405,

@@ -17,7 +17,7 @@ router = APIRouter()
 
 @router.post("/v1/load_lora_adapter")
 async def load_adapter(body: LoadRequest, operator: Operator, front: TheFront) -> PlainTextResponse:
-    """Has the server fetch an adapter from its sources, which are all that a path may lead to."""
+    """Has the server fetch an adapter from its sources; a path may lead to nothing else."""
     _check_allowed(front)
     name = body.lora_name
     if name in front.catalogue.names:
@@ -29,7 +29,7 @@ async def load_adapter(body: LoadRequest, operator: Operator, front: TheFront) -
 
 @router.post("/v1/unload_lora_adapter")
 async def unload_adapter(body: UnloadRequest, operator: Operator, front: TheFront) -> PlainTextResponse:
-    """Only of what was loaded that way; the others are the operator's."""
+    """Unloads only an adapter that was loaded that way; the others are the operator's."""
     _check_allowed(front)
     name = body.lora_name
     if not front.catalogue.is_loaded(name):

@@ -36,7 +36,7 @@ class _Asked(Protocol):
 
 
 class _Reply(Protocol):
-    """What their answers become."""
+    """The reply that their answers become."""
 
     usage: Usage
 
@@ -70,7 +70,7 @@ def _inquiry(model: str, request: Request, caller: Caller, front: Front) -> Inqu
 
 
 async def _answer(asked: _Asked, inquiry: Inquiry, reply: _Reply, request: Request, front: Front) -> Response:
-    """Ask the server. A stream starts to answer with its first piece, so that what fails before has its own status."""
+    """Ask the server. A stream starts to answer with its first piece, so that an earlier failure has its own status."""
     if not asked.stream:
         body = reply.whole(await unless_gone(request, inquiry.generations(asked.questions())))
         front.metrics.count_tokens(reply.usage.counts)

@@ -43,14 +43,14 @@ def _card(name: str, front: Front, max_model_len: int | None) -> dict[str, Any]:
 
 
 async def _names_at_server(front: Front, caller: Access) -> list[str]:
-    """The adapters that the server has for the caller's key, where it is the server's, too."""
+    """The names of the server's adapters for the caller's key, where the key is the server's, too."""
     if not caller.key:
         return []
     return [adapter.name for adapter in await front.client_of(caller).list_adapters() if adapter.name]
 
 
 async def _max_model_len(front: Front, caller: Access) -> int | None:
-    """Tokens of a prompt and its answer; None while the server does not tell."""
+    """The most tokens of a prompt and its answer; None while the server does not tell."""
     try:
         return (await front.describe_model(caller)).max_model_len
     except (Failure, MultiloraClientError):

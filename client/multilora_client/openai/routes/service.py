@@ -1,4 +1,4 @@
-"""/health, /ping, /version and /metrics: for those who run the front, as vLLM has them."""
+"""/health, /ping, /version and /metrics: for the people who run the front, as vLLM has them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from multilora_client.openai.routes.reading import reads
 
 router = APIRouter()
 _PATIENCE_S = 5.0
-"""With the server's metrics: Prometheus gives up not much later."""
+"""The seconds to wait for the server's metrics: Prometheus gives up not much later."""
 
 
 @reads(router, "/health")
@@ -33,7 +33,7 @@ async def tell_version() -> JSONResponse:
 
 @reads(router, "/metrics")
 async def tell_metrics(_: Operator, front: TheFront) -> PlainTextResponse:
-    """In Prometheus' text format: the front's own, and the server's where the operator says where they are."""
+    """The metrics in Prometheus' text format: the front's own, and the server's if the operator says where they are."""
     text = front.metrics.exposition()
     if front.settings.server_metrics_url:
         text += await _server_metrics(front)
@@ -41,7 +41,7 @@ async def tell_metrics(_: Operator, front: TheFront) -> PlainTextResponse:
 
 
 async def _server_metrics(front: Front) -> str:
-    """Raises Failure (502): half of the metrics would look like a server that does nothing."""
+    """The server's metrics. Raises Failure (502): half of the metrics would look like a server that does nothing."""
     try:
         async with httpx2.AsyncClient(timeout=_PATIENCE_S) as http:
             answer = await http.get(front.settings.server_metrics_url)

@@ -25,7 +25,7 @@ class Strict(BaseModel):
 
 
 def only(*honoured: object) -> AfterValidator:
-    """Refuses every value but those that can be honoured."""
+    """Refuses every value but the honoured ones."""
 
     def check(value: object) -> object:
         if value not in honoured:

@@ -31,10 +31,10 @@ class TextPart(Strict):
 
 
 class ChatMessage(Strict):
-    """One turn. `developer` is what newer models of OpenAI call `system`.
+    """One turn. `developer` is the name of `system` with newer models of OpenAI.
 
-    reasoning_content: vLLM's, for templates that show a model what it thought. What follows it, SDKs send back of an
-    answer, and it says nothing to a model.
+    reasoning_content: vLLM's, for templates that show a model its earlier reasoning. SDKs send back the fields after it
+    from an answer; these say nothing to a model.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -47,7 +47,7 @@ class ChatMessage(Strict):
     annotations: list[Any] = Field(default_factory=list)
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates know it: one text, and only what was given."""
+        """The message as chat templates know it: one text, and only the fields that were given."""
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
         role = "system" if self.role == "developer" else self.role
         calls = [call.for_template() for call in self.tool_calls]
@@ -61,7 +61,7 @@ class ChatMessage(Strict):
 
 
 class ChatRequest(Sampling):
-    """`reasoning_effort` and `verbosity` go to the chat template, where they mean what it makes of them."""
+    """`reasoning_effort` and `verbosity` go to the chat template, which gives them their meaning."""
 
     messages: list[ChatMessage] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1, le=UNLIMITED)
@@ -133,11 +133,11 @@ class ChatRequest(Sampling):
         return tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
 
     def parser(self, tool_format: ToolFormat | None) -> AnswerParser:
-        """Of one answer. tool_format: how the model writes calls by itself; None to leave them in the text."""
+        """The parser of one answer. tool_format: the model's own form of calls; None to leave them in the text."""
         return self.tool_use.parser(tool_format, self._answer_guide())
 
     def guide(self) -> GenerateOptions:
-        """Of the text, be it calls or an answer."""
+        """The guide of the text, be it calls or an answer."""
         return self.tool_use.guide(self._answer_guide())
 
     def _answer_guide(self) -> GenerateOptions:

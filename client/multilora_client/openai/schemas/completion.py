@@ -73,7 +73,7 @@ class CompletionRequest(Sampling):
         ]
 
     def text_of(self, prompt_index: int) -> str | None:
-        """What the server computes of this prompt; None where only its tokens tell."""
+        """The text of this prompt that the server computes; None where only its tokens tell."""
         prompt = self.prompt[prompt_index]
         return prompt if isinstance(prompt, str) and self.truncate_prompt_tokens is None else None
 

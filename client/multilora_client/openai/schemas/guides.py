@@ -23,7 +23,7 @@ class JsonSchema(Strict):
 
 
 class ResponseFormat(Strict):
-    """OpenAI's, of chats."""
+    """OpenAI's form of a chat's answer."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -41,7 +41,7 @@ class ResponseFormat(Strict):
 
 
 class StructuredOutputs(Strict):
-    """vLLM's, one of them at a time."""
+    """vLLM's forms of an answer, one of them at a time."""
 
     json_: JsonGuide | None = Field(None, alias="json")
     regex: str | None = None
@@ -64,7 +64,7 @@ class StructuredOutputs(Strict):
 def guide_of(
     json_guide: JsonGuide | None, regex: str | None, choice: list[str] | None, grammar: str | None
 ) -> GenerateOptions:
-    """The one that is given."""
+    """The guide of the one form that is given."""
     if json_guide is not None:
         return json_schema_guide(json_guide)
     if regex is not None:
@@ -75,7 +75,7 @@ def guide_of(
 
 
 def json_schema_guide(schema: JsonGuide) -> GenerateOptions:
-    """schema: as an object, or as its JSON."""
+    """schema: an object, or its JSON."""
     text = schema if isinstance(schema, str) else json.dumps(schema)
     return GenerateOptions(guide_type="json_schema", guide=text)
 
@@ -86,7 +86,7 @@ def json_object_guide() -> GenerateOptions:
 
 
 def single_guide(guides: dict[str, GenerateOptions]) -> GenerateOptions:
-    """The one guide of those that a request's fields ask for. Raises PydanticCustomError when there are several."""
+    """The one guide that a request's fields ask for. Raises PydanticCustomError when there are several."""
     asked = {name: guide for name, guide in guides.items() if guide}
     if len(asked) > 1:
         raise invalid(f"{' and '.join(asked)} contradict each other; give one of them", next(iter(asked)))

@@ -1,4 +1,4 @@
-"""The items of a conversation as /v1/responses has them: messages, calls of functions, and what came of them."""
+"""The items of a conversation as /v1/responses has them: messages, calls of functions, and their outputs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from multilora_client.openai.schemas.tools import CallOfMessage, FunctionCall
 
 
 class InputText(Strict):
-    """Of a user, or of an answer that is sent back; what an answer says beside its text is nothing to a model."""
+    """The text of a user, or of an answer that is sent back; its other fields say nothing to a model."""
 
     type: Literal["input_text", "output_text", "text"]
     text: str

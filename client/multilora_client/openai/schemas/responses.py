@@ -64,7 +64,7 @@ class Reasoning(Strict):
 
 
 class ResponsesStreamOptions(Strict):
-    include_obfuscation: bool = False  # of OpenAI's network packets; the answer is the same
+    include_obfuscation: bool = False  # concerns OpenAI's network packets; the answer is the same
 
 
 class ResponsesRequest(TokenChoice):
@@ -93,7 +93,7 @@ class ResponsesRequest(TokenChoice):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
-    max_tool_calls: int | None = Field(None, ge=1)  # of tools that a server calls; here it is the client who calls them
+    max_tool_calls: int | None = Field(None, ge=1)  # limits tools that a server calls; here the client calls them
 
     @model_validator(mode="after")
     def _check_chat(self) -> Self:

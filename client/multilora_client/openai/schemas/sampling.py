@@ -31,11 +31,11 @@ class StreamOptions(Strict):
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    include_obfuscation: bool = False  # of OpenAI's network packets; the answer is the same
+    include_obfuscation: bool = False  # concerns OpenAI's network packets; the answer is the same
 
 
 class TokenChoice(Strict):
-    """How the tokens of an answer are chosen and what ends it. OpenAI's parameters first, then those that vLLM has."""
+    """How the tokens of an answer are chosen, and how it ends. OpenAI's parameters first, then vLLM's."""
 
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, ge=0, le=1)
@@ -61,7 +61,7 @@ class TokenChoice(Strict):
 
 
 class Sampling(TokenChoice):
-    """What chats and completions have beside that; again OpenAI's parameters first."""
+    """The further fields of chats and completions; again OpenAI's parameters first."""
 
     model: ModelName
     stream: bool = False
@@ -75,7 +75,7 @@ class Sampling(TokenChoice):
     return_tokens_as_token_ids: bool = False
     request_id: str | None = Field(None, min_length=1, max_length=200)
     skip_special_tokens: Annotated[bool, only(True)] = True
-    spaces_between_special_tokens: bool = True  # between what is left out
+    spaces_between_special_tokens: bool = True  # between tokens that are left out
     guided_json: JsonGuide | None = None
     guided_regex: str | None = None
     guided_choice: Choices | None = None
@@ -139,7 +139,7 @@ class Sampling(TokenChoice):
 
 
 def log_probs(num_top: int | None) -> GenerateOptions:
-    """num_top: so many of the likeliest tokens beside each of the answer, None for no log-probs at all."""
+    """num_top: the number of likeliest tokens beside each of the answer, None for no log-probs at all."""
     return (
         GenerateOptions()
         if num_top is None
@@ -148,7 +148,7 @@ def log_probs(num_top: int | None) -> GenerateOptions:
 
 
 def prompt_log_probs(*nums_top: int | None) -> GenerateOptions:
-    """The same of the prompt's tokens, for the one that asks for the most."""
+    """The options for log-probs of the prompt's tokens; the largest of `nums_top` counts."""
     asked = [num_top for num_top in nums_top if num_top is not None]
     if not asked:
         return GenerateOptions()

@@ -14,7 +14,7 @@ from multilora_client.options import ChatOptions
 
 
 class TokenizeRequest(Strict):
-    """Of a prompt or of messages. model: None for the base model; all adapters share its tokenizer."""
+    """A prompt or messages to tokenize. model: None for the base model; all adapters share its tokenizer."""
 
     model: ModelName | None = None
     prompt: str | None = None

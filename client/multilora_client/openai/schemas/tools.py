@@ -18,7 +18,7 @@ ToolMode = Literal["none", "auto", "required"]
 
 
 class Function(Strict):
-    """What else it says goes to the chat template, too."""
+    """A function, whose other fields go to the chat template, too."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -33,7 +33,7 @@ class Tool(Strict):
     function: Function
 
     def for_template(self) -> dict[str, Any]:
-        """As it was given."""
+        """The tool as it was given."""
         return self.model_dump(exclude_unset=True)
 
 
@@ -85,7 +85,7 @@ def tool_use(tools: list[Tool], choice: ToolMode | NamedChoice | None, is_parall
 
 
 def _read_arguments(text: str) -> Any:
-    """A model's own text where it is no JSON."""
+    """The arguments as JSON values; the model's own text where it is no JSON."""
     try:
         return json.loads(text) if text else {}
     except ValueError:

@@ -1,1 +1,1 @@
-"""Tools: how calls of functions are asked for, guided, and read from what a model writes."""
+"""Tools: how calls of functions are asked for, guided, and read from a model's text."""

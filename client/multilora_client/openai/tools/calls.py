@@ -10,7 +10,7 @@ from typing import Protocol
 
 _ID_ALPHABET = string.ascii_letters + string.digits
 _ID_LENGTH = 9
-"""The form of an id that Mistral's chat templates demand; to others it is all the same."""
+"""The length of an id that Mistral's chat templates demand; to others it is all the same."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class AnswerParser(Protocol):
 
 
 class PlainText:
-    """Where there are no tools, everything is text."""
+    """An AnswerParser without tools: everything is text."""
 
     num_calls = 0
 
@@ -61,7 +61,7 @@ class PlainText:
 
 
 class NamedCall:
-    """Where the function is known beforehand, everything is its arguments."""
+    """An AnswerParser for a function that is known beforehand: everything is its arguments."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -37,4 +37,4 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
 """The formats of `--tool-call-parser`, but for `none`. `auto` knows them all."""
 
 GUIDED_CALLS = ToolFormat(is_bare=True)
-"""What an answer is that has to be calls: see `tools.guide`."""
+"""The format of an answer that has to be calls: see `tools.guide`."""

@@ -12,20 +12,20 @@ _ANSWER = "answer"
 
 
 def arguments_schema(parameters: Schema | None) -> Schema:
-    """Of the arguments of one function. parameters: as its definition has them; without any it takes what it gets."""
+    """The schema of one function's arguments. parameters: those of its definition; without any it takes any object."""
     return parameters or _ANY_OBJECT
 
 
 def calls_schema(functions: Mapping[str, Schema | None], max_calls: int | None) -> Schema:
-    """A list of calls, each `{"name": ..., "parameters": {...}}`.
+    """The schema of a list of calls, each `{"name": ..., "parameters": {...}}`.
 
-    functions: what each takes, by its name. max_calls: None for any number.
+    functions: the parameters of each, by its name. max_calls: None for any number.
     """
     return {**_calls(functions, max_calls), "$defs": _definitions(functions)}
 
 
 def calls_or_answer_schema(functions: Mapping[str, Schema | None], max_calls: int | None, answer: Schema) -> Schema:
-    """Such a list, or an answer that follows a schema of its own."""
+    """The schema of such a list, or of an answer that follows a schema of its own."""
     definitions = {**_definitions(functions), _ANSWER: _moved(answer, _place(_ANSWER))}
     return {"anyOf": [{"$ref": _place(_ANSWER)}, _calls(functions, max_calls)], "$defs": definitions}
 

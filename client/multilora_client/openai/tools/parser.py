@@ -1,4 +1,4 @@
-"""`ToolParser`: takes the calls of functions out of what a model writes, while it writes them."""
+"""`ToolParser`: takes the calls of functions out of a model's text, while the model writes them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ToolParser:
     """
 
     def __init__(self, tool_format: ToolFormat, names: Collection[str], max_calls: int | None = None) -> None:
-        """names: of the functions. max_calls: what comes behind so many calls is dropped; None for no limit."""
+        """names: the functions' names. max_calls: all text behind so many calls is dropped; None for no limit."""
         self.num_calls = 0
         self._names = frozenset(names)
         self._max_calls = max_calls
@@ -61,7 +61,7 @@ class ToolParser:
             yield from _said(self._held.rstrip() if self.num_calls else self._held)
         self._held = ""
 
-    # Each step reads from what is held, and decides which one is next. None: it needs more text.
+    # Each step reads from the held text, and decides which step is next. None: it needs more text.
 
     def _begin(self) -> list[Delta] | None:
         body = self._held.lstrip()
@@ -121,7 +121,7 @@ class ToolParser:
         self._step = self._call
 
     def _open(self, header: re.Match[str]) -> list[Delta]:
-        """A call has begun whose arguments are next; behind them, there is the end of its object, if it is in one."""
+        """Begin a call, whose arguments are next; behind them, there is the end of its object, if it is in one."""
         self._held = self._held[header.end() :]
         self._span = JsonSpan()
         self._is_in_object = header.re is _HEADER
@@ -129,7 +129,7 @@ class ToolParser:
         return self._said_call(header["name"])
 
     def _object_end(self, start: int) -> int | None:
-        """Where in what is held the object ends that begins at `start`. No character is looked at twice."""
+        """The end, in the held text, of the object that begins at `start`. No character is looked at twice."""
         scanned = max(self._num_scanned, start)
         end = self._span.end(self._held[scanned:])
         self._num_scanned = len(self._held)
@@ -144,7 +144,7 @@ class ToolParser:
         return self._said_call(name, arguments)
 
     def _no_call(self) -> list[Delta]:
-        """What has begun like a call is text; a mark at its beginning is not to be found again."""
+        """A seeming call is text; a mark at its beginning is not to be found again."""
         mark = self._mark.match(self._held)
         text = mark.group() if mark else ""
         self._held = self._held[len(text) :]
@@ -152,7 +152,7 @@ class ToolParser:
         return _said(text)
 
     def _take_span(self, following: Callable[[], list[Delta] | None]) -> str:
-        """What is held of a JSON value. Where it ends, `following` is the next step."""
+        """The held part of a JSON value. Where the value ends, `following` is the next step."""
         end = self._span.end(self._held)
         length = len(self._held) if end is None else end
         taken, self._held = self._held[:length], self._held[length:]
@@ -172,7 +172,7 @@ class ToolParser:
         return self._is_bare and (body[0] in "{[" or self._begins_with_name(body))
 
     def _begins_with_name(self, body: str) -> bool:
-        """Whether it may be a function's name with arguments behind it, or the beginning of one."""
+        """Whether the text may be a function's name with arguments behind it, or the beginning of one."""
         return bool(body) and any(
             f"{name}{opening}".startswith(body) or body.startswith(f"{name}{opening}")
             for name in self._leading_names
@@ -188,12 +188,12 @@ def _said(text: str) -> list[Delta]:
 
 
 def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """The longest of them that fits; nothing, where there are none."""
+    """A pattern for the longest text that fits; it matches nothing where there are no texts."""
     return re.compile("|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True)) or "(?!)")
 
 
 def _end_of(pattern: re.Pattern[str], text: str) -> int:
-    """Of a pattern that every text begins with."""
+    """The end of a pattern that every text begins with."""
     match = pattern.match(text)
     assert match is not None, f"{pattern.pattern} matches the empty text, too"
     return match.end()

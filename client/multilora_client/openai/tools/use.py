@@ -1,4 +1,4 @@
-"""`ToolUse`: which functions an answer may call, or has to."""
+"""`ToolUse`: the functions that an answer may call, or has to."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from multilora_client.options import GenerateOptions
 
 @dataclass(frozen=True)
 class ToolUse:
-    """functions: what each takes, by its name. mode: `named` has to call `name`, `required` any of them.
+    """functions: the parameters of each, by its name. mode: `named` has to call `name`, `required` any of them.
 
     max_calls: None for no limit.
     """
@@ -31,7 +31,7 @@ class ToolUse:
         return self.mode in ("required", "named")
 
     def guide(self, answer: GenerateOptions) -> GenerateOptions:
-        """What the text has to parse as, where an answer without calls follows a guide, or none, of its own."""
+        """The guide of the text, where an answer without calls follows a guide, or none, of its own."""
         match self.mode:
             case "named":
                 return _schema_guide(arguments_schema(self.functions[self.name]))
@@ -43,7 +43,7 @@ class ToolUse:
                 return answer
 
     def parser(self, tool_format: ToolFormat | None, answer: GenerateOptions) -> AnswerParser:
-        """Of one answer. tool_format: of one whose calls are not guided, None to leave them in the text.
+        """The parser of one answer. tool_format: the format of calls without a guide, None to leave them in the text.
 
         answer: the guide of an answer without calls.
         """
