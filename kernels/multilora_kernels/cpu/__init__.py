@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 def load_cpu_kernels() -> bool:
     """Register the CPU operators; True when they are the compiled ones, False when the reference serves.
 
-    Every operator calls it on its first use. Call it at startup to keep the build (a minute or two, once per machine)
+    Every operator calls it on its first use. Call it at startup to keep the build (some minutes, once per machine)
     out of the first request. Why the reference serves is said in one warning.
     """
     return _library() is not None

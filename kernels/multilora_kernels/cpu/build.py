@@ -70,7 +70,7 @@ def _load(library: Path) -> ModuleType:
 
 
 def _build(library: Path) -> None:
-    logger.info("Compiling the CPU kernels into %s: once per machine, about 90 s of processor time", library.parent)
+    logger.info("Compiling the CPU kernels into %s: once per machine, some minutes of processor time", library.parent)
     start = time.monotonic()
     with tempfile.TemporaryDirectory(dir=library.parent) as folder, _tools_on_path():
         cpp_extension.load(
