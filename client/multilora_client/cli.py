@@ -13,14 +13,12 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from multilora_client import adapters_cli
 from multilora_client.adapter import Adapter, AdapterTensors
 from multilora_client.bench import command as bench_command
 from multilora_client.client import DEFAULT_URL, Client
-from multilora_client.console import Url, one_line_errors
+from multilora_client.console import Url, one_line_errors, progress_bars
 from multilora_client.convert import StorageDtype, convert_peft, load_adapter
 from multilora_client.doors import DIRECT, ENSEMBLE
 from multilora_client.errors import InvalidRequest
@@ -251,7 +249,7 @@ def upload(
     - `multilora upload adapters/pirate --lora-task-id 7`
     - `multilora upload adapters/*`
     """
-    with one_line_errors(), Client(url, tls=ctx.obj) as client, _progress() as progress:
+    with one_line_errors(), Client(url, tls=ctx.obj) as client, progress_bars() as progress:
         if lora_task_id is not None and len(directories) > 1:
             raise InvalidRequest("--lora-task-id names one adapter; leave it out to upload several")
         for directory in progress.track(directories, description="uploading"):
@@ -276,7 +274,7 @@ def convert(
 
     Example: `multilora convert adapters/pirate converted/pirate --storage-type float16`
     """
-    with one_line_errors(), _progress() as progress:
+    with one_line_errors(), progress_bars() as progress:
         task = progress.add_task("converting", total=None)
         tensors = convert_peft(
             peft_directory,
@@ -291,18 +289,6 @@ def convert(
 def main() -> None:
     """Entry point of the `multilora` command."""
     app()
-
-
-def _progress() -> Progress:
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    console = Console(stderr=True)
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 def _read_prompt(prompt: str, *, as_message: bool) -> tuple[str | None, list[Message] | None]:

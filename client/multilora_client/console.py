@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from typing import Annotated
 
 import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from multilora_client.errors import MultiloraClientError
 
@@ -29,3 +31,16 @@ def one_line_errors() -> Iterator[None]:
         code = f"[{error.code}] " if isinstance(error, MultiloraClientError) else ""
         typer.echo(f"error: {code}{' '.join(str(error).split())}", err=True)
         raise typer.Exit(1) from error
+
+
+def progress_bars() -> Progress:
+    """Bars on standard error, where that is a terminal; they leave nothing behind."""
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    console = Console(stderr=True)
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import TaskID
 
-from multilora_client.console import one_line_errors
+from multilora_client.console import one_line_errors, progress_bars
 from multilora_client.errors import InvalidRequest, Unsupported
 
 if TYPE_CHECKING:
@@ -130,15 +129,7 @@ def _describe(report: Report) -> str:
 @contextmanager
 def _progress() -> Iterator[Callable[[str, int, int], None]]:
     """A function that shows the progress of a stage; on a terminal, a bar for each stage."""
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with progress_bars() as progress:
         tasks: dict[str, TaskID] = {}
 
         def show(stage: str, done: int, total: int) -> None:

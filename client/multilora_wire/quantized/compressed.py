@@ -55,11 +55,8 @@ class Scales:
 
 
 @dataclass(frozen=True)
-class PackedIntegers:
-    """`pack-quantized`: integers in dense streams along the inputs, zero points in streams along the outputs.
-
-    is_symmetric: then there are no zero points; files of old versions have some, and those count.
-    """
+class _Integers:
+    """The fields that both ways to store integers have. bits: of a code. is_symmetric: there are no zero points."""
 
     bits: int
     scales: Scales
@@ -74,6 +71,14 @@ class PackedIntegers:
     @property
     def group_size(self) -> int | None:
         return self.scales.group_size
+
+
+@dataclass(frozen=True)
+class PackedIntegers(_Integers):
+    """`pack-quantized`: integers in dense streams along the inputs, zero points in streams along the outputs.
+
+    is_symmetric: then there are no zero points; files of old versions have some, and those count.
+    """
 
     def tensors(self, shape: tuple[int, int], stored: Callable[[str], StoredTensor | None]) -> dict[str, Expected]:
         out_features, in_features = shape
@@ -113,22 +118,8 @@ class PackedIntegers:
 
 
 @dataclass(frozen=True)
-class PlainIntegers:
+class PlainIntegers(_Integers):
     """`int-quantized` and `naive-quantized`: integers of `bits` in one byte each, zero points likewise."""
-
-    bits: int
-    scales: Scales
-    is_symmetric: bool
-    scale_name: str = "weight_scale"
-    group_index_name: str | None = _GROUP_INDEX
-
-    @property
-    def code_name(self) -> CodeName:
-        return "int4" if self.bits <= 4 else "int8"
-
-    @property
-    def group_size(self) -> int | None:
-        return self.scales.group_size
 
     def tensors(self, shape: tuple[int, int], stored: Callable[[str], StoredTensor | None]) -> dict[str, Expected]:
         shapes = self.scales.shapes(shape)
