@@ -152,7 +152,7 @@ def test_a_source_that_cannot_say_what_it_covers_fails_its_own_fetch_alone() -> 
             raise OSError("the volume is gone")
 
         def open_path(self, path: str, max_bytes: int) -> AbstractContextManager[LocalAdapter]:
-            raise NotImplementedError
+            raise AssertionError("no fetch comes so far")
 
     with fetcher_of(confused=Confused()) as fetcher:
         error = fetcher.fetch(key("x"), path="/there").exception(TIMEOUT_S)
