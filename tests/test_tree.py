@@ -21,6 +21,7 @@ SCRIPT_FOLDERS: dict[str, set[str]] = {
     "servers": {"checkpoints"},
     "training": {"checkpoints"},
     "benchmarks": {"checkpoints", "servers"},
+    "gpu": {"benchmarks"},
     "trials": {"checkpoints", "servers"},
     "deployment": {"checkpoints", "servers", "training"},
     "clients": {"checkpoints", "servers", "training"},

@@ -117,6 +117,13 @@ class EngineConfig(BaseModel):
     model_path: Annotated[
         Path, Field(description="Directory of a Hugging Face checkpoint (config.json, *.safetensors, tokenizer).")
     ]
+    engine: Annotated[
+        str,
+        Field(
+            pattern=r"^(local|dynamo://[\w-]+(/[\w-]+/[\w-]+)?)$",
+            description="`local`, or a fleet of Dynamo: `dynamo://NAMESPACE`, then perhaps `/COMPONENT/ENDPOINT`.",
+        ),
+    ] = "local"
     tokenizer_path: Annotated[
         Path | None, Field(description="Directory of the tokenizer; the default is `model_path`.")
     ] = None
@@ -207,9 +214,16 @@ class EngineConfig(BaseModel):
     inter_token_latency_target_ms: Annotated[
         Literal["auto"] | Annotated[float, Field(ge=0)],
         Field(
-            description="Longest step with running answers; prompts get a third. `auto`: 3 times the answers'; 0: off."
+            description="Longest step with running answers; prompts get a third. `auto`: 2.5 x the answers'; 0: off."
         ),
     ] = "auto"
+    max_prompt_wait_s: Annotated[
+        float,
+        Field(
+            ge=0,
+            description="A prompt that waits longer goes before later ones; steps may take as long as under `auto`.",
+        ),
+    ] = 10.0
     host_work_ms_per_step: Annotated[
         float,
         Field(
@@ -226,6 +240,9 @@ class EngineConfig(BaseModel):
             description="Most bytes of logits of a request; while a model sends them, all its other answers wait.",
         ),
     ] = ByteSize(64 << 20)
+    max_streamed_logits_bytes: Annotated[
+        ByteSize, Field(ge=0, description="The same at a model that streams, where other clients' next tokens wait.")
+    ] = ByteSize(16 << 20)
     max_logits_bytes_in_flight: Annotated[
         ByteSize, Field(ge=0, description="The same for all requests in flight at one model; more get UNAVAILABLE.")
     ] = ByteSize(256 << 20)
@@ -241,8 +258,13 @@ class EngineConfig(BaseModel):
         bool, Field(description="Prepare a step while a GPU computes the one before; off until that has run on one.")
     ] = False
     kv_cache_memory_bytes: Annotated[
-        ByteSize, Field(ge=0, description="KV cache, taken at the start; 0: what is left on a GPU, 1 GiB on a CPU.")
+        ByteSize,
+        Field(ge=0, description="Most that the KV cache takes; 0: what is left on a GPU, 1 GiB on a CPU."),
     ] = ByteSize(0)
+    kv_cache_dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "int8"],
+        Field(description="Type of keys and values in the cache; `auto` is `dtype`, int8 has a scale for each head."),
+    ] = "auto"
     gpu_memory_utilization: Annotated[
         float, Field(gt=0, le=1, description="Share of the GPU's memory the engine may use in all.")
     ] = 0.9
@@ -277,6 +299,18 @@ class EngineConfig(BaseModel):
                 f"{self.max_num_batched_tokens}; write max_num_seqs <= max_num_batched_tokens"
             )
         return self
+
+    @property
+    def is_fleet(self) -> bool:
+        """Whether a fleet generates, and not an engine on this machine."""
+        return self.engine != "local"
+
+    @property
+    def fleet_endpoint(self) -> tuple[str, str, str]:
+        """Namespace, component and endpoint of the fleet's workers."""
+        namespace, *rest = self.engine.removeprefix("dynamo://").split("/")
+        component, endpoint = rest or ("backend", "generate")
+        return namespace, component, endpoint
 
     @property
     def inter_token_latency_target_s(self) -> float | None:

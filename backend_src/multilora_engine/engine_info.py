@@ -31,6 +31,7 @@ class CallLimits:
     max_guides_per_request: int
     max_metadata_bytes: int
     max_logits_bytes: int
+    max_streamed_logits_bytes: int
     max_logits_bytes_in_flight: int
 
     @classmethod
@@ -83,6 +84,7 @@ class EngineInfo:
     kv_cache_tokens: int
     device: str
     dtype: str
+    kv_cache_dtype: str
     version: str
     clients: ClientPolicy = ClientPolicy()
 

@@ -41,8 +41,13 @@ Calibration = Annotated[
     Path | None,
     typer.Option(help="Plain text like that which the model will see; its activations tell which inputs matter."),
 ]
-IncludeHead = Annotated[
-    bool, typer.Option("--include-head", help="Round the output layer, too, where it is not the embedding.")
+Head = Annotated[
+    Literal["w8a16", "same", "none"],
+    typer.Option(help="The output layer: 8 bits with a scale an output, the scheme of the other linears, or floats."),
+]
+Embeddings = Annotated[
+    Literal["w8a16", "none"],
+    typer.Option(help="8 bits with a scale a token, which transformers reads and many servers do not, or floats."),
 ]
 Text = Annotated[
     Path | None, typer.Option(help="Plain text to take perplexity of.", show_default="one that comes along")
@@ -63,14 +68,16 @@ def quantize(
     group_size: GroupSize = None,
     asymmetric: Asymmetric = False,
     calibration: Calibration = None,
-    include_head: IncludeHead = False,
+    head: Head = "w8a16",
+    embeddings: Embeddings = "none",
     text: Text = None,
     perplexity: WithPerplexity = True,
     device: Device = None,
 ) -> None:
     """Round a model's linears to 4 or 8 bits, and write it as a checkpoint in compressed-tensors' format.
 
-    Embeddings, norms and the output layer stay as they are. Adapters of the float model go on working.
+    Norms stay as they are. An output layer that is the embeddings becomes a copy of them in codes. Adapters of the
+    float model go on working.
 
     Examples:
 
@@ -83,7 +90,7 @@ def quantize(
         from transformers.utils.logging import disable_progress_bar
 
         from multilora_engine.errors import ConfigError
-        from multilora_engine.quantize import SAMPLE_TEXT, Scheme, quantize_checkpoint
+        from multilora_engine.quantize import SAMPLE_TEXT, OuterOptions, Scheme, quantize_checkpoint
 
         disable_progress_bar()  # There is a bar for each stage already.
         with _progress() as on_progress:
@@ -94,7 +101,7 @@ def quantize(
                     Scheme(scheme, group_size, not asymmetric),
                     calibration=calibration,
                     text=(text or SAMPLE_TEXT) if perplexity else None,
-                    include_head=include_head,
+                    outer=OuterOptions(head, embeddings == "w8a16"),
                     device=torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")),
                     on_progress=on_progress,
                 )
@@ -111,9 +118,9 @@ def _check_extra() -> None:
 
 
 def _describe(report: Report) -> str:
-    """`30 linears as w4a16, groups of 64; 538.1 -> 170.3 MB; perplexity 18.21 -> 19.02 over 1,482 tokens; ...`."""
+    """`30 modules as w4a16, groups of 64; 538.1 -> 170.3 MB; perplexity 18.21 -> 19.02 over 1,482 tokens; ...`."""
     parts = [
-        f"{report.num_modules} linears as {report.scheme}",
+        f"{report.num_modules} modules as {report.scheme}",
         f"{report.bytes_before / 1e6:,.1f} -> {report.bytes_after / 1e6:,.1f} MB",
     ]
     if report.perplexity_before is not None:

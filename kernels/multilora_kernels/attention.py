@@ -11,6 +11,8 @@ import torch
 from multilora_kernels import operators
 from multilora_kernels.cpu import load_cpu_kernels, rotary_attention_directly
 from multilora_kernels.dispatch import load_operators
+from multilora_kernels.interpreter import has_gpu_operators
+from multilora_kernels.kv_rows import kv_head_dim, store_rows
 
 
 class PagedSequences(NamedTuple):
@@ -53,7 +55,7 @@ def has_paged_attention(device: torch.device, *, is_decode: bool) -> bool:
 
     On a CPU with compiled kernels it is; on a GPU for decoding sequences, which have one token each: `is_decode`.
     """
-    return is_decode if device.type == "cuda" else load_cpu_kernels()
+    return is_decode if has_gpu_operators(device) else load_cpu_kernels()
 
 
 def paged_attention(
@@ -66,8 +68,9 @@ def paged_attention(
     """softmax(scale q K^T) V over the keys up to each token's own position, with float32 arithmetic.
 
     q: [num_tokens, num_heads, head_dim], float32, bfloat16 or float16.
-    keys, values: [num_slots, num_kv_heads, head_dim], of one of the same types and the same strides; query head h reads
-        the key-value head h // (num_heads / num_kv_heads).
+    keys, values: [num_slots, num_kv_heads, head_dim], of one of the same types and the same strides, or codes of them,
+        int8 [num_slots, num_kv_heads, head_dim + SCALE_BYTES] (`kv_rows`); query head h reads the key-value head
+        h // (num_heads / num_kv_heads).
     options: the scale, and the other changes of scores.
     Returns [num_tokens, num_heads * head_dim] in the dtype of q. A token's result is the same bits whatever other
     sequences there are.
@@ -126,9 +129,22 @@ def rotary_attention(
         sequences.context_lens,
         sequences.block_size,
         sequences.window or 0,
-        *_option_fields(options, keys.shape[2]),
+        *_option_fields(options, kv_head_dim(keys)),
         is_interleaved,
     )
+
+
+def store_heads(x: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+    """Put keys or values of tokens into a cache, for `paged_attention`.
+
+    x: [num_tokens, num_kv_heads, head_dim], floating. slots: [num_tokens] int64.
+    cache: as for `paged_attention`; a GPU's int8 takes a head_dim that is a multiple of SCALE_BYTES.
+    """
+    if x.is_cuda and cache.dtype == torch.int8:
+        load_operators(x)
+        operators.store_codes(x, cache, slots)
+    else:
+        store_rows(x, cache, slots)
 
 
 def _option_fields(options: AttentionOptions, head_dim: int) -> tuple[float, float, torch.Tensor | None]:

@@ -85,8 +85,8 @@ def decoder_layers(
     Bit for bit the results of `add_rms_norm`, `lora_linear` (`packed_linear` in a step without adapters; for quantised
     weights their own), `rotary_attention` and `silu_mul` one by one.
 
-    layers: the weights, keys, values and step of each; keys, values: [num_slots, num_kv_heads, head_dim], written in
-    place. x, update: [num_tokens, hidden_size] float32. on_layer: called before each layer.
+    layers: the weights, keys, values and step of each; keys, values: as for `rotary_attention`, written in place.
+    x, update: [num_tokens, hidden_size] float32. on_layer: called before each layer.
     Raises the errors of on_layer, and RuntimeError as its operators do, for shapes that do not fit and slots that are
     none. None, with nothing done, where those are needed: on anything but compiled kernels and plain CPU tensors.
     """

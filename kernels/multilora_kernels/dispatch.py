@@ -19,6 +19,6 @@ def load_operators(x: torch.Tensor) -> None:
 @constant_result
 def _load_cuda_kernels() -> bool:
     # Imported here: Triton comes with the CUDA builds of torch only.
-    from multilora_kernels.cuda import load_cuda_kernels
+    from multilora_kernels.cuda import register_operators
 
-    return load_cuda_kernels()
+    return register_operators("CUDA")

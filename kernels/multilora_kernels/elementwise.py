@@ -9,6 +9,7 @@ import torch
 from multilora_kernels import operators, reference
 from multilora_kernels.cpu import elementwise_directly
 from multilora_kernels.dispatch import load_operators
+from multilora_kernels.interpreter import has_gpu_operators
 
 
 def add_rms_norm(
@@ -48,7 +49,7 @@ def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
 
 def _call(name: str, x: torch.Tensor, *others: Any) -> Any:
     """The function with this name that serves `x`: of the GPU, the reference or the CPU's operators."""
-    if x.is_cuda:
+    if has_gpu_operators(x.device):
         # Imported here: Triton comes with the CUDA builds of torch only.
         from multilora_kernels import cuda
 

@@ -8,22 +8,51 @@ from malloc for a weight of some megabytes begins in the middle of a huge page, 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
+import functools
 import math
 import mmap
+import os
 from pathlib import Path
 
 import torch
 
 _SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-_HUGE_PAGE_BYTES = 1 << 21
+HUGE_PAGE_BYTES = 1 << 21
+"""The unit in which Linux takes memory for `HugePages`."""
+
 _SLAB_BYTES = 1 << 26
 """Address space that is reserved at a time; memory is taken as it is written to."""
 _CACHE_LINE_BYTES = 64
+
+_MADV_POPULATE_WRITE = 23
+"""Takes memory for pages as writing to them would, and changes nothing in them. Linux has it since 5.14."""
 
 
 def are_switched_off(setting: Path = _SETTING) -> bool:
     """Whether Linux has huge pages but gives them to nobody, not even on request."""
     return setting.exists() and "[never]" in setting.read_text()
+
+
+def populate(memory: torch.Tensor) -> bool:
+    """Take the memory behind a tensor of `HugePages`, whose values stay as they are, beside threads that use it.
+
+    The GIL is free meanwhile. Returns whether Linux can do that. Raises OSError where memory is lacking.
+    """
+    start = memory.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    size = memory.data_ptr() + memory.nbytes - start
+    if _libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), _MADV_POPULATE_WRITE) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in (errno.EINVAL, errno.ENOSYS):
+        return False
+    raise OSError(number, f"no memory for {size} bytes: {os.strerror(number)}")
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
 
 
 class HugePages:
@@ -45,13 +74,13 @@ class HugePages:
 
 def _slab(num_bytes: int) -> torch.Tensor:
     """At least so many zero bytes, from the begin of a huge page on."""
-    size = _rounded_up(max(num_bytes, _SLAB_BYTES), _HUGE_PAGE_BYTES)
-    memory = mmap.mmap(-1, size + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    size = _rounded_up(max(num_bytes, _SLAB_BYTES), HUGE_PAGE_BYTES)
+    memory = mmap.mmap(-1, size + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     # Linux may be built without huge pages.
     with contextlib.suppress(OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)
     everything = torch.frombuffer(memory, dtype=torch.uint8)
-    return everything[-everything.data_ptr() % _HUGE_PAGE_BYTES :][:size]
+    return everything[-everything.data_ptr() % HUGE_PAGE_BYTES :][:size]
 
 
 def _rounded_up(number: int, unit: int) -> int:

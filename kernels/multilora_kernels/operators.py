@@ -1,6 +1,7 @@
 """Everything of this package that torch knows as an operator: `multilora::lora_shrink`, `lora_expand`, `lora_apply`,
 `lora_linear`, `packed_linear`, `packed_embedding`, `quantized_lora_linear`, `quantized_linear`, `quantized_embedding`,
-`paged_attention`, `rotary_attention`, `add_rms_norm`, `add_layer_norm`, `silu_mul`, `gelu_tanh_mul`, `gelu_tanh`.
+`paged_attention`, `rotary_attention`, `store_codes`, `add_rms_norm`, `add_layer_norm`, `silu_mul`, `gelu_tanh_mul`,
+`gelu_tanh`.
 
 torch.compile and CUDA graphs see one opaque node each, with a fake implementation for shapes. An operator takes only
 tensors and integers, so the tables and segments are passed field by field here and nowhere else.
@@ -14,6 +15,8 @@ from typing import Any
 import torch
 from torch import library
 
+from multilora_kernels.interpreter import has_gpu_operators
+from multilora_kernels.kv_rows import kv_head_dim
 from multilora_kernels.panels import QuantizedPanels
 from multilora_kernels.parts import num_parts
 from multilora_kernels.segments import LoRASegments
@@ -69,6 +72,8 @@ library.define(
     f" {_SEQUENCES}, {_OPTIONS}, bool is_interleaved) -> Tensor",
 )
 
+library.define("multilora::store_codes", "(Tensor x, Tensor(a!) cache, Tensor slots) -> ()")
+
 library.define(
     "multilora::add_rms_norm", "(Tensor x, Tensor update, Tensor weight, float eps) -> (Tensor normed, Tensor total)"
 )
@@ -93,6 +98,7 @@ quantized_embedding = torch.ops.multilora.quantized_embedding.default
 
 paged_attention = torch.ops.multilora.paged_attention.default
 rotary_attention = torch.ops.multilora.rotary_attention.default
+store_codes = torch.ops.multilora.store_codes.default
 add_rms_norm = torch.ops.multilora.add_rms_norm.default
 add_layer_norm = torch.ops.multilora.add_layer_norm.default
 silu_mul = torch.ops.multilora.silu_mul.default
@@ -231,7 +237,7 @@ def _structs(num_tokens: int, fields: tuple[Any, ...]) -> tuple[LoRATables, LoRA
 
 def _fake_shrink(x: torch.Tensor, first_slice: int, num_slices: int, *fields: Any) -> torch.Tensor:
     tables, segments = _structs(x.shape[0], fields)
-    parts = num_parts(x.shape[1], segments.chunk_size) if x.is_cuda else 1
+    parts = num_parts(x.shape[1], segments.chunk_size) if has_gpu_operators(x.device) else 1
     return x.new_empty(parts, num_slices, x.shape[0], tables.max_rank, dtype=torch.float32)
 
 
@@ -276,7 +282,7 @@ def _fake_paged_attention(q: torch.Tensor, *_: Any) -> torch.Tensor:
 def _fake_rotary_attention(
     qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, keys: torch.Tensor, *_: Any
 ) -> torch.Tensor:
-    return qkv.new_empty(qkv.shape[0], qkv.shape[1] - 2 * keys.shape[1] * keys.shape[2])
+    return qkv.new_empty(qkv.shape[0], qkv.shape[1] - 2 * keys.shape[1] * kv_head_dim(keys))
 
 
 def _fake_add_norm(x: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -298,6 +304,7 @@ library.register_fake("multilora::quantized_linear", _fake_quantized_linear)
 library.register_fake("multilora::quantized_embedding", _fake_quantized_embedding)
 library.register_fake("multilora::paged_attention", _fake_paged_attention)
 library.register_fake("multilora::rotary_attention", _fake_rotary_attention)
+library.register_fake("multilora::store_codes", _fake_in_place)
 library.register_fake("multilora::add_rms_norm", _fake_add_norm)
 library.register_fake("multilora::add_layer_norm", _fake_add_norm)
 library.register_fake("multilora::silu_mul", _fake_gated)

@@ -76,6 +76,7 @@ class QuantizedWeight:
         self._codes = self._empty(items, _STORED[code_type])
         self._scales = self._empty(self.num_groups, scale_dtype)
         self._zeros: torch.Tensor | None = None
+        self._has_readers = False
 
     @property
     def nbytes(self) -> int:
@@ -88,8 +89,10 @@ class QuantizedWeight:
 
     @property
     def panels(self) -> QuantizedPanels:
-        """The panels that the kernels of a packed weight read."""
+        """The panels that the kernels of a packed weight read, once it is filled: zeros come only with the first row
+        that has any."""
         assert self.is_packed
+        self._has_readers = True
         codes = self._codes.view(torch.float8_e4m3fn) if self.code_type is CodeType.FP8 else self._codes
         return QuantizedPanels(codes, self._scales, self._zeros, self.group_size, self.shape[1])
 
@@ -140,6 +143,7 @@ class QuantizedWeight:
 
     def _copy_zeros(self, first: int, zeros: torch.Tensor) -> None:
         if self._zeros is None and zeros.any():
+            assert not self._has_readers, "panels were read before the weight was filled"
             self._zeros = self._empty(self.num_groups, torch.int8)
         if self._zeros is not None:
             copy_rows_to_columns(_columns(self._zeros), first, zeros)

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from multilora_kernels.adapter_codes import CODE_BITS, dequantize_a, dequantize_b
+from multilora_kernels.kv_rows import kv_head_dim, load_rows, store_rows
 from multilora_kernels.segments import LoRASegments
 from multilora_kernels.tables import LoRATables
 
@@ -80,7 +81,7 @@ def paged_attention(
         for row, position in zip(q[start:end], range(context - (end - start), context), strict=True):
             seen = torch.arange(max(0, position - window + 1) if window else 0, position + 1, device=q.device)
             slots = table[seen // block_size] * block_size + seen % block_size
-            k, v = (cache[slots].to(dtype).repeat_interleave(group, dim=1) for cache in (keys, values))
+            k, v = (load_rows(cache, slots, dtype).repeat_interleave(group, dim=1) for cache in (keys, values))
             weights = _weights(torch.einsum("hd,khd->hk", row.to(dtype), k) * scale, softcap, sinks)
             out.append(torch.einsum("hk,khd->hd", weights, v).flatten())
     return torch.stack(out).to(q.dtype)
@@ -105,13 +106,13 @@ def rotary_attention(
     *fields: Any,
 ) -> torch.Tensor:
     """Compute as `attention.rotary_attention`, with the arguments of the operator."""
-    num_kv, head_dim = keys.shape[1:]
+    num_kv, head_dim = keys.shape[1], kv_head_dim(keys)
     heads = qkv.view(qkv.shape[0], -1, head_dim)
     qk, v = heads[:, :-num_kv], heads[:, -num_kv:]
     *sequences_and_options, is_interleaved = fields
     turned = torch.cat((_turned(qk[..., : cos.shape[-1]], cos, sin, is_interleaved), qk[..., cos.shape[-1] :]), dim=-1)
-    keys.index_copy_(0, slots, turned[:, -num_kv:].to(keys.dtype))
-    values.index_copy_(0, slots, v.to(values.dtype))
+    store_rows(turned[:, -num_kv:], keys, slots)
+    store_rows(v, values, slots)
     return paged_attention(turned[:, :-num_kv], keys, values, *sequences_and_options)
 
 

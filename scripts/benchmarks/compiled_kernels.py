@@ -23,6 +23,7 @@ from multilora_kernels.cuda.elementwise import (
     norm_constants,
 )
 from multilora_kernels.cuda.expand import expand_constants, expand_kernel
+from multilora_kernels.cuda.kv_rows import store_codes_kernel, store_constants
 from multilora_kernels.cuda.shrink import shrink_constants, shrink_kernel
 from multilora_kernels.parts import num_parts
 
@@ -33,6 +34,7 @@ _POINTERS = {
     "magnitude_offset_ptr": "*i64",
     "block_table_ptr": "*i64",
     "context_len_ptr": "*i64",
+    "slot_ptr": "*i64",
     "sums_ptr": "*fp32",
     "stats_ptr": "*fp32",
     "sinks_ptr": "*fp32",
@@ -47,6 +49,10 @@ _ALIGNED_INTEGERS = {
     *("stride_xm", "stride_vp", "stride_vs", "stride_vm", "stride_ym"),
     *("stride_qm", "stride_qh", "stride_ks", "stride_kh"),
 }
+_NO_POINTERS: Mapping[str, str] = {}
+_CODE_CACHE = dict.fromkeys(("keys_ptr", "values_ptr", "cache_ptr"), "*i8")
+_CODE_STRIDES = {"stride_ks", "stride_kh"}
+"""Those of codes are no multiples of sixteen, since a scale of four bytes is in each row."""
 _OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
 
 
@@ -87,11 +93,25 @@ def expand_resources(
 
 
 def decode_resources(
-    group: int, head_dim: int, block_size: int, dtype: str, capability: int, has_softcap: bool = False
+    group: int,
+    head_dim: int,
+    block_size: int,
+    dtype: str,
+    capability: int,
+    has_softcap: bool = False,
+    has_codes: bool = False,
 ) -> Resources:
-    """The first kernel of `paged_attention`. group: query heads of a key-value head; the rest as of the others."""
-    constants = decode_constants(group, head_dim, block_size, dtype == "fp32", has_softcap)
-    return _resources(decode_kernel, constants, dtype, capability)
+    """The first kernel of `paged_attention`.
+
+    group: query heads of a key-value head. has_codes: the cache is of int8. The rest as of the others.
+    """
+    constants = decode_constants(group, head_dim, block_size, dtype == "fp32", has_softcap, has_codes)
+    return _resources(decode_kernel, constants, dtype, capability, _CODE_CACHE if has_codes else _NO_POINTERS)
+
+
+def store_codes_resources(head_dim: int, dtype: str, capability: int) -> Resources:
+    """`store_codes`; arguments as of the others."""
+    return _resources(store_codes_kernel, store_constants(head_dim), dtype, capability, _CODE_CACHE)
 
 
 def combine_resources(head_dim: int, dtype: str, capability: int, has_sinks: bool = False) -> Resources:
@@ -120,21 +140,26 @@ def gelu_tanh_mul_resources(dtype: str, capability: int) -> Resources:
     return _resources(activation_kernel, activation_constants(is_gelu=True, is_gated=True), dtype, capability)
 
 
-def _resources(kernel: Any, constants: Mapping[str, Any], dtype: str, capability: int) -> Resources:
+def _resources(
+    kernel: Any, constants: Mapping[str, Any], dtype: str, capability: int, pointers: Mapping[str, str] = _NO_POINTERS
+) -> Resources:
     options = {name: constants[name] for name in _OPTIONS if name in constants}
-    source = _source(kernel, {name: value for name, value in constants.items() if name not in _OPTIONS}, dtype)
+    arguments = {name: value for name, value in constants.items() if name not in _OPTIONS}
+    source = _source(kernel, arguments, dtype, pointers)
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     registers, stack, local = _usage(compiled.asm["cubin"])
     single_loads = compiled.asm["ptx"].count("ld.global.b16")
     return Resources(registers, stack + local, compiled.metadata.shared, single_loads)
 
 
-def _source(kernel: Any, constants: Mapping[str, Any], dtype: str) -> Any:
+def _source(kernel: Any, constants: Mapping[str, Any], dtype: str, pointers: Mapping[str, str]) -> Any:
+    """pointers: the types of some arguments that differ from the usual ones."""
     names = kernel.arg_names
-    types = {name: _type(name, dtype) for name in names}
+    types = {name: pointers.get(name, _type(name, dtype)) for name in names}
     if bits := constants.get("CODE_BITS"):
         types["arena_ptr"] = _CODE_POINTERS[bits]
-    aligned = [name for name in names if name.endswith("_ptr") or name in _ALIGNED_INTEGERS]
+    integers = _ALIGNED_INTEGERS - (_CODE_STRIDES if pointers else set())
+    aligned = [name for name in names if name.endswith("_ptr") or name in integers]
     return triton.compiler.ASTSource(
         kernel,
         types | dict.fromkeys(constants, "constexpr"),

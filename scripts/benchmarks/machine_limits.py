@@ -55,6 +55,15 @@ class Clock:
             torch.cuda.synchronize()
 
 
+class EagerClock(Clock):
+    """Times a step as it is, kernel by kernel."""
+
+    def prepare(self, step: Step) -> Step:
+        """Run a step once ahead, which compiles the kernels that are not compiled yet."""
+        step()
+        return step
+
+
 def measure(steps: dict[str, Step], clock: Clock, rounds: int) -> dict[str, float]:
     """Median seconds of each step, all of them once a round."""
     return {name: statistics.median(values) for name, values in measure_all(steps, clock, rounds).items()}

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from multilora_kernels.adapter_codes import CODE_BITS, quantize_a, quantize_b
+from multilora_kernels.adapter_codes import CODE_BITS
+from multilora_kernels.adapter_quantization import quantize_a, quantize_b
 from multilora_kernels.tables import LoRATables
 
 POPULARITIES = ("distinct", "identical", "uniform", "zipf", "skewed")

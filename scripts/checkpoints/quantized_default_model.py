@@ -17,6 +17,9 @@ CALIBRATION_TEXT = REPOSITORY / "backend_src/multilora_engine/quantize/sample_te
 
 SchemeName = Literal["w4a16", "w8a16", "fp8"]
 
+OUTER = {"head": "w8a16", "embeddings": "w8a16"}
+"""The vocabulary is a large part of a small model."""
+
 console = Console(stderr=True)
 
 
@@ -24,13 +27,14 @@ def ensure_quantized_checkpoint(scheme: SchemeName) -> Path:
     """The default model in `scheme`, made again when the float checkpoint is another than it was made of."""
     source = ensure_default_checkpoint()
     quantized = source.with_name(f"{source.name}-{scheme}")
-    marker = marker_content() | {"scheme": scheme}
+    marker = marker_content() | {"scheme": scheme} | OUTER
     if not is_made(quantized, marker):
         shutil.rmtree(quantized, ignore_errors=True)
         with console.status(f"Quantising to {scheme} (about a minute)"):
             quantize = [str(Path(sys.executable).with_name("multilora")), "quantize", str(source)]
             options = ["--scheme", scheme, "--output", str(quantized), "--calibration", str(CALIBRATION_TEXT)]
-            subprocess.run([*quantize, *options, "--no-perplexity"], check=True, stdout=subprocess.DEVNULL)
+            outer = [word for name, value in OUTER.items() for word in (f"--{name}", value)]
+            subprocess.run([*quantize, *options, *outer, "--no-perplexity"], check=True, stdout=subprocess.DEVNULL)
         (quantized / MARKER_NAME).write_text(json.dumps(marker, indent=2) + "\n")
     return quantized
 

@@ -19,7 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BatchEncoding, Pre
 
 from checkpoints.prepare_default_model import default_checkpoint
 from multilora_engine.quantize import dequantized_weights, replace_weights
-from multilora_kernels.adapter_codes import dequantize_a, dequantize_b, quantize_a, quantize_b
+from multilora_kernels.adapter_codes import dequantize_a, dequantize_b
+from multilora_kernels.adapter_quantization import quantize_a, quantize_b
 from multilora_wire.pieces import CODE_BITS, StoredDtype
 from training.sample_adapters import SAMPLE_ADAPTERS, SampleAdapter, held_out_prompts
 

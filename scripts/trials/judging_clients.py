@@ -34,10 +34,10 @@ _SHARE_OF_CANCELS = 0.05
 _SHARE_OF_BASE = 0.1
 
 
-def telling_adapter(number: int, layout: AdapterLayout) -> Adapter:
+def telling_adapter(number: int, layout: AdapterLayout, version: int = 0) -> Adapter:
     """The adapter `number` as clients send it; its task id is far beyond 32 bits."""
     ids = layout.sites.module_ids
-    rows = adapter_matrices(number, 0)
+    rows = adapter_matrices(number, version)
     weights = torch.stack([torch.cat([row.a.flatten(), row.b.flatten()]) for row in rows]).numpy()
     config = np.array([[ids[row.module], row.layer, len(row.a), 0] for row in rows], np.int32)
     return Adapter(task_id(number), AdapterTensors(weights, config, "FP32"))

@@ -49,6 +49,8 @@ class Tally:
 class Call:
     """A listener that keeps the answer to one request."""
 
+    unsent_bytes = 0
+
     def __init__(self) -> None:
         self.token_ids: list[int] = []
         self.is_given_up = False

@@ -36,7 +36,7 @@ def test_it_writes_a_checkpoint_and_says_in_a_line_what_it_is(checkpoint: Path, 
     )
 
     assert (result.exit_code, result.stderr) == (0, "")
-    line = r"14 linears as w4a16, asymmetric, groups of 32; 0\.4 -> 0\.2 MB; rounded in \d+\.\d s\n"
+    line = r"15 modules as w4a16, asymmetric, groups of 32; 0\.4 -> 0\.1 MB; rounded in \d+\.\d s\n"
     assert re.fullmatch(re.escape(f"{tmp_path / 'out'}: ") + line, result.stdout)
     assert (tmp_path / "out/config.json").is_file()
 
@@ -76,4 +76,6 @@ def test_help_names_the_schemes() -> None:
     result = run("--help")
 
     assert result.exit_code == 0
-    assert all(scheme in result.stdout for scheme in ("w4a16", "w8a16", "fp8", "--calibration", "--include-head"))
+    assert all(
+        scheme in result.stdout for scheme in ("w4a16", "w8a16", "fp8", "--calibration", "--head", "--embeddings")
+    )

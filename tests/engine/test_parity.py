@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from support.parity import (
 )
 from transformers import (
     AutoModelForCausalLM,
+    Cache,
     Cohere2Config,
     Cohere2ForCausalLM,
     Gemma2Config,
@@ -60,6 +62,7 @@ from multilora_engine.execution.cuda_graphs import DecodeGraphs, DecodeInputs, g
 from multilora_engine.execution.forward_batch import ForwardBatch, KVCache
 from multilora_engine.execution.model_runner import ModelRunner
 from multilora_engine.lora.format import TORCH_DTYPES
+from multilora_engine.models import attention
 from multilora_engine.request import GenerationRequest, SamplingParams
 
 CPU = torch.device("cpu")
@@ -274,11 +277,77 @@ def test_other_families_answer_as_peft_does_through_chunks_preemption_and_reused
     assert_adapters_matter(requests, answers, run_all(small, base))
 
 
-def build_small_engine(oracle: Oracle, path: Path, tokenizer_path: Path, enable_async_scheduling: bool) -> Engine:
+def rounded_heads(x: torch.Tensor, kv_cache_dtype: str) -> torch.Tensor:
+    """Keys or values as a cache has them."""
+    if kv_cache_dtype == "bfloat16":
+        return x.bfloat16().float()
+    scale = x.abs().amax(-1, keepdim=True) / 127
+    # Gemma's padding token has an embedding of zeros.
+    return torch.where(scale > 0, (x / scale).round() * scale, 0.0)
+
+
+def attend_to_rounded_heads(monkeypatch: pytest.MonkeyPatch, kv_cache_dtype: str) -> list[int]:
+    """Let transformers round keys and values as a cache does; the layers that did."""
+    layers: list[int] = []
+    update = Cache.update
+
+    def update_rounded(
+        cache: Cache, keys: torch.Tensor, values: torch.Tensor, layer: int, *more: Any, **named: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        layers.append(layer)
+        heads = (rounded_heads(x, kv_cache_dtype) for x in (keys, values))
+        return update(cache, *heads, layer, *more, **named)
+
+    monkeypatch.setattr(Cache, "update", update_rounded)
+    return layers
+
+
+_IS_LONG = pytest.mark.long(reason="a short one has windows; kernels' tests have soft caps")
+
+
+@pytest.mark.parametrize(
+    ("family", "kv_cache_dtype"),
+    [
+        ("mistral", "int8"),
+        pytest.param("qwen3", "bfloat16", marks=_IS_LONG),
+        *(pytest.param(family, "int8", marks=_IS_LONG) for family in OTHER_FAMILIES),
+    ],
+)
+def test_a_cache_of_fewer_bits_answers_as_peft_does_over_rounded_keys_and_values(
+    family: str, kv_cache_dtype: str, tmp_path: Path, default_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    oracle, path = save_with_adapters((FAMILIES | OTHER_FAMILIES)[family], tmp_path)
+    rounding_layers = attend_to_rounded_heads(monkeypatch, kv_cache_dtype)
+    small = build_small_engine(oracle, path, default_model_dir, True, kv_cache_dtype)
+    answer_as_peft_does_in_little_memory(oracle, small)
+    assert set(rounding_layers) == {0, 1, 2}
+
+
+@pytest.mark.parametrize(
+    ("has_decode", "kv_cache_dtype"), [pytest.param(False, "bfloat16", marks=_IS_LONG), (True, "int8")]
+)
+def test_a_cache_of_fewer_bits_answers_so_without_an_operator_for_everything(
+    has_decode: bool, kv_cache_dtype: str, tmp_path: Path, default_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    oracle, path = save_with_adapters(FAMILIES["mistral"], tmp_path)
+    attend_to_rounded_heads(monkeypatch, kv_cache_dtype)
+    monkeypatch.setattr(attention, "has_paged_attention", lambda _, *, is_decode: has_decode and is_decode)
+    small = build_small_engine(oracle, path, default_model_dir, False, kv_cache_dtype)
+    answer_as_peft_does_in_little_memory(oracle, small)
+
+
+def build_small_engine(
+    oracle: Oracle, path: Path, tokenizer_path: Path, enable_async_scheduling: bool, kv_cache_dtype: str = "auto"
+) -> Engine:
     """An engine that must preempt, with poisoned blocks."""
-    roomy = build_engine(path, oracle, tokenizer_path)
+    roomy = build_engine(path, oracle, tokenizer_path, kv_cache_dtype=kv_cache_dtype)
     config = engine_config_with_tiny_cache(path, tokenizer_path, roomy, max_num_batched_tokens=24)
-    small = Engine(config.model_copy(update={"enable_async_scheduling": enable_async_scheduling}))
+    changes = {
+        "enable_async_scheduling": enable_async_scheduling,
+        "kv_cache_dtype": kv_cache_dtype,
+        "inter_token_latency_target_ms": 0.0,  # Which prompts reuse a prefix would depend on the machine's speed.
+    }
+    small = Engine(config.model_copy(update=changes))
     for task_id, directory in enumerate(oracle.adapters.values()):
         small.put_adapter(task_id, packed(directory, small.info.adapter_layout, path))
     poison_claimed_blocks(small)

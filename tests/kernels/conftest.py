@@ -18,13 +18,14 @@ from multilora_kernels import (
     lora_shrink,
     operators,
     silu_mul,
+    store_heads,
 )
 from multilora_kernels.dispatch import load_operators
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 collect_ignore = [
-    *([] if INTERPRETED or torch.cuda.is_available() else ["test_cuda.py"]),
+    *([] if INTERPRETED or torch.cuda.is_available() else ["test_cuda.py", "test_self_test.py"]),
     *([] if torch.cuda.is_available() else ["test_cuda_graph.py"]),
 ]
 
@@ -35,6 +36,7 @@ class Implementation:
     lora_shrink: Callable[..., torch.Tensor]
     lora_expand: Callable[..., None]
     paged_attention: Callable[..., torch.Tensor]
+    store_heads: Callable[..., None] = store_heads
     add_rms_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]] = add_rms_norm
     add_layer_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]] = add_layer_norm
     silu_mul: Callable[..., torch.Tensor] = silu_mul
@@ -59,8 +61,8 @@ def implementation(request: pytest.FixtureRequest) -> Implementation:
     if request.param == "interpreter":
         from multilora_kernels import cuda
 
-        names = [field.name for field in fields(Implementation)[1:]]
-        return Implementation("cpu", **{name: getattr(cuda, name) for name in names})
+        names = {field.name for field in fields(Implementation)[1:]} - {"store_heads"}
+        return Implementation("cpu", store_heads=cuda.store_codes, **{name: getattr(cuda, name) for name in names})
     return Implementation(request.param, lora_shrink, lora_expand, _paged_attention)
 
 

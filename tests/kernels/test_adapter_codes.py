@@ -5,15 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from multilora_kernels.adapter_codes import (
-    CODE_BITS,
-    a_bytes,
-    b_bytes,
-    dequantize_a,
-    dequantize_b,
-    quantize_a,
-    quantize_b,
-)
+from multilora_kernels.adapter_codes import CODE_BITS, a_bytes, b_bytes, dequantize_a, dequantize_b
+from multilora_kernels.adapter_quantization import quantize_a, quantize_b, reference_a, reference_b
 from multilora_wire.pieces import stored_pieces
 from multilora_wire.sites import SitePart, WireModule
 
@@ -89,3 +82,21 @@ def test_a_row_of_a_and_sixteen_outputs_of_b_depend_on_nothing_else(bits: int) -
     assert dequantize_a(quantize_a(a[3:4], bits), 1, 100, bits).equal(stored_a[3:4])
     assert dequantize_b(quantize_b(b[16:32], bits), 16, 8, bits).equal(stored_b[16:32])
     assert dequantize_b(quantize_b(b[21:22], bits), 1, 8, bits).equal(stored_b[21:22])
+
+
+def tied_errors(rank: int, in_features: int) -> torch.Tensor:
+    """Values of few steps, so that several scales often are as good as each other, and many lie between two codes."""
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randint(-16, 17, (rank, in_features), generator=generator) / 16.0
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize(("rank", "in_features", "out_features"), [*SHAPES, (64, 1536, 600)])
+def test_compiled_codes_are_those_of_torch(bits: int, rank: int, in_features: int, out_features: int) -> None:
+    adapters = [random_adapter(rank, in_features, out_features)]
+    adapters += [tuple(values * scale for values in adapters[0]) for scale in (1e-38, 1e-41, 1e30, 1e38, -0.0)]
+    adapters.append((tied_errors(rank, in_features), tied_errors(out_features, rank)))
+    for a, b in adapters:
+        a, b = a.nan_to_num(), b.nan_to_num()
+        assert quantize_a(a, bits).equal(reference_a(a, bits))
+        assert quantize_b(b, bits).equal(reference_b(b, bits))

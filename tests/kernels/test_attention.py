@@ -50,6 +50,24 @@ def test_every_option_in_every_mix_of_sequences(shape, sequences, window, option
     check(make_case(shape, sequences, window=window, options=options))
 
 
+@pytest.mark.parametrize("sequences", SEQUENCES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_shape_and_mix_of_sequences_over_codes(shape, sequences):
+    check(make_case(shape, sequences, kv_dtype=torch.int8))
+
+
+@pytest.mark.parametrize("window", [None, 1, 33])
+@pytest.mark.parametrize("options", ["none", "all"])
+@pytest.mark.parametrize("sequences", SEQUENCES)
+def test_windows_and_options_over_codes(sequences, options, window):
+    check(make_case("default model", sequences, kv_dtype=torch.int8, window=window, options=options))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_queries_of_16_bits_over_codes(dtype):
+    check(make_case("wide group", "chunks behind a prefix", dtype, torch.int8, options="all"))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_options_beside_queries_and_caches_of_16_bits(dtype):
     check(make_case("wide group", "chunks behind a prefix", dtype, options="all"))
@@ -100,10 +118,11 @@ def test_large_scores_neither_overflow_nor_lose_the_keys_that_count():
     torch.testing.assert_close(actual.double(), expected, atol=1e-3, rtol=0)
 
 
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.int8])
 @pytest.mark.parametrize("options", ["none", "all"])
 @pytest.mark.parametrize("sequences", SEQUENCES)
-def test_a_sequence_gets_the_same_bits_whoever_shares_the_batch(sequences, options):
-    case = make_case(sequences=sequences, options=options)
+def test_a_sequence_gets_the_same_bits_whoever_shares_the_batch(sequences, options, kv_dtype):
+    case = make_case(sequences=sequences, kv_dtype=kv_dtype, options=options)
     together, s = run(case), case.sequences
     for row in range(len(s.context_lens)):
         start, end = s.query_starts[row : row + 2].tolist()
@@ -114,10 +133,12 @@ def test_a_sequence_gets_the_same_bits_whoever_shares_the_batch(sequences, optio
         assert torch.equal(together[start:end], run(own))
 
 
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.int8])
 @pytest.mark.parametrize("options", ["none", "all"])
 @pytest.mark.parametrize("sequences", SEQUENCES)
-def test_the_number_of_threads_does_not_change_a_bit_of_attention(sequences, options):
-    case, threads, results = make_case(sequences=sequences, options=options), torch.get_num_threads(), []
+def test_the_number_of_threads_does_not_change_a_bit_of_attention(sequences, options, kv_dtype):
+    case = make_case(sequences=sequences, kv_dtype=kv_dtype, options=options)
+    threads, results = torch.get_num_threads(), []
     for n in (1, 2, 5):
         torch.set_num_threads(n)
         results.append(run(case))

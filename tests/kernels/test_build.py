@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils import cpp_extension
 
 from multilora_kernels.cpu import build
 
@@ -84,14 +85,14 @@ def test_processes_that_start_together_compile_once(monkeypatch, tmp_path, caplo
 
     real_lock = build._locked
     monkeypatch.setattr(build, "_locked", appears_while_waiting_for_the_lock)
-    monkeypatch.setattr(build.cpp_extension, "load", _fail)
+    monkeypatch.setattr(cpp_extension, "load", _fail)
     build._build_once(library)
     assert not caplog.records
 
 
 def test_a_failed_build_leaves_nothing_that_the_next_one_could_load(monkeypatch, tmp_path):
     monkeypatch.setenv("MULTILORA_KERNELS_CACHE", str(tmp_path))
-    monkeypatch.setattr(build.cpp_extension, "load", _fail)
+    monkeypatch.setattr(cpp_extension, "load", _fail)
     with pytest.raises(build.BuildError, match="no space"):
         build.load_library()
     assert not list(tmp_path.rglob("*.so"))

@@ -10,6 +10,7 @@ from support.lora_cases import TOLERANCES, Case, make_case
 
 from benchmarks.synthetic_batches import LinearShape
 from multilora_kernels import lora_segments, reference
+from multilora_kernels.kv_rows import SCALE_BYTES, quantize_rows
 
 _LONG = LinearShape(in_features=2500, slice_sizes=(40, 24))
 
@@ -81,3 +82,29 @@ def test_a_decoding_sequence_gets_the_same_bits_whoever_shares_the_batch(impleme
         one = (own_table, starts[:2], contexts[row : row + 1])
         alone = implementation.paged_attention(q[row : row + 1], keys, values, *one, *rest)
         assert torch.equal(together[row : row + 1], alone)
+
+
+@pytest.mark.parametrize("shape", [name for name, (*_, head_dim, _) in SHAPES.items() if head_dim % SCALE_BYTES == 0])
+def test_decode_attention_over_int8_rows_of_every_shape(implementation, shape):
+    _check_attention(implementation, attention_cases.make_case(shape, "decode", kv_dtype=torch.int8))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("sequences", "window"), [("decode", 33), ("long decode", None)])
+def test_decode_attention_over_int8_rows_by_queries_of_16_bits(implementation, sequences, window, dtype):
+    case = attention_cases.make_case("one head", sequences, dtype, torch.int8, window=window, options="all")
+    _check_attention(implementation, case)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [4, 12, 64, 80])
+def test_int8_rows_are_stored_as_the_reference_stores_them(implementation, head_dim, dtype):
+    x = torch.randn(11, 5, head_dim, generator=torch.Generator().manual_seed(4))
+    x[1, 0], x[2, 1, 3], x[3, 2, 1], x[4, 3] = 0, torch.nan, -torch.inf, 1e-35
+    x[5, :, 2] *= 1e30
+    heads = x.to(dtype)[:, 1:4].to(implementation.device)
+    slots = torch.tensor([3, 0, 9, 12, 1, 2, 5, 11, 4, 7, 8], device=implementation.device)
+    cache = torch.full((13, 3, head_dim + SCALE_BYTES), 55, dtype=torch.int8, device=implementation.device)
+    implementation.store_heads(heads, cache, slots)
+    assert torch.equal(cache[slots], quantize_rows(heads))
+    assert (cache[[6, 10]] == 55).all()

@@ -32,6 +32,7 @@ from multilora_kernels import (
     rotary_attention,
     silu_mul,
 )
+from multilora_kernels.kv_rows import quantize_rows
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -73,6 +74,7 @@ class Layer:
         has_adapters=False,
         weight_dtype=torch.float32,
         compute_dtype=torch.float32,
+        has_codes=False,
         window=None,
     ):
         case = make_case(shape, sequences, window=window)
@@ -89,7 +91,8 @@ class Layer:
             self.linears.append(Linear(self.weight(slice_sizes, size, weight_dtype), bias, first_slice, slice_sizes))
             first_slice += len(slice_sizes)
         self.x, self.update = self.random(num_tokens, size), self.random(num_tokens, size)
-        self.keys, self.values = rotary.keys.to(compute_dtype), rotary.values.to(compute_dtype)
+        caches = (rotary.keys, rotary.values)
+        self.keys, self.values = (quantize_rows(x) if has_codes else x.to(compute_dtype) for x in caches)
         columns = tuple(output for _ in range(2) for slice_sizes in sizes for output in slice_sizes)
         tables, segments = self.adapters(LinearShape(size, columns), num_tokens) if has_adapters else (None, None)
         scale = head_dim**-0.5
@@ -185,6 +188,12 @@ def test_weights_of_16_bits_and_windows(weight_dtype):
 def test_weights_keys_and_values_in_bfloat16_for_products_in_bfloat16(shape, sequences):
     types = {"weight_dtype": torch.bfloat16, "compute_dtype": torch.bfloat16}
     assert_same_bits(Layer(shape, sequences, has_bias=True, has_adapters=True, **types))
+
+
+@pytest.mark.parametrize("sequences", ["decode", "chunks behind a prefix"])
+@pytest.mark.parametrize("shape", ["llama", "odd head_dim"])
+def test_keys_and_values_in_codes(shape, sequences):
+    assert_same_bits(Layer(shape, sequences, has_adapters=True, has_codes=True))
 
 
 @pytest.mark.parametrize("code_type", CodeType)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from multilora_kernels import HugePages
-from multilora_kernels.huge_pages import are_switched_off
+from multilora_kernels.huge_pages import are_switched_off, populate
 
 SLAB_BYTES = 1 << 26
 
@@ -78,3 +78,20 @@ def test_whether_linux_gives_them_to_nobody_is_what_its_setting_says(tmp_path, t
     if text is not None:
         setting.write_text(text)
     assert are_switched_off(setting) == is_off
+
+
+def resident_bytes(tensor: torch.Tensor) -> int:
+    """Of the mapping that a tensor lies in."""
+    match = re.search(r"^Rss: +(\d+) kB", mapping_of(tensor.data_ptr()) or "", re.MULTILINE)
+    assert match is not None
+    return int(match[1]) << 10
+
+
+def test_memory_that_is_populated_is_taken_and_keeps_its_values():
+    tensor = HugePages().zeros((SLAB_BYTES // 4,), torch.float32)
+    before = resident_bytes(tensor)
+    tensor[5] = 3.0
+    assert populate(tensor[: len(tensor) // 2])
+    taken = resident_bytes(tensor) - before
+    assert tensor.nbytes // 2 <= taken <= tensor.nbytes // 2 + (4 << 20)
+    assert tensor[:8].tolist() == [0, 0, 0, 0, 0, 3, 0, 0]

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from multilora_kernels import interpreter
+
 _FOLDER = Path(__file__).parent
 _ALL = """interpreter-7- or interpreter-10-zipf or interpreter-133-skewed or every_rank or every_hidden_size
     or every_slice_width or every_dtype or share_one_a or magnitude or keep_their_bits or wider_tensor or test_cuda
@@ -20,7 +22,8 @@ _ALL = """interpreter-7- or interpreter-10-zipf or interpreter-133-skewed or eve
 _PAIRS = "dtype0-lora_dtype0 or dtype1-lora_dtype2 or dtype2-lora_dtype1 or dtype0-lora_dtype3 or dtype1-lora_dtype4"
 _SHORT = f"""({_ALL}) and not longest and not skewed and not past_the_dispatcher and not codes
      and not (every_dtype and lora_dtype and not ({_PAIRS}))
-     and not (every_option and long and (scale or softcap or sinks))"""
+     and not (every_option and long and (scale or softcap or sinks))
+     and not (int8_rows and (default or llama or long or dtype1))"""
 
 
 @pytest.mark.parametrize(
@@ -35,3 +38,15 @@ def test_the_gpu_operators_pass_the_same_tests_in_the_interpreter(cases):
     tests = [str(_FOLDER / name) for name in names]
     command = [sys.executable, "-m", "pytest", "-q", "-k", " ".join(cases.split()), *tests]
     subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, check=True)
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param("lacks_one", id="short"),
+        pytest.param("", id="all", marks=pytest.mark.long(reason="the interpreter takes seconds a case")),
+    ],
+)
+def test_the_self_test_finds_faults_where_gpu_operators_serve_cpu_tensors(cases):
+    command = [sys.executable, "-m", "pytest", "-q", "-k", cases, str(_FOLDER / "test_self_test.py")]
+    subprocess.run(command, env=os.environ | interpreter.ENVIRONMENT, check=True)

@@ -7,6 +7,7 @@ import dataclasses
 import torch
 
 from multilora_kernels import AttentionOptions, PagedSequences
+from multilora_kernels.kv_rows import quantize_rows
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 """By the type of the queries and of the result; the values are of order one."""
@@ -67,7 +68,10 @@ class Case:
 def make_case(
     shape="default model", sequences="decode", dtype=torch.float32, kv_dtype=None, window=None, options="none"
 ) -> Case:
-    """Slots that no token may read are NaN, and blocks behind a sequence's last one are far outside the cache."""
+    """Slots that no token may read are NaN, and blocks behind a sequence's last one are far outside the cache.
+
+    kv_dtype: of keys and values; int8 is their codes.
+    """
     num_heads, num_kv_heads, head_dim, block_size = SHAPES[shape]
     lengths = SEQUENCES[sequences]
     generator = torch.Generator().manual_seed(0)
@@ -83,15 +87,16 @@ def make_case(
     starts = torch.tensor([0, *(num_tokens for num_tokens, _ in lengths)]).cumsum(0)
     q = torch.randn(int(starts[-1]), num_heads, head_dim, generator=generator) * 2
     contexts = torch.tensor([context for _, context in lengths])
-    keys, values = cache.to(kv_dtype or dtype)
+    keys, values = quantize_rows(cache) if kv_dtype == torch.int8 else cache.to(kv_dtype or dtype)
     paged = PagedSequences(tables, starts, contexts, block_size, window)
     return Case(q.to(dtype), keys, values, paged, make_options(options, num_heads))
 
 
 def fields(case: Case, dtype: torch.dtype | None = None) -> tuple[object, ...]:
-    """The operator's arguments, with queries and cache as `dtype` if given."""
-    tensors = (tensor.to(dtype or tensor.dtype) for tensor in (case.q, case.keys, case.values))
-    return *tensors, *sequence_fields(case)
+    """The operator's arguments, with queries and cache as `dtype` if given; codes stay."""
+    tensors = (case.q, case.keys, case.values)
+    converted = (tensor.to(dtype or tensor.dtype) if tensor.is_floating_point() else tensor for tensor in tensors)
+    return *converted, *sequence_fields(case)
 
 
 def sequence_fields(case: Case) -> tuple[object, ...]:

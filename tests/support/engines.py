@@ -13,6 +13,8 @@ from multilora_engine.engine.step import ScheduledSequence
 from multilora_engine.execution.model_runner import ModelRunner
 from multilora_engine.request import GenerationRequest, TokenLogProb, TokenOutput
 from multilora_engine.sampling.sampler import Choice
+from multilora_kernels import kv_head_dim
+from multilora_kernels.kv_rows import quantize_rows
 
 
 @dataclass
@@ -65,8 +67,9 @@ def poison_claimed_blocks(engine: Engine) -> None:
     def claim_and_poison() -> int:
         block = claim()
         slots = slice(block * blocks.block_size, (block + 1) * blocks.block_size)
-        kv_cache.keys[:, slots] = torch.nan
-        kv_cache.values[:, slots] = torch.nan
+        for cache in (kv_cache.keys, kv_cache.values):
+            nothing = torch.full((*cache.shape[2:-1], kv_head_dim(cache)), torch.nan)
+            cache[:, slots] = quantize_rows(nothing) if cache.dtype == torch.int8 else nothing.to(cache.dtype)
         return block
 
     blocks._claim = claim_and_poison  # type: ignore[method-assign]

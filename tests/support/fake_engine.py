@@ -53,6 +53,7 @@ INFO = EngineInfo(
         max_guides_per_request=2,
         max_metadata_bytes=1000,
         max_logits_bytes=1 << 20,
+        max_streamed_logits_bytes=1 << 20,
         max_logits_bytes_in_flight=3 << 19,
     ),
     max_adapter_bytes=1_000_000,
@@ -61,6 +62,7 @@ INFO = EngineInfo(
     kv_cache_tokens=1024,
     device="cpu",
     dtype="float32",
+    kv_cache_dtype="float32",
     version="1.2.3",
 )
 
@@ -148,6 +150,9 @@ class FakeEngine:
             if request.prompt_token_ids[0] == HANG:
                 os.kill(os.getpid(), signal.SIGSTOP)
         return [self._next(request) for request in list(self.requests.values()) if request.prompt_token_ids[0] != HOLD]
+
+    def note_sent(self) -> None:
+        """It keeps no pace."""
 
     def close(self) -> None:
         self.is_closed = True

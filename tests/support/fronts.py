@@ -14,6 +14,8 @@ TIMEOUT_S = 300.0
 class RecordingListener:
     """Keeps the outputs of a call. `is_cancelled` says what `cancel` has set."""
 
+    unsent_bytes = 0
+
     def __init__(self, num_requests: int = 1) -> None:
         self.outputs: list[TokenOutput] = []
         self.num_outputs_at_flush: list[int] = []

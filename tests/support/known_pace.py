@@ -17,6 +17,10 @@ class KnownCost(StepCost):
     def is_known(self) -> bool:
         return True
 
+    @property
+    def knows_rows(self) -> bool:
+        return True
+
     def observe(self, work: StepWork, seconds: float) -> None:
         """Learns nothing."""
 

@@ -11,7 +11,13 @@ from pathlib import Path
 import torch
 
 from multilora_engine.config import EngineConfig
-from multilora_engine.engine.build import choose_device, choose_dtype, choose_weight_dtype, dtype_name
+from multilora_engine.engine.build import (
+    choose_device,
+    choose_dtype,
+    choose_kv_cache_dtype,
+    choose_weight_dtype,
+    dtype_name,
+)
 from multilora_engine.engine.memory import MemoryPlan, plan_memory
 from multilora_engine.engine_info import CallLimits, ClientPolicy, EngineInfo, read_version
 from multilora_engine.models.loader import load_model
@@ -51,6 +57,7 @@ def load_base_model(config: EngineConfig, on_progress: Callable[[int, int], None
         _prepare_cpu(config)
     model_config = read_model_config(config.model_path)
     dtype = choose_dtype(config.dtype, model_config, device)
+    kv_dtype = choose_kv_cache_dtype(config, model_config, dtype)
     tokenizer_path = config.tokenizer_path or config.model_path
     tokenizer = Tokenizer(tokenizer_path)
     placement = Placement(dtype, choose_weight_dtype(config, dtype, device), device)
@@ -61,7 +68,9 @@ def load_base_model(config: EngineConfig, on_progress: Callable[[int, int], None
     sites = model.adapter_sites
     ruled_out = sites_ruled_out(config.model_path, sites)
     layout = adapter_layout(sites, config.lora.max_lora_rank, lora_dtype, ruled_out)
-    plan = plan_memory(config, model_config, layout, dtype, device)
+    if layout.code_bits:
+        load_cpu_kernels()  # They quantise adapters as they arrive, whatever device the model is on.
+    plan = plan_memory(config, model_config, layout, kv_dtype, device)
     model.limit_length(plan.max_model_len)
     return BaseModel(model, model_config, dtype, device, tokenizer, tokenizer_path, layout, plan)
 
@@ -84,6 +93,7 @@ def describe_engine(config: EngineConfig, base: BaseModel) -> EngineInfo:
         kv_cache_tokens=base.plan.num_blocks * config.block_size,
         device=str(base.device),
         dtype=dtype_name(base.dtype),
+        kv_cache_dtype=dtype_name(base.plan.kv_dtype),
         version=read_version(),
         clients=ClientPolicy.of(config),
     )

@@ -9,8 +9,8 @@ class BlockStored(msgspec.Struct, frozen=True, tag=True):
     """A full block is known from now on.
 
     key: in the prefix cache. parent_key: that of the block before it, empty for the first one of a prompt. lora_name,
-    digest: of the adapter that computed it, by the name that the request had for it; empty for the base model. tenant:
-    that of the request, outside of which nobody finds the block.
+    digest: of the adapter that computed it, by the name that the request had for it, or the task id in digits; empty
+    for the base model. tenant: that of the request, outside of which nobody finds the block.
     """
 
     key: bytes

@@ -11,7 +11,9 @@ from multilora_engine.engine.memory import MemoryPlan
 from multilora_engine.errors import ConfigError
 from multilora_engine.execution.cuda_graphs import DecodeGraphs, DecodeInputs, capture_decode, graph_sizes
 from multilora_engine.execution.forward_batch import KVCache
+from multilora_engine.execution.kv_memory import KVMemory
 from multilora_engine.execution.model_runner import ModelRunner
+from multilora_engine.execution.operator_check import check_operators
 from multilora_engine.lora.device_tier import DeviceTier
 from multilora_engine.lora.disk_tier import DiskTier
 from multilora_engine.lora.event_log import EventLog
@@ -23,6 +25,8 @@ from multilora_engine.models.loader import stored_dtype
 from multilora_engine.models.model import Model
 from multilora_engine.models.model_config import ModelConfig
 from multilora_kernels import HugePages
+from multilora_kernels.interpreter import has_gpu_operators
+from multilora_kernels.kv_rows import SCALE_BYTES
 from multilora_wire.adapter_event import AdapterEvent
 from multilora_wire.layout import AdapterLayout
 
@@ -54,6 +58,24 @@ def choose_weight_dtype(config: EngineConfig, dtype: torch.dtype, device: torch.
             f"weights are stored as {dtype_name(dtype)}; write weight_dtype=auto, or change dtype"
         )
     return TORCH_DTYPES[config.weight_dtype]
+
+
+def choose_kv_cache_dtype(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> torch.dtype:
+    """The type of keys and values in the cache. Raises ConfigError for one that the model cannot have."""
+    if config.kv_cache_dtype == "auto":
+        return dtype
+    chosen = torch.int8 if config.kv_cache_dtype == "int8" else TORCH_DTYPES[config.kv_cache_dtype]
+    if chosen not in (dtype, torch.int8) and dtype != torch.float32:
+        raise ConfigError(
+            f"parameter kv_cache_dtype={config.kv_cache_dtype}: keys and values are computed in {dtype_name(dtype)}, "
+            "which that would not store better; write kv_cache_dtype=auto or int8, or change dtype"
+        )
+    if chosen == torch.int8 and model.head_dim % SCALE_BYTES:
+        raise ConfigError(
+            f"parameter kv_cache_dtype=int8: it takes heads of a multiple of {SCALE_BYTES} elements, and the model's "
+            f"have {model.head_dim}; write kv_cache_dtype=auto"
+        )
+    return chosen
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -100,20 +122,22 @@ def build_model_runner(
     device: torch.device,
     loras: LoRAManager,
 ) -> ModelRunner:
+    """Raises OperatorFault on a GPU that computes wrongly."""
+    if has_gpu_operators(device):
+        check_operators(model, loras.tables, config.block_size)
     has_graphs = config.enable_cuda_graphs and device.type == "cuda"
     (group,) = model.kv_groups
     num_slots = (plan.num_blocks + has_graphs) * config.block_size
-    shape = (group.num_layers, num_slots, group.num_kv_heads, group.head_dim)
-    kv_cache = KVCache(_written(shape, model.dtype, device), _written(shape, model.dtype, device))
+    shape = group.cache_shape(num_slots, plan.kv_dtype)
+    kv_cache = KVCache(_zeros(shape, plan.kv_dtype, device), _zeros(shape, plan.kv_dtype, device))
     graphs = _capture_graphs(model, kv_cache, config, plan, loras) if has_graphs else None
-    return ModelRunner(model, kv_cache, config.block_size, loras, graphs)
+    memory = KVMemory(kv_cache.keys, kv_cache.values) if device.type == "cpu" else None
+    return ModelRunner(model, kv_cache, config.block_size, loras, graphs, memory)
 
 
-def _written(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Memory that is not only reserved: where it is missing the load fails, not a request, and no step waits for pages
-    to be made."""
-    memory = HugePages().zeros(shape, dtype) if device.type == "cpu" else torch.empty(shape, dtype=dtype, device=device)
-    return memory.zero_()
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Memory that a GPU takes at once, and a CPU's `KVMemory` as it is used."""
+    return HugePages().zeros(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
 
 
 def _capture_graphs(

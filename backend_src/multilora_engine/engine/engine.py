@@ -23,11 +23,14 @@ from multilora_engine.engine.memory import is_out_of_memory
 from multilora_engine.engine.new_sequences import NewSequences
 from multilora_engine.engine.outputs import error_output, prompt_output
 from multilora_engine.engine.pace import Pace
+from multilora_engine.engine.prompt_waits import PromptWaits
 from multilora_engine.engine.queue_limits import QueueLimits
 from multilora_engine.engine.request_limits import RequestLimits
 from multilora_engine.engine.scheduler import Scheduler
 from multilora_engine.engine.sequence import Sequence, SequenceStatus
-from multilora_engine.engine.step import ScheduledSequence, work_of
+from multilora_engine.engine.step import ScheduledSequence
+from multilora_engine.engine.step_clock import StepClock
+from multilora_engine.engine.step_cost import StepWork
 from multilora_engine.errors import Cancelled, InternalError, RequestError
 from multilora_engine.lora.adapter_events import AdapterEvents
 from multilora_engine.lora.layout import PackedAdapter
@@ -59,12 +62,13 @@ _NUM_LORA_EVENTS = 4096
 class _StepInFlight:
     """A step that has been launched, and the choice of its tokens, which has not been read.
 
-    started_s: when the engine began to schedule it, by the monotonic clock.
+    started_s, work: for `StepClock`.
     """
 
     step: list[ScheduledSequence]
     choice: Choice
     started_s: float
+    work: StepWork | None
 
 
 class Engine:
@@ -96,12 +100,17 @@ class Engine:
         )
         self._pace = Pace(config.inter_token_latency_target_s)
         self._scheduler = Scheduler(
-            self._blocks, self._loras, config.max_num_seqs, config.max_num_batched_tokens, self._pace
+            self._blocks,
+            self._loras,
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+            self._pace,
+            PromptWaits(config.max_prompt_wait_s),
         )
         self._runner = build_model_runner(base.model, config, base.plan, base.device, self._loras)
         self._runs_ahead = config.enable_async_scheduling
         self._in_flight: _StepInFlight | None = None
-        self._last_read_s = 0.0
+        self._clock = StepClock(self._pace)
         make_compiler = partial(GuideCompiler, base.tokenizer, base.config.vocab_size)
         self._guide_queue = GuideQueue(make_compiler, config.guide_compile_timeout_s)
         self._live = LiveRequests()
@@ -137,11 +146,13 @@ class Engine:
             num_running=self._scheduler.num_running,
             num_free_blocks=self._blocks.num_free,
             num_blocks=self._blocks.num_blocks,
+            kv_cache_bytes=self._runner.kv_cache_bytes,
             num_cached_adapters=self._loras.num_cached,
             num_pins=self._loras.num_pins,
             num_preemptions=self._scheduler.num_preemptions,
             prefix_cache=self._blocks.prefix_cache,
             pace=self._pace.stats,
+            prompt_waits=self._scheduler.prompt_waits,
         )
 
     @property
@@ -188,8 +199,8 @@ class Engine:
         A step that runs out of memory fails its requests only. Any other exception is our bug or a broken device; it is
         raised, and nothing in flight can be trusted to go on.
         """
+        started_s = self._clock.begin()
         outputs = self._end_expired() + self._end_unloadable() + self._admission.take_up()
-        started_s = time.monotonic()
         step = self._scheduler.schedule()
         if not step:
             return outputs + self._step_without_work(on_progress)
@@ -204,6 +215,10 @@ class Engine:
         if not self._may_stay_in_flight(launched):
             outputs += self._read_step_in_flight(on_progress)
         return outputs
+
+    def note_sent(self) -> None:
+        """The outputs of the last `step` have left. With that known, steps that send much are kept short, too."""
+        self._clock.note_sent()
 
     def check_integrity(self) -> None:
         """Every table agrees with every other. For tests, after every step."""
@@ -258,10 +273,11 @@ class Engine:
         self, step: list[ScheduledSequence], on_progress: Callable[[], None], started_s: float
     ) -> _StepInFlight:
         before = None if self._in_flight is None else self._in_flight.choice
+        work = self._clock.work_to_measure(step)
         choice = self._runner.launch(step, on_progress, before)
         for sequence in choice.sequences:
             sequence.num_pending_tokens += 1
-        return _StepInFlight(step, choice, started_s)
+        return _StepInFlight(step, choice, started_s, work)
 
     def _may_stay_in_flight(self, launched: _StepInFlight) -> bool:
         return self._runs_ahead and not any(
@@ -272,8 +288,8 @@ class Engine:
         """Wait for the tokens of the step in flight, if there is one, and extend the answers by them."""
         if self._in_flight is None:
             return []
-        step, choice, started_s = self._in_flight.step, self._in_flight.choice, self._in_flight.started_s
-        self._in_flight = None
+        in_flight, self._in_flight = self._in_flight, None
+        step, choice = in_flight.step, in_flight.choice
         for sequence in choice.sequences:
             sequence.num_pending_tokens -= 1
         try:
@@ -283,10 +299,7 @@ class Engine:
         self._scheduler.commit(step)
         outputs = self._extend_answers(dict(zip(choice.sequences, tokens, strict=True)), on_progress)
         outputs += self._prompt_outputs(step)
-        # A step that was launched before the last one was read has been computed since then.
-        started_s, self._last_read_s = max(started_s, self._last_read_s), time.monotonic()
-        # Steps end with the sequences that compute more than one token.
-        self._pace.observe(self._last_read_s - started_s, step[-1].num_tokens > 1, partial(work_of, step))
+        self._clock.note_read(in_flight.started_s, in_flight.work)
         return outputs
 
     def _extend_answers(

@@ -29,6 +29,15 @@ class PaceStats:
 
 
 @dataclass(frozen=True)
+class PromptWaitStats:
+    """longest_seconds: that a prompt which is not computed has waited until now, 0 without one. num_late: prompts
+    since the start that have waited longer than `max_prompt_wait_s`."""
+
+    longest_seconds: float = 0.0
+    num_late: int = 0
+
+
+@dataclass(frozen=True)
 class EngineStats:
     """A moment's numbers. Idle means: nothing waiting or running, all blocks free, no pins."""
 
@@ -36,11 +45,13 @@ class EngineStats:
     num_running: int = 0
     num_free_blocks: int = 0
     num_blocks: int = 0
+    kv_cache_bytes: int = 0
     num_cached_adapters: int = 0
     num_pins: int = 0
     num_preemptions: int = 0
     prefix_cache: PrefixCacheStats = field(default_factory=PrefixCacheStats)
     pace: PaceStats = field(default_factory=PaceStats)
+    prompt_waits: PromptWaitStats = field(default_factory=PromptWaitStats)
 
 
 @dataclass(frozen=True)

@@ -186,6 +186,12 @@ class FairQueue:
                 return client.first
         return None
 
+    def hurry(self, sequence: Sequence) -> None:
+        """Nothing that comes later from its client and for its adapter passes a sequence, from now on."""
+        line = self._adapter(sequence).waiting
+        if sequence in line:
+            line.hurry(sequence)
+
     def take(self, sequence: Sequence) -> None:
         """The sequence starts to run."""
         self._adapter(sequence).waiting.remove(sequence)
@@ -224,11 +230,19 @@ class FairQueue:
     def goes_before(self, waiting: Sequence, running: Sequence) -> bool:
         """Whether the `first` one goes before one that runs and is still in its prompt.
 
-        Of one client and adapter that is the one with fewer tokens to compute.
+        Of one client and adapter that is the one with fewer tokens to compute, but a late one goes before all that are
+        not.
         """
         if _place(waiting) == _place(running):
+            if waiting.is_late or running.is_late:
+                return waiting.is_late and (not running.is_late or waiting.arrival < running.arrival)
             return waiting.num_missing_tokens < running.num_missing_tokens
         return self.turn(waiting) < self.turn(running)
+
+    def follows_late(self, waiting: Sequence, running: Iterable[Sequence]) -> bool:
+        """Whether any late one of those that run came before one that waits, from its client and for its adapter."""
+        place = _place(waiting)
+        return any(one.is_late and one.arrival < waiting.arrival and _place(one) == place for one in running)
 
     def would_follow(self, running: Sequence, waiting: Sequence) -> bool:
         """Whether a sequence that runs, put back, would start after the `first` one, of another client."""

@@ -211,7 +211,7 @@ class BlockAllocator:
             key=self._key(sequence, index),
             parent_key=self._key(sequence, index - 1) if index else b"",
             token_ids=list(sequence.token_ids(start, start + self.block_size)),
-            lora_name="" if adapter is None else request.lora_name,
+            lora_name="" if adapter is None else request.lora_name or str(request.task_id),
             digest="" if adapter is None else adapter.digest,
             tenant=request.sender.tenant,
         )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from multilora_engine.config import EngineConfig
+from multilora_engine.engine.available_memory import available_memory
 from multilora_engine.errors import ConfigError
 from multilora_engine.models.kv_groups import kv_groups
 from multilora_engine.models.model_config import ModelConfig
@@ -24,9 +25,13 @@ _HEADER_PAGES = 1
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """num_blocks: KV cache. num_host_pages, num_device_pages: adapter tiers; on a CPU they are the same pages."""
+    """The sizes of everything that is not weights.
+
+    num_blocks, kv_dtype: KV cache. num_host_pages, num_device_pages: adapter tiers; on a CPU they are the same pages.
+    """
 
     num_blocks: int
+    kv_dtype: torch.dtype
     num_host_pages: int
     num_device_pages: int
     max_model_len: int
@@ -40,10 +45,11 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def plan_memory(
-    config: EngineConfig, model: ModelConfig, layout: AdapterLayout, dtype: torch.dtype, device: torch.device
+    config: EngineConfig, model: ModelConfig, layout: AdapterLayout, kv_dtype: torch.dtype, device: torch.device
 ) -> MemoryPlan:
     """Divide the memory. Call it after the weights are loaded: a GPU's budget is the memory they left.
 
+    kv_dtype: of the KV cache.
     Raises ConfigError when a tier cannot hold one adapter of the largest legal size, or the KV cache one sequence.
     """
     num_host_pages = config.lora.lora_cache_host_memory_bytes // layout.page_bytes
@@ -56,15 +62,18 @@ def plan_memory(
     _check_tier(layout, num_host_pages, "host", "lora_cache_host_memory_bytes")
     if config.lora.lora_cache_dir is not None:
         _check_tier(layout, _disk_pages(config, layout), "disk", "lora_cache_disk_bytes", _HEADER_PAGES)
-    num_blocks = kv_bytes // (config.block_size * kv_bytes_per_token(model, dtype))
-    plan = MemoryPlan(num_blocks, num_host_pages, num_device_pages, _max_model_len(config, model, num_blocks))
+    num_blocks = kv_bytes // (config.block_size * kv_bytes_per_token(model, kv_dtype))
+    if device.type == "cpu":
+        _check_machine(kv_bytes, num_host_pages * layout.page_bytes, available_memory())
+    max_model_len = _max_model_len(config, model, num_blocks)
+    plan = MemoryPlan(num_blocks, kv_dtype, num_host_pages, num_device_pages, max_model_len)
     _report(plan, config, layout, device)
     return plan
 
 
-def kv_bytes_per_token(model: ModelConfig, dtype: torch.dtype) -> int:
+def kv_bytes_per_token(model: ModelConfig, kv_dtype: torch.dtype) -> int:
     """Keys and values of one token in all layers."""
-    return sum(group.values_per_token for group in kv_groups(model)) * dtype.itemsize
+    return sum(group.bytes_per_token(kv_dtype) for group in kv_groups(model))
 
 
 def _divide_gpu(config: EngineConfig, layout: AdapterLayout, device: torch.device) -> tuple[int, int]:
@@ -78,6 +87,16 @@ def _divide_gpu(config: EngineConfig, layout: AdapterLayout, device: torch.devic
     device_tier_bytes = int(budget * config.lora.lora_cache_gpu_memory_fraction)
     kv_bytes = int(config.kv_cache_memory_bytes) or budget - device_tier_bytes
     return min(kv_bytes, budget - device_tier_bytes), device_tier_bytes // layout.page_bytes
+
+
+def _check_machine(kv_bytes: int, host_tier_bytes: int, available: int) -> None:
+    """Both fill up while requests are served, and memory that is lacking then ends the process, so it is asked now."""
+    if kv_bytes + host_tier_bytes > available:
+        raise ConfigError(
+            f"the weights leave {available / _GIB:.2f} GiB of memory, too few for a KV cache of {kv_bytes / _GIB:.2f} "
+            f"GiB and a host tier of {host_tier_bytes / _GIB:.2f} GiB; write a smaller kv_cache_memory_bytes or "
+            "lora_cache_host_memory_bytes"
+        )
 
 
 def _disk_pages(config: EngineConfig, layout: AdapterLayout) -> int:
@@ -111,7 +130,11 @@ def _max_model_len(config: EngineConfig, model: ModelConfig, num_blocks: int) ->
 def _report(plan: MemoryPlan, config: EngineConfig, layout: AdapterLayout, device: torch.device) -> None:
     tokens = plan.num_blocks * config.block_size
     _logger.info(
-        "KV cache: %d tokens in blocks of %d; longest sequence %d", tokens, config.block_size, plan.max_model_len
+        "KV cache: %d tokens in blocks of %d, stored as %s; longest sequence %d",
+        tokens,
+        config.block_size,
+        str(plan.kv_dtype).removeprefix("torch."),
+        plan.max_model_len,
     )
     _logger.info("adapters are stored as %s in pages of %.0f KiB", layout.lora_dtype, layout.page_bytes / 1024)
     tiers = {"host": plan.num_host_pages, f"device ({device})": plan.num_device_pages}

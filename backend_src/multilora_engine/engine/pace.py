@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from multilora_engine.engine.engine_stats import PaceStats
 from multilora_engine.engine.sequence import Sequence
-from multilora_engine.engine.step_cost import StepCost, StepWork
+from multilora_engine.engine.step_cost import StepCost, StepWork, num_keys
 
-_TARGET_MULTIPLE = 3.0
+_TARGET_MULTIPLE = 2.5
 """Without a target in seconds, a step may take so many times as long as the running answers' own tokens."""
 
 _PROMPT_SHARE = 1 / 3
@@ -20,10 +19,6 @@ within three."""
 
 _MIN_PROMPT_TOKENS = 16
 """Prompts get so many tokens of a step; fewer would take nearly as long."""
-
-
-_STEPS_PER_SAMPLE = 8
-"""One in so many steps without prompts is measured: they are all alike."""
 
 
 class PromptTime:
@@ -43,22 +38,38 @@ class PromptTime:
 
     def room_for(self, sequence: Sequence, budget: int) -> int:
         """How many of `budget` tokens a sequence may compute of its prompt: at least one if it is the first to."""
-        cost_s = self._cost_of(sequence)
-        if not cost_s:
+        if self._cost is None:
             return budget
-        return min(budget, max(int(self._seconds / cost_s), int(self._is_untouched)))
+        if _has_rows(sequence) and not self._cost.knows_rows:
+            budget = min(budget, _MIN_PROMPT_TOKENS)
+        num_tokens = self._num_tokens(max(0.0, self._seconds), sequence)
+        return int(min(budget, max(num_tokens, self._is_untouched)))
 
     def take(self, sequence: Sequence, num_tokens: int) -> None:
         """The step computes so many tokens of a sequence's prompt."""
-        self._last_cost_s = self._cost_of(sequence)
-        self._seconds -= num_tokens * self._last_cost_s
+        if self._cost is None:
+            return
+        self._last_cost_s, _ = self._costs(sequence)
+        num_rows = num_tokens if _has_rows(sequence) else 0
+        keys = num_keys(sequence.num_computed_tokens, num_tokens)
+        self._seconds -= self._cost.seconds_added(
+            StepWork(num_prompt_tokens=num_tokens, num_prompt_rows=num_rows, num_prompt_keys=keys)
+        )
         self._is_untouched = False
 
-    def _cost_of(self, sequence: Sequence) -> float:
-        if self._cost is None:
-            return 0.0
-        has_logits = sequence.request.sampling.reads_whole_prompt
-        return self._cost.seconds_added(StepWork(num_prompt_tokens=1, num_prompt_rows=int(has_logits)))
+    def _num_tokens(self, seconds: float, sequence: Sequence) -> float:
+        """How many tokens take so long: n first_s + n (n - 1) / 2 key_s = seconds."""
+        first_s, key_s = self._costs(sequence)
+        linear_s = first_s - key_s / 2
+        divisor = linear_s + math.sqrt(linear_s**2 + 2 * key_s * seconds)
+        return 2 * seconds // divisor if divisor else math.inf
+
+    def _costs(self, sequence: Sequence) -> tuple[float, float]:
+        """Seconds of a sequence's next token, and how much longer each one takes than the one before."""
+        assert self._cost is not None
+        has_rows, context = _has_rows(sequence), sequence.num_computed_tokens
+        work = StepWork(num_prompt_tokens=1, num_prompt_rows=has_rows, num_prompt_keys=context + 1)
+        return self._cost.seconds_added(work), self._cost.seconds_added(StepWork(num_prompt_keys=1))
 
 
 @dataclass(frozen=True)
@@ -86,23 +97,28 @@ class Pace:
         """target_s: None is the multiple; 0 limits nothing."""
         self.cost = StepCost()
         self._target_s = target_s
-        self._num_steps = 0
-        self._turn = 0
+        self._num_turns = 0
+        self._last_turn = 0
         self._prompt_time = PromptTime()
         self._last_target_s = 0.0
+        self._interruption_s = 0.0
         self._num_limited_steps = 0
 
     @property
     def stats(self) -> PaceStats:
-        return PaceStats(self._last_target_s, self._num_limited_steps, self._turn)
+        return PaceStats(self._last_target_s, self._num_limited_steps, self._num_turns)
 
-    def observe(self, seconds: float, has_prompts: bool, work_of_step: Callable[[], StepWork]) -> None:
-        """A step took so long, from its scheduling to its outputs. work_of_step: called if that is of interest."""
-        self._num_steps += 1
+    def interrupt(self, seconds: float) -> None:
+        """So much time has passed between the last step and the next one, of which running answers wait for as much
+        less."""
+        self._interruption_s = seconds
+
+    def observe(self, seconds: float, work: StepWork | None) -> None:
+        """A step took so long, from its scheduling until its outputs had left. work: None if that teaches nothing."""
         self._num_limited_steps += self._prompt_time.is_used_up
         self._prompt_time = PromptTime()
-        if has_prompts or self._num_steps % _STEPS_PER_SAMPLE == 0:
-            self.cost.observe(work_of_step(), seconds)
+        if work is not None:
+            self.cost.observe(work, seconds)
 
     def choose(self, decoding: list[Sequence]) -> Decodes:
         """The answers that get a token in the next step. decoding: all that could."""
@@ -112,19 +128,22 @@ class Pace:
         if not over:
             return Decodes(decoding, decoding, is_limited=True)
         within = [s for s in decoding if s.request.sender.name not in over]
-        spare_s = max(0.0, self._target(within) - self._seconds(within))
+        spare_s = max(0.0, self._target(within) - self._seconds(within) - self._interruption_s)
         return Decodes(self._turns(decoding, over, spare_s / 2), within, is_limited=True)
 
-    def prompt_time(self, decodes: Decodes) -> PromptTime:
-        """The time for prompts in a step with these answers."""
+    def prompt_time(self, decodes: Decodes, has_late: bool = False) -> PromptTime:
+        """The time for prompts in a step with these answers. has_late: whether any prompt has waited too long; then the
+        step may take as long as without a target in seconds."""
         if not decodes.is_limited:
             return PromptTime()
         target_s = self._target(decodes.within)
+        if has_late:
+            target_s = max(target_s, _TARGET_MULTIPLE * self._seconds(decodes.within))
         decode_s = self._seconds(decodes.sequences)
         share_s = decode_s * _PROMPT_SHARE / (1 - _PROMPT_SHARE)
         few_s = self.cost.seconds_added(StepWork(num_prompt_tokens=_MIN_PROMPT_TOKENS))
         self._last_target_s = target_s
-        self._prompt_time = PromptTime(max(target_s - decode_s, share_s, few_s), self.cost)
+        self._prompt_time = PromptTime(max(target_s - decode_s - self._interruption_s, share_s, few_s), self.cost)
         return self._prompt_time
 
     def _target(self, sequences: list[Sequence]) -> float:
@@ -133,28 +152,38 @@ class Pace:
     def _turns(self, decoding: list[Sequence], over: set[str], spare_s: float) -> list[Sequence]:
         """All answers but some of the clients `over` their shares: of these, the longest waiting get a token, as
         many as there is time for, one at least."""
-        self._turn += 1
+        self._num_turns += 1
         others = [sequence for sequence in decoding if sequence.request.sender.name in over]
         others.sort(key=lambda sequence: sequence.last_turn)
         waiting = set(others[1:])
-        others[0].last_turn = self._turn
+        self._have_turn(others[0])
         for sequence in others[1:]:
             spare_s -= self.cost.seconds_added(work_of_decodes([sequence]))
             if spare_s < 0:
                 break
-            sequence.last_turn = self._turn
+            self._have_turn(sequence)
             waiting.remove(sequence)
         return [sequence for sequence in decoding if sequence not in waiting]
 
+    def _have_turn(self, sequence: Sequence) -> None:
+        # Those of one step are numbered, too: else the first of them would always be first again.
+        self._last_turn += 1
+        sequence.last_turn = self._last_turn
+
     def _seconds(self, sequences: list[Sequence]) -> float:
         return self.cost.seconds(work_of_decodes(sequences))
+
+
+def _has_rows(sequence: Sequence) -> bool:
+    return sequence.request.sampling.reads_whole_prompt
 
 
 def work_of_decodes(sequences: list[Sequence]) -> StepWork:
     """One token of each sequence, or of each of its beams."""
     num_beams = sum(len(sequence.siblings) + 1 for sequence in sequences if sequence.search is not None)
     num_others = sum(sequence.search is None for sequence in sequences)
-    return StepWork(num_decodes=num_others + num_beams, num_beams=num_beams)
+    keys = sum(beam.num_computed_tokens + 1 for sequence in sequences for beam in sequence.beams)
+    return StepWork(num_decodes=num_others + num_beams, num_beams=num_beams, num_decode_keys=keys)
 
 
 def _clients_over_their_share(decoding: list[Sequence]) -> set[str]:

@@ -6,10 +6,12 @@ from bisect import insort
 from collections import deque
 from collections.abc import Iterable, Set
 
+from multilora_engine.engine.engine_stats import PromptWaitStats
 from multilora_engine.engine.fair_queue import FairQueue
 from multilora_engine.engine.fair_shares import choose_victim
 from multilora_engine.engine.kv_cache import BlockAllocator, BlockCopy
 from multilora_engine.engine.pace import Pace
+from multilora_engine.engine.prompt_waits import PromptWaits
 from multilora_engine.engine.sequence import Sequence, SequenceStatus
 from multilora_engine.engine.skipped import Skipped
 from multilora_engine.engine.step import ScheduledSequence, Step
@@ -41,6 +43,9 @@ class Scheduler:
     the last that started first: nobody holds the server for as long as its answers are. A client with no more than its
     share is never the victim of that.
 
+    A prompt that has waited longer than `PromptWaits` allows goes before all that came later from its client for its
+    adapter, however long it is.
+
     `Pace` limits the tokens of prompts, and the running sequences of clients that hold more than their shares, by the
     time that a step takes.
 
@@ -54,13 +59,15 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         pace: Pace,
+        waits: PromptWaits,
     ) -> None:
-        """pace: told by the engine how long steps take."""
+        """pace: told by the engine how long steps take. waits: of the prompts, from `add` on."""
         self._blocks = blocks
         self._loras = loras
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._pace = pace
+        self._waits = waits
         self._queue = FairQueue()
         self._running: list[Sequence] = []
         self._passed_over: Sequence | None = None
@@ -75,15 +82,23 @@ class Scheduler:
         return len(self._running)
 
     @property
+    def prompt_waits(self) -> PromptWaitStats:
+        return self._waits.stats
+
+    @property
     def _num_free_places(self) -> int:
         return self._max_num_seqs - sum(sequence.width for sequence in self._running)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence."""
         self._queue.add(sequence)
+        self._waits.add(sequence)
 
     def schedule(self) -> list[ScheduledSequence]:
         """The next step, single-token sequences first; empty if there is nothing to do."""
+        for late in self._waits.take_late():
+            late.is_late = True
+            self._queue.hurry(late)
         num_preemptions = self.num_preemptions
         step, prompts = self._schedule_decodes()
         may_admit = self.num_preemptions == num_preemptions
@@ -92,6 +107,8 @@ class Scheduler:
         self._schedule_prompts(step, [s for s in prompts if s.status is SequenceStatus.RUNNING], may_admit)
         for scheduled in step.sequences:
             scheduled.sequence.num_computed_tokens += scheduled.num_tokens
+            if scheduled.is_sampled:
+                self._waits.discard(scheduled.sequence)
         return sorted(step.sequences, key=lambda scheduled: scheduled.num_tokens > 1)
 
     def commit(self, step: list[ScheduledSequence]) -> None:
@@ -125,6 +142,7 @@ class Scheduler:
             self._running.remove(sequence)
             self._stop(sequence)
         self._queue.discard(sequence)
+        self._waits.discard(sequence)
         sequence.status = SequenceStatus.FINISHED
         if sequence.adapter is not None:
             self._loras.unpin(sequence.adapter)
@@ -154,7 +172,7 @@ class Scheduler:
         for sequence in decodes.sequences:
             self._continue(sequence, _shares(sequence, step.budget), step)
         if prompts or len(self._queue):
-            step.prompt_time = self._pace.prompt_time(decodes)
+            step.prompt_time = self._pace.prompt_time(decodes, self._waits.has_late)
         return step, prompts
 
     def _schedule_prompts(self, step: Step, prompts: list[Sequence], may_admit: bool) -> None:
@@ -165,7 +183,7 @@ class Scheduler:
         )
         newcomer = self._newcomer(step, skipped) if may_admit else None
         while in_order or newcomer is not None:
-            if newcomer is not None and (not in_order or self._goes_first(newcomer, in_order[0])):
+            if newcomer is not None and (not in_order or self._goes_first(newcomer, in_order)):
                 self._admit(newcomer, step, skipped)
             else:
                 self._continue_prompt(in_order.popleft(), step)
@@ -226,8 +244,12 @@ class Scheduler:
             return None
         return sequence if step.room_for(sequence) and self._has_room(sequence) else None
 
-    def _goes_first(self, newcomer: Sequence, prompt: Sequence) -> bool:
-        return prompt is not self._passed_over and self._queue.goes_before(newcomer, prompt)
+    def _goes_first(self, newcomer: Sequence, prompts: deque[Sequence]) -> bool:
+        """Whether it starts before the first of the running prompts goes on."""
+        if prompts[0] is self._passed_over or not self._queue.goes_before(newcomer, prompts[0]):
+            return False
+        # Their order is that of the step's begin; a late one may have come behind one that the newcomer goes before.
+        return not (self._waits.has_late and self._queue.follows_late(newcomer, prompts))
 
     def _admit(self, sequence: Sequence, step: Step, skipped: Skipped) -> None:
         """Start a waiting sequence, or skip it for want of its adapter."""

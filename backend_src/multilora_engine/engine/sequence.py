@@ -70,6 +70,7 @@ class Sequence:
     status.
     num_computed_tokens: tokens whose keys and values are in the cache.
     num_overtakes: sequences with an adapter that were admitted before this one although they came later.
+    is_late: whether its prompt has waited longer than any should.
     last_turn: number of the last turn that it had where the sequences of its client take turns; by `Pace`.
 
     Each written by one other:
@@ -93,6 +94,7 @@ class Sequence:
     num_computed_tokens: int = 0
     num_charged_tokens: int = 0
     num_overtakes: int = 0
+    is_late: bool = False
     last_turn: int = 0
     status: SequenceStatus = SequenceStatus.WAITING
     times: Times = field(default_factory=Times)

@@ -6,7 +6,7 @@ import msgspec
 
 from multilora_engine.engine.pace import PromptTime
 from multilora_engine.engine.sequence import Sequence
-from multilora_engine.engine.step_cost import StepWork
+from multilora_engine.engine.step_cost import StepWork, num_keys
 
 
 class ScheduledSequence(msgspec.Struct, frozen=True):
@@ -83,4 +83,6 @@ def work_of(step: list[ScheduledSequence]) -> StepWork:
         num_beams=sum(scheduled.sequence.search is not None for scheduled in step),
         num_prompt_tokens=sum(scheduled.num_tokens for scheduled in prompts),
         num_prompt_rows=sum(len(s.context_positions) + len(s.scored_positions) for s in prompts),
+        num_decode_keys=sum(s.start + 1 for s in step if s.num_tokens == 1),
+        num_prompt_keys=sum(num_keys(s.start, s.num_tokens) for s in prompts),
     )

@@ -48,6 +48,12 @@ class WaitingLine:
         first_place = self._order[0][0] if self._order else sequence.arrival
         self._insert(sequence, min(sequence.arrival, first_place) - 1)
 
+    def hurry(self, sequence: Sequence) -> None:
+        """Nothing that came later passes one that waits, from now on."""
+        place = self._places[sequence]
+        self.remove(sequence)
+        self._insert(sequence, min(place, sequence.arrival))
+
     def remove(self, sequence: Sequence) -> None:
         place = self._places.pop(sequence)
         del self._order[bisect_left(self._order, (place, sequence.arrival))]

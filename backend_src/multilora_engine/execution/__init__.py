@@ -3,6 +3,7 @@
 model_runner       builds the batch of a scheduled step (`ModelRunner.build_batch`) and runs it, up to the chosen tokens
 forward_batch      `ForwardBatch`, `LoRABatch`: the tensors of a batch, with a worked example
 cuda_graphs        a decode step's batch copied into static tensors, and the graph's replay (`DecodeGraphs.run`)
+operator_check     the GPU operators compared with the reference, once at start
 prompt_scoring     log-probs of prompts' tokens
 transfer           copies between host and device that nothing waits for
 """

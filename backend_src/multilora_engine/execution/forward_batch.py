@@ -68,11 +68,16 @@ class ForwardBatch:
 class KVCache:
     """Keys and values of every layer, addressed by slot: slot = block * block_size + position inside the block.
 
-    keys, values: [num_layers, num_blocks * block_size, num_kv_heads, head_dim].
+    keys, values: [num_layers, num_blocks * block_size, num_kv_heads, head_dim], floating; or int8, codes of them, with
+    the bytes of a scale behind the head_dim codes of a head: see `multilora_kernels.kv_rows`.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
+
+    @property
+    def num_bytes(self) -> int:
+        return self.keys.nbytes + self.values.nbytes
 
     @cached_property
     def layers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:

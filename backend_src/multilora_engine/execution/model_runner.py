@@ -14,6 +14,7 @@ from multilora_engine.engine.kv_cache import BlockCopy
 from multilora_engine.engine.step import ScheduledSequence
 from multilora_engine.execution.cuda_graphs import DecodeGraphs
 from multilora_engine.execution.forward_batch import ForwardBatch, KVCache, TokenLoRAs
+from multilora_engine.execution.kv_memory import KVMemory
 from multilora_engine.execution.prompt_scoring import score_prompts, scores_prompts
 from multilora_engine.execution.transfer import to_device
 from multilora_engine.lora.manager import LoRAManager
@@ -31,14 +32,23 @@ class ModelRunner:
         block_size: int,
         loras: LoRAManager,
         graphs: DecodeGraphs | None = None,
+        kv_memory: KVMemory | None = None,
     ) -> None:
-        """graphs: of the model's steps over this cache; None computes every step kernel by kernel."""
+        """graphs: of the model's steps over this cache; None computes every step kernel by kernel.
+
+        kv_memory: of this cache, if its memory is taken as it is used.
+        """
         self._model = model
         self._kv_cache = kv_cache
         self._block_size = block_size
         self._loras = loras
         self._graphs = graphs
+        self._kv_memory = kv_memory
         self._device = kv_cache.keys.device
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        return self._kv_cache.num_bytes
 
     @torch.inference_mode()
     def launch(
@@ -93,6 +103,8 @@ class ModelRunner:
         positions = np.arange(ends[-1]) - np.repeat(ends - lengths - starts, lengths)
         sequence_of_token = np.repeat(np.arange(len(step)), lengths)
         block_tables = _block_tables(step)
+        if self._kv_memory is not None:
+            self._kv_memory.note_use((int(block_tables.max()) + 1) * block_size)
         slot_mapping = block_tables[sequence_of_token, positions // block_size] * block_size + positions % block_size
         return ForwardBatch(
             input_ids=_sent(_joined([_input_ids(scheduled) for scheduled in step]), device),

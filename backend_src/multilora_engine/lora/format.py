@@ -24,7 +24,7 @@ from blake3 import blake3
 
 from multilora_engine.errors import InvalidRequest
 from multilora_engine.lora.layout import PackedAdapter, PackedRow
-from multilora_kernels.adapter_codes import quantize_a, quantize_b
+from multilora_kernels.adapter_quantization import quantize_a, quantize_b
 from multilora_wire.layout import ALIGNMENT_BYTES, AdapterLayout, num_values, round_up
 from multilora_wire.pieces import Piece, part_bounds
 from multilora_wire.sites import WireModule

@@ -18,7 +18,16 @@ import torch.nn.functional as F
 
 from multilora_engine.execution.forward_batch import ForwardBatch
 from multilora_engine.models.rotary import Rotation
-from multilora_kernels import AttentionOptions, PagedSequences, has_paged_attention, paged_attention, rotary_attention
+from multilora_kernels import (
+    AttentionOptions,
+    PagedSequences,
+    has_paged_attention,
+    kv_head_dim,
+    load_rows,
+    paged_attention,
+    rotary_attention,
+    store_heads,
+)
 
 
 @dataclass(frozen=True)
@@ -90,7 +99,8 @@ def attend(
     """Turn queries and keys, store keys and values, then softmax(scale q K^T + mask) V over each sequence's own keys.
 
     qkv: [num_tokens, (num_heads + 2 num_kv_heads) * head_dim], this step's queries, keys and values side by side.
-    cached_keys, cached_values: [num_slots, num_kv_heads, head_dim], this layer's cache, written in place.
+    cached_keys, cached_values: this layer's cache, as `KVCache` has it, written in place. Keys and values are attended
+        to as they are stored, this step's own, too: whether a prompt comes in chunks changes none of them.
     options: the scale, and a soft cap or sinks of the layer.
     Returns [num_tokens, num_heads * head_dim].
     """
@@ -107,9 +117,9 @@ def attend(
             options,
             rotation.is_interleaved,
         )
-    q, k, v = _rotated(qkv, rotation, *cached_keys.shape[1:])
-    cached_keys.index_copy_(0, plan.slot_mapping, k)
-    cached_values.index_copy_(0, plan.slot_mapping, v)
+    q, k, v = _rotated(qkv, rotation, cached_keys.shape[1], kv_head_dim(cached_keys))
+    k = _stored(k, cached_keys, plan.slot_mapping)
+    v = _stored(v, cached_values, plan.slot_mapping)
     outputs = [_prefill(q, k, v, cached_keys, cached_values, prefill, options) for prefill in plan.prefills]
     if plan.paged is not None:
         decoding = q[: len(plan.paged.context_lens)]
@@ -117,6 +127,12 @@ def attend(
     if plan.decode is not None:
         outputs.insert(0, _decode(q, cached_keys, cached_values, plan.decode, options))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _stored(x: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """x: [num_tokens, num_kv_heads, head_dim]. Returns it as the cache has it."""
+    store_heads(x, cache, slots)
+    return x if x.dtype == cache.dtype else load_rows(cache, slots, x.dtype)
 
 
 def _rotated(
@@ -138,10 +154,10 @@ def _decode(
     options: AttentionOptions,
 ) -> torch.Tensor:
     num_decodes = len(plan.mask)
-    shape = (num_decodes, -1, *cached_keys.shape[1:])
-    # index_select copies whole rows; plain indexing is several times slower on a CPU.
-    keys = cached_keys.index_select(0, plan.slots).view(shape).transpose(1, 2)
-    values = cached_values.index_select(0, plan.slots).view(shape).transpose(1, 2)
+    keys, values = (
+        load_rows(cache, plan.slots, q.dtype).unflatten(0, (num_decodes, -1)).transpose(1, 2)
+        for cache in (cached_keys, cached_values)
+    )
     return _attention(q[:num_decodes, :, None], keys, values, plan.mask, options).reshape(num_decodes, -1)
 
 
@@ -155,8 +171,8 @@ def _prefill(
     options: AttentionOptions,
 ) -> torch.Tensor:
     rows = slice(plan.start, plan.end)
-    keys = k[rows] if plan.slots is None else cached_keys.index_select(0, plan.slots)
-    values = v[rows] if plan.slots is None else cached_values.index_select(0, plan.slots)
+    keys = k[rows] if plan.slots is None else load_rows(cached_keys, plan.slots, q.dtype)
+    values = v[rows] if plan.slots is None else load_rows(cached_values, plan.slots, q.dtype)
     queries, keys, values = (x.transpose(0, 1)[None] for x in (q[rows], keys, values))
     out = _attention(queries, keys, values, plan.mask, options)
     return out[0].transpose(0, 1).reshape(plan.end - plan.start, -1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -61,9 +62,6 @@ class Decoder:
         self._builder = Builder(config, self.adapter_sites.site_named, weights)
         self._norm = architecture.final_norm(self._builder)
         self.layers = [architecture.layer(self._builder.layer(i), i) for i in range(config.num_layers)]
-        self._is_packed = all(layer.packed is not None for layer in self.layers)
-        kinds = {(layer.attention.rope, layer.attention.window) for layer in self.layers}
-        self._packed_kinds = kinds if self._is_packed else set()
         self.limit_length(config.max_position_embeddings)
 
     @property
@@ -118,7 +116,7 @@ class Decoder:
         self, x: torch.Tensor, update: torch.Tensor, kv_cache: KVCache, step: Step, on_layer: Callable[[], None]
     ) -> HiddenStates:
         layers = list(zip(self.layers, kv_cache.layers, strict=True))
-        if self._is_packed and step.packed:
+        if step.packed:
             packed = [
                 (layer.packed, keys, values, step.packed[layer.attention.rope, layer.attention.window])
                 for layer, (keys, values) in layers
@@ -142,6 +140,13 @@ class Decoder:
         }
         lora = None if batch.lora is None else batch.lora.batched()
         return Step(rotations, plans, lora, self._packed_steps(rotations, plans, lora))
+
+    @cached_property
+    def _packed_kinds(self) -> set[tuple[str | None, int | None]]:
+        """The kinds of layers, if `decoder_layers` can compute them all. Known when the weights are loaded."""
+        if any(layer.packed is None for layer in self.layers):
+            return set()
+        return {(layer.attention.rope, layer.attention.window) for layer in self.layers}
 
     def _packed_steps(
         self,

@@ -130,7 +130,7 @@ class Layer(Protocol):
     """One layer of a decoder.
 
     attention: its rotary embeddings and window say which inputs of a step it reads. packed: its weights for
-    `decoder_layers`; None where only its operators, one by one, can compute it.
+    `decoder_layers`, asked for when they are loaded; None where only its operators, one by one, can compute it.
     """
 
     @property
@@ -149,12 +149,14 @@ class Layer(Protocol):
 class PreNormLayer:
     """x += scale * attention(norm(x)); x += scale * mlp(norm(x)), with the config's residual_scale."""
 
-    packed: PackedLayer | None = None
-
     def __init__(self, builder: Builder, attention: Attention, mlp: MLP, norms: tuple[Norm, Norm]) -> None:
         self.attention, self.mlp = attention, mlp
         self.attention_norm, self.mlp_norm = norms
         self._scale = builder.config.residual_scale
+
+    @property
+    def packed(self) -> PackedLayer | None:
+        return None
 
     def forward(
         self, x: torch.Tensor, update: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, step: Step

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from multilora_engine.errors import ConfigError
+from multilora_engine.models.hf_config import HFConfig
 from multilora_engine.models.rope_config import Rope, read_ropes
 
 Activation = Literal["silu", "gelu_tanh"]
@@ -67,17 +68,17 @@ class ModelConfig:
         return self.num_kv_heads * self.head_dim
 
 
-def decoder_config(path: Path, raw: Mapping[str, Any], hf: Any, architecture: str) -> ModelConfig:
+def decoder_config(path: Path, raw: Mapping[str, Any], hf: HFConfig, architecture: str) -> ModelConfig:
     """The numbers that `config.json` has under the names that nearly all decoders share.
 
-    raw: the file's content. hf: transformers' config of it: each architecture's defaults filled in, older spellings
-    brought into one form. Raises ConfigError.
+    raw: the file's content. hf: its fields, with the family's defaults. Raises ConfigError.
     """
-    head_dim = int(getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads)
+    head_dim = hf.head_dim or hf.hidden_size // hf.num_attention_heads
     if head_dim < 2 or head_dim % 2:
         raise ConfigError(f"config.json: head_dim {head_dim} must be even: rotary embeddings turn pairs")
     ropes, layer_ropes = read_ropes(hf, head_dim)
-    attention_bias = bool(getattr(hf, "attention_bias", False))
+    attention_bias = bool(hf.attention_bias)
+    assert hf.num_key_value_heads is not None, "filled in"
     return ModelConfig(
         architecture=architecture,
         num_layers=hf.num_hidden_layers,
@@ -88,16 +89,16 @@ def decoder_config(path: Path, raw: Mapping[str, Any], hf: Any, architecture: st
         intermediate_size=hf.intermediate_size,
         vocab_size=hf.vocab_size,
         max_position_embeddings=hf.max_position_embeddings,
-        norm_eps=_first(hf, "rms_norm_eps", "layer_norm_eps", "norm_epsilon"),
+        norm_eps=_norm_eps(hf),
         ropes=ropes,
         layer_ropes=layer_ropes,
         sliding_window=_sliding_windows(hf),
-        tie_word_embeddings=bool(hf.tie_word_embeddings),
+        tie_word_embeddings=hf.tie_word_embeddings,
         dtype=_dtype(raw),
         end_token_ids=_end_token_ids(path, raw),
         qkv_bias=attention_bias,
         output_bias=attention_bias,
-        mlp_bias=bool(getattr(hf, "mlp_bias", False)),
+        mlp_bias=bool(hf.mlp_bias),
         activation=_activation(hf),
     )
 
@@ -124,12 +125,13 @@ def check_shape(config: ModelConfig) -> None:
         raise ConfigError(f"config.json: sliding_window {config.sliding_window} must be positive, or null for none")
 
 
-def _first(hf: Any, *names: str) -> float:
-    return next(float(value) for name in names if (value := getattr(hf, name, None)) is not None)
+def _norm_eps(hf: HFConfig) -> float:
+    values = (hf.rms_norm_eps, hf.layer_norm_eps, hf.norm_epsilon)
+    return next(value for value in values if value is not None)
 
 
-def _activation(hf: Any) -> Activation:
-    name = getattr(hf, "hidden_act", None) or getattr(hf, "hidden_activation", None)
+def _activation(hf: HFConfig) -> Activation:
+    name = hf.hidden_act or hf.hidden_activation or ""
     if name not in _ACTIVATIONS:
         raise ConfigError(
             f"config.json: hidden_act {name!r} is not supported; supported are: {', '.join(_ACTIVATIONS)}"
@@ -137,12 +139,11 @@ def _activation(hf: Any) -> Activation:
     return _ACTIVATIONS[name]
 
 
-def _sliding_windows(hf: Any) -> tuple[int | None, ...]:
+def _sliding_windows(hf: HFConfig) -> tuple[int | None, ...]:
     """One entry per layer: the window counts for all layers, or for those that `layer_types` names."""
-    window: int | None = getattr(hf, "sliding_window", None)
-    types: list[str] | None = getattr(hf, "layer_types", None)
+    window, types = hf.sliding_window, hf.layer_types
     if types is None:
-        return (window,) * int(hf.num_hidden_layers)
+        return (window,) * hf.num_hidden_layers
     if not set(types) <= {"full_attention", "sliding_attention"}:
         raise ConfigError(
             f"config.json: layer_types {types} is not supported; supported are: full_attention, sliding_attention"

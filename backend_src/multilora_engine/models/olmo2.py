@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from multilora_engine.models.builder import Builder
 from multilora_engine.models.decoder import Architecture
+from multilora_engine.models.hf_config import HFConfig
 from multilora_engine.models.layers import Attention, GatedMLP, Step, WholeNorm
 from multilora_engine.models.model_config import ModelConfig
 from multilora_kernels import PackedLayer
+
+
+class Olmo2Config(HFConfig):
+    vocab_size: int = 50304
+    hidden_size: int = 4096
+    intermediate_size: int = 11008
+    num_hidden_layers: int = 32
+    num_attention_heads: int = 32
+    max_position_embeddings: int = 2048
+    hidden_act: str = "silu"
+    rms_norm_eps: float = 1e-5
+    attention_bias: bool = False
 
 
 class Olmo2Layer:
@@ -35,7 +46,7 @@ class Olmo2Layer:
         return x, self._mlp_norm.forward(self._mlp.forward(x, step.lora))
 
 
-def read(_hf: Any, config: ModelConfig) -> ModelConfig:
+def read(_hf: Olmo2Config, config: ModelConfig) -> ModelConfig:
     """Nothing differs but the layers."""
     return config
 

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig
-
 from multilora_engine.errors import ConfigError
 from multilora_engine.models import cohere2, gemma, glm4, llama, olmo2, phi3, starcoder2
 from multilora_engine.models.decoder import Architecture, Decoder, sites_of
+from multilora_engine.models.hf_config import HFConfig, read_hf_config
 from multilora_engine.models.model import Model
 from multilora_engine.models.model_config import ModelConfig, check_shape, decoder_config, read_json
 from multilora_engine.models.weights import WeightFormat
@@ -27,31 +26,33 @@ from multilora_wire.sites import ModelSites
 class Family:
     """model_type: the one that config.json has beside the architecture's name.
 
-    read: gets transformers' config of config.json and the numbers that all decoders share, and adds the family's.
+    fields: of config.json, with the family's defaults.
+    read: gets the fields and the numbers that all decoders share, and adds the family's.
     may_turn_in_part: whether the family has `partial_rotary_factor`; transformers ignores it in the others.
     """
 
     model_type: str
+    fields: type[HFConfig]
     read: Callable[[Any, ModelConfig], ModelConfig]
     architecture: Architecture
     may_turn_in_part: bool = False
 
 
 FAMILIES: dict[str, Family] = {
-    "LlamaForCausalLM": Family("llama", llama.read_llama, llama.LLAMA),
-    "MistralForCausalLM": Family("mistral", llama.read_llama, llama.LLAMA),
-    "Qwen2ForCausalLM": Family("qwen2", llama.read_qwen2, llama.LLAMA),
-    "Qwen3ForCausalLM": Family("qwen3", llama.read_llama, llama.QWEN3),
-    "GraniteForCausalLM": Family("granite", llama.read_granite, llama.LLAMA),
-    "SmolLM3ForCausalLM": Family("smollm3", llama.read_smollm3, llama.LLAMA),
-    "Gemma2ForCausalLM": Family("gemma2", gemma.read_gemma2, gemma.GEMMA2),
-    "Gemma3ForCausalLM": Family("gemma3_text", gemma.read_gemma3, gemma.GEMMA3),
-    "Phi3ForCausalLM": Family("phi3", phi3.read, phi3.PHI3, may_turn_in_part=True),
-    "Olmo2ForCausalLM": Family("olmo2", olmo2.read, olmo2.OLMO2),
-    "GlmForCausalLM": Family("glm", glm4.read, glm4.GLM, may_turn_in_part=True),
-    "Glm4ForCausalLM": Family("glm4", glm4.read, glm4.GLM4, may_turn_in_part=True),
-    "Cohere2ForCausalLM": Family("cohere2", cohere2.read, cohere2.COHERE2),
-    "Starcoder2ForCausalLM": Family("starcoder2", starcoder2.read, starcoder2.STARCODER2),
+    "LlamaForCausalLM": Family("llama", llama.LlamaConfig, llama.read_llama, llama.LLAMA),
+    "MistralForCausalLM": Family("mistral", llama.MistralConfig, llama.read_llama, llama.LLAMA),
+    "Qwen2ForCausalLM": Family("qwen2", llama.Qwen2Config, llama.read_qwen2, llama.LLAMA),
+    "Qwen3ForCausalLM": Family("qwen3", llama.Qwen3Config, llama.read_llama, llama.QWEN3),
+    "GraniteForCausalLM": Family("granite", llama.GraniteConfig, llama.read_granite, llama.LLAMA),
+    "SmolLM3ForCausalLM": Family("smollm3", llama.SmolLM3Config, llama.read_smollm3, llama.LLAMA),
+    "Gemma2ForCausalLM": Family("gemma2", gemma.Gemma2Config, gemma.read_gemma2, gemma.GEMMA2),
+    "Gemma3ForCausalLM": Family("gemma3_text", gemma.Gemma3Config, gemma.read_gemma3, gemma.GEMMA3),
+    "Phi3ForCausalLM": Family("phi3", phi3.Phi3Config, phi3.read, phi3.PHI3, may_turn_in_part=True),
+    "Olmo2ForCausalLM": Family("olmo2", olmo2.Olmo2Config, olmo2.read, olmo2.OLMO2),
+    "GlmForCausalLM": Family("glm", glm4.GlmConfig, glm4.read, glm4.GLM, may_turn_in_part=True),
+    "Glm4ForCausalLM": Family("glm4", glm4.Glm4Config, glm4.read, glm4.GLM4, may_turn_in_part=True),
+    "Cohere2ForCausalLM": Family("cohere2", cohere2.Cohere2Config, cohere2.read, cohere2.COHERE2),
+    "Starcoder2ForCausalLM": Family("starcoder2", starcoder2.Starcoder2Config, starcoder2.read, starcoder2.STARCODER2),
 }
 """The families by the name in `architectures` of config.json."""
 
@@ -63,7 +64,7 @@ def read_model_config(path: Path) -> ModelConfig:
     """
     raw = read_json(path / "config.json")
     name = _architecture_name(raw)
-    hf = _transformers_config(path)
+    hf = read_hf_config(raw, FAMILIES[name].fields)
     config = FAMILIES[name].read(hf, decoder_config(path, raw, hf, name))
     check_shape(config)
     if not FAMILIES[name].may_turn_in_part:
@@ -100,10 +101,3 @@ def _refuse_partial_ropes(config: ModelConfig) -> None:
             f"config.json: partial_rotary_factor {parts.pop()} is not supported for {config.architecture}; "
             "supported is: 1.0"
         )
-
-
-def _transformers_config(path: Path) -> Any:
-    try:
-        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # its validators raise many types, all of them about this one file
-        raise ConfigError(f"{path / 'config.json'}: {error}") from error

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from multilora_engine.errors import ConfigError
+from multilora_engine.models.hf_config import HFConfig
 
 _NUMBERS = {
     "default": (),
@@ -40,25 +41,30 @@ class Rope:
     is_interleaved: bool = False
 
 
-def read_ropes(hf: Any, head_dim: int) -> tuple[dict[str, Rope], tuple[str | None, ...]]:
+def read_ropes(hf: HFConfig, head_dim: int) -> tuple[dict[str, Rope], tuple[str | None, ...]]:
     """The rotary embeddings by name, and the name for each layer. Raises ConfigError.
 
     hf: of a family whose `rope_parameters` are one dict for all layers, or one for each of its layer types.
     """
-    parameters = dict(hf.rope_parameters)
-    num_layers = int(hf.num_hidden_layers)
+    parameters, num_layers = hf.rope_parameters or {}, hf.num_hidden_layers
     if not any(isinstance(value, dict) for value in parameters.values()):
         return {_ALL_LAYERS: _read_rope(parameters, hf, head_dim)}, (_ALL_LAYERS,) * num_layers
-    return {kind: _read_rope(parameters[kind], hf, head_dim) for kind in set(hf.layer_types)}, tuple(hf.layer_types)
+    kinds = hf.layer_types or []
+    if missing := {kind for kind in kinds if not isinstance(parameters.get(kind), dict)}:
+        raise ConfigError(f"config.json: rope_parameters has no object for layers of type {', '.join(sorted(missing))}")
+    return {kind: _read_rope(parameters[kind], hf, head_dim) for kind in set(kinds)}, tuple(kinds)
 
 
-def _read_rope(parameters: Mapping[str, Any], hf: Any, head_dim: int) -> Rope:
+def _read_rope(parameters: Mapping[str, Any], hf: HFConfig, head_dim: int) -> Rope:
     rope_type = parameters.get("rope_type")
     if rope_type not in _NUMBERS:
         raise ConfigError(
             f"config.json: rope_type {rope_type!r} is not supported; supported are: {', '.join(_NUMBERS)}"
         )
-    rotary_dim = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
+    factor = parameters.get("partial_rotary_factor", 1.0)
+    if isinstance(factor, bool) or not isinstance(factor, int | float):
+        raise ConfigError(f"config.json: partial_rotary_factor must be a number, got {factor!r}")
+    rotary_dim = int(head_dim * factor)
     _check_rotary_dim(rotary_dim, head_dim, parameters)
     _check_numbers(parameters, rope_type)
     _check_lists(parameters, rope_type, rotary_dim)

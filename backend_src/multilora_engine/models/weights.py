@@ -31,7 +31,7 @@ FLOAT_DTYPES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.fl
 class Placement:
     """The device that a model lies on, and its types.
 
-    dtype: of arithmetic, of keys and of values. weight_dtype: of stored linears and embeddings; the two differ on a CPU
+    dtype: of arithmetic. weight_dtype: of stored linears and embeddings; the two differ on a CPU
     only, which reads bytes slower than it multiplies.
     """
 

@@ -7,7 +7,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from multilora_client.keys import AdapterPatterns
 from multilora_engine.errors import AdapterNotFound, AdapterNotHere, InvalidRequest
 from multilora_engine.lora.adapter_events import AdapterEvents
 from multilora_engine.lora.life_cycle import LoRAStats
@@ -212,6 +211,9 @@ def _has_arrived(fetch: Fetch) -> bool:
 
 def _seen_by(scope: AdapterScope, adapters: Iterable[AdapterInfo]) -> Iterator[AdapterInfo]:
     """A tenant's own adapters, and the server's that it may use: of these neither their places nor their users."""
+    # Here only: the client's package takes every start a fifth of a second.
+    from multilora_client.keys import AdapterPatterns
+
     shared = AdapterPatterns(scope.shared, task_id_of)
     for info in adapters:
         if info.tenant:

@@ -12,8 +12,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,6 +25,7 @@ from multilora_engine.engine_info import EngineInfo
 from multilora_engine.errors import Cancelled, ConfigError, EngineUnavailable, InternalError, RequestError
 from multilora_engine.lora.layout import PackedAdapter
 from multilora_engine.lora.names import TaskId
+from multilora_engine.process.claims import Claims
 from multilora_engine.process.connection import Connection
 from multilora_engine.process.messages import (
     Abort,
@@ -74,8 +74,12 @@ class Listener(Protocol):
     """The receiver of the outputs of a call. Only the client's thread calls it.
 
     A call of n requests ends when each has had its final output, or with the first that carries an error. Once all
-    listeners have heard the outputs that arrived, they are told to `flush` the answers that they have to pass on.
+    listeners have heard the outputs that arrived, they are told to `flush` the answers that they have to pass on: those
+    with the fewest `unsent_bytes` first.
     """
+
+    @property
+    def unsent_bytes(self) -> int: ...
 
     def on_output(self, output: TokenOutput) -> None: ...
 
@@ -91,30 +95,6 @@ class BlockListener(Protocol):
 
     def on_loss(self) -> None:
         """The engine is gone, and the next one knows nothing."""
-
-
-class Claims:
-    """Shares of limits that a call holds: some until the engine has its adapter, others until the call has ended.
-
-    The end of the call gives back both, each once.
-    """
-
-    def __init__(self) -> None:
-        self.until_taken = ExitStack()
-        self.until_ended = ExitStack()
-
-    @contextmanager
-    def closed_on_error(self) -> Iterator[None]:
-        """Give back both when the block raises: the call never came to the engine."""
-        try:
-            yield
-        except BaseException:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        self.until_taken.close()
-        self.until_ended.close()
 
 
 @dataclass(eq=False, slots=True)
@@ -330,6 +310,7 @@ class EngineClient:
 
         A step's responses are all made before the first is sent. To send wakes the server, and code run by turns finds
         the caches full of the other's data: a token then takes a third more of the CPU in every process on its way.
+        To send 64 MiB of logits takes 0.2 s: the tokens of others go before them.
         """
         told: dict[_Call, str] = {}
         for output in outputs:
@@ -345,7 +326,7 @@ class EngineClient:
                 told[call] = output.request_id
             else:
                 told.pop(call, None)
-        for call, request_id in told.items():
+        for call, request_id in sorted(told.items(), key=lambda item: item[0].listener.unsent_bytes):
             self._tell(call, request_id, call.listener.flush)
             if not call.open_request_ids:
                 call.claims.close()

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 import signal
 import sys
 from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import TextIO
 
 import msgspec
 
@@ -26,9 +24,10 @@ from multilora_engine.errors import ConfigError
 from multilora_engine.log_lines import configure_logging
 from multilora_engine.process.drain import DrainOrder
 from multilora_engine.process.heartbeat import Heartbeat
-from multilora_engine.process.messages import Launch, Started, StartFailed, StartReport
+from multilora_engine.process.messages import Launch, Started, StartFailed
 from multilora_engine.process.served_engine import ServedEngine
 from multilora_engine.process.server import serve
+from multilora_engine.process.start_report import report, take_stdout
 from multilora_engine.process.usage import AdapterUsage
 
 _SWITCH_INTERVAL_S = 0.0005
@@ -41,17 +40,17 @@ def main(create_engine: Callable[[EngineConfig], ServedEngine]) -> None:
     """Run an engine process: read `Launch`, load, report, serve."""
     configure_logging("engine")
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    report_stream = _take_stdout()
+    report_stream = take_stdout()
     launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=Launch)
     try:
         config = EngineConfig.from_parameters(launch.parameters)
         engine = create_engine(config)
     except ConfigError as error:
-        _report(report_stream, StartFailed(str(error)))
+        report(report_stream, StartFailed(str(error)))
         raise SystemExit(1) from None
     except Exception as error:
         logger.exception("the engine cannot start")
-        _report(report_stream, StartFailed(f"{type(error).__name__}: {error}"))
+        report(report_stream, StartFailed(f"{type(error).__name__}: {error}"))
         raise SystemExit(1) from None
     _settle()
     socket_path = Path(launch.socket_path)
@@ -59,7 +58,7 @@ def main(create_engine: Callable[[EngineConfig], ServedEngine]) -> None:
         signal.signal(signal.SIGTERM, drain.give)
         usage = AdapterUsage(config.lora.lora_metrics_max_adapters)
         heartbeat = Heartbeat(launch.heartbeat_fd, launch.heartbeat_interval_s)
-        on_ready = partial(_report, report_stream, Started())
+        on_ready = partial(report, report_stream, Started())
         serve(engine, socket_path, sys.stdin.fileno(), usage, heartbeat, drain, on_ready)
 
 
@@ -67,18 +66,6 @@ def _settle() -> None:
     """Keep all loaded objects out of later garbage collections: of pauses between steps, and of the process's end."""
     gc.collect()
     gc.freeze()
-
-
-def _take_stdout() -> TextIO:
-    """The stream of the report. The output of libraries goes to stderr from here on."""
-    stream = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    return stream
-
-
-def _report(stream: TextIO, report: StartReport) -> None:
-    stream.write(msgspec.json.encode(report).decode() + "\n")
-    stream.close()
 
 
 def _warm_engine(config: EngineConfig) -> Engine:

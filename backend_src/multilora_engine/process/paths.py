@@ -16,6 +16,9 @@ from multilora_engine.errors import ConfigError
 ENGINE_MODULE = "multilora_engine.process.main"
 """The module that the engine process runs, by which it is known among the processes of its server."""
 
+RELAY_MODULE = "multilora_engine.dynamo.relay_process"
+"""The module that runs in its place, where a fleet generates."""
+
 _MAX_SOCKET_PATH = 107
 """Bytes of `sun_path` in sockaddr_un, less the terminating zero."""
 

@@ -49,8 +49,9 @@ from multilora_engine.request import GenerationRequest, TokenOutput
 _MAX_MESSAGES_PER_STEP = 256
 """A flood of requests must not keep the running ones from their next step."""
 
-_MAX_RECEIVE_S = 0.02
-"""The same for a flood of large ones: behind the message that takes it beyond this, a step comes first."""
+_MAX_RECEIVE_S = 0.005
+"""The same for a flood of large ones: behind the message that takes it beyond this, a step comes first. To take up an
+adapter of 9 MB takes about as long, so a step waits for one of them."""
 
 _WAIT_POLL_MS = 5
 """How often an idle engine looks whether a file is written or a source listed that an answer waits for."""
@@ -111,6 +112,7 @@ class EngineServer:
             self._send_awaited()
             self._block_watch.flush()
             self._fronts.flush()
+            self._engine.note_sent()
             if self._is_draining and not (self._routes or self._awaited or self._fronts.has_unsent):
                 self._drain.fulfil()
 

@@ -28,9 +28,11 @@ _RETRY_S = 1.0
 logger = logging.getLogger(__name__)
 
 
-def engine_command() -> tuple[str, ...]:
-    """Runs the engine with this environment's Python; inside a Triton stub `sys.executable` is not one."""
-    return (str(Path(sys.prefix) / "bin" / "python3"), "-m", ENGINE_MODULE)
+def engine_command(module: str = ENGINE_MODULE) -> tuple[str, ...]:
+    """Runs the engine, or what stands in its place, with this environment's Python: in a Triton stub `sys.executable`
+    is not one.
+    """
+    return (str(Path(sys.prefix) / "bin" / "python3"), "-m", module)
 
 
 class EngineProcess:

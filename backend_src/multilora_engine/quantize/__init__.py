@@ -2,8 +2,17 @@
 
 from multilora_engine.quantize.checkpoint import dequantized_weights
 from multilora_engine.quantize.measure import replace_weights
+from multilora_engine.quantize.plan import OuterOptions
 from multilora_engine.quantize.quantization import Report, quantize_checkpoint
 from multilora_engine.quantize.schemes import Scheme
 from multilora_engine.quantize.text import SAMPLE_TEXT
 
-__all__ = ["SAMPLE_TEXT", "Report", "Scheme", "dequantized_weights", "quantize_checkpoint", "replace_weights"]
+__all__ = [
+    "SAMPLE_TEXT",
+    "OuterOptions",
+    "Report",
+    "Scheme",
+    "dequantized_weights",
+    "quantize_checkpoint",
+    "replace_weights",
+]

@@ -19,7 +19,7 @@ from multilora_engine.models.checkpoint import checkpoint_files, opened
 from multilora_engine.models.model_config import read_json
 from multilora_engine.quantize.plan import Plan
 from multilora_engine.quantize.scales import search_scales
-from multilora_engine.quantize.schemes import PER_OUTPUT, Scheme
+from multilora_engine.quantize.schemes import LINEAR, PER_OUTPUT, Scheme, quantization_config
 
 _INDEX_FILE = "model.safetensors.index.json"
 _SCALE = ".weight_scale"
@@ -56,16 +56,15 @@ def write_checkpoint(
             tensors: dict[str, torch.Tensor] = {}
             with opened(file) as source:
                 for name in source.keys():  # noqa: SIM118 - not a mapping
-                    module = plan.module_of(name)
-                    if module is None:
+                    if plan.stays(name):
                         tensors[name] = source.get_tensor(name)
-                        continue
-                    weight = source.get_tensor(name)
-                    _check_finite(weight, name, file)
-                    state = compress(weight.to(device), importance.get(module), plan.scheme)
-                    tensors |= {f"{module}.{key}": value.cpu() for key, value in state.items()}
-                    num_done += 1
-                    on_progress(num_done, len(plan.modules))
+                    for module in plan.modules_made_of(name):
+                        weight = source.get_tensor(name)
+                        _check_finite(weight, name, file)
+                        state = compress(weight.to(device), importance.get(module), plan.schemes[module])
+                        tensors |= {f"{module}.{key}": value.cpu() for key, value in state.items()}
+                        num_done += 1
+                        on_progress(num_done, len(plan.schemes))
             save_file(tensors, directory / file.name, metadata={"format": "pt"})
             # safetensors makes files that their owner alone may read; a server often runs as another user.
             (directory / file.name).chmod(0o644)
@@ -74,7 +73,9 @@ def write_checkpoint(
         if (plan.source / _INDEX_FILE).is_file():
             index = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
             (directory / _INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-        ModelCompressor(plan.scheme.for_checkpoint(list(plan.ignored))).update_config(str(directory))
+        if plan.unties_head:
+            _untie_head(directory / "config.json")
+        ModelCompressor(quantization_config(plan.linears, plan.others)).update_config(str(directory))
 
 
 def compress(weight: torch.Tensor, importance: torch.Tensor | None, scheme: Scheme) -> dict[str, torch.Tensor]:
@@ -99,13 +100,14 @@ def dequantized_weights(checkpoint: Path) -> Iterator[tuple[str, torch.Tensor]]:
     compressed-tensors reads it, and knows nothing but the files.
     """
     config = QuantizationConfig.model_validate(read_json(checkpoint / "config.json")["quantization_config"])
-    (scheme,) = config.config_groups.values()
-    compressor = BaseCompressor.get_value_from_registry(config.format)
-    parameters = compressor.compression_param_names(scheme)
+    schemes = {target: scheme for scheme in config.config_groups.values() for target in scheme.targets}
     for file in checkpoint_files(checkpoint):
         with opened(file) as tensors:
             scales = [name for name in tensors.keys() if name.endswith(_SCALE)]  # noqa: SIM118 - not a mapping
             for module in (name.removesuffix(_SCALE) for name in scales):
+                scheme = schemes.get(module, schemes[LINEAR])
+                compressor = BaseCompressor.get_value_from_registry(scheme.format)
+                parameters = compressor.compression_param_names(scheme)
                 state = {parameter: tensors.get_tensor(f"{module}.{parameter}") for parameter in parameters}
                 # The product of a code and its scale is rounded to the type of the scale.
                 state["weight_scale"] = state["weight_scale"].float()
@@ -137,6 +139,11 @@ def _copy_small_files(source: Path, directory: Path) -> None:
         for file in source.glob(pattern):
             if file.is_file():
                 shutil.copyfile(file, directory / file.name)
+
+
+def _untie_head(config: Path) -> None:
+    values = read_json(config) | {"tie_word_embeddings": False}
+    config.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
 
 
 def _check_finite(weight: torch.Tensor, name: str, file: Path) -> None:

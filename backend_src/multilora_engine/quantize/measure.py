@@ -6,7 +6,7 @@ The model is transformers' own, so that nothing of the engine judges its own che
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from multilora_engine.models.loader import stored_dtype
+from multilora_engine.quantize.schemes import HEAD
 
 
 def load_float_model(checkpoint: Path, device: torch.device) -> PreTrainedModel:
@@ -27,9 +28,10 @@ def load_float_model(checkpoint: Path, device: torch.device) -> PreTrainedModel:
 
 
 def replace_weights(model: PreTrainedModel, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Overwrite the weights of the modules that `weights` names."""
+    """Replace the weights of the modules that `weights` names; a tied head no longer is the embeddings then."""
     for module, weight in weights:
-        model.get_parameter(f"{module}.weight").data.copy_(weight)
+        replaced = model.get_parameter(f"{module}.weight")
+        model.get_submodule(module).weight = torch.nn.Parameter(weight.to(replaced), requires_grad=False)
 
 
 @torch.inference_mode()
@@ -51,7 +53,7 @@ def perplexity(model: PreTrainedModel, windows: list[torch.Tensor], on_progress:
 @torch.inference_mode()
 def mean_square_inputs(
     model: PreTrainedModel,
-    modules: Iterable[str],
+    modules: Collection[str],
     windows: list[torch.Tensor],
     on_progress: Callable[[int, int], None],
 ) -> dict[str, torch.Tensor]:
@@ -68,7 +70,7 @@ def mean_square_inputs(
     hooks = [model.get_submodule(name).register_forward_pre_hook(partial(add, name)) for name in modules]
     try:
         for done, window in enumerate(windows, start=1):
-            model(window.to(model.device), use_cache=False, logits_to_keep=1)
+            model(window.to(model.device), use_cache=False, logits_to_keep=0 if HEAD in modules else 1)
             on_progress(done, len(windows))
     finally:
         for hook in hooks:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 import torch
 from compressed_tensors.utils import match_named_modules
@@ -12,46 +13,77 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from multilora_engine.errors import ConfigError
 from multilora_engine.models.checkpoint import checkpoint_files, opened
+from multilora_engine.models.decoder import EMBEDDINGS
 from multilora_engine.models.model_config import read_json
 from multilora_engine.models.registry import read_model_config
-from multilora_engine.quantize.schemes import HEAD, LINEAR, PER_OUTPUT, Scheme
+from multilora_engine.quantize.schemes import EMBEDDINGS_OF_8_BITS, HEAD, HEAD_OF_8_BITS, LINEAR, PER_OUTPUT, Scheme
 
 _GROUP_SIZES = (128, 64, 32)
 _FLOAT_DTYPES = ("F32", "BF16", "F16")
 
 
+Head = Literal["w8a16", "same", "none"]
+"""8 bits with a scale an output, the scheme of the other linears, or floats."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OuterOptions:
+    """How the head and the embeddings are stored. has_coded_embeddings: in 8 bits with a scale a token, else floats."""
+
+    head: Head = "w8a16"
+    has_coded_embeddings: bool = False
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """source: the checkpoint. scheme: with its group size. modules: the linears that become codes, as transformers
-    names them; their tensors are `<module>.weight`. ignored: the linears that stay.
+    """source: the checkpoint. schemes: of the modules that become codes, as transformers names them; their tensors are
+    `<module>.weight`. linears: the scheme of linears in general. others: schemes of modules that have their own, None
+    for those that stay floats.
+
+    unties_head: the head, which was the embeddings, becomes a tensor of its own. compressed-tensors has no tied codes.
     """
 
     source: Path
-    scheme: Scheme
-    modules: frozenset[str]
-    ignored: tuple[str, ...]
+    linears: Scheme
+    others: Mapping[str, Scheme | None]
+    schemes: Mapping[str, Scheme]
+    unties_head: bool
 
-    def module_of(self, tensor: str) -> str | None:
-        """The module of which a tensor is the weight to quantise; None for a tensor that stays as it is."""
+    def stays(self, tensor: str) -> bool:
+        """Whether the tensor is written as it is."""
+        return tensor.removesuffix(".weight") not in self.schemes
+
+    def modules_made_of(self, tensor: str) -> list[str]:
+        """The modules that become codes of this tensor."""
         module = tensor.removesuffix(".weight")
-        return module if module != tensor and module in self.modules else None
+        made = [module] if module != tensor and module in self.schemes else []
+        if not self.unties_head or module not in (EMBEDDINGS, HEAD):
+            return made
+        return [*made, HEAD] if module == EMBEDDINGS else []
 
 
-def make_plan(source: Path, scheme: Scheme, include_head: bool = False) -> Plan:
+def make_plan(source: Path, scheme: Scheme, options: OuterOptions) -> Plan:
     """Raises ConfigError for a checkpoint that is quantised, is of a family that the engine does not serve, has a
     matrix of no linear and no embedding, or has linears whose inputs the group size does not divide.
     """
     _refuse_quantized(source)
     is_tied = read_model_config(source).tie_word_embeddings
-    if include_head and is_tied:
-        raise ConfigError(f"{source}: its head is its embedding, which stays as it is; leave --include-head out")
+    if is_tied and options.has_coded_embeddings and options.head == "none":
+        raise ConfigError(f"{source}: its head is its embeddings; leave --head none or --embeddings w8a16 out")
     model = _empty_model(source)
-    ignored = () if include_head else (HEAD,)
-    modules = [name for name, _ in match_named_modules(model, [LINEAR], ignored)]
+    linears = [name for name, _ in match_named_modules(model, [LINEAR], () if options.head == "same" else (HEAD,))]
+    others: dict[str, Scheme | None] = {}
+    if options.head != "same":
+        others[HEAD] = HEAD_OF_8_BITS if options.head == "w8a16" else None
+    if options.has_coded_embeddings:
+        others[EMBEDDINGS] = EMBEDDINGS_OF_8_BITS
+    own = {name: other for name, other in others.items() if other is not None}
     shapes = _matrix_shapes(source)
-    _check_tensors(source, model, modules, shapes)
-    inputs = {module: shapes[f"{module}.weight"][1] for module in modules}
-    return Plan(source, _with_group_size(source, scheme, inputs), frozenset(modules), ignored)
+    if is_tied and f"{EMBEDDINGS}.weight" in shapes:
+        shapes[f"{HEAD}.weight"] = shapes[f"{EMBEDDINGS}.weight"]
+    _check_tensors(source, model, [*linears, *own], shapes)
+    sized = _with_group_size(source, scheme, {name: shapes[f"{name}.weight"][1] for name in linears})
+    return Plan(source, sized, others, dict.fromkeys(linears, sized) | own, is_tied and options.head != "none")
 
 
 def _refuse_quantized(source: Path) -> None:

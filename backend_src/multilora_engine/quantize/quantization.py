@@ -11,9 +11,10 @@ from pathlib import Path
 import torch
 
 from multilora_engine.models.checkpoint import checkpoint_files
+from multilora_engine.models.decoder import EMBEDDINGS
 from multilora_engine.quantize.checkpoint import check_output, dequantized_weights, write_checkpoint
 from multilora_engine.quantize.measure import load_float_model, mean_square_inputs, perplexity, replace_weights
-from multilora_engine.quantize.plan import make_plan
+from multilora_engine.quantize.plan import OuterOptions, make_plan
 from multilora_engine.quantize.schemes import Scheme
 from multilora_engine.quantize.text import count_tokens, token_windows
 
@@ -23,7 +24,8 @@ OnProgress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Report:
-    """scheme: in words. num_modules: linears that became codes. bytes_*: of the weights' files. *_seconds: wall time.
+    """scheme: in words. num_modules: linears and embeddings that became codes. bytes_*: of the weights' files.
+    *_seconds: wall time.
 
     perplexity_*: before with the float weights, after with the weights that compressed-tensors makes of the codes, over
     num_text_tokens; None when no text was asked for. num_calibration_tokens: 0 without calibration.
@@ -48,20 +50,20 @@ def quantize_checkpoint(
     *,
     calibration: Path | None,
     text: Path | None,
-    include_head: bool,
+    outer: OuterOptions,
     device: torch.device,
     on_progress: OnProgress,
 ) -> Report:
     """Write the checkpoint in the directory `source`, rounded by `scheme`, as a checkpoint in the directory `output`.
 
     calibration: a text; the activations that it causes tell which inputs matter. text: one to take perplexity of, which
-    loads the whole model, as calibration does; rounding needs one file of the checkpoint at a time. include_head: round
-    the output layer, too.
+    loads the whole model, as calibration does; rounding needs one file of the checkpoint at a time. outer: a
+    head that was tied to the embeddings becomes a tensor of its own where either becomes codes.
 
     Raises ConfigError before anything is written, and OSError when writing fails; `output` is then not there.
     """
     check_output(output)
-    plan = make_plan(source, scheme, include_head)
+    plan = make_plan(source, scheme, outer)
     calibration_windows = token_windows(source, calibration) if calibration else []
     text_windows = token_windows(source, text) if text else []
 
@@ -74,7 +76,7 @@ def quantize_checkpoint(
         if calibration_windows:
             start = time.perf_counter()
             importance = mean_square_inputs(
-                model, plan.modules, calibration_windows, partial(on_progress, "calibrating")
+                model, plan.schemes.keys() - {EMBEDDINGS}, calibration_windows, partial(on_progress, "calibrating")
             )
             calibration_seconds = time.perf_counter() - start
         del model  # Rounding shall not have to share the memory with it.
@@ -83,8 +85,8 @@ def quantize_checkpoint(
     write_checkpoint(plan, output, importance, device, partial(on_progress, "rounding"))
     rounding_seconds = time.perf_counter() - start
     return Report(
-        scheme=plan.scheme.describe(),
-        num_modules=len(plan.modules),
+        scheme=plan.linears.describe(),
+        num_modules=len(plan.schemes),
         bytes_before=_weight_bytes(source),
         bytes_after=_weight_bytes(output),
         perplexity_before=before,

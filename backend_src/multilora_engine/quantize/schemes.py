@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from compressed_tensors.config import CompressionFormat
@@ -26,12 +27,15 @@ class Scheme:
     group_size: inputs that share a scale, or PER_OUTPUT. None is the scheme's own: for w4a16 the largest of 128, 64 and
     32 that divides the inputs of every linear, else PER_OUTPUT.
 
+    is_packed: of integers: whether they are packed into words; those of 8 bits may also lie as int8, `int-quantized`.
+
     fp8 is the preset FP8_DYNAMIC: a server with FP8 units rounds activations, too, a token at a time.
     """
 
     name: str
     group_size: int | None = None
     is_symmetric: bool = True
+    is_packed: bool = True
 
     def __post_init__(self) -> None:
         """Raises ConfigError."""
@@ -60,26 +64,40 @@ class Scheme:
 
     @property
     def format(self) -> CompressionFormat:
-        return CompressionFormat.float_quantized if self.is_float else CompressionFormat.pack_quantized
+        if self.is_float:
+            return CompressionFormat.float_quantized
+        return CompressionFormat.pack_quantized if self.is_packed else CompressionFormat.int_quantized
 
     def describe(self) -> str:
         """For people: `w4a16, asymmetric, groups of 64`."""
         grouping = "a scale an output" if self.group_size in (None, PER_OUTPUT) else f"groups of {self.group_size}"
         return ", ".join([self.name, *([] if self.is_symmetric else ["asymmetric"]), grouping])
 
-    def for_modules(self) -> QuantizationScheme:
-        """The scheme that compressed-tensors keeps for each quantised module."""
+    def for_modules(self, target: str = LINEAR) -> QuantizationScheme:
+        """The scheme that compressed-tensors keeps for each quantised module. target: the modules' class or name."""
         if self.is_float:
-            return QuantizationScheme(targets=[LINEAR], format=self.format, **FP8_DYNAMIC)
+            return QuantizationScheme(targets=[target], format=self.format, **FP8_DYNAMIC)
         assert self.group_size is not None
         weights = QuantizationArgs(num_bits=self.num_bits, symmetric=self.is_symmetric, group_size=self.group_size)
-        return QuantizationScheme(targets=[LINEAR], format=self.format, weights=weights)
+        return QuantizationScheme(targets=[target], format=self.format, weights=weights)
 
-    def for_checkpoint(self, ignored: list[str]) -> QuantizationConfig:
-        """The `quantization_config` of config.json. ignored: names of linears that stay as they are."""
-        return QuantizationConfig(
-            config_groups={"group_0": self.for_modules()},
-            format=self.format.value,
-            quantization_status=QuantizationStatus.COMPRESSED,
-            ignore=ignored,
-        )
+
+HEAD_OF_8_BITS = Scheme("w8a16", PER_OUTPUT)
+EMBEDDINGS_OF_8_BITS = Scheme("w8a16", PER_OUTPUT, is_packed=False)
+"""Not packed: transformers loads no embeddings whose tensor `weight` is missing."""
+
+
+def quantization_config(scheme: Scheme, others: Mapping[str, Scheme | None]) -> QuantizationConfig:
+    """The `quantization_config` of config.json.
+
+    scheme: of all linears but `others`, whose names have schemes of their own; None for those that stay as they are.
+    """
+    of_others = {name: other for name, other in others.items() if other is not None and other != scheme}
+    formats = {scheme.format, *(other.format for other in of_others.values())}
+    groups = {name.rpartition(".")[2]: other.for_modules(name) for name, other in of_others.items()}
+    return QuantizationConfig(
+        config_groups={"group_0": scheme.for_modules(), **groups},
+        format=(scheme.format if len(formats) == 1 else CompressionFormat.mixed_precision).value,
+        quantization_status=QuantizationStatus.COMPRESSED,
+        ignore=[name for name, other in others.items() if other is None],
+    )

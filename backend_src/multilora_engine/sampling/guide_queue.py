@@ -17,9 +17,6 @@ from multilora_engine.request import Guide
 from multilora_engine.sampling.guide_turns import GuideJob, GuideTurns
 from multilora_engine.sampling.guided import MAX_GUIDE_BYTES, GuideMatcher
 
-_NICENESS = 10
-"""The niceness of the thread that compiles: where it and the steps want the same core, the steps go first."""
-
 _SMALL_SHARE = 256
 """A guide of up to one 256th of the limit for all is small."""
 
@@ -34,7 +31,7 @@ class Compiler(Protocol):
 
 class GuideQueue:
     """Belongs to the engine's thread; guides are compiled in another one, which the first guide starts. In which order,
-    `GuideTurns` says.
+    `GuideTurns` says. It computes while the cores have nothing else to do, such as in the pauses of a step.
     """
 
     def __init__(self, make_compiler: Callable[[], Compiler], timeout_s: float) -> None:
@@ -106,7 +103,9 @@ class GuideQueue:
             self._thread.join()
 
     def _run(self) -> None:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        # A step's threads sleep and wake hundreds of times. One that wakes takes its core from a thread of this class
+        # at once; from a thread that is only nice, after milliseconds.
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
         while (job := self._next()) is not None:
             if not job.is_given_up:
                 self._compile(job)

@@ -58,7 +58,8 @@ class BadWords:
             last_tokens[tuple(prefix)].append(last)
         self.longest_prefix = max(map(len, last_tokens), default=0)
         self._always = np.array(last_tokens.pop((), []), np.int64)
-        self._last_tokens = {prefix: np.array(token_ids) for prefix, token_ids in last_tokens.items()}
+        # Lists, since thousands of small arrays take milliseconds to make, and few are ever asked for.
+        self._last_tokens = dict(last_tokens)
         self._prefixes: Automaton[int] = Automaton(self._last_tokens)
 
     def step(self, state: int, token_id: int) -> int:

@@ -14,8 +14,11 @@ _LOGIT_BYTES = 4
 """Logits are float32."""
 
 
-def check_call(call: GenerateCall, info: EngineInfo) -> None:
-    """Raises InvalidRequest, with the numbers, for a request that asks for more than the engine's limits."""
+def check_call(call: GenerateCall, info: EngineInfo, can_stream: bool = False) -> None:
+    """Raises InvalidRequest, with the numbers, for a request that asks for more than the engine's limits.
+
+    can_stream: whether the request is to a model that streams.
+    """
     limits, width = info.limits, call.sampling[0].beam_width
     num_sequences = len(call.prompts) * (width if call.is_search else call.num_sequences)
     _check("sequences", num_sequences, "max_sequences_per_request", limits)
@@ -27,7 +30,8 @@ def check_call(call: GenerateCall, info: EngineInfo) -> None:
     _check("biases", _total(call, lambda sampling: len(sampling.embedding_bias)), "max_biases_per_request", limits)
     num_guides = len({sampling.guide for sampling in call.sampling} - {None})
     _check("different guides", num_guides, "max_guides_per_request", limits)
-    _check("bytes of logits", logits_bytes(call, info), "max_logits_bytes", limits)
+    for name in ("max_logits_bytes", *(("max_streamed_logits_bytes",) if can_stream else ())):
+        _check("bytes of logits", logits_bytes(call, info), name, limits)
 
 
 def logits_bytes(call: GenerateCall, info: EngineInfo) -> int:

@@ -12,7 +12,7 @@ import msgspec
 from multilora_engine.engine_info import EngineInfo
 from multilora_engine.errors import InvalidRequest, TooManyLogits
 from multilora_engine.lora.names import TaskId
-from multilora_engine.process.client import Claims
+from multilora_engine.process.claims import Claims
 from multilora_engine.request import GenerationRequest, SamplingParams
 from multilora_engine.serving.call_limits import check_call, logits_bytes
 from multilora_engine.serving.calls import GenerateCall, UploadCall
@@ -110,7 +110,7 @@ class GenerationFront(Front):
     ) -> None:
         if call.is_streaming and not self._can_stream:
             raise InvalidRequest("this model sends one response; for streaming call the model generation")
-        check_call(call, info)
+        check_call(call, info, self._can_stream)
         self._claim_logits(call, info, claims)
         requests, rows = _expand(call, _timeout_s(request), tokenizer)
         requests = [rights.grant(request) for request in requests]

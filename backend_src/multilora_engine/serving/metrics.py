@@ -116,11 +116,14 @@ OUTPUT_TOKENS = _counter("output_tokens", "Generated tokens")
 REQUESTS_RUNNING = _gauge("requests_running", "Requests that take part in steps")
 REQUESTS_WAITING = _gauge("requests_waiting", "Requests that wait for their first step")
 KV_CACHE_BLOCKS = _gauge("kv_cache_blocks", "Blocks of the KV cache")
+KV_CACHE_BYTES = _gauge("kv_cache_bytes", "Bytes of the KV cache")
 KV_CACHE_USAGE = _gauge("kv_cache_usage_ratio", "Share of the KV cache that requests in flight hold")
 PREEMPTIONS = _counter("preemptions", "Times that a request lost its KV cache to others and had to start again")
 STEP_TARGET = _gauge("step_target_seconds", "How long a step with running answers and prompts may take")
 LIMITED_STEPS = _counter("limited_steps", "Steps that had no time for further tokens of prompts")
 TURNS = _counter("turns", "Steps in which the answers of a client over its share took turns")
+PROMPT_WAIT = _gauge("longest_prompt_wait_seconds", "The time that a prompt which is not computed has waited, at most")
+LATE_PROMPTS = _counter("late_prompts", "Prompts that waited longer than max_prompt_wait_s")
 PREFIX_QUERIED = _counter("prefix_cache_queried_tokens", "Tokens of requests looked up in the prefix cache")
 PREFIX_HITS = _counter("prefix_cache_hit_tokens", "Tokens whose keys and values the prefix cache had")
 ENGINE_RESTARTS = _counter("engine_restarts", "Times that the engine process died or hung and was started again")
@@ -174,11 +177,14 @@ def _engine_samples(stats: EngineStats) -> Iterator[Sample]:
     yield Sample(REQUESTS_RUNNING, (), stats.num_running)
     yield Sample(REQUESTS_WAITING, (), stats.num_waiting)
     yield Sample(KV_CACHE_BLOCKS, (), stats.num_blocks)
+    yield Sample(KV_CACHE_BYTES, (), stats.kv_cache_bytes)
     yield Sample(KV_CACHE_USAGE, (), 1 - stats.num_free_blocks / max(1, stats.num_blocks))
     yield Sample(PREEMPTIONS, (), stats.num_preemptions)
     yield Sample(STEP_TARGET, (), stats.pace.target_seconds)
     yield Sample(LIMITED_STEPS, (), stats.pace.num_limited_steps)
     yield Sample(TURNS, (), stats.pace.num_turns)
+    yield Sample(PROMPT_WAIT, (), stats.prompt_waits.longest_seconds)
+    yield Sample(LATE_PROMPTS, (), stats.prompt_waits.num_late)
     yield Sample(PREFIX_QUERIED, (), stats.prefix_cache.queried_tokens)
     yield Sample(PREFIX_HITS, (), stats.prefix_cache.hit_tokens)
 
@@ -330,6 +336,8 @@ class TritonMetrics:
 
 class MetricsPublisher:
     """Asks the engine for its statistics once a second and publishes them, until it is closed."""
+
+    unsent_bytes = 0
 
     def __init__(
         self, client: EngineClient, num_restarts: Callable[[], int], model_name: str, interval_s: float = _INTERVAL_S

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any
 
 import msgspec
-from transformers import PreTrainedTokenizerFast
 
 from multilora_engine.engine_info import EngineInfo
 from multilora_engine.errors import InvalidRequest
@@ -58,7 +58,7 @@ def encode_messages(text: str, tokenizer: Tokenizer, info: EngineInfo) -> list[i
 
 
 def _template_options(chat: _Chat) -> dict[str, Any]:
-    if reserved := sorted(chat.chat_template_kwargs.keys() & _RESERVED):
+    if reserved := sorted(chat.chat_template_kwargs.keys() & _reserved()):
         raise InvalidRequest(f"chat_template_kwargs may not set {', '.join(reserved)}")
     if chat.add_generation_prompt and chat.continue_final_message:
         raise InvalidRequest("add_generation_prompt and continue_final_message are true: the answer cannot begin twice")
@@ -69,8 +69,12 @@ def _template_options(chat: _Chat) -> dict[str, Any]:
     }
 
 
-_RESERVED = frozenset(inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters) - {"documents"}
-"""Arguments of the tokenizer's own, the template itself among them; `documents` it only hands on."""
+@functools.cache
+def _reserved() -> frozenset[str]:
+    """Arguments of the tokenizer's own, the template itself among them; `documents` it only hands on."""
+    from transformers import PreTrainedTokenizerFast
+
+    return frozenset(inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters) - {"documents"}
 
 
 def _check_length(name: str, text: str, info: EngineInfo) -> None:

@@ -37,6 +37,8 @@ class Responder:
         self._backend = backend_utils()
         self._told: dict[str, tuple[list[int | bytes], Any]] = {}
         self._unsent: list[tuple[Any, int]] = []
+        self.unsent_bytes = 0
+        """Of the tensors that `flush` will send, without those that every response has."""
 
     def wants(self, name: str) -> bool:
         return name in self._names
@@ -50,6 +52,7 @@ class Responder:
             if name not in self._told or self._told[name][0] != values:
                 self._told[name] = values, self._tensor(name, self._columns.plain_array(name, values, num_sequences))
         others = self._columns.other_arrays(answers, pad_id, num_sequences)
+        self.unsent_bytes += sum(array.nbytes for array in others.values())
         # In this order: there are clients of upstream's that take the first output for output_ids.
         tensors = [self._tensor(name, array) for name, array in others.items()]
         tensors += [tensor for _, tensor in self._told.values()]
@@ -69,7 +72,7 @@ class Responder:
 
     def flush(self) -> None:
         """Send the responses that have been made."""
-        unsent, self._unsent = self._unsent, []
+        unsent, self._unsent, self.unsent_bytes = self._unsent, [], 0
         for response, flags in unsent:
             self._sender.send(response, flags)
 
@@ -94,6 +97,10 @@ class Reply(ABC):
             self._responder.fail(RelayedError(output.error_code, output.error_message or ""))
         else:
             self._answer(output)
+
+    @property
+    def unsent_bytes(self) -> int:
+        return self._responder.unsent_bytes
 
     def flush(self) -> None:
         self._responder.flush()

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from multilora_engine.engine_info import EngineInfo
 from multilora_engine.errors import InvalidRequest
-from multilora_engine.lora.format import pack_adapter
 from multilora_engine.lora.layout import PackedAdapter
 from multilora_engine.lora.names import task_id_of
 from multilora_engine.serving.inputs import InputTensors
@@ -33,6 +32,9 @@ class SentAdapter:
 
     def pack(self) -> PackedAdapter:
         """Check and copy the weights, which takes a second a GiB. Raises InvalidRequest."""
+        # Here only: it imports torch, seconds and 140 MB that a front without uploads does without.
+        from multilora_engine.lora.format import pack_adapter
+
         return pack_adapter(self.weights, self.config, self.layout)
 
 

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 
 from multilora_engine.config import EngineConfig
-from multilora_engine.process.paths import owned_socket_path, socket_path
-from multilora_engine.process.supervisor import EngineProcess
+from multilora_engine.process.paths import ENGINE_MODULE, RELAY_MODULE, owned_socket_path, socket_path
+from multilora_engine.process.supervisor import EngineProcess, engine_command
 from multilora_engine.serving.engine_link import EngineLink
 from multilora_engine.serving.generation_front import GenerationFront
 from multilora_engine.serving.inputs import ENSEMBLE_NAMES
@@ -41,15 +41,17 @@ class GenerationModel:
         environ = engine_environ(args, config, os.environ)
         with ExitStack() as resources:
             path = resources.enter_context(owned_socket_path(os.getppid()))
-            engine = EngineProcess(parameters, path, environ, hang_timeout_s=config.engine_hang_timeout_s)
+            command = engine_command(RELAY_MODULE if config.is_fleet else ENGINE_MODULE)
+            engine = EngineProcess(parameters, path, environ, command, config.engine_hang_timeout_s)
             resources.callback(engine.close)
             engine.start()
             link = EngineLink(path)
             resources.callback(link.close)
             layout = link.client.wait_until_ready(_FIRST_CONTACT_S).adapter_layout
             check_free_space(adapter_pages(layout, layout.max_rank) * layout.page_bytes)
-            metrics = MetricsPublisher(link.client, lambda: engine.generation - 1, config.model_path.name)
-            resources.callback(metrics.close)
+            if not config.is_fleet:  # whose workers have metrics of their own
+                metrics = MetricsPublisher(link.client, lambda: engine.generation - 1, config.model_path.name)
+                resources.callback(metrics.close)
             self._front = GenerationFront(link, can_stream=True)
             resources.callback(self._front.close)
             self._resources = resources.pop_all()

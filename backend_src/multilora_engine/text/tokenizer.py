@@ -12,13 +12,14 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
-
-from transformers import PreTrainedTokenizerFast
+from typing import TYPE_CHECKING, Any
 
 from multilora_engine.errors import ConfigError, InvalidRequest
 from multilora_engine.text.plain_specials import PlainSpecials
 from multilora_engine.text.token_table import special_ids, token_table
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 _PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 """Classes in tokenizer_config.json (until transformers 5, and since) where tokenizer.json alone is the tokenizer."""
@@ -130,6 +131,9 @@ class Tokenizer:
 
 
 def _load(path: Path) -> PreTrainedTokenizerFast:
+    # Here only: it takes a second, for which no front need wait before its first text.
+    from transformers import PreTrainedTokenizerFast
+
     try:
         tokenizer = _read_plain(path) if _is_plain(path) else _read_by_class(path)
     except Exception as error:  # its readers raise many types, all of them about the files of this directory
@@ -157,6 +161,8 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _read_plain(path: Path) -> Any:
+    from transformers import PreTrainedTokenizerFast
+
     return PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
 
 

@@ -23,7 +23,7 @@ from typing import IO, Self
 from multilora_engine.client_header import CANARY_KEY_VARIABLE
 from multilora_engine.errors import MultiloraError
 from multilora_engine.process.drain import drain_engine
-from multilora_engine.process.paths import ENGINE_MODULE, socket_path
+from multilora_engine.process.paths import ENGINE_MODULE, RELAY_MODULE, socket_path
 from multilora_engine.tritonserver.addresses import Addresses, resolve_addresses
 from multilora_engine.tritonserver.arguments import server_arguments
 from multilora_engine.tritonserver.checkpoint import check_checkpoint
@@ -229,14 +229,14 @@ class ServerProcess:
         """Whether the engine has ended all that was in flight."""
         is_drained = False
         for pid in marked_processes(self.token):
-            if runs_module(pid, ENGINE_MODULE):
+            if _is_engine(pid):
                 is_drained = drain_engine(pid, socket_path(self.pid), self.options.exit_timeout_s)
                 time.sleep(_LAST_STEP_S)
         return is_drained
 
     def _let_engine_end(self) -> None:
         """Behind a killed server: it ends by itself once the process that started it is gone."""
-        engines = [pid for pid in marked_processes(self.token) if runs_module(pid, ENGINE_MODULE)]
+        engines = [pid for pid in marked_processes(self.token) if _is_engine(pid)]
         kill_marked_processes(self.token, spared=engines)
         for pid in engines:
             with contextlib.suppress(ProcessLookupError):
@@ -328,3 +328,8 @@ def _default_probe(options: ServerOptions, api_key: str) -> Callable[[str], None
     from multilora_engine.tritonserver.grpc_probe import probe_generation_over_grpc
 
     return partial(probe_generation_over_grpc, api_key=api_key)
+
+
+def _is_engine(pid: int) -> bool:
+    """Whether a process is the engine, or stands in its place."""
+    return runs_module(pid, ENGINE_MODULE) or runs_module(pid, RELAY_MODULE)

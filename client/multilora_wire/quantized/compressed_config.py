@@ -53,7 +53,7 @@ def read_compressed(config: Object) -> CompressedTensors:
         except QuantizationError as error:
             raise QuantizationError(f"config_groups.{group_name}: {error}") from error
     if config.get("kv_cache_scheme"):
-        notes.append("kv_cache_scheme is not followed: keys and values stay floats")
+        notes.append("kv_cache_scheme is not followed: keys and values are stored as kv_cache_dtype says")
     return CompressedTensors(schemes, texts(config, "ignore"), tuple(dict.fromkeys(notes)))
 
 

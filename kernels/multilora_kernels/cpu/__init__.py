@@ -18,6 +18,7 @@ import torch
 from multilora_kernels import operators, reference
 from multilora_kernels.constant_result import constant_result
 from multilora_kernels.cpu.build import BuildError, load_library
+from multilora_kernels.interpreter import IS_INTERPRETED
 from multilora_kernels.panels import Panels
 from multilora_kernels.segments import LoRASegments
 from multilora_kernels.tables import LoRATables
@@ -28,6 +29,8 @@ logger = logging.getLogger(__name__)
 @constant_result
 def load_cpu_kernels() -> bool:
     """Register the CPU operators; True when they are the compiled ones, False when the reference serves.
+
+    False, too, in Triton's interpreter, where the GPU's operators serve a CPU.
 
     Every operator calls it on its first use. Call it at startup to keep the build (some minutes, once per machine)
     out of the first request. Why the reference serves is said in one warning.
@@ -148,6 +151,12 @@ def decoder_layers_directly(
 
 @functools.cache
 def _library() -> ModuleType | None:
+    if IS_INTERPRETED:
+        # Imported here: Triton comes with the CUDA builds of torch only.
+        from multilora_kernels.cuda import register_operators
+
+        register_operators("CPU")
+        return None
     try:
         library = load_library()
     except BuildError as error:

@@ -1,10 +1,11 @@
 // Linears of bfloat16 weights by AMX, the matrix unit of Intel's server processors since Sapphire Rapids. It multiplies
-// bfloat16 and adds in float32, ten times as fast as their vector units, so that a product with few rows costs what reading
-// its weights costs.
+// bfloat16 and adds in float32, ten times as fast as their vector units, so that a product with few rows
+// costs as much as reading its weights.
 //
 // In float32 nothing is rounded to bfloat16: an activation is the sum of three of them, of eight bits each, and so is its
-// product with a weight. In bfloat16 an activation is one of them, the nearest. Every output is one chain of sums, of kMatrixInputs inputs after the others and of those the smallest parts
-// first, so that it depends on neither the other rows nor the thread.
+// product with a weight. In bfloat16 an activation is one of them, the nearest. Every output is one chain
+// of sums, kMatrixInputs inputs after the others, and of these the smallest parts first, so that it depends on neither the
+// other rows nor the thread.
 //
 // Source of the instructions: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 1, chapter 18.
 #if defined(__x86_64__)
@@ -108,7 +109,7 @@ struct Step {
   const char* tile(int vector) const { return weights + vector * next_outputs; }
 
   // Adds the products with one or two tiles of rows, and calls between(0 .. kPanelVectors - 1) meanwhile. Sums take turns, so
-  // that none waits for what was added to it last.
+  // that none waits for its own last addition.
   template <int RowTiles, class Between>
   inline void add(const Between& between) const {
     static_assert(kPanelVectors == 3 && (RowTiles == 1 || RowTiles == 2));
@@ -183,7 +184,7 @@ class Panel {
         weights_(static_cast<const char*>(task.panels) + panel * kPanelVectors * next_outputs_),
         y_(task.y + panel * kWidth), outputs_(std::min(kWidth, task.out_features - panel * kWidth)) {}
 
-  // N: tiles of the group; fetches: what comes next from memory.
+  // N: tiles of the group; fetches: the lines that come next from memory.
   template <int N>
   void multiply(const RowGroup<Parts>& group, bool fetches) const {
     Sums<N>::zero();

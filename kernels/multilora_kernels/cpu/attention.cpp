@@ -11,8 +11,11 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
+#include <limits>
 #include <memory>
 #include <optional>
+#include <type_traits>
 #include <vector>
 
 #include "capability.h"
@@ -28,6 +31,9 @@ constexpr int64_t kMaxQueries = 48;
 constexpr int64_t kKeyLoadCost = 4;
 // Least cost that is worth a thread of its own: some microseconds.
 constexpr int64_t kGrainCost = 1 << 9;
+// Of a head in codes: the largest element has this one; with less than the smallest one, whose inverse is a number, all are
+// zero.
+constexpr float kLargestCode = 127, kSmallestScaled = 0x1p-100f;
 // Elements of queries, keys and values that are worth a thread of their own.
 constexpr int64_t kGrainElements = 1 << 15;
 
@@ -191,7 +197,7 @@ void join(const Results& results, const Results& later, int64_t queries, int64_t
 struct Run {
   const Batch& batch;
   const Pieces& pieces;
-  const Kernels& kernels;
+  const AttentionKernels& kernels;
   const at::Tensor& out;
   std::unique_ptr<float[]> partial_memory{new float[pieces.num_partial * partial_size()]};
 
@@ -224,7 +230,7 @@ struct Run {
   // Most of one piece.
   int64_t queries() const { return std::max(batch.tokens_per_piece() * batch.group(), batch.q.size(1)); }
   int64_t scratch_size() const {
-    return std::max(attention_scratch(queries(), batch.head_dim()), decode_scratch(queries()));
+    return std::max(attention_scratch(queries(), batch.head_dim()), decode_scratch(queries(), batch.head_dim()));
   }
 
   // scratch: scratch_size() floats, then those of the results of a piece.
@@ -263,7 +269,7 @@ struct Run {
 void check(const Batch& batch) {
   TORCH_CHECK(batch.q.dim() == 3 && batch.keys.dim() == 3 && batch.keys.sizes() == batch.values.sizes() &&
                   batch.keys.strides() == batch.values.strides() && batch.keys.scalar_type() == batch.values.scalar_type() &&
-                  batch.keys.size(2) == batch.head_dim() && batch.q.size(1) % batch.keys.size(1) == 0,
+                  head_dim_of(batch.keys) == batch.head_dim() && batch.q.size(1) % batch.keys.size(1) == 0,
               "queries ", batch.q.sizes(), ", keys ", batch.keys.sizes(), " and values ", batch.values.sizes(),
               " do not belong together");
   const auto& [block_tables, query_starts, context_lens, block_size, window] = batch.sequences;
@@ -304,8 +310,33 @@ at::Tensor attend(const at::Tensor& q, const at::Tensor& keys, const at::Tensor&
   check(batch);
   const at::Tensor out = at::empty({q.size(0), q.size(1) * q.size(2)}, rows.options());
   const Pieces pieces(batch);
-  Run{batch, pieces, kernels_of(keys.scalar_type()), out}.all();
+  Run{batch, pieces, attention_kernels_of(keys.scalar_type()), out}.all();
   return q.scalar_type() == at::kFloat ? out : out.to(q.scalar_type());
+}
+
+// The codes and the scale of a head, as quantize_rows of kv_rows.py.
+void store_codes(const float* x, int64_t head_dim, int8_t* row) {
+  // Bits of numbers without sign are in the order of the numbers, with infinity and NaN behind all others.
+  constexpr int32_t kMagnitude = 0x7fffffff, kInfinity = 0x7f800000;
+  int32_t top = 0;
+  for (int64_t d = 0; d < head_dim; ++d) {
+    int32_t bits;
+    std::memcpy(&bits, x + d, sizeof(bits));
+    top = std::max(top, bits & kMagnitude);
+  }
+  float largest;
+  std::memcpy(&largest, &top, sizeof(largest));
+  const bool is_zero = largest < kSmallestScaled, is_number = top < kInfinity;
+  const float scale = !is_number ? std::numeric_limits<float>::quiet_NaN() : is_zero ? 0.0f : largest / kLargestCode;
+  if (is_zero || !is_number) {
+    std::fill_n(row, head_dim, int8_t{0});
+  } else {
+    const float codes_per_unit = kLargestCode / largest;
+    for (int64_t d = 0; d < head_dim; ++d) {
+      row[d] = static_cast<int8_t>(std::lrint(x[d] * codes_per_unit));
+    }
+  }
+  std::memcpy(row + head_dim, &scale, sizeof(scale));
 }
 
 // The heads of a step's tokens, float32: queries are turned into `q`, keys turned into the cache, values put there as they are.
@@ -314,7 +345,7 @@ struct Heads {
   const Angles& angles;   // [num_tokens, 1, rotary_dim]
   const at::Tensor &q, &keys, &values, &slots;
 
-  int64_t head_dim() const { return keys.size(2); }
+  int64_t head_dim() const { return head_dim_of(keys); }
   int64_t rotary_dim() const { return angles.cos.size(-1); }
 
   void check() const {
@@ -356,7 +387,13 @@ struct Heads {
   void store(int64_t token, const float* x, const at::Tensor& cache) const {
     T* slot = cache.mutable_data_ptr<T>() + slots.const_data_ptr<int64_t>()[token] * cache.stride(0);
     for (int64_t head = 0; head < cache.size(1); ++head) {
-      std::copy_n(x + head * head_dim(), head_dim(), slot + head * cache.stride(1));
+      const float* from = x + head * head_dim();
+      T* row = slot + head * cache.stride(1);
+      if constexpr (std::is_same_v<T, int8_t>) {
+        store_codes(from, head_dim(), row);
+      } else {
+        std::copy_n(from, head_dim(), row);
+      }
     }
   }
 };
@@ -370,8 +407,10 @@ void place(const Heads& heads) {
       return heads.place<at::BFloat16>();
     case at::kHalf:
       return heads.place<at::Half>();
+    case at::kChar:
+      return heads.place<int8_t>();
     default:
-      TORCH_CHECK(false, "keys and values are float32, bfloat16 or float16, not ", heads.keys.scalar_type());
+      TORCH_CHECK(false, "keys and values are float32, bfloat16, float16 or int8, not ", heads.keys.scalar_type());
   }
 }
 
@@ -395,9 +434,13 @@ at::Tensor rotary_attention_operator(const at::Tensor& qkv, const at::Tensor& co
 
 }  // namespace
 
+int64_t head_dim_of(const at::Tensor& cache) {
+  return cache.size(-1) - (cache.scalar_type() == at::kChar ? kRowScaleBytes : 0);
+}
+
 at::Tensor rotary_attention(const at::Tensor& qkv, const Angles& angles, const at::Tensor& keys, const at::Tensor& values,
                             const at::Tensor& slots, const Sequences& sequences, const AttentionOptions& options) {
-  const int64_t head_dim = keys.size(2), num_heads = qkv.size(1) / head_dim - 2 * keys.size(1);
+  const int64_t head_dim = head_dim_of(keys), num_heads = qkv.size(1) / head_dim - 2 * keys.size(1);
   TORCH_CHECK(qkv.dim() == 2 && keys.dim() == 3 && keys.sizes() == values.sizes() && keys.stride(2) == 1 &&
                   values.stride(2) == 1 && num_heads > 0 && qkv.size(1) % head_dim == 0,
               "qkv ", qkv.sizes(), ", keys ", keys.sizes(), " and values ", values.sizes(), " do not belong together");

@@ -13,6 +13,7 @@
 #include <limits>
 #include <type_traits>
 
+#include "cache_rows.h"
 #include "exponential.h"
 #include "lora_kernels.h"
 #include "work.h"
@@ -29,7 +30,7 @@ template <class T>
 struct RowLines {
   const T* cache;
   const int64_t *row, *end;  // elements from `cache` to each row
-  int64_t row_bytes, byte = 0;
+  int64_t num_bytes, byte = 0;  // of a row
 
   MULTILORA_INLINE void fetch_one() {
     if (row == end) {
@@ -37,7 +38,7 @@ struct RowLines {
     }
     __builtin_prefetch(reinterpret_cast<const char*>(cache + *row) + byte);
     byte += kCacheLine;
-    if (byte >= row_bytes) {
+    if (byte >= num_bytes) {
       byte = 0;
       ++row;
     }
@@ -259,12 +260,19 @@ class Attention {
     for (int64_t j = tile.begin; j < tile.end; ++j) {
       const T* from = static_cast<const T*>(cache) + tile.slot_offsets[j];
       float* to = rows + row_offsets[j];
+      const auto value = [&](F element) {
+        if constexpr (kIsCode<T>) {
+          return Vec::mul(element, Vec::broadcast(scale_of(from, head_dim)));
+        } else {
+          return element;
+        }
+      };
       int64_t d = 0;
       for (; d + Vec::kWidth <= head_dim; d += Vec::kWidth) {
-        Vec::store(to + d, Vec::load(from + d));
+        Vec::store(to + d, value(Vec::load(from + d)));
       }
       for (; d < padded_dim; d += Vec::kWidth) {
-        Vec::store(to + d, Vec::load_first(from + d, int(std::max<int64_t>(head_dim - d, 0))));
+        Vec::store(to + d, value(Vec::load_first(from + d, int(std::max<int64_t>(head_dim - d, 0)))));
       }
     }
     return {rows, row_offsets};
@@ -274,7 +282,7 @@ class Attention {
   RowLines<T> lines_of(const void* cache, const KeyTile& tile, int64_t begin, int64_t end) const {
     const int64_t num_keys = std::max<int64_t>(tile.end, 0);
     return {static_cast<const T*>(cache), tile.slot_offsets + std::min(begin, num_keys),
-            tile.slot_offsets + std::min(end, num_keys), head_dim * int64_t(sizeof(T))};
+            tile.slot_offsets + std::min(end, num_keys), row_bytes<T>(head_dim)};
   }
 
   // scores[j, lane] = sum_d keys[j, d] * q[d, lane]; groups of rows may begin before the tile's keys and end behind them.

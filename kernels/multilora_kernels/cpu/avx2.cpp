@@ -63,9 +63,6 @@ struct Avx2 : X86Vectors<Avx2, 32> {
   }
   static inline F load(const Float16* p) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
 
-  static inline F load(const Int8Code* p) {
-    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
-  }
   // The first codes of eight pairs, and the second ones.
   static inline void load_pairs(const Int4Codes* p, F& low, F& high) {
     const __m256i pairs = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <limits>
 #include <type_traits>
 
@@ -72,9 +73,7 @@ struct Avx512 : X86Vectors<Avx512, 64> {
   static inline F load(const BFloat16* p) { return from_bfloat16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
   static inline F load(const Float16* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
 
-  static inline F load(const int8_t* p) {
-    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
-  }
+  static inline F load(const int8_t* p) { return from_int8(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
   // As Float16: less by kFloat8Scale.
   static inline F load(const Float8* p) {
     const __m256i bits = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
@@ -98,8 +97,7 @@ struct Avx512 : X86Vectors<Avx512, 64> {
   static inline F load_first(const Float16* p, int n) { return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first(n), p)); }
 
   static inline F from_int8(__m128i codes) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(codes)); }
-  static inline F load(const Int8Code* p) { return from_int8(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
-  static inline F load_first(const Int8Code* p, int n) { return from_int8(_mm_maskz_loadu_epi8(first(n), p)); }
+  static inline F load_first(const int8_t* p, int n) { return from_int8(_mm_maskz_loadu_epi8(first(n), p)); }
   // The first codes of sixteen pairs, and the second ones. A shuffle looks at the lower four bits of an index only.
   static inline void load_pairs(const Int4Codes* p, F& low, F& high) {
     const F values = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1);

@@ -22,7 +22,6 @@ from pathlib import Path
 from types import ModuleType
 
 import torch
-from torch.utils import cpp_extension
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +69,9 @@ def _load(library: Path) -> ModuleType:
 
 
 def _build(library: Path) -> None:
+    # Here only: it imports setuptools, which takes every start a quarter of a second.
+    from torch.utils import cpp_extension
+
     logger.info("Compiling the CPU kernels into %s: once per machine, some minutes of processor time", library.parent)
     start = time.monotonic()
     with tempfile.TemporaryDirectory(dir=library.parent) as folder, _tools_on_path():

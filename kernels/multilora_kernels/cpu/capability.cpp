@@ -74,6 +74,10 @@ const Kernels& kernels_of(c10::ScalarType dtype) {
   }
 }
 
+const AttentionKernels& attention_kernels_of(c10::ScalarType dtype) {
+  return dtype == c10::kChar ? capability().int8_rows : kernels_of(dtype).attention;
+}
+
 LoraKernels lora_kernels_of(c10::ScalarType dtype) {
   switch (dtype) {
     case c10::kChar:

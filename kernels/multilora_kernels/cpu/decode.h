@@ -3,6 +3,8 @@
 // A task is all heads of one query with a range of its keys. Keys and values are used where they lie, from kPlaces places in
 // turn, and each comes from memory once: a decode step costs what its bytes cost. A score is as many chains as `Vec` has
 // lanes, added in a tree; the lanes' results go together for as many keys. What a task gives depends on nothing else.
+//
+// Codes count as floats, exactly, in a score's sum and in one of values; scales are factors of the score and of the weight.
 #pragma once
 
 #include <algorithm>
@@ -11,6 +13,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "cache_rows.h"
 #include "exponential.h"
 #include "lora_kernels.h"
 #include "vectors.h"
@@ -46,8 +49,9 @@ class Decode {
  public:
   Decode(const DecodeTask& task, float* scratch)
       : task(task), num_keys(task.end_key - task.first_key), scores(scratch),
-        row_bytes(((task.num_kv_heads - 1) * task.head_stride + task.head_dim) * int64_t(sizeof(T))),
-        query_lines((row_bytes + num_queries() * kCacheLine - 1) / (num_queries() * kCacheLine)) {
+        code_values(scratch + num_queries() * kScoreStride),
+        slot_bytes((task.num_kv_heads - 1) * task.head_stride * int64_t(sizeof(T)) + row_bytes<T>(task.head_dim)),
+        query_lines((slot_bytes + num_queries() * kCacheLine - 1) / (num_queries() * kCacheLine)) {
     find_rows();
   }
 
@@ -55,9 +59,8 @@ class Decode {
     const T *keys = static_cast<const T*>(task.keys), *values = static_cast<const T*>(task.values);
     for (int64_t key = 0; key < num_keys; key += kKeys) {
       Ahead next = key + kKeys < num_keys ? ahead(keys, rows + key + kKeys) : ahead(values, rows);
-      for (int64_t query = 0; query < num_queries(); ++query) {
-        next.fetch(kKeys * query_lines);
-        score(query, keys + query / task.group * task.head_stride, key);
+      for (int64_t head = 0; head < task.num_kv_heads; ++head) {
+        score_head(head, keys + head * task.head_stride, key, next);
       }
     }
     for (int64_t query = 0; query < num_queries(); ++query) {
@@ -66,6 +69,9 @@ class Decode {
     std::fill_n(task.out, num_queries() * padded_head_dim(head_dim()), 0.0f);
     for (int64_t key = 0; key < num_keys; key += kKeys) {
       Ahead next = key + kKeys < num_keys ? ahead(values, rows + key + kKeys) : ahead(task.next, next_rows);
+      if constexpr (kIsCode<T>) {
+        scale_weights(values, key);
+      }
       for_each_query_tile([&](auto queries, int64_t query, int64_t column) {
         add_values<queries.value>(query, values + column, key, next);
       });
@@ -85,9 +91,10 @@ class Decode {
 
   const DecodeTask& task;
   const int64_t num_keys;
-  float* const scores;  // [queries, kScoreStride], then weights
-  const int64_t row_bytes;    // all heads of a key
-  const int64_t query_lines;  // lines of a row for each query, at least so many that the row is complete
+  float* const scores;       // [queries, kScoreStride], then weights
+  float* const code_values;  // [kKeys, padded head_dim], of a head's keys
+  const int64_t slot_bytes;   // all heads of a key
+  const int64_t query_lines;  // lines of a slot for each query, at least so many that the slot is complete
   // Elements from slot 0 to the slots of the keys, in the order in which they are used; the last one's up to a multiple of
   // kKeys.
   int64_t rows[kMaxDecodeKeys];
@@ -123,13 +130,13 @@ class Decode {
   struct Ahead {
     const char* first;
     const int64_t *row, *end;  // elements from `first`
-    int64_t row_bytes, byte = 0;
+    int64_t slot_bytes, byte = 0;
 
     MULTILORA_INLINE void fetch(int64_t lines) {
       for (; lines > 0 && row < end; --lines) {
         fetch_line(first + *row * int64_t(sizeof(T)) + byte);
         byte += kCacheLine;
-        if (byte >= row_bytes) {
+        if (byte >= slot_bytes) {
           byte = 0;
           ++row;
         }
@@ -138,7 +145,7 @@ class Decode {
   };
 
   MULTILORA_INLINE Ahead ahead(const void* first, const int64_t* row) const {
-    return {static_cast<const char*>(first), row, row + kKeys, row_bytes};
+    return {static_cast<const char*>(first), row, row + kKeys, slot_bytes};
   }
 
   // Calls tile(Count<queries>, first query, column of its key-value head) until all queries are covered.
@@ -164,33 +171,82 @@ class Decode {
     }
   }
 
-  // scores[query, key + i] = scale * sum_d q[query, d] * keys[key + i, d] for kKeys keys.
-  MULTILORA_INLINE void score(int64_t query, const T* keys, int64_t key) const {
+  // The scores of a head's queries with kKeys keys. Codes become floats once for all queries.
+  MULTILORA_INLINE void score_head(int64_t head, const T* keys, int64_t key, Ahead& next) const {
+    if constexpr (kIsCode<T>) {
+      load_codes(keys, key);
+    }
+    const F scale = factors(keys, key, task.scale);
+    for (int64_t query = head * task.group; query < (head + 1) * task.group; ++query) {
+      next.fetch(kKeys * query_lines);
+      if constexpr (kIsCode<T>) {
+        score(query, key, scale, [&](auto i) { return code_values + i * padded_head_dim(head_dim()); });
+      } else {
+        score(query, key, scale, [&](auto i) { return keys + rows[key + i]; });
+      }
+    }
+  }
+
+  // factor, times the scales of kKeys rows of codes.
+  MULTILORA_INLINE F factors(const T* first, int64_t key, float factor) const {
+    if constexpr (kIsCode<T>) {
+      float scales[kKeys];
+      for (int i = 0; i < kKeys; ++i) {
+        scales[i] = scale_of(first + rows[key + i], head_dim());
+      }
+      return Vec::mul(Vec::load(scales), Vec::broadcast(factor));
+    } else {
+      return Vec::broadcast(factor);
+    }
+  }
+
+  MULTILORA_INLINE void load_codes(const T* keys, int64_t key) const {
+    for_each_index<kKeys>([&](auto i) {
+      const T* from = keys + rows[key + i];
+      float* to = code_values + i * padded_head_dim(head_dim());
+      for_each_vector<Vec>(head_dim(), [&](int64_t d, auto part) { part.store(to + d, part.load(from + d)); });
+    });
+  }
+
+  // weights[query, key + i] *= the scale of values[key + i] for all queries and kKeys keys.
+  MULTILORA_INLINE void scale_weights(const T* values, int64_t key) const {
+    for (int64_t head = 0; head < task.num_kv_heads; ++head) {
+      const F scale = factors(values + head * task.head_stride, key, 1.0f);
+      for (int64_t query = head * task.group; query < (head + 1) * task.group; ++query) {
+        float* weights = scores + query * kScoreStride + key;
+        Vec::store(weights, Vec::mul(Vec::load(weights), scale));
+      }
+    }
+  }
+
+  // scores[query, key + i] = scale[i] * sum_d q[query, d] * row(i)[d] for kKeys keys.
+  template <class Row>
+  MULTILORA_INLINE void score(int64_t query, int64_t key, F scale, const Row& row) const {
     constexpr int64_t kColumns = Vec::kScoreVectors * Vec::kWidth;
     const float* q = task.q + query * head_dim();
     F sum[kKeys];
     for_each_index<kKeys>([&](auto i) { sum[i] = Vec::zero(); });
     int64_t d = 0;
     for (; d + kColumns <= head_dim(); d += kColumns) {
-      add_products<Vec::kScoreVectors>(q + d, keys + d, key, Whole<Vec>{}, sum);
+      add_products<Vec::kScoreVectors>(q + d, d, row, Whole<Vec>{}, sum);
     }
     for_each_vector<Vec>(head_dim() - d, [&](int64_t i, auto part) {
-      add_products<1>(q + d + i, keys + d + i, key, part, sum);
+      add_products<1>(q + d + i, d + i, row, part, sum);
     });
-    Vec::store(scores + query * kScoreStride + key, Vec::mul(Vec::sums(sum), Vec::broadcast(task.scale)));
+    Vec::store(scores + query * kScoreStride + key, Vec::mul(Vec::sums(sum), scale));
   }
 
-  // sum[i] += q[d] * keys[key + i, d], lane by lane, for some vectors of d.
-  template <int Vectors, class Columns>
-  MULTILORA_INLINE void add_products(const float* q, const T* keys, int64_t key, Columns columns, F* sum) const {
+  // sum[i] += q[0] * row(i)[d], lane by lane, for some vectors.
+  template <int Vectors, class Columns, class Row>
+  MULTILORA_INLINE void add_products(const float* q, int64_t d, const Row& row, Columns columns, F* sum) const {
     F q_part[Vectors];
     for (int v = 0; v < Vectors; ++v) {
       q_part[v] = columns.load(q + v * Vec::kWidth);
     }
     for_each_index<kKeys>([&](auto i) {
-      const T* row = keys + rows[key + i];
+      const auto* elements = row(i) + d;
       for (int v = 0; v < Vectors; ++v) {
-        sum[i] = Vec::fma(q_part[v], columns.load(row + v * Vec::kWidth), sum[i]);
+        sum[i] = Vec::fma(q_part[v], columns.load(elements + v * Vec::kWidth), sum[i]);
       }
     });
   }

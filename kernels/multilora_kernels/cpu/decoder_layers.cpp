@@ -19,7 +19,7 @@ at::Tensor multiply(const at::Tensor& x, const LayerLinear& linear, const std::o
   return packed_linear(x, linear.panels, out_features, linear.bias);
 }
 
-// x and what is still to be added to it.
+// x and the update that is still to be added to it.
 using Stream = std::tuple<at::Tensor, at::Tensor>;
 
 Stream run(const Layer& layer, const Stream& stream) {

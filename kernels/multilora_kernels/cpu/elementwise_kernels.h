@@ -1,4 +1,4 @@
-// What lies between a layer's matrix products, row by row, written once over a vector type `Vec`.
+// The operators between a layer's matrix products, row by row, written once over a vector type `Vec`.
 #pragma once
 
 #include <algorithm>

@@ -17,7 +17,7 @@ namespace {
 
 template <class Vec, class T>
 constexpr Kernels kernels_for() {
-  return {shrink<Vec, T>, expand<Vec, T>, linear<Vec, T>, attend<Vec, T>, decode<Vec, T>};
+  return {shrink<Vec, T>, expand<Vec, T>, linear<Vec, T>, {attend<Vec, T>, decode<Vec, T>}};
 }
 
 template <class Vec>
@@ -34,8 +34,9 @@ constexpr Capability capability_of(const char* name) {
           kernels_for<Vec, float>(),
           kernels_for<Vec, BFloat16>(),
           kernels_for<Vec, Float16>(),
-          {shrink<Vec, Int8Code>, expand_codes<Vec, Int8Code>},
+          {shrink<Vec, int8_t>, expand_codes<Vec, int8_t>},
           {shrink_blocks<Vec>, expand_codes<Vec, Int4Codes>},
+          {attend<Vec, int8_t>, decode<Vec, int8_t>},
           quantized_kernels<Vec>()};
 }
 

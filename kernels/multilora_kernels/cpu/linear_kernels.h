@@ -28,7 +28,7 @@ constexpr int64_t kFetchDepth = 8;
 // processor's own prefetchers are the quickest, and requests of ours, of which a core has too few under way, only hinder
 // them; with more, they sleep between blocks.
 constexpr int64_t kLineProducts = 6;
-// Tiles of rows that convert weights of 16 bits each for themselves; of more, the first one keeps what it converted for the
+// Tiles of rows that convert weights of 16 bits each for themselves; of more, the first one keeps the converted ones for the
 // others.
 constexpr int64_t kDirectTiles = 2;
 // Rows whose activations stay in the L2 cache while all panels of a thread pass by, and whose sums of one panel are kept
@@ -43,7 +43,7 @@ constexpr int64_t block_depth(int64_t in_features) {
   return (depth + kFetchDepth - 1) / kFetchDepth * kFetchDepth;
 }
 
-// What a thread reads after a block of a panel: as many inputs of each column.
+// The weights that a thread reads after a block of a panel: as many inputs of each column.
 struct NextBlock {
   const char* first;
   int64_t column_bytes;
@@ -59,7 +59,7 @@ struct NextBlock {
   }
 };
 
-// How much of the next block those who multiply `rows` rows with one block fetch, and how often. step_bytes: of a column's
+// How much of the next block the tiles that multiply `rows` rows with one block fetch, and how often. step_bytes: of a column's
 // weights of kFetchDepth inputs.
 template <class Vec>
 NextBlock next_block(const void* first, int64_t column_bytes, int64_t step_bytes, int64_t rows) {
@@ -98,6 +98,7 @@ template <class Vec, class Weights, bool Keeps = false>
 struct LinearTile {
   using F = typename Vec::F;
   using Inputs = std::make_integer_sequence<int, Weights::kStep>;
+  using Steps = std::make_integer_sequence<int, kFetchDepth / Weights::kStep>;
   static constexpr int kPanelWidth = kPanelVectors * Vec::kWidth;
 
   const float* x;
@@ -139,9 +140,16 @@ struct LinearTile {
       if (tile < next.tiles) {
         next.fetch((tile * steps + k / kFetchDepth) * next.column_lines);
       }
-      for (int64_t j = k; j < k + kFetchDepth; j += Weights::kStep) {
+      const auto accumulate_step = [&](int64_t j) MULTILORA_INLINED {
         const auto step = weights.at(j);
         for_constants(Inputs{}, [&](auto i) MULTILORA_INLINED { accumulate(step, j + i, i); });
+      };
+      if constexpr (Rows == Vec::kLinearRows) {  // nearly all the time is spent here: unrolled, 5 % less of it on Zen 4
+        for_constants(Steps{}, [&](auto i) MULTILORA_INLINED { accumulate_step(k + i * Weights::kStep); });
+      } else {
+        for (int64_t j = k; j < k + kFetchDepth; j += Weights::kStep) {
+          accumulate_step(j);
+        }
       }
     }
     for (; k < depth; k += Weights::kStep) {

@@ -61,7 +61,7 @@ struct BlockShrinkTile {
   }
 
  private:
-  // What a block of n columns, whose first input is `first`, adds to the sums.
+  // Adds a block of n columns, whose first input is `first`, to the sums.
   template <int Rows, class Load>
   static MULTILORA_INLINE void add_block(const char* block, int64_t rank_bytes, int n, const float* const* x, int64_t first,
                                          const Load& load, F (&sum)[Ranks][Rows]) {
@@ -163,7 +163,7 @@ struct PanelTile {
   }
 
  private:
-  // Adds what n columns of equal scales give to the sums. kCount: n where it is known when compiling, else 0.
+  // Adds n columns of equal scales to the sums. kCount: n where it is known when compiling, else 0.
   template <int kCount>
   MULTILORA_INLINE void add_columns(int64_t column, int64_t lane, int64_t n) const {
     F columns[kBlockColumns];
@@ -173,7 +173,7 @@ struct PanelTile {
     for_each_row_tile<Vec::kExpandRows>(0, task.rows.count, Accumulate<kCount>{*this, columns, scale, column, count});
   }
 
-  static MULTILORA_INLINE void load_columns(const Int8Code* codes, int count, F* columns) {
+  static MULTILORA_INLINE void load_columns(const int8_t* codes, int count, F* columns) {
     for (int c = 0; c < count; ++c) {
       columns[c] = Vec::load(codes + c * kCodeLanes);
     }

@@ -1,5 +1,5 @@
-// Where the codes and scales of adapters of 8 and 4 bits lie: the counterpart of adapter_codes.py, which says what they
-// mean. Sizes and places are bytes.
+// Where the codes and scales of adapters of 8 and 4 bits lie: the counterpart of adapter_codes.py, which gives their
+// meaning. Sizes and places are bytes.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +21,7 @@ template <class Code>
 struct CodePlaces;
 
 template <>
-struct CodePlaces<Int8Code> {
+struct CodePlaces<int8_t> {
   static constexpr int64_t a_header(int64_t rank) { return (4 * rank + 63) / 64 * 64; }
   static constexpr int64_t a_row(int64_t in_features) { return in_features; }
   static constexpr int64_t panel(int64_t columns) { return kScaleBytes + kCodeLanes * columns; }
@@ -48,18 +48,18 @@ struct MatrixPlaces {
   int64_t element_size;
   int bits;
 
-  int64_t a_header(int64_t rank) const { return bits == 8 ? CodePlaces<Int8Code>::a_header(rank) : 0; }
+  int64_t a_header(int64_t rank) const { return bits == 8 ? CodePlaces<int8_t>::a_header(rank) : 0; }
   int64_t a_row(int64_t in_features) const {
     return bits == 4 ? CodePlaces<Int4Codes>::a_row(in_features) : in_features * element_size;
   }
   int64_t a_size(int64_t rank, int64_t in_features) const { return a_header(rank) + rank * a_row(in_features); }
   int64_t panel(int64_t rank) const {
-    return bits == 4 ? CodePlaces<Int4Codes>::panel(rank) : CodePlaces<Int8Code>::panel(rank);
+    return bits == 4 ? CodePlaces<Int4Codes>::panel(rank) : CodePlaces<int8_t>::panel(rank);
   }
   int64_t b_size(int64_t out_features, int64_t rank) const {
     return bits ? columns_of(out_features) * panel(rank) : out_features * rank * element_size;
   }
-  // Where what belongs to an output begins; with codes, to its panel.
+  // Where the weights of an output begin; with codes, those of its panel.
   int64_t b_output(int64_t output, int64_t rank) const {
     return bits ? output / kCodeLanes * panel(rank) : output * rank * element_size;
   }

@@ -35,7 +35,7 @@ struct ReadingOrder {
       : end(static_cast<const char*>(end)), next(static_cast<const char*>(next)),
         ahead(std::min(kAheadBytes, this->end - static_cast<const char*>(begin))) {}
 
-  // What is read soon after `place`, at least so many bytes.
+  // The memory that is read soon after `place`, at least so many bytes.
   inline const char* after(const void* place, int64_t bytes) const {
     const char* soon = static_cast<const char*>(place) + std::max(ahead, bytes);
     return soon < end ? soon : next + (soon - end);
@@ -107,7 +107,7 @@ struct ShrinkTile {
       float* v = task.v + task.rows.tokens[first_row + r] * task.v_stride + first_rank;
       for (int j = 0; j < Ranks; ++j) {
         v[j] = Vec::sum(sum[j][r]);
-        if constexpr (std::is_same_v<T, Int8Code>) {
+        if constexpr (std::is_same_v<T, int8_t>) {
           v[j] *= task.scales[first_rank + j];
         }
       }
@@ -178,7 +178,7 @@ struct ExpandTile {
     }
   }
 
-  // The only row of a task: every adapter's own, mostly. What `Accumulate` does, without a way through memory.
+  // The only row of a task: every adapter's own, mostly. As `Accumulate`, without a way through memory.
   MULTILORA_INLINE void run_single() const {
     const float* v = v_row(0);
     F sum = Vec::zero(), columns[kColumns];

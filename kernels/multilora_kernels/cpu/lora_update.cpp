@@ -1,9 +1,9 @@
 // The operators multilora::lora_apply and lora_linear for CPU tensors (schemas: operators.py): both halves of an update,
 // and before them the base linear where its weights are packed, in one parallel region.
 //
-// Threads compute the base linear, then ranks, and when all of that is there, what the update adds to the outputs. Each has
+// Threads compute the base linear, then ranks, and when all of that is there, the update of the outputs. Each has
 // adapters of its own, whose weights it reads from one end to the other, until it helps those that are behind. Pieces are
-// independent: who takes which changes no result.
+// independent: which thread takes which changes no result.
 #include <ATen/core/Tensor.h>
 #include <torch/library.h>
 
@@ -42,7 +42,7 @@ class Reading {
     end_ = end;
     weights_ = weights;
   }
-  // next: what the thread reads afterwards, null if that is unknown.
+  // next: the memory that the thread reads afterwards, null if that is unknown.
   void finish(const void* next) {
     if (weights_) {
       kernel_(task_, begin_, end_, next ? next : weights_);
@@ -72,7 +72,7 @@ class Awaited {
     } running{left_};
     work(running.claimed);
   }
-  // For who found no piece left to claim: those that are not over are with threads that run them.
+  // For a thread that found no piece left to claim: the pieces that are not over are with threads that run them.
   void wait() const {
     for (Waiting waiting; left_.load(std::memory_order_acquire) > 0;) {
       waiting.pause();
@@ -130,7 +130,7 @@ class Update {
     });
   }
 
-  // What is added to the outputs [begin, end) of all rows.
+  // The update of the outputs [begin, end) of all rows.
   void expand(int64_t begin, int64_t end) const {
     Reading<ExpandTask> reading(kernels_.expand);
     for (int64_t i = 0; i < num_pieces(); i += parts_) {

@@ -25,6 +25,9 @@ struct Angles {
   bool is_interleaved = false;
 };
 
+// Elements of a head in a KV cache.
+int64_t head_dim_of(const at::Tensor& cache);
+
 // `rotary_attention` of attention.py.
 at::Tensor rotary_attention(const at::Tensor& qkv, const Angles& angles, const at::Tensor& keys, const at::Tensor& values,
                             const at::Tensor& slots, const Sequences& sequences, const AttentionOptions& options);

@@ -1,4 +1,4 @@
-// Any processor: eight lanes that the compiler maps to whatever vectors it may assume.
+// Any processor: eight lanes that the compiler maps to the vectors that it may assume.
 #include <c10/util/Half.h>
 
 #include <algorithm>
@@ -26,7 +26,6 @@ inline float to_float(BFloat16 value) {
 
 inline float to_float(Float16 value) { return c10::detail::fp16_ieee_to_fp32_value(value.bits); }
 
-inline float to_float(Int8Code code) { return code.value; }
 inline float to_float(int8_t value) { return value; }
 
 // As Float16: less by kFloat8Scale.

@@ -1,5 +1,5 @@
 // Operators as functions of the extension module, past torch's dispatcher: its parsing of lora_apply's sixteen arguments
-// takes longer than the update of one row. They refuse what the dispatcher would do more with than to call the operator.
+// takes longer than the update of one row. They refuse arguments with which the dispatcher would do more than call the operator.
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/object_ptr.h>
@@ -262,7 +262,7 @@ PyObject* rotary_attention_of(PyObject*, PyObject* const* arguments, Py_ssize_t 
   const Angles angles{tensor(arguments[1]), tensor(arguments[2]), arguments[8] == Py_True};
   const at::Tensor &values = tensor(arguments[4]), &slots = tensor(arguments[5]);
   const Sequences sequences = sequences_of(arguments[6]);
-  const AttentionOptions options = attention_options_of(arguments[7], keys.size(-1));
+  const AttentionOptions options = attention_options_of(arguments[7], head_dim_of(keys));
   at::Tensor out;
   {
     const pybind11::gil_scoped_release no_gil;

@@ -1,7 +1,7 @@
 // The choice of a token for each row of logits, written once over a vector type `Vec`.
 //
 // Tokens have weights, e^((logit - largest) / temperature), and an order: the heavier first, of equal ones that with the
-// smaller id. What top_k, top_p and min_p leave is the first tokens up to some place, the cut. No row is sorted to find it:
+// smaller id. top_k, top_p and min_p leave the first tokens up to some place, the cut. No row is sorted to find it:
 // halving the range of weights that it lies in leaves a few tokens, and only these are put in order.
 #pragma once
 
@@ -183,7 +183,7 @@ class SampledRow {
     return {last, tokens.weight};
   }
 
-  // What a cut leaves of a block.
+  // The part of a block that a cut leaves.
   double left_of(int64_t block, const Cut& cut) const {
     if (block <= cut.token && cut.token < block + kVocabBlock) {
       double weight = 0;
@@ -196,7 +196,7 @@ class SampledRow {
     return block_from(block, is_before ? cut.weight : std::nextafter(cut.weight, 2.0f)).weight;
   }
 
-  // The token where the weights of what is left, one after the other by id, exceed `uniform` of their sum.
+  // The token where the weights of the tokens left, one after the other by id, exceed `uniform` of their sum.
   int64_t draw(const Cut& cut) const {
     std::vector<double> left(padded_ / kVocabBlock);
     double whole = 0;

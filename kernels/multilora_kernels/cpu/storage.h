@@ -13,14 +13,11 @@ struct Float16 {
   uint16_t bits;
 };
 
-// Codes of lora_codes.h: one, and two of which the first is in the lower four bits, as two's complement.
-struct Int8Code {
-  int8_t value;
-};
-
+// Two codes of lora_codes.h; the first is in the lower four bits, as two's complement.
 struct Int4Codes {
   uint8_t pair;
 };
+
 // float8_e4m3fn
 struct Float8 {
   uint8_t bits;

@@ -2,7 +2,7 @@
 //
 // A region of at::parallel_for begins and ends with all of its threads: where regions are microseconds apart that is much of
 // their cost, and a thread that the system has put aside holds up everybody, even if others have done its work. The threads
-// of a team wait for what their leader shares out, and a job is over as soon as nobody is at it.
+// of a team wait for jobs that their leader shares out, and a job is over as soon as no thread is at it.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -19,7 +19,7 @@ namespace multilora {
 // A thread that looks for something again and again.
 class Waiting {
  public:
-  // Between two looks: first as long as the processor says, later whatever else there is to do on this core.
+  // Between two looks: first as long as the processor says, later as long as other work has this core.
   void pause() {
     if (++looks_ > kLooks) {
       return std::this_thread::yield();
@@ -32,7 +32,7 @@ class Waiting {
   }
 
  private:
-  // Some ten microseconds, longer than what a leader does between two jobs. Behind that a thread that we wait for was put
+  // Some ten microseconds, longer than a leader's work between two jobs. Behind that a thread that we wait for was put
   // aside; beside other processes, steps that slept until it was back took 9 and 15 % longer than those that yield.
   static constexpr int64_t kLooks = 1000;
 
@@ -63,7 +63,7 @@ class Team {
   static int64_t available() { return led_ ? led_->size_ : at::in_parallel_region() ? 1 : at::get_num_threads(); }
 
   // Calls job(0) and, on every other thread that comes meanwhile, job of another number below `shares`: each of them does
-  // whatever is still to be done.
+  // the work that is still to be done.
   static void share_out(int64_t shares, Job job) {
     if (shares <= 1) {
       job(0);
@@ -77,7 +77,7 @@ class Team {
  private:
   explicit Team(int64_t size) : size_(size) {}
 
-  // What the threads have to know of a job to join it, in one word: its number, for how many threads it is, whether it still
+  // All that threads have to know of a job to join it, in one word: its number, for how many threads it is, whether it still
   // can be joined, and how many others are at it.
   static constexpr uint64_t kIsOpen = 1 << 16;
   static uint64_t opened(uint64_t number, uint64_t shares) { return number << 32 | shares << 17 | kIsOpen; }

@@ -1,7 +1,8 @@
 // Work that the threads of a parallel region take in turn.
 //
 // Cores are not equally fast: on a virtual machine one may have half of a physical core, and a thread that slept comes
-// late. Equal shares wait for the slowest of them; of pieces, a slow thread takes fewer. Who does a piece changes no result.
+// late. Equal shares wait for the slowest of them; of pieces, a slow thread takes fewer. No result depends on
+// which thread does a piece.
 #pragma once
 
 #include <algorithm>

@@ -1,16 +1,16 @@
-// What the operators (lora_halves.cpp) hand to the kernels of one instruction set (avx512.cpp, avx2.cpp, plain.cpp).
+// The tasks that operators (lora_halves.cpp) hand to the kernels of one instruction set (avx512.cpp, avx2.cpp, plain.cpp).
 #pragma once
 
 #include <cstdint>
 
 namespace multilora {
 
-// A unit is what one thread does without interruption: a block of ranks (shrink) or of outputs (expand) of one task.
+// A unit is the work that one thread does without interruption: a block of ranks (shrink) or of outputs (expand) of one task.
 constexpr int64_t kRankUnit = 4;
 constexpr int64_t kOutputUnit = 16;
 // Least cost that is worth a thread of its own, in multiply-adds: some microseconds.
 constexpr int64_t kThreadCost = 1 << 17;
-// Pieces of work in which threads take weights: few enough that most of what a thread reads follows what it has read.
+// Pieces of work in which threads take weights: few enough that most of a thread's reads follow its last ones.
 constexpr int64_t kPiecesPerThread = 8;
 // Tokens of one task: enough that a large prefill reads an adapter from memory once per cache-resident block of tokens,
 // few enough that their activations stay in the L2 cache.
@@ -82,7 +82,7 @@ struct LinearTask {
 };
 
 // x as the sum of parts of 16 bits, or rounded to one, in the order in which a PairUnit takes them. Every kMatrixRows rows,
-// and those that are left, lie one after the other.
+// and the rows left over, lie one after the other.
 struct SplitTask {
   const float* x;
   int64_t x_stride;
@@ -127,15 +127,20 @@ struct AttentionTask {
 
 // Keys of one decode task, about: their scores stay in the L1 cache, and one long sequence is many tasks.
 constexpr int64_t kKeySplit = 128;
-// Most keys of one decode task: what is left of a sequence at its ends joins the task beside it, if it is short.
+// Most keys of one decode task: a short rest at an end of a sequence joins the task beside it.
 constexpr int64_t kMaxDecodeKeys = 2 * kKeySplit;
 
 // From the scores of one query to those of the next: a cache line more than their size, a power of two, lest all queries'
 // scores of a key share two sets of a cache.
 constexpr int64_t kScoreStride = kMaxDecodeKeys + 16;
 
-// Floats of memory that a decode kernel works in: scores.
-constexpr int64_t decode_scratch(int64_t queries) { return queries * kScoreStride; }
+// Bytes of the scale of a head's codes in the KV cache, a float32.
+constexpr int64_t kRowScaleBytes = 4;
+
+// Floats of memory that a decode kernel works in: scores, and the values of codes of as many keys as vectors have lanes.
+constexpr int64_t decode_scratch(int64_t queries, int64_t head_dim) {
+  return queries * kScoreStride + kDimUnit * padded_head_dim(head_dim);
+}
 
 // All heads of one query, and at most kMaxDecodeKeys of its keys, all of which it sees.
 struct DecodeTask {
@@ -197,13 +202,18 @@ using RotationKernel = void (*)(const RotationTask& task);
 // The token of one row. weights: padded_vocab(vocab) floats to work in.
 using SampleKernel = int64_t (*)(const float* logits, int64_t vocab, const SamplingParameters& parameters, float* weights);
 
+// The kernels for one storage type of the KV cache.
+struct AttentionKernels {
+  AttentionKernel attend;
+  DecodeKernel decode;
+};
+
 // The kernels for one storage type of the weights, or of the KV cache.
 struct Kernels {
   ShrinkKernel shrink;
   ExpandKernel expand;
   LinearKernel linear;
-  AttentionKernel attend;
-  DecodeKernel decode;
+  AttentionKernels attention;
 };
 
 // The kernels for one storage type of adapters.
@@ -244,6 +254,7 @@ struct Capability {
   Kernels bfloat16;
   Kernels float16;
   LoraKernels int8_codes, int4_codes;
+  AttentionKernels int8_rows;
   QuantizedKernels quantized;
   const PairUnits* pair_units = nullptr;
 };

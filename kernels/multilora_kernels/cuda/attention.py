@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from multilora_kernels.cuda.kv_rows import load_row_scales
 from multilora_kernels.cuda.tanh import tanh
 from multilora_kernels.cuda.tiles import exact_dot
 
@@ -52,7 +53,7 @@ def paged_attention(
     sums = q.new_empty(num_sequences, num_heads, num_splits, head_dim, dtype=torch.float32)
     stats = q.new_empty(num_sequences, num_heads, num_splits, 2, dtype=torch.float32)
     out = q.new_empty(num_sequences, num_heads * head_dim)
-    is_wide = torch.float32 in (q.dtype, keys.dtype)
+    is_wide, has_codes = torch.float32 in (q.dtype, keys.dtype), keys.dtype == torch.int8
     decode_kernel[num_sequences, num_kv_heads, num_splits](
         q,
         keys,
@@ -69,7 +70,7 @@ def paged_attention(
         keys.stride(0),
         keys.stride(1),
         block_tables.stride(0),
-        **decode_constants(num_heads // num_kv_heads, head_dim, block_size, is_wide, softcap > 0),
+        **decode_constants(num_heads // num_kv_heads, head_dim, block_size, is_wide, softcap > 0, has_codes),
     )
     combine_kernel[num_sequences, num_heads](
         sums, stats, context_lens, sinks, out, window, num_splits, **combine_constants(head_dim)
@@ -78,9 +79,12 @@ def paged_attention(
 
 
 def decode_constants(
-    group: int, head_dim: int, block_size: int, is_wide: bool, has_softcap: bool = False
+    group: int, head_dim: int, block_size: int, is_wide: bool, has_softcap: bool = False, has_codes: bool = False
 ) -> dict[str, Any]:
-    """The constants of the first kernel. group: query heads of a key-value head. is_wide: float32 is among it."""
+    """The constants of the first kernel.
+
+    group: query heads of a key-value head. is_wide: float32 is among it. has_codes: the cache is of int8.
+    """
     return {
         "HAS_SOFTCAP": has_softcap,
         "GROUP": group,
@@ -88,7 +92,8 @@ def decode_constants(
         "BLOCK_SIZE": block_size,
         # Tensor cores take at least sixteen of each.
         "BLOCK_M": max(16, triton.next_power_of_2(group)),
-        "BLOCK_N": 16 if is_wide else 64,
+        # Codes are loaded by four, whose places take the registers of more keys.
+        "BLOCK_N": 16 if is_wide or has_codes else 64,
         "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
         "num_warps": 4,
         # Registers that a third stage of float32 takes are those of a softcap.
@@ -101,7 +106,8 @@ def combine_constants(head_dim: int) -> dict[str, Any]:
     return {"HEAD_DIM": head_dim, "BLOCK_D": triton.next_power_of_2(head_dim), "num_warps": 1}
 
 
-@triton.jit
+# A step's longest context decides on it: one that is 1 or a multiple of 16 would be a kernel of its own.
+@triton.jit(do_not_specialize=["stride_bm"])
 def decode_kernel(
     q_ptr,
     keys_ptr,
@@ -160,6 +166,8 @@ def decode_kernel(
         k_mask = (dims < HEAD_DIM)[:, None] & is_key[None, :]
         k = tl.load(keys_ptr + places[None, :] + dims[:, None], mask=k_mask, other=0.0)
         scores = exact_dot(q, k, tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32))
+        if keys_ptr.dtype.element_ty == tl.int8:
+            scores *= load_row_scales(keys_ptr + places, is_key, HEAD_DIM)[None, :]
         # The hardware has base-2 exponentials.
         if HAS_SOFTCAP:
             scores = tanh(scores * (scale / softcap)) * (softcap * LOG2_OF_E)
@@ -173,6 +181,8 @@ def decode_kernel(
         # Masked, because zero times the content of an unwritten slot may not be zero.
         v_mask = is_key[:, None] & (dims < HEAD_DIM)[None, :]
         v = tl.load(values_ptr + places[:, None] + dims[None, :], mask=v_mask, other=0.0)
+        if values_ptr.dtype.element_ty == tl.int8:
+            weights *= load_row_scales(values_ptr + places, is_key, HEAD_DIM)[None, :]
         total = _add_weighted(weights, v, total * shrink[:, None])
         top = new_top
 
@@ -192,7 +202,8 @@ def _add_weighted(weights, values, total):
     return exact_dot(weights, values, total)
 
 
-@triton.jit
+# As in `decode_kernel`.
+@triton.jit(do_not_specialize=["num_splits"])
 def combine_kernel(
     sums_ptr,
     stats_ptr,

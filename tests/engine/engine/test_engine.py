@@ -519,6 +519,8 @@ def serve_tiny_requests(engine: Engine, count: int, rng: Random) -> None:
         ({"max_model_len": 512, "kv_cache_memory_bytes": 100_000}, "fewer than max_model_len .512."),
         ({"kv_cache_memory_bytes": 1}, "the KV cache holds 0 tokens"),
         ({"dtype": "bfloat16", "weight_dtype": "float32"}, "computing in bfloat16, weights are stored as bfloat16"),
+        ({"dtype": "bfloat16", "kv_cache_dtype": "float32"}, "keys and values are computed in bfloat16"),
+        ({"dtype": "float16", "kv_cache_dtype": "bfloat16"}, "keys and values are computed in float16"),
     ],
 )
 def test_a_configuration_that_cannot_work_stops_the_load(

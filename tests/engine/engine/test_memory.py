@@ -10,6 +10,7 @@ import torch
 
 from checkpoints.tiny_llama import save_tiny_llama
 from multilora_engine.config import EngineConfig, LoRAConfig
+from multilora_engine.engine import memory
 from multilora_engine.engine.memory import MemoryPlan, plan_memory
 from multilora_engine.errors import ConfigError
 from multilora_engine.lora.checkpoint_layout import checkpoint_layout
@@ -62,3 +63,16 @@ def test_a_tier_too_small_for_one_largest_adapter_refuses_to_load_with_the_numbe
     parameter = {"host": "lora_cache_host_memory_bytes", "disk": "lora_cache_disk_bytes"}[tier]
     with pytest.raises(ConfigError, match=f"{tier} LoRA cache .* {needed - 1} pages < {needed} .* raise {parameter}"):
         plan(checkpoint, 256, lora_cache_dir=tmp_path, **{parameter: (needed + num_pages) * PAGE})
+
+
+def test_memory_that_the_machine_does_not_have_refuses_to_load_with_the_numbers(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is taken as it is used, and Linux would end the process in the middle of requests."""
+    monkeypatch.setattr(memory, "available_memory", lambda: 3 << 29)
+    message = (
+        r"leave 1\.50 GiB .* KV cache of 1\.00 GiB .* host tier of 1\.00 GiB; write a smaller kv_cache_memory_bytes"
+    )
+    with pytest.raises(ConfigError, match=message):
+        plan(checkpoint, 8)
+    assert plan(checkpoint, 8, lora_cache_host_memory_bytes=1 << 29).num_blocks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from random import Random
 from typing import cast
@@ -12,7 +13,9 @@ from support.adapters import TINY, wire_adapter
 from support.known_pace import DECODE_S, PROMPT_TOKEN_S, KnownCost, known_pace
 from support.paged_memory import NEXT_TOKEN, PoisonedBlocks
 
+from multilora_engine.engine.engine_stats import PromptWaitStats
 from multilora_engine.engine.pace import Pace
+from multilora_engine.engine.prompt_waits import PromptWaits
 from multilora_engine.engine.scheduler import Scheduler
 from multilora_engine.engine.sequence import Sequence, SequenceStatus
 from multilora_engine.engine.step import ScheduledSequence, work_of
@@ -54,6 +57,7 @@ class World:
         enable_prefix_caching: bool = True,
         runs_ahead: bool = False,
         pace: Pace | None = None,
+        max_wait_s: float = math.inf,
     ) -> None:
         host = HostTier(NUM_ADAPTERS + MAX_ARRIVALS, TINY.page_bytes)
         self.loras = LoRAManager(host, DeviceTier(TINY, host.pool, host.pool, MAX_LORAS), "replace")
@@ -61,7 +65,9 @@ class World:
             self.loras.put(task, packed)
         self.pace = pace or Pace(0)
         self.blocks = PoisonedBlocks(num_blocks, BLOCK_SIZE, enable_prefix_caching)
-        self.scheduler = Scheduler(self.blocks, self.loras, max_num_seqs, budget, self.pace)
+        self.now_s = 0.0
+        waits = PromptWaits(max_wait_s, lambda: self.now_s)
+        self.scheduler = Scheduler(self.blocks, self.loras, max_num_seqs, budget, self.pace, waits)
         self.budget = budget
         self.runs_ahead = runs_ahead
         self.in_flight: list[ScheduledSequence] = []
@@ -108,7 +114,9 @@ class World:
         step = self.scheduler.schedule()
         self.check_step(step)
         self.compute(step)
-        self.pace.observe(KnownCost().seconds(work_of(step)), True, lambda: work_of(step))
+        seconds = KnownCost().seconds(work_of(step))
+        self.pace.observe(seconds, work_of(step))
+        self.now_s += seconds
         for scheduled in step:
             scheduled.sequence.num_pending_tokens += scheduled.is_sampled
         if self.runs_ahead:
@@ -244,7 +252,7 @@ def check_pace(step: list[ScheduledSequence], running: list[Sequence], target_s:
     by_client = Counter(sequence.request.sender.name for sequence in running)
     assert not waiting or set(waiting) == {by_client.most_common(1)[0][0]}
     within = StepWork(min(by_client.values())) if len(set(by_client.values())) > 1 else StepWork(len(running))
-    target = 3 * cost.seconds(within) if target_s is None else target_s
+    target = 2.5 * cost.seconds(within) if target_s is None else target_s
     decode_s = cost.seconds(StepWork(len(running) - len(waiting)))
     longest = max(target, 1.5 * decode_s, decode_s + 16 * PROMPT_TOKEN_S)
     assert cost.seconds(work) <= longest + PROMPT_TOKEN_S + DECODE_S
@@ -252,6 +260,80 @@ def check_pace(step: list[ScheduledSequence], running: list[Sequence], target_s:
     if has_more and sum(scheduled.num_tokens for scheduled in step) < world.budget:
         num_prompt_tokens = sum(scheduled.num_tokens for scheduled in step if scheduled.sequence not in running)
         assert (num_prompt_tokens + 1) * PROMPT_TOKEN_S >= decode_s / 2, "less than a third for prompts"
+
+
+WAITING_ARRIVAL = st.tuples(
+    st.integers(1, 300),
+    st.integers(1, 12),
+    st.none() | st.integers(0, 1),
+    st.just(0),
+    st.integers(1, 9),
+    st.sampled_from([ACME, BOLT]),
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    arrivals=st.lists(WAITING_ARRIVAL, min_size=1, max_size=14),
+    target_s=st.sampled_from([None, 0.030, 0.060]),
+    max_wait_s=st.sampled_from([0.0, 0.2, 1.0]),
+    seed=st.integers(0, 1 << 30),
+)
+def test_a_prompt_that_has_waited_too_long_waits_for_nothing_that_came_later_for_its_client_and_adapter(
+    arrivals: list[tuple[int, int, int | None, int, int, Sender]], target_s: float | None, max_wait_s: float, seed: int
+) -> None:
+    """By the time of steps whose cost is known. What came before it, and other clients' and adapters' turns, may go on
+    for as long as they take: then it comes to its end within a bound of its own."""
+    pending, rng = list(arrivals), Random(seed)
+    world = World(700, max_num_seqs=16, budget=256, pace=known_pace(target_s), max_wait_s=max_wait_s)
+    came_s: dict[Sequence, float] = {}
+    late: set[Sequence] = set()
+    while pending or world.alive:
+        if pending and rng.random() < 0.5:
+            came_s[world.add(*pending.pop())] = world.now_s
+        if not world.alive:
+            continue
+        waiting = {s for s in world.alive if not s.output_token_ids}
+        is_over = {s for s in waiting if world.now_s - came_s[s] > max_wait_s}
+        late |= is_over
+        running = {s for s in waiting if s.status is SequenceStatus.RUNNING}
+        # The last token of a prompt alone is scheduled as that of an answer.
+        takes_turns = {s for s in running if s.num_missing_tokens == 1}
+        step = world.step()
+        assert world.scheduler.num_preemptions == 0
+        check_late({s.sequence for s in step}, waiting, is_over - takes_turns, running)
+    assert world.scheduler.prompt_waits == PromptWaitStats(0.0, len(late))
+
+
+def check_late(served: set[Sequence], waiting: set[Sequence], late: set[Sequence], running: set[Sequence]) -> None:
+    """waiting, late, running: before the step the prompts, those that had waited too long, those that had begun."""
+    prompts = served & waiting
+    for sequence in late - served:
+        assert sequence.is_late
+        overtaking = [one for one in prompts if _line(one) == _line(sequence) and one.arrival > sequence.arrival]
+        # One that had begun before it goes on.
+        assert all(one in running for one in overtaking)
+
+
+def _line(sequence: Sequence) -> tuple[str, int | None]:
+    return sequence.request.sender.name, sequence.request.lora_task_id
+
+
+def test_a_long_prompt_is_overtaken_by_short_ones_until_it_has_waited_too_long() -> None:
+    for max_wait_s, is_overtaken in ((math.inf, True), (0.5, False)):
+        world = World(num_blocks=4000, max_num_seqs=2, budget=32, pace=known_pace(None), max_wait_s=max_wait_s)
+        blocking = [world.add(40, 40, text=number) for number in (1, 2)]
+        long = world.add(1600, 1, text=3)
+        shorts = []
+        while blocking[0] in world.alive or blocking[1] in world.alive:
+            shorts.append(world.add(8, 1, text=4 + len(shorts)))
+            world.step()
+        assert world.now_s > 0.5
+        while long.status is SequenceStatus.WAITING:
+            world.step()
+        assert (shorts[0] in world.finished) == is_overtaken
+        assert (world.scheduler.prompt_waits.num_late > 0) != is_overtaken
+        assert world.scheduler.prompt_waits.longest_seconds > 0.5
 
 
 @settings(max_examples=50, deadline=None)

@@ -25,7 +25,8 @@ from multilora_engine.lora.page_pool import PagePool
 from multilora_engine.lora.table_rows import TableRows
 from multilora_engine.request import GenerationRequest, SamplingParams
 from multilora_kernels import LoRATables, reference
-from multilora_kernels.adapter_codes import dequantize_a, dequantize_b, quantize_a, quantize_b
+from multilora_kernels.adapter_codes import dequantize_a, dequantize_b
+from multilora_kernels.adapter_quantization import quantize_a, quantize_b
 from multilora_wire.layout import AdapterLayout, PageShape, layout_version
 from multilora_wire.pieces import CODE_BITS, part_bounds
 

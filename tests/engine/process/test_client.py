@@ -108,6 +108,33 @@ def test_a_listener_passes_on_what_it_has_when_all_that_arrived_is_heard(client:
     assert listener.num_outputs_at_flush == [3]
 
 
+def test_of_the_answers_to_a_step_the_largest_leaves_last(client: EngineClient) -> None:
+    sizes = {"token": 4, "logits": 1 << 26, "empty": 0, "log-probs": 1 << 10}
+    order: list[str] = []
+    all_have_begun = threading.Event()
+
+    class Sized(RecordingListener):
+        def __init__(self, name: str) -> None:
+            super().__init__()
+            self.name, self.unsent_bytes = name, sizes[name]
+
+        def flush(self) -> None:
+            order.append(self.name)
+            if all(order.count(name) >= 10 for name in sizes):
+                all_have_begun.set()
+
+    listeners = [Sized(name) for name in sizes]
+    for listener in listeners:
+        client.generate(listener, [generation_request(listener.name, [1], max_tokens=1_000_000)])
+    assert all_have_begun.wait(TIMEOUT_S)
+    end = len(order)
+    for listener in listeners:
+        listener.cancel()
+        listener.wait()
+    # A step has a token for each of them.
+    assert "".join(order[end - 20 : end]) in "".join(["empty", "token", "log-probs", "logits"] * 6)
+
+
 def test_an_adapter_and_the_request_that_uses_it_travel_together(client: EngineClient, engine: FakeEngine) -> None:
     listener, packed = RecordingListener(), adapter()
     client.generate(listener, [generation_request("r", [5], lora_task_id=7)], adapter=(7, packed))

@@ -12,11 +12,12 @@ import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationConfig
 from safetensors.torch import load_file, save_file
+from support.loaded_weights import SHAPE, assert_read_as
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from checkpoints.tiny_llama import save_tiny_llama
 from multilora_engine.errors import ConfigError
-from multilora_engine.quantize import SAMPLE_TEXT, Report, Scheme, quantize_checkpoint
+from multilora_engine.quantize import SAMPLE_TEXT, OuterOptions, Report, Scheme, quantize_checkpoint
 from multilora_engine.quantize.measure import load_float_model, mean_square_inputs, perplexity, replace_weights
 from multilora_engine.quantize.scales import search_scales
 from multilora_engine.quantize.text import token_windows
@@ -36,7 +37,7 @@ def ignore_progress(*_: object) -> None:
 
 
 def quantize(source: Path, output: Path, scheme: Scheme, **changes: Any) -> Report:
-    options = {"calibration": None, "text": None, "include_head": False, "on_progress": ignore_progress}
+    options = {"calibration": None, "text": None, "outer": OuterOptions("none"), "on_progress": ignore_progress}
     return quantize_checkpoint(source, output, scheme, device=torch.device("cpu"), **options | changes)
 
 
@@ -52,14 +53,15 @@ def decompressed(checkpoint: Path) -> dict[str, torch.Tensor]:
     config = QuantizationConfig.model_validate(
         {k: v for k, v in raw.items() if k not in ("version", "sparsity_config")}
     )
-    (scheme,) = config.config_groups.values()
+    schemes = {target: scheme for scheme in config.config_groups.values() for target in scheme.targets}
     tensors = read_tensors(checkpoint)
     weights = {}
     for scale in [name for name in tensors if name.endswith(".weight_scale")]:
         module = scale.removesuffix("_scale").removesuffix(".weight")
         state = {name.removeprefix(f"{module}."): t for name, t in tensors.items() if name.startswith(f"{module}.")}
         state["weight_scale"] = state["weight_scale"].float()
-        compressor = BaseCompressor.get_value_from_registry(config.format)
+        scheme = schemes.get(module, schemes["Linear"])
+        compressor = BaseCompressor.get_value_from_registry(scheme.format)
         weights[module] = compressor.decompress(state, scheme)["weight"]
     return weights
 
@@ -152,23 +154,48 @@ def test_the_tokenizer_comes_along_and_pickles_do_not(checkpoint: Path, tmp_path
     assert "quantization_config" not in (checkpoint / "config.json").read_text()
 
 
-def test_the_head_is_rounded_when_it_is_asked_for(checkpoint: Path, tmp_path: Path) -> None:
-    quantize(checkpoint, tmp_path / "out", Scheme("w8a16"), include_head=True)
+OUTER = [
+    OuterOptions("none"),
+    OuterOptions("same"),
+    OuterOptions("w8a16"),
+    OuterOptions("same", has_coded_embeddings=True),
+    OuterOptions("w8a16", has_coded_embeddings=True),
+]
 
-    assert "lm_head" in decompressed(tmp_path / "out")
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+
+@pytest.mark.parametrize("outer", OUTER, ids=str)
+@pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])
+def test_transformers_and_the_engine_read_each_kind_of_head_and_embeddings(
+    tmp_path: Path, outer: OuterOptions, is_tied: bool
+) -> None:
+    shape = {"vocab_size": SHAPE["vocab_size"], "hidden_size": 64, "intermediate_size": 96}
+    save_tiny_llama(tmp_path / "in", **shape, tie_word_embeddings=is_tied)
+
+    quantize(tmp_path / "in", tmp_path / "out", Scheme("w4a16", 16), outer=outer)
+
+    rounded = decompressed(tmp_path / "out")
+    assert ("lm_head" in rounded) == (outer.head != "none")
+    assert ("model.embed_tokens" in rounded) == outer.has_coded_embeddings
+    float_model = load_float_model(tmp_path / "in", torch.device("cpu"))
+    plain = {name: module.weight.clone() for name, module in float_model.named_modules() if name in rounded}
+    scales = {name: 15 if outer.head == "same" and name == "lm_head" else 255 for name in plain}
+    for name in {"lm_head", "model.embed_tokens"} & rounded.keys():
+        step = plain[name].abs().amax(1, keepdim=True) * 2 / scales[name]
+        assert ((rounded[name] - plain[name]).abs() <= 1.02 * step).all()
+    replace_weights(float_model, rounded.items())
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    token_ids = torch.arange(shape["vocab_size"])
     with torch.inference_mode():
-        assert loaded(torch.arange(5)[None]).logits.isfinite().all()
+        logits = float_model(token_ids[None]).logits[0]
+        assert torch.equal(loaded(token_ids[None]).logits[0], logits)
+    assert_read_as(tmp_path / "out", float_model)
 
 
-def test_a_tied_head_stays(tmp_path: Path) -> None:
+def test_codes_of_tied_embeddings_under_a_head_of_floats_are_refused(tmp_path: Path) -> None:
     save_tiny_llama(tmp_path / "in", hidden_size=64, intermediate_size=96, tie_word_embeddings=True)
 
-    quantize(tmp_path / "in", tmp_path / "out", Scheme("w4a16"))
-
-    assert not any("head" in name or "embed" in name for name in decompressed(tmp_path / "out"))
-    with pytest.raises(ConfigError, match=r"its head is its embedding.*leave --include-head out"):
-        quantize(tmp_path / "in", tmp_path / "other", Scheme("w4a16"), include_head=True)
+    with pytest.raises(ConfigError, match="its head is its embeddings; leave --head none or --embeddings w8a16 out"):
+        quantize(tmp_path / "in", tmp_path / "out", Scheme("w4a16"), outer=OuterOptions("none", True))
 
 
 @pytest.mark.parametrize(("dtype", "scale_dtype"), [("bfloat16", "bfloat16"), ("float16", "float16")])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from random import Random
@@ -35,11 +36,13 @@ class GatedCompiler:
         self.begun = threading.Semaphore(0)
         self.gate = threading.Semaphore(0)
         self.compiled: list[int] = []
+        self.scheduling_classes: set[int] = set()
 
     def matcher(self, guide: Guide, end_tokens: tuple[int, ...]) -> GuideMatcher:
         self.begun.release()
         assert self.gate.acquire(timeout=TIMEOUT_S)
         self.compiled.append(guide.num_bytes)
+        self.scheduling_classes.add(os.sched_getscheduler(0))
         if guide.num_bytes == 13:
             raise InvalidRequest("malformed")
         if guide.num_bytes == 14:
@@ -81,6 +84,14 @@ def test_small_guides_are_compiled_before_large_ones_that_came_first(
     compiler.gate.release(6)
     results(guides, 6)
     assert compiler.compiled == [5, 2, 2, 7, 8, 9]
+
+
+def test_compiling_takes_only_time_that_no_step_wants(guides: GuideQueue, compiler: GatedCompiler) -> None:
+    guides.add(sequence(), guide(5), ())
+    compiler.gate.release()
+    results(guides, 1)
+    assert compiler.scheduling_classes == {os.SCHED_IDLE}
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER
 
 
 def test_a_client_with_many_small_guides_does_not_keep_another_ones_large_guide_waiting(

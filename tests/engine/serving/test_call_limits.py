@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -80,6 +81,16 @@ def test_a_request_may_be_so_large_and_no_larger(most: GenerateCall, too_much: G
     check_call(most, INFO)
     with pytest.raises(InvalidRequest, match=message):
         check_call(too_much, INFO)
+
+
+def test_a_model_that_streams_has_a_limit_of_its_own_on_logits() -> None:
+    info = replace(INFO, limits=replace(INFO.limits, max_streamed_logits_bytes=60 * 4 * INFO.vocab_size))
+    check_call(call(1, 60, return_context_logits=True), info, can_stream=True)
+    check_call(call(1, 61, return_context_logits=True), info)
+    with pytest.raises(InvalidRequest, match="499712 bytes of logits in all, and max_streamed_logits_bytes is 491520"):
+        check_call(call(1, 61, return_context_logits=True), info, can_stream=True)
+    with pytest.raises(InvalidRequest, match="and max_logits_bytes is 1048576"):
+        check_call(call(3, 60, return_context_logits=True), info, can_stream=True)
 
 
 def test_the_beams_of_a_search_share_words_and_prompt() -> None:

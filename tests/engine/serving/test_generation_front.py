@@ -15,10 +15,10 @@ from support.fake_triton import FakeRequest, FakeResponse
 from support.fronts import TIMEOUT_S
 from support.served_engine import served
 
+from multilora_engine.lora import format as lora_format
 from multilora_engine.lora.format import pack_adapter
 from multilora_engine.lora.layout import PackedAdapter
 from multilora_engine.lora.names import task_id_of
-from multilora_engine.serving import sent_adapter
 from multilora_engine.serving.engine_link import EngineLink
 from multilora_engine.serving.generation_front import GenerationFront
 from multilora_engine.serving.inputs import ENSEMBLE_NAMES
@@ -52,7 +52,7 @@ def may_pack(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
         assert event.wait(TIMEOUT_S)
         return pack_adapter(*wire)
 
-    monkeypatch.setattr(sent_adapter, "pack_adapter", pack_later)
+    monkeypatch.setattr(lora_format, "pack_adapter", pack_later)
     return event
 
 
@@ -415,7 +415,7 @@ def test_a_bug_in_packing_is_the_answer_and_frees_the_place(
 
     tensors = {**ADAPTER, "lora_task_id": [[7]]}
     with monkeypatch.context() as patch:
-        patch.setattr(sent_adapter, "pack_adapter", fail)
+        patch.setattr(lora_format, "pack_adapter", fail)
         for _ in range(3):
             code, message = error_of(ask(front, tensors))
             assert (code, "a bug in packing" in message) == ("INTERNAL", True)
@@ -466,8 +466,10 @@ def test_a_client_may_send_so_many_adapters_at_once_and_others_do_not_suffer(
 def test_an_adapter_that_the_engine_has_counts_no_longer_however_long_its_answer_takes(front: GenerationFront) -> None:
     client = UploadingClient(front)
     unending = [client.send(i, "one", input_ids=[[HOLD]], max_tokens=[[9]], streaming=[[True]]) for i in range(2)]
-    # What the engine says of this one comes behind what it said of the two before.
-    assert ask(front, {"input_ids": [[5]], "max_tokens": [[1]]})[0].error is None
+    # These wait until the adapters are packed, and their answers come behind what the engine said of those.
+    for task_id in range(2):
+        plain = {"input_ids": [[5]], "max_tokens": [[1]], "lora_task_id": [[task_id]]}
+        assert ask(front, plain)[0].error is None
     assert client.send(2, "one").sender.wait()[0].error is None
     for request in unending:
         request.sender.cancelled.set()

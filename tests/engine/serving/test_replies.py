@@ -35,6 +35,20 @@ def test_nothing_is_sent_before_it_is_flushed_and_then_in_order() -> None:
     assert [response.texts() for response in request.sender.wait()] == [["<1>"], ["<2>"]]
 
 
+def test_a_reply_knows_the_size_of_its_logits_until_they_are_sent() -> None:
+    responder = Responder(FakeRequest({}, output_names=("output_ids", "context_logits")))
+    reply = StreamReply(responder, {"a": ReplyRow(vocab_size=512)}, pad_id=0)
+    reply.on_output(token("a", 1))
+    num_bytes_of_token = reply.unsent_bytes
+    reply.flush()
+    assert reply.unsent_bytes == 0
+    logits = np.zeros((2, 512), np.float32).tobytes()
+    reply.on_output(msgspec.structs.replace(token("a", 2, so_far=2), context_logits=logits))
+    assert reply.unsent_bytes == num_bytes_of_token + len(logits)
+    reply.flush()
+    assert reply.unsent_bytes == 0
+
+
 def test_a_stream_sends_new_tokens_only_and_the_final_flag_with_the_last_ones() -> None:
     request = FakeRequest({})
     reply = StreamReply(Responder(request), {"a": ReplyRow(0), "b": ReplyRow(1, 2, lora_task_id=7)}, pad_id=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from rich.console import Console
 
 from benchmarks.bench_engine import save_tiny_model
 from benchmarks.bench_peers import compare, make_cases, running
-from benchmarks.peers.contestants import CONTESTANTS, REFERENCE, Contestant
+from benchmarks.peers.contestants import CONTESTANTS, REFERENCE, Contestant, environment
 from benchmarks.peers.exchange import Answer, Case, Job
 from benchmarks.peers.figures import Figures, write_figures
 from benchmarks.peft_baseline import PeftBaseline
@@ -38,6 +39,24 @@ def test_cases_have_one_length_each_and_every_adapter() -> None:
     assert all(len({len(prompt) for prompt in case.prompts}) == 1 for case in cases)
     assert {number for case in cases for number in case.adapters} == {None, *range(16)}
     assert all(token < 50 for case in cases for prompt in case.prompts for token in prompt)
+
+
+def test_an_environment_gets_its_packages_once_without_what_they_bring_along_in_vain(tmp_path, monkeypatch) -> None:
+    commands: list[list[str]] = []
+
+    def run(command: list[str | Path], **_: object) -> subprocess.CompletedProcess[str]:
+        commands.append([str(word) for word in command])
+        if "venv" in commands[-1]:
+            Path(command[-1]).mkdir()
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    contestant = Contestant("other", "no_module", "float32", ("engine==1", "tool"), ("pictures",))
+    python = environment(contestant, tmp_path)
+    assert environment(contestant, tmp_path) == python
+    assert [words[3] for words in commands] == [commands[0][3], "install", "uninstall"]
+    assert {words[0] for words in commands[1:]} == {str(python)}
+    assert [words[-1] for words in commands[1:]] == ["tool", "pictures"]
 
 
 @pytest.mark.long(reason="two processes load an engine each")

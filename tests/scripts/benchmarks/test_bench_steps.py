@@ -8,7 +8,8 @@ import torch
 from rich.console import Console
 
 from benchmarks.bench_rows import write_results
-from benchmarks.bench_steps import EIGHT_BILLION, TINY, Sizes, Workbench, bench_all, linears
+from benchmarks.bench_steps import bench_all
+from benchmarks.model_steps import EIGHT_BILLION, TINY, Sizes, Workbench, linears
 
 SIZES = Sizes(batches=(1, 3), context=20, prompt=33)
 

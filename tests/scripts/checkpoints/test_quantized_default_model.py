@@ -40,7 +40,7 @@ def test_one_that_was_made_of_another_model_or_not_to_its_end_is_made_again(
     (tmp_path / "model-w8a16").mkdir()
     (tmp_path / "model-w8a16/old").touch()
     if changes is not None:
-        marker = marker_content() | {"scheme": "w8a16"} | changes
+        marker = marker_content() | {"scheme": "w8a16"} | quantized_default_model.OUTER | changes
         (tmp_path / "model-w8a16" / MARKER_NAME).write_text(json.dumps(marker))
 
     ensure_quantized_checkpoint("w8a16")

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from checkpoints.tiny_llama import save_tiny_llama
-from multilora_engine.quantize import Scheme, dequantized_weights, quantize_checkpoint
+from multilora_engine.quantize import OuterOptions, Scheme, dequantized_weights, quantize_checkpoint
 from training.check_sample_adapters import load_model, most_lost
 
 PIRATE, PLAIN = "Ahoy, matey, the sky be blue.", "The sky is blue."
@@ -28,7 +28,7 @@ def test_the_quantised_base_has_the_weights_of_its_codes(tmp_path: Path) -> None
         Scheme("w4a16"),
         calibration=None,
         text=None,
-        include_head=False,
+        outer=OuterOptions("none"),
         device=torch.device("cpu"),
         on_progress=lambda *_: None,
     )

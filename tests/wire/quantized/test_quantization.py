@@ -139,7 +139,7 @@ def test_what_is_not_followed_is_told(tmp_path: Path) -> None:
     assert found.schemes is not None
     assert found.schemes.notes == (
         "input_activations of 8 bits (float) are not rounded: they stay floats",
-        "kv_cache_scheme is not followed: keys and values stay floats",
+        "kv_cache_scheme is not followed: keys and values are stored as kv_cache_dtype says",
     )
 
 

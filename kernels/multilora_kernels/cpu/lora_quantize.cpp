@@ -1,0 +1,206 @@
+// cpu_quantize_lora_a and cpu_quantize_lora_b: adapters of floats become codes, bit for bit as adapter_quantization.py has
+// them. One thread computes them: they run beside the steps that serve.
+#include <ATen/ops/empty.h>
+#include <c10/util/BFloat16.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+#include "lora_codes.h"
+
+namespace multilora {
+namespace {
+
+using Lanes = std::array<float, kCodeLanes>;
+
+constexpr int kMostInt8 = 127, kLeastInt4 = -8, kMostInt4 = 7;
+// Shares of the scale with which the value of the largest magnitude has a code.
+constexpr std::array<float, 3> kShares = {1.0f, 0.92f, 0.84f};
+
+float largest_bfloat16() { return static_cast<float>(std::numeric_limits<c10::BFloat16>::max()); }
+
+// The nearest integer to value / scale, the even one of two, from least to most.
+inline float rounded(float value, float scale, float least, float most) {
+  // A sum with it has no bits behind the point, and rounds as every sum does.
+  constexpr float kNoFraction = 3 << 22;
+  const float clamped = std::min(std::max(value / (scale == 0 ? 1.0f : scale), least), most);
+  return (clamped + kNoFraction) - kNoFraction;
+}
+
+inline float int8_scale(float largest) {
+  const float limit = largest_bfloat16() / 128;
+  return std::min(largest / kMostInt8, limit);
+}
+
+inline float to_bfloat16(float value) { return static_cast<float>(c10::BFloat16(value)); }
+
+void store_scales(const Lanes& scales, uint8_t* out) {
+  for (int64_t l = 0; l < kCodeLanes; ++l) {
+    const c10::BFloat16 scale(scales[l]);
+    std::memcpy(out + 2 * l, &scale, 2);
+  }
+}
+
+// A row of A in 8 bits.
+float quantize_row(const float* values, int64_t count, int8_t* codes) {
+  float largest = 0;
+  for (int64_t k = 0; k < count; ++k) {
+    largest = std::max(largest, std::fabs(values[k]));
+  }
+  const float scale = int8_scale(largest);
+  for (int64_t k = 0; k < count; ++k) {
+    codes[k] = static_cast<int8_t>(rounded(values[k], scale, -kMostInt8, kMostInt8));
+  }
+  return scale;
+}
+
+// A panel of B in 8 bits. columns: those of its 16 outputs.
+void quantize_panel(const Lanes* columns, int64_t count, uint8_t* out) {
+  Lanes scales{};
+  for (int64_t c = 0; c < count; ++c) {
+    for (int64_t l = 0; l < kCodeLanes; ++l) {
+      scales[l] = std::max(scales[l], std::fabs(columns[c][l]));
+    }
+  }
+  for (float& scale : scales) {
+    scale = to_bfloat16(int8_scale(scale));
+  }
+  store_scales(scales, out);
+  auto* codes = reinterpret_cast<int8_t*>(out + kScaleBytes);
+  for (int64_t c = 0; c < count; ++c) {
+    for (int64_t l = 0; l < kCodeLanes; ++l) {
+      codes[c * kCodeLanes + l] = static_cast<int8_t>(rounded(columns[c][l], scales[l], -kMostInt8, kMostInt8));
+    }
+  }
+}
+
+// The value of the largest magnitude of each lane.
+Lanes largest_values(const Lanes* columns, int64_t count) {
+  Lanes low = columns[0], high = columns[0], largest;
+  for (int64_t c = 1; c < count; ++c) {
+    for (int64_t l = 0; l < kCodeLanes; ++l) {
+      low[l] = std::min(low[l], columns[c][l]);
+      high[l] = std::max(high[l], columns[c][l]);
+    }
+  }
+  for (int64_t l = 0; l < kCodeLanes; ++l) {
+    largest[l] = high[l] < -low[l] ? low[l] : high[l];
+  }
+  return largest;
+}
+
+Lanes squared_errors(const Lanes* columns, int64_t count, const Lanes& scales) {
+  Lanes errors{};
+  for (int64_t c = 0; c < count; ++c) {
+    for (int64_t l = 0; l < kCodeLanes; ++l) {
+      const float error = rounded(columns[c][l], scales[l], kLeastInt4, kMostInt4) * scales[l] - columns[c][l];
+      errors[l] += error * error;
+    }
+  }
+  return errors;
+}
+
+// The scales of least error among kShares.
+Lanes best_scales(const Lanes* columns, int64_t count) {
+  const float limit = largest_bfloat16() / 8;
+  const Lanes largest = largest_values(columns, count);
+  Lanes best{}, least_errors{};
+  for (size_t s = 0; s < kShares.size(); ++s) {
+    Lanes scales;
+    for (int64_t l = 0; l < kCodeLanes; ++l) {
+      scales[l] = to_bfloat16(std::min(std::max(largest[l] / kLeastInt4 * kShares[s], -limit), limit));
+    }
+    const Lanes errors = squared_errors(columns, count, scales);
+    for (int64_t l = 0; l < kCodeLanes; ++l) {
+      if (s == 0 || errors[l] < least_errors[l]) {
+        best[l] = scales[l];
+        least_errors[l] = errors[l];
+      }
+    }
+  }
+  return best;
+}
+
+// A block of at most kBlockColumns columns in 4 bits.
+void quantize_block(const Lanes* columns, int64_t count, uint8_t* out) {
+  const Lanes scales = best_scales(columns, count);
+  store_scales(scales, out);
+  uint8_t* pairs = out + kScaleBytes;
+  for (int64_t c = 0; c < count; ++c) {
+    for (int64_t l = 0; l < kCodeLanes; ++l) {
+      const int code = static_cast<int>(rounded(columns[c][l], scales[l], kLeastInt4, kMostInt4)) & 15;
+      uint8_t& pair = pairs[c / 2 * kCodeLanes + l];
+      pair = static_cast<uint8_t>(c % 2 ? pair | code << 4 : code);
+    }
+  }
+}
+
+void quantize_blocks(const Lanes* columns, int64_t count, uint8_t* out) {
+  using Places = CodePlaces<Int4Codes>;
+  for (int64_t c = 0; c < count; c += kBlockColumns) {
+    quantize_block(columns + c, std::min(kBlockColumns, count - c), out + Places::scales_at(c));
+  }
+}
+
+void check(const at::Tensor& values, int64_t bits) {
+  TORCH_CHECK(values.dim() == 2 && values.scalar_type() == at::kFloat && values.is_contiguous() && values.device().is_cpu(),
+              "values of an adapter must be a contiguous float32 matrix on the CPU, not ", values.dtype(), " ", values.sizes());
+  TORCH_CHECK(bits == 4 || bits == 8, "codes have 4 or 8 bits, not ", bits);
+}
+
+at::Tensor cpu_quantize_lora_a(const at::Tensor& a, int64_t bits) {
+  check(a, bits);
+  const int64_t rank = a.size(0), in = a.size(1), count = columns_of(in);
+  const MatrixPlaces places{1, static_cast<int>(bits)};
+  const at::Tensor stored = at::empty({places.a_size(rank, in)}, at::kByte);
+  auto* out = stored.mutable_data_ptr<uint8_t>();
+  const int64_t header = places.a_header(rank);
+  std::memset(out, 0, header);
+  std::vector<Lanes> columns(count, Lanes{});
+  for (int64_t j = 0; j < rank; ++j) {
+    const float* row = a.const_data_ptr<float>() + j * in;
+    uint8_t* row_out = out + header + j * places.a_row(in);
+    if (bits == 4) {
+      std::memcpy(columns.data(), row, in * sizeof(float));
+      quantize_blocks(columns.data(), count, row_out);
+    } else {
+      const float scale = quantize_row(row, in, reinterpret_cast<int8_t*>(row_out));
+      std::memcpy(out + 4 * j, &scale, 4);
+    }
+  }
+  return stored;
+}
+
+at::Tensor cpu_quantize_lora_b(const at::Tensor& b, int64_t bits) {
+  check(b, bits);
+  const int64_t outputs = b.size(0), rank = b.size(1);
+  const MatrixPlaces places{1, static_cast<int>(bits)};
+  const at::Tensor stored = at::empty({places.b_size(outputs, rank)}, at::kByte);
+  auto* out = stored.mutable_data_ptr<uint8_t>();
+  const auto* values = b.const_data_ptr<float>();
+  std::vector<Lanes> columns(rank);
+  for (int64_t first = 0; first < outputs; first += kCodeLanes) {
+    std::fill(columns.begin(), columns.end(), Lanes{});
+    for (int64_t l = 0; l < std::min(kCodeLanes, outputs - first); ++l) {
+      for (int64_t j = 0; j < rank; ++j) {
+        columns[j][l] = values[(first + l) * rank + j];
+      }
+    }
+    uint8_t* panel = out + places.b_output(first, rank);
+    bits == 4 ? quantize_blocks(columns.data(), rank, panel) : quantize_panel(columns.data(), rank, panel);
+  }
+  return stored;
+}
+
+}  // namespace
+}  // namespace multilora
+
+TORCH_LIBRARY_FRAGMENT(multilora, m) {
+  m.def("cpu_quantize_lora_a(Tensor a, int bits) -> Tensor", multilora::cpu_quantize_lora_a);
+  m.def("cpu_quantize_lora_b(Tensor b, int bits) -> Tensor", multilora::cpu_quantize_lora_b);
+}

@@ -1,0 +1,107 @@
+"""Keys and values in codes of 8 bits: how far they may be from what was stored, and that all ways of storing agree."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from support.attention_cases import SEQUENCES, SHAPES, make_case, make_rotary_step
+
+from multilora_kernels import kv_head_dim, kv_row_size, load_rows, rotary_attention, store_heads
+from multilora_kernels.kv_rows import LARGEST_CODE, SCALE_BYTES, dequantize_rows, quantize_rows
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+
+def heads_of_every_size() -> torch.Tensor:
+    """[18, 3, 12]: normal numbers, outliers, single numbers; from the largest to the smallest that have codes."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(18, 3, 12, generator=generator)
+    x[:, 1, 5] *= 1000
+    x[:, 2, 1:] = 0
+    return x * torch.logspace(-29, 34, 18)[:, None, None]
+
+
+def unusual_heads() -> torch.Tensor:
+    """[6, 1, 8]: nothing, next to nothing, an infinity of either sign, NaN, NaN beside infinity."""
+    x = torch.randn(6, 1, 8, generator=torch.Generator().manual_seed(1))
+    x[0] = 0
+    x[1] *= 1e-35
+    x[2, 0, 3], x[3, 0, 7], x[4, 0, 0] = math.inf, -math.inf, math.nan
+    x[5, 0, :2] = torch.tensor([math.nan, math.inf])
+    return x
+
+
+def test_no_element_is_off_by_more_than_the_254th_part_of_the_largest_of_its_head():
+    x = heads_of_every_size()
+    error = (dequantize_rows(quantize_rows(x)).double() - x.double()).abs()
+    largest = x.double().abs().amax(-1, keepdim=True)
+    assert (error <= largest / (2 * LARGEST_CODE) * (1 + 1e-6)).all()
+    assert torch.equal(dequantize_rows(quantize_rows(x))[:, 2, 1:], torch.zeros(18, 11))
+
+
+@pytest.mark.parametrize(("head_dim", "most"), [(64, 0.007), (128, 0.0075)])
+def test_heads_of_normal_numbers_are_off_by_less_than_a_hundredth(head_dim, most):
+    x = torch.randn(500, 3, head_dim, generator=torch.Generator().manual_seed(2))
+    error = dequantize_rows(quantize_rows(x)) - x
+    assert 0.003 < (error.norm() / x.norm()).item() < most
+
+
+def test_a_head_without_a_number_to_scale_by_is_zero_or_nan():
+    restored = dequantize_rows(quantize_rows(unusual_heads()))
+    assert torch.equal(restored[:2], torch.zeros(2, 1, 8))
+    assert restored[2:].isnan().all()
+
+
+def test_a_row_depends_on_nothing_but_its_head():
+    x = heads_of_every_size()
+    together = quantize_rows(x)
+    for token, head in ((0, 0), (7, 1), (17, 2)):
+        assert torch.equal(quantize_rows(x[token, head]), together[token, head])
+
+
+def test_the_size_of_a_row_is_that_of_its_codes_and_its_scale():
+    assert [kv_row_size(64, dtype) for dtype in (torch.float32, torch.bfloat16, torch.int8)] == [64, 64, 68]
+    assert [kv_head_dim(torch.empty(1, 68, dtype=dtype)) for dtype in (torch.bfloat16, torch.int8)] == [68, 64]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+def test_what_is_stored_is_loaded_and_nothing_else_is_touched(dtype):
+    x, slots = torch.randn(5, 3, 12, generator=torch.Generator().manual_seed(3)), torch.tensor([8, 1, 0, 5, 3])
+    cache = torch.full((10, 3, kv_row_size(12, dtype)), 77).to(dtype)
+    before = cache.clone()
+    store_heads(x, cache, slots)
+    torch.testing.assert_close(load_rows(cache, slots, torch.float32), x, atol=0.02, rtol=0)
+    others = torch.tensor([2, 4, 6, 7, 9])
+    assert torch.equal(cache[others], before[others])
+
+
+@pytest.mark.parametrize("sequences", SEQUENCES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_whole_step_stores_the_codes_of_what_it_stores_as_floats(shape, sequences):
+    case = make_case(shape, sequences)
+    floats, codes = make_rotary_step(case).copied(), make_rotary_step(case).copied()
+    codes[3:5] = [quantize_rows(cache) for cache in codes[3:5]]
+    rotary_attention(*floats, case.sequences)
+    rotary_attention(*codes, case.sequences)
+    for as_floats, as_codes in zip(floats[3:5], codes[3:5], strict=True):
+        assert torch.equal(as_codes, quantize_rows(as_floats))
+
+
+@pytest.mark.parametrize("heads", [heads_of_every_size(), unusual_heads()], ids=["every size", "unusual"])
+def test_heads_of_every_size_are_stored_by_a_step_as_by_the_reference(heads):
+    num_tokens, num_heads, head_dim = heads.shape
+    qkv = torch.cat((torch.zeros_like(heads), heads, heads.flip(1)), dim=1).flatten(1)
+    angles = torch.zeros(num_tokens, 1, 0)
+    slots = torch.arange(num_tokens).flip(0)
+    keys, values = torch.full((2, num_tokens, num_heads, head_dim + SCALE_BYTES), 99, dtype=torch.int8)
+    sequences = make_case().sequences._replace(
+        block_tables=torch.arange(num_tokens)[:, None],
+        query_starts=torch.arange(num_tokens + 1),
+        context_lens=torch.ones(num_tokens, dtype=torch.int64),
+        block_size=1,
+    )
+    rotary_attention(qkv, angles, angles, keys, values, slots, sequences)
+    assert torch.equal(keys[slots], quantize_rows(heads))
+    assert torch.equal(values[slots], quantize_rows(heads.flip(1)))
