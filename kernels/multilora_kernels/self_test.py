@@ -1,0 +1,305 @@
+"""The GPU operators compared with the reference on the very device that will serve: `self_test`, some seconds at start.
+
+A compiler or a chip that we have not seen may round, order or load otherwise than ours. Whoever serves wrong tokens
+does not see it, so the operators of a model's shapes are run once, on random inputs, before any request is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from multilora_kernels import reference
+from multilora_kernels.adapter_codes import CODE_BITS
+from multilora_kernels.adapter_quantization import reference_a, reference_b
+from multilora_kernels.attention import AttentionOptions, PagedSequences, paged_attention
+from multilora_kernels.elementwise import add_layer_norm, add_rms_norm, gelu_tanh, gelu_tanh_mul, silu_mul
+from multilora_kernels.expand import lora_expand
+from multilora_kernels.segments import CHUNK_SIZE, PREFILL_CHUNK_SIZE, LoRASegments, lora_segments
+from multilora_kernels.shrink import lora_shrink
+from multilora_kernels.tables import LoRATables
+
+
+@dataclass(frozen=True)
+class OperatorShapes:
+    """The shapes in which a model calls the operators.
+
+    linears: in_features and the widths of the slices of each fused linear. mlp_size: width of an activation.
+    max_rank: of adapters. contexts: keys of the sequences that decode. num_rows: tokens of a batch with adapters.
+    dtype: of activations, keys and values. lora_dtype: of the arena.
+    """
+
+    hidden_size: int
+    mlp_size: int
+    linears: tuple[tuple[int, tuple[int, ...]], ...]
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    max_rank: int
+    dtype: torch.dtype
+    lora_dtype: torch.dtype
+    contexts: tuple[int, ...] = (1, 17, 600, 2100)
+    num_rows: int = 37
+
+
+@dataclass(frozen=True)
+class CheckedOperator:
+    """One comparison.
+
+    error: the largest, in units of the tolerance, so that 1 is the most that is allowed; infinite for results that are
+        no numbers.
+    failure: the exception that the operator raised; empty for none.
+    """
+
+    operator: str
+    shapes: str
+    error: float
+    seconds: float
+    failure: str = ""
+
+    @property
+    def is_right(self) -> bool:
+        return not self.failure and self.error <= 1
+
+    def __str__(self) -> str:
+        result = self.failure or f"the largest error is {self.error:.3g} times the one that is allowed"
+        return f"{self.operator} of {self.shapes}: {result}"
+
+
+class OperatorFault(Exception):
+    """An operator gives wrong results on this device."""
+
+
+Results = tuple[torch.Tensor, torch.Tensor, float]
+"""What an operator gave, what the reference gave, and the tolerance, relative to 1 + |the latter|."""
+
+_TOLERANCES = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+def self_test(shapes: OperatorShapes, device: torch.device) -> list[CheckedOperator]:
+    """Compare every operator. Raises OperatorFault, which names the first operator that is wrong, and its shapes."""
+    checked = []
+    for one in checked_operators(shapes, device):
+        if not one.is_right:
+            raise OperatorFault(f"the self-test on {device_name(device)} failed: {one}")
+        checked.append(one)
+    return checked
+
+
+def checked_operators(shapes: OperatorShapes, device: torch.device) -> Iterator[CheckedOperator]:
+    """Every comparison, right or wrong, one by one."""
+    generator = torch.Generator(device).manual_seed(0)
+    for operator, described, compare in _comparisons(shapes, device, generator):
+        started = time.perf_counter()
+        try:
+            error, failure = _error(*compare()), ""
+        except Exception as raised:  # of the compiler, the launch or the device: whichever, the operator does not serve
+            error, failure = float("inf"), f"{type(raised).__name__}: {raised}"
+        yield CheckedOperator(operator, described, error, time.perf_counter() - started, failure)
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+
+
+def _error(actual: torch.Tensor, expected: torch.Tensor, tolerance: float) -> float:
+    assert actual.shape == expected.shape
+    errors = (actual.double() - expected.double()).abs() / (tolerance * (1 + expected.double().abs()))
+    largest = float(errors.max())
+    return float("inf") if largest != largest else largest
+
+
+def _comparisons(
+    shapes: OperatorShapes, device: torch.device, generator: torch.Generator
+) -> Iterator[tuple[str, str, Callable[[], Results]]]:
+    for in_features, slice_sizes in shapes.linears:
+        for chunk_size in (CHUNK_SIZE, PREFILL_CHUNK_SIZE):
+            batch = _LoRABatch(shapes, in_features, slice_sizes, chunk_size, device, generator)
+            described = f"{in_features} inputs, outputs {slice_sizes}, {batch}"
+            yield "lora_shrink", described, batch.compare_shrink
+            yield "lora_expand", described, batch.compare_expand
+    options = {
+        "": AttentionOptions(),
+        " soft cap": AttentionOptions(softcap=3.0),
+        " sinks": AttentionOptions(sinks=torch.randn(shapes.num_heads, device=device, generator=generator)),
+    }
+    for name, option in options.items():
+        for window in (None, shapes.block_size + 1):
+            heads = f"{shapes.num_heads} heads on {shapes.num_kv_heads} of {shapes.head_dim}"
+            described = f"{heads}, contexts {shapes.contexts}, window {window}{name}, {shapes.dtype}"
+            yield "paged_attention", described, partial(_compare_attention, shapes, option, window, device, generator)
+    yield from _comparisons_between_linears(shapes, device, generator)
+
+
+def _comparisons_between_linears(
+    shapes: OperatorShapes, device: torch.device, generator: torch.Generator
+) -> Iterator[tuple[str, str, Callable[[], Results]]]:
+    random = partial(_random, device=device, generator=generator, dtype=shapes.dtype)
+    rows, hidden, mlp = shapes.num_rows, shapes.hidden_size, shapes.mlp_size
+    norms, gates = (random(rows, hidden), random(rows, hidden), random(hidden)), random(rows, 2 * mlp)
+    described, tolerance = f"[{rows}, {hidden}] {shapes.dtype}", _TOLERANCES[shapes.dtype]
+    yield "add_rms_norm", described, lambda: _compare_norm(add_rms_norm, reference.add_rms_norm, norms, tolerance)
+    biased = (*norms, random(hidden))
+    yield (
+        "add_layer_norm",
+        described,
+        lambda: _compare_norm(add_layer_norm, reference.add_layer_norm, biased, tolerance),
+    )
+    described = f"[{rows}, {mlp}] {shapes.dtype}"
+    yield "silu_mul", described, lambda: (silu_mul(gates), reference.silu_mul(gates.double()), tolerance)
+    yield "gelu_tanh_mul", described, lambda: (gelu_tanh_mul(gates), reference.gelu_tanh_mul(gates.double()), tolerance)
+    ungated = gates[:, :mlp].contiguous()
+    yield "gelu_tanh", described, lambda: (gelu_tanh(ungated), reference.gelu_tanh(ungated.double()), tolerance)
+
+
+def _compare_norm(
+    operator: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    expected: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    inputs: tuple[torch.Tensor, ...],
+    tolerance: float,
+) -> Results:
+    eps = 1e-5
+    normed, total = operator(*inputs, eps)
+    # The norm is that of the sum as it is stored.
+    stored, zero = total.double(), torch.zeros_like(total, dtype=torch.float64)
+    expected_normed, _ = expected(stored, zero, *(tensor.double() for tensor in inputs[2:]), eps)
+    expected_total = inputs[0].double() + inputs[1].double()
+    return torch.cat((normed, total)), torch.cat((expected_normed, expected_total)), tolerance
+
+
+def _compare_attention(
+    shapes: OperatorShapes,
+    options: AttentionOptions,
+    window: int | None,
+    device: torch.device,
+    generator: torch.Generator,
+) -> Results:
+    """Decoding sequences whose blocks lie in any order; slots that none of them has are NaN."""
+    block_size, contexts = shapes.block_size, shapes.contexts
+    num_blocks = [-(-context // block_size) for context in contexts]
+    places = torch.randperm(sum(num_blocks), device=device, generator=generator)
+    tables = torch.zeros(len(contexts), max(num_blocks), dtype=torch.int64, device=device)
+    cache = torch.full(
+        (2, sum(num_blocks) * block_size, shapes.num_kv_heads, shapes.head_dim), torch.nan, device=device
+    )
+    first = 0
+    for row, (context, count) in enumerate(zip(contexts, num_blocks, strict=True)):
+        tables[row, :count] = places[first : first + count]
+        positions = torch.arange(context, device=device)
+        slots = tables[row, positions // block_size] * block_size + positions % block_size
+        cache[:, slots] = torch.randn(2, context, *cache.shape[2:], device=device, generator=generator)
+        first += count
+    keys, values = cache.to(shapes.dtype)
+    random = partial(_random, device=device, generator=generator, dtype=shapes.dtype)
+    q = random(len(contexts), shapes.num_heads, shapes.head_dim)
+    starts = torch.arange(len(contexts) + 1, device=device)
+    sequences = PagedSequences(tables, starts, torch.tensor(contexts, device=device), block_size, window)
+    actual = paged_attention(q, keys, values, sequences, options)
+    expected = reference.paged_attention(
+        q.double(),
+        keys.double(),
+        values.double(),
+        tables,
+        starts,
+        sequences.context_lens,
+        block_size,
+        window or 0,
+        float(shapes.head_dim) ** -0.5,
+        options.softcap,
+        options.sinks,
+    )
+    return actual, expected, _TOLERANCES[shapes.dtype]
+
+
+class _LoRABatch:
+    """Tokens of adapters of several ranks, some of the base model, and adapters as the engine packs them."""
+
+    def __init__(
+        self,
+        shapes: OperatorShapes,
+        in_features: int,
+        slice_sizes: tuple[int, ...],
+        chunk_size: int,
+        device: torch.device,
+        generator: torch.Generator,
+    ) -> None:
+        self._slice_sizes = slice_sizes
+        self._dtype = shapes.dtype
+        self._ranks = sorted({min(rank, shapes.max_rank) for rank in (1, 7, 16, shapes.max_rank)})
+        self._tables = _adapters(self._ranks, in_features, slice_sizes, shapes.lora_dtype, device, generator)
+        mapping = torch.randint(-1, len(self._ranks), (shapes.num_rows,), device=device, generator=generator)
+        self._segments: LoRASegments = lora_segments(mapping, len(self._ranks), chunk_size)
+        self._has_adapter = mapping >= 0
+        rank_of_token = torch.tensor(self._ranks, device=device)[mapping.clamp(min=0)]
+        columns = torch.arange(shapes.max_rank, device=device)
+        self._is_defined = (columns < rank_of_token[:, None]) & self._has_adapter[:, None]
+        random = partial(_random, device=device, generator=generator)
+        self._x = random(shapes.num_rows, in_features, dtype=shapes.dtype)
+        self._y = random(shapes.num_rows, sum(slice_sizes), dtype=shapes.dtype)
+        self._v = random(1, len(slice_sizes), shapes.num_rows, self._tables.max_rank, dtype=torch.float32)
+
+    def __str__(self) -> str:
+        chunks = f"chunks of {self._segments.chunk_size}"
+        return f"{len(self._x)} rows in {chunks}, ranks {self._ranks}, {self._dtype}, {self._tables.arena.dtype}"
+
+    def compare_shrink(self) -> Results:
+        arguments = (self._tables, 0, len(self._slice_sizes), self._segments)
+        actual = lora_shrink(self._x, *arguments).double().sum(0)
+        expected = reference.lora_shrink(self._x.double(), *arguments)[0]
+        # Products and sums are float32, whatever the inputs are.
+        return self._defined(actual), self._defined(expected), _TOLERANCES[torch.float32]
+
+    def compare_expand(self) -> Results:
+        arguments = (self._tables, 0, self._slice_sizes, self._segments)
+        actual, expected = self._y.clone(), self._y.double()
+        lora_expand(self._v, actual, *arguments)
+        reference.lora_expand(self._v.double(), expected, *arguments)
+        return actual, expected, _TOLERANCES[self._dtype]
+
+    def _defined(self, v: torch.Tensor) -> torch.Tensor:
+        """v: [num_slices, num_tokens, max_rank]."""
+        return v.where(self._is_defined[:, : v.shape[2]], 0.0)
+
+
+def _adapters(
+    ranks: list[int],
+    in_features: int,
+    slice_sizes: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    generator: torch.Generator,
+) -> LoRATables:
+    """One adapter a rank, on all slices; each A and B from a multiple of 64 bytes on, every second with a magnitude."""
+    pieces: list[torch.Tensor] = []
+    bits, end = CODE_BITS.get(dtype), 0
+    offsets = torch.full((3, len(ranks), len(slice_sizes)), -1)
+
+    def add(values: torch.Tensor) -> int:
+        nonlocal end
+        data, start = values.contiguous().view(torch.uint8).flatten(), end
+        padding = data.new_full((-data.numel() % 64,), 255)
+        pieces.extend((data, padding))
+        end += data.numel() + padding.numel()
+        return start // dtype.itemsize
+
+    random = partial(_random, device=device, generator=generator, dtype=torch.float32)
+    for row, rank in enumerate(ranks):
+        for column, size in enumerate(slice_sizes):
+            a, b = random(rank, in_features) * in_features**-0.5, random(size, rank) * rank**-0.5
+            offsets[0, row, column] = add(reference_a(a, bits) if bits else a.to(dtype))
+            offsets[1, row, column] = add(reference_b(b, bits) if bits else b.to(dtype))
+            if row % 2:
+                offsets[2, row, column] = add(random(size) if bits else random(size).to(dtype))
+    rank_table = torch.tensor(ranks, dtype=torch.int32)[:, None].repeat(1, len(slice_sizes))
+    arena = torch.cat(pieces).view(dtype)
+    a_offset, b_offset, magnitude_offset = offsets.to(device)
+    return LoRATables(arena, rank_table.to(device), a_offset, b_offset, magnitude_offset, max_rank=max(ranks))
+
+
+def _random(*shape: int, device: torch.device, generator: torch.Generator, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(shape, device=device, generator=generator).to(dtype)

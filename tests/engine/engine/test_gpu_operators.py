@@ -1,0 +1,34 @@
+"""Whole steps of the engine with the GPU's operators, in Triton's interpreter on CPU tensors: the tokens of a CPU.
+
+In a process of its own, since Triton looks at the variable when it is imported.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.interpreted_engine import answer
+
+from checkpoints.tiny_llama import save_tiny_llama
+from multilora_kernels import interpreter
+
+_TESTS = Path(__file__).parents[2]
+
+
+@pytest.mark.long(reason="the interpreter takes a second for each kernel of the self-test")
+def test_the_gpu_operators_choose_the_tokens_of_a_cpu(tmp_path: Path, default_model_dir: Path) -> None:
+    model = save_tiny_llama(tmp_path / "model")
+    expected = answer(model, default_model_dir)
+    command = [sys.executable, "-m", "support.interpreted_engine", model, default_model_dir]
+    paths = os.pathsep.join(
+        [str(_TESTS), str(_TESTS.parent / "scripts"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
+    environment = os.environ | interpreter.ENVIRONMENT | {"PYTHONPATH": paths}
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    assert json.loads(done.stdout) == expected
+    assert len({tuple(tokens) for tokens in expected.values()}) == len(expected)

@@ -1,0 +1,56 @@
+"""Answers of a tiny engine on CPU tensors, by whatever operators serve them in this process.
+
+`python -m support.interpreted_engine MODEL TOKENIZER` prints them as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from checkpoints.tiny_llama import VOCAB_SIZE
+from multilora_engine.config import EngineConfig
+from multilora_engine.engine.engine import Engine
+from multilora_engine.lora.format import pack_adapter
+from multilora_engine.request import GenerationRequest, SamplingParams
+from support.adapters import wire_adapter
+from support.engines import run_all
+
+_RANKS = (3, 8)
+_TASKS = (None, 0, 1, 0)
+_SAMPLING = (
+    SamplingParams(max_tokens=4, end_id=-1),
+    SamplingParams(max_tokens=5, end_id=-1),
+    SamplingParams(max_tokens=4, end_id=-1, temperature=0.9, seed=5),
+    SamplingParams(max_tokens=3, end_id=-1, temperature=1.2, top_k=40, top_p=0.9, seed=6),
+)
+
+
+def answer(model: Path, tokenizer: Path) -> dict[str, list[int]]:
+    """Tokens by request: of the base model and of two adapters, greedy and drawn; some prompts take several chunks."""
+    config = EngineConfig(
+        model_path=model,
+        tokenizer_path=tokenizer,
+        device="cpu",
+        kv_cache_memory_bytes=8 << 20,  # type: ignore[arg-type]
+        max_num_batched_tokens=24,
+        max_num_seqs=4,
+    )
+    engine = Engine(config)
+    layout = engine.info.adapter_layout
+    for task, rank in enumerate(_RANKS):
+        rows = [(module, layer, rank) for layer in range(2) for module in (1, 4, 6)]
+        wire = wire_adapter(layout, rows, seed=task, scale=0.5)
+        engine.put_adapter(task, pack_adapter(wire.weights, wire.config, layout))
+    requests = [
+        GenerationRequest(f"r{n}", [(7 * n + i) % VOCAB_SIZE for i in range(17 * n + 1)], sampling, lora_task_id=task)
+        for n, (task, sampling) in enumerate(zip(_TASKS, _SAMPLING, strict=True))
+    ]
+    answers = run_all(engine, requests)
+    engine.close()
+    return {name: answer.token_ids for name, answer in answers.items()}
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(answer(Path(sys.argv[1]), Path(sys.argv[2]))))
