@@ -25,6 +25,8 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
+from servers.machines import Machine, Machines
+
 _LOOPBACK = "127.0.0.1"
 _START_TIMEOUT_S = 300.0
 _EXIT_TIMEOUT_S = 60.0
@@ -41,12 +43,16 @@ class FleetFailed(Exception):
 
 @dataclass
 class Worker:
-    """name: of its log. system_url: the address at which it tells its health and metrics, and takes adapters."""
+    """name: of its log. system_url: the address at which it tells its health and metrics, and takes adapters.
+
+    machine: the one that it runs on, None for the caller's.
+    """
 
     name: str
     system_url: str
     log: Path
     process: subprocess.Popen[bytes]
+    machine: Machine | None = None
 
     def kill(self) -> None:
         """End it at once, as a machine that loses its power does."""
@@ -60,7 +66,11 @@ class Worker:
 
 
 class DynamoFleet:
-    """Ends all its processes when it is left. front_options: of `python -m dynamo.frontend`."""
+    """Ends all its processes when it is left.
+
+    front_options: of `python -m dynamo.frontend`. machines: one for each worker, in turns; the front is where the
+    caller is.
+    """
 
     def __init__(
         self,
@@ -68,11 +78,14 @@ class DynamoFleet:
         model_name: str,
         front_options: tuple[str, ...] = ("--router-mode", "kv"),
         environ: Mapping[str, str] = MappingProxyType({}),
+        machines: Machines | None = None,
     ) -> None:
         self._model = model
         self.model_name = model_name
         self._front_options = front_options
         self._environ = environ
+        self._machines = machines
+        self._address = _LOOPBACK if machines is None else machines.own_address
         self._resources = ExitStack()
         self.workers: list[Worker] = []
 
@@ -80,7 +93,7 @@ class DynamoFleet:
         directory = Path(self._resources.enter_context(tempfile.TemporaryDirectory()))
         self._logs = directory
         self._shared = {
-            **dict.fromkeys(_LISTENING, _LOOPBACK),
+            **dict.fromkeys(_LISTENING, self._address),
             "DYN_FILE_KV": str(directory / "discovery"),
             "DYN_DISCOVERY_BACKEND": "file",
             "DYN_REQUEST_PLANE": "tcp",
@@ -91,8 +104,8 @@ class DynamoFleet:
             **self._environ,
         }
         port = free_port()
-        self.url = f"http://{_LOOPBACK}:{port}"
-        front = ["-m", "dynamo.frontend", "--http-host", _LOOPBACK, "--http-port", str(port), *self._front_options]
+        self.url = f"http://{self._address}:{port}"
+        front = ["-m", "dynamo.frontend", "--http-host", self._address, "--http-port", str(port), *self._front_options]
         self.front_log = directory / "front.log"
         self._front = self._spawn(front, self.front_log, {})
         return self
@@ -107,8 +120,13 @@ class DynamoFleet:
         command = ["-m", "multilora_engine.dynamo.main", "--model", str(self._model)]
         command += ["--served-model-name", self.model_name]
         command += [part for key, value in parameters.items() for part in ("--set", f"{key}={value}")]
-        process = self._spawn(command, log, {"DYN_SYSTEM_PORT": str(port)})
-        self.workers.append(Worker(name, f"http://{_LOOPBACK}:{port}", log, process))
+        machine = None
+        if self._machines is not None:
+            machine = self._machines.all[len(self.workers) % len(self._machines.all)]
+        address, before = (self._address, ()) if machine is None else (machine.address, machine.command)
+        environ = {**dict.fromkeys(_LISTENING, address), "DYN_SYSTEM_PORT": str(port)}
+        process = self._spawn(command, log, environ, before)
+        self.workers.append(Worker(name, f"http://{address}:{port}", log, process, machine))
         return self.workers[-1]
 
     def wait_ready(self, num_workers: int) -> None:
@@ -129,6 +147,11 @@ class DynamoFleet:
                 raise FleetFailed(f"nothing came of waiting {_START_TIMEOUT_S:g} s: {tail(self.front_log)}")
             time.sleep(_LOOK_INTERVAL_S)
 
+    @property
+    def environ(self) -> Mapping[str, str]:
+        """The variables by which a process finds the fleet."""
+        return self._shared
+
     def models(self) -> list[str]:
         """The names that clients may ask for; none while the front is starting."""
         try:
@@ -137,10 +160,12 @@ class DynamoFleet:
             return []
         return [model["id"] for model in listing["data"]]
 
-    def _spawn(self, command: list[str], log: Path, environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    def _spawn(
+        self, command: list[str], log: Path, environ: Mapping[str, str], before: tuple[str, ...] = ()
+    ) -> subprocess.Popen[bytes]:
         with log.open("wb") as stream:
             process = subprocess.Popen(
-                [sys.executable, *command],
+                [*before, sys.executable, *command],
                 env={**os.environ, **self._shared, **environ},
                 stdout=stream,
                 stderr=subprocess.STDOUT,

@@ -1,4 +1,5 @@
-"""Loads a fleet of Dynamo with adapters by Zipf, kills a worker, moves an adapter, and says what clients were told.
+"""Loads a fleet of Dynamo with adapters by Zipf, kills workers, cuts one off, moves an adapter, and says what clients
+were told.
 
 The adapters are those of telling_adapters.py: an answer says which adapter, in which version, gave it.
 """
@@ -9,8 +10,9 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -37,12 +39,14 @@ from checkpoints.telling_adapters import (
 from multilora_wire.converted_files import CONFIG_FILE, WEIGHTS_FILE
 from multilora_wire.module_names import UPSTREAM_NAMES
 from servers.dynamo_fleet import DynamoFleet, call
+from servers.machines import Machines, can_make_machines
 from servers.started_server import sigterm_as_ctrl_c
 
 _BASE = "telling"
 _NUM_BEGINNINGS = 20
 _BEGINNING_TOKENS = 64
 _TAIL_TOKENS = 8
+_PARTITION_S = 10
 _MODULE_IDS = {name: module_id for module_id, name in UPSTREAM_NAMES.items()}
 _PARAMETERS = {
     "kv_cache_memory_bytes": "16MiB",
@@ -121,16 +125,20 @@ class Load:
 
 
 def main(
-    num_workers: Annotated[int, typer.Option(min=2, help="Workers beside the front.")] = 3,
+    num_workers: Annotated[int, typer.Option(min=3, help="Workers beside the front.")] = 3,
     num_adapters: Annotated[int, typer.Option(min=2, help="Adapters; the n-th is asked for 1/n as often.")] = 100,
     num_requests: Annotated[int, typer.Option(min=1, help="Of each phase.")] = 500,
     num_clients: Annotated[int, typer.Option(min=1, help="That ask at the same time.")] = 8,
+    namespaces: Annotated[bool, typer.Option(help="Give each worker a network namespace, and cut one off.")] = True,
     router_mode: Annotated[str, typer.Option(help="Of Dynamo's front: kv, round-robin or random.")] = "kv",
     seed: Annotated[int, typer.Option(help="Of what is asked.")] = 1,
 ) -> None:
-    """Start a fleet, load it, move an adapter, kill a worker, start another; exit status 1 after a wrong answer."""
+    """Start a fleet, load it, move an adapter, kill two workers, cut one off; exit status 1 after a wrong answer."""
     console = Console()
-    with TemporaryDirectory() as directory:
+    if namespaces and not can_make_machines():
+        console.print("This user may not make network namespaces: run as root, or with --no-namespaces.")
+        raise typer.Exit(2)
+    with TemporaryDirectory() as directory, ExitStack() as resources:
         model, adapters = save_checkpoint(Path(directory) / "model"), Path(directory) / "adapters"
         # Dynamo's front takes no model without a template for chats and an end token, whether they are used or not.
         (model / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
@@ -138,7 +146,9 @@ def main(
         for number in range(num_adapters):
             save_adapter(adapters / adapter_name(number), number, version=0)
         options = ("--router-mode", router_mode, "--migration-limit", "3")
-        with sigterm_as_ctrl_c(), DynamoFleet(model, _BASE, options) as fleet:
+        resources.enter_context(sigterm_as_ctrl_c())
+        machines = resources.enter_context(Machines(num_workers)) if namespaces else None
+        with DynamoFleet(model, _BASE, options, machines=machines) as fleet:
             tallies = list(phases(fleet, adapters, num_workers, num_adapters, num_requests, num_clients, seed))
     console.print(table_of(tallies))
     if any(tally.num_wrong for tally in tallies):
@@ -175,13 +185,26 @@ def phases(
         fleet.start_worker(parameters)
         fleet.wait_ready(1)
 
-    steps = {
+    def cut_off() -> None:
+        machine = fleet.workers[2].machine
+        assert machine is not None
+        machine.cut()
+        time.sleep(_PARTITION_S)
+        machine.join()
+
+    steps: Mapping[str, Callable[[], None]] = {
         "all workers": lambda: None,
         "the most asked adapter moves to other weights": move,
         "kill -9 of a worker": fleet.workers[0].kill,
         "another worker comes": replace,
+        "kill -9 of a second worker": fleet.workers[1].kill,
+        "a third one comes": replace,
+        f"a worker is cut off for {_PARTITION_S} s": cut_off,
+        "after that": lambda: None,
     }
     for name, hurt in steps.items():
+        if hurt is cut_off and fleet.workers[2].machine is None:
+            continue
         tally = Tally(name)
         with ThreadPoolExecutor(1) as pool:
             running = pool.submit(load.run, tally, num_requests, num_clients)

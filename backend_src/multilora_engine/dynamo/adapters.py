@@ -98,6 +98,23 @@ class FleetAdapters:
             await self._load(name, self._path(name))
             return True
 
+    async def show(self, card: AdapterCard) -> None:
+        """Have a card of an adapter that the engine gets by other ways: of a client, or by an operator of the fleet."""
+        if card.name == self._base_name:
+            raise InvalidRequest(f"{card.name} is the base model; give the adapter another name")
+        async with self._locks[card.name]:
+            if card.name in self._entries:
+                self._entries[card.name] = _Entry(card, self._path(card.name))
+            else:
+                await self._publish(card, path="")
+
+    async def hide(self, name: str) -> None:
+        """Take the card of an adapter away, if there is one."""
+        async with self._locks[name]:
+            if name in self._entries:
+                await self._cards.withdraw(name)
+                del self._entries[name]
+
     async def publish_sources(self) -> int:
         """Put cards of all named adapters that tiers and sources have into the fleet; how many there are.
 

@@ -18,6 +18,9 @@ Chunk = dict[str, Any]
 CANCELLED: Chunk = {"token_ids": [], "index": 0, "finish_reason": "cancelled"}
 """The last chunk of an answer that nobody waits for any more."""
 
+END: Chunk = {"token_ids": [], "index": 0, "finish_reason": "stop"}
+"""The last chunk of an answer that is no tokens."""
+
 _NO_LOG_PROB = -9999.0
 """Stands for minus infinity, which JSON cannot say: the log-prob of a token that the guide has ruled out."""
 

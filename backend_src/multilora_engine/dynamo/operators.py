@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import TypeVar
 
 import msgspec
 
+from multilora_engine.dynamo.fleet_messages import Carry, EndRequests, Upload
 from multilora_engine.dynamo.streams import OutputStream
 from multilora_engine.process.client import EngineClient
+from multilora_engine.process.messages import read_adapter
 from multilora_engine.process.operations import (
     ListAdapters,
     LoadAdapter,
@@ -18,6 +21,7 @@ from multilora_engine.process.operations import (
     UnloadAdapter,
 )
 from multilora_engine.process.reports import AdapterList, AdapterReport, EventList, StatsReport
+from multilora_engine.request import TokenOutput
 from multilora_engine.serving.front import new_id
 from multilora_wire.adapter_info import AdapterInfo
 
@@ -51,11 +55,39 @@ class EngineOperator:
         """The engine's load, and its work so far."""
         return await self._ask(ReadStats(), StatsReport)
 
+    async def carry(self, message: Carry) -> TokenOutput:
+        """Carry out an operation of somebody else; the report is the output's text."""
+        return await self._hear(
+            lambda stream, request_id: self._client.operate(
+                stream, request_id, message.operation, message.scope, message.sender
+            )
+        )
+
+    async def stop(self, message: EndRequests) -> None:
+        """End requests; they finish as cancelled."""
+        await self._hear(
+            lambda stream, request_id: self._client.stop(stream, request_id, message.client_request_id, message.sender)
+        )
+
+    async def put(self, upload: Upload, pages: bytearray) -> None:
+        """Have the engine know an adapter, whose pages are as they lie in memory."""
+        adapter = read_adapter(upload.header, memoryview(pages))
+        await self._hear(
+            lambda stream, request_id: self._client.put_adapter(
+                stream, request_id, upload.task_id, adapter, upload.name
+            )
+        )
+
     async def _ask(self, operation: Operation, report: type[_Report]) -> _Report:
+        output = await self._hear(lambda stream, request_id: self._client.operate(stream, request_id, operation))
+        return msgspec.json.decode(output.text, type=report)
+
+    async def _hear(self, submit: Callable[[OutputStream, str], None]) -> TokenOutput:
+        """The one output of a call."""
         stream = OutputStream(self._client, self._loop)
-        self._client.operate(stream, new_id(), operation)
+        submit(stream, new_id())
         try:
             (output,) = await stream.next()
         finally:
             stream.cancel()
-        return msgspec.json.decode(output.text, type=report)
+        return output

@@ -80,9 +80,12 @@ def _options(arguments: argparse.Namespace) -> WorkerOptions:
     path = resolve_checkpoint(arguments.model)
     overrides = dict(map(parse_override, arguments.overrides))
     parameters = {**_DEFAULT_PARAMETERS, **overrides, "model_path": str(path)}
+    engine = EngineConfig.from_parameters(parameters)
+    if engine.is_fleet:
+        raise ConfigError(f"engine is {engine.engine}: that is for the front of a fleet; a worker has an engine: local")
     return WorkerOptions(
         parameters,
-        EngineConfig.from_parameters(parameters),
+        engine,
         arguments.served_model_name or path.name,
         arguments.drain_timeout_secs,
     )

@@ -20,6 +20,8 @@ class OutputStream:
     `cancel` may be called there at any time: the client then ends the call, if it has not ended.
     """
 
+    unsent_bytes = 0
+
     def __init__(self, client: EngineClient, loop: asyncio.AbstractEventLoop) -> None:
         self._client = client
         self._loop = loop

@@ -9,27 +9,33 @@ from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from contextlib import ExitStack, aclosing
 from typing import Any
 
+from dynamo._core import Context
 from dynamo.common.backend import EngineConfig as Registration
 from dynamo.common.backend import LLMEngine, LlmRegistration, WorkerConfig
 from dynamo.common.backend.health_check import build_health_check_payload
 from dynamo.common.backend.publisher import PushSource
 
 from multilora_engine.dynamo.adapters import UPDATES, FleetAdapters, answer_update
-from multilora_engine.dynamo.answers import CANCELLED, Answer, Chunk
+from multilora_engine.dynamo.answers import CANCELLED, END, Answer, Chunk
 from multilora_engine.dynamo.cards import AdapterCards
+from multilora_engine.dynamo.engine_calls import EngineCalls
 from multilora_engine.dynamo.errors import dynamo_error
+from multilora_engine.dynamo.fleet_calls import FleetCalls
+from multilora_engine.dynamo.fleet_messages import Described, ToWorker, read_worker_request, worker_chunk
+from multilora_engine.dynamo.fleet_uploads import FleetUploads
 from multilora_engine.dynamo.kv_events import BlockPublisher
 from multilora_engine.dynamo.operators import EngineOperator
 from multilora_engine.dynamo.options import WorkerOptions, parse_options
 from multilora_engine.dynamo.reports import StatsReporter
 from multilora_engine.dynamo.requests import engine_request, read_request
-from multilora_engine.dynamo.streams import OpenStreams, OutputStream
+from multilora_engine.dynamo.streams import OpenStreams
+from multilora_engine.dynamo.workers import Workers
 from multilora_engine.engine_info import EngineInfo
-from multilora_engine.errors import AdapterNotFound, RequestError
+from multilora_engine.errors import RequestError
 from multilora_engine.process.client import EngineClient
 from multilora_engine.process.paths import owned_socket_path
 from multilora_engine.process.supervisor import EngineProcess
-from multilora_engine.request import GenerationRequest, TokenOutput
+from multilora_engine.request import GenerationRequest
 from multilora_engine.serving.front import new_id
 from multilora_engine.text.tokenizer import Tokenizer
 from multilora_engine.tritonserver.installation import engine_environment
@@ -51,6 +57,7 @@ class DynamoWorker(LLMEngine):
         self._streams = OpenStreams()
         self._blocks = BlockPublisher()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._is_ready = asyncio.Event()
 
     @classmethod
     async def from_args(cls, argv: Sequence[str] | None = None) -> tuple[DynamoWorker, WorkerConfig]:
@@ -85,45 +92,56 @@ class DynamoWorker(LLMEngine):
         path, max_loras = str(engine.model_path), engine.lora.max_loras
         cards = AdapterCards(endpoint, path, engine.block_size, max_loras)
         names = {module.module_id: module.name for module in self._info.adapter_layout.sites.modules}
+        self._workers = Workers(await endpoint.client(), Context, endpoint.connection_id())
         self._adapters = FleetAdapters(self._operator, cards, self._options.model_name, names)
+        self._uploads = FleetUploads(
+            self._operator,
+            self._workers,
+            self._info.adapter_layout,
+            engine.lora.lora_cache_host_memory_bytes,
+            engine.lora.lora_on_conflict == "replace",
+        )
+        self._calls = EngineCalls(self._client, self._loop, self._streams, self._restore)
+        description = Described(self._info, self._options.model_name, engine.block_size)
+        self._fleet = FleetCalls(self._calls, self._operator, self._uploads, self._adapters, description, names)
+        self._is_ready.set()
         self._begin(self._publish_sources())
 
     async def generate(self, request: Mapping[str, Any], context: Any) -> AsyncGenerator[Chunk, None]:
         """The answer to a prompt, piece by piece. Raises the exceptions of errors.py."""
         try:
+            message = read_worker_request(request)
+        except RequestError as error:
+            raise dynamo_error(error) from None
+        await self._is_ready.wait()
+        answers = self._answer_prompt(request, context) if message is None else self._answer_fleet(message, context)
+        async with aclosing(answers):
+            async for chunk in answers:
+                yield chunk
+
+    async def _answer_prompt(self, request: Mapping[str, Any], context: Any) -> AsyncGenerator[Chunk, None]:
+        try:
             asked = engine_request(read_request(request), new_id(), self._info)
             answer = Answer(asked, self._tokenizer)
-            async with aclosing(self._outputs(asked, context)) as outputs:
+            outputs = self._calls.generate(asked, context.id(), context.id(), context.trace_id or "")
+            async with aclosing(outputs):
                 async for output in outputs:
                     yield CANCELLED if output is None else answer.chunk(output)
         except RequestError as error:
             raise dynamo_error(error) from None
 
-    async def _outputs(self, asked: GenerationRequest, context: Any) -> AsyncGenerator[TokenOutput | None, None]:
-        """The outputs of a request; None at the end if it was cancelled. Raises RequestError."""
-        try:
-            async with aclosing(self._try(asked, context)) as outputs:
-                async for output in outputs:
-                    yield output
-        except RequestError as error:
-            # So a request is refused before its first output, if the engine has no tier with the adapter any more.
-            if error.code != AdapterNotFound.code or not await self._adapters.restore(asked.lora_name):
-                raise
-        else:
-            return
-        async with aclosing(self._try(asked, context)) as outputs:
-            async for output in outputs:
-                yield output
+    async def _answer_fleet(self, message: ToWorker, context: Any) -> AsyncGenerator[Chunk, None]:
+        async with aclosing(self._fleet.answer(message, context.id())) as answers:
+            async for answer in answers:
+                yield worker_chunk(answer)
+        yield END
 
-    async def _try(self, asked: GenerationRequest, context: Any) -> AsyncGenerator[TokenOutput | None, None]:
-        with self._streams.opened(context.id(), OutputStream(self._client, self._loop)) as stream:
-            self._client.generate(stream, [asked], context.id(), trace_id=context.trace_id or "")
-            while not stream.is_cancelled():
-                for output in await stream.next():
-                    yield output
-                    if output.is_final:
-                        return
-            yield None
+    async def _restore(self, asked: GenerationRequest) -> bool:
+        """Have the engine know an adapter again: one that a client has sent, or one that was loaded."""
+        task_id = asked.task_id
+        if task_id is not None and await self._uploads.bring(task_id, is_lost=True):
+            return True
+        return await self._adapters.restore(asked.lora_name)
 
     async def abort(self, context: Any) -> None:
         self._streams.cancel(context.id())

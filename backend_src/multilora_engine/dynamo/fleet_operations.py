@@ -1,0 +1,91 @@
+"""`FleetOperator`: an operator's requests about adapters, carried out by every worker of a fleet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from multilora_engine.dynamo.fleet_messages import Carry, Described, FromWorker, Said
+from multilora_engine.dynamo.front_uploads import FrontUploads
+from multilora_engine.dynamo.workers import Workers
+from multilora_engine.errors import AdapterNotFound, EngineUnavailable, RequestError, Unsupported
+from multilora_engine.lora.names import scoped_task_id
+from multilora_engine.process.awaited_answers import report_output
+from multilora_engine.process.messages import Operate
+from multilora_engine.process.operations import (
+    DescribeModel,
+    ListAdapters,
+    ReadEvents,
+    ReadLayout,
+    ReadStats,
+    UnloadAdapter,
+)
+from multilora_engine.process.reports import AdapterList, AdapterReport, LayoutReport, ModelReport, Report
+from multilora_engine.request import TokenOutput
+from multilora_wire.adapter_info import AdapterInfo
+
+_TIMEOUT_S = 120.0
+"""A worker that loads an adapter has it sent from far away."""
+
+
+class FleetOperator:
+    """`load`, `unload`, `pin` and `unpin` concern every worker that is there, and `list` tells of all of them."""
+
+    def __init__(self, workers: Workers, uploads: FrontUploads, description: Described) -> None:
+        self._workers = workers
+        self._uploads = uploads
+        self._description = description
+
+    async def carry_out(self, message: Operate) -> TokenOutput:
+        """The final output of an operation: its text is the report. Raises RequestError."""
+        match message.operation:
+            case ReadLayout():
+                return report_output(message.request_id, LayoutReport(self._description.info.adapter_layout))
+            case DescribeModel():
+                return report_output(message.request_id, self._describe())
+            case ReadStats() | ReadEvents():
+                raise Unsupported("stats and events of a whole fleet; each worker tells its own on its metrics page")
+            case _:
+                return report_output(message.request_id, await self._ask_all(message))
+
+    def _describe(self) -> Report:
+        info = self._description.info
+        return ModelReport(Path(info.model_path).name, info.max_model_len, info.vocab_size, info.version)
+
+    async def _ask_all(self, message: Operate) -> Report:
+        carry = Carry(message.operation, message.scope, message.sender)
+        texts = _texts(await self._workers.ask_all(carry, timeout_s=_TIMEOUT_S))
+        if isinstance(message.operation, ListAdapters):
+            return AdapterList(_merged([msgspec.json.decode(text, type=AdapterList) for text in texts]))
+        report = msgspec.json.decode(texts[0], type=AdapterReport)
+        if isinstance(message.operation, UnloadAdapter):
+            self._uploads.forget(scoped_task_id(report.adapter.tenant, report.adapter.lora_task_id))
+        return report
+
+
+def _texts(answers: Sequence[FromWorker | RequestError]) -> list[str]:
+    """The reports. That a worker does not have an adapter is an error only where none has it.
+
+    Raises the first error of another kind.
+    """
+    if not answers:
+        raise EngineUnavailable("the fleet has no worker; try again")
+    errors = [answer for answer in answers if isinstance(answer, RequestError)]
+    texts = [answer.output.text for answer in answers if isinstance(answer, Said)]
+    others = [error for error in errors if error.code != AdapterNotFound.code]
+    if others or not texts:
+        raise (others or errors)[0]
+    return texts
+
+
+def _merged(lists: Sequence[AdapterList]) -> list[AdapterInfo]:
+    """Of each adapter the report of the worker that has it in the fastest tier."""
+    locations = ("DEVICE", "HOST", "DISK", "REMOTE")
+    best: dict[tuple[str, int], AdapterInfo] = {}
+    for info in (info for one in lists for info in one.adapters):
+        key = (info.tenant, info.lora_task_id)
+        if key not in best or locations.index(info.location) < locations.index(best[key].location):
+            best[key] = info
+    return [best[key] for key in sorted(best)]

@@ -1,0 +1,94 @@
+"""`FrontUploads`: the adapters that clients have sent through this front, on their way to the workers."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Callable
+
+from multilora_engine.dynamo.fleet_messages import Announce, TakePiece, Upload
+from multilora_engine.dynamo.page_store import PageStore, pieces
+from multilora_engine.dynamo.workers import WorkerGone, Workers
+from multilora_engine.errors import RequestError
+from multilora_engine.lora.names import TaskId
+from multilora_engine.process.messages import AdapterHeader
+
+_PIECE_TIMEOUT_S = 30.0
+"""With the last piece the worker checks the adapter, and its engine takes it."""
+
+
+class FrontUploads:
+    """Sends an adapter to one worker and tells all others of it, which fetch it from there.
+
+    It also stays here, so long as there is room: a request that finds no worker with it has it sent again.
+    """
+
+    def __init__(self, workers: Workers, max_bytes: int, lora_dtype: str) -> None:
+        """max_bytes: of the adapters that stay here. lora_dtype: in which they are packed."""
+        self._workers = workers
+        self._pages = PageStore(max_bytes)
+        self._lora_dtype = lora_dtype
+        self._latest: dict[TaskId, Upload] = {}
+        self._locks: defaultdict[TaskId, asyncio.Lock] = defaultdict(asyncio.Lock)
+
+    def find(self, task_id: TaskId | None) -> Upload | None:
+        """The latest upload of a task id that came through this front."""
+        return None if task_id is None else self._latest.get(task_id)
+
+    def forget(self, task_id: TaskId) -> None:
+        """Know of no upload of this task id."""
+        self._latest.pop(task_id, None)
+
+    async def settle(self, task_id: TaskId | None) -> None:
+        """Wait until the uploads of a task id that came before have arrived, or failed."""
+        if task_id is not None and task_id in self._locks:
+            async with self._locks[task_id]:
+                pass
+
+    async def take(
+        self, header: AdapterHeader, name: str, payload: memoryview, pick: Callable[[], Awaitable[int]]
+    ) -> int:
+        """Have the fleet know an adapter: the worker that `pick` says has it then, and the others know of it.
+
+        Raises RequestError.
+
+        The lock is taken before anything is awaited: a request that comes later for the task id waits for it.
+        """
+        async with self._locks[header.task_id]:
+            pages = bytearray(payload)
+            digest = await asyncio.to_thread(_digest, header, pages, self._lora_dtype)
+            worker_id = await pick()
+            upload = Upload(header, name, digest, len(pages), time.time_ns())
+            self._pages.put(digest, pages)
+            await self._send(upload, worker_id)
+            self._latest[header.task_id] = upload
+            answers = await self._workers.ask_all(Announce(upload), but=[worker_id])
+            for answer in answers:
+                # A worker that is lost hears of the upload from the next request that has it.
+                if isinstance(answer, RequestError) and not isinstance(answer, WorkerGone):
+                    raise answer
+            return worker_id
+
+    async def send_again(self, upload: Upload, worker_id: int) -> bool:
+        """Send an upload to a worker, where no other worker has it any more; whether it is still here."""
+        if upload.pages_digest not in self._pages:
+            return False
+        async with self._locks[upload.task_id]:
+            await self._send(upload, worker_id)
+        return True
+
+    async def _send(self, upload: Upload, worker_id: int) -> None:
+        pages = self._pages.get(upload.pages_digest)
+        assert pages is not None, "it has just been looked for"
+        for offset, piece in pieces(pages):
+            await self._workers.ask(worker_id, TakePiece(upload, offset, piece), _PIECE_TIMEOUT_S)
+
+
+def _digest(header: AdapterHeader, pages: bytearray, lora_dtype: str) -> str:
+    import torch  # with all that reads weights: seconds and 100 MB, for those fronts alone that are sent some
+
+    from multilora_engine.lora.format import content_digest
+
+    tensor = torch.frombuffer(pages, dtype=torch.uint8).view(-1, header.page_bytes)
+    return content_digest(header.rows, tensor, lora_dtype)

@@ -1,0 +1,162 @@
+"""The program in the place of the engine process, where the parameter `engine` names a fleet.
+
+`python -m multilora_engine.dynamo.relay_process` reads and reports as `multilora_engine.process.main` does, and ends
+when its stdin does: the front that started it is gone. How it finds the fleet, Dynamo's own variables say
+(`DYN_DISCOVERY_BACKEND` and others).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import signal
+import sys
+import time
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import uvloop
+import zmq
+from dynamo._core import Context
+from dynamo.common.configuration.groups.runtime_args import DynamoRuntimeArgGroup, DynamoRuntimeConfig
+from dynamo.llm import KvRouter, KvRouterConfig
+from dynamo.runtime import DistributedRuntime
+
+from multilora_engine.config import EngineConfig
+from multilora_engine.dynamo.fleet_messages import Describe, Described
+from multilora_engine.dynamo.fleet_operations import FleetOperator
+from multilora_engine.dynamo.fleet_router import FleetRouter
+from multilora_engine.dynamo.front_uploads import FrontUploads
+from multilora_engine.dynamo.relay import FleetRelay
+from multilora_engine.dynamo.workers import Workers
+from multilora_engine.engine_info import CallLimits, ClientPolicy, EngineInfo
+from multilora_engine.errors import ConfigError, RequestError
+from multilora_engine.log_lines import configure_logging
+from multilora_engine.process.drain import DrainOrder
+from multilora_engine.process.heartbeat import Heartbeat
+from multilora_engine.process.messages import Launch, Started, StartFailed
+from multilora_engine.process.outbox import MAX_QUEUED_MESSAGES
+from multilora_engine.process.start_report import report, take_stdout
+
+_FLEET_TIMEOUT_S = 600.0
+"""Workers may start after their front, and read gigabytes of weights before they are there."""
+
+_LOOK_INTERVAL_S = 0.2
+
+logger = logging.getLogger(__name__)
+
+
+def main() -> None:
+    """Read `Launch`, find the fleet, report, serve."""
+    configure_logging("relay")
+    report_stream = take_stdout()
+    launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=Launch)
+    try:
+        uvloop.run(_serve(launch, lambda: report(report_stream, Started())))
+    except ConfigError as error:
+        report(report_stream, StartFailed(str(error)))
+        raise SystemExit(1) from None
+
+
+async def _serve(launch: Launch, on_ready: Any) -> None:
+    """Serve until stdin ends. Raises ConfigError."""
+    config = EngineConfig.from_parameters(launch.parameters)
+    heartbeat = Heartbeat(launch.heartbeat_fd, launch.heartbeat_interval_s)
+    runtime = _runtime()
+    endpoint = runtime.endpoint(".".join(config.fleet_endpoint))
+    workers = Workers(await endpoint.client(), Context)
+    described = await _describe(workers, config.engine)
+    info = front_info(described.info, config)
+    kv_router = KvRouter(endpoint, described.block_size, KvRouterConfig())
+    router = FleetRouter(kv_router, workers)
+    layout = info.adapter_layout
+    uploads = FrontUploads(workers, config.lora.lora_cache_host_memory_bytes, layout.lora_dtype)
+    operator = FleetOperator(workers, uploads, msgspec.structs.replace(described, info=info))
+    path = Path(launch.socket_path)
+    has_ended = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    loop.add_reader(sys.stdin.fileno(), has_ended.set)
+    with closing(DrainOrder(path)) as drain, zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
+        signal.signal(signal.SIGTERM, drain.give)
+        socket.set(zmq.LINGER, 0)
+        socket.set(zmq.SNDHWM, MAX_QUEUED_MESSAGES)
+        socket.set(zmq.RCVHWM, 0)
+        socket.set(zmq.ROUTER_MANDATORY, 1)
+        socket.bind(f"ipc://{path}")
+        with closing(FleetRelay(socket, workers, router, uploads, operator, info, drain)) as relay:
+            relay.start()
+            on_ready()
+            logger.info("the fleet has %d workers", len(workers.ids))
+            await _beat_until(has_ended, heartbeat)
+    loop.remove_reader(sys.stdin.fileno())
+    runtime.shutdown()
+
+
+def _runtime() -> Any:
+    parser = argparse.ArgumentParser()
+    DynamoRuntimeArgGroup().add_arguments(parser)
+    options = DynamoRuntimeConfig.from_cli_args(parser.parse_args([]))
+    try:
+        options.validate()
+    except ValueError as error:
+        raise ConfigError(f"Dynamo's variables: {error}") from None
+    loop, plane = asyncio.get_running_loop(), options.request_plane
+    return DistributedRuntime(loop, options.discovery_backend, plane, event_plane=options.event_plane)
+
+
+async def _describe(workers: Workers, fleet: str) -> Described:
+    """The facts about the model, which all workers have in common. Raises ConfigError."""
+    deadline = time.monotonic() + _FLEET_TIMEOUT_S
+    while time.monotonic() < deadline:
+        answers = await workers.ask_all(Describe())
+        told = [answer for answer in answers if isinstance(answer, Described)]
+        if told:
+            check_alike(told)
+            return told[0]
+        for answer in answers:
+            if isinstance(answer, RequestError):
+                logger.warning("a worker does not say what it serves: %s", answer)
+        await asyncio.sleep(_LOOK_INTERVAL_S)
+    raise ConfigError(f"{fleet} has had no worker for {_FLEET_TIMEOUT_S:g} s; start multilora-dynamo, and see its log")
+
+
+def check_alike(told: list[Described]) -> None:
+    """Raises ConfigError unless the workers serve one model and store adapters alike."""
+    facts = {(one.info.vocab_size, one.info.adapter_layout, one.block_size, one.info.version) for one in told}
+    if len(facts) > 1:
+        raise ConfigError(
+            f"{len(told)} workers of the fleet serve {len(facts)} different models, or with different parameters; all "
+            "need the same checkpoint, dtype, lora parameters, block_size and version"
+        )
+
+
+def front_info(info: EngineInfo, config: EngineConfig) -> EngineInfo:
+    """The facts for the doors of a front: about the model the workers', about requests the front's own parameters."""
+    return replace(
+        info,
+        model_path=str(config.model_path),
+        tokenizer_path=str(config.tokenizer_path or config.model_path),
+        add_special_tokens=config.add_special_tokens,
+        exclude_input_in_output=config.exclude_input_in_output,
+        special_tokens_in_messages=config.special_tokens_in_messages,
+        limits=CallLimits.of(config),
+        max_uploads_per_client=config.max_uploads_per_client,
+        clients=ClientPolicy.of(config),
+    )
+
+
+async def _beat_until(has_ended: asyncio.Event, heartbeat: Heartbeat) -> None:
+    while not has_ended.is_set():
+        heartbeat.beat()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(heartbeat.interval_s):
+                await has_ended.wait()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""The manifests of a fleet fit Kubernetes' own schemas, and refer to what is there."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from multilora_engine.config import EngineConfig
+from multilora_engine.serving import metrics
+
+KUBERNETES = Path(__file__).parents[2] / "docker" / "kubernetes"
+FLEET, GATEWAY = KUBERNETES / "fleet", KUBERNETES / "gateway"
+
+Manifest = dict[str, Any]
+
+
+def read(path: Path) -> list[Manifest]:
+    return list(yaml.safe_load_all(path.read_text()))
+
+
+def manifests(folder: Path) -> Iterator[Manifest]:
+    (kustomization,) = read(folder / "kustomization.yaml")
+    for name in kustomization["resources"]:
+        yield from read(folder / name)
+
+
+ALL = [*manifests(FLEET), *manifests(GATEWAY)]
+OWN_SCHEMAS = [document for document in ALL if document["kind"] != "InferencePool"]
+DEPLOYMENTS = [document for document in ALL if document["kind"] == "Deployment"]
+
+
+def title(document: Manifest) -> str:
+    return f"{document['kind']}-{document['metadata']['name']}"
+
+
+def named(kind: str, name: str) -> Manifest:
+    return next(one for one in ALL if one["kind"] == kind and one["metadata"]["name"] == name)
+
+
+def pod(deployment: Manifest) -> Manifest:
+    spec: Manifest = deployment["spec"]["template"]["spec"]
+    return spec
+
+
+@pytest.mark.parametrize("document", OWN_SCHEMAS, ids=title)
+def test_a_manifest_fits_kubernetes_schema(document: Manifest) -> None:
+    kubernetes_validate.validate(document, kubernetes_validate.latest_version(), strict=True)
+
+
+def test_the_pool_has_the_fields_of_the_published_v1_and_leads_to_the_picker_and_the_pods() -> None:
+    """kubernetes-validate has no schemas of custom resources: these are the fields of the API's reference."""
+    (pool,) = [document for document in ALL if document["kind"] == "InferencePool"]
+    assert pool["apiVersion"] == "inference.networking.k8s.io/v1"
+    spec = pool["spec"]
+    assert set(spec) == {"selector", "targetPorts", "endpointPickerRef"}
+    assert set(spec["selector"]) == {"matchLabels"}
+    assert set(spec["endpointPickerRef"]) == {"name", "port", "failureMode"}
+    labels = named("Deployment", "pool")["spec"]["template"]["metadata"]["labels"]
+    assert spec["selector"]["matchLabels"].items() <= labels.items()
+    (target,) = spec["targetPorts"]
+    ports = {p["name"]: p["containerPort"] for c in pod(named("Deployment", "pool"))["containers"] for p in c["ports"]}
+    assert target == {"number": ports["http"]}
+    picker = named("Service", spec["endpointPickerRef"]["name"])
+    assert spec["endpointPickerRef"]["port"]["number"] in [port["port"] for port in picker["spec"]["ports"]]
+    (container,) = pod(named("Deployment", "picker"))["containers"]
+    assert f"--model-server-metrics-port={ports['system']}" in container["args"]
+    assert f"--pool-name={pool['metadata']['name']}" in container["args"]
+
+
+def test_the_picker_reads_metrics_that_there_are() -> None:
+    (config,) = read(GATEWAY / "picker_config.yaml")
+    plugins = {plugin["type"]: plugin.get("parameters", {}) for plugin in config["plugins"]}
+    (engine,) = plugins["core-metrics-extractor"]["engineConfigs"]
+    labels = named("Deployment", "pool")["spec"]["template"]["metadata"]["labels"]
+    assert labels["llm-d.ai/engine-type"] == engine.pop("name")
+    known = {value.name for value in vars(metrics).values() if isinstance(value, metrics.MetricName)}
+    assert set(engine.values()) <= known
+    scored = [entry["pluginRef"] for profile in config["schedulingProfiles"] for entry in profile["plugins"]]
+    assert set(scored) <= set(plugins)
+    assert "lora-load-state-scorer" in scored
+
+
+@pytest.mark.parametrize("folder", [FLEET, GATEWAY], ids=lambda folder: folder.name)
+def test_every_file_is_used_and_every_image_named(folder: Path) -> None:
+    (kustomization,) = read(folder / "kustomization.yaml")
+    generated = [name for one in kustomization["configMapGenerator"] for name in one.get("files", [])]
+    used = {"kustomization.yaml", *kustomization["resources"], *generated}
+    assert {path.name for path in folder.iterdir()} == used
+    images = {c["image"] for one in manifests(folder) if one["kind"] == "Deployment" for c in pod(one)["containers"]}
+    assert images == {image["name"] for image in kustomization["images"]}
+
+
+@pytest.mark.parametrize("deployment", DEPLOYMENTS, ids=title)
+def test_a_pod_is_restricted_and_has_what_it_mounts_and_reads(deployment: Manifest) -> None:
+    spec, name = pod(deployment), deployment["metadata"]["name"]
+    assert spec["securityContext"]["runAsNonRoot"] is True
+    assert (
+        deployment["spec"]["selector"]["matchLabels"].items()
+        <= deployment["spec"]["template"]["metadata"]["labels"].items()
+    )
+    mounts = {mount["name"] for container in spec["containers"] for mount in container["volumeMounts"]}
+    assert mounts == {volume["name"] for volume in spec["volumes"]}
+    claims = {v["persistentVolumeClaim"]["claimName"] for v in spec["volumes"] if "persistentVolumeClaim" in v}
+    assert claims <= {one["metadata"]["name"] for one in ALL if one["kind"] == "PersistentVolumeClaim"}
+    generated = {
+        one["name"]
+        for folder in (FLEET, GATEWAY)
+        for one in read(folder / "kustomization.yaml")[0]["configMapGenerator"]
+    }
+    for container in spec["containers"]:
+        security = container["securityContext"]
+        assert (security["readOnlyRootFilesystem"], security["allowPrivilegeEscalation"]) == (True, False), name
+        assert {source["configMapRef"]["name"] for source in container.get("envFrom", [])} <= generated
+        ports = {port["name"] for port in container["ports"]}
+        probes = [container[key] for key in ("startupProbe", "readinessProbe", "livenessProbe") if key in container]
+        assert {probe["httpGet"]["port"] for probe in probes if "httpGet" in probe} <= ports
+        # A process that others call says an address of the pod's, or the loopback where they are in the same pod.
+        values = {entry["name"]: entry.get("value", "") for entry in container.get("env", [])}
+        hosts = {value for key, value in values.items() if key in ("DYN_TCP_RPC_HOST", "DYN_EVENT_PLANE_HOST")}
+        assert hosts <= {"$(POD_IP)"} or hosts == {"127.0.0.1"}
+
+
+@pytest.mark.parametrize("kind", ["Service", "PodDisruptionBudget", "HorizontalPodAutoscaler", "NetworkPolicy"])
+def test_what_selects_finds_its_pods(kind: str) -> None:
+    labels = [one["spec"]["template"]["metadata"]["labels"] for one in DEPLOYMENTS]
+    names = {one["metadata"]["name"] for one in DEPLOYMENTS}
+    for one in (one for one in ALL if one["kind"] == kind):
+        spec = one["spec"]
+        match kind:
+            case "Service":
+                found = [each for each in labels if spec["selector"].items() <= each.items()]
+                assert len(found) == 1, one["metadata"]["name"]
+            case "PodDisruptionBudget":
+                assert any(spec["selector"]["matchLabels"].items() <= each.items() for each in labels)
+            case "HorizontalPodAutoscaler":
+                assert spec["scaleTargetRef"]["name"] in names
+            case _:
+                for rule in spec["podSelector"].get("matchExpressions", []):
+                    assert set(rule["values"]) <= names
+
+
+def test_arguments_are_parameters_of_the_engine() -> None:
+    known = {*EngineConfig.model_fields, *type(EngineConfig.model_fields["lora"].default).model_fields}
+    arguments = [a for one in DEPLOYMENTS for c in pod(one)["containers"] for a in c.get("args", [])]
+    named_ones = re.findall(r"--set=(\w+)=", "\n".join(arguments))
+    assert set(named_ones) <= known
+    assert "engine" in named_ones
+
+
+def test_the_gpu_overlay_gives_workers_a_gpu() -> None:
+    (overlay,) = read(KUBERNETES / "fleet_gpu" / "kustomization.yaml")
+    (patch,) = overlay["patches"]
+    assert patch["target"] == {"kind": "Deployment", "name": "worker"}
+    (change,) = yaml.safe_load(patch["patch"])
+    assert change["path"].endswith("containers/0/resources/limits/nvidia.com~1gpu")
+    assert pod(named("Deployment", "worker"))["containers"][0]["name"] == "worker"

@@ -1,0 +1,167 @@
+"""A Triton server as the front of a real fleet of Dynamo: its doors, with two workers behind them.
+
+The adapters are those of telling_adapters.py: an answer says which adapter, in which version, gave it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.error import HTTPError
+
+import pytest
+
+from checkpoints.telling_adapters import (
+    BASE_ANSWER,
+    MAX_RANK,
+    NUM_PLACES,
+    PROMPT_TOKENS,
+    answer,
+    save_checkpoint,
+)
+from multilora_client import ENSEMBLE, Adapter, Client, InvalidRequest, NotFound, Unsupported
+from multilora_engine.dynamo.fleet_messages import Describe, worker_request
+from multilora_engine.tritonserver import ServerOptions, ServerProcess
+from servers.dynamo_fleet import DynamoFleet, call
+from trials.judging_clients import task_id, telling_adapter
+
+pytest.importorskip("dynamo.common.backend", reason="ai-dynamo is not installed")
+pytestmark = pytest.mark.long(reason="a fleet and a server take half a minute; tests/engine/dynamo has shorter tests")
+
+MODEL = "telling"
+PROMPT = list(PROMPT_TOKENS)[:20]
+PARAMETERS = {
+    "kv_cache_memory_bytes": "16MiB",
+    "lora_cache_host_memory_bytes": "16MiB",
+    "max_num_seqs": "16",
+    "num_threads": "1",
+    "max_lora_rank": str(MAX_RANK),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = save_checkpoint(tmp_path_factory.mktemp("fleet") / "model")
+    # Dynamo's front takes no model without a template for chats and an end token, whether they are used or not.
+    (model / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": PROMPT_TOKENS[-1]}))
+    return model
+
+
+@pytest.fixture(scope="module")
+def fleet(model: Path) -> Iterator[DynamoFleet]:
+    with DynamoFleet(model, MODEL) as fleet:
+        for _ in range(2):
+            fleet.start_worker(PARAMETERS)
+        fleet.wait_ready(2)
+        yield fleet
+
+
+@pytest.fixture(scope="module")
+def server(fleet: DynamoFleet, model: Path) -> Iterator[ServerProcess]:
+    """The front, which finds the fleet by its environment."""
+    options = ServerOptions(
+        model=model,
+        model_repository=Path(__file__).parents[2] / "model_repository",
+        overrides={**PARAMETERS, "engine": "dynamo://dynamo"},
+        http_port=0,
+        grpc_port=0,
+        metrics_port=0,
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in fleet.environ.items():
+            patch.setenv(name, value)
+        with ServerProcess(options) as server:
+            server.wait_ready()
+            yield server
+
+
+@pytest.fixture
+def client(server: ServerProcess) -> Iterator[Client]:
+    with Client(f"grpc://{server.grpc_url}") as client:
+        yield client
+
+
+def tokens(client: Client, adapter: Adapter | int | None = None, prompt: list[int] = PROMPT) -> list[int]:
+    told = client.generate(input_ids=prompt, adapter=adapter, max_tokens=NUM_PLACES)
+    return told.token_ids[-NUM_PLACES:]
+
+
+def sent(client: Client, number: int, version: int = 0) -> Adapter:
+    """A telling adapter, under the task id that goes with its number."""
+    return telling_adapter(number, client.adapter_layout(), version)
+
+
+def test_the_base_model_answers_through_every_door(client: Client, server: ServerProcess) -> None:
+    assert tokens(client) == BASE_ANSWER
+    pieces = list(client.stream(input_ids=PROMPT, max_tokens=NUM_PLACES))
+    assert [token for piece in pieces for token in piece.token_ids] == BASE_ANSWER
+    assert pieces[-1].finish_reason == "length"
+    with Client(f"grpc://{server.grpc_url}", door=ENSEMBLE) as ensemble:
+        assert "<96>" * NUM_PLACES in ensemble.generate("any text", max_tokens=NUM_PLACES).text
+    assert client.describe_model().vocab_size == 128
+
+
+def test_an_adapter_is_sent_once_and_answers_at_every_worker(client: Client, fleet: DynamoFleet) -> None:
+    client.upload(sent(client, 7))
+    # Prompts without a common beginning go to both workers: one of them has the adapter from the other.
+    for first in range(8):
+        assert tokens(client, task_id(7), [PROMPT[first], *PROMPT[:9]]) == answer(7, 0)
+    came = [worker for worker in fleet.workers if f"LoRA task {task_id(7)} came from" in worker.log.read_text()]
+    assert len(came) == 1
+
+
+def test_other_weights_for_a_task_id_answer_from_then_on(client: Client) -> None:
+    client.upload(sent(client, 8))
+    assert tokens(client, task_id(8)) == answer(8, 0)
+    client.upload(sent(client, 8, version=3))
+    for first in range(8):
+        assert tokens(client, task_id(8), [PROMPT[first], *PROMPT[:9]]) == answer(8, 3)
+
+
+def test_errors_have_the_codes_and_texts_of_one_server(client: Client) -> None:
+    with pytest.raises(NotFound, match=r"LoRA task 999 not found in cache\. Please send LoRA weights with request"):
+        tokens(client, 999)
+    with pytest.raises(InvalidRequest, match="max_model_len"):
+        tokens(client, None, PROMPT * 40)
+    with pytest.raises(Unsupported, match="its own on its metrics page"):
+        client.adapter_stats()
+
+
+def test_operations_concern_all_workers(client: Client) -> None:
+    client.upload(sent(client, 9))
+    assert task_id(9) in [info.lora_task_id for info in client.list_adapters()]
+    assert client.unload_adapter(task_id(9)).lora_task_id == task_id(9)
+    for first in range(4):
+        with pytest.raises(NotFound):
+            tokens(client, task_id(9), [PROMPT[first], *PROMPT[:9]])
+
+
+def test_clients_of_dynamo_s_door_cannot_speak_to_workers_as_a_front_does(fleet: DynamoFleet) -> None:
+    extra = worker_request(Describe())["extra_args"]
+    asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 2, "temperature": 0}
+    for body in ({"extra_args": extra}, {"nvext": {"extra_args": extra}}, {"nvext": {"extra_fields": ["engine_data"]}}):
+        try:
+            told = call(f"{fleet.url}/v1/completions", {**asked, **body})
+        except HTTPError as error:
+            if error.code != 400:
+                raise
+        else:
+            assert told["usage"]["completion_tokens"] == 2
+            assert "multilora" not in json.dumps(told)
+
+
+def test_adapters_of_a_worker_that_is_killed_answer_again(client: Client, fleet: DynamoFleet) -> None:
+    """Last: it ends a worker of all tests."""
+    for number in range(20, 24):
+        client.upload(sent(client, number))
+    fleet.workers[0].kill()
+    for number in range(20, 24):
+        for first in range(4):
+            assert tokens(client, task_id(number), [PROMPT[first], *PROMPT[:9]]) == answer(number, 0)
+    fleet.start_worker(PARAMETERS)
+    fleet.wait_ready(1)
+    for number in range(20, 24):
+        for first in range(4):
+            assert tokens(client, task_id(number), [PROMPT[first + 4], *PROMPT[:9]]) == answer(number, 0)

@@ -1,0 +1,384 @@
+"""A front and the workers of a fleet, with a runtime of a few lines between them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, closing
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+from support.adapters import wire_adapter
+from support.fake_engine import HOLD, INFO
+from support.fake_fleet import LAYOUT, FakeClient, FakeContext, FakeFleet
+from support.fronts import RecordingListener, generation_request
+
+from multilora_engine.dynamo.fleet_messages import (
+    Announce,
+    Described,
+    Piece,
+    TakePiece,
+    Upload,
+    read_worker_chunk,
+    read_worker_request,
+    worker_chunk,
+    worker_request,
+)
+from multilora_engine.dynamo.fleet_operations import FleetOperator
+from multilora_engine.dynamo.fleet_router import FleetRouter
+from multilora_engine.dynamo.front_uploads import FrontUploads
+from multilora_engine.dynamo.page_store import PageStore, pieces
+from multilora_engine.dynamo.relay import FleetRelay
+from multilora_engine.dynamo.workers import Workers
+from multilora_engine.errors import AdapterConflict, InvalidRequest
+from multilora_engine.lora.format import content_digest, pack_adapter
+from multilora_engine.lora.layout import PackedAdapter
+from multilora_engine.lora.names import task_id_of
+from multilora_engine.process.client import EngineClient
+from multilora_engine.process.drain import DrainOrder, drained_file
+from multilora_engine.process.messages import adapter_header, adapter_payload
+from multilora_engine.process.operations import ListAdapters, Operation, PinAdapter, ReadStats, UnloadAdapter
+from multilora_engine.process.reports import AdapterList
+from multilora_engine.request import TokenOutput
+
+
+def packed(seed: int = 0) -> PackedAdapter:
+    wire = wire_adapter(LAYOUT, [(0, 0, 4), (4, 1, 3)], seed)
+    return pack_adapter(wire.weights, wire.config, LAYOUT)
+
+
+def upload_of(number: int, seed: int = 0, version: int = 1, name: str = "") -> tuple[Upload, bytes]:
+    adapter = packed(seed)
+    pages = bytes(adapter_payload(adapter))
+    digest = content_digest(adapter.rows, adapter.pages, LAYOUT.lora_dtype)
+    return Upload(adapter_header(number, adapter), name, digest, len(pages), version), pages
+
+
+async def send(fleet: FakeFleet, worker_id: int, upload: Upload, pages: bytes) -> None:
+    workers = Workers(FakeClient(fleet), FakeContext)
+    for offset, piece in pieces(pages):
+        await workers.ask(worker_id, TakePiece(upload, offset, piece))
+
+
+class Front:
+    """A stub's end of a relay."""
+
+    def __init__(self, client: EngineClient, relay: FleetRelay, drain: DrainOrder, path: Path) -> None:
+        self.client = client
+        self.relay = relay
+        self.drain = drain
+        self.path = path
+
+    async def ask(
+        self, request_id: str, prompt: list[int], task_id: int | None = None, adapter: PackedAdapter | None = None
+    ) -> list[TokenOutput]:
+        listener = self.begin(request_id, prompt, task_id, adapter)
+        return await asyncio.to_thread(listener.wait)
+
+    def begin(
+        self, request_id: str, prompt: list[int], task_id: int | None = None, adapter: PackedAdapter | None = None
+    ) -> RecordingListener:
+        listener, request = RecordingListener(), generation_request(request_id, prompt, lora_task_id=task_id)
+        put = None if adapter is None or task_id is None else (task_id, adapter)
+        self.client.generate(listener, [request], f"client {request_id}", put)
+        return listener
+
+    async def put(self, task_id: int, adapter: PackedAdapter, name: str = "") -> TokenOutput:
+        listener = RecordingListener()
+        self.client.put_adapter(listener, "put", task_id, adapter, name)
+        return (await asyncio.to_thread(listener.wait))[-1]
+
+    async def operate(self, operation: Operation) -> TokenOutput:
+        listener = RecordingListener()
+        self.client.operate(listener, "operate", operation)
+        return (await asyncio.to_thread(listener.wait))[-1]
+
+
+@asynccontextmanager
+async def served(fleet: FakeFleet, path: Path, max_bytes: int = 1 << 22) -> AsyncIterator[Front]:
+    workers = Workers(FakeClient(fleet), FakeContext)
+    router = FleetRouter(fleet, workers)
+    uploads = FrontUploads(workers, max_bytes, LAYOUT.lora_dtype)
+    operator = FleetOperator(workers, uploads, Described(INFO, "tiny", 16))
+    socket_path = path / "engine.sock"
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as socket, closing(DrainOrder(socket_path)) as drain:
+        socket.set(zmq.LINGER, 0)
+        socket.set(zmq.ROUTER_MANDATORY, 1)
+        socket.bind(f"ipc://{socket_path}")
+        with closing(FleetRelay(socket, workers, router, uploads, operator, INFO, drain)) as relay:
+            relay.start()
+            client = EngineClient(socket_path)
+            try:
+                assert await asyncio.to_thread(client.wait_until_ready, 30.0) == INFO
+                yield Front(client, relay, drain, socket_path)
+            finally:
+                await asyncio.to_thread(client.close)
+
+
+def tokens(outputs: list[TokenOutput]) -> list[int]:
+    return [token for output in outputs for token in output.token_ids]
+
+
+def run(test: Any) -> None:
+    asyncio.run(asyncio.wait_for(test, 120))
+
+
+def test_messages_pass_through_json() -> None:
+    upload, _ = upload_of(7)
+    for message in (Announce(upload), TakePiece(upload, 3, b"\x00\xff")):
+        assert read_worker_request(worker_request(message)) == message
+    assert read_worker_chunk(worker_chunk(Piece(b"\x80"))) == Piece(b"\x80")
+    assert read_worker_request({"token_ids": [1], "extra_args": None}) is None
+    for broken in ("%%%", "AAAA", 7):
+        with pytest.raises(InvalidRequest, match="cannot be read"):
+            read_worker_request({"extra_args": {"multilora": broken}})
+
+
+def test_pages_that_nobody_asked_for_longest_go_first() -> None:
+    store = PageStore(10)
+    store.put("a", bytearray(4))
+    store.put("b", bytearray(4))
+    assert store.get("a") == bytearray(4)
+    store.put("c", bytearray(4))
+    assert ("a" in store, "b" in store, "c" in store, store.num_bytes) == (True, False, True, 8)
+    with pytest.raises(InvalidRequest, match="takes 11 bytes; adapters that clients send have 10"):
+        store.put("d", bytearray(11))
+
+
+def test_pieces_come_in_order_or_not_at_all() -> None:
+    upload, pages = upload_of(7)
+    store = PageStore(1 << 22)
+    assert store.take_piece(upload, 0, pages[:10]) is None
+    with pytest.raises(InvalidRequest, match=r"bytes 11 \.\. 12 .* when 10 of them were here"):
+        store.take_piece(upload, 11, b"x")
+    with pytest.raises(InvalidRequest, match="when none of them were here"):
+        store.take_piece(upload, 10, pages[10:])
+    assert store.take_piece(upload, 0, pages[:10]) is None
+    assert store.take_piece(upload, 10, pages[10:]) == pages
+    assert store.num_bytes == 0
+
+
+def test_a_worker_has_an_adapter_from_another_one_and_checks_it(caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        fleet = FakeFleet(3)
+        upload, pages = upload_of(7)
+        await send(fleet, 1, upload, pages)
+        fleet[1].lies = True
+        assert not await fleet[2].uploads.bring(8)
+        with pytest.raises(Exception, match=r"LoRA task 7 not found in cache\. Please send LoRA weights with request"):
+            await fleet[2].uploads.bring(7)
+        assert "has the digest" in caplog.text
+        assert 7 not in fleet[2].in_engine
+        await send(fleet, 3, upload, pages)
+        assert await fleet[2].uploads.bring(7)
+        assert fleet[2].in_engine[7] == upload.header.digest
+        fleet.kill(1)
+        fleet.kill(3)
+        assert await fleet[2].uploads.bring(7, is_lost=True), "it has the pages itself now"
+
+    caplog.set_level("INFO")
+    run(test())
+
+
+@pytest.mark.parametrize("harm", ["digest", "rows", "size", "page_bytes"])
+def test_a_worker_takes_nothing_that_is_not_the_adapter(harm: str) -> None:
+    async def test() -> None:
+        fleet = FakeFleet(1)
+        upload, pages = upload_of(7)
+        header = upload.header
+        match harm:
+            case "digest":
+                pages = pages[:-1] + bytes([pages[-1] ^ 1])
+            case "rows":
+                header = msgspec.structs.replace(header, rows=header.rows[:1])
+            case "size":
+                pages = pages + bytes(LAYOUT.page_bytes)
+                upload = msgspec.structs.replace(upload, num_bytes=len(pages))
+            case "page_bytes":
+                header = msgspec.structs.replace(header, page_bytes=2 * header.page_bytes)
+        with pytest.raises(Exception, match=r"digest|fit this model|pages of"):
+            await send(fleet, 1, msgspec.structs.replace(upload, header=header), pages)
+        assert (fleet[1].in_engine, fleet[1].uploads.find(7)) == ({}, None)
+
+    run(test())
+
+
+def test_the_later_of_two_uploads_counts_in_whatever_order_they_are_heard_of() -> None:
+    async def test() -> None:
+        fleet = FakeFleet(2)
+        (old, old_pages), (new, new_pages) = upload_of(7, 1, version=1), upload_of(7, 2, version=2)
+        await send(fleet, 1, new, new_pages)
+        await send(fleet, 1, old, old_pages)
+        assert fleet[1].in_engine[7] == new.header.digest
+        fleet[2].uploads.learn(new)
+        fleet[2].uploads.learn(old)
+        await fleet[2].uploads.bring(7)
+        assert fleet[2].in_engine[7] == new.header.digest
+        refusing = FakeFleet(1, replaces=False)
+        await send(refusing, 1, old, old_pages)
+        refusing[1].uploads.learn(msgspec.structs.replace(old, version=5))
+        with pytest.raises(AdapterConflict):
+            refusing[1].uploads.learn(new)
+
+    run(test())
+
+
+def test_an_adapter_comes_with_a_request_and_answers_everywhere(tmp_path: Path) -> None:
+    async def test() -> None:
+        fleet = FakeFleet(3)
+        adapter = packed()
+        async with served(fleet, tmp_path) as front:
+            told = [await front.ask("r0", [5, 6], 7, adapter)]
+            told += [await front.ask(f"r{number}", [5, 6], 7) for number in (1, 2)]
+        assert [tokens(outputs) for outputs in told] == [[1, 5, 6], [2, 5, 6], [3, 5, 6]]
+        assert all(outputs[-1].lora_digest == adapter.digest for outputs in told)
+        assert fleet.begun == fleet.freed == ["r0", "r1", "r2"]
+
+    run(test())
+
+
+def test_a_named_adapter_that_is_sent_has_cards_everywhere(tmp_path: Path) -> None:
+    async def test() -> None:
+        fleet = FakeFleet(2)
+        adapter = packed()
+        async with served(fleet, tmp_path) as front:
+            done = await front.put(task_id_of("pirate"), adapter, "pirate")
+        assert (done.finish_reason, done.lora_digest) == ("stop", adapter.digest)
+        assert [fleet[number].cards["pirate"].digest for number in (1, 2)] == [adapter.digest] * 2
+        assert fleet[1].cards["pirate"].ranks == (3, 4)
+
+    run(test())
+
+
+def test_requests_wait_for_the_upload_before_them_and_later_weights_answer(tmp_path: Path) -> None:
+    async def test() -> None:
+        fleet = FakeFleet(3)
+        first, second = packed(1), packed(2)
+        async with served(fleet, tmp_path) as front:
+            listeners = [front.begin("a", [5], 7, first), front.begin("b", [5], 7), front.begin("c", [5], 7)]
+            for listener in listeners:
+                assert (await asyncio.to_thread(listener.wait))[-1].lora_digest == first.digest
+            await front.put(7, second)
+            for number in range(3):
+                assert (await front.ask(f"d{number}", [5], 7))[-1].lora_digest == second.digest
+
+    run(test())
+
+
+def test_an_unknown_adapter_is_asked_from_the_client(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with served(FakeFleet(2), tmp_path) as front:
+            (output,) = await front.ask("r", [5], 9)
+        assert output.error_code == "NOT_FOUND"
+        assert output.error_message == "LoRA task 9 not found in cache. Please send LoRA weights with request"
+
+    run(test())
+
+
+def test_an_adapter_that_all_workers_have_lost_comes_from_the_front(tmp_path: Path) -> None:
+    async def test() -> None:
+        fleet = FakeFleet(1)
+        adapter = packed()
+        async with served(fleet, tmp_path) as front:
+            await front.put(7, adapter)
+            fleet.workers = FakeFleet(1).workers  # it has started again, and knows nothing
+            assert (await front.ask("r", [5], 7))[-1].lora_digest == adapter.digest
+
+    run(test())
+
+
+def test_a_dead_worker_s_requests_go_to_another_one_unless_they_have_begun(tmp_path: Path) -> None:
+    async def test() -> None:
+        fleet = FakeFleet(3)
+        async with served(fleet, tmp_path) as front:
+            fleet.kill(1)
+            fleet[2].dies_after = 1
+            (output,) = [one for one in await front.ask("a", [5]) if one.error_code]
+            assert output.error_code == "UNAVAILABLE"
+            fleet.num_picked, fleet[2].dies_after = 0, 0
+            outputs = await front.ask("b", [5])
+            assert (tokens(outputs), outputs[-1].finish_reason) == ([3, 5], "length")
+            fleet[3].dies_after = 0
+            (output,) = await front.ask("c", [5])
+            assert output.error_code == "UNAVAILABLE"
+            assert "2 were tried" in (output.error_message or "")
+            fleet.workers.clear()
+            assert (await front.ask("d", [5]))[-1].error_code == "UNAVAILABLE"
+
+    run(test())
+
+
+def test_a_request_that_nobody_waits_for_ends_at_its_worker(tmp_path: Path) -> None:
+    async def test() -> None:
+        fleet = FakeFleet(1)
+        async with served(fleet, tmp_path) as front:
+            listener = front.begin("r", [HOLD])
+            while not fleet.begun:
+                await asyncio.sleep(0.001)
+            listener.cancel()
+            outputs = await asyncio.to_thread(listener.wait)
+            assert outputs[-1].error_code == "CANCELLED"
+            while front.relay.num_requests:
+                await asyncio.sleep(0.001)
+            assert [context.is_stopped for context in fleet[1].held] == [True]
+            assert fleet.freed == ["r"]
+
+    run(test())
+
+
+def test_stop_reaches_every_worker(tmp_path: Path) -> None:
+    async def test() -> None:
+        fleet = FakeFleet(2)
+        async with served(fleet, tmp_path) as front:
+            listener = RecordingListener()
+            front.client.stop(listener, "stop", "mine")
+            assert (await asyncio.to_thread(listener.wait))[-1].finish_reason == "stop"
+        assert [fleet[number].ended for number in (1, 2)] == [["mine"], ["mine"]]
+
+    run(test())
+
+
+def test_operations_concern_every_worker(tmp_path: Path) -> None:
+    async def test() -> None:
+        fleet = FakeFleet(2)
+        async with served(fleet, tmp_path) as front:
+            fleet[1].in_engine = {3: "d", 4: "d"}
+            fleet[2].in_engine = {4: "d", 5: "d"}
+            listed = msgspec.json.decode((await front.operate(ListAdapters())).text, type=AdapterList).adapters
+            assert [(one.lora_task_id, one.location) for one in listed] == [(3, "HOST"), (4, "DEVICE"), (5, "DEVICE")]
+            assert (await front.operate(UnloadAdapter(5))).error_code is None
+            assert (await front.operate(UnloadAdapter(5))).error_code == "NOT_FOUND"
+            assert (await front.operate(UnloadAdapter(4))).error_code is None
+            assert (fleet[1].in_engine, fleet[2].in_engine) == ({3: "d"}, {})
+            await front.put(7, packed())
+            assert (await front.operate(UnloadAdapter(7))).error_code is None
+            for number in range(2):
+                (output,) = await front.ask(f"r{number}", [5], 7)
+                assert output.error_code == "NOT_FOUND", "it has come back from another worker"
+            assert (await front.operate(PinAdapter(3))).error_code == "INVALID_ARG"
+            assert (await front.operate(ReadStats())).error_code == "UNSUPPORTED"
+            fleet.workers.clear()
+            assert (await front.operate(ListAdapters())).error_code == "UNAVAILABLE"
+
+    run(test())
+
+
+def test_a_drained_front_takes_no_more_and_says_when_it_has_ended(tmp_path: Path) -> None:
+    async def test() -> None:
+        fleet = FakeFleet(1)
+        async with served(fleet, tmp_path) as front:
+            held = front.begin("r", [HOLD])
+            while not fleet.begun:
+                await asyncio.sleep(0.001)
+            front.drain.give()
+            while (await front.ask("s", [5]))[-1].error_code is None:
+                pass
+            assert not drained_file(front.path).exists()
+            held.cancel()
+            while not drained_file(front.path).exists():
+                await asyncio.sleep(0.001)
+
+    run(test())
