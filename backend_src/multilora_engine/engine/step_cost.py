@@ -7,8 +7,12 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
-_FORGETTING = 0.99
-"""A step's weight beside the next one: after some hundred steps a machine that has become slower is known to be."""
+_FORGETTING = 0.93
+"""The weight of all steps like one beside that one: after some hundred steps of all kinds a machine that has become
+slower is known to be."""
+
+_LEAST_SQUARE = 1e-9
+"""Beside a sum of squares, nothing: it keeps numbers finite where all steps so far were alike."""
 
 _RIDGE = 1e-4
 """The weight of a sum of squares: it decides where the measured steps do not tell two kinds of work apart."""
@@ -47,7 +51,10 @@ class StepCost:
     """seconds = fixed + a * num_decodes + b * num_beams + c * num_prompt_tokens + d * num_prompt_rows
     + e * num_decode_keys + f * num_prompt_keys.
 
-    The factors are at least 0. They are those of least squares over the steps so far, of which older ones count less.
+    The factors are at least 0. They are those of least squares over the steps so far. A step takes the place of older
+    ones as far as it is like them (directional forgetting: R. Kulhavy, 1987, Automatica 23). While every step has
+    tokens of prompts, none tells what the answers' own tokens take: with all older steps forgotten, that seems to take
+    longer and longer.
     """
 
     def __init__(self) -> None:
@@ -71,10 +78,10 @@ class StepCost:
         features = _features(work)
         if expected := float(features @ self._factors):
             seconds = min(seconds, _MAX_SURPRISE * expected)
-        self._squares *= _FORGETTING
-        self._squares += np.outer(features, features)
-        self._products *= _FORGETTING
-        self._products += seconds * features
+        num_alike, seconds_alike = self._steps_like(features)
+        num_forgotten = (1 - _FORGETTING) * num_alike
+        self._squares += (1 - num_forgotten) * np.outer(features, features)
+        self._products += (seconds - num_forgotten * seconds_alike) * features
         self._is_solved = False
 
     def seconds(self, work: StepWork) -> float:
@@ -84,6 +91,18 @@ class StepCost:
     def seconds_added(self, work: StepWork) -> float:
         """How much longer a step is expected to take with this work, too."""
         return float(_features(work)[1:] @ self._solved()[1:])
+
+    def _steps_like(self, features: NDArray[np.float64]) -> tuple[float, float]:
+        """How many steps like x are known, 1 / (x' S^-1 x), and how long they took, x' S^-1 p, with the sums S of
+        squares and p of products. No step is like x while x has a kind of work that none had."""
+        kept = np.flatnonzero(self._squares.diagonal() > 0)
+        if not len(kept) or np.delete(features, kept).any():
+            return 0.0, 0.0
+        scales = np.sqrt(self._squares.diagonal()[kept])
+        squares = self._squares[np.ix_(kept, kept)] / np.outer(scales, scales)
+        scaled = features[kept] / scales
+        weights = np.linalg.solve(squares + _LEAST_SQUARE * np.eye(len(kept)), scaled)
+        return 1 / float(weights @ scaled), float(weights @ (self._products[kept] / scales))
 
     def _solved(self) -> NDArray[np.float64]:
         if not self._is_solved:

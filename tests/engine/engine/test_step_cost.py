@@ -69,3 +69,19 @@ def test_a_machine_that_becomes_slower_is_known_to_be() -> None:
         cost.observe(work, true_seconds(work, factor=4.0))
         cost.seconds(work)
     assert cost.seconds(StepWork(8)) == pytest.approx(true_seconds(StepWork(8), factor=4.0), rel=0.05)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.3])
+def test_while_every_step_has_tokens_of_prompts_it_stays_known_how_long_answers_alone_take(noise: float) -> None:
+    cost, random, decode, context = StepCost(), Random(2), StepWork(1, num_decode_keys=60), 0
+    for _ in range(60):
+        cost.observe(decode, true_seconds(decode))
+    cost.observe(StepWork(num_prompt_tokens=20, num_prompt_keys=210), 0.04)
+    for _ in range(1500):
+        target_s, token = 2.5 * cost.seconds(decode), StepWork(num_prompt_tokens=1, num_prompt_keys=context + 1)
+        num_tokens = max(1, int((target_s - cost.seconds(decode)) / cost.seconds_added(token)))
+        keys = num_tokens * context + num_tokens * (num_tokens + 1) // 2
+        work = StepWork(1, num_prompt_tokens=num_tokens, num_decode_keys=60, num_prompt_keys=keys)
+        cost.observe(work, (true_seconds(work) + 1.5e-7 * keys) * random.uniform(1, 1 + noise))
+        context = (context + num_tokens) % 4000
+    assert cost.seconds(decode) == pytest.approx(true_seconds(decode), rel=0.03 + noise / 2)
