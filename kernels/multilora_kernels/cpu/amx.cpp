@@ -2,8 +2,8 @@
 // bfloat16 and adds in float32, ten times as fast as their vector units, so that a product with few rows
 // costs as much as reading its weights.
 //
-// In float32 nothing is rounded to bfloat16: an activation is the sum of three of them, of eight bits each, and so is its
-// product with a weight. In bfloat16 an activation is one of them, the nearest. Every output is one chain
+// In float32 nothing is rounded to bfloat16: an activation is the sum of three bfloat16 numbers, of eight bits each, and so
+// is its product with a weight. In bfloat16 an activation is one such number, the nearest. Every output is one chain
 // of sums, kMatrixInputs inputs after the others, and of these the smallest parts first, so that it depends on neither the
 // other rows nor the thread.
 //
@@ -74,7 +74,7 @@ class Tiles {
     }
     asm volatile("ldtilecfg %0" ::"m"(configuration));
   }
-  // Else the system would save them whenever it changes threads.
+  // The system would else save the tiles whenever it changes threads.
   ~Tiles() { asm volatile("tilerelease"); }
   Tiles(const Tiles&) = delete;
   Tiles& operator=(const Tiles&) = delete;
@@ -102,7 +102,7 @@ class Tiles {
 template <int Parts>
 struct Step {
   const char* weights;
-  int64_t next_outputs;  // bytes from the tile of some outputs to that of the next
+  int64_t next_outputs;  // bytes from the tile of some outputs to the tile of the next
   const char* x;         // the first part
   int64_t next_part, next_rows;
 
@@ -153,7 +153,7 @@ struct Sums {
   static inline void zero() {
     for_each([](auto tile) { Tiles::zero<tile()>(); });
   }
-  // To rows of a panel's outputs; second: the first row of the second tile.
+  // Stores the sums to rows of a panel's outputs; second: the first row of the second tile.
   static inline void store(float* y, int64_t stride, int64_t second) {
     for_each([&](auto tile) {
       const int64_t row = tile() < kPanelVectors ? 0 : second;
@@ -228,7 +228,7 @@ class Panel {
   const int64_t outputs_;
 };
 
-// Groups of as many rows each.
+// Multiplies groups of `rows` rows each.
 template <int Parts>
 void multiply_groups(const LinearTask& task, int64_t first, int64_t end, int64_t rows, int64_t panel_begin, int64_t panel_end) {
   if (first == end) {
@@ -278,7 +278,8 @@ void split(const SplitTask& task, int64_t unit_begin, int64_t unit_end) {
   }
 }
 
-// Of a processor with AVX-512. A process asks the system once, because threads with tiles have more state to save.
+// Whether a processor with AVX-512 has the unit and the system lets this process use it. The process asks the system once,
+// because threads with tiles have more state to save.
 bool is_available() {
   constexpr unsigned kFeatures = 7, kTiles = 1 << 24, kTileProducts = 1 << 22, kVectorConversions = 1 << 5;
   unsigned a = 0, b = 0, c = 0, d = 0;

@@ -31,13 +31,13 @@ constexpr int64_t kMaxQueries = 48;
 constexpr int64_t kKeyLoadCost = 4;
 // Least cost that is worth a thread of its own: some microseconds.
 constexpr int64_t kGrainCost = 1 << 9;
-// Of a head in codes: the largest element has this one; with less than the smallest one, whose inverse is a number, all are
-// zero.
+// The largest element of a head becomes the code kLargestCode. Below kSmallestScaled, whose inverse is still a number, all
+// codes of a head are zero.
 constexpr float kLargestCode = 127, kSmallestScaled = 0x1p-100f;
 // Elements of queries, keys and values that are worth a thread of their own.
 constexpr int64_t kGrainElements = 1 << 15;
 
-// Of one task: whose, which tokens of the batch, which keys.
+// The sequence, the head, the tokens of the batch and the keys of one task.
 struct Piece {
   int64_t sequence;
   int64_t head;  // of keys and values; kAllHeads for a sequence with a single query
@@ -55,7 +55,7 @@ struct Batch {
 
   int64_t group() const { return q.size(1) / keys.size(1); }
   int64_t head_dim() const { return q.size(2); }
-  // That the query at a position sees.
+  // The oldest key that the query at a position sees.
   int64_t oldest_key(int64_t position) const {
     return sequences.window > 0 ? std::max<int64_t>(0, position - sequences.window + 1) : 0;
   }
@@ -115,7 +115,7 @@ struct Pieces {
   }
 };
 
-// Of some queries; see DecodeTask. max and sum follow the rows of out.
+// The results of some queries, see DecodeTask. max and sum follow the rows of out.
 struct Results {
   float *out, *max, *sum;
 
@@ -158,7 +158,7 @@ DecodeTask decode_task(const Batch& batch, const Piece& piece, const Piece& next
           piece.end_key, first_key_of(batch, next), results.out, results.max, results.sum};
 }
 
-// What a sum of weighted values is multiplied by. max, sum: of all keys, see DecodeTask; sink: null for none.
+// The factor of a sum of weighted values. max, sum: of all keys, see DecodeTask; sink: null for none.
 float share_of(float max, float sum, const float* sink) {
   if (!sink) {
     return 1.0f / sum;
@@ -206,8 +206,8 @@ struct Run {
     return {partial_memory.get() + place * partial_size(), batch.q.size(1), batch.head_dim()};
   }
 
-  // Single queries go in ranges, in the order in which their keys lie; with others among them the pieces go in turn, the
-  // most expensive ones, which are the last, first.
+  // Threads take single queries in ranges, in the order in which their keys lie. In a batch with prompts they take all
+  // pieces in turn, the last ones first, which are the most expensive ones.
   void all() const {
     const int64_t num_pieces = pieces.list.size();
     const int64_t most_shares = std::min(num_pieces, Team::available());
@@ -215,7 +215,7 @@ struct Run {
     Turns turns(num_pieces);
     Ranges ranges(num_pieces, shares);
     Team::share_out(shares, [&](int64_t share) {
-      // As a tensor, whose memory begins with a cache line.
+      // The memory of a tensor begins with a cache line.
       const at::Tensor memory = at::empty({scratch_size() + Results::size(queries(), batch.head_dim())}, out.options());
       float* scratch = memory.mutable_data_ptr<float>();
       if (pieces.has_prefill) {
@@ -227,13 +227,13 @@ struct Run {
     join_partial();
   }
 
-  // Most of one piece.
+  // The most queries of one piece.
   int64_t queries() const { return std::max(batch.tokens_per_piece() * batch.group(), batch.q.size(1)); }
   int64_t scratch_size() const {
     return std::max(attention_scratch(queries(), batch.head_dim()), decode_scratch(queries(), batch.head_dim()));
   }
 
-  // scratch: scratch_size() floats, then those of the results of a piece.
+  // scratch: scratch_size() floats, then the floats of a piece's results.
   void one(int64_t i, float* scratch) const {
     const Piece &piece = pieces.list[i], &next = pieces.list[std::min<int64_t>(i + 1, pieces.list.size() - 1)];
     if (piece.head != kAllHeads) {
@@ -314,7 +314,7 @@ at::Tensor attend(const at::Tensor& q, const at::Tensor& keys, const at::Tensor&
   return q.scalar_type() == at::kFloat ? out : out.to(q.scalar_type());
 }
 
-// The codes and the scale of a head, as quantize_rows of kv_rows.py.
+// Stores the codes and the scale of a head as quantize_rows of kv_rows.py computes them.
 void store_codes(const float* x, int64_t head_dim, int8_t* row) {
   // Bits of numbers without sign are in the order of the numbers, with infinity and NaN behind all others.
   constexpr int32_t kMagnitude = 0x7fffffff, kInfinity = 0x7f800000;

@@ -1,5 +1,5 @@
-// Attention of several queries over the paged cache, written once over a vector type `Vec` (avx512.cpp, avx2.cpp and
-// plain.cpp bring one); of a single one: decode.h.
+// Attention of several queries over the paged cache, written once over a vector type `Vec`, which avx512.cpp, avx2.cpp and
+// plain.cpp bring. decode.h has attention of a single query.
 //
 // A task is one key-value head of one sequence with a block of its queries and a range of its keys. Every query has a lane
 // to itself: scores are [key, query] and outputs [element, query], so that both are products of the cache's rows, read where
@@ -25,7 +25,7 @@ namespace {
 constexpr int kQueryVectors = 3;
 
 // The cache lines of some rows, wanted soon. They are asked for one by one between products: all at once, they would fill
-// the queue of what a core waits for.
+// the queue of loads that a core waits for.
 template <class T>
 struct RowLines {
   const T* cache;
@@ -108,7 +108,7 @@ void transpose(const float* from, int64_t rows, int64_t columns, float* to) {
 // The keys first + begin .. first + end - 1; first is a multiple of kKeyTile.
 struct KeyTile {
   int64_t first, begin, end;
-  int64_t slot_offsets[kKeyTile];  // of each key in the cache, in elements; of one that is not in the tile, a neighbour's
+  int64_t slot_offsets[kKeyTile];  // of each key in the cache, in elements; a key outside of the tile has a neighbour's
 };
 
 // Rows of keys or values: row j is base + offsets[j].
@@ -155,14 +155,14 @@ class Attention {
   float *const q, *const out;        // [padded_dim, lanes]
   float* const scores;               // [kKeyTile, lanes], then weights
   float *const max, *const sum;      // [lanes]
-  float* const scale;                // [lanes], of what is in `out` and `sum` when a tile is added
+  float* const scale;                // [lanes], factors of `out` and `sum` when a tile is added
   float* const rows;                 // [kKeyTile or lanes, padded_dim]
   int64_t row_offsets[kKeyTile];     // in `rows`
 
-  // Scores are for powers of two instead of e.
+  // Scores are exponents of two instead of e.
   static constexpr float kLog2OfE = 1.44269504f;
 
-  // Scaled, and padded with zeros.
+  // Scales the queries, and pads them with zeros.
   void load_queries() const {
     const float factor = task.scale * kLog2OfE;
     std::fill_n(rows, lanes * padded_dim, 0.0f);
@@ -206,7 +206,7 @@ class Attention {
     }
   }
 
-  // Behind the last key it is empty.
+  // The tile from a key on; behind the last key it is empty.
   KeyTile tile_from(int64_t first) const {
     KeyTile tile{first, std::max<int64_t>(task.first_key - first, 0), std::min(task.end_key - first, kKeyTile), {}};
     if (tile.end <= 0) {
@@ -224,7 +224,7 @@ class Attention {
     return tile;
   }
 
-  // What is multiplied next is fetched meanwhile: values with the scores, the next tile's keys with the outputs.
+  // The rows of the next product are fetched meanwhile: values with the scores, the next tile's keys with the outputs.
   void add_keys(const KeyTile& tile, const KeyTile& next) const {
     const CacheRows keys = load_rows(task.keys, tile);
     for_each_block([&](auto vectors, int64_t lane) { score<vectors.value>(lane, keys, tile); });
@@ -298,7 +298,7 @@ class Attention {
     }
   }
 
-  // Of the keys that not all queries see, the scores of those that do not.
+  // Hides each key from the queries that do not see it.
   void hide_unseen(const KeyTile& tile) const {
     const int64_t last_position = task.first_position + task.tokens - 1;
     const bool is_last_key_seen = tile.first + tile.end - 1 <= task.first_position;
@@ -316,7 +316,7 @@ class Attention {
     }
   }
 
-  // A token's scores of the keys begin .. end - 1 of a tile.
+  // Hides the keys begin .. end - 1 of a tile from a token's queries.
   void hide(int64_t token, int64_t begin, int64_t end) const {
     for (int64_t j = begin; j < end; ++j) {
       std::fill_n(scores + j * lanes + token * task.group, task.group, -std::numeric_limits<float>::infinity());

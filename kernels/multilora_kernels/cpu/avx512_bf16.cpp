@@ -2,7 +2,7 @@
 //
 // A pair of bfloat16 is as wide as a float. So this is the linear over floats (linear_kernels.h) with pairs in place of
 // floats, half as many of them, and a product of pairs in place of one of floats: both products are added to the sum, the
-// upper one first, each with a rounding to float32. What is below the normal numbers counts as zero.
+// upper one first, each with a rounding to float32. Numbers below the normal ones count as zero.
 //
 // Source of the instructions: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2, VDPBF16PS.
 #if defined(__x86_64__)
@@ -47,7 +47,7 @@ void multiply(const LinearTask& task, int64_t panel_begin, int64_t panel_end) {
   linear<Pairs, float>(pairs, panel_begin, panel_end);
 }
 
-// Rows of bfloat16.
+// Rounds rows to bfloat16.
 void round(const SplitTask& task, int64_t unit_begin, int64_t unit_end) {
   const int64_t steps = (task.in_features + kMatrixInputs - 1) / kMatrixInputs;
   for (int64_t unit = unit_begin; unit < unit_end; ++unit) {
@@ -64,7 +64,7 @@ void round(const SplitTask& task, int64_t unit_begin, int64_t unit_end) {
   }
 }
 
-// Of a processor with AVX-512.
+// Whether a processor with AVX-512 has the dot products.
 bool is_available() {
   constexpr unsigned kFeatures = 7, kDotProducts = 1 << 5;
   unsigned a = 0, b = 0, c = 0, d = 0;

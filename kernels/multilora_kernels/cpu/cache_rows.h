@@ -1,4 +1,4 @@
-// Heads' rows in the KV cache: elements, or codes of 8 bits behind which their scale stands (kv_rows.py).
+// Heads' rows in the KV cache: elements, or codes of 8 bits with their scale behind them (kv_rows.py).
 #pragma once
 
 #include <cstdint>
@@ -15,13 +15,13 @@ namespace {
 template <class T>
 constexpr bool kIsCode = std::is_same_v<T, int8_t>;
 
-// Of a head.
+// The bytes of a head's row.
 template <class T>
 MULTILORA_INLINE int64_t row_bytes(int64_t head_dim) {
   return head_dim * int64_t(sizeof(T)) + (kIsCode<T> ? kRowScaleBytes : 0);
 }
 
-// Not aligned where a head has an odd number of elements.
+// The scale of a row is not aligned where a head has an odd number of elements.
 MULTILORA_INLINE float scale_of(const int8_t* row, int64_t head_dim) {
   float scale;
   std::memcpy(&scale, row + head_dim, sizeof(scale));

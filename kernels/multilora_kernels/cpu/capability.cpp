@@ -35,7 +35,8 @@ const Capability& capability() {
     if (has_avx512 && allowed(amx) && kAmx.is_available()) {
       return amx;
     }
-    // Intel's take longer for a product of pairs than for two of floats: 84 against 173 GFLOP/s of a thread (model 207).
+    // Intel's processors take longer for a product of pairs than for two of floats: 84 against 173 GFLOP/s of a thread
+    // (model 207).
     const bool are_pairs_quick = wanted || __builtin_cpu_is("amd");
     if (has_avx512 && allowed(avx512_bf16) && are_pairs_quick && kAvx512BFloat16.is_available()) {
       return avx512_bf16;

@@ -1,4 +1,4 @@
-// Which instruction set serves this process.
+// The instruction set that serves this process, and its kernels.
 #pragma once
 
 #include <c10/core/ScalarType.h>
@@ -7,23 +7,23 @@
 
 namespace multilora {
 
-// The widest of this processor, or the narrower one that MULTILORA_CPU_CAPABILITY names.
+// The widest instruction set of this processor, or the narrower one that MULTILORA_CPU_CAPABILITY names.
 const Capability& capability();
 
-// What multiplies weights of a storage type and of so many inputs by pairs, float32 activations as they are; null where
-// vectors do.
+// The unit that multiplies weights of a storage type and of so many inputs by pairs, with float32 activations as they are;
+// null where vectors multiply them.
 const PairUnit* pair_unit_for(c10::ScalarType dtype, int64_t in_features);
 
-// The same for activations that are rounded to bfloat16; null where nothing does.
+// The unit for activations that are rounded to bfloat16; null where there is none.
 const PairUnit* rounding_unit_for(c10::ScalarType dtype, int64_t in_features);
 
 // Its kernels for weights of a storage type: float32, bfloat16 or float16.
 const Kernels& kernels_of(c10::ScalarType dtype);
 
-// Its kernels for a KV cache of a type: one of those, or codes of 8 bits (int8).
+// Its kernels for a KV cache of a type: one of these three, or codes of 8 bits (int8).
 const AttentionKernels& attention_kernels_of(c10::ScalarType dtype);
 
-// Its kernels for adapters in an arena of a type: one of those, or codes of 8 bits (int8) or 4 (uint8).
+// Its kernels for adapters in an arena of a type: one of these three, or codes of 8 bits (int8) or 4 (uint8).
 LoraKernels lora_kernels_of(c10::ScalarType dtype);
 
 }  // namespace multilora

@@ -2,9 +2,9 @@
 //
 // A task is all heads of one query with a range of its keys. Keys and values are used where they lie, from kPlaces places in
 // turn, and each comes from memory once: a decode step costs what its bytes cost. A score is as many chains as `Vec` has
-// lanes, added in a tree; the lanes' results go together for as many keys. What a task gives depends on nothing else.
+// lanes, added in a tree; the lanes' results go together for as many keys. A task's result depends on nothing else.
 //
-// Codes count as floats, exactly, in a score's sum and in one of values; scales are factors of the score and of the weight.
+// Sums of scores and of values take codes as floats, exactly. Scales are factors of the score and of the weight.
 #pragma once
 
 #include <algorithm>
@@ -95,8 +95,8 @@ class Decode {
   float* const code_values;  // [kKeys, padded head_dim], of a head's keys
   const int64_t slot_bytes;   // all heads of a key
   const int64_t query_lines;  // lines of a slot for each query, at least so many that the slot is complete
-  // Elements from slot 0 to the slots of the keys, in the order in which they are used; the last one's up to a multiple of
-  // kKeys.
+  // Elements from slot 0 to the slots of the keys, in the order in which they are used. The last key's slot is repeated
+  // up to a multiple of kKeys.
   int64_t rows[kMaxDecodeKeys];
   int64_t next_rows[kKeys];  // of task.next: neighbouring slots
 

@@ -16,10 +16,11 @@ namespace {
 
 // Cost of reading a weight, in multiply-adds.
 constexpr int64_t kReadCost = 8;
-// Pieces in which a thread takes a weight's panels, of a few microseconds each: the others wait no longer than for the last.
+// Pieces in which a thread takes a weight's panels, of a few microseconds each: at the end the other threads wait for one
+// piece only.
 constexpr int64_t kPanelPieces = 32;
-// Rows of one piece of a prompt's product: few, so that threads end at nearly the same time, and enough to use each weight
-// that comes from memory more often than that takes.
+// Rows of one piece of a prompt's product: few, so that threads end at nearly the same time, and so many that work with a
+// weight takes longer than its way from memory.
 constexpr int64_t kRowPiece = 64;
 // A matrix unit is so fast that weights must be used for more rows, unless threads have too few pieces then.
 constexpr int64_t kMatrixRowPiece = 256, kLeastPieces = 4;
@@ -29,7 +30,7 @@ constexpr int64_t kSplitCost = 4;
 // Elements of embeddings that are worth a thread.
 constexpr int64_t kGrainElements = 1 << 12;
 
-// What multiplies these panels by pairs; null where vectors do.
+// The unit that multiplies these panels by pairs; null where vectors do.
 const PairUnit* unit_of(const Panels& panels) {
   const c10::ScalarType dtype = panels.data.scalar_type();
   if (!panels.is_paired()) {
@@ -40,7 +41,7 @@ const PairUnit* unit_of(const Panels& panels) {
   return unit;
 }
 
-// Where the weight of an input for an output of a column lies, from the beginning of the column.
+// The place of the weight of an input for an output of a column, from the beginning of the column.
 struct InVectors {
   int64_t lanes;
   int64_t operator()(int64_t output, int64_t input) const { return input * lanes + output; }
@@ -133,7 +134,7 @@ int64_t PackedLinear::rows_of_piece() const {
   return rows;
 }
 
-// Of the same product a piece's rows, from a multiple of kMatrixRows on.
+// The task of a piece's rows of the same product, from a multiple of kMatrixRows on.
 LinearTask PackedLinear::rows_from(int64_t first) const {
   LinearTask some = task_;
   some.x += first * task_.x_stride;

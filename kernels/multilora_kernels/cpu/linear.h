@@ -10,13 +10,13 @@
 
 namespace multilora {
 
-// What a linear adds to its outputs: float32 [out_features], or null for nothing.
+// A vector that a linear adds to its outputs: float32 [out_features], or null for none.
 class Bias {
  public:
   Bias() = default;
   Bias(const at::Tensor* bias, int64_t out_features);
 
-  // To the outputs [begin, end) of some rows of y.
+  // Adds it to the outputs [begin, end) of some rows of y.
   void add_to(float* y, int64_t stride, int64_t rows, int64_t begin, int64_t end) const {
     for (int64_t r = 0; values_ && r < rows; ++r, y += stride) {
       for (int64_t n = begin; n < end; ++n) {
@@ -24,27 +24,27 @@ class Bias {
       }
     }
   }
-  // To all of y, by several threads.
+  // Adds it to all of y, by several threads.
   void add_to(const at::Tensor& y) const;
 
  private:
   const float* values_ = nullptr;
 };
 
-// One product with packed weights, to be computed in pieces by several threads: each some outputs of some rows.
+// One product with packed weights. Several threads compute it in pieces; a piece has some outputs of some rows.
 class PackedLinear {
  public:
   // Refuses panels and x that do not fit.
   PackedLinear(const at::Tensor& x, const Panels& panels, int64_t out_features);
 
-  const at::Tensor& x() const { return x_; }  // as it can be read
+  const at::Tensor& x() const { return x_; }  // in a layout that the kernels read
   const at::Tensor& y() const { return y_; }  // new, and not filled before the pieces are run
-  int64_t num_threads() const { return threads_; }  // that it is worth
+  int64_t num_threads() const { return threads_; }  // as many as the product is worth
   int64_t num_pieces() const { return row_pieces_ * panel_pieces_; }
   void run(int64_t piece, const Bias& bias) const;
   int64_t num_panels() const { return num_panels_; }
   int64_t panel_width() const { return panel_width_; }
-  // Some panels for all rows.
+  // Computes some panels for all rows.
   void run_panels(int64_t begin, int64_t end) const { kernel_(task_, begin, end); }
 
  private:

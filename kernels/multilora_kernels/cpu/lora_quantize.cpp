@@ -24,9 +24,9 @@ constexpr std::array<float, 3> kShares = {1.0f, 0.92f, 0.84f};
 
 float largest_bfloat16() { return static_cast<float>(std::numeric_limits<c10::BFloat16>::max()); }
 
-// The nearest integer to value / scale, the even one of two, from least to most.
+// The nearest integer to value / scale, the even one of two equally near ones, limited to least .. most.
 inline float rounded(float value, float scale, float least, float most) {
-  // A sum with it has no bits behind the point, and rounds as every sum does.
+  // A sum with this number has no bits behind the point, and rounds as every sum does.
   constexpr float kNoFraction = 3 << 22;
   const float clamped = std::min(std::max(value / (scale == 0 ? 1.0f : scale), least), most);
   return (clamped + kNoFraction) - kNoFraction;
@@ -46,7 +46,7 @@ void store_scales(const Lanes& scales, uint8_t* out) {
   }
 }
 
-// A row of A in 8 bits.
+// Turns a row of A into codes of 8 bits, and returns its scale.
 float quantize_row(const float* values, int64_t count, int8_t* codes) {
   float largest = 0;
   for (int64_t k = 0; k < count; ++k) {
@@ -59,7 +59,7 @@ float quantize_row(const float* values, int64_t count, int8_t* codes) {
   return scale;
 }
 
-// A panel of B in 8 bits. columns: those of its 16 outputs.
+// Turns a panel of B into codes of 8 bits. columns: the columns of its 16 outputs.
 void quantize_panel(const Lanes* columns, int64_t count, uint8_t* out) {
   Lanes scales{};
   for (int64_t c = 0; c < count; ++c) {
@@ -105,7 +105,7 @@ Lanes squared_errors(const Lanes* columns, int64_t count, const Lanes& scales) {
   return errors;
 }
 
-// The scales of least error among kShares.
+// The scales of least squared error among the shares kShares.
 Lanes best_scales(const Lanes* columns, int64_t count) {
   const float limit = largest_bfloat16() / 8;
   const Lanes largest = largest_values(columns, count);
@@ -126,7 +126,7 @@ Lanes best_scales(const Lanes* columns, int64_t count) {
   return best;
 }
 
-// A block of at most kBlockColumns columns in 4 bits.
+// Turns a block of at most kBlockColumns columns into codes of 4 bits.
 void quantize_block(const Lanes* columns, int64_t count, uint8_t* out) {
   const Lanes scales = best_scales(columns, count);
   store_scales(scales, out);

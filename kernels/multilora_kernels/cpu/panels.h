@@ -21,7 +21,7 @@ struct Panels {
   const at::Tensor& data;  // floats, or codes: int32 words of 4 bits, int8, or float8_e4m3fn
   std::optional<Scaling> scaling = {};  // of codes
 
-  // Floats of which two neighbouring inputs of an output lie side by side, for products that round activations.
+  // Whether two neighbouring inputs of an output lie side by side, as floats for products that round activations.
   bool is_paired() const { return !scaling && data.dim() == 5 && data.size(4) == 2; }
   int64_t in_features() const { return scaling ? scaling->in_features : data.size(2) * (is_paired() ? 2 : 1); }
 };
@@ -29,9 +29,9 @@ struct Panels {
 // Refuse panels that do not hold so many outputs in the layout of this machine.
 void check_panels(const Panels& panels, int64_t out_features);
 
-void check_codes(const Panels& panels);  // what check_panels does not see of codes
+void check_codes(const Panels& panels);  // the part of check_panels that is for codes
 
-// Of codes, which are checked.
+// Checks the scaling of codes.
 GroupScaling group_scaling_of(const Scaling& scaling);
 LinearKernel quantized_kernel_of(const Panels& panels);
 

@@ -1,5 +1,5 @@
 // The operators multilora::quantized_linear, quantized_lora_linear and quantized_embedding for CPU tensors (schemas:
-// operators.py). The linears are those over floats (linear.cpp, lora_update.cpp) with other kernels.
+// operators.py). The linears are the ones over floats (linear.cpp, lora_update.cpp) with other kernels.
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>

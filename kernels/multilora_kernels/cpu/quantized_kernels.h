@@ -1,4 +1,4 @@
-// The linear over codes, written once over a vector type `Vec` as that over floats (linear_kernels.h).
+// The linear over codes, written once over a vector type `Vec` like the linear over floats (linear_kernels.h).
 //
 // A code becomes the weight that it means, rounded once to float32, before it is multiplied, and the weights are added up in
 // the order of float32 ones: a product has the bits of the same product with unpacked weights. For few rows, Vec::kCodeTiles
@@ -71,8 +71,8 @@ struct Float8Weights : ByteWeights<Vec, Float8> {
 // exact, because the scale has few bits.
 enum class Rounding { subtracts_first, has_exact_products };
 
-// What turns the codes of one block of one panel into weights, for each group: scales, then zeros with each of the offsets,
-// or minus the products of these with the scales.
+// The numbers that turn the codes of one block of one panel into weights, for each group: scales, then zeros with each of
+// the offsets, or minus the products of these zeros with the scales.
 template <class Vec, class Codes, Rounding kRounding>
 struct BlockScaling {
   static constexpr int64_t kPanelWidth = kPanelVectors * Vec::kWidth, kGroupSize = (1 + Codes::kNumOffsets) * kPanelWidth;
