@@ -20,6 +20,8 @@ from multilora_engine.engine.build import (
 )
 from multilora_engine.engine.memory import MemoryPlan, plan_memory
 from multilora_engine.engine_info import CallLimits, ClientPolicy, EngineInfo, read_version
+from multilora_engine.execution.step_memory import peak_growth, step_memory
+from multilora_engine.lora.table_rows import TableRows
 from multilora_engine.models.loader import load_model
 from multilora_engine.models.model import Model
 from multilora_engine.models.model_config import ModelConfig
@@ -70,7 +72,8 @@ def load_base_model(config: EngineConfig, on_progress: Callable[[int, int], None
     layout = adapter_layout(sites, config.lora.max_lora_rank, lora_dtype, ruled_out)
     if layout.code_bits:
         load_cpu_kernels()  # They quantise adapters as they arrive, whatever device the model is on.
-    plan = plan_memory(config, model_config, layout, kv_dtype, device)
+    step_bytes = _measure_steps(model, config, layout, kv_dtype, device) if device.type == "cuda" else 0
+    plan = plan_memory(config, model_config, layout, kv_dtype, device, step_bytes)
     model.limit_length(plan.max_model_len)
     return BaseModel(model, model_config, dtype, device, tokenizer, tokenizer_path, layout, plan)
 
@@ -97,6 +100,21 @@ def describe_engine(config: EngineConfig, base: BaseModel) -> EngineInfo:
         version=read_version(),
         clients=ClientPolicy.of(config),
     )
+
+
+def _measure_steps(
+    model: Model, config: EngineConfig, layout: AdapterLayout, kv_dtype: torch.dtype, device: torch.device
+) -> int:
+    """`step_memory` of a GPU; leaves nothing behind."""
+    max_len = config.max_model_len or model.config.max_position_embeddings
+    model.limit_length(max_len)
+    page = torch.zeros(1, layout.page_bytes, dtype=torch.uint8, device=device)
+    tables = TableRows(layout, page, count=1).tables
+    step_bytes = step_memory(model, config, kv_dtype, tables, max_len, peak_growth(device))
+    # What the allocator keeps for itself would not count as free.
+    torch.cuda.empty_cache()
+    _logger.info("steps: %.2f GiB, by a trial of the largest", step_bytes / (1 << 30))
+    return step_bytes
 
 
 def _prepare_cpu(config: EngineConfig) -> None:

@@ -45,11 +45,16 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def plan_memory(
-    config: EngineConfig, model: ModelConfig, layout: AdapterLayout, kv_dtype: torch.dtype, device: torch.device
+    config: EngineConfig,
+    model: ModelConfig,
+    layout: AdapterLayout,
+    kv_dtype: torch.dtype,
+    device: torch.device,
+    step_bytes: int = 0,
 ) -> MemoryPlan:
     """Divide the memory. Call it after the weights are loaded: a GPU's budget is the memory they left.
 
-    kv_dtype: of the KV cache.
+    kv_dtype: of the KV cache. step_bytes: of a GPU's memory, what steps and their graphs need beside the rest.
     Raises ConfigError when a tier cannot hold one adapter of the largest legal size, or the KV cache one sequence.
     """
     num_host_pages = config.lora.lora_cache_host_memory_bytes // layout.page_bytes
@@ -57,7 +62,7 @@ def plan_memory(
         kv_bytes = int(config.kv_cache_memory_bytes) or _CPU_KV_CACHE_BYTES
         num_device_pages = num_host_pages
     else:
-        kv_bytes, num_device_pages = _divide_gpu(config, layout, device)
+        kv_bytes, num_device_pages = divide_gpu(config, layout, *torch.cuda.mem_get_info(device), step_bytes)
         _check_tier(layout, num_device_pages, "device", "lora_cache_gpu_memory_fraction")
     _check_tier(layout, num_host_pages, "host", "lora_cache_host_memory_bytes")
     if config.lora.lora_cache_dir is not None:
@@ -76,13 +81,18 @@ def kv_bytes_per_token(model: ModelConfig, kv_dtype: torch.dtype) -> int:
     return sum(group.bytes_per_token(kv_dtype) for group in kv_groups(model))
 
 
-def _divide_gpu(config: EngineConfig, layout: AdapterLayout, device: torch.device) -> tuple[int, int]:
-    free, total = torch.cuda.mem_get_info(device)
-    budget = free - int(total * (1 - config.gpu_memory_utilization))
+def divide_gpu(config: EngineConfig, layout: AdapterLayout, free: int, total: int, step_bytes: int) -> tuple[int, int]:
+    """Bytes of the KV cache and pages of the device tier, of `total` bytes of a GPU that has `free` left.
+
+    step_bytes: as for `plan_memory`. Raises ConfigError when nothing is left.
+    """
+    budget = free - step_bytes - int(total * (1 - config.gpu_memory_utilization))
     if budget <= 0:
         raise ConfigError(
-            f"the weights leave {free / _GIB:.2f} GiB of {total / _GIB:.2f} GiB, nothing within "
-            f"gpu_memory_utilization={config.gpu_memory_utilization}; write a larger one or serve a smaller model"
+            f"the weights leave {free / _GIB:.2f} GiB of {total / _GIB:.2f} GiB, of which steps need "
+            f"{step_bytes / _GIB:.2f} GiB: nothing is left within gpu_memory_utilization="
+            f"{config.gpu_memory_utilization}; write a larger one, a smaller max_num_batched_tokens, or serve a "
+            "smaller model"
         )
     device_tier_bytes = int(budget * config.lora.lora_cache_gpu_memory_fraction)
     kv_bytes = int(config.kv_cache_memory_bytes) or budget - device_tier_bytes

@@ -11,7 +11,7 @@ import torch
 from checkpoints.tiny_llama import save_tiny_llama
 from multilora_engine.config import EngineConfig, LoRAConfig
 from multilora_engine.engine import memory
-from multilora_engine.engine.memory import MemoryPlan, plan_memory
+from multilora_engine.engine.memory import MemoryPlan, divide_gpu, plan_memory
 from multilora_engine.errors import ConfigError
 from multilora_engine.lora.checkpoint_layout import checkpoint_layout
 from multilora_engine.models.registry import read_model_config
@@ -76,3 +76,13 @@ def test_memory_that_the_machine_does_not_have_refuses_to_load_with_the_numbers(
     with pytest.raises(ConfigError, match=message):
         plan(checkpoint, 8)
     assert plan(checkpoint, 8, lora_cache_host_memory_bytes=1 << 29).num_blocks
+
+
+def test_a_gpu_keeps_free_what_steps_need(checkpoint: Path) -> None:
+    config = EngineConfig(model_path=checkpoint, gpu_memory_utilization=0.75)
+    pages = layout(checkpoint, 8)
+    kv_bytes, num_pages = divide_gpu(config, pages, free=60 << 30, total=80 << 30, step_bytes=10 << 30)
+    assert num_pages == int((30 << 30) * 0.05) // pages.page_bytes
+    assert kv_bytes == (30 << 30) - int((30 << 30) * 0.05)
+    with pytest.raises(ConfigError, match=r"leave 60\.00 GiB of 80\.00 GiB, of which steps need 40\.00 GiB: nothing"):
+        divide_gpu(config, pages, free=60 << 30, total=80 << 30, step_bytes=40 << 30)

@@ -1,0 +1,90 @@
+"""The memory that steps take beside weights, KV cache and adapters: measured on steps of the largest kinds.
+
+They run on memory that holds nothing, before any of it is divided: every sequence reads and writes one block of a small
+cache, and all tokens have an adapter of rank 0, whose work takes as much room as that of any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from multilora_engine.config import EngineConfig
+from multilora_engine.execution.cuda_graphs import graph_sizes
+from multilora_engine.execution.forward_batch import ForwardBatch, KVCache, TokenLoRAs
+from multilora_engine.models.model import Model
+from multilora_kernels import LoRATables
+
+Measure = Callable[[Callable[[], object]], int]
+"""Runs a function, and tells the bytes by which the device's memory grew at the most meanwhile."""
+
+
+@torch.inference_mode()
+def step_memory(
+    model: Model, config: EngineConfig, kv_dtype: torch.dtype, tables: LoRATables, max_len: int, measure: Measure
+) -> int:
+    """Bytes of the largest step, and of the captured decode steps where there are any; these keep theirs.
+
+    tables: of at least one adapter, which has rank 0. max_len: of a sequence. measure: `peak_growth` on a GPU.
+    """
+    device, block_size = tables.rank.device, config.block_size
+    (group,) = model.kv_groups
+    shape = group.cache_shape(block_size, kv_dtype)
+    kv_cache = KVCache(*(torch.zeros(shape, dtype=kv_dtype, device=device) for _ in range(2)))
+    steps = [step_lens(config.max_num_batched_tokens, config.max_num_seqs, max_len)]
+    if config.enable_cuda_graphs:
+        steps.append([1] * graph_sizes(config.max_num_seqs)[-1])
+    batches = [_batch(query_lens, block_size, tables) for query_lens in steps]
+    # Once unmeasured: libraries keep memory of their own, which does not come back either way.
+    model.forward(batches[0], kv_cache)
+    return sum(measure(partial(model.forward, batch, kv_cache)) for batch in batches)
+
+
+def step_lens(num_tokens: int, num_seqs: int, max_len: int) -> list[int]:
+    """Tokens of each sequence of a largest step, single ones first: as many sequences as may run, as long as can be.
+
+    max_len: of one of them.
+    """
+    lens = []
+    for num_left in range(num_seqs, 0, -1):
+        lens.append(min(max_len, num_tokens - (num_left - 1)))
+        num_tokens -= lens[-1]
+    return lens[::-1]
+
+
+def peak_growth(device: torch.device) -> Measure:
+    """What torch's allocator says of a GPU."""
+
+    def measure(run: Callable[[], object]) -> int:
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        run()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+
+    return measure
+
+
+def _batch(query_lens: list[int], block_size: int, tables: LoRATables) -> ForwardBatch:
+    """A step of the first tokens of sequences that all lie in block 0; the logits of each one's last row are wanted."""
+    device = tables.rank.device
+    num_tokens = sum(query_lens)
+    lens = torch.tensor(query_lens, device=device)
+    positions = torch.cat([torch.arange(length, device=device) for length in query_lens])
+    max_blocks = -(-max(query_lens) // block_size)
+    return ForwardBatch(
+        input_ids=torch.zeros(num_tokens, dtype=torch.int64, device=device),
+        positions=positions,
+        slot_mapping=positions % block_size,
+        query_lens=query_lens,
+        context_lens=query_lens,
+        num_keys=lens,
+        block_tables=torch.zeros(len(query_lens), max_blocks, dtype=torch.int64, device=device),
+        num_decodes=query_lens.count(1),
+        logits_indices=lens.cumsum(0) - 1,
+        block_size=block_size,
+        lora=TokenLoRAs(tables, torch.zeros(num_tokens, dtype=torch.int64, device=device)),
+    )
