@@ -62,6 +62,7 @@ def serve(directory: Path, oracle: Oracle, tokenizer: Path, budget: int) -> Engi
         tokenizer,
         max_num_batched_tokens=40,
         max_num_seqs=14,
+        enable_prefix_caching=False,
         unpacked_weights_memory_bytes=budget,
     )
 

@@ -21,10 +21,8 @@ def test_the_key_operation_tells_what_is_meant() -> None:
     assert parse_operation('{"operation": "unload", "name": "pirate"}') == UnloadAdapter(name="pirate")
     assert parse_operation('{"operation": "describe"}') == DescribeModel()
     assert parse_operation('{"operation": "weights"}') == SwitchWeights("list", ["*"], "auto")
-    weights = '{"operation": "weights", "action": "pack", "modules": ["x"]}'
-    assert parse_operation(weights) == SwitchWeights("pack", ["x"])
-        "pack", ["x"]
-    )
+    pack = '{"operation": "weights", "action": "pack", "modules": ["x"]}'
+    assert parse_operation(pack) == SwitchWeights("pack", ["x"])
     assert parse_operation('{"operation": "events", "since": 3}') == ReadEvents(3)
     assert parse_operation('{"operation": "load", "name": "x", "source": "hub"}') == LoadAdapter(name="x", source="hub")
     assert parse_operation('{"operation": "load", "name": "x", "path": "/a"}') == LoadAdapter(name="x", path="/a")
