@@ -257,6 +257,13 @@ class EngineConfig(BaseModel):
     enable_async_scheduling: Annotated[
         bool, Field(description="Prepare a step while a GPU computes the one before; off until that has run on one.")
     ] = False
+    unpacked_weights_memory_bytes: Annotated[
+        ByteSize,
+        Field(
+            ge=0,
+            description="Most that floats beside a quantised base's codes take (operation `weights`); 0: none.",
+        ),
+    ] = ByteSize(0)
     kv_cache_memory_bytes: Annotated[
         ByteSize,
         Field(ge=0, description="Most that the KV cache takes; 0: what is left on a GPU, 1 GiB on a CPU."),

@@ -25,6 +25,8 @@
           QueueFull                               `max_queue_size` requests are waiting already
           QueueShareFull                          so many of one client's are that no more of its may
           EngineUnavailable                       the engine process died or is starting
+          UnpackedWeightsFull                     floats of weights exceed `unpacked_weights_memory_bytes`
+          WeightsBusy                             other weights are being unpacked
           SourceUnavailable                       a source of adapters cannot be reached
           RateExceeded      -> RESOURCE_EXHAUSTED an API key's requests or tokens of a minute are used up
         Unauthenticated     -> UNAUTHENTICATED    the server has API keys and the request has none of them
@@ -289,6 +291,23 @@ class RateExceeded(Unavailable):
 
 class EngineUnavailable(Unavailable):
     """The engine process died or has not finished starting."""
+
+
+class UnpackedWeightsFull(Unavailable):
+    """The floats of weights that an operator asks for exceed `unpacked_weights_memory_bytes`."""
+
+    def __init__(self, num_weights: int, num_bytes: int, bytes_in_use: int, max_bytes: int) -> None:
+        super().__init__(
+            f"the floats of {num_weights} weights take {num_bytes} bytes, those of others {bytes_in_use}, and "
+            f"unpacked_weights_memory_bytes is {max_bytes}; pack others first, or unpack fewer"
+        )
+
+
+class WeightsBusy(Unavailable):
+    """An operator switches weights while others are being unpacked."""
+
+    def __init__(self) -> None:
+        super().__init__("other weights are being unpacked; try again when that is answered")
 
 
 class SourceUnavailable(Unavailable):

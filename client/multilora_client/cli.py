@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from multilora_client import adapters_cli
+from multilora_client import adapters_cli, weights_cli
 from multilora_client.adapter import Adapter, AdapterTensors
 from multilora_client.bench import command as bench_command
 from multilora_client.client import DEFAULT_URL, Client
@@ -35,6 +35,7 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
 )
 app.add_typer(adapters_cli.app, name="adapters")
+app.add_typer(weights_cli.app, name="weights")
 app.command("openai")(openai_command.openai)
 app.command("bench")(bench_command.bench)
 app.command("quantize")(quantize)

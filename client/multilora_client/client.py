@@ -23,6 +23,8 @@ from multilora_client.messages import InferRequest
 from multilora_client.operations import (
     AdapterEvents,
     ModelInfo,
+    WeightAction,
+    WeightPath,
     load_fields,
     operation_request,
     parse_adapter,
@@ -193,6 +195,13 @@ class Client:
         """Sizes and counts: `tiers`, `usage` by task id of the adapters most asked for, `other_usage`."""
         return parse_report(self._transport.infer(operation_request("stats")))
 
+    def switch_weights(
+        self, action: WeightAction, modules: Sequence[str] = ("*",), path: WeightPath = "auto"
+    ) -> dict[str, Any]:
+        """List, unpack or pack quantised weights, by names or globs: `weights` that are meant, `stats` of all."""
+        fields = {"action": action, "modules": list(modules), "path": path}
+        return parse_report(self._transport.infer(operation_request("weights", fields)))
+
     def adapter_layout(self) -> AdapterLayout:
         """The layout of the server's adapters, from which their sizes follow."""
         return parse_layout(self._transport.infer(operation_request("layout")))
@@ -321,6 +330,13 @@ class AsyncClient:
     async def adapter_stats(self) -> dict[str, Any]:
         """Sizes and counts: `tiers`, `usage` by task id of the adapters most asked for, `other_usage`."""
         return parse_report(await self._transport.infer(operation_request("stats")))
+
+    async def switch_weights(
+        self, action: WeightAction, modules: Sequence[str] = ("*",), path: WeightPath = "auto"
+    ) -> dict[str, Any]:
+        """List, unpack or pack quantised weights, by names or globs: `weights` that are meant, `stats` of all."""
+        fields = {"action": action, "modules": list(modules), "path": path}
+        return parse_report(await self._transport.infer(operation_request("weights", fields)))
 
     async def adapter_layout(self) -> AdapterLayout:
         """The layout of the server's adapters, from which their sizes follow."""

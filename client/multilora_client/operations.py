@@ -17,7 +17,10 @@ from multilora_wire.adapter_event import AdapterEvent
 from multilora_wire.adapter_info import AdapterInfo
 from multilora_wire.layout import AdapterLayout, layout_version
 
-OperationName = Literal["list", "load", "unload", "pin", "unpin", "events", "stats", "layout", "describe"]
+OperationName = Literal["list", "load", "unload", "pin", "unpin", "events", "stats", "layout", "describe", "weights"]
+
+WeightAction = Literal["list", "pack", "unpack"]
+WeightPath = Literal["auto", "unpacked"]
 
 _MODEL = "adapters"
 

@@ -18,6 +18,7 @@ from multilora_kernels.apply import lora_apply
 from multilora_kernels.cpu import linear_directly, packed_embedding_directly, packed_linear_directly, panel_shape
 from multilora_kernels.dispatch import load_operators
 from multilora_kernels.huge_pages import HugePages
+from multilora_kernels.linear import PackedWeight
 from multilora_kernels.panels import QuantizedPanels, copy_rows_to_columns, rows_of_columns
 from multilora_kernels.segments import LoRASegments
 from multilora_kernels.tables import LoRATables
@@ -70,6 +71,7 @@ class QuantizedWeight:
         self.num_groups = -(-in_features // group_size)
         panels = panel_shape() if device.type == "cpu" and compute_dtype == torch.float32 else None
         self._device, self._pages = device, (pages or HugePages()) if panels else None
+        self._compute_dtype = compute_dtype
         columns, lanes = panels or (1, 1)
         self._panels = (-(-out_features // (columns * lanes)), columns, lanes)
         items = -(-in_features // _WORD_INPUTS) if code_type is CodeType.INT4 else in_features
@@ -81,6 +83,12 @@ class QuantizedWeight:
     @property
     def nbytes(self) -> int:
         return self._codes.nbytes + self._scales.nbytes + (0 if self._zeros is None else self._zeros.nbytes)
+
+    @property
+    def unpacked_nbytes(self) -> int:
+        """The memory of `unpacked`."""
+        num_panels, columns, lanes = self._panels
+        return num_panels * columns * lanes * self.shape[1] * self._compute_dtype.itemsize
 
     @property
     def is_packed(self) -> bool:
@@ -113,6 +121,14 @@ class QuantizedWeight:
         codes, scales = (rows_of_columns(_columns(data), first, count) for data in (self._codes, self._scales))
         zeros = None if self._zeros is None else rows_of_columns(_columns(self._zeros), first, count)
         return self._weights(codes, scales, zeros)
+
+    def unpacked(self) -> PackedWeight:
+        """The weight as floats, in memory of its own; products with it have the same bits as those with the codes."""
+        dtype = self._compute_dtype
+        weight = PackedWeight.empty(self.shape[0], self.shape[1], dtype, self._device, dtype, HugePages())
+        for first in range(0, self.shape[0], _UNPACKED_ROWS):
+            weight.copy_rows(first, self.rows(first, min(_UNPACKED_ROWS, self.shape[0] - first)))
+        return weight
 
     def rows_at(self, outputs: torch.Tensor) -> torch.Tensor:
         """Some outputs of a weight that is not packed as [len(outputs), in_features] float32. outputs: int64."""
@@ -162,6 +178,9 @@ class QuantizedWeight:
         pairs = _rotated_left(codes, 32 - _WORD_ROTATION).view(torch.uint8)
         return torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(1)[:, : self.shape[1]].float() - self._middle
 
+
+_UNPACKED_ROWS = 1024
+"""Outputs that are unpacked at a time: a whole weight of int64 indices and copies would be several times its size."""
 
 _WORD_INPUTS = 8
 """Inputs whose codes of 4 bits are one word."""

@@ -8,15 +8,16 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from multilora_engine.config import EngineConfig
 from multilora_engine.engine.block_events import BlockEvents
-from multilora_engine.engine.engine_stats import AdaptersInUse, EngineStats
+from multilora_engine.engine.engine_stats import AdaptersInUse, EngineStats, WeightStats
+from multilora_engine.engine.weight_info import PathChoice, WeightInfo
 from multilora_engine.engine_info import CallLimits, EngineInfo
-from multilora_engine.errors import ConfigError, InvalidRequest
+from multilora_engine.errors import ConfigError, InvalidRequest, UnpackedWeightsFull
 from multilora_engine.lora.adapter_events import AdapterEvents
 from multilora_engine.lora.device_tier import DeviceTier
 from multilora_engine.lora.disk_tier import DiskTier
@@ -26,6 +27,7 @@ from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.lora.names import TaskId
 from multilora_engine.lora.remote import RemoteAdapters
 from multilora_engine.lora.sources.fetcher import AdapterFetcher
+from multilora_engine.process.adapter_operator import PendingSwitch
 from multilora_engine.process.main import main
 from multilora_engine.request import BeamOutput, FinishReason, GenerationRequest, PerfMetrics, TokenLogProb, TokenOutput
 from support.adapters import TINY
@@ -71,6 +73,21 @@ def text_of(token_id: int) -> str:
     return f"<{token_id}>"
 
 
+class FakeWeights:
+    """Of a model without quantised weights."""
+
+    stats = WeightStats()
+
+    def describe(self, patterns: Sequence[str]) -> list[WeightInfo]:
+        return []
+
+    def pack(self, patterns: Sequence[str]) -> list[WeightInfo]:
+        return []
+
+    def unpack(self, patterns: Sequence[str], choice: PathChoice) -> PendingSwitch:
+        raise UnpackedWeightsFull(1, 64, 0, 0)
+
+
 class FakeEngine:
     """step_gate: a step waits for it: a test decides when steps happen. changed: notified when a request ends."""
 
@@ -94,6 +111,7 @@ class FakeEngine:
         device = DeviceTier(TINY, host.pool, host.pool, max_loras=8)
         self.block_events = BlockEvents()
         self.loras = LoRAManager(host, device, "refuse", self.lora_events.append, disk)
+        self.weights = FakeWeights()
         self.remote = RemoteAdapters(self.loras, fetcher, self.lora_events.append)
         self.accepted: list[GenerationRequest] = []
         self.requests: dict[str, GenerationRequest] = {}

@@ -20,6 +20,7 @@ from multilora_engine.process.operations import (
     ReadEvents,
     ReadLayout,
     ReadStats,
+    SwitchWeights,
     UnloadAdapter,
 )
 from multilora_engine.process.reports import AdapterList, AdapterReport, LayoutReport, ModelReport, Report
@@ -47,6 +48,8 @@ class FleetOperator:
                 return report_output(message.request_id, self._describe())
             case ReadStats() | ReadEvents():
                 raise Unsupported("stats and events of a whole fleet; each worker tells its own on its metrics page")
+            case SwitchWeights():
+                raise Unsupported("weights of a whole fleet; each worker has its own")
             case _:
                 return report_output(message.request_id, await self._ask_all(message))
 

@@ -31,6 +31,7 @@ from multilora_engine.engine.sequence import Sequence, SequenceStatus
 from multilora_engine.engine.step import ScheduledSequence
 from multilora_engine.engine.step_clock import StepClock
 from multilora_engine.engine.step_cost import StepWork
+from multilora_engine.engine.unpacked_weights import UnpackedWeights
 from multilora_engine.errors import Cancelled, InternalError, RequestError
 from multilora_engine.lora.adapter_events import AdapterEvents
 from multilora_engine.lora.layout import PackedAdapter
@@ -108,6 +109,7 @@ class Engine:
             PromptWaits(config.max_prompt_wait_s),
         )
         self._runner = build_model_runner(base.model, config, base.plan, base.device, self._loras)
+        self.weights = UnpackedWeights(base.model, int(config.unpacked_weights_memory_bytes))
         self._runs_ahead = config.enable_async_scheduling
         self._in_flight: _StepInFlight | None = None
         self._clock = StepClock(self._pace)
@@ -153,6 +155,7 @@ class Engine:
             prefix_cache=self._blocks.prefix_cache,
             pace=self._pace.stats,
             prompt_waits=self._scheduler.prompt_waits,
+            weights=self.weights.stats,
         )
 
     @property
@@ -233,6 +236,7 @@ class Engine:
         self._in_flight = None
         self._guide_queue.close()
         self._remote.close()
+        self.weights.close()
         self._loras.close()
 
     def _make_admission(self, config: EngineConfig, base: BaseModel) -> Admission:

@@ -38,6 +38,16 @@ class PromptWaitStats:
 
 
 @dataclass(frozen=True)
+class WeightStats:
+    """packed_bytes: of linears and embeddings as they were loaded. unpacked_bytes: of the floats kept beside codes, at
+    most max_unpacked_bytes."""
+
+    packed_bytes: int = 0
+    unpacked_bytes: int = 0
+    max_unpacked_bytes: int = 0
+
+
+@dataclass(frozen=True)
 class EngineStats:
     """A moment's numbers. Idle means: nothing waiting or running, all blocks free, no pins."""
 
@@ -52,6 +62,7 @@ class EngineStats:
     prefix_cache: PrefixCacheStats = field(default_factory=PrefixCacheStats)
     pace: PaceStats = field(default_factory=PaceStats)
     prompt_waits: PromptWaitStats = field(default_factory=PromptWaitStats)
+    weights: WeightStats = field(default_factory=WeightStats)
 
 
 @dataclass(frozen=True)

@@ -40,12 +40,13 @@ class Cohere2Config(HFConfig):
 class Cohere2Layer:
     """x += attention(norm(x)) + mlp(norm(x))."""
 
-    packed: PackedLayer | None = None
-
     def __init__(self, builder: Builder, layer: int) -> None:
         self.attention = Attention(builder, layer)
         self._mlp = GatedMLP(builder)
         self._norm = builder.layer_norm("input_layernorm", has_bias=False)
+
+    def packed(self, num_rows: int) -> PackedLayer | None:
+        return None
 
     def forward(
         self, x: torch.Tensor, update: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, step: Step

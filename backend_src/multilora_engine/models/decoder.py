@@ -21,8 +21,16 @@ from multilora_engine.models.model import HiddenStates
 from multilora_engine.models.model_config import ModelConfig
 from multilora_engine.models.norms import Norm
 from multilora_engine.models.rotary import RotaryEmbedding, Rotation
-from multilora_engine.models.weights import Destination, ReadablePlace, StoredPart, WeightFormat
-from multilora_kernels import LayerStep, decoder_layers
+from multilora_engine.models.weights import (
+    Destination,
+    LinearWeight,
+    ReadablePlace,
+    StoredPart,
+    WeightFormat,
+    WeightSwitch,
+    row_class,
+)
+from multilora_kernels import LayerStep, PackedLayer, decoder_layers
 from multilora_wire.sites import GATED_MLP, ModelSites, decoder_sites
 
 EMBEDDINGS, HEAD = "model.embed_tokens", "lm_head"
@@ -62,6 +70,7 @@ class Decoder:
         self._builder = Builder(config, self.adapter_sites.site_named, weights)
         self._norm = architecture.final_norm(self._builder)
         self.layers = [architecture.layer(self._builder.layer(i), i) for i in range(config.num_layers)]
+        self._packed_layers: dict[int, list[PackedLayer]] = {}
         self.limit_length(config.max_position_embeddings)
 
     @property
@@ -70,11 +79,17 @@ class Decoder:
 
     @property
     def weight_bytes(self) -> dict[str, int]:
-        outer = {id(weight): weight for weight in (self._lm_head, self._embeddings)}
         num_bytes: Counter[str] = Counter()
-        for weight in (*self._builder.weights, *outer.values()):
+        for weight in self._weights:
             num_bytes.update(weight.bytes_by_kind)
         return dict(num_bytes.most_common())
+
+    @property
+    def weight_switches(self) -> list[WeightSwitch]:
+        return [switch for weight in self._weights for switch in weight.switches]
+
+    def note_switch(self) -> None:
+        self._packed_layers.clear()
 
     def limit_length(self, max_model_len: int) -> None:
         self._rotary = {
@@ -118,9 +133,8 @@ class Decoder:
         layers = list(zip(self.layers, kv_cache.layers, strict=True))
         if step.packed:
             packed = [
-                (layer.packed, keys, values, step.packed[layer.attention.rope, layer.attention.window])
-                for layer, (keys, values) in layers
-                if layer.packed is not None
+                (weights, keys, values, step.packed[layer.attention.rope, layer.attention.window])
+                for weights, (layer, (keys, values)) in zip(self._packed(len(x)), layers, strict=True)
             ]
             if (done := decoder_layers(packed, x, update, on_layer)) is not None:
                 return done
@@ -128,6 +142,19 @@ class Decoder:
             on_layer()
             x, update = layer.forward(x, update, keys, values, step)
         return x, update
+
+    @property
+    def _weights(self) -> list[LinearWeight]:
+        outer = {id(weight): weight for weight in (self._lm_head, self._embeddings)}
+        return [*self._builder.weights, *outer.values()]
+
+    def _packed(self, num_rows: int) -> list[PackedLayer]:
+        """The layers for `decoder_layers`, which must be able to compute them all."""
+        key = row_class(num_rows)
+        if key not in self._packed_layers:
+            packed = [layer.packed(num_rows) for layer in self.layers]
+            self._packed_layers[key] = [weights for weights in packed if weights is not None]
+        return self._packed_layers[key]
 
     def _step(self, batch: ForwardBatch) -> Step:
         rotations: dict[str | None, Rotation] = {
@@ -144,7 +171,7 @@ class Decoder:
     @cached_property
     def _packed_kinds(self) -> set[tuple[str | None, int | None]]:
         """The kinds of layers, if `decoder_layers` can compute them all. Known when the weights are loaded."""
-        if any(layer.packed is None for layer in self.layers):
+        if any(layer.packed(1) is None for layer in self.layers):
             return set()
         return {(layer.attention.rope, layer.attention.window) for layer in self.layers}
 

@@ -129,15 +129,18 @@ class PlainMLP:
 class Layer(Protocol):
     """One layer of a decoder.
 
-    attention: its rotary embeddings and window say which inputs of a step it reads. packed: its weights for
-    `decoder_layers`, asked for when they are loaded; None where only its operators, one by one, can compute it.
+    attention: its rotary embeddings and window say which inputs of a step it reads.
     """
 
     @property
     def attention(self) -> Attention: ...
 
-    @property
-    def packed(self) -> PackedLayer | None: ...
+    def packed(self, num_rows: int) -> PackedLayer | None:
+        """Its weights for `decoder_layers` with so many tokens, asked for when they are loaded.
+
+        None where only its operators, one by one, can compute it.
+        """
+        ...
 
     def forward(
         self, x: torch.Tensor, update: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, step: Step
@@ -154,8 +157,7 @@ class PreNormLayer:
         self.attention_norm, self.mlp_norm = norms
         self._scale = builder.config.residual_scale
 
-    @property
-    def packed(self) -> PackedLayer | None:
+    def packed(self, num_rows: int) -> PackedLayer | None:
         return None
 
     def forward(
@@ -173,12 +175,13 @@ class PreNormLayer:
 class SandwichLayer:
     """x += norm(attention(norm(x))); x += norm(mlp(norm(x))), as in Gemma 2 and GLM-4."""
 
-    packed: PackedLayer | None = None
-
     def __init__(self, attention: Attention, mlp: MLP, before: tuple[Norm, Norm], behind: tuple[Norm, Norm]) -> None:
         """before, behind: norms of attention and MLP."""
         self.attention, self.mlp = attention, mlp
         self._before, self._behind = before, behind
+
+    def packed(self, num_rows: int) -> PackedLayer | None:
+        return None
 
     def forward(
         self, x: torch.Tensor, update: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, step: Step

@@ -32,11 +32,12 @@ class LoRALinear:
             return self.weight.product(x, self.bias)
         return self.weight.product_with_adapters(x, self.bias, self.first_column, self.slice_sizes, lora)
 
-    def packed(self) -> PackedLayerLinear | None:
-        """The linear for a whole layer in one call, where its format has one."""
-        if self.weight.packed is None:
+    def packed(self, num_rows: int) -> PackedLayerLinear | None:
+        """The linear for a whole layer in one call, where its format has one. num_rows: tokens of the step."""
+        weight = self.weight.packed(num_rows)
+        if weight is None:
             return None
-        return PackedLayerLinear.of(self.weight.packed, self.bias, self.first_column, self.slice_sizes)
+        return PackedLayerLinear.of(weight, self.bias, self.first_column, self.slice_sizes)
 
 
 def stored_parts(sites: Sequence[AdapterSite], names: Sequence[str]) -> list[StoredPart]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -10,7 +10,7 @@ import torch
 from multilora_engine.execution.forward_batch import ForwardBatch, KVCache
 from multilora_engine.models.kv_groups import KVGroup
 from multilora_engine.models.model_config import ModelConfig
-from multilora_engine.models.weights import Destination, ReadablePlace
+from multilora_engine.models.weights import Destination, ReadablePlace, WeightSwitch
 from multilora_wire.sites import ModelSites
 
 HiddenStates = tuple[torch.Tensor, torch.Tensor]
@@ -42,6 +42,15 @@ class Model(Protocol):
     @property
     def weight_bytes(self) -> dict[str, int]:
         """Memory of linears and embeddings by the type they are stored in: all but some megabytes of the model's."""
+        ...
+
+    @property
+    def weight_switches(self) -> Sequence[WeightSwitch]:
+        """The weights of codes that may be kept as floats, too."""
+        ...
+
+    def note_switch(self) -> None:
+        """A `WeightSwitch` was changed. Between two steps only."""
         ...
 
     def checkpoint_tensors(self) -> dict[str, Destination]:

@@ -27,8 +27,6 @@ class Olmo2Config(HFConfig):
 class Olmo2Layer:
     """x += norm(attention(x)); x += norm(mlp(x))."""
 
-    packed: PackedLayer | None = None
-
     def __init__(self, builder: Builder, layer: int) -> None:
         config = builder.config
         q_norm = builder.rms_norm("self_attn.q_norm", config.q_size)
@@ -37,6 +35,9 @@ class Olmo2Layer:
         self._mlp = GatedMLP(builder)
         self._attention_norm = builder.rms_norm("post_attention_layernorm")
         self._mlp_norm = builder.rms_norm("post_feedforward_layernorm")
+
+    def packed(self, num_rows: int) -> PackedLayer | None:
+        return None
 
     def forward(
         self, x: torch.Tensor, update: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, step: Step

@@ -6,6 +6,7 @@ A model asks for nothing else, so a format that stores packed integers needs no 
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -144,6 +145,35 @@ class StoredPart:
     count: int
 
 
+MEASURED_ROWS = (1, 4, 16, 64)
+"""Row counts at which codes and floats are compared; a step counts as the largest of these that it reaches."""
+
+
+def row_class(num_rows: int) -> int:
+    """The index of the measured row count that stands for `num_rows`, which is at least 1."""
+    return bisect.bisect_right(MEASURED_ROWS, num_rows) - 1
+
+
+class WeightSwitch(Protocol):
+    """A weight of codes that may also be kept as floats; products have the same bits from both.
+
+    names: its modules in the checkpoint. kind: its codes, in words. float_classes: the row classes whose products are
+    taken from the floats, while there are any. floats: None: codes only.
+    """
+
+    float_classes: frozenset[int]
+    floats: PackedWeight | None
+
+    @property
+    def names(self) -> tuple[str, ...]: ...
+
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def codes(self) -> QuantizedWeight: ...
+
+
 class LinearWeight(Protocol):
     """The weight W [out_features, in_features] of one linear, stored in some format."""
 
@@ -153,8 +183,15 @@ class LinearWeight(Protocol):
         ...
 
     @property
-    def packed(self) -> PackedWeight | QuantizedWeight | None:
-        """The weight for a whole layer in one call (`decoder_layers`); None where this format has no such call."""
+    def switches(self) -> Sequence[WeightSwitch]:
+        """The parts that may be kept as floats beside their codes."""
+        ...
+
+    def packed(self, num_rows: int) -> PackedWeight | QuantizedWeight | None:
+        """The weight for a whole layer in one call (`decoder_layers`); None where this format has no such call.
+
+        num_rows: tokens of the step. The answer is the same for all that share a `row_class`.
+        """
         ...
 
     def checkpoint_tensors(self) -> dict[str, Destination]:
@@ -217,7 +254,10 @@ class FloatWeight:
         return {str(self.weight.data.dtype).removeprefix("torch."): self.weight.data.nbytes}
 
     @property
-    def packed(self) -> PackedWeight | None:
+    def switches(self) -> Sequence[WeightSwitch]:
+        return ()
+
+    def packed(self, num_rows: int) -> PackedWeight | None:
         return self.weight if self.weight.is_packed else None
 
     def checkpoint_tensors(self) -> dict[str, Destination]:

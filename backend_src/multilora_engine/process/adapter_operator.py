@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from multilora_engine.engine.engine_stats import WeightStats
+from multilora_engine.engine.weight_info import PathChoice, WeightInfo
 from multilora_engine.errors import AdapterNotFound, AdapterNotHere, InvalidRequest
 from multilora_engine.lora.adapter_events import AdapterEvents
 from multilora_engine.lora.life_cycle import LoRAStats
@@ -24,6 +26,7 @@ from multilora_engine.process.operations import (
     ReadEvents,
     ReadLayout,
     ReadStats,
+    SwitchWeights,
     UnloadAdapter,
     UnpinAdapter,
 )
@@ -36,6 +39,7 @@ from multilora_engine.process.reports import (
     ModelReport,
     Report,
     StatsReport,
+    WeightList,
 )
 from multilora_engine.process.usage import AdapterUsage
 from multilora_wire.adapter_info import AdapterInfo
@@ -56,6 +60,25 @@ class ManagedAdapters(Protocol):
     def unload(self, lora_task_id: TaskId) -> None: ...
     def hold(self, lora_task_id: TaskId) -> Future[None]: ...
     def end_hold(self, lora_task_id: TaskId) -> None: ...
+
+
+class PendingSwitch(Protocol):
+    """The part of `multilora_engine.engine.unpacked_weights.PendingWeights` that the operator uses."""
+
+    @property
+    def is_ready(self) -> Callable[[], bool]: ...
+    @property
+    def finish(self) -> Callable[[], list[WeightInfo]]: ...
+
+
+class ManagedWeights(Protocol):
+    """The part of `multilora_engine.engine.unpacked_weights.UnpackedWeights` that the operator uses."""
+
+    @property
+    def stats(self) -> WeightStats: ...
+    def describe(self, patterns: Sequence[str]) -> list[WeightInfo]: ...
+    def pack(self, patterns: Sequence[str]) -> list[WeightInfo]: ...
+    def unpack(self, patterns: Sequence[str], choice: PathChoice) -> PendingSwitch: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +104,9 @@ class AdapterOperator:
         clients: AdapterUsage,
         read_load: Callable[[], LoadReport],
         model: ModelReport,
+        weights: ManagedWeights,
     ) -> None:
+        self._weights = weights
         self._model = model
         self._read_load = read_load
         self._adapters = adapters
@@ -93,7 +118,7 @@ class AdapterOperator:
     def execute(self, operation: Operation, scope: AdapterScope) -> Report | PendingReport:
         """The sender's rights have been checked before; `scope` is the adapters that it may see.
 
-        Raises AdapterNotFound, AdapterNotHere, AdapterCacheFull or InvalidRequest; nothing has changed then."""
+        Raises AdapterNotFound, AdapterNotHere, InvalidRequest or Unavailable; nothing has changed then."""
         match operation:
             case ListAdapters():
                 keys = self._remote.list_sources()
@@ -116,6 +141,8 @@ class AdapterOperator:
                 return LayoutReport(self._adapters.layout)
             case DescribeModel():
                 return self._model
+            case SwitchWeights():
+                return self._switch(operation)
 
     def _read_stats(self) -> StatsReport:
         tiers = replace(self._adapters.stats, remote=self._remote.stats)
@@ -130,6 +157,16 @@ class AdapterOperator:
             self._clients.by_label,
             self._clients.other,
         )
+
+    def _switch(self, operation: SwitchWeights) -> Report | PendingReport:
+        if operation.action == "unpack":
+            pending = self._weights.unpack(operation.modules, operation.path)
+            return PendingReport(pending.is_ready, lambda: self._switched(pending.finish()))
+        find = self._weights.pack if operation.action == "pack" else self._weights.describe
+        return self._switched(find(operation.modules))
+
+    def _switched(self, weights: Sequence[WeightInfo]) -> WeightList:
+        return WeightList([*weights], self._weights.stats)
 
     def _list(self, in_sources: Iterable[AdapterKey], scope: AdapterScope) -> AdapterList:
         adapters = {_task_id(info): info for info in (*self._remote.describe(), *self._adapters.describe())}

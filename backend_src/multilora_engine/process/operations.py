@@ -5,8 +5,11 @@ The same structs are the JSON of the model `adapters`, told apart by the key `op
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
+from multilora_engine.engine.weight_info import PathChoice
 from multilora_engine.errors import InvalidRequest
 
 _MAX_TASK_ID = 2**64 - 1
@@ -80,6 +83,18 @@ class DescribeModel(_Operation, frozen=True, tag="describe"):
     """The model that the engine serves."""
 
 
+class SwitchWeights(_Operation, frozen=True, tag="weights"):
+    """The quantised weights of the model: `list` them, `unpack` them to floats beside their codes, or `pack` them.
+
+    modules: names of the checkpoint, or globs like `model.layers.0.*`; every one must mean a weight.
+    path: of an unpacked weight: `auto` takes its floats where they were measured to be faster, `unpacked` always.
+    """
+
+    action: Literal["list", "pack", "unpack"] = "list"
+    modules: list[str] = msgspec.field(default_factory=lambda: ["*"])
+    path: PathChoice = "auto"
+
+
 Operation = (
     ListAdapters
     | LoadAdapter
@@ -90,6 +105,7 @@ Operation = (
     | ReadStats
     | ReadLayout
     | DescribeModel
+    | SwitchWeights
 )
 
 _decoder: msgspec.json.Decoder[Operation] = msgspec.json.Decoder(Operation)

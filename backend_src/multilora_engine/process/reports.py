@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import msgspec
 
-from multilora_engine.engine.engine_stats import AdaptersInUse, EngineStats
+from multilora_engine.engine.engine_stats import AdaptersInUse, EngineStats, WeightStats
+from multilora_engine.engine.weight_info import WeightInfo
 from multilora_engine.lora.life_cycle import LoRAStats
 from multilora_engine.lora.residency import Residency
 from multilora_engine.process.telemetry import RequestStats
@@ -78,4 +79,11 @@ class ModelReport(msgspec.Struct, frozen=True):
     version: str
 
 
-Report = AdapterList | AdapterReport | EventList | StatsReport | LayoutReport | ModelReport
+class WeightList(msgspec.Struct, frozen=True):
+    """The answer to `weights`: those that were meant, as they are now. stats: of all."""
+
+    weights: list[WeightInfo]
+    stats: WeightStats
+
+
+Report = AdapterList | AdapterReport | EventList | StatsReport | LayoutReport | ModelReport | WeightList

@@ -13,7 +13,7 @@ from multilora_engine.lora.adapter_events import AdapterEvents
 from multilora_engine.lora.layout import PackedAdapter
 from multilora_engine.lora.names import TaskId
 from multilora_engine.lora.remote import RemoteAdapters
-from multilora_engine.process.adapter_operator import ManagedAdapters
+from multilora_engine.process.adapter_operator import ManagedAdapters, ManagedWeights
 from multilora_engine.request import GenerationRequest, TokenOutput
 
 
@@ -36,6 +36,8 @@ class ServedEngine(Protocol):
     def remote(self) -> RemoteAdapters: ...
     @property
     def lora_events(self) -> AdapterEvents: ...
+    @property
+    def weights(self) -> ManagedWeights: ...
     @property
     def block_events(self) -> BlockEvents: ...
     @property

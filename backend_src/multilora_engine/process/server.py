@@ -88,6 +88,7 @@ class EngineServer:
             self._clients,
             self._read_load,
             _describe(engine.info),
+            engine.weights,
         )
         self._fronts = Fronts(router, self._drop_front)
         self._block_watch = BlockWatch(engine.block_events, self._fronts)

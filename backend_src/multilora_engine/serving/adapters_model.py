@@ -17,6 +17,7 @@ from multilora_engine.process.operations import (
     Operation,
     PinAdapter,
     ReadStats,
+    SwitchWeights,
     UnloadAdapter,
     UnpinAdapter,
     parse_operation,
@@ -52,6 +53,8 @@ def grant_operation(operation: Operation, rights: Rights) -> Operation:
     match operation:
         case ReadStats():
             raise PermissionDenied("stats tell what all do; this API key may not see that")
+        case SwitchWeights():
+            raise PermissionDenied("the model's weights are the server's; this API key may not see or switch them")
         case LoadAdapter() | UnloadAdapter() | PinAdapter() | UnpinAdapter():
             return _grant_on_adapter(operation, rights)
         case _:

@@ -9,6 +9,7 @@ from multilora_engine.process.operations import (
     LoadAdapter,
     PinAdapter,
     ReadEvents,
+    SwitchWeights,
     UnloadAdapter,
     parse_operation,
 )
@@ -19,6 +20,9 @@ def test_the_key_operation_tells_what_is_meant() -> None:
     assert parse_operation('{"operation": "pin", "lora_task_id": 18446744073709551615}') == PinAdapter(2**64 - 1)
     assert parse_operation('{"operation": "unload", "name": "pirate"}') == UnloadAdapter(name="pirate")
     assert parse_operation('{"operation": "describe"}') == DescribeModel()
+    assert parse_operation('{"operation": "weights"}') == SwitchWeights("list", ["*"], "auto")
+    pack = '{"operation": "weights", "action": "pack", "modules": ["x"]}'
+    assert parse_operation(pack) == SwitchWeights("pack", ["x"])
     assert parse_operation('{"operation": "events", "since": 3}') == ReadEvents(3)
     assert parse_operation('{"operation": "load", "name": "x", "source": "hub"}') == LoadAdapter(name="x", source="hub")
     assert parse_operation('{"operation": "load", "name": "x", "path": "/a"}') == LoadAdapter(name="x", path="/a")
@@ -32,6 +36,7 @@ def test_the_key_operation_tells_what_is_meant() -> None:
         ('{"lora_task_id": 7}', "missing required field `operation`"),
         ('{"operation": "explode"}', "Invalid value 'explode'"),
         ('{"operation": "list", "verbose": true}', "unknown field `verbose`"),
+        ('{"operation": "weights", "action": "melt"}', "Invalid enum value 'melt'"),
         ('{"operation": "pin"}', "give lora_task_id or name"),
         ('{"operation": "pin", "lora_task_id": "7"}', "Expected `int | null`, got `str`"),
         ('{"operation": "pin", "lora_task_id": -1}', "lora_task_id is -1, expected 0 .. 18446744073709551615"),

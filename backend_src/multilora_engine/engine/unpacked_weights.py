@@ -1,0 +1,176 @@
+"""`UnpackedWeights`: the weights of a quantised base that are also kept as floats, switched between two steps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+
+from multilora_engine.engine.engine_stats import WeightStats
+from multilora_engine.engine.memory import is_out_of_memory
+from multilora_engine.engine.weight_info import PathChoice, WeightInfo
+from multilora_engine.errors import InternalError, InvalidRequest, UnpackedWeightsFull, WeightsBusy
+from multilora_engine.models.model import Model
+from multilora_engine.models.weights import MEASURED_ROWS, WeightSwitch
+from multilora_kernels import PackedWeight
+from multilora_kernels.linear import packed_linear
+from multilora_kernels.quantized import QuantizedWeight, quantized_linear
+
+_NUM_RUNS = 5
+"""Products that are timed of each kind; the shortest counts, as others may have waited for something else."""
+
+_Shape = tuple[torch.Size, str, int]
+
+
+@dataclass(frozen=True)
+class PendingWeights:
+    """A switch to floats on its way. is_ready: whether `finish` can make it by now."""
+
+    is_ready: Callable[[], bool]
+    finish: Callable[[], list[WeightInfo]]
+
+
+class UnpackedWeights:
+    """Lives on the engine's thread; floats are made on a thread of its own, and taken up between two steps."""
+
+    def __init__(self, model: Model, max_bytes: int) -> None:
+        """max_bytes: of all floats together. With a budget, codes and floats are compared on this machine now."""
+        self._model = model
+        self._switches = list(model.weight_switches)
+        self._max_bytes = max_bytes
+        self._packed_bytes = sum(model.weight_bytes.values())
+        self._worker = ThreadPoolExecutor(1, "unpack")
+        self._is_unpacking = False
+        self._faster = self._measure() if max_bytes else {}
+
+    @property
+    def stats(self) -> WeightStats:
+        return WeightStats(self._packed_bytes, self._unpacked_bytes, self._max_bytes)
+
+    def describe(self, patterns: Sequence[str]) -> list[WeightInfo]:
+        """The weights of codes that a pattern means. Raises InvalidRequest for one that means none."""
+        return [_describe(switch) for switch in self._find(patterns)]
+
+    def pack(self, patterns: Sequence[str]) -> list[WeightInfo]:
+        """Drop the floats. Raises as `describe`, and WeightsBusy while others are being made."""
+        found = self._find(patterns)
+        self._check_idle()
+        for switch in found:
+            switch.floats, switch.float_classes = None, frozenset()
+        self._model.note_switch()
+        return [_describe(switch) for switch in found]
+
+    def unpack(self, patterns: Sequence[str], choice: PathChoice) -> PendingWeights:
+        """Make floats of the weights. choice: `auto` takes them where they were faster, `unpacked` always.
+
+        Raises as `pack`, and UnpackedWeightsFull where they exceed the budget; nothing has changed then.
+        """
+        found = self._find(patterns)
+        self._check_idle()
+        new = [switch for switch in found if switch.floats is None]
+        needed = sum(switch.codes.unpacked_nbytes for switch in new)
+        if self._unpacked_bytes + needed > self._max_bytes:
+            raise UnpackedWeightsFull(len(new), needed, self._unpacked_bytes, self._max_bytes)
+        self._is_unpacking = True
+        made = self._worker.submit(_unpacked, new)
+        return PendingWeights(made.done, lambda: self._take_up(found, new, made, choice))
+
+    def close(self) -> None:
+        """Forget the floats that are being made."""
+        self._worker.shutdown(cancel_futures=True)
+
+    @property
+    def _unpacked_bytes(self) -> int:
+        return sum(switch.floats.data.nbytes for switch in self._switches if switch.floats is not None)
+
+    def _take_up(
+        self,
+        found: Sequence[WeightSwitch],
+        new: Sequence[WeightSwitch],
+        made: Future[list[PackedWeight]],
+        choice: PathChoice,
+    ) -> list[WeightInfo]:
+        self._is_unpacking = False
+        try:
+            floats = made.result(timeout=0)
+        except (RuntimeError, MemoryError, OSError) as error:
+            if not isinstance(error, OSError) and not is_out_of_memory(error):
+                raise
+            raise InternalError(f"no memory for the floats of {len(new)} weights: {error}") from error
+        for switch, weight in zip(new, floats, strict=True):
+            switch.floats = weight
+        everywhere = frozenset(range(len(MEASURED_ROWS)))
+        for switch in found:
+            switch.float_classes = everywhere if choice == "unpacked" else self._faster[_shape(switch)]
+        self._model.note_switch()
+        return [_describe(switch) for switch in found]
+
+    def _check_idle(self) -> None:
+        if self._is_unpacking:
+            raise WeightsBusy
+
+    def _find(self, patterns: Sequence[str]) -> list[WeightSwitch]:
+        for pattern in patterns:
+            if not any(_matches(switch, pattern) for switch in self._switches):
+                raise InvalidRequest(
+                    f"no quantised weight of the model is named {pattern[:200]!r}; the operation weights lists them"
+                    if self._switches
+                    else "the model has no quantised weights"
+                )
+        return [switch for switch in self._switches if any(_matches(switch, pattern) for pattern in patterns)]
+
+    def _measure(self) -> dict[_Shape, frozenset[int]]:
+        """The row classes in which floats are faster, for each kind of weight that the budget can hold."""
+        faster: dict[_Shape, frozenset[int]] = {}
+        for switch in self._switches:
+            if _shape(switch) not in faster and switch.codes.unpacked_nbytes <= self._max_bytes:
+                faster[_shape(switch)] = _faster_classes(switch.codes)
+        return faster
+
+
+def _unpacked(switches: Sequence[WeightSwitch]) -> list[PackedWeight]:
+    return [switch.codes.unpacked() for switch in switches]
+
+
+@torch.inference_mode()
+def _faster_classes(codes: QuantizedWeight) -> frozenset[int]:
+    floats = codes.unpacked()
+    classes = set()
+    for row_class, num_rows in enumerate(MEASURED_ROWS):
+        x = torch.ones(num_rows, codes.shape[1], dtype=floats.data.dtype, device=floats.data.device)
+        packed_s = _shortest_s(lambda x=x: quantized_linear(x, codes))  # type: ignore[misc]
+        if _shortest_s(lambda x=x: packed_linear(x, floats)) < packed_s:  # type: ignore[misc]
+            classes.add(row_class)
+    return frozenset(classes)
+
+
+def _shortest_s(product: Callable[[], torch.Tensor]) -> float:
+    def run() -> float:
+        started = time.perf_counter()
+        y = product()
+        if y.is_cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter() - started
+
+    run()
+    return min(run() for _ in range(_NUM_RUNS))
+
+
+def _shape(switch: WeightSwitch) -> _Shape:
+    return switch.codes.shape, switch.kind, switch.codes.group_size
+
+
+def _matches(switch: WeightSwitch, pattern: str) -> bool:
+    return any(fnmatchcase(name, pattern) for name in switch.names)
+
+
+def _describe(switch: WeightSwitch) -> WeightInfo:
+    rows = [MEASURED_ROWS[row_class] for row_class in sorted(switch.float_classes)]
+    unpacked_bytes = 0 if switch.floats is None else switch.floats.data.nbytes
+    return WeightInfo(
+        list(switch.names), switch.kind, switch.codes.nbytes, unpacked_bytes, switch.codes.unpacked_nbytes, rows
+    )

@@ -1,0 +1,148 @@
+"""Quantised weights that are also kept as floats: switched under running requests, within a budget."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from msgspec.structs import replace
+from support.compressed_checkpoints import save_compressed
+from support.oracle import Oracle
+from support.parity import add_random_adapters, build_engine, requests_for, tiny_prompts
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from multilora_engine.engine.engine import Engine
+from multilora_engine.engine.weight_info import PathChoice
+from multilora_engine.errors import InvalidRequest, UnpackedWeightsFull, WeightsBusy
+from multilora_engine.models.weights import MEASURED_ROWS
+
+INT4 = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": 8}
+GROUPS = {"g": {"targets": ["Linear"], "weights": INT4}}
+BUDGET = 1 << 20
+TINY = LlamaConfig(
+    vocab_size=311,
+    hidden_size=48,
+    intermediate_size=88,
+    num_hidden_layers=3,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    max_position_embeddings=512,
+    initializer_range=0.3,
+)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("quantised")
+
+
+@pytest.fixture(scope="module")
+def oracle(directory: Path) -> Oracle:
+    torch.manual_seed(7)
+    model = LlamaForCausalLM(TINY)
+    save_compressed(model, directory / "checkpoint", GROUPS)
+    oracle = Oracle(model, directory)
+    add_random_adapters(oracle)
+    return oracle
+
+
+@pytest.fixture
+def engine(directory: Path, oracle: Oracle, default_model_dir: Path) -> Iterator[Engine]:
+    engine = serve(directory, oracle, default_model_dir, BUDGET)
+    yield engine
+    engine.close()
+
+
+def serve(directory: Path, oracle: Oracle, tokenizer: Path, budget: int) -> Engine:
+    return build_engine(
+        directory / "checkpoint",
+        oracle,
+        tokenizer,
+        max_num_batched_tokens=40,
+        max_num_seqs=14,
+        enable_prefix_caching=False,
+        inter_token_latency_target_ms=0,
+        unpacked_weights_memory_bytes=budget,
+    )
+
+
+def unpack(engine: Engine, pattern: str, choice: PathChoice = "unpacked") -> list[str]:
+    pending = engine.weights.unpack([pattern], choice)
+    while not pending.is_ready():
+        pass
+    return [name for weight in pending.finish() for name in weight.modules]
+
+
+def answers_with_switches(engine: Engine, oracle: Oracle, switches: dict[int, str]) -> dict[str, list[object]]:
+    """Tokens and logits of a mixed batch. switches: after so many steps the weights of a glob, or none, floats."""
+    answers: dict[str, list[object]] = {}
+    for request in requests_for(oracle, tiny_prompts(14), max_tokens=12):
+        sampling = replace(request.sampling, return_generation_logits=True)
+        engine.add_request(replace(request, sampling=sampling))
+        answers[request.request_id] = []
+    num_steps = 0
+    while engine.has_work:
+        for output in engine.step():
+            answers[output.request_id] += [*output.token_ids, output.generation_logits]
+        num_steps += 1
+        if num_steps in switches:
+            engine.weights.pack(["*"])
+            if switches[num_steps]:
+                unpack(engine, switches[num_steps])
+    assert num_steps > max(switches, default=0)
+    return answers
+
+
+def test_a_switch_under_running_requests_changes_no_token_and_no_bit(engine: Engine, oracle: Oracle) -> None:
+    packed = answers_with_switches(engine, oracle, {})
+    switches = {3: "*.down_proj", 5: "*", 8: "", 10: "model.layers.1.*"}
+    assert answers_with_switches(engine, oracle, switches) == packed
+
+
+def test_a_glob_means_the_modules_that_lie_together_and_the_list_tells_of_both_forms(engine: Engine) -> None:
+    assert unpack(engine, "model.layers.1.self_attn.k_proj") == [f"model.layers.1.self_attn.{x}_proj" for x in "qkv"]
+    listed = {tuple(weight.modules): weight for weight in engine.weights.describe(["*"])}
+    unpacked = [weight for weight in listed.values() if weight.unpacked_bytes]
+    assert len(unpacked) == 1
+    assert unpacked[0].unpacked_rows == list(MEASURED_ROWS)
+    assert unpacked[0].unpacked_bytes == unpacked[0].needed_bytes > 3 * unpacked[0].packed_bytes
+    assert engine.stats.weights.unpacked_bytes == unpacked[0].unpacked_bytes
+    assert engine.stats.weights.packed_bytes >= sum(weight.packed_bytes for weight in listed.values())
+    engine.weights.pack(["*"])
+    assert engine.stats.weights.unpacked_bytes == 0
+
+
+def test_auto_takes_the_floats_at_measured_row_counts_only(engine: Engine) -> None:
+    unpack(engine, "*", "auto")
+    for weight in engine.weights.describe(["*"]):
+        assert set(weight.unpacked_rows) <= set(MEASURED_ROWS)
+        assert weight.unpacked_bytes
+
+
+def test_an_unpack_beyond_the_budget_is_refused_with_the_numbers(
+    directory: Path, oracle: Oracle, default_model_dir: Path
+) -> None:
+    engine = serve(directory, oracle, default_model_dir, 0)
+    needed = sum(weight.needed_bytes for weight in engine.weights.describe(["*.down_proj"]))
+    with pytest.raises(UnpackedWeightsFull, match=f"3 weights take {needed} bytes, those of others 0, .* is 0;"):
+        engine.weights.unpack(["*.down_proj"], "auto")
+    assert engine.stats.weights.unpacked_bytes == 0
+    engine.close()
+
+
+def test_while_weights_are_unpacked_no_others_are_switched(engine: Engine) -> None:
+    pending = engine.weights.unpack(["lm_head"], "auto")
+    with pytest.raises(WeightsBusy):
+        engine.weights.pack(["*"])
+    while not pending.is_ready():
+        pass
+    pending.finish()
+    assert engine.weights.pack(["lm_head"])[0].unpacked_bytes == 0
+
+
+@pytest.mark.parametrize("name", ["model.layers.9.*", "down_proj", ""])
+def test_a_module_that_does_not_exist_is_refused_by_name(engine: Engine, name: str) -> None:
+    with pytest.raises(InvalidRequest, match="no quantised weight of the model is named"):
+        engine.weights.unpack(["*.down_proj", name], "auto")
