@@ -10,7 +10,7 @@ weights of 4 and 8 bits); `paged_attention` over `PagedSequences` with `Attentio
 and `rotary_attention` (with the steps before it); `store_heads` (alone); `kv_row_size`, `kv_head_dim` and `load_rows`
 (of the cache, which may be in codes of 8 bits); `add_rms_norm`, `add_layer_norm`, `silu_mul`, `gelu_tanh_mul` and
 `gelu_tanh` (the work between linears); `decoder_layers` (all of these in one call, for `PackedLayer`s of
-`PackedLayerLinear`s in a `LayerStep`); `sample_tokens` by `SamplingRule`s (on a CPU); and `load_cpu_kernels` (builds
+`PackedLayerLinear`s in a `LayerStep`); `sample_tokens` by `SamplingRule`s; and `load_cpu_kernels` (builds
 the CPU operators ahead of their first use).
 """
 

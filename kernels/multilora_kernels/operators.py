@@ -1,7 +1,7 @@
 """Everything of this package that torch knows as an operator: `multilora::lora_shrink`, `lora_expand`, `lora_apply`,
 `lora_linear`, `packed_linear`, `packed_embedding`, `quantized_lora_linear`, `quantized_linear`, `quantized_embedding`,
 `paged_attention`, `rotary_attention`, `store_codes`, `add_rms_norm`, `add_layer_norm`, `silu_mul`, `gelu_tanh_mul`,
-`gelu_tanh`.
+`gelu_tanh`, `sample_tokens`.
 
 torch.compile and CUDA graphs see one opaque node each, with a fake implementation for shapes. An operator takes only
 tensors and integers, so the tables and segments are passed field by field here and nowhere else.
@@ -85,6 +85,8 @@ library.define("multilora::silu_mul", "(Tensor gate_up) -> Tensor")
 library.define("multilora::gelu_tanh_mul", "(Tensor gate_up) -> Tensor")
 library.define("multilora::gelu_tanh", "(Tensor x) -> Tensor")
 
+library.define("multilora::sample_tokens", "(Tensor logits, Tensor parameters) -> Tensor")
+
 _shrink = torch.ops.multilora.lora_shrink.default
 _expand = torch.ops.multilora.lora_expand.default
 _apply = torch.ops.multilora.lora_apply.default
@@ -104,6 +106,7 @@ add_layer_norm = torch.ops.multilora.add_layer_norm.default
 silu_mul = torch.ops.multilora.silu_mul.default
 gelu_tanh_mul = torch.ops.multilora.gelu_tanh_mul.default
 gelu_tanh = torch.ops.multilora.gelu_tanh.default
+sample_tokens = torch.ops.multilora.sample_tokens.default
 
 
 def call_shrink(
@@ -293,6 +296,10 @@ def _fake_gated(gate_up: torch.Tensor) -> torch.Tensor:
     return gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
 
 
+def _fake_sample_tokens(logits: torch.Tensor, parameters: torch.Tensor) -> torch.Tensor:
+    return logits.new_empty(logits.shape[0], dtype=torch.int64)
+
+
 library.register_fake("multilora::lora_shrink", _fake_shrink)
 library.register_fake("multilora::lora_expand", _fake_in_place)
 library.register_fake("multilora::lora_apply", _fake_in_place)
@@ -310,3 +317,4 @@ library.register_fake("multilora::add_layer_norm", _fake_add_norm)
 library.register_fake("multilora::silu_mul", _fake_gated)
 library.register_fake("multilora::gelu_tanh_mul", _fake_gated)
 library.register_fake("multilora::gelu_tanh", torch.empty_like)
+library.register_fake("multilora::sample_tokens", _fake_sample_tokens)

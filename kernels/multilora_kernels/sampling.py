@@ -1,37 +1,33 @@
-"""The choice of tokens from logits on a CPU."""
+"""The choice of tokens from logits: one operator, for which the CPU, a GPU and plain PyTorch give the same token.
+
+A token's weight is w = e^((logit - largest logit) * (1 / temperature)) in float32, by the steps of `cpu/exponential.h`
+with fused multiply-adds, zero below e^-87, and then rounded to a multiple of `WEIGHT_UNIT` where it has finer bits.
+Sums of weights are exact, as integers of that unit, so they depend neither on the order of addition nor on the width of
+a vector. Everything else, thresholds, shares and ties, is defined by comparisons of weights and of such sums, so an
+implementation may search as it likes. A token whose weight is at most half a unit is never chosen. Processors without
+fused multiply-adds may round a weight's last bit otherwise.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
-from multilora_kernels.cpu import load_cpu_kernels
+from multilora_kernels import operators
+from multilora_kernels.dispatch import load_operators
+from multilora_kernels.sampling_rule import SamplingRule
+
+__all__ = ["SamplingRule", "sample_tokens"]
 
 
-class SamplingRule(NamedTuple):
-    """How the token of one row is chosen: of the tokens top_k leaves, top_p leaves some, and of these min_p.
+def sample_tokens(logits: torch.Tensor, rules: list[SamplingRule]) -> torch.Tensor:
+    """The tokens of all rows, int64 [rows], on the device of the logits; the host does not wait for it.
 
-    temperature: positive; logits are divided by it. top_k: so many of the most probable tokens, 0 for all, 1 for the
-    first of the most probable. top_p: the smallest set of the most probable whose probability reaches it. min_p: those
-    at least so many times as probable as the most probable one. uniform: in [0, 1); the token is where the
-    probabilities of the tokens left, added up in the order of token ids, first exceed this share of their sum.
+    logits: float32 [rows, vocab], contiguous along a row, with a rule each; RuntimeError otherwise. A row's token
+    depends on its own logits and rule alone. Of a row with NaN, or where every logit is -inf, it is any.
     """
-
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    uniform: float
-
-
-def sample_tokens(logits: torch.Tensor, rules: list[SamplingRule]) -> torch.Tensor | None:
-    """The tokens of all rows, int64 [rows]; None where there are no compiled kernels.
-
-    logits: float32 [rows, vocab] on the CPU, contiguous along a row, with a rule each; RuntimeError otherwise. A row's
-    token depends on its own logits and rule alone. Of a row where every logit is -inf it is any.
-    """
-    if not load_cpu_kernels():
-        return None
+    load_operators(logits)
     parameters = torch.tensor(rules, dtype=torch.float64).view(len(rules), len(SamplingRule._fields))
-    return torch.ops.multilora.sample_tokens(logits, parameters)  # type: ignore[no-any-return]
+    if logits.is_cuda:
+        # From pinned memory the copy queues behind the device's earlier work instead of waiting for it.
+        parameters = parameters.pin_memory().to(logits.device, non_blocking=True)
+    return operators.sample_tokens(logits, parameters)  # type: ignore[no-any-return]

@@ -13,12 +13,13 @@ from functools import partial
 
 import torch
 
-from multilora_kernels import reference
+from multilora_kernels import reference, sampling_reference
 from multilora_kernels.adapter_codes import CODE_BITS
 from multilora_kernels.adapter_quantization import reference_a, reference_b
 from multilora_kernels.attention import AttentionOptions, PagedSequences, paged_attention
 from multilora_kernels.elementwise import add_layer_norm, add_rms_norm, gelu_tanh, gelu_tanh_mul, silu_mul
 from multilora_kernels.expand import lora_expand
+from multilora_kernels.sampling import SamplingRule, sample_tokens
 from multilora_kernels.segments import CHUNK_SIZE, PREFILL_CHUNK_SIZE, LoRASegments, lora_segments
 from multilora_kernels.shrink import lora_shrink
 from multilora_kernels.tables import LoRATables
@@ -30,7 +31,7 @@ class OperatorShapes:
 
     linears: in_features and the widths of the slices of each fused linear. mlp_size: width of an activation.
     max_rank: of adapters. contexts: keys of the sequences that decode. num_rows: tokens of a batch with adapters.
-    dtype: of activations, keys and values. lora_dtype: of the arena.
+    vocab_size: of the logits. dtype: of activations, keys and values. lora_dtype: of the arena.
     """
 
     hidden_size: int
@@ -45,6 +46,7 @@ class OperatorShapes:
     lora_dtype: torch.dtype
     contexts: tuple[int, ...] = (1, 17, 600, 2100)
     num_rows: int = 37
+    vocab_size: int = 32000
 
 
 @dataclass(frozen=True)
@@ -155,6 +157,17 @@ def _comparisons_between_linears(
     yield "gelu_tanh_mul", described, lambda: (gelu_tanh_mul(gates), reference.gelu_tanh_mul(gates.double()), tolerance)
     ungated = gates[:, :mlp].contiguous()
     yield "gelu_tanh", described, lambda: (gelu_tanh(ungated), reference.gelu_tanh(ungated.double()), tolerance)
+    logits = _random(rows, shapes.vocab_size, device=device, generator=generator, dtype=torch.float32) * 3
+    yield "sample_tokens", f"[{rows}, {shapes.vocab_size}]", lambda: _compare_tokens(logits)
+
+
+def _compare_tokens(logits: torch.Tensor) -> Results:
+    """The tokens by rules of every kind, some of rounded logits, which are tied: they are to be the very same."""
+    logits[1::2] = logits[1::2].round()
+    kinds = ((0, 1.0, 0.0), (1, 1.0, 0.0), (20, 1.0, 0.0), (0, 0.9, 0.0), (0, 1.0, 0.02), (50, 0.7, 0.1))
+    rules = [SamplingRule(0.5 + row % 3, *kinds[row % len(kinds)], row / len(logits)) for row in range(len(logits))]
+    parameters = torch.tensor(rules, dtype=torch.float64, device=logits.device)
+    return sample_tokens(logits, rules), sampling_reference.sample_tokens(logits, parameters), 1e-9
 
 
 def _compare_norm(

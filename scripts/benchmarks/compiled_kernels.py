@@ -24,6 +24,7 @@ from multilora_kernels.cuda.elementwise import (
 )
 from multilora_kernels.cuda.expand import expand_constants, expand_kernel
 from multilora_kernels.cuda.kv_rows import store_codes_kernel, store_constants
+from multilora_kernels.cuda.sampling import sample_constants, sample_kernel
 from multilora_kernels.cuda.shrink import shrink_constants, shrink_kernel
 from multilora_kernels.parts import num_parts
 
@@ -38,6 +39,10 @@ _POINTERS = {
     "sums_ptr": "*fp32",
     "stats_ptr": "*fp32",
     "sinks_ptr": "*fp32",
+    "logits_ptr": "*fp32",
+    "parameters_ptr": "*fp64",
+    "weights_ptr": "*fp32",
+    "token_ptr": "*i64",
     **dict.fromkeys(
         ["rank_ptr", "permutation_ptr", "chunk_start_ptr", "chunk_length_ptr", "chunk_lora_index_ptr"], "*i32"
     ),
@@ -138,6 +143,11 @@ def silu_mul_resources(dtype: str, capability: int) -> Resources:
 def gelu_tanh_mul_resources(dtype: str, capability: int) -> Resources:
     """`gelu_tanh_mul`; arguments as of the others."""
     return _resources(activation_kernel, activation_constants(is_gelu=True, is_gated=True), dtype, capability)
+
+
+def sample_resources(vocab: int, capability: int) -> Resources:
+    """`sample_tokens`; the rest as of the others."""
+    return _resources(sample_kernel, sample_constants(vocab), "fp32", capability)
 
 
 def _resources(

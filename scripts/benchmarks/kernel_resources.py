@@ -16,7 +16,7 @@ from multilora_kernels.segments import CHUNK_SIZE, PREFILL_CHUNK_SIZE
 GPUS = (80, 90, 100)
 """sm_80, sm_90 and sm_100."""
 
-_HEAD_DIM, _GROUP, _BLOCK_SIZE = 128, 4, 16
+_HEAD_DIM, _GROUP, _BLOCK_SIZE, _VOCAB_SIZE = 128, 4, 16, 128256
 """The sizes of the attention of a model with 8 billion parameters."""
 
 
@@ -63,6 +63,7 @@ def compilations(model: Model) -> list[Callable[[], Used]]:
         "its splits added": lambda gpu: compiled_kernels.combine_resources(_HEAD_DIM, "bf16", gpu),
         "add_rms_norm": lambda gpu: compiled_kernels.add_rms_norm_resources(hidden, "bf16", gpu),
         "silu_mul": lambda gpu: compiled_kernels.silu_mul_resources("bf16", gpu),
+        "sample_tokens": lambda gpu: compiled_kernels.sample_resources(_VOCAB_SIZE, gpu),
     }
     todo = []
     for half, linear, rank, chunk in itertools.product(halves, linears, (16, 64), (CHUNK_SIZE, PREFILL_CHUNK_SIZE)):

@@ -33,7 +33,7 @@ from benchmarks.synthetic_batches import LinearShape
 from gpu.machine import Machine, Row
 from multilora_engine.lora.page_copies import copies_to
 from multilora_engine.models.model_config import ModelConfig
-from multilora_kernels import PagedSequences, paged_attention
+from multilora_kernels import PagedSequences, SamplingRule, paged_attention, sample_tokens
 from multilora_kernels.cuda import lora_expand, lora_shrink
 from multilora_kernels.cuda.block_sizes import BlockSizes, Operator, block_sizes
 from multilora_kernels.self_test import OperatorShapes, checked_operators
@@ -41,7 +41,7 @@ from repository import REPOSITORY
 
 _TINY_MODEL = Model("tiny", (LinearShape(48, (32, 16, 16)), LinearShape(64, (48,))), 1)
 _SHARE_OF_MEMORY = 0.85
-_TESTS = ("test_shrink", "test_expand", "test_elementwise", "test_cuda", "test_cuda_graph", "test_self_test")
+_TESTS = ("shrink", "expand", "elementwise", "cuda", "cuda_graph", "cuda_sampling", "self_test")
 _PAGE_BYTES = 4 << 20
 
 
@@ -83,14 +83,15 @@ def _self_test(machine: Machine, shapes_of: Callable[[Machine], Iterator[Operato
 
 def _small_shapes(machine: Machine) -> Iterator[OperatorShapes]:
     linears = ((48, (32, 16)),)
-    yield OperatorShapes(48, 40, linears, 4, 2, 16, 4, 9, machine.dtype, machine.dtype, (1, 9), 5)
+    yield OperatorShapes(48, 40, linears, 4, 2, 16, 4, 9, machine.dtype, machine.dtype, (1, 9), 5, 300)
 
 
 def _eight_billion_shapes(machine: Machine) -> Iterator[OperatorShapes]:
     pairs = [(machine.dtype, machine.dtype), (torch.float32, torch.float32), (machine.dtype, torch.int8)]
     for dtype, lora_dtype in [*pairs, (machine.dtype, torch.uint8), (torch.float16, torch.float16)]:
         linears = tuple((linear.in_features, linear.slice_sizes) for linear in EIGHT_BILLION.linears)
-        yield OperatorShapes(4096, 14336, linears, 32, 8, 128, BLOCK_SIZE, 64, dtype, lora_dtype)
+        shapes = OperatorShapes(4096, 14336, linears, 32, 8, 128, BLOCK_SIZE, 64, dtype, lora_dtype)
+        yield dataclasses.replace(shapes, vocab_size=EIGHT_BILLION_CONFIG.vocab_size)
 
 
 def measure_limits(machine: Machine) -> Iterator[Row]:
@@ -230,20 +231,26 @@ def measure_prefill(machine: Machine) -> Iterator[Row]:
 
 
 def measure_sampling(machine: Machine) -> Iterator[Row]:
-    """The operators of torch that the choice of tokens is made of on a GPU."""
+    """The choice of tokens, by rules of every kind, beside operators of torch that read the logits."""
     limits = machine.limits()
     for rows, vocab in [(2, 100)] if machine.is_dry else [(1, 131072), (64, 131072), (256, 131072)]:
         logits = torch.randn(rows, vocab, device=machine.device)
         operators: dict[str, Callable[[], object]] = {
             "argmax": functools.partial(logits.argmax, dim=-1),
             "softmax": functools.partial(logits.softmax, dim=-1),
-            "cumsum": functools.partial(logits.cumsum, dim=-1),
             "stable sort": functools.partial(logits.sort, dim=-1, descending=True, stable=True),
         }
+        for kind, (top_k, top_p) in _RULES.items():
+            rule = SamplingRule(0.8, top_k, top_p, 0.0, 0.5)
+            operators[f"sample_tokens, {kind},"] = functools.partial(sample_tokens, logits, [rule] * rows)
         steps: dict[str, Step] = {name: functools.partial(_called, call) for name, call in operators.items()}
         for name, seconds in machine.measure(steps, is_eager=True).items():
             share = limits.seconds(logits.nbytes, 0) / seconds
             yield Row(f"{name} of {rows} rows of {vocab}", seconds * 1e6, "us", share)
+
+
+_RULES = {"greedy": (1, 1.0), "temperature": (0, 1.0), "top_k": (50, 1.0), "top_p": (0, 0.9)}
+"""top_k and top_p."""
 
 
 def measure_overlap(machine: Machine) -> Iterator[Row]:
@@ -277,7 +284,7 @@ def measure_overlap(machine: Machine) -> Iterator[Row]:
 
 def run_tests(machine: Machine) -> Iterator[Row]:
     """The tests of the GPU operators; eight processes, since compilation takes most of their time."""
-    names = ["test_tree"] if machine.is_dry else [f"kernels/{name}" for name in _TESTS]
+    names = ["test_tree"] if machine.is_dry else [f"kernels/test_{name}" for name in _TESTS]
     files = [str(REPOSITORY / "tests" / f"{name}.py") for name in names]
     options = ["-k", "path_of_some_machine"] if machine.is_dry else ["-n", "8", "-k", "not cpu"]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, *files]

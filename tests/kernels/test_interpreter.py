@@ -43,6 +43,18 @@ def test_the_gpu_operators_pass_the_same_tests_in_the_interpreter(cases):
 @pytest.mark.parametrize(
     "cases",
     [
+        pytest.param("some_blocks and usual or batch or no_numbers", id="short"),
+        pytest.param("", id="all", marks=pytest.mark.long(reason="the interpreter takes seconds a case")),
+    ],
+)
+def test_sampling_on_a_device_gives_the_tokens_of_the_cpu(cases):
+    command = [sys.executable, "-m", "pytest", "-q", "-k", cases, str(_FOLDER / "test_cuda_sampling.py")]
+    subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, check=True)
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [
         pytest.param("lacks_one", id="short"),
         pytest.param("", id="all", marks=pytest.mark.long(reason="the interpreter takes seconds a case")),
     ],

@@ -22,13 +22,20 @@ SHAPES = OperatorShapes(
     lora_dtype=torch.bfloat16,
     contexts=(1, 9),
     num_rows=9,
+    vocab_size=300,
 )
 
 
 def test_right_operators_pass():
     checked = list(checked_operators(SHAPES, DEVICE))
     names = ["lora_shrink", "lora_expand", "paged_attention", "add_rms_norm", "add_layer_norm"]
-    assert list(dict.fromkeys(one.operator for one in checked)) == [*names, "silu_mul", "gelu_tanh_mul", "gelu_tanh"]
+    assert list(dict.fromkeys(one.operator for one in checked)) == [
+        *names,
+        "silu_mul",
+        "gelu_tanh_mul",
+        "gelu_tanh",
+        "sample_tokens",
+    ]
     assert [str(one) for one in checked if not one.is_right] == []
 
 

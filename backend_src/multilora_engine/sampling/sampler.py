@@ -101,15 +101,7 @@ def _choose(logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
     rules = [_GREEDY] * len(sequences)
     for row in drawn:
         rules[row] = _rule(sequences[row])
-    if not logits.is_cuda and (token_ids := sample_tokens(logits, rules)) is not None:
-        return token_ids
-    token_ids = torch.empty(len(sequences), dtype=torch.int64, device=logits.device)
-    index = _index(drawn, logits)
-    token_ids[index] = _draw(_rows(logits, index), [rules[row] for row in drawn])
-    if others := sorted(set(range(len(sequences))) - set(drawn)):
-        index = _index(others, logits)
-        token_ids[index] = _most_probable(_rows(logits, index))
-    return token_ids
+    return sample_tokens(logits, rules)
 
 
 def _most_probable(logits: torch.Tensor) -> torch.Tensor:
@@ -158,46 +150,6 @@ def _rule(sequence: Sequence) -> SamplingRule:
     return SamplingRule(temperature, p.top_k, _top_p(sequence), p.min_p, sequence.random.random())
 
 
-def _draw(logits: torch.Tensor, rules: list[SamplingRule]) -> torch.Tensor:
-    """The tokens of `sample_tokens`, int64 [rows], by torch's operators: for a GPU, and where nothing was compiled.
-
-    logits: float32 [rows, vocab], a rule each. Which way a row goes depends on its own rule alone, so its neighbours
-    never change its draw.
-    """
-    temperature, top_k, top_p, min_p, uniform = (_column(list(values), logits) for values in zip(*rules, strict=True))
-    left = (logits / temperature).softmax(dim=-1)
-    vocab = logits.shape[1]
-    leave_all = [not 0 < rule.top_k < vocab and rule.top_p >= 1.0 and rule.min_p <= 0.0 for rule in rules]
-    if restricted := [row for row, leaves_all in enumerate(leave_all) if not leaves_all]:
-        index = _index(restricted, logits)
-        left[index] = _leave(_rows(left, index), top_k[index], top_p[index], min_p[index])
-    return _invert(left.cumsum_(dim=-1), uniform)
-
-
-def _leave(probabilities: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
-    """The probabilities that top_k (0 for all), top_p and min_p leave of each row, zero elsewhere, [rows, vocab].
-
-    top_k, top_p, min_p: [rows, 1].
-    """
-    ordered, token_ids = probabilities.sort(dim=-1, descending=True, stable=True)
-    is_among = (torch.arange(ordered.shape[1], device=ordered.device) < top_k) | (top_k == 0)
-    left = ordered * is_among
-    left /= torch.where(top_k == 0, 1.0, left.sum(dim=-1, keepdim=True))
-    is_kept = (left.cumsum(dim=-1) - left < top_p) & (left >= min_p * left[:, :1])
-    return torch.zeros_like(left).scatter_(1, token_ids, left * is_kept)
-
-
-def _invert(cumulative: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """The place of each row where its cumulative weights exceed `uniform` of the whole, [rows] int64.
-
-    It is one with a weight, even if `uniform` was rounded to 1.
-    """
-    whole = cumulative[:, -1:].contiguous()
-    place = torch.searchsorted(cumulative, uniform * whole, right=True)
-    last = torch.searchsorted(cumulative, whole)
-    return place.minimum(last).clamp(max=cumulative.shape[1] - 1).squeeze(1)
-
-
 def _top_p(sequence: Sequence) -> float:
     """top_p decayed once for each token since the reset token, or the start (arXiv:2206.04624)."""
     sampling = sequence.request.sampling
@@ -213,10 +165,6 @@ def _num_since(token_ids: list[int], reset_id: int) -> int:
     """How many tokens follow the last `reset_id`; all without one."""
     # Not a loop: without the token, the whole answer is looked through for every token of it.
     return token_ids[::-1].index(reset_id) if reset_id in token_ids else len(token_ids)
-
-
-def _column(values: list[float] | list[int], like: torch.Tensor) -> torch.Tensor:
-    return to_device(torch.tensor(values, dtype=torch.float32), like.device).unsqueeze(1)
 
 
 def _rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

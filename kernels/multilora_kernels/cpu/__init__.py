@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from multilora_kernels import operators, reference
+from multilora_kernels import operators, reference, sampling_reference
 from multilora_kernels.constant_result import constant_result
 from multilora_kernels.cpu.build import BuildError, load_library
 from multilora_kernels.interpreter import IS_INTERPRETED
@@ -173,6 +173,7 @@ def _library() -> ModuleType | None:
             silu_mul=reference.silu_mul,
             gelu_tanh_mul=reference.gelu_tanh_mul,
             gelu_tanh=reference.gelu_tanh,
+            sample_tokens=sampling_reference.sample_tokens,
         )
         return None
     logger.info("CPU kernels: %s from %s", torch.ops.multilora.cpu_capability(), library.__file__)

@@ -1,4 +1,4 @@
-// The operator multilora::sample_tokens, which is called without gradients, graphs or fakes, and so is defined here only.
+// The operator multilora::sample_tokens.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
@@ -46,6 +46,4 @@ at::Tensor sample_tokens(const at::Tensor& logits, const at::Tensor& parameters)
 }  // namespace
 }  // namespace multilora
 
-TORCH_LIBRARY_FRAGMENT(multilora, m) {
-  m.def("sample_tokens(Tensor logits, Tensor parameters) -> Tensor", multilora::sample_tokens);
-}
+TORCH_LIBRARY_IMPL(multilora, CPU, m) { m.impl("sample_tokens", multilora::sample_tokens); }

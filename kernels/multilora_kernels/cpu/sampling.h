@@ -1,8 +1,11 @@
 // The choice of a token for each row of logits, written once over a vector type `Vec`.
 //
-// Tokens have weights, e^((logit - largest) / temperature), and an order: the heavier first, of equal ones that with the
-// smaller id. top_k, top_p and min_p leave the first tokens up to some place, the cut. No row is sorted to find it:
-// halving the range of weights that it lies in leaves a few tokens, and only these are put in order.
+// Tokens have weights, as sampling.py defines them, and an order: the heavier first, of equal ones that with the smaller id.
+// top_k, top_p and min_p leave the first tokens up to some place, the cut. No row is sorted to find it: halving the range of
+// weights that it lies in leaves a few tokens, and only these are put in order.
+//
+// Weights are multiples of kWeightUnit, and sums of them are exact: they do not depend on the order of addition, and so not
+// on the width of a vector. Every implementation of sampling.py's definition gives the same token.
 #pragma once
 
 #include <algorithm>
@@ -10,6 +13,7 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <numeric>
 #include <vector>
 
 #include "exponential.h"
@@ -38,9 +42,9 @@ class SampledRow {
  private:
   using F = typename Vec::F;
 
-  // Some tokens: how heavy they are, and how many.
+  // Some tokens: how heavy they are together, in units, and how many.
   struct Tokens {
-    double weight = 0;
+    int64_t weight = 0;
     int64_t count = 0;
   };
 
@@ -58,8 +62,13 @@ class SampledRow {
   static constexpr int64_t kMostOrdered = 128;
   // Four powers of two, as bits of a weight.
   static constexpr uint32_t kFirstStep = 4 << 23;
-  // exp's smallest results but zero.
-  static constexpr float kLightest = std::numeric_limits<float>::min();
+  static constexpr float kWeightUnit = 0x1p-34f;
+  // Added to a small number and taken away again, these leave its nearest multiple of kWeightUnit, and of 2^-17.
+  static constexpr float kRoundToUnit = 1.5f * 0x1p23f * kWeightUnit, kRoundToCoarse = 1.5f * 0x1p6f;
+  // From here on float32 has no other numbers than multiples of kWeightUnit.
+  static constexpr float kRounded = 0x1p-11f;
+
+  static int64_t in_units(double weight) { return int64_t(weight * 0x1p34); }
 
   float largest_logit() const {
     F largest = Vec::broadcast(-std::numeric_limits<float>::infinity());
@@ -76,22 +85,38 @@ class SampledRow {
 
   void weigh(float largest) const {
     const F minus_largest = Vec::broadcast(-largest), factor = Vec::broadcast(float(1 / parameters_.temperature));
+    const F rounded = Vec::broadcast(kRounded), to_unit = Vec::broadcast(kRoundToUnit);
     for_each_vector<Vec>(vocab_, [&](int64_t i, auto part) {
-      part.store(weights_ + i, exponential<Vec>(Vec::mul(Vec::add(part.load(logits_ + i), minus_largest), factor)));
+      // In this order the smaller of two is a number even where a logit is NaN, lest sums are none.
+      const F below = Vec::min(Vec::add(part.load(logits_ + i), minus_largest), Vec::zero());
+      const F weight = exponential<Vec>(Vec::mul(below, factor));
+      const F large = Vec::zero_where_less(weight, rounded, weight);
+      const F small = Vec::sub(Vec::add(Vec::sub(weight, large), to_unit), to_unit);
+      part.store(weights_ + i, Vec::add(large, small));
     });
     std::fill(weights_ + vocab_, weights_ + padded_, 0.0f);
   }
 
   // The tokens of a block that are at least so heavy, a positive weight.
   Tokens block_from(int64_t block, float weight) const {
-    const F least = Vec::broadcast(weight), one = Vec::broadcast(1.0f);
-    F sum = Vec::zero(), count = Vec::zero();
+    // A lane adds multiples of 2^-17 up to 1, and multiples of kWeightUnit up to 2^-18, each exactly.
+    static_assert(kVocabBlock / Vec::kWidth <= 128);
+    const F least = Vec::broadcast(weight), one = Vec::broadcast(1.0f), to_coarse = Vec::broadcast(kRoundToCoarse);
+    F coarse_sum = Vec::zero(), fine_sum = Vec::zero(), count = Vec::zero();
     for (int64_t i = block; i < block + kVocabBlock; i += Vec::kWidth) {
-      const F w = Vec::load(weights_ + i);
-      sum = Vec::add(sum, Vec::zero_where_less(w, least, w));
+      const F w = Vec::load(weights_ + i), left = Vec::zero_where_less(w, least, w);
+      const F coarse = Vec::sub(Vec::add(left, to_coarse), to_coarse);
+      coarse_sum = Vec::add(coarse_sum, coarse);
+      fine_sum = Vec::add(fine_sum, Vec::sub(left, coarse));
       count = Vec::add(count, Vec::zero_where_less(w, least, one));
     }
-    return {Vec::sum(sum), int64_t(Vec::sum(count))};
+    return {in_units(sum_of_lanes(coarse_sum) + sum_of_lanes(fine_sum)), int64_t(Vec::sum(count))};
+  }
+
+  static double sum_of_lanes(F a) {
+    float lanes[Vec::kWidth];
+    Vec::store(lanes, a);
+    return std::accumulate(lanes, lanes + Vec::kWidth, 0.0);
   }
 
   Tokens from(float weight) const {
@@ -107,20 +132,21 @@ class SampledRow {
   Cut cut() const {
     const int64_t top_k = parameters_.top_k;
     const double top_p = parameters_.top_p;
-    Cut result{std::max(kLightest, float(parameters_.min_p)), vocab_};
+    Cut result{std::max(kWeightUnit, float(parameters_.min_p)), vocab_};
     const bool has_top_k = top_k > 0 && top_k < vocab_;
     if (!has_top_k && top_p >= 1) {
       return result;
     }
-    const Tokens all = from(kLightest);
-    double weight = all.weight;
+    const Tokens all = from(kWeightUnit);
+    int64_t weight = all.weight;
     if (has_top_k && top_k < all.count) {
       const Place place = first_place(all, [&](const Tokens& tokens) { return tokens.count >= top_k; });
       result = Cut::earlier(result, place.cut);
       weight = place.weight;
     }
     if (top_p < 1) {
-      const Place place = first_place(all, [&](const Tokens& tokens) { return tokens.weight >= top_p * weight; });
+      const int64_t enough = std::clamp<int64_t>(std::ceil(top_p * double(weight)), 1, weight);
+      const Place place = first_place(all, [&](const Tokens& tokens) { return tokens.weight >= enough; });
       result = Cut::earlier(result, place.cut);
     }
     return result;
@@ -128,7 +154,7 @@ class SampledRow {
 
   struct Place {
     Cut cut;
-    double weight;  // of all tokens up to it
+    int64_t weight;  // of all tokens up to it
   };
 
   // The first place up to which there are enough tokens. All of them are enough.
@@ -136,7 +162,7 @@ class SampledRow {
   Place first_place(const Tokens& all, const IsEnough& is_enough) const {
     // Weights are positive, so that their bits are in the same order. Those from `low` on are enough, those from `high` on
     // are not.
-    uint32_t low = std::bit_cast<uint32_t>(kLightest), high = std::bit_cast<uint32_t>(1.0f) + 1;
+    uint32_t low = std::bit_cast<uint32_t>(kWeightUnit), high = std::bit_cast<uint32_t>(1.0f) + 1;
     Tokens from_low = all, from_high;
     // Few tokens have most of the weight, mostly: first down from the heaviest, by twice as many powers of two each time.
     uint32_t step = kFirstStep;
@@ -174,7 +200,7 @@ class SampledRow {
     Cut last{high, vocab_};
     for (const Cut& candidate : candidates) {
       last = candidate;
-      tokens.weight += candidate.weight;
+      tokens.weight += in_units(candidate.weight);
       ++tokens.count;
       if (is_enough(tokens)) {
         break;
@@ -184,11 +210,11 @@ class SampledRow {
   }
 
   // The part of a block that a cut leaves.
-  double left_of(int64_t block, const Cut& cut) const {
+  int64_t left_of(int64_t block, const Cut& cut) const {
     if (block <= cut.token && cut.token < block + kVocabBlock) {
-      double weight = 0;
+      int64_t weight = 0;
       for (int64_t i = block; i < block + kVocabBlock; ++i) {
-        weight += cut.leaves(weights_[i], i) ? weights_[i] : 0.0f;
+        weight += cut.leaves(weights_[i], i) ? in_units(weights_[i]) : 0;
       }
       return weight;
     }
@@ -198,34 +224,23 @@ class SampledRow {
 
   // The token where the weights of the tokens left, one after the other by id, exceed `uniform` of their sum.
   int64_t draw(const Cut& cut) const {
-    std::vector<double> left(padded_ / kVocabBlock);
-    double whole = 0;
+    std::vector<int64_t> left(padded_ / kVocabBlock);
     for (size_t b = 0; b < left.size(); ++b) {
       left[b] = left_of(b * kVocabBlock, cut);
-      whole += left[b];
     }
-    double wanted = parameters_.uniform * whole;
-    int64_t block = 0;
-    for (size_t b = 0; b < left.size(); ++b) {
-      if (left[b] > 0) {
-        block = b;
-        if (wanted < left[b]) {
-          break;
-        }
-        wanted -= left[b];
+    const int64_t whole = std::accumulate(left.begin(), left.end(), int64_t(0));
+    int64_t wanted = std::min(int64_t(parameters_.uniform * double(whole)), whole - 1);
+    size_t block = 0;
+    for (; wanted >= left[block]; ++block) {
+      wanted -= left[block];
+    }
+    int64_t token = block * kVocabBlock;
+    for (;; ++token) {
+      wanted -= cut.leaves(weights_[token], token) ? in_units(weights_[token]) : 0;
+      if (wanted < 0) {
+        return token;
       }
     }
-    int64_t token = 0;
-    for (int64_t i = block * kVocabBlock; i < (block + 1) * kVocabBlock; ++i) {
-      if (weights_[i] > 0 && cut.leaves(weights_[i], i)) {
-        token = i;
-        wanted -= weights_[i];
-        if (wanted < 0) {
-          break;
-        }
-      }
-    }
-    return token;
   }
 
   const float* logits_;

@@ -182,7 +182,7 @@ struct SamplingParameters {
   double top_p, min_p, uniform;
 };
 
-// Tokens that are looked at or left out together. Their weights are added in float32, blocks in float64.
+// Tokens that are looked at or left out together.
 constexpr int64_t kVocabBlock = 1024;
 
 constexpr int64_t padded_vocab(int64_t vocab) { return (vocab + kVocabBlock - 1) / kVocabBlock * kVocabBlock; }

@@ -20,6 +20,7 @@ from multilora_engine.request import GenerationRequest, SamplingParams
 from multilora_engine.sampling import sampler
 from multilora_engine.sampling.sampler import Choice
 from multilora_engine.text.text_stream import TextStream
+from multilora_kernels import SamplingRule, sampling_reference
 
 VOCAB = 37
 
@@ -40,9 +41,13 @@ def logits(rows: int, seed: int = 0) -> torch.Tensor:
 
 @pytest.fixture(params=["compiled kernels", "operators of torch"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other one serves GPUs, and machines where nothing could be compiled."""
+    """The other one serves machines where nothing could be compiled."""
     if request.param == "operators of torch":
-        monkeypatch.setattr(sampler, "sample_tokens", lambda *_: None)
+        monkeypatch.setattr(sampler, "sample_tokens", _by_reference)
+
+
+def _by_reference(scores: torch.Tensor, rules: list[SamplingRule]) -> torch.Tensor:
+    return sampling_reference.sample_tokens(scores, torch.tensor(rules, dtype=torch.float64))
 
 
 @pytest.mark.usefixtures("way")
@@ -84,7 +89,7 @@ def test_both_ways_draw_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None
     parameters = [SamplingParams(9, seed=row, **{"top_k": 0, **rules[row % len(rules)]}) for row in range(500)]  # type: ignore[arg-type]
     scores = logits(len(parameters))
     compiled = choose(scores.clone(), [sequence(one) for one in parameters])
-    monkeypatch.setattr(sampler, "sample_tokens", lambda *_: None)
+    monkeypatch.setattr(sampler, "sample_tokens", _by_reference)
     assert choose(scores.clone(), [sequence(one) for one in parameters]) == compiled
     assert len(set(compiled)) > 20
 

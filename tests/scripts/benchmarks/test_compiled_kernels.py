@@ -12,6 +12,7 @@ from benchmarks.compiled_kernels import (
     decode_resources,
     expand_resources,
     gelu_tanh_mul_resources,
+    sample_resources,
     shrink_resources,
     silu_mul_resources,
     store_codes_resources,
@@ -86,6 +87,11 @@ def test_what_lies_between_matrix_products_compiles_without_spills(capability, d
     _check(add_layer_norm_resources(size, dtype, capability), capability)
     _check(silu_mul_resources(dtype, capability), capability)
     _check(gelu_tanh_mul_resources(dtype, capability), capability)
+
+
+@pytest.mark.parametrize("capability", [80, 86, 90, 100, 120])
+def test_sampling_compiles_without_spills(capability):
+    _check(sample_resources(128256, capability), capability)
 
 
 @pytest.mark.parametrize(

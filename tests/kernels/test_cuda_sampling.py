@@ -1,0 +1,105 @@
+"""The device's tokens are the CPU kernel's, one by one; collected on a GPU and in Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from multilora_kernels import SamplingRule, cuda, load_cpu_kernels, sample_tokens, sampling_reference
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+_LARGEST_UNIFORM = 1 - 2**-53
+_KINDS = [
+    SamplingRule(0.8, 0, 1.0, 0.0, 0.31),
+    SamplingRule(1.0, 1, 1.0, 0.0, 0.9),
+    SamplingRule(1.3, 20, 1.0, 0.0, 0.77),
+    SamplingRule(0.7, 0, 0.9, 0.0, _LARGEST_UNIFORM),
+    SamplingRule(1.0, 10**6, 0.5, 0.01, 0.6),
+    SamplingRule(2.5, 700, 0.95, 0.0, 0.998),
+    SamplingRule(1.0, 0, 0.0, 0.0, _LARGEST_UNIFORM),
+    SamplingRule(1.0, 50, 1.0, 1.0, 0.5),
+    SamplingRule(1e-6, 0, 1.0, 0.0, 0.2),
+    SamplingRule(0.05, 129, 0.999, 0.3, 0.0),
+]
+
+
+def _logits(kind: str, rows: int, vocab: int) -> torch.Tensor:
+    normal = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(vocab))
+    match kind:
+        case "even":
+            return torch.full((rows, vocab), -3.5)
+        case "usual":
+            return normal * 3
+        case "peaked":
+            return normal * 30 - 500
+        case "tied":
+            return normal.round()
+        case "low":
+            # Some 2^-34 of the largest, where weights are rounded, tied and zero.
+            return (normal - 24).index_fill(1, torch.tensor([vocab // 2]), 0.0)
+        case _:
+            assert kind == "few"
+            return normal.masked_fill(torch.arange(vocab) % 37 != 36 % vocab, -torch.inf)
+
+
+def _parameters(rules: list[SamplingRule]) -> torch.Tensor:
+    return torch.tensor(rules, dtype=torch.float64).view(-1, 5)
+
+
+def _on_device(logits: torch.Tensor, rules: list[SamplingRule]) -> list[int]:
+    return cuda.sample_tokens(logits.to(DEVICE), _parameters(rules).to(DEVICE)).tolist()  # type: ignore[no-any-return]
+
+
+def _check(kind: str, vocab: int, rules: list[SamplingRule]) -> None:
+    logits = _logits(kind, len(rules), vocab)
+    assert load_cpu_kernels()
+    expected = sample_tokens(logits, rules).tolist()
+    assert _on_device(logits, rules) == expected
+    assert sampling_reference.sample_tokens(logits, _parameters(rules)).tolist() == expected
+
+
+@pytest.mark.parametrize("kind", ["even", "usual", "peaked", "tied", "low", "few"])
+@pytest.mark.parametrize("vocab", [1, 2, 127, 128, 2047, 2048, 2049, 5003, 50_257])
+def test_every_rule_over_logits_of_every_kind(kind, vocab):
+    _check(kind, vocab, _KINDS)
+
+
+@pytest.mark.parametrize("kind", ["usual", "tied"])
+def test_every_rule_over_some_blocks(kind):
+    _check(kind, 4500, _KINDS)
+
+
+@pytest.mark.parametrize("kind", ["even", "low", "few"])
+def test_logits_of_special_kinds(kind):
+    _check(kind, 2100, _KINDS[2:6])
+
+
+def test_a_token_depends_neither_on_its_place_in_the_batch_nor_on_its_neighbours():
+    rules = _KINDS[:4]
+    logits = _logits("usual", len(rules), 700)
+    together = _on_device(logits, rules)
+    order = torch.randperm(len(rules), generator=torch.Generator().manual_seed(3)).tolist()
+    assert _on_device(logits[order], [rules[row] for row in order]) == [together[row] for row in order]
+    assert [_on_device(logits[row : row + 1], [rules[row]])[0] for row in (0, 3)] == [together[0], together[3]]
+    padded = torch.full((2 * len(logits), 711), torch.nan)
+    padded[::2, :700] = logits
+    assert _on_device(padded[::2, :700], rules) == together
+
+
+def test_rows_that_are_no_numbers_or_forbid_everything_give_a_token_of_the_vocabulary():
+    logits = _logits("usual", 5, 300)
+    logits[0] = -torch.inf
+    logits[1, 7] = torch.nan
+    logits[2, 9] = torch.inf
+    logits[3] = torch.nan
+    logits[4, 0], logits[4, 1:] = 0.0, -0.0
+    rule = SamplingRule(1.0, 0, 0.9, 0.0, 0.0)
+    assert _on_device(logits, [rule] * 5) == [0, 7, 9, 0, 0]
+    assert _on_device(logits[:0], []) == []
+
+
+def test_what_is_no_row_each_with_a_rule_is_refused_for_no_numbers_are_read():
+    logits = _logits("usual", 3, 300)
+    for wrong in (logits.double(), logits[:2], logits.T, logits[0]):
+        with pytest.raises(RuntimeError, match="must be float"):
+            cuda.sample_tokens(wrong, _parameters(_KINDS[:3]))
