@@ -17,8 +17,8 @@ _PROMPT_SHARE = 1 / 3
 """Prompts get this part of a step's time, whatever the target is: a prompt that would take a second alone is computed
 within three."""
 
-_MIN_PROMPT_TOKENS = 16
-"""Prompts get so many tokens of a step; fewer would take nearly as long."""
+_MAX_UNKNOWN_ROWS = 16
+"""A step computes at most so many tokens of a prompt whose logits are wanted, until one such step was measured."""
 
 
 class PromptTime:
@@ -41,7 +41,7 @@ class PromptTime:
         if self._cost is None:
             return budget
         if _has_rows(sequence) and not self._cost.knows_rows:
-            budget = min(budget, _MIN_PROMPT_TOKENS)
+            budget = min(budget, _MAX_UNKNOWN_ROWS)
         num_tokens = self._num_tokens(max(0.0, self._seconds), sequence)
         return int(min(budget, max(num_tokens, self._is_untouched)))
 
@@ -141,9 +141,10 @@ class Pace:
             target_s = max(target_s, _TARGET_MULTIPLE * self._seconds(decodes.within))
         decode_s = self._seconds(decodes.sequences)
         share_s = decode_s * _PROMPT_SHARE / (1 - _PROMPT_SHARE)
-        few_s = self.cost.seconds_added(StepWork(num_prompt_tokens=_MIN_PROMPT_TOKENS))
+        first_s = self.cost.seconds_added(StepWork(has_prompts=1))
         self._last_target_s = target_s
-        self._prompt_time = PromptTime(max(target_s - decode_s - self._interruption_s, share_s, few_s), self.cost)
+        left_s = target_s - decode_s - first_s - self._interruption_s
+        self._prompt_time = PromptTime(max(left_s, share_s), self.cost)
         return self._prompt_time
 
     def _target(self, sequences: list[Sequence]) -> float:

@@ -81,6 +81,7 @@ def work_of(step: list[ScheduledSequence]) -> StepWork:
     return StepWork(
         num_decodes=len(step) - len(prompts),
         num_beams=sum(scheduled.sequence.search is not None for scheduled in step),
+        has_prompts=int(bool(prompts)),
         num_prompt_tokens=sum(scheduled.num_tokens for scheduled in prompts),
         num_prompt_rows=sum(len(s.context_positions) + len(s.scored_positions) for s in prompts),
         num_decode_keys=sum(s.start + 1 for s in step if s.num_tokens == 1),

@@ -29,12 +29,14 @@ class StepWork:
     """The work of a step.
 
     num_decodes: sequences that compute one token. num_beams: those of them that are beams of a search.
-    num_prompt_tokens: of all other sequences. num_prompt_rows: those of them whose logits are wanted.
+    has_prompts: 1 if other sequences compute more than one, else 0. num_prompt_tokens: of all these.
+    num_prompt_rows: those of them whose logits are wanted.
     num_decode_keys, num_prompt_keys: that these tokens attend to, summed over the tokens.
     """
 
     num_decodes: int = 0
     num_beams: int = 0
+    has_prompts: int = 0
     num_prompt_tokens: int = 0
     num_prompt_rows: int = 0
     num_decode_keys: int = 0
@@ -48,8 +50,11 @@ _RIDGES = np.array([_RIDGE, *(_RIDGE_OF_KEYS if kind.endswith("keys") else _RIDG
 
 
 class StepCost:
-    """seconds = fixed + a * num_decodes + b * num_beams + c * num_prompt_tokens + d * num_prompt_rows
-    + e * num_decode_keys + f * num_prompt_keys.
+    """seconds = fixed + a * num_decodes + b * num_beams + c * has_prompts + d * num_prompt_tokens + e * num_prompt_rows
+    + f * num_decode_keys + g * num_prompt_keys.
+
+    A step's first tokens of prompts cost more than further ones, since a few rows hardly take longer than one; c keeps
+    that apart from what the answers' own tokens take.
 
     The factors are at least 0. They are those of least squares over the steps so far. A step takes the place of older
     ones as far as it is like them (directional forgetting: R. Kulhavy, 1987, Automatica 23). While every step has

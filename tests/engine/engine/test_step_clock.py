@@ -91,7 +91,7 @@ def test_the_work_of_steps_with_prompts_is_told_and_of_few_others() -> None:
     decodes = [clock.work_to_measure([scheduled(9, 1)]) for _ in range(80)]
     assert [work for work in decodes if work] == [StepWork(1, num_decode_keys=10)] * 10
     assert clock.work_to_measure([scheduled(9, 1), scheduled(2, 3)]) == StepWork(
-        1, num_prompt_tokens=3, num_decode_keys=10, num_prompt_keys=3 + 4 + 5
+        1, has_prompts=1, num_prompt_tokens=3, num_decode_keys=10, num_prompt_keys=3 + 4 + 5
     )
 
 
