@@ -91,7 +91,7 @@ class Yardsticks:
         source = torch.ones(numel, device=device)
         target = torch.empty_like(source)
         matrix = torch.randn(n, n, device=device, dtype=dtype)
-        multiply = onednn_linear if device == "cpu" else torch.matmul
+        multiply = onednn_linear if device == "cpu" and has_onednn(dtype) else torch.matmul
         self.steps: dict[str, Step] = {
             "copy": lambda: void(target.copy_(source)),
             "read": lambda: void(source.sum()),
@@ -114,6 +114,11 @@ class Yardsticks:
         if operations := loops.operations(dtype):
             self.steps["dot"] = lambda: void(loops.multiply(dtype, DOT_ROUNDS))
             self._flops["dot"] = float(operations * DOT_ROUNDS * torch.get_num_threads())
+
+
+def has_onednn(dtype: torch.dtype) -> bool:
+    """Whether oneDNN multiplies numbers of this type here: bfloat16 takes AVX-512."""
+    return dtype != torch.bfloat16 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def onednn_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
