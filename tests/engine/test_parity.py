@@ -146,9 +146,7 @@ def test_steps_padded_as_for_cuda_graphs_answer_as_peft_does(
     tiny: tuple[Oracle, Path], default_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     oracle, path = tiny
-    engine = build_engine(
-        path, oracle, default_model_dir, max_num_batched_tokens=40, max_num_seqs=11, inter_token_latency_target_ms=0
-    )
+    engine = build_engine(path, oracle, default_model_dir, max_num_batched_tokens=40, max_num_seqs=11)
     replays = use_padded_steps(engine, monkeypatch)
     requests = requests_for(oracle, tiny_prompts(9), max_tokens=14)
     answers = run_all(engine, requests)

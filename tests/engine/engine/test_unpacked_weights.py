@@ -63,7 +63,6 @@ def serve(directory: Path, oracle: Oracle, tokenizer: Path, budget: int) -> Engi
         max_num_batched_tokens=40,
         max_num_seqs=14,
         enable_prefix_caching=False,
-        inter_token_latency_target_ms=0,
         unpacked_weights_memory_bytes=budget,
     )
 
