@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.logits import logits_of
 
 from multilora_kernels import SamplingRule, cuda, load_cpu_kernels, sample_tokens, sampling_reference
 
@@ -23,25 +24,6 @@ _KINDS = [
 ]
 
 
-def _logits(kind: str, rows: int, vocab: int) -> torch.Tensor:
-    normal = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(vocab))
-    match kind:
-        case "even":
-            return torch.full((rows, vocab), -3.5)
-        case "usual":
-            return normal * 3
-        case "peaked":
-            return normal * 30 - 500
-        case "tied":
-            return normal.round()
-        case "low":
-            # Some 2^-34 of the largest, where weights are rounded, tied and zero.
-            return (normal - 24).index_fill(1, torch.tensor([vocab // 2]), 0.0)
-        case _:
-            assert kind == "few"
-            return normal.masked_fill(torch.arange(vocab) % 37 != 36 % vocab, -torch.inf)
-
-
 def _parameters(rules: list[SamplingRule]) -> torch.Tensor:
     return torch.tensor(rules, dtype=torch.float64).view(-1, 5)
 
@@ -51,7 +33,7 @@ def _on_device(logits: torch.Tensor, rules: list[SamplingRule]) -> list[int]:
 
 
 def _check(kind: str, vocab: int, rules: list[SamplingRule]) -> None:
-    logits = _logits(kind, len(rules), vocab)
+    logits = logits_of(kind, len(rules), vocab, seed=vocab)
     assert load_cpu_kernels()
     expected = sample_tokens(logits, rules).tolist()
     assert _on_device(logits, rules) == expected
@@ -76,7 +58,7 @@ def test_logits_of_special_kinds(kind):
 
 def test_a_token_depends_neither_on_its_place_in_the_batch_nor_on_its_neighbours():
     rules = _KINDS[:4]
-    logits = _logits("usual", len(rules), 700)
+    logits = logits_of("usual", len(rules), 700)
     together = _on_device(logits, rules)
     order = torch.randperm(len(rules), generator=torch.Generator().manual_seed(3)).tolist()
     assert _on_device(logits[order], [rules[row] for row in order]) == [together[row] for row in order]
@@ -87,7 +69,7 @@ def test_a_token_depends_neither_on_its_place_in_the_batch_nor_on_its_neighbours
 
 
 def test_rows_that_are_no_numbers_or_forbid_everything_give_a_token_of_the_vocabulary():
-    logits = _logits("usual", 5, 300)
+    logits = logits_of("usual", 5, 300)
     logits[0] = -torch.inf
     logits[1, 7] = torch.nan
     logits[2, 9] = torch.inf
@@ -99,7 +81,7 @@ def test_rows_that_are_no_numbers_or_forbid_everything_give_a_token_of_the_vocab
 
 
 def test_what_is_no_row_each_with_a_rule_is_refused_for_no_numbers_are_read():
-    logits = _logits("usual", 3, 300)
+    logits = logits_of("usual", 3, 300)
     for wrong in (logits.double(), logits[:2], logits.T, logits[0]):
         with pytest.raises(RuntimeError, match="must be float"):
             cuda.sample_tokens(wrong, _parameters(_KINDS[:3]))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import pytest
@@ -35,9 +36,7 @@ _SHORT = f"""({_ALL}) and not longest and not skewed and not past_the_dispatcher
 )
 def test_the_gpu_operators_pass_the_same_tests_in_the_interpreter(cases):
     names = ("test_shrink.py", "test_expand.py", "test_elementwise.py", "test_cuda.py")
-    tests = [str(_FOLDER / name) for name in names]
-    command = [sys.executable, "-m", "pytest", "-q", "-k", " ".join(cases.split()), *tests]
-    subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, check=True)
+    _run(cases, names, {"TRITON_INTERPRET": "1"})
 
 
 @pytest.mark.parametrize(
@@ -48,8 +47,7 @@ def test_the_gpu_operators_pass_the_same_tests_in_the_interpreter(cases):
     ],
 )
 def test_sampling_on_a_device_gives_the_tokens_of_the_cpu(cases):
-    command = [sys.executable, "-m", "pytest", "-q", "-k", cases, str(_FOLDER / "test_cuda_sampling.py")]
-    subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, check=True)
+    _run(cases, ["test_cuda_sampling.py"], {"TRITON_INTERPRET": "1"})
 
 
 @pytest.mark.parametrize(
@@ -60,5 +58,10 @@ def test_sampling_on_a_device_gives_the_tokens_of_the_cpu(cases):
     ],
 )
 def test_the_self_test_finds_faults_where_gpu_operators_serve_cpu_tensors(cases):
-    command = [sys.executable, "-m", "pytest", "-q", "-k", cases, str(_FOLDER / "test_self_test.py")]
-    subprocess.run(command, env=os.environ | interpreter.ENVIRONMENT, check=True)
+    _run(cases, ["test_self_test.py"], interpreter.ENVIRONMENT)
+
+
+def _run(cases: str, names: Iterable[str], environment: Mapping[str, str]) -> None:
+    tests = [str(_FOLDER / name) for name in names]
+    command = [sys.executable, "-m", "pytest", "-q", "-k", " ".join(cases.split()), *tests]
+    subprocess.run(command, env=os.environ | environment, check=True)

@@ -6,29 +6,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.logits import logits_of
 
 from multilora_kernels import SamplingRule, load_cpu_kernels, sample_tokens
 
 TOLERANCE = 3e-5
 """Of probabilities before anything is left out: weights are float32."""
-
-
-def _logits(kind: str, rows: int, vocab: int, seed: int = 0) -> torch.Tensor:
-    normal = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed))
-    match kind:
-        case "even":
-            return torch.full((rows, vocab), -3.5)
-        case "flat":
-            return normal * 0.3
-        case "usual":
-            return normal * 3
-        case "peaked":
-            return normal * 30 - 500
-        case "tied":
-            return normal.round()
-        case _:
-            assert kind == "few"
-            return normal.masked_fill(torch.arange(vocab) % 37 != 36 % vocab, -torch.inf)
 
 
 def _sample(logits: torch.Tensor, rules: list[SamplingRule]) -> list[int]:
@@ -85,7 +68,7 @@ rules = st.builds(
     seed=st.integers(0, 3),
 )
 def test_sampling_follows_the_rule_of_each_row(kind, vocab, chosen, seed):
-    logits = _logits(kind, len(chosen), vocab, seed)
+    logits = logits_of(kind, len(chosen), vocab, seed)
     for token_id, row, rule in zip(_sample(logits, chosen), logits, chosen, strict=True):
         if rule.top_k == 1:
             assert token_id == row.argmax()
@@ -95,7 +78,7 @@ def test_sampling_follows_the_rule_of_each_row(kind, vocab, chosen, seed):
 
 @pytest.mark.parametrize("top_k", [2, 40, 129, 1000])
 def test_sampling_takes_of_equally_probable_tokens_the_first(top_k):
-    logits = _logits("even", 1, 5000).repeat(3, 1)
+    logits = logits_of("even", 1, 5000).repeat(3, 1)
     rules = [SamplingRule(1.0, top_k, 1.0, 0.0, uniform) for uniform in (0.0, 0.5, 1 - 2**-53)]
     assert _sample(logits, rules) == [0, top_k // 2, top_k - 1]
     half = [SamplingRule(1.0, 2 * top_k, 0.5, 0.0, uniform) for uniform in (0.0, 1 - 2**-53)]
@@ -106,7 +89,7 @@ def test_sampling_takes_of_equally_probable_tokens_the_first(top_k):
 @pytest.mark.parametrize("vocab", [37, 4096, 49_152])
 def test_sampling_of_a_row_does_not_depend_on_who_else_is_there_nor_on_threads(vocab):
     kinds = ["even", "flat", "usual", "peaked", "tied", "few"]
-    logits = torch.cat([_logits(kind, 4, vocab) for kind in kinds])
+    logits = torch.cat([logits_of(kind, 4, vocab) for kind in kinds])
     rules = [
         SamplingRule(0.5 + row % 3, row % 4 * 30, 0.8 + row % 5 * 0.05, 0.01 * (row % 2), row / len(logits))
         for row in range(len(logits))
@@ -130,7 +113,7 @@ def test_sampling_where_nothing_is_allowed_gives_a_token_that_is_not():
 
 
 def test_sampling_of_logits_that_are_no_numbers_stays_within_the_vocabulary():
-    logits = _logits("usual", 4, 1500)
+    logits = logits_of("usual", 4, 1500)
     logits[0] = torch.nan
     logits[1, 700] = torch.nan
     logits[2, 1499] = torch.inf
@@ -139,7 +122,7 @@ def test_sampling_of_logits_that_are_no_numbers_stays_within_the_vocabulary():
 
 
 def test_sampling_reads_rows_that_lie_apart_and_refuses_what_is_no_row_each():
-    logits = _logits("usual", 6, 1100)
+    logits = logits_of("usual", 6, 1100)
     rules = [SamplingRule(1.0, 0, 1.0, 0.0, 0.3)] * 3
     assert _sample(logits[::2], rules) == _sample(logits[::2].contiguous(), rules)
     for wrong in (logits[:3].double(), logits[:2], logits[:3].T, logits[0]):

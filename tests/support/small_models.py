@@ -39,6 +39,7 @@ _STREAM = """
 
         def answer(self, request, sender):
             self.say(sender, b"Ahoy")
+            # Triton wakes no model when its request is cancelled: the model has to ask.
             while self.is_endless(request) and not request.is_cancelled():
                 time.sleep(0.01)
             self.say(sender, b"Bye")

@@ -69,7 +69,7 @@ def plan_memory(
         _check_tier(layout, _disk_pages(config, layout), "disk", "lora_cache_disk_bytes", _HEADER_PAGES)
     num_blocks = kv_bytes // (config.block_size * kv_bytes_per_token(model, kv_dtype))
     if device.type == "cpu":
-        _check_machine(kv_bytes, num_host_pages * layout.page_bytes, available_memory())
+        _check_machine(config, kv_bytes, num_host_pages * layout.page_bytes, available_memory())
     max_model_len = _max_model_len(config, model, num_blocks)
     plan = MemoryPlan(num_blocks, kv_dtype, num_host_pages, num_device_pages, max_model_len)
     _report(plan, config, layout, device)
@@ -99,13 +99,14 @@ def divide_gpu(config: EngineConfig, layout: AdapterLayout, free: int, total: in
     return min(kv_bytes, budget - device_tier_bytes), device_tier_bytes // layout.page_bytes
 
 
-def _check_machine(kv_bytes: int, host_tier_bytes: int, available: int) -> None:
-    """Both fill up while requests are served, and memory that is lacking then ends the process, so it is asked now."""
-    if kv_bytes + host_tier_bytes > available:
+def _check_machine(config: EngineConfig, kv_bytes: int, host_tier_bytes: int, available: int) -> None:
+    """All of these fill up while requests are served, and lacking memory then ends the process, so it is asked now."""
+    floats_bytes = int(config.unpacked_weights_memory_bytes)
+    if kv_bytes + host_tier_bytes + floats_bytes > available:
         raise ConfigError(
             f"the weights leave {available / _GIB:.2f} GiB of memory, too few for a KV cache of {kv_bytes / _GIB:.2f} "
-            f"GiB and a host tier of {host_tier_bytes / _GIB:.2f} GiB; write a smaller kv_cache_memory_bytes or "
-            "lora_cache_host_memory_bytes"
+            f"GiB, a host tier of {host_tier_bytes / _GIB:.2f} GiB and unpacked weights of {floats_bytes / _GIB:.2f} "
+            "GiB; write a smaller kv_cache_memory_bytes, lora_cache_host_memory_bytes or unpacked_weights_memory_bytes"
         )
 
 

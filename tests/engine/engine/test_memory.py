@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pydantic import ByteSize
 
 from checkpoints.tiny_llama import save_tiny_llama
 from multilora_engine.config import EngineConfig, LoRAConfig
@@ -29,9 +30,9 @@ def layout(checkpoint: Path, max_rank: int) -> AdapterLayout:
     return checkpoint_layout(checkpoint, max_rank, "float32")
 
 
-def plan(checkpoint: Path, max_rank: int, **options: object) -> MemoryPlan:
+def plan(checkpoint: Path, max_rank: int, unpacked_bytes: int = 0, **options: object) -> MemoryPlan:
     lora = LoRAConfig(max_lora_rank=max_rank, **options)  # type: ignore[arg-type]
-    config = EngineConfig(model_path=checkpoint, lora=lora)
+    config = EngineConfig(model_path=checkpoint, lora=lora, unpacked_weights_memory_bytes=ByteSize(unpacked_bytes))
     model = read_model_config(checkpoint)
     return plan_memory(config, model, layout(checkpoint, max_rank), torch.float32, torch.device("cpu"))
 
@@ -70,12 +71,13 @@ def test_memory_that_the_machine_does_not_have_refuses_to_load_with_the_numbers(
 ) -> None:
     """It is taken as it is used, and Linux would end the process in the middle of requests."""
     monkeypatch.setattr(memory, "available_memory", lambda: 3 << 29)
-    message = (
-        r"leave 1\.50 GiB .* KV cache of 1\.00 GiB .* host tier of 1\.00 GiB; write a smaller kv_cache_memory_bytes"
-    )
-    with pytest.raises(ConfigError, match=message):
+    message = r"leave 1\.50 GiB .* KV cache of 1\.00 GiB, a host tier of {} GiB and unpacked weights of {} GiB; write"
+    half = 1 << 29
+    with pytest.raises(ConfigError, match=message.format(r"1\.00", r"0\.00")):
         plan(checkpoint, 8)
-    assert plan(checkpoint, 8, lora_cache_host_memory_bytes=1 << 29).num_blocks
+    assert plan(checkpoint, 8, lora_cache_host_memory_bytes=half).num_blocks
+    with pytest.raises(ConfigError, match=message.format(r"0\.50", r"0\.50")):
+        plan(checkpoint, 8, unpacked_bytes=half, lora_cache_host_memory_bytes=half)
 
 
 def test_a_gpu_keeps_free_what_steps_need(checkpoint: Path) -> None:

@@ -143,6 +143,14 @@ def test_late_prompts_get_as_much_as_without_a_target_in_seconds_and_no_more() -
         assert prompt_tokens(time, sequence()) == pytest.approx(num_tokens, abs=1)
 
 
+def test_the_price_of_having_prompts_at_all_is_paid_out_of_the_time_that_they_get() -> None:
+    paced = known_pace(None)
+    linear = paced.cost.seconds_added
+    paced.cost.seconds_added = lambda work: linear(work) + 10e-3 * work.has_prompts  # type: ignore[method-assign]
+    # 2.5 x 21 ms less 21 ms of the answer leave 31.5 ms.
+    assert prompt_tokens(paced.prompt_time(paced.choose([sequence()])), sequence()) == 21.5e-3 // PROMPT_TOKEN_S
+
+
 def test_chunks_of_a_long_prompt_become_smaller_as_its_context_grows() -> None:
     """A key costs 1 us: at 4,000 keys a token costs nine times as much as the first."""
     paced = known_pace(None)

@@ -85,3 +85,13 @@ def test_while_every_step_has_tokens_of_prompts_it_stays_known_how_long_answers_
         cost.observe(work, (true_seconds(work) + 1.5e-7 * keys) * random.uniform(1, 1 + noise))
         context = (context + num_tokens) % 4000
     assert cost.seconds(decode) == pytest.approx(true_seconds(decode), rel=0.03 + noise / 2)
+
+
+def test_prompts_that_cost_much_from_their_first_token_on_leave_the_time_of_answers_as_it_is() -> None:
+    cost, random = StepCost(), Random(4)
+    for _ in range(400):
+        num_tokens = random.choice([0, 6, 20, 256])
+        work = StepWork(1, has_prompts=int(num_tokens > 0), num_prompt_tokens=num_tokens)
+        cost.observe(work, true_seconds(work) + 0.02 * work.has_prompts)
+    assert cost.seconds(StepWork(1)) == pytest.approx(true_seconds(StepWork(1)), rel=0.01)
+    assert cost.seconds_added(StepWork(has_prompts=1)) == pytest.approx(0.02, rel=0.01)
