@@ -16,9 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from multilora_client.client import DEFAULT_URL, Client
-from multilora_client.console import Url, one_line_errors
 from multilora_client.errors import InvalidRequest
 from multilora_client.sizing import choose_linears, read_layout
+from multilora_client.terminal import Url, one_line_errors
 from multilora_client.tls import Tls
 from multilora_wire.adapter_event import AdapterEvent
 from multilora_wire.adapter_info import AdapterInfo

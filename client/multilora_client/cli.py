@@ -18,7 +18,6 @@ from multilora_client import adapters_cli, weights_cli
 from multilora_client.adapter import Adapter, AdapterTensors
 from multilora_client.bench import command as bench_command
 from multilora_client.client import DEFAULT_URL, Client
-from multilora_client.console import Url, one_line_errors, progress_bars
 from multilora_client.convert import StorageDtype, convert_peft, load_adapter
 from multilora_client.doors import DIRECT, ENSEMBLE
 from multilora_client.errors import InvalidRequest
@@ -26,6 +25,7 @@ from multilora_client.generation import Chunk, Generation
 from multilora_client.openai import command as openai_command
 from multilora_client.options import DEFAULT_MAX_TOKENS, GenerateOptions, Message
 from multilora_client.quantize_command import quantize
+from multilora_client.terminal import Url, one_line_errors, progress_bars
 from multilora_client.tls import Tls
 
 app = typer.Typer(

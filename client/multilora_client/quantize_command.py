@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from rich.progress import TaskID
 
-from multilora_client.console import one_line_errors, progress_bars
 from multilora_client.errors import InvalidRequest, Unsupported
+from multilora_client.terminal import one_line_errors, progress_bars
 
 if TYPE_CHECKING:
     from multilora_engine.quantize import Report

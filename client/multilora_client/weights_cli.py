@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from multilora_client.client import DEFAULT_URL, Client
-from multilora_client.console import Url, one_line_errors
+from multilora_client.terminal import Url, one_line_errors
 
 app = typer.Typer(
     help="See quantised weights of a running server, and keep some also as floats.",

@@ -30,9 +30,9 @@ from multilora_client.bench.workload import (
     popularity_shares,
 )
 from multilora_client.client import DEFAULT_URL, AsyncClient
-from multilora_client.console import Url, one_line_errors
 from multilora_client.convert import load_adapter
 from multilora_client.errors import AdapterConflict, InvalidRequest, MultiloraClientError, Unsupported
+from multilora_client.terminal import Url, one_line_errors
 from multilora_client.tls import Tls
 
 _DOORS = {"direct": doors.DIRECT, "ensemble": doors.ENSEMBLE}

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from multilora_client.client import DEFAULT_URL, AsyncClient
-from multilora_client.console import one_line_errors
 from multilora_client.errors import InvalidRequest, MultiloraClientError, Unavailable, Unsupported
 from multilora_client.openai.settings import (
     MAX_BODY_BYTES,
@@ -21,6 +20,7 @@ from multilora_client.openai.settings import (
     FrontSettings,
 )
 from multilora_client.openai.tools.formats import ParserName
+from multilora_client.terminal import one_line_errors
 from multilora_client.tls import Tls
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""The parts that all commands share: the server's address, and how errors look."""
+"""The parts that all commands share in a terminal: the server's address, and how errors and progress look."""
 
 from __future__ import annotations
 
