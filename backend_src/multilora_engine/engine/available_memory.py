@@ -23,7 +23,9 @@ def available_memory(proc: Path = _PROC, groups: Path = _GROUPS) -> int:
 
 
 def _left_in_groups(proc: Path, groups: Path) -> Iterator[int]:
-    """What the group of this process and each one above may still take; nothing for a group without a limit."""
+    """The bytes that this process's group, and each group above it, may still take; groups without a limit are left
+    out.
+    """
     with contextlib.suppress(OSError, StopIteration):
         lines = (proc / "self" / "cgroup").read_text().splitlines()
         group = groups / next(line for line in lines if line.startswith("0::")).removeprefix("0::/")

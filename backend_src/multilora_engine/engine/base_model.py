@@ -71,7 +71,7 @@ def load_base_model(config: EngineConfig, on_progress: Callable[[int, int], None
     ruled_out = sites_ruled_out(config.model_path, sites)
     layout = adapter_layout(sites, config.lora.max_lora_rank, lora_dtype, ruled_out)
     if layout.code_bits:
-        load_cpu_kernels()  # They quantise adapters as they arrive, whatever device the model is on.
+        load_cpu_kernels()  # The CPU's kernels quantise adapters as they arrive, for a GPU too.
     step_bytes = _measure_steps(model, config, layout, kv_dtype, device) if device.type == "cuda" else 0
     plan = plan_memory(config, model_config, layout, kv_dtype, device, step_bytes)
     model.limit_length(plan.max_model_len)
@@ -111,7 +111,7 @@ def _measure_steps(
     page = torch.zeros(1, layout.page_bytes, dtype=torch.uint8, device=device)
     tables = TableRows(layout, page, count=1).tables
     step_bytes = step_memory(model, config, kv_dtype, tables, max_len, peak_growth(device))
-    # What the allocator keeps for itself would not count as free.
+    # Memory that the allocator keeps for itself would not count as free.
     torch.cuda.empty_cache()
     _logger.info("steps: %.2f GiB, by a trial of the largest", step_bytes / (1 << 30))
     return step_bytes

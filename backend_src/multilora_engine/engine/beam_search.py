@@ -81,8 +81,8 @@ class BeamSearch:
 
     @property
     def num_candidates(self) -> int:
-        """How many candidates a step looks at: when each beam's end tokens all are among them, `beam_width` are left
-        that do not end."""
+        """How many candidates a step looks at: if they include all end tokens of each beam, `beam_width` others are
+        left."""
         return max(2, 1 + len(self._end_token_ids)) * self._sampling.beam_width
 
     def advance(self, beams: Sequence[Beam], ranked: list[Continuations]) -> list[Continuation]:

@@ -8,9 +8,9 @@ import msgspec
 class BlockStored(msgspec.Struct, frozen=True, tag=True):
     """A full block is known from now on.
 
-    key: in the prefix cache. parent_key: that of the block before it, empty for the first one of a prompt. lora_name,
+    key: in the prefix cache. parent_key: of the block before it, empty for the first block of a prompt. lora_name,
     digest: of the adapter that computed it, by the name that the request had for it, or the task id in digits; empty
-    for the base model. tenant: that of the request, outside of which nobody finds the block.
+    for the base model. tenant: of the request; requests of other tenants do not find the block.
     """
 
     key: bytes
@@ -31,7 +31,7 @@ BlockEvent = BlockStored | BlockRemoved
 
 
 class BlockEvents:
-    """Keeps events in their order until they are taken, once somebody wants them; before, it keeps nothing."""
+    """Keeps events in order until a reader takes them. Until `want` is called it keeps none."""
 
     def __init__(self) -> None:
         self._is_wanted = False
@@ -39,7 +39,7 @@ class BlockEvents:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether somebody takes the events."""
+        """Whether a reader takes the events."""
         return self._is_wanted
 
     def want(self) -> None:

@@ -19,7 +19,7 @@ class BlockTable:
     The ids lie in an array that grows by doubling, so that a step copies them whole, at a price that hardly depends on
     how many there are.
 
-    keys: of the first full blocks, as far as anybody asked for them.
+    keys: of the first full blocks, as far as the allocator has needed them.
     num_allocated, num_reused: blocks that the sequence was ever given, and those of them that came with the keys and
         values of its tokens. num_cached_tokens: its tokens that had them when it first started.
     """

@@ -42,7 +42,8 @@ def choose_device(config: EngineConfig) -> torch.device:
 
 def choose_dtype(name: str, model: ModelConfig, device: torch.device) -> torch.dtype:
     if name == "auto":
-        # A CPU's steps wait for weights, which are stored in bfloat16 all the same, rather than for exact products.
+        # A CPU's steps wait for weights rather than for exact products, and the weights are stored in bfloat16 all the
+        # same.
         name = "float32" if device.type == "cpu" else model.dtype
     return TORCH_DTYPES[name]
 

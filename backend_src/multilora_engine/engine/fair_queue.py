@@ -73,7 +73,9 @@ class _Turns(Generic[Key, AnyShare]):
         return None
 
     def list(self, key: Key) -> None:
-        """Let a share take part that has something waiting, from the smallest count of the shares that do on."""
+        """Let a share with waiting sequences take part. Its count rises to the smallest count of the shares that take
+        part.
+        """
         share = self.shares[key]
         if not share.is_listed:
             self.first()
@@ -154,7 +156,7 @@ class FairQueue:
         return self._num_waiting
 
     def __iter__(self) -> Iterator[Sequence]:
-        """All that wait, in no particular order."""
+        """All waiting sequences, in no particular order."""
         for clients in self._priorities.values():
             for client in clients.shares.values():
                 for adapter in client.adapters.shares.values():
@@ -174,7 +176,7 @@ class FairQueue:
         self._wait(sequence)
 
     def put_back(self, sequence: Sequence) -> None:
-        """A sequence that was taken, before all of its adapter; of several the one that came last goes back first."""
+        """Put a taken sequence back, before all others of its adapter. Of several, put the last arrival back first."""
         self._adapter(sequence).waiting.put_back(sequence)
         self._wait(sequence)
 
@@ -187,7 +189,7 @@ class FairQueue:
         return None
 
     def hurry(self, sequence: Sequence) -> None:
-        """Nothing that comes later from its client and for its adapter passes a sequence, from now on."""
+        """From now on, no later sequence of the same client and adapter passes a sequence."""
         line = self._adapter(sequence).waiting
         if sequence in line:
             line.hurry(sequence)
@@ -228,10 +230,10 @@ class FairQueue:
         return running.request.priority, self._client(running).num_tokens, self._adapter(running).num_tokens
 
     def goes_before(self, waiting: Sequence, running: Sequence) -> bool:
-        """Whether the `first` one goes before one that runs and is still in its prompt.
+        """Whether the `first` sequence goes before a running one that is still in its prompt.
 
-        Of one client and adapter that is the one with fewer tokens to compute, but a late one goes before all that are
-        not.
+        Of one client and adapter, the sequence with fewer tokens to compute goes first, but a late one goes before all
+        that are not late.
         """
         if _place(waiting) == _place(running):
             if waiting.is_late or running.is_late:
@@ -240,7 +242,7 @@ class FairQueue:
         return self.turn(waiting) < self.turn(running)
 
     def follows_late(self, waiting: Sequence, running: Iterable[Sequence]) -> bool:
-        """Whether any late one of those that run came before one that waits, from its client and for its adapter."""
+        """Whether a late running sequence came before a waiting one of the same client and adapter."""
         place = _place(waiting)
         return any(one.is_late and one.arrival < waiting.arrival and _place(one) == place for one in running)
 

@@ -40,7 +40,7 @@ class HeldOutputs:
 class PromptReport:
     """Values of a prompt's first tokens, as far as they are computed. Written by the model runner.
 
-    logits: rows of float32 that have not left. num_logits: rows so far, those that have left included. log_probs: until
+    logits: rows of float32 that have not left. num_logits: rows so far, with the rows that have left. log_probs: until
     they leave; None after that, and for a request that did not ask for them.
     """
 

@@ -1,4 +1,4 @@
-"""`HostWork`: the time that a request may take of the thread that everybody's steps run on."""
+"""`HostWork`: the time that a request may take of the thread that runs the steps of all requests."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class HostWork:
     guides and beams. A request without any is neither timed nor charged.
 
     The requests of a step share `seconds_per_step` equally. A request's time beyond its shares is its debt; further
-    steps pay it off. One step alone ends nobody: the interpreter may have collected garbage in it. Time is the thread's
-    own, so a machine that is busy with something else ends nobody either.
+    steps pay it off. One step alone ends no request: the interpreter may have collected garbage in it. Time is the
+    thread's own, so a machine that is busy with other work ends no request either.
     """
 
     def __init__(self, seconds_per_step: float) -> None:
-        """seconds_per_step: 0 lets everybody take as much as they want."""
+        """seconds_per_step: 0 sets no limit."""
         self._seconds_per_step = seconds_per_step
 
     def charge(self, sequence: Sequence, seconds: float, num_sharing: int) -> None:

@@ -27,10 +27,10 @@ class BlockAllocator:
     """Hands KV cache blocks to sequences. The only writer of `Sequence.block_table`.
 
     A full block whose keys and values have been computed (`commit`) is known by its *key*: the SHA-256 of the key of
-    the block before it and of its own tokens, the first one's of the tenant, the adapter's digest and its tokens. Equal
-    keys thus mean equal keys and values, and neither another version of an adapter nor another tenant ever shares a
-    block with this one. A sequence that starts takes the known blocks of its tokens as they are; a block may have
-    several users, and nobody writes a known one.
+    the block before it and of its own tokens. The first block's is that of the tenant, the adapter's digest and its
+    tokens. Equal keys thus mean equal keys and values, and neither another version of an adapter nor another tenant
+    ever shares a block with this one. A sequence that starts takes the known blocks of its tokens as they are; a block
+    may have several users, and nobody writes a known one.
 
     A block without users stays known until its place is wanted. Unknown ones go first, then the least recently used;
     of one sequence the later blocks go before the earlier ones, without which they could not be found.
@@ -82,8 +82,8 @@ class BlockAllocator:
     def start(self, sequence: Sequence) -> int:
         """Give a sequence that `can_start` blocks for all its tokens.
 
-        Returns for how many of its tokens keys and values are there already: never for the last one, since the logits
-        behind it are wanted.
+        Returns how many of its first tokens have keys and values already: never all, since the last token's logits are
+        wanted.
         """
         assert not sequence.block_table.length
         known = self._known_prefix(sequence)
@@ -145,7 +145,8 @@ class BlockAllocator:
         return copies
 
     def commit(self, sequence: Sequence, start: int, end: int) -> None:
-        """The keys and values of the tokens start .. end - 1 have been computed; those before were known to be.
+        """The keys and values of the tokens start .. end - 1 have been computed, as those of all tokens before them had
+        been.
 
         From now on other sequences find the blocks that are full.
         """
@@ -171,7 +172,7 @@ class BlockAllocator:
         sequence.block_table.clear()
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
-        """No block is lost, and none has users that it does not know of. `sequences`: all that are not finished."""
+        """No block is lost, and the users of each are counted. `sequences`: all unfinished ones."""
         users = Counter(block for sequence in sequences for block in sequence.block_table)
         assert [users[block] for block in range(self.num_blocks)] == self._num_users, "users of a block are miscounted"
         assert self._idle.keys() == {block for block in range(self.num_blocks) if not users[block]}, "a block is lost"

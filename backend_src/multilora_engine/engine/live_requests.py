@@ -1,4 +1,4 @@
-"""`LiveRequests`: the requests in the engine, whose they are, and when they must have ended."""
+"""`LiveRequests`: the requests in the engine, their clients and their deadlines."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def plan_memory(
 ) -> MemoryPlan:
     """Divide the memory. Call it after the weights are loaded: a GPU's budget is the memory they left.
 
-    kv_dtype: of the KV cache. step_bytes: of a GPU's memory, what steps and their graphs need beside the rest.
+    kv_dtype: of the KV cache. step_bytes: a GPU's memory that steps and their graphs need.
     Raises ConfigError when a tier cannot hold one adapter of the largest legal size, or the KV cache one sequence.
     """
     num_host_pages = config.lora.lora_cache_host_memory_bytes // layout.page_bytes
@@ -100,7 +100,9 @@ def divide_gpu(config: EngineConfig, layout: AdapterLayout, free: int, total: in
 
 
 def _check_machine(config: EngineConfig, kv_bytes: int, host_tier_bytes: int, available: int) -> None:
-    """All of these fill up while requests are served, and lacking memory then ends the process, so it is asked now."""
+    """All of these fill up while requests are served. A lack of memory would end the process then, so it stops the
+    load.
+    """
     floats_bytes = int(config.unpacked_weights_memory_bytes)
     if kv_bytes + host_tier_bytes + floats_bytes > available:
         raise ConfigError(

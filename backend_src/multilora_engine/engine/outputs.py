@@ -30,8 +30,8 @@ def token_output(sequence: Sequence, delta: TextDelta, finish_reason: FinishReas
 
 
 def prompt_output(sequence: Sequence) -> TokenOutput:
-    """The logits of a part of the prompt. They leave as soon as they are there: to copy a whole prompt's takes as long
-    as several steps, and everybody would wait for it."""
+    """The logits of a part of the prompt. They leave as soon as they are there: copying those of a whole prompt takes
+    as long as several steps, for which all requests would wait."""
     return TokenOutput(
         request_id=sequence.request.request_id,
         token_ids=[],
@@ -65,13 +65,13 @@ def error_output(request: GenerationRequest, error: RequestError) -> TokenOutput
 
 
 def overflow(sequence: Sequence) -> RequestError:
-    """Why a request fails whose numbers overflowed in the model."""
+    """The error of a request whose numbers overflowed in the model."""
     if sequence.adapter is None:
         return InternalError("the model's logits are not finite numbers")
     return AdapterOverflow(sequence.request.lora_task_id, sequence.request.lora_name, sequence.adapter.digest)
 
 
 def no_token_left(sequence: Sequence) -> InvalidRequest:
-    """Why a request fails whose guide, bans and biases forbid every token."""
+    """The error of a request whose guide, bans and biases forbid every token."""
     num_tokens = len(sequence.output_token_ids)
     return InvalidRequest(f"after {num_tokens} tokens, what the request forbids leaves no token to go on with")

@@ -14,8 +14,8 @@ _TARGET_MULTIPLE = 2.5
 """Without a target in seconds, a step may take so many times as long as the running answers' own tokens."""
 
 _PROMPT_SHARE = 1 / 3
-"""Prompts get this part of a step's time, whatever the target is: a prompt that would take a second alone is computed
-within three."""
+"""Prompts get this part of a step's time under every target: a prompt that would take a second alone is computed within
+three."""
 
 _MAX_UNKNOWN_ROWS = 16
 """A step computes at most so many tokens of a prompt whose logits are wanted, until one such step was measured."""
@@ -89,8 +89,8 @@ class Pace:
 
     The target is a time, or a multiple of the time that the running answers' own tokens take. Tokens of prompts are
     limited by the time it leaves. Where several clients have running answers, and some hold more than their shares by
-    weight, the answers of these take turns, so that those of all others need not wait for all of them: the own tokens
-    that the target is a multiple of are those of the clients within their shares.
+    weight, the answers of these take turns, so that those of all others need not wait for all of them. The target is
+    then a multiple of the time that the clients within their shares take.
     """
 
     def __init__(self, target_s: float | None) -> None:
@@ -109,19 +109,18 @@ class Pace:
         return PaceStats(self._last_target_s, self._num_limited_steps, self._num_turns)
 
     def interrupt(self, seconds: float) -> None:
-        """So much time has passed between the last step and the next one, of which running answers wait for as much
-        less."""
+        """The time between the last step and the next one, for which running answers have already waited."""
         self._interruption_s = seconds
 
     def observe(self, seconds: float, work: StepWork | None) -> None:
-        """A step took so long, from its scheduling until its outputs had left. work: None if that teaches nothing."""
+        """A step took so long, from its scheduling until its outputs had left. work: None if the step teaches nothing."""
         self._num_limited_steps += self._prompt_time.is_used_up
         self._prompt_time = PromptTime()
         if work is not None:
             self.cost.observe(work, seconds)
 
     def choose(self, decoding: list[Sequence]) -> Decodes:
-        """The answers that get a token in the next step. decoding: all that could."""
+        """The answers that get a token in the next step. decoding: all answers that could get one."""
         if self._target_s == 0 or not decoding or not self.cost.is_known:
             return Decodes(decoding, decoding, is_limited=False)
         over = _clients_over_their_share(decoding)

@@ -1,4 +1,4 @@
-"""`RequestLimits`: the most that an engine can do for one request, whatever else it is doing."""
+"""`RequestLimits`: the most that an engine can do for one request, even when it is idle."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _LOGIT_BYTES = 4
 """Logits leave as float32."""
 
 _MAX_TOP_LOG_PROBS = 100
-"""Each is told for every token of an answer, with its text; a client that wants all of them asks for the logits."""
+"""Log-probs of one answer's token, each with its text; a client that wants all of them asks for the logits."""
 
 _MAX_PROMPT_TOP_LOG_PROBS = 20
-"""The same for a prompt, which has far more tokens, all at once."""
+"""The same for a token of the prompt: a prompt has far more tokens, and tells them all at once."""
 
 
 @dataclass(frozen=True)

@@ -43,8 +43,8 @@ class Scheduler:
     the last that started first: nobody holds the server for as long as its answers are. A client with no more than its
     share is never the victim of that.
 
-    A prompt that has waited longer than `PromptWaits` allows goes before all that came later from its client for its
-    adapter, however long it is.
+    A prompt that has waited longer than `PromptWaits` allows goes before all later ones of its client and adapter,
+    however long it is.
 
     `Pace` limits the tokens of prompts, and the running sequences of clients that hold more than their shares, by the
     time that a step takes.
@@ -306,7 +306,7 @@ class Scheduler:
             self._queue.set_aside(sequence)
 
     def _acquire_adapter(self, sequence: Sequence, skipped: Skipped) -> bool:
-        """Whether `sequence` may run as far as its adapter is concerned; `skipped`: ones before it that may not."""
+        """Whether `sequence` may run as far as its adapter is concerned; `skipped`: sequences before it that may not."""
         if sequence.adapter is None:
             return True
         if skipped.must_not_be_overtaken or not self._loras.acquire(sequence.adapter, skipped.adapters):

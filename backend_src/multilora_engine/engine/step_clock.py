@@ -32,8 +32,8 @@ class StepClock:
         return now_s
 
     def work_to_measure(self, step: list[ScheduledSequence]) -> StepWork | None:
-        """The work of a step, if it is to be measured. To be called before the step is computed: what the step tells of
-        prompts is no work that is left afterwards."""
+        """The work of a step, if it is to be measured. Call this before the step is computed: afterwards, the prompts'
+        logits and log-probs that it computes no longer count as wanted."""
         self._num_steps += 1
         # Steps end with the sequences that compute more than one token.
         is_measured = step[-1].num_tokens > 1 or self._num_steps % _STEPS_PER_SAMPLE == 0

@@ -8,11 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 _FORGETTING = 0.93
-"""The weight of all steps like one beside that one: after some hundred steps of all kinds a machine that has become
-slower is known to be."""
+"""The weight that a measured step leaves to all earlier steps like it: some hundred steps of all kinds tell that the
+machine has become slower."""
 
 _LEAST_SQUARE = 1e-9
-"""Beside a sum of squares, nothing: it keeps numbers finite where all steps so far were alike."""
+"""Nothing beside a sum of squares: it keeps numbers finite where all steps so far were alike."""
 
 _RIDGE = 1e-4
 """The weight of a sum of squares: it decides where the measured steps do not tell two kinds of work apart."""
@@ -54,12 +54,12 @@ class StepCost:
     + f * num_decode_keys + g * num_prompt_keys.
 
     A step's first tokens of prompts cost more than further ones, since a few rows hardly take longer than one; c keeps
-    that apart from what the answers' own tokens take.
+    that apart from the time of the answers' own tokens.
 
     The factors are at least 0. They are those of least squares over the steps so far. A step takes the place of older
     ones as far as it is like them (directional forgetting: R. Kulhavy, 1987, Automatica 23). While every step has
-    tokens of prompts, none tells what the answers' own tokens take: with all older steps forgotten, that seems to take
-    longer and longer.
+    tokens of prompts, no step tells the time of the answers' own tokens: with all older steps forgotten, its estimate
+    would only grow.
     """
 
     def __init__(self) -> None:

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from multilora_engine.engine.sequence import Sequence
 
 TOKENS_OF_A_PLACE = 32
-"""For each so many tokens, a sequence lets one pass that came later."""
+"""For each so many tokens, a sequence lets one later sequence pass."""
 
 
 class WaitingLine:
     """Sequences in order of arrival, but for each `TOKENS_OF_A_PLACE` tokens a sequence stands one place further back.
 
-    The tokens are those of its prompt, and of all that comes before it in the same request of a client. So a small
+    The tokens are those of its prompt, and of the sequences before it in the same request of a client. So a small
     request does not wait for all of one that is long or has many sequences, even where nobody can tell their clients
     apart; and the passed ones wait for no more than about as much work as they bring themselves. Finding a place
     costs the logarithm of the number of waiting sequences.
@@ -38,18 +38,18 @@ class WaitingLine:
         return self._order[0][2] if self._order else None
 
     def add(self, sequence: Sequence) -> None:
-        """One that comes."""
+        """Add a sequence that arrives."""
         request = sequence.request
         num_tokens = request.num_tokens_ahead + len(request.prompt_token_ids)
         self._insert(sequence, sequence.arrival + num_tokens // TOKENS_OF_A_PLACE)
 
     def put_back(self, sequence: Sequence) -> None:
-        """One that was the first, before all others, and all that will come."""
+        """Put back a sequence that was the first: before all others, and all later ones."""
         first_place = self._order[0][0] if self._order else sequence.arrival
         self._insert(sequence, min(sequence.arrival, first_place) - 1)
 
     def hurry(self, sequence: Sequence) -> None:
-        """Nothing that came later passes one that waits, from now on."""
+        """From now on, no later sequence passes a waiting one."""
         place = self._places[sequence]
         self.remove(sequence)
         self._insert(sequence, min(place, sequence.arrival))

@@ -12,6 +12,7 @@ import jsonschema
 import numpy as np
 import pytest
 from support.engines import assert_idle, run_all
+from support.fronts import TIMEOUT_S
 from tokenizers import AddedToken, decoders, models, normalizers
 from tokenizers import Tokenizer as TokenizerBackend
 from transformers import PreTrainedTokenizerFast
@@ -47,8 +48,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -
 
 
 def make_engine(checkpoint: Path, default_model_dir: Path, **options: Any) -> Engine:
-    """By default with no more blocks than needed: every one is looked at after every step."""
-    options = {"kv_cache_memory_bytes": 8 << 20} | options
+    """By default with no more blocks than needed: every one is looked at after every step.
+
+    Guides are compiled while the cores have nothing else to do, so that a busy machine decides how long that takes.
+    """
+    options = {"kv_cache_memory_bytes": 8 << 20, "guide_compile_timeout_s": TIMEOUT_S} | options
     return Engine(EngineConfig(model_path=checkpoint, tokenizer_path=default_model_dir, num_threads=1, **options))
 
 

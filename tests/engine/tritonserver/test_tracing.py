@@ -24,6 +24,7 @@ from multilora_engine.tritonserver.tracing import tracing_arguments
 
 TRACE_IDS = ("0af7651916cd43dd8448eb211c80319c", "4bf92f3577b34da6a3ce929d0e0e4736")
 SPAN_ID = "b7ad6b7169203331"
+MAX_GRPC_REQUESTS = 20
 MODEL = """
 import numpy as np
 import triton_python_backend_utils as pb_utils
@@ -121,9 +122,13 @@ def test_spans_and_the_model_continue_the_trace_of_the_client(repository: Path) 
         )
         with ServerProcess(options, probe=lambda http_url: None) as server:
             server.wait_ready()
-            transports = (HttpTransport(f"http://{server.http_url}"), GrpcTransport(server.grpc_url))
-            for transport, trace_id in zip(transports, TRACE_IDS, strict=True):
-                assert ask(transport, trace_id) == trace_id
+            http_trace_id, grpc_trace_id = TRACE_IDS
+            assert ask(HttpTransport(f"http://{server.http_url}"), http_trace_id) == http_trace_id
+            # tritonserver reads a header of gRPC up to the first zero byte in memory, which may lie behind the header's
+            # end. It then finds no trace, and begins one of its own.
+            grpc_answers = (ask(GrpcTransport(server.grpc_url), grpc_trace_id) for _ in range(MAX_GRPC_REQUESTS))
+            assert grpc_trace_id in grpc_answers
+            for trace_id in TRACE_IDS:
                 assert collector.wait_for(trace_id, "InferRequest")["parentSpanId"] == SPAN_ID
                 assert collector.wait_for(trace_id, "echo")
 
