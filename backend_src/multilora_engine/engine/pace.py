@@ -113,7 +113,7 @@ class Pace:
         self._interruption_s = seconds
 
     def observe(self, seconds: float, work: StepWork | None) -> None:
-        """A step took so long, from its scheduling until its outputs had left. work: None if the step teaches nothing."""
+        """A step took so long, from its scheduling until its outputs had left. work: None teaches nothing."""
         self._num_limited_steps += self._prompt_time.is_used_up
         self._prompt_time = PromptTime()
         if work is not None:

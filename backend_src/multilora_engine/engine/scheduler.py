@@ -306,7 +306,7 @@ class Scheduler:
             self._queue.set_aside(sequence)
 
     def _acquire_adapter(self, sequence: Sequence, skipped: Skipped) -> bool:
-        """Whether `sequence` may run as far as its adapter is concerned; `skipped`: sequences before it that may not."""
+        """Whether `sequence` may run as far as its adapter is concerned; `skipped`: earlier sequences that may not."""
         if sequence.adapter is None:
             return True
         if skipped.must_not_be_overtaken or not self._loras.acquire(sequence.adapter, skipped.adapters):

@@ -6,7 +6,7 @@ from multilora_engine.lora.event_log import EventLog
 from multilora_wire.adapter_event import AdapterEvent
 
 _TENANT_PART = 8
-"""A tenant's log remembers one event for so many that the log of all does."""
+"""A tenant's log remembers one event for each so many of the log of all adapters."""
 
 
 class AdapterEvents(EventLog[AdapterEvent]):

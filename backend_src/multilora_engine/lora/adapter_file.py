@@ -30,11 +30,11 @@ _NO_DIGEST = "0" * 32
 
 _MAX_HEADER_BYTES = 16 << 20
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-"""NONBLOCK: opening a FIFO must not wait for somebody to write."""
+"""NONBLOCK: opening a FIFO must not wait for a writer."""
 
 
 class DamagedFile(Exception):
-    """A file is not as it should be; the text says how."""
+    """A file is damaged; the text says in which way."""
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ Four machines run beside each other; `AdapterState.move` is the only way from on
     device    ABSENT -> COPYING -> READY <-> IN_USE; READY -> ABSENT;              by `DeviceTier`
               COPYING -> FAILED -> ABSENT
 
-Requests pin a version and an operator holds it: those are counts, not states. What they and the four states mean
-together is asked here (`freed_by`, `is_left_over`), and `check_integrity` asserts which combinations there can be.
+Requests pin a version and an operator holds it: those are counts, not states. Their meaning together with the four
+states is asked here (`freed_by`, `is_left_over`), and `check_integrity` asserts which combinations there can be.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class Admission:
         return adapter
 
     def has_room(self, packed: PackedAdapter) -> bool:
-        """Whether an adapter can be put and no other one is lost for it."""
+        """Whether an adapter can be put without the loss of another one."""
         return self._traffic.has_disk or self._host.pool.fits(self._shape_of(packed))
 
     def find(self, lora_task_id: TaskId) -> CachedAdapter:
@@ -177,7 +177,9 @@ class Admission:
         self.admit()
 
     def _check_room(self, lora_task_id: TaskId, shape: PageShape, replaced: CachedAdapter | None = None) -> None:
-        """Raises AdapterCacheFull when there could not be room for one more, after those that wait for it already."""
+        """Raises AdapterCacheFull when there could be no room for one more adapter, after the adapters that wait
+        already.
+        """
         promised, free, num_pages = self._host.num_promised_pages, self._host.pool.num_free, shape.num_pages
         if replaced is not None and not replaced.pages and replaced.state.num_pins == 0:
             promised -= replaced.num_pages
@@ -190,7 +192,7 @@ class Admission:
     def _check_read(self, file: DiskAdapter) -> None:
         """Raises AdapterCacheFull when a file could never be read, or too many wait for that already.
 
-        Requests in flight are no reason: those end, and one that waits for its file takes no memory.
+        Requests in flight are no reason: they end, and an adapter that waits for its file takes no memory.
         """
         if not self._host.can_ever_hold(file.shape) or self._host.num_arrivals >= _MAX_ARRIVALS:
             pages, promised = self._host.pool, self._host.num_promised_pages
@@ -218,7 +220,7 @@ class Admission:
     def _make_room(self, shape: PageShape) -> bool:
         """Evict as many adapters as needed, and none as long as pins keep that from being enough.
 
-        False if it takes files to be written first, which is started, reads to end, or pins.
+        False if files have to be written first, which is started, if reads have to end, or if pins forbid it.
         """
         victims = self._host.victims_for(shape)
         for adapter in victims or ():

@@ -28,7 +28,7 @@ _logger = logging.getLogger(__name__)
 class _Resident:
     """The place of an adapter on the device.
 
-    copy: that fills the pages, while the adapter's state is COPYING. num_users: running sequences.
+    copy: the copy that fills the pages, while the adapter's state is COPYING. num_users: running sequences.
     """
 
     pages: list[int]
@@ -236,7 +236,7 @@ class DeviceTier:
         assert all(adapter.state.device is Device.FAILED for adapter in self._failures)
 
     def _make_room(self, shape: PageShape, wanted: Set[CachedAdapter]) -> bool:
-        """Evict idle adapters, but none of `wanted`, until a shape fits; none if all are not enough."""
+        """Evict idle adapters, but none of `wanted`, until a shape fits. Evict none if all of them are not enough."""
         if self._pool.fits(shape):
             return True
         self.poll()

@@ -53,7 +53,7 @@ OnWritten = Callable[[File], None]
 REFUSED, or NONE if it was deleted before."""
 
 OnDeleted = Callable[[TaskId], None]
-"""Hears of each adapter that loses its file, or the one that is being written, to make room for another one."""
+"""Hears of each adapter that loses its file, written or being written, to make room for another one."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +67,7 @@ class _Write:
 
 @dataclass(frozen=True)
 class OpenFile:
-    """An adapter's file that can be read whatever becomes of its name from now on. `read` or `close` it, once.
+    """An adapter's file, which can be read even when its name is deleted. `read` or `close` it, once.
 
     read: is given the pages to fill, uint8 [page_bytes] each; the future's result is the adapter's rows, or it raises
         DamagedFile or OSError.
@@ -224,7 +224,7 @@ class DiskTier:
             self.delete(lora_task_id)
 
     def note_unread(self, lora_task_id: TaskId, error: OSError) -> None:
-        """Reading an adapter failed for want of something, and not because of its file, which stays."""
+        """Reading an adapter failed for want of a resource, and not because of its file, which stays."""
         _logger.error("LoRA task %s: %s could not be read: %s", label_of(lora_task_id), self._path(lora_task_id), error)
         self._failures += 1
 

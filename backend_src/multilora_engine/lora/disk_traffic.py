@@ -1,4 +1,4 @@
-"""`DiskTraffic`: all that goes between host memory and the disk tier, if there is one."""
+"""`DiskTraffic`: the reads and writes between host memory and the disk tier, if there is one."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class DiskTraffic:
             self._disk.touch(adapter.lora_task_id)
 
     def delete(self, lora_task_id: TaskId) -> None:
-        """Delete an adapter's file, if it has one, or the one that is being written."""
+        """Delete an adapter's file, written or being written, if it has one."""
         if self._disk is not None:
             self._disk.delete(lora_task_id)
             self._note_deleted(lora_task_id)
@@ -179,7 +179,7 @@ class DiskTraffic:
             assert adapter.saved.done() or is_under_way, "nobody will hear of it"
 
     def _note_deleted(self, lora_task_id: TaskId) -> None:
-        """The disk tier has deleted the file of a task id, or the one that it was writing."""
+        """The disk tier has deleted the file of a task id, written or being written."""
         adapter = self._host.get(lora_task_id)
         if adapter is not None and adapter.state.file is File.WRITTEN:
             adapter.state.move(File.NONE)

@@ -49,7 +49,7 @@ def pack_adapter(weights: torch.Tensor, config: torch.Tensor, layout: AdapterLay
     placement = layout.place(piece for row in rows for piece in row.pieces)
     offsets = iter(placement.offsets)
     packed = [_packed_row(row, offsets) for row in rows]
-    # NumPy asks the system for huge pages: with small ones, finding the memory takes longer than all that follows.
+    # NumPy asks the system for huge pages: with small ones, finding the memory takes longer than filling it.
     pages = torch.from_numpy(np.empty((len(placement.fill), layout.page_bytes), dtype=np.uint8))
     for page, used in zip(pages, placement.fill, strict=True):
         page[used:].zero_()
@@ -250,7 +250,7 @@ def _packed_row(row: _WireRow, offsets: Iterator[int]) -> PackedRow:
 
 
 def content_digest(rows: Sequence[PackedRow], pages: Iterable[torch.Tensor], lora_dtype: str) -> str:
-    """32 hex digits (BLAKE3, cut) over all that is stored of an adapter; the GIL is free meanwhile.
+    """32 hex digits (BLAKE3, cut) over an adapter's rows and pages; the GIL is free meanwhile.
 
     Offsets count in elements of the arena, as in every earlier layout, so that digests outlive layouts.
     """

@@ -76,14 +76,14 @@ class HostTier:
     def victims_for(self, shape: PageShape) -> list[CachedAdapter] | None:
         """The adapters whose pages have to be free for a shape to fit; the soonest free first.
 
-        None if the pages of all adapters that nobody uses are not enough.
+        None if the pages of all unused adapters are not enough.
         """
         if shape.num_pages > self.num_reachable():
             return None
         return self.pool.victims(shape, ((adapter, adapter.pages) for adapter in self._order.unused))
 
     def can_hold(self, shape: PageShape, replaced: CachedAdapter | None = None) -> bool:
-        """Whether a shape fits once all that nobody uses has gone, and reads and writes have ended.
+        """Whether a shape fits once all unused adapters have gone, and reads and writes have ended.
 
         replaced: this version goes, even if an operator holds it.
         """
@@ -103,7 +103,7 @@ class HostTier:
         return not shape.runs or self.pool.fits_with(shape, (a.pages for a in self.adapters if not a.state.is_held))
 
     def num_reachable(self, replaced: CachedAdapter | None = None) -> int:
-        """Pages that are free once all that nobody uses has gone, and reads and writes have ended.
+        """Pages that are free once all unused adapters have gone, and reads and writes have ended.
 
         replaced: this version goes, even if an operator holds it.
         """
@@ -200,7 +200,7 @@ class HostTier:
         self._evictions += 1
 
     def close(self) -> None:
-        """Nobody waits for room any more."""
+        """No adapter waits for room any more."""
         for arrival in self._arrivals.values():
             arrival.discard()
 
@@ -263,5 +263,5 @@ class HostTier:
 
 
 def _is_only_held(adapter: CachedAdapter, replaced: CachedAdapter | None) -> bool:
-    """Whether an adapter is the one that is replaced, and only an operator wants it."""
+    """Whether an adapter is the replaced one, and only an operator wants it."""
     return adapter is replaced and adapter.state.is_held and adapter.state.num_pins == 0

@@ -9,7 +9,8 @@ from multilora_engine.lora.cached_adapter import CachedAdapter
 
 
 class IdleAdapters:
-    """Least recently used first, with their pages; in an order of their own those that have a `lora_index`.
+    """Adapters with their pages, least recently used first. Adapters with a `lora_index` have an order of their own,
+    too.
 
     A change costs the same however many adapters there are.
 

@@ -46,7 +46,7 @@ class PackedAdapter:
     """An adapter in packed form, rows sorted by layer and module.
 
     digest: 32 hex digits over rows and pages, or over the values that were sent where they are stored as codes: equal
-        for the same adapter in whatever row order, row width or wire dtype (of the same values) it was sent.
+        for the same adapter, sent in any row order, row width or wire dtype (of the same values).
     pages: uint8 [num_pages, page_bytes]; bytes that no row covers are zero.
     """
 

@@ -15,7 +15,7 @@ from multilora_wire.adapter_event import AdapterEvent, EventKind
 
 @cache
 def instance_name() -> str:
-    """The engine process that this is, as `host:process id`: another one after every restart."""
+    """The name of this engine process, `host:process id`: another one after every restart."""
     return f"{socket.gethostname()}:{os.getpid()}"
 
 

@@ -30,7 +30,7 @@ class LoRAManager:
     The life of a request's adapter: `put` when its weights came along, `pin` when the request is accepted, `acquire`
     when it may start to run, `release` when it stops running (finished or preempted), `unpin` when it is finished.
     Nothing pinned is evicted or replaced in place, nothing acquired leaves the device. `hold` keeps an adapter in
-    memory whether requests use it or not. `AdapterState` names all that an adapter can be doing meanwhile.
+    memory whether requests use it or not. `AdapterState` names the states of an adapter meanwhile.
 
     With a disk tier, every adapter that comes is written there beside the steps, so that it can be evicted at once when
     its place is wanted; `pin` brings it back. Nothing waits for the disk: pages stay taken until they are written, and
@@ -120,7 +120,7 @@ class LoRAManager:
         return self._admission.put(lora_task_id, packed, name, origin)
 
     def has_room(self, packed: PackedAdapter) -> bool:
-        """Whether an adapter can be put and no other one is lost for it."""
+        """Whether an adapter can be put without the loss of another one."""
         return self._admission.has_room(packed)
 
     def save(self, lora_task_id: TaskId) -> Future[None] | None:
@@ -155,7 +155,8 @@ class LoRAManager:
         self._memory.unpin(adapter)
 
     def load(self, lora_task_id: TaskId) -> Future[None]:
-        """Have one on disk read into the host tier. Raises AdapterNotFound, or AdapterCacheFull without room.
+        """Have an adapter that is on disk read into the host tier. Raises AdapterNotFound, or AdapterCacheFull without
+        room.
 
         The future is done when it is there. It raises RequestError if the file cannot be read, and is cancelled if the
         adapter is replaced or unloaded before.

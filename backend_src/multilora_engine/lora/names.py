@@ -1,4 +1,4 @@
-"""How adapters are called: their names, the task ids that go with names, and whose adapter a task id means."""
+"""The names of adapters, the task ids that go with names, and the tenant whose adapter a task id means."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ class RemoteAdapters:
             assert not fetch.future.cancelled()
 
     def _is_superfluous(self, fetch: Fetch) -> bool:
-        """Whether somebody has uploaded the adapter meanwhile. The adapter at a path may be another version of it."""
+        """Whether a client has uploaded the adapter meanwhile. The adapter at a path may be another version of it."""
         return not fetch.path and self._loras.is_known(fetch.key.lora_task_id)
 
     def _take_up(self, fetch: Fetch) -> RequestError | None:
@@ -195,7 +195,7 @@ class RemoteAdapters:
 
 
 def describe_remote(key: AdapterKey) -> AdapterInfo:
-    """An adapter that a source has and nobody has asked for."""
+    """An adapter that a source has and no request has asked for."""
     return _describe(key, "NOT_DOWNLOADED")
 
 

@@ -10,7 +10,7 @@ import msgspec
 from multilora_engine.histogram import Histogram
 
 Level = Literal["gpu", "cpu"]
-"""gpu: on the device, where a step can use it at once, whatever the device is. cpu: in host memory alone."""
+"""gpu: on the device, be it a CPU, where a step can use it at once. cpu: in host memory alone."""
 
 
 class Resident(msgspec.Struct, frozen=True, gc=False):

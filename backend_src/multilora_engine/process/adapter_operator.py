@@ -224,7 +224,7 @@ class AdapterOperator:
         return AdapterReport(self._find(operation))
 
     def _find(self, operation: UnloadAdapter | PinAdapter | UnpinAdapter) -> AdapterInfo:
-        """The current version of the adapter that is meant."""
+        """The current version of the adapter that an operation names."""
         lora_task_id, name = operation.lora_task_id, operation.name
         if lora_task_id is None:
             assert name is not None, "an operation names its adapter"

@@ -7,7 +7,7 @@ from multilora_engine.process.fronts import Fronts
 from multilora_engine.process.messages import BlockChanges
 
 _MAX_WAITING = 1 << 16
-"""Events that wait for a front that does not read. One that misses any knows a wrong cache: it is not told any more."""
+"""Events that wait for a front that does not read. A front that misses one knows a wrong cache, and is told no more."""
 
 
 class BlockWatch:

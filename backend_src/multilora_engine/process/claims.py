@@ -1,4 +1,4 @@
-"""`Claims`: what a call to the engine has of the limits that all calls share."""
+"""`Claims`: the part that a call to the engine has of the limits that all calls share."""
 
 from __future__ import annotations
 

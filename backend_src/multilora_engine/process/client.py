@@ -51,12 +51,12 @@ from multilora_engine.request import GenerationRequest, Sender, TokenOutput
 
 _CANCELLATION_INTERVAL_S = 0.1
 """How often Triton is asked which requests are cancelled. Each is a question of its own, which wakes a thread here and
-one in the server as a token does; a request that nobody waits for any more only costs its part of a few steps.
+one in the server as a token does; a cancelled request only costs its part of a few steps.
 """
 _CANCELLATION_GRACE_S = 0.08
 """Asking waits so long for outputs to come first: to wake for nothing else costs as much again."""
 _CANCELLATION_DUTY = 0.1
-"""Asking takes a round trip: the largest share of the thread's time for that."""
+"""The largest share of the thread's time for asking, which takes a round trip."""
 
 NOBODY = Sender()
 """The sender of every request where there are neither API keys nor a proxy's word."""
@@ -74,8 +74,8 @@ class Listener(Protocol):
     """The receiver of the outputs of a call. Only the client's thread calls it.
 
     A call of n requests ends when each has had its final output, or with the first that carries an error. Once all
-    listeners have heard the outputs that arrived, they are told to `flush` the answers that they have to pass on: those
-    with the fewest `unsent_bytes` first.
+    listeners have heard the outputs that arrived, they are told to `flush` the answers that they have to pass on: the
+    listeners with the fewest `unsent_bytes` first.
     """
 
     @property
@@ -373,7 +373,7 @@ class EngineClient:
 
 
 def _tell_failure(listener: Listener, request_id: str, error: Exception) -> None:
-    """A request without a final output would keep its client waiting for ever."""
+    """Give a request its final output: without one its client would wait for ever."""
     try:
         listener.on_output(error_output(request_id, InternalError(f"{type(error).__name__}: {error}")))
         listener.flush()

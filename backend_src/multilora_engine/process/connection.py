@@ -25,7 +25,7 @@ class Connection:
     """A socket of a front, with the monitor that notices the death of the peer. Used by one thread.
 
     Until there is an engine, it waits for one. ZeroMQ would also reconnect the same socket to the next engine, and
-    deliver the messages meant for the dead one; so a lost connection is closed, with all that is in it.
+    deliver the messages meant for the dead one; so a lost connection is closed, with all its messages.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], socket_path: Path) -> None:

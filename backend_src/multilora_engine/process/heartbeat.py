@@ -18,7 +18,7 @@ LOOKS_PER_TIMEOUT = 10
 class Heartbeat:
     """The counter, in the file `fd`. One process writes it, another reads it.
 
-    interval_s: an engine that has nothing to do counts this often; None is whenever something happens.
+    interval_s: an engine that has nothing to do counts this often, and with None never.
     """
 
     def __init__(self, fd: int, interval_s: float | None) -> None:

@@ -80,7 +80,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
 
 
 class AdapterScope(msgspec.Struct, frozen=True):
-    """Which adapters an operation tells of: all of them, or a tenant's own and some of the server's.
+    """The adapters that an operation tells of: all of them, or a tenant's own and some of the server's.
 
     shared: ids, names and beginnings of names of these, as in the file of API keys.
     """
@@ -100,7 +100,7 @@ class Operate(msgspec.Struct, frozen=True, tag=True):
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
-    """Forget requests nobody waits for. There is no answer."""
+    """Forget requests for which no client waits. There is no answer."""
 
     request_ids: list[str]
 

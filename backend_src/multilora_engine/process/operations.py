@@ -20,7 +20,7 @@ class _Operation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fi
 
 
 class _OnAdapter(_Operation, frozen=True):
-    """One that concerns one adapter, by its task id or its name; both must mean the same one.
+    """An operation on one adapter, by its task id or its name; both must mean the same one.
 
     tenant: whose adapter it is, empty if it belongs to none.
     """

@@ -11,7 +11,9 @@ import msgspec
 from multilora_engine.request import TokenOutput
 
 MAX_QUEUED_MESSAGES = 16
-"""Messages that ZeroMQ holds on either side for a front that does not read. Then outputs wait here, to be joined."""
+"""Messages that ZeroMQ holds on either side for a front that does not read. When it holds that many, outputs wait here,
+to be joined.
+"""
 
 
 class Outbox:

@@ -28,7 +28,8 @@ class _Allowance:
 class RateLimits:
     """Belongs to the engine process, since all doors lead there.
 
-    A request is accepted while anything is left; the excess it takes is owed, and the next one waits for it.
+    A request is accepted while a rest is left. If it takes more than the rest, the key owes the excess, and its next
+    request waits.
     """
 
     def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:

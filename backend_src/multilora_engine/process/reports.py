@@ -42,7 +42,7 @@ class EventList(msgspec.Struct, frozen=True):
 
 
 class LoadReport(msgspec.Struct, frozen=True):
-    """The load of the engine, and its work so far, whatever the adapters."""
+    """The load of the engine, and its work so far, over all adapters."""
 
     engine: EngineStats
     adapters: AdaptersInUse
@@ -80,7 +80,7 @@ class ModelReport(msgspec.Struct, frozen=True):
 
 
 class WeightList(msgspec.Struct, frozen=True):
-    """The answer to `weights`: those that were meant, as they are now. stats: of all."""
+    """The answer to `weights`: the weights that the operation named, as they are now. stats: of all weights."""
 
     weights: list[WeightInfo]
     stats: WeightStats

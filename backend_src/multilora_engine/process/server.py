@@ -50,7 +50,7 @@ _MAX_MESSAGES_PER_STEP = 256
 """A flood of requests must not keep the running ones from their next step."""
 
 _MAX_RECEIVE_S = 0.005
-"""The same for a flood of large ones: behind the message that takes it beyond this, a step comes first. To take up an
+"""A flood of large messages must not either: once receiving has taken this time, a step comes first. To take up an
 adapter of 9 MB takes about as long, so a step waits for one of them."""
 
 _WAIT_POLL_MS = 5
@@ -275,7 +275,7 @@ class EngineServer:
         self._emit(outputs)
 
     def _fail_all(self, error: Exception) -> None:
-        """After an exception out of a step, no request in the engine can be trusted to go on."""
+        """Fail all requests: after an exception out of a step, none of them can be trusted to go on."""
         self._failed_steps += 1
         logger.exception("step failed, %d requests are lost", len(self._routes))
         lost = list(self._routes)
@@ -339,7 +339,8 @@ def serve(
         router.set(zmq.LINGER, 0)
         router.set(zmq.SNDHWM, MAX_QUEUED_MESSAGES)
         router.set(zmq.RCVHWM, 0)
-        # Without it ROUTER drops silently messages to a front that is gone, and its requests would run on for nobody.
+        # Without it ROUTER drops messages to a front that is gone silently, and its requests would run on for no
+        # client.
         router.set(zmq.ROUTER_MANDATORY, 1)
         router.bind(f"ipc://{socket_path}")
         on_ready()

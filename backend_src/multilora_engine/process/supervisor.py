@@ -89,7 +89,7 @@ class EngineProcess:
                 if not self._is_closing.wait(backoff.next_delay_s(lived_s)):
                     self._restart()
             except Exception:
-                # Nobody else would start the engine again: this thread goes on after any error.
+                # Nothing else would start the engine again: this thread goes on after any error.
                 logger.exception("engine %d cannot be watched", self.generation)
                 self._is_closing.wait(_RETRY_S)
 
@@ -114,7 +114,7 @@ class EngineProcess:
             logger.error("engine %d cannot start: %s", self.generation, error)
         except Exception:
             logger.exception("engine %d cannot start", self.generation)
-            # A process that was not told what to serve, or speaks out of turn, would never end by itself.
+            # A process that got no `Launch`, or speaks out of turn, would never end by itself.
             if self._process is not None:
                 self._process.kill()
 
@@ -146,7 +146,7 @@ class EngineProcess:
 
 
 def _ends_or_hangs(process: subprocess.Popen[bytes], heartbeat: Heartbeat) -> bool:
-    """Wait for either; whether it was the end."""
+    """Wait until the process ends or hangs; whether it has ended."""
     if process.poll() is not None:
         return True
     try:

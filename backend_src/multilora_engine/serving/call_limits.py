@@ -1,4 +1,4 @@
-"""How much one request may ask for. Its sequences go to the engine together, whose loop everybody shares."""
+"""How much one request may ask for. Its sequences go together to the engine, whose loop all requests share."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def check_call(call: GenerateCall, info: EngineInfo, can_stream: bool = False) -
 
 
 def logits_bytes(call: GenerateCall, info: EngineInfo) -> int:
-    """How large the logits become that a request asks for, at most."""
+    """The largest size, in bytes, of the logits that a request asks for."""
     num_rows = 0
     for prompt, sampling in zip(call.prompts, call.sampling, strict=True):
         num_answered = max(0, min(sampling.max_tokens, info.max_model_len - len(prompt)))

@@ -1,4 +1,4 @@
-"""`InFlight`: how much of something the requests of a front hold at a time."""
+"""`InFlight`: the amount of a limited means that the requests of a front hold at a time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from multilora_engine.errors import Unavailable
 
 
 class InFlight:
-    """Amounts that are under way, by whom they are charged to. Any thread may begin or end one."""
+    """Amounts that are under way, by the owner that they are charged to. Any thread may begin or end one."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

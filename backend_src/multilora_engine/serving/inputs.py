@@ -1,4 +1,4 @@
-"""`InputTensors`: the tensors of a request by name, with the checks that any of them needs.
+"""`InputTensors`: the tensors of a request by name, with their common checks.
 
 All have a leading batch dimension: n rows are n independent prompts. A tensor that is absent is None.
 """

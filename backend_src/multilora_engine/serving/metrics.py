@@ -153,7 +153,7 @@ HISTOGRAMS: Mapping[str, tuple[str, str]] = {
 """The metrics by field of `RequestStats`: name and description."""
 
 _MAX_LISTED_ADAPTERS = 64
-"""Waiting adapters that a label names; those that run are `max_loras` at most."""
+"""Waiting adapters that a label names; the running ones are `max_loras` at most."""
 
 
 def samples(report: StatsReport, model_name: str) -> Iterator[Sample]:
@@ -220,7 +220,7 @@ def _lora_requests_info(adapters: AdaptersInUse) -> Sample:
         ("running_lora_adapters", ",".join(adapters.running)),
         ("waiting_lora_adapters", ",".join(adapters.waiting[:_MAX_LISTED_ADAPTERS])),
     )
-    # Not the wall clock: set back, it would make of an older series the latest one.
+    # Not the wall clock: when it is set back, an older series would become the latest one.
     return Sample(LORA_REQUESTS_INFO, labels, _BOOT_S + time.monotonic())
 
 
@@ -233,7 +233,7 @@ def _residency_samples(residency: Residency, model_name: str) -> Iterator[Sample
             ("rank", str(adapter.rank)),
         )
         yield Sample(LORA_ADAPTER_LOADED, labels, 1)
-    # By this label gateways know the requests that need no adapter.
+    # Gateways know the requests that need no adapter by this label.
     yield Sample(NUM_GPU_LOADED, (("model_name", model_name),), residency.num_on_device)
     yield Sample(NUM_CPU_LOADED, (), residency.num_in_memory)
     yield Sample(MAX_GPU_ADAPTERS, (), residency.max_loras)
@@ -256,7 +256,7 @@ Key = tuple[MetricName, tuple[tuple[str, str], ...]]
 @dataclass
 class _Series:
     """One metric of the server's. value: the latest sample; shown: the server's value, which never falls for a
-    counter, whatever a new engine counts from."""
+    counter, even when a new engine counts from zero."""
 
     handle: Any
     value: float = 0.0

@@ -53,8 +53,8 @@ class RowAnswer(msgspec.Struct, frozen=True):
 
 class ReplyRow(msgspec.Struct, frozen=True):
     """Which row of its request an engine request is, which of the row's sequences, the adapter it asked for, and the
-    other values it wants. token_bytes: how tokens are spelled, for one that wants to know. prompt: its prompt, for one
-    that wants to know how likely its tokens were.
+    other values it wants. token_bytes: the spelling of tokens, for a request that wants it. prompt: its prompt, for a
+    request that wants the log-probs of its tokens.
     """
 
     batch_index: int = 0
@@ -156,10 +156,11 @@ class OutputColumns:
     def other_arrays(
         self, answers: Sequence[RowAnswer], pad_id: int, num_sequences: int = 1
     ) -> dict[str, NDArray[Any]]:
-        """All else, output_ids first. Log-probs, logits and performance metrics are left out where answers have none.
+        """All other values, output_ids first. Log-probs, logits and performance metrics are left out where answers have
+        none.
 
-        So are token ids of an upload: it has no prompt. Of a tensor without elements that it sends by HTTP the server
-        (24.10) never frees 80 bytes.
+        So are token ids of an upload: it has no prompt. The server (24.10) never frees 80 bytes of a tensor without
+        elements that it sends by HTTP.
         """
         arrays: dict[str, NDArray[Any]] = {}
         if self._has_token_ids and any(answer.num_input_tokens for answer in answers):

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 
 class PromptLogits:
-    """A piece is copied to its place when it comes: all at once would keep the thread that sends everybody's tokens."""
+    """A piece is copied to its place when it comes: copying all at once would hold up the thread of all answers."""
 
     def __init__(self, num_tokens: int, vocab_size: int) -> None:
         """num_tokens: of the prompt."""

@@ -78,7 +78,7 @@ def _reserved() -> frozenset[str]:
 
 
 def _check_length(name: str, text: str, info: EngineInfo) -> None:
-    """Tokenizing takes time and memory by the byte, and everybody else waits for it."""
+    """Tokenizing takes time and memory by the byte, and all other requests wait for it."""
     num_bytes = len(text.encode())
     if num_bytes > info.limits.max_prompt_bytes:
         raise InvalidRequest(f"{name} has {num_bytes} bytes and max_prompt_bytes is {info.limits.max_prompt_bytes}")

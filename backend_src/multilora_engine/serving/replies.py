@@ -38,7 +38,7 @@ class Responder:
         self._told: dict[str, tuple[list[int | bytes], Any]] = {}
         self._unsent: list[tuple[Any, int]] = []
         self.unsent_bytes = 0
-        """Of the tensors that `flush` will send, without those that every response has."""
+        """Bytes of the tensors that `flush` will send, without the small ones that every response has."""
 
     def wants(self, name: str) -> bool:
         return name in self._names
@@ -110,7 +110,7 @@ class Reply(ABC):
 
 
 class StreamReply(Reply):
-    """A response for each output, with new tokens and text only. The first one has all that is told of the prompt."""
+    """A response for each output, with new tokens and text only. The first one has all values of the prompt."""
 
     def __init__(self, responder: Responder, rows: Mapping[str, ReplyRow], pad_id: int) -> None:
         """rows: by the engine's request ids."""

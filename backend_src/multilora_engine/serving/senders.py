@@ -30,7 +30,8 @@ _MIN_SECRET_CHARACTERS = 16
 
 @dataclass(frozen=True)
 class Rights:
-    """The rights of the sender of a request. caller: its API key; None without keys, when everybody may do everything.
+    """The rights of the sender of a request. caller: its API key; None without keys, when every sender may do
+    everything.
 
     min_priority: the smallest priority that its requests get.
     """
@@ -48,13 +49,13 @@ class Rights:
 
     @property
     def runs_the_server(self) -> bool:
-        """Whether it may look after the adapters of all."""
+        """Whether it may look after the adapters of all tenants."""
         return self.caller is None or self.caller.runs_the_server
 
     def adapter_tenant(self, lora_task_id: int | None, lora_name: str) -> str:
         """The tenant whose adapter a request means, empty for the server's own; None is the base model.
 
-        Raises PermissionDenied where the key may not use it, whatever adapters there are.
+        Raises PermissionDenied where the key may not use it, whether there is such an adapter or not.
         """
         if self.caller is None:
             return ""
@@ -135,7 +136,7 @@ class SenderBook:
         return Rights(sender, self._policy.min_priority if entry.priority is None else entry.priority, caller)
 
     def _client(self, values: list[str]) -> str:
-        """The client that a proxy names; empty where no one does."""
+        """The client that a proxy names; empty without one."""
         if len(set(values)) > 1:
             raise InvalidRequest(f"{CLIENT_HEADER} is what the proxy says, and the request says it, too")
         if not values:

@@ -32,7 +32,7 @@ def read_bad_sequences(inputs: InputTensors, row: int, tokenizer: Tokenizer, lim
 def read_words(inputs: InputTensors, name: str, row: int, limits: CallLimits) -> list[str]:
     """The words of a text tensor [batch, n]. Raises InvalidRequest when they are too many or too long.
 
-    They are taken apart while everybody else at this door waits, so the tensor is looked at as a whole before.
+    All other requests at this door wait while words are taken apart, so the tensor's size is checked before.
     """
     if name not in inputs:
         return []

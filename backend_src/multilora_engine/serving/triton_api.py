@@ -71,7 +71,7 @@ def backend_utils() -> ModuleType:
 
 
 def request_id_of(request: TritonRequest) -> str:
-    """The request's id; empty for one that is not UTF-8, which nobody could ask for again.
+    """The request's id; empty for one that is not UTF-8, by which no client could stop the request.
 
     Reading such an id raises in the middle of `execute`, which would fail all requests that came with this one.
     """

@@ -1,6 +1,7 @@
 """Inputs of TensorRT-LLM's models that stand for features this server does not have.
 
-They are declared so that a client that sends them is told so. Undeclared, the server would refuse them for their names.
+They are declared so that a client that sends them is told of the feature. The server refuses undeclared inputs for
+their names.
 """
 
 from __future__ import annotations

@@ -141,7 +141,7 @@ def _covers(source: PathSource, path: str, name: str, key: AdapterKey) -> bool:
 
 @contextmanager
 def _failing_alone(name: str, key: AdapterKey, *expected: type[SourceError]) -> Iterator[None]:
-    """Sources may be anybody's code: any error of one is the end of this fetch and of nothing else."""
+    """Sources may be plug-ins of any kind: an error of one ends this fetch and nothing else."""
     try:
         yield
     except Exception as error:

@@ -56,7 +56,7 @@ class HubSource:
         self._endpoint = endpoint
         self._cache_dir = cache_dir
         self._api = HfApi(endpoint=endpoint)
-        # They are for terminals; what happens goes to the log.
+        # Progress bars are for terminals; downloads are told in the log.
         disable_progress_bars()
 
     @contextmanager

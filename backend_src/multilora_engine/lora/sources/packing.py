@@ -49,7 +49,7 @@ def pack_directory(adapter: LocalAdapter, layout: AdapterLayout, base_model: Pat
         tensors = convert_peft(adapter.directory, base_model=base_model)
         return pack_adapter(_weights(tensors), torch.from_numpy(tensors.config), layout)
     except (AdapterError, BrokenFiles, InvalidRequest, OSError, ValueError, RecursionError) as error:
-        # The converter names files by their whole paths, which are nobody's business but the operator's.
+        # The converter names files by their whole paths, which only the operator may see.
         text = str(error).replace(f"{adapter.directory}/", "").replace(str(base_model), "the base model")
         raise Unusable(text) from error
 

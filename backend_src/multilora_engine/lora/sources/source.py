@@ -25,7 +25,7 @@ _MAX_CONFIG_BYTES = 1 << 20
 
 
 class SourceError(Exception):
-    """Base of why a source does not give an adapter. The text is for the client: no paths, no credentials."""
+    """Base of the reasons for which a source gives no adapter. The text is for the client: no paths, no credentials."""
 
 
 class NotThere(SourceError):
