@@ -2,7 +2,7 @@
 
     MultiloraError
       ConfigError                                 stops the load; the message says what to write
-      RequestError                                reaches the client that caused it, and nobody else
+      RequestError                                reaches the client that caused it, and no other
         InvalidRequest      -> INVALID_ARG        malformed or contradictory input
           PathNotCovered                          no source of the operator's covers the path of an adapter to load
           AdapterUnusable                         a source's adapter is refused, damaged or unsupported
@@ -74,7 +74,7 @@ class InvalidRequest(RequestError):
 
 
 class PathNotCovered(InvalidRequest):
-    """No source covers the path that an adapter shall be loaded from. Names the sources, not their places."""
+    """No source covers the path that an adapter shall be loaded from. The text names the sources, not their places."""
 
     def __init__(self, path: str, sources: list[str]) -> None:
         names = ", ".join(sources)
@@ -143,7 +143,9 @@ class AdapterNotKnown(RequestError):
 
 
 class AdapterNotHere(RequestError):
-    """An operator means an adapter that no tier has: nothing comes of sending weights, which they do not have."""
+    """An operator names an adapter that no tier has. The text does not ask for weights, which an operator does not
+    have.
+    """
 
     code = "NOT_FOUND"
 
@@ -279,7 +281,7 @@ class QueueShareFull(Unavailable):
 
 
 class RateExceeded(Unavailable):
-    """An API key has used up all that it may cause in a minute."""
+    """An API key has used up its requests or tokens of a minute."""
 
     code = "RESOURCE_EXHAUSTED"
 

@@ -19,7 +19,7 @@ def one_line(text: str, max_chars: int) -> str:
 
 
 class OneLineFormatter(logging.Formatter):
-    """Nothing that a client sent can begin a line of its own, or steer a terminal. Tracebacks, which are ours, may."""
+    """No text of a client can begin a line of its own, or steer a terminal. Tracebacks, which are ours, may."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         record.message = one_line(record.message, _MAX_LINE_CHARS)

@@ -52,7 +52,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
 
     return_log_probs: log-probabilities of the chosen tokens, by the model's own logits. num_top_log_probs: of so many
     most probable tokens beside it. return_context_logits, return_generation_logits: these logits themselves, behind
-    each token of the prompt, and those that each token of the answer was chosen by. return_prompt_log_probs:
+    each token of the prompt, and the logits by which each token of the answer was chosen. return_prompt_log_probs:
     log-probabilities of the prompt's tokens. num_prompt_top_log_probs: with these, of so many most probable tokens in
     their places.
 
@@ -100,7 +100,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
 
     @property
     def reads_whole_prompt(self) -> bool:
-        """Whether something is told of every token of the prompt, so that each must be computed."""
+        """Whether the answer tells of every token of the prompt, so that each must be computed."""
         return self.return_context_logits or self.return_prompt_log_probs
 
     @property
@@ -218,7 +218,7 @@ class TokenOutput(msgspec.Struct, frozen=True, omit_defaults=True):
         in outputs without tokens and in the first one with tokens; a front has a view of the message's memory.
     prompt_log_probs: of every token of the prompt, in the first output; rows of `prompt_log_probs.row_type`.
     perf: in the last output.
-    beams: all that beam search gives, in the one output there is: best first, at most `beam_width`. Its reason is the
+    beams: all answers of a beam search, in its only output: best first, at most `beam_width`. Its reason is the
         best answer's, and num_output_tokens counts all of them.
     """
 

@@ -26,7 +26,7 @@ _logger = logging.getLogger(__name__)
 
 Run = Callable[[], None]
 Capture = Callable[[Run], Run]
-"""Makes of a function one that does the same again, to the same memory."""
+"""Makes a replay of a function: it does the same work again, on the same memory."""
 
 _BASE_MODEL = -1
 _SIZES = (1, 2, 4)
@@ -132,7 +132,7 @@ class DecodeGraphs:
         self._inputs = inputs
         self._sizes = sizes
         self._logits = torch.empty(sizes[-1], vocab_size, device=device)
-        # The largest first: the others find room in the memory that it leaves.
+        # The largest first: the others fit into the memory that it leaves.
         self._replays = {
             (size, has_adapters): self._captured(forward, size, has_adapters, capture)
             for has_adapters in (True, False)

@@ -17,10 +17,10 @@ from multilora_kernels import huge_pages
 _logger = logging.getLogger(__name__)
 
 _NICENESS = 10
-"""Of the thread: steps go first, and take a page themselves that it has not come to."""
+"""The thread's niceness: steps go first, and take a page themselves that the thread has not come to."""
 
 _STRIDES_AHEAD = 2
-"""So much memory is there before it is used: prompts may come faster than the thread takes one stride."""
+"""Strides whose memory is there before it is used: prompts may come faster than the thread takes one stride."""
 
 
 class KVMemory:

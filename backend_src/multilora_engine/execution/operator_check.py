@@ -1,6 +1,6 @@
 """The self-test of the GPU operators in a model's own shapes, once at start.
 
-Nobody gets wrong tokens from a device that computes otherwise than those that we have tried.
+A device that computes otherwise than the tested ones is refused, and gives no client wrong tokens.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def step_lens(num_tokens: int, num_seqs: int, max_len: int) -> list[int]:
 
 
 def peak_growth(device: torch.device) -> Measure:
-    """What torch's allocator says of a GPU."""
+    """The growth by torch's allocator, on a GPU."""
 
     def measure(run: Callable[[], object]) -> int:
         torch.cuda.synchronize(device)

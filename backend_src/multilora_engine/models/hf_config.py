@@ -20,7 +20,7 @@ _OLD_LAYER_TYPES = {"attention": "full_attention"}
 
 
 class HFConfig(msgspec.Struct, kw_only=True):
-    """The fields under the names that nearly all decoders share; None stands for nothing said.
+    """The fields under the names that nearly all decoders share; None stands for a field that is not written.
 
     rope_scaling, rope_theta, partial_rotary_factor: older spellings of items of `rope_parameters`, which has them all
     once the config is `complete`.
@@ -54,7 +54,7 @@ class HFConfig(msgspec.Struct, kw_only=True):
     per_layer_config: dict[str, Any] | None = None
 
     def complete(self) -> None:
-        """Fill in what follows from other fields. Raises ConfigError where they contradict each other."""
+        """Fill in the fields that follow from others. Raises ConfigError where fields contradict each other."""
         if self.num_attention_heads < 1:
             raise ConfigError(f"config.json: num_attention_heads {self.num_attention_heads} must be positive")
         if self.num_key_value_heads is None:
@@ -72,7 +72,7 @@ class HFConfig(msgspec.Struct, kw_only=True):
                 )
 
     def fill_in(self) -> None:
-        """What only this family does."""
+        """The family's own part of `complete`."""
 
     def complete_rope(self) -> dict[str, Any]:
         """`rope_parameters`: one dict for all layers, or one for each of `layer_types`."""

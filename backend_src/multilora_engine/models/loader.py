@@ -41,8 +41,8 @@ def load_model(path: Path, placement: Placement, on_progress: Callable[[int, int
 def stored_dtype(path: Path) -> torch.dtype:
     """The type that holds every float weight of the checkpoint as it is: that of its matrices, at most float32.
 
-    It is read from the files: the one that config.json names is only a type that somebody once used. Matrices of scales
-    are no weights.
+    It is read from the files: the type in config.json may be any that the checkpoint once had. Matrices of scales are
+    no weights.
     """
     tensors = Checkpoint(path).tensors
     stored = {tensor.dtype for name, tensor in tensors.items() if name.endswith(".weight") and len(tensor.shape) == 2}

@@ -1,4 +1,4 @@
-"""`Model`: the engine's requirements of a model, whatever its family."""
+"""`Model`: the engine's requirements of a model of any family."""
 
 from __future__ import annotations
 

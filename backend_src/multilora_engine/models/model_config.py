@@ -20,7 +20,7 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The numbers of a decoder: those that the KV cache, the adapters and the families' layers read.
+    """The numbers of a decoder that the KV cache, the adapters and the families' layers read.
 
     ropes: rotary embeddings by name. layer_ropes: for each layer the name of its rotary embeddings, None for a layer
         without.
@@ -140,7 +140,7 @@ def _activation(hf: HFConfig) -> Activation:
 
 
 def _sliding_windows(hf: HFConfig) -> tuple[int | None, ...]:
-    """One entry per layer: the window counts for all layers, or for those that `layer_types` names."""
+    """One entry per layer: the window counts for all layers, or for the layers that `layer_types` names."""
     window, types = hf.sliding_window, hf.layer_types
     if types is None:
         return (window,) * hf.num_hidden_layers

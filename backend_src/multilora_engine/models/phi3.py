@@ -25,7 +25,7 @@ class Phi3Config(HFConfig):
     partial_rotary_factor: float = 1.0
 
     def complete_rope(self) -> dict[str, Any]:
-        """All that is scaled is `longrope`, whatever the file calls it, and knows its length from the field for it."""
+        """Every scaling is `longrope`, under any name in the file, and knows its length from the field for it."""
         parameters = super().complete_rope()
         kind = parameters["rope_type"]
         if kind in ("longrope", "yarn"):

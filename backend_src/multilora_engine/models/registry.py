@@ -24,7 +24,7 @@ from multilora_wire.sites import ModelSites
 
 @dataclass(frozen=True)
 class Family:
-    """model_type: the one that config.json has beside the architecture's name.
+    """model_type: the field of config.json beside the architecture's name.
 
     fields: of config.json, with the family's defaults.
     read: gets the fields and the numbers that all decoders share, and adds the family's.

@@ -190,7 +190,7 @@ class LinearWeight(Protocol):
     def packed(self, num_rows: int) -> PackedWeight | QuantizedWeight | None:
         """The weight for a whole layer in one call (`decoder_layers`); None where this format has no such call.
 
-        num_rows: tokens of the step. The answer is the same for all that share a `row_class`.
+        num_rows: tokens of the step. The answer is the same for all numbers that share a `row_class`.
         """
         ...
 

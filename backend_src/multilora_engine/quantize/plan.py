@@ -38,7 +38,7 @@ class OuterOptions:
 class Plan:
     """source: the checkpoint. schemes: of the modules that become codes, as transformers names them; their tensors are
     `<module>.weight`. linears: the scheme of linears in general. others: schemes of modules that have their own, None
-    for those that stay floats.
+    for modules that stay floats.
 
     unties_head: the head, which was the embeddings, becomes a tensor of its own. compressed-tensors has no tied codes.
     """

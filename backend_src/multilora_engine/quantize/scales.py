@@ -10,7 +10,7 @@ group's error in its output, when inputs are taken as uncorrelated.
 
 For given codes the best scale is s = sum h w (q - z) / sum h (q - z)^2. So a few scales and zero points are tried, each
 is replaced by the best one for its codes, and the best of them is refined. A scale may be negative: the integers of b
-bits reach from -2^(b-1) to 2^(b-1) - 1, and the longer side shall meet the group's largest weight, whatever its sign.
+bits reach from -2^(b-1) to 2^(b-1) - 1, and the longer side shall meet the group's largest weight, of either sign.
 """
 
 from __future__ import annotations

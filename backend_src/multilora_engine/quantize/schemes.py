@@ -90,7 +90,7 @@ EMBEDDINGS_OF_8_BITS = Scheme("w8a16", PER_OUTPUT, is_packed=False)
 def quantization_config(scheme: Scheme, others: Mapping[str, Scheme | None]) -> QuantizationConfig:
     """The `quantization_config` of config.json.
 
-    scheme: of all linears but `others`, whose names have schemes of their own; None for those that stay as they are.
+    scheme: of all linears but `others`, whose names have schemes of their own; None for modules that stay as they are.
     """
     of_others = {name: other for name, other in others.items() if other is not None and other != scheme}
     formats = {scheme.format, *(other.format for other in of_others.values())}

@@ -30,8 +30,8 @@ class Compiler(Protocol):
 
 
 class GuideQueue:
-    """Belongs to the engine's thread; guides are compiled in another one, which the first guide starts. In which order,
-    `GuideTurns` says. It computes while the cores have nothing else to do, such as in the pauses of a step.
+    """Belongs to the engine's thread; guides are compiled in another one, which the first guide starts. `GuideTurns`
+    says in which order. It computes while the cores have nothing else to do, such as in the pauses of a step.
     """
 
     def __init__(self, make_compiler: Callable[[], Compiler], timeout_s: float) -> None:
@@ -56,7 +56,7 @@ class GuideQueue:
         return iter(self._jobs)
 
     def warm_up(self) -> None:
-        """Make the compiler now, before the first step: that keeps the interpreter from everybody for 0.2 s."""
+        """Make the compiler now, before the first step: making it holds the interpreter for 0.2 s."""
         self._compiler = self._make_compiler()
 
     def add(self, sequence: Sequence, guide: Guide, end_tokens: tuple[int, ...]) -> None:

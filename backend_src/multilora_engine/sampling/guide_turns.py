@@ -1,4 +1,4 @@
-"""`GuideTurns`: whose guide is compiled next."""
+"""`GuideTurns`: which guide is compiled next."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class GuideJob:
 
 
 class GuideTurns:
-    """The guides that wait to be compiled. The sender goes first whose guides have taken the least time so far, over
-    its weight; of its guides the smallest goes first.
+    """The guides that wait to be compiled. The sender whose guides have taken the least time so far, over its weight,
+    goes first, with its smallest guide.
 
     So a sender with a thousand guides and one with a single guide take turns, and the large guides of a sender wait for
     its small ones. A sender whose guides have not waited for a while starts with the least time of the others:

@@ -1,4 +1,4 @@
-"""Guided decoding: answers that always parse. A grammar says after every token which ones may follow.
+"""Guided decoding: answers that always parse. A grammar says after every token which tokens may follow.
 
 The grammars themselves are llguidance's work; here are its limits, its masks and the meaning of an end token to them.
 """
@@ -27,7 +27,7 @@ _MAX_LEXER_STATES = 20_000
 """The most states of one guide, of 1 to 2 kB each. A regular expression can have exponentially many."""
 
 _MAX_STEP_LEXER_FUEL = 100_000
-"""The most work of the lexer for one mask: some 7 ms. It is the engine's thread that waits for masks."""
+"""The most work of the lexer for one mask: some 7 ms, for which the engine's thread waits."""
 
 _MAX_CACHED_BYTES = 8 * MAX_GUIDE_BYTES
 """The most bytes of guides kept compiled for further requests, each counting at least `_MIN_CACHED_BYTES`."""
@@ -49,7 +49,7 @@ class GuideMatcher:
 
     def __init__(self, matcher: LLMatcher, text_tokens: NDArray[np.int32], end_tokens: NDArray[np.int32]) -> None:
         """matcher: at the start of its grammar. text_tokens, end_tokens: bitmasks of the tokens that mean text, and of
-        those that end this sequence. Raises InvalidRequest when the grammar allows no answer with a token."""
+        the tokens that end this sequence. Raises InvalidRequest when the grammar allows no answer with a token."""
         self._matcher = matcher
         self._text_tokens = text_tokens & ~end_tokens
         self._end_tokens = end_tokens

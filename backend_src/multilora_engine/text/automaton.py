@@ -1,4 +1,4 @@
-"""`Automaton`: which of many words a sequence of symbols ends with, at a price that does not depend on how many."""
+"""`Automaton`: which of many words a sequence of symbols ends with, at a price that does not depend on their number."""
 
 from __future__ import annotations
 

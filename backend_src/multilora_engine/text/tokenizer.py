@@ -109,7 +109,7 @@ class Tokenizer:
                 tokenize=False,
                 **options,
             )
-        except Exception as error:  # templates are programs: their errors on input they do not like are up to them
+        except Exception as error:  # templates are programs, which may raise any error
             raise InvalidRequest(f"the model's chat template refused the messages: {error}") from error
         return str(text)
 

@@ -1,4 +1,4 @@
-"""`ServerOptions`: all that a server can be started with."""
+"""`ServerOptions`: the options of a server's start."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ _QUEUE_IS_FULL = "[UNAVAILABLE] the queue is full"
 
 
 class ProbeFailed(Exception):
-    """The server is broken, and will not mend itself; the text says how."""
+    """The server is broken, and will not mend itself; the text gives the reason."""
 
 
 class NotReady(Exception):
@@ -38,7 +38,7 @@ class NotReady(Exception):
 
 
 class Busy(Exception):
-    """The server lives and has too much to do; the text says what."""
+    """The server lives and has too much to do; the text is its error."""
 
 
 def probe_generation(http_url: str, timeout_s: float = PROBE_TIMEOUT_S, api_key: str = "") -> None:

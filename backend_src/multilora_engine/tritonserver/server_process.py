@@ -226,7 +226,7 @@ class ServerProcess:
         self._clean_up()
 
     def _drain(self) -> bool:
-        """Whether the engine has ended all that was in flight."""
+        """Whether the engine has ended all requests in flight."""
         is_drained = False
         for pid in marked_processes(self.token):
             if _is_engine(pid):
@@ -235,7 +235,7 @@ class ServerProcess:
         return is_drained
 
     def _let_engine_end(self) -> None:
-        """Behind a killed server: it ends by itself once the process that started it is gone."""
+        """Wait for the engine of a killed server: it ends by itself once the process that started it is gone."""
         engines = [pid for pid in marked_processes(self.token) if _is_engine(pid)]
         kill_marked_processes(self.token, spared=engines)
         for pid in engines:

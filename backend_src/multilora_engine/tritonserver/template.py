@@ -96,7 +96,7 @@ IGNORED: Mapping[str, str] = MappingProxyType(
         "xgrammar_tokenizer_info_path": "guides read the model's own tokenizer",
     }
 )
-"""Upstream's keys that mean nothing here, and why."""
+"""Upstream's keys that mean nothing here, with the reasons."""
 
 
 @dataclass
@@ -175,7 +175,7 @@ def _set_parameter(repository: Path, name: str, value: str) -> str:
 
 
 def _set_max_batch_size(repository: Path, value: str) -> str:
-    # The model `adapters` takes one operation a request, whatever the others take.
+    # The model `adapters` takes one operation a request, in every configuration.
     models = [name for name in model_names(repository) if read_config(_config(repository, name)).max_batch_size > 1]
     for name in models:
         _replace(_config(repository, name), r"(max_batch_size: )\d+", value)
