@@ -1,6 +1,6 @@
 """What clients of TensorRT-LLM's Triton backend rely on, row by row: run the tests that stand for the rows, and print
-how they went. The rows are read from the tests' source; README.md shows the same table, and a second one, of programs
-that their authors ship: `--clients DIR` runs those.
+how they went. The rows are read from the tests' source; docs/clients.md shows the same table, and a second one, of
+programs that their authors ship: `--clients DIR` runs those.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from clients.triton_client_programs import TRITON_PROGRAMS
 from marked_tables import write_table
 from repository import REPOSITORY
 
-README = REPOSITORY / "README.md"
+PAGE = REPOSITORY / "docs" / "clients.md"
 TESTS = sorted((REPOSITORY / "tests" / "e2e").glob("test_conformance_*.py"))
 
 PROGRAMS = (*TRITON_PROGRAMS, *OPENAI_PROGRAMS)
@@ -81,15 +81,15 @@ class Outcomes:
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """The table of README.md."""
+    """The table of docs/clients.md."""
     lines = ["| interface | what its clients rely on | here |", "| --- | --- | --- |"]
     lines += [f"| {row.interface} | {row.requirement} | {row.answer} |" for row in rows]
     return "\n".join(lines) + "\n"
 
 
 def main(
-    update_readme: Annotated[
-        bool, typer.Option("--readme", help="Write the table into README.md when every row has passed.")
+    update_docs: Annotated[
+        bool, typer.Option("--docs", help="Write the table into docs/clients.md when every row has passed.")
     ] = False,
     clients: Annotated[
         Path | None,
@@ -114,21 +114,21 @@ def main(
     `works`: the server does what the clients rely on; `refused`: it does not, and says so by UNSUPPORTED and the name
     of the tensor. Either is tested. The exit status is 1 when a row has failed.
     """
-    if only and update_readme:
-        raise typer.BadParameter("--readme is for a run of every row; leave out --only")
+    if only and update_docs:
+        raise typer.BadParameter("--docs is for a run of every row; leave out --only")
     if clients is not None:
-        run_programs(clients, python, only or [""], update_readme)
+        run_programs(clients, python, only or [""], update_docs)
         return
     rows, outcomes = read_rows(), Outcomes()
     pytest.main([f"--rootdir={REPOSITORY}", "-q", *map(str, TESTS)], plugins=[outcomes])
     _show(rows, outcomes)
     if not all(outcomes.of(row) for row in rows):
         raise typer.Exit(1)
-    if update_readme:
-        write_table(README, "conformance", markdown(rows))
+    if update_docs:
+        write_table(PAGE, "conformance", markdown(rows))
 
 
-def run_programs(clients: Path, python: Path, only: Sequence[str], update_readme: bool) -> None:
+def run_programs(clients: Path, python: Path, only: Sequence[str], update_docs: bool) -> None:
     """Run the programs in `clients` whose words have one of `only`, and print how each went.
 
     Raises typer.Exit when a program did not go as expected.
@@ -143,8 +143,8 @@ def run_programs(clients: Path, python: Path, only: Sequence[str], update_readme
     _show_programs(chosen, runs)
     if not all(run.passed for run in runs):
         raise typer.Exit(1)
-    if update_readme:
-        write_table(README, "client programs", client_program.markdown(PROGRAMS))
+    if update_docs:
+        write_table(PAGE, "client programs", client_program.markdown(PROGRAMS))
 
 
 def _show(rows: Sequence[Row], outcomes: Outcomes) -> None:

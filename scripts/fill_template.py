@@ -14,7 +14,8 @@ from multilora_engine.tritonserver.repository import CONFIG_NAME, find_model_rep
 from multilora_engine.tritonserver.template import RENAMED, copy_repository, fill, parse_substitutions
 
 EPILOG = (
-    "Keys are the parameters of generation/config.pbtxt, which README.md lists, and those of TensorRT-LLM's templates: "
+    "Keys are the parameters of generation/config.pbtxt, which docs/configuration.md lists, and those of "
+    "TensorRT-LLM's templates: "
     + "".join(f"{theirs} is {ours} here; " for theirs, ours in RENAMED.items())
     + "triton_max_batch_size and preprocessing_instance_count mean what they mean there; decoupled_mode adds the "
     "models tensorrt_llm and tensorrt_llm_bls, and makes them and ensemble for clients that stream (true) or not "

@@ -44,7 +44,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True)
 class ClientProgram:
-    """program, version, mode: the program, and the use of it that is tried, in the words of README.md's table.
+    """program, version, mode: the program, and the use of it that is tried, in the words of docs/clients.md.
 
     folder: its folder in DIR. argv: the command. shows: a regular expression that its output has to match, which says
     that it did its task: many programs end with status 0 in any case. status: its exit status when it works.
@@ -80,7 +80,7 @@ class ClientProgram:
 
 
 def markdown(programs: Sequence[ClientProgram]) -> str:
-    """The table of README.md: a mode that is the same in several versions is one line, so are modes of one outcome."""
+    """The table of docs/clients.md: a mode of several versions is one line, so are modes of one outcome."""
     versions = _grouped((row.program, row.mode, row.outcome, row.version) for row in programs)
     modes = _grouped((program, outcome, ", ".join(known), mode) for (program, mode, outcome), known in versions.items())
     lines = ["| program | version | modes | here |", "| --- | --- | --- | --- |"]

@@ -28,7 +28,7 @@ from trials.doors import Attack
 from trials.scenes import SCENES, Scene, Stage
 from trials.victim import Gaps, Victim
 
-DOCUMENTS = (REPOSITORY / "README.md", REPOSITORY / "SECURITY.md")
+PAGE = REPOSITORY / "docs" / "attacks.md"
 TABLE = "abuse"
 
 _SETTLE_S = 1.5
@@ -40,12 +40,12 @@ def main(
     attack: Annotated[list[str] | None, typer.Option(help="Only attacks whose names have this; repeatable.")] = None,
     door: Annotated[list[str] | None, typer.Option(help="Only servers behind this: proxy, API keys, none.")] = None,
     model: Annotated[Path | None, typer.Option(help="Checkpoint (default: the default model).")] = None,
-    update_documents: Annotated[
-        bool, typer.Option("--readme", help="Write the table into README.md and SECURITY.md, whatever it shows.")
+    update_docs: Annotated[
+        bool, typer.Option("--docs", help="Write the table into docs/attacks.md, whatever it shows.")
     ] = False,
 ) -> None:
-    if update_documents and (attack or door):
-        raise typer.BadParameter("--readme is for a run of every row; leave out --attack and --door")
+    if update_docs and (attack or door):
+        raise typer.BadParameter("--docs is for a run of every row; leave out --attack and --door")
     console = Console()
     checkpoint = model or ensure_default_checkpoint()
     scenes = [chosen(scene, attack) for scene in SCENES if not door or scene.title in door]
@@ -54,9 +54,8 @@ def main(
         for row in play(scene, checkpoint):
             rows.append(row)
             console.print(f"{len(rows)} of {num_rows} {row.line}", markup=False, highlight=False, soft_wrap=True)
-    if update_documents:
-        for document in DOCUMENTS:
-            write_table(document, TABLE, markdown(rows))
+    if update_docs:
+        write_table(PAGE, TABLE, markdown(rows))
     raise typer.Exit(int(any(row.verdict != "fine" for row in rows if row.door != "none")))
 
 

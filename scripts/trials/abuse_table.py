@@ -66,7 +66,7 @@ class Row:
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """The table of README.md and SECURITY.md."""
+    """The table of docs/attacks.md."""
     return "".join(f"{line}\n" for line in (_line(_HEADER), _line(_RULE), *(row.line for row in rows)))
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from conformance import README, Outcomes, Row, markdown, read_rows
+from conformance import PAGE, Outcomes, Row, markdown, read_rows
 from marked_tables import read_table
 
 SOURCE = """
@@ -21,8 +21,8 @@ def test_c(): ...
 """
 
 
-def test_the_readme_shows_the_rows_that_the_tests_have() -> None:
-    assert read_table(README, "conformance") == markdown(read_rows())
+def test_the_docs_show_the_rows_that_the_tests_have() -> None:
+    assert read_table(PAGE, "conformance") == markdown(read_rows())
 
 
 def test_every_row_is_another() -> None:

@@ -106,9 +106,9 @@ def test_the_command_prints_what_a_program_that_failed_said_and_ends_with_1(
     monkeypatch.setattr(conformance, "PROGRAMS", (good, bad))
     monkeypatch.setattr(conformance, "run_all", lambda rows, *_: (Run(row, len(row.argv) - 3, "asked") for row in rows))
     with pytest.raises(typer.Exit):
-        conformance.run_programs(clients, Path(sys.executable), only=[""], update_readme=True)
+        conformance.run_programs(clients, Path(sys.executable), only=[""], update_docs=True)
     assert "1 of 2 runs went as expected" in capsys.readouterr().out
-    conformance.run_programs(clients, Path(sys.executable), only=["none", "('a',)"], update_readme=False)
+    conformance.run_programs(clients, Path(sys.executable), only=["none", "('a',)"], update_docs=False)
     assert "1 of 1 runs went as expected" in capsys.readouterr().out
 
 

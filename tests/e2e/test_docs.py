@@ -1,4 +1,4 @@
-"""The README's examples, run as printed but for the ports."""
+"""The examples of README.md and docs/, run as printed but for the ports."""
 
 import os
 import re
@@ -10,17 +10,26 @@ import pytest
 
 from multilora_client import Client, load_adapter
 from multilora_engine.tritonserver import ServerProcess
+from servers.openai_front import started_openai_front
 
 REPOSITORY = Path(__file__).parents[2]
+PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+EXAMPLE = re.compile(r"<!-- example: (\w+) -->\n+```\w+\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+OPENAI = "localhost:9000"
+
+
+def examples() -> dict[str, str]:
+    """The code blocks after marks `<!-- example: NAME -->`, by name."""
+    found = [match.groups() for page in PAGES for match in EXAMPLE.finditer(page.read_text())]
+    assert len(dict(found)) == len(found), "two examples have the same name"
+    return dict(found)
 
 
 def example(name: str, server: ServerProcess) -> str:
-    """The code block after the mark `<!-- example: NAME -->`, at the ports of `server`."""
-    readme = (REPOSITORY / "README.md").read_text()
-    block = re.search(rf"<!-- example: {name} -->\n+```\w+\n(.*?)^```$", readme, re.DOTALL | re.MULTILINE)
-    assert block is not None, f"README.md has no code block marked {name}"
-    code = block[1].replace("localhost:8000", server.http_url).replace("localhost:8001", server.grpc_url)
-    assert code != block[1], "the example names neither localhost:8000 nor localhost:8001"
+    """The example of this name, at the ports of `server`."""
+    printed = examples()[name]
+    code = printed.replace("localhost:8000", server.http_url).replace("localhost:8001", server.grpc_url)
+    assert code != printed, "the example names neither localhost:8000 nor localhost:8001"
     return code
 
 
@@ -45,6 +54,11 @@ def test_the_curl_example_prints_an_answer_and_no_error(server: ServerProcess) -
     answer = run_bash(example("curl", server))
     assert "text_output" in answer
     assert '"error"' not in answer
+
+
+def test_the_openai_example_prints_two_answers(server: ServerProcess) -> None:
+    with started_openai_front(server.grpc_url, "--adapter=pirate=adapters/pirate") as address:
+        run([sys.executable, "-c", examples()["openai"].replace(OPENAI, address)])
 
 
 def test_the_load_of_the_bench_example_is_answered(server: ServerProcess) -> None:
