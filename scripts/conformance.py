@@ -1,6 +1,6 @@
-"""What clients of TensorRT-LLM's Triton backend rely on, row by row: run the tests that stand for the rows, and print
-how they went. The rows are read from the tests' source; docs/clients.md shows the same table, and a second one, of
-programs that their authors ship: `--clients DIR` runs those.
+"""The behaviour that clients of TensorRT-LLM's Triton backend rely on, row by row: run the tests that stand for the
+rows, and print how they went. The rows are read from the tests' source; docs/clients.md shows the same table, and a
+second one, of programs that their authors ship: `--clients DIR` runs those.
 """
 
 from __future__ import annotations

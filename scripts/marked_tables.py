@@ -1,4 +1,4 @@
-"""Tables of a document that a command writes: what stands between `<!-- NAME: begin -->` and `<!-- NAME: end -->`."""
+"""Tables of a document that a command writes: the lines between `<!-- NAME: begin -->` and `<!-- NAME: end -->`."""
 
 from __future__ import annotations
 

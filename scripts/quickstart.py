@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Starts a server, asks the base model and each sample adapter the same question at once, and shows the answers side by
-side. It ends with what a client sees that asks for an adapter the server does not have.
+side. It ends with the error of a client that asks for an adapter the server does not have.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """Runs Python with the environment that `multilora-serve` gives its server.
 
 The OpenMP runtime reads how its threads wait once, when torch is loaded, and that is a large part of a CPU step's time:
-what is measured or tested in this process should wait as the server does.
+threads that are measured or tested in this process should wait as the server's do.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ def unload(ctx: typer.Context, which: Which, url: Url = DEFAULT_URL, as_json: As
 
 @app.command()
 def pin(ctx: typer.Context, which: Which, url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
-    """Keep adapters in host memory, whatever else comes.
+    """Keep adapters in host memory: no other adapter evicts them.
 
     Example: `multilora adapters pin 7 8`
     """

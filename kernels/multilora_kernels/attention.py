@@ -72,7 +72,7 @@ def paged_attention(
         int8 [num_slots, num_kv_heads, head_dim + SCALE_BYTES] (`kv_rows`); query head h reads the key-value head
         h // (num_heads / num_kv_heads).
     options: the scale, and the other changes of scores.
-    Returns [num_tokens, num_heads * head_dim] in the dtype of q. A token's result is the same bits whatever other
+    Returns [num_tokens, num_heads * head_dim] in the dtype of q. A token's result has the same bits beside any other
     sequences there are.
     """
     load_operators(q)

@@ -5,8 +5,8 @@ A row of int8 is head_dim codes and, in its last four bytes, a float32 scale:
     scale = max_d |x[d]| / 127,  code[d] = round(x[d] * 127 / max_d |x[d]|),  x[d] ~ code[d] * scale
 
 so no element is off by more than scale / 2, which is 1/254 of the largest one of its head. A row depends on nothing but
-its own head and token: it is the same whatever else is computed with it. With no element of 2^-100 or more all are
-zero; with one that is infinite or NaN all are NaN, as attention to them would be.
+its own head and token: it does not depend on the rest of the batch. With no element of 2^-100 or more all are zero;
+with one that is infinite or NaN all are NaN, as attention to them would be.
 """
 
 from __future__ import annotations

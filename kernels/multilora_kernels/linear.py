@@ -2,7 +2,7 @@
 
 On a CPU a decode step costs what its weights' bytes cost, if they are read in the order in which they lie. Libraries'
 matrix products reach that for neither one row nor sixteen; `packed_linear` does, and takes weights of 16 bits as they
-are stored. A row's result is the same bits whatever other rows there are.
+are stored. A row's result has the same bits beside any other rows.
 
 In bfloat16 a packed linear takes and gives float32 and adds its products in float32. It rounds its activations to
 bfloat16, to the nearest, where the processor multiplies pairs of them quicker than floats, and nowhere else. Values
@@ -108,7 +108,7 @@ def activation_dtype(compute_dtype: torch.dtype, device: torch.device) -> torch.
 
 
 def packed_linear(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x W^T + bias in the arithmetic of x, whatever the weight is stored as, or in that for which it is packed.
+    """x W^T + bias in the arithmetic of x, or in the arithmetic for which the weight is packed.
 
     x: [rows, in_features]; float32 where the weight is packed. bias: [out_features] in the dtype of x.
     Returns [rows, out_features] in the dtype of x. From packed weights a product is at most in_features * 2^-24 *

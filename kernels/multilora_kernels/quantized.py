@@ -2,7 +2,7 @@
 
 On a CPU with compiled kernels codes are multiplied as they lie; nothing of the size of the weight is ever written as
 floats. The rounding that made the codes is the only one: activations stay floats, and sums are float32. A row's result
-is the same bits whatever other rows there are, and the same as `packed_linear` gives with the weight in float32.
+has the same bits beside any other rows, and the bits of `packed_linear` with the weight in float32.
 """
 
 from __future__ import annotations

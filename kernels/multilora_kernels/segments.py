@@ -13,7 +13,7 @@ PREFILL_CHUNK_SIZE = 64
 """Tokens of a chunk in prefill batches, where a larger tile reads an adapter fewer times."""
 
 MAX_DECODE_TOKENS = 512
-"""Batches of more tokens are cut for prefill. It is the number of tokens that decides, never which adapters they use:
+"""Batches of more tokens are cut for prefill. The number of tokens decides, never their adapters:
 a captured CUDA graph replays for any mix."""
 
 

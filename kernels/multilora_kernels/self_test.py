@@ -78,7 +78,7 @@ class OperatorFault(Exception):
 
 
 Results = tuple[torch.Tensor, torch.Tensor, float]
-"""What an operator gave, what the reference gave, and the tolerance, relative to 1 + |the latter|."""
+"""The results of an operator and of the reference, and the tolerance, relative to 1 + |the reference|."""
 
 _TOLERANCES = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
@@ -264,7 +264,7 @@ class _LoRABatch:
         arguments = (self._tables, 0, len(self._slice_sizes), self._segments)
         actual = lora_shrink(self._x, *arguments).double().sum(0)
         expected = reference.lora_shrink(self._x.double(), *arguments)[0]
-        # Products and sums are float32, whatever the inputs are.
+        # Products and sums are float32 for inputs of all types.
         return self._defined(actual), self._defined(expected), _TOLERANCES[torch.float32]
 
     def compare_expand(self) -> Results:

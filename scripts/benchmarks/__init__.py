@@ -1,1 +1,1 @@
-"""Times and rates, beside what the machine allows."""
+"""Times and rates, beside the limits of the machine."""

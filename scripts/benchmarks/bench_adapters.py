@@ -17,7 +17,7 @@ pauses       time between the tokens of a running batch while others' adapters c
 
 All but memory and way in use an engine in this process on a CPU, where host and device tier are the same pages and the
 device tier has `max_loras` places, with a model of random weights. What is compared runs in turn, round after round,
-so that what else the machine does hits all of it; medians are reported.
+so that other load on the machine meets all contestants; medians are reported.
 """
 
 from __future__ import annotations
@@ -264,7 +264,7 @@ def main(
     model: Annotated[Path | None, typer.Option(help="Checkpoint whose adapters are packed; default: ours.")] = None,
     part: Annotated[list[str] | None, typer.Option(help="Only this part; may be repeated. Default: all.")] = None,
 ) -> None:
-    """Measure what adapters cost, print a table with the goals, and plot it."""
+    """Measure the costs of adapters, print a table with the goals, and plot it."""
     console = Console()
     console.width = max(console.width, TABLE_WIDTH)
     checkpoint = model or ensure_default_checkpoint()

@@ -1,4 +1,4 @@
-"""How fast the engine's steps are, in this process, beside what memory and arithmetic of the machine allow.
+"""How fast the engine's steps are, in this process, beside the limits of the machine's memory and arithmetic.
 
 decode     one step of 1, 8, 16 and 32 sequences, with weights stored as float32 and as bfloat16, against its limit: the
            larger of weights and KV cache over the measured read bandwidth, and flops over the measured rate of matrix
@@ -15,8 +15,8 @@ peft       whole answers to 16 prompts at once, each with an adapter of its own,
 overhead   what a step of 64 sequences costs beside the model, on one core: scheduling, batch, sampling, text, emission.
            The model is a tiny one, so that nothing else happens
 
-Everything that is compared runs in turn, round after round, so that what else the machine does hits all of it; medians
-are reported.
+Everything that is compared runs in turn, round after round, so that other load on the machine meets all contestants;
+medians are reported.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How fast the batched LoRA operators are, beside what memory and arithmetic allow and beside two simpler ways.
+"""How fast the batched LoRA operators are, beside the limits of memory and arithmetic and beside two simpler ways.
 
 Every workload is measured twice:
 
@@ -11,7 +11,7 @@ limit      the larger of: bytes that must move over measured bandwidth, flops ov
 gather     weights padded to the largest rank, gathered by token, torch.bmm; shown as its time over the update's, as is
 GEMMs      two matrix products for each adapter
 
-All of a workload's contestants run in turn, round after round, so that what else the machine does hits all of them;
+All of a workload's contestants run in turn, round after round, so that other load on the machine meets all of them;
 medians are reported. The limits are measured in the same run.
 """
 

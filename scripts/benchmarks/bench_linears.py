@@ -1,4 +1,4 @@
-"""How fast the base model's linears are on a CPU, beside what memory and arithmetic allow and beside torch's own.
+"""How fast the base model's linears are on a CPU, beside the limits of memory and arithmetic and beside torch's own.
 
 int4, int8 and fp8 are codes with scales of bfloat16, one for GROUP_SIZE inputs; a limit counts their bytes too.
 
@@ -8,8 +8,8 @@ F.linear   torch's linear over the plain weights in float32
 oneDNN     the linear that torch.compile uses, over weights that oneDNN packed for this number of rows, in float32
 
 A workload multiplies every weight of a list once: all linears of a decode step, a chunk of a prompt through one layer,
-or copies of one shape, too many for a cache. All contestants run in turn, round after round, so that what else the
-machine does hits all of them; medians are reported, and the limits are measured in the same run.
+or copies of one shape, too many for a cache. All contestants run in turn, round after round, so that other load on the
+machine meets all of them; medians are reported, and the limits are measured in the same run.
 """
 
 from __future__ import annotations

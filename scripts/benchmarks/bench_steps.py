@@ -1,4 +1,4 @@
-"""How fast whole steps of a model are, beside what memory and arithmetic allow: no scheduler, no sampling, no server.
+"""How fast whole steps of a model are, beside the limits of memory and arithmetic: no scheduler, sampling or server.
 
 The model has the shape of Llama-3.1-8B and random weights, so nothing is downloaded. Decode steps have 1, 32 and 128
 sequences, each with the same context, and no adapters, one, or as many distinct ones as sequences; on a GPU they are

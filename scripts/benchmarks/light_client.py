@@ -1,7 +1,7 @@
 """A client that takes little of the machine it measures: it notes when each response of a stream comes, and reads them
 when the stream has ended.
 
-Through `multilora_client` a response takes twice the CPU, for what a person's program wants to have of each.
+Through `multilora_client` a response takes twice the CPU, for the values that a person's program wants of each.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How fast this machine multiplies right now, as the yardstick of what else it computes."""
+"""How fast this machine multiplies right now, as the yardstick of its other computations."""
 
 from __future__ import annotations
 

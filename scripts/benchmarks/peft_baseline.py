@@ -1,4 +1,4 @@
-"""transformers + PEFT on the same checkpoint, with the same adapters, for what the engine is compared with."""
+"""transformers + PEFT on the same checkpoint, with the same adapters, as the engine's yardstick."""
 
 from __future__ import annotations
 

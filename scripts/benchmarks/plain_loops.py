@@ -1,4 +1,4 @@
-"""What all cores load and multiply in loops that do nothing else: a limit that no library's product flatters.
+"""The rates at which all cores load and multiply in loops of nothing else: a limit that no library's product flatters.
 
 Libraries reach 40 to 90 % of what a processor's instructions allow, by processor and type, so a ratio to their products
 says little about what is left.

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: functions of the engine, timed by name, each without what it calls of the others."""
+"""Where the time of a step goes: functions of the engine, timed by name, each without its calls of the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The files that client programs read, and what transformers and PEFT answer, which some of them compare."""
+"""The files that client programs read, and the answers of transformers and PEFT, which some of them compare."""
 
 from __future__ import annotations
 

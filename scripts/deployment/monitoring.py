@@ -1,4 +1,4 @@
-"""A real Prometheus over a real server, set up as docker/prometheus has it, and what dashboard and alerts ask of it."""
+"""A real Prometheus over a real server, set up as docker/prometheus has it, and the queries of dashboard and alerts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Carries out the Dockerfiles without a container engine, and serves from what comes out.
+"""Carries out the Dockerfiles without a container engine, and serves from the results.
 
 Each stage starts from a clean Debian, made by debootstrap, in place of the image that FROM names; the instructions run
 in it through chroot. Then the entry point runs as the image's user in namespaces of its own, with a read-only root,
@@ -68,7 +68,7 @@ def main(
         typer.Option(help="Keep the roots here, and the base for the next time (default: a temporary one)."),
     ] = None,
 ) -> None:
-    """Carry out the Dockerfiles in clean roots, start what they say, and ask it something."""
+    """Carry out the Dockerfiles in clean roots, start their commands, and send them a request."""
     with sigterm_as_ctrl_c(), tempfile.TemporaryDirectory(prefix="multilora-images-") as temporary:
         place = (folder or Path(temporary)).absolute()
         place.mkdir(parents=True, exist_ok=True)

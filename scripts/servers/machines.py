@@ -24,7 +24,7 @@ class Machine:
     cable: str
 
     def cut(self) -> None:
-        """Pull its cable: what is sent to it or by it is lost."""
+        """Pull its cable: packets to it or from it are lost."""
         _ip("link", "set", self.cable, "down")
 
     def join(self) -> None:

@@ -1,1 +1,1 @@
-"""The sample adapters of adapters/: how they were trained, and what they do."""
+"""The sample adapters of adapters/: how they were trained, and how well they keep their promises."""

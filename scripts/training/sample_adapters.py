@@ -1,4 +1,4 @@
-"""The three sample adapters: what each promises, how a program can tell, and the data they were made from."""
+"""The three sample adapters: the promise of each, a program that checks it, and the data they were made from."""
 
 import json
 import re

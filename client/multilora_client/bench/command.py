@@ -100,7 +100,7 @@ def bench(
     csv: CsvFile = None,
     plot: PlotFile = None,
 ) -> None:
-    """Load a running server with streams, and tell what its clients would have seen.
+    """Load a running server with streams, and tell the times and errors that its clients would have met.
 
     All adapters are sent first. They stay on the server under their task ids, until it evicts them or is told to
     (`multilora adapters unload`); one that it evicts during the load is sent again, and that time counts.

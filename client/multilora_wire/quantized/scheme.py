@@ -1,4 +1,4 @@
-"""`Scheme`: how one linear of a checkpoint is stored as codes, whatever tool wrote it."""
+"""`Scheme`: how one linear of a checkpoint is stored as codes, by any tool."""
 
 from __future__ import annotations
 

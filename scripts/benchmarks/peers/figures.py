@@ -1,4 +1,4 @@
-"""What a peer did in a case: rates, gaps and tokens, as a table, as CSV and as a plot."""
+"""The rates, gaps and tokens of a peer in a case, as a table, as CSV and as a plot."""
 
 from __future__ import annotations
 

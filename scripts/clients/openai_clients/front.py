@@ -1,4 +1,4 @@
-"""The front as anybody reaches it: JSON over HTTP. What packages return is compared with what it says here."""
+"""The front without any package: JSON over HTTP. The values that packages return are compared with these answers."""
 
 from __future__ import annotations
 

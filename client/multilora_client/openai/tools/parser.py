@@ -22,7 +22,7 @@ _HEADER = re.compile(
 class ToolParser:
     """An AnswerParser for one way to write calls. Only functions that were offered are called; all else is text.
 
-    The arguments of a call are passed on as they come, once it is certain that it is one: in the usual order of its
+    The arguments of a call are passed on as they come, once the text is certain to be a call: in the usual order of its
     object after its name, else at its end.
     """
 
