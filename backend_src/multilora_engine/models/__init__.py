@@ -1,1 +1,14 @@
-"""Model definitions: plain functions of their weights and a `ForwardBatch`."""
+"""Models: plain functions of their weights and a `ForwardBatch`. A model describes itself, and all else reads that.
+
+model                                      `Model`: the engine's requirements; `adapter_sites`, `kv_groups` and others
+registry                                   the families that are served, and how to add one
+llama, gemma, phi3, glm4, olmo2, ...       a family each: its numbers and its layers
+  cohere2, starcoder2
+decoder                                    `Decoder`: embeddings, layers, norm, head
+  layers, norms, attention, rotary         the pieces that layers are made of
+  linear                                   `LoRALinear`: a linear, with each token's adapter on top
+weights, builder, quantization/            how weights are stored, and which tensors of a checkpoint fill them
+loader, checkpoint                         reads the files of a checkpoint
+model_config, hf_config, rope_config       `config.json`, read and checked
+kv_groups                                  shapes of keys and values
+"""

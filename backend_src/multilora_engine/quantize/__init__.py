@@ -1,4 +1,11 @@
-"""Make a quantised checkpoint, in compressed-tensors' format, of one in floats. Needs the extra `quantize`."""
+"""Make a quantised checkpoint, in compressed-tensors' format, of one in floats. Needs the extra `quantize`.
+
+quantization                               `multilora quantize`: check, measure, calibrate, write, measure again
+plan, schemes                              which tensors become codes, by which scheme
+scales                                     the scales with which a group of weights loses least
+checkpoint                                 writes the checkpoint, and reads it back
+measure, text                              perplexity and activations on a text
+"""
 
 from multilora_engine.quantize.checkpoint import dequantized_weights
 from multilora_engine.quantize.measure import replace_weights

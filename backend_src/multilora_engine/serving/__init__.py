@@ -2,9 +2,13 @@
 
 triton_model                               generation, generation_unary: the wiring of
   generation_front, front                  a request accepted
-  request_parser, calls, *_inputs          the call that its tensors ask for, checked
-  senders, call_limits, uploads            the rights and limits of its sender
+  request_parser, calls                    the call that its tensors ask for, checked
+  sampling_inputs, unsupported             how tokens are chosen; inputs that this server has no use for
+  senders, call_limits                     the rights and limits of its sender
+  sent_adapter, uploads, in_flight         an adapter that comes with it; amounts that are under way
+  ordered_jobs                             long jobs, in order
   replies, outputs                         when to answer, with which tensors
+  prompt_answer, prompt_logits             the part of an answer that tells of the prompt
 preprocessing, postprocessing              the outer steps of the ensembles, both an
   immediate_model                          a model that answers at once
 adapters_model                             operators' questions about adapters

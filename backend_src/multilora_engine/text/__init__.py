@@ -1,1 +1,6 @@
-"""Turns tokens into text: the tokenizer, whole characters, stop words."""
+"""Turns tokens into text.
+
+tokenizer, token_table                     tokens to text and back; the bytes of each token
+text_stream, automaton                     a sequence's text, token by token, up to its stop words
+plain_specials                             text of clients that spells special tokens stays text
+"""
