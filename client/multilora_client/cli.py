@@ -18,6 +18,7 @@ from multilora_client import adapters_cli, weights_cli
 from multilora_client.adapter import Adapter, AdapterTensors
 from multilora_client.bench import command as bench_command
 from multilora_client.client import DEFAULT_URL, Client
+from multilora_client.console import command as console_command
 from multilora_client.convert import StorageDtype, convert_peft, load_adapter
 from multilora_client.doors import DIRECT, ENSEMBLE
 from multilora_client.errors import InvalidRequest
@@ -37,6 +38,7 @@ app = typer.Typer(
 app.add_typer(adapters_cli.app, name="adapters")
 app.add_typer(weights_cli.app, name="weights")
 app.command("openai")(openai_command.openai)
+app.command("console")(console_command.console)
 app.command("bench")(bench_command.bench)
 app.command("quantize")(quantize)
 

@@ -15,7 +15,7 @@ from multilora_client.calls import AdapterLedger, Call
 from multilora_client.doors import DIRECT, Door
 from multilora_client.errors import AdapterNotFound, InvalidRequest
 from multilora_client.generation import Chunk, Generation
-from multilora_client.generation_inputs import generation_inputs, stop_inputs
+from multilora_client.generation_inputs import generation_inputs, name_input, stop_inputs
 from multilora_client.grpc_transport import AsyncGrpcTransport, GrpcTransport
 from multilora_client.http_transport import AsyncHttpTransport, HttpTransport
 from multilora_client.keyed_transport import AsyncKeyedTransport, KeyedTransport, chosen_key
@@ -65,9 +65,10 @@ class _Calls:
         )
         return Call(request, adapter, self._ledger, options.get("num_return_sequences") or 1)
 
-    def upload(self, adapter: Adapter, timeout_s: float | None) -> Call:
+    def upload(self, adapter: Adapter, lora_name: str | None, timeout_s: float | None) -> Call:
         self._ledger.forget(adapter)
-        return Call(InferRequest(self._door.upload_model, uuid.uuid4().hex, {}, timeout_s), adapter, self._ledger)
+        inputs = {} if lora_name is None else name_input(lora_name)
+        return Call(InferRequest(self._door.upload_model, uuid.uuid4().hex, inputs, timeout_s), adapter, self._ledger)
 
     def stop(self, request_id: str) -> InferRequest:
         return InferRequest(self._door.stop_model, request_id, stop_inputs())
@@ -129,12 +130,13 @@ class Client:
             call.resend_weights(error)
             yield from self._stream(call)
 
-    def upload(self, adapter: Adapter, *, timeout_s: float | None = None) -> Generation:
+    def upload(self, adapter: Adapter, *, lora_name: str | None = None, timeout_s: float | None = None) -> Generation:
         """Send an adapter without a prompt, for requests by its id to find. The answer tells its `lora_digest`.
 
+        lora_name: a name to find it by, too; its task id must be the name's (multilora_wire's `task_id_of_name`).
         Raises TimedOut after `timeout_s`; the server may have the adapter all the same.
         """
-        return self._infer(self._calls.upload(adapter, timeout_s))
+        return self._infer(self._calls.upload(adapter, lora_name, timeout_s))
 
     def stop(self, request_id: str) -> None:
         """End the request with this id. An unknown id is not an error: the request may just have ended by itself."""
@@ -172,20 +174,21 @@ class Client:
         fields = load_fields(adapter, source, path)
         return parse_adapter(self._transport.infer(operation_request("load", fields)))
 
-    def unload_adapter(self, adapter: int | str) -> AdapterInfo:
+    def unload_adapter(self, adapter: int | str, tenant: str = "") -> AdapterInfo:
         """Make the server forget an adapter (a task id or a name). The answer is its record from before.
 
-        Requests that use it keep it until they have finished. Raises NotFound.
+        tenant: whose it is; those who run the server name one, tenants need not. Requests that use the adapter keep it
+        until they have finished. Raises NotFound.
         """
-        return parse_adapter(self._transport.infer(operation_request("unload", which_adapter(adapter))))
+        return parse_adapter(self._transport.infer(operation_request("unload", which_adapter(adapter, tenant))))
 
-    def pin_adapter(self, adapter: int | str) -> AdapterInfo:
-        """Keep an adapter (a task id or a name) in host memory. Raises NotFound."""
-        return parse_adapter(self._transport.infer(operation_request("pin", which_adapter(adapter))))
+    def pin_adapter(self, adapter: int | str, tenant: str = "") -> AdapterInfo:
+        """Keep an adapter in host memory; which one: see unload_adapter. Raises NotFound."""
+        return parse_adapter(self._transport.infer(operation_request("pin", which_adapter(adapter, tenant))))
 
-    def unpin_adapter(self, adapter: int | str) -> AdapterInfo:
-        """Let a pinned adapter (a task id or a name) be evicted again. Raises NotFound."""
-        return parse_adapter(self._transport.infer(operation_request("unpin", which_adapter(adapter))))
+    def unpin_adapter(self, adapter: int | str, tenant: str = "") -> AdapterInfo:
+        """Let a pinned adapter be evicted again; which one: see unload_adapter. Raises NotFound."""
+        return parse_adapter(self._transport.infer(operation_request("unpin", which_adapter(adapter, tenant))))
 
     def adapter_events(self, since: int = 0) -> AdapterEvents:
         """The events of adapters after number `since`, as far as the server remembers them."""
@@ -279,9 +282,11 @@ class AsyncClient:
                 async for chunk in chunks:
                     yield chunk
 
-    async def upload(self, adapter: Adapter, *, timeout_s: float | None = None) -> Generation:
+    async def upload(
+        self, adapter: Adapter, *, lora_name: str | None = None, timeout_s: float | None = None
+    ) -> Generation:
         """Send an adapter without a prompt; see Client.upload."""
-        return await self._infer(self._calls.upload(adapter, timeout_s))
+        return await self._infer(self._calls.upload(adapter, lora_name, timeout_s))
 
     async def stop(self, request_id: str) -> None:
         """End the request with this id; see Client.stop."""
@@ -311,17 +316,17 @@ class AsyncClient:
         fields = load_fields(adapter, source, path)
         return parse_adapter(await self._transport.infer(operation_request("load", fields)))
 
-    async def unload_adapter(self, adapter: int | str) -> AdapterInfo:
+    async def unload_adapter(self, adapter: int | str, tenant: str = "") -> AdapterInfo:
         """Make the server forget an adapter; see Client.unload_adapter."""
-        return parse_adapter(await self._transport.infer(operation_request("unload", which_adapter(adapter))))
+        return parse_adapter(await self._transport.infer(operation_request("unload", which_adapter(adapter, tenant))))
 
-    async def pin_adapter(self, adapter: int | str) -> AdapterInfo:
-        """Keep an adapter (a task id or a name) in host memory. Raises NotFound."""
-        return parse_adapter(await self._transport.infer(operation_request("pin", which_adapter(adapter))))
+    async def pin_adapter(self, adapter: int | str, tenant: str = "") -> AdapterInfo:
+        """Keep an adapter in host memory; which one: see unload_adapter. Raises NotFound."""
+        return parse_adapter(await self._transport.infer(operation_request("pin", which_adapter(adapter, tenant))))
 
-    async def unpin_adapter(self, adapter: int | str) -> AdapterInfo:
-        """Let a pinned adapter (a task id or a name) be evicted again. Raises NotFound."""
-        return parse_adapter(await self._transport.infer(operation_request("unpin", which_adapter(adapter))))
+    async def unpin_adapter(self, adapter: int | str, tenant: str = "") -> AdapterInfo:
+        """Let a pinned adapter be evicted again; which one: see unload_adapter. Raises NotFound."""
+        return parse_adapter(await self._transport.infer(operation_request("unpin", which_adapter(adapter, tenant))))
 
     async def adapter_events(self, since: int = 0) -> AdapterEvents:
         """The events of adapters after number `since`, as far as the server remembers them."""

@@ -70,13 +70,16 @@ def load_adapter(
 ) -> Adapter:
     """The adapter in `directory`, PEFT or converted, under a task id. base_model: see `convert_peft`.
 
-    Without `lora_task_id` the id is taken from the content (63 bits of its digest): the same adapter has the same id in
-    every process, and different adapters do not meet under one id.
+    Without `lora_task_id` the id is taken from the content, see `content_task_id`.
     """
     tensors = load_adapter_tensors(Path(directory), None if base_model is None else Path(base_model))
-    if lora_task_id is None:
-        lora_task_id = int.from_bytes(tensors.digest[:8], "big") >> 1
-    return Adapter(lora_task_id, tensors)
+    return Adapter(content_task_id(tensors) if lora_task_id is None else lora_task_id, tensors)
+
+
+def content_task_id(tensors: AdapterTensors) -> int:
+    """63 bits of the digest of an adapter's content: the same adapter has the same id in every process, and different
+    adapters do not meet under one id."""
+    return int.from_bytes(tensors.digest[:8], "big") >> 1
 
 
 def _row_size(module: LoRAModule) -> int:

@@ -36,6 +36,11 @@ def task_id_input(lora_task_id: int) -> dict[str, Tensor]:
     return {"lora_task_id": checked_tensor("lora_task_id", lora_task_id, np.uint64)}
 
 
+def name_input(lora_name: str) -> dict[str, Tensor]:
+    """The input that names an adapter. Raises InvalidRequest unless it is Unicode text."""
+    return {"lora_name": _strings("lora_name", [lora_name])}
+
+
 def stop_inputs() -> dict[str, Tensor]:
     """The inputs of a request that ends the request with the same id."""
     return {"stop": numeric_tensor(True, np.bool_)}
@@ -134,7 +139,7 @@ def _sampling_inputs(options: GenerateOptions) -> dict[str, Tensor]:
         if option in given:
             inputs[f"guided_decoding_{option}"] = _strings(option, [given[option]])
     if "lora_name" in given:
-        inputs["lora_name"] = _strings("lora_name", [given["lora_name"]])
+        inputs |= name_input(given["lora_name"])
     return inputs
 
 

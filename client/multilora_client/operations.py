@@ -51,9 +51,10 @@ class AdapterEvents:
     num_missed: int
 
 
-def which_adapter(adapter: int | str) -> dict[str, int | str]:
-    """The fields that name an adapter: by its task id, or by its name."""
-    return {"name": adapter} if isinstance(adapter, str) else {"lora_task_id": adapter}
+def which_adapter(adapter: int | str, tenant: str = "") -> dict[str, int | str]:
+    """The fields that name an adapter: by its task id, or by its name; and by its tenant if there is one."""
+    named: dict[str, int | str] = {"name": adapter} if isinstance(adapter, str) else {"lora_task_id": adapter}
+    return named | {"tenant": tenant} if tenant else named
 
 
 def load_fields(adapter: int | str, source: str, path: str) -> dict[str, int | str]:

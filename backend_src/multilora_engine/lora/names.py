@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from dataclasses import dataclass
 
 from multilora_engine.errors import InvalidRequest
+from multilora_wire.adapter_names import task_id_of_name
 
 _PART = r"[A-Za-z0-9_][\w.-]{0,95}"
 _NAME = re.compile(f"{_PART}(?:/{_PART})?", re.ASCII)
@@ -32,8 +32,8 @@ def is_plain_path(path: str) -> bool:
 
 
 def task_id_of(name: str) -> int:
-    """The task id of an adapter with a name: 63 bits of the name's SHA-256, so the same everywhere and for ever."""
-    return int.from_bytes(hashlib.sha256(check_name(name).encode()).digest()[:8], "big") >> 1
+    """The task id of an adapter with a plain name. Raises InvalidRequest for another one."""
+    return task_id_of_name(check_name(name))
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,8 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from multilora_client.client import AsyncClient
+from multilora_client.console import page
+from multilora_client.console.state import Access, Console, header_key
 from multilora_client.errors import MultiloraClientError
 from multilora_client.openai.body_limit import BodyLimit
 from multilora_client.openai.catalogue import Catalogue
@@ -35,7 +37,15 @@ def make_app(
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[State]:
         async with connect() as client:
-            yield {"front": Front(client, catalogue, settings, metrics, started_s=int(time.time()))}
+            front = Front(client, catalogue, settings, metrics, started_s=int(time.time()))
+            yield (
+                {"front": front}
+                if settings.console is None
+                else {
+                    "front": front,
+                    "console": Console(_console_access(front), settings.console),
+                }
+            )
 
     app = FastAPI(
         title="multilora",
@@ -44,7 +54,9 @@ def make_app(
         openapi_url="/openapi.json" if settings.has_docs else None,
         redirect_slashes=False,
     )
-    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
+    app.add_middleware(
+        BodyLimit, max_bytes=settings.max_body_bytes, beside=f"{page.PATH}/" if settings.console else None
+    )
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["*"], allow_headers=["*"]
@@ -52,9 +64,25 @@ def make_app(
     app.add_middleware(MeasuredRequests, metrics=metrics)
     for routes in (adapters, generation, models, service, tokenization):
         app.include_router(routes.router)
+    if settings.console:
+        app.router.routes.extend(page.console_routes(settings.console))
     for error in (Failure, MultiloraClientError, RequestValidationError, HTTPException, RecursionError, Exception):
         app.add_exception_handler(error, _answer_failure)
     return app
+
+
+def _console_access(front: Front) -> Access:
+    """Where the front has keys that the server does not know, the console is for those who run the server."""
+
+    def access(authorization: str | None) -> AsyncClient:
+        granted = front.catalogue.access(authorization)
+        if granted.caller is None:
+            return front.client.with_api_key(header_key(authorization))
+        if not granted.key:
+            granted.check_operator()
+        return front.client_of(granted)
+
+    return access
 
 
 async def _answer_failure(request: Request, error: Exception) -> Response:

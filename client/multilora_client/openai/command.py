@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-import socket
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from multilora_client.client import DEFAULT_URL, AsyncClient
-from multilora_client.errors import InvalidRequest, MultiloraClientError, Unavailable, Unsupported
+from multilora_client.console.settings import ConsoleSettings
+from multilora_client.errors import InvalidRequest
+from multilora_client.openai.serving import check_certificate, check_extra, listen, listening_url, tell_unreachable
 from multilora_client.openai.settings import (
     MAX_BODY_BYTES,
     MAX_CONNECTIONS,
@@ -21,15 +20,9 @@ from multilora_client.openai.settings import (
 )
 from multilora_client.openai.tools.formats import ParserName
 from multilora_client.terminal import one_line_errors
-from multilora_client.tls import Tls
 
 if TYPE_CHECKING:
     from multilora_client.openai.catalogue import Catalogue
-
-_PATIENCE_S = 3.0
-"""The seconds to wait at the start for a server that says nothing."""
-
-_EXTRA = ("fastapi", "prometheus_client", "uvicorn")
 
 Server = Annotated[
     str,
@@ -90,6 +83,14 @@ CorsOrigins = Annotated[
 ServerMetrics = Annotated[
     str, typer.Option(metavar="URL", help="The server's metrics, to be at /metrics, too: http://host:8002/metrics")
 ]
+WithConsole = Annotated[
+    bool,
+    typer.Option(
+        "--console",
+        help="Serve the console at / too, see `multilora console`; with --api-keys, to those who run the server, or "
+        "with --forward-keys to everybody for what is theirs.",
+    ),
+]
 Docs = Annotated[bool, typer.Option("--docs", help="Describe the interface at /docs and /openapi.json.")]
 
 
@@ -114,6 +115,7 @@ def openai(
     cors_origin: CorsOrigins = None,
     server_metrics: ServerMetrics = "",
     docs: Docs = False,
+    console: WithConsole = False,
 ) -> None:
     """Serve OpenAI's HTTP interface: chats, completions, responses, models. `model` picks an adapter by its name.
 
@@ -123,17 +125,18 @@ def openai(
     - `multilora openai --server grpc://host:8001 --adapters adapters.json --api-keys keys.json --port 9000`
     """
     with one_line_errors():
-        _check_extra()
+        check_extra()
         import uvicorn
 
         from multilora_client.openai.app import make_app
         from multilora_client.openai.connections import guarded_protocol
 
-        _check_certificate(certificate, key)
+        check_certificate(certificate, key)
         catalogue = _read_catalogue(base_model, adapters, adapter or [], api_keys, forward_keys, allow_loading)
-        settings = FrontSettings(max_body_bytes, docs, tool_call_parser, tuple(cors_origin or ()), server_metrics)
-        with _listen(host, port) as listener:
-            _tell_unreachable(server, ctx.obj)
+        page = ConsoleSettings(hosts=(host,), server_url=server, openai_url="/v1") if console else None
+        settings = FrontSettings(max_body_bytes, docs, tool_call_parser, tuple(cors_origin or ()), server_metrics, page)
+        with listen(host, port) as listener:
+            tell_unreachable(server, ctx.obj)
             config = uvicorn.Config(
                 make_app(catalogue, lambda: AsyncClient(server, tls=ctx.obj), settings),
                 server_header=False,
@@ -142,49 +145,11 @@ def openai(
                 ssl_certfile=certificate,
                 ssl_keyfile=key,
             )
-            scheme = "https" if certificate else "http"
-            typer.echo(f"serving {scheme}://{_address(listener)}/v1, from {server}", err=True)
+            address = listening_url(listener, certificate)
+            typer.echo(f"serving {address}/v1, from {server}", err=True)
+            if console:
+                typer.echo(f"the console is at {address}/", err=True)
             uvicorn.Server(config).run(sockets=[listener])
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """The listening socket, taken before anything says that the front has started. Raises OSError with the address."""
-    try:
-        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    except OSError as error:
-        raise OSError(f"cannot listen at {host}, port {port}: {error.strerror or error}") from error
-
-
-def _address(listener: socket.socket) -> str:
-    host, port, *_ = listener.getsockname()
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def _tell_unreachable(server: str, tls: Tls | None) -> None:
-    """Say when no server answers at the address; the front starts all the same, since a server may come later."""
-    try:
-        asyncio.run(asyncio.wait_for(_describe(server, tls), _PATIENCE_S))
-    except (TimeoutError, Unavailable):
-        typer.echo(f"warning: no server answers at {server}; until one does, requests get status 503", err=True)
-    except MultiloraClientError as error:
-        typer.echo(f"warning: the server at {server} answers with [{error.code}] {error}", err=True)
-
-
-async def _describe(server: str, tls: Tls | None) -> None:
-    async with AsyncClient(server, tls=tls) as client:
-        await client.describe_model()
-
-
-def _check_extra() -> None:
-    if missing := [name for name in _EXTRA if find_spec(name) is None]:
-        raise Unsupported(f"{' and '.join(missing)} missing; install the extra: pip install 'multilora-client[openai]'")
-
-
-def _check_certificate(certificate: Path | None, key: Path | None) -> None:
-    if (certificate is None) != (key is None):
-        raise InvalidRequest("TLS takes two files: give both --certificate and --key")
-    if certificate is not None and key is not None:
-        Tls(certificate=certificate, key=key)
 
 
 def _read_catalogue(

@@ -6,11 +6,12 @@ import asyncio
 from collections.abc import Awaitable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Annotated, TypedDict
+from typing import Annotated, NotRequired, TypedDict
 
 from fastapi import Depends, Request
 
 from multilora_client.client import AsyncClient
+from multilora_client.console.state import Console
 from multilora_client.errors import MultiloraClientError, Unauthenticated
 from multilora_client.openai.catalogue import Access, Catalogue
 from multilora_client.openai.errors import Failure
@@ -55,7 +56,10 @@ class Front:
 
 
 class State(TypedDict):
+    """console: where the console is served, too."""
+
     front: Front
+    console: NotRequired[Console]
 
 
 def front_of(request: Request) -> Front:

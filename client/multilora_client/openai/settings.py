@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from multilora_client.console.settings import ConsoleSettings
 from multilora_client.openai.tools.formats import ParserName
 
 MAX_BODY_BYTES = 4 << 20
@@ -18,6 +19,7 @@ class FrontSettings:
 
     tool_call_parser: how the model writes calls of functions. cors_origins: their web pages may ask, `*` for all.
     server_metrics_url: the address of the server's metrics, which then are in the front's own.
+    console: the settings of the console that is served at `/`; None for no console.
     """
 
     max_body_bytes: int = MAX_BODY_BYTES
@@ -25,3 +27,4 @@ class FrontSettings:
     tool_call_parser: ParserName = "auto"
     cors_origins: tuple[str, ...] = ()
     server_metrics_url: str = ""
+    console: ConsoleSettings | None = None

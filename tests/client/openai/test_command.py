@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 
 from multilora_client import AdapterTensors
 from multilora_client.cli import app
-from multilora_client.openai import command
+from multilora_client.openai import serving
 
 MODEL = {"model": "tiny", "max_model_len": 4096, "vocab_size": 11, "version": "1"}
 
@@ -127,7 +127,7 @@ def test_what_cannot_be_served_is_refused_at_the_start(
 
 
 def test_without_the_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch, served: list[Any]) -> None:
-    monkeypatch.setattr(command, "find_spec", lambda name: None)
+    monkeypatch.setattr(serving, "find_spec", lambda name: None)
     result = run()
 
     assert (result.exit_code, served) == (1, [])

@@ -1,0 +1,62 @@
+"""The parts that `multilora openai` and `multilora console` share: to listen, and to say what is wrong at the start."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from importlib.util import find_spec
+from pathlib import Path
+
+import typer
+
+from multilora_client.client import AsyncClient
+from multilora_client.errors import InvalidRequest, MultiloraClientError, Unavailable, Unsupported
+from multilora_client.tls import Tls
+
+_PATIENCE_S = 3.0
+"""The seconds to wait at the start for a server that says nothing."""
+
+_EXTRA = ("fastapi", "prometheus_client", "uvicorn")
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """The listening socket, taken before anything says that the front has started. Raises OSError with the address."""
+    try:
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        raise OSError(f"cannot listen at {host}, port {port}: {error.strerror or error}") from error
+
+
+def listening_url(listener: socket.socket, certificate: Path | None) -> str:
+    """The address that clients use, without a path."""
+    host, port, *_ = listener.getsockname()
+    return f"http{'s' if certificate else ''}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def tell_unreachable(server: str, tls: Tls | None) -> None:
+    """Say when no server answers at the address; the program starts all the same, since a server may come later."""
+    try:
+        asyncio.run(asyncio.wait_for(_describe(server, tls), _PATIENCE_S))
+    except (TimeoutError, Unavailable):
+        typer.echo(f"warning: no server answers at {server}; until one does, requests get status 503", err=True)
+    except MultiloraClientError as error:
+        typer.echo(f"warning: the server at {server} answers with [{error.code}] {error}", err=True)
+
+
+async def _describe(server: str, tls: Tls | None) -> None:
+    async with AsyncClient(server, tls=tls) as client:
+        await client.describe_model()
+
+
+def check_extra() -> None:
+    """Raises Unsupported where the extra `openai` is not installed."""
+    if missing := [name for name in _EXTRA if find_spec(name) is None]:
+        raise Unsupported(f"{' and '.join(missing)} missing; install the extra: pip install 'multilora-client[openai]'")
+
+
+def check_certificate(certificate: Path | None, key: Path | None) -> None:
+    """Raises InvalidRequest for files that are no certificate with its key."""
+    if (certificate is None) != (key is None):
+        raise InvalidRequest("TLS takes two files: give both --certificate and --key")
+    if certificate is not None and key is not None:
+        Tls(certificate=certificate, key=key)
