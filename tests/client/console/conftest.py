@@ -43,8 +43,8 @@ def adapter(**fields: Any) -> dict[str, Any]:
 class Server:
     """Answers operations with `reports` and questions in `pieces`, and keeps what it was asked.
 
-    key: the one API key that it takes, empty for none. errors: what an operation, or a question about an adapter of this
-    task id, gets instead of an answer.
+    key: the one API key that it takes, empty for none. errors: instead of the answers to an operation, or to questions
+    about a task id, or to those about `base`.
     """
 
     def __init__(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
@@ -23,13 +24,13 @@ def test_the_console_is_reached_by_its_names_and_by_addresses(
 @pytest.mark.parametrize("host", ["evil.example", "localhost.evil.example:9100", "127.0.0.1.evil.example", "", "[x]"])
 @pytest.mark.parametrize("path", ["/", "/main.js", "/api/about"])
 def test_a_name_that_leads_here_by_rebinding_gets_nothing(
-    console: TestClient, server: object, host: str, path: str
+    console: TestClient, server: Any, host: str, path: str
 ) -> None:
     refused = console.get(path, headers={"Host": host})
 
     assert refused.status_code == 421
     assert refused.json()["error"]["code"] == "unknown_host"
-    assert server.operations == []  # type: ignore[attr-defined]
+    assert server.operations == []
 
 
 @pytest.mark.parametrize(
@@ -44,7 +45,7 @@ def test_a_name_that_leads_here_by_rebinding_gets_nothing(
     ],
 )
 def test_a_page_of_another_origin_changes_and_reads_nothing(
-    open_console: Callable[..., TestClient], server: object, headers: dict[str, str | None]
+    open_console: Callable[..., TestClient], server: Any, headers: dict[str, str | None]
 ) -> None:
     given = {"X-Multilora-Console": "1"} | headers
     console = open_console(headers={name: value for name, value in given.items() if value is not None})
@@ -57,7 +58,7 @@ def test_a_page_of_another_origin_changes_and_reads_nothing(
         assert refused.status_code == 403
         assert refused.json()["error"]["code"] == "wrong_origin"
         assert "access-control-allow-origin" not in refused.headers
-    assert server.operations == []  # type: ignore[attr-defined]
+    assert server.operations == []
 
 
 def test_the_page_itself_may_ask(console: TestClient) -> None:
@@ -90,11 +91,11 @@ def test_nothing_outside_of_the_page_is_served(console: TestClient) -> None:
         assert console.get(path).status_code == 404
 
 
-def test_a_request_too_long_is_refused(console: TestClient, server: object) -> None:
+def test_a_request_too_long_is_refused(console: TestClient, server: Any) -> None:
     refused = console.post("/api/ask", content=b"[" + b" " * (1 << 20) + b"]", headers=JSON)
 
     assert refused.status_code == 413
-    assert server.requests == []  # type: ignore[attr-defined]
+    assert server.requests == []
 
 
 def test_the_root_leads_to_the_page(console: TestClient) -> None:
