@@ -10,8 +10,10 @@ from typing import Any
 
 import msgspec
 
+from multilora_engine.dynamo.adapters import FleetAdapters
 from multilora_engine.dynamo.answers import END
 from multilora_engine.dynamo.card import AdapterCard
+from multilora_engine.dynamo.catalogue import FleetCatalogue
 from multilora_engine.dynamo.fleet_calls import FleetCalls
 from multilora_engine.dynamo.fleet_messages import (
     Carry,
@@ -24,9 +26,10 @@ from multilora_engine.dynamo.fleet_messages import (
 )
 from multilora_engine.dynamo.fleet_uploads import FleetUploads
 from multilora_engine.dynamo.workers import Workers
-from multilora_engine.errors import AdapterNotFound, RelayedError
-from multilora_engine.lora.names import TaskId, scoped_task_id
-from multilora_engine.process.operations import ListAdapters, UnloadAdapter
+from multilora_engine.errors import AdapterNotFound, PathNotCovered, RelayedError
+from multilora_engine.lora.layout import PackedAdapter
+from multilora_engine.lora.names import TaskId, scoped_task_id, task_id_of
+from multilora_engine.process.operations import ListAdapters, LoadAdapter, UnloadAdapter
 from multilora_engine.process.reports import AdapterList, AdapterReport
 from multilora_engine.request import GenerationRequest, TokenOutput
 from multilora_wire.adapter_info import AdapterInfo
@@ -34,6 +37,7 @@ from support.fake_engine import HOLD, INFO
 
 LAYOUT = INFO.adapter_layout
 NAMES = {module.module_id: module.name for module in LAYOUT.sites.modules}
+BASE = "tiny"
 
 
 class FakeContext:
@@ -49,27 +53,75 @@ class FakeContext:
 class FakeWorker:
     """Answers a prompt with its own number and the prompt's tokens, if its engine has the adapter.
 
-    in_engine: digests by task id. dies_after: it is lost when it has sent so many chunks. lies: its pages are others.
+    in_engine: digests by task id. at_path: what its sources have. log: what happened at it, in order. fails_to_publish:
+    discovery is gone. dies_after: it is lost when it has sent so many chunks. lies: its pages are others. is_cut_off:
+    nobody reaches it, and it nobody.
     """
 
-    def __init__(self, fleet: FakeFleet, worker_id: int, max_bytes: int, replaces: bool) -> None:
+    def __init__(self, fleet: FakeFleet, worker_id: int, max_bytes: int, replaces: bool, max_known: int) -> None:
         self.worker_id = worker_id
         self.in_engine: dict[TaskId, str] = {}
+        self.at_path: dict[str, PackedAdapter] = {}
+        self.named: dict[str, str] = {}
+        self.in_sources: list[str] = []
         self.cards: dict[str, AdapterCard] = {}
+        self.log: list[str] = []
+        self.fails_to_publish = False
         self.ended: list[str] = []
         self.held: list[FakeContext] = []
         self.dies_after: int | None = None
         self.lies = False
-        workers = Workers(FakeClient(fleet), FakeContext, worker_id)
-        self.uploads = FleetUploads(self, workers, LAYOUT, max_bytes, replaces)
-        description = Described(INFO, "tiny", 16)
-        self.calls = FleetCalls(self, self, self.uploads, self, description, NAMES)  # type: ignore[arg-type]
+        self.is_cut_off = False
+        workers = Workers(FakeClient(fleet, self), FakeContext, worker_id)
+        self.uploads = FleetUploads(self, workers, self, LAYOUT, max_bytes, replaces, max_known)
+        self.adapters = FleetAdapters(self, self, BASE, NAMES)
+        self.catalogue = FleetCatalogue(self.uploads, self.adapters, workers, self, self, LAYOUT)
+        description = Described(INFO, BASE, 16)
+        self.calls = FleetCalls(self, self, self.uploads, self.adapters, self.catalogue, description)  # type: ignore[arg-type]
+
+    async def read(self, lora_task_id: int, name: str, source: str, path: str) -> PackedAdapter:
+        if path not in self.at_path:
+            raise PathNotCovered(path, ["directory"])
+        self.log.append(f"read {path}")
+        return self.at_path[path]
+
+    async def list_adapters(self) -> list[AdapterInfo]:
+        here = [_named_info(name, digest) for name, digest in self.named.items()]
+        return here + [_named_info(name, "") for name in self.in_sources if name not in self.named]
+
+    async def load(self, name: str) -> AdapterInfo:
+        if name not in self.in_sources:
+            raise RelayedError("NOT_FOUND", f"no {name} here")
+        self.log.append(f"load {name}")
+        self.named[name] = self.in_engine[task_id_of(name)] = f"source of {name}"
+        return _named_info(name, self.named[name])
+
+    async def unload(self, lora_task_id: int, tenant: str = "") -> AdapterInfo:
+        digest = self.in_engine.pop(scoped_task_id(tenant, lora_task_id), None)
+        if digest is None:
+            raise RelayedError("NOT_FOUND", f"no {lora_task_id} here")
+        self.log.append(f"unload {digest}")
+        return _info(lora_task_id, self.worker_id)
+
+    async def publish(self, card: AdapterCard) -> None:
+        if self.fails_to_publish:
+            raise RuntimeError("discovery is gone")
+        self.log.append(f"card {card.name}")
+        assert card.name not in self.cards, "Dynamo lets nobody change a card"
+        self.cards[card.name] = card
+
+    async def withdraw(self, name: str) -> None:
+        self.log.append(f"no card {name}")
+        del self.cards[name]
 
     async def put(self, upload: Upload, pages: bytearray) -> None:
+        self.log.append(f"put {upload.header.digest}")
         self.in_engine[upload.task_id] = upload.header.digest
 
     async def generate(self, asked: GenerationRequest, *_: str) -> AsyncGenerator[TokenOutput | None, None]:
         task_id = asked.task_id
+        if task_id is not None and self.uploads.is_behind(task_id):
+            await self.uploads.bring(task_id)
         if task_id is not None and task_id not in self.in_engine and not await self.uploads.bring(task_id, True):
             raise RelayedError(AdapterNotFound.code, str(AdapterNotFound(task_id)))
         digest = "" if task_id is None else self.in_engine[task_id]
@@ -84,7 +136,9 @@ class FakeWorker:
                 adapters = [_info(task_id, self.worker_id) for task_id in self.in_engine]
                 report: Any = AdapterList(adapters)
             case UnloadAdapter(lora_task_id=int(number), tenant=tenant):
-                if self.in_engine.pop(scoped_task_id(tenant, number), None) is None:
+                report = AdapterReport(await self.unload(number, tenant))
+            case LoadAdapter(lora_task_id=int(number), tenant=tenant):
+                if scoped_task_id(tenant, number) not in self.in_engine:
                     raise RelayedError("NOT_FOUND", f"no {number} here")
                 report = AdapterReport(_info(number, self.worker_id))
             case _:
@@ -94,24 +148,24 @@ class FakeWorker:
     async def stop(self, message: EndRequests) -> None:
         self.ended.append(message.client_request_id)
 
-    async def show(self, card: AdapterCard) -> None:
-        self.cards[card.name] = card
-
-    async def hide(self, name: str) -> None:
-        self.cards.pop(name, None)
-
 
 class FakeFleet:
     """Workers by their numbers. at_router: those that the router knows of, in the order that it picks them in."""
 
-    def __init__(self, num_workers: int, max_bytes: int = 1 << 22, replaces: bool = True) -> None:
+    def __init__(self, num_workers: int, max_bytes: int = 1 << 22, replaces: bool = True, max_known: int = 100) -> None:
+        self._options = max_bytes, replaces, max_known
         self.workers: dict[int, FakeWorker] = {}
         for number in range(1, num_workers + 1):
-            self.workers[number] = FakeWorker(self, number, max_bytes, replaces)
+            self.start(number)
         self.at_router = list(self.workers)
         self.num_picked = 0
         self.begun: list[str] = []
         self.freed: list[str] = []
+
+    def start(self, worker_id: int) -> FakeWorker:
+        """A worker that knows nothing yet, perhaps in the place of another one."""
+        self.workers[worker_id] = FakeWorker(self, worker_id, *self._options)
+        return self.workers[worker_id]
 
     def kill(self, worker_id: int) -> None:
         """The worker is gone, which the router does not know yet."""
@@ -134,10 +188,11 @@ class FakeFleet:
 
 
 class FakeClient:
-    """Carries messages as JSON, as Dynamo does."""
+    """Carries messages as JSON, as Dynamo does. own: the worker that calls, None for a front."""
 
-    def __init__(self, fleet: FakeFleet) -> None:
+    def __init__(self, fleet: FakeFleet, own: FakeWorker | None = None) -> None:
         self._fleet = fleet
+        self._own = own
 
     def instance_ids(self) -> list[int]:
         return list(self._fleet.workers)
@@ -146,6 +201,8 @@ class FakeClient:
         if instance_id not in self._fleet.workers:
             raise ConnectionError(f"no instance {instance_id}")
         worker = self._fleet.workers[instance_id]
+        if worker.is_cut_off or (self._own is not None and self._own.is_cut_off):
+            raise ConnectionError(f"no way to {instance_id}")
         worker.held.append(context)
         return self._chunks(worker, json.loads(json.dumps(request)))
 
@@ -169,3 +226,11 @@ def _info(task_id: TaskId, worker_id: int) -> AdapterInfo:
     location: Any = "DEVICE" if worker_id == 2 else "HOST"
     number = int(str(task_id))
     return AdapterInfo(number, "", "d", "READY_FOR_USE", location, 1, (4,), 0, False, 0.0, worker_id)
+
+
+def _named_info(name: str, digest: str) -> AdapterInfo:
+    ranks, modules = ((4, 8), (0, 4)) if digest else ((), ())
+    status: Any = "READY_FOR_USE" if digest else "NOT_DOWNLOADED"
+    location: Any = "DEVICE" if digest else "REMOTE"
+    number = task_id_of(name)
+    return AdapterInfo(number, name, digest, status, location, 1, ranks, 0, False, 0.0, 0, module_ids=modules)

@@ -3,40 +3,54 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from typing import Protocol
 
 from multilora_engine.dynamo.streams import OpenStreams, OutputStream
 from multilora_engine.errors import AdapterNotFound, RequestError
+from multilora_engine.lora.names import TaskId
 from multilora_engine.process.client import EngineClient
 from multilora_engine.request import GenerationRequest, TokenOutput
 
-Restore = Callable[[GenerationRequest], Awaitable[bool]]
-"""Has the engine know the adapter of a request again; False if nobody has it."""
+
+class Uploads(Protocol):
+    """The part of `FleetUploads` that is needed."""
+
+    def is_behind(self, task_id: TaskId) -> bool: ...
+    async def bring(self, task_id: TaskId, is_lost: bool = False) -> bool: ...
 
 
 class EngineCalls:
-    """call_id: the id that Dynamo gave the call, by which it is aborted."""
+    """The engine gets a request with the latest version of its adapter that this worker has heard of, or not at all.
+
+    call_id: the id that Dynamo gave the call, by which it is aborted.
+    """
 
     def __init__(
-        self, client: EngineClient, loop: asyncio.AbstractEventLoop, streams: OpenStreams, restore: Restore
+        self, client: EngineClient, loop: asyncio.AbstractEventLoop, streams: OpenStreams, uploads: Uploads
     ) -> None:
         self._client = client
         self._loop = loop
         self._streams = streams
-        self._restore = restore
+        self._uploads = uploads
 
     async def generate(
         self, asked: GenerationRequest, call_id: str, client_request_id: str, trace_id: str
     ) -> AsyncGenerator[TokenOutput | None, None]:
         """The outputs of a request; None at the end if nobody waits for it any more. Raises RequestError."""
+        task_id = asked.task_id
+        if task_id is not None and self._uploads.is_behind(task_id):
+            await self._uploads.bring(task_id)
         try:
             async with aclosing(self._try(asked, call_id, client_request_id, trace_id)) as outputs:
                 async for output in outputs:
                     yield output
         except RequestError as error:
             # So a request is refused before its first output, if the engine has no tier with the adapter any more.
-            if error.code != AdapterNotFound.code or not await self._restore(asked):
+            if error.code != AdapterNotFound.code or task_id is None:
+                raise
+            if not await self._uploads.bring(task_id, is_lost=True):
                 raise
         else:
             return

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Protocol
 
 import msgspec
 
-from multilora_engine.dynamo.card import AdapterCard, card_of
+from multilora_engine.dynamo.adapters import FleetAdapters
+from multilora_engine.dynamo.card import card_of
+from multilora_engine.dynamo.catalogue import FleetCatalogue
 from multilora_engine.dynamo.engine_calls import EngineCalls
 from multilora_engine.dynamo.fleet_messages import (
     Announce,
@@ -17,10 +19,12 @@ from multilora_engine.dynamo.fleet_messages import (
     Described,
     EndRequests,
     FindUpload,
+    Forget,
     Found,
     FromWorker,
     Generate,
     Piece,
+    ReadNews,
     ReadPages,
     Said,
     TakePiece,
@@ -29,14 +33,16 @@ from multilora_engine.dynamo.fleet_messages import (
 )
 from multilora_engine.dynamo.fleet_uploads import FleetUploads
 from multilora_engine.dynamo.page_store import pieces
-from multilora_engine.errors import InternalError, InvalidRequest, RequestError
+from multilora_engine.errors import AdapterNotFound, InternalError, InvalidRequest, RequestError
 from multilora_engine.lora.names import scoped_task_id, task_id_of
 from multilora_engine.process.messages import error_output
-from multilora_engine.process.operations import LoadAdapter, UnloadAdapter
+from multilora_engine.process.operations import LoadAdapter, PinAdapter, UnloadAdapter, UnpinAdapter
 from multilora_engine.process.reports import AdapterReport
 from multilora_engine.request import TokenOutput
 
 _DONE = Said(TokenOutput("", [], "", finish_reason="stop"))
+
+_OnAdapter = LoadAdapter | PinAdapter | UnpinAdapter | UnloadAdapter
 
 
 class Operator(Protocol):
@@ -44,13 +50,6 @@ class Operator(Protocol):
 
     async def carry(self, message: Carry) -> TokenOutput: ...
     async def stop(self, message: EndRequests) -> None: ...
-
-
-class Cards(Protocol):
-    """The part of `FleetAdapters` that is needed."""
-
-    async def show(self, card: AdapterCard) -> None: ...
-    async def hide(self, name: str) -> None: ...
 
 
 class FleetCalls:
@@ -61,16 +60,18 @@ class FleetCalls:
         calls: EngineCalls,
         operator: Operator,
         uploads: FleetUploads,
-        cards: Cards,
+        adapters: FleetAdapters,
+        catalogue: FleetCatalogue,
         description: Described,
-        module_names: Mapping[int, str],
     ) -> None:
         self._calls = calls
         self._operator = operator
         self._uploads = uploads
-        self._cards = cards
+        self._adapters = adapters
+        self._catalogue = catalogue
         self._description = description
-        self._module_names = module_names
+        modules = description.info.adapter_layout.sites.modules
+        self._module_names = {module.module_id: module.name for module in modules}
 
     async def answer(self, message: ToWorker, call_id: str) -> AsyncGenerator[FromWorker, None]:
         """The answers to a message; an error is the last one."""
@@ -91,17 +92,21 @@ class FleetCalls:
             case ReadPages(pages_digest):
                 for _, piece in pieces(self._pages(pages_digest)):
                     yield Piece(piece)
+            case ReadNews(state):
+                for news in self._uploads.news() if state != self._uploads.state else ():
+                    yield Found(news) if isinstance(news, Upload) else news
             case _:
                 yield await self._answer_once(message)
 
     async def _answer_once(self, message: ToWorker) -> FromWorker:
         match message:
             case TakePiece(upload, offset, piece):
-                if await self._uploads.take_piece(upload, offset, piece):
-                    await self._show(upload)
+                taken = await self._catalogue.take_piece(upload, offset, piece)
+                return _DONE if taken is None else Found(taken)
             case Announce(upload):
-                self._uploads.learn(upload)
-                await self._show(upload)
+                await self._catalogue.learn(upload)
+            case Forget():
+                await self._catalogue.learn(message)
             case FindUpload(lora_task_id, tenant):
                 return Found(self._uploads.find(scoped_task_id(tenant, lora_task_id)))
             case Carry():
@@ -116,8 +121,7 @@ class FleetCalls:
 
     async def _generate(self, message: Generate, call_id: str) -> AsyncGenerator[FromWorker, None]:
         if message.upload is not None:
-            self._uploads.learn(message.upload)
-            await self._uploads.bring(message.upload.task_id)
+            await self._catalogue.learn(message.upload)
         outputs = self._calls.generate(message.request, call_id, message.client_request_id, message.trace_id)
         async with aclosing(outputs):
             async for output in outputs:
@@ -132,28 +136,40 @@ class FleetCalls:
 
     async def _carry(self, message: Carry) -> TokenOutput:
         operation = message.operation
+        match operation:
+            case LoadAdapter() | PinAdapter() | UnpinAdapter() | UnloadAdapter():
+                return await self._carry_on(operation, message)
+            case _:
+                return await self._operator.carry(message)
+
+    async def _carry_on(self, operation: _OnAdapter, message: Carry) -> TokenOutput:
+        """Carry out an operation on one adapter, which the engine may not have yet, or not any more."""
+        number, name = _number(operation), operation.name or ""
+        task_id = scoped_task_id(operation.tenant, number)
         if isinstance(operation, UnloadAdapter):
             # First of all, and also where the engine does not have it: it would come back with the next request.
-            self._uploads.forget(scoped_task_id(operation.tenant, _number(operation)))
-        output = await self._operator.carry(message)
-        if isinstance(operation, LoadAdapter | UnloadAdapter):
+            await self._catalogue.forget(task_id, name)
+            output = await self._operator.carry(message)
             info = msgspec.json.decode(output.text, type=AdapterReport).adapter
             if info.name and not info.tenant:
-                is_loaded = isinstance(operation, LoadAdapter)
-                await (
-                    self._cards.show(card_of(info, self._module_names)) if is_loaded else self._cards.hide(info.name)
-                )
+                await self._adapters.hide(info.name)
+            return output
+        if isinstance(operation, LoadAdapter) and operation.path:
+            await self._catalogue.read(number, name, operation.source, operation.path)
+            message = msgspec.structs.replace(message, operation=LoadAdapter(number, operation.name))
+        await self._uploads.bring(task_id)
+        try:
+            output = await self._operator.carry(message)
+        except RequestError as error:
+            if error.code != AdapterNotFound.code or not await self._uploads.bring(task_id, is_lost=True):
+                raise
+            output = await self._operator.carry(message)
+        info = msgspec.json.decode(output.text, type=AdapterReport).adapter
+        if isinstance(operation, LoadAdapter) and info.name and not info.tenant:
+            await self._adapters.show(card_of(info, self._module_names))
         return output
 
-    async def _show(self, upload: Upload) -> None:
-        """Put an upload that has a name, and is no tenant's own, where Dynamo's front finds it."""
-        if upload.name and not upload.header.tenant:
-            rows = upload.header.rows
-            ranks = tuple(sorted({row.rank for row in rows}))
-            modules = tuple(self._module_names[module_id] for module_id in sorted({row.module_id for row in rows}))
-            await self._cards.show(AdapterCard(upload.name, upload.header.digest, ranks, modules))
 
-
-def _number(operation: UnloadAdapter) -> int:
+def _number(operation: _OnAdapter) -> int:
     """The number of the task id that an operation names."""
     return task_id_of(operation.name or "") if operation.lora_task_id is None else operation.lora_task_id

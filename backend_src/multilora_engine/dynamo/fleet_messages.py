@@ -16,7 +16,7 @@ import msgspec
 
 from multilora_engine.engine_info import EngineInfo
 from multilora_engine.errors import InvalidRequest
-from multilora_engine.lora.names import TaskId
+from multilora_engine.lora.names import TaskId, scoped_task_id
 from multilora_engine.process.messages import AdapterHeader, AdapterScope
 from multilora_engine.process.operations import Operation
 from multilora_engine.request import GenerationRequest, Sender, TokenOutput
@@ -24,15 +24,19 @@ from multilora_engine.request import GenerationRequest, Sender, TokenOutput
 PIECE_BYTES = 1 << 20
 """Weights travel in pieces of this size: Dynamo refuses messages of more than 32 MiB."""
 
+NEW_VERSION = 0
+"""Of an upload that no worker has taken yet."""
+
 _KEY = "multilora"
 
 
-class Upload(msgspec.Struct, frozen=True):
-    """An adapter that a client has sent to the fleet, without its pages.
+class Upload(msgspec.Struct, frozen=True, tag=True):
+    """An adapter that has come to the fleet, without its pages: a client sent it, or a worker read it from a source.
 
     name: empty if the client named its task id only. pages_digest: `content_digest` of rows and pages, which whoever
-    receives them checks. num_bytes: of the pages. version: nanoseconds since the epoch when it came: of two uploads of
-    one task id the later one counts.
+    receives them checks. num_bytes: of the pages. version: of two uploads of one task id the larger one counts; the
+    worker that takes it gives it one: nanoseconds since the epoch, and more than any that it knows of the task id.
+    NEW_VERSION before that. place: the path in the sources that it was read from, empty for what a client sent.
     """
 
     header: AdapterHeader
@@ -40,10 +44,29 @@ class Upload(msgspec.Struct, frozen=True):
     pages_digest: str
     num_bytes: int
     version: int
+    place: str = ""
 
     @property
     def task_id(self) -> TaskId:
         return self.header.task_id
+
+    @property
+    def is_new(self) -> bool:
+        """Whether no worker has taken it yet."""
+        return self.version == NEW_VERSION
+
+
+class Forget(msgspec.Struct, frozen=True, tag=True):
+    """Have no upload of this task id up to `version`. name: of the upload, perhaps empty."""
+
+    lora_task_id: int
+    tenant: str
+    name: str
+    version: int
+
+    @property
+    def task_id(self) -> TaskId:
+        return scoped_task_id(self.tenant, self.lora_task_id)
 
 
 class Generate(msgspec.Struct, frozen=True, tag=True):
@@ -56,7 +79,11 @@ class Generate(msgspec.Struct, frozen=True, tag=True):
 
 
 class TakePiece(msgspec.Struct, frozen=True, tag=True):
-    """The bytes of an upload from `offset` on. With the last piece the worker has the adapter, and its engine too."""
+    """The bytes of an upload from `offset` on.
+
+    With the last piece the worker has the adapter, its engine too, and all other workers know of it. The answer is then
+    the upload with its version.
+    """
 
     upload: Upload
     offset: int
@@ -67,6 +94,15 @@ class Announce(msgspec.Struct, frozen=True, tag=True):
     """Know of an upload that another worker has; fetch it when somebody asks for it."""
 
     upload: Upload
+
+
+class ReadNews(msgspec.Struct, frozen=True, tag=True):
+    """Say all that you know of uploads, one by one, unless that is the same as the asker knows.
+
+    state: the asker's `FleetUploads.state`.
+    """
+
+    state: str
 
 
 class FindUpload(msgspec.Struct, frozen=True, tag=True):
@@ -101,7 +137,7 @@ class Describe(msgspec.Struct, frozen=True, tag=True):
     """Say what you serve."""
 
 
-ToWorker = Generate | TakePiece | Announce | FindUpload | ReadPages | Carry | EndRequests | Describe
+ToWorker = Generate | TakePiece | Announce | Forget | ReadNews | FindUpload | ReadPages | Carry | EndRequests | Describe
 
 
 class Said(msgspec.Struct, frozen=True, tag=True):
@@ -130,7 +166,7 @@ class Described(msgspec.Struct, frozen=True, tag=True):
     block_size: int
 
 
-FromWorker = Said | Found | Piece | Described
+FromWorker = Said | Found | Forget | Piece | Described
 
 _to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
 _from_worker: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import msgspec
 
 from multilora_engine.dynamo.fleet_messages import Carry, Described, FromWorker, Said
 from multilora_engine.dynamo.front_uploads import FrontUploads
-from multilora_engine.dynamo.workers import Workers
+from multilora_engine.dynamo.workers import Workers, checked
 from multilora_engine.errors import AdapterNotFound, EngineUnavailable, RequestError, Unsupported
 from multilora_engine.lora.names import scoped_task_id
 from multilora_engine.process.awaited_answers import report_output
@@ -17,6 +18,7 @@ from multilora_engine.process.messages import Operate
 from multilora_engine.process.operations import (
     DescribeModel,
     ListAdapters,
+    LoadAdapter,
     ReadEvents,
     ReadLayout,
     ReadStats,
@@ -58,14 +60,26 @@ class FleetOperator:
         return ModelReport(Path(info.model_path).name, info.max_model_len, info.vocab_size, info.version)
 
     async def _ask_all(self, message: Operate) -> Report:
-        carry = Carry(message.operation, message.scope, message.sender)
+        operation = message.operation
+        if isinstance(operation, LoadAdapter) and operation.path:
+            await self._read(operation, message)
+            operation = LoadAdapter(operation.lora_task_id, operation.name, operation.tenant)
+        carry = Carry(operation, message.scope, message.sender)
         texts = _texts(await self._workers.ask_all(carry, timeout_s=_TIMEOUT_S))
-        if isinstance(message.operation, ListAdapters):
+        if isinstance(operation, ListAdapters):
             return AdapterList(_merged([msgspec.json.decode(text, type=AdapterList) for text in texts]))
         report = msgspec.json.decode(texts[0], type=AdapterReport)
-        if isinstance(message.operation, UnloadAdapter):
+        if isinstance(operation, UnloadAdapter):
             self._uploads.forget(scoped_task_id(report.adapter.tenant, report.adapter.lora_task_id))
         return report
+
+    async def _read(self, operation: LoadAdapter, message: Operate) -> None:
+        """Have one worker read an adapter from its sources: the others have the same one from it."""
+        worker_ids = self._workers.ids
+        if not worker_ids:
+            raise EngineUnavailable("the fleet has no worker; try again")
+        carry = Carry(operation, message.scope, message.sender)
+        checked(await self._workers.ask(random.choice(worker_ids), carry, _TIMEOUT_S))
 
 
 def _texts(answers: Sequence[FromWorker | RequestError]) -> list[str]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
 
+from multilora_engine.dynamo.residency_taints import preferred_taints
 from multilora_engine.dynamo.workers import Workers
 from multilora_engine.errors import EngineUnavailable
+from multilora_engine.lora.names import label_of
 from multilora_engine.request import GenerationRequest
 
 _PICK_TIMEOUT_S = 10.0
@@ -26,6 +28,7 @@ class KvRouter(Protocol):
         *,
         request_id: str | None = None,
         lora_name: str | None = None,
+        routing_constraints: Any = None,
         cache_namespace: str | None = None,
     ) -> tuple[int, int, int]: ...
     async def mark_prefill_complete(self, request_id: str) -> None: ...
@@ -33,15 +36,18 @@ class KvRouter(Protocol):
 
 
 class FleetRouter:
-    """Picks by the prefixes that workers have, and by their load: each request is told when it starts and when it ends.
+    """Picks by the prefixes that workers have, the adapters in their memory, and their load: the router is told when a
+    request starts and when it ends.
 
     The router takes note of a dead worker only when discovery does, seconds later. Until then, whoever was refused by
     the router's choice is sent to another worker.
     """
 
-    def __init__(self, router: KvRouter, workers: Workers) -> None:
+    def __init__(self, router: KvRouter, workers: Workers, prefer: Callable[[Mapping[str, float]], Any]) -> None:
+        """prefer: makes Dynamo's `RoutingConstraints` of the preferred taints."""
         self._router = router
         self._workers = workers
+        self._prefer = prefer
 
     async def pick(self, request: GenerationRequest, refused_by: Collection[int]) -> int:
         """The worker for a request, none of those that have refused it. Raises EngineUnavailable."""
@@ -73,12 +79,14 @@ class FleetRouter:
 
     async def _ask(self, request: GenerationRequest) -> int | None:
         name = request.lora_name or (None if request.task_id is None else str(request.task_id))
+        wanted = None if request.task_id is None else label_of(request.task_id, request.lora_name)
         try:
             async with asyncio.timeout(_PICK_TIMEOUT_S):
                 worker_id, _, _ = await self._router.best_worker(
                     request.prompt_token_ids,
                     request_id=request.request_id,
                     lora_name=name,
+                    routing_constraints=None if wanted is None else self._prefer(preferred_taints(wanted)),
                     cache_namespace=request.sender.tenant or None,
                 )
         except Exception as error:

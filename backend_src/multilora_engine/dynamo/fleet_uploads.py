@@ -1,20 +1,32 @@
-"""`FleetUploads`: the adapters that clients have sent to the fleet, as a worker knows them."""
+"""`FleetUploads`: the adapters that have come to the fleet, as a worker knows them."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import random
-from collections import defaultdict
+import time
+from collections.abc import Iterator
 from contextlib import aclosing
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from multilora_engine.dynamo.fleet_messages import FindUpload, Found, Piece, ReadPages, Upload
+import msgspec
+from blake3 import blake3
+
+from multilora_engine.dynamo.fleet_messages import FindUpload, Forget, Found, Piece, ReadPages, Upload
+from multilora_engine.dynamo.keyed_locks import KeyedLocks
 from multilora_engine.dynamo.page_store import PageStore
 from multilora_engine.dynamo.workers import Workers, checked
 from multilora_engine.errors import AdapterConflict, InvalidRequest, RequestError
 from multilora_engine.lora.names import TaskId, label_of, number_of, tenant_of
 from multilora_wire.layout import AdapterLayout
+
+if TYPE_CHECKING:
+    from multilora_engine.lora.layout import PackedAdapter
+
+MAX_KNOWN = 16_384
+"""Uploads that a worker knows, and such as were unloaded. Every worker forgets the ones that came first, so that all
+of them know the same."""
 
 logger = logging.getLogger(__name__)
 
@@ -25,65 +37,144 @@ class Engine(Protocol):
     async def put(self, upload: Upload, pages: bytearray) -> None: ...
 
 
+class Reader(Protocol):
+    """The part of `SourceReader` that is needed."""
+
+    async def read(self, lora_task_id: int, name: str, source: str, path: str) -> PackedAdapter: ...
+
+
 class FleetUploads:
     """Knows the latest upload of each task id that it has heard of, and has the engine know it when it is asked for.
 
     Pages that are not here come from another worker, by their digest, which is checked: a worker that is new, or that
-    has started again, asks the others and not the client. Calls for one task id go one after the other.
+    has started again, asks the others and not the client. Where no worker has them any more, they are read again from
+    the source that they came from, if they did, and must be the same. Calls for one task id go one after the other.
     """
 
-    def __init__(self, engine: Engine, workers: Workers, layout: AdapterLayout, max_bytes: int, replaces: bool) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        workers: Workers,
+        reader: Reader,
+        layout: AdapterLayout,
+        max_bytes: int,
+        replaces: bool,
+        max_known: int = MAX_KNOWN,
+    ) -> None:
         """replaces: whether other weights for a known task id take its place (`lora_on_conflict`)."""
         self._engine = engine
         self._workers = workers
+        self._reader = reader
         self._layout = layout
         self._replaces = replaces
+        self._max_known = max_known
         self._pages = PageStore(max_bytes)
-        self._known: dict[TaskId, Upload] = {}
+        self._known: dict[TaskId, Upload | Forget] = {}
+        self._state: str | None = None
         self._in_engine: dict[TaskId, str] = {}
-        self._locks: defaultdict[TaskId, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._locks: KeyedLocks[TaskId] = KeyedLocks()
+
+    @property
+    def state(self) -> str:
+        """A digest of all that is known: equal at workers that know the same."""
+        if self._state is None:
+            known = sorted(f"{label_of(news.task_id)} {news.version}" for news in self._known.values())
+            self._state = blake3("\n".join(known).encode()).hexdigest(16)
+        return self._state
+
+    def news(self) -> Iterator[Upload | Forget]:
+        """All that is known: the uploads, and what was unloaded."""
+        yield from list(self._known.values())
 
     def find(self, task_id: TaskId) -> Upload | None:
         """The upload of a task id, as far as it is known here."""
-        return self._known.get(task_id)
+        known = self._known.get(task_id)
+        return known if isinstance(known, Upload) else None
+
+    def is_behind(self, task_id: TaskId) -> bool:
+        """Whether a later upload of a task id is known than the engine was given."""
+        upload = self.find(task_id)
+        return upload is not None and self._in_engine.get(task_id) != upload.pages_digest
 
     def pages(self, pages_digest: str) -> bytearray | None:
         """The pages of an upload, if they are here."""
         return self._pages.get(pages_digest)
 
-    def learn(self, upload: Upload) -> None:
-        """Know of an upload, unless a later one is known. Raises AdapterConflict."""
-        known = self._known.get(upload.task_id)
-        if known is not None and known.header.digest != upload.header.digest and not self._replaces:
-            raise AdapterConflict(upload.task_id, known.header.digest, upload.header.digest)
-        if known is None or known.version < upload.version:
-            self._known[upload.task_id] = upload
+    def learn(self, news: Upload | Forget) -> bool:
+        """Know of an upload, or that there is none, unless something later is known; whether it was news.
 
-    def forget(self, task_id: TaskId) -> None:
-        """Know of no upload of this task id."""
-        self._known.pop(task_id, None)
-        self._in_engine.pop(task_id, None)
+        Raises AdapterConflict.
+        """
+        known = self._known.get(news.task_id)
+        if isinstance(known, Upload) and isinstance(news, Upload):
+            self._check_conflict(known, news)
+        if known is not None and known.version >= news.version:
+            return False
+        self._known[news.task_id] = news
+        if isinstance(news, Forget):
+            self._in_engine.pop(news.task_id, None)
+        if len(self._known) > self._max_known:
+            first = min(self._known.values(), key=lambda one: one.version)
+            del self._known[first.task_id]
+            self._in_engine.pop(first.task_id, None)
+        self._state = None
+        return news.task_id in self._known
 
-    async def take_piece(self, upload: Upload, offset: int, piece: bytes) -> bool:
-        """Take the next bytes of an upload; with the last ones the engine has it. Whether it is complete.
+    def forget(self, task_id: TaskId, name: str = "") -> Forget | None:
+        """Know of no upload of this task id; the message for the others.
+
+        None if none was known, unless `name` is given: then it may be one of the sources.
+        """
+        upload = self.find(task_id)
+        if upload is None and not name:
+            return None
+        version, name = (time.time_ns(), name) if upload is None else (upload.version + 1, upload.name)
+        forget = Forget(number_of(task_id), tenant_of(task_id), name, version)
+        self.learn(forget)
+        return forget
+
+    async def take_piece(self, upload: Upload, offset: int, piece: bytes) -> Upload | None:
+        """Take the next bytes of an upload; with the last ones the engine has it: the upload as it is known then.
 
         Raises RequestError; nothing has changed then.
         """
         pages = self._pages.take_piece(upload, offset, piece)
         if pages is None:
-            return False
+            return None
         await asyncio.to_thread(check_pages, upload, pages, self._layout)
-        self.learn(upload)
+        return await self.add(upload, pages)
+
+    async def add(self, upload: Upload, pages: bytearray) -> Upload:
+        """Have the engine know an upload whose pages were checked; as it is known then.
+
+        A new one gets its version, unless the same weights are known already. Raises RequestError; nothing has changed
+        then.
+        """
+        task_id = upload.task_id
+        known = self._known.get(task_id)
+        if upload.is_new and isinstance(known, Upload) and known.pages_digest == upload.pages_digest:
+            upload = known
+        elif upload.is_new:
+            earlier = known.version if known is not None else 0
+            upload = msgspec.structs.replace(upload, version=max(time.time_ns(), earlier + 1))
+        is_news = self.learn(upload)
         self._pages.put(upload.pages_digest, pages)
-        return await self.bring(upload.task_id)
+        try:
+            await self.bring(task_id)
+        except RequestError:
+            if is_news and self._known.get(task_id) is upload:
+                self._take_back(task_id, known)
+            raise
+        return self.find(task_id) or upload
 
     async def bring(self, task_id: TaskId, is_lost: bool = False) -> bool:
         """Have the engine know the latest upload of a task id; whether there is one.
 
         is_lost: the engine has said that it does not have it any more. Raises RequestError if it cannot be had.
         """
-        async with self._locks[task_id]:
-            upload = self._known.get(task_id) or await self._ask_others(task_id)
+        async with self._locks.held(task_id):
+            known = self._known.get(task_id)
+            upload = await self._ask_others(task_id) if known is None else self.find(task_id)
             if upload is None:
                 return False
             if is_lost or self._in_engine.get(task_id) != upload.pages_digest:
@@ -91,12 +182,23 @@ class FleetUploads:
                 self._in_engine[task_id] = upload.pages_digest
             return True
 
+    def _take_back(self, task_id: TaskId, known: Upload | Forget | None) -> None:
+        if known is None:
+            del self._known[task_id]
+        else:
+            self._known[task_id] = known
+        self._state = None
+
+    def _check_conflict(self, known: Upload, upload: Upload) -> None:
+        if known.header.digest != upload.header.digest and not self._replaces:
+            raise AdapterConflict(upload.task_id, known.header.digest, upload.header.digest)
+
     async def _ask_others(self, task_id: TaskId) -> Upload | None:
         answers = await self._workers.ask_all(FindUpload(number_of(task_id), tenant_of(task_id)))
         found = [answer.upload for answer in answers if isinstance(answer, Found) and answer.upload is not None]
         for upload in found:
             self.learn(upload)
-        return self._known.get(task_id)
+        return self.find(task_id)
 
     async def _pages_of(self, upload: Upload) -> bytearray:
         pages = self._pages.get(upload.pages_digest)
@@ -116,17 +218,29 @@ class FleetUploads:
             else:
                 logger.info("LoRA task %s came from %x", label_of(upload.task_id), worker_id)
                 return pages
-        raise UploadLost(upload)
+        return await self._read_again(upload)
 
     async def _fetch_from(self, worker_id: int, upload: Upload) -> bytearray:
         pages = bytearray()
         async with aclosing(self._workers.call(worker_id, ReadPages(upload.pages_digest))) as answers:
             async for answer in answers:
                 piece = checked(answer)
-                assert isinstance(piece, Piece), f"{type(piece).__name__} is no piece"
+                if not isinstance(piece, Piece):
+                    raise InvalidRequest(f"it sends {type(piece).__name__} in place of a piece")
                 pages += piece.piece
                 if len(pages) > upload.num_bytes:
                     raise InvalidRequest(f"it sends more than the {upload.num_bytes} bytes of the adapter")
+        return pages
+
+    async def _read_again(self, upload: Upload) -> bytearray:
+        if not upload.place:
+            raise UploadLost(upload, "no worker has them")
+        number = upload.header.lora_task_id
+        try:
+            pages = pages_of(await self._reader.read(number, upload.name, "", upload.place))
+            await asyncio.to_thread(check_pages, upload, pages, self._layout)
+        except RequestError as error:
+            raise UploadLost(upload, f"no worker has them, and at their source: {error}") from error
         return pages
 
 
@@ -135,9 +249,21 @@ class UploadLost(RequestError):
 
     code = "NOT_FOUND"
 
-    def __init__(self, upload: Upload) -> None:
+    def __init__(self, upload: Upload, reason: str) -> None:
         adapter = f"LoRA adapter {upload.name!r}" if upload.name else f"LoRA task {upload.task_id}"
-        super().__init__(f"{adapter} not found in cache. Please send LoRA weights with request (no worker has them)")
+        super().__init__(f"{adapter} not found in cache. Please send LoRA weights with request ({reason})")
+
+
+def pages_of(packed: PackedAdapter) -> bytearray:
+    """The bytes of the pages, as they travel."""
+    return bytearray(packed.pages.numpy().data.cast("B"))
+
+
+def digest_of(packed: PackedAdapter, layout: AdapterLayout) -> str:
+    """The `pages_digest` of an adapter."""
+    from multilora_engine.lora.format import content_digest
+
+    return content_digest(packed.rows, packed.pages, layout.lora_dtype)
 
 
 def check_pages(upload: Upload, pages: bytearray, layout: AdapterLayout) -> None:

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections import defaultdict
 from collections.abc import Awaitable, Callable
 
-from multilora_engine.dynamo.fleet_messages import Announce, TakePiece, Upload
+from multilora_engine.dynamo.fleet_messages import NEW_VERSION, Found, FromWorker, TakePiece, Upload
+from multilora_engine.dynamo.keyed_locks import KeyedLocks
 from multilora_engine.dynamo.page_store import PageStore, pieces
-from multilora_engine.dynamo.workers import WorkerGone, Workers
-from multilora_engine.errors import RequestError
+from multilora_engine.dynamo.workers import Workers, checked
+from multilora_engine.errors import InternalError
 from multilora_engine.lora.names import TaskId
 from multilora_engine.process.messages import AdapterHeader
 
 _PIECE_TIMEOUT_S = 30.0
-"""With the last piece the worker checks the adapter, and its engine takes it."""
+"""With the last piece the worker checks the adapter, its engine takes it, and all others hear of it."""
 
 
 class FrontUploads:
-    """Sends an adapter to one worker and tells all others of it, which fetch it from there.
+    """Sends an adapter to one worker, which tells all others of it; they fetch it from there.
 
     It also stays here, so long as there is room: a request that finds no worker with it has it sent again.
     """
@@ -30,7 +29,7 @@ class FrontUploads:
         self._pages = PageStore(max_bytes)
         self._lora_dtype = lora_dtype
         self._latest: dict[TaskId, Upload] = {}
-        self._locks: defaultdict[TaskId, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._locks: KeyedLocks[TaskId] = KeyedLocks()
 
     def find(self, task_id: TaskId | None) -> Upload | None:
         """The latest upload of a task id that came through this front."""
@@ -43,46 +42,45 @@ class FrontUploads:
     async def settle(self, task_id: TaskId | None) -> None:
         """Wait until the uploads of a task id that came before have arrived, or failed."""
         if task_id is not None and task_id in self._locks:
-            async with self._locks[task_id]:
+            async with self._locks.held(task_id):
                 pass
 
     async def take(
         self, header: AdapterHeader, name: str, payload: memoryview, pick: Callable[[], Awaitable[int]]
     ) -> int:
-        """Have the fleet know an adapter: the worker that `pick` says has it then, and the others know of it.
+        """Have the fleet know an adapter: the worker that `pick` says has it then, and all others know of it.
 
         Raises RequestError.
 
         The lock is taken before anything is awaited: a request that comes later for the task id waits for it.
         """
-        async with self._locks[header.task_id]:
+        async with self._locks.held(header.task_id):
             pages = bytearray(payload)
             digest = await asyncio.to_thread(_digest, header, pages, self._lora_dtype)
             worker_id = await pick()
-            upload = Upload(header, name, digest, len(pages), time.time_ns())
+            upload = Upload(header, name, digest, len(pages), NEW_VERSION)
             self._pages.put(digest, pages)
-            await self._send(upload, worker_id)
-            self._latest[header.task_id] = upload
-            answers = await self._workers.ask_all(Announce(upload), but=[worker_id])
-            for answer in answers:
-                # A worker that is lost hears of the upload from the next request that has it.
-                if isinstance(answer, RequestError) and not isinstance(answer, WorkerGone):
-                    raise answer
+            self._latest[header.task_id] = await self._send(upload, worker_id)
             return worker_id
 
     async def send_again(self, upload: Upload, worker_id: int) -> bool:
         """Send an upload to a worker, where no other worker has it any more; whether it is still here."""
         if upload.pages_digest not in self._pages:
             return False
-        async with self._locks[upload.task_id]:
+        async with self._locks.held(upload.task_id):
             await self._send(upload, worker_id)
         return True
 
-    async def _send(self, upload: Upload, worker_id: int) -> None:
+    async def _send(self, upload: Upload, worker_id: int) -> Upload:
+        """The upload as the worker has it then."""
         pages = self._pages.get(upload.pages_digest)
         assert pages is not None, "it has just been looked for"
+        answer: FromWorker = Found(None)
         for offset, piece in pieces(pages):
-            await self._workers.ask(worker_id, TakePiece(upload, offset, piece), _PIECE_TIMEOUT_S)
+            answer = checked(await self._workers.ask(worker_id, TakePiece(upload, offset, piece), _PIECE_TIMEOUT_S))
+        if not isinstance(answer, Found) or answer.upload is None:
+            raise InternalError(f"a worker answers the last piece of an adapter with {type(answer).__name__}")
+        return answer.upload
 
 
 def _digest(header: AdapterHeader, pages: bytearray, lora_dtype: str) -> str:

@@ -39,13 +39,13 @@ class EngineOperator:
         """The adapters of all tiers, and the ones that the sources tell of."""
         return (await self._ask(ListAdapters(), AdapterList)).adapters
 
-    async def load(self, name: str, path: str = "") -> AdapterInfo:
-        """Have an adapter in memory, from `path` or from where the sources have its name."""
-        return (await self._ask(LoadAdapter(name=name, path=path), AdapterReport)).adapter
+    async def load(self, name: str) -> AdapterInfo:
+        """Have an adapter in memory, from where the engine or its sources have its name."""
+        return (await self._ask(LoadAdapter(name=name), AdapterReport)).adapter
 
-    async def unload(self, name: str) -> AdapterInfo:
+    async def unload(self, lora_task_id: int, tenant: str = "") -> AdapterInfo:
         """Forget an adapter; requests that run with it keep it."""
-        return (await self._ask(UnloadAdapter(name=name), AdapterReport)).adapter
+        return (await self._ask(UnloadAdapter(lora_task_id, tenant=tenant), AdapterReport)).adapter
 
     async def events_since(self, number: int) -> EventList:
         """The events of adapters after the one of this number."""

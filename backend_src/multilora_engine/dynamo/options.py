@@ -28,12 +28,14 @@ class WorkerOptions:
 
     parameters: of the engine, as in the `parameters` of model_repository/generation/config.pbtxt. model_name: the
     clients' name for the base model. drain_timeout_s: the time for requests in flight to finish when the worker ends.
+    sources_interval_s: how long after a look into `lora_sources` the next one comes.
     """
 
     parameters: Mapping[str, str]
     engine: EngineConfig
     model_name: str
     drain_timeout_s: float
+    sources_interval_s: float
 
 
 def parse_options(argv: Sequence[str] | None) -> tuple[WorkerOptions, WorkerConfig]:
@@ -64,6 +66,13 @@ def parse_options(argv: Sequence[str] | None) -> tuple[WorkerOptions, WorkerConf
         help="What requests in flight get to finish once the worker is told to end (default: %(default)g). Others may "
         "go on with them: see --migration-limit of Dynamo's front.",
     )
+    parser.add_argument(
+        "--sources-interval-secs",
+        type=float,
+        default=10.0,
+        metavar="SECONDS",
+        help="How often to look for adapters that are new in lora_sources (default: %(default)g).",
+    )
     DynamoRuntimeArgGroup().add_arguments(parser)
     arguments = parser.parse_args(argv)
     runtime = DynamoRuntimeConfig.from_cli_args(arguments)
@@ -88,6 +97,7 @@ def _options(arguments: argparse.Namespace) -> WorkerOptions:
         engine,
         arguments.served_model_name or path.name,
         arguments.drain_timeout_secs,
+        arguments.sources_interval_secs,
     )
 
 

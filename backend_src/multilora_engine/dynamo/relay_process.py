@@ -24,7 +24,7 @@ import uvloop
 import zmq
 from dynamo._core import Context
 from dynamo.common.configuration.groups.runtime_args import DynamoRuntimeArgGroup, DynamoRuntimeConfig
-from dynamo.llm import KvRouter, KvRouterConfig
+from dynamo.llm import KvRouter, KvRouterConfig, RoutingConstraints
 from dynamo.runtime import DistributedRuntime
 
 from multilora_engine.config import EngineConfig
@@ -73,7 +73,7 @@ async def _serve(launch: Launch, on_ready: Any) -> None:
     described = await _describe(workers, config.engine)
     info = front_info(described.info, config)
     kv_router = KvRouter(endpoint, described.block_size, KvRouterConfig())
-    router = FleetRouter(kv_router, workers)
+    router = FleetRouter(kv_router, workers, lambda taints: RoutingConstraints(preferred_taints=dict(taints)))
     layout = info.adapter_layout
     uploads = FrontUploads(workers, config.lora.lora_cache_host_memory_bytes, layout.lora_dtype)
     operator = FleetOperator(workers, uploads, msgspec.structs.replace(described, info=info))

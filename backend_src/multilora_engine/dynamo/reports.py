@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from itertools import groupby
 from typing import Any, Protocol
 
@@ -12,6 +12,7 @@ from dynamo.common.backend.publisher import ComponentSnapshot
 
 from multilora_engine.engine.engine_stats import EngineStats
 from multilora_engine.errors import RequestError
+from multilora_engine.lora.residency import Residency
 from multilora_engine.process.reports import StatsReport
 from multilora_engine.serving.metrics import ENGINE_RESTARTS, Sample, samples
 
@@ -32,12 +33,20 @@ class StatsReporter:
     """Asks the engine twice a second. The page has the engine's last report, and nothing before the first one.
 
     model_name: the label of gauges that gateways read. num_restarts: of the engine process so far.
+    on_residency: is told which adapters are in memory.
     """
 
-    def __init__(self, operator: Operator, model_name: str, num_restarts: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        operator: Operator,
+        model_name: str,
+        num_restarts: Callable[[], int],
+        on_residency: Callable[[Residency], Awaitable[None]],
+    ) -> None:
         self._operator = operator
         self._model_name = model_name
         self._num_restarts = num_restarts
+        self._on_residency = on_residency
         self._page = ""
 
     @property
@@ -59,6 +68,7 @@ class StatsReporter:
         publisher.publish(_RANK, snapshot(report.load.engine))
         restarts = Sample(ENGINE_RESTARTS, (), self._num_restarts())
         self._page = prometheus_page([*samples(report, self._model_name), restarts])
+        await self._on_residency(report.residency)
 
 
 def snapshot(stats: EngineStats) -> ComponentSnapshot:

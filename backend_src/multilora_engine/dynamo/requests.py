@@ -26,6 +26,9 @@ from multilora_engine.serving.calls import GenerateCall
 _REGEX_SPECIAL = re.compile(r"([\\.+*?()|\[\]{}^$#&~-])")
 """The characters that Rust's `regex::escape` escapes."""
 
+_PROBE_PRIORITY = -(1 << 31)
+"""Smaller than any that clients may have."""
+
 
 def read_request(request: Mapping[str, Any]) -> WorkerRequest:
     """Raises InvalidRequest for a request that no such worker can read, and Unsupported for inputs that are no text."""
@@ -39,8 +42,13 @@ def read_request(request: Mapping[str, Any]) -> WorkerRequest:
     return read
 
 
-def engine_request(request: WorkerRequest, request_id: str, info: EngineInfo) -> GenerationRequest:
-    """The request to the engine, under the id `request_id`. Raises InvalidRequest or Unsupported."""
+def engine_request(
+    request: WorkerRequest, request_id: str, info: EngineInfo, is_probe: bool = False
+) -> GenerationRequest:
+    """The request to the engine, under the id `request_id`. Raises InvalidRequest or Unsupported.
+
+    is_probe: it is Dynamo's canary, which goes before everybody else: a busy worker is no broken one.
+    """
     lora_name = request.lora_name
     # Here larger ones go first, and in the engine smaller ones.
     priority = -((request.routing and request.routing.priority) or 0)
@@ -51,7 +59,7 @@ def engine_request(request: WorkerRequest, request_id: str, info: EngineInfo) ->
         prompt_token_ids=request.token_ids,
         sampling=sampling,
         lora_task_id=task_id_of(lora_name) if lora_name else None,
-        priority=max(priority, info.clients.min_priority),
+        priority=_PROBE_PRIORITY if is_probe else max(priority, info.clients.min_priority),
         lora_name=lora_name,
         # Prompts of different salts find each other's blocks as little as those of different tenants.
         sender=Sender(tenant=request.cache_salt),

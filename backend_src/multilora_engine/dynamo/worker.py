@@ -7,17 +7,20 @@ import logging
 import os
 from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from contextlib import ExitStack, aclosing
+from functools import partial
 from typing import Any
 
 from dynamo._core import Context
 from dynamo.common.backend import EngineConfig as Registration
 from dynamo.common.backend import LLMEngine, LlmRegistration, WorkerConfig
-from dynamo.common.backend.health_check import build_health_check_payload
+from dynamo.common.backend.health_check import build_health_check_payload, is_probe
 from dynamo.common.backend.publisher import PushSource
+from dynamo.llm import update_model_taints
 
-from multilora_engine.dynamo.adapters import UPDATES, FleetAdapters, answer_update
+from multilora_engine.dynamo.adapters import FleetAdapters
 from multilora_engine.dynamo.answers import CANCELLED, END, Answer, Chunk
 from multilora_engine.dynamo.cards import AdapterCards
+from multilora_engine.dynamo.catalogue import FleetCatalogue
 from multilora_engine.dynamo.engine_calls import EngineCalls
 from multilora_engine.dynamo.errors import dynamo_error
 from multilora_engine.dynamo.fleet_calls import FleetCalls
@@ -28,14 +31,17 @@ from multilora_engine.dynamo.operators import EngineOperator
 from multilora_engine.dynamo.options import WorkerOptions, parse_options
 from multilora_engine.dynamo.reports import StatsReporter
 from multilora_engine.dynamo.requests import engine_request, read_request
+from multilora_engine.dynamo.residency_taints import ResidencyTaints
+from multilora_engine.dynamo.source_reader import SourceReader
 from multilora_engine.dynamo.streams import OpenStreams
+from multilora_engine.dynamo.updates import EVENTS, UPDATES, SystemUpdates
 from multilora_engine.dynamo.workers import Workers
 from multilora_engine.engine_info import EngineInfo
 from multilora_engine.errors import RequestError
+from multilora_engine.lora.residency import Residency
 from multilora_engine.process.client import EngineClient
 from multilora_engine.process.paths import owned_socket_path
 from multilora_engine.process.supervisor import EngineProcess
-from multilora_engine.request import GenerationRequest
 from multilora_engine.serving.front import new_id
 from multilora_engine.text.tokenizer import Tokenizer
 from multilora_engine.tritonserver.installation import engine_environment
@@ -58,6 +64,7 @@ class DynamoWorker(LLMEngine):
         self._blocks = BlockPublisher()
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_ready = asyncio.Event()
+        self._taints: ResidencyTaints | None = None
 
     @classmethod
     async def from_args(cls, argv: Sequence[str] | None = None) -> tuple[DynamoWorker, WorkerConfig]:
@@ -88,24 +95,30 @@ class DynamoWorker(LLMEngine):
 
     async def on_endpoint_ready(self, endpoint: Any) -> None:
         """Put the sources' adapters into the fleet, while requests for the base model are served already."""
-        engine = self._options.engine
-        path, max_loras = str(engine.model_path), engine.lora.max_loras
-        cards = AdapterCards(endpoint, path, engine.block_size, max_loras)
-        names = {module.module_id: module.name for module in self._info.adapter_layout.sites.modules}
-        self._workers = Workers(await endpoint.client(), Context, endpoint.connection_id())
+        engine, layout = self._options.engine, self._info.adapter_layout
+        cards = AdapterCards(endpoint, str(engine.model_path), engine.block_size, engine.lora.max_loras)
+        names = {module.module_id: module.name for module in layout.sites.modules}
+        workers = Workers(await endpoint.client(), Context, endpoint.connection_id())
         self._adapters = FleetAdapters(self._operator, cards, self._options.model_name, names)
-        self._uploads = FleetUploads(
+        reader = SourceReader(engine, layout)
+        self._resources.callback(reader.close)
+        uploads = FleetUploads(
             self._operator,
-            self._workers,
-            self._info.adapter_layout,
+            workers,
+            reader,
+            layout,
             engine.lora.lora_cache_host_memory_bytes,
             engine.lora.lora_on_conflict == "replace",
         )
-        self._calls = EngineCalls(self._client, self._loop, self._streams, self._restore)
+        catalogue = FleetCatalogue(uploads, self._adapters, workers, self._operator, reader, layout)
+        self._calls = EngineCalls(self._client, self._loop, self._streams, uploads)
         description = Described(self._info, self._options.model_name, engine.block_size)
-        self._fleet = FleetCalls(self._calls, self._operator, self._uploads, self._adapters, description, names)
+        self._fleet = FleetCalls(self._calls, self._operator, uploads, self._adapters, catalogue, description)
+        self._updates = SystemUpdates(catalogue, self._operator, lambda: self._adapters.cards, endpoint.connection_id())
+        self._taints = ResidencyTaints(partial(update_model_taints, endpoint))
         self._is_ready.set()
-        self._begin(self._publish_sources())
+        self._begin(self._scan_sources())
+        self._begin(catalogue.follow_news())
 
     async def generate(self, request: Mapping[str, Any], context: Any) -> AsyncGenerator[Chunk, None]:
         """The answer to a prompt, piece by piece. Raises the exceptions of errors.py."""
@@ -121,7 +134,7 @@ class DynamoWorker(LLMEngine):
 
     async def _answer_prompt(self, request: Mapping[str, Any], context: Any) -> AsyncGenerator[Chunk, None]:
         try:
-            asked = engine_request(read_request(request), new_id(), self._info)
+            asked = engine_request(read_request(request), new_id(), self._info, is_probe(request))
             answer = Answer(asked, self._tokenizer)
             outputs = self._calls.generate(asked, context.id(), context.id(), context.trace_id or "")
             async with aclosing(outputs):
@@ -135,13 +148,6 @@ class DynamoWorker(LLMEngine):
             async for answer in answers:
                 yield worker_chunk(answer)
         yield END
-
-    async def _restore(self, asked: GenerationRequest) -> bool:
-        """Have the engine know an adapter again: one that a client has sent, or one that was loaded."""
-        task_id = asked.task_id
-        if task_id is not None and await self._uploads.bring(task_id, is_lost=True):
-            return True
-        return await self._adapters.restore(asked.lora_name)
 
     async def abort(self, context: Any) -> None:
         self._streams.cancel(context.id())
@@ -164,7 +170,13 @@ class DynamoWorker(LLMEngine):
         return set(UPDATES)
 
     async def engine_update(self, update: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        return await answer_update(self._adapters, update, body)
+        return await self._updates.answer(update, body)
+
+    def supported_controls(self) -> set[str]:
+        return {EVENTS}
+
+    async def engine_control(self, control: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        return await self._updates.answer(control, body)
 
     async def cleanup(self) -> None:
         """Give requests in flight the time to finish, then end the engine: Dynamo has stopped sending requests."""
@@ -185,11 +197,17 @@ class DynamoWorker(LLMEngine):
             self._client = EngineClient(path, self._blocks)
             resources.callback(self._client.close)
             self._operator = EngineOperator(self._client, self._loop)
-            self._reporter = StatsReporter(self._operator, options.model_name, lambda: engine.generation - 1)
+            self._reporter = StatsReporter(
+                self._operator, options.model_name, lambda: engine.generation - 1, self._tell_residency
+            )
             self._info = self._client.wait_until_ready(_FIRST_CONTACT_S)
             self._tokenizer = Tokenizer(options.engine.tokenizer_path or options.engine.model_path)
             self._resources = resources.pop_all()
             return self._info
+
+    async def _tell_residency(self, residency: Residency) -> None:
+        if self._taints is not None:
+            await self._taints.report(residency)
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         """Do something beside the requests, until it has ended or the worker does."""
@@ -197,10 +215,11 @@ class DynamoWorker(LLMEngine):
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _publish_sources(self) -> None:
-        try:
-            num_cards = await self._adapters.publish_sources()
-        except RequestError as error:
-            logger.error("the adapters of the sources have no cards: %s", error)
-        else:
-            logger.info("%d adapters have cards", num_cards)
+    async def _scan_sources(self) -> None:
+        """Look again and again: an adapter that somebody puts into a source is a model of the fleet soon after."""
+        while True:
+            try:
+                await self._adapters.scan_sources()
+            except RequestError as error:
+                logger.error("the adapters of the sources have no cards: %s", error)
+            await asyncio.sleep(self._options.sources_interval_s)

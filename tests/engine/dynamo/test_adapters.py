@@ -1,4 +1,4 @@
-"""The adapters of a worker and their cards, with an engine and a fleet of a few lines."""
+"""The adapters of workers and their cards, as an operator and Dynamo's system server load, unload and list them."""
 
 from __future__ import annotations
 
@@ -7,163 +7,206 @@ from collections.abc import Coroutine
 from typing import Any
 
 import pytest
+from support.adapters import wire_adapter
+from support.fake_fleet import BASE, LAYOUT, FakeFleet, FakeWorker
 
-from multilora_engine.dynamo.adapters import FleetAdapters, answer_update, path_of
 from multilora_engine.dynamo.card import AdapterCard
-from multilora_engine.errors import AdapterNotHere, AdapterNotKnown, InvalidRequest, RelayedError
+from multilora_engine.dynamo.fleet_messages import Found
+from multilora_engine.dynamo.updates import EVENTS, SystemUpdates, path_of
+from multilora_engine.errors import InvalidRequest, PathNotCovered, RelayedError
+from multilora_engine.lora.format import pack_adapter
+from multilora_engine.lora.layout import PackedAdapter
 from multilora_engine.lora.names import task_id_of
-from multilora_wire.adapter_info import AdapterInfo
+from multilora_engine.process.reports import EventList
+from multilora_wire.adapter_event import AdapterEvent
 
-MODULES = {0: "attn_qkv", 4: "attn_dense"}
-
-
-def info(name: str, digest: str, status: str = "READY_FOR_USE") -> AdapterInfo:
-    ranks, modules = ((4, 8), (0, 4)) if digest else ((), ())
-    return AdapterInfo(
-        task_id_of(name),
-        name,
-        digest,
-        status,
-        "DEVICE",
-        1,
-        ranks,
-        0,
-        False,
-        0.0,
-        0,
-        module_ids=modules,  # type: ignore[arg-type]
-    )
+X = task_id_of("x")
 
 
-class Fleet:
-    """An engine whose sources have `at_path`, and the cards that are published. log: what happened, in order."""
+def packed(seed: int) -> PackedAdapter:
+    wire = wire_adapter(LAYOUT, [(0, 0, 4), (4, 1, 3)], seed)
+    return pack_adapter(wire.weights, wire.config, LAYOUT)
 
-    def __init__(self) -> None:
-        self.at_path = {"/a": "d1", "/b": "d2"}
-        self.in_sources: list[str] = []
-        self.loaded: dict[str, str] = {}
-        self.cards: dict[str, AdapterCard] = {}
-        self.log: list[str] = []
-        self.fails_to_publish = False
 
-    async def list_adapters(self) -> list[AdapterInfo]:
-        here = [info(name, digest) for name, digest in self.loaded.items()]
-        return here + [info(name, "", "NOT_DOWNLOADED") for name in self.in_sources if name not in self.loaded]
-
-    async def load(self, name: str, path: str = "") -> AdapterInfo:
-        await asyncio.sleep(0)
-        if path:
-            self.loaded[name] = self.at_path[path]
-        elif name not in self.loaded:
-            if name not in self.in_sources:
-                raise AdapterNotKnown(name)
-            self.loaded[name] = f"source of {name}"
-        self.log.append(f"load {name} {self.loaded[name]}")
-        return info(name, self.loaded[name])
-
-    async def unload(self, name: str) -> AdapterInfo:
-        if name not in self.loaded:
-            raise RelayedError("NOT_FOUND", str(AdapterNotHere(name)))
-        self.log.append(f"unload {name}")
-        return info(name, self.loaded.pop(name))
-
-    async def publish(self, card: AdapterCard) -> None:
-        if self.fails_to_publish:
-            raise RuntimeError("discovery is gone")
-        self.log.append(f"card {card.name} {card.digest}")
-        assert card.name not in self.cards, "Dynamo lets nobody change a card"
-        self.cards[card.name] = card
-
-    async def withdraw(self, name: str) -> None:
-        self.log.append(f"no card {name}")
-        del self.cards[name]
+A, B = packed(1), packed(2)
 
 
 @pytest.fixture
-def fleet() -> Fleet:
-    return Fleet()
-
-
-@pytest.fixture
-def adapters(fleet: Fleet) -> FleetAdapters:
-    return FleetAdapters(fleet, fleet, "base", MODULES)
+def fleet() -> FakeFleet:
+    """Workers whose sources have the same adapters."""
+    fleet = FakeFleet(3)
+    for worker in fleet.workers.values():
+        worker.at_path = {"/a": A, "/b": B}
+    return fleet
 
 
 def run(*steps: Coroutine[Any, Any, Any]) -> list[Any]:
     async def one_after_the_other() -> list[Any]:
         return [await step for step in steps]
 
-    return asyncio.run(one_after_the_other())
+    return asyncio.run(asyncio.wait_for(one_after_the_other(), 60))
 
 
-def test_a_card_tells_which_version_it_is_and_how_large(fleet: Fleet, adapters: FleetAdapters) -> None:
-    (card,) = run(adapters.load("x", "file:///a"))
-    assert fleet.cards == {"x": card}
+async def hear(worker: FakeWorker) -> None:
+    """Ask another worker for news, once."""
+    following = asyncio.create_task(worker.catalogue.follow_news())
+    for _ in range(200):
+        await asyncio.sleep(0)
+    following.cancel()
+
+
+def test_a_card_tells_which_version_it_is_and_how_large(fleet: FakeFleet) -> None:
+    (card,) = run(fleet[1].catalogue.load("x", "/a"))
+    assert fleet[1].cards == {"x": card}
     assert card.user_data == {
         "lora_adapter": True,
         "lora_id": card.lora_id,
-        "digest": "d1",
-        "rank": 8,
+        "digest": A.digest,
+        "rank": 4,
         "modules": ["attn_qkv", "attn_dense"],
     }
-    assert fleet.log == ["load x d1", "card x d1"], "a card that came first would bring requests too early"
+    assert fleet[1].log == ["read /a", f"put {A.digest}", "card x"], "an earlier card would bring requests too early"
 
 
-def test_a_name_moves_to_other_weights_under_the_same_card(fleet: Fleet, adapters: FleetAdapters) -> None:
-    run(adapters.load("x", "file:///a"), adapters.load("x", "file:///a"), adapters.load("x", "file:///b"))
-    assert fleet.log == ["load x d1", "card x d1", "load x d1", "load x d2"]
-    assert [card.digest for card in adapters.cards] == ["d2"]
+def test_what_one_worker_loads_is_a_model_at_all_and_comes_to_the_others_by_its_digest(fleet: FakeFleet) -> None:
+    run(fleet[1].catalogue.load("x", "/a"), fleet[2].uploads.bring(X))
+    assert fleet[2].cards["x"] == fleet[3].cards["x"] == fleet[1].cards["x"]
+    assert fleet[2].in_engine == {X: A.digest}
+    assert fleet[2].log == ["card x", f"put {A.digest}"], "it read nothing from its own sources"
+    assert fleet[3].in_engine == {}, "nobody has asked there"
 
 
-def test_the_card_goes_before_the_adapter(fleet: Fleet, adapters: FleetAdapters) -> None:
-    run(adapters.load("x", "file:///a"), adapters.unload("x"))
-    assert fleet.log[2:] == ["no card x", "unload x"]
-    assert (adapters.cards, fleet.cards) == ([], {})
+def test_a_name_moves_to_other_weights_at_every_worker_under_the_same_card(fleet: FakeFleet) -> None:
+    run(
+        fleet[1].catalogue.load("x", "/a"),
+        fleet[2].uploads.bring(X),
+        fleet[1].catalogue.load("x", "/a"),
+        fleet[3].catalogue.load("x", "/b"),
+    )
+    assert fleet[1].uploads.is_behind(X)
+    assert fleet[2].uploads.is_behind(X), "its next request brings the later weights first"
+    run(fleet[2].uploads.bring(X))
+    assert fleet[2].in_engine == {X: B.digest}
+    assert [worker.adapters.cards[0].digest for worker in fleet.workers.values()] == [B.digest] * 3
+    assert fleet[1].log.count(f"put {A.digest}") == 1, "the same weights again are nothing new"
 
 
-def test_an_adapter_that_was_evicted_can_be_unloaded(fleet: Fleet, adapters: FleetAdapters) -> None:
-    run(adapters.load("x", "file:///a"))
-    fleet.loaded.clear()
-    run(adapters.unload("x"))
-    assert fleet.cards == {}
+def test_the_card_goes_before_the_adapter_everywhere(fleet: FakeFleet) -> None:
+    run(fleet[1].catalogue.load("x", "/a"), fleet[2].uploads.bring(X), fleet[3].catalogue.unload("x"))
+    assert fleet[2].log[-2:] == ["no card x", f"unload {A.digest}"]
+    assert all(worker.cards == worker.in_engine == {} for worker in fleet.workers.values())
+    assert run(*(worker.uploads.bring(X) for worker in fleet.workers.values())) == [False] * 3
+    run(fleet[2].catalogue.load("x", "/b"))
+    assert run(*(worker.uploads.bring(X) for worker in fleet.workers.values())) == [True] * 3
 
 
-def test_an_adapter_that_was_evicted_comes_back_from_where_it_was(fleet: Fleet, adapters: FleetAdapters) -> None:
-    run(adapters.load("x", "file:///b"))
-    fleet.loaded.clear()
-    assert run(adapters.restore("x"), adapters.restore("nobody")) == [True, False]
-    assert fleet.loaded == {"x": "d2"}
-    assert fleet.log[2:] == ["load x d2"], "it has its card already"
+def test_an_adapter_that_was_evicted_everywhere_is_read_again_and_must_be_the_same(fleet: FakeFleet) -> None:
+    run(fleet[1].catalogue.load("x", "/a"))
+    fleet.kill(1)
+    assert run(fleet[2].uploads.bring(X)) == [True]
+    assert fleet[2].log[-2:] == ["read /a", f"put {A.digest}"]
+    fleet[3].at_path["/a"] = B
+    fleet.kill(2)
+    with pytest.raises(Exception, match=r"'x' not found in cache.*at their source: the adapter has the digest"):
+        run(fleet[3].uploads.bring(X))
+    assert fleet[3].in_engine == {}
 
 
-def test_an_adapter_without_a_card_is_forgotten(fleet: Fleet, adapters: FleetAdapters) -> None:
-    fleet.fails_to_publish = True
+def test_a_path_that_no_source_covers_is_not_read_whoever_names_it(fleet: FakeFleet) -> None:
+    with pytest.raises(PathNotCovered):
+        run(fleet[1].catalogue.load("x", "/etc"))
+    run(fleet[1].catalogue.load("x", "/a"))
+    fleet[2].at_path.clear()
+    fleet.kill(1)
+    with pytest.raises(Exception, match=r"no worker has them, and at their source: adapters cannot be loaded from"):
+        run(fleet[2].uploads.bring(X))
+
+
+def test_an_adapter_without_a_card_is_forgotten(fleet: FakeFleet) -> None:
+    fleet[1].fails_to_publish = True
     with pytest.raises(RuntimeError, match="discovery is gone"):
-        run(adapters.load("x", "file:///b"))
-    assert (fleet.loaded, adapters.cards) == ({}, [])
+        run(fleet[1].catalogue.load("x", "/b"))
+    assert all((worker.in_engine, worker.cards) == ({}, {}) for worker in fleet.workers.values())
 
 
-def test_what_sources_have_gets_cards_and_is_read_later(fleet: Fleet, adapters: FleetAdapters) -> None:
-    fleet.in_sources = ["s", "base"]
-    assert run(adapters.publish_sources()) == [1]
-    assert fleet.log == ["card s "]
-    assert fleet.cards["s"].user_data["rank"] == 0
-    run(adapters.load("s"))
-    assert [card.digest for card in adapters.cards] == ["source of s"]
+def test_what_sources_have_gets_cards_and_is_read_later(fleet: FakeFleet) -> None:
+    one = fleet[1]
+    one.in_sources = ["s", BASE]
+    run(one.adapters.scan_sources())
+    assert one.log == ["card s"]
+    assert one.cards["s"].user_data["rank"] == 0
+    run(one.catalogue.load("s"))
+    assert [card.digest for card in one.adapters.cards] == ["source of s"]
 
 
-def test_loads_of_one_name_go_one_after_the_other(fleet: Fleet, adapters: FleetAdapters) -> None:
+def test_sources_are_looked_at_again(fleet: FakeFleet) -> None:
+    one = fleet[1]
+    one.in_sources = ["s", "t"]
+    run(one.adapters.scan_sources())
+    one.in_sources = ["t", "u"]
+    run(one.adapters.scan_sources())
+    assert set(one.cards) == {"t", "u"}
+    run(one.catalogue.unload("t"), one.adapters.scan_sources())
+    assert set(one.cards) == {"u"}, "an operator has unloaded t"
+    one.in_sources = ["u"]
+    run(one.adapters.scan_sources())
+    one.in_sources = ["t", "u"]
+    run(one.adapters.scan_sources())
+    assert set(one.cards) == {"t", "u"}, "somebody has put another t there"
+
+
+def test_loads_of_one_name_go_one_after_the_other(fleet: FakeFleet) -> None:
     async def load_both() -> None:
-        await asyncio.gather(adapters.load("x", "file:///a"), adapters.load("x", "file:///b"))
+        await asyncio.gather(fleet[1].catalogue.load("x", "/a"), fleet[1].catalogue.load("x", "/b"))
 
-    asyncio.run(load_both())
-    assert fleet.log == ["load x d1", "card x d1", "load x d2"]
+    run(load_both())
+    assert fleet[1].log.count("card x") == 1
+    assert fleet[1].in_engine[X] == B.digest
 
 
-@pytest.mark.parametrize(("name", "uri"), [("base", "file:///a"), ("../x", "file:///a"), ("x", "file://host/a")])
-def test_names_and_places_that_cannot_be(adapters: FleetAdapters, name: str, uri: str) -> None:
+def test_a_new_worker_hears_of_what_the_others_know(fleet: FakeFleet) -> None:
+    run(fleet[1].catalogue.load("x", "/a"))
+    new = fleet.start(4)
+    run(hear(new))
+    assert set(new.cards) == {"x"}
+    assert new.in_engine == {}
+    fleet.kill(2)
+    fleet.kill(3)
+    assert run(new.uploads.bring(X)) == [True]
+
+
+def test_a_worker_that_was_cut_off_hears_of_what_it_has_missed(fleet: FakeFleet) -> None:
+    run(fleet[1].catalogue.load("x", "/a"), fleet[1].catalogue.load("y", "/a"), fleet[3].uploads.bring(X))
+    fleet[3].is_cut_off = True
+    run(fleet[1].catalogue.load("x", "/b"), fleet[2].catalogue.unload("y"))
+    run(hear(fleet[3]))
+    assert set(fleet[3].cards) == {"x", "y"}
+    fleet[3].is_cut_off = False
+    run(hear(fleet[3]))
+    assert set(fleet[3].cards) == {"x"}
+    assert fleet[3].uploads.is_behind(X)
+    assert len({worker.uploads.state for worker in fleet.workers.values()}) == 1
+    assert run(fleet[3].uploads.bring(X)) == [True]
+    assert fleet[3].in_engine[X] == B.digest
+
+
+def test_all_workers_forget_the_uploads_that_came_first() -> None:
+    fleet = FakeFleet(2, max_known=3)
+    for worker in fleet.workers.values():
+        worker.at_path = {"/a": A}
+    run(*(fleet[1 + number % 2].catalogue.load(f"n{number}", "/a") for number in range(5)))
+    assert [
+        sorted(news.name for news in worker.uploads.news() if not isinstance(news, Found))
+        for worker in fleet.workers.values()
+    ] == [["n2", "n3", "n4"]] * 2
+    assert fleet[1].uploads.state == fleet[2].uploads.state
+
+
+@pytest.mark.parametrize("name", [BASE, "../x", "x" * 200])
+def test_names_that_cannot_be(fleet: FakeFleet, name: str) -> None:
     with pytest.raises(InvalidRequest):
-        run(adapters.load(name, uri))
+        run(fleet[1].catalogue.load(name, "/a"))
+    assert fleet[1].log == []
 
 
 @pytest.mark.parametrize(
@@ -180,22 +223,56 @@ def test_uris_are_what_the_sources_call_places(uri: str, path: str) -> None:
     assert path_of(uri) == path
 
 
-def test_dynamo_s_endpoints(fleet: Fleet, adapters: FleetAdapters) -> None:
-    loaded, listed, again, unloaded, gone, nothing, missing = run(
-        answer_update(adapters, "load_lora", {"lora_name": "x", "source": {"uri": "file:///a"}}),
-        answer_update(adapters, "list_loras", {}),
-        answer_update(adapters, "load_lora", {"lora_name": "x", "source": {"uri": "file:///b"}}),
-        answer_update(adapters, "unload_lora", {"lora_name": "x"}),
-        answer_update(adapters, "unload_lora", {"lora_name": "x"}),
-        answer_update(adapters, "load_lora", {}),
-        answer_update(adapters, "load_lora", {"lora_name": "y"}),
+def test_a_file_of_another_machine_is_no_place() -> None:
+    with pytest.raises(InvalidRequest, match="a file of the machine 'host'"):
+        path_of("file://host/a")
+
+
+class Events:
+    """The events of an engine."""
+
+    def __init__(self, worker: FakeWorker) -> None:
+        self.list_adapters = worker.list_adapters
+
+    async def events_since(self, number: int) -> EventList:
+        events = [AdapterEvent("uploaded", X, A.digest, 5, "host:1"), AdapterEvent("evicted", X, A.digest, 6, "host:1")]
+        return EventList(events[number:], 2, 0)
+
+
+def test_dynamo_s_endpoints(fleet: FakeFleet) -> None:
+    one = fleet[1]
+    one.in_sources = ["s"]
+    system = SystemUpdates(one.catalogue, Events(one), lambda: one.adapters.cards, 0xABC)
+    _, loaded, listed, again, unloaded, gone, nothing, missing, events, wrong = run(
+        one.adapters.scan_sources(),
+        system.answer("load_lora", {"lora_name": "x", "source": {"uri": "file:///a"}}),
+        system.answer("list_loras", {}),
+        system.answer("load_lora", {"lora_name": "x", "source": {"uri": "file:///b"}}),
+        system.answer("unload_lora", {"lora_name": "x"}),
+        system.answer("unload_lora", {"lora_name": "x"}),
+        system.answer("load_lora", {}),
+        system.answer("load_lora", {"lora_name": "y"}),
+        system.answer(EVENTS, {"since": 1}),
+        system.answer(EVENTS, {"since": "yesterday"}),
     )
     card = AdapterCard("x")
-    assert (loaded["status"], loaded["lora_id"], loaded["digest"]) == ("success", card.lora_id, "d1")
-    assert (listed["loras"], listed["digests"], listed["count"]) == ({"x": card.lora_id}, {"x": "d1"}, 1)
-    assert (again["digest"], unloaded["status"]) == ("d2", "success")
-    assert [answer["status"] for answer in (gone, nothing, missing)] == ["error"] * 3
+    assert (loaded["status"], loaded["lora_id"], loaded["digest"]) == ("success", card.lora_id, A.digest)
+    assert listed["loras"] == {"s": AdapterCard("s").lora_id, "x": card.lora_id}
+    assert (listed["digests"]["x"], listed["count"]) == (A.digest, 2)
+    assert [(one["name"], one["status"], one["cache_location"]) for one in listed["adapters"]] == [
+        ("s", "NOT_DOWNLOADED", "REMOTE"),
+        ("x", "NOT_DOWNLOADED", "REMOTE"),
+    ], "this engine lists what its sources have"
+    assert listed["adapters"][1]["ranks"] == [3, 4]
+    assert (again["digest"], unloaded["status"]) == (B.digest, "success")
+    assert [answer["status"] for answer in (gone, nothing, missing, wrong)] == ["error"] * 4
     assert "[NOT_FOUND]" in missing["message"]
+    assert (events["instance_id"], [event["kind"] for event in events["events"]]) == ("abc", ["evicted"])
+
+
+def test_an_error_of_the_engine_is_the_answer(fleet: FakeFleet) -> None:
+    with pytest.raises(RelayedError):
+        run(fleet[1].catalogue.load("nobody"))
 
 
 @pytest.mark.parametrize("name", ["a", "pirate", "org/x", "длинное", "x" * 96])

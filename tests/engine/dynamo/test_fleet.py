@@ -100,7 +100,7 @@ class Front:
 @asynccontextmanager
 async def served(fleet: FakeFleet, path: Path, max_bytes: int = 1 << 22) -> AsyncIterator[Front]:
     workers = Workers(FakeClient(fleet), FakeContext)
-    router = FleetRouter(fleet, workers)
+    router = FleetRouter(fleet, workers, dict)
     uploads = FrontUploads(workers, max_bytes, LAYOUT.lora_dtype)
     operator = FleetOperator(workers, uploads, Described(INFO, "tiny", 16))
     socket_path = path / "engine.sock"

@@ -1,0 +1,181 @@
+"""`FleetCatalogue`: what a worker does when an adapter comes to the fleet or goes, and tells the others of it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from contextlib import aclosing
+from typing import Protocol
+
+from multilora_engine.dynamo.adapters import FleetAdapters
+from multilora_engine.dynamo.card import AdapterCard, card_of
+from multilora_engine.dynamo.fleet_messages import (
+    NEW_VERSION,
+    Announce,
+    Forget,
+    Found,
+    ReadNews,
+    Upload,
+)
+from multilora_engine.dynamo.fleet_uploads import FleetUploads, Reader, digest_of, pages_of
+from multilora_engine.dynamo.keyed_locks import KeyedLocks
+from multilora_engine.dynamo.workers import WorkerGone, Workers
+from multilora_engine.errors import AdapterConflict, InvalidRequest, RequestError
+from multilora_engine.lora.names import TaskId, check_name, number_of, task_id_of, tenant_of
+from multilora_engine.process.messages import adapter_header
+from multilora_wire.adapter_info import AdapterInfo
+from multilora_wire.layout import AdapterLayout
+
+_NEWS_INTERVAL_S = 2.0
+"""A worker that was cut off hears of what it has missed within so many seconds."""
+
+logger = logging.getLogger(__name__)
+
+
+class Operator(Protocol):
+    """The part of `EngineOperator` that is needed."""
+
+    async def load(self, name: str) -> AdapterInfo: ...
+    async def unload(self, lora_task_id: int, tenant: str = "") -> AdapterInfo: ...
+
+
+class FleetCatalogue:
+    """An adapter that any worker takes in is known to all of them, and has a card at each if it has a name.
+
+    To load a name again moves it to the weights that are there now: new requests get these, running ones keep theirs,
+    and nobody waits. A worker that is new, or that was cut off, asks another one what it has missed. Loads of one name
+    go one after the other.
+    """
+
+    def __init__(
+        self,
+        uploads: FleetUploads,
+        adapters: FleetAdapters,
+        workers: Workers,
+        operator: Operator,
+        reader: Reader,
+        layout: AdapterLayout,
+    ) -> None:
+        self._uploads = uploads
+        self._adapters = adapters
+        self._workers = workers
+        self._operator = operator
+        self._reader = reader
+        self._layout = layout
+        self._locks: KeyedLocks[int] = KeyedLocks()
+        self._module_names = {module.module_id: module.name for module in layout.sites.modules}
+
+    async def take_piece(self, upload: Upload, offset: int, piece: bytes) -> Upload | None:
+        """Take the next bytes of an upload; the upload as all workers know it, once it is complete."""
+        taken = await self._uploads.take_piece(upload, offset, piece)
+        return None if taken is None else await self._spread(taken)
+
+    async def read(self, lora_task_id: int, name: str, source: str, path: str) -> Upload:
+        """Read an adapter from a path in the sources, and have all workers know of it. Raises RequestError."""
+        async with self._locks.held(lora_task_id):
+            packed = await self._reader.read(lora_task_id, name, source, path)
+            pages = await asyncio.to_thread(pages_of, packed)
+            digest = await asyncio.to_thread(digest_of, packed, self._layout)
+            upload = Upload(adapter_header(lora_task_id, packed), name, digest, len(pages), NEW_VERSION, path)
+            return await self._spread(await self._uploads.add(upload, pages))
+
+    async def load(self, name: str, path: str = "") -> AdapterCard:
+        """Have the adapter that is at `path`, or that the fleet or the sources have under `name`, with its card.
+
+        Raises RequestError. If the card cannot be published, the adapter is forgotten.
+        """
+        self._adapters.check_free(check_name(name))
+        task_id = task_id_of(name)
+        if path:
+            return self._card_of(await self.read(task_id, name, "", path))
+        if await self._uploads.bring(task_id) and (upload := self._uploads.find(task_id)) is not None:
+            card = self._card_of(upload)
+        else:
+            card = card_of(await self._operator.load(name), self._module_names)
+        await self._adapters.show(card)
+        return card
+
+    async def unload(self, name: str) -> AdapterCard:
+        """Have no worker know the adapter. Raises RequestError if there is no card of the name."""
+        card = await self._adapters.hide(check_name(name))
+        if card is None:
+            raise InvalidRequest(f"LoRA adapter {name!r} is not loaded; loaded are {len(self._adapters.cards)} others")
+        forget = self._uploads.forget(task_id_of(name), name)
+        await self._unload(task_id_of(name))
+        if forget is not None:
+            await self._workers.ask_all(forget)
+        return card
+
+    async def forget(self, task_id: TaskId, name: str) -> None:
+        """Forget an adapter that every worker is told to unload: the card goes before the engine's."""
+        upload = self._uploads.find(task_id)
+        if name := name or (upload.name if upload is not None else ""):
+            await self._adapters.hide(name)
+        self._uploads.forget(task_id)
+
+    async def learn(self, news: Upload | Forget) -> None:
+        """Hear of an adapter from another worker. Raises AdapterConflict."""
+        if not self._uploads.learn(news):
+            return
+        if isinstance(news, Upload):
+            await self._show(news)
+            return
+        if news.name and not news.tenant:
+            await self._adapters.hide(news.name)
+        await self._unload(news.task_id)
+
+    async def follow_news(self) -> None:
+        """Ask another worker for what was missed, again and again until cancelled."""
+        while True:
+            try:
+                await self._ask_for_news()
+            except RequestError as error:
+                logger.info("another worker does not tell what it knows: %s", error)
+            await asyncio.sleep(_NEWS_INTERVAL_S)
+
+    async def _ask_for_news(self) -> None:
+        worker_ids = self._workers.ids
+        if not worker_ids:
+            return
+        asked = ReadNews(self._uploads.state)
+        async with aclosing(self._workers.call(random.choice(worker_ids), asked)) as answers:
+            async for answer in answers:
+                news = answer.upload if isinstance(answer, Found) else answer
+                if isinstance(news, Upload | Forget):
+                    try:
+                        await self.learn(news)
+                    except AdapterConflict as error:
+                        logger.warning("workers disagree: %s", error)
+
+    async def _spread(self, upload: Upload) -> Upload:
+        """Give the adapter its card, and have the others know it. Raises the error of one that may not have it."""
+        try:
+            await self._show(upload)
+        except Exception:
+            self._uploads.forget(upload.task_id)
+            await self._unload(upload.task_id)
+            raise
+        for answer in await self._workers.ask_all(Announce(upload)):
+            # One that is lost asks for news when it is back.
+            if isinstance(answer, RequestError) and not isinstance(answer, WorkerGone):
+                raise answer
+        return upload
+
+    async def _show(self, upload: Upload) -> None:
+        """Put an upload that has a name, and is no tenant's own, where Dynamo's front finds it."""
+        if upload.name and not upload.header.tenant:
+            await self._adapters.show(self._card_of(upload))
+
+    def _card_of(self, upload: Upload) -> AdapterCard:
+        rows = upload.header.rows
+        ranks = tuple(sorted({row.rank for row in rows}))
+        modules = tuple(self._module_names[module_id] for module_id in sorted({row.module_id for row in rows}))
+        return AdapterCard(upload.name, upload.header.digest, ranks, modules)
+
+    async def _unload(self, task_id: TaskId) -> None:
+        try:
+            await self._operator.unload(number_of(task_id), tenant_of(task_id))
+        except RequestError as error:
+            if error.code != "NOT_FOUND":  # no tier had it any more
+                raise
