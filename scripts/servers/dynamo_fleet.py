@@ -1,7 +1,7 @@
 """`DynamoFleet`: Dynamo's front with its router, and workers of ours, as processes of this machine.
 
 They find each other by files, and talk over TCP and ZeroMQ: neither etcd nor NATS is needed. Dynamo's publishers of
-events listen on all addresses in any case: where the network is not trusted, run this in a namespace.
+events listen on all addresses, whatever they are told: where the network is not trusted, run this in a namespace.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -25,6 +26,8 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
+from multilora_engine.dynamo.updates import EVENTS
+from repository import REPOSITORY
 from servers.machines import Machine, Machines
 
 _LOOPBACK = "127.0.0.1"
@@ -45,7 +48,7 @@ class FleetFailed(Exception):
 class Worker:
     """name: of its log. system_url: the address at which it tells its health and metrics, and takes adapters.
 
-    machine: where it runs, None for the caller's machine.
+    machine: the one that it runs on, None for the caller's. is_ready: whether it has been waited for.
     """
 
     name: str
@@ -53,6 +56,19 @@ class Worker:
     log: Path
     process: subprocess.Popen[bytes]
     machine: Machine | None = None
+    is_ready: bool = False
+
+    @property
+    def number(self) -> int:
+        """Its number in the fleet, by which answers name it."""
+        told = call(f"{self.system_url}/engine/control/{EVENTS}", {"since": 0})
+        return int(told["instance_id"], 16)
+
+    def metric(self, name: str, label: str = "") -> float:
+        """The sum of a metric over all its labels, or over those series whose labels have this one."""
+        with urllib.request.urlopen(f"{self.system_url}/metrics", timeout=30) as response:
+            lines = response.read().decode().splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if re.match(rf"{name}[ {{]", line) and label in line)
 
     def kill(self) -> None:
         """End it at once, as a machine that loses its power does."""
@@ -68,8 +84,8 @@ class Worker:
 class DynamoFleet:
     """Ends all its processes when it is left.
 
-    front_options: of `python -m dynamo.frontend`. machines: one for each worker, in turns; the front is where the
-    caller is.
+    front_options: of `python -m dynamo.frontend`. front_environ: its variables, beside those of all.
+    machines: the first is the front's, the second a Triton front's, and the workers have the others, in turns.
     """
 
     def __init__(
@@ -79,13 +95,14 @@ class DynamoFleet:
         front_options: tuple[str, ...] = ("--router-mode", "kv"),
         environ: Mapping[str, str] = MappingProxyType({}),
         machines: Machines | None = None,
+        front_environ: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._model = model
         self.model_name = model_name
         self._front_options = front_options
         self._environ = environ
-        self._machines = machines
-        self._address = _LOOPBACK if machines is None else machines.own_address
+        self._front_environ = front_environ
+        self._machines: list[Machine | None] = [None] if machines is None else [*machines.all]
         self._resources = ExitStack()
         self.workers: list[Worker] = []
 
@@ -93,7 +110,6 @@ class DynamoFleet:
         directory = Path(self._resources.enter_context(tempfile.TemporaryDirectory()))
         self._logs = directory
         self._shared = {
-            **dict.fromkeys(_LISTENING, self._address),
             "DYN_FILE_KV": str(directory / "discovery"),
             "DYN_DISCOVERY_BACKEND": "file",
             "DYN_REQUEST_PLANE": "tcp",
@@ -103,11 +119,12 @@ class DynamoFleet:
             "HF_HUB_OFFLINE": "1",
             **self._environ,
         }
-        port = free_port()
-        self.url = f"http://{self._address}:{port}"
-        front = ["-m", "dynamo.frontend", "--http-host", self._address, "--http-port", str(port), *self._front_options]
+        port, machine = free_port(), self._machines[0]
+        address = _address(machine)
+        self.url = f"http://{address}:{port}"
+        front = ["-m", "dynamo.frontend", "--http-host", address, "--http-port", str(port), *self._front_options]
         self.front_log = directory / "front.log"
-        self._front = self._spawn(front, self.front_log, {})
+        self._front = self._spawn([sys.executable, *front], self.front_log, self._front_environ, machine)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
@@ -117,22 +134,42 @@ class DynamoFleet:
         """Start a worker, and do not wait until it is ready. parameters: of its engine."""
         name = f"worker{len(self.workers) + 1}"
         port, log = free_port(), self._logs / f"{name}.log"
-        command = ["-m", "multilora_engine.dynamo.main", "--model", str(self._model)]
-        command += ["--served-model-name", self.model_name]
-        command += [part for key, value in parameters.items() for part in ("--set", f"{key}={value}")]
-        machine = None
-        if self._machines is not None:
-            machine = self._machines.all[len(self.workers) % len(self._machines.all)]
-        address, before = (self._address, ()) if machine is None else (machine.address, machine.command)
-        environ = {**dict.fromkeys(_LISTENING, address), "DYN_SYSTEM_PORT": str(port)}
-        process = self._spawn(command, log, environ, before)
-        self.workers.append(Worker(name, f"http://{address}:{port}", log, process, machine))
+        command = [sys.executable, "-m", "multilora_engine.dynamo.main", "--model", str(self._model)]
+        command += ["--served-model-name", self.model_name, "--sources-interval-secs", "2"]
+        command += _settings(parameters)
+        machine = self._machines[2 + len(self.workers) % (len(self._machines) - 2)] if self._machines[0] else None
+        process = self._spawn(command, log, {"DYN_SYSTEM_PORT": str(port)}, machine)
+        self.workers.append(Worker(name, f"http://{_address(machine)}:{port}", log, process, machine))
         return self.workers[-1]
+
+    def start_triton_front(self, parameters: Mapping[str, str]) -> str:
+        """Start a Triton server with the fleet behind it, wait until it is ready, and give its address of gRPC."""
+        machine = self._machines[1] if self._machines[0] else None
+        address, ports, log = _address(machine), [free_port() for _ in range(3)], self._logs / "triton.log"
+        command = [str(Path(sys.executable).with_name("multilora-serve")), "--model", str(self._model)]
+        command += ["--model-repository", str(REPOSITORY / "model_repository"), "--host", address]
+        names = ("--http-port", "--grpc-port", "--metrics-port")
+        command += [part for name, port in zip(names, ports, strict=True) for part in (name, str(port))]
+        command += _settings({**parameters, "engine": "dynamo://dynamo"})
+        process = self._spawn(command, log, {}, machine)
+
+        def is_ready() -> bool:
+            if process.poll() is not None:
+                raise FleetFailed(f"the Triton front ended with status {process.returncode}: {tail(log)}")
+            try:
+                with urllib.request.urlopen(f"http://{address}:{ports[0]}/v2/health/ready", timeout=5) as response:
+                    return bool(response.status == 200)
+            except OSError:
+                return False
+
+        self.wait_until(is_ready)
+        return f"{address}:{ports[1]}"
 
     def wait_ready(self, num_workers: int) -> None:
         """Wait until so many workers are ready, and the front has the model. Raises FleetFailed."""
         for worker in self.workers[-num_workers:]:
             self.wait_until(lambda worker=worker: is_healthy(worker.system_url), worker)  # type: ignore[misc]
+            worker.is_ready = True
         self.wait_until(lambda: self.model_name in self.models(), self.workers[-1])
 
     def wait_until(self, holds: Callable[[], bool], worker: Worker | None = None) -> None:
@@ -147,10 +184,14 @@ class DynamoFleet:
                 raise FleetFailed(f"nothing came of waiting {_START_TIMEOUT_S:g} s: {tail(self.front_log)}")
             time.sleep(_LOOK_INTERVAL_S)
 
+    def ready_workers(self) -> list[Worker]:
+        """Those that were waited for, and are alive."""
+        return [worker for worker in self.workers if worker.is_ready and worker.process.poll() is None]
+
     @property
     def environ(self) -> Mapping[str, str]:
-        """The variables by which a process finds the fleet."""
-        return self._shared
+        """The variables by which a process of the caller's machine finds the fleet."""
+        return {**self._shared, **dict.fromkeys(_LISTENING, _LOOPBACK)}
 
     def models(self) -> list[str]:
         """The names that clients may ask for; none while the front is starting."""
@@ -161,17 +202,27 @@ class DynamoFleet:
         return [model["id"] for model in listing["data"]]
 
     def _spawn(
-        self, command: list[str], log: Path, environ: Mapping[str, str], before: tuple[str, ...] = ()
+        self, command: list[str], log: Path, environ: Mapping[str, str], machine: Machine | None
     ) -> subprocess.Popen[bytes]:
+        before = () if machine is None else machine.command
+        addresses = dict.fromkeys(_LISTENING, _address(machine))
         with log.open("wb") as stream:
             process = subprocess.Popen(
-                [*before, sys.executable, *command],
-                env={**os.environ, **self._shared, **environ},
+                [*before, *command],
+                env={**os.environ, **self._shared, **addresses, **environ},
                 stdout=stream,
                 stderr=subprocess.STDOUT,
             )
         self._resources.callback(_end, process)
         return process
+
+
+def _address(machine: Machine | None) -> str:
+    return _LOOPBACK if machine is None else machine.address
+
+
+def _settings(parameters: Mapping[str, str]) -> list[str]:
+    return [part for key, value in parameters.items() for part in ("--set", f"{key}={value}")]
 
 
 def call(url: str, body: Mapping[str, Any] | None = None, method: str | None = None, timeout_s: float = 120.0) -> Any:

@@ -1,5 +1,5 @@
-"""Loads a fleet of Dynamo with adapters by Zipf, kills workers, cuts one off, moves an adapter, and says what clients
-were told.
+"""Loads a fleet of Dynamo through both its fronts, with adapters by Zipf that come, move and go meanwhile, kills
+workers, cuts one off, and says what clients were told, in a table and a picture.
 
 The adapters are those of telling_adapters.py: an answer says which adapter, in which version, gave it.
 """
@@ -7,238 +7,238 @@ The adapters are those of telling_adapters.py: an answer says which adapter, in 
 from __future__ import annotations
 
 import json
-import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from random import Random
 from statistics import median, quantiles
 from tempfile import TemporaryDirectory
 from typing import Annotated
-from urllib.error import HTTPError
 
-import numpy as np
-import torch
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from checkpoints.telling_adapters import (
-    BASE_ANSWER,
-    MAX_RANK,
-    NUM_PLACES,
-    PROMPT_TOKENS,
-    adapter_matrices,
-    answer,
-    save_checkpoint,
-)
-from multilora_wire.converted_files import CONFIG_FILE, WEIGHTS_FILE
-from multilora_wire.module_names import UPSTREAM_NAMES
-from servers.dynamo_fleet import DynamoFleet, call
+from checkpoints.telling_adapters import MAX_RANK, PROMPT_TOKENS, save_checkpoint
+from multilora_client import Client
+from servers.dynamo_fleet import DynamoFleet
 from servers.machines import Machines, can_make_machines
 from servers.started_server import sigterm_as_ctrl_c
+from trials.fleet_judge import Judge, OpenAIDoor, Tally, TritonDoor, Versions, adapter_name
+from trials.fleet_operator import FleetOperator, is_loaded_by_hand, save_adapter
+from trials.fleet_picture import draw
 
-_BASE = "telling"
-_NUM_BEGINNINGS = 20
-_BEGINNING_TOKENS = 64
-_TAIL_TOKENS = 8
-_PARTITION_S = 10
-_MODULE_IDS = {name: module_id for module_id, name in UPSTREAM_NAMES.items()}
-_PARAMETERS = {
+BASE = "telling"
+PARTITION_S = 10
+SETTLE_S = 5.0
+"""A worker that was cut off asks another one for news every two seconds."""
+
+PARAMETERS = {
     "kv_cache_memory_bytes": "16MiB",
-    "lora_cache_host_memory_bytes": "16MiB",
     "max_num_seqs": "16",
     "num_threads": "1",
     "max_lora_rank": str(MAX_RANK),
 }
 
+FAULTS = ("wrong", "base", "unstated")
+
 
 @dataclass
-class Tally:
-    """The answers to the clients of a phase. seconds: of each answer. cached, prompt: tokens."""
+class Trial:
+    """begun: when each phase began. names: of the workers, by their numbers in the fleet."""
 
-    name: str
-    num_right: int = 0
-    num_wrong: int = 0
-    num_from_base: int = 0
-    errors: Counter[int] = field(default_factory=Counter)
-    seconds: list[float] = field(default_factory=list)
-    cached: int = 0
-    prompt: int = 0
+    fleet: DynamoFleet
+    parameters: Mapping[str, str]
+    judge: Judge
+    versions: Versions
+    operator: FleetOperator
+    num_requests: int
+    num_clients: int
+    begun: dict[str, float] = field(default_factory=dict)
+    names: dict[int, str] = field(default_factory=dict)
 
-
-class Load:
-    """Clients that ask until they are told to stop. versions: for each adapter, the versions that may answer now."""
-
-    def __init__(self, fleet: DynamoFleet, num_adapters: int, seed: int) -> None:
-        self._fleet = fleet
-        self._random = Random(seed)
-        self._weights = [1 / (rank + 1) for rank in range(num_adapters)]
-        self.versions = [{0} for _ in range(num_adapters)]
-        self._beginnings = [self._tokens(_BEGINNING_TOKENS) for _ in range(_NUM_BEGINNINGS)]
-        self._lock = threading.Lock()
-
-    def run(self, tally: Tally, num_requests: int, num_clients: int) -> None:
-        """Have `num_clients` clients ask `num_requests` times in all."""
-        with ThreadPoolExecutor(num_clients) as pool:
-            for done in [pool.submit(self._ask, tally) for _ in range(num_requests)]:
-                done.result()
-
-    def _ask(self, tally: Tally) -> None:
-        with self._lock:
-            (number,) = self._random.choices(range(len(self._weights)), self._weights)
-            prompt = self._random.choice(self._beginnings) + self._tokens(_TAIL_TOKENS)
-            expected = [answer(number, version) for version in self.versions[number]]
-        body = {
-            "model": adapter_name(number),
-            "prompt": prompt,
-            "max_tokens": NUM_PLACES,
-            "temperature": 0,
-            "logprobs": 1,
-            "return_tokens_as_token_ids": True,
+    def phases(self, console: Console) -> Iterator[Tally]:
+        """Hurt the fleet at the beginning of phases; the tally of each phase's clients."""
+        steps: Mapping[str, Callable[[], None]] = {
+            "all workers": lambda: None,
+            "kill -9 of a worker": lambda: self._kill(0),
+            "another worker comes": self._replace,
+            "kill -9 of a second one": lambda: self._kill(1),
+            "a third one comes": self._replace,
+            f"one is cut off for {PARTITION_S} s": self._cut_off,
+            "after that": lambda: None,
         }
-        started = time.perf_counter()
-        try:
-            told = call(f"{self._fleet.url}/v1/completions", body)
-        except HTTPError as error:
-            with self._lock:
-                tally.errors[error.code] += 1
-            return
-        seconds = time.perf_counter() - started
-        tokens = [int(token.removeprefix("token_id:")) for token in told["choices"][0]["logprobs"]["tokens"]]
-        with self._lock:
-            # An adapter that has moved meanwhile may answer either way.
-            expected += [answer(number, version) for version in self.versions[number]]
-            tally.num_right += tokens in expected
-            tally.num_wrong += tokens not in expected
-            tally.num_from_base += tokens == BASE_ANSWER
-            tally.seconds.append(seconds)
-            tally.prompt += told["usage"]["prompt_tokens"]
-            tally.cached += told["usage"]["prompt_tokens_details"]["cached_tokens"] or 0
+        with self.operator.at_work():
+            for name, hurt in steps.items():
+                if hurt == self._cut_off and self.fleet.workers[2].machine is None:
+                    continue
+                yield self._phase(name, hurt, console)
+        tally = Tally("every adapter once more")
+        self.begun[tally.name] = time.monotonic()
+        self.judge.ask_each(tally, self.num_clients)
+        yield tally
 
-    def _tokens(self, number: int) -> list[int]:
-        return self._random.choices(PROMPT_TOKENS, k=number)
+    def note_workers(self) -> None:
+        """Ask the workers that are alive for their numbers."""
+        for worker in self.fleet.workers:
+            if worker.process.poll() is None and worker.name not in self.names.values():
+                self.names[worker.number] = worker.name
+
+    def _phase(self, name: str, hurt: Callable[[], None], console: Console) -> Tally:
+        tally = Tally(name)
+        self.begun[name] = time.monotonic()
+        with console.status(name), ThreadPoolExecutor(1) as pool:
+            running = pool.submit(self._load, tally)
+            hurt()
+            running.result()
+        self.note_workers()
+        return tally
+
+    def _load(self, tally: Tally) -> None:
+        self.judge.run(tally, self.num_requests, self.num_clients)
+
+    def _kill(self, index: int) -> None:
+        with self.operator.without(self.fleet.workers[index]):
+            self.fleet.workers[index].kill()
+
+    def _replace(self) -> None:
+        self.fleet.start_worker(self.parameters)
+        self.fleet.wait_ready(1)
+
+    def _cut_off(self) -> None:
+        worker = self.fleet.workers[2]
+        assert worker.machine is not None
+        with self.operator.without(worker, is_cut_off=True):
+            worker.machine.cut()
+            time.sleep(PARTITION_S)
+            worker.machine.join()
+            time.sleep(SETTLE_S)
+        self.versions.settle()
 
 
 def main(
-    num_workers: Annotated[int, typer.Option(min=3, help="Workers beside the front.")] = 3,
+    num_workers: Annotated[int, typer.Option(min=3, help="Workers beside the fronts.")] = 3,
     num_adapters: Annotated[int, typer.Option(min=2, help="Adapters; the n-th is asked for 1/n as often.")] = 100,
-    num_requests: Annotated[int, typer.Option(min=1, help="Of each phase.")] = 500,
+    num_requests: Annotated[int, typer.Option(min=1, help="Of each of the seven phases.")] = 300,
     num_clients: Annotated[int, typer.Option(min=1, help="That ask at the same time.")] = 8,
-    namespaces: Annotated[bool, typer.Option(help="Give each worker a network namespace, and cut one off.")] = True,
-    router_mode: Annotated[str, typer.Option(help="Of Dynamo's front: kv, round-robin or random.")] = "kv",
+    namespaces: Annotated[bool, typer.Option(help="Give each process a network namespace, cut one off.")] = True,
+    compare: Annotated[bool, typer.Option(help="Then load fresh fleets with and without routing, and compare.")] = True,
+    output: Annotated[Path, typer.Option(help="Folder for the picture, load_fleet.png.")] = Path("bench_results"),
     seed: Annotated[int, typer.Option(help="Of what is asked.")] = 1,
 ) -> None:
-    """Start a fleet, load it, move an adapter, kill two workers, cut one off; exit status 1 after a wrong answer."""
+    """Start a fleet and both fronts, load it, hurt it; exit status 1 after an answer that nobody may give."""
     console = Console()
     if namespaces and not can_make_machines():
         console.print("This user may not make network namespaces: run as root, or with --no-namespaces.")
         raise typer.Exit(2)
-    with TemporaryDirectory() as directory, ExitStack() as resources:
+    with sigterm_as_ctrl_c():
+        with started_trial(num_workers, num_adapters, num_requests, num_clients, namespaces, seed) as trial:
+            tallies = list(trial.phases(console))
+            console.print(table_of(tallies))
+            done = trial.operator.done
+            console.print(f"meanwhile: {', '.join(f'{number} x {what}' for what, number in sorted(done.items()))}")
+            draw(tallies, trial.begun, trial.names, output / "load_fleet.png")
+        if compare:
+            console.print(comparison(num_workers, num_adapters, num_clients, seed))
+    faults = [one for tally in tallies for one in tally.asked if one.outcome in FAULTS]
+    for fault in faults[:10]:
+        console.print(f"{fault.outcome} through {fault.door}: {fault.detail}", style="red")
+    if faults:
+        raise typer.Exit(1)
+
+
+@contextmanager
+def started_trial(
+    num_workers: int, num_adapters: int, num_requests: int, num_clients: int, namespaces: bool, seed: int
+) -> Iterator[Trial]:
+    """A fleet that is ready, with both fronts."""
+    with ExitStack() as resources:
+        by_name = [number for number in range(num_adapters) if not is_loaded_by_hand(number)]
+        model, adapters, parameters = resources.enter_context(_adapters(by_name, "64MiB"))
+        machines = resources.enter_context(Machines(num_workers + 2)) if namespaces else None
+        options = ("--router-mode", "kv", "--migration-limit", "3")
+        fleet = resources.enter_context(DynamoFleet(model, BASE, options, machines=machines))
+        start_workers(fleet, num_workers, by_name, parameters)
+        client = resources.enter_context(Client(f"grpc://{fleet.start_triton_front(parameters)}"))
+        versions = Versions()
+        for number in range(num_adapters):
+            versions.must(number, 0)
+        operator = FleetOperator(fleet, client, versions, adapters, num_adapters, seed)
+        operator.load_first()
+        fleet.wait_until(lambda: {adapter_name(number) for number in range(num_adapters)} <= set(fleet.models()))
+        judge = Judge([OpenAIDoor(fleet.url), TritonDoor(client)], versions, num_adapters, seed)
+        trial = Trial(fleet, parameters, judge, versions, operator, num_requests, num_clients)
+        trial.note_workers()
+        yield trial
+
+
+@contextmanager
+def _adapters(numbers: Sequence[int], memory: str) -> Iterator[tuple[Path, Path, Mapping[str, str]]]:
+    """The model, the folder of the adapters, and the workers' parameters. memory: of their adapters."""
+    with TemporaryDirectory() as directory:
         model, adapters = save_checkpoint(Path(directory) / "model"), Path(directory) / "adapters"
         # Dynamo's front takes no model without a template for chats and an end token, whether they are used or not.
         (model / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
         (model / "generation_config.json").write_text(json.dumps({"eos_token_id": PROMPT_TOKENS[-1]}))
-        for number in range(num_adapters):
+        for number in numbers:
             save_adapter(adapters / adapter_name(number), number, version=0)
-        options = ("--router-mode", router_mode, "--migration-limit", "3")
-        resources.enter_context(sigterm_as_ctrl_c())
-        machines = resources.enter_context(Machines(num_workers)) if namespaces else None
-        with DynamoFleet(model, _BASE, options, machines=machines) as fleet:
-            tallies = list(phases(fleet, adapters, num_workers, num_adapters, num_requests, num_clients, seed))
-    console.print(table_of(tallies))
-    if any(tally.num_wrong for tally in tallies):
-        raise typer.Exit(1)
+        sources = json.dumps([{"source": "directory", "root": str(adapters)}])
+        yield model, adapters, {**PARAMETERS, "lora_cache_host_memory_bytes": memory, "lora_sources": sources}
 
 
-def phases(
-    fleet: DynamoFleet,
-    adapters: Path,
-    num_workers: int,
-    num_adapters: int,
-    num_requests: int,
-    num_clients: int,
-    seed: int,
-) -> Iterator[Tally]:
-    """Hurt the fleet between and during phases of load; the tally of each phase's clients."""
-    parameters = {**_PARAMETERS, "lora_sources": json.dumps([{"source": "directory", "root": str(adapters)}])}
-    names = {adapter_name(number) for number in range(num_adapters)}
+def start_workers(fleet: DynamoFleet, num_workers: int, numbers: Sequence[int], parameters: Mapping[str, str]) -> None:
+    """Start workers, and wait until Dynamo's front knows these adapters."""
+    names = set(map(adapter_name, numbers))
     for _ in range(num_workers):
         fleet.start_worker(parameters)
     fleet.wait_ready(num_workers)
     fleet.wait_until(lambda: names <= set(fleet.models()))
-    load = Load(fleet, num_adapters, seed)
-
-    def move() -> None:
-        load.versions[0].add(1)
-        save_adapter(adapters / adapter_name(0), 0, version=1)
-        body = {"lora_name": adapter_name(0), "source": {"uri": (adapters / adapter_name(0)).as_uri()}}
-        for worker in fleet.workers:
-            call(f"{worker.system_url}/v1/loras", body)
-        load.versions[0].discard(0)
-
-    def replace() -> None:
-        fleet.start_worker(parameters)
-        fleet.wait_ready(1)
-
-    def cut_off() -> None:
-        machine = fleet.workers[2].machine
-        assert machine is not None
-        machine.cut()
-        time.sleep(_PARTITION_S)
-        machine.join()
-
-    steps: Mapping[str, Callable[[], None]] = {
-        "all workers": lambda: None,
-        "the most asked adapter moves to other weights": move,
-        "kill -9 of a worker": fleet.workers[0].kill,
-        "another worker comes": replace,
-        "kill -9 of a second worker": fleet.workers[1].kill,
-        "a third one comes": replace,
-        f"a worker is cut off for {_PARTITION_S} s": cut_off,
-        "after that": lambda: None,
-    }
-    for name, hurt in steps.items():
-        if hurt is cut_off and fleet.workers[2].machine is None:
-            continue
-        tally = Tally(name)
-        with ThreadPoolExecutor(1) as pool:
-            running = pool.submit(load.run, tally, num_requests, num_clients)
-            hurt()
-            running.result()
-        yield tally
 
 
-def adapter_name(number: int) -> str:
-    return f"a{number:03}"
+ROUTINGS: Mapping[str, tuple[tuple[str, ...], Mapping[str, str]]] = {
+    "by prefix and adapter": (("--router-mode", "kv"), {}),
+    "by prefix": (("--router-mode", "kv"), {"DYN_LORA_ENABLED": "false"}),
+    "at random": (("--router-mode", "random"), {"DYN_LORA_ENABLED": "false"}),
+}
+"""The options and variables of Dynamo's front for each way of routing."""
 
 
-def save_adapter(folder: Path, number: int, version: int) -> None:
-    """Write an adapter as a converted one, in the place of another version of it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    rows = adapter_matrices(number, version)
-    weights = torch.stack([torch.cat([row.a.flatten(), row.b.flatten()]) for row in rows])
-    config = [[_MODULE_IDS[row.module], row.layer, len(row.a), 0] for row in rows]
-    np.save(folder / WEIGHTS_FILE, weights.numpy())
-    np.save(folder / CONFIG_FILE, np.array(config, np.int32))
-
-
-def table_of(tallies: list[Tally]) -> Table:
-    table = Table("phase", "right", "wrong", "from the base", "errors", "p50 ms", "p95 ms", "prefix hits", box=None)
-    for tally in tallies:
-        milliseconds = [seconds * 1e3 for seconds in tally.seconds]
-        table.add_row(
-            tally.name,
-            str(tally.num_right),
-            str(tally.num_wrong),
-            str(tally.num_from_base),
-            ", ".join(f"{number} x {code}" for code, number in sorted(tally.errors.items())) or "0",
-            f"{median(milliseconds):.0f}",
-            f"{quantiles(milliseconds, n=20)[-1]:.0f}",
-            f"{tally.cached / max(1, tally.prompt):.0%}",
-        )
+def comparison(num_workers: int, num_adapters: int, num_clients: int, seed: int, num_requests: int = 1000) -> Table:
+    """The same load on fresh fleets whose fronts route differently."""
+    table = Table("routing", "prefix hits", "adapter in memory", "p50 ms", "p95 ms", box=None)
+    for name, (options, environ) in ROUTINGS.items():
+        numbers = range(num_adapters)
+        with _adapters(numbers, "8MiB") as (model, _, parameters), ExitStack() as resources:
+            fleet = resources.enter_context(DynamoFleet(model, BASE, options, front_environ=environ))
+            start_workers(fleet, num_workers, numbers, parameters)
+            versions = Versions()
+            for number in numbers:
+                versions.must(number, 0)
+            judge, tally = Judge([OpenAIDoor(fleet.url)], versions, num_adapters, seed), Tally(name)
+            judge.run(tally, num_requests, num_clients)
+            hits, misses = (
+                sum(worker.metric(f"multilora_lora_tier_{what}_total", 'tier="host"') for worker in fleet.workers)
+                for what in ("hits", "misses")
+            )
+            table.add_row(name, f"{tally.hit_rate:.0%}", f"{hits / max(1, hits + misses):.0%}", *_times(tally))
     return table
+
+
+def table_of(tallies: Sequence[Tally]) -> Table:
+    table = Table(
+        "phase", "right", "earlier", "wrong", "from the base", "unloaded", "UNAVAILABLE", "other errors", box=None
+    )
+    for column in ("p50 ms", "p95 ms", "prefix hits"):
+        table.add_column(column)
+    for tally in tallies:
+        seen = tally.outcomes
+        counts = [seen[kind] for kind in ("right", "earlier", "wrong", "base", "absent", "unavailable", "unstated")]
+        table.add_row(tally.name, *map(str, counts), *_times(tally), f"{tally.hit_rate:.0%}")
+    return table
+
+
+def _times(tally: Tally) -> list[str]:
+    milliseconds = [one.seconds * 1e3 for one in tally.asked]
+    return [f"{median(milliseconds):.0f}", f"{quantiles(milliseconds, n=20)[-1]:.0f}"]

@@ -72,15 +72,6 @@ def load_lora(worker: Worker, name: str, folder: Path) -> dict[str, Any]:
     return answer
 
 
-def metric(worker: Worker, name: str) -> float:
-    """The sum of a metric of a worker, over all its labels."""
-    host, port = worker.system_url.removeprefix("http://").split(":")
-    connection = http.client.HTTPConnection(host, int(port))
-    connection.request("GET", "/metrics")
-    lines = connection.getresponse().read().decode().splitlines()
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if re.match(rf"{name}[ {{]", line))
-
-
 def test_tokens_are_those_of_the_engine(fleet: DynamoFleet, default_model_dir: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -143,14 +134,14 @@ def test_errors_are_the_client_s(fleet: DynamoFleet, options: dict[str, Any], st
 
 
 def test_a_client_that_hangs_up_ends_its_request(fleet: DynamoFleet, worker: Worker) -> None:
-    before = metric(worker, "dynamo_component_cancellation_total")
+    before = worker.metric("dynamo_component_cancellation_total")
     connection = http.client.HTTPConnection(fleet.url.removeprefix("http://"))
     asked = {"model": MODEL, "prompt": "Tell a long story", "max_tokens": 2000, "stream": True, "ignore_eos": True}
     connection.request("POST", "/v1/completions", json.dumps(asked), {"content-type": "application/json"})
     assert connection.getresponse().readline().startswith(b"data: ")
     connection.close()
-    fleet.wait_until(lambda: metric(worker, "dynamo_component_cancellation_total") > before)
-    fleet.wait_until(lambda: metric(worker, "dynamo_component_inflight_requests") == 0)
+    fleet.wait_until(lambda: worker.metric("dynamo_component_cancellation_total") > before)
+    fleet.wait_until(lambda: worker.metric("dynamo_component_inflight_requests") == 0)
 
 
 def test_adapters_of_the_sources_are_models_of_the_fleet(fleet: DynamoFleet) -> None:
@@ -168,7 +159,7 @@ def test_a_name_moves_to_other_weights_while_it_answers(fleet: DynamoFleet, work
     assert before == chat(fleet, "pirate")
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(chat, fleet, "moved", max_tokens=100)
-        fleet.wait_until(lambda: metric(worker, "dynamo_component_inflight_requests") == 1)
+        fleet.wait_until(lambda: worker.metric("dynamo_component_inflight_requests") == 1)
         shutil.rmtree(place)
         shutil.copytree(SAMPLE_ADAPTERS / "emoji", place)
         load_lora(worker, "moved", place)
@@ -194,10 +185,10 @@ def test_prompts_that_begin_alike_find_what_was_computed(fleet: DynamoFleet, wor
 
 def test_metrics_are_dynamo_s_and_ours(fleet: DynamoFleet, worker: Worker) -> None:
     ask(fleet)
-    fleet.wait_until(lambda: metric(worker, "multilora_requests_total") > 0)
-    assert metric(worker, "dynamo_component_requests_total") > 0
-    assert metric(worker, "dynamo_component_total_blocks") == metric(worker, "multilora_kv_cache_blocks") > 0
-    assert metric(worker, "multilora_max_gpu_lora_adapters") == 32
+    fleet.wait_until(lambda: worker.metric("multilora_requests_total") > 0)
+    assert worker.metric("dynamo_component_requests_total") > 0
+    assert worker.metric("dynamo_component_total_blocks") == worker.metric("multilora_kv_cache_blocks") > 0
+    assert worker.metric("multilora_max_gpu_lora_adapters") == 32
 
 
 def test_what_no_source_covers_is_not_loaded(worker: Worker, tmp_path: Path) -> None:

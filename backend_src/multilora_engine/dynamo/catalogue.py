@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Protocol
 
 from multilora_engine.dynamo.adapters import FleetAdapters
@@ -29,6 +29,10 @@ from multilora_wire.layout import AdapterLayout
 
 _NEWS_INTERVAL_S = 2.0
 """A worker that was cut off hears of what it has missed within so many seconds."""
+
+_NEWS_TIMEOUT_S = 10.0
+_NUM_FIRST_LOOKS = 10
+_FIRST_LOOK_INTERVAL_S = 0.1
 
 logger = logging.getLogger(__name__)
 
@@ -125,28 +129,47 @@ class FleetCatalogue:
             await self._adapters.hide(news.name)
         await self._unload(news.task_id)
 
+    async def hear_first_news(self) -> None:
+        """Hear of all that the fleet knows, before the first request: an adapter's source may have an older version.
+
+        A worker that finds no other within a second is the first one.
+        """
+        for _ in range(_NUM_FIRST_LOOKS):
+            if self._workers.ids:
+                break
+            await asyncio.sleep(_FIRST_LOOK_INTERVAL_S)
+        for worker_id in self._workers.ids:
+            with suppress(RequestError):
+                await self._ask_for_news(worker_id)
+                return
+
     async def follow_news(self) -> None:
         """Ask another worker for what was missed, again and again until cancelled."""
         while True:
             try:
-                await self._ask_for_news()
+                if worker_ids := self._workers.ids:
+                    await self._ask_for_news(random.choice(worker_ids))
             except RequestError as error:
                 logger.info("another worker does not tell what it knows: %s", error)
             await asyncio.sleep(_NEWS_INTERVAL_S)
 
-    async def _ask_for_news(self) -> None:
-        worker_ids = self._workers.ids
-        if not worker_ids:
-            return
+    async def _ask_for_news(self, worker_id: int) -> None:
+        """Raises WorkerGone."""
         asked = ReadNews(self._uploads.state)
-        async with aclosing(self._workers.call(random.choice(worker_ids), asked)) as answers:
-            async for answer in answers:
-                news = answer.upload if isinstance(answer, Found) else answer
-                if isinstance(news, Upload | Forget):
-                    try:
-                        await self.learn(news)
-                    except AdapterConflict as error:
-                        logger.warning("workers disagree: %s", error)
+        try:
+            async with asyncio.timeout(_NEWS_TIMEOUT_S), aclosing(self._workers.call(worker_id, asked)) as answers:
+                async for answer in answers:
+                    news = answer.upload if isinstance(answer, Found) else answer
+                    if isinstance(news, Upload | Forget):
+                        await self._learn_or_warn(news)
+        except TimeoutError:
+            raise WorkerGone(f"a worker has not told its news within {_NEWS_TIMEOUT_S:g} s") from None
+
+    async def _learn_or_warn(self, news: Upload | Forget) -> None:
+        try:
+            await self.learn(news)
+        except AdapterConflict as error:
+            logger.warning("workers disagree: %s", error)
 
     async def _spread(self, upload: Upload) -> Upload:
         """Give the adapter its card, and have the others know it. Raises the error of one that may not have it."""

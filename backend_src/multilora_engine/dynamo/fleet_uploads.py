@@ -147,16 +147,18 @@ class FleetUploads:
     async def add(self, upload: Upload, pages: bytearray) -> Upload:
         """Have the engine know an upload whose pages were checked; as it is known then.
 
-        A new one gets its version, unless the same weights are known already. Raises RequestError; nothing has changed
-        then.
+        A new one gets its version, and the name that its task id has, unless the same weights are known already. Raises
+        RequestError; nothing has changed then.
         """
         task_id = upload.task_id
         known = self._known.get(task_id)
         if upload.is_new and isinstance(known, Upload) and known.pages_digest == upload.pages_digest:
             upload = known
         elif upload.is_new:
-            earlier = known.version if known is not None else 0
-            upload = msgspec.structs.replace(upload, version=max(time.time_ns(), earlier + 1))
+            version, name = time.time_ns(), upload.name
+            if known is not None:
+                version, name = max(version, known.version + 1), name or known.name
+            upload = msgspec.structs.replace(upload, version=version, name=name)
         is_news = self.learn(upload)
         self._pages.put(upload.pages_digest, pages)
         try:

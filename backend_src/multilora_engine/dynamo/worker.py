@@ -116,6 +116,7 @@ class DynamoWorker(LLMEngine):
         self._fleet = FleetCalls(self._calls, self._operator, uploads, self._adapters, catalogue, description)
         self._updates = SystemUpdates(catalogue, self._operator, lambda: self._adapters.cards, endpoint.connection_id())
         self._taints = ResidencyTaints(partial(update_model_taints, endpoint))
+        await catalogue.hear_first_news()
         self._is_ready.set()
         self._begin(self._scan_sources())
         self._begin(catalogue.follow_news())
