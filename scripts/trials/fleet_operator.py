@@ -139,12 +139,13 @@ def is_loaded_by_hand(number: int) -> bool:
     return number % 5 == 4
 
 
-def save_adapter(folder: Path, number: int, version: int) -> None:
-    """Write an adapter as a converted one."""
+def save_adapter(folder: Path, number: int, version: int) -> Path:
+    """Write an adapter into a folder, as a converted one."""
     folder.mkdir(parents=True, exist_ok=True)
     weights, config = _tensors(number, version)
     np.save(folder / WEIGHTS_FILE, weights)
     np.save(folder / CONFIG_FILE, config)
+    return folder
 
 
 def _sent(number: int, version: int) -> Adapter:

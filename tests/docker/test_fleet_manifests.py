@@ -14,6 +14,7 @@ from multilora_engine.serving import metrics
 
 KUBERNETES = Path(__file__).parents[2] / "docker" / "kubernetes"
 FLEET, GATEWAY = KUBERNETES / "fleet", KUBERNETES / "gateway"
+RESIDENCY = KUBERNETES / "gateway_residency"
 
 Manifest = dict[str, Any]
 
@@ -71,17 +72,46 @@ def test_the_pool_has_the_fields_of_the_published_v1_and_leads_to_the_picker_and
     assert f"--pool-name={pool['metadata']['name']}" in container["args"]
 
 
-def test_the_picker_reads_metrics_that_there_are() -> None:
-    (config,) = read(GATEWAY / "picker_config.yaml")
+@pytest.mark.parametrize(
+    ("folder", "scorer", "read"),
+    [
+        (GATEWAY, "lora-affinity-scorer", set()),
+        (
+            RESIDENCY,
+            "lora-load-state-scorer",
+            {
+                "multilora_lora_adapter_loaded",
+                "multilora_num_gpu_loaded_lora_adapters",
+                "multilora_max_gpu_lora_adapters",
+            },
+        ),
+    ],
+    ids=lambda value: value.name if isinstance(value, Path) else "",
+)
+def test_the_picker_reads_metrics_that_there_are(folder: Path, scorer: str, read: set[str]) -> None:
+    (config,) = read_config(folder)
     plugins = {plugin["type"]: plugin.get("parameters", {}) for plugin in config["plugins"]}
     (engine,) = plugins["core-metrics-extractor"]["engineConfigs"]
     labels = named("Deployment", "pool")["spec"]["template"]["metadata"]["labels"]
     assert labels["llm-d.ai/engine-type"] == engine.pop("name")
     known = {value.name for value in vars(metrics).values() if isinstance(value, metrics.MetricName)}
-    assert set(engine.values()) <= known
+    assert read | {"multilora_lora_requests_info"} <= set(engine.values()) <= known
     scored = [entry["pluginRef"] for profile in config["schedulingProfiles"] for entry in profile["plugins"]]
     assert set(scored) <= set(plugins)
-    assert "lora-load-state-scorer" in scored
+    assert scorer in scored
+
+
+def read_config(folder: Path) -> list[Manifest]:
+    return read(folder / "picker_config.yaml")
+
+
+def test_the_gateway_that_reads_residency_is_the_other_one_with_its_own_configuration() -> None:
+    (overlay,) = read(RESIDENCY / "kustomization.yaml")
+    assert overlay["resources"] == ["../gateway"]
+    (generated,) = overlay["configMapGenerator"]
+    (replaced,) = read(GATEWAY / "kustomization.yaml")[0]["configMapGenerator"]
+    assert generated == {**replaced, "behavior": "replace"}
+    assert {path.name for path in RESIDENCY.iterdir()} == {"kustomization.yaml", *generated["files"]}
 
 
 @pytest.mark.parametrize("folder", [FLEET, GATEWAY], ids=lambda folder: folder.name)

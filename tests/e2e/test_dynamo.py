@@ -15,7 +15,7 @@ from urllib.error import HTTPError
 import psutil
 import pytest
 
-from servers.dynamo_fleet import DynamoFleet, Worker, call
+from servers.dynamo_fleet import DynamoFleet, Worker, call, is_healthy
 
 pytest.importorskip("dynamo.common.backend", reason="ai-dynamo is not installed")
 pytestmark = pytest.mark.long(reason="a fleet takes half a minute to start; what it reads and writes has shorter tests")
@@ -23,6 +23,13 @@ pytestmark = pytest.mark.long(reason="a fleet takes half a minute to start; what
 MODEL = "smol"
 PROMPT = "The capital of France is"
 PARAMETERS = {"kv_cache_memory_bytes": "192MiB", "max_num_seqs": "16", "num_threads": "1"}
+CANARY = {
+    "DYN_HEALTH_CHECK_ENABLED": "true",
+    "DYN_CANARY_WAIT_TIME": "1",
+    "DYN_HEALTH_CHECK_REQUEST_TIMEOUT": "10",
+}
+"""An endpoint that has had nothing to do for a second is asked for a token, and must answer within ten."""
+
 SAMPLE_ADAPTERS = Path(__file__).parents[2] / "adapters"
 CHAT = [{"role": "user", "content": "Hello, how are you today? Tell me something."}]
 
@@ -40,7 +47,8 @@ def fleet(default_model_dir: Path, folder: Path) -> Iterator[DynamoFleet]:
         {"source": "directory", "root": str(SAMPLE_ADAPTERS)},
         {"source": "directory", "name": "moving", "root": str(folder)},
     ]
-    with DynamoFleet(default_model_dir, MODEL, ("--router-mode", "kv", "--migration-limit", "3")) as fleet:
+    options = ("--router-mode", "kv", "--migration-limit", "3")
+    with DynamoFleet(default_model_dir, MODEL, options, CANARY) as fleet:
         fleet.start_worker({**PARAMETERS, "lora_sources": json.dumps(sources)})
         fleet.wait_ready(1)
         yield fleet
@@ -64,6 +72,15 @@ def text(answer: dict[str, Any]) -> str:
 def chat(fleet: DynamoFleet, model: str, **options: Any) -> str:
     asked = {"model": model, "messages": CHAT, "max_tokens": 12, "temperature": 0, **options}
     return str(call(f"{fleet.url}/v1/chat/completions", asked)["choices"][0]["message"]["content"])
+
+
+STORY = "Once upon a time there was a king who had three sons and a garden with a tree of golden apples. " * 2
+
+
+def cached_tokens(fleet: DynamoFleet, model: str) -> int:
+    """How much of a long prompt an adapter finds in the prefix cache."""
+    told = ask(fleet, model=model, prompt=STORY, max_tokens=1)
+    return int(told["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
 def load_lora(worker: Worker, name: str, folder: Path) -> dict[str, Any]:
@@ -157,6 +174,9 @@ def test_a_name_moves_to_other_weights_while_it_answers(fleet: DynamoFleet, work
     fleet.wait_until(lambda: "moved" in fleet.models())
     before = chat(fleet, "moved")
     assert before == chat(fleet, "pirate")
+    for model in (MODEL, "moved"):
+        cached_tokens(fleet, model)
+        assert cached_tokens(fleet, model) >= 32
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(chat, fleet, "moved", max_tokens=100)
         fleet.wait_until(lambda: worker.metric("dynamo_component_inflight_requests") == 1)
@@ -165,6 +185,9 @@ def test_a_name_moves_to_other_weights_while_it_answers(fleet: DynamoFleet, work
         load_lora(worker, "moved", place)
         assert not running.done(), "it waited for the request that runs"
         assert chat(fleet, "moved") == chat(fleet, "emoji") != before
+        assert cached_tokens(fleet, MODEL) >= 32, "the prefixes of the others are still there"
+        assert cached_tokens(fleet, "moved") == 0, "and those of the earlier weights are nobody's"
+        assert cached_tokens(fleet, "moved") >= 32
         assert running.result().startswith(before), "the request that ran keeps the weights that it began with"
     call(f"{worker.system_url}/v1/loras/moved", method="DELETE")
     fleet.wait_until(lambda: "moved" not in fleet.models())
@@ -173,13 +196,12 @@ def test_a_name_moves_to_other_weights_while_it_answers(fleet: DynamoFleet, work
 
 
 def test_prompts_that_begin_alike_find_what_was_computed(fleet: DynamoFleet, worker: Worker) -> None:
-    story = "Once upon a time there was a king who had three sons and a garden with a tree of golden apples. " * 2
-    first = ask(fleet, prompt=story + "One")
-    again = ask(fleet, prompt=story + "Two")
+    first = ask(fleet, prompt="In another country. " + STORY + "One")
+    again = ask(fleet, prompt="In another country. " + STORY + "Two")
     details = [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in (first, again)]
     assert details[0] == 0
     assert details[1] >= 32
-    salted = ask(fleet, prompt=story + "Two", nvext={"cache_salt": "another"})
+    salted = ask(fleet, prompt="In another country. " + STORY + "Two", nvext={"cache_salt": "another"})
     assert salted["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
 
@@ -189,6 +211,37 @@ def test_metrics_are_dynamo_s_and_ours(fleet: DynamoFleet, worker: Worker) -> No
     assert worker.metric("dynamo_component_requests_total") > 0
     assert worker.metric("dynamo_component_total_blocks") == worker.metric("multilora_kv_cache_blocks") > 0
     assert worker.metric("multilora_max_gpu_lora_adapters") == 32
+
+
+def test_the_canary_finds_an_engine_that_answers_no_more(fleet: DynamoFleet, worker: Worker) -> None:
+    (engine,) = psutil.Process(worker.process.pid).children()
+    engine.suspend()
+    try:
+        fleet.wait_until(lambda: not is_healthy(worker.system_url), worker)
+    finally:
+        engine.resume()
+    fleet.wait_until(lambda: is_healthy(worker.system_url), worker)
+    assert text(ask(fleet))
+
+
+def test_events_of_adapters_are_told_with_the_worker_s_number(worker: Worker) -> None:
+    told = call(f"{worker.system_url}/engine/control/adapter_events", {"since": 0})
+    assert int(told["instance_id"], 16) == worker.number
+    assert {event["kind"] for event in told["events"]} >= {"uploaded", "loaded_to_device"}
+    assert told["last"] >= len(told["events"]) > 0
+
+
+def test_an_adapter_that_is_put_into_a_source_is_a_model_soon_after(
+    fleet: DynamoFleet, worker: Worker, folder: Path
+) -> None:
+    shutil.copytree(SAMPLE_ADAPTERS / "emoji", folder / "late")
+    fleet.wait_until(lambda: "late" in fleet.models())
+    assert chat(fleet, "late") == chat(fleet, "emoji")
+    (late,) = [one for one in call(f"{worker.system_url}/v1/loras")["adapters"] if one["name"] == "late"]
+    assert (late["status"], late["cache_location"]) == ("READY_FOR_USE", "DEVICE")
+    shutil.rmtree(folder / "late")
+    call(f"{worker.system_url}/v1/loras/late", method="DELETE")
+    fleet.wait_until(lambda: "late" not in fleet.models())
 
 
 def test_what_no_source_covers_is_not_loaded(worker: Worker, tmp_path: Path) -> None:

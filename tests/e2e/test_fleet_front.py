@@ -22,8 +22,10 @@ from checkpoints.telling_adapters import (
 )
 from multilora_client import ENSEMBLE, Adapter, Client, InvalidRequest, NotFound, Unsupported
 from multilora_engine.dynamo.fleet_messages import Describe, worker_request
+from multilora_engine.lora.names import task_id_of
 from multilora_engine.tritonserver import ServerOptions, ServerProcess
 from servers.dynamo_fleet import DynamoFleet, call
+from trials.fleet_operator import save_adapter
 from trials.judging_clients import task_id, telling_adapter
 
 pytest.importorskip("dynamo.common.backend", reason="ai-dynamo is not installed")
@@ -50,10 +52,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def fleet(model: Path) -> Iterator[DynamoFleet]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory that a source of the first worker alone covers."""
+    return tmp_path_factory.mktemp("adapters")
+
+
+@pytest.fixture(scope="module")
+def fleet(model: Path, folder: Path) -> Iterator[DynamoFleet]:
+    sources = {"lora_sources": json.dumps([{"source": "directory", "root": str(folder)}])}
     with DynamoFleet(model, MODEL) as fleet:
-        for _ in range(2):
-            fleet.start_worker(PARAMETERS)
+        fleet.start_worker({**PARAMETERS, **sources})
+        fleet.start_worker(PARAMETERS)
         fleet.wait_ready(2)
         yield fleet
 
@@ -118,6 +127,29 @@ def test_other_weights_for_a_task_id_answer_from_then_on(client: Client) -> None
     client.upload(sent(client, 8, version=3))
     for first in range(8):
         assert tokens(client, task_id(8), [PROMPT[first], *PROMPT[:9]]) == answer(8, 3)
+
+
+def test_what_a_worker_loads_for_dynamo_answers_through_triton_at_every_worker_and_the_other_way_round(
+    client: Client, fleet: DynamoFleet, folder: Path
+) -> None:
+    place = save_adapter(folder / "deep" / "down" / "there", 40, version=2)
+    body = {"lora_name": "forty", "source": {"uri": place.as_uri()}}
+    assert call(f"{fleet.workers[0].system_url}/v1/loras", body)["status"] == "success"
+    for first in range(8):
+        assert tokens(client, task_id_of("forty"), [PROMPT[first], *PROMPT[:9]]) == answer(40, 2)
+    assert "forty" in call(f"{fleet.workers[1].system_url}/v1/loras")["loras"], "which has no such source"
+    # Its task id moves to other weights by Triton's door, and keeps its name at Dynamo's.
+    client.upload(Adapter(task_id_of("forty"), sent(client, 41).tensors))
+    fleet.wait_until(lambda: "forty" in fleet.models())
+    for _ in range(4):
+        asked = {"model": "forty", "prompt": PROMPT, "max_tokens": NUM_PLACES, "temperature": 0}
+        told = call(f"{fleet.url}/v1/completions", asked)["choices"][0]["text"]
+        assert told == "".join(f"<{token}>" for token in answer(41, 0))
+    call(f"{fleet.workers[1].system_url}/v1/loras/forty", method="DELETE")
+    fleet.wait_until(lambda: "forty" not in fleet.models())
+    for first in range(4):
+        with pytest.raises(NotFound):
+            tokens(client, task_id_of("forty"), [PROMPT[first], *PROMPT[:9]])
 
 
 def test_errors_have_the_codes_and_texts_of_one_server(client: Client) -> None:

@@ -159,6 +159,7 @@ class FakeFleet:
             self.start(number)
         self.at_router = list(self.workers)
         self.num_picked = 0
+        self.constraints: list[Any] = []
         self.begun: list[str] = []
         self.freed: list[str] = []
 
@@ -174,7 +175,10 @@ class FakeFleet:
     def __getitem__(self, worker_id: int) -> FakeWorker:
         return self.workers[worker_id]
 
-    async def best_worker(self, token_ids: list[int], **_: Any) -> tuple[int, int, int]:
+    async def best_worker(
+        self, token_ids: list[int], *, routing_constraints: Any = None, **_: Any
+    ) -> tuple[int, int, int]:
+        self.constraints.append(routing_constraints)
         if not self.at_router:
             raise RuntimeError("no instances")
         self.num_picked += 1

@@ -53,6 +53,12 @@ def test_options_are_what_they_are_called() -> None:
     assert {name: getattr(sampling, name) for name in options} == options
 
 
+def test_the_canary_goes_before_everybody() -> None:
+    first = read(routing={"priority": 1_000_000})
+    probe = engine_request(read_request({"token_ids": [0], "_HEALTH_CHECK": True}), "p", INFO, is_probe=True)
+    assert probe.priority < first.priority
+
+
 @pytest.mark.parametrize("top_k", [-1, 0])
 def test_a_top_k_of_none_is_no_restriction(top_k: int) -> None:
     assert read(sampling_options={"top_k": top_k}).sampling.top_k == 0
