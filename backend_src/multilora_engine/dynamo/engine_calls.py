@@ -17,12 +17,20 @@ from multilora_engine.request import GenerationRequest, TokenOutput
 class Uploads(Protocol):
     """The part of `FleetUploads` that is needed."""
 
+    def digest(self, task_id: TaskId) -> str: ...
     def is_behind(self, task_id: TaskId) -> bool: ...
     async def bring(self, task_id: TaskId, is_lost: bool = False) -> bool: ...
 
 
+class _OtherVersion(Exception):
+    """The engine has an adapter from its sources, where the fleet knows of an upload."""
+
+
 class EngineCalls:
-    """The engine gets a request with the latest version of its adapter that this worker has heard of, or not at all.
+    """The engine answers with the latest version of an adapter that this worker has heard of, or not at all.
+
+    An engine that has evicted an upload, or has started again, would take what its sources have under the name: the
+    first output tells which version answers, and the upload is brought again if it is another one.
 
     call_id: the id that Dynamo gave the call, by which it is aborted.
     """
@@ -43,19 +51,37 @@ class EngineCalls:
         if task_id is not None and self._uploads.is_behind(task_id):
             await self._uploads.bring(task_id)
         try:
-            async with aclosing(self._try(asked, call_id, client_request_id, trace_id)) as outputs:
+            async with aclosing(self._checked(asked, call_id, client_request_id, trace_id)) as outputs:
                 async for output in outputs:
                     yield output
+                return
+        except _OtherVersion:
+            assert task_id is not None, "the base model has no versions"
+            await self._uploads.bring(task_id, is_lost=True)
         except RequestError as error:
             # So a request is refused before its first output, if the engine has no tier with the adapter any more.
             if error.code != AdapterNotFound.code or task_id is None:
                 raise
             if not await self._uploads.bring(task_id, is_lost=True):
                 raise
-        else:
-            return
         async with aclosing(self._try(asked, call_id, client_request_id, trace_id)) as outputs:
             async for output in outputs:
+                yield output
+
+    async def _checked(
+        self, asked: GenerationRequest, call_id: str, client_request_id: str, trace_id: str
+    ) -> AsyncGenerator[TokenOutput | None, None]:
+        """The outputs, unless another version answers than the one that is known: then it raises _OtherVersion."""
+        task_id = asked.task_id
+        wanted = "" if task_id is None else self._uploads.digest(task_id)
+        is_checked = not wanted
+        async with aclosing(self._try(asked, call_id, client_request_id, trace_id)) as outputs:
+            async for output in outputs:
+                if not is_checked and output is not None and task_id is not None:
+                    # A later upload may have come meanwhile.
+                    if output.lora_digest not in (wanted, self._uploads.digest(task_id)):
+                        raise _OtherVersion
+                    is_checked = True
                 yield output
 
     async def _try(

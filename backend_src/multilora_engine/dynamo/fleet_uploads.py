@@ -91,6 +91,11 @@ class FleetUploads:
         known = self._known.get(task_id)
         return known if isinstance(known, Upload) else None
 
+    def digest(self, task_id: TaskId) -> str:
+        """The digest of the upload of a task id; empty if none is known."""
+        upload = self.find(task_id)
+        return "" if upload is None else upload.header.digest
+
     def is_behind(self, task_id: TaskId) -> bool:
         """Whether a later upload of a task id is known than the engine was given."""
         upload = self.find(task_id)

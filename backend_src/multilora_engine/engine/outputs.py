@@ -37,6 +37,7 @@ def prompt_output(sequence: Sequence) -> TokenOutput:
         token_ids=[],
         text="",
         num_prompt_tokens=len(sequence.request.prompt_token_ids),
+        lora_digest="" if sequence.adapter is None else sequence.adapter.digest,
         context_logits=sequence.prompt_report.release_logits(),
     )
 
