@@ -8,6 +8,7 @@ and of the shares the medians of the rounds.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import statistics
 import time
@@ -36,40 +37,51 @@ MODEL = "bench"
 MIN_SHARE = 90.0
 """The goal: percent of one server's tokens/s that are left behind router and front."""
 
+_NUM_COMPARED = 4
+
 ONE_SERVER, TRITON_FRONT, DYNAMO_FRONT = "one server", "worker behind a Triton front", "worker behind Dynamo's front"
 
-Rate = Callable[[Sequence[str]], Awaitable[float]]
-"""The tokens/s of prompts that are sent at the same time."""
+Way = Callable[[Sequence[str]], Awaitable[tuple[float, list[str]]]]
+"""Sends prompts at the same time: the tokens/s, and the answers."""
 
 
-def triton_rate(ask: Ask) -> Rate:
+def through_triton(ask: Ask) -> Way:
     """Streams of gRPC."""
 
-    async def rate(prompts: Sequence[str]) -> float:
+    async def send(prompts: Sequence[str]) -> tuple[float, list[str]]:
         samples = await run_wave(ask, [Target()] * len(prompts), prompts)
         if errors := {sample.error for sample in samples if not sample.is_answered}:
             raise RuntimeError(f"requests failed with {', '.join(sorted(errors))}")
-        return summarise(samples).tokens_per_s
+        text_of = {sample.job.prompt: sample.text for sample in samples}
+        return summarise(samples).tokens_per_s, [text_of[prompt] for prompt in prompts]
 
-    return rate
+    return send
 
 
-def openai_rate(session: aiohttp.ClientSession, url: str, output_tokens: int) -> Rate:
+def through_openai(session: aiohttp.ClientSession, url: str, output_tokens: int) -> Way:
     """Streams of OpenAI's API, read when they have ended, as those of gRPC are."""
 
-    async def ask(prompt: str) -> None:
+    async def ask(prompt: str) -> str:
         body = {"model": MODEL, "prompt": prompt, "max_tokens": output_tokens, "temperature": 0}
         async with session.post(f"{url}/v1/completions", json={**body, "ignore_eos": True, "stream": True}) as response:
             text = await response.text()
         if response.status != 200 or '"finish_reason":"length"' not in text:
             raise RuntimeError(f"a request failed with {response.status}: {text[-200:]}")
+        return text
 
-    async def rate(prompts: Sequence[str]) -> float:
+    async def send(prompts: Sequence[str]) -> tuple[float, list[str]]:
         started = time.perf_counter()
-        await asyncio.gather(*map(ask, prompts))
-        return len(prompts) * output_tokens / (time.perf_counter() - started)
+        streams = await asyncio.gather(*map(ask, prompts))
+        seconds = time.perf_counter() - started
+        return len(prompts) * output_tokens / seconds, list(map(_text_of, streams))
 
-    return rate
+    return send
+
+
+def _text_of(stream: str) -> str:
+    """The answer in a stream of events."""
+    events = [line.removeprefix("data: ") for line in stream.splitlines() if line.startswith("data: {")]
+    return "".join(choice["text"] for event in events for choice in json.loads(event)["choices"])
 
 
 async def measure(
@@ -77,22 +89,29 @@ async def measure(
 ) -> dict[str, list[float]]:
     """The tokens/s of each round. addresses: of each way to an engine."""
     async with AsyncExitStack() as resources:
-        ways: dict[str, Rate] = {}
+        ways: dict[str, Way] = {}
         for name in (ONE_SERVER, TRITON_FRONT):
             (ask,) = await resources.enter_async_context(light_asks(addresses[name], (DIRECT,), output_tokens))
-            ways[name] = triton_rate(ask)
+            ways[name] = through_triton(ask)
         timeout = aiohttp.ClientTimeout(total=600)
         connector = aiohttp.TCPConnector(limit=0)
         session = await resources.enter_async_context(aiohttp.ClientSession(connector=connector, timeout=timeout))
-        ways[DYNAMO_FRONT] = openai_rate(session, addresses[DYNAMO_FRONT], output_tokens)
+        ways[DYNAMO_FRONT] = through_openai(session, addresses[DYNAMO_FRONT], output_tokens)
         prompts = FreshPrompts(prompt_tokens)
-        for rate in ways.values():
-            await rate(prompts.take(2))
+        await check_equal(ways, prompts.take(_NUM_COMPARED))
         rates: dict[str, list[float]] = {name: [] for name in ways}
         for _ in progress.track(range(rounds), description="rounds"):
-            for name, rate in ways.items():
-                rates[name].append(await rate(prompts.take(count)))
+            for name, send in ways.items():
+                rates[name].append((await send(prompts.take(count)))[0])
         return rates
+
+
+async def check_equal(ways: Mapping[str, Way], prompts: Sequence[str]) -> None:
+    """Raises RuntimeError unless a prompt has the same answer whichever way it goes."""
+    for prompt in prompts:
+        texts = {name: (await send([prompt]))[1][0] for name, send in ways.items()}
+        if len(set(texts.values())) > 1:
+            raise RuntimeError(f"the answers to {prompt!r} differ: {texts}")
 
 
 def result_rows(rates: Mapping[str, Sequence[float]], count: int) -> list[Row]:
