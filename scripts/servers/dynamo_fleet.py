@@ -1,7 +1,7 @@
 """`DynamoFleet`: Dynamo's front with its router, and workers of ours, as processes of this machine.
 
 They find each other by files, and talk over TCP and ZeroMQ: neither etcd nor NATS is needed. Dynamo's publishers of
-events listen on all addresses, whatever they are told: where the network is not trusted, run this in a namespace.
+events listen on all addresses in any case: where the network is not trusted, run this in a namespace.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class FleetFailed(Exception):
 class Worker:
     """name: of its log. system_url: the address at which it tells its health and metrics, and takes adapters.
 
-    machine: the one that it runs on, None for the caller's. is_ready: whether it has been waited for.
+    machine: where it runs, None for the caller's machine. is_ready: whether it has been waited for.
     """
 
     name: str

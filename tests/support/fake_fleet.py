@@ -19,6 +19,8 @@ from multilora_engine.dynamo.fleet_messages import (
     Carry,
     Described,
     EndRequests,
+    Found,
+    Piece,
     ReadPages,
     Upload,
     read_worker_request,
@@ -54,7 +56,8 @@ class FakeWorker:
     """Answers a prompt with its own number and the prompt's tokens, if its engine has the adapter.
 
     in_engine: digests by task id. at_path: what its sources have. log: what happened at it, in order. fails_to_publish:
-    discovery is gone. dies_after: it is lost when it has sent so many chunks. lies: its pages are others. is_cut_off:
+    discovery is gone. dies_after: it is lost when it has sent so many chunks. lies: how the pages that it sends are
+    wrong: `others`, `more`, or `none` at all. is_cut_off:
     nobody reaches it, and it nobody.
     """
 
@@ -70,7 +73,7 @@ class FakeWorker:
         self.ended: list[str] = []
         self.held: list[FakeContext] = []
         self.dies_after: int | None = None
-        self.lies = False
+        self.lies = ""
         self.is_cut_off = False
         workers = Workers(FakeClient(fleet, self), FakeContext, worker_id)
         self.uploads = FleetUploads(self, workers, self, LAYOUT, max_bytes, replaces, max_known)
@@ -220,8 +223,10 @@ class FakeClient:
                     raise ConnectionResetError("the worker has died")
                 num_sent += 1
                 chunk = worker_chunk(answer)
-                if worker.lies and isinstance(message, ReadPages):
-                    chunk = worker_chunk(msgspec.structs.replace(answer, piece=bytes(len(answer.piece))))  # type: ignore[union-attr]
+                if worker.lies and isinstance(message, ReadPages) and isinstance(answer, Piece):
+                    size = len(answer.piece) * (1 + (worker.lies == "more"))
+                    lie = Found(None) if worker.lies == "none" else Piece(bytes(size))
+                    chunk = worker_chunk(lie)
                 yield json.loads(json.dumps(chunk))
         yield END
 

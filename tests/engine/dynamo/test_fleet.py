@@ -161,16 +161,21 @@ def test_pieces_come_in_order_or_not_at_all() -> None:
     assert store.num_bytes == 0
 
 
-def test_a_worker_has_an_adapter_from_another_one_and_checks_it(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("lie", "says"), [("others", "has the digest"), ("more", "sends more than the"), ("none", "sends Found in place")]
+)
+def test_a_worker_has_an_adapter_from_another_one_and_checks_it(
+    caplog: pytest.LogCaptureFixture, lie: str, says: str
+) -> None:
     async def test() -> None:
         fleet = FakeFleet(3)
         upload, pages = upload_of(7)
         await send(fleet, 1, upload, pages)
-        fleet[1].lies = True
+        fleet[1].lies = lie
         assert not await fleet[2].uploads.bring(8)
         with pytest.raises(Exception, match=r"LoRA task 7 not found in cache\. Please send LoRA weights with request"):
             await fleet[2].uploads.bring(7)
-        assert "has the digest" in caplog.text
+        assert says in caplog.text
         assert 7 not in fleet[2].in_engine
         await send(fleet, 3, upload, pages)
         assert await fleet[2].uploads.bring(7)
