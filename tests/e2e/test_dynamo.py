@@ -237,7 +237,8 @@ def test_an_adapter_that_is_put_into_a_source_is_a_model_soon_after(
     shutil.copytree(SAMPLE_ADAPTERS / "emoji", folder / "late")
     fleet.wait_until(lambda: "late" in fleet.models())
     assert chat(fleet, "late") == chat(fleet, "emoji")
-    (late,) = [one for one in call(f"{worker.system_url}/v1/loras")["adapters"] if one["name"] == "late"]
+    listed = call(f"{worker.system_url}/engine/update/list_loras", {})["adapters"]
+    (late,) = [one for one in listed if one["name"] == "late"]
     assert (late["status"], late["cache_location"]) == ("READY_FOR_USE", "DEVICE")
     shutil.rmtree(folder / "late")
     call(f"{worker.system_url}/v1/loras/late", method="DELETE")
