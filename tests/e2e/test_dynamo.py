@@ -15,7 +15,7 @@ from urllib.error import HTTPError
 import psutil
 import pytest
 
-from servers.dynamo_fleet import DynamoFleet, Worker, call, is_healthy
+from servers.dynamo_fleet import DynamoFleet, Worker, call, is_healthy, tail
 
 pytest.importorskip("dynamo.common.backend", reason="ai-dynamo is not installed")
 pytestmark = pytest.mark.long(reason="a fleet takes half a minute to start; what it reads and writes has shorter tests")
@@ -286,5 +286,5 @@ def test_a_worker_that_is_told_to_end_finishes_what_it_has(fleet: DynamoFleet) -
     choices = [json.loads(event.removeprefix(b"data: "))["choices"][0] for event in events]
     assert len("".join(choice["text"] for choice in choices)) > len(PROMPT)
     assert choices[-1]["finish_reason"] == "length"
-    assert worker.process.wait(60) == 0
+    assert worker.process.wait(60) == 0, tail(worker.log)
     assert not engine.is_running()

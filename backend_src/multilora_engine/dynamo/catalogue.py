@@ -20,7 +20,7 @@ from multilora_engine.dynamo.fleet_messages import (
 )
 from multilora_engine.dynamo.fleet_uploads import FleetUploads, Reader, digest_of, pages_of
 from multilora_engine.dynamo.keyed_locks import KeyedLocks
-from multilora_engine.dynamo.workers import WorkerGone, Workers
+from multilora_engine.dynamo.workers import WorkerGone, Workers, checked
 from multilora_engine.errors import AdapterConflict, InvalidRequest, RequestError
 from multilora_engine.lora.names import TaskId, check_name, number_of, task_id_of, tenant_of
 from multilora_engine.process.messages import adapter_header
@@ -31,6 +31,7 @@ _NEWS_INTERVAL_S = 2.0
 """A worker that was cut off hears of what it has missed within so many seconds."""
 
 _NEWS_TIMEOUT_S = 10.0
+_KEEP_TIMEOUT_S = 10.0
 _NUM_FIRST_LOOKS = 10
 _FIRST_LOOK_INTERVAL_S = 0.1
 
@@ -183,7 +184,20 @@ class FleetCatalogue:
             # One that is lost asks for news when it is back.
             if isinstance(answer, RequestError) and not isinstance(answer, WorkerGone):
                 raise answer
+        if not upload.place:
+            await self._keep_twice(upload)
         return upload
+
+    async def _keep_twice(self, upload: Upload) -> None:
+        """Have another worker keep what a client has sent: it is nowhere else, and this one may die."""
+        worker_ids = self._workers.ids
+        for worker_id in random.sample(worker_ids, len(worker_ids)):
+            try:
+                checked(await self._workers.ask(worker_id, Announce(upload, keeps=True), _KEEP_TIMEOUT_S))
+            except RequestError as error:
+                logger.info("a worker does not keep an adapter: %s", error)
+            else:
+                return
 
     async def _show(self, upload: Upload) -> None:
         """Put an upload that has a name, and is no tenant's own, where Dynamo's front finds it."""

@@ -103,8 +103,10 @@ class FleetCalls:
             case TakePiece(upload, offset, piece):
                 taken = await self._catalogue.take_piece(upload, offset, piece)
                 return _DONE if taken is None else Found(taken)
-            case Announce(upload):
+            case Announce(upload, keeps):
                 await self._catalogue.learn(upload)
+                if keeps:
+                    await self._uploads.keep(upload)
             case Forget():
                 await self._catalogue.learn(message)
             case FindUpload(lora_task_id, tenant):

@@ -91,9 +91,13 @@ class TakePiece(msgspec.Struct, frozen=True, tag=True):
 
 
 class Announce(msgspec.Struct, frozen=True, tag=True):
-    """Know of an upload that another worker has; fetch it when somebody asks for it."""
+    """Know of an upload that another worker has; fetch it when somebody asks for it.
+
+    keeps: fetch its pages at once, so that they outlive the other worker.
+    """
 
     upload: Upload
+    keeps: bool = False
 
 
 class ReadNews(msgspec.Struct, frozen=True, tag=True):

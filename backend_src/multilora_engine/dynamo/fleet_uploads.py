@@ -189,6 +189,13 @@ class FleetUploads:
                 self._in_engine[task_id] = upload.pages_digest
             return True
 
+    async def keep(self, upload: Upload) -> None:
+        """Have the pages of an upload here, if it is the latest one. Raises RequestError if they cannot be had."""
+        async with self._locks.held(upload.task_id):
+            known = self.find(upload.task_id)
+            if known is not None and known.pages_digest == upload.pages_digest:
+                await self._pages_of(known)
+
     def _take_back(self, task_id: TaskId, known: Upload | Forget | None) -> None:
         if known is None:
             del self._known[task_id]

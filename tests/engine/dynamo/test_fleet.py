@@ -170,8 +170,8 @@ def test_a_worker_has_an_adapter_from_another_one_and_checks_it(
     async def test() -> None:
         fleet = FakeFleet(3)
         upload, pages = upload_of(7)
-        await send(fleet, 1, upload, pages)
         fleet[1].lies = lie
+        await send(fleet, 1, upload, pages)
         assert not await fleet[2].uploads.bring(8)
         with pytest.raises(Exception, match=r"LoRA task 7 not found in cache\. Please send LoRA weights with request"):
             await fleet[2].uploads.bring(7)
@@ -185,6 +185,18 @@ def test_a_worker_has_an_adapter_from_another_one_and_checks_it(
         assert await fleet[2].uploads.bring(7, is_lost=True), "it has the pages itself now"
 
     caplog.set_level("INFO")
+    run(test())
+
+
+def test_what_a_client_sends_outlives_the_worker_that_took_it() -> None:
+    async def test() -> None:
+        fleet = FakeFleet(3)
+        upload, pages = upload_of(7)
+        await send(fleet, 1, upload, pages)
+        fleet.kill(1)
+        assert await fleet[2].uploads.bring(7)
+        assert await fleet[3].uploads.bring(7)
+
     run(test())
 
 
