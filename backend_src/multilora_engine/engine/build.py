@@ -21,6 +21,7 @@ from multilora_engine.lora.format import TORCH_DTYPES
 from multilora_engine.lora.host_tier import HostTier
 from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.lora.page_pool import PagePool
+from multilora_engine.models.kv_groups import only_group
 from multilora_engine.models.loader import stored_dtype
 from multilora_engine.models.model import Model
 from multilora_engine.models.model_config import ModelConfig
@@ -127,7 +128,7 @@ def build_model_runner(
     if has_gpu_operators(device):
         check_operators(model, loras.tables, config.block_size)
     has_graphs = config.enable_cuda_graphs and device.type == "cuda"
-    (group,) = model.kv_groups
+    group = only_group(model.kv_groups)
     num_slots = (plan.num_blocks + has_graphs) * config.block_size
     shape = group.cache_shape(num_slots, plan.kv_dtype)
     kv_cache = KVCache(_zeros(shape, plan.kv_dtype, device), _zeros(shape, plan.kv_dtype, device))

@@ -14,6 +14,7 @@ import torch
 from multilora_engine.config import EngineConfig
 from multilora_engine.execution.cuda_graphs import graph_sizes
 from multilora_engine.execution.forward_batch import ForwardBatch, KVCache, TokenLoRAs
+from multilora_engine.models.kv_groups import only_group
 from multilora_engine.models.model import Model
 from multilora_kernels import LoRATables
 
@@ -30,7 +31,7 @@ def step_memory(
     tables: of at least one adapter, which has rank 0. max_len: of a sequence. measure: `peak_growth` on a GPU.
     """
     device, block_size = tables.rank.device, config.block_size
-    (group,) = model.kv_groups
+    group = only_group(model.kv_groups)
     shape = group.cache_shape(block_size, kv_dtype)
     kv_cache = KVCache(*(torch.zeros(shape, dtype=kv_dtype, device=device) for _ in range(2)))
     steps = [step_lens(config.max_num_batched_tokens, config.max_num_seqs, max_len)]

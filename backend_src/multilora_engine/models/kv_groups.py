@@ -1,8 +1,15 @@
-"""`KVGroup`: layers whose keys and values have one shape."""
+"""`KVGroup`: layers whose keys and values have one shape and lie in the same blocks of the KV cache.
+
+Every family that is served has one group, of all its layers: a block holds the keys and values of its tokens in every
+layer, from their computation to the end of the sequence. A layer with a window attends to its window alone, and yet
+keeps every token: a window saves time, and no memory. Groups of their own, for layers with windows or other heads, would
+each need a pool of blocks, a block table of each sequence and keys of prefixes; `only_group` refuses them.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,3 +38,9 @@ class KVGroup:
 def kv_groups(config: ModelConfig) -> tuple[KVGroup, ...]:
     """The groups of a model, layers in order."""
     return (KVGroup(config.num_layers, config.num_kv_heads, config.head_dim),)
+
+
+def only_group(groups: Sequence[KVGroup]) -> KVGroup:
+    """The group of all layers of a model. The KV cache has room for no other."""
+    assert len(groups) == 1, f"the KV cache holds one group of layers, and the model has {len(groups)}"
+    return groups[0]
