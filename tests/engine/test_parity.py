@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from support.engines import Answer, LogitsRecorder, poison_claimed_blocks, run_all
 from support.oracle import Oracle, packed
 from support.parity import (
+    TINY,
     TINY_KV_CACHE_BYTES,
     add_random_adapters,
     assert_adapters_matter,
@@ -74,17 +75,6 @@ BFLOAT16_TOLERANCE = 0.5
 ours are, but not its keys, values, adapters and activations. The most that was seen is 0.16, and 0.2 where linears
 round activations."""
 SAMPLES = Path(__file__).parents[2] / "adapters"
-TINY = {
-    "vocab_size": 311,
-    "hidden_size": 48,
-    "intermediate_size": 88,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 12,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.3,
-}
 SOFT = TINY | {"pad_token_id": 0, "query_pre_attn_scalar": 10, "tie_word_embeddings": False}
 """Untied: with random tied embeddings, which Gemma scales, every token is followed by itself."""
 LOCAL_AND_GLOBAL = ["sliding_attention", "full_attention", "sliding_attention"]

@@ -13,6 +13,7 @@ from support.engines import run_all
 from support.gptq_awq import awq_tensors, gptq_config, gptq_tensors, in_layers, quantized, save_linears
 from support.oracle import Oracle
 from support.parity import (
+    TINY,
     add_random_adapters,
     assert_adapters_matter,
     assert_greedy,
@@ -23,18 +24,6 @@ from support.parity import (
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from multilora_engine.request import GenerationRequest
-
-TINY = {
-    "vocab_size": 311,
-    "hidden_size": 48,
-    "intermediate_size": 88,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 12,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.3,
-}
 
 
 def integers(num_bits: int, symmetric: bool, group_size: int = 0, **more: Any) -> dict[str, Any]:

@@ -13,6 +13,19 @@ from multilora_engine.request import GenerationRequest, SamplingParams
 from support.engines import Answer
 from support.oracle import Oracle, packed
 
+TINY = {
+    "vocab_size": 311,
+    "hidden_size": 48,
+    "intermediate_size": 88,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.3,
+}
+"""The shape of a tiny model, as transformers' configurations take it."""
+
 TINY_KV_CACHE_BYTES = 8 << 20
 """For tiny models: no more blocks than needed, since every one is looked at after every step."""
 

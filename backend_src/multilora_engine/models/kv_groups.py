@@ -2,8 +2,8 @@
 
 Every family that is served has one group, of all its layers: a block holds the keys and values of its tokens in every
 layer, from their computation to the end of the sequence. A layer with a window attends to its window alone, and yet
-keeps every token: a window saves time, and no memory. Groups of their own, for layers with windows or other heads, would
-each need a pool of blocks, a block table of each sequence and keys of prefixes; `only_group` refuses them.
+keeps every token: a window saves time, and no memory. Groups of their own, for layers with windows or other heads,
+would each need a pool of blocks, a block table of each sequence and keys of prefixes; `only_group` refuses them.
 """
 
 from __future__ import annotations
