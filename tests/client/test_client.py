@@ -1,4 +1,4 @@
-"""What both clients do about adapters, against a handler instead of a server. Every test runs on both."""
+"""Both clients' handling of adapters, against a handler instead of a server. Every test runs on both."""
 
 from __future__ import annotations
 

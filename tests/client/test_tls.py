@@ -1,4 +1,6 @@
-"""What is refused before anything is sent; tests/engine/tritonserver/test_tls.py speaks TLS to the real server."""
+"""Settings that are refused before anything is sent; tests/engine/tritonserver/test_tls.py speaks TLS to the real
+server.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokenizing on the server: what either client sends, and what it makes of the answers."""
+"""Tokenizing on the server: the requests of either client, and how it reads the answers."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ from trials.doors import Attack, Doors
 def test_through_the_proxy_an_attack_meets_a_limit_and_costs_the_server_little(
     proxied_server: ServerProcess, proxy: LocalProxy, attack: Attack, met: str, max_growth_mib: int
 ) -> None:
-    """What has no length in its head passes until it has the 256 MiB that a request may have."""
+    """A body without a length in its head passes until it has the 256 MiB that a request may have."""
     process = psutil.Process(proxied_server.pid)
     bytes_before = process.memory_info().rss
     assert re.fullmatch(met, attack(Doors(proxy.http_url, proxy.grpc_url)))

@@ -1,4 +1,4 @@
-"""The Dockerfiles and the compose file keep what docker/README.md promises. scripts/run try_images carries them out."""
+"""The Dockerfiles and the compose file keep the promises of docker/README.md. `try_images` carries them out."""
 
 import json
 import os

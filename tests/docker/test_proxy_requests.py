@@ -1,4 +1,4 @@
-"""What the proxy passes on and what it refuses, by tritonclient and by plain HTTP."""
+"""The requests that the proxy passes on or refuses, by tritonclient and by plain HTTP."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def url(server: ServerProcess) -> str:
 
 @pytest.fixture(scope="session")
 def greedy(url: str) -> list[int]:
-    """What the base model says after the conformance tests' prompt, in tokens."""
+    """The base model's answer to the conformance tests' prompt, in tokens."""
     return whole_tokens(unary(url, "generation_unary", token_request(IDS, NUM_TOKENS, False)), len(IDS))
 
 

@@ -1,4 +1,4 @@
-"""What is wrong with a request is told to its sender, with the right code, and to nobody else."""
+"""The mistake in a request is told to its sender, with the right code, and to no other client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`multilora bench` on the real server: whatever the door, every answer is whole, and the same each time."""
+"""`multilora bench` on the real server: through every door, each answer is whole, and the same each time."""
 
 from __future__ import annotations
 

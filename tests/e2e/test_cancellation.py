@@ -1,4 +1,4 @@
-"""Whoever stops listening, or says stop, gives their place in the batch back at once.
+"""A client that stops listening, or sends a stop, gives its place in the batch back at once.
 
 The server of these tests runs at most 8 sequences: if any of 8 abandoned ones went on to its 4,000 tokens, the next
 request would wait for minutes and miss its deadline.

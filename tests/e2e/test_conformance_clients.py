@@ -1,4 +1,4 @@
-"""What the clients of TensorRT-LLM's Triton models rely on, each with requests as that client sends them."""
+"""The behaviour that clients of TensorRT-LLM's Triton models rely on, each with requests as that client sends them."""
 
 from __future__ import annotations
 

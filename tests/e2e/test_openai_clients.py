@@ -1,4 +1,4 @@
-"""The packages that most people ask with, before the real server: what they return is what the front says."""
+"""The packages that most people ask with, before the real server: they return the values that the front sends."""
 
 from __future__ import annotations
 

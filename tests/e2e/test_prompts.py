@@ -1,4 +1,4 @@
-"""What is told of prompts, and how they are made, through the real server with the real model."""
+"""The outputs about prompts, and how prompts are made, through the real server with the real model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sampling options and what they tell, through the real server with the real model."""
+"""Sampling options and their outputs, through the real server with the real model."""
 
 from __future__ import annotations
 

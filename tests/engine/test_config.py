@@ -1,4 +1,4 @@
-"""Parameters of config.pbtxt: what is read, what is refused, and that the message says what to write."""
+"""Parameters of config.pbtxt: the values that are read or refused, and that the message says what to write."""
 
 from __future__ import annotations
 

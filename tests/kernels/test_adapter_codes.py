@@ -1,4 +1,4 @@
-"""Adapters as codes: their sizes, their errors, and what a row's codes depend on."""
+"""Adapters as codes: their sizes, their errors, and that a row's codes depend on the row alone."""
 
 from __future__ import annotations
 

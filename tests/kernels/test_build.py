@@ -1,4 +1,4 @@
-"""Building the CPU operators: once, safely, and what happens when it cannot be done."""
+"""Building the CPU operators: once, safely, and with a named error when it fails."""
 
 from __future__ import annotations
 

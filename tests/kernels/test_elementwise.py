@@ -1,4 +1,4 @@
-"""What lies between matrix products, against float64."""
+"""The operations between matrix products, against float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""HugePages against what the kernel says of the memory."""
+"""HugePages against Linux' own report of the memory."""
 
 from __future__ import annotations
 

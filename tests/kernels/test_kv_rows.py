@@ -1,4 +1,4 @@
-"""Keys and values in codes of 8 bits: how far they may be from what was stored, and that all ways of storing agree."""
+"""Keys and values in codes of 8 bits: their largest error, and that all ways of storing agree."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What several test files share."""
+"""The parts that several test files share."""

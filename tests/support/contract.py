@@ -122,7 +122,7 @@ REQUIRED: Mapping[str, frozenset[str]] = {
 
 
 def misfits(declared: Any, upstream: Tensors) -> list[str]:
-    """The tensors of a config's `input` or `output` that do not take or give what upstream's do; missing ones, too.
+    """The tensors of a config's `input` or `output` whose type or shape is not upstream's; missing ones, too.
 
     A dimension of ours may be free where upstream's has a size.
     """

@@ -1,4 +1,4 @@
-"""Batches for the operators and what they must give, in float64."""
+"""Batches for the operators and the right results, in float64."""
 
 from __future__ import annotations
 

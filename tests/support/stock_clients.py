@@ -1,4 +1,4 @@
-"""What TensorRT-LLM's own clients put on the wire and how they read what comes back, written anew from what they do.
+"""The requests of TensorRT-LLM's own clients, and how they read the answers, written anew from their behaviour.
 
 `inflight_batcher_llm_client.py` talks token ids to `tensorrt_llm`, `end_to_end_grpc_client.py` text to the ensemble,
 and Triton's OpenAI front end text with a few options more.

@@ -1,4 +1,4 @@
-"""Shares against their formula, arrivals against what a Poisson process is."""
+"""Shares against their formula, arrivals against the definition of a Poisson process."""
 
 from __future__ import annotations
 

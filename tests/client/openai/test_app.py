@@ -31,7 +31,7 @@ def events(text: str) -> list[Any]:
 
 
 def without_identity(body: dict[str, Any], prefix: str) -> dict[str, Any]:
-    """A body without what differs from one to the next."""
+    """A body without the fields that differ from one to the next."""
     assert body["id"].startswith(prefix)
     assert body["created"] > 0
     return {name: value for name, value in body.items() if name not in ("id", "created")}

@@ -1,4 +1,4 @@
-"""What `multilora openai` serves, and what it refuses to start with."""
+"""The options of `multilora openai`: the ones that it serves, and the ones that it refuses to start with."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ def run(work: Coroutine[Any, Any, Any]) -> Any:
 
 
 class Counted:
-    """Counts what runs, and what was left before its end."""
+    """Counts the jobs that run, and the jobs that were left before their end."""
 
     def __init__(self) -> None:
         self.running = self.most = self.left = 0

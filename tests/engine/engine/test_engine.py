@@ -1,4 +1,4 @@
-"""The engine's door: what it refuses, how requests end, and that nothing of them is left."""
+"""The engine's door: its refusals, the ends of requests, and that nothing of them is left."""
 
 from __future__ import annotations
 

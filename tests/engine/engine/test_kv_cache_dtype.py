@@ -1,4 +1,4 @@
-"""`kv_cache_dtype`: what a cache in fewer bits holds, what it costs in exactness, and what it must not depend on."""
+"""`kv_cache_dtype`: the size of a cache in fewer bits, its cost in exactness, and that it depends on nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tiers are planned to hold, and what of it is told."""
+"""The planned sizes of the tiers, and the report of them."""
 
 from __future__ import annotations
 

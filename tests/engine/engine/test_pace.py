@@ -1,4 +1,4 @@
-"""What a step may hold, by costs that are known: 20 ms, 1 ms a decode, 0.5 ms a token of a prompt, as much a row."""
+"""The work that a step may have, by known costs: 20 ms, 1 ms a decode, 0.5 ms a token of a prompt, as much a row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What `StepClock` tells a pace: by a clock that stands still between two calls, and of an engine's own steps."""
+"""The times that `StepClock` tells a pace: by a clock that stands still between two calls, and of an engine's own
+steps.
+"""
 
 from __future__ import annotations
 

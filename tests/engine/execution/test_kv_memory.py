@@ -1,4 +1,4 @@
-"""KVMemory against what the kernel says of the memory."""
+"""KVMemory against Linux' own report of the memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters that become codes on arrival: what every tier keeps of them, and what the engine then answers."""
+"""Adapters that become codes on arrival: their bytes in every tier, and the engine's answers."""
 
 from __future__ import annotations
 

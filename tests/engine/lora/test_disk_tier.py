@@ -1,4 +1,4 @@
-"""Adapters as files: what comes back is what was evicted, and a file that is not ours hurts nobody else."""
+"""Adapters as files: the adapter that comes back is the evicted one, and a foreign file hurts no other adapter."""
 
 from __future__ import annotations
 

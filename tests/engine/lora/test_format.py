@@ -1,4 +1,4 @@
-"""Wire tensors in, packed pages out: what is kept, what is refused, and in which words."""
+"""Wire tensors in, packed pages out: the values that are kept, and the tensors that are refused, in which words."""
 
 from __future__ import annotations
 

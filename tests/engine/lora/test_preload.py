@@ -1,4 +1,4 @@
-"""`lora_prefetch_dir`: what is loaded, and that a broken folder is named and hurts nobody else."""
+"""`lora_prefetch_dir`: its adapters are loaded, and a broken folder is named and hurts no other one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loading checkpoints: what is in the file arrives, and whatever is wrong with it is refused by name."""
+"""Loading checkpoints: every tensor of the file arrives, and every mistake in it is refused by name."""
 
 from __future__ import annotations
 

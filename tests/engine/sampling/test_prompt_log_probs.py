@@ -1,4 +1,4 @@
-"""What is kept of a prompt's log-probs while its chunks are computed."""
+"""A prompt's log-probs while its chunks are computed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes of a batch when one of its requests goes wrong."""
+"""The answers of a batch in which one request goes wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the outputs about a prompt hold."""
+"""The values of the outputs about a prompt."""
 
 from __future__ import annotations
 

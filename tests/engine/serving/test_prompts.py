@@ -1,4 +1,4 @@
-"""Chats with all that says how the template is filled in, against transformers."""
+"""Chats with all options of the template, against transformers."""
 
 from __future__ import annotations
 

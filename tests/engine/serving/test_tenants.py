@@ -1,4 +1,4 @@
-"""Tenants that do anything at every door, against a plain account of what each may see: nothing of another's."""
+"""Tenants with random requests at every door, against a plain account of each one's view: nothing of another's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the real tritonserver shows of the metrics that a model makes and withdraws."""
+"""The real tritonserver's page of the metrics that a model makes and withdraws."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a probe over gRPC makes of what a server says; over real connections to a server that says what a test wants."""
+"""The verdicts of a probe over gRPC, over real connections to a server whose answers each test chooses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The adapter benchmark asks for what it says it measures."""
+"""The adapter benchmark makes the requests that it names."""
 
 from __future__ import annotations
 

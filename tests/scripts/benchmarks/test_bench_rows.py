@@ -1,4 +1,4 @@
-"""What a benchmark leaves behind."""
+"""The files of a benchmark."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the benchmark of the server asks, what it compares with, and what it makes of the answers."""
+"""The requests of the server's benchmark, its yardsticks, and its reading of the answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark's own client against a fake server: what it asks, and what it makes of the answers."""
+"""The benchmark's own client against a fake server: its requests, and its reading of the answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of abuse judges as it says, and its attacks are what they are called."""
+"""The table of abuse judges by its own rules, and its attacks do what their names say."""
 
 from __future__ import annotations
 

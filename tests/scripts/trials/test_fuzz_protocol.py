@@ -1,4 +1,4 @@
-"""What fuzzing calls right, and when memory is flat."""
+"""The rules by which fuzzing calls an answer right, and memory flat."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""That what must not be is seen; the faults themselves are injected in tests/e2e."""
+"""The judge sees every forbidden outcome; the faults themselves are injected in tests/e2e."""
 
 from __future__ import annotations
 

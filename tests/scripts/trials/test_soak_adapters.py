@@ -1,4 +1,4 @@
-"""A short soak of the real engine process; and that the soak sees what is wrong."""
+"""A short soak of the real engine process; and that the soak sees wrong answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""That a clock of its own is what a program sees and waits by; the program asks the C library itself."""
+"""A program sees its own clock and waits by it; the program asks the C library itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`quantization_config` in all its spellings: what is served, and what is refused by name with a way out."""
+"""`quantization_config` in all its spellings: forms that are served, and forms that are refused with a way out."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ LOGPROBS: dict[str, Any] = {
 
 
 def streamed(front: TestClient, **options: Any) -> list[dict[str, Any]]:
-    """The events, each of which is what OpenAI's package says it is."""
+    """The events, each of the type that OpenAI's package gives it."""
     answer = front.post(PATH, json={"model": "base", "input": "Rain?", "stream": True, **options})
     assert answer.headers["content-type"].startswith("text/event-stream")
     events = list(read_events(answer.text))
@@ -100,7 +100,7 @@ def test_a_streamed_text_comes_in_openais_order(front: TestClient) -> None:
 @pytest.mark.parametrize("pieces", [["Ahoy"], HERMES, [""], HERMES[1:] * 2])
 def test_a_stream_adds_up_to_the_whole_answer(front: TestClient, server: Any, pieces: list[str]) -> None:
     def comparable(body: dict[str, Any]) -> Any:
-        """Without what is drawn for each answer, and the tokens, which the pieces of this server differ in."""
+        """Without values that are drawn for each answer, and the tokens, in which the pieces of this server differ."""
         body["output"] = [
             {name: value for name, value in item.items() if name not in ("id", "call_id")} for item in body["output"]
         ]

@@ -1,4 +1,4 @@
-"""What is not served says so."""
+"""Paths that are not served answer so."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is told of models."""
+"""The answers about models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What those who run the front ask it."""
+"""The paths for the people who run the front."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an answer has to parse as, in each way that clients ask for it."""
+"""The form of an answer, in each way that clients ask for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where JSON values end, judged by what wrote them."""
+"""Where JSON values end, judged by their writer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls in what models write: each format, each way to cut it into pieces."""
+"""Calls in the texts of models: each format, each way to cut it into pieces."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ CASES = [
     ("auto", '{"arguments": {"a": 1}, "name": "sky"} And now?', "And now?", ONE),
     ("auto", '{"type": "function", "function": {"name": "sky", "arguments": "{\\"a\\": 1}"}}', "", ONE),
     ("auto", '{"name": "sky"}', "", [("sky", "{}")]),
-    # What is no call.
+    # Texts that are no calls.
     ("auto", "The sky is blue.", "The sky is blue.", []),
     ("auto", "sky", "sky", []),
     ("auto", "sky is", "sky is", []),

@@ -1,4 +1,4 @@
-"""The directory source: what is found, and that nothing outside of the directory is."""
+"""The directory source: it finds the adapters of its directory, and nothing outside of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which source gives an adapter, and what becomes of everything that goes wrong there."""
+"""Which source gives an adapter, and how each failure of a source ends."""
 
 from __future__ import annotations
 

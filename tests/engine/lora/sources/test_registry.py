@@ -1,4 +1,4 @@
-"""`lora_sources`: what becomes a source, and what stops the load with what to write."""
+"""`lora_sources`: entries that become sources, and entries that stop the load, with a message on what to write."""
 
 from __future__ import annotations
 
