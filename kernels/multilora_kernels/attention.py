@@ -22,12 +22,15 @@ class PagedSequences(NamedTuple):
         block_table[p // block_size] * block_size + p % block_size. Slots behind its context are not read.
     query_starts: [num_sequences + 1] int64, the first token of each sequence in the batch, and the end of the last.
     context_lens: [num_sequences] int64, keys of each sequence; the last of them are those of its tokens in the batch.
+    num_decodes: so many sequences, the first ones, have one token each, which the kernel of decodes computes. Any other
+        token's result has the same bits whatever tokens of its own sequence are in the batch beside it.
     window: how many newest keys a token attends to, its own included; None is all.
     """
 
     block_tables: torch.Tensor
     query_starts: torch.Tensor
     context_lens: torch.Tensor
+    num_decodes: int
     block_size: int
     window: int | None = None
 
@@ -83,6 +86,7 @@ def paged_attention(
         sequences.block_tables,
         sequences.query_starts,
         sequences.context_lens,
+        sequences.num_decodes,
         sequences.block_size,
         sequences.window or 0,
         *_option_fields(options, q.shape[2]),
@@ -127,6 +131,7 @@ def rotary_attention(
         sequences.block_tables,
         sequences.query_starts,
         sequences.context_lens,
+        sequences.num_decodes,
         sequences.block_size,
         sequences.window or 0,
         *_option_fields(options, kv_head_dim(keys)),

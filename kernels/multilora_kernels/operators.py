@@ -59,7 +59,9 @@ library.define(
 library.define("multilora::quantized_linear", f"(Tensor x, {_QUANTIZED}, int out_features) -> Tensor")
 library.define("multilora::quantized_embedding", f"(Tensor token_ids, {_QUANTIZED}, int num_embeddings) -> Tensor")
 
-_SEQUENCES = "Tensor block_tables, Tensor query_starts, Tensor context_lens, int block_size, int window"
+_SEQUENCES = (
+    "Tensor block_tables, Tensor query_starts, Tensor context_lens, int num_decodes, int block_size, int window"
+)
 
 _OPTIONS = "float scale, float softcap, Tensor? sinks"
 

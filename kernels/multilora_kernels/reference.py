@@ -65,6 +65,7 @@ def paged_attention(
     block_tables: torch.Tensor,
     query_starts: torch.Tensor,
     context_lens: torch.Tensor,
+    num_decodes: int,
     block_size: int,
     window: int,
     scale: float,

@@ -211,7 +211,8 @@ def _compare_attention(
     random = partial(_random, device=device, generator=generator, dtype=shapes.dtype)
     q = random(len(contexts), shapes.num_heads, shapes.head_dim)
     starts = torch.arange(len(contexts) + 1, device=device)
-    sequences = PagedSequences(tables, starts, torch.tensor(contexts, device=device), block_size, window)
+    lengths = torch.tensor(contexts, device=device)
+    sequences = PagedSequences(tables, starts, lengths, len(contexts), block_size, window)
     actual = paged_attention(q, keys, values, sequences, options)
     expected = reference.paged_attention(
         q.double(),
@@ -219,7 +220,8 @@ def _compare_attention(
         values.double(),
         tables,
         starts,
-        sequences.context_lens,
+        lengths,
+        len(contexts),
         block_size,
         window or 0,
         float(shapes.head_dim) ** -0.5,

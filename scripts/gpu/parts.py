@@ -172,7 +172,7 @@ def _attention(machine: Machine, rows: int, context: int) -> tuple[Step, int]:
     keys, values = (torch.randn(shape, device=device).to(machine.dtype) for _ in range(2))
     tables = torch.randperm(rows * num_blocks, device=device).view(rows, num_blocks)
     contexts = torch.full((rows,), context, device=device)
-    sequences = PagedSequences(tables, torch.arange(rows + 1, device=device), contexts, BLOCK_SIZE)
+    sequences = PagedSequences(tables, torch.arange(rows + 1, device=device), contexts, rows, BLOCK_SIZE)
     num_bytes = 2 * rows * context * num_kv_heads * head_dim * machine.dtype.itemsize
     return lambda: void(paged_attention(q, keys, values, sequences)), num_bytes
 

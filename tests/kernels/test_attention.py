@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import pairwise
 
 import pytest
 import torch
@@ -82,7 +83,7 @@ def test_a_capped_score_is_a_hyperbolic_tangent_of_small_and_of_large_scores(num
     keys[0, :, 0], values[0] = scores, 1
     q = torch.ones(num_tokens, len(scores), 1)
     sequences = PagedSequences(
-        torch.tensor([[0]]), torch.tensor([0, num_tokens]), torch.tensor([2]), block_size=2, window=None
+        torch.tensor([[0]]), torch.tensor([0, num_tokens]), torch.tensor([2]), int(num_tokens == 1), block_size=2
     )
     weights = paged_attention(q, keys, values, sequences, AttentionOptions(scale=1.0, softcap=1.0))[-1]
     torch.testing.assert_close(weights.double().logit(), scores.double().tanh(), atol=6e-7, rtol=6e-7)
@@ -127,10 +128,40 @@ def test_a_sequence_gets_the_same_bits_whoever_shares_the_batch(sequences, optio
     for row in range(len(s.context_lens)):
         start, end = s.query_starts[row : row + 2].tolist()
         alone = PagedSequences(
-            s.block_tables[row : row + 1], torch.tensor([0, end - start]), s.context_lens[row : row + 1], s.block_size
+            s.block_tables[row : row + 1],
+            torch.tensor([0, end - start]),
+            s.context_lens[row : row + 1],
+            int(row < s.num_decodes),
+            s.block_size,
         )
         own = dataclasses.replace(case, q=case.q[start:end], sequences=alone)
         assert torch.equal(together[start:end], run(own))
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize(("options", "window"), [("none", None), ("all", None), ("none", 33)])
+def test_a_prompt_has_the_same_bits_however_it_is_cut(options, window, kv_dtype):
+    case = make_case("default model", "chunks behind a prefix", kv_dtype=kv_dtype, window=window, options=options)
+    s = case.sequences
+    row, num_tokens = 2, 130
+    start, context = int(s.query_starts[row]), int(s.context_lens[row])
+    q, table = case.q[start : start + num_tokens], s.block_tables[row : row + 1]
+
+    def piece(begin: int, end: int) -> torch.Tensor:
+        lengths = torch.tensor([context - num_tokens + end])
+        sequences = PagedSequences(table, torch.tensor([0, end - begin]), lengths, 0, s.block_size, window)
+        return run(dataclasses.replace(case, q=q[begin:end], sequences=sequences))
+
+    whole = piece(0, num_tokens)
+    for cuts in ([129], [1, 2, 65], [16, 17, 33, 128], [43, 86]):
+        pieces = [piece(begin, end) for begin, end in pairwise([0, *cuts, num_tokens])]
+        assert torch.equal(torch.cat(pieces), whole)
+
+
+def test_sequences_that_are_said_to_decode_and_have_several_tokens_are_refused():
+    case = make_case(sequences="prefill")
+    with pytest.raises(RuntimeError, match="the first 1 sequences have one token each"):
+        run(dataclasses.replace(case, sequences=case.sequences._replace(num_decodes=1)))
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.float32, torch.int8])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import takewhile
 
 import torch
 
@@ -21,7 +22,7 @@ SHAPES = {
     "odd head_dim": (6, 2, 10, 7),
     "no vector's multiple": (5, 5, 90, 1),
 }
-# (tokens of the step, keys)
+# (tokens of the step, keys); single tokens at the beginning are answers', others are of prompts
 SEQUENCES = {
     "decode": [(1, 1), (1, 64), (1, 65), (1, 3), (1, 130)],
     "long decode": [(1, 600), (1, 256), (1, 257)],
@@ -88,7 +89,8 @@ def make_case(
     q = torch.randn(int(starts[-1]), num_heads, head_dim, generator=generator) * 2
     contexts = torch.tensor([context for _, context in lengths])
     keys, values = quantize_rows(cache) if kv_dtype == torch.int8 else cache.to(kv_dtype or dtype)
-    paged = PagedSequences(tables, starts, contexts, block_size, window)
+    num_decodes = len(list(takewhile(lambda lengths: lengths[0] == 1, lengths)))
+    paged = PagedSequences(tables, starts, contexts, num_decodes, block_size, window)
     return Case(q.to(dtype), keys, values, paged, make_options(options, num_heads))
 
 
@@ -103,7 +105,8 @@ def sequence_fields(case: Case) -> tuple[object, ...]:
     """The operator's arguments behind the cache."""
     s, (scale, softcap, sinks) = case.sequences, case.options
     scale = case.q.shape[2] ** -0.5 if scale is None else scale
-    return s.block_tables, s.query_starts, s.context_lens, s.block_size, s.window or 0, scale, softcap, sinks
+    sequences = (s.block_tables, s.query_starts, s.context_lens, s.num_decodes, s.block_size, s.window or 0)
+    return *sequences, scale, softcap, sinks
 
 
 @dataclasses.dataclass(frozen=True)

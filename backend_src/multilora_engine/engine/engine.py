@@ -330,7 +330,7 @@ class Engine:
 
     def _prompt_outputs(self, step: list[ScheduledSequence]) -> list[TokenOutput]:
         """The outputs about prompts of this step that did not leave with a token. Steps end with the prompts."""
-        prompts = takewhile(lambda scheduled: scheduled.num_tokens > 1, reversed(step))
+        prompts = takewhile(lambda scheduled: not scheduled.is_decode, reversed(step))
         sequences = self._live.roots(scheduled.sequence for scheduled in prompts)
         return [prompt_output(sequence) for sequence in sequences if sequence.prompt_report.logits]
 

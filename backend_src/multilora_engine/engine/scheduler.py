@@ -95,7 +95,7 @@ class Scheduler:
         self._waits.add(sequence)
 
     def schedule(self) -> list[ScheduledSequence]:
-        """The next step, single-token sequences first; empty if there is nothing to do."""
+        """The next step, the tokens of answers first; empty if there is nothing to do."""
         for late in self._waits.take_late():
             late.is_late = True
             self._queue.hurry(late)
@@ -109,7 +109,7 @@ class Scheduler:
             scheduled.sequence.num_computed_tokens += scheduled.num_tokens
             if scheduled.is_sampled:
                 self._waits.discard(scheduled.sequence)
-        return sorted(step.sequences, key=lambda scheduled: scheduled.num_tokens > 1)
+        return sorted(step.sequences, key=lambda scheduled: not scheduled.is_decode)
 
     def commit(self, step: list[ScheduledSequence]) -> None:
         """A scheduled step has been computed: the blocks it wrote to the KV cache may be found by other sequences.

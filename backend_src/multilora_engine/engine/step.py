@@ -21,6 +21,13 @@ class ScheduledSequence(msgspec.Struct, frozen=True):
     is_sampled: bool
 
     @property
+    def is_decode(self) -> bool:
+        """Whether it is one token of the answer. The attention of all others is that of prompts: an answer has the same
+        bits however its prompt is cut, into pieces of one token, too.
+        """
+        return self.num_tokens == 1 and self.start >= len(self.sequence.request.prompt_token_ids)
+
+    @property
     def context_positions(self) -> range:
         """The prompt's tokens in this step whose logits the request wants and has not got before a preemption."""
         sequence = self.sequence

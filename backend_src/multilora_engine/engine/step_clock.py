@@ -35,8 +35,8 @@ class StepClock:
         """The work of a step, if it is to be measured. Call this before the step is computed: afterwards, the prompts'
         logits and log-probs that it computes no longer count as wanted."""
         self._num_steps += 1
-        # Steps end with the sequences that compute more than one token.
-        is_measured = step[-1].num_tokens > 1 or self._num_steps % _STEPS_PER_SAMPLE == 0
+        # Steps end with the tokens of prompts.
+        is_measured = not step[-1].is_decode or self._num_steps % _STEPS_PER_SAMPLE == 0
         return work_of(step) if is_measured else None
 
     def note_read(self, started_s: float, work: StepWork | None) -> None:

@@ -140,9 +140,9 @@ class DecodeGraphs:
         }
 
     def serves(self, batch: ForwardBatch) -> bool:
-        """Whether a batch is a decode step: one token of each of not too many sequences, and no more rows wanted."""
+        """Whether a batch is a decode step: one token of each of not too many answers, and no more rows wanted."""
         n = len(batch.query_lens)
-        return n == len(batch.positions) <= self._sizes[-1] and len(batch.logits_indices) <= n
+        return n == batch.num_decodes <= self._sizes[-1] and len(batch.logits_indices) <= n
 
     @torch.inference_mode()
     def run(self, batch: ForwardBatch) -> torch.Tensor:

@@ -32,7 +32,7 @@ class TokenLoRAs:
 
 @dataclass(frozen=True)
 class ForwardBatch:
-    """The tokens of one step, sequences one after another, those with one token (decode) before all others.
+    """The tokens of one step, sequences one after another, those with a token of an answer (decode) before the others.
 
     Worked example, block_size 4: sequence X decodes its 6th token, sequence Y prefills 3 tokens from position 0.
 

@@ -94,7 +94,7 @@ class ModelRunner:
             blocks[:, targets] = blocks[:, sources]
 
     def build_batch(self, step: list[ScheduledSequence]) -> ForwardBatch:
-        """The tensors of a step, with 0 for pending tokens. `step`: single-token sequences first, as scheduled."""
+        """The tensors of a step, with 0 for pending tokens. `step`: the tokens of answers first, as scheduled."""
         block_size, device = self._block_size, self._device
         # NumPy, because a torch call on a handful of numbers takes several times as long.
         lengths = np.array([scheduled.num_tokens for scheduled in step])
@@ -114,7 +114,7 @@ class ModelRunner:
             context_lens=(starts + lengths).tolist(),
             num_keys=_sent(starts + lengths, device),
             block_tables=_sent(block_tables, device),
-            num_decodes=int((lengths == 1).sum()),
+            num_decodes=sum(scheduled.is_decode for scheduled in step),
             logits_indices=to_device(_logits_indices(step, ends.tolist()), device),
             block_size=block_size,
             lora=self._token_loras(step, sequence_of_token),
@@ -138,7 +138,7 @@ def _fill_in_pending(input_ids: torch.Tensor, step: list[ScheduledSequence], bef
     rows = [row for row, scheduled in enumerate(step) if scheduled.sequence.num_pending_tokens]
     if rows:
         assert before is not None
-        assert all(step[row].num_tokens == 1 for row in rows)
+        assert all(step[row].is_decode for row in rows)
         places = {sequence: place for place, sequence in enumerate(before.sequences)}
         index = torch.tensor([rows, [places[step[row].sequence] for row in rows]])
         targets, sources = to_device(index, input_ids.device)

@@ -216,6 +216,7 @@ def _paged_sequences(
         block_tables=batch.block_tables[:num_sequences],
         query_starts=query_starts,
         context_lens=batch.num_keys[:num_sequences],
+        num_decodes=batch.num_decodes,
         block_size=batch.block_size,
         window=window,
     )

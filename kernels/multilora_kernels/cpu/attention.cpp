@@ -1,8 +1,8 @@
 // The operators multilora::paged_attention and rotary_attention for CPU tensors (schemas: operators.py).
 //
-// A sequence with a single query is cut by ranges of keys, so that a long one uses all cores; one with several queries by
+// The single query of an answer is cut by ranges of keys, so that a long one uses all cores; queries of a prompt, one too, by
 // key-value head and block of queries. The cuts depend only on the sequence itself, and partial results are joined in the
-// order of the keys: neither the batch nor the number of threads changes a result.
+// order of the keys: neither the batch nor the number of threads changes a result, nor how a prompt is cut.
 #include "paged.h"
 
 #include <ATen/core/Tensor.h>
@@ -40,7 +40,7 @@ constexpr int64_t kGrainElements = 1 << 15;
 // The sequence, the head, the tokens of the batch and the keys of one task.
 struct Piece {
   int64_t sequence;
-  int64_t head;  // of keys and values; kAllHeads for a sequence with a single query
+  int64_t head;  // of keys and values; kAllHeads for a query of an answer
   int64_t first_token, tokens, first_position, first_key, end_key;
   int64_t partial;  // place of its results among the partial ones; -1 if it has all keys of its queries
 };
@@ -67,14 +67,14 @@ struct Pieces {
   const Batch& batch;
   std::vector<Piece> list;
   int64_t num_partial = 0, cost = 0;
-  bool has_prefill = false;  // a sequence with several queries
+  bool has_prefill = false;  // queries of a prompt
 
   explicit Pieces(const Batch& batch) : batch(batch) {
     const auto* starts = batch.sequences.query_starts.const_data_ptr<int64_t>();
     const auto* contexts = batch.sequences.context_lens.const_data_ptr<int64_t>();
     for (int64_t s = 0; s < batch.sequences.context_lens.numel(); ++s) {
       const int64_t num_queries = starts[s + 1] - starts[s];
-      if (num_queries == 1) {
+      if (s < batch.sequences.num_decodes) {
         add_query(s, starts[s], contexts[s]);
       } else {
         add_queries(s, starts[s], num_queries, contexts[s]);
@@ -272,11 +272,14 @@ void check(const Batch& batch) {
                   head_dim_of(batch.keys) == batch.head_dim() && batch.q.size(1) % batch.keys.size(1) == 0,
               "queries ", batch.q.sizes(), ", keys ", batch.keys.sizes(), " and values ", batch.values.sizes(),
               " do not belong together");
-  const auto& [block_tables, query_starts, context_lens, block_size, window] = batch.sequences;
+  const auto& [block_tables, query_starts, context_lens, num_decodes, block_size, window] = batch.sequences;
   TORCH_CHECK(batch.keys.stride(2) == 1 && block_tables.stride(1) == 1, "rows are contiguous");
   TORCH_CHECK(query_starts.is_contiguous() && context_lens.is_contiguous() &&
                   query_starts.numel() == context_lens.numel() + 1 && block_tables.size(0) == context_lens.numel(),
               "query_starts has one element more than context_lens, and block_tables a row for each of those");
+  TORCH_CHECK(num_decodes >= 0 && num_decodes <= context_lens.numel() &&
+                  query_starts.const_data_ptr<int64_t>()[num_decodes] == num_decodes,
+              "the first ", num_decodes, " sequences have one token each");
   const auto* tables = block_tables.const_data_ptr<int64_t>();
   const auto* contexts = context_lens.const_data_ptr<int64_t>();
   const int64_t num_blocks = batch.keys.size(0) / block_size;
@@ -416,18 +419,18 @@ void place(const Heads& heads) {
 
 at::Tensor paged_attention_operator(const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values,
                                     const at::Tensor& block_tables, const at::Tensor& query_starts,
-                                    const at::Tensor& context_lens, int64_t block_size, int64_t window, double scale,
-                                    double softcap, const std::optional<at::Tensor>& sinks) {
+                                    const at::Tensor& context_lens, int64_t num_decodes, int64_t block_size, int64_t window,
+                                    double scale, double softcap, const std::optional<at::Tensor>& sinks) {
   const AttentionOptions options{scale, softcap, sinks ? &*sinks : nullptr};
-  return attend(q, keys, values, {block_tables, query_starts, context_lens, block_size, window}, options);
+  return attend(q, keys, values, {block_tables, query_starts, context_lens, num_decodes, block_size, window}, options);
 }
 
 at::Tensor rotary_attention_operator(const at::Tensor& qkv, const at::Tensor& cos, const at::Tensor& sin,
                                      const at::Tensor& keys, const at::Tensor& values, const at::Tensor& slots,
                                      const at::Tensor& block_tables, const at::Tensor& query_starts,
-                                     const at::Tensor& context_lens, int64_t block_size, int64_t window, double scale,
-                                     double softcap, const std::optional<at::Tensor>& sinks, bool is_interleaved) {
-  const Sequences sequences{block_tables, query_starts, context_lens, block_size, window};
+                                     const at::Tensor& context_lens, int64_t num_decodes, int64_t block_size, int64_t window,
+                                     double scale, double softcap, const std::optional<at::Tensor>& sinks, bool is_interleaved) {
+  const Sequences sequences{block_tables, query_starts, context_lens, num_decodes, block_size, window};
   const AttentionOptions options{scale, softcap, sinks ? &*sinks : nullptr};
   return rotary_attention(qkv, {cos, sin, is_interleaved}, keys, values, slots, sequences, options);
 }

@@ -10,7 +10,7 @@ namespace multilora {
 // PagedSequences of attention.py; window 0 is all keys.
 struct Sequences {
   const at::Tensor &block_tables, &query_starts, &context_lens;
-  int64_t block_size, window;
+  int64_t num_decodes, block_size, window;
 };
 
 // AttentionOptions of attention.py. sinks: null for none.

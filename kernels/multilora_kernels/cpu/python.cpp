@@ -76,9 +76,9 @@ Segments segments_of(PyObject* object) {
 }
 
 Sequences sequences_of(PyObject* object) {
-  PyObject* const* fields = fields_of(object, 5, "PagedSequences");
-  return {tensor(fields[0]), tensor(fields[1]), tensor(fields[2]), integer(fields[3]),
-          fields[4] == Py_None ? 0 : integer(fields[4])};
+  PyObject* const* fields = fields_of(object, 6, "PagedSequences");
+  return {tensor(fields[0]), tensor(fields[1]), tensor(fields[2]), integer(fields[3]), integer(fields[4]),
+          fields[5] == Py_None ? 0 : integer(fields[5])};
 }
 
 AttentionOptions attention_options_of(PyObject* object, int64_t head_dim) {

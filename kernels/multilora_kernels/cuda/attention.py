@@ -36,6 +36,7 @@ def paged_attention(
     block_tables: torch.Tensor,
     query_starts: torch.Tensor,
     context_lens: torch.Tensor,
+    num_decodes: int,
     block_size: int,
     window: int,
     scale: float,
@@ -44,7 +45,7 @@ def paged_attention(
 ) -> torch.Tensor:
     """See `multilora_kernels.attention.paged_attention`, with one token a sequence; window 0 and softcap 0 are none."""
     num_sequences, num_heads, head_dim = q.shape
-    assert query_starts.numel() == num_sequences + 1 == len(block_tables) + 1, "the GPU operator is for decode only"
+    assert num_sequences == num_decodes == len(block_tables), "the GPU operator is for decode only"
     assert q.stride(2) == keys.stride(2) == block_tables.stride(1) == 1
     assert keys.stride() == values.stride()
     num_kv_heads = keys.shape[1]

@@ -317,6 +317,30 @@ def test_logits_are_those_of_transformers_whatever_the_chunks_and_the_cache(
     assert (context["answer"], context["neither"], generation["neither"]) == (b"", b"", b"")
 
 
+def test_an_answer_has_the_same_bits_however_its_prompt_is_cut(checkpoint: Path, default_model_dir: Path) -> None:
+    """By the budget of a step, into pieces of one token, too, and by what the cache has of it: all but one token."""
+    prompt = [i % 7 for i in range(41)]
+
+    def logits(engine: Engine) -> bytes:
+        one = request("r", prompt, return_generation_logits=True)
+        engine.add_request(one)
+        found = b""
+        while engine.has_work:
+            for output in engine.step():
+                found += output.generation_logits
+        return found
+
+    whole = logits(make_engine(checkpoint, default_model_dir, enable_prefix_caching=False))
+    assert whole
+    # Pieces of 40 and 1, 20 and 1, 1 and 1.
+    for budget in (40, 20, 1):
+        options = {"max_num_batched_tokens": budget, "max_num_seqs": 1, "enable_prefix_caching": False}
+        assert logits(make_engine(checkpoint, default_model_dir, **options)) == whole
+    keeping = make_engine(checkpoint, default_model_dir, block_size=4)
+    assert logits(keeping) == logits(keeping) == whole
+    assert keeping.stats.prefix_cache.hit_tokens == 40
+
+
 def test_preempted_requests_get_their_logits_once(checkpoint: Path, default_model_dir: Path) -> None:
     wanted = {"return_context_logits": True, "return_generation_logits": True}
     requests = [request(f"r{i}", [i + 1] * 20, max_tokens=40, stop_words=("\x00",), **wanted) for i in range(4)]
