@@ -13,6 +13,10 @@ from multilora_engine.engine.step_cost import StepCost, StepWork, num_keys
 _TARGET_MULTIPLE = 2.5
 """Without a target in seconds, a step may take so many times as long as the running answers' own tokens."""
 
+_SHARED_TARGET_MULTIPLE = 2.0
+"""The same while several clients have work, so that a client's tokens wait less for another's prompts. With
+less, prompts would get less than half of a step."""
+
 _PROMPT_SHARE = 1 / 3
 """Prompts get this part of a step's time under every target: a prompt that would take a second alone is computed within
 three."""
@@ -76,21 +80,21 @@ class PromptTime:
 class Decodes:
     """The running answers that get a token in a step.
 
-    within: the answers of clients within their shares. is_limited: whether the step is to keep to a target.
+    within: the answers of clients within their shares. target_s: of the step; None if it may take any time.
     """
 
     sequences: list[Sequence]
     within: list[Sequence]
-    is_limited: bool
+    target_s: float | None
 
 
 class Pace:
     """Keeps the gaps between the tokens of running answers near a target, by the measured cost of steps.
 
-    The target is a time, or a multiple of the time that the running answers' own tokens take. Tokens of prompts are
-    limited by the time it leaves. Where several clients have running answers, and some hold more than their shares by
-    weight, the answers of these take turns, so that those of all others need not wait for all of them. The target is
-    then a multiple of the time that the clients within their shares take.
+    The target is a time, or a multiple of the time that the running answers' own tokens take: a smaller one while
+    several clients have work. It limits the tokens of prompts. Where several clients have running answers, and some
+    hold more than their shares by weight, the answers of these take turns, so that those of all others need not wait
+    for all of them. The target is then a multiple of the time that the clients within their shares take.
     """
 
     def __init__(self, target_s: float | None) -> None:
@@ -119,23 +123,27 @@ class Pace:
         if work is not None:
             self.cost.observe(work, seconds)
 
-    def choose(self, decoding: list[Sequence]) -> Decodes:
-        """The answers that get a token in the next step. decoding: all answers that could get one."""
+    def choose(self, decoding: list[Sequence], is_shared: bool = False) -> Decodes:
+        """The answers that get a token in the next step.
+
+        decoding: all that could. is_shared: whether several clients have sequences that run or wait.
+        """
         if self._target_s == 0 or not decoding or not self.cost.is_known:
-            return Decodes(decoding, decoding, is_limited=False)
+            return Decodes(decoding, decoding, target_s=None)
         over = _clients_over_their_share(decoding)
         if not over:
-            return Decodes(decoding, decoding, is_limited=True)
+            return Decodes(decoding, decoding, self._target(decoding, is_shared))
         within = [s for s in decoding if s.request.sender.name not in over]
-        spare_s = max(0.0, self._target(within) - self._seconds(within) - self._interruption_s)
-        return Decodes(self._turns(decoding, over, spare_s / 2), within, is_limited=True)
+        target_s = self._target(within, is_shared=True)
+        spare_s = max(0.0, target_s - self._seconds(within) - self._interruption_s)
+        return Decodes(self._turns(decoding, over, spare_s / 2), within, target_s)
 
     def prompt_time(self, decodes: Decodes, has_late: bool = False) -> PromptTime:
         """The time for prompts in a step with these answers. has_late: whether any prompt has waited too long; then the
         step may take as long as without a target in seconds."""
-        if not decodes.is_limited:
+        if decodes.target_s is None:
             return PromptTime()
-        target_s = self._target(decodes.within)
+        target_s = decodes.target_s
         if has_late:
             target_s = max(target_s, _TARGET_MULTIPLE * self._seconds(decodes.within))
         decode_s = self._seconds(decodes.sequences)
@@ -146,8 +154,10 @@ class Pace:
         self._prompt_time = PromptTime(max(left_s, share_s), self.cost)
         return self._prompt_time
 
-    def _target(self, sequences: list[Sequence]) -> float:
-        return _TARGET_MULTIPLE * self._seconds(sequences) if self._target_s is None else self._target_s
+    def _target(self, sequences: list[Sequence], is_shared: bool) -> float:
+        if self._target_s is not None:
+            return self._target_s
+        return (_SHARED_TARGET_MULTIPLE if is_shared else _TARGET_MULTIPLE) * self._seconds(sequences)
 
     def _turns(self, decoding: list[Sequence], over: set[str], spare_s: float) -> list[Sequence]:
         """All answers but some of the clients `over` their shares: of these, the longest waiting get a token, as

@@ -168,7 +168,8 @@ class Scheduler:
         prompts: list[Sequence] = []
         for sequence in self._running:
             (prompts if sequence.num_tokens - sequence.num_computed_tokens > 1 else decoding).append(sequence)
-        decodes = self._pace.choose(decoding)
+        is_shared = bool(decoding) and self._queue.has_others(decoding[0])
+        decodes = self._pace.choose(decoding, is_shared)
         for sequence in decodes.sequences:
             self._continue(sequence, _shares(sequence, step.budget), step)
         if prompts or len(self._queue):

@@ -93,13 +93,22 @@ def test_a_client_over_its_share_takes_turns_so_that_the_others_need_not_wait_fo
         decodes = paced.choose(decoding)
         assert victim in decodes.sequences
         assert decodes.sequences == [one for one in decoding if one in set(decodes.sequences)], "another order"
-        # 21 ms are the victim's own, and half of the other 31.5 are left to the others.
-        assert len(decodes.sequences) == pytest.approx(1 + 15, abs=1)
+        # 21 ms are the victim's own, and half of the other 21 are left to the others.
+        assert len(decodes.sequences) == pytest.approx(1 + 10, abs=1)
         assert decodes.within == [victim]
         for one in decodes.sequences:
             if one is not victim:
                 turns[one] += 1
     assert max(turns.values()) - min(turns.values()) <= 1
+
+
+def test_prompts_get_less_beside_answers_of_another_client() -> None:
+    paced = known_pace(None)
+    # 2 x 21 ms less 21 ms of the answer.
+    assert prompt_tokens(paced.prompt_time(paced.choose([sequence("a")], is_shared=True)), sequence("b")) == 42
+    exact = known_pace(0.060)
+    time = exact.prompt_time(exact.choose([sequence("a")], is_shared=True))
+    assert prompt_tokens(time, sequence("b")) == pytest.approx(78, abs=1)
 
 
 def test_a_share_goes_by_weight() -> None:
@@ -131,7 +140,7 @@ def test_the_time_since_the_last_step_is_taken_from_prompts_and_from_clients_ove
     paced.interrupt(0.010)
     assert prompt_tokens(paced.prompt_time(paced.choose([sequence()])), sequence()) == pytest.approx(43, abs=1)
     decodes = paced.choose([sequence("victim"), *(sequence("attacker") for _ in range(63))])
-    assert len(decodes.sequences) == pytest.approx(1 + 10, abs=1)
+    assert len(decodes.sequences) == pytest.approx(1 + 5, abs=1)
     paced.interrupt(10.0)
     assert prompt_tokens(paced.prompt_time(paced.choose([sequence()])), sequence()) == pytest.approx(21, abs=1)
 
