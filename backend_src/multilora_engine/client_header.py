@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-CLIENT_HEADER = "x-multilora-client"
-"""A header of HTTP and gRPC, in lower case. An authenticating proxy sets it, and removes it from clients' requests."""
-
-KEY_HEADER = "authorization"
-"""The API key, as `Bearer KEY`. Triton passes no header of HTTP generate on: there it stands in the body."""
+from multilora_wire.headers import CLIENT_HEADER, KEY_HEADER
 
 PASSED_ON = (CLIENT_HEADER, KEY_HEADER)
 

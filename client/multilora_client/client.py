@@ -62,6 +62,7 @@ class _Calls:
             generation_inputs(prompt, streaming, self._door, **options),
             options.get("timeout_s"),
             options.get("traceparent") or "",
+            on_behalf_of=options.get("on_behalf_of") or "",
         )
         return Call(request, adapter, self._ledger, options.get("num_return_sequences") or 1)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from multilora_client.errors import InvalidRequest
 from multilora_client.tensors import Tensor
+from multilora_wire.headers import CLIENT_HEADER, KEY_HEADER
 
 _TRACEPARENT = re.compile(r"00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
@@ -20,8 +21,8 @@ def is_traceparent(text: str) -> bool:
 
 @dataclass(frozen=True)
 class InferRequest:
-    """One request to one model. `timeout_s` None waits for ever; `traceparent` is a header, empty for none, as is
-    `api_key`.
+    """One request to one model. `timeout_s` None waits for ever; `traceparent` is a header, empty for none, as are
+    `api_key` and `on_behalf_of`.
     """
 
     model: str
@@ -30,6 +31,7 @@ class InferRequest:
     timeout_s: float | None = None
     traceparent: str = ""
     api_key: str = field(default="", repr=False)
+    on_behalf_of: str = field(default="", repr=False)
 
     def __post_init__(self) -> None:
         if self.traceparent and not is_traceparent(self.traceparent):
@@ -38,12 +40,13 @@ class InferRequest:
     @property
     def headers(self) -> dict[str, str]:
         """The headers that go beside the tensors."""
-        return ({"traceparent": self.traceparent} if self.traceparent else {}) | self.authorization
+        named = {"traceparent": self.traceparent, CLIENT_HEADER: self.on_behalf_of}
+        return {name: value for name, value in named.items() if value} | self.authorization
 
     @property
     def authorization(self) -> dict[str, str]:
         """The header that has the API key, in lower case."""
-        return {"authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        return {KEY_HEADER: f"Bearer {self.api_key}"} if self.api_key else {}
 
 
 @dataclass(frozen=True)

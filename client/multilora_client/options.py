@@ -68,6 +68,7 @@ class GenerateOptions(ChatOptions, total=False):
         Triton passes no timeout on to HTTP streams: there the client ends the request, and raises TimedOut at once.
     request_id: a name to `stop` the request by; drawn when not given.
     traceparent: of the W3C trace that the server's spans shall continue, if it makes any: 00-TRACE-SPAN-FLAGS.
+    on_behalf_of: the caller that a front asks for, as the header x-multilora-client has it.
     """
 
     input_ids: Sequence[int] | None
@@ -106,6 +107,7 @@ class GenerateOptions(ChatOptions, total=False):
     timeout_s: float | None
     request_id: str | None
     traceparent: str | None
+    on_behalf_of: str | None
 
 
 def check_names(options: ChatOptions, kind: type[ChatOptions]) -> None:

@@ -14,7 +14,7 @@ import grpc  # type: ignore[import-untyped]
 from tritonclient.grpc import service_pb2
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
-from multilora_engine.client_header import CLIENT_HEADER
+from multilora_wire.headers import CLIENT_HEADER
 from trials.doors import GRPC_OPTIONS, TIMEOUT_S, Attack, Doors, answers, infer_request, told
 from trials.raw_http2 import RST_STREAM, frames, greet, open_streams
 

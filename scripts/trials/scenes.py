@@ -89,7 +89,9 @@ def behind_proxy(model: Path) -> Iterator[Stage]:
         )
         ports = server.addresses
         proxy = stack.enter_context(LocalProxy(ports.http_port, ports.grpc_port, ports.metrics_port, secret=secret))
-        openai_url = stack.enter_context(started_openai_front(server.grpc_url))
+        openai_url = stack.enter_context(
+            started_openai_front(server.grpc_url, "--client-header-secret-file", str(folder / "secret"))
+        )
         victims = Doors(*(url.replace("127.0.0.1", "[::1]") for url in (proxy.http_url, proxy.grpc_url)))
         yield Stage(server, Doors(proxy.http_url, proxy.grpc_url, openai_url), victims)
 

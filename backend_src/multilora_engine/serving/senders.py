@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from multilora_engine.client_header import CLIENT_HEADER, KEY_HEADER
 from multilora_engine.engine_info import ClientPolicy
 from multilora_engine.errors import ConfigError, InvalidRequest, PermissionDenied, Unauthenticated
 from multilora_engine.lora.names import TaskId, scoped_task_id, task_id_of
 from multilora_engine.process.messages import AdapterScope
 from multilora_engine.request import GenerationRequest, Sender
 from multilora_engine.serving.triton_api import TritonRequest, parameters_of
+from multilora_wire.headers import CLIENT_HEADER, KEY_HEADER
 
 if TYPE_CHECKING:
     from multilora_client.keys import Caller, KeyRing

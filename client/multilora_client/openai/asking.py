@@ -32,12 +32,14 @@ class Inquiry:
     """Questions to one model under one request id.
 
     request_id: unique; each of several questions has its number behind it. traceparent: None for no trace.
+    on_behalf_of: the caller, for the server; empty where it is not told.
     """
 
     client: AsyncClient
     model: Model
     request_id: str
     traceparent: str | None
+    on_behalf_of: str = ""
 
     async def generations(self, questions: Sequence[Question]) -> list[Generation]:
         """Whole answers, in the questions' order. The first failure ends the others."""
@@ -72,6 +74,8 @@ class Inquiry:
 
     def _identity(self, suffix: str) -> GenerateOptions:
         options = GenerateOptions(request_id=self.request_id + suffix, traceparent=self.traceparent)
+        if self.on_behalf_of:
+            options |= GenerateOptions(on_behalf_of=self.on_behalf_of)
         return options if self.model.lora_name is None else options | GenerateOptions(lora_name=self.model.lora_name)
 
 

@@ -83,6 +83,13 @@ CorsOrigins = Annotated[
 ServerMetrics = Annotated[
     str, typer.Option(metavar="URL", help="The server's metrics, to be at /metrics, too: http://host:8002/metrics")
 ]
+SecretFile = Annotated[
+    Path | None,
+    typer.Option(
+        help="The server's client_header_secret_file: tells the server whose each request is, by API key or address.",
+        show_default=False,
+    ),
+]
 WithConsole = Annotated[
     bool,
     typer.Option(
@@ -114,6 +121,7 @@ def openai(
     tool_call_parser: Parser = "auto",
     cors_origin: CorsOrigins = None,
     server_metrics: ServerMetrics = "",
+    client_header_secret_file: SecretFile = None,
     docs: Docs = False,
     console: WithConsole = False,
 ) -> None:
@@ -134,7 +142,15 @@ def openai(
         check_certificate(certificate, key)
         catalogue = _read_catalogue(base_model, adapters, adapter or [], api_keys, forward_keys, allow_loading)
         page = ConsoleSettings(hosts=(host,), server_url=server, openai_url="/v1") if console else None
-        settings = FrontSettings(max_body_bytes, docs, tool_call_parser, tuple(cors_origin or ()), server_metrics, page)
+        settings = FrontSettings(
+            max_body_bytes,
+            docs,
+            tool_call_parser,
+            tuple(cors_origin or ()),
+            server_metrics,
+            page,
+            _read_secret(client_header_secret_file) if client_header_secret_file else "",
+        )
         with listen(host, port) as listener:
             tell_unreachable(server, ctx.obj)
             config = uvicorn.Config(
@@ -150,6 +166,13 @@ def openai(
             if console:
                 typer.echo(f"the console is at {address}/", err=True)
             uvicorn.Server(config).run(sockets=[listener])
+
+
+def _read_secret(path: Path) -> str:
+    secret = path.read_text(encoding="latin-1").strip()
+    if not secret.isalnum() or not secret.isascii():
+        raise InvalidRequest(f"{path} holds no secret of letters and digits, unlike the server's file")
+    return secret
 
 
 def _read_catalogue(

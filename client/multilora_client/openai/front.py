@@ -14,6 +14,7 @@ from multilora_client.client import AsyncClient
 from multilora_client.console.state import Console
 from multilora_client.errors import MultiloraClientError, Unauthenticated
 from multilora_client.openai.catalogue import Access, Catalogue
+from multilora_client.openai.connections import network_of
 from multilora_client.openai.errors import Failure
 from multilora_client.openai.metrics import FrontMetrics
 from multilora_client.openai.settings import FrontSettings
@@ -44,6 +45,15 @@ class Front:
         if access.caller.id not in self._clients:
             self._clients[access.caller.id] = self.client.with_api_key(access.key)
         return self._clients[access.caller.id]
+
+    def name_of(self, access: Access, address: str) -> str:
+        """The caller as the server is to know it: by its API key, else by the network of its address. Empty where the
+        server would not take it from this front, or knows the keys itself.
+        """
+        secret = self.settings.client_header_secret
+        if not secret or access.key:
+            return ""
+        return f"{secret} {network_of(address) if access.caller is None else access.caller.id}"
 
     async def describe_model(self, access: Access) -> ModelInfo:
         """The model of the server behind. Raises Failure (503) when it does not tell soon, Unauthenticated."""

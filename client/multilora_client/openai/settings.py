@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from multilora_client.console.settings import ConsoleSettings
 from multilora_client.openai.tools.formats import ParserName
@@ -20,6 +20,7 @@ class FrontSettings:
     tool_call_parser: how the model writes calls of functions. cors_origins: their web pages may ask, `*` for all.
     server_metrics_url: the address of the server's metrics, which then are in the front's own.
     console: the settings of the console that is served at `/`; None for no console.
+    client_header_secret: shared with the server, which then learns of each request whose it is.
     """
 
     max_body_bytes: int = MAX_BODY_BYTES
@@ -28,3 +29,4 @@ class FrontSettings:
     cors_origins: tuple[str, ...] = ()
     server_metrics_url: str = ""
     console: ConsoleSettings | None = None
+    client_header_secret: str = field(default="", repr=False)

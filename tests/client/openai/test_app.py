@@ -6,11 +6,12 @@ import asyncio
 import dataclasses
 import json
 from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
-from support.api_keys import OPERATORS_KEY, PIRATES_KEY, TENANTS_KEY
+from support.api_keys import ENTRIES, OPERATORS_KEY, PIRATES_KEY, TENANTS_KEY, write_keys
 
 from multilora_client import AsyncClient, AsyncMockTransport, InferRequest, InvalidRequest, Response, parse_error
 from multilora_client.keys import KeyRing
@@ -99,6 +100,28 @@ def test_the_trace_of_the_caller_goes_on_and_a_malformed_one_counts_as_none(
         answer = front.post(CHAT_PATH, json=CHAT | {"stream": stream}, headers={"traceparent": given})
         assert answer.status_code == 200
         assert server.requests[-1].traceparent == passed_on
+
+
+def test_the_server_learns_whose_a_request_is_by_address_or_by_key_but_not_where_it_has_the_keys_itself(
+    open_front: Callable[..., TestClient], server: Any, tmp_path: Path
+) -> None:
+    settings = FrontSettings(client_header_secret="theSecretOfBoth16")
+    keys = KeyRing(write_keys(tmp_path / "keys.json", *ENTRIES))
+    authorization = {"authorization": f"Bearer {TENANTS_KEY}"}
+    caller = keys.caller(TENANTS_KEY)
+    assert caller is not None
+    for catalogue, named in (
+        (Catalogue("base", {}), "theSecretOfBoth16 testclient"),
+        (Catalogue("base", {}, keys), f"theSecretOfBoth16 {caller.id}"),
+        (Catalogue("base", {}, keys, is_forwarding=True), None),
+    ):
+        for stream in (False, True):
+            body = CHAT | {"model": "base", "stream": stream}
+            answer = open_front(catalogue, settings).post(CHAT_PATH, json=body, headers=authorization)
+            assert answer.status_code == 200
+            assert server.requests[-1].headers.get("x-multilora-client") == named
+    assert open_front(Catalogue("base", {})).post(CHAT_PATH, json=CHAT | {"model": "base"}).status_code == 200
+    assert "x-multilora-client" not in server.requests[-1].headers
 
 
 def test_a_streamed_chat_opens_with_the_role_and_ends_with_usage_and_done(front: TestClient) -> None:

@@ -51,6 +51,14 @@ def write(path: Path, content: Any) -> Path:
     return path
 
 
+def test_a_file_without_a_secret_is_refused(tmp_path: Path) -> None:
+    for content in ("", "two words", "na\u00efve"):
+        result = run("--client-header-secret-file", write(tmp_path / "secret", content))
+        assert result.exit_code == 1
+        assert "holds no secret" in result.stderr
+    assert "No such file" in run("--client-header-secret-file", tmp_path / "absent").stderr
+
+
 def test_it_listens_on_loopback_and_serves_what_files_and_options_name(
     served: list[Any], adapters: Path, fake_triton: Any
 ) -> None:

@@ -66,7 +66,8 @@ async def respond(body: ResponsesRequest, request: Request, caller: Caller, fron
 
 
 def _inquiry(model: str, request: Request, caller: Caller, front: Front) -> Inquiry:
-    return Inquiry(front.client_of(caller), caller.model(model), uuid.uuid4().hex, traceparent_of(request))
+    name = front.name_of(caller, request.client.host if request.client else "")
+    return Inquiry(front.client_of(caller), caller.model(model), uuid.uuid4().hex, traceparent_of(request), name)
 
 
 async def _answer(asked: _Asked, inquiry: Inquiry, reply: _Reply, request: Request, front: Front) -> Response:

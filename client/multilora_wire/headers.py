@@ -1,0 +1,10 @@
+"""The headers by which a server knows who asks."""
+
+from __future__ import annotations
+
+CLIENT_HEADER = "x-multilora-client"
+"""A header of HTTP and gRPC, in lower case: the caller for whom a proxy or a front asks, behind the secret that they
+share with the server. A proxy removes it from clients' requests."""
+
+KEY_HEADER = "authorization"
+"""The API key, as `Bearer KEY`. Triton passes no header of HTTP generate on: there it stands in the body."""
