@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import httpx2
@@ -21,7 +23,7 @@ from support.openai_front import openai_front
 from support.stock_clients import flag, inputs_of, stop_request, text_request, token_request
 from tritonclient.utils import InferenceServerException
 
-from multilora_client import Adapter, AdapterNotFound, Client, load_adapter
+from multilora_client import Adapter, AdapterConflict, AdapterNotFound, Client, load_adapter
 from multilora_client.errors import MultiloraClientError, PermissionDenied, RateExceeded, Unauthenticated
 from multilora_client.keys import KeyRing
 from multilora_client.openai.catalogue import Catalogue
@@ -36,6 +38,8 @@ ENTRIES: list[dict[str, Any]] = [
     {"key": OPERATOR, "adapters": ["*"], "base_model": True, "upload": True, "operate": True},
     {"key": SLOW, "tenant": "slow", "base_model": True, "requests_per_minute": 1},
 ]
+WALKED = [17, 18]
+"""Task ids that no other test has."""
 TEXT = {"text_input": "The sea is", "max_tokens": 4}
 QUESTION = [{"role": "user", "content": "Who are you?"}]
 LONG_PROMPT = "A ship sailed over the sea, and on the ship there was a captain who told long stories. " * 4
@@ -206,6 +210,102 @@ def test_a_key_taken_out_of_the_file_is_closed_at_once(keyed: ServerProcess, key
         write_keys(keys_file, *ENTRIES)
         with pytest.raises(Unauthenticated):
             client.generate("Hello", max_tokens=1)
+
+
+class Walk:
+    """Two tenants who do anything at every door of a real server, and what each has by then.
+
+    owned: digests by key and task id. used, refused: how often an adapter answered, and how often there was none.
+    """
+
+    def __init__(self, keyed: ServerProcess, front_url: str, contents: list[Adapter], seed: int) -> None:
+        self._keyed = keyed
+        self._contents = contents
+        self._rng = Random(seed)
+        self._resources = ExitStack()
+        self._clients = {
+            (key, protocol): self._resources.enter_context(client_of(keyed, key, protocol))
+            for key in (ACME, BOLT)
+            for protocol in ("grpc", "http")
+        }
+        self._openai = self._resources.enter_context(httpx2.Client(base_url=front_url, timeout=60))
+        self.owned: dict[tuple[str, int], str] = {}
+        self.used = self.refused = 0
+
+    def close(self) -> None:
+        self._resources.close()
+
+    def step(self) -> None:
+        key, protocol = self._rng.choice([ACME, BOLT]), self._rng.choice(["grpc", "http"])
+        client, task_id = self._clients[key, protocol], self._rng.choice(WALKED)
+        match self._rng.choice(["upload", "unload", "list", *["use"] * 5]):
+            case "upload":
+                self._upload(key, client, task_id)
+            case "unload":
+                self._unload(key, client, task_id)
+            case "list":
+                listed = {(key, info.lora_task_id): info.digest for info in client.list_adapters()}
+                listed = {place: digest for place, digest in listed.items() if place[1] in WALKED}
+                assert listed == {place: digest for place, digest in self.owned.items() if place[0] == key}
+            case "use":
+                self._use(key, client, task_id)
+
+    def _upload(self, key: str, client: Client, task_id: int) -> None:
+        adapter = dataclasses.replace(self._rng.choice(self._contents), lora_task_id=task_id)
+        try:
+            digest = client.upload(adapter).lora_digest
+        except AdapterConflict:
+            assert (key, task_id) in self.owned
+        else:
+            assert digest == self.owned.setdefault((key, task_id), digest or "none")
+
+    def _unload(self, key: str, client: Client, task_id: int) -> None:
+        if key == BOLT:
+            with pytest.raises(PermissionDenied):
+                client.unload_adapter(task_id)
+        elif (key, task_id) in self.owned:
+            client.unload_adapter(task_id)
+            del self.owned[key, task_id]
+        else:
+            with pytest.raises(AdapterNotFound):
+                client.unload_adapter(task_id)
+
+    def _use(self, key: str, client: Client, task_id: int) -> None:
+        door = self._rng.choice(["whole", "stream", "generate", "ensemble_unary", "openai"])
+        if door == "openai":
+            return self._complete(key)
+        if door in ("generate", "ensemble_unary"):
+            model = "generation_unary" if door == "generate" else door
+            body = {**TEXT, "max_tokens": 1, "lora_task_id": task_id, "authorization": f"Bearer {key}"}
+            answer = httpx2.post(f"http://{self._keyed.http_url}/v2/models/{model}/generate", json=body, timeout=60)
+            digest = answer.json().get("lora_digest") if answer.is_success else None
+            assert answer.is_success or "[NOT_FOUND]" in answer.text
+        else:
+            try:
+                options = {"adapter": task_id, "max_tokens": 1}
+                found = client.generate("Hi", **options) if door == "whole" else [*client.stream("Hi", **options)][-1]
+                digest = found.lora_digest
+            except AdapterNotFound:
+                digest = None
+        assert digest == self.owned.get((key, task_id)), door
+        self.used += digest is not None
+        self.refused += digest is None
+
+    def _complete(self, key: str) -> None:
+        """By the server's own adapter, which only one of the keys names."""
+        body = {"model": "pirate", "prompt": "Hi", "max_tokens": 1}
+        answer = self._openai.post("/completions", json=body, headers={"authorization": f"Bearer {key}"})
+        assert answer.status_code == (200 if key == ACME else 404)
+
+
+def test_nobody_meets_anothers_adapter_at_any_door_whatever_both_do(
+    keyed: ServerProcess, front_url: str, emoji: Adapter, strict: Adapter
+) -> None:
+    with closing(Walk(keyed, front_url, [emoji, strict], seed=1)) as walk:
+        for _ in range(80):
+            walk.step()
+        assert walk.used > 5
+        assert walk.refused > 5
 
 
 @pytest.fixture(scope="module")

@@ -128,13 +128,17 @@ class FakeTrace:
 
 @dataclass
 class FakeRequest:
-    """tensors: name -> value; a list is made an array, with text as bytes."""
+    """tensors: name -> value; a list is made an array, with text as bytes.
+
+    own_parameters: those that the client wrote into the request, which come before the headers that Triton passes on.
+    """
 
     tensors: dict[str, Any]
     id: str = ""
     output_names: tuple[str, ...] = OUTPUT_NAMES
     timeout_us: int = 0
     headers: dict[str, str] = field(default_factory=dict)
+    own_parameters: dict[str, str] = field(default_factory=dict)
     trace_context: str | None = None
     sender: FakeSender = field(default_factory=FakeSender)
 
@@ -151,7 +155,8 @@ class FakeRequest:
         return self.timeout_us
 
     def parameters(self) -> str:
-        return json.dumps(self.headers)
+        members = [*self.own_parameters.items(), *self.headers.items()]
+        return "{" + ", ".join(f"{json.dumps(name)}: {json.dumps(value)}" for name, value in members) + "}"
 
     def trace(self) -> FakeTrace:
         return FakeTrace(self.trace_context)

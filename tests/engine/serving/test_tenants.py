@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import tempfile
 from collections import defaultdict
 from contextlib import ExitStack
+from enum import Enum
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -89,6 +91,14 @@ def write_keys(path: Path) -> Path:
     return path
 
 
+class Door(Enum):
+    """The way of a key to a model: a header of gRPC or HTTP; the body of `generate`, of which no header arrives; or a
+    header beside another's key, which the client wrote into the request itself.
+    """
+
+    HEADER, BODY, FORGED = range(3)
+
+
 class Tenants(RuleBasedStateMachine):
     """owned: digests by tenant (empty is the server) and task id. events: of each tenant. flights: requests that do not
     end by themselves, by tenant and the id that the client chose."""
@@ -100,6 +110,7 @@ class Tenants(RuleBasedStateMachine):
         self.owned: dict[tuple[str, int], str] = {}
         self.events: dict[str, list[tuple[str, int]]] = defaultdict(list)
         self.flights: dict[tuple[str, str], list[FakeRequest]] = defaultdict(list)
+        self.doors = itertools.cycle(Door)
         self.resources = ExitStack()
         folder = Path(self.resources.enter_context(tempfile.TemporaryDirectory()))
         self.engine = FakeEngine()
@@ -122,8 +133,18 @@ class Tenants(RuleBasedStateMachine):
     def bearer(self, who: str) -> dict[str, str]:
         return {"authorization": f"Bearer {secret(who)}"}
 
+    def through_a_door(self, who: str) -> dict[str, Any]:
+        """The headers and parameters of a request, by another door each time."""
+        match next(self.doors):
+            case Door.HEADER:
+                return {"headers": self.bearer(who)}
+            case Door.BODY:
+                return {"own_parameters": self.bearer(who)}
+            case Door.FORGED:
+                return {"headers": self.bearer(who), "own_parameters": self.bearer("operator")}
+
     def ask(self, who: str, tensors: dict[str, Any], request_id: str = "", waits: bool = True) -> FakeRequest:
-        request = FakeRequest(tensors, id=request_id, headers=self.bearer(who))
+        request = FakeRequest(tensors, id=request_id, **self.through_a_door(who))
         self.generation.accept(request)
         if waits:
             request.sender.wait()
@@ -131,7 +152,7 @@ class Tenants(RuleBasedStateMachine):
 
     def operate(self, who: str, operation: str, **fields: Any) -> Any:
         text = json.dumps({"operation": operation, **fields})
-        request = FakeRequest({"request": [[text]]}, headers=self.bearer(who), output_names=("response",))
+        request = FakeRequest({"request": [[text]]}, output_names=("response",), **self.through_a_door(who))
         self.adapters.accept(request)
         (response,) = request.sender.wait()
         return error_of(response) if response.error else json.loads(response.arrays["response"].item())
