@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from dataclasses import dataclass
 
 from multilora_engine.errors import InvalidRequest, PermissionDenied
@@ -25,8 +26,27 @@ class Route:
     trace_id: str
 
 
-class Routes(dict[str, Route]):
-    """Routes by the engine's request ids: exactly the requests that the engine has accepted and not finished."""
+class Routes(UserDict[str, Route]):
+    """Routes by the engine's request ids: exactly the requests that the engine has accepted and not finished.
+
+    A stop costs the requests that it names, however many others are in flight.
+    """
+
+    def __init__(self, **routes: Route) -> None:
+        self._named: dict[tuple[str, str], dict[str, None]] = {}
+        super().__init__(routes)
+
+    def __setitem__(self, request_id: str, route: Route) -> None:
+        super().__setitem__(request_id, route)
+        self._named.setdefault((route.sender.name, route.client_request_id), {})[request_id] = None
+
+    def __delitem__(self, request_id: str) -> None:
+        route = self[request_id]
+        super().__delitem__(request_id)
+        name = route.sender.name, route.client_request_id
+        del self._named[name][request_id]
+        if not self._named[name]:
+            del self._named[name]
 
     def of_front(self, front: bytes) -> list[str]:
         """The requests that came through a front."""
@@ -48,11 +68,7 @@ class Routes(dict[str, Route]):
                 "a stop by a request id of one's own needs an API key, or a proxy that names the client; without them "
                 "name the stop_id of the answer"
             )
-        named = [request_id for request_id, route in self.items() if _is_named(route, stop)]
+        named = list(self._named.get((sender.name, wanted), ()))
         if not sender.is_known and len({self[request_id].call_id for request_id in named}) > 1:
             raise InvalidRequest(f"several requests in flight have the id {wanted!r}; name the stop_id of the answer")
         return named
-
-
-def _is_named(route: Route, stop: Stop) -> bool:
-    return route.sender.name == stop.sender.name and route.client_request_id == stop.client_request_id

@@ -42,6 +42,18 @@ def test_an_unknown_sender_stops_the_requests_of_one_call_and_is_refused_for_sev
         named(routes, UNKNOWN, "x", needs_sender=True)
 
 
+def test_requests_that_have_ended_are_named_no_more() -> None:
+    routes = Routes(a=route(ACME, "x", "a"), b=route(ACME, "x", "b"), c=route(ACME, "x", "c"))
+    assert routes.pop("a", None) is not None
+    assert routes.pop("a", None) is None
+    assert named(routes, ACME, "x") == ["b", "c"]
+    del routes["c"]
+    assert named(routes, ACME, "x") == ["b"]
+    del routes["b"]
+    assert named(routes, ACME, "x") == []
+    assert list(routes) == []
+
+
 def test_the_requests_of_a_front_are_found() -> None:
     routes = Routes(a=route(ACME, "", "a", b"one"), b=route(ACME, "", "b", b"two"), c=route(OTHER, "", "c", b"one"))
     assert routes.of_front(b"one") == ["a", "c"]
