@@ -72,8 +72,9 @@ def test_numbers_that_are_none_and_exceptions_are_faults(monkeypatch, fault):
 def test_attention_that_sees_one_key_too_many_is_a_fault(monkeypatch):
     right = operators.paged_attention
 
-    def paged_attention(q, keys, values, tables, starts, contexts, block_size, window, *options):
-        return right(q, keys, values, tables, starts, contexts, block_size, window and window + 1, *options)
+    def paged_attention(q, keys, values, tables, starts, contexts, num_decodes, block_size, window, *options):
+        longer = window and window + 1
+        return right(q, keys, values, tables, starts, contexts, num_decodes, block_size, longer, *options)
 
     monkeypatch.setattr(attention.operators, "paged_attention", paged_attention)
     wrong = [one for one in checked_operators(SHAPES, DEVICE) if not one.is_right]

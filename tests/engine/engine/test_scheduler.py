@@ -148,7 +148,7 @@ class World:
         assert sum(s.num_tokens for s in step) <= self.budget
         lengths = [s.num_tokens for s in step]
         assert all(length > 0 for length in lengths)
-        assert sorted(lengths, key=lambda n: n > 1) == lengths, "single tokens come first"
+        assert sorted(step, key=lambda s: not s.is_decode) == step, "the tokens of answers come first"
         assert len({s.sequence.request.request_id for s in step}) == len(step)
         in_use = {s.sequence.adapter for s in step if s.sequence.adapter is not None}
         assert len(in_use) <= MAX_LORAS
