@@ -40,7 +40,7 @@ class ToldPace(Pace):
 
 
 def scheduled(start: int, num_tokens: int) -> ScheduledSequence:
-    sequence = Sequence(generation_request("r", [1] * 100), 0, None, cast(TextStream, None), Random(0), 1)
+    sequence = Sequence(generation_request("r", [1] * 9), 0, None, cast(TextStream, None), Random(0), 1)
     return ScheduledSequence(sequence, start, num_tokens, is_sampled=False)
 
 
