@@ -14,6 +14,16 @@ from xdist.scheduler import LoadScopeScheduling
 
 _TESTS = Path(__file__).parent
 
+LONGEST = (
+    "e2e",
+    "tests/kernels/test_interpreter.py",
+    "tests/kernels/test_cpu.py",
+    "tests/engine/test_parity.py",
+    "tests/engine/process/test_supervisor.py",
+    "tests/scripts/benchmarks/test_compiled_kernels.py",
+)
+"""The scopes of more than half a minute, by their times."""
+
 # An example's time says how busy the machine is.
 hypothesis.settings.register_profile("without deadlines", deadline=None)
 hypothesis.settings.load_profile("without deadlines")
@@ -27,15 +37,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leave out what is marked `long`, without --all."""
     left_out = [] if config.getoption("--all") else [item for item in items if is_long(item)]
     config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if item not in left_out]
+    items[:] = sorted((item for item in items if item not in left_out), key=lambda item: place_of(item.nodeid))
+
+
+def scope_of(nodeid: str) -> str:
+    """The file of a test; one for all of e2e/."""
+    file = nodeid.split("::", 1)[0]
+    return "e2e" if file.startswith("tests/e2e/") else file
+
+
+def place_of(nodeid: str) -> int:
+    """The tests that take longest come first: at the end, one process would wait for them."""
+    scope = scope_of(nodeid)
+    return LONGEST.index(scope) if scope in LONGEST else len(LONGEST)
 
 
 class FilesStayTogether(LoadScopeScheduling):
     """The tests of a file, and those of e2e/, run in one process: they share servers and models."""
 
     def _split_scope(self, nodeid: str) -> str:
-        file = nodeid.split("::", 1)[0]
-        return "e2e" if file.startswith("tests/e2e/") else file
+        return scope_of(nodeid)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> FilesStayTogether:

@@ -31,13 +31,10 @@ _SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 _SPILLED_BYTES = {120: 16}
 """By compute capability, where it is not zero: four registers of prompts' float32 adapters of rank 256."""
 
-_EVERY_GENERATION = [
-    80,
-    pytest.param(86, marks=pytest.mark.long(reason="compiling for a GPU generation takes seconds a kernel")),
-    90,
-    100,
-    pytest.param(120, marks=pytest.mark.long(reason="compiling for a GPU generation takes seconds a kernel")),
-]
+_IS_LONG = pytest.mark.long(
+    reason="compiling a kernel takes seconds; 90 has every case, the others some"
+)
+_EVERY_GENERATION = [90, *(pytest.param(other, marks=_IS_LONG) for other in (80, 86, 100, 120))]
 
 
 @pytest.mark.parametrize("capability", _EVERY_GENERATION)
