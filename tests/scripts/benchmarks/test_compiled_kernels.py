@@ -31,9 +31,7 @@ _SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 _SPILLED_BYTES = {120: 16}
 """By compute capability, where it is not zero: four registers of prompts' float32 adapters of rank 256."""
 
-_IS_LONG = pytest.mark.long(
-    reason="compiling a kernel takes seconds; 90 has every case, the others some"
-)
+_IS_LONG = pytest.mark.long(reason="compiling a kernel takes seconds; 90 has every case, the others some")
 _EVERY_GENERATION = [90, *(pytest.param(other, marks=_IS_LONG) for other in (80, 86, 100, 120))]
 
 
