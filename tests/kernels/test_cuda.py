@@ -75,11 +75,11 @@ def test_decode_attention_of_every_dtype(implementation, dtype):
 @pytest.mark.parametrize("sequences", ["decode", "longest decode"])
 def test_a_decoding_sequence_gets_the_same_bits_whoever_shares_the_batch(implementation, sequences):
     case = attention_cases.make_case("odd head_dim", sequences).to(implementation.device)
-    q, keys, values, tables, starts, contexts, *rest = attention_cases.fields(case)
-    together = implementation.paged_attention(q, keys, values, tables, starts, contexts, *rest)
+    q, keys, values, tables, starts, contexts, num_decodes, *rest = attention_cases.fields(case)
+    together = implementation.paged_attention(q, keys, values, tables, starts, contexts, num_decodes, *rest)
     for row, context in enumerate(contexts.tolist()):
         own_table = tables[row : row + 1, : -(-context // case.sequences.block_size)].contiguous()
-        one = (own_table, starts[:2], contexts[row : row + 1])
+        one = (own_table, starts[:2], contexts[row : row + 1], 1)
         alone = implementation.paged_attention(q[row : row + 1], keys, values, *one, *rest)
         assert torch.equal(together[row : row + 1], alone)
 
