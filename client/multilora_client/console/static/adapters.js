@@ -143,7 +143,7 @@ export class AdapterTable {
     const sign = el("span", { class: "sign" });
     const name = el("span", { class: "name" });
     const tenant = el("span", { class: "tenant muted" });
-    const pinned = el("span", { class: "pin", title: "pinned" }, "pinned");
+    const pinned = el("span", { class: "pin", title: "stays in host memory" });
     cells[0].append(name, tenant, pinned);
     const tier = el("span");
     cells[1].append(sign, tier);
@@ -162,6 +162,7 @@ export class AdapterTable {
     root.classList.toggle("used", adapter.num_pins > 0);
     say(row.name, title(adapter));
     say(row.tenant, adapter.tenant ? `@${adapter.tenant}` : "");
+    say(row.pinned, adapter.is_pinned ? "pinned" : "");
     row.pinned.hidden = !adapter.is_pinned;
     say(row.tier, COLUMNS[1].text(adapter));
     for (let column = 2; column < COLUMNS.length; column += 1) say(cells[column], COLUMNS[column].text(adapter));
