@@ -270,8 +270,8 @@ class EngineConfig(BaseModel):
         Field(ge=0, description="Most that the KV cache takes; 0: what is left on a GPU, 1 GiB on a CPU."),
     ] = ByteSize(0)
     kv_cache_dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "int8"],
-        Field(description="Type of keys and values in the cache; `auto` is `dtype`, int8 has a scale for each head."),
+        Literal["auto", "float32", "bfloat16", "int8", "fp8"],
+        Field(description="Type of keys and values in the cache; `auto` is `dtype`, int8 and fp8 have a scale a head."),
     ] = "auto"
     gpu_memory_utilization: Annotated[
         float, Field(gt=0, le=1, description="Share of the GPU's memory the engine may use in all.")

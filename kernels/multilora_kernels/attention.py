@@ -72,8 +72,8 @@ def paged_attention(
 
     q: [num_tokens, num_heads, head_dim], float32, bfloat16 or float16.
     keys, values: [num_slots, num_kv_heads, head_dim], of one of the same types and the same strides, or codes of them,
-        int8 [num_slots, num_kv_heads, head_dim + SCALE_BYTES] (`kv_rows`); query head h reads the key-value head
-        h // (num_heads / num_kv_heads).
+        int8 or, on a CPU, float8_e4m3fn [num_slots, num_kv_heads, head_dim + SCALE_BYTES] (`kv_rows`); query head h
+        reads the key-value head h // (num_heads / num_kv_heads).
     options: the scale, and the other changes of scores.
     Returns [num_tokens, num_heads * head_dim] in the dtype of q. A token's result has the same bits beside any other
     sequences there are.

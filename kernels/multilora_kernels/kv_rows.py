@@ -1,12 +1,13 @@
 """Rows of a KV cache: the elements of one head of one token; as they are, or as codes of 8 bits with a scale.
 
-A row of int8 is head_dim codes and, in its last four bytes, a float32 scale:
+A row of int8 or float8_e4m3fn is head_dim codes and, in its last four bytes, a float32 scale:
 
-    scale = max_d |x[d]| / 127,  code[d] = round(x[d] * 127 / max_d |x[d]|),  x[d] ~ code[d] * scale
+    scale = max_d |x[d]| / c,  code[d] = round(x[d] * c / max_d |x[d]|),  x[d] ~ code[d] * scale
 
-so no element is off by more than scale / 2, which is 1/254 of the largest one of its head. A row depends on nothing but
-its own head and token: it does not depend on the rest of the batch. With no element of 2^-100 or more all are zero;
-with one that is infinite or NaN all are NaN, as attention to them would be.
+with c the largest code, 127 or 448. No element of int8 is off by more than scale / 2, which is 1/254 of the largest one
+of its head; none of float8_e4m3fn by more than 1/16 of itself, or, below 2^-6 scale, by 2^-10 scale. A row depends on
+nothing but its own head and token: it is the same whatever else is computed with it. With no element of 2^-100 or more
+all are zero; with one that is infinite or NaN all are NaN, as attention to them would be.
 """
 
 from __future__ import annotations
@@ -14,31 +15,34 @@ from __future__ import annotations
 import torch
 
 SCALE_BYTES = 4
-LARGEST_CODE = 127
+LARGEST_CODES = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+"""By the type of codes."""
 SMALLEST_SCALED = 2.0**-100
 """Of the largest element: the inverse of a smaller one may not be a number."""
 
 
 def kv_row_size(head_dim: int, dtype: torch.dtype) -> int:
     """Elements of a row in a cache of a type: head_dim, and the scale's bytes behind codes."""
-    return head_dim + (SCALE_BYTES if dtype == torch.int8 else 0)
+    return head_dim + (SCALE_BYTES if dtype in LARGEST_CODES else 0)
 
 
 def kv_head_dim(cache: torch.Tensor) -> int:
     """head_dim of a cache [..., row]."""
-    return cache.shape[-1] - (SCALE_BYTES if cache.dtype == torch.int8 else 0)
+    return cache.shape[-1] - (SCALE_BYTES if cache.dtype in LARGEST_CODES else 0)
 
 
-def quantize_rows(x: torch.Tensor) -> torch.Tensor:
-    """Codes and scales of x [..., head_dim], computed in float32: int8 [..., head_dim + SCALE_BYTES]."""
+def quantize_rows(x: torch.Tensor, dtype: torch.dtype = torch.int8) -> torch.Tensor:
+    """Codes and scales of x [..., head_dim], computed in float32: of a type of codes [..., head_dim + SCALE_BYTES]."""
     x = x.float()
     largest = x.abs().amax(-1, keepdim=True)
     is_scaled = (largest >= SMALLEST_SCALED) & largest.isfinite()
     # One division of tensors: a number divided by a tensor would be rounded twice.
-    per_unit = torch.full_like(largest, LARGEST_CODE) / largest
-    codes = torch.where(is_scaled, x * per_unit, 0.0).round().to(torch.int8)
-    scales = torch.where(is_scaled, largest / LARGEST_CODE, torch.where(largest.isfinite(), 0.0, torch.nan))
-    return torch.cat((codes, scales.view(torch.int8)), dim=-1)
+    per_unit = torch.full_like(largest, LARGEST_CODES[dtype]) / largest
+    values = torch.where(is_scaled, x * per_unit, 0.0)
+    codes = (values.round() if dtype == torch.int8 else values).to(dtype)
+    unscaled = torch.where(largest.isfinite(), 0.0, torch.nan)
+    scales = torch.where(is_scaled, largest / LARGEST_CODES[dtype], unscaled)
+    return torch.cat((codes.view(torch.uint8), scales.view(torch.uint8)), dim=-1).view(dtype)
 
 
 def dequantize_rows(rows: torch.Tensor) -> torch.Tensor:
@@ -49,12 +53,20 @@ def dequantize_rows(rows: torch.Tensor) -> torch.Tensor:
 
 def store_rows(x: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
     """See `attention.store_heads`; in plain PyTorch."""
-    rows = quantize_rows(x) if cache.dtype == torch.int8 else x.to(cache.dtype)
-    cache.index_copy_(0, slots, rows)
+    if cache.dtype in LARGEST_CODES:
+        _bytes(cache).index_copy_(0, slots, _bytes(quantize_rows(x, cache.dtype)))
+    else:
+        cache.index_copy_(0, slots, x.to(cache.dtype))
 
 
 def load_rows(cache: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Heads of a cache: [len(slots), num_kv_heads, head_dim] of a floating dtype."""
     # index_select copies whole rows; plain indexing is several times slower on a CPU.
-    rows = cache.index_select(0, slots)
-    return (dequantize_rows(rows) if rows.dtype == torch.int8 else rows).to(dtype)
+    if cache.dtype in LARGEST_CODES:
+        return dequantize_rows(_bytes(cache).index_select(0, slots).view(cache.dtype)).to(dtype)
+    return cache.index_select(0, slots).to(dtype)
+
+
+def _bytes(codes: torch.Tensor) -> torch.Tensor:
+    """The same memory, of a type whose rows PyTorch can copy."""
+    return codes.view(torch.uint8)

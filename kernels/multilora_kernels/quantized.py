@@ -138,7 +138,7 @@ class QuantizedWeight:
 
     @property
     def _middle(self) -> int:
-        """The middle of the range of the integer codes: the stored ones are less by so much."""
+        """The middle of the range of the integer codes: the stored ones are less by so much, in two's complement."""
         return 1 << (self.code_type.bits - 1)
 
     def _empty(self, items: int, dtype: torch.dtype) -> torch.Tensor:
@@ -154,8 +154,8 @@ class QuantizedWeight:
             return codes
         if self.code_type is CodeType.INT8:
             return (codes ^ self._middle).view(torch.int8)
-        padded = F.pad(codes, (0, -codes.shape[1] % _WORD_INPUTS))
-        return _rotated_left((padded[:, 0::2] | padded[:, 1::2] << 4).view(torch.int32), _WORD_ROTATION)
+        padded = F.pad(codes ^ self._middle, (0, -codes.shape[1] % _WORD_INPUTS))
+        return (padded[:, 0::2] | padded[:, 1::2] << 4).view(torch.int32)
 
     def _copy_zeros(self, first: int, zeros: torch.Tensor) -> None:
         if self._zeros is None and zeros.any():
@@ -175,8 +175,9 @@ class QuantizedWeight:
             return codes.view(torch.float8_e4m3fn).float()
         if self.code_type is CodeType.INT8:
             return codes.float()
-        pairs = _rotated_left(codes, 32 - _WORD_ROTATION).view(torch.uint8)
-        return torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(1)[:, : self.shape[1]].float() - self._middle
+        pairs = codes.view(torch.uint8)
+        values = torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(1)[:, : self.shape[1]]
+        return (values ^ self._middle).float() - self._middle
 
 
 _UNPACKED_ROWS = 1024
@@ -185,15 +186,7 @@ _UNPACKED_ROWS = 1024
 _WORD_INPUTS = 8
 """Inputs whose codes of 4 bits are one word."""
 
-_WORD_ROTATION = 3
-"""Bits by which a word is rotated to the left, so that a kernel reads three codes of it as they lie."""
-
 _STORED = {CodeType.INT4: torch.int32, CodeType.INT8: torch.int8, CodeType.FP8: torch.uint8}
-
-
-def _rotated_left(words: torch.Tensor, count: int) -> torch.Tensor:
-    """words: int32; 0 < count < 32."""
-    return words << count | (words >> (32 - count) & (1 << count) - 1)
 
 
 def _columns(data: torch.Tensor) -> torch.Tensor:

@@ -51,10 +51,11 @@ def test_every_option_in_every_mix_of_sequences(shape, sequences, window, option
     check(make_case(shape, sequences, window=window, options=options))
 
 
+@pytest.mark.parametrize("kv_dtype", [torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("sequences", SEQUENCES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_every_shape_and_mix_of_sequences_over_codes(shape, sequences):
-    check(make_case(shape, sequences, kv_dtype=torch.int8))
+def test_every_shape_and_mix_of_sequences_over_codes(shape, sequences, kv_dtype):
+    check(make_case(shape, sequences, kv_dtype=kv_dtype))
 
 
 @pytest.mark.parametrize("window", [None, 1, 33])

@@ -9,9 +9,20 @@ import torch
 from support.attention_cases import SEQUENCES, SHAPES, make_case, make_rotary_step
 
 from multilora_kernels import kv_head_dim, kv_row_size, load_rows, rotary_attention, store_heads
-from multilora_kernels.kv_rows import LARGEST_CODE, SCALE_BYTES, dequantize_rows, quantize_rows
+from multilora_kernels.kv_rows import LARGEST_CODES, SCALE_BYTES, dequantize_rows, quantize_rows
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+FP8 = torch.float8_e4m3fn
+CODES = [torch.int8, FP8]
+
+
+def assert_same_bytes(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    assert torch.equal(actual.view(torch.uint8), expected.view(torch.uint8))
+
+
+def load_codes(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    return cache.view(torch.uint8)[slots].view(cache.dtype)
 
 
 def heads_of_every_size() -> torch.Tensor:
@@ -37,8 +48,16 @@ def test_no_element_is_off_by_more_than_the_254th_part_of_the_largest_of_its_hea
     x = heads_of_every_size()
     error = (dequantize_rows(quantize_rows(x)).double() - x.double()).abs()
     largest = x.double().abs().amax(-1, keepdim=True)
-    assert (error <= largest / (2 * LARGEST_CODE) * (1 + 1e-6)).all()
+    assert (error <= largest / (2 * LARGEST_CODES[torch.int8]) * (1 + 1e-6)).all()
     assert torch.equal(dequantize_rows(quantize_rows(x))[:, 2, 1:], torch.zeros(18, 11))
+
+
+def test_no_element_in_fp8_is_off_by_more_than_its_16th_part():
+    x = heads_of_every_size()
+    error = (dequantize_rows(quantize_rows(x, FP8)).double() - x.double()).abs()
+    scale = x.double().abs().amax(-1, keepdim=True) / LARGEST_CODES[FP8]
+    assert (error <= torch.maximum(x.double().abs() / 16, scale * 2.0**-10) * (1 + 1e-6)).all()
+    assert ((dequantize_rows(quantize_rows(x, FP8)) - x).abs() > x.abs() / 40).any()
 
 
 @pytest.mark.parametrize(("head_dim", "most"), [(64, 0.007), (128, 0.0075)])
@@ -48,8 +67,9 @@ def test_heads_of_normal_numbers_are_off_by_less_than_a_hundredth(head_dim, most
     assert 0.003 < (error.norm() / x.norm()).item() < most
 
 
-def test_a_head_without_a_number_to_scale_by_is_zero_or_nan():
-    restored = dequantize_rows(quantize_rows(unusual_heads()))
+@pytest.mark.parametrize("dtype", CODES)
+def test_a_head_without_a_number_to_scale_by_is_zero_or_nan(dtype):
+    restored = dequantize_rows(quantize_rows(unusual_heads(), dtype))
     assert torch.equal(restored[:2], torch.zeros(2, 1, 8))
     assert restored[2:].isnan().all()
 
@@ -66,36 +86,40 @@ def test_the_size_of_a_row_is_that_of_its_codes_and_its_scale():
     assert [kv_head_dim(torch.empty(1, 68, dtype=dtype)) for dtype in (torch.bfloat16, torch.int8)] == [68, 64]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
-def test_what_is_stored_is_loaded_and_nothing_else_is_touched(dtype):
+@pytest.mark.parametrize(
+    ("dtype", "most"), [(torch.float32, 0), (torch.bfloat16, 0.02), (torch.int8, 0.02), (FP8, 0.15)]
+)
+def test_what_is_stored_is_loaded_and_nothing_else_is_touched(dtype, most):
     x, slots = torch.randn(5, 3, 12, generator=torch.Generator().manual_seed(3)), torch.tensor([8, 1, 0, 5, 3])
     cache = torch.full((10, 3, kv_row_size(12, dtype)), 77).to(dtype)
     before = cache.clone()
     store_heads(x, cache, slots)
-    torch.testing.assert_close(load_rows(cache, slots, torch.float32), x, atol=0.02, rtol=0)
+    torch.testing.assert_close(load_rows(cache, slots, torch.float32), x, atol=most, rtol=0)
     others = torch.tensor([2, 4, 6, 7, 9])
-    assert torch.equal(cache[others], before[others])
+    assert torch.equal(cache.view(torch.uint8)[others], before.view(torch.uint8)[others])
 
 
+@pytest.mark.parametrize("dtype", CODES)
 @pytest.mark.parametrize("sequences", SEQUENCES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_whole_step_stores_the_codes_of_what_it_stores_as_floats(shape, sequences):
+def test_a_whole_step_stores_the_codes_of_what_it_stores_as_floats(shape, sequences, dtype):
     case = make_case(shape, sequences)
     floats, codes = make_rotary_step(case).copied(), make_rotary_step(case).copied()
-    codes[3:5] = [quantize_rows(cache) for cache in codes[3:5]]
+    codes[3:5] = [quantize_rows(cache, dtype) for cache in codes[3:5]]
     rotary_attention(*floats, case.sequences)
     rotary_attention(*codes, case.sequences)
     for as_floats, as_codes in zip(floats[3:5], codes[3:5], strict=True):
-        assert torch.equal(as_codes, quantize_rows(as_floats))
+        assert_same_bytes(as_codes, quantize_rows(as_floats, dtype))
 
 
+@pytest.mark.parametrize("dtype", CODES)
 @pytest.mark.parametrize("heads", [heads_of_every_size(), unusual_heads()], ids=["every size", "unusual"])
-def test_heads_of_every_size_are_stored_by_a_step_as_by_the_reference(heads):
+def test_heads_of_every_size_are_stored_by_a_step_as_by_the_reference(heads, dtype):
     num_tokens, num_heads, head_dim = heads.shape
     qkv = torch.cat((torch.zeros_like(heads), heads, heads.flip(1)), dim=1).flatten(1)
     angles = torch.zeros(num_tokens, 1, 0)
     slots = torch.arange(num_tokens).flip(0)
-    keys, values = torch.full((2, num_tokens, num_heads, head_dim + SCALE_BYTES), 99, dtype=torch.int8)
+    keys, values = torch.full((2, num_tokens, num_heads, head_dim + SCALE_BYTES), 99, dtype=torch.uint8).view(dtype)
     sequences = make_case().sequences._replace(
         block_tables=torch.arange(num_tokens)[:, None],
         query_starts=torch.arange(num_tokens + 1),
@@ -103,5 +127,5 @@ def test_heads_of_every_size_are_stored_by_a_step_as_by_the_reference(heads):
         block_size=1,
     )
     rotary_attention(qkv, angles, angles, keys, values, slots, sequences)
-    assert torch.equal(keys[slots], quantize_rows(heads))
-    assert torch.equal(values[slots], quantize_rows(heads.flip(1)))
+    assert_same_bytes(load_codes(keys, slots), quantize_rows(heads, dtype))
+    assert_same_bytes(load_codes(values, slots), quantize_rows(heads.flip(1), dtype))

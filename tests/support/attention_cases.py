@@ -8,7 +8,7 @@ from itertools import takewhile
 import torch
 
 from multilora_kernels import AttentionOptions, PagedSequences
-from multilora_kernels.kv_rows import quantize_rows
+from multilora_kernels.kv_rows import LARGEST_CODES, quantize_rows
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 """By the type of the queries and of the result; the values are of order one."""
@@ -71,7 +71,7 @@ def make_case(
 ) -> Case:
     """Slots that no token may read are NaN, and blocks behind a sequence's last one are far outside the cache.
 
-    kv_dtype: of keys and values; int8 is their codes.
+    kv_dtype: of keys and values; int8 and float8_e4m3fn are their codes.
     """
     num_heads, num_kv_heads, head_dim, block_size = SHAPES[shape]
     lengths = SEQUENCES[sequences]
@@ -88,7 +88,7 @@ def make_case(
     starts = torch.tensor([0, *(num_tokens for num_tokens, _ in lengths)]).cumsum(0)
     q = torch.randn(int(starts[-1]), num_heads, head_dim, generator=generator) * 2
     contexts = torch.tensor([context for _, context in lengths])
-    keys, values = quantize_rows(cache) if kv_dtype == torch.int8 else cache.to(kv_dtype or dtype)
+    keys, values = quantize_rows(cache, kv_dtype) if kv_dtype in LARGEST_CODES else cache.to(kv_dtype or dtype)
     num_decodes = len(list(takewhile(lambda lengths: lengths[0] == 1, lengths)))
     paged = PagedSequences(tables, starts, contexts, num_decodes, block_size, window)
     return Case(q.to(dtype), keys, values, paged, make_options(options, num_heads))
@@ -97,7 +97,10 @@ def make_case(
 def fields(case: Case, dtype: torch.dtype | None = None) -> tuple[object, ...]:
     """The operator's arguments, with queries and cache as `dtype` if given; codes stay."""
     tensors = (case.q, case.keys, case.values)
-    converted = (tensor.to(dtype or tensor.dtype) if tensor.is_floating_point() else tensor for tensor in tensors)
+    has_codes = case.keys.dtype in LARGEST_CODES
+    converted = (
+        tensor if has_codes and tensor is not case.q else tensor.to(dtype or tensor.dtype) for tensor in tensors
+    )
     return *converted, *sequence_fields(case)
 
 

@@ -14,7 +14,7 @@ from multilora_engine.execution.model_runner import ModelRunner
 from multilora_engine.request import GenerationRequest, TokenLogProb, TokenOutput
 from multilora_engine.sampling.sampler import Choice
 from multilora_kernels import kv_head_dim
-from multilora_kernels.kv_rows import quantize_rows
+from multilora_kernels.kv_rows import LARGEST_CODES, quantize_rows
 
 
 @dataclass
@@ -69,7 +69,10 @@ def poison_claimed_blocks(engine: Engine) -> None:
         slots = slice(block * blocks.block_size, (block + 1) * blocks.block_size)
         for cache in (kv_cache.keys, kv_cache.values):
             nothing = torch.full((*cache.shape[2:-1], kv_head_dim(cache)), torch.nan)
-            cache[:, slots] = quantize_rows(nothing) if cache.dtype == torch.int8 else nothing.to(cache.dtype)
+            if cache.dtype in LARGEST_CODES:
+                cache.view(torch.uint8)[:, slots] = quantize_rows(nothing, cache.dtype).view(torch.uint8)
+            else:
+                cache[:, slots] = nothing.to(cache.dtype)
         return block
 
     blocks._claim = claim_and_poison  # type: ignore[method-assign]

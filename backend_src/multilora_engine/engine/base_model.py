@@ -59,7 +59,7 @@ def load_base_model(config: EngineConfig, on_progress: Callable[[int, int], None
         _prepare_cpu(config)
     model_config = read_model_config(config.model_path)
     dtype = choose_dtype(config.dtype, model_config, device)
-    kv_dtype = choose_kv_cache_dtype(config, model_config, dtype)
+    kv_dtype = choose_kv_cache_dtype(config, model_config, dtype, device)
     tokenizer_path = config.tokenizer_path or config.model_path
     tokenizer = Tokenizer(tokenizer_path)
     placement = Placement(dtype, choose_weight_dtype(config, dtype, device), device)

@@ -62,20 +62,31 @@ def choose_weight_dtype(config: EngineConfig, dtype: torch.dtype, device: torch.
     return TORCH_DTYPES[config.weight_dtype]
 
 
-def choose_kv_cache_dtype(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> torch.dtype:
-    """The type of keys and values in the cache. Raises ConfigError for one that the model cannot have."""
+_CODED_CACHE_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+
+
+def choose_kv_cache_dtype(
+    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> torch.dtype:
+    """The type of keys and values in the cache. Raises ConfigError for one that the model or device cannot have."""
     if config.kv_cache_dtype == "auto":
         return dtype
-    chosen = torch.int8 if config.kv_cache_dtype == "int8" else TORCH_DTYPES[config.kv_cache_dtype]
-    if chosen not in (dtype, torch.int8) and dtype != torch.float32:
+    coded = _CODED_CACHE_DTYPES.get(config.kv_cache_dtype)
+    if coded == torch.float8_e4m3fn and device.type != "cpu":
+        raise ConfigError(
+            "parameter kv_cache_dtype=fp8: it is for CPUs; write kv_cache_dtype=int8, which takes the same memory and "
+            "is nearer to what was computed"
+        )
+    chosen = coded or TORCH_DTYPES[config.kv_cache_dtype]
+    if coded is None and chosen != dtype and dtype != torch.float32:
         raise ConfigError(
             f"parameter kv_cache_dtype={config.kv_cache_dtype}: keys and values are computed in {dtype_name(dtype)}, "
             "which that would not store better; write kv_cache_dtype=auto or int8, or change dtype"
         )
-    if chosen == torch.int8 and model.head_dim % SCALE_BYTES:
+    if coded and model.head_dim % SCALE_BYTES:
         raise ConfigError(
-            f"parameter kv_cache_dtype=int8: it takes heads of a multiple of {SCALE_BYTES} elements, and the model's "
-            f"have {model.head_dim}; write kv_cache_dtype=auto"
+            f"parameter kv_cache_dtype={config.kv_cache_dtype} takes heads of a multiple of {SCALE_BYTES} elements, "
+            f"and the model's have {model.head_dim}; write kv_cache_dtype=auto"
         )
     return chosen
 

@@ -68,8 +68,8 @@ class ForwardBatch:
 class KVCache:
     """Keys and values of every layer, addressed by slot: slot = block * block_size + position inside the block.
 
-    keys, values: [num_layers, num_blocks * block_size, num_kv_heads, head_dim], floating; or int8, codes of them, with
-    the bytes of a scale behind the head_dim codes of a head: see `multilora_kernels.kv_rows`.
+    keys, values: [num_layers, num_blocks * block_size, num_kv_heads, head_dim], floating; or int8 or float8_e4m3fn,
+    codes of them, with the bytes of a scale behind the head_dim codes of a head: see `multilora_kernels.kv_rows`.
     """
 
     keys: torch.Tensor

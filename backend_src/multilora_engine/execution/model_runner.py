@@ -90,7 +90,9 @@ class ModelRunner:
         pairs = to_device(torch.tensor([(copy.source, copy.target) for copy in copies]), self._device)
         sources, targets = pairs.unbind(1)
         for cache in (self._kv_cache.keys, self._kv_cache.values):
-            blocks = cache.view(cache.shape[0], -1, self._block_size, *cache.shape[2:])
+            # As bytes where they are codes: PyTorch copies no blocks of float8.
+            elements = cache.view(torch.uint8) if cache.dtype.itemsize == 1 else cache
+            blocks = elements.view(cache.shape[0], -1, self._block_size, *cache.shape[2:])
             blocks[:, targets] = blocks[:, sources]
 
     def build_batch(self, step: list[ScheduledSequence]) -> ForwardBatch:

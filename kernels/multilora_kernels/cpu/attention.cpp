@@ -31,9 +31,9 @@ constexpr int64_t kMaxQueries = 48;
 constexpr int64_t kKeyLoadCost = 4;
 // Least cost that is worth a thread of its own: some microseconds.
 constexpr int64_t kGrainCost = 1 << 9;
-// The largest element of a head becomes the code kLargestCode. Below kSmallestScaled, whose inverse is still a number, all
-// codes of a head are zero.
-constexpr float kLargestCode = 127, kSmallestScaled = 0x1p-100f;
+// The largest element of a head becomes the largest code. Below kSmallestScaled, whose inverse is still a number, all codes of
+// a head are zero.
+constexpr float kSmallestScaled = 0x1p-100f;
 // Elements of queries, keys and values that are worth a thread of their own.
 constexpr int64_t kGrainElements = 1 << 15;
 
@@ -317,8 +317,16 @@ at::Tensor attend(const at::Tensor& q, const at::Tensor& keys, const at::Tensor&
   return q.scalar_type() == at::kFloat ? out : out.to(q.scalar_type());
 }
 
+// Types of codes of 8 bits.
+template <class T>
+constexpr bool kIsCode = std::is_same_v<T, int8_t> || std::is_same_v<T, at::Float8_e4m3fn>;
+
+template <class T>
+constexpr float kLargestCode = std::is_same_v<T, int8_t> ? 127 : 448;
+
 // Stores the codes and the scale of a head as quantize_rows of kv_rows.py computes them.
-void store_codes(const float* x, int64_t head_dim, int8_t* row) {
+template <class T>
+void store_codes(const float* x, int64_t head_dim, T* row) {
   // Bits of numbers without sign are in the order of the numbers, with infinity and NaN behind all others.
   constexpr int32_t kMagnitude = 0x7fffffff, kInfinity = 0x7f800000;
   int32_t top = 0;
@@ -330,13 +338,17 @@ void store_codes(const float* x, int64_t head_dim, int8_t* row) {
   float largest;
   std::memcpy(&largest, &top, sizeof(largest));
   const bool is_zero = largest < kSmallestScaled, is_number = top < kInfinity;
-  const float scale = !is_number ? std::numeric_limits<float>::quiet_NaN() : is_zero ? 0.0f : largest / kLargestCode;
+  const float scale = !is_number ? std::numeric_limits<float>::quiet_NaN() : is_zero ? 0.0f : largest / kLargestCode<T>;
   if (is_zero || !is_number) {
-    std::fill_n(row, head_dim, int8_t{0});
+    std::memset(row, 0, head_dim);
   } else {
-    const float codes_per_unit = kLargestCode / largest;
+    const float codes_per_unit = kLargestCode<T> / largest;
     for (int64_t d = 0; d < head_dim; ++d) {
-      row[d] = static_cast<int8_t>(std::lrint(x[d] * codes_per_unit));
+      if constexpr (std::is_same_v<T, int8_t>) {
+        row[d] = static_cast<int8_t>(std::lrint(x[d] * codes_per_unit));
+      } else {
+        row[d] = x[d] * codes_per_unit;
+      }
     }
   }
   std::memcpy(row + head_dim, &scale, sizeof(scale));
@@ -392,7 +404,7 @@ struct Heads {
     for (int64_t head = 0; head < cache.size(1); ++head) {
       const float* from = x + head * head_dim();
       T* row = slot + head * cache.stride(1);
-      if constexpr (std::is_same_v<T, int8_t>) {
+      if constexpr (kIsCode<T>) {
         store_codes(from, head_dim(), row);
       } else {
         std::copy_n(from, head_dim(), row);
@@ -412,8 +424,11 @@ void place(const Heads& heads) {
       return heads.place<at::Half>();
     case at::kChar:
       return heads.place<int8_t>();
+    case at::kFloat8_e4m3fn:
+      return heads.place<at::Float8_e4m3fn>();
     default:
-      TORCH_CHECK(false, "keys and values are float32, bfloat16, float16 or int8, not ", heads.keys.scalar_type());
+      TORCH_CHECK(false, "keys and values are float32, bfloat16, float16, int8 or float8_e4m3fn, not ",
+                  heads.keys.scalar_type());
   }
 }
 
@@ -438,7 +453,8 @@ at::Tensor rotary_attention_operator(const at::Tensor& qkv, const at::Tensor& co
 }  // namespace
 
 int64_t head_dim_of(const at::Tensor& cache) {
-  return cache.size(-1) - (cache.scalar_type() == at::kChar ? kRowScaleBytes : 0);
+  const bool has_codes = cache.scalar_type() == at::kChar || cache.scalar_type() == at::kFloat8_e4m3fn;
+  return cache.size(-1) - (has_codes ? kRowScaleBytes : 0);
 }
 
 at::Tensor rotary_attention(const at::Tensor& qkv, const Angles& angles, const at::Tensor& keys, const at::Tensor& values,

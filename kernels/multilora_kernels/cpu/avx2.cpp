@@ -27,7 +27,6 @@ struct Avx2 : X86Vectors<Avx2, 32> {
   static constexpr int kSingleRowRanks = 4;
   static constexpr int kExpandRows = 4;
   static constexpr int kLinearRows = 4;
-  static constexpr int kCodeTiles = 1;
   static constexpr int kScoreVectors = 2;
   static constexpr int kValueSums = 12;
 
@@ -66,8 +65,8 @@ struct Avx2 : X86Vectors<Avx2, 32> {
   // The first codes of eight pairs, and the second ones.
   static inline void load_pairs(const Int4Codes* p, F& low, F& high) {
     const __m256i pairs = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
-    low = _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(pairs, 28), 28));
-    high = _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(pairs, 24), 28));
+    low = nibble<0>(pairs);
+    high = nibble<1>(pairs);
   }
   static inline F load(const int8_t* p) {
     return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
@@ -78,18 +77,10 @@ struct Avx2 : X86Vectors<Avx2, 32> {
     return _mm256_cvtph_ps(_mm_and_si128(_mm_slli_epi16(bits, 7), _mm_set1_epi16(static_cast<short>(0xbfff))));
   }
   static inline __m256i load_words(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
-  template <int N>
-  static inline __m256i rotate_left(__m256i words) {
-    if constexpr (N == 0) {
-      return words;
-    }
-    return _mm256_or_si256(_mm256_slli_epi32(words, N), _mm256_srli_epi32(words, 32 - N));
-  }
-  // 2^(23 - Bit) plus the four bits of each word from Bit on.
-  template <int Bit>
-  static inline F nibble_above(__m256i words) {
-    const __m256i nibble = _mm256_set1_epi32(15 << Bit), exponent = _mm256_set1_epi32((127 + 23 - Bit) << 23);
-    return _mm256_castsi256_ps(_mm256_or_si256(_mm256_and_si256(words, nibble), exponent));
+  // The I-th four bits of each word, as two's complement.
+  template <int I>
+  static inline F nibble(__m256i words) {
+    return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(words, 28 - 4 * I), 28));
   }
 
   template <class T>

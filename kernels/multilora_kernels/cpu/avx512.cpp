@@ -27,7 +27,6 @@ struct Avx512 : X86Vectors<Avx512, 64> {
   static constexpr int kSingleRowRanks = 1;
   static constexpr int kExpandRows = 4;
   static constexpr int kLinearRows = 8;
-  static constexpr int kCodeTiles = 2;
   static constexpr int kScoreVectors = 4;
   static constexpr int kValueSums = 16;
 
@@ -74,36 +73,32 @@ struct Avx512 : X86Vectors<Avx512, 64> {
   static inline F load(const Float16* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
 
   static inline F load(const int8_t* p) { return from_int8(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
-  // As Float16: less by kFloat8Scale.
-  static inline F load(const Float8* p) {
-    const __m256i bits = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-    return _mm512_cvtph_ps(_mm256_and_si256(_mm256_slli_epi16(bits, 7), _mm256_set1_epi16(static_cast<short>(0xbfff))));
-  }
+  static inline F load(const Float8* p) { return from_float8(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
   static inline __m512i load_words(const void* p) { return _mm512_loadu_si512(p); }
-  template <int N>
-  static inline __m512i rotate_left(__m512i words) {
-    return _mm512_rol_epi32(words, N);
+  // The I-th four bits of each word, as two's complement. A shuffle looks at the lower four bits of an index only.
+  template <int I>
+  static inline F nibble(__m512i words) {
+    return _mm512_permutexvar_ps(_mm512_srli_epi32(words, 4 * I), nibbles());
   }
-  // 2^(23 - Bit) plus the four bits of each word from Bit on.
-  template <int Bit>
-  static inline F nibble_above(__m512i words) {
-    constexpr int kAndOr = 0xea;
-    const __m512i nibble = _mm512_set1_epi32(15 << Bit), exponent = _mm512_set1_epi32((127 + 23 - Bit) << 23);
-    return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(words, nibble, exponent, kAndOr));
-  }
+  static inline F nibbles() { return _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1); }
 
   static inline F load_first(const float* p, int n) { return _mm512_maskz_loadu_ps(first(n), p); }
   static inline F load_first(const BFloat16* p, int n) { return from_bfloat16(_mm256_maskz_loadu_epi16(first(n), p)); }
   static inline F load_first(const Float16* p, int n) { return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first(n), p)); }
 
+  // As Float16: less by kFloat8Scale.
+  static inline F from_float8(__m128i codes) {
+    const __m256i bits = _mm256_slli_epi16(_mm256_cvtepi8_epi16(codes), 7);
+    return _mm512_cvtph_ps(_mm256_and_si256(bits, _mm256_set1_epi16(static_cast<short>(0xbfff))));
+  }
   static inline F from_int8(__m128i codes) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(codes)); }
+  static inline F load_first(const Float8* p, int n) { return from_float8(_mm_maskz_loadu_epi8(first(n), p)); }
   static inline F load_first(const int8_t* p, int n) { return from_int8(_mm_maskz_loadu_epi8(first(n), p)); }
-  // The first codes of sixteen pairs, and the second ones. A shuffle looks at the lower four bits of an index only.
+  // The first codes of sixteen pairs, and the second ones.
   static inline void load_pairs(const Int4Codes* p, F& low, F& high) {
-    const F values = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1);
     const __m512i pairs = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-    low = _mm512_permutexvar_ps(pairs, values);
-    high = _mm512_permutexvar_ps(_mm512_srli_epi32(pairs, 4), values);
+    low = nibble<0>(pairs);
+    high = nibble<1>(pairs);
   }
 
   static inline void store(float* p, F a) { _mm512_storeu_ps(p, a); }

@@ -13,7 +13,7 @@ namespace multilora {
 namespace {
 
 template <class T>
-constexpr bool kIsCode = std::is_same_v<T, int8_t>;
+constexpr bool kIsCode = std::is_same_v<T, int8_t> || std::is_same_v<T, Float8>;
 
 // The bytes of a head's row.
 template <class T>
@@ -21,11 +21,13 @@ MULTILORA_INLINE int64_t row_bytes(int64_t head_dim) {
   return head_dim * int64_t(sizeof(T)) + (kIsCode<T> ? kRowScaleBytes : 0);
 }
 
-// The scale of a row is not aligned where a head has an odd number of elements.
-MULTILORA_INLINE float scale_of(const int8_t* row, int64_t head_dim) {
+// The scale of a row, by which its codes count as vectors load them. It is not aligned where a head has an odd number of
+// elements.
+template <class T>
+MULTILORA_INLINE float scale_of(const T* row, int64_t head_dim) {
   float scale;
   std::memcpy(&scale, row + head_dim, sizeof(scale));
-  return scale;
+  return std::is_same_v<T, Float8> ? scale * kFloat8Scale : scale;
 }
 
 }  // namespace

@@ -76,7 +76,14 @@ const Kernels& kernels_of(c10::ScalarType dtype) {
 }
 
 const AttentionKernels& attention_kernels_of(c10::ScalarType dtype) {
-  return dtype == c10::kChar ? capability().int8_rows : kernels_of(dtype).attention;
+  switch (dtype) {
+    case c10::kChar:
+      return capability().int8_rows;
+    case c10::kFloat8_e4m3fn:
+      return capability().float8_rows;
+    default:
+      return kernels_of(dtype).attention;
+  }
 }
 
 LoraKernels lora_kernels_of(c10::ScalarType dtype) {

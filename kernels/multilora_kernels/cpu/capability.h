@@ -20,7 +20,7 @@ const PairUnit* rounding_unit_for(c10::ScalarType dtype, int64_t in_features);
 // Its kernels for weights of a storage type: float32, bfloat16 or float16.
 const Kernels& kernels_of(c10::ScalarType dtype);
 
-// Its kernels for a KV cache of a type: one of these three, or codes of 8 bits (int8).
+// Its kernels for a KV cache of a type: one of these three, or codes of 8 bits (int8, float8_e4m3fn).
 const AttentionKernels& attention_kernels_of(c10::ScalarType dtype);
 
 // Its kernels for adapters in an arena of a type: one of these three, or codes of 8 bits (int8) or 4 (uint8).

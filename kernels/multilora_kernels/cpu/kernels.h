@@ -37,6 +37,7 @@ constexpr Capability capability_of(const char* name) {
           {shrink<Vec, int8_t>, expand_codes<Vec, int8_t>},
           {shrink_blocks<Vec>, expand_codes<Vec, Int4Codes>},
           {attend<Vec, int8_t>, decode<Vec, int8_t>},
+          {attend<Vec, Float8>, decode<Vec, Float8>},
           quantized_kernels<Vec>()};
 }
 

@@ -73,18 +73,11 @@ NextBlock next_block(const void* first, int64_t column_bytes, int64_t step_bytes
 template <class Vec, class T>
 struct FloatWeights {
   using F = typename Vec::F;
-  static constexpr int kStep = 1;
 
   const T* first;  // of each column [depth, Vec::kWidth]
   int64_t next_column;
 
-  struct Step {
-    const T* first;
-    int64_t next_column;
-    MULTILORA_INLINE F load(int column, int) const { return Vec::load(first + column * next_column); }
-  };
-  // The weights of the inputs [k, k + kStep).
-  MULTILORA_INLINE Step at(int64_t k) const { return {first + k * Vec::kWidth, next_column}; }
+  MULTILORA_INLINE F load(int column, int64_t k) const { return Vec::load(first + column * next_column + k * Vec::kWidth); }
 };
 
 // Calls body(0) .. body(Count - 1), each number a constant.
@@ -97,8 +90,7 @@ MULTILORA_INLINE void for_constants(std::integer_sequence<int, I...>, const Body
 template <class Vec, class Weights, bool Keeps = false>
 struct LinearTile {
   using F = typename Vec::F;
-  using Inputs = std::make_integer_sequence<int, Weights::kStep>;
-  using Steps = std::make_integer_sequence<int, kFetchDepth / Weights::kStep>;
+  using Inputs = std::make_integer_sequence<int, kFetchDepth>;
   static constexpr int kPanelWidth = kPanelVectors * Vec::kWidth;
 
   const float* x;
@@ -119,10 +111,10 @@ struct LinearTile {
         sum[r][v] = Vec::zero();
       }
     }
-    const auto accumulate = [&](const auto& step, int64_t k, auto input) MULTILORA_INLINED {
+    const auto accumulate = [&](int64_t k) MULTILORA_INLINED {
       F weight[kPanelVectors];
       for (int v = 0; v < kPanelVectors; ++v) {
-        weight[v] = step.load(v, input);
+        weight[v] = weights.load(v, k);
         if constexpr (Keeps) {
           Vec::store(kept + (v * kMaxBlockDepth + k) * Vec::kWidth, weight[v]);
         }
@@ -140,25 +132,16 @@ struct LinearTile {
       if (tile < next.tiles) {
         next.fetch((tile * steps + k / kFetchDepth) * next.column_lines);
       }
-      const auto accumulate_step = [&](int64_t j) MULTILORA_INLINED {
-        const auto step = weights.at(j);
-        for_constants(Inputs{}, [&](auto i) MULTILORA_INLINED { accumulate(step, j + i, i); });
-      };
       if constexpr (Rows == Vec::kLinearRows) {  // nearly all the time is spent here: unrolled, 5 % less of it on Zen 4
-        for_constants(Steps{}, [&](auto i) MULTILORA_INLINED { accumulate_step(k + i * Weights::kStep); });
+        for_constants(Inputs{}, [&](auto i) MULTILORA_INLINED { accumulate(k + i); });
       } else {
-        for (int64_t j = k; j < k + kFetchDepth; j += Weights::kStep) {
-          accumulate_step(j);
+        for (int64_t j = k; j < k + kFetchDepth; ++j) {
+          accumulate(j);
         }
       }
     }
-    for (; k < depth; k += Weights::kStep) {
-      const auto step = weights.at(k);
-      for_constants(Inputs{}, [&](auto i) MULTILORA_INLINED {
-        if (k + i < depth) {
-          accumulate(step, k + i, i);
-        }
-      });
+    for (; k < depth; ++k) {
+      accumulate(k);
     }
     float* to = sums + first_row * kPanelWidth;
     for (int r = 0; r < Rows; ++r) {

@@ -40,7 +40,6 @@ struct Plain {
   static constexpr int kSingleRowRanks = 4;
   static constexpr int kExpandRows = 2;
   static constexpr int kLinearRows = 2;
-  static constexpr int kCodeTiles = 1;
   static constexpr int kScoreVectors = 1;
   static constexpr int kValueSums = 1;
 
@@ -132,17 +131,10 @@ struct Plain {
     std::memcpy(words.lane, p, sizeof(words.lane));
     return words;
   }
-  template <int N>
-  static inline Words rotate_left(Words words) {
-    for (uint32_t& word : words.lane) {
-      word = N ? word << N | word >> (32 - N) % 32 : word;
-    }
-    return words;
-  }
-  // 2^(23 - Bit) plus the four bits of each word from Bit on.
-  template <int Bit>
-  static inline F nibble_above(Words words) {
-    return each([&](int i) { return static_cast<float>((1 << (23 - Bit)) + (words.lane[i] >> Bit & 15)); });
+  // The I-th four bits of each word, as two's complement.
+  template <int I>
+  static inline F nibble(Words words) {
+    return each([&](int i) { return static_cast<float>(static_cast<int32_t>(words.lane[i] << (28 - 4 * I)) >> 28); });
   }
   static inline void store(float* p, F a) { std::memcpy(p, a.lane, sizeof(a.lane)); }
   static inline void store_first(float* p, F a, int n) { std::memcpy(p, a.lane, n * sizeof(float)); }

@@ -68,8 +68,7 @@ void copy_embeddings(const at::Tensor& token_ids, int64_t num_embeddings, const 
     case at::kInt:
       return copy([&](int64_t column, int64_t k, int64_t lane) {
         const uint32_t word = static_cast<const uint32_t*>(data)[element(column, k / kWordInputs, lane)];
-        const uint32_t code = (word >> 3 | word << 29) >> 4 * (k % kWordInputs) & 15;
-        return static_cast<float>(code) - 8;
+        return static_cast<float>(static_cast<int32_t>(word << (28 - 4 * (k % kWordInputs))) >> 28);
       });
     case at::kChar:
       return copy([&](int64_t column, int64_t k, int64_t lane) {

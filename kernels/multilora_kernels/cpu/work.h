@@ -71,7 +71,7 @@ struct LinearTask {
   // [panels, kPanelVectors, in_features, outputs of a vector]; outputs beyond out_features are zero. For a PairUnit
   // [panels, kPanelVectors, in_features / 2, outputs of a vector, 2 inputs]: kMatrixInputs of them are a matrix unit's tile.
   // Codes of 8 bits lie as floats do. Those of 4 bits are words of 32 bits, each the codes of 8 neighbouring inputs, the first
-  // one lowest, rotated by 3 bits to the left.
+  // one lowest. Integers are two's complement.
   const void* panels;
   int64_t in_features;
   int64_t out_features;
@@ -254,7 +254,7 @@ struct Capability {
   Kernels bfloat16;
   Kernels float16;
   LoraKernels int8_codes, int4_codes;
-  AttentionKernels int8_rows;
+  AttentionKernels int8_rows, float8_rows;
   QuantizedKernels quantized;
   const PairUnits* pair_units = nullptr;
 };

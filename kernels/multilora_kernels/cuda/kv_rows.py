@@ -13,7 +13,7 @@ import triton.language as tl
 
 from multilora_kernels import kv_rows
 
-_LARGEST_CODE = tl.constexpr(float(kv_rows.LARGEST_CODE))
+_LARGEST_CODE = tl.constexpr(kv_rows.LARGEST_CODES[torch.int8])
 _SMALLEST_SCALED = tl.constexpr(kv_rows.SMALLEST_SCALED)
 
 _ROUNDED_FROM = tl.constexpr(1.5 * 2**23)
