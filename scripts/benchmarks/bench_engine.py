@@ -1,11 +1,11 @@
 """How fast the engine's steps are, in this process, beside the limits of the machine's memory and arithmetic.
 
-decode     one step of 1, 8, 16 and 32 sequences, with weights stored as float32 and as bfloat16, against its limit: the
-           larger of weights and KV cache over the measured read bandwidth, and flops over the measured rate of matrix
-           products (`matrix_rate.py`); and where its time goes
-prefill    of one long prompt, in the chunks the engine is configured for, with weights stored as float32 and as
-           bfloat16, against the rate of float32 matrix products that are measured before and after each chunk: a share
-           for each round, their median and their extremes
+decode     one step of 1, 8, 16 and 32 sequences, with weights stored as float32 and as bfloat16, and as the default
+           model's in w8a16 and w4a16, against its limit: the larger of weights and KV cache over the measured read
+           bandwidth, and flops over the measured rate of matrix products (`matrix_rate.py`); and where its time goes
+prefill    of one long prompt, in the chunks the engine is configured for, with the same weights, against the rate of
+           float32 matrix products that are measured before and after each chunk: a share for each round, their median
+           and their extremes
 prefix     time to the first token of a prompt, when the cache has most of it from another one and when it has not
 adapters   decoding 16 sequences with one adapter or 16 different ones on all linear layers, and with adapters that are
            loaded but not used, against the engine without any
@@ -29,7 +29,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -38,7 +38,7 @@ from rich.progress import Progress
 
 from benchmarks.adapter_bench import random_wire
 from benchmarks.bench_rows import Row, render, threads_title, write_results
-from benchmarks.engine_bench import CHUNK, GREEDY, NUM_ADAPTERS, RANK, Bench, RepeatedLimits, Work
+from benchmarks.engine_bench import CHUNK, GREEDY, NUM_ADAPTERS, RANK, Bench, RepeatedLimits, Work, linear_bytes
 from benchmarks.matrix_rate import matrix_rate
 from benchmarks.peft_baseline import PeftBaseline
 from benchmarks.percentiles import p99
@@ -46,6 +46,7 @@ from benchmarks.step_parts import MODEL_PARTS, PARTS, timed_parts
 from benchmarks.step_results import TABLE_WIDTH, StepResult, render_steps, write_steps
 from benchmarks.stored_adapters import stored_rows
 from checkpoints.prepare_default_model import ensure_default_checkpoint
+from checkpoints.quantized_default_model import SchemeName, ensure_quantized_checkpoint
 from checkpoints.telling_adapters import save_plain_tokenizer
 from checkpoints.tiny_llama import save_tiny_llama
 from multilora_engine.lora.format import TORCH_DTYPES, pack_adapter
@@ -56,6 +57,15 @@ BATCHES = (32, 16, 8, 1)
 
 MAX_LIMITS = {1: 1.25, 16: 1.5}
 """The goal: a decode step of so many sequences takes at most so many times its limit."""
+
+QUANTIZED: tuple[SchemeName, ...] = ("w8a16", "w4a16")
+"""Schemes of the quantised default model that are measured beside the float one."""
+
+MAX_QUANTIZED_LIMITS = {1: 1.3, 16: 1.6}
+"""The same goal with quantised weights."""
+
+LEAST_SPEEDUPS = {("w4a16", 1): 3.0}
+"""The goal: how many times as fast as with float32 weights a step of so many sequences is; for all others 1."""
 
 MAX_OVERHEAD_SECONDS = 0.002
 """The goal: the most time that a step takes beside the model."""
@@ -101,7 +111,7 @@ def decode_results(
         Row("machine: float32 products", limits.peak / 1e9, "GFLOP/s"),
     ]
     for weights, bench in benches.items():
-        work = Work(bench.model, dtype, TORCH_DTYPES[weights])
+        work, max_limits = work_of(bench, weights, dtype), MAX_QUANTIZED_LIMITS if weights in QUANTIZED else MAX_LIMITS
         for place, n in reversed(list(enumerate(BATCHES))):
             # Every batch size before this one made two runs of num_steps tokens.
             contexts = [context + 2 * num_steps * place + num_steps // 2] * n
@@ -111,11 +121,32 @@ def decode_results(
                     f"decode {n}, {weights}",
                     statistics.median(seconds[weights, n]),
                     limit,
-                    max_seconds=MAX_LIMITS[n] * limit if n in MAX_LIMITS else None,
+                    max_seconds=max_limits[n] * limit if n in max_limits else None,
                     parts={part: statistics.median(parts[weights, n, part]) for part in PARTS},
                 )
             )
-    return results
+    return results + speedup_rows({key: statistics.median(values) for key, values in seconds.items()})
+
+
+def work_of(bench: Bench, weights: str, dtype: torch.dtype) -> Work:
+    """The work of an engine that stores its weights as a type of floats, or in a scheme of QUANTIZED."""
+    if weights in QUANTIZED:
+        return Work(bench.model, dtype, num_weight_bytes=linear_bytes(Path(bench.engine.info.model_path)))
+    return Work(bench.model, dtype, TORCH_DTYPES[weights])
+
+
+def speedup_rows(seconds: Mapping[tuple[str, int], float]) -> list[Row]:
+    """Quantised weights against float32 ones. seconds: by weights and number of sequences."""
+    return [
+        at_least(
+            f"decode {n}, {weights} against float32",
+            seconds["float32", n] / seconds[weights, n],
+            "x",
+            LEAST_SPEEDUPS.get((weights, n), 1.0),
+        )
+        for weights, n in sorted(seconds)
+        if weights in QUANTIZED
+    ]
 
 
 def prefill_rows(benches: Mapping[str, Bench], rounds: int, num_tokens: int) -> list[Row]:
@@ -123,7 +154,12 @@ def prefill_rows(benches: Mapping[str, Bench], rounds: int, num_tokens: int) -> 
     runs = {weights: PrefillRuns(bench, num_tokens) for weights, bench in benches.items()}
     for _, run in itertools.product(range(rounds), runs.values()):
         run.measure()
-    return [row for weights, run in runs.items() for row in run.rows(f"prefill {num_tokens}, {weights}")]
+    rows = [row for weights, run in runs.items() for row in run.rows(f"prefill {num_tokens}, {weights}")]
+    return rows + [
+        at_least(f"prefill {num_tokens}, {name} against float32", runs["float32"].median / runs[name].median, "x", 1.0)
+        for name in runs
+        if name in QUANTIZED
+    ]
 
 
 class PrefillRuns:
@@ -148,9 +184,14 @@ class PrefillRuns:
         self._peaks.append(peak)
         self._shares.append(self._flops / seconds / peak)
 
+    @property
+    def median(self) -> float:
+        """Seconds."""
+        return statistics.median(self._seconds)
+
     def rows(self, name: str) -> list[Row]:
         """Medians and extremes."""
-        seconds, shares = statistics.median(self._seconds), self._shares
+        seconds, shares = self.median, self._shares
         return [
             Row(f"{name}: time", seconds * 1e3, "ms"),
             Row(f"{name}: tokens", self._num_tokens / seconds, "tokens/s"),
@@ -296,18 +337,13 @@ def main(
     console.width = max(console.width, TABLE_WIDTH)
     checkpoint = model or ensure_default_checkpoint()
     stored_as = ("float32", "bfloat16") if dtype == "float32" else (dtype,)
+    quantized = {
+        scheme: ensure_quantized_checkpoint(scheme) for scheme in QUANTIZED if not model and dtype == "float32"
+    }
+    options: dict[str, Any] = {"dtype": dtype, "num_threads": threads, "max_num_batched_tokens": chunk}
     with console.status("loading the model"):
-        benches = {
-            weights: Bench(
-                checkpoint,
-                lora_dtype,
-                dtype=dtype,
-                weight_dtype=weights,
-                num_threads=threads,
-                max_num_batched_tokens=chunk,
-            )
-            for weights in stored_as
-        }
+        benches = {weights: Bench(checkpoint, lora_dtype, weight_dtype=weights, **options) for weights in stored_as}
+        benches |= {scheme: Bench(path, lora_dtype, **options) for scheme, path in quantized.items()}
     bench = benches[dtype]
     parts: dict[str, Callable[[], Sequence[Result]]] = {
         "decode": lambda: decode_results(benches, TORCH_DTYPES[dtype], rounds, context, steps),

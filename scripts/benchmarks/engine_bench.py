@@ -18,6 +18,8 @@ from benchmarks.matrix_rate import matrix_rate
 from multilora_engine.config import EngineConfig, LoRAConfig
 from multilora_engine.engine.engine import Engine
 from multilora_engine.engine.memory import kv_bytes_per_token
+from multilora_engine.models.checkpoint import checkpoint_files, opened
+from multilora_engine.models.decoder import EMBEDDINGS
 from multilora_engine.models.model_config import ModelConfig
 from multilora_engine.models.registry import read_model_config
 from multilora_engine.request import GenerationRequest, SamplingParams, TokenOutput
@@ -56,22 +58,41 @@ class RepeatedLimits:
         return Limits(shared.bandwidth, max(shared.peak, statistics.median(self._rates)))
 
 
-class Work:
-    """The bytes that a step of one model must at least read, and the flops."""
+def linear_bytes(checkpoint: Path) -> int:
+    """The bytes of a quantised checkpoint's linears, scales and all: of all tensors but the embeddings'."""
+    num_bytes = 0
+    for file in checkpoint_files(checkpoint):
+        with opened(file) as tensors:
+            names = [name for name in tensors.keys() if not name.startswith(EMBEDDINGS)]  # noqa: SIM118 - no mapping
+            num_bytes += sum(tensors.get_tensor(name).nbytes for name in names)
+    return num_bytes
 
-    def __init__(self, model: ModelConfig, dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
+
+class Work:
+    """The bytes that a step of one model must at least read, and the flops.
+
+    num_weight_bytes: of all linears, the head among them; by default those of `weight_dtype`.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        dtype: torch.dtype,
+        weight_dtype: torch.dtype = torch.float32,
+        num_weight_bytes: int | None = None,
+    ) -> None:
         layer = model.hidden_size * (2 * model.q_size + 2 * model.kv_size + 3 * model.intermediate_size)
         self._layers = model.num_layers * layer
         self._head = model.hidden_size * model.vocab_size
         self._attention = 4 * model.num_layers * model.q_size
         self._kv_bytes = kv_bytes_per_token(model, dtype)
-        self._weight_size = weight_dtype.itemsize
+        weights = self._layers + self._head
+        self._weight_bytes = weights * weight_dtype.itemsize if num_weight_bytes is None else num_weight_bytes
 
     def decode_seconds(self, contexts: Sequence[int], limits: Limits) -> float:
         """The least seconds for one token of each of the sequences with so many keys."""
-        weights = self._layers + self._head
-        num_bytes = weights * self._weight_size + sum(contexts) * self._kv_bytes
-        flops = 2 * weights * len(contexts) + self._attention * sum(contexts)
+        num_bytes = self._weight_bytes + sum(contexts) * self._kv_bytes
+        flops = 2 * (self._layers + self._head) * len(contexts) + self._attention * sum(contexts)
         return limits.seconds(num_bytes, flops)
 
     def prefill_flops(self, num_tokens: int) -> int:
