@@ -15,12 +15,12 @@ RUN python3 -m venv /opt/multilora \
 COPY kernels/ kernels/
 COPY client/ client/
 COPY backend_src/ backend_src/
+COPY model_repository/ model_repository/
 RUN /opt/multilora/bin/pip install --no-cache-dir -c constraints.txt ./kernels "./client[openai]" "./backend_src[serve]" \
  && /opt/multilora/bin/pip install --no-cache-dir -c constraints.txt --no-deps nvidia-pytriton
 # The C++ operators, for every processor: the widest instructions are chosen when they run.
 ENV MULTILORA_KERNELS_CACHE=/opt/multilora/kernels
 RUN /opt/multilora/bin/python -m multilora_kernels.cpu
-COPY model_repository/ /opt/multilora/model_repository/
 
 FROM ${BASE_IMAGE}
 RUN apt-get update \

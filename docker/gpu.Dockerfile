@@ -17,11 +17,11 @@ RUN python3 -m venv /opt/multilora \
 COPY kernels/ kernels/
 COPY client/ client/
 COPY backend_src/ backend_src/
+COPY model_repository/ model_repository/
 RUN /opt/multilora/bin/pip install --no-cache-dir -c constraints.txt ./kernels "./client[openai]" "./backend_src[serve]"
 # For the processor too, so that the image serves where there is no GPU.
 ENV MULTILORA_KERNELS_CACHE=/opt/multilora/kernels
 RUN /opt/multilora/bin/python -m multilora_kernels.cpu
-COPY model_repository/ /opt/multilora/model_repository/
 RUN useradd --uid 10001 --no-create-home --home-dir /tmp --shell /usr/sbin/nologin multilora \
  && install --directory --owner=10001 --group=10001 /adapters
 # Compiled GPU kernels go below /tmp; mount a volume there to keep them over restarts.

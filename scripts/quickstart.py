@@ -21,12 +21,16 @@ from rich.text import Text
 
 from checkpoints.prepare_default_model import cache_directory, ensure_default_checkpoint
 from checkpoints.quantized_default_model import SchemeName, ensure_quantized_checkpoint
+from machine_room import check_memory
 from multilora_client import Adapter, AsyncClient, Client, Message, MultiloraClientError, load_adapter
 from multilora_client.peft_directory import read_peft_directory
+from multilora_engine.errors import ConfigError
 from multilora_engine.models.registry import adapter_sites, read_model_config
 from multilora_engine.tritonserver import ServerOptions, ServerProcess
+from multilora_engine.tritonserver.addresses import PortTaken, resolve_addresses
 from multilora_engine.tritonserver.checkpoint import resolve_checkpoint
 from multilora_engine.tritonserver.launch import announce, console, errors_as_one_line, wait_ready, watch
+from multilora_kernels.cpu.build import needs_compiler
 from servers.started_server import sigterm_as_ctrl_c
 from training.sample_adapters import SAMPLE_ADAPTERS
 
@@ -34,6 +38,13 @@ DEFAULT_PROMPT = "What do bees make?"
 MAX_TOKENS = 48
 MISSING_TASK_ID = 404
 CANARY_INTERVAL_S = 15.0
+NEEDED_MEMORY_BYTES = 3 << 30
+"""Of a server of the default model, its adapters and this program."""
+
+NO_COMPILER = (
+    "[yellow]No C++ compiler:[/] plain PyTorch computes the answers, which takes longer; on Debian and Ubuntu: "
+    "apt-get install g++"
+)
 
 answers = Console(highlight=False, emoji=False)
 """The answers go to stdout, reports of progress to stderr."""
@@ -74,6 +85,7 @@ def main(
             "--quantize is for the default model; make another one with `multilora quantize` first"
         )
     with errors_as_one_line(), sigterm_as_ctrl_c(), ExitStack() as resources:
+        check_machine(is_default_model=model is None, free_ports=free_ports)
         checkpoint = choose_checkpoint(model, quantize)
         log = resources.enter_context((cache_directory() / "quickstart.log").open("w", buffering=1))
         server = resources.enter_context(
@@ -86,6 +98,25 @@ def main(
             announce(server)
             with suppress(KeyboardInterrupt):
                 watch(server, CANARY_INTERVAL_S)
+
+
+def check_machine(is_default_model: bool, free_ports: bool) -> None:
+    """Say what would fail later, or be slow, before anything is downloaded. Raises ConfigError."""
+    if not free_ports:
+        check_ports()
+    if is_default_model:
+        check_memory(NEEDED_MEMORY_BYTES, "a server of the small model")
+    if needs_compiler():
+        console.print(NO_COMPILER, soft_wrap=True)
+
+
+def check_ports() -> None:
+    """Raises ConfigError when one of the default ports is taken."""
+    options = ServerOptions(model=Path())
+    try:
+        resolve_addresses(options.host, options.http_port, options.grpc_port, options.metrics_port)
+    except PortTaken as error:
+        raise ConfigError(f"{error.taken}; --free-ports takes any free ones") from None
 
 
 def choose_checkpoint(model: str | None, scheme: SchemeName | None) -> Path:

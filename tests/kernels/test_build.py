@@ -63,6 +63,24 @@ def test_a_prebuilt_library_is_loaded_without_a_compiler(tmp_path):
     assert output.splitlines() == ["[[[6.0, 6.0]]]", "[[[6.0, 6.0]]]", "True"]
 
 
+def test_the_library_of_a_wheel_is_loaded_before_one_of_the_cache(monkeypatch, tmp_path):
+    monkeypatch.setattr(build, "PREBUILT", tmp_path)
+    monkeypatch.setattr(build, "_load", lambda library: library)
+    in_cache = build.load_library()
+    in_wheel = tmp_path / in_cache.parent.name / in_cache.name
+    in_wheel.parent.mkdir()
+    in_wheel.touch()
+    assert build.load_library() == in_wheel != in_cache
+
+
+def test_the_builds_of_a_torch_release_share_a_library(monkeypatch):
+    digests = set()
+    for version in ("2.13.0", "2.13.0+cpu", "2.13.0+cu130", "2.13.1+cpu"):
+        monkeypatch.setattr(torch, "__version__", version)
+        digests.add(build._digest())
+    assert len(digests) == 2
+
+
 def test_the_key_of_the_cache_changes_with_every_source_and_with_torch(monkeypatch, tmp_path):
     for name in ("a.cpp", "b.h"):
         (tmp_path / name).write_text("1")

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import sys
+from importlib.metadata import version
 
 from multilora_engine.errors import ConfigError
 
 
 def main() -> None:
     """Serve until a signal ends it. An error that an operator can cause is one line and exit status 1."""
+    if sys.argv[1:] == ["--version"]:
+        sys.stdout.write(f"multilora-dynamo {version('multilora-engine')}\n")
+        return
     try:
         from dynamo.common.backend.run import run
     except ImportError as error:

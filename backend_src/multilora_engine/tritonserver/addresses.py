@@ -8,6 +8,14 @@ from dataclasses import dataclass
 from multilora_engine.errors import ConfigError
 
 
+class PortTaken(ConfigError):
+    """taken: the port, and why nobody can listen there."""
+
+    def __init__(self, taken: str, option: str) -> None:
+        super().__init__(f"{taken}; give {option} another port, or 0 for any free one")
+        self.taken = taken
+
+
 @dataclass(frozen=True)
 class Addresses:
     """The addresses at which a server listens."""
@@ -37,7 +45,7 @@ class Addresses:
 def resolve_addresses(
     host: str, http_port: int, grpc_port: int, metrics_port: int, http_host: str | None = None
 ) -> Addresses:
-    """Replace each port 0 by a free one. Raises ConfigError naming a port that is taken. http_host: else `host`."""
+    """Replace each port 0 by a free one. Raises PortTaken. http_host: else `host`."""
     http_host = host if http_host is None else http_host
     with (
         _bind(http_host, http_port, "HTTP") as http,
@@ -62,8 +70,5 @@ def _bind(host: str, port: int, purpose: str) -> socket.socket:
         bound.listen()
     except OSError as error:
         bound.close()
-        option = f"--{purpose.lower()}-port"
-        raise ConfigError(
-            f"{purpose} port {port} on {host}: {error.strerror}; give {option} another port, or 0 for any free one"
-        ) from None
+        raise PortTaken(f"{purpose} port {port} on {host}: {error.strerror}", f"--{purpose.lower()}-port") from None
     return bound

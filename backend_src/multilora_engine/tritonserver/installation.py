@@ -7,15 +7,13 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 from collections.abc import Mapping
-from ctypes.util import find_library
 from dataclasses import dataclass
 from pathlib import Path
 
 from multilora_engine.errors import ConfigError
+from multilora_engine.shared_python import PYTHON_VERSION, libpython_directory
 
-_PYTHON_VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
 _ALLOCATOR_VARIABLES = {"MALLOC_ARENA_MAX": "2", "THP_MEM_ALLOC_ENABLE": "1"}
 """Variables that the environment may set otherwise.
 
@@ -38,8 +36,6 @@ and 40.3, 1000 looks 23.2 and 36.3 or, later, 30.3 and 44.9, 2000 looks 39.4 and
 300,000, took ten times as long as never looking beside several processes.
 """
 _OPENMP_CHOICES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
-
-_SYSTEM_LIBRARY_ROOTS = (Path("/lib"), Path("/usr/lib"))
 
 
 @dataclass(frozen=True)
@@ -77,7 +73,7 @@ def server_environment(variables: Mapping[str, str]) -> dict[str, str]:
     """
     environment = engine_environment(variables)
     _prepend(environment, "PATH", Path(sys.executable).parent)
-    if libpython := _libpython_directory():
+    if libpython := libpython_directory():
         _prepend(environment, "LD_LIBRARY_PATH", libpython)
     return environment
 
@@ -113,28 +109,10 @@ def _wheel_python_backend(root: Path) -> tuple[Path, ...]:
     if not stubs.is_dir():
         return ()
     backend = root / "backends" / "python"
-    stub = stubs / _PYTHON_VERSION / "triton_python_backend_stub"
+    stub = stubs / PYTHON_VERSION / "triton_python_backend_stub"
     if not stub.is_file():
-        raise ConfigError(f"{root} has no Python backend for Python {_PYTHON_VERSION}")
+        raise ConfigError(f"{root} has no Python backend for Python {PYTHON_VERSION}")
     return backend / "libtriton_python.so", backend / "triton_python_backend_utils.py", stub
-
-
-def _libpython_directory() -> Path | None:
-    """The folder of this interpreter's shared library, None where the dynamic linker finds it anyway.
-
-    Raises ConfigError when there is none: the stub embeds Python, so it cannot start without.
-    """
-    library = f"libpython{_PYTHON_VERSION}.so.1.0"
-    for folder in (Path(sysconfig.get_config_var("LIBDIR") or "/lib"), Path(sys.base_prefix) / "lib"):
-        is_system = any(folder.is_relative_to(root) for root in _SYSTEM_LIBRARY_ROOTS)
-        if (folder / library).is_file() and not is_system:
-            return folder
-    if find_library(f"python{_PYTHON_VERSION}") is None:
-        raise ConfigError(
-            f"{library} was not found, which the Python backend loads; on Debian and Ubuntu: "
-            f"apt-get install libpython{_PYTHON_VERSION}"
-        )
-    return None
 
 
 def _prepend(environment: dict[str, str], name: str, folder: Path) -> None:

@@ -69,7 +69,7 @@ def serve(
     ],
     model_repository: Annotated[
         Path | None,
-        typer.Option(help="Model repository (default: the one of this clone, else ./model_repository)."),
+        typer.Option(help="Model repository (default: the one of this clone or package, else ./model_repository)."),
     ] = None,
     override: Annotated[
         list[str] | None,

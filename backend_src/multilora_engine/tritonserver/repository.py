@@ -18,9 +18,10 @@ ENGINE_MODEL = "generation"
 
 
 def find_model_repository(given: Path | None = None) -> Path:
-    """`given`, else the one beside an editable install, else the current directory's. Raises ConfigError."""
-    beside_package = Path(multilora_engine.__file__).parents[2] / "model_repository"
-    candidates = [given] if given else [beside_package, Path.cwd() / "model_repository"]
+    """`given`, else the one of the clone or of the package, else the current directory's. Raises ConfigError."""
+    package = Path(multilora_engine.__file__).parent
+    folders = (package.parents[1], package, Path.cwd())
+    candidates = [given] if given else [folder / "model_repository" for folder in folders]
     for candidate in candidates:
         if model_names(candidate):
             return candidate.absolute()

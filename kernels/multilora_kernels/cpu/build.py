@@ -2,7 +2,8 @@
 
 The library's folder is named by a digest of everything that makes it: sources, flags, Python, torch, processor. It is
 compiled in a temporary folder under a file lock and moved into place whole, so that concurrent processes build once and
-a killed build leaves nothing half-done. `python -m multilora_kernels.cpu` builds it ahead, for images.
+a killed build leaves nothing half-done. `python -m multilora_kernels.cpu` builds it ahead, for images. A wheel has one
+already, in the folder `prebuilt`, which serves the Python and the torch that it was made with.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import importlib.util
 import logging
 import os
 import platform
+import shutil
 import sys
 import tempfile
 import time
@@ -30,6 +32,8 @@ CACHE_VARIABLE = "MULTILORA_KERNELS_CACHE"
 
 _NAME = "multilora_cpu"
 _FOLDER = Path(__file__).parent
+PREBUILT = _FOLDER / "prebuilt"
+"""The libraries of a wheel, in folders as those of the cache."""
 # -fopenmp only when compiling: at run time the OpenMP of torch is used, with torch's pool and number of threads.
 _FLAGS = ["-O3", "-fopenmp", "-fno-math-errno"]
 
@@ -44,12 +48,22 @@ def load_library() -> ModuleType:
     Loading registers the operators; the module holds the functions that Python calls directly (`python.cpp`).
     """
     try:
-        library = _cache_folder() / _digest() / f"{_NAME}.so"
+        place = Path(_digest()) / f"{_NAME}.so"
+        if (PREBUILT / place).exists():
+            return _load(PREBUILT / place)
+        library = _cache_folder() / place
         if not library.exists():
             _build_once(library)
         return _load(library)
     except (OSError, RuntimeError, ImportError) as error:
         raise BuildError(str(error)) from error
+
+
+def needs_compiler() -> bool:
+    """Whether `load_library` would compile, and there is no compiler for it."""
+    place = Path(_digest()) / f"{_NAME}.so"
+    is_there = (PREBUILT / place).exists() or (_cache_folder() / place).exists()
+    return not is_there and shutil.which(os.environ.get("CXX") or "c++") is None
 
 
 def _build_once(library: Path) -> None:
@@ -92,7 +106,8 @@ def _cache_folder() -> Path:
 
 
 def _digest() -> str:
-    made_for = (sys.implementation.cache_tag, torch.__version__, platform.machine(), _FLAGS)
+    torch_release = torch.__version__.partition("+")[0]  # its builds for CPUs and for CUDA have the same interface
+    made_for = (sys.implementation.cache_tag, torch_release, platform.machine(), _FLAGS)
     digest = hashlib.sha256(repr(made_for).encode())
     for path in sorted([*_FOLDER.glob("*.cpp"), *_FOLDER.glob("*.h")]):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())

@@ -4,15 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from deployment.clean_root import RecipeError, require_tools
+from deployment.clean_root import ImageError, require_tools
 
 
 def test_missing_programs_are_named_by_their_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for program in ("unshare", "setpriv"):
         (tmp_path / program).touch(mode=0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(RecipeError, match=r"apt-get install debootstrap iproute2$"):
+    with pytest.raises(ImageError, match=r"apt-get install iproute2$"):
         require_tools()
-    for program in ("debootstrap", "ip"):
-        (tmp_path / program).touch(mode=0o755)
+    (tmp_path / "ip").touch(mode=0o755)
     require_tools()

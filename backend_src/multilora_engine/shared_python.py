@@ -1,0 +1,42 @@
+"""Python's shared library, which the stubs of Triton's Python backend load.
+
+Run as a program, with nothing but Python installed, it says what is missing.
+"""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+from ctypes.util import find_library
+from pathlib import Path
+
+from multilora_engine.errors import ConfigError
+
+PYTHON_VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
+
+_SYSTEM_LIBRARY_ROOTS = (Path("/lib"), Path("/usr/lib"))
+
+
+def libpython_directory() -> Path | None:
+    """The folder of this interpreter's shared library, None where the dynamic linker finds it anyway.
+
+    Raises ConfigError when there is none: the stub embeds Python, so it cannot start without.
+    """
+    library = f"libpython{PYTHON_VERSION}.so.1.0"
+    for folder in (Path(sysconfig.get_config_var("LIBDIR") or "/lib"), Path(sys.base_prefix) / "lib"):
+        is_system = any(folder.is_relative_to(root) for root in _SYSTEM_LIBRARY_ROOTS)
+        if (folder / library).is_file() and not is_system:
+            return folder
+    if find_library(f"python{PYTHON_VERSION}") is None:
+        raise ConfigError(
+            f"{library} was not found, which the Python backend loads; on Debian and Ubuntu: "
+            f"apt-get install libpython{PYTHON_VERSION}"
+        )
+    return None
+
+
+if __name__ == "__main__":
+    try:
+        libpython_directory()
+    except ConfigError as error:
+        sys.exit(str(error))

@@ -1,0 +1,15 @@
+"""A wheel with compiled operators is for one Python on one kind of machine; one without them is for all."""
+
+from pathlib import Path
+
+from setuptools import Distribution, setup
+
+PREBUILT = Path(__file__).parent / "multilora_kernels" / "cpu" / "prebuilt"
+
+
+class MaybeBinary(Distribution):
+    def has_ext_modules(self) -> bool:
+        return PREBUILT.is_dir()
+
+
+setup(distclass=MaybeBinary)

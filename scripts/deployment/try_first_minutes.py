@@ -1,0 +1,201 @@
+"""Lets the first commands fail as they fail newcomers, in clean Debian roots, and shows what they end with.
+
+Each scene lacks something: Python, its shared library, a compiler, the network, disk, memory or a free port. A failure
+has to be one sentence that says what to do. Needs root rights, Debian's iproute2 and util-linux, and 3 GB.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from checkpoints.prepare_default_model import cache_directory, ensure_default_checkpoint
+from deployment.build_wheels import copy_tracked
+from deployment.clean_root import ImageError, require_tools
+from deployment.image_builder import BASE, ImageBuilder
+from repository import REPOSITORY
+
+MACHINES = {
+    "bare": (),
+    "without_shared_library": ("python3", "python3-venv"),
+    "without_compiler": ("python3", "python3-venv", "libpython3.11"),
+}
+"""Newcomers' machines, by the packages of Debian that they have."""
+_TIMEOUT_S = 600
+
+_ENTER = """
+set -e
+root=$1; shift
+mount --make-rprivate /
+mount --bind "$root" "$root"
+mount -t proc proc "$root/proc"
+mount --rbind /dev "$root/dev"
+mount -t tmpfs -o mode=1777 tmpfs "$root/tmp"
+for folder in "$@"; do
+  mkdir -p "$root${{folder#*:}}"
+  mount --bind "${{folder%:*}}" "$root${{folder#*:}}"
+done
+ip link set lo up
+exec chroot "$root" env -i PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/tmp sh -c {script}
+"""
+
+console = Console(highlight=False)
+
+
+@dataclass(frozen=True)
+class Scene:
+    """lacks: what is not there. machine: one of MACHINES. script: what the newcomer types. says: what it
+    ends with, a regular expression. is_set_up: whether the clone has its environment already. ends_well: it is a hint.
+    """
+
+    lacks: str
+    machine: str
+    script: str
+    says: str
+    is_set_up: bool = False
+    ends_well: bool = False
+
+
+_BOOTSTRAP = "mkdir -p /multilora; cp -r /source/. /multilora; cd /multilora; scripts/bootstrap"
+_QUICKSTART = f"cd {REPOSITORY}; MULTILORA_KERNELS_CACHE=/tmp/kernels MULTILORA_CACHE=/cache scripts/quickstart --once"
+
+SCENES = (
+    Scene(
+        "Python", "bare", _BOOTSTRAP, r"needs Python 3\.11 or 3\.12 with venv; on Debian and Ubuntu: apt-get install "
+    ),
+    Scene(
+        "Python's shared library",
+        "without_shared_library",
+        _BOOTSTRAP,
+        r"libpython3\.11\.so\.1\.0 was not found.* apt-get install libpython3\.11",
+    ),
+    Scene(
+        "network",
+        "without_compiler",
+        _BOOTSTRAP,
+        r"pip reaches no package index; connect this machine to one, or name it with PIP_INDEX_URL",
+    ),
+    Scene(
+        "disk",
+        "without_compiler",
+        f"mkdir -p /multilora; mount -t tmpfs -o size=1g tmpfs /multilora; {_BOOTSTRAP}",
+        r"needs \d+ MiB of disk in /multilora, which has \d+ free; free some, or clone elsewhere",
+    ),
+    Scene(
+        "memory",
+        "without_compiler",
+        f"echo 'MemAvailable: 1024000 kB' > /tmp/memory; mount --bind /tmp/memory /proc/meminfo; {_QUICKSTART}",
+        r"a server of the small model needs \d+ MiB of memory, and 1000 are available; end other programs",
+        is_set_up=True,
+    ),
+    Scene(
+        "a free port",
+        "without_compiler",
+        f"python3 -m http.server --bind 127.0.0.1 8000 2> /dev/null & sleep 1; {_QUICKSTART}",
+        r"HTTP port 8000 on 127\.0\.0\.1: Address already in use; --free-ports takes any free ones",
+        is_set_up=True,
+    ),
+    Scene(
+        "a compiler",
+        "without_compiler",
+        _QUICKSTART,
+        r"No C\+\+ compiler: plain PyTorch computes the answers",
+        is_set_up=True,
+        ends_well=True,
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a scene ended. last: the last line that it printed."""
+
+    scene: Scene
+    status: int
+    output: str
+
+    @property
+    def last(self) -> str:
+        lines = [line for line in self.output.splitlines() if line.strip()]
+        return lines[-1] if lines else ""
+
+    @property
+    def is_right(self) -> bool:
+        """Whether the sentence came: as the last line of a failure, or before a good end."""
+        place = self.output if self.scene.ends_well else self.last
+        plain = " ".join(place.split())
+        return (self.status == 0) == self.scene.ends_well and re.search(self.scene.says, plain) is not None
+
+
+def main(
+    only: Annotated[list[str] | None, typer.Option(help="Scenes whose names have this; repeatable.")] = None,
+    folder: Annotated[
+        Path | None, typer.Option(help="Keep the roots here for the next time (default: a temporary folder).")
+    ] = None,
+) -> None:
+    """Play the scenes, and show the sentence that each ends with."""
+    with tempfile.TemporaryDirectory(prefix="multilora-first-") as temporary:
+        try:
+            require_tools()
+            endings = list(play((folder or Path(temporary)).absolute(), only or [""]))
+        except ImageError as error:
+            console.print(f"[bold red]error:[/] {escape(str(error))}")
+            raise typer.Exit(1) from None
+    raise typer.Exit(int(not all(ending.is_right for ending in endings)))
+
+
+def play(folder: Path, only: list[str]) -> Iterator[Ending]:
+    """Play the scenes whose names have one of `only`. Raises ImageError when the roots cannot be made."""
+    builder = ImageBuilder(folder)
+    builder.make_base()
+    for scene in SCENES:
+        if any(text in scene.lacks for text in only):
+            ending = _play(scene, builder)
+            console.print(
+                f"[bold]without {scene.lacks}[/]  {'as it should be' if ending.is_right else '[red]wrong[/]'}"
+            )
+            shown = ending.last if ending.is_right else ending.output
+            console.print(escape(shown), soft_wrap=True)
+            yield ending
+
+
+def _play(scene: Scene, builder: ImageBuilder) -> Ending:
+    name, packages = BASE, " ".join(MACHINES[scene.machine])
+    if packages:
+        name = f"localhost/{scene.machine}"
+        dockerfile = Path(__file__).with_name("first_minutes.Dockerfile")
+        builder.build(dockerfile, name, {"BASE_IMAGE": BASE, "PACKAGES": packages}, lambda step: None)
+    root = builder.open(name).root
+    folders = []
+    if scene.is_set_up:
+        folders = [f"{place}:{place}" for place in (REPOSITORY, sys.base_prefix)] + [f"{_cache()}:/cache"]
+    else:
+        copy_tracked((".",), root / "source")
+    enter = _ENTER.format(script=shlex.quote(scene.script))
+    namespaces = ["setpriv", "--pdeathsig=KILL", "unshare", "--mount", "--pid", "--net", "--fork", "--kill-child"]
+    done = subprocess.run(
+        [*namespaces, "sh", "-c", enter, "enter", str(root), *folders],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=_TIMEOUT_S,
+    )
+    return Ending(scene, done.returncode, done.stdout)
+
+
+def _cache() -> Path:
+    """This machine's cache, with the default model in it."""
+    ensure_default_checkpoint()
+    return cache_directory()
