@@ -6,9 +6,11 @@ side. It ends with the error of a client that asks for an adapter the server doe
 import asyncio
 import json
 import shlex
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -96,7 +98,7 @@ def main(
         demonstrate(server, prompt, sample_adapters(checkpoint))
         if not once:
             announce(server)
-            with suppress(KeyboardInterrupt):
+            with suppress(KeyboardInterrupt), web_console(server, free_ports):
                 watch(server, CANARY_INTERVAL_S)
 
 
@@ -117,6 +119,18 @@ def check_ports() -> None:
         resolve_addresses(options.host, options.http_port, options.grpc_port, options.metrics_port)
     except PortTaken as error:
         raise ConfigError(f"{error.taken}; --free-ports takes any free ones") from None
+
+
+@contextmanager
+def web_console(server: ServerProcess, free_ports: bool) -> Iterator[None]:
+    """`multilora console` beside the server: it says where its page is, or why it cannot be."""
+    command = [str(Path(sys.executable).with_name("multilora")), "console", f"--url=grpc://{server.grpc_url}"]
+    command += [f"--http-url=http://{server.http_url}", *(["--port=0"] if free_ports else [])]
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL) as process:
+        try:
+            yield
+        finally:
+            process.terminate()
 
 
 def choose_checkpoint(model: str | None, scheme: SchemeName | None) -> Path:

@@ -85,7 +85,7 @@ def serving(command: list[str | Path], folder: Path, environment: dict[str, str]
     assert server.returncode == 0, "".join(lines)
 
 
-@pytest.mark.long("installs torch and everything else into an environment of its own, and starts a server there")
+@pytest.mark.long(reason="installs torch and everything else into an environment of its own, and starts a server there")
 def test_installed_wheels_serve_adapters_without_the_clone_and_a_compiler(
     tmp_path: Path, default_model_dir: Path
 ) -> None:

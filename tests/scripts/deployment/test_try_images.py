@@ -21,7 +21,7 @@ def builder() -> Iterator[ImageBuilder]:
         yield ImageBuilder(Path(folder))
 
 
-@pytest.mark.long("makes a Debian, installs torch in it and compiles the operators: some ten minutes an image")
+@pytest.mark.long(reason="makes a Debian, installs torch in it and compiles the operators: some ten minutes an image")
 @pytest.mark.parametrize(
     ("name", "compilers", "most_gb"), [("proxy", "none", 0.3), ("cpu", "none", 2.2), ("gpu", "cc, g++", 2.7)]
 )
@@ -35,7 +35,7 @@ def test_an_image_serves_as_an_ordinary_user(builder: ImageBuilder, name: str, c
         assert seen["answer of an adapter"] == ANSWER
 
 
-@pytest.mark.long("makes a Debian to build in")
+@pytest.mark.long(reason="makes a Debian to build in")
 def test_a_step_that_fails_is_told_with_its_output(builder: ImageBuilder, tmp_path: Path) -> None:
     builder.make_base()
     dockerfile = tmp_path / "Dockerfile"
