@@ -12,6 +12,7 @@ from dynamo.llm.exceptions import (
     WorkerUnavailable,
 )
 
+from multilora_engine.dynamo.fleet_uploads import UploadLost
 from multilora_engine.errors import EngineUnavailable, RateExceeded, RequestError
 
 _TOO_MANY_REQUESTS = 429
@@ -30,6 +31,9 @@ _BY_CODE: dict[str, type[DynamoException]] = {
 
 def dynamo_error(error: RequestError) -> DynamoException | HttpError:
     """The exception for an error. After EngineUnavailable another worker may go on where this one stopped."""
+    if isinstance(error, UploadLost) and error.may_be_elsewhere:
+        # Dynamo's front sends no weights: it tries another worker, which may reach the one that has them.
+        error = EngineUnavailable(str(error))
     text = f"[{error.code}] {error}"
     if isinstance(error, EngineUnavailable):
         return EngineShutdown(text)

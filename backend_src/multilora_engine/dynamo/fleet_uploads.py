@@ -16,7 +16,7 @@ from blake3 import blake3
 from multilora_engine.dynamo.fleet_messages import FindUpload, Forget, Found, Piece, ReadPages, Upload
 from multilora_engine.dynamo.keyed_locks import KeyedLocks
 from multilora_engine.dynamo.page_store import PageStore
-from multilora_engine.dynamo.workers import Workers, checked
+from multilora_engine.dynamo.workers import WorkerGone, Workers, checked
 from multilora_engine.errors import AdapterConflict, InvalidRequest, RequestError
 from multilora_engine.lora.names import TaskId, label_of, number_of, tenant_of
 from multilora_wire.layout import AdapterLayout
@@ -222,17 +222,18 @@ class FleetUploads:
         return pages
 
     async def _fetch(self, upload: Upload) -> bytearray:
-        worker_ids = self._workers.ids
+        worker_ids, is_any_gone = self._workers.ids, False
         for worker_id in random.sample(worker_ids, len(worker_ids)):
             try:
                 pages = await self._fetch_from(worker_id, upload)
                 await asyncio.to_thread(check_pages, upload, pages, self._layout)
             except RequestError as error:
+                is_any_gone = is_any_gone or isinstance(error, WorkerGone)
                 logger.info("LoRA task %s is not to be had from %x: %s", label_of(upload.task_id), worker_id, error)
             else:
                 logger.info("LoRA task %s came from %x", label_of(upload.task_id), worker_id)
                 return pages
-        return await self._read_again(upload)
+        return await self._read_again(upload, is_any_gone)
 
     async def _fetch_from(self, worker_id: int, upload: Upload) -> bytearray:
         pages = bytearray()
@@ -246,26 +247,30 @@ class FleetUploads:
                     raise InvalidRequest(f"it sends more than the {upload.num_bytes} bytes of the adapter")
         return pages
 
-    async def _read_again(self, upload: Upload) -> bytearray:
+    async def _read_again(self, upload: Upload, is_any_gone: bool) -> bytearray:
         if not upload.place:
-            raise UploadLost(upload, "no worker has them")
+            raise UploadLost(upload, "no worker has them", is_any_gone)
         number = upload.header.lora_task_id
         try:
             pages = pages_of(await self._reader.read(number, upload.name, "", upload.place))
             await asyncio.to_thread(check_pages, upload, pages, self._layout)
         except RequestError as error:
-            raise UploadLost(upload, f"no worker has them, and at their source: {error}") from error
+            raise UploadLost(upload, f"no worker has them, and at their source: {error}", is_any_gone) from error
         return pages
 
 
 class UploadLost(RequestError):
-    """No worker has the pages of an upload any more. Existing clients match this text and send the weights again."""
+    """No worker has the pages of an upload any more. Existing clients match this text and send the weights again.
+
+    may_be_elsewhere: a worker could not be reached, which may have them.
+    """
 
     code = "NOT_FOUND"
 
-    def __init__(self, upload: Upload, reason: str) -> None:
+    def __init__(self, upload: Upload, reason: str, may_be_elsewhere: bool) -> None:
         adapter = f"LoRA adapter {upload.name!r}" if upload.name else f"LoRA task {upload.task_id}"
         super().__init__(f"{adapter} not found in cache. Please send LoRA weights with request ({reason})")
+        self.may_be_elsewhere = may_be_elsewhere
 
 
 def pages_of(packed: PackedAdapter) -> bytearray:

@@ -12,6 +12,7 @@ from support.fake_fleet import BASE, LAYOUT, FakeFleet, FakeWorker
 
 from multilora_engine.dynamo.card import AdapterCard
 from multilora_engine.dynamo.fleet_messages import Found
+from multilora_engine.dynamo.fleet_uploads import UploadLost
 from multilora_engine.dynamo.updates import EVENTS, SystemUpdates, path_of
 from multilora_engine.errors import InvalidRequest, PathNotCovered, RelayedError
 from multilora_engine.lora.format import pack_adapter
@@ -110,6 +111,18 @@ def test_an_adapter_that_was_evicted_everywhere_is_read_again_and_must_be_the_sa
     with pytest.raises(Exception, match=r"'x' not found in cache.*at their source: the adapter has the digest"):
         run(fleet[3].uploads.bring(X))
     assert fleet[3].in_engine == {}
+
+
+def test_weights_that_are_where_nobody_reaches_are_not_lost(fleet: FakeFleet) -> None:
+    run(fleet[1].catalogue.load("x", "/a"))
+    fleet[2].at_path.clear()
+    fleet.kill(3)
+    fleet[2].is_cut_off = True
+    with pytest.raises(UploadLost) as lost:
+        run(fleet[2].uploads.bring(X))
+    assert lost.value.may_be_elsewhere
+    errors = pytest.importorskip("multilora_engine.dynamo.errors", reason="ai-dynamo is not installed")
+    assert type(errors.dynamo_error(lost.value)).__name__ == "EngineShutdown"
 
 
 def test_a_path_that_no_source_covers_is_not_read_whoever_names_it(fleet: FakeFleet) -> None:
