@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import sys
 from importlib.metadata import version
 
@@ -23,6 +25,11 @@ def main() -> None:
         run(DynamoWorker)
     except ConfigError as error:
         sys.exit(f"multilora-dynamo: {error}")
+    # Dynamo's threads and its canary go on: one that calls Python while the interpreter ends would abort the process.
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":
