@@ -31,6 +31,7 @@ hypothesis.settings.load_profile("without deadlines")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="Run the tests that are marked `long`, too.")
+    parser.addoption("--screenshots", action="store_true", help="With --all: draw the console's pictures anew.")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
