@@ -3,14 +3,19 @@
 Each engine runs in a process of its own, those of others in environments of their own, which are made at the first
 run (gigabytes, and minutes) under --environments. All are loaded at once and answer one after another, so that whatever
 else the machine does meets all alike; count on 2 GB of memory an engine for the default model. Answers are greedy, of
-one length, and compared with those of transformers and PEFT in float32. Takes about a minute a round and engine.
+one length, and compared with those of transformers and PEFT in float32, which are kept beside the environments. Takes
+about a minute a round and engine. A run of some engines or cases only (--peer, --case) adds to the files in --output,
+in place of the rows that it measured again.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from random import Random
 from typing import Annotated
@@ -22,7 +27,7 @@ from rich.progress import Progress
 
 from benchmarks.peers.contestants import CONTESTANTS, REFERENCE, Contestant, RunningPeer, environment
 from benchmarks.peers.exchange import Answer, Case, Job
-from benchmarks.peers.figures import Figures, print_figures, write_figures
+from benchmarks.peers.figures import Figures, print_figures, with_earlier, write_figures
 from benchmarks.peft_baseline import PeftBaseline
 from checkpoints.prepare_default_model import cache_directory, ensure_default_checkpoint
 
@@ -50,9 +55,31 @@ def make_cases(vocab_size: int, num_adapters: int) -> list[Case]:
     return [*base, *different, Case(f"{n} prompts of {length:,}", prompts(n, length), [None] * n, _NUM_TOKENS)]
 
 
-def compare(peers: Sequence[RunningPeer], cases: Sequence[Case], rounds: int, console: Console) -> list[Figures]:
+def expected_tokens(job: Job, cases: Sequence[Case], directory: Path) -> dict[str, list[list[int]]]:
+    """The reference's answers by case. They are computed once for a model, its adapters and the cases."""
+    digest = hashlib.sha256(json.dumps([asdict(case) for case in cases]).encode())
+    for folder in (job.model, *job.adapters):
+        for file in sorted(Path(folder).glob("*.safetensors")):
+            digest.update(file.read_bytes())
+    kept = directory / f"expected-{digest.hexdigest()[:16]}.json"
+    if not kept.exists():
+        reference = next(contestant for contestant in CONTESTANTS if contestant.name == REFERENCE)
+        with RunningPeer.start(reference, job, environment(reference, directory)) as peer:
+            tokens = {case.name: peer.answer(case).tokens for case in cases}
+        directory.mkdir(parents=True, exist_ok=True)
+        kept.write_text(json.dumps(tokens))
+    answers: dict[str, list[list[int]]] = json.loads(kept.read_text())
+    return answers
+
+
+def compare(
+    peers: Sequence[RunningPeer],
+    cases: Sequence[Case],
+    expected: Mapping[str, list[list[int]]],
+    rounds: int,
+    console: Console,
+) -> list[Figures]:
     """Figures of each peer in each case that it can serve. The first round warms up and does not count."""
-    expected = {case.name: next(peer for peer in peers if peer.name == REFERENCE).answer(case).tokens for case in cases}
     answers: dict[tuple[str, str], list[Answer]] = {
         (peer.name, case.name): [] for peer in peers for case in cases if peer.serves(case)
     }
@@ -84,17 +111,19 @@ def running(
 
 
 def main(
-    output: Annotated[Path, typer.Option(help="Folder for peers.csv and peers.png.")] = Path("bench_results"),
+    output: Annotated[Path, typer.Option(help="Folder for peers.csv and peers.svg.")] = Path("bench_results"),
     model: Annotated[Path | None, typer.Option(help="Checkpoint (default: the default model).")] = None,
     gguf: Annotated[Path | None, typer.Option(help="The same model as a GGUF file, for llama.cpp.")] = None,
     peer: Annotated[list[str] | None, typer.Option(help="Only contestants whose names have this; repeatable.")] = None,
+    case: Annotated[list[str] | None, typer.Option(help="Only cases whose names have this; repeatable.")] = None,
     environments: Annotated[Path | None, typer.Option(help="Where the engines of others are installed.")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Medians are taken over these.")] = 5,
 ) -> None:
     console = Console()
     checkpoint = model or ensure_default_checkpoint()
-    chosen = [c for c in CONTESTANTS if c.name == REFERENCE or not peer or any(part in c.name for part in peer)]
+    chosen = [c for c in CONTESTANTS if not peer or any(part in c.name for part in peer)]
     chosen = [c for c in chosen if gguf is not None or not c.needs_gguf]
+    directory = environments or cache_directory() / "peers"
     with tempfile.TemporaryDirectory() as scratch:
         adapters = PeftBaseline(checkpoint, _MAX_NUM_SEQS, _RANK).save(Path(scratch) / "adapters")
         job = Job(
@@ -109,11 +138,14 @@ def main(
             options={} if gguf is None else {"gguf": str(gguf)},
         )
         cases = make_cases(_vocab_size(checkpoint), _MAX_NUM_SEQS)
-        with running(chosen, job, environments or cache_directory() / "peers", console) as peers:
-            figures = compare(peers, cases, rounds, console)
+        with console.status(f"answers of {REFERENCE}"):
+            expected = expected_tokens(job, cases, directory)
+        cases = [c for c in cases if not case or any(part in c.name for part in case)]
+        with running(chosen, job, directory, console) as peers:
+            figures = compare(peers, cases, expected, rounds, console)
     title = f"{checkpoint.name}, {_PROMPT_TOKENS} tokens in and {_NUM_TOKENS} out, {torch.get_num_threads()} threads"
     print_figures(figures, title, console)
-    write_figures(figures, title, output)
+    write_figures(with_earlier(figures, output), title, output)
 
 
 def _vocab_size(checkpoint: Path) -> int:

@@ -68,8 +68,24 @@ def print_figures(figures: Sequence[Figures], title: str, console: Console) -> N
     console.print(table)
 
 
+def with_earlier(figures: Sequence[Figures], output: Path) -> list[Figures]:
+    """The figures, and those of `peers.csv` in a folder for other peers and cases; sorted by case."""
+    measured = {(row.peer, row.case) for row in figures}
+    earlier: list[Figures] = []
+    if (output / "peers.csv").exists():
+        with (output / "peers.csv").open(newline="") as file:
+            types = {
+                each.name: float if each.type == "float" else int if each.type == "int" else str
+                for each in fields(Figures)
+            }
+            earlier = [
+                Figures(**{name: types[name](value) for name, value in row.items()}) for row in csv.DictReader(file)
+            ]
+    return [*(row for row in earlier if (row.peer, row.case) not in measured), *figures]
+
+
 def write_figures(figures: Sequence[Figures], title: str, output: Path) -> None:
-    """`peers.csv` and `peers.png` in a folder."""
+    """`peers.csv` and `peers.svg` in a folder."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -81,7 +97,9 @@ def write_figures(figures: Sequence[Figures], title: str, output: Path) -> None:
         writer.writeheader()
         writer.writerows(asdict(row) for row in figures)
     cases = list(dict.fromkeys(row.case for row in figures))
-    figure, axes = pyplot.subplots(len(cases), figsize=(9, 1 + 0.35 * len(figures)), squeeze=False)
+    heights = [sum(row.case == case for row in figures) for case in cases]
+    size = (9, 0.8 * len(cases) + 0.22 * len(figures))
+    figure, axes = pyplot.subplots(len(cases), figsize=size, squeeze=False, height_ratios=heights)
     for axis, case in zip(axes[:, 0], cases, strict=True):
         rows = [row for row in figures if row.case == case][::-1]
         bars = axis.barh([row.peer for row in rows], [row.tokens_per_s for row in rows])
@@ -89,5 +107,6 @@ def write_figures(figures: Sequence[Figures], title: str, output: Path) -> None:
         axis.set_title(f"{case}, tokens per second", loc="left", fontsize="medium")
     figure.suptitle(title)
     figure.tight_layout()
-    figure.savefig(output / "peers.png")
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "peers"}):
+        figure.savefig(output / "peers.svg", metadata={"Date": None})
     pyplot.close(figure)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import csv
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from benchmarks.bench_engine import save_tiny_model
-from benchmarks.bench_peers import compare, make_cases, running
-from benchmarks.peers.contestants import CONTESTANTS, REFERENCE, Contestant, environment
+from benchmarks.bench_peers import compare, expected_tokens, make_cases, running
+from benchmarks.peers.contestants import CONTESTANTS, Contestant, RunningPeer, environment
 from benchmarks.peers.exchange import Answer, Case, Job
-from benchmarks.peers.figures import Figures, write_figures
+from benchmarks.peers.figures import Figures, with_earlier, write_figures
 from benchmarks.peft_baseline import PeftBaseline
 
 
@@ -31,7 +32,10 @@ def test_figures_are_those_of_the_answers(tmp_path: Path) -> None:
     write_figures([figures], "title", tmp_path)
     with (tmp_path / "peers.csv").open() as file:
         assert [(row["peer"], row["tokens_per_s"]) for row in csv.DictReader(file)] == [("ours", "2.0")]
-    assert (tmp_path / "peers.png").stat().st_size > 1000
+    assert (tmp_path / "peers.svg").stat().st_size > 1000
+    again, other = replace(figures, tokens_per_s=4.0), replace(figures, peer="theirs")
+    assert with_earlier([again, other], tmp_path) == [again, other]
+    assert with_earlier([other], tmp_path) == [figures, other]
 
 
 def test_cases_have_one_length_each_and_every_adapter() -> None:
@@ -60,19 +64,21 @@ def test_an_environment_gets_its_packages_once_without_what_they_bring_along_in_
 
 
 @pytest.mark.long(reason="two processes load an engine each")
-def test_engines_in_processes_of_their_own_give_the_same_tokens(tmp_path: Path) -> None:
+def test_engines_in_processes_of_their_own_give_the_same_tokens(tmp_path: Path, monkeypatch) -> None:
     model = save_tiny_model(tmp_path / "tiny")
     adapters = PeftBaseline(model, num_adapters=2, rank=4).save(tmp_path / "adapters")
     job = Job(str(model), [str(adapter) for adapter in adapters], 4, "float32", 1, 3, 64, str(tmp_path))
     broken = Contestant("broken", "no_such_module", "float32")
     ours = next(c for c in CONTESTANTS if c.module == "ours")
-    reference = next(c for c in CONTESTANTS if c.name == REFERENCE)
     cases = [
         Case("base", [[1, 2, 3], [4, 5, 6]], [None, None], 5),
         Case("mixed", [[1, 2, 3], [4, 5, 6], [7, 8, 9]], [None, 0, 1], 5),
     ]
     console = Console(quiet=True)
-    with running([reference, broken, ours], job, tmp_path, console) as peers:
-        assert [peer.name for peer in peers] == [REFERENCE, ours.name]
-        figures = compare(peers, cases, 1, console)
-    assert [(f.num_equal, f.num_answers) for f in figures if f.peer == ours.name] == [(2, 2), (3, 3)]
+    expected = expected_tokens(job, cases, tmp_path)
+    with running([broken, ours], job, tmp_path, console) as peers:
+        assert [peer.name for peer in peers] == [ours.name]
+        figures = compare(peers, cases, expected, 1, console)
+    assert [(f.num_equal, f.num_answers) for f in figures] == [(2, 2), (3, 3)]
+    monkeypatch.setattr(RunningPeer, "start", None)
+    assert expected_tokens(job, cases, tmp_path) == expected
