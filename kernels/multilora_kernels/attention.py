@@ -43,11 +43,14 @@ class AttentionOptions(NamedTuple):
         (arXiv:2408.00118) has it.
     sinks: [num_heads], a score of each query head that takes part in the softmax's denominator and has no value; None
         is none. gpt-oss (arXiv:2508.10925) has them.
+    may_round: whether queries and weights may be rounded to bfloat16, for keys and values of bfloat16. On a CPU that
+        multiplies pairs of these quicker than floats they are, as bfloat16 arithmetic does; sums stay float32.
     """
 
     scale: float | None = None
     softcap: float = 0.0
     sinks: torch.Tensor | None = None
+    may_round: bool = False
 
 
 _PLAIN = AttentionOptions()
@@ -90,6 +93,7 @@ def paged_attention(
         sequences.block_size,
         sequences.window or 0,
         *_option_fields(options, q.shape[2]),
+        options.may_round,
     )
     return result
 
@@ -136,6 +140,7 @@ def rotary_attention(
         sequences.window or 0,
         *_option_fields(options, kv_head_dim(keys)),
         is_interleaved,
+        options.may_round,
     )
 
 

@@ -62,7 +62,7 @@ class PackedLayer(NamedTuple):
 class LayerStep(NamedTuple):
     """The arguments that all layers of a step share: those of `rotary_attention` and `lora_linear`.
 
-    scale: of the scores of attention, head_dim ** -0.5. tables, segments: None for a step without adapters.
+    scale, may_round: of `AttentionOptions`, the scale head_dim ** -0.5. tables, segments: None for a step without adapters.
     """
 
     cos: torch.Tensor
@@ -70,6 +70,7 @@ class LayerStep(NamedTuple):
     slots: torch.Tensor
     sequences: PagedSequences
     scale: float
+    may_round: bool
     tables: LoRATables | None
     segments: LoRASegments | None
 

@@ -64,14 +64,16 @@ _SEQUENCES = (
 )
 
 _OPTIONS = "float scale, float softcap, Tensor? sinks"
+_MAY_ROUND = "bool may_round=False"
 
 library.define(
-    "multilora::paged_attention", f"(Tensor q, Tensor keys, Tensor values, {_SEQUENCES}, {_OPTIONS}) -> Tensor"
+    "multilora::paged_attention",
+    f"(Tensor q, Tensor keys, Tensor values, {_SEQUENCES}, {_OPTIONS}, {_MAY_ROUND}) -> Tensor",
 )
 library.define(
     "multilora::rotary_attention",
     "(Tensor qkv, Tensor cos, Tensor sin, Tensor(a!) keys, Tensor(b!) values, Tensor slots,"
-    f" {_SEQUENCES}, {_OPTIONS}, bool is_interleaved) -> Tensor",
+    f" {_SEQUENCES}, {_OPTIONS}, bool is_interleaved, {_MAY_ROUND}) -> Tensor",
 )
 
 library.define("multilora::store_codes", "(Tensor x, Tensor(a!) cache, Tensor slots) -> ()")

@@ -31,6 +31,11 @@ def run(case: Case) -> torch.Tensor:
     return paged_attention(case.q, case.keys, case.values, case.sequences, case.options)
 
 
+def may_be_rounded(case: Case) -> Case:
+    """The case in bfloat16 arithmetic, if its cache is of that type."""
+    return dataclasses.replace(case, options=case.options._replace(may_round=True))
+
+
 @pytest.mark.parametrize("sequences", SEQUENCES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_shape_and_mix_of_sequences(shape, sequences):
@@ -112,6 +117,23 @@ def test_every_dtype_of_queries_and_cache(dtype, kv_dtype):
     check(make_case("odd head_dim", "chunks behind a prefix", dtype, kv_dtype))
 
 
+@pytest.mark.parametrize("window", [None, 1, 33])
+@pytest.mark.parametrize("options", ["none", "all"])
+@pytest.mark.parametrize("sequences", SEQUENCES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rounded_queries_and_weights_are_within_the_bound_of_bfloat16(shape, sequences, options, window):
+    case = may_be_rounded(make_case(shape, sequences, torch.float32, torch.bfloat16, window, options))
+    actual, expected = run(case), reference.paged_attention(*fields(case, torch.float64))
+    tolerance = TOLERANCE[torch.bfloat16]
+    torch.testing.assert_close(actual.double(), expected, atol=tolerance, rtol=tolerance)
+
+
+def test_rounded_weights_of_equal_values_give_that_value():
+    case = may_be_rounded(make_case(sequences="prefill", kv_dtype=torch.bfloat16))
+    case.values.masked_fill_(~case.values.isnan(), 0.75)
+    torch.testing.assert_close(run(case), torch.full((73, 576), 0.75), atol=1e-6, rtol=0)
+
+
 def test_large_scores_neither_overflow_nor_lose_the_keys_that_count():
     case = make_case(sequences="long decode")
     check(dataclasses.replace(case, q=case.q * 0))
@@ -120,11 +142,11 @@ def test_large_scores_neither_overflow_nor_lose_the_keys_that_count():
     torch.testing.assert_close(actual.double(), expected, atol=1e-3, rtol=0)
 
 
-@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.int8])
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("options", ["none", "all"])
 @pytest.mark.parametrize("sequences", SEQUENCES)
 def test_a_sequence_gets_the_same_bits_whoever_shares_the_batch(sequences, options, kv_dtype):
-    case = make_case(sequences=sequences, kv_dtype=kv_dtype, options=options)
+    case = may_be_rounded(make_case(sequences=sequences, kv_dtype=kv_dtype, options=options))
     together, s = run(case), case.sequences
     for row in range(len(s.context_lens)):
         start, end = s.query_starts[row : row + 2].tolist()
@@ -141,8 +163,10 @@ def test_a_sequence_gets_the_same_bits_whoever_shares_the_batch(sequences, optio
 
 @pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16, torch.int8])
 @pytest.mark.parametrize(("options", "window"), [("none", None), ("all", None), ("none", 33)])
-def test_a_prompt_has_the_same_bits_however_it_is_cut(options, window, kv_dtype):
+@pytest.mark.parametrize("may_round", [False, True])
+def test_a_prompt_has_the_same_bits_however_it_is_cut(may_round, options, window, kv_dtype):
     case = make_case("default model", "chunks behind a prefix", kv_dtype=kv_dtype, window=window, options=options)
+    case = may_be_rounded(case) if may_round else case
     s = case.sequences
     row, num_tokens = 2, 130
     start, context = int(s.query_starts[row]), int(s.context_lens[row])
@@ -165,11 +189,11 @@ def test_sequences_that_are_said_to_decode_and_have_several_tokens_are_refused()
         run(dataclasses.replace(case, sequences=case.sequences._replace(num_decodes=1)))
 
 
-@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.int8])
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("options", ["none", "all"])
 @pytest.mark.parametrize("sequences", SEQUENCES)
 def test_the_number_of_threads_does_not_change_a_bit_of_attention(sequences, options, kv_dtype):
-    case = make_case(sequences=sequences, kv_dtype=kv_dtype, options=options)
+    case = may_be_rounded(make_case(sequences=sequences, kv_dtype=kv_dtype, options=options))
     threads, results = torch.get_num_threads(), []
     for n in (1, 2, 5):
         torch.set_num_threads(n)

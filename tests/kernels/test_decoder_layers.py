@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.synthetic_batches import LinearShape, random_tables
 from multilora_kernels import (
+    AttentionOptions,
     CodeType,
     HugePages,
     LayerStep,
@@ -96,7 +97,9 @@ class Layer:
         columns = tuple(output for _ in range(2) for slice_sizes in sizes for output in slice_sizes)
         tables, segments = self.adapters(LinearShape(size, columns), num_tokens) if has_adapters else (None, None)
         scale = head_dim**-0.5
-        self.step = LayerStep(rotary.cos, rotary.sin, rotary.slots, case.sequences, scale, tables, segments)
+        may_round = compute_dtype == torch.bfloat16
+        turns = (rotary.cos, rotary.sin, rotary.slots)
+        self.step = LayerStep(*turns, case.sequences, scale, may_round, tables, segments)
 
     def random(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=self.generator)
@@ -141,11 +144,12 @@ class Layer:
     def one_by_one(self, num_layers: int = 1) -> tuple[torch.Tensor, ...]:
         qkv, o, gate_up, down = self.linears
         x, update, step, caches = self.x, self.update, self.step, []
+        options = AttentionOptions(step.scale, may_round=step.may_round)
         for _ in range(num_layers):
             keys, values = self.keys.clone(), self.values.clone()
             normed, x = add_rms_norm(x, update, self.norms[0], EPS)
             heads = qkv.multiply(normed, step)
-            heads = rotary_attention(heads, step.cos, step.sin, keys, values, step.slots, step.sequences)
+            heads = rotary_attention(heads, step.cos, step.sin, keys, values, step.slots, step.sequences, options)
             normed, x = add_rms_norm(x, o.multiply(heads, step), self.norms[1], EPS)
             update = down.multiply(silu_mul(gate_up.multiply(normed, step)), step)
             caches += [keys, values]

@@ -106,7 +106,7 @@ def fields(case: Case, dtype: torch.dtype | None = None) -> tuple[object, ...]:
 
 def sequence_fields(case: Case) -> tuple[object, ...]:
     """The operator's arguments behind the cache."""
-    s, (scale, softcap, sinks) = case.sequences, case.options
+    s, (scale, softcap, sinks, _) = case.sequences, case.options
     scale = case.q.shape[2] ** -0.5 if scale is None else scale
     sequences = (s.block_tables, s.query_starts, s.context_lens, s.num_decodes, s.block_size, s.window or 0)
     return *sequences, scale, softcap, sinks

@@ -60,6 +60,7 @@ class Decoder:
         self.config = config
         self.dtype = weights.placement.dtype
         self._activation_dtype = weights.placement.activation_dtype
+        self._may_round = weights.placement.keeps_float32
         self.adapter_sites = sites_of(config, architecture)
         self._device = weights.placement.device
         embeddings, head = (StoredPart(name, 0, config.vocab_size) for name in (EMBEDDINGS, HEAD))
@@ -188,6 +189,7 @@ class Decoder:
                 slots=plans[window].slot_mapping,
                 sequences=sequences,
                 scale=self.config.attention_scale or self.config.head_dim**-0.5,
+                may_round=self._may_round,
                 tables=None if lora is None else lora.tables,
                 segments=None if lora is None else lora.segments,
             )

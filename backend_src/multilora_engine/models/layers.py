@@ -76,7 +76,9 @@ class Attention:
         self.qkv = builder.linear(QKV, config.qkv_bias, stored_as)
         self.o = builder.linear(["self_attn.o_proj"], config.output_bias)
         self.qk_norm = qk_norm
-        self.options = AttentionOptions(config.attention_scale, config.attention_softcap)
+        self.options = AttentionOptions(
+            config.attention_scale, config.attention_softcap, may_round=builder.placement.keeps_float32
+        )
         self._sizes = (config.q_size, config.kv_size, config.kv_size)
 
     def forward(self, x: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, step: Step) -> torch.Tensor:

@@ -46,6 +46,11 @@ class Placement:
         """The dtype of activations, norms and biases."""
         return activation_dtype(self.dtype, self.device)
 
+    @property
+    def keeps_float32(self) -> bool:
+        """Whether activations are float32 though the arithmetic is not: operators may round them."""
+        return self.activation_dtype != self.dtype
+
     def weight(self, out_features: int, in_features: int) -> PackedWeight:
         """An uninitialised weight of a linear. On a CPU weights lie in memory in the order of these calls."""
         return PackedWeight.empty(out_features, in_features, self.weight_dtype, self.device, self.dtype, self._pages)

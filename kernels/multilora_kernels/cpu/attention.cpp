@@ -313,7 +313,10 @@ at::Tensor attend(const at::Tensor& q, const at::Tensor& keys, const at::Tensor&
   check(batch);
   const at::Tensor out = at::empty({q.size(0), q.size(1) * q.size(2)}, rows.options());
   const Pieces pieces(batch);
-  Run{batch, pieces, attention_kernels_of(keys.scalar_type()), out}.all();
+  const c10::ScalarType stored = keys.scalar_type();
+  const AttentionKernels& kernels =
+      options.may_round ? rounding_attention_kernels_of(stored, batch.head_dim()) : attention_kernels_of(stored);
+  Run{batch, pieces, kernels, out}.all();
   return q.scalar_type() == at::kFloat ? out : out.to(q.scalar_type());
 }
 
@@ -435,8 +438,9 @@ void place(const Heads& heads) {
 at::Tensor paged_attention_operator(const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values,
                                     const at::Tensor& block_tables, const at::Tensor& query_starts,
                                     const at::Tensor& context_lens, int64_t num_decodes, int64_t block_size, int64_t window,
-                                    double scale, double softcap, const std::optional<at::Tensor>& sinks) {
-  const AttentionOptions options{scale, softcap, sinks ? &*sinks : nullptr};
+                                    double scale, double softcap, const std::optional<at::Tensor>& sinks,
+                                    bool may_round) {
+  const AttentionOptions options{scale, softcap, sinks ? &*sinks : nullptr, may_round};
   return attend(q, keys, values, {block_tables, query_starts, context_lens, num_decodes, block_size, window}, options);
 }
 
@@ -444,9 +448,10 @@ at::Tensor rotary_attention_operator(const at::Tensor& qkv, const at::Tensor& co
                                      const at::Tensor& keys, const at::Tensor& values, const at::Tensor& slots,
                                      const at::Tensor& block_tables, const at::Tensor& query_starts,
                                      const at::Tensor& context_lens, int64_t num_decodes, int64_t block_size, int64_t window,
-                                     double scale, double softcap, const std::optional<at::Tensor>& sinks, bool is_interleaved) {
+                                     double scale, double softcap, const std::optional<at::Tensor>& sinks, bool is_interleaved,
+                                     bool may_round) {
   const Sequences sequences{block_tables, query_starts, context_lens, num_decodes, block_size, window};
-  const AttentionOptions options{scale, softcap, sinks ? &*sinks : nullptr};
+  const AttentionOptions options{scale, softcap, sinks ? &*sinks : nullptr, may_round};
   return rotary_attention(qkv, {cos, sin, is_interleaved}, keys, values, slots, sequences, options);
 }
 

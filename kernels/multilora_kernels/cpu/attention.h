@@ -6,10 +6,15 @@
 // they lie, with vectors of queries, and the softmax never looks across lanes. It is carried along from tile to tile of
 // keys (arXiv:2205.14135, algorithm 1). Tiles begin at multiples of kKeyTile, and every score, sum and output is one chain
 // of operations in the order of the keys: a query's result does not depend on the other queries.
+//
+// Pairs of bfloat16 (`kTakesPairs`): queries and weights are rounded, and a product takes two elements of a row, or two keys,
+// at a time. Weights are relative to a power of two, as in decode.h; two keys are always an even one and the one behind it.
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <limits>
 #include <type_traits>
 
@@ -159,10 +164,7 @@ class Attention {
   float* const rows;                 // [kKeyTile or lanes, padded_dim]
   int64_t row_offsets[kKeyTile];     // in `rows`
 
-  // Scores are exponents of two instead of e.
-  static constexpr float kLog2OfE = 1.44269504f;
-
-  // Scales the queries, and pads them with zeros.
+  // Scales the queries, and pads them with zeros. Pairs lie as [padded_dim / 2, lanes, 2].
   void load_queries() const {
     const float factor = task.scale * kLog2OfE;
     std::fill_n(rows, lanes * padded_dim, 0.0f);
@@ -176,6 +178,14 @@ class Attention {
       }
     }
     transpose<Vec>(rows, lanes, padded_dim, q);
+    if constexpr (kTakesPairs<Vec>) {
+      for (int64_t d = 0; d < padded_dim; d += 2) {
+        for (int64_t lane = 0; lane < lanes; lane += Vec::kWidth) {
+          const float* first = q + d * lanes + lane;
+          Vec::store_all(q + d / 2 * lanes + lane, Vec::rounded_pairs(Vec::load(first), Vec::load(first + lanes)));
+        }
+      }
+    }
   }
 
   // A sink is the first score of its lane; its value is zero.
@@ -185,9 +195,10 @@ class Attention {
     std::fill_n(sum, lanes, 0.0f);
     if (task.sinks) {
       for (int64_t lane = 0; lane < queries; ++lane) {
-        max[lane] = std::max(kLowest, task.sinks[lane % task.group] * kLog2OfE);
+        const float sink = std::max(kLowest, task.sinks[lane % task.group] * kLog2OfE);
+        max[lane] = kTakesPairs<Vec> ? std::ceil(sink) : sink;
+        sum[lane] = std::exp2(sink - max[lane]);
       }
-      std::fill_n(sum, queries, 1.0f);
     }
   }
 
@@ -226,15 +237,24 @@ class Attention {
 
   // The rows of the next product are fetched meanwhile: values with the scores, the next tile's keys with the outputs.
   void add_keys(const KeyTile& tile, const KeyTile& next) const {
-    const CacheRows keys = load_rows(task.keys, tile);
-    for_each_block([&](auto vectors, int64_t lane) { score<vectors.value>(lane, keys, tile); });
+    if constexpr (kTakesPairs<Vec>) {
+      for_each_block([&](auto vectors, int64_t lane) { score_pairs<vectors.value>(lane, tile); });
+    } else {
+      const CacheRows keys = load_rows(task.keys, tile);
+      for_each_block([&](auto vectors, int64_t lane) { score<vectors.value>(lane, keys, tile); });
+    }
     if (task.softcap > 0) {
       cap_all<Vec>(scores + tile.begin * lanes, (tile.end - tile.begin) * lanes, task.softcap * kLog2OfE);
     }
     hide_unseen(tile);
     for_each_block([&](auto vectors, int64_t lane) { weigh<vectors.value>(lane, tile); });
-    const CacheRows values = load_rows(task.values, tile);
-    for_each_block([&](auto vectors, int64_t lane) { add_values<vectors.value>(lane, values, tile, next); });
+    if constexpr (kTakesPairs<Vec>) {
+      pair_values(tile);
+      for_each_block([&](auto vectors, int64_t lane) { add_value_pairs<vectors.value>(lane, tile, next); });
+    } else {
+      const CacheRows values = load_rows(task.values, tile);
+      for_each_block([&](auto vectors, int64_t lane) { add_values<vectors.value>(lane, values, tile, next); });
+    }
   }
 
   // Calls block(Count<vectors>, first lane) until all lanes are covered.
@@ -298,6 +318,24 @@ class Attention {
     }
   }
 
+  // The same of pairs, which are read where they lie.
+  template <int Vectors>
+  void score_pairs(int64_t lane, const KeyTile& tile) const {
+    for (int64_t j = tile.begin / kRows * kRows; j < tile.end; j += kRows) {
+      const T* row[kRows];
+      for (int r = 0; r < kRows; ++r) {
+        row[r] = static_cast<const T*>(task.keys) + tile.slot_offsets[j + r];
+      }
+      const auto pair = [&](int r, int64_t k) {
+        float bits;
+        std::memcpy(&bits, row[r] + 2 * k, sizeof(bits));
+        return bits;
+      };
+      multiply_tile<typename Vec::Products, Vectors>(pair, q + lane, head_dim / 2, nullptr, scores + j * lanes + lane, lanes,
+                                                     lines_of(task.values, tile, j, lane == 0 ? j + kRows : j));
+    }
+  }
+
   // Hides each key from the queries that do not see it.
   void hide_unseen(const KeyTile& tile) const {
     const int64_t last_position = task.first_position + task.tokens - 1;
@@ -338,11 +376,27 @@ class Attention {
         largest[v] = Vec::max(largest[v], Vec::load(row + v * Vec::kWidth));
       }
     }
-    for (float* row = first; row < end; row += row_size) {
+    if constexpr (kTakesPairs<Vec>) {
       for (int v = 0; v < Vectors; ++v) {
-        const F weight = power_of_two<Vec>(Vec::sub(Vec::load(row + v * Vec::kWidth), largest[v]));
-        Vec::store(row + v * Vec::kWidth, weight);
-        total[v] = Vec::add(total[v], weight);
+        largest[v] = Vec::round_up(largest[v]);
+      }
+      for (int64_t j = tile.begin / 2 * 2; j < tile.end; j += 2) {
+        for (int v = 0; v < Vectors; ++v) {
+          const float* row = scores + j * row_size + first_lane + v * Vec::kWidth;
+          const auto weight = [&](const float* of) { return power_of_two<Vec>(Vec::sub(Vec::load(of), largest[v])); };
+          const auto pairs = Vec::rounded_pairs(j < tile.begin ? Vec::zero() : weight(row),
+                                                j + 1 < tile.end ? weight(row + row_size) : Vec::zero());
+          Vec::store_all(scores + j / 2 * row_size + first_lane + v * Vec::kWidth, pairs);
+          total[v] = Vec::add(total[v], Vec::add(Vec::first_of(pairs), Vec::second_of(pairs)));
+        }
+      }
+    } else {
+      for (float* row = first; row < end; row += row_size) {
+        for (int v = 0; v < Vectors; ++v) {
+          const F weight = power_of_two<Vec>(Vec::sub(Vec::load(row + v * Vec::kWidth), largest[v]));
+          Vec::store(row + v * Vec::kWidth, weight);
+          total[v] = Vec::add(total[v], weight);
+        }
       }
     }
     for (int v = 0; v < Vectors; ++v) {
@@ -351,6 +405,36 @@ class Attention {
       Vec::store(scale + lane, worth);
       Vec::store(sum + lane, Vec::fma(Vec::load(sum + lane), worth, total[v]));
       Vec::store(max + lane, largest[v]);
+    }
+  }
+
+  // Puts the values of two keys side by side: `rows` is [kKeyTile / 2, padded_dim, 2].
+  void pair_values(const KeyTile& tile) const {
+    const T* values = static_cast<const T*>(task.values);
+    for (int64_t j = tile.begin / 2 * 2; j < tile.end; j += 2) {
+      const T *first = values + tile.slot_offsets[j], *second = values + tile.slot_offsets[j + 1];
+      float* to = rows + row_offsets[j / 2];
+      for (int64_t d = 0; d < head_dim; d += kPairDims) {
+        const auto a = Vec::load_all(first + d), b = Vec::load_all(second + d);
+        F lower = F(Vec::lower_in_turn(a, b)), upper = F(Vec::upper_in_turn(a, b));
+        Vec::put_in_order(lower, upper);
+        Vec::store(to + d, lower);
+        Vec::store(to + d + Vec::kWidth, upper);
+      }
+    }
+  }
+
+  // As add_values, of pairs of keys.
+  template <int Vectors>
+  void add_value_pairs(int64_t lane, const KeyTile& tile, const KeyTile& next) const {
+    const int64_t first = tile.begin / 2, num_pairs = (tile.end + 1) / 2 - first;
+    for (int64_t d = 0; d < padded_dim; d += kRows) {
+      const int64_t begin = d * kKeyTile / padded_dim, end = (d + kRows) * kKeyTile / padded_dim;
+      const float* column = rows + row_offsets[first] + d;
+      multiply_tile<typename Vec::Products, Vectors>([&](int r, int64_t pair) { return column[pair * padded_dim + r]; },
+                                                     scores + first * lanes + lane, num_pairs, scale + lane,
+                                                     out + d * lanes + lane, lanes,
+                                                     lines_of(task.keys, next, begin, lane == 0 ? end : begin));
     }
   }
 

@@ -142,9 +142,73 @@ struct Avx512 : X86Vectors<Avx512, 64> {
   }
 };
 
+// With the dot products of AVX512_BF16, for kernels that multiply pairs of bfloat16 where `Avx512` multiplies floats. They are
+// written in assembly, because this file is compiled for processors without them, too.
+//
+// Source of the instructions: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2, VDPBF16PS,
+// VCVTNE2PS2BF16.
+struct Avx512Pairs : Avx512 {
+  static constexpr bool kMultipliesPairs = true;
+  typedef __m512i Pairs;  // sixteen pairs of bfloat16
+
+  // Lane i is sum[i] + a[2i + 1] * b[2i + 1] + a[2i] * b[2i], in this order.
+  static inline F dot(Pairs a, Pairs b, F sum) {
+    asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
+    return sum;
+  }
+  // The nearest bfloat16 of first, then those of second.
+  static inline Pairs rounded(F first, F second) {
+    Pairs both;
+    asm("vcvtne2ps2bf16 %1, %2, %0" : "=v"(both) : "v"(first), "v"(second));
+    return both;
+  }
+  // Stores the nearest bfloat16, and gives them as floats.
+  static inline F store_rounded(BFloat16* p, F a) {
+    __m256i nearest;
+    asm("vcvtneps2bf16 %1, %0" : "=v"(nearest) : "v"(a));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), nearest);
+    return from_bfloat16(nearest);
+  }
+  // Pair i is a[i], b[i], rounded.
+  static inline Pairs rounded_pairs(F a, F b) {
+    const __m512i in_turn = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5,
+                                             20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    return _mm512_permutexvar_epi16(in_turn, rounded(a, b));
+  }
+  static inline F first_of(Pairs pairs) { return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)); }
+  static inline F second_of(Pairs pairs) {
+    return _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int>(0xffff0000))));
+  }
+  static inline Pairs load_all(const void* p) { return _mm512_loadu_si512(p); }
+  static inline void store_all(void* p, Pairs pairs) { _mm512_storeu_si512(p, pairs); }
+  static inline Pairs broadcast_pair(const void* p) {
+    int32_t pair;
+    std::memcpy(&pair, p, sizeof(pair));
+    return _mm512_set1_epi32(pair);
+  }
+  // The first elements of a and b, then the second ones and so on, of the halves of every 128 bits.
+  static inline Pairs lower_in_turn(Pairs a, Pairs b) { return _mm512_unpacklo_epi16(a, b); }
+  static inline Pairs upper_in_turn(Pairs a, Pairs b) { return _mm512_unpackhi_epi16(a, b); }
+  // Lanes that were put in turn by halves, in their own order again.
+  static inline void put_in_order(F& lower, F& upper) {
+    const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+    const __m512i second = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
+    const F low = _mm512_permutex2var_ps(lower, first, upper);
+    upper = _mm512_permutex2var_ps(lower, second, upper);
+    lower = low;
+  }
+  static inline F round_up(F a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_POS_INF | _MM_FROUND_NO_EXC); }
+
+  // The same vectors, whose product is that of pairs.
+  struct Products : Avx512 {
+    static inline F fma(F a, F b, F c) { return dot(__m512i(a), __m512i(b), c); }
+  };
+};
+
 }  // namespace
 
 const Capability kAvx512 = capability_of<Avx512>("avx512");
+const AttentionKernels kAvx512PairAttention = {attend<Avx512Pairs, BFloat16>, decode<Avx512Pairs, BFloat16>};
 
 }  // namespace multilora
 

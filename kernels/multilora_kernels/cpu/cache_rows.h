@@ -15,6 +15,15 @@ namespace {
 template <class T>
 constexpr bool kIsCode = std::is_same_v<T, int8_t> || std::is_same_v<T, Float8>;
 
+// Whether `Vec` multiplies pairs of bfloat16, and so queries are rounded to it.
+template <class Vec, class = void>
+constexpr bool kTakesPairs = false;
+template <class Vec>
+constexpr bool kTakesPairs<Vec, std::enable_if_t<Vec::kMultipliesPairs>> = true;
+
+// Scores are exponents of two instead of e where that saves a product.
+constexpr float kLog2OfE = 1.44269504f;
+
 // The bytes of a head's row.
 template <class T>
 MULTILORA_INLINE int64_t row_bytes(int64_t head_dim) {

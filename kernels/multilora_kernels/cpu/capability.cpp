@@ -17,6 +17,11 @@ namespace {
   return capability;
 }
 
+[[maybe_unused]] Capability with_pairs(Capability capability, const AttentionKernels& kernels) {
+  capability.pair_attention = &kernels;
+  return capability;
+}
+
 const PairUnit* of_bfloat16(const PairUnit* unit, c10::ScalarType dtype, int64_t in_features) {
   return unit && dtype == c10::kBFloat16 && in_features % unit->inputs_unit == 0 ? unit : nullptr;
 }
@@ -31,7 +36,8 @@ const Capability& capability() {
     const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
     const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512vl");
-    static const Capability amx = with_units(kAvx512, kAmx), avx512_bf16 = with_units(kAvx512, kAvx512BFloat16);
+    static const Capability amx = with_units(kAvx512, kAmx);
+    static const Capability avx512_bf16 = with_pairs(with_units(kAvx512, kAvx512BFloat16), kAvx512PairAttention);
     if (has_avx512 && allowed(amx) && kAmx.is_available()) {
       return amx;
     }
@@ -84,6 +90,12 @@ const AttentionKernels& attention_kernels_of(c10::ScalarType dtype) {
     default:
       return kernels_of(dtype).attention;
   }
+}
+
+const AttentionKernels& rounding_attention_kernels_of(c10::ScalarType dtype, int64_t head_dim) {
+  const AttentionKernels* kernels = capability().pair_attention;
+  const bool fits = dtype == c10::kBFloat16 && head_dim % kPairDims == 0;
+  return kernels && fits ? *kernels : attention_kernels_of(dtype);
 }
 
 LoraKernels lora_kernels_of(c10::ScalarType dtype) {

@@ -23,6 +23,9 @@ const Kernels& kernels_of(c10::ScalarType dtype);
 // Its kernels for a KV cache of a type: one of these three, or codes of 8 bits (int8, float8_e4m3fn).
 const AttentionKernels& attention_kernels_of(c10::ScalarType dtype);
 
+// The same where queries and weights may be rounded to bfloat16.
+const AttentionKernels& rounding_attention_kernels_of(c10::ScalarType dtype, int64_t head_dim);
+
 // Its kernels for adapters in an arena of a type: one of these three, or codes of 8 bits (int8) or 4 (uint8).
 LoraKernels lora_kernels_of(c10::ScalarType dtype);
 

@@ -5,9 +5,13 @@
 // lanes, added in a tree; the lanes' results go together for as many keys. A task's result depends on nothing else.
 //
 // Sums of scores and of values take codes as floats, exactly. Scales are factors of the score and of the weight.
+//
+// Pairs of bfloat16 (`kTakesPairs`): queries and weights are rounded. Rounding commutes with factors that are powers of two,
+// so weights are relative to such a power, whatever keys a task has, and are summed as they are multiplied.
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <limits>
 #include <type_traits>
@@ -49,7 +53,7 @@ class Decode {
  public:
   Decode(const DecodeTask& task, float* scratch)
       : task(task), num_keys(task.end_key - task.first_key), scores(scratch),
-        code_values(scratch + num_queries() * kScoreStride),
+        code_values(scratch + num_queries() * kScoreStride), rounded_q(reinterpret_cast<BFloat16*>(code_values)),
         slot_bytes((task.num_kv_heads - 1) * task.head_stride * int64_t(sizeof(T)) + row_bytes<T>(task.head_dim)),
         query_lines((slot_bytes + num_queries() * kCacheLine - 1) / (num_queries() * kCacheLine)) {
     find_rows();
@@ -57,6 +61,9 @@ class Decode {
 
   void run() const {
     const T *keys = static_cast<const T*>(task.keys), *values = static_cast<const T*>(task.values);
+    if constexpr (kTakesPairs<Vec>) {
+      round_queries();
+    }
     for (int64_t key = 0; key < num_keys; key += kKeys) {
       Ahead next = key + kKeys < num_keys ? ahead(keys, rows + key + kKeys) : ahead(values, rows);
       for (int64_t head = 0; head < task.num_kv_heads; ++head) {
@@ -76,6 +83,9 @@ class Decode {
         add_values<queries.value>(query, values + column, key, next);
       });
     }
+    if constexpr (kTakesPairs<Vec>) {
+      put_in_order();
+    }
   }
 
  private:
@@ -93,6 +103,7 @@ class Decode {
   const int64_t num_keys;
   float* const scores;       // [queries, kScoreStride], then weights
   float* const code_values;  // [kKeys, padded head_dim], of a head's keys
+  BFloat16* const rounded_q;  // [queries, head_dim], of pairs, times the scale and log2(e)
   const int64_t slot_bytes;   // all heads of a key
   const int64_t query_lines;  // lines of a slot for each query, at least so many that the slot is complete
   // Elements from slot 0 to the slots of the keys, in the order in which they are used. The last key's slot is repeated
@@ -179,7 +190,9 @@ class Decode {
     const F scale = factors(keys, key, task.scale);
     for (int64_t query = head * task.group; query < (head + 1) * task.group; ++query) {
       next.fetch(kKeys * query_lines);
-      if constexpr (kIsCode<T>) {
+      if constexpr (kTakesPairs<Vec>) {
+        score_pairs(query, keys, key);
+      } else if constexpr (kIsCode<T>) {
         score(query, key, scale, [&](auto i) { return code_values + i * padded_head_dim(head_dim()); });
       } else {
         score(query, key, scale, [&](auto i) { return keys + rows[key + i]; });
@@ -236,6 +249,26 @@ class Decode {
     Vec::store(scores + query * kScoreStride + key, Vec::mul(Vec::sums(sum), scale));
   }
 
+  void round_queries() const {
+    const F factor = Vec::broadcast(task.scale * kLog2OfE);
+    for (int64_t i = 0; i < num_queries() * head_dim(); i += 2 * Vec::kWidth) {
+      const F low = Vec::mul(Vec::load(task.q + i), factor), high = Vec::mul(Vec::load(task.q + i + Vec::kWidth), factor);
+      Vec::store_all(rounded_q + i, Vec::rounded(low, high));
+    }
+  }
+
+  // scores[query, key + i] = sum_d q[query, d] * keys[key + i, d] for kKeys keys.
+  MULTILORA_INLINE void score_pairs(int64_t query, const T* keys, int64_t key) const {
+    const BFloat16* q = rounded_q + query * head_dim();
+    F sum[kKeys];
+    for_each_index<kKeys>([&](auto i) { sum[i] = Vec::zero(); });
+    for (int64_t d = 0; d < head_dim(); d += 2 * Vec::kWidth) {
+      const auto q_part = Vec::load_all(q + d);
+      for_each_index<kKeys>([&](auto i) { sum[i] = Vec::dot(q_part, Vec::load_all(keys + rows[key + i] + d), sum[i]); });
+    }
+    Vec::store(scores + query * kScoreStride + key, Vec::sums(sum));
+  }
+
   // sum[i] += q[0] * row(i)[d], lane by lane, for some vectors.
   template <int Vectors, class Columns, class Row>
   MULTILORA_INLINE void add_products(const float* q, int64_t d, const Row& row, Columns columns, F* sum) const {
@@ -257,22 +290,36 @@ class Decode {
     float* weights = scores + query * kScoreStride;
     const int64_t num_scores = (num_keys + kKeys - 1) / kKeys * kKeys;
     if (task.softcap > 0) {
-      cap_all<Vec>(weights, num_scores, task.softcap);
+      cap_all<Vec>(weights, num_scores, kTakesPairs<Vec> ? task.softcap * kLog2OfE : task.softcap);
     }
     std::fill(weights + num_keys, weights + num_scores, kNone);
     F largest = Vec::broadcast(kNone);
     for (int64_t j = 0; j < num_keys; j += kKeys) {
       largest = Vec::max(largest, Vec::load(weights + j));
     }
-    const float max = Vec::largest(largest);
+    float max = Vec::largest(largest);
     F sum = Vec::zero();
-    for (int64_t j = 0; j < num_keys; j += kKeys) {
-      const F weight = exponential<Vec>(Vec::add(Vec::load(weights + j), Vec::broadcast(-max)));
-      Vec::store(weights + j, weight);
-      sum = Vec::add(sum, weight);
+    if constexpr (kTakesPairs<Vec>) {
+      max = std::ceil(max);
+      for (int64_t j = 0; j < num_keys; j += kKeys) {
+        const F weight = power_of_two<Vec>(Vec::add(Vec::load(weights + j), Vec::broadcast(-max)));
+        sum = Vec::add(sum, Vec::store_rounded(rounded_weights(query) + j, weight));
+      }
+      max /= kLog2OfE;
+    } else {
+      for (int64_t j = 0; j < num_keys; j += kKeys) {
+        const F weight = exponential<Vec>(Vec::add(Vec::load(weights + j), Vec::broadcast(-max)));
+        Vec::store(weights + j, weight);
+        sum = Vec::add(sum, weight);
+      }
     }
     task.max[query] = max;
     task.sum[query] = Vec::sum(sum);
+  }
+
+  // They lie in place of the scores.
+  MULTILORA_INLINE BFloat16* rounded_weights(int64_t query) const {
+    return reinterpret_cast<BFloat16*>(scores + query * kScoreStride);
   }
 
   // out[query + r, :] += sum_i weights[query + r, key + i] * values[key + i, :] for up to kKeys keys.
@@ -280,6 +327,9 @@ class Decode {
   MULTILORA_INLINE void add_values(int64_t query, const T* values, int64_t key, Ahead& next) const {
     constexpr int kVectors = value_vectors<Vec>(Queries);
     constexpr int64_t kColumns = kVectors * Vec::kWidth;
+    if constexpr (kTakesPairs<Vec>) {
+      return add_value_pairs<Queries>(query, values, key, next);
+    }
     int64_t d = 0;
     for (; d + kColumns <= head_dim(); d += kColumns) {
       add_columns<Queries, kVectors>(query, values + d, key, d, next, Whole<Vec>{});
@@ -320,6 +370,65 @@ class Decode {
       for (int v = 0; v < Vectors; ++v) {
         Vec::store(out + r * row_size + v * Vec::kWidth, sum[r][v]);
       }
+    }
+  }
+
+  // The same of pairs of keys. Lanes of out are in turn.
+  template <int Queries>
+  MULTILORA_INLINE void add_value_pairs(int64_t query, const T* values, int64_t key, Ahead& next) const {
+    constexpr int kVectors = value_vectors<Vec>(Queries) / 2 * 2;
+    static_assert(kVectors == 4 || kVectors == 2);
+    int64_t d = 0;
+    for (; d + kVectors * Vec::kWidth <= head_dim(); d += kVectors * Vec::kWidth) {
+      add_column_pairs<Queries, kVectors>(query, values + d, key, d, next);
+    }
+    for (; d < head_dim(); d += kPairDims) {
+      add_column_pairs<Queries, 2>(query, values + d, key, d, next);
+    }
+  }
+
+  template <int Queries, int Vectors>
+  MULTILORA_INLINE void add_column_pairs(int64_t query, const T* values, int64_t key, int64_t d, Ahead& next) const {
+    const int64_t row_size = padded_head_dim(head_dim()), end = std::min(num_keys, key + kKeys);
+    float* out = task.out + query * row_size + d;
+    F sum[Queries][Vectors];
+    for (int r = 0; r < Queries; ++r) {
+      for (int v = 0; v < Vectors; ++v) {
+        sum[r][v] = Vec::load(out + r * row_size + v * Vec::kWidth);
+      }
+    }
+    for (int64_t j = key; j < end; j += 2) {
+      if (d == 0) {
+        next.fetch(2 * query_lines * Queries);
+      }
+      typename Vec::Pairs value[Vectors];
+      for (int v = 0; v < Vectors; v += 2) {
+        const auto first = Vec::load_all(values + rows[j] + v * Vec::kWidth);
+        const auto second = Vec::load_all(values + rows[j + 1] + v * Vec::kWidth);
+        value[v] = Vec::lower_in_turn(first, second);
+        value[v + 1] = Vec::upper_in_turn(first, second);
+      }
+      for (int r = 0; r < Queries; ++r) {
+        const auto weight = Vec::broadcast_pair(rounded_weights(query + r) + j);
+        for (int v = 0; v < Vectors; ++v) {
+          sum[r][v] = Vec::dot(weight, value[v], sum[r][v]);
+        }
+      }
+    }
+    for (int r = 0; r < Queries; ++r) {
+      for (int v = 0; v < Vectors; ++v) {
+        Vec::store(out + r * row_size + v * Vec::kWidth, sum[r][v]);
+      }
+    }
+  }
+
+  // The lanes of out.
+  void put_in_order() const {
+    for (float* out = task.out; out < task.out + num_queries() * head_dim(); out += kPairDims) {
+      F lower = Vec::load(out), upper = Vec::load(out + Vec::kWidth);
+      Vec::put_in_order(lower, upper);
+      Vec::store(out, lower);
+      Vec::store(out + Vec::kWidth, upper);
     }
   }
 };

@@ -27,7 +27,7 @@ Stream run(const Layer& layer, const Stream& stream) {
   const auto& [x, update] = stream;
   const auto [attention_input, before] = add_rms_norm(x, update, weights.attention_norm, weights.eps);
   const at::Tensor qkv = multiply(attention_input, weights.qkv, step.adapters);
-  const at::Tensor heads = rotary_attention(qkv, {step.cos, step.sin}, keys, values, step.slots, step.sequences, {step.scale});
+  const at::Tensor heads = rotary_attention(qkv, {step.cos, step.sin}, keys, values, step.slots, step.sequences, step.attention);
   const at::Tensor attended = multiply(heads, weights.o, step.adapters);
   const auto [mlp_input, between] = add_rms_norm(before, attended, weights.mlp_norm, weights.eps);
   const at::Tensor activated = silu_mul(multiply(mlp_input, weights.gate_up, step.adapters));

@@ -41,7 +41,7 @@ struct Adapters {
 struct LayerStep {
   const at::Tensor &cos, &sin, &slots;
   Sequences sequences;
-  double scale;
+  AttentionOptions attention;
   std::optional<Adapters> adapters;
 };
 

@@ -17,6 +17,7 @@ struct Sequences {
 struct AttentionOptions {
   double scale, softcap = 0;
   const at::Tensor* sinks = nullptr;
+  bool may_round = false;
 };
 
 // cos and sin of `rotary_attention`.

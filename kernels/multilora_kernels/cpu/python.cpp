@@ -82,9 +82,9 @@ Sequences sequences_of(PyObject* object) {
 }
 
 AttentionOptions attention_options_of(PyObject* object, int64_t head_dim) {
-  PyObject* const* fields = fields_of(object, 3, "AttentionOptions");
+  PyObject* const* fields = fields_of(object, 4, "AttentionOptions");
   return {fields[0] == Py_None ? std::pow(double(head_dim), -0.5) : number(fields[0]), number(fields[1]),
-          optional_tensor(fields[2])};
+          optional_tensor(fields[2]), fields[3] == Py_True};
 }
 
 // A tensor, or QuantizedPanels.
@@ -273,10 +273,11 @@ PyObject* rotary_attention_of(PyObject*, PyObject* const* arguments, Py_ssize_t 
 }
 
 LayerStep layer_step_of(PyObject* object) {
-  PyObject* const* fields = fields_of(object, 7, "LayerStep");
-  LayerStep step{tensor(fields[0]), tensor(fields[1]), tensor(fields[2]), sequences_of(fields[3]), number(fields[4]), {}};
-  if (fields[5] != Py_None) {
-    step.adapters.emplace(Adapters{tables_of(fields[5]), segments_of(fields[6])});
+  PyObject* const* fields = fields_of(object, 8, "LayerStep");
+  const AttentionOptions attention{number(fields[4]), 0, nullptr, fields[5] == Py_True};
+  LayerStep step{tensor(fields[0]), tensor(fields[1]), tensor(fields[2]), sequences_of(fields[3]), attention, {}};
+  if (fields[6] != Py_None) {
+    step.adapters.emplace(Adapters{tables_of(fields[6]), segments_of(fields[7])});
   }
   return step;
 }

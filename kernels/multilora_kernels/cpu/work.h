@@ -137,10 +137,15 @@ constexpr int64_t kScoreStride = kMaxDecodeKeys + 16;
 // Bytes of the scale of a head's codes in the KV cache, a float32.
 constexpr int64_t kRowScaleBytes = 4;
 
-// Floats of memory that a decode kernel works in: scores, and the values of codes of as many keys as vectors have lanes.
+// Floats of memory that a decode kernel works in: scores, and the values of codes of as many keys as vectors have lanes, or the
+// queries rounded to bfloat16.
 constexpr int64_t decode_scratch(int64_t queries, int64_t head_dim) {
-  return queries * kScoreStride + kDimUnit * padded_head_dim(head_dim);
+  const int64_t rows = kDimUnit > queries ? kDimUnit : queries;
+  return queries * kScoreStride + rows * padded_head_dim(head_dim);
 }
+
+// Kernels that multiply pairs of bfloat16 take heads of a multiple of so many elements.
+constexpr int64_t kPairDims = 32;
 
 // All heads of one query, and at most kMaxDecodeKeys of its keys, all of which it sees.
 struct DecodeTask {
@@ -257,12 +262,15 @@ struct Capability {
   AttentionKernels int8_rows, float8_rows;
   QuantizedKernels quantized;
   const PairUnits* pair_units = nullptr;
+  // Over a cache of bfloat16, to which queries and weights are rounded; null where that is no quicker.
+  const AttentionKernels* pair_attention = nullptr;
 };
 
 extern const Capability kPlain;
 #if defined(__x86_64__)
 extern const Capability kAvx2;
 extern const Capability kAvx512;
+extern const AttentionKernels kAvx512PairAttention;  // with the dot products of AVX512_BF16
 extern const PairUnits kAmx;
 extern const PairUnits kAvx512BFloat16;
 #endif
