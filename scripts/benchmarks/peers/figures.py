@@ -98,15 +98,14 @@ def write_figures(figures: Sequence[Figures], title: str, output: Path) -> None:
         writer.writerows(asdict(row) for row in figures)
     cases = list(dict.fromkeys(row.case for row in figures))
     heights = [sum(row.case == case for row in figures) for case in cases]
-    size = (9, 0.8 * len(cases) + 0.22 * len(figures))
-    figure, axes = pyplot.subplots(len(cases), figsize=size, squeeze=False, height_ratios=heights)
+    size = (9, 1 + 0.8 * len(cases) + 0.22 * len(figures))
+    figure, axes = pyplot.subplots(len(cases), figsize=size, squeeze=False, height_ratios=heights, layout="constrained")
     for axis, case in zip(axes[:, 0], cases, strict=True):
         rows = [row for row in figures if row.case == case][::-1]
         bars = axis.barh([row.peer for row in rows], [row.tokens_per_s for row in rows])
         axis.bar_label(bars, fmt="%.0f")
         axis.set_title(f"{case}, tokens per second", loc="left", fontsize="medium")
     figure.suptitle(title)
-    figure.tight_layout()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "peers"}):
         figure.savefig(output / "peers.svg", metadata={"Date": None})
     pyplot.close(figure)
