@@ -62,7 +62,8 @@ class PackedLayer(NamedTuple):
 class LayerStep(NamedTuple):
     """The arguments that all layers of a step share: those of `rotary_attention` and `lora_linear`.
 
-    scale, may_round: of `AttentionOptions`, the scale head_dim ** -0.5. tables, segments: None for a step without adapters.
+    scale, may_round: of `AttentionOptions`, the scale head_dim ** -0.5. tables, segments: None for a step without
+    adapters.
     """
 
     cos: torch.Tensor
