@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+import msgspec
 from rich.console import Console
 from rich.table import Column, Table
 
@@ -74,13 +75,7 @@ def with_earlier(figures: Sequence[Figures], output: Path) -> list[Figures]:
     earlier: list[Figures] = []
     if (output / "peers.csv").exists():
         with (output / "peers.csv").open(newline="") as file:
-            types = {
-                each.name: float if each.type == "float" else int if each.type == "int" else str
-                for each in fields(Figures)
-            }
-            earlier = [
-                Figures(**{name: types[name](value) for name, value in row.items()}) for row in csv.DictReader(file)
-            ]
+            earlier = [msgspec.convert(row, Figures, strict=False) for row in csv.DictReader(file)]
     return [*(row for row in earlier if (row.peer, row.case) not in measured), *figures]
 
 
