@@ -7,7 +7,7 @@ which adapter, built once per step), `lora_shrink` and `lora_expand` (one call e
 base model's weights and their use), `activation_dtype` (of their inputs) and `HugePages` (where they lie);
 `QuantizedWeight` of a `CodeType`, `quantized_linear`, `quantized_lora_linear` and `quantized_embedding` (the same for
 weights of 4 and 8 bits); `paged_attention` over `PagedSequences` with `AttentionOptions` where `has_paged_attention`,
-and `rotary_attention` (with the steps before it); `store_heads` (alone); `kv_row_size`, `kv_head_dim` and `load_rows`
+and `rotary_attention` (with the steps before it); `store_rows` (alone); `kv_row_size`, `kv_head_dim` and `load_rows`
 (of the cache, which may be in codes of 8 bits); `add_rms_norm`, `add_layer_norm`, `silu_mul`, `gelu_tanh_mul` and
 `gelu_tanh` (the work between linears); `decoder_layers` (all of these in one call, for `PackedLayer`s of
 `PackedLayerLinear`s in a `LayerStep`); `sample_tokens` by `SamplingRule`s; and `load_cpu_kernels` (builds
@@ -21,14 +21,13 @@ from multilora_kernels.attention import (
     has_paged_attention,
     paged_attention,
     rotary_attention,
-    store_heads,
 )
 from multilora_kernels.cpu import load_cpu_kernels
 from multilora_kernels.decoder_layers import LayerStep, PackedLayer, PackedLayerLinear, decoder_layers
 from multilora_kernels.elementwise import add_layer_norm, add_rms_norm, gelu_tanh, gelu_tanh_mul, silu_mul
 from multilora_kernels.expand import lora_expand
 from multilora_kernels.huge_pages import HugePages
-from multilora_kernels.kv_rows import kv_head_dim, kv_row_size, load_rows
+from multilora_kernels.kv_rows import kv_head_dim, kv_row_size, load_rows, store_rows
 from multilora_kernels.linear import PackedWeight, activation_dtype, packed_embedding, packed_linear
 from multilora_kernels.lora_linear import lora_linear
 from multilora_kernels.quantized import (
@@ -81,5 +80,5 @@ __all__ = [
     "rotary_attention",
     "sample_tokens",
     "silu_mul",
-    "store_heads",
+    "store_rows",
 ]

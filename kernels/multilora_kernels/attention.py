@@ -12,7 +12,7 @@ from multilora_kernels import operators
 from multilora_kernels.cpu import load_cpu_kernels, rotary_attention_directly
 from multilora_kernels.dispatch import load_operators
 from multilora_kernels.interpreter import has_gpu_operators
-from multilora_kernels.kv_rows import kv_head_dim, store_rows
+from multilora_kernels.kv_rows import kv_head_dim
 
 
 class PagedSequences(NamedTuple):
@@ -56,12 +56,9 @@ class AttentionOptions(NamedTuple):
 _PLAIN = AttentionOptions()
 
 
-def has_paged_attention(device: torch.device, *, is_decode: bool) -> bool:
-    """Whether `paged_attention` is the best way on this device.
-
-    On a CPU with compiled kernels it is; on a GPU for decoding sequences, which have one token each: `is_decode`.
-    """
-    return is_decode if has_gpu_operators(device) else load_cpu_kernels()
+def has_paged_attention(device: torch.device) -> bool:
+    """Whether operators attend on this device: on a GPU, and on a CPU with compiled kernels."""
+    return has_gpu_operators(device) or load_cpu_kernels()
 
 
 def paged_attention(
@@ -142,19 +139,6 @@ def rotary_attention(
         is_interleaved,
         options.may_round,
     )
-
-
-def store_heads(x: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
-    """Put keys or values of tokens into a cache, for `paged_attention`.
-
-    x: [num_tokens, num_kv_heads, head_dim], floating. slots: [num_tokens] int64.
-    cache: as for `paged_attention`; a GPU's int8 takes a head_dim that is a multiple of SCALE_BYTES.
-    """
-    if x.is_cuda and cache.dtype == torch.int8:
-        load_operators(x)
-        operators.store_codes(x, cache, slots)
-    else:
-        store_rows(x, cache, slots)
 
 
 def _option_fields(options: AttentionOptions, head_dim: int) -> tuple[float, float, torch.Tensor | None]:

@@ -52,7 +52,10 @@ def dequantize_rows(rows: torch.Tensor) -> torch.Tensor:
 
 
 def store_rows(x: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
-    """See `attention.store_heads`; in plain PyTorch."""
+    """Put keys or values of tokens into a cache, for `attention.paged_attention`.
+
+    x: [num_tokens, num_kv_heads, head_dim], floating. slots: [num_tokens] int64.
+    """
     if cache.dtype in LARGEST_CODES:
         _bytes(cache).index_copy_(0, slots, _bytes(quantize_rows(x, cache.dtype)))
     else:

@@ -1,6 +1,6 @@
 """Everything of this package that torch knows as an operator: `multilora::lora_shrink`, `lora_expand`, `lora_apply`,
 `lora_linear`, `packed_linear`, `packed_embedding`, `quantized_lora_linear`, `quantized_linear`, `quantized_embedding`,
-`paged_attention`, `rotary_attention`, `store_codes`, `add_rms_norm`, `add_layer_norm`, `silu_mul`, `gelu_tanh_mul`,
+`paged_attention`, `rotary_attention`, `add_rms_norm`, `add_layer_norm`, `silu_mul`, `gelu_tanh_mul`,
 `gelu_tanh`, `sample_tokens`.
 
 torch.compile and CUDA graphs see one opaque node each, with a fake implementation for shapes. An operator takes only
@@ -24,6 +24,7 @@ from multilora_kernels.tables import LoRATables
 
 Shrink = Callable[[torch.Tensor, LoRATables, int, int, LoRASegments], torch.Tensor]
 Expand = Callable[[torch.Tensor, torch.Tensor, LoRATables, int, Sequence[int], LoRASegments], None]
+Apply = Callable[[torch.Tensor, torch.Tensor, LoRATables, int, Sequence[int], LoRASegments], None]
 
 _TABLES = "Tensor arena, Tensor rank, Tensor a_offset, Tensor b_offset, Tensor magnitude_offset, int max_rank"
 _SEGMENTS = "Tensor permutation, Tensor chunk_start, Tensor chunk_length, Tensor chunk_lora_index, int chunk_size"
@@ -76,8 +77,6 @@ library.define(
     f" {_SEQUENCES}, {_OPTIONS}, bool is_interleaved, {_MAY_ROUND}) -> Tensor",
 )
 
-library.define("multilora::store_codes", "(Tensor x, Tensor(a!) cache, Tensor slots) -> ()")
-
 library.define(
     "multilora::add_rms_norm", "(Tensor x, Tensor update, Tensor weight, float eps) -> (Tensor normed, Tensor total)"
 )
@@ -104,7 +103,6 @@ quantized_embedding = torch.ops.multilora.quantized_embedding.default
 
 paged_attention = torch.ops.multilora.paged_attention.default
 rotary_attention = torch.ops.multilora.rotary_attention.default
-store_codes = torch.ops.multilora.store_codes.default
 add_rms_norm = torch.ops.multilora.add_rms_norm.default
 add_layer_norm = torch.ops.multilora.add_layer_norm.default
 silu_mul = torch.ops.multilora.silu_mul.default
@@ -181,8 +179,11 @@ def call_packed_embedding(token_ids: torch.Tensor, panels: torch.Tensor, num_emb
     return _packed_embedding(token_ids, panels, num_embeddings)  # type: ignore[no-any-return]
 
 
-def implement(dispatch_key: str, shrink: Shrink, expand: Expand) -> None:
-    """Register functions over tables and segments as the operators of a dispatch key ("CPU", "CUDA")."""
+def implement(dispatch_key: str, shrink: Shrink, expand: Expand, apply: Apply | None = None) -> None:
+    """Register functions over tables and segments as the operators of a dispatch key ("CPU", "CUDA").
+
+    apply: None: `shrink`, then `expand`.
+    """
 
     def lora_shrink(x: torch.Tensor, first_slice: int, num_slices: int, *fields: Any) -> torch.Tensor:
         tables, segments = _structs(x.shape[0], fields)
@@ -197,8 +198,12 @@ def implement(dispatch_key: str, shrink: Shrink, expand: Expand) -> None:
     def lora_apply(
         x: torch.Tensor, y: torch.Tensor, first_slice: int, slice_sizes: Sequence[int], *fields: Any
     ) -> None:
-        v = lora_shrink(x, first_slice, len(slice_sizes), *fields)
-        lora_expand(v, y, first_slice, slice_sizes, *fields)
+        tables, segments = _structs(x.shape[0], fields)
+        if apply is not None:
+            apply(x, y, tables, first_slice, slice_sizes, segments)
+        else:
+            v = shrink(x, tables, first_slice, len(slice_sizes), segments)
+            expand(v, y, tables, first_slice, slice_sizes, segments)
 
     library.impl("multilora::lora_shrink", dispatch_key, lora_shrink)
     library.impl("multilora::lora_expand", dispatch_key, lora_expand)
@@ -243,8 +248,8 @@ def _structs(num_tokens: int, fields: tuple[Any, ...]) -> tuple[LoRATables, LoRA
 
 
 def _fake_shrink(x: torch.Tensor, first_slice: int, num_slices: int, *fields: Any) -> torch.Tensor:
-    tables, segments = _structs(x.shape[0], fields)
-    parts = num_parts(x.shape[1], segments.chunk_size) if has_gpu_operators(x.device) else 1
+    tables, _ = _structs(x.shape[0], fields)
+    parts = num_parts(x.shape[1], x.shape[0]) if has_gpu_operators(x.device) else 1
     return x.new_empty(parts, num_slices, x.shape[0], tables.max_rank, dtype=torch.float32)
 
 
@@ -315,7 +320,6 @@ library.register_fake("multilora::quantized_linear", _fake_quantized_linear)
 library.register_fake("multilora::quantized_embedding", _fake_quantized_embedding)
 library.register_fake("multilora::paged_attention", _fake_paged_attention)
 library.register_fake("multilora::rotary_attention", _fake_rotary_attention)
-library.register_fake("multilora::store_codes", _fake_in_place)
 library.register_fake("multilora::add_rms_norm", _fake_add_norm)
 library.register_fake("multilora::add_layer_norm", _fake_add_norm)
 library.register_fake("multilora::silu_mul", _fake_gated)

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import torch
 
+from multilora_kernels.interpreter import has_gpu_operators
+
 CHUNK_SIZE = 16
 """Tokens of a chunk in decode batches: the rows of one tensor-core tile."""
 
@@ -53,6 +55,20 @@ def lora_segments(token_lora_mapping: torch.Tensor, max_loras: int, chunk_size: 
     num_tokens = token_lora_mapping.numel()
     chunk_size = chunk_size or (CHUNK_SIZE if num_tokens <= MAX_DECODE_TOKENS else PREFILL_CHUNK_SIZE)
     capacity = min(num_tokens, max_loras + num_tokens // chunk_size)
+    if has_gpu_operators(token_lora_mapping.device) and num_tokens:
+        # Imported here: Triton comes with the CUDA builds of torch only.
+        from multilora_kernels.cuda.segments import MAX_TOKENS, segment
+
+        if num_tokens <= MAX_TOKENS:
+            return LoRASegments(*segment(token_lora_mapping, max_loras, chunk_size, capacity), num_tokens, chunk_size)
+    return reference_segments(token_lora_mapping, max_loras, chunk_size, capacity)
+
+
+def reference_segments(
+    token_lora_mapping: torch.Tensor, max_loras: int, chunk_size: int, capacity: int
+) -> LoRASegments:
+    """`lora_segments` by operators of torch. capacity: of chunks."""
+    num_tokens = token_lora_mapping.numel()
     mapping = token_lora_mapping.long()
     # Base tokens get the key max_loras, so the stable sort leaves them behind every adapter's tokens.
     keys, order = torch.sort(torch.where(mapping < 0, max_loras, mapping), stable=True)

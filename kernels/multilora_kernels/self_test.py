@@ -6,6 +6,7 @@ does not see it, so the operators of a model's shapes are run once, on random in
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,11 +17,19 @@ import torch
 from multilora_kernels import reference, sampling_reference
 from multilora_kernels.adapter_codes import CODE_BITS
 from multilora_kernels.adapter_quantization import reference_a, reference_b
-from multilora_kernels.attention import AttentionOptions, PagedSequences, paged_attention
+from multilora_kernels.apply import lora_apply
+from multilora_kernels.attention import AttentionOptions, PagedSequences, rotary_attention
 from multilora_kernels.elementwise import add_layer_norm, add_rms_norm, gelu_tanh, gelu_tanh_mul, silu_mul
 from multilora_kernels.expand import lora_expand
+from multilora_kernels.kv_rows import quantize_rows
 from multilora_kernels.sampling import SamplingRule, sample_tokens
-from multilora_kernels.segments import CHUNK_SIZE, PREFILL_CHUNK_SIZE, LoRASegments, lora_segments
+from multilora_kernels.segments import (
+    CHUNK_SIZE,
+    PREFILL_CHUNK_SIZE,
+    LoRASegments,
+    lora_segments,
+    reference_segments,
+)
 from multilora_kernels.shrink import lora_shrink
 from multilora_kernels.tables import LoRATables
 
@@ -30,8 +39,9 @@ class OperatorShapes:
     """The shapes in which a model calls the operators.
 
     linears: in_features and the widths of the slices of each fused linear. mlp_size: width of an activation.
-    max_rank: of adapters. contexts: keys of the sequences that decode. num_rows: tokens of a batch with adapters.
-    vocab_size: of the logits. dtype: of activations, keys and values. lora_dtype: of the arena.
+    max_rank: of adapters. contexts: keys of the sequences. num_rows: tokens of a batch with adapters. vocab_size: of
+    the logits. dtype: of activations. lora_dtype: of the arena. kv_dtype: of keys and values; None is dtype.
+    rotary_dim: elements of a head that turn; None is all.
     """
 
     hidden_size: int
@@ -47,6 +57,8 @@ class OperatorShapes:
     contexts: tuple[int, ...] = (1, 17, 600, 2100)
     num_rows: int = 37
     vocab_size: int = 32000
+    kv_dtype: torch.dtype | None = None
+    rotary_dim: int | None = None
 
 
 @dataclass(frozen=True)
@@ -125,16 +137,20 @@ def _comparisons(
             described = f"{in_features} inputs, outputs {slice_sizes}, {batch}"
             yield "lora_shrink", described, batch.compare_shrink
             yield "lora_expand", described, batch.compare_expand
+            yield "lora_apply", described, batch.compare_apply
+    yield "lora_segments", f"{shapes.num_rows} rows", partial(_compare_segments, shapes, device, generator)
     options = {
         "": AttentionOptions(),
         " soft cap": AttentionOptions(softcap=3.0),
         " sinks": AttentionOptions(sinks=torch.randn(shapes.num_heads, device=device, generator=generator)),
     }
     for name, option in options.items():
-        for window in (None, shapes.block_size + 1):
+        for window, longest in itertools.product((None, shapes.block_size + 1), (1, shapes.num_rows)):
             heads = f"{shapes.num_heads} heads on {shapes.num_kv_heads} of {shapes.head_dim}"
-            described = f"{heads}, contexts {shapes.contexts}, window {window}{name}, {shapes.dtype}"
-            yield "paged_attention", described, partial(_compare_attention, shapes, option, window, device, generator)
+            tokens = "one token each" if longest == 1 else f"up to {longest} tokens"
+            described = f"{heads}, contexts {shapes.contexts}, {tokens}, window {window}{name}, {shapes.dtype}"
+            compare = partial(_compare_attention, shapes, option, window, longest, device, generator)
+            yield "rotary_attention", described, compare
     yield from _comparisons_between_linears(shapes, device, generator)
 
 
@@ -185,50 +201,79 @@ def _compare_norm(
     return torch.cat((normed, total)), torch.cat((expected_normed, expected_total)), tolerance
 
 
+def _compare_segments(shapes: OperatorShapes, device: torch.device, generator: torch.Generator) -> Results:
+    num_loras = max(1, shapes.num_rows // 3)
+    mapping = torch.randint(-1, num_loras, (shapes.num_rows,), device=device, generator=generator)
+    capacity = min(shapes.num_rows, num_loras + shapes.num_rows // CHUNK_SIZE)
+    expected = reference_segments(mapping, num_loras, CHUNK_SIZE, capacity)
+    actual = lora_segments(mapping, num_loras, CHUNK_SIZE)
+    num_used = int((mapping >= 0).sum())
+    found, wanted = (
+        torch.cat((of.permutation[:num_used], of.chunk_start, of.chunk_length, of.chunk_lora_index))
+        for of in (actual, expected)
+    )
+    return found, wanted, 1e-9
+
+
 def _compare_attention(
     shapes: OperatorShapes,
     options: AttentionOptions,
     window: int | None,
+    longest: int,
     device: torch.device,
     generator: torch.Generator,
 ) -> Results:
-    """Decoding sequences whose blocks lie in any order; slots that none of them has are NaN."""
+    """Sequences whose blocks lie in any order; slots that none of them has are NaN. longest: most tokens of one."""
     block_size, contexts = shapes.block_size, shapes.contexts
+    query_lens = [1 if row == 0 else min(longest, context) for row, context in enumerate(contexts)]
     num_blocks = [-(-context // block_size) for context in contexts]
     places = torch.randperm(sum(num_blocks), device=device, generator=generator)
     tables = torch.zeros(len(contexts), max(num_blocks), dtype=torch.int64, device=device)
     cache = torch.full(
         (2, sum(num_blocks) * block_size, shapes.num_kv_heads, shapes.head_dim), torch.nan, device=device
     )
-    first = 0
+    first, own_slots = 0, []
     for row, (context, count) in enumerate(zip(contexts, num_blocks, strict=True)):
         tables[row, :count] = places[first : first + count]
         positions = torch.arange(context, device=device)
         slots = tables[row, positions // block_size] * block_size + positions % block_size
         cache[:, slots] = torch.randn(2, context, *cache.shape[2:], device=device, generator=generator)
+        own_slots.append(slots[context - query_lens[row] :])
         first += count
-    keys, values = cache.to(shapes.dtype)
+    slots = torch.cat(own_slots)
+    cache[:, slots] = torch.nan
+    kv_dtype = shapes.kv_dtype or shapes.dtype
+    keys, values = quantize_rows(cache) if kv_dtype == torch.int8 else cache.to(kv_dtype)
     random = partial(_random, device=device, generator=generator, dtype=shapes.dtype)
-    q = random(len(contexts), shapes.num_heads, shapes.head_dim)
-    starts = torch.arange(len(contexts) + 1, device=device)
+    num_tokens, num_heads = len(slots), shapes.num_heads + 2 * shapes.num_kv_heads
+    rotary_dim = shapes.head_dim if shapes.rotary_dim is None else shapes.rotary_dim
+    qkv = random(num_tokens, num_heads * shapes.head_dim)
+    cos, sin = (random(num_tokens, 1, rotary_dim) for _ in range(2))
+    starts = torch.tensor([0, *itertools.accumulate(query_lens)], device=device)
     lengths = torch.tensor(contexts, device=device)
-    sequences = PagedSequences(tables, starts, lengths, len(contexts), block_size, window)
-    actual = paged_attention(q, keys, values, sequences, options)
-    expected = reference.paged_attention(
-        q.double(),
-        keys.double(),
-        values.double(),
+    num_decodes = len(contexts) if longest == 1 else 1
+    sequences = PagedSequences(tables, starts, lengths, num_decodes, block_size, window)
+    exact_keys, exact_values = (x.clone() if kv_dtype == torch.int8 else x.double() for x in (keys, values))
+    actual = rotary_attention(qkv, cos, sin, keys, values, slots, sequences, options)
+    expected = reference.rotary_attention(
+        qkv.double(),
+        cos.double(),
+        sin.double(),
+        exact_keys,
+        exact_values,
+        slots,
         tables,
         starts,
         lengths,
-        len(contexts),
+        num_decodes,
         block_size,
         window or 0,
         float(shapes.head_dim) ** -0.5,
         options.softcap,
         options.sinks,
+        False,
     )
-    return actual, expected, _TOLERANCES[shapes.dtype]
+    return actual, expected, max(_TOLERANCES.get(dtype, 3e-2) for dtype in (shapes.dtype, kv_dtype))
 
 
 class _LoRABatch:
@@ -274,6 +319,14 @@ class _LoRABatch:
         actual, expected = self._y.clone(), self._y.double()
         lora_expand(self._v, actual, *arguments)
         reference.lora_expand(self._v.double(), expected, *arguments)
+        return actual, expected, _TOLERANCES[self._dtype]
+
+    def compare_apply(self) -> Results:
+        arguments = (self._tables, 0, self._slice_sizes, self._segments)
+        actual, expected = self._y.clone(), self._y.double()
+        lora_apply(self._x, actual, *arguments)
+        v = reference.lora_shrink(self._x.double(), self._tables, 0, len(self._slice_sizes), self._segments)
+        reference.lora_expand(v, expected, *arguments)
         return actual, expected, _TOLERANCES[self._dtype]
 
     def _defined(self, v: torch.Tensor) -> torch.Tensor:

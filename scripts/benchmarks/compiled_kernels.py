@@ -13,8 +13,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from benchmarks.synthetic_batches import LinearShape
-from multilora_kernels.cuda.attention import combine_constants, combine_kernel, decode_constants, decode_kernel
 from multilora_kernels.cuda.block_sizes import block_sizes
+from multilora_kernels.cuda.decode_attention import decode_constants, decode_kernel
 from multilora_kernels.cuda.elementwise import (
     activation_constants,
     activation_kernel,
@@ -23,10 +23,14 @@ from multilora_kernels.cuda.elementwise import (
     norm_constants,
 )
 from multilora_kernels.cuda.expand import expand_constants, expand_kernel
-from multilora_kernels.cuda.kv_rows import store_codes_kernel, store_constants
+from multilora_kernels.cuda.prompt_attention import prompt_constants, prompt_kernel
+from multilora_kernels.cuda.rotation import rotate_and_store_kernel, rotation_constants
 from multilora_kernels.cuda.sampling import sample_constants, sample_kernel
+from multilora_kernels.cuda.segments import segment_constants, segment_kernel
 from multilora_kernels.cuda.shrink import shrink_constants, shrink_kernel
+from multilora_kernels.cuda.update import update_constants, update_kernel
 from multilora_kernels.parts import num_parts
+from multilora_kernels.segments import CHUNK_SIZE
 
 _POINTERS = {
     "v_ptr": "*fp32",
@@ -35,6 +39,8 @@ _POINTERS = {
     "magnitude_offset_ptr": "*i64",
     "block_table_ptr": "*i64",
     "context_len_ptr": "*i64",
+    "query_start_ptr": "*i64",
+    "mapping_ptr": "*i64",
     "slot_ptr": "*i64",
     "sums_ptr": "*fp32",
     "stats_ptr": "*fp32",
@@ -44,7 +50,11 @@ _POINTERS = {
     "weights_ptr": "*fp32",
     "token_ptr": "*i64",
     **dict.fromkeys(
-        ["rank_ptr", "permutation_ptr", "chunk_start_ptr", "chunk_length_ptr", "chunk_lora_index_ptr"], "*i32"
+        [
+            *("rank_ptr", "permutation_ptr", "chunk_start_ptr", "chunk_length_ptr", "chunk_lora_index_ptr"),
+            *("work_ptr", "arrival_ptr"),
+        ],
+        "*i32",
     ),
 }
 _CODE_POINTERS = {8: "*i8", 4: "*u8"}
@@ -52,7 +62,7 @@ _SCALARS = dict.fromkeys(["scale", "softcap", "eps"], "fp32")
 _ALIGNED_INTEGERS = {
     *("in_features", "size"),
     *("stride_xm", "stride_vp", "stride_vs", "stride_vm", "stride_ym"),
-    *("stride_qm", "stride_qh", "stride_ks", "stride_kh"),
+    *("stride_qm", "stride_qh", "stride_ks", "stride_kh", "stride_cm"),
 }
 _NO_POINTERS: Mapping[str, str] = {}
 _CODE_CACHE = dict.fromkeys(("keys_ptr", "values_ptr", "cache_ptr"), "*i8")
@@ -65,13 +75,15 @@ _OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
 class Resources:
     """The resources of one thread, or for shared memory of one program, as the compiled code of a kernel says.
 
-    single_loads: instructions that load one number of 16 bits from global memory.
+    single_loads: instructions that load one number of 16 bits from global memory. widest_load: bytes of the widest
+    one, to registers or to shared memory.
     """
 
     registers: int
     spilled_bytes: int
     shared_bytes: int
     single_loads: int
+    widest_load: int
 
 
 def shrink_resources(
@@ -83,7 +95,8 @@ def shrink_resources(
     codes, 8 or 4; 0 where they have the dtype.
     """
     sizes = block_sizes("shrink", chunk_size, max_rank, gpu="default")
-    constants = shrink_constants(shape.in_features, chunk_size, dtype == "fp32", sizes, code_bits)
+    parts = num_parts(shape.in_features, 1)
+    constants = shrink_constants(shape.in_features, parts, chunk_size, dtype == "fp32", sizes, code_bits)
     return _resources(shrink_kernel, constants, dtype, capability)
 
 
@@ -91,10 +104,23 @@ def expand_resources(
     shape: LinearShape, chunk_size: int, max_rank: int, dtype: str, capability: int, code_bits: int = 0
 ) -> Resources:
     """`lora_expand` of a linear; arguments as of `shrink_resources`."""
-    parts = num_parts(shape.in_features, chunk_size)
+    parts = num_parts(shape.in_features, 1)
     sizes = block_sizes("expand", chunk_size, max_rank, gpu="default")
     constants = expand_constants(parts, shape.slice_sizes, chunk_size, sizes, code_bits)
     return _resources(expand_kernel, constants, dtype, capability)
+
+
+def update_resources(shape: LinearShape, max_rank: int, dtype: str, capability: int, code_bits: int = 0) -> Resources:
+    """`lora_update` of a linear; arguments as of `shrink_resources`."""
+    sizes = block_sizes("update", CHUNK_SIZE, max_rank, gpu="default")
+    is_wide = dtype == "fp32"
+    constants = update_constants(shape.in_features, shape.slice_sizes, CHUNK_SIZE, is_wide, sizes, code_bits)
+    return _resources(update_kernel, constants, dtype, capability)
+
+
+def segment_resources(num_tokens: int, capability: int) -> Resources:
+    """`lora_segments` of so many tokens; the rest as of the others."""
+    return _resources(segment_kernel, segment_constants(num_tokens, CHUNK_SIZE), "fp32", capability)
 
 
 def decode_resources(
@@ -106,23 +132,35 @@ def decode_resources(
     has_softcap: bool = False,
     has_codes: bool = False,
 ) -> Resources:
-    """The first kernel of `paged_attention`.
+    """`rotary_attention` of a decode step, with sinks where it has a soft cap.
 
     group: query heads of a key-value head. has_codes: the cache is of int8. The rest as of the others.
     """
-    constants = decode_constants(group, head_dim, block_size, dtype == "fp32", has_softcap, has_codes)
-    return _resources(decode_kernel, constants, dtype, capability, _CODE_CACHE if has_codes else _NO_POINTERS)
+    is_wide = dtype == "fp32"
+    constants = decode_constants(group, head_dim, head_dim, block_size, is_wide, has_softcap, has_codes)
+    sinks = {} if has_softcap else {"sinks_ptr": None}
+    return _resources(decode_kernel, constants | sinks, dtype, capability, _CODE_CACHE if has_codes else _NO_POINTERS)
 
 
-def store_codes_resources(head_dim: int, dtype: str, capability: int) -> Resources:
-    """`store_codes`; arguments as of the others."""
-    return _resources(store_codes_kernel, store_constants(head_dim), dtype, capability, _CODE_CACHE)
+def prompt_resources(
+    group: int,
+    head_dim: int,
+    block_size: int,
+    dtype: str,
+    capability: int,
+    has_softcap: bool = False,
+    has_codes: bool = False,
+) -> Resources:
+    """`paged_attention`; arguments as of `decode_resources`."""
+    constants = prompt_constants(group, head_dim, block_size, dtype == "fp32", has_softcap, has_codes)
+    sinks = {} if has_softcap else {"sinks_ptr": None}
+    return _resources(prompt_kernel, constants | sinks, dtype, capability, _CODE_CACHE if has_codes else _NO_POINTERS)
 
 
-def combine_resources(head_dim: int, dtype: str, capability: int, has_sinks: bool = False) -> Resources:
-    """The second kernel of `paged_attention`; arguments as of `decode_resources`."""
-    constants = combine_constants(head_dim) | ({} if has_sinks else {"sinks_ptr": None})
-    return _resources(combine_kernel, constants, dtype, capability)
+def rotation_resources(head_dim: int, dtype: str, capability: int, has_codes: bool = False) -> Resources:
+    """The rotation and the writing of the cache; arguments as of the others."""
+    constants = rotation_constants(head_dim, head_dim, is_interleaved=False)
+    return _resources(rotate_and_store_kernel, constants, dtype, capability, _CODE_CACHE if has_codes else _NO_POINTERS)
 
 
 def add_rms_norm_resources(size: int, dtype: str, capability: int) -> Resources:
@@ -158,8 +196,17 @@ def _resources(
     source = _source(kernel, arguments, dtype, pointers)
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     registers, stack, local = _usage(compiled.asm["cubin"])
-    single_loads = compiled.asm["ptx"].count("ld.global.b16")
-    return Resources(registers, stack + local, compiled.metadata.shared, single_loads)
+    ptx = compiled.asm["ptx"]
+    single_loads = ptx.count("ld.global.b16")
+    return Resources(registers, stack + local, compiled.metadata.shared, single_loads, _widest_load(ptx))
+
+
+def _widest_load(ptx: str) -> int:
+    """Bytes of the widest load from global memory."""
+    to_registers = re.findall(r"ld\.global\S*?(?:\.v(\d))?\.b(\d+)", ptx)
+    to_shared = re.findall(r"cp\.async\.c[ag]\.shared\.global .*?\], (0x\w+|\d+)", ptx)
+    widths = [int(count or 1) * int(bits) // 8 for count, bits in to_registers]
+    return max([*widths, *(int(size, 0) for size in to_shared)], default=0)
 
 
 def _source(kernel: Any, constants: Mapping[str, Any], dtype: str, pointers: Mapping[str, str]) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,8 +14,8 @@ from rich.table import Table
 from benchmarks.lora_workloads import Model
 from multilora_kernels.segments import CHUNK_SIZE, PREFILL_CHUNK_SIZE
 
-GPUS = (80, 90, 100)
-"""sm_80, sm_90 and sm_100."""
+GPUS = (80, 86, 89, 90, 100, 120)
+"""Compute capabilities: sm_80 and so on."""
 
 _HEAD_DIM, _GROUP, _BLOCK_SIZE, _VOCAB_SIZE = 128, 4, 16, 128256
 """The sizes of the attention of a model with 8 billion parameters."""
@@ -30,6 +31,7 @@ class Used:
     registers: int
     spilled_bytes: int
     shared_bytes: int
+    widest_load: int
 
     @property
     def name(self) -> str:
@@ -51,7 +53,9 @@ def compilations(model: Model) -> list[Callable[[], Used]]:
     ) -> Callable[[], Used]:
         def run() -> Used:
             used = resources(gpu)
-            return Used(kernel, shape, f"sm_{gpu}", used.registers, used.spilled_bytes, used.shared_bytes)
+            return Used(
+                kernel, shape, f"sm_{gpu}", used.registers, used.spilled_bytes, used.shared_bytes, used.widest_load
+            )
 
         return run
 
@@ -60,7 +64,9 @@ def compilations(model: Model) -> list[Callable[[], Used]]:
     hidden = model.linears[0].in_features
     others: dict[str, Callable[[int], compiled_kernels.Resources]] = {
         "decode attention": lambda gpu: compiled_kernels.decode_resources(_GROUP, _HEAD_DIM, _BLOCK_SIZE, "bf16", gpu),
-        "its splits added": lambda gpu: compiled_kernels.combine_resources(_HEAD_DIM, "bf16", gpu),
+        "prompt attention": lambda gpu: compiled_kernels.prompt_resources(_GROUP, _HEAD_DIM, _BLOCK_SIZE, "bf16", gpu),
+        "rotation": lambda gpu: compiled_kernels.rotation_resources(_HEAD_DIM, "bf16", gpu),
+        "segments": lambda gpu: compiled_kernels.segment_resources(64, gpu),
         "add_rms_norm": lambda gpu: compiled_kernels.add_rms_norm_resources(hidden, "bf16", gpu),
         "silu_mul": lambda gpu: compiled_kernels.silu_mul_resources("bf16", gpu),
         "sample_tokens": lambda gpu: compiled_kernels.sample_resources(_VOCAB_SIZE, gpu),
@@ -74,6 +80,12 @@ def compilations(model: Model) -> list[Callable[[], Used]]:
             return halves[half](linears[linear], chunk, rank, "bf16", gpu)
 
         todo += [compilation(half, f"{linear} rank {rank} chunk {chunk}", gpu, resources) for gpu in GPUS]
+    for linear, rank in itertools.product(linears, (16, 64)):
+
+        def update(gpu: int, linear: str = linear, rank: int = rank) -> compiled_kernels.Resources:
+            return compiled_kernels.update_resources(linears[linear], rank, "bf16", gpu)
+
+        todo += [compilation("update", f"{linear} rank {rank}", gpu, update) for gpu in GPUS]
     todo += [compilation(kernel, "", gpu, measure) for kernel, measure in others.items() for gpu in GPUS]
     return todo
 
@@ -81,8 +93,11 @@ def compilations(model: Model) -> list[Callable[[], Used]]:
 def render(used: Sequence[Used]) -> Table:
     """One line a kernel and shape."""
     gpus = list(dict.fromkeys(one.gpu for one in used))
-    table = Table("kernel", "shape", *gpus, title="registers / spilled bytes / shared KiB")
-    cells = {(u.kernel, u.shape, u.gpu): f"{u.registers} / {u.spilled_bytes} / {u.shared_kib:.0f}" for u in used}
+    table = Table("kernel", "shape", *gpus, title="registers / spilled bytes / shared KiB / bytes of the widest load")
+    cells = {
+        (u.kernel, u.shape, u.gpu): f"{u.registers} / {u.spilled_bytes} / {u.shared_kib:.0f} / {u.widest_load}"
+        for u in used
+    }
     for kernel, shape in dict.fromkeys((one.kernel, one.shape) for one in used):
         table.add_row(kernel, shape, *(cells[kernel, shape, gpu] for gpu in gpus))
     return table
@@ -98,8 +113,8 @@ def write_results(used: Sequence[Used], output: Path) -> None:
     output.mkdir(parents=True, exist_ok=True)
     with (output / "kernel_resources.csv").open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(("kernel", "shape", "gpu", "registers", "spilled_bytes", "shared_bytes"))
-        writer.writerows((u.kernel, u.shape, u.gpu, u.registers, u.spilled_bytes, u.shared_bytes) for u in used)
+        writer.writerow(("kernel", "shape", "gpu", "registers", "spilled_bytes", "shared_bytes", "widest_load"))
+        writer.writerows(dataclasses.astuple(one) for one in used)
     names, gpus = list(dict.fromkeys(one.name for one in used)), list(dict.fromkeys(one.gpu for one in used))
     figure, (registers, shared) = pyplot.subplots(1, 2, sharey=True, figsize=(12, 2 + 0.3 * len(names)))
     height = 0.8 / len(gpus)

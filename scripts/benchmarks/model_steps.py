@@ -102,6 +102,7 @@ class Workbench:
             query_lens=[num_tokens] * num_seqs,
             context_lens=(positions[:, -1] + 1).tolist(),
             num_keys=positions[:, -1] + 1,
+            query_starts=torch.arange(num_seqs + 1, device=self.device) * num_tokens,
             block_tables=block_tables,
             num_decodes=num_seqs if num_tokens == 1 else 0,
             logits_indices=torch.arange(num_tokens - 1, positions.numel(), num_tokens, device=self.device),

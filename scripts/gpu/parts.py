@@ -33,7 +33,7 @@ from benchmarks.synthetic_batches import LinearShape
 from gpu.machine import Machine, Row
 from multilora_engine.lora.page_copies import copies_to
 from multilora_engine.models.model_config import ModelConfig
-from multilora_kernels import PagedSequences, SamplingRule, paged_attention, sample_tokens
+from multilora_kernels import PagedSequences, SamplingRule, rotary_attention, sample_tokens
 from multilora_kernels.cuda import lora_expand, lora_shrink
 from multilora_kernels.cuda.block_sizes import BlockSizes, Operator, block_sizes
 from multilora_kernels.self_test import OperatorShapes, checked_operators
@@ -167,14 +167,16 @@ def _attention(machine: Machine, rows: int, context: int) -> tuple[Step, int]:
     """Decode attention with the heads of 8B, and the bytes of its keys and values."""
     num_heads, num_kv_heads, head_dim = (4, 2, 16) if machine.is_dry else (32, 8, 128)
     device, num_blocks = machine.device, -(-context // BLOCK_SIZE)
-    q = torch.randn(rows, num_heads, head_dim, device=device).to(machine.dtype)
+    qkv = torch.randn(rows, (num_heads + 2 * num_kv_heads) * head_dim, device=device).to(machine.dtype)
+    none = qkv.new_empty(rows, 1, 0)
     shape = (rows * num_blocks * BLOCK_SIZE, num_kv_heads, head_dim)
     keys, values = (torch.randn(shape, device=device).to(machine.dtype) for _ in range(2))
     tables = torch.randperm(rows * num_blocks, device=device).view(rows, num_blocks)
+    slots = tables[:, (context - 1) // BLOCK_SIZE] * BLOCK_SIZE + (context - 1) % BLOCK_SIZE
     contexts = torch.full((rows,), context, device=device)
     sequences = PagedSequences(tables, torch.arange(rows + 1, device=device), contexts, rows, BLOCK_SIZE)
     num_bytes = 2 * rows * context * num_kv_heads * head_dim * machine.dtype.itemsize
-    return lambda: void(paged_attention(q, keys, values, sequences)), num_bytes
+    return lambda: void(rotary_attention(qkv, none, none, keys, values, slots, sequences)), num_bytes
 
 
 def measure_steps(config: ModelConfig, machine: Machine) -> Iterator[Row]:

@@ -313,15 +313,13 @@ def test_a_cache_of_fewer_bits_answers_as_peft_does_over_rounded_keys_and_values
     assert set(rounding_layers) == {0, 1, 2}
 
 
-@pytest.mark.parametrize(
-    ("has_decode", "kv_cache_dtype"), [pytest.param(False, "bfloat16", marks=_IS_LONG), (True, "int8")]
-)
-def test_a_cache_of_fewer_bits_answers_so_without_an_operator_for_everything(
-    has_decode: bool, kv_cache_dtype: str, tmp_path: Path, default_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kv_cache_dtype", [pytest.param("bfloat16", marks=_IS_LONG), "int8"])
+def test_a_cache_of_fewer_bits_answers_so_without_compiled_operators(
+    kv_cache_dtype: str, tmp_path: Path, default_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     oracle, path = save_with_adapters(FAMILIES["mistral"], tmp_path)
     attend_to_rounded_heads(monkeypatch, kv_cache_dtype)
-    monkeypatch.setattr(attention, "has_paged_attention", lambda _, *, is_decode: has_decode and is_decode)
+    monkeypatch.setattr(attention, "has_paged_attention", lambda _: False)
     small = build_small_engine(oracle, path, default_model_dir, False, kv_cache_dtype)
     answer_as_peft_does_in_little_memory(oracle, small)
 

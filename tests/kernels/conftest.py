@@ -14,11 +14,11 @@ from multilora_kernels import (
     add_rms_norm,
     gelu_tanh,
     gelu_tanh_mul,
+    lora_apply,
     lora_expand,
     lora_shrink,
     operators,
     silu_mul,
-    store_heads,
 )
 from multilora_kernels.dispatch import load_operators
 
@@ -40,7 +40,8 @@ class Implementation:
     lora_shrink: Callable[..., torch.Tensor]
     lora_expand: Callable[..., None]
     paged_attention: Callable[..., torch.Tensor]
-    store_heads: Callable[..., None] = store_heads
+    rotary_attention: Callable[..., torch.Tensor]
+    lora_apply: Callable[..., None]
     add_rms_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]] = add_rms_norm
     add_layer_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]] = add_layer_norm
     silu_mul: Callable[..., torch.Tensor] = silu_mul
@@ -51,6 +52,12 @@ class Implementation:
 def _paged_attention(q: torch.Tensor, *fields: object) -> torch.Tensor:
     load_operators(q)
     result: torch.Tensor = operators.paged_attention(q, *fields)
+    return result
+
+
+def _rotary_attention(qkv: torch.Tensor, *fields: object) -> torch.Tensor:
+    load_operators(qkv)
+    result: torch.Tensor = operators.rotary_attention(qkv, *fields)
     return result
 
 
@@ -65,9 +72,16 @@ def implementation(request: pytest.FixtureRequest) -> Implementation:
     if request.param == "interpreter":
         from multilora_kernels import cuda
 
-        names = {field.name for field in fields(Implementation)[1:]} - {"store_heads"}
-        return Implementation("cpu", store_heads=cuda.store_codes, **{name: getattr(cuda, name) for name in names})
-    return Implementation(request.param, lora_shrink, lora_expand, _paged_attention)
+        names = {field.name for field in fields(Implementation)[1:]}
+        return Implementation("cpu", **{name: getattr(cuda, name) for name in names})
+    return Implementation(
+        request.param,
+        lora_shrink,
+        lora_expand,
+        _paged_attention,
+        _rotary_attention,
+        lora_apply,
+    )
 
 
 @pytest.fixture

@@ -216,7 +216,7 @@ def test_a_block_outside_the_cache_is_refused_and_not_read():
 
 
 def test_paged_attention_passes_the_checks_of_torch_for_custom_operators():
-    assert has_paged_attention(torch.device("cpu"), is_decode=False)
+    assert has_paged_attention(torch.device("cpu"))
     for options in OPTIONS:
         arguments = fields(make_case("odd head_dim", "prefill", options=options))
         library.opcheck(operators.paged_attention, arguments, test_utils=("test_schema", "test_faketensor"))

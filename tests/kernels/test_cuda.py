@@ -6,11 +6,13 @@ import pytest
 import torch
 from support import attention_cases
 from support.attention_cases import OPTIONS, SHAPES
-from support.lora_cases import TOLERANCES, Case, make_case
+from support.lora_cases import FUSED, ODD, TOLERANCES, Case, make_case
 
 from benchmarks.synthetic_batches import LinearShape
-from multilora_kernels import lora_segments, reference
+from multilora_kernels import cuda, load_rows, lora_segments, parts, reference
+from multilora_kernels.cuda import segments, update
 from multilora_kernels.kv_rows import SCALE_BYTES, quantize_rows
+from multilora_kernels.segments import reference_segments
 
 _LONG = LinearShape(in_features=2500, slice_sizes=(40, 24))
 
@@ -31,10 +33,11 @@ def test_the_parts_of_a_long_sum_are_added_by_expand(implementation):
     torch.testing.assert_close(y.double(), case.expected_y(case.expected_v()), rtol=rtol, atol=atol)
 
 
-def test_prefill_chunks_give_the_same_result_from_one_part(implementation):
+def test_prefill_chunks_give_the_same_result_from_one_part(implementation, monkeypatch):
     case = make_case("skewed", 70, _LONG, ranks=(8, 0, 20))
-    segments = lora_segments(case.mapping, case.tables.rank.shape[0], chunk_size=64)
-    v, y = _run(implementation, Case(case.shape, case.tables, case.mapping, segments, case.x, case.y))
+    chunks = lora_segments(case.mapping, case.tables.rank.shape[0], chunk_size=64)
+    monkeypatch.setattr(parts, "MAX_SPLIT_TOKENS", 69)
+    v, y = _run(implementation, Case(case.shape, case.tables, case.mapping, chunks, case.x, case.y))
     assert v.shape[0] == 1
     rtol, atol = TOLERANCES[torch.float32]
     torch.testing.assert_close(y.double(), case.expected_y(case.expected_v()), rtol=rtol, atol=atol)
@@ -48,50 +51,106 @@ def _check_attention(implementation, case: attention_cases.Case) -> None:
     torch.testing.assert_close(actual.cpu().double(), expected, atol=tolerance, rtol=tolerance)
 
 
+def _check_step(implementation, case: attention_cases.Case, rotary_dim=None, is_interleaved=False) -> None:
+    """Rotation, cache and attention; slots that nothing writes stay NaN."""
+    step = attention_cases.make_rotary_step(case, case.q.dtype, rotary_dim)
+    ours = [tensor.to(implementation.device) for tensor in step.copied()]
+    exact = step.copied(torch.float64)
+    on_device = attention_cases.sequence_fields(case.to(implementation.device))
+    actual = implementation.rotary_attention(*ours, *on_device, is_interleaved)
+    expected = reference.rotary_attention(*exact, *attention_cases.sequence_fields(case), is_interleaved)
+    assert actual.dtype == case.q.dtype
+    tolerance = max(attention_cases.TOLERANCE.get(dtype, 2e-2) for dtype in (case.q.dtype, case.keys.dtype))
+    torch.testing.assert_close(actual.cpu().double(), expected, atol=tolerance, rtol=tolerance)
+    for cache, expected_cache in zip(ours[3:5], exact[3:5], strict=True):
+        found, wanted = (load_rows(x.cpu(), torch.arange(len(x)), torch.float64) for x in (cache, expected_cache))
+        torch.testing.assert_close(found, wanted, atol=tolerance, rtol=tolerance, equal_nan=True)
+
+
+@pytest.mark.parametrize("sequences", ["decode", "prefill"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_decode_attention_of_every_shape(implementation, shape):
-    _check_attention(implementation, attention_cases.make_case(shape, "decode"))
+def test_attention_of_every_shape(implementation, shape, sequences):
+    _check_attention(implementation, attention_cases.make_case(shape, sequences))
+
+
+@pytest.mark.parametrize("sequences", ["decode", "prefill"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_step_of_every_shape(implementation, shape, sequences):
+    _check_step(implementation, attention_cases.make_case(shape, sequences))
 
 
 @pytest.mark.parametrize(
     ("sequences", "window"),
-    [("decode", 1), ("decode", 33), ("long decode", None), ("long decode", 500), ("longest decode", None)],
+    [
+        *[("decode", 1), ("decode", 33), ("long decode", None), ("long decode", 500), ("longest decode", None)],
+        *[("chunks behind a prefix", 1), ("chunks behind a prefix", 33), ("chunks behind a prefix", None)],
+    ],
 )
-def test_decode_attention_of_every_window_and_number_of_splits(implementation, sequences, window):
-    _check_attention(implementation, attention_cases.make_case("odd head_dim", sequences, window=window))
+def test_a_step_of_every_window_and_number_of_splits(implementation, sequences, window):
+    _check_step(implementation, attention_cases.make_case("odd head_dim", sequences, window=window))
 
 
 @pytest.mark.parametrize("options", OPTIONS[1:])
-@pytest.mark.parametrize("sequences", ["decode", "long decode"])
-def test_decode_attention_with_every_option(implementation, sequences, options):
-    _check_attention(implementation, attention_cases.make_case("odd head_dim", sequences, options=options))
+@pytest.mark.parametrize("sequences", ["decode", "long decode", "chunks behind a prefix"])
+def test_a_step_with_every_option(implementation, sequences, options):
+    _check_step(implementation, attention_cases.make_case("odd head_dim", sequences, options=options))
 
 
+@pytest.mark.parametrize("is_interleaved", [False, True])
+@pytest.mark.parametrize("rotary_dim", [0, 2, 6])
+@pytest.mark.parametrize("sequences", ["decode", "prefill"])
+def test_heads_of_which_a_part_is_turned(implementation, sequences, rotary_dim, is_interleaved):
+    case = attention_cases.make_case("odd head_dim", sequences)
+    _check_step(implementation, case, rotary_dim, is_interleaved)
+
+
+@pytest.mark.parametrize("sequences", ["long decode", "prefill"])
 @pytest.mark.parametrize("dtype", attention_cases.TOLERANCE)
-def test_decode_attention_of_every_dtype(implementation, dtype):
-    _check_attention(implementation, attention_cases.make_case("llama", "long decode", dtype))
+def test_a_step_of_every_dtype(implementation, dtype, sequences):
+    _check_step(implementation, attention_cases.make_case("llama", sequences, dtype))
 
 
-@pytest.mark.parametrize("sequences", ["decode", "longest decode"])
-def test_a_decoding_sequence_gets_the_same_bits_whoever_shares_the_batch(implementation, sequences):
-    case = attention_cases.make_case("odd head_dim", sequences).to(implementation.device)
-    q, keys, values, tables, starts, contexts, num_decodes, *rest = attention_cases.fields(case)
-    together = implementation.paged_attention(q, keys, values, tables, starts, contexts, num_decodes, *rest)
+@pytest.mark.parametrize("sequences", ["decode", "longest decode", "chunks behind a prefix"])
+def test_a_sequence_gets_the_same_bits_whoever_shares_the_batch(implementation, sequences):
+    case = attention_cases.make_case("odd head_dim", sequences)
+    step = attention_cases.make_rotary_step(case)
+    tensors = [tensor.to(implementation.device) for tensor in step.copied()]
+    tables, starts, contexts, num_decodes, *rest = attention_cases.sequence_fields(case.to(implementation.device))
+    together = implementation.rotary_attention(*tensors, tables, starts, contexts, num_decodes, *rest, False)
     for row, context in enumerate(contexts.tolist()):
+        rows = slice(*starts[row : row + 2].tolist())
         own_table = tables[row : row + 1, : -(-context // case.sequences.block_size)].contiguous()
-        one = (own_table, starts[:2], contexts[row : row + 1], 1)
-        alone = implementation.paged_attention(q[row : row + 1], keys, values, *one, *rest)
-        assert torch.equal(together[row : row + 1], alone)
+        one = (own_table, starts[row : row + 2] - starts[row], contexts[row : row + 1], int(row < num_decodes))
+        qkv, cos, sin, keys, values, slots = tensors
+        own = (qkv[rows], cos[rows], sin[rows], keys, values, slots[rows])
+        assert torch.equal(together[rows], implementation.rotary_attention(*own, *one, *rest, False))
 
 
+def test_rows_behind_the_last_sequence_are_left_alone(implementation):
+    """As of a captured step that is larger than its batch."""
+    case = attention_cases.make_case("one head", "prefill")
+    step = attention_cases.make_rotary_step(case)
+    qkv, cos, sin, keys, values, slots = (tensor.to(implementation.device) for tensor in step.copied())
+    s = attention_cases.sequence_fields(case.to(implementation.device))
+    expected = implementation.rotary_attention(qkv, cos, sin, keys.clone(), values.clone(), slots, *s, False)
+    tables, starts, contexts, *rest = s
+    padded = [torch.cat((x, x[:2])) for x in (qkv, cos, sin)]
+    scratch = torch.full((2,), len(keys), device=slots.device)
+    caches = [torch.cat((x, x[:1])) for x in (keys, values)]
+    more = torch.cat((tables, tables[:1])), torch.cat((starts, starts[-1:])), torch.cat((contexts, contexts[:1]))
+    actual = implementation.rotary_attention(*padded, *caches, torch.cat((slots, scratch)), *more, *rest, False)
+    assert torch.equal(actual[: len(qkv)], expected)
+
+
+@pytest.mark.parametrize("sequences", ["decode", "prefill"])
 @pytest.mark.parametrize("shape", [name for name, (*_, head_dim, _) in SHAPES.items() if head_dim % SCALE_BYTES == 0])
-def test_decode_attention_over_int8_rows_of_every_shape(implementation, shape):
-    _check_attention(implementation, attention_cases.make_case(shape, "decode", kv_dtype=torch.int8))
+def test_a_step_over_int8_rows_of_every_shape(implementation, shape, sequences):
+    _check_step(implementation, attention_cases.make_case(shape, sequences, kv_dtype=torch.int8))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("sequences", "window"), [("decode", 33), ("long decode", None)])
-def test_decode_attention_over_int8_rows_by_queries_of_16_bits(implementation, sequences, window, dtype):
+@pytest.mark.parametrize(("sequences", "window"), [("decode", 33), ("long decode", None), ("prefill", 33)])
+def test_attention_over_int8_rows_by_queries_of_16_bits(implementation, sequences, window, dtype):
     case = attention_cases.make_case("one head", sequences, dtype, torch.int8, window=window, options="all")
     _check_attention(implementation, case)
 
@@ -99,12 +158,50 @@ def test_decode_attention_over_int8_rows_by_queries_of_16_bits(implementation, s
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("head_dim", [4, 12, 64, 80])
 def test_int8_rows_are_stored_as_the_reference_stores_them(implementation, head_dim, dtype):
-    x = torch.randn(11, 5, head_dim, generator=torch.Generator().manual_seed(4))
+    x = torch.randn(11, 4, head_dim, generator=torch.Generator().manual_seed(4))
     x[1, 0], x[2, 1, 3], x[3, 2, 1], x[4, 3] = 0, torch.nan, -torch.inf, 1e-35
     x[5, :, 2] *= 1e30
-    heads = x.to(dtype)[:, 1:4].to(implementation.device)
+    heads = x.to(dtype).to(implementation.device)
     slots = torch.tensor([3, 0, 9, 12, 1, 2, 5, 11, 4, 7, 8], device=implementation.device)
-    cache = torch.full((13, 3, head_dim + SCALE_BYTES), 55, dtype=torch.int8, device=implementation.device)
-    implementation.store_heads(heads, cache, slots)
-    assert torch.equal(cache[slots], quantize_rows(heads))
-    assert (cache[[6, 10]] == 55).all()
+    cache = torch.full((2, 13, 2, head_dim + SCALE_BYTES), 55, dtype=torch.int8, device=implementation.device)
+    # Heads of keys and values alone, without queries.
+    none = heads.new_empty(11, 1, 0)
+    cuda.rotation.rotate_and_store(heads.flatten(1), none, none, *cache, slots, False)
+    assert torch.equal(cache[0, slots], quantize_rows(heads[:, :2]))
+    assert torch.equal(cache[1, slots], quantize_rows(heads[:, 2:]))
+    assert (cache[:, [6, 10]] == 55).all()
+
+
+@pytest.mark.parametrize("lora_dtype", [torch.float32, torch.bfloat16, torch.int8, torch.uint8])
+@pytest.mark.parametrize("shape", [FUSED, ODD, _LONG], ids=["fused", "odd", "long"])
+def test_an_update_in_one_launch_is_that_of_two(implementation, shape, lora_dtype):
+    case = make_case("zipf", 12, shape, (1, 3, 8, 0, 17, 64, 16), lora_dtype, magnitudes=True)
+    assert update.is_one_launch(shape.in_features, case.tables.max_rank, case.segments.chunk_size)
+    on_device = case.to(implementation.device)
+    y = on_device.y.clone()
+    implementation.lora_apply(on_device.x, y, on_device.tables, 0, shape.slice_sizes, on_device.segments)
+    rtol, atol = TOLERANCES[torch.float32]
+    torch.testing.assert_close(y.cpu().double(), case.expected_y(case.expected_v()), rtol=rtol, atol=atol)
+
+
+def test_ranks_that_are_too_large_for_one_launch_take_two(implementation):
+    case = make_case("zipf", 6, FUSED)
+    assert not update.is_one_launch(FUSED.in_features, case.tables.max_rank, case.segments.chunk_size)
+    on_device = case.to(implementation.device)
+    y = on_device.y.clone()
+    implementation.lora_apply(on_device.x, y, on_device.tables, 0, FUSED.slice_sizes, on_device.segments)
+    rtol, atol = TOLERANCES[torch.float32]
+    torch.testing.assert_close(y.cpu().double(), case.expected_y(case.expected_v()), rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize(("num_tokens", "max_loras"), [(1, 1), (7, 3), (100, 5), (300, 40), (515, 4)])
+@pytest.mark.parametrize("chunk_size", [2, 16, 64])
+def test_segments_in_one_launch_are_those_of_torch(implementation, num_tokens, max_loras, chunk_size):
+    generator = torch.Generator().manual_seed(num_tokens)
+    mapping = torch.randint(-1, max_loras, (num_tokens,), generator=generator).to(implementation.device)
+    capacity = min(num_tokens, max_loras + num_tokens // chunk_size)
+    permutation, *chunks = segments.segment(mapping, max_loras, chunk_size, capacity)
+    expected = reference_segments(mapping, max_loras, chunk_size, capacity)
+    num_used = int((mapping >= 0).sum())
+    assert torch.equal(permutation[:num_used], expected.permutation[:num_used])
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(chunks, expected[1:4], strict=True))

@@ -23,8 +23,12 @@ _ALL = """interpreter-7- or interpreter-10-zipf or interpreter-133-skewed or eve
 _PAIRS = "dtype0-lora_dtype0 or dtype1-lora_dtype2 or dtype2-lora_dtype1 or dtype0-lora_dtype3 or dtype1-lora_dtype4"
 _SHORT = f"""({_ALL}) and not longest and not skewed and not past_the_dispatcher and not codes
      and not (every_dtype and lora_dtype and not ({_PAIRS}))
-     and not (every_option and long and (scale or softcap or sinks))
-     and not (int8_rows and (default or llama or long or dtype1))"""
+     and not (every_option and (long or chunks) and (scale or softcap or sinks))
+     and not (every_shape and prefill and not odd)
+     and not (every_window and chunks and not 33)
+     and not (every_dtype and prefill and not dtype1)
+     and not (segments_in_one_launch and (300 or 515))
+     and not (int8_rows and (default or llama or long or dtype1 or prefill))"""
 
 
 @pytest.mark.parametrize(

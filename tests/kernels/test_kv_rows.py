@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.attention_cases import SEQUENCES, SHAPES, make_case, make_rotary_step
 
-from multilora_kernels import kv_head_dim, kv_row_size, load_rows, rotary_attention, store_heads
+from multilora_kernels import kv_head_dim, kv_row_size, load_rows, rotary_attention, store_rows
 from multilora_kernels.kv_rows import LARGEST_CODES, SCALE_BYTES, dequantize_rows, quantize_rows
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -93,7 +93,7 @@ def test_what_is_stored_is_loaded_and_nothing_else_is_touched(dtype, most):
     x, slots = torch.randn(5, 3, 12, generator=torch.Generator().manual_seed(3)), torch.tensor([8, 1, 0, 5, 3])
     cache = torch.full((10, 3, kv_row_size(12, dtype)), 77).to(dtype)
     before = cache.clone()
-    store_heads(x, cache, slots)
+    store_rows(x, cache, slots)
     torch.testing.assert_close(load_rows(cache, slots, torch.float32), x, atol=most, rtol=0)
     others = torch.tensor([2, 4, 6, 7, 9])
     assert torch.equal(cache.view(torch.uint8)[others], before.view(torch.uint8)[others])

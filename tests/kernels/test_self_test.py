@@ -28,9 +28,10 @@ SHAPES = OperatorShapes(
 
 def test_right_operators_pass():
     checked = list(checked_operators(SHAPES, DEVICE))
-    names = ["lora_shrink", "lora_expand", "paged_attention", "add_rms_norm", "add_layer_norm"]
+    names = ["lora_shrink", "lora_expand", "lora_apply", "lora_segments", "rotary_attention", "add_rms_norm"]
     assert list(dict.fromkeys(one.operator for one in checked)) == [
         *names,
+        "add_layer_norm",
         "silu_mul",
         "gelu_tanh_mul",
         "gelu_tanh",
@@ -70,14 +71,14 @@ def test_numbers_that_are_none_and_exceptions_are_faults(monkeypatch, fault):
 
 
 def test_attention_that_sees_one_key_too_many_is_a_fault(monkeypatch):
-    right = operators.paged_attention
+    right = operators.rotary_attention
 
-    def paged_attention(q, keys, values, tables, starts, contexts, num_decodes, block_size, window, *options):
-        longer = window and window + 1
-        return right(q, keys, values, tables, starts, contexts, num_decodes, block_size, longer, *options)
+    def rotary_attention(*arguments):
+        step, (window, *options) = arguments[:11], arguments[11:]
+        return right(*step, window and window + 1, *options)
 
-    monkeypatch.setattr(attention.operators, "paged_attention", paged_attention)
+    monkeypatch.setattr(attention.operators, "rotary_attention", rotary_attention)
     wrong = [one for one in checked_operators(SHAPES, DEVICE) if not one.is_right]
-    assert {one.operator for one in wrong} == {"paged_attention"}
+    assert {one.operator for one in wrong} == {"rotary_attention"}
     assert all("window 5" in one.shapes for one in wrong)
-    assert len(wrong) == 3
+    assert len(wrong) == 6

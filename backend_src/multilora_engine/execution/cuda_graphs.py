@@ -69,6 +69,7 @@ class DecodeInputs:
         rows = torch.zeros(6, max_num_seqs, dtype=torch.int64, device=tables.rank.device)
         self._input_ids, self._positions, self._slot_mapping, self._num_keys, self._lora_mapping = rows[:5]
         self._logits_indices = rows[5]
+        self._query_starts = torch.arange(max_num_seqs + 1, device=tables.rank.device)
         self._block_tables = rows.new_zeros(max_num_seqs, max_blocks)
 
     def fill(self, batch: ForwardBatch, size: int) -> None:
@@ -107,6 +108,7 @@ class DecodeInputs:
             query_lens=[1] * size,
             context_lens=[1] * size,
             num_keys=self._num_keys[:size],
+            query_starts=self._query_starts[: size + 1],
             block_tables=self._block_tables[:size],
             num_decodes=size,
             logits_indices=self._logits_indices[:size],

@@ -42,12 +42,14 @@ class ForwardBatch:
         query_lens      [1, 3]
         context_lens    [6, 3]               keys each sequence attends to after this step, its own new ones included
         block_tables    [[0, 2], [3, -1]]    padded with -1
+        query_starts    [0, 1, 4]
         num_decodes     1
         logits_indices  [0, 3]               the rows whose next token is wanted
 
     input_ids, positions, slot_mapping: [num_tokens] int64.  block_tables: [num_seqs, max blocks] int64.
     logits_indices: [num_logits] int64.  query_lens, context_lens: host lists, [num_seqs].
     num_keys: `context_lens` on the device, [num_seqs] int64.
+    query_starts: [num_seqs + 1] int64, the first row of each sequence, and the end of the last.
     lora: None when no token of the step has an adapter: such a step does no LoRA work at all.
     """
 
@@ -57,6 +59,7 @@ class ForwardBatch:
     query_lens: list[int]
     context_lens: list[int]
     num_keys: torch.Tensor
+    query_starts: torch.Tensor
     block_tables: torch.Tensor
     num_decodes: int
     logits_indices: torch.Tensor

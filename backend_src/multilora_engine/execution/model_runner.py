@@ -115,6 +115,7 @@ class ModelRunner:
             query_lens=lengths.tolist(),
             context_lens=(starts + lengths).tolist(),
             num_keys=_sent(starts + lengths, device),
+            query_starts=_sent(np.append(0, ends), device),
             block_tables=_sent(block_tables, device),
             num_decodes=sum(scheduled.is_decode for scheduled in step),
             logits_indices=to_device(_logits_indices(step, ends.tolist()), device),

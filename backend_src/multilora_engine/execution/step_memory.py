@@ -83,6 +83,7 @@ def _batch(query_lens: list[int], block_size: int, tables: LoRATables) -> Forwar
         query_lens=query_lens,
         context_lens=query_lens,
         num_keys=lens,
+        query_starts=torch.cat((lens.new_zeros(1), lens.cumsum(0))),
         block_tables=torch.zeros(len(query_lens), max_blocks, dtype=torch.int64, device=device),
         num_decodes=query_lens.count(1),
         logits_indices=lens.cumsum(0) - 1,

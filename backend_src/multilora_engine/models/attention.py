@@ -1,7 +1,6 @@
 """Attention over the paged KV cache: by compiled operators where there are any, else in plain PyTorch.
 
-A CPU has one for everything from the rotation of queries and keys on. A GPU has one for decoding sequences; its
-prefills go through PyTorch's attention, whose kernels are the best there are.
+They do everything from the rotation of queries and keys on, for decoding sequences and prompts in one call.
 
 The part that depends only on the step (which slots a sequence reads, which of them count) is an `AttentionPlan`, built
 once per step and window and used by every layer.
@@ -11,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -24,9 +22,8 @@ from multilora_kernels import (
     has_paged_attention,
     kv_head_dim,
     load_rows,
-    paged_attention,
     rotary_attention,
-    store_heads,
+    store_rows,
 )
 
 
@@ -59,33 +56,25 @@ class PrefillPlan:
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """The sequences of this step for every layer of one window size: all, for one call that does all; or the ones
-    that one call attends to, then the ones that plain PyTorch does in one call each: all decodes, every prefill.
-
-    paged: the first sequences of the batch, one token each.
+    """The sequences of this step for every layer of one window size: all, for one call that does all; or the ones that
+    plain PyTorch does in one call each: all decodes, every prefill.
     """
 
     slot_mapping: torch.Tensor
     all_sequences: PagedSequences | None = None
-    paged: PagedSequences | None = None
     decode: DecodePlan | None = None
     prefills: Sequence[PrefillPlan] = ()
 
 
 def attention_plan(batch: ForwardBatch, window: int | None, dtype: torch.dtype) -> AttentionPlan:
     """`window`: how many newest keys a query attends to, its own included; None is all. `dtype` is the queries'."""
-    device = batch.block_tables.device
-    if has_paged_attention(device, is_decode=False):
-        query_starts = torch.tensor([0, *accumulate(batch.query_lens)])
-        sequences = _paged_sequences(batch, len(batch.query_lens), query_starts, window)
+    if has_paged_attention(batch.block_tables.device):
+        sequences = PagedSequences(
+            batch.block_tables, batch.query_starts, batch.num_keys, batch.num_decodes, batch.block_size, window
+        )
         return AttentionPlan(batch.slot_mapping, all_sequences=sequences)
-    prefills = _prefill_plans(batch, window, dtype)
-    n = batch.num_decodes
-    if n and has_paged_attention(device, is_decode=True):
-        paged = _paged_sequences(batch, n, torch.arange(n + 1, device=device), window)
-        return AttentionPlan(batch.slot_mapping, paged=paged, prefills=prefills)
-    decode = _decode_plan(batch, window, dtype) if n else None
-    return AttentionPlan(batch.slot_mapping, decode=decode, prefills=prefills)
+    decode = _decode_plan(batch, window, dtype) if batch.num_decodes else None
+    return AttentionPlan(batch.slot_mapping, decode=decode, prefills=_prefill_plans(batch, window, dtype))
 
 
 def attend(
@@ -121,9 +110,6 @@ def attend(
     k = _stored(k, cached_keys, plan.slot_mapping)
     v = _stored(v, cached_values, plan.slot_mapping)
     outputs = [_prefill(q, k, v, cached_keys, cached_values, prefill, options) for prefill in plan.prefills]
-    if plan.paged is not None:
-        decoding = q[: len(plan.paged.context_lens)]
-        outputs.insert(0, paged_attention(decoding, cached_keys, cached_values, plan.paged, options))
     if plan.decode is not None:
         outputs.insert(0, _decode(q, cached_keys, cached_values, plan.decode, options))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
@@ -131,7 +117,7 @@ def attend(
 
 def _stored(x: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     """x: [num_tokens, num_kv_heads, head_dim]. Returns it as the cache has it."""
-    store_heads(x, cache, slots)
+    store_rows(x, cache, slots)
     return x if x.dtype == cache.dtype else load_rows(cache, slots, x.dtype)
 
 
@@ -207,19 +193,6 @@ def _attention_with_options(
         scores = torch.cat((scores, sinks), dim=-1)
     weights = scores.softmax(dim=-1)[..., : k.shape[-2]]
     return weights.to(v.dtype) @ v
-
-
-def _paged_sequences(
-    batch: ForwardBatch, num_sequences: int, query_starts: torch.Tensor, window: int | None
-) -> PagedSequences:
-    return PagedSequences(
-        block_tables=batch.block_tables[:num_sequences],
-        query_starts=query_starts,
-        context_lens=batch.num_keys[:num_sequences],
-        num_decodes=batch.num_decodes,
-        block_size=batch.block_size,
-        window=window,
-    )
 
 
 def _decode_plan(batch: ForwardBatch, window: int | None, dtype: torch.dtype) -> DecodePlan:

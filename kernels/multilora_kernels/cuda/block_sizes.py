@@ -16,7 +16,7 @@ import triton
 
 from multilora_kernels.segments import CHUNK_SIZE
 
-Operator = Literal["shrink", "expand"]
+Operator = Literal["shrink", "expand", "update"]
 Regime = Literal["decode", "prefill"]
 BlockSizes = dict[str, int]
 """Keyword arguments of a kernel launch: BLOCK_* sizes, num_warps, num_stages and other options of the compiler."""

@@ -96,7 +96,7 @@ def expand_kernel(
     length = tl.load(chunk_length_ptr + chunk)
     if length == 0:
         return
-    slice_index, slice_start, slice_size, first_output = _locate(tl.program_id(1), SLICE_SIZES, BLOCK_N)
+    slice_index, slice_start, slice_size, first_output = locate(tl.program_id(1), SLICE_SIZES, BLOCK_N)
     column = tl.load(chunk_lora_index_ptr + chunk).to(tl.int64) * num_columns + first_slice + slice_index
     rank = tl.load(rank_ptr + column)
     if rank == 0:
@@ -134,7 +134,7 @@ def expand_kernel(
 
 
 @triton.jit
-def _locate(block, SLICE_SIZES: tl.constexpr, BLOCK_N: tl.constexpr):
+def locate(block, SLICE_SIZES: tl.constexpr, BLOCK_N: tl.constexpr):
     """The slice of a block of outputs, where the slice starts, its size, and the block's first output in it."""
     slice_index = 0
     slice_start = 0
@@ -169,23 +169,28 @@ def _multiply(
     CODE_BITS: tl.constexpr,
 ):
     """(sum over the parts of v) @ B^T: [BLOCK_M, BLOCK_N] float32."""
-    b_columns = b_ptr + outputs.to(tl.int64)[None, :] * rank
-    output_mask = (outputs < slice_size)[None, :]
     update = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for first_rank in range(0, rank, BLOCK_R):
         ranks = first_rank + tl.arange(0, BLOCK_R)
-        mask = (ranks < rank)[:, None] & output_mask
-        if CODE_BITS == 0:
-            b = tl.load(b_columns + ranks[:, None], mask=mask, other=0.0)
-        elif CODE_BITS == 8:
-            b = tl.load(int8_panel_codes(b_ptr, ranks[:, None], outputs[None, :], rank), mask=mask, other=0)
-        else:
-            b = load_int4(b_ptr, outputs[None, :] // 16, ranks[:, None], outputs[None, :] % 16, rank, mask)
+        b = load_b(b_ptr, ranks, outputs, rank, slice_size, CODE_BITS)
         v_mask = row_mask & (ranks < rank)[None, :]
         v = tl.load(v_rows + ranks[None, :], mask=v_mask, other=0.0)
-        for part in tl.static_range(1, NUM_PARTS):
+        for part in range(1, NUM_PARTS):
             v += tl.load(v_rows + part * stride_vp + ranks[None, :], mask=v_mask, other=0.0)
         update = exact_dot(v, b, update)
     if CODE_BITS == 8:
         update *= load_int8_scales(b_ptr, outputs, rank, outputs < slice_size)[None, :]
     return update
+
+
+@triton.jit
+def load_b(b_ptr, ranks, outputs, rank, slice_size, CODE_BITS: tl.constexpr):
+    """A tile of B, [ranks, outputs], zero where the adapter or the slice has none; without the scales of 8 bits."""
+    mask = (ranks < rank)[:, None] & (outputs < slice_size)[None, :]
+    if CODE_BITS == 0:
+        b = tl.load(b_ptr + outputs.to(tl.int64)[None, :] * rank + ranks[:, None], mask=mask, other=0.0)
+    elif CODE_BITS == 8:
+        b = tl.load(int8_panel_codes(b_ptr, ranks[:, None], outputs[None, :], rank), mask=mask, other=0)
+    else:
+        b = load_int4(b_ptr, outputs[None, :] // 16, ranks[:, None], outputs[None, :] % 16, rank, mask)
+    return b

@@ -34,11 +34,12 @@ def lora_shrink(
     """See `multilora_kernels.shrink.lora_shrink`. sizes: to try others than the table's."""
     num_tokens, in_features = x.shape
     assert x.stride(1) == 1
-    parts = num_parts(in_features, segments.chunk_size)
+    parts = num_parts(in_features, num_tokens)
     v = x.new_empty(parts, num_slices, num_tokens, tables.max_rank, dtype=torch.float32)
     is_wide = torch.float32 in (x.dtype, tables.arena.dtype)
     sizes = sizes or block_sizes("shrink", segments.chunk_size, tables.max_rank, gpu_name(x.device))
-    constants = shrink_constants(in_features, segments.chunk_size, is_wide, sizes, CODE_BITS.get(tables.arena.dtype, 0))
+    code_bits = CODE_BITS.get(tables.arena.dtype, 0)
+    constants = shrink_constants(in_features, parts, segments.chunk_size, is_wide, sizes, code_bits)
     grid = (segments.chunk_start.numel(), triton.cdiv(tables.max_rank, constants["BLOCK_R"]) * parts, num_slices)
     shrink_kernel[grid](
         x,
@@ -63,13 +64,13 @@ def lora_shrink(
 
 
 def shrink_constants(
-    in_features: int, chunk_size: int, is_wide: bool, sizes: BlockSizes, code_bits: int = 0
+    in_features: int, parts: int, chunk_size: int, is_wide: bool, sizes: BlockSizes, code_bits: int = 0
 ) -> dict[str, int]:
     """The constants and options of the kernel.
 
-    is_wide: x or the adapters are float32. code_bits: of adapters that are codes, else 0.
+    parts: of the sum, as `num_parts`. is_wide: x or the adapters are float32. code_bits: of adapters that are codes,
+    else 0.
     """
-    parts = num_parts(in_features, chunk_size)
     return sizes | {
         "NUM_PARTS": parts,
         "PARTS_PER_PROGRAM": triton.cdiv(in_features, PART_SIZE) // parts,
@@ -133,12 +134,12 @@ def shrink_kernel(
     # Adapters of the engine start at 64-byte boundaries: saying so, as `lora_expand` does, gives 16-byte loads.
     if offset % 16 == 0:
         a_ptr = arena_ptr + offset // 16 * 16
-        total = _sum_parts(
+        total = sum_parts(
             x_rows, a_ptr, rank, first_rank, length, first_k, in_features,
             PARTS_PER_PROGRAM, PART_SIZE, BLOCK_M, BLOCK_R, BLOCK_K, CODE_BITS,
         )  # fmt: skip
     else:
-        total = _sum_parts(
+        total = sum_parts(
             x_rows, arena_ptr + offset, rank, first_rank, length, first_k, in_features,
             PARTS_PER_PROGRAM, PART_SIZE, BLOCK_M, BLOCK_R, BLOCK_K, CODE_BITS,
         )  # fmt: skip
@@ -150,7 +151,7 @@ def shrink_kernel(
 
 
 @triton.jit
-def _sum_parts(
+def sum_parts(
     x_rows,
     a_ptr,
     rank,
@@ -171,10 +172,11 @@ def _sum_parts(
     a_rows = a_ptr + ranks.to(tl.int64)[None, :] * in_features
     rank_mask = (ranks < rank)[None, :]
     total = tl.zeros((BLOCK_M, BLOCK_R), dtype=tl.float32)
-    for _ in range(PARTS_PER_PROGRAM):
+    for part in range(PARTS_PER_PROGRAM):
+        start = first_k + part * PART_SIZE
         part_sum = tl.zeros((BLOCK_M, BLOCK_R), dtype=tl.float32)
-        for k in range(0, tl.minimum(PART_SIZE, in_features - first_k), BLOCK_K):
-            ks = first_k + k + tl.arange(0, BLOCK_K)
+        for k in range(0, tl.minimum(PART_SIZE, in_features - start), BLOCK_K):
+            ks = start + k + tl.arange(0, BLOCK_K)
             k_mask = ks < in_features
             x = tl.load(x_rows + ks[None, :], mask=row_mask & k_mask[None, :], other=0.0)
             mask = k_mask[:, None] & rank_mask
@@ -185,5 +187,4 @@ def _sum_parts(
                 a = tl.load(a_rows + ks[:, None], mask=mask, other=0)
             part_sum = exact_dot(x, a, part_sum)
         total += part_sum
-        first_k += PART_SIZE
     return total

@@ -1,4 +1,4 @@
-"""The products of a tile, which both kernels share."""
+"""The products of a tile, which the kernels share."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import triton.language as tl
 
 # The interpreter keeps bfloat16 values as their bits and would multiply those, or take integers for them.
 IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+LOG2_OF_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit

@@ -71,6 +71,7 @@ def decode_step(token_ids: list[int], logits_indices: list[int]) -> ForwardBatch
         query_lens=[1] * n,
         context_lens=[1] * n,
         num_keys=torch.ones(n, dtype=torch.int64),
+        query_starts=torch.arange(n + 1),
         block_tables=torch.arange(n)[:, None],
         num_decodes=n,
         logits_indices=torch.tensor(logits_indices, dtype=torch.int64),

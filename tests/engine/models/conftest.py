@@ -55,6 +55,7 @@ class PagedRunner:
             query_lens=[n for _, n in work],
             context_lens=[s.num_computed for s, _ in work],
             num_keys=torch.tensor([s.num_computed for s, _ in work]),
+            query_starts=torch.tensor([0, *(n for _, n in work)]).cumsum(0),
             block_tables=torch.tensor([s.blocks + [-1] * (width - len(s.blocks)) for s, _ in work]),
             num_decodes=sum(n == 1 for _, n in work),
             logits_indices=torch.arange(len(rows)),

@@ -94,6 +94,7 @@ def batch(positions: list[int], query_lens: list[int], context_lens: list[int]) 
         query_lens=query_lens,
         context_lens=context_lens,
         num_keys=torch.tensor(context_lens),
+        query_starts=empty,
         block_tables=empty,
         num_decodes=query_lens.count(1),
         logits_indices=empty,

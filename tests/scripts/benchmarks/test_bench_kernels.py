@@ -75,8 +75,11 @@ def test_a_run_leaves_a_table_and_a_plot(tmp_path):
 
 def test_kernels_are_compiled_for_every_gpu_and_shape_and_shown(tmp_path):
     compilations = kernel_resources.compilations(EIGHT_BILLION)
-    assert len(compilations) == len(GPUS) * (2 * 4 * 2 * 2 + 5)
-    used = [compilations[0](), Used("silu_mul", "", "sm_80", registers=18, spilled_bytes=0, shared_bytes=2048)]
+    assert len(compilations) == len(GPUS) * (2 * 4 * 2 * 2 + 4 * 2 + 7)
+    used = [
+        compilations[0](),
+        Used("silu_mul", "", "sm_80", registers=18, spilled_bytes=0, shared_bytes=2048, widest_load=16),
+    ]
     assert (used[0].name, used[0].gpu) == ("shrink q|k|v rank 16 chunk 16", "sm_80")
     assert used[0].registers > 0
     kernel_resources.write_results(used, tmp_path)

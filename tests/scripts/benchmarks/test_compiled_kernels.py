@@ -8,19 +8,24 @@ from benchmarks.compiled_kernels import (
     Resources,
     add_layer_norm_resources,
     add_rms_norm_resources,
-    combine_resources,
     decode_resources,
     expand_resources,
     gelu_tanh_mul_resources,
+    prompt_resources,
+    rotation_resources,
     sample_resources,
+    segment_resources,
     shrink_resources,
     silu_mul_resources,
-    store_codes_resources,
+    update_resources,
 )
 from benchmarks.synthetic_batches import LinearShape
-from multilora_kernels.cuda.attention import combine_kernel, decode_kernel
+from multilora_kernels.cuda.decode_attention import decode_kernel
 from multilora_kernels.cuda.expand import expand_kernel
+from multilora_kernels.cuda.prompt_attention import prompt_kernel
+from multilora_kernels.cuda.segments import segment_kernel
 from multilora_kernels.cuda.shrink import shrink_kernel
+from multilora_kernels.cuda.update import update_kernel
 
 _QKV = LinearShape(4096, (4096, 1024, 1024))
 _DOWN = LinearShape(14336, (4096,))
@@ -32,7 +37,7 @@ _SPILLED_BYTES = {120: 16}
 """By compute capability, where it is not zero: four registers of prompts' float32 adapters of rank 256."""
 
 _IS_LONG = pytest.mark.long(reason="compiling a kernel takes seconds; 90 has every case, the others some")
-_EVERY_GENERATION = [90, *(pytest.param(other, marks=_IS_LONG) for other in (80, 86, 100, 120))]
+_EVERY_GENERATION = [90, *(pytest.param(other, marks=_IS_LONG) for other in (80, 86, 89, 100, 120))]
 
 
 @pytest.mark.parametrize("capability", _EVERY_GENERATION)
@@ -60,18 +65,36 @@ def test_weights_that_may_lie_at_any_place_are_loaded_one_by_one(resources):
 
 
 @pytest.mark.parametrize("capability", _EVERY_GENERATION)
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
-@pytest.mark.parametrize(("group", "head_dim"), [(4, 128), (3, 64), (8, 128)])
-def test_decode_attention_compiles_without_spills(capability, dtype, group, head_dim):
+@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp16", marks=_IS_LONG), "fp32"])
+@pytest.mark.parametrize(("group", "head_dim"), [(4, 128), pytest.param(3, 64, marks=_IS_LONG)])
+def test_attention_compiles_without_spills(capability, dtype, group, head_dim):
     for has_options in (False, True):
         _check(decode_resources(group, head_dim, 16, dtype, capability, has_options), capability)
-        _check(combine_resources(head_dim, dtype, capability, has_options), capability)
+        _check(prompt_resources(group, head_dim, 16, dtype, capability, has_options), capability)
+
+
+def test_attention_of_wide_heads_compiles_without_spills():
+    _check(decode_resources(1, 256, 16, "bf16", 90), 90)
+    _check(prompt_resources(1, 256, 16, "bf16", 90), 90)
 
 
 @pytest.mark.parametrize(("capability", "dtype"), [(80, "bf16"), (90, "fp32"), (100, "fp16")])
 def test_a_cache_in_codes_compiles_without_spills(capability, dtype):
     _check(decode_resources(4, 128, 16, dtype, capability, has_softcap=True, has_codes=True), capability)
-    _check(store_codes_resources(128, dtype, capability), capability)
+    _check(prompt_resources(4, 128, 16, dtype, capability, has_softcap=True, has_codes=True), capability)
+    _check(rotation_resources(128, dtype, capability, has_codes=True), capability)
+
+
+@pytest.mark.parametrize("capability", _EVERY_GENERATION)
+@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp32", marks=_IS_LONG)])
+def test_an_update_in_one_launch_compiles_without_spills(capability, dtype):
+    for shape, max_rank in ((_QKV, 16), (_QKV, 64), (_DOWN, 64)):
+        _check(update_resources(shape, max_rank, dtype, capability), capability)
+
+
+@pytest.mark.parametrize("num_tokens", [64, 8192])
+def test_segments_compile_without_spills(num_tokens):
+    _check(segment_resources(num_tokens, 90), 90)
 
 
 @pytest.mark.parametrize("capability", _EVERY_GENERATION)
@@ -94,12 +117,14 @@ def test_sampling_compiles_without_spills(capability):
     [
         (shrink_kernel, "first_slice"),
         (expand_kernel, "first_slice"),
+        (update_kernel, "first_slice"),
         (decode_kernel, "stride_bm"),
-        (combine_kernel, "num_splits"),
+        (prompt_kernel, "num_sequences first_sequence stride_bm"),
+        (segment_kernel, "num_tokens max_loras capacity"),
     ],
 )
 def test_no_kernel_is_compiled_anew_for_a_number_that_changes_between_steps(kernel, argument):
-    assert [param.name for param in kernel.params if param.do_not_specialize] == [argument]
+    assert [param.name for param in kernel.params if param.do_not_specialize] == argument.split()
 
 
 def _check(used: Resources, capability: int) -> None:

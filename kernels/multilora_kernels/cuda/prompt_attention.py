@@ -1,0 +1,220 @@
+"""Attention of any number of tokens of many sequences over the paged cache, in one launch (arXiv:2307.08691).
+
+A program has some neighbouring tokens of one sequence, with all query heads of one key-value head. It looks for its
+sequence itself, so the host needs to know nothing but the number of tokens, and a captured graph replays for any mix.
+Keys come in tiles that begin at multiples of their size: a token's bits depend neither on its chunk nor on the batch.
+
+Compiled ahead of time and run in Triton's interpreter; not timed on a device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from multilora_kernels.cuda.kv_rows import load_row_scales
+from multilora_kernels.cuda.tanh import tanh
+from multilora_kernels.cuda.tiles import IS_INTERPRETED, LOG2_OF_E, exact_dot
+from multilora_kernels.kv_rows import kv_head_dim
+
+
+def attend(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    out: torch.Tensor,
+    first_sequence: int,
+    block_tables: torch.Tensor,
+    query_starts: torch.Tensor,
+    context_lens: torch.Tensor,
+    num_decodes: int,
+    block_size: int,
+    window: int,
+    scale: float,
+    softcap: float,
+    sinks: torch.Tensor | None,
+) -> None:
+    """The rows of `out` [num_tokens, num_heads * head_dim], as `attention.paged_attention` says.
+
+    first_sequence: the sequences before it are left out. num_decodes: of no matter here.
+    """
+    num_tokens, num_heads, _ = q.shape
+    num_kv_heads, head_dim = keys.shape[1], kv_head_dim(keys)
+    assert q.stride(2) == keys.stride(2) == block_tables.stride(1) == 1
+    assert keys.stride() == values.stride()
+    is_wide, has_codes = torch.float32 in (q.dtype, keys.dtype), keys.dtype == torch.int8
+    constants = prompt_constants(num_heads // num_kv_heads, head_dim, block_size, is_wide, softcap > 0, has_codes)
+    # Each sequence may begin a block of its own.
+    num_blocks = num_tokens // constants["BLOCK_Q"] + len(block_tables)
+    prompt_kernel[num_blocks, num_kv_heads](
+        q,
+        keys,
+        values,
+        block_tables,
+        query_starts,
+        context_lens,
+        sinks,
+        out,
+        scale,
+        softcap,
+        window,
+        len(block_tables),
+        first_sequence,
+        q.stride(0),
+        q.stride(1),
+        keys.stride(0),
+        keys.stride(1),
+        block_tables.stride(0),
+        **constants,
+    )
+
+
+def prompt_constants(
+    group: int, head_dim: int, block_size: int, is_wide: bool, has_softcap: bool = False, has_codes: bool = False
+) -> dict[str, Any]:
+    """The constants of the kernel, as `decode_attention.decode_constants` has them."""
+    rows_of_token = triton.next_power_of_2(group)
+    block_d = max(16, triton.next_power_of_2(head_dim))
+    is_large = block_d > 128
+    block_m = max(rows_of_token, 16 if is_wide else 64 if is_large else 128)
+    return {
+        "HAS_SOFTCAP": has_softcap,
+        "GROUP": group,
+        "HEAD_DIM": head_dim,
+        "BLOCK_SIZE": block_size,
+        "BLOCK_M": block_m,
+        "BLOCK_Q": block_m // rows_of_token,
+        "BLOCK_N": 16 if is_wide else 32 if has_codes or is_large else 64,
+        "BLOCK_D": block_d,
+        "num_warps": 4 if is_wide and not is_large else 8,
+        "num_stages": 2,
+    }
+
+
+@triton.jit(do_not_specialize=["num_sequences", "first_sequence", "stride_bm"])
+def prompt_kernel(
+    q_ptr,
+    keys_ptr,
+    values_ptr,
+    block_table_ptr,
+    query_start_ptr,
+    context_len_ptr,
+    sinks_ptr,
+    out_ptr,
+    scale,
+    softcap,
+    window,
+    num_sequences,
+    first_sequence,
+    stride_qm,
+    stride_qh,
+    stride_ks,
+    stride_kh,
+    stride_bm,
+    HAS_SOFTCAP: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """One program: BLOCK_Q tokens of one sequence, all query heads of one key-value head."""
+    kv_head = tl.program_id(1)
+    sequence, first = _locate(query_start_ptr, tl.program_id(0), num_sequences, BLOCK_Q)
+    query_start = tl.load(query_start_ptr + sequence)
+    length = tl.load(query_start_ptr + sequence + 1) - query_start
+    if (first >= length) | (sequence < first_sequence):
+        return
+    context = tl.load(context_len_ptr + sequence)
+
+    rows = tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, BLOCK_D)
+    queries = first + rows // (BLOCK_M // BLOCK_Q)
+    heads = kv_head * GROUP + rows % (BLOCK_M // BLOCK_Q)
+    is_row = (queries < length) & (rows % (BLOCK_M // BLOCK_Q) < GROUP)
+    tile_mask = is_row[:, None] & (dims < HEAD_DIM)[None, :]
+    tokens = query_start + queries
+    q_rows = q_ptr + tokens * stride_qm + heads * stride_qh
+    q = tl.load(q_rows[:, None] + dims[None, :], mask=tile_mask, other=0.0)
+    # Positions of the queries among the keys of their sequence.
+    newest = context - length + queries
+    end = tl.minimum(context, context - length + first + BLOCK_Q)
+    start = tl.where(window > 0, tl.maximum(context - length + first - window + 1, 0), 0) // BLOCK_N * BLOCK_N
+    table = block_table_ptr + sequence * stride_bm
+
+    # A sink is a key without a value.
+    if sinks_ptr is None:
+        top = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
+        weight_sum = tl.zeros((BLOCK_M,), dtype=tl.float32)
+    else:
+        top = tl.load(sinks_ptr + heads, mask=is_row, other=0.0).to(tl.float32) * LOG2_OF_E
+        weight_sum = tl.full((BLOCK_M,), 1.0, dtype=tl.float32)
+    total = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
+    for position in range(start, end, BLOCK_N):
+        positions = position + tl.arange(0, BLOCK_N)
+        # Keys that no query of the program sees may lie in blocks that the sequence has no more.
+        is_key = positions < end
+        is_key &= (window == 0) | (positions > context - length + first - window)
+        block = tl.load(table + positions // BLOCK_SIZE, mask=is_key, other=0)
+        slots = block * BLOCK_SIZE + positions % BLOCK_SIZE
+        places = slots * stride_ks + kv_head * stride_kh
+        k_mask = (dims < HEAD_DIM)[:, None] & is_key[None, :]
+        k = tl.load(keys_ptr + places[None, :] + dims[:, None], mask=k_mask, other=0.0)
+        scores = exact_dot(q, k, tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32))
+        if keys_ptr.dtype.element_ty == tl.int8:
+            scores *= load_row_scales(keys_ptr + places, is_key, HEAD_DIM)[None, :]
+        if HAS_SOFTCAP:
+            scores = tanh(scores * (scale / softcap)) * (softcap * LOG2_OF_E)
+        else:
+            scores *= scale * LOG2_OF_E
+        is_seen = positions[None, :] <= newest[:, None]
+        is_seen &= (window == 0) | (positions[None, :] > newest[:, None] - window)
+        scores = tl.where(is_seen & is_key[None, :], scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        # A row may have seen no key so far.
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weights = tl.exp2(scores - base[:, None])
+        shrink = tl.exp2(top - base)
+        weight_sum = weight_sum * shrink + tl.sum(weights, 1)
+        v_mask = is_key[:, None] & (dims < HEAD_DIM)[None, :]
+        v = tl.load(values_ptr + places[:, None] + dims[None, :], mask=v_mask, other=0.0)
+        if values_ptr.dtype.element_ty == tl.int8:
+            weights *= load_row_scales(values_ptr + places, is_key, HEAD_DIM)[None, :]
+        total = _add_weighted(weights, v, total * shrink[:, None], q.dtype)
+        top = new_top
+    result = (total / weight_sum[:, None]).to(out_ptr.dtype.element_ty)
+    num_heads = tl.num_programs(1) * GROUP
+    tl.store(out_ptr + (tokens * num_heads + heads)[:, None] * HEAD_DIM + dims[None, :], result, mask=tile_mask)
+
+
+@triton.jit
+def _locate(query_start_ptr, block, num_sequences, BLOCK_Q: tl.constexpr):
+    """The sequence of a block of tokens, and the first of them in it. Sequence s has the blocks from
+    query_starts[s] // BLOCK_Q + s on, some of which may lie behind its end.
+    """
+    low = 0
+    high = num_sequences
+    while low + 1 < high:
+        middle = (low + high) // 2
+        is_before = tl.load(query_start_ptr + middle) // BLOCK_Q + middle <= block
+        low = tl.where(is_before, middle, low)
+        high = tl.where(is_before, high, middle)
+    sequence = tl.full((), low, tl.int64)
+    first = (block - tl.load(query_start_ptr + sequence) // BLOCK_Q - sequence) * BLOCK_Q
+    return sequence, first
+
+
+@triton.jit
+def _add_weighted(weights, values, total, DTYPE: tl.constexpr):
+    """total + weights @ values; beside queries of 16 bits with weights of 16 bits, as their products are."""
+    if tl.float32 == DTYPE:
+        return exact_dot(weights, values, total)
+    weights, values = weights.to(DTYPE), values.to(DTYPE)
+    if IS_INTERPRETED:
+        return tl.dot(weights.to(tl.float32), values.to(tl.float32), total)
+    return tl.dot(weights, values, total)
