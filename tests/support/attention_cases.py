@@ -8,7 +8,7 @@ from itertools import takewhile
 import torch
 
 from multilora_kernels import AttentionOptions, PagedSequences
-from multilora_kernels.kv_rows import LARGEST_CODES, quantize_rows
+from multilora_kernels.kv_rows import LARGEST_CODES, quantize_rows, store_rows
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 """By the type of the queries and of the result; the values are of order one."""
@@ -137,8 +137,9 @@ def make_rotary_step(case: Case, dtype: torch.dtype = torch.float32, rotary_dim:
         num_tokens = int(s.query_starts[row + 1] - s.query_starts[row])
         positions = torch.arange(context - num_tokens, context)
         slots.append(s.block_tables[row, positions // s.block_size] * s.block_size + positions % s.block_size)
-    case.keys[torch.cat(slots)] = case.values[torch.cat(slots)] = torch.nan
     num_tokens, num_heads, head_dim = case.q.shape
+    for cache in (case.keys, case.values):
+        store_rows(torch.full((num_tokens, cache.shape[1], head_dim), torch.nan), cache, torch.cat(slots))
     heads = num_heads + 2 * case.keys.shape[1]
     qkv = torch.randn(num_tokens, heads * head_dim, generator=generator).to(dtype)
     num_angles = (head_dim if rotary_dim is None else rotary_dim) // 2

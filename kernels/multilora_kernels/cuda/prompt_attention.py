@@ -214,7 +214,7 @@ def _add_weighted(weights, values, total, DTYPE: tl.constexpr):
     """total + weights @ values; beside queries of 16 bits with weights of 16 bits, as their products are."""
     if tl.float32 == DTYPE:
         return exact_dot(weights, values, total)
-    weights, values = weights.to(DTYPE), values.to(DTYPE)
+    weights = weights.to(DTYPE)
     if IS_INTERPRETED:
         return tl.dot(weights.to(tl.float32), values.to(tl.float32), total)
-    return tl.dot(weights, values, total)
+    return tl.dot(weights, values.to(DTYPE), total)
