@@ -120,7 +120,8 @@ def test_files_are_dropped_and_what_is_no_adapter_is_said(page: Page, tmp_path: 
 
 
 def drop(page: Page, files: dict[str, bytes]) -> None:
-    """As a person drops files on the page."""
+    """As a person drops files on the page, once the server has answered."""
+    expect(page.locator("#connection")).to_have_text("live")
     page.evaluate(
         """(files) => {
           const transfer = new DataTransfer();
@@ -457,6 +458,7 @@ def test_a_read_only_console_offers_nothing_that_changes(browser: Browser, serve
         page.locator(".space .row").first.click()
         assert page.get_by_role("button", name=re.compile("Upload|Load|Pin|Unload")).count() == 0
         drop(page, {"adapter_config.json": b"x", "adapter_model.safetensors": b"x"})
+        expect(page.get_by_text("No upload: the page is read-only")).to_be_visible()
         expect(page.get_by_role("dialog")).to_have_count(0)
         pages.close()
     assert pages.problems == []

@@ -54,7 +54,10 @@ function begin(about) {
   say(byId("model"), about.model.model);
   byId("model").title = `${about.model.max_model_len.toLocaleString("en-US")} tokens of context, engine ${about.model.version}`;
   byId("read-only").hidden = !about.is_read_only;
-  for (const button of document.querySelectorAll("[data-writes]")) button.hidden = about.is_read_only;
+  for (const button of document.querySelectorAll("[data-writes]")) {
+    button.hidden = about.is_read_only;
+    button.disabled = false; // before the server's answer a press would do nothing
+  }
   details.isReadOnly = about.is_read_only;
   uploads.isAllowed = !about.is_read_only;
   uploads.maxBytes = about.max_upload_bytes;

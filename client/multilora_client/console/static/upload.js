@@ -70,6 +70,7 @@ export class Uploads {
       event.preventDefault();
       this._leave();
       if (this.isAllowed) this._take(await entriesOf(event.dataTransfer));
+      else toast("No upload: the page is read-only, or the server has not answered yet", "error");
     });
   }
 
