@@ -21,7 +21,11 @@ _RIDGE_OF_KEYS = 1e-2
 """The same for keys: short contexts, which do not tell keys and tokens apart, must not make long ones seem dear."""
 
 _MAX_SURPRISE = 3.0
-"""A step counts as no longer than so many times the expected time: garbage may have been collected in it."""
+"""A step counts as no longer than so many times the expected time: garbage may have been collected in it. A step that
+is so many times shorter tells that the steps before it were the odd ones: a machine's first steps touch all memory."""
+
+_WEIGHT_OF_ODD_STEPS = 0.01
+"""The weight that all steps before such a step keep."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +85,11 @@ class StepCost:
     def observe(self, work: StepWork, seconds: float) -> None:
         """A step took so long."""
         features = _features(work)
-        if expected := float(features @ self._factors):
+        if expected := float(features @ self._solved()):
             seconds = min(seconds, _MAX_SURPRISE * expected)
+            if _MAX_SURPRISE * seconds < expected:
+                self._squares *= _WEIGHT_OF_ODD_STEPS
+                self._products *= _WEIGHT_OF_ODD_STEPS
         num_alike, seconds_alike = self._steps_like(features)
         num_forgotten = (1 - _FORGETTING) * num_alike
         self._squares += (1 - num_forgotten) * np.outer(features, features)

@@ -19,9 +19,10 @@ def random_work(random: Random) -> StepWork:
     num_prompt_tokens = random.choice([0, random.randrange(2, 257)])
     return StepWork(
         num_decodes,
-        random.choice([0, num_decodes]),
-        num_prompt_tokens,
-        random.choice([0, num_prompt_tokens]),
+        num_beams=random.choice([0, num_decodes]),
+        has_prompts=int(num_prompt_tokens > 0),
+        num_prompt_tokens=num_prompt_tokens,
+        num_prompt_rows=random.choice([0, num_prompt_tokens]),
     )
 
 
@@ -60,6 +61,17 @@ def test_one_step_that_took_long_by_chance_changes_little() -> None:
     before = cost.seconds(StepWork(8))
     cost.observe(StepWork(8), 100 * before)
     assert cost.seconds(StepWork(8)) < 1.5 * before
+
+
+def test_the_slow_first_steps_of_a_machine_are_soon_forgotten() -> None:
+    cost = StepCost()
+    for seconds in (1.3, 0.85):
+        cost.observe(StepWork(1, num_decode_keys=1), seconds)
+    cost.observe(StepWork(has_prompts=1, num_prompt_tokens=6, num_prompt_keys=21), 0.046)
+    for num_decode_keys in range(11, 91, 8):
+        work = StepWork(1, num_decode_keys=num_decode_keys)
+        cost.observe(work, true_seconds(work))
+    assert cost.seconds(StepWork(1, num_decode_keys=60)) == pytest.approx(true_seconds(StepWork(1)), rel=0.1)
 
 
 def test_a_machine_that_becomes_slower_is_known_to_be() -> None:
