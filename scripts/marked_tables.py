@@ -13,10 +13,21 @@ def read_table(document: Path, name: str) -> str:
     return block[0]
 
 
+def read_cells(document: Path, name: str) -> list[dict[str, str]]:
+    """The rows of the table of this name: the text of each cell by the heading of its column."""
+    header, _, *rows = [_cells(line) for line in read_table(document, name).splitlines() if line.startswith("|")]
+    assert len({*header}) == len(header), f"{document.name}: two columns of {name} have one heading"
+    return [dict(zip(header, row, strict=True)) for row in rows]
+
+
 def write_table(document: Path, name: str, table: str) -> None:
     """Put `table` in the place of the document's table of this name."""
     read_table(document, name)
     document.write_text(_block(name).sub(lambda _: table, document.read_text()))
+
+
+def _cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip().strip("|").split("|")]
 
 
 def _block(name: str) -> re.Pattern[str]:

@@ -34,6 +34,7 @@ from tokenizers import Tokenizer
 from benchmarks.bench_rows import Row, render, threads_title, write_results
 from benchmarks.cpu_times import CpuTimes, seconds_between
 from benchmarks.light_client import light_asks
+from benchmarks.serving_tables import measurement, write_tables
 from checkpoints.prepare_default_model import ensure_default_checkpoint
 from multilora_client import DIRECT, ENSEMBLE, Adapter, AdapterTensors, AsyncClient
 from multilora_client.bench.load import Ask, Load, Sample, run_closed, run_load
@@ -200,7 +201,7 @@ async def measure_adapters(
     rounds = list(itertools.product(range(setting.rounds), cells))
     for _, (count, mix) in progress.track(rounds, description="adapters"):
         samples = await run_wave(ask, mixed_targets(mix, count, adapters), prompts.take(count))
-        results.add(f"{count} at once, {mix}", samples)
+        results.add(measurement(count, mix), samples)
 
 
 async def measure_doors(
@@ -295,6 +296,9 @@ def main(
     prompt_tokens: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 128,
     output_tokens: Annotated[int, typer.Option(help="Tokens of each answer.")] = 64,
     model: Annotated[Path | None, typer.Option(help="Checkpoint to serve; default: the embedded model.")] = None,
+    update_docs: Annotated[
+        bool, typer.Option("--docs", help="Write the tables and plots of docs/performance.md; its text is yours.")
+    ] = False,
 ) -> None:
     """Measure tokens/s and times through a server that this command starts and stops, and plot them."""
     if unknown := set(part) - set(PARTS):
@@ -317,6 +321,8 @@ def main(
         write_results(rows, output, "serving")
     if results.stages:
         report_load(results.stages, output, console)
+    if update_docs:
+        write_tables(results.rates, setting.concurrency, results.stages)
     console.print(f"results are in {output}; {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}")
 
 
