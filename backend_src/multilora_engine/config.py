@@ -265,6 +265,10 @@ class EngineConfig(BaseModel):
             description="Most that floats beside a quantised base's codes take (operation `weights`); 0: none.",
         ),
     ] = ByteSize(0)
+    unpacked_weights: Annotated[
+        str,
+        Field(description="Quantised modules that have floats from the start: names or globs, with commas between."),
+    ] = ""
     kv_cache_memory_bytes: Annotated[
         ByteSize,
         Field(ge=0, description="Most that the KV cache takes; 0: what is left on a GPU, 1 GiB on a CPU."),
@@ -319,6 +323,11 @@ class EngineConfig(BaseModel):
         namespace, *rest = self.engine.removeprefix("dynamo://").split("/")
         component, endpoint = rest or ("backend", "generate")
         return namespace, component, endpoint
+
+    @property
+    def unpacked_weight_patterns(self) -> list[str]:
+        """The names and globs of `unpacked_weights`."""
+        return [name for part in self.unpacked_weights.split(",") if (name := part.strip())]
 
     @property
     def inter_token_latency_target_s(self) -> float | None:

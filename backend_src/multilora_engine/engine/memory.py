@@ -86,13 +86,14 @@ def divide_gpu(config: EngineConfig, layout: AdapterLayout, free: int, total: in
 
     step_bytes: as for `plan_memory`. Raises ConfigError when nothing is left.
     """
-    budget = free - step_bytes - int(total * (1 - config.gpu_memory_utilization))
+    floats_bytes = int(config.unpacked_weights_memory_bytes)
+    budget = free - step_bytes - floats_bytes - int(total * (1 - config.gpu_memory_utilization))
     if budget <= 0:
         raise ConfigError(
             f"the weights leave {free / _GIB:.2f} GiB of {total / _GIB:.2f} GiB, of which steps need "
-            f"{step_bytes / _GIB:.2f} GiB: nothing is left within gpu_memory_utilization="
-            f"{config.gpu_memory_utilization}; write a larger one, a smaller max_num_batched_tokens, or serve a "
-            "smaller model"
+            f"{step_bytes / _GIB:.2f} GiB and unpacked weights {floats_bytes / _GIB:.2f} GiB: nothing is left within "
+            f"gpu_memory_utilization={config.gpu_memory_utilization}; write a larger one, a smaller "
+            "max_num_batched_tokens or unpacked_weights_memory_bytes, or serve a smaller model"
         )
     device_tier_bytes = int(budget * config.lora.lora_cache_gpu_memory_fraction)
     kv_bytes = int(config.kv_cache_memory_bytes) or budget - device_tier_bytes

@@ -13,7 +13,7 @@ import torch
 from multilora_engine.engine.engine_stats import WeightStats
 from multilora_engine.engine.memory import is_out_of_memory
 from multilora_engine.engine.weight_info import PathChoice, WeightInfo
-from multilora_engine.errors import InternalError, InvalidRequest, UnpackedWeightsFull, WeightsBusy
+from multilora_engine.errors import ConfigError, InternalError, InvalidRequest, UnpackedWeightsFull, WeightsBusy
 from multilora_engine.models.model import Model
 from multilora_engine.models.weights import MEASURED_ROWS, WeightSwitch
 from multilora_kernels import PackedWeight
@@ -77,7 +77,24 @@ class UnpackedWeights:
             raise UnpackedWeightsFull(len(new), needed, self._unpacked_bytes, self._max_bytes)
         self._is_unpacking = True
         made = self._worker.submit(_unpacked, new)
-        return PendingWeights(made.done, lambda: self._take_up(found, new, made, choice))
+        return PendingWeights(made.done, lambda: self._finish(found, new, made, choice))
+
+    def unpack_at_start(self, patterns: Sequence[str]) -> None:
+        """What `unpack` does with `auto`, finished on return.
+
+        Raises ConfigError for a pattern that means no weight, too small a budget, or a lack of memory.
+        """
+        try:
+            found = self._find(patterns)
+            needed = sum(switch.codes.unpacked_nbytes for switch in found)
+            if needed > self._max_bytes:
+                raise ConfigError(
+                    f"parameter unpacked_weights: its floats take {needed} bytes, and unpacked_weights_memory_bytes is "
+                    f"{self._max_bytes}; write {needed} there, or fewer names"
+                )
+            self._take_up(found, found, _unpacked(found), "auto")
+        except (InvalidRequest, InternalError) as error:
+            raise ConfigError(f"parameter unpacked_weights: {error}") from error
 
     def close(self) -> None:
         """Forget the floats that are being made."""
@@ -87,7 +104,7 @@ class UnpackedWeights:
     def _unpacked_bytes(self) -> int:
         return sum(switch.floats.data.nbytes for switch in self._switches if switch.floats is not None)
 
-    def _take_up(
+    def _finish(
         self,
         found: Sequence[WeightSwitch],
         new: Sequence[WeightSwitch],
@@ -95,12 +112,15 @@ class UnpackedWeights:
         choice: PathChoice,
     ) -> list[WeightInfo]:
         self._is_unpacking = False
-        try:
-            floats = made.result(timeout=0)
-        except (RuntimeError, MemoryError, OSError) as error:
-            if not isinstance(error, OSError) and not is_out_of_memory(error):
-                raise
-            raise InternalError(f"no memory for the floats of {len(new)} weights: {error}") from error
+        return self._take_up(found, new, made.result(timeout=0), choice)
+
+    def _take_up(
+        self,
+        found: Sequence[WeightSwitch],
+        new: Sequence[WeightSwitch],
+        floats: Sequence[PackedWeight],
+        choice: PathChoice,
+    ) -> list[WeightInfo]:
         for switch, weight in zip(new, floats, strict=True):
             switch.floats = weight
         everywhere = frozenset(range(len(MEASURED_ROWS)))
@@ -133,7 +153,13 @@ class UnpackedWeights:
 
 
 def _unpacked(switches: Sequence[WeightSwitch]) -> list[PackedWeight]:
-    return [switch.codes.unpacked() for switch in switches]
+    """One weight after another, so that little more than the floats is needed. Raises InternalError without memory."""
+    try:
+        return [switch.codes.unpacked() for switch in switches]
+    except (RuntimeError, MemoryError, OSError) as error:
+        if not isinstance(error, OSError) and not is_out_of_memory(error):
+            raise
+        raise InternalError(f"no memory for the floats of {len(switches)} weights: {error}") from error
 
 
 @torch.inference_mode()

@@ -80,11 +80,16 @@ def test_memory_that_the_machine_does_not_have_refuses_to_load_with_the_numbers(
         plan(checkpoint, 8, unpacked_bytes=half, lora_cache_host_memory_bytes=half)
 
 
-def test_a_gpu_keeps_free_what_steps_need(checkpoint: Path) -> None:
+def test_a_gpu_keeps_free_what_steps_and_unpacked_weights_need(checkpoint: Path) -> None:
     config = EngineConfig(model_path=checkpoint, gpu_memory_utilization=0.75)
     pages = layout(checkpoint, 8)
     kv_bytes, num_pages = divide_gpu(config, pages, free=60 << 30, total=80 << 30, step_bytes=10 << 30)
     assert num_pages == int((30 << 30) * 0.05) // pages.page_bytes
     assert kv_bytes == (30 << 30) - int((30 << 30) * 0.05)
-    with pytest.raises(ConfigError, match=r"leave 60\.00 GiB of 80\.00 GiB, of which steps need 40\.00 GiB: nothing"):
+    message = r"leave 60\.00 GiB of 80\.00 GiB, of which steps need {} GiB and unpacked weights {} GiB: nothing"
+    with pytest.raises(ConfigError, match=message.format(r"40\.00", r"0\.00")):
         divide_gpu(config, pages, free=60 << 30, total=80 << 30, step_bytes=40 << 30)
+    config = config.model_copy(update={"unpacked_weights_memory_bytes": ByteSize(10 << 30)})
+    assert divide_gpu(config, pages, free=60 << 30, total=80 << 30, step_bytes=0) == (kv_bytes, num_pages)
+    with pytest.raises(ConfigError, match=message.format(r"30\.00", r"10\.00")):
+        divide_gpu(config, pages, free=60 << 30, total=80 << 30, step_bytes=30 << 30)

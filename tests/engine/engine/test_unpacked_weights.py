@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from multilora_engine.engine.engine import Engine
 from multilora_engine.engine.weight_info import PathChoice
-from multilora_engine.errors import InvalidRequest, UnpackedWeightsFull, WeightsBusy
+from multilora_engine.errors import ConfigError, InvalidRequest, UnpackedWeightsFull, WeightsBusy
 from multilora_engine.models.weights import MEASURED_ROWS
 
 INT4 = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": 8}
@@ -55,7 +55,7 @@ def engine(directory: Path, oracle: Oracle, default_model_dir: Path) -> Iterator
     engine.close()
 
 
-def serve(directory: Path, oracle: Oracle, tokenizer: Path, budget: int) -> Engine:
+def serve(directory: Path, oracle: Oracle, tokenizer: Path, budget: int, unpacked: str = "") -> Engine:
     return build_engine(
         directory / "checkpoint",
         oracle,
@@ -64,6 +64,7 @@ def serve(directory: Path, oracle: Oracle, tokenizer: Path, budget: int) -> Engi
         max_num_seqs=14,
         enable_prefix_caching=False,
         unpacked_weights_memory_bytes=budget,
+        unpacked_weights=unpacked,
     )
 
 
@@ -129,6 +130,35 @@ def test_an_unpack_beyond_the_budget_is_refused_with_the_numbers(
         engine.weights.unpack(["*.down_proj"], "auto")
     assert engine.stats.weights.unpacked_bytes == 0
     engine.close()
+
+
+def test_weights_unpacked_at_the_start_give_the_bits_of_their_codes(
+    directory: Path, oracle: Oracle, default_model_dir: Path, engine: Engine
+) -> None:
+    """Budget for these floats and for no more; packed and unpacked again they stay within it."""
+    needed = sum(weight.needed_bytes for weight in engine.weights.describe(["*.down_proj", "lm_head"]))
+    started = serve(directory, oracle, default_model_dir, needed, "*.down_proj, lm_head")
+    unpacked = {name for weight in started.weights.describe(["*"]) if weight.unpacked_bytes for name in weight.modules}
+    assert unpacked == {"lm_head", *(f"model.layers.{layer}.mlp.down_proj" for layer in range(3))}
+    assert started.stats.weights.unpacked_bytes == needed
+    everywhere = unpack(started, "*.down_proj") + unpack(started, "lm_head")
+    assert set(everywhere) == unpacked
+    assert answers_with_switches(started, oracle, {6: "lm_head"}) == answers_with_switches(engine, oracle, {})
+    started.close()
+
+
+@pytest.mark.parametrize(
+    ("budget", "names", "message"),
+    [
+        (1000, "*.down_proj", r"unpacked_weights: its floats take (\d+) bytes, and .*_bytes is 1000; write \1 there"),
+        (BUDGET, "*.down_proj,down_proj", "unpacked_weights: no quantised weight of the model is named 'down_proj'"),
+    ],
+)
+def test_weights_that_cannot_be_unpacked_at_the_start_stop_the_load(
+    directory: Path, oracle: Oracle, default_model_dir: Path, budget: int, names: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        serve(directory, oracle, default_model_dir, budget, names)
 
 
 def test_while_weights_are_unpacked_no_others_are_switched(engine: Engine) -> None:
