@@ -81,11 +81,13 @@ class Decodes:
     """The running answers that get a token in a step.
 
     within: the answers of clients within their shares. target_s: of the step; None if it may take any time.
+    patient_target_s: the target that the step would have without one in seconds.
     """
 
     sequences: list[Sequence]
     within: list[Sequence]
-    target_s: float | None
+    target_s: float | None = None
+    patient_target_s: float = 0.0
 
 
 class Pace:
@@ -129,14 +131,16 @@ class Pace:
         decoding: all that could. is_shared: whether several clients have sequences that run or wait.
         """
         if self._target_s == 0 or not decoding or not self.cost.is_known:
-            return Decodes(decoding, decoding, target_s=None)
+            return Decodes(decoding, decoding)
         over = _clients_over_their_share(decoding)
-        if not over:
-            return Decodes(decoding, decoding, self._target(decoding, is_shared))
         within = [s for s in decoding if s.request.sender.name not in over]
-        target_s = self._target(within, is_shared=True)
-        spare_s = max(0.0, target_s - self._seconds(within) - self._interruption_s)
-        return Decodes(self._turns(decoding, over, spare_s / 2), within, target_s)
+        within_s = self._seconds(within)
+        patient_target_s = (_SHARED_TARGET_MULTIPLE if over or is_shared else _TARGET_MULTIPLE) * within_s
+        target_s = patient_target_s if self._target_s is None else self._target_s
+        if over:
+            spare_s = max(0.0, target_s - within_s - self._interruption_s)
+            decoding = self._turns(decoding, over, spare_s / 2)
+        return Decodes(decoding, within, target_s, patient_target_s)
 
     def prompt_time(self, decodes: Decodes, has_late: bool = False) -> PromptTime:
         """The time for prompts in a step with these answers. has_late: whether any prompt has waited too long; then the
@@ -145,7 +149,7 @@ class Pace:
             return PromptTime()
         target_s = decodes.target_s
         if has_late:
-            target_s = max(target_s, _TARGET_MULTIPLE * self._seconds(decodes.within))
+            target_s = max(target_s, decodes.patient_target_s)
         decode_s = self._seconds(decodes.sequences)
         share_s = decode_s * _PROMPT_SHARE / (1 - _PROMPT_SHARE)
         first_s = self.cost.seconds_added(StepWork(has_prompts=1))
@@ -153,11 +157,6 @@ class Pace:
         left_s = target_s - decode_s - first_s - self._interruption_s
         self._prompt_time = PromptTime(max(left_s, share_s), self.cost)
         return self._prompt_time
-
-    def _target(self, sequences: list[Sequence], is_shared: bool) -> float:
-        if self._target_s is not None:
-            return self._target_s
-        return (_SHARED_TARGET_MULTIPLE if is_shared else _TARGET_MULTIPLE) * self._seconds(sequences)
 
     def _turns(self, decoding: list[Sequence], over: set[str], spare_s: float) -> list[Sequence]:
         """All answers but some of the clients `over` their shares: of these, the longest waiting get a token, as

@@ -146,9 +146,10 @@ def test_the_time_since_the_last_step_is_taken_from_prompts_and_from_clients_ove
 
 
 def test_late_prompts_get_as_much_as_without_a_target_in_seconds_and_no_more() -> None:
-    for target_s, num_tokens in ((0.010, 63), (0.060, 78), (None, 63)):
+    cases = ((0.010, False, 63), (0.060, False, 78), (None, False, 63), (0.010, True, 42), (None, True, 42))
+    for target_s, is_shared, num_tokens in cases:
         paced = known_pace(target_s)
-        time = paced.prompt_time(paced.choose([sequence()]), has_late=True)
+        time = paced.prompt_time(paced.choose([sequence()], is_shared), has_late=True)
         assert prompt_tokens(time, sequence()) == pytest.approx(num_tokens, abs=1)
 
 
