@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
+from multilora_engine.errors import ConfigError
 from multilora_engine.lora.free_pages import FreePages
 from multilora_kernels import HugePages
 
@@ -19,10 +20,27 @@ class PagePool(FreePages):
         shape = (num_pages, page_bytes)
         self.storage = (
             HugePages().zeros(shape, torch.uint8)
-            if device.type == "cpu" and not pin_memory
-            else torch.empty(shape, dtype=torch.uint8, device=device, pin_memory=pin_memory)
+            if device.type == "cpu"
+            else torch.empty(shape, dtype=torch.uint8, device=device)
         )
+        if pin_memory:
+            _pin(self.storage)
 
     def views(self, pages: Iterable[int]) -> list[torch.Tensor]:
         """Pages themselves, uint8 [page_bytes] each."""
         return [self.storage[page] for page in pages]
+
+
+def _pin(memory: torch.Tensor) -> None:
+    """Lock host memory in its place, so that a GPU copies from it by itself. Raises ConfigError.
+
+    torch's own pinned memory is rounded up to a power of two bytes: 33 GiB would take 64. It stays locked as long as
+    this process lives, as the pools of an engine do.
+    """
+    cudart = torch.cuda.cudart()
+    result = cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
+    if result != cudart.cudaError.success:
+        raise ConfigError(
+            f"{memory.nbytes} bytes of host memory cannot be locked for the GPU's copies "
+            f"({cudart.cudaGetErrorString(result)}); write a smaller lora_cache_host_memory_bytes"
+        )
