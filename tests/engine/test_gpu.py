@@ -53,23 +53,23 @@ def tokens(engine: Engine, requests: list[GenerationRequest]) -> dict[str, list[
 
 @contextmanager
 def counted_reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Whatever waits for the device is an error, but for `FromDevice.wait`; the sizes of what that read are told."""
-    wait, sizes = FromDevice.wait, []
+    """Whatever waits for the device is an error, but for `FromDevice.wait`; the rows of what that read are told."""
+    wait, rows = FromDevice.wait, []
 
-    def counted_wait(values: FromDevice) -> torch.Tensor:
+    def counted_wait(values: FromDevice) -> list[torch.Tensor]:
         torch.cuda.set_sync_debug_mode("default")
         try:
             read = wait(values)
         finally:
             torch.cuda.set_sync_debug_mode("error")
-        sizes.append(read.numel())
+        rows.append(len(read[0]))
         return read
 
     with monkeypatch.context() as patch:
         patch.setattr(FromDevice, "wait", counted_wait)
         torch.cuda.set_sync_debug_mode("error")
         try:
-            yield sizes
+            yield rows
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
@@ -98,10 +98,10 @@ def test_a_decode_step_waits_for_the_device_only_to_read_its_tokens(
     while engine.stats.num_running < 3:
         engine.step()
     engine.step()
-    with counted_reads(monkeypatch) as sizes:
+    with counted_reads(monkeypatch) as rows:
         engine.step()
         engine.step()
-    assert sizes == [3, 3]
+    assert rows == [3, 3]
 
 
 @pytest.mark.parametrize("enable_async_scheduling", [False, True])

@@ -16,7 +16,7 @@ from multilora_engine.execution.cuda_graphs import DecodeGraphs
 from multilora_engine.execution.forward_batch import ForwardBatch, KVCache, TokenLoRAs
 from multilora_engine.execution.kv_memory import KVMemory
 from multilora_engine.execution.prompt_scoring import score_prompts, scores_prompts
-from multilora_engine.execution.transfer import to_device
+from multilora_engine.execution.transfer import arrays_to_device, to_device
 from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.models.model import Model
 from multilora_engine.sampling.sampler import Choice
@@ -62,8 +62,7 @@ class ModelRunner:
         A GPU computes while the host goes on; on a CPU the step has been computed when this returns. before: of the
         step before, whose tokens are pending.
         """
-        batch = self.build_batch(step)
-        _fill_in_pending(batch.input_ids, step, before)
+        batch = self.build_batch(step, before)
         forward = partial(self._forward_scored, step) if scores_prompts(step) else self._forward
         logits = forward(batch, on_layer)
         sampled = [scheduled.sequence for scheduled in step if scheduled.is_sampled]
@@ -95,9 +94,9 @@ class ModelRunner:
             blocks = elements.view(cache.shape[0], -1, self._block_size, *cache.shape[2:])
             blocks[:, targets] = blocks[:, sources]
 
-    def build_batch(self, step: list[ScheduledSequence]) -> ForwardBatch:
-        """The tensors of a step, with 0 for pending tokens. `step`: the tokens of answers first, as scheduled."""
-        block_size, device = self._block_size, self._device
+    def build_batch(self, step: list[ScheduledSequence], before: Choice | None = None) -> ForwardBatch:
+        """The tensors of a step. `step`: the tokens of answers first, as scheduled. before: as for `launch`."""
+        block_size = self._block_size
         # NumPy, because a torch call on a handful of numbers takes several times as long.
         lengths = np.array([scheduled.num_tokens for scheduled in step])
         starts = np.array([scheduled.start for scheduled in step])
@@ -108,48 +107,56 @@ class ModelRunner:
         if self._kv_memory is not None:
             self._kv_memory.note_use((int(block_tables.max()) + 1) * block_size)
         slot_mapping = block_tables[sequence_of_token, positions // block_size] * block_size + positions % block_size
+        lora_indices = self._lora_indices(step)
+        arrays = {
+            "input_ids": _joined([_input_ids(scheduled) for scheduled in step]),
+            "positions": positions,
+            "slot_mapping": slot_mapping,
+            "num_keys": starts + lengths,
+            "query_starts": np.append(0, ends),
+            "block_tables": block_tables,
+            "logits_indices": _logits_indices(step, ends.tolist()),
+            "lora_mapping": lora_indices[sequence_of_token],
+            "pending": _pending(step, before),
+        }
+        sent = dict(zip(arrays, arrays_to_device(list(arrays.values()), self._device), strict=True))
+        lora_mapping, (targets, sources) = sent.pop("lora_mapping"), sent.pop("pending")
+        if len(targets):
+            assert before is not None
+            sent["input_ids"][targets] = before.token_ids[sources]
         return ForwardBatch(
-            input_ids=_sent(_joined([_input_ids(scheduled) for scheduled in step]), device),
-            positions=_sent(positions, device),
-            slot_mapping=_sent(slot_mapping, device),
+            **sent,
             query_lens=lengths.tolist(),
             context_lens=(starts + lengths).tolist(),
-            num_keys=_sent(starts + lengths, device),
-            query_starts=_sent(np.append(0, ends), device),
-            block_tables=_sent(block_tables, device),
             num_decodes=sum(scheduled.is_decode for scheduled in step),
-            logits_indices=to_device(_logits_indices(step, ends.tolist()), device),
             block_size=block_size,
-            lora=self._token_loras(step, sequence_of_token),
+            lora=TokenLoRAs(self._loras.tables, lora_mapping) if (lora_indices >= 0).any() else None,
         )
 
-    def _token_loras(self, step: list[ScheduledSequence], sequence_of_token: NDArray[np.int64]) -> TokenLoRAs | None:
+    def _lora_indices(self, step: list[ScheduledSequence]) -> NDArray[np.int64]:
+        """Each sequence's row in the tables, -1 for the base model."""
         adapters = [scheduled.sequence.adapter for scheduled in step]
-        if not any(adapters):
-            return None
-        indices = np.array([-1 if adapter is None else self._loras.lora_index(adapter) for adapter in adapters])
-        return TokenLoRAs(self._loras.tables, _sent(indices[sequence_of_token], self._device))
+        return np.array([-1 if adapter is None else self._loras.lora_index(adapter) for adapter in adapters])
 
 
 def _input_ids(scheduled: ScheduledSequence) -> list[int]:
     return scheduled.token_ids or [0]
 
 
-def _fill_in_pending(input_ids: torch.Tensor, step: list[ScheduledSequence], before: Choice | None) -> None:
-    """Put the tokens that are known to the device only where they are read. input_ids: of the step's batch."""
+def _pending(step: list[ScheduledSequence], before: Choice | None) -> NDArray[np.int64]:
+    """[2, n]: the rows whose tokens are known to the device only, and the place of each in the choice `before`."""
     # A pending token is the only one that its sequence computes, and such sequences come first: row i is theirs.
     rows = [row for row, scheduled in enumerate(step) if scheduled.sequence.num_pending_tokens]
-    if rows:
-        assert before is not None
-        assert all(step[row].is_decode for row in rows)
-        places = {sequence: place for place, sequence in enumerate(before.sequences)}
-        index = torch.tensor([rows, [places[step[row].sequence] for row in rows]])
-        targets, sources = to_device(index, input_ids.device)
-        input_ids[targets] = before.token_ids[sources]
+    if not rows:
+        return np.empty((2, 0), np.int64)
+    assert before is not None
+    assert all(step[row].is_decode for row in rows)
+    places = {sequence: place for place, sequence in enumerate(before.sequences)}
+    return np.array([rows, [places[step[row].sequence] for row in rows]])
 
 
-def _logits_indices(step: list[ScheduledSequence], ends: list[int]) -> torch.Tensor:
-    """int64: the last row of each sequence that is sampled, then the rows of the prompts whose logits are wanted.
+def _logits_indices(step: list[ScheduledSequence], ends: list[int]) -> NDArray[np.int64]:
+    """The last row of each sequence that is sampled, then the rows of the prompts whose logits are wanted.
 
     ends: for each sequence the row behind its last one.
     """
@@ -159,7 +166,7 @@ def _logits_indices(step: list[ScheduledSequence], ends: list[int]) -> torch.Ten
         for scheduled, end in zip(step, ends, strict=True)
         for position in scheduled.context_positions
     ]
-    return torch.tensor(sampled + context, dtype=torch.int64)
+    return np.array(sampled + context, np.int64)
 
 
 def _keep_context_logits(step: list[ScheduledSequence], logits: torch.Tensor) -> None:
@@ -185,7 +192,3 @@ def _block_tables(step: list[ScheduledSequence]) -> NDArray[np.int64]:
 def _joined(lists: list[list[int]]) -> NDArray[np.int64]:
     """One after the other."""
     return np.fromiter(chain.from_iterable(lists), np.int64)
-
-
-def _sent(values: NDArray[np.int64], device: torch.device) -> torch.Tensor:
-    return to_device(torch.from_numpy(values), device)

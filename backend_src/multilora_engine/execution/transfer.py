@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
+
+_ALIGNMENT = 8
+"""Elements of 64 bytes: Triton compiles a kernel anew for memory that does not begin at a multiple of 16."""
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -11,23 +20,70 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     A copy from pageable memory waits until the device has done its earlier work; one from pinned memory queues behind
     that. torch keeps the pinned memory until the copy is over.
     """
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    return _sent(tensor, device) if _is_apart(device) else tensor
+
+
+def arrays_to_device(arrays: Sequence[NDArray[np.int64]], device: torch.device) -> list[torch.Tensor]:
+    """`to_device` of arrays in one copy: a driver takes as long for each of them as for all."""
+    if not _is_apart(device):
+        return [torch.from_numpy(array) for array in arrays]
+    sent = _sent(torch.from_numpy(_joined(arrays)), device)
+    starts = _starts(arrays)
+    return [
+        sent[start : start + array.size].view(array.shape) for start, array in zip(starts[:-1], arrays, strict=True)
+    ]
 
 
 class FromDevice:
-    """A device tensor's values on their way to the host; on a CPU they are there."""
+    """The values of device tensors on their way to the host; on a CPU they are there."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        """The copy queues behind the device's earlier work; later work does not delay it."""
-        self._values, self._arrived = tensor, None
-        if tensor.is_cuda:
-            self._values = torch.empty_like(tensor, device="cpu", pin_memory=True)
-            self._values.copy_(tensor, non_blocking=True)
-            self._arrived = torch.cuda.Event()
-            self._arrived.record()
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        """The copies queue behind the device's earlier work; later work does not delay them."""
+        is_apart = _is_apart(tensors[0].device)
+        self._values = [_fetched(tensor) for tensor in tensors] if is_apart else list(tensors)
+        self._arrived = _recorded_event() if is_apart else None
 
-    def wait(self) -> torch.Tensor:
-        """The values, as soon as they have arrived."""
+    def wait(self) -> list[torch.Tensor]:
+        """The values, as soon as all have arrived."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._values
+
+
+def _joined(arrays: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
+    """All elements, array by array, each from its start on; the gaps are undefined."""
+    starts = _starts(arrays)
+    joined = np.empty(starts[-1], np.int64)
+    for start, array in zip(starts[:-1], arrays, strict=True):
+        joined[start : start + array.size] = array.ravel()
+    return joined
+
+
+def _starts(arrays: Sequence[NDArray[np.int64]]) -> list[int]:
+    """The place of each array behind those before it, and the end of the last."""
+    starts = [0]
+    for array in arrays:
+        starts.append(starts[-1] + math.ceil(array.size / _ALIGNMENT) * _ALIGNMENT)
+    return starts
+
+
+# The seam of devices: all that a step needs of one beside its operators.
+
+
+def _is_apart(device: torch.device) -> bool:
+    """Whether the device has memory of its own."""
+    return device.type == "cuda"
+
+
+def _sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def _fetched(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+def _recorded_event() -> Any:
+    event = torch.cuda.Event()
+    event.record()
+    return event

@@ -62,17 +62,16 @@ class Choice:
         self._kept = _own_logits(logits, sequences)
         self._restricted = adjust_logits(logits, sequences, end_token_ids)
         self.token_ids = _choose(logits, sequences)
-        self._on_host = FromDevice(self.token_ids)
-        # With the tokens, since the logits may be another step's when these are read.
-        self._probes = FromDevice(_probe(logits, self.token_ids))
+        # The probes with the tokens, since the logits may be another step's when these are read.
+        self._on_host = FromDevice(self.token_ids, _probe(logits, self.token_ids))
 
     @torch.inference_mode()
     def read(self) -> list[SampledToken]:
         """The tokens, in the order of the sequences. Waits for the device."""
-        tokens = [SampledToken(token_id) for token_id in self._on_host.wait().tolist()]
+        token_ids, probes = (values.numpy() for values in self._on_host.wait())
+        tokens = [SampledToken(token_id) for token_id in token_ids.tolist()]
         if self._log_probs is not None:
             _add_log_probs(tokens, self._scored, self._log_probs, self.sequences)
-        probes = self._probes.wait().numpy()
         dead = {row for row in self._restricted if probes[row, 0] == -math.inf}
         for row in dead:
             tokens[row] = SampledToken(None)
@@ -113,10 +112,9 @@ def _most_probable(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _probe(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """The logits of the chosen tokens, and of a few far from them, [rows, 1 + some]."""
-    vocab = logits.shape[1]
-    distances = torch.arange(0, vocab, max(1, vocab // 4), device=logits.device)
-    return logits.gather(1, (token_ids.unsqueeze(1) + distances) % vocab)
+    """The logits of the chosen tokens, and of a few over the whole vocabulary, [rows, 1 + some]."""
+    distance = max(1, logits.shape[1] // 4)
+    return torch.cat((logits.gather(1, token_ids.unsqueeze(1)), logits[:, ::distance]), dim=1)
 
 
 def _overflown(probes: NDArray[np.float32]) -> set[int]:

@@ -1,0 +1,68 @@
+"""How much work a decode step of the GPU path hands to a device: launches, copies, and waits of the host."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from support.gpu_path import NUM_LAYERS, make_device, make_engine
+
+from multilora_engine.request import GenerationRequest, SamplingParams
+
+LAUNCHES_OF_A_LAYER = {
+    "add_rms_norm_kernel": 2,
+    "aten::linear": 4,
+    "update_kernel": 4,
+    "decode_kernel": 1,
+    "activation_kernel": 1,
+}
+LAUNCHES_OUTSIDE = {
+    "aten::embedding": 1,
+    "aten::zeros_like": 1,
+    # Of rotary embeddings.
+    "aten::mul": 1,
+    "aten::cos": 1,
+    "aten::sin": 1,
+    "segment_kernel": 1,
+    # Of the rows whose logits are wanted.
+    "aten::index_select": 2,
+    "add_rms_norm_kernel": 1,
+    "aten::linear": 1,
+    "aten::to": 1,
+    # Beside the chosen tokens, which a CPU looks for by NumPy.
+    "aten::gather": 1,
+    "aten::cat": 1,
+}
+ARGMAX = 1
+
+
+@pytest.mark.parametrize("tasks", [(None, 0, 1), (None, None)])
+def test_a_decode_step_is_few_launches_one_copy_and_one_wait(
+    tmp_path: Path, default_model_dir: Path, monkeypatch: pytest.MonkeyPatch, tasks: tuple[int | None, ...]
+) -> None:
+    device = make_device(monkeypatch)
+    engine = make_engine(tmp_path, default_model_dir)
+    device.serve(monkeypatch)
+    for n, task in enumerate(tasks):
+        sampling = SamplingParams(max_tokens=8, end_id=-1)
+        engine.add_request(GenerationRequest(f"r{n}", [5, 6, 7], sampling, lora_task_id=task))
+    with device:
+        # The prompts, and the first step of decodes, which makes memory that others use again.
+        engine.step()
+        engine.step()
+        device.launches.clear()
+        device.copies.clear()
+        engine.step()
+    expected = Counter({name: count * NUM_LAYERS for name, count in LAUNCHES_OF_A_LAYER.items()})
+    expected.update(LAUNCHES_OUTSIDE)
+    if tasks == (None, None):
+        del expected["update_kernel"], expected["segment_kernel"]
+    assert device.launches == expected
+    assert device.copies == {"to the device": 1, "from the device": 2, "wait": 1}
+
+
+def test_a_step_is_within_its_budget_of_launches() -> None:
+    # Each takes the host some microseconds.
+    assert sum(LAUNCHES_OF_A_LAYER.values()) <= 12
+    assert sum(LAUNCHES_OUTSIDE.values()) + ARGMAX <= 15
