@@ -23,8 +23,9 @@ RUN /opt/multilora/bin/pip install --no-cache-dir -c constraints.txt ./kernels "
 ENV MULTILORA_KERNELS_CACHE=/opt/multilora/kernels
 RUN /opt/multilora/bin/python -m multilora_kernels.cpu
 RUN useradd --uid 10001 --no-create-home --home-dir /tmp --shell /usr/sbin/nologin multilora \
- && install --directory --owner=10001 --group=10001 /adapters
-# Compiled GPU kernels go below /tmp; mount a volume there to keep them over restarts.
+ && install --directory --owner=10001 --group=10001 /adapters /compiled
+# Compiled GPU kernels go below /tmp, which ends with the container. With a volume at /compiled, and this variable set to
+# that, the next one does not compile them again.
 ENV PATH=/opt/multilora/bin:/opt/tritonserver/bin:$PATH \
     MULTILORA_MODEL=/model \
     PYTHONDONTWRITEBYTECODE=1 \

@@ -18,7 +18,7 @@ from torch import library
 from multilora_kernels.interpreter import has_gpu_operators
 from multilora_kernels.kv_rows import kv_head_dim
 from multilora_kernels.panels import QuantizedPanels
-from multilora_kernels.parts import num_parts
+from multilora_kernels.parts import empty_v
 from multilora_kernels.segments import LoRASegments
 from multilora_kernels.tables import LoRATables
 
@@ -249,8 +249,9 @@ def _structs(num_tokens: int, fields: tuple[Any, ...]) -> tuple[LoRATables, LoRA
 
 def _fake_shrink(x: torch.Tensor, first_slice: int, num_slices: int, *fields: Any) -> torch.Tensor:
     tables, _ = _structs(x.shape[0], fields)
-    parts = num_parts(x.shape[1], x.shape[0]) if has_gpu_operators(x.device) else 1
-    return x.new_empty(parts, num_slices, x.shape[0], tables.max_rank, dtype=torch.float32)
+    if has_gpu_operators(x.device):
+        return empty_v(x, num_slices, tables.max_rank)
+    return x.new_empty(1, num_slices, x.shape[0], tables.max_rank, dtype=torch.float32)
 
 
 def _fake_in_place(*_: Any) -> None:

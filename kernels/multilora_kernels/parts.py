@@ -1,13 +1,17 @@
-"""How the GPU kernels cut the long sum of `lora_shrink`; apart from them, since shapes are needed without Triton."""
+"""The shape of the GPU's `lora_shrink`; apart from its kernel, since shapes are needed without Triton."""
 
 from __future__ import annotations
+
+import torch
 
 PART_SIZE = 1024
 """Hidden elements of one part of the sum. Changing it changes results in the last bit."""
 
-
 MAX_SPLIT_TOKENS = 4096
 """More fill a GPU with whole sums: 64 chunks of 64 tokens are more programs than most have processors."""
+
+_ALIGNMENT = 16
+"""Numbers: Triton compiles a kernel anew for distances that are no multiples of it."""
 
 
 def num_parts(in_features: int, num_tokens: int) -> int:
@@ -16,3 +20,14 @@ def num_parts(in_features: int, num_tokens: int) -> int:
     A batch's bits do not depend on it: the parts are added in the same order, by `lora_expand` or before.
     """
     return -(-in_features // PART_SIZE) if num_tokens <= MAX_SPLIT_TOKENS else 1
+
+
+def empty_v(x: torch.Tensor, num_slices: int, max_rank: int) -> torch.Tensor:
+    """The memory of `lora_shrink`'s result, float32 [parts, num_slices, num_tokens, max_rank]; x: its tokens.
+
+    Rows lie apart by a multiple of sixteen numbers, so that no kernel is compiled anew for another number of tokens.
+    """
+    num_tokens, in_features = x.shape
+    width = -(-max_rank // _ALIGNMENT) * _ALIGNMENT
+    parts = num_parts(in_features, num_tokens)
+    return x.new_empty(parts, num_slices, num_tokens, width, dtype=torch.float32)[..., :max_rank]

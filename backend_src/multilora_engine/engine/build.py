@@ -14,6 +14,7 @@ from multilora_engine.execution.forward_batch import KVCache
 from multilora_engine.execution.kv_memory import KVMemory
 from multilora_engine.execution.model_runner import ModelRunner
 from multilora_engine.execution.operator_check import check_operators
+from multilora_engine.execution.warm_up import warm_up
 from multilora_engine.lora.device_tier import DeviceTier
 from multilora_engine.lora.disk_tier import DiskTier
 from multilora_engine.lora.event_log import EventLog
@@ -143,6 +144,9 @@ def build_model_runner(
     num_slots = (plan.num_blocks + has_graphs) * config.block_size
     shape = group.cache_shape(num_slots, plan.kv_dtype)
     kv_cache = KVCache(_zeros(shape, plan.kv_dtype, device), _zeros(shape, plan.kv_dtype, device))
+    if device.type == "cuda":
+        max_sizes = (config.max_num_batched_tokens, config.max_num_seqs, plan.max_model_len)
+        warm_up(model, kv_cache, loras.tables, *max_sizes, config.block_size)
     graphs = _capture_graphs(model, kv_cache, config, plan, loras) if has_graphs else None
     memory = KVMemory(kv_cache.keys, kv_cache.values) if device.type == "cpu" else None
     return ModelRunner(model, kv_cache, config.block_size, loras, graphs, memory)

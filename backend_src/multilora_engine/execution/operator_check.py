@@ -39,4 +39,5 @@ def operator_shapes(model: Model, tables: LoRATables, block_size: int) -> Operat
         max_rank=tables.max_rank,
         dtype=model.dtype,
         lora_dtype=tables.arena.dtype,
+        vocab_size=config.vocab_size,
     )

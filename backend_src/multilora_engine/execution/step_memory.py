@@ -37,7 +37,7 @@ def step_memory(
     steps = [step_lens(config.max_num_batched_tokens, config.max_num_seqs, max_len)]
     if config.enable_cuda_graphs:
         steps.append([1] * graph_sizes(config.max_num_seqs)[-1])
-    batches = [_batch(query_lens, block_size, tables) for query_lens in steps]
+    batches = [trial_batch(query_lens, block_size, tables) for query_lens in steps]
     # Once unmeasured: libraries keep memory of their own, which does not come back either way.
     model.forward(batches[0], kv_cache)
     return sum(measure(partial(model.forward, batch, kv_cache)) for batch in batches)
@@ -69,8 +69,11 @@ def peak_growth(device: torch.device) -> Measure:
     return measure
 
 
-def _batch(query_lens: list[int], block_size: int, tables: LoRATables) -> ForwardBatch:
-    """A step of the first tokens of sequences that all lie in block 0; the logits of each one's last row are wanted."""
+def trial_batch(query_lens: list[int], block_size: int, tables: LoRATables) -> ForwardBatch:
+    """A step of the first tokens of sequences that all lie in block 0; the logits of each one's last row are wanted.
+
+    All tokens have the adapter of row 0, which may be of rank 0: its kernels are those of any other.
+    """
     device = tables.rank.device
     num_tokens = sum(query_lens)
     lens = torch.tensor(query_lens, device=device)

@@ -17,6 +17,9 @@ import triton.language as tl
 MAX_TOKENS = 8192
 """Of a batch: the work grows with the square."""
 
+_ALIGNMENT = 16
+"""In numbers of 32 bits."""
+
 
 def segment(
     token_lora_mapping: torch.Tensor, max_loras: int, chunk_size: int, capacity: int
@@ -25,8 +28,12 @@ def segment(
     num_tokens = token_lora_mapping.numel()
     assert 0 < num_tokens <= MAX_TOKENS
     sizes = (num_tokens, capacity, capacity, capacity, 2 * num_tokens)
-    memory = torch.empty(sum(sizes), dtype=torch.int32, device=token_lora_mapping.device)
-    permutation, starts, lengths, lora_indices, work = memory.split(sizes)
+    # Memory that does not begin at a multiple of sixteen bytes has kernels of its own, those of each linear, too.
+    rooms = [triton.cdiv(size, _ALIGNMENT) * _ALIGNMENT for size in sizes]
+    memory = torch.empty(sum(rooms), dtype=torch.int32, device=token_lora_mapping.device)
+    permutation, starts, lengths, lora_indices, work = (
+        room[:size] for room, size in zip(memory.split(rooms), sizes, strict=True)
+    )
     constants = segment_constants(num_tokens, chunk_size)
     segment_kernel[(1,)](
         token_lora_mapping,

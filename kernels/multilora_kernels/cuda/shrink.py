@@ -18,7 +18,7 @@ from multilora_kernels.adapter_codes import CODE_BITS
 from multilora_kernels.cuda.block_sizes import BlockSizes, block_sizes, gpu_name
 from multilora_kernels.cuda.codes import int8_header_bytes, load_int4
 from multilora_kernels.cuda.tiles import exact_dot
-from multilora_kernels.parts import PART_SIZE, num_parts
+from multilora_kernels.parts import PART_SIZE, empty_v
 from multilora_kernels.segments import LoRASegments
 from multilora_kernels.tables import LoRATables
 
@@ -32,10 +32,10 @@ def lora_shrink(
     sizes: BlockSizes | None = None,
 ) -> torch.Tensor:
     """See `multilora_kernels.shrink.lora_shrink`. sizes: to try others than the table's."""
-    num_tokens, in_features = x.shape
+    in_features = x.shape[1]
     assert x.stride(1) == 1
-    parts = num_parts(in_features, num_tokens)
-    v = x.new_empty(parts, num_slices, num_tokens, tables.max_rank, dtype=torch.float32)
+    v = empty_v(x, num_slices, tables.max_rank)
+    parts = v.shape[0]
     is_wide = torch.float32 in (x.dtype, tables.arena.dtype)
     sizes = sizes or block_sizes("shrink", segments.chunk_size, tables.max_rank, gpu_name(x.device))
     code_bits = CODE_BITS.get(tables.arena.dtype, 0)

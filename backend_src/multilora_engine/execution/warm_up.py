@@ -1,0 +1,55 @@
+"""The kernels of every step that may come, compiled at start: no request waits for a compiler, and no watchdog kills an
+engine that compiles.
+
+The compiler keeps them (TRITON_CACHE_DIR), so that only the first start on a machine takes long.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import torch
+
+from multilora_engine.execution.forward_batch import KVCache
+from multilora_engine.execution.step_memory import step_lens, trial_batch
+from multilora_engine.models.model import Model
+from multilora_kernels import LoRATables, SamplingRule, sample_tokens
+
+_logger = logging.getLogger(__name__)
+
+_FEWEST_TOKENS = 128
+_DRAWN = SamplingRule(temperature=1.0, top_k=2, top_p=0.9, min_p=0.0, uniform=0.5)
+
+
+@torch.inference_mode()
+def warm_up(
+    model: Model,
+    kv_cache: KVCache,
+    tables: LoRATables,
+    max_num_tokens: int,
+    max_num_seqs: int,
+    max_len: int,
+    block_size: int,
+) -> None:
+    """Compute one step of each kind, over the first block of a cache that holds nothing yet.
+
+    max_num_tokens, max_num_seqs: of a step. max_len: of a sequence.
+    """
+    steps = warm_up_steps(max_num_tokens, max_num_seqs, max_len)
+    _logger.info("compiling the kernels of steps of up to %d tokens", max_num_tokens)
+    started = time.monotonic()
+    for query_lens in steps:
+        logits = model.forward(trial_batch(query_lens, block_size, tables), kv_cache)
+        sample_tokens(logits, [_DRAWN] * len(logits)).tolist()
+    _logger.info("kernels of %d kinds of steps are ready after %.1f s", len(steps), time.monotonic() - started)
+
+
+def warm_up_steps(max_num_tokens: int, max_num_seqs: int, max_len: int) -> list[list[int]]:
+    """Tokens of each sequence of some steps, in which every kernel of any step is: those without a prompt have none of
+    their own, and the number of tokens counts by powers of two.
+    """
+    sizes = [1]
+    while sizes[-1] < max_num_tokens:
+        sizes.append(min(max(_FEWEST_TOKENS, 2 * sizes[-1]), max_num_tokens))
+    return [step_lens(size, min(size, max_num_seqs), max_len) for size in sizes]

@@ -1,0 +1,63 @@
+"""Behind the warm-up no request waits for a compiler, whatever steps it takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+
+import pytest
+from support.gpu_path import FakeDevice, make_device, make_engine
+
+from checkpoints.tiny_llama import VOCAB_SIZE
+from multilora_engine.engine.engine import Engine
+from multilora_engine.execution.warm_up import warm_up, warm_up_steps
+from multilora_engine.request import GenerationRequest, SamplingParams
+
+MAX_NUM_TOKENS, MAX_NUM_SEQS, MAX_LEN, BLOCK_SIZE = 1100, 24, 300, 8
+
+
+def test_steps_are_of_every_size_that_counts() -> None:
+    steps = warm_up_steps(700, 3, 600)
+    assert [sum(step) for step in steps] == [1, 128, 256, 512, 700]
+    assert steps[1] == [1, 1, 126]
+    assert warm_up_steps(1, 1, 5) == [[1]]
+    assert [len(step) for step in warm_up_steps(16384, 4, 16384)] == [1, *[4] * 8]
+
+
+@pytest.mark.parametrize("max_lora_rank", [8, 64])
+def test_no_kernel_is_compiled_after_it(
+    tmp_path: Path, default_model_dir: Path, monkeypatch: pytest.MonkeyPatch, max_lora_rank: int
+) -> None:
+    device = make_device(monkeypatch)
+    engine = make_engine(
+        tmp_path,
+        default_model_dir,
+        max_num_batched_tokens=MAX_NUM_TOKENS,
+        max_num_seqs=MAX_NUM_SEQS,
+        max_model_len=MAX_LEN,
+        block_size=BLOCK_SIZE,
+        lora={"max_lora_rank": max_lora_rank},
+    )
+    device.serve(monkeypatch)
+    with device:
+        runner = engine._runner
+        tables = engine._loras.tables
+        warm_up(runner._model, runner._kv_cache, tables, MAX_NUM_TOKENS, MAX_NUM_SEQS, MAX_LEN, BLOCK_SIZE)
+        compiled = set(device.variants)
+        device.variants.clear()
+        _serve(engine, device)
+    assert device.variants
+    assert not device.variants - compiled
+
+
+def _serve(engine: Engine, device: FakeDevice) -> None:
+    """Steps of one token and of many, decodes beside prompts, greedy and drawn, with adapters and without."""
+    random = Random(1)
+    for n in range(60):
+        sampling = SamplingParams(max_tokens=random.randint(1, 6), end_id=-1, temperature=random.choice([0.0, 0.8]))
+        prompt = [random.randrange(VOCAB_SIZE) for _ in range(random.choice([1, 2, 7, 90, 250]))]
+        engine.add_request(GenerationRequest(f"r{n}", prompt, sampling, lora_task_id=random.choice([None, 0, 1])))
+        if random.random() < 0.3:
+            engine.step()
+    while engine.has_work:
+        engine.step()
