@@ -5,9 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from fastapi import FastAPI
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
@@ -16,8 +13,7 @@ from starlette.staticfiles import StaticFiles
 from multilora_client.console.guard import Guard
 from multilora_client.console.routes import adapters, asking, live, uploads
 from multilora_client.console.settings import ConsoleSettings
-from multilora_client.errors import MultiloraClientError
-from multilora_client.openai.errors import Failure, failure_of, invalid_body
+from multilora_client.openai.failure_answers import answer_failures
 
 PATH = "/console"
 FILES = Path(__file__).parent / "static"
@@ -33,30 +29,10 @@ def _make_page(settings: ConsoleSettings) -> FastAPI:
     app.add_middleware(Guard, hosts=settings.hosts, max_upload_bytes=settings.max_upload_bytes)
     for routes in (adapters, asking, live, uploads):
         app.include_router(routes.router)
-    for error in (Failure, MultiloraClientError, RequestValidationError, HTTPException, Exception):
-        app.add_exception_handler(error, _answer_failure)
+    answer_failures(app)
     app.mount("/", StaticFiles(directory=FILES, html=True))
     return app
 
 
 async def _lead_to_the_page(_: Request) -> Response:
     return RedirectResponse(f"{PATH.removeprefix('/')}/")
-
-
-async def _answer_failure(request: Request, error: Exception) -> Response:
-    failure = _failure(request, error)
-    return JSONResponse(failure.body, failure.status, failure.headers)
-
-
-def _failure(request: Request, error: Exception) -> Failure:
-    match error:
-        case Failure():
-            return error
-        case MultiloraClientError():
-            return failure_of(error)
-        case RequestValidationError():
-            return invalid_body(error.errors()[0], request.headers.get("content-type", ""))
-        case HTTPException():
-            return Failure(error.status_code, error.detail, "invalid_request")
-        case _:
-            return Failure(500, "internal error; the log says more", "internal")

@@ -7,18 +7,15 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI, Request, Response
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from multilora_client.client import AsyncClient
 from multilora_client.console import page
 from multilora_client.console.state import Access, Console, header_key
-from multilora_client.errors import MultiloraClientError
 from multilora_client.openai.body_limit import BodyLimit
 from multilora_client.openai.catalogue import Catalogue
-from multilora_client.openai.errors import Failure, failure_of, invalid_body
+from multilora_client.openai.failure_answers import answer_failures, failure_answer
 from multilora_client.openai.front import Front, State
 from multilora_client.openai.metrics import FrontMetrics, MeasuredRequests
 from multilora_client.openai.routes import adapters, generation, models, service, tokenization
@@ -66,8 +63,9 @@ def make_app(
         app.include_router(routes.router)
     if settings.console:
         app.router.routes.extend(page.console_routes(settings.console))
-    for error in (Failure, MultiloraClientError, RequestValidationError, HTTPException, RecursionError, Exception):
-        app.add_exception_handler(error, _answer_failure)
+    answer_failures(app)
+    app.add_exception_handler(404, _answer_not_served)
+    app.add_exception_handler(405, _answer_wrong_method)
     return app
 
 
@@ -85,26 +83,10 @@ def _console_access(front: Front) -> Access:
     return access
 
 
-async def _answer_failure(request: Request, error: Exception) -> Response:
-    failure = _failure(request, error)
-    return JSONResponse(failure.body, failure.status, failure.headers)
+async def _answer_not_served(request: Request, _: Exception) -> Response:
+    return failure_answer(not_served(request))
 
 
-def _failure(request: Request, error: Exception) -> Failure:
-    match error:
-        case Failure():
-            return error
-        case MultiloraClientError():
-            return failure_of(error)
-        case RequestValidationError():
-            return invalid_body(error.errors()[0], request.headers.get("content-type", ""))
-        case HTTPException(status_code=404):
-            return not_served(request)
-        case HTTPException(status_code=405):
-            return wrong_method(request, error.headers)
-        case HTTPException():
-            return Failure(error.status_code, error.detail, "invalid_request")
-        case RecursionError():
-            return Failure(400, "the body is nested too deeply", "invalid_value")
-        case _:
-            return Failure(500, "internal error; the log says more", "internal")
+async def _answer_wrong_method(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return failure_answer(wrong_method(request, error.headers))
