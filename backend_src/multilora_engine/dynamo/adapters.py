@@ -25,8 +25,9 @@ class Cards(Protocol):
 
 
 class FleetAdapters:
-    """An adapter has a card from when it can answer until before it is forgotten: no request for it finds a worker that
-    cannot have it. One that moves to other weights keeps its card. Calls for one name go one after the other.
+    """Publishes the card of an adapter once it can answer, and withdraws it before the adapter is forgotten: a request
+    that finds a card finds an adapter. An adapter that moves to other weights keeps its card. Calls for one name run
+    one after the other.
     """
 
     def __init__(self, operator: Operator, cards: Cards, base_name: str, module_names: Mapping[int, str]) -> None:
@@ -40,7 +41,7 @@ class FleetAdapters:
 
     @property
     def cards(self) -> list[AdapterCard]:
-        """The version of each that new requests get."""
+        """The card of each adapter, of the version that new requests get."""
         return list(self._cards.values())
 
     def check_free(self, name: str) -> None:
@@ -49,7 +50,7 @@ class FleetAdapters:
             raise InvalidRequest(f"{name} is the base model; give the adapter another name")
 
     async def show(self, card: AdapterCard) -> None:
-        """Have a card of an adapter, or have it tell of another version. Raises InvalidRequest."""
+        """Publish the card of an adapter; if it has one, remember the new version. Raises InvalidRequest."""
         self.check_free(card.name)
         async with self._locks.held(card.name):
             if card.name not in self._cards:
@@ -57,17 +58,18 @@ class FleetAdapters:
             self._cards[card.name] = card
 
     async def hide(self, name: str) -> AdapterCard | None:
-        """Take the card of an adapter away, if there is one."""
+        """Withdraw the card of an adapter and return it; None if there is none."""
         async with self._locks.held(name):
             if name in self._cards:
                 await self._published.withdraw(name)
             return self._cards.pop(name, None)
 
     async def scan_sources(self) -> None:
-        """Put cards of all named adapters that tiers and sources have into the fleet, since the last time.
+        """Publish the cards of all named adapters that have come into a tier or a source since the last scan.
 
-        Their weights are read when somebody asks for them. One that has been unloaded gets no other card so long as the
-        sources have it; where they have it no more, nor a tier, its card goes, unless it came in another way.
+        Their weights are read when a request needs them. An adapter that was unloaded gets no new card as long as a
+        source has it. The card of an adapter that no source and no tier has any more is withdrawn, unless the adapter
+        came in another way.
         """
         listed = {
             info.name: info

@@ -16,24 +16,24 @@ Chunk = dict[str, Any]
 """Dynamo's `GenerateChunk`."""
 
 CANCELLED: Chunk = {"token_ids": [], "index": 0, "finish_reason": "cancelled"}
-"""The last chunk of an answer that nobody waits for any more."""
+"""The last chunk of a cancelled answer."""
 
 END: Chunk = {"token_ids": [], "index": 0, "finish_reason": "stop"}
-"""The last chunk of an answer that is no tokens."""
+"""The last chunk of an answer that consists of messages and not of tokens."""
 
 _NO_LOG_PROB = -9999.0
-"""Stands for minus infinity, which JSON cannot say: the log-prob of a token that the guide has ruled out."""
+"""Stands for minus infinity, which JSON cannot express: the log-prob of a token that the guide has ruled out."""
 
 
 class Answer:
-    """Makes a chunk of each output; the last one has `finish_reason` and how many tokens there were in all."""
+    """Turns each output into a chunk; the last chunk has `finish_reason` and the numbers of tokens."""
 
     def __init__(self, request: GenerationRequest, tokenizer: Tokenizer) -> None:
         self._request = request
         self._tokenizer = tokenizer
 
     def chunk(self, output: TokenOutput) -> Chunk:
-        """output: any but one with an error."""
+        """The chunk of an output. output: has no error."""
         chunk: Chunk = {"token_ids": output.token_ids, "index": 0}
         if output.log_probs:
             chunk["log_probs"] = [_finite(told.log_prob) for told in output.log_probs]
@@ -48,7 +48,7 @@ class Answer:
         return chunk
 
     def _top(self, token_id: int, told: TokenLogProb) -> Sequence[Mapping[str, Any]]:
-        """The likeliest tokens, best first, and behind them the chosen one if it is not among them."""
+        """The likeliest tokens, best first, and behind them the chosen token if it is not among them."""
         entries = list(told.top)
         if token_id not in dict(entries):
             entries.append((token_id, told.log_prob))
@@ -64,7 +64,7 @@ class Answer:
         ]
 
     def _prompt_log_probs(self, told: bytes) -> Sequence[Mapping[str, Any] | None]:
-        """By token id the log-probs of each token of the prompt and of the likeliest ones; None for the first one."""
+        """For each token of the prompt its log-prob and the likeliest tokens', by token id; None for the first."""
         rows = np.frombuffer(told, row_type(self._request.sampling.num_prompt_top_log_probs))
         tokens = zip(self._request.prompt_token_ids[1:], rows[1:], strict=True)
         return [None, *(self._prompt_entry(token_id, row) for token_id, row in tokens)]

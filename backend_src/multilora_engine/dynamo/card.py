@@ -1,4 +1,4 @@
-"""`AdapterCard`: the facts that the fleet is told of an adapter."""
+"""`AdapterCard`: the facts about an adapter that a worker tells its fleet."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class AdapterCard:
 
     @property
     def user_data(self) -> Mapping[str, Any]:
-        """Additions to Dynamo's own workers' cards: which version it was when the card was published, and how large.
+        """The fields beyond those of Dynamo's own workers: version and size of the adapter when the card was published.
 
-        Dynamo lets nobody change a card, and to take it away for a moment would refuse requests: one that moves to
-        other weights keeps its card, and `list_loras` tells which ones it has.
+        Dynamo has no way to change a card, and requests would be refused while the card is away. So an adapter that
+        moves to other weights keeps its card, and `list_loras` tells which weights it has.
         """
         return {
             "lora_adapter": True,
@@ -42,6 +42,6 @@ class AdapterCard:
 
 
 def card_of(info: AdapterInfo, module_names: Mapping[int, str]) -> AdapterCard:
-    """The card of an adapter that has been read. module_names: of the wire modules of the model, by their ids."""
+    """The card of an adapter that the engine reports. module_names: the model's wire modules, by module id."""
     modules = tuple(module_names[module_id] for module_id in info.module_ids)
     return AdapterCard(info.name, info.digest, info.ranks, modules)

@@ -10,7 +10,7 @@ from multilora_engine.dynamo.card import AdapterCard
 
 
 class AdapterCards:
-    """Puts cards into Dynamo's discovery and takes them away. Where a card is, its name is a model of the fleet."""
+    """Publishes cards in Dynamo's discovery and withdraws them. The name on a card is a model of the fleet."""
 
     def __init__(self, endpoint: Any, model_path: str, block_size: int, max_loras: int) -> None:
         self._endpoint = endpoint
@@ -19,7 +19,7 @@ class AdapterCards:
         self._max_loras = max_loras
 
     async def publish(self, card: AdapterCard) -> None:
-        """Put a card there. Raises when there is another one of this name."""
+        """Publish a card. Raises if another card has its name."""
         await register_model(
             ModelInput.Tokens,
             ModelType.Chat | ModelType.Completions,
@@ -36,5 +36,5 @@ class AdapterCards:
         )
 
     async def withdraw(self, name: str) -> None:
-        """Take a card away: no more requests come for the name."""
+        """Withdraw a card: no more requests come for the name."""
         await unregister_model(self._endpoint, lora_name=name)

@@ -1,4 +1,4 @@
-"""`FleetCatalogue`: what a worker does when an adapter comes to the fleet or goes, and tells the others of it."""
+"""`FleetCatalogue`: takes adapters into the fleet and out of it, and tells the other workers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from multilora_wire.adapter_info import AdapterInfo
 from multilora_wire.layout import AdapterLayout
 
 _NEWS_INTERVAL_S = 2.0
-"""A worker that was cut off hears of what it has missed within so many seconds."""
+"""A worker that was cut off hears the news that it missed within so many seconds."""
 
 _NEWS_TIMEOUT_S = 10.0
 _KEEP_TIMEOUT_S = 10.0
@@ -46,11 +46,11 @@ class Operator(Protocol):
 
 
 class FleetCatalogue:
-    """An adapter that any worker takes in is known to all of them, and has a card at each if it has a name.
+    """Makes an adapter that one worker takes in known to all; an adapter with a name has a card at each worker.
 
-    To load a name again moves it to the weights that are there now: new requests get these, running ones keep theirs,
-    and nobody waits. A worker that is new, or that was cut off, asks another one what it has missed. Loads of one name
-    go one after the other.
+    Loading a name again moves it to the weights that are there now: new requests get these, running requests keep
+    theirs, and no request waits. A worker that is new, or that was cut off, asks another worker for the news that it
+    missed. Loads of one name run one after the other.
     """
 
     def __init__(
@@ -72,12 +72,12 @@ class FleetCatalogue:
         self._module_names = {module.module_id: module.name for module in layout.sites.modules}
 
     async def take_piece(self, upload: Upload, offset: int, piece: bytes) -> Upload | None:
-        """Take the next bytes of an upload; the upload as all workers know it, once it is complete."""
+        """Take the next bytes of an upload. Returns the complete upload as all workers know it, None before."""
         taken = await self._uploads.take_piece(upload, offset, piece)
         return None if taken is None else await self._spread(taken)
 
     async def read(self, lora_task_id: int, name: str, source: str, path: str) -> Upload:
-        """Read an adapter from a path in the sources, and have all workers know of it. Raises RequestError."""
+        """Read an adapter from a path in the sources, and make it known to all workers. Raises RequestError."""
         async with self._locks.held(lora_task_id):
             packed = await self._reader.read(lora_task_id, name, source, path)
             pages = await asyncio.to_thread(pages_of, packed)
@@ -86,7 +86,7 @@ class FleetCatalogue:
             return await self._spread(await self._uploads.add(upload, pages))
 
     async def load(self, name: str, path: str = "") -> AdapterCard:
-        """Have the adapter that is at `path`, or that the fleet or the sources have under `name`, with its card.
+        """Load the adapter at `path`, or the one that the fleet or the sources have under `name`, and publish its card.
 
         Raises RequestError. If the card cannot be published, the adapter is forgotten.
         """
@@ -102,7 +102,7 @@ class FleetCatalogue:
         return card
 
     async def unload(self, name: str) -> AdapterCard:
-        """Have no worker know the adapter. Raises RequestError if there is no card of the name."""
+        """Make every worker forget the adapter. Raises RequestError if no card has the name."""
         card = await self._adapters.hide(check_name(name))
         if card is None:
             raise InvalidRequest(f"LoRA adapter {name!r} is not loaded; loaded are {len(self._adapters.cards)} others")
@@ -113,14 +113,14 @@ class FleetCatalogue:
         return card
 
     async def forget(self, task_id: TaskId, name: str) -> None:
-        """Forget an adapter that every worker is told to unload: the card goes before the engine's."""
+        """Forget an adapter that every worker is told to unload: its card is withdrawn before the engine unloads it."""
         upload = self._uploads.find(task_id)
         if name := name or (upload.name if upload is not None else ""):
             await self._adapters.hide(name)
         self._uploads.forget(task_id)
 
     async def learn(self, news: Upload | Forget) -> None:
-        """Hear of an adapter from another worker. Raises AdapterConflict."""
+        """Take in another worker's news of an adapter. Raises AdapterConflict."""
         if not self._uploads.learn(news):
             return
         if isinstance(news, Upload):
@@ -131,9 +131,9 @@ class FleetCatalogue:
         await self._unload(news.task_id)
 
     async def hear_first_news(self) -> None:
-        """Hear of all that the fleet knows, before the first request: an adapter's source may have an older version.
+        """Ask the fleet for all its news before the first request: an adapter's source may have an older version.
 
-        A worker that finds no other within a second is the first one.
+        A worker that finds no other worker within a second is the first one.
         """
         for _ in range(_NUM_FIRST_LOOKS):
             if self._workers.ids:
@@ -145,7 +145,7 @@ class FleetCatalogue:
                 return
 
     async def follow_news(self) -> None:
-        """Ask another worker for what was missed, again and again until cancelled."""
+        """Ask another worker for missed news, again and again until cancelled."""
         while True:
             try:
                 if worker_ids := self._workers.ids:
@@ -173,7 +173,7 @@ class FleetCatalogue:
             logger.warning("workers disagree: %s", error)
 
     async def _spread(self, upload: Upload) -> Upload:
-        """Give the adapter its card, and have the others know it. Raises the error of one that may not have it."""
+        """Publish the adapter's card and tell the others of the adapter. Raises the error of a worker that refuses."""
         try:
             await self._show(upload)
         except Exception:
@@ -181,7 +181,7 @@ class FleetCatalogue:
             await self._unload(upload.task_id)
             raise
         for answer in await self._workers.ask_all(Announce(upload)):
-            # One that is lost asks for news when it is back.
+            # A worker that is lost asks for news when it is back.
             if isinstance(answer, RequestError) and not isinstance(answer, WorkerGone):
                 raise answer
         if not upload.place:
@@ -189,7 +189,7 @@ class FleetCatalogue:
         return upload
 
     async def _keep_twice(self, upload: Upload) -> None:
-        """Have another worker keep what a client has sent: it is nowhere else, and this one may die."""
+        """Make a second worker keep an adapter that a client sent: no source has it, and this worker may die."""
         worker_ids = self._workers.ids
         for worker_id in random.sample(worker_ids, len(worker_ids)):
             try:
@@ -200,7 +200,7 @@ class FleetCatalogue:
                 return
 
     async def _show(self, upload: Upload) -> None:
-        """Put an upload that has a name, and is no tenant's own, where Dynamo's front finds it."""
+        """Publish the card of an upload that has a name and no tenant, so that Dynamo's front finds it."""
         if upload.name and not upload.header.tenant:
             await self._adapters.show(self._card_of(upload))
 

@@ -1,4 +1,4 @@
-"""`EngineCalls`: requests to a worker's engine, whoever sent them to the worker."""
+"""`EngineCalls`: requests to a worker's engine, from Dynamo's front and from the fleet's own fronts."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class _OtherVersion(Exception):
 class EngineCalls:
     """The engine answers with the latest version of an adapter that this worker has heard of, or not at all.
 
-    An engine that has evicted an upload, or has started again, would take what its sources have under the name: the
-    first output tells which version answers, and the upload is brought again if it is another one.
+    An engine that evicted an upload, or was started again, would answer with the adapter that its sources have under
+    the name. The first output tells which version answers; if it is another version, the upload is brought again.
 
     call_id: the id that Dynamo gave the call, by which it is aborted.
     """
@@ -46,7 +46,7 @@ class EngineCalls:
     async def generate(
         self, asked: GenerationRequest, call_id: str, client_request_id: str, trace_id: str
     ) -> AsyncGenerator[TokenOutput | None, None]:
-        """The outputs of a request; None at the end if nobody waits for it any more. Raises RequestError."""
+        """The outputs of a request; None at the end if it was cancelled. Raises RequestError."""
         task_id = asked.task_id
         if task_id is not None and self._uploads.is_behind(task_id):
             await self._uploads.bring(task_id)
@@ -59,7 +59,7 @@ class EngineCalls:
             assert task_id is not None, "the base model has no versions"
             await self._uploads.bring(task_id, is_lost=True)
         except RequestError as error:
-            # So a request is refused before its first output, if the engine has no tier with the adapter any more.
+            # The engine refuses a request so before its first output, if no tier has the adapter any more.
             if error.code != AdapterNotFound.code or task_id is None:
                 raise
             if not await self._uploads.bring(task_id, is_lost=True):
@@ -71,7 +71,7 @@ class EngineCalls:
     async def _checked(
         self, asked: GenerationRequest, call_id: str, client_request_id: str, trace_id: str
     ) -> AsyncGenerator[TokenOutput | None, None]:
-        """The outputs, unless another version answers than the one that is known: then it raises _OtherVersion."""
+        """The outputs. Raises _OtherVersion if the version that answers is not the known one."""
         task_id = asked.task_id
         wanted = "" if task_id is None else self._uploads.digest(task_id)
         is_checked = not wanted

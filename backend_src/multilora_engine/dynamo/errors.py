@@ -1,4 +1,4 @@
-"""The engine's errors as those of Dynamo, which its front answers a client with, or tries another worker after."""
+"""Translates the engine's errors into Dynamo's: its front sends them to the client, or tries another worker."""
 
 from __future__ import annotations
 

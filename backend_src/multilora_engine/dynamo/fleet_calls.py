@@ -1,4 +1,4 @@
-"""`FleetCalls`: what a worker does for the fronts of its fleet, and for the other workers."""
+"""`FleetCalls`: answers the messages that a worker gets from the fronts of its fleet and from the other workers."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ class FleetCalls:
         number, name = _number(operation), operation.name or ""
         task_id = scoped_task_id(operation.tenant, number)
         if isinstance(operation, UnloadAdapter):
-            # First of all, and also where the engine does not have it: it would come back with the next request.
+            # This comes first, and also if the engine lacks the adapter: it would come back with the next request.
             await self._catalogue.forget(task_id, name)
             output = await self._operator.carry(message)
             info = msgspec.json.decode(output.text, type=AdapterReport).adapter

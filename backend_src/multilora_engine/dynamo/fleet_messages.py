@@ -2,7 +2,7 @@
 
 They travel as requests to the endpoint that Dynamo's own front sends prompts to, so that discovery, the routing of
 answers, draining and health are Dynamo's. Its requests have a place for `extra_args` and its answers one for
-`engine_data`, both JSON: a message is the text of its msgpack there. Everything said about a request, refusals
+`engine_data`, both JSON: a message is the text of its msgpack there. Every output of a request, refusals
 included, is a `TokenOutput`, as between a front and its own engine: codes and texts of errors arrive as they left.
 """
 
@@ -25,7 +25,7 @@ PIECE_BYTES = 1 << 20
 """Weights travel in pieces of this size: Dynamo refuses messages of more than 32 MiB."""
 
 NEW_VERSION = 0
-"""Of an upload that no worker has taken yet."""
+"""The version of an upload that no worker has taken yet."""
 
 _KEY = "multilora"
 
@@ -33,10 +33,11 @@ _KEY = "multilora"
 class Upload(msgspec.Struct, frozen=True, tag=True):
     """An adapter that has come to the fleet, without its pages: a client sent it, or a worker read it from a source.
 
-    name: empty if the client named its task id only. pages_digest: `content_digest` of rows and pages, which whoever
-    receives them checks. num_bytes: of the pages. version: of two uploads of one task id the larger one counts; the
-    worker that takes it gives it one: nanoseconds since the epoch, and more than any that it knows of the task id.
-    NEW_VERSION before that. place: the path in the sources that it was read from, empty for what a client sent.
+    name: empty if the client named its task id only. pages_digest: the `content_digest` of rows and pages, which every
+    receiver checks. num_bytes: of the pages. version: of two uploads of one task id the one of the larger version
+    counts. The worker that takes the upload sets it: nanoseconds since the epoch, and more than any version of the task
+    id that the worker knows; NEW_VERSION before that. place: the path in the sources from which the adapter was read,
+    empty for an adapter that a client sent.
     """
 
     header: AdapterHeader
@@ -57,7 +58,7 @@ class Upload(msgspec.Struct, frozen=True, tag=True):
 
 
 class Forget(msgspec.Struct, frozen=True, tag=True):
-    """Have no upload of this task id up to `version`. name: of the upload, perhaps empty."""
+    """Forget the uploads of this task id up to `version`. name: of the upload, perhaps empty."""
 
     lora_task_id: int
     tenant: str
@@ -70,7 +71,7 @@ class Forget(msgspec.Struct, frozen=True, tag=True):
 
 
 class Generate(msgspec.Struct, frozen=True, tag=True):
-    """Answer a request. upload: its adapter as far as the front knows of one; the worker may know of a later one."""
+    """Answer a request. upload: of its adapter, if the front knows one; the worker may know a later one."""
 
     request: GenerationRequest
     client_request_id: str = ""
@@ -79,10 +80,10 @@ class Generate(msgspec.Struct, frozen=True, tag=True):
 
 
 class TakePiece(msgspec.Struct, frozen=True, tag=True):
-    """The bytes of an upload from `offset` on.
+    """Take the bytes of an upload from `offset` on.
 
-    With the last piece the worker has the adapter, its engine too, and all other workers know of it. The answer is then
-    the upload with its version.
+    After the last piece the worker and its engine have the adapter, and all other workers know of it. The answer is
+    then the upload with its version.
     """
 
     upload: Upload
@@ -91,7 +92,7 @@ class TakePiece(msgspec.Struct, frozen=True, tag=True):
 
 
 class Announce(msgspec.Struct, frozen=True, tag=True):
-    """Know of an upload that another worker has; fetch it when somebody asks for it.
+    """Know of an upload that another worker has; fetch it when a request needs it.
 
     keeps: fetch its pages at once, so that they outlive the other worker.
     """
@@ -101,7 +102,7 @@ class Announce(msgspec.Struct, frozen=True, tag=True):
 
 
 class ReadNews(msgspec.Struct, frozen=True, tag=True):
-    """Say all that you know of uploads, one by one, unless that is the same as the asker knows.
+    """Send all your news of uploads, one by one, unless the asker knows the same.
 
     state: the asker's `FleetUploads.state`.
     """
@@ -138,7 +139,7 @@ class EndRequests(msgspec.Struct, frozen=True, tag=True):
 
 
 class Describe(msgspec.Struct, frozen=True, tag=True):
-    """Say what you serve."""
+    """Describe the model that you serve."""
 
 
 ToWorker = Generate | TakePiece | Announce | Forget | ReadNews | FindUpload | ReadPages | Carry | EndRequests | Describe
@@ -151,7 +152,7 @@ class Said(msgspec.Struct, frozen=True, tag=True):
 
 
 class Found(msgspec.Struct, frozen=True, tag=True):
-    """upload: None if there is none here."""
+    """upload: None if the worker knows none."""
 
     upload: Upload | None
 
@@ -177,7 +178,7 @@ _from_worker: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(From
 
 
 def worker_request(message: ToWorker) -> dict[str, Any]:
-    """A message as a request of Dynamo. What Dynamo itself reads of it is empty, but for a token, which it wants."""
+    """A message as a request of Dynamo. The fields that Dynamo reads are empty, but for the token that it demands."""
     return {
         "model": "",
         "token_ids": [0],

@@ -30,11 +30,11 @@ from multilora_engine.request import TokenOutput
 from multilora_wire.adapter_info import AdapterInfo
 
 _TIMEOUT_S = 120.0
-"""A worker that loads an adapter has it sent from far away."""
+"""A worker that loads an adapter may have to download it."""
 
 
 class FleetOperator:
-    """`load`, `unload`, `pin` and `unpin` concern every worker that is there, and `list` tells of all of them."""
+    """Carries out `load`, `unload`, `pin` and `unpin` on every worker that is there; `list` merges the lists of all."""
 
     def __init__(self, workers: Workers, uploads: FrontUploads, description: Described) -> None:
         self._workers = workers
@@ -74,7 +74,7 @@ class FleetOperator:
         return report
 
     async def _read(self, operation: LoadAdapter, message: Operate) -> None:
-        """Have one worker read an adapter from its sources: the others have the same one from it."""
+        """Make one worker read an adapter from its sources; the others get the same adapter from that worker."""
         worker_ids = self._workers.ids
         if not worker_ids:
             raise EngineUnavailable("the fleet has no worker; try again")
@@ -83,7 +83,7 @@ class FleetOperator:
 
 
 def _texts(answers: Sequence[FromWorker | RequestError]) -> list[str]:
-    """The reports. That a worker does not have an adapter is an error only where none has it.
+    """The reports. A worker without the adapter is an error only if no worker has it.
 
     Raises the first error of another kind.
     """

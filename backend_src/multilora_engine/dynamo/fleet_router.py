@@ -36,11 +36,11 @@ class KvRouter(Protocol):
 
 
 class FleetRouter:
-    """Picks by the prefixes that workers have, the adapters in their memory, and their load: the router is told when a
+    """Picks a worker by its cached prefixes, the adapters in its memory, and its load: the router is told when a
     request starts and when it ends.
 
-    The router takes note of a dead worker only when discovery does, seconds later. Until then, whoever was refused by
-    the router's choice is sent to another worker.
+    The router notices a dead worker only when discovery does, seconds later. Until then, a request that the router's
+    choice has refused goes to another worker.
     """
 
     def __init__(self, router: KvRouter, workers: Workers, prefer: Callable[[Mapping[str, float]], Any]) -> None:
@@ -50,7 +50,7 @@ class FleetRouter:
         self._prefer = prefer
 
     async def pick(self, request: GenerationRequest, refused_by: Collection[int]) -> int:
-        """The worker for a request, none of those that have refused it. Raises EngineUnavailable."""
+        """The worker for a request, none of the workers that have refused it. Raises EngineUnavailable."""
         if not refused_by:
             picked = await self._ask(request)
             if picked is not None:
@@ -63,7 +63,7 @@ class FleetRouter:
         return left[0]
 
     async def pick_any(self) -> int:
-        """A worker that has nothing to generate yet. Raises EngineUnavailable."""
+        """A worker for a call that generates nothing. Raises EngineUnavailable."""
         worker_ids = self._workers.ids
         if not worker_ids:
             raise EngineUnavailable("the fleet has no worker; try again")
@@ -74,7 +74,7 @@ class FleetRouter:
         await self._tell(self._router.mark_prefill_complete(request_id))
 
     async def ended(self, request_id: str) -> None:
-        """The request takes no more of its worker."""
+        """The request needs its worker no more."""
         await self._tell(self._router.free(request_id))
 
     async def _ask(self, request: GenerationRequest) -> int | None:
@@ -90,7 +90,7 @@ class FleetRouter:
                     cache_namespace=request.sender.tenant or None,
                 )
         except Exception as error:
-            # Dynamo's errors have no types here; without workers there is one, too.
+            # Dynamo's errors have no types here; it raises one also if there are no workers.
             logger.warning("the router picks no worker: %s", error)
             return None
         return worker_id

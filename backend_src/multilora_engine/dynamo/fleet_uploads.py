@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from multilora_engine.lora.layout import PackedAdapter
 
 MAX_KNOWN = 16_384
-"""Uploads that a worker knows, and such as were unloaded. Every worker forgets the ones that came first, so that all
-of them know the same."""
+"""The most uploads that a worker knows, unloaded ones included. Every worker forgets the oldest first, so that all
+workers know the same."""
 
 logger = logging.getLogger(__name__)
 
@@ -44,11 +44,11 @@ class Reader(Protocol):
 
 
 class FleetUploads:
-    """Knows the latest upload of each task id that it has heard of, and has the engine know it when it is asked for.
+    """Knows the latest upload of each task id that it has heard of, and gives it to the engine when a request needs it.
 
     Pages that are not here come from another worker, by their digest, which is checked: a worker that is new, or that
-    has started again, asks the others and not the client. Where no worker has them any more, they are read again from
-    the source that they came from, if they did, and must be the same. Calls for one task id go one after the other.
+    was started again, asks the others and not the client. Pages that no worker has any more are read again from the
+    source that they came from, if there was one, and must be the same. Calls for one task id run one after the other.
     """
 
     def __init__(
@@ -76,14 +76,14 @@ class FleetUploads:
 
     @property
     def state(self) -> str:
-        """A digest of all that is known: equal at workers that know the same."""
+        """A digest of all known uploads: equal at workers that know the same."""
         if self._state is None:
             known = sorted(f"{label_of(news.task_id)} {news.version}" for news in self._known.values())
             self._state = blake3("\n".join(known).encode()).hexdigest(16)
         return self._state
 
     def news(self) -> Iterator[Upload | Forget]:
-        """All that is known: the uploads, and what was unloaded."""
+        """Each known upload, and a `Forget` for each one that was unloaded."""
         yield from list(self._known.values())
 
     def find(self, task_id: TaskId) -> Upload | None:
@@ -106,7 +106,7 @@ class FleetUploads:
         return self._pages.get(pages_digest)
 
     def learn(self, news: Upload | Forget) -> bool:
-        """Know of an upload, or that there is none, unless something later is known; whether it was news.
+        """Remember an upload, or its end, unless a later version is known. Returns whether it was news.
 
         Raises AdapterConflict.
         """
@@ -126,9 +126,9 @@ class FleetUploads:
         return news.task_id in self._known
 
     def forget(self, task_id: TaskId, name: str = "") -> Forget | None:
-        """Know of no upload of this task id; the message for the others.
+        """Forget the upload of a task id. Returns the message for the other workers.
 
-        None if none was known, unless `name` is given: then it may be one of the sources.
+        Returns None if no upload was known, unless `name` is given: the adapter may then be one of the sources.
         """
         upload = self.find(task_id)
         if upload is None and not name:
@@ -139,7 +139,7 @@ class FleetUploads:
         return forget
 
     async def take_piece(self, upload: Upload, offset: int, piece: bytes) -> Upload | None:
-        """Take the next bytes of an upload; with the last ones the engine has it: the upload as it is known then.
+        """Take the next bytes of an upload. After the last ones the engine has it, and the known upload is returned.
 
         Raises RequestError; nothing has changed then.
         """
@@ -150,10 +150,10 @@ class FleetUploads:
         return await self.add(upload, pages)
 
     async def add(self, upload: Upload, pages: bytearray) -> Upload:
-        """Have the engine know an upload whose pages were checked; as it is known then.
+        """Give the engine an upload whose pages were checked. Returns the upload as it is known then.
 
-        A new one gets its version, and the name that its task id has, unless the same weights are known already. Raises
-        RequestError; nothing has changed then.
+        A new upload gets its version, and the name that its task id has, unless the same weights are known already.
+        Raises RequestError; nothing has changed then.
         """
         task_id = upload.task_id
         known = self._known.get(task_id)
@@ -175,9 +175,9 @@ class FleetUploads:
         return self.find(task_id) or upload
 
     async def bring(self, task_id: TaskId, is_lost: bool = False) -> bool:
-        """Have the engine know the latest upload of a task id; whether there is one.
+        """Give the engine the latest upload of a task id. Returns whether there is one.
 
-        is_lost: the engine has said that it does not have it any more. Raises RequestError if it cannot be had.
+        is_lost: the engine has said that it lacks the upload. Raises RequestError if the pages cannot be had.
         """
         async with self._locks.held(task_id):
             known = self._known.get(task_id)
@@ -190,7 +190,7 @@ class FleetUploads:
             return True
 
     async def keep(self, upload: Upload) -> None:
-        """Have the pages of an upload here, if it is the latest one. Raises RequestError if they cannot be had."""
+        """Fetch and keep the pages of an upload, if it is the latest one. Raises RequestError if they cannot be had."""
         async with self._locks.held(upload.task_id):
             known = self.find(upload.task_id)
             if known is not None and known.pages_digest == upload.pages_digest:
@@ -262,7 +262,7 @@ class FleetUploads:
 class UploadLost(RequestError):
     """No worker has the pages of an upload any more. Existing clients match this text and send the weights again.
 
-    may_be_elsewhere: a worker could not be reached, which may have them.
+    may_be_elsewhere: a worker that may have them could not be reached.
     """
 
     code = "NOT_FOUND"
@@ -287,7 +287,7 @@ def digest_of(packed: PackedAdapter, layout: AdapterLayout) -> str:
 
 def check_pages(upload: Upload, pages: bytearray, layout: AdapterLayout) -> None:
     """Raises InvalidRequest unless the pages are those of the upload, and an adapter of this model."""
-    import torch  # with all that reads weights: seconds and 100 MB, for those alone that are sent some
+    import torch  # with the code that reads weights: seconds and 100 MB, only in a worker that gets some
 
     from multilora_engine.lora.format import check_rows, content_digest
 

@@ -14,17 +14,17 @@ from multilora_engine.lora.names import TaskId
 from multilora_engine.process.messages import AdapterHeader
 
 _PIECE_TIMEOUT_S = 30.0
-"""With the last piece the worker checks the adapter, its engine takes it, and all others hear of it."""
+"""After the last piece the worker checks the adapter, gives it to its engine, and tells all other workers."""
 
 
 class FrontUploads:
-    """Sends an adapter to one worker, which tells all others of it; they fetch it from there.
+    """Sends an adapter to one worker, which tells the others; they fetch the adapter from that worker.
 
-    It also stays here, so long as there is room: a request that finds no worker with it has it sent again.
+    The adapter also stays here as long as there is room, and is sent again when no worker has it for a request.
     """
 
     def __init__(self, workers: Workers, max_bytes: int, lora_dtype: str) -> None:
-        """max_bytes: of the adapters that stay here. lora_dtype: in which they are packed."""
+        """max_bytes: of the adapters that stay here. lora_dtype: the dtype in which they are packed."""
         self._workers = workers
         self._pages = PageStore(max_bytes)
         self._lora_dtype = lora_dtype
@@ -36,11 +36,11 @@ class FrontUploads:
         return None if task_id is None else self._latest.get(task_id)
 
     def forget(self, task_id: TaskId) -> None:
-        """Know of no upload of this task id."""
+        """Forget the upload of a task id."""
         self._latest.pop(task_id, None)
 
     async def settle(self, task_id: TaskId | None) -> None:
-        """Wait until the uploads of a task id that came before have arrived, or failed."""
+        """Wait until the earlier uploads of a task id have arrived, or failed."""
         if task_id is not None and task_id in self._locks:
             async with self._locks.held(task_id):
                 pass
@@ -48,7 +48,7 @@ class FrontUploads:
     async def take(
         self, header: AdapterHeader, name: str, payload: memoryview, pick: Callable[[], Awaitable[int]]
     ) -> int:
-        """Have the fleet know an adapter: the worker that `pick` says has it then, and all others know of it.
+        """Upload an adapter to a worker that `pick` chooses, and that tells all others of it. Returns the worker.
 
         Raises RequestError.
 
@@ -64,7 +64,7 @@ class FrontUploads:
             return worker_id
 
     async def send_again(self, upload: Upload, worker_id: int) -> bool:
-        """Send an upload to a worker, where no other worker has it any more; whether it is still here."""
+        """Send an upload to a worker, because no worker has it any more. Returns whether its pages are still here."""
         if upload.pages_digest not in self._pages:
             return False
         async with self._locks.held(upload.task_id):
@@ -72,7 +72,7 @@ class FrontUploads:
         return True
 
     async def _send(self, upload: Upload, worker_id: int) -> Upload:
-        """The upload as the worker has it then."""
+        """Send all pieces of an upload. Returns the upload as the worker has it then."""
         pages = self._pages.get(upload.pages_digest)
         assert pages is not None, "it has just been looked for"
         answer: FromWorker = Found(None)
@@ -84,7 +84,7 @@ class FrontUploads:
 
 
 def _digest(header: AdapterHeader, pages: bytearray, lora_dtype: str) -> str:
-    import torch  # with all that reads weights: seconds and 100 MB, for those fronts alone that are sent some
+    import torch  # with the code that reads weights: seconds and 100 MB, only in a front that gets some
 
     from multilora_engine.lora.format import content_digest
 

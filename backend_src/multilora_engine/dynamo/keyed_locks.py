@@ -1,4 +1,4 @@
-"""`KeyedLocks`: a lock for each key, for as long as somebody holds it or waits for it."""
+"""`KeyedLocks`: a lock for each key, as long as a coroutine holds it or waits for it."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class KeyedLocks(Generic[Key]):
-    """Keys are what clients name, and there is no end of them: a lock that nobody needs takes no memory."""
+    """Clients choose the keys, and their number has no bound: a lock that no coroutine needs takes no memory."""
 
     def __init__(self) -> None:
         self._locks: dict[Key, asyncio.Lock] = {}
         self._num_users: dict[Key, int] = {}
 
     def __contains__(self, key: Key) -> bool:
-        """Whether somebody holds the lock of a key, or waits for it."""
+        """Whether a coroutine holds the lock of a key, or waits for it."""
         return key in self._locks
 
     @asynccontextmanager
     async def held(self, key: Key) -> AsyncIterator[None]:
-        """Hold the lock of a key while the block runs; those who ask first have it first."""
+        """Hold the lock of a key while the block runs; callers get it in the order in which they ask."""
         lock = self._locks.setdefault(key, asyncio.Lock())
         self._num_users[key] = self._num_users.get(key, 0) + 1
         try:

@@ -1,4 +1,4 @@
-"""`BlockPublisher`: tells Dynamo's router which prefixes this worker has, so that prompts that begin so come here."""
+"""`BlockPublisher`: tells Dynamo's router which prefixes this worker has, so that prompts that share them come here."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class BlockPublisher:
     """The listener of the engine's blocks. Only the client's thread calls it, but for `start`, which comes first.
 
     Dynamo computes the hash that it routes by from published values: tokens, name of the adapter, salt. That hash
-    knows no versions: when a name has moved to other weights, the blocks of the earlier ones are taken back with the
-    first block of the later ones. Blocks behind one that is not published are left out: the router cannot place them.
+    knows no versions: when a name has moved to other weights, the first block of the later weights takes back the
+    blocks of the earlier weights. Blocks behind an unpublished block are left out: the router cannot place them.
     """
 
     def __init__(self) -> None:
@@ -36,11 +36,11 @@ class BlockPublisher:
 
     @property
     def num_published(self) -> int:
-        """Blocks that the router takes to be here."""
+        """The number of blocks that the router believes to be here."""
         return len(self._published)
 
     def start(self, publisher: EventPublisher) -> None:
-        """Publish from now on; earlier events are not told."""
+        """Publish from now on; earlier events are dropped."""
         self._publisher = publisher
 
     def on_events(self, events: list[BlockEvent]) -> None:
@@ -82,7 +82,7 @@ class BlockPublisher:
         return [*moved, stored]
 
     def _removed(self, hashes: list[int]) -> list[Mapping[str, Any]]:
-        """Forget those of `hashes` that are published."""
+        """Forget the published blocks among `hashes`. Returns the event that says so."""
         known = [number for number in hashes if number in self._published]
         for number in known:
             self._hashes_of_name[self._published.pop(number)].discard(number)
@@ -94,5 +94,5 @@ class BlockPublisher:
 
 
 def block_hash(key: bytes) -> int:
-    """The number by which Dynamo knows a block, 64 bits with a sign: of the key of our prefix cache, a SHA-256."""
+    """The number by which Dynamo knows a block, 64 bits with a sign. key: of our prefix cache, a SHA-256."""
     return int.from_bytes(key[:_HASH_BYTES], "little", signed=True)

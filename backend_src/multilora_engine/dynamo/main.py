@@ -25,7 +25,7 @@ def main() -> None:
         run(DynamoWorker)
     except ConfigError as error:
         sys.exit(f"multilora-dynamo: {error}")
-    # Dynamo's threads and its canary go on: one that calls Python while the interpreter ends would abort the process.
+    # Dynamo's threads and its canary go on: a thread that calls Python while it ends would abort the process.
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -29,18 +29,18 @@ _Report = TypeVar("_Report")
 
 
 class EngineOperator:
-    """Each method raises the RequestError that the engine answers with instead."""
+    """Each method raises the engine's RequestError."""
 
     def __init__(self, client: EngineClient, loop: asyncio.AbstractEventLoop) -> None:
         self._client = client
         self._loop = loop
 
     async def list_adapters(self) -> list[AdapterInfo]:
-        """The adapters of all tiers, and the ones that the sources tell of."""
+        """The adapters of all tiers and all sources."""
         return (await self._ask(ListAdapters(), AdapterList)).adapters
 
     async def load(self, name: str) -> AdapterInfo:
-        """Have an adapter in memory, from where the engine or its sources have its name."""
+        """Load the adapter that the engine or its sources have under a name into memory."""
         return (await self._ask(LoadAdapter(name=name), AdapterReport)).adapter
 
     async def unload(self, lora_task_id: int, tenant: str = "") -> AdapterInfo:
@@ -56,7 +56,7 @@ class EngineOperator:
         return await self._ask(ReadStats(), StatsReport)
 
     async def carry(self, message: Carry) -> TokenOutput:
-        """Carry out an operation of somebody else; the report is the output's text."""
+        """Carry out an operation for a front of the fleet; the report is the text of the output."""
         return await self._hear(
             lambda stream, request_id: self._client.operate(
                 stream, request_id, message.operation, message.scope, message.sender
@@ -70,7 +70,7 @@ class EngineOperator:
         )
 
     async def put(self, upload: Upload, pages: bytearray) -> None:
-        """Have the engine know an adapter, whose pages are as they lie in memory."""
+        """Give the engine an adapter. pages: its pages as they lie in memory."""
         adapter = read_adapter(upload.header, memoryview(pages))
         await self._hear(
             lambda stream, request_id: self._client.put_adapter(

@@ -1,4 +1,4 @@
-"""`WorkerOptions`: the command line of `multilora-dynamo`: that of every worker of Dynamo, and a few options more."""
+"""`WorkerOptions`: the command line of `multilora-dynamo`: the options of every worker of Dynamo, and a few more."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from multilora_engine.tritonserver.checkpoint import resolve_checkpoint
 from multilora_engine.tritonserver.repository import parse_override
 
 _DEFAULT_PARAMETERS: Mapping[str, str] = {"lora_on_conflict": "replace"}
-"""To load a name again with other weights means to move it to them; running requests keep the ones they began with."""
+"""Loading a name again with other weights moves it to them; running requests keep the weights that they began with."""
 
 _DESCRIPTION = "Serve a model and its LoRA adapters as a worker of NVIDIA Dynamo."
 

@@ -1,4 +1,4 @@
-"""`PageStore`: the pages of uploads, so that workers can have them from each other."""
+"""`PageStore`: the pages of uploads, so that workers can fetch them from each other."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from multilora_engine.errors import InvalidRequest
 
 
 class PageStore:
-    """Keeps pages by their digests, `max_bytes` in all: those that nobody has asked for longest go first.
+    """Keeps pages by their digests, `max_bytes` in all: the pages that were not asked for longest go first.
 
     The bytes of an upload that is on its way count, too.
     """
@@ -22,14 +22,14 @@ class PageStore:
 
     @property
     def num_bytes(self) -> int:
-        """All that is kept."""
+        """The bytes of all kept pages, whole and arriving."""
         return sum(len(pages) for pages in (*self._pages.values(), *self._arriving.values()))
 
     def __contains__(self, pages_digest: str) -> bool:
         return pages_digest in self._pages
 
     def get(self, pages_digest: str) -> bytearray | None:
-        """The pages, which are kept longer then; None if they are not here."""
+        """The pages, which now go last; None if they are not here."""
         if pages_digest in self._pages:
             self._pages.move_to_end(pages_digest)
         return self._pages.get(pages_digest)
@@ -40,7 +40,7 @@ class PageStore:
         self._pages[pages_digest] = pages
 
     def take_piece(self, upload: Upload, offset: int, piece: bytes) -> bytearray | None:
-        """Add the next bytes of an upload; all of them with the last piece. Offset 0 begins anew.
+        """Add the next bytes of an upload. Returns all bytes with the last piece, None before. Offset 0 begins anew.
 
         Raises InvalidRequest for a piece that is not the next one.
         """

@@ -1,4 +1,4 @@
-"""`FleetRelay`: stands in the place of an engine process before its fronts, and has a fleet do the work."""
+"""`FleetRelay`: takes the place of an engine process before its fronts, and passes the work to a fleet."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from multilora_engine.process.messages import (
 from multilora_engine.request import GenerationRequest, TokenOutput
 
 _RETRY_S = 0.005
-"""How often a front that is behind with reading is tried again."""
+"""The interval at which a front that is behind with reading is tried again."""
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +46,8 @@ logger = logging.getLogger(__name__)
 class FleetRelay:
     """Speaks with fronts as `EngineServer` does, so that every door is the same with a fleet behind it.
 
-    A request whose worker is lost before its first output goes to another one; with outputs on their way to the client
-    it fails with UNAVAILABLE, as when an engine dies. All methods run in one event loop.
+    A request whose worker is lost before its first output goes to another worker; a request with outputs on their way
+    to the client fails with UNAVAILABLE, as when an engine dies. All methods run in one event loop.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class FleetRelay:
             self._drain.fulfil()
 
     def _receive(self) -> None:
-        # ZeroMQ tells of the first message only: all that has come is read, also after each time something was sent.
+        # ZeroMQ signals the first message only: every message that has come is read, also after each send.
         while (received := self._fronts.receive()) is not None:
             self._handle(*received)
 
@@ -151,7 +151,7 @@ class FleetRelay:
         self._check_drained()
 
     async def _try(self, front: bytes, request_id: str, work: Coroutine[Any, Any, None]) -> None:
-        """Do a call's work; an error of it is its answer."""
+        """Do the work of a call; an error becomes its answer."""
         try:
             if self._is_draining:
                 work.close()
@@ -164,7 +164,7 @@ class FleetRelay:
             self._send(front, error_output(request_id, InternalError(f"{type(error).__name__}: {error}")))
 
     def _begin_add(self, front: bytes, message: Add, payload: memoryview) -> asyncio.Task[int] | None:
-        """Send the adapter that came with requests on its way; the worker that has it then."""
+        """Begin the upload of the adapter that came with requests. The task's result is the worker that has it."""
         if message.adapter is None:
             return None
         first = message.requests[0]
@@ -192,7 +192,7 @@ class FleetRelay:
     async def _outputs(
         self, message: Add, request: GenerationRequest, worker_id: int | None
     ) -> AsyncGenerator[TokenOutput, None]:
-        """The outputs of a request. worker_id: the one that is asked first, None for the router's choice."""
+        """The outputs of a request. worker_id: the worker to ask first, None for the router's choice."""
         upload = self._uploads.find(request.task_id)
         asked = Generate(request, message.client_request_id, message.trace_id, upload)
         refused_by: list[int] = []
@@ -231,7 +231,7 @@ class FleetRelay:
         self._send(front, done)
 
     async def _stop(self, front: bytes, message: Stop) -> None:
-        """Workers end the requests of the id, also those that came through other fronts."""
+        """Make all workers end the requests of the id, also requests that came through other fronts."""
         await self._workers.ask_all(EndRequests(message.client_request_id, message.sender))
         self._send(front, TokenOutput(message.request_id, [], "", finish_reason="stop"))
 
@@ -253,7 +253,7 @@ class FleetRelay:
         self._flush_soon(0.0)
 
     def _flush_soon(self, delay_s: float) -> None:
-        """Outputs that come at the same time go in one message."""
+        """Flush after a delay: outputs that come at the same time go in one message."""
         if not self._flush_is_due:
             self._flush_is_due = True
             self._loop.call_later(delay_s, self._flush)

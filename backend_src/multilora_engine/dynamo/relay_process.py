@@ -1,8 +1,8 @@
-"""The program in the place of the engine process, where the parameter `engine` names a fleet.
+"""The program that takes the place of the engine process if the parameter `engine` names a fleet.
 
 `python -m multilora_engine.dynamo.relay_process` reads and reports as `multilora_engine.process.main` does, and ends
-when its stdin does: the front that started it is gone. How it finds the fleet, Dynamo's own variables say
-(`DYN_DISCOVERY_BACKEND` and others).
+when its stdin does: the front that started it is gone. Dynamo's own variables (`DYN_DISCOVERY_BACKEND` and
+others) say how it finds the fleet.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def check_alike(told: list[Described]) -> None:
 
 
 def front_info(info: EngineInfo, config: EngineConfig) -> EngineInfo:
-    """The facts for the doors of a front: about the model the workers', about requests the front's own parameters."""
+    """The facts for the doors of a front: the model's are the workers', the requests' are the front's parameters."""
     return replace(
         info,
         model_path=str(config.model_path),

@@ -30,7 +30,7 @@ class Operator(Protocol):
 
 
 class StatsReporter:
-    """Asks the engine twice a second. The page has the engine's last report, and nothing before the first one.
+    """Asks the engine twice a second. The page has the engine's last report, and is empty before the first one.
 
     model_name: the label of gauges that gateways read. num_restarts: of the engine process so far.
     on_residency: is told which adapters are in memory.
@@ -84,7 +84,7 @@ def snapshot(stats: EngineStats) -> ComponentSnapshot:
 
 
 def prometheus_page(latest: Iterable[Sample]) -> str:
-    """Samples in the text format of Prometheus, those of a family together."""
+    """Samples in the text format of Prometheus, the samples of a family together."""
     lines = []
     by_family = sorted(latest, key=lambda sample: sample.metric.name)
     for metric, family in groupby(by_family, key=lambda sample: sample.metric):

@@ -1,4 +1,4 @@
-"""Reads the requests of Dynamo's front: a prompt and how it shall be answered."""
+"""Reads the requests of Dynamo's front: a prompt and the options of its answer."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _REGEX_SPECIAL = re.compile(r"([\\.+*?()|\[\]{}^$#&~-])")
 """The characters that Rust's `regex::escape` escapes."""
 
 _PROBE_PRIORITY = -(1 << 31)
-"""Smaller than any that clients may have."""
+"""Smaller than any priority that clients may have."""
 
 
 def read_request(request: Mapping[str, Any]) -> WorkerRequest:
-    """Raises InvalidRequest for a request that no such worker can read, and Unsupported for inputs that are no text."""
+    """The fields of a request. Raises InvalidRequest for a malformed one, and Unsupported for inputs but text."""
     try:
         read = msgspec.convert(request, WorkerRequest)
     except msgspec.ValidationError as error:
@@ -47,10 +47,10 @@ def engine_request(
 ) -> GenerationRequest:
     """The request to the engine, under the id `request_id`. Raises InvalidRequest or Unsupported.
 
-    is_probe: it is Dynamo's canary, which goes before everybody else: a busy worker is no broken one.
+    is_probe: the request is Dynamo's canary, which goes before all others: a busy worker is not broken.
     """
     lora_name = request.lora_name
-    # Here larger ones go first, and in the engine smaller ones.
+    # Dynamo serves larger priorities first, the engine smaller ones.
     priority = -((request.routing and request.routing.priority) or 0)
     sampling = read_sampling(request, info)
     check_call(_call_of(request, sampling, info), info)
@@ -61,13 +61,13 @@ def engine_request(
         lora_task_id=task_id_of(lora_name) if lora_name else None,
         priority=_PROBE_PRIORITY if is_probe else max(priority, info.clients.min_priority),
         lora_name=lora_name,
-        # Prompts of different salts find each other's blocks as little as those of different tenants.
+        # Prompts of different salts share no blocks, as prompts of different tenants share none.
         sender=Sender(tenant=request.cache_salt),
     )
 
 
 def read_sampling(request: WorkerRequest, info: EngineInfo) -> SamplingParams:
-    """How the tokens of an answer are chosen. Values left open are as with OpenAI: drawn at temperature 1.
+    """The way an answer's tokens are chosen. Omitted values are OpenAI's defaults: temperature is 1.
 
     Raises InvalidRequest or Unsupported.
     """
@@ -126,7 +126,7 @@ def _check_num_answers(options: SamplingOptions) -> None:
 
 
 def _read_guide(options: GuidedDecoding) -> Guide | None:
-    """Raises InvalidRequest for several guides, Unsupported for those of another engine."""
+    """Raises InvalidRequest for several guides, Unsupported for the options of another engine."""
     if options.structural_tag is not None:
         raise Unsupported("structural_tag; this engine guides by json, regex, choice and grammar")
     if options.whitespace_pattern is not None:

@@ -1,7 +1,8 @@
 """`ResidencyTaints`: tells Dynamo's routers which adapters are in a worker's memory, so that requests can prefer it.
 
-Dynamo calls a word on a worker's card a taint; a request may prefer workers that have some. Its own front knows from
-`max_gpu_lora_count` and its load which workers an adapter should be at; the front of a fleet goes by these.
+Dynamo calls a word on a worker's card a taint; a request may prefer workers with certain taints. Dynamo's own
+front computes from `max_gpu_lora_count` and the load which workers should have an adapter; the front of a fleet reads
+the taints.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from collections.abc import Awaitable, Callable, Mapping
 from multilora_engine.lora.residency import Residency
 
 _INTERVAL_S = 1.0
-"""A card is read by every front: it changes so often at most."""
+"""The shortest time between two changes of a card, which every front reads."""
 
 _WEIGHTS: Mapping[str, float] = {"gpu": 1.0, "cpu": 0.5}
 """By `Level`: how much a request prefers a worker that has its adapter there."""
 
 Tell = Callable[[set[str]], Awaitable[None]]
-"""Writes the taints of the worker, all of them, on its card."""
+"""Writes all taints of the worker on its card."""
 
 
 class ResidencyTaints:
@@ -28,7 +29,7 @@ class ResidencyTaints:
         self._told_at = 0.0
 
     async def report(self, residency: Residency) -> None:
-        """Have the card tell of these adapters, unless it was written a moment ago."""
+        """Write these adapters on the card, unless it was written a moment ago."""
         taints = {_taint(adapter.level, adapter.name) for adapter in residency.adapters}
         if taints != self._told and time.monotonic() - self._told_at >= _INTERVAL_S:
             await self._tell(taints)

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 class SourceReader:
-    """The sources of the engine, asked by its worker: what one worker reads the others have from it, by its digest.
+    """Reads the sources of the engine for its worker. The other workers get the adapter from this one, by digest.
 
-    They are built when the first adapter is read: that imports torch, seconds and 100 MB.
+    The sources are built when the first adapter is read: that imports torch, which takes seconds and 100 MB.
     """
 
     def __init__(self, config: EngineConfig, layout: AdapterLayout) -> None:

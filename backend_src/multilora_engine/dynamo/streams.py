@@ -1,4 +1,4 @@
-"""`OutputStream`: outputs of the engine, from the thread of its client to an event loop; `OpenStreams`: all of them."""
+"""`OutputStream`: outputs of the engine, from its client's thread to an event loop; `OpenStreams`: all open ones."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class OutputStream:
         return self._is_cancelled
 
     def cancel(self) -> None:
-        """Nobody waits for the call any more."""
+        """End the call; nothing waits for it any more."""
         self._is_cancelled = True
         self._arrived.set()
 
@@ -72,7 +72,7 @@ class OutputStream:
 
 
 class OpenStreams:
-    """The streams that somebody waits for, by the ids that Dynamo gives their requests. All in one event loop."""
+    """The streams that coroutines wait for, by the ids that Dynamo gives their requests. All in one event loop."""
 
     def __init__(self) -> None:
         self._streams: dict[str, OutputStream] = {}
@@ -80,7 +80,7 @@ class OpenStreams:
 
     @contextmanager
     def opened(self, request_id: str, stream: OutputStream) -> Iterator[OutputStream]:
-        """`stream` while the block runs; whatever ends the block cancels it."""
+        """Keep `stream` here while the block runs; the end of the block cancels it."""
         self._streams[request_id] = stream
         try:
             yield stream
@@ -95,7 +95,7 @@ class OpenStreams:
             stream.cancel()
 
     async def wait_closed(self, timeout_s: float) -> int:
-        """Wait until none is open, or for `timeout_s`; how many still are."""
+        """Wait until no stream is open, or for `timeout_s`. Returns the number of streams still open."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while self._streams:

@@ -14,7 +14,7 @@ from multilora_engine.process.reports import EventList
 from multilora_wire.adapter_info import AdapterInfo
 
 UPDATES = ("load_lora", "unload_lora", "list_loras")
-"""The updates that Dynamo's system server hands on of `/v1/loras`."""
+"""The updates that Dynamo's system server passes on from `/v1/loras`."""
 
 EVENTS = "adapter_events"
 """The control that tells the engine's events of adapters."""
@@ -46,7 +46,7 @@ class SystemUpdates:
         self._worker_id = worker_id
 
     async def answer(self, update: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The answer to an update or a control; an error of the caller's is one that says so."""
+        """The answer to an update or a control; the caller's error becomes an answer with the status `error`."""
         try:
             match update:
                 case "load_lora":
@@ -64,7 +64,7 @@ class SystemUpdates:
             return {"status": "error", "message": f"[{error.code}] {error}", "lora_name": body.get("lora_name")}
 
     async def _list(self) -> Mapping[str, Any]:
-        """Of each adapter that requests may name: its id, its version, and where this worker has it."""
+        """Id, version and tier at this worker of each adapter that requests may name."""
         cards = self._cards()
         here = {info.name: info for info in await self._operator.list_adapters() if info.name and not info.tenant}
         return {
@@ -84,7 +84,7 @@ class SystemUpdates:
 
 
 def path_of(uri: str) -> str:
-    """The sources' path of a place that Dynamo writes as a URI: file: and hf: lose their scheme.
+    """The path in the sources of a URI that Dynamo writes: file: and hf: lose their scheme.
 
     Raises InvalidRequest for a file of another machine.
     """
@@ -107,7 +107,7 @@ def _told(card: AdapterCard, done: str) -> Mapping[str, Any]:
 
 
 def _described(card: AdapterCard, info: AdapterInfo | None) -> Mapping[str, Any]:
-    """info: as the engine has it, None where only others have it, or its source."""
+    """info: the engine's report of the adapter, None if only other workers or its source have it."""
     return {
         "name": card.name,
         "status": "NOT_DOWNLOADED" if info is None else info.status,

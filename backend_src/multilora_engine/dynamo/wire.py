@@ -1,6 +1,6 @@
 """The fields of a `PreprocessedRequest`, which Dynamo's front sends with a prompt, as far as a worker reads them.
 
-Where a field is a choice of tokens or of their number, one that is not known here is an error, not a misunderstanding.
+In a struct that chooses tokens or their number an unknown field is an error: ignoring it would change the answer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _Count = Annotated[int, msgspec.Meta(ge=0)]
 
 class GuidedDecoding(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """json: a schema, as an object or as its text. choice: the answer is one of these. backend: names another engine's
-    library, where ours has but one. whitespace_pattern, structural_tag: refused if they are there."""
+    library, where ours has but one. whitespace_pattern, structural_tag: refused if present."""
 
     json: Any = None
     regex: str | None = None
@@ -28,8 +28,8 @@ class GuidedDecoding(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SamplingOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """None: the client did not say. top_k -1 and 0: no restriction. include_stop_str_in_output: the business of the
-    front, which writes the text. length_penalty: of beam searches, which there are none of."""
+    """None: the client did not set it. top_k -1 and 0: no restriction. include_stop_str_in_output: for the front, which
+    writes the text. length_penalty: of beam searches, which are refused."""
 
     n: Annotated[int, msgspec.Meta(ge=1)] | None = None
     best_of: Annotated[int, msgspec.Meta(ge=1)] | None = None
@@ -48,9 +48,9 @@ class SamplingOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class StopConditions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """stop_token_ids_hidden: end the answer and are not part of it, the checkpoint's end tokens among them.
+    """stop_token_ids_hidden: tokens that end the answer and are not part of it, among them the checkpoint's end tokens.
 
-    stop_token_ids_visible: end it and are its last token. stop_token_ids: those that a client named.
+    stop_token_ids_visible: tokens that end the answer as its last one. stop_token_ids: the tokens that a client named.
     """
 
     max_tokens: _Count | None = None
@@ -65,7 +65,7 @@ class StopConditions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class OutputOptions(msgspec.Struct, frozen=True):
     """logprobs, prompt_logprobs: how many of the likeliest tokens beside each one of the answer, of the prompt; 0: the
-    token alone. The other fields are the front's own business."""
+    token alone. The other fields are for the front alone."""
 
     logprobs: _Count | None = None
     prompt_logprobs: _Count | None = None

@@ -94,7 +94,7 @@ class DynamoWorker(LLMEngine):
         return [PushSource(on_ready=self._blocks.start)] if self._options.engine.enable_prefix_caching else []
 
     async def on_endpoint_ready(self, endpoint: Any) -> None:
-        """Put the sources' adapters into the fleet, while requests for the base model are served already."""
+        """Publish the sources' adapters, while requests for the base model are served already."""
         engine, layout = self._options.engine, self._info.adapter_layout
         cards = AdapterCards(endpoint, str(engine.model_path), engine.block_size, engine.lora.max_loras)
         names = {module.module_id: module.name for module in layout.sites.modules}
@@ -154,7 +154,7 @@ class DynamoWorker(LLMEngine):
         self._streams.cancel(context.id())
 
     async def health_check_payload(self) -> Mapping[str, Any]:
-        """One token behind one token: the whole way through the engine."""
+        """A prompt of one token and an answer of one token: the whole way through the engine."""
         payload: Mapping[str, Any] = build_health_check_payload(bos_token_id=0)
         return payload
 
@@ -211,13 +211,13 @@ class DynamoWorker(LLMEngine):
             await self._taints.report(residency)
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do something beside the requests, until it has ended or the worker does."""
+        """Run a task beside the requests, until it ends or the worker does."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def _scan_sources(self) -> None:
-        """Look again and again: an adapter that somebody puts into a source is a model of the fleet soon after."""
+        """Scan again and again: an adapter that is put into a source is a model of the fleet soon after."""
         while True:
             try:
                 await self._adapters.scan_sources()

@@ -37,7 +37,7 @@ class Client(Protocol):
 class Workers:
     """All methods run in one event loop.
 
-    new_context: makes the handle by which a call is ended. own_id: of the worker that calls: not one of the others.
+    new_context: makes the handle by which a call is ended. own_id: the calling worker, which is none of the others.
     """
 
     def __init__(self, client: Client, new_context: Callable[[], Context], own_id: int | None = None) -> None:
@@ -47,11 +47,11 @@ class Workers:
 
     @property
     def ids(self) -> list[int]:
-        """The workers that are there as far as discovery knows."""
+        """The other workers that discovery knows."""
         return [worker_id for worker_id in self._client.instance_ids() if worker_id != self._own_id]
 
     async def call(self, worker_id: int, message: ToWorker) -> AsyncGenerator[FromWorker, None]:
-        """The answers to a message. Whoever stops reading them ends the call at the worker.
+        """The answers to a message. The call ends at the worker when its reader stops.
 
         Raises WorkerGone, also after some answers.
         """
@@ -63,7 +63,7 @@ class Workers:
                     yield answer
                 is_complete = is_complete or chunk.get("finish_reason") is not None
         except Exception as error:
-            # Dynamo has a type for each way to lose a worker, and for some none.
+            # Dynamo has types for most ways to lose a worker, and raises untyped errors for the others.
             logger.warning("worker %x is lost: %s", worker_id, error)
             raise WorkerGone(f"a worker of the fleet cannot be reached: {error}") from error
         finally:
@@ -86,7 +86,7 @@ class Workers:
     async def ask_all(
         self, message: ToWorker, but: Collection[int] = (), timeout_s: float = _ANSWER_TIMEOUT_S
     ) -> list[FromWorker | RequestError]:
-        """The answers of all workers but some; for those that are lost, or that cannot do it, the error."""
+        """The answers of all workers except `but`; a worker that is lost, or that refuses, answers with its error."""
         worker_ids = [worker_id for worker_id in self.ids if worker_id not in but]
         return await asyncio.gather(*(self._try(worker_id, message, timeout_s) for worker_id in worker_ids))
 
