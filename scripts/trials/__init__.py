@@ -1,1 +1,1 @@
-"""Servers under faults, wrong requests, attacks and long load, and whether they keep what they promise."""
+"""Tests whether servers keep their promises under faults, wrong requests, attacks and long load."""

@@ -1,10 +1,11 @@
-"""Measures a hostile client's harm: servers of its own, a victim that streams again and again, and attacks.
+"""Measures the harm that a hostile client does, with servers of its own, a victim that streams, and attacks.
 
-The victim streams 64 greedy tokens over gRPC and notes the time between them: while nobody else asks, right before each
-attack, and during it. The attack runs in a process of its own. It has hurt when the 99th percentile is more than three
-times the quiet one, when a request of the victim ended with an error or too early, when the engine or the server is
-another one, or when the attacker learnt what is not its own. Everything stays on the loopback; attacks are bounded in
-number and time. Without the proxy, the server of PyPI dies of some: that is what these rows are to show.
+The victim streams 64 greedy tokens over gRPC again and again and notes the time between them: right before each attack,
+when no other client asks, and during the attack. The attack runs in a process of its own. It did harm when the 99th
+percentile of these times is more than three times the quiet one, when a request of the victim ended with an error or
+too early, when the engine or the server was started again, or when the attacker learnt of another client. Everything
+stays on the loopback; attacks are bounded in number and time. Without the proxy, some attacks end the server of PyPI:
+these rows show it.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def chosen(scene: Scene, parts: list[str] | None) -> Scene:
 
 
 def play(scene: Scene, model: Path) -> Iterator[Row]:
-    """A row for each attack. A server that an attack has ended is followed by another one."""
+    """A row for each attack. After an attack that ended the server, a new server takes its place."""
     left = [*scene.attacks.items()]
     while left:
         try:

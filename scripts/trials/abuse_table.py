@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from trials.victim import Gaps
 
 MAX_GAP_RATIO = 3.0
-"""How much longer the victim's longest gaps may become."""
+"""The largest factor by which the victim's longest gaps may grow."""
 
 MAX_GROWTH_BYTES = 1 << 30
-"""How much more memory the server may take afterwards: its bounds on logits and its host tier are half of that each."""
+"""The most memory that the server may gain: its bounds on logits and its host tier are half of that each."""
 
 _MIB = 1 << 20
 _HEADER = (
@@ -29,10 +29,10 @@ _RULE = ("---", "---", "---:", "---:", "---:", "---:", "---", "---")
 
 @dataclass(frozen=True)
 class Row:
-    """One attack. quiet, under: what the victim met before and during it.
+    """One attack. quiet, under: the gaps of the victim before and during it.
 
-    num_bytes: of all processes of the server, before and after. met: what the attacker was told. loss: what makes the
-    verdict, whatever the victim met; empty if nothing does.
+    num_bytes: of all processes of the server, before and after. met: the answers that the attacker got. loss: a verdict
+    that stands without regard to the victim's gaps; empty if there is none.
     """
 
     door: str
@@ -61,7 +61,7 @@ class Row:
 
     @property
     def line(self) -> str:
-        """Of the table, as Markdown has it."""
+        """The line of the table in Markdown."""
         return _line(self.cells)
 
 
@@ -75,5 +75,5 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def _plain(cell: str) -> str:
-    """As a cell may have it."""
+    """The text with the escapes that a cell needs."""
     return " ".join(cell.replace("|", "\\|").split())

@@ -13,15 +13,15 @@ from trials.doors import Attack, Doors, Leak
 TIMEOUT_S = 180.0
 
 _NICENESS = 19
-"""An attacker has a machine of its own: its computing is to cost the server and the victim here nothing."""
+"""A real attacker computes on its own machine: here its computing shall cost server and victim nothing."""
 
 _AUTOGROUP = Path("/proc/self/autogroup")
-"""The niceness of a session. Linux may share its time among sessions first: a nice process alone in one gets as much as
-all that a server's session has."""
+"""The niceness of a session. Linux may share its time among sessions first: a nice process that is alone in a session
+gets as much time as a whole server's session."""
 
 
 class Attacker:
-    """Waits with all modules loaded until it is told to attack. Ends with the context, whatever it is doing."""
+    """Waits with all modules loaded until it is told to attack. Ends with the context, even during an attack."""
 
     def __init__(self, attack: Attack, doors: Doors) -> None:
         spawn = multiprocessing.get_context("spawn")
@@ -30,7 +30,7 @@ class Attacker:
 
     def __enter__(self) -> Self:
         self._process.start()
-        self._theirs.close()  # so that its end is seen here
+        self._theirs.close()  # so that this process sees the other one end
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -41,7 +41,7 @@ class Attacker:
         self._connection.recv()
 
     def carry_out(self) -> tuple[str, str]:
-        """What the attacker met, and what it learnt that is not its own; empty if nothing."""
+        """The answers that the attacker got, and the verdict of a leak; empty if it learnt of no other client."""
         try:
             self._connection.send("attack")
             if not self._connection.poll(TIMEOUT_S):
@@ -73,5 +73,5 @@ def _carried_out(attack: Attack, doors: Doors) -> tuple[str, str]:
         return attack(doors), ""
     except Leak as leak:
         return str(leak), "tells"
-    except Exception as error:  # an attack that errs is a row that says so
+    except Exception as error:  # an error becomes the text of the attack's row
         return f"{type(error).__name__}: {error}"[:200], "not tried"

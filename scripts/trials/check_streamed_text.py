@@ -1,10 +1,10 @@
-"""Streamed text is exact: prompts and answers in twenty scripts and emoji, through both doors of a real server.
+"""Checks that streamed text is exact, in twenty scripts and emoji, through both doors of a real server.
 
-Every other answer is free: tokens of any kind, drawn from a model that knows nothing. The others are made to be a text
-of the prompt's script by a regular expression; the model only chooses how it falls into tokens, and cuts characters
-anywhere. Right is, for each prompt: the pieces that `generation` streams, joined, are what transformers' tokenizer
-decodes the answer's token ids to; those of `ensemble` are the same text; a text that was asked for is that text; and no
-piece has a replacement character that the whole text has not.
+Every second answer is free: tokens of any kind, drawn from a random model. A regular expression makes the other answers
+a text of the prompt's script; the model only chooses how the text falls into tokens, and cuts characters anywhere. An
+answer is right if the joined pieces that `generation` streams equal the text to which transformers' tokenizer decodes
+the answer's token ids; if the pieces of `ensemble` are the same text; if a demanded text is that text; and if no piece
+has a replacement character that the whole text lacks.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Question:
 
 
 def questions(count: int, seed: int) -> list[Question]:
-    """The scripts take turns."""
+    """Questions whose scripts take turns."""
     random, scripts = Random(seed), list(SAMPLES)
     made = []
     for number in range(count):

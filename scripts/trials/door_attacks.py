@@ -1,4 +1,4 @@
-"""Attacks on whatever listens at a server's ports, with nothing but what any client has: rows for a table of abuse."""
+"""Attacks on the listeners at a server's ports by means that every client has: rows for a table of abuse."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ VICTIMS_NAME = "0:0:0:0::/64"
 
 
 def send_deep_json(doors: Doors) -> str:
-    """400 kB of brackets to `generate`."""
+    """Send 400 kB of brackets to `generate`."""
     return post(doors.http_url, _GENERATE, '{"text_input":' + "[" * _DEPTH + "]" * _DEPTH + "}")
 
 
@@ -50,7 +50,7 @@ def post(url: str, path: str, body: str, headers: Mapping[str, str] | None = Non
 
 
 def send_compressed_zeros(doors: Doors) -> str:
-    """400 MiB of zeros, an adapter's weights, in less than a MiB of gzip."""
+    """Send 400 MiB of zeros, an adapter's weights, in less than a MiB of gzip."""
     request = service_pb2.ModelInferRequest(model_name="generation_unary")
     request.inputs.add(name="lora_weights", datatype="FP16", shape=[1, 1, _INFLATED_BYTES // 2])
     request.raw_input_contents.append(bytes(_INFLATED_BYTES))
@@ -64,7 +64,7 @@ def send_compressed_zeros(doors: Doors) -> str:
 
 
 def send_a_message_of_two_gigabytes(doors: Doors) -> str:
-    """One message as long as protobuf allows, of a field that no server knows."""
+    """Send one message as long as protobuf allows, of a field that no server knows."""
     # Field 1000, so many bytes: a tag and a length as varints.
     message = b"\xc2\x3e" + _varint(_MESSAGE_BYTES) + bytes(_MESSAGE_BYTES)
     with grpc.insecure_channel(doors.grpc_url, GRPC_OPTIONS) as channel:
@@ -77,7 +77,7 @@ def send_a_message_of_two_gigabytes(doors: Doors) -> str:
 
 
 def hold_idle_connections(doors: Doors) -> str:
-    """1,100 connections to each port that never send a byte, for some seconds."""
+    """Hold 1,100 connections to each port that never send a byte, for some seconds."""
     return hold_connections(doors.http_url, doors.grpc_url)
 
 
@@ -95,7 +95,7 @@ def hold_connections(*urls: str) -> str:
 
 
 def open_ten_thousand_streams(doors: Doors) -> str:
-    """10,000 streams on one connection, without a request, held until the door closes it or is silent for seconds."""
+    """Hold 10,000 streams without a request on one connection until the door closes it or is silent for seconds."""
     host, port = doors.grpc_url.split(":")
     num_refused = 0
     with socket.create_connection((host, int(port))) as connection:
@@ -113,7 +113,7 @@ def open_ten_thousand_streams(doors: Doors) -> str:
 
 
 def stop_the_victims_request_in_its_name(doors: Doors) -> str:
-    """Stop it by the victim's own id, with its name in a header, in a parameter and in the body of `generate`."""
+    """Stop the victim's request by its id, with its name in a header, in a parameter and in the body of `generate`."""
     in_header = infer_request("generation_unary", VICTIM_REQUEST_ID, stop=[[True]])
     in_parameter = infer_request("generation_unary", VICTIM_REQUEST_ID, stop=[[True]])
     in_parameter.parameters[CLIENT_HEADER].string_param = VICTIMS_NAME
@@ -133,7 +133,7 @@ def _varint(number: int) -> bytes:
 
 
 def _num_closed(connections: list[socket.socket]) -> int:
-    """How many connections the peer has closed; gRPC servers speak first, so open ones may have bytes to read."""
+    """The number of connections that the peer closed. gRPC servers speak first: open ones may have bytes to read."""
     poll = select.poll()
     for connection in connections:
         poll.register(connection, select.POLLRDHUP)

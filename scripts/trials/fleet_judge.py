@@ -37,7 +37,7 @@ Outcome = Literal["right", "earlier", "wrong", "base", "absent", "unavailable", 
 
 @dataclass(frozen=True)
 class Told:
-    """worker: the number in the fleet of the one that answered, None where the door does not tell it."""
+    """worker: the fleet's number of the worker that answered, None where the door does not tell it."""
 
     tokens: list[int]
     worker: int | None = None
@@ -59,7 +59,7 @@ class Door(Protocol):
 
 
 class OpenAIDoor:
-    """Dynamo's front, which says of each answer which worker gave it, and how much of the prompt its cache had."""
+    """Dynamo's front. Each of its answers names the worker and the tokens of the prompt in the worker's cache."""
 
     name = "OpenAI"
 
@@ -115,18 +115,18 @@ class Versions:
         self._lagging: defaultdict[int, set[int]] = defaultdict(set)
 
     def may(self, number: int, *versions: int) -> None:
-        """From now on these versions may answer, beside those that may already."""
+        """Allow these versions to answer from now on, beside the versions that may already."""
         self._change(number, self.now(number) | set(versions))
 
     def must(self, number: int, version: int, is_cut_off: bool = False) -> None:
-        """From now on only this version may. is_cut_off: a worker does not know yet, and need not until `settle`."""
+        """Allow only this version from now on. is_cut_off: a cut-off worker need not know of it until `settle`."""
         with self._lock:
             if is_cut_off:
                 self._lagging[number] |= self.now(number) - {version}
         self._change(number, {version})
 
     def settle(self) -> None:
-        """Every worker knows what has changed."""
+        """Expect every worker to know the changes from now on."""
         with self._lock:
             self._lagging.clear()
 
@@ -134,7 +134,7 @@ class Versions:
         return self._history[number][-1][1] if self._history[number] else frozenset()
 
     def since(self, number: int, second: float) -> frozenset[int]:
-        """The versions that might answer at some time since then."""
+        """The versions that might answer at some time since `second`."""
         with self._lock:
             history = list(self._history[number])
         ended = [index for index, (begun, _) in enumerate(history) if begun <= second]
@@ -153,7 +153,7 @@ class Versions:
 
 @dataclass(frozen=True)
 class Asked:
-    """One request. second: when it was answered. detail: of an answer that nobody may give."""
+    """One request. second: the time of its answer. detail: of a wrong answer."""
 
     second: float
     number: int
@@ -179,13 +179,13 @@ class Tally:
 
     @property
     def hit_rate(self) -> float:
-        """The share of prompts' tokens that a prefix cache had, of the answers that tell it."""
+        """The share of prompt tokens that a prefix cache had, over the answers that tell it."""
         told = [one for one in self.asked if one.worker is not None]
         return sum(one.cached_tokens for one in told) / max(1, sum(one.prompt_tokens for one in told))
 
 
 class Judge:
-    """Clients that ask for adapters by Zipf's law, and judge what they hear."""
+    """Clients that ask for adapters by Zipf's law, and judge the answers."""
 
     def __init__(self, doors: Sequence[Door], versions: Versions, num_adapters: int, seed: int) -> None:
         self._doors = doors
@@ -196,11 +196,11 @@ class Judge:
         self._lock = threading.Lock()
 
     def run(self, tally: Tally, num_requests: int, num_clients: int) -> None:
-        """Have `num_clients` clients ask `num_requests` times in all, through the doors in turn."""
+        """Let `num_clients` clients ask `num_requests` times in all, through the doors in turn."""
         self._run(tally, [self._choose for _ in range(num_requests)], num_clients)
 
     def ask_each(self, tally: Tally, num_clients: int) -> None:
-        """Have every adapter asked for once through every door."""
+        """Ask for every adapter once through every door."""
         numbers = range(len(self._weights))
         self._run(tally, [partial(int, number) for number in numbers for _ in self._doors], num_clients)
 
@@ -249,7 +249,7 @@ class Judge:
 
 
 def _code(status: int, text: str) -> str:
-    """The code of an error of Dynamo's front: ours, where it hands on what a worker says."""
+    """The code of an error of Dynamo's front: the worker's code, if the front passes a worker's error on."""
     if status == 404 or "[NOT_FOUND]" in text:
         return "NOT_FOUND"
     if status == 503 or "[UNAVAILABLE]" in text:

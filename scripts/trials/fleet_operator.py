@@ -1,4 +1,4 @@
-"""An operator at work on the adapters of a fleet: loads, moves and unloads some, by every way that there is."""
+"""An operator at work on the adapters of a fleet: loads, moves and unloads adapters in every possible way."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ _PAUSE_S = 0.25
 _MODULE_IDS = {name: module_id for module_id, name in UPSTREAM_NAMES.items()}
 _SHARE_OF_UNLOADS = 0.5
 _ELSEWHERE = "moved/to/here"
-"""Folders so deep below a source have no name there: they are loaded by their paths alone."""
+"""Folders so deep below a source have no name: they are loaded by their paths alone."""
 
 
 class FleetOperator:
-    """done: the operations so far, by name; those that failed with their error.
+    """done: the operations so far, by name; failed operations with their error.
 
-    Every fifth adapter is known to nobody but by its path: `load_first` loads them, and they are unloaded and loaded
-    again. The others are in the sources in version 0. One that moves comes by Triton's door with its weights, or from
-    another path by a worker's `/v1/loras` or the operation `load`.
+    Every fifth adapter is known by its path alone: `load_first` loads these, and they are unloaded and loaded again.
+    The other adapters are in the sources in version 0. A move sends new weights through Triton's door, or loads another
+    path by a worker's `/v1/loras` or the operation `load`.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class FleetOperator:
 
     @contextmanager
     def without(self, worker: Worker, is_cut_off: bool = False) -> Iterator[None]:
-        """Ask all workers but this one, from after the operation that is going on."""
+        """Ask all workers but this one, from the end of the present operation on."""
         with self._lock:
             self._not, self._is_cut_off = worker, is_cut_off
         try:
@@ -105,7 +105,7 @@ class FleetOperator:
         try:
             self._carry_out(what, number, version)
         except (URLError, TimeoutError, MultiloraClientError, RuntimeError) as error:
-            # It may have come about or not: both versions may answer from now on.
+            # The operation may have succeeded or not: both versions may answer from now on.
             self.done[f"{what} failed ({getattr(error, 'code', '') or error})"] += 1
         else:
             self._versions.must(number, version, self._is_cut_off)
@@ -135,7 +135,7 @@ class FleetOperator:
 
 
 def is_loaded_by_hand(number: int) -> bool:
-    """Whether the sources do not have the adapter under its name."""
+    """Whether the sources lack the adapter under its name."""
     return number % 5 == 4
 
 

@@ -1,4 +1,4 @@
-"""Draws which worker answered for which adapter, over time, and what happened to the fleet meanwhile."""
+"""Draws which worker answered for which adapter over time, and the events of the fleet meanwhile."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MARKS = {"earlier": "^", "wrong": "X", "base": "X", "absent": "v", "unavailable
 
 
 def draw(tallies: Sequence[Tally], begun: Mapping[str, float], workers: Mapping[int, str], path: Path) -> None:
-    """begun: when each phase began. workers: their names by their numbers in the fleet."""
+    """begun: the time at which each phase began. workers: their names by their numbers in the fleet."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,4 @@
-"""Sends a WireRequest exactly as it is, through gRPC or HTTP, and says in a word how it was answered."""
+"""Sends a WireRequest unchanged through gRPC or HTTP, and names the outcome in a word."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _REFUSALS = frozenset(["INVALID_ARGUMENT", "NOT_FOUND", "UNIMPLEMENTED", "ALREAD
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a request was answered. word: ANSWERED, the error's code, REFUSED_BY_TRITON, or the failure."""
+    """The outcome of a request. word: ANSWERED, the error's code, REFUSED_BY_TRITON, or the failure."""
 
     word: str
     detail: str = ""
 
     @property
     def is_right(self) -> bool:
-        """Whether it is an answer or an error that tells its sender the fault."""
+        """Whether the outcome is an answer, or an error that tells the sender the fault."""
         return self.word in _RIGHT
 
 
@@ -50,7 +50,7 @@ _ANY_SIZE = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_le
 
 @dataclass
 class Doors:
-    """Connections of one thread to one server. timeout_s: how long to wait for an answer."""
+    """Connections of one thread to one server. timeout_s: the time limit of an answer."""
 
     grpc_url: str
     http_url: str
@@ -112,7 +112,7 @@ class Doors:
 
 
 def _refusal(text: str, status: str, is_refusal: bool) -> Outcome:
-    """is_refusal: whether `status`, without a code in the text, tells that the request is to blame."""
+    """The outcome of a text. is_refusal: whether `status` alone, without a code in the text, blames the request."""
     if match := _CODE.search(text):
         return Outcome(match[1], text)
     return Outcome(REFUSED_BY_TRITON if is_refusal else f"status {status}", text)
@@ -181,7 +181,7 @@ def _generate_json(request: WireRequest) -> dict[str, Any]:
 
 
 def _values(tensor: WireTensor) -> list[Any]:
-    """The values of a tensor that JSON can say; bytes that are none of its type are told as text."""
+    """The values of a tensor as JSON; bytes that do not fit its type become text."""
     try:
         if tensor.datatype == "BYTES":
             return [text.decode("utf-8", "surrogateescape") for text in deserialize_bytes_tensor(tensor.data).tolist()]

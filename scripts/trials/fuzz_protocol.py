@@ -1,9 +1,9 @@
-"""Wrong requests of every kind, over gRPC and HTTP, at a real server: each gets an answer or a typed error, in time.
+"""Sends a real server wrong requests of every kind: each gets an answer or a typed error, in time.
 
-The server is one of this command's own, with a model of a few thousand random parameters behind the default model's
-tokenizer, so that nearly all the work is what the protocol costs. Right is: every request is answered within its time
-limit; valid ones with an answer; at the end the server answers what it answered at the start; and in the second half no
-process of it, nor its part of /dev/shm, grows any more: both keep room for the largest that they have seen.
+The command starts the server, with a model of a few thousand random parameters behind the default model's tokenizer, so
+that the protocol causes nearly all the work. The server passes if it answers every request within its time limit, and a
+valid request without an error; if its answers at the end equal those at the start; and if in the second half none of
+its processes, nor its part of /dev/shm, grows any more: both keep room for the largest request so far.
 """
 
 from __future__ import annotations
@@ -90,14 +90,14 @@ class Sizes:
 
 
 def is_right(case: Case, outcome: Outcome) -> bool:
-    """A valid request must be answered, unless the server is just too busy; any other, be answered or told why not."""
+    """A valid request must be answered, unless the server is busy; any other one must be answered or refused."""
     if case.kind == "nothing":
         return outcome.word in (ANSWERED, "UNAVAILABLE")
     return outcome.is_right
 
 
 def read_facts(grpc_url: str, model: Path) -> ModelFacts:
-    """The facts about the models of a running server that requests are made from."""
+    """The facts about the models of a running server from which requests are made."""
     with InferenceServerClient(grpc_url) as client:
         configs = {name: client.get_model_config(name, as_json=True)["config"] for name in set(DOORS.values())}
     config = read_model_config(model)
@@ -148,7 +148,7 @@ class Fuzz:
 
     @contextmanager
     def cached_adapter(self) -> Iterator[None]:
-        """The server has CACHED_TASK_ID until the context ends, under any other requests."""
+        """Keep CACHED_TASK_ID in the server until the context ends, during all other requests."""
         self._must_answer("cached", random_adapter(Random(0), CACHED_TASK_ID, self._facts))
         with Client(f"grpc://{self._urls[0]}") as client:
             client.pin_adapter(CACHED_TASK_ID)
@@ -224,7 +224,7 @@ def render_sizes(stages: Sequence[Sizes]) -> Table:
 
 
 def second_half_growth(stages: Sequence[Sizes]) -> int:
-    """The bytes of the largest growth, of a process or /dev/shm; a process that was not there before counts whole."""
+    """The largest growth in bytes of a process or of /dev/shm; a new process counts whole."""
     middle, end = stages[len(stages) // 2].by_name(), stages[-1].by_name()
     return max(size - middle.get(name, 0) for name, size in end.items())
 
@@ -235,7 +235,7 @@ def main(
     seed: Annotated[int, typer.Option(help="Of the requests; their interleaving is up to the machine.")] = 0,
     only: Annotated[list[int], typer.Option(help="Send the request of this number alone; repeat for several.")] = [],  # noqa: B006
 ) -> None:
-    """Send wrong requests and check that each is answered, or told what is wrong with it. Ends with status 1 if not.
+    """Send wrong requests and check that each is answered, or refused with a reason. Ends with status 1 if not.
 
     A failing request is told by its number: `--seed S --only N` sends it again, and says how it was answered.
     """

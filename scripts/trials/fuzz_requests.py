@@ -1,6 +1,6 @@
 """Requests that are wrong in every way a client can be wrong, each made from a valid one by a seed and a number.
 
-A request is kept as it goes over the wire, in tensors of which nothing has to fit: names, types, shapes and bytes.
+A request has the form of the wire: tensors whose names, types, shapes and bytes need not fit each other.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _twice(random: Random, request: WireRequest, facts: ModelFacts) -> None:
 
 
 def _contradiction(random: Random, request: WireRequest, facts: ModelFacts) -> None:
-    """Inputs that the model has, with values that are fine by themselves."""
+    """Adds inputs of the model, with values that are valid by themselves."""
     known = facts.inputs[request.model]
     for name in random.sample(sorted(known), random.randint(1, 6)):
         request.put(_any_tensor(random, name, known[name]))
@@ -99,14 +99,14 @@ def _wrong_type(random: Random, request: WireRequest, facts: ModelFacts) -> None
 
 
 def _wrong_shape(random: Random, request: WireRequest, facts: ModelFacts) -> None:
-    """The bytes stay as they are."""
+    """Gives a tensor another shape, and keeps its bytes."""
     victim = _copy_of_one(random, request)
     sizes = (-1, 0, 1, 2, 3, 65, 2**31, 2**40, 2**62)
     victim.shape = [random.choice(sizes) for _ in range(random.randint(0, 5))]
 
 
 def _reshaped(random: Random, request: WireRequest, facts: ModelFacts) -> None:
-    """Another shape, and as many values as this shape has."""
+    """Gives a tensor another shape, and as many values as this shape has."""
     victim = _copy_of_one(random, request)
     shape = [random.choice(_SIZES) for _ in victim.shape]
     shape = shape if random.random() < 0.5 else [1, *shape[1:]]
@@ -120,7 +120,7 @@ def _reshaped(random: Random, request: WireRequest, facts: ModelFacts) -> None:
 
 
 def _extreme(random: Random, request: WireRequest, facts: ModelFacts) -> None:
-    """Numbers at the ends of their type's range, and around zero."""
+    """Gives a tensor numbers at the ends of their type's range, and around zero."""
     known = facts.inputs[request.model]
     numbers = [name for name, spec in known.items() if spec.datatype in ("INT32", "INT64", "UINT64", "FP32")]
     if "generate" in request.door:  # nothing would end a long answer: the door passes no timeout on
@@ -139,7 +139,7 @@ def _not_finite(random: Random, request: WireRequest, facts: ModelFacts) -> None
 
 
 def _wrong_count(random: Random, request: WireRequest, facts: ModelFacts) -> None:
-    """Two lists that belong together, or a list and its length."""
+    """Makes two lists that belong together, or a list and its length, differ."""
     count = random.choice((0, 1, 3, 50))
     match random.randrange(4):
         case 0:
@@ -176,7 +176,7 @@ def _huge_text(random: Random, request: WireRequest, facts: ModelFacts) -> None:
 
 
 def _broken_adapter(random: Random, request: WireRequest, facts: ModelFacts) -> None:
-    """An adapter under an id of its own, with one thing wrong about it."""
+    """Adds an adapter under an id of its own, with one fault."""
     for part in random_adapter(random, random.getrandbits(64) | 2**63, facts):
         request.put(part)
     weights, config = request.find("lora_weights"), request.find("lora_config")
@@ -225,7 +225,7 @@ def _stop(random: Random, request: WireRequest, facts: ModelFacts) -> None:
 
 
 def _wrong_head(random: Random, request: WireRequest, facts: ModelFacts) -> None:
-    """The parts of a request beside its tensors."""
+    """Changes the parts of a request beside its tensors."""
     match random.randrange(5):
         case 0:
             request.model = random.choice(("nobody", "..", "generation%00", "x" * 1000))
@@ -241,7 +241,7 @@ def _wrong_head(random: Random, request: WireRequest, facts: ModelFacts) -> None
 
 
 def _damaged_bytes(random: Random, request: WireRequest, facts: ModelFacts) -> None:
-    """Fewer, more or other bytes than the shape promises."""
+    """Gives a tensor fewer, more or other bytes than its shape promises."""
     victim = _copy_of_one(random, request)
     match random.randrange(3):
         case 0:
@@ -254,7 +254,7 @@ def _damaged_bytes(random: Random, request: WireRequest, facts: ModelFacts) -> N
 
 
 def _damaged_body(random: Random, request: WireRequest, facts: ModelFacts) -> None:
-    """For doors with a body of JSON; for the others, damaged bytes of a tensor."""
+    """Damages a body of JSON; behind doors without one, the bytes of a tensor."""
     if not request.door.startswith("HTTP"):
         _damaged_bytes(random, request, facts)
         return

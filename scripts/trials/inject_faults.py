@@ -1,5 +1,5 @@
-"""Breaks a real server under load in every way that operators fear, and prints one table: what clients saw, how long it
-took, and what was lost.
+"""Breaks a real server under load in every way that operators fear, and prints one table: the errors that clients saw,
+the time to recovery, and the losses.
 
 Each fault hits a `multilora-serve` with a disk tier while clients ask, upload and cancel (judging_clients.py). Right
 is: every client is answered again, every adapter whose upload was acknowledged still answers, no answer is of another
@@ -45,12 +45,12 @@ NUM_ADAPTERS = 150
 NO_ERRORS: frozenset[str] = frozenset()
 UNAVAILABLE = frozenset({"UNAVAILABLE"})
 BROKEN_SERVER = frozenset({"UNAVAILABLE", "INTERNAL", "UNKNOWN"})
-"""A server whose own process was killed answers with a closed connection, or with Triton's error for a dead model."""
+"""The errors of a server whose own process was killed: a closed connection, or Triton's error for a dead model."""
 
 CLOCK_SET_AHEAD = BROKEN_SERVER
-"""Mostly no errors. But the Python backend (24.10) waits for a model's process until a moment of the wall clock, and
-takes it for dead when the clock is set past that; a later answer of the process can crash tritonserver. Under eight
-clients it lived through some 40 times that the clock was set an hour ahead."""
+"""Mostly there are no errors. But the Python backend (24.10) waits for a model's process until a moment of the wall
+clock, and takes the process for dead when the clock is set past that moment; a later answer of the process can crash
+tritonserver. Under eight clients it lived through some 40 settings of the clock an hour ahead."""
 
 _RECOVERY_TIMEOUT_S = 150.0
 _WARM_UP_S = 2.0
@@ -76,7 +76,7 @@ _ARGUMENTS = ("--canary-interval-secs=1", f"--exit-timeout-secs={_EXIT_TIMEOUT_S
 
 @dataclass(frozen=True)
 class Scene:
-    """The server and the clients of a fault. clock: the server's own wall clock; None where it is the machine's."""
+    """The server and the clients of a fault. clock: the server's own wall clock; None for the machine's."""
 
     server: SandboxedServer
     load: JudgingClients
@@ -85,8 +85,8 @@ class Scene:
 
 @dataclass(frozen=True)
 class Fault:
-    """inject: returns when the cause is over. errors: the codes that clients may see; without any, every process of
-    the server must live through it, too. sets_clock: it needs a server with a wall clock of its own."""
+    """inject: returns when the cause is over. errors: the codes that clients may see; without any, every process of the
+    server must live through the fault, too. sets_clock: whether it needs a server with a wall clock of its own."""
 
     name: str
     inject: Callable[[Scene], None]
@@ -96,9 +96,8 @@ class Fault:
 
 @dataclass(frozen=True)
 class Outcome:
-    """recovery_s: from the fault until every client was answered again, None if they were not in time.
-
-    replaced: the roles whose processes are not the ones of before.
+    """recovery_s: from the fault until every client was answered again, None if one was not in time. replaced: the
+    roles whose processes are new.
     """
 
     fault: Fault
@@ -109,7 +108,7 @@ class Outcome:
 
     @property
     def complaints(self) -> list[str]:
-        """Every fact that is not as it must be, in words."""
+        """Every broken promise, in words."""
         codes = {code for code in self.seen.seen if code.isupper()}
         return [
             *self.seen.wrong[:5],
@@ -185,7 +184,7 @@ def damage_adapter_files(scene: Scene) -> None:
 
 
 def read_no_stream(scene: Scene) -> None:
-    """Clients that ask for long answers and never read them."""
+    """Let clients ask for long answers and never read them."""
     body = '{"text_input": "<100>", "max_tokens": 400, "end_id": -1, "streaming": true}'
     with _connections(scene, 16) as sockets:
         for each in sockets:
@@ -194,7 +193,7 @@ def read_no_stream(scene: Scene) -> None:
 
 
 def drop_connections(scene: Scene) -> None:
-    """1,000 connections: a third sends nothing, a third half a request, a third a request but reads no answer."""
+    """Hold 1,000 connections: a third sends nothing, a third half a request, a third reads no answer to its request."""
     body = '{"text_input": "<100>", "max_tokens": 400, "end_id": -1}'
     request = _post("generation_unary/generate", body)
     for _ in range(10):
@@ -204,7 +203,7 @@ def drop_connections(scene: Scene) -> None:
 
 
 def terminate(scene: Scene) -> None:
-    """Act as a rolling update: SIGTERM, and another server over the same files. Any status will do: it has ended."""
+    """Act as a rolling update: SIGTERM, then another server over the same files. Any exit status will do."""
     _end(scene.server)
     scene.server.start(*_ARGUMENTS)
 
@@ -373,7 +372,7 @@ def main(
     clients: Annotated[int, typer.Option(help="Clients at once.", min=1)] = 8,
     log: Annotated[Path | None, typer.Option(help="Append what the server writes to this file.")] = None,
 ) -> None:
-    """Inject every fault, one after the other. Ends with status 1 if anything is not as it must be."""
+    """Inject every fault, one after the other. Ends with status 1 if a promise is broken."""
     console, outcomes = Console(), list[Outcome]()
     chosen = [each for each in FAULTS if not fault or any(part in each.name for part in fault)]
     try:

@@ -1,8 +1,9 @@
-"""Clients that keep asking a real server, whatever happens to it, and judge every answer.
+"""Clients that keep asking a real server through all its faults, and judge every answer.
 
-The adapters are those of telling_adapters.py. Every client asks the base model and the adapters whose upload was
-acknowledged, streaming or whole, over gRPC or HTTP, and uploads new ones. An error is counted by its code and asked
-again; an answer of the wrong adapter is wrong, and an acknowledged adapter that is not found is lost.
+The adapters are those of telling_adapters.py. Every client asks the base model and the adapters
+whose upload was acknowledged, streaming or whole, over gRPC or HTTP, and uploads new adapters. A request with an error
+is counted by the error's code and sent again; an answer of the wrong adapter is wrong, and an acknowledged adapter that
+is not found is lost.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class JudgingClients:
         num_adapters: int,
         seed: int = 0,
     ) -> None:
-        """num_adapters: once so many are acknowledged, clients upload these again."""
+        """num_adapters: once so many adapters are acknowledged, clients upload these again."""
         self._urls = [f"http://{http_url}", f"grpc://{grpc_url}"]
         self._layout = layout
         self._num_clients = num_clients
@@ -88,14 +89,14 @@ class JudgingClients:
         self._acknowledged: list[int] = []
         self._next_number = 0
         self._damaged: dict[int, float | None] = {}
-        """When each adapter whose files were damaged was acknowledged again; None: not yet."""
+        """The time at which each adapter whose files were damaged was acknowledged again; None: not yet."""
         self._is_over = threading.Event()
         self._right_since: dict[int, float] = {}
         self.tally = Tally()
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Ask until the context ends. Raises a client's exception that is no answer of the server."""
+        """Ask until the context ends. Raises a client's exception unless the server caused it."""
         self._is_over.clear()
         with ThreadPoolExecutor(self._num_clients) as pool:
             clients = [pool.submit(self._run, number) for number in range(self._num_clients)]
@@ -111,7 +112,7 @@ class JudgingClients:
         return len(self._acknowledged)
 
     def new_tally(self) -> Tally:
-        """Count from zero; the tally of before."""
+        """Count from zero, and return the tally so far."""
         with self._lock:
             before, self.tally = self.tally, Tally()
         return before
@@ -131,12 +132,12 @@ class JudgingClients:
         raise TimeoutError(f"not every client had a right answer within {timeout_s:g} s; they saw {self.tally}")
 
     def expect_damage(self, task_ids: Collection[int]) -> None:
-        """The files of these adapters are damaged: the server must tell, and their clients send them again."""
+        """Expect the server to report that these adapters' files are damaged; clients then send them again."""
         with self._lock:
             self._damaged |= {number: None for number in self._acknowledged if task_id(number) in task_ids}
 
     def ask_all(self) -> set[int]:
-        """Ask every adapter that was acknowledged, once; the numbers of the adapters that did not answer rightly."""
+        """Ask every acknowledged adapter once, and return the numbers of the adapters that did not answer rightly."""
         silent = set(self._acknowledged)
         with Client(self._urls[0]) as client:
             for number in list(self._acknowledged):

@@ -1,5 +1,5 @@
 """Loads a fleet of Dynamo through both its fronts, with adapters by Zipf that come, move and go meanwhile, kills
-workers, cuts one off, and says what clients were told, in a table and a picture.
+workers, cuts one off, and shows the answers that clients got in a table and a picture.
 
 The adapters are those of telling_adapters.py: an answer says which adapter, in which version, gave it.
 """
@@ -33,7 +33,7 @@ from trials.fleet_picture import draw
 BASE = "telling"
 PARTITION_S = 10
 SETTLE_S = 5.0
-"""A worker that was cut off asks another one for news every two seconds."""
+"""A worker that was cut off asks another worker for news every two seconds."""
 
 PARAMETERS = {
     "kv_cache_memory_bytes": "16MiB",
@@ -47,7 +47,7 @@ FAULTS = ("wrong", "base", "unstated")
 
 @dataclass
 class Trial:
-    """begun: when each phase began. names: of the workers, by their numbers in the fleet."""
+    """begun: the time at which each phase began. names: of the workers, by their numbers in the fleet."""
 
     fleet: DynamoFleet
     parameters: Mapping[str, str]
@@ -128,7 +128,7 @@ def main(
     output: Annotated[Path, typer.Option(help="Folder for the picture, load_fleet.png.")] = Path("bench_results"),
     seed: Annotated[int, typer.Option(help="Of what is asked.")] = 1,
 ) -> None:
-    """Start a fleet and both fronts, load it, hurt it; exit status 1 after an answer that nobody may give."""
+    """Start a fleet and both fronts, load it, hurt it; exit status 1 after a wrong answer."""
     console = Console()
     if namespaces and not can_make_machines():
         console.print("This user may not make network namespaces: run as root, or with --no-namespaces.")
@@ -179,7 +179,7 @@ def _adapters(numbers: Sequence[int], memory: str) -> Iterator[tuple[Path, Path,
     """The model, the folder of the adapters, and the workers' parameters. memory: of their adapters."""
     with TemporaryDirectory() as directory:
         model, adapters = save_checkpoint(Path(directory) / "model"), Path(directory) / "adapters"
-        # Dynamo's front takes no model without a template for chats and an end token, whether they are used or not.
+        # Dynamo's front takes no model without a template for chats and an end token, even if no request uses them.
         (model / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
         (model / "generation_config.json").write_text(json.dumps({"eos_token_id": PROMPT_TOKENS[-1]}))
         for number in numbers:
@@ -206,7 +206,7 @@ ROUTINGS: Mapping[str, tuple[tuple[str, ...], Mapping[str, str]]] = {
 
 
 def comparison(num_workers: int, num_adapters: int, num_clients: int, seed: int, num_requests: int = 1000) -> Table:
-    """The same load on fresh fleets whose fronts route differently."""
+    """Put the same load on fresh fleets whose fronts route differently."""
     table = Table("routing", "prefix hits", "adapter in memory", "p50 ms", "p95 ms", box=None)
     for name, (options, environ) in ROUTINGS.items():
         numbers = range(num_adapters)

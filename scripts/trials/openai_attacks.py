@@ -24,7 +24,7 @@ def send_as_many_biases_as_allowed(doors: Doors) -> str:
 
 
 def send_too_many_biases(doors: Doors) -> str:
-    """49,152 biases, one for each token of the default model."""
+    """Send 49,152 biases, one for each token of the default model."""
     return _again_and_again(doors, logit_bias={str(token): 0.5 for token in range(49_152)}, max_tokens=16)
 
 
@@ -33,13 +33,13 @@ def ask_for_many_choices(doors: Doors) -> str:
 
 
 def send_deep_json(doors: Doors) -> str:
-    """400 kB of brackets."""
+    """Send 400 kB of brackets."""
     body = '{"model":"base","messages":' + "[" * _DEPTH + "]" * _DEPTH + "}"
     return post(doors.openai_url, "/v1/chat/completions", body)
 
 
 def hold_idle_connections(doors: Doors) -> str:
-    """1,100 connections that never send a byte, for some seconds."""
+    """Hold 1,100 connections that never send a byte, for some seconds."""
     return hold_connections(doors.openai_url)
 
 

@@ -1,4 +1,4 @@
-"""Which of several processes died first: what took the others with it."""
+"""Finds the process that died first of several, and took the others with it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import psutil
 
 
 class Deaths:
-    """Watches processes until the context ends, in a thread of its own: it sees their order however busy others are."""
+    """Watches processes until the context ends, in a thread of its own, which sees their order under any load."""
 
     def __init__(self, processes: Mapping[str, psutil.Process]) -> None:
         self._processes = processes
@@ -38,7 +38,7 @@ class Deaths:
             os.close(fd)
 
     def wait(self, timeout_s: float) -> frozenset[str]:
-        """The process that died first, as soon as one has; empty if none has by then. Several: no order was seen."""
+        """The process that died first, once one has; empty if none has by then. Several: no order was seen."""
         self._is_known.wait(timeout_s)
         return self._first
 

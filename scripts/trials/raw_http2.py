@@ -1,4 +1,4 @@
-"""As much of HTTP/2 (RFC 9113) as a client needs that opens gRPC streams and keeps to no limit."""
+"""The part of HTTP/2 (RFC 9113) that a client needs to open gRPC streams beyond every limit."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ _HEAD = b"".join(
 
 
 def greet(connection: socket.socket) -> None:
-    """Send the first bytes of a client, and ahead of time that it has read the server's settings."""
+    """Send the first bytes of a client, and acknowledge the server's settings ahead of time."""
     connection.sendall(_PREFACE + frame(SETTINGS, 0, 0) + frame(SETTINGS, ACK, 0))
 
 
 def open_streams(connection: socket.socket, number: int) -> list[int]:
-    """Open so many streams without a request; their numbers."""
+    """Open streams without a request. Returns their numbers."""
     streams = list(range(1, 2 * number, 2))
     connection.sendall(b"".join(frame(HEADERS, END_HEADERS, stream, _HEAD) for stream in streams))
     return streams

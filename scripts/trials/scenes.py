@@ -29,12 +29,12 @@ from trials.timing_attacks import TENANTS, TIMING_ATTACKS
 T = TypeVar("T")
 
 PARAMETERS = {"max_num_seqs": "16", "max_num_batched_tokens": "64"}
-"""How much a step may take of this machine, as an operator would say for two cores: all other clients wait for it."""
+"""The largest step that an operator would allow on two cores: all other clients wait for it."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A server that is ready, and where the attacker and its victim connect."""
+    """A server that is ready, and the doors of the attacker and of its victim."""
 
     server: ServerProcess
     attackers: Doors
@@ -55,12 +55,12 @@ class Stage:
 
     @property
     def engine_pid(self) -> int | None:
-        """None while there is none."""
+        """The engine's process id; None while there is no engine."""
         commands = self._told(lambda process: (process.pid, process.cmdline()))
         return next((pid for pid, command in commands if ENGINE_MODULE in command), None)
 
     def _told(self, read: Callable[[psutil.Process], T]) -> list[T]:
-        """Of each process of the server that is still there."""
+        """The results of `read` for each process of the server that still runs."""
         told = []
         for pid in {self.server.pid, *marked_processes(self.server.token)}:
             with suppress(psutil.NoSuchProcess):
@@ -98,7 +98,7 @@ def behind_proxy(model: Path) -> Iterator[Stage]:
 
 @contextmanager
 def with_keys(model: Path) -> Iterator[Stage]:
-    """Each is a tenant of its own. The server's door is open, as keys need no proxy."""
+    """Attacker and victim are tenants of their own. The server's door is open, as keys need no proxy."""
     with tempfile.TemporaryDirectory() as folder:
         keys = Path(folder) / "keys.json"
         entries = [{"key": key, "tenant": name, "base_model": True, "upload": True} for name, key in TENANTS.items()]
@@ -110,7 +110,7 @@ def with_keys(model: Path) -> Iterator[Stage]:
 
 @contextmanager
 def straight(model: Path) -> Iterator[Stage]:
-    """Neither proxy nor keys: nobody can tell the two apart."""
+    """There are neither proxy nor keys: the server cannot tell the two apart."""
     with started_server(model, overrides=PARAMETERS) as server:
         doors = Doors(server.http_url, server.grpc_url)
         yield Stage(server, doors, doors)
@@ -126,4 +126,4 @@ SCENES = (
     Scene("API keys", {**STOPS, **TIMING_ATTACKS}, with_keys),
     Scene("none", DOOR_ATTACKS, straight),
 )
-"""All that is tried, by what stands before the server."""
+"""All attacks, by the guard that stands before the server."""

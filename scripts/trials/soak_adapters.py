@@ -1,4 +1,4 @@
-"""Never the wrong adapter: many clients, far more adapters than fit, and every answer is checked.
+"""Checks every answer of many clients to far more adapters than fit: none is of the wrong adapter.
 
 The adapters are those of telling_adapters.py: an answer says which adapter, in which version, gave it. Clients ask,
 upload, replace, cancel and stop at random, against a real engine process. Right is an answer of the adapter that was
@@ -54,7 +54,7 @@ from trials.soak_engine import Counts
 Popularity = Literal["zipf", "uniform"]
 
 EXPECTED_ERRORS = frozenset({"NOT_FOUND", "UNAVAILABLE", "CANCELLED"})
-"""Not cached, no room now, and a request that its client has cancelled."""
+"""The codes for an adapter that is not cached, no room, and a request that its client has cancelled."""
 
 _START_TIMEOUT_S = 120.0
 _MAX_PROMPT_TOKENS = 48
@@ -66,9 +66,8 @@ _BLOCKS_PER_CLIENT = 5
 
 @dataclass(frozen=True)
 class Options:
-    """One run. device_adapters, host_adapters: how many fit each tier; has_disk: all others are on disk.
-
-    is_spanning: the model's MLP is so wide that pieces of its adapters span pages.
+    """One run. device_adapters, host_adapters: the number that fits each tier. has_disk: whether the others are on
+    disk. is_spanning: whether the model's MLP is so wide that pieces of its adapters span pages.
     """
 
     num_turns: int
@@ -123,7 +122,7 @@ class Soak:
         self._request_ids = itertools.count()
 
     def run(self, popularity: Popularity, num_turns: int, on_done: Callable[[], None]) -> None:
-        """Let the clients, all at once, take `num_turns` turns between them. Raises a client's exception."""
+        """Let all clients together take `num_turns` turns at the same time. Raises a client's exception."""
         weights = [1 / (number + 1) if popularity == "zipf" else 1 for number in range(len(self._adapters))]
         cumulative = list(itertools.accumulate(weights))
         turns = queue.SimpleQueue[int]()
@@ -206,7 +205,7 @@ class Soak:
         num_expected: int = len(BASE_ANSWER),
         must_be_found: bool = False,
     ) -> None:
-        """An answer must be whole, unless there is a reason; and its tokens must be of a possible version."""
+        """Check that an answer is whole, unless there is a reason, and that its tokens are of a possible version."""
         seconds = time.perf_counter() - started
         matching = versions.matching(possible, call.token_ids, output.lora_digest)
         is_lost = must_be_found and output.error_code == "NOT_FOUND"
@@ -233,7 +232,7 @@ def _prompt(random: Random) -> list[int]:
 
 @contextmanager
 def engine(parameters: Mapping[str, str], counts_file: Path) -> Iterator[EngineClient]:
-    """A client of an engine process that this starts, and ends; it leaves `Counts` in `counts_file`."""
+    """Starts an engine process, and ends it; it leaves `Counts` in `counts_file`. Yields a client of it."""
     command = (sys.executable, str(Path(__file__).with_name("soak_engine.py")), str(counts_file))
     with owned_socket_path(os.getpid()) as socket_path:
         process = EngineProcess(parameters, socket_path, command=command)

@@ -72,7 +72,7 @@ class Call:
         return self.is_given_up
 
     def give_up(self) -> None:
-        """Stop waiting for the answer, as the engine client learns when it asks."""
+        """Stop waiting for the answer; the engine client learns it when it asks."""
         self.is_given_up = True
 
     def wait(self) -> TokenOutput:
@@ -104,14 +104,14 @@ class Versions:
         return range(max(0, self.confirmed), self.submitted + 1)
 
     def pack(self, is_new: bool, layout: AdapterLayout) -> tuple[int, PackedAdapter]:
-        """The newest version, or one more, about to be submitted."""
+        """The newest version, or the next one, about to be submitted."""
         self.submitted = max(0, self.submitted + is_new)
         packed = packed_adapter(self.number, self.submitted, layout)
         self._digests[self.submitted] = packed.digest
         return self.submitted, packed
 
     def confirm(self, versions: Iterable[int]) -> None:
-        """An answer, or an upload's, was given by one of `versions`."""
+        """Note that one of `versions` gave an answer, to a request or an upload."""
         with self.lock:
             self.confirmed = max(self.confirmed, min(versions))
 

@@ -32,7 +32,7 @@ class Counts(msgspec.Struct, frozen=True):
 
 
 class CheckedEngine(Engine):
-    """Asserts now and then that every table agrees with every other."""
+    """Asserts now and then that all tables agree with each other."""
 
     def __init__(self, file: Path, config: EngineConfig) -> None:
         super().__init__(config)
@@ -54,7 +54,7 @@ class CheckedEngine(Engine):
 
 def run(file: Annotated[Path, typer.Argument(help="Where to leave the counts, as JSON.")]) -> None:
     """Serve an engine as the supervisor's launch message on stdin says, until stdin ends."""
-    # A line a request would be tens of thousands.
+    # One line a request would make tens of thousands of lines.
     logging.getLogger(server.__name__).setLevel(logging.WARNING)
     main.main(partial(CheckedEngine, file))
 

@@ -1,4 +1,4 @@
-"""Does the memory of processes grow? A straight line by least squares, with an error that its deviations justify."""
+"""Tells whether processes' memory grows, by a straight line of least squares, with its error from the deviations."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Stretch:
 
     @property
     def is_judged(self) -> bool:
-        """Whether it is long enough to tell growth from a start."""
+        """Whether the stretch is long enough to tell growth from a start."""
         return bool(self.seconds) and self.seconds[-1] - self.seconds[0] >= SHORTEST_JUDGED_S
 
     def line(self, name: str) -> Line:

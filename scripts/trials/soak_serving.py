@@ -2,15 +2,17 @@
 
 Clients ask the base model and adapters that do not all fit into memory, upload, cancel and send requests that are wrong
 (judging_clients.py); each call has a deadline, and one that passes it counts as stuck. Meanwhile the anonymous
-memory of every process of the server, and what is in /dev/shm, are measured; each gets a straight line fitted by least
-squares, after a warm-up. Memory that grows shows as a slope that its error bars cannot explain (soak_memory.py).
+memory of every process of the server, and the bytes in /dev/shm, are measured; each gets a straight line fitted by
+least squares, after a warm-up. Memory that grows shows as a slope that its error bars cannot explain
+(soak_memory.py).
 
 The tritonserver of PyPI can crash when gRPC calls are cancelled (SECURITY.md), and this load cancels many. That one
 death is told, counted and lived with: it must have been the first of the server's processes to die, by a signal of a
-crash (SIGSEGV, SIGABRT), and `multilora-serve` must have it back in time, every client answered. What clients see until
-then is counted, not judged; but an adapter that was acknowledged and no longer answers, an answer that is wrong and a
-request that is stuck are failures as ever. Memory is judged from one start of the server to its end. A stretch that is
-too short to tell growth from a start is told as such, and a soak that has no other has not passed.
+crash (SIGSEGV, SIGABRT), and `multilora-serve` must have it back in time, every client answered. The errors that
+clients see until then are counted, not judged; but an adapter that was acknowledged and no longer answers, an answer
+that is wrong and a request that is stuck are failures as ever. Memory is judged from one start of the server to its
+end. A stretch that is too short to tell growth from a start is told as such, and a soak that has no other has not
+passed.
 
 Every other death ends the soak as a failure: of the engine, of a model's process, of `multilora-serve`, and of a
 tritonserver that hung, ran out of memory (SIGKILL) or ended with a status.
@@ -57,7 +59,7 @@ _BAD_REQUESTS: Sequence[Mapping[str, object]] = (
     {"input_ids": [1], "max_tokens": -1},
     {"input_ids": [1], "max_tokens": 1, "adapter": 10**6},
 )
-"""An id outside the vocabulary, no tokens wanted, an adapter that nobody sent."""
+"""An id outside the vocabulary, an answer of no tokens, an adapter that no client sent."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class Death:
 
     at_s: of the soak. first: the process that died first; several where no order was seen. reason: the words of
     multilora-serve when it started tritonserver again, if it did. recovery_s: from the death until every client was
-    answered again, None if they were not. errors: the errors that clients saw in that time, by code.
+    answered again, None if one was not. errors: the errors that clients saw in that time, by code.
     """
 
     at_s: float
@@ -245,7 +247,7 @@ def _answers_table(tally: Tally) -> Table:
 
 
 def conclude(record: Record, tally: Tally, console: Console) -> bool:
-    """Print the record and the tally; whether both are as they must be."""
+    """Print the record and the tally. Returns whether both are right."""
     for table in render(record, tally):
         console.print(table)
     for death in record.deaths:

@@ -1,8 +1,9 @@
-"""What a tenant may learn of another one by the time that answers take: rows for a table of abuse.
+"""Facts that a tenant may learn of another by the time of answers: rows for a table of abuse.
 
-The attacker asks in pairs, in changing order: for what another tenant has, and for what nobody has. It tells them apart
-as well as the chance that the one takes longer than the other differs from a half (Mann and Whitney's U over the number
-of pairs). Both tenants' keys are the attacker's here, so that it can arrange what the other one has.
+The attacker asks in pairs, in changing order: for an object that another tenant has, and for one that no tenant has. It
+tells them apart as well as the chance that the first takes longer than the second differs from a half (Mann and
+Whitney's U over the number of pairs). The attacker has both tenants' keys here, so that it can arrange the other
+tenant's objects.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ TENANTS = {name: f"the secret key of {name}" for name in ("victim", "attacker")}
 """API keys by their tenants."""
 
 MAX_ADVANTAGE = 0.2
-"""How far from a half the chance may be: with 40 pairs a fair coin is farther in two runs of a thousand."""
+"""The largest distance of the chance from a half: with 40 pairs a fair coin is farther in two of a thousand runs."""
 
 _NUM_ERRORS, _NUM_UPLOADS, _NUM_PROMPTS = 60, 40, 40
 _RANK = 8

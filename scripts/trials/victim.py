@@ -1,4 +1,4 @@
-"""A client that streams again and again beside attacks, and notes what it meets."""
+"""A client that streams again and again beside attacks, and notes delays and errors."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Victim:
         self._thread.join()
 
     def take(self) -> Gaps:
-        """Its experience since this was asked last."""
+        """The victim's experience since the last call."""
         with self._lock:
             gaps, self._gaps = self._gaps, Gaps([], [])
         return gaps
@@ -89,13 +89,13 @@ class Victim:
 
 
 def num_tokens_of(response: service_pb2.ModelInferResponse) -> int:
-    """How many tokens a stream has told so far; a response has several where the server was faster than the client."""
+    """The number of tokens in a stream so far; a response has several if the server was faster than the client."""
     place = [output.name for output in response.outputs].index("num_output_tokens_so_far")
     return int(np.frombuffer(response.raw_output_contents[place], np.int32)[0])
 
 
 _PATIENCE_S = 60.0
-"""For a whole stream."""
+"""The time limit of a whole stream."""
 
 
 def _request() -> service_pb2.ModelInferRequest:

@@ -13,7 +13,7 @@ _NS = 10**9
 
 
 class WallClock:
-    """The clock of the programs started with `environment`, and of their children. It tells the truth at first."""
+    """The clock of the programs started with `environment`, and of their children. At first it is right."""
 
     def __init__(self, directory: Path) -> None:
         """directory: for the library and the clock's offset; must outlive the programs."""
@@ -27,11 +27,11 @@ class WallClock:
         return {"LD_PRELOAD": str(self._library), "WALL_CLOCK_OFFSET": str(self.offset_file)}
 
     def set(self, offset_s: int) -> None:
-        """Be so many seconds ahead of the truth from now on."""
+        """Run so many seconds ahead of the true time from now on."""
         with self.offset_file.open("r+b") as file, mmap.mmap(file.fileno(), _OFFSET.size) as page:
             # One store of eight bytes, so that no program sees half of it.
             memoryview(page).cast("q")[0] = offset_s * _NS
 
     def is_of(self, pid: int) -> bool:
-        """Whether this is the clock of a process."""
+        """Whether a process has this clock."""
         return str(self.offset_file) in Path(f"/proc/{pid}/maps").read_text()

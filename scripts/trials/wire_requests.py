@@ -41,7 +41,7 @@ class InputSpec:
 
 @dataclass
 class WireTensor:
-    """An input as it is sent. Its fields need not fit each other."""
+    """An input in the form of the wire. Its fields need not fit each other."""
 
     name: str
     datatype: str
