@@ -1,1 +1,1 @@
-"""Programs of other authors, run as they ship them, against our server."""
+"""Runs programs of other authors, as they ship them, against our server."""

@@ -1,6 +1,6 @@
 """Compares the log-likelihoods that lm-eval got from a server with those of transformers, adapter included.
 
-lm-eval writes them with `--output_path DIR --log_samples`; the exit status is 1 when one is not the same.
+lm-eval writes them with `--output_path DIR --log_samples`; the exit status is 1 if one differs.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def main(
 
 
 def _difference(reference: Reference, told: Likelihood) -> float:
-    """How far the told log-likelihood is from the reference's; infinite when they disagree on `is_greedy`."""
+    """The distance of lm-eval's log-likelihood from the reference's; infinite if they disagree on `is_greedy`."""
     log_probs, is_greedy = reference.log_probs(*reference.tokens(told.context, told.continuation))
     return abs(sum(log_probs) - told.value) if told.is_greedy in (None, is_greedy) else float("inf")
 

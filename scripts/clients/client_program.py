@@ -1,7 +1,7 @@
-"""`ClientProgram`: a program as its authors ship it, which has to work with this server, in one way of using it.
+"""`ClientProgram`: a program as its authors ship it, in one use of it, which has to work with this server.
 
 The tables are triton_client_programs.py and openai_client_programs.py; `scripts/conformance --clients DIR` runs them. A
-row is run by the command `argv` (`env NAME=VALUE ...` for variables), in which these stand for what only a run knows:
+row is run by the command `argv` (`env NAME=VALUE ...` for variables), in which these names stand for values of a run:
 
     {python}   our own interpreter, which has tritonclient and transformers
     {folder}   DIR/<folder>: a checkout, or a virtual environment of the user's, whose commands are {folder}/bin/NAME
@@ -10,12 +10,12 @@ row is run by the command `argv` (`env NAME=VALUE ...` for variables), in which 
     {adapters} directory of the sample adapters, PEFT's files
     {clients}  the directory of this file
     {scripts}  the one above it, which has the command perf_analyzer
-    {scratch}  directory that all rows of a run share, empty at first: a row may read what one before it wrote; it has
-               what client_inputs.py puts there; the command runs in it
+    {scratch}  directory that all rows of a run share, empty at first but for the files of client_inputs.py;
+               a row may read files of the rows before it; the command runs in it
 
 A row passes when the command ends with `status` (`WORKS`), or with any (`REFUSED`, `FAILS`), and its output matches
 `shows`. `FAILS` is for programs that cannot work here; the note says why.
-`NOT_RUN` is a row that nobody runs; its note says why.
+`NOT_RUN` is a row that is not run; its note says why.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class ClientProgram:
         return [re.sub(r"\{(\w+)\}", lambda found: places[found[1]], argument) for argument in self.argv]
 
     def passes(self, status: int, output: str) -> bool:
-        """Whether a run that ended so went as expected."""
+        """Whether a run with this end went as expected."""
         assert self.expected is not Outcome.NOT_RUN
         return (status == self.status or self.expected is not Outcome.WORKS) and re.search(
             self.shows, output

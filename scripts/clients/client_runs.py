@@ -28,7 +28,7 @@ _FOLDER = Path(__file__).resolve().parent
 
 @dataclass(frozen=True)
 class Run:
-    """How a program ended. output: stdout and stderr, in the order they came."""
+    """The end of a program. output: stdout and stderr, in the order they came."""
 
     program: ClientProgram
     status: int

@@ -1,8 +1,8 @@
 """Programs and libraries that speak OpenAI's protocol.
 
-Each folder is a virtual environment with the package of its name, in the row's version, and what the package asks for
-only when it runs: litellm `mcp`, lm-eval its extra `api` and `transformers`. Programs that need a tokenizer get the
-served checkpoint's; nothing is downloaded.
+Each folder is a virtual environment with the package of its name, in the row's version, and the packages that it
+demands only when it runs: litellm `mcp`, lm-eval its extra `api` and `transformers`. Programs that need a tokenizer get
+the served checkpoint's; nothing is downloaded.
 """
 
 from __future__ import annotations

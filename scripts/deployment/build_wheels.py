@@ -1,5 +1,5 @@
-"""Makes wheels of the three distributions. The one of the kernels has the C++ operators compiled for this Python and
-torch, for every x86-64 processor: the widest instructions are chosen when they run.
+"""Makes wheels of the three distributions. The wheel of the kernels has the C++ operators compiled for this Python and
+torch, for every x86-64 processor: the operators choose the widest instructions at run time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def main(
 
 
 def build_wheel(folder: str, output: Path, is_binary: bool) -> Path:
-    """The wheel of the distribution in `folder`, made of what git has of it. is_binary: with compiled operators.
+    """Make the wheel of the distribution in `folder` from its tracked files. is_binary: with compiled operators.
 
     Raises subprocess.CalledProcessError when it cannot be built; the output says why.
     """

@@ -35,12 +35,12 @@ exec "$@"
 
 
 class ImageError(RuntimeError):
-    """An image cannot be built, or what is started from it fails."""
+    """An image cannot be built, or a program started from it fails."""
 
 
 @dataclass
 class Image:
-    """A root file system and the image's settings for running it. num_layers: that it adds to its base, and those."""
+    """A root file system and the image's settings for running it. num_layers: of its base, and of its own."""
 
     root: Path
     environment: dict[str, str] = field(default_factory=dict)

@@ -1,7 +1,7 @@
-"""The Grafana dashboard's panels, drawn from real data: a server, clients with the sample adapters, and Prometheus.
+"""Draws the Grafana dashboard's panels from real data: a server, clients with the sample adapters, and Prometheus.
 
 Grafana itself is not needed: every panel's expressions go to Prometheus as Grafana would send them, and matplotlib
-draws what comes back.
+draws the results.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main(
     clients: Annotated[int, typer.Option(min=1, help="Clients at once.")] = 6,
     output: Annotated[Path, typer.Option(help="The picture.")] = REPOSITORY / "bench_results" / "dashboard.png",
 ) -> None:
-    """Serve, ask, scrape, and draw."""
+    """Serve, ask, scrape, and draw the panels."""
     with started_server(ensure_default_checkpoint(), console) as server:
         console.print("the server is ready")
         with Prometheus(server.metrics_url.removeprefix("http://").split("/")[0]) as prometheus:

@@ -24,7 +24,7 @@ _STEP = re.compile(r"(\[\d+/\d+\] )?STEP ")
 
 
 class ImageBuilder:
-    """A store of images in `folder`, which is made when it is not there."""
+    """A store of images in `folder`, which is made if it does not exist."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -33,7 +33,7 @@ class ImageBuilder:
         self._policy.write_text('{"default": [{"type": "insecureAcceptAnything"}]}')
 
     def make_base(self, suite: str = "bookworm") -> Path:
-        """A minimal Debian as the image `BASE`, made when it is not there yet; returns its root."""
+        """Make a minimal Debian the image `BASE`, if it does not exist yet; returns its root."""
         root = self._folder / "base"
         if not root.exists():
             draft = root.with_suffix(".draft")
@@ -91,7 +91,7 @@ class ImageBuilder:
         )
 
     def _run(self, *arguments: str | Path) -> str:
-        """What buildah prints. Raises ImageError."""
+        """Run buildah and return its output. Raises ImageError."""
         with self._start(*arguments, stderr=subprocess.PIPE) as process:
             output, errors = process.communicate()
         if process.returncode:
@@ -111,7 +111,7 @@ class ImageBuilder:
         )
 
     def _mounts(self) -> dict[str, Path]:
-        """What instructions need of this machine to reach package indexes, by its place inside."""
+        """The files of this machine that instructions need to reach package indexes, by their places inside."""
         settings = subprocess.run(
             [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True
         ).stdout

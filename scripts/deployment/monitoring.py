@@ -1,4 +1,4 @@
-"""A real Prometheus over a real server, set up as docker/prometheus has it, and the queries of dashboard and alerts."""
+"""Runs Prometheus over a server with the setup of docker/prometheus, and reads the queries of dashboard and alerts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SCRAPE_INTERVAL = "1s"
 
 @dataclass(frozen=True)
 class Query:
-    """One line of a panel: its expression with Grafana's variables filled in, and how its legend is written."""
+    """One line of a panel: its expression with Grafana's variables filled in, and the template of its legend."""
 
     panel: str
     unit: str

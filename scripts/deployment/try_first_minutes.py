@@ -1,4 +1,4 @@
-"""Lets the first commands fail as they fail newcomers, in clean Debian roots, and shows what they end with.
+"""Lets the first commands fail as they fail newcomers, in clean Debian roots, and shows their last lines.
 
 Each scene lacks something: Python, its shared library, a compiler, the network, disk, memory or a free port. A failure
 has to be one sentence that says what to do. Needs root rights, Debian's iproute2 and util-linux, and 3 GB.
@@ -31,7 +31,7 @@ MACHINES = {
     "without_shared_library": ("python3", "python3-venv"),
     "without_compiler": ("python3", "python3-venv", "libpython3.11"),
 }
-"""Newcomers' machines, by the packages of Debian that they have."""
+"""Newcomers' machines, by their packages of Debian."""
 _TIMEOUT_S = 600
 
 _ENTER = """
@@ -55,8 +55,8 @@ console = Console(highlight=False)
 
 @dataclass(frozen=True)
 class Scene:
-    """lacks: what is not there. machine: one of MACHINES. script: what the newcomer types. says: what it
-    ends with, a regular expression. is_set_up: whether the clone has its environment already. ends_well: it is a hint.
+    """lacks: the thing that is missing. machine: one of MACHINES. script: the newcomer's commands. says: a regular
+    expression for the last line. is_set_up: whether the clone has its environment already. ends_well: it is a hint.
     """
 
     lacks: str
@@ -119,7 +119,7 @@ SCENES = (
 
 @dataclass(frozen=True)
 class Ending:
-    """How a scene ended. last: the last line that it printed."""
+    """The end of a scene. last: the last line that it printed."""
 
     scene: Scene
     status: int

@@ -54,7 +54,7 @@ console = Console(highlight=False)
 
 @dataclass
 class Trial:
-    """The trials of one recipe, and their results: what was tried and what was seen."""
+    """The trials of one recipe, and their results."""
 
     recipe: str
     findings: list[tuple[str, str]] = field(default_factory=list)
@@ -84,7 +84,7 @@ def main(
 
 
 def try_image(name: str, builder: ImageBuilder) -> Trial:
-    """Build the Dockerfile of this name and try what comes out. Raises ImageError."""
+    """Build the Dockerfile of this name and try its image. Raises ImageError."""
     trial = Trial(name)
     console.print(f"[bold]docker/{name}.Dockerfile[/]")
     start = time.monotonic()

@@ -46,9 +46,8 @@ class FleetFailed(Exception):
 
 @dataclass
 class Worker:
-    """name: of its log. system_url: the address at which it tells its health and metrics, and takes adapters.
-
-    machine: where it runs, None for the caller's machine. is_ready: whether it has been waited for.
+    """name: of its log. system_url: the address at which it tells its health and metrics, and takes adapters. machine:
+    the machine on which it runs, None for the caller's. is_ready: whether the fleet has waited for it.
     """
 
     name: str
@@ -60,23 +59,23 @@ class Worker:
 
     @property
     def number(self) -> int:
-        """Its number in the fleet, by which answers name it."""
+        """The worker's number in the fleet, by which answers name it."""
         told = call(f"{self.system_url}/engine/control/{EVENTS}", {"since": 0})
         return int(told["instance_id"], 16)
 
     def metric(self, name: str, label: str = "") -> float:
-        """The sum of a metric over all its labels, or over those series whose labels have this one."""
+        """The sum of a metric over all series, or over the series that have this label."""
         with urllib.request.urlopen(f"{self.system_url}/metrics", timeout=30) as response:
             lines = response.read().decode().splitlines()
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if re.match(rf"{name}[ {{]", line) and label in line)
 
     def kill(self) -> None:
-        """End it at once, as a machine that loses its power does."""
+        """End the worker at once, as a loss of power would."""
         self.process.kill()
         self.process.wait(_EXIT_TIMEOUT_S)
 
     def stop(self) -> int:
-        """Ask it to end, and wait until it has: its exit status."""
+        """Ask the worker to end, and wait until it has. Returns its exit status."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(_EXIT_TIMEOUT_S)
 
@@ -173,7 +172,7 @@ class DynamoFleet:
         self.wait_until(lambda: self.model_name in self.models(), self.workers[-1])
 
     def wait_until(self, holds: Callable[[], bool], worker: Worker | None = None) -> None:
-        """Wait until something holds, as long as `worker` and the front are alive. Raises FleetFailed."""
+        """Wait until a condition holds, as long as `worker` and the front are alive. Raises FleetFailed."""
         deadline = time.monotonic() + _START_TIMEOUT_S
         while not holds():
             if worker is not None and worker.process.poll() is not None:
@@ -185,7 +184,7 @@ class DynamoFleet:
             time.sleep(_LOOK_INTERVAL_S)
 
     def ready_workers(self) -> list[Worker]:
-        """Those that were waited for, and are alive."""
+        """The workers that became ready, and are alive."""
         return [worker for worker in self.workers if worker.is_ready and worker.process.poll() is None]
 
     @property
@@ -247,7 +246,7 @@ def tail(log: Path, num_chars: int = 2000) -> str:
 
 
 def free_port() -> int:
-    """A port that nothing listens at, and that connections of others do not take by chance.
+    """A port that no process listens at, and that no other connection takes by chance.
 
     Dynamo reads the port of its system server as a number of 16 bits with a sign.
     """
@@ -260,7 +259,7 @@ def free_port() -> int:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ask a process to end, and see to it that it does."""
+    """Ask a process to end, and kill it if it does not."""
     if process.poll() is None:
         process.terminate()
     try:

@@ -1,4 +1,4 @@
-"""The proxy of docker/proxy on free ports of this machine, before a server that runs here."""
+"""Runs the proxy of docker/proxy on free ports of this machine, before a server that runs here."""
 
 from __future__ import annotations
 

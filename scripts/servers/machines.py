@@ -1,4 +1,4 @@
-"""`Machines`: network namespaces on one bridge, for processes that shall be on machines of their own."""
+"""`Machines`: network namespaces on one bridge, so that processes are on machines of their own."""
 
 from __future__ import annotations
 
@@ -33,9 +33,8 @@ class Machine:
 
 
 class Machines:
-    """Namespaces that end with the block. The caller's own network has the first address of theirs.
-
-    Raises subprocess.CalledProcessError where it may not make them.
+    """Namespaces that end with the block. The caller's own network has the first address of their bridge. Raises
+    subprocess.CalledProcessError if the user may not make namespaces.
     """
 
     def __init__(self, number: int) -> None:

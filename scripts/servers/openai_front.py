@@ -1,4 +1,4 @@
-"""OpenAI's front before a server, as users start it, which ends with the script."""
+"""Starts OpenAI's front before a server, as users start it; the front ends with the script."""
 
 from __future__ import annotations
 

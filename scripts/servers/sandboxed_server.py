@@ -78,7 +78,7 @@ class SandboxedServer:
         log: Path | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """prefix: of `namespace`. log: gets every line that the server writes. environment: besides our own."""
+        """prefix: of `namespace`. log: gets every line that the server writes. environment: further variables."""
         self._prefix = prefix
         self._model = model
         self._cache = cache
@@ -88,7 +88,7 @@ class SandboxedServer:
         self._lines: deque[str] = deque(maxlen=_NUM_LINES_KEPT)
         self._num_ready = 0
         self.restarts: list[str] = []
-        """Why `multilora-serve` started tritonserver again, each time in its own words."""
+        """The reasons for which `multilora-serve` started tritonserver again, in its own words."""
         self._changed = threading.Condition()
         self._ports = ["--http-port=0", "--grpc-port=0", "--metrics-port=0"]
         self.http_url = self.grpc_url = ""
@@ -121,7 +121,7 @@ class SandboxedServer:
 
     @property
     def num_ready(self) -> int:
-        """How often it has said that it is ready."""
+        """The number of times that it has said that it is ready."""
         return self._num_ready
 
     def wait_ready(self, num_ready: int) -> None:

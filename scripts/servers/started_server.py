@@ -1,4 +1,4 @@
-"""A server of a script's own, which ends with it."""
+"""Starts a server for a script; the server ends with the script."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real server over a model of a few thousand random parameters, to try all parts but the model."""
+"""Runs a real server over a model of a few thousand random parameters, to try all parts but the model."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The sample adapters of adapters/: how they were trained, and how well they keep their promises."""
+"""Trains the sample adapters of adapters/, and measures how well they keep their promises."""

@@ -3,7 +3,7 @@
 
 Greedy answers to prompts that no adapter saw in training are judged by a program, for the base model and for each
 adapter. Exits with status 1 when an adapter's effect is too rare, or when the base model shows it by itself; and, for a
-quantised base model, when it is rarer there than with the float one by more than may be lost.
+quantised base model, when the effect is rarer than with the float base model by more than the allowed loss.
 """
 
 from pathlib import Path
@@ -137,7 +137,7 @@ def pass_rate(adapter: SampleAdapter, answers: list[str]) -> float:
 
 
 def most_lost(name: str, measured: list[Answers]) -> int:
-    """By how many answers an adapter does worse than on the first of several base models, at its worst."""
+    """The largest number of answers that an adapter loses against the first of several base models."""
     passes = [num_passes(SAMPLE_ADAPTERS[name], answers[name]) for answers in measured]
     return passes[0] - min(passes)
 

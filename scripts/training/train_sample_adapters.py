@@ -101,7 +101,7 @@ def train(model: PeftModel, examples: list[Example], epochs: int, batch_size: in
 def answer_loss(
     model: PeftModel, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor
 ) -> torch.Tensor:
-    """Mean cross entropy of the answers' tokens; logits over the vocabulary are computed for these alone.
+    """Mean cross entropy of the answers' tokens; logits over the vocabulary are computed for these tokens alone.
 
     Args:
         model: The base model with its LoRA weights.

@@ -38,7 +38,7 @@ def _client(front: Front) -> openai.AsyncOpenAI:
 
 
 def _check(result: Any, calls: list[tuple[str, int]]) -> None:
-    """The tool was called, its result went back, and the model said something of it."""
+    """Check that the tool was called, that its result went back, and that the model answered."""
     assert len(calls) == 1
     assert result.final_output
     assert len(result.raw_responses) == 2

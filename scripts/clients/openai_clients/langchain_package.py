@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict
 
 QUESTION = "Who are you?"
 ONE_CALL = {"strict": True, "parallel_tool_calls": False}
-"""Strictly the arguments of the tool: a small model has no end of others that it might like."""
+"""The arguments of the tool, strictly: a small model would invent others."""
 
 
 class Weather(BaseModel):
