@@ -57,17 +57,15 @@ class BlockPublisher:
 
     def on_loss(self) -> None:
         self._publish(self._removed(list(self._published)))
-        self._digests.clear()
 
     def _stored(self, event: BlockStored) -> list[Mapping[str, Any]]:
         number, name = block_hash(event.key), event.lora_name
         parent = block_hash(event.parent_key) if event.parent_key else None
-        moved = []
-        if self._digests.setdefault(name, event.digest) != event.digest:
-            self._digests[name] = event.digest
-            moved = self._removed(list(self._hashes_of_name[name]))
+        has_moved = self._digests.get(name, event.digest) != event.digest
+        moved = self._removed(list(self._hashes_of_name[name])) if has_moved else []
         if parent is not None and parent not in self._published:
             return moved
+        self._digests[name] = event.digest
         self._published[number] = name
         self._hashes_of_name[name].add(number)
         stored = {
@@ -85,7 +83,11 @@ class BlockPublisher:
         """Forget the published blocks among `hashes`. Returns the event that says so."""
         known = [number for number in hashes if number in self._published]
         for number in known:
-            self._hashes_of_name[self._published.pop(number)].discard(number)
+            name = self._published.pop(number)
+            self._hashes_of_name[name].discard(number)
+            if not self._hashes_of_name[name]:
+                # Clients choose the names: one without blocks takes no memory.
+                del self._hashes_of_name[name], self._digests[name]
         return [{"type": "removed", "block_hashes": known}] if known else []
 
     def _publish(self, batch: list[Mapping[str, Any]]) -> None:

@@ -92,6 +92,12 @@ def test_with_the_engine_go_all_blocks(router: Router, publisher: BlockPublisher
     assert set(router.blocks) == numbers(2)
 
 
+def test_a_name_without_blocks_takes_no_memory(publisher: BlockPublisher) -> None:
+    for key in range(1, 200):
+        publisher.on_events([stored(key, name=f"name {key}", digest=f"digest {key}"), BlockRemoved(bytes([key]) * 32)])
+    assert [table for table in vars(publisher).values() if isinstance(table, dict) and table] == []
+
+
 def test_before_there_is_a_router_nothing_is_told() -> None:
     publisher = BlockPublisher()
     publisher.on_events([stored(1)])
