@@ -8,7 +8,7 @@ from contextlib import aclosing
 from typing import Protocol
 
 from multilora_engine.dynamo.streams import OpenStreams, OutputStream
-from multilora_engine.errors import AdapterNotFound, RequestError
+from multilora_engine.errors import AdapterNotFound, EngineUnavailable, RequestError
 from multilora_engine.lora.names import TaskId
 from multilora_engine.process.client import EngineClient
 from multilora_engine.request import GenerationRequest, TokenOutput
@@ -64,9 +64,14 @@ class EngineCalls:
                 raise
             if not await self._uploads.bring(task_id, is_lost=True):
                 raise
-        async with aclosing(self._try(asked, call_id, client_request_id, trace_id)) as outputs:
-            async for output in outputs:
-                yield output
+        try:
+            async with aclosing(self._checked(asked, call_id, client_request_id, trace_id)) as outputs:
+                async for output in outputs:
+                    yield output
+        except _OtherVersion:
+            raise EngineUnavailable(
+                f"LoRA task {task_id} was brought to the engine, which has lost it again; try again"
+            ) from None
 
     async def _checked(
         self, asked: GenerationRequest, call_id: str, client_request_id: str, trace_id: str

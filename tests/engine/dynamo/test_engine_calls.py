@@ -11,7 +11,7 @@ from support.fronts import generation_request
 
 from multilora_engine.dynamo.engine_calls import EngineCalls
 from multilora_engine.dynamo.streams import OpenStreams
-from multilora_engine.errors import AdapterNotFound, RelayedError
+from multilora_engine.errors import AdapterNotFound, EngineUnavailable, RelayedError
 from multilora_engine.process.messages import error_output
 from multilora_engine.request import GenerationRequest, TokenOutput
 
@@ -32,6 +32,7 @@ class Worker:
         self.given = given
         self.log: list[str] = []
         self.learns = ""
+        self.forgets = False
 
     def call_soon(self, task: Any) -> None:
         task()
@@ -59,6 +60,8 @@ class Worker:
             return False
         self.log.append(f"brought {self.known}")
         self.in_engine = self.given = self.known
+        if self.forgets:
+            self.in_engine = "of the sources"
         return True
 
 
@@ -88,6 +91,14 @@ def test_what_the_sources_have_is_no_answer_where_an_upload_is_known() -> None:
     worker = Worker(in_engine="of the sources", known="new", given="new")
     assert answers(worker) == [([1, 2], "new")], "and nothing of the other one"
     assert worker.log == ["asked of the sources", "brought new", "asked new"]
+
+
+def test_an_engine_that_loses_an_upload_twice_does_not_answer_with_another_version() -> None:
+    worker = Worker(in_engine="of the sources", known="new", given="new")
+    worker.forgets = True
+    with pytest.raises(EngineUnavailable, match="try again"):
+        answers(worker)
+    assert worker.log == ["asked of the sources", "brought new", "asked of the sources"]
 
 
 def test_an_upload_that_comes_meanwhile_may_answer() -> None:
