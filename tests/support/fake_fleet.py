@@ -57,8 +57,7 @@ class FakeWorker:
 
     in_engine: digests by task id. at_path: what its sources have. log: what happened at it, in order. fails_to_publish:
     discovery is gone. dies_after: it is lost when it has sent so many chunks. lies: how the pages that it sends are
-    wrong: `others`, `more`, or `none` at all. is_cut_off:
-    nobody reaches it, and it nobody.
+    wrong: `others`, `more`, `none` at all, or it `hangs` instead. is_cut_off: no message reaches or leaves it.
     """
 
     def __init__(self, fleet: FakeFleet, worker_id: int, max_bytes: int, replaces: bool, max_known: int) -> None:
@@ -225,6 +224,8 @@ class FakeClient:
                 chunk = worker_chunk(answer)
                 if worker.lies and isinstance(message, ReadPages) and isinstance(answer, Piece):
                     size = len(answer.piece) * (1 + (worker.lies == "more"))
+                    if worker.lies == "hangs":
+                        await asyncio.Event().wait()
                     lie = Found(None) if worker.lies == "none" else Piece(bytes(size))
                     chunk = worker_chunk(lie)
                 yield json.loads(json.dumps(chunk))

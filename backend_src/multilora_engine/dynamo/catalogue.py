@@ -69,6 +69,7 @@ class FleetCatalogue:
         self._reader = reader
         self._layout = layout
         self._locks: KeyedLocks[int] = KeyedLocks()
+        self._without_card: dict[TaskId, Upload] = {}
         self._module_names = {module.module_id: module.name for module in layout.sites.modules}
 
     async def take_piece(self, upload: Upload, offset: int, piece: bytes) -> Upload | None:
@@ -148,10 +149,13 @@ class FleetCatalogue:
         """Ask another worker for missed news, again and again until cancelled."""
         while True:
             try:
+                for upload in list(self._without_card.values()):
+                    await self._show_again(upload)
                 if worker_ids := self._workers.ids:
                     await self._ask_for_news(random.choice(worker_ids))
-            except RequestError as error:
-                logger.info("another worker does not tell what it knows: %s", error)
+            except Exception as error:
+                # A worker's errors, and those of Dynamo's discovery, which have no types.
+                logger.warning("the news of another worker did not come whole: %s", error)
             await asyncio.sleep(_NEWS_INTERVAL_S)
 
     async def _ask_for_news(self, worker_id: int) -> None:
@@ -202,7 +206,15 @@ class FleetCatalogue:
     async def _show(self, upload: Upload) -> None:
         """Publish the card of an upload that has a name and no tenant, so that Dynamo's front finds it."""
         if upload.name and not upload.header.tenant:
+            self._without_card[upload.task_id] = upload  # until its card is published: discovery may fail
             await self._adapters.show(self._card_of(upload))
+            self._without_card.pop(upload.task_id, None)
+
+    async def _show_again(self, upload: Upload) -> None:
+        if self._uploads.find(upload.task_id) == upload:
+            await self._show(upload)
+        else:
+            self._without_card.pop(upload.task_id, None)
 
     def _card_of(self, upload: Upload) -> AdapterCard:
         rows = upload.header.rows

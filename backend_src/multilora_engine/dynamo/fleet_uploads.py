@@ -16,7 +16,7 @@ from blake3 import blake3
 from multilora_engine.dynamo.fleet_messages import FindUpload, Forget, Found, Piece, ReadPages, Upload
 from multilora_engine.dynamo.keyed_locks import KeyedLocks
 from multilora_engine.dynamo.page_store import PageStore
-from multilora_engine.dynamo.workers import WorkerGone, Workers, checked
+from multilora_engine.dynamo.workers import PIECE_TIMEOUT_S, WorkerGone, Workers, checked
 from multilora_engine.errors import AdapterConflict, InvalidRequest, RequestError
 from multilora_engine.lora.names import TaskId, label_of, number_of, tenant_of
 from multilora_wire.layout import AdapterLayout
@@ -60,14 +60,19 @@ class FleetUploads:
         max_bytes: int,
         replaces: bool,
         max_known: int = MAX_KNOWN,
+        piece_timeout_s: float = PIECE_TIMEOUT_S,
     ) -> None:
-        """replaces: whether other weights for a known task id take its place (`lora_on_conflict`)."""
+        """replaces: whether other weights for a known task id take its place (`lora_on_conflict`).
+
+        piece_timeout_s: for each piece of pages from another worker.
+        """
         self._engine = engine
         self._workers = workers
         self._reader = reader
         self._layout = layout
         self._replaces = replaces
         self._max_known = max_known
+        self._piece_timeout_s = piece_timeout_s
         self._pages = PageStore(max_bytes)
         self._known: dict[TaskId, Upload | Forget] = {}
         self._state: str | None = None
@@ -237,7 +242,8 @@ class FleetUploads:
 
     async def _fetch_from(self, worker_id: int, upload: Upload) -> bytearray:
         pages = bytearray()
-        async with aclosing(self._workers.call(worker_id, ReadPages(upload.pages_digest))) as answers:
+        read = ReadPages(upload.pages_digest)
+        async with aclosing(self._workers.call(worker_id, read, self._piece_timeout_s)) as answers:
             async for answer in answers:
                 piece = checked(answer)
                 if not isinstance(piece, Piece):

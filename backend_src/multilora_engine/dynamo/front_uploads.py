@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from multilora_engine.dynamo.fleet_messages import NEW_VERSION, Found, FromWorker, TakePiece, Upload
+from multilora_engine.dynamo.fleet_uploads import MAX_KNOWN
 from multilora_engine.dynamo.keyed_locks import KeyedLocks
 from multilora_engine.dynamo.page_store import PageStore, pieces
 from multilora_engine.dynamo.workers import Workers, checked
@@ -23,11 +24,12 @@ class FrontUploads:
     The adapter also stays here as long as there is room, and is sent again when no worker has it for a request.
     """
 
-    def __init__(self, workers: Workers, max_bytes: int, lora_dtype: str) -> None:
+    def __init__(self, workers: Workers, max_bytes: int, lora_dtype: str, max_known: int = MAX_KNOWN) -> None:
         """max_bytes: of the adapters that stay here. lora_dtype: the dtype in which they are packed."""
         self._workers = workers
         self._pages = PageStore(max_bytes)
         self._lora_dtype = lora_dtype
+        self._max_known = max_known
         self._latest: dict[TaskId, Upload] = {}
         self._locks: KeyedLocks[TaskId] = KeyedLocks()
 
@@ -60,21 +62,27 @@ class FrontUploads:
             worker_id = await pick()
             upload = Upload(header, name, digest, len(pages), NEW_VERSION)
             self._pages.put(digest, pages)
-            self._latest[header.task_id] = await self._send(upload, worker_id)
+            self._remember(await self._send(upload, pages, worker_id))
             return worker_id
 
     async def send_again(self, upload: Upload, worker_id: int) -> bool:
         """Send an upload to a worker, because no worker has it any more. Returns whether its pages are still here."""
-        if upload.pages_digest not in self._pages:
-            return False
         async with self._locks.held(upload.task_id):
-            await self._send(upload, worker_id)
+            pages = self._pages.get(upload.pages_digest)
+            if pages is None:
+                return False
+            await self._send(upload, pages, worker_id)
         return True
 
-    async def _send(self, upload: Upload, worker_id: int) -> Upload:
+    def _remember(self, upload: Upload) -> None:
+        """Know this upload as the latest one; the uploads that came first are forgotten beyond `max_known`."""
+        self._latest.pop(upload.task_id, None)
+        self._latest[upload.task_id] = upload
+        if len(self._latest) > self._max_known:
+            del self._latest[next(iter(self._latest))]
+
+    async def _send(self, upload: Upload, pages: bytearray, worker_id: int) -> Upload:
         """Send all pieces of an upload. Returns the upload as the worker has it then."""
-        pages = self._pages.get(upload.pages_digest)
-        assert pages is not None, "it has just been looked for"
         answer: FromWorker = Found(None)
         for offset, piece in pieces(pages):
             answer = checked(await self._workers.ask(worker_id, TakePiece(upload, offset, piece), _PIECE_TIMEOUT_S))

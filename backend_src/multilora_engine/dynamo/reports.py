@@ -11,7 +11,6 @@ from typing import Any, Protocol
 from dynamo.common.backend.publisher import ComponentSnapshot
 
 from multilora_engine.engine.engine_stats import EngineStats
-from multilora_engine.errors import RequestError
 from multilora_engine.lora.residency import Residency
 from multilora_engine.process.reports import StatsReport
 from multilora_engine.serving.metrics import ENGINE_RESTARTS, Sample, samples
@@ -59,8 +58,9 @@ class StatsReporter:
         while True:
             try:
                 await self._report(publisher)
-            except RequestError as error:
-                logger.warning("the engine does not tell what it counts: %s", error)
+            except Exception as error:
+                # The engine's errors, and those of Dynamo's discovery, which have no types.
+                logger.warning("the worker's counts are not reported: %s", error)
             await asyncio.sleep(_INTERVAL_S)
 
     async def _report(self, publisher: Any) -> None:

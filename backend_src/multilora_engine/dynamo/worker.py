@@ -221,6 +221,7 @@ class DynamoWorker(LLMEngine):
         while True:
             try:
                 await self._adapters.scan_sources()
-            except RequestError as error:
+            except Exception as error:
+                # The engine's errors, and those of Dynamo's discovery, which have no types.
                 logger.error("the adapters of the sources have no cards: %s", error)
             await asyncio.sleep(self._options.sources_interval_s)

@@ -14,6 +14,9 @@ from multilora_engine.errors import EngineUnavailable, RelayedError, RequestErro
 _ANSWER_TIMEOUT_S = 3.0
 """A worker that takes longer for a short answer is cut off from the network, or as good as dead."""
 
+PIECE_TIMEOUT_S = 10.0
+"""A worker that takes longer for a piece of pages is cut off, too."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -50,22 +53,26 @@ class Workers:
         """The other workers that discovery knows."""
         return [worker_id for worker_id in self._client.instance_ids() if worker_id != self._own_id]
 
-    async def call(self, worker_id: int, message: ToWorker) -> AsyncGenerator[FromWorker, None]:
+    async def call(
+        self, worker_id: int, message: ToWorker, timeout_s: float | None = None
+    ) -> AsyncGenerator[FromWorker, None]:
         """The answers to a message. The call ends at the worker when its reader stops.
 
-        Raises WorkerGone, also after some answers.
+        timeout_s: for each answer, None for any time. Raises WorkerGone, also after some answers.
         """
         context, is_complete = self._new_context(), False
         try:
-            answers = await self._client.direct(worker_request(message), worker_id, annotated=False, context=context)
-            async for chunk in answers:
+            async with asyncio.timeout(timeout_s):
+                chunks = await self._client.direct(worker_request(message), worker_id, annotated=False, context=context)
+            while (chunk := await _next(chunks, timeout_s)) is not None:
                 if (answer := read_worker_chunk(chunk)) is not None:
                     yield answer
                 is_complete = is_complete or chunk.get("finish_reason") is not None
         except Exception as error:
             # Dynamo has types for most ways to lose a worker, and raises untyped errors for the others.
-            logger.warning("worker %x is lost: %s", worker_id, error)
-            raise WorkerGone(f"a worker of the fleet cannot be reached: {error}") from error
+            reason = str(error) or type(error).__name__
+            logger.warning("worker %x is lost: %s", worker_id, reason)
+            raise WorkerGone(f"a worker of the fleet cannot be reached: {reason}") from error
         finally:
             if not is_complete:
                 context.stop_generating()
@@ -95,6 +102,15 @@ class Workers:
             return await self.ask(worker_id, message, timeout_s)
         except RequestError as error:
             return error
+
+
+async def _next(chunks: Any, timeout_s: float | None) -> Any:
+    """The next chunk, None at the end. Raises TimeoutError."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await chunks.__anext__()
+    except StopAsyncIteration:
+        return None
 
 
 def checked(answer: FromWorker) -> FromWorker:

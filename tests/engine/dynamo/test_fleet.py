@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, closing
+from contextlib import asynccontextmanager, closing, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from multilora_engine.dynamo.fleet_messages import (
 )
 from multilora_engine.dynamo.fleet_operations import FleetOperator
 from multilora_engine.dynamo.fleet_router import FleetRouter
+from multilora_engine.dynamo.fleet_uploads import FleetUploads, UploadLost
 from multilora_engine.dynamo.front_uploads import FrontUploads
 from multilora_engine.dynamo.page_store import PageStore, pieces
 from multilora_engine.dynamo.relay import FleetRelay
@@ -159,6 +161,117 @@ def test_pieces_come_in_order_or_not_at_all() -> None:
     assert store.take_piece(upload, 0, pages[:10]) is None
     assert store.take_piece(upload, 10, pages[10:]) == pages
     assert store.num_bytes == 0
+
+
+def test_uploads_on_their_way_take_no_more_than_the_room() -> None:
+    uploads = [upload_of(number, seed=number) for number in range(3)]
+    max_bytes = len(uploads[0][1]) + 10
+    store = PageStore(max_bytes)
+    for upload, pages in uploads:
+        assert store.take_piece(upload, 0, pages[:5]) is None
+    for upload, pages in uploads:
+        with suppress(InvalidRequest):
+            store.take_piece(upload, 5, pages[5:-1])
+        assert store.num_bytes <= max_bytes
+    arrived = []
+    for upload, pages in uploads:
+        with suppress(InvalidRequest):
+            arrived.append(store.take_piece(upload, len(pages) - 1, pages[-1:]))
+    assert arrived == [uploads[1][1]], "the only one that no later piece of another has driven out"
+
+
+def test_an_upload_that_was_given_up_makes_room_before_pages_that_are_asked_for() -> None:
+    upload, pages = upload_of(7)
+    store = PageStore(len(pages) + 20)
+    store.put("asked for", bytearray(10))
+    assert store.take_piece(upload, 0, pages[:-1]) is None
+    assert store.get("asked for") is not None
+    store.put("new", bytearray(20))
+    assert ("asked for" in store, "new" in store, store.num_bytes) == (True, True, 30)
+
+
+def test_pages_that_come_twice_take_no_room_of_others() -> None:
+    store = PageStore(10)
+    store.put("a", bytearray(4))
+    store.put("b", bytearray(6))
+    store.put("b", bytearray(6))
+    assert ("a" in store, "b" in store, store.num_bytes) == (True, True, 10)
+
+
+def test_a_piece_of_another_size_than_the_upload_began_with_is_refused() -> None:
+    upload, pages = upload_of(7)
+    store = PageStore(len(pages))
+    assert store.take_piece(upload, 0, pages[:10]) is None
+    larger = msgspec.structs.replace(upload, num_bytes=2 * len(pages))
+    with pytest.raises(InvalidRequest, match="adapters that clients send have"):
+        store.take_piece(larger, 10, bytes(2 * len(pages) - 10))
+
+
+def test_a_front_knows_the_uploads_that_came_last() -> None:
+    async def test() -> None:
+        workers = Workers(FakeClient(FakeFleet(1)), FakeContext)
+        uploads = FrontUploads(workers, 1 << 22, LAYOUT.lora_dtype, max_known=2)
+        for number in (7, 8, 7, 9):
+            upload, pages = upload_of(number, seed=number)
+            await uploads.take(upload.header, "", memoryview(pages), partial(asyncio.sleep, 0, 1))
+        assert [uploads.find(number) is not None for number in (7, 8, 9)] == [True, False, True]
+
+    run(test())
+
+
+def test_pages_that_leave_a_front_while_it_waits_to_send_them_are_not_here() -> None:
+    async def test() -> None:
+        workers = Workers(FakeClient(FakeFleet(1)), FakeContext)
+        first, first_pages = upload_of(7, seed=1)
+        other, other_pages = upload_of(7, seed=2)
+        uploads = FrontUploads(workers, len(first_pages), LAYOUT.lora_dtype)
+        await uploads.take(first.header, "", memoryview(first_pages), partial(asyncio.sleep, 0, 1))
+        sent = uploads.find(7)
+        assert sent is not None
+        take = uploads.take(other.header, "", memoryview(other_pages), partial(asyncio.sleep, 0, 1))
+        _, is_here = await asyncio.gather(take, uploads.send_again(sent, 1))
+        assert not is_here, "the later upload has taken the place of its pages"
+
+    run(test())
+
+
+def test_a_worker_that_stops_in_the_midst_of_pages_is_given_up() -> None:
+    async def test() -> None:
+        fleet = FakeFleet(2)
+        upload, pages = upload_of(7)
+        await send(fleet, 1, upload, pages)
+        fleet[1].lies = "hangs"
+        workers = Workers(FakeClient(fleet), FakeContext, 2)
+        uploads = FleetUploads(fleet[2], workers, fleet[2], LAYOUT, 1 << 22, True, piece_timeout_s=0.01)
+        uploads.learn(upload)
+        with pytest.raises(UploadLost) as lost:
+            await uploads.bring(7)
+        assert lost.value.may_be_elsewhere
+
+    run(test())
+
+
+def test_news_are_followed_although_discovery_fails_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        monkeypatch.setattr("multilora_engine.dynamo.catalogue._NEWS_INTERVAL_S", 0.0)
+        fleet = FakeFleet(2)
+        upload, pages = upload_of(task_id_of("pirate"), name="pirate")
+        fleet[2].is_cut_off = True
+        await send(fleet, 1, upload, pages)
+        fleet[2].fails_to_publish, fleet[2].is_cut_off = True, False
+        following = asyncio.create_task(fleet[2].catalogue.follow_news())
+        while fleet[2].uploads.find(upload.task_id) is None:
+            await asyncio.sleep(0)
+        fleet[2].fails_to_publish = False
+        later, later_pages = upload_of(task_id_of("parrot"), seed=2, name="parrot")
+        fleet[2].is_cut_off = True
+        await send(fleet, 1, later, later_pages)
+        fleet[2].is_cut_off = False
+        while fleet[2].cards.keys() != {"pirate", "parrot"}:
+            await asyncio.sleep(0)
+        following.cancel()
+
+    run(test())
 
 
 @pytest.mark.parametrize(

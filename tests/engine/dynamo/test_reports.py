@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import Any
+
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from multilora_engine.engine.engine_stats import EngineStats, PrefixCacheStats
+from multilora_engine.engine.engine_stats import AdaptersInUse, EngineStats, PrefixCacheStats
+from multilora_engine.lora.life_cycle import LoRAStats, TierStats
+from multilora_engine.lora.residency import Residency
+from multilora_engine.process.reports import LoadReport, StatsReport
+from multilora_engine.process.telemetry import RequestStats
+from multilora_engine.process.usage import Usage
 from multilora_engine.serving.metrics import MetricName, Sample
 
 reports = pytest.importorskip("multilora_engine.dynamo.reports", reason="ai-dynamo is not installed")
@@ -29,6 +37,32 @@ def test_the_page_is_what_prometheus_reads() -> None:
         ({"tier": ugly, "x": ""}, 0.25),
     ]
     assert [sample.value for sample in families["m_hits"].samples] == [3]
+
+
+def test_reports_go_on_although_discovery_fails_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reports, "_INTERVAL_S", 0.0)
+
+    class Operator:
+        async def stats(self) -> StatsReport:
+            tiers = LoRAStats(*[TierStats()] * 3, insertions=0, replacements=0, waits=0, wait_seconds=0.0)
+            return StatsReport(tiers, {}, Usage(), LoadReport(EngineStats(), AdaptersInUse(), RequestStats()))
+
+    class Publisher:
+        num_published = 0
+
+        def publish(self, rank: int, snapshot: Any) -> None:
+            self.num_published += 1
+
+    async def tell(_: Residency) -> None:
+        if publisher.num_published == 1:
+            raise RuntimeError("discovery is gone")
+        raise asyncio.CancelledError
+
+    publisher = Publisher()
+    reporter = reports.StatsReporter(Operator(), "tiny", lambda: 0, tell)
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(asyncio.wait_for(reporter.run(publisher), 30))
+    assert publisher.num_published == 2
 
 
 def test_the_load_of_a_worker() -> None:
