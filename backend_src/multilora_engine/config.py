@@ -5,7 +5,7 @@ engine/memory.py, lora/disk_tier.py. It raises `ConfigError`, too.
 
 The values come from the `parameters` block of `model_repository/generation/config.pbtxt` as strings. An empty value, or
 one that is only a reference to an unset environment variable (`${NAME}`), means the default. An unknown name or an
-impossible value raises `ConfigError` with a message that says what to write.
+impossible value raises `ConfigError` with a message that names a value to write.
 """
 
 from __future__ import annotations

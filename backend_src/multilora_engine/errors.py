@@ -1,7 +1,7 @@
 """Every error that a client or an operator can cause, as one tree. One that only our own bug can cause is an assert.
 
     MultiloraError
-      ConfigError                                 stops the load; the message says what to write
+      ConfigError                                 stops the load; the message says how to mend it
       RequestError                                reaches the client that caused it, and no other
         InvalidRequest      -> INVALID_ARG        malformed or contradictory input
           PathNotCovered                          no source of the operator's covers the path of an adapter to load
@@ -54,7 +54,7 @@ class MultiloraError(Exception):
 
 
 class ConfigError(MultiloraError):
-    """A parameter is unknown, malformed or impossible; the message names it and says what to write."""
+    """A parameter is unknown, malformed or impossible; the message names it and a value to write."""
 
 
 class RequestError(MultiloraError):

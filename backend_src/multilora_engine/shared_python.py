@@ -1,6 +1,6 @@
 """Python's shared library, which the stubs of Triton's Python backend load.
 
-Run as a program, with nothing but Python installed, it says what is missing.
+Run as a program, with nothing but Python installed, it names a missing library.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ def events(
     url: Url = DEFAULT_URL,
     as_json: AsJson = False,
 ) -> None:
-    """Show what happened to adapters lately: uploaded, evicted, replaced, ...
+    """Show the latest events of adapters: uploaded, evicted, replaced, ...
 
     Example: `multilora adapters events --since 120`
     """

@@ -80,7 +80,7 @@ class Client:
 
     url: `grpc://host:8001` or `http://host:8000` (`grpcs`, `https` with TLS); the scheme picks the protocol, and
         `host:8001` alone is gRPC.
-    tls: the authorities to trust with `grpcs` and `https`, None for the ones that this machine trusts.
+    tls: the authorities to trust with `grpcs` and `https`, None for this machine's.
     api_key: the key for a server that has API keys; None for the environment's MULTILORA_API_KEY.
     door: the models that answer (DIRECT, ENSEMBLE or your own Door).
     transport: replaces the network, see MockTransport.

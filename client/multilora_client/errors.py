@@ -74,7 +74,7 @@ class AdapterNotFound(NotFound):
 
 
 class AdapterConflict(MultiloraClientError):
-    """The task id is served with other weights than the ones of this client."""
+    """The task id is served with other weights than this client's."""
 
     code = "ALREADY_EXISTS"
 

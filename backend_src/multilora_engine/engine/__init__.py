@@ -1,4 +1,4 @@
-"""The engine: decides which sequence runs in which step, and what its tokens mean. One thread owns all of it.
+"""The engine: decides which sequence runs in which step, and makes answers of its tokens. One thread owns all of it.
 
 engine                                     `Engine`: a step is admission, schedule, batch (execution/), choice, answers
 build, base_model                          the parts of an engine, from its configuration

@@ -148,7 +148,7 @@ class Sequence:
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing is left to compute: its answer is as long as it may become, whatever its pending tokens are.
+        """Whether nothing is left to compute: its answer is as long as it may become, with any pending tokens.
 
         An answer without tokens is so from the start; its prompt is computed all the same.
         """

@@ -29,8 +29,8 @@ OnConflict = Literal["refuse", "replace"]
 class Admission:
     """Every new version of an adapter comes in here, uploaded, fetched or read from its file, and waits for its pages.
 
-    Pages are given in the order of arrival. Room is made by evicting adapters that nobody uses, least recently used
-    first and only as many as needed; with a disk tier, those that have files first, and files of others are written.
+    Pages are given in the order of arrival. Room is made by evicting adapters without users, least recently used
+    first and only as many as needed; with a disk tier, adapters with files go first, and the others' files are written.
     num_insertions, num_replacements: adapters under a new task id, and new versions of known ones.
     """
 

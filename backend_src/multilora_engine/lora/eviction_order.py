@@ -45,7 +45,7 @@ class EvictionOrder:
 
     @property
     def unused(self) -> Iterator[CachedAdapter]:
-        """The adapters that nobody uses, the ones that can leave soonest first."""
+        """The adapters without users, in the order in which they can leave."""
         for kind in FreedBy:
             if kind is not FreedBy.END_OF_USE:
                 yield from self._orders[kind]

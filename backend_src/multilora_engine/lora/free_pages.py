@@ -137,7 +137,7 @@ class FreePages:
         self._add(start + length, end)
 
     def _join(self, start: int, end: int) -> None:
-        """Add an extent, and the ones that it touches to it."""
+        """Add an extent, joined with the extents that it touches."""
         if start in self._start_of:
             before = self._start_of[start]
             self._remove(before, start)

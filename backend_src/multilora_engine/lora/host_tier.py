@@ -30,7 +30,7 @@ class Arrival:
 
 
 class HostTier:
-    """Holds every cached adapter, and the ones that wait for room: the *arrivals*, in the order in which they came.
+    """Holds every cached adapter, and the *arrivals*, the adapters that wait for room, in the order in which they came.
 
     Changed only by `LoRAManager` and its parts, each of which tells `update` of an adapter whose state it has changed.
     Only `adapters` and `current` look at all adapters, and, for shapes with runs, `can_hold`, `can_ever_hold` and

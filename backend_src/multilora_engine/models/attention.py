@@ -56,8 +56,8 @@ class PrefillPlan:
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """The sequences of this step for every layer of one window size: all, for one call that does all; or the ones that
-    plain PyTorch does in one call each: all decodes, every prefill.
+    """The sequences of this step for every layer of one window size: all sequences, for one call that attends to all of
+    them; or all decodes and each prefill, for a call of plain PyTorch each.
     """
 
     slot_mapping: torch.Tensor

@@ -40,7 +40,7 @@ class DrainOrder:
 
 
 def drain_engine(pid: int, socket_path: Path, timeout_s: float) -> bool:
-    """Have the engine process `pid` take no more requests, and wait until it has ended the ones it has.
+    """Make the engine process `pid` take no more requests, and wait until it has ended its present ones.
 
     False if it has not by then, or is gone: it died, or was still loading.
     """

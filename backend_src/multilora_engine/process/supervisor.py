@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 
 
 def engine_command(module: str = ENGINE_MODULE) -> tuple[str, ...]:
-    """Runs the engine, or what stands in its place, with this environment's Python: in a Triton stub `sys.executable`
-    is not one.
+    """Runs the engine, or the program in its place, with this environment's Python: in a Triton stub `sys.executable`
+    is none.
     """
     return (str(Path(sys.prefix) / "bin" / "python3"), "-m", module)
 

@@ -1,7 +1,8 @@
 """Settings as TensorRT-LLM's users write them, `key:value,key:value`, filled into a model repository of ours.
 
-A key is a parameter of `generation`, or one of the holes of upstream's templates: the ones that mean something here are
-translated, the others are told with the reason. Only the values in the `config.pbtxt` files change, comments stay.
+A key is a parameter of `generation`, or one of the holes of upstream's templates: a hole with a meaning here is
+translated, and any other is reported with the reason. Only the values in the `config.pbtxt` files change, comments
+stay.
 """
 
 from __future__ import annotations

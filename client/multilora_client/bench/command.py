@@ -107,7 +107,7 @@ def bench(
 
     With `--rate`, requests arrive at random moments (Poisson) and never wait for answers; times count from the moment
     at which a request was due. Of several rates the knee is named: the highest one up to which every request is
-    answered and 90 % of the first tokens come within 3 times what they took at the lowest rate: begin with a light
+    answered and 90 % of the first tokens come within 3 times their time at the lowest rate: begin with a light
     load. `--check` also fails when another adapter answers than the one that was asked; numbers that depend on the
     batch (bfloat16, or a near tie) may differ without a fault.
 

@@ -1,4 +1,4 @@
-"""The parts that `multilora openai` and `multilora console` share: to listen, and to say what is wrong at the start."""
+"""The parts that `multilora openai` and `multilora console` share: listening, and the checks at the start."""
 
 from __future__ import annotations
 
