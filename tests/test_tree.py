@@ -4,6 +4,8 @@ import ast
 import os
 import re
 import subprocess
+from collections import Counter
+from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -29,6 +31,22 @@ SCRIPT_FOLDERS: dict[str, set[str]] = {
 """The folders of scripts/ that each of them may import."""
 DISTRIBUTIONS = ("backend_src", "kernels", "client")
 MAX_FILE_LINES, MAX_CLASS_LINES = 400, 300
+
+OWN_DECORATORS = {"property", "cached_property", "staticmethod", "classmethod", "contextmanager", "asynccontextmanager"}
+"""Decorators that leave a function to our own callers; any other may hand it to a library."""
+
+CALLED_BY_LIBRARIES = {
+    *("finalize", "format_usage", "has_ext_modules"),  # Triton, click, setuptools
+    *(
+        "attach_snapshot_publisher",
+        "cleanup",
+        "component_metrics_dp_ranks",
+        "engine_control",
+        "engine_update",
+    ),  # Dynamo
+    *("from_args", "health_check_payload", "kv_event_sources", "on_endpoint_ready", "register_prometheus"),
+    *("supported_controls", "supported_updates"),
+}
 
 TRITON_MODELS = sorted((ROOT / "model_repository").glob("*/1/model.py"))
 
@@ -56,6 +74,27 @@ def longest_class(path: Path) -> int:
     """The lines of a file's longest class; 0 without one."""
     classes = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef))
     return max(((node.end_lineno or 0) - node.lineno + 1 for node in classes), default=0)
+
+
+def definitions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
+    """All functions, methods and classes of a file."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node
+
+
+def unused_names(root: Path, paths: list[Path]) -> set[str]:
+    """The names of the distributions' definitions that no file outside of tests has besides.
+
+    Definitions with other decorators than `OWN_DECORATORS` count as used.
+    """
+    users = [text_of(path) for path in paths if not path.is_relative_to(root / "tests")]
+    num_uses = Counter(word for text in users for word in re.findall(r"\w+", text))
+    sources = [path for path in paths if path.suffix == ".py" and path.relative_to(root).parts[0] in DISTRIBUTIONS]
+    defined = [node for path in sources for node in definitions(path)]
+    num_defined = Counter(node.name for node in defined)
+    ours = {node.name for node in defined if {ast.unparse(each) for each in node.decorator_list} <= OWN_DECORATORS}
+    return {name for name in ours if num_uses[name] <= num_defined[name] and not name.startswith("__")}
 
 
 def module_name(path: Path, root: Path) -> str:
@@ -98,6 +137,23 @@ def test_files_and_classes_are_short_outside_kernels_and_tests() -> None:
         if num_lines > MAX_FILE_LINES or longest_class(path) > MAX_CLASS_LINES
     }
     assert found == set()
+
+
+def test_every_function_and_class_is_used_outside_of_tests() -> None:
+    assert unused_names(ROOT, tracked_files()) - CALLED_BY_LIBRARIES == set()
+
+
+def test_a_function_for_tests_alone_is_found(tmp_path: Path) -> None:
+    sources = {
+        "backend_src/engine.py": "class Engine:\n def step(self): ...\n def adapter_digest(self): ...\n",
+        "client/routes.py": "@router.get('/')\ndef answer(): ...\n",
+        "scripts/bench.py": "Engine().step()\n",
+        "tests/test_engine.py": "Engine().adapter_digest()\n",
+    }
+    for name, source in sources.items():
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text(source)
+    assert unused_names(tmp_path, [tmp_path / name for name in sources]) == {"adapter_digest"}
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)

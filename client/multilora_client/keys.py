@@ -193,11 +193,6 @@ class KeyRing:
         return {entry.digest: Caller(entry, self._id_of_name) for entry in entries}
 
 
-def read_keys(path: Path) -> tuple[KeyEntry, ...]:
-    """The keys of a file. Raises InvalidRequest, which quotes no key."""
-    return parse_keys(_read_file(path), path)
-
-
 def parse_keys(content: bytes, path: Path) -> tuple[KeyEntry, ...]:
     """The keys that the content of the file `path` means. Raises InvalidRequest, which quotes no key."""
     try:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from multilora_client.errors import InvalidRequest
-from multilora_client.keys import AdapterPatterns, Caller, KeyEntry, KeyRing, bearer_key, digest_of, read_keys
+from multilora_client.keys import AdapterPatterns, Caller, KeyEntry, KeyRing, bearer_key, digest_of
 
 KEY, OTHER = "k" * 16, "o" * 16
 
@@ -54,7 +54,7 @@ def test_an_entry_that_cannot_be_meant_is_refused_and_no_key_quoted(
     tmp_path: Path, entry: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=reason) as error:
-        read_keys(write(tmp_path / "keys", entry))
+        KeyRing(write(tmp_path / "keys", entry))
     assert KEY not in str(error.value)
 
 
@@ -62,7 +62,7 @@ def test_an_entry_that_cannot_be_meant_is_refused_and_no_key_quoted(
 def test_a_file_of_another_form_is_refused_with_the_form(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "keys").write_bytes(content)
     with pytest.raises(InvalidRequest, match=r'write \{"keys": \[') as error:
-        read_keys(tmp_path / "keys")
+        KeyRing(tmp_path / "keys")
     assert KEY not in str(error.value)
 
 
@@ -74,7 +74,7 @@ def test_a_file_that_is_not_there_is_refused_by_name(tmp_path: Path) -> None:
 def test_the_same_key_twice_is_refused(tmp_path: Path) -> None:
     twice = {"key": KEY, "tenant": "acme"}, {"key_sha256": digest_of(KEY), "tenant": "bolt"}
     with pytest.raises(InvalidRequest, match="same API key twice"):
-        read_keys(write(tmp_path / "keys", *twice))
+        KeyRing(write(tmp_path / "keys", *twice))
 
 
 def test_a_changed_file_counts_from_the_next_question_on(tmp_path: Path) -> None:

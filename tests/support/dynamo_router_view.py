@@ -26,7 +26,7 @@ from dynamo.llm import (
 from dynamo.runtime import DistributedRuntime
 
 from multilora_engine.dynamo.kv_events import BlockPublisher
-from multilora_engine.engine.block_events import BlockEvent
+from multilora_engine.engine.block_events import BlockEvent, BlockStored
 
 BLOCK_SIZE = 16
 LOOK_INTERVAL_S = 0.05
@@ -56,7 +56,7 @@ async def main() -> None:
     publisher.start(dynamo_publisher)
     publisher.on_events(events)
     known: dict[int, int] = {}
-    while len(known) != publisher.num_published:
+    while len(known) != sum(isinstance(event, BlockStored) for event in events):
         known = blocks_of(json.loads(await router.dump_events()))
         await asyncio.sleep(LOOK_INTERVAL_S)
     sys.stdout.write(json.dumps(known) + "\n")

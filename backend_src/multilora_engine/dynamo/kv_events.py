@@ -34,11 +34,6 @@ class BlockPublisher:
         self._hashes_of_name: defaultdict[str, set[int]] = defaultdict(set)
         self._digests: dict[str, str] = {}
 
-    @property
-    def num_published(self) -> int:
-        """The number of blocks that the router believes to be here."""
-        return len(self._published)
-
     def start(self, publisher: EventPublisher) -> None:
         """Publish from now on; earlier events are dropped."""
         self._publisher = publisher

@@ -34,10 +34,6 @@ class Checkpoint:
                     self.tensors[name] = StoredTensor(view.get_dtype(), tuple(view.get_shape()))
                     self._file_of[name] = file
 
-    def file_of(self, name: str) -> Path:
-        """The file that holds the tensor."""
-        return self._file_of[name]
-
     def tensor(self, name: str) -> torch.Tensor:
         """One tensor, read out of its turn."""
         with opened(self._file_of[name]) as tensors:
