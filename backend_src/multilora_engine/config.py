@@ -63,8 +63,13 @@ class LoRAConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     max_loras: Annotated[
-        int, Field(ge=1, le=4096, description="Distinct adapters that may share one step; further ones wait.")
-    ] = 32
+        int,
+        Field(
+            ge=0,
+            le=4096,
+            description="Distinct adapters that may share one step; others wait. 0: max_num_seqs on a GPU, else 32.",
+        ),
+    ] = 0
     max_lora_rank: Annotated[
         int,
         Field(ge=1, le=_ADAPTER_RANK_LIMIT, description="Largest rank accepted. An adapter costs only its own rank."),
@@ -77,12 +82,20 @@ class LoRAConfig(BaseModel):
         Field(description="Storage of cached adapters: `auto` as the model computes, `int8` and `int4` as codes."),
     ] = "auto"
     lora_cache_host_memory_bytes: Annotated[
-        ByteSize, Field(ge=1, description="Budget of the host tier, in bytes or like `4GiB`.")
-    ] = ByteSize(1 << 30)
+        ByteSize,
+        Field(
+            ge=0,
+            description="Host tier, like `4GiB`. 0: 1 GiB; for a GPU at least twice max_loras adapters of rank 16.",
+        ),
+    ] = ByteSize(0)
     lora_cache_gpu_memory_fraction: Annotated[
         float,
-        Field(gt=0, lt=1, description="Device tier, as a share of the memory free after the weights. GPU only."),
-    ] = 0.05
+        Field(
+            ge=0,
+            lt=1,
+            description="Device tier: share of the memory after the weights. 0: max_loras of rank 16, at least 0.05.",
+        ),
+    ] = 0.0
     lora_cache_dir: Annotated[
         Path | None,
         Field(description="Disk tier: uploaded and evicted adapters go to files in this directory. Empty is none."),
@@ -147,8 +160,12 @@ class EngineConfig(BaseModel):
         int, Field(ge=1, le=64, description="Widest beam search accepted; each beam takes one of max_num_seqs.")
     ] = 8
     max_num_batched_tokens: Annotated[
-        int, Field(ge=1, description="Tokens of one step: decodes first, the rest goes to prompts in chunks.")
-    ] = 256
+        int,
+        Field(
+            ge=0,
+            description="Tokens of one step: decodes first, then prompts in chunks. 0: 2048 on a GPU, 256 on a CPU.",
+        ),
+    ] = 0
     max_queue_size: Annotated[
         int, Field(ge=1, description="Requests that may wait; one more is refused with UNAVAILABLE.")
     ] = 4096
@@ -305,7 +322,7 @@ class EngineConfig(BaseModel):
             raise ValueError(
                 f"model_path: {self.model_path} has no config.json; give the directory of a Hugging Face checkpoint"
             )
-        if self.max_num_seqs > self.max_num_batched_tokens:
+        if 0 < self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_seqs: {self.max_num_seqs} sequences cannot each get one token of max_num_batched_tokens "
                 f"{self.max_num_batched_tokens}; write max_num_seqs <= max_num_batched_tokens"

@@ -16,6 +16,7 @@ import torch
 from benchmarks.machine_limits import Limits, Yardsticks, seconds_of
 from benchmarks.matrix_rate import matrix_rate
 from multilora_engine.config import EngineConfig, LoRAConfig
+from multilora_engine.device_defaults import CPU_STEP_TOKENS
 from multilora_engine.engine.engine import Engine
 from multilora_engine.engine.memory import kv_bytes_per_token
 from multilora_engine.models.checkpoint import checkpoint_files, opened
@@ -33,7 +34,7 @@ NUM_ADAPTERS = 16
 RANK = 16
 
 
-CHUNK: int = EngineConfig.model_fields["max_num_batched_tokens"].default
+CHUNK = CPU_STEP_TOKENS
 
 
 class RepeatedLimits:

@@ -49,7 +49,10 @@ def test_values_are_read_in_their_types(checkpoint: str) -> None:
         ({"max_lora_rank": "257"}, "parameter max_lora_rank='257'.*256"),
         ({"lora_on_conflict": "ignore"}, "lora_on_conflict='ignore'.*'refuse' or 'replace'"),
         ({"gpu_memory_utilization": "nan"}, "gpu_memory_utilization"),
-        ({"max_num_seqs": "600"}, "max_num_seqs: 600 .*write max_num_seqs <= max_num_batched_tokens"),
+        (
+            {"max_num_seqs": "600", "max_num_batched_tokens": "256"},
+            "max_num_seqs: 600 .*write max_num_seqs <= max_num_batched_tokens",
+        ),
         ({"model_path": "/nowhere"}, "/nowhere has no config.json"),
     ],
 )

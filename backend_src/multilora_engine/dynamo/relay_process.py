@@ -28,6 +28,7 @@ from dynamo.llm import KvRouter, KvRouterConfig, RoutingConstraints
 from dynamo.runtime import DistributedRuntime
 
 from multilora_engine.config import EngineConfig
+from multilora_engine.device_defaults import LEAST_HOST_TIER_BYTES
 from multilora_engine.dynamo.fleet_messages import Describe, Described
 from multilora_engine.dynamo.fleet_operations import FleetOperator
 from multilora_engine.dynamo.fleet_router import FleetRouter
@@ -75,7 +76,8 @@ async def _serve(launch: Launch, on_ready: Any) -> None:
     kv_router = KvRouter(endpoint, described.block_size, KvRouterConfig())
     router = FleetRouter(kv_router, workers, lambda taints: RoutingConstraints(preferred_taints=dict(taints)))
     layout = info.adapter_layout
-    uploads = FrontUploads(workers, config.lora.lora_cache_host_memory_bytes, layout.lora_dtype)
+    uploads_bytes = int(config.lora.lora_cache_host_memory_bytes) or LEAST_HOST_TIER_BYTES
+    uploads = FrontUploads(workers, uploads_bytes, layout.lora_dtype)
     operator = FleetOperator(workers, uploads, msgspec.structs.replace(described, info=info))
     path = Path(launch.socket_path)
     has_ended = asyncio.Event()

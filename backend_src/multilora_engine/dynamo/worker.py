@@ -17,6 +17,7 @@ from dynamo.common.backend.health_check import build_health_check_payload, is_pr
 from dynamo.common.backend.publisher import PushSource
 from dynamo.llm import update_model_taints
 
+from multilora_engine.device_defaults import LEAST_HOST_TIER_BYTES, on_device
 from multilora_engine.dynamo.adapters import FleetAdapters
 from multilora_engine.dynamo.answers import CANCELLED, END, Answer, Chunk
 from multilora_engine.dynamo.cards import AdapterCards
@@ -76,7 +77,7 @@ class DynamoWorker(LLMEngine):
         self._loop = asyncio.get_running_loop()
         info = await asyncio.to_thread(self._start_engine)
         logger.info("worker %x serves %s", worker_id, self._options.model_name)
-        engine = self._options.engine
+        engine = on_device(self._options.engine, info.device)
         return Registration(
             model=str(engine.model_path),
             served_model_name=self._options.model_name,
@@ -95,7 +96,7 @@ class DynamoWorker(LLMEngine):
 
     async def on_endpoint_ready(self, endpoint: Any) -> None:
         """Publish the sources' adapters, while requests for the base model are served already."""
-        engine, layout = self._options.engine, self._info.adapter_layout
+        engine, layout = on_device(self._options.engine, self._info.device), self._info.adapter_layout
         cards = AdapterCards(endpoint, str(engine.model_path), engine.block_size, engine.lora.max_loras)
         names = {module.module_id: module.name for module in layout.sites.modules}
         workers = Workers(await endpoint.client(), Context, endpoint.connection_id())
@@ -107,7 +108,7 @@ class DynamoWorker(LLMEngine):
             workers,
             reader,
             layout,
-            engine.lora.lora_cache_host_memory_bytes,
+            int(engine.lora.lora_cache_host_memory_bytes) or LEAST_HOST_TIER_BYTES,
             engine.lora.lora_on_conflict == "replace",
         )
         catalogue = FleetCatalogue(uploads, self._adapters, workers, self._operator, reader, layout)

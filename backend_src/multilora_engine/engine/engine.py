@@ -10,11 +10,12 @@ from functools import partial
 from itertools import takewhile
 
 from multilora_engine.config import EngineConfig
+from multilora_engine.device_defaults import on_device
 from multilora_engine.engine.admission import Admission
 from multilora_engine.engine.answers import Answers
 from multilora_engine.engine.base_model import BaseModel, describe_engine, load_base_model
 from multilora_engine.engine.block_events import BlockEvents
-from multilora_engine.engine.build import build_fetcher, build_lora_manager, build_model_runner
+from multilora_engine.engine.build import build_fetcher, build_lora_manager, build_model_runner, choose_device
 from multilora_engine.engine.engine_stats import AdaptersInUse, EngineStats
 from multilora_engine.engine.host_work import HostWork
 from multilora_engine.engine.kv_cache import BlockAllocator, BlockCopy
@@ -86,6 +87,7 @@ class Engine:
 
     def __init__(self, config: EngineConfig, on_progress: Callable[[int, int], None] | None = None) -> None:
         """Load everything. on_progress: called with (tensors loaded, tensors in all). Raises ConfigError."""
+        config = on_device(config, choose_device(config).type)
         base = load_base_model(config, on_progress)
         self.info = describe_engine(config, base)
         self._tokenizer = base.tokenizer

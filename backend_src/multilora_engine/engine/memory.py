@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from multilora_engine.config import EngineConfig
+from multilora_engine.device_defaults import LEAST_HOST_TIER_BYTES
 from multilora_engine.engine.available_memory import available_memory
 from multilora_engine.errors import ConfigError
 from multilora_engine.models.kv_groups import kv_groups
@@ -21,6 +22,10 @@ _CPU_ALLOCATION_FAILED = "DefaultCPUAllocator: can't allocate memory"
 _GIB = 1 << 30
 _HEADER_PAGES = 1
 """More than the header of a file takes."""
+
+_USUAL_RANK = 16
+_LEAST_DEVICE_SHARE, _LARGEST_DEVICE_SHARE = 0.05, 0.5
+"""Of the memory that a GPU's KV cache and device tier share."""
 
 
 @dataclass(frozen=True)
@@ -54,15 +59,17 @@ def plan_memory(
 ) -> MemoryPlan:
     """Divide the memory. Call it after the weights are loaded: a GPU's budget is the memory they left.
 
+    config: as `on_device` gives it.
     kv_dtype: of the KV cache. step_bytes: a GPU's memory that steps and their graphs need.
     Raises ConfigError when a tier cannot hold one adapter of the largest legal size, or the KV cache one sequence.
     """
-    num_host_pages = config.lora.lora_cache_host_memory_bytes // layout.page_bytes
+    num_host_pages = _host_tier_bytes(config, layout, device) // layout.page_bytes
     if device.type == "cpu":
         kv_bytes = int(config.kv_cache_memory_bytes) or _CPU_KV_CACHE_BYTES
         num_device_pages = num_host_pages
     else:
         kv_bytes, num_device_pages = divide_gpu(config, layout, *torch.cuda.mem_get_info(device), step_bytes)
+        _check_host_tier(config, layout, num_host_pages * layout.page_bytes, available_memory())
         _check_tier(layout, num_device_pages, "device", "lora_cache_gpu_memory_fraction")
     _check_tier(layout, num_host_pages, "host", "lora_cache_host_memory_bytes")
     if config.lora.lora_cache_dir is not None:
@@ -95,9 +102,56 @@ def divide_gpu(config: EngineConfig, layout: AdapterLayout, free: int, total: in
             f"gpu_memory_utilization={config.gpu_memory_utilization}; write a larger one, a smaller "
             "max_num_batched_tokens or unpacked_weights_memory_bytes, or serve a smaller model"
         )
-    device_tier_bytes = int(budget * config.lora.lora_cache_gpu_memory_fraction)
+    device_tier_bytes = _device_tier_bytes(config, layout, budget)
     kv_bytes = int(config.kv_cache_memory_bytes) or budget - device_tier_bytes
     return min(kv_bytes, budget - device_tier_bytes), device_tier_bytes // layout.page_bytes
+
+
+def _adapters_of_a_step(config: EngineConfig, layout: AdapterLayout) -> tuple[int, str]:
+    """Bytes of as many adapters of a usual rank as may share a step, or of the largest one that is accepted if that
+    takes more; and a sentence about it.
+    """
+    rank = min(_USUAL_RANK, layout.max_rank)
+    usual = config.lora.max_loras * adapter_pages(layout, rank)
+    largest = adapter_pages(layout, layout.max_rank, is_dora=True)
+    meaning = f"{config.lora.max_loras} adapters of rank {rank}, which may share a step,"
+    if largest > usual:
+        meaning = f"the largest adapter, of rank {layout.max_rank},"
+    num_bytes = max(usual, largest) * layout.page_bytes
+    return num_bytes, f"{meaning} take {num_bytes / _GIB:.2f} GiB"
+
+
+def _host_tier_bytes(config: EngineConfig, layout: AdapterLayout, device: torch.device) -> int:
+    """A GPU's host tier has room for waiting requests' adapters beside those of a step."""
+    if config.lora.lora_cache_host_memory_bytes:
+        return int(config.lora.lora_cache_host_memory_bytes)
+    if device.type == "cpu":
+        return LEAST_HOST_TIER_BYTES
+    num_bytes, _ = _adapters_of_a_step(config, layout)
+    return max(LEAST_HOST_TIER_BYTES, 2 * num_bytes)
+
+
+def _device_tier_bytes(config: EngineConfig, layout: AdapterLayout, budget: int) -> int:
+    """budget: the memory that KV cache and device tier share. Raises ConfigError."""
+    if config.lora.lora_cache_gpu_memory_fraction:
+        return int(budget * config.lora.lora_cache_gpu_memory_fraction)
+    num_bytes, adapters = _adapters_of_a_step(config, layout)
+    if num_bytes > budget * _LARGEST_DEVICE_SHARE:
+        raise ConfigError(
+            f"{adapters}, more than half of the {budget / _GIB:.2f} GiB that the weights and steps leave; write a "
+            "smaller max_loras or max_lora_rank, or the share of the device tier as lora_cache_gpu_memory_fraction"
+        )
+    return max(num_bytes, int(budget * _LEAST_DEVICE_SHARE))
+
+
+def _check_host_tier(config: EngineConfig, layout: AdapterLayout, num_bytes: int, available: int) -> None:
+    """It is locked in memory at once."""
+    if num_bytes > available:
+        raise ConfigError(
+            f"the machine has {available / _GIB:.2f} GiB of memory left, too few for a host tier of "
+            f"{num_bytes / _GIB:.2f} GiB; {_adapters_of_a_step(config, layout)[1]}: write a smaller "
+            "lora_cache_host_memory_bytes or max_loras"
+        )
 
 
 def _check_machine(config: EngineConfig, kv_bytes: int, host_tier_bytes: int, available: int) -> None:
@@ -149,6 +203,12 @@ def _report(plan: MemoryPlan, config: EngineConfig, layout: AdapterLayout, devic
         config.block_size,
         str(plan.kv_dtype).removeprefix("torch."),
         plan.max_model_len,
+    )
+    _logger.info(
+        "a step has at most %d tokens, %d sequences and %d adapters",
+        config.max_num_batched_tokens,
+        config.max_num_seqs,
+        config.lora.max_loras,
     )
     _logger.info("adapters are stored as %s in pages of %.0f KiB", layout.lora_dtype, layout.page_bytes / 1024)
     tiers = {"host": plan.num_host_pages, f"device ({device})": plan.num_device_pages}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from pydantic import ByteSize
 
 from checkpoints.tiny_llama import save_tiny_llama
 from multilora_engine.config import EngineConfig, LoRAConfig
+from multilora_engine.device_defaults import on_device
 from multilora_engine.engine import memory
 from multilora_engine.engine.memory import MemoryPlan, divide_gpu, plan_memory
 from multilora_engine.errors import ConfigError
@@ -78,6 +80,45 @@ def test_memory_that_the_machine_does_not_have_refuses_to_load_with_the_numbers(
     assert plan(checkpoint, 8, lora_cache_host_memory_bytes=half).num_blocks
     with pytest.raises(ConfigError, match=message.format(r"0\.50", r"0\.50")):
         plan(checkpoint, 8, unpacked_bytes=half, lora_cache_host_memory_bytes=half)
+
+
+ADAPTERS = r"64 adapters of rank 16, which may share a step, take 8\.00 GiB"
+
+
+def gpu_plan(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, gpu_gib: int, host_gib: int, **options: object
+) -> MemoryPlan:
+    """Of an empty GPU for 64 sequences. options: of adapters, each of which takes 128 pages of 1 MiB."""
+    config = EngineConfig.model_validate({"model_path": checkpoint, "lora": options, "gpu_memory_utilization": 1})
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (gpu_gib << 30, gpu_gib << 30))
+    monkeypatch.setattr(memory, "available_memory", lambda: host_gib << 30)
+    monkeypatch.setattr(memory, "adapter_pages", lambda layout, rank, is_dora=False: 128)
+    pages = dataclasses.replace(layout(checkpoint, 64), page_bytes=1 << 20)
+    model = read_model_config(checkpoint)
+    return plan_memory(on_device(config, "cuda"), model, pages, torch.float32, torch.device("cuda"))
+
+
+def test_a_gpu_has_room_for_all_adapters_of_a_step_and_the_host_for_twice_as_many(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned = gpu_plan(checkpoint, monkeypatch, 20, 16)
+    assert (planned.num_device_pages, planned.num_host_pages) == (64 * 128, 2 * 64 * 128)
+    planned = gpu_plan(checkpoint, monkeypatch, 20, 4, max_loras=5)
+    assert (planned.num_device_pages, planned.num_host_pages) == (1024, 2 * 5 * 128)
+    written = {"lora_cache_gpu_memory_fraction": 0.25, "lora_cache_host_memory_bytes": 3 << 30}
+    planned = gpu_plan(checkpoint, monkeypatch, 20, 4, **written)
+    assert (planned.num_device_pages, planned.num_host_pages) == (5 << 10, 3 << 10)
+
+
+def test_a_gpu_or_machine_that_is_too_small_for_them_refuses_to_load_with_the_numbers(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(
+        ConfigError, match=ADAPTERS + r", more than half of the 15\.00 GiB .*; write a smaller max_loras"
+    ):
+        gpu_plan(checkpoint, monkeypatch, 15, 16)
+    with pytest.raises(ConfigError, match=r"has 15\.00 GiB .* host tier of 16\.00 GiB; " + ADAPTERS + ": write"):
+        gpu_plan(checkpoint, monkeypatch, 20, 15)
 
 
 def test_a_gpu_keeps_free_what_steps_and_unpacked_weights_need(checkpoint: Path) -> None:
