@@ -152,7 +152,11 @@ class FakeWorker:
 
 
 class FakeFleet:
-    """Workers by their numbers. at_router: those that the router knows of, in the order that it picks them in."""
+    """Workers by their numbers.
+
+    at_router: the workers that the router knows, in the order in which it picks them. counted: the requests that it
+    takes to be running.
+    """
 
     def __init__(self, num_workers: int, max_bytes: int = 1 << 22, replaces: bool = True, max_known: int = 100) -> None:
         self._options = max_bytes, replaces, max_known
@@ -164,6 +168,7 @@ class FakeFleet:
         self.constraints: list[Any] = []
         self.begun: list[str] = []
         self.freed: list[str] = []
+        self.counted: set[str | None] = set()
 
     def start(self, worker_id: int) -> FakeWorker:
         """A worker that knows nothing yet, perhaps in the place of another one."""
@@ -178,8 +183,9 @@ class FakeFleet:
         return self.workers[worker_id]
 
     async def best_worker(
-        self, token_ids: list[int], *, routing_constraints: Any = None, **_: Any
+        self, token_ids: list[int], *, request_id: str | None = None, routing_constraints: Any = None, **_: Any
     ) -> tuple[int, int, int]:
+        self.counted.add(request_id)
         self.constraints.append(routing_constraints)
         if not self.at_router:
             raise RuntimeError("no instances")
@@ -191,6 +197,7 @@ class FakeFleet:
 
     async def free(self, request_id: str) -> None:
         self.freed.append(request_id)
+        self.counted.discard(request_id)
 
 
 class FakeClient:

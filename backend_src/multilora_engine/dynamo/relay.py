@@ -23,6 +23,7 @@ from multilora_engine.process.drain import DrainOrder
 from multilora_engine.process.fronts import Fronts
 from multilora_engine.process.messages import (
     Abort,
+    AdapterHeader,
     AdapterTaken,
     Add,
     Hello,
@@ -167,9 +168,15 @@ class FleetRelay:
         """Begin the upload of the adapter that came with requests. The task's result is the worker that has it."""
         if message.adapter is None:
             return None
-        first = message.requests[0]
-        pick = partial(self._router.pick, first, ())
-        return self._loop.create_task(self._uploads.take(message.adapter, first.lora_name, payload, pick))
+        return self._loop.create_task(self._upload(message.adapter, message.requests[0], payload))
+
+    async def _upload(self, header: AdapterHeader, first: GenerationRequest, payload: memoryview) -> int:
+        try:
+            return await self._uploads.take(header, first.lora_name, payload, partial(self._router.pick, first, ()))
+        finally:
+            if first.request_id not in self._tasks:
+                # It was aborted, perhaps before the router was asked: the router would count it for ever.
+                await self._router.ended(first.request_id)
 
     async def _generate(
         self, front: bytes, message: Add, request: GenerationRequest, upload: asyncio.Task[int] | None

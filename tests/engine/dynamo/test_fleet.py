@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing, suppress
 from functools import partial
@@ -17,6 +18,7 @@ from support.fake_engine import HOLD, INFO
 from support.fake_fleet import LAYOUT, FakeClient, FakeContext, FakeFleet
 from support.fronts import RecordingListener, generation_request
 
+from multilora_engine.dynamo import front_uploads
 from multilora_engine.dynamo.fleet_messages import (
     Announce,
     Described,
@@ -456,6 +458,35 @@ def test_a_request_that_nobody_waits_for_ends_at_its_worker(tmp_path: Path) -> N
             assert [context.is_stopped for context in fleet[1].held] == [True]
             assert fleet.freed == ["r"]
 
+    run(test())
+
+
+def test_a_request_aborted_before_its_adapter_is_on_the_way_is_not_counted_by_the_router(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_ended = threading.Event()
+    digest_of = front_uploads._digest
+
+    def late_digest(*arguments: Any) -> str:
+        assert has_ended.wait(60)
+        return digest_of(*arguments)
+
+    async def test() -> None:
+        fleet = FakeFleet(1)
+        async with served(fleet, tmp_path) as front:
+            listener = front.begin("r", [5], 7, packed())
+            while not front.relay.num_requests:
+                await asyncio.sleep(0.001)
+            listener.cancel()
+            while front.relay.num_requests:
+                await asyncio.sleep(0.001)
+            assert fleet.num_picked == 0
+            has_ended.set()
+            while fleet[1].uploads.find(7) is None or fleet.counted:
+                await asyncio.sleep(0.001)
+            assert fleet.num_picked == 1
+
+    monkeypatch.setattr(front_uploads, "_digest", late_digest)
     run(test())
 
 
