@@ -77,7 +77,7 @@ class Reference:
 
 
 def main(
-    directory: Annotated[Path, typer.Argument(help="What lm-eval wrote.", exists=True)],
+    directory: Annotated[Path, typer.Argument(help="The directory that lm-eval wrote.", exists=True)],
     model: Annotated[Path, typer.Option(help="The served checkpoint.", exists=True)],
     adapter: Annotated[Path | None, typer.Option(help="The adapter that was asked, as PEFT saves it.")] = None,
 ) -> None:

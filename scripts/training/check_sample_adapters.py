@@ -37,7 +37,7 @@ def main(
     base: Annotated[Path | None, typer.Option(help="The base model's checkpoint (default: the prepared one).")] = None,
     quantized: Annotated[
         Path | None,
-        typer.Option(help="What `multilora quantize` made of the base model: measure the adapters on it, too."),
+        typer.Option(help="The base model as `multilora quantize` wrote it: measure the adapters on it, too."),
     ] = None,
     may_lose: Annotated[int, typer.Option(min=0, help="Answers by which an adapter may do worse for rounding.")] = 0,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 40,

@@ -42,7 +42,7 @@ def main(
     door: Annotated[list[str] | None, typer.Option(help="Only servers behind this: proxy, API keys, none.")] = None,
     model: Annotated[Path | None, typer.Option(help="Checkpoint (default: the default model).")] = None,
     update_docs: Annotated[
-        bool, typer.Option("--docs", help="Write the table into docs/attacks.md, whatever it shows.")
+        bool, typer.Option("--docs", help="Write the table into docs/attacks.md, with any result.")
     ] = False,
 ) -> None:
     if update_docs and (attack or door):

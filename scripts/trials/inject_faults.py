@@ -370,7 +370,7 @@ def inject_all(faults: Sequence[Fault], num_clients: int, log: Path | None) -> I
 def main(
     fault: Annotated[list[str] | None, typer.Option(help="Only faults whose name has this in it; repeatable.")] = None,
     clients: Annotated[int, typer.Option(help="Clients at once.", min=1)] = 8,
-    log: Annotated[Path | None, typer.Option(help="Append what the server writes to this file.")] = None,
+    log: Annotated[Path | None, typer.Option(help="Append the server's log to this file.")] = None,
 ) -> None:
     """Inject every fault, one after the other. Ends with status 1 if a promise is broken."""
     console, outcomes = Console(), list[Outcome]()

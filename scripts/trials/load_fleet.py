@@ -126,7 +126,7 @@ def main(
     namespaces: Annotated[bool, typer.Option(help="Give each process a network namespace, cut one off.")] = True,
     compare: Annotated[bool, typer.Option(help="Then load fresh fleets with and without routing, and compare.")] = True,
     output: Annotated[Path, typer.Option(help="Folder for the picture, load_fleet.png.")] = Path("bench_results"),
-    seed: Annotated[int, typer.Option(help="Of what is asked.")] = 1,
+    seed: Annotated[int, typer.Option(help="Of the requests.")] = 1,
 ) -> None:
     """Start a fleet and both fronts, load it, hurt it; exit status 1 after a wrong answer."""
     console = Console()

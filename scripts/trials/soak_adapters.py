@@ -314,14 +314,16 @@ def render(tally: Tally, counts: Sequence[Counts], seconds: float) -> Table:
 
 
 def main(
-    requests: Annotated[int, typer.Option(help="Turns of clients; what has to be sent again comes on top.")] = 50_000,
+    requests: Annotated[int, typer.Option(help="Turns of clients; requests sent again come on top.")] = 50_000,
     adapters: Annotated[int, typer.Option(help="Adapters in all.", max=MAX_NUMBER)] = 2000,
     clients: Annotated[int, typer.Option(help="Clients at once.")] = 32,
     device_adapters: Annotated[int, typer.Option(help="Adapters that a step, and the device tier, can hold.")] = 20,
     host_adapters: Annotated[int, typer.Option(help="Adapters that the host tier can hold, on average.")] = 200,
-    disk: Annotated[bool, typer.Option(help="Keep in files what memory cannot hold; or send it again.")] = True,
+    disk: Annotated[
+        bool, typer.Option(help="Keep adapters that memory cannot hold in files, or else send them again.")
+    ] = True,
     popularity: Annotated[Literal["zipf", "uniform", "both"], typer.Option(help="How often each is asked.")] = "both",
-    seed: Annotated[int, typer.Option(help="Of what the clients do; their interleaving is up to the machine.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the clients' actions; their interleaving is up to the machine.")] = 0,
     spanning: Annotated[bool, typer.Option(help="Adapters of several pages, with pieces that span pages.")] = False,
 ) -> None:
     """Ask, upload, replace, cancel and stop at random, and check every answer. Ends with status 1 if one is wrong."""

@@ -292,7 +292,7 @@ def main(
     clients: Annotated[int, typer.Option(help="Clients at once.", min=1)] = 8,
     interval: Annotated[float, typer.Option(help="Seconds between measurements.", min=0.1)] = 5.0,
     output: Annotated[Path, typer.Option(help="The plot.")] = REPOSITORY / "bench_results" / "soak_serving.png",
-    log: Annotated[Path | None, typer.Option(help="Append what the server writes to this file.")] = None,
+    log: Annotated[Path | None, typer.Option(help="Append the server's log to this file.")] = None,
 ) -> None:
     """Soak a server. Ends with status 1 for memory that grows, for an answer that is wrong, lost or stuck, and for a
     process that dies, unless it is the known crash of tritonserver: that is counted.

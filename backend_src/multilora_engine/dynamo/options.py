@@ -49,7 +49,7 @@ def parse_options(argv: Sequence[str] | None) -> tuple[WorkerOptions, WorkerConf
         metavar="DIR_OR_HF_ID",
         help="Hugging Face checkpoint to serve (environment: MULTILORA_MODEL).",
     )
-    parser.add_argument("--served-model-name", help="What clients call it (default: the name of its directory).")
+    parser.add_argument("--served-model-name", help="The clients' name for it (default: the name of its directory).")
     parser.add_argument(
         "--set",
         dest="overrides",
@@ -63,7 +63,7 @@ def parse_options(argv: Sequence[str] | None) -> tuple[WorkerOptions, WorkerConf
         type=float,
         default=30.0,
         metavar="SECONDS",
-        help="What requests in flight get to finish once the worker is told to end (default: %(default)g). Others may "
+        help="Time for requests in flight to finish once the worker is told to end (default: %(default)g). Others may "
         "go on with them: see --migration-limit of Dynamo's front.",
     )
     parser.add_argument(

@@ -119,7 +119,7 @@ def serve(
     ] = None,
     log_verbose: Annotated[bool, typer.Option("--log-verbose", help="Every line of the server's log.")] = False,
     exit_timeout_secs: Annotated[
-        int, typer.Option(min=0, help="What requests in flight get to finish on SIGTERM.")
+        int, typer.Option(min=0, help="Time for requests in flight to finish on SIGTERM.")
     ] = _DEFAULT.exit_timeout_s,
     startup_timeout_secs: Annotated[
         float, typer.Option(min=1, help="Give up when no inference succeeded by then.")
@@ -178,7 +178,7 @@ def probe(
         str | None,
         typer.Option(metavar="[http://]HOST:PORT", help="Its HTTP address, instead of the options above."),
     ] = None,
-    timeout_secs: Annotated[float, typer.Option(min=0.1, help="What each of two inferences gets.")] = 10.0,
+    timeout_secs: Annotated[float, typer.Option(min=0.1, help="Time for each of two inferences.")] = 10.0,
     live: Annotated[
         bool, typer.Option("--live", help="Only ask whether it is worth waiting for: starting or busy is good enough.")
     ] = False,

@@ -30,7 +30,7 @@ Server = Annotated[
 ]
 Host = Annotated[str, typer.Option(help="Address to listen at; beyond loopback, use --api-keys and TLS.")]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at.")]
-Base = Annotated[str, typer.Option(help="What clients call the base model.")]
+Base = Annotated[str, typer.Option(help="The clients' name for the base model.")]
 Adapters = Annotated[
     Path | None,
     typer.Option(
@@ -43,7 +43,10 @@ NamedAdapters = Annotated[
 ]
 ApiKeys = Annotated[
     Path | None,
-    typer.Option(help="JSON file of who may use what, see SECURITY.md; without it, everybody all.", show_default=False),
+    typer.Option(
+        help="JSON file of keys and the models that each may use, see SECURITY.md; without it, all may use all.",
+        show_default=False,
+    ),
 ]
 ForwardKeys = Annotated[
     bool,
