@@ -1,4 +1,4 @@
-"""What a parameter stands for that is 0 and whose best value depends on the device."""
+"""The values of parameters that are 0 in the configuration, where the best value depends on the device."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Lets the first commands fail as they fail newcomers, in clean Debian roots, and shows their last lines.
 
 Each scene lacks something: Python, its shared library, a compiler, the network, disk, memory or a free port. A failure
-has to be one sentence that says what to do. Needs root rights, Debian's iproute2 and util-linux, and 3 GB.
+has to be one sentence that says how to go on. Needs root rights, Debian's iproute2 and util-linux, and 3 GB.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class Doors:
 
 
 Attack = Callable[[Doors], str]
-"""Carries out an attack and tells in a few words what the attacker met. Raises Leak."""
+"""Carries out an attack and returns the answers that the attacker got, in a few words. Raises Leak."""
 
 
 class Leak(Exception):

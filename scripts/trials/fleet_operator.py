@@ -97,26 +97,26 @@ class FleetOperator:
         ways = (
             ["at a worker", "through Triton"] if kind != "move" else ["at a worker", "through Triton", "with weights"]
         )
-        what = f"{kind} {self._random.choice(ways)}"
+        operation = f"{kind} {self._random.choice(ways)}"
         version = ABSENT if kind == "unload" else self._next_version[number]
         if version != ABSENT:
             self._next_version[number] += 1
         self._versions.may(number, version)
         try:
-            self._carry_out(what, number, version)
+            self._carry_out(operation, number, version)
         except (URLError, TimeoutError, MultiloraClientError, RuntimeError) as error:
             # The operation may have succeeded or not: both versions may answer from now on.
-            self.done[f"{what} failed ({getattr(error, 'code', '') or error})"] += 1
+            self.done[f"{operation} failed ({getattr(error, 'code', '') or error})"] += 1
         else:
             self._versions.must(number, version, self._is_cut_off)
-            self.done[what] += 1
+            self.done[operation] += 1
 
-    def _carry_out(self, what: str, number: int, version: int) -> None:
+    def _carry_out(self, operation: str, number: int, version: int) -> None:
         name = adapter_name(number)
         path = self._adapters / _ELSEWHERE / f"{name}-{version}"
-        if version != ABSENT and what != "move with weights":
+        if version != ABSENT and operation != "move with weights":
             save_adapter(path, number, version)
-        match what:
+        match operation:
             case "move with weights":
                 self._client.upload(_sent(number, version))
             case "move through Triton" | "load through Triton":

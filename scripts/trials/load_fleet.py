@@ -138,7 +138,9 @@ def main(
             tallies = list(trial.phases(console))
             console.print(table_of(tallies))
             done = trial.operator.done
-            console.print(f"meanwhile: {', '.join(f'{number} x {what}' for what, number in sorted(done.items()))}")
+            console.print(
+                f"meanwhile: {', '.join(f'{number} x {operation}' for operation, number in sorted(done.items()))}"
+            )
             draw(tallies, trial.begun, trial.names, output / "load_fleet.png")
         if compare:
             console.print(comparison(num_workers, num_adapters, num_clients, seed))
@@ -219,8 +221,8 @@ def comparison(num_workers: int, num_adapters: int, num_clients: int, seed: int,
             judge, tally = Judge([OpenAIDoor(fleet.url)], versions, num_adapters, seed), Tally(name)
             judge.run(tally, num_requests, num_clients)
             hits, misses = (
-                sum(worker.metric(f"multilora_lora_tier_{what}_total", 'tier="host"') for worker in fleet.workers)
-                for what in ("hits", "misses")
+                sum(worker.metric(f"multilora_lora_tier_{outcome}_total", 'tier="host"') for worker in fleet.workers)
+                for outcome in ("hits", "misses")
             )
             table.add_row(name, f"{tally.hit_rate:.0%}", f"{hits / max(1, hits + misses):.0%}", *_times(tally))
     return table

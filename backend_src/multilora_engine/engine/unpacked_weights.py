@@ -80,7 +80,7 @@ class UnpackedWeights:
         return PendingWeights(made.done, lambda: self._finish(found, new, made, choice))
 
     def unpack_at_start(self, patterns: Sequence[str]) -> None:
-        """What `unpack` does with `auto`, finished on return.
+        """Unpack with `auto`, as `unpack` does, and return when it is done.
 
         Raises ConfigError for a pattern that means no weight, too small a budget, or a lack of memory.
         """

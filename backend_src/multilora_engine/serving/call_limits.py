@@ -62,6 +62,6 @@ def _num_word_bytes(sampling: SamplingParams) -> int:
     return word_bytes(sampling.stop_words, sampling.stop_token_sequences + sampling.bad_token_sequences)
 
 
-def _check(what: str, number: int, name: str, limits: CallLimits) -> None:
+def _check(noun: str, number: int, name: str, limits: CallLimits) -> None:
     if number > (most := getattr(limits, name)):
-        raise InvalidRequest(f"the request has {number} {what} in all, and {name} is {most}; send it in parts")
+        raise InvalidRequest(f"the request has {number} {noun} in all, and {name} is {most}; send it in parts")

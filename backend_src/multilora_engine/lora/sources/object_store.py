@@ -240,14 +240,14 @@ def _continue(filesystem: Any, file: _RemoteFile, part: Path) -> None:
 
 
 @contextmanager
-def _as_unreachable(what: str) -> Iterator[None]:
+def _as_unreachable(failure: str) -> Iterator[None]:
     """Stores raise the errors of their clients: OSError, but also errors of HTTP and of credentials."""
     try:
         yield
     except SourceError:
         raise
     except Exception as error:
-        raise Unreachable(f"{what}: {type(error).__name__}: {error}") from error
+        raise Unreachable(f"{failure}: {type(error).__name__}: {error}") from error
 
 
 def _hash(text: str) -> str:
