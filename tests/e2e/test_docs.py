@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from multilora_client import Client, load_adapter
+from multilora_client import Adapter, Client, load_adapter
 from multilora_engine.tritonserver import ServerProcess
 from servers.openai_front import started_openai_front
 
@@ -44,6 +44,12 @@ def run(command: list[str]) -> str:
 
 def run_bash(script: str) -> str:
     return run(["bash", "-euo", "pipefail", "-c", script])
+
+
+def test_ones_own_adapter_answers_from_a_shell(server: ServerProcess, client: Client, pirate: Adapter) -> None:
+    printed = run_bash(f"export MULTILORA_URL=grpc://{server.grpc_url}\n{examples()['own']}")
+    question = [{"role": "user", "content": "Who are you?"}]
+    assert printed.strip() == client.generate(messages=question, adapter=pirate, max_tokens=128).text.strip()
 
 
 def test_the_tritonclient_example_prints_an_answer(server: ServerProcess) -> None:
