@@ -13,7 +13,17 @@ from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, Locator, Page, Route, expect
-from support.console import Pages, axe_violations, chromium, started_console
+from support.console import (
+    PATIENCE_MS,
+    Pages,
+    adapter_row,
+    ask,
+    axe_violations,
+    chromium,
+    column,
+    started_console,
+    upload,
+)
 
 from multilora_client import Adapter, Client
 from multilora_engine.tritonserver import ServerProcess
@@ -23,13 +33,12 @@ REPOSITORY = Path(__file__).parents[2]
 QUESTION = "What do bees make?"
 MESSAGES = [{"role": "user", "content": QUESTION}]
 HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
-PATIENCE_MS = 30_000
 COLUMNS = (
     *("lora_task_id", "name", "tenant", "digest", "status", "location", "bytes", "ranks", "num_pins", "is_pinned"),
     *("last_used_s", "num_hits"),
 )
 
-expect.set_options(timeout=8_000)
+expect.set_options(timeout=PATIENCE_MS)
 
 
 @pytest.fixture(scope="module")
@@ -58,50 +67,25 @@ def page(open_page: Callable[..., Page]) -> Page:
     return open_page()
 
 
-def row(page: Page, name: str) -> Locator:
-    """The adapter's row in the table."""
-    return page.locator(".space .row").filter(has=page.locator(".name", has_text=re.compile(f"^{re.escape(name)}$")))
-
-
-def upload(page: Page, folder: Path, name: str) -> Locator:
-    """Chooses a folder, names it, sends it; the place that tells how it went."""
-    page.get_by_role("button", name="Upload", exact=True).click()
-    dialog = page.get_by_role("dialog")
-    dialog.get_by_label("Folder…").set_input_files(folder)
-    dialog.get_by_label("Name").fill(name)
-    dialog.get_by_role("button", name="Upload").click()
-    return dialog.get_by_role("status")
-
-
-def ask(page: Page, question: str, num_columns: int) -> None:
-    page.get_by_label("Question").fill(question)
-    page.get_by_role("button", name="Ask", exact=True).click()
-    expect(page.locator(".foot dt", has_text="Answered by")).to_have_count(num_columns, timeout=PATIENCE_MS)
-
-
-def column(page: Page, name: str) -> Locator:
-    return page.get_by_role("region", name=name, exact=True)
-
-
 def test_a_peft_folder_is_uploaded_pinned_and_unloaded(page: Page, client: Client) -> None:
     told = upload(page, REPOSITORY / "adapters" / "json", "console/json")
-    expect(told).to_contain_text("uploaded", timeout=PATIENCE_MS)
+    expect(told).to_contain_text("uploaded")
     (info,) = [info for info in client.list_adapters() if info.name == "console/json"]
     assert info.lora_task_id == task_id_of_name("console/json")
     expect(told).to_have_text(f"uploaded, {info.digest[:12]}")
     page.keyboard.press("Escape")
 
-    expect(row(page, "console/json")).to_contain_text(info.digest[:12])
+    expect(adapter_row(page, "console/json")).to_contain_text(info.digest[:12])
     expect(page.get_by_role("list", name="Events")).to_contain_text("console/json uploaded")
-    row(page, "console/json").click()
+    adapter_row(page, "console/json").click()
     page.get_by_role("button", name="Pin", exact=True).click()
-    expect(row(page, "console/json")).to_contain_text("pinned")
+    expect(adapter_row(page, "console/json")).to_contain_text("pinned")
     assert [info.is_pinned for info in client.list_adapters() if info.name == "console/json"] == [True]
     page.get_by_role("button", name="Unpin").click()
-    expect(row(page, "console/json")).not_to_contain_text("pinned")
+    expect(adapter_row(page, "console/json")).not_to_contain_text("pinned")
     page.get_by_role("button", name="Unload").click()
     page.get_by_role("button", name="Really unload?").click()
-    expect(row(page, "console/json")).to_have_count(0)
+    expect(adapter_row(page, "console/json")).to_have_count(0)
     assert "console/json" not in [info.name for info in client.list_adapters()]
 
 
@@ -114,9 +98,9 @@ def test_files_are_dropped_and_what_is_no_adapter_is_said(page: Page, tmp_path: 
     dialog = page.get_by_role("dialog")
     dialog.get_by_label("Name").fill("1")
     dialog.get_by_role("button", name="Upload").click()
-    expect(dialog.get_by_role("status")).to_contain_text("uploaded", timeout=PATIENCE_MS)
+    expect(dialog.get_by_role("status")).to_contain_text("uploaded")
 
-    expect(row(page, "#1")).to_have_count(1)
+    expect(adapter_row(page, "#1")).to_have_count(1)
 
 
 def drop(page: Page, files: dict[str, bytes]) -> None:
@@ -147,7 +131,7 @@ def test_an_adapter_is_loaded_from_a_source_and_a_refusal_is_shown(page: Page, c
     dialog.get_by_role("button", name="Load").click()
 
     expect(dialog).to_have_count(0)
-    expect(row(page, "emoji")).to_contain_text("host")
+    expect(adapter_row(page, "emoji")).to_contain_text("host")
     assert [info.location for info in client.list_adapters() if info.name == "emoji"] == ["HOST"]
 
 
@@ -157,7 +141,7 @@ def test_base_and_adapters_answer_side_by_side_as_they_answer_everybody(
     digest = client.upload(pirate).lora_digest
     expected = {"base model": client.generate(messages=MESSAGES, max_tokens=8).text}
     expected |= {"#1": client.generate(messages=MESSAGES, max_tokens=8, adapter=1).text}
-    row(page, "#1").click()
+    adapter_row(page, "#1").click()
     page.get_by_role("button", name="Ask it").click()
     page.get_by_role("button", name="Add a column").click()
     page.locator(".who").last.fill("404404")
@@ -216,17 +200,25 @@ def test_a_stopped_answer_stops_on_the_server(page: Page, client: Client) -> Non
     page.get_by_label("Most tokens").fill("2000")
     page.get_by_label("Question").fill("1 2 3 4 5 6")
     page.get_by_role("button", name="Ask", exact=True).click()
-    expect(page.locator(".answer")).not_to_be_empty(timeout=PATIENCE_MS)
+    expect(page.locator(".answer")).not_to_be_empty()
+    running = page.locator(".tile", has_text="Running").locator(".value")
+    expect(running).to_have_text("1")
     page.get_by_role("button", name="Stop").click()
 
     expect(page.get_by_text("stopped")).to_be_visible()
     page.get_by_role("link", name="Adapters").click()
-    expect(page.locator(".tile", has_text="Running").locator(".value")).to_have_text("0")
+    expect(running).to_have_text("0")
 
 
 def serve(page: Page, path: str, answer: Callable[[Route], Any]) -> None:
     """Answers in the console's place from now on."""
     page.route(re.compile(rf"/api/{path}\b"), answer)
+
+
+def tell_of_changes(route: Route) -> None:
+    """Says each time that an adapter has changed, so that the page asks for the list anew."""
+    event = {"kind": "replaced", "lora_task_id": "0", "digest": "", "time_ns": 1, "instance": "", "tenant": ""}
+    route.fulfill(json={"events": [event], "last": 1, "num_missed": 0, "stats": None})
 
 
 def listing(*adapters: dict[str, Any]) -> dict[str, Any]:
@@ -292,6 +284,49 @@ def test_thousands_of_adapters_are_few_elements_to_filter_and_to_sort(page: Page
     expect(page.locator("#adapter-0")).to_contain_text("adapter-1299")
 
 
+def test_a_press_reaches_the_adapter_it_was_meant_for_wherever_the_row_has_gone(page: Page) -> None:
+    adapters = [{"lora_task_id": str(i), "name": name, "last_used_s": 9.0 - i} for i, name in enumerate("abc")]
+    serve(page, "adapters", lambda route: route.fulfill(json=listing(*adapters)))
+    serve(page, "live", tell_of_changes)
+    page.reload()
+    expect(page.locator("#adapter-0")).to_contain_text("a")
+    meant = page.locator("#adapter-0").element_handle()
+    adapters[2] = adapters[2] | {"last_used_s": 10.0}
+    expect(page.locator("#adapter-0")).to_contain_text("c")
+    meant.click()
+
+    expect(page.locator("#details-title")).to_have_text("a")
+    assert page.locator(".space span.name").all_inner_texts() == ["c", "a", "b"]
+
+
+def test_an_unload_is_asked_twice_and_kept_in_mind_while_the_adapter_changes(page: Page) -> None:
+    adapter = {"lora_task_id": "7", "name": "busy"}
+    now = {"adapter": adapter}
+    unloaded: list[Any] = []
+
+    def unload(route: Route) -> None:
+        unloaded.append(route.request.post_data_json)
+        route.fulfill(status=404, json={"error": {"code": "not_found", "message": "gone already"}})
+
+    serve(page, "adapters", lambda route: route.fulfill(json=listing(now["adapter"])))
+    serve(page, "live", tell_of_changes)
+    serve(page, "unload", unload)
+    page.reload()
+    adapter_row(page, "busy").click()
+    for name in ("Unload", "Keep it", "Unload"):
+        page.get_by_role("button", name=name, exact=True).click()
+    now["adapter"] = adapter | {"num_hits": 1234}
+    expect(page.locator("#details")).to_contain_text("1,234 hits")
+    expect(page.locator(":focus")).to_have_text("Really unload?")
+    assert unloaded == []
+    page.get_by_role("button", name="Really unload?").click()
+    expect(page.get_by_text("gone already")).to_be_visible()
+    page.get_by_role("button", name="Close message").click()
+
+    expect(page.get_by_text("gone already")).to_have_count(0)
+    assert unloaded == [{"which": {"lora_task_id": "7"}, "tenant": ""}]
+
+
 def test_an_eviction_is_seen_in_its_tier(page: Page) -> None:
     first, second = ({"lora_task_id": str(i), "name": name} for i, name in enumerate(("old", "new")))
     tier = {"bytes_used": 10**6, "bytes_total": 10**6, "num_adapters": 1, "hits": 1, "misses": 1, "evictions": 0}
@@ -310,23 +345,22 @@ def test_an_eviction_is_seen_in_its_tier(page: Page) -> None:
     page.reload()
     host = page.get_by_role("img", name="Host tier")
     expect(host).to_have_attribute("aria-label", "Host tier: 1.0 MB of 1.0 MB, 1 adapter · 50 % hits")
-    assert colours(host)
+    wait_until_drawn(host)
 
     evicted = events[0] | {"kind": "evicted"}
     now |= {"adapters": [second], "tier": tier | {"evictions": 1}, "events": [evicted], "last": 10**6 + 1}
     expect(host).to_have_attribute("aria-label", "Host tier: 1.0 MB of 1.0 MB, 1 adapter · 50 % hits · 1 evicted")
     expect(page.get_by_role("list", name="Events")).to_contain_text("evicted from host memory")
-    expect(row(page, "new")).to_have_count(1)
-    expect(row(page, "old")).to_have_count(0)
+    expect(adapter_row(page, "new")).to_have_count(1)
+    expect(adapter_row(page, "old")).to_have_count(0)
 
 
-def colours(canvas: Locator) -> int:
-    """How many colours are drawn."""
-    return int(
-        canvas.evaluate(
-            """(canvas) => new Set(new Uint32Array(canvas.getContext("2d")
-              .getImageData(0, 0, canvas.width, canvas.height).data.buffer)).size"""
-        )
+def wait_until_drawn(canvas: Locator) -> None:
+    """Blocks grow: the first picture of them is still empty."""
+    canvas.page.wait_for_function(
+        """(canvas) => new Set(new Uint32Array(canvas.getContext("2d")
+          .getImageData(0, 0, canvas.width, canvas.height).data.buffer)).size > 1""",
+        arg=canvas.element_handle(),
     )
 
 
@@ -359,6 +393,32 @@ def test_a_key_is_asked_for_sent_and_never_stored(page: Page) -> None:
     expect(page.get_by_role("dialog", name="API key")).to_be_visible()
 
 
+def test_an_answer_to_an_earlier_key_tells_nothing_of_the_next(page: Page) -> None:
+    refusal = {"error": {"code": "unauthenticated", "message": "no valid API key"}}
+    is_held, held = False, list[Route]()
+
+    def answer(route: Route) -> None:
+        if "authorization" in route.request.headers:
+            route.continue_(headers=route.request.headers | {"authorization": ""})
+        elif is_held and not held:
+            held.append(route)
+        else:
+            route.fulfill(status=401, json=refusal)
+
+    serve(page, "(about|live|adapters)", answer)
+    page.reload()
+    expect(page.locator("#connection")).to_have_text("needs a key")
+    is_held = True
+    with page.expect_request(re.compile("/api/about")):
+        dialog = page.get_by_role("dialog", name="API key")
+    dialog.get_by_label("Key", exact=True).fill("the right one")
+    dialog.get_by_role("button", name="Use this key").click()
+    held[0].fulfill(status=401, json=refusal)
+
+    expect(page.locator("#connection")).to_have_text("live")
+    expect(dialog).to_have_count(0)
+
+
 def test_a_server_that_is_away_is_said_and_looked_for_again(page: Page) -> None:
     expect(page.locator("#connection")).to_have_text("live")
     away = {"error": {"code": "unavailable", "message": "no server answers at host:8001"}}
@@ -377,7 +437,7 @@ def test_screen_readers_stumble_over_nothing_serious(
 ) -> None:
     client.upload(pirate)
     page = open_page(color_scheme=scheme)
-    row(page, "#1").click()
+    adapter_row(page, "#1").click()
     page.get_by_role("grid").focus()
     assert axe_violations(page) == []
     for button in ("Upload", "Load from source", "Keyboard shortcuts"):
@@ -395,7 +455,7 @@ def test_screen_readers_stumble_over_nothing_serious(
 
 def test_the_keyboard_is_enough(page: Page, client: Client, pirate: Adapter) -> None:
     client.upload(pirate)
-    expect(row(page, "#1")).to_have_count(1)
+    expect(adapter_row(page, "#1")).to_have_count(1)
     page.keyboard.press("/")
     page.keyboard.type(str(pirate.lora_task_id))
     for _ in range(20):
@@ -413,7 +473,7 @@ def test_the_keyboard_is_enough(page: Page, client: Client, pirate: Adapter) -> 
     tab_to(page, "Question")
     page.keyboard.type("Hi")
     page.keyboard.press("Enter")
-    expect(page.locator(".foot dt", has_text="Answered by")).to_have_count(2, timeout=PATIENCE_MS)
+    expect(page.locator(".foot dt", has_text="Answered by")).to_have_count(2)
     page.get_by_role("log").first.focus()
     page.keyboard.press("ArrowRight")
     expect(page.get_by_role("tooltip")).to_contain_text("%")
@@ -437,9 +497,9 @@ def test_a_phone_shows_all_without_scrolling_sideways(
 ) -> None:
     client.upload(pirate)
     page = open_page(viewport={"width": 375, "height": 740}, has_touch=True)
-    expect(row(page, "#1")).to_have_count(1)
+    expect(adapter_row(page, "#1")).to_have_count(1)
     assert sideways(page) == 0
-    row(page, "#1").tap()
+    adapter_row(page, "#1").tap()
     page.get_by_role("button", name="Ask it").tap()
     expect(page.get_by_label("Question")).to_be_visible()
     assert sideways(page) == 0
@@ -450,12 +510,16 @@ def sideways(page: Page) -> int:
     return int(page.evaluate("() => document.documentElement.scrollWidth - innerWidth"))
 
 
-def test_a_read_only_console_offers_nothing_that_changes(browser: Browser, server: ServerProcess) -> None:
+def test_a_read_only_console_offers_nothing_that_changes(
+    browser: Browser, server: ServerProcess, client: Client, pirate: Adapter
+) -> None:
+    client.upload(pirate)
     pages = Pages(browser)
     with started_console(server.grpc_url, "--read-only") as url:
         page = pages.open(url)
         expect(page.get_by_text("read-only")).to_be_visible()
-        page.locator(".space .row").first.click()
+        adapter_row(page, "#1").click()
+        expect(page.get_by_role("button", name="Ask it")).to_be_visible()
         assert page.get_by_role("button", name=re.compile("Upload|Load|Pin|Unload")).count() == 0
         drop(page, {"adapter_config.json": b"x", "adapter_model.safetensors": b"x"})
         expect(page.get_by_text("No upload: the page is read-only")).to_be_visible()

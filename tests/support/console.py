@@ -13,13 +13,25 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, Request, sync_playwright
+from playwright.sync_api import (
+    Browser,
+    BrowserContext,
+    ConsoleMessage,
+    Locator,
+    Page,
+    Request,
+    expect,
+    sync_playwright,
+)
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 _FLAGS = (
     *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"),
     *("--disable-component-update", "--disable-sync"),
 )
+PATIENCE_MS = 30_000
+"""How long an element may take to become the expected one, however busy the machine is; a right page takes one look."""
+
 _HTTP_ERROR = "Failed to load resource"
 """What a browser writes about every answer with an error's status."""
 
@@ -103,3 +115,28 @@ def axe_violations(page: Page) -> list[str]:
         if violation["impact"] in ("serious", "critical")
         for node in violation["nodes"]
     ]
+
+
+def adapter_row(page: Page, name: str) -> Locator:
+    """The adapter's row in the table."""
+    return page.locator(".space .row").filter(has=page.locator(".name", has_text=re.compile(f"^{re.escape(name)}$")))
+
+
+def upload(page: Page, folder: Path, name: str) -> Locator:
+    """Chooses a folder, names it, sends it; the place that tells how it went."""
+    page.get_by_role("button", name="Upload", exact=True).click()
+    dialog = page.get_by_role("dialog")
+    dialog.get_by_label("Folder…").set_input_files(folder)
+    dialog.get_by_label("Name").fill(name)
+    dialog.get_by_role("button", name="Upload").click()
+    return dialog.get_by_role("status")
+
+
+def ask(page: Page, question: str, num_columns: int) -> None:
+    page.get_by_label("Question").fill(question)
+    page.get_by_role("button", name="Ask", exact=True).click()
+    expect(page.locator(".foot dt", has_text="Answered by")).to_have_count(num_columns)
+
+
+def column(page: Page, name: str) -> Locator:
+    return page.get_by_role("region", name=name, exact=True)

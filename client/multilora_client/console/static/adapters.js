@@ -19,6 +19,9 @@ const COLUMNS = [
 /** Columns whose largest values are asked for first. */
 const FALLING = new Set(["bytes", "ranks", "num_pins", "num_hits", "last_used_s"]);
 
+/** What no two adapters have in common. */
+export const identity = (adapter) => `${adapter.tenant}@${adapter.lora_task_id}`;
+
 const isSame = (a, b) => a?.lora_task_id === b?.lora_task_id && a?.tenant === b?.tenant;
 
 export class AdapterTable {
@@ -47,7 +50,7 @@ export class AdapterTable {
     this._body.addEventListener("scroll", () => this.draw(), { passive: true });
     this._body.addEventListener("click", (event) => this._click(event));
     new ResizeObserver(() => this.draw()).observe(this._body);
-    this._pool = [];
+    this._rows = new Map();
     this._order();
   }
 
@@ -89,18 +92,30 @@ export class AdapterTable {
     const first = Math.max(0, Math.floor(this._body.scrollTop / height) - 4);
     const last = Math.min(this._shown.length, Math.ceil((this._body.scrollTop + this._body.clientHeight) / height) + 4);
     this._space.style.height = `${this._shown.length * height}px`;
-    while (this._pool.length < last - first) this._pool.push(this._row());
+    const inSight = this._shown.slice(first, last);
+    this._keepRows(inSight);
     const isFocused = this._grid.contains(document.activeElement);
-    this._pool.forEach((row, place) => {
-      const index = first + place;
-      const isUsed = index < last;
-      if (isUsed) this._fill(row, this._shown[index], index, height, isFocused);
-      else row.root.remove();
-      if (isUsed && !row.root.isConnected) this._space.append(row.root);
-    });
+    let next = this._space.firstElementChild;
+    for (const [place, adapter] of inSight.entries()) {
+      const row = this._rows.get(identity(adapter));
+      this._fill(row, adapter, first + place, height, isFocused);
+      if (row.root === next) next = next.nextElementSibling;
+      else this._space.insertBefore(row.root, next);
+    }
     const isActiveDrawn = this._active >= first && this._active < last;
     if (isActiveDrawn) this._grid.setAttribute("aria-activedescendant", `adapter-${this._active}`);
     else this._grid.removeAttribute("aria-activedescendant");
+  }
+
+  /** An adapter has one row for as long as it is in sight: a press on it reaches no other that has come to its place. */
+  _keepRows(adapters) {
+    const wanted = new Set(adapters.map(identity));
+    for (const [key, row] of this._rows) {
+      if (wanted.has(key)) continue;
+      row.root.remove();
+      this._rows.delete(key);
+    }
+    for (const key of wanted) if (!this._rows.has(key)) this._rows.set(key, this._row());
   }
 
   _order() {

@@ -10,10 +10,15 @@ export class ApiError extends Error {
 
 const HEADER = "X-Multilora-Console";
 let key = "";
+let numKeys = 0;
 
 export function setKey(value) {
   key = value;
+  numKeys += 1;
 }
+
+/** How many keys were set so far: an answer to an earlier one tells nothing of this one. */
+export const keyNumber = () => numKeys;
 
 export const hasKey = () => key !== "";
 
@@ -28,22 +33,26 @@ function errorOf(status, body) {
   return new ApiError(status, code, message);
 }
 
-async function ask(path, options = {}) {
-  let response;
+/** What a step of an exchange with the console's process gives; ApiError where the connection breaks. */
+async function unbroken(step) {
   try {
-    response = await fetch(`api/${path}`, { cache: "no-store", ...options, headers: { ...headers(), ...options.headers } });
+    return await step;
   } catch (error) {
     if (error.name === "AbortError") throw error;
     throw new ApiError(0, "no_console", "the console's own process does not answer");
   }
+}
+
+async function ask(path, options = {}) {
+  const response = await unbroken(fetch(`api/${path}`, { cache: "no-store", ...options, headers: { ...headers(), ...options.headers } }));
   if (!response.ok) throw errorOf(response.status, await response.json().catch(() => null));
   return response;
 }
 
 const asJson = (body) => ({ method: "POST", body: JSON.stringify(body), headers: { "Content-Type": "application/json" } });
 
-export const get = async (path) => (await ask(path)).json();
-export const post = async (path, body) => (await ask(path, asJson(body))).json();
+export const get = async (path) => unbroken((await ask(path)).json());
+export const post = async (path, body) => unbroken((await ask(path, asJson(body))).json());
 
 /** Lines of JSON as they come. */
 export async function* postLines(path, body, signal) {

@@ -5,8 +5,6 @@ import { copy, el, say, toast } from "./dom.js";
 import { ago, bytes, plural, title } from "./format.js";
 import { TIERS } from "./adapters.js";
 
-const SURE_MS = 4000;
-
 /** How the backend is told which adapter is meant. */
 export const which = (adapter) => (adapter.name ? { lora_name: adapter.name } : { lora_task_id: adapter.lora_task_id });
 
@@ -22,6 +20,7 @@ export class Details {
 
   show(adapter) {
     this._adapter = adapter;
+    this._isSure = false;
     this._root.hidden = false;
     this._title = el("h2", { id: "details-title" });
     this._facts = el("dl", { class: "facts" });
@@ -50,6 +49,8 @@ export class Details {
 
   _draw() {
     const adapter = this._adapter;
+    // What has the keyboard keeps it.
+    const focused = this._root.contains(document.activeElement) ? document.activeElement.dataset.action : null;
     say(this._title, title(adapter));
     const facts = [
       ["Task id", adapter.lora_task_id, true],
@@ -62,14 +63,12 @@ export class Details {
     this._facts.replaceChildren(...facts.filter(([, value]) => value).flatMap(([name, value, isLong]) => [
       el("dt", {}, name),
       el("dd", isLong ? { class: "mono" } : {}, value,
-        isLong && el("button", { type: "button", class: "plain copy", "aria-label": `Copy ${name.toLowerCase()}`, on: { click: () => copy(value) } }, "copy")),
+        isLong && el("button", { type: "button", class: "plain copy", data: { action: `copy ${name}` }, "aria-label": `Copy ${name.toLowerCase()}`, on: { click: () => copy(value) } }, "copy")),
     ]));
-    const buttons = [el("button", { type: "button", class: "primary", on: { click: () => this._ask(adapter) } }, "Ask it")];
+    const buttons = [el("button", { type: "button", class: "primary", data: { action: "ask" }, on: { click: () => this._ask(adapter) } }, "Ask it")];
     if (!this.isReadOnly) buttons.push(...this._operations(adapter));
-    // A pressed button keeps the keyboard.
-    const focused = this._actions.contains(document.activeElement) ? document.activeElement.dataset.action : null;
     this._actions.replaceChildren(...buttons);
-    if (focused) this._actions.querySelector(`[data-action="${focused}"]`)?.focus();
+    if (focused) this._root.querySelector(`[data-action="${focused}"]`)?.focus();
   }
 
   _operations(adapter) {
@@ -80,7 +79,7 @@ export class Details {
     const load = operation("Load into memory", "load", { which: which(adapter) });
     if (isRemote) return [load];
     const pin = adapter.is_pinned ? operation("Unpin", "unpin") : operation("Pin", "pin");
-    return [...(adapter.location === "DISK" && !adapter.tenant ? [load] : []), pin, this._unload(adapter)];
+    return [...(adapter.location === "DISK" && !adapter.tenant ? [load] : []), pin, ...this._unload(adapter)];
   }
 
   _named(adapter) {
@@ -89,20 +88,14 @@ export class Details {
 
   /** Asks twice: requests for the adapter fail from then on. */
   _unload(adapter) {
-    let isSure = false;
-    const press = (event) => {
-      const button = event.target;
-      if (isSure) return this._do(button, "Unload", "unload", this._named(adapter));
-      isSure = true;
-      button.classList.add("danger");
-      say(button, "Really unload?");
-      setTimeout(() => {
-        isSure = false;
-        button.classList.remove("danger");
-        say(button, "Unload");
-      }, SURE_MS);
+    const button = (label, action, kind, press) => el("button", { type: "button", class: kind, data: { action }, on: { click: press } }, label);
+    const sure = (isSure) => () => {
+      this._isSure = isSure;
+      this._draw();
     };
-    return el("button", { type: "button", data: { action: "unload" }, on: { click: press } }, "Unload");
+    if (!this._isSure) return [button("Unload", "unload", "", sure(true))];
+    const unload = (event) => this._do(event.target, "Unload", "unload", this._named(adapter));
+    return [button("Really unload?", "unload", "danger", unload), button("Keep it", "keep", "", sure(false))];
   }
 
   async _do(button, label, path, body) {

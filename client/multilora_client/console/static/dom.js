@@ -31,11 +31,18 @@ export function svg(tag, attributes = {}, ...children) {
   return element;
 }
 
-/** A message that goes away by itself; an error stays longer. */
+const NOTE_MS = 3500;
+const MAX_ERRORS = 4;
+
+/** A message. A note goes away by itself; an error stays until it is closed, or until MAX_ERRORS newer ones have come. */
 export function toast(text, kind = "note") {
-  const note = el("div", { class: `toast ${kind}` }, text);
-  byId("toasts").append(note);
-  setTimeout(() => note.remove(), kind === "error" ? 9000 : 3500);
+  const isError = kind === "error";
+  const close = () => message.remove();
+  const message = el("div", { class: `toast ${kind}` }, el("span", {}, text),
+    isError && el("button", { type: "button", class: "plain icon", "aria-label": "Close message", on: { click: close } }, "✕"));
+  byId("toasts").append(message);
+  if (!isError) setTimeout(close, NOTE_MS);
+  for (const old of [...byId("toasts").querySelectorAll(".error")].slice(0, -MAX_ERRORS)) old.remove();
 }
 
 /** A dialog of the page's own, gone from the document when it closes. build(close): its children. */

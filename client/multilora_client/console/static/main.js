@@ -38,13 +38,14 @@ function refreshSoon() {
 // --- polling -------------------------------------------------------------------------------------------------------
 
 async function poll() {
+  const key = api.keyNumber();
   try {
     if (!state.about) begin(await api.get("about"));
     takeLive(await api.get(`live?since=${state.lastEvent}`));
     await listIfNeeded();
     connected(true, "live");
   } catch (error) {
-    failed(error);
+    if (key === api.keyNumber()) failed(error);
   }
   setTimeout(poll, document.hidden ? 5 * POLL_MS : POLL_MS);
 }

@@ -1,5 +1,6 @@
 // The tiers as bars: a block an adapter, as wide as its bytes. Blocks grow, shrink and move as adapters come and go.
 
+import { identity } from "./adapters.js";
 import { el, hideTip, say, showTip } from "./dom.js";
 import { bytes, percent, plural, title } from "./format.js";
 
@@ -19,8 +20,6 @@ function shade(adapter) {
   for (let index = 0; index < text.length; index += 1) hash = (hash * 31 + text.charCodeAt(index)) >>> 0;
   return (hash % 997) / 997;
 }
-
-const identity = (adapter) => `${adapter.tenant}@${adapter.lora_task_id}`;
 
 export class Tiers {
   constructor(root, onPick) {
