@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -98,8 +100,10 @@ def test_installed_wheels_serve_adapters_without_the_clone_and_a_compiler(
     subprocess.run([*pip, "--no-deps", "nvidia-pytriton"], check=True)
     outside = tmp_path / "outside"
     outside.mkdir()
-    # No compiler, no clone, no kernels that were compiled before.
-    environment = {"PATH": str(programs), "HOME": str(outside)}
+    tools = tmp_path / "tools"  # no compiler among them; Triton's Python backend starts models by bash
+    tools.mkdir()
+    (tools / "bash").symlink_to(shutil.which("bash") or "bash")
+    environment = {"PATH": f"{programs}{os.pathsep}{tools}", "HOME": str(outside)}  # no kernels of before
     command = [programs / "multilora-serve", "--model", default_model_dir, "--http-port=0", "--grpc-port=0"]
     command += ["--metrics-port=0", "--log-verbose", "--set=kv_cache_memory_bytes=384MiB"]
     with serving(command, outside, environment) as (grpc, lines):
