@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Locator, Page, Route, expect
 from support.console import (
-    PATIENCE_MS,
     Pages,
     adapter_row,
     ask,
@@ -37,8 +36,6 @@ COLUMNS = (
     *("lora_task_id", "name", "tenant", "digest", "status", "location", "bytes", "ranks", "num_pins", "is_pinned"),
     *("last_used_s", "num_hits"),
 )
-
-expect.set_options(timeout=PATIENCE_MS)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from playwright.sync_api import Page, expect
-from support.console import PATIENCE_MS, Pages, chromium, started_console
+from support.console import Pages, chromium, started_console
 
 from multilora_client import Adapter, Client, load_adapter
 from multilora_wire.adapter_names import task_id_of_name
@@ -25,13 +25,10 @@ NAMES = (
     *("medical-notes", "translate-fr", "translate-ja", "tone-formal", "tone-casual", "extract-json", "unit-tests"),
     *("release-notes", "bees", "sea-shanties", "haiku", "recipes", "math-tutor", "bug-reports", "slogans"),
 )
-WATCH_MS = 60_000
 NUM_LOOKS = 12
 """The page's looks at the load before its picture is taken, so that its curves have a shape."""
 
 QUESTIONS = ("What do bees make?", "Who are you?", "Tell me about the sea.")
-
-expect.set_options(timeout=PATIENCE_MS)
 
 
 def upload_variants(client: Client) -> None:
@@ -99,8 +96,8 @@ def watch(page: Page) -> None:
     events = page.get_by_role("list", name="Events")
     page.locator(".space .row").nth(2).click()
     expect(page.get_by_role("img", name="Host tier")).to_have_attribute("aria-label", re.compile("evicted"))
-    expect(events).to_contain_text("evicted from host memory", timeout=WATCH_MS)
-    expect(events).to_contain_text("read from disk", timeout=WATCH_MS)
-    expect(page.locator(".busy .number").first).to_contain_text("tokens/s", timeout=WATCH_MS)
+    expect(events).to_contain_text("evicted from host memory")
+    expect(events).to_contain_text("read from disk")
+    expect(page.locator(".busy .number").first).to_contain_text("tokens/s")
     curve = page.locator(".tile", has_text="Output").locator("polyline")
-    expect(curve).to_have_attribute("points", re.compile(rf"^(\S+ ){{{NUM_LOOKS},}}"), timeout=WATCH_MS)
+    expect(curve).to_have_attribute("points", re.compile(rf"^(\S+ ){{{NUM_LOOKS},}}"))

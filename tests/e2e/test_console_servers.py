@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from playwright.sync_api import Browser, Page, expect
 from support.api_keys import write_keys
-from support.console import PATIENCE_MS, Pages, adapter_row, ask, chromium, column, started_console, upload
+from support.console import Pages, adapter_row, ask, chromium, column, started_console, upload
 
 from multilora_client import Adapter, Client
 from multilora_client.adapter import AdapterTensors
@@ -24,8 +24,6 @@ ENTRIES = (
 )
 ATTENTION_QUERY, HIDDEN_SIZE = 1, 32
 """The wire's number of a linear of the tiny model, and the width of its input and its output."""
-
-expect.set_options(timeout=PATIENCE_MS)
 
 
 @pytest.fixture(scope="module")

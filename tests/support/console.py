@@ -29,11 +29,13 @@ _FLAGS = (
     *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"),
     *("--disable-component-update", "--disable-sync"),
 )
-PATIENCE_MS = 30_000
+PATIENCE_MS = 120_000
 """How long an element may take to become the expected one, however busy the machine is; a right page takes one look."""
 
 _HTTP_ERROR = "Failed to load resource"
 """What a browser writes about every answer with an error's status."""
+
+expect.set_options(timeout=PATIENCE_MS)
 
 
 @contextmanager
@@ -79,6 +81,7 @@ class Pages:
         context = self.browser.new_context(**{"viewport": {"width": 1440, "height": 900}} | options)
         self._contexts.append(context)
         page = context.new_page()
+        page.set_default_timeout(PATIENCE_MS)
         page.on("pageerror", lambda error: self.problems.append(str(error)))
         page.on("console", self._hear)
         page.on("request", lambda request: self._see(request, urlsplit(url).netloc))
