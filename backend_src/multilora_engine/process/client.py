@@ -273,8 +273,7 @@ class EngineClient:
             case Outputs(outputs):
                 return outputs
             case BlockChanges(events):
-                if self._block_listener is not None:
-                    self._block_listener.on_events(events)
+                self._tell_of_blocks(lambda listener: listener.on_events(events))
             case Welcome(info):
                 if self._block_listener is not None:
                     self._connection.send(WatchBlocks(), None)
@@ -290,11 +289,18 @@ class EngineClient:
     def _reconnect(self) -> None:
         logger.error("the engine is gone, %d requests in flight are lost", len(self._calls))
         self._set_state(None, None)
-        if self._block_listener is not None:
-            self._block_listener.on_loss()
+        self._tell_of_blocks(lambda listener: listener.on_loss())
         self._fail_all(EngineUnavailable("the engine process died; it is being restarted, try again"))
         self._connection.close()
         self._connection = Connection(self._context, self._socket_path)
+
+    def _tell_of_blocks(self, tell: Callable[[BlockListener], None]) -> None:
+        """A block listener that raises, such as one whose router is gone, loses these events and no call."""
+        if self._block_listener is not None:
+            try:
+                tell(self._block_listener)
+            except Exception:
+                logger.exception("events of the prefix cache are lost")
 
     def _set_state(self, info: EngineInfo | None, refusal: str | None) -> None:
         with self._state:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -10,7 +11,9 @@ import pytest
 from support.adapters import TINY, wire_adapter
 from support.fake_engine import BUG, HOLD, INFO, FakeEngine, text_of
 from support.fronts import TIMEOUT_S, RecordingListener, generation_request
+from support.served_engine import served
 
+from multilora_engine.engine.block_events import BlockEvent, BlockRemoved
 from multilora_engine.engine_info import ClientPolicy
 from multilora_engine.errors import ConfigError, EngineUnavailable
 from multilora_engine.lora.format import pack_adapter
@@ -291,6 +294,35 @@ def test_a_listener_that_raises_once_still_hears_that_its_call_has_ended(
     client.close()
     assert broken.num_ends == 0
     assert broken.num_outputs_at_flush[-1] == len(broken.outputs)
+
+
+def test_a_block_listener_that_raises_loses_no_call(socket_path: Path) -> None:
+    class Router:
+        def __init__(self) -> None:
+            self.calls: list[str] = []
+
+        def on_events(self, events: list[BlockEvent]) -> None:
+            self.calls.append("events")
+            raise RuntimeError("the router is gone")
+
+        def on_loss(self) -> None:
+            self.calls.append("loss")
+            raise RuntimeError("the router is gone")
+
+    engine, router = FakeEngine(), Router()
+    with closing(EngineClient(socket_path, router)) as client:
+        with served(engine, socket_path):
+            client.wait_until_ready(TIMEOUT_S)
+            for request_id in ("watches", "hears", "hears again"):
+                listener = RecordingListener()
+                client.generate(listener, [generation_request(request_id, [1])])
+                assert listener.wait()[-1].finish_reason == "length"
+                if request_id != "hears again":
+                    engine.block_events.append(BlockRemoved(b"key"))
+            held = RecordingListener()
+            client.generate(held, [generation_request("held", [HOLD])])
+        assert held.wait()[-1].error_code == "UNAVAILABLE"
+    assert router.calls == ["events", "events", "loss"]
 
 
 def test_without_an_engine_requests_fail_at_once(socket_path: Path) -> None:
