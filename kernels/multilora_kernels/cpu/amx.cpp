@@ -32,7 +32,7 @@ constexpr int64_t kRowBytes = 64;
 constexpr int64_t kTileBytes = kTileRows * kRowBytes;
 constexpr int64_t kLanes = 16;
 constexpr int64_t kWidth = kPanelVectors * kLanes;
-// Steps from the request for a tile of weights to the step that uses it. Requests further ahead gain nothing.
+// Steps from the request for a tile of weights to the step that uses it. Earlier requests gain nothing.
 constexpr int64_t kFetchSteps = 1;
 
 struct alignas(kRowBytes) TileConfiguration {
@@ -74,7 +74,7 @@ class Tiles {
     }
     asm volatile("ldtilecfg %0" ::"m"(configuration));
   }
-  // The system would else save the tiles whenever it changes threads.
+  // Otherwise the system would save the tiles at each change of threads.
   ~Tiles() { asm volatile("tilerelease"); }
   Tiles(const Tiles&) = delete;
   Tiles& operator=(const Tiles&) = delete;

@@ -92,8 +92,8 @@ struct Pieces {
     }
   }
 
-  // Pieces end at multiples of kKeySplit, and have at least half as many keys where there are several. Where they end
-  // depends on nothing but the query's own keys.
+  // Pieces end at multiples of kKeySplit, and have at least half as many keys where there are several. Their ends depend on
+  // nothing but the query's own keys.
   static int64_t end_of_piece(int64_t first_key, int64_t context) {
     const int64_t end = (first_key + kKeySplit / 2 + kKeySplit - 1) / kKeySplit * kKeySplit;
     return context - end < kKeySplit / 2 ? context : end;
@@ -144,7 +144,7 @@ AttentionTask attention_task(const Batch& batch, const Piece& piece, const at::T
           block_table_of(batch, piece), batch.sequences.block_size, piece.first_key, piece.end_key, to, out.stride(0)};
 }
 
-// Where the keys of a piece begin.
+// The place of the first key of a piece.
 const void* first_key_of(const Batch& batch, const Piece& piece) {
   const int64_t block_size = batch.sequences.block_size, place = piece.first_key % block_size;
   const int64_t slot = block_table_of(batch, piece)[piece.first_key / block_size] * block_size + place;

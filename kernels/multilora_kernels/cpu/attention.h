@@ -1,14 +1,14 @@
 // Attention of several queries over the paged cache, written once over a vector type `Vec`, which avx512.cpp, avx2.cpp and
-// plain.cpp bring. decode.h has attention of a single query.
+// plain.cpp define. decode.h has attention of a single query.
 //
-// A task is one key-value head of one sequence with a block of its queries and a range of its keys. Every query has a lane
-// to itself: scores are [key, query] and outputs [element, query], so that both are products of the cache's rows, read where
-// they lie, with vectors of queries, and the softmax never looks across lanes. It is carried along from tile to tile of
-// keys (arXiv:2205.14135, algorithm 1). Tiles begin at multiples of kKeyTile, and every score, sum and output is one chain
-// of operations in the order of the keys: a query's result does not depend on the other queries.
+// A task is one key-value head of one sequence with a block of its queries and a range of its keys. Every query has a lane to
+// itself: scores are [key, query] and outputs [element, query], so that both are products of the cache's rows, read where they
+// lie, with vectors of queries, and the softmax never looks across lanes. It is carried from tile to tile of keys
+// (arXiv:2205.14135, algorithm 1). Tiles begin at multiples of kKeyTile, and every score, sum and output is one chain of
+// operations in the order of the keys: a query's result does not depend on the other queries.
 //
 // Pairs of bfloat16 (`kTakesPairs`): queries and weights are rounded, and a product takes two elements of a row, or two keys,
-// at a time. Weights are relative to a power of two, as in decode.h; two keys are always an even one and the one behind it.
+// at a time. Weights are relative to a power of two, as in decode.h; a pair of keys is an even key and the next one.
 #pragma once
 
 #include <algorithm>
@@ -29,8 +29,8 @@ namespace {
 // Vectors of queries in one product: with kLinearRows rows they fill the registers.
 constexpr int kQueryVectors = 3;
 
-// The cache lines of some rows, wanted soon. They are asked for one by one between products: all at once, they would fill
-// the queue of loads that a core waits for.
+// The cache lines of some rows that are read soon. They are requested one by one between products: all requests at once would
+// fill the queue of loads that a core waits for.
 template <class T>
 struct RowLines {
   const T* cache;
@@ -76,7 +76,7 @@ __attribute__((noinline)) void multiply_tile(const Element& element, const float
       }
     }
   };
-  // A line for every two products: as many float32 lines of rows as are wanted.
+  // One line for every two products: together all float32 lines of the rows.
   int64_t k = 0;
   for (; k + 4 <= depth; k += 4) {
     ahead.fetch_one();
@@ -113,7 +113,7 @@ void transpose(const float* from, int64_t rows, int64_t columns, float* to) {
 // The keys first + begin .. first + end - 1; first is a multiple of kKeyTile.
 struct KeyTile {
   int64_t first, begin, end;
-  int64_t slot_offsets[kKeyTile];  // of each key in the cache, in elements; a key outside of the tile has a neighbour's
+  int64_t slot_offsets[kKeyTile];  // of each key in the cache, in elements; a key outside of the tile has that of a neighbour
 };
 
 // Rows of keys or values: row j is base + offsets[j].
@@ -217,7 +217,7 @@ class Attention {
     }
   }
 
-  // The tile from a key on; behind the last key it is empty.
+  // The tile that begins at a key; behind the last key it is empty.
   KeyTile tile_from(int64_t first) const {
     KeyTile tile{first, std::max<int64_t>(task.first_key - first, 0), std::min(task.end_key - first, kKeyTile), {}};
     if (tile.end <= 0) {
@@ -298,7 +298,7 @@ class Attention {
     return {rows, row_offsets};
   }
 
-  // The rows of the keys begin .. end - 1 of a tile, as far as it has them.
+  // The rows of the keys begin .. end - 1 of a tile that are in the tile.
   RowLines<T> lines_of(const void* cache, const KeyTile& tile, int64_t begin, int64_t end) const {
     const int64_t num_keys = std::max<int64_t>(tile.end, 0);
     return {static_cast<const T*>(cache), tile.slot_offsets + std::min(begin, num_keys),
@@ -318,7 +318,7 @@ class Attention {
     }
   }
 
-  // The same of pairs, which are read where they lie.
+  // The same for pairs, which are read where they lie.
   template <int Vectors>
   void score_pairs(int64_t lane, const KeyTile& tile) const {
     for (int64_t j = tile.begin / kRows * kRows; j < tile.end; j += kRows) {
@@ -424,7 +424,7 @@ class Attention {
     }
   }
 
-  // As add_values, of pairs of keys.
+  // As add_values, for pairs of keys.
   template <int Vectors>
   void add_value_pairs(int64_t lane, const KeyTile& tile, const KeyTile& next) const {
     const int64_t first = tile.begin / 2, num_pairs = (tile.end + 1) / 2 - first;

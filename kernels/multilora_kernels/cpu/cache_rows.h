@@ -30,7 +30,7 @@ MULTILORA_INLINE int64_t row_bytes(int64_t head_dim) {
   return head_dim * int64_t(sizeof(T)) + (kIsCode<T> ? kRowScaleBytes : 0);
 }
 
-// The scale of a row, by which its codes count as vectors load them. It is not aligned where a head has an odd number of
+// The scale of a row: the factor of its codes as vectors load them. It is not aligned where a head has an odd number of
 // elements.
 template <class T>
 MULTILORA_INLINE float scale_of(const T* row, int64_t head_dim) {

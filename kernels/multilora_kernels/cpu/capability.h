@@ -10,8 +10,8 @@ namespace multilora {
 // The widest instruction set of this processor, or the narrower one that MULTILORA_CPU_CAPABILITY names.
 const Capability& capability();
 
-// The unit that multiplies weights of a storage type and of so many inputs by pairs, with float32 activations as they are;
-// null where vectors multiply them.
+// The unit that multiplies weights of a storage type and of so many inputs by pairs, with float32 activations as they are; null
+// where vectors multiply the weights.
 const PairUnit* pair_unit_for(c10::ScalarType dtype, int64_t in_features);
 
 // The unit for activations that are rounded to bfloat16; null where there is none.

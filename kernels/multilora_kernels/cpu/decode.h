@@ -1,13 +1,13 @@
 // Attention of a single query over the paged cache, written once over a vector type `Vec`.
 //
 // A task is all heads of one query with a range of its keys. Keys and values are used where they lie, from kPlaces places in
-// turn, and each comes from memory once: a decode step costs what its bytes cost. A score is as many chains as `Vec` has
-// lanes, added in a tree; the lanes' results go together for as many keys. A task's result depends on nothing else.
+// turn, and each comes from memory once: a decode step takes the time of its bytes. A score is a sum of one chain for each lane
+// of `Vec`, added in a tree, for as many keys at a time as there are lanes. A task's result depends on nothing else.
 //
 // Sums of scores and of values take codes as floats, exactly. Scales are factors of the score and of the weight.
 //
-// Pairs of bfloat16 (`kTakesPairs`): queries and weights are rounded. Rounding commutes with factors that are powers of two,
-// so weights are relative to such a power, whatever keys a task has, and are summed as they are multiplied.
+// Pairs of bfloat16 (`kTakesPairs`): queries and weights are rounded. Rounding commutes with factors that are powers of two, so
+// weights are relative to such a power for every range of keys, and are summed as they are multiplied.
 #pragma once
 
 #include <algorithm>
@@ -31,7 +31,7 @@ MULTILORA_INLINE void for_each_of(const Body& body, std::integer_sequence<int, I
   (body(std::integral_constant<int, I>{}), ...);
 }
 
-// Calls body(0), body(1) .. body(Count - 1), each with a constant: compilers do not unroll loops that long by themselves.
+// Calls body(0), body(1) .. body(Count - 1), each with a constant: compilers do not unroll such long loops by themselves.
 template <int Count, class Body>
 MULTILORA_INLINE void for_each_index(const Body& body) {
   for_each_of(body, std::make_integer_sequence<int, Count>{});
@@ -105,7 +105,7 @@ class Decode {
   float* const code_values;  // [kKeys, padded head_dim], of a head's keys
   BFloat16* const rounded_q;  // [queries, head_dim], of pairs, times the scale and log2(e)
   const int64_t slot_bytes;   // all heads of a key
-  const int64_t query_lines;  // lines of a slot for each query, at least so many that the slot is complete
+  const int64_t query_lines;  // lines of a slot for each query, together at least all lines of the slot
   // Elements from slot 0 to the slots of the keys, in the order in which they are used. The last key's slot is repeated
   // up to a multiple of kKeys.
   int64_t rows[kMaxDecodeKeys];
@@ -136,8 +136,8 @@ class Decode {
     }
   }
 
-  // Keys or values that are wanted soon, as many rows as are worked on at a time: their lines in the order in which they lie,
-  // because memory answers neighbours soonest.
+  // Keys or values that are read soon, one group of rows: their lines in the order in which they lie, because memory answers
+  // neighbours soonest.
   struct Ahead {
     const char* first;
     const int64_t *row, *end;  // elements from `first`
@@ -317,7 +317,7 @@ class Decode {
     task.sum[query] = Vec::sum(sum);
   }
 
-  // They lie in place of the scores.
+  // The weights take the place of the scores.
   MULTILORA_INLINE BFloat16* rounded_weights(int64_t query) const {
     return reinterpret_cast<BFloat16*>(scores + query * kScoreStride);
   }
@@ -373,7 +373,7 @@ class Decode {
     }
   }
 
-  // The same of pairs of keys. Lanes of out are in turn.
+  // The same for pairs of keys. Lanes of out are interleaved.
   template <int Queries>
   MULTILORA_INLINE void add_value_pairs(int64_t query, const T* values, int64_t key, Ahead& next) const {
     constexpr int kVectors = value_vectors<Vec>(Queries) / 2 * 2;

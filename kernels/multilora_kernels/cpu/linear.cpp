@@ -22,7 +22,7 @@ constexpr int64_t kPanelPieces = 32;
 // Rows of one piece of a prompt's product: few, so that threads end at nearly the same time, and so many that work with a
 // weight takes longer than its way from memory.
 constexpr int64_t kRowPiece = 64;
-// A matrix unit is so fast that weights must be used for more rows, unless threads have too few pieces then.
+// A matrix unit is so fast that weights must be used for more rows, unless threads would then have too few pieces.
 constexpr int64_t kMatrixRowPiece = 256, kLeastPieces = 4;
 static_assert(kRowPiece % kMatrixRows == 0);
 // Cost of taking an activation apart, in multiply-adds.

@@ -38,8 +38,8 @@ class PackedLinear {
   PackedLinear(const at::Tensor& x, const Panels& panels, int64_t out_features);
 
   const at::Tensor& x() const { return x_; }  // in a layout that the kernels read
-  const at::Tensor& y() const { return y_; }  // new, and not filled before the pieces are run
-  int64_t num_threads() const { return threads_; }  // as many as the product is worth
+  const at::Tensor& y() const { return y_; }  // new, and filled only when the pieces run
+  int64_t num_threads() const { return threads_; }  // the number that the product is worth
   int64_t num_pieces() const { return row_pieces_ * panel_pieces_; }
   void run(int64_t piece, const Bias& bias) const;
   int64_t num_panels() const { return num_panels_; }

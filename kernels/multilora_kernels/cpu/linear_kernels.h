@@ -1,4 +1,4 @@
-// The linear over packed weights, written once over a vector type `Vec` (avx512.cpp, avx2.cpp and plain.cpp bring one).
+// The linear over packed weights, written once over a vector type `Vec` (avx512.cpp, avx2.cpp and plain.cpp define one).
 //
 // A panel is kPanelVectors columns, each a vector of outputs, inputs first. A thread reads its panels from one end to the
 // other, the columns of each side by side: processors prefetch some lines ahead of every place at which memory is read, so
@@ -24,26 +24,26 @@ namespace {
 constexpr int64_t kMaxBlockDepth = 256;
 // Inputs between two requests for weights of the next block.
 constexpr int64_t kFetchDepth = 8;
-// Products of vectors with one cache line of weights that take about as long as the line takes to come. With fewer, the
-// processor's own prefetchers are the quickest, and requests of ours, of which a core has too few under way, only hinder
-// them; with more, they sleep between blocks.
+// Products of vectors with one cache line of weights that take about as long as the line takes to come. With fewer products,
+// the processor's own prefetchers are the quickest, and our requests, of which a core has few under way, only hinder them; with
+// more products, the prefetchers sleep between blocks.
 constexpr int64_t kLineProducts = 6;
-// Tiles of rows that convert weights of 16 bits each for themselves; of more, the first one keeps the converted ones for the
-// others.
+// The most tiles of rows that each convert weights of 16 bits for themselves; of more tiles, the first keeps the converted
+// weights for the others.
 constexpr int64_t kDirectTiles = 2;
-// Rows whose activations stay in the L2 cache while all panels of a thread pass by, and whose sums of one panel are kept
-// side by side until they are complete: rows of the outputs may be a multiple of 4096 bytes apart, and then those of a tile
-// would drive each other out of the caches.
+// Rows whose activations stay in the L2 cache while all panels of a thread pass by, and whose sums of one panel are kept side
+// by side until they are complete: rows of the outputs may be a multiple of 4096 bytes apart, and then the rows of a tile would
+// drive each other out of the caches.
 constexpr int64_t kRowBlock = 128;
 
-// Inputs of one block. Blocks are as even as they can be: each fetches as much of the next one as it has inputs.
+// Inputs of one block. Blocks are as even as possible: each fetches as many inputs of the next block as it has itself.
 constexpr int64_t block_depth(int64_t in_features) {
   const int64_t blocks = (in_features + kMaxBlockDepth - 1) / kMaxBlockDepth;
   const int64_t depth = (in_features + blocks - 1) / blocks;
   return (depth + kFetchDepth - 1) / kFetchDepth * kFetchDepth;
 }
 
-// The weights that a thread reads after a block of a panel: as many inputs of each column.
+// The weights that a thread reads after a block of a panel: the same number of inputs of each column.
 struct NextBlock {
   const char* first;
   int64_t column_bytes;
@@ -59,8 +59,8 @@ struct NextBlock {
   }
 };
 
-// How much of the next block the tiles that multiply `rows` rows with one block fetch, and how often. step_bytes: of a column's
-// weights of kFetchDepth inputs.
+// The part of the next block that the tiles fetch which multiply `rows` rows with one block, and the interval of fetches.
+// step_bytes: of a column's weights of kFetchDepth inputs.
 template <class Vec>
 NextBlock next_block(const void* first, int64_t column_bytes, int64_t step_bytes, int64_t rows) {
   const int64_t tiles = (rows + Vec::kLinearRows - 1) / Vec::kLinearRows;
@@ -86,7 +86,7 @@ MULTILORA_INLINE void for_constants(std::integer_sequence<int, I...>, const Body
   (body(std::integral_constant<int, I>{}), ...);
 }
 
-// One block of one panel, times some rows. Keeps: the weights as they were multiplied stay in `kept`.
+// One block of one panel, times some rows. Keeps: the weights stay in `kept` in the form in which they were multiplied.
 template <class Vec, class Weights, bool Keeps = false>
 struct LinearTile {
   using F = typename Vec::F;
@@ -152,7 +152,7 @@ struct LinearTile {
   }
 };
 
-// Calls tile.run<Rows>(first_row) as long as there are so many, then once for the rest.
+// Calls tile.run<Rows>(first_row) while at least Rows rows are left, then once for the rest.
 template <int Rows, class Tile>
 MULTILORA_INLINE void run_rest(int64_t first, int64_t count, const Tile& tile) {
   if constexpr (Rows > 0) {
@@ -202,7 +202,7 @@ void linear_block(const LinearTask& task, int64_t first_row, int64_t rows, int64
   run_all_rows<Vec>(all, 0, rows);
 }
 
-// The complete sums of a panel to where its outputs belong.
+// Writes the complete sums of a panel to the places of its outputs.
 template <class Vec>
 void write_outputs(const LinearTask& task, int64_t first_row, int64_t rows, int64_t panel, const float* sums) {
   constexpr int64_t kWidth = kPanelVectors * Vec::kWidth;

@@ -1,4 +1,4 @@
-// LoRA shrink and expand, written once over a vector type `Vec` (avx512.cpp, avx2.cpp and plain.cpp each bring one).
+// LoRA shrink and expand, written once over a vector type `Vec` (avx512.cpp, avx2.cpp and plain.cpp each define one).
 //
 // Every output is one chain of fused multiply-adds whose order depends only on the hidden size or the rank: not on the
 // other rows of the batch, nor on how many rows a tile holds, nor on the thread. That makes results bitwise repeatable.
@@ -18,15 +18,15 @@
 namespace multilora {
 namespace {
 
-// Adapters come from memory once per step, in pieces too short for the hardware's prefetchers: every kernel asks for
-// weights itself, so many bytes before it reads them. Memory answers in a hundred to two hundred nanoseconds.
+// Adapters come from memory once per step, in pieces too short for the hardware's prefetchers: every kernel requests weights
+// itself, this number of bytes before it reads them. Memory answers in a hundred to two hundred nanoseconds.
 constexpr int64_t kCacheLine = 64;
 constexpr int64_t kAheadBytes = 12288;
 
 // Into the L2 cache: the L1 cache waits for too few lines at a time to keep memory busy.
 inline void fetch_line(const void* line) { __builtin_prefetch(line, 0, 2); }
 
-// The order in which a thread reads memory: some weights up to `end`, then `next`, of which about as much is wanted.
+// The order in which a thread reads memory: some weights up to `end`, then about as many bytes from `next` on.
 struct ReadingOrder {
   const char *end, *next;
   int64_t ahead;  // bytes
@@ -35,7 +35,7 @@ struct ReadingOrder {
       : end(static_cast<const char*>(end)), next(static_cast<const char*>(next)),
         ahead(std::min(kAheadBytes, this->end - static_cast<const char*>(begin))) {}
 
-  // The memory that is read soon after `place`, at least so many bytes.
+  // Requests the memory that is read soon after `place`, at least `bytes` bytes.
   inline const char* after(const void* place, int64_t bytes) const {
     const char* soon = static_cast<const char*>(place) + std::max(ahead, bytes);
     return soon < end ? soon : next + (soon - end);
@@ -115,7 +115,7 @@ struct ShrinkTile {
   }
 };
 
-// As many tiles of so many ranks as there are; returns the first rank that is left.
+// All full tiles of Ranks ranks; returns the first rank that is left.
 template <class Vec, class T, int Ranks>
 int64_t shrink_ranks(const ShrinkTask& task, int64_t rank_begin, int64_t rank_end, const ReadingOrder& order) {
   int64_t j = rank_begin;
@@ -152,7 +152,7 @@ struct ExpandTile {
   int64_t output;
   int lanes;
   F* sums;
-  const char* ahead;  // as many bytes as the weights of this tile, wanted soon
+  const char* ahead;  // memory that is read soon, as many bytes as this tile's weights
 
   inline int64_t rank() const { return kRank ? kRank : task.rank; }
 
@@ -178,7 +178,7 @@ struct ExpandTile {
     }
   }
 
-  // The only row of a task: every adapter's own, mostly. As `Accumulate`, without a way through memory.
+  // A task with one row, the usual case: each row has an adapter of its own. As `Accumulate`, but sums stay in registers.
   MULTILORA_INLINE void run_single() const {
     const float* v = v_row(0);
     F sum = Vec::zero(), columns[kColumns];

@@ -1,5 +1,5 @@
-// cpu_quantize_lora_a and cpu_quantize_lora_b: adapters of floats become codes, bit for bit as adapter_quantization.py has
-// them. One thread computes them: they run beside the steps that serve.
+// cpu_quantize_lora_a and cpu_quantize_lora_b: turn adapters of floats into the same codes, bit for bit, as
+// adapter_quantization.py. One thread computes them: they run beside the steps that serve.
 #include <ATen/ops/empty.h>
 #include <c10/util/BFloat16.h>
 #include <torch/library.h>

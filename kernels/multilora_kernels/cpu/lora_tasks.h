@@ -101,7 +101,7 @@ struct Weights {
 
   static int bits_of(c10::ScalarType dtype) { return dtype == c10::kChar ? 8 : dtype == c10::kByte ? 4 : 0; }
 
-  // The `bytes` from an element on.
+  // The `bytes` bytes from an element on.
   const char* at(int64_t offset, int64_t bytes) const {
     const int64_t end = offset + bytes / places.element_size;
     TORCH_CHECK(offset >= 0 && end <= numel, "weights at ", offset, " .. ", end, " lie outside the arena of ", numel,
@@ -145,7 +145,7 @@ struct Shrink {
     return {block.rows, x, x_stride, stored + weights.places.a_header(r), in_features, v.data + slice * v.slice_stride,
             v.row_stride, reinterpret_cast<const float*>(stored)};
   }
-  // Where a rank of the task's A lies.
+  // The place of a rank of the task's A.
   const void* rank_of(const ShrinkTask& task, int64_t rank) const {
     return static_cast<const char*>(task.a) + rank * weights.places.a_row(in_features);
   }
@@ -164,14 +164,14 @@ struct Expand {
       : v(v), y(rows.mutable_data_ptr<float>()), y_stride(rows.stride(0)), b_offset(tables.b_offset, first_slice),
         magnitude_offset(tables.magnitude_offset, first_slice), weights(tables.arena) {}
 
-  // `v_slice`: whose part of v it reads; `first_output`: where the slice starts in y.
+  // `v_slice`: the slice whose part of v it reads; `first_output`: the start of the slice in y.
   ExpandTask task(const Block& block, int64_t slice, int64_t v_slice, int64_t r, int64_t first_output, int64_t size) const {
     const int64_t m = magnitude_offset.at(block.lora_index, slice);
     return {block.rows, v.data + v_slice * v.slice_stride, v.row_stride,
             weights.at(b_offset.at(block.lora_index, slice), weights.places.b_size(size, r)),
             m < 0 ? nullptr : weights.at(m, weights.places.magnitude_size(size)), r, y + first_output, y_stride};
   }
-  // Where an output of the task's B lies.
+  // The place of an output of the task's B.
   const void* output_of(const ExpandTask& task, int64_t output) const {
     return static_cast<const char*>(task.b) + weights.places.b_output(output, task.rank);
   }

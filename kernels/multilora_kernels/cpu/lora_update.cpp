@@ -1,9 +1,9 @@
 // The operators multilora::lora_apply and lora_linear for CPU tensors (schemas: operators.py): both halves of an update,
 // and before them the base linear where its weights are packed, in one parallel region.
 //
-// Threads compute the base linear, then ranks, and when all of that is there, the update of the outputs. Each has
-// adapters of its own, whose weights it reads from one end to the other, until it helps those that are behind. Pieces are
-// independent: which thread takes which changes no result.
+// Threads compute the base linear, then ranks, and after all of these the update of the outputs. Each thread has adapters of
+// its own, whose weights it reads from one end to the other, until it helps the slower threads. Pieces are independent: which
+// thread takes which changes no result.
 #include <ATen/core/Tensor.h>
 #include <torch/library.h>
 
@@ -25,8 +25,8 @@ namespace {
 // Least pieces of an update for each thread: of fewer, adapters of different ranks would make uneven shares.
 constexpr int64_t kUpdatePieces = 4;
 
-// Tasks of one thread, in the order in which it reads their weights: a kernel asks for those that come next, so that a task
-// runs as soon as the next one is known.
+// Tasks of one thread, in the order in which it reads their weights: a kernel requests the next task's weights, so that a task
+// runs once the next one is known.
 template <class Task>
 class Reading {
  public:
@@ -57,12 +57,13 @@ class Reading {
   const void* weights_ = nullptr;
 };
 
-// Pieces that everybody waits for.
+// Pieces for which all threads wait.
 class Awaited {
  public:
   explicit Awaited(int64_t pieces) : left_(pieces) {}
 
-  // Calls work(claimed), which counts the pieces that it begins. They are over when it is, even if it fails.
+  // Calls work(claimed), which counts the pieces that it begins. These pieces are over when `work` returns, even by an
+  // exception.
   template <class Work>
   void run(const Work& work) {
     struct Running {
@@ -72,7 +73,7 @@ class Awaited {
     } running{left_};
     work(running.claimed);
   }
-  // For a thread that found no piece left to claim: the pieces that are not over are with threads that run them.
+  // For a thread that found no piece left to claim: other threads run the pieces that are not over.
   void wait() const {
     for (Waiting waiting; left_.load(std::memory_order_acquire) > 0;) {
       waiting.pause();
@@ -141,7 +142,7 @@ class Update {
     reading.finish(nullptr);
   }
 
-  // For few rows, whose time is that of reading adapters.
+  // For few rows, which take the time of reading their adapters.
   void run_by_adapters() const {
     const int64_t pieces = num_pieces(), linear_pieces = base_ ? base_->num_pieces() : 0;
     Ranges linear(linear_pieces, threads_), shrinks(pieces, threads_), expands(pieces, threads_);
@@ -177,7 +178,7 @@ class Update {
     const Block& block;
     int64_t slice, rank, part, parts;
 
-    // Of so many ranks or outputs, in whole units.
+    // Parts of this number of ranks or outputs, in whole units.
     int64_t begin(int64_t size, int64_t unit) const { return bound(size, unit, part); }
     int64_t end(int64_t size, int64_t unit) const { return bound(size, unit, part + 1); }
 
@@ -205,7 +206,7 @@ class Update {
     return std::clamp<int64_t>(cost / kThreadCost, base_ ? base_->num_threads() : 1, Team::available());
   }
 
-  // The rows of the tables where these pieces are described: they were last read for the linear before.
+  // The rows of the tables that describe these pieces: they were last read for the linear before.
   void fetch_tables(int64_t first, int64_t end) const {
     const int64_t pieces_of_block = slice_sizes_.size() * parts_;
     for (int64_t i = first; i < end; i += pieces_of_block) {
@@ -248,12 +249,12 @@ class Update {
     return output;
   }
 
-  // Where a thread that has this piece first reads its first B, null if there is none.
+  // The first B that a thread reads if this piece is its first, null if there is none.
   const void* b_of(int64_t i) const {
     const Piece p = piece(i);
     return p.rank > 0 ? expand_task(p).b : nullptr;
   }
-  // The same of the A behind these slices: a step goes through the columns of the tables in their order.
+  // The same for the A behind these slices: a step goes through the columns of the tables in their order.
   const void* a_behind(int64_t i) const { return shrink_.weights_at(piece(i).block, slice_sizes_.size()); }
 
   const LoraKernels kernels_;

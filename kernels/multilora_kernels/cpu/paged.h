@@ -1,4 +1,5 @@
-// Attention over the paged cache with all that comes before it, which Python also calls without the dispatcher (python.cpp).
+// Attention over the paged cache, with rotation and storage before it. Python also calls it without the dispatcher
+// (python.cpp).
 #pragma once
 
 #include <ATen/core/Tensor.h>

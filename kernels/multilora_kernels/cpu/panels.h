@@ -10,7 +10,7 @@
 
 namespace multilora {
 
-// How codes become weights. zeros: null for zeros only.
+// The factors that turn codes into weights. zeros: null if all are zero.
 struct Scaling {
   const at::Tensor& scales;
   const at::Tensor* zeros;
@@ -26,7 +26,7 @@ struct Panels {
   int64_t in_features() const { return scaling ? scaling->in_features : data.size(2) * (is_paired() ? 2 : 1); }
 };
 
-// Refuse panels that do not hold so many outputs in the layout of this machine.
+// Refuse panels that do not hold this number of outputs in the layout of this machine.
 void check_panels(const Panels& panels, int64_t out_features);
 
 void check_codes(const Panels& panels);  // the part of check_panels that is for codes

@@ -5,8 +5,8 @@
 // turn codes into weights in registers. For other rows they leave a block of weights in the caches, which is multiplied from
 // there.
 //
-// That costs one product a weight, the one by its scale. All else leaves the units of products free (Zen 4: shifts, shuffles
-// and conversions do, rotations do not).
+// That costs one product a weight, by its scale. All other work leaves the units of products free (Zen 4: shifts, shuffles and
+// conversions do, rotations do not).
 #pragma once
 
 #include <algorithm>

@@ -1,8 +1,8 @@
 // The choice of a token for each row of logits, written once over a vector type `Vec`.
 //
-// Tokens have weights, as sampling.py defines them, and an order: the heavier first, of equal ones that with the smaller id.
-// top_k, top_p and min_p leave the first tokens up to some place, the cut. No row is sorted to find it: halving the range of
-// weights that it lies in leaves a few tokens, and only these are put in order.
+// Tokens have weights, as sampling.py defines them, and an order: the heavier token first, of equally heavy ones the token with
+// the smaller id. top_k, top_p and min_p leave the first tokens up to some place, the cut. No row is sorted to find it: halving
+// the range of weights that it lies in leaves a few tokens, and only these are put in order.
 //
 // Weights are multiples of kWeightUnit, and sums of them are exact: they do not depend on the order of addition, and so not
 // on the width of a vector. Every implementation of sampling.py's definition gives the same token.
@@ -42,7 +42,7 @@ class SampledRow {
  private:
   using F = typename Vec::F;
 
-  // Some tokens: how heavy they are together, in units, and how many.
+  // Some tokens: the sum of their weights, in units, and their number.
   struct Tokens {
     int64_t weight = 0;
     int64_t count = 0;
@@ -54,11 +54,11 @@ class SampledRow {
     int64_t token;
 
     bool leaves(float w, int64_t t) const { return w > weight || (w == weight && t <= token); }
-    // Of two, the one that leaves less.
+    // Of two cuts, the one that leaves fewer tokens.
     static Cut earlier(const Cut& a, const Cut& b) { return a.leaves(b.weight, b.token) ? b : a; }
   };
 
-  // Tokens that are put in order, unless more have one and the same weight.
+  // The most tokens that are put in order, unless more have the same weight.
   static constexpr int64_t kMostOrdered = 128;
   // Four powers of two, as bits of a weight.
   static constexpr uint32_t kFirstStep = 4 << 23;
@@ -87,7 +87,7 @@ class SampledRow {
     const F minus_largest = Vec::broadcast(-largest), factor = Vec::broadcast(float(1 / parameters_.temperature));
     const F rounded = Vec::broadcast(kRounded), to_unit = Vec::broadcast(kRoundToUnit);
     for_each_vector<Vec>(vocab_, [&](int64_t i, auto part) {
-      // In this order the smaller of two is a number even where a logit is NaN, lest sums are none.
+      // In this order of arguments the minimum is a number even if a logit is NaN, so that sums are numbers.
       const F below = Vec::min(Vec::add(part.load(logits_ + i), minus_largest), Vec::zero());
       const F weight = exponential<Vec>(Vec::mul(below, factor));
       const F large = Vec::zero_where_less(weight, rounded, weight);
@@ -97,7 +97,7 @@ class SampledRow {
     std::fill(weights_ + vocab_, weights_ + padded_, 0.0f);
   }
 
-  // The tokens of a block that are at least so heavy, a positive weight.
+  // The tokens of a block that are at least as heavy as a positive weight.
   Tokens block_from(int64_t block, float weight) const {
     // A lane adds multiples of 2^-17 up to 1, and multiples of kWeightUnit up to 2^-18, each exactly.
     static_assert(kVocabBlock / Vec::kWidth <= 128);
@@ -157,11 +157,11 @@ class SampledRow {
     int64_t weight;  // of all tokens up to it
   };
 
-  // The first place up to which there are enough tokens. All of them are enough.
+  // The first place up to which there are enough tokens. All tokens are enough.
   template <class IsEnough>
   Place first_place(const Tokens& all, const IsEnough& is_enough) const {
-    // Weights are positive, so that their bits are in the same order. Those from `low` on are enough, those from `high` on
-    // are not.
+    // Weights are positive, so that their bits are in the same order. The tokens from `low` on are enough, the tokens from
+    // `high` on are not.
     uint32_t low = std::bit_cast<uint32_t>(kWeightUnit), high = std::bit_cast<uint32_t>(1.0f) + 1;
     Tokens from_low = all, from_high;
     // Few tokens have most of the weight, mostly: first down from the heaviest, by twice as many powers of two each time.
@@ -182,7 +182,7 @@ class SampledRow {
     return in_order(std::bit_cast<float>(low), std::bit_cast<float>(high), from_high, is_enough);
   }
 
-  // The same among the tokens of the weights [low, high), where those from `high` on are `tokens`.
+  // The same among the tokens of the weights [low, high); `tokens` are the tokens from `high` on.
   template <class IsEnough>
   Place in_order(float low, float high, Tokens tokens, const IsEnough& is_enough) const {
     std::vector<Cut> candidates;

@@ -1,5 +1,5 @@
-// Compiles everything after MULTILORA_TARGET("avx2,...") for that instruction set. Standard headers must come before
-// it: an inline function of theirs compiled for AVX-512 could be the copy that the linker keeps for everyone.
+// Compiles everything after MULTILORA_TARGET("avx2,...") for that instruction set. Standard headers must come before it: an
+// inline function of theirs compiled for AVX-512 could be the copy that the linker keeps for all files.
 #pragma once
 
 #define MULTILORA_PRAGMA(text) _Pragma(#text)

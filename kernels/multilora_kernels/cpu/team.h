@@ -1,8 +1,8 @@
 // Threads that stay together through many short pieces of parallel work.
 //
 // A region of at::parallel_for begins and ends with all of its threads: where regions are microseconds apart that is much of
-// their cost, and a thread that the system has put aside holds up everybody, even if others have done its work. The threads
-// of a team wait for jobs that their leader shares out, and a job is over as soon as no thread is at it.
+// their cost, and a thread that the system has put aside holds up all others, even if they have done its work. The threads of a
+// team wait for jobs that their leader shares out, and a job is over as soon as no thread is at it.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -16,10 +16,10 @@
 
 namespace multilora {
 
-// A thread that looks for something again and again.
+// A thread that checks a condition again and again.
 class Waiting {
  public:
-  // Between two looks: first as long as the processor says, later as long as other work has this core.
+  // Waits between two checks: first as long as the processor says, later as long as other work has this core.
   void pause() {
     if (++looks_ > kLooks) {
       return std::this_thread::yield();
@@ -32,8 +32,8 @@ class Waiting {
   }
 
  private:
-  // Some ten microseconds, longer than a leader's work between two jobs. Behind that a thread that we wait for was put
-  // aside; beside other processes, steps that slept until it was back took 9 and 15 % longer than those that yield.
+  // Some ten microseconds, longer than a leader's work between two jobs. After that time the other thread has been put aside;
+  // beside other processes, steps that slept until it was back took 9 and 15 % longer than steps that yield.
   static constexpr int64_t kLooks = 1000;
 
   int64_t looks_ = 0;
@@ -77,8 +77,8 @@ class Team {
  private:
   explicit Team(int64_t size) : size_(size) {}
 
-  // All that threads have to know of a job to join it, in one word: its number, for how many threads it is, whether it still
-  // can be joined, and how many others are at it.
+  // The state by which threads join a job, in one word: its number, the threads that it is for, whether it can still be joined,
+  // and the number of other threads at it.
   static constexpr uint64_t kIsOpen = 1 << 16;
   static uint64_t opened(uint64_t number, uint64_t shares) { return number << 32 | shares << 17 | kIsOpen; }
   static uint64_t number_of(uint64_t state) { return state >> 32; }
@@ -136,7 +136,7 @@ class Team {
     job_ = &job;
     state_.store(opened(++num_jobs_, shares), std::memory_order_release);
     {
-      led_ = nullptr;  // a job has none of its own
+      led_ = nullptr;  // a job leads no team
       const Running running{*this};
       job(0);
     }

@@ -32,9 +32,9 @@ class Turns {
   std::atomic<int64_t> next_{0};
 };
 
-// The numbers 0 .. count - 1, each given once: to every thread a range of them, in their order, as long as it has any, and
-// then the last ones of others. So a thread reads memory from one end to the other, and nobody waits for a slow one. Where
-// there are fewer threads than was thought, those there are do everything.
+// The numbers 0 .. count - 1, each given once: to every thread a range of them, in their order, as long as it has any, and then
+// the last ones of others. So a thread reads memory from one end to the other, and no thread waits for a slow one. If there are
+// fewer threads than expected, they do all pieces.
 class Ranges {
  public:
   Ranges(int64_t count, int64_t threads) : ranges_(threads) {

@@ -8,7 +8,7 @@
 namespace multilora {
 namespace {
 
-// How a whole vector is read and written, and how one of which only the first n lanes exist.
+// Reads and writes a whole vector, and a vector of which only the first n lanes exist.
 template <class Vec>
 struct Whole {
   template <class T>

@@ -49,13 +49,13 @@ struct ExpandTask {
 // Vectors of outputs in one panel of packed weights.
 constexpr int kPanelVectors = 3;
 
-// A matrix unit takes so many inputs at a time, of so many rows. Rows of x are split by as many.
+// A matrix unit takes kMatrixInputs inputs of kMatrixRows rows at a time. Rows of x are split in the same way.
 constexpr int64_t kMatrixInputs = 32;
 constexpr int64_t kMatrixRows = 32;
 
 enum class ScaleType { float32, bfloat16, float16 };
 
-// How codes become weights: w[n, k] = scales[n, k / group_size] * (code[n, k] - zeros[n, k / group_size]).
+// The weights of codes: w[n, k] = scales[n, k / group_size] * (code[n, k] - zeros[n, k / group_size]).
 struct GroupScaling {
   const void* scales;  // of `type`, [panels, kPanelVectors, groups, outputs of a vector]
   ScaleType type;
@@ -91,9 +91,9 @@ struct SplitTask {
   void* parts;
 };
 
-// Keys that are worked on at a time.
+// Keys of one tile.
 constexpr int64_t kKeyTile = 64;
-// Elements of a head, and queries that are worked on together, are padded to a multiple of it.
+// Elements of a head, and the queries of one task, are padded to a multiple of it.
 constexpr int64_t kDimUnit = 16;
 
 constexpr int64_t padded_head_dim(int64_t head_dim) { return (head_dim + kDimUnit - 1) / kDimUnit * kDimUnit; }
@@ -115,7 +115,7 @@ struct AttentionTask {
   float softcap;            // scores are softcap * tanh(scores / softcap) before the softmax; as they are if 0
   const float* sinks;       // [group], scores of no key that the softmax's denominators have besides, or null
   int64_t first_position;   // of the first token; a token sees the keys up to its own position,
-  int64_t window;           // and of those only so many newest, all if 0
+  int64_t window;           // and of these keys only the newest `window`, all if 0
   const void *keys, *values;  // of the head, slot to slot slot_stride
   int64_t slot_stride;
   const int64_t* block_table;
@@ -180,14 +180,14 @@ struct RotationTask {
   float* out;
 };
 
-// How a token is chosen, as in sampling.py. uniform: in [0, 1).
+// The parameters of a token's choice, as in sampling.py. uniform: in [0, 1).
 struct SamplingParameters {
   double temperature;
   int64_t top_k;  // all if 0
   double top_p, min_p, uniform;
 };
 
-// Tokens that are looked at or left out together.
+// Tokens that are read or skipped together.
 constexpr int64_t kVocabBlock = 1024;
 
 constexpr int64_t padded_vocab(int64_t vocab) { return (vocab + kVocabBlock - 1) / kVocabBlock * kVocabBlock; }
