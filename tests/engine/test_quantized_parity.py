@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import itertools
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,15 @@ import pytest
 import torch
 from support.compressed_checkpoints import save_compressed
 from support.engines import run_all
-from support.gptq_awq import awq_tensors, gptq_config, gptq_tensors, in_layers, quantized, save_linears
+from support.gptq_awq import (
+    awq_tensors,
+    fp8_tensors,
+    gptq_config,
+    gptq_tensors,
+    in_layers,
+    quantized,
+    save_linears,
+)
 from support.oracle import Oracle
 from support.parity import (
     TINY,
@@ -25,6 +36,16 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from multilora_engine.request import GenerationRequest
 
+NUM_PROMPTS = 24
+Save = Callable[[LlamaForCausalLM, Path], None]
+"""Writes a model quantised; its weights are those of the codes, as floats, afterwards."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    save: Save
+    shape: dict[str, Any]
+
 
 def integers(num_bits: int, symmetric: bool, group_size: int = 0, **more: Any) -> dict[str, Any]:
     """`weights` of a scheme; without a group size a scale an output."""
@@ -32,77 +53,190 @@ def integers(num_bits: int, symmetric: bool, group_size: int = 0, **more: Any) -
     return {"num_bits": num_bits, "type": "int", "symmetric": symmetric, **grouped, **more}
 
 
+def fp8(strategy: str, **more: Any) -> dict[str, Any]:
+    return {"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy, **more}
+
+
 def scheme(weights: dict[str, Any], *targets: str, **more: Any) -> dict[str, Any]:
     return {"targets": targets or ["Linear"], "weights": weights, **more}
 
 
-FP8_BLOCKS = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "block", "block_structure": [16, 8]}
-FP8_PER_TOKEN = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
-COMPRESSED: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "w4a16 in groups": ({"g": scheme(integers(4, True, 8))}, ["lm_head"]),
-    "w3a16 with zero points": ({"g": scheme(integers(3, False))}, ["lm_head"]),
-    "head and embeddings too": ({"g": scheme(integers(8, False, 4), "Linear", "Embedding")}, []),
-    "blocks of FP8": ({"g": scheme(FP8_BLOCKS, input_activations=FP8_PER_TOKEN)}, ["lm_head"]),
-    "q, k, v in different ways": (
-        {
-            "a": scheme(integers(4, True, 8), "re:.*q_proj", "re:.*mlp.*"),
-            "b": scheme(integers(6, False, 12), "model.layers.1.self_attn.v_proj", "re:.*o_proj$"),
-        },
-        ["re:.*layers.2.*up_proj"],
+def compressed(
+    shape: dict[str, Any], *schemes: dict[str, Any], ignore: Collection[str] = ("lm_head",), **options: Any
+) -> Checkpoint:
+    """As compressed-tensors writes it."""
+    groups = {f"group_{i}": one for i, one in enumerate(schemes)}
+    return Checkpoint(lambda model, path: save_compressed(model, path, groups, ignore=[*ignore], **options), shape)
+
+
+def packed_by_hand(shape: dict[str, Any], config: dict[str, Any], store: Any) -> Checkpoint:
+    """By the packers of the tests."""
+
+    def save(model: LlamaForCausalLM, path: Path) -> None:
+        path.mkdir()
+        save_linears(path, model, config, store)
+
+    return Checkpoint(save, shape)
+
+
+def gptq(
+    shape: dict[str, Any],
+    bits: int,
+    group_size: int,
+    *,
+    symmetric: bool = False,
+    version: int = 1,
+    order_seed: Callable[[str, torch.Tensor], int] | None = None,
+) -> Checkpoint:
+    """order_seed: of the random order in which a linear's inputs fall into groups; None: as they lie."""
+    config = gptq_config(
+        bits,
+        group_size,
+        sym=symmetric,
+        desc_act=order_seed is not None,
+        checkpoint_format="gptq" if version == 1 else "gptq_v2",
+    )
+
+    def codes(name: str, weight: torch.Tensor) -> Any:
+        seed = 0 if order_seed is None else order_seed(name, weight)
+        return quantized(weight, bits, group_size, symmetric=symmetric, act_order=order_seed is not None, seed=seed)
+
+    return packed_by_hand(shape, config, in_layers(codes, partial(gptq_tensors, version=version)))
+
+
+def awq(shape: dict[str, Any], group_size: int, symmetric: bool) -> Checkpoint:
+    config = {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": group_size,
+        "zero_point": not symmetric,
+        "version": "gemm",
+    }
+
+    def pack(codes: Any) -> dict[str, torch.Tensor]:
+        tensors = awq_tensors(codes)
+        if symmetric:
+            del tensors["qzeros"]
+        return tensors
+
+    return packed_by_hand(shape, config, in_layers(lambda _, w: quantized(w, 4, group_size, symmetric=symmetric), pack))
+
+
+def fine_grained_fp8(shape: dict[str, Any], block: list[int] | None) -> Checkpoint:
+    """block: outputs and inputs that share a scale; None: all of a weight."""
+    config = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": block}
+    return packed_by_hand(shape, config, lambda name, w: None if name == "lm_head" else fp8_tensors(w, block))
+
+
+FP8_PER_TOKEN = fp8("token", dynamic=True)
+SEVERAL: dict[str, Checkpoint] = {
+    "w4a16 in groups": compressed(TINY, scheme(integers(4, True, 8))),
+    "w3a16 with zero points": compressed(TINY, scheme(integers(3, False))),
+    "head and embeddings too": compressed(TINY, scheme(integers(8, False, 4), "Linear", "Embedding"), ignore=()),
+    "blocks of FP8": compressed(TINY, scheme(fp8("block", block_structure=[16, 8]), input_activations=FP8_PER_TOKEN)),
+    "q, k, v in different ways": compressed(
+        TINY,
+        scheme(integers(4, True, 8), "re:.*q_proj", "re:.*mlp.*"),
+        scheme(integers(6, False, 12), "model.layers.1.self_attn.v_proj", "re:.*o_proj$"),
+        ignore=["re:.*layers.2.*up_proj"],
     ),
+    "GPTQ with inputs grouped by activations, the same groups for q, k and v": gptq(
+        TINY | {"head_dim": 8}, 4, 8, order_seed=lambda _, w: w.shape[1]
+    ),
+    "GPTQ with inputs grouped by activations, other groups for each linear": gptq(
+        TINY | {"head_dim": 8}, 4, 8, order_seed=lambda name, _: len(name)
+    ),
+    "AWQ": awq(TINY | {"head_dim": 8}, 8, symmetric=False),
 }
-
-
-def default_and_long(cases: Iterable[str], default: Collection[str]) -> list[Any]:
-    long = pytest.mark.long(reason="seconds a checkpoint; loading is tested for each format")
-    return [pytest.param(name, marks=[] if name in default else long) for name in cases]
-
-
-@pytest.mark.parametrize("name", default_and_long(COMPRESSED, ["q, k, v in different ways"]))
-def test_compressed_tensors(name: str, tmp_path: Path, default_model_dir: Path) -> None:
-    groups, ignore = COMPRESSED[name]
-    torch.manual_seed(7)
-    model = LlamaForCausalLM(LlamaConfig(**TINY))
-    save_compressed(model, tmp_path / "checkpoint", groups, ignore=ignore)
-    assert_served_as_peft_does(model, tmp_path, default_model_dir)
-
-
-GPTQ = gptq_config(4, 8, desc_act=True)
-AWQ = {"quant_method": "awq", "bits": 4, "group_size": 8, "zero_point": True, "version": "gemm"}
-PACKED = {
-    "GPTQ with inputs grouped by activations, the same groups for q, k and v": (
-        GPTQ,
-        lambda name, w: quantized(w, 4, 8, act_order=True, seed=w.shape[1]),
-        gptq_tensors,
-    ),
-    "GPTQ with inputs grouped by activations, other groups for each linear": (
-        GPTQ,
-        lambda name, w: quantized(w, 4, 8, act_order=True, seed=len(name)),
-        gptq_tensors,
-    ),
-    "AWQ": (AWQ, lambda name, w: quantized(w, 4, 8), awq_tensors),
+EVEN = TINY | {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "head_dim": 32,
 }
+"""Groups of 32 and 128, and words, divide all inputs."""
+
+RAGGED_WORDS = EVEN | {"hidden_size": 42, "intermediate_size": 90, "num_attention_heads": 6, "head_dim": 14}
+"""No row of codes is whole words, in any width; groups of 6 divide all inputs."""
+
+RAGGED_GROUPS = EVEN | {"hidden_size": 96, "intermediate_size": 160, "num_attention_heads": 6, "head_dim": 16}
+"""The last group of 64 is half of one; compressed-tensors has no such groups."""
 
 
-@pytest.mark.parametrize("name", default_and_long(PACKED, ["AWQ", next(iter(PACKED))]))
-def test_checkpoints_of_gptq_and_awq(name: str, tmp_path: Path, default_model_dir: Path) -> None:
-    config, codes, pack = PACKED[name]
+def grid() -> Iterator[tuple[str, Checkpoint]]:
+    """Every format, width, kind of zero point and of scales."""
+    even_groups = {"a scale an output": (EVEN, 0), "g32": (EVEN, 32), "g128": (EVEN, 128)}
+    rows = even_groups | {"ragged words": (RAGGED_WORDS, 6)}
+    for (scales, (shape, size)), symmetric in itertools.product(rows.items(), (True, False)):
+        zeros = "symmetric" if symmetric else "zero points"
+        for bits in range(2, 9):
+            yield (
+                f"pack-quantized, {bits} bits, {zeros}, {scales}",
+                compressed(shape, scheme(integers(bits, symmetric, size))),
+            )
+        for form in ("int-quantized", "naive-quantized"):
+            yield (
+                f"{form}, {zeros}, {scales}",
+                compressed(shape, scheme(integers(8, symmetric, size), format=form), format=form),
+            )
+    rows = even_groups | {"ragged groups": (RAGGED_GROUPS, 64)}
+    for (scales, (shape, size)), symmetric in itertools.product(rows.items(), (True, False)):
+        zeros = "symmetric" if symmetric else "zero points"
+        yield f"AWQ, {zeros}, {scales}", awq(shape, size or -1, symmetric)
+        for bits, version in itertools.product(range(2, 9), (1, 2)):
+            yield (
+                f"GPTQ {version}, {bits} bits, {zeros}, {scales}",
+                gptq(shape, bits, size or -1, symmetric=symmetric, version=version),
+            )
+    for form in ("float-quantized", "naive-quantized"):
+        for strategy in ("tensor", "channel"):
+            yield f"{form} FP8, a scale a {strategy}", compressed(EVEN, scheme(fp8(strategy), format=form), format=form)
+    for size in (32, 128):
+        yield f"float-quantized FP8, g{size}", compressed(EVEN, scheme(fp8("group", group_size=size)))
+    for name, shape in {"whole": EVEN, "ragged": RAGGED_GROUPS}.items():
+        yield f"float-quantized FP8, {name} blocks", compressed(shape, scheme(fp8("block", block_structure=[64, 64])))
+        yield f"fine-grained FP8, {name} blocks", fine_grained_fp8(shape, [64, 64])
+    yield "fine-grained FP8, a scale a tensor", fine_grained_fp8(EVEN, None)
+
+
+CHECKPOINTS = SEVERAL | dict(grid())
+DEFAULT = (
+    "q, k, v in different ways",
+    "GPTQ with inputs grouped by activations, the same groups for q, k and v",
+    "AWQ",
+    "pack-quantized, 5 bits, zero points, ragged words",
+    "GPTQ 2, 3 bits, symmetric, ragged groups",
+    "fine-grained FP8, ragged blocks",
+)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in DEFAULT else pytest.mark.long(reason="one of 200 checkpoints"))
+        for name in CHECKPOINTS
+    ],
+)
+def test_tokens_are_those_of_peft_over_the_dequantised_weights(
+    name: str, tmp_path: Path, default_model_dir: Path
+) -> None:
     torch.manual_seed(7)
-    model = LlamaForCausalLM(LlamaConfig(**TINY | {"head_dim": 8}))
-    (tmp_path / "checkpoint").mkdir()
-    save_linears(tmp_path / "checkpoint", model, config, in_layers(codes, pack))
-    assert_served_as_peft_does(model, tmp_path, default_model_dir)
-
-
-def assert_served_as_peft_does(model: LlamaForCausalLM, directory: Path, tokenizer_path: Path) -> None:
-    """Of the checkpoint in `directory`, whose weights `model` has as floats."""
-    oracle = Oracle(model, directory)
+    model = LlamaForCausalLM(LlamaConfig(**CHECKPOINTS[name].shape))
+    CHECKPOINTS[name].save(model, tmp_path / "checkpoint")
+    oracle = Oracle(model, tmp_path)
     add_random_adapters(oracle)
     engine = build_engine(
-        directory / "checkpoint", oracle, tokenizer_path, max_num_batched_tokens=40, max_num_seqs=14, num_threads=1
+        tmp_path / "checkpoint",
+        oracle,
+        default_model_dir,
+        max_num_batched_tokens=40,
+        max_num_seqs=NUM_PROMPTS,
+        num_threads=1,
     )
-    requests = requests_for(oracle, tiny_prompts(14), max_tokens=16)
+    requests = requests_for(oracle, tiny_prompts(NUM_PROMPTS), max_tokens=16)
     answers = run_all(engine, requests)
     assert_greedy(oracle, requests, answers)
     base = [GenerationRequest(r.request_id, r.prompt_token_ids, r.sampling) for r in requests]
     assert_adapters_matter(requests, answers, run_all(engine, base))
+    engine.close()

@@ -78,6 +78,20 @@ def awq_tensors(codes: Codes) -> dict[str, torch.Tensor]:
     }
 
 
+def fp8_tensors(weight: torch.Tensor, block: list[int] | None) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """As fine-grained FP8 stores a weight [out, in], by the names behind a linear's; and the weight as floats.
+
+    block: outputs and inputs that share a scale; None: all of the weight.
+    """
+    rows, columns = block or weight.shape
+    padded = torch.nn.functional.pad(weight, (0, -weight.shape[1] % columns, 0, -weight.shape[0] % rows))
+    scales = padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows)).abs().amax((1, 3)) / 448
+    spread = scales.repeat_interleave(rows, 0).repeat_interleave(columns, 1)[: len(weight), : weight.shape[1]]
+    codes = (weight / spread).to(torch.float8_e4m3fn)
+    stored = {"weight_scale_inv": scales} if block else {"weight_scale": scales.reshape(())}
+    return {"weight": codes, **stored}, codes.float() * spread
+
+
 def _interleaved(values: torch.Tensor) -> torch.Tensor:
     return values.unflatten(1, (-1, 8))[:, :, AWQ_ORDER].flatten(1)
 

@@ -11,7 +11,16 @@ import pytest
 import torch
 from compressed_tensors.entrypoints.convert.converters.autoawq import AutoAWQConverter
 from safetensors.torch import load_file, save_file
-from support.gptq_awq import Codes, awq_tensors, gptq_config, gptq_tensors, in_layers, quantized, save_linears
+from support.gptq_awq import (
+    Codes,
+    awq_tensors,
+    fp8_tensors,
+    gptq_config,
+    gptq_tensors,
+    in_layers,
+    quantized,
+    save_linears,
+)
 from support.loaded_weights import assert_read_as, assert_same_weights, load, small_llama
 
 from multilora_engine.errors import ConfigError
@@ -139,22 +148,13 @@ def test_fine_grained_fp8(scale_name: str, tmp_path: Path) -> None:
     block = [16, 8] if scale_name == "weight_scale_inv" else None
 
     def store(name: str, weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor] | None:
-        if name in ("lm_head", UP):
-            return None
-        rows, columns = block or weight.shape
-        padded = torch.nn.functional.pad(weight, (0, -weight.shape[1] % columns, 0, -weight.shape[0] % rows))
-        scales = padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows)).abs().amax((1, 3)) / 448
-        spread = scales.repeat_interleave(rows, 0).repeat_interleave(columns, 1)[: len(weight), : weight.shape[1]]
-        codes = (weight / spread).to(torch.float8_e4m3fn)
-        stored = scales if block else scales.reshape(())
-        return {"weight_": codes, scale_name: stored}, codes.float() * spread
+        return None if name in ("lm_head", UP) else fp8_tensors(weight, block)
 
     config = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": block}
     save_linears(tmp_path, model, config, store)
-    tensors = load_file(tmp_path / WEIGHTS)
-    save_file({name.removesuffix("_"): tensor for name, tensor in tensors.items()}, tmp_path / WEIGHTS)
     assert_read_as(tmp_path, model)
-    tensors[f"{Q}.weight_"].view(torch.uint8)[3, 5] = 0xFF
-    save_file({name.removesuffix("_"): tensor for name, tensor in tensors.items()}, tmp_path / WEIGHTS)
+    tensors = load_file(tmp_path / WEIGHTS)
+    tensors[f"{Q}.weight"].view(torch.uint8)[3, 5] = 0xFF
+    save_file(tensors, tmp_path / WEIGHTS)
     with pytest.raises(ConfigError, match=rf"{Q}: weight holds NaN in the outputs 0 to 23"):
         load(tmp_path)
