@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from multilora_engine.config import EngineConfig
+from multilora_engine.engine.available_memory import give_back_freed_memory
 from multilora_engine.engine.build import (
     choose_device,
     choose_dtype,
@@ -64,6 +65,7 @@ def load_base_model(config: EngineConfig, on_progress: Callable[[int, int], None
     tokenizer = Tokenizer(tokenizer_path)
     placement = Placement(dtype, choose_weight_dtype(config, dtype, device), device)
     model = load_model(config.model_path, placement, on_progress)
+    give_back_freed_memory()  # Of tensors as the checkpoint has them.
     for kind, num_bytes in model.weight_bytes.items():
         _logger.info("weights: %.2f GiB, stored as %s", num_bytes / (1 << 30), kind)
     lora_dtype = dtype_name(dtype) if config.lora.lora_dtype == "auto" else config.lora.lora_dtype

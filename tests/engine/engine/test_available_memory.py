@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from multilora_engine.engine.available_memory import available_memory
+from multilora_engine.engine.available_memory import available_memory, give_back_freed_memory
 
 
 @pytest.fixture
@@ -56,3 +56,19 @@ def test_the_group_of_a_container_is_the_root_that_it_sees(proc: Path, tmp_path:
 
 def test_this_machine_has_some() -> None:
     assert available_memory() > 1 << 20
+
+
+def test_freed_memory_between_memory_in_use_goes_back() -> None:
+    """glibc gives the end of its heap back by itself, and nothing below memory that is in use."""
+    blocks = [bytearray(b"x" * (64 << 10)) for _ in range(1600)]
+    in_use = blocks[::100]
+    blocks.clear()
+    kept = resident_bytes()
+    give_back_freed_memory()
+    assert kept - resident_bytes() > 80 << 20
+    assert all(block[0] == ord("x") for block in in_use)
+
+
+def resident_bytes() -> int:
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon:")]
+    return int(line.split()[1]) << 10
