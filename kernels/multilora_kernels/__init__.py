@@ -4,7 +4,8 @@ attention over a paged cache.
 Public: `LoRATables` (where every adapter's weights lie), `LoRASegments` and `lora_segments` (which tokens belong to
 which adapter, built once per step), `lora_shrink` and `lora_expand` (one call each per fused linear), `lora_apply`
 (both in one), `lora_linear` (the base linear with them); `PackedWeight`, `packed_linear` and `packed_embedding` (the
-base model's weights and their use), `activation_dtype` (of their inputs) and `HugePages` (where they lie);
+base model's weights and their use), `activation_dtype` (of their inputs) `HugePages` (where they lie) and
+`MemoryAhead` (their memory, taken ahead of its use);
 `QuantizedWeight` of a `CodeType`, `quantized_linear`, `quantized_lora_linear` and `quantized_embedding` (the same for
 weights of 4 and 8 bits); `paged_attention` over `PagedSequences` with `AttentionOptions` where `has_paged_attention`,
 and `rotary_attention` (with the steps before it); `store_rows` (alone); `kv_row_size`, `kv_head_dim` and `load_rows`
@@ -30,6 +31,7 @@ from multilora_kernels.huge_pages import HugePages
 from multilora_kernels.kv_rows import kv_head_dim, kv_row_size, load_rows, store_rows
 from multilora_kernels.linear import PackedWeight, activation_dtype, packed_embedding, packed_linear
 from multilora_kernels.lora_linear import lora_linear
+from multilora_kernels.memory_ahead import MemoryAhead
 from multilora_kernels.quantized import (
     CodeType,
     QuantizedWeight,
@@ -49,6 +51,7 @@ __all__ = [
     "LayerStep",
     "LoRASegments",
     "LoRATables",
+    "MemoryAhead",
     "PackedLayer",
     "PackedLayerLinear",
     "PackedWeight",

@@ -11,7 +11,6 @@ from multilora_engine.engine.memory import MemoryPlan
 from multilora_engine.errors import ConfigError
 from multilora_engine.execution.cuda_graphs import DecodeGraphs, DecodeInputs, capture_decode, graph_sizes
 from multilora_engine.execution.forward_batch import KVCache
-from multilora_engine.execution.kv_memory import KVMemory
 from multilora_engine.execution.model_runner import ModelRunner
 from multilora_engine.execution.operator_check import check_operators
 from multilora_engine.execution.warm_up import warm_up
@@ -26,7 +25,7 @@ from multilora_engine.models.kv_groups import only_group
 from multilora_engine.models.loader import stored_dtype
 from multilora_engine.models.model import Model
 from multilora_engine.models.model_config import ModelConfig
-from multilora_kernels import HugePages
+from multilora_kernels import HugePages, MemoryAhead
 from multilora_kernels.interpreter import has_gpu_operators
 from multilora_kernels.kv_rows import SCALE_BYTES
 from multilora_wire.adapter_event import AdapterEvent
@@ -148,12 +147,12 @@ def build_model_runner(
         max_sizes = (config.max_num_batched_tokens, config.max_num_seqs, plan.max_model_len)
         warm_up(model, kv_cache, loras.tables, *max_sizes, config.block_size)
     graphs = _capture_graphs(model, kv_cache, config, plan, loras) if has_graphs else None
-    memory = KVMemory(kv_cache.keys, kv_cache.values) if device.type == "cpu" else None
+    memory = MemoryAhead(kv_cache.keys, kv_cache.values) if device.type == "cpu" else None
     return ModelRunner(model, kv_cache, config.block_size, loras, graphs, memory)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Memory that a GPU takes at once, and a CPU's `KVMemory` as it is used."""
+    """Memory that a GPU takes at once, and a CPU's `MemoryAhead` as it is used."""
     return HugePages().zeros(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
 
 

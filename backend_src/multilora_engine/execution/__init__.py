@@ -4,7 +4,6 @@ model_runner       builds the batch of a scheduled step (`ModelRunner.build_batc
 forward_batch      `ForwardBatch`, `LoRABatch`: the tensors of a batch, with a worked example
 cuda_graphs        a decode step's batch copied into static tensors, and the graph's replay (`DecodeGraphs.run`)
 operator_check     the GPU operators compared with the reference, once at start
-kv_memory          a CPU's memory of the KV cache, taken ahead of the steps
 step_memory        the memory that steps take on a GPU, measured at start
 warm_up            the kernels of all steps on a GPU, compiled at start
 prompt_scoring     log-probs of prompts' tokens

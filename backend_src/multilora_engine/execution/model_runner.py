@@ -14,12 +14,12 @@ from multilora_engine.engine.kv_cache import BlockCopy
 from multilora_engine.engine.step import ScheduledSequence
 from multilora_engine.execution.cuda_graphs import DecodeGraphs
 from multilora_engine.execution.forward_batch import ForwardBatch, KVCache, TokenLoRAs
-from multilora_engine.execution.kv_memory import KVMemory
 from multilora_engine.execution.prompt_scoring import score_prompts, scores_prompts
 from multilora_engine.execution.transfer import arrays_to_device, to_device
 from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.models.model import Model
 from multilora_engine.sampling.sampler import Choice
+from multilora_kernels import MemoryAhead
 
 
 class ModelRunner:
@@ -32,7 +32,7 @@ class ModelRunner:
         block_size: int,
         loras: LoRAManager,
         graphs: DecodeGraphs | None = None,
-        kv_memory: KVMemory | None = None,
+        kv_memory: MemoryAhead | None = None,
     ) -> None:
         """graphs: of the model's steps over this cache; None computes every step kernel by kernel.
 

@@ -8,7 +8,12 @@ import torch
 
 from multilora_engine.errors import ConfigError
 from multilora_engine.lora.free_pages import FreePages
-from multilora_kernels import HugePages
+from multilora_kernels import HugePages, MemoryAhead
+from multilora_kernels.huge_pages import HUGE_PAGE_BYTES
+from multilora_wire.layout import PageShape
+
+_AHEAD_BYTES = 64 << 20
+"""Memory that is taken before it is used: some adapters that arrive one right after the other."""
 
 
 class PagePool(FreePages):
@@ -23,8 +28,18 @@ class PagePool(FreePages):
             if device.type == "cpu"
             else torch.empty(shape, dtype=torch.uint8, device=device)
         )
+        self.memory: MemoryAhead | None = None
         if pin_memory:
             _pin(self.storage)
+        elif device.type == "cpu" and self.storage.nbytes:
+            self.memory = MemoryAhead(self.storage[None], num_strides_ahead=_AHEAD_BYTES // HUGE_PAGE_BYTES)
+            self.memory.note_use(0)
+
+    def allocate(self, shape: PageShape) -> list[int]:
+        pages = super().allocate(shape)
+        if self.memory is not None:
+            self.memory.note_use(max(pages, default=-1) + 1)
+        return pages
 
     def views(self, pages: Iterable[int]) -> list[torch.Tensor]:
         """Pages themselves, uint8 [page_bytes] each."""

@@ -9,6 +9,7 @@ import torch
 
 from multilora_engine.errors import ConfigError
 from multilora_engine.lora.page_pool import PagePool
+from multilora_wire.layout import PageShape
 
 PAGE_BYTES = 3 << 12
 
@@ -46,3 +47,15 @@ def test_memory_that_the_driver_does_not_lock_refuses_to_load_with_the_numbers(l
 def test_a_cpu_locks_nothing(locked: list[tuple[int, int]]) -> None:
     PagePool(17, PAGE_BYTES, torch.device("cpu"))
     assert not locked
+
+
+def test_memory_of_pages_is_there_before_an_adapter_comes(caplog: pytest.LogCaptureFixture) -> None:
+    """64 MiB ahead of the pages in use, and none for the rest of the pool."""
+    pool = PagePool(400, 1 << 20, torch.device("cpu"))
+    assert pool.memory is not None
+    for num_used in (0, 80, 160):
+        if num_used:
+            assert max(pool.allocate(PageShape(80, ()))) == num_used - 1
+        pool.memory.wait()
+        assert num_used + 64 <= pool.memory.num_taken <= num_used + 68
+    assert not caplog.records

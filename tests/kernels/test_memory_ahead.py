@@ -1,4 +1,4 @@
-"""KVMemory against Linux' own report of the memory."""
+"""MemoryAhead against Linux' own report of the memory."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from multilora_engine.execution.kv_memory import KVMemory
-from multilora_kernels import HugePages, huge_pages
+from multilora_kernels import HugePages, MemoryAhead, huge_pages
 
 LAYERS, SLOTS, HEADS, HEAD_DIM = 3, 20_000, 3, 64
 SLOT_BYTES = HEADS * HEAD_DIM * 4
@@ -33,7 +32,7 @@ def resident_bytes(tensor: torch.Tensor) -> int:
 
 def test_memory_is_taken_two_strides_ahead_of_its_use_in_all_layers() -> None:
     keys, values = make_cache(), make_cache()
-    memory = KVMemory(keys, values)
+    memory = MemoryAhead(keys, values)
     assert memory.num_taken == STRIDE
     memory.note_use(1)
     memory.wait()
@@ -48,7 +47,7 @@ def test_memory_is_taken_two_strides_ahead_of_its_use_in_all_layers() -> None:
 
 def test_all_of_it_is_taken_in_the_end_and_values_that_are_written_meanwhile_stay() -> None:
     keys, values = make_cache(), make_cache()
-    memory = KVMemory(keys, values)
+    memory = MemoryAhead(keys, values)
     for used in range(0, SLOTS + 1, 1_000):
         memory.note_use(used)
         keys[:, max(0, used - 1000) : used] = 7.0
@@ -62,7 +61,7 @@ def test_all_of_it_is_taken_in_the_end_and_values_that_are_written_meanwhile_sta
 
 
 def test_use_that_goes_back_takes_nothing() -> None:
-    memory = KVMemory(make_cache())
+    memory = MemoryAhead(make_cache())
     memory.note_use(2 * STRIDE)
     memory.wait()
     taken = memory.num_taken
@@ -77,10 +76,10 @@ def test_a_linux_that_cannot_take_memory_ahead_has_all_of_it_taken_at_the_start(
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(huge_pages, "populate", lambda _: False)
     keys = make_cache()
-    memory = KVMemory(keys)
+    memory = MemoryAhead(keys)
     assert memory.num_taken == SLOTS
     assert resident_bytes(keys) >= keys.nbytes
-    assert "all of the KV cache is taken now" in caplog.text
+    assert "all of it is taken now" in caplog.text
 
 
 def test_memory_that_is_lacking_fails_the_start_and_later_only_a_warning(
@@ -92,9 +91,9 @@ def test_memory_that_is_lacking_fails_the_start_and_later_only_a_warning(
     take: Callable[[torch.Tensor], bool] = huge_pages.populate
     monkeypatch.setattr(huge_pages, "populate", lacking)
     with pytest.raises(OSError, match="no memory"):
-        KVMemory(make_cache())
+        MemoryAhead(make_cache())
     monkeypatch.setattr(huge_pages, "populate", take)
-    memory = KVMemory(make_cache())
+    memory = MemoryAhead(make_cache())
     monkeypatch.setattr(huge_pages, "populate", lacking)
     memory.note_use(STRIDE + 1)
     memory.wait()

@@ -1,7 +1,8 @@
-"""`KVMemory`: a KV cache on a CPU takes memory as its blocks are used, ahead of the steps that write them.
+"""`MemoryAhead`: tensors of `HugePages` take memory as their slots are used, ahead of the first writes.
 
-Blocks that no sequence has had yet take no memory. A step that is the first to write to a page waits for Linux to clear
-it, for every layer: some 100 ms in a row. So a thread takes the memory of the next blocks while steps compute.
+Slots that nobody has used yet take no memory. The first to write to a page waits for Linux to clear it: some 100 ms in
+a row where a step writes to every layer of a KV cache, 26 ms for an adapter of 9 MB on a virtual machine. So a thread
+takes the memory of the next slots while steps compute.
 """
 
 from __future__ import annotations
@@ -19,31 +20,30 @@ _logger = logging.getLogger(__name__)
 _NICENESS = 10
 """The thread's niceness: steps go first, and take a page themselves that the thread has not come to."""
 
-_STRIDES_AHEAD = 2
-"""Strides whose memory is there before it is used: prompts may come faster than the thread takes one stride."""
 
-
-class KVMemory:
-    """caches: tensors [num_layers, num_slots, ...] of `HugePages`: the keys and the values.
+class MemoryAhead:
+    """tensors: [num_layers, num_slots, ...], of `HugePages`. Slots are used from the first one on.
 
     The memory of a stride of slots is taken at a time: in each layer these fill about one huge page.
     """
 
-    def __init__(self, *caches: torch.Tensor) -> None:
+    def __init__(self, *tensors: torch.Tensor, num_strides_ahead: int = 2) -> None:
         """Takes the memory of the first stride; of all slots where Linux cannot take memory ahead.
 
-        Raises OSError where memory is lacking.
+        num_strides_ahead: strides whose memory is there before it is used; slots may be used faster than the thread
+        takes one stride. Raises OSError where memory is lacking.
         """
-        self._caches = caches
-        self._num_slots = caches[0].shape[1]
-        self._stride = max(1, huge_pages.HUGE_PAGE_BYTES // (caches[0][0, 0].nbytes or 1))
+        self._tensors = tensors
+        self._num_strides_ahead = num_strides_ahead
+        self._num_slots = tensors[0].shape[1]
+        self._stride = max(1, huge_pages.HUGE_PAGE_BYTES // (tensors[0][0, 0].nbytes or 1))
         self._num_taken = 0
         self._num_wanted = 0
         self._thread = threading.Thread(target=self._take_ahead)
         if not self._take_stride():
-            _logger.info("this Linux takes no memory ahead of its use: all of the KV cache is taken now")
-            for cache in caches:
-                cache.zero_()
+            _logger.info("this Linux takes no memory ahead of its use: all of it is taken now")
+            for tensor in tensors:
+                tensor.zero_()
             self._num_taken = self._num_slots
 
     @property
@@ -53,10 +53,10 @@ class KVMemory:
 
     def note_use(self, num_slots: int) -> None:
         """The slots before `num_slots` are used from now on: a thread takes memory until some strides behind them."""
-        wanted = num_slots + _STRIDES_AHEAD * self._stride
+        wanted = num_slots + self._num_strides_ahead * self._stride
         self._num_wanted = max(self._num_wanted, min(wanted, self._num_slots))
         if self._num_taken < self._num_wanted and not self._thread.is_alive():
-            self._thread = threading.Thread(target=self._take_ahead, name="kv-memory", daemon=True)
+            self._thread = threading.Thread(target=self._take_ahead, name="memory-ahead", daemon=True)
             self._thread.start()
 
     def wait(self) -> None:
@@ -70,12 +70,14 @@ class KVMemory:
             while self._num_taken < self._num_wanted:
                 self._take_stride()
         except OSError as error:
-            _logger.warning("cannot take memory for the KV cache ahead of its use, steps do it from here on: %s", error)
+            _logger.warning("cannot take memory ahead of its use, steps do it from here on: %s", error)
             self._num_taken = self._num_slots
 
     def _take_stride(self) -> bool:
         """Take the memory of the next slots, in every layer. False if Linux cannot."""
         end = min(self._num_taken + self._stride, self._num_slots)
-        can_take = all(huge_pages.populate(layer[self._num_taken : end]) for cache in self._caches for layer in cache)
+        can_take = all(
+            huge_pages.populate(layer[self._num_taken : end]) for tensor in self._tensors for layer in tensor
+        )
         self._num_taken = end
         return can_take
