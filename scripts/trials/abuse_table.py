@@ -10,8 +10,8 @@ from trials.victim import Gaps
 MAX_GAP_RATIO = 3.0
 """The largest factor by which the victim's longest gaps may grow."""
 
-MAX_GROWTH_BYTES = 1 << 30
-"""The most memory that the server may gain: its bounds on logits and its host tier are half of that each."""
+MAX_GROWTH_BYTES = (1 << 30) + (256 << 20)
+"""The most memory that the server may gain: its host tier and its bound on logits in flight, as they are by default."""
 
 _MIB = 1 << 20
 _HEADER = (
