@@ -50,7 +50,7 @@ def test_a_row_is_judged_by_gaps_errors_and_what_is_lost(under: Gaps, loss: str,
 
 
 def test_a_row_is_judged_by_the_memory_that_is_taken() -> None:
-    assert (row(QUIET, mib_after=1124).verdict, row(QUIET, mib_after=1125).verdict) == ("fine", "memory")
+    assert (row(QUIET, mib_after=1380).verdict, row(QUIET, mib_after=1381).verdict) == ("fine", "memory")
 
 
 def test_gaps_are_told_by_percentiles() -> None:
