@@ -20,6 +20,10 @@ _RIDGE = 1e-4
 _RIDGE_OF_KEYS = 1e-2
 """The same for keys: short contexts, which do not tell keys and tokens apart, must not make long ones seem dear."""
 
+_FAR_KEYS = 4000
+"""Steps of contexts that are much shorter than a tenth of this say next to nothing of how much a key costs: chance
+would be multiplied where a context is so long."""
+
 _MAX_SURPRISE = 3.0
 """A step counts as no longer than so many times the expected time: garbage may have been collected in it. A step that
 is so many times shorter tells that the steps before it were the odd ones: a machine's first steps touch all memory."""
@@ -50,7 +54,9 @@ class StepWork:
 _KINDS = tuple(field.name for field in fields(StepWork))
 _SIZE = 1 + len(_KINDS)
 _PROMPT_ROWS = 1 + _KINDS.index("num_prompt_rows")
-_RIDGES = np.array([_RIDGE, *(_RIDGE_OF_KEYS if kind.endswith("keys") else _RIDGE for kind in _KINDS)])
+_IS_KEYS = np.array([False, *(kind.endswith("keys") for kind in _KINDS)])
+_RIDGES = np.where(_IS_KEYS, _RIDGE_OF_KEYS, _RIDGE)
+_FAR = np.where(_IS_KEYS, float(_FAR_KEYS) ** 2, 0.0)
 
 
 class StepCost:
@@ -138,7 +144,8 @@ def _least_squares(squares: NDArray[np.float64], products: NDArray[np.float64]) 
     kept = np.flatnonzero(squares.diagonal() > 0)
     while len(kept):
         part = squares[np.ix_(kept, kept)]
-        found = np.linalg.solve(part + np.diag(_RIDGES[kept] * part.diagonal()), products[kept])
+        ridges = _RIDGES[kept] * part.diagonal() + _RIDGE_OF_KEYS * squares[0, 0] * _FAR[kept]
+        found = np.linalg.solve(part + np.diag(ridges), products[kept])
         if (found >= 0).all():
             factors[kept] = found
             break

@@ -74,6 +74,18 @@ def test_the_slow_first_steps_of_a_machine_are_soon_forgotten() -> None:
     assert cost.seconds(StepWork(1, num_decode_keys=60)) == pytest.approx(true_seconds(StepWork(1)), rel=0.1)
 
 
+def test_chance_in_short_contexts_is_not_multiplied_in_long_ones() -> None:
+    cost = StepCost()
+    for num_keys in (10, 30, 50, 70) * 10:
+        work = StepWork(1, num_decode_keys=num_keys)
+        cost.observe(work, true_seconds(work) + 1e-5 * num_keys)
+    assert cost.seconds(StepWork(1, num_decode_keys=4000)) < 1.2 * cost.seconds(StepWork(1, num_decode_keys=40))
+    for num_keys in (1000, 2000, 4000) * 10:
+        work = StepWork(1, num_decode_keys=num_keys)
+        cost.observe(work, true_seconds(work) + 1e-5 * num_keys)
+    assert cost.seconds(StepWork(1, num_decode_keys=4000)) == pytest.approx(true_seconds(StepWork(1)) + 0.04, rel=0.05)
+
+
 def test_a_machine_that_becomes_slower_is_known_to_be() -> None:
     cost, random = observed(400), Random(2)
     for _ in range(800):
