@@ -4,8 +4,8 @@ attention over a paged cache.
 Public: `LoRATables` (where every adapter's weights lie), `LoRASegments` and `lora_segments` (which tokens belong to
 which adapter, built once per step), `lora_shrink` and `lora_expand` (one call each per fused linear), `lora_apply`
 (both in one), `lora_linear` (the base linear with them); `PackedWeight`, `packed_linear` and `packed_embedding` (the
-base model's weights and their use), `activation_dtype` (of their inputs) `HugePages` (where they lie) and
-`MemoryAhead` (their memory, taken ahead of its use);
+base model's weights and their use), `activation_dtype` (of their inputs), `HugePages` (where they lie) and
+`MemoryAhead` (takes that memory ahead of its use);
 `QuantizedWeight` of a `CodeType`, `quantized_linear`, `quantized_lora_linear` and `quantized_embedding` (the same for
 weights of 4 and 8 bits); `paged_attention` over `PagedSequences` with `AttentionOptions` where `has_paged_attention`,
 and `rotary_attention` (with the steps before it); `store_rows` (alone); `kv_row_size`, `kv_head_dim` and `load_rows`

@@ -27,11 +27,12 @@ class MemoryAhead:
     The memory of a stride of slots is taken at a time: in each layer these fill about one huge page.
     """
 
-    def __init__(self, *tensors: torch.Tensor, num_strides_ahead: int = 2) -> None:
-        """Takes the memory of the first stride; of all slots where Linux cannot take memory ahead.
+    def __init__(self, *tensors: torch.Tensor, num_strides_ahead: int = 2, or_all: bool = True) -> None:
+        """Takes the memory of the first stride.
 
         num_strides_ahead: strides whose memory is there before it is used; slots may be used faster than the thread
-        takes one stride. Raises OSError where memory is lacking.
+        takes one stride. or_all: where Linux cannot take memory ahead, take that of all slots now; else writes take it.
+        Raises OSError where memory is lacking.
         """
         self._tensors = tensors
         self._num_strides_ahead = num_strides_ahead
@@ -41,10 +42,11 @@ class MemoryAhead:
         self._num_wanted = 0
         self._thread = threading.Thread(target=self._take_ahead)
         if not self._take_stride():
-            _logger.info("this Linux takes no memory ahead of its use: all of it is taken now")
-            for tensor in tensors:
-                tensor.zero_()
             self._num_taken = self._num_slots
+            if or_all:
+                _logger.info("this Linux takes no memory ahead of its use: all of it is taken now")
+                for tensor in tensors:
+                    tensor.zero_()
 
     @property
     def num_taken(self) -> int:

@@ -82,6 +82,15 @@ def test_a_linux_that_cannot_take_memory_ahead_has_all_of_it_taken_at_the_start(
     assert "all of it is taken now" in caplog.text
 
 
+def test_it_may_leave_that_memory_to_the_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huge_pages, "populate", lambda _: False)
+    pages = make_cache()
+    memory = MemoryAhead(pages, or_all=False)
+    memory.note_use(SLOTS // 2)
+    memory.wait()
+    assert resident_bytes(pages) == 0
+
+
 def test_memory_that_is_lacking_fails_the_start_and_later_only_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

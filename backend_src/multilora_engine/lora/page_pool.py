@@ -17,7 +17,10 @@ _AHEAD_BYTES = 64 << 20
 
 
 class PagePool(FreePages):
-    """`storage` is uint8 [count, page_bytes]: page p is row p, so consecutive pages are consecutive memory."""
+    """`storage` is uint8 [count, page_bytes]: page p is row p, so consecutive pages are consecutive memory.
+
+    memory: of a CPU's pages, taken ahead of their use; None for a GPU's, and for pages that are locked for its copies.
+    """
 
     def __init__(self, num_pages: int, page_bytes: int, device: torch.device, pin_memory: bool = False) -> None:
         super().__init__(num_pages)
@@ -32,7 +35,8 @@ class PagePool(FreePages):
         if pin_memory:
             _pin(self.storage)
         elif device.type == "cpu" and self.storage.nbytes:
-            self.memory = MemoryAhead(self.storage[None], num_strides_ahead=_AHEAD_BYTES // HUGE_PAGE_BYTES)
+            num_strides = _AHEAD_BYTES // HUGE_PAGE_BYTES
+            self.memory = MemoryAhead(self.storage[None], num_strides_ahead=num_strides, or_all=False)
             self.memory.note_use(0)
 
     def allocate(self, shape: PageShape) -> list[int]:
