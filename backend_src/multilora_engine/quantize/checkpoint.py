@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -38,44 +36,43 @@ _COPIED_FILES = (
 
 def write_checkpoint(
     plan: Plan,
-    output: Path,
+    directory: Path,
     importance: Mapping[str, torch.Tensor],
     device: torch.device,
     on_progress: Callable[[int, int], None],
 ) -> None:
-    """Write the checkpoint in the directory `output`, which is there when it is whole.
+    """Write the checkpoint in the empty directory `directory`.
 
     importance: of each module's inputs, [inputs] float32; without one, all inputs weigh alike. on_progress: called with
     (modules written, modules in all). Raises ConfigError for a weight that is not finite.
     """
-    with _finished_directory(output) as directory:
-        _copy_small_files(plan.source, directory)
-        weight_map: dict[str, str] = {}
-        num_bytes = num_done = 0
-        for file in checkpoint_files(plan.source):
-            tensors: dict[str, torch.Tensor] = {}
-            with opened(file) as source:
-                for name in source.keys():  # noqa: SIM118 - not a mapping
-                    if plan.stays(name):
-                        tensors[name] = source.get_tensor(name)
-                    for module in plan.modules_made_of(name):
-                        weight = source.get_tensor(name)
-                        _check_finite(weight, name, file)
-                        state = compress(weight.to(device), importance.get(module), plan.schemes[module])
-                        tensors |= {f"{module}.{key}": value.cpu() for key, value in state.items()}
-                        num_done += 1
-                        on_progress(num_done, len(plan.schemes))
-            save_file(tensors, directory / file.name, metadata={"format": "pt"})
-            # safetensors makes files that their owner alone may read; a server often runs as another user.
-            (directory / file.name).chmod(0o644)
-            weight_map |= dict.fromkeys(tensors, file.name)
-            num_bytes += sum(tensor.nbytes for tensor in tensors.values())
-        if (plan.source / _INDEX_FILE).is_file():
-            index = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
-            (directory / _INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-        if plan.unties_head:
-            _untie_head(directory / "config.json")
-        ModelCompressor(quantization_config(plan.linears, plan.others)).update_config(str(directory))
+    _copy_small_files(plan.source, directory)
+    weight_map: dict[str, str] = {}
+    num_bytes = num_done = 0
+    for file in checkpoint_files(plan.source):
+        tensors: dict[str, torch.Tensor] = {}
+        with opened(file) as source:
+            for name in source.keys():  # noqa: SIM118 - not a mapping
+                if plan.stays(name):
+                    tensors[name] = source.get_tensor(name)
+                for module in plan.modules_made_of(name):
+                    weight = source.get_tensor(name)
+                    _check_finite(weight, name, file)
+                    state = compress(weight.to(device), importance.get(module), plan.schemes[module])
+                    tensors |= {f"{module}.{key}": value.cpu() for key, value in state.items()}
+                    num_done += 1
+                    on_progress(num_done, len(plan.schemes))
+        save_file(tensors, directory / file.name, metadata={"format": "pt"})
+        # safetensors makes files that their owner alone may read; a server often runs as another user.
+        (directory / file.name).chmod(0o644)
+        weight_map |= dict.fromkeys(tensors, file.name)
+        num_bytes += sum(tensor.nbytes for tensor in tensors.values())
+    if (plan.source / _INDEX_FILE).is_file():
+        index = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
+        (directory / _INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    if plan.unties_head:
+        _untie_head(directory / "config.json")
+    ModelCompressor(quantization_config(plan.linears, plan.others)).update_config(str(directory))
 
 
 def compress(weight: torch.Tensor, importance: torch.Tensor | None, scheme: Scheme) -> dict[str, torch.Tensor]:
@@ -120,17 +117,6 @@ def check_output(output: Path) -> None:
         raise ConfigError(f"{output} is no directory; give --output another name")
     if output.is_dir() and any(output.iterdir()):
         raise ConfigError(f"{output} is not empty; give --output another name, or remove it first")
-
-
-@contextmanager
-def _finished_directory(path: Path) -> Iterator[Path]:
-    """A directory that is renamed to `path` when the block ends well, and removed otherwise."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as temporary:
-        directory = Path(temporary) / path.name
-        directory.mkdir()
-        yield directory
-        directory.rename(path)
 
 
 def _copy_small_files(source: Path, directory: Path) -> None:

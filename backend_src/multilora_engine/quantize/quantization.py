@@ -17,6 +17,7 @@ from multilora_engine.quantize.measure import load_float_model, mean_square_inpu
 from multilora_engine.quantize.plan import OuterOptions, make_plan
 from multilora_engine.quantize.schemes import Scheme
 from multilora_engine.quantize.text import count_tokens, token_windows
+from multilora_engine.working_directory import working_directory
 
 OnProgress = Callable[[str, int, int], None]
 """Called with a stage's name, the number of its parts that are done, and the number of all its parts."""
@@ -60,30 +61,34 @@ def quantize_checkpoint(
     loads the whole model, as calibration does; rounding needs one file of the checkpoint at a time. outer: a
     head that was tied to the embeddings becomes a tensor of its own where either becomes codes.
 
-    Raises ConfigError before anything is written, and OSError when writing fails; `output` is then not there.
+    Raises ConfigError before anything is written, also where another process is writing `output`, and OSError when
+    writing fails; `output` is then not there.
     """
     check_output(output)
     plan = make_plan(source, scheme, outer)
     calibration_windows = token_windows(source, calibration) if calibration else []
     text_windows = token_windows(source, text) if text else []
 
-    importance: dict[str, torch.Tensor] = {}
-    before, calibration_seconds = None, 0.0
-    if calibration_windows or text_windows:
-        model = load_float_model(source, device)
-        if text_windows:
-            before = perplexity(model, text_windows, partial(on_progress, "perplexity before"))
-        if calibration_windows:
-            start = time.perf_counter()
-            importance = mean_square_inputs(
-                model, plan.schemes.keys() - {EMBEDDINGS}, calibration_windows, partial(on_progress, "calibrating")
-            )
-            calibration_seconds = time.perf_counter() - start
-        del model  # Rounding shall not have to share the memory with it.
+    with working_directory(output) as directory:
+        importance: dict[str, torch.Tensor] = {}
+        before, calibration_seconds = None, 0.0
+        if calibration_windows or text_windows:
+            model = load_float_model(source, device)
+            if text_windows:
+                before = perplexity(model, text_windows, partial(on_progress, "perplexity before"))
+            if calibration_windows:
+                start = time.perf_counter()
+                importance = mean_square_inputs(
+                    model, plan.schemes.keys() - {EMBEDDINGS}, calibration_windows, partial(on_progress, "calibrating")
+                )
+                calibration_seconds = time.perf_counter() - start
+            del model  # Rounding shall not have to share the memory with it.
 
-    start = time.perf_counter()
-    write_checkpoint(plan, output, importance, device, partial(on_progress, "rounding"))
-    rounding_seconds = time.perf_counter() - start
+        start = time.perf_counter()
+        write_checkpoint(plan, directory, importance, device, partial(on_progress, "rounding"))
+        rounding_seconds = time.perf_counter() - start
+        directory.rename(output)
+
     return Report(
         scheme=plan.linears.describe(),
         num_modules=len(plan.schemes),

@@ -321,6 +321,16 @@ def test_an_output_with_content_is_refused_and_stays(checkpoint: Path, tmp_path:
     assert (tmp_path / "empty/config.json").is_file()
 
 
+def test_what_a_killed_run_left_beside_the_output_is_removed(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "models/.out.unfinished").mkdir(parents=True)
+    (tmp_path / "models/.out.unfinished/model.safetensors").write_bytes(b"half")
+    (tmp_path / "models/.out.lock").touch()
+
+    quantize(checkpoint, tmp_path / "models" / "out", Scheme("w8a16"))
+
+    assert [path.name for path in (tmp_path / "models").iterdir()] == ["out"]
+
+
 @pytest.mark.parametrize("content", ["", "x", None], ids=["empty", "one token", "missing"])
 def test_a_text_of_less_than_two_tokens_is_refused(checkpoint: Path, tmp_path: Path, content: str | None) -> None:
     if content is not None:
