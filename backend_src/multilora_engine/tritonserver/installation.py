@@ -56,6 +56,25 @@ def find_installation(executable: Path | None = None) -> Installation:
     return Installation(found.absolute(), _wheel_python_backend(found.resolve().parents[1]))
 
 
+def check_programs(environment: Mapping[str, str]) -> None:
+    """Raises ConfigError where a program that the Python backend starts for each model is not on PATH.
+
+    environment: the server's. The backend does not notice that a model's process could not be started: it waits for
+    minutes, and tells nothing.
+    """
+    if not shutil.which("bash", path=environment.get("PATH", os.defpath)):
+        raise ConfigError(
+            "bash is not on PATH, and the server's Python backend starts every model by it; install it "
+            "(apt-get install bash, apk add bash, dnf install bash), or add its folder to PATH"
+        )
+    folder = Path(sys.executable).parent
+    if not (folder / "python3").exists():
+        raise ConfigError(
+            f"{folder} has no python3, by which the server's Python backend finds the packages of {sys.executable}; "
+            f"make it: ln -s {Path(sys.executable).name} {folder / 'python3'}"
+        )
+
+
 def make_backend_directory(installation: Installation, folder: Path) -> Path:
     """A backend directory of symlinks: the server wants the stub next to the backend's library, the wheel keeps them
     apart."""

@@ -29,7 +29,12 @@ from multilora_engine.tritonserver.arguments import server_arguments
 from multilora_engine.tritonserver.checkpoint import check_checkpoint
 from multilora_engine.tritonserver.free_space import check_free_space
 from multilora_engine.tritonserver.hardening import hardening_arguments
-from multilora_engine.tritonserver.installation import find_installation, make_backend_directory, server_environment
+from multilora_engine.tritonserver.installation import (
+    check_programs,
+    find_installation,
+    make_backend_directory,
+    server_environment,
+)
 from multilora_engine.tritonserver.log import ServerLog
 from multilora_engine.tritonserver.marked_processes import (
     TOKEN_VARIABLE,
@@ -132,6 +137,7 @@ class ServerProcess:
         """Make all possible checks, and start the server. Raises ConfigError."""
         if self.options.model:
             check_checkpoint(self.options.model)
+        check_programs(server_environment({}))
         check_free_space()
         remove_leftovers()
         with ExitStack() as resources:

@@ -6,7 +6,13 @@ from pathlib import Path
 import pytest
 
 from multilora_engine.errors import ConfigError
-from multilora_engine.tritonserver.installation import find_installation, make_backend_directory, server_environment
+from multilora_engine.tritonserver import ServerOptions, ServerProcess
+from multilora_engine.tritonserver.installation import (
+    check_programs,
+    find_installation,
+    make_backend_directory,
+    server_environment,
+)
 
 
 def test_the_first_python_on_path_is_this_environments() -> None:
@@ -59,6 +65,21 @@ def test_an_operators_own_choice_of_how_openmp_threads_wait_is_the_only_one(
     assert {key: environment[key] for key in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT") if key in environment} == {
         name: value
     }
+
+
+def test_a_server_without_bash_is_refused_before_it_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"bash is not on PATH.*; install it \(apt-get install bash"):
+        ServerProcess(ServerOptions(model_repository=tmp_path, http_port=0, grpc_port=0, metrics_port=0)).start()
+
+
+def test_a_python_without_its_usual_name_is_refused_with_the_command_that_gives_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "python3.12").symlink_to(sys.executable)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python3.12"))
+    with pytest.raises(ConfigError, match=r"has no python3.*; make it: ln -s python3.12 .*/python3"):
+        check_programs(server_environment({}))
 
 
 def test_the_stub_of_this_python_lies_beside_the_backends_library(tmp_path: Path) -> None:
