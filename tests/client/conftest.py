@@ -77,8 +77,8 @@ def small_tensors() -> AdapterTensors:
 class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
     """Knows the protocol and nothing of language models: it answers with `words`, and keeps adapters by task id.
 
-    report: what the model `adapters` answers. received: (model, inputs) of every request, in order. endless: streams
-    go on until they are cancelled.
+    report: what the model `adapters` answers. received: (model, inputs) of every request, in order; headers: those of
+    each, in the same order. endless: streams go on until they are cancelled.
     was_left_early: whether a client that had its last word left before the server had closed the stream.
     """
 
@@ -86,13 +86,14 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
     endless: bool = False
     report: dict[str, Any] = field(default_factory=dict)
     received: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    headers: list[dict[str, str]] = field(default_factory=list)
     adapters: set[int] = field(default_factory=set)
     cancelled: threading.Event = field(default_factory=threading.Event)
     was_left_early: bool | None = None
     url: str = ""
 
     def ModelInfer(self, request: Any, context: grpc.ServicerContext) -> Any:
-        inputs = self._receive(request)
+        inputs = self._receive(request, context)
         if request.model_name == "adapters":
             return self._report()
         if error := self._error(inputs):
@@ -102,7 +103,7 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
 
     def ModelStreamInfer(self, requests: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
         request = next(requests)
-        inputs = self._receive(request)
+        inputs = self._receive(request, context)
         context.add_callback(self.cancelled.set)
         if error := self._error(inputs):
             yield service_pb2.ModelStreamInferResponse(error_message=f"in ensemble 'ensemble', {error}")
@@ -117,12 +118,13 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
                 yield self._stream_response(self._response(inputs, word, is_final=is_final), is_final=is_final)
             self.was_left_early = self.cancelled.wait(0.1)
 
-    def _receive(self, request: Any) -> dict[str, Any]:
+    def _receive(self, request: Any, context: grpc.ServicerContext) -> dict[str, Any]:
         inputs = {
             tensor.name: _decode(tensor.datatype, tensor.shape, data)
             for tensor, data in zip(request.inputs, request.raw_input_contents, strict=True)
         }
         self.received.append((request.model_name, inputs))
+        self.headers.append(dict(context.invocation_metadata()))
         return inputs
 
     def _error(self, inputs: dict[str, Any]) -> str | None:

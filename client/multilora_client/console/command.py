@@ -9,8 +9,17 @@ import typer
 
 from multilora_client.client import DEFAULT_URL, AsyncClient
 from multilora_client.console.settings import MAX_UPLOAD_BYTES, ConsoleSettings
-from multilora_client.openai.command import Certificate, Key
-from multilora_client.openai.serving import check_certificate, check_extra, listen, listening_url, tell_unreachable
+from multilora_client.openai.serving import (
+    AllowHosts,
+    Certificate,
+    Key,
+    check_certificate,
+    check_extra,
+    forwarding_options,
+    listen,
+    listening_url,
+    tell_unreachable,
+)
 from multilora_client.openai.settings import MAX_CONNECTIONS_PER_ADDRESS
 from multilora_client.terminal import Url, one_line_errors
 
@@ -19,14 +28,6 @@ _REQUEST_TIMEOUT_S = 600.0
 
 Host = Annotated[str, typer.Option(help="Address to listen at; beyond loopback, use API keys and TLS.")]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at.")]
-AllowHosts = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--allow-host",
-        metavar="NAME",
-        help="A name that people reach the console by, besides localhost and addresses; may be repeated.",
-    ),
-]
 ReadOnly = Annotated[
     bool, typer.Option("--read-only", help="Look and ask only: nothing is uploaded, loaded, pinned or unloaded.")
 ]
@@ -92,6 +93,7 @@ def console(
                 log_level="warning",
                 ssl_certfile=certificate,
                 ssl_keyfile=key,
+                **forwarding_options([]),
             )
             typer.echo(f"the console is at {listening_url(listener, certificate)}/, before {url}", err=True)
             uvicorn.Server(config).run(sockets=[listener])

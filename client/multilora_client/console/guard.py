@@ -72,7 +72,11 @@ class Guard:
         """Raises Failure (403, 421)."""
         host = headers.get("host", "")
         if not self._is_known(host):
-            raise Failure(421, f"the console is not reached by the name {host!r}; see --allow-host", "unknown_host")
+            raise Failure(
+                421,
+                f"the console is not reached by the name {host!r}; its operator can allow the name by --allow-host",
+                "unknown_host",
+            )
         origin = headers.get("origin")
         if origin is not None and origin.partition("://")[2].lower() != host.lower():
             raise Failure(403, f"a page of {origin!r} may not ask the console", "wrong_origin")

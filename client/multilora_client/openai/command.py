@@ -10,7 +10,17 @@ import typer
 from multilora_client.client import DEFAULT_URL, AsyncClient
 from multilora_client.console.settings import ConsoleSettings
 from multilora_client.errors import InvalidRequest
-from multilora_client.openai.serving import check_certificate, check_extra, listen, listening_url, tell_unreachable
+from multilora_client.openai.serving import (
+    AllowHosts,
+    Certificate,
+    Key,
+    check_certificate,
+    check_extra,
+    forwarding_options,
+    listen,
+    listening_url,
+    tell_unreachable,
+)
 from multilora_client.openai.settings import (
     MAX_BODY_BYTES,
     MAX_CONNECTIONS,
@@ -66,8 +76,6 @@ MaxConnectionsPerAddress = Annotated[
 RequestTimeoutSecs = Annotated[
     float, typer.Option(min=0.1, help="A connection that has not sent a whole request by then is closed.")
 ]
-Certificate = Annotated[Path | None, typer.Option(help="PEM file: HTTP takes TLS only, with this.", show_default=False)]
-Key = Annotated[Path | None, typer.Option(help="PEM file: the certificate's key.", show_default=False)]
 AllowLoading = Annotated[
     bool,
     typer.Option(
@@ -101,6 +109,15 @@ WithConsole = Annotated[
         "with --forward-keys to everybody for what is theirs.",
     ),
 ]
+TrustedProxies = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--trusted-proxy",
+        metavar="ADDRESS",
+        help="Take the client's address from the X-Forwarded-For of this proxy, an address or a network "
+        "(10.0.0.0/24); may be repeated. Nobody else's is believed.",
+    ),
+]
 Docs = Annotated[bool, typer.Option("--docs", help="Describe the interface at /docs and /openapi.json.")]
 
 
@@ -125,8 +142,10 @@ def openai(
     cors_origin: CorsOrigins = None,
     server_metrics: ServerMetrics = "",
     client_header_secret_file: SecretFile = None,
+    trusted_proxy: TrustedProxies = None,
     docs: Docs = False,
     console: WithConsole = False,
+    allow_host: AllowHosts = None,
 ) -> None:
     """Serve OpenAI's HTTP interface: chats, completions, responses, models. `model` picks an adapter by its name.
 
@@ -143,8 +162,12 @@ def openai(
         from multilora_client.openai.connections import guarded_protocol
 
         check_certificate(certificate, key)
+        forwarding = forwarding_options(trusted_proxy or ())
+        if allow_host and not console:
+            raise InvalidRequest("--allow-host names the console to browsers; give --console, too, or leave it out")
         catalogue = _read_catalogue(base_model, adapters, adapter or [], api_keys, forward_keys, allow_loading)
-        page = ConsoleSettings(hosts=(host,), server_url=server, openai_url="/v1") if console else None
+        hosts = (host, *(allow_host or ()))
+        page = ConsoleSettings(hosts=hosts, server_url=server, openai_url="/v1") if console else None
         settings = FrontSettings(
             max_body_bytes,
             docs,
@@ -163,6 +186,7 @@ def openai(
                 http=guarded_protocol(max_connections_per_address, request_timeout_secs),
                 ssl_certfile=certificate,
                 ssl_keyfile=key,
+                **forwarding,
             )
             address = listening_url(listener, certificate)
             typer.echo(f"serving {address}/v1, from {server}", err=True)

@@ -1,11 +1,14 @@
-"""The parts that `multilora openai` and `multilora console` share: listening, and the checks at the start."""
+"""The parts that `multilora openai` and `multilora console` share: options, listening, and the checks at the start."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Sequence
 from importlib.util import find_spec
+from ipaddress import ip_network
 from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
@@ -17,6 +20,17 @@ _PATIENCE_S = 3.0
 """The seconds to wait at the start for a server that says nothing."""
 
 _EXTRA = ("fastapi", "prometheus_client", "uvicorn")
+
+Certificate = Annotated[Path | None, typer.Option(help="PEM file: HTTP takes TLS only, with this.", show_default=False)]
+Key = Annotated[Path | None, typer.Option(help="PEM file: the certificate's key.", show_default=False)]
+AllowHosts = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allow-host",
+        metavar="NAME",
+        help="A name that people reach the console by, besides localhost and addresses; may be repeated.",
+    ),
+]
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -46,6 +60,21 @@ def tell_unreachable(server: str, tls: Tls | None) -> None:
 async def _describe(server: str, tls: Tls | None) -> None:
     async with AsyncClient(server, tls=tls) as client:
         await client.describe_model()
+
+
+def forwarding_options(trusted_proxies: Sequence[str]) -> dict[str, Any]:
+    """The options of uvicorn by which it takes the client's address from `X-Forwarded-For` of these proxies alone.
+
+    trusted_proxies: addresses and networks. Raises InvalidRequest for one that is neither.
+    """
+    for text in trusted_proxies:
+        try:
+            ip_network(text)
+        except ValueError as error:
+            raise InvalidRequest(
+                f"--trusted-proxy is {text!r}; write an address as 10.0.0.7 or a network as 10.0.0.0/24 ({error})"
+            ) from None
+    return {"proxy_headers": bool(trusted_proxies), "forwarded_allow_ips": list(trusted_proxies)}
 
 
 def check_extra() -> None:

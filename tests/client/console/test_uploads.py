@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import json
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from fastapi.testclient import TestClient
 
-from multilora_client import AdapterTensors, convert_peft
+from multilora_client import AdapterTensors, adapter, convert_peft
 from multilora_client.console.settings import ConsoleSettings
 from multilora_client.console.state import MAX_UPLOADS_AT_ONCE
 from multilora_client.convert import content_task_id
@@ -87,6 +90,41 @@ def test_upstreams_pair_goes_as_it_is(
     assert told[-1]["lora_task_id"] == str(task_id)
     assert server.inputs()["lora_task_id"] == [task_id]
     assert np.array_equal(server.inputs()["lora_weights"], small_tensors.weights.ravel())
+
+
+def is_in_an_event_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("query", [{}, {"lora_task_id": "7"}, {"lora_name": "acme/pirate"}])
+def test_others_are_answered_while_an_adapter_is_read_and_hashed(
+    console: TestClient,
+    small_tensors: AdapterTensors,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    query: dict[str, str],
+) -> None:
+    small_tensors.save(tmp_path)
+    blocked: dict[str, bool] = {}
+    load = AdapterTensors.load
+
+    def watched_load(directory: Path) -> AdapterTensors:
+        blocked["load"] = is_in_an_event_loop()
+        return load(directory)
+
+    def watched_sha256(data: bytes) -> Any:
+        blocked["hash"] = blocked.get("hash", False) or is_in_an_event_loop()
+        return hashlib.sha256(data)
+
+    monkeypatch.setattr(AdapterTensors, "load", watched_load)
+    monkeypatch.setattr(adapter, "hashlib", SimpleNamespace(sha256=watched_sha256))
+
+    assert lines(send(console, tmp_path, *CONVERTED, **query))[-1]["phase"] == "done"
+    assert blocked == {"load": False, "hash": False}
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,56 @@ def test_it_listens_on_loopback_and_serves_what_files_and_options_name(
     assert models[0][1]["lora_weights"].shape == (1, 2, 7)
 
 
+@pytest.mark.parametrize(
+    ("options", "sender", "forwarded", "named"),
+    [
+        ((), "127.0.0.1", "198.51.100.7", "127.0.0.1"),
+        ((), "::1", "198.51.100.7", "::/64"),
+        (("--trusted-proxy", "10.0.0.7"), "127.0.0.1", "198.51.100.7", "127.0.0.1"),
+        (("--trusted-proxy", "10.0.0.7"), "10.0.0.7", "198.51.100.7", "198.51.100.7"),
+        (("--trusted-proxy", "10.0.0.7"), "10.0.0.7", "203.0.113.9, 198.51.100.7", "198.51.100.7"),
+        (("--trusted-proxy", "::1", "--trusted-proxy", "10.0.0.0/24"), "10.0.0.9", "2001:db8::5", "2001:db8::/64"),
+    ],
+)
+def test_only_a_trusted_proxy_tells_the_address_of_a_client(
+    served: list[Any],
+    fake_triton: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: tuple[str, ...],
+    sender: str,
+    forwarded: str,
+    named: str,
+) -> None:
+    fake_triton.report = MODEL
+    monkeypatch.setenv("FORWARDED_ALLOW_IPS", "*")  # uvicorn's own; it opens no second way
+    secret = write(tmp_path / "secret", "theSecretOfBoth16")
+    result = run("--server", fake_triton.url, "--port", 0, "--client-header-secret-file", secret, *options)
+    assert result.exit_code == 0, result.output
+    ((config, _),) = served
+    config.load()
+
+    with TestClient(config.loaded_app, client=(sender, 50000)) as front:
+        body = {"model": "base", "prompt": "hi"}
+        assert front.post("/v1/completions", json=body, headers={"X-Forwarded-For": forwarded}).status_code == 200
+    assert fake_triton.headers[-1]["x-multilora-client"] == f"theSecretOfBoth16 {named}"
+
+
+def test_the_console_beside_it_is_reached_by_the_names_that_the_options_allow(
+    served: list[Any], fake_triton: Any
+) -> None:
+    fake_triton.report = MODEL
+    result = run("--server", fake_triton.url, "--port", 0, "--console", "--allow-host", "chat.example")
+
+    assert result.exit_code == 0, result.output
+    ((config, _),) = served
+    with TestClient(config.app, base_url="http://chat.example") as front:
+        assert front.get("/").url.path == "/console/"
+        refused = front.get("/console/", headers={"Host": "evil.example"})
+    assert refused.status_code == 421
+    assert "--allow-host" in refused.json()["error"]["message"]
+
+
 def test_a_taken_port_is_said_before_anything_has_started(served: list[Any], fake_triton: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -120,6 +170,9 @@ def test_a_server_that_does_not_answer_is_said_and_waited_for(served: list[Any])
         ({}, {"secret": ["base"]}, [], 'write {"keys": ['),
         ({}, {"keys": [{"key": "too short, a secret"[:9], "base_model": True}]}, [], "at least 16 are needed"),
         ({}, None, ["--forward-keys"], "--forward-keys needs --api-keys"),
+        ({}, None, ["--allow-host", "chat.example"], "give --console, too"),
+        ({}, None, ["--trusted-proxy", "*"], "--trusted-proxy is '*'; write an address"),
+        ({}, None, ["--trusted-proxy", "10.0.0.7/8"], "10.0.0.7/8 has host bits set"),
     ],
 )
 def test_what_cannot_be_served_is_refused_at_the_start(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import ExitStack, aclosing
@@ -136,7 +137,7 @@ async def _upload(
         async with aclosing(conversion):
             async for done, total in conversion:
                 yield line({"phase": "converting", "done": done, "total": total})
-        adapter = _adapter(AdapterTensors.load(output), lora_name, lora_task_id)
+        adapter = await asyncio.to_thread(_load, output, lora_name, lora_task_id)
         yield line({"phase": "sending", "bytes": adapter.tensors.nbytes})
         answer = await client.upload(adapter, lora_name=lora_name or None, timeout_s=_UPLOAD_TIMEOUT_S)
         yield line({"phase": "done", "lora_task_id": str(adapter.lora_task_id), "lora_digest": answer.lora_digest})
@@ -144,8 +145,13 @@ async def _upload(
         yield line({"error": {"code": error.code, "message": str(error)}})
 
 
-def _adapter(tensors: AdapterTensors, lora_name: str, lora_task_id: int | None) -> Adapter:
-    """The adapter under the id of its name, under the id given, or under one of its content."""
+def _load(directory: Path, lora_name: str, lora_task_id: int | None) -> Adapter:
+    """The adapter under the id of its name, under the id given, or under one of its content.
+
+    Reading and hashing hundreds of megabytes takes seconds: call it off the event loop.
+    """
+    tensors = AdapterTensors.load(directory)
+    own_task_id = content_task_id(tensors)  # The tensors keep the digest, which the client asks for in any case.
     if lora_name:
         return Adapter(task_id_of_name(lora_name), tensors)
-    return Adapter(content_task_id(tensors) if lora_task_id is None else lora_task_id, tensors)
+    return Adapter(own_task_id if lora_task_id is None else lora_task_id, tensors)
