@@ -94,9 +94,9 @@ def shrink_resources(
     dtype: "bf16", "fp16" or "fp32". capability: 80, 90, 100 for sm_80, sm_90, sm_100. code_bits: of adapters that are
     codes, 8 or 4; 0 where they have the dtype.
     """
-    sizes = block_sizes("shrink", chunk_size, max_rank, gpu="default")
+    sizes = block_sizes("shrink", chunk_size, max_rank, capability)
     parts = num_parts(shape.in_features, 1)
-    constants = shrink_constants(shape.in_features, parts, chunk_size, dtype == "fp32", sizes, code_bits)
+    constants = shrink_constants(shape.in_features, parts, chunk_size, dtype == "fp32", sizes, capability, code_bits)
     return _resources(shrink_kernel, constants, dtype, capability)
 
 
@@ -105,14 +105,14 @@ def expand_resources(
 ) -> Resources:
     """`lora_expand` of a linear; arguments as of `shrink_resources`."""
     parts = num_parts(shape.in_features, 1)
-    sizes = block_sizes("expand", chunk_size, max_rank, gpu="default")
+    sizes = block_sizes("expand", chunk_size, max_rank, capability)
     constants = expand_constants(parts, shape.slice_sizes, chunk_size, sizes, code_bits)
     return _resources(expand_kernel, constants, dtype, capability)
 
 
 def update_resources(shape: LinearShape, max_rank: int, dtype: str, capability: int, code_bits: int = 0) -> Resources:
     """`lora_update` of a linear; arguments as of `shrink_resources`."""
-    sizes = block_sizes("update", CHUNK_SIZE, max_rank, gpu="default")
+    sizes = block_sizes("update", CHUNK_SIZE, max_rank, capability)
     is_wide = dtype == "fp32"
     constants = update_constants(shape.in_features, shape.slice_sizes, CHUNK_SIZE, is_wide, sizes, code_bits)
     return _resources(update_kernel, constants, dtype, capability)
@@ -152,7 +152,7 @@ def prompt_resources(
     has_codes: bool = False,
 ) -> Resources:
     """`paged_attention`; arguments as of `decode_resources`."""
-    constants = prompt_constants(group, head_dim, block_size, dtype == "fp32", has_softcap, has_codes)
+    constants = prompt_constants(group, head_dim, block_size, dtype == "fp32", capability, has_softcap, has_codes)
     sinks = {} if has_softcap else {"sinks_ptr": None}
     return _resources(prompt_kernel, constants | sinks, dtype, capability, _CODE_CACHE if has_codes else _NO_POINTERS)
 

@@ -21,7 +21,7 @@ from rich.progress import track
 from benchmarks.lora_workloads import Batch, Workload
 from benchmarks.model_shapes import EIGHT_BILLION
 from multilora_kernels.cuda import lora_expand, lora_shrink
-from multilora_kernels.cuda.block_sizes import TABLE_PATH, BlockSizes
+from multilora_kernels.cuda.block_sizes import TABLE_PATH, BlockSizes, architecture, capability
 
 WORKLOADS = {
     "decode": [Workload(EIGHT_BILLION, 64, 64, (16,)), Workload(EIGHT_BILLION, 256, 1, (64,))],
@@ -83,8 +83,8 @@ def tune(operator: str, regime: str, console: Console) -> BlockSizes:
 def main() -> None:
     """Tune for the GPU of this machine."""
     console = Console()
-    gpu = torch.cuda.get_device_name()
+    name = architecture(capability(torch.device("cuda")))
     best: dict[str, Any] = {op: {regime: tune(op, regime, console) for regime in WORKLOADS} for op in CHOICES}
-    tables = json.loads(TABLE_PATH.read_text()) | {gpu: best}
+    tables = json.loads(TABLE_PATH.read_text()) | {name: best}
     TABLE_PATH.write_text(json.dumps(tables, indent=2) + "\n")
-    console.print(f"Wrote the sizes of {gpu} to {TABLE_PATH}")
+    console.print(f"Wrote the sizes of {name} to {TABLE_PATH}")

@@ -35,7 +35,7 @@ from multilora_engine.lora.page_copies import copies_to
 from multilora_engine.models.model_config import ModelConfig
 from multilora_kernels import PagedSequences, SamplingRule, rotary_attention, sample_tokens
 from multilora_kernels.cuda import lora_expand, lora_shrink
-from multilora_kernels.cuda.block_sizes import BlockSizes, Operator, block_sizes
+from multilora_kernels.cuda.block_sizes import BlockSizes, Operator, block_sizes, capability
 from multilora_kernels.self_test import OperatorShapes, checked_operators
 from repository import REPOSITORY
 
@@ -303,7 +303,7 @@ def tune(machine: Machine) -> Iterator[Row]:
     batch = Batch(Workload(model, rows, rows, (16,)), machine.dtype, machine.dtype, machine.device.type)
     v, plan = shrink_all(batch), {}
     for operator, choices in _CHOICES.items():
-        table = block_sizes(operator, batch.segments.chunk_size, 16, "default")
+        table = block_sizes(operator, batch.segments.chunk_size, 16, capability(machine.device))
         # A limit of registers that was found for other tiles.
         table.pop("maxnreg", None)
         tried = list(itertools.product(*choices.values()))[: 1 if machine.is_dry else None]

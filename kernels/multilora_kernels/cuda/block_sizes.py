@@ -1,7 +1,11 @@
 """Tile sizes of the GPU kernels: one table, `block_sizes.json`, written by `scripts/run tune_block_sizes`.
 
-The table is keyed by GPU ("default" serves those not listed), operator and regime. A regime depends only on the number
-of tokens, never on which adapters they use, so that a captured CUDA graph replays for any mix.
+The table is keyed by architecture, operator and regime; "default" has an entry for each, an architecture for those that
+differ there. A regime depends only on the number of tokens, never on which adapters they use, so that a captured CUDA
+graph replays for any mix.
+
+On sm_120 programs of prompts expand half as many outputs: with 128 they spill, or have so many registers that half as
+many warps run.
 """
 
 from __future__ import annotations
@@ -31,20 +35,33 @@ def regime_of(chunk_size: int) -> Regime:
     return "decode" if chunk_size <= CHUNK_SIZE else "prefill"
 
 
-def block_sizes(operator: Operator, chunk_size: int, max_rank: int, gpu: str) -> BlockSizes:
-    """Tile sizes of an operator for batches cut into chunks of `chunk_size` tokens."""
-    sizes = dict(_table(gpu)[operator][regime_of(chunk_size)])
+def block_sizes(operator: Operator, chunk_size: int, max_rank: int, capability: int) -> BlockSizes:
+    """Tile sizes of an operator for batches cut into chunks of `chunk_size` tokens; capability: 90 for sm_90."""
+    sizes = dict(_table(capability)[operator, regime_of(chunk_size)])
     sizes["BLOCK_R"] = max(MIN_BLOCK_R, min(sizes["BLOCK_R"], triton.next_power_of_2(max_rank)))
     return sizes | {"enable_fp_fusion": True}
 
 
 @functools.cache
-def _table(gpu: str) -> dict[str, dict[str, BlockSizes]]:
+def _table(capability: int) -> dict[tuple[str, str], BlockSizes]:
     tables: dict[str, dict[str, dict[str, BlockSizes]]] = json.loads(TABLE_PATH.read_text())
-    return tables.get(gpu, tables["default"])
+    return {
+        (operator, regime): sizes
+        for name in ("default", architecture(capability))
+        for operator, regimes in tables.get(name, {}).items()
+        for regime, sizes in regimes.items()
+    }
+
+
+def architecture(capability: int) -> str:
+    """The key of the table."""
+    return f"sm_{capability}"
 
 
 @functools.cache
-def gpu_name(device: torch.device) -> str:
-    """The key of a device in the table."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "default"
+def capability(device: torch.device) -> int:
+    """The compute capability of a device, 90 for sm_90; in the interpreter the oldest that we name."""
+    if device.type != "cuda":
+        return 80
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor

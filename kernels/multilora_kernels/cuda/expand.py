@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from multilora_kernels.adapter_codes import CODE_BITS
-from multilora_kernels.cuda.block_sizes import BlockSizes, block_sizes, gpu_name
+from multilora_kernels.cuda.block_sizes import BlockSizes, block_sizes, capability
 from multilora_kernels.cuda.codes import int8_panel_codes, load_int4, load_int8_scales, load_magnitude
 from multilora_kernels.cuda.tiles import exact_dot
 from multilora_kernels.segments import LoRASegments
@@ -28,7 +28,7 @@ def lora_expand(
 ) -> None:
     """See `multilora_kernels.expand.lora_expand`. sizes: to try others than the table's."""
     assert y.stride(1) == 1
-    sizes = sizes or block_sizes("expand", segments.chunk_size, tables.max_rank, gpu_name(y.device))
+    sizes = sizes or block_sizes("expand", segments.chunk_size, tables.max_rank, capability(y.device))
     code_bits = CODE_BITS.get(tables.arena.dtype, 0)
     constants = expand_constants(v.shape[0], slice_sizes, segments.chunk_size, sizes, code_bits)
     num_blocks = sum(triton.cdiv(size, constants["BLOCK_N"]) for size in slice_sizes)

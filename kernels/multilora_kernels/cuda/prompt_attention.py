@@ -15,10 +15,14 @@ import torch
 import triton
 import triton.language as tl
 
+from multilora_kernels.cuda.block_sizes import capability
 from multilora_kernels.cuda.kv_rows import load_row_scales
 from multilora_kernels.cuda.tanh import tanh
 from multilora_kernels.cuda.tiles import IS_INTERPRETED, LOG2_OF_E, exact_dot
 from multilora_kernels.kv_rows import kv_head_dim
+
+_SMALL_SHARED = (86, 89, 120)
+"""Generations with 99 KiB of shared memory a program, and tensor cores that read registers."""
 
 
 def attend(
@@ -46,7 +50,9 @@ def attend(
     assert q.stride(2) == keys.stride(2) == block_tables.stride(1) == 1
     assert keys.stride() == values.stride()
     is_wide, has_codes = torch.float32 in (q.dtype, keys.dtype), keys.dtype == torch.int8
-    constants = prompt_constants(num_heads // num_kv_heads, head_dim, block_size, is_wide, softcap > 0, has_codes)
+    constants = prompt_constants(
+        num_heads // num_kv_heads, head_dim, block_size, is_wide, capability(q.device), softcap > 0, has_codes
+    )
     # Each sequence may begin a block of its own.
     num_blocks = num_tokens // constants["BLOCK_Q"] + len(block_tables)
     prompt_kernel[num_blocks, num_kv_heads](
@@ -73,13 +79,37 @@ def attend(
 
 
 def prompt_constants(
-    group: int, head_dim: int, block_size: int, is_wide: bool, has_softcap: bool = False, has_codes: bool = False
+    group: int,
+    head_dim: int,
+    block_size: int,
+    is_wide: bool,
+    capability: int,
+    has_softcap: bool = False,
+    has_codes: bool = False,
 ) -> dict[str, Any]:
-    """The constants of the kernel, as `decode_attention.decode_constants` has them."""
+    """The constants of the kernel, as `decode_attention.decode_constants` has them.
+
+    capability: of the GPU, 90 for sm_90.
+    """
     rows_of_token = triton.next_power_of_2(group)
     block_d = max(16, triton.next_power_of_2(head_dim))
     is_large = block_d > 128
     block_m = max(rows_of_token, 16 if is_wide else 64 if is_large else 128)
+    tiles = {"BLOCK_N": 64, "num_warps": 8, "num_stages": 2}
+    if is_wide:
+        tiles |= {"BLOCK_N": 16, "num_warps": 8 if is_large else 4}
+        if capability // 10 == 9 and block_d <= 64:
+            # By itself the assembler keeps four programs on a processor and spills; three have room for all.
+            tiles["maxnreg"] = 168
+    elif has_codes or is_large:
+        tiles["BLOCK_N"] = 32
+    elif capability // 10 == 10 and block_d <= 64:
+        # Half of the scores at a time: 64 keys spill, or with all registers leave one program in place of two.
+        tiles["BLOCK_N"] = 32
+    elif capability in _SMALL_SHARED and block_d > 64:
+        # Queries lie in registers there. Three stages of 32 keys take the shared memory of two of 64, and fewer
+        # registers; either way one program of eight warps runs on a processor.
+        tiles |= {"BLOCK_N": 32, "num_stages": 3}
     return {
         "HAS_SOFTCAP": has_softcap,
         "GROUP": group,
@@ -87,11 +117,8 @@ def prompt_constants(
         "BLOCK_SIZE": block_size,
         "BLOCK_M": block_m,
         "BLOCK_Q": block_m // rows_of_token,
-        "BLOCK_N": 16 if is_wide else 32 if has_codes or is_large else 64,
         "BLOCK_D": block_d,
-        "num_warps": 4 if is_wide and not is_large else 8,
-        "num_stages": 2,
-    }
+    } | tiles
 
 
 @triton.jit(do_not_specialize=["num_sequences", "first_sequence", "stride_bm"])

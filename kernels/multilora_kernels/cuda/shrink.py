@@ -15,11 +15,11 @@ import triton
 import triton.language as tl
 
 from multilora_kernels.adapter_codes import CODE_BITS
-from multilora_kernels.cuda.block_sizes import BlockSizes, block_sizes, gpu_name
+from multilora_kernels.cuda.block_sizes import BlockSizes, block_sizes, capability
 from multilora_kernels.cuda.codes import int8_header_bytes, load_int4
 from multilora_kernels.cuda.tiles import exact_dot
 from multilora_kernels.parts import PART_SIZE, empty_v
-from multilora_kernels.segments import LoRASegments
+from multilora_kernels.segments import CHUNK_SIZE, LoRASegments
 from multilora_kernels.tables import LoRATables
 
 
@@ -37,9 +37,11 @@ def lora_shrink(
     v = empty_v(x, num_slices, tables.max_rank)
     parts = v.shape[0]
     is_wide = torch.float32 in (x.dtype, tables.arena.dtype)
-    sizes = sizes or block_sizes("shrink", segments.chunk_size, tables.max_rank, gpu_name(x.device))
+    sizes = sizes or block_sizes("shrink", segments.chunk_size, tables.max_rank, capability(x.device))
     code_bits = CODE_BITS.get(tables.arena.dtype, 0)
-    constants = shrink_constants(in_features, parts, segments.chunk_size, is_wide, sizes, code_bits)
+    constants = shrink_constants(
+        in_features, parts, segments.chunk_size, is_wide, sizes, capability(x.device), code_bits
+    )
     grid = (segments.chunk_start.numel(), triton.cdiv(tables.max_rank, constants["BLOCK_R"]) * parts, num_slices)
     shrink_kernel[grid](
         x,
@@ -64,13 +66,22 @@ def lora_shrink(
 
 
 def shrink_constants(
-    in_features: int, parts: int, chunk_size: int, is_wide: bool, sizes: BlockSizes, code_bits: int = 0
+    in_features: int,
+    parts: int,
+    chunk_size: int,
+    is_wide: bool,
+    sizes: BlockSizes,
+    capability: int,
+    code_bits: int = 0,
 ) -> dict[str, int]:
     """The constants and options of the kernel.
 
-    parts: of the sum, as `num_parts`. is_wide: x or the adapters are float32. code_bits: of adapters that are codes,
-    else 0.
+    parts: of the sum, as `num_parts`. is_wide: x or the adapters are float32. capability: of the GPU, 90 for sm_90.
+    code_bits: of adapters that are codes, else 0.
     """
+    if capability // 10 == 12 and is_wide and chunk_size > CHUNK_SIZE:
+        # Four warps spill there; eight, of half the tile each, do not, and as many run on a processor.
+        sizes = sizes | {"num_warps": 2 * sizes["num_warps"]}
     return sizes | {
         "NUM_PARTS": parts,
         "PARTS_PER_PROGRAM": triton.cdiv(in_features, PART_SIZE) // parts,

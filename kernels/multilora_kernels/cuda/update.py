@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from multilora_kernels.adapter_codes import CODE_BITS
-from multilora_kernels.cuda.block_sizes import BlockSizes, block_sizes, gpu_name
+from multilora_kernels.cuda.block_sizes import BlockSizes, block_sizes, capability
 from multilora_kernels.cuda.codes import int8_header_bytes, load_int8_scales, load_magnitude
 from multilora_kernels.cuda.expand import load_b, locate, lora_expand
 from multilora_kernels.cuda.shrink import lora_shrink, sum_parts
@@ -73,7 +73,7 @@ def lora_update(
     in_features = x.shape[1]
     assert x.stride(1) == y.stride(1) == 1
     is_wide = torch.float32 in (x.dtype, tables.arena.dtype)
-    sizes = sizes or block_sizes("update", segments.chunk_size, tables.max_rank, gpu_name(x.device))
+    sizes = sizes or block_sizes("update", segments.chunk_size, tables.max_rank, capability(x.device))
     constants = update_constants(
         in_features, slice_sizes, segments.chunk_size, is_wide, sizes, CODE_BITS.get(tables.arena.dtype, 0)
     )
