@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -28,11 +28,12 @@ _COLOURS = {
     "first": ("#0b62b0", "#6cb6ff"),
     "second": ("#b34700", "#f0a35e"),
     "third": ("#1a7a37", "#57c26a"),
+    "fourth": ("#8250df", "#c297ff"),
 }
 """Each colour on a light and on a dark screen."""
 
 _LIGHT = {name: light for name, (light, _) in _COLOURS.items()}
-_SERIES = (("first", "o", "-"), ("second", "s", "--"), ("third", "^", "-."))
+_SERIES = (("first", "o", "-"), ("second", "s", "--"), ("third", "^", "-."), ("fourth", "D", "-"))
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "multilora",
@@ -56,17 +57,13 @@ Cells = Sequence[dict[str, str]]
 
 @dataclass(frozen=True)
 class Plot:
-    """A picture in IMAGES. page, table: the marked table that it shows. draw(axes, rows): draws it.
-
-    legend: its place, and its columns.
-    """
+    """A picture in IMAGES. page, table: the marked table that it shows. draw(axes, rows): draws it."""
 
     name: str
     page: str
     table: str
     title: str
     draw: Callable[[Axes, Cells], None]
-    legend: tuple[Literal["upper left", "lower right"], int] = ("upper left", 1)
 
     @property
     def path(self) -> Path:
@@ -130,7 +127,8 @@ def draw_steps(axes: Axes, rows: Cells) -> None:
         times = [number(row[what]) for row in rows]
         limits = [time / number(row[limit]) for time, row in zip(times, rows, strict=True)]
         axes.plot(xs, times, color=_LIGHT[colour], marker=marker, label=what)
-        axes.plot(xs, limits, color=_LIGHT[colour], linestyle=":", label=f"{what}: limit of the machine")
+        axes.plot(xs, limits, color=_LIGHT[colour], linestyle=":")
+    axes.plot([], [], color=_LIGHT["ink"], linestyle=":", label="limit of the machine, for each")
     axes.set_ylim(bottom=0)
     axes.set_xticks(xs, [f"{x:g}" for x in xs])
     axes.set(xlabel="sequences in the step", ylabel="milliseconds")
@@ -164,7 +162,6 @@ PLOTS = (
         "steps",
         "A decode step, and what bytes and operations need at least",
         draw_steps,
-        ("lower right", 2),
     ),
     Plot("adapter-sizes", "adapters.md", "adapter sizes", "2,000 adapters of rank 16, in any tier", draw_sizes),
 )
@@ -183,8 +180,7 @@ def draw(plot: Plot) -> str:
         axes.grid(axis="x" if plot.draw is draw_sizes else "y")
         axes.tick_params(length=0)
         if axes.get_legend_handles_labels()[0]:
-            place, num_columns = plot.legend
-            axes.legend(loc=place, ncols=num_columns, fontsize=10)
+            axes.legend(loc="upper left", fontsize=10)
         file = io.StringIO()
         metadata: dict[str, Any] = dict.fromkeys(("Date", "Creator", "Format", "Type"))
         figure.savefig(file, format="svg", metadata=metadata | {"Title": plot.title})
