@@ -20,10 +20,11 @@ def read_cells(document: Path, name: str) -> list[dict[str, str]]:
     return [dict(zip(header, row, strict=True)) for row in rows]
 
 
-def write_table(document: Path, name: str, table: str) -> None:
-    """Put `table` in the place of the document's table of this name."""
+def write_table(document: Path, name: str, table: str, source: str = "") -> None:
+    """Put `table` in the place of the document's table of this name, and below it the sentence where it is from."""
     read_table(document, name)
-    document.write_text(_block(name).sub(lambda _: table, document.read_text()))
+    block = f"{table}\n{source}\n" if source else table
+    document.write_text(_block(name).sub(lambda _: block, document.read_text()))
 
 
 def _cells(line: str) -> list[str]:

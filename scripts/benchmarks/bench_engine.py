@@ -36,6 +36,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
+from benchmarks import engine_tables
 from benchmarks.adapter_bench import random_wire
 from benchmarks.bench_rows import Row, render, threads_title, write_results
 from benchmarks.engine_bench import CHUNK, GREEDY, NUM_ADAPTERS, RANK, Bench, RepeatedLimits, Work, linear_bytes
@@ -51,6 +52,7 @@ from checkpoints.telling_adapters import save_plain_tokenizer
 from checkpoints.tiny_llama import save_tiny_llama
 from multilora_engine.lora.format import TORCH_DTYPES, pack_adapter
 from multilora_engine.request import SamplingParams
+from sources import measured_source
 
 BATCHES = (32, 16, 8, 1)
 """Sequences that decode together; from the largest on, so that one set of prompts serves all."""
@@ -331,8 +333,12 @@ def main(
     lora_dtype: Annotated[str, typer.Option(help="`lora_dtype` of the engine, or auto, which is `dtype`.")] = "auto",
     threads: Annotated[int, typer.Option(help="CPU threads; 0 is one per core.")] = 0,
     model: Annotated[Path | None, typer.Option(help="Checkpoint; default: the embedded model.")] = None,
+    update_docs: Annotated[
+        bool, typer.Option("--docs", help="Write the tables and plots of docs/performance.md for the parts measured.")
+    ] = False,
 ) -> None:
     """Measure the engine's steps, print a table with the goals, and plot it."""
+    source = measured_source() if update_docs else ""
     console = Console()
     console.width = max(console.width, TABLE_WIDTH)
     checkpoint = model or ensure_default_checkpoint()
@@ -357,12 +363,15 @@ def main(
     if unknown := set(part) - set(parts):
         raise typer.BadParameter(f"no part is called {', '.join(sorted(unknown))}; there are {', '.join(parts)}")
     with Progress(console=console) as progress:
-        chosen = [parts[name] for name in part or parts]
-        results = [result for measure in progress.track(chosen, description="measuring") for result in measure()]
+        chosen = progress.track(part or list(parts), description="measuring")
+        results = {name: parts[name]() for name in chosen}
     for engine in benches.values():
         engine.close()
     stored = bench.engine.info.adapter_layout.lora_dtype
-    report(results, f"{checkpoint.name}, {dtype}, adapters in {stored}, {threads_title()}", output, console)
+    title = f"{checkpoint.name}, {dtype}, adapters in {stored}, {threads_title()}"
+    report([*itertools.chain.from_iterable(results.values())], title, output, console)
+    if update_docs:
+        engine_tables.write_tables(results, source)
 
 
 def report(results: Sequence[Result], title: str, output: Path, console: Console) -> None:

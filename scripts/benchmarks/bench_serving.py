@@ -49,6 +49,7 @@ from multilora_engine.request import GenerationRequest, SamplingParams
 from multilora_engine.tritonserver import ServerProcess
 from multilora_wire.layout import num_values
 from servers.started_server import started_server
+from sources import measured_source
 
 ADAPTER_MIXES = ("no adapter", "one adapter", "all different")
 PARTS = ("adapters", "doors", "cost", "load")
@@ -303,6 +304,7 @@ def main(
     """Measure tokens/s and times through a server that this command starts and stops, and plot them."""
     if unknown := set(part) - set(PARTS):
         raise typer.BadParameter(f"no part is called {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    source = measured_source() if update_docs else ""
     console = Console()
     setting = Setting(
         model=model or ensure_default_checkpoint(),
@@ -322,7 +324,7 @@ def main(
     if results.stages:
         report_load(results.stages, output, console)
     if update_docs:
-        write_tables(results.rates, setting.concurrency, results.stages)
+        write_tables(results.rates, setting.concurrency, results.stages, source)
     console.print(f"results are in {output}; {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}")
 
 

@@ -13,15 +13,18 @@ from plots import DOCS, write_plots
 PAGE = DOCS / "performance.md"
 
 
-def write_tables(rates: Mapping[str, Sequence[float]], counts: Sequence[int], stages: Sequence[Stage]) -> None:
+def write_tables(
+    rates: Mapping[str, Sequence[float]], counts: Sequence[int], stages: Sequence[Stage], source: str
+) -> None:
     """Write what was measured into the page, and draw its plots anew.
 
-    rates: tokens/s of every round by `measurement`. counts: requests at once. stages: of the load, rising.
+    rates: tokens/s of every round by `measurement`. counts: requests at once. stages: of the load, rising. source: the
+    sentence that tells where figures are from.
     """
     if measurement(counts[0], "no adapter") in rates:
-        write_table(PAGE, "throughput", throughput_table(rates, counts))
+        write_table(PAGE, "throughput", throughput_table(rates, counts), source)
     if stages:
-        write_table(PAGE, "load", load_table(stages))
+        write_table(PAGE, "load", load_table(stages), source)
     write_plots(PAGE)
 
 

@@ -23,6 +23,7 @@ from checkpoints.prepare_default_model import ensure_default_checkpoint
 from marked_tables import write_table
 from multilora_engine.errors import MultiloraError
 from repository import REPOSITORY
+from sources import measured_source
 from trials.abuse_table import Row, markdown
 from trials.attacker import Attacker
 from trials.doors import Attack
@@ -47,6 +48,7 @@ def main(
 ) -> None:
     if update_docs and (attack or door):
         raise typer.BadParameter("--docs is for a run of every row; leave out --attack and --door")
+    source = measured_source() if update_docs else ""
     console = Console()
     checkpoint = model or ensure_default_checkpoint()
     scenes = [chosen(scene, attack) for scene in SCENES if not door or scene.title in door]
@@ -56,7 +58,7 @@ def main(
             rows.append(row)
             console.print(f"{len(rows)} of {num_rows} {row.line}", markup=False, highlight=False, soft_wrap=True)
     if update_docs:
-        write_table(PAGE, TABLE, markdown(rows))
+        write_table(PAGE, TABLE, markdown(rows), source)
     raise typer.Exit(int(any(row.verdict != "fine" for row in rows if row.door != "none")))
 
 

@@ -44,7 +44,8 @@ def test_what_was_not_measured_stays_as_it_was(tmp_path: Path, monkeypatch: pyte
     page.write_text(PAGE.read_text())
     monkeypatch.setattr(serving_tables, "PAGE", page)
     monkeypatch.setattr(serving_tables, "write_plots", drawn.append)
-    write_tables({}, [1], [stage(4, (0.3, 0.4))])
+    write_tables({}, [1], [stage(4, (0.3, 0.4))], "By a test.")
     assert "| 4 | 300 ms |" in read_table(page, "load")
+    assert read_table(page, "load").endswith(" |\n\nBy a test.\n")
     assert read_table(page, "throughput") == read_table(PAGE, "throughput")
     assert drawn == [page]

@@ -64,7 +64,7 @@ def test_the_table_has_a_line_for_each_attack() -> None:
 
 
 def test_the_docs_show_every_attack_once_they_are_measured() -> None:
-    lines = read_table(abuse.PAGE, abuse.TABLE).splitlines()[2:]
+    _, _, *lines = [line for line in read_table(abuse.PAGE, abuse.TABLE).splitlines() if line.startswith("|")]
     shown = [tuple(cell.strip() for cell in line.split("|")[1:3]) for line in lines]
     assert shown in ([], [(name, scene.title) for scene in SCENES for name in scene.attacks])
 

@@ -1,0 +1,85 @@
+"""The tables of docs/performance.md that `bench_engine --docs` writes, one for each of its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from benchmarks.bench_rows import Row
+from benchmarks.step_results import StepResult
+from marked_tables import write_table
+from plots import DOCS, write_plots
+
+PAGE = DOCS / "performance.md"
+_PREFIX = "decode "
+_MACHINE = "machine: "
+
+Results = Sequence[Row | StepResult]
+
+
+def write_tables(results: Mapping[str, Results], source: str) -> None:
+    """Write each part's results into its table of the page, and draw the page's plots anew.
+
+    source: the sentence that tells where figures are from.
+    """
+    for part, measured in results.items():
+        if part == "decode":
+            write_table(PAGE, "steps", steps_table(measured), f"{source} {machine_limits(measured)}")
+        else:
+            write_table(PAGE, f"engine {part}", rows_table(measured), source)
+    write_plots(PAGE)
+
+
+def steps_table(results: Results) -> str:
+    """A row for each number of sequences; for each kind of weights the time of a step, and its multiple of the limit.
+
+    The plot of the page finds the columns by this order.
+    """
+    steps = {step.what.removeprefix(_PREFIX): step for step in results if isinstance(step, StepResult)}
+    keys = [name.split(", ", 1) for name in steps]
+    counts = sorted({int(count) for count, _ in keys})
+    weights = list(dict.fromkeys(kind for _, kind in keys))
+    columns = [heading for kind in weights for heading in (_heading(kind), f"{_heading(kind)}, of the limit")]
+    lines = [f"| sequences | {' | '.join(columns)} |", f"| ---: |{' ---: |' * len(columns)}"]
+    for count in counts:
+        cells = [cell for kind in weights for cell in _cells(steps[f"{count}, {kind}"])]
+        lines.append(f"| {count} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def machine_limits(results: Results) -> str:
+    """A sentence of the limits that were measured meanwhile."""
+    limits = [row for row in results if isinstance(row, Row) and row.what.startswith(_MACHINE)]
+    told = ", ".join(f"{row.what.removeprefix(_MACHINE)} {_number(row.value)} {row.unit}" for row in limits)
+    return f"The machine meanwhile: {told}."
+
+
+def rows_table(results: Results) -> str:
+    """A row for each result, with its goal, if it has one."""
+    lines = ["| measured | | goal |", "| --- | ---: | ---: |"]
+    for result in results:
+        if isinstance(result, Row):
+            value, goal = f"{_number(result.value)} {result.unit}", result.goal
+        else:
+            value = _milliseconds(result.seconds)
+            goal = "" if result.max_seconds is None else f"<= {_milliseconds(result.max_seconds)}"
+        lines.append(f"| {result.what} | {value} |{f' {goal}' if goal else ''} |")
+    return "\n".join(lines) + "\n"
+
+
+def _heading(weights: str) -> str:
+    """Weights in bfloat16 are beside computing in float32; a scheme's name says that it is one of weights."""
+    return f"weights in {weights}" if weights in ("bfloat16", "float16") else weights
+
+
+def _cells(step: StepResult) -> tuple[str, str]:
+    assert step.limit is not None, f"{step.what} has a limit"
+    return _milliseconds(step.seconds), f"{step.seconds / step.limit:.2f}x"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{_number(seconds * 1e3)} ms"
+
+
+def _number(value: float) -> str:
+    """Three digits, and no exponent: `0.798`, `19.5`, `2,003`."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
