@@ -10,7 +10,7 @@ from starlette.applications import Starlette
 from multilora_client.client import AsyncClient
 from multilora_client.console.page import console_routes
 from multilora_client.console.settings import ConsoleSettings
-from multilora_client.console.state import Console, State, access_by_server
+from multilora_client.console.state import Console, State, with_callers_key
 
 
 def make_app(connect: Callable[[], AsyncClient], settings: ConsoleSettings) -> Starlette:
@@ -19,6 +19,6 @@ def make_app(connect: Callable[[], AsyncClient], settings: ConsoleSettings) -> S
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[State]:
         async with connect() as client:
-            yield {"console": Console(access_by_server(client), settings)}
+            yield {"console": Console(with_callers_key(client), settings)}
 
     return Starlette(routes=console_routes(settings), lifespan=lifespan)

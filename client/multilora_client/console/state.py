@@ -16,11 +16,11 @@ from multilora_client.openai.errors import Failure
 
 MAX_UPLOADS_AT_ONCE = 2
 
-Access = Callable[[str | None], AsyncClient]
+FindClient = Callable[[str | None], AsyncClient]
 """The client that asks the server for the sender of an Authorization header. Raises Failure for one who may not."""
 
 
-def access_by_server(client: AsyncClient) -> Access:
+def with_callers_key(client: AsyncClient) -> FindClient:
     """Each caller's own key goes to the server, which decides; the console has no key that it could lend."""
     return lambda authorization: client.with_api_key(header_key(authorization))
 
@@ -34,7 +34,7 @@ def header_key(authorization: str | None) -> str:
 class Console:
     """One running console. uploads: as many places as there may be uploads at once."""
 
-    access: Access
+    find_client: FindClient
     settings: ConsoleSettings
     uploads: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_UPLOADS_AT_ONCE))
 
@@ -50,7 +50,7 @@ def console_of(request: Request) -> Console:
 
 def client_of(request: Request) -> AsyncClient:
     """The client that asks for the caller. Raises Failure."""
-    return console_of(request).access(request.headers.get("authorization"))
+    return console_of(request).find_client(request.headers.get("authorization"))
 
 
 def writable(request: Request) -> Console:

@@ -12,11 +12,11 @@ from starlette.middleware.cors import CORSMiddleware
 
 from multilora_client.client import AsyncClient
 from multilora_client.console import page
-from multilora_client.console.state import Access, Console, header_key
+from multilora_client.console.state import Console, FindClient, header_key
 from multilora_client.openai.body_limit import BodyLimit
 from multilora_client.openai.catalogue import Catalogue
 from multilora_client.openai.failure_answers import answer_failures, failure_answer
-from multilora_client.openai.front import Front, State
+from multilora_client.openai.front import OpenaiFront, State
 from multilora_client.openai.metrics import FrontMetrics, MeasuredRequests
 from multilora_client.openai.routes import adapters, generation, models, service, tokenization
 from multilora_client.openai.routes.absent import not_served, wrong_method
@@ -34,13 +34,13 @@ def make_app(
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[State]:
         async with connect() as client:
-            front = Front(client, catalogue, settings, metrics, started_s=int(time.time()))
+            front = OpenaiFront(client, catalogue, settings, metrics, started_s=int(time.time()))
             yield (
                 {"front": front}
                 if settings.console is None
                 else {
                     "front": front,
-                    "console": Console(_console_access(front), settings.console),
+                    "console": Console(_find_console_client(front), settings.console),
                 }
             )
 
@@ -69,10 +69,10 @@ def make_app(
     return app
 
 
-def _console_access(front: Front) -> Access:
+def _find_console_client(front: OpenaiFront) -> FindClient:
     """Where the front has keys that the server does not know, the console is for those who run the server."""
 
-    def access(authorization: str | None) -> AsyncClient:
+    def find_client(authorization: str | None) -> AsyncClient:
         granted = front.catalogue.access(authorization)
         if granted.caller is None:
             return front.client.with_api_key(header_key(authorization))
@@ -80,7 +80,7 @@ def _console_access(front: Front) -> Access:
             granted.check_operator()
         return front.client_of(granted)
 
-    return access
+    return find_client
 
 
 async def _answer_not_served(request: Request, _: Exception) -> Response:

@@ -25,7 +25,7 @@ _PATIENCE_S = 5.0
 
 
 @dataclass(frozen=True)
-class Front:
+class OpenaiFront:
     """One running application. started_s: when it began, in seconds since the epoch."""
 
     client: AsyncClient
@@ -68,12 +68,12 @@ class Front:
 class State(TypedDict):
     """console: where the console is served, too."""
 
-    front: Front
+    front: OpenaiFront
     console: NotRequired[Console]
 
 
-def front_of(request: Request) -> Front:
-    front: Front = request.state.front
+def front_of(request: Request) -> OpenaiFront:
+    front: OpenaiFront = request.state.front
     return front
 
 
@@ -89,7 +89,7 @@ def operator_of(request: Request) -> Access:
     return access
 
 
-TheFront = Annotated[Front, Depends(front_of)]
+TheFront = Annotated[OpenaiFront, Depends(front_of)]
 Caller = Annotated[Access, Depends(access_of)]
 Operator = Annotated[Access, Depends(operator_of)]
 

@@ -9,7 +9,7 @@ from fastapi.responses import PlainTextResponse
 
 from multilora_client.errors import NotFound
 from multilora_client.openai.errors import Failure
-from multilora_client.openai.front import Front, Operator, TheFront
+from multilora_client.openai.front import OpenaiFront, Operator, TheFront
 from multilora_client.openai.schemas.adapters import LoadRequest, UnloadRequest
 
 router = APIRouter()
@@ -40,6 +40,6 @@ async def unload_adapter(body: UnloadRequest, operator: Operator, front: TheFron
     return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
 
 
-def _check_allowed(front: Front) -> None:
+def _check_allowed(front: OpenaiFront) -> None:
     if not front.catalogue.allows_loading:
         raise Failure(403, "this front was started without --allow-lora-loading", "not_allowed")

@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse
 
 from multilora_client.generation import Chunk, Generation
 from multilora_client.openai.asking import Inquiry, traceparent_of, unless_gone
-from multilora_client.openai.front import Caller, Front, TheFront
+from multilora_client.openai.front import Caller, OpenaiFront, TheFront
 from multilora_client.openai.questions import Question
 from multilora_client.openai.replies.chat import ChatReply
 from multilora_client.openai.replies.completion import CompletionReply
@@ -65,12 +65,12 @@ async def respond(body: ResponsesRequest, request: Request, caller: Caller, fron
     return await _answer(body, inquiry, reply, request, front)
 
 
-def _inquiry(model: str, request: Request, caller: Caller, front: Front) -> Inquiry:
+def _inquiry(model: str, request: Request, caller: Caller, front: OpenaiFront) -> Inquiry:
     name = front.name_of(caller, request.client.host if request.client else "")
     return Inquiry(front.client_of(caller), caller.model(model), uuid.uuid4().hex, traceparent_of(request), name)
 
 
-async def _answer(asked: _Asked, inquiry: Inquiry, reply: _Reply, request: Request, front: Front) -> Response:
+async def _answer(asked: _Asked, inquiry: Inquiry, reply: _Reply, request: Request, front: OpenaiFront) -> Response:
     """Ask the server. A stream starts to answer with its first piece, so that an earlier failure has its own status."""
     if not asked.stream:
         body = reply.whole(await unless_gone(request, inquiry.generations(asked.questions())))
@@ -81,7 +81,7 @@ async def _answer(asked: _Asked, inquiry: Inquiry, reply: _Reply, request: Reque
 
 
 async def _counted(
-    reply: _Reply, chunks: AsyncGenerator[tuple[int, Chunk], None], front: Front
+    reply: _Reply, chunks: AsyncGenerator[tuple[int, Chunk], None], front: OpenaiFront
 ) -> AsyncGenerator[str, None]:
     """The events of a reply, whose tokens count even when the client leaves in their midst."""
     try:

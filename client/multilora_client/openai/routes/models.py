@@ -9,7 +9,7 @@ from fastapi import APIRouter
 from multilora_client.errors import MultiloraClientError
 from multilora_client.openai.catalogue import Access
 from multilora_client.openai.errors import Failure
-from multilora_client.openai.front import Caller, Front, TheFront
+from multilora_client.openai.front import Caller, OpenaiFront, TheFront
 from multilora_client.openai.routes.reading import reads
 
 router = APIRouter()
@@ -29,7 +29,7 @@ async def retrieve_model(name: str, caller: Caller, front: TheFront) -> dict[str
     return _card(caller.model(name).name, front, await _max_model_len(front, caller))
 
 
-def _card(name: str, front: Front, max_model_len: int | None) -> dict[str, Any]:
+def _card(name: str, front: OpenaiFront, max_model_len: int | None) -> dict[str, Any]:
     base = front.catalogue.base
     return {
         "id": name,
@@ -42,14 +42,14 @@ def _card(name: str, front: Front, max_model_len: int | None) -> dict[str, Any]:
     }
 
 
-async def _names_at_server(front: Front, caller: Access) -> list[str]:
+async def _names_at_server(front: OpenaiFront, caller: Access) -> list[str]:
     """The names of the server's adapters for the caller's key, where the key is the server's, too."""
     if not caller.key:
         return []
     return [adapter.name for adapter in await front.client_of(caller).list_adapters() if adapter.name]
 
 
-async def _max_model_len(front: Front, caller: Access) -> int | None:
+async def _max_model_len(front: OpenaiFront, caller: Access) -> int | None:
     """The most tokens of a prompt and its answer; None while the server does not tell."""
     try:
         return (await front.describe_model(caller)).max_model_len

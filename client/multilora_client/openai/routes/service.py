@@ -9,7 +9,7 @@ from fastapi import APIRouter, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 
 from multilora_client.openai.errors import Failure
-from multilora_client.openai.front import Front, Operator, TheFront
+from multilora_client.openai.front import OpenaiFront, Operator, TheFront
 from multilora_client.openai.routes.reading import reads
 
 router = APIRouter()
@@ -40,7 +40,7 @@ async def tell_metrics(_: Operator, front: TheFront) -> PlainTextResponse:
     return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
 
-async def _server_metrics(front: Front) -> str:
+async def _server_metrics(front: OpenaiFront) -> str:
     """The server's metrics. Raises Failure (502): half of the metrics would look like a server that does nothing."""
     try:
         async with httpx2.AsyncClient(timeout=_PATIENCE_S) as http:
