@@ -239,13 +239,14 @@ class EngineConfig(BaseModel):
         float,
         Field(
             ge=0,
-            description="A prompt that waits longer goes before later ones; steps may take as long as under `auto`.",
+            description="A prompt that waits longer goes before later ones; steps may take as long as `auto` allows.",
         ),
     ] = 10.0
     host_work_ms_per_step: Annotated[
         float,
         Field(
-            ge=0, description="Share of a step for words, guides and beams; a request 5 steps behind ends; 0: never."
+            ge=0,
+            description="Time of a step for words, guides, beams; a request 5 times that behind is ended; 0: never.",
         ),
     ] = 50.0
     max_metadata_bytes: Annotated[
@@ -259,15 +260,15 @@ class EngineConfig(BaseModel):
         ),
     ] = ByteSize(64 << 20)
     max_streamed_logits_bytes: Annotated[
-        ByteSize, Field(ge=0, description="The same at a model that streams, where other clients' next tokens wait.")
+        ByteSize, Field(ge=0, description="max_logits_bytes of models that stream: others' next tokens wait meanwhile.")
     ] = ByteSize(16 << 20)
     max_logits_bytes_in_flight: Annotated[
-        ByteSize, Field(ge=0, description="The same for all requests in flight at one model; more get UNAVAILABLE.")
+        ByteSize, Field(ge=0, description="Logits of all requests in flight at a model; beyond that: UNAVAILABLE.")
     ] = ByteSize(256 << 20)
     block_size: Annotated[int, Field(ge=1, le=1024, description="Tokens of one KV cache block.")] = 16
     enable_prefix_caching: Annotated[
         bool,
-        Field(description="Keep the KV cache of what was computed, and reuse it where adapter and first tokens equal."),
+        Field(description="Keep keys and values of earlier tokens for prompts with the same adapter and beginning."),
     ] = True
     enable_cuda_graphs: Annotated[
         bool, Field(description="Replay decode steps on a GPU as CUDA graphs; off until they have run on one.")
@@ -279,7 +280,7 @@ class EngineConfig(BaseModel):
         ByteSize,
         Field(
             ge=0,
-            description="Most that floats beside a quantised base's codes take (operation `weights`); 0: none.",
+            description="Most bytes of floats that the operation `weights` keeps beside quantised weights; 0: none.",
         ),
     ] = ByteSize(0)
     unpacked_weights: Annotated[
@@ -288,17 +289,17 @@ class EngineConfig(BaseModel):
     ] = ""
     kv_cache_memory_bytes: Annotated[
         ByteSize,
-        Field(ge=0, description="Most that the KV cache takes; 0: what is left on a GPU, 1 GiB on a CPU."),
+        Field(ge=0, description="Bytes of the KV cache; 0: all that is left on a GPU, 1 GiB on a CPU."),
     ] = ByteSize(0)
     kv_cache_dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "int8", "fp8"],
-        Field(description="Type of keys and values in the cache; `auto` is `dtype`, int8 and fp8 have a scale a head."),
+        Field(description="Type of cached keys and values: `auto` is `dtype`; int8 and fp8 have a scale per head."),
     ] = "auto"
     gpu_memory_utilization: Annotated[
         float, Field(gt=0, le=1, description="Share of the GPU's memory the engine may use in all.")
     ] = 0.9
     request_timeout_s: Annotated[
-        float, Field(gt=0, description="A request is ended this many seconds after it arrived, whoever still listens.")
+        float, Field(gt=0, description="A request ends so many seconds after it arrived, even if its client waits.")
     ] = 600.0
     engine_hang_timeout_s: Annotated[
         float,

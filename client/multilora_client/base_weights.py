@@ -182,5 +182,5 @@ def _read_header(path: Path) -> dict[str, tuple[StoredTensor, int]]:
 def _read_entry(values: dict[str, Any], start: int) -> tuple[StoredTensor, int]:
     shape, first = tuple(values["shape"]), values["data_offsets"][0]
     if not all(type(number) is int and number >= 0 for number in (*shape, first)):
-        raise ValueError(f"{values} has something else than numbers")
+        raise ValueError(f"shape {list(shape)} and the first data offset {first!r} must be whole numbers, 0 or more")
     return StoredTensor(str(values["dtype"]), shape), start + first

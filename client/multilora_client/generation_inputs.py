@@ -22,8 +22,8 @@ def generation_inputs(
     Raises InvalidRequest unless there is exactly one prompt, and for a stream of beams.
     """
     check_names(options, GenerateOptions)
-    if streaming and (options.get("beam_width") or 1) > 1:
-        raise InvalidRequest("beam_width is not for streams")
+    if streaming and (beam_width := options.get("beam_width") or 1) > 1:
+        raise InvalidRequest(f"beam_width is {beam_width}: a stream has one beam; ask without streaming for several")
     inputs = _prompt_inputs(prompt, options) | _sampling_inputs(options)
     inputs["streaming"] = numeric_tensor(streaming, np.bool_)
     for flag in ("exclude_input_in_output", "return_num_input_tokens", "return_num_output_tokens"):

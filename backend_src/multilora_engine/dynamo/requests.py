@@ -148,7 +148,7 @@ def _json_guide(schema: Any) -> Guide:
 
 def _choice_guide(choices: list[str]) -> Guide:
     if not choices:
-        raise InvalidRequest("guided_decoding has a choice of nothing")
+        raise InvalidRequest("guided_decoding.choice is an empty list; give at least one text")
     return Guide("regex", "|".join(_REGEX_SPECIAL.sub(r"\\\1", choice) for choice in choices))
 
 

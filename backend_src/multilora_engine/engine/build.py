@@ -75,13 +75,13 @@ def choose_kv_cache_dtype(
     if coded == torch.float8_e4m3fn and device.type != "cpu":
         raise ConfigError(
             "parameter kv_cache_dtype=fp8: it is for CPUs; write kv_cache_dtype=int8, which takes the same memory and "
-            "is nearer to what was computed"
+            "rounds keys and values less"
         )
     chosen = coded or TORCH_DTYPES[config.kv_cache_dtype]
     if coded is None and chosen != dtype and dtype != torch.float32:
         raise ConfigError(
             f"parameter kv_cache_dtype={config.kv_cache_dtype}: keys and values are computed in {dtype_name(dtype)}, "
-            "which that would not store better; write kv_cache_dtype=auto or int8, or change dtype"
+            f"so {config.kv_cache_dtype} would store them no better; write kv_cache_dtype=auto or int8, or change dtype"
         )
     if coded and model.head_dim % SCALE_BYTES:
         raise ConfigError(

@@ -75,4 +75,7 @@ def overflow(sequence: Sequence) -> RequestError:
 def no_token_left(sequence: Sequence) -> InvalidRequest:
     """The error of a request whose guide, bans and biases forbid every token."""
     num_tokens = len(sequence.output_token_ids)
-    return InvalidRequest(f"after {num_tokens} tokens, what the request forbids leaves no token to go on with")
+    return InvalidRequest(
+        f"after {num_tokens} tokens, the request's guide, bad_words_list, embedding_bias and min_tokens forbid every "
+        "token of the vocabulary"
+    )

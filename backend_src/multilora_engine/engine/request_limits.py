@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from itertools import chain
 from operator import itemgetter
@@ -103,9 +104,10 @@ def _check_token_ids(sampling: SamplingParams, vocab_size: int) -> None:
             wrong = next(token_id for token_id in ids if not 0 <= token_id < vocab_size)
             raise InvalidRequest(f"{name} has the token {wrong}, expected 0 .. {vocab_size - 1}")
     if not all(sampling.bad_token_sequences):
-        raise InvalidRequest("bad_words_list has a sequence without tokens")
+        raise InvalidRequest(f"bad_words_list: word {sampling.bad_token_sequences.index(())} has no tokens")
     if len(set(biased)) < len(biased):
-        raise InvalidRequest("embedding_bias names a token twice")
+        token_id, count = Counter(biased).most_common(1)[0]
+        raise InvalidRequest(f"embedding_bias has {count} biases of token {token_id}; send one")
 
 
 def _check_counts(sampling: SamplingParams, vocab_size: int) -> None:

@@ -52,9 +52,9 @@ def grant_operation(operation: Operation, rights: Rights) -> Operation:
         return operation
     match operation:
         case ReadStats():
-            raise PermissionDenied("stats tell what all do; this API key may not see that")
+            raise PermissionDenied("stats are of all tenants; this API key does not run the server")
         case SwitchWeights():
-            raise PermissionDenied("the model's weights are the server's; this API key may not see or switch them")
+            raise PermissionDenied("the weights are of all tenants; this API key does not run the server")
         case LoadAdapter() | UnloadAdapter() | PinAdapter() | UnpinAdapter():
             return _grant_on_adapter(operation, rights)
         case _:
@@ -67,9 +67,11 @@ def _grant_on_adapter(operation: LoadAdapter | UnloadAdapter | PinAdapter | Unpi
     lora_task_id = task_id_of(name) if operation.lora_task_id is None else operation.lora_task_id
     tenant = rights.adapter_tenant(lora_task_id, name)
     if operation.tenant not in ("", tenant):
-        raise PermissionDenied("this API key may not look after adapters of another tenant")
+        raise PermissionDenied(f"this API key may not look after adapters of tenant {operation.tenant[:64]!r}")
     if isinstance(operation, LoadAdapter) and (operation.source or operation.path):
-        raise PermissionDenied("this API key may not say where an adapter comes from")
+        raise PermissionDenied(
+            "this API key may not choose the source or the path of an adapter; leave source and path out"
+        )
     if not tenant and not isinstance(operation, LoadAdapter):
         raise PermissionDenied(
             f"LoRA adapter {name or lora_task_id} is the server's own, which this API key may only load"

@@ -94,7 +94,7 @@ class InputTensors:
             return default
         values = {self.scalar(name, row) for row in range(self.num_rows(name))}
         if len(values) != 1:
-            raise InvalidRequest(f"{name} must be the same in every row of a request")
+            raise InvalidRequest(f"{name} is true and false; it must be the same in every row of a request")
         return bool(values.pop())
 
     def matrix(self, name: str) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 from multilora_engine.engine_info import EngineInfo
 from multilora_engine.errors import InvalidRequest, Unsupported
@@ -104,9 +105,12 @@ def _truncated(prompt: list[int], inputs: InputTensors, row: int, max_tokens: in
 def _beam_width(sampling: list[SamplingParams], is_streaming: bool) -> int:
     widths = {row.beam_width for row in sampling}
     if len(widths) > 1:
-        raise InvalidRequest("beam_width must be the same in every row of a request")
+        raise InvalidRequest(f"beam_width is {_listed(widths)}; it must be the same in every row of a request")
     if is_streaming and widths != {1}:
-        raise Unsupported(f"beam_width {widths.pop()} together with streaming: what beams say changes until the end")
+        raise Unsupported(
+            f"beam_width {widths.pop()} together with streaming: until the search ends, other beams may replace those "
+            "found; send streaming false, or beam_width 1"
+        )
     return widths.pop()
 
 
@@ -117,8 +121,13 @@ def _read_num_sequences(inputs: InputTensors, beam_width: int) -> int:
     most = beam_width if beam_width > 1 else _MAX_SEQUENCES
     counts = {in_range(inputs, name, row, 1, most) for row in rows} or {beam_width}
     if len(counts) > 1:
-        raise InvalidRequest(f"{name} must be the same in every row of a request")
+        raise InvalidRequest(f"{name} is {_listed(counts)}; it must be the same in every row of a request")
     return int(counts.pop())
+
+
+def _listed(values: Iterable[float]) -> str:
+    """`1 and 4`"""
+    return " and ".join(map(str, sorted(values)))
 
 
 def _read_pad_id(inputs: InputTensors, info: EngineInfo) -> int:

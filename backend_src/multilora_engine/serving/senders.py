@@ -138,14 +138,19 @@ class SenderBook:
     def _client(self, values: list[str]) -> str:
         """The client that a proxy names; empty without one."""
         if len(set(values)) > 1:
-            raise InvalidRequest(f"{CLIENT_HEADER} is what the proxy says, and the request says it, too")
+            raise InvalidRequest(
+                f"{CLIENT_HEADER} has {len(set(values))} values; the proxy alone sets it, leave it out of the request"
+            )
         if not values:
             return ""
         if not self._proxy_secret:
             return _plain(values[0])
         given, _, name = values[0].partition(" ")
         if not hmac.compare_digest(given.encode(), self._proxy_secret.encode()):
-            raise InvalidRequest(f"{CLIENT_HEADER} is what the proxy says, and this is not from the proxy")
+            raise InvalidRequest(
+                f"{CLIENT_HEADER} is not from the proxy: it does not begin with the secret of "
+                "client_header_secret_file; leave it out of the request"
+            )
         return _plain(name)
 
 

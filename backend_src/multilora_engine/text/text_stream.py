@@ -46,9 +46,9 @@ class TextStream:
         include_stop_str_in_output: bool = False,
     ) -> None:
         if not all(stop_words):
-            raise InvalidRequest("a stop word is empty")
+            raise InvalidRequest(f"stop word {stop_words.index('')} is empty")
         if not all(stop_token_sequences):
-            raise InvalidRequest("stop_words_list has a sequence without tokens")
+            raise InvalidRequest(f"stop_words_list: word {stop_token_sequences.index(())} has no tokens")
         self._tokenizer = tokenizer
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._words = Automaton(stop_words)

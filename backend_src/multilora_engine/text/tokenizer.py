@@ -175,7 +175,7 @@ def _read_by_class(path: Path) -> Any:
 
 def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
     if not messages:
-        raise InvalidRequest("messages is empty")
+        raise InvalidRequest("messages is an empty list; send at least one message")
     for i, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise InvalidRequest(f'message {i} must look like {{"role": "user", "content": "..."}}, got {message!r}')

@@ -83,7 +83,11 @@ class Guard:
         if not path.startswith(API):
             return
         if headers.get("sec-fetch-site", "same-origin") != "same-origin" or HEADER not in headers:
-            raise Failure(403, "only the console's own page may ask", "wrong_origin")
+            raise Failure(
+                403,
+                f"only the console's own page may ask: {path} takes requests of its origin with the header {HEADER}",
+                "wrong_origin",
+            )
 
     def _is_known(self, host: str) -> bool:
         """Whether the console may be called so: a name of its own, or an address, which no name can lead to."""

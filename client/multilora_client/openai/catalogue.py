@@ -112,7 +112,11 @@ class Access:
     def check_operator(self) -> None:
         """Raises Failure (403) for a caller who does not run the server, and so may not see to its adapters."""
         if self.caller is not None and not self.caller.runs_the_server:
-            raise Failure(403, "this API key may not do that: it is for those who run the server", "not_allowed")
+            raise Failure(
+                403,
+                'this API key does not run the server: it belongs to a tenant, or its entry lacks "operate": true',
+                "not_allowed",
+            )
 
     def _may_use(self, name: str) -> bool:
         if self.caller is None:
@@ -127,7 +131,7 @@ class Access:
 def load_adapters(directories: Mapping[str, Path]) -> dict[str, Adapter]:
     """Adapters by name. Raises AdapterError for a directory that holds none, InvalidRequest for a bad name."""
     if "" in directories:
-        raise InvalidRequest("an adapter has an empty name")
+        raise InvalidRequest(f"the adapter of directory {directories['']} has an empty name; write NAME=DIR")
     return {name: load_adapter(directory) for name, directory in directories.items()}
 
 

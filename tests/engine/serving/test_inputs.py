@@ -55,7 +55,7 @@ def test_text_that_is_not_utf8_is_refused_with_the_place() -> None:
 
 def test_a_switch_must_be_the_same_in_all_rows() -> None:
     assert inputs(streaming=[[True], [True]]).common("streaming", default=False) is True
-    with pytest.raises(InvalidRequest, match=r"^streaming must be the same in every row"):
+    with pytest.raises(InvalidRequest, match=r"^streaming is true and false; it must be the same in every row"):
         inputs(streaming=[[True], [False]]).common("streaming", default=False)
 
 

@@ -22,5 +22,5 @@ def test_only_the_people_who_run_the_server_see_and_switch_weights(action: Liter
     for caller in (None, Caller(KeyEntry(key=KEY, base_model=True, operate=True))):
         assert grant_operation(operation, Rights(Sender(), 0, caller)) is operation
     for entry in (KeyEntry(key=KEY, tenant="acme", operate=True), KeyEntry(key=KEY, base_model=True)):
-        with pytest.raises(PermissionDenied, match="weights are the server's"):
+        with pytest.raises(PermissionDenied, match="the weights are of all tenants"):
             grant_operation(operation, Rights(Sender(), 0, Caller(entry)))

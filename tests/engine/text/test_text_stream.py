@@ -186,9 +186,9 @@ class TestStream:
         assert text_stream.finish() == TextDelta([0], "\ufffd")
 
     def test_an_empty_stop_word_is_refused(self) -> None:
-        with pytest.raises(InvalidRequest, match="a stop word is empty"):
+        with pytest.raises(InvalidRequest, match="stop word 1 is empty"):
             TextStream(ByteTokens([]), ("a", ""))
-        with pytest.raises(InvalidRequest, match="stop_words_list has a sequence without tokens"):
+        with pytest.raises(InvalidRequest, match="stop_words_list: word 1 has no tokens"):
             TextStream(ByteTokens([]), (), ((1,), ()))
 
     def test_the_work_for_a_long_repetitive_stop_word_is_linear(self) -> None:

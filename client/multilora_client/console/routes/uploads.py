@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from multilora_client.client import AsyncClient
 from multilora_client.console.converting import FILE_NAMES, converted
 from multilora_client.console.replies import JsonLines, line
 from multilora_client.console.settings import ConsoleSettings
-from multilora_client.console.state import TheClient, Writable
+from multilora_client.console.state import MAX_UPLOADS_AT_ONCE, TheClient, Writable
 from multilora_client.convert import content_task_id
 from multilora_client.errors import MultiloraClientError
 from multilora_client.openai.errors import Failure
@@ -59,7 +60,7 @@ async def upload(
         raise Failure(400, "give lora_name or lora_task_id: a name has a task id of its own", "invalid_value")
     await client.describe_model()  # Nobody without a valid key has the console take megabytes.
     if console.uploads.locked():
-        raise Failure(503, "as many uploads as may be at once are under way; try again", "unavailable")
+        raise Failure(503, f"{MAX_UPLOADS_AT_ONCE} uploads are under way, the most at once; try again", "unavailable")
     with ExitStack() as resources:
         await console.uploads.acquire()
         resources.callback(console.uploads.release)
@@ -90,8 +91,8 @@ def parse_files(listed: Sequence[str], max_bytes: int) -> list[SentFile]:
         if match is None or match[1] not in FILE_NAMES:
             raise Failure(400, f"{text!r} is no file of an adapter: {', '.join(sorted(FILE_NAMES))}", "invalid_value")
         files.append(SentFile(match[1], int(match[2])))
-    if len({file.name for file in files}) < len(files):
-        raise Failure(400, "a file is listed twice", "invalid_value")
+    if repeated := [name for name, count in Counter(file.name for file in files).items() if count > 1]:
+        raise Failure(400, f"{repeated[0]} is listed more than once; send it once", "invalid_value")
     total = sum(file.num_bytes for file in files)
     if total > max_bytes:
         raise Failure(413, f"the adapter has {total} bytes, and at most {max_bytes} are taken", "too_large")
@@ -107,10 +108,13 @@ async def _receive(request: Request, files: Sequence[SentFile], folder: Path) ->
             while num_missing:
                 piece = await body.read(num_missing)
                 if not piece:
-                    raise Failure(400, f"{file.name} is cut off", "invalid_value")
+                    raise Failure(
+                        400, f"{file.name} ends {num_missing} bytes before its {file.num_bytes}", "invalid_value"
+                    )
                 num_missing -= output.write(piece)
     if await body.read(1):
-        raise Failure(400, "the body is longer than its files", "invalid_value")
+        total = sum(file.num_bytes for file in files)
+        raise Failure(400, f"the body has more bytes than its {len(files)} files, which have {total}", "invalid_value")
 
 
 class _Body:
