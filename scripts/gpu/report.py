@@ -55,6 +55,7 @@ NEEDED = {
     "msgspec": "msgspec",
     "pydantic": "pydantic",
     "blake3": "blake3",
+    "threadpoolctl": "threadpoolctl",
 }
 """The packages that parts, tests and the server import, with the names of their wheels."""
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from threadpoolctl import threadpool_limits
 
 from multilora_engine.config import EngineConfig
 from multilora_engine.engine.available_memory import give_back_freed_memory
@@ -56,6 +57,7 @@ class BaseModel:
 def load_base_model(config: EngineConfig, on_progress: Callable[[int, int], None] | None) -> BaseModel:
     """Load weights and tokenizer. on_progress: called with (tensors loaded, tensors in all). Raises ConfigError."""
     device = choose_device(config)
+    _keep_blas_to_its_caller()
     if device.type == "cpu":
         _prepare_cpu(config)
     model_config = read_model_config(config.model_path)
@@ -117,6 +119,15 @@ def _measure_steps(
     torch.cuda.empty_cache()
     _logger.info("steps: %.2f GiB, by a trial of the largest", step_bytes / (1 << 30))
     return step_bytes
+
+
+def _keep_blas_to_its_caller() -> None:
+    """Have numpy's linear algebra compute on the thread that calls it.
+
+    OpenBLAS wakes its other threads even for a system of eight equations, as `StepCost` solves after each step, and
+    they look for more work for some 30 ms, on the processors that the next step needs.
+    """
+    threadpool_limits(limits=1, user_api="blas")
 
 
 def _prepare_cpu(config: EngineConfig) -> None:
