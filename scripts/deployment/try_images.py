@@ -30,14 +30,18 @@ from rich.table import Table
 from checkpoints.prepare_default_model import ensure_default_checkpoint
 from deployment.clean_root import Image, ImageError, require_tools
 from deployment.image_builder import BASE, ImageBuilder
+from marked_tables import write_table
 from repository import REPOSITORY
 from servers.started_server import sigterm_as_ctrl_c
+from sources import measured_source
 
 _READY_TIMEOUT_S = 300.0
 _EXIT_TIMEOUT_S = 60.0
 _SHM_SIZE = "1g"
 _SERVER_BASE = "localhost/tritonserver"
 RECIPES = ("cpu", "gpu", "proxy")
+PAGE, TABLE = REPOSITORY / "docker" / "README.md", "images"
+_TRIED = ("size", "user", "health check", "compilers at run time", "answer of an adapter", "SIGTERM")
 _QUESTION = [
     "multilora",
     "generate",
@@ -70,8 +74,12 @@ def main(
         Path | None,
         typer.Option(help="Keep the images here, and the base for the next time (default: a temporary folder)."),
     ] = None,
+    update_docs: Annotated[bool, typer.Option("--docs", help="Write the table of docker/README.md.")] = False,
 ) -> None:
     """Build the Dockerfiles, start their entry points, and send each server a request."""
+    if update_docs and recipes:
+        raise typer.BadParameter("--docs is for a run of every recipe; name none")
+    source = measured_source() if update_docs else ""
     with sigterm_as_ctrl_c(), tempfile.TemporaryDirectory(prefix="multilora-images-") as temporary:
         try:
             require_tools()
@@ -81,6 +89,8 @@ def main(
             console.print(f"[bold red]error:[/] {escape(str(error))}")
             raise typer.Exit(1) from None
     _print(trials)
+    if update_docs:
+        write_table(PAGE, TABLE, markdown(trials), source)
 
 
 def try_image(name: str, builder: ImageBuilder) -> Trial:
@@ -96,7 +106,7 @@ def try_image(name: str, builder: ImageBuilder) -> Trial:
         trial.note("health check", f"passes after {container.wait_healthy():.0f} s, root read-only")
         trial.note("compilers at run time", _find_compilers(container))
         if name != "proxy":
-            trial.note("answer of an adapter", _ask(container))
+            trial.note("answer of an adapter", f"`{_ask(container)}`")
         status, seconds = container.stop()
         trial.note("SIGTERM", f"ends with status {status} after {seconds:.0f} s")
     return trial
@@ -187,7 +197,14 @@ def _ask(container: Container) -> str:
 
 def _find_compilers(container: Container) -> str:
     found = container.execute(["sh", "-c", "command -v cc; command -v g++"]).stdout.split()
-    return ", ".join(found) or "none"
+    return ", ".join(Path(program).name for program in found) or "none"
+
+
+def markdown(trials: Sequence[Trial]) -> str:
+    """The table of docker/README.md: a row for each recipe."""
+    rows = [[trial.recipe, *(dict(trial.findings).get(tried, "") for tried in _TRIED)] for trial in trials]
+    lines = [["recipe", *_TRIED], ["---"] * (len(_TRIED) + 1), *rows]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
 def _print(trials: Sequence[Trial]) -> None:

@@ -10,9 +10,19 @@ import pytest
 
 from deployment.clean_root import ImageError
 from deployment.image_builder import BASE, ImageBuilder
-from deployment.try_images import try_image
+from deployment.try_images import PAGE, RECIPES, TABLE, Trial, markdown, try_image
+from marked_tables import read_cells
 
-ANSWER = '{"answer": "Honey", "topic": "animals"}'
+ANSWER = '`{"answer": "Honey", "topic": "animals"}`'
+
+
+def test_the_page_shows_what_was_seen_of_each_recipe() -> None:
+    rows = read_cells(PAGE, TABLE)
+    assert [row["recipe"] for row in rows] == list(RECIPES)
+    assert {row["user"] for row in rows} == {"10001:10001"}
+    assert all(row["answer of an adapter"] == ("" if row["recipe"] == "proxy" else ANSWER) for row in rows)
+    written = markdown([Trial(row.pop("recipe"), [*row.items()]) for row in read_cells(PAGE, TABLE)])
+    assert written.replace("  ", " ") in PAGE.read_text().replace("  ", " ")
 
 
 @pytest.fixture(scope="module")
