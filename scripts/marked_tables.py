@@ -27,6 +27,11 @@ def write_table(document: Path, name: str, table: str, source: str = "") -> None
     document.write_text(_block(name).sub(lambda _: block, document.read_text()))
 
 
+def figure(value: float) -> str:
+    """Three digits, and no exponent: `0.798`, `19.5`, `2,003`."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
 def _cells(line: str) -> list[str]:
     return [cell.strip() for cell in line.strip().strip("|").split("|")]
 

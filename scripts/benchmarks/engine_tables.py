@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from benchmarks.bench_rows import Row
 from benchmarks.step_results import StepResult
-from marked_tables import write_table
+from marked_tables import figure, write_table
 from plots import DOCS, write_plots
 
 PAGE = DOCS / "performance.md"
@@ -49,7 +49,7 @@ def steps_table(results: Results) -> str:
 def machine_limits(results: Results) -> str:
     """A sentence of the limits that were measured meanwhile."""
     limits = [row for row in results if isinstance(row, Row) and row.what.startswith(_MACHINE)]
-    told = ", ".join(f"{row.what.removeprefix(_MACHINE)} {_number(row.value)} {row.unit}" for row in limits)
+    told = ", ".join(f"{row.what.removeprefix(_MACHINE)} {figure(row.value)} {row.unit}" for row in limits)
     return f"The machine meanwhile: {told}."
 
 
@@ -58,7 +58,7 @@ def rows_table(results: Results) -> str:
     lines = ["| measured | | goal |", "| --- | ---: | ---: |"]
     for result in results:
         if isinstance(result, Row):
-            value, goal = f"{_number(result.value)} {result.unit}", result.goal
+            value, goal = f"{figure(result.value)} {result.unit}", result.goal
         else:
             value = _milliseconds(result.seconds)
             goal = "" if result.max_seconds is None else f"<= {_milliseconds(result.max_seconds)}"
@@ -77,9 +77,4 @@ def _cells(step: StepResult) -> tuple[str, str]:
 
 
 def _milliseconds(seconds: float) -> str:
-    return f"{_number(seconds * 1e3)} ms"
-
-
-def _number(value: float) -> str:
-    """Three digits, and no exponent: `0.798`, `19.5`, `2,003`."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+    return f"{figure(seconds * 1e3)} ms"

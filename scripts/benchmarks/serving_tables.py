@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 
-from marked_tables import write_table
+from marked_tables import figure, write_table
 from multilora_client.bench.report import Percentiles, Stage, summarise
 from plots import DOCS, write_plots
 
@@ -39,7 +39,7 @@ def throughput_table(rates: Mapping[str, Sequence[float]], counts: Sequence[int]
     lines = [f"| requests at once | {' | '.join(mixes)} | |", f"| ---: |{' ---: |' * len(mixes)} --- |"]
     for count in counts:
         medians = (statistics.median(rates[measurement(count, mix)]) for mix in mixes)
-        lines.append(f"| {count} | {' | '.join(f'{value:.3g}' for value in medians)} | tokens/s |")
+        lines.append(f"| {count} | {' | '.join(figure(value) for value in medians)} | tokens/s |")
     return "\n".join(lines) + "\n"
 
 

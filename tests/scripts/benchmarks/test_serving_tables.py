@@ -27,6 +27,11 @@ def test_throughput_is_the_median_of_each_mix() -> None:
     assert lines[2] == "| 1 | 46.1 | 42.7 | tokens/s |"
 
 
+def test_rates_have_no_exponents() -> None:
+    rates = {"1 at once, no adapter": [1029.6], "8 at once, no adapter": [0.42]}
+    assert throughput_table(rates, [1, 8]).splitlines()[2:] == ["| 1 | 1,030 | tokens/s |", "| 8 | 0.42 | tokens/s |"]
+
+
 def test_times_of_the_load_are_in_their_units_and_missing_ones_are_said() -> None:
     lines = load_table([stage(4, (0.267, 0.324)), stage(6, (14.7, 14.7), error="TIMED_OUT")]).splitlines()
     assert lines[2:] == ["| 4 | 267 ms | 267 ms | 57 ms | 57 ms |", "| 6 | – | – | – | – |"]
