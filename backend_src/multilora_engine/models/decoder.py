@@ -132,9 +132,9 @@ class Decoder:
         self, x: torch.Tensor, update: torch.Tensor, kv_cache: KVCache, step: Step, on_layer: Callable[[], None]
     ) -> HiddenStates:
         layers = list(zip(self.layers, kv_cache.layers, strict=True))
-        if step.packed:
+        if step.layer_steps:
             packed = [
-                (weights, keys, values, step.packed[layer.attention.rope, layer.attention.window])
+                (weights, keys, values, step.layer_steps[layer.attention.rope, layer.attention.window])
                 for weights, (layer, (keys, values)) in zip(self._packed(len(x)), layers, strict=True)
             ]
             if (done := decoder_layers(packed, x, update, on_layer)) is not None:
@@ -167,7 +167,7 @@ class Decoder:
             window: attention_plan(batch, window, self._activation_dtype) for window in set(self.config.sliding_window)
         }
         lora = None if batch.lora is None else batch.lora.batched()
-        return Step(rotations, plans, lora, self._packed_steps(rotations, plans, lora))
+        return Step(rotations, plans, lora, self._layer_steps(rotations, plans, lora))
 
     @cached_property
     def _packed_kinds(self) -> set[tuple[str | None, int | None]]:
@@ -176,7 +176,7 @@ class Decoder:
             return set()
         return {(layer.attention.rope, layer.attention.window) for layer in self.layers}
 
-    def _packed_steps(
+    def _layer_steps(
         self,
         rotations: dict[str | None, Rotation],
         plans: dict[int | None, AttentionPlan],

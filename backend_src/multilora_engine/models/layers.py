@@ -23,14 +23,14 @@ QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 class Step:
     """The inputs that all layers of one forward pass share.
 
-    rotations: by the names of the model's rotary embeddings, None for layers without. plans: by window size. packed:
-    by both, for layers in one call, where there is a kernel.
+    rotations: by the names of the model's rotary embeddings, None for layers without. plans: by window size.
+    layer_steps: by both, for layers in one call; empty where there is no kernel for that.
     """
 
     rotations: dict[str | None, Rotation]
     plans: dict[int | None, AttentionPlan]
     lora: LoRABatch | None
-    packed: dict[tuple[str | None, int | None], LayerStep]
+    layer_steps: dict[tuple[str | None, int | None], LayerStep]
 
 
 class QKNorm(Protocol):

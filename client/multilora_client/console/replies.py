@@ -18,7 +18,7 @@ _MIN_GZIP_BYTES = 1024
 _UNSAFE_IDS = (AdapterEvent, AdapterInfo)
 
 
-def packed(value: Any) -> Response:
+def json_reply(value: Any) -> Response:
     """A value as JSON; a long one in gzip, which every browser reads."""
     body = encode(value)
     headers = {"Vary": "Accept-Encoding"}

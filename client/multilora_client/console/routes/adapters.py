@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Response
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from multilora_client.console.replies import packed
+from multilora_client.console.replies import json_reply
 from multilora_client.console.state import TheClient, Writable
 from multilora_wire.adapter_info import AdapterInfo
 
@@ -70,27 +70,27 @@ class Load(_Strict):
 async def list_adapters(client: TheClient) -> Response:
     """Rows of values, so that thousands of adapters are short."""
     adapters = await client.list_adapters()
-    return packed({"columns": COLUMNS, "rows": [_row(adapter) for adapter in adapters]})
+    return json_reply({"columns": COLUMNS, "rows": [_row(adapter) for adapter in adapters]})
 
 
 @router.post("/api/load")
 async def load(body: Load, client: TheClient, _: Writable) -> Response:
-    return packed(await client.load_adapter(body.which.adapter, body.source, body.path))
+    return json_reply(await client.load_adapter(body.which.adapter, body.source, body.path))
 
 
 @router.post("/api/unload")
 async def unload(body: Which, client: TheClient, _: Writable) -> Response:
-    return packed(await client.unload_adapter(body.which.adapter, body.tenant))
+    return json_reply(await client.unload_adapter(body.which.adapter, body.tenant))
 
 
 @router.post("/api/pin")
 async def pin(body: Which, client: TheClient, _: Writable) -> Response:
-    return packed(await client.pin_adapter(body.which.adapter, body.tenant))
+    return json_reply(await client.pin_adapter(body.which.adapter, body.tenant))
 
 
 @router.post("/api/unpin")
 async def unpin(body: Which, client: TheClient, _: Writable) -> Response:
-    return packed(await client.unpin_adapter(body.which.adapter, body.tenant))
+    return json_reply(await client.unpin_adapter(body.which.adapter, body.tenant))
 
 
 def _row(adapter: AdapterInfo) -> list[Any]:

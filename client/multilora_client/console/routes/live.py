@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Response
 
 from multilora_client.client import AsyncClient
-from multilora_client.console.replies import packed
+from multilora_client.console.replies import json_reply
 from multilora_client.console.state import TheClient, TheConsole
 from multilora_client.errors import PermissionDenied
 
@@ -22,7 +22,7 @@ MAX_EVENTS = 200
 async def tell_about(client: TheClient, console: TheConsole) -> Response:
     """The model, and what the page may do."""
     settings = console.settings
-    return packed(
+    return json_reply(
         {
             "model": await client.describe_model(),
             "is_read_only": settings.is_read_only,
@@ -38,7 +38,7 @@ async def tell_live(client: TheClient, since: Annotated[int, Query(ge=0)] = 0) -
     events, stats = await asyncio.gather(client.adapter_events(since), _stats(client))
     latest = events.events[-MAX_EVENTS:]
     num_missed = events.num_missed + len(events.events) - len(latest)
-    return packed({"events": latest, "last": events.last, "num_missed": num_missed, "stats": stats})
+    return json_reply({"events": latest, "last": events.last, "num_missed": num_missed, "stats": stats})
 
 
 async def _stats(client: AsyncClient) -> dict[str, Any] | None:
