@@ -1,4 +1,4 @@
-"""A wheel with compiled operators is for one Python on one kind of machine; one without them is for all."""
+"""A wheel with compiled operators is for one kind of machine, and all Pythons there; one without them is for all."""
 
 from pathlib import Path
 
@@ -12,4 +12,4 @@ class MaybeBinary(Distribution):
         return PREBUILT.is_dir()
 
 
-setup(distclass=MaybeBinary)
+setup(distclass=MaybeBinary, options={"bdist_wheel": {"py_limited_api": "cp311"}} if PREBUILT.is_dir() else {})

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from multilora_kernels.adapter_codes import BLOCK_COLUMNS, LANES, a_header_bytes, panel_bytes
-from multilora_kernels.cpu import load_cpu_kernels
+from multilora_kernels.cpu import quantize_compiled
 
 _LARGEST_SCALE = {8: torch.finfo(torch.bfloat16).max / 128, 4: torch.finfo(torch.bfloat16).max / 8}
 """So that every code times its scale is finite."""
@@ -14,16 +14,14 @@ _LARGEST_SCALE = {8: torch.finfo(torch.bfloat16).max / 128, 4: torch.finfo(torch
 
 def quantize_a(a: torch.Tensor, bits: int) -> torch.Tensor:
     """A [rank, in], float32 and finite, on the CPU, as uint8 [a_bytes]."""
-    if not load_cpu_kernels():
-        return reference_a(a, bits)
-    return torch.ops.multilora.cpu_quantize_lora_a(a.contiguous(), bits)  # type: ignore[no-any-return]
+    codes = quantize_compiled("a", a, bits)
+    return reference_a(a, bits) if codes is None else codes
 
 
 def quantize_b(b: torch.Tensor, bits: int) -> torch.Tensor:
     """B [out, rank], float32 and finite, on the CPU, as uint8 [b_bytes]."""
-    if not load_cpu_kernels():
-        return reference_b(b, bits)
-    return torch.ops.multilora.cpu_quantize_lora_b(b.contiguous(), bits)  # type: ignore[no-any-return]
+    codes = quantize_compiled("b", b, bits)
+    return reference_b(b, bits) if codes is None else codes
 
 
 def reference_a(a: torch.Tensor, bits: int) -> torch.Tensor:

@@ -26,7 +26,7 @@ def lora_apply(
     `lora_shrink` then `lora_expand`, with their arguments and results, in one call: a small batch on a CPU would spend
     most of its time in two.
     """
-    is_eager_on_cpu = not torch.compiler.is_compiling() and not x.is_cuda
+    is_eager_on_cpu = not torch.compiler.is_dynamo_compiling() and not x.is_cuda
     if is_eager_on_cpu and apply_directly(x, y, tables, first_slice, slice_sizes, segments):
         return
     load_operators(x)

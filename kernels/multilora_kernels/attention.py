@@ -117,7 +117,7 @@ def rotary_attention(
     options: as for `paged_attention`.
     Returns [num_tokens, num_heads * head_dim] in the dtype of qkv.
     """
-    if not torch.compiler.is_compiling():
+    if not torch.compiler.is_dynamo_compiling():
         result = rotary_attention_directly(qkv, cos, sin, keys, values, slots, sequences, options, is_interleaved)
         if result is not None:
             return result

@@ -92,6 +92,6 @@ def decoder_layers(
     Raises the errors of on_layer, and RuntimeError as its operators do, for shapes that do not fit and slots that are
     none. None, with nothing done, where those are needed: on anything but compiled kernels and plain CPU tensors.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return None
     return decoder_layers_directly(layers, x, update, on_layer)

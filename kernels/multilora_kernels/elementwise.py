@@ -56,7 +56,7 @@ def _call(name: str, x: torch.Tensor, *others: Any) -> Any:
         return getattr(cuda, name)(x, *others)
     if x.dtype != torch.float32:
         return getattr(reference, name)(x, *others)
-    is_eager = not torch.compiler.is_compiling()
+    is_eager = not torch.compiler.is_dynamo_compiling()
     if is_eager and (results := elementwise_directly(name, x, *others)) is not None:
         return results
     load_operators(x)

@@ -122,7 +122,10 @@ def packed_linear(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | No
 
 def _multiply_panels(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
     out_features = weight.shape[0]
-    if not torch.compiler.is_compiling() and (y := packed_linear_directly(x, weight.data, out_features)) is not None:
+    if (
+        not torch.compiler.is_dynamo_compiling()
+        and (y := packed_linear_directly(x, weight.data, out_features)) is not None
+    ):
         return y
     load_operators(x)
     return operators.call_packed_linear(x, weight.data, out_features)
@@ -137,7 +140,7 @@ def packed_embedding(token_ids: torch.Tensor, weight: PackedWeight, dtype: torch
         return F.embedding(token_ids, weight.data).to(dtype)
     assert dtype == torch.float32
     num_embeddings = weight.shape[0]
-    is_eager = not torch.compiler.is_compiling()
+    is_eager = not torch.compiler.is_dynamo_compiling()
     if is_eager and (rows := packed_embedding_directly(token_ids, weight.data, num_embeddings)) is not None:
         return rows
     load_operators(weight.data)

@@ -37,7 +37,7 @@ def lora_linear(
         lora_apply(x, y, tables, first_slice, slice_sizes, segments)
         return y if bias is None else y.add_(bias)
     arguments = (x, weight.data, tables, first_slice, slice_sizes, segments, bias)
-    if not torch.compiler.is_compiling() and (done := linear_directly(*arguments)) is not None:
+    if not torch.compiler.is_dynamo_compiling() and (done := linear_directly(*arguments)) is not None:
         return done
     load_operators(x)
     return operators.call_linear(*arguments)

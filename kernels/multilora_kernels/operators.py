@@ -186,19 +186,19 @@ def implement(dispatch_key: str, shrink: Shrink, expand: Expand, apply: Apply | 
     """
 
     def lora_shrink(x: torch.Tensor, first_slice: int, num_slices: int, *fields: Any) -> torch.Tensor:
-        tables, segments = _structs(x.shape[0], fields)
+        tables, segments = structs_of(x.shape[0], fields)
         return shrink(x, tables, first_slice, num_slices, segments)
 
     def lora_expand(
         v: torch.Tensor, y: torch.Tensor, first_slice: int, slice_sizes: Sequence[int], *fields: Any
     ) -> None:
-        tables, segments = _structs(y.shape[0], fields)
+        tables, segments = structs_of(y.shape[0], fields)
         expand(v, y, tables, first_slice, slice_sizes, segments)
 
     def lora_apply(
         x: torch.Tensor, y: torch.Tensor, first_slice: int, slice_sizes: Sequence[int], *fields: Any
     ) -> None:
-        tables, segments = _structs(x.shape[0], fields)
+        tables, segments = structs_of(x.shape[0], fields)
         if apply is not None:
             apply(x, y, tables, first_slice, slice_sizes, segments)
         else:
@@ -241,14 +241,15 @@ def segment_fields(segments: LoRASegments) -> _SegmentFields:
     )
 
 
-def _structs(num_tokens: int, fields: tuple[Any, ...]) -> tuple[LoRATables, LoRASegments]:
+def structs_of(num_tokens: int, fields: tuple[Any, ...]) -> tuple[LoRATables, LoRASegments]:
+    """fields: those of tables, then those of segments, as in the operators' arguments."""
     permutation, chunk_start, chunk_length, chunk_lora_index, chunk_size = fields[6:]
     segments = LoRASegments(permutation, chunk_start, chunk_length, chunk_lora_index, num_tokens, chunk_size)
     return LoRATables(*fields[:6]), segments
 
 
 def _fake_shrink(x: torch.Tensor, first_slice: int, num_slices: int, *fields: Any) -> torch.Tensor:
-    tables, _ = _structs(x.shape[0], fields)
+    tables, _ = structs_of(x.shape[0], fields)
     if has_gpu_operators(x.device):
         return empty_v(x, num_slices, tables.max_rank)
     return x.new_empty(1, num_slices, x.shape[0], tables.max_rank, dtype=torch.float32)

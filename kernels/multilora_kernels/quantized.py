@@ -207,7 +207,8 @@ def quantized_linear(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tenso
 
 
 def _multiply_panels(x: torch.Tensor, panels: QuantizedPanels, out_features: int) -> torch.Tensor:
-    if not torch.compiler.is_compiling() and (y := packed_linear_directly(x, panels, out_features)) is not None:
+    is_eager = not torch.compiler.is_dynamo_compiling()
+    if is_eager and (y := packed_linear_directly(x, panels, out_features)) is not None:
         return y
     load_operators(x)
     return operators.quantized_linear(x, *panels, out_features)  # type: ignore[no-any-return]
@@ -231,7 +232,7 @@ def quantized_lora_linear(
         lora_apply(x, y, tables, first_slice, slice_sizes, segments)
         return y if bias is None else y.add_(bias)
     arguments = (x, weight.panels, tables, first_slice, slice_sizes, segments, bias)
-    if not torch.compiler.is_compiling() and (done := linear_directly(*arguments)) is not None:
+    if not torch.compiler.is_dynamo_compiling() and (done := linear_directly(*arguments)) is not None:
         return done
     load_operators(x)
     return operators.call_quantized_lora_linear(*arguments)
@@ -246,7 +247,7 @@ def quantized_embedding(token_ids: torch.Tensor, weight: QuantizedWeight, dtype:
         return weight.rows_at(token_ids).to(dtype)
     assert dtype == torch.float32
     panels, num_embeddings = weight.panels, weight.shape[0]
-    is_eager = not torch.compiler.is_compiling()
+    is_eager = not torch.compiler.is_dynamo_compiling()
     if is_eager and (rows := packed_embedding_directly(token_ids, panels, num_embeddings)) is not None:
         return rows
     load_operators(panels.codes)

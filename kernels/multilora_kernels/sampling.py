@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 
 from multilora_kernels import operators
+from multilora_kernels.cpu import sample_tokens_directly
 from multilora_kernels.dispatch import load_operators
 from multilora_kernels.sampling_rule import SamplingRule
 
@@ -26,8 +27,11 @@ def sample_tokens(logits: torch.Tensor, rules: list[SamplingRule]) -> torch.Tens
     depends on its own logits and rule alone. Of a row with NaN, or where every logit is -inf, it is any.
     """
     load_operators(logits)
+    is_eager = not torch.compiler.is_dynamo_compiling()
     parameters = torch.tensor(rules, dtype=torch.float64).view(len(rules), len(SamplingRule._fields))
     if logits.is_cuda:
         # From pinned memory the copy queues behind the device's earlier work instead of waiting for it.
         parameters = parameters.pin_memory().to(logits.device, non_blocking=True)
+    elif is_eager and (tokens := sample_tokens_directly(logits, parameters)) is not None:
+        return tokens
     return operators.sample_tokens(logits, parameters)  # type: ignore[no-any-return]

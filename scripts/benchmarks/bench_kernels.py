@@ -37,6 +37,7 @@ from benchmarks.lora_workloads import Batch, Model, Step, Workload
 from benchmarks.machine_limits import Clock, Yardsticks, measure_all
 from benchmarks.model_shapes import DEFAULT_MODEL, EIGHT_BILLION, ONE_BILLION
 from multilora_kernels import load_cpu_kernels
+from multilora_kernels.cpu import capability
 
 MAX_GATHERED_BYTES = 2 << 30
 _LEAST_ADDED = 0.03
@@ -265,5 +266,5 @@ def main(
 
 def cpu_title() -> str:
     """Processor, instruction set and threads."""
-    implementation = torch.ops.multilora.cpu_capability() if load_cpu_kernels() else "reference"
+    implementation = capability() if load_cpu_kernels() else "reference"
     return f"{platform.processor() or platform.machine()}, {implementation}, {threads_title()}"

@@ -1,5 +1,5 @@
-"""Makes wheels of the three distributions. The wheel of the kernels has the C++ operators compiled for this Python and
-torch, for every x86-64 processor: the operators choose the widest instructions at run time.
+"""Makes wheels of the three distributions. The wheel of the kernels has the C++ operators compiled for every x86-64
+processor, Python and torch that its metadata allows: the operators choose the widest instructions at run time.
 """
 
 from __future__ import annotations

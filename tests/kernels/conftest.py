@@ -20,6 +20,7 @@ from multilora_kernels import (
     operators,
     silu_mul,
 )
+from multilora_kernels.cpu.build import load_library
 from multilora_kernels.dispatch import load_operators
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -89,5 +90,10 @@ def poisoned_memory() -> Iterator[None]:
     """Every buffer that an operator allocates without filling it is full of NaN."""
     torch.use_deterministic_algorithms(True)
     assert torch.utils.deterministic.fill_uninitialized_memory
+    library = None if INTERPRETED else load_library()
+    if library is not None:
+        library.poison_memory(True)
     yield
     torch.use_deterministic_algorithms(False)
+    if library is not None:
+        library.poison_memory(False)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.lora_cases import make_case
 
-from multilora_kernels import load_cpu_kernels, lora_expand, lora_shrink
+from multilora_kernels import cpu, load_cpu_kernels, lora_expand, lora_shrink
 
 _FOLDER = Path(__file__).parent
 
@@ -66,7 +66,7 @@ def _other_capabilities() -> list[str]:
 def test_the_compiled_operators_use_the_wanted_capability_or_else_the_quickest():
     assert load_cpu_kernels()
     wanted = os.environ.get("MULTILORA_CPU_CAPABILITY", _chosen_capability())
-    assert torch.ops.multilora.cpu_capability() == wanted
+    assert cpu.capability() == wanted
 
 
 @pytest.mark.parametrize("capability", _other_capabilities())

@@ -11,13 +11,14 @@ import functools
 import logging
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from multilora_kernels import operators, reference, sampling_reference
 from multilora_kernels.constant_result import constant_result
 from multilora_kernels.cpu.build import BuildError, load_library
+from multilora_kernels.cpu.registration import register
 from multilora_kernels.interpreter import IS_INTERPRETED
 from multilora_kernels.panels import Panels
 from multilora_kernels.segments import LoRASegments
@@ -52,7 +53,7 @@ def apply_directly(
     for tensors that are not plain CPU tensors, and where the reference serves.
     """
     library = _library()
-    return library is not None and library.lora_apply(x, y, tables, first_slice, slice_sizes, segments)
+    return library is not None and library.lora_apply(x, y, tables, first_slice, slice_sizes, segments) is not None
 
 
 def linear_directly(
@@ -75,7 +76,8 @@ def linear_directly(
 
 def panel_shape() -> tuple[int, int] | None:
     """Columns of one panel of packed weights (`linear.py`), and outputs of a column; None where nothing is compiled."""
-    return tuple(torch.ops.multilora.cpu_panel_shape()) if load_cpu_kernels() else None
+    library = _library()
+    return None if library is None else library.panel_shape()
 
 
 def panels_are_tiles(dtype: torch.dtype, in_features: int) -> bool:
@@ -83,7 +85,7 @@ def panels_are_tiles(dtype: torch.dtype, in_features: int) -> bool:
 
     Only where `panel_shape` is not None.
     """
-    return torch.ops.multilora.cpu_panels_are_tiles(dtype, in_features)  # type: ignore[no-any-return]
+    return _compiled().panels_are_tiles(_name(dtype), in_features)  # type: ignore[no-any-return]
 
 
 def rounds_activations(dtype: torch.dtype, in_features: int) -> bool:
@@ -91,7 +93,7 @@ def rounds_activations(dtype: torch.dtype, in_features: int) -> bool:
 
     Then their panels are pairs of inputs. Only where `panel_shape` is not None.
     """
-    return torch.ops.multilora.cpu_rounds_activations(dtype, in_features)  # type: ignore[no-any-return]
+    return _compiled().rounds_activations(_name(dtype), in_features)  # type: ignore[no-any-return]
 
 
 def packed_linear_directly(x: torch.Tensor, panels: Panels, out_features: int) -> torch.Tensor | None:
@@ -138,6 +140,12 @@ def rotary_attention_directly(
     return library.rotary_attention(*step, options, is_interleaved)  # type: ignore[no-any-return]
 
 
+def sample_tokens_directly(logits: torch.Tensor, parameters: torch.Tensor) -> torch.Tensor | None:
+    """`multilora::sample_tokens` past torch's dispatcher; None where the operator is needed: see `apply_directly`."""
+    library = _library()
+    return None if library is None else library.sample_tokens(logits, parameters)
+
+
 def decoder_layers_directly(
     layers: Sequence[object], x: torch.Tensor, update: torch.Tensor, on_layer: Callable[[], object]
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -147,6 +155,32 @@ def decoder_layers_directly(
     """
     library = _library()
     return None if library is None else library.decoder_layers(layers, x, update, on_layer)
+
+
+def quantize_compiled(matrix: Literal["a", "b"], values: torch.Tensor, bits: int) -> torch.Tensor | None:
+    """The codes of an adapter's A or B (`adapter_quantization.py`); None where nothing is compiled.
+
+    values: float32 and finite, on the CPU.
+    """
+    library = _library()
+    if library is None:
+        return None
+    return getattr(library, f"quantize_lora_{matrix}")(values.contiguous(), bits)  # type: ignore[no-any-return]
+
+
+def capability() -> str:
+    """The instruction set that serves this process. Only where `panel_shape` is not None."""
+    return _compiled().capability()  # type: ignore[no-any-return]
+
+
+def _compiled() -> ModuleType:
+    library = _library()
+    assert library is not None
+    return library
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 @functools.cache
@@ -176,5 +210,6 @@ def _library() -> ModuleType | None:
             sample_tokens=sampling_reference.sample_tokens,
         )
         return None
-    logger.info("CPU kernels: %s from %s", torch.ops.multilora.cpu_capability(), library.__file__)
+    register(library)
+    logger.info("CPU kernels: %s from %s", library.capability(), library.__file__)
     return library

@@ -1,31 +1,35 @@
-// The operators' arguments as structs, and those operators that Python also calls without the dispatcher (python.cpp).
+// The operators' arguments as structs, and the operators of adapters (schemas: operators.py).
 #pragma once
-
-#include <ATen/core/Tensor.h>
 
 #include <cstdint>
 
 #include "panels.h"
+#include "tensor.h"
 
 namespace multilora {
 
 // LoRATables of tables.py.
 struct Tables {
-  const at::Tensor &arena, &rank, &a_offset, &b_offset, &magnitude_offset;
+  Tensor arena, rank, a_offset, b_offset, magnitude_offset;
   int64_t max_rank;
 };
 
 // LoRASegments of segments.py.
 struct Segments {
-  const at::Tensor &permutation, &chunk_start, &chunk_length, &chunk_lora_index;
+  Tensor permutation, chunk_start, chunk_length, chunk_lora_index;
 };
 
-// `lora_apply` of apply.py.
-void apply(const at::Tensor& x, const at::Tensor& y, int64_t first_slice, at::IntArrayRef slice_sizes,
-           const Tables& tables, const Segments& segments);
+// `lora_shrink` of shrink.py and `lora_expand` of expand.py.
+Tensor lora_shrink(const Tensor& x, int64_t first_slice, int64_t num_slices, const Tables& tables, const Segments& segments);
+void lora_expand(const Tensor& v, const Tensor& y, int64_t first_slice, Integers slice_sizes, const Tables& tables,
+                 const Segments& segments);
 
-// `lora_linear` of lora_linear.py and `quantized_lora_linear` of quantized.py. bias: null for none.
-at::Tensor lora_linear(const at::Tensor& x, const Panels& panels, int64_t first_slice, at::IntArrayRef slice_sizes,
-                       const Tables& tables, const Segments& segments, const at::Tensor* bias);
+// `lora_apply` of apply.py.
+void apply(const Tensor& x, const Tensor& y, int64_t first_slice, Integers slice_sizes, const Tables& tables,
+           const Segments& segments);
+
+// `lora_linear` of lora_linear.py and `quantized_lora_linear` of quantized.py. bias: undefined for none.
+Tensor lora_linear(const Tensor& x, const Panels& panels, int64_t first_slice, Integers slice_sizes, const Tables& tables,
+                   const Segments& segments, const Tensor& bias);
 
 }  // namespace multilora

@@ -1,20 +1,15 @@
-// The operators multilora::paged_attention and rotary_attention for CPU tensors (schemas: operators.py).
+// The operators paged_attention and rotary_attention (schemas: operators.py).
 //
 // The single query of an answer is cut by ranges of keys, so that a long one uses all cores; queries of a prompt, one too, by
 // key-value head and block of queries. The cuts depend only on the sequence itself, and partial results are joined in the
 // order of the keys: neither the batch nor the number of threads changes a result, nor how a prompt is cut.
 #include "paged.h"
 
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <torch/library.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
 #include <memory>
-#include <optional>
 #include <type_traits>
 #include <vector>
 
@@ -48,7 +43,7 @@ struct Piece {
 constexpr int64_t kAllHeads = -1;
 
 struct Batch {
-  const at::Tensor &q, &keys, &values;
+  const Tensor &q, &keys, &values;
   const Sequences& sequences;
   float scale, softcap;
   const float* sinks;  // [num_heads], or null
@@ -70,8 +65,8 @@ struct Pieces {
   bool has_prefill = false;  // queries of a prompt
 
   explicit Pieces(const Batch& batch) : batch(batch) {
-    const auto* starts = batch.sequences.query_starts.const_data_ptr<int64_t>();
-    const auto* contexts = batch.sequences.context_lens.const_data_ptr<int64_t>();
+    const auto* starts = batch.sequences.query_starts.data<int64_t>();
+    const auto* contexts = batch.sequences.context_lens.data<int64_t>();
     for (int64_t s = 0; s < batch.sequences.context_lens.numel(); ++s) {
       const int64_t num_queries = starts[s + 1] - starts[s];
       if (s < batch.sequences.num_decodes) {
@@ -126,18 +121,18 @@ struct Results {
 };
 
 const int64_t* block_table_of(const Batch& batch, const Piece& piece) {
-  const at::Tensor& tables = batch.sequences.block_tables;
-  return tables.const_data_ptr<int64_t>() + piece.sequence * tables.stride(0);
+  const Tensor& tables = batch.sequences.block_tables;
+  return tables.data<int64_t>() + piece.sequence * tables.stride(0);
 }
 
 // out: [num_tokens, num_heads * head_dim]
-AttentionTask attention_task(const Batch& batch, const Piece& piece, const at::Tensor& out) {
-  const auto head_of = [&](const at::Tensor& cache) {
-    return static_cast<const char*>(cache.const_data_ptr()) + piece.head * cache.stride(1) * cache.element_size();
+AttentionTask attention_task(const Batch& batch, const Piece& piece, const Tensor& out) {
+  const auto head_of = [&](const Tensor& cache) {
+    return static_cast<const char*>(cache.data()) + piece.head * cache.stride(1) * cache.element_size();
   };
   const int64_t first_element = piece.head * batch.group() * batch.head_dim();
-  const float* q = batch.q.const_data_ptr<float>() + piece.first_token * batch.q.stride(0) + first_element;
-  float* to = out.mutable_data_ptr<float>() + piece.first_token * out.stride(0) + first_element;
+  const float* q = batch.q.data<float>() + piece.first_token * batch.q.stride(0) + first_element;
+  float* to = out.data<float>() + piece.first_token * out.stride(0) + first_element;
   const float* sinks = batch.sinks ? batch.sinks + piece.head * batch.group() : nullptr;
   return {q, batch.q.stride(0), piece.tokens, batch.group(), batch.head_dim(), batch.scale, batch.softcap, sinks,
           piece.first_position, batch.sequences.window, head_of(batch.keys), head_of(batch.values), batch.keys.stride(0),
@@ -148,12 +143,12 @@ AttentionTask attention_task(const Batch& batch, const Piece& piece, const at::T
 const void* first_key_of(const Batch& batch, const Piece& piece) {
   const int64_t block_size = batch.sequences.block_size, place = piece.first_key % block_size;
   const int64_t slot = block_table_of(batch, piece)[piece.first_key / block_size] * block_size + place;
-  return static_cast<const char*>(batch.keys.const_data_ptr()) + slot * batch.keys.stride(0) * batch.keys.element_size();
+  return static_cast<const char*>(batch.keys.data()) + slot * batch.keys.stride(0) * batch.keys.element_size();
 }
 
 DecodeTask decode_task(const Batch& batch, const Piece& piece, const Piece& next, const Results& results) {
-  return {batch.q.const_data_ptr<float>() + piece.first_token * batch.q.stride(0), batch.keys.size(1), batch.group(),
-          batch.head_dim(), batch.scale, batch.softcap, batch.keys.const_data_ptr(), batch.values.const_data_ptr(),
+  return {batch.q.data<float>() + piece.first_token * batch.q.stride(0), batch.keys.size(1), batch.group(),
+          batch.head_dim(), batch.scale, batch.softcap, batch.keys.data(), batch.values.data(),
           batch.keys.stride(0), batch.keys.stride(1), block_table_of(batch, piece), batch.sequences.block_size, piece.first_key,
           piece.end_key, first_key_of(batch, next), results.out, results.max, results.sum};
 }
@@ -168,11 +163,11 @@ float share_of(float max, float sum, const float* sink) {
 }
 
 // All heads of a single query. out: [num_tokens, num_heads * head_dim]
-void write(const Batch& batch, const Piece& piece, const Results& results, const at::Tensor& out) {
+void write(const Batch& batch, const Piece& piece, const Results& results, const Tensor& out) {
   const int64_t head_dim = batch.head_dim();
   for (int64_t i = 0; i < batch.q.size(1); ++i) {
     const float* from = results.out + i * padded_head_dim(head_dim);
-    float* to = out.mutable_data_ptr<float>() + piece.first_token * out.stride(0) + i * head_dim;
+    float* to = out.data<float>() + piece.first_token * out.stride(0) + i * head_dim;
     const float share = share_of(results.max[i], results.sum[i], batch.sinks ? batch.sinks + i : nullptr);
     for (int64_t d = 0; d < head_dim; ++d) {
       to[d] = from[d] * share;
@@ -198,7 +193,7 @@ struct Run {
   const Batch& batch;
   const Pieces& pieces;
   const AttentionKernels& kernels;
-  const at::Tensor& out;
+  const Tensor& out;
   std::unique_ptr<float[]> partial_memory{new float[pieces.num_partial * partial_size()]};
 
   int64_t partial_size() const { return Results::size(batch.q.size(1), batch.head_dim()); }
@@ -216,8 +211,8 @@ struct Run {
     Ranges ranges(num_pieces, shares);
     Team::share_out(shares, [&](int64_t share) {
       // The memory of a tensor begins with a cache line.
-      const at::Tensor memory = at::empty({scratch_size() + Results::size(queries(), batch.head_dim())}, out.options());
-      float* scratch = memory.mutable_data_ptr<float>();
+      const Tensor memory = Tensor::empty({scratch_size() + Results::size(queries(), batch.head_dim())}, DType::float32);
+      float* scratch = memory.data<float>();
       if (pieces.has_prefill) {
         turns.take([&](int64_t turn) { one(num_pieces - 1 - turn, scratch); });
       } else {
@@ -267,62 +262,44 @@ struct Run {
 };
 
 void check(const Batch& batch) {
-  TORCH_CHECK(batch.q.dim() == 3 && batch.keys.dim() == 3 && batch.keys.sizes() == batch.values.sizes() &&
-                  batch.keys.strides() == batch.values.strides() && batch.keys.scalar_type() == batch.values.scalar_type() &&
-                  head_dim_of(batch.keys) == batch.head_dim() && batch.q.size(1) % batch.keys.size(1) == 0,
-              "queries ", batch.q.sizes(), ", keys ", batch.keys.sizes(), " and values ", batch.values.sizes(),
-              " do not belong together");
+  MULTILORA_CHECK(batch.q.dim() == 3 && batch.keys.dim() == 3 && batch.keys.sizes() == batch.values.sizes() &&
+                      batch.keys.strides() == batch.values.strides() && batch.keys.dtype() == batch.values.dtype() &&
+                      head_dim_of(batch.keys) == batch.head_dim() && batch.q.size(1) % batch.keys.size(1) == 0,
+                  "queries ", batch.q.sizes(), ", keys ", batch.keys.sizes(), " and values ", batch.values.sizes(),
+                  " do not belong together");
   const auto& [block_tables, query_starts, context_lens, num_decodes, block_size, window] = batch.sequences;
-  TORCH_CHECK(batch.keys.stride(2) == 1 && block_tables.stride(1) == 1, "rows are contiguous");
-  TORCH_CHECK(query_starts.is_contiguous() && context_lens.is_contiguous() &&
-                  query_starts.numel() == context_lens.numel() + 1 && block_tables.size(0) == context_lens.numel(),
-              "query_starts has one element more than context_lens, and block_tables a row for each of those");
-  TORCH_CHECK(num_decodes >= 0 && num_decodes <= context_lens.numel() &&
-                  query_starts.const_data_ptr<int64_t>()[num_decodes] == num_decodes,
-              "the first ", num_decodes, " sequences have one token each");
-  const auto* tables = block_tables.const_data_ptr<int64_t>();
-  const auto* contexts = context_lens.const_data_ptr<int64_t>();
+  MULTILORA_CHECK(batch.keys.stride(2) == 1 && block_tables.stride(1) == 1, "rows are contiguous");
+  MULTILORA_CHECK(query_starts.is_contiguous() && context_lens.is_contiguous() &&
+                      query_starts.numel() == context_lens.numel() + 1 && block_tables.size(0) == context_lens.numel(),
+                  "query_starts has one element more than context_lens, and block_tables a row for each of those");
+  MULTILORA_CHECK(
+      num_decodes >= 0 && num_decodes <= context_lens.numel() && query_starts.data<int64_t>()[num_decodes] == num_decodes,
+      "the first ", num_decodes, " sequences have one token each");
+  const auto* tables = block_tables.data<int64_t>();
+  const auto* contexts = context_lens.data<int64_t>();
   const int64_t num_blocks = batch.keys.size(0) / block_size;
   for (int64_t s = 0; s < context_lens.numel(); ++s) {
     const int64_t used = (contexts[s] + block_size - 1) / block_size;
-    TORCH_CHECK(used <= block_tables.size(1), "sequence ", s, " has more tokens than blocks");
+    MULTILORA_CHECK(used <= block_tables.size(1), "sequence ", s, " has more tokens than blocks");
     for (int64_t i = 0; i < used; ++i) {
       const int64_t block = tables[s * block_tables.stride(0) + i];
-      TORCH_CHECK(block >= 0 && block < num_blocks, "block ", block, " is none of ", num_blocks);
+      MULTILORA_CHECK(block >= 0 && block < num_blocks, "block ", block, " is none of ", num_blocks);
     }
   }
 }
 
-at::Tensor sinks_of(const AttentionOptions& options, int64_t num_heads) {
-  if (!options.sinks) {
+Tensor sinks_of(const AttentionOptions& options, int64_t num_heads) {
+  if (!options.sinks.is_defined()) {
     return {};
   }
-  TORCH_CHECK(options.sinks->dim() == 1 && options.sinks->numel() == num_heads, "sinks are one of each of ", num_heads,
-              " heads, not ", options.sinks->sizes());
-  return options.sinks->to(at::kFloat).contiguous();
-}
-
-at::Tensor attend(const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values, const Sequences& sequences,
-                  const AttentionOptions& options) {
-  const at::Tensor rows = q.scalar_type() == at::kFloat && q.stride(2) == 1 && q.stride(1) == q.size(2)
-      ? q : q.to(at::kFloat).contiguous();
-  TORCH_CHECK(options.softcap >= 0, "softcap is not negative, as is ", options.softcap);
-  const at::Tensor sinks = sinks_of(options, q.size(1));
-  const Batch batch{rows, keys, values, sequences, float(options.scale), float(options.softcap),
-                    sinks.defined() ? sinks.const_data_ptr<float>() : nullptr};
-  check(batch);
-  const at::Tensor out = at::empty({q.size(0), q.size(1) * q.size(2)}, rows.options());
-  const Pieces pieces(batch);
-  const c10::ScalarType stored = keys.scalar_type();
-  const AttentionKernels& kernels =
-      options.may_round ? rounding_attention_kernels_of(stored, batch.head_dim()) : attention_kernels_of(stored);
-  Run{batch, pieces, kernels, out}.all();
-  return q.scalar_type() == at::kFloat ? out : out.to(q.scalar_type());
+  MULTILORA_CHECK(options.sinks.dim() == 1 && options.sinks.numel() == num_heads, "sinks are one of each of ", num_heads,
+                  " heads, not ", options.sinks.sizes());
+  return as_float32(options.sinks);
 }
 
 // Types of codes of 8 bits.
 template <class T>
-constexpr bool kIsCode = std::is_same_v<T, int8_t> || std::is_same_v<T, at::Float8_e4m3fn>;
+constexpr bool kIsCode = std::is_same_v<T, int8_t> || std::is_same_v<T, Float8>;
 
 template <class T>
 constexpr float kLargestCode = std::is_same_v<T, int8_t> ? 127 : 448;
@@ -350,7 +327,7 @@ void store_codes(const float* x, int64_t head_dim, T* row) {
       if constexpr (std::is_same_v<T, int8_t>) {
         row[d] = static_cast<int8_t>(std::lrint(x[d] * codes_per_unit));
       } else {
-        row[d] = x[d] * codes_per_unit;
+        row[d] = nearest<Float8>(x[d] * codes_per_unit);
       }
     }
   }
@@ -359,9 +336,9 @@ void store_codes(const float* x, int64_t head_dim, T* row) {
 
 // The heads of a step's tokens, float32: queries are turned into `q`, keys turned into the cache, values put there as they are.
 struct Heads {
-  const at::Tensor& qkv;  // [num_tokens, heads * head_dim]
+  const Tensor& qkv;  // [num_tokens, heads * head_dim]
   const Angles& angles;   // [num_tokens, 1, rotary_dim]
-  const at::Tensor &q, &keys, &values, &slots;
+  const Tensor &q, &keys, &values, &slots;
 
   int64_t head_dim() const { return head_dim_of(keys); }
   int64_t rotary_dim() const { return angles.cos.size(-1); }
@@ -369,14 +346,14 @@ struct Heads {
   void check() const {
     const int64_t num_tokens = qkv.size(0);
     const auto& [cos, sin, is_interleaved] = angles;
-    TORCH_CHECK(cos.sizes() == sin.sizes() && cos.numel() == num_tokens * rotary_dim() && rotary_dim() % 2 == 0 &&
-                    rotary_dim() <= head_dim(),
-                "cos and sin are [", num_tokens, ", 1, an even number up to ", head_dim(), "], not ", cos.sizes(), " and ",
-                sin.sizes());
-    TORCH_CHECK(slots.is_contiguous() && slots.numel() == num_tokens, "slots are one of each token");
-    const auto* slot = slots.const_data_ptr<int64_t>();
+    MULTILORA_CHECK(cos.sizes() == sin.sizes() && cos.numel() == num_tokens * rotary_dim() && rotary_dim() % 2 == 0 &&
+                        rotary_dim() <= head_dim(),
+                    "cos and sin are [", num_tokens, ", 1, an even number up to ", head_dim(), "], not ", cos.sizes(), " and ",
+                    sin.sizes());
+    MULTILORA_CHECK(slots.is_contiguous() && slots.numel() == num_tokens, "slots are one of each token");
+    const auto* slot = slots.data<int64_t>();
     for (int64_t token = 0; token < num_tokens; ++token) {
-      TORCH_CHECK(slot[token] >= 0 && slot[token] < keys.size(0), "slot ", slot[token], " is none of ", keys.size(0));
+      MULTILORA_CHECK(slot[token] >= 0 && slot[token] < keys.size(0), "slot ", slot[token], " is none of ", keys.size(0));
     }
   }
 
@@ -386,8 +363,8 @@ struct Heads {
     rows_in_ranges(qkv.size(0), std::max<int64_t>(1, kGrainElements / row_size), [&](int64_t begin, int64_t end) {
       const std::unique_ptr<float[]> turned(new float[kv_size]);
       for (int64_t token = begin; token < end; ++token) {
-        const float *row = qkv.const_data_ptr<float>() + token * row_size, *k = row + q.size(1) * head_dim();
-        rotate(token, row, q.size(1), q.mutable_data_ptr<float>() + token * q.stride(0));
+        const float *row = qkv.data<float>() + token * row_size, *k = row + q.size(1) * head_dim();
+        rotate(token, row, q.size(1), q.data<float>() + token * q.stride(0));
         rotate(token, k, keys.size(1), turned.get());
         store<T>(token, turned.get(), keys);
         store<T>(token, k + kv_size, values);
@@ -396,21 +373,21 @@ struct Heads {
   }
 
   void rotate(int64_t token, const float* x, int64_t num_heads, float* out) const {
-    const float *cos = angles.cos.const_data_ptr<float>(), *sin = angles.sin.const_data_ptr<float>();
+    const float *cos = angles.cos.data<float>(), *sin = angles.sin.data<float>();
     const int64_t first = token * rotary_dim();
     capability().rotate({x, cos + first, sin + first, num_heads, head_dim(), rotary_dim(), angles.is_interleaved, out});
   }
 
   template <class T>
-  void store(int64_t token, const float* x, const at::Tensor& cache) const {
-    T* slot = cache.mutable_data_ptr<T>() + slots.const_data_ptr<int64_t>()[token] * cache.stride(0);
+  void store(int64_t token, const float* x, const Tensor& cache) const {
+    T* slot = cache.data<T>() + slots.data<int64_t>()[token] * cache.stride(0);
     for (int64_t head = 0; head < cache.size(1); ++head) {
       const float* from = x + head * head_dim();
       T* row = slot + head * cache.stride(1);
       if constexpr (kIsCode<T>) {
         store_codes(from, head_dim(), row);
       } else {
-        std::copy_n(from, head_dim(), row);
+        std::transform(from, from + head_dim(), row, nearest<T>);
       }
     }
   }
@@ -418,67 +395,58 @@ struct Heads {
 
 void place(const Heads& heads) {
   heads.check();
-  switch (heads.keys.scalar_type()) {
-    case at::kFloat:
+  switch (heads.keys.dtype()) {
+    case DType::float32:
       return heads.place<float>();
-    case at::kBFloat16:
-      return heads.place<at::BFloat16>();
-    case at::kHalf:
-      return heads.place<at::Half>();
-    case at::kChar:
+    case DType::bfloat16:
+      return heads.place<BFloat16>();
+    case DType::float16:
+      return heads.place<Float16>();
+    case DType::int8:
       return heads.place<int8_t>();
-    case at::kFloat8_e4m3fn:
-      return heads.place<at::Float8_e4m3fn>();
+    case DType::float8_e4m3fn:
+      return heads.place<Float8>();
     default:
-      TORCH_CHECK(false, "keys and values are float32, bfloat16, float16, int8 or float8_e4m3fn, not ",
-                  heads.keys.scalar_type());
+      MULTILORA_CHECK(false, "keys and values are float32, bfloat16, float16, int8 or float8_e4m3fn, not ",
+                      name_of(heads.keys.dtype()));
   }
-}
-
-at::Tensor paged_attention_operator(const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values,
-                                    const at::Tensor& block_tables, const at::Tensor& query_starts,
-                                    const at::Tensor& context_lens, int64_t num_decodes, int64_t block_size, int64_t window,
-                                    double scale, double softcap, const std::optional<at::Tensor>& sinks,
-                                    bool may_round) {
-  const AttentionOptions options{scale, softcap, sinks ? &*sinks : nullptr, may_round};
-  return attend(q, keys, values, {block_tables, query_starts, context_lens, num_decodes, block_size, window}, options);
-}
-
-at::Tensor rotary_attention_operator(const at::Tensor& qkv, const at::Tensor& cos, const at::Tensor& sin,
-                                     const at::Tensor& keys, const at::Tensor& values, const at::Tensor& slots,
-                                     const at::Tensor& block_tables, const at::Tensor& query_starts,
-                                     const at::Tensor& context_lens, int64_t num_decodes, int64_t block_size, int64_t window,
-                                     double scale, double softcap, const std::optional<at::Tensor>& sinks, bool is_interleaved,
-                                     bool may_round) {
-  const Sequences sequences{block_tables, query_starts, context_lens, num_decodes, block_size, window};
-  const AttentionOptions options{scale, softcap, sinks ? &*sinks : nullptr, may_round};
-  return rotary_attention(qkv, {cos, sin, is_interleaved}, keys, values, slots, sequences, options);
 }
 
 }  // namespace
 
-int64_t head_dim_of(const at::Tensor& cache) {
-  const bool has_codes = cache.scalar_type() == at::kChar || cache.scalar_type() == at::kFloat8_e4m3fn;
+int64_t head_dim_of(const Tensor& cache) {
+  const bool has_codes = cache.dtype() == DType::int8 || cache.dtype() == DType::float8_e4m3fn;
   return cache.size(-1) - (has_codes ? kRowScaleBytes : 0);
 }
 
-at::Tensor rotary_attention(const at::Tensor& qkv, const Angles& angles, const at::Tensor& keys, const at::Tensor& values,
-                            const at::Tensor& slots, const Sequences& sequences, const AttentionOptions& options) {
+Tensor paged_attention(const Tensor& q, const Tensor& keys, const Tensor& values, const Sequences& sequences,
+                       const AttentionOptions& options) {
+  const Tensor rows = q.dtype() == DType::float32 && q.stride(2) == 1 && q.stride(1) == q.size(2) ? q : as_float32(q);
+  MULTILORA_CHECK(options.softcap >= 0, "softcap is not negative, as is ", options.softcap);
+  const Tensor sinks = sinks_of(options, q.size(1));
+  const Batch batch{rows, keys, values, sequences, float(options.scale), float(options.softcap),
+                    sinks.is_defined() ? sinks.data<float>() : nullptr};
+  check(batch);
+  const Tensor out = Tensor::empty({q.size(0), q.size(1) * q.size(2)}, DType::float32);
+  const Pieces pieces(batch);
+  const DType stored = keys.dtype();
+  const AttentionKernels& kernels =
+      options.may_round ? rounding_attention_kernels_of(stored, batch.head_dim()) : attention_kernels_of(stored);
+  Run{batch, pieces, kernels, out}.all();
+  return from_float32(out, q.dtype());
+}
+
+Tensor rotary_attention(const Tensor& qkv, const Angles& angles, const Tensor& keys, const Tensor& values, const Tensor& slots,
+                        const Sequences& sequences, const AttentionOptions& options) {
   const int64_t head_dim = head_dim_of(keys), num_heads = qkv.size(1) / head_dim - 2 * keys.size(1);
-  TORCH_CHECK(qkv.dim() == 2 && keys.dim() == 3 && keys.sizes() == values.sizes() && keys.stride(2) == 1 &&
-                  values.stride(2) == 1 && num_heads > 0 && qkv.size(1) % head_dim == 0,
-              "qkv ", qkv.sizes(), ", keys ", keys.sizes(), " and values ", values.sizes(), " do not belong together");
-  const auto as_float = [](const at::Tensor& x) { return x.to(at::kFloat).contiguous(); };
-  const at::Tensor heads = as_float(qkv), cos = as_float(angles.cos), sin = as_float(angles.sin);
-  const at::Tensor q = at::empty({qkv.size(0), num_heads, head_dim}, heads.options());
+  MULTILORA_CHECK(qkv.dim() == 2 && keys.dim() == 3 && keys.sizes() == values.sizes() && keys.stride(2) == 1 &&
+                      values.stride(2) == 1 && num_heads > 0 && qkv.size(1) % head_dim == 0,
+                  "qkv ", qkv.sizes(), ", keys ", keys.sizes(), " and values ", values.sizes(), " do not belong together");
+  const Tensor heads = as_float32(qkv), cos = as_float32(angles.cos), sin = as_float32(angles.sin);
+  const Tensor q = Tensor::empty({qkv.size(0), num_heads, head_dim}, DType::float32);
   place({heads, {cos, sin, angles.is_interleaved}, q, keys, values, slots});
-  const at::Tensor out = attend(q, keys, values, sequences, options);
-  return qkv.scalar_type() == at::kFloat ? out : out.to(qkv.scalar_type());
+  const Tensor out = paged_attention(q, keys, values, sequences, options);
+  return from_float32(out, qkv.dtype());
 }
 
 }  // namespace multilora
-
-TORCH_LIBRARY_IMPL(multilora, CPU, m) {
-  m.impl("paged_attention", multilora::paged_attention_operator);
-  m.impl("rotary_attention", multilora::rotary_attention_operator);
-}

@@ -1,9 +1,10 @@
 """Compile the C++ operators once and keep the library in the user's cache.
 
-The library's folder is named by a digest of everything that makes it: sources, flags, Python, torch, processor. It is
-compiled in a temporary folder under a file lock and moved into place whole, so that concurrent processes build once and
-a killed build leaves nothing half-done. `python -m multilora_kernels.cpu` builds it ahead, for images. A wheel has one
-already, in the folder `prebuilt`, which serves the Python and the torch that it was made with.
+The library needs neither torch's headers nor its C++ classes, and of Python the stable interface only, so that one
+serves all releases of both. Its folder is named by a digest of everything that makes it: sources, flags, processor. It
+is compiled in a temporary folder under a file lock and moved into place whole, so that concurrent processes build once
+and a killed build leaves nothing half-done. `python -m multilora_kernels.cpu` builds it ahead, for images. A wheel has
+one already, in the folder `prebuilt`.
 """
 
 from __future__ import annotations
@@ -15,15 +16,17 @@ import importlib.util
 import logging
 import os
 import platform
+import shlex
 import shutil
+import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
-
-import torch
 
 logger = logging.getLogger(__name__)
 
@@ -34,8 +37,9 @@ _NAME = "multilora_cpu"
 _FOLDER = Path(__file__).parent
 PREBUILT = _FOLDER / "prebuilt"
 """The libraries of a wheel, in folders as those of the cache."""
-# -fopenmp only when compiling: at run time the OpenMP of torch is used, with torch's pool and number of threads.
-_FLAGS = ["-O3", "-fopenmp", "-fno-math-errno"]
+# The oldest Python that the packages allow; a free-threaded Python has no stable interface.
+_STABLE_INTERFACE = [] if sysconfig.get_config_var("Py_GIL_DISABLED") else ["-DPy_LIMITED_API=0x030B0000"]
+_FLAGS = ["-std=c++20", "-fPIC", "-O3", "-fno-math-errno", *_STABLE_INTERFACE]
 
 
 class BuildError(RuntimeError):
@@ -43,10 +47,7 @@ class BuildError(RuntimeError):
 
 
 def load_library() -> ModuleType:
-    """Load the compiled operators into torch, compiling them first if this machine has not. Raises `BuildError`.
-
-    Loading registers the operators; the module holds the functions that Python calls directly (`python.cpp`).
-    """
+    """Load the compiled operators (`python.cpp`), compiling them first if this machine has not. Raises `BuildError`."""
     try:
         place = Path(_digest()) / f"{_NAME}.so"
         if (PREBUILT / place).exists():
@@ -63,7 +64,7 @@ def needs_compiler() -> bool:
     """Whether `load_library` would compile, and there is no compiler for it."""
     place = Path(_digest()) / f"{_NAME}.so"
     is_there = (PREBUILT / place).exists() or (_cache_folder() / place).exists()
-    return not is_there and shutil.which(os.environ.get("CXX") or "c++") is None
+    return not is_there and shutil.which(_compiler()[0]) is None
 
 
 def _build_once(library: Path) -> None:
@@ -83,21 +84,38 @@ def _load(library: Path) -> ModuleType:
 
 
 def _build(library: Path) -> None:
-    # Here only: it imports setuptools, which takes every start a quarter of a second.
-    from torch.utils import cpp_extension
-
     logger.info("Compiling the CPU kernels into %s: once per machine, some minutes of processor time", library.parent)
     start = time.monotonic()
-    with tempfile.TemporaryDirectory(dir=library.parent) as folder, _tools_on_path():
-        cpp_extension.load(
-            name=_NAME,
-            sources=[str(path) for path in sorted(_FOLDER.glob("*.cpp"))],
-            extra_cflags=_FLAGS,
-            build_directory=folder,
-            is_python_module=False,
-        )
-        (Path(folder) / library.name).replace(library)
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        # The files that have all kernels of a vector type take longest.
+        sources = sorted(_FOLDER.glob("*.cpp"), key=lambda path: b'"kernels.h"' not in path.read_bytes())
+        with ThreadPoolExecutor(_jobs()) as threads:
+            objects = list(threads.map(lambda source: _compile(source, Path(folder)), sources))
+        made = Path(folder) / library.name
+        _run_compiler("-shared", "-o", made, *objects, "-ldl")
+        made.replace(library)
     logger.info("Compiled the CPU kernels in %.0f s", time.monotonic() - start)
+
+
+def _compile(source: Path, folder: Path) -> Path:
+    target = folder / f"{source.stem}.o"
+    _run_compiler(*_FLAGS, "-I", sysconfig.get_path("include"), "-c", source, "-o", target)
+    return target
+
+
+def _run_compiler(*arguments: str | Path) -> None:
+    done = subprocess.run([*_compiler(), *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode != 0:
+        raise RuntimeError(f"{shlex.join(map(str, done.args))} failed:\n{done.stdout}")
+
+
+def _compiler() -> list[str]:
+    return shlex.split(os.environ.get("CXX") or "c++")
+
+
+def _jobs() -> int:
+    """Files that are compiled at a time: MAX_JOBS, as for extensions of torch, or one a core."""
+    return int(os.environ.get("MAX_JOBS") or len(os.sched_getaffinity(0)))
 
 
 def _cache_folder() -> Path:
@@ -106,9 +124,8 @@ def _cache_folder() -> Path:
 
 
 def _digest() -> str:
-    torch_release = torch.__version__.partition("+")[0]  # its builds for CPUs and for CUDA have the same interface
-    made_for = (sys.implementation.cache_tag, torch_release, platform.machine(), _FLAGS)
-    digest = hashlib.sha256(repr(made_for).encode())
+    python = sys.implementation.cache_tag if not _STABLE_INTERFACE else sys.implementation.name
+    digest = hashlib.sha256(repr((python, platform.machine(), _FLAGS)).encode())
     for path in sorted([*_FOLDER.glob("*.cpp"), *_FOLDER.glob("*.h")]):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
@@ -119,14 +136,3 @@ def _locked(path: Path) -> Iterator[None]:
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-@contextlib.contextmanager
-def _tools_on_path() -> Iterator[None]:
-    """ninja lies beside the interpreter, which is on PATH only in an activated environment."""
-    path = os.environ.get("PATH", "")
-    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), path])
-    try:
-        yield
-    finally:
-        os.environ["PATH"] = path

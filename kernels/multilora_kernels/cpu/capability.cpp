@@ -1,12 +1,7 @@
 #include "capability.h"
 
-#include <c10/util/Exception.h>
-#include <torch/library.h>
-
 #include <cstdlib>
 #include <cstring>
-#include <string>
-#include <vector>
 
 namespace multilora {
 namespace {
@@ -22,8 +17,8 @@ namespace {
   return capability;
 }
 
-const PairUnit* of_bfloat16(const PairUnit* unit, c10::ScalarType dtype, int64_t in_features) {
-  return unit && dtype == c10::kBFloat16 && in_features % unit->inputs_unit == 0 ? unit : nullptr;
+const PairUnit* of_bfloat16(const PairUnit* unit, DType dtype, int64_t in_features) {
+  return unit && dtype == DType::bfloat16 && in_features % unit->inputs_unit == 0 ? unit : nullptr;
 }
 
 }  // namespace
@@ -58,72 +53,55 @@ const Capability& capability() {
 #endif
 }
 
-const PairUnit* pair_unit_for(c10::ScalarType dtype, int64_t in_features) {
+const PairUnit* pair_unit_for(DType dtype, int64_t in_features) {
   const PairUnits* units = capability().pair_units;
   return of_bfloat16(units ? units->of_float32 : nullptr, dtype, in_features);
 }
 
-const PairUnit* rounding_unit_for(c10::ScalarType dtype, int64_t in_features) {
+const PairUnit* rounding_unit_for(DType dtype, int64_t in_features) {
   const PairUnits* units = capability().pair_units;
   return of_bfloat16(units ? units->of_bfloat16 : nullptr, dtype, in_features);
 }
 
-const Kernels& kernels_of(c10::ScalarType dtype) {
+const Kernels& kernels_of(DType dtype) {
   switch (dtype) {
-    case c10::kFloat:
+    case DType::float32:
       return capability().float32;
-    case c10::kBFloat16:
+    case DType::bfloat16:
       return capability().bfloat16;
-    case c10::kHalf:
+    case DType::float16:
       return capability().float16;
     default:
-      TORCH_CHECK(false, "weights are float32, bfloat16 or float16, not ", dtype);
+      MULTILORA_CHECK(false, "weights are float32, bfloat16 or float16, not ", name_of(dtype));
   }
 }
 
-const AttentionKernels& attention_kernels_of(c10::ScalarType dtype) {
+const AttentionKernels& attention_kernels_of(DType dtype) {
   switch (dtype) {
-    case c10::kChar:
+    case DType::int8:
       return capability().int8_rows;
-    case c10::kFloat8_e4m3fn:
+    case DType::float8_e4m3fn:
       return capability().float8_rows;
     default:
       return kernels_of(dtype).attention;
   }
 }
 
-const AttentionKernels& rounding_attention_kernels_of(c10::ScalarType dtype, int64_t head_dim) {
+const AttentionKernels& rounding_attention_kernels_of(DType dtype, int64_t head_dim) {
   const AttentionKernels* kernels = capability().pair_attention;
-  const bool fits = dtype == c10::kBFloat16 && head_dim % kPairDims == 0;
+  const bool fits = dtype == DType::bfloat16 && head_dim % kPairDims == 0;
   return kernels && fits ? *kernels : attention_kernels_of(dtype);
 }
 
-LoraKernels lora_kernels_of(c10::ScalarType dtype) {
+LoraKernels lora_kernels_of(DType dtype) {
   switch (dtype) {
-    case c10::kChar:
+    case DType::int8:
       return capability().int8_codes;
-    case c10::kByte:
+    case DType::uint8:
       return capability().int4_codes;
     default:
       return {kernels_of(dtype).shrink, kernels_of(dtype).expand};
   }
 }
 
-namespace {
-
-std::string cpu_capability() { return capability().name; }
-std::vector<int64_t> cpu_panel_shape() { return {kPanelVectors, capability().panel_width / kPanelVectors}; }
-bool cpu_panels_are_tiles(c10::ScalarType dtype, int64_t in_features) { return pair_unit_for(dtype, in_features) != nullptr; }
-bool cpu_rounds_activations(c10::ScalarType dtype, int64_t in_features) {
-  return rounding_unit_for(dtype, in_features) != nullptr;
-}
-
-}  // namespace
 }  // namespace multilora
-
-TORCH_LIBRARY_FRAGMENT(multilora, m) {
-  m.def("cpu_capability() -> str", multilora::cpu_capability);
-  m.def("cpu_panel_shape() -> int[]", multilora::cpu_panel_shape);
-  m.def("cpu_panels_are_tiles(ScalarType dtype, int in_features) -> bool", multilora::cpu_panels_are_tiles);
-  m.def("cpu_rounds_activations(ScalarType dtype, int in_features) -> bool", multilora::cpu_rounds_activations);
-}

@@ -1,8 +1,7 @@
 // The instruction set that serves this process, and its kernels.
 #pragma once
 
-#include <c10/core/ScalarType.h>
-
+#include "tensor.h"
 #include "work.h"
 
 namespace multilora {
@@ -12,21 +11,21 @@ const Capability& capability();
 
 // The unit that multiplies weights of a storage type and of so many inputs by pairs, with float32 activations as they are; null
 // where vectors multiply the weights.
-const PairUnit* pair_unit_for(c10::ScalarType dtype, int64_t in_features);
+const PairUnit* pair_unit_for(DType dtype, int64_t in_features);
 
 // The unit for activations that are rounded to bfloat16; null where there is none.
-const PairUnit* rounding_unit_for(c10::ScalarType dtype, int64_t in_features);
+const PairUnit* rounding_unit_for(DType dtype, int64_t in_features);
 
 // Its kernels for weights of a storage type: float32, bfloat16 or float16.
-const Kernels& kernels_of(c10::ScalarType dtype);
+const Kernels& kernels_of(DType dtype);
 
 // Its kernels for a KV cache of a type: one of these three, or codes of 8 bits (int8, float8_e4m3fn).
-const AttentionKernels& attention_kernels_of(c10::ScalarType dtype);
+const AttentionKernels& attention_kernels_of(DType dtype);
 
 // The same where queries and weights may be rounded to bfloat16.
-const AttentionKernels& rounding_attention_kernels_of(c10::ScalarType dtype, int64_t head_dim);
+const AttentionKernels& rounding_attention_kernels_of(DType dtype, int64_t head_dim);
 
 // Its kernels for adapters in an arena of a type: one of these three, or codes of 8 bits (int8) or 4 (uint8).
-LoraKernels lora_kernels_of(c10::ScalarType dtype);
+LoraKernels lora_kernels_of(DType dtype);
 
 }  // namespace multilora

@@ -7,10 +7,10 @@
 namespace multilora {
 namespace {
 
-at::Tensor multiply(const at::Tensor& x, const LayerLinear& linear, const std::optional<Adapters>& adapters) {
+Tensor multiply(const Tensor& x, const LayerLinear& linear, const std::optional<Adapters>& adapters) {
   if (adapters) {
-    return lora_linear(x, linear.panels, linear.first_slice, linear.slice_sizes, adapters->tables, adapters->segments,
-                       linear.bias);
+    return lora_linear(x, linear.panels, linear.first_slice, {linear.slice_sizes.data(), linear.slice_sizes.size()},
+                       adapters->tables, adapters->segments, linear.bias);
   }
   int64_t out_features = 0;
   for (const int64_t size : linear.slice_sizes) {
@@ -20,24 +20,24 @@ at::Tensor multiply(const at::Tensor& x, const LayerLinear& linear, const std::o
 }
 
 // x and the update that is still to be added to it.
-using Stream = std::tuple<at::Tensor, at::Tensor>;
+using Stream = std::tuple<Tensor, Tensor>;
 
 Stream run(const Layer& layer, const Stream& stream) {
   const auto& [weights, keys, values, step] = layer;
   const auto& [x, update] = stream;
   const auto [attention_input, before] = add_rms_norm(x, update, weights.attention_norm, weights.eps);
-  const at::Tensor qkv = multiply(attention_input, weights.qkv, step.adapters);
-  const at::Tensor heads = rotary_attention(qkv, {step.cos, step.sin}, keys, values, step.slots, step.sequences, step.attention);
-  const at::Tensor attended = multiply(heads, weights.o, step.adapters);
+  const Tensor qkv = multiply(attention_input, weights.qkv, step.adapters);
+  const Tensor heads = rotary_attention(qkv, {step.cos, step.sin}, keys, values, step.slots, step.sequences, step.attention);
+  const Tensor attended = multiply(heads, weights.o, step.adapters);
   const auto [mlp_input, between] = add_rms_norm(before, attended, weights.mlp_norm, weights.eps);
-  const at::Tensor activated = silu_mul(multiply(mlp_input, weights.gate_up, step.adapters));
+  const Tensor activated = silu_mul(multiply(mlp_input, weights.gate_up, step.adapters));
   return {between, multiply(activated, weights.down, step.adapters)};
 }
 
 }  // namespace
 
-std::tuple<at::Tensor, at::Tensor> decoder_layers(c10::ArrayRef<Layer> layers, const at::Tensor& x, const at::Tensor& update,
-                                                  c10::function_ref<void()> on_layer) {
+std::tuple<Tensor, Tensor> decoder_layers(std::span<const Layer> layers, const Tensor& x, const Tensor& update,
+                                          FunctionRef<void()> on_layer) {
   Stream stream{x, update};
   Team::gather([&] {
     for (const Layer& layer : layers) {

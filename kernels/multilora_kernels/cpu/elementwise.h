@@ -1,19 +1,18 @@
-// The operators between matrix products, which Python also calls without the dispatcher (python.cpp).
+// The operators between matrix products.
 #pragma once
-
-#include <ATen/core/Tensor.h>
 
 #include <tuple>
 
+#include "tensor.h"
+
 namespace multilora {
 
-// The functions of elementwise.py with these names. bias: null for none.
-std::tuple<at::Tensor, at::Tensor> add_rms_norm(const at::Tensor& x, const at::Tensor& update, const at::Tensor& weight,
-                                                double eps);
-std::tuple<at::Tensor, at::Tensor> add_layer_norm(const at::Tensor& x, const at::Tensor& update, const at::Tensor& weight,
-                                                  const at::Tensor* bias, double eps);
-at::Tensor silu_mul(const at::Tensor& gate_up);
-at::Tensor gelu_tanh_mul(const at::Tensor& gate_up);
-at::Tensor gelu_tanh(const at::Tensor& x);
+// The functions of elementwise.py with these names. bias: undefined for none.
+std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& update, const Tensor& weight, double eps);
+std::tuple<Tensor, Tensor> add_layer_norm(const Tensor& x, const Tensor& update, const Tensor& weight, const Tensor& bias,
+                                          double eps);
+Tensor silu_mul(const Tensor& gate_up);
+Tensor gelu_tanh_mul(const Tensor& gate_up);
+Tensor gelu_tanh(const Tensor& x);
 
 }  // namespace multilora

@@ -1,13 +1,10 @@
 // The operators multilora::packed_linear and packed_embedding for CPU tensors (schemas: operators.py).
 #include "linear.h"
 
-#include <ATen/Parallel.h>
-#include <ATen/ops/empty.h>
-#include <torch/library.h>
-
 #include <algorithm>
 
 #include "capability.h"
+#include "parallel.h"
 #include "turns.h"
 #include "work.h"
 
@@ -32,12 +29,12 @@ constexpr int64_t kGrainElements = 1 << 12;
 
 // The unit that multiplies these panels by pairs; null where vectors do.
 const PairUnit* unit_of(const Panels& panels) {
-  const c10::ScalarType dtype = panels.data.scalar_type();
+  const DType dtype = panels.data.dtype();
   if (!panels.is_paired()) {
     return pair_unit_for(dtype, panels.in_features());
   }
   const PairUnit* unit = rounding_unit_for(dtype, panels.in_features());
-  TORCH_CHECK(unit, "this processor multiplies no pairs of ", dtype);
+  MULTILORA_CHECK(unit, "this processor multiplies no pairs of ", name_of(dtype));
   return unit;
 }
 
@@ -55,19 +52,18 @@ struct InPairs {
 };
 
 template <class T, class Place>
-void copy_embeddings(const at::Tensor& token_ids, const at::Tensor& panels, int64_t num_embeddings, const Place& place,
-                     at::Tensor& rows) {
+void copy_embeddings(const Tensor& token_ids, const Tensor& panels, int64_t num_embeddings, const Place& place, Tensor& rows) {
   const int64_t in_features = Panels{panels}.in_features(), lanes = panels.size(3);
-  const auto* ids = token_ids.const_data_ptr<int64_t>();
-  const T* weights = panels.const_data_ptr<T>();
-  float* out = rows.mutable_data_ptr<float>();
+  const auto* ids = token_ids.data<int64_t>();
+  const T* weights = panels.data<T>();
+  float* out = rows.data<float>();
   const int64_t grain = std::max<int64_t>(1, kGrainElements / in_features);
-  at::parallel_for(0, token_ids.numel(), grain, [&](int64_t begin, int64_t end) {
+  parallel_for(0, token_ids.numel(), grain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      TORCH_CHECK_INDEX(ids[i] >= 0 && ids[i] < num_embeddings, "token ", ids[i], " is not one of ", num_embeddings);
+      MULTILORA_CHECK_INDEX(ids[i] >= 0 && ids[i] < num_embeddings, "token ", ids[i], " is not one of ", num_embeddings);
       const T* column = weights + ids[i] / lanes * lanes * in_features;
       for (int64_t k = 0; k < in_features; ++k) {
-        out[i * in_features + k] = static_cast<float>(column[place(ids[i] % lanes, k)]);
+        out[i * in_features + k] = to_float(column[place(ids[i] % lanes, k)]);
       }
     }
   });
@@ -76,28 +72,28 @@ void copy_embeddings(const at::Tensor& token_ids, const at::Tensor& panels, int6
 }  // namespace
 
 void check_panels(const Panels& panels, int64_t out_features) {
-  const at::Tensor& data = panels.data;
+  const Tensor& data = panels.data;
   const int64_t width = capability().panel_width, lanes = width / kPanelVectors;
-  TORCH_CHECK((data.dim() == 4 || panels.is_paired()) && data.is_contiguous() && data.size(1) == kPanelVectors &&
-                  data.size(3) == lanes,
-              "panels must be contiguous [panels, ", kPanelVectors, ", in_features, ", lanes, "] or [panels, ", kPanelVectors,
-              ", in_features / 2, ", lanes, ", 2], not ", data.sizes());
+  MULTILORA_CHECK(
+      (data.dim() == 4 || panels.is_paired()) && data.is_contiguous() && data.size(1) == kPanelVectors && data.size(3) == lanes,
+      "panels must be contiguous [panels, ", kPanelVectors, ", in_features, ", lanes, "] or [panels, ", kPanelVectors,
+      ", in_features / 2, ", lanes, ", 2], not ", data.sizes());
   const int64_t num_panels = data.size(0);
-  TORCH_CHECK(out_features > (num_panels - 1) * width && out_features <= num_panels * width, num_panels, " panels of ", width,
-              " outputs do not hold ", out_features);
+  MULTILORA_CHECK(out_features > (num_panels - 1) * width && out_features <= num_panels * width, num_panels, " panels of ",
+                  width, " outputs do not hold ", out_features);
   if (panels.scaling) {
     check_codes(panels);
   }
 }
 
-PackedLinear::PackedLinear(const at::Tensor& rows, const Panels& panels, int64_t out_features) {
+PackedLinear::PackedLinear(const Tensor& rows, const Panels& panels, int64_t out_features) {
   check_panels(panels, out_features);
-  TORCH_CHECK(rows.dim() == 2 && rows.scalar_type() == at::kFloat && rows.size(1) == panels.in_features(),
-              "x must be float32 [rows, ", panels.in_features(), "], not ", rows.scalar_type(), " ", rows.sizes());
-  x_ = rows.stride(1) == 1 ? rows : rows.contiguous();
-  y_ = at::empty({x_.size(0), out_features}, x_.options());
-  task_ = {x_.const_data_ptr<float>(), x_.stride(0), x_.size(0), panels.data.const_data_ptr(), panels.in_features(),
-           out_features, y_.mutable_data_ptr<float>(), out_features};
+  MULTILORA_CHECK(rows.dim() == 2 && rows.dtype() == DType::float32 && rows.size(1) == panels.in_features(),
+                  "x must be float32 [rows, ", panels.in_features(), "], not ", name_of(rows.dtype()), " ", rows.sizes());
+  x_ = rows.stride(1) == 1 ? rows : contiguous(rows);
+  y_ = Tensor::empty({x_.size(0), out_features}, DType::float32);
+  task_ = {x_.data<float>(),     x_.stride(0), x_.size(0),       panels.data.data(),
+           panels.in_features(), out_features, y_.data<float>(), out_features};
   if (panels.scaling) {
     task_.scaling = group_scaling_of(*panels.scaling);
     kernel_ = quantized_kernel_of(panels);
@@ -105,7 +101,7 @@ PackedLinear::PackedLinear(const at::Tensor& rows, const Panels& panels, int64_t
     kernel_ = unit->linear;
     split_rows(*unit);
   } else {
-    kernel_ = kernels_of(panels.data.scalar_type()).linear;
+    kernel_ = kernels_of(panels.data.dtype()).linear;
   }
   num_panels_ = panels.data.size(0);
   panel_width_ = capability().panel_width;
@@ -117,8 +113,8 @@ PackedLinear::PackedLinear(const at::Tensor& rows, const Panels& panels, int64_t
 }
 
 void PackedLinear::split_rows(const PairUnit& unit) {
-  x_parts_ = at::empty({x_.numel() * unit.parts_size}, x_.options().dtype(at::kByte));
-  const SplitTask split{task_.x, task_.x_stride, task_.rows, task_.in_features, x_parts_.mutable_data_ptr()};
+  x_parts_ = Tensor::empty({x_.numel() * unit.parts_size}, DType::uint8);
+  const SplitTask split{task_.x, task_.x_stride, task_.rows, task_.in_features, x_parts_.data()};
   task_.x_parts = split.parts;
   parts_size_ = unit.parts_size;
   const int64_t units = (task_.rows + kMatrixRows - 1) / kMatrixRows * ((task_.in_features + kMatrixInputs - 1) / kMatrixInputs);
@@ -153,68 +149,56 @@ void PackedLinear::run(int64_t piece, const Bias& bias) const {
   bias.add_to(task.y, task.y_stride, task.rows, first * panel_width_, std::min(end * panel_width_, task.out_features));
 }
 
-Bias::Bias(const at::Tensor* bias, int64_t out_features) {
-  if (bias) {
-    TORCH_CHECK(bias->scalar_type() == at::kFloat && bias->dim() == 1 && bias->size(0) == out_features && bias->is_contiguous(),
-                "bias must be float32 [", out_features, "], not ", bias->scalar_type(), " ", bias->sizes());
-    values_ = bias->const_data_ptr<float>();
+Bias::Bias(const Tensor& bias, int64_t out_features) {
+  if (bias.is_defined()) {
+    MULTILORA_CHECK(bias.dtype() == DType::float32 && bias.dim() == 1 && bias.size(0) == out_features && bias.is_contiguous(),
+                    "bias must be float32 [", out_features, "], not ", name_of(bias.dtype()), " ", bias.sizes());
+    values_ = bias.data<float>();
   }
 }
 
-void Bias::add_to(const at::Tensor& y) const {
+void Bias::add_to(const Tensor& y) const {
   if (values_) {
     const int64_t size = y.size(1);
-    float* rows = y.mutable_data_ptr<float>();
+    float* rows = y.data<float>();
     rows_in_ranges(y.size(0), kRowPiece, [&](int64_t begin, int64_t end) {
       add_to(rows + begin * size, size, end - begin, 0, size);
     });
   }
 }
 
-at::Tensor packed_linear(const at::Tensor& x, const Panels& panels, int64_t out_features, const at::Tensor* bias) {
+Tensor packed_linear(const Tensor& x, const Panels& panels, int64_t out_features, const Tensor& bias) {
   const Bias to_add(bias, out_features);
   const PackedLinear linear(x, panels, out_features);
   in_ranges(linear.num_pieces(), linear.num_threads(), [&](int64_t piece) { linear.run(piece, to_add); });
   return linear.y();
 }
 
-at::Tensor packed_embedding(const at::Tensor& token_ids, const at::Tensor& panels, int64_t num_embeddings) {
+Tensor packed_embedding(const Tensor& token_ids, const Tensor& panels, int64_t num_embeddings) {
   check_panels({panels}, num_embeddings);
-  TORCH_CHECK(token_ids.dim() == 1 && token_ids.scalar_type() == at::kLong, "token_ids must be int64 [tokens], not ",
-              token_ids.scalar_type(), " ", token_ids.sizes());
-  const at::Tensor ids = token_ids.contiguous();
-  at::Tensor rows = at::empty({ids.size(0), Panels{panels}.in_features()}, panels.options().dtype(at::kFloat));
+  MULTILORA_CHECK(token_ids.dim() == 1 && token_ids.dtype() == DType::int64, "token_ids must be int64 [tokens], not ",
+                  name_of(token_ids.dtype()), " ", token_ids.sizes());
+  const Tensor ids = contiguous(token_ids);
+  Tensor rows = Tensor::empty({ids.size(0), Panels{panels}.in_features()}, DType::float32);
   const InVectors in_vectors{panels.size(3)};
-  switch (panels.scalar_type()) {
-    case at::kFloat:
+  switch (panels.dtype()) {
+    case DType::float32:
       copy_embeddings<float>(ids, panels, num_embeddings, in_vectors, rows);
       break;
-    case at::kBFloat16:
+    case DType::bfloat16:
       if (unit_of({panels})) {
-        copy_embeddings<at::BFloat16>(ids, panels, num_embeddings, InPairs{}, rows);
+        copy_embeddings<BFloat16>(ids, panels, num_embeddings, InPairs{}, rows);
       } else {
-        copy_embeddings<at::BFloat16>(ids, panels, num_embeddings, in_vectors, rows);
+        copy_embeddings<BFloat16>(ids, panels, num_embeddings, in_vectors, rows);
       }
       break;
-    case at::kHalf:
-      copy_embeddings<at::Half>(ids, panels, num_embeddings, in_vectors, rows);
+    case DType::float16:
+      copy_embeddings<Float16>(ids, panels, num_embeddings, in_vectors, rows);
       break;
     default:
-      TORCH_CHECK(false, "weights are float32, bfloat16 or float16, not ", panels.scalar_type());
+      MULTILORA_CHECK(false, "weights are float32, bfloat16 or float16, not ", name_of(panels.dtype()));
   }
   return rows;
 }
 
-namespace {
-
-at::Tensor packed_linear_operator(const at::Tensor& x, const at::Tensor& panels, int64_t out_features) {
-  return packed_linear(x, {panels}, out_features, nullptr);
-}
-
-}  // namespace
 }  // namespace multilora
-
-TORCH_LIBRARY_IMPL(multilora, CPU, m) {
-  m.impl("packed_linear", multilora::packed_linear_operator);
-  m.impl("packed_embedding", multilora::packed_embedding);
-}

@@ -1,20 +1,20 @@
-// The operators over packed weights, which Python also calls without the dispatcher (python.cpp).
+// The operators over packed weights.
 #pragma once
-
-#include <ATen/core/Tensor.h>
 
 #include <cstdint>
 
 #include "panels.h"
+#include "tensor.h"
 #include "work.h"
 
 namespace multilora {
 
-// A vector that a linear adds to its outputs: float32 [out_features], or null for none.
+// A vector that a linear adds to its outputs: float32 [out_features], or undefined for none.
 class Bias {
  public:
   Bias() = default;
-  Bias(const at::Tensor* bias, int64_t out_features);
+  // The vector must outlive it.
+  Bias(const Tensor& bias, int64_t out_features);
 
   // Adds it to the outputs [begin, end) of some rows of y.
   void add_to(float* y, int64_t stride, int64_t rows, int64_t begin, int64_t end) const {
@@ -25,7 +25,7 @@ class Bias {
     }
   }
   // Adds it to all of y, by several threads.
-  void add_to(const at::Tensor& y) const;
+  void add_to(const Tensor& y) const;
 
  private:
   const float* values_ = nullptr;
@@ -35,10 +35,10 @@ class Bias {
 class PackedLinear {
  public:
   // Refuses panels and x that do not fit.
-  PackedLinear(const at::Tensor& x, const Panels& panels, int64_t out_features);
+  PackedLinear(const Tensor& x, const Panels& panels, int64_t out_features);
 
-  const at::Tensor& x() const { return x_; }  // in a layout that the kernels read
-  const at::Tensor& y() const { return y_; }  // new, and filled only when the pieces run
+  const Tensor& x() const { return x_; }  // in a layout that the kernels read
+  const Tensor& y() const { return y_; }  // new, and filled only when the pieces run
   int64_t num_threads() const { return threads_; }  // the number that the product is worth
   int64_t num_pieces() const { return row_pieces_ * panel_pieces_; }
   void run(int64_t piece, const Bias& bias) const;
@@ -52,16 +52,16 @@ class PackedLinear {
   int64_t rows_of_piece() const;
   LinearTask rows_from(int64_t first) const;
 
-  at::Tensor x_, y_;
-  at::Tensor x_parts_;  // for a PairUnit
+  Tensor x_, y_;
+  Tensor x_parts_;  // for a PairUnit
   LinearTask task_;
   LinearKernel kernel_;
   int64_t num_panels_, panel_width_, parts_size_ = 0;  // bytes of an activation's parts
   int64_t threads_, piece_rows_, row_pieces_, panel_pieces_;
 };
 
-// `packed_linear` and `packed_embedding` of linear.py, and `quantized_linear` of quantized.py. bias: null for none.
-at::Tensor packed_linear(const at::Tensor& x, const Panels& panels, int64_t out_features, const at::Tensor* bias);
-at::Tensor packed_embedding(const at::Tensor& token_ids, const at::Tensor& panels, int64_t num_embeddings);
+// `packed_linear` and `packed_embedding` of linear.py, and `quantized_linear` of quantized.py. bias: undefined for none.
+Tensor packed_linear(const Tensor& x, const Panels& panels, int64_t out_features, const Tensor& bias);
+Tensor packed_embedding(const Tensor& token_ids, const Tensor& panels, int64_t num_embeddings);
 
 }  // namespace multilora

@@ -1,14 +1,10 @@
-// The operators multilora::lora_shrink and lora_expand for CPU tensors (schemas: operators.py), each half by itself.
-#include <ATen/Parallel.h>
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <torch/library.h>
-
+// The operators lora_shrink and lora_expand (schemas: operators.py), each half by itself.
 #include <algorithm>
 
 #include "apply.h"
 #include "capability.h"
 #include "lora_tasks.h"
+#include "parallel.h"
 #include "work.h"
 
 namespace multilora {
@@ -16,9 +12,8 @@ namespace {
 
 template <class Task, class Kernel>
 void run_in_parallel(const WorkList<Task>& work, Kernel kernel) {
-  at::parallel_for(0, work.cost(), kThreadCost, [&](int64_t begin, int64_t end) {
-    work.run(begin, end, kernel, weights_of(work.shares.back().task));
-  });
+  parallel_for(0, work.cost(), kThreadCost,
+               [&](int64_t begin, int64_t end) { work.run(begin, end, kernel, weights_of(work.shares.back().task)); });
 }
 
 // v of the slice before, whose A is the same.
@@ -55,12 +50,12 @@ void shrink_all(const Shrink& shrink, int64_t num_slices, const Blocks& blocks, 
   });
 }
 
-void expand_all(const Expand& expand, const Columns<int32_t>& rank, at::IntArrayRef slice_sizes,
-                const Blocks& blocks, const LoraKernels& kernels) {
+void expand_all(const Expand& expand, const Columns<int32_t>& rank, Integers slice_sizes, const Blocks& blocks,
+                const LoraKernels& kernels) {
   WorkList<ExpandTask> work;
   for (const Block& block : blocks) {
     int64_t first_output = 0;
-    for (size_t s = 0; s < slice_sizes.size(); first_output += slice_sizes[s++]) {
+    for (int64_t s = 0; s < slice_sizes.size(); first_output += slice_sizes[s++]) {
       const int64_t r = rank.at(block.lora_index, s), size = slice_sizes[s];
       if (r > 0) {
         const ExpandTask task = expand.task(block, s, s, r, first_output, size);
@@ -71,43 +66,29 @@ void expand_all(const Expand& expand, const Columns<int32_t>& rank, at::IntArray
   run_in_parallel(work, kernels.expand);
 }
 
-at::Tensor lora_shrink(const at::Tensor& x, int64_t first_slice, int64_t num_slices, const at::Tensor& arena,
-                       const at::Tensor& rank, const at::Tensor& a_offset, const at::Tensor& b_offset,
-                       const at::Tensor& magnitude_offset, int64_t max_rank, const at::Tensor& permutation,
-                       const at::Tensor& chunk_start, const at::Tensor& chunk_length, const at::Tensor& chunk_lora_index,
-                       int64_t /*chunk_size*/) {
-  const at::Tensor rows = as_float32_rows(x);
-  const at::Tensor v = at::empty({1, num_slices, x.size(0), max_rank}, rows.options());
-  const Tables tables{arena, rank, a_offset, b_offset, magnitude_offset, max_rank};
-  const Shrink shrink(rows, {v.mutable_data_ptr<float>(), v.stride(1), v.stride(2)}, tables, first_slice);
-  const auto blocks = blocks_of({permutation, chunk_start, chunk_length, chunk_lora_index});
-  shrink_all(shrink, num_slices, blocks, lora_kernels_of(arena.scalar_type()));
+}  // namespace
+
+Tensor lora_shrink(const Tensor& x, int64_t first_slice, int64_t num_slices, const Tables& tables, const Segments& segments) {
+  const Tensor rows = as_float32_rows(x);
+  const Tensor v = Tensor::empty({1, num_slices, x.size(0), tables.max_rank}, DType::float32);
+  const Shrink shrink(rows, {v.data<float>(), v.stride(1), v.stride(2)}, tables, first_slice);
+  shrink_all(shrink, num_slices, blocks_of(segments), lora_kernels_of(tables.arena.dtype()));
   return v;
 }
 
-void lora_expand(const at::Tensor& v, const at::Tensor& y, int64_t first_slice, at::IntArrayRef slice_sizes,
-                 const at::Tensor& arena, const at::Tensor& rank, const at::Tensor& a_offset, const at::Tensor& b_offset,
-                 const at::Tensor& magnitude_offset, int64_t max_rank, const at::Tensor& permutation,
-                 const at::Tensor& chunk_start, const at::Tensor& chunk_length, const at::Tensor& chunk_lora_index,
-                 int64_t /*chunk_size*/) {
-  TORCH_CHECK(v.size(0) == 1, "on the CPU v has one part, not ", v.size(0));
-  const auto blocks = blocks_of({permutation, chunk_start, chunk_length, chunk_lora_index});
+void lora_expand(const Tensor& v, const Tensor& y, int64_t first_slice, Integers slice_sizes, const Tables& tables,
+                 const Segments& segments) {
+  MULTILORA_CHECK(v.size(0) == 1, "on the CPU v has one part, not ", v.size(0));
+  const auto blocks = blocks_of(segments);
   if (blocks.empty()) {
     return;
   }
-  const at::Tensor rows = as_float32_rows(y);
-  const Tables tables{arena, rank, a_offset, b_offset, magnitude_offset, max_rank};
-  const Expand expand({v.mutable_data_ptr<float>(), v.stride(1), v.stride(2)}, rows, tables, first_slice);
-  expand_all(expand, {rank, first_slice}, slice_sizes, blocks, lora_kernels_of(arena.scalar_type()));
+  const Tensor rows = as_float32_rows(y);
+  const Expand expand({v.data<float>(), v.stride(1), v.stride(2)}, rows, tables, first_slice);
+  expand_all(expand, {tables.rank, first_slice}, slice_sizes, blocks, lora_kernels_of(tables.arena.dtype()));
   if (!rows.is_same(y)) {
-    y.copy_(rows);
+    copy(rows, y);
   }
 }
 
-}  // namespace
 }  // namespace multilora
-
-TORCH_LIBRARY_IMPL(multilora, CPU, m) {
-  m.impl("lora_shrink", multilora::lora_shrink);
-  m.impl("lora_expand", multilora::lora_expand);
-}

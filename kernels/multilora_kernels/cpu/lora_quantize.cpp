@@ -1,17 +1,13 @@
-// cpu_quantize_lora_a and cpu_quantize_lora_b: turn adapters of floats into the same codes, bit for bit, as
-// adapter_quantization.py. One thread computes them: they run beside the steps that serve.
-#include <ATen/ops/empty.h>
-#include <c10/util/BFloat16.h>
-#include <torch/library.h>
-
+// Adapters of floats become the same codes, bit for bit, as in adapter_quantization.py. One thread computes them: they run
+// beside the steps that serve.
 #include <algorithm>
 #include <array>
 #include <cmath>
 #include <cstring>
-#include <limits>
 #include <vector>
 
 #include "lora_codes.h"
+#include "lora_quantize.h"
 
 namespace multilora {
 namespace {
@@ -22,7 +18,7 @@ constexpr int kMostInt8 = 127, kLeastInt4 = -8, kMostInt4 = 7;
 // Shares of the scale with which the value of the largest magnitude has a code.
 constexpr std::array<float, 3> kShares = {1.0f, 0.92f, 0.84f};
 
-float largest_bfloat16() { return static_cast<float>(std::numeric_limits<c10::BFloat16>::max()); }
+constexpr float kLargestBFloat16 = 0x1.fep127f;
 
 // The nearest integer to value / scale, the even one of two equally near ones, limited to least .. most.
 inline float rounded(float value, float scale, float least, float most) {
@@ -33,15 +29,15 @@ inline float rounded(float value, float scale, float least, float most) {
 }
 
 inline float int8_scale(float largest) {
-  const float limit = largest_bfloat16() / 128;
+  const float limit = kLargestBFloat16 / 128;
   return std::min(largest / kMostInt8, limit);
 }
 
-inline float to_bfloat16(float value) { return static_cast<float>(c10::BFloat16(value)); }
+inline float to_bfloat16(float value) { return to_float(nearest<BFloat16>(value)); }
 
 void store_scales(const Lanes& scales, uint8_t* out) {
   for (int64_t l = 0; l < kCodeLanes; ++l) {
-    const c10::BFloat16 scale(scales[l]);
+    const BFloat16 scale = nearest<BFloat16>(scales[l]);
     std::memcpy(out + 2 * l, &scale, 2);
   }
 }
@@ -107,7 +103,7 @@ Lanes squared_errors(const Lanes* columns, int64_t count, const Lanes& scales) {
 
 // The scales of least squared error among the shares kShares.
 Lanes best_scales(const Lanes* columns, int64_t count) {
-  const float limit = largest_bfloat16() / 8;
+  const float limit = kLargestBFloat16 / 8;
   const Lanes largest = largest_values(columns, count);
   Lanes best{}, least_errors{};
   for (size_t s = 0; s < kShares.size(); ++s) {
@@ -147,23 +143,26 @@ void quantize_blocks(const Lanes* columns, int64_t count, uint8_t* out) {
   }
 }
 
-void check(const at::Tensor& values, int64_t bits) {
-  TORCH_CHECK(values.dim() == 2 && values.scalar_type() == at::kFloat && values.is_contiguous() && values.device().is_cpu(),
-              "values of an adapter must be a contiguous float32 matrix on the CPU, not ", values.dtype(), " ", values.sizes());
-  TORCH_CHECK(bits == 4 || bits == 8, "codes have 4 or 8 bits, not ", bits);
+void check(const Tensor& values, int64_t bits) {
+  MULTILORA_CHECK(values.dim() == 2 && values.dtype() == DType::float32 && values.is_contiguous(),
+                  "values of an adapter must be a contiguous float32 matrix, not ", name_of(values.dtype()), " ",
+                  values.sizes());
+  MULTILORA_CHECK(bits == 4 || bits == 8, "codes have 4 or 8 bits, not ", bits);
 }
 
-at::Tensor cpu_quantize_lora_a(const at::Tensor& a, int64_t bits) {
+}  // namespace
+
+Tensor quantize_lora_a(const Tensor& a, int64_t bits) {
   check(a, bits);
   const int64_t rank = a.size(0), in = a.size(1), count = columns_of(in);
   const MatrixPlaces places{1, static_cast<int>(bits)};
-  const at::Tensor stored = at::empty({places.a_size(rank, in)}, at::kByte);
-  auto* out = stored.mutable_data_ptr<uint8_t>();
+  const Tensor stored = Tensor::empty({places.a_size(rank, in)}, DType::uint8);
+  auto* out = stored.data<uint8_t>();
   const int64_t header = places.a_header(rank);
   std::memset(out, 0, header);
   std::vector<Lanes> columns(count, Lanes{});
   for (int64_t j = 0; j < rank; ++j) {
-    const float* row = a.const_data_ptr<float>() + j * in;
+    const float* row = a.data<float>() + j * in;
     uint8_t* row_out = out + header + j * places.a_row(in);
     if (bits == 4) {
       std::memcpy(columns.data(), row, in * sizeof(float));
@@ -176,13 +175,13 @@ at::Tensor cpu_quantize_lora_a(const at::Tensor& a, int64_t bits) {
   return stored;
 }
 
-at::Tensor cpu_quantize_lora_b(const at::Tensor& b, int64_t bits) {
+Tensor quantize_lora_b(const Tensor& b, int64_t bits) {
   check(b, bits);
   const int64_t outputs = b.size(0), rank = b.size(1);
   const MatrixPlaces places{1, static_cast<int>(bits)};
-  const at::Tensor stored = at::empty({places.b_size(outputs, rank)}, at::kByte);
-  auto* out = stored.mutable_data_ptr<uint8_t>();
-  const auto* values = b.const_data_ptr<float>();
+  const Tensor stored = Tensor::empty({places.b_size(outputs, rank)}, DType::uint8);
+  auto* out = stored.data<uint8_t>();
+  const auto* values = b.data<float>();
   std::vector<Lanes> columns(rank);
   for (int64_t first = 0; first < outputs; first += kCodeLanes) {
     std::fill(columns.begin(), columns.end(), Lanes{});
@@ -197,10 +196,4 @@ at::Tensor cpu_quantize_lora_b(const at::Tensor& b, int64_t bits) {
   return stored;
 }
 
-}  // namespace
 }  // namespace multilora
-
-TORCH_LIBRARY_FRAGMENT(multilora, m) {
-  m.def("cpu_quantize_lora_a(Tensor a, int bits) -> Tensor", multilora::cpu_quantize_lora_a);
-  m.def("cpu_quantize_lora_b(Tensor b, int bits) -> Tensor", multilora::cpu_quantize_lora_b);
-}

@@ -3,17 +3,15 @@
 namespace multilora {
 
 Blocks blocks_of(const Segments& segments) {
-  const auto *tokens = segments.permutation.const_data_ptr<int32_t>(),
-             *start = segments.chunk_start.const_data_ptr<int32_t>(),
-             *length = segments.chunk_length.const_data_ptr<int32_t>(),
-             *lora_index = segments.chunk_lora_index.const_data_ptr<int32_t>();
+  const auto *tokens = segments.permutation.data<int32_t>(), *start = segments.chunk_start.data<int32_t>(),
+             *length = segments.chunk_length.data<int32_t>(), *lora_index = segments.chunk_lora_index.data<int32_t>();
   const int64_t capacity = segments.chunk_start.numel();
   Blocks blocks;
   if (capacity > 0 && length[0] > 0) {
     blocks.reserve(capacity);
   }
   for (int64_t c = 0; c < capacity && length[c] > 0; ++c) {
-    TORCH_CHECK(length[c] <= kMaxRows, "a chunk of ", length[c], " tokens exceeds ", kMaxRows);
+    MULTILORA_CHECK(length[c] <= kMaxRows, "a chunk of ", length[c], " tokens exceeds ", kMaxRows);
     const bool joins = !blocks.empty() && blocks.back().lora_index == lora_index[c] &&
         blocks.back().rows.count + length[c] <= kMaxRows;
     if (joins) {
@@ -25,9 +23,9 @@ Blocks blocks_of(const Segments& segments) {
   return blocks;
 }
 
-at::Tensor as_float32_rows(const at::Tensor& x) {
-  const bool is_already = x.scalar_type() == at::kFloat && x.stride(1) == 1;
-  return is_already ? x : x.to(at::kFloat).contiguous();
+Tensor as_float32_rows(const Tensor& x) {
+  const bool is_already = x.dtype() == DType::float32 && x.stride(1) == 1;
+  return is_already ? x : as_float32(x);
 }
 
 }  // namespace multilora

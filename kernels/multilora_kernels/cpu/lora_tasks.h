@@ -3,14 +3,14 @@
 // A list of tasks is cut by cost into units of a few ranks or outputs. Units are independent, so no cut changes a result.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-#include <c10/util/SmallVector.h>
-
 #include <algorithm>
 #include <cstdint>
 
 #include "apply.h"
+#include "checks.h"
 #include "lora_codes.h"
+#include "short_list.h"
+#include "tensor.h"
 #include "work.h"
 
 namespace multilora {
@@ -24,13 +24,13 @@ struct Block {
 };
 
 // Lists of little work lie on the stack: a single row's update would take as long as allocating them.
-using Blocks = c10::SmallVector<Block, 8>;
+using Blocks = ShortList<Block, 8>;
 
 // Neighbouring chunks of one adapter, joined up to kMaxRows tokens.
 Blocks blocks_of(const Segments& segments);
 
 // float32 and contiguous along a row; x itself if it is.
-at::Tensor as_float32_rows(const at::Tensor& x);
+Tensor as_float32_rows(const Tensor& x);
 
 template <class Task>
 struct Share {
@@ -54,7 +54,7 @@ inline const void* weights_of(const ExpandTask& task) { return task.b; }
 
 template <class Task>
 struct WorkList {
-  c10::SmallVector<Share<Task>, 3> shares;
+  ShortList<Share<Task>, 3> shares;
 
   int64_t cost() const { return shares.empty() ? 0 : shares.back().cost_after(); }
 
@@ -83,8 +83,7 @@ struct Columns {
   const T* data;
   int64_t num_slices, first_slice;
 
-  Columns(const at::Tensor& table, int64_t first)
-      : data(table.const_data_ptr<T>()), num_slices(table.size(1)), first_slice(first) {}
+  Columns(const Tensor& table, int64_t first) : data(table.data<T>()), num_slices(table.size(1)), first_slice(first) {}
   bool has(int64_t slice) const { return first_slice + slice < num_slices; }
   int64_t at(int64_t lora_index, int64_t slice) const { return data[lora_index * num_slices + first_slice + slice]; }
   void fetch(int64_t lora_index) const { __builtin_prefetch(data + lora_index * num_slices + first_slice); }
@@ -95,17 +94,17 @@ struct Weights {
   int64_t numel;
   MatrixPlaces places;
 
-  explicit Weights(const at::Tensor& arena)
-      : arena(static_cast<const char*>(arena.const_data_ptr())), numel(arena.numel()),
-        places{arena.element_size(), bits_of(arena.scalar_type())} {}
+  explicit Weights(const Tensor& arena)
+      : arena(static_cast<const char*>(arena.data())), numel(arena.numel()),
+        places{arena.element_size(), code_bits_of(arena.dtype())} {}
 
-  static int bits_of(c10::ScalarType dtype) { return dtype == c10::kChar ? 8 : dtype == c10::kByte ? 4 : 0; }
+  static int code_bits_of(DType dtype) { return dtype == DType::int8 ? 8 : dtype == DType::uint8 ? 4 : 0; }
 
   // The `bytes` bytes from an element on.
   const char* at(int64_t offset, int64_t bytes) const {
     const int64_t end = offset + bytes / places.element_size;
-    TORCH_CHECK(offset >= 0 && end <= numel, "weights at ", offset, " .. ", end, " lie outside the arena of ", numel,
-                " elements");
+    MULTILORA_CHECK(offset >= 0 && end <= numel, "weights at ", offset, " .. ", end, " lie outside the arena of ", numel,
+                    " elements");
     return arena + offset * places.element_size;
   }
 };
@@ -125,8 +124,8 @@ struct Shrink {
   Columns<int64_t> a_offset;
   Weights weights;
 
-  Shrink(const at::Tensor& rows, const Buffer& v, const Tables& tables, int64_t first_slice)
-      : x(rows.const_data_ptr<float>()), x_stride(rows.stride(0)), in_features(rows.size(1)), v(v),
+  Shrink(const Tensor& rows, const Buffer& v, const Tables& tables, int64_t first_slice)
+      : x(rows.data<float>()), x_stride(rows.stride(0)), in_features(rows.size(1)), v(v),
         rank(tables.rank, first_slice), a_offset(tables.a_offset, first_slice), weights(tables.arena) {}
 
   // Whether the slice's A is that of the slice before it (a fused module of the adapter, such as attn_qkv).
@@ -160,8 +159,8 @@ struct Expand {
   Columns<int64_t> b_offset, magnitude_offset;
   Weights weights;
 
-  Expand(const Buffer& v, const at::Tensor& rows, const Tables& tables, int64_t first_slice)
-      : v(v), y(rows.mutable_data_ptr<float>()), y_stride(rows.stride(0)), b_offset(tables.b_offset, first_slice),
+  Expand(const Buffer& v, const Tensor& rows, const Tables& tables, int64_t first_slice)
+      : v(v), y(rows.data<float>()), y_stride(rows.stride(0)), b_offset(tables.b_offset, first_slice),
         magnitude_offset(tables.magnitude_offset, first_slice), weights(tables.arena) {}
 
   // `v_slice`: the slice whose part of v it reads; `first_output`: the start of the slice in y.

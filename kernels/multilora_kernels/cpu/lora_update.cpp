@@ -1,16 +1,12 @@
-// The operators multilora::lora_apply and lora_linear for CPU tensors (schemas: operators.py): both halves of an update,
-// and before them the base linear where its weights are packed, in one parallel region.
+// The operators lora_apply and lora_linear (schemas: operators.py): both halves of an update, and before them the base linear
+// where its weights are packed, in one parallel region.
 //
 // Threads compute the base linear, then ranks, and after all of these the update of the outputs. Each thread has adapters of
 // its own, whose weights it reads from one end to the other, until it helps the slower threads. Pieces are independent: which
 // thread takes which changes no result.
-#include <ATen/core/Tensor.h>
-#include <torch/library.h>
-
 #include <algorithm>
 #include <atomic>
 #include <memory>
-#include <optional>
 
 #include "apply.h"
 #include "capability.h"
@@ -87,10 +83,9 @@ class Awaited {
 class Update {
  public:
   // y: float32; holds the base linear already unless `base` computes it.
-  Update(const at::Tensor& x, const at::Tensor& y, int64_t first_slice, at::IntArrayRef slice_sizes, const Tables& tables,
+  Update(const Tensor& x, const Tensor& y, int64_t first_slice, Integers slice_sizes, const Tables& tables,
          const Blocks& blocks, const PackedLinear* base)
-      : kernels_(lora_kernels_of(tables.arena.scalar_type())), base_(base),
-        blocks_(blocks), slice_sizes_(slice_sizes),
+      : kernels_(lora_kernels_of(tables.arena.dtype())), base_(base), blocks_(blocks), slice_sizes_(slice_sizes),
         v_(std::make_unique_for_overwrite<float[]>(slice_sizes.size() * x.size(0) * tables.max_rank)),
         shrink_(x, {v_.get(), x.size(0) * tables.max_rank, tables.max_rank}, tables, first_slice),
         expand_(shrink_.v, y, tables, first_slice), threads_(threads_for(tables.max_rank)) {
@@ -260,7 +255,7 @@ class Update {
   const LoraKernels kernels_;
   const PackedLinear* base_;
   const Blocks& blocks_;
-  const at::IntArrayRef slice_sizes_;
+  const Integers slice_sizes_;
   const std::unique_ptr<float[]> v_;
   const Shrink shrink_;
   const Expand expand_;
@@ -268,42 +263,23 @@ class Update {
   int64_t parts_;
 };
 
-void lora_apply(const at::Tensor& x, const at::Tensor& y, int64_t first_slice, at::IntArrayRef slice_sizes,
-                const at::Tensor& arena, const at::Tensor& rank, const at::Tensor& a_offset, const at::Tensor& b_offset,
-                const at::Tensor& magnitude_offset, int64_t max_rank, const at::Tensor& permutation,
-                const at::Tensor& chunk_start, const at::Tensor& chunk_length, const at::Tensor& chunk_lora_index,
-                int64_t /*chunk_size*/) {
-  apply(x, y, first_slice, slice_sizes, {arena, rank, a_offset, b_offset, magnitude_offset, max_rank},
-        {permutation, chunk_start, chunk_length, chunk_lora_index});
-}
-
-at::Tensor lora_linear_operator(const at::Tensor& x, const at::Tensor& panels, int64_t first_slice,
-                                at::IntArrayRef slice_sizes, const at::Tensor& arena, const at::Tensor& rank,
-                                const at::Tensor& a_offset, const at::Tensor& b_offset, const at::Tensor& magnitude_offset,
-                                int64_t max_rank, const at::Tensor& permutation, const at::Tensor& chunk_start,
-                                const at::Tensor& chunk_length, const at::Tensor& chunk_lora_index, int64_t /*chunk_size*/,
-                                const std::optional<at::Tensor>& bias) {
-  return lora_linear(x, {panels}, first_slice, slice_sizes, {arena, rank, a_offset, b_offset, magnitude_offset, max_rank},
-                     {permutation, chunk_start, chunk_length, chunk_lora_index}, bias ? &*bias : nullptr);
-}
-
 }  // namespace
 
-void apply(const at::Tensor& x, const at::Tensor& y, int64_t first_slice, at::IntArrayRef slice_sizes,
-           const Tables& tables, const Segments& segments) {
+void apply(const Tensor& x, const Tensor& y, int64_t first_slice, Integers slice_sizes, const Tables& tables,
+           const Segments& segments) {
   const auto blocks = blocks_of(segments);
   if (blocks.empty()) {
     return;
   }
-  const at::Tensor x_rows = as_float32_rows(x), y_rows = as_float32_rows(y);
+  const Tensor x_rows = as_float32_rows(x), y_rows = as_float32_rows(y);
   Update(x_rows, y_rows, first_slice, slice_sizes, tables, blocks, nullptr).run();
   if (!y_rows.is_same(y)) {
-    y.copy_(y_rows);
+    copy(y_rows, y);
   }
 }
 
-at::Tensor lora_linear(const at::Tensor& x, const Panels& panels, int64_t first_slice, at::IntArrayRef slice_sizes,
-                       const Tables& tables, const Segments& segments, const at::Tensor* bias) {
+Tensor lora_linear(const Tensor& x, const Panels& panels, int64_t first_slice, Integers slice_sizes, const Tables& tables,
+                   const Segments& segments, const Tensor& bias) {
   int64_t out_features = 0;
   for (const int64_t size : slice_sizes) {
     out_features += size;
@@ -316,8 +292,3 @@ at::Tensor lora_linear(const at::Tensor& x, const Panels& panels, int64_t first_
 }
 
 }  // namespace multilora
-
-TORCH_LIBRARY_IMPL(multilora, CPU, m) {
-  m.impl("lora_apply", multilora::lora_apply);
-  m.impl("lora_linear", multilora::lora_linear_operator);
-}

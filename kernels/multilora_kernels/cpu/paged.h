@@ -1,37 +1,40 @@
-// Attention over the paged cache, with rotation and storage before it. Python also calls it without the dispatcher
-// (python.cpp).
+// Attention over the paged cache, with rotation and storage before it or without.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
 #include <cstdint>
+
+#include "tensor.h"
 
 namespace multilora {
 
 // PagedSequences of attention.py; window 0 is all keys.
 struct Sequences {
-  const at::Tensor &block_tables, &query_starts, &context_lens;
+  Tensor block_tables, query_starts, context_lens;
   int64_t num_decodes, block_size, window;
 };
 
-// AttentionOptions of attention.py. sinks: null for none.
+// AttentionOptions of attention.py. sinks: undefined for none.
 struct AttentionOptions {
   double scale, softcap = 0;
-  const at::Tensor* sinks = nullptr;
+  Tensor sinks = {};
   bool may_round = false;
 };
 
 // cos and sin of `rotary_attention`.
 struct Angles {
-  const at::Tensor &cos, &sin;
+  Tensor cos, sin;
   bool is_interleaved = false;
 };
 
 // Elements of a head in a KV cache.
-int64_t head_dim_of(const at::Tensor& cache);
+int64_t head_dim_of(const Tensor& cache);
+
+// `paged_attention` of attention.py.
+Tensor paged_attention(const Tensor& q, const Tensor& keys, const Tensor& values, const Sequences& sequences,
+                       const AttentionOptions& options);
 
 // `rotary_attention` of attention.py.
-at::Tensor rotary_attention(const at::Tensor& qkv, const Angles& angles, const at::Tensor& keys, const at::Tensor& values,
-                            const at::Tensor& slots, const Sequences& sequences, const AttentionOptions& options);
+Tensor rotary_attention(const Tensor& qkv, const Angles& angles, const Tensor& keys, const Tensor& values, const Tensor& slots,
+                        const Sequences& sequences, const AttentionOptions& options);
 
 }  // namespace multilora

@@ -1,24 +1,22 @@
 // Weights as Python packs them: panels of floats (PackedWeight of linear.py) or of codes (QuantizedPanels of quantized.py).
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
 #include <cstdint>
 #include <optional>
 
+#include "tensor.h"
 #include "work.h"
 
 namespace multilora {
 
-// The factors that turn codes into weights. zeros: null if all are zero.
+// The factors that turn codes into weights. zeros: undefined if all are zero.
 struct Scaling {
-  const at::Tensor& scales;
-  const at::Tensor* zeros;
+  Tensor scales, zeros;
   int64_t group_size, in_features;
 };
 
 struct Panels {
-  const at::Tensor& data;  // floats, or codes: int32 words of 4 bits, int8, or float8_e4m3fn
+  Tensor data;  // floats, or codes: int32 words of 4 bits, int8, or float8_e4m3fn
   std::optional<Scaling> scaling = {};  // of codes
 
   // Whether two neighbouring inputs of an output lie side by side, as floats for products that round activations.
@@ -36,6 +34,6 @@ GroupScaling group_scaling_of(const Scaling& scaling);
 LinearKernel quantized_kernel_of(const Panels& panels);
 
 // `quantized_embedding` of quantized.py.
-at::Tensor quantized_embedding(const at::Tensor& token_ids, const Panels& panels, int64_t num_embeddings);
+Tensor quantized_embedding(const Tensor& token_ids, const Panels& panels, int64_t num_embeddings);
 
 }  // namespace multilora

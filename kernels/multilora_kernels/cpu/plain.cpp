@@ -1,6 +1,4 @@
 // Any processor: eight lanes that the compiler maps to the vectors that it may assume.
-#include <c10/util/Half.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -15,23 +13,14 @@
 namespace multilora {
 namespace {
 
-inline float to_float(float value) { return value; }
-
-inline float to_float(BFloat16 value) {
-  const uint32_t bits = static_cast<uint32_t>(value.bits) << 16;
-  float result;
-  std::memcpy(&result, &bits, sizeof(result));
-  return result;
-}
-
-inline float to_float(Float16 value) { return c10::detail::fp16_ieee_to_fp32_value(value.bits); }
-
-inline float to_float(int8_t value) { return value; }
-
-// As Float16: less by kFloat8Scale.
-inline float to_float(Float8 value) {
-  const uint16_t sign = (value.bits & 0x80) << 8, magnitude = (value.bits & 0x7f) << 7;
-  return c10::detail::fp16_ieee_to_fp32_value(sign | magnitude);
+// A Float8 as Float16: less by kFloat8Scale.
+template <class T>
+inline float lane_of(T value) {
+  if constexpr (std::is_same_v<T, Float8>) {
+    return to_scaled_float(value);
+  } else {
+    return to_float(value);
+  }
 }
 
 struct Plain {
@@ -111,11 +100,11 @@ struct Plain {
 
   template <class T>
   static inline F load(const T* p) {
-    return each([&](int i) { return to_float(p[i]); });
+    return each([&](int i) { return lane_of(p[i]); });
   }
   template <class T>
   static inline F load_first(const T* p, int n) {
-    return each([&](int i) { return i < n ? to_float(p[i]) : 0.0f; });
+    return each([&](int i) { return i < n ? lane_of(p[i]) : 0.0f; });
   }
   // The first codes of eight pairs, and the second ones.
   static inline void load_pairs(const Int4Codes* p, F& low, F& high) {
@@ -148,7 +137,7 @@ struct Plain {
   template <class T>
   static inline void transpose_part(const T* p, int64_t stride, int rows, int columns, F* out) {
     for (int c = 0; c < columns; ++c) {
-      out[c] = each([&](int i) { return i < rows ? to_float(p[i * stride + c]) : 0.0f; });
+      out[c] = each([&](int i) { return i < rows ? lane_of(p[i * stride + c]) : 0.0f; });
     }
   }
 };

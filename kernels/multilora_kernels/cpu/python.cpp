@@ -1,321 +1,265 @@
-// Operators as functions of the extension module, past torch's dispatcher: its parsing of lora_apply's sixteen arguments
-// takes longer than the update of one row. They refuse arguments with which the dispatcher would do more than call the operator.
-#include <torch/csrc/Exceptions.h>
-#include <torch/csrc/autograd/python_variable.h>
-#include <torch/csrc/utils/object_ptr.h>
-#include <torch/csrc/utils/pybind.h>
+// The extension module: the operators as functions, each in two forms. Torch's dispatcher takes longer than the update of one
+// row, so Python calls the form of an operator's own name first: it does the work, or leaves it to the dispatcher, with nothing
+// done, by giving None. The dispatcher calls the form `dispatched_...` (registration.py), which does the work in any case.
+#include <Python.h>
 
-#include <ATen/record_function.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
-#include <c10/util/SmallVector.h>
-
-#include <cmath>
-#include <optional>
+#include <new>
 #include <tuple>
-#include <vector>
 
-#include "apply.h"
-#include "decoder_layers.h"
+#include "capability.h"
 #include "elementwise.h"
 #include "linear.h"
-#include "paged.h"
+#include "lora_quantize.h"
+#include "python_arguments.h"
+#include "sample_tokens.h"
+#include "torch_process.h"
 
 namespace multilora {
 namespace {
 
-const at::Tensor& tensor(PyObject* object) {
-  TORCH_CHECK_TYPE(THPVariable_Check(object), "expected a tensor, not ", Py_TYPE(object)->tp_name);
-  return THPVariable_Unpack(object);
+// Other threads of Python run while it lives.
+class WithoutGil {
+ public:
+  WithoutGil() : state_(PyEval_SaveThread()) {}
+  WithoutGil(const WithoutGil&) = delete;
+  ~WithoutGil() { PyEval_RestoreThread(state_); }
+
+ private:
+  PyThreadState* state_;
+};
+
+class WithGil {
+ public:
+  WithGil() : state_(PyGILState_Ensure()) {}
+  WithGil(const WithGil&) = delete;
+  ~WithGil() { PyGILState_Release(state_); }
+
+ private:
+  PyGILState_STATE state_;
+};
+
+template <class Work>
+auto without_gil(const Work& work) {
+  const WithoutGil no_gil;
+  return work();
 }
 
-const at::Tensor* optional_tensor(PyObject* object) { return object == Py_None ? nullptr : &tensor(object); }
-
-int64_t integer(PyObject* object) {
-  const int64_t value = PyLong_AsLongLong(object);
-  if (value == -1 && PyErr_Occurred()) {
-    throw python_error();
-  }
-  return value;
+PyObject* new_reference(PyObject* object) {
+  Py_INCREF(object);
+  return object;
 }
 
-double number(PyObject* object) {
-  const double value = PyFloat_AsDouble(object);
-  if (value == -1 && PyErr_Occurred()) {
-    throw python_error();
-  }
-  return value;
+PyObject* pair_of(PyObject* first, PyObject* second) {
+  const Reference a(first), b(second);
+  return PyTuple_Pack(2, a.get(), b.get());
 }
 
-c10::SmallVector<int64_t, 8> integers(PyObject* object) {
-  const THPObjectPtr sequence(PySequence_Fast(object, "slice_sizes is a sequence of integers"));
-  if (!sequence) {
-    throw python_error();
-  }
-  c10::SmallVector<int64_t, 8> values;
-  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(sequence.get()); ++i) {
-    values.push_back(integer(PySequence_Fast_GET_ITEM(sequence.get(), i)));
-  }
-  return values;
+PyObject* pair_of(const std::tuple<Tensor, Tensor>& tensors) {
+  const Reference first(to_python(std::get<0>(tensors)));
+  return PyTuple_Pack(2, first.get(), Reference(to_python(std::get<1>(tensors))).get());
 }
 
-// The fields of a NamedTuple, which keeps them alive.
-PyObject* const* fields_of(PyObject* object, Py_ssize_t count, const char* type) {
-  TORCH_CHECK_TYPE(PyTuple_Check(object) && PyTuple_GET_SIZE(object) == count, "expected ", type, ", not ",
-                   Py_TYPE(object)->tp_name);
-  return reinterpret_cast<PyTupleObject*>(object)->ob_item;
+Integers all_of(const ShortList<int64_t, 8>& list) { return {list.data(), list.size()}; }
+
+// x, tables, first_slice, num_slices, segments
+PyObject* lora_shrink(PyObject* const* arguments) {
+  const Tensor x = tensor_of(arguments[0]);
+  const Tables tables = tables_of(arguments[1]);
+  const int64_t first_slice = integer_of(arguments[2]), num_slices = integer_of(arguments[3]);
+  const Segments segments = segments_of(arguments[4]);
+  return to_python(without_gil([&] { return lora_shrink(x, first_slice, num_slices, tables, segments); }));
 }
 
-Tables tables_of(PyObject* object) {
-  PyObject* const* fields = fields_of(object, 6, "LoRATables");
-  return {tensor(fields[0]), tensor(fields[1]), tensor(fields[2]), tensor(fields[3]), tensor(fields[4]), integer(fields[5])};
-}
-
-Segments segments_of(PyObject* object) {
-  PyObject* const* fields = fields_of(object, 6, "LoRASegments");
-  return {tensor(fields[0]), tensor(fields[1]), tensor(fields[2]), tensor(fields[3])};
-}
-
-Sequences sequences_of(PyObject* object) {
-  PyObject* const* fields = fields_of(object, 6, "PagedSequences");
-  return {tensor(fields[0]), tensor(fields[1]), tensor(fields[2]), integer(fields[3]), integer(fields[4]),
-          fields[5] == Py_None ? 0 : integer(fields[5])};
-}
-
-AttentionOptions attention_options_of(PyObject* object, int64_t head_dim) {
-  PyObject* const* fields = fields_of(object, 4, "AttentionOptions");
-  return {fields[0] == Py_None ? std::pow(double(head_dim), -0.5) : number(fields[0]), number(fields[1]),
-          optional_tensor(fields[2]), fields[3] == Py_True};
-}
-
-// A tensor, or QuantizedPanels.
-Panels panels_of(PyObject* object) {
-  if (!PyTuple_Check(object)) {
-    return {tensor(object)};
-  }
-  PyObject* const* fields = fields_of(object, 5, "QuantizedPanels");
-  return {tensor(fields[0]), Scaling{tensor(fields[1]), optional_tensor(fields[2]), integer(fields[3]), integer(fields[4])}};
-}
-
-LayerLinear layer_linear_of(PyObject* object) {
-  PyObject* const* fields = fields_of(object, 4, "PackedLayerLinear");
-  return {panels_of(fields[0]), optional_tensor(fields[1]), integer(fields[2]), integers(fields[3])};
-}
-
-LayerWeights layer_weights_of(PyObject* object) {
-  PyObject* const* fields = fields_of(object, 7, "PackedLayer");
-  return {tensor(fields[0]),          tensor(fields[3]),          layer_linear_of(fields[1]), layer_linear_of(fields[2]),
-          layer_linear_of(fields[4]), layer_linear_of(fields[5]), number(fields[6])};
-}
-
-PyObject* pair_of(std::tuple<at::Tensor, at::Tensor> tensors) {
-  const THPObjectPtr first(THPVariable_Wrap(std::get<0>(std::move(tensors)))),
-      second(THPVariable_Wrap(std::get<1>(std::move(tensors))));
-  return PyTuple_Pack(2, first.get(), second.get());
-}
-
-// Whether the dispatcher would do more than call the CPU operator: for fake and other subclasses of tensors, dispatch
-// modes, functorch, autograd and the profiler.
-bool needs_dispatcher(const at::Tensor& x, const at::Tensor& y) {
-  const c10::impl::LocalDispatchKeySet local = c10::impl::tls_local_dispatch_key_set();
-  const c10::DispatchKeySet ignored =
-      c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::DispatchKeySet(c10::DispatchKey::BackendSelect);
-  const c10::DispatchKeySet keys = ((x.key_set() | y.key_set() | local.included_) - local.excluded_) - ignored;
-  const bool is_plain = keys == c10::DispatchKeySet(c10::DispatchKey::CPU);
-  return !is_plain || x.requires_grad() || y.requires_grad() || at::hasCallbacks();
-}
-
-PyObject* lora_apply(PyObject*, PyObject* const* arguments, Py_ssize_t num_arguments) {
-  HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(num_arguments == 6, "lora_apply takes x, y, tables, first_slice, slice_sizes and segments");
-  const at::Tensor &x = tensor(arguments[0]), &y = tensor(arguments[1]);
-  if (needs_dispatcher(x, y)) {
-    Py_RETURN_FALSE;
-  }
+// v, y, tables, first_slice, slice_sizes, segments
+PyObject* lora_expand(PyObject* const* arguments) {
+  const Tensor v = tensor_of(arguments[0]), y = tensor_of(arguments[1]);
   const Tables tables = tables_of(arguments[2]);
-  const int64_t first_slice = integer(arguments[3]);
-  const auto slice_sizes = integers(arguments[4]);
+  const int64_t first_slice = integer_of(arguments[3]);
+  const auto slice_sizes = integers_of(arguments[4]);
   const Segments segments = segments_of(arguments[5]);
-  {
-    const pybind11::gil_scoped_release no_gil;
-    apply(x, y, first_slice, slice_sizes, tables, segments);
-  }
-  Py_RETURN_TRUE;
-  END_HANDLE_TH_ERRORS
+  without_gil([&] { lora_expand(v, y, first_slice, all_of(slice_sizes), tables, segments); });
+  return new_reference(Py_True);
 }
 
-PyObject* lora_linear(PyObject*, PyObject* const* arguments, Py_ssize_t num_arguments) {
-  HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(num_arguments == 7, "lora_linear takes x, panels, tables, first_slice, slice_sizes, segments and bias");
-  const at::Tensor& x = tensor(arguments[0]);
-  const Panels panels = panels_of(arguments[1]);
-  if (needs_dispatcher(x, panels.data)) {
-    Py_RETURN_NONE;
-  }
+// x, y, tables, first_slice, slice_sizes, segments
+PyObject* lora_apply(PyObject* const* arguments) {
+  const Tensor x = tensor_of(arguments[0]), y = tensor_of(arguments[1]);
   const Tables tables = tables_of(arguments[2]);
-  const int64_t first_slice = integer(arguments[3]);
-  const auto slice_sizes = integers(arguments[4]);
+  const int64_t first_slice = integer_of(arguments[3]);
+  const auto slice_sizes = integers_of(arguments[4]);
   const Segments segments = segments_of(arguments[5]);
-  const at::Tensor* bias = optional_tensor(arguments[6]);
-  at::Tensor y;
-  {
-    const pybind11::gil_scoped_release no_gil;
-    y = multilora::lora_linear(x, panels, first_slice, slice_sizes, tables, segments, bias);
-  }
-  return THPVariable_Wrap(std::move(y));
-  END_HANDLE_TH_ERRORS
+  without_gil([&] { apply(x, y, first_slice, all_of(slice_sizes), tables, segments); });
+  return new_reference(Py_True);
 }
 
-// An operator of an activation or tokens, panels and their number of outputs: a linear or an embedding.
-using PackedOperator = at::Tensor (*)(const at::Tensor&, const Panels&, int64_t);
-
-at::Tensor packed_linear(const at::Tensor& x, const Panels& panels, int64_t out_features) {
-  return multilora::packed_linear(x, panels, out_features, nullptr);
-}
-
-at::Tensor packed_embedding(const at::Tensor& token_ids, const Panels& panels, int64_t num_embeddings) {
-  return panels.scaling ? quantized_embedding(token_ids, panels, num_embeddings)
-                        : multilora::packed_embedding(token_ids, panels.data, num_embeddings);
-}
-
-template <PackedOperator op>
-PyObject* packed(PyObject*, PyObject* const* arguments, Py_ssize_t num_arguments) {
-  HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(num_arguments == 3, "expected an activation, panels and the number of outputs");
-  const at::Tensor& x = tensor(arguments[0]);
+// x, panels, tables, first_slice, slice_sizes, segments, bias
+PyObject* lora_linear(PyObject* const* arguments) {
+  const Tensor x = tensor_of(arguments[0]);
   const Panels panels = panels_of(arguments[1]);
-  if (needs_dispatcher(x, panels.data)) {
-    Py_RETURN_NONE;
-  }
-  const int64_t out_features = integer(arguments[2]);
-  at::Tensor y;
-  {
-    const pybind11::gil_scoped_release no_gil;
-    y = op(x, panels, out_features);
-  }
-  return THPVariable_Wrap(std::move(y));
-  END_HANDLE_TH_ERRORS
+  const Tables tables = tables_of(arguments[2]);
+  const int64_t first_slice = integer_of(arguments[3]);
+  const auto slice_sizes = integers_of(arguments[4]);
+  const Segments segments = segments_of(arguments[5]);
+  const Tensor bias = optional_tensor_of(arguments[6]);
+  return to_python(
+      without_gil([&] { return lora_linear(x, panels, first_slice, all_of(slice_sizes), tables, segments, bias); }));
 }
 
-PyObject* add_rms_norm_of(PyObject*, PyObject* const* arguments, Py_ssize_t num_arguments) {
-  HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(num_arguments == 4, "add_rms_norm takes x, update, weight and eps");
-  const at::Tensor &x = tensor(arguments[0]), &update = tensor(arguments[1]), &weight = tensor(arguments[2]);
-  if (needs_dispatcher(x, update)) {
-    Py_RETURN_NONE;
-  }
-  const double eps = number(arguments[3]);
-  std::tuple<at::Tensor, at::Tensor> results;
-  {
-    const pybind11::gil_scoped_release no_gil;
-    results = add_rms_norm(x, update, weight, eps);
-  }
-  return pair_of(std::move(results));
-  END_HANDLE_TH_ERRORS
+// x, panels, out_features
+PyObject* packed_linear(PyObject* const* arguments) {
+  const Tensor x = tensor_of(arguments[0]);
+  const Panels panels = panels_of(arguments[1]);
+  const int64_t out_features = integer_of(arguments[2]);
+  return to_python(without_gil([&] { return packed_linear(x, panels, out_features, Tensor()); }));
 }
 
-PyObject* add_layer_norm_of(PyObject*, PyObject* const* arguments, Py_ssize_t num_arguments) {
-  HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(num_arguments == 5, "add_layer_norm takes x, update, weight, bias and eps");
-  const at::Tensor &x = tensor(arguments[0]), &update = tensor(arguments[1]), &weight = tensor(arguments[2]);
-  if (needs_dispatcher(x, update)) {
-    Py_RETURN_NONE;
-  }
-  const at::Tensor* bias = optional_tensor(arguments[3]);
-  const double eps = number(arguments[4]);
-  std::tuple<at::Tensor, at::Tensor> results;
-  {
-    const pybind11::gil_scoped_release no_gil;
-    results = add_layer_norm(x, update, weight, bias, eps);
-  }
-  return pair_of(std::move(results));
-  END_HANDLE_TH_ERRORS
+// token_ids, panels, num_embeddings
+PyObject* packed_embedding(PyObject* const* arguments) {
+  const Tensor token_ids = tensor_of(arguments[0]);
+  const Panels panels = panels_of(arguments[1]);
+  const int64_t num_embeddings = integer_of(arguments[2]);
+  return to_python(without_gil([&] {
+    return panels.scaling ? quantized_embedding(token_ids, panels, num_embeddings)
+                          : packed_embedding(token_ids, panels.data, num_embeddings);
+  }));
+}
+
+// x, update, weight, eps
+PyObject* add_rms_norm(PyObject* const* arguments) {
+  const Tensor x = tensor_of(arguments[0]), update = tensor_of(arguments[1]), weight = tensor_of(arguments[2]);
+  const double eps = number_of(arguments[3]);
+  return pair_of(without_gil([&] { return add_rms_norm(x, update, weight, eps); }));
+}
+
+// x, update, weight, bias, eps
+PyObject* add_layer_norm(PyObject* const* arguments) {
+  const Tensor x = tensor_of(arguments[0]), update = tensor_of(arguments[1]), weight = tensor_of(arguments[2]);
+  const Tensor bias = optional_tensor_of(arguments[3]);
+  const double eps = number_of(arguments[4]);
+  return pair_of(without_gil([&] { return add_layer_norm(x, update, weight, bias, eps); }));
 }
 
 // An operator of one tensor: `silu_mul`, `gelu_tanh_mul` and `gelu_tanh`.
-using Activation = at::Tensor (*)(const at::Tensor&);
+using Activation = Tensor (*)(const Tensor&);
 
-template <Activation op>
-PyObject* activated(PyObject*, PyObject* const* arguments, Py_ssize_t num_arguments) {
-  HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(num_arguments == 1, "expected one tensor");
-  const at::Tensor& x = tensor(arguments[0]);
-  if (needs_dispatcher(x, x)) {
-    Py_RETURN_NONE;
-  }
-  at::Tensor y;
-  {
-    const pybind11::gil_scoped_release no_gil;
-    y = op(x);
-  }
-  return THPVariable_Wrap(std::move(y));
-  END_HANDLE_TH_ERRORS
+template <Activation activation>
+PyObject* activated(PyObject* const* arguments) {
+  const Tensor x = tensor_of(arguments[0]);
+  return to_python(without_gil([&] { return activation(x); }));
 }
 
-PyObject* rotary_attention_of(PyObject*, PyObject* const* arguments, Py_ssize_t num_arguments) {
-  HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(num_arguments == 9,
-                   "rotary_attention takes qkv, cos, sin, keys, values, slots, sequences, options and is_interleaved");
-  const at::Tensor &qkv = tensor(arguments[0]), &keys = tensor(arguments[3]);
-  if (needs_dispatcher(qkv, keys)) {
-    Py_RETURN_NONE;
-  }
-  const Angles angles{tensor(arguments[1]), tensor(arguments[2]), arguments[8] == Py_True};
-  const at::Tensor &values = tensor(arguments[4]), &slots = tensor(arguments[5]);
+// q, keys, values, sequences, options
+PyObject* paged_attention(PyObject* const* arguments) {
+  const Tensor q = tensor_of(arguments[0]), keys = tensor_of(arguments[1]), values = tensor_of(arguments[2]);
+  const Sequences sequences = sequences_of(arguments[3]);
+  const AttentionOptions options = attention_options_of(arguments[4], head_dim_of(keys));
+  return to_python(without_gil([&] { return paged_attention(q, keys, values, sequences, options); }));
+}
+
+// qkv, cos, sin, keys, values, slots, sequences, options, is_interleaved
+PyObject* rotary_attention(PyObject* const* arguments) {
+  const Tensor qkv = tensor_of(arguments[0]), keys = tensor_of(arguments[3]), values = tensor_of(arguments[4]);
+  const Angles angles{tensor_of(arguments[1]), tensor_of(arguments[2]), arguments[8] == Py_True};
+  const Tensor slots = tensor_of(arguments[5]);
   const Sequences sequences = sequences_of(arguments[6]);
   const AttentionOptions options = attention_options_of(arguments[7], head_dim_of(keys));
-  at::Tensor out;
-  {
-    const pybind11::gil_scoped_release no_gil;
-    out = rotary_attention(qkv, angles, keys, values, slots, sequences, options);
-  }
-  return THPVariable_Wrap(std::move(out));
-  END_HANDLE_TH_ERRORS
+  return to_python(without_gil([&] { return rotary_attention(qkv, angles, keys, values, slots, sequences, options); }));
 }
 
-LayerStep layer_step_of(PyObject* object) {
-  PyObject* const* fields = fields_of(object, 8, "LayerStep");
-  const AttentionOptions attention{number(fields[4]), 0, nullptr, fields[5] == Py_True};
-  LayerStep step{tensor(fields[0]), tensor(fields[1]), tensor(fields[2]), sequences_of(fields[3]), attention, {}};
-  if (fields[6] != Py_None) {
-    step.adapters.emplace(Adapters{tables_of(fields[6]), segments_of(fields[7])});
-  }
-  return step;
-}
-
-std::vector<Layer> layers_of(PyObject* object) {
-  TORCH_CHECK_TYPE(PyList_Check(object), "expected a list of layers, not ", Py_TYPE(object)->tp_name);
-  std::vector<Layer> layers;
-  layers.reserve(PyList_GET_SIZE(object));
-  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(object); ++i) {
-    PyObject* const* fields = fields_of(PyList_GET_ITEM(object, i), 4, "a layer, its keys and values, and a step");
-    layers.push_back({layer_weights_of(fields[0]), tensor(fields[1]), tensor(fields[2]), layer_step_of(fields[3])});
-  }
-  return layers;
-}
-
-PyObject* decoder_layers_of(PyObject*, PyObject* const* arguments, Py_ssize_t num_arguments) {
-  HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(num_arguments == 4, "decoder_layers takes layers, x, update and on_layer");
-  const at::Tensor &x = tensor(arguments[1]), &update = tensor(arguments[2]);
-  if (needs_dispatcher(x, update)) {
-    Py_RETURN_NONE;
-  }
+// layers, x, update, on_layer
+PyObject* decoder_layers(PyObject* const* arguments) {
   const std::vector<Layer> layers = layers_of(arguments[0]);
-  const auto on_layer = [&] {
-    const pybind11::gil_scoped_acquire gil;
-    if (!THPObjectPtr(PyObject_CallNoArgs(arguments[3]))) {
-      python_error error;
-      error.persist();
-      throw error;
-    }
-  };
-  std::tuple<at::Tensor, at::Tensor> results;
-  {
-    const pybind11::gil_scoped_release no_gil;
-    results = decoder_layers(layers, x, update, on_layer);
+  if (layers.empty()) {
+    return pair_of(new_reference(arguments[1]), new_reference(arguments[2]));
   }
-  return pair_of(std::move(results));
-  END_HANDLE_TH_ERRORS
+  const Tensor x = tensor_of(arguments[1]), update = tensor_of(arguments[2]);
+  const auto on_layer = [&] {
+    const WithGil gil;
+    Reference(PyObject_CallNoArgs(arguments[3]));  // by the thread that called this function, whose error stays set
+  };
+  return pair_of(without_gil([&] { return decoder_layers(layers, x, update, on_layer); }));
+}
+
+// logits, parameters
+PyObject* sample_tokens(PyObject* const* arguments) {
+  const Tensor logits = tensor_of(arguments[0]), parameters = tensor_of(arguments[1]);
+  return to_python(without_gil([&] { return sample_tokens(logits, parameters); }));
+}
+
+// values, bits
+using Quantize = Tensor (*)(const Tensor&, int64_t);
+
+template <Quantize quantize>
+PyObject* quantized(PyObject* const* arguments) {
+  const Tensor values = tensor_of(arguments[0]);
+  const int64_t bits = integer_of(arguments[1]);
+  return to_python(without_gil([&] { return quantize(values, bits); }));
+}
+
+PyObject* capability_name(PyObject* const*) { return PyUnicode_FromString(capability().name); }
+
+PyObject* panel_shape(PyObject* const*) {
+  return pair_of(PyLong_FromLongLong(kPanelVectors), PyLong_FromLongLong(capability().panel_width / kPanelVectors));
+}
+
+// The name of a dtype, in_features
+using UnitFor = const PairUnit* (*)(DType, int64_t);
+
+template <UnitFor unit_for>
+PyObject* has_unit(PyObject* const* arguments) {
+  return PyBool_FromLong(unit_for(dtype_of(arguments[0]), integer_of(arguments[1])) != nullptr);
+}
+
+// Whether to do so.
+PyObject* poison_memory(PyObject* const* arguments) {
+  poison_new_tensors(arguments[0] == Py_True);
+  return new_reference(Py_None);
+}
+
+using Function = PyObject* (*)(PyObject* const* arguments);
+
+// Calls a function; its C++ errors become Python's.
+template <class Work>
+PyObject* guarded(const Work& work) {
+  try {
+    return work();
+  } catch (const PythonError&) {
+  } catch (const TypeError& error) {
+    PyErr_SetString(PyExc_TypeError, error.what());
+  } catch (const IndexError& error) {
+    PyErr_SetString(PyExc_IndexError, error.what());
+  } catch (const std::bad_alloc&) {
+    PyErr_SetString(PyExc_MemoryError, "no memory for the results of an operator");
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+  }
+  return nullptr;
+}
+
+PyObject* call(Function function, PyObject* const* arguments, Py_ssize_t count, Py_ssize_t expected) {
+  MULTILORA_CHECK_TYPE(count == expected, "expected ", expected, " arguments, not ", count);
+  prepare_thread();
+  return function(arguments);
+}
+
+template <Function function, Py_ssize_t expected>
+PyObject* always(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  return guarded([&] { return call(function, arguments, count, expected); });
+}
+
+// first, second: the places of two tensors that tell whether the dispatcher is needed.
+template <Function function, Py_ssize_t expected, int first, int second>
+PyObject* unless_dispatched(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  return guarded([&] {
+    if (count == expected && needs_dispatcher(arguments[first], data_of_panels(arguments[second]))) {
+      return new_reference(Py_None);
+    }
+    try {
+      return call(function, arguments, count, expected);
+    } catch (const UnreadableError&) {
+      return new_reference(Py_None);
+    }
+  });
 }
 
 using FastCall = PyObject* (*)(PyObject*, PyObject* const*, Py_ssize_t);
@@ -324,29 +268,59 @@ PyMethodDef method(const char* name, FastCall function, const char* help) {
   return {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)), METH_FASTCALL, help};
 }
 
+template <Function function, Py_ssize_t expected, int first, int second>
+PyMethodDef direct(const char* name, const char* help) {
+  return method(name, unless_dispatched<function, expected, first, second>, help);
+}
+
+template <Function function, Py_ssize_t expected>
+PyMethodDef plain(const char* name, const char* help) {
+  return method(name, always<function, expected>, help);
+}
+
 PyMethodDef methods[] = {
-    method("lora_apply", lora_apply,
-           "lora_apply(x, y, tables, first_slice, slice_sizes, segments) -> whether it was done, else use the operator"),
-    method("lora_linear", lora_linear,
-           "lora_linear(x, panels, tables, first_slice, slice_sizes, segments, bias) -> y, or None: then use the operator"),
-    method("packed_linear", packed<packed_linear>,
-           "packed_linear(x, panels, out_features) -> the product, or None: then use the operator"),
-    method("packed_embedding", packed<packed_embedding>,
-           "packed_embedding(token_ids, panels, num_embeddings) -> the rows, or None: then use the operator"),
-    method("add_rms_norm", add_rms_norm_of,
-           "add_rms_norm(x, update, weight, eps) -> (normed, total), or None: then use the operator"),
-    method("add_layer_norm", add_layer_norm_of,
-           "add_layer_norm(x, update, weight, bias, eps) -> (normed, total), or None: then use the operator"),
-    method("silu_mul", activated<silu_mul>, "silu_mul(gate_up) -> the product, or None: then use the operator"),
-    method("gelu_tanh_mul", activated<gelu_tanh_mul>,
-           "gelu_tanh_mul(gate_up) -> the product, or None: then use the operator"),
-    method("gelu_tanh", activated<gelu_tanh>, "gelu_tanh(x) -> the same shape, or None: then use the operator"),
-    method("rotary_attention", rotary_attention_of,
-           "rotary_attention(qkv, cos, sin, keys, values, slots, sequences, options, is_interleaved) -> the heads' outputs, "
-           "or None: then use the operator"),
-    method("decoder_layers", decoder_layers_of,
-           "decoder_layers([(layer, keys, values, step)], x, update, on_layer) -> (x, update), or None: then use their "
-           "operators"),
+    direct<lora_apply, 6, 0, 1>("lora_apply", "(x, y, tables, first_slice, slice_sizes, segments) -> True or None"),
+    direct<lora_linear, 7, 0, 1>("lora_linear", "(x, panels, tables, first_slice, slice_sizes, segments, bias) -> y or None"),
+    direct<packed_linear, 3, 0, 1>("packed_linear", "(x, panels, out_features) -> the product or None"),
+    direct<packed_embedding, 3, 0, 1>("packed_embedding", "(token_ids, panels, num_embeddings) -> the rows or None"),
+    direct<add_rms_norm, 4, 0, 1>("add_rms_norm", "(x, update, weight, eps) -> (normed, total) or None"),
+    direct<add_layer_norm, 5, 0, 1>("add_layer_norm", "(x, update, weight, bias, eps) -> (normed, total) or None"),
+    direct<activated<silu_mul>, 1, 0, 0>("silu_mul", "(gate_up) -> the product or None"),
+    direct<activated<gelu_tanh_mul>, 1, 0, 0>("gelu_tanh_mul", "(gate_up) -> the product or None"),
+    direct<activated<gelu_tanh>, 1, 0, 0>("gelu_tanh", "(x) -> the same shape or None"),
+    direct<rotary_attention, 9, 0, 3>(
+        "rotary_attention",
+        "(qkv, cos, sin, keys, values, slots, sequences, options, is_interleaved) -> the heads' outputs or None"),
+    direct<decoder_layers, 4, 1, 2>("decoder_layers",
+                                    "([(layer, keys, values, step)], x, update, on_layer) -> (x, update) or None"),
+    direct<sample_tokens, 2, 0, 1>("sample_tokens", "(logits, parameters) -> the token ids or None"),
+
+    plain<lora_shrink, 5>("dispatched_lora_shrink", "(x, tables, first_slice, num_slices, segments) -> v"),
+    plain<lora_expand, 6>("dispatched_lora_expand", "(v, y, tables, first_slice, slice_sizes, segments) -> True"),
+    plain<lora_apply, 6>("dispatched_lora_apply", "(x, y, tables, first_slice, slice_sizes, segments) -> True"),
+    plain<lora_linear, 7>("dispatched_lora_linear", "(x, panels, tables, first_slice, slice_sizes, segments, bias) -> y"),
+    plain<packed_linear, 3>("dispatched_packed_linear", "(x, panels, out_features) -> the product"),
+    plain<packed_embedding, 3>("dispatched_packed_embedding", "(token_ids, panels, num_embeddings) -> the rows"),
+    plain<add_rms_norm, 4>("dispatched_add_rms_norm", "(x, update, weight, eps) -> (normed, total)"),
+    plain<add_layer_norm, 5>("dispatched_add_layer_norm", "(x, update, weight, bias, eps) -> (normed, total)"),
+    plain<activated<silu_mul>, 1>("dispatched_silu_mul", "(gate_up) -> the product"),
+    plain<activated<gelu_tanh_mul>, 1>("dispatched_gelu_tanh_mul", "(gate_up) -> the product"),
+    plain<activated<gelu_tanh>, 1>("dispatched_gelu_tanh", "(x) -> the same shape"),
+    plain<paged_attention, 5>("dispatched_paged_attention", "(q, keys, values, sequences, options) -> the heads' outputs"),
+    plain<rotary_attention, 9>(
+        "dispatched_rotary_attention",
+        "(qkv, cos, sin, keys, values, slots, sequences, options, is_interleaved) -> the heads' outputs"),
+    plain<sample_tokens, 2>("dispatched_sample_tokens", "(logits, parameters) -> the token ids"),
+
+    plain<quantized<quantize_lora_a>, 2>("quantize_lora_a", "(a, bits) -> its codes"),
+    plain<quantized<quantize_lora_b>, 2>("quantize_lora_b", "(b, bits) -> its codes"),
+    plain<capability_name, 0>("capability", "() -> the name of the instruction set that serves this process"),
+    plain<panel_shape, 0>("panel_shape", "() -> columns of a panel, and outputs of a column"),
+    plain<has_unit<pair_unit_for>, 2>("panels_are_tiles",
+                                      "(name of a dtype, in_features) -> whether a matrix unit multiplies them"),
+    plain<has_unit<rounding_unit_for>, 2>("rounds_activations",
+                                          "(name of a dtype, in_features) -> whether it takes activations of bfloat16"),
+    plain<poison_memory, 1>("poison_memory", "(bool) -> None; whether memory for results is full of NaN, for tests"),
     {nullptr, nullptr, 0, nullptr}};
 
 PyModuleDef module = {PyModuleDef_HEAD_INIT, "multilora_cpu", nullptr, -1, methods};
@@ -354,4 +328,9 @@ PyModuleDef module = {PyModuleDef_HEAD_INIT, "multilora_cpu", nullptr, -1, metho
 }  // namespace
 }  // namespace multilora
 
-PyMODINIT_FUNC PyInit_multilora_cpu() { return PyModule_Create(&multilora::module); }
+PyMODINIT_FUNC PyInit_multilora_cpu() {
+  return multilora::guarded([] {
+    multilora::find_torch();
+    return PyModule_Create(&multilora::module);
+  });
+}

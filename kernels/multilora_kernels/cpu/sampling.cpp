@@ -1,7 +1,5 @@
-// The operator multilora::sample_tokens.
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <torch/library.h>
+// The operator sample_tokens (schemas: operators.py).
+#include "sample_tokens.h"
 
 #include <algorithm>
 
@@ -16,22 +14,24 @@ namespace {
 constexpr int64_t kGrainLogits = 1 << 14;
 constexpr int64_t kNumParameters = 5;
 
-at::Tensor sample_tokens(const at::Tensor& logits, const at::Tensor& parameters) {
-  TORCH_CHECK(logits.dim() == 2 && logits.size(1) > 0 && logits.stride(1) == 1 && logits.scalar_type() == at::kFloat,
-              "logits must be float32 [rows, vocab], not ", logits.scalar_type(), " ", logits.sizes());
+}  // namespace
+
+Tensor sample_tokens(const Tensor& logits, const Tensor& parameters) {
+  MULTILORA_CHECK(logits.dim() == 2 && logits.size(1) > 0 && logits.stride(1) == 1 && logits.dtype() == DType::float32,
+                  "logits must be float32 [rows, vocab], not ", name_of(logits.dtype()), " ", logits.sizes());
   const int64_t rows = logits.size(0), vocab = logits.size(1);
-  TORCH_CHECK(parameters.dim() == 2 && parameters.size(0) == rows && parameters.size(1) == kNumParameters &&
-                  parameters.is_contiguous() && parameters.scalar_type() == at::kDouble,
-              "parameters must be float64 [", rows, ", ", kNumParameters, "], not ", parameters.scalar_type(), " ",
-              parameters.sizes());
-  at::Tensor token_ids = at::empty({rows}, logits.options().dtype(at::kLong));
-  int64_t* to = token_ids.mutable_data_ptr<int64_t>();
-  const float* from = logits.const_data_ptr<float>();
-  const double* values = parameters.const_data_ptr<double>();
+  MULTILORA_CHECK(parameters.dim() == 2 && parameters.size(0) == rows && parameters.size(1) == kNumParameters &&
+                      parameters.is_contiguous() && parameters.dtype() == DType::float64,
+                  "parameters must be float64 [", rows, ", ", kNumParameters, "], not ", name_of(parameters.dtype()), " ",
+                  parameters.sizes());
+  Tensor token_ids = Tensor::empty({rows}, DType::int64);
+  int64_t* to = token_ids.data<int64_t>();
+  const float* from = logits.data<float>();
+  const double* values = parameters.data<double>();
   const int64_t grain = std::max<int64_t>(1, kGrainLogits / vocab);
   const int64_t threads = std::clamp<int64_t>(rows / grain, 1, Team::available()), size = padded_vocab(vocab);
-  const at::Tensor memory = at::empty({threads, size}, logits.options());
-  float* weights = memory.mutable_data_ptr<float>();
+  const Tensor memory = Tensor::empty({threads, size}, DType::float32);
+  float* weights = memory.data<float>();
   Turns turns(rows);
   Team::share_out(threads, [&](int64_t thread) {
     turns.take([&](int64_t row) {
@@ -43,7 +43,4 @@ at::Tensor sample_tokens(const at::Tensor& logits, const at::Tensor& parameters)
   return token_ids;
 }
 
-}  // namespace
 }  // namespace multilora
-
-TORCH_LIBRARY_IMPL(multilora, CPU, m) { m.impl("sample_tokens", multilora::sample_tokens); }

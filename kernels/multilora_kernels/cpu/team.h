@@ -1,18 +1,18 @@
 // Threads that stay together through many short pieces of parallel work.
 //
-// A region of at::parallel_for begins and ends with all of its threads: where regions are microseconds apart that is much of
+// A region of `parallel_for` begins and ends with all of its threads: where regions are microseconds apart that is much of
 // their cost, and a thread that the system has put aside holds up all others, even if they have done its work. The threads of a
 // team wait for jobs that their leader shares out, and a job is over as soon as no thread is at it.
 #pragma once
-
-#include <ATen/Parallel.h>
-#include <c10/util/FunctionRef.h>
 
 #include <atomic>
 #include <cstdint>
 #include <exception>
 #include <thread>
 #include <utility>
+
+#include "function_ref.h"
+#include "parallel.h"
 
 namespace multilora {
 
@@ -41,16 +41,16 @@ class Waiting {
 
 class Team {
  public:
-  using Job = c10::function_ref<void(int64_t)>;
+  using Job = FunctionRef<void(int64_t)>;
 
   // Calls body() on this thread while others are at hand for its jobs.
   template <class Body>
   static void gather(const Body& body) {
-    if (led_ || at::in_parallel_region() || at::get_num_threads() == 1) {
+    if (led_ || in_parallel_region() || num_threads() == 1) {
       return body();
     }
-    Team team(at::get_num_threads());
-    at::parallel_for(0, team.size_, 1, [&](int64_t member, int64_t) {
+    Team team(num_threads());
+    parallel_for(0, team.size_, 1, [&](int64_t member, int64_t) {
       if (member == 0) {
         team.lead(body);
       } else {
@@ -60,7 +60,7 @@ class Team {
   }
 
   // Threads that a job may have here.
-  static int64_t available() { return led_ ? led_->size_ : at::in_parallel_region() ? 1 : at::get_num_threads(); }
+  static int64_t available() { return led_ ? led_->size_ : in_parallel_region() ? 1 : num_threads(); }
 
   // Calls job(0) and, on every other thread that comes meanwhile, job of another number below `shares`: each of them does
   // the work that is still to be done.
@@ -70,7 +70,7 @@ class Team {
     } else if (led_) {
       led_->run(shares, job);
     } else {
-      at::parallel_for(0, shares, 1, [&](int64_t share, int64_t) { job(share); });
+      parallel_for(0, shares, 1, [&](int64_t share, int64_t) { job(share); });
     }
   }
 

@@ -1,0 +1,139 @@
+#include "python_arguments.h"
+
+#include <cmath>
+#include <string_view>
+
+namespace multilora {
+namespace {
+
+// The fields of a NamedTuple, which keeps them alive.
+class Fields {
+ public:
+  Fields(PyObject* object, Py_ssize_t count, const char* type) : object_(object) {
+    MULTILORA_CHECK_TYPE(PyTuple_Check(object) && PyTuple_Size(object) == count, "expected ", type, ", not ",
+                         type_name_of(object));
+  }
+  PyObject* operator[](Py_ssize_t i) const { return PyTuple_GetItem(object_, i); }
+
+ private:
+  PyObject* object_;
+};
+
+LayerLinear layer_linear_of(PyObject* object) {
+  const Fields fields(object, 4, "PackedLayerLinear");
+  return {panels_of(fields[0]), optional_tensor_of(fields[1]), integer_of(fields[2]), integers_of(fields[3])};
+}
+
+LayerWeights layer_weights_of(PyObject* object) {
+  const Fields fields(object, 7, "PackedLayer");
+  return {tensor_of(fields[0]),       tensor_of(fields[3]),       layer_linear_of(fields[1]), layer_linear_of(fields[2]),
+          layer_linear_of(fields[4]), layer_linear_of(fields[5]), number_of(fields[6])};
+}
+
+LayerStep layer_step_of(PyObject* object) {
+  const Fields fields(object, 8, "LayerStep");
+  const AttentionOptions attention{number_of(fields[4]), 0, {}, fields[5] == Py_True};
+  LayerStep step{tensor_of(fields[0]), tensor_of(fields[1]), tensor_of(fields[2]), sequences_of(fields[3]), attention, {}};
+  if (fields[6] != Py_None) {
+    step.adapters.emplace(Adapters{tables_of(fields[6]), segments_of(fields[7])});
+  }
+  return step;
+}
+
+}  // namespace
+
+int64_t integer_of(PyObject* object) {
+  const int64_t value = PyLong_AsLongLong(object);
+  if (value == -1 && PyErr_Occurred()) {
+    throw PythonError();
+  }
+  return value;
+}
+
+double number_of(PyObject* object) {
+  const double value = PyFloat_AsDouble(object);
+  if (value == -1 && PyErr_Occurred()) {
+    throw PythonError();
+  }
+  return value;
+}
+
+ShortList<int64_t, 8> integers_of(PyObject* object) {
+  const Reference tuple(PySequence_Tuple(object));
+  const Py_ssize_t count = PyTuple_Size(tuple.get());
+  ShortList<int64_t, 8> values;
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    values.push_back(integer_of(PyTuple_GetItem(tuple.get(), i)));
+  }
+  return values;
+}
+
+DType dtype_of(PyObject* name) {
+  const char* text = PyUnicode_AsUTF8AndSize(name, nullptr);
+  if (!text) {
+    throw PythonError();
+  }
+  for (const DType dtype : {DType::float32, DType::bfloat16, DType::float16, DType::float64, DType::float8_e4m3fn, DType::int8,
+                            DType::uint8, DType::int32, DType::int64}) {
+    if (name_of(dtype).text == text) {
+      return dtype;
+    }
+  }
+  throw TypeError(joined({"no weights are of ", text}));
+}
+
+Tensor optional_tensor_of(PyObject* object) { return object == Py_None ? Tensor() : tensor_of(object); }
+
+PyObject* data_of_panels(PyObject* object) {
+  return PyTuple_Check(object) && PyTuple_Size(object) > 0 ? PyTuple_GetItem(object, 0) : object;
+}
+
+Panels panels_of(PyObject* object) {
+  if (!PyTuple_Check(object)) {
+    return {tensor_of(object)};
+  }
+  const Fields fields(object, 5, "QuantizedPanels");
+  return {tensor_of(fields[0]),
+          Scaling{tensor_of(fields[1]), optional_tensor_of(fields[2]), integer_of(fields[3]), integer_of(fields[4])}};
+}
+
+Tables tables_of(PyObject* object) {
+  const Fields fields(object, 6, "LoRATables");
+  return {tensor_of(fields[0]), tensor_of(fields[1]), tensor_of(fields[2]),
+          tensor_of(fields[3]), tensor_of(fields[4]), integer_of(fields[5])};
+}
+
+Segments segments_of(PyObject* object) {
+  const Fields fields(object, 6, "LoRASegments");
+  return {tensor_of(fields[0]), tensor_of(fields[1]), tensor_of(fields[2]), tensor_of(fields[3])};
+}
+
+Sequences sequences_of(PyObject* object) {
+  const Fields fields(object, 6, "PagedSequences");
+  return {tensor_of(fields[0]),  tensor_of(fields[1]),  tensor_of(fields[2]),
+          integer_of(fields[3]), integer_of(fields[4]), fields[5] == Py_None ? 0 : integer_of(fields[5])};
+}
+
+AttentionOptions attention_options_of(PyObject* object, int64_t head_dim) {
+  const Fields fields(object, 4, "AttentionOptions");
+  return {fields[0] == Py_None ? std::pow(double(head_dim), -0.5) : number_of(fields[0]), number_of(fields[1]),
+          optional_tensor_of(fields[2]), fields[3] == Py_True};
+}
+
+std::vector<Layer> layers_of(PyObject* object) {
+  MULTILORA_CHECK_TYPE(PyList_Check(object), "expected a list of layers, not ", type_name_of(object));
+  std::vector<Layer> layers;
+  const Py_ssize_t count = PyList_Size(object);
+  layers.reserve(count);
+  PyObject* step_before = nullptr;
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    const Fields fields(PyList_GetItem(object, i), 4, "a layer, its keys and values, and a step");
+    // Most layers of a step share one.
+    const LayerStep step = fields[3] == step_before ? layers.back().step : layer_step_of(fields[3]);
+    step_before = fields[3];
+    layers.push_back({layer_weights_of(fields[0]), tensor_of(fields[1]), tensor_of(fields[2]), step});
+  }
+  return layers;
+}
+
+}  // namespace multilora

@@ -1,0 +1,38 @@
+// Python's objects as arguments of the operators: numbers, tensors and NamedTuples of both. They raise TypeError for other
+// objects, or PythonError.
+#pragma once
+
+#include <Python.h>
+
+#include <vector>
+
+#include "apply.h"
+#include "decoder_layers.h"
+#include "paged.h"
+#include "panels.h"
+#include "short_list.h"
+#include "torch_process.h"
+
+namespace multilora {
+
+int64_t integer_of(PyObject* object);
+double number_of(PyObject* object);
+ShortList<int64_t, 8> integers_of(PyObject* object);
+// From a name such as "bfloat16".
+DType dtype_of(PyObject* name);
+
+// Undefined for None.
+Tensor optional_tensor_of(PyObject* object);
+// A tensor, or QuantizedPanels.
+Panels panels_of(PyObject* object);
+// The first field of QuantizedPanels, or the object itself.
+PyObject* data_of_panels(PyObject* object);
+
+Tables tables_of(PyObject* object);
+Segments segments_of(PyObject* object);
+Sequences sequences_of(PyObject* object);
+// head_dim: for the scale of options that have none.
+AttentionOptions attention_options_of(PyObject* object, int64_t head_dim);
+std::vector<Layer> layers_of(PyObject* object);
+
+}  // namespace multilora
