@@ -17,10 +17,10 @@ import torch
 import triton
 import triton.language as tl
 
-from multilora_kernels.cuda.kv_rows import load_row_scales, store_row
+from multilora_kernels.cuda.key_tiles import add_keys
+from multilora_kernels.cuda.kv_rows import store_row
 from multilora_kernels.cuda.rotation import load_turned
-from multilora_kernels.cuda.tanh import tanh
-from multilora_kernels.cuda.tiles import LOG2_OF_E, exact_dot
+from multilora_kernels.cuda.tiles import LOG2_OF_E
 from multilora_kernels.kv_rows import kv_head_dim
 
 MAX_SPLITS = tl.constexpr(16)
@@ -206,31 +206,10 @@ def decode_kernel(
     for position in range(start, end, BLOCK_N):
         positions = position + tl.arange(0, BLOCK_N)
         is_key = positions < end
-        block = tl.load(table + positions // BLOCK_SIZE, mask=is_key, other=0)
-        slots = block * BLOCK_SIZE + positions % BLOCK_SIZE
-        places = slots * stride_ks + kv_head * stride_kh
-        k_mask = (dims < HEAD_DIM)[:, None] & is_key[None, :]
-        k = tl.load(keys_ptr + places[None, :] + dims[:, None], mask=k_mask, other=0.0)
-        scores = exact_dot(q, k, tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32))
-        if keys_ptr.dtype.element_ty == tl.int8:
-            scores *= load_row_scales(keys_ptr + places, is_key, HEAD_DIM)[None, :]
-        # The hardware has base-2 exponentials.
-        if HAS_SOFTCAP:
-            scores = tanh(scores * (scale / softcap)) * (softcap * LOG2_OF_E)
-        else:
-            scores *= scale * LOG2_OF_E
-        scores = tl.where(is_key[None, :], scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        weights = tl.exp2(scores - new_top[:, None])
-        shrink = tl.exp2(top - new_top)
-        weight_sum = weight_sum * shrink + tl.sum(weights, 1)
-        # Masked, because zero times the content of an unwritten slot may not be zero.
-        v_mask = is_key[:, None] & (dims < HEAD_DIM)[None, :]
-        v = tl.load(values_ptr + places[:, None] + dims[None, :], mask=v_mask, other=0.0)
-        if values_ptr.dtype.element_ty == tl.int8:
-            weights *= load_row_scales(values_ptr + places, is_key, HEAD_DIM)[None, :]
-        total = _add_weighted(weights, v, total * shrink[:, None])
-        top = new_top
+        total, top, weight_sum = add_keys(
+            total, top, weight_sum, q, keys_ptr, values_ptr, table, positions, is_key, None, 0,
+            dims, kv_head, stride_ks, stride_kh, scale, softcap, HAS_SOFTCAP, HEAD_DIM, BLOCK_SIZE, tl.float32,
+        )  # fmt: skip
 
     tile_mask = is_head & (dims < HEAD_DIM)[None, :]
     num_used = (context - first_key + split_size - 1) // split_size
@@ -278,16 +257,6 @@ def _added(result, all_top, all_weights, total, top, weight_sum):
     grow = tl.exp2(top - new_top)
     result = result * shrink[:, None] + total * grow[:, None]
     return result, new_top, all_weights * shrink + weight_sum * grow
-
-
-@triton.jit
-def _add_weighted(weights, values, total):
-    """total + weights @ values. Beside float16 values two tiles of float16 hold 22 bits of weights up to one."""
-    if values.dtype == tl.float16:
-        high = weights.to(tl.float16)
-        low = (weights - high.to(tl.float32)).to(tl.float16)
-        return exact_dot(high, values, exact_dot(low, values, total))
-    return exact_dot(weights, values, total)
 
 
 @triton.jit

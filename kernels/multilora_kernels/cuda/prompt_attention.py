@@ -16,9 +16,8 @@ import triton
 import triton.language as tl
 
 from multilora_kernels.cuda.block_sizes import capability
-from multilora_kernels.cuda.kv_rows import load_row_scales
-from multilora_kernels.cuda.tanh import tanh
-from multilora_kernels.cuda.tiles import IS_INTERPRETED, LOG2_OF_E, exact_dot
+from multilora_kernels.cuda.key_tiles import add_keys
+from multilora_kernels.cuda.tiles import LOG2_OF_E
 from multilora_kernels.kv_rows import kv_head_dim
 
 _SMALL_SHARED = (86, 89, 120)
@@ -101,6 +100,9 @@ def prompt_constants(
         if capability // 10 == 9 and block_d <= 64:
             # By itself the assembler keeps four programs on a processor and spills; three have room for all.
             tiles["maxnreg"] = 168
+    elif has_codes and capability in _SMALL_SHARED:
+        # The places of 32 keys' codes spill; one program of eight warps runs on a processor either way.
+        tiles["BLOCK_N"] = 16
     elif has_codes or is_large:
         tiles["BLOCK_N"] = 32
     elif capability // 10 == 10 and block_d <= 64:
@@ -187,33 +189,10 @@ def prompt_kernel(
         # Keys that no query of the program sees may lie in blocks that the sequence has no more.
         is_key = positions < end
         is_key &= (window == 0) | (positions > context - length + first - window)
-        block = tl.load(table + positions // BLOCK_SIZE, mask=is_key, other=0)
-        slots = block * BLOCK_SIZE + positions % BLOCK_SIZE
-        places = slots * stride_ks + kv_head * stride_kh
-        k_mask = (dims < HEAD_DIM)[:, None] & is_key[None, :]
-        k = tl.load(keys_ptr + places[None, :] + dims[:, None], mask=k_mask, other=0.0)
-        scores = exact_dot(q, k, tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32))
-        if keys_ptr.dtype.element_ty == tl.int8:
-            scores *= load_row_scales(keys_ptr + places, is_key, HEAD_DIM)[None, :]
-        if HAS_SOFTCAP:
-            scores = tanh(scores * (scale / softcap)) * (softcap * LOG2_OF_E)
-        else:
-            scores *= scale * LOG2_OF_E
-        is_seen = positions[None, :] <= newest[:, None]
-        is_seen &= (window == 0) | (positions[None, :] > newest[:, None] - window)
-        scores = tl.where(is_seen & is_key[None, :], scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        # A row may have seen no key so far.
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weights = tl.exp2(scores - base[:, None])
-        shrink = tl.exp2(top - base)
-        weight_sum = weight_sum * shrink + tl.sum(weights, 1)
-        v_mask = is_key[:, None] & (dims < HEAD_DIM)[None, :]
-        v = tl.load(values_ptr + places[:, None] + dims[None, :], mask=v_mask, other=0.0)
-        if values_ptr.dtype.element_ty == tl.int8:
-            weights *= load_row_scales(values_ptr + places, is_key, HEAD_DIM)[None, :]
-        total = _add_weighted(weights, v, total * shrink[:, None], q.dtype)
-        top = new_top
+        total, top, weight_sum = add_keys(
+            total, top, weight_sum, q, keys_ptr, values_ptr, table, positions, is_key, newest, window,
+            dims, kv_head, stride_ks, stride_kh, scale, softcap, HAS_SOFTCAP, HEAD_DIM, BLOCK_SIZE, q.dtype,
+        )  # fmt: skip
     result = (total / weight_sum[:, None]).to(out_ptr.dtype.element_ty)
     num_heads = tl.num_programs(1) * GROUP
     tl.store(out_ptr + (tokens * num_heads + heads)[:, None] * HEAD_DIM + dims[None, :], result, mask=tile_mask)
@@ -234,14 +213,3 @@ def _locate(query_start_ptr, block, num_sequences, BLOCK_Q: tl.constexpr):
     sequence = tl.full((), low, tl.int64)
     first = (block - tl.load(query_start_ptr + sequence) // BLOCK_Q - sequence) * BLOCK_Q
     return sequence, first
-
-
-@triton.jit
-def _add_weighted(weights, values, total, DTYPE: tl.constexpr):
-    """total + weights @ values; beside queries of 16 bits with weights of 16 bits, as their products are."""
-    if tl.float32 == DTYPE:
-        return exact_dot(weights, values, total)
-    weights = weights.to(DTYPE)
-    if IS_INTERPRETED:
-        return tl.dot(weights.to(tl.float32), values.to(tl.float32), total)
-    return tl.dot(weights, values.to(DTYPE), total)
