@@ -36,8 +36,10 @@ from benchmarks.bench_rows import threads_title
 from benchmarks.lora_workloads import Batch, Model, Step, Workload
 from benchmarks.machine_limits import Clock, Yardsticks, measure_all
 from benchmarks.model_shapes import DEFAULT_MODEL, EIGHT_BILLION, ONE_BILLION
+from marked_tables import write_table
 from multilora_kernels import load_cpu_kernels
 from multilora_kernels.cpu import capability
+from plots import DOCS
 
 MAX_GATHERED_BYTES = 2 << 30
 _LEAST_ADDED = 0.03
@@ -230,13 +232,15 @@ def write_results(results: list[Result], title: str, output: Path) -> None:
     pyplot.close(figure)
 
 
-def compile_kernels(output: Path, console: Console) -> None:
+def compile_kernels(output: Path, console: Console, update_docs: bool) -> None:
     """Registers, spilled bytes and shared memory of every kernel, shape and GPU generation, compiled here and now."""
     with Progress(console=console) as progress:
         todo = kernel_resources.compilations(EIGHT_BILLION)
         used = [compilation() for compilation in progress.track(todo, description="compiling")]
     console.print(kernel_resources.render(used))
     kernel_resources.write_results(used, output)
+    if update_docs:
+        write_table(DOCS / "gpu.md", "kernel resources", kernel_resources.docs_table(used))
     console.print(f"Wrote {output}/kernel_resources.csv and {output}/kernel_resources.png")
 
 
@@ -248,11 +252,14 @@ def main(
     aot: Annotated[
         bool, typer.Option("--aot", help="Only compile the GPU kernels, print and plot what they cost.")
     ] = False,
+    update_docs: Annotated[bool, typer.Option("--docs", help="Write the table of --aot into docs/gpu.md.")] = False,
 ) -> None:
     """Measure the batched LoRA operators."""
     console = Console()
+    if update_docs and not aot:
+        raise typer.BadParameter("--docs is for --aot")
     if aot:
-        compile_kernels(output, console)
+        compile_kernels(output, console, update_docs)
         return
     if threads:
         torch.set_num_threads(threads)

@@ -18,9 +18,9 @@ import triton
 from rich.console import Console
 from rich.progress import track
 
+from benchmarks.gpu_operators import expand_all, shrink_all, update_all
 from benchmarks.lora_workloads import Batch, Workload
 from benchmarks.model_shapes import EIGHT_BILLION
-from multilora_kernels.cuda import lora_expand, lora_shrink
 from multilora_kernels.cuda.block_sizes import TABLE_PATH, BlockSizes, architecture, capability
 
 WORKLOADS = {
@@ -29,8 +29,21 @@ WORKLOADS = {
 }
 CHOICES: dict[str, dict[str, list[int]]] = {
     "shrink": {"BLOCK_K": [64, 128, 256], "BLOCK_R": [16, 32, 64], "num_warps": [4, 8], "num_stages": [2, 3, 4]},
-    "expand": {"BLOCK_N": [64, 128, 256], "BLOCK_R": [16, 32, 64], "num_warps": [4, 8], "num_stages": [1, 2, 3]},
+    "expand": {"BLOCK_N": [64, 128, 256, 512], "BLOCK_R": [16, 32, 64], "num_warps": [4, 8], "num_stages": [1, 2, 3]},
+    # One tile has all ranks that this kernel serves.
+    "update": {
+        "BLOCK_K": [128, 256, 512],
+        "BLOCK_N": [64, 128, 256],
+        "BLOCK_R": [64],
+        "num_warps": [4, 8],
+        "num_stages": [2, 3, 4],
+    },
 }
+
+
+def regimes(operator: str) -> list[str]:
+    """Prompts have no update in one launch."""
+    return ["decode"] if operator == "update" else list(WORKLOADS)
 
 
 def candidates(operator: str) -> Iterator[BlockSizes]:
@@ -40,23 +53,11 @@ def candidates(operator: str) -> Iterator[BlockSizes]:
         yield dict(zip(names, values, strict=True))
 
 
-def shrink_all(batch: Batch, sizes: BlockSizes | None = None) -> list[torch.Tensor]:
-    """The v of every linear of a layer."""
-    return [
-        lora_shrink(batch.x[i], batch.tables, column, shape.num_slices, batch.segments, sizes)
-        for column, i, shape in batch.linears
-    ]
-
-
-def expand_all(batch: Batch, v: list[torch.Tensor], sizes: BlockSizes) -> None:
-    """Adds the update of every linear of a layer."""
-    for (column, i, shape), v_of_linear in zip(batch.linears, v, strict=True):
-        lora_expand(v_of_linear, batch.y[i], batch.tables, column, shape.slice_sizes, batch.segments, sizes)
-
-
 def steps(operator: str, regime: str) -> list[Callable[[BlockSizes], object]]:
     """One function of the tile sizes for each workload of a regime."""
     batches = [Batch(workload, torch.bfloat16, torch.bfloat16, "cuda") for workload in WORKLOADS[regime]]
+    if operator == "update":
+        return [functools.partial(update_all, batch) for batch in batches]
     if operator == "shrink":
         return [functools.partial(shrink_all, batch) for batch in batches]
     return [functools.partial(expand_all, batch, shrink_all(batch)) for batch in batches]
@@ -84,7 +85,7 @@ def main() -> None:
     """Tune for the GPU of this machine."""
     console = Console()
     name = architecture(capability(torch.device("cuda")))
-    best: dict[str, Any] = {op: {regime: tune(op, regime, console) for regime in WORKLOADS} for op in CHOICES}
+    best: dict[str, Any] = {op: {regime: tune(op, regime, console) for regime in regimes(op)} for op in CHOICES}
     tables = json.loads(TABLE_PATH.read_text()) | {name: best}
     TABLE_PATH.write_text(json.dumps(tables, indent=2) + "\n")
     console.print(f"Wrote the sizes of {name} to {TABLE_PATH}")

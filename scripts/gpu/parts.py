@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 import triton
 
+from benchmarks.gpu_operators import expand_all, shrink_all, update_all
 from benchmarks.lora_workloads import Batch, Model, Step, Workload
 from benchmarks.machine_limits import Clock, Limits, void
 from benchmarks.model_shapes import EIGHT_BILLION, ONE_BILLION
@@ -34,8 +35,7 @@ from gpu.machine import Machine, Row
 from multilora_engine.lora.page_copies import copies_to
 from multilora_engine.models.model_config import ModelConfig
 from multilora_kernels import PagedSequences, SamplingRule, rotary_attention, sample_tokens
-from multilora_kernels.cuda import lora_expand, lora_shrink
-from multilora_kernels.cuda.block_sizes import BlockSizes, Operator, block_sizes, capability
+from multilora_kernels.cuda.block_sizes import BlockSizes, Operator, architecture, block_sizes, capability
 from multilora_kernels.self_test import OperatorShapes, checked_operators
 from repository import REPOSITORY
 
@@ -147,20 +147,6 @@ def _measure_workload(machine: Machine, workload: Workload, limits: Limits) -> I
     for name, taken in seconds.items():
         share = shares[name] / taken if name in shares else None
         yield Row(f"{workload.name}: {name}", taken * 1e6, "us", share)
-
-
-def shrink_all(batch: Batch, sizes: BlockSizes | None = None) -> list[torch.Tensor]:
-    """The v of every linear. sizes: to try others than the table's."""
-    return [
-        lora_shrink(batch.x[i], batch.tables, column, shape.num_slices, batch.segments, sizes)
-        for column, i, shape in batch.linears
-    ]
-
-
-def expand_all(batch: Batch, v: list[torch.Tensor], sizes: BlockSizes | None = None) -> None:
-    """The update of every linear. sizes: as of `shrink_all`."""
-    for (column, i, shape), of_linear in zip(batch.linears, v, strict=True):
-        lora_expand(of_linear, batch.y[i], batch.tables, column, shape.slice_sizes, batch.segments, sizes)
 
 
 def _attention(machine: Machine, rows: int, context: int) -> tuple[Step, int]:
@@ -297,20 +283,21 @@ def run_tests(machine: Machine) -> Iterator[Row]:
 
 
 def tune(machine: Machine) -> Iterator[Row]:
-    """Tile sizes around the table's, best last: the entry for block_sizes.json."""
+    """Tile sizes around the table's. Behind each operator the entry for block_sizes.json, as far as it is known."""
     model = _TINY_MODEL if machine.is_dry else EIGHT_BILLION
     rows = 2 if machine.is_dry else 64
     batch = Batch(Workload(model, rows, rows, (16,)), machine.dtype, machine.dtype, machine.device.type)
-    v, plan = shrink_all(batch), {}
+    v, plan, name = shrink_all(batch), {}, architecture(capability(machine.device))
     for operator, choices in _CHOICES.items():
-        table = block_sizes(operator, batch.segments.chunk_size, 16, capability(machine.device))
+        # As of the largest rank: the table serves other ranks, too.
+        table = block_sizes(operator, batch.segments.chunk_size, 256, capability(machine.device))
         # A limit of registers that was found for other tiles.
         table.pop("maxnreg", None)
         tried = list(itertools.product(*choices.values()))[: 1 if machine.is_dry else None]
         times = []
         for values in tried:
             sizes = table | dict(zip(choices, values, strict=True))
-            step: Step = functools.partial(_tuned, operator, batch, v, sizes)
+            step: Step = functools.partial(_tuned, operator, batch, v, sizes | {"BLOCK_R": 16})
             try:
                 seconds = machine.measure({"step": step})["step"]
             except triton.runtime.errors.OutOfResources:
@@ -318,10 +305,11 @@ def tune(machine: Machine) -> Iterator[Row]:
             times.append((seconds, sizes))
             yield Row(f"{operator} decode", seconds * 1e6, "us", note=json.dumps(sizes))
         plan[operator] = {"decode": min(times, key=lambda entry: entry[0])[1]}
-    yield Row("plan", note=json.dumps(plan))
+        yield Row("plan", note=json.dumps({name: plan}))
 
 
 _CHOICES: dict[Operator, dict[str, list[int]]] = {
+    "update": {"BLOCK_K": [256, 512], "BLOCK_N": [128, 256], "num_warps": [4, 8], "num_stages": [3]},
     "expand": {"BLOCK_N": [128, 256, 512, 1024], "num_warps": [2, 4, 8], "num_stages": [2]},
     "shrink": {"BLOCK_K": [128, 256, 512], "num_warps": [4, 8], "num_stages": [2, 4]},
 }
@@ -330,6 +318,8 @@ _CHOICES: dict[Operator, dict[str, list[int]]] = {
 def _tuned(operator: Operator, batch: Batch, v: list[torch.Tensor], sizes: BlockSizes) -> None:
     if operator == "shrink":
         shrink_all(batch, sizes)
+    elif operator == "update":
+        update_all(batch, sizes)
     else:
         expand_all(batch, v, sizes)
 

@@ -4,8 +4,8 @@ The table is keyed by architecture, operator and regime; "default" has an entry 
 differ there. A regime depends only on the number of tokens, never on which adapters they use, so that a captured CUDA
 graph replays for any mix.
 
-On sm_120 programs of prompts expand half as many outputs: with 128 they spill, or have so many registers that half as
-many warps run.
+Programs of prompts expand 64 outputs: with 128 they spill on three of six architectures, or have so many registers that
+half as many warps run. Eight warps share them on sm_80, where four spill beside ranks up to 16.
 """
 
 from __future__ import annotations

@@ -53,12 +53,16 @@ def segment(
 def segment_constants(num_tokens: int, chunk_size: int) -> dict[str, Any]:
     """The constants of the kernel."""
     block = max(128, triton.next_power_of_2(num_tokens))
+    is_largest = block == MAX_TOKENS
     return {
         "CHUNK_SIZE": chunk_size,
         "BLOCK": block,
         "BLOCK_I": 32,
         "BLOCK_J": min(block, 256),
-        "num_warps": min(16, max(4, block // 128)),
+        # One program runs at all, and may have all registers: by itself the assembler leaves room for others, and
+        # spills. Those of sixteen warps are too few for the largest block.
+        "num_warps": 8 if is_largest else min(16, max(4, block // 128)),
+        "maxnreg": 255 if is_largest else 128,
     }
 
 

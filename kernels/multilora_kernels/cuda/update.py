@@ -77,6 +77,7 @@ def lora_update(
     constants = update_constants(
         in_features, slice_sizes, segments.chunk_size, is_wide, sizes, CODE_BITS.get(tables.arena.dtype, 0)
     )
+    assert tables.max_rank <= constants["BLOCK_R"], "one tile has all ranks"
     num_blocks = sum(triton.cdiv(size, constants["OUTPUTS"]) for size in slice_sizes)
     # The programs of a chunk are neighbours: the second finds in the cache the A that the first has read.
     update_kernel[num_blocks, segments.chunk_start.numel()](

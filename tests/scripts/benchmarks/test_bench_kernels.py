@@ -13,6 +13,8 @@ from benchmarks.kernel_resources import GPUS, Used
 from benchmarks.lora_workloads import Batch, Workload, llama
 from benchmarks.machine_limits import Limits
 from benchmarks.model_shapes import EIGHT_BILLION
+from marked_tables import read_cells
+from plots import DOCS
 
 _TINY = llama("tiny", hidden=64, kv=32, ffn=96, num_layers=2)
 
@@ -75,12 +77,12 @@ def test_a_run_leaves_a_table_and_a_plot(tmp_path):
 
 def test_kernels_are_compiled_for_every_gpu_and_shape_and_shown(tmp_path):
     compilations = kernel_resources.compilations(EIGHT_BILLION)
-    assert len(compilations) == len(GPUS) * (2 * 4 * 2 * 2 + 4 * 2 + 7)
+    assert len(compilations) == len(GPUS) * (2 * 4 * 2 * 2 + 4 * 2 + 2 * 4 + 5)
     used = [
         compilations[0](),
-        Used("silu_mul", "", "sm_80", registers=18, spilled_bytes=0, shared_bytes=2048, widest_load=16),
+        Used("silu_mul", "", "", "sm_80", registers=18, spilled_bytes=0, shared_bytes=2048, widest_load=16),
     ]
-    assert (used[0].name, used[0].gpu) == ("shrink q|k|v rank 16 chunk 16", "sm_80")
+    assert (used[0].name, used[0].gpu) == ("shrink q|k|v rank 16, chunks of 16", "sm_80")
     assert used[0].registers > 0
     kernel_resources.write_results(used, tmp_path)
     with (tmp_path / "kernel_resources.csv").open() as file:
@@ -88,3 +90,21 @@ def test_kernels_are_compiled_for_every_gpu_and_shape_and_shown(tmp_path):
     assert [int(row["registers"]) for row in rows] == [used[0].registers, 18]
     assert (tmp_path / "kernel_resources.png").stat().st_size > 1000
     assert kernel_resources.render(used).row_count == 2
+
+
+def test_linears_share_a_row_of_the_page_which_shows_the_worst_of_them():
+    q, down = (Used("update", linear, "rank 16", "sm_80", *sizes) for linear, sizes in _UPDATES)
+    other = Used("silu_mul", "", "", "sm_80", 18, 0, 2048, 16)
+    assert kernel_resources.docs_table([q, down, other]).splitlines()[2:] == [
+        "| update, rank 16 | 96 / 8 / 3 / 4 |",
+        "| silu_mul | 18 / 0 / 2 / 16 |",
+    ]
+
+
+_UPDATES = [("q|k|v", (96, 0, 2048, 16)), ("down", (80, 8, 3072, 4))]
+
+
+def test_the_page_has_a_row_for_each_kernel_and_none_spills():
+    rows = read_cells(DOCS / "gpu.md", "kernel resources")
+    assert [{*row} - {"kernel"} for row in rows] == [{f"sm_{gpu}" for gpu in GPUS}] * (2 * 2 * 2 + 2 + 2 * 4 + 5)
+    assert all(cell.split(" / ")[1] == "0" for row in rows for gpu, cell in row.items() if gpu != "kernel")

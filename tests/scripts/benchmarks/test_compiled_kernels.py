@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import json
+
 import pytest
 
 from benchmarks.compiled_kernels import (
@@ -20,6 +23,7 @@ from benchmarks.compiled_kernels import (
     update_resources,
 )
 from benchmarks.synthetic_batches import LinearShape
+from multilora_kernels.cuda import block_sizes
 from multilora_kernels.cuda.decode_attention import decode_kernel
 from multilora_kernels.cuda.expand import expand_kernel
 from multilora_kernels.cuda.prompt_attention import prompt_kernel
@@ -28,6 +32,7 @@ from multilora_kernels.cuda.shrink import shrink_kernel
 from multilora_kernels.cuda.update import update_kernel
 
 _QKV = LinearShape(4096, (4096, 1024, 1024))
+_O = LinearShape(4096, (4096,))
 _DOWN = LinearShape(14336, (4096,))
 
 _SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
@@ -41,7 +46,7 @@ _EVERY_GENERATION = [90, *(pytest.param(other, marks=_IS_LONG) for other in (80,
 @pytest.mark.parametrize("resources", [shrink_resources, expand_resources])
 @pytest.mark.parametrize("chunk_size", [16, 64])
 @pytest.mark.parametrize(
-    ("shape", "max_rank", "dtype"), [(_QKV, 16, "bf16"), (_DOWN, 64, "bf16"), (_QKV, 64, "fp16"), (_QKV, 256, "fp32")]
+    ("shape", "max_rank", "dtype"), [(_O, 16, "bf16"), (_DOWN, 64, "bf16"), (_QKV, 64, "fp16"), (_QKV, 256, "fp32")]
 )
 def test_it_compiles_without_spills(capability, resources, chunk_size, shape, max_rank, dtype):
     _check(resources(shape, chunk_size, max_rank, dtype, capability), capability)
@@ -75,7 +80,15 @@ def test_attention_of_wide_heads_compiles_without_spills():
     _check(prompt_resources(1, 256, 16, "bf16", 90), 90)
 
 
-@pytest.mark.parametrize(("capability", "dtype"), [(80, "bf16"), (90, "fp32"), (100, "fp16")])
+@pytest.mark.parametrize(
+    ("capability", "dtype"),
+    [
+        (80, "bf16"),
+        (90, "fp32"),
+        (100, "fp16"),
+        *(pytest.param(other, "bf16", marks=_IS_LONG) for other in (86, 89, 120)),
+    ],
+)
 def test_a_cache_in_codes_compiles_without_spills(capability, dtype):
     _check(decode_resources(4, 128, 16, dtype, capability, has_softcap=True, has_codes=True), capability)
     _check(prompt_resources(4, 128, 16, dtype, capability, has_softcap=True, has_codes=True), capability)
@@ -90,8 +103,9 @@ def test_an_update_in_one_launch_compiles_without_spills(capability, dtype):
 
 
 @pytest.mark.parametrize("num_tokens", [64, 8192])
-def test_segments_compile_without_spills(num_tokens):
-    _check(segment_resources(num_tokens, 90), 90)
+@pytest.mark.parametrize("capability", _EVERY_GENERATION)
+def test_segments_compile_without_spills(capability, num_tokens):
+    _check(segment_resources(num_tokens, capability), capability)
 
 
 @pytest.mark.parametrize("capability", _EVERY_GENERATION)
@@ -122,6 +136,25 @@ def test_sampling_compiles_without_spills(capability):
 )
 def test_no_kernel_is_compiled_anew_for_a_number_that_changes_between_steps(kernel, argument):
     assert [param.name for param in kernel.params if param.do_not_specialize] == argument.split()
+
+
+def test_tiles_are_of_the_architecture_where_the_table_has_some(tmp_path, monkeypatch):
+    regimes = {regime: {"BLOCK_N": n, "BLOCK_R": 64} for n, regime in enumerate(("decode", "prefill"))}
+    table = {"default": {"expand": regimes}, "sm_90": {"expand": {"prefill": {"BLOCK_N": 7, "BLOCK_R": 64}}}}
+    monkeypatch.setattr(block_sizes, "TABLE_PATH", tmp_path / "table.json")
+    block_sizes.TABLE_PATH.write_text(json.dumps(table))
+    monkeypatch.setattr(block_sizes, "_table", block_sizes._table.__wrapped__)
+    found = {
+        (chunk_size, capability): block_sizes.block_sizes("expand", chunk_size, 20, capability)
+        for chunk_size, capability in itertools.product((16, 64), (80, 90))
+    }
+    assert {key: sizes["BLOCK_N"] for key, sizes in found.items()} == {
+        (16, 80): 0,
+        (16, 90): 0,
+        (64, 80): 1,
+        (64, 90): 7,
+    }
+    assert {sizes["BLOCK_R"] for sizes in found.values()} == {32}
 
 
 def _check(used: Resources, capability: int) -> None:
