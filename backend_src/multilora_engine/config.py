@@ -22,6 +22,7 @@ from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, Va
 from multilora_engine.errors import ConfigError
 from multilora_wire.pieces import StoredDtype
 
+_Switch = Literal["auto"] | bool
 _ENVIRONMENT_REFERENCE = re.compile(r"\$\{(\w+)\}")
 
 _ADAPTER_RANK_LIMIT = 256
@@ -267,15 +268,14 @@ class EngineConfig(BaseModel):
     ] = ByteSize(256 << 20)
     block_size: Annotated[int, Field(ge=1, le=1024, description="Tokens of one KV cache block.")] = 16
     enable_prefix_caching: Annotated[
-        bool,
-        Field(description="Keep keys and values of earlier tokens for prompts with the same adapter and beginning."),
+        bool, Field(description="Keep keys and values of earlier tokens for prompts of the same adapter and beginning.")
     ] = True
     enable_cuda_graphs: Annotated[
-        bool, Field(description="Replay decode steps on a GPU as CUDA graphs; off until they have run on one.")
-    ] = False
+        _Switch, Field(description="Replay steps on a GPU as CUDA graphs. `auto`: if they pass the self-test at start.")
+    ] = "auto"
     enable_async_scheduling: Annotated[
-        bool, Field(description="Prepare a step while a GPU computes the one before; off until that has run on one.")
-    ] = False
+        _Switch, Field(description="Prepare a step while a GPU computes one. `auto`: if the GPU passes the self-test.")
+    ] = "auto"
     unpacked_weights_memory_bytes: Annotated[
         ByteSize,
         Field(

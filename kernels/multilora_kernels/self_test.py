@@ -92,7 +92,7 @@ class OperatorFault(Exception):
 Results = tuple[torch.Tensor, torch.Tensor, float]
 """The results of an operator and of the reference, and the tolerance, relative to 1 + |the reference|."""
 
-_TOLERANCES = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+TOLERANCES = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
 def self_test(shapes: OperatorShapes, device: torch.device) -> list[CheckedOperator]:
@@ -160,7 +160,7 @@ def _comparisons_between_linears(
     random = partial(_random, device=device, generator=generator, dtype=shapes.dtype)
     rows, hidden, mlp = shapes.num_rows, shapes.hidden_size, shapes.mlp_size
     norms, gates = (random(rows, hidden), random(rows, hidden), random(hidden)), random(rows, 2 * mlp)
-    described, tolerance = f"[{rows}, {hidden}] {shapes.dtype}", _TOLERANCES[shapes.dtype]
+    described, tolerance = f"[{rows}, {hidden}] {shapes.dtype}", TOLERANCES[shapes.dtype]
     yield "add_rms_norm", described, lambda: _compare_norm(add_rms_norm, reference.add_rms_norm, norms, tolerance)
     biased = (*norms, random(hidden))
     yield (
@@ -273,7 +273,7 @@ def _compare_attention(
         options.sinks,
         False,
     )
-    return actual, expected, max(_TOLERANCES.get(dtype, 3e-2) for dtype in (shapes.dtype, kv_dtype))
+    return actual, expected, max(TOLERANCES.get(dtype, 3e-2) for dtype in (shapes.dtype, kv_dtype))
 
 
 class _LoRABatch:
@@ -312,14 +312,14 @@ class _LoRABatch:
         actual = lora_shrink(self._x, *arguments).double().sum(0)
         expected = reference.lora_shrink(self._x.double(), *arguments)[0]
         # Products and sums are float32 for inputs of all types.
-        return self._defined(actual), self._defined(expected), _TOLERANCES[torch.float32]
+        return self._defined(actual), self._defined(expected), TOLERANCES[torch.float32]
 
     def compare_expand(self) -> Results:
         arguments = (self._tables, 0, self._slice_sizes, self._segments)
         actual, expected = self._y.clone(), self._y.double()
         lora_expand(self._v, actual, *arguments)
         reference.lora_expand(self._v.double(), expected, *arguments)
-        return actual, expected, _TOLERANCES[self._dtype]
+        return actual, expected, TOLERANCES[self._dtype]
 
     def compare_apply(self) -> Results:
         arguments = (self._tables, 0, self._slice_sizes, self._segments)
@@ -327,7 +327,7 @@ class _LoRABatch:
         lora_apply(self._x, actual, *arguments)
         v = reference.lora_shrink(self._x.double(), self._tables, 0, len(self._slice_sizes), self._segments)
         reference.lora_expand(v, expected, *arguments)
-        return actual, expected, _TOLERANCES[self._dtype]
+        return actual, expected, TOLERANCES[self._dtype]
 
     def _defined(self, v: torch.Tensor) -> torch.Tensor:
         """v: [num_slices, num_tokens, max_rank]."""

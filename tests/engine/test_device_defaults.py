@@ -29,5 +29,29 @@ def test_what_is_written_stays_and_what_is_not_depends_on_the_device(
     config = EngineConfig.model_validate({"model_path": tmp_path, "max_num_seqs": 64, **options})
     resolved = on_device(config, device)
     assert (resolved.max_num_batched_tokens, resolved.lora.max_loras) == expected
-    numbers = {"max_num_batched_tokens": True, "lora": {"max_loras"}}
+    numbers = {
+        "max_num_batched_tokens": True,
+        "lora": {"max_loras"},
+        "enable_async_scheduling": True,
+        "enable_cuda_graphs": True,
+    }
     assert resolved.model_dump(exclude=numbers) == config.model_dump(exclude=numbers)
+
+
+@pytest.mark.parametrize(
+    ("device", "written", "expected"),
+    [
+        ("cpu", {}, (False, False)),
+        ("cuda", {}, ("auto", True)),
+        ("cuda", {"enable_cuda_graphs": "false", "enable_async_scheduling": "false"}, (False, False)),
+        ("cuda:1", {"enable_cuda_graphs": "true", "enable_async_scheduling": "true"}, (True, True)),
+        ("cpu", {"enable_async_scheduling": "true"}, (False, True)),
+    ],
+)
+def test_graphs_and_asynchronous_steps_are_a_gpus_unless_they_are_written(
+    tmp_path: Path, device: str, written: dict[str, str], expected: tuple[object, bool]
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    config = EngineConfig.from_parameters({"model_path": str(tmp_path), **written}, environ={})
+    resolved = on_device(config, device)
+    assert (resolved.enable_cuda_graphs, resolved.enable_async_scheduling) == expected

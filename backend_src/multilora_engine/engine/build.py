@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -10,9 +12,11 @@ from multilora_engine.config import EngineConfig
 from multilora_engine.engine.memory import MemoryPlan
 from multilora_engine.errors import ConfigError
 from multilora_engine.execution.cuda_graphs import DecodeGraphs, DecodeInputs, capture_decode, graph_sizes
-from multilora_engine.execution.forward_batch import KVCache
+from multilora_engine.execution.forward_batch import ForwardBatch, KVCache
+from multilora_engine.execution.graph_check import GraphFault, check_graphs, check_pieces
 from multilora_engine.execution.model_runner import ModelRunner
 from multilora_engine.execution.operator_check import check_operators
+from multilora_engine.execution.piecewise_graphs import CudaPieces, Pieces, PiecewiseGraphs, piece_sizes
 from multilora_engine.execution.warm_up import warm_up
 from multilora_engine.lora.device_tier import DeviceTier
 from multilora_engine.lora.disk_tier import DiskTier
@@ -25,7 +29,7 @@ from multilora_engine.models.kv_groups import only_group
 from multilora_engine.models.loader import stored_dtype
 from multilora_engine.models.model import Model
 from multilora_engine.models.model_config import ModelConfig
-from multilora_kernels import HugePages, MemoryAhead
+from multilora_kernels import HugePages, LoRATables, MemoryAhead
 from multilora_kernels.interpreter import has_gpu_operators
 from multilora_kernels.kv_rows import SCALE_BYTES
 from multilora_wire.adapter_event import AdapterEvent
@@ -33,6 +37,15 @@ from multilora_wire.layout import AdapterLayout
 
 if TYPE_CHECKING:
     from multilora_engine.lora.sources.fetcher import AdapterFetcher
+
+_logger = logging.getLogger(__name__)
+
+_Graphs = TypeVar("_Graphs")
+
+CaptureDecode = Callable[
+    [Callable[[ForwardBatch], torch.Tensor], DecodeInputs, list[int], int, torch.device], DecodeGraphs
+]
+"""As `capture_decode`."""
 
 
 def choose_device(config: EngineConfig) -> torch.device:
@@ -135,10 +148,10 @@ def build_model_runner(
     device: torch.device,
     loras: LoRAManager,
 ) -> ModelRunner:
-    """Raises OperatorFault on a GPU that computes wrongly."""
+    """Raises OperatorFault on a GPU that computes wrongly, and GraphFault."""
     if has_gpu_operators(device):
         check_operators(model, loras.tables, config.block_size)
-    has_graphs = config.enable_cuda_graphs and device.type == "cuda"
+    has_graphs = config.enable_cuda_graphs is not False and device.type == "cuda"
     group = only_group(model.kv_groups)
     num_slots = (plan.num_blocks + has_graphs) * config.block_size
     shape = group.cache_shape(num_slots, plan.kv_dtype)
@@ -146,9 +159,13 @@ def build_model_runner(
     if device.type == "cuda":
         max_sizes = (config.max_num_batched_tokens, config.max_num_seqs, plan.max_model_len)
         warm_up(model, kv_cache, loras.tables, *max_sizes, config.block_size)
-    graphs = _capture_graphs(model, kv_cache, config, plan, loras) if has_graphs else None
+    graphs = capture_graphs(model, kv_cache, config, plan, loras.tables) if has_graphs else None
+    pieces = None
+    if has_graphs:
+        pool = torch.cuda.graph_pool_handle()
+        pieces = capture_pieces(model, kv_cache, config, loras.tables, CudaPieces(pool))
     memory = MemoryAhead(kv_cache.keys, kv_cache.values) if device.type == "cpu" else None
-    return ModelRunner(model, kv_cache, config.block_size, loras, graphs, memory)
+    return ModelRunner(model, kv_cache, config.block_size, loras, graphs, pieces, memory)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -156,12 +173,53 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     return HugePages().zeros(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
 
 
-def _capture_graphs(
-    model: Model, kv_cache: KVCache, config: EngineConfig, plan: MemoryPlan, loras: LoRAManager
-) -> DecodeGraphs:
-    """The cache has one block more than are planned, for rows of padding."""
+def capture_graphs(
+    model: Model,
+    kv_cache: KVCache,
+    config: EngineConfig,
+    plan: MemoryPlan,
+    tables: LoRATables,
+    capture: CaptureDecode = capture_decode,
+) -> DecodeGraphs | None:
+    """The cache has one block more than are planned, for rows of padding.
+
+    None if the graphs fail here, and the configuration leaves the choice. Raises GraphFault, or the device's error, if
+    it asks for them.
+    """
     sizes = graph_sizes(config.max_num_seqs)
     max_blocks = -(-plan.max_model_len // config.block_size)
-    inputs = DecodeInputs(sizes[-1], max_blocks, config.block_size, plan.num_blocks, loras.tables)
-    device = kv_cache.keys.device
-    return capture_decode(lambda batch: model.forward(batch, kv_cache), inputs, sizes, model.config.vocab_size, device)
+    inputs = DecodeInputs(sizes[-1], max_blocks, config.block_size, plan.num_blocks, tables)
+    vocab_size = model.config.vocab_size
+
+    def forward(batch: ForwardBatch) -> torch.Tensor:
+        return model.forward(batch, kv_cache)
+
+    def captured() -> DecodeGraphs:
+        graphs = capture(forward, inputs, sizes, vocab_size, kv_cache.keys.device)
+        check_graphs(graphs, forward, tables, plan.num_blocks, config.block_size, vocab_size, model.dtype)
+        return graphs
+
+    return _unless_it_fails(captured, config, "decode steps")
+
+
+def capture_pieces(
+    model: Model, kv_cache: KVCache, config: EngineConfig, tables: LoRATables, pieces: Pieces
+) -> PiecewiseGraphs | None:
+    """Of steps with prompts; the rest as of `capture_graphs`."""
+
+    def captured() -> PiecewiseGraphs:
+        graphs = PiecewiseGraphs(model, kv_cache, tables, piece_sizes(config.max_num_batched_tokens), pieces)
+        check_pieces(graphs, model, kv_cache, tables, config.block_size)
+        return graphs
+
+    return _unless_it_fails(captured, config, "steps with prompts")
+
+
+def _unless_it_fails(capture: Callable[[], _Graphs], config: EngineConfig, steps: str) -> _Graphs | None:
+    try:
+        return capture()
+    except (RuntimeError, GraphFault) as error:
+        if config.enable_cuda_graphs != "auto":
+            raise
+        _logger.warning("%s are launched kernel by kernel, which is slower: CUDA graphs failed: %s", steps, error)
+        return None

@@ -113,7 +113,7 @@ class Engine:
         self._runner = build_model_runner(base.model, config, base.plan, base.device, self._loras)
         self.weights = UnpackedWeights(base.model, int(config.unpacked_weights_memory_bytes))
         self.weights.unpack_at_start(config.unpacked_weight_patterns)
-        self._runs_ahead = config.enable_async_scheduling
+        self._runs_ahead = config.enable_async_scheduling is True
         self._in_flight: _StepInFlight | None = None
         self._clock = StepClock(self._pace)
         make_compiler = partial(GuideCompiler, base.tokenizer, base.config.vocab_size)
@@ -159,6 +159,7 @@ class Engine:
             pace=self._pace.stats,
             prompt_waits=self._scheduler.prompt_waits,
             weights=self.weights.stats,
+            num_cuda_graphs=self._runner.num_graphs,
         )
 
     @property

@@ -63,6 +63,7 @@ class EngineStats:
     pace: PaceStats = field(default_factory=PaceStats)
     prompt_waits: PromptWaitStats = field(default_factory=PromptWaitStats)
     weights: WeightStats = field(default_factory=WeightStats)
+    num_cuda_graphs: int = 0
 
 
 @dataclass(frozen=True)

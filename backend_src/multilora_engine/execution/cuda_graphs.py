@@ -141,6 +141,11 @@ class DecodeGraphs:
             for size in reversed(sizes)
         }
 
+    @property
+    def sizes(self) -> list[int]:
+        """The numbers of sequences that graphs are captured for."""
+        return self._sizes
+
     def serves(self, batch: ForwardBatch) -> bool:
         """Whether a batch is a decode step: one token of each of not too many answers, and no more rows wanted."""
         n = len(batch.query_lens)

@@ -14,6 +14,7 @@ from multilora_engine.engine.kv_cache import BlockCopy
 from multilora_engine.engine.step import ScheduledSequence
 from multilora_engine.execution.cuda_graphs import DecodeGraphs
 from multilora_engine.execution.forward_batch import ForwardBatch, KVCache, TokenLoRAs
+from multilora_engine.execution.piecewise_graphs import PiecewiseGraphs
 from multilora_engine.execution.prompt_scoring import score_prompts, scores_prompts
 from multilora_engine.execution.transfer import arrays_to_device, to_device
 from multilora_engine.lora.manager import LoRAManager
@@ -32,9 +33,10 @@ class ModelRunner:
         block_size: int,
         loras: LoRAManager,
         graphs: DecodeGraphs | None = None,
+        pieces: PiecewiseGraphs | None = None,
         kv_memory: MemoryAhead | None = None,
     ) -> None:
-        """graphs: of the model's steps over this cache; None computes every step kernel by kernel.
+        """graphs, pieces: of the model's steps over this cache; other steps are computed kernel by kernel.
 
         kv_memory: of this cache, if its memory is taken as it is used.
         """
@@ -43,12 +45,18 @@ class ModelRunner:
         self._block_size = block_size
         self._loras = loras
         self._graphs = graphs
+        self._pieces = pieces
         self._kv_memory = kv_memory
         self._device = kv_cache.keys.device
 
     @property
     def kv_cache_bytes(self) -> int:
         return self._kv_cache.num_bytes
+
+    @property
+    def num_graphs(self) -> int:
+        """How many sizes of steps are replayed as CUDA graphs."""
+        return sum(len(graphs.sizes) for graphs in (self._graphs, self._pieces) if graphs is not None)
 
     @torch.inference_mode()
     def launch(
@@ -73,6 +81,8 @@ class ModelRunner:
         if self._graphs is not None and self._graphs.serves(batch):
             on_layer()
             return self._graphs.run(batch)
+        if self._pieces is not None and self._pieces.serves(batch):
+            return self._model.logits(self._pieces.run(batch, on_layer), batch.logits_indices)
         return self._model.forward(batch, self._kv_cache, on_layer)
 
     def _forward_scored(

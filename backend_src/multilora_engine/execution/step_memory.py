@@ -14,6 +14,7 @@ import torch
 from multilora_engine.config import EngineConfig
 from multilora_engine.execution.cuda_graphs import graph_sizes
 from multilora_engine.execution.forward_batch import ForwardBatch, KVCache, TokenLoRAs
+from multilora_engine.execution.piecewise_graphs import piece_sizes
 from multilora_engine.models.kv_groups import only_group
 from multilora_engine.models.model import Model
 from multilora_kernels import LoRATables
@@ -26,7 +27,7 @@ Measure = Callable[[Callable[[], object]], int]
 def step_memory(
     model: Model, config: EngineConfig, kv_dtype: torch.dtype, tables: LoRATables, max_len: int, measure: Measure
 ) -> int:
-    """Bytes of the largest step, and of the captured decode steps where there are any; these keep theirs.
+    """Bytes of the largest step, and of the captured ones where there are any; these keep theirs.
 
     tables: of at least one adapter, which has rank 0. max_len: of a sequence. measure: `peak_growth` on a GPU.
     """
@@ -37,6 +38,8 @@ def step_memory(
     steps = [step_lens(config.max_num_batched_tokens, config.max_num_seqs, max_len)]
     if config.enable_cuda_graphs:
         steps.append([1] * graph_sizes(config.max_num_seqs)[-1])
+        num_tokens = piece_sizes(config.max_num_batched_tokens)[-1]
+        steps.append(step_lens(num_tokens, min(num_tokens, config.max_num_seqs), max_len))
     batches = [trial_batch(query_lens, block_size, tables) for query_lens in steps]
     # Once unmeasured: libraries keep memory of their own, which does not come back either way.
     model.forward(batches[0], kv_cache)

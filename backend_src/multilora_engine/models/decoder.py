@@ -16,7 +16,7 @@ from multilora_engine.execution.forward_batch import ForwardBatch, KVCache, LoRA
 from multilora_engine.models.attention import AttentionPlan, attention_plan
 from multilora_engine.models.builder import Builder
 from multilora_engine.models.kv_groups import KVGroup, kv_groups
-from multilora_engine.models.layers import Layer, Step
+from multilora_engine.models.layers import Attend, Layer, Step
 from multilora_engine.models.model import HiddenStates
 from multilora_engine.models.model_config import ModelConfig
 from multilora_engine.models.norms import Norm
@@ -59,7 +59,7 @@ class Decoder:
     def __init__(self, config: ModelConfig, architecture: Architecture, weights: WeightFormat) -> None:
         self.config = config
         self.dtype = weights.placement.dtype
-        self._activation_dtype = weights.placement.activation_dtype
+        self.activation_dtype = weights.placement.activation_dtype
         self._may_round = weights.placement.keeps_float32
         self.adapter_sites = sites_of(config, architecture)
         self._device = weights.placement.device
@@ -70,6 +70,9 @@ class Decoder:
         )
         self._builder = Builder(config, self.adapter_sites.site_named, weights)
         self._norm = architecture.final_norm(self._builder)
+        # Made here, since a CUDA graph can copy nothing from the host. It is rounded as transformers rounds it: to the
+        # type of the embeddings.
+        self._embedding_scale = torch.tensor(config.embedding_scale, dtype=self.activation_dtype, device=self._device)
         self.layers = [architecture.layer(self._builder.layer(i), i) for i in range(config.num_layers)]
         self._packed_layers: dict[int, list[PackedLayer]] = {}
         self.limit_length(config.max_position_embeddings)
@@ -110,13 +113,20 @@ class Decoder:
         return self.logits(self.hidden_states(batch, kv_cache, on_layer), batch.logits_indices)
 
     def hidden_states(
-        self, batch: ForwardBatch, kv_cache: KVCache, on_layer: Callable[[], None] = lambda: None
+        self,
+        batch: ForwardBatch,
+        kv_cache: KVCache,
+        on_layer: Callable[[], None] = lambda: None,
+        attend: Attend | None = None,
     ) -> HiddenStates:
-        x = self._embeddings.embed(batch.input_ids, self._activation_dtype)
+        x = self._embeddings.embed(batch.input_ids, self.activation_dtype)
         if self.config.embedding_scale != 1.0:
-            # The scale is rounded as transformers rounds it: to the type of the embeddings.
-            x = x * torch.tensor(self.config.embedding_scale, dtype=self._activation_dtype, device=x.device)
-        return self._run_layers(x, torch.zeros_like(x), kv_cache, self._step(batch), on_layer)
+            x = x * self._embedding_scale
+        step = self._step(batch) if attend is None else Step({}, {}, _batched(batch), {}, attend)
+        return self._run_layers(x, torch.zeros_like(x), kv_cache, step, on_layer)
+
+    def attention_step(self, batch: ForwardBatch) -> Step:
+        return Step(self._rotations(batch), self._plans(batch), None, {})
 
     def logits(self, hidden_states: HiddenStates, rows: torch.Tensor) -> torch.Tensor:
         x, update = (tensor.index_select(0, rows) for tensor in hidden_states)
@@ -158,16 +168,20 @@ class Decoder:
         return self._packed_layers[key]
 
     def _step(self, batch: ForwardBatch) -> Step:
+        rotations, plans, lora = self._rotations(batch), self._plans(batch), _batched(batch)
+        return Step(rotations, plans, lora, self._layer_steps(rotations, plans, lora))
+
+    def _rotations(self, batch: ForwardBatch) -> dict[str | None, Rotation]:
         rotations: dict[str | None, Rotation] = {
-            name: rotary.rotation(batch, self._activation_dtype) for name, rotary in self._rotary.items()
+            name: rotary.rotation(batch, self.activation_dtype) for name, rotary in self._rotary.items()
         }
         if None in self.config.layer_ropes:
-            rotations[None] = Rotation.none(batch, self._activation_dtype)
-        plans = {
-            window: attention_plan(batch, window, self._activation_dtype) for window in set(self.config.sliding_window)
-        }
-        lora = None if batch.lora is None else batch.lora.batched()
-        return Step(rotations, plans, lora, self._layer_steps(rotations, plans, lora))
+            rotations[None] = Rotation.none(batch, self.activation_dtype)
+        return rotations
+
+    def _plans(self, batch: ForwardBatch) -> dict[int | None, AttentionPlan]:
+        windows = set(self.config.sliding_window)
+        return {window: attention_plan(batch, window, self.activation_dtype) for window in windows}
 
     @cached_property
     def _packed_kinds(self) -> set[tuple[str | None, int | None]]:
@@ -196,6 +210,10 @@ class Decoder:
             for rope, window in self._packed_kinds
             if (sequences := plans[window].all_sequences) is not None
         }
+
+
+def _batched(batch: ForwardBatch) -> LoRABatch | None:
+    return None if batch.lora is None else batch.lora.batched()
 
 
 def sites_of(config: ModelConfig, architecture: Architecture) -> ModelSites:

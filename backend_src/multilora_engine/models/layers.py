@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,18 +19,30 @@ from multilora_wire.sites import GATED_MLP
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 
+Attend = Callable[["Attention", torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""The heads of an attention's queries, from its queries, keys and values side by side, and its layer's cache."""
+
+
 @dataclass(frozen=True)
 class Step:
     """The inputs that all layers of one forward pass share.
 
     rotations: by the names of the model's rotary embeddings, None for layers without. plans: by window size.
-    layer_steps: by both, for layers in one call; empty where there is no kernel for that.
+    layer_steps: by both, for layers in one call; empty where there is no kernel for that. attend_elsewhere: attends in
+    the place of `attend`.
     """
 
     rotations: dict[str | None, Rotation]
     plans: dict[int | None, AttentionPlan]
     lora: LoRABatch | None
     layer_steps: dict[tuple[str | None, int | None], LayerStep]
+    attend_elsewhere: Attend | None = None
+
+    def attend(self, layer: Attention, qkv: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """[num_tokens, q_size]. qkv: [num_tokens, q_size + 2 kv_size]. keys, values: of the layer, written in place."""
+        if self.attend_elsewhere is not None:
+            return self.attend_elsewhere(layer, qkv, keys, values)
+        return attend(qkv, self.rotations[layer.rope], keys, values, self.plans[layer.window], layer.options)
 
 
 class QKNorm(Protocol):
@@ -84,8 +96,7 @@ class Attention:
     def forward(self, x: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, step: Step) -> torch.Tensor:
         """x: [num_tokens, hidden_size]. keys, values: this layer's cache, written in place."""
         qkv = self._normalised(self.qkv.forward(x, step.lora))
-        heads = attend(qkv, step.rotations[self.rope], keys, values, step.plans[self.window], self.options)
-        return self.o.forward(heads, step.lora)
+        return self.o.forward(step.attend(self, qkv, keys, values), step.lora)
 
     def _normalised(self, qkv: torch.Tensor) -> torch.Tensor:
         if self.qk_norm is None:

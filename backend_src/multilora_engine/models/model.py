@@ -9,6 +9,7 @@ import torch
 
 from multilora_engine.execution.forward_batch import ForwardBatch, KVCache
 from multilora_engine.models.kv_groups import KVGroup
+from multilora_engine.models.layers import Attend, Step
 from multilora_engine.models.model_config import ModelConfig
 from multilora_engine.models.weights import Destination, ReadablePlace, WeightSwitch
 from multilora_wire.sites import ModelSites
@@ -28,6 +29,11 @@ class Model(Protocol):
 
     @property
     def dtype(self) -> torch.dtype: ...
+
+    @property
+    def activation_dtype(self) -> torch.dtype:
+        """Of the numbers that flow between its linears, which on a CPU may differ from `dtype`."""
+        ...
 
     @property
     def adapter_sites(self) -> ModelSites:
@@ -75,9 +81,20 @@ class Model(Protocol):
         ...
 
     def hidden_states(
-        self, batch: ForwardBatch, kv_cache: KVCache, on_layer: Callable[[], None] = lambda: None
+        self,
+        batch: ForwardBatch,
+        kv_cache: KVCache,
+        on_layer: Callable[[], None] = lambda: None,
+        attend: Attend | None = None,
     ) -> HiddenStates:
-        """`forward` up to the head: the rows behind the last layer."""
+        """`forward` up to the head: the rows behind the last layer.
+
+        attend: called in the place of each layer's attention; without one the layers attend themselves.
+        """
+        ...
+
+    def attention_step(self, batch: ForwardBatch) -> Step:
+        """The part of a step's inputs that its attention takes, for `Step.attend`."""
         ...
 
     def logits(self, hidden_states: HiddenStates, rows: torch.Tensor) -> torch.Tensor:

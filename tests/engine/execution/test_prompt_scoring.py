@@ -216,6 +216,7 @@ class RecordingGraphs:
 
     def __init__(self, engine: Engine) -> None:
         self.positions: list[int] = []
+        self.sizes = [1]
         self._runner = engine._runner
 
     def serves(self, batch: ForwardBatch) -> bool:

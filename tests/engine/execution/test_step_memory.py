@@ -61,5 +61,5 @@ def test_the_model_computes_the_largest_step_and_with_graphs_the_largest_decode(
     monkeypatch.setattr(Decoder, "forward", watched)
     needed = step_memory(model, config, torch.float32, tables, 64, measure)
     mixed = [1, 1, 1, 3, 64]
-    assert sizes == [mixed, mixed, *([[1] * 5] if has_graphs else [])]
-    assert needed == 1070 + 1005 * has_graphs
+    assert sizes == [mixed, mixed, *([[1] * 5, mixed] if has_graphs else [])]
+    assert needed == 1070 + (1005 + 1070) * has_graphs

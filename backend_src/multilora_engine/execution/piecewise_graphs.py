@@ -1,0 +1,171 @@
+"""`PiecewiseGraphs`: steps with prompts as CUDA graphs around their attention.
+
+Attention depends on how the tokens of a step are cut into sequences. All between two attentions depends on the number
+of tokens alone, so it is captured, once for each of some sizes, and the step is padded to the next. Steps of more
+tokens than the largest size keep a GPU busy for longer than the host takes to launch them.
+
+Captures (`CudaPieces`) have not run on a device.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+
+from multilora_engine.execution.cuda_graphs import Run
+from multilora_engine.execution.forward_batch import ForwardBatch, KVCache, TokenLoRAs
+from multilora_engine.models.layers import Attention
+from multilora_engine.models.model import HiddenStates, Model
+from multilora_kernels import LoRATables
+
+_SIZE_STEP, _MAX_SIZE = 64, 512
+_BASE_MODEL = -1
+
+
+class Pieces(Protocol):
+    """Captures one piece after the other."""
+
+    def stream(self) -> AbstractContextManager[Any]:
+        """In which pieces are captured."""
+        ...
+
+    def begin(self) -> None: ...
+
+    def end(self) -> Run:
+        """The replay of all that was computed since `begin`."""
+        ...
+
+
+def piece_sizes(max_num_tokens: int) -> list[int]:
+    """The numbers of tokens that steps with prompts are captured for."""
+    last = min(max_num_tokens, _MAX_SIZE)
+    return [*range(_SIZE_STEP, last, _SIZE_STEP), last]
+
+
+@dataclass(frozen=True)
+class _Capture:
+    """The pieces of one size, the attention between each two with its cache, and the rows behind the last layer."""
+
+    pieces: list[Run]
+    attentions: list[tuple[Attention, torch.Tensor, torch.Tensor]]
+    hidden_states: HiddenStates
+
+
+class PiecewiseGraphs:
+    """Steps of up to the largest of `sizes` tokens, each size captured when this is made, with adapters and without."""
+
+    @torch.inference_mode()
+    def __init__(self, model: Model, kv_cache: KVCache, tables: LoRATables, sizes: list[int], pieces: Pieces) -> None:
+        self._model, self._kv_cache, self._tables = model, kv_cache, tables
+        self._sizes = sizes
+        device = tables.rank.device
+        self._input_ids, self._positions, self._lora_mapping = torch.zeros(
+            3, sizes[-1], dtype=torch.int64, device=device
+        )
+        config, dtype = model.config, model.activation_dtype
+        # One for all layers and sizes: graphs would keep the memory of each.
+        self._qkv = torch.empty(sizes[-1], config.q_size + 2 * config.kv_size, dtype=dtype, device=device)
+        self._heads = torch.zeros(sizes[-1], config.q_size, dtype=dtype, device=device)
+        # The largest first: the others fit into the memory that it leaves.
+        with pieces.stream():
+            self._captures = {
+                (size, has_adapters): self._captured(size, has_adapters, pieces)
+                for size in reversed(sizes)
+                for has_adapters in (True, False)
+            }
+
+    @property
+    def sizes(self) -> list[int]:
+        return self._sizes
+
+    def serves(self, batch: ForwardBatch) -> bool:
+        """Whether a batch has few enough tokens."""
+        return len(batch.input_ids) <= self._sizes[-1]
+
+    @torch.inference_mode()
+    def run(self, batch: ForwardBatch, on_layer: Callable[[], None] = lambda: None) -> HiddenStates:
+        """`Model.hidden_states`, overwritten by the next step; rows behind the tokens of this one mean nothing."""
+        num_tokens = len(batch.input_ids)
+        size = self._sizes[bisect.bisect_left(self._sizes, num_tokens)]
+        self._fill(batch, size)
+        capture = self._captures[size, batch.lora is not None]
+        step = self._model.attention_step(batch)
+        capture.pieces[0]()
+        for (layer, keys, values), piece in zip(capture.attentions, capture.pieces[1:], strict=True):
+            on_layer()
+            self._heads[:num_tokens] = step.attend(layer, self._qkv[:num_tokens], keys, values)
+            piece()
+        return capture.hidden_states
+
+    def _fill(self, batch: ForwardBatch, size: int) -> None:
+        """Copy a step to the first rows. Those of padding are a token 0 of the base model, which nobody attends to."""
+        n = len(batch.input_ids)
+        self._input_ids[:n], self._positions[:n] = batch.input_ids, batch.positions
+        self._input_ids[n:size] = self._positions[n:size] = 0
+        if batch.lora is not None:
+            self._lora_mapping[:n] = batch.lora.mapping
+            self._lora_mapping[n:size] = _BASE_MODEL
+
+    def _captured(self, size: int, has_adapters: bool, pieces: Pieces) -> _Capture:
+        capture = _Capture([], [], (self._heads, self._heads))
+        batch = self._batch(size, has_adapters)
+
+        def interrupt(layer: Attention, qkv: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+            self._qkv[:size] = qkv
+            capture.pieces.append(pieces.end())
+            capture.attentions.append((layer, keys, values))
+            pieces.begin()
+            return self._heads[:size]
+
+        # Once outside: compiles kernels, and allocates the memory that libraries keep.
+        self._model.hidden_states(batch, self._kv_cache, attend=lambda *_: self._heads[:size])
+        pieces.begin()
+        hidden_states = self._model.hidden_states(batch, self._kv_cache, attend=interrupt)
+        capture.pieces.append(pieces.end())
+        return replace(capture, hidden_states=hidden_states)
+
+    def _batch(self, size: int, has_adapters: bool) -> ForwardBatch:
+        """The first `size` rows as one sequence; no piece reads of which sequence a row is."""
+        self._lora_mapping[:size] = _BASE_MODEL
+        ends = torch.tensor([0, size], device=self._input_ids.device)
+        return ForwardBatch(
+            input_ids=self._input_ids[:size],
+            positions=self._positions[:size],
+            slot_mapping=self._positions[:size],
+            query_lens=[size],
+            context_lens=[size],
+            num_keys=ends[1:],
+            query_starts=ends,
+            block_tables=ends.new_zeros(1, 1),
+            num_decodes=0,
+            logits_indices=ends[:0],
+            block_size=size,
+            lora=TokenLoRAs(self._tables, self._lora_mapping[:size]) if has_adapters else None,
+        )
+
+
+class CudaPieces:
+    """Captures on a GPU. pool: a handle of the memory that graphs share, one running at a time."""
+
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
+        self._graph: Any = None
+
+    def stream(self) -> AbstractContextManager[Any]:
+        torch.cuda.synchronize()
+        return torch.cuda.stream(torch.cuda.Stream())
+
+    def begin(self) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        # Other threads of the engine may go on using the device while this one captures.
+        self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+
+    def end(self) -> Run:
+        self._graph.capture_end()
+        replay: Run = self._graph.replay
+        return replay
