@@ -108,6 +108,9 @@ class FleetOperator:
             # The operation may have succeeded or not: both versions may answer from now on.
             self.done[f"{operation} failed ({getattr(error, 'code', '') or error})"] += 1
         else:
+            if kind == "load":
+                # Dynamo's front refuses the name until its discovery has told it.
+                self._fleet.wait_until(lambda: adapter_name(number) in self._fleet.models())
             self._versions.must(number, version, self._is_cut_off)
             self.done[operation] += 1
 

@@ -89,7 +89,8 @@ class FakeWorker:
 
     async def list_adapters(self) -> list[AdapterInfo]:
         here = [_named_info(name, digest) for name, digest in self.named.items()]
-        return here + [_named_info(name, "") for name in self.in_sources if name not in self.named]
+        unread = [name for name in self.in_sources if name not in self.named and task_id_of(name) not in self.in_engine]
+        return here + [_named_info(name, "") for name in unread]
 
     async def load(self, name: str) -> AdapterInfo:
         if name not in self.in_sources:

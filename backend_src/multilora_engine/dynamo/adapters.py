@@ -8,6 +8,7 @@ from typing import Protocol
 from multilora_engine.dynamo.card import AdapterCard, card_of
 from multilora_engine.dynamo.keyed_locks import KeyedLocks
 from multilora_engine.errors import InvalidRequest
+from multilora_engine.lora.names import task_id_of
 from multilora_wire.adapter_info import AdapterInfo
 
 
@@ -36,6 +37,7 @@ class FleetAdapters:
         self._base_name = base_name
         self._module_names = module_names
         self._cards: dict[str, AdapterCard] = {}
+        self._names: dict[int, str] = {}  # of the cards, by task id
         self._in_sources: set[str] = set()
         self._locks: KeyedLocks[str] = KeyedLocks()
 
@@ -43,6 +45,10 @@ class FleetAdapters:
     def cards(self) -> list[AdapterCard]:
         """The card of each adapter, of the version that new requests get."""
         return list(self._cards.values())
+
+    def name_of(self, lora_task_id: int) -> str:
+        """The name on the card of the adapter with this task id; empty if there is none."""
+        return self._names.get(lora_task_id, "")
 
     def check_free(self, name: str) -> None:
         """Raises InvalidRequest if no adapter can have the name."""
@@ -56,12 +62,14 @@ class FleetAdapters:
             if card.name not in self._cards:
                 await self._published.publish(card)
             self._cards[card.name] = card
+            self._names[task_id_of(card.name)] = card.name
 
     async def hide(self, name: str) -> AdapterCard | None:
         """Withdraw the card of an adapter and return it; None if there is none."""
         async with self._locks.held(name):
             if name in self._cards:
                 await self._published.withdraw(name)
+            self._names.pop(task_id_of(name), None)
             return self._cards.pop(name, None)
 
     async def scan_sources(self) -> None:

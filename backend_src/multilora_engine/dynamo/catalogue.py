@@ -8,6 +8,8 @@ import random
 from contextlib import aclosing, suppress
 from typing import Protocol
 
+import msgspec
+
 from multilora_engine.dynamo.adapters import FleetAdapters
 from multilora_engine.dynamo.card import AdapterCard, card_of
 from multilora_engine.dynamo.fleet_messages import (
@@ -73,7 +75,12 @@ class FleetCatalogue:
         self._module_names = {module.module_id: module.name for module in layout.sites.modules}
 
     async def take_piece(self, upload: Upload, offset: int, piece: bytes) -> Upload | None:
-        """Take the next bytes of an upload. Returns the complete upload as all workers know it, None before."""
+        """Take the next bytes of an upload. Returns the complete upload as all workers know it, None before.
+
+        A client that sends other weights for an adapter of the sources names its task id only: the name stays with it.
+        """
+        if not upload.name and not upload.header.tenant:
+            upload = msgspec.structs.replace(upload, name=self._adapters.name_of(upload.header.lora_task_id))
         taken = await self._uploads.take_piece(upload, offset, piece)
         return None if taken is None else await self._spread(taken)
 

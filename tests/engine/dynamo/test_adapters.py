@@ -11,13 +11,14 @@ from support.adapters import wire_adapter
 from support.fake_fleet import BASE, LAYOUT, FakeFleet, FakeWorker
 
 from multilora_engine.dynamo.card import AdapterCard
-from multilora_engine.dynamo.fleet_messages import Found
-from multilora_engine.dynamo.fleet_uploads import UploadLost
+from multilora_engine.dynamo.fleet_messages import NEW_VERSION, Found, Upload
+from multilora_engine.dynamo.fleet_uploads import UploadLost, pages_of
 from multilora_engine.dynamo.updates import EVENTS, SystemUpdates, path_of
 from multilora_engine.errors import InvalidRequest, PathNotCovered, RelayedError
-from multilora_engine.lora.format import pack_adapter
+from multilora_engine.lora.format import content_digest, pack_adapter
 from multilora_engine.lora.layout import PackedAdapter
 from multilora_engine.lora.names import task_id_of
+from multilora_engine.process.messages import adapter_header
 from multilora_engine.process.reports import EventList
 from multilora_wire.adapter_event import AdapterEvent
 
@@ -150,6 +151,19 @@ def test_what_sources_have_gets_cards_and_is_read_later(fleet: FakeFleet) -> Non
     assert one.cards["s"].user_data["rank"] == 0
     run(one.catalogue.load("s"))
     assert [card.digest for card in one.adapters.cards] == ["source of s"]
+
+
+def test_an_adapter_of_the_sources_stays_a_model_when_a_client_sends_other_weights_for_it(fleet: FakeFleet) -> None:
+    pages = bytes(pages_of(B))
+    digest = content_digest(B.rows, B.pages, LAYOUT.lora_dtype)
+    sent = Upload(adapter_header(X, B), "", digest, len(pages), NEW_VERSION)
+    for worker in fleet.workers.values():
+        worker.in_sources = ["x"]
+    run(*(worker.adapters.scan_sources() for worker in fleet.workers.values()))
+    run(fleet[1].catalogue.take_piece(sent, 0, pages), *(worker.uploads.bring(X) for worker in fleet.workers.values()))
+    run(*(worker.adapters.scan_sources() for worker in fleet.workers.values()))
+    assert [[card.digest for card in worker.adapters.cards] for worker in fleet.workers.values()] == [[B.digest]] * 3
+    assert all(set(worker.cards) == {"x"} for worker in fleet.workers.values())
 
 
 def test_sources_are_looked_at_again(fleet: FakeFleet) -> None:
