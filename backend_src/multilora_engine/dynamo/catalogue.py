@@ -72,6 +72,7 @@ class FleetCatalogue:
         self._layout = layout
         self._locks: KeyedLocks[int] = KeyedLocks()
         self._without_card: dict[TaskId, Upload] = {}
+        self._seen: frozenset[int] = frozenset()  # the other workers, when they were last counted
         self._module_names = {module.module_id: module.name for module in layout.sites.modules}
 
     async def take_piece(self, upload: Upload, offset: int, piece: bytes) -> Upload | None:
@@ -153,9 +154,10 @@ class FleetCatalogue:
                 return
 
     async def follow_news(self) -> None:
-        """Ask another worker for missed news, again and again until cancelled."""
+        """Ask another worker for missed news, again and again until cancelled; keep twice what a lost worker kept."""
         while True:
             try:
+                await self._replace_keepers()
                 for upload in list(self._without_card.values()):
                     await self._show_again(upload)
                 if worker_ids := self._workers.ids:
@@ -198,6 +200,14 @@ class FleetCatalogue:
         if not upload.place:
             await self._keep_twice(upload)
         return upload
+
+    async def _replace_keepers(self) -> None:
+        """Once a worker is gone, make another keep each adapter here that a client sent: it may be the only copy."""
+        here = frozenset(self._workers.ids)
+        if self._seen - here:
+            for upload in self._uploads.sent_and_here:
+                await self._keep_twice(upload)
+        self._seen = here
 
     async def _keep_twice(self, upload: Upload) -> None:
         """Make a second worker keep an adapter that a client sent: no source has it, and this worker may die."""

@@ -96,6 +96,12 @@ class FleetUploads:
         known = self._known.get(task_id)
         return known if isinstance(known, Upload) else None
 
+    @property
+    def sent_and_here(self) -> list[Upload]:
+        """The uploads of clients, which no source has, whose pages are here."""
+        known = [news for news in self._known.values() if isinstance(news, Upload)]
+        return [upload for upload in known if not upload.place and upload.pages_digest in self._pages]
+
     def digest(self, task_id: TaskId) -> str:
         """The digest of the upload of a task id; empty if none is known."""
         upload = self.find(task_id)

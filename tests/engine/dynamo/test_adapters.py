@@ -202,6 +202,31 @@ def test_a_new_worker_hears_of_what_the_others_know(fleet: FakeFleet) -> None:
     assert run(new.uploads.bring(X)) == [True]
 
 
+def test_what_a_client_sent_outlives_one_worker_after_the_other(fleet: FakeFleet) -> None:
+    pages = bytes(pages_of(A))
+    digest = content_digest(A.rows, A.pages, LAYOUT.lora_dtype)
+    for number in (4, 5, 6):
+        fleet.start(number)
+
+    def keepers() -> list[int]:
+        return [number for number, worker in fleet.workers.items() if worker.uploads.pages(digest) is not None]
+
+    async def follow_until_two_keep_it() -> None:
+        following = [asyncio.create_task(worker.catalogue.follow_news()) for worker in fleet.workers.values()]
+        while len(keepers()) < 2:
+            await asyncio.sleep(0.01)
+        for task in following:
+            task.cancel()
+
+    run(fleet[1].catalogue.take_piece(Upload(adapter_header(X, A), "", digest, len(pages), NEW_VERSION), 0, pages))
+    assert len(keepers()) == 2
+    for _ in range(4):
+        run(*(hear(worker) for worker in fleet.workers.values()))
+        fleet.kill(keepers()[0])
+        run(follow_until_two_keep_it())
+    assert [run(worker.uploads.bring(X)) for worker in fleet.workers.values()] == [[True], [True]]
+
+
 def test_a_worker_that_was_cut_off_hears_of_what_it_has_missed(fleet: FakeFleet) -> None:
     run(fleet[1].catalogue.load("x", "/a"), fleet[1].catalogue.load("y", "/a"), fleet[3].uploads.bring(X))
     fleet[3].is_cut_off = True
