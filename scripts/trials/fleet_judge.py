@@ -252,7 +252,8 @@ def _code(status: int, text: str) -> str:
     """The code of an error of Dynamo's front: the worker's code, if the front passes a worker's error on."""
     if status == 404 or "[NOT_FOUND]" in text:
         return "NOT_FOUND"
-    if status == 503 or "[UNAVAILABLE]" in text:
+    # Dynamo's front says so with status 500 while it knows no worker.
+    if status == 503 or "[UNAVAILABLE]" in text or (status == 500 and "Failed to generate completions" in text):
         return "UNAVAILABLE"
     try:
         said = json.loads(text)

@@ -74,7 +74,7 @@ class FakeWorker:
         self.dies_after: int | None = None
         self.lies = ""
         self.is_cut_off = False
-        workers = Workers(FakeClient(fleet, self), FakeContext, worker_id)
+        self.others = workers = Workers(FakeClient(fleet, self), FakeContext, worker_id)
         self.uploads = FleetUploads(self, workers, self, LAYOUT, max_bytes, replaces, max_known)
         self.adapters = FleetAdapters(self, self, BASE, NAMES)
         self.catalogue = FleetCatalogue(self.uploads, self.adapters, workers, self, self, LAYOUT)

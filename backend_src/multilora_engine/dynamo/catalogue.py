@@ -72,7 +72,7 @@ class FleetCatalogue:
         self._layout = layout
         self._locks: KeyedLocks[int] = KeyedLocks()
         self._without_card: dict[TaskId, Upload] = {}
-        self._seen: frozenset[int] = frozenset()  # the other workers, when they were last counted
+        self._seen: frozenset[int] = frozenset()  # the reachable workers, when they were last counted
         self._module_names = {module.module_id: module.name for module in layout.sites.modules}
 
     async def take_piece(self, upload: Upload, offset: int, piece: bytes) -> Upload | None:
@@ -203,7 +203,7 @@ class FleetCatalogue:
 
     async def _replace_keepers(self) -> None:
         """Once a worker is gone, make another keep each adapter here that a client sent: it may be the only copy."""
-        here = frozenset(self._workers.ids)
+        here = frozenset(self._workers.reachable)
         if self._seen - here:
             for upload in self._uploads.sent_and_here:
                 await self._keep_twice(upload)
@@ -211,7 +211,7 @@ class FleetCatalogue:
 
     async def _keep_twice(self, upload: Upload) -> None:
         """Make a second worker keep an adapter that a client sent: no source has it, and this worker may die."""
-        worker_ids = self._workers.ids
+        worker_ids = self._workers.reachable
         for worker_id in random.sample(worker_ids, len(worker_ids)):
             try:
                 checked(await self._workers.ask(worker_id, Announce(upload, keeps=True), _KEEP_TIMEOUT_S))

@@ -47,11 +47,17 @@ class Workers:
         self._client = client
         self._new_context = new_context
         self._own_id = own_id
+        self._lost: set[int] = set()
 
     @property
     def ids(self) -> list[int]:
         """The other workers that discovery knows."""
         return [worker_id for worker_id in self._client.instance_ids() if worker_id != self._own_id]
+
+    @property
+    def reachable(self) -> list[int]:
+        """Those of `ids` whose last call did not end in `WorkerGone`: discovery knows a dead worker for seconds."""
+        return [worker_id for worker_id in self.ids if worker_id not in self._lost]
 
     async def call(
         self, worker_id: int, message: ToWorker, timeout_s: float | None = None
@@ -72,12 +78,15 @@ class Workers:
             # Dynamo has types for most ways to lose a worker, and raises untyped errors for the others.
             reason = str(error) or type(error).__name__
             logger.warning("worker %x is lost: %s", worker_id, reason)
+            self._lost = self._lost & set(self.ids) | {worker_id}
             raise WorkerGone(f"a worker of the fleet cannot be reached: {reason}") from error
         finally:
             if not is_complete:
                 context.stop_generating()
         if not is_complete:
+            self._lost.add(worker_id)
             raise WorkerGone("a worker of the fleet was lost while it answered; try again")
+        self._lost.discard(worker_id)
 
     async def ask(self, worker_id: int, message: ToWorker, timeout_s: float = _ANSWER_TIMEOUT_S) -> FromWorker:
         """The one answer to a message. Raises WorkerGone, and the RequestError that the worker answers with."""

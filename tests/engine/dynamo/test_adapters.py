@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -11,9 +12,10 @@ from support.adapters import wire_adapter
 from support.fake_fleet import BASE, LAYOUT, FakeFleet, FakeWorker
 
 from multilora_engine.dynamo.card import AdapterCard
-from multilora_engine.dynamo.fleet_messages import NEW_VERSION, Found, Upload
+from multilora_engine.dynamo.fleet_messages import NEW_VERSION, Describe, Found, Upload
 from multilora_engine.dynamo.fleet_uploads import UploadLost, pages_of
 from multilora_engine.dynamo.updates import EVENTS, SystemUpdates, path_of
+from multilora_engine.dynamo.workers import WorkerGone
 from multilora_engine.errors import InvalidRequest, PathNotCovered, RelayedError
 from multilora_engine.lora.format import content_digest, pack_adapter
 from multilora_engine.lora.layout import PackedAdapter
@@ -200,6 +202,26 @@ def test_a_new_worker_hears_of_what_the_others_know(fleet: FakeFleet) -> None:
     fleet.kill(2)
     fleet.kill(3)
     assert run(new.uploads.bring(X)) == [True]
+
+
+def test_a_worker_that_does_not_answer_is_missed_before_discovery_knows(fleet: FakeFleet) -> None:
+    pages = bytes(pages_of(A))
+    digest = content_digest(A.rows, A.pages, LAYOUT.lora_dtype)
+
+    async def another_keeps_it() -> None:
+        following = asyncio.create_task(fleet[1].catalogue.follow_news())
+        while not all(fleet[number].uploads.pages(digest) for number in (1, *others)):
+            with suppress(WorkerGone):
+                await fleet[1].others.ask(keeper, Describe())
+            await asyncio.sleep(0.01)
+        following.cancel()
+
+    run(fleet[1].catalogue.take_piece(Upload(adapter_header(X, A), "", digest, len(pages), NEW_VERSION), 0, pages))
+    (keeper,) = [number for number in (2, 3) if fleet[number].uploads.pages(digest) is not None]
+    others = {2, 3} - {keeper}
+    run(hear(fleet[1]))
+    fleet[keeper].is_cut_off = True
+    run(another_keeps_it())
 
 
 def test_what_a_client_sent_outlives_one_worker_after_the_other(fleet: FakeFleet) -> None:
