@@ -427,10 +427,10 @@ def test_a_dead_worker_s_requests_go_to_another_one_unless_they_have_begun(tmp_p
         fleet = FakeFleet(3)
         async with served(fleet, tmp_path) as front:
             fleet.kill(1)
-            fleet[2].dies_after = 1
+            fleet[2].dies_after = fleet[3].dies_after = 1
             (output,) = [one for one in await front.ask("a", [5]) if one.error_code]
             assert output.error_code == "UNAVAILABLE"
-            fleet.num_picked, fleet[2].dies_after = 0, 0
+            fleet.num_picked, fleet[2].dies_after, fleet[3].dies_after = 0, 0, None
             outputs = await front.ask("b", [5])
             assert (tokens(outputs), outputs[-1].finish_reason) == ([3, 5], "length")
             fleet[3].dies_after = 0
