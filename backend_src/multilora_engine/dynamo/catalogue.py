@@ -211,8 +211,7 @@ class FleetCatalogue:
 
     async def _keep_twice(self, upload: Upload) -> None:
         """Make a second worker keep an adapter that a client sent: no source has it, and this worker may die."""
-        worker_ids = self._workers.reachable
-        for worker_id in random.sample(worker_ids, len(worker_ids)):
+        for worker_id in self._workers.by_chance():
             try:
                 checked(await self._workers.ask(worker_id, Announce(upload, keeps=True), _KEEP_TIMEOUT_S))
             except RequestError as error:

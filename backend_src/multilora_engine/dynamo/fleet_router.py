@@ -55,14 +55,13 @@ class FleetRouter:
             picked = await self._ask(request)
             if picked is not None:
                 return picked
-        left = [worker_id for worker_id in self._workers.ids if worker_id not in refused_by]
-        reachable = [worker_id for worker_id in left if worker_id in self._workers.reachable]
+        left = self._workers.by_chance(but=refused_by)
         if not left:
             raise EngineUnavailable(
                 f"no worker of the fleet can be reached, {len(refused_by)} were tried; they are starting, try again"
             )
         # By chance: while a worker is dead and discovery does not know it, one other would get all of its requests.
-        return random.choice(reachable or left)
+        return left[0]
 
     async def pick_any(self) -> int:
         """A worker for a call that generates nothing. Raises EngineUnavailable."""

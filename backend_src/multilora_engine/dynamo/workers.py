@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 from collections.abc import AsyncGenerator, Callable, Collection
 from contextlib import aclosing
 from typing import Any, Protocol
@@ -58,6 +59,12 @@ class Workers:
     def reachable(self) -> list[int]:
         """Those of `ids` whose last call did not end in `WorkerGone`: discovery knows a dead worker for seconds."""
         return [worker_id for worker_id in self.ids if worker_id not in self._lost]
+
+    def by_chance(self, but: Collection[int] = ()) -> list[int]:
+        """The workers except `but`, in random order: first the reachable ones, then the others, which may be back."""
+        reachable = set(self.reachable)
+        left = [worker_id for worker_id in self.ids if worker_id not in but]
+        return sorted(random.sample(left, len(left)), key=lambda worker_id: worker_id not in reachable)
 
     async def call(
         self, worker_id: int, message: ToWorker, timeout_s: float | None = None
