@@ -11,8 +11,8 @@ weights of 4 and 8 bits); `paged_attention` over `PagedSequences` with `Attentio
 and `rotary_attention` (with the steps before it); `store_rows` (alone); `kv_row_size`, `kv_head_dim` and `load_rows`
 (of the cache, which may be in codes of 8 bits); `add_rms_norm`, `add_layer_norm`, `silu_mul`, `gelu_tanh_mul` and
 `gelu_tanh` (the work between linears); `decoder_layers` (all of these in one call, for `PackedLayer`s of
-`PackedLayerLinear`s in a `LayerStep`); `sample_tokens` by `SamplingRule`s; and `load_cpu_kernels` (builds
-the CPU operators ahead of their first use).
+`PackedLayerLinear`s in a `LayerStep`); `sample_tokens` by `SamplingRule`s; `load_cpu_kernels` (builds
+the CPU operators ahead of their first use) and `forget_adapters` (lets go of the last call's).
 """
 
 from multilora_kernels.apply import lora_apply
@@ -23,7 +23,7 @@ from multilora_kernels.attention import (
     paged_attention,
     rotary_attention,
 )
-from multilora_kernels.cpu import load_cpu_kernels
+from multilora_kernels.cpu import forget_adapters, load_cpu_kernels
 from multilora_kernels.decoder_layers import LayerStep, PackedLayer, PackedLayerLinear, decoder_layers
 from multilora_kernels.elementwise import add_layer_norm, add_rms_norm, gelu_tanh, gelu_tanh_mul, silu_mul
 from multilora_kernels.expand import lora_expand
@@ -62,6 +62,7 @@ __all__ = [
     "add_layer_norm",
     "add_rms_norm",
     "decoder_layers",
+    "forget_adapters",
     "gelu_tanh",
     "gelu_tanh_mul",
     "has_paged_attention",

@@ -5,13 +5,23 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
-from support.lora_cases import make_case
+from support.lora_cases import TOLERANCES, make_case
 
-from multilora_kernels import cpu, load_cpu_kernels, lora_expand, lora_shrink
+from multilora_kernels import (
+    LoRASegments,
+    LoRATables,
+    cpu,
+    load_cpu_kernels,
+    lora_apply,
+    lora_expand,
+    lora_shrink,
+    reference,
+)
 
 _FOLDER = Path(__file__).parent
 
@@ -107,3 +117,27 @@ def test_weights_outside_the_arena_are_refused_and_not_read():
     case.tables.a_offset.fill_(case.tables.arena.numel())
     with pytest.raises(RuntimeError, match="outside the arena"):
         lora_shrink(case.x, case.tables, 0, case.shape.num_slices, case.segments)
+
+
+def test_other_tables_and_segments_are_read_even_where_the_last_ones_lay():
+    case, other = (make_case("zipf", 9, ranks=ranks, base_share=0) for ranks in ((4, 16), (7, 2)))
+    expected = {id(c): reference.lora_shrink(c.x, c.tables, 0, c.shape.num_slices, c.segments) for c in (case, other)}
+    for c in (case, case, other, case, other, other):
+        # New tuples, of which each may lie at the place of the one before.
+        tables, segments = LoRATables(*c.tables), LoRASegments(*c.segments)
+        y = torch.zeros(9, sum(c.shape.slice_sizes))
+        lora_apply(c.x, y, tables, 0, c.shape.slice_sizes, segments)
+        wanted = torch.zeros_like(y)
+        reference.lora_expand(expected[id(c)], wanted, tables, 0, c.shape.slice_sizes, segments)
+        rtol, atol = TOLERANCES[torch.float32]
+        torch.testing.assert_close(y, wanted, rtol=rtol, atol=atol)
+
+
+def test_a_forgotten_arena_is_freed():
+    case = make_case("zipf", 3, ranks=(4,), base_share=0)
+    arena = weakref.ref(case.tables.arena)
+    lora_apply(case.x, case.y, case.tables, 0, case.shape.slice_sizes, case.segments)
+    del case
+    assert arena() is not None, "the last call's tables are kept for the next one"
+    cpu.forget_adapters()
+    assert arena() is None

@@ -44,6 +44,7 @@ from multilora_engine.request import GenerationRequest, TokenOutput
 from multilora_engine.sampling.guide_queue import GuideQueue, GuidesInUse
 from multilora_engine.sampling.guided import GuideCompiler
 from multilora_engine.sampling.sampler import Choice, SampledToken
+from multilora_kernels import forget_adapters
 
 _logger = logging.getLogger(__name__)
 
@@ -242,6 +243,7 @@ class Engine:
         self._remote.close()
         self.weights.close()
         self._loras.close()
+        forget_adapters()
 
     def _make_admission(self, config: EngineConfig, base: BaseModel) -> Admission:
         limits = RequestLimits(

@@ -168,6 +168,13 @@ def quantize_compiled(matrix: Literal["a", "b"], values: torch.Tensor, bits: int
     return getattr(library, f"quantize_lora_{matrix}")(values.contiguous(), bits)  # type: ignore[no-any-return]
 
 
+def forget_adapters() -> None:
+    """Let go of the tables and segments of the last call, which are kept for the next one, and so of their arena."""
+    library = _library() if _library.cache_info().currsize else None
+    if library is not None:
+        library.forget_adapters()
+
+
 def capability() -> str:
     """The instruction set that serves this process. Only where `panel_shape` is not None."""
     return _compiled().capability()  # type: ignore[no-any-return]

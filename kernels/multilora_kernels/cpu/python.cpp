@@ -216,6 +216,11 @@ PyObject* poison_memory(PyObject* const* arguments) {
   return new_reference(Py_None);
 }
 
+PyObject* forget_adapters(PyObject* const*) {
+  forget_tuples();
+  return new_reference(Py_None);
+}
+
 using Function = PyObject* (*)(PyObject* const* arguments);
 
 // Calls a function; its C++ errors become Python's.
@@ -320,6 +325,7 @@ PyMethodDef methods[] = {
                                       "(name of a dtype, in_features) -> whether a matrix unit multiplies them"),
     plain<has_unit<rounding_unit_for>, 2>("rounds_activations",
                                           "(name of a dtype, in_features) -> whether it takes activations of bfloat16"),
+    plain<forget_adapters, 0>("forget_adapters", "() -> None; the tables and segments of the last call are let go"),
     plain<poison_memory, 1>("poison_memory", "(bool) -> None; whether memory for results is full of NaN, for tests"),
     {nullptr, nullptr, 0, nullptr}};
 

@@ -19,6 +19,50 @@ class Fields {
   PyObject* object_;
 };
 
+Tables read_tables(PyObject* object) {
+  const Fields fields(object, 6, "LoRATables");
+  return {tensor_of(fields[0]), tensor_of(fields[1]), tensor_of(fields[2]),
+          tensor_of(fields[3]), tensor_of(fields[4]), integer_of(fields[5])};
+}
+
+Segments read_segments(PyObject* object) {
+  const Fields fields(object, 6, "LoRASegments");
+  return {tensor_of(fields[0]), tensor_of(fields[1]), tensor_of(fields[2]), tensor_of(fields[3])};
+}
+
+// The tuple that was read last, and its value: all linears of a step share one, and its tensors, which come from as many places
+// in memory, take longer to look at than the update of one row. A reference keeps the tuple, so that no other is at its place.
+// Python's lock guards it.
+template <class Value, Value (*read)(PyObject*)>
+class LastRead {
+ public:
+  Value value_of(PyObject* object) {
+    if (object == object_) {
+      return value_;
+    }
+    const Value value = read(object);
+    Py_INCREF(object);
+    keep(object, value);
+    return value;
+  }
+  void forget() { keep(nullptr, {}); }
+
+ private:
+  // The end of the tuple before may run other code of Python, which finds the new one.
+  void keep(PyObject* object, const Value& value) {
+    PyObject* before = object_;
+    object_ = object;
+    value_ = value;
+    Py_XDECREF(before);
+  }
+
+  PyObject* object_ = nullptr;
+  Value value_;
+};
+
+LastRead<Tables, read_tables> last_tables;
+LastRead<Segments, read_segments> last_segments;
+
 LayerLinear layer_linear_of(PyObject* object) {
   const Fields fields(object, 4, "PackedLayerLinear");
   return {panels_of(fields[0]), optional_tensor_of(fields[1]), integer_of(fields[2]), integers_of(fields[3])};
@@ -97,15 +141,13 @@ Panels panels_of(PyObject* object) {
           Scaling{tensor_of(fields[1]), optional_tensor_of(fields[2]), integer_of(fields[3]), integer_of(fields[4])}};
 }
 
-Tables tables_of(PyObject* object) {
-  const Fields fields(object, 6, "LoRATables");
-  return {tensor_of(fields[0]), tensor_of(fields[1]), tensor_of(fields[2]),
-          tensor_of(fields[3]), tensor_of(fields[4]), integer_of(fields[5])};
-}
+Tables tables_of(PyObject* object) { return last_tables.value_of(object); }
 
-Segments segments_of(PyObject* object) {
-  const Fields fields(object, 6, "LoRASegments");
-  return {tensor_of(fields[0]), tensor_of(fields[1]), tensor_of(fields[2]), tensor_of(fields[3])};
+Segments segments_of(PyObject* object) { return last_segments.value_of(object); }
+
+void forget_tuples() {
+  last_tables.forget();
+  last_segments.forget();
 }
 
 Sequences sequences_of(PyObject* object) {

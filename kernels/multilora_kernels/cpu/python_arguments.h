@@ -28,8 +28,11 @@ Panels panels_of(PyObject* object);
 // The first field of QuantizedPanels, or the object itself.
 PyObject* data_of_panels(PyObject* object);
 
+// These keep the last tuple, whose tensors must therefore stay as long as they are and where they are.
 Tables tables_of(PyObject* object);
 Segments segments_of(PyObject* object);
+// Lets go of both tuples.
+void forget_tuples();
 Sequences sequences_of(PyObject* object);
 // head_dim: for the scale of options that have none.
 AttentionOptions attention_options_of(PyObject* object, int64_t head_dim);
