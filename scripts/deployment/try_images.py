@@ -5,13 +5,15 @@ of its own, with a read-only root, until the health check passes. A client asks 
 it.
 
 The GPU recipe gets the PyPI server at the place where NVIDIA's image has its own, and serves on the CPU: its steps are
-tried, its GPU is not. The proxy runs without a server behind it. Needs root rights, Debian's iproute2 and util-linux,
-some minutes and 15 GB.
+tried, its GPU is not. The proxy runs without a server behind it. `--docs` writes a row of docker/README.md's table for
+each recipe that was tried, with its command, machine and commit, and leaves the other rows as they are. Needs root
+rights, Debian's iproute2 and util-linux, some minutes and 15 GB.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -30,7 +32,7 @@ from rich.table import Table
 from checkpoints.prepare_default_model import ensure_default_checkpoint
 from deployment.clean_root import Image, ImageError, require_tools
 from deployment.image_builder import BASE, ImageBuilder
-from marked_tables import write_table
+from marked_tables import read_cells, read_table, write_table
 from repository import REPOSITORY
 from servers.started_server import sigterm_as_ctrl_c
 from sources import measured_source
@@ -74,11 +76,13 @@ def main(
         Path | None,
         typer.Option(help="Keep the images here, and the base for the next time (default: a temporary folder)."),
     ] = None,
-    update_docs: Annotated[bool, typer.Option("--docs", help="Write the table of docker/README.md.")] = False,
+    update_docs: Annotated[
+        bool, typer.Option("--docs", help="Write the rows of these recipes in the table of docker/README.md.")
+    ] = False,
 ) -> None:
     """Build the Dockerfiles, start their entry points, and send each server a request."""
-    if update_docs and recipes:
-        raise typer.BadParameter("--docs is for a run of every recipe; name none")
+    if unknown := set(recipes or ()) - set(RECIPES):
+        raise typer.BadParameter(f"no recipe is called {', '.join(sorted(unknown))}; there are {', '.join(RECIPES)}")
     source = measured_source() if update_docs else ""
     with sigterm_as_ctrl_c(), tempfile.TemporaryDirectory(prefix="multilora-images-") as temporary:
         try:
@@ -90,7 +94,7 @@ def main(
             raise typer.Exit(1) from None
     _print(trials)
     if update_docs:
-        write_table(PAGE, TABLE, markdown(trials), source)
+        update_page(PAGE, trials, source)
 
 
 def try_image(name: str, builder: ImageBuilder) -> Trial:
@@ -200,11 +204,21 @@ def _find_compilers(container: Container) -> str:
     return ", ".join(Path(program).name for program in found) or "none"
 
 
-def markdown(trials: Sequence[Trial]) -> str:
-    """The table of docker/README.md: a row for each recipe."""
-    rows = [[trial.recipe, *(dict(trial.findings).get(tried, "") for tried in _TRIED)] for trial in trials]
-    lines = [["recipe", *_TRIED], ["---"] * (len(_TRIED) + 1), *rows]
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+def update_page(page: Path, trials: Sequence[Trial], source: str) -> None:
+    """Write these trials' rows into the page's table, and below it the sentence where each row is from.
+
+    Rows and sentences of other recipes stay: a recipe takes minutes, and can be tried by itself.
+    """
+    rows = {cells.pop("recipe"): cells for cells in read_cells(page, TABLE)}
+    sources = dict(re.findall(r"^- ([a-z]+): (.+)$", read_table(page, TABLE), re.MULTILINE))
+    for trial in trials:
+        rows[trial.recipe], sources[trial.recipe] = dict(trial.findings), source
+    recipes = [recipe for recipe in RECIPES if recipe in rows]
+    table = [["recipe", *_TRIED], ["---"] * (len(_TRIED) + 1)]
+    table += [[recipe, *(rows[recipe].get(tried, "") for tried in _TRIED)] for recipe in recipes]
+    lines = "".join(f"| {' | '.join(cells)} |\n" for cells in table)
+    told = (f"- {recipe}: {sources[recipe]}" for recipe in recipes if recipe in sources)
+    write_table(page, TABLE, lines, "\n".join(told))
 
 
 def _print(trials: Sequence[Trial]) -> None:

@@ -10,19 +10,36 @@ import pytest
 
 from deployment.clean_root import ImageError
 from deployment.image_builder import BASE, ImageBuilder
-from deployment.try_images import PAGE, RECIPES, TABLE, Trial, markdown, try_image
-from marked_tables import read_cells
+from deployment.try_images import PAGE, RECIPES, TABLE, Trial, try_image, update_page
+from marked_tables import read_cells, read_table
 
 ANSWER = '`{"answer": "Honey", "topic": "animals"}`'
 
 
-def test_the_page_shows_what_was_seen_of_each_recipe() -> None:
+def test_the_page_shows_what_was_seen_of_each_recipe_and_where_it_is_from() -> None:
     rows = read_cells(PAGE, TABLE)
     assert [row["recipe"] for row in rows] == list(RECIPES)
     assert {row["user"] for row in rows} == {"10001:10001"}
     assert all(row["answer of an adapter"] == ("" if row["recipe"] == "proxy" else ANSWER) for row in rows)
-    written = markdown([Trial(row.pop("recipe"), [*row.items()]) for row in read_cells(PAGE, TABLE)])
-    assert written.replace("  ", " ") in PAGE.read_text().replace("  ", " ")
+    for recipe in RECIPES:
+        assert f"\n- {recipe}: By `scripts/run try_images" in read_table(PAGE, TABLE)
+
+
+def test_a_trial_writes_its_own_row_and_leaves_the_others(tmp_path: Path) -> None:
+    page = tmp_path / "README.md"
+    page.write_text(PAGE.read_text())
+    before = {row["recipe"]: row for row in read_cells(page, TABLE)}
+    findings = [("built", "9 s"), ("size", "7.7 GB in 3 layers"), ("user", "1:1")]
+    update_page(page, [Trial("gpu", findings)], "By a test.")
+    after = {row["recipe"]: row for row in read_cells(page, TABLE)}
+    assert list(after) == list(RECIPES)
+    assert (after["cpu"], after["proxy"]) == (before["cpu"], before["proxy"])
+    assert after["gpu"] == dict.fromkeys(before["gpu"], "") | {"recipe": "gpu"} | dict(findings[1:])
+    lines, lines_before = (read_table(each, TABLE).splitlines() for each in (page, PAGE))
+    assert "- gpu: By a test." in lines
+    assert [line for line in lines if line.startswith(("- cpu", "- proxy"))] == [
+        line for line in lines_before if line.startswith(("- cpu", "- proxy"))
+    ]
 
 
 @pytest.fixture(scope="module")
