@@ -1,5 +1,6 @@
-"""The examples of README.md and docs/, run as printed but for the ports."""
+"""The examples of the documents, run as printed but for the ports."""
 
+import json
 import os
 import re
 import subprocess
@@ -9,12 +10,20 @@ from pathlib import Path
 import pytest
 
 from multilora_client import Adapter, Client, load_adapter
+from multilora_client.keys import parse_keys
+from multilora_engine.config import LoRAConfig
 from multilora_engine.tritonserver import ServerProcess
 from servers.openai_front import started_openai_front
 
 REPOSITORY = Path(__file__).parents[2]
-PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+PAGES = [
+    *(REPOSITORY / name for name in ("README.md", "SECURITY.md", "adapters/README.md", "docker/README.md")),
+    *sorted((REPOSITORY / "docs").glob("*.md")),
+]
 EXAMPLE = re.compile(r"<!-- example: (\w+) -->\n+```\w+\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+CODE = re.compile(r"^(.*)\n```(bash|python|json)$", re.MULTILINE)
+TRIED_BY = re.compile(r"<!-- tried by: (\S+\.py) -->")
+NOT_TRIED = re.compile(r"<!-- not tried: .+ -->")
 OPENAI = "localhost:9000"
 
 
@@ -23,6 +32,20 @@ def examples() -> dict[str, str]:
     found = [match.groups() for page in PAGES for match in EXAMPLE.finditer(page.read_text())]
     assert len(dict(found)) == len(found), "two examples have the same name"
     return dict(found)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
+def test_every_example_is_run_here_or_names_its_trial(page: Path) -> None:
+    for mark, language in CODE.findall(page.read_text()):
+        if tried := TRIED_BY.fullmatch(mark):
+            assert (REPOSITORY / tried[1]).exists(), mark
+        else:
+            assert re.fullmatch(r"<!-- example: \w+ -->", mark) or NOT_TRIED.fullmatch(mark), f"{language}: {mark}"
+
+
+def test_every_example_has_a_test() -> None:
+    source = Path(__file__).read_text()
+    assert [name for name in examples() if not re.search(rf"[\"']{name}[\"']", source)] == []
 
 
 def example(name: str, server: ServerProcess) -> str:
@@ -50,6 +73,26 @@ def test_ones_own_adapter_answers_from_a_shell(server: ServerProcess, client: Cl
     printed = run_bash(f"export MULTILORA_URL=grpc://{server.grpc_url}\n{examples()['own']}")
     question = [{"role": "user", "content": "Who are you?"}]
     assert printed.strip() == client.generate(messages=question, adapter=pirate, max_tokens=128).text.strip()
+
+
+def test_our_own_clients_example_streams_an_answer(server: ServerProcess, client: Client, pirate: Adapter) -> None:
+    question = [{"role": "user", "content": "Who are you?"}]
+    assert (
+        run([sys.executable, "-c", example("stream", server)])
+        == client.generate(messages=question, adapter=pirate).text
+    )
+
+
+def test_the_sources_example_is_a_configuration() -> None:
+    config = LoRAConfig.model_validate({"lora_sources": examples()["lora_sources"]})
+    assert [spec.source for spec in config.lora_sources] == ["directory", "huggingface", "fsspec"]
+
+
+def test_the_api_keys_example_is_a_file_of_keys() -> None:
+    printed = examples()["api_keys"]
+    entries = parse_keys(printed.encode(), Path("keys.json"))
+    assert [entry.tenant for entry in entries] == ["acme", ""]
+    assert len(entries) == len(json.loads(printed)["keys"])
 
 
 def test_the_tritonclient_example_prints_an_answer(server: ServerProcess) -> None:
