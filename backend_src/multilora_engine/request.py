@@ -104,13 +104,20 @@ class SamplingParams(msgspec.Struct, frozen=True):
         return self.return_context_logits or self.return_prompt_log_probs
 
     @property
+    def has_decay(self) -> bool:
+        """Whether top_p changes with the answer."""
+        return self.top_p_decay != 1.0 or self.top_p_min > self.top_p
+
+    @property
     def must_read_each_token(self) -> bool:
-        """Whether the host must have read a token before the next one is chosen, or reads more of it than its id."""
-        decays = self.top_p_decay != 1.0 or self.top_p_min > self.top_p
-        penalises = self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
-        forbids = self.min_tokens > 0 or bool(self.bad_token_sequences) or self.guide is not None
-        tells = self.return_log_probs or self.return_context_logits or self.return_generation_logits
-        return decays or penalises or forbids or tells or self.beam_width > 1
+        """Whether the host must have read a token before the next one is chosen.
+
+        A guide's grammar and a beam search, which compares beams, are the host's; logits of the prompt are read with
+        the step that has them. Penalties, bad words, `min_tokens` and the decay of top_p need no such wait: the device
+        does them. Stop words and stop tokens neither: they are looked for behind the device, and tokens that were
+        computed beyond one are dropped.
+        """
+        return self.guide is not None or self.beam_width > 1 or self.return_context_logits
 
 
 class Sender(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -11,8 +11,9 @@ weights of 4 and 8 bits); `paged_attention` over `PagedSequences` with `Attentio
 and `rotary_attention` (with the steps before it); `store_rows` (alone); `kv_row_size`, `kv_head_dim` and `load_rows`
 (of the cache, which may be in codes of 8 bits); `add_rms_norm`, `add_layer_norm`, `silu_mul`, `gelu_tanh_mul` and
 `gelu_tanh` (the work between linears); `decoder_layers` (all of these in one call, for `PackedLayer`s of
-`PackedLayerLinear`s in a `LayerStep`); `sample_tokens` by `SamplingRule`s; `load_cpu_kernels` (builds
-the CPU operators ahead of their first use) and `forget_adapters` (lets go of the last call's).
+`PackedLayerLinear`s in a `LayerStep`); `sample_tokens` by `SamplingRule`s, behind `penalise_tokens` and
+`forbid_tokens`, within `LARGEST_LOGIT`; `load_cpu_kernels` (builds the CPU operators ahead of their first use) and
+`forget_adapters` (lets go of the last call's).
 """
 
 from multilora_kernels.apply import lora_apply
@@ -32,6 +33,7 @@ from multilora_kernels.kv_rows import kv_head_dim, kv_row_size, load_rows, store
 from multilora_kernels.linear import PackedWeight, activation_dtype, packed_embedding, packed_linear
 from multilora_kernels.lora_linear import lora_linear
 from multilora_kernels.memory_ahead import MemoryAhead
+from multilora_kernels.penalties import LARGEST_LOGIT, forbid_tokens, penalise_tokens
 from multilora_kernels.quantized import (
     CodeType,
     QuantizedWeight,
@@ -39,12 +41,13 @@ from multilora_kernels.quantized import (
     quantized_linear,
     quantized_lora_linear,
 )
-from multilora_kernels.sampling import SamplingRule, sample_tokens
+from multilora_kernels.sampling import SamplingRule, rule_parameters, sample_tokens
 from multilora_kernels.segments import LoRASegments, lora_segments
 from multilora_kernels.shrink import lora_shrink
 from multilora_kernels.tables import LoRATables
 
 __all__ = [
+    "LARGEST_LOGIT",
     "AttentionOptions",
     "CodeType",
     "HugePages",
@@ -63,6 +66,7 @@ __all__ = [
     "add_rms_norm",
     "decoder_layers",
     "forget_adapters",
+    "forbid_tokens",
     "gelu_tanh",
     "gelu_tanh_mul",
     "has_paged_attention",
@@ -78,10 +82,12 @@ __all__ = [
     "packed_embedding",
     "packed_linear",
     "paged_attention",
+    "penalise_tokens",
     "quantized_embedding",
     "quantized_linear",
     "quantized_lora_linear",
     "rotary_attention",
+    "rule_parameters",
     "sample_tokens",
     "silu_mul",
     "store_rows",

@@ -17,21 +17,26 @@ from multilora_kernels.cpu import sample_tokens_directly
 from multilora_kernels.dispatch import load_operators
 from multilora_kernels.sampling_rule import SamplingRule
 
-__all__ = ["SamplingRule", "sample_tokens"]
+__all__ = ["SamplingRule", "rule_parameters", "sample_tokens"]
 
 
-def sample_tokens(logits: torch.Tensor, rules: list[SamplingRule]) -> torch.Tensor:
+def sample_tokens(logits: torch.Tensor, rules: list[SamplingRule] | torch.Tensor) -> torch.Tensor:
     """The tokens of all rows, int64 [rows], on the device of the logits; the host does not wait for it.
 
     logits: float32 [rows, vocab], contiguous along a row, with a rule each; RuntimeError otherwise. A row's token
-    depends on its own logits and rule alone. Of a row with NaN, or where every logit is -inf, it is any.
+    depends on its own logits and rule alone. Of a row with NaN, or where every logit is -inf, it is any. rules: may be
+    their `rule_parameters` on that device.
     """
     load_operators(logits)
     is_eager = not torch.compiler.is_dynamo_compiling()
-    parameters = torch.tensor(rules, dtype=torch.float64).view(len(rules), len(SamplingRule._fields))
-    if logits.is_cuda:
-        # From pinned memory the copy queues behind the device's earlier work instead of waiting for it.
-        parameters = parameters.pin_memory().to(logits.device, non_blocking=True)
-    elif is_eager and (tokens := sample_tokens_directly(logits, parameters)) is not None:
+    parameters = rules if isinstance(rules, torch.Tensor) else rule_parameters(rules, logits.device)
+    if not logits.is_cuda and is_eager and (tokens := sample_tokens_directly(logits, parameters)) is not None:
         return tokens
     return operators.sample_tokens(logits, parameters)  # type: ignore[no-any-return]
+
+
+def rule_parameters(rules: list[SamplingRule], device: torch.device) -> torch.Tensor:
+    """The fields of rules on a device, float64 [rows, 5]; the host does not wait for it."""
+    parameters = torch.tensor(rules, dtype=torch.float64).view(len(rules), len(SamplingRule._fields))
+    # From pinned memory the copy queues behind the device's earlier work instead of waiting for it.
+    return parameters.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else parameters

@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 
-from multilora_kernels import reference, sampling_reference
+from multilora_kernels import penalties_reference, reference, sampling_reference
 from multilora_kernels.adapter_codes import CODE_BITS
 from multilora_kernels.adapter_quantization import reference_a, reference_b
 from multilora_kernels.apply import lora_apply
@@ -22,6 +22,7 @@ from multilora_kernels.attention import AttentionOptions, PagedSequences, rotary
 from multilora_kernels.elementwise import add_layer_norm, add_rms_norm, gelu_tanh, gelu_tanh_mul, silu_mul
 from multilora_kernels.expand import lora_expand
 from multilora_kernels.kv_rows import quantize_rows
+from multilora_kernels.penalties import forbid_tokens, penalise_tokens
 from multilora_kernels.sampling import SamplingRule, sample_tokens
 from multilora_kernels.segments import (
     CHUNK_SIZE,
@@ -174,7 +175,43 @@ def _comparisons_between_linears(
     ungated = gates[:, :mlp].contiguous()
     yield "gelu_tanh", described, lambda: (gelu_tanh(ungated), reference.gelu_tanh(ungated.double()), tolerance)
     logits = _random(rows, shapes.vocab_size, device=device, generator=generator, dtype=torch.float32) * 3
-    yield "sample_tokens", f"[{rows}, {shapes.vocab_size}]", lambda: _compare_tokens(logits)
+    described = f"[{rows}, {shapes.vocab_size}]"
+    # Before the sampling, which rounds some of them.
+    yield "penalise_tokens", described, lambda: _compare_penalties(logits)
+    yield "forbid_tokens", described, lambda: _compare_bans(logits)
+    yield "sample_tokens", described, lambda: _compare_tokens(logits)
+
+
+def _compare_penalties(logits: torch.Tensor) -> Results:
+    """Logits and counts behind penalties of every kind are to be the very same. Every second row is penalised."""
+    num_rows, vocab = logits.shape
+    columns = torch.arange(vocab, device=logits.device)
+    counts = torch.where(columns % 3 == 0, columns % 11, 0).int().repeat(num_rows, 1)
+    rows = torch.arange(0, num_rows, 2, device=logits.device)
+    places = torch.stack([rows, rows.flip(0), rows // 2 % 2])
+    last_token_ids = torch.arange(num_rows, device=logits.device) * 33 % vocab
+    kinds = torch.tensor([(1.3, 0.0, 0.0), (1.0, 0.5, 0.3), (0.7, -0.2, 1 / 3)], dtype=torch.float64)
+    penalties = kinds.repeat(len(rows), 1)[: len(rows)].to(logits.device)
+    results = []
+    for penalise in (penalise_tokens, penalties_reference.penalise_tokens):
+        x, counted = logits.clone(), counts.clone()
+        penalise(x, counted, places, last_token_ids, penalties)
+        results.append(torch.cat((x, counted)))
+    return results[0], results[1], 1e-9
+
+
+def _compare_bans(logits: torch.Tensor) -> Results:
+    """Of every row some tokens, of which the last one of the row lets every second be."""
+    num_rows, vocab = logits.shape
+    rows = torch.arange(num_rows, device=logits.device).repeat(3)
+    token_ids = torch.arange(len(rows), device=logits.device) * 7 % vocab
+    bans = torch.stack([rows, token_ids, token_ids % 3 - 1])
+    results = []
+    for forbid in (forbid_tokens, penalties_reference.forbid_tokens):
+        x = logits.clone()
+        forbid(x, bans, rows[:num_rows] % 2)
+        results.append(x.isinf())
+    return results[0], results[1], 1e-9
 
 
 def _compare_tokens(logits: torch.Tensor) -> Results:

@@ -23,6 +23,7 @@ from multilora_kernels.cuda.elementwise import (
     norm_constants,
 )
 from multilora_kernels.cuda.expand import expand_constants, expand_kernel
+from multilora_kernels.cuda.penalties import forbid_constants, forbid_kernel, penalise_constants, penalise_kernel
 from multilora_kernels.cuda.prompt_attention import prompt_constants, prompt_kernel
 from multilora_kernels.cuda.rotation import rotate_and_store_kernel, rotation_constants
 from multilora_kernels.cuda.sampling import sample_constants, sample_kernel
@@ -49,10 +50,13 @@ _POINTERS = {
     "parameters_ptr": "*fp64",
     "weights_ptr": "*fp32",
     "token_ptr": "*i64",
+    "place_ptr": "*i64",
+    "ban_ptr": "*i64",
+    "last_token_ptr": "*i64",
     **dict.fromkeys(
         [
             *("rank_ptr", "permutation_ptr", "chunk_start_ptr", "chunk_length_ptr", "chunk_lora_index_ptr"),
-            *("work_ptr", "arrival_ptr"),
+            *("work_ptr", "arrival_ptr", "counts_ptr"),
         ],
         "*i32",
     ),
@@ -186,6 +190,16 @@ def gelu_tanh_mul_resources(dtype: str, capability: int) -> Resources:
 def sample_resources(vocab: int, capability: int) -> Resources:
     """`sample_tokens`; the rest as of the others."""
     return _resources(sample_kernel, sample_constants(vocab), "fp32", capability)
+
+
+def penalise_resources(capability: int) -> Resources:
+    """`penalise_tokens`; the rest as of the others."""
+    return _resources(penalise_kernel, penalise_constants(), "fp32", capability)
+
+
+def forbid_resources(capability: int) -> Resources:
+    """`forbid_tokens`; the rest as of the others."""
+    return _resources(forbid_kernel, forbid_constants(), "fp32", capability)
 
 
 def _resources(

@@ -6,7 +6,14 @@ import pytest
 import torch
 from support.logits import logits_of
 
-from multilora_kernels import SamplingRule, cuda, load_cpu_kernels, sample_tokens, sampling_reference
+from multilora_kernels import (
+    SamplingRule,
+    cuda,
+    load_cpu_kernels,
+    penalties_reference,
+    sample_tokens,
+    sampling_reference,
+)
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 _LARGEST_UNIFORM = 1 - 2**-53
@@ -85,3 +92,53 @@ def test_what_is_no_row_each_with_a_rule_is_refused_for_no_numbers_are_read():
     for wrong in (logits.double(), logits[:2], logits.T, logits[0]):
         with pytest.raises(RuntimeError, match="must be float"):
             cuda.sample_tokens(wrong, _parameters(_KINDS[:3]))
+
+
+_PENALTIES = [
+    (1.0, 0.0, 0.0),
+    (1.3, 0.0, 0.0),
+    (0.7, 0.4, 0.1),
+    (1e-38, 3e38, 0.0),
+    (1.0, -0.3, 0.0),
+    (1.0, 0.0, 1 / 3),
+]
+"""Repetition, presence, frequency."""
+
+
+@pytest.mark.parametrize("vocab", [7, 1000, 2100])
+def test_penalties_by_counts_on_the_device_are_those_of_the_reference_bit_for_bit(vocab):
+    generator = torch.Generator().manual_seed(vocab)
+    rows = len(_PENALTIES) + 2
+    logits = logits_of("usual", rows, vocab, seed=1)
+    logits[1, ::3], logits[2, 4], logits[3, 5] = 0.0, torch.nan, -torch.inf
+    # A place more than there are rows, whose counts stay as they are.
+    counts = torch.randint(0, 9, (rows + 1, vocab), generator=generator, dtype=torch.int32)
+    counts[:, vocab // 2 :] = 0
+    order = torch.randperm(rows, generator=generator)[: len(_PENALTIES)]
+    places = torch.stack([order, order.flip(0) + 1, torch.arange(len(order)) % 2])
+    last_token_ids = torch.randint(0, vocab, (rows,), generator=generator)
+    penalties = torch.tensor(_PENALTIES, dtype=torch.float64)
+    wide = torch.full((rows, vocab + 11), torch.nan, device=DEVICE)
+    on_device, counts_on_device = wide[:, :vocab].copy_(logits), counts.clone().to(DEVICE)
+    others = [tensor.to(DEVICE) for tensor in (places, last_token_ids, penalties)]
+    cuda.penalise_tokens(on_device, counts_on_device, *others)
+    penalties_reference.penalise_tokens(logits, counts, places, last_token_ids, penalties)
+    assert torch.equal(counts_on_device.cpu(), counts)
+    assert torch.equal(on_device.cpu().view(torch.int32), logits.view(torch.int32))
+    assert wide[:, vocab:].isnan().all()
+
+
+def test_tokens_are_forbidden_always_or_behind_a_last_token_alone():
+    logits, last_token_ids = torch.zeros(3, 300), torch.tensor([7, 8, 9])
+    bans = torch.tensor(
+        [(0, 5, -1), (0, 6, 8), (1, 6, 8), (1, 6, 7), (2, 299, 9), (2, 299, 9), (2, 1, 7)]
+    ).T.contiguous()
+    many = torch.stack([torch.full((200,), 1), torch.arange(100, 300), torch.full((200,), 8)])
+    bans = torch.cat((bans, many), dim=1)
+    on_device = logits.clone().to(DEVICE)
+    cuda.forbid_tokens(on_device, bans.to(DEVICE), last_token_ids.to(DEVICE))
+    expected = {(0, 5), (1, 6), (2, 299), *((1, token_id) for token_id in range(100, 300))}
+    assert {*map(tuple, (on_device.cpu() == -torch.inf).nonzero().tolist())} == expected
+    assert int((on_device != 0).sum()) == len(expected)
+    penalties_reference.forbid_tokens(logits, bans, last_token_ids)
+    assert torch.equal(on_device.cpu(), logits)

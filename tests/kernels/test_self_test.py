@@ -35,6 +35,8 @@ def test_right_operators_pass():
         "silu_mul",
         "gelu_tanh_mul",
         "gelu_tanh",
+        "penalise_tokens",
+        "forbid_tokens",
         "sample_tokens",
     ]
     assert [str(one) for one in checked if not one.is_right] == []

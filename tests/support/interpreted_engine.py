@@ -1,6 +1,6 @@
 """Answers of a tiny engine on CPU tensors, by whatever operators serve them in this process.
 
-`python -m support.interpreted_engine MODEL TOKENIZER` prints them as JSON.
+`python -m support.interpreted_engine MODEL TOKENIZER` prints them as JSON, of asynchronous steps.
 """
 
 from __future__ import annotations
@@ -18,17 +18,22 @@ from support.adapters import wire_adapter
 from support.engines import run_all
 
 _RANKS = (3, 8)
-_TASKS = (None, 0, 1, 0)
+_TASKS = (None, 0, 1, 0, 1, None)
+_BAD = tuple((first, second) for first in range(VOCAB_SIZE) for second in range(0, VOCAB_SIZE, 9))
 _SAMPLING = (
     SamplingParams(max_tokens=4, end_id=-1),
     SamplingParams(max_tokens=5, end_id=-1),
     SamplingParams(max_tokens=4, end_id=-1, temperature=0.9, seed=5),
     SamplingParams(max_tokens=3, end_id=-1, temperature=1.2, top_k=40, top_p=0.9, seed=6),
+    SamplingParams(max_tokens=4, end_id=-1, repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=0.1),
+    SamplingParams(max_tokens=4, min_tokens=3, bad_token_sequences=_BAD, temperature=1.2, top_k=9, seed=7),
 )
 
 
-def answer(model: Path, tokenizer: Path) -> dict[str, list[int]]:
-    """Tokens by request: of the base model and of two adapters, greedy and drawn; some prompts take several chunks."""
+def answer(model: Path, tokenizer: Path, enable_async_scheduling: bool) -> dict[str, list[int]]:
+    """Tokens by request: of the base model and of two adapters, greedy and drawn, with penalties and bans; some prompts
+    take several chunks.
+    """
     config = EngineConfig(
         model_path=model,
         tokenizer_path=tokenizer,
@@ -36,6 +41,7 @@ def answer(model: Path, tokenizer: Path) -> dict[str, list[int]]:
         kv_cache_memory_bytes=8 << 20,  # type: ignore[arg-type]
         max_num_batched_tokens=24,
         max_num_seqs=4,
+        enable_async_scheduling=enable_async_scheduling,
     )
     engine = Engine(config)
     layout = engine.info.adapter_layout
@@ -53,4 +59,4 @@ def answer(model: Path, tokenizer: Path) -> dict[str, list[int]]:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(answer(Path(sys.argv[1]), Path(sys.argv[2]))))
+    sys.stdout.write(json.dumps(answer(Path(sys.argv[1]), Path(sys.argv[2]), enable_async_scheduling=True)))

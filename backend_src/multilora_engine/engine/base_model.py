@@ -30,6 +30,7 @@ from multilora_engine.models.model_config import ModelConfig
 from multilora_engine.models.quantization.format import sites_ruled_out
 from multilora_engine.models.registry import read_model_config
 from multilora_engine.models.weights import Placement
+from multilora_engine.sampling.token_counts import TokenCounts
 from multilora_engine.text.tokenizer import Tokenizer
 from multilora_kernels import huge_pages, load_cpu_kernels
 from multilora_wire.layout import AdapterLayout, adapter_layout
@@ -109,12 +110,13 @@ def describe_engine(config: EngineConfig, base: BaseModel) -> EngineInfo:
 def _measure_steps(
     model: Model, config: EngineConfig, layout: AdapterLayout, kv_dtype: torch.dtype, device: torch.device
 ) -> int:
-    """`step_memory` of a GPU; leaves nothing behind."""
+    """`step_memory` of a GPU and that of `TokenCounts`; leaves nothing behind."""
     max_len = config.max_model_len or model.config.max_position_embeddings
     model.limit_length(max_len)
     page = torch.zeros(1, layout.page_bytes, dtype=torch.uint8, device=device)
     tables = TableRows(layout, page, count=1).tables
     step_bytes = step_memory(model, config, kv_dtype, tables, max_len, peak_growth(device))
+    step_bytes += TokenCounts.num_bytes(config.max_num_seqs, model.config.vocab_size)
     # Memory that the allocator keeps for itself would not count as free.
     torch.cuda.empty_cache()
     _logger.info("steps: %.2f GiB, by a trial of the largest", step_bytes / (1 << 30))

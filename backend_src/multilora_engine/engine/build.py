@@ -29,6 +29,7 @@ from multilora_engine.models.kv_groups import only_group
 from multilora_engine.models.loader import stored_dtype
 from multilora_engine.models.model import Model
 from multilora_engine.models.model_config import ModelConfig
+from multilora_engine.sampling.token_counts import TokenCounts
 from multilora_kernels import HugePages, LoRATables, MemoryAhead
 from multilora_kernels.interpreter import has_gpu_operators
 from multilora_kernels.kv_rows import SCALE_BYTES
@@ -165,7 +166,10 @@ def build_model_runner(
         pool = torch.cuda.graph_pool_handle()
         pieces = capture_pieces(model, kv_cache, config, loras.tables, CudaPieces(pool))
     memory = MemoryAhead(kv_cache.keys, kv_cache.values) if device.type == "cpu" else None
-    return ModelRunner(model, kv_cache, config.block_size, loras, graphs, pieces, memory)
+    counts = None
+    if device.type == "cuda" or config.enable_async_scheduling is True:
+        counts = TokenCounts(config.max_num_seqs, model.config.vocab_size, device)
+    return ModelRunner(model, kv_cache, config.block_size, loras, graphs, pieces, memory, counts)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

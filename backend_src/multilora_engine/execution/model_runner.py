@@ -20,6 +20,7 @@ from multilora_engine.execution.transfer import arrays_to_device, to_device
 from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.models.model import Model
 from multilora_engine.sampling.sampler import Choice
+from multilora_engine.sampling.token_counts import DeviceTokens, TokenCounts
 from multilora_kernels import MemoryAhead
 
 
@@ -35,10 +36,12 @@ class ModelRunner:
         graphs: DecodeGraphs | None = None,
         pieces: PiecewiseGraphs | None = None,
         kv_memory: MemoryAhead | None = None,
+        counts: TokenCounts | None = None,
     ) -> None:
         """graphs, pieces: of the model's steps over this cache; other steps are computed kernel by kernel.
 
-        kv_memory: of this cache, if its memory is taken as it is used.
+        kv_memory: of this cache, if its memory is taken as it is used. counts: None where the host knows every token
+        before the next one is chosen, and counts.
         """
         self._model = model
         self._kv_cache = kv_cache
@@ -47,6 +50,7 @@ class ModelRunner:
         self._graphs = graphs
         self._pieces = pieces
         self._kv_memory = kv_memory
+        self._counts = counts
         self._device = kv_cache.keys.device
 
     @property
@@ -75,7 +79,10 @@ class ModelRunner:
         logits = forward(batch, on_layer)
         sampled = [scheduled.sequence for scheduled in step if scheduled.is_sampled]
         _keep_context_logits(step, logits[len(sampled) :])
-        return Choice(logits[: len(sampled)], sampled, self._model.config.end_token_ids)
+        tokens = None
+        if self._counts is not None:
+            tokens = DeviceTokens(self._counts, batch.input_ids, batch.logits_indices[: len(sampled)])
+        return Choice(logits[: len(sampled)], sampled, self._model.config.end_token_ids, tokens)
 
     def _forward(self, batch: ForwardBatch, on_layer: Callable[[], None]) -> torch.Tensor:
         if self._graphs is not None and self._graphs.serves(batch):

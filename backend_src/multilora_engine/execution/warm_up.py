@@ -14,7 +14,7 @@ import torch
 from multilora_engine.execution.forward_batch import KVCache
 from multilora_engine.execution.step_memory import step_lens, trial_batch
 from multilora_engine.models.model import Model
-from multilora_kernels import LoRATables, SamplingRule, sample_tokens
+from multilora_kernels import LoRATables, SamplingRule, forbid_tokens, penalise_tokens, sample_tokens
 
 _logger = logging.getLogger(__name__)
 
@@ -41,8 +41,18 @@ def warm_up(
     started = time.monotonic()
     for query_lens in steps:
         logits = model.forward(trial_batch(query_lens, block_size, tables), kv_cache)
+        _adjust(logits)
         sample_tokens(logits, [_DRAWN] * len(logits)).tolist()
     _logger.info("kernels of %d kinds of steps are ready after %.1f s", len(steps), time.monotonic() - started)
+
+
+def _adjust(logits: torch.Tensor) -> None:
+    """A penalty and a ban in the first row."""
+    counts = torch.zeros(1, logits.shape[1], dtype=torch.int32, device=logits.device)
+    places = torch.zeros(3, 1, dtype=torch.int64, device=logits.device)
+    last_token_ids = places.new_zeros(len(logits))
+    penalise_tokens(logits, counts, places, last_token_ids, counts.new_ones(1, 3, dtype=torch.float64))
+    forbid_tokens(logits, places, last_token_ids)
 
 
 def warm_up_steps(max_num_tokens: int, max_num_seqs: int, max_len: int) -> list[list[int]]:

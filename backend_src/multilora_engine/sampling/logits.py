@@ -2,7 +2,9 @@
 
 Every function takes the logits of a mixed batch, [len(sequences), vocab] float32, changes them in place, touches only
 the rows and tokens concerned, and does nothing on the device for a batch that asks for nothing. All they know of a
-sequence's tokens is its `TokenHistory`, which outlives a preemption and grows with each token.
+sequence's tokens is its `TokenHistory`, which outlives a preemption and grows with each token, and where the last token
+may be known to the device alone, `DeviceTokens`. The host must have read every token of beams, whose forks have
+histories of their own, and of guides, which are grammars.
 """
 
 from __future__ import annotations
@@ -14,28 +16,42 @@ import torch
 from numpy.typing import NDArray
 
 from multilora_engine.engine.sequence import Sequence
-from multilora_engine.execution.transfer import to_device
+from multilora_engine.execution.transfer import arrays_to_device, to_device
 from multilora_engine.request import SamplingParams
-from multilora_engine.sampling.token_history import TokenHistory, TokenIds
-
-_LIMIT = 1e30
-"""Adjusted logits stay within +-_LIMIT: an overflow to infinity would be NaN as soon as two of them are subtracted."""
+from multilora_engine.sampling.token_counts import DeviceTokens
+from multilora_engine.sampling.token_history import ANY_TOKEN, Bans, TokenHistory, TokenIds
+from multilora_kernels import LARGEST_LOGIT, forbid_tokens, penalise_tokens
 
 _NO_TOKENS = np.array([], np.int64)
+
+_Row = tuple[int, Sequence]
+"""A row of the logits, and the sequence whose it is."""
 
 _Entry = tuple[int, NDArray[Any], NDArray[Any] | float]
 """A row, some of its tokens, each once, and a value for each or for all of them."""
 
 
-def adjust_logits(logits: torch.Tensor, sequences: list[Sequence], end_token_ids: tuple[int, ...]) -> list[int]:
-    """Bias, penalties and bans, in the order of transformers' `generate`. The rows in which tokens are forbidden.
+def adjust_logits(
+    logits: torch.Tensor,
+    sequences: list[Sequence],
+    end_token_ids: tuple[int, ...],
+    tokens: DeviceTokens | None = None,
+) -> list[int]:
+    """Bias, penalties and bans, in the order of transformers' `generate`. The rows in which tokens may be forbidden.
 
-    Bans come last: before them, penalties could make a forbidden token possible again.
+    Bans come last: before them, penalties could make a forbidden token possible again. tokens: None where the host
+    knows all of them.
     """
     _add_bias(logits, sequences)
-    _penalise_repetition(logits, sequences)
-    _penalise_frequency(logits, sequences)
-    return sorted({*_forbid(logits, sequences, end_token_ids), *_apply_guides(logits, sequences)})
+    rows = list(enumerate(sequences))
+    of_beams = [(row, sequence) for row, sequence in rows if tokens is None or sequence.search is not None]
+    _penalise_repetition(logits, of_beams)
+    _penalise_frequency(logits, of_beams)
+    restricted = {*_forbid(logits, of_beams, end_token_ids), *_apply_guides(logits, sequences)}
+    if tokens is not None:
+        others = [(row, sequence) for row, sequence in rows if sequence.search is None]
+        restricted |= _adjust_on_device(logits, others, end_token_ids, tokens)
+    return sorted(restricted)
 
 
 def end_tokens(sampling: SamplingParams, end_token_ids: tuple[int, ...]) -> tuple[int, ...]:
@@ -59,40 +75,40 @@ def _add_bias(logits: torch.Tensor, sequences: list[Sequence]) -> None:
     for row, sequence in enumerate(sequences):
         if sequence.bias is not None:
             token_ids, biases = sequence.bias
-            logits[row, token_ids] = (logits[row, token_ids] + biases).clamp(-_LIMIT, _LIMIT)
+            logits[row, token_ids] = (logits[row, token_ids] + biases).clamp(-LARGEST_LOGIT, LARGEST_LOGIT)
 
 
-def _penalise_repetition(logits: torch.Tensor, sequences: list[Sequence]) -> None:
+def _penalise_repetition(logits: torch.Tensor, rows: list[_Row]) -> None:
     """Divide positive and multiply negative logits of tokens in prompt and answer (CTRL, arXiv:1909.05858)."""
     entries: list[_Entry] = [
         (row, _history(sequence).seen.token_ids, penalty)
-        for row, sequence in enumerate(sequences)
+        for row, sequence in rows
         if (penalty := sequence.request.sampling.repetition_penalty) != 1.0
     ]
     if entries:
         index, penalties = _split(entries, logits.device)
         scores = logits[index]
-        logits[index] = torch.where(scores < 0, scores * penalties, scores / penalties).clamp(-_LIMIT, _LIMIT)
+        logits[index] = torch.where(scores < 0, scores * penalties, scores / penalties).clamp(
+            -LARGEST_LOGIT, LARGEST_LOGIT
+        )
 
 
-def _penalise_frequency(logits: torch.Tensor, sequences: list[Sequence]) -> None:
+def _penalise_frequency(logits: torch.Tensor, rows: list[_Row]) -> None:
     """Subtract from the tokens of the answer: frequency_penalty times their count, and presence_penalty (OpenAI)."""
     entries: list[_Entry] = []
-    for row, sequence in enumerate(sequences):
+    for row, sequence in rows:
         p = sequence.request.sampling
         if (p.frequency_penalty or p.presence_penalty) and sequence.output_token_ids:
             answered = _history(sequence).answered
             entries.append((row, answered.token_ids, p.frequency_penalty * answered.counts + p.presence_penalty))
     if entries:
         index, penalties = _split(entries, logits.device)
-        logits[index] = (logits[index] - penalties).clamp(-_LIMIT, _LIMIT)
+        logits[index] = (logits[index] - penalties).clamp(-LARGEST_LOGIT, LARGEST_LOGIT)
 
 
-def _forbid(logits: torch.Tensor, sequences: list[Sequence], end_token_ids: tuple[int, ...]) -> list[int]:
+def _forbid(logits: torch.Tensor, rows: list[_Row], end_token_ids: tuple[int, ...]) -> list[int]:
     entries: list[_Entry] = [
-        (row, token_ids, -np.inf)
-        for row, sequence in enumerate(sequences)
-        if len(token_ids := _forbidden(sequence, end_token_ids))
+        (row, token_ids, -np.inf) for row, sequence in rows if len(token_ids := _forbidden(sequence, end_token_ids))
     ]
     if entries:
         index, _ = _split(entries, logits.device)
@@ -102,15 +118,60 @@ def _forbid(logits: torch.Tensor, sequences: list[Sequence], end_token_ids: tupl
 
 def _forbidden(sequence: Sequence, end_token_ids: tuple[int, ...]) -> TokenIds:
     sampling = sequence.request.sampling
-    has_bad_words, may_not_end = (
-        bool(sampling.bad_token_sequences),
-        len(sequence.output_token_ids) < sampling.min_tokens,
-    )
-    if not has_bad_words and not may_not_end:
+    ends = _forbidden_ends(sequence, end_token_ids)
+    return np.concatenate([_history(sequence).forbidden(), ends]) if sampling.bad_token_sequences else ends
+
+
+def _forbidden_ends(sequence: Sequence, end_token_ids: tuple[int, ...]) -> TokenIds:
+    """The end tokens of an answer that may not end yet."""
+    sampling = sequence.request.sampling
+    if len(sequence.output_token_ids) + sequence.num_pending_tokens >= sampling.min_tokens:
         return _NO_TOKENS
-    bad = _history(sequence).forbidden() if has_bad_words else _NO_TOKENS
-    ends = end_tokens(sampling, end_token_ids) if may_not_end else ()
-    return np.concatenate([bad, np.array(ends, np.int64)])
+    return np.array(end_tokens(sampling, end_token_ids), np.int64)
+
+
+def _adjust_on_device(
+    logits: torch.Tensor, rows: list[_Row], end_token_ids: tuple[int, ...], tokens: DeviceTokens
+) -> set[int]:
+    """Penalties and bans of a step in one copy to the device and a launch each. The rows that may have bans."""
+    penalised = [(row, sequence) for row, sequence in rows if _is_penalised(sequence.request.sampling)]
+    restricted = [(row, sequence) for row, sequence in rows if _may_have_bans(sequence)]
+    if not penalised and not restricted:
+        return set()
+    bans = [_bans(row, sequence, end_token_ids) for row, sequence in restricted]
+    of_rows = np.array([row for row, _ in penalised], np.int64)
+    samplings = [sequence.request.sampling for _, sequence in penalised]
+    penalties = np.array([(p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for p in samplings])
+    arrays = (
+        np.stack([of_rows, *tokens.counts.places(sequence for _, sequence in penalised)]),
+        np.ascontiguousarray(np.concatenate([*bans, np.empty((3, 0), np.int64)], axis=1)),
+        penalties.view(np.int64),
+    )
+    places, bans_on_device, bits = arrays_to_device(arrays, logits.device)
+    if penalised:
+        penalise_tokens(logits, tokens.counts.counts, places, tokens.last_token_ids, bits.view(torch.float64))
+    forbid_tokens(logits, bans_on_device, tokens.last_token_ids)
+    return {row for row, _ in restricted}
+
+
+def _is_penalised(sampling: SamplingParams) -> bool:
+    return sampling.repetition_penalty != 1.0 or sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0
+
+
+def _may_have_bans(sequence: Sequence) -> bool:
+    sampling = sequence.request.sampling
+    num_output_tokens = len(sequence.output_token_ids) + sequence.num_pending_tokens
+    return bool(sampling.bad_token_sequences) or num_output_tokens < sampling.min_tokens
+
+
+def _bans(row: int, sequence: Sequence, end_token_ids: tuple[int, ...]) -> Bans:
+    """[3, n], as `forbid_tokens` takes them."""
+    ends = _forbidden_ends(sequence, end_token_ids)
+    bans = np.stack([ends, np.full_like(ends, ANY_TOKEN)])
+    if sequence.request.sampling.bad_token_sequences:
+        history = _history(sequence, counts_tokens=False)
+        bans = np.concatenate([bans, history.bans(bool(sequence.num_pending_tokens))], axis=1)
+    return np.stack([np.full_like(bans[0], row), *bans])
 
 
 def _apply_guides(logits: torch.Tensor, sequences: list[Sequence]) -> list[int]:
@@ -125,10 +186,10 @@ def _apply_guides(logits: torch.Tensor, sequences: list[Sequence]) -> list[int]:
     return list(rows)
 
 
-def _history(sequence: Sequence) -> TokenHistory:
-    """The sequence's history, with all of its tokens in it."""
+def _history(sequence: Sequence, counts_tokens: bool = True) -> TokenHistory:
+    """The sequence's history, with all of its tokens in it that the host knows."""
     if sequence.history is None:
-        sequence.history = TokenHistory(sequence.request)
+        sequence.history = TokenHistory(sequence.request, counts_tokens)
     history = sequence.history
     history.extend(sequence.token_ids(history.num_tokens, sequence.num_tokens))
     return history

@@ -15,7 +15,8 @@ from multilora_engine.execution.transfer import FromDevice, to_device
 from multilora_engine.request import TokenLogProb
 from multilora_engine.sampling.beam_ranking import rank_continuations
 from multilora_engine.sampling.logits import adjust_logits
-from multilora_kernels import SamplingRule, sample_tokens
+from multilora_engine.sampling.token_counts import DeviceTokens
+from multilora_kernels import SamplingRule, rule_parameters, sample_tokens
 
 _MIN_TEMPERATURE = 1e-6
 """Smaller temperatures draw the same, always the most probable token, but divide to infinities."""
@@ -48,22 +49,30 @@ class Choice:
     rest of the batch.
     """
 
-    def __init__(self, logits: torch.Tensor, sequences: list[Sequence], end_token_ids: tuple[int, ...]) -> None:
-        """logits: [len(sequences), vocab], float32, changed in place.
+    def __init__(
+        self,
+        logits: torch.Tensor,
+        sequences: list[Sequence],
+        end_token_ids: tuple[int, ...],
+        tokens: DeviceTokens | None = None,
+    ) -> None:
+        """logits: [len(sequences), vocab], float32, changed in place. tokens: None where the host knows all of them.
 
-        They must stay as they are until the choice is read, if any sequence's sampling `must_read_each_token`.
+        The logits must stay as they are until the choice is read, if any sequence's sampling `must_read_each_token`.
         """
         self.sequences = sequences
         self._logits = logits
-        self._scored = [
-            row for row, s in enumerate(sequences) if s.request.sampling.return_log_probs and s.search is None
-        ]
-        self._log_probs = _rows(logits, _index(self._scored, logits)).log_softmax(dim=-1) if self._scored else None
+        scored = [row for row, s in enumerate(sequences) if s.request.sampling.return_log_probs and s.search is None]
+        scored_rows = _index(scored, logits) if scored else None
+        log_probs = None if scored_rows is None else _rows(logits, scored_rows).log_softmax(dim=-1)
         self._kept = _own_logits(logits, sequences)
-        self._restricted = adjust_logits(logits, sequences, end_token_ids)
-        self.token_ids = _choose(logits, sequences)
+        self._restricted = adjust_logits(logits, sequences, end_token_ids, tokens)
+        self.token_ids = _choose(logits, sequences, tokens)
         # The probes with the tokens, since the logits may be another step's when these are read.
         self._on_host = FromDevice(self.token_ids, _probe(logits, self.token_ids))
+        self._log_probs = None
+        if log_probs is not None and scored_rows is not None:
+            self._log_probs = _LogProbs(scored, log_probs, _rows(self.token_ids, scored_rows), sequences)
 
     @torch.inference_mode()
     def read(self) -> list[SampledToken]:
@@ -71,7 +80,7 @@ class Choice:
         token_ids, probes = (values.numpy() for values in self._on_host.wait())
         tokens = [SampledToken(token_id) for token_id in token_ids.tolist()]
         if self._log_probs is not None:
-            _add_log_probs(tokens, self._scored, self._log_probs, self.sequences)
+            self._log_probs.add_to(tokens)
         dead = {row for row in self._restricted if probes[row, 0] == -math.inf}
         for row in dead:
             tokens[row] = SampledToken(None)
@@ -79,28 +88,65 @@ class Choice:
             ranked = rank_continuations(self._logits[beams], [self.sequences[row] for row in beams])
             for row, continuations in zip(beams, ranked, strict=True):
                 tokens[row] = SampledToken(None, continuations=continuations)
-        for row, values in self._kept.items():
-            tokens[row] = msgspec.structs.replace(tokens[row], logits=values)
+        if self._kept is not None:
+            rows, logits = self._kept
+            for row, values in zip(rows, logits.wait()[0].numpy(), strict=True):
+                tokens[row] = msgspec.structs.replace(tokens[row], logits=values.tobytes())
         for row in _overflown(probes) - dead:
             tokens[row] = SampledToken(None, is_finite=False)
         return tokens
 
 
-def _own_logits(logits: torch.Tensor, sequences: list[Sequence]) -> dict[int, bytes]:
-    """The logits of the sequences that ask for them, by row."""
+class _LogProbs:
+    """The log-probs of some rows' tokens, chosen and most probable ones, on their way from the device."""
+
+    def __init__(
+        self, rows: list[int], log_probs: torch.Tensor, token_ids: torch.Tensor, sequences: list[Sequence]
+    ) -> None:
+        """rows: of the tokens. log_probs: [len(rows), vocab]. token_ids: [len(rows)], the chosen ones."""
+        self._rows = rows
+        self._num_top = [sequences[row].request.sampling.num_top_log_probs for row in rows]
+        # The largest of each are looked for once, for all.
+        top = log_probs.topk(max(self._num_top), dim=-1)
+        self._on_host = FromDevice(log_probs.gather(1, token_ids.unsqueeze(1)).squeeze(1), top.values, top.indices)
+
+    def add_to(self, tokens: list[SampledToken]) -> None:
+        values, top_values, top_ids = (tensor.tolist() for tensor in self._on_host.wait())
+        for i, (row, num_top) in enumerate(zip(self._rows, self._num_top, strict=True)):
+            top = tuple(zip(top_ids[i][:num_top], top_values[i][:num_top], strict=True))
+            tokens[row] = SampledToken(tokens[row].token_id, TokenLogProb(values[i], top))
+
+
+def _own_logits(logits: torch.Tensor, sequences: list[Sequence]) -> tuple[list[int], FromDevice] | None:
+    """The sequences that ask for their logits, by row, and these; None for none."""
     rows = [row for row, sequence in enumerate(sequences) if sequence.request.sampling.return_generation_logits]
-    values = logits[rows].cpu().numpy() if rows else ()
-    return {row: value.tobytes() for row, value in zip(rows, values, strict=True)}
+    return (rows, FromDevice(logits.index_select(0, _index(rows, logits)))) if rows else None
 
 
-def _choose(logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
+def _choose(logits: torch.Tensor, sequences: list[Sequence], tokens: DeviceTokens | None) -> torch.Tensor:
     drawn = [row for row, s in enumerate(sequences) if not s.request.sampling.is_greedy and s.search is None]
     if not drawn:
         return _most_probable(logits)
     rules = [_GREEDY] * len(sequences)
     for row in drawn:
         rules[row] = _rule(sequences[row])
-    return sample_tokens(logits, rules)
+    resets = [row for row in drawn if sequences[row].num_pending_tokens and sequences[row].request.sampling.has_decay]
+    if not resets:
+        return sample_tokens(logits, rules)
+    assert tokens is not None
+    parameters = rule_parameters(rules, logits.device)
+    _reset_top_p(parameters, resets, sequences, tokens)
+    return sample_tokens(logits, parameters)
+
+
+def _reset_top_p(parameters: torch.Tensor, rows: list[int], sequences: list[Sequence], tokens: DeviceTokens) -> None:
+    """Set top_p back in rows whose pending token is their reset token."""
+    index = _index(rows, parameters)
+    samplings = [sequences[row].request.sampling for row in rows]
+    reset_ids = _index([p.top_p_reset_id for p in samplings], parameters)
+    top_p = to_device(torch.tensor([p.top_p for p in samplings], dtype=torch.float64), parameters.device)
+    is_reset = tokens.last_token_ids[index] == reset_ids
+    parameters[index, 2] = torch.where(is_reset, top_p, parameters[index, 2])
 
 
 def _most_probable(logits: torch.Tensor) -> torch.Tensor:
@@ -129,19 +175,6 @@ def _overflown(probes: NDArray[np.float32]) -> set[int]:
     return set(np.flatnonzero(is_wrong).tolist())
 
 
-def _add_log_probs(
-    tokens: list[SampledToken], scored: list[int], log_probs: torch.Tensor, sequences: list[Sequence]
-) -> None:
-    """log_probs: [len(scored), vocab], of the rows in `scored`; the largest of each are looked for once, for all."""
-    chosen = torch.tensor([[tokens[row].token_id] for row in scored], device=log_probs.device)
-    values = log_probs.gather(1, chosen).squeeze(1).tolist()
-    counts = [sequences[row].request.sampling.num_top_log_probs for row in scored]
-    top_values, top_ids = (tensor.tolist() for tensor in log_probs.topk(max(counts), dim=-1))
-    for i, row in enumerate(scored):
-        top = tuple(zip(top_ids[i][: counts[i]], top_values[i][: counts[i]], strict=True))
-        tokens[row] = SampledToken(tokens[row].token_id, TokenLogProb(values[i], top))
-
-
 def _rule(sequence: Sequence) -> SamplingRule:
     p = sequence.request.sampling
     temperature = max(p.temperature, _MIN_TEMPERATURE)
@@ -149,11 +182,14 @@ def _rule(sequence: Sequence) -> SamplingRule:
 
 
 def _top_p(sequence: Sequence) -> float:
-    """top_p decayed once for each token since the reset token, or the start (arXiv:2206.04624)."""
+    """top_p decayed once for each token since the reset token, or the start (arXiv:2206.04624).
+
+    A pending token counts as one that is not the reset token.
+    """
     sampling = sequence.request.sampling
-    if sampling.top_p_decay == 1.0 and sampling.top_p_min <= sampling.top_p:
+    if not sampling.has_decay:
         return sampling.top_p
-    num_tokens = _num_since(sequence.output_token_ids, sampling.top_p_reset_id)
+    num_tokens = _num_since(sequence.output_token_ids, sampling.top_p_reset_id) + sequence.num_pending_tokens
     if num_tokens == 0:
         return sampling.top_p
     return max(sampling.top_p * sampling.top_p_decay**num_tokens, sampling.top_p_min)

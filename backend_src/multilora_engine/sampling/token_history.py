@@ -14,6 +14,11 @@ from multilora_engine.text.automaton import ROOT, Automaton
 
 TokenIds = NDArray[np.int64]
 
+Bans = NDArray[np.int64]
+"""[2, n]: tokens that are forbidden, and the last token behind which each is, or ANY_TOKEN."""
+
+ANY_TOKEN = -1
+
 
 class TokenTally:
     """The different tokens of a sequence, and how often it has each. One more token costs constant time."""
@@ -49,7 +54,7 @@ class TokenTally:
 
 
 class BadWords:
-    """The sequences that a request forbids, by the tokens before their last one. Does not change: forks share it."""
+    """The sequences that a request forbids, by the tokens before their last one. Forks share it."""
 
     def __init__(self, sequences: Iterable[tuple[int, ...]]) -> None:
         """sequences: none of them empty."""
@@ -61,6 +66,7 @@ class BadWords:
         # Lists, since thousands of small arrays take milliseconds to make, and few are ever asked for.
         self._last_tokens = dict(last_tokens)
         self._prefixes: Automaton[int] = Automaton(self._last_tokens)
+        self._bans: dict[int, Bans] = {}
 
     def step(self, state: int, token_id: int) -> int:
         """The state, ROOT before the first token, behind one more."""
@@ -71,6 +77,19 @@ class BadWords:
         prefixes = self._prefixes.words(state)
         return np.concatenate([self._always, *(self._last_tokens[tuple(prefix)] for prefix in prefixes)])
 
+    def completions_behind(self, state: int) -> Bans:
+        """`completions` behind one more token, for all that it may be."""
+        always = np.stack([self._always, np.full_like(self._always, ANY_TOKEN)])
+        return np.concatenate([always, *map(self._bans_of, self._prefixes.suffixes(state))], axis=1)
+
+    def _bans_of(self, state: int) -> Bans:
+        """Of prefixes that one token behind the whole of a state completes."""
+        if (bans := self._bans.get(state)) is None:
+            prefixes = map(tuple, self._prefixes.words_one_longer(state)) if self._last_tokens else ()
+            pairs = [(last, prefix[-1]) for prefix in prefixes for last in self._last_tokens[prefix]]
+            bans = self._bans[state] = np.array(pairs, np.int64).reshape(-1, 2).T
+        return bans
+
 
 class TokenHistory:
     """num_tokens: how many tokens of prompt and answer it has seen, the prompt's from the start.
@@ -79,11 +98,12 @@ class TokenHistory:
     and frequency. Both stay empty in a request that has no use for them.
     """
 
-    def __init__(self, request: GenerationRequest) -> None:
+    def __init__(self, request: GenerationRequest, counts_tokens: bool = True) -> None:
+        """counts_tokens: False where `TokenCounts` does."""
         prompt, sampling = request.prompt_token_ids, request.sampling
         self.num_tokens = len(prompt)
-        self._counts_all = sampling.repetition_penalty != 1.0
-        self._counts_answer = bool(sampling.frequency_penalty or sampling.presence_penalty)
+        self._counts_all = counts_tokens and sampling.repetition_penalty != 1.0
+        self._counts_answer = counts_tokens and bool(sampling.frequency_penalty or sampling.presence_penalty)
         self.seen = TokenTally(prompt if self._counts_all else ())
         self.answered = TokenTally()
         self._bad_words = BadWords(sampling.bad_token_sequences)
@@ -104,6 +124,13 @@ class TokenHistory:
     def forbidden(self) -> TokenIds:
         """The tokens that would complete a bad word, whose begin may lie in the prompt, [n]."""
         return self._bad_words.completions(self._bad_state)
+
+    def bans(self, is_token_pending: bool) -> Bans:
+        """`forbidden`, or the same behind one more token, which only the device knows yet."""
+        if is_token_pending:
+            return self._bad_words.completions_behind(self._bad_state)
+        forbidden = self.forbidden()
+        return np.stack([forbidden, np.full_like(forbidden, ANY_TOKEN)])
 
     def fork(self) -> TokenHistory:
         """A history of its own that goes on from here."""

@@ -84,6 +84,18 @@ class Automaton(Generic[_Symbol]):
             yield self._words[self._states[state].first]
             state = self._states[state].fallback
 
+    def suffixes(self, state: int) -> Iterator[int]:
+        """The states of all ends of the sequence that begin a word, the longest first: this one to ROOT."""
+        while state != ROOT:
+            yield state
+            state = self._states[state].fallback
+        yield ROOT
+
+    def words_one_longer(self, state: int) -> Iterator[Sequence[_Symbol]]:
+        """The words that are the symbols of a state, without those behind it, and one more."""
+        first, last, depth, _, _ = self._states[state]
+        return (word for word in self._words[first:last] if len(word) == depth + 1)
+
     def _words_with(self, state: int, symbol: _Symbol) -> range:
         """The words of a state that go on with the symbol, by their places."""
         first, last, depth, _, _ = self._states[state]

@@ -8,6 +8,7 @@ from multilora_kernels import operators
 from multilora_kernels.cuda.attention import paged_attention, rotary_attention
 from multilora_kernels.cuda.elementwise import add_layer_norm, add_rms_norm, gelu_tanh, gelu_tanh_mul, silu_mul
 from multilora_kernels.cuda.expand import lora_expand
+from multilora_kernels.cuda.penalties import forbid_tokens, penalise_tokens
 from multilora_kernels.cuda.sampling import sample_tokens
 from multilora_kernels.cuda.shrink import lora_shrink
 from multilora_kernels.cuda.update import lora_apply
@@ -15,12 +16,14 @@ from multilora_kernels.cuda.update import lora_apply
 __all__ = [
     "add_layer_norm",
     "add_rms_norm",
+    "forbid_tokens",
     "gelu_tanh",
     "gelu_tanh_mul",
     "lora_apply",
     "lora_expand",
     "lora_shrink",
     "paged_attention",
+    "penalise_tokens",
     "register_operators",
     "rotary_attention",
     "sample_tokens",

@@ -22,35 +22,32 @@ from multilora_engine.lora.format import pack_adapter
 from multilora_engine.request import GenerationRequest, Guide, SamplingParams
 from multilora_engine.sampling.prompt_log_probs import row_type
 
+BAD = tuple((first, second) for first in range(0, VOCAB_SIZE, 2) for second in range(0, VOCAB_SIZE, 9))
+"""So many that answers meet some."""
+
 KINDS: list[dict[str, Any]] = [
     {},
     {"temperature": 0.9, "top_k": 0, "seed": 3},
     {"temperature": 1.1, "top_k": 9, "top_p": 0.8, "seed": 4, "embedding_bias": ((5, 2.0),)},
     {"return_prompt_log_probs": True, "num_prompt_top_log_probs": 2},
     {"min_tokens": 3, "frequency_penalty": 0.6},
+    {"repetition_penalty": 1.3, "presence_penalty": 0.4, "temperature": 1.3, "top_k": 0, "seed": 5},
+    {"bad_token_sequences": BAD, "temperature": 1.2, "top_k": 3, "seed": 6},
+    {"top_p": 0.9, "top_p_decay": 0.6, "top_p_reset_id": 3, "top_k": 0, "temperature": 2.0, "seed": 7},
     {"return_log_probs": True, "num_top_log_probs": 2},
+    {"return_generation_logits": True},
     {"beam_width": 2},
+    {"beam_width": 2, "repetition_penalty": 1.3, "bad_token_sequences": BAD},
 ]
-RUNNING_AHEAD = KINDS[:4]
+RUNNING_AHEAD = KINDS[:-2]
 
 READ_LATER = {
-    *("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "embedding_bias"),
+    *("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "embedding_bias", "min_tokens"),
     *("end_id", "stop_words", "stop_token_sequences", "include_stop_str_in_output", "return_prompt_log_probs"),
+    *("top_p_decay", "top_p_min", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("bad_token_sequences", "return_log_probs", "return_generation_logits"),
 }
-READ_AT_ONCE: dict[str, Any] = {
-    "min_tokens": 1,
-    "top_p_decay": 0.9,
-    "top_p_min": 1.5,
-    "repetition_penalty": 1.1,
-    "presence_penalty": 0.1,
-    "frequency_penalty": -0.1,
-    "bad_token_sequences": ((1, 2),),
-    "guide": Guide("json"),
-    "return_log_probs": True,
-    "return_context_logits": True,
-    "return_generation_logits": True,
-    "beam_width": 2,
-}
+READ_AT_ONCE: dict[str, Any] = {"guide": Guide("json"), "return_context_logits": True, "beam_width": 2}
 MEAN_NOTHING_ALONE = {
     *("top_p_reset_id", "num_top_log_probs", "num_prompt_top_log_probs"),
     *("length_penalty", "early_stopping", "beam_search_diversity_rate"),

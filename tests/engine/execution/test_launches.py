@@ -54,12 +54,43 @@ def test_a_decode_step_is_few_launches_one_copy_and_one_wait(
         device.launches.clear()
         device.copies.clear()
         engine.step()
-    expected = Counter({name: count * NUM_LAYERS for name, count in LAUNCHES_OF_A_LAYER.items()})
+    expected = _of_layers()
     expected.update(LAUNCHES_OUTSIDE)
     if tasks == (None, None):
         del expected["update_kernel"], expected["segment_kernel"]
     assert device.launches == expected
     assert device.copies == {"to the device": 1, "from the device": 2, "wait": 1}
+
+
+def test_penalties_and_bans_are_a_launch_each_and_one_copy_whatever_the_host_knows(
+    tmp_path: Path, default_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = make_device(monkeypatch)
+    engine = make_engine(tmp_path, default_model_dir, enable_async_scheduling=True)
+    device.serve(monkeypatch)
+    options = {"repetition_penalty": 1.1, "frequency_penalty": 0.2}, {"bad_token_sequences": ((4,), (7, 8))}
+    for n, option in enumerate(options):
+        sampling = SamplingParams(max_tokens=8, min_tokens=8, **option)  # type: ignore[arg-type]
+        engine.add_request(GenerationRequest(f"r{n}", [5, 6, 7], sampling))
+    with device:
+        engine.step()
+        engine.step()
+        device.launches.clear()
+        device.copies.clear()
+        engine.step()
+    # The last tokens of the sequences are looked up; those that are pending are set as inputs of the step.
+    assert device.launches - Counter(LAUNCHES_OUTSIDE) - _of_layers() == {
+        "penalise_kernel": 1,
+        "forbid_kernel": 1,
+        "aten::index_select": 1,
+        "aten::index": 1,
+        "aten::index_put_": 1,
+    }
+    assert device.copies == {"to the device": 2, "from the device": 2, "wait": 1}
+
+
+def _of_layers() -> Counter[str]:
+    return Counter({name: count * NUM_LAYERS for name, count in LAUNCHES_OF_A_LAYER.items()})
 
 
 def test_a_step_is_within_its_budget_of_launches() -> None:

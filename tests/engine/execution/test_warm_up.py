@@ -37,6 +37,7 @@ def test_no_kernel_is_compiled_after_it(
         max_model_len=MAX_LEN,
         block_size=BLOCK_SIZE,
         lora={"max_lora_rank": max_lora_rank},
+        enable_async_scheduling=True,
     )
     device.serve(monkeypatch)
     with device:
@@ -51,10 +52,15 @@ def test_no_kernel_is_compiled_after_it(
 
 
 def _serve(engine: Engine, device: FakeDevice) -> None:
-    """Steps of one token and of many, decodes beside prompts, greedy and drawn, with adapters and without."""
+    """Steps of one token and of many, decodes beside prompts, greedy and drawn, with penalties, bans and adapters and
+    without.
+    """
     random = Random(1)
     for n in range(60):
-        sampling = SamplingParams(max_tokens=random.randint(1, 6), end_id=-1, temperature=random.choice([0.0, 0.8]))
+        penalties = random.choice([{}, {"repetition_penalty": 1.1}, {"bad_token_sequences": ((4,), (7, 8))}])
+        sampling = SamplingParams(
+            max_tokens=random.randint(1, 6), end_id=-1, temperature=random.choice([0.0, 0.8]), **penalties
+        )
         prompt = [random.randrange(VOCAB_SIZE) for _ in range(random.choice([1, 2, 7, 90, 250]))]
         engine.add_request(GenerationRequest(f"r{n}", prompt, sampling, lora_task_id=random.choice([None, 0, 1])))
         if random.random() < 0.3:

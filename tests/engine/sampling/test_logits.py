@@ -21,6 +21,7 @@ from transformers.generation.logits_process import (
 from multilora_engine.engine.sequence import Sequence
 from multilora_engine.request import GenerationRequest, SamplingParams
 from multilora_engine.sampling.logits import adjust_logits, bias_tensors
+from multilora_engine.sampling.token_counts import DeviceTokens, TokenCounts
 from multilora_engine.text.text_stream import TextStream
 
 VOCAB = 11
@@ -54,10 +55,10 @@ def sequences(draw: st.DrawFn) -> Sequence:
     return sequence(prompt, sampling, answer)
 
 
-def sequence(prompt: list[int], sampling: SamplingParams, answer: list[int]) -> Sequence:
+def sequence(prompt: list[int], sampling: SamplingParams, answer: list[int], arrival: int = 0) -> Sequence:
     return Sequence(
         GenerationRequest("r", prompt, sampling),
-        arrival=0,
+        arrival=arrival,
         adapter=None,
         text=cast(TextStream, None),
         random=Random(0),
@@ -112,6 +113,44 @@ def test_token_by_token_is_what_all_tokens_at_once_are(whole: Sequence, seed: in
         changed = logits.clone()
         adjust_logits(changed, [growing], END)
         torch.testing.assert_close(changed[0], expected(logits[0].clone(), growing))
+
+
+def device_tokens(counts: TokenCounts, last_token_ids: list[int]) -> DeviceTokens:
+    return DeviceTokens(counts, torch.tensor(last_token_ids), torch.arange(len(last_token_ids)))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    batch=st.lists(st.tuples(sequences(), st.booleans(), st.integers(0, 3)), min_size=3, max_size=3),
+    steps=st.lists(st.lists(st.integers(0, 2), unique=True, min_size=1, max_size=2), max_size=20),
+    seed=st.integers(0, 2**32),
+)
+def test_counted_on_the_device_a_row_is_the_same_before_the_host_knows_its_last_token(
+    batch: list[tuple[Sequence, bool, int]], steps: list[list[int]], seed: int
+) -> None:
+    """Three sequences that share the places of two. One whose turn it is gets one more token of its answer."""
+    counts = TokenCounts(2, VOCAB, torch.device("cpu"))
+    logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
+    growing, whole, num_known = [], [], [0] * len(batch)
+    for arrival, (one, is_pending, num_tokens) in enumerate(batch):
+        prompt, sampling = one.request.prompt_token_ids, one.request.sampling
+        growing.append(sequence(prompt, sampling, [], arrival))
+        whole.append((one.output_token_ids, is_pending))
+        num_known[arrival] = min(num_tokens, len(one.output_token_ids))
+    for step in steps:
+        rows, last_token_ids = [], []
+        for i in step:
+            answer, is_pending = whole[i]
+            n = num_known[i] = min(num_known[i] + 1, len(answer))
+            growing[i].num_pending_tokens = int(is_pending and n > 0)
+            growing[i].output_token_ids = answer[: n - growing[i].num_pending_tokens]
+            last_token_ids.append([*growing[i].request.prompt_token_ids, *answer[:n]][-1])
+            rows.append(sequence(growing[i].request.prompt_token_ids, growing[i].request.sampling, answer[:n]))
+        changed, wanted = logits[: len(step)].clone(), logits[: len(step)].clone()
+        restricted = adjust_logits(changed, [growing[i] for i in step], END, device_tokens(counts, last_token_ids))
+        on_host = adjust_logits(wanted, rows, END)
+        assert torch.equal(changed, wanted)
+        assert set(on_host) <= set(restricted)
 
 
 def test_a_bad_sequence_as_long_as_the_context_is_forbidden_too() -> None:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multilora_engine.request import GenerationRequest, SamplingParams
-from multilora_engine.sampling.token_history import TokenHistory
+from multilora_engine.sampling.token_history import ANY_TOKEN, TokenHistory
 
 TOKENS = st.lists(st.integers(0, 3), max_size=12)
 BAD = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4).map(tuple), max_size=5).map(tuple)
@@ -21,6 +21,12 @@ def check(history: TokenHistory, prompt: list[int], answer: list[int], bad: tupl
     assert Counter(dict(zip(history.answered.token_ids, history.answered.counts, strict=True))) == Counter(answer)
     completions = {last for *prefix, last in bad if tokens[len(tokens) - len(prefix) :] == prefix}
     assert set(history.forbidden()) == completions
+    assert {last for last, _ in history.bans(is_token_pending=False).T} == completions
+    bans = history.bans(is_token_pending=True).T.tolist()
+    for token_id in range(4):
+        longer = [*tokens, token_id]
+        completions = {last for *prefix, last in bad if longer[len(longer) - len(prefix) :] == prefix}
+        assert {last for last, trigger in bans if trigger in (ANY_TOKEN, token_id)} == completions
     assert history.num_tokens == len(tokens)
 
 

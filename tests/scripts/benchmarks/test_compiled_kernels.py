@@ -13,7 +13,9 @@ from benchmarks.compiled_kernels import (
     add_rms_norm_resources,
     decode_resources,
     expand_resources,
+    forbid_resources,
     gelu_tanh_mul_resources,
+    penalise_resources,
     prompt_resources,
     rotation_resources,
     sample_resources,
@@ -26,6 +28,7 @@ from benchmarks.synthetic_batches import LinearShape
 from multilora_kernels.cuda import block_sizes
 from multilora_kernels.cuda.decode_attention import decode_kernel
 from multilora_kernels.cuda.expand import expand_kernel
+from multilora_kernels.cuda.penalties import forbid_kernel, penalise_kernel
 from multilora_kernels.cuda.prompt_attention import prompt_kernel
 from multilora_kernels.cuda.segments import segment_kernel
 from multilora_kernels.cuda.shrink import shrink_kernel
@@ -121,6 +124,8 @@ def test_what_lies_between_matrix_products_compiles_without_spills(capability, d
 @pytest.mark.parametrize("capability", [80, 86, 90, 100, 120])
 def test_sampling_compiles_without_spills(capability):
     _check(sample_resources(128256, capability), capability)
+    _check(penalise_resources(capability), capability)
+    _check(forbid_resources(capability), capability)
 
 
 @pytest.mark.parametrize(
@@ -132,6 +137,8 @@ def test_sampling_compiles_without_spills(capability):
         (decode_kernel, "stride_bm"),
         (prompt_kernel, "num_sequences first_sequence stride_bm"),
         (segment_kernel, "num_tokens max_loras capacity"),
+        (penalise_kernel, "num_rows"),
+        (forbid_kernel, "num_bans"),
     ],
 )
 def test_no_kernel_is_compiled_anew_for_a_number_that_changes_between_steps(kernel, argument):
