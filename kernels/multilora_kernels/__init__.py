@@ -12,8 +12,8 @@ and `rotary_attention` (with the steps before it); `store_rows` (alone); `kv_row
 (of the cache, which may be in codes of 8 bits); `add_rms_norm`, `add_layer_norm`, `silu_mul`, `gelu_tanh_mul` and
 `gelu_tanh` (the work between linears); `decoder_layers` (all of these in one call, for `PackedLayer`s of
 `PackedLayerLinear`s in a `LayerStep`); `sample_tokens` by `SamplingRule`s, behind `penalise_tokens` and
-`forbid_tokens`, within `LARGEST_LOGIT`; `load_cpu_kernels` (builds the CPU operators ahead of their first use) and
-`forget_adapters` (lets go of the last call's).
+`forbid_tokens`, within `LARGEST_LOGIT`; `fill_step_inputs` (`StepInputs` of a captured graph); `load_cpu_kernels`
+(builds the CPU operators ahead of their first use) and `forget_adapters` (lets go of the last call's).
 """
 
 from multilora_kernels.apply import lora_apply
@@ -44,6 +44,7 @@ from multilora_kernels.quantized import (
 from multilora_kernels.sampling import SamplingRule, rule_parameters, sample_tokens
 from multilora_kernels.segments import LoRASegments, lora_segments
 from multilora_kernels.shrink import lora_shrink
+from multilora_kernels.step_inputs import StepInputs, fill_step_inputs
 from multilora_kernels.tables import LoRATables
 
 __all__ = [
@@ -61,12 +62,14 @@ __all__ = [
     "PagedSequences",
     "QuantizedWeight",
     "SamplingRule",
+    "StepInputs",
     "activation_dtype",
     "add_layer_norm",
     "add_rms_norm",
     "decoder_layers",
-    "forget_adapters",
+    "fill_step_inputs",
     "forbid_tokens",
+    "forget_adapters",
     "gelu_tanh",
     "gelu_tanh_mul",
     "has_paged_attention",

@@ -29,6 +29,7 @@ from multilora_kernels.cuda.rotation import rotate_and_store_kernel, rotation_co
 from multilora_kernels.cuda.sampling import sample_constants, sample_kernel
 from multilora_kernels.cuda.segments import segment_constants, segment_kernel
 from multilora_kernels.cuda.shrink import shrink_constants, shrink_kernel
+from multilora_kernels.cuda.step_inputs import fill_constants, fill_kernel
 from multilora_kernels.cuda.update import update_constants, update_kernel
 from multilora_kernels.parts import num_parts
 from multilora_kernels.segments import CHUNK_SIZE
@@ -200,6 +201,12 @@ def penalise_resources(capability: int) -> Resources:
 def forbid_resources(capability: int) -> Resources:
     """`forbid_tokens`; the rest as of the others."""
     return _resources(forbid_kernel, forbid_constants(), "fp32", capability)
+
+
+def fill_resources(capability: int) -> Resources:
+    """`fill_step_inputs`; the rest as of the others."""
+    pointers = {name: "*i64" for name in fill_kernel.arg_names if name.endswith("_ptr")}
+    return _resources(fill_kernel, fill_constants(), "fp32", capability, pointers)
 
 
 def _resources(

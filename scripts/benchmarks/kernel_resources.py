@@ -85,6 +85,7 @@ def compilations(model: Model) -> list[Callable[[], Used]]:
         ("sample_tokens", f"{_VOCAB_SIZE:,} tokens"): lambda gpu: compiled_kernels.sample_resources(_VOCAB_SIZE, gpu),
         ("penalise_tokens", ""): compiled_kernels.penalise_resources,
         ("forbid_tokens", ""): compiled_kernels.forbid_resources,
+        ("fill_step_inputs", ""): compiled_kernels.fill_resources,
     }
     todo = []
     for half, linear, rank, chunk in itertools.product(halves, linears, (16, 64), (CHUNK_SIZE, PREFILL_CHUNK_SIZE)):

@@ -9,10 +9,11 @@ from support.attention_cases import OPTIONS, SHAPES
 from support.lora_cases import FUSED, ODD, TOLERANCES, Case, make_case
 
 from benchmarks.synthetic_batches import LinearShape
-from multilora_kernels import cuda, load_rows, lora_segments, parts, reference
+from multilora_kernels import cuda, load_rows, lora_segments, parts, reference, step_inputs_reference
 from multilora_kernels.cuda import segments, update
 from multilora_kernels.kv_rows import SCALE_BYTES, quantize_rows
 from multilora_kernels.segments import reference_segments
+from multilora_kernels.step_inputs import StepInputs
 
 _LONG = LinearShape(in_features=2500, slice_sizes=(40, 24))
 
@@ -205,3 +206,29 @@ def test_segments_in_one_launch_are_those_of_torch(implementation, num_tokens, m
     num_used = int((mapping >= 0).sum())
     assert torch.equal(permutation[:num_used], expected.permutation[:num_used])
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(chunks, expected[1:4], strict=True))
+
+
+@pytest.mark.parametrize("what", ["decodes", "decodes without adapters", "prompts"])
+@pytest.mark.parametrize(("num_rows", "num_logits", "num_blocks"), [(5, 3, 2), (1, 1, 130), (7, 0, 1), (0, 0, 3)])
+def test_inputs_of_a_graph_are_filled_in_one_launch_as_one_by_one(
+    implementation, what, num_rows, num_logits, num_blocks
+):
+    def inputs(rows, logits, width, fill):
+        memory = torch.full((6, rows), fill, dtype=torch.int64) if fill else torch.randint(0, 99, (6, rows))
+        vectors = [*memory[:5], memory[5, :logits]]
+        if what == "prompts":
+            return StepInputs(*vectors[:3])
+        if what == "decodes without adapters" and not fill:
+            vectors[2] = None
+        return StepInputs(*vectors, block_tables=torch.arange(rows * width).view(rows, width) - 1)
+
+    def to_device(of):
+        values = {name: None if x is None else x.clone().to(implementation.device) for name, x in vars(of).items()}
+        return StepInputs(**values)
+
+    step, expected = inputs(num_rows, num_logits, num_blocks, 0), inputs(9, 9, 135, 55)
+    actual = to_device(expected)
+    cuda.fill_step_inputs(actual, to_device(step), 7, 99, 16)
+    step_inputs_reference.fill_step_inputs(expected, step, 7, 99, 16)
+    for name, values in vars(expected).items():
+        assert values is None or torch.equal(getattr(actual, name).cpu(), values), name

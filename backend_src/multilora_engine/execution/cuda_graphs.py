@@ -11,6 +11,7 @@ The capture itself (`capture_graph`) has not run on a device.
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import functools
 import logging
 import time
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 
 from multilora_engine.execution.forward_batch import ForwardBatch, TokenLoRAs
-from multilora_kernels import LoRATables
+from multilora_kernels import LoRATables, StepInputs, fill_step_inputs
 
 _logger = logging.getLogger(__name__)
 
@@ -28,7 +29,6 @@ Run = Callable[[], None]
 Capture = Callable[[Run], Run]
 """Makes a replay of a function: it does the same work again, on the same memory."""
 
-_BASE_MODEL = -1
 _SIZES = (1, 2, 4)
 _SIZE_STEP = 8
 _MAX_SIZE = 256
@@ -66,55 +66,55 @@ class DecodeInputs:
         self._block_size = block_size
         self._scratch_block = scratch_block
         self._tables = tables
-        rows = torch.zeros(6, max_num_seqs, dtype=torch.int64, device=tables.rank.device)
-        self._input_ids, self._positions, self._slot_mapping, self._num_keys, self._lora_mapping = rows[:5]
-        self._logits_indices = rows[5]
+        zeros = functools.partial(torch.zeros, dtype=torch.int64, device=tables.rank.device)
+        n = max_num_seqs
+        self._rows = StepInputs(zeros(n), zeros(n), zeros(n), zeros(n), zeros(n), zeros(n), zeros(n, max_blocks))
         self._query_starts = torch.arange(max_num_seqs + 1, device=tables.rank.device)
-        self._block_tables = rows.new_zeros(max_num_seqs, max_blocks)
 
     def fill(self, batch: ForwardBatch, size: int) -> None:
         """Copy a decode step to the first rows, and make the others up to `size` padding."""
-        n = len(batch.query_lens)
-        self._input_ids[:n] = batch.input_ids
-        self._positions[:n] = batch.positions
-        self._slot_mapping[:n] = batch.slot_mapping
-        self._num_keys[:n] = batch.num_keys
-        self._logits_indices[: len(batch.logits_indices)] = batch.logits_indices
-        # This graph may lack a row that an earlier step wanted.
-        self._logits_indices[len(batch.logits_indices) : size] = 0
-        self._block_tables[:n, : batch.block_tables.shape[1]] = batch.block_tables
-        if batch.lora is not None:
-            self._lora_mapping[:n] = batch.lora.mapping
-        self.pad(n, size)
+        self._fill(step_inputs(batch), size)
 
-    def pad(self, start: int, end: int) -> None:
-        """Make the rows start .. end - 1 padding."""
-        self._input_ids[start:end] = 0
-        self._positions[start:end] = 0
-        self._slot_mapping[start:end] = self._scratch_block * self._block_size
-        self._num_keys[start:end] = 1
-        self._block_tables[start:end, 0] = self._scratch_block
-        self._lora_mapping[start:end] = _BASE_MODEL
+    def pad(self, size: int) -> None:
+        """Make the first rows padding."""
+        self._fill(self._first(0), size)
+
+    def _fill(self, inputs: StepInputs, size: int) -> None:
+        fill_step_inputs(self._rows, inputs, size, self._scratch_block, self._block_size)
+
+    def _first(self, size: int) -> StepInputs:
+        """The first `size` rows."""
+        return StepInputs(*(getattr(self._rows, field.name)[:size] for field in dataclasses.fields(StepInputs)))
 
     def batch(self, size: int, has_adapters: bool) -> ForwardBatch:
         """The first `size` rows, as they are by the time that the model reads them.
 
         `context_lens`, which the host knows at capture only, are those of padding: no operator of a graph reads them.
         """
+        inputs = vars(self._first(size))
+        mapping = inputs.pop("lora_mapping")
         return ForwardBatch(
-            input_ids=self._input_ids[:size],
-            positions=self._positions[:size],
-            slot_mapping=self._slot_mapping[:size],
+            **inputs,
             query_lens=[1] * size,
             context_lens=[1] * size,
-            num_keys=self._num_keys[:size],
             query_starts=self._query_starts[: size + 1],
-            block_tables=self._block_tables[:size],
             num_decodes=size,
-            logits_indices=self._logits_indices[:size],
             block_size=self._block_size,
-            lora=TokenLoRAs(self._tables, self._lora_mapping[:size]) if has_adapters else None,
+            lora=TokenLoRAs(self._tables, mapping) if has_adapters else None,
         )
+
+
+def step_inputs(batch: ForwardBatch) -> StepInputs:
+    """All that graphs of decode steps read of a step."""
+    return StepInputs(
+        batch.input_ids,
+        batch.positions,
+        None if batch.lora is None else batch.lora.mapping,
+        batch.slot_mapping,
+        batch.num_keys,
+        batch.logits_indices,
+        batch.block_tables,
+    )
 
 
 class DecodeGraphs:
@@ -168,7 +168,7 @@ class DecodeGraphs:
         def run() -> None:
             logits.copy_(forward(batch))
 
-        self._inputs.pad(0, size)
+        self._inputs.pad(size)
         return capture(run)
 
 

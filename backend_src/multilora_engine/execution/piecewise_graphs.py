@@ -21,7 +21,7 @@ from multilora_engine.execution.cuda_graphs import Run
 from multilora_engine.execution.forward_batch import ForwardBatch, KVCache, TokenLoRAs
 from multilora_engine.models.layers import Attention
 from multilora_engine.models.model import HiddenStates, Model
-from multilora_kernels import LoRATables
+from multilora_kernels import LoRATables, StepInputs, fill_step_inputs
 
 _SIZE_STEP, _MAX_SIZE = 64, 512
 _BASE_MODEL = -1
@@ -64,9 +64,7 @@ class PiecewiseGraphs:
         self._model, self._kv_cache, self._tables = model, kv_cache, tables
         self._sizes = sizes
         device = tables.rank.device
-        self._input_ids, self._positions, self._lora_mapping = torch.zeros(
-            3, sizes[-1], dtype=torch.int64, device=device
-        )
+        self._inputs = StepInputs(*torch.zeros(3, sizes[-1], dtype=torch.int64, device=device))
         config, dtype = model.config, model.activation_dtype
         # One for all layers and sizes: graphs would keep the memory of each.
         self._qkv = torch.empty(sizes[-1], config.q_size + 2 * config.kv_size, dtype=dtype, device=device)
@@ -104,12 +102,9 @@ class PiecewiseGraphs:
 
     def _fill(self, batch: ForwardBatch, size: int) -> None:
         """Copy a step to the first rows. Those of padding are a token 0 of the base model, which nobody attends to."""
-        n = len(batch.input_ids)
-        self._input_ids[:n], self._positions[:n] = batch.input_ids, batch.positions
-        self._input_ids[n:size] = self._positions[n:size] = 0
-        if batch.lora is not None:
-            self._lora_mapping[:n] = batch.lora.mapping
-            self._lora_mapping[n:size] = _BASE_MODEL
+        mapping = None if batch.lora is None else batch.lora.mapping
+        step = StepInputs(batch.input_ids, batch.positions, mapping)
+        fill_step_inputs(self._inputs, step, size, scratch_block=0, block_size=0)
 
     def _captured(self, size: int, has_adapters: bool, pieces: Pieces) -> _Capture:
         capture = _Capture([], [], (self._heads, self._heads))
@@ -131,12 +126,14 @@ class PiecewiseGraphs:
 
     def _batch(self, size: int, has_adapters: bool) -> ForwardBatch:
         """The first `size` rows as one sequence; no piece reads of which sequence a row is."""
-        self._lora_mapping[:size] = _BASE_MODEL
-        ends = torch.tensor([0, size], device=self._input_ids.device)
+        assert self._inputs.lora_mapping is not None
+        mapping, positions = self._inputs.lora_mapping[:size], self._inputs.positions[:size]
+        mapping.fill_(_BASE_MODEL)
+        ends = torch.tensor([0, size], device=mapping.device)
         return ForwardBatch(
-            input_ids=self._input_ids[:size],
-            positions=self._positions[:size],
-            slot_mapping=self._positions[:size],
+            input_ids=self._inputs.input_ids[:size],
+            positions=positions,
+            slot_mapping=positions,
             query_lens=[size],
             context_lens=[size],
             num_keys=ends[1:],
@@ -145,7 +142,7 @@ class PiecewiseGraphs:
             num_decodes=0,
             logits_indices=ends[:0],
             block_size=size,
-            lora=TokenLoRAs(self._tables, self._lora_mapping[:size]) if has_adapters else None,
+            lora=TokenLoRAs(self._tables, mapping) if has_adapters else None,
         )
 
 

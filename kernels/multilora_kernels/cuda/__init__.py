@@ -11,11 +11,13 @@ from multilora_kernels.cuda.expand import lora_expand
 from multilora_kernels.cuda.penalties import forbid_tokens, penalise_tokens
 from multilora_kernels.cuda.sampling import sample_tokens
 from multilora_kernels.cuda.shrink import lora_shrink
+from multilora_kernels.cuda.step_inputs import fill_step_inputs
 from multilora_kernels.cuda.update import lora_apply
 
 __all__ = [
     "add_layer_norm",
     "add_rms_norm",
+    "fill_step_inputs",
     "forbid_tokens",
     "gelu_tanh",
     "gelu_tanh_mul",

@@ -6,8 +6,12 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 from support.gpu_path import NUM_LAYERS, make_device, make_engine
 
+from checkpoints.tiny_llama import VOCAB_SIZE
+from multilora_engine.execution.cuda_graphs import DecodeGraphs, DecodeInputs
+from multilora_engine.execution.forward_batch import ForwardBatch
 from multilora_engine.request import GenerationRequest, SamplingParams
 
 LAUNCHES_OF_A_LAYER = {
@@ -87,6 +91,33 @@ def test_penalties_and_bans_are_a_launch_each_and_one_copy_whatever_the_host_kno
         "aten::index_put_": 1,
     }
     assert device.copies == {"to the device": 2, "from the device": 2, "wait": 1}
+
+
+def test_a_captured_decode_step_is_a_launch_for_its_inputs_the_graph_and_three_for_the_tokens(
+    tmp_path: Path, default_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = make_device(monkeypatch)
+    engine = make_engine(tmp_path, default_model_dir)
+    runner, block_size = engine._runner, engine._blocks.block_size
+    inputs = DecodeInputs(4, 9, block_size, engine.stats.num_blocks, engine._loras.tables)
+
+    def forward(batch: ForwardBatch) -> torch.Tensor:
+        return torch.zeros(len(batch.input_ids), VOCAB_SIZE)
+
+    runner._graphs = DecodeGraphs(forward, inputs, [4], VOCAB_SIZE, torch.device("cpu"), lambda run: lambda: None)
+    device.serve(monkeypatch)
+    for n, task in enumerate((None, 0, 1)):
+        sampling = SamplingParams(max_tokens=8, end_id=-1)
+        engine.add_request(GenerationRequest(f"r{n}", [5, 6, 7], sampling, lora_task_id=task))
+    with device:
+        engine.step()
+        engine.step()
+        device.launches.clear()
+        device.copies.clear()
+        engine.step()
+    # The tokens take an argmax more, which a CPU does by NumPy.
+    assert device.launches == {"fill_kernel": 1, "aten::gather": 1, "aten::cat": 1}
+    assert device.copies == {"to the device": 1, "from the device": 2, "wait": 1}
 
 
 def _of_layers() -> Counter[str]:

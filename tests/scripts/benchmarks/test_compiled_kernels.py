@@ -13,6 +13,7 @@ from benchmarks.compiled_kernels import (
     add_rms_norm_resources,
     decode_resources,
     expand_resources,
+    fill_resources,
     forbid_resources,
     gelu_tanh_mul_resources,
     penalise_resources,
@@ -126,6 +127,11 @@ def test_sampling_compiles_without_spills(capability):
     _check(sample_resources(128256, capability), capability)
     _check(penalise_resources(capability), capability)
     _check(forbid_resources(capability), capability)
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_the_filling_of_inputs_compiles_without_spills(capability):
+    _check(fill_resources(capability), capability)
 
 
 @pytest.mark.parametrize(
