@@ -318,13 +318,14 @@ def main(
     )
     with started_server(setting.model, console) as server, Progress(console=console) as progress:
         results = asyncio.run(measure(server, setting, part or PARTS, progress))
-    if rows := result_rows(results):
+    rows = result_rows(results)
+    if rows:
         console.print(render(rows, f"{setting.model.name}, streams through the server, medians, {threads_title()}"))
         write_results(rows, output, "serving")
     if results.stages:
         report_load(results.stages, output, console)
     if update_docs:
-        write_tables(results.rates, setting.concurrency, results.stages, source)
+        write_tables(results.rates, setting.concurrency, results.stages, rows, source)
     console.print(f"results are in {output}; {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 
 from benchmarks.bench_rows import Row
@@ -25,7 +26,8 @@ def write_tables(results: Mapping[str, Results], source: str) -> None:
         if part == "decode":
             write_table(PAGE, "steps", steps_table(measured), f"{source} {machine_limits(measured)}")
         else:
-            write_table(PAGE, f"engine {part}", rows_table(measured), source)
+            table = measures_table(measured) if part == "prefill" else rows_table(measured)
+            write_table(PAGE, f"engine {part}", table, source)
     write_plots(PAGE)
 
 
@@ -63,6 +65,26 @@ def rows_table(results: Results) -> str:
             value = _milliseconds(result.seconds)
             goal = "" if result.max_seconds is None else f"<= {_milliseconds(result.max_seconds)}"
         lines.append(f"| {result.what} | {value} |{f' {goal}' if goal else ''} |")
+    return "\n".join(lines) + "\n"
+
+
+def measures_table(results: Results) -> str:
+    """A row for each subject of results named `SUBJECT: MEASURE` or `SUBJECT against OTHER`, a column for each measure.
+
+    A measure's goal stands in its heading.
+    """
+    rows: dict[str, dict[str, str]] = {}
+    goals: dict[str, str] = {}
+    for result in results:
+        assert isinstance(result, Row), f"{result.what} is a step"
+        named = re.fullmatch(r"(.+?)(?:: | (?=against ))(.+)", result.what)
+        assert named is not None, f"{result.what} names no measure"
+        rows.setdefault(named[1], {})[named[2]] = f"{figure(result.value)} {result.unit}"
+        goals[named[2]] = f" (goal {result.goal})" if result.goal else goals.get(named[2], "")
+    lines = ["".join(["| |", *(f" {measure}{goal} |" for measure, goal in goals.items())])]
+    lines.append(f"| --- |{' ---: |' * len(goals)}")
+    for subject, cells in rows.items():
+        lines.append(f"| {subject} | {' | '.join(cells.get(measure, '') for measure in goals)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -6,23 +6,32 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 
+from benchmarks.bench_rows import Row
+from benchmarks.engine_tables import rows_table
 from marked_tables import figure, write_table
 from multilora_client.bench.report import Percentiles, Stage, summarise
 from plots import DOCS, write_plots
 
 PAGE = DOCS / "performance.md"
+_AT_ONCE = " at once, "
 
 
 def write_tables(
-    rates: Mapping[str, Sequence[float]], counts: Sequence[int], stages: Sequence[Stage], source: str
+    rates: Mapping[str, Sequence[float]],
+    counts: Sequence[int],
+    stages: Sequence[Stage],
+    rows: Sequence[Row],
+    source: str,
 ) -> None:
     """Write what was measured into the page, and draw its plots anew.
 
-    rates: tokens/s of every round by `measurement`. counts: requests at once. stages: of the load, rising. source: the
-    sentence that tells where figures are from.
+    rates: tokens/s of every round by `measurement`. counts: requests at once. stages: of the load, rising. rows: all
+    results of one number each. source: the sentence that tells where figures are from.
     """
     if measurement(counts[0], "no adapter") in rates:
         write_table(PAGE, "throughput", throughput_table(rates, counts), source)
+    if ways := [row for row in rows if _AT_ONCE not in row.what]:
+        write_table(PAGE, "ways", rows_table(ways), source)
     if stages:
         write_table(PAGE, "load", load_table(stages), source)
     write_plots(PAGE)
@@ -30,12 +39,12 @@ def write_tables(
 
 def measurement(count: int, mix: str) -> str:
     """How the results call `count` requests at once of these adapters."""
-    return f"{count} at once, {mix}"
+    return f"{count}{_AT_ONCE}{mix}"
 
 
 def throughput_table(rates: Mapping[str, Sequence[float]], counts: Sequence[int]) -> str:
     """Medians of tokens/s: a row for each number of requests at once."""
-    mixes = list(dict.fromkeys(what.partition(", ")[2] for what in rates if " at once, " in what))
+    mixes = list(dict.fromkeys(what.partition(", ")[2] for what in rates if _AT_ONCE in what))
     lines = [f"| requests at once | {' | '.join(mixes)} | |", f"| ---: |{' ---: |' * len(mixes)} --- |"]
     for count in counts:
         medians = (statistics.median(rates[measurement(count, mix)]) for mix in mixes)

@@ -88,7 +88,23 @@ def test_the_limits_of_the_machine_are_told_with_the_steps(page: Path) -> None:
     )
 
 
+def test_prompts_have_a_row_for_each_kind_of_weights(page: Path) -> None:
+    rows = [
+        Row("prefill 2048, float32: time", 3218.1, "ms"),
+        Row("prefill 2048, float32: of the matrix products' rate", 0.871, "x", ">= 0.75", True),
+        Row("prefill 2048, w8a16: time", 3151.2, "ms"),
+        Row("prefill 2048, w8a16 against float32", 1.02, "x", ">= 1", True),
+    ]
+    write_tables({"prefill": rows}, "By a test.")
+    assert read_table(page, "engine prefill").splitlines()[:4] == [
+        "| | time | of the matrix products' rate (goal >= 0.75) | against float32 (goal >= 1) |",
+        "| --- | ---: | ---: | ---: |",
+        "| prefill 2048, float32 | 3,218 ms | 0.871 x |  |",
+        "| prefill 2048, w8a16 | 3,151 ms |  | 1.02 x |",
+    ]
+
+
 def test_every_part_has_its_place_on_the_page(page: Path) -> None:
-    write_tables({part: [Row(part, 2003.4, "ms")] for part in PARTS}, "By a test.")
+    write_tables({part: [Row(f"{part}: time", 2003.4, "ms")] for part in PARTS}, "By a test.")
     for part in PARTS:
-        assert f"| {part} | 2,003 ms |" in read_table(page, f"engine {part}")
+        assert "2,003 ms |" in read_table(page, f"engine {part}")

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import serving_tables
+from benchmarks.bench_rows import Row
 from benchmarks.serving_tables import PAGE, load_table, measurement, throughput_table, write_tables
 from marked_tables import read_table
 from multilora_client.bench.load import Load, Sample
@@ -49,7 +50,14 @@ def test_what_was_not_measured_stays_as_it_was(tmp_path: Path, monkeypatch: pyte
     page.write_text(PAGE.read_text())
     monkeypatch.setattr(serving_tables, "PAGE", page)
     monkeypatch.setattr(serving_tables, "write_plots", drawn.append)
-    write_tables({}, [1], [stage(4, (0.3, 0.4))], "By a test.")
+    rows = [
+        Row("1 at once, no adapter", 9.0, "tokens/s"),
+        Row("ensemble, of in this process", 91.2, "%", ">= 90", True),
+    ]
+    write_tables({}, [1], [stage(4, (0.3, 0.4))], rows, "By a test.")
+    assert [line for line in read_table(page, "ways").splitlines()[2:] if line.startswith("|")] == [
+        "| ensemble, of in this process | 91.2 % | >= 90 |"
+    ]
     assert "| 4 | 300 ms |" in read_table(page, "load")
     assert read_table(page, "load").endswith(" |\n\nBy a test.\n")
     assert read_table(page, "throughput") == read_table(PAGE, "throughput")
