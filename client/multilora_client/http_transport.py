@@ -106,7 +106,7 @@ def _infer_call(request: InferRequest) -> dict[str, Any]:
     encoded = json.dumps(header).encode()
     return {
         "url": f"/v2/models/{request.model}/infer",
-        "content": encoded + b"".join(tensor.data for tensor in request.inputs.values()),
+        "content": b"".join([encoded, *(tensor.data for tensor in request.inputs.values())]),
         "headers": {_HEADER_LENGTH: str(len(encoded)), "Content-Type": "application/octet-stream"} | request.headers,
         "timeout": _timeout(request),
     }
