@@ -28,18 +28,22 @@ import psutil
 import typer
 from rich.console import Console
 from rich.progress import track
-from rich.table import Column, Table
+from rich.table import Table
 
 from checkpoints.telling_adapters import MAX_RANK, PROMPT_TOKENS, save_checkpoint
+from marked_tables import write_table
 from multilora_client import Client, MultiloraClientError
 from multilora_engine.lora.checkpoint_layout import checkpoint_layout
 from multilora_wire.layout import AdapterLayout
+from repository import REPOSITORY
 from servers.sandboxed_server import SandboxedServer, namespace
 from servers.started_server import sigterm_as_ctrl_c
+from sources import measured_source
 from trials.judging_clients import ANSWER_TIMEOUT_S, JudgingClients, Tally
 from trials.wall_clock import WallClock
 
 NUM_ADAPTERS = 150
+COLUMNS = ("fault", "clients saw", "recovery, s", "adapters", "lost", "wrong")
 """Adapters of 256 KiB each: five times the size of these servers' host tier, and two thirds of their disk."""
 
 NO_ERRORS: frozenset[str] = frozenset()
@@ -337,23 +341,25 @@ def stage(num_clients: int, directory: Path, log: Path | None = None, has_own_cl
             server.close()
 
 
+def cells(outcome: Outcome) -> list[str]:
+    """The outcome in COLUMNS."""
+    errors = {code: count for code, count in sorted(outcome.seen.seen.items()) if code.isupper()}
+    saw = ", ".join([f"{outcome.seen.seen['right']} right", *(f"{n} {code}" for code, n in errors.items())])
+    recovery = "never" if outcome.recovery_s is None else f"{outcome.recovery_s:.1f}"
+    counts = (outcome.num_acknowledged, len(outcome.seen.lost), len(outcome.seen.wrong))
+    return [outcome.fault.name, saw, recovery, *map(str, counts)]
+
+
 def render(outcomes: Sequence[Outcome]) -> Table:
-    table = Table(
-        "fault",
-        "clients saw",
-        Column("recovery, s", justify="right"),
-        Column("adapters", justify="right"),
-        Column("lost", justify="right"),
-        Column("wrong", justify="right"),
-        title="Faults under load",
-    )
+    table = Table(*COLUMNS, title="Faults under load")
     for outcome in outcomes:
-        errors = {code: count for code, count in sorted(outcome.seen.seen.items()) if code.isupper()}
-        saw = ", ".join([f"{outcome.seen.seen['right']} right", *(f"{n} {code}" for code, n in errors.items())])
-        recovery = "never" if outcome.recovery_s is None else f"{outcome.recovery_s:.1f}"
-        counts = (outcome.num_acknowledged, len(outcome.seen.lost), len(outcome.seen.wrong))
-        table.add_row(outcome.fault.name, saw, recovery, *map(str, counts))
+        table.add_row(*cells(outcome))
     return table
+
+
+def markdown(outcomes: Sequence[Outcome]) -> str:
+    rows = [COLUMNS, ["---", "---", *["---:"] * (len(COLUMNS) - 2)], *map(cells, outcomes)]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
 def inject_all(faults: Sequence[Fault], num_clients: int, log: Path | None) -> Iterator[Outcome]:
@@ -371,8 +377,10 @@ def main(
     fault: Annotated[list[str] | None, typer.Option(help="Only faults whose name has this in it; repeatable.")] = None,
     clients: Annotated[int, typer.Option(help="Clients at once.", min=1)] = 8,
     log: Annotated[Path | None, typer.Option(help="Append the server's log to this file.")] = None,
+    update_docs: Annotated[bool, typer.Option("--docs", help="Write the table of docs/operating.md.")] = False,
 ) -> None:
     """Inject every fault, one after the other. Ends with status 1 if a promise is broken."""
+    source = measured_source() if update_docs else ""
     console, outcomes = Console(), list[Outcome]()
     chosen = [each for each in FAULTS if not fault or any(part in each.name for part in fault)]
     try:
@@ -381,6 +389,8 @@ def main(
             outcomes.append(outcome)
     finally:
         console.print(render(outcomes))
+    if update_docs:
+        write_table(REPOSITORY / "docs" / "operating.md", "faults", markdown(outcomes), source)
     complaints = [f"{outcome.fault.name}: {text}" for outcome in outcomes for text in outcome.complaints]
     for complaint in complaints:
         console.print(complaint, style="red", markup=False)

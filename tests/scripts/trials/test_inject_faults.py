@@ -6,7 +6,9 @@ from collections import Counter
 
 import pytest
 
-from trials.inject_faults import NO_ERRORS, UNAVAILABLE, Fault, Outcome
+from marked_tables import read_cells
+from repository import REPOSITORY
+from trials.inject_faults import COLUMNS, FAULTS, NO_ERRORS, UNAVAILABLE, Fault, Outcome, markdown
 from trials.judging_clients import Tally
 
 FAULT = Fault("a fault", lambda _: None, UNAVAILABLE)
@@ -36,3 +38,15 @@ def test_a_fault_that_explains_no_error_starts_no_process_again() -> None:
     replaced = frozenset({"engine"})
     assert Outcome(FAULT, Tally(), 1.0, 2, replaced).complaints == []
     assert Outcome(harmless, Tally(), 1.0, 2, replaced).complaints == ["engine was started again"]
+
+
+def test_a_row_tells_what_clients_saw_of_a_fault() -> None:
+    seen = Tally(Counter({"right": 5, "UNAVAILABLE": 3, "uploads": 2}), lost={4})
+    rows = markdown([Outcome(FAULT, seen, recovery_s=1.04, num_acknowledged=2)]).splitlines()
+    assert rows[2] == "| a fault | 5 right, 3 UNAVAILABLE | 1.0 | 2 | 1 | 0 |"
+
+
+def test_the_page_has_a_row_for_each_fault() -> None:
+    rows = read_cells(REPOSITORY / "docs" / "operating.md", "faults")
+    assert [row["fault"] for row in rows] == [fault.name for fault in FAULTS]
+    assert list(rows[0]) == list(COLUMNS)
