@@ -105,6 +105,7 @@ def rotary_attention(
     sequences: PagedSequences,
     options: AttentionOptions = _PLAIN,
     is_interleaved: bool = False,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Turn queries and keys, store keys and values, then `paged_attention`; all of it with float32 arithmetic.
 
@@ -114,21 +115,18 @@ def rotary_attention(
         j is (i + rotary_dim / 2) % rotary_dim, or i ^ 1 if `is_interleaved`. The other elements of a head stay as they
         are: all of them if rotary_dim is 0.
     keys, values: as for `paged_attention`, written in place. slots: [num_tokens] int64, where each token's belong.
-    options: as for `paged_attention`.
+    options: as for `paged_attention`. out: takes the result, contiguous, and is returned; a GPU writes it there.
     Returns [num_tokens, num_heads * head_dim] in the dtype of qkv.
     """
-    if not torch.compiler.is_dynamo_compiling():
-        result = rotary_attention_directly(qkv, cos, sin, keys, values, slots, sequences, options, is_interleaved)
+    step = (qkv, cos, sin, keys, values, slots)
+    if out is not None and not has_gpu_operators(qkv.device):
+        return out.copy_(rotary_attention(*step, sequences, options, is_interleaved))
+    if out is None and not torch.compiler.is_dynamo_compiling():
+        result = rotary_attention_directly(*step, sequences, options, is_interleaved)
         if result is not None:
             return result
-    load_operators(qkv)
-    return operators.rotary_attention(  # type: ignore[no-any-return]
-        qkv,
-        cos,
-        sin,
-        keys,
-        values,
-        slots,
+    fields = (
+        *step,
         sequences.block_tables,
         sequences.query_starts,
         sequences.context_lens,
@@ -137,8 +135,14 @@ def rotary_attention(
         sequences.window or 0,
         *_option_fields(options, kv_head_dim(keys)),
         is_interleaved,
-        options.may_round,
     )
+    if out is not None:
+        # Imported here: Triton comes with the CUDA builds of torch only.
+        from multilora_kernels import cuda
+
+        return cuda.rotary_attention(*fields, out=out)
+    load_operators(qkv)
+    return operators.rotary_attention(*fields, options.may_round)  # type: ignore[no-any-return]
 
 
 def _option_fields(options: AttentionOptions, head_dim: int) -> tuple[float, float, torch.Tensor | None]:

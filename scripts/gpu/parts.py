@@ -32,6 +32,7 @@ from benchmarks.model_steps import EIGHT_BILLION as EIGHT_BILLION_CONFIG
 from benchmarks.model_steps import ONE_BILLION as ONE_BILLION_CONFIG
 from benchmarks.synthetic_batches import LinearShape
 from gpu.machine import Machine, Row
+from gpu.report import ERROR_UNIT
 from multilora_engine.lora.page_copies import copies_to
 from multilora_engine.models.model_config import ModelConfig
 from multilora_kernels import PagedSequences, SamplingRule, rotary_attention, sample_tokens
@@ -41,7 +42,11 @@ from repository import REPOSITORY
 
 _TINY_MODEL = Model("tiny", (LinearShape(48, (32, 16, 16)), LinearShape(64, (48,))), 1)
 _SHARE_OF_MEMORY = 0.85
-_TESTS = ("shrink", "expand", "elementwise", "cuda", "cuda_graph", "cuda_sampling", "self_test")
+_TESTS = (
+    *(f"kernels/test_{name}" for name in ("shrink", "expand", "elementwise")),
+    *(f"kernels/test_{name}" for name in ("cuda", "cuda_graph", "cuda_sampling", "self_test")),
+    "engine/test_gpu",
+)
 _PAGE_BYTES = 4 << 20
 
 
@@ -76,7 +81,7 @@ def _self_test(machine: Machine, shapes_of: Callable[[Machine], Iterator[Operato
         for checked in checked_operators(shapes, machine.device):
             wrong += not checked.is_right
             note = checked.shapes if checked.is_right else f"WRONG {checked.failure} {checked.shapes}"
-            yield Row(checked.operator, checked.error, "of tolerance", note=f"{checked.seconds:.1f} s; {note}")
+            yield Row(checked.operator, checked.error, ERROR_UNIT, note=f"{checked.seconds:.1f} s; {note}")
     if wrong:
         raise SystemExit(f"{wrong} comparisons are wrong")
 
@@ -271,10 +276,10 @@ def measure_overlap(machine: Machine) -> Iterator[Row]:
 
 
 def run_tests(machine: Machine) -> Iterator[Row]:
-    """The tests of the GPU operators; eight processes, since compilation takes most of their time."""
-    names = ["test_tree"] if machine.is_dry else [f"kernels/test_{name}" for name in _TESTS]
+    """The tests of a GPU; eight processes, since compilation takes most of their time."""
+    names = ["test_tree"] if machine.is_dry else _TESTS
     files = [str(REPOSITORY / "tests" / f"{name}.py") for name in names]
-    options = ["-k", "path_of_some_machine"] if machine.is_dry else ["-n", "8", "-k", "not cpu"]
+    options = ["-k", "path_of_some_machine"] if machine.is_dry else ["-n", "8", "-k", "not [cpu"]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, *files]
     done = subprocess.run(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     for line in re.findall(r"^(?:FAILED|ERROR) .*", done.stdout, re.MULTILINE):

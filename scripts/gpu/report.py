@@ -20,7 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from marked_tables import write_table
 from multilora_kernels import interpreter
+from repository import REPOSITORY
 
 PARTS = {
     "machine": 40,
@@ -41,6 +43,12 @@ PARTS = {
 TOTAL_SECONDS = 530
 """Of all parts: a command on a borrowed machine may have ten minutes."""
 
+DRY_PATIENCE = 4
+"""A part of a dry run may take so many times as long: the machine may be busy with other work."""
+
+DOCUMENT, TABLE = REPOSITORY / "docs" / "gpu.md", "dry run"
+"""Where `--docs` writes the table of a dry run."""
+
 NEEDED = {
     "torch": "torch",
     "triton": "triton",
@@ -58,6 +66,10 @@ NEEDED = {
     "threadpoolctl": "threadpoolctl",
 }
 """The packages that parts, tests and the server import, with the names of their wheels."""
+
+
+ERROR_UNIT = "of tolerance"
+"""Of rows that compare an operator with the reference."""
 
 
 @dataclass
@@ -119,6 +131,17 @@ def render(results: Mapping[str, PartResult], wheels: list[str]) -> str:
     return "\n".join(lines)
 
 
+def docs_table(results: Mapping[str, PartResult]) -> str:
+    """What each part of a dry run came to. Its times are those of an interpreter, and say nothing of a GPU."""
+    lines = ["| part | end | seconds | figures | comparisons with the reference |", "| --- | --- | ---: | ---: | --- |"]
+    for result in results.values():
+        errors = [row["value"] for row in result.rows if row["unit"] == ERROR_UNIT]
+        compared = f"{len(errors)}, the largest error {max(errors):.2g} of the tolerance" if errors else ""
+        num_figures = len(result.rows) - len(errors)
+        lines.append(f"| {result.name} | {result.end} | {result.seconds:.0f} | {num_figures or ''} | {compared} |")
+    return "\n".join(lines) + "\n"
+
+
 def _line(row: Mapping[str, Any]) -> str:
     value = "" if row["value"] is None else f"{row['value']:,.4g}"
     share = "" if row["of_limit"] is None else f"{row['of_limit']:.0%}"
@@ -132,7 +155,7 @@ def report(parts: list[str], output: Path, total_seconds: float, is_dry: bool) -
     results, wheels = {name: PartResult(name) for name in parts}, missing_wheels()
     print(f"missing wheels: {', '.join(wheels) or 'none'}", flush=True)
     for name in parts:
-        seconds = min(PARTS[name], end - time.monotonic())
+        seconds = min(PARTS[name] * (DRY_PATIENCE if is_dry else 1), end - time.monotonic())
         if seconds > 0:
             results[name] = run_part(name, seconds, is_dry)
         print(render({name: results[name]}, wheels).split("\n\n", 2)[2], flush=True)
@@ -146,10 +169,16 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=TOTAL_SECONDS, help="the most of all parts")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="which, in this order")
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes in Triton's interpreter, without a GPU")
-    return parser.parse_args()
+    parser.add_argument("--docs", action="store_true", help="write the table of a dry run into docs/gpu.md")
+    asked = parser.parse_args()
+    if asked.docs and not asked.dry_run:
+        parser.error("--docs takes --dry-run: a report of a GPU is a page of its own")
+    return asked
 
 
 if __name__ == "__main__":
     asked = _arguments()
     found = report(asked.parts, asked.output, asked.seconds, asked.dry_run)
+    if asked.docs:
+        write_table(DOCUMENT, TABLE, docs_table(found))
     sys.exit(any(result.end != "done" for result in found.values()))

@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.adapters import wire_adapter
 from support.engines import run_all
+from support.tiny_tokenizer import save_tiny_tokenizer
 
 from checkpoints.tiny_llama import VOCAB_SIZE, save_tiny_llama
 from multilora_engine.config import EngineConfig
@@ -20,6 +21,16 @@ from multilora_engine.lora.format import pack_adapter
 from multilora_engine.request import GenerationRequest, SamplingParams
 
 pytestmark = pytest.mark.gpu
+
+
+BAD = tuple((first, second) for first in range(VOCAB_SIZE) for second in range(0, VOCAB_SIZE, 9))
+"""So many that answers meet some."""
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Path:
+    """A machine with a GPU may have no network."""
+    return save_tiny_tokenizer(tmp_path / "tokenizer")
 
 
 def make_engine(folder: Path, tokenizer: Path, **options: Any) -> Engine:
@@ -77,11 +88,17 @@ def counted_reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 @pytest.mark.parametrize("enable_async_scheduling", [False, True])
 @pytest.mark.parametrize("enable_cuda_graphs", [False, True])
 @pytest.mark.parametrize(
-    "sampling", [{}, {"temperature": 0.8, "seed": 1}, {"temperature": 0.8, "top_p": 0.9, "top_k": 20, "seed": 1}]
+    "sampling",
+    [
+        {},
+        {"temperature": 0.8, "seed": 1},
+        {"temperature": 0.8, "top_p": 0.9, "top_k": 20, "seed": 1},
+        {"repetition_penalty": 1.2, "frequency_penalty": 0.3, "min_tokens": 9, "bad_token_sequences": BAD},
+    ],
 )
 def test_a_decode_step_waits_for_the_device_only_to_read_its_tokens(
     tmp_path: Path,
-    default_model_dir: Path,
+    tokenizer: Path,
     monkeypatch: pytest.MonkeyPatch,
     sampling: dict[str, Any],
     enable_cuda_graphs: bool,
@@ -89,7 +106,7 @@ def test_a_decode_step_waits_for_the_device_only_to_read_its_tokens(
 ) -> None:
     engine = make_engine(
         tmp_path,
-        default_model_dir,
+        tokenizer,
         enable_cuda_graphs=enable_cuda_graphs,
         enable_async_scheduling=enable_async_scheduling,
     )
@@ -109,17 +126,63 @@ def test_a_decode_step_waits_for_the_device_only_to_read_its_tokens(
 @pytest.mark.parametrize("tasks", [(None, 0, 1), (None, None), (1, 0, None, 0, 1)])
 def test_a_gpu_answers_as_a_cpu_does_in_float32(
     tmp_path: Path,
-    default_model_dir: Path,
+    tokenizer: Path,
     tasks: tuple[int | None, ...],
     enable_cuda_graphs: bool,
     enable_async_scheduling: bool,
 ) -> None:
     on_gpu = make_engine(
         tmp_path,
-        default_model_dir,
+        tokenizer,
         dtype="float32",
         enable_cuda_graphs=enable_cuda_graphs,
         enable_async_scheduling=enable_async_scheduling,
     )
-    on_cpu = make_engine(tmp_path, default_model_dir, device="cpu")
+    on_cpu = make_engine(tmp_path, tokenizer, device="cpu")
     assert tokens(on_gpu, requests(tasks)) == tokens(on_cpu, requests(tasks))
+
+
+@pytest.mark.parametrize("enable_async_scheduling", [False, True])
+def test_penalties_and_bans_choose_the_tokens_of_a_cpu(
+    tmp_path: Path, tokenizer: Path, enable_async_scheduling: bool
+) -> None:
+    options = {"repetition_penalty": 1.2, "frequency_penalty": 0.3, "min_tokens": 9, "bad_token_sequences": BAD}
+    on_gpu = make_engine(tmp_path, tokenizer, dtype="float32", enable_async_scheduling=enable_async_scheduling)
+    on_cpu = make_engine(tmp_path, tokenizer, device="cpu")
+    expected = tokens(on_cpu, requests(**options))
+    assert tokens(on_gpu, requests(**options)) == expected
+    assert expected != tokens(on_cpu, requests())
+
+
+def test_auto_takes_graphs_and_asynchronous_steps(tmp_path: Path, tokenizer: Path) -> None:
+    engine = make_engine(tmp_path, tokenizer)
+    runner = engine._runner
+    assert runner._graphs is not None
+    assert runner._pieces is not None
+    assert engine.stats.num_cuda_graphs == len(runner._graphs.sizes) + len(runner._pieces.sizes)
+    for request in requests():
+        engine.add_request(request)
+    assert engine.step() == [], "the first step is in flight"
+
+
+@pytest.mark.parametrize("max_num_batched_tokens", [64, 100, 700])
+def test_steps_with_prompts_are_replayed_in_pieces_and_choose_the_same_tokens(
+    tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch, max_num_batched_tokens: int
+) -> None:
+    """Prompts of one token to 144, whole and cut, beside decodes; in float32, where no two tokens are close."""
+    options = {"dtype": "float32", "max_num_batched_tokens": max_num_batched_tokens}
+    tasks = [(None, 0, 1)[n % 3] for n in range(12)]
+    expected = tokens(make_engine(tmp_path, tokenizer, enable_cuda_graphs=False, **options), requests(tasks))
+    engine = make_engine(tmp_path, tokenizer, enable_cuda_graphs=True, **options)
+    pieces, num_replays = engine._runner._pieces, 0
+    assert pieces is not None
+    run = pieces.run
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal num_replays
+        num_replays += 1
+        return run(*arguments)
+
+    monkeypatch.setattr(pieces, "run", counted)
+    assert tokens(engine, requests(tasks)) == expected
+    assert num_replays

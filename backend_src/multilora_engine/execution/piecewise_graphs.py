@@ -96,7 +96,7 @@ class PiecewiseGraphs:
         capture.pieces[0]()
         for (layer, keys, values), piece in zip(capture.attentions, capture.pieces[1:], strict=True):
             on_layer()
-            self._heads[:num_tokens] = step.attend(layer, self._qkv[:num_tokens], keys, values)
+            step.attend(layer, self._qkv[:num_tokens], keys, values, out=self._heads[:num_tokens])
             piece()
         return capture.hidden_states
 

@@ -84,13 +84,14 @@ def attend(
     cached_values: torch.Tensor,
     plan: AttentionPlan,
     options: AttentionOptions,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Turn queries and keys, store keys and values, then softmax(scale q K^T + mask) V over each sequence's own keys.
 
     qkv: [num_tokens, (num_heads + 2 num_kv_heads) * head_dim], this step's queries, keys and values side by side.
     cached_keys, cached_values: this layer's cache, as `KVCache` has it, written in place. Keys and values are attended
         to as they are stored, this step's own, too: whether a prompt comes in chunks changes none of them.
-    options: the scale, and a soft cap or sinks of the layer.
+    options: the scale, and a soft cap or sinks of the layer. out: takes the result, and is returned.
     Returns [num_tokens, num_heads * head_dim].
     """
     if plan.all_sequences is not None:
@@ -105,6 +106,7 @@ def attend(
             plan.all_sequences,
             options,
             rotation.is_interleaved,
+            out,
         )
     q, k, v = _rotated(qkv, rotation, cached_keys.shape[1], kv_head_dim(cached_keys))
     k = _stored(k, cached_keys, plan.slot_mapping)
@@ -112,7 +114,8 @@ def attend(
     outputs = [_prefill(q, k, v, cached_keys, cached_values, prefill, options) for prefill in plan.prefills]
     if plan.decode is not None:
         outputs.insert(0, _decode(q, cached_keys, cached_values, plan.decode, options))
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    result = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return result if out is None else out.copy_(result)
 
 
 def _stored(x: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:

@@ -38,11 +38,21 @@ class Step:
     layer_steps: dict[tuple[str | None, int | None], LayerStep]
     attend_elsewhere: Attend | None = None
 
-    def attend(self, layer: Attention, qkv: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """[num_tokens, q_size]. qkv: [num_tokens, q_size + 2 kv_size]. keys, values: of the layer, written in place."""
+    def attend(
+        self,
+        layer: Attention,
+        qkv: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """[num_tokens, q_size], in `out` if there is one.
+
+        qkv: [num_tokens, q_size + 2 kv_size]. keys, values: of the layer, written in place.
+        """
         if self.attend_elsewhere is not None:
             return self.attend_elsewhere(layer, qkv, keys, values)
-        return attend(qkv, self.rotations[layer.rope], keys, values, self.plans[layer.window], layer.options)
+        return attend(qkv, self.rotations[layer.rope], keys, values, self.plans[layer.window], layer.options, out)
 
 
 class QKNorm(Protocol):

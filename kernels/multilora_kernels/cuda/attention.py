@@ -37,6 +37,7 @@ def rotary_attention(
     slots: torch.Tensor,
     block_tables: torch.Tensor,
     *fields: Any,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `multilora_kernels.attention.rotary_attention`; fields: those of the operator.
 
@@ -49,7 +50,10 @@ def rotary_attention(
     *sequences_and_options, is_interleaved = fields
     num_decodes = sequences_and_options[2]
     step = (qkv, cos, sin, keys, values, slots)
-    out = qkv.new_empty(len(qkv), qkv.shape[1] - 2 * keys.shape[1] * kv_head_dim(keys))
+    width = qkv.shape[1] - 2 * keys.shape[1] * kv_head_dim(keys)
+    out = qkv.new_empty(len(qkv), width) if out is None else out
+    assert out.shape == (len(qkv), width)
+    assert out.is_contiguous()
     if num_decodes < len(block_tables):
         q = rotate_and_store(*step, is_interleaved)
         prompt_attention.attend(q, keys, values, out, num_decodes, block_tables, *sequences_and_options)

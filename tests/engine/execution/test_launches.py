@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from support.gpu_path import NUM_LAYERS, make_device, make_engine
+from support.recorded_graph import RecordedPieces
 
 from checkpoints.tiny_llama import VOCAB_SIZE
 from multilora_engine.execution.cuda_graphs import DecodeGraphs, DecodeInputs
 from multilora_engine.execution.forward_batch import ForwardBatch
+from multilora_engine.execution.piecewise_graphs import PiecewiseGraphs
 from multilora_engine.request import GenerationRequest, SamplingParams
 
 LAUNCHES_OF_A_LAYER = {
@@ -91,6 +94,7 @@ def test_penalties_and_bans_are_a_launch_each_and_one_copy_whatever_the_host_kno
         "aten::index_put_": 1,
     }
     assert device.copies == {"to the device": 2, "from the device": 2, "wait": 1}
+    engine.close()
 
 
 def test_a_captured_decode_step_is_a_launch_for_its_inputs_the_graph_and_three_for_the_tokens(
@@ -118,6 +122,40 @@ def test_a_captured_decode_step_is_a_launch_for_its_inputs_the_graph_and_three_f
     # The tokens take an argmax more, which a CPU does by NumPy.
     assert device.launches == {"fill_kernel": 1, "aten::gather": 1, "aten::cat": 1}
     assert device.copies == {"to the device": 1, "from the device": 2, "wait": 1}
+    engine.close()
+
+
+class _IdlePieces(RecordedPieces):
+    """Whose replays compute nothing."""
+
+    def end(self) -> Callable[[], None]:
+        super().end()
+        return lambda: None
+
+
+def test_a_step_of_prompts_in_pieces_is_two_launches_a_layer_beside_the_graphs(
+    tmp_path: Path, default_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = make_device(monkeypatch)
+    engine = make_engine(tmp_path, default_model_dir)
+    runner = engine._runner
+    device.serve(monkeypatch)
+    with device:
+        runner._pieces = PiecewiseGraphs(runner._model, runner._kv_cache, engine._loras.tables, [16], _IdlePieces())
+        # The first request brings its adapter to the device.
+        for tasks in ((0,), (None, 0)):
+            for n, task in enumerate(tasks):
+                sampling = SamplingParams(max_tokens=1)
+                engine.add_request(GenerationRequest(f"r{n}", [5, 6, 7], sampling, lora_task_id=task))
+            device.launches.clear()
+            engine.step()
+    of_attention = {"rotate_and_store_kernel": NUM_LAYERS, "prompt_kernel": NUM_LAYERS}
+    outside = Counter(LAUNCHES_OUTSIDE)
+    for name in ("aten::embedding", "aten::zeros_like", "segment_kernel"):
+        # Of the first piece.
+        del outside[name]
+    assert device.launches == outside + Counter(of_attention) + Counter({"fill_kernel": 1})
+    engine.close()
 
 
 def _of_layers() -> Counter[str]:

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from gpu import report
+from gpu import parts, report
 from repository import REPOSITORY
 
 
@@ -24,6 +24,7 @@ def test_the_report_has_what_was_found_whatever_ends_early(tmp_path, monkeypatch
     results = report.report(["limits", "self_test"], tmp_path, 60, is_dry=True)
     assert results["limits"].end == "done"
     assert results["self_test"].end == "stopped after 0 s"
+    assert "| limits | done |" in report.docs_table(results)
     content = json.loads((tmp_path / "gpu_report.json").read_text())
     assert [part["name"] for part in content["parts"]] == ["limits", "self_test"]
     rows = {row["what"] for row in content["parts"][0]["rows"]}
@@ -39,9 +40,20 @@ def test_a_part_that_fails_says_why_and_one_without_time_that_it_had_none(tmp_pa
     assert report.report(["limits"], tmp_path, 0, is_dry=True)["limits"].end.startswith("not started")
 
 
+def test_the_table_of_a_dry_run_tells_how_far_operators_are_from_the_reference():
+    rows = [{"value": error, "unit": report.ERROR_UNIT} for error in (0.1, 0.25)] + [{"value": 3.0, "unit": "ms"}]
+    table = report.docs_table({"self_test": report.PartResult("self_test", "done", 5.2, rows)})
+    assert table.splitlines()[2] == "| self_test | done | 5 | 1 | 2, the largest error 0.25 of the tolerance |"
+    assert "<!-- dry run: begin -->" in report.DOCUMENT.read_text()
+
+
 def test_wheels_that_this_python_lacks_are_named(monkeypatch):
     monkeypatch.setattr(report, "NEEDED", {"json": "json", "no_such_module": "no-such-wheel"})
     assert report.missing_wheels() == ["no-such-wheel"]
+
+
+def test_the_tests_of_a_gpu_are_there():
+    assert all((REPOSITORY / "tests" / f"{name}.py").exists() for name in parts._TESTS)
 
 
 @pytest.mark.long(reason="the interpreter takes a second for each kernel of a step")
