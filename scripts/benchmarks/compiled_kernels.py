@@ -73,6 +73,9 @@ _NO_POINTERS: Mapping[str, str] = {}
 _CODE_CACHE = dict.fromkeys(("keys_ptr", "values_ptr", "cache_ptr"), "*i8")
 _CODE_STRIDES = {"stride_ks", "stride_kh"}
 """Those of codes are no multiples of sixteen, since a scale of four bytes is in each row."""
+_NUM_ROWS = 64
+"""Of a step: the table may have tiles of their own for fewer."""
+
 _OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
 
 
@@ -99,7 +102,7 @@ def shrink_resources(
     dtype: "bf16", "fp16" or "fp32". capability: 80, 90, 100 for sm_80, sm_90, sm_100. code_bits: of adapters that are
     codes, 8 or 4; 0 where they have the dtype.
     """
-    sizes = block_sizes("shrink", chunk_size, max_rank, capability)
+    sizes = block_sizes("shrink", chunk_size, max_rank, capability, shape.in_features, _NUM_ROWS)
     parts = num_parts(shape.in_features, 1)
     constants = shrink_constants(shape.in_features, parts, chunk_size, dtype == "fp32", sizes, capability, code_bits)
     return _resources(shrink_kernel, constants, dtype, capability)
@@ -110,14 +113,14 @@ def expand_resources(
 ) -> Resources:
     """`lora_expand` of a linear; arguments as of `shrink_resources`."""
     parts = num_parts(shape.in_features, 1)
-    sizes = block_sizes("expand", chunk_size, max_rank, capability)
+    sizes = block_sizes("expand", chunk_size, max_rank, capability, shape.out_features, _NUM_ROWS)
     constants = expand_constants(parts, shape.slice_sizes, chunk_size, sizes, code_bits)
     return _resources(expand_kernel, constants, dtype, capability)
 
 
 def update_resources(shape: LinearShape, max_rank: int, dtype: str, capability: int, code_bits: int = 0) -> Resources:
     """`lora_update` of a linear; arguments as of `shrink_resources`."""
-    sizes = block_sizes("update", CHUNK_SIZE, max_rank, capability)
+    sizes = block_sizes("update", CHUNK_SIZE, max_rank, capability, shape.in_features, _NUM_ROWS)
     is_wide = dtype == "fp32"
     constants = update_constants(shape.in_features, shape.slice_sizes, CHUNK_SIZE, is_wide, sizes, code_bits)
     return _resources(update_kernel, constants, dtype, capability)

@@ -1,7 +1,8 @@
 """Measure the tile sizes of the GPU kernels on this GPU and write the best into `cuda/block_sizes.json`.
 
-Operators and regimes are tuned one by one, each over the workloads that the entry of the table serves. A candidate that
-does not fit the GPU's shared memory is left out.
+Operators and regimes are tuned one by one, each over the workloads that the entry of the table serves; then the update
+of decode steps for each rank and width by itself, and for fewer rows (`plans`). A candidate that does not fit the GPU's
+shared memory is left out.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from rich.console import Console
 from rich.progress import track
 
 from benchmarks.gpu_operators import expand_all, shrink_all, update_all
-from benchmarks.lora_workloads import Batch, Workload
+from benchmarks.lora_workloads import Batch, Model, Workload
 from benchmarks.model_shapes import EIGHT_BILLION
+from benchmarks.synthetic_batches import LinearShape
 from multilora_kernels.cuda.block_sizes import TABLE_PATH, BlockSizes, architecture, capability
 
 WORKLOADS = {
@@ -39,6 +41,9 @@ CHOICES: dict[str, dict[str, list[int]]] = {
         "num_stages": [2, 3, 4],
     },
 }
+
+PLAN_RANKS, PLAN_ROWS = (16, 64), (8, 64)
+"""The largest ranks and rows of plans. More rows than the last have its sizes."""
 
 
 def regimes(operator: str) -> list[str]:
@@ -81,11 +86,44 @@ def tune(operator: str, regime: str, console: Console) -> BlockSizes:
     return best
 
 
+def tune_plans(entry: BlockSizes, cost: Callable[[LinearShape, int, int, BlockSizes], float]) -> list[dict[str, Any]]:
+    """Plans of the update of decode steps, the narrowest and those of the smallest rank first.
+
+    entry: of the table, which a plan changes. cost: of a linear, a rank, a number of rows and sizes, in any unit.
+    """
+    plans = []
+    linears = {linear.in_features: linear for linear in EIGHT_BILLION.linears}
+    for rank, (width, linear) in itertools.product(PLAN_RANKS, sorted(linears.items())):
+        tried = [entry | sizes for sizes in candidates("update")]
+        best = min(tried, key=lambda sizes: cost(linear, rank, PLAN_ROWS[-1], sizes))
+        by_rows = []
+        for num_rows in PLAN_ROWS[:-1]:
+            alike = [sizes for sizes in tried if sizes["BLOCK_K"] == best["BLOCK_K"]]
+            of_rows = min(alike, key=lambda sizes: cost(linear, rank, num_rows, sizes))
+            if changed := _changes(of_rows, best):
+                by_rows.append({"max_rows": num_rows, "sizes": changed})
+        if (changed := _changes(best, entry)) or by_rows:
+            plans.append({"max_rank": rank, "max_width": width, "sizes": changed, "by_rows": by_rows})
+    return plans
+
+
+def _changes(sizes: BlockSizes, others: BlockSizes) -> BlockSizes:
+    return {name: size for name, size in sizes.items() if others.get(name) != size}
+
+
+def update_milliseconds(linear: LinearShape, rank: int, num_rows: int, sizes: BlockSizes) -> float:
+    """Of a step whose rows have an adapter each."""
+    workload = Workload(Model("one linear", (linear,), 1), num_rows, num_rows, (rank,))
+    batch = Batch(workload, torch.bfloat16, torch.bfloat16, "cuda")
+    return milliseconds([functools.partial(update_all, batch)], sizes)
+
+
 def main() -> None:
     """Tune for the GPU of this machine."""
     console = Console()
     name = architecture(capability(torch.device("cuda")))
     best: dict[str, Any] = {op: {regime: tune(op, regime, console) for regime in regimes(op)} for op in CHOICES}
+    best["update"]["decode"]["plans"] = tune_plans(best["update"]["decode"], update_milliseconds)
     tables = json.loads(TABLE_PATH.read_text()) | {name: best}
     TABLE_PATH.write_text(json.dumps(tables, indent=2) + "\n")
     console.print(f"Wrote the sizes of {name} to {TABLE_PATH}")

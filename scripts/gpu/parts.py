@@ -295,7 +295,7 @@ def tune(machine: Machine) -> Iterator[Row]:
     v, plan, name = shrink_all(batch), {}, architecture(capability(machine.device))
     for operator, choices in _CHOICES.items():
         # As of the largest rank: the table serves other ranks, too.
-        table = block_sizes(operator, batch.segments.chunk_size, 256, capability(machine.device))
+        table = block_sizes(operator, batch.segments.chunk_size, 256, capability(machine.device), 1 << 20, rows)
         # A limit of registers that was found for other tiles.
         table.pop("maxnreg", None)
         tried = list(itertools.product(*choices.values()))[: 1 if machine.is_dry else None]

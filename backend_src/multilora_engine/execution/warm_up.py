@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 
 import torch
 
@@ -36,7 +37,11 @@ def warm_up(
 
     max_num_tokens, max_num_seqs: of a step. max_len: of a sequence.
     """
-    steps = warm_up_steps(max_num_tokens, max_num_seqs, max_len)
+    # Imported here: Triton comes with the CUDA builds of torch only.
+    from multilora_kernels.cuda.block_sizes import capability, row_bounds
+
+    bounds = row_bounds(capability(kv_cache.keys.device))
+    steps = warm_up_steps(max_num_tokens, max_num_seqs, max_len, bounds)
     _logger.info("compiling the kernels of steps of up to %d tokens", max_num_tokens)
     started = time.monotonic()
     for query_lens in steps:
@@ -55,11 +60,12 @@ def _adjust(logits: torch.Tensor) -> None:
     forbid_tokens(logits, places, last_token_ids)
 
 
-def warm_up_steps(max_num_tokens: int, max_num_seqs: int, max_len: int) -> list[list[int]]:
+def warm_up_steps(max_num_tokens: int, max_num_seqs: int, max_len: int, bounds: Sequence[int] = ()) -> list[list[int]]:
     """Tokens of each sequence of some steps, in which every kernel of any step is: those without a prompt have none of
-    their own, and the number of tokens counts by powers of two.
+    their own, and the number of tokens counts by powers of two, and by `bounds`, up to which there are plans.
     """
     sizes = [1]
     while sizes[-1] < max_num_tokens:
         sizes.append(min(max(_FEWEST_TOKENS, 2 * sizes[-1]), max_num_tokens))
+    sizes = sorted({*sizes, *(size for bound in bounds for size in (bound, bound + 1) if size <= max_num_tokens)})
     return [step_lens(size, min(size, max_num_seqs), max_len) for size in sizes]

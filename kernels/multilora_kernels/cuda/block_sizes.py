@@ -4,6 +4,15 @@ The table is keyed by architecture, operator and regime; "default" has an entry 
 differ there. A regime depends only on the number of tokens, never on which adapters they use, so that a captured CUDA
 graph replays for any mix.
 
+An entry may have plans, which a tuner found for this architecture: the first plan whose `max_rank` and `max_width` are
+not exceeded changes sizes of the entry, and the first of its `by_rows` whose `max_rows` are not exceeded changes some
+of them again. Where nothing is tuned there are none, and the entry serves all. Sums must not depend on how many rows
+share a step, so `by_rows` leaves the tiles that a sum is cut into as they are:
+
+    "update": {"decode": {"BLOCK_K": 256, "BLOCK_N": 128, ..., "plans": [
+        {"max_rank": 16, "max_width": 4096, "sizes": {"BLOCK_K": 512},
+         "by_rows": [{"max_rows": 8, "sizes": {"BLOCK_N": 64}}]}]}}
+
 Programs of prompts expand 64 outputs: with 128 they spill on three of six architectures, or have so many registers that
 half as many warps run. Eight warps share them on sm_80, where four spill beside ranks up to 16.
 """
@@ -13,7 +22,7 @@ from __future__ import annotations
 import functools
 import json
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import triton
@@ -26,6 +35,8 @@ BlockSizes = dict[str, int]
 """Keyword arguments of a kernel launch: BLOCK_* sizes, num_warps, num_stages and other options of the compiler."""
 
 TABLE_PATH = Path(__file__).with_name("block_sizes.json")
+_OF_SUMS = {"BLOCK_K", "BLOCK_R"}
+
 MIN_BLOCK_R = 16
 """Tensor cores take at least sixteen ranks; those an adapter does not have are masked and not loaded."""
 
@@ -35,22 +46,53 @@ def regime_of(chunk_size: int) -> Regime:
     return "decode" if chunk_size <= CHUNK_SIZE else "prefill"
 
 
-def block_sizes(operator: Operator, chunk_size: int, max_rank: int, capability: int) -> BlockSizes:
-    """Tile sizes of an operator for batches cut into chunks of `chunk_size` tokens; capability: 90 for sm_90."""
-    sizes = dict(_table(capability)[operator, regime_of(chunk_size)])
+def block_sizes(
+    operator: Operator, chunk_size: int, max_rank: int, capability: int, width: int, num_rows: int
+) -> BlockSizes:
+    """Tile sizes of an operator for batches of `num_rows` tokens, cut into chunks of `chunk_size`.
+
+    capability: 90 for sm_90. width: inputs of the linear, for expand outputs of all its slices.
+    """
+    entry = _table(capability)[operator, regime_of(chunk_size)]
+    sizes = dict(entry.sizes)
+    for plan in entry.plans:
+        if max_rank <= plan["max_rank"] and width <= plan["max_width"]:
+            sizes |= plan["sizes"]
+            sizes |= next((rows["sizes"] for rows in plan.get("by_rows", ()) if num_rows <= rows["max_rows"]), {})
+            break
     sizes["BLOCK_R"] = max(MIN_BLOCK_R, min(sizes["BLOCK_R"], triton.next_power_of_2(max_rank)))
     return sizes | {"enable_fp_fusion": True}
 
 
+def row_bounds(capability: int) -> list[int]:
+    """The numbers of rows up to which some plan has sizes of its own, ascending."""
+    plans = (plan for entry in _table(capability).values() for plan in entry.plans)
+    return sorted({rows["max_rows"] for plan in plans for rows in plan.get("by_rows", ())})
+
+
+class _Entry(NamedTuple):
+    """sizes: where no plan changes them. plans: as the table has them."""
+
+    sizes: BlockSizes
+    plans: list[dict[str, Any]]
+
+
 @functools.cache
-def _table(capability: int) -> dict[tuple[str, str], BlockSizes]:
-    tables: dict[str, dict[str, dict[str, BlockSizes]]] = json.loads(TABLE_PATH.read_text())
+def _table(capability: int) -> dict[tuple[str, str], _Entry]:
+    tables: dict[str, dict[str, dict[str, dict[str, Any]]]] = json.loads(TABLE_PATH.read_text())
     return {
-        (operator, regime): sizes
+        (operator, regime): _entry(sizes)
         for name in ("default", architecture(capability))
         for operator, regimes in tables.get(name, {}).items()
         for regime, sizes in regimes.items()
     }
+
+
+def _entry(content: dict[str, Any]) -> _Entry:
+    plans = content.get("plans", [])
+    for plan in plans:
+        assert all(not _OF_SUMS & rows["sizes"].keys() for rows in plan.get("by_rows", ())), "sums depend on the rows"
+    return _Entry({name: size for name, size in content.items() if name != "plans"}, plans)
 
 
 def architecture(capability: int) -> str:

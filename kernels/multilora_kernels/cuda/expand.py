@@ -28,7 +28,8 @@ def lora_expand(
 ) -> None:
     """See `multilora_kernels.expand.lora_expand`. sizes: to try others than the table's."""
     assert y.stride(1) == 1
-    sizes = sizes or block_sizes("expand", segments.chunk_size, tables.max_rank, capability(y.device))
+    shape = (segments.chunk_size, tables.max_rank, capability(y.device), sum(slice_sizes), len(y))
+    sizes = sizes or block_sizes("expand", *shape)
     code_bits = CODE_BITS.get(tables.arena.dtype, 0)
     constants = expand_constants(v.shape[0], slice_sizes, segments.chunk_size, sizes, code_bits)
     num_blocks = sum(triton.cdiv(size, constants["BLOCK_N"]) for size in slice_sizes)

@@ -37,7 +37,8 @@ def lora_shrink(
     v = empty_v(x, num_slices, tables.max_rank)
     parts = v.shape[0]
     is_wide = torch.float32 in (x.dtype, tables.arena.dtype)
-    sizes = sizes or block_sizes("shrink", segments.chunk_size, tables.max_rank, capability(x.device))
+    shape = (segments.chunk_size, tables.max_rank, capability(x.device), in_features, len(x))
+    sizes = sizes or block_sizes("shrink", *shape)
     code_bits = CODE_BITS.get(tables.arena.dtype, 0)
     constants = shrink_constants(
         in_features, parts, segments.chunk_size, is_wide, sizes, capability(x.device), code_bits

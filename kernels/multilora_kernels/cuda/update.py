@@ -73,7 +73,8 @@ def lora_update(
     in_features = x.shape[1]
     assert x.stride(1) == y.stride(1) == 1
     is_wide = torch.float32 in (x.dtype, tables.arena.dtype)
-    sizes = sizes or block_sizes("update", segments.chunk_size, tables.max_rank, capability(x.device))
+    shape = (segments.chunk_size, tables.max_rank, capability(x.device), in_features, len(x))
+    sizes = sizes or block_sizes("update", *shape)
     constants = update_constants(
         in_features, slice_sizes, segments.chunk_size, is_wide, sizes, CODE_BITS.get(tables.arena.dtype, 0)
     )

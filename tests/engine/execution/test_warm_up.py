@@ -21,6 +21,7 @@ def test_steps_are_of_every_size_that_counts() -> None:
     assert [sum(step) for step in steps] == [1, 128, 256, 512, 700]
     assert steps[1] == [1, 1, 126]
     assert warm_up_steps(1, 1, 5) == [[1]]
+    assert [sum(step) for step in warm_up_steps(300, 3, 600, [8, 128, 300])] == [1, 8, 9, 128, 129, 256, 300]
     assert [len(step) for step in warm_up_steps(16384, 4, 16384)] == [1, *[4] * 8]
 
 

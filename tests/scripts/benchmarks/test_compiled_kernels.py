@@ -158,7 +158,7 @@ def test_tiles_are_of_the_architecture_where_the_table_has_some(tmp_path, monkey
     block_sizes.TABLE_PATH.write_text(json.dumps(table))
     monkeypatch.setattr(block_sizes, "_table", block_sizes._table.__wrapped__)
     found = {
-        (chunk_size, capability): block_sizes.block_sizes("expand", chunk_size, 20, capability)
+        (chunk_size, capability): block_sizes.block_sizes("expand", chunk_size, 20, capability, 4096, 64)
         for chunk_size, capability in itertools.product((16, 64), (80, 90))
     }
     assert {key: sizes["BLOCK_N"] for key, sizes in found.items()} == {
@@ -168,6 +168,39 @@ def test_tiles_are_of_the_architecture_where_the_table_has_some(tmp_path, monkey
         (64, 90): 7,
     }
     assert {sizes["BLOCK_R"] for sizes in found.values()} == {32}
+
+
+def _table_of(tmp_path, monkeypatch, plans):
+    table = {"default": {"update": {"decode": {"BLOCK_K": 256, "BLOCK_N": 128, "BLOCK_R": 64, "plans": plans}}}}
+    monkeypatch.setattr(block_sizes, "TABLE_PATH", tmp_path / "table.json")
+    block_sizes.TABLE_PATH.write_text(json.dumps(table))
+    monkeypatch.setattr(block_sizes, "_table", block_sizes._table.__wrapped__)
+
+
+def test_a_plan_is_of_ranks_widths_and_rows_and_what_none_serves_has_the_default(tmp_path, monkeypatch):
+    few_rows = [{"max_rows": 8, "sizes": {"BLOCK_N": 32}}, {"max_rows": 64, "sizes": {"BLOCK_N": 64}}]
+    narrow = {"max_rank": 16, "max_width": 4096, "sizes": {"BLOCK_K": 512}, "by_rows": few_rows}
+    wide = {"max_rank": 16, "max_width": 14336, "sizes": {"BLOCK_K": 128}}
+    _table_of(tmp_path, monkeypatch, [narrow, wide])
+    shapes = {
+        (16, 4096, 8): (512, 32),
+        (8, 2048, 9): (512, 64),
+        (16, 4096, 65): (512, 128),
+        (16, 4097, 8): (128, 128),
+        (16, 14337, 8): (256, 128),
+        (17, 4096, 8): (256, 128),
+    }
+    for (rank, width, num_rows), expected in shapes.items():
+        sizes = block_sizes.block_sizes("update", 16, rank, 90, width, num_rows)
+        assert (sizes["BLOCK_K"], sizes["BLOCK_N"]) == expected, (rank, width, num_rows)
+    assert block_sizes.row_bounds(90) == [8, 64]
+
+
+def test_a_plan_whose_sums_depend_on_the_rows_is_none(tmp_path, monkeypatch):
+    few_rows = [{"max_rows": 8, "sizes": {"BLOCK_K": 128}}]
+    _table_of(tmp_path, monkeypatch, [{"max_rank": 16, "max_width": 1, "sizes": {}, "by_rows": few_rows}])
+    with pytest.raises(AssertionError, match="sums depend on the rows"):
+        block_sizes.row_bounds(90)
 
 
 def _check(used: Resources, capability: int) -> None:
