@@ -18,6 +18,7 @@ from multilora_kernels.apply import lora_apply
 from multilora_kernels.cpu import linear_directly, packed_embedding_directly, packed_linear_directly, panel_shape
 from multilora_kernels.dispatch import load_operators
 from multilora_kernels.huge_pages import HugePages
+from multilora_kernels.interpreter import has_gpu_operators
 from multilora_kernels.linear import PackedWeight
 from multilora_kernels.panels import QuantizedPanels, copy_rows_to_columns, rows_of_columns
 from multilora_kernels.segments import LoRASegments
@@ -103,6 +104,17 @@ class QuantizedWeight:
         self._has_readers = True
         codes = self._codes.view(torch.float8_e4m3fn) if self.code_type is CodeType.FP8 else self._codes
         return QuantizedPanels(codes, self._scales, self._zeros, self.group_size, self.shape[1])
+
+    @property
+    def plain(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, int, int]:
+        """Codes (of 4 bits: bytes of two), scales and zeros of a weight that is not packed, an output in a row each;
+        then its group_size and in_features."""
+        assert not self.is_packed
+        codes = self._codes.flatten(1)
+        if self.code_type is CodeType.INT4:
+            codes = codes.view(torch.uint8)
+        zeros = None if self._zeros is None else self._zeros.flatten(1)
+        return codes, self._scales.flatten(1), zeros, self.group_size, self.shape[1]
 
     def copy_rows(self, first: int, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> None:
         """Store the outputs first .. first + n.
@@ -201,6 +213,11 @@ def quantized_linear(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tenso
     [rows, out_features] in the dtype of x.
     """
     if not weight.is_packed:
+        if has_gpu_operators(x.device):
+            # Imported here: Triton comes with the CUDA builds of torch only.
+            from multilora_kernels.cuda import quantized
+
+            return quantized.quantized_linear(x, quantized.Codes(*weight.plain), bias)
         return F.linear(x, weight.rows(0, weight.shape[0]).to(x.dtype), bias)
     y = _multiply_panels(x, weight.panels, weight.shape[0])
     return y if bias is None else y.add_(bias)

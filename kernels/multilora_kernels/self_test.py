@@ -23,6 +23,7 @@ from multilora_kernels.elementwise import add_layer_norm, add_rms_norm, gelu_tan
 from multilora_kernels.expand import lora_expand
 from multilora_kernels.kv_rows import quantize_rows
 from multilora_kernels.penalties import forbid_tokens, penalise_tokens
+from multilora_kernels.quantized import CodeType, QuantizedWeight, quantized_linear
 from multilora_kernels.sampling import SamplingRule, sample_tokens
 from multilora_kernels.segments import (
     CHUNK_SIZE,
@@ -42,7 +43,7 @@ class OperatorShapes:
     linears: in_features and the widths of the slices of each fused linear. mlp_size: width of an activation.
     max_rank: of adapters. contexts: keys of the sequences. num_rows: tokens of a batch with adapters. vocab_size: of
     the logits. dtype: of activations. lora_dtype: of the arena. kv_dtype: of keys and values; None is dtype.
-    rotary_dim: elements of a head that turn; None is all.
+    rotary_dim: elements of a head that turn; None is all. code_types: of quantised linears, with their group sizes.
     """
 
     hidden_size: int
@@ -60,6 +61,7 @@ class OperatorShapes:
     vocab_size: int = 32000
     kv_dtype: torch.dtype | None = None
     rotary_dim: int | None = None
+    code_types: tuple[tuple[CodeType, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,8 @@ class CheckedOperator:
 class OperatorFault(Exception):
     """An operator gives wrong results on this device."""
 
+
+_CODED_OUTPUTS, _MANY_ROWS = 1024, 300
 
 Results = tuple[torch.Tensor, torch.Tensor, float]
 """The results of an operator and of the reference, and the tolerance, relative to 1 + |the reference|."""
@@ -152,6 +156,11 @@ def _comparisons(
             described = f"{heads}, contexts {shapes.contexts}, {tokens}, window {window}{name}, {shapes.dtype}"
             compare = partial(_compare_attention, shapes, option, window, longest, device, generator)
             yield "rotary_attention", described, compare
+    for (code_type, group_size), (in_features, slice_sizes) in itertools.product(shapes.code_types, shapes.linears):
+        described = f"{in_features} inputs, {code_type.value} in groups of {group_size}, {shapes.dtype}"
+        sizes = (min(sum(slice_sizes), _CODED_OUTPUTS), in_features)
+        compare = partial(_compare_codes, shapes, code_type, group_size, sizes, device, generator)
+        yield "quantized_linear", described, compare
     yield from _comparisons_between_linears(shapes, device, generator)
 
 
@@ -236,6 +245,31 @@ def _compare_norm(
     expected_normed, _ = expected(stored, zero, *(tensor.double() for tensor in inputs[2:]), eps)
     expected_total = inputs[0].double() + inputs[1].double()
     return torch.cat((normed, total)), torch.cat((expected_normed, expected_total)), tolerance
+
+
+def _compare_codes(
+    shapes: OperatorShapes,
+    code_type: CodeType,
+    group_size: int,
+    sizes: tuple[int, int],
+    device: torch.device,
+    generator: torch.Generator,
+) -> Results:
+    """Few rows, which are multiplied with the codes, and many, for which these become floats."""
+    dtype = torch.bfloat16 if shapes.dtype == torch.float32 else shapes.dtype
+    group_size = min(group_size, sizes[1])
+    weight = QuantizedWeight(*sizes, code_type, group_size, dtype, device, compute_dtype=dtype)
+    random = partial(torch.randint, 1 << code_type.bits, device=device, generator=generator, dtype=torch.uint8)
+    # Without the codes of FP8 that are no numbers.
+    codes = random(size=sizes) & (0xBF if code_type is CodeType.FP8 else 0xFF)
+    num_groups = weight.num_groups
+    scales = torch.rand(sizes[0], num_groups, device=device, generator=generator) * sizes[1] ** -0.5 / 8
+    zeros = None if code_type is CodeType.FP8 else random(size=(sizes[0], num_groups))
+    weight.copy_rows(0, codes, scales.to(dtype), zeros)
+    x = _random(_MANY_ROWS, sizes[1], device=device, generator=generator, dtype=shapes.dtype)
+    expected = x.double() @ weight.rows(0, sizes[0]).double().T
+    actual = torch.cat((quantized_linear(x[: shapes.num_rows], weight), quantized_linear(x, weight)))
+    return actual, torch.cat((expected[: shapes.num_rows], expected)), TOLERANCES[shapes.dtype]
 
 
 def _compare_segments(shapes: OperatorShapes, device: torch.device, generator: torch.Generator) -> Results:

@@ -25,6 +25,12 @@ from multilora_kernels.cuda.elementwise import (
 from multilora_kernels.cuda.expand import expand_constants, expand_kernel
 from multilora_kernels.cuda.penalties import forbid_constants, forbid_kernel, penalise_constants, penalise_kernel
 from multilora_kernels.cuda.prompt_attention import prompt_constants, prompt_kernel
+from multilora_kernels.cuda.quantized import (
+    dequantize_constants,
+    dequantize_kernel,
+    multiply_codes_kernel,
+    multiply_constants,
+)
 from multilora_kernels.cuda.rotation import rotate_and_store_kernel, rotation_constants
 from multilora_kernels.cuda.sampling import sample_constants, sample_kernel
 from multilora_kernels.cuda.segments import segment_constants, segment_kernel
@@ -65,7 +71,7 @@ _POINTERS = {
 _CODE_POINTERS = {8: "*i8", 4: "*u8"}
 _SCALARS = dict.fromkeys(["scale", "softcap", "eps"], "fp32")
 _ALIGNED_INTEGERS = {
-    *("in_features", "size"),
+    *("in_features", "size", "group_size", "stride_cn"),
     *("stride_xm", "stride_vp", "stride_vs", "stride_vm", "stride_ym"),
     *("stride_qm", "stride_qh", "stride_ks", "stride_kh", "stride_cm"),
 }
@@ -210,6 +216,24 @@ def fill_resources(capability: int) -> Resources:
     """`fill_step_inputs`; the rest as of the others."""
     pointers = {name: "*i64" for name in fill_kernel.arg_names if name.endswith("_ptr")}
     return _resources(fill_kernel, fill_constants(), "fp32", capability, pointers)
+
+
+def multiply_codes_resources(kind: str, num_rows: int, has_zeros: bool, dtype: str, capability: int) -> Resources:
+    """`quantized_linear` of few rows. kind: int4, int8 or fp8. The rest as of the others."""
+    constants = multiply_constants(kind, num_rows, 128, dtype == "fp32") | {"bias_ptr": None}
+    return _resources(multiply_codes_kernel, *_with_zeros(constants, kind, has_zeros, dtype, capability))
+
+
+def dequantize_resources(kind: str, has_zeros: bool, dtype: str, capability: int) -> Resources:
+    """The weight of `quantized_linear` of many rows as floats; arguments as of `multiply_codes_resources`."""
+    return _resources(dequantize_kernel, *_with_zeros(dequantize_constants(kind), kind, has_zeros, dtype, capability))
+
+
+def _with_zeros(
+    constants: dict[str, Any], kind: str, has_zeros: bool, dtype: str, capability: int
+) -> tuple[dict[str, Any], str, int, Mapping[str, str]]:
+    pointers = {"codes_ptr": "*i8" if kind == "int8" else "*u8", "zeros_ptr": "*i8", "weight_ptr": f"*{dtype}"}
+    return constants | ({} if has_zeros else {"zeros_ptr": None}), dtype, capability, pointers
 
 
 def _resources(

@@ -86,6 +86,19 @@ def compilations(model: Model) -> list[Callable[[], Used]]:
         ("penalise_tokens", ""): compiled_kernels.penalise_resources,
         ("forbid_tokens", ""): compiled_kernels.forbid_resources,
         ("fill_step_inputs", ""): compiled_kernels.fill_resources,
+        ("linear of int4 codes", "16 rows"): lambda gpu: compiled_kernels.multiply_codes_resources(
+            "int4", 16, False, "bf16", gpu
+        ),
+        ("linear of int4 codes", "64 rows"): lambda gpu: compiled_kernels.multiply_codes_resources(
+            "int4", 64, False, "bf16", gpu
+        ),
+        ("linear of int8 codes", "64 rows"): lambda gpu: compiled_kernels.multiply_codes_resources(
+            "int8", 64, False, "bf16", gpu
+        ),
+        ("linear of fp8 codes", "64 rows"): lambda gpu: compiled_kernels.multiply_codes_resources(
+            "fp8", 64, False, "bf16", gpu
+        ),
+        ("int4 codes to floats", ""): lambda gpu: compiled_kernels.dequantize_resources("int4", False, "bf16", gpu),
     }
     todo = []
     for half, linear, rank, chunk in itertools.product(halves, linears, (16, 64), (CHUNK_SIZE, PREFILL_CHUNK_SIZE)):

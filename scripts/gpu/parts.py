@@ -24,27 +24,31 @@ import torch
 import triton
 
 from benchmarks.gpu_operators import expand_all, shrink_all, update_all
-from benchmarks.lora_workloads import Batch, Model, Step, Workload
-from benchmarks.machine_limits import Clock, Limits, void
-from benchmarks.model_shapes import EIGHT_BILLION, ONE_BILLION
-from benchmarks.model_steps import BLOCK_SIZE, TINY, Sizes, Workbench
+from benchmarks.lora_workloads import Batch, Step, Workload
+from benchmarks.machine_limits import Clock, void
+from benchmarks.model_shapes import EIGHT_BILLION
+from benchmarks.model_steps import BLOCK_SIZE, Sizes, Workbench, llama_config
 from benchmarks.model_steps import EIGHT_BILLION as EIGHT_BILLION_CONFIG
 from benchmarks.model_steps import ONE_BILLION as ONE_BILLION_CONFIG
-from benchmarks.synthetic_batches import LinearShape
+from gpu.kernel_parts import CODE_TYPES, TINY_MODEL, measure_kernels, measure_quantized, measure_sampling
 from gpu.machine import Machine, Row
 from gpu.report import ERROR_UNIT
 from multilora_engine.lora.page_copies import copies_to
 from multilora_engine.models.model_config import ModelConfig
-from multilora_kernels import PagedSequences, SamplingRule, rotary_attention, sample_tokens
+from multilora_kernels import (
+    CodeType,
+)
 from multilora_kernels.cuda.block_sizes import BlockSizes, Operator, architecture, block_sizes, capability
 from multilora_kernels.self_test import OperatorShapes, checked_operators
 from repository import REPOSITORY
 
-_TINY_MODEL = Model("tiny", (LinearShape(48, (32, 16, 16)), LinearShape(64, (48,))), 1)
+_DRY_MODEL = llama_config(1, hidden=32, num_heads=2, num_kv_heads=1, ffn=48, vocab_size=300)
+"""The interpreter takes most of a second for a layer."""
+
 _SHARE_OF_MEMORY = 0.85
 _TESTS = (
     *(f"kernels/test_{name}" for name in ("shrink", "expand", "elementwise")),
-    *(f"kernels/test_{name}" for name in ("cuda", "cuda_graph", "cuda_sampling", "self_test")),
+    *(f"kernels/test_{name}" for name in ("cuda", "cuda_graph", "cuda_quantized", "cuda_sampling", "self_test")),
     "engine/test_gpu",
 )
 _PAGE_BYTES = 4 << 20
@@ -88,7 +92,8 @@ def _self_test(machine: Machine, shapes_of: Callable[[Machine], Iterator[Operato
 
 def _small_shapes(machine: Machine) -> Iterator[OperatorShapes]:
     linears = ((48, (32, 16)),)
-    yield OperatorShapes(48, 40, linears, 4, 2, 16, 4, 9, machine.dtype, machine.dtype, (1, 9), 5, 300)
+    shapes = OperatorShapes(48, 40, linears, 4, 2, 16, 4, 9, machine.dtype, machine.dtype, (1, 9), 5, 300)
+    yield dataclasses.replace(shapes, code_types=((CodeType.INT4, 32), (CodeType.INT8, 48), (CodeType.FP8, 48)))
 
 
 def _eight_billion_shapes(machine: Machine) -> Iterator[OperatorShapes]:
@@ -96,7 +101,7 @@ def _eight_billion_shapes(machine: Machine) -> Iterator[OperatorShapes]:
     for dtype, lora_dtype in [*pairs, (machine.dtype, torch.uint8), (torch.float16, torch.float16)]:
         linears = tuple((linear.in_features, linear.slice_sizes) for linear in EIGHT_BILLION.linears)
         shapes = OperatorShapes(4096, 14336, linears, 32, 8, 128, BLOCK_SIZE, 64, dtype, lora_dtype)
-        yield dataclasses.replace(shapes, vocab_size=EIGHT_BILLION_CONFIG.vocab_size)
+        yield dataclasses.replace(shapes, vocab_size=EIGHT_BILLION_CONFIG.vocab_size, code_types=CODE_TYPES)
 
 
 def measure_limits(machine: Machine) -> Iterator[Row]:
@@ -112,62 +117,6 @@ def measure_limits(machine: Machine) -> Iterator[Row]:
     }
     for name, seconds in machine.measure(copies, is_eager=True).items():
         yield Row(name, num_bytes / seconds / 1e9, "GB/s", note="pinned")
-
-
-def measure_kernels(machine: Machine) -> Iterator[Row]:
-    limits = machine.limits()
-    for workload in _workloads(machine):
-        yield from _measure_workload(machine, workload, limits)
-    for rows, context in [(2, 9)] if machine.is_dry else [(1, 1024), (64, 1024), (256, 1024), (8, 32768)]:
-        step, num_bytes = _attention(machine, rows, context)
-        seconds = machine.measure({"attention": step})["attention"]
-        share = limits.seconds(num_bytes, 0) / seconds
-        yield Row(f"decode attention, 8B heads, {rows} of {context} keys", seconds * 1e6, "us", share)
-
-
-def _workloads(machine: Machine) -> list[Workload]:
-    if machine.is_dry:
-        return [Workload(_TINY_MODEL, 3, 2, (4,))]
-    decode = [Workload(EIGHT_BILLION, rows, adapters, (16,)) for rows, adapters in [(64, 64), (1, 1), (8, 8), (256, 1)]]
-    decode += [Workload(EIGHT_BILLION, 128, 128, (16,)), Workload(EIGHT_BILLION, 64, 64, (8, 16, 32, 64))]
-    prefill = [Workload(EIGHT_BILLION, rows, 4, (16,)) for rows in (1024, 2048, 8192)]
-    return [*decode, *prefill, Workload(ONE_BILLION, 64, 64, (16,))]
-
-
-def _measure_workload(machine: Machine, workload: Workload, limits: Limits) -> Iterator[Row]:
-    batch = Batch(workload, machine.dtype, machine.dtype, machine.device.type)
-    linears, lora_linears = batch.base_linears()
-    v = shrink_all(batch)
-    steps: dict[str, Step] = {
-        "shrink": lambda: void(shrink_all(batch)),
-        "expand": lambda: expand_all(batch, v),
-        "update": batch.update,
-        "linears": linears,
-        "linears with update": lora_linears,
-    }
-    seconds = machine.measure(steps)
-    update = limits.seconds(workload.num_bytes(machine.dtype, machine.dtype), workload.num_flops())
-    base = limits.seconds(workload.weight_bytes(machine.dtype), workload.weight_flops())
-    shares = {"update": update, "linears": base, "linears with update": base + update}
-    for name, taken in seconds.items():
-        share = shares[name] / taken if name in shares else None
-        yield Row(f"{workload.name}: {name}", taken * 1e6, "us", share)
-
-
-def _attention(machine: Machine, rows: int, context: int) -> tuple[Step, int]:
-    """Decode attention with the heads of 8B, and the bytes of its keys and values."""
-    num_heads, num_kv_heads, head_dim = (4, 2, 16) if machine.is_dry else (32, 8, 128)
-    device, num_blocks = machine.device, -(-context // BLOCK_SIZE)
-    qkv = torch.randn(rows, (num_heads + 2 * num_kv_heads) * head_dim, device=device).to(machine.dtype)
-    none = qkv.new_empty(rows, 1, 0)
-    shape = (rows * num_blocks * BLOCK_SIZE, num_kv_heads, head_dim)
-    keys, values = (torch.randn(shape, device=device).to(machine.dtype) for _ in range(2))
-    tables = torch.randperm(rows * num_blocks, device=device).view(rows, num_blocks)
-    slots = tables[:, (context - 1) // BLOCK_SIZE] * BLOCK_SIZE + (context - 1) % BLOCK_SIZE
-    contexts = torch.full((rows,), context, device=device)
-    sequences = PagedSequences(tables, torch.arange(rows + 1, device=device), contexts, rows, BLOCK_SIZE)
-    num_bytes = 2 * rows * context * num_kv_heads * head_dim * machine.dtype.itemsize
-    return lambda: void(rotary_attention(qkv, none, none, keys, values, slots, sequences)), num_bytes
 
 
 def measure_steps(config: ModelConfig, machine: Machine) -> Iterator[Row]:
@@ -191,7 +140,7 @@ def measure_steps(config: ModelConfig, machine: Machine) -> Iterator[Row]:
 def _workbench(config: ModelConfig, machine: Machine, context: int, prompt: int, most_rows: int) -> Workbench:
     """The largest that fits, with steps of up to `most_rows` sequences."""
     if machine.is_dry:
-        return Workbench(TINY, Sizes((1, 2), 9, 5), machine.dtype, machine.device)
+        return Workbench(_DRY_MODEL, Sizes((1, 2), 9, 5), machine.dtype, machine.device)
     free, _ = torch.cuda.mem_get_info()
     for batches in ((1, 8, 64, 128, 256), (1, 8, 64, 128), (1, 8, 64), (1, 8)):
         num_bytes = _workbench_bytes(config, max(batches), max(context, prompt))
@@ -221,29 +170,6 @@ def measure_prefill(machine: Machine) -> Iterator[Row]:
         adapters = f"{num_prompts} adapters" if has_adapters else "no adapters"
         name = f"8B, {num_prompts} prompts of {bench.sizes.prompt}, {adapters}"
         yield Row(name, num_tokens / seconds, "tokens/s", share, f"{seconds * 1e3:.1f} ms")
-
-
-def measure_sampling(machine: Machine) -> Iterator[Row]:
-    """The choice of tokens, by rules of every kind, beside operators of torch that read the logits."""
-    limits = machine.limits()
-    for rows, vocab in [(2, 100)] if machine.is_dry else [(1, 131072), (64, 131072), (256, 131072)]:
-        logits = torch.randn(rows, vocab, device=machine.device)
-        operators: dict[str, Callable[[], object]] = {
-            "argmax": functools.partial(logits.argmax, dim=-1),
-            "softmax": functools.partial(logits.softmax, dim=-1),
-            "stable sort": functools.partial(logits.sort, dim=-1, descending=True, stable=True),
-        }
-        for kind, (top_k, top_p) in _RULES.items():
-            rule = SamplingRule(0.8, top_k, top_p, 0.0, 0.5)
-            operators[f"sample_tokens, {kind},"] = functools.partial(sample_tokens, logits, [rule] * rows)
-        steps: dict[str, Step] = {name: functools.partial(_called, call) for name, call in operators.items()}
-        for name, seconds in machine.measure(steps, is_eager=True).items():
-            share = limits.seconds(logits.nbytes, 0) / seconds
-            yield Row(f"{name} of {rows} rows of {vocab}", seconds * 1e6, "us", share)
-
-
-_RULES = {"greedy": (1, 1.0), "temperature": (0, 1.0), "top_k": (50, 1.0), "top_p": (0, 0.9)}
-"""top_k and top_p."""
 
 
 def measure_overlap(machine: Machine) -> Iterator[Row]:
@@ -289,7 +215,7 @@ def run_tests(machine: Machine) -> Iterator[Row]:
 
 def tune(machine: Machine) -> Iterator[Row]:
     """Tile sizes around the table's. Behind each operator the entry for block_sizes.json, as far as it is known."""
-    model = _TINY_MODEL if machine.is_dry else EIGHT_BILLION
+    model = TINY_MODEL if machine.is_dry else EIGHT_BILLION
     rows = 2 if machine.is_dry else 64
     batch = Batch(Workload(model, rows, rows, (16,)), machine.dtype, machine.dtype, machine.device.type)
     v, plan, name = shrink_all(batch), {}, architecture(capability(machine.device))
@@ -352,10 +278,6 @@ def sanitize(machine: Machine) -> Iterator[Row]:
         yield Row(check, done.returncode, "exit status", note=" / ".join(done.stdout.strip().splitlines()[-3:])[:500])
 
 
-def _called(call: Callable[[], object]) -> None:
-    call()
-
-
 PARTS: dict[str, Callable[[Machine], Iterator[Row]]] = {
     "machine": describe_machine,
     "self_test": self_test,
@@ -367,6 +289,7 @@ PARTS: dict[str, Callable[[Machine], Iterator[Row]]] = {
     "overlap": measure_overlap,
     "prefill": measure_prefill,
     "sampling": measure_sampling,
+    "quantized": measure_quantized,
     "tests": run_tests,
     "tuning": tune,
     "sanitizer": sanitize,

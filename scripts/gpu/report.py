@@ -33,6 +33,7 @@ PARTS = {
     "overlap": 40,
     "prefill": 60,
     "sampling": 40,
+    "quantized": 40,
     "tests": 140,
     "tuning": 70,
     "steps_1b": 50,

@@ -29,7 +29,7 @@ collect_ignore = [
     *(
         []
         if INTERPRETED or torch.cuda.is_available()
-        else ["test_cuda.py", "test_cuda_sampling.py", "test_self_test.py"]
+        else ["test_cuda.py", "test_cuda_quantized.py", "test_cuda_sampling.py", "test_self_test.py"]
     ),
     *([] if torch.cuda.is_available() else ["test_cuda_graph.py"]),
 ]

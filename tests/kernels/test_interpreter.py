@@ -57,6 +57,19 @@ def test_sampling_on_a_device_gives_the_tokens_of_the_cpu(cases):
 @pytest.mark.parametrize(
     "cases",
     [
+        pytest.param(
+            "few_rows and (shape2 or shape5) or dtype0 and every_dtype or shape1 and bit_for_bit or 257", id="short"
+        ),
+        pytest.param("", id="all", marks=pytest.mark.long(reason="the interpreter takes seconds a case")),
+    ],
+)
+def test_products_with_codes_on_a_device_are_those_of_float64(cases):
+    _run(cases, ["test_cuda_quantized.py"], {"TRITON_INTERPRET": "1"})
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [
         pytest.param("lacks_one", id="short"),
         pytest.param("", id="all", marks=pytest.mark.long(reason="the interpreter takes seconds a case")),
     ],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from multilora_kernels import attention, cuda, operators, self_test
+from multilora_kernels import CodeType, attention, cuda, operators, self_test
 from multilora_kernels.self_test import OperatorFault, OperatorShapes, checked_operators
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -23,14 +23,17 @@ SHAPES = OperatorShapes(
     contexts=(1, 9),
     num_rows=9,
     vocab_size=300,
+    code_types=((CodeType.INT4, 24), (CodeType.FP8, 72)),
 )
 
 
 def test_right_operators_pass():
     checked = list(checked_operators(SHAPES, DEVICE))
-    names = ["lora_shrink", "lora_expand", "lora_apply", "lora_segments", "rotary_attention", "add_rms_norm"]
+    names = ["lora_shrink", "lora_expand", "lora_apply", "lora_segments", "rotary_attention"]
     assert list(dict.fromkeys(one.operator for one in checked)) == [
         *names,
+        "quantized_linear",
+        "add_rms_norm",
         "add_layer_norm",
         "silu_mul",
         "gelu_tanh_mul",

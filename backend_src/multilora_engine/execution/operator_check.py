@@ -27,6 +27,7 @@ def operator_shapes(model: Model, tables: LoRATables, block_size: int) -> Operat
     """The shapes of a model's operators: each width of a linear once, and queries, keys and values as one."""
     config = model.config
     widths = {(site.in_size, (site.out_size,)) for site in model.adapter_sites.sites}
+    coded = [switch.codes for switch in model.weight_switches]
     fused = (config.hidden_size, (config.q_size, config.kv_size, config.kv_size))
     return OperatorShapes(
         hidden_size=config.hidden_size,
@@ -40,4 +41,5 @@ def operator_shapes(model: Model, tables: LoRATables, block_size: int) -> Operat
         dtype=model.dtype,
         lora_dtype=tables.arena.dtype,
         vocab_size=config.vocab_size,
+        code_types=tuple({(codes.code_type, codes.group_size): None for codes in coded}),
     )

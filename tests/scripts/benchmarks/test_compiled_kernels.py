@@ -12,10 +12,12 @@ from benchmarks.compiled_kernels import (
     add_layer_norm_resources,
     add_rms_norm_resources,
     decode_resources,
+    dequantize_resources,
     expand_resources,
     fill_resources,
     forbid_resources,
     gelu_tanh_mul_resources,
+    multiply_codes_resources,
     penalise_resources,
     prompt_resources,
     rotation_resources,
@@ -31,6 +33,7 @@ from multilora_kernels.cuda.decode_attention import decode_kernel
 from multilora_kernels.cuda.expand import expand_kernel
 from multilora_kernels.cuda.penalties import forbid_kernel, penalise_kernel
 from multilora_kernels.cuda.prompt_attention import prompt_kernel
+from multilora_kernels.cuda.quantized import multiply_codes_kernel
 from multilora_kernels.cuda.segments import segment_kernel
 from multilora_kernels.cuda.shrink import shrink_kernel
 from multilora_kernels.cuda.update import update_kernel
@@ -129,6 +132,17 @@ def test_sampling_compiles_without_spills(capability):
     _check(forbid_resources(capability), capability)
 
 
+@pytest.mark.parametrize("capability", _EVERY_GENERATION)
+@pytest.mark.parametrize("kind", ["int4", "int8", "fp8"])
+@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp32", marks=_IS_LONG)])
+def test_products_with_codes_compile_without_spills_and_load_many_at_once(capability, kind, dtype):
+    for num_rows in (16, 64):
+        used = multiply_codes_resources(kind, num_rows, kind != "fp8", dtype, capability)
+        _check(used, capability)
+        assert used.widest_load == 16
+    _check(dequantize_resources(kind, kind != "fp8", dtype, capability), capability)
+
+
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_the_filling_of_inputs_compiles_without_spills(capability):
     _check(fill_resources(capability), capability)
@@ -145,6 +159,7 @@ def test_the_filling_of_inputs_compiles_without_spills(capability):
         (segment_kernel, "num_tokens max_loras capacity"),
         (penalise_kernel, "num_rows"),
         (forbid_kernel, "num_bans"),
+        (multiply_codes_kernel, "num_rows"),
     ],
 )
 def test_no_kernel_is_compiled_anew_for_a_number_that_changes_between_steps(kernel, argument):

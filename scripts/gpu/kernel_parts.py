@@ -1,0 +1,147 @@
+"""The parts of the GPU's report that measure operators, each beside its limit."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+
+from benchmarks.gpu_operators import expand_all, shrink_all
+from benchmarks.lora_workloads import Batch, Model, Step, Workload
+from benchmarks.machine_limits import Limits, void
+from benchmarks.model_shapes import EIGHT_BILLION, ONE_BILLION
+from benchmarks.model_steps import BLOCK_SIZE
+from benchmarks.synthetic_batches import LinearShape
+from gpu.machine import Machine, Row
+from multilora_kernels import (
+    CodeType,
+    PagedSequences,
+    QuantizedWeight,
+    SamplingRule,
+    quantized_linear,
+    rotary_attention,
+    sample_tokens,
+)
+
+TINY_MODEL = Model("tiny", (LinearShape(48, (32, 16, 16)), LinearShape(64, (48,))), 1)
+CODE_TYPES = ((CodeType.INT4, 128), (CodeType.INT8, 128), (CodeType.INT8, 1 << 30), (CodeType.FP8, 1 << 30))
+"""With group sizes; the largest is a row."""
+
+
+def measure_kernels(machine: Machine) -> Iterator[Row]:
+    limits = machine.limits()
+    for workload in _workloads(machine):
+        yield from _measure_workload(machine, workload, limits)
+    for rows, context in [(2, 9)] if machine.is_dry else [(1, 1024), (64, 1024), (256, 1024), (8, 32768)]:
+        step, num_bytes = _attention(machine, rows, context)
+        seconds = machine.measure({"attention": step})["attention"]
+        share = limits.seconds(num_bytes, 0) / seconds
+        yield Row(f"decode attention, 8B heads, {rows} of {context} keys", seconds * 1e6, "us", share)
+
+
+def measure_quantized(machine: Machine) -> Iterator[Row]:
+    """The linears of a layer of 8B as codes, beside the same as floats."""
+    limits = machine.limits()
+    linears = TINY_MODEL.linears if machine.is_dry else EIGHT_BILLION.linears
+    shapes = [(linear.out_features, linear.in_features) for linear in linears]
+    floats = [torch.randn(shape, device=machine.device).to(machine.dtype) for shape in shapes]
+    for code_type, group_size in CODE_TYPES:
+        weights = []
+        for out_features, in_features in shapes:
+            group = (code_type, min(group_size, in_features), machine.dtype)
+            weight = QuantizedWeight(out_features, in_features, *group, machine.device, compute_dtype=machine.dtype)
+            codes = torch.randint(0, 8, (out_features, in_features), dtype=torch.uint8, device=machine.device)
+            scales = torch.ones(out_features, weight.num_groups, dtype=machine.dtype, device=machine.device)
+            zeros = None if code_type is CodeType.FP8 else torch.full_like(scales, 8, dtype=torch.uint8)
+            weight.copy_rows(0, codes, scales, zeros)
+            weights.append(weight)
+        for num_rows in (2,) if machine.is_dry else (1, 16, 64, 256, 2048):
+            xs = [torch.randn(num_rows, shape[1], device=machine.device).to(machine.dtype) for shape in shapes]
+            steps: dict[str, Step] = {
+                "codes": functools.partial(_each, quantized_linear, xs, weights),
+                "floats": functools.partial(_each, torch.nn.functional.linear, xs, floats),
+            }
+            seconds = machine.measure(steps)
+            flops = 2.0 * num_rows * sum(out_features * in_features for out_features, in_features in shapes)
+            share = limits.seconds(sum(weight.nbytes for weight in weights), flops) / seconds["codes"]
+            name = f"8B layer in {code_type.value}, groups of {weights[0].group_size}, {num_rows} rows"
+            note = f"floats {seconds['floats'] * 1e6:.1f} us"
+            yield Row(name, seconds["codes"] * 1e6, "us", share, note)
+
+
+def _each(function: Callable[..., object], *arguments: Iterable[object]) -> None:
+    for each in zip(*arguments, strict=True):
+        function(*each)
+
+
+def _workloads(machine: Machine) -> list[Workload]:
+    if machine.is_dry:
+        return [Workload(TINY_MODEL, 3, 2, (4,))]
+    decode = [Workload(EIGHT_BILLION, rows, adapters, (16,)) for rows, adapters in [(64, 64), (1, 1), (8, 8), (256, 1)]]
+    decode += [Workload(EIGHT_BILLION, 128, 128, (16,)), Workload(EIGHT_BILLION, 64, 64, (8, 16, 32, 64))]
+    prefill = [Workload(EIGHT_BILLION, rows, 4, (16,)) for rows in (1024, 2048, 8192)]
+    return [*decode, *prefill, Workload(ONE_BILLION, 64, 64, (16,))]
+
+
+def _measure_workload(machine: Machine, workload: Workload, limits: Limits) -> Iterator[Row]:
+    batch = Batch(workload, machine.dtype, machine.dtype, machine.device.type)
+    linears, lora_linears = batch.base_linears()
+    v = shrink_all(batch)
+    steps: dict[str, Step] = {
+        "shrink": lambda: void(shrink_all(batch)),
+        "expand": lambda: expand_all(batch, v),
+        "update": batch.update,
+        "linears": linears,
+        "linears with update": lora_linears,
+    }
+    seconds = machine.measure(steps)
+    update = limits.seconds(workload.num_bytes(machine.dtype, machine.dtype), workload.num_flops())
+    base = limits.seconds(workload.weight_bytes(machine.dtype), workload.weight_flops())
+    shares = {"update": update, "linears": base, "linears with update": base + update}
+    for name, taken in seconds.items():
+        share = shares[name] / taken if name in shares else None
+        yield Row(f"{workload.name}: {name}", taken * 1e6, "us", share)
+
+
+def _attention(machine: Machine, rows: int, context: int) -> tuple[Step, int]:
+    """Decode attention with the heads of 8B, and the bytes of its keys and values."""
+    num_heads, num_kv_heads, head_dim = (4, 2, 16) if machine.is_dry else (32, 8, 128)
+    device, num_blocks = machine.device, -(-context // BLOCK_SIZE)
+    qkv = torch.randn(rows, (num_heads + 2 * num_kv_heads) * head_dim, device=device).to(machine.dtype)
+    none = qkv.new_empty(rows, 1, 0)
+    shape = (rows * num_blocks * BLOCK_SIZE, num_kv_heads, head_dim)
+    keys, values = (torch.randn(shape, device=device).to(machine.dtype) for _ in range(2))
+    tables = torch.randperm(rows * num_blocks, device=device).view(rows, num_blocks)
+    slots = tables[:, (context - 1) // BLOCK_SIZE] * BLOCK_SIZE + (context - 1) % BLOCK_SIZE
+    contexts = torch.full((rows,), context, device=device)
+    sequences = PagedSequences(tables, torch.arange(rows + 1, device=device), contexts, rows, BLOCK_SIZE)
+    num_bytes = 2 * rows * context * num_kv_heads * head_dim * machine.dtype.itemsize
+    return lambda: void(rotary_attention(qkv, none, none, keys, values, slots, sequences)), num_bytes
+
+
+def measure_sampling(machine: Machine) -> Iterator[Row]:
+    """The choice of tokens, by rules of every kind, beside operators of torch that read the logits."""
+    limits = machine.limits()
+    for rows, vocab in [(2, 100)] if machine.is_dry else [(1, 131072), (64, 131072), (256, 131072)]:
+        logits = torch.randn(rows, vocab, device=machine.device)
+        operators: dict[str, Callable[[], object]] = {
+            "argmax": functools.partial(logits.argmax, dim=-1),
+            "softmax": functools.partial(logits.softmax, dim=-1),
+            "stable sort": functools.partial(logits.sort, dim=-1, descending=True, stable=True),
+        }
+        for kind, (top_k, top_p) in _RULES.items():
+            rule = SamplingRule(0.8, top_k, top_p, 0.0, 0.5)
+            operators[f"sample_tokens, {kind},"] = functools.partial(sample_tokens, logits, [rule] * rows)
+        steps: dict[str, Step] = {name: functools.partial(_called, call) for name, call in operators.items()}
+        for name, seconds in machine.measure(steps, is_eager=True).items():
+            share = limits.seconds(logits.nbytes, 0) / seconds
+            yield Row(f"{name} of {rows} rows of {vocab}", seconds * 1e6, "us", share)
+
+
+_RULES = {"greedy": (1, 1.0), "temperature": (0, 1.0), "top_k": (50, 1.0), "top_p": (0, 0.9)}
+"""top_k and top_p."""
+
+
+def _called(call: Callable[[], object]) -> None:
+    call()
