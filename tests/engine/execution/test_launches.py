@@ -94,7 +94,6 @@ def test_penalties_and_bans_are_a_launch_each_and_one_copy_whatever_the_host_kno
         "aten::index_put_": 1,
     }
     assert device.copies == {"to the device": 2, "from the device": 2, "wait": 1}
-    engine.close()
 
 
 def test_a_captured_decode_step_is_a_launch_for_its_inputs_the_graph_and_three_for_the_tokens(
@@ -122,7 +121,6 @@ def test_a_captured_decode_step_is_a_launch_for_its_inputs_the_graph_and_three_f
     # The tokens take an argmax more, which a CPU does by NumPy.
     assert device.launches == {"fill_kernel": 1, "aten::gather": 1, "aten::cat": 1}
     assert device.copies == {"to the device": 1, "from the device": 2, "wait": 1}
-    engine.close()
 
 
 class _IdlePieces(RecordedPieces):
@@ -155,7 +153,6 @@ def test_a_step_of_prompts_in_pieces_is_two_launches_a_layer_beside_the_graphs(
         # Of the first piece.
         del outside[name]
     assert device.launches == outside + Counter(of_attention) + Counter({"fill_kernel": 1})
-    engine.close()
 
 
 def _of_layers() -> Counter[str]:
