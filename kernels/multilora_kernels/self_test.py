@@ -263,7 +263,9 @@ def _compare_codes(
     # Without the codes of FP8 that are no numbers.
     codes = random(size=sizes) & (0xBF if code_type is CodeType.FP8 else 0xFF)
     num_groups = weight.num_groups
-    scales = torch.rand(sizes[0], num_groups, device=device, generator=generator) * sizes[1] ** -0.5 / 8
+    # Results of about one, in which the rounding of a weight is small.
+    spread = 1 if code_type is CodeType.FP8 else 1 << (code_type.bits - 1)
+    scales = torch.rand(sizes[0], num_groups, device=device, generator=generator) * sizes[1] ** -0.5 / spread
     zeros = None if code_type is CodeType.FP8 else random(size=(sizes[0], num_groups))
     weight.copy_rows(0, codes, scales.to(dtype), zeros)
     x = _random(_MANY_ROWS, sizes[1], device=device, generator=generator, dtype=shapes.dtype)

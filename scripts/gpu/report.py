@@ -139,7 +139,8 @@ def docs_table(results: Mapping[str, PartResult]) -> str:
         errors = [row["value"] for row in result.rows if row["unit"] == ERROR_UNIT]
         compared = f"{len(errors)}, the largest error {max(errors):.2g} of the tolerance" if errors else ""
         num_figures = len(result.rows) - len(errors)
-        lines.append(f"| {result.name} | {result.end} | {result.seconds:.0f} | {num_figures or ''} | {compared} |")
+        end = result.end.replace("|", "/")
+        lines.append(f"| {result.name} | {end} | {result.seconds:.0f} | {num_figures or ''} | {compared} |")
     return "\n".join(lines) + "\n"
 
 

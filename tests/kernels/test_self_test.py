@@ -23,7 +23,7 @@ SHAPES = OperatorShapes(
     contexts=(1, 9),
     num_rows=9,
     vocab_size=300,
-    code_types=((CodeType.INT4, 24), (CodeType.FP8, 72)),
+    code_types=((CodeType.INT4, 24), (CodeType.INT8, 72), (CodeType.FP8, 72)),
 )
 
 
