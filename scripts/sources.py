@@ -17,6 +17,10 @@ _INSTRUCTIONS = {"amx_bf16": "AMX", "avx512_bf16": "AVX512_BF16", "avx512f": "AV
 """Processor flags that the speed depends on, and their usual names."""
 
 
+_FOLDERS = ("--output", "--folder")
+"""Options of our commands whose value is a folder for their files."""
+
+
 def measured_source() -> str:
     """A sentence for figures that this process measures, to be asked for before it does.
 
@@ -26,8 +30,15 @@ def measured_source() -> str:
 
 
 def command_source() -> str:
-    """A sentence for figures that depend on the code alone: the command that this process was started by."""
+    """A sentence for figures that depend on the code alone: the command that this process was started by.
+
+    It leaves out the folders in which this machine keeps files: no figure depends on them.
+    """
     program, *arguments = sys.argv
+    for option in _FOLDERS:
+        while option in arguments:
+            place = arguments.index(option)
+            del arguments[place : place + 2]
     return f"By `{' '.join([program, *map(shlex.quote, arguments)])}`."
 
 

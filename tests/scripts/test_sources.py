@@ -72,3 +72,8 @@ def test_figures_without_a_commit_are_refused_before_they_are_measured(
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     with pytest.raises(typer.BadParameter, match="run it in a clone"):
         sources.measured_source()
+
+
+def test_the_command_does_not_tell_where_this_machine_keeps_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["scripts/run try_images", "cpu", "--folder", "/srv/images", "--docs"])
+    assert sources.command_source() == "By `scripts/run try_images cpu --docs`."
