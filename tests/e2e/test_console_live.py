@@ -6,20 +6,26 @@ import dataclasses
 import random
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from playwright.sync_api import Page, expect
-from support.console import Pages, chromium, started_console
+from support.console import Pages, axe_results, axe_violations, chromium, started_console
 
+from marked_tables import write_table
 from multilora_client import Adapter, Client, load_adapter
 from multilora_wire.adapter_names import task_id_of_name
 from servers.started_server import started_server
 
 REPOSITORY = Path(__file__).parents[2]
 PICTURES = REPOSITORY / "docs" / "images"
+DOCUMENT = REPOSITORY / "docs" / "console.md"
+AXE_TABLE = (
+    "| view | rules that passed | minor or moderate findings | serious or critical |\n| --- | ---: | ---: | ---: |\n"
+)
 NAMES = (
     *("support-en", "support-de", "legal-summaries", "sql-writer", "code-review", "poet", "triage", "changelog"),
     *("medical-notes", "translate-fr", "translate-ja", "tone-formal", "tone-casual", "extract-json", "unit-tests"),
@@ -80,15 +86,39 @@ def test_adapters_are_evicted_and_come_back_before_your_eyes(
     with started_server(default_model_dir, overrides=overrides) as server, Client(server.grpc_url) as client:
         upload_variants(client)
         with started_console(server.grpc_url) as url, chromium() as browser, asked(server.grpc_url, NAMES):
-            pages = Pages(browser)
+            pages, audits = Pages(browser), dict[str, dict[str, Any]]()
             for scheme in ("light", "dark"):
                 page = pages.open(url, color_scheme=scheme)
                 watch(page)
+                assert axe_violations(page) == []
+                audits[f"adapters, {scheme}"] = axe_results(page)
                 if request.config.getoption("--screenshots"):
-                    PICTURES.mkdir(parents=True, exist_ok=True)
                     page.screenshot(path=PICTURES / f"console-{scheme}.png")
+                page.get_by_role("link", name="Playground").click()
+                expect(page.get_by_label("Question")).to_be_visible()
+                assert axe_violations(page) == []
+                audits[f"playground, {scheme}"] = axe_results(page)
             pages.close()
     assert pages.problems == []
+    if request.config.getoption("--screenshots"):
+        write_axe_report(audits)
+
+
+def write_axe_report(audits: Mapping[str, dict[str, Any]]) -> None:
+    """Write the table of the console's page: a row for each view. audits: axe-core's results by view."""
+    rows = [
+        f"| {view} | {len(audit['passes'])} | {num_findings(audit, 'minor', 'moderate')} "
+        f"| {num_findings(audit, 'serious', 'critical')} |\n"
+        for view, audit in audits.items()
+    ]
+    (version,) = {audit["testEngine"]["version"] for audit in audits.values()}
+    source = f"By `scripts/test --all --screenshots tests/e2e/test_console_live.py`, axe-core {version}."
+    write_table(DOCUMENT, "axe", AXE_TABLE + "".join(rows), source)
+
+
+def num_findings(audit: dict[str, Any], *impacts: str) -> int:
+    """The rules of these impacts that the page breaks."""
+    return sum(violation["impact"] in impacts for violation in audit["violations"])
 
 
 def watch(page: Page) -> None:

@@ -103,6 +103,16 @@ class Pages:
 
 def axe_violations(page: Page) -> list[str]:
     """Serious and critical findings of axe-core on the page as it is now."""
+    return [
+        f"{violation['impact']}: {violation['id']}: {node['html']}: {node['failureSummary']}"
+        for violation in axe_results(page)["violations"]
+        if violation["impact"] in ("serious", "critical")
+        for node in violation["nodes"]
+    ]
+
+
+def axe_results(page: Page) -> dict[str, Any]:
+    """All that axe-core says of the page as it is now."""
     source = Path(subprocess.run([SCRIPTS / "axe_core"], capture_output=True, text=True, check=True).stdout.strip())
     # Through the debugger: the page's policy lets nothing else run that is not its own.
     session = page.context.new_cdp_session(page)
@@ -112,12 +122,8 @@ def axe_violations(page: Page) -> list[str]:
         {"expression": "axe.run()", "awaitPromise": True, "returnByValue": True, "throwOnSideEffect": False},
     )
     session.detach()
-    return [
-        f"{violation['impact']}: {violation['id']}: {node['html']}: {node['failureSummary']}"
-        for violation in told["result"]["value"]["violations"]
-        if violation["impact"] in ("serious", "critical")
-        for node in violation["nodes"]
-    ]
+    results: dict[str, Any] = told["result"]["value"]
+    return results
 
 
 def adapter_row(page: Page, name: str) -> Locator:

@@ -38,18 +38,17 @@ export class AdapterTable {
     this._picked = null;
     this._heads = COLUMNS.map((column) => this._head(column));
     this._space = el("div", { class: "space", role: "presentation" });
-    this._body = el("div", { class: "rows", role: "rowgroup" }, this._space);
+    const body = el("div", { class: "rows", role: "rowgroup" }, this._space);
+    this._headRow = el("div", { class: "head", role: "rowgroup" }, el("div", { class: "row", role: "row", "aria-rowindex": 1 }, this._heads));
     this._empty = el("p", { class: "empty muted" }, "No adapter yet. Drop a PEFT folder here.");
     this._grid = el("div", {
       class: "grid", role: "grid", tabIndex: 0, "aria-label": "Adapters", "aria-colcount": COLUMNS.length,
       on: { keydown: (event) => this._press(event), focus: () => this.draw(), blur: () => this.draw() },
-    },
-      el("div", { class: "head", role: "rowgroup" }, el("div", { class: "row", role: "row", "aria-rowindex": 1 }, this._heads)),
-      this._body);
+    }, this._headRow, body);
     root.append(this._grid, this._empty);
-    this._body.addEventListener("scroll", () => this.draw(), { passive: true });
-    this._body.addEventListener("click", (event) => this._click(event));
-    new ResizeObserver(() => this.draw()).observe(this._body);
+    this._grid.addEventListener("scroll", () => this.draw(), { passive: true });
+    body.addEventListener("click", (event) => this._click(event));
+    new ResizeObserver(() => this.draw()).observe(this._grid);
     this._rows = new Map();
     this._order();
   }
@@ -62,7 +61,7 @@ export class AdapterTable {
   filter(text) {
     this._words = text.toLowerCase().split(/\s+/).filter(Boolean);
     this._active = 0;
-    this._body.scrollTop = 0;
+    this._grid.scrollTop = 0;
     this._order();
   }
 
@@ -89,8 +88,8 @@ export class AdapterTable {
 
   draw() {
     const height = this._rowHeight();
-    const first = Math.max(0, Math.floor(this._body.scrollTop / height) - 4);
-    const last = Math.min(this._shown.length, Math.ceil((this._body.scrollTop + this._body.clientHeight) / height) + 4);
+    const first = Math.max(0, Math.floor(this._grid.scrollTop / height) - 4);
+    const last = Math.min(this._shown.length, Math.ceil((this._grid.scrollTop + this._heightOfRows()) / height) + 4);
     this._space.style.height = `${this._shown.length * height}px`;
     const inSight = this._shown.slice(first, last);
     this._keepRows(inSight);
@@ -193,7 +192,7 @@ export class AdapterTable {
   }
 
   _press(event) {
-    const page = Math.max(1, Math.floor(this._body.clientHeight / this._rowHeight()) - 1);
+    const page = Math.max(1, Math.floor(this._heightOfRows() / this._rowHeight()) - 1);
     const steps = { ArrowDown: 1, ArrowUp: -1, PageDown: page, PageUp: -page, Home: -Infinity, End: Infinity };
     if (event.target !== this._grid) return;
     if (event.key in steps) {
@@ -209,8 +208,14 @@ export class AdapterTable {
     this._active = index;
     const height = this._rowHeight();
     const [top, bottom] = [index * height, (index + 1) * height];
-    if (top < this._body.scrollTop) this._body.scrollTop = top;
-    else if (bottom > this._body.scrollTop + this._body.clientHeight) this._body.scrollTop = bottom - this._body.clientHeight;
+    const inSight = this._heightOfRows();
+    if (top < this._grid.scrollTop) this._grid.scrollTop = top;
+    else if (bottom > this._grid.scrollTop + inSight) this._grid.scrollTop = bottom - inSight;
     this.draw();
+  }
+
+  /** The pixels below the heads, which stay while rows scroll. */
+  _heightOfRows() {
+    return this._grid.clientHeight - this._headRow.offsetHeight;
   }
 }
