@@ -9,10 +9,13 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.compressed_checkpoints import save_compressed
 from support.interpreted_engine import answer
+from transformers import LlamaForCausalLM
 
 from checkpoints.tiny_llama import save_tiny_llama
 from multilora_kernels import interpreter
@@ -20,9 +23,23 @@ from multilora_kernels import interpreter
 _TESTS = Path(__file__).parents[2]
 
 
+_CODES = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": 32}
+
+
+def _save_quantized(path: Path) -> Path:
+    """In w4a16, asymmetric, in groups of 32."""
+    model = LlamaForCausalLM.from_pretrained(save_tiny_llama(path / "floats", intermediate_size=64))
+    groups = {"group_0": {"targets": ["Linear"], "weights": _CODES}}
+    save_compressed(model, path / "codes", groups, ignore=["lm_head"])
+    return path / "codes"
+
+
 @pytest.mark.long(reason="the interpreter takes a second for each kernel of the self-test")
-def test_the_gpu_operators_choose_the_tokens_of_a_cpu(tmp_path: Path, default_model_dir: Path) -> None:
-    model = save_tiny_llama(tmp_path / "model")
+@pytest.mark.parametrize("save", [save_tiny_llama, _save_quantized])
+def test_the_gpu_operators_choose_the_tokens_of_a_cpu(
+    tmp_path: Path, default_model_dir: Path, save: Callable[[Path], Path]
+) -> None:
+    model = save(tmp_path / "model")
     expected = answer(model, default_model_dir, enable_async_scheduling=False)
     command = [sys.executable, "-m", "support.interpreted_engine", model, default_model_dir]
     paths = os.pathsep.join(
