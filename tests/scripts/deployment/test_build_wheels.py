@@ -13,6 +13,7 @@ import venv
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -85,29 +86,74 @@ def serving(command: list[str | Path], folder: Path, environment: dict[str, str]
     assert server.returncode == 0, "".join(lines)
 
 
+@dataclass(frozen=True)
+class Installed:
+    """The wheels in an environment of their own. outside: a folder without a clone near it, and the user's home."""
+
+    programs: Path
+    outside: Path
+
+    def install(self, *requirements: str | Path) -> None:
+        subprocess.run([self.programs / "python", "-m", "pip", "install", "--quiet", *requirements], check=True)
+
+    def environment(self) -> dict[str, str]:
+        """No compiler is found by it, only bash, by which Triton's Python backend starts models."""
+        tools = self.outside / "tools"
+        tools.mkdir(exist_ok=True)
+        if not (tools / "bash").exists():
+            (tools / "bash").symlink_to(shutil.which("bash") or "bash")
+        return {"PATH": f"{self.programs}{os.pathsep}{tools}", "HOME": str(self.outside)}  # no kernels of before
+
+    def torch_version(self) -> str:
+        ask = [self.programs / "python", "-c", "import torch; print(torch.__version__)"]
+        return subprocess.run(ask, capture_output=True, text=True, check=True).stdout.strip()
+
+    def check_it_serves(self, model: Path) -> None:
+        """An adapter answers, and the log names the wheel's own library."""
+        command = [self.programs / "multilora-serve", "--model", model, "--http-port=0", "--grpc-port=0"]
+        command += ["--metrics-port=0", "--log-verbose", "--set=kv_cache_memory_bytes=384MiB"]
+        with serving(command, self.outside, self.environment()) as (grpc, lines):
+            ask: list[str | Path] = [self.programs / "multilora", "generate", "--chat", "What do bees make?"]
+            ask += ["--url", f"grpc://{grpc}", "--adapter", REPOSITORY / "adapters" / "json"]
+            answer = subprocess.run(ask, cwd=self.outside, env=self.environment(), capture_output=True, text=True)
+            assert answer.stdout.startswith('{"answer": "Honey"'), answer.stdout + answer.stderr
+        place = str(self.programs.parent)
+        assert any("CPU kernels" in line and place in line and "/prebuilt/" in line for line in lines), "".join(lines)
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    folder = tmp_path_factory.mktemp("wheels")
+    wheels = [build_wheel(name, folder / "dist", is_binary=name == "kernels") for name in DISTRIBUTIONS]
+    venv.create(folder / "environment", with_pip=True)
+    installed = Installed(folder / "environment" / "bin", folder / "outside")
+    installed.outside.mkdir()
+    client, kernels, engine = wheels
+    pins = ("-c", REPOSITORY / "constraints.txt")
+    installed.install(*pins, client, kernels, f"{engine}[serve]")
+    installed.install(*pins, "--no-deps", "nvidia-pytriton")
+    return installed
+
+
 @pytest.mark.long(reason="installs torch and everything else into an environment of its own, and starts a server there")
 def test_installed_wheels_serve_adapters_without_the_clone_and_a_compiler(
-    tmp_path: Path, default_model_dir: Path
+    installed: Installed, default_model_dir: Path
 ) -> None:
-    wheels = [build_wheel(folder, tmp_path / "dist", is_binary=folder == "kernels") for folder in DISTRIBUTIONS]
-    venv.create(tmp_path / "environment", with_pip=True)
-    programs = tmp_path / "environment" / "bin"
-    pip: list[str | Path] = [programs / "python", "-m", "pip", "install", "--quiet"]
-    pip += ["-c", REPOSITORY / "constraints.txt"]
-    client, kernels, engine = wheels
-    subprocess.run([*pip, client, kernels, f"{engine}[serve]"], check=True)
-    subprocess.run([*pip, "--no-deps", "nvidia-pytriton"], check=True)
-    outside = tmp_path / "outside"
-    outside.mkdir()
-    tools = tmp_path / "tools"  # no compiler among them; Triton's Python backend starts models by bash
-    tools.mkdir()
-    (tools / "bash").symlink_to(shutil.which("bash") or "bash")
-    environment = {"PATH": f"{programs}{os.pathsep}{tools}", "HOME": str(outside)}  # no kernels of before
-    command = [programs / "multilora-serve", "--model", default_model_dir, "--http-port=0", "--grpc-port=0"]
-    command += ["--metrics-port=0", "--log-verbose", "--set=kv_cache_memory_bytes=384MiB"]
-    with serving(command, outside, environment) as (grpc, lines):
-        ask: list[str | Path] = [programs / "multilora", "generate", "--chat", "What do bees make?"]
-        ask += ["--url", f"grpc://{grpc}", "--adapter", REPOSITORY / "adapters" / "json"]
-        answer = subprocess.run(ask, cwd=outside, env=environment, capture_output=True, text=True)
-        assert answer.stdout.startswith('{"answer": "Honey"'), answer.stdout + answer.stderr
-    assert any("CPU kernels" in line and f"{programs.parent}" in line and "/prebuilt/" in line for line in lines)
+    installed.check_it_serves(default_model_dir)
+
+
+@pytest.mark.long(reason="installs a second release of torch with its libraries of CUDA, and starts a server")
+def test_the_same_library_serves_with_the_oldest_torch_that_the_wheel_allows(
+    installed: Installed, default_model_dir: Path
+) -> None:
+    oldest = oldest_torch()
+    installed.install(f"torch=={oldest}")  # Without the pins: it wants an older triton, among others.
+    assert installed.torch_version().partition("+")[0] == oldest
+    installed.check_it_serves(default_model_dir)
+
+
+def oldest_torch() -> str:
+    """The first release that the metadata of the kernels' wheel allows."""
+    settings = tomllib.loads((REPOSITORY / "kernels" / "pyproject.toml").read_text())
+    (least,) = [text.removeprefix("torch>=") for text in settings["project"]["dependencies"] if "torch" in text]
+    return f"{least}.0"
