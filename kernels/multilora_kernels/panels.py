@@ -24,16 +24,16 @@ def rows_of_columns(columns: torch.Tensor, first: int, count: int) -> torch.Tens
     """A copy of the rows first .. first + count of `columns` [columns, items, lanes, parts]: [count, items * parts]."""
     lanes = columns.shape[2]
     some = columns[first // lanes : -(-(first + count) // lanes)]
-    return some.transpose(1, 2).flatten(2).flatten(0, 1)[first % lanes :][:count].clone()
+    rows = some.transpose(1, 2).flatten(2).flatten(0, 1)[first % lanes :][:count]
+    return rows.clone(memory_format=torch.contiguous_format)
 
 
 class QuantizedPanels(NamedTuple):
     """The panels of a quantised weight, as the CPU's operators take them: arguments of `multilora::quantized_linear`.
 
-    codes: [num_panels, columns, items, lanes]; int8 or float8_e4m3fn, an item an input, or int32, an item the codes of
-    4 bits of 8 neighbouring inputs, the first one lowest, rotated by 3 bits to the left. scales: [num_panels, columns,
-    groups, lanes]. zeros: the same in int8, or None where all are zero. Codes in int8 and all zeros are less by half of
-    the codes' range.
+    codes: [num_panels, items, columns, lanes]; int8 or float8_e4m3fn, an item an input, or int32, an item the codes of
+    4 bits of 8 neighbouring inputs, the first one lowest. scales: [num_panels, groups, columns, lanes]. zeros: the same
+    in int8, or None where all are zero. Integer codes and zeros are less by half of the codes' range.
     """
 
     codes: torch.Tensor

@@ -155,7 +155,7 @@ class QuantizedWeight:
 
     def _empty(self, items: int, dtype: torch.dtype) -> torch.Tensor:
         panels, columns, lanes = self._panels
-        shape = (panels, columns, items, lanes)
+        shape = (panels, items, columns, lanes)
         return self._pages.zeros(shape, dtype) if self._pages else torch.zeros(shape, dtype=dtype, device=self._device)
 
     def _stored(self, codes: torch.Tensor) -> torch.Tensor:
@@ -202,8 +202,8 @@ _STORED = {CodeType.INT4: torch.int32, CodeType.INT8: torch.int8, CodeType.FP8: 
 
 
 def _columns(data: torch.Tensor) -> torch.Tensor:
-    """[columns of all panels, items, lanes, 1]."""
-    return data.view(-1, *data.shape[2:], 1)
+    """Panels as the columns of panels.py: [num_panels, items, outputs of a panel, 1]."""
+    return data.view(*data.shape[:2], -1, 1)
 
 
 def quantized_linear(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:

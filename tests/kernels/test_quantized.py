@@ -163,6 +163,7 @@ def test_rows_come_back_wherever_the_parts_of_a_fused_weight_end(kind, scale_dty
     assert fused.shape == (200, 37)
     assert fused.rows(0, 200).equal(codes.meaning().float())
     assert fused.rows(23, 101).equal(codes.meaning()[23:124].float())
+    assert fused.rows(23, 9).equal(codes.meaning()[23:32].float())
 
 
 def test_every_code_of_float8_that_is_a_number_means_what_torch_says_and_no_other_is_taken():

@@ -32,15 +32,14 @@ constexpr float kSmallestScaled = 0x1p-100f;
 // Elements of queries, keys and values that are worth a thread of their own.
 constexpr int64_t kGrainElements = 1 << 15;
 
-// The sequence, the head, the tokens of the batch and the keys of one task.
+// The sequence, the heads, the tokens of the batch and the keys of one task.
 struct Piece {
   int64_t sequence;
-  int64_t head;  // of keys and values; kAllHeads for a query of an answer
+  int64_t first_head, end_head;  // of keys and values; one head for queries of a prompt
   int64_t first_token, tokens, first_position, first_key, end_key;
   int64_t partial;  // place of its results among the partial ones; -1 if it has all keys of its queries
+  bool is_decode;   // the query of an answer
 };
-
-constexpr int64_t kAllHeads = -1;
 
 struct Batch {
   const Tensor &q, &keys, &values;
@@ -62,12 +61,16 @@ struct Pieces {
   const Batch& batch;
   std::vector<Piece> list;
   int64_t num_partial = 0, cost = 0;
+  int64_t head_parts;  // pieces of a single query with the same keys
   bool has_prefill = false;  // queries of a prompt
 
   explicit Pieces(const Batch& batch) : batch(batch) {
     const auto* starts = batch.sequences.query_starts.data<int64_t>();
     const auto* contexts = batch.sequences.context_lens.data<int64_t>();
-    for (int64_t s = 0; s < batch.sequences.context_lens.numel(); ++s) {
+    const int64_t num_sequences = batch.sequences.context_lens.numel();
+    // A head's results do not depend on the heads beside it.
+    head_parts = num_sequences < Team::available() ? std::min(batch.keys.size(1), Team::available()) : 1;
+    for (int64_t s = 0; s < num_sequences; ++s) {
       const int64_t num_queries = starts[s + 1] - starts[s];
       if (s < batch.sequences.num_decodes) {
         add_query(s, starts[s], contexts[s]);
@@ -83,7 +86,11 @@ struct Pieces {
     for (int64_t key = oldest, end; key < context; key = end) {
       end = end_of_piece(key, context);
       const int64_t partial = key == oldest && end == context ? -1 : num_partial++;
-      add({sequence, kAllHeads, token, 1, position, key, end, partial}, batch.keys.size(1));
+      const int64_t heads = batch.keys.size(1);
+      for (int64_t part = 0; part < head_parts; ++part) {
+        const int64_t first_head = heads * part / head_parts, end_head = heads * (part + 1) / head_parts;
+        add({sequence, first_head, end_head, token, 1, position, key, end, partial, true});
+      }
     }
   }
 
@@ -99,13 +106,15 @@ struct Pieces {
       for (int64_t token = 0; token < num_queries; token += batch.tokens_per_piece()) {
         const int64_t tokens = std::min(batch.tokens_per_piece(), num_queries - token);
         const int64_t position = context - num_queries + token;
-        add({sequence, head, first_token + token, tokens, position, batch.oldest_key(position), position + tokens, -1}, 1);
+        const int64_t oldest = batch.oldest_key(position);
+        add({sequence, head, head + 1, first_token + token, tokens, position, oldest, position + tokens, -1, false});
       }
     }
   }
 
-  void add(const Piece& piece, int64_t num_kv_heads) {
-    cost += (piece.end_key - piece.first_key) * num_kv_heads * (piece.tokens * batch.group() + kKeyLoadCost);
+  void add(const Piece& piece) {
+    const int64_t heads = piece.end_head - piece.first_head;
+    cost += (piece.end_key - piece.first_key) * heads * (piece.tokens * batch.group() + kKeyLoadCost);
     list.push_back(piece);
   }
 };
@@ -118,6 +127,15 @@ struct Results {
       : out(memory), max(out + queries * padded_head_dim(head_dim)), sum(max + queries) {}
 
   static int64_t size(int64_t queries, int64_t head_dim) { return queries * (padded_head_dim(head_dim) + 2); }
+
+  // The results from a query on.
+  Results from(int64_t query, int64_t head_dim) const {
+    Results some = *this;
+    some.out += query * padded_head_dim(head_dim);
+    some.max += query;
+    some.sum += query;
+    return some;
+  }
 };
 
 const int64_t* block_table_of(const Batch& batch, const Piece& piece) {
@@ -125,32 +143,37 @@ const int64_t* block_table_of(const Batch& batch, const Piece& piece) {
   return tables.data<int64_t>() + piece.sequence * tables.stride(0);
 }
 
+// The place of the first head of a piece in slot 0.
+const char* first_head_of(const Piece& piece, const Tensor& cache) {
+  return static_cast<const char*>(cache.data()) + piece.first_head * cache.stride(1) * cache.element_size();
+}
+
 // out: [num_tokens, num_heads * head_dim]
 AttentionTask attention_task(const Batch& batch, const Piece& piece, const Tensor& out) {
-  const auto head_of = [&](const Tensor& cache) {
-    return static_cast<const char*>(cache.data()) + piece.head * cache.stride(1) * cache.element_size();
-  };
-  const int64_t first_element = piece.head * batch.group() * batch.head_dim();
+  const int64_t first_element = piece.first_head * batch.group() * batch.head_dim();
   const float* q = batch.q.data<float>() + piece.first_token * batch.q.stride(0) + first_element;
   float* to = out.data<float>() + piece.first_token * out.stride(0) + first_element;
-  const float* sinks = batch.sinks ? batch.sinks + piece.head * batch.group() : nullptr;
+  const float* sinks = batch.sinks ? batch.sinks + piece.first_head * batch.group() : nullptr;
   return {q, batch.q.stride(0), piece.tokens, batch.group(), batch.head_dim(), batch.scale, batch.softcap, sinks,
-          piece.first_position, batch.sequences.window, head_of(batch.keys), head_of(batch.values), batch.keys.stride(0),
-          block_table_of(batch, piece), batch.sequences.block_size, piece.first_key, piece.end_key, to, out.stride(0)};
+          piece.first_position, batch.sequences.window, first_head_of(piece, batch.keys),
+          first_head_of(piece, batch.values), batch.keys.stride(0), block_table_of(batch, piece), batch.sequences.block_size, piece.first_key, piece.end_key, to, out.stride(0)};
 }
 
 // The place of the first key of a piece.
 const void* first_key_of(const Batch& batch, const Piece& piece) {
   const int64_t block_size = batch.sequences.block_size, place = piece.first_key % block_size;
   const int64_t slot = block_table_of(batch, piece)[piece.first_key / block_size] * block_size + place;
-  return static_cast<const char*>(batch.keys.data()) + slot * batch.keys.stride(0) * batch.keys.element_size();
+  return first_head_of(piece, batch.keys) + slot * batch.keys.stride(0) * batch.keys.element_size();
 }
 
+// results: of the piece's first query on.
 DecodeTask decode_task(const Batch& batch, const Piece& piece, const Piece& next, const Results& results) {
-  return {batch.q.data<float>() + piece.first_token * batch.q.stride(0), batch.keys.size(1), batch.group(),
-          batch.head_dim(), batch.scale, batch.softcap, batch.keys.data(), batch.values.data(),
-          batch.keys.stride(0), batch.keys.stride(1), block_table_of(batch, piece), batch.sequences.block_size, piece.first_key,
-          piece.end_key, first_key_of(batch, next), results.out, results.max, results.sum};
+  const int64_t first_element = piece.first_head * batch.group() * batch.head_dim();
+  const float* q = batch.q.data<float>() + piece.first_token * batch.q.stride(0) + first_element;
+  return {q, piece.end_head - piece.first_head, batch.group(), batch.head_dim(), batch.scale, batch.softcap,
+          first_head_of(piece, batch.keys), first_head_of(piece, batch.values), batch.keys.stride(0), batch.keys.stride(1),
+          block_table_of(batch, piece), batch.sequences.block_size, piece.first_key, piece.end_key, first_key_of(batch, next),
+          results.out, results.max, results.sum};
 }
 
 // The factor of a sum of weighted values. max, sum: of all keys, see DecodeTask; sink: null for none.
@@ -162,10 +185,11 @@ float share_of(float max, float sum, const float* sink) {
   return worth / (sum * worth + std::exp(*sink - top));
 }
 
-// All heads of a single query. out: [num_tokens, num_heads * head_dim]
-void write(const Batch& batch, const Piece& piece, const Results& results, const Tensor& out) {
+// Some heads of a single query. results: of all its heads. out: [num_tokens, num_heads * head_dim]
+void write(const Batch& batch, const Piece& piece, int64_t first_head, int64_t end_head, const Results& results,
+           const Tensor& out) {
   const int64_t head_dim = batch.head_dim();
-  for (int64_t i = 0; i < batch.q.size(1); ++i) {
+  for (int64_t i = first_head * batch.group(); i < end_head * batch.group(); ++i) {
     const float* from = results.out + i * padded_head_dim(head_dim);
     float* to = out.data<float>() + piece.first_token * out.stride(0) + i * head_dim;
     const float share = share_of(results.max[i], results.sum[i], batch.sinks ? batch.sinks + i : nullptr);
@@ -231,22 +255,24 @@ struct Run {
   // scratch: scratch_size() floats, then the floats of a piece's results.
   void one(int64_t i, float* scratch) const {
     const Piece &piece = pieces.list[i], &next = pieces.list[std::min<int64_t>(i + 1, pieces.list.size() - 1)];
-    if (piece.head != kAllHeads) {
-      kernels.attend(attention_task(batch, piece, out), scratch);
-    } else if (piece.partial >= 0) {
-      kernels.decode(decode_task(batch, piece, next, partial(piece.partial)), scratch);
-    } else {
-      const Results own(scratch + scratch_size(), queries(), batch.head_dim());
-      kernels.decode(decode_task(batch, piece, next, own), scratch);
-      write(batch, piece, own, out);
+    if (!piece.is_decode) {
+      return kernels.attend(attention_task(batch, piece, out), scratch);
+    }
+    const bool is_partial = piece.partial >= 0;
+    const Results results =
+        is_partial ? partial(piece.partial) : Results(scratch + scratch_size(), queries(), batch.head_dim());
+    const Results of_piece = results.from(piece.first_head * batch.group(), batch.head_dim());
+    kernels.decode(decode_task(batch, piece, next, of_piece), scratch);
+    if (!is_partial) {
+      write(batch, piece, piece.first_head, piece.end_head, results, out);
     }
   }
 
-  // The pieces of the same query follow each other.
+  // The pieces of the same query follow each other, and those with the same keys have the same place.
   void join_partial() const {
     const Piece* first = nullptr;
     for (const Piece& piece : pieces.list) {
-      if (piece.partial < 0) {
+      if (piece.partial < 0 || piece.first_head > 0) {
         continue;
       }
       if (first && first->first_token == piece.first_token) {
@@ -255,7 +281,7 @@ struct Run {
         first = &piece;
       }
       if (piece.end_key == piece.first_position + 1) {
-        write(batch, *first, partial(first->partial), out);
+        write(batch, *first, 0, batch.keys.size(1), partial(first->partial), out);
       }
     }
   }

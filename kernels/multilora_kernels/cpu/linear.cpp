@@ -74,10 +74,15 @@ void copy_embeddings(const Tensor& token_ids, const Tensor& panels, int64_t num_
 void check_panels(const Panels& panels, int64_t out_features) {
   const Tensor& data = panels.data;
   const int64_t width = capability().panel_width, lanes = width / kPanelVectors;
-  MULTILORA_CHECK(
-      (data.dim() == 4 || panels.is_paired()) && data.is_contiguous() && data.size(1) == kPanelVectors && data.size(3) == lanes,
-      "panels must be contiguous [panels, ", kPanelVectors, ", in_features, ", lanes, "] or [panels, ", kPanelVectors,
-      ", in_features / 2, ", lanes, ", 2], not ", data.sizes());
+  const bool is_whole = (data.dim() == 4 || panels.is_paired()) && data.is_contiguous() && data.size(3) == lanes;
+  if (panels.scaling) {
+    MULTILORA_CHECK(is_whole && data.size(2) == kPanelVectors, "codes must be contiguous [panels, items, ", kPanelVectors, ", ",
+                    lanes, "], not ", data.sizes());
+  } else {
+    MULTILORA_CHECK(is_whole && data.size(1) == kPanelVectors, "panels must be contiguous [panels, ", kPanelVectors,
+                    ", in_features, ", lanes, "] or [panels, ", kPanelVectors, ", in_features / 2, ", lanes, ", 2], not ",
+                    data.sizes());
+  }
   const int64_t num_panels = data.size(0);
   MULTILORA_CHECK(out_features > (num_panels - 1) * width && out_features <= num_panels * width, num_panels, " panels of ",
                   width, " outputs do not hold ", out_features);

@@ -43,30 +43,30 @@ constexpr int64_t block_depth(int64_t in_features) {
   return (depth + kFetchDepth - 1) / kFetchDepth * kFetchDepth;
 }
 
-// The weights that a thread reads after a block of a panel: the same number of inputs of each column.
+// The weights that a thread reads after a block of a panel, of the same size: three pieces, of floats one of each column.
 struct NextBlock {
   const char* first;
-  int64_t column_bytes;
-  int64_t tiles;         // of rows that ask for it
-  int64_t column_lines;  // of each column, every kFetchDepth inputs of such a tile
+  int64_t next_piece;   // bytes from one to the next
+  int64_t tiles;        // of rows that ask for it
+  int64_t piece_lines;  // of each piece, every kFetchDepth inputs of such a tile
 
   inline void fetch(int64_t line) const {
-    for (int64_t i = 0; i < column_lines; ++i) {
+    for (int64_t i = 0; i < piece_lines; ++i) {
       for (int v = 0; v < kPanelVectors; ++v) {
-        fetch_line(first + v * column_bytes + (line + i) * kCacheLine);
+        fetch_line(first + v * next_piece + (line + i) * kCacheLine);
       }
     }
   }
 };
 
 // The part of the next block that the tiles fetch which multiply `rows` rows with one block, and the interval of fetches.
-// step_bytes: of a column's weights of kFetchDepth inputs.
+// step_bytes: of a column's weights of kFetchDepth inputs. products: of each weight, or work that takes as long.
 template <class Vec>
-NextBlock next_block(const void* first, int64_t column_bytes, int64_t step_bytes, int64_t rows) {
+NextBlock next_block(const void* first, int64_t next_piece, int64_t step_bytes, int64_t rows, int64_t products) {
   const int64_t tiles = (rows + Vec::kLinearRows - 1) / Vec::kLinearRows;
   const int64_t lines = (step_bytes + kCacheLine - 1) / kCacheLine;
-  const bool is_fetched = rows * kFetchDepth * kCacheLine >= kLineProducts * step_bytes;
-  return {static_cast<const char*>(first), column_bytes, is_fetched ? std::min(tiles, lines) : 0, (lines + tiles - 1) / tiles};
+  const bool is_fetched = products * kFetchDepth * kCacheLine >= kLineProducts * step_bytes;
+  return {static_cast<const char*>(first), next_piece, is_fetched ? std::min(tiles, lines) : 0, (lines + tiles - 1) / tiles};
 }
 
 // The floats of one block of one panel.
@@ -130,7 +130,7 @@ struct LinearTile {
     int64_t k = 0;
     for (; k + kFetchDepth <= depth; k += kFetchDepth) {
       if (tile < next.tiles) {
-        next.fetch((tile * steps + k / kFetchDepth) * next.column_lines);
+        next.fetch((tile * steps + k / kFetchDepth) * next.piece_lines);
       }
       if constexpr (Rows == Vec::kLinearRows) {  // nearly all the time is spent here: unrolled, 5 % less of it on Zen 4
         for_constants(Inputs{}, [&](auto i) MULTILORA_INLINED { accumulate(k + i); });
@@ -185,7 +185,7 @@ void linear_block(const LinearTask& task, int64_t first_row, int64_t rows, int64
   const int64_t column = task.in_features * Vec::kWidth;
   const T* weights = static_cast<const T*>(task.panels) + panel * kPanelVectors * column + k * Vec::kWidth;
   const T* ahead = weights + depth * Vec::kWidth + (k + depth < task.in_features ? 0 : (kPanelVectors - 1) * column);
-  const NextBlock next = next_block<Vec>(ahead, column * sizeof(T), kFetchDepth * Vec::kWidth * sizeof(T), rows);
+  const NextBlock next = next_block<Vec>(ahead, column * sizeof(T), kFetchDepth * Vec::kWidth * sizeof(T), rows, rows);
   const float* x = task.x + first_row * task.x_stride + k;
   const FloatWeights<Vec, T> stored{weights, column};
   if constexpr (!std::is_same_v<T, float>) {

@@ -18,24 +18,27 @@ constexpr int64_t kGrainElements = 1 << 12;
 
 int64_t divided_up(int64_t number, int64_t unit) { return (number + unit - 1) / unit; }
 
+// Outputs of a panel.
+int64_t panel_width(const Panels& panels) { return panels.data.size(2) * panels.data.size(3); }
+
 void check_groups(const Tensor& tensor, const char* name, const Panels& panels) {
   const Tensor& codes = panels.data;
   const int64_t groups = divided_up(panels.scaling->in_features, panels.scaling->group_size);
-  const int64_t sizes[] = {codes.size(0), codes.size(1), groups, codes.size(3)};
+  const int64_t sizes[] = {codes.size(0), groups, codes.size(2), codes.size(3)};
   MULTILORA_CHECK(tensor.sizes() == Integers(sizes, std::size(sizes)) && tensor.is_contiguous(), name,
-                  " must be contiguous [panels, columns, ", groups, ", lanes] like codes of ", codes.sizes(), ", not ",
+                  " must be contiguous [panels, ", groups, ", columns, lanes] like codes of ", codes.sizes(), ", not ",
                   tensor.sizes());
 }
 
-// Calls body(place among the tokens, column of all panels, lane) for each token, by several threads.
+// Calls body(place among the tokens, panel, output of the panel) for each token, by several threads.
 template <class Body>
 void for_each_token(const Tensor& token_ids, int64_t num_embeddings, const Panels& panels, const Body& body) {
-  const int64_t lanes = panels.data.size(3), grain = std::max<int64_t>(1, kGrainElements / panels.in_features());
+  const int64_t width = panel_width(panels), grain = std::max<int64_t>(1, kGrainElements / panels.in_features());
   const auto* ids = token_ids.data<int64_t>();
   parallel_for(0, token_ids.numel(), grain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       MULTILORA_CHECK_INDEX(ids[i] >= 0 && ids[i] < num_embeddings, "token ", ids[i], " is not one of ", num_embeddings);
-      body(i, ids[i] / lanes, ids[i] % lanes);
+      body(i, ids[i] / width, ids[i] % width);
     }
   });
 }
@@ -43,38 +46,38 @@ void for_each_token(const Tensor& token_ids, int64_t num_embeddings, const Panel
 template <class Scale, class Code>
 void copy_embeddings(const Tensor& token_ids, int64_t num_embeddings, const Panels& panels, const Code& code, Tensor& rows) {
   const Scaling& scaling = *panels.scaling;
-  const int64_t lanes = panels.data.size(3), groups = scaling.scales.size(2);
+  const int64_t width = panel_width(panels), groups = scaling.scales.size(1);
   const Scale* scales = scaling.scales.data<Scale>();
   const int8_t* zeros = scaling.zeros.is_defined() ? scaling.zeros.data<int8_t>() : nullptr;
   float* out = rows.data<float>();
-  for_each_token(token_ids, num_embeddings, panels, [&](int64_t token, int64_t column, int64_t lane) {
+  for_each_token(token_ids, num_embeddings, panels, [&](int64_t token, int64_t panel, int64_t output) {
     for (int64_t k = 0; k < scaling.in_features; ++k) {
-      const int64_t group = (column * groups + k / scaling.group_size) * lanes + lane;
+      const int64_t group = (panel * groups + k / scaling.group_size) * width + output;
       const float zero = zeros ? zeros[group] : 0;
-      out[token * scaling.in_features + k] = (code(column, k, lane) - zero) * to_float(scales[group]);
+      out[token * scaling.in_features + k] = (code(panel, k, output) - zero) * to_float(scales[group]);
     }
   });
 }
 
 template <class Scale>
 void copy_embeddings(const Tensor& token_ids, int64_t num_embeddings, const Panels& panels, Tensor& rows) {
-  const int64_t items = panels.data.size(2), lanes = panels.data.size(3);
+  const int64_t items = panels.data.size(1), width = panel_width(panels);
   const void* data = panels.data.data();
   const auto copy = [&](const auto& code) { copy_embeddings<Scale>(token_ids, num_embeddings, panels, code, rows); };
-  const auto element = [&](int64_t column, int64_t item, int64_t lane) { return (column * items + item) * lanes + lane; };
+  const auto element = [&](int64_t panel, int64_t item, int64_t output) { return (panel * items + item) * width + output; };
   switch (panels.data.dtype()) {
     case DType::int32:
-      return copy([&](int64_t column, int64_t k, int64_t lane) {
-        const uint32_t word = static_cast<const uint32_t*>(data)[element(column, k / kWordInputs, lane)];
+      return copy([&](int64_t panel, int64_t k, int64_t output) {
+        const uint32_t word = static_cast<const uint32_t*>(data)[element(panel, k / kWordInputs, output)];
         return static_cast<float>(static_cast<int32_t>(word << (28 - 4 * (k % kWordInputs))) >> 28);
       });
     case DType::int8:
-      return copy([&](int64_t column, int64_t k, int64_t lane) {
-        return static_cast<float>(static_cast<const int8_t*>(data)[element(column, k, lane)]);
+      return copy([&](int64_t panel, int64_t k, int64_t output) {
+        return static_cast<float>(static_cast<const int8_t*>(data)[element(panel, k, output)]);
       });
     default:
-      return copy([&](int64_t column, int64_t k, int64_t lane) {
-        return to_scaled_float(static_cast<const Float8*>(data)[element(column, k, lane)]) * kFloat8Scale;
+      return copy([&](int64_t panel, int64_t k, int64_t output) {
+        return to_scaled_float(static_cast<const Float8*>(data)[element(panel, k, output)]) * kFloat8Scale;
       });
   }
 }
@@ -87,8 +90,8 @@ void check_codes(const Panels& panels) {
   MULTILORA_CHECK(type == DType::int32 || type == DType::int8 || type == DType::float8_e4m3fn,
                   "codes are int32 words, int8 or float8_e4m3fn, not ", name_of(type));
   const int64_t items = type == DType::int32 ? divided_up(in_features, kWordInputs) : in_features;
-  MULTILORA_CHECK(in_features > 0 && panels.data.size(2) == items, in_features, " inputs are ", items,
-                  " codes of an output, not ", panels.data.size(2));
+  MULTILORA_CHECK(in_features > 0 && panels.data.size(1) == items, in_features, " inputs are ", items,
+                  " codes of an output, not ", panels.data.size(1));
   MULTILORA_CHECK(group_size > 0 && group_size <= in_features, "a group of ", group_size, " of ", in_features, " inputs");
   check_groups(scales, "scales", panels);
   if (zeros.is_defined()) {

@@ -7,6 +7,9 @@
 //
 // That costs one product a weight, by its scale. All other work leaves the units of products free (Zen 4: shifts, shuffles and
 // conversions do, rotations do not).
+//
+// The columns of a panel of floats are long enough to be read from three places. Those of codes are a page or two, and
+// processors prefetch within a page only: their steps lie side by side, and a panel is read from one end to the other.
 #pragma once
 
 #include <algorithm>
@@ -23,22 +26,30 @@ namespace {
 constexpr int64_t kCodeStep = 8;
 static_assert(kFetchDepth % kCodeStep == 0);
 
-// Kinds of codes. bytes(inputs): of one column. Step: kCodeStep inputs of a column; code<I>() is the code of input I as floats.
-// kScale: of all scales.
+// Work that takes as long as one product: a code becomes a weight.
+constexpr int64_t kCodeProducts = 1;
+
+// Kinds of codes. column_bytes(inputs): of one column. Step: kCodeStep inputs of a panel; code<I>(column) is the code of input I
+// as floats. kScale: of all scales.
 template <class Vec>
 struct Int4Weights {
   static constexpr bool kHasZeros = true;
   static constexpr float kScale = 1;
-  static constexpr int64_t bytes(int64_t inputs) { return (inputs + kCodeStep - 1) / kCodeStep * Vec::kWidth * sizeof(uint32_t); }
+  static constexpr int64_t kWordBytes = Vec::kWidth * sizeof(uint32_t);
+  static constexpr int64_t column_bytes(int64_t inputs) { return (inputs + kCodeStep - 1) / kCodeStep * kWordBytes; }
 
   struct Step {
-    decltype(Vec::load_words(nullptr)) words;
+    decltype(Vec::load_words(nullptr)) words[kPanelVectors];
 
-    explicit MULTILORA_INLINE Step(const char* codes) : words(Vec::load_words(codes)) {}
+    explicit MULTILORA_INLINE Step(const char* codes) {
+      for (int v = 0; v < kPanelVectors; ++v) {
+        words[v] = Vec::load_words(codes + v * kWordBytes);
+      }
+    }
 
     template <int I>
-    MULTILORA_INLINE typename Vec::F code() const {
-      return Vec::template nibble<I>(words);
+    MULTILORA_INLINE typename Vec::F code(int column) const {
+      return Vec::template nibble<I>(words[column]);
     }
   };
 };
@@ -46,7 +57,7 @@ struct Int4Weights {
 template <class Vec, class T>
 struct ByteWeights {
   static_assert(sizeof(T) == 1);
-  static constexpr int64_t bytes(int64_t inputs) { return inputs * Vec::kWidth; }
+  static constexpr int64_t column_bytes(int64_t inputs) { return inputs * Vec::kWidth; }
 
   struct Step {
     const T* codes;
@@ -54,8 +65,8 @@ struct ByteWeights {
     explicit MULTILORA_INLINE Step(const char* codes) : codes(reinterpret_cast<const T*>(codes)) {}
 
     template <int I>
-    MULTILORA_INLINE typename Vec::F code() const {
-      return Vec::load(codes + I * Vec::kWidth);
+    MULTILORA_INLINE typename Vec::F code(int column) const {
+      return Vec::load(codes + (I * kPanelVectors + column) * Vec::kWidth);
     }
   };
 };
@@ -99,6 +110,14 @@ struct GroupNumbers {
     }
   }
 
+  // Fetches the scales of so many neighbouring outputs. Zeros are few bytes, which nearly no weight has.
+  static MULTILORA_INLINE void fetch(const GroupScaling& scaling, int64_t place, int64_t outputs) {
+    const int64_t size = scaling.type == ScaleType::float32 ? sizeof(float) : sizeof(BFloat16);
+    for (int64_t byte = 0; byte < outputs * size; byte += kCacheLine) {
+      fetch_line(static_cast<const char*>(scaling.scales) + place * size + byte);
+    }
+  }
+
   MULTILORA_INLINE F weight(F code) const {
     if constexpr (!Codes::kHasZeros) {
       return Vec::mul(code, scale);
@@ -134,23 +153,26 @@ struct CodeBlock {
   using Inputs = std::make_integer_sequence<int, kCodeStep>;
   using Numbers = GroupNumbers<Vec, Codes, kRounding>;
 
-  const char* first;  // codes of each column
-  int64_t next_column;
+  const char* first;  // codes
   int64_t depth;
   const GroupScaling& scaling;
-  int64_t first_column;  // of the panel, among all columns
-  int64_t groups;        // of a column
-  int64_t first_input;   // of the block
+  int64_t panel;
+  int64_t groups;       // of a column
+  int64_t first_input;  // of the block
 
-  // Calls body(numbers of each column, first, end) for the inputs of each group that lie in the block.
+  // Calls body(numbers of each column, first, end) for the inputs of each group that lie in the block. The numbers of the same
+  // group of the next panel are fetched meanwhile.
   template <class Body>
   MULTILORA_INLINE void for_each_group(const Body& body) const {
     int64_t group = first_input / scaling.group_size, end = (group + 1) * scaling.group_size - first_input;
     for (int64_t k = 0; k < depth; ++group, end += scaling.group_size) {
       Numbers numbers[kPanelVectors];
+      constexpr int64_t kPanelWidth = kPanelVectors * Vec::kWidth;
+      const int64_t place = (panel * groups + group) * kPanelWidth;
       for (int v = 0; v < kPanelVectors; ++v) {
-        numbers[v].read(scaling, ((first_column + v) * groups + group) * Vec::kWidth);
+        numbers[v].read(scaling, place + v * Vec::kWidth);
       }
+      Numbers::fetch(scaling, place + groups * kPanelWidth, kPanelWidth);
       const int64_t last = std::min(end, depth);
       body(numbers, k, last);
       k = last;
@@ -161,16 +183,13 @@ struct CodeBlock {
   // them if IsWhole. numbers: of each column, of the group to which the inputs belong. Reloads: they stay in memory.
   template <bool IsWhole, bool Reloads, class Body>
   MULTILORA_INLINE void step(const Numbers* numbers, int64_t k, int64_t begin, int64_t end, const Body& body) const {
-    const char* codes = first + Codes::bytes(k);
-    typename Codes::Step steps[kPanelVectors] = {typename Codes::Step(codes), typename Codes::Step(codes + next_column),
-                                                 typename Codes::Step(codes + 2 * next_column)};
-    static_assert(kPanelVectors == 3);
+    const typename Codes::Step codes(first + kPanelVectors * Codes::column_bytes(k));
     for_constants(Inputs{}, [&](auto i) MULTILORA_INLINED {
       if (IsWhole || k + i < end) {
         const Numbers* of_column = Reloads ? reloaded(numbers) : numbers;
         F weight[kPanelVectors];
         for (int v = 0; v < kPanelVectors; ++v) {
-          weight[v] = of_column[v].weight(steps[v].template code<i>());
+          weight[v] = of_column[v].weight(codes.template code<i>(v));
         }
         if (IsWhole || k + i >= begin) {
           body(weight, k + i);
@@ -219,7 +238,7 @@ struct CodeTile {
     block.for_each_group([&](const auto* numbers, int64_t k, int64_t end) MULTILORA_INLINED {
       for (; k + kCodeStep <= end; k += kCodeStep) {
         if (next.tiles > 0) {
-          next.fetch(k / kCodeStep * next.column_lines);
+          next.fetch(k / kCodeStep * next.piece_lines);
         }
         block.template step<true, kReloads>(numbers, k, k, end, accumulate);
       }
@@ -255,13 +274,13 @@ template <class Vec, class Codes, Rounding kRounding>
 void quantized_block(const LinearTask& task, int64_t first_row, int64_t rows, int64_t panel, int64_t k, float* sums) {
   using Block = CodeBlock<Vec, Codes, kRounding>;
   const int64_t depth = std::min(block_depth(task.in_features), task.in_features - k);
-  const int64_t column = Codes::bytes(task.in_features), first_column = panel * kPanelVectors;
-  const char* codes = static_cast<const char*>(task.panels) + first_column * column + Codes::bytes(k);
-  const char* ahead = codes + Codes::bytes(depth) + (k + depth < task.in_features ? 0 : (kPanelVectors - 1) * column);
+  const int64_t column = Codes::column_bytes(task.in_features), piece = Codes::column_bytes(depth);
+  const char* codes = static_cast<const char*>(task.panels) + kPanelVectors * (panel * column + Codes::column_bytes(k));
+  const char* ahead = codes + kPanelVectors * piece;
   const int64_t group_size = task.scaling.group_size, groups = (task.in_features + group_size - 1) / group_size;
-  const Block block{codes, column, depth, task.scaling, first_column, groups, k};
+  const Block block{codes, depth, task.scaling, panel, groups, k};
   const float* x = task.x + first_row * task.x_stride + k;
-  const NextBlock next = next_block<Vec>(ahead, column, Codes::bytes(kFetchDepth), rows);
+  const NextBlock next = next_block<Vec>(ahead, piece, Codes::column_bytes(kFetchDepth), rows, rows + kCodeProducts);
   const bool is_direct = groups == 1 || group_size % kCodeStep == 0;
   if (is_direct && rows <= Vec::kLinearRows) {
     return run_rest<Vec::kLinearRows>(0, rows, CodeTile<Vec, Block, false>{x, task.x_stride, block, sums, k == 0, next, nullptr});

@@ -57,7 +57,7 @@ enum class ScaleType { float32, bfloat16, float16 };
 
 // The weights of codes: w[n, k] = scales[n, k / group_size] * (code[n, k] - zeros[n, k / group_size]).
 struct GroupScaling {
-  const void* scales;  // of `type`, [panels, kPanelVectors, groups, outputs of a vector]
+  const void* scales;  // of `type`, [panels, groups, kPanelVectors, outputs of a vector]
   ScaleType type;
   const int8_t* zeros;  // as scales, less by half of the range of codes; null if all are zero
   int64_t group_size;
@@ -70,8 +70,9 @@ struct LinearTask {
   int64_t rows;
   // [panels, kPanelVectors, in_features, outputs of a vector]; outputs beyond out_features are zero. For a PairUnit
   // [panels, kPanelVectors, in_features / 2, outputs of a vector, 2 inputs]: kMatrixInputs of them are a matrix unit's tile.
-  // Codes of 8 bits lie as floats do. Those of 4 bits are words of 32 bits, each the codes of 8 neighbouring inputs, the first
-  // one lowest. Integers are two's complement.
+  // Codes lie in the order in which they are read: [panels, items, kPanelVectors, outputs of a vector]. An item of 8 bits is an
+  // input; those of 32 bits are the codes of 4 bits of 8 neighbouring inputs, the first one lowest. Integers are two's
+  // complement.
   const void* panels;
   int64_t in_features;
   int64_t out_features;
