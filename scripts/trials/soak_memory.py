@@ -11,6 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import psutil
 
+from process_memory import anonymous_bytes
+
 SHARED_MEMORY = "/dev/shm"
 SHORTEST_JUDGED_S = 1800.0
 """CPython's free lists fill for a quarter of an hour, also in a process that has nothing to do: half of a stretch is
@@ -100,15 +102,6 @@ def measure(processes: Mapping[str, psutil.Process], shared_memory: Path) -> dic
     """
     sizes = {name: anonymous_bytes(process) for name, process in processes.items()}
     return sizes | {SHARED_MEMORY: sum(map(_allocated_bytes, shared_memory.iterdir()))}
-
-
-def anonymous_bytes(process: psutil.Process) -> int:
-    """The bytes that are in memory and in no file. Raises psutil.NoSuchProcess."""
-    with suppress(OSError):
-        for line in Path(f"/proc/{process.pid}/status").read_text().splitlines():
-            if line.startswith("RssAnon:"):
-                return int(line.split()[1]) << 10
-    raise psutil.NoSuchProcess(process.pid, process.name())
 
 
 def _allocated_bytes(file: Path) -> int:
