@@ -58,7 +58,9 @@ class MemoryAhead:
         wanted = num_slots + self._num_strides_ahead * self._stride
         self._num_wanted = max(self._num_wanted, min(wanted, self._num_slots))
         if self._num_taken < self._num_wanted and not self._thread.is_alive():
-            self._thread = threading.Thread(target=self._take_ahead, name="memory-ahead", daemon=True)
+            # No daemon: the end of a process waits for these few strides. It would end a daemon in the middle of a
+            # function of torch, and so abort.
+            self._thread = threading.Thread(target=self._take_ahead, name="memory-ahead")
             self._thread.start()
 
     def wait(self) -> None:

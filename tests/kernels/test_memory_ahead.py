@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -107,3 +109,15 @@ def test_memory_that_is_lacking_fails_the_start_and_later_only_a_warning(
     memory.note_use(STRIDE + 1)
     memory.wait()
     assert re.search("ahead of its use, steps do it from here on: .*no memory for 1 bytes", caplog.text)
+
+
+def test_a_process_that_ends_while_memory_is_taken_does_not_abort() -> None:
+    program = """
+import torch
+from multilora_kernels import MemoryAhead, huge_pages
+
+huge_pages.HUGE_PAGE_BYTES = 1
+huge_pages.populate = lambda memory: True
+MemoryAhead(torch.empty(1, 1 << 17, 1)).note_use(1 << 17)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
