@@ -127,7 +127,7 @@ def multiply_constants(kind: str, num_rows: int, block_k: int, is_wide: bool) ->
         "BLOCK_N": 32 if block_m == FEW_ROWS else 64,
         "BLOCK_K": min(block_k, 32) if is_wide else block_k,
         "num_warps": 4,
-        "num_stages": 2 if is_wide else 3,
+        "num_stages": 3,
     }
 
 
