@@ -47,9 +47,11 @@ from benchmarks.adapter_bench import (
     settle,
 )
 from benchmarks.bench_rows import TABLE_WIDTH, Row, render, threads_title, write_results
+from benchmarks.engine_tables import PAGE, measures_table
 from benchmarks.machine_limits import seconds_of
 from benchmarks.percentiles import p99
 from checkpoints.prepare_default_model import ensure_default_checkpoint
+from marked_tables import write_table
 from multilora_engine.engine.engine import Engine
 from multilora_engine.lora.checkpoint_layout import checkpoint_layout
 from multilora_engine.lora.device_tier import DeviceTier
@@ -59,6 +61,7 @@ from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.lora.sources.source import AdapterKey
 from multilora_engine.request import GenerationRequest
 from multilora_wire.layout import AdapterLayout, num_values
+from sources import measured_source
 
 POPULATIONS = (5, 100, 1000, 2000)
 
@@ -76,7 +79,7 @@ def memory_rows(model: Path) -> list[Row]:
         packed = pack_adapter(*random_wire(layout, rank, 0), layout)
         value = packed.pages.nbytes / (num_parameters(layout, rank) * layout.itemsize)
         goal = "<= 1.05" if rank == 16 else ""
-        rows.append(Row(f"memory: {dtype}, rank {rank}", value, "x parameters", goal, value <= 1.05 if goal else None))
+        rows.append(Row(f"memory, {dtype}: rank {rank}", value, "x parameters", goal, value <= 1.05 if goal else None))
     return rows
 
 
@@ -127,7 +130,7 @@ def first_token_rows(bench: Bench, rounds: int) -> list[Row]:
             ask("place lost", (task - 2 * PLACES) % num_adapters)
             ask("comes along", task, version=1 - i // num_adapters % 2)
     return [
-        Row(f"first token: {kind}, {name}", value * 1e3, "ms")
+        Row(f"first token, {kind}: {name}", value * 1e3, "ms")
         for kind, values in seconds.items()
         for name, value in (("median", statistics.median(values)), ("p99", p99(values)))
     ]
@@ -248,12 +251,18 @@ def compare_pauses(
     rows = []
     for name, values in pauses.items():
         when = f"without {' and '.join(disturbances)}" if name == "quiet" else f"with {name}"
-        rows.append(Row(f"pauses {when}, median", statistics.median(values) * 1e3, "ms"))
-        rows.append(Row(f"pauses {when}, p99", p99(values) * 1e3, "ms"))
+        rows.append(Row(f"pauses, {when}: median", statistics.median(values) * 1e3, "ms"))
+        rows.append(Row(f"pauses, {when}: p99", p99(values) * 1e3, "ms"))
     for name in disturbances:
         ratio = p99(pauses[name]) / p99(pauses["quiet"])
-        rows.append(Row(f"pauses: p99 with {name} against quiet", ratio, "x", "<= 1.5", ratio <= 1.5))
+        rows.append(Row(f"pauses, with {name}: p99 against quiet", ratio, "x", "<= 1.5", ratio <= 1.5))
     return rows
+
+
+def write_tables(results: Mapping[str, Sequence[Row]], source: str) -> None:
+    """Write each part's results into its table of docs/performance.md. source: the sentence where they are from."""
+    for part, rows in results.items():
+        write_table(PAGE, f"adapters {part}", measures_table(rows), source)
 
 
 def main(
@@ -263,8 +272,12 @@ def main(
     threads: Annotated[int, typer.Option(help="CPU threads; 0 is one per core.")] = 0,
     model: Annotated[Path | None, typer.Option(help="Checkpoint whose adapters are packed; default: ours.")] = None,
     part: Annotated[list[str] | None, typer.Option(help="Only this part; may be repeated. Default: all.")] = None,
+    update_docs: Annotated[
+        bool, typer.Option("--docs", help="Write the tables of docs/performance.md for the parts measured.")
+    ] = False,
 ) -> None:
     """Measure the costs of adapters, print a table with the goals, and plot it."""
+    source = measured_source() if update_docs else ""
     console = Console()
     console.width = max(console.width, TABLE_WIDTH)
     checkpoint = model or ensure_default_checkpoint()
@@ -281,7 +294,11 @@ def main(
         }
         if unknown := set(part or ()) - parts.keys():
             raise typer.BadParameter(f"{', '.join(sorted(unknown))}; the parts are {', '.join(parts)}")
-        rows = [row for name in progress.track(part or list(parts), description="measuring") for row in parts[name]()]
+        chosen = progress.track(part or list(parts), description="measuring")
+        results = {name: parts[name]() for name in chosen}
+    rows = [*itertools.chain.from_iterable(results.values())]
     console.print(render(rows, f"adapters, {threads_title()}"))
     write_results(rows, output, "adapters")
+    if update_docs:
+        write_tables(results, source)
     console.print(f"{output}/adapters.csv and adapters.png written; load {os.getloadavg()[0]:.1f}")

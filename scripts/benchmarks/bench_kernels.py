@@ -32,15 +32,18 @@ from rich.progress import Progress
 from rich.table import Column, Table
 
 from benchmarks import kernel_resources
-from benchmarks.bench_rows import threads_title
+from benchmarks.bench_rows import Row, threads_title
+from benchmarks.engine_tables import PAGE, machine_limits
 from benchmarks.lora_workloads import Batch, Model, Step, Workload
 from benchmarks.machine_limits import Clock, Yardsticks, measure_all
 from benchmarks.model_shapes import DEFAULT_MODEL, EIGHT_BILLION, ONE_BILLION
-from marked_tables import write_table
+from marked_tables import figure, write_table
 from multilora_kernels import load_cpu_kernels
 from multilora_kernels.cpu import capability
 from plots import DOCS
+from sources import measured_source
 
+TABLE = "operators"
 MAX_GATHERED_BYTES = 2 << 30
 _LEAST_ADDED = 0.03
 """A share of a linear's time: an update that adds less is not told from other load on the machine."""
@@ -73,6 +76,7 @@ class Result:
 
     num_bytes, num_flops: of the updates alone. limit: their limit. added: the time that they add to the linears.
     lora_linears_limit: of linears and updates together.
+    bandwidth, peak: of the machine meanwhile, bytes and flops a second.
     """
 
     workload: str
@@ -87,6 +91,8 @@ class Result:
     limit: float
     limit_of_adapters: float
     lora_linears_limit: float
+    bandwidth: float
+    peak: float
 
     @property
     def fraction(self) -> float:
@@ -102,6 +108,11 @@ class Result:
     def added_fraction(self) -> float:
         """The share of its limit that the updates reach in the time that they add to the linears."""
         return self.limit_of_adapters / self.added
+
+    @property
+    def is_added_told(self) -> bool:
+        """Whether the updates add enough to the linears to be told from other load on the machine."""
+        return self.added > _LEAST_ADDED * self.linears
 
 
 def median_difference(times: list[float], others: list[float]) -> float:
@@ -143,6 +154,8 @@ def bench(workload: Workload, device: str, rounds: int) -> Result:
         lora_linears_limit=limits.seconds(
             workload.weight_bytes(dtype) + adapter_bytes, workload.weight_flops() + num_flops
         ),
+        bandwidth=limits.bandwidth,
+        peak=limits.peak,
     )
 
 
@@ -185,10 +198,47 @@ def print_results(results: list[Result], title: str, console: Console) -> None:
             f"{r.lora_linears_fraction:.0%}",
             f"{r.added * 1e3:.2f}",
             f"{r.limit_of_adapters * 1e3:.2f}",
-            f"{r.added_fraction:.0%}" if r.added > _LEAST_ADDED * r.linears else "(noise)",
+            f"{r.added_fraction:.0%}" if r.is_added_told else "(noise)",
         )
     console.print(alone)
     console.print(within)
+
+
+def docs_table(results: list[Result]) -> str:
+    """A row for each workload: times, and the shares of their limits that they reach."""
+    columns = (
+        "update alone",
+        "of its limit",
+        "added to the linears",
+        "of the adapters' limit",
+        "linears and updates",
+        "of their limit",
+        "gather + padded `torch.bmm`",
+        "two products an adapter",
+    )
+    lines = [f"| a step's linears | {' | '.join(columns)} |", f"| --- |{' ---: |' * len(columns)}"]
+    for r in results:
+        cells = (
+            f"{figure(r.update * 1e3)} ms",
+            f"{100 * r.fraction:.0f} %",
+            f"{figure(r.added * 1e3)} ms" if r.is_added_told else "noise",
+            f"{100 * r.added_fraction:.0f} %" if r.is_added_told else "",
+            f"{figure(r.lora_linears * 1e3)} ms",
+            f"{100 * r.lora_linears_fraction:.0f} %",
+            f"{figure(r.gather_bmm / r.update)} x",
+            f"{figure(r.gemm_per_adapter / r.update)} x",
+        )
+        lines.append(f"| {r.workload} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def write_docs(results: list[Result], source: str) -> None:
+    """Write the table of docs/performance.md. source: the sentence where figures are from."""
+    medians = [
+        Row("machine: read bandwidth", statistics.median(r.bandwidth for r in results) / 1e9, "GB/s"),
+        Row("machine: float32 products", statistics.median(r.peak for r in results) / 1e9, "GFLOP/s"),
+    ]
+    write_table(PAGE, TABLE, docs_table(results), f"{source} {machine_limits(medians)}")
 
 
 def write_results(results: list[Result], title: str, output: Path) -> None:
@@ -252,15 +302,19 @@ def main(
     aot: Annotated[
         bool, typer.Option("--aot", help="Only compile the GPU kernels, print and plot what they cost.")
     ] = False,
-    update_docs: Annotated[bool, typer.Option("--docs", help="Write the table of --aot into docs/gpu.md.")] = False,
+    update_docs: Annotated[
+        bool,
+        typer.Option("--docs", help="Write the table of docs/performance.md; with --aot that of docs/gpu.md."),
+    ] = False,
 ) -> None:
     """Measure the batched LoRA operators."""
     console = Console()
-    if update_docs and not aot:
-        raise typer.BadParameter("--docs is for --aot")
+    if update_docs and gpu:
+        raise typer.BadParameter("no page has figures of --gpu; --docs is for the CPU's and for --aot")
     if aot:
         compile_kernels(output, console, update_docs)
         return
+    source = measured_source() if update_docs else ""
     if threads:
         torch.set_num_threads(threads)
     device, workloads = ("cuda", gpu_workloads()) if gpu else ("cpu", cpu_workloads())
@@ -268,6 +322,8 @@ def main(
     results = list(bench_all(workloads, device, rounds, console))
     print_results(results, title, console)
     write_results(results, title, output)
+    if update_docs:
+        write_docs(results, source)
     console.print(f"Wrote {output}/kernels.csv and {output}/kernels.png")
 
 

@@ -42,16 +42,22 @@ from checkpoints.telling_adapters import (
     packed_adapter,
     save_checkpoint,
 )
+from marked_tables import write_table
 from multilora_engine.lora.checkpoint_layout import checkpoint_layout
 from multilora_engine.process.client import EngineClient
 from multilora_engine.process.paths import owned_socket_path
 from multilora_engine.process.supervisor import EngineProcess
 from multilora_engine.request import GenerationRequest, SamplingParams, TokenOutput
 from multilora_wire.layout import AdapterLayout
+from plots import DOCS
+from sources import measured_source
 from trials.soak_answers import Call, Tally, Versions
 from trials.soak_engine import Counts
 
 Popularity = Literal["zipf", "uniform"]
+
+PAGE = DOCS / "performance.md"
+TABLE = "soak adapters"
 
 EXPECTED_ERRORS = frozenset({"NOT_FOUND", "UNAVAILABLE", "CANCELLED"})
 """The codes for an adapter that is not cached, no room, and a request that its client has cancelled."""
@@ -286,8 +292,8 @@ def soak(
     return tally, counts
 
 
-def render(tally: Tally, counts: Sequence[Counts], seconds: float) -> Table:
-    table = Table("what", Column("count", justify="right"), title="Never the wrong adapter")
+def measures(tally: Tally, counts: Sequence[Counts], seconds: float) -> dict[str, str]:
+    """The numbers of a run that took so many seconds, by their names."""
     host, disk = [c.loras.host for c in counts], [c.loras.disk for c in counts]
     rows: dict[str, float | int] = {
         "requests": tally.counts["requests"],
@@ -308,9 +314,20 @@ def render(tally: Tally, counts: Sequence[Counts], seconds: float) -> Table:
         "median ms": round(statistics.median(tally.seconds) * 1e3, 1),
         "p99 ms": round(statistics.quantiles(tally.seconds, n=100)[98] * 1e3, 1),
     }
-    for name, value in rows.items():
-        table.add_row(name, f"{value:,}")
+    return {name: f"{value:,}" for name, value in rows.items()}
+
+
+def render(measured: Mapping[str, str]) -> Table:
+    """The numbers of a run for the console."""
+    table = Table("what", Column("count", justify="right"), title="Never the wrong adapter")
+    for row in measured.items():
+        table.add_row(*row)
     return table
+
+
+def markdown(measured: Mapping[str, str]) -> str:
+    """The table of docs/performance.md."""
+    return "| | count |\n| --- | ---: |\n" + "".join(f"| {name} | {value} |\n" for name, value in measured.items())
 
 
 def main(
@@ -325,15 +342,20 @@ def main(
     popularity: Annotated[Literal["zipf", "uniform", "both"], typer.Option(help="How often each is asked.")] = "both",
     seed: Annotated[int, typer.Option(help="Of the clients' actions; their interleaving is up to the machine.")] = 0,
     spanning: Annotated[bool, typer.Option(help="Adapters of several pages, with pieces that span pages.")] = False,
+    update_docs: Annotated[bool, typer.Option("--docs", help="Write the table of docs/performance.md.")] = False,
 ) -> None:
     """Ask, upload, replace, cancel and stop at random, and check every answer. Ends with status 1 if one is wrong."""
+    source = measured_source() if update_docs else ""
     options = Options(requests, adapters, clients, device_adapters, host_adapters, disk, seed, spanning)
     popularities: list[Popularity] = ["zipf", "uniform"] if popularity == "both" else [popularity]
     console, started = Console(), time.perf_counter()
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("asking", total=requests)
         tally, counts = soak(options, popularities, lambda: progress.advance(task))
-    console.print(render(tally, counts, time.perf_counter() - started))
+    measured = measures(tally, counts, time.perf_counter() - started)
+    console.print(render(measured))
+    if update_docs:
+        write_table(PAGE, TABLE, markdown(measured), source)
     for verdict in tally.wrong[:_MAX_SHOWN]:
         console.print(f"[red]{escape(verdict)}")
     raise typer.Exit(1 if tally.wrong else 0)

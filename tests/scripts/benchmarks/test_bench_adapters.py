@@ -8,9 +8,13 @@ from pathlib import Path
 import pytest
 from support.adapters import TINY
 
+from benchmarks import bench_adapters
 from benchmarks.adapter_bench import RANKS, Bench, random_wire
-from benchmarks.bench_adapters import num_parameters, pause_rows, throughput_run, way_in_rows
+from benchmarks.bench_adapters import num_parameters, pause_rows, throughput_run, way_in_rows, write_tables
+from benchmarks.bench_rows import Row
+from benchmarks.engine_tables import PAGE
 from checkpoints.tiny_llama import save_tiny_llama
+from marked_tables import read_table
 
 
 @pytest.fixture(scope="module")
@@ -75,5 +79,36 @@ def test_the_way_in_is_measured_more_often_than_there_are_adapters(
 def test_pauses_are_compared_with_a_quiet_engine_of_the_same_kind(bench: Bench) -> None:
     rows = {row.what: row for row in pause_rows(bench, rounds=1)}
     ratios = [row.what for row in rows.values() if row.goal]
-    assert ratios == [f"pauses: p99 with {what} against quiet" for what in ("uploads", "fetches", "reads")]
+    assert ratios == [f"pauses, with {what}: p99 against quiet" for what in ("uploads", "fetches", "reads")]
     assert all(row.value > 0 for row in rows.values())
+
+
+PARTS = ("memory", "way in", "first token", "throughput", "thrash", "pauses")
+
+
+def test_a_part_writes_its_own_table_and_each_has_its_place_on_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(PAGE.read_text())
+    monkeypatch.setattr(bench_adapters, "PAGE", page)
+    pauses = [
+        Row("pauses, without reads: median", 8.114, "ms"),
+        Row("pauses, without reads: p99", 9.5, "ms"),
+        Row("pauses, with reads: median", 8.2, "ms"),
+        Row("pauses, with reads: p99", 11.4, "ms"),
+        Row("pauses, with reads: p99 against quiet", 1.2, "x", "<= 1.5", True),
+    ]
+
+    write_tables({"pauses": pauses}, "By a test.")
+
+    assert read_table(page, "adapters pauses").splitlines() == [
+        "| | median | p99 | p99 against quiet (goal <= 1.5) |",
+        "| --- | ---: | ---: | ---: |",
+        "| pauses, without reads | 8.11 ms | 9.5 ms |  |",
+        "| pauses, with reads | 8.2 ms | 11.4 ms | 1.2 x |",
+        "",
+        "By a test.",
+    ]
+    for part in PARTS[:-1]:
+        assert read_table(page, f"adapters {part}") == read_table(PAGE, f"adapters {part}")

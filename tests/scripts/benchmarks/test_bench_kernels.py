@@ -7,13 +7,14 @@ import csv
 import pytest
 import torch
 
-from benchmarks import kernel_resources
-from benchmarks.bench_kernels import Result, bench, median_difference, write_results
+from benchmarks import bench_kernels, kernel_resources
+from benchmarks.bench_kernels import Result, bench, docs_table, median_difference, write_docs, write_results
+from benchmarks.engine_tables import PAGE
 from benchmarks.kernel_resources import GPUS, Used
 from benchmarks.lora_workloads import Batch, Workload, llama
 from benchmarks.machine_limits import Limits
 from benchmarks.model_shapes import EIGHT_BILLION
-from marked_tables import read_cells
+from marked_tables import read_cells, read_table
 from plots import DOCS
 
 _TINY = llama("tiny", hidden=64, kv=32, ffn=96, num_layers=2)
@@ -57,11 +58,33 @@ def test_what_an_update_adds_is_told_round_by_round():
     assert median_difference([9.0, 3.0, 4.0], [1.0, 2.0, 3.0]) == 1.0
 
 
-def test_fractions_are_of_the_limit_that_belongs_to_them():
+def _result(**other: float) -> Result:
+    """Times and limits of plain numbers; `other` takes the place of some."""
     times = {"update": 1.0, "linears": 5.0, "lora_linears": 8.0, "added": 4.0}
     limits = {"limit": 0.5, "limit_of_adapters": 2.0, "lora_linears_limit": 6.0}
-    result = Result("", 1, 1, gather_bmm=1.0, gemm_per_adapter=1.0, **times, **limits)
+    machine = {"bandwidth": 28e9, "peak": 340e9}
+    return Result("135M", 1, 1, **{"gather_bmm": 10.0, "gemm_per_adapter": 2.5, **times, **limits, **machine, **other})
+
+
+def test_fractions_are_of_the_limit_that_belongs_to_them():
+    result = _result()
     assert (result.fraction, result.lora_linears_fraction, result.added_fraction) == (0.5, 0.75, 0.5)
+
+
+def test_the_page_gets_a_row_for_each_workload_and_the_limits_of_the_machine(tmp_path, monkeypatch):
+    page = tmp_path / "page.md"
+    page.write_text(PAGE.read_text())
+    monkeypatch.setattr(bench_kernels, "PAGE", page)
+
+    write_docs([_result(), _result(added=0.1, bandwidth=32e9)], "By a test.")
+
+    assert read_table(page, "operators").splitlines()[2:] == [
+        "| 135M | 1,000 ms | 50 % | 4,000 ms | 50 % | 8,000 ms | 75 % | 10 x | 2.5 x |",
+        "| 135M | 1,000 ms | 50 % | noise |  | 8,000 ms | 75 % | 10 x | 2.5 x |",
+        "",
+        "By a test. The machine meanwhile: read bandwidth 30 GB/s, float32 products 340 GFLOP/s.",
+    ]
+    assert [*read_cells(page, "operators")[0]] == docs_table([]).splitlines()[0].strip("| ").split(" | ")
 
 
 def test_a_run_leaves_a_table_and_a_plot(tmp_path):

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from checkpoints.telling_adapters import MAX_RANK, answer, save_checkpoint
+from marked_tables import read_table
 from multilora_engine.lora.checkpoint_layout import checkpoint_layout
 from multilora_engine.request import TokenOutput
 from multilora_wire.layout import AdapterLayout
-from trials.soak_adapters import Options, Soak, soak
+from trials import soak_adapters
+from trials.soak_adapters import PAGE, TABLE, Options, Popularity, Soak, soak
 from trials.soak_answers import Call, Tally, Versions
+from trials.soak_engine import Counts
 
 _ALL = pytest.mark.long(reason="each case starts two engines; the others have every part of this one")
 
@@ -83,3 +88,37 @@ def test_a_wrong_answer_is_seen(layout: AdapterLayout, given: TokenOutput, is_wr
     soak = Soak(_ScriptedClient([given]), layout, options, [versions], tally)  # type: ignore[arg-type]
     soak._ask_once([100], versions, "ask", with_weights=False, is_new=False)
     assert bool(tally.wrong) is is_wrong
+
+
+def test_the_command_writes_its_table_and_fails_where_an_answer_was_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page, tally = tmp_path / "page.md", Tally(seconds=[0.1, 0.2])
+    page.write_text(PAGE.read_text())
+    tally.counts.update({"requests": 51_896, "right": 51_895, "replacements": 7})
+    tally.errors["NOT_FOUND"] = 12
+    tally.wrong.append("adapter 3 answered [4]")
+
+    def scripted(options: Options, popularities: list[Popularity], on_done: object) -> tuple[Tally, list[Counts]]:
+        return tally, []
+
+    monkeypatch.setattr(soak_adapters, "PAGE", page)
+    monkeypatch.setattr(soak_adapters, "measured_source", lambda: "By a test.")
+    monkeypatch.setattr(soak_adapters, "soak", scripted)
+    options = {"requests": 1, "adapters": 1, "clients": 1, "device_adapters": 1, "host_adapters": 1, "disk": True}
+
+    with pytest.raises(soak_adapters.typer.Exit) as ended:
+        soak_adapters.main(**options, popularity="both", seed=0, spanning=False, update_docs=True)
+
+    assert ended.value.exit_code == 1
+    assert "adapter 3 answered [4]" in capsys.readouterr().out
+    lines = read_table(page, TABLE).splitlines()
+    assert lines[:6] == [
+        "| | count |",
+        "| --- | ---: |",
+        "| requests | 51,896 |",
+        "| right | 51,895 |",
+        "| error NOT_FOUND | 12 |",
+        "| WRONG | 1 |",
+    ]
+    assert lines[-2:] == ["", "By a test."]
