@@ -10,8 +10,8 @@ Captures (`CudaPieces`) have not run on a device.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -153,9 +153,17 @@ class CudaPieces:
         self._pool = pool
         self._graph: Any = None
 
-    def stream(self) -> AbstractContextManager[Any]:
+    @contextmanager
+    def stream(self) -> Iterator[None]:
         torch.cuda.synchronize()
-        return torch.cuda.stream(torch.cuda.Stream())
+        with torch.cuda.stream(torch.cuda.Stream()):
+            try:
+                yield
+            finally:
+                if self._graph is not None:
+                    # It failed halfway. As long as it is open, this thread may allocate nothing.
+                    with suppress(RuntimeError):
+                        self.end()
 
     def begin(self) -> None:
         self._graph = torch.cuda.CUDAGraph()
@@ -163,6 +171,7 @@ class CudaPieces:
         self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
 
     def end(self) -> Run:
-        self._graph.capture_end()
-        replay: Run = self._graph.replay
+        graph, self._graph = self._graph, None
+        graph.capture_end()
+        replay: Run = graph.replay
         return replay

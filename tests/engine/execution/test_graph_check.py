@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from multilora_engine.engine.memory import MemoryPlan
 from multilora_engine.execution.cuda_graphs import Capture, DecodeGraphs
 from multilora_engine.execution.forward_batch import KVCache
 from multilora_engine.execution.graph_check import GraphFault
-from multilora_engine.execution.piecewise_graphs import Pieces, PiecewiseGraphs, piece_sizes
+from multilora_engine.execution.piecewise_graphs import CudaPieces, Pieces, PiecewiseGraphs, piece_sizes
 from multilora_engine.models.kv_groups import only_group
 from multilora_engine.request import GenerationRequest, SamplingParams
 
@@ -77,6 +78,41 @@ def test_pieces_that_give_other_logits_are_not_used(
     assert "steps with prompts are launched kernel by kernel" in caplog.text
     with pytest.raises(GraphFault, match="of 64 tokens with adapters"):
         _capture_pieces(engine, _IdlePieces(), max_num_batched_tokens=70, enable_cuda_graphs=True)
+
+
+def test_a_capture_that_fails_halfway_is_ended_and_one_that_has_ended_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ends: list[str] = []
+
+    class Graph:
+        def capture_begin(self, **_: Any) -> None: ...
+
+        def capture_end(self) -> None:
+            ends.append("end")
+            if len(ends) > 1:
+                raise RuntimeError("operation failed due to a previous error during capture")
+
+        def replay(self) -> None: ...
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    pieces = CudaPieces(None)
+    with pieces.stream():
+        pieces.begin()
+        pieces.end()
+    assert ends == ["end"]
+
+    def fail() -> None:
+        with pieces.stream():
+            pieces.begin()
+            raise ValueError("halfway")
+
+    with pytest.raises(ValueError, match="halfway"):
+        fail()
+    assert ends == ["end", "end"]
 
 
 def test_sizes_of_pieces_are_few_and_end_with_the_largest_step_that_pays() -> None:
