@@ -16,6 +16,7 @@ from multilora_engine.execution.cuda_graphs import DecodeGraphs, DecodeInputs
 from multilora_engine.execution.forward_batch import ForwardBatch
 from multilora_engine.execution.piecewise_graphs import PiecewiseGraphs
 from multilora_engine.request import GenerationRequest, SamplingParams
+from multilora_engine.sampling import sampler
 
 LAUNCHES_OF_A_LAYER = {
     "add_rms_norm_kernel": 2,
@@ -94,6 +95,47 @@ def test_penalties_and_bans_are_a_launch_each_and_one_copy_whatever_the_host_kno
         "aten::index_put_": 1,
     }
     assert device.copies == {"to the device": 2, "from the device": 2, "wait": 1}
+
+
+def test_a_drawn_token_takes_one_launch_and_nothing_is_sorted(
+    tmp_path: Path, default_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = make_device(monkeypatch)
+    engine = make_engine(tmp_path, default_model_dir)
+    device.serve(monkeypatch)
+    # A kernel that does not run leaves any numbers behind.
+    token_ids, sample_tokens = torch.zeros(2, dtype=torch.int64), sampler.sample_tokens
+    monkeypatch.setattr(sampler, "sample_tokens", lambda *arguments: (sample_tokens(*arguments), token_ids)[1])
+    for n in range(2):
+        sampling = SamplingParams(max_tokens=8, end_id=-1, temperature=0.8, top_k=20 * n, top_p=0.9, seed=n)
+        engine.add_request(GenerationRequest(f"r{n}", [5, 6, 7], sampling))
+    with device:
+        engine.step()
+        engine.step()
+        device.launches.clear()
+        engine.step()
+    assert device.launches - Counter(LAUNCHES_OUTSIDE) - _of_layers() == {"sample_kernel": 1}
+
+
+def test_prompts_beside_decodes_are_attended_to_by_one_kernel_of_each_kind_a_layer_and_never_by_torch(
+    tmp_path: Path, default_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = make_device(monkeypatch)
+    engine = make_engine(tmp_path, default_model_dir)
+    device.serve(monkeypatch)
+    with device:
+        engine.add_request(GenerationRequest("decode", [5, 6, 7], SamplingParams(max_tokens=8, end_id=-1)))
+        engine.step()
+        engine.step()
+        for n in range(3):
+            engine.add_request(GenerationRequest(f"r{n}", [5] * (n + 2), SamplingParams(max_tokens=8, end_id=-1)))
+        device.launches.clear()
+        engine.step()
+    # Rotation and cache of all prompts, their attention, and the decodes, which do it all in one.
+    of_attention = {"rotate_and_store_kernel": NUM_LAYERS, "prompt_kernel": NUM_LAYERS, "decode_kernel": NUM_LAYERS}
+    assert device.launches == _of_layers() + Counter(LAUNCHES_OUTSIDE) - Counter(
+        update_kernel=4 * NUM_LAYERS, segment_kernel=1, decode_kernel=NUM_LAYERS
+    ) + Counter(of_attention)
 
 
 def test_a_captured_decode_step_is_a_launch_for_its_inputs_the_graph_and_three_for_the_tokens(
