@@ -7,8 +7,8 @@ import torch
 PART_SIZE = 1024
 """Hidden elements of one part of the sum. Changing it changes results in the last bit."""
 
-MAX_SPLIT_TOKENS = 4096
-"""More fill a GPU with whole sums: 64 chunks of 64 tokens are more programs than most have processors."""
+MAX_SPLIT_TOKENS = 16384
+"""More fill a GPU with whole sums: 256 chunks of 64 tokens are nearly two programs for each processor of an H100."""
 
 _ALIGNMENT = 16
 """Numbers: Triton compiles a kernel anew for distances that are no multiples of it."""

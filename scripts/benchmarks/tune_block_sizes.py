@@ -1,8 +1,8 @@
 """Measure the tile sizes of the GPU kernels on this GPU and write the best into `cuda/block_sizes.json`.
 
 Operators and regimes are tuned one by one, each over the workloads that the entry of the table serves; then the update
-of decode steps for each rank and width by itself, and for fewer rows (`plans`). A candidate that does not fit the GPU's
-shared memory is left out.
+of decode steps for each rank and width by itself, for fewer rows (`plans`), and beside a shrink and an expand in its
+place. A candidate that does not fit the GPU's shared memory is left out.
 """
 
 from __future__ import annotations
@@ -41,6 +41,9 @@ CHOICES: dict[str, dict[str, list[int]]] = {
         "num_stages": [2, 3, 4],
     },
 }
+
+_COLD_BYTES = 256 << 20
+"""Several times what caches hold."""
 
 PLAN_RANKS, PLAN_ROWS = (16, 64), (8, 64)
 """The largest ranks and rows of plans. More rows than the last have its sizes."""
@@ -86,24 +89,32 @@ def tune(operator: str, regime: str, console: Console) -> BlockSizes:
     return best
 
 
-def tune_plans(entry: BlockSizes, cost: Callable[[LinearShape, int, int, BlockSizes], float]) -> list[dict[str, Any]]:
+def tune_plans(
+    entry: BlockSizes,
+    cost: Callable[[LinearShape, int, int, BlockSizes], float],
+    cost_of_two: Callable[[LinearShape, int, int], float],
+) -> list[dict[str, Any]]:
     """Plans of the update of decode steps, the narrowest and those of the smallest rank first.
 
     entry: of the table, which a plan changes. cost: of a linear, a rank, a number of rows and sizes, in any unit.
+    cost_of_two: of a shrink and an expand in the place of an update.
     """
     plans = []
     linears = {linear.in_features: linear for linear in EIGHT_BILLION.linears}
     for rank, (width, linear) in itertools.product(PLAN_RANKS, sorted(linears.items())):
         tried = [entry | sizes for sizes in candidates("update")]
-        best = min(tried, key=lambda sizes: cost(linear, rank, PLAN_ROWS[-1], sizes))
+        costs = [cost(linear, rank, PLAN_ROWS[-1], sizes) for sizes in tried]
+        best = tried[costs.index(min(costs))]
+        is_two = cost_of_two(linear, rank, PLAN_ROWS[-1]) < min(costs)
         by_rows = []
         for num_rows in PLAN_ROWS[:-1]:
             alike = [sizes for sizes in tried if sizes["BLOCK_K"] == best["BLOCK_K"]]
             of_rows = min(alike, key=lambda sizes: cost(linear, rank, num_rows, sizes))
             if changed := _changes(of_rows, best):
                 by_rows.append({"max_rows": num_rows, "sizes": changed})
-        if (changed := _changes(best, entry)) or by_rows:
-            plans.append({"max_rank": rank, "max_width": width, "sizes": changed, "by_rows": by_rows})
+        if (changed := _changes(best, entry)) or by_rows or is_two:
+            plan = {"max_rank": rank, "max_width": width, "sizes": changed, "by_rows": by_rows}
+            plans.append(plan | ({"num_launches": 2} if is_two else {}))
     return plans
 
 
@@ -112,10 +123,31 @@ def _changes(sizes: BlockSizes, others: BlockSizes) -> BlockSizes:
 
 
 def update_milliseconds(linear: LinearShape, rank: int, num_rows: int, sizes: BlockSizes) -> float:
-    """Of a step whose rows have an adapter each."""
-    workload = Workload(Model("one linear", (linear,), 1), num_rows, num_rows, (rank,))
-    batch = Batch(workload, torch.bfloat16, torch.bfloat16, "cuda")
-    return milliseconds([functools.partial(update_all, batch)], sizes)
+    """Of a layer of a step whose rows have an adapter each."""
+    batch = _cold_batch(linear, rank, num_rows)
+    return milliseconds([functools.partial(update_all, batch)], sizes) / batch.workload.model.num_layers
+
+
+def two_launches_milliseconds(
+    shrink_sizes: BlockSizes, expand_sizes: BlockSizes, linear: LinearShape, rank: int, num_rows: int
+) -> float:
+    """The same of a shrink and an expand."""
+    batch = _cold_batch(linear, rank, num_rows)
+    v = shrink_all(batch)
+    shrink, expand = functools.partial(shrink_all, batch), functools.partial(expand_all, batch, v)
+    total = milliseconds([shrink], shrink_sizes) + milliseconds([expand], expand_sizes)
+    return total / batch.workload.model.num_layers
+
+
+def _cold_batch(linear: LinearShape, rank: int, num_rows: int) -> Batch:
+    model = Model("one linear", (linear,), cold_layers(linear, rank, num_rows))
+    return Batch(Workload(model, num_rows, num_rows, (rank,)), torch.bfloat16, torch.bfloat16, "cuda")
+
+
+def cold_layers(linear: LinearShape, rank: int, num_adapters: int) -> int:
+    """Layers of so many adapters that none is in a cache when its turn comes again, as in a model."""
+    layer = Workload(Model("one linear", (linear,), 1), num_adapters, num_adapters, (rank,))
+    return math.ceil(_COLD_BYTES / layer.adapter_bytes(torch.bfloat16))
 
 
 def main() -> None:
@@ -123,7 +155,8 @@ def main() -> None:
     console = Console()
     name = architecture(capability(torch.device("cuda")))
     best: dict[str, Any] = {op: {regime: tune(op, regime, console) for regime in regimes(op)} for op in CHOICES}
-    best["update"]["decode"]["plans"] = tune_plans(best["update"]["decode"], update_milliseconds)
+    in_two = functools.partial(two_launches_milliseconds, best["shrink"]["decode"], best["expand"]["decode"])
+    best["update"]["decode"]["plans"] = tune_plans(best["update"]["decode"], update_milliseconds, in_two)
     tables = json.loads(TABLE_PATH.read_text()) | {name: best}
     TABLE_PATH.write_text(json.dumps(tables, indent=2) + "\n")
     console.print(f"Wrote the sizes of {name} to {TABLE_PATH}")

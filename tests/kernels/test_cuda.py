@@ -185,6 +185,17 @@ def test_an_update_in_one_launch_is_that_of_two(implementation, shape, lora_dtyp
     torch.testing.assert_close(y.cpu().double(), case.expected_y(case.expected_v()), rtol=rtol, atol=atol)
 
 
+def test_a_plan_may_take_two_launches_for_an_update_that_one_could_serve(implementation, monkeypatch):
+    case = make_case("zipf", 12, FUSED, (1, 3, 8, 0, 17, 64, 16), torch.bfloat16, magnitudes=True)
+    monkeypatch.setattr(update, "takes_two_launches", lambda *shape: True)
+    monkeypatch.setattr(update, "lora_update", None)
+    on_device = case.to(implementation.device)
+    y = on_device.y.clone()
+    implementation.lora_apply(on_device.x, y, on_device.tables, 0, FUSED.slice_sizes, on_device.segments)
+    rtol, atol = TOLERANCES[torch.float32]
+    torch.testing.assert_close(y.cpu().double(), case.expected_y(case.expected_v()), rtol=rtol, atol=atol)
+
+
 def test_ranks_that_are_too_large_for_one_launch_take_two(implementation):
     case = make_case("zipf", 6, FUSED)
     assert not update.is_one_launch(FUSED.in_features, case.tables.max_rank, case.segments.chunk_size)

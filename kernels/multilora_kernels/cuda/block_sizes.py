@@ -7,11 +7,13 @@ graph replays for any mix.
 An entry may have plans, which a tuner found for this architecture: the first plan whose `max_rank` and `max_width` are
 not exceeded changes sizes of the entry, and the first of its `by_rows` whose `max_rows` are not exceeded changes some
 of them again. Where nothing is tuned there are none, and the entry serves all. Sums must not depend on how many rows
-share a step, so `by_rows` leaves the tiles that a sum is cut into as they are:
+share a step, so `by_rows` leaves the tiles that a sum is cut into as they are. A plan of the update may say that a
+shrink and an expand take less time than one launch:
 
     "update": {"decode": {"BLOCK_K": 256, "BLOCK_N": 128, ..., "plans": [
         {"max_rank": 16, "max_width": 4096, "sizes": {"BLOCK_K": 512},
-         "by_rows": [{"max_rows": 8, "sizes": {"BLOCK_N": 64}}]}]}}
+         "by_rows": [{"max_rows": 8, "sizes": {"BLOCK_N": 64}}]},
+        {"max_rank": 16, "max_width": 14336, "sizes": {}, "num_launches": 2}]}}
 
 Programs of prompts expand 64 outputs: with 128 they spill on three of six architectures, or have so many registers that
 half as many warps run. Eight warps share them on sm_80, where four spill beside ranks up to 16.
@@ -54,14 +56,24 @@ def block_sizes(
     capability: 90 for sm_90. width: inputs of the linear, for expand outputs of all its slices.
     """
     entry = _table(capability)[operator, regime_of(chunk_size)]
-    sizes = dict(entry.sizes)
-    for plan in entry.plans:
-        if max_rank <= plan["max_rank"] and width <= plan["max_width"]:
-            sizes |= plan["sizes"]
-            sizes |= next((rows["sizes"] for rows in plan.get("by_rows", ()) if num_rows <= rows["max_rows"]), {})
-            break
+    plan = entry.plan(max_rank, width)
+    sizes: BlockSizes = entry.sizes | plan.get("sizes", {})
+    sizes |= next((rows["sizes"] for rows in plan.get("by_rows", ()) if num_rows <= rows["max_rows"]), {})
     sizes["BLOCK_R"] = max(MIN_BLOCK_R, min(sizes["BLOCK_R"], triton.next_power_of_2(max_rank)))
     return sizes | {"enable_fp_fusion": True}
+
+
+def takes_two_launches(max_rank: int, capability: int, width: int) -> bool:
+    """Whether a plan has the update of decodes as a shrink and an expand, though one launch could serve it."""
+    return bool(_table(capability)["update", "decode"].plan(max_rank, width).get("num_launches", 1) == 2)
+
+
+def entry_with_plans(
+    operator: Operator, regime: Regime, capability: int, plans: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """The table's entry as an architecture's own, with plans behind those that it has: {"sm_90": {operator: ...}}."""
+    entry = _table(capability)[operator, regime]
+    return {architecture(capability): {operator: {regime: entry.sizes | {"plans": [*entry.plans, *plans]}}}}
 
 
 def row_bounds(capability: int) -> list[int]:
@@ -75,6 +87,11 @@ class _Entry(NamedTuple):
 
     sizes: BlockSizes
     plans: list[dict[str, Any]]
+
+    def plan(self, max_rank: int, width: int) -> dict[str, Any]:
+        """The first one that serves the shape; empty for none."""
+        serving = (plan for plan in self.plans if max_rank <= plan["max_rank"] and width <= plan["max_width"])
+        return next(serving, {})
 
 
 @functools.cache

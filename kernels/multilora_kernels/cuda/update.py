@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from multilora_kernels.adapter_codes import CODE_BITS
-from multilora_kernels.cuda.block_sizes import BlockSizes, block_sizes, capability
+from multilora_kernels.cuda.block_sizes import BlockSizes, block_sizes, capability, takes_two_launches
 from multilora_kernels.cuda.codes import int8_header_bytes, load_int8_scales, load_magnitude
 from multilora_kernels.cuda.expand import load_b, locate, lora_expand
 from multilora_kernels.cuda.shrink import lora_shrink, sum_parts
@@ -47,7 +47,9 @@ def lora_apply(
     segments: LoRASegments,
 ) -> None:
     """See `multilora_kernels.apply.lora_apply`."""
-    if is_one_launch(x.shape[1], tables.max_rank, segments.chunk_size):
+    gpu = capability(x.device)
+    is_one = is_one_launch(x.shape[1], tables.max_rank, segments.chunk_size)
+    if is_one and not takes_two_launches(tables.max_rank, gpu, x.shape[1]):
         lora_update(x, y, tables, first_slice, slice_sizes, segments)
     else:
         v = lora_shrink(x, tables, first_slice, len(slice_sizes), segments)
@@ -55,7 +57,7 @@ def lora_apply(
 
 
 def is_one_launch(in_features: int, max_rank: int, chunk_size: int) -> bool:
-    """Whether `lora_update` serves such a linear; it depends on nothing that a captured graph does not know."""
+    """Whether `lora_update` can serve such a linear; it depends on nothing that a captured graph does not know."""
     is_small = max_rank <= _MAX_RANK and max_rank * in_features <= _MAX_A_ELEMENTS
     return chunk_size <= CHUNK_SIZE and is_small
 

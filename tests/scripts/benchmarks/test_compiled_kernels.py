@@ -66,11 +66,16 @@ def test_codes_compile_without_spills(resources, code_bits, dtype):
     _check(resources(_QKV, 16, 64, dtype, 90, code_bits), 90)
 
 
-@pytest.mark.parametrize("resources", [shrink_resources, expand_resources])
-def test_weights_that_may_lie_at_any_place_are_loaded_one_by_one(resources):
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("operator", ["shrink", "expand", "update"])
+def test_weights_that_may_lie_at_any_place_are_loaded_one_by_one(operator, dtype):
     # Else loads of 16 bytes would begin where none may: in expand for ranks that are no multiples of eight.
     elements_of_a_thread = 16
-    assert resources(_QKV, 16, 16, "bf16", 90).single_loads >= elements_of_a_thread
+    if operator == "update":
+        used = update_resources(_QKV, 16, dtype, 90)
+    else:
+        used = (shrink_resources if operator == "shrink" else expand_resources)(_QKV, 16, 16, dtype, 90)
+    assert used.single_loads >= elements_of_a_thread
 
 
 @pytest.mark.parametrize("capability", _EVERY_GENERATION)
@@ -195,7 +200,7 @@ def _table_of(tmp_path, monkeypatch, plans):
 def test_a_plan_is_of_ranks_widths_and_rows_and_what_none_serves_has_the_default(tmp_path, monkeypatch):
     few_rows = [{"max_rows": 8, "sizes": {"BLOCK_N": 32}}, {"max_rows": 64, "sizes": {"BLOCK_N": 64}}]
     narrow = {"max_rank": 16, "max_width": 4096, "sizes": {"BLOCK_K": 512}, "by_rows": few_rows}
-    wide = {"max_rank": 16, "max_width": 14336, "sizes": {"BLOCK_K": 128}}
+    wide = {"max_rank": 16, "max_width": 14336, "sizes": {"BLOCK_K": 128}, "num_launches": 2}
     _table_of(tmp_path, monkeypatch, [narrow, wide])
     shapes = {
         (16, 4096, 8): (512, 32),
@@ -209,6 +214,10 @@ def test_a_plan_is_of_ranks_widths_and_rows_and_what_none_serves_has_the_default
         sizes = block_sizes.block_sizes("update", 16, rank, 90, width, num_rows)
         assert (sizes["BLOCK_K"], sizes["BLOCK_N"]) == expected, (rank, width, num_rows)
     assert block_sizes.row_bounds(90) == [8, 64]
+    takes_two = {
+        shape: block_sizes.takes_two_launches(shape[0], 90, shape[1]) for shape in ((16, 4096), (16, 9999), (17, 9))
+    }
+    assert takes_two == {(16, 4096): False, (16, 9999): True, (17, 9): False}
 
 
 def test_a_plan_whose_sums_depend_on_the_rows_is_none(tmp_path, monkeypatch):
