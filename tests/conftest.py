@@ -60,8 +60,9 @@ class FilesStayTogether(LoadScopeScheduling):
         return scope_of(nodeid)
 
 
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> FilesStayTogether:
-    return FilesStayTogether(config, log)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> FilesStayTogether | None:
+    """None is the one that `--dist worksteal` asks for: on a GPU most tests wait for a compiler, best side by side."""
+    return None if config.getoption("dist") == "worksteal" else FilesStayTogether(config, log)
 
 
 def is_long(item: pytest.Item) -> bool:

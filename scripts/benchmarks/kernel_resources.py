@@ -15,12 +15,13 @@ from pathlib import Path
 from rich.table import Table
 
 from benchmarks.lora_workloads import Model
+from benchmarks.model_shapes import BLOCK_SIZE, VOCAB_SIZE
 from multilora_kernels.segments import CHUNK_SIZE, PREFILL_CHUNK_SIZE
 
 GPUS = (80, 86, 89, 90, 100, 120)
 """Compute capabilities: sm_80 and so on."""
 
-_HEAD_DIM, _GROUP, _BLOCK_SIZE, _VOCAB_SIZE = 128, 4, 16, 128256
+_HEAD_DIM, _GROUP = 128, 4
 """The sizes of the attention of a model with 8 billion parameters."""
 
 _HEADS = ((_HEAD_DIM, "bf16", False), (_HEAD_DIM, "bf16", True), (_HEAD_DIM, "fp32", False), (64, "bf16", False))
@@ -82,7 +83,7 @@ def compilations(model: Model) -> list[Callable[[], Used]]:
             hidden, "bf16", gpu
         ),
         ("silu_mul", ""): lambda gpu: compiled_kernels.silu_mul_resources("bf16", gpu),
-        ("sample_tokens", f"{_VOCAB_SIZE:,} tokens"): lambda gpu: compiled_kernels.sample_resources(_VOCAB_SIZE, gpu),
+        ("sample_tokens", f"{VOCAB_SIZE:,} tokens"): lambda gpu: compiled_kernels.sample_resources(VOCAB_SIZE, gpu),
         ("penalise_tokens", ""): compiled_kernels.penalise_resources,
         ("forbid_tokens", ""): compiled_kernels.forbid_resources,
         ("fill_step_inputs", ""): compiled_kernels.fill_resources,
@@ -124,7 +125,7 @@ def compilations(model: Model) -> list[Callable[[], Used]]:
             dtype: str = dtype,
             codes: bool = codes,
         ) -> compiled_kernels.Resources:
-            return measured(_GROUP, head_dim, _BLOCK_SIZE, dtype, gpu, has_codes=codes)
+            return measured(_GROUP, head_dim, BLOCK_SIZE, dtype, gpu, has_codes=codes)
 
         shape = f"heads of {head_dim}, {dtype}{', int8 cache' if codes else ''}"
         todo += [compilation(kernel, "", shape, gpu, attend) for gpu in GPUS]

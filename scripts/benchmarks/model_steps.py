@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.lora_workloads import Step
+from benchmarks.model_shapes import BLOCK_SIZE, VOCAB_SIZE
 from multilora_engine.execution.forward_batch import ForwardBatch, KVCache, TokenLoRAs
 from multilora_engine.models.decoder import Decoder
 from multilora_engine.models.llama import LLAMA
@@ -18,7 +19,9 @@ from multilora_engine.models.weights import FloatFormat, Placement
 from multilora_kernels import LoRATables
 
 RANK = 16
-BLOCK_SIZE = 16
+
+_MOST_ADAPTERS = 128
+"""Of a step that is measured: more would take the memory of its keys and values."""
 
 
 def llama_config(
@@ -45,8 +48,8 @@ def llama_config(
     )
 
 
-ONE_BILLION = llama_config(16, hidden=2048, num_heads=32, num_kv_heads=8, ffn=8192, vocab_size=128256)
-EIGHT_BILLION = llama_config(32, hidden=4096, num_heads=32, num_kv_heads=8, ffn=14336, vocab_size=128256)
+ONE_BILLION = llama_config(16, hidden=2048, num_heads=32, num_kv_heads=8, ffn=8192, vocab_size=VOCAB_SIZE)
+EIGHT_BILLION = llama_config(32, hidden=4096, num_heads=32, num_kv_heads=8, ffn=14336, vocab_size=VOCAB_SIZE)
 TINY = llama_config(2, hidden=64, num_heads=4, num_kv_heads=2, ffn=96, vocab_size=300)
 
 
@@ -60,7 +63,7 @@ class Sizes:
 
     def adapters(self, batch: int) -> list[int]:
         """How many distinct adapters a batch is measured with."""
-        return [n for n in sorted({0, 1, *self.batches}) if n <= batch]
+        return [n for n in sorted({0, 1, *self.batches}) if n <= min(batch, _MOST_ADAPTERS)]
 
 
 class Workbench:
@@ -75,7 +78,7 @@ class Workbench:
         num_slots = max(sizes.batches) * self._max_blocks * BLOCK_SIZE
         shape = (config.num_layers, num_slots, config.num_kv_heads, config.head_dim)
         self._cache = KVCache(*(torch.randn(shape, dtype=dtype, device=device) for _ in range(2)))
-        self.tables = random_tables(config, max(sizes.batches), dtype, device)
+        self.tables = random_tables(config, max(sizes.adapters(max(sizes.batches))), dtype, device)
 
     def decode(self, batch: int, num_adapters: int) -> Step:
         """A step of `batch` sequences; sequence s has adapter s % num_adapters, or none for 0."""

@@ -10,8 +10,7 @@ import torch
 from benchmarks.gpu_operators import expand_all, shrink_all
 from benchmarks.lora_workloads import Batch, Model, Step, Workload
 from benchmarks.machine_limits import Limits, void
-from benchmarks.model_shapes import EIGHT_BILLION, ONE_BILLION
-from benchmarks.model_steps import BLOCK_SIZE
+from benchmarks.model_shapes import BLOCK_SIZE, EIGHT_BILLION, ONE_BILLION
 from benchmarks.synthetic_batches import LinearShape
 from gpu.machine import Machine, Row
 from multilora_kernels import (
@@ -27,6 +26,9 @@ from multilora_kernels import (
 TINY_MODEL = Model("tiny", (LinearShape(48, (32, 16, 16)), LinearShape(64, (48,))), 1)
 CODE_TYPES = ((CodeType.INT4, 128), (CodeType.INT8, 128), (CodeType.INT8, 1 << 30), (CodeType.FP8, 1 << 30))
 """With group sizes; the largest is a row."""
+
+_CACHE_BYTES = 128 << 20
+"""More than the second cache of any GPU."""
 
 
 def measure_kernels(machine: Machine) -> Iterator[Row]:
@@ -99,9 +101,11 @@ def _measure_workload(machine: Machine, workload: Workload, limits: Limits) -> I
     update = limits.seconds(workload.num_bytes(machine.dtype, machine.dtype), workload.num_flops())
     base = limits.seconds(workload.weight_bytes(machine.dtype), workload.weight_flops())
     shares = {"update": update, "linears": base, "linears with update": base + update}
+    # A model's other layers would have driven them out.
+    note = "adapters may lie in the cache" if workload.adapter_bytes(machine.dtype) < _CACHE_BYTES else ""
     for name, taken in seconds.items():
         share = shares[name] / taken if name in shares else None
-        yield Row(f"{workload.name}: {name}", taken * 1e6, "us", share)
+        yield Row(f"{workload.name}: {name}", taken * 1e6, "us", share, note)
 
 
 def _attention(machine: Machine, rows: int, context: int) -> tuple[Step, int]:

@@ -23,9 +23,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Machine:
-    """What is measured: the GPU, or in a dry run the interpreter, with tiny shapes and one round."""
+    """What is measured: the GPU, or in a dry run the interpreter, with tiny shapes and one round.
+
+    process, num_processes: this one's place among those that share the work of a part.
+    """
 
     is_dry: bool
+    process: int = 0
+    num_processes: int = 1
 
     @property
     def device(self) -> torch.device:

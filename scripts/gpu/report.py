@@ -7,21 +7,23 @@ nothing but Python here, so that even a machine without torch is told what it la
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from marked_tables import write_table
-from multilora_kernels import interpreter
 from repository import REPOSITORY
 
 PARTS = {
@@ -35,11 +37,17 @@ PARTS = {
     "sampling": 40,
     "quantized": 40,
     "tests": 140,
-    "tuning": 70,
+    "candidates": 40,
+    "tuning": 60,
     "steps_1b": 50,
     "sanitizer": 60,
 }
 """The most seconds of each part, those first that matter most: the last ones get what is left."""
+
+SHARED_PARTS = ("self_test", "candidates")
+"""Parts that wait for the compiler: so many processes share them as there are processors, up to `MOST_PROCESSES`."""
+
+MOST_PROCESSES = 12
 
 TOTAL_SECONDS = 530
 """Of all parts: a command on a borrowed machine may have ten minutes."""
@@ -50,27 +58,27 @@ DRY_PATIENCE = 4
 DOCUMENT, TABLE = REPOSITORY / "docs" / "gpu.md", "dry run"
 """Where `--docs` writes the table of a dry run."""
 
+WITH_ENGINE = ("steps_8b", "overlap", "prefill", "steps_1b", "tests")
 NEEDED = {
-    "torch": "torch",
-    "triton": "triton",
-    "numpy": "numpy",
-    "transformers": "transformers",
-    "pytest": "pytest",
-    "xdist": "pytest-xdist",
-    "hypothesis": "hypothesis",
-    "rich": "rich",
-    "typer": "typer",
-    "safetensors": "safetensors",
-    "msgspec": "msgspec",
-    "pydantic": "pydantic",
-    "blake3": "blake3",
-    "threadpoolctl": "threadpoolctl",
+    **dict.fromkeys(("torch", "triton", "numpy"), tuple(PARTS)),
+    "msgspec": WITH_ENGINE,
+    **dict.fromkeys(
+        (
+            *("pytest", "xdist", "hypothesis", "pydantic", "blake3", "llguidance", "safetensors", "threadpoolctl"),
+            *("tokenizers", "transformers", "huggingface_hub"),
+        ),
+        ("tests",),
+    ),
 }
-"""The packages that parts, tests and the server import, with the names of their wheels."""
+"""The packages that parts import, and which parts do."""
 
+WHEELS = {"xdist": "pytest-xdist", "huggingface_hub": "huggingface-hub"}
+"""Of packages with other names."""
 
-ERROR_UNIT = "of tolerance"
-"""Of rows that compare an operator with the reference."""
+TILES = REPOSITORY / "kernels" / "multilora_kernels" / "cuda" / "block_sizes.json"
+
+ERROR_UNIT, PLAN = "of tolerance", "plan"
+"""Unit of rows that compare an operator with the reference; name of rows whose notes are entries of `TILES`."""
 
 
 @dataclass
@@ -83,46 +91,93 @@ class PartResult:
     rows: list[dict[str, Any]] = field(default_factory=list)
 
 
-def missing_wheels() -> list[str]:
-    """The packages that this Python lacks."""
-    return [wheel for module, wheel in NEEDED.items() if importlib.util.find_spec(module) is None]
+def missing_wheels() -> dict[str, tuple[str, ...]]:
+    """The packages that this Python lacks, and the parts that fail for it."""
+    absent = [module for module in NEEDED if importlib.util.find_spec(module) is None]
+    return {WHEELS.get(module, module): NEEDED[module] for module in absent}
+
+
+def missing_tools() -> list[str]:
+    """What this machine lacks of all that Triton compiles its launchers with, and the tests their CPU kernels."""
+    # As Triton does: Debian's own scheme has another folder than its Python.
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
+    header = Path(sysconfig.get_path("include", scheme)) / "Python.h"
+    has_compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    missing = [] if has_compiler else ["a C compiler (gcc, clang, or CC)"]
+    missing += [] if header.exists() else [f"{header} (python3-dev)"]
+    return missing + (
+        [] if os.environ.get("CXX") or shutil.which("c++") else ["a C++ compiler (c++, or CXX) for tests"]
+    )
 
 
 def run_part(name: str, seconds: float, is_dry: bool) -> PartResult:
     """Run one part, for so many seconds at most."""
     with tempfile.TemporaryDirectory() as folder:
         rows, log = Path(folder) / "rows", Path(folder) / "log"
-        command = [sys.executable, "-m", "gpu.parts", name, str(rows), *(["--dry-run"] if is_dry else [])]
-        environment = os.environ | (interpreter.ENVIRONMENT if is_dry else {})
+        count = min(MOST_PROCESSES, os.cpu_count() or 1) if name in SHARED_PARTS and not is_dry else 1
         started = time.monotonic()
-        with log.open("w") as output:
-            process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
-            try:
-                end = "done" if process.wait(seconds) == 0 else f"failed: {_last_lines(log)}"
-            except subprocess.TimeoutExpired:
-                end = f"stopped after {seconds:.0f} s"
-                # The part's own processes, such as pytest, are of its group.
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+        with log.open("a") as output:
+            processes = [_start([name, str(rows), str(n), str(count)], output, is_dry) for n in range(count)]
+            end = _end_of(processes, seconds)
+        if end == "failed":
+            end = f"failed: {_last_lines(log)}"
         lines = rows.read_text().splitlines() if rows.exists() else []
         return PartResult(name, end, time.monotonic() - started, [json.loads(line) for line in lines])
+
+
+def _start(arguments: list[str], output: IO[str], is_dry: bool) -> subprocess.Popen[bytes]:
+    environment = dict(os.environ)
+    if is_dry:
+        from multilora_kernels import interpreter
+
+        environment |= interpreter.ENVIRONMENT
+    command = [sys.executable, "-m", "gpu.parts", *arguments, *(["--dry-run"] if is_dry else [])]
+    return subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
+
+
+def _end_of(processes: list[subprocess.Popen[bytes]], seconds: float) -> str:
+    """How the processes of a part end, within so many seconds."""
+    deadline = time.monotonic() + seconds
+    try:
+        statuses = [process.wait(max(0, deadline - time.monotonic())) for process in processes]
+        return "failed" if any(statuses) else "done"
+    except subprocess.TimeoutExpired:
+        return f"stopped after {seconds:.0f} s"
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                # A part's own processes, such as pytest, are of its group.
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
 
 
 def _last_lines(log: Path) -> str:
     return " | ".join(log.read_text(errors="replace").strip().splitlines()[-6:])
 
 
-def write_report(results: Mapping[str, PartResult], wheels: list[str], output: Path) -> None:
-    """`gpu_report.json` and `gpu_report.md` in a folder."""
-    output.mkdir(parents=True, exist_ok=True)
-    content = {"missing_wheels": wheels, "parts": [vars(result) for result in results.values()]}
+def write_report(results: Mapping[str, PartResult], missing: str, output: Path) -> None:
+    """`gpu_report.json`, `gpu_report.md`, and what was tuned as a new `block_sizes.json`, in a folder."""
+    content = {"missing": missing, "parts": [vars(result) for result in results.values()]}
     (output / "gpu_report.json").write_text(json.dumps(content, indent=1) + "\n")
-    (output / "gpu_report.md").write_text(render(results, wheels))
+    (output / "gpu_report.md").write_text(render(results, missing))
+    entries = [json.loads(row["note"]) for result in results.values() for row in result.rows if row["what"] == PLAN]
+    if entries:
+        (output / TILES.name).write_text(json.dumps(tuned_tiles(entries), indent=2) + "\n")
 
 
-def render(results: Mapping[str, PartResult], wheels: list[str]) -> str:
+def tuned_tiles(entries: list[dict[str, Any]]) -> dict[str, Any]:
+    """The table of tile sizes with these entries in it: {"sm_90": {"update": {"decode": ...}}} each."""
+    table: dict[str, Any] = json.loads(TILES.read_text())
+    for entry in entries:
+        for gpu, operators in entry.items():
+            for operator, regimes in operators.items():
+                table.setdefault(gpu, {}).setdefault(operator, {}).update(regimes)
+    return table
+
+
+def render(results: Mapping[str, PartResult], missing: str) -> str:
     """The report as Markdown."""
-    lines = ["# GPU report", "", f"Missing wheels: {', '.join(wheels) or 'none'}.", ""]
+    lines = ["# GPU report", "", f"{missing}.", ""]
     for result in results.values():
         lines += [f"## {result.name}: {result.end} ({result.seconds:.0f} s)", ""]
         if result.rows:
@@ -154,15 +209,37 @@ def _line(row: Mapping[str, Any]) -> str:
 def report(parts: list[str], output: Path, total_seconds: float, is_dry: bool) -> dict[str, PartResult]:
     """Run the parts within so many seconds."""
     end = time.monotonic() + total_seconds
-    results, wheels = {name: PartResult(name) for name in parts}, missing_wheels()
-    print(f"missing wheels: {', '.join(wheels) or 'none'}", flush=True)
-    for name in parts:
-        seconds = min(PARTS[name] * (DRY_PATIENCE if is_dry else 1), end - time.monotonic())
-        if seconds > 0:
-            results[name] = run_part(name, seconds, is_dry)
-        print(render({name: results[name]}, wheels).split("\n\n", 2)[2], flush=True)
-        write_report(results, wheels, output)
+    results, missing = {name: PartResult(name) for name in parts}, describe_missing()
+    print(missing, flush=True)
+    # At once: a folder that cannot be written is to be known before the first part has taken its time.
+    output.mkdir(parents=True, exist_ok=True)
+    write_report(results, missing, output)
+    with _cpu_kernels_ahead() if "tests" in parts and not is_dry else contextlib.nullcontext():
+        for name in parts:
+            seconds = min(PARTS[name] * (DRY_PATIENCE if is_dry else 1), end - time.monotonic())
+            if "machine" in results and results["machine"].end.startswith("failed"):
+                results[name].end = "not started: the part machine failed"
+            elif seconds > 0:
+                results[name] = run_part(name, seconds, is_dry)
+            print(render({name: results[name]}, missing).split("\n\n", 2)[2], flush=True)
+            write_report(results, missing, output)
     return results
+
+
+@contextlib.contextmanager
+def _cpu_kernels_ahead() -> Iterator[None]:
+    """Compile the CPU kernels, with which tests compare, while other parts run."""
+    command = ["nice", "-n", "19", sys.executable, "-m", "multilora_kernels.cpu"]
+    with subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    ) as process:
+        yield
+        _end_of([process], seconds=0)
+
+
+def describe_missing() -> str:
+    wheels = [f"{wheel} (parts: {', '.join(parts)})" for wheel, parts in missing_wheels().items()]
+    return f"Missing wheels: {'; '.join(wheels) or 'none'}. Missing tools: {', '.join(missing_tools()) or 'none'}"
 
 
 def _arguments() -> argparse.Namespace:

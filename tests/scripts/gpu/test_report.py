@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
 import sys
 
 import pytest
+import torch
 
-from gpu import parts, report
+from gpu import parts, report, tuning_parts
+from gpu.machine import Row
+from multilora_kernels import interpreter, self_test
+from multilora_kernels.cuda import block_sizes
 from repository import REPOSITORY
 
 
@@ -47,9 +52,136 @@ def test_the_table_of_a_dry_run_tells_how_far_operators_are_from_the_reference()
     assert "<!-- dry run: begin -->" in report.DOCUMENT.read_text()
 
 
-def test_wheels_that_this_python_lacks_are_named(monkeypatch):
-    monkeypatch.setattr(report, "NEEDED", {"json": "json", "no_such_module": "no-such-wheel"})
-    assert report.missing_wheels() == ["no-such-wheel"]
+def test_wheels_that_this_python_lacks_are_named_with_the_parts_that_fail_for_them(monkeypatch):
+    monkeypatch.setattr(report, "NEEDED", {"json": ("limits",), "no_such_module": ("tests", "steps_1b")})
+    monkeypatch.setattr(report, "WHEELS", {"no_such_module": "no-such-wheel"})
+    assert report.missing_wheels() == {"no-such-wheel": ("tests", "steps_1b")}
+    assert "no-such-wheel (parts: tests, steps_1b)" in report.describe_missing()
+
+
+def test_a_machine_without_a_compiler_is_told_so(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.delenv("CXX", raising=False)
+    assert [tool for tool in report.missing_tools() if "compiler" in tool] == [
+        "a C compiler (gcc, clang, or CC)",
+        "a C++ compiler (c++, or CXX) for tests",
+    ]
+
+
+_BARE = """
+import runpy, sys
+class Lacking:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {lacking}:
+            raise ModuleNotFoundError(f"No module named {{name}}", name=name)
+sys.meta_path.insert(0, Lacking())
+sys.argv = ["gpu.parts", *sys.argv[1:]]
+runpy.run_module("gpu.parts", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(("part", "error"), [("machine", None), ("prefill", "No module named msgspec")])
+def test_a_part_needs_no_package_but_those_that_the_report_names(tmp_path, part, error):
+    lacking = {name for name, parts in report.NEEDED.items() if "machine" not in parts} | {"rich", "typer", "pandas"}
+    arguments = [part, str(tmp_path / "rows"), "0", "1", "--dry-run"]
+    command = [sys.executable, "-c", _BARE.format(lacking=lacking), *arguments]
+    environment = os.environ | interpreter.ENVIRONMENT
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert (error or "") in done.stdout
+    assert (done.returncode == 0) == (error is None), done.stdout
+
+
+_IMPORTS = """
+import builtins, importlib.util, sys, torch
+torch.cuda.is_available = lambda: True
+imported, original = set(), builtins.__import__
+def noting(name, globals=None, locals=None, fromlist=(), level=0):
+    importer = (globals or {}).get("__file__") or ""
+    if level == 0 and importer.startswith(sys.argv[1]) and "site-packages" not in importer:
+        imported.add(name.partition(".")[0])
+    return original(name, globals, locals, fromlist, level)
+builtins.__import__ = noting
+for number, file in enumerate(sys.argv[2:]):
+    spec = importlib.util.spec_from_file_location(f"file{number}", file)
+    sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules[spec.name])
+print(*(imported - set(sys.stdlib_module_names)))
+"""
+
+
+@pytest.mark.long(reason="transformers and all else that tests import take seconds")
+def test_the_packages_that_the_tests_of_a_gpu_import_are_named():
+    tests = REPOSITORY / "tests"
+    files = [*tests.glob("conftest.py"), *(tests / "kernels").glob("conftest.py")]
+    files += [tests / f"{name}.py" for name in parts._TESTS]
+    folders = [tests, REPOSITORY / "scripts", REPOSITORY / "client", REPOSITORY / "backend_src", REPOSITORY / "kernels"]
+    command = [sys.executable, "-c", _IMPORTS, str(REPOSITORY), *map(str, files)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, folders))}
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    own = {path.stem for folder in folders for path in folder.iterdir()}
+    assert set(done.stdout.split()) - own <= report.NEEDED.keys()
+
+
+def test_where_the_machine_fails_nothing_else_is_started(tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "run_part", lambda name, *_: report.PartResult(name, "failed: no GPU"))
+    results = report.report(["machine", "limits"], tmp_path, 60, is_dry=True)
+    assert results["limits"].end == "not started: the part machine failed"
+
+
+def test_a_folder_that_cannot_be_written_is_known_before_any_part_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "run_part", None)
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="file"):
+        report.report(["limits"], tmp_path / "file" / "results", 60, is_dry=True)
+
+
+def test_what_pytest_says_is_known_as_soon_as_it_says_it():
+    lines = [
+        "[gw0] [  1%] PASSED tests/kernels/test_cuda.py::test_one[a-b] ",
+        "[gw1] [  2%] FAILED tests/kernels/test_cuda.py::test_two ",
+        "tests/kernels/test_cuda.py::test_three PASSED [100%]",
+        "FAILED tests/kernels/test_cuda.py::test_two - assert 1 == 2",
+        "ERROR tests/engine/test_gpu.py - ModuleNotFoundError: No module named 'pydantic'",
+        "=== 1 failed, 2 passed, 1 error in 3.00s ===",
+    ]
+    rows = list(parts._test_rows(f"{line}\n" for line in lines))
+    assert [(row.what, row.note) for row in rows] == [
+        ("failed", "tests/kernels/test_cuda.py::test_two"),
+        ("failed", lines[3]),
+        ("failed", lines[4]),
+        ("passed", lines[5]),
+    ]
+    assert rows[-1].value == 2
+
+
+def test_processes_share_every_comparison(monkeypatch):
+    def comparisons(*_):
+        for n in range(7):
+            yield f"operator {n}", "", lambda: (torch.ones(1), torch.ones(1), 1e-9)
+
+    monkeypatch.setattr(self_test, "_comparisons", comparisons)
+    made = [list(self_test.checked_operators(None, torch.device("cpu"), first, 3)) for first in range(3)]
+    assert sorted(one.operator for each in made for one in each) == [f"operator {n}" for n in range(7)]
+
+
+def test_what_was_tuned_serves_its_rank_alone_on_its_architecture(tmp_path, monkeypatch):
+    plan = {"max_rank": 16, "max_width": 1 << 20, "sizes": {"BLOCK_N": 64, "num_warps": 8}}
+    before = json.loads(report.TILES.read_text())
+    entry = block_sizes.entry_with_plans("update", "decode", 90, [plan])
+    results = {
+        "tuning": report.PartResult("tuning", rows=[dataclasses.asdict(Row(report.PLAN, note=json.dumps(entry)))])
+    }
+    report.write_report(results, "", tmp_path)
+    table = tmp_path / report.TILES.name
+    assert {name: json.loads(table.read_text())[name] for name in before} == before
+    monkeypatch.setattr(block_sizes, "TABLE_PATH", table)
+    monkeypatch.setattr(block_sizes, "_table", block_sizes._table.__wrapped__)
+    default = before["default"]["update"]["decode"]["BLOCK_N"]
+    served = [
+        block_sizes.block_sizes("update", 16, rank, gpu, 4096, 64) for rank, gpu in ((16, 90), (17, 90), (16, 80))
+    ]
+    assert [(sizes["BLOCK_N"], sizes["num_warps"]) for sizes in served] == [(64, 8), (default, 4), (default, 4)]
 
 
 def test_the_tests_of_a_gpu_are_there():
@@ -63,3 +195,30 @@ def test_every_part_runs_from_the_command_line(tmp_path):
     parts = json.loads((tmp_path / "gpu_report.json").read_text())["parts"]
     assert [part["name"] for part in parts] == list(report.PARTS)
     assert all(part["rows"] for part in parts)
+
+
+def test_a_plan_has_the_quickest_tiles_and_two_launches_where_they_take_less_time_than_one():
+    few, many = ('{"BLOCK_K": 256, "num_warps": 4}', '{"BLOCK_K": 512, "num_warps": 4}')
+    times = {
+        ("shrink", 64): {few: 3.0, many: 4.0},
+        ("shrink", 99): {few: 5.0, many: 4.0},
+        ("expand", 64): {few: 2.0, many: 3.0},
+        # With these alone many outputs at a time would not fit the other linears.
+        ("expand", 99): {few: 2.5, many: 1.0},
+        ("update", 64): {few: 5.0, many: 6.0},
+        ("update", 99): {few: 9.0, many: 6.6},
+    }
+    table = {"BLOCK_K": 256, "num_warps": 4}.copy
+    plan = {"max_rank": 16, "max_width": 64, "sizes": {}}
+    assert tuning_parts.shrink_plans(times, [64, 99], lambda _: table()) == [
+        plan,
+        plan | {"max_width": 99, "sizes": {"BLOCK_K": 512}},
+    ]
+    assert [each["sizes"] for each in tuning_parts.expand_plans(times, [64, 99], lambda _: table())] == [
+        {"BLOCK_K": 512}
+    ]
+    # 3 + 3 and 4 + 1 in two launches, 5 and 6.6 in one.
+    assert tuning_parts.update_plans(times, [64, 99], lambda _: table()) == [
+        plan,
+        plan | {"max_width": 99, "sizes": {"BLOCK_K": 512}, "num_launches": 2},
+    ]

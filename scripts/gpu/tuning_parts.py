@@ -1,0 +1,169 @@
+"""The parts of the GPU's report that try tiles: of decode steps, for adapters of rank 16, by the inputs of linears."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import triton
+
+from benchmarks.gpu_operators import expand_all, shrink_all
+from benchmarks.lora_workloads import Batch, Model, Step, Workload
+from benchmarks.machine_limits import void
+from benchmarks.model_shapes import EIGHT_BILLION
+from gpu.kernel_parts import TINY_MODEL
+from gpu.machine import Machine, Row
+from gpu.report import PLAN
+from multilora_kernels.cuda.block_sizes import BlockSizes, Operator, block_sizes, capability, entry_with_plans
+from multilora_kernels.cuda.update import lora_update
+from multilora_kernels.segments import CHUNK_SIZE
+
+_RANK, _ROWS, _DRY_ROWS, _ANY_WIDTH = 16, 64, 2, 1 << 20
+_COLD_BYTES = 256 << 20
+"""Adapters that a step reads, several times what caches hold: as those of a model's layers, none is in one."""
+
+_ALL_REGISTERS = 255
+"""Of a thread: the table's limit was found for other tiles."""
+
+_CHOICES: dict[Operator, dict[str, list[int]]] = {
+    "shrink": {"BLOCK_K": [128, 256, 512], "num_warps": [4, 8], "num_stages": [2, 4]},
+    "expand": {"BLOCK_N": [128, 256, 512, 1024], "num_warps": [2, 4, 8], "num_stages": [2]},
+    "update": {"BLOCK_K": [256, 512], "BLOCK_N": [128, 256], "num_warps": [4, 8], "num_stages": [3, 4]},
+}
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """Tiles of an operator for the linears of one number of inputs."""
+
+    operator: Operator
+    width: int
+    sizes: BlockSizes
+
+
+def compile_candidates(machine: Machine) -> Iterator[Row]:
+    """Launch each candidate of `tune` once: the compiler keeps its kernels, and `tune` has none to wait for."""
+    batches = _batches(machine)
+    num_tried = 0
+    for candidate in itertools.islice(_candidates(machine), machine.process, None, machine.num_processes):
+        with contextlib.suppress(triton.runtime.errors.OutOfResources):
+            _step(candidate, batches[candidate.width])()
+        num_tried += 1
+    yield Row("compiled ahead", num_tried, "sets of tiles")
+
+
+def tune(machine: Machine) -> Iterator[Row]:
+    """The time of each candidate, and behind those of an operator its entry for block_sizes.json."""
+    batches, gpu = _batches(machine), capability(machine.device)
+    times: _Times = {}
+    for operator, of_operator in itertools.groupby(_candidates(machine), key=lambda candidate: candidate.operator):
+        for candidate in of_operator:
+            try:
+                seconds = machine.measure({"step": _step(candidate, batches[candidate.width])})["step"]
+            except triton.runtime.errors.OutOfResources:
+                continue
+            sizes = json.dumps(candidate.sizes)
+            times.setdefault((operator, candidate.width), {})[sizes] = seconds
+            yield Row(f"{operator}, {candidate.width} inputs", seconds * 1e6, "us", note=sizes)
+        plans = _PLANS[operator](times, sorted(batches), functools.partial(_table_sizes, machine, operator))
+        yield Row(PLAN, note=json.dumps(entry_with_plans(operator, "decode", gpu, plans)))
+
+
+_Times = dict[tuple[Operator, int], dict[str, float]]
+"""Seconds of the candidates of an operator, by their sizes as JSON, for the linears of a number of inputs."""
+
+_TableSizes = Callable[[int], BlockSizes]
+"""The table's tiles for a number of inputs."""
+
+
+def shrink_plans(times: _Times, widths: list[int], table: _TableSizes) -> list[dict[str, Any]]:
+    return [_plan(width, _quickest(times["shrink", width]), table(width)) for width in widths]
+
+
+def expand_plans(times: _Times, widths: list[int], table: _TableSizes) -> list[dict[str, Any]]:
+    """One for all: it is looked up by outputs, and linears of a number of inputs have several."""
+    return [_plan(_ANY_WIDTH, _expand_sizes(times, widths), table(widths[0]))]
+
+
+def update_plans(times: _Times, widths: list[int], table: _TableSizes) -> list[dict[str, Any]]:
+    """With two launches where a shrink and an expand, each with its best tiles, take less time than the best update."""
+    plans = []
+    for width in widths:
+        sizes = _quickest(times["update", width])
+        two_launches = min(times["shrink", width].values()) + times["expand", width][_expand_sizes(times, widths)]
+        is_two = two_launches < times["update", width][sizes]
+        plans.append(_plan(width, sizes, table(width)) | ({"num_launches": 2} if is_two else {}))
+    return plans
+
+
+_PLANS = {"shrink": shrink_plans, "expand": expand_plans, "update": update_plans}
+
+
+def _expand_sizes(times: _Times, widths: list[int]) -> str:
+    """Those with which the linears of all widths take the least time together."""
+    by_width = [times["expand", width] for width in widths]
+    in_all = set.intersection(*(set(each) for each in by_width))
+    return _quickest({sizes: math.fsum(each[sizes] for each in by_width) for sizes in in_all})
+
+
+def _quickest(seconds: dict[str, float]) -> str:
+    return min(seconds, key=lambda sizes: seconds[sizes])
+
+
+def _plan(width: int, sizes: str, table: BlockSizes) -> dict[str, Any]:
+    """For this rank alone: whether a larger one fits beside such tiles, nobody has tried."""
+    changed = {name: size for name, size in json.loads(sizes).items() if table.get(name) != size}
+    return {"max_rank": _RANK, "max_width": width, "sizes": changed}
+
+
+def _candidates(machine: Machine) -> Iterator[_Candidate]:
+    """The table's tiles first, then all choices; in a dry run the table's alone."""
+    for operator, choices in _CHOICES.items():
+        for width in _linears(machine):
+            table = _table_sizes(machine, operator, width)
+            free = table | ({"maxnreg": _ALL_REGISTERS} if "maxnreg" in table else {})
+            others = [free | dict(zip(choices, each, strict=True)) for each in itertools.product(*choices.values())]
+            for sizes in [table, *([] if machine.is_dry else others)]:
+                yield _Candidate(operator, width, sizes)
+
+
+def _table_sizes(machine: Machine, operator: Operator, width: int) -> BlockSizes:
+    return block_sizes(operator, CHUNK_SIZE, _RANK, capability(machine.device), width, _ROWS)
+
+
+def _linears(machine: Machine) -> dict[int, Model]:
+    """By number of inputs, the linears that have it, in one layer."""
+    model = TINY_MODEL if machine.is_dry else EIGHT_BILLION
+    widths = sorted({linear.in_features for linear in model.linears})
+    return {n: Model(f"{n} inputs", tuple(x for x in model.linears if x.in_features == n), 1) for n in widths}
+
+
+def _batches(machine: Machine) -> dict[int, Batch]:
+    """Decode steps in which each row has an adapter of its own."""
+    rows, batches = _DRY_ROWS if machine.is_dry else _ROWS, {}
+    for width, layer in _linears(machine).items():
+        bytes_of_layer = Workload(layer, rows, rows, (_RANK,)).adapter_bytes(machine.dtype)
+        num_layers = 1 if machine.is_dry else -(-_COLD_BYTES // bytes_of_layer)
+        model = Model(layer.name, layer.linears, num_layers)
+        workload = Workload(model, rows, rows, (_RANK,))
+        batches[width] = Batch(workload, machine.dtype, machine.dtype, machine.device.type)
+    return batches
+
+
+def _step(candidate: _Candidate, batch: Batch) -> Step:
+    if candidate.operator == "shrink":
+        return lambda: void(shrink_all(batch, candidate.sizes))
+    if candidate.operator == "expand":
+        return functools.partial(expand_all, batch, shrink_all(batch), candidate.sizes)
+    return functools.partial(_update_all, batch, candidate.sizes)
+
+
+def _update_all(batch: Batch, sizes: BlockSizes) -> None:
+    for column, i, shape in batch.linears:
+        lora_update(batch.x[i], batch.y[i], batch.tables, column, shape.slice_sizes, batch.segments, sizes)
