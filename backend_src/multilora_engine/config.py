@@ -232,8 +232,8 @@ class EngineConfig(BaseModel):
     inter_token_latency_target_ms: Annotated[
         Literal["auto"] | Annotated[float, Field(ge=0)],
         Field(
-            description="Longest step with running answers; prompts get a third. `auto`: 2.5 x the answers' (2 x "
-            "beside other clients); 0: off."
+            description="Longest step with running answers; prompts get a third. `auto`: 2.5 x the answers', "
+            "2 x those of a burst (2 x beside other clients); 0: off."
         ),
     ] = "auto"
     max_prompt_wait_s: Annotated[

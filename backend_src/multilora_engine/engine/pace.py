@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from multilora_engine.engine.engine_stats import PaceStats
@@ -16,6 +17,9 @@ _TARGET_MULTIPLE = 2.5
 _SHARED_TARGET_MULTIPLE = 2.0
 """The same while several clients have work, so that a client's tokens wait less for another's prompts. With
 less, prompts would get less than half of a step."""
+
+_BURST_TARGET_MULTIPLE = 2.0
+"""The same of the time that the answers of a whole burst will take, while some of its prompts are not computed."""
 
 _PROMPT_SHARE = 1 / 3
 """Prompts get this part of a step's time under every target: a prompt that would take a second alone is computed within
@@ -94,9 +98,13 @@ class Pace:
     """Keeps the gaps between the tokens of running answers near a target, by the measured cost of steps.
 
     The target is a time, or a multiple of the time that the running answers' own tokens take: a smaller one while
-    several clients have work. It limits the tokens of prompts. Where several clients have running answers, and some
-    hold more than their shares by weight, the answers of these take turns, so that those of all others need not wait
-    for all of them. The target is then a multiple of the time that the clients within their shares take.
+    several clients have work. It limits the tokens of prompts. The prompts of a burst to an idle server count as
+    answers as soon as the first of them is one: else a few answers, whose own tokens take little time, would hold up
+    all other prompts of the burst.
+
+    Where several clients have running answers, and some hold more than their shares by weight, the answers of these
+    take turns, so that those of all others need not wait for all of them. The target is then a multiple of the time
+    that the clients within their shares take.
     """
 
     def __init__(self, target_s: float | None) -> None:
@@ -125,17 +133,22 @@ class Pace:
         if work is not None:
             self.cost.observe(work, seconds)
 
-    def choose(self, decoding: list[Sequence], is_shared: bool = False) -> Decodes:
+    def choose(self, decoding: list[Sequence], is_shared: bool = False, burst: Iterable[Sequence] = ()) -> Decodes:
         """The answers that get a token in the next step.
 
-        decoding: all that could. is_shared: whether several clients have sequences that run or wait.
+        decoding: all that could. is_shared: whether several clients have sequences that run or wait. burst: prompts of
+        the only client that came before its running answers began.
         """
         if self._target_s == 0 or not decoding or not self.cost.is_known:
             return Decodes(decoding, decoding)
         over = _clients_over_their_share(decoding)
         within = [s for s in decoding if s.request.sender.name not in over]
         within_s = self._seconds(within)
-        patient_target_s = (_SHARED_TARGET_MULTIPLE if over or is_shared else _TARGET_MULTIPLE) * within_s
+        if over or is_shared:
+            patient_target_s = _SHARED_TARGET_MULTIPLE * within_s
+        else:
+            burst_target_s = _BURST_TARGET_MULTIPLE * self._seconds([*within, *burst])
+            patient_target_s = max(_TARGET_MULTIPLE * within_s, burst_target_s)
         target_s = patient_target_s if self._target_s is None else self._target_s
         if over:
             spare_s = max(0.0, target_s - within_s - self._interruption_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from itertools import chain, islice, takewhile
 
 from multilora_engine.engine.engine_stats import PromptWaitStats
 from multilora_engine.engine.sequence import Sequence
@@ -33,6 +34,15 @@ class PromptWaits:
     def has_late(self) -> bool:
         """Whether any sequence is late."""
         return bool(self._late)
+
+    def burst(self, answers: list[Sequence], max_num_seqs: int) -> list[Sequence]:
+        """The prompts that arrived before the first of the running answers began, as many as may run with these."""
+        # An answer whose first token is not chosen yet has no time.
+        start_ns = min((answer.times.first_token_ns for answer in answers if answer.times.first_token_ns), default=0)
+        came_before = takewhile(lambda one: one.times.arrival_ns < start_ns, chain(self._late, self._since))
+        # One that lacks a single token is scheduled with the answers.
+        prompts = (one for one in came_before if one.num_missing_tokens > 1)
+        return list(islice(prompts, max_num_seqs - len(answers)))
 
     def add(self, sequence: Sequence) -> None:
         """A sequence waits from now on."""

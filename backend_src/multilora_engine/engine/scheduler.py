@@ -169,7 +169,8 @@ class Scheduler:
         for sequence in self._running:
             (prompts if sequence.num_tokens - sequence.num_computed_tokens > 1 else decoding).append(sequence)
         is_shared = bool(decoding) and self._queue.has_others(decoding[0])
-        decodes = self._pace.choose(decoding, is_shared)
+        burst = [] if is_shared else self._waits.burst(decoding, self._max_num_seqs)
+        decodes = self._pace.choose(decoding, is_shared, burst)
         for sequence in decodes.sequences:
             self._continue(sequence, _shares(sequence, step.budget), step)
         if prompts or len(self._queue):

@@ -111,6 +111,15 @@ def test_prompts_get_less_beside_answers_of_another_client() -> None:
     assert prompt_tokens(time, sequence("b")) == pytest.approx(78, abs=1)
 
 
+def test_prompts_of_a_burst_count_as_answers_unless_other_clients_have_work() -> None:
+    paced, answers, burst = known_pace(None), [sequence()], [sequence() for _ in range(15)]
+    # 2 x 36 ms, which sixteen answers will take, less the 21 ms of the one that has begun.
+    assert prompt_tokens(paced.prompt_time(paced.choose(answers, burst=burst)), sequence()) == pytest.approx(102, abs=1)
+    assert prompt_tokens(paced.prompt_time(paced.choose(answers, is_shared=True, burst=burst)), sequence()) == 42
+    exact = known_pace(0.060)
+    assert prompt_tokens(exact.prompt_time(exact.choose(answers, burst=burst)), sequence()) == pytest.approx(78, abs=1)
+
+
 def test_a_share_goes_by_weight() -> None:
     decoding = [sequence("light"), *(sequence("heavy", weight=63.0) for _ in range(63))]
     assert known_pace(None).choose(decoding).sequences == decoding

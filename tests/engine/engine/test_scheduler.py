@@ -95,10 +95,15 @@ class World:
         )
         adapter = None if task is None else self.loras.pin(task)
         sequence = Sequence(request, self.arrivals, adapter, cast(TextStream, None), Random(0), max_tokens)
+        sequence.times.arrival_ns = self.now_ns
         self.arrivals += 1
         self.scheduler.add(sequence)
         self.alive.append(sequence)
         return sequence
+
+    @property
+    def now_ns(self) -> int:
+        return round(self.now_s * 1e9)
 
     def finish(self, sequence: Sequence) -> None:
         self.scheduler.finish(sequence)
@@ -134,6 +139,7 @@ class World:
             sequence.num_pending_tokens -= 1
             if sequence in self.alive:
                 sequence.output_token_ids.append(NEXT_TOKEN)
+                sequence.times.note_token(self.now_ns)
                 if len(sequence.output_token_ids) == sequence.max_output_tokens:
                     self.finish(sequence)
 
@@ -237,26 +243,39 @@ def test_no_running_answer_waits_longer_than_the_target_and_no_prompt_longer_tha
             world.add(*pending.pop())
         running = [s for s in world.alive if s.status is SequenceStatus.RUNNING and s.output_token_ids]
         is_shared = len({s.request.sender.name for s in world.alive}) > 1
+        start_ns = min((s.times.first_token_ns for s in running), default=0)
+        burst = [s for s in world.alive if not s.output_token_ids and s.times.arrival_ns < start_ns]
         step = world.step()
         assert world.scheduler.num_preemptions == 0
         if running:
-            check_pace(step, running, is_shared, target_s, world)
+            check_pace(step, running, is_shared, [] if is_shared else burst, target_s, world)
     assert not world.alive, "never finished"
 
 
 def check_pace(
-    step: list[ScheduledSequence], running: list[Sequence], is_shared: bool, target_s: float | None, world: World
+    step: list[ScheduledSequence],
+    running: list[Sequence],
+    is_shared: bool,
+    burst: list[Sequence],
+    target_s: float | None,
+    world: World,
 ) -> None:
-    """running: the answers that could get a token in the step. is_shared: whether both clients had work."""
+    """running: the answers that could get a token in the step. is_shared: whether both clients had work. burst: the
+    prompts of a client alone that came before its answers began."""
     work, cost = work_of(step), KnownCost()
     served = {scheduled.sequence for scheduled in step}
     waiting = [sequence.request.sender.name for sequence in running if sequence not in served]
     # Of two clients with equal weights, only the one with more running answers takes turns.
     by_client = Counter(sequence.request.sender.name for sequence in running)
     assert not waiting or set(waiting) == {by_client.most_common(1)[0][0]}
-    within = StepWork(min(by_client.values())) if len(set(by_client.values())) > 1 else StepWork(len(running))
-    multiple = 2.0 if is_shared else 2.5
-    target = multiple * cost.seconds(within) if target_s is None else target_s
+    if target_s is not None:
+        target = target_s
+    elif is_shared:
+        within = min(by_client.values()) if len(set(by_client.values())) > 1 else len(running)
+        target = 2.0 * cost.seconds(StepWork(within))
+    else:
+        of_burst = cost.seconds(StepWork(len(running) + len(burst)))
+        target = max(2.5 * cost.seconds(StepWork(len(running))), 2.0 * of_burst)
     decode_s = cost.seconds(StepWork(len(running) - len(waiting)))
     longest = max(target, 1.5 * decode_s, decode_s + 16 * PROMPT_TOKEN_S)
     assert cost.seconds(work) <= longest + PROMPT_TOKEN_S + DECODE_S
