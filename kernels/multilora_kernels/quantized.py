@@ -142,6 +142,10 @@ class QuantizedWeight:
             weight.copy_rows(first, self.rows(first, min(_UNPACKED_ROWS, self.shape[0] - first)))
         return weight
 
+    def read(self) -> None:
+        """Read all codes, as a product does, for nothing but the caches: they hold these codes then."""
+        self._codes.view(torch.uint8).amax()
+
     def rows_at(self, outputs: torch.Tensor) -> torch.Tensor:
         """Some outputs of a weight that is not packed as [len(outputs), in_features] float32. outputs: int64."""
         assert not self.is_packed

@@ -9,6 +9,8 @@ prefill    of one long prompt, in the chunks the engine is configured for, with 
 prefix     time to the first token of a prompt, when the cache has most of it from another one and when it has not
 adapters   decoding 16 sequences with one adapter or 16 different ones on all linear layers, and with adapters that are
            loaded but not used, against the engine without any
+unpacked   decode steps in w8a16 and w4a16 with codes alone, and with floats beside them where `auto` finds them faster,
+           against float32 weights
 stored     decoding 16 and 64 sequences with as many different adapters, stored as bfloat16, as int8 and as int4
 peft       whole answers to 16 prompts at once, each with an adapter of its own, beside transformers + PEFT on the same
            adapters in one mixed batch (`adapter_names`): tokens a second, and the time between tokens
@@ -46,6 +48,7 @@ from benchmarks.percentiles import p99
 from benchmarks.step_parts import MODEL_PARTS, PARTS, timed_parts
 from benchmarks.step_results import TABLE_WIDTH, StepResult, render_steps, write_steps
 from benchmarks.stored_adapters import stored_rows
+from benchmarks.weight_switches import switch_rows
 from checkpoints.prepare_default_model import ensure_default_checkpoint
 from checkpoints.quantized_default_model import SchemeName, ensure_quantized_checkpoint
 from checkpoints.telling_adapters import save_plain_tokenizer
@@ -322,7 +325,8 @@ def at_least(what: str, value: float, unit: str, goal: float | None) -> Row:
 def main(
     output: Annotated[Path, typer.Option(help="Folder for CSV files and plots.")] = Path("bench_results"),
     part: Annotated[
-        list[str], typer.Option(help="Measure only this: decode, prefill, prefix, adapters, stored, peft, overhead.")
+        list[str],
+        typer.Option(help="Measure only this: decode, unpacked, prefill, prefix, adapters, stored, peft, overhead."),
     ] = [],  # noqa: B006
     rounds: Annotated[int, typer.Option(help="Repetitions of everything that is compared.")] = 5,
     steps: Annotated[int, typer.Option(help="Decode steps of one repetition.")] = 8,
@@ -353,6 +357,7 @@ def main(
     bench = benches[dtype]
     parts: dict[str, Callable[[], Sequence[Result]]] = {
         "decode": lambda: decode_results(benches, TORCH_DTYPES[dtype], rounds, context, steps),
+        "unpacked": lambda: switch_rows(benches, list(quantized), BATCHES, rounds, context, steps, **options),
         "prefill": lambda: prefill_rows(benches, rounds, prompt),
         "prefix": lambda: prefix_rows(bench, rounds, num_shared=1000, num_own=32),
         "adapters": lambda: adapter_rows(bench, context, rounds, steps),

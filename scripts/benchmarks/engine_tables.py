@@ -26,7 +26,7 @@ def write_tables(results: Mapping[str, Results], source: str) -> None:
         if part == "decode":
             write_table(PAGE, "steps", steps_table(measured), f"{source} {machine_limits(measured)}")
         else:
-            table = measures_table(measured) if part == "prefill" else rows_table(measured)
+            table = (measures_table if part in ("prefill", "unpacked") else rows_table)(measured)
             write_table(PAGE, f"engine {part}", table, source)
     write_plots(PAGE)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,7 +23,13 @@ from multilora_kernels.linear import packed_linear
 from multilora_kernels.quantized import QuantizedWeight, quantized_linear
 
 _NUM_RUNS = 5
-"""Products that are timed of each kind; the shortest counts, as others may have waited for something else."""
+"""Times that products of each kind are timed; the shortest counts, as others may have waited for something else."""
+
+_TIMED_BYTES = 1 << 25
+"""Floats of the weights whose products are timed together: what begins and ends such a row of them hardly counts."""
+
+_READ_BYTES = 1 << 27
+"""Bytes of other weights that are read before: more than caches hold."""
 
 _Shape = tuple[torch.Size, str, int]
 
@@ -145,10 +153,16 @@ class UnpackedWeights:
 
     def _measure(self) -> dict[_Shape, frozenset[int]]:
         """The row classes in which floats are faster, for each kind of weight that the budget can hold."""
-        faster: dict[_Shape, frozenset[int]] = {}
+        alike: defaultdict[_Shape, list[QuantizedWeight]] = defaultdict(list)
         for switch in self._switches:
-            if _shape(switch) not in faster and switch.codes.unpacked_nbytes <= self._max_bytes:
-                faster[_shape(switch)] = _faster_classes(switch.codes)
+            alike[_shape(switch)].append(switch.codes)
+        most = min(self._max_bytes, _TIMED_BYTES)
+        faster: dict[_Shape, frozenset[int]] = {}
+        for shape, weights in alike.items():
+            if weights[0].unpacked_nbytes <= self._max_bytes:
+                timed = weights[: max(1, most // weights[0].unpacked_nbytes)]
+                others = [switch.codes for switch in self._switches if not any(switch.codes is one for one in timed)]
+                faster[shape] = _faster_classes(timed, others)
         return faster
 
 
@@ -163,27 +177,46 @@ def _unpacked(switches: Sequence[WeightSwitch]) -> list[PackedWeight]:
 
 
 @torch.inference_mode()
-def _faster_classes(codes: QuantizedWeight) -> frozenset[int]:
-    floats = codes.unpacked()
+def _faster_classes(weights: Sequence[QuantizedWeight], others: Sequence[QuantizedWeight]) -> frozenset[int]:
+    """The row classes in which the floats of weights of one kind are faster than their codes.
+
+    others: weights that a step reads between two products of one of these. They are read before each time: from the
+    caches floats come as fast as codes, from memory they are four or eight times the bytes.
+    """
+    floats = [codes.unpacked() for codes in weights]
+    products: tuple[Callable[[torch.Tensor], object], ...] = (
+        lambda x: [quantized_linear(x, codes) for codes in weights],
+        lambda x: [packed_linear(x, weight) for weight in floats],
+    )
     classes = set()
     for row_class, num_rows in enumerate(MEASURED_ROWS):
-        x = torch.ones(num_rows, codes.shape[1], dtype=floats.data.dtype, device=floats.data.device)
-        packed_s = _shortest_s(lambda x=x: quantized_linear(x, codes))  # type: ignore[misc]
-        if _shortest_s(lambda x=x: packed_linear(x, floats)) < packed_s:  # type: ignore[misc]
+        x = torch.ones(num_rows, weights[0].shape[1], dtype=floats[0].data.dtype, device=floats[0].data.device)
+        seconds: tuple[list[float], list[float]] = ([], [])
+        for _, (product, measured) in itertools.product(range(_NUM_RUNS), zip(products, seconds, strict=True)):
+            _read(others)
+            measured.append(_seconds(product, x))
+        if min(seconds[1]) < min(seconds[0]):
             classes.add(row_class)
     return frozenset(classes)
 
 
-def _shortest_s(product: Callable[[], torch.Tensor]) -> float:
-    def run() -> float:
-        started = time.perf_counter()
-        y = product()
-        if y.is_cuda:
-            torch.cuda.synchronize()
-        return time.perf_counter() - started
+def _read(weights: Sequence[QuantizedWeight]) -> None:
+    """Read weights of up to _READ_BYTES, so that the caches hold them and nothing else."""
+    num_bytes = 0
+    for weight in weights:
+        if num_bytes < _READ_BYTES:
+            weight.read()
+            num_bytes += weight.nbytes
 
-    run()
-    return min(run() for _ in range(_NUM_RUNS))
+
+def _seconds(product: Callable[[torch.Tensor], object], x: torch.Tensor) -> float:
+    if x.is_cuda:
+        torch.cuda.synchronize()
+    started = time.perf_counter()
+    product(x)
+    if x.is_cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
 
 
 def _shape(switch: WeightSwitch) -> _Shape:

@@ -90,7 +90,8 @@ class Decoder:
 
     @property
     def weight_switches(self) -> list[WeightSwitch]:
-        return [switch for weight in self._weights for switch in weight.switches]
+        multiplied = [*self._builder.weights, self._lm_head]
+        return [switch for weight in multiplied for switch in weight.switches]
 
     def note_switch(self) -> None:
         self._packed_layers.clear()

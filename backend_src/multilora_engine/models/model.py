@@ -52,7 +52,7 @@ class Model(Protocol):
 
     @property
     def weight_switches(self) -> Sequence[WeightSwitch]:
-        """The weights of codes that may be kept as floats, too."""
+        """The weights of codes that may be kept as floats, too: all that are multiplied. Embeddings are looked up."""
         ...
 
     def note_switch(self) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
+from itertools import groupby, product
 from pathlib import Path
 
 import pytest
@@ -13,13 +15,16 @@ from support.oracle import Oracle
 from support.parity import add_random_adapters, build_engine, requests_for, tiny_prompts
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from multilora_engine.engine import unpacked_weights
 from multilora_engine.engine.engine import Engine
 from multilora_engine.engine.weight_info import PathChoice
 from multilora_engine.errors import ConfigError, InvalidRequest, UnpackedWeightsFull, WeightsBusy
 from multilora_engine.models.weights import MEASURED_ROWS
+from multilora_kernels.quantized import QuantizedWeight
 
 INT4 = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": 8}
-GROUPS = {"g": {"targets": ["Linear"], "weights": INT4}}
+INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
+GROUPS = {"g": {"targets": ["Linear"], "weights": INT4}, "e": {"targets": ["Embedding"], "weights": INT8}}
 BUDGET = 1 << 20
 TINY = LlamaConfig(
     vocab_size=311,
@@ -119,6 +124,45 @@ def test_auto_takes_the_floats_at_measured_row_counts_only(engine: Engine) -> No
     for weight in engine.weights.describe(["*"]):
         assert set(weight.unpacked_rows) <= set(MEASURED_ROWS)
         assert weight.unpacked_bytes
+
+
+def test_before_products_are_timed_a_step_s_other_weights_have_driven_theirs_out_of_the_caches(
+    directory: Path, oracle: Oracle, default_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of cached weights floats are as fast as codes, of which a step reads a fourth or an eighth of the bytes."""
+    events: list[tuple[str, int, object]] = []
+
+    def note_products(name: str) -> None:
+        multiply = getattr(unpacked_weights, name)
+
+        def noted(x: torch.Tensor, weight: object) -> torch.Tensor:
+            events.append((name, len(x), weight))
+            return multiply(x, weight)  # type: ignore[no-any-return]
+
+        monkeypatch.setattr(unpacked_weights, name, noted)
+
+    note_products("quantized_linear")
+    note_products("packed_linear")
+    monkeypatch.setattr(QuantizedWeight, "read", lambda weight: events.append(("read", 0, weight)))
+
+    serve(directory, oracle, default_model_dir, BUDGET).close()
+
+    stretches = [(key, [weight for *_, weight in run]) for key, run in groupby(events, lambda event: event[:2])]
+    assert all(kind == "read" for (kind, _), _ in stretches[0::2])
+    times = Counter(key for key, _ in stretches[1::2])
+    assert times.keys() == set(product(("quantized_linear", "packed_linear"), MEASURED_ROWS))
+    assert len({*times.values()}) == 1
+    num_weights = 3 * 4 + 1
+    for (_, read), ((name, _), timed) in zip(stretches[0::2], stretches[1::2], strict=True):
+        assert len(read) + len(timed) == num_weights
+        assert len({*read, *timed}) == num_weights, f"{name} of weights that were read before it"
+
+
+def test_embeddings_are_looked_up_in_their_codes_and_take_no_budget(engine: Engine) -> None:
+    """They are no head here."""
+    assert ["model.embed_tokens"] not in [weight.modules for weight in engine.weights.describe(["*"])]
+    with pytest.raises(InvalidRequest, match="no quantised weight of the model is named"):
+        engine.weights.unpack(["model.embed_tokens"], "auto")
 
 
 def test_an_unpack_beyond_the_budget_is_refused_with_the_numbers(

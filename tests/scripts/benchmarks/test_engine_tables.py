@@ -15,7 +15,7 @@ from marked_tables import read_cells, read_table
 from plots import draw_steps
 
 WEIGHTS = ("float32", "bfloat16", "w8a16", "w4a16")
-PARTS = ("prefill", "prefix", "adapters", "stored", "peft", "overhead")
+PARTS = ("unpacked", "prefill", "prefix", "adapters", "stored", "peft", "overhead")
 
 
 def decode(*counts: int) -> Results:
