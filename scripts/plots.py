@@ -134,6 +134,19 @@ def draw_steps(axes: Axes, rows: Cells) -> None:
     axes.set(xlabel="sequences in the step", ylabel="milliseconds")
 
 
+def draw_populations(axes: Axes, rows: Cells) -> None:
+    populations = [column for column in rows[0] if column.endswith(" adapters")]
+    xs = [number(population) for population in populations]
+    rates: dict[str, Sequence[float]] = {
+        row[""]: [number(row[population]) for population in populations] for row in rows if "throughput" in row[""]
+    }
+    axes.set_xscale("log")
+    draw_lines(axes, xs, rates)
+    axes.minorticks_off()
+    axes.set_ylim(top=1.4 * max(rate for line in rates.values() for rate in line))
+    axes.set(xlabel="adapters that are asked", ylabel="tokens a second")
+
+
 def draw_sizes(axes: Axes, rows: Cells) -> None:
     what, _, _, total = rows[0]
     names = [row[what].removeprefix("the ").removeprefix("shape of ") for row in rows]
@@ -162,6 +175,13 @@ PLOTS = (
         "steps",
         "A decode step, and what bytes and operations need at least",
         draw_steps,
+    ),
+    Plot(
+        "many-adapters",
+        "performance.md",
+        "adapters throughput",
+        "Tokens a second, by the adapters that are asked",
+        draw_populations,
     ),
     Plot("adapter-sizes", "adapters.md", "adapter sizes", "2,000 adapters of rank 16, in any tier", draw_sizes),
 )

@@ -61,6 +61,7 @@ from multilora_engine.lora.manager import LoRAManager
 from multilora_engine.lora.sources.source import AdapterKey
 from multilora_engine.request import GenerationRequest
 from multilora_wire.layout import AdapterLayout, num_values
+from plots import write_plots
 from sources import measured_source
 
 POPULATIONS = (5, 100, 1000, 2000)
@@ -260,9 +261,13 @@ def compare_pauses(
 
 
 def write_tables(results: Mapping[str, Sequence[Row]], source: str) -> None:
-    """Write each part's results into its table of docs/performance.md. source: the sentence where they are from."""
+    """Write each part's results into its table of docs/performance.md, and draw the page's plots anew.
+
+    source: the sentence that tells where figures are from.
+    """
     for part, rows in results.items():
         write_table(PAGE, f"adapters {part}", measures_table(rows), source)
+    write_plots(PAGE)
 
 
 def main(

@@ -92,6 +92,7 @@ def test_a_part_writes_its_own_table_and_each_has_its_place_on_the_page(
     page = tmp_path / "page.md"
     page.write_text(PAGE.read_text())
     monkeypatch.setattr(bench_adapters, "PAGE", page)
+    monkeypatch.setattr(bench_adapters, "write_plots", lambda _: None)
     pauses = [
         Row("pauses, without reads: median", 8.114, "ms"),
         Row("pauses, without reads: p99", 9.5, "ms"),
