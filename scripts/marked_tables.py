@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 
@@ -25,6 +26,12 @@ def write_table(document: Path, name: str, table: str, source: str = "") -> None
     read_table(document, name)
     block = f"{table}\n{source}\n" if source else table
     document.write_text(_block(name).sub(lambda _: block, document.read_text()))
+
+
+def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table of texts in the first column, and of numbers in all others."""
+    lines = [columns, ["---", *["---:"] * (len(columns) - 1)], *rows]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
 def figure(value: float) -> str:

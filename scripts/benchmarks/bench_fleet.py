@@ -24,14 +24,18 @@ from rich.progress import Progress
 
 from benchmarks.bench_rows import Row, render, threads_title, write_results
 from benchmarks.bench_serving import FreshPrompts, run_wave
+from benchmarks.engine_tables import rows_table
 from benchmarks.light_client import light_asks
 from checkpoints.prepare_default_model import ensure_default_checkpoint
+from marked_tables import write_table
 from multilora_client import DIRECT
 from multilora_client.bench.load import Ask
 from multilora_client.bench.report import summarise
 from multilora_client.bench.workload import Target
+from plots import DOCS
 from servers.dynamo_fleet import DynamoFleet
 from servers.started_server import started_server
+from sources import measured_source
 
 MODEL = "bench"
 MIN_SHARE = 90.0
@@ -130,8 +134,10 @@ def main(
     prompt_tokens: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 128,
     output_tokens: Annotated[int, typer.Option(help="Tokens of each answer.")] = 64,
     model: Annotated[Path | None, typer.Option(help="Checkpoint to serve; default: the embedded model.")] = None,
+    update_docs: Annotated[bool, typer.Option("--docs", help="Write the table of docs/fleet.md.")] = False,
 ) -> None:
     """Measure tokens/s at a server and at a fleet of one worker, which this command starts and stops."""
+    source = measured_source() if update_docs else ""
     console = Console()
     path = model or ensure_default_checkpoint()
     with started_server(path, console) as server, ExitStack() as resources:
@@ -146,4 +152,6 @@ def main(
     rows = result_rows(rates, concurrency)
     console.print(render(rows, f"{path.name}, streams, medians of {rounds} rounds, {threads_title()}"))
     write_results(rows, output, "fleet")
+    if update_docs:
+        write_table(DOCS / "fleet.md", "fleet ways", rows_table(rows), source)
     console.print(f"results are in {output}; {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}")

@@ -15,18 +15,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median, quantiles
 from tempfile import TemporaryDirectory
-from typing import Annotated
+from typing import Annotated, get_args
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from checkpoints.telling_adapters import MAX_RANK, PROMPT_TOKENS, save_checkpoint
+from marked_tables import markdown_table, write_table
 from multilora_client import Client
+from plots import DOCS, IMAGES
 from servers.dynamo_fleet import DynamoFleet
 from servers.machines import Machines, can_make_machines
 from servers.started_server import sigterm_as_ctrl_c
-from trials.fleet_judge import Judge, OpenAIDoor, Tally, TritonDoor, Versions, adapter_name
+from sources import measured_source
+from trials.fleet_judge import Judge, OpenAIDoor, Outcome, Tally, TritonDoor, Versions, adapter_name
 from trials.fleet_operator import FleetOperator, is_loaded_by_hand, save_adapter
 from trials.fleet_picture import draw
 
@@ -43,6 +46,22 @@ PARAMETERS = {
 }
 
 FAULTS = ("wrong", "base", "unstated")
+
+PAGE = DOCS / "fleet.md"
+PHASE_COLUMNS = (
+    "phase",
+    "right",
+    "earlier",
+    "wrong",
+    "from the base",
+    "unloaded",
+    "UNAVAILABLE",
+    "other errors",
+    "p50 ms",
+    "p95 ms",
+    "prefix hits",
+)
+ROUTING_COLUMNS = ("routing", "prefix hits", "adapter in memory", "p50 ms", "p95 ms")
 
 
 @dataclass
@@ -127,8 +146,12 @@ def main(
     compare: Annotated[bool, typer.Option(help="Then load fresh fleets with and without routing, and compare.")] = True,
     output: Annotated[Path, typer.Option(help="Folder for the picture, load_fleet.png.")] = Path("bench_results"),
     seed: Annotated[int, typer.Option(help="Of the requests.")] = 1,
+    update_docs: Annotated[
+        bool, typer.Option("--docs", help="Write the tables and the picture of docs/fleet.md.")
+    ] = False,
 ) -> None:
     """Start a fleet and both fronts, load it, hurt it; exit status 1 after a wrong answer."""
+    source = measured_source() if update_docs else ""
     console = Console()
     if namespaces and not can_make_machines():
         console.print("This user may not make network namespaces: run as root, or with --no-namespaces.")
@@ -136,14 +159,18 @@ def main(
     with sigterm_as_ctrl_c():
         with started_trial(num_workers, num_adapters, num_requests, num_clients, namespaces, seed) as trial:
             tallies = list(trial.phases(console))
-            console.print(table_of(tallies))
-            done = trial.operator.done
-            console.print(
-                f"meanwhile: {', '.join(f'{number} x {operation}' for operation, number in sorted(done.items()))}"
-            )
-            draw(tallies, trial.begun, trial.names, output / "load_fleet.png")
+            phases, operated = phase_rows(tallies), told(trial.operator.done)
+            console.print(render(PHASE_COLUMNS, phases))
+            console.print(operated)
+            for folder in (output, IMAGES) if update_docs else (output,):
+                draw(tallies, trial.begun, trial.names, folder / "load_fleet.png")
+        if update_docs:
+            write_table(PAGE, "fleet phases", markdown_table(PHASE_COLUMNS, phases), f"{source} {operated}")
         if compare:
-            console.print(comparison(num_workers, num_adapters, num_clients, seed))
+            routings = comparison(num_workers, num_adapters, num_clients, seed)
+            console.print(render(ROUTING_COLUMNS, routings))
+            if update_docs:
+                write_table(PAGE, "fleet routing", markdown_table(ROUTING_COLUMNS, routings), source)
     faults = [one for tally in tallies for one in tally.asked if one.outcome in FAULTS]
     for fault in faults[:10]:
         console.print(f"{fault.outcome} through {fault.door}: {fault.detail}", style="red")
@@ -207,9 +234,11 @@ ROUTINGS: Mapping[str, tuple[tuple[str, ...], Mapping[str, str]]] = {
 """The options and variables of Dynamo's front for each way of routing."""
 
 
-def comparison(num_workers: int, num_adapters: int, num_clients: int, seed: int, num_requests: int = 1000) -> Table:
-    """Put the same load on fresh fleets whose fronts route differently."""
-    table = Table("routing", "prefix hits", "adapter in memory", "p50 ms", "p95 ms", box=None)
+def comparison(
+    num_workers: int, num_adapters: int, num_clients: int, seed: int, num_requests: int = 1000
+) -> list[list[str]]:
+    """Put the same load on fresh fleets whose fronts route differently: a row of ROUTING_COLUMNS for each."""
+    rows = []
     for name, (options, environ) in ROUTINGS.items():
         numbers = range(num_adapters)
         with _adapters(numbers, "8MiB") as (model, _, parameters), ExitStack() as resources:
@@ -224,20 +253,29 @@ def comparison(num_workers: int, num_adapters: int, num_clients: int, seed: int,
                 sum(worker.metric(f"multilora_lora_tier_{outcome}_total", 'tier="host"') for worker in fleet.workers)
                 for outcome in ("hits", "misses")
             )
-            table.add_row(name, f"{tally.hit_rate:.0%}", f"{hits / max(1, hits + misses):.0%}", *_times(tally))
-    return table
+            rows.append([name, f"{tally.hit_rate:.0%}", f"{hits / max(1, hits + misses):.0%}", *_times(tally)])
+    return rows
 
 
-def table_of(tallies: Sequence[Tally]) -> Table:
-    table = Table(
-        "phase", "right", "earlier", "wrong", "from the base", "unloaded", "UNAVAILABLE", "other errors", box=None
-    )
-    for column in ("p50 ms", "p95 ms", "prefix hits"):
-        table.add_column(column)
-    for tally in tallies:
-        seen = tally.outcomes
-        counts = [seen[kind] for kind in ("right", "earlier", "wrong", "base", "absent", "unavailable", "unstated")]
-        table.add_row(tally.name, *map(str, counts), *_times(tally), f"{tally.hit_rate:.0%}")
+def phase_rows(tallies: Sequence[Tally]) -> list[list[str]]:
+    """The answers that the clients got, a row for each phase. PHASE_COLUMNS has every Outcome in its order."""
+    kinds = get_args(Outcome)
+    return [
+        [tally.name, *(str(tally.outcomes[kind]) for kind in kinds), *_times(tally), f"{tally.hit_rate:.0%}"]
+        for tally in tallies
+    ]
+
+
+def told(operations: Mapping[str, int]) -> str:
+    """A sentence of what the operator did, and how often."""
+    return f"Meanwhile: {', '.join(f'{number} x {operation}' for operation, number in sorted(operations.items()))}."
+
+
+def render(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """The same for the console."""
+    table = Table(*columns, box=None)
+    for row in rows:
+        table.add_row(*row)
     return table
 
 

@@ -42,7 +42,7 @@ from checkpoints.telling_adapters import (
     packed_adapter,
     save_checkpoint,
 )
-from marked_tables import write_table
+from marked_tables import markdown_table, write_table
 from multilora_engine.lora.checkpoint_layout import checkpoint_layout
 from multilora_engine.process.client import EngineClient
 from multilora_engine.process.paths import owned_socket_path
@@ -327,7 +327,7 @@ def render(measured: Mapping[str, str]) -> Table:
 
 def markdown(measured: Mapping[str, str]) -> str:
     """The table of docs/performance.md."""
-    return "| | count |\n| --- | ---: |\n" + "".join(f"| {name} | {value} |\n" for name, value in measured.items())
+    return markdown_table(("", "count"), measured.items())
 
 
 def main(

@@ -114,7 +114,7 @@ def test_the_command_writes_its_table_and_fails_where_an_answer_was_wrong(
     assert "adapter 3 answered [4]" in capsys.readouterr().out
     lines = read_table(page, TABLE).splitlines()
     assert lines[:6] == [
-        "| | count |",
+        "|  | count |",
         "| --- | ---: |",
         "| requests | 51,896 |",
         "| right | 51,895 |",
