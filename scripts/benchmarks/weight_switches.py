@@ -51,7 +51,7 @@ def switch_rows(
     rows = []
     for n in reversed(batches):
         for scheme, choice in engines:
-            name, step = f"{n} sequences, {scheme}{choice}", medians[scheme, choice, n]
+            name, step = f"decode {n}, {scheme}{choice}", medians[scheme, choice, n]
             rows.append(Row(f"{name}: a step", step * 1e3, "ms"))
             if choice:
                 speedup = medians["float32", "", n] / step

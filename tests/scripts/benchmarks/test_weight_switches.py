@@ -28,10 +28,10 @@ def test_each_number_of_sequences_is_measured_in_floats_in_codes_and_with_both(t
 
     values = {row.what: row.value for row in rows}
     for n in (1, 3):
-        step, packed = values[f"{n} sequences, w8a16, auto: a step"], values[f"{n} sequences, w8a16: a step"]
-        assert values[f"{n} sequences, w8a16, auto against codes alone"] == packed / step > 0
-        of_floats = values[f"{n} sequences, float32: a step"]
-        assert values[f"{n} sequences, w8a16, auto against float32"] == of_floats / step
+        step, packed = values[f"decode {n}, w8a16, auto: a step"], values[f"decode {n}, w8a16: a step"]
+        assert values[f"decode {n}, w8a16, auto against codes alone"] == packed / step > 0
+        of_floats = values[f"decode {n}, float32: a step"]
+        assert values[f"decode {n}, w8a16, auto against float32"] == of_floats / step
     assert {row.is_met for row in rows if row.goal} <= {True, False}
     assert not any(bench.engine.has_work for bench in benches.values())
     for bench in benches.values():
