@@ -138,3 +138,9 @@ def test_the_proxy_finishes_what_is_under_way_when_it_is_stopped() -> None:
 def test_compose_builds_it(dockerfile: Path) -> None:
     name = "compose.gpu.yaml" if dockerfile.stem == "gpu" else "compose.yaml"
     assert compose(name)["multilora"]["build"]["dockerfile"] == f"docker/{dockerfile.name}"
+
+
+def test_compose_with_a_gpu_keeps_compiled_kernels_and_takes_no_cpu_in_its_place() -> None:
+    base, gpu = compose()["multilora"], compose("compose.gpu.yaml")["multilora"]
+    assert sorted(gpu["command"]) == sorted([*base["command"], "--set", "device=cuda"])
+    assert f"compiled:{gpu['environment']['TRITON_CACHE_DIR']}" in gpu["volumes"]

@@ -29,12 +29,18 @@ _RANKS = (3, 8)
 _ALL_MODULES = range(1, 8)
 """Of queries, keys, values, the attention's output, and the MLP."""
 
+_WAITING = {
+    *("aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal", "aten::nonzero", "aten::masked_select"),
+    *("aten::_unique2", "aten::repeat_interleave"),
+}
+"""Operators whose result, or its size, the host waits for."""
+
 
 class FakeDevice(TorchDispatchMode):
     """A mode under which operators of this package launch GPU kernels.
 
     launches: of kernels by name, and of torch's operators that compute. variants: the kernels that Triton would have
-    compiled. copies: between host and device, and the host's waits.
+    compiled. copies: between host and device, and the host's waits, those inside operators of torch among them.
     """
 
     def __init__(self, implementations: dict[str, Callable[..., Any]]) -> None:
@@ -51,6 +57,8 @@ class FakeDevice(TorchDispatchMode):
             with self:
                 return self._implementations[func.name()](*args, **kwargs or {})
         result = func(*args, **kwargs or {})
+        if func.name().partition(".")[0] in _WAITING:
+            self.copies["wait"] += 1
         if _computes(func, args, result):
             self.launches[func.name().partition(".")[0]] += 1
         return result
