@@ -1,7 +1,7 @@
 """The parts of the GPU's report.
 
 `python -m gpu.parts NAME ROWS PROCESS PROCESSES [--dry-run]` runs one, or a process's share of it, and appends its rows
-to a file as JSON lines. Parts need nothing but torch, triton and NumPy, but for `step_parts`, which are imported for
+to a file as JSON lines. Parts need nothing but torch, triton and NumPy, but for `model_parts`, which are imported for
 themselves alone.
 
 Each figure stands beside its limit, which is measured in the same part: bytes that must move over this device's own
@@ -194,9 +194,9 @@ def run(name: str, rows: Path, machine: Machine) -> None:
     if name in PARTS:
         part = PARTS[name]
     else:
-        from gpu import step_parts
+        from gpu import model_parts
 
-        part = step_parts.PARTS[name]
+        part = model_parts.PARTS[name]
     with rows.open("a") as file:
         for row in part(machine):
             file.write(json.dumps(dataclasses.asdict(row)) + "\n")
