@@ -8,6 +8,7 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
+from support.kustomize import patched
 
 from multilora_engine.config import EngineConfig
 from multilora_engine.serving import metrics
@@ -181,10 +182,12 @@ def test_arguments_are_parameters_of_the_engine() -> None:
     assert "engine" in named_ones
 
 
-def test_the_gpu_overlay_gives_workers_a_gpu() -> None:
+def test_the_gpu_overlay_gives_workers_a_gpu_and_a_place_for_compiled_kernels() -> None:
     (overlay,) = read(KUBERNETES / "fleet_gpu" / "kustomization.yaml")
-    (patch,) = overlay["patches"]
-    assert patch["target"] == {"kind": "Deployment", "name": "worker"}
-    (change,) = yaml.safe_load(patch["patch"])
-    assert change["path"].endswith("containers/0/resources/limits/nvidia.com~1gpu")
-    assert pod(named("Deployment", "worker"))["containers"][0]["name"] == "worker"
+    deployment = patched(named("Deployment", "worker"), overlay)
+    kubernetes_validate.validate(deployment, kubernetes_validate.latest_version(), strict=True)
+    (worker,), (plain,) = pod(deployment)["containers"], pod(named("Deployment", "worker"))["containers"]
+    assert worker["resources"]["limits"] == {**plain["resources"]["limits"], "nvidia.com/gpu": 1}
+    assert worker["env"] == [*plain["env"], {"name": "TRITON_CACHE_DIR", "value": "/compiled"}]
+    assert worker["volumeMounts"] == [*plain["volumeMounts"], {"name": "compiled", "mountPath": "/compiled"}]
+    assert [volume["name"] for volume in pod(deployment)["volumes"]][-1] == "compiled"

@@ -8,6 +8,7 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
+from support.kustomize import patched
 
 KUBERNETES = Path(__file__).parents[2] / "docker" / "kubernetes"
 BASE = KUBERNETES / "base"
@@ -134,10 +135,15 @@ def test_the_autoscaler_scales_the_deployment() -> None:
     assert target == {"apiVersion": deployment["apiVersion"], "kind": "Deployment", "name": "multilora"}
 
 
-def test_the_gpu_overlay_changes_what_it_means_to() -> None:
+def test_the_gpu_overlay_gives_a_gpu_more_shared_memory_and_a_place_for_compiled_kernels() -> None:
     (overlay,) = read_documents(KUBERNETES / "gpu" / "kustomization.yaml")
-    (patch,) = overlay["patches"]
-    gpu, shared_memory = yaml.safe_load(patch["patch"])
-    assert gpu["path"].rsplit("/", 1)[0].endswith("containers/0/resources/limits")
-    index = int(shared_memory["path"].split("/")[5])
-    assert pod()["volumes"][index]["name"] == "shm"
+    deployment = patched(manifest("Deployment"), overlay)
+    kubernetes_validate.validate(deployment, kubernetes_validate.latest_version(), strict=True)
+    spec = deployment["spec"]["template"]["spec"]
+    (server,), (plain,) = spec["containers"], pod()["containers"]
+    assert server["resources"]["limits"] == {**plain["resources"]["limits"], "nvidia.com/gpu": 1}
+    assert server["env"] == [{"name": "TRITON_CACHE_DIR", "value": "/compiled"}]
+    assert server["volumeMounts"] == [*plain["volumeMounts"], {"name": "compiled", "mountPath": "/compiled"}]
+    changed = [volume for volume in spec["volumes"] if volume not in pod()["volumes"]]
+    assert [volume["name"] for volume in changed] == ["shm", "compiled"]
+    assert all(volume["emptyDir"]["sizeLimit"] for volume in changed)
