@@ -1,4 +1,5 @@
-"""`EngineConfig`: every parameter of the engine, its default, and every check that the parameters alone allow.
+"""`EngineConfig`: every parameter of the engine, its default, and every check that the parameters alone allow; those of
+adapters are in `lora_config`.
 
 A check against the device, its memory, the checkpoint or a directory is where the engine reads these: engine/build.py,
 engine/memory.py, lora/disk_tier.py. It raises `ConfigError`, too.
@@ -10,117 +11,19 @@ impossible value raises `ConfigError` with a message that names a value to write
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, model_validator
 
 from multilora_engine.errors import ConfigError
-from multilora_wire.pieces import StoredDtype
+from multilora_engine.lora_config import LoRAConfig
 
 _Switch = Literal["auto"] | bool
 _ENVIRONMENT_REFERENCE = re.compile(r"\$\{(\w+)\}")
-
-_ADAPTER_RANK_LIMIT = 256
-"""Largest rank the kernels are written for."""
-
-
-def _parse_json(value: object) -> object:
-    try:
-        return json.loads(value) if isinstance(value, str) else value
-    except ValueError as error:
-        example = '[{"source": "directory", "root": "/adapters"}]'
-        raise ValueError(f"not JSON ({error}); write a list like {example}") from None
-
-
-class SourceSpec(BaseModel):
-    """An entry of `lora_sources`.
-
-    source: `directory`, `huggingface`, `fsspec`, or `package.module:Class` for a plug-in. name: its name for
-    operators and in errors, empty for the same. All other keys are `options`, the source's keyword arguments.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="allow")
-
-    source: str
-    name: str = ""
-
-    @property
-    def label(self) -> str:
-        return self.name or self.source
-
-    @property
-    def options(self) -> dict[str, object]:
-        return dict(self.model_extra or {})
-
-
-class LoRAConfig(BaseModel):
-    """The `lora_*` and `max_lora*` parameters."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    max_loras: Annotated[
-        int,
-        Field(
-            ge=0,
-            le=4096,
-            description="Distinct adapters that may share one step; others wait. 0: max_num_seqs on a GPU, else 32.",
-        ),
-    ] = 0
-    max_lora_rank: Annotated[
-        int,
-        Field(ge=1, le=_ADAPTER_RANK_LIMIT, description="Largest rank accepted. An adapter costs only its own rank."),
-    ] = 64
-    lora_max_adapter_bytes: Annotated[
-        ByteSize, Field(ge=1, description="Largest `lora_weights` tensor accepted, in bytes or like `4GiB`.")
-    ] = ByteSize(1 << 30)
-    lora_dtype: Annotated[
-        Literal["auto", StoredDtype],
-        Field(description="Storage of cached adapters: `auto` as the model computes, `int8` and `int4` as codes."),
-    ] = "auto"
-    lora_cache_host_memory_bytes: Annotated[
-        ByteSize,
-        Field(
-            ge=0,
-            description="Host tier, like `4GiB`. 0: 1 GiB; for a GPU at least twice max_loras adapters of rank 16.",
-        ),
-    ] = ByteSize(0)
-    lora_cache_gpu_memory_fraction: Annotated[
-        float,
-        Field(
-            ge=0,
-            lt=1,
-            description="Device tier: share of the memory after the weights. 0: max_loras of rank 16, at least 0.05.",
-        ),
-    ] = 0.0
-    lora_cache_dir: Annotated[
-        Path | None,
-        Field(description="Disk tier: uploaded and evicted adapters go to files in this directory. Empty is none."),
-    ] = None
-    lora_cache_disk_bytes: Annotated[
-        ByteSize, Field(ge=1, description="Budget of the disk tier, in bytes or like `4GiB`.")
-    ] = ByteSize(16 << 30)
-    lora_prefetch_dir: Annotated[
-        Path | None,
-        Field(description="Adapters to load at start: folders named after task ids, with upstream's two `.npy` files."),
-    ] = None
-    lora_sources: Annotated[
-        list[SourceSpec],
-        BeforeValidator(_parse_json),
-        Field(description="Where adapters that no tier has are fetched from: a JSON list of sources. `[]` is nowhere."),
-    ] = []
-    lora_fetch_threads: Annotated[int, Field(ge=1, le=64, description="Adapters that are fetched at once.")] = 4
-    lora_on_conflict: Annotated[
-        Literal["refuse", "replace"],
-        Field(description="A cached task id sent with other weights: `refuse` it, or `replace` it for new requests."),
-    ] = "refuse"
-    lora_metrics_max_adapters: Annotated[
-        int, Field(ge=0, le=1000, description="Adapters with metrics of their own; the rest are counted as `other`.")
-    ] = 32
 
 
 class EngineConfig(BaseModel):

@@ -17,11 +17,12 @@ from pydantic import ByteSize
 
 from checkpoints.telling_adapters import save_plain_tokenizer
 from checkpoints.tiny_llama import save_tiny_llama
-from multilora_engine.config import EngineConfig, LoRAConfig, SourceSpec
+from multilora_engine.config import EngineConfig
 from multilora_engine.engine.engine import Engine
 from multilora_engine.lora.checkpoint_layout import checkpoint_layout
 from multilora_engine.lora.format import pack_adapter
 from multilora_engine.lora.layout import PackedAdapter
+from multilora_engine.lora_config import LoRAConfig, SourceSpec
 from multilora_engine.request import GenerationRequest, SamplingParams
 from multilora_wire.layout import AdapterLayout, num_values
 

@@ -15,10 +15,11 @@ import torch
 
 from benchmarks.machine_limits import Limits, Yardsticks, seconds_of
 from benchmarks.matrix_rate import matrix_rate
-from multilora_engine.config import EngineConfig, LoRAConfig
+from multilora_engine.config import EngineConfig
 from multilora_engine.device_defaults import CPU_STEP_TOKENS
 from multilora_engine.engine.engine import Engine
 from multilora_engine.engine.memory import kv_bytes_per_token
+from multilora_engine.lora_config import LoRAConfig
 from multilora_engine.models.checkpoint import checkpoint_files, opened
 from multilora_engine.models.decoder import EMBEDDINGS
 from multilora_engine.models.model_config import ModelConfig

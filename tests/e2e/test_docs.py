@@ -11,7 +11,7 @@ import pytest
 
 from multilora_client import Adapter, Client, load_adapter
 from multilora_client.keys import parse_keys
-from multilora_engine.config import LoRAConfig
+from multilora_engine.lora_config import LoRAConfig
 from multilora_engine.tritonserver import ServerProcess
 from servers.openai_front import started_openai_front
 

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import torch
 
-from multilora_engine.config import EngineConfig, LoRAConfig
+from multilora_engine.config import EngineConfig
 from multilora_engine.engine.engine import Engine
+from multilora_engine.lora_config import LoRAConfig
 from multilora_engine.request import GenerationRequest, SamplingParams
 from support.engines import Answer
 from support.oracle import Oracle, packed

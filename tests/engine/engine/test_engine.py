@@ -20,7 +20,7 @@ from threadpoolctl import threadpool_info, threadpool_limits
 from transformers import LlamaForCausalLM
 
 from checkpoints.tiny_llama import VOCAB_SIZE, save_tiny_llama
-from multilora_engine.config import EngineConfig, LoRAConfig
+from multilora_engine.config import EngineConfig
 from multilora_engine.engine import build
 from multilora_engine.engine.engine import Engine
 from multilora_engine.errors import AdapterNotFound, ConfigError, InvalidRequest, QueueFull, QueueShareFull
@@ -33,6 +33,7 @@ from multilora_engine.lora.life_cycle import OnEvent
 from multilora_engine.lora.names import TenantTaskId
 from multilora_engine.lora.page_copies import PageCopy, copy_at_once
 from multilora_engine.lora.page_pool import PagePool
+from multilora_engine.lora_config import LoRAConfig
 from multilora_engine.process.messages import Welcome, decode_from_engine, encode
 from multilora_engine.request import GenerationRequest, Guide, SamplingParams, Sender
 from multilora_engine.sampling.sampler import Choice

@@ -11,12 +11,13 @@ import torch
 from pydantic import ByteSize
 
 from checkpoints.tiny_llama import save_tiny_llama
-from multilora_engine.config import EngineConfig, LoRAConfig
+from multilora_engine.config import EngineConfig
 from multilora_engine.device_defaults import on_device
 from multilora_engine.engine import memory
 from multilora_engine.engine.memory import MemoryPlan, divide_gpu, plan_memory
 from multilora_engine.errors import ConfigError
 from multilora_engine.lora.checkpoint_layout import checkpoint_layout
+from multilora_engine.lora_config import LoRAConfig
 from multilora_engine.models.registry import read_model_config
 from multilora_wire.layout import AdapterLayout, adapter_pages
 

@@ -14,7 +14,7 @@ from support.engines import LogitsRecorder, run_all
 from support.oracle import ATTENTION, MLP, Oracle, packed
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from multilora_engine.config import EngineConfig, LoRAConfig
+from multilora_engine.config import EngineConfig
 from multilora_engine.engine.engine import Engine
 from multilora_engine.errors import ConfigError, InvalidRequest
 from multilora_engine.lora.adapter_file import DamagedFile
@@ -23,6 +23,7 @@ from multilora_engine.lora.format import pack_adapter
 from multilora_engine.lora.layout import PackedAdapter
 from multilora_engine.lora.page_pool import PagePool
 from multilora_engine.lora.table_rows import TableRows
+from multilora_engine.lora_config import LoRAConfig
 from multilora_engine.request import GenerationRequest, SamplingParams
 from multilora_kernels import LoRATables, reference
 from multilora_kernels.adapter_codes import dequantize_a, dequantize_b

@@ -19,7 +19,7 @@ from support.oracle import ATTENTION, MLP, Oracle
 from support.sources import ROWS, GatedSource, key
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from multilora_engine.config import EngineConfig, LoRAConfig
+from multilora_engine.config import EngineConfig
 from multilora_engine.engine.engine import Engine
 from multilora_engine.errors import (
     AdapterConflict,
@@ -39,6 +39,7 @@ from multilora_engine.lora.names import task_id_of
 from multilora_engine.lora.remote import Fetch, RemoteAdapters
 from multilora_engine.lora.sources.fetcher import FetchedAdapter
 from multilora_engine.lora.sources.source import AdapterKey
+from multilora_engine.lora_config import LoRAConfig
 from multilora_engine.request import GenerationRequest, SamplingParams
 from multilora_wire.adapter_event import AdapterEvent
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
-from multilora_engine.config import SourceSpec
 from multilora_engine.errors import ConfigError
 from multilora_engine.lora.sources.source import AdapterSource
+from multilora_engine.lora_config import SourceSpec
 
 _BUILT_IN = {
     "directory": "multilora_engine.lora.sources.directory:DirectorySource",

@@ -73,7 +73,7 @@ def test_a_source_is_imported_when_a_configuration_names_it(tmp_path: Path) -> N
     given = json.dumps([{"source": "directory", "root": str(tmp_path)}])
     script = f"""
 import sys
-from multilora_engine.config import SourceSpec
+from multilora_engine.lora_config import SourceSpec
 from multilora_engine.lora.sources.registry import build_sources
 build_sources([SourceSpec(**spec) for spec in {given}])
 print(*sys.modules)
