@@ -5,7 +5,7 @@ run (gigabytes, and minutes) under --environments. All are loaded at once and an
 else the machine does meets all alike; count on 2 GB of memory an engine for the default model. Answers are greedy, of
 one length, and compared with those of transformers and PEFT in float32, which are kept beside the environments. Takes
 about a minute a round and engine. A run of some engines or cases only (--peer, --case) adds to the files in --output,
-in place of the rows that it measured again.
+in place of the rows that it measured again; --docs writes what it measured itself, and nothing of earlier runs.
 """
 
 from __future__ import annotations
@@ -25,11 +25,20 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from benchmarks.peers.contestants import CONTESTANTS, REFERENCE, Contestant, RunningPeer, environment
+from benchmarks.peers.contestants import (
+    CONTESTANTS,
+    REFERENCE,
+    Contestant,
+    RunningPeer,
+    engine_version,
+    environment,
+)
 from benchmarks.peers.exchange import Answer, Case, Job
 from benchmarks.peers.figures import Figures, print_figures, with_earlier, write_figures
+from benchmarks.peers.tables import write_tables
 from benchmarks.peft_baseline import PeftBaseline
 from checkpoints.prepare_default_model import cache_directory, ensure_default_checkpoint
+from sources import measured_source
 
 _RANK = 16
 _MAX_NUM_SEQS = 16
@@ -118,7 +127,9 @@ def main(
     case: Annotated[list[str] | None, typer.Option(help="Only cases whose names have this; repeatable.")] = None,
     environments: Annotated[Path | None, typer.Option(help="Where the engines of others are installed.")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Medians are taken over these.")] = 5,
+    update_docs: Annotated[bool, typer.Option("--docs", help="Write the tables of docs/performance.md.")] = False,
 ) -> None:
+    source = measured_source() if update_docs else ""
     console = Console()
     checkpoint = model or ensure_default_checkpoint()
     chosen = [c for c in CONTESTANTS if not peer or any(part in c.name for part in peer)]
@@ -145,6 +156,11 @@ def main(
             figures = compare(peers, cases, expected, rounds, console)
     title = f"{checkpoint.name}, {_PROMPT_TOKENS} tokens in and {_NUM_TOKENS} out, {torch.get_num_threads()} threads"
     print_figures(figures, title, console)
+    if update_docs:
+        versions = {
+            peer.name: engine_version(peer.contestant, environment(peer.contestant, directory)) for peer in peers
+        }
+        write_tables(figures, chosen, versions, source)
     write_figures(with_earlier(figures, output), title, output)
 
 

@@ -49,8 +49,9 @@ from multilora_engine.process.paths import owned_socket_path
 from multilora_engine.process.supervisor import EngineProcess
 from multilora_engine.request import GenerationRequest, SamplingParams, TokenOutput
 from multilora_wire.layout import AdapterLayout
-from plots import DOCS
+from plots import DOCS, write_plots
 from sources import measured_source
+from trials import soak_tiers
 from trials.soak_answers import Call, Tally, Versions
 from trials.soak_engine import Counts
 
@@ -326,7 +327,7 @@ def render(measured: Mapping[str, str]) -> Table:
 
 
 def markdown(measured: Mapping[str, str]) -> str:
-    """The table of docs/performance.md."""
+    """The table of the counts in docs/performance.md."""
     return markdown_table(("", "count"), measured.items())
 
 
@@ -342,7 +343,7 @@ def main(
     popularity: Annotated[Literal["zipf", "uniform", "both"], typer.Option(help="How often each is asked.")] = "both",
     seed: Annotated[int, typer.Option(help="Of the clients' actions; their interleaving is up to the machine.")] = 0,
     spanning: Annotated[bool, typer.Option(help="Adapters of several pages, with pieces that span pages.")] = False,
-    update_docs: Annotated[bool, typer.Option("--docs", help="Write the table of docs/performance.md.")] = False,
+    update_docs: Annotated[bool, typer.Option("--docs", help="Write the tables of docs/performance.md.")] = False,
 ) -> None:
     """Ask, upload, replace, cancel and stop at random, and check every answer. Ends with status 1 if one is wrong."""
     source = measured_source() if update_docs else ""
@@ -356,6 +357,8 @@ def main(
     console.print(render(measured))
     if update_docs:
         write_table(PAGE, TABLE, markdown(measured), source)
+        write_table(PAGE, soak_tiers.TABLE, soak_tiers.markdown([(c.tiers, c.loras) for c in counts]), source)
+        write_plots(PAGE)
     for verdict in tally.wrong[:_MAX_SHOWN]:
         console.print(f"[red]{escape(verdict)}")
     raise typer.Exit(1 if tally.wrong else 0)

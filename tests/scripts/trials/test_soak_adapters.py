@@ -7,14 +7,15 @@ from pathlib import Path
 import pytest
 
 from checkpoints.telling_adapters import MAX_RANK, answer, save_checkpoint
-from marked_tables import read_table
+from marked_tables import read_cells, read_table
 from multilora_engine.lora.checkpoint_layout import checkpoint_layout
+from multilora_engine.lora.life_cycle import LoRAStats, TierStats
 from multilora_engine.request import TokenOutput
 from multilora_wire.layout import AdapterLayout
-from trials import soak_adapters
+from trials import soak_adapters, soak_tiers
 from trials.soak_adapters import PAGE, TABLE, Options, Popularity, Soak, soak
 from trials.soak_answers import Call, Tally, Versions
-from trials.soak_engine import Counts
+from trials.soak_engine import Counts, TierBytes
 
 _ALL = pytest.mark.long(reason="each case starts two engines; the others have every part of this one")
 
@@ -39,6 +40,15 @@ def test_every_answer_is_of_the_right_adapter_and_version(has_disk: bool, is_spa
     assert (sum(c.loras.disk.hits for c in counts) > 50) is has_disk
     assert sum(c.loras.waits for c in counts) > 50
     assert sum(c.loras.replacements for c in counts) > 0
+    for c in counts:
+        first, *_, last = c.tiers
+        assert (first.device, first.host) == (0, 0)
+        assert 0 < last.device <= last.host == c.loras.host.bytes_used
+        assert last.host > 0.5 * c.loras.host.bytes_total
+        assert first.seconds < last.seconds
+    assert counts[0].tiers[0].disk == 0
+    assert counts[1].tiers[0].disk == counts[0].loras.disk.bytes_used
+    assert (counts[1].tiers[0].disk > 0) is has_disk
 
 
 @pytest.fixture(scope="module")
@@ -99,10 +109,16 @@ def test_the_command_writes_its_table_and_fails_where_an_answer_was_wrong(
     tally.errors["NOT_FOUND"] = 12
     tally.wrong.append("adapter 3 answered [4]")
 
-    def scripted(options: Options, popularities: list[Popularity], on_done: object) -> tuple[Tally, list[Counts]]:
-        return tally, []
+    first = [TierBytes(100 + second, second << 20, second << 21, second << 30) for second in range(13)]
+    second = [TierBytes(113.5, 0, 0, 13 << 30), TierBytes(115, 3 << 18, 1 << 20, 13 << 30)]
+    tiers = LoRAStats(TierStats(0, 30 << 20), TierStats(0, 30 << 20), TierStats(0, 16 << 30), 0, 0, 0, 0.0)
 
+    def scripted(options: Options, popularities: list[Popularity], on_done: object) -> tuple[Tally, list[Counts]]:
+        return tally, [Counts(1, 0, tiers, first), Counts(1, 0, tiers, second)]
+
+    drawn: list[Path] = []
     monkeypatch.setattr(soak_adapters, "PAGE", page)
+    monkeypatch.setattr(soak_adapters, "write_plots", drawn.append)
     monkeypatch.setattr(soak_adapters, "measured_source", lambda: "By a test.")
     monkeypatch.setattr(soak_adapters, "soak", scripted)
     options = {"requests": 1, "adapters": 1, "clients": 1, "device_adapters": 1, "host_adapters": 1, "disk": True}
@@ -122,3 +138,12 @@ def test_the_command_writes_its_table_and_fails_where_an_answer_was_wrong(
         "| WRONG | 1 |",
     ]
     assert lines[-2:] == ["", "By a test."]
+    rows = [tuple(row.values()) for row in read_cells(page, soak_tiers.TABLE)]
+    assert rows == [
+        *((f"{s}.0", f"{s} MiB", f"{2 * s} MiB", f"{1024 * s:,} MiB") for s in range(0, 13, 2)),
+        ("13.5", "0 MiB", "0 MiB", "13,312 MiB"),
+        ("15.0", "0.75 MiB", "1 MiB", "13,312 MiB"),
+        ("limit", "30 MiB", "30 MiB", "16,384 MiB"),
+    ]
+    assert read_table(page, soak_tiers.TABLE).endswith("\n\nBy a test.\n")
+    assert drawn == [page]
