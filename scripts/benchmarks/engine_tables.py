@@ -1,4 +1,7 @@
-"""The tables of docs/performance.md that `bench_engine --docs` writes, one for each of its parts."""
+"""The tables of docs/performance.md that `bench_engine --docs` writes, one for each of its parts.
+
+A figure that misses its goal says so.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,8 @@ def write_tables(results: Mapping[str, Results], source: str) -> None:
     """
     for part, measured in results.items():
         if part == "decode":
-            write_table(PAGE, "steps", steps_table(measured), f"{source} {machine_limits(measured)}")
+            told = " ".join([source, machine_limits(measured), *missed(measured)])
+            write_table(PAGE, "steps", steps_table(measured), told)
         else:
             table = (measures_table if part in ("prefill", "unpacked") else rows_table)(measured)
             write_table(PAGE, f"engine {part}", table, source)
@@ -55,6 +59,13 @@ def machine_limits(results: Results) -> str:
     return f"The machine meanwhile: {told}."
 
 
+def missed(results: Results) -> list[str]:
+    """A sentence of the rows that miss their goals and have no cell in the table of steps; none without such rows."""
+    rows = [row for row in results if isinstance(row, Row) and row.is_met is False]
+    told = "; ".join(f"{row.what} {figure(row.value)} {row.unit} (goal {row.goal})" for row in rows)
+    return [f"Missed: {told}."] if told else []
+
+
 def rows_table(results: Results) -> str:
     """A row for each result, with its goal, if it has one."""
     lines = ["| measured | | goal |", "| --- | ---: | ---: |"]
@@ -64,7 +75,7 @@ def rows_table(results: Results) -> str:
         else:
             value = _milliseconds(result.seconds)
             goal = "" if result.max_seconds is None else f"<= {_milliseconds(result.max_seconds)}"
-        lines.append(f"| {result.what} | {value} |{f' {goal}' if goal else ''} |")
+        lines.append(f"| {result.what} | {value}{_verdict(result)} |{f' {goal}' if goal else ''} |")
     return "\n".join(lines) + "\n"
 
 
@@ -79,7 +90,7 @@ def measures_table(results: Results) -> str:
         assert isinstance(result, Row), f"{result.what} is a step"
         named = re.fullmatch(r"(.+?)(?:: | (?=against ))(.+)", result.what)
         assert named is not None, f"{result.what} names no measure"
-        rows.setdefault(named[1], {})[named[2]] = f"{figure(result.value)} {result.unit}"
+        rows.setdefault(named[1], {})[named[2]] = f"{figure(result.value)} {result.unit}{_verdict(result)}"
         goals[named[2]] = f" (goal {result.goal})" if result.goal else goals.get(named[2], "")
     lines = ["".join(["| |", *(f" {measure}{goal} |" for measure, goal in goals.items())])]
     lines.append(f"| --- |{' ---: |' * len(goals)}")
@@ -95,7 +106,11 @@ def _heading(weights: str) -> str:
 
 def _cells(step: StepResult) -> tuple[str, str]:
     assert step.limit is not None, f"{step.what} has a limit"
-    return _milliseconds(step.seconds), f"{step.seconds / step.limit:.2f}x"
+    return _milliseconds(step.seconds), f"{step.seconds / step.limit:.2f}x{_verdict(step)}"
+
+
+def _verdict(result: Row | StepResult) -> str:
+    return ", missed" if result.is_met is False else ""
 
 
 def _milliseconds(seconds: float) -> str:

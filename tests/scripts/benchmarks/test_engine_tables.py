@@ -84,7 +84,8 @@ def test_a_part_writes_its_own_table_and_no_other(page: Path) -> None:
 def test_the_limits_of_the_machine_are_told_with_the_steps(page: Path) -> None:
     write_tables({"decode": decode(1)}, "By a test.")
     assert read_table(page, "steps").endswith(
-        "\n\nBy a test. The machine meanwhile: read bandwidth 28 GB/s, float32 products 340 GFLOP/s.\n"
+        "\n\nBy a test. The machine meanwhile: read bandwidth 28 GB/s, float32 products 340 GFLOP/s. "
+        "Missed: decode 1, w4a16 against float32 1 x (goal >= 3).\n"
     )
 
 
@@ -108,3 +109,25 @@ def test_every_part_has_its_place_on_the_page(page: Path) -> None:
     write_tables({part: [Row(f"{part}: time", 2003.4, "ms")] for part in PARTS}, "By a test.")
     for part in PARTS:
         assert "2,003 ms |" in read_table(page, f"engine {part}")
+
+
+def test_a_figure_that_misses_its_goal_says_so(page: Path) -> None:
+    """And its plot reads it as before."""
+    slow = [StepResult(f"decode 16, {weights}", 30e-3, 17e-3, 25.5e-3, {}) for weights in WEIGHTS]
+    fast = [StepResult(f"decode 1, {weights}", 20e-3, 16e-3, 20e-3, {}) for weights in WEIGHTS]
+    results = {
+        "decode": slow + fast,
+        "overhead": [StepResult("of 64, greedy", 2.1e-3, None, 2e-3, {}), StepResult("mixed", 2e-3, None, 2e-3, {})],
+        "peft": [Row("engine", 2.5, "x", ">= 3", False), Row("same", 1, "x", ">= 1", True), Row("rate", 9, "tokens/s")],
+        "unpacked": [Row("w4 against float32", 0.888, "x", ">= 1", False), Row("w8 against float32", 1, "x", "", None)],
+    }
+    write_tables(results, "By a test.")
+    assert read_cells(page, "steps")[0]["float32, of the limit"] == "1.25x"
+    assert read_cells(page, "steps")[1]["w4a16, of the limit"] == "1.76x, missed"
+    assert [row[""] for row in read_cells(page, "engine overhead")] == ["2.1 ms, missed", "2 ms"]
+    assert [row[""] for row in read_cells(page, "engine peft")] == ["2.5 x, missed", "1 x", "9 tokens/s"]
+    told = [row["against float32 (goal >= 1)"] for row in read_cells(page, "engine unpacked")]
+    assert told == ["0.888 x, missed", "1 x"]
+    axes = Figure().subplots()
+    draw_steps(axes, read_cells(page, "steps"))
+    assert [list(line.get_ydata()) for line in axes.lines if line.get_label() == "w4a16"] == [[20, 30]]
