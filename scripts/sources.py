@@ -32,8 +32,16 @@ def measured_source() -> str:
     return f"{command_source()[:-1]} on {machine()}, commit {_commit()}."
 
 
+def compiled_source(compiler: str) -> str:
+    """A sentence for figures that a compiler gives on any machine. Raises as `measured_source` does.
+
+    compiler: its name and version.
+    """
+    return f"{command_source()[:-1]} with {compiler}, commit {_commit()}."
+
+
 def command_source() -> str:
-    """A sentence for figures that depend on the code alone: the command that this process was started by.
+    """A sentence for figures that follow from the code by arithmetic: the command that this process was started by.
 
     It leaves out the folders in which this machine keeps files: no figure depends on them. Of files it has the names.
     """

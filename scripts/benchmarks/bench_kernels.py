@@ -22,6 +22,7 @@ import platform
 import statistics
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
@@ -41,7 +42,7 @@ from marked_tables import figure, write_table
 from multilora_kernels import load_cpu_kernels
 from multilora_kernels.cpu import capability
 from plots import DOCS
-from sources import measured_source
+from sources import compiled_source, measured_source
 
 TABLE = "operators"
 MAX_GATHERED_BYTES = 2 << 30
@@ -284,13 +285,14 @@ def write_results(results: list[Result], title: str, output: Path) -> None:
 
 def compile_kernels(output: Path, console: Console, update_docs: bool) -> None:
     """Registers, spilled bytes and shared memory of every kernel, shape and GPU generation, compiled here and now."""
+    source = compiled_source(f"Triton {version('triton')}") if update_docs else ""
     with Progress(console=console) as progress:
         todo = kernel_resources.compilations(EIGHT_BILLION)
         used = [compilation() for compilation in progress.track(todo, description="compiling")]
     console.print(kernel_resources.render(used))
     kernel_resources.write_results(used, output)
     if update_docs:
-        write_table(DOCS / "gpu.md", "kernel resources", kernel_resources.docs_table(used))
+        write_table(DOCS / "gpu.md", "kernel resources", kernel_resources.docs_table(used), source)
     console.print(f"Wrote {output}/kernel_resources.csv and {output}/kernel_resources.png")
 
 

@@ -257,7 +257,13 @@ def _arguments() -> argparse.Namespace:
 
 if __name__ == "__main__":
     asked = _arguments()
+    source = ""
+    if asked.docs:
+        from sources import measured_source  # it needs packages that a bare machine with a GPU lacks
+
+        sys.argv[0] = "scripts/gpu_report"
+        source = measured_source()
     found = report(asked.parts, asked.output, asked.seconds, asked.dry_run)
     if asked.docs:
-        write_table(DOCUMENT, TABLE, docs_table(found))
+        write_table(DOCUMENT, TABLE, docs_table(found), source)
     sys.exit(any(result.end != "done" for result in found.values()))
