@@ -176,6 +176,10 @@ class EngineConfig(BaseModel):
     enable_cuda_graphs: Annotated[
         _Switch, Field(description="Replay steps on a GPU as CUDA graphs. `auto`: if they pass the self-test at start.")
     ] = "auto"
+    allow_slow_operators: Annotated[
+        bool,
+        Field(description="Serve an operator that fails a GPU's self-test by plain PyTorch; false: stop the load."),
+    ] = False
     enable_async_scheduling: Annotated[
         _Switch, Field(description="Prepare a step while a GPU computes one. `auto`: if the GPU passes the self-test.")
     ] = "auto"

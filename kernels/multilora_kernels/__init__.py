@@ -32,6 +32,7 @@ from multilora_kernels.huge_pages import HugePages
 from multilora_kernels.kv_rows import kv_head_dim, kv_row_size, load_rows, store_rows
 from multilora_kernels.linear import PackedWeight, activation_dtype, packed_embedding, packed_linear
 from multilora_kernels.lora_linear import lora_linear
+from multilora_kernels.lora_segments import lora_segments
 from multilora_kernels.memory_ahead import MemoryAhead
 from multilora_kernels.penalties import LARGEST_LOGIT, forbid_tokens, penalise_tokens
 from multilora_kernels.quantized import (
@@ -42,7 +43,7 @@ from multilora_kernels.quantized import (
     quantized_lora_linear,
 )
 from multilora_kernels.sampling import SamplingRule, rule_parameters, sample_tokens
-from multilora_kernels.segments import LoRASegments, lora_segments
+from multilora_kernels.segments import LoRASegments
 from multilora_kernels.shrink import lora_shrink
 from multilora_kernels.step_inputs import StepInputs, fill_step_inputs
 from multilora_kernels.tables import LoRATables

@@ -11,6 +11,7 @@ import torch
 from multilora_kernels import operators
 from multilora_kernels.cpu import load_cpu_kernels, rotary_attention_directly
 from multilora_kernels.dispatch import load_operators
+from multilora_kernels.gpu_operators import gpu_operator
 from multilora_kernels.interpreter import has_gpu_operators
 from multilora_kernels.kv_rows import kv_head_dim
 
@@ -137,10 +138,7 @@ def rotary_attention(
         is_interleaved,
     )
     if out is not None:
-        # Imported here: Triton comes with the CUDA builds of torch only.
-        from multilora_kernels import cuda
-
-        return cuda.rotary_attention(*fields, out=out)
+        return gpu_operator("rotary_attention")(*fields, out=out)  # type: ignore[no-any-return]
     load_operators(qkv)
     return operators.rotary_attention(*fields, options.may_round)  # type: ignore[no-any-return]
 

@@ -6,6 +6,7 @@ import torch
 
 from multilora_kernels.constant_result import constant_result
 from multilora_kernels.cpu import load_cpu_kernels
+from multilora_kernels.gpu_registration import register_gpu_operators
 
 
 def load_operators(x: torch.Tensor) -> None:
@@ -18,7 +19,4 @@ def load_operators(x: torch.Tensor) -> None:
 
 @constant_result
 def _load_cuda_kernels() -> bool:
-    # Imported here: Triton comes with the CUDA builds of torch only.
-    from multilora_kernels.cuda import register_operators
-
-    return register_operators("CUDA")
+    return register_gpu_operators("CUDA")

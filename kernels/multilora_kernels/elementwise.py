@@ -9,6 +9,7 @@ import torch
 from multilora_kernels import operators, reference
 from multilora_kernels.cpu import elementwise_directly
 from multilora_kernels.dispatch import load_operators
+from multilora_kernels.gpu_operators import gpu_operator
 from multilora_kernels.interpreter import has_gpu_operators
 
 
@@ -50,10 +51,7 @@ def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
 def _call(name: str, x: torch.Tensor, *others: Any) -> Any:
     """The function with this name that serves `x`: of the GPU, the reference or the CPU's operators."""
     if has_gpu_operators(x.device):
-        # Imported here: Triton comes with the CUDA builds of torch only.
-        from multilora_kernels import cuda
-
-        return getattr(cuda, name)(x, *others)
+        return gpu_operator(name)(x, *others)
     if x.dtype != torch.float32:
         return getattr(reference, name)(x, *others)
     is_eager = not torch.compiler.is_dynamo_compiling()

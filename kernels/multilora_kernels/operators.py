@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import library
 
+from multilora_kernels.gpu_operators import slower_operators
 from multilora_kernels.interpreter import has_gpu_operators
 from multilora_kernels.kv_rows import kv_head_dim
 from multilora_kernels.panels import QuantizedPanels
@@ -250,7 +251,7 @@ def structs_of(num_tokens: int, fields: tuple[Any, ...]) -> tuple[LoRATables, Lo
 
 def _fake_shrink(x: torch.Tensor, first_slice: int, num_slices: int, *fields: Any) -> torch.Tensor:
     tables, _ = structs_of(x.shape[0], fields)
-    if has_gpu_operators(x.device):
+    if has_gpu_operators(x.device) and "lora_shrink" not in slower_operators():
         return empty_v(x, num_slices, tables.max_rank)
     return x.new_empty(1, num_slices, x.shape[0], tables.max_rank, dtype=torch.float32)
 

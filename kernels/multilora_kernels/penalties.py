@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from multilora_kernels import penalties_reference
+from multilora_kernels.gpu_operators import gpu_operator
 from multilora_kernels.interpreter import has_gpu_operators
 from multilora_kernels.penalties_reference import LARGEST_LOGIT
 
@@ -35,10 +36,7 @@ def penalise_tokens(
     x - (frequency * its count in the answer + presence) if the answer has it; both within +-LARGEST_LOGIT.
     """
     if has_gpu_operators(logits.device):
-        # Imported here: Triton comes with the CUDA builds of torch only.
-        from multilora_kernels import cuda
-
-        cuda.penalise_tokens(logits, counts, places, last_token_ids, penalties)
+        gpu_operator("penalise_tokens")(logits, counts, places, last_token_ids, penalties)
     else:
         penalties_reference.penalise_tokens(logits, counts, places, last_token_ids, penalties)
 
@@ -50,8 +48,6 @@ def forbid_tokens(logits: torch.Tensor, bans: torch.Tensor, last_token_ids: torc
     have it, or -1 for all. last_token_ids: int64 [rows].
     """
     if has_gpu_operators(logits.device):
-        from multilora_kernels import cuda
-
-        cuda.forbid_tokens(logits, bans, last_token_ids)
+        gpu_operator("forbid_tokens")(logits, bans, last_token_ids)
     else:
         penalties_reference.forbid_tokens(logits, bans, last_token_ids)

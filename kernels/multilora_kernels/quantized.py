@@ -17,6 +17,7 @@ from multilora_kernels import operators
 from multilora_kernels.apply import lora_apply
 from multilora_kernels.cpu import linear_directly, packed_embedding_directly, packed_linear_directly, panel_shape
 from multilora_kernels.dispatch import load_operators
+from multilora_kernels.gpu_operators import gpu_operator
 from multilora_kernels.huge_pages import HugePages
 from multilora_kernels.interpreter import has_gpu_operators
 from multilora_kernels.linear import PackedWeight
@@ -218,10 +219,7 @@ def quantized_linear(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tenso
     """
     if not weight.is_packed:
         if has_gpu_operators(x.device):
-            # Imported here: Triton comes with the CUDA builds of torch only.
-            from multilora_kernels.cuda import quantized
-
-            return quantized.quantized_linear(x, quantized.Codes(*weight.plain), bias)
+            return gpu_operator("quantized_linear")(x, weight, bias)  # type: ignore[no-any-return]
         return F.linear(x, weight.rows(0, weight.shape[0]).to(x.dtype), bias)
     y = _multiply_panels(x, weight.panels, weight.shape[0])
     return y if bias is None else y.add_(bias)

@@ -1,7 +1,8 @@
 """Every operator in plain PyTorch under the same name and signature: the oracle of the tests, the path of last resort.
 
 One loop over chunks and slices, one small matrix product each. It synchronises the device (it reads the work list on
-the host), so on a GPU it is for tests only. With float64 activations everything is computed in float64.
+the host), so on a GPU it is slow, and no part of a CUDA graph. With float64 activations everything is computed in
+float64.
 """
 
 from __future__ import annotations
@@ -107,14 +108,28 @@ def rotary_attention(
     *fields: Any,
 ) -> torch.Tensor:
     """Compute as `attention.rotary_attention`, with the arguments of the operator."""
+    *sequences_and_options, is_interleaved = fields
+    q = rotate_and_store(qkv, cos, sin, keys, values, slots, is_interleaved)
+    return paged_attention(q, keys, values, *sequences_and_options)
+
+
+def rotate_and_store(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: torch.Tensor,
+    is_interleaved: bool,
+) -> torch.Tensor:
+    """The first step of `rotary_attention`. Returns the queries, [num_tokens, num_heads, head_dim]."""
     num_kv, head_dim = keys.shape[1], kv_head_dim(keys)
     heads = qkv.view(qkv.shape[0], -1, head_dim)
     qk, v = heads[:, :-num_kv], heads[:, -num_kv:]
-    *sequences_and_options, is_interleaved = fields
     turned = torch.cat((_turned(qk[..., : cos.shape[-1]], cos, sin, is_interleaved), qk[..., cos.shape[-1] :]), dim=-1)
     store_rows(turned[:, -num_kv:], keys, slots)
     store_rows(v, values, slots)
-    return paged_attention(turned[:, :-num_kv], keys, values, *sequences_and_options)
+    return turned[:, :-num_kv]
 
 
 def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_interleaved: bool) -> torch.Tensor:

@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 import torch
 
-from multilora_kernels.interpreter import has_gpu_operators
-
 CHUNK_SIZE = 16
 """Tokens of a chunk in decode batches: the rows of one tensor-core tile."""
 
@@ -45,29 +43,10 @@ class LoRASegments(NamedTuple):
     chunk_size: int = CHUNK_SIZE
 
 
-def lora_segments(token_lora_mapping: torch.Tensor, max_loras: int, chunk_size: int | None = None) -> LoRASegments:
-    """Sort tokens by adapter and cut the runs into chunks, without synchronising the device.
-
-    token_lora_mapping: [num_tokens] int32 or int64, each -1 (base model) or 0 .. max_loras - 1.
-    Every run of `n` tokens gives `ceil(n / chunk_size)` chunks; the order inside a run is the batch's order.
-    chunk_size: `CHUNK_SIZE` or `PREFILL_CHUNK_SIZE` by the number of tokens unless given.
-    """
-    num_tokens = token_lora_mapping.numel()
-    chunk_size = chunk_size or (CHUNK_SIZE if num_tokens <= MAX_DECODE_TOKENS else PREFILL_CHUNK_SIZE)
-    capacity = min(num_tokens, max_loras + num_tokens // chunk_size)
-    if has_gpu_operators(token_lora_mapping.device) and num_tokens:
-        # Imported here: Triton comes with the CUDA builds of torch only.
-        from multilora_kernels.cuda.segments import MAX_TOKENS, segment
-
-        if num_tokens <= MAX_TOKENS:
-            return LoRASegments(*segment(token_lora_mapping, max_loras, chunk_size, capacity), num_tokens, chunk_size)
-    return reference_segments(token_lora_mapping, max_loras, chunk_size, capacity)
-
-
 def reference_segments(
     token_lora_mapping: torch.Tensor, max_loras: int, chunk_size: int, capacity: int
 ) -> LoRASegments:
-    """`lora_segments` by operators of torch. capacity: of chunks."""
+    """See `lora_segments.lora_segments`; capacity: of chunks."""
     num_tokens = token_lora_mapping.numel()
     mapping = token_lora_mapping.long()
     # Base tokens get the key max_loras, so the stable sort leaves them behind every adapter's tokens.

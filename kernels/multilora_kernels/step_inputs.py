@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from multilora_kernels import step_inputs_reference
+from multilora_kernels.gpu_operators import gpu_operator
 from multilora_kernels.interpreter import has_gpu_operators
 from multilora_kernels.step_inputs_reference import StepInputs
 
@@ -16,9 +17,6 @@ def fill_step_inputs(graph: StepInputs, step: StepInputs, size: int, scratch_blo
     Elements of `graph.logits_indices` behind the step's are 0: a graph may lack a row that an earlier step wanted.
     """
     if has_gpu_operators(step.input_ids.device):
-        # Imported here: Triton comes with the CUDA builds of torch only.
-        from multilora_kernels import cuda
-
-        cuda.fill_step_inputs(graph, step, size, scratch_block, block_size)
+        gpu_operator("fill_step_inputs")(graph, step, size, scratch_block, block_size)
     else:
         step_inputs_reference.fill_step_inputs(graph, step, size, scratch_block, block_size)

@@ -33,7 +33,9 @@ from gpu.machine import Machine, Row
 from gpu.report import ERROR_UNIT
 from gpu.tuning_parts import compile_candidates, tune
 from multilora_kernels import CodeType, add_rms_norm, reference
-from multilora_kernels.self_test import OperatorShapes, checked_operators
+from multilora_kernels.gpu_operators import serve_slower
+from multilora_kernels.self_test import CheckedOperator, OperatorShapes, checked_operators
+from multilora_kernels.slower_operators import SLOWER_OPERATORS
 from repository import REPOSITORY
 
 _TESTS = (
@@ -82,20 +84,38 @@ def small_self_test(machine: Machine) -> Iterator[Row]:
 
 
 def _self_test(machine: Machine, shapes_of: Callable[[Machine], Iterator[OperatorShapes]]) -> Iterator[Row]:
-    wrong = 0
+    wrong: list[str] = []
     for shapes in shapes_of(machine):
         for checked in checked_operators(shapes, machine.device, machine.process, machine.num_processes):
-            wrong += not checked.is_right
-            note = checked.shapes if checked.is_right else f"WRONG {checked.failure} {checked.shapes}"
-            yield Row(checked.operator, checked.error, ERROR_UNIT, note=f"{checked.seconds:.1f} s; {note}")
+            wrong += [checked.operator] * (not checked.is_right)
+            yield _row_of(checked, checked.operator)
     if wrong:
-        raise SystemExit(f"{wrong} comparisons are wrong")
+        yield from _slower_paths(machine, shapes_of, sorted(set(wrong)))
+        raise SystemExit(f"{len(wrong)} comparisons are wrong")
+
+
+def _slower_paths(
+    machine: Machine, shapes_of: Callable[[Machine], Iterator[OperatorShapes]], operators: list[str]
+) -> Iterator[Row]:
+    """Whether allow_slow_operators=true would serve here. Behind all comparisons: kernels serve no more."""
+    for operator in operators:
+        serve_slower(operator, SLOWER_OPERATORS[operator])
+    for shapes in shapes_of(machine):
+        arguments = (shapes, machine.device, machine.process, machine.num_processes, operators)
+        for checked in checked_operators(*arguments):
+            yield _row_of(checked, f"{checked.operator}, by plain PyTorch")
+
+
+def _row_of(checked: CheckedOperator, name: str) -> Row:
+    note = checked.shapes if checked.is_right else f"WRONG {checked.failure} {checked.shapes}"
+    return Row(name, checked.error, ERROR_UNIT, note=f"{checked.seconds:.1f} s; {note}")
 
 
 def _small_shapes(machine: Machine) -> Iterator[OperatorShapes]:
     linears = ((48, (32, 16)),)
     shapes = OperatorShapes(48, 40, linears, 4, 2, 16, 4, 9, machine.dtype, machine.dtype, (1, 9), 5, 300)
-    yield dataclasses.replace(shapes, code_types=((CodeType.INT4, 32), (CodeType.INT8, 48), (CodeType.FP8, 48)))
+    code_types = ((CodeType.INT4, 32), (CodeType.INT8, 48), (CodeType.FP8, 48))
+    yield dataclasses.replace(shapes, code_types=code_types, rotations=((16, False), (6, True)))
 
 
 def _eight_billion_shapes(machine: Machine) -> Iterator[OperatorShapes]:
@@ -103,7 +123,10 @@ def _eight_billion_shapes(machine: Machine) -> Iterator[OperatorShapes]:
     for dtype, lora_dtype in [*pairs, (machine.dtype, torch.uint8), (torch.float16, torch.float16)]:
         linears = tuple((linear.in_features, linear.slice_sizes) for linear in EIGHT_BILLION.linears)
         shapes = OperatorShapes(4096, 14336, linears, 32, 8, 128, BLOCK_SIZE, 64, dtype, lora_dtype)
-        yield dataclasses.replace(shapes, vocab_size=VOCAB_SIZE, code_types=CODE_TYPES)
+        shapes = dataclasses.replace(shapes, vocab_size=VOCAB_SIZE, code_types=CODE_TYPES)
+        if lora_dtype == torch.int8:
+            shapes = dataclasses.replace(shapes, kv_dtype=torch.int8, rotations=((128, False), (64, True), (0, False)))
+        yield shapes
 
 
 def measure_limits(machine: Machine) -> Iterator[Row]:

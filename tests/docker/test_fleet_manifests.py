@@ -182,12 +182,13 @@ def test_arguments_are_parameters_of_the_engine() -> None:
     assert "engine" in named_ones
 
 
-def test_the_gpu_overlay_gives_workers_a_gpu_and_a_place_for_compiled_kernels() -> None:
+def test_the_gpu_overlay_gives_workers_a_gpu_that_must_serve_and_a_place_for_compiled_kernels() -> None:
     (overlay,) = read(KUBERNETES / "fleet_gpu" / "kustomization.yaml")
     deployment = patched(named("Deployment", "worker"), overlay)
     kubernetes_validate.validate(deployment, kubernetes_validate.latest_version(), strict=True)
     (worker,), (plain,) = pod(deployment)["containers"], pod(named("Deployment", "worker"))["containers"]
     assert worker["resources"]["limits"] == {**plain["resources"]["limits"], "nvidia.com/gpu": 1}
+    assert worker["args"] == [*plain["args"], "--set=device=cuda"]
     assert worker["env"] == [*plain["env"], {"name": "TRITON_CACHE_DIR", "value": "/compiled"}]
     assert worker["volumeMounts"] == [*plain["volumeMounts"], {"name": "compiled", "mountPath": "/compiled"}]
     assert [volume["name"] for volume in pod(deployment)["volumes"]][-1] == "compiled"

@@ -135,13 +135,14 @@ def test_the_autoscaler_scales_the_deployment() -> None:
     assert target == {"apiVersion": deployment["apiVersion"], "kind": "Deployment", "name": "multilora"}
 
 
-def test_the_gpu_overlay_gives_a_gpu_more_shared_memory_and_a_place_for_compiled_kernels() -> None:
+def test_the_gpu_overlay_gives_a_gpu_that_must_serve_more_shared_memory_and_a_place_for_compiled_kernels() -> None:
     (overlay,) = read_documents(KUBERNETES / "gpu" / "kustomization.yaml")
     deployment = patched(manifest("Deployment"), overlay)
     kubernetes_validate.validate(deployment, kubernetes_validate.latest_version(), strict=True)
     spec = deployment["spec"]["template"]["spec"]
     (server,), (plain,) = spec["containers"], pod()["containers"]
     assert server["resources"]["limits"] == {**plain["resources"]["limits"], "nvidia.com/gpu": 1}
+    assert server["args"] == [*plain["args"], "--set=device=cuda"]
     assert server["env"] == [{"name": "TRITON_CACHE_DIR", "value": "/compiled"}]
     assert server["volumeMounts"] == [*plain["volumeMounts"], {"name": "compiled", "mountPath": "/compiled"}]
     changed = [volume for volume in spec["volumes"] if volume not in pod()["volumes"]]

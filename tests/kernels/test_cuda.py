@@ -212,7 +212,7 @@ def test_segments_in_one_launch_are_those_of_torch(implementation, num_tokens, m
     generator = torch.Generator().manual_seed(num_tokens)
     mapping = torch.randint(-1, max_loras, (num_tokens,), generator=generator).to(implementation.device)
     capacity = min(num_tokens, max_loras + num_tokens // chunk_size)
-    permutation, *chunks = segments.segment(mapping, max_loras, chunk_size, capacity)
+    permutation, *chunks = segments.lora_segments(mapping, max_loras, chunk_size, capacity)
     expected = reference_segments(mapping, max_loras, chunk_size, capacity)
     num_used = int((mapping >= 0).sum())
     assert torch.equal(permutation[:num_used], expected.permutation[:num_used])

@@ -61,7 +61,7 @@ def _check(shape, kind, dtype, num_rows, has_bias=False, scale_dtype=torch.bfloa
     exact = x.double() @ weight.rows(0, out_features).cpu().double().T + (0 if bias is None else bias.double())
     wide = wide.to(dtype).to(DEVICE)
     on_device = wide[:, :in_features].copy_(x)
-    actual = quantized.quantized_linear(
+    actual = quantized.linear_of_codes(
         on_device, quantized.Codes(*weight.plain), None if bias is None else bias.to(DEVICE)
     )
     assert actual.dtype == dtype

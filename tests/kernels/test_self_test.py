@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
+
 import pytest
 import torch
 
-from multilora_kernels import CodeType, attention, cuda, operators, self_test
+from multilora_kernels import CodeType, cuda, gpu_operators, self_test
 from multilora_kernels.self_test import OperatorFault, OperatorShapes, checked_operators
+from multilora_kernels.slower_operators import SLOWER_OPERATORS
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SHAPES = OperatorShapes(
@@ -23,37 +27,32 @@ SHAPES = OperatorShapes(
     contexts=(1, 9),
     num_rows=9,
     vocab_size=300,
+    rotations=((16, False), (6, True), (0, False)),
     code_types=((CodeType.INT4, 24), (CodeType.INT8, 72), (CodeType.FP8, 72)),
 )
 
 
-def test_right_operators_pass():
-    checked = list(checked_operators(SHAPES, DEVICE))
-    names = ["lora_shrink", "lora_expand", "lora_apply", "lora_segments", "rotary_attention"]
-    assert list(dict.fromkeys(one.operator for one in checked)) == [
-        *names,
-        "quantized_linear",
-        "add_rms_norm",
-        "add_layer_norm",
-        "silu_mul",
-        "gelu_tanh_mul",
-        "gelu_tanh",
-        "penalise_tokens",
-        "forbid_tokens",
-        "sample_tokens",
-    ]
+@pytest.fixture(autouse=True)
+def kernels_serve(monkeypatch):
+    monkeypatch.setattr(gpu_operators, "_slower", {})
+
+
+@pytest.mark.parametrize("kv_dtype", [None, torch.int8])
+def test_right_operators_pass(kv_dtype):
+    checked = list(checked_operators(dataclasses.replace(SHAPES, kv_dtype=kv_dtype), DEVICE))
+    assert {one.operator for one in checked} == set(cuda.__all__)
     assert [str(one) for one in checked if not one.is_right] == []
 
 
 def test_a_load_stops_at_a_sum_that_lacks_one_element_and_names_it(monkeypatch):
-    right = self_test.lora_shrink
+    right = cuda.lora_shrink
 
     def lora_shrink(x, *arguments):
         without_last = x.clone()
         without_last[:, -1] = 0
         return right(without_last, *arguments)
 
-    monkeypatch.setattr(self_test, "lora_shrink", lora_shrink)
+    monkeypatch.setattr(cuda, "lora_shrink", lora_shrink)
     shapes = r"72 inputs, outputs \(40, 16\), 9 rows in chunks of 16, ranks \[1, 7, 16, 20\], torch.bfloat16"
     with pytest.raises(OperatorFault, match=f"lora_shrink of {shapes}.*: the largest error is"):
         self_test.self_test(SHAPES, DEVICE)
@@ -76,14 +75,131 @@ def test_numbers_that_are_none_and_exceptions_are_faults(monkeypatch, fault):
 
 
 def test_attention_that_sees_one_key_too_many_is_a_fault(monkeypatch):
-    right = operators.rotary_attention
+    right = cuda.rotary_attention
 
-    def rotary_attention(*arguments):
+    def rotary_attention(*arguments, **out):
         step, (window, *options) = arguments[:11], arguments[11:]
-        return right(*step, window and window + 1, *options)
+        return right(*step, window and window + 1, *options, **out)
 
-    monkeypatch.setattr(attention.operators, "rotary_attention", rotary_attention)
+    monkeypatch.setattr(cuda, "rotary_attention", rotary_attention)
     wrong = [one for one in checked_operators(SHAPES, DEVICE) if not one.is_right]
     assert {one.operator for one in wrong} == {"rotary_attention"}
     assert all("window 5" in one.shapes for one in wrong)
     assert len(wrong) == 6
+
+
+def _without_pairs(right):
+    return lambda *arguments: right(*arguments[:-1], False)
+
+
+def _turns_all(right):
+    """Elements that stay are zeroed."""
+
+    def attend(qkv, cos, sin, *others):
+        missing = 16 - cos.shape[2]
+        zeros = cos.new_zeros(len(cos), 1, missing)
+        return right(qkv, torch.cat((cos, zeros), 2), torch.cat((sin, zeros), 2), *others)
+
+    return attend
+
+
+def _zeroes_newest(right):
+    """Keys in codes, of which the newest token's lose their scale."""
+
+    def attend(qkv, cos, sin, keys, values, slots, *others):
+        result = right(qkv, cos, sin, keys, values, slots, *others)
+        return torch.zeros_like(result) if keys.dtype == torch.int8 else result
+
+    return attend
+
+
+def _forgets_padding(right):
+    """Rows behind those of the step stay as an earlier step left them."""
+    return lambda graph, step, size, *others: right(graph, step, len(step.input_ids), *others)
+
+
+def _looks_further(right):
+    def attend(q, keys, values, tables, starts, lengths, num_decodes, block_size, window, *others):
+        return right(q, keys, values, tables, starts, lengths, num_decodes, block_size, window and window + 1, *others)
+
+    return attend
+
+
+@pytest.mark.parametrize(
+    ("operator", "broken", "shapes"),
+    [
+        ("rotary_attention", _without_pairs, "6 turned in pairs"),
+        ("rotary_attention", _turns_all, "(6|0) turned"),
+        ("rotary_attention", _zeroes_newest, "cache torch.int8"),
+        ("paged_attention", _looks_further, "window 5"),
+        ("fill_step_inputs", _forgets_padding, "9 rows"),
+    ],
+)
+def test_a_fault_in_one_kind_of_step_is_found(monkeypatch, operator, broken, shapes):
+    monkeypatch.setattr(cuda, operator, broken(getattr(cuda, operator)))
+    in_codes = dataclasses.replace(SHAPES, kv_dtype=torch.int8, code_types=())
+    wrong = [one for one in checked_operators(in_codes, DEVICE) if not one.is_right]
+    assert {one.operator for one in wrong} == {operator}
+    assert all(re.search(shapes, one.shapes) for one in wrong)
+
+
+@pytest.mark.parametrize("kv_dtype", [None, torch.int8])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_every_operator_has_a_slower_path_that_is_right(monkeypatch, dtype, kv_dtype):
+    assert set(SLOWER_OPERATORS) == set(cuda.__all__)
+    for name, function in SLOWER_OPERATORS.items():
+        monkeypatch.delattr(cuda, name)
+        gpu_operators.serve_slower(name, function)
+    shapes = dataclasses.replace(SHAPES, dtype=dtype, kv_dtype=kv_dtype)
+    assert [str(one) for one in checked_operators(shapes, DEVICE) if not one.is_right] == []
+
+
+def _kernels_are_right(monkeypatch):
+    """Plain functions in the place of kernels, which take the interpreter long."""
+    for name, function in SLOWER_OPERATORS.items():
+        monkeypatch.setattr(cuda, name, function)
+
+
+def _raises(*_):
+    raise RuntimeError("no kernel image is available")
+
+
+def test_a_slower_path_serves_where_it_is_allowed_and_everything_is_compared_again(monkeypatch):
+    _kernels_are_right(monkeypatch)
+    monkeypatch.setattr(cuda, "lora_shrink", _raises)
+    seen = []
+    num_comparisons, replaced = self_test.self_test(SHAPES, DEVICE, True, lambda *step: seen.append(step))
+    assert [one.operator for one in replaced] == ["lora_shrink"]
+    assert "72 inputs" in str(replaced[0])
+    assert str(replaced[0]).endswith(": RuntimeError: no kernel image is available")
+    assert gpu_operators.slower_operators() == ["lora_shrink"]
+    assert [step[:2] for step in seen] == [(n, num_comparisons) for n in range(num_comparisons)] * 2
+    assert seen[0][2] == "lora_shrink"
+    assert self_test.self_test(SHAPES, DEVICE, True) == (num_comparisons, [])
+    with pytest.raises(OperatorFault, match="slower paths serve in this process already, of lora_shrink"):
+        self_test.self_test(SHAPES, DEVICE)
+
+
+def test_an_operator_whose_slower_path_is_wrong_too_stops_the_load(monkeypatch):
+    _kernels_are_right(monkeypatch)
+    monkeypatch.setattr(cuda, "gelu_tanh", _raises)
+    monkeypatch.setitem(SLOWER_OPERATORS, "gelu_tanh", torch.relu)
+    message = (
+        r"gelu_tanh of \[9, 72\].*no kernel image is available; its slower path, too: gelu_tanh of .*largest error"
+    )
+    with pytest.raises(OperatorFault, match=message):
+        self_test.self_test(SHAPES, DEVICE, True)
+
+
+def test_an_operator_that_only_a_later_slower_path_breaks_stops_the_load(monkeypatch):
+    """What passed beside another's kernel is compared beside its slower path, too."""
+    _kernels_are_right(monkeypatch)
+    right = cuda.silu_mul
+
+    def silu_mul(gate_up):
+        return right(gate_up) + bool(gpu_operators.slower_operators())
+
+    monkeypatch.setattr(cuda, "silu_mul", silu_mul)
+    monkeypatch.setattr(cuda, "sample_tokens", _raises)
+    with pytest.raises(OperatorFault, match=r"silu_mul of .*, behind the slower path of sample_tokens"):
+        self_test.self_test(SHAPES, DEVICE, True)

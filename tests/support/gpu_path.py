@@ -5,6 +5,7 @@ Its kernels are noted where Triton would launch them, and do not run. torch's op
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +22,8 @@ from multilora_engine.engine.engine import Engine
 from multilora_engine.execution import transfer
 from multilora_engine.lora.format import pack_adapter
 from multilora_engine.sampling import sampler
-from multilora_kernels import cpu, cuda, interpreter, operators
+from multilora_kernels import cpu, cuda, gpu_operators, gpu_registration, interpreter, operators
+from multilora_kernels.slower_operators import SLOWER_OPERATORS
 from support.adapters import wire_adapter
 
 NUM_LAYERS = 2
@@ -93,12 +95,25 @@ class FakeDevice(TorchDispatchMode):
 
 def make_device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     """Without compiled CPU kernels in this process while the test runs. It serves from `serve` on."""
-    monkeypatch.setattr(cpu, "_library", lambda: None)
+    monkeypatch.setattr(cpu, "_library", functools.cache(lambda: None))
     implementations: dict[str, Callable[..., Any]] = {}
     with monkeypatch.context() as patch:
         patch.setattr(operators.library, "impl", lambda name, key, function: implementations.update({name: function}))
-        cuda.register_operators.__wrapped__("CPU")
+        gpu_registration.register_gpu_operators.__wrapped__("CPU")
     return FakeDevice(implementations)
+
+
+def kernels_by_plain_torch(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
+    """A device whose kernels plain functions stand for, so that it computes rightly; CPU tensors are on it from now on.
+
+    No slower path serves in this process while the test runs, but those that it puts there.
+    """
+    device = make_device(monkeypatch)
+    monkeypatch.setattr(interpreter, "IS_INTERPRETED", True)
+    monkeypatch.setattr(gpu_operators, "_slower", {})
+    for name, function in SLOWER_OPERATORS.items():
+        monkeypatch.setattr(cuda, name, function)
+    return device
 
 
 def make_engine(folder: Path, tokenizer: Path, **options: Any) -> Engine:

@@ -1,6 +1,7 @@
 """Answers of a tiny engine on CPU tensors, by whatever operators serve them in this process.
 
-`python -m support.interpreted_engine MODEL TOKENIZER` prints them as JSON, of asynchronous steps.
+`python -m support.interpreted_engine MODEL TOKENIZER` prints them as JSON, of asynchronous steps; with the name of an
+operator of `multilora_kernels.cuda` behind these, those of an engine that may serve without its kernel, which fails.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from checkpoints.tiny_llama import VOCAB_SIZE
 from multilora_engine.config import EngineConfig
@@ -30,10 +32,8 @@ _SAMPLING = (
 )
 
 
-def answer(model: Path, tokenizer: Path, enable_async_scheduling: bool) -> dict[str, list[int]]:
-    """Tokens by request: of the base model and of two adapters, greedy and drawn, with penalties and bans; some prompts
-    take several chunks.
-    """
+def make_engine(model: Path, tokenizer: Path, **options: Any) -> Engine:
+    """With adapters 0 and 1."""
     config = EngineConfig(
         model_path=model,
         tokenizer_path=tokenizer,
@@ -41,7 +41,7 @@ def answer(model: Path, tokenizer: Path, enable_async_scheduling: bool) -> dict[
         kv_cache_memory_bytes=8 << 20,  # type: ignore[arg-type]
         max_num_batched_tokens=24,
         max_num_seqs=4,
-        enable_async_scheduling=enable_async_scheduling,
+        **options,
     )
     engine = Engine(config)
     layout = engine.info.adapter_layout
@@ -49,6 +49,13 @@ def answer(model: Path, tokenizer: Path, enable_async_scheduling: bool) -> dict[
         rows = [(module, layer, rank) for layer in range(2) for module in (1, 4, 6)]
         wire = wire_adapter(layout, rows, seed=task, scale=0.5)
         engine.put_adapter(task, pack_adapter(wire.weights, wire.config, layout))
+    return engine
+
+
+def answer(engine: Engine) -> dict[str, list[int]]:
+    """Tokens by request: of the base model and of two adapters, greedy and drawn, with penalties and bans; some prompts
+    take several chunks. Closes the engine.
+    """
     requests = [
         GenerationRequest(f"r{n}", [(7 * n + i) % VOCAB_SIZE for i in range(17 * n + 1)], sampling, lora_task_id=task)
         for n, (task, sampling) in enumerate(zip(_TASKS, _SAMPLING, strict=True))
@@ -58,5 +65,20 @@ def answer(model: Path, tokenizer: Path, enable_async_scheduling: bool) -> dict[
     return {name: answer.token_ids for name, answer in answers.items()}
 
 
+def main(model: str, tokenizer: str, broken: str = "") -> None:
+    """broken: the operator whose kernel fails."""
+    if broken:
+        # Imported here: Triton is to be imported with its interpreter's variables only.
+        from multilora_kernels import cuda
+
+        def fail(*_: object, **__: object) -> None:
+            raise RuntimeError("no kernel image is available")
+
+        setattr(cuda, broken, fail)
+    engine = make_engine(Path(model), Path(tokenizer), enable_async_scheduling=True, allow_slow_operators=bool(broken))
+    assert engine.stats.slow_operators == [broken] * bool(broken)
+    sys.stdout.write(json.dumps(answer(engine)))
+
+
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(answer(Path(sys.argv[1]), Path(sys.argv[2]), enable_async_scheduling=True)))
+    main(*sys.argv[1:])

@@ -19,9 +19,11 @@ from multilora_engine.engine.build import (
     choose_kv_cache_dtype,
     choose_weight_dtype,
     dtype_name,
+    may_have_graphs,
 )
 from multilora_engine.engine.memory import MemoryPlan, plan_memory
 from multilora_engine.engine_info import CallLimits, ClientPolicy, EngineInfo, read_version
+from multilora_engine.execution.operator_check import check_operators
 from multilora_engine.execution.step_memory import peak_growth, step_memory
 from multilora_engine.lora.table_rows import TableRows
 from multilora_engine.models.loader import load_model
@@ -32,7 +34,8 @@ from multilora_engine.models.registry import read_model_config
 from multilora_engine.models.weights import Placement
 from multilora_engine.sampling.token_counts import TokenCounts
 from multilora_engine.text.tokenizer import Tokenizer
-from multilora_kernels import huge_pages, load_cpu_kernels
+from multilora_kernels import LoRATables, huge_pages, load_cpu_kernels
+from multilora_kernels.interpreter import has_gpu_operators
 from multilora_wire.layout import AdapterLayout, adapter_layout
 
 _logger = logging.getLogger(__name__)
@@ -42,7 +45,7 @@ _logger = logging.getLogger(__name__)
 class BaseModel:
     """The model with its weights, its tokenizer, the layout of adapters for it, and the plan of the memory left.
 
-    dtype: of the model's computations.
+    dtype: of the model's computations. slow_operators: that plain PyTorch serves in the place of a GPU's kernels.
     """
 
     model: Model
@@ -53,10 +56,14 @@ class BaseModel:
     tokenizer_path: Path
     layout: AdapterLayout
     plan: MemoryPlan
+    slow_operators: list[str]
 
 
 def load_base_model(config: EngineConfig, on_progress: Callable[[int, int], None] | None) -> BaseModel:
-    """Load weights and tokenizer. on_progress: called with (tensors loaded, tensors in all). Raises ConfigError."""
+    """Load weights and tokenizer. on_progress: called with (tensors loaded, tensors in all).
+
+    Raises ConfigError, and OperatorFault on a GPU that computes wrongly.
+    """
     device = choose_device(config)
     _keep_blas_to_its_caller()
     if device.type == "cpu":
@@ -77,10 +84,21 @@ def load_base_model(config: EngineConfig, on_progress: Callable[[int, int], None
     layout = adapter_layout(sites, config.lora.max_lora_rank, lora_dtype, ruled_out)
     if layout.code_bits:
         load_cpu_kernels()  # The CPU's kernels quantise adapters as they arrive, for a GPU too.
-    step_bytes = _measure_steps(model, config, layout, kv_dtype, device) if device.type == "cuda" else 0
+    slow_operators, step_bytes = [], 0
+    if has_gpu_operators(device):
+        tables = TableRows(layout, torch.zeros(1, layout.page_bytes, dtype=torch.uint8, device=device), count=1).tables
+        # Before any step, so that an operator that fails is named.
+        slow_operators = check_operators(model, tables, kv_dtype, config)
+        if device.type == "cuda":
+            has_graphs = may_have_graphs(config, device, slow_operators)
+            trial = config.model_copy(update={"enable_cuda_graphs": has_graphs})
+            step_bytes = _measure_steps(model, trial, tables, kv_dtype)
+            del tables
+            # Memory that the allocator keeps for itself would not count as free.
+            torch.cuda.empty_cache()
     plan = plan_memory(config, model_config, layout, kv_dtype, device, step_bytes)
     model.limit_length(plan.max_model_len)
-    return BaseModel(model, model_config, dtype, device, tokenizer, tokenizer_path, layout, plan)
+    return BaseModel(model, model_config, dtype, device, tokenizer, tokenizer_path, layout, plan, slow_operators)
 
 
 def describe_engine(config: EngineConfig, base: BaseModel) -> EngineInfo:
@@ -107,18 +125,12 @@ def describe_engine(config: EngineConfig, base: BaseModel) -> EngineInfo:
     )
 
 
-def _measure_steps(
-    model: Model, config: EngineConfig, layout: AdapterLayout, kv_dtype: torch.dtype, device: torch.device
-) -> int:
-    """`step_memory` of a GPU and that of `TokenCounts`; leaves nothing behind."""
+def _measure_steps(model: Model, config: EngineConfig, tables: LoRATables, kv_dtype: torch.dtype) -> int:
+    """`step_memory` of a GPU and that of `TokenCounts`."""
     max_len = config.max_model_len or model.config.max_position_embeddings
     model.limit_length(max_len)
-    page = torch.zeros(1, layout.page_bytes, dtype=torch.uint8, device=device)
-    tables = TableRows(layout, page, count=1).tables
-    step_bytes = step_memory(model, config, kv_dtype, tables, max_len, peak_growth(device))
+    step_bytes = step_memory(model, config, kv_dtype, tables, max_len, peak_growth(tables.rank.device))
     step_bytes += TokenCounts.num_bytes(config.max_num_seqs, model.config.vocab_size)
-    # Memory that the allocator keeps for itself would not count as free.
-    torch.cuda.empty_cache()
     _logger.info("steps: %.2f GiB, by a trial of the largest", step_bytes / (1 << 30))
     return step_bytes
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -15,7 +15,6 @@ from multilora_engine.execution.cuda_graphs import DecodeGraphs, DecodeInputs, c
 from multilora_engine.execution.forward_batch import ForwardBatch, KVCache
 from multilora_engine.execution.graph_check import GraphFault, check_graphs, check_pieces
 from multilora_engine.execution.model_runner import ModelRunner
-from multilora_engine.execution.operator_check import check_operators
 from multilora_engine.execution.piecewise_graphs import CudaPieces, Pieces, PiecewiseGraphs, piece_sizes
 from multilora_engine.execution.warm_up import warm_up
 from multilora_engine.lora.device_tier import DeviceTier
@@ -31,7 +30,6 @@ from multilora_engine.models.model import Model
 from multilora_engine.models.model_config import ModelConfig
 from multilora_engine.sampling.token_counts import TokenCounts
 from multilora_kernels import HugePages, LoRATables, MemoryAhead
-from multilora_kernels.interpreter import has_gpu_operators
 from multilora_kernels.kv_rows import SCALE_BYTES
 from multilora_wire.adapter_event import AdapterEvent
 from multilora_wire.layout import AdapterLayout
@@ -148,11 +146,10 @@ def build_model_runner(
     plan: MemoryPlan,
     device: torch.device,
     loras: LoRAManager,
+    slow_operators: Sequence[str],
 ) -> ModelRunner:
-    """Raises OperatorFault on a GPU that computes wrongly, and GraphFault."""
-    if has_gpu_operators(device):
-        check_operators(model, loras.tables, config.block_size)
-    has_graphs = config.enable_cuda_graphs is not False and device.type == "cuda"
+    """slow_operators: that plain PyTorch serves on a GPU. Raises GraphFault."""
+    has_graphs = may_have_graphs(config, device, slow_operators)
     group = only_group(model.kv_groups)
     num_slots = (plan.num_blocks + has_graphs) * config.block_size
     shape = group.cache_shape(num_slots, plan.kv_dtype)
@@ -170,6 +167,11 @@ def build_model_runner(
     if device.type == "cuda" or config.enable_async_scheduling is True:
         counts = TokenCounts(config.max_num_seqs, model.config.vocab_size, device)
     return ModelRunner(model, kv_cache, config.block_size, loras, graphs, pieces, memory, counts)
+
+
+def may_have_graphs(config: EngineConfig, device: torch.device, slow_operators: Sequence[str]) -> bool:
+    """Whether steps are to be captured as CUDA graphs. slow_operators: as of `build_model_runner`; graphs hold none."""
+    return config.enable_cuda_graphs is not False and device.type == "cuda" and not slow_operators
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

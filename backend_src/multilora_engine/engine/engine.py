@@ -87,7 +87,7 @@ class Engine:
     """
 
     def __init__(self, config: EngineConfig, on_progress: Callable[[int, int], None] | None = None) -> None:
-        """Load everything. on_progress: called with (tensors loaded, tensors in all). Raises ConfigError."""
+        """Load everything. on_progress, errors: as of `load_base_model`."""
         config = on_device(config, choose_device(config).type)
         base = load_base_model(config, on_progress)
         self.info = describe_engine(config, base)
@@ -111,7 +111,8 @@ class Engine:
             self._pace,
             PromptWaits(config.max_prompt_wait_s),
         )
-        self._runner = build_model_runner(base.model, config, base.plan, base.device, self._loras)
+        self._slow_operators = base.slow_operators
+        self._runner = build_model_runner(base.model, config, base.plan, base.device, self._loras, self._slow_operators)
         self.weights = UnpackedWeights(base.model, int(config.unpacked_weights_memory_bytes))
         self.weights.unpack_at_start(config.unpacked_weight_patterns)
         self._runs_ahead = config.enable_async_scheduling is True
@@ -161,6 +162,7 @@ class Engine:
             prompt_waits=self._scheduler.prompt_waits,
             weights=self.weights.stats,
             num_cuda_graphs=self._runner.num_graphs,
+            slow_operators=self._slow_operators,
         )
 
     @property

@@ -8,27 +8,64 @@ from __future__ import annotations
 import logging
 import time
 
+import torch
+
+from multilora_engine.config import EngineConfig
+from multilora_engine.errors import ConfigError
+from multilora_engine.execution.start_progress import StartProgress
 from multilora_engine.models.model import Model
 from multilora_kernels import LoRATables
-from multilora_kernels.self_test import OperatorShapes, device_name, self_test
+from multilora_kernels.gpu_operators import slower_operators
+from multilora_kernels.self_test import OperatorFault, OperatorShapes, device_name, self_test
 
 _logger = logging.getLogger(__name__)
 
 
-def check_operators(model: Model, tables: LoRATables, block_size: int) -> None:
-    """Compare the operators with the reference on the tables' device. Raises OperatorFault."""
+def check_operators(model: Model, tables: LoRATables, kv_dtype: torch.dtype, config: EngineConfig) -> list[str]:
+    """Compare the operators with the reference on the tables' device. Returns those that plain PyTorch serves now.
+
+    Raises OperatorFault for one that is wrong and may not or cannot be served so, and ConfigError where CUDA graphs,
+    which cannot hold plain operators, are asked for.
+    """
     device, started = tables.arena.device, time.monotonic()
-    checked = self_test(operator_shapes(model, tables, block_size), device)
-    seconds = time.monotonic() - started
-    _logger.info("self-test on %s: %d comparisons passed in %.1f s", device_name(device), len(checked), seconds)
+    shapes = operator_shapes(model, tables, config.block_size, kv_dtype)
+    try:
+        with StartProgress("self-test") as progress:
+            num_comparisons, replaced = self_test(shapes, device, config.allow_slow_operators, progress.note)
+    except OperatorFault as fault:
+        if config.allow_slow_operators:
+            raise
+        raise OperatorFault(
+            f"{fault}; allow_slow_operators=true would have plain PyTorch serve that operator, where it is right here"
+        ) from None
+    seconds, name = time.monotonic() - started, device_name(device)
+    for checked in replaced:
+        _logger.warning(
+            "the self-test on %s failed: %s; plain PyTorch serves this operator, which is slower, as "
+            "allow_slow_operators=true has it",
+            name,
+            checked,
+        )
+    slow = slower_operators()
+    if slow:
+        if config.enable_cuda_graphs is True:
+            raise ConfigError(
+                f"parameter enable_cuda_graphs=true: CUDA graphs cannot hold the operators that plain PyTorch serves "
+                f"here, {', '.join(slow)}; write enable_cuda_graphs=auto"
+            )
+        _logger.warning("steps are launched kernel by kernel: CUDA graphs cannot hold %s", ", ".join(slow))
+    _logger.info("self-test on %s: %d comparisons passed in %.1f s", name, num_comparisons, seconds)
+    return slow
 
 
-def operator_shapes(model: Model, tables: LoRATables, block_size: int) -> OperatorShapes:
+def operator_shapes(model: Model, tables: LoRATables, block_size: int, kv_dtype: torch.dtype) -> OperatorShapes:
     """The shapes of a model's operators: each width of a linear once, and queries, keys and values as one."""
     config = model.config
     widths = {(site.in_size, (site.out_size,)) for site in model.adapter_sites.sites}
     coded = [switch.codes for switch in model.weight_switches]
     fused = (config.hidden_size, (config.q_size, config.kv_size, config.kv_size))
+    ropes = [config.ropes[name] if name else None for name in dict.fromkeys(config.layer_ropes)]
+    rotations = dict.fromkeys((rope.rotary_dim, rope.is_interleaved) if rope else (0, False) for rope in ropes)
     return OperatorShapes(
         hidden_size=config.hidden_size,
         mlp_size=config.intermediate_size,
@@ -41,5 +78,7 @@ def operator_shapes(model: Model, tables: LoRATables, block_size: int) -> Operat
         dtype=model.dtype,
         lora_dtype=tables.arena.dtype,
         vocab_size=config.vocab_size,
+        kv_dtype=kv_dtype,
+        rotations=tuple(rotations),
         code_types=tuple({(codes.code_type, codes.group_size): None for codes in coded}),
     )

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from multilora_engine.execution.forward_batch import KVCache
+from multilora_engine.execution.start_progress import StartProgress
 from multilora_engine.execution.step_memory import step_lens, trial_batch
 from multilora_engine.models.model import Model
 from multilora_kernels import LoRATables, SamplingRule, forbid_tokens, penalise_tokens, sample_tokens
@@ -42,12 +43,14 @@ def warm_up(
 
     bounds = row_bounds(capability(kv_cache.keys.device))
     steps = warm_up_steps(max_num_tokens, max_num_seqs, max_len, bounds)
-    _logger.info("compiling the kernels of steps of up to %d tokens", max_num_tokens)
+    _logger.info("compiling the kernels of %d kinds of steps of up to %d tokens", len(steps), max_num_tokens)
     started = time.monotonic()
-    for query_lens in steps:
-        logits = model.forward(trial_batch(query_lens, block_size, tables), kv_cache)
-        _adjust(logits)
-        sample_tokens(logits, [_DRAWN] * len(logits)).tolist()
+    with StartProgress("kernels of steps") as progress:
+        for number, query_lens in enumerate(steps):
+            progress.note(number, len(steps), f"a step of {sum(query_lens)} tokens")
+            logits = model.forward(trial_batch(query_lens, block_size, tables), kv_cache)
+            _adjust(logits)
+            sample_tokens(logits, [_DRAWN] * len(logits)).tolist()
     _logger.info("kernels of %d kinds of steps are ready after %.1f s", len(steps), time.monotonic() - started)
 
 

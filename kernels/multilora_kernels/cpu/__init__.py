@@ -19,6 +19,7 @@ from multilora_kernels import operators, reference, sampling_reference
 from multilora_kernels.constant_result import constant_result
 from multilora_kernels.cpu.build import BuildError, load_library
 from multilora_kernels.cpu.registration import register
+from multilora_kernels.gpu_registration import register_gpu_operators
 from multilora_kernels.interpreter import IS_INTERPRETED
 from multilora_kernels.panels import Panels
 from multilora_kernels.segments import LoRASegments
@@ -193,10 +194,7 @@ def _name(dtype: torch.dtype) -> str:
 @functools.cache
 def _library() -> ModuleType | None:
     if IS_INTERPRETED:
-        # Imported here: Triton comes with the CUDA builds of torch only.
-        from multilora_kernels.cuda import register_operators
-
-        register_operators("CPU")
+        register_gpu_operators("CPU")
         return None
     try:
         library = load_library()

@@ -11,7 +11,7 @@ Compiled ahead of time and run in Triton's interpreter; not timed on a device.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -53,7 +53,19 @@ class Codes(NamedTuple):
         return "fp8" if self.codes.shape[1] == self.in_features else "int4"
 
 
-def quantized_linear(x: torch.Tensor, weight: Codes, bias: torch.Tensor | None) -> torch.Tensor:
+class UnpackedWeight(Protocol):
+    """A `multilora_kernels.quantized.QuantizedWeight` that is not packed."""
+
+    @property
+    def plain(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, int, int]: ...
+
+
+def quantized_linear(x: torch.Tensor, weight: UnpackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+    """See `multilora_kernels.quantized.quantized_linear`."""
+    return linear_of_codes(x, Codes(*weight.plain), bias)
+
+
+def linear_of_codes(x: torch.Tensor, weight: Codes, bias: torch.Tensor | None) -> torch.Tensor:
     """x W^T + bias, [rows, outputs] in the dtype of x: float32, bfloat16 or float16."""
     if len(x) <= MAX_ROWS and (block_k := _block_k(weight)) is not None:
         return _multiply(x, weight, bias, block_k)

@@ -21,7 +21,7 @@ _ALIGNMENT = 16
 """In numbers of 32 bits."""
 
 
-def segment(
+def lora_segments(
     token_lora_mapping: torch.Tensor, max_loras: int, chunk_size: int, capacity: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """permutation, chunk_start, chunk_length and chunk_lora_index of `LoRASegments`, for 1 to MAX_TOKENS tokens."""

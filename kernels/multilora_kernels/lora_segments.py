@@ -1,0 +1,36 @@
+"""`lora_segments`: the tokens of a step sorted by adapter, once for all layers."""
+
+from __future__ import annotations
+
+import torch
+
+from multilora_kernels.gpu_operators import gpu_operator
+from multilora_kernels.interpreter import has_gpu_operators
+from multilora_kernels.segments import (
+    CHUNK_SIZE,
+    MAX_DECODE_TOKENS,
+    PREFILL_CHUNK_SIZE,
+    LoRASegments,
+    reference_segments,
+)
+
+
+def lora_segments(token_lora_mapping: torch.Tensor, max_loras: int, chunk_size: int | None = None) -> LoRASegments:
+    """Sort tokens by adapter and cut the runs into chunks, without synchronising the device.
+
+    token_lora_mapping: [num_tokens] int32 or int64, each -1 (base model) or 0 .. max_loras - 1.
+    Every run of `n` tokens gives `ceil(n / chunk_size)` chunks; the order inside a run is the batch's order.
+    chunk_size: `CHUNK_SIZE` or `PREFILL_CHUNK_SIZE` by the number of tokens unless given.
+    """
+    num_tokens = token_lora_mapping.numel()
+    chunk_size = chunk_size or (CHUNK_SIZE if num_tokens <= MAX_DECODE_TOKENS else PREFILL_CHUNK_SIZE)
+    capacity = min(num_tokens, max_loras + num_tokens // chunk_size)
+    if has_gpu_operators(token_lora_mapping.device) and num_tokens:
+        # Imported here: Triton comes with the CUDA builds of torch only.
+        from multilora_kernels.cuda.segments import MAX_TOKENS
+
+        if num_tokens <= MAX_TOKENS:
+            segment = gpu_operator("lora_segments")
+            permutation, starts, lengths, indices = segment(token_lora_mapping, max_loras, chunk_size, capacity)
+            return LoRASegments(permutation, starts, lengths, indices, num_tokens, chunk_size)
+    return reference_segments(token_lora_mapping, max_loras, chunk_size, capacity)

@@ -1,0 +1,64 @@
+"""The self-test's shapes are those of the model, of its cache and of its rotations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Cohere2Config, Cohere2ForCausalLM, Glm4Config, Glm4ForCausalLM, PreTrainedModel
+
+from checkpoints.tiny_llama import save_tiny_llama
+from multilora_engine.execution.operator_check import operator_shapes
+from multilora_engine.lora.table_rows import TableRows
+from multilora_engine.models.loader import load_model
+from multilora_engine.models.weights import Placement
+from multilora_wire.layout import adapter_layout
+
+_SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 96,
+    "pad_token_id": 0,
+}
+
+
+def _save(path: Path, model: PreTrainedModel) -> Path:
+    model.save_pretrained(path)
+    return path
+
+
+def _save_glm(path: Path) -> Path:
+    """Half of a head of 16 turns, in pairs."""
+    return _save(path, Glm4ForCausalLM(Glm4Config(**_SIZES, head_dim=16)))
+
+
+def _save_cohere(path: Path) -> Path:
+    """Every fourth layer attends to all keys, and turns none."""
+    return _save(path, Cohere2ForCausalLM(Cohere2Config(**_SIZES, sliding_window=8)))
+
+
+@pytest.mark.parametrize(
+    ("save", "rotations"),
+    [
+        (save_tiny_llama, {(8, False)}),
+        (_save_glm, {(8, True)}),
+        (_save_cohere, {(8, True), (0, False)}),
+    ],
+)
+def test_cache_and_rotations_of_a_model_are_compared(
+    tmp_path: Path, save: object, rotations: set[tuple[int, bool]]
+) -> None:
+    assert callable(save)
+    device = torch.device("cpu")
+    model = load_model(save(tmp_path / "model"), Placement(torch.bfloat16, torch.bfloat16, device))
+    layout = adapter_layout(model.adapter_sites, 8, "int8")
+    page = torch.zeros(1, layout.page_bytes, dtype=torch.uint8)
+    shapes = operator_shapes(model, TableRows(layout, page, count=1).tables, 16, torch.int8)
+    assert (shapes.kv_dtype, shapes.lora_dtype, shapes.max_rank) == (torch.int8, torch.int8, 8)
+    assert set(shapes.rotations) == rotations
+    assert len(shapes.rotations) == len(rotations)
+    assert shapes.head_dim == model.config.head_dim
