@@ -229,7 +229,19 @@ def _print_adapters(adapters: Sequence[AdapterInfo], as_json: bool) -> None:
     if as_json:
         _print_json([msgspec.structs.asdict(adapter) for adapter in adapters])
     else:
-        columns = ("task id", "name", "digest", "status", "location", "MB", "ranks", "in use", "pinned", "last used")
+        columns = (
+            "task id",
+            "name",
+            "digest",
+            "status",
+            "location",
+            "MB",
+            "ranks",
+            "kind",
+            "in use",
+            "pinned",
+            "last used",
+        )
         _print_table((*columns, "hits"), map(_adapter_row, adapters))
 
 
@@ -242,6 +254,7 @@ def _adapter_row(adapter: AdapterInfo) -> list[str]:
         adapter.location,
         f"{adapter.bytes / 1e6:.1f}",
         ",".join(map(str, adapter.ranks)),
+        ("DoRA" if adapter.is_dora else "LoRA") if adapter.ranks else "",
         str(adapter.num_pins),
         "yes" if adapter.is_pinned else "",
         _time(adapter.last_used_s) if adapter.last_used_s else "",

@@ -21,7 +21,8 @@ class AdapterInfo(msgspec.Struct, frozen=True, gc=False):
     num_pins: requests that use it. is_pinned: an operator keeps it. last_used_s: seconds since the epoch, of its
     insertion if no request has used it. num_hits: requests that have used it since it entered the host tier.
     tenant: whose adapter it is, empty if it belongs to none. module_ids: the wire modules that it has rows for,
-    ascending, where the report is on this adapter alone and its rows are in memory.
+    ascending, where the report is on this adapter alone and its rows are in memory. is_dora: whether any of its rows
+    is; false where only its source has it.
     """
 
     lora_task_id: int
@@ -37,3 +38,4 @@ class AdapterInfo(msgspec.Struct, frozen=True, gc=False):
     num_hits: int
     tenant: str = ""
     module_ids: tuple[int, ...] = ()
+    is_dora: bool = False

@@ -28,6 +28,7 @@ PIRATE = {
     "num_hits": 3,
     "tenant": "",
     "module_ids": [1, 6],
+    "is_dora": False,
 }
 EVENTS = [
     {"kind": "uploaded", "lora_task_id": 7, "digest": "ab" * 32, "time_ns": 10**18, "instance": "h:1", "tenant": ""},
@@ -60,8 +61,16 @@ def cells(result: Result, row: int) -> list[str]:
 def test_list_is_a_table_of_the_adapters(fake_triton: Any) -> None:
     fake_triton.report = {"adapters": [PIRATE]}
     row = cells(run(fake_triton, "list"), 1)
-    assert row[:9] == ["7", "pirate [v2]", "abababababab", "READY_FOR_USE", "DEVICE", "2.5", "4,8", "1", "yes"]
+    assert row[:10] == ["7", "pirate [v2]", "abababababab", "READY_FOR_USE", "DEVICE", "2.5", "4,8", "LoRA", "1", "yes"]
     assert row[-1] == "3"
+
+
+def test_dora_is_named_where_it_is_known(fake_triton: Any) -> None:
+    remote = {"status": "NOT_DOWNLOADED", "location": "REMOTE", "ranks": []}
+    fake_triton.report = {"adapters": [PIRATE | {"is_dora": True}, PIRATE | remote]}
+    listed = run(fake_triton, "list")
+    assert cells(listed, 1)[7] == "DoRA"
+    assert cells(listed, 2)[6:8] == ["", ""]
 
 
 def test_list_as_json_is_whole(fake_triton: Any) -> None:

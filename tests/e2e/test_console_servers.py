@@ -47,6 +47,11 @@ def tiny_adapter(number: int) -> AdapterTensors:
     return AdapterTensors(weights, np.array([[ATTENTION_QUERY, 0, 1]], np.int32), "FP16")
 
 
+def first_paint_ms(page: Page) -> float:
+    """Milliseconds from the beginning of the navigation until the browser has drawn something of the page."""
+    return float(page.evaluate("() => performance.getEntriesByName('first-contentful-paint')[0].startTime"))
+
+
 def enter_key(page: Page, key: str) -> None:
     dialog = page.get_by_role("dialog", name="API key")
     dialog.get_by_label("Key", exact=True).fill(key)
@@ -120,6 +125,7 @@ def test_two_thousand_adapters_are_listed_and_any_of_them_answers(open_page: Cal
             client.upload(Adapter(task_id_of_name(name), tiny_adapter(number)), lora_name=name)
         page = open_page(url)
         expect(page.locator("#count")).to_have_text("2,000")
+        assert first_paint_ms(page) < 1000
         assert page.locator(".space .row").count() < 60
 
         page.get_by_label("Filter adapters").fill("customers/1299")

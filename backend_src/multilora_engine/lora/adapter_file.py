@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from multilora_engine.lora.format import check_rows, content_digest, ranks_of
+from multilora_engine.lora.format import any_dora, check_rows, content_digest, ranks_of
 from multilora_engine.lora.layout import PackedRow, page_shape
 from multilora_engine.lora.names import TaskId, label_of, parse_label
 from multilora_wire.layout import AdapterLayout, PageShape
@@ -48,6 +48,7 @@ class DiskAdapter:
     shape: PageShape
     num_bytes: int
     last_used_s: float
+    is_dora: bool
 
     @property
     def num_pages(self) -> int:
@@ -200,8 +201,9 @@ def _read_header(fd: int, lora_task_id: TaskId, layout: AdapterLayout) -> _Conte
         raise DamagedFile(f"it has {status.st_size} bytes, its header accounts for {data_start + num_bytes}")
     rows = _decode_rows(metadata.rows, shape[0], layout)
     pages = page_shape(rows, shape[0], layout)
+    ranks, is_dora = ranks_of(rows), any_dora(rows)
     adapter = DiskAdapter(
-        lora_task_id, metadata.digest, metadata.name, ranks_of(rows), pages, status.st_size, status.st_mtime
+        lora_task_id, metadata.digest, metadata.name, ranks, pages, status.st_size, status.st_mtime, is_dora
     )
     return _Contents(adapter, rows, data_start, metadata.pages_digest if layout.code_bits else metadata.digest)
 

@@ -10,7 +10,7 @@ from multilora_engine.lora.adapter_file import DiskAdapter
 from multilora_engine.lora.adapter_state import AdapterState, FreedBy, Memory
 from multilora_engine.lora.cached_adapter import CachedAdapter
 from multilora_engine.lora.disk_traffic import DiskTraffic
-from multilora_engine.lora.format import ranks_of
+from multilora_engine.lora.format import any_dora, ranks_of
 from multilora_engine.lora.host_tier import Arrival, HostTier
 from multilora_engine.lora.layout import PackedAdapter, page_shape
 from multilora_engine.lora.life_cycle import OnEvent, adapter_event
@@ -151,7 +151,7 @@ class Admission:
     def _add(self, lora_task_id: TaskId, packed: PackedAdapter, name: str) -> CachedAdapter:
         state = AdapterState(self._traffic.file_state(lora_task_id))
         ranks, shape = ranks_of(packed.rows), self._shape_of(packed)
-        adapter = CachedAdapter(lora_task_id, packed.digest, ranks, shape, name, state)
+        adapter = CachedAdapter(lora_task_id, packed.digest, ranks, shape, name, state, is_dora=any_dora(packed.rows))
         self._arrive(adapter, Arrival(partial(self._fill, adapter, packed)))
         return adapter
 
@@ -168,7 +168,9 @@ class Admission:
         # Before it can be deleted to make room for other files.
         opened = self._traffic.open(file)
         state = AdapterState(self._traffic.file_state(lora_task_id))
-        adapter = CachedAdapter(lora_task_id, file.digest, file.ranks, file.shape, file.name, state)
+        adapter = CachedAdapter(
+            lora_task_id, file.digest, file.ranks, file.shape, file.name, state, is_dora=file.is_dora
+        )
         self._arrive(adapter, Arrival(partial(self._traffic.read, adapter, opened), opened.close))
         return adapter
 

@@ -16,8 +16,8 @@ from multilora_wire.layout import PageShape
 class CachedAdapter:
     """One version of one adapter in the host tier. Compared by identity: two versions of an id are two adapters.
 
-    ranks: the different ranks of its rows, ascending. state: of its life cycle. name: its source's name for it,
-        if any.
+    ranks: the different ranks of its rows, ascending. is_dora: whether any of them is DoRA. state: of its life cycle.
+    name: its source's name for it, if any.
     shape: of the pages it needs; `pages` and `rows` are empty until it has them, and until they are filled.
     arrived: done when its pages are filled; raises RequestError if its file could not be read, cancelled if the adapter
         went before.
@@ -38,6 +38,7 @@ class CachedAdapter:
     saved: Future[None] = field(default_factory=Future)
     last_used_s: float = field(default_factory=time.time)
     num_hits: int = 0
+    is_dora: bool = False
 
     def __post_init__(self) -> None:
         if self.state.file is File.WRITTEN:

@@ -37,7 +37,7 @@ from multilora_engine.lora.adapter_file import (
     write_file_atomically,
 )
 from multilora_engine.lora.adapter_state import File
-from multilora_engine.lora.format import ranks_of
+from multilora_engine.lora.format import any_dora, ranks_of
 from multilora_engine.lora.layout import PackedRow, page_shape
 from multilora_engine.lora.life_cycle import OnEvent, TierStats, adapter_event, ignore_event
 from multilora_engine.lora.names import TaskId, label_of
@@ -176,7 +176,8 @@ class DiskTier:
             on_deleted(self._delete_oldest())
         self._bytes_used += size
         shape = page_shape(rows, len(pages), self._layout)
-        adapter = DiskAdapter(lora_task_id, digest, name, ranks_of(rows), shape, size, last_used_s=time.time())
+        ranks, is_dora = ranks_of(rows), any_dora(rows)
+        adapter = DiskAdapter(lora_task_id, digest, name, ranks, shape, size, time.time(), is_dora)
         future = self._writer.submit(self._write, self._path(lora_task_id), header, rows, pages)
         write = _Write(adapter, future, on_written)
         self._writes.append(write)

@@ -68,6 +68,11 @@ def ranks_of(rows: Iterable[PackedRow]) -> tuple[int, ...]:
     return tuple(sorted({row.rank for row in rows}))
 
 
+def any_dora(rows: Iterable[PackedRow]) -> bool:
+    """Whether a row is DoRA."""
+    return any(row.is_dora for row in rows)
+
+
 def check_rows(rows: Sequence[PackedRow], num_pages: int, layout: AdapterLayout) -> None:
     """Whether stored rows fit the model and lie where packing puts them. Raises ValueError."""
     if not rows:

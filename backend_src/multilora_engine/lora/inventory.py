@@ -90,6 +90,7 @@ class Inventory:
             is_pinned=adapter.state.is_held,
             last_used_s=adapter.last_used_s,
             num_hits=adapter.num_hits,
+            is_dora=adapter.is_dora,
         )
 
 
@@ -116,4 +117,5 @@ def _describe_file(adapter: DiskAdapter) -> AdapterInfo:
         is_pinned=False,
         last_used_s=adapter.last_used_s,
         num_hits=0,
+        is_dora=adapter.is_dora,
     )

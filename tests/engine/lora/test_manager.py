@@ -1075,6 +1075,39 @@ def test_an_adapter_that_got_a_name_later_keeps_it_over_a_restart(tmp_path: Path
     again.close()
 
 
+@pytest.mark.parametrize("is_dora", [False, True])
+def test_an_adapter_with_a_row_of_dora_is_told_from_others_in_every_tier(tmp_path: Path, is_dora: bool) -> None:
+    wire = wire_adapter(TINY, [(1, 0, 4), (2, 1, 4)], extra_width=256)
+    (a, b), module = wire.matrices[2, 1], TINY.sites.module_at[1, 2]
+    if is_dora:
+        wire.config[1, 3] = 1
+        wire.weights[1, a.numel() + b.numel() :][: module.out_size] = 1
+    packed = pack_adapter(wire.weights, wire.config, TINY)
+    told: list[tuple[str, bool]] = []
+
+    def tell() -> None:
+        (info,) = (info for info in manager.describe() if info.lora_task_id == 5)
+        told.append((info.location, info.is_dora))
+
+    manager, workers = disk_manager(tmp_path, num_host_pages=len(packed.pages))
+    manager.put(5, packed)
+    tell()
+    work(manager, workers)
+    manager.put(6, CONTENTS[0][1])
+    work(manager, workers)
+    tell()
+    manager.close()
+    manager, workers = disk_manager(tmp_path, num_host_pages=len(packed.pages))
+    tell()
+    adapter = manager.pin(5)
+    work(manager, workers)
+    assert manager.acquire(adapter)
+    tell()
+    manager.release(adapter)
+    manager.close()
+    assert told == [("HOST", is_dora), ("DISK", is_dora), ("DISK", is_dora), ("DEVICE", is_dora)]
+
+
 def test_what_is_kept_is_found_after_the_engine_was_killed(tmp_path: Path) -> None:
     disk = DiskTier(tmp_path / "cache", 1 << 20, TINY)
     manager = build_manager(8, None, "refuse", disk=disk)

@@ -1,7 +1,7 @@
 // The table of adapters. Only the rows in sight are in the document, so that thousands cost no more than twenty.
 
 import { el, say } from "./dom.js";
-import { ago, bytes, title } from "./format.js";
+import { ago, bytes, kind, title } from "./format.js";
 
 export const TIERS = { DEVICE: "device", HOST: "host", DISK: "disk", REMOTE: "source" };
 const TIER_ORDER = Object.keys(TIERS);
@@ -11,6 +11,7 @@ const COLUMNS = [
   { key: "location", label: "Tier", value: (a) => TIER_ORDER.indexOf(a.location), text: (a) => TIERS[a.location] ?? a.location },
   { key: "bytes", label: "Size", value: (a) => a.bytes, text: (a) => (a.bytes ? bytes(a.bytes) : ""), isNumber: true },
   { key: "ranks", label: "Ranks", value: (a) => a.ranks.at(-1) ?? 0, text: (a) => a.ranks.join(" "), isNumber: true },
+  { key: "is_dora", label: "Kind", value: kind, text: kind },
   { key: "num_pins", label: "Users", value: (a) => a.num_pins, text: (a) => (a.num_pins ? String(a.num_pins) : ""), isNumber: true },
   { key: "num_hits", label: "Hits", value: (a) => a.num_hits, text: (a) => (a.num_hits ? a.num_hits.toLocaleString("en-US") : ""), isNumber: true },
   { key: "last_used_s", label: "Used", value: (a) => a.last_used_s, text: (a) => ago(a.last_used_s), isNumber: true },

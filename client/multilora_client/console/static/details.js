@@ -2,7 +2,7 @@
 
 import * as api from "./api.js";
 import { copy, el, say, toast } from "./dom.js";
-import { ago, bytes, plural, title } from "./format.js";
+import { ago, bytes, kind, plural, title } from "./format.js";
 import { TIERS } from "./adapters.js";
 
 /** How the backend is told which adapter is meant. */
@@ -57,7 +57,7 @@ export class Details {
       ["Tenant", adapter.tenant],
       ["Digest", adapter.digest, true],
       ["Tier", `${TIERS[adapter.location] ?? adapter.location}, ${adapter.status.toLowerCase().replaceAll("_", " ")}`],
-      ["Size", adapter.bytes ? `${bytes(adapter.bytes)}, rank ${adapter.ranks.join(", ")}` : ""],
+      ["Size", adapter.bytes ? `${bytes(adapter.bytes)}, ${kind(adapter)} of rank ${adapter.ranks.join(", ")}` : ""],
       ["Used", [adapter.num_pins && `${plural(adapter.num_pins, "request")} in flight`, adapter.num_hits && plural(adapter.num_hits, "hit"), ago(adapter.last_used_s)].filter(Boolean).join(", ")],
     ];
     this._facts.replaceChildren(...facts.filter(([, value]) => value).flatMap(([name, value, isLong]) => [
