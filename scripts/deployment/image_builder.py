@@ -63,7 +63,7 @@ class ImageBuilder:
             name,
         ]
         command += [f"--build-arg={key}={value}" for key, value in arguments.items()]
-        command += [f"--volume={source}:{place}:ro" for place, source in self._mounts().items()]
+        command += [f"--volume={source}:{place}:ro" for place, source in self.mounts().items()]
         with self._start(*command, REPOSITORY) as builder:
             assert builder.stdout is not None
             lines: list[str] = []
@@ -110,8 +110,8 @@ class ImageBuilder:
             text=True,
         )
 
-    def _mounts(self) -> dict[str, Path]:
-        """The files of this machine that instructions need to reach package indexes, by their places inside."""
+    def mounts(self) -> dict[str, Path]:
+        """The files of this machine that commands in a root need to reach package indexes, by their places inside."""
         settings = subprocess.run(
             [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True
         ).stdout
