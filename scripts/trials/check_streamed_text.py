@@ -25,9 +25,12 @@ from rich.markup import escape
 from rich.progress import Progress
 from transformers import AutoTokenizer
 
+from marked_tables import markdown_table, write_table
 from multilora_client import DIRECT, ENSEMBLE, Client
 from multilora_client.options import GenerateOptions
+from plots import DOCS
 from servers.tiny_server import tiny_server
+from sources import measured_source
 
 SAMPLES = {
     "Latin": "Zwölf Boxkämpfer jagen Viktor quer über den großen Sylter Deich; naïve café",
@@ -52,6 +55,8 @@ SAMPLES = {
     "Tibetan": "བོད་སྐད་ ཡིག་གཟུགས།",
     "emoji": "👩\u200d👩\u200d👧\u200d👦 🏳️\u200d🌈 👍🏽 🇪🇺 ❤️ 1️⃣ 🦜🫠",
 }
+PAGE = DOCS / "operating.md"
+TABLE = "streamed text"
 _MAX_CHARACTERS = 12
 _MAX_FREE_TOKENS = 16
 _MAX_TOKENS = 200
@@ -127,11 +132,25 @@ def check_all(grpc_url: str, model: Path, asked: list[Question], on_done: Callab
         return [reason for wrong in pool.map(check_one, asked) for reason in wrong]
 
 
+def outcome_table(asked: list[Question], wrong: list[str]) -> str:
+    """The counts as a document has them."""
+    rows = {
+        "prompts": len(asked),
+        "scripts, and emoji": len({question.script for question in asked}),
+        "answers that are a demanded text": sum(question.answer is not None for question in asked),
+        "streams, at two doors": 2 * len(asked),
+        "faults": len(wrong),
+    }
+    return markdown_table(("", "count"), [(name, f"{count:,}") for name, count in rows.items()])
+
+
 def main(
     prompts: Annotated[int, typer.Option(min=1, help="Prompts; the scripts take turns.")] = 1000,
     seed: Annotated[int, typer.Option(help="Of prompts and answers.")] = 0,
+    update_docs: Annotated[bool, typer.Option("--docs", help="Write the table of docs/operating.md.")] = False,
 ) -> None:
     """Stream answers in twenty scripts and emoji, and check every character. Ends with status 1 if one is wrong."""
+    source = measured_source() if update_docs else ""
     console, started = Console(), time.perf_counter()
     asked = questions(prompts, seed)
     with Progress(console=console, transient=True) as progress, tiny_server() as (server, model):
@@ -139,6 +158,8 @@ def main(
         wrong = check_all(server.grpc_url, model, asked, lambda: progress.advance(task))
     for reason in wrong[:_MAX_SHOWN]:
         console.print(f"[red]{escape(reason)}")
+    if update_docs:
+        write_table(PAGE, TABLE, outcome_table(asked, wrong), source)
     scripts = Counter(question.script for question in asked)
     console.print(
         f"{prompts} prompts in {len(scripts) - 1} scripts and emoji, streamed by generation and by ensemble: "

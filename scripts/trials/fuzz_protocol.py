@@ -28,14 +28,17 @@ from rich.progress import Progress
 from rich.table import Table
 from tritonclient.grpc import InferenceServerClient, InferInput
 
+from marked_tables import markdown_table, write_table
 from multilora_client import Client
 from multilora_engine.models.registry import adapter_sites, read_model_config
 from multilora_engine.tritonserver import ServerProcess
 from multilora_engine.tritonserver.free_space import SHARED_MEMORY
 from multilora_wire.layout import num_values
+from plots import DOCS
 from servers.tiny_server import tiny_server
+from sources import measured_source
 from trials.fuzz_doors import ANSWERED, Doors, Outcome
-from trials.fuzz_requests import Case, make_case
+from trials.fuzz_requests import NOTHING, Case, make_case
 from trials.wire_requests import (
     CACHED_TASK_ID,
     DOORS,
@@ -49,6 +52,9 @@ from trials.wire_requests import (
 
 MODULES = (1, 4)
 """attn_q and attn_dense: one adapter row of each kind of shape is enough here."""
+
+PAGE = DOCS / "operating.md"
+TABLE = "fuzz"
 
 REQUEST_TIMEOUT_S = 20.0
 """The timeout that requests tell the server, where the door passes it on; the client waits `ANSWER_TIMEOUT_S`."""
@@ -91,7 +97,7 @@ class Sizes:
 
 def is_right(case: Case, outcome: Outcome) -> bool:
     """A valid request must be answered, unless the server is busy; any other one must be answered or refused."""
-    if case.kind == "nothing":
+    if case.kind == NOTHING:
         return outcome.word in (ANSWERED, "UNAVAILABLE")
     return outcome.is_right
 
@@ -229,16 +235,38 @@ def second_half_growth(stages: Sequence[Sizes]) -> int:
     return max(size - middle.get(name, 0) for name, size in end.items())
 
 
+def outcome_table(tally: Tally, stages: Sequence[Sizes], is_unchanged: bool) -> str:
+    """The outcomes as a document has them; of processes only those that the server began with."""
+    totals = sum(tally.counts.values(), Counter[str]())
+    first, last = (stages[place].processes.keys() for place in (0, -1))
+    return markdown_table(
+        ("", "count"),
+        [
+            ("requests", f"{totals.total():,}"),
+            ("ways of being wrong", f"{len(tally.counts.keys() - {NOTHING})}"),
+            ("doors", f"{len(DOORS)}"),
+            *((word, f"{totals[word]:,}") for word in sorted(totals, key=lambda word: (word.isupper(), word))),
+            ("neither an answer nor a typed error, or too late", f"{len(tally.failures)}"),
+            ("processes that died", f"{len(first - last)}"),
+            ("valid requests with another answer afterwards", "0" if is_unchanged else "some"),
+            ("most growth over the second half", f"{second_half_growth(stages) / 2**20:.1f} MiB"),
+            ("slowest request", f"{max(tally.slowest_s.values()):.1f} s"),
+        ],
+    )
+
+
 def main(
     requests: Annotated[int, typer.Option(min=1, help="Requests to send.")] = 20_000,
     clients: Annotated[int, typer.Option(min=1, help="Clients at once.")] = 8,
     seed: Annotated[int, typer.Option(help="Of the requests; their interleaving is up to the machine.")] = 0,
     only: Annotated[list[int], typer.Option(help="Send the request of this number alone; repeat for several.")] = [],  # noqa: B006
+    update_docs: Annotated[bool, typer.Option("--docs", help="Write the table of docs/operating.md.")] = False,
 ) -> None:
     """Send wrong requests and check that each is answered, or refused with a reason. Ends with status 1 if not.
 
     A failing request is told by its number: `--seed S --only N` sends it again, and says how it was answered.
     """
+    source = measured_source() if update_docs else ""
     console, tally, started = Console(), Tally(), time.perf_counter()
     numbers = only or list(range(requests))
     parts = [numbers[len(numbers) * i // _NUM_PARTS : len(numbers) * (i + 1) // _NUM_PARTS] for i in range(_NUM_PARTS)]
@@ -258,6 +286,8 @@ def main(
         console.print(escape(f"{fuzz.case(number)}"))
     for number, failure in tally.failures[:_MAX_SHOWN]:
         console.print(f"[red]--seed {seed} --only {number}: {escape(failure)}")
+    if update_docs:
+        write_table(PAGE, TABLE, outcome_table(tally, stages, is_unchanged), source)
     is_flat = bool(only) or second_half_growth(stages) <= MAX_GROWTH_BYTES
     is_alive = stages[0].processes.keys() == stages[-1].processes.keys()
     verdicts = (

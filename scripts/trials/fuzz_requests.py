@@ -60,7 +60,7 @@ def make_case(seed: int, number: int, facts: ModelFacts, timeout_s: float) -> Ca
     request = valid_request(random, door, number, facts)
     request.parameters["timeout"] = round(timeout_s * 1e6)
     kind = random.choice(list(MUTATIONS))
-    if kind != "nothing" and request.find("lora_weights"):
+    if kind != NOTHING and request.find("lora_weights"):
         # The changed weights must not take the place of a valid adapter's.
         request.put(tensor("lora_task_id", [random.getrandbits(64) | 2**63], "UINT64"))
     MUTATIONS[kind](random, request, facts)
@@ -272,8 +272,11 @@ def _damaged_body(random: Random, request: WireRequest, facts: ModelFacts) -> No
     request.body_damage = damage
 
 
+NOTHING = "nothing"
+"""The kind of a request that stays valid."""
+
 MUTATIONS: Mapping[str, Callable[[Random, WireRequest, ModelFacts], None]] = {
-    "nothing": _nothing,
+    NOTHING: _nothing,
     "missing": _missing,
     "unknown": _unknown,
     "twice": _twice,
