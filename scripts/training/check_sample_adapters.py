@@ -6,6 +6,7 @@ adapter. Exits with status 1 when an adapter's effect is too rare, or when the b
 quantised base model, when the effect is rarer than with the float base model by more than the allowed loss.
 """
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -18,12 +19,16 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer, BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
 
 from checkpoints.prepare_default_model import default_checkpoint
+from marked_tables import write_table
 from multilora_engine.quantize import dequantized_weights, replace_weights
 from multilora_kernels.adapter_codes import dequantize_a, dequantize_b
 from multilora_kernels.adapter_quantization import quantize_a, quantize_b
 from multilora_wire.pieces import CODE_BITS, StoredDtype
-from training.sample_adapters import SAMPLE_ADAPTERS, SampleAdapter, held_out_prompts
+from sources import measured_source
+from training.sample_adapters import ADAPTERS_DIRECTORY, SAMPLE_ADAPTERS, SampleAdapter, held_out_prompts
 
+PAGE = ADAPTERS_DIRECTORY / "README.md"
+TABLE = "claims"
 MINIMUM_ADAPTER_RATE = 0.8
 MAXIMUM_BASE_RATE = 0.2
 
@@ -46,8 +51,10 @@ def main(
         StoredDtype, typer.Option(help="Give the adapters the values that a server of this `lora_dtype` has of them.")
     ] = "float32",
     show_answers: Annotated[bool, typer.Option("--show-answers", help="Print each answer with its verdict.")] = False,
+    update_docs: Annotated[bool, typer.Option("--docs", help="Write the table of adapters/README.md.")] = False,
 ) -> None:
     """Print the measured table, and fail below the thresholds."""
+    source = measured_source() if update_docs else ""
     torch.set_num_threads(threads)
     checkpoint = base or default_checkpoint()
     tokenizer = AutoTokenizer.from_pretrained(checkpoint, padding_side="left")
@@ -72,6 +79,8 @@ def main(
         if show_answers:
             print_answers(answers)
         print_table(title, answers)
+    if update_docs:
+        write_table(PAGE, TABLE, docs_table(measured["float"]), source)
     failures = [name for name in SAMPLE_ADAPTERS if not has_effect(name, measured["float"])]
     losers = [name for name in SAMPLE_ADAPTERS if most_lost(name, list(measured.values())) > may_lose]
     if failures:
@@ -157,14 +166,29 @@ def print_answers(answers: Answers) -> None:
             print(f"{verdict} {name}: {prompt!r}\n  base: {base_answer!r}\n  adapter: {answer!r}")
 
 
-def print_table(base_title: str, answers: Answers) -> None:
-    title = f"Held-out prompts showing the effect, {base_title} base model"
-    table = Table("adapter", "rank", "modules", "claim", "base", "adapter", title=title)
+COLUMNS = ("adapter", "rank", "modules", "claim", "base", "adapter's")
+
+
+def table_rows(answers: Answers) -> Iterator[tuple[str, ...]]:
+    """A row an adapter, with the share of answers that show its effect, of the base model's and of its own."""
     for name, adapter in SAMPLE_ADAPTERS.items():
         rates = (
             f"{num_passes(adapter, answers[source])}/{len(answers[source])}, {pass_rate(adapter, answers[source]):.0%}"
             for source in ("base", name)
         )
         modules = " ".join(module.removesuffix("_proj") for module in adapter.target_modules)
-        table.add_row(name, str(adapter.rank), modules, adapter.claim, *rates)
+        yield name, str(adapter.rank), modules, adapter.claim, *rates
+
+
+def docs_table(answers: Answers) -> str:
+    """The rows as a document has them."""
+    lines: list[Sequence[str]] = [COLUMNS, ["---"] * len(COLUMNS)]
+    lines += [(f"`{name}`", *cells) for name, *cells in table_rows(answers)]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def print_table(base_title: str, answers: Answers) -> None:
+    table = Table(*COLUMNS, title=f"Held-out prompts showing the effect, {base_title} base model")
+    for row in table_rows(answers):
+        table.add_row(*row)
     Console().print(table)
