@@ -198,24 +198,29 @@ def play(folder: Path, only: list[str]) -> Iterator[Ending]:
     """Play the scenes whose names have one of `only`. Raises ImageError when the roots cannot be made."""
     builder = ImageBuilder(folder)
     builder.make_base()
-    for scene in SCENES:
-        if any(text in scene.lacks for text in only):
-            ending = _play(scene, builder)
-            console.print(
-                f"[bold]without {scene.lacks}[/]  {'as it should be' if ending.is_right else '[red]wrong[/]'}"
-            )
-            shown = f"{ending.sentence} ({ending.seconds:.0f} s)" if ending.is_right else ending.output
-            console.print(escape(shown), soft_wrap=True)
-            yield ending
+    chosen = [scene for scene in SCENES if any(text in scene.lacks for text in only)]
+    images = {machine: _image(machine, builder) for machine in dict.fromkeys(scene.machine for scene in chosen)}
+    for scene in chosen:
+        ending = _play(scene, images[scene.machine], builder)
+        console.print(f"[bold]without {scene.lacks}[/]  {'as it should be' if ending.is_right else '[red]wrong[/]'}")
+        shown = f"{ending.sentence} ({ending.seconds:.0f} s)" if ending.is_right else ending.output
+        console.print(escape(shown), soft_wrap=True)
+        yield ending
 
 
-def _play(scene: Scene, builder: ImageBuilder) -> Ending:
-    name, packages = BASE, " ".join(MACHINES[scene.machine])
-    if packages:
-        name = f"localhost/{scene.machine}"
-        dockerfile = Path(__file__).with_name("first_minutes.Dockerfile")
-        builder.build(dockerfile, name, {"BASE_IMAGE": BASE, "PACKAGES": packages}, lambda step: None)
-    root = builder.open(name).root
+def _image(machine: str, builder: ImageBuilder) -> str:
+    """The name of the image of a machine, which is made."""
+    packages = " ".join(MACHINES[machine])
+    if not packages:
+        return BASE
+    name = f"localhost/{machine}"
+    dockerfile = Path(__file__).with_name("first_minutes.Dockerfile")
+    builder.build(dockerfile, name, {"BASE_IMAGE": BASE, "PACKAGES": packages}, lambda step: None)
+    return name
+
+
+def _play(scene: Scene, image: str, builder: ImageBuilder) -> Ending:
+    root = builder.open(image).root
     folders = []
     if scene.is_set_up:
         folders = [f"{place}:{place}" for place in (REPOSITORY, sys.base_prefix)] + [f"{_cache()}:/cache"]
