@@ -11,7 +11,7 @@ from deployment.try_first_minutes import MACHINES, PAGE, SCENES, TABLE, Ending, 
 from marked_tables import read_cells, read_table
 
 FAILURE = Scene("disk", "bare", "script", r"needs \d+ MiB; free some")
-HINT = Scene("a compiler", "bare", "script", r"No compiler: .+ apt-get", ends_well=True)
+HINT = Scene("a compiler", "bare", "script", r"No compiler: .+ apt-get install g\+\+", ends_well=True)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_the_page_tells_the_end_of_each_scene(tmp_path: Path, monkeypatch: pytes
     page.write_text(PAGE.read_text())
     endings = [
         Ending(FAILURE, 1, "==> Creating\nneeds 9 MiB; free some\n", 1.6),
-        Ending(HINT, 0, "No compiler: slower; apt-get install g++\nan answer\n", 70),
+        Ending(HINT, 0, "==> No compiler: slower; apt-get install g++ (it helps)\nan answer\n", 70),
     ]
     monkeypatch.setattr(try_first_minutes, "PAGE", page)
     monkeypatch.setattr(try_first_minutes, "measured_source", lambda: "By a test.")
