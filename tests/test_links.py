@@ -1,4 +1,4 @@
-"""Every link between the pages of this repository leads somewhere, and every page is linked."""
+"""Every link between the pages of this repository leads somewhere, every page is linked, and every commit is there."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"!?\[[^\]\n]*\]\(([^)\s]+)\)|<img[^>]* src=\"([^\"]+)\"")
 FENCED = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
+COMMIT = re.compile(r"\bcommit ([0-9a-f]{7,40})\b")
 HEADING = re.compile(r"^#{1,6} (.+)$", re.MULTILINE)
 
 
@@ -65,6 +66,25 @@ def test_every_page_is_reached_from_the_readme() -> None:
         found = {(page.parent / link.partition("#")[0]).resolve() for link in links(page) if not link.startswith("#")}
         waiting += [target for target in found if target.suffix == ".md" and target not in reached]
     assert [str(page.relative_to(ROOT)) for page in pages() if page not in reached] == []
+
+
+def is_in_history(commit: str) -> bool:
+    command = ["git", "merge-base", "--is-ancestor", commit, "HEAD"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, check=False).returncode == 0
+
+
+def is_shallow() -> bool:
+    command = ["git", "rev-parse", "--is-shallow-repository"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip() == "true"
+
+
+@pytest.mark.skipif(is_shallow(), reason="a shallow clone has no history to look into")
+def test_figures_are_of_commits_that_the_history_has() -> None:
+    """A commit that was rebased away tells nobody which code gave a figure."""
+    named = {commit: page for page in pages() for commit in COMMIT.findall(page.read_text())}
+    assert len(named) > 10
+    assert {commit: page.name for commit, page in named.items() if not is_in_history(commit)} == {}
+    assert not is_in_history("0" * 9)
 
 
 def test_the_readme_is_read_in_five_minutes() -> None:
