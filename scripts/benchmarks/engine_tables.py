@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from benchmarks.bench_rows import Row
 from benchmarks.step_results import StepResult
+from benchmarks.weight_switches import CHOICE
 from marked_tables import figure, write_table
 from plots import DOCS, write_plots
 
@@ -29,8 +30,12 @@ def write_tables(results: Mapping[str, Results], source: str) -> None:
         if part == "decode":
             told = " ".join([source, machine_limits(measured), *missed(measured)])
             write_table(PAGE, "steps", steps_table(measured), told)
+        elif part == "unpacked":
+            choices = [row for row in measured if row.what.startswith(CHOICE)]
+            write_table(PAGE, f"engine {part}", measures_table([row for row in measured if row not in choices]), source)
+            write_table(PAGE, "engine choices", measures_table(choices), source)
         else:
-            table = (measures_table if part in ("prefill", "unpacked") else rows_table)(measured)
+            table = (measures_table if part == "prefill" else rows_table)(measured)
             write_table(PAGE, f"engine {part}", table, source)
     write_plots(PAGE)
 

@@ -114,7 +114,7 @@ class Engine:
         self._slow_operators = base.slow_operators
         self._runner = build_model_runner(base.model, config, base.plan, base.device, self._loras, self._slow_operators)
         self.weights = UnpackedWeights(base.model, int(config.unpacked_weights_memory_bytes))
-        self.weights.unpack_at_start(config.unpacked_weight_patterns)
+        self.weights.start(config.unpacked_weight_patterns)
         self._runs_ahead = config.enable_async_scheduling is True
         self._in_flight: _StepInFlight | None = None
         self._clock = StepClock(self._pace)

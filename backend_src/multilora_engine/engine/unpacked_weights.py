@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -22,7 +23,9 @@ from multilora_kernels import PackedWeight
 from multilora_kernels.linear import packed_linear
 from multilora_kernels.quantized import QuantizedWeight, quantized_linear
 
-_NUM_RUNS = 5
+_logger = logging.getLogger(__name__)
+
+_NUM_RUNS = 9
 """Times that products of each kind are timed; the shortest counts, as others may have waited for something else."""
 
 _TIMED_BYTES = 1 << 25
@@ -32,6 +35,30 @@ _READ_BYTES = 1 << 27
 """Bytes of other weights that are read before: more than caches hold."""
 
 _Shape = tuple[torch.Size, str, int]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The seconds of a product of each of MEASURED_ROWS, by codes and by floats, of the weights of one shape and kind.
+
+    kind: of the codes, in words.
+    """
+
+    shape: torch.Size
+    kind: str
+    codes: tuple[float, ...]
+    floats: tuple[float, ...]
+
+    @property
+    def float_classes(self) -> frozenset[int]:
+        """The row classes in which floats were faster."""
+        pairs = enumerate(zip(self.codes, self.floats, strict=True))
+        return frozenset(row_class for row_class, (codes, floats) in pairs if floats < codes)
+
+    def __str__(self) -> str:
+        rows = zip(MEASURED_ROWS, self.codes, self.floats, strict=True)
+        times = ", ".join(f"{codes * 1e6:.0f}/{floats * 1e6:.0f} of {n}" for n, codes, floats in rows)
+        return f"{self.shape[0]} x {self.shape[1]}, {self.kind}: {times}"
 
 
 @dataclass(frozen=True)
@@ -46,14 +73,19 @@ class UnpackedWeights:
     """Lives on the engine's thread; floats are made on a thread of its own, and taken up between two steps."""
 
     def __init__(self, model: Model, max_bytes: int) -> None:
-        """max_bytes: of all floats together. With a budget, codes and floats are compared on this machine now."""
+        """max_bytes: of all floats together. `start` comes before everything else."""
         self._model = model
         self._switches = list(model.weight_switches)
         self._max_bytes = max_bytes
         self._packed_bytes = sum(model.weight_bytes.values())
         self._worker = ThreadPoolExecutor(1, "unpack")
         self._is_unpacking = False
-        self._faster = self._measure() if max_bytes else {}
+        self._compared: dict[_Shape, Comparison] = {}
+
+    @property
+    def comparisons(self) -> list[Comparison]:
+        """What `auto` goes by, for each kind of weights that the budget can hold."""
+        return list(self._compared.values())
 
     @property
     def stats(self) -> WeightStats:
@@ -87,9 +119,11 @@ class UnpackedWeights:
         made = self._worker.submit(_unpacked, new)
         return PendingWeights(made.done, lambda: self._finish(found, new, made, choice))
 
-    def unpack_at_start(self, patterns: Sequence[str]) -> None:
+    def start(self, patterns: Sequence[str]) -> None:
         """Unpack with `auto`, as `unpack` does, and return when it is done.
 
+        With a budget, codes and floats are compared on this machine: the floats that were made as they lie, since
+        memory is not equally fast everywhere, and passing ones of the other kinds.
         Raises ConfigError for a pattern that means no weight, too small a budget, or a lack of memory.
         """
         try:
@@ -100,7 +134,10 @@ class UnpackedWeights:
                     f"parameter unpacked_weights: its floats take {needed} bytes, and unpacked_weights_memory_bytes is "
                     f"{self._max_bytes}; write {needed} there, or fewer names"
                 )
-            self._take_up(found, found, _unpacked(found), "auto")
+            floats = _unpacked(found)
+            if self._max_bytes:
+                self._compare(dict(zip(map(id, found), floats, strict=True)))
+            self._take_up(found, found, floats, "auto")
         except (InvalidRequest, InternalError) as error:
             raise ConfigError(f"parameter unpacked_weights: {error}") from error
 
@@ -133,7 +170,7 @@ class UnpackedWeights:
             switch.floats = weight
         everywhere = frozenset(range(len(MEASURED_ROWS)))
         for switch in found:
-            switch.float_classes = everywhere if choice == "unpacked" else self._faster[_shape(switch)]
+            switch.float_classes = everywhere if choice == "unpacked" else self._compared[_shape(switch)].float_classes
         self._model.note_switch()
         return [_describe(switch) for switch in found]
 
@@ -151,19 +188,22 @@ class UnpackedWeights:
                 )
         return [switch for switch in self._switches if any(_matches(switch, pattern) for pattern in patterns)]
 
-    def _measure(self) -> dict[_Shape, frozenset[int]]:
-        """The row classes in which floats are faster, for each kind of weight that the budget can hold."""
-        alike: defaultdict[_Shape, list[QuantizedWeight]] = defaultdict(list)
+    def _compare(self, floats: Mapping[int, PackedWeight]) -> None:
+        """Compare the products of each kind of weight that the budget can hold. floats: those there are, by id."""
+        alike: defaultdict[_Shape, list[WeightSwitch]] = defaultdict(list)
         for switch in self._switches:
-            alike[_shape(switch)].append(switch.codes)
+            alike[_shape(switch)].append(switch)
         most = min(self._max_bytes, _TIMED_BYTES)
-        faster: dict[_Shape, frozenset[int]] = {}
-        for shape, weights in alike.items():
-            if weights[0].unpacked_nbytes <= self._max_bytes:
-                timed = weights[: max(1, most // weights[0].unpacked_nbytes)]
-                others = [switch.codes for switch in self._switches if not any(switch.codes is one for one in timed)]
-                faster[shape] = _faster_classes(timed, others)
-        return faster
+        for shape, switches in alike.items():
+            num_bytes = switches[0].codes.unpacked_nbytes
+            if num_bytes > self._max_bytes:
+                continue
+            ready = [switch for switch in switches if id(switch) in floats]
+            timed = (ready or switches)[: max(1, most // num_bytes)]
+            places = [floats[id(switch)] if ready else switch.codes.unpacked() for switch in timed]
+            others = [switch.codes for switch in self._switches if not any(switch is one for one in timed)]
+            self._compared[shape] = _comparison(timed[0].kind, [switch.codes for switch in timed], places, others)
+            _logger.info("microseconds of a product by codes/floats at so many rows: %s", self._compared[shape])
 
 
 def _unpacked(switches: Sequence[WeightSwitch]) -> list[PackedWeight]:
@@ -177,27 +217,28 @@ def _unpacked(switches: Sequence[WeightSwitch]) -> list[PackedWeight]:
 
 
 @torch.inference_mode()
-def _faster_classes(weights: Sequence[QuantizedWeight], others: Sequence[QuantizedWeight]) -> frozenset[int]:
-    """The row classes in which the floats of weights of one kind are faster than their codes.
+def _comparison(
+    kind: str, weights: Sequence[QuantizedWeight], floats: Sequence[PackedWeight], others: Sequence[QuantizedWeight]
+) -> Comparison:
+    """Time the products of weights of one kind, and of their floats.
 
     others: weights that a step reads between two products of one of these. They are read before each time: from the
     caches floats come as fast as codes, from memory they are four or eight times the bytes.
     """
-    floats = [codes.unpacked() for codes in weights]
     products: tuple[Callable[[torch.Tensor], object], ...] = (
         lambda x: [quantized_linear(x, codes) for codes in weights],
         lambda x: [packed_linear(x, weight) for weight in floats],
     )
-    classes = set()
-    for row_class, num_rows in enumerate(MEASURED_ROWS):
+    shortest: tuple[list[float], list[float]] = ([], [])
+    for num_rows in MEASURED_ROWS:
         x = torch.ones(num_rows, weights[0].shape[1], dtype=floats[0].data.dtype, device=floats[0].data.device)
         seconds: tuple[list[float], list[float]] = ([], [])
         for _, (product, measured) in itertools.product(range(_NUM_RUNS), zip(products, seconds, strict=True)):
             _read(others)
-            measured.append(_seconds(product, x))
-        if min(seconds[1]) < min(seconds[0]):
-            classes.add(row_class)
-    return frozenset(classes)
+            measured.append(_seconds(product, x) / len(weights))
+        for ends, measured in zip(shortest, seconds, strict=True):
+            ends.append(min(measured))
+    return Comparison(weights[0].shape, kind, tuple(shortest[0]), tuple(shortest[1]))
 
 
 def _read(weights: Sequence[QuantizedWeight]) -> None:

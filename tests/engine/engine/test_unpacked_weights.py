@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterator
 from itertools import groupby, product
@@ -20,6 +21,8 @@ from multilora_engine.engine.engine import Engine
 from multilora_engine.engine.weight_info import PathChoice
 from multilora_engine.errors import ConfigError, InvalidRequest, UnpackedWeightsFull, WeightsBusy
 from multilora_engine.models.weights import MEASURED_ROWS
+from multilora_kernels import PackedWeight
+from multilora_kernels.linear import packed_linear
 from multilora_kernels.quantized import QuantizedWeight
 
 INT4 = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": 8}
@@ -124,6 +127,49 @@ def test_auto_takes_the_floats_at_measured_row_counts_only(engine: Engine) -> No
     for weight in engine.weights.describe(["*"]):
         assert set(weight.unpacked_rows) <= set(MEASURED_ROWS)
         assert weight.unpacked_bytes
+
+
+def test_what_auto_goes_by_is_logged_at_the_start_and_read_by_whoever_asks(
+    directory: Path, oracle: Oracle, default_model_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    engine = serve(directory, oracle, default_model_dir, BUDGET, "*")
+    compared = {one.shape: one for one in engine.weights.comparisons}
+    assert compared.keys() == {torch.Size(shape) for shape in ((80, 48), (48, 48), (176, 48), (48, 88), (311, 48))}
+    for weight in engine.weights.describe(["*.q_proj"]):
+        one = compared[torch.Size((80, 48))]
+        faster = [n for n, codes, floats in zip(MEASURED_ROWS, one.codes, one.floats, strict=True) if floats < codes]
+        assert weight.unpacked_rows == faster
+        assert len(one.codes) == len(one.floats) == len(MEASURED_ROWS)
+        assert min(*one.codes, *one.floats) > 0
+    for one in compared.values():
+        assert f"{one.shape[0]} x {one.shape[1]}, {one.kind}: " in caplog.text
+    engine.close()
+
+
+def test_floats_that_a_start_made_are_timed_where_they_lie(
+    directory: Path, oracle: Oracle, default_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[PackedWeight] = []
+    timed: list[PackedWeight] = []
+    unpacked = QuantizedWeight.unpacked
+
+    def noted(weight: QuantizedWeight) -> PackedWeight:
+        made.append(unpacked(weight))
+        return made[-1]
+
+    def multiplied(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
+        timed.append(weight)
+        return packed_linear(x, weight)
+
+    monkeypatch.setattr(QuantizedWeight, "unpacked", noted)
+    monkeypatch.setattr(unpacked_weights, "packed_linear", multiplied)
+    monkeypatch.setattr(unpacked_weights, "_TIMED_BYTES", 1)
+    serve(directory, oracle, default_model_dir, BUDGET, "model.layers.1.*").close()
+    *of_the_layer, head = made
+    assert len(of_the_layer) == 4
+    assert {id(weight) for weight in timed} == {id(weight) for weight in (*of_the_layer, head)}
+    assert head.shape == (TINY.vocab_size, TINY.hidden_size), "only what has no floats is unpacked to be timed"
 
 
 def test_before_products_are_timed_a_step_s_other_weights_have_driven_theirs_out_of_the_caches(

@@ -105,6 +105,25 @@ def test_prompts_have_a_row_for_each_kind_of_weights(page: Path) -> None:
     ]
 
 
+def test_what_auto_goes_by_has_a_table_of_its_own_by_weights_and_rows(page: Path) -> None:
+    rows = [
+        Row("decode 1, w8a16, auto against float32", 2.4, "x", ">= 1", True),
+        *(
+            Row(f"choice of w8a16, {shape}: floats at {n} rows", n / 8, "x")
+            for shape in ("9 x 5", "7 x 2")
+            for n in (4, 16)
+        ),
+    ]
+    write_tables({"unpacked": rows}, "By a test.")
+    assert read_table(page, "engine choices").splitlines()[:4] == [
+        "| | floats at 4 rows | floats at 16 rows |",
+        "| --- | ---: | ---: |",
+        "| choice of w8a16, 9 x 5 | 0.5 x | 2 x |",
+        "| choice of w8a16, 7 x 2 | 0.5 x | 2 x |",
+    ]
+    assert read_table(page, "engine unpacked").splitlines()[2:4] == ["| decode 1, w8a16, auto | 2.4 x |", ""]
+
+
 def test_every_part_has_its_place_on_the_page(page: Path) -> None:
     write_tables({part: [Row(f"{part}: time", 2003.4, "ms")] for part in PARTS}, "By a test.")
     for part in PARTS:

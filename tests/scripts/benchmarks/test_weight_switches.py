@@ -10,8 +10,9 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.bench_engine import save_tiny_model
 from benchmarks.engine_bench import Bench
-from benchmarks.weight_switches import switch_rows
+from benchmarks.weight_switches import CHOICE, switch_rows
 from checkpoints.telling_adapters import save_plain_tokenizer
+from multilora_engine.models.weights import MEASURED_ROWS
 
 INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
 
@@ -32,6 +33,13 @@ def test_each_number_of_sequences_is_measured_in_floats_in_codes_and_with_both(t
         assert values[f"decode {n}, w8a16, auto against codes alone"] == packed / step > 0
         of_floats = values[f"decode {n}, float32: a step"]
         assert values[f"decode {n}, w8a16, auto against float32"] == of_floats / step
+        other = values[f"decode {n}, float32, another engine: a step"]
+        assert values[f"decode {n}, float32, another engine against float32"] == of_floats / other
+    told = [what for what in values if what.startswith(CHOICE)]
+    hidden, vocabulary = model.config.hidden_size, model.config.vocab_size
+    for shape in (f"{hidden} x {hidden}", f"{vocabulary} x {hidden}"):
+        assert {f"{CHOICE}w8a16, {shape}: floats at {n} rows" for n in MEASURED_ROWS} <= {*told}
+    assert all(values[what] > 0 for what in told)
     assert {row.is_met for row in rows if row.goal} <= {True, False}
     assert not any(bench.engine.has_work for bench in benches.values())
     for bench in benches.values():
