@@ -24,6 +24,7 @@ from multilora_kernels.quantized import CodeType, QuantizedWeight, quantized_lin
 from multilora_kernels.sampling import SamplingRule, sample_tokens
 from multilora_kernels.segments import (
     CHUNK_SIZE,
+    MAX_DECODE_TOKENS,
     PREFILL_CHUNK_SIZE,
     LoRASegments,
     reference_segments,
@@ -38,10 +39,11 @@ class OperatorShapes:
     """The shapes in which a model calls the operators.
 
     linears: in_features and the widths of the slices of each fused linear. mlp_size: width of an activation.
-    max_rank: of adapters. contexts: keys of the sequences. num_rows: tokens of a batch with adapters. vocab_size: of
-    the logits. dtype: of activations. lora_dtype: of the arena. kv_dtype: of keys and values; None is dtype.
+    max_rank: of adapters. contexts: keys of the sequences. num_rows: tokens of a batch. vocab_size: of the logits.
+    dtype: of activations. lora_dtype: of the arena. kv_dtype: of keys and values; None is dtype.
     rotations: of the layers, each the elements of a head that turn, and whether pairs are interleaved; empty: all turn.
-    code_types: of quantised linears, with their group sizes.
+    code_types: of quantised linears, with their group sizes. more_rows: tokens of further batches with adapters, for
+    which the tables of tile sizes have plans of their own.
     """
 
     hidden_size: int
@@ -60,9 +62,14 @@ class OperatorShapes:
     kv_dtype: torch.dtype | None = None
     rotations: tuple[tuple[int, bool], ...] = ()
     code_types: tuple[tuple[CodeType, int], ...] = ()
+    more_rows: tuple[int, ...] = ()
 
 
-_CODED_OUTPUTS, _MANY_ROWS = 1024, 300
+_CHUNK_SIZES = (CHUNK_SIZE, PREFILL_CHUNK_SIZE)
+_SEGMENTED_ROWS = (MAX_DECODE_TOKENS + 88, 2100)
+"""Of batches with prompts; kernels of other sizes than that of decodes serve them."""
+
+_CODED_OUTPUTS, _FEW_ROWS, _MANY_ROWS = 1024, 3, 300
 
 Results = tuple[torch.Tensor, torch.Tensor, float]
 """The results of an operator and of the reference, and the tolerance, relative to 1 + |the reference|."""
@@ -94,17 +101,18 @@ def comparisons(shapes: OperatorShapes) -> list[Comparison]:
 
 
 def _of_adapters(shapes: OperatorShapes) -> Iterator[Comparison]:
-    for in_features, slice_sizes in shapes.linears:
-        for chunk_size in (CHUNK_SIZE, PREFILL_CHUNK_SIZE):
-            described = (
-                f"{in_features} inputs, outputs {slice_sizes}, {shapes.num_rows} rows in chunks of {chunk_size}, "
-                f"ranks {_ranks(shapes)}, {shapes.dtype}, {shapes.lora_dtype}"
-            )
-            batch = partial(_LoRABatch, shapes, in_features, slice_sizes, chunk_size)
-            yield Comparison("lora_shrink", described, partial(_compare_shrink, batch))
-            yield Comparison("lora_expand", described, partial(_compare_expand, batch))
-            yield Comparison("lora_apply", described, partial(_compare_apply, batch))
-    yield Comparison("lora_segments", f"{shapes.num_rows} rows", partial(_compare_segments, shapes))
+    of_rows = dict.fromkeys((shapes.num_rows, *shapes.more_rows))
+    for (in_features, slice_sizes), rows, chunk_size in itertools.product(shapes.linears, of_rows, _CHUNK_SIZES):
+        described = (
+            f"{in_features} inputs, outputs {slice_sizes}, {rows} rows in chunks of {chunk_size}, "
+            f"ranks {_ranks(shapes)}, {shapes.dtype}, {shapes.lora_dtype}"
+        )
+        batch = partial(_LoRABatch, shapes, in_features, slice_sizes, rows, chunk_size)
+        yield Comparison("lora_shrink", described, partial(_compare_shrink, batch))
+        yield Comparison("lora_expand", described, partial(_compare_expand, batch))
+        yield Comparison("lora_apply", described, partial(_compare_apply, batch))
+    for rows in (shapes.num_rows, *_SEGMENTED_ROWS):
+        yield Comparison("lora_segments", f"{rows} rows", partial(_compare_segments, rows))
 
 
 def _of_attention(shapes: OperatorShapes) -> Iterator[Comparison]:
@@ -285,7 +293,7 @@ def _compare_codes(
     sizes: tuple[int, int],
     generator: torch.Generator,
 ) -> Results:
-    """Few rows, which are multiplied with the codes, and many, for which these become floats."""
+    """Few rows and some, which are multiplied with the codes, and many, for which these become floats."""
     device = generator.device
     dtype = torch.bfloat16 if shapes.dtype == torch.float32 else shapes.dtype
     group_size = min(group_size, sizes[1])
@@ -301,15 +309,16 @@ def _compare_codes(
     weight.copy_rows(0, codes, scales.to(dtype), zeros)
     x = _random(_MANY_ROWS, sizes[1], generator=generator, dtype=shapes.dtype)
     expected = x.double() @ weight.rows(0, sizes[0]).double().T
-    actual = torch.cat((quantized_linear(x[: shapes.num_rows], weight), quantized_linear(x, weight)))
-    return actual, torch.cat((expected[: shapes.num_rows], expected)), TOLERANCES[shapes.dtype]
+    all_rows = (_FEW_ROWS, shapes.num_rows, _MANY_ROWS)
+    actual = torch.cat([quantized_linear(x[:rows], weight) for rows in all_rows])
+    return actual, torch.cat([expected[:rows] for rows in all_rows]), TOLERANCES[shapes.dtype]
 
 
-def _compare_segments(shapes: OperatorShapes, generator: torch.Generator) -> Results:
-    num_loras = max(1, shapes.num_rows // 3)
-    mapping = torch.randint(-1, num_loras, (shapes.num_rows,), device=generator.device, generator=generator)
-    expected = _segments(mapping, num_loras, CHUNK_SIZE)
-    actual = lora_segments(mapping, num_loras, CHUNK_SIZE)
+def _compare_segments(num_rows: int, generator: torch.Generator) -> Results:
+    num_loras = max(1, num_rows // 3)
+    mapping = torch.randint(-1, num_loras, (num_rows,), device=generator.device, generator=generator)
+    actual = lora_segments(mapping, num_loras)
+    expected = _segments(mapping, num_loras, actual.chunk_size)
     num_used = int((mapping >= 0).sum())
     found, wanted = (
         torch.cat((of.permutation[:num_used], of.chunk_start, of.chunk_length, of.chunk_lora_index))
@@ -446,21 +455,22 @@ class _LoRABatch:
         shapes: OperatorShapes,
         in_features: int,
         slice_sizes: tuple[int, ...],
+        num_rows: int,
         chunk_size: int,
         generator: torch.Generator,
     ) -> None:
         device, ranks = generator.device, _ranks(shapes)
         self.slice_sizes, self.dtype = slice_sizes, shapes.dtype
         self.tables = _adapters(ranks, in_features, slice_sizes, shapes.lora_dtype, generator)
-        mapping = torch.randint(-1, len(ranks), (shapes.num_rows,), device=device, generator=generator)
+        mapping = torch.randint(-1, len(ranks), (num_rows,), device=device, generator=generator)
         self.segments = _segments(mapping, len(ranks), chunk_size)
         rank_of_token = torch.tensor(ranks, device=device)[mapping.clamp(min=0)]
         columns = torch.arange(shapes.max_rank, device=device)
         self._is_defined = (columns < rank_of_token[:, None]) & (mapping >= 0)[:, None]
         random = partial(_random, generator=generator)
-        self.x = random(shapes.num_rows, in_features, dtype=shapes.dtype)
-        self.y = random(shapes.num_rows, sum(slice_sizes), dtype=shapes.dtype)
-        self.v = random(1, len(slice_sizes), shapes.num_rows, self.tables.max_rank, dtype=torch.float32)
+        self.x = random(num_rows, in_features, dtype=shapes.dtype)
+        self.y = random(num_rows, sum(slice_sizes), dtype=shapes.dtype)
+        self.v = random(1, len(slice_sizes), num_rows, self.tables.max_rank, dtype=torch.float32)
 
     def defined(self, v: torch.Tensor) -> torch.Tensor:
         """v: [num_slices, num_tokens, max_rank]."""

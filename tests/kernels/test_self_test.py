@@ -125,9 +125,36 @@ def _looks_further(right):
     return attend
 
 
+def _wrong_for(is_met):
+    """Wrong by 1 where the first argument meets a condition."""
+
+    def broken(right):
+        def wrong(x, *others):
+            result = right(x, *others)
+            if not is_met(x):
+                return result
+            return tuple(y + 1 for y in result) if isinstance(result, tuple) else result + 1
+
+        return wrong
+
+    return broken
+
+
+def _touches_other_logits(right):
+    def forbid(logits, bans, last_token_ids):
+        right(logits, bans, last_token_ids)
+        logits[0, 5:7] += 0.125
+
+    return forbid
+
+
 @pytest.mark.parametrize(
     ("operator", "broken", "shapes"),
     [
+        ("forbid_tokens", _touches_other_logits, ""),
+        ("lora_segments", _wrong_for(lambda mapping: len(mapping) > 2048), "2100 rows"),
+        ("lora_shrink", _wrong_for(lambda x: len(x) == 7), " 7 rows in chunks"),
+        ("quantized_linear", _wrong_for(lambda x: len(x) < 5), "in groups of"),
         ("rotary_attention", _without_pairs, "6 turned in pairs"),
         ("rotary_attention", _turns_all, "(6|0) turned"),
         ("rotary_attention", _zeroes_newest, "cache torch.int8"),
@@ -137,9 +164,9 @@ def _looks_further(right):
 )
 def test_a_fault_in_one_kind_of_step_is_found(monkeypatch, operator, broken, shapes):
     monkeypatch.setattr(cuda, operator, broken(getattr(cuda, operator)))
-    in_codes = dataclasses.replace(SHAPES, kv_dtype=torch.int8, code_types=())
-    wrong = [one for one in checked_operators(in_codes, DEVICE) if not one.is_right]
-    assert {one.operator for one in wrong} == {operator}
+    in_codes = dataclasses.replace(SHAPES, kv_dtype=torch.int8, more_rows=(7,))
+    wrong = [one for one in checked_operators(in_codes, DEVICE, operators={operator}) if not one.is_right]
+    assert wrong
     assert all(re.search(shapes, one.shapes) for one in wrong)
 
 

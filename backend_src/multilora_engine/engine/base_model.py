@@ -23,7 +23,7 @@ from multilora_engine.engine.build import (
 )
 from multilora_engine.engine.memory import MemoryPlan, plan_memory
 from multilora_engine.engine_info import CallLimits, ClientPolicy, EngineInfo, read_version
-from multilora_engine.execution.operator_check import check_operators
+from multilora_engine.execution.operator_check import check_operators, faults_named
 from multilora_engine.execution.step_memory import peak_growth, step_memory
 from multilora_engine.lora.table_rows import TableRows
 from multilora_engine.models.loader import load_model
@@ -92,7 +92,8 @@ def load_base_model(config: EngineConfig, on_progress: Callable[[int, int], None
         if device.type == "cuda":
             has_graphs = may_have_graphs(config, device, slow_operators)
             trial = config.model_copy(update={"enable_cuda_graphs": has_graphs})
-            step_bytes = _measure_steps(model, trial, tables, kv_dtype)
+            with faults_named("a trial of the largest steps", device):
+                step_bytes = _measure_steps(model, trial, tables, kv_dtype)
             del tables
             # Memory that the allocator keeps for itself would not count as free.
             torch.cuda.empty_cache()

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import logging
 import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -58,9 +61,35 @@ def check_operators(model: Model, tables: LoRATables, kv_dtype: torch.dtype, con
     return slow
 
 
+@contextmanager
+def faults_named(step: str, device: torch.device) -> Iterator[None]:
+    """Raise OperatorFault, which names the operator, for whatever fails in a first step. step: in words.
+
+    Kernels of some numbers of rows are in no comparison. A device may tell of a fault later than where it came to be.
+    Memory that does not suffice is no fault.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # of the compiler, the launch or the device, which have no class in common
+        # Imported here: Triton comes with the CUDA builds of torch only.
+        from multilora_kernels import cuda
+
+        frames = traceback.extract_tb(error.__traceback__)
+        operator = next((frame.name for frame in reversed(frames) if frame.name in cuda.__all__), "no operator of ours")
+        raise OperatorFault(
+            f"{step} failed on {device_name(device)}, in {operator}: {type(error).__name__}: {error}"
+        ) from error
+
+
 def operator_shapes(model: Model, tables: LoRATables, block_size: int, kv_dtype: torch.dtype) -> OperatorShapes:
     """The shapes of a model's operators: each width of a linear once, and queries, keys and values as one."""
+    # Imported here: Triton comes with the CUDA builds of torch only.
+    from multilora_kernels.cuda.block_sizes import capability, row_bounds
+
     config = model.config
+    bounds = row_bounds(capability(tables.arena.device))
     widths = {(site.in_size, (site.out_size,)) for site in model.adapter_sites.sites}
     coded = [switch.codes for switch in model.weight_switches]
     fused = (config.hidden_size, (config.q_size, config.kv_size, config.kv_size))
@@ -77,6 +106,7 @@ def operator_shapes(model: Model, tables: LoRATables, block_size: int, kv_dtype:
         max_rank=tables.max_rank,
         dtype=model.dtype,
         lora_dtype=tables.arena.dtype,
+        more_rows=(*bounds, bounds[-1] + 1) if bounds else (),
         vocab_size=config.vocab_size,
         kv_dtype=kv_dtype,
         rotations=tuple(rotations),

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from multilora_engine.execution.forward_batch import KVCache
+from multilora_engine.execution.operator_check import faults_named
 from multilora_engine.execution.start_progress import StartProgress
 from multilora_engine.execution.step_memory import step_lens, trial_batch
 from multilora_engine.models.model import Model
@@ -36,7 +37,7 @@ def warm_up(
 ) -> None:
     """Compute one step of each kind, over the first block of a cache that holds nothing yet.
 
-    max_num_tokens, max_num_seqs: of a step. max_len: of a sequence.
+    max_num_tokens, max_num_seqs: of a step. max_len: of a sequence. Raises OperatorFault for a step that fails.
     """
     # Imported here: Triton comes with the CUDA builds of torch only.
     from multilora_kernels.cuda.block_sizes import capability, row_bounds
@@ -47,10 +48,12 @@ def warm_up(
     started = time.monotonic()
     with StartProgress("kernels of steps") as progress:
         for number, query_lens in enumerate(steps):
-            progress.note(number, len(steps), f"a step of {sum(query_lens)} tokens")
-            logits = model.forward(trial_batch(query_lens, block_size, tables), kv_cache)
-            _adjust(logits)
-            sample_tokens(logits, [_DRAWN] * len(logits)).tolist()
+            step = f"a step of {sum(query_lens)} tokens in {len(query_lens)} sequences"
+            progress.note(number, len(steps), step)
+            with faults_named(step, kv_cache.keys.device):
+                logits = model.forward(trial_batch(query_lens, block_size, tables), kv_cache)
+                _adjust(logits)
+                sample_tokens(logits, [_DRAWN] * len(logits)).tolist()
     _logger.info("kernels of %d kinds of steps are ready after %.1f s", len(steps), time.monotonic() - started)
 
 

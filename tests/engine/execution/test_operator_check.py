@@ -9,10 +9,12 @@ import torch
 from transformers import Cohere2Config, Cohere2ForCausalLM, Glm4Config, Glm4ForCausalLM, PreTrainedModel
 
 from checkpoints.tiny_llama import save_tiny_llama
-from multilora_engine.execution.operator_check import operator_shapes
+from multilora_engine.execution.operator_check import faults_named, operator_shapes
 from multilora_engine.lora.table_rows import TableRows
 from multilora_engine.models.loader import load_model
 from multilora_engine.models.weights import Placement
+from multilora_kernels.cuda import block_sizes
+from multilora_kernels.self_test import OperatorFault
 from multilora_wire.layout import adapter_layout
 
 _SIZES = {
@@ -62,3 +64,22 @@ def test_cache_and_rotations_of_a_model_are_compared(
     assert set(shapes.rotations) == rotations
     assert len(shapes.rotations) == len(rotations)
     assert shapes.head_dim == model.config.head_dim
+    assert shapes.more_rows == ()
+
+
+def test_kernels_that_a_plan_has_for_some_numbers_of_rows_are_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = torch.device("cpu")
+    model = load_model(save_tiny_llama(tmp_path), Placement(torch.bfloat16, torch.bfloat16, device))
+    layout = adapter_layout(model.adapter_sites, 8, "bfloat16")
+    tables = TableRows(layout, torch.zeros(1, layout.page_bytes, dtype=torch.uint8), count=1).tables
+    monkeypatch.setattr(block_sizes, "row_bounds", lambda _capability: [16, 64])
+    assert operator_shapes(model, tables, 16, torch.bfloat16).more_rows == (16, 64, 65)
+
+
+@pytest.mark.parametrize("kind", [MemoryError, torch.OutOfMemoryError])
+def test_too_little_memory_is_no_fault_of_an_operator(kind: type[Exception]) -> None:
+    expected = torch.OutOfMemoryError if kind is torch.OutOfMemoryError else OperatorFault
+    with pytest.raises(expected), faults_named("a step", torch.device("cpu")):
+        raise kind("out of memory")

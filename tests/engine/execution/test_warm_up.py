@@ -6,12 +6,15 @@ from pathlib import Path
 from random import Random
 
 import pytest
+import torch
 from support.gpu_path import FakeDevice, make_device, make_engine
 
 from checkpoints.tiny_llama import VOCAB_SIZE
 from multilora_engine.engine.engine import Engine
 from multilora_engine.execution.warm_up import warm_up, warm_up_steps
 from multilora_engine.request import GenerationRequest, SamplingParams
+from multilora_kernels import cuda
+from multilora_kernels.self_test import OperatorFault
 
 MAX_NUM_TOKENS, MAX_NUM_SEQS, MAX_LEN, BLOCK_SIZE = 1100, 24, 300, 8
 
@@ -50,6 +53,28 @@ def test_no_kernel_is_compiled_after_it(
         _serve(engine, device)
     assert device.variants
     assert not device.variants - compiled
+
+
+def test_a_kernel_that_fails_for_some_steps_only_stops_the_load_and_is_named(
+    tmp_path: Path, default_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = cuda.silu_mul
+
+    def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+        if len(gate_up) > 100:
+            raise ValueError("out of resource: shared memory")
+        return right(gate_up)
+
+    device = make_device(monkeypatch)
+    engine = make_engine(tmp_path, default_model_dir)
+    device.serve(monkeypatch)
+    monkeypatch.setattr(cuda, "silu_mul", silu_mul)
+    runner, tables = engine._runner, engine._loras.tables
+    error = (
+        "a step of 128 tokens in 24 sequences failed on cpu, in silu_mul: ValueError: out of resource: shared memory"
+    )
+    with device, pytest.raises(OperatorFault, match=error):
+        warm_up(runner._model, runner._kv_cache, tables, MAX_NUM_TOKENS, MAX_NUM_SEQS, MAX_LEN, BLOCK_SIZE)
 
 
 def _serve(engine: Engine, device: FakeDevice) -> None:
