@@ -29,7 +29,7 @@ def measured_source() -> str:
 
     Raises typer.BadParameter outside a clone of the repository, where the commit is not known.
     """
-    return f"{command_source()[:-1]} on {machine()}, commit {_commit()}."
+    return f"{command_source()[:-1]} on {machine()}, commit {commit()}."
 
 
 def compiled_source(compiler: str) -> str:
@@ -37,7 +37,7 @@ def compiled_source(compiler: str) -> str:
 
     compiler: its name and version.
     """
-    return f"{command_source()[:-1]} with {compiler}, commit {_commit()}."
+    return f"{command_source()[:-1]} with {compiler}, commit {commit()}."
 
 
 def command_source() -> str:
@@ -70,22 +70,22 @@ def machine(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     return f"{len(os.sched_getaffinity(0))} cores of {name}{f' ({details})' if details else ''}{_gpu()}"
 
 
-def _gpu() -> str:
-    import torch
-
-    return f" and {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
-
-
-def _commit() -> str:
-    """The commit of the code; documents may have changed since."""
+def commit() -> str:
+    """The commit of the code; documents may have changed since. Raises as `measured_source` does."""
     try:
-        commit = _git("rev-parse", "--short=9", "HEAD")
+        name = _git("rev-parse", "--short=9", "HEAD")
         changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!docs", ":!*.md")
     except (OSError, subprocess.CalledProcessError):
         raise typer.BadParameter(
             f"--docs writes the commit beside the figures, and git knows none of {REPOSITORY}; run it in a clone"
         ) from None
-    return f"{commit}, with changes that are not committed" if changed else commit
+    return f"{name}, with changes that are not committed" if changed else name
+
+
+def _gpu() -> str:
+    import torch
+
+    return f" and {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
 
 
 def _git(*arguments: str) -> str:

@@ -19,6 +19,7 @@ from marked_tables import write_table
 from multilora_client import Adapter, Client, load_adapter
 from multilora_wire.adapter_names import task_id_of_name
 from servers.started_server import started_server
+from sources import commit
 
 REPOSITORY = Path(__file__).parents[2]
 PICTURES = REPOSITORY / "docs" / "images"
@@ -112,7 +113,8 @@ def write_axe_report(audits: Mapping[str, dict[str, Any]]) -> None:
         for view, audit in audits.items()
     ]
     (version,) = {audit["testEngine"]["version"] for audit in audits.values()}
-    source = f"By `scripts/test --all --screenshots tests/e2e/test_console_live.py`, axe-core {version}."
+    command = "scripts/test --all --screenshots tests/e2e/test_console_live.py"
+    source = f"By `{command}` with axe-core {version}, commit {commit()}."
     write_table(DOCUMENT, "axe", AXE_TABLE + "".join(rows), source)
 
 
