@@ -27,6 +27,11 @@ from multilora_kernels import cuda
 from multilora_kernels.self_test import OperatorFault, OperatorShapes
 from multilora_kernels.slower_operators import SLOWER_OPERATORS
 
+_EACH_WAY = ("lora_shrink", "lora_segments", "rotary_attention", "quantized_linear", "silu_mul")
+"""An operator for each way in which a step calls some: by torch's dispatcher, directly, with weights or without."""
+
+_IS_LONG = pytest.mark.long(reason="an engine starts and answers for each operator")
+
 _CODES = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": 32}
 
 
@@ -88,7 +93,14 @@ def test_the_load_stops_and_names_operator_shapes_error_and_the_parameter(
     assert fault.match("allow_slow_operators=true would have plain PyTorch serve that operator")
 
 
-@pytest.mark.parametrize("operator", [*SLOWER_OPERATORS, None])
+@pytest.mark.parametrize(
+    "operator",
+    [
+        None,
+        *_EACH_WAY,
+        *(pytest.param(name, marks=_IS_LONG) for name in SLOWER_OPERATORS if name not in _EACH_WAY),
+    ],
+)
 def test_plain_torch_serves_the_tokens_of_a_cpu_where_it_is_allowed(
     expected: tuple[Path, dict[str, list[int]]],
     default_model_dir: Path,
