@@ -3,6 +3,7 @@
 adapters   tokens/s of 1, 8 and 16 requests that start together: without adapters, with one, with one each
 doors      tokens/s of the same requests in this process (the engine alone), through `generation` and through `ensemble`
 cost       CPU milliseconds that a token of these takes in each process it passes through, this client included
+quantized  tokens/s as of `doors`, one request and the most at once, of the default model in w4a16
 load       time to the first token and between tokens at rising rates of requests that arrive at random, through
            `ensemble`, with as many adapters as requests at most, asked by Zipf's law; and the knee
 
@@ -20,7 +21,7 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -36,6 +37,7 @@ from benchmarks.cpu_times import CpuTimes, seconds_between
 from benchmarks.light_client import light_asks
 from benchmarks.serving_tables import measurement, write_tables
 from checkpoints.prepare_default_model import ensure_default_checkpoint
+from checkpoints.quantized_default_model import SchemeName, ensure_quantized_checkpoint
 from multilora_client import DIRECT, ENSEMBLE, Adapter, AdapterTensors, AsyncClient
 from multilora_client.bench.load import Ask, Load, Sample, run_closed, run_load
 from multilora_client.bench.plot import plot
@@ -52,11 +54,16 @@ from servers.started_server import started_server
 from sources import measured_source
 
 ADAPTER_MIXES = ("no adapter", "one adapter", "all different")
-PARTS = ("adapters", "doors", "cost", "load")
+PARTS = ("adapters", "doors", "cost", "quantized", "load")
 MIN_ENSEMBLE_SHARE = 90.0
 """The goal: percent of the tokens/s in this process that come through `ensemble`."""
+MIN_QUANTIZED_SHARE = 85.0
+"""The same goal with quantised weights, whose steps are shorter."""
+QUANTIZED: SchemeName = "w4a16"
 MIN_COST_MS = 0.005
 """CPU milliseconds a token below which a process is not listed."""
+_HERE, _DIRECT, _ENSEMBLE = "in this process", "through generation", "through ensemble"
+"""The doors."""
 
 
 @dataclass(frozen=True)
@@ -180,9 +187,10 @@ async def measure(server: ServerProcess, setting: Setting, parts: Sequence[str],
         await run_wave(direct, [Target(), adapters[0]], prompts.take(2))
         if "adapters" in parts:
             await measure_adapters(direct, setting, adapters, prompts, results, progress)
-        asks = {"through generation": direct, "through ensemble": ensemble}
+        asks = {_DIRECT: direct, _ENSEMBLE: ensemble}
         if "doors" in parts:
-            await measure_doors(asks, setting, prompts, results, progress)
+            with engine_in_process(setting.model) as engine:
+                await measure_doors(engine, asks, setting, setting.concurrency[-1], prompts, results, progress)
         if "cost" in parts:
             await measure_cost(asks, CpuTimes(server.pid), setting, prompts, results, progress)
         if "load" in parts:
@@ -206,17 +214,35 @@ async def measure_adapters(
 
 
 async def measure_doors(
-    asks: Mapping[str, Ask], setting: Setting, prompts: FreshPrompts, results: Results, progress: Progress
+    engine: EngineInProcess,
+    asks: Mapping[str, Ask],
+    setting: Setting,
+    count: int,
+    prompts: FreshPrompts,
+    results: Results,
+    progress: Progress,
 ) -> None:
     """Measure the doors without adapters; no client asks the server while the engine of this process works."""
-    count = setting.concurrency[-1]
-    with engine_in_process(setting.model) as engine:
-        engine.tokens_per_s(prompts.take(count), 2)
-        for _ in progress.track(range(setting.rounds), description="doors"):
-            rate = engine.tokens_per_s(prompts.take(count), setting.output_tokens)
-            results.rates.setdefault("in this process", []).append(rate)
-            for name, ask in asks.items():
-                results.add(name, await run_wave(ask, [Target()] * count, prompts.take(count)))
+    engine.tokens_per_s(prompts.take(count), 2)
+    for _ in progress.track(range(setting.rounds), description=f"doors, {count} at once"):
+        rate = engine.tokens_per_s(prompts.take(count), setting.output_tokens)
+        results.rates.setdefault(_HERE, []).append(rate)
+        for name, ask in asks.items():
+            results.add(name, await run_wave(ask, [Target()] * count, prompts.take(count)))
+
+
+async def measure_quantized(server: ServerProcess, setting: Setting, progress: Progress) -> list[Row]:
+    """Measure the doors of a quantised model, which the setting names: one request, and the most at once."""
+    prompts, rows = FreshPrompts(setting.prompt_tokens), list[Row]()
+    async with light_asks(server.grpc_url, (DIRECT, ENSEMBLE), setting.output_tokens) as (direct, ensemble):
+        asks = {_DIRECT: direct, _ENSEMBLE: ensemble}
+        with engine_in_process(setting.model) as engine:
+            for count in sorted({setting.concurrency[0], setting.concurrency[-1]}):
+                await run_wave(ensemble, [Target()] * count, prompts.take(count))
+                results = Results()
+                await measure_doors(engine, asks, setting, count, prompts, results, progress)
+                rows += quantized_rows(f"{QUANTIZED}, {count} at once", results)
+    return rows
 
 
 async def measure_cost(
@@ -268,12 +294,22 @@ def result_rows(results: Results) -> list[Row]:
     rows += [
         Row(f"first token, {what}", statistics.median(seconds) * 1e3, "ms") for what, seconds in results.first.items()
     ]
-    if "in this process" in results.rates:
-        alone, ensemble = (results.rates[what] for what in ("in this process", "through ensemble"))
-        share = 100 * statistics.median(b / a for a, b in zip(alone, ensemble, strict=True))
-        goal = f">= {MIN_ENSEMBLE_SHARE:g}"
-        rows.append(Row("ensemble, of in this process", share, "%", goal, share >= MIN_ENSEMBLE_SHARE))
+    if _HERE in results.rates:
+        rows.append(share_row("ensemble, of in this process", results, MIN_ENSEMBLE_SHARE))
     return rows + [row for what, costs in results.costs.items() for row in cost_rows(what, costs)]
+
+
+def quantized_rows(name: str, results: Results) -> list[Row]:
+    """The medians of each door, and the share of the engine's tokens/s that the ensemble keeps."""
+    rows = [Row(f"{name}: {what}", statistics.median(rates), "tokens/s") for what, rates in results.rates.items()]
+    return [*rows, share_row(f"{name}: ensemble, of in this process", results, MIN_QUANTIZED_SHARE)]
+
+
+def share_row(what: str, results: Results, goal: float) -> Row:
+    """The percent of the engine's tokens/s that come through the ensemble: the median of all rounds."""
+    alone, ensemble = results.rates[_HERE], results.rates[_ENSEMBLE]
+    share = 100 * statistics.median(b / a for a, b in zip(alone, ensemble, strict=True))
+    return Row(what, share, "%", f">= {goal:g}", share >= goal)
 
 
 def cost_rows(what: str, costs: Sequence[Mapping[str, float]]) -> list[Row]:
@@ -316,16 +352,24 @@ def main(
         prompt_tokens=prompt_tokens,
         output_tokens=output_tokens,
     )
-    with started_server(setting.model, console) as server, Progress(console=console) as progress:
-        results = asyncio.run(measure(server, setting, part or PARTS, progress))
+    results, quantized = Results(), list[Row]()
+    if chosen := [name for name in PARTS if name in (part or PARTS) and name != "quantized"]:
+        with started_server(setting.model, console) as server, Progress(console=console) as progress:
+            results = asyncio.run(measure(server, setting, chosen, progress))
+    if "quantized" in (part or PARTS):
+        coded = replace(setting, model=ensure_quantized_checkpoint(QUANTIZED))
+        with started_server(coded.model, console) as server, Progress(console=console) as progress:
+            quantized = asyncio.run(measure_quantized(server, coded, progress))
     rows = result_rows(results)
-    if rows:
-        console.print(render(rows, f"{setting.model.name}, streams through the server, medians, {threads_title()}"))
-        write_results(rows, output, "serving")
+    if rows or quantized:
+        console.print(
+            render([*rows, *quantized], f"{setting.model.name}, streams through the server, medians, {threads_title()}")
+        )
+        write_results([*rows, *quantized], output, "serving")
     if results.stages:
         report_load(results.stages, output, console)
     if update_docs:
-        write_tables(results.rates, setting.concurrency, results.stages, rows, source)
+        write_tables(results.rates, setting.concurrency, results.stages, rows, quantized, source)
     console.print(f"results are in {output}; {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}")
 
 

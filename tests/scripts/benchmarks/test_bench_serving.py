@@ -16,8 +16,11 @@ from benchmarks.bench_serving import (
     FreshPrompts,
     Results,
     Setting,
+    engine_in_process,
     measure_cost,
+    measure_doors,
     mixed_targets,
+    quantized_rows,
     random_adapter,
     result_rows,
 )
@@ -59,6 +62,32 @@ def test_rows_are_medians_and_the_goal_is_of_each_round_by_itself() -> None:
     assert math.isclose(rows["first token, through ensemble"].value, 200.0)
     share = rows["ensemble, of in this process"]
     assert (share.value, share.is_met) == (100.0, True)
+
+
+def test_doors_of_a_quantised_model_have_the_engine_s_share_of_each_round_and_a_goal() -> None:
+    results = Results({"in this process": [10.0, 4.0, 1.0], "through ensemble": [8.0, 3.0, 1.0]})
+    rows = {row.what: row for row in quantized_rows("w4a16, 1 at once", results)}
+    assert rows["w4a16, 1 at once: through ensemble"].value == 3.0
+    share = rows["w4a16, 1 at once: ensemble, of in this process"]
+    assert (share.value, share.is_met, share.goal) == (80.0, False, ">= 85")
+
+
+def test_the_doors_are_measured_in_turn_by_the_engine_and_by_each_way_to_the_server(model: Path) -> None:
+    asked: list[str] = []
+
+    async def ask(job: Job, due_s: float) -> Sample:
+        asked.append(job.prompt)
+        return sample()
+
+    results = Results()
+    setting = Setting(
+        model, concurrency=[2], rates=[], load_seconds=0, rounds=3, rank=1, prompt_tokens=4, output_tokens=4
+    )
+    with engine_in_process(model) as engine:
+        asks = {"through generation": ask, "through ensemble": ask}
+        asyncio.run(measure_doors(engine, asks, setting, 2, FreshPrompts(4), results, Progress()))
+    assert {name: len(rates) for name, rates in results.rates.items()} == dict.fromkeys(("in this process", *asks), 3)
+    assert len({*asked}) == len(asked) == 2 * 2 * 3
 
 
 def test_a_cost_is_of_a_token_in_each_process_that_did_anything_the_dearest_first() -> None:
