@@ -184,8 +184,9 @@ def _engine_samples(stats: EngineStats) -> Iterator[Sample]:
     yield Sample(WEIGHT_BYTES, (), stats.weights.packed_bytes)
     yield Sample(UNPACKED_WEIGHT_BYTES, (), stats.weights.unpacked_bytes)
     yield Sample(CUDA_GRAPHS, (), stats.num_cuda_graphs)
-    for operator in stats.slow_operators:
-        yield Sample(SLOW_OPERATORS, (("operator", operator),), 1)
+    # 0 where there is none: a metric that healthy servers lack tells an alert nothing.
+    for operator, is_slow in (dict.fromkeys(stats.slow_operators, 1) or {"": 0}).items():
+        yield Sample(SLOW_OPERATORS, (("operator", operator),), is_slow)
     yield Sample(KV_CACHE_BYTES, (), stats.kv_cache_bytes)
     yield Sample(KV_CACHE_USAGE, (), 1 - stats.num_free_blocks / max(1, stats.num_blocks))
     yield Sample(PREEMPTIONS, (), stats.num_preemptions)
