@@ -38,7 +38,7 @@ class EngineLink:
         info = self.client.wait_until_ready(0.0 if self._tokenizer else _FIRST_CONTACT_S)
         if self._tokenizer is None:
             self._tokenizer = Tokenizer(Path(info.tokenizer_path))
-            # It was read as JSON: of the default model's 49,152 tokens and as many merges 52 MB, of which 19 are used.
+            # It was read as JSON: of the default model's 49,152 tokens and as many merges 32 MB, of which 18 are used.
             give_back_free_memory()
         return info, self._tokenizer
 

@@ -8,24 +8,19 @@ we keep it, because a continuation starts with a space whenever the model meant 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from multilora_engine.errors import ConfigError, InvalidRequest
+from multilora_engine.errors import InvalidRequest
 from multilora_engine.text.plain_specials import PlainSpecials
 from multilora_engine.text.token_table import special_ids, token_table
+from multilora_engine.text.tokenizer_files import read_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
-
-_PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
-"""Classes in tokenizer_config.json (until transformers 5, and since) where tokenizer.json alone is the tokenizer."""
-
-_PLAIN_MODEL_TYPES = ("llama", "qwen3")
-"""For other types transformers knows checkpoints that name the wrong class, and takes the model type's own."""
 
 
 class Tokenizer:
@@ -36,12 +31,13 @@ class Tokenizer:
     """
 
     def __init__(self, path: Path) -> None:
-        self._hf = _load(path)
+        self._files = read_tokenizer(path)
+        self._backend = self._files.backend
         # A checkpoint may store that prompts are cut or filled up; transformers undoes it in its own calls only.
-        self._hf.backend_tokenizer.no_truncation()
-        self._hf.backend_tokenizer.no_padding()
-        self._bytes = token_table(self._hf.backend_tokenizer)
-        self.special_ids = frozenset(special_ids(self._hf.backend_tokenizer))
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self._bytes = token_table(self._backend)
+        self.special_ids = frozenset(special_ids(self._backend))
 
     @property
     def vocab_size(self) -> int:
@@ -50,25 +46,22 @@ class Tokenizer:
 
     @property
     def eos_id(self) -> int | None:
-        token_id: int | None = self._hf.eos_token_id
-        return token_id
+        return self._files.eos_id
 
     @property
     def pad_id(self) -> int | None:
-        token_id: int | None = self._hf.pad_token_id
-        return token_id
+        return self._files.pad_id
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Token ids of a prompt; `add_special_tokens` adds those of the tokenizer's post-processor, such as BOS."""
         try:
-            ids: list[int] = self._hf.encode(text, add_special_tokens=add_special_tokens, verbose=False)
+            return self._files.encode(text, add_special_tokens)
         except (TypeError, UnicodeError) as error:
             raise InvalidRequest(f"the prompt is not valid Unicode text: {error}") from error
-        return ids
 
     def encode_words(self, words: list[str]) -> list[list[int]]:
         """Token ids of each of many words as they stand, in a quarter of the time that `encode` takes for them."""
-        encodings = self._hf.backend_tokenizer.encode_batch_fast(words, add_special_tokens=False)
+        encodings = self._backend.encode_batch_fast(words, add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
     def apply_chat_template(
@@ -84,7 +77,7 @@ class Tokenizer:
         keeps_special_tokens: whether text that spells a special token in messages, tools and options becomes one.
         Raises InvalidRequest when the template refuses it, or would leave the tools out without a word.
         """
-        if self._hf.chat_template is None:
+        if not self._files.has_chats:
             raise InvalidRequest("this model has no chat template; send text_input instead of messages")
         _check_messages(messages)
         plain = PlainSpecials(() if keeps_special_tokens else map(self.token_name, self.special_ids))
@@ -96,6 +89,10 @@ class Tokenizer:
         pieces = (self.encode(piece, add_special_tokens=False) for piece in plain.pieces(text))
         return [token_id for piece in pieces for token_id in piece]
 
+    @cached_property
+    def _chats(self) -> PreTrainedTokenizerFast:
+        return self._files.load_chats()
+
     def _render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -103,7 +100,7 @@ class Tokenizer:
         options: Mapping[str, Any],
     ) -> str:
         try:
-            text = self._hf.apply_chat_template(
+            text = self._chats.apply_chat_template(
                 [dict(message) for message in messages],
                 tools=[dict(tool) for tool in tools] if tools else None,
                 tokenize=False,
@@ -123,54 +120,11 @@ class Tokenizer:
 
     def token_name(self, token_id: int) -> str:
         """How the vocabulary spells a token."""
-        return str(self._hf.convert_ids_to_tokens(token_id))
+        return str(self._backend.id_to_token(token_id))
 
     def decode(self, token_ids: Iterable[int]) -> str:
         """The text of tokens: their bytes joined, invalid UTF-8 replaced by U+FFFD."""
         return b"".join(map(self.token_bytes, token_ids)).decode("utf-8", "replace")
-
-
-def _load(path: Path) -> PreTrainedTokenizerFast:
-    # Here only: it takes a second, for which no front need wait before its first text.
-    from transformers import PreTrainedTokenizerFast
-
-    try:
-        tokenizer = _read_plain(path) if _is_plain(path) else _read_by_class(path)
-    except Exception as error:  # its readers raise many types, all of them about the files of this directory
-        raise ConfigError(f"cannot load a tokenizer from {path}: {error}") from error
-    if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        raise ConfigError(f"{path} has no fast tokenizer; add its tokenizer.json")
-    return tokenizer
-
-
-def _is_plain(path: Path) -> bool:
-    """Whether the files say that tokenizer.json is all of the tokenizer, so that no class need be looked for."""
-    if not (path / "tokenizer.json").exists():
-        return False
-    tokenizer_config, config = (_read_json(path / name) for name in ("tokenizer_config.json", "config.json"))
-    return (
-        tokenizer_config.get("tokenizer_class") in _PLAIN_CLASSES
-        and "auto_map" not in tokenizer_config
-        and config.get("model_type", _PLAIN_MODEL_TYPES[0]) in _PLAIN_MODEL_TYPES
-    )
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """{} for a file that is not there."""
-    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
-
-
-def _read_plain(path: Path) -> Any:
-    from transformers import PreTrainedTokenizerFast
-
-    return PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
-
-
-def _read_by_class(path: Path) -> Any:
-    # Looking for the class imports torch, its compiler and much of transformers: seconds of CPU, and 100 MB that stay.
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
 
 
 def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:

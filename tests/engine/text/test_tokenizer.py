@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.text_streams import joined, stream, tokens
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as TokenizerBackend
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from multilora_engine.errors import ConfigError, InvalidRequest
-from multilora_engine.text.tokenizer import Tokenizer, _load
+from multilora_engine.text.tokenizer import Tokenizer
 
 TEXTS = [
     "The quick brown fox jumps over the lazy dog.",
@@ -191,6 +192,30 @@ class TestSentencepiece:
         assert Tokenizer(save(tmp_path, backend)).decode([1, 2, 1]) == " ab a"
 
 
+CHAT = [{"role": "user", "content": "a <s>b"}]
+TEMPLATE = "{{ bos_token }}|{{ eos_token }}|{{ pad_token }}|{{ unk_token }}|{{ messages[0].content }}"
+PLAIN_CONFIG = {"tokenizer_class": "TokenizersBackend", "eos_token": "</s>", "chat_template": TEMPLATE}
+
+
+def added_token(content: str, **changes: Any) -> dict[str, Any]:
+    attributes = dict.fromkeys(("lstrip", "normalized", "rstrip", "single_word"), False)
+    return {"content": content, **attributes, "special": True} | changes
+
+
+def byte_level_tokenizer(path: Path, config: dict[str, Any], model_type: str | None = "llama") -> Path:
+    """Bytes, `ab`, and the special tokens `<s>` and `</s>`, of which a text gets the first."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = TokenizerBackend(models.BPE({c: i for i, c in enumerate([*alphabet, "ab"])}, [("a", "b")]))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
+    backend.add_special_tokens(["<s>", "</s>"])
+    backend.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 257)])
+    backend.save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    if model_type:
+        (path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    return path
+
+
 class TestFiles:
     @pytest.mark.parametrize(
         ("tokenizer_class", "model_type"),
@@ -209,29 +234,103 @@ class TestFiles:
     def test_whatever_class_they_name_it_is_the_tokenizer_that_transformers_takes(
         self, tmp_path: Path, tokenizer_class: str | None, model_type: str | None
     ) -> None:
-        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-        backend = TokenizerBackend(models.BPE({c: i for i, c in enumerate([*alphabet, "ab"])}, [("a", "b")]))
-        backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
-        backend.add_special_tokens([AddedToken("<s>", special=True)])
-        save(tmp_path, backend, bos_token="<s>", eos_token="<s>", chat_template="{{ messages }}")
-        config = json.loads((tmp_path / "tokenizer_config.json").read_text())
-        del config["tokenizer_class"]
         named = {"tokenizer_class": tokenizer_class} if tokenizer_class else {}
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | named))
-        if model_type:
-            (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
-        self.assert_same(_load(tmp_path), AutoTokenizer.from_pretrained(tmp_path))
+        config = {"bos_token": "<s>", "eos_token": "<s>", "chat_template": TEMPLATE}
+        self.assert_same(byte_level_tokenizer(tmp_path, config | named, model_type))
 
     def test_a_sentencepiece_tokenizer_is_the_one_that_transformers_takes(self, tmp_path: Path) -> None:
         path = sentencepiece_tokenizer(tmp_path)
-        self.assert_same(_load(path), AutoTokenizer.from_pretrained(path))
+        (path / "chat_template.jinja").write_text(TEMPLATE)
+        self.assert_same(path)
 
-    def assert_same(self, actual: Any, expected: Any) -> None:
-        assert type(actual) is type(expected)
-        assert actual.backend_tokenizer.to_str() == expected.backend_tokenizer.to_str()
-        assert actual.special_tokens_map == expected.special_tokens_map
-        assert actual.chat_template == expected.chat_template
-        assert repr(actual) == repr(expected)
+    @pytest.mark.parametrize(
+        "config",
+        [
+            {},
+            {"bos_token": "<s>", "pad_token": "</s>", "unk_token": None},
+            {"add_bos_token": False, "add_eos_token": True},
+            {"additional_special_tokens": ["<s>"]},
+            {"added_tokens_decoder": {"257": added_token("<s>"), "258": added_token("</s>")}},
+            {"chat_template": None},
+        ],
+    )
+    @pytest.mark.parametrize("has_file", [False, True])
+    def test_where_tokenizer_json_says_all_transformers_is_needed_for_chats_alone(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, config: dict[str, Any], has_file: bool
+    ) -> None:
+        path = byte_level_tokenizer(tmp_path, PLAIN_CONFIG | config)
+        if has_file:
+            (path / "chat_template.jinja").write_text(f"{TEMPLATE} of a file")
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, "transformers", None)
+            Tokenizer(path)
+        self.assert_same(path)
+
+    @pytest.mark.parametrize(
+        ("config", "files"),
+        [
+            ({"eos_token": "<new>"}, {}),
+            ({"eos_token": "ab"}, {}),
+            ({"pad_token": {"__type": "AddedToken"} | added_token("<pad>", lstrip=True)}, {}),
+            ({"additional_special_tokens": ["<tool>"]}, {}),
+            ({"extra_special_tokens": {"image_token": "<img>"}}, {}),
+            ({"image_token": "<img>"}, {}),
+            ({"added_tokens_decoder": {"257": added_token("<s>", rstrip=True)}}, {}),
+            ({"added_tokens_decoder": {"259": added_token("[tool]", special=False)}}, {}),
+            ({"split_special_tokens": True}, {}),
+            ({}, {"special_tokens_map.json": {"pad_token": "<pad>"}}),
+            ({}, {"added_tokens.json": {"<new>": 259}}),
+            ({"chat_template": [{"name": "default", "template": TEMPLATE}, {"name": "rag", "template": "x"}]}, {}),
+        ],
+    )
+    def test_what_other_files_add_is_added_as_transformers_does(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, config: dict[str, Any], files: dict[str, Any]
+    ) -> None:
+        path = byte_level_tokenizer(tmp_path, PLAIN_CONFIG | config)
+        for name, content in files.items():
+            (path / name).write_text(json.dumps(content))
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, "transformers", None)
+            with pytest.raises(ConfigError, match="transformers"):
+                Tokenizer(path)
+        self.assert_same(path)
+
+    def test_more_chat_templates_are_those_of_transformers(self, tmp_path: Path) -> None:
+        path = byte_level_tokenizer(tmp_path, PLAIN_CONFIG)
+        (path / "chat_template.jinja").write_text(TEMPLATE)
+        (path / "additional_chat_templates").mkdir()
+        (path / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools[0].name }}" + TEMPLATE)
+        self.assert_same(path)
+        tools = [{"name": "sky"}]
+        expected = AutoTokenizer.from_pretrained(path).apply_chat_template(CHAT, tools=tools, return_dict=False)
+        assert Tokenizer(path).apply_chat_template(CHAT, tools) == expected
+
+    def test_a_stored_padding_names_the_padding_token_as_in_transformers(self, tmp_path: Path) -> None:
+        path = byte_level_tokenizer(tmp_path, PLAIN_CONFIG)
+        backend = TokenizerBackend.from_file(str(path / "tokenizer.json"))
+        backend.enable_padding(pad_id=258, pad_token="</s>")
+        backend.save(str(path / "tokenizer.json"))
+        assert Tokenizer(path).pad_id == 258
+        self.assert_same(path)
+
+    def assert_same(self, path: Path) -> None:
+        actual, expected = Tokenizer(path), AutoTokenizer.from_pretrained(path)
+        assert (actual.eos_id, actual.pad_id) == (expected.eos_token_id, expected.pad_token_id)
+        assert actual.vocab_size == max(expected.get_vocab().values()) + 1
+        assert [actual.token_name(i) for i in range(actual.vocab_size)] == [
+            expected.convert_ids_to_tokens(i) for i in range(actual.vocab_size)
+        ]
+        special = {i for i, token in expected.added_tokens_decoder.items() if token.special}
+        assert actual.special_ids == special
+        for text in ("ab <s>ab</s>", " <img> <tool>[tool] <new> <pad>b", *TEXTS):
+            for adds_special in (False, True):
+                assert actual.encode(text, adds_special) == expected.encode(text, add_special_tokens=adds_special)
+        if expected.chat_template is None:
+            with pytest.raises(InvalidRequest, match="no chat template"):
+                actual.apply_chat_template(CHAT)
+        else:
+            chat = expected.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
+            assert actual.apply_chat_template(CHAT) == chat
 
 
 class TestUnsupported:
