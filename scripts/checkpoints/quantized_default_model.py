@@ -31,12 +31,17 @@ def ensure_quantized_checkpoint(scheme: SchemeName) -> Path:
     if not is_made(quantized, marker):
         shutil.rmtree(quantized, ignore_errors=True)
         with console.status(f"Quantising to {scheme} (about a minute)"):
-            quantize = [str(Path(sys.executable).with_name("multilora")), "quantize", str(source)]
-            options = ["--scheme", scheme, "--output", str(quantized), "--calibration", str(CALIBRATION_TEXT)]
-            outer = [word for name, value in OUTER.items() for word in (f"--{name}", value)]
-            subprocess.run([*quantize, *options, *outer, "--no-perplexity"], check=True, stdout=subprocess.DEVNULL)
+            quantize(source, quantized, scheme)
         (quantized / MARKER_NAME).write_text(json.dumps(marker, indent=2) + "\n")
     return quantized
+
+
+def quantize(source: Path, output: Path, scheme: str) -> None:
+    """`multilora quantize` as the default model is quantised. Raises subprocess.CalledProcessError."""
+    command = [str(Path(sys.executable).with_name("multilora")), "quantize", str(source)]
+    options = ["--scheme", scheme, "--output", str(output), "--calibration", str(CALIBRATION_TEXT)]
+    outer = [word for name, value in OUTER.items() for word in (f"--{name}", value)]
+    subprocess.run([*command, *options, *outer, "--no-perplexity"], check=True, stdout=subprocess.DEVNULL)
 
 
 def is_made(checkpoint: Path, marker: dict[str, object]) -> bool:

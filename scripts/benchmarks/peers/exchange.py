@@ -1,4 +1,4 @@
-"""How `bench_peers` asks a program: a line of JSON for the job, then one for each case, and as many lines back.
+"""How benchmarks ask a program: a line of JSON for the job, then one for each case or text, and as many lines back.
 
 Standard library only: each program runs in the environment of its engine.
 """
@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, TextIO
 
 
@@ -19,7 +21,8 @@ class Job:
     """The set-up of one contestant.
 
     model: directory of a Hugging Face checkpoint. adapters: directories of PEFT adapters, all of `rank`; empty for an
-    engine that serves none. dtype: of its arithmetic, float32 or bfloat16. scratch: a directory for converted files.
+    engine that serves none. dtype: of its arithmetic, float32 or bfloat16, or auto, which the engine chooses.
+    scratch: a directory for what this run leaves. converted: one for files made of this model, kept for later runs.
     """
 
     model: str
@@ -30,6 +33,7 @@ class Job:
     max_num_seqs: int
     max_model_len: int
     scratch: str
+    converted: str
     options: dict[str, str] = field(default_factory=dict)
 
 
@@ -54,6 +58,19 @@ class Answer:
     times: list[list[float]]
 
 
+@dataclass(frozen=True)
+class Program:
+    """What a program does with its engine once the model is loaded.
+
+    answer: serves a case. weight_bytes: of the files of weights that the engine read. log_probs: of each token of a
+    text behind the first, by the tokens before it; None where the engine does not tell.
+    """
+
+    answer: Callable[[Case], Answer]
+    weight_bytes: int
+    log_probs: Callable[[list[int]], list[float]] | None = None
+
+
 class Recorder:
     """Collects the tokens of one case as they come."""
 
@@ -73,13 +90,37 @@ class Recorder:
         return Answer(self._tokens, self._times)
 
 
-def serve(start: Callable[[Job], Callable[[Case], Answer]]) -> None:
-    """Read a job, then cases, until the input ends. `start` loads the engine."""
+def serve(start: Callable[[Job], Program]) -> None:
+    """Read a job, then cases and texts, until the input ends. `start` loads the engine."""
     output = _own_output()
-    answer = start(Job(**json.loads(sys.stdin.readline())))
-    _send(output, {"ready": True})
+    program = start(Job(**json.loads(sys.stdin.readline())))
+    _send(output, {"weight_bytes": program.weight_bytes})
     for line in sys.stdin:
-        _send(output, asdict(answer(Case(**json.loads(line)))))
+        _send(output, _reply(program, json.loads(line)))
+
+
+def made(path: Path, make: Callable[[Path], None]) -> Path:
+    """`path`, a file or a folder, written by `make` where it is not there. Nobody ever finds a part of it."""
+    if not path.exists():
+        unfinished = path.with_name(f"unfinished-{path.name}")
+        if unfinished.is_dir():
+            shutil.rmtree(unfinished)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        make(unfinished)
+        unfinished.rename(path)
+    return path
+
+
+def num_bytes(folder: str | Path, pattern: str) -> int:
+    """Of the files in a folder whose names match."""
+    return sum(file.stat().st_size for file in Path(folder).glob(pattern))
+
+
+def _reply(program: Program, message: dict[str, Any]) -> dict[str, Any]:
+    if "text" not in message:
+        return asdict(program.answer(Case(**message)))
+    assert program.log_probs is not None, "this engine does not tell how likely a text is"
+    return {"log_probs": program.log_probs(message["text"])}
 
 
 def _own_output() -> TextIO:

@@ -13,6 +13,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Column, Table
 
+from benchmarks.peers.contestants import RunningPeer
 from benchmarks.peers.exchange import Answer
 
 
@@ -21,7 +22,8 @@ class Figures:
     """Medians over rounds.
 
     tokens_per_s: of all answers together. first_token_ms: of each answer. gap_p99_ms: between neighbouring tokens of an
-    answer. num_equal: answers that are the reference's, token for token, of num_answers.
+    answer. num_equal: answers that are the reference's, token for token, of num_answers. weights_mb: the files of
+    weights that the peer read. resident_mb: the peer's memory after all cases. MB are 10^6 bytes.
     """
 
     peer: str
@@ -31,18 +33,22 @@ class Figures:
     gap_p99_ms: float
     num_equal: int
     num_answers: int
+    weights_mb: float
+    resident_mb: float
 
     @classmethod
-    def of(cls, peer: str, case: str, answers: Sequence[Answer], expected: Sequence[list[int]]) -> Figures:
+    def of(cls, peer: RunningPeer, case: str, answers: Sequence[Answer], expected: Sequence[list[int]]) -> Figures:
         """answers: of each round."""
         return cls(
-            peer,
+            peer.name,
             case,
             statistics.median(sum(map(len, each.tokens)) / max(map(max, each.times)) for each in answers),
             1e3 * statistics.median(times[0] for each in answers for times in each.times),
             1e3 * statistics.median(_gap_p99(each) for each in answers),
             sum(ours == theirs for ours, theirs in zip(answers[-1].tokens, expected, strict=True)),
             len(expected),
+            peer.weight_bytes / 1e6,
+            peer.resident_bytes / 1e6,
         )
 
 
@@ -53,7 +59,7 @@ def _gap_p99(answer: Answer) -> float:
 
 def print_figures(figures: Sequence[Figures], title: str, console: Console) -> None:
     """A row a peer and case, by case."""
-    columns = ("tok/s", "first token ms", "gap p99 ms", "equal answers")
+    columns = ("tok/s", "first token ms", "gap p99 ms", "equal answers", "resident MB")
     table = Table(Column("case", no_wrap=True), "engine", *columns, title=title)
     for case, rows in itertools.groupby(sorted(figures, key=lambda f: f.case), key=lambda f: f.case):
         for place, row in enumerate(rows):
@@ -64,18 +70,24 @@ def print_figures(figures: Sequence[Figures], title: str, console: Console) -> N
                 f"{row.first_token_ms:.0f}",
                 f"{row.gap_p99_ms:.0f}",
                 f"{row.num_equal} of {row.num_answers}",
+                f"{row.resident_mb:.0f}",
             )
         table.add_section()
     console.print(table)
 
 
 def with_earlier(figures: Sequence[Figures], output: Path) -> list[Figures]:
-    """The figures, and those of `peers.csv` in a folder for other peers and cases; sorted by case."""
+    """The figures, and those of `peers.csv` in a folder for other peers and cases.
+
+    A file with other columns, which another version wrote, is left out.
+    """
     measured = {(row.peer, row.case) for row in figures}
     earlier: list[Figures] = []
     if (output / "peers.csv").exists():
         with (output / "peers.csv").open(newline="") as file:
-            earlier = [msgspec.convert(row, Figures, strict=False) for row in csv.DictReader(file)]
+            rows = csv.DictReader(file)
+            if rows.fieldnames == [each.name for each in fields(Figures)]:
+                earlier = [msgspec.convert(row, Figures, strict=False) for row in rows]
     return [*(row for row in earlier if (row.peer, row.case) not in measured), *figures]
 
 

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import importlib
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.exchange import Answer, Case, Job, Recorder, serve
+from benchmarks.peers.exchange import Answer, Case, Job, Program, Recorder, made, serve
 
 _BATCH_TOKENS = 512
 
 
-def start(job: Job) -> Callable[[Case], Answer]:
-    """`job.options`: gguf, the file that is served in place of the checkpoint."""
+def start(job: Job) -> Program:
+    """`job.options`: gguf, the file that is served in place of the checkpoint. weights: the type that llama.cpp makes
+    of its weights first (Q8_0, Q4_K_M ...), if any.
+    """
     llama = importlib.import_module("llama_cpp")
     llama.llama_backend_init()
-    model = llama.llama_model_load_from_file(job.options["gguf"].encode(), llama.llama_model_default_params())
-    assert model, f"llama.cpp cannot read {job.options['gguf']}"
+    file = _quantize(llama, job, job.options["weights"]) if "weights" in job.options else Path(job.options["gguf"])
+    model = llama.llama_model_load_from_file(str(file).encode(), llama.llama_model_default_params())
+    assert model, f"llama.cpp cannot read {file}"
     params = llama.llama_context_default_params()
     params.n_ctx = job.max_model_len * job.max_num_seqs
     params.n_batch, params.n_seq_max = _BATCH_TOKENS, job.max_num_seqs
@@ -39,7 +43,23 @@ def start(job: Job) -> Callable[[Case], Answer]:
                 recorder.add(place, [token])
         return recorder.answer()
 
-    return answer
+    return Program(answer, file.stat().st_size)
+
+
+def _quantize(llama: Any, job: Job, weights: str) -> Path:
+    """The GGUF file in another type. Weights of fewer than 32 bits are made float32 first, also those of 4 bits."""
+    source = Path(job.options["gguf"])
+    with source.open("rb") as content:
+        digest = hashlib.file_digest(content, "sha256").hexdigest()
+
+    def quantize(file: Path) -> None:
+        params = llama.llama_model_quantize_default_params()
+        params.ftype = getattr(llama, f"LLAMA_FTYPE_MOSTLY_{weights}")
+        params.allow_requantize, params.nthread = True, job.num_threads
+        status = llama.llama_model_quantize(str(source).encode(), str(file).encode(), ctypes.byref(params))
+        assert status == 0, f"llama_model_quantize returned {status}"
+
+    return made(Path(job.converted) / f"llama-{digest[:16]}-{weights}.gguf", quantize)
 
 
 class _Engine:

@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import torch
 
-from benchmarks.peers.exchange import Answer, Case, Job, Recorder, serve
+from benchmarks.peers.exchange import Answer, Case, Job, Program, Recorder, made, num_bytes, serve
+from checkpoints.quantized_default_model import quantize
 from multilora_client.convert import convert_peft
 from multilora_engine.config import EngineConfig
 from multilora_engine.engine.engine import Engine
 from multilora_engine.lora.format import pack_adapter
 from multilora_engine.request import GenerationRequest, SamplingParams
+from multilora_engine.sampling.prompt_log_probs import row_type
 
 
-def start(job: Job) -> Callable[[Case], Answer]:
-    """`job.options` are parameters of the engine, but for the adapters' type: lora_dtype."""
+def start(job: Job) -> Program:
+    """`job.options` are parameters of the engine, but for the adapters' type, lora_dtype, and for weights: the scheme
+    by which `multilora quantize` rounds the checkpoint first.
+    """
     options = dict(job.options)
+    model = Path(job.model)
+    if scheme := options.pop("weights", None):
+        model = made(
+            Path(job.converted) / f"multilora-{scheme}", lambda folder: quantize(Path(job.model), folder, scheme)
+        )
     lora = {
         "max_loras": max(1, len(job.adapters)),
         "max_lora_rank": job.rank,
@@ -27,7 +36,7 @@ def start(job: Job) -> Callable[[Case], Answer]:
     engine = Engine(
         EngineConfig.model_validate(
             {
-                "model_path": Path(job.model),
+                "model_path": model,
                 "device": "cpu",
                 "dtype": job.dtype,
                 "num_threads": job.num_threads,
@@ -56,7 +65,15 @@ def start(job: Job) -> Callable[[Case], Answer]:
                 recorder.add(places[output.request_id], list(output.token_ids))
         return recorder.answer()
 
-    return answer
+    def log_probs(text: list[int]) -> list[float]:
+        sampling = SamplingParams(max_tokens=0, return_prompt_log_probs=True)
+        engine.add_request(GenerationRequest(str(next(numbers)), text, sampling, None))
+        told = b""
+        while engine.has_work:
+            told += b"".join(output.prompt_log_probs for output in engine.step())
+        return [float(value) for value in np.frombuffer(told, row_type(0))["log_prob"][1:]]
+
+    return Program(answer, num_bytes(model, "*.safetensors"), log_probs)
 
 
 if __name__ == "__main__":

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from benchmarks.peers.exchange import Answer, Case, Job, Recorder, serve
+from benchmarks.peers.exchange import Answer, Case, Job, Program, Recorder, num_bytes, serve
 
 _BASE = "__base__"
 """PEFT's name for the rows of a batch without adapter."""
 
 
-def start(job: Job) -> Callable[[Case], Answer]:
+def start(job: Job) -> Program:
     torch.set_num_threads(job.num_threads)
     model: Any = AutoModelForCausalLM.from_pretrained(job.model, dtype=getattr(torch, job.dtype))
     model.generation_config.eos_token_id = None
@@ -47,7 +46,14 @@ def start(job: Job) -> Callable[[Case], Answer]:
         )
         return recorder.answer()
 
-    return answer
+    @torch.inference_mode()
+    def log_probs(text: list[int]) -> list[float]:
+        token_ids = torch.tensor(text)
+        rows = model(input_ids=token_ids[None], use_cache=False).logits[0, :-1].double().log_softmax(dim=-1)
+        told: list[float] = rows.gather(1, token_ids[1:, None]).squeeze(1).tolist()
+        return told
+
+    return Program(answer, num_bytes(job.model, "*.safetensors"), log_probs)
 
 
 def _name(number: int) -> str:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import importlib
 import itertools
 import os
-from collections.abc import Callable
 
-from benchmarks.peers.exchange import Answer, Case, Job, Recorder, serve
+from benchmarks.peers.exchange import Answer, Case, Job, Program, Recorder, num_bytes, serve
 
 
-def start(job: Job) -> Callable[[Case], Answer]:
+def start(job: Job) -> Program:
     os.environ |= {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -44,7 +43,17 @@ def start(job: Job) -> Callable[[Case], Answer]:
                 done[output.request_id] = len(tokens)
         return recorder.answer()
 
-    return answer
+    def log_probs(text: list[int]) -> list[float]:
+        sampling = vllm.SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+        engine.add_request(str(next(numbers)), {"prompt_token_ids": text}, sampling)
+        told: list[float] = []
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                rows = zip(text[1:], output.prompt_logprobs[1:], strict=True)
+                told = [row[token].logprob for token, row in rows]
+        return told
+
+    return Program(answer, num_bytes(job.model, "*.safetensors"), log_probs)
 
 
 if __name__ == "__main__":

