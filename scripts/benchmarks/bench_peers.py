@@ -18,7 +18,7 @@ import json
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from random import Random
 from typing import Annotated, Literal
@@ -53,6 +53,7 @@ from sources import measured_source
 _RANK = 16
 _MAX_NUM_SEQS = 16
 _NUM_TOKENS = 64
+_WARM_UP_TOKENS = 8
 _PROMPT_TOKENS = 128
 _LONG_PROMPT_TOKENS = 1024
 _NUM_LONG_PROMPTS = 4
@@ -108,7 +109,7 @@ def compare(
     rounds: int,
     console: Console,
 ) -> list[Figures]:
-    """Figures of each peer in each case that it can serve. The first round warms up and does not count."""
+    """Figures of each peer in each case that it can serve. A round of short answers, which does not count, warms up."""
     answers: dict[tuple[str, str], list[Answer]] = {
         (peer.name, case.name): [] for peer in peers for case in cases if peer.serves(case)
     }
@@ -116,9 +117,12 @@ def compare(
         for round_number in progress.track(range(rounds + 1), description="measuring"):
             for case in cases:
                 for peer in peers:
-                    if peer.serves(case):
-                        answer = peer.answer(case)
-                        answers[peer.name, case.name] += [answer] if round_number else []
+                    if not peer.serves(case):
+                        continue
+                    if round_number == 0:
+                        peer.answer(replace(case, num_tokens=_WARM_UP_TOKENS))
+                    else:
+                        answers[peer.name, case.name].append(peer.answer(case))
     named = {peer.name: peer for peer in peers}
     return [Figures.of(named[peer], case, each, expected[case]) for (peer, case), each in answers.items()]
 

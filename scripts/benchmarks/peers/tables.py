@@ -14,6 +14,7 @@ PAGE = DOCS / "performance.md"
 RATES = "peers"
 TIMES = "peers times"
 QUANTIZED_RATES = "peers quantized"
+QUANTIZED_PROMPTS = "peers quantized prompts"
 GOALS = "peers quantized goals"
 _NOT_SERVED = "–"
 
@@ -34,10 +35,18 @@ def write_tables(
 def write_quantized_tables(
     figures: Sequence[Figures], contestants: Sequence[Contestant], versions: Mapping[str, str], source: str
 ) -> None:
-    """As `write_tables`, of engines whose weights are integers: rates and memory, and the goals for them."""
+    """As `write_tables`, of engines whose weights are integers: rates and memory, and the goals for them.
+
+    Long prompts, which take as long as all others, may be measured alone: they have a table of their own.
+    """
     told = source + "\n\n" + "\n".join(f"- {line}" for line in notes(figures, contestants, versions))
-    write_table(PAGE, QUANTIZED_RATES, quantized_rates_table(figures), told)
-    write_table(PAGE, GOALS, goals_table(figures), source)
+    short = [row for row in figures if row.case.startswith("base, ")]
+    long = [row for row in figures if row not in short]
+    if short:
+        write_table(PAGE, QUANTIZED_RATES, quantized_rates_table(short), told)
+        write_table(PAGE, GOALS, goals_table(short), source)
+    if long:
+        write_table(PAGE, QUANTIZED_PROMPTS, quantized_rates_table(long), source if short else told)
 
 
 def rates_table(figures: Sequence[Figures]) -> str:

@@ -30,7 +30,7 @@ from benchmarks.peers.contestants import (
 )
 from benchmarks.peers.exchange import Answer, Case, Job, made
 from benchmarks.peers.figures import Figures, with_earlier, write_figures
-from benchmarks.peers.tables import GOALS, PAGE, QUANTIZED_GOALS, QUANTIZED_RATES, RATES, TIMES
+from benchmarks.peers.tables import GOALS, PAGE, QUANTIZED_GOALS, QUANTIZED_PROMPTS, QUANTIZED_RATES, RATES, TIMES
 from benchmarks.peft_baseline import PeftBaseline
 from marked_tables import read_cells, read_table
 
@@ -196,7 +196,10 @@ def test_quantised_engines_have_their_sizes_and_goals_that_count_the_fastest_of_
         *(figures(c.name, one, rate) for c, rate in zip([*ours, *theirs], (70, 80, 90, 79.9, 50.1), strict=True)),
         *(figures(c.name, eight, rate) for c, rate in zip([*ours, *theirs[:1]], (200, 190, 180, 250), strict=True)),
     ]
-    tables.write_quantized_tables(measured, [*ours, *theirs], {}, "By a test.")
+    prompts = figures(ours[0].name, "4 prompts of 1,024", 30)
+    tables.write_quantized_tables([*measured, prompts], [*ours, *theirs], {}, "By a test.")
+    tables.write_quantized_tables([replace(prompts, tokens_per_s=31)], ours[:1], {}, "By another test.")
+    assert read_cells(page, QUANTIZED_PROMPTS)[0]["4 prompts of 1,024"] == "31"
     rows = [tuple(row.values()) for row in read_cells(page, QUANTIZED_RATES)]
     assert rows[0] == (ours[0].name, "70", "200", "135 MB", "611 MB", "2 of 16")
     assert rows[-1] == (theirs[-1].name, "50.1", "–", "135 MB", "611 MB", "1 of 8")
