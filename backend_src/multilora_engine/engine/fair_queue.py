@@ -225,9 +225,9 @@ class FairQueue:
         name = sequence.request.sender.name
         return any(clients.shares.keys() != {name} for clients in self._priorities.values())
 
-    def turn(self, running: Sequence) -> tuple[int, float, float]:
-        """Sorts running sequences in the order in which they would start if they waited."""
-        return running.request.priority, self._client(running).num_tokens, self._adapter(running).num_tokens
+    def turn(self, sequence: Sequence) -> tuple[int, float, float]:
+        """Sorts sequences in the order in which their prompts are computed."""
+        return sequence.request.priority, self._client(sequence).num_tokens, self._count_at_the_end(sequence)
 
     def goes_before(self, waiting: Sequence, running: Sequence) -> bool:
         """Whether the `first` sequence goes before a running one that is still in its prompt.
@@ -291,6 +291,13 @@ class FairQueue:
 
     def _adapter(self, sequence: Sequence) -> _AdapterShare:
         return self._client(sequence).adapters.shares[sequence.request.task_id]
+
+    def _count_at_the_end(self, sequence: Sequence) -> float:
+        """The count of a sequence's adapter when its prompt is computed, if the adapter computes nothing else. Unlike
+        the count of now it does not grow with the prompt: else prompts of several adapters would take turns, and all
+        come to their ends late.
+        """
+        return self._adapter(sequence).num_tokens + sequence.num_missing_tokens
 
     def _wait(self, sequence: Sequence) -> None:
         priority, name, task_id = _place(sequence)

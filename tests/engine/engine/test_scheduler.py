@@ -406,6 +406,12 @@ def test_a_short_prompt_goes_before_what_is_left_of_a_long_one_of_the_same_clien
     assert [[s.sequence for s in world.step()] for _ in range(2)] == [[short], [long]]
 
 
+def test_prompts_of_several_adapters_are_computed_one_after_the_other_so_that_the_first_answers_begin_early() -> None:
+    world = World(num_blocks=200, max_num_seqs=8, budget=10)
+    prompts = [world.add(30, 1, task) for task in (0, 1, None)]
+    assert [[s.sequence for s in world.step()] for _ in range(9)] == [[p] for p in prompts for _ in range(3)]
+
+
 def test_a_prompt_that_has_begun_comes_to_its_end_though_new_clients_come_for_ever() -> None:
     world = World(num_blocks=400, max_num_seqs=16, budget=10)
     long = world.add(100, 1, sender=ACME)
