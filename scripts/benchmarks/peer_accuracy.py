@@ -30,7 +30,7 @@ PAGE = DOCS / "performance.md"
 TABLE = "peers accuracy"
 
 TEXTS = (SAMPLE_TEXT, REPOSITORY / "README.md", DOCS / "adapters.md")
-_PIECES = 4
+_PIECES = 3
 """Of each text."""
 _PIECE_TOKENS = 256
 

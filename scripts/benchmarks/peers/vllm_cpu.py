@@ -8,6 +8,9 @@ import os
 
 from benchmarks.peers.exchange import Answer, Case, Job, Program, Recorder, num_bytes, serve
 
+_DEFAULT_STEP_TOKENS = 4096
+"""What vLLM computes in a step at most, and once before it serves, on a processor."""
+
 
 def start(job: Job) -> Program:
     os.environ |= {
@@ -23,6 +26,7 @@ def start(job: Job) -> Program:
         dtype=job.dtype,
         max_model_len=job.max_model_len,
         max_num_seqs=job.max_num_seqs,
+        max_num_batched_tokens=min(_DEFAULT_STEP_TOKENS, job.max_num_seqs * job.max_model_len),
         enable_prefix_caching=False,
         **({"enable_lora": True, "max_loras": len(job.adapters), "max_lora_rank": job.rank} if job.adapters else {}),
     ).llm_engine
