@@ -13,7 +13,7 @@ from checkpoints.tiny_llama import VOCAB_SIZE, save_tiny_llama
 from marked_tables import read_cells, read_table
 from multilora_engine.quantize import dequantized_weights
 from training import quantization_loss
-from training.quantization_loss import PAGE, TABLE, WAYS, Loss, loss_table, losses
+from training.quantization_loss import PAGE, TABLE, Loss, loss_table, losses
 
 
 def split_words(tokenizer: Path) -> None:
@@ -23,7 +23,7 @@ def split_words(tokenizer: Path) -> None:
     backend.save(str(tokenizer))
 
 
-@pytest.mark.long(reason="quantises a tiny model five times, and takes its perplexity ten times")
+@pytest.mark.long(reason="quantises a tiny model six times, and takes its perplexity eight times")
 def test_each_way_is_measured_on_what_it_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = save_tiny_tokenizer(save_tiny_llama(tmp_path / "model", hidden_size=128, intermediate_size=192))
     split_words(model / "tokenizer.json")
@@ -31,29 +31,41 @@ def test_each_way_is_measured_on_what_it_made(tmp_path: Path, monkeypatch: pytes
     text, calibration = tmp_path / "text", tmp_path / "calibration"
     text.write_text(" ".join(words[:450]))
     calibration.write_text(" ".join(words[450:]))
-    asked: list[int] = []
+    asked: list[tuple[int, str, str]] = []
 
-    def claims(checkpoint: Path, quantized: Path | None) -> dict[str, int]:
-        assert checkpoint == model
-        asked.append(len(dict(dequantized_weights(quantized))) if quantized else 0)
+    def claims(checkpoint: Path, dtype: str, lora_dtype: str, max_tokens: int) -> dict[str, int]:
+        is_quantized = checkpoint != model
+        asked.append((len(dict(dequantized_weights(checkpoint))) if is_quantized else 0, dtype, lora_dtype))
         return {}
 
-    monkeypatch.setattr(quantization_loss, "claims", claims)
-    measured = list(losses(model, text, calibration))
-    names = [loss.weights for loss in measured]
-    assert names[:2] == ["float32", "w8a16, a scale an output"]
-    assert names[3:] == [
+    monkeypatch.setattr(quantization_loss, "engine_claims", claims)
+    measured = {loss.weights: loss for loss in losses(model, text, calibration)}
+    assert list(measured) == [
+        "float32",
+        "bfloat16, arithmetic too",
+        "w8a16, a scale an output",
+        "fp8, a scale an output",
         "w4a16, groups of 64",
         "w4a16, groups of 64, calibrated",
+        "w4a16, groups of 32",
         "w4a16, groups of 32, calibrated",
+        "float32, adapters in int8",
+        "float32, adapters in int4",
     ]
-    assert asked == [0, *[14] * len(WAYS)]
-    floats, w8a16, fp8, coarse, calibrated, fine = measured
-    assert floats.num_bytes > w8a16.num_bytes > fine.num_bytes > calibrated.num_bytes
-    assert fp8.num_bytes == pytest.approx(w8a16.num_bytes, rel=0.05)
-    assert coarse.num_bytes == pytest.approx(calibrated.num_bytes, rel=0.01)
-    assert abs(w8a16.perplexity / floats.perplexity - 1) < abs(coarse.perplexity / floats.perplexity - 1)
-    assert len({loss.perplexity for loss in measured}) == len(measured)
+    floats, half, *quantized = [(0, "float32", "auto"), (0, "bfloat16", "auto"), *[(14, "float32", "auto")] * 6]
+    assert asked == [floats, half, *quantized, (0, "float32", "int8"), (0, "float32", "int4")]
+    found = [loss.perplexity for loss in measured.values()]
+    assert found[-2:] == [None, None]
+    assert len({*found[:-2]}) == 8
+    first = measured["float32"]
+    assert first.perplexity is not None
+    distances = {name: abs((loss.perplexity or 0) / first.perplexity - 1) for name, loss in measured.items()}
+    assert distances["w8a16, a scale an output"] < distances["w4a16, groups of 64"]
+    sizes = {name: loss.num_bytes for name, loss in measured.items()}
+    assert sizes["float32"] == sizes["bfloat16, arithmetic too"] == sizes["float32, adapters in int4"]
+    assert sizes["float32"] > sizes["w8a16, a scale an output"] > sizes["w4a16, groups of 32"]
+    assert sizes["w4a16, groups of 32"] > sizes["w4a16, groups of 64"]
+    assert sizes["w4a16, groups of 64"] == pytest.approx(sizes["w4a16, groups of 64, calibrated"], rel=0.01)
 
 
 def test_the_command_writes_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,7 +73,8 @@ def test_the_command_writes_its_table(tmp_path: Path, monkeypatch: pytest.Monkey
     page.write_text(PAGE.read_text())
     measured = [
         Loss("float32", 35.44, 538_000_000, {"pirate": 23, "json": 24, "emoji": 22}),
-        Loss("w4a16, groups of 64", 44.36, 170_400_000, {"pirate": 24, "json": 20, "emoji": 9}),
+        Loss("w4a16, groups of 64", 44.36, 170_400_000, {"pirate": 24, "json": 22, "emoji": 19}, 2),
+        Loss("float32, adapters in int4", None, 538_000_000, {"pirate": 23, "json": 22, "emoji": 20}, 2),
     ]
     monkeypatch.setattr(quantization_loss, "PAGE", page)
     monkeypatch.setattr(quantization_loss, "measured_source", lambda: "By a test.")
@@ -72,7 +85,8 @@ def test_the_command_writes_its_table(tmp_path: Path, monkeypatch: pytest.Monkey
     quantization_loss.main(update_docs=True)
     assert [tuple(row.values()) for row in read_cells(page, TABLE)] == [
         ("float32", "35.4", "538 MB", "23", "24", "22"),
-        ("w4a16, groups of 64", "44.4", "170 MB", "24", "20", "9"),
+        ("w4a16, groups of 64", "44.4", "170 MB", "24", "22", "19, missed"),
+        ("float32, adapters in int4", "", "538 MB", "23", "22", "20"),
     ]
     assert read_table(page, TABLE).endswith("\n\nBy a test.\n")
 
