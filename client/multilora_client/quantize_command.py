@@ -39,7 +39,10 @@ Asymmetric = Annotated[
 ]
 Calibration = Annotated[
     Path | None,
-    typer.Option(help="Plain text like that which the model will see; its activations tell which inputs matter."),
+    typer.Option(
+        help="Plain text like that which the model will see: linears are rounded so that their outputs on it change "
+        "least, which needs the memory of the whole model."
+    ),
 ]
 Head = Annotated[
     Literal["w8a16", "same", "none"],

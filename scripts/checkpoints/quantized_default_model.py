@@ -20,6 +20,9 @@ SchemeName = Literal["w4a16", "w8a16", "fp8"]
 OUTER = {"head": "w8a16", "embeddings": "w8a16"}
 """The vocabulary is a large part of a small model."""
 
+QUANTIZER_VERSION = 2
+"""Raised whenever `multilora quantize` writes other codes than before, so that an old checkpoint is made again."""
+
 console = Console(stderr=True)
 
 
@@ -27,7 +30,7 @@ def ensure_quantized_checkpoint(scheme: SchemeName) -> Path:
     """The default model in `scheme`, made again when the float checkpoint is another than it was made of."""
     source = ensure_default_checkpoint()
     quantized = source.with_name(f"{source.name}-{scheme}")
-    marker = marker_content() | {"scheme": scheme} | OUTER
+    marker = marker_content() | {"scheme": scheme, "quantizer_version": QUANTIZER_VERSION} | OUTER
     if not is_made(quantized, marker):
         shutil.rmtree(quantized, ignore_errors=True)
         with console.status(f"Quantising to {scheme} (about a minute)"):

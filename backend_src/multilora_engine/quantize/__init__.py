@@ -3,8 +3,9 @@
 quantization                               `multilora quantize`: check, measure, calibrate, write, measure again
 plan, schemes                              which tensors become codes, by which scheme
 scales                                     the scales with which a group of weights loses least
+calibration, compensation                  rounds linears so that their outputs on a text change least
 checkpoint                                 writes the checkpoint, and reads it back
-measure, text                              perplexity and activations on a text
+measure, text                              perplexity on a text
 """
 
 from multilora_engine.quantize.checkpoint import dequantized_weights

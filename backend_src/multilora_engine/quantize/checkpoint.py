@@ -9,12 +9,13 @@ from pathlib import Path
 
 import torch
 from compressed_tensors.compressors import BaseCompressor, ModelCompressor
-from compressed_tensors.quantization import QuantizationConfig
+from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
 from safetensors.torch import save_file
 
 from multilora_engine.errors import ConfigError
 from multilora_engine.models.checkpoint import checkpoint_files, opened
 from multilora_engine.models.model_config import read_json
+from multilora_engine.quantize.compensation import Activations, round_compensated
 from multilora_engine.quantize.plan import Plan
 from multilora_engine.quantize.scales import search_scales
 from multilora_engine.quantize.schemes import LINEAR, PER_OUTPUT, Scheme, quantization_config
@@ -37,14 +38,15 @@ _COPIED_FILES = (
 def write_checkpoint(
     plan: Plan,
     directory: Path,
-    importance: Mapping[str, torch.Tensor],
+    calibrated: Mapping[str, Mapping[str, torch.Tensor]],
     device: torch.device,
     on_progress: Callable[[int, int], None],
 ) -> None:
     """Write the checkpoint in the empty directory `directory`.
 
-    importance: of each module's inputs, [inputs] float32; without one, all inputs weigh alike. on_progress: called with
-    (modules written, modules in all). Raises ConfigError for a weight that is not finite.
+    calibrated: the tensors of modules that were rounded before, as `compress` returns them; others are rounded here,
+    and all of their inputs weigh alike. on_progress: called with (modules written, modules in all). Raises ConfigError
+    for a weight that is not finite.
     """
     _copy_small_files(plan.source, directory)
     weight_map: dict[str, str] = {}
@@ -56,9 +58,11 @@ def write_checkpoint(
                 if plan.stays(name):
                     tensors[name] = source.get_tensor(name)
                 for module in plan.modules_made_of(name):
-                    weight = source.get_tensor(name)
-                    _check_finite(weight, name, file)
-                    state = compress(weight.to(device), importance.get(module), plan.schemes[module])
+                    state = calibrated.get(module)
+                    if state is None:
+                        weight = source.get_tensor(name)
+                        _check_finite(weight, name, file)
+                        state = compress(weight.to(device), plan.schemes[module])
                     tensors |= {f"{module}.{key}": value.cpu() for key, value in state.items()}
                     num_done += 1
                     on_progress(num_done, len(plan.schemes))
@@ -75,20 +79,33 @@ def write_checkpoint(
     ModelCompressor(quantization_config(plan.linears, plan.others)).update_config(str(directory))
 
 
-def compress(weight: torch.Tensor, importance: torch.Tensor | None, scheme: Scheme) -> dict[str, torch.Tensor]:
+def compress(weight: torch.Tensor, scheme: Scheme, activations: Activations | None = None) -> dict[str, torch.Tensor]:
     """A linear's weight [outputs, inputs] as compressed-tensors stores it, under the names that follow the module's.
 
-    Scales are bfloat16, those of a float16 weight float16: servers that compute in these types then round nothing more.
+    activations: of its inputs, to change its outputs least; without them each weight gets its nearest code. Scales are
+    bfloat16, those of a float16 weight float16: servers that compute in these types then round nothing more.
     """
     scale_dtype = torch.float16 if weight.dtype == torch.float16 else torch.bfloat16
     group_size = weight.shape[1] if scheme.group_size in (None, PER_OUTPUT) else scheme.group_size
+    importance = None if activations is None else activations.mean_squares
     scales, zeros = search_scales(weight, importance, scheme.codes, group_size, scheme.is_symmetric, scale_dtype)
-    state = {"weight": weight.float(), "weight_scale": scales}
+    rounded = weight if activations is None else round_compensated(weight, activations, scheme.codes, scales, zeros)
+    state = {"weight": rounded.float(), "weight_scale": scales}
     if zeros is not None:
         state["weight_zero_point"] = zeros.to(torch.int8)
     compressor = BaseCompressor.get_value_from_registry(scheme.format.value)
     compressed: dict[str, torch.Tensor] = compressor.compress(state, scheme.for_modules())
     return compressed
+
+
+def decompress(state: Mapping[str, torch.Tensor], scheme: QuantizationScheme) -> torch.Tensor:
+    """The weight, in float32, of a module's tensors as compressed-tensors stores them."""
+    compressor = BaseCompressor.get_value_from_registry(scheme.format)
+    # The product of a code and its scale is rounded to the type of the scale.
+    weight: torch.Tensor = compressor.decompress({**state, "weight_scale": state["weight_scale"].float()}, scheme)[
+        "weight"
+    ]
+    return weight
 
 
 def dequantized_weights(checkpoint: Path) -> Iterator[tuple[str, torch.Tensor]]:
@@ -105,10 +122,7 @@ def dequantized_weights(checkpoint: Path) -> Iterator[tuple[str, torch.Tensor]]:
                 scheme = schemes.get(module, schemes[LINEAR])
                 compressor = BaseCompressor.get_value_from_registry(scheme.format)
                 parameters = compressor.compression_param_names(scheme)
-                state = {parameter: tensors.get_tensor(f"{module}.{parameter}") for parameter in parameters}
-                # The product of a code and its scale is rounded to the type of the scale.
-                state["weight_scale"] = state["weight_scale"].float()
-                yield module, compressor.decompress(state, scheme)["weight"]
+                yield module, decompress({name: tensors.get_tensor(f"{module}.{name}") for name in parameters}, scheme)
 
 
 def check_output(output: Path) -> None:

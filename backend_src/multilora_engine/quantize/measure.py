@@ -1,4 +1,4 @@
-"""Measures a checkpoint's float model on a text: how well it predicts it, and how active each linear's inputs are.
+"""Measures how well a checkpoint's model predicts a text.
 
 The model is transformers' own, so that nothing of the engine judges its own checkpoints.
 """
@@ -6,8 +6,7 @@ The model is transformers' own, so that nothing of the engine judges its own che
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable
-from functools import partial
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import cast
 
@@ -16,7 +15,6 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from multilora_engine.models.loader import stored_dtype
-from multilora_engine.quantize.schemes import HEAD
 
 
 def load_float_model(checkpoint: Path, device: torch.device) -> PreTrainedModel:
@@ -48,32 +46,3 @@ def perplexity(model: PreTrainedModel, windows: list[torch.Tensor], on_progress:
         num_tokens += window.shape[1] - 1
         on_progress(done, len(windows))
     return math.exp(total / num_tokens)
-
-
-@torch.inference_mode()
-def mean_square_inputs(
-    model: PreTrainedModel,
-    modules: Collection[str],
-    windows: list[torch.Tensor],
-    on_progress: Callable[[int, int], None],
-) -> dict[str, torch.Tensor]:
-    """For each linear the mean of x_i^2 over a text's tokens, [inputs] float32 on the CPU.
-
-    on_progress: called with (windows done, windows in all).
-    """
-    sums: dict[str, torch.Tensor] = {}
-
-    def add(name: str, _: torch.nn.Module, inputs: tuple[torch.Tensor]) -> None:
-        squares = inputs[0].float().square().flatten(0, -2).sum(0)
-        sums[name] = sums[name].add_(squares) if name in sums else squares
-
-    hooks = [model.get_submodule(name).register_forward_pre_hook(partial(add, name)) for name in modules]
-    try:
-        for done, window in enumerate(windows, start=1):
-            model(window.to(model.device), use_cache=False, logits_to_keep=0 if HEAD in modules else 1)
-            on_progress(done, len(windows))
-    finally:
-        for hook in hooks:
-            hook.remove()
-    num_tokens = sum(window.shape[1] for window in windows)
-    return {name: (squares / num_tokens).cpu() for name, squares in sums.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,8 +12,9 @@ import torch
 
 from multilora_engine.models.checkpoint import checkpoint_files
 from multilora_engine.models.decoder import EMBEDDINGS
+from multilora_engine.quantize.calibration import round_calibrated
 from multilora_engine.quantize.checkpoint import check_output, dequantized_weights, write_checkpoint
-from multilora_engine.quantize.measure import load_float_model, mean_square_inputs, perplexity, replace_weights
+from multilora_engine.quantize.measure import load_float_model, perplexity, replace_weights
 from multilora_engine.quantize.plan import OuterOptions, make_plan
 from multilora_engine.quantize.schemes import Scheme
 from multilora_engine.quantize.text import count_tokens, token_windows
@@ -57,9 +58,9 @@ def quantize_checkpoint(
 ) -> Report:
     """Write the checkpoint in the directory `source`, rounded by `scheme`, as a checkpoint in the directory `output`.
 
-    calibration: a text; the activations that it causes tell which inputs matter. text: one to take perplexity of, which
-    loads the whole model, as calibration does; rounding needs one file of the checkpoint at a time. outer: a
-    head that was tied to the embeddings becomes a tensor of its own where either becomes codes.
+    calibration: a text; linears are rounded so that their outputs on it change least. text: one to take perplexity of,
+    which loads the whole model, as calibration does; rounding without them needs one file of the checkpoint at a time.
+    outer: a head that was tied to the embeddings becomes a tensor of its own where either becomes codes.
 
     Raises ConfigError before anything is written, also where another process is writing `output`, and OSError when
     writing fails; `output` is then not there.
@@ -70,7 +71,7 @@ def quantize_checkpoint(
     text_windows = token_windows(source, text) if text else []
 
     with working_directory(output) as directory:
-        importance: dict[str, torch.Tensor] = {}
+        calibrated: Mapping[str, Mapping[str, torch.Tensor]] = {}
         before, calibration_seconds = None, 0.0
         if calibration_windows or text_windows:
             model = load_float_model(source, device)
@@ -78,14 +79,14 @@ def quantize_checkpoint(
                 before = perplexity(model, text_windows, partial(on_progress, "perplexity before"))
             if calibration_windows:
                 start = time.perf_counter()
-                importance = mean_square_inputs(
-                    model, plan.schemes.keys() - {EMBEDDINGS}, calibration_windows, partial(on_progress, "calibrating")
-                )
+                linears = {name: scheme for name, scheme in plan.schemes.items() if name != EMBEDDINGS}
+                on_calibrated = partial(on_progress, "calibrating")
+                calibrated = round_calibrated(model, linears, calibration_windows, on_calibrated)
                 calibration_seconds = time.perf_counter() - start
             del model  # Rounding shall not have to share the memory with it.
 
         start = time.perf_counter()
-        write_checkpoint(plan, directory, importance, device, partial(on_progress, "rounding"))
+        write_checkpoint(plan, directory, calibrated, device, partial(on_progress, "rounding"))
         rounding_seconds = time.perf_counter() - start
         directory.rename(output)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,9 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from checkpoints.tiny_llama import save_tiny_llama
 from multilora_engine.errors import ConfigError
-from multilora_engine.quantize import SAMPLE_TEXT, OuterOptions, Report, Scheme, quantize_checkpoint
-from multilora_engine.quantize.measure import load_float_model, mean_square_inputs, perplexity, replace_weights
+from multilora_engine.quantize import SAMPLE_TEXT, OuterOptions, Report, Scheme, calibration, quantize_checkpoint
+from multilora_engine.quantize.compensation import Activations, activations_of
+from multilora_engine.quantize.measure import load_float_model, perplexity, replace_weights
 from multilora_engine.quantize.scales import search_scales
 from multilora_engine.quantize.text import token_windows
 
@@ -219,34 +221,80 @@ def test_the_default_group_size_is_the_largest_that_divides_all_inputs(checkpoin
     assert len(decompressed(tmp_path / "e")) == 14
 
 
-def test_calibration_weighs_each_linears_inputs(checkpoint: Path, tmp_path: Path, text: Path) -> None:
-    plain = quantize(checkpoint, tmp_path / "plain", Scheme("w4a16"))
-    calibrated = quantize(checkpoint, tmp_path / "calibrated", Scheme("w4a16"), calibration=text)
+@pytest.mark.parametrize("scheme", [Scheme("w4a16"), Scheme("fp8")], ids=Scheme.describe)
+def test_calibration_makes_each_linears_outputs_change_less(
+    checkpoint: Path, tmp_path: Path, text: Path, scheme: Scheme
+) -> None:
+    plain = quantize(checkpoint, tmp_path / "plain", scheme)
+    calibrated = quantize(checkpoint, tmp_path / "calibrated", scheme, calibration=text)
 
-    model = load_float_model(checkpoint, torch.device("cpu"))
-    source, windows = read_tensors(checkpoint), token_windows(checkpoint, text)
-    weights = {name: decompressed(tmp_path / name) for name in ("plain", "calibrated")}
-    importance = mean_square_inputs(model, weights["plain"], windows, ignore_progress)
-    losses = {
-        name: sum((importance[m] * (read[m] - source[f"{m}.weight"]).square()).sum().item() for m in read)
-        for name, read in weights.items()
-    }
-    assert losses["calibrated"] < 0.97 * losses["plain"]
+    source, weights = (
+        read_tensors(checkpoint),
+        {name: decompressed(tmp_path / name) for name in ("plain", "calibrated")},
+    )
+    inputs = inputs_of_linears(checkpoint, weights["calibrated"], token_windows(checkpoint, text))
+    for module, x in inputs.items():
+        errors = {
+            name: ((read[module] - source[f"{module}.weight"]).double() @ x.t()).square().sum()
+            for name, read in weights.items()
+        }
+        assert errors["calibrated"] < 0.9 * errors["plain"]
     assert (plain.num_calibration_tokens, calibrated.num_calibration_tokens) == (0, 744)
 
 
-def test_the_importance_of_an_input_is_the_mean_square_of_its_activations(checkpoint: Path, text: Path) -> None:
+def test_each_linear_is_rounded_for_what_the_rounded_ones_before_give_it(
+    checkpoint: Path, tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[torch.Tensor] = []
+
+    def record(moments: torch.Tensor) -> Activations:
+        found.append(moments)
+        return activations_of(moments)
+
+    monkeypatch.setattr(calibration, "activations_of", record)
+    quantize(checkpoint, tmp_path / "out", Scheme("w4a16"), calibration=text, outer=OuterOptions("w8a16"))
+
+    inputs = inputs_of_linears(checkpoint, decompressed(tmp_path / "out"), token_windows(checkpoint, text))
+    # Q, K and V have the same inputs, and so have gate and up.
+    expected = [
+        x for name, x in inputs.items() if name.endswith(("q_proj", "o_proj", "gate_proj", "down_proj", "head"))
+    ]
+    assert len(found) == len(expected) == 9
+    for moments, x in zip(found, expected, strict=True):
+        torch.testing.assert_close(moments.double(), x.t() @ x / len(x), rtol=1e-4, atol=1e-5)
+
+
+def inputs_of_linears(
+    checkpoint: Path, weights: dict[str, torch.Tensor], windows: list[torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """The inputs of the linears of `weights`, in the order in which they compute; each float64 [tokens, inputs]."""
     model = load_float_model(checkpoint, torch.device("cpu"))
-    windows = token_windows(checkpoint, text)
-    name = "model.layers.0.self_attn.k_proj"
+    replace_weights(model, weights.items())
+    inputs: dict[str, list[torch.Tensor]] = {}
+    for name in weights:
 
-    found = mean_square_inputs(model, [name, "model.layers.1.mlp.down_proj"], windows, ignore_progress)
+        def keep(_: torch.nn.Module, arguments: tuple[torch.Tensor], name: str = name) -> None:
+            inputs.setdefault(name, []).append(arguments[0][0].double())
 
-    layers = model.get_submodule("model.layers")
-    embedded = torch.cat([model.get_input_embeddings()(window)[0] for window in windows])
-    expected = layers[0].input_layernorm(embedded).double().square().mean(0)
-    torch.testing.assert_close(found[name].double(), expected, rtol=1e-5, atol=0)
-    assert [tensor.shape for tensor in found.values()] == [(64,), (96,)]
+        model.get_submodule(name).register_forward_pre_hook(keep)
+    with torch.inference_mode():
+        for window in windows:
+            model(window)
+    return {name: torch.cat(of_windows) for name, of_windows in inputs.items()}
+
+
+def test_what_is_not_finite_is_refused_by_name_where_a_text_calibrates(
+    checkpoint: Path, tmp_path: Path, text: Path
+) -> None:
+    model = LlamaForCausalLM.from_pretrained(checkpoint)
+    up = model.model.layers[0].mlp.up_proj
+    for value, message in ((torch.nan, "the weight of .*0.mlp.up_proj has"), (1e38, "0.mlp.down_proj has inputs")):
+        up.weight.data.fill_(value)
+        model.save_pretrained(tmp_path / str(value))
+        shutil.copyfile(checkpoint / "tokenizer.json", tmp_path / str(value) / "tokenizer.json")
+        with pytest.raises(ConfigError, match=message):
+            quantize(tmp_path / str(value), tmp_path / "out", Scheme("w4a16"), calibration=text)
+    assert not (tmp_path / "out").exists()
 
 
 def test_perplexity_is_the_exponential_of_transformers_loss(checkpoint: Path, text: Path) -> None:
@@ -276,7 +324,7 @@ def test_progress_counts_up_to_all_there_is_of_each_stage(checkpoint: Path, tmp_
         on_progress=lambda *step: steps.append(step),
     )
 
-    totals = {"perplexity before": 2, "calibrating": 2, "rounding": 14, "perplexity after": 2}
+    totals = {"perplexity before": 2, "calibrating": 14, "rounding": 14, "perplexity after": 2}
     assert steps == [(stage, done, total) for stage, total in totals.items() for done in range(1, total + 1)]
 
 
