@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from checkpoints import quantized_default_model
-from checkpoints.prepare_default_model import MARKER_NAME, marker_content
+from checkpoints.prepare_default_model import MARKER_NAME
 from checkpoints.quantized_default_model import ensure_quantized_checkpoint
 
 
@@ -33,14 +33,21 @@ def test_each_scheme_is_made_once_beside_the_float_model(commands: list[list[str
     assert [command[1:3] for command in commands] == [["quantize", str(tmp_path / "model")]] * 2
 
 
-@pytest.mark.parametrize("changes", [{"format_version": 0}, {"scheme": "w4a16"}, None], ids=["older", "other", "torn"])
+@pytest.mark.parametrize(
+    "changes",
+    [{"format_version": 0}, {"quantizer_version": 1}, {"scheme": "w4a16"}, None],
+    ids=["of an older model", "by an older quantizer", "other", "torn"],
+)
 def test_one_that_was_made_of_another_model_or_not_to_its_end_is_made_again(
     commands: list[list[str]], tmp_path: Path, changes: dict[str, object] | None
 ) -> None:
     (tmp_path / "model-w8a16").mkdir()
     (tmp_path / "model-w8a16/old").touch()
     if changes is not None:
-        marker = marker_content() | {"scheme": "w8a16"} | quantized_default_model.OUTER | changes
+        ensure_quantized_checkpoint("w8a16")
+        commands.clear()
+        (tmp_path / "model-w8a16/old").touch()
+        marker = json.loads((tmp_path / "model-w8a16" / MARKER_NAME).read_text()) | changes
         (tmp_path / "model-w8a16" / MARKER_NAME).write_text(json.dumps(marker))
 
     ensure_quantized_checkpoint("w8a16")
