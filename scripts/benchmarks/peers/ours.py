@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from benchmarks.peers.exchange import Answer, Case, Job, Program, Recorder, made, num_bytes, serve
-from checkpoints.quantized_default_model import quantize
+from checkpoints.quantized_default_model import QUANTIZER_VERSION, quantize
 from multilora_client.convert import convert_peft
 from multilora_engine.config import EngineConfig
 from multilora_engine.engine.engine import Engine
@@ -25,9 +25,8 @@ def start(job: Job) -> Program:
     options = dict(job.options)
     model = Path(job.model)
     if scheme := options.pop("weights", None):
-        model = made(
-            Path(job.converted) / f"multilora-{scheme}", lambda folder: quantize(Path(job.model), folder, scheme)
-        )
+        rounded = Path(job.converted) / f"multilora-{scheme}-{QUANTIZER_VERSION}"
+        model = made(rounded, lambda folder: quantize(Path(job.model), folder, scheme))
     lora = {
         "max_loras": max(1, len(job.adapters)),
         "max_lora_rank": job.rank,
