@@ -3,6 +3,10 @@
 On a CPU with compiled kernels codes are multiplied as they lie; nothing of the size of the weight is ever written as
 floats. The rounding that made the codes is the only one: activations stay floats, and sums are float32. A row's result
 has the same bits beside any other rows, and the bits of `packed_linear` with the weight in float32.
+
+Where a weight `rounds_activations` these are rounded to bfloat16, to the nearest, and the products of a group are added
+up before its scale multiplies them. Then a row's result has the same bits beside any other rows, too, but not those of
+floats.
 """
 
 from __future__ import annotations
@@ -15,7 +19,13 @@ import torch.nn.functional as F
 
 from multilora_kernels import operators
 from multilora_kernels.apply import lora_apply
-from multilora_kernels.cpu import linear_directly, packed_embedding_directly, packed_linear_directly, panel_shape
+from multilora_kernels.cpu import (
+    linear_directly,
+    packed_embedding_directly,
+    packed_linear_directly,
+    panel_shape,
+    rounds_activations_of_codes,
+)
 from multilora_kernels.dispatch import load_operators
 from multilora_kernels.gpu_operators import gpu_operator
 from multilora_kernels.huge_pages import HugePages
@@ -58,13 +68,15 @@ class QuantizedWeight:
         device: torch.device,
         *,
         compute_dtype: torch.dtype = torch.float32,
+        may_round: bool = False,
         pages: HugePages | None = None,
     ) -> None:
         """A weight to be filled by `copy_rows`.
 
         scale_dtype: of the stored scales: float32, bfloat16 or float16. compute_dtype: of activations; the weight is
-        packed where a kernel exists for them. pages: where a packed one lies, best behind the one that a step reads
-        before it; None: by itself.
+        packed where a kernel exists for them. may_round: to bfloat16, those of a packed weight, where this processor
+        multiplies them quicker. pages: where a packed one lies, best behind the one that a step reads before it; None:
+        by itself.
         """
         assert 1 <= group_size <= in_features
         self.shape = torch.Size((out_features, in_features))
@@ -76,8 +88,12 @@ class QuantizedWeight:
         self._compute_dtype = compute_dtype
         columns, lanes = panels or (1, 1)
         self._panels = (-(-out_features // (columns * lanes)), columns, lanes)
-        items = -(-in_features // _WORD_INPUTS) if code_type is CodeType.INT4 else in_features
-        self._codes = self._empty(items, _STORED[code_type])
+        self._is_paired = (
+            may_round
+            and self.is_packed
+            and rounds_activations_of_codes(_MULTIPLIED[code_type], group_size, in_features)
+        )
+        self._codes = self._empty_codes()
         self._scales = self._empty(self.num_groups, scale_dtype)
         self._zeros: torch.Tensor | None = None
         self._has_readers = False
@@ -98,12 +114,17 @@ class QuantizedWeight:
         return self._pages is not None
 
     @property
+    def rounds_activations(self) -> bool:
+        """Whether products round activations to bfloat16: its panels are for products of pairs."""
+        return self._is_paired
+
+    @property
     def panels(self) -> QuantizedPanels:
         """The panels that the kernels of a packed weight read, once it is filled: zeros come only with the first row
         that has any."""
         assert self.is_packed
         self._has_readers = True
-        codes = self._codes.view(torch.float8_e4m3fn) if self.code_type is CodeType.FP8 else self._codes
+        codes = self._codes.view(_MULTIPLIED[self.code_type])
         return QuantizedPanels(codes, self._scales, self._zeros, self.group_size, self.shape[1])
 
     @property
@@ -124,19 +145,24 @@ class QuantizedWeight:
         zeros are below 16 for INT4. Raises ValueError for a code of FP8 that is not a number.
         """
         assert (zeros is None) == (self.code_type is CodeType.FP8)
-        copy_rows_to_columns(_columns(self._codes), first, self._stored(codes))
+        copy_rows_to_columns(self._code_columns, first, self._stored(codes))
         copy_rows_to_columns(_columns(self._scales), first, scales)
         if zeros is not None:
             self._copy_zeros(first, zeros.short() - self._middle)
 
     def rows(self, first: int, count: int) -> torch.Tensor:
         """The outputs first .. first + count as [count, in_features] float32."""
-        codes, scales = (rows_of_columns(_columns(data), first, count) for data in (self._codes, self._scales))
+        codes = rows_of_columns(self._code_columns, first, count)
+        scales = rows_of_columns(_columns(self._scales), first, count)
         zeros = None if self._zeros is None else rows_of_columns(_columns(self._zeros), first, count)
         return self._weights(codes, scales, zeros)
 
     def unpacked(self) -> PackedWeight:
-        """The weight as floats, in memory of its own; products with it have the same bits as those with the codes."""
+        """The weight as floats, in memory of its own; products with it have the same bits as those with the codes.
+
+        Only where it does not round activations.
+        """
+        assert not self.rounds_activations
         dtype = self._compute_dtype
         weight = PackedWeight.empty(self.shape[0], self.shape[1], dtype, self._device, dtype, HugePages())
         for first in range(0, self.shape[0], _UNPACKED_ROWS):
@@ -158,21 +184,39 @@ class QuantizedWeight:
         """The middle of the range of the integer codes: the stored ones are less by so much, in two's complement."""
         return 1 << (self.code_type.bits - 1)
 
-    def _empty(self, items: int, dtype: torch.dtype) -> torch.Tensor:
+    @property
+    def _code_columns(self) -> torch.Tensor:
+        """The codes as the columns of panels.py, whose parts are the inputs of an item of 8 bits."""
+        return self._codes.view(*self._codes.shape[:2], -1, self._codes.shape[4:].numel())
+
+    def _empty_codes(self) -> torch.Tensor:
+        dtype, words = _STORED[self.code_type], -(-self.shape[1] // _WORD_INPUTS)
+        if self.code_type is CodeType.INT4:
+            return self._empty(words, dtype, (1,) if self._is_paired else ())
+        if self._is_paired:
+            return self._empty(words * _WORD_INPUTS // _PAIR, dtype, (_PAIR,))
+        return self._empty(self.shape[1], dtype)
+
+    def _empty(self, items: int, dtype: torch.dtype, parts: tuple[int, ...] = ()) -> torch.Tensor:
         panels, columns, lanes = self._panels
-        shape = (panels, items, columns, lanes)
+        shape = (panels, items, columns, lanes, *parts)
         return self._pages.zeros(shape, dtype) if self._pages else torch.zeros(shape, dtype=dtype, device=self._device)
 
     def _stored(self, codes: torch.Tensor) -> torch.Tensor:
-        """codes: [n, in_features]. Returns [n, items]."""
+        """codes: [n, in_features]. Returns [n, items], or items of several inputs as these inputs."""
         if self.code_type is CodeType.FP8:
             if ((codes & 0x7F) == 0x7F).any():
                 raise ValueError("a code of float8_e4m3fn is not a number")
-            return codes
+            return F.pad(codes, (0, self._padding))
         if self.code_type is CodeType.INT8:
-            return (codes ^ self._middle).view(torch.int8)
+            return F.pad((codes ^ self._middle).view(torch.int8), (0, self._padding))
         padded = F.pad(codes ^ self._middle, (0, -codes.shape[1] % _WORD_INPUTS))
         return (padded[:, 0::2] | padded[:, 1::2] << 4).view(torch.int32)
+
+    @property
+    def _padding(self) -> int:
+        """Inputs of 8 bits beyond the last one, whose codes are 0."""
+        return self._codes.shape[1] * self._codes.shape[4:].numel() - self.shape[1]
 
     def _copy_zeros(self, first: int, zeros: torch.Tensor) -> None:
         if self._zeros is None and zeros.any():
@@ -182,9 +226,9 @@ class QuantizedWeight:
             copy_rows_to_columns(_columns(self._zeros), first, zeros)
 
     def _weights(self, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> torch.Tensor:
-        """codes: [n, items]; scales, zeros: [n, num_groups]. Returns [n, in_features] float32."""
+        """codes: as `_stored`; scales, zeros: [n, num_groups]. Returns [n, in_features] float32."""
         groups = torch.arange(self.shape[1], device=codes.device) // self.group_size
-        values = self._values(codes)
+        values = self._values(codes)[:, : self.shape[1]]
         return (values if zeros is None else values - zeros.float()[:, groups]) * scales.float()[:, groups]
 
     def _values(self, codes: torch.Tensor) -> torch.Tensor:
@@ -193,7 +237,7 @@ class QuantizedWeight:
         if self.code_type is CodeType.INT8:
             return codes.float()
         pairs = codes.view(torch.uint8)
-        values = torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(1)[:, : self.shape[1]]
+        values = torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(1)
         return (values ^ self._middle).float() - self._middle
 
 
@@ -201,9 +245,14 @@ _UNPACKED_ROWS = 1024
 """Outputs that are unpacked at a time: a whole weight of int64 indices and copies would be several times its size."""
 
 _WORD_INPUTS = 8
-"""Inputs whose codes of 4 bits are one word."""
+"""Inputs whose codes of 4 bits are one word. For rounded activations all codes are padded to a multiple of it."""
+
+_PAIR = 2
+"""Inputs whose codes of 8 bits lie side by side for rounded activations."""
 
 _STORED = {CodeType.INT4: torch.int32, CodeType.INT8: torch.int8, CodeType.FP8: torch.uint8}
+_MULTIPLIED = {**_STORED, CodeType.FP8: torch.float8_e4m3fn}
+"""Types of items as they are stored, and as kernels take them."""
 
 
 def _columns(data: torch.Tensor) -> torch.Tensor:

@@ -28,6 +28,8 @@ from support.parity import (
     add_random_adapters,
     assert_adapters_matter,
     assert_greedy,
+    assert_nearly_greedy_in_bfloat16,
+    assert_same_alone,
     build_engine,
     requests_for,
     tiny_prompts,
@@ -239,4 +241,30 @@ def test_tokens_are_those_of_peft_over_the_dequantised_weights(
     assert_greedy(oracle, requests, answers)
     base = [GenerationRequest(r.request_id, r.prompt_token_ids, r.sampling) for r in requests]
     assert_adapters_matter(requests, answers, run_all(engine, base))
+    engine.close()
+
+
+BFLOAT16 = (
+    "w4a16 in groups",
+    *(
+        pytest.param(name, marks=pytest.mark.long(reason="the kernels' tests have all kinds of codes"))
+        for name in ("w3a16 with zero points", "head and embeddings too", "blocks of FP8", "AWQ")
+    ),
+)
+
+
+@pytest.mark.parametrize("name", BFLOAT16)
+def test_bfloat16_chooses_what_is_nearly_the_best_token_and_the_same_alone_as_in_a_batch(
+    name: str, tmp_path: Path, default_model_dir: Path
+) -> None:
+    torch.manual_seed(7)
+    model = LlamaForCausalLM(LlamaConfig(**CHECKPOINTS[name].shape))
+    CHECKPOINTS[name].save(model, tmp_path / "checkpoint")
+    oracle = Oracle(model, tmp_path)
+    add_random_adapters(oracle)
+    engine = build_engine(tmp_path / "checkpoint", oracle, default_model_dir, dtype="bfloat16", num_threads=1)
+    requests = requests_for(oracle, tiny_prompts(14), max_tokens=16)
+    answers = run_all(engine, requests)
+    assert_nearly_greedy_in_bfloat16(oracle, requests, answers)
+    assert_same_alone(engine, requests[:: len(oracle.adapters) - 1], answers)
     engine.close()

@@ -43,7 +43,7 @@ _SHAPES = (
     "or every_shape or wherever or embeddings or every_window or elementwise or sampling"
 )
 _PAIRS = "wanted_capability or bfloat16 or whoever"
-_PAIRS_NAMES = ("test_cpu.py", "test_linear.py")
+_PAIRS_NAMES = ("test_cpu.py", "test_linear.py", "test_quantized.py")
 
 
 def _available_capabilities() -> list[str]:

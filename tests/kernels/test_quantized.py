@@ -1,6 +1,7 @@
 """quantized_linear, quantized_lora_linear and quantized_embedding, on shapes that kernels get wrong.
 
-Against float64 of what the codes mean; and bit for bit against float32 weights of the same values.
+Against float64 of what the codes mean; and bit for bit against float32 weights of the same values, unless activations
+may be rounded to bfloat16.
 """
 
 from __future__ import annotations
@@ -51,6 +52,17 @@ SHAPES = [
     (17, 1536, 1536),
 ]
 """(out_features, in_features, group_size): one group, many, and ones that end inside of a word of codes or of a row."""
+BFLOAT16_SHAPES = [
+    (1, 3, 3),
+    (17, 30, 8),
+    (47, 44, 44),
+    (97, 300, 16),
+    (145, 96, 40),
+    (33, 1044, 128),
+    (17, 776, 776),
+    (50, 320, 256),
+]
+"""Groups of whole words, some of which go on in the next block, and all inputs in one group."""
 KINDS = [
     (CodeType.INT4, False),
     (CodeType.INT4, True),
@@ -105,12 +117,28 @@ class Codes:
         ]
         return (values - repeated[0]) * repeated[1]
 
+    def magnitude(self) -> torch.Tensor:
+        """The sizes of what a product is the sum of, in float64: codes and zeros as they are stored, times scales."""
+        if self.zeros is None:
+            return self.meaning().abs()
+        middle = 1 << (self.code_type.bits - 1)
+        zeros, scales = (
+            x.double().repeat_interleave(self.group_size, 1)[:, : self.codes.shape[1]]
+            for x in (self.zeros.double() - middle, self.scales)
+        )
+        return ((self.codes.double() - middle).abs() + zeros.abs()) * scales
+
 
 def random_rows(rows: int, in_features: int) -> torch.Tensor:
     """Between them lies what no kernel may read."""
     x = torch.full((rows, in_features + 9), torch.nan)
     x[:, :in_features] = torch.randn(rows, in_features, generator=torch.Generator().manual_seed(rows))
     return x[:, :in_features]
+
+
+def as_multiplied(x: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
+    """x, rounded where this processor rounds it for products with the weight."""
+    return x.bfloat16().float() if weight.rounds_activations else x
 
 
 def packed_floats(meaning: torch.Tensor) -> PackedWeight:
@@ -141,20 +169,55 @@ def test_it_equals_float64_and_has_the_bits_of_float32_weights_for_every_shape(s
         assert y.equal(packed_linear(x, floats))
 
 
+@pytest.mark.parametrize("scale_dtype", SCALE_DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_row_is_the_same_bits_whoever_else_is_there_and_however_many_threads(kind):
-    weight, x = Codes.random((311, 700, 32), kind).weight(), random_rows(300, 700)
+@pytest.mark.parametrize("shape", BFLOAT16_SHAPES)
+def test_in_bfloat16_it_is_near_float64_in_all_shapes(shape, kind, scale_dtype):
+    codes = Codes.random(shape, kind, scale_dtype)
+    weight, meaning, magnitude = codes.weight(may_round=True), codes.meaning(), codes.magnitude()
+    assert weight.rows(0, shape[0]).equal(meaning.float())
+    for rows in (1, 3, 8, 9, 17, 33, 129):
+        x = random_rows(rows, shape[1])
+        exact = as_multiplied(x, weight).double()
+        bound = (shape[1] + weight.num_groups + 2) * 2**-24 * (exact.abs() @ magnitude.T)
+        assert ((quantized_linear(x, weight).double() - exact @ meaning.T).abs() <= bound).all()
+
+
+def test_in_bfloat16_groups_that_end_inside_of_a_step_are_multiplied_as_in_float32():
+    for shape, kind in itertools.product([(49, 30, 7), (145, 96, 20)], KINDS):
+        codes, x = Codes.random(shape, kind), random_rows(9, shape[1])
+        assert not codes.weight(may_round=True).rounds_activations
+        assert quantized_linear(x, codes.weight(may_round=True)).equal(quantized_linear(x, codes.weight()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_bfloat16_what_is_no_number_stays_none_and_reaches_no_other_row(kind):
+    weight, x = Codes.random((50, 44, 8), kind).weight(may_round=True), random_rows(10, 44).clone()
+    expected = quantized_linear(x, weight)
+    x[3, 7], x[5, 8], x[9, 43] = torch.nan, torch.inf, torch.nan
+    y = quantized_linear(x, weight)
+    assert y[[3, 9]].isnan().all()
+    assert not y[5].isfinite().any()
+    others = [0, 1, 2, 4, 6, 7, 8]
+    assert y[others].equal(expected[others])
+
+
+@pytest.mark.parametrize("may_round", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_is_the_same_bits_whoever_else_is_there_and_however_many_threads(kind, may_round):
+    weight, x = Codes.random((311, 700, 32), kind).weight(may_round=may_round), random_rows(300, 700)
     expected = quantized_linear(x, weight)
     for threads, rows in itertools.product((1, 2, 3), (*ROWS, 300)):
         with torch_threads(threads):
             assert quantized_linear(x[-rows:], weight).equal(expected[-rows:])
 
 
+@pytest.mark.parametrize("may_round", [False, True])
 @pytest.mark.parametrize("scale_dtype", SCALE_DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_come_back_wherever_the_parts_of_a_fused_weight_end(kind, scale_dtype):
+def test_rows_come_back_wherever_the_parts_of_a_fused_weight_end(kind, scale_dtype, may_round):
     codes = Codes.random((200, 37, 8), kind, scale_dtype)
-    fused = QuantizedWeight(200, 37, codes.code_type, 8, scale_dtype, CPU)
+    fused = QuantizedWeight(200, 37, codes.code_type, 8, scale_dtype, CPU, may_round=may_round)
     for first, end in ((170, 200), (0, 23), (23, 24), (24, 97), (97, 170)):
         rows = slice(first, end)
         fused.copy_rows(
@@ -176,18 +239,21 @@ def test_every_code_of_float8_that_is_a_number_means_what_torch_says_and_no_othe
         codes.weight()
 
 
+@pytest.mark.parametrize("may_round", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_weight_has_the_bytes_of_its_codes_scales_and_zeros_unless_all_zeros_are_alike(kind):
+def test_a_weight_has_the_bytes_of_its_codes_scales_and_zeros_unless_all_zeros_are_alike(kind, may_round):
     code_type, has_zeros = kind
     bits = code_type.bits + 16 / 32 + (8 / 32 if has_zeros else 0)
-    assert Codes.random((96, 64, 32), kind).weight().nbytes == 96 * 64 * bits / 8
+    assert Codes.random((96, 64, 32), kind).weight(may_round=may_round).nbytes == 96 * 64 * bits / 8
 
 
-def test_an_x_with_gaps_is_read_as_it_lies():
+@pytest.mark.parametrize("may_round", [False, True])
+def test_an_x_with_gaps_is_read_as_it_lies(may_round):
     codes, x = Codes.random((50, 33, 8)), random_rows(40, 200)
-    weight, meaning = codes.weight(), codes.meaning().float()
+    weight, meaning = codes.weight(may_round=may_round), codes.meaning().float()
     for view in (x[:9, 5:38], x[:9, :66:2], x[:18:2, :33], x.T[:33, :9].T, x[:0, :33]):
-        torch.testing.assert_close(quantized_linear(view, weight), view @ meaning.T, rtol=RTOL, atol=ATOL)
+        exact = as_multiplied(view, weight) @ meaning.T
+        torch.testing.assert_close(quantized_linear(view, weight), exact, rtol=RTOL, atol=ATOL)
 
 
 def test_the_bias_is_added_to_every_row():
@@ -195,11 +261,12 @@ def test_the_bias_is_added_to_every_row():
     assert quantized_linear(x, weight, bias).equal(quantized_linear(x, weight) + bias)
 
 
+@pytest.mark.parametrize("may_round", [False, True])
 @pytest.mark.parametrize("scale_dtype", SCALE_DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_embeddings_are_the_rows_of_the_weight(kind, scale_dtype):
+def test_embeddings_are_the_rows_of_the_weight(kind, scale_dtype, may_round):
     codes = Codes.random((150, 37, 8), kind, scale_dtype)
-    ids, weight = torch.tensor([0, 149, 47, 48, 95, 96, 149]), codes.weight()
+    ids, weight = torch.tensor([0, 149, 47, 48, 95, 96, 149]), codes.weight(may_round=may_round)
     assert quantized_embedding(ids, weight, torch.float32).equal(codes.meaning()[ids].float())
     assert quantized_embedding(ids[:0], weight, torch.float32).shape == (0, 37)
 
@@ -227,11 +294,11 @@ def test_weights_are_packed_for_float32_only():
     assert not Codes.random((50, 33, 8)).weight(compute_dtype=torch.bfloat16).is_packed
 
 
-def fused_and_separate(kind, shape: LinearShape, num_tokens: int, threads: int, **options):
+def fused_and_separate(kind, shape: LinearShape, num_tokens: int, threads: int, may_round: bool, **options):
     """quantized_lora_linear, and the base linear and the update one after the other."""
     case = make_case("uniform", num_tokens, shape, MIXED_RANKS, **options)
     case.x[:] = torch.randn(case.x.shape, generator=torch.Generator().manual_seed(1))
-    weight = Codes.random((shape.out_features, shape.in_features, 32), kind).weight()
+    weight = Codes.random((shape.out_features, shape.in_features, 32), kind).weight(may_round=may_round)
     separate = quantized_linear(case.x, weight)
     lora_apply(case.x, separate, case.tables, 0, shape.slice_sizes, case.segments)
     with torch_threads(threads):
@@ -239,11 +306,12 @@ def fused_and_separate(kind, shape: LinearShape, num_tokens: int, threads: int, 
     return fused, separate
 
 
+@pytest.mark.parametrize("may_round", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_with_adapters_it_has_the_bits_of_the_base_linear_and_the_update_whoever_else_is_there(kind):
+def test_with_adapters_it_has_the_bits_of_the_base_linear_and_the_update_whoever_else_is_there(kind, may_round):
     shape = LinearShape(in_features=544, slice_sizes=(600, 1, 71))
     for num_tokens, threads in itertools.product((1, 16, 70), (1, 2, 4)):
-        fused, separate = fused_and_separate(kind, shape, num_tokens, threads, magnitudes=True)
+        fused, separate = fused_and_separate(kind, shape, num_tokens, threads, may_round, magnitudes=True)
         assert fused.equal(separate)
 
 
@@ -269,6 +337,7 @@ def test_what_does_not_fit_the_panels_is_refused():
         multiply(x, *panels, 7)
     for changed, message in (
         ({"codes": panels.codes.short()}, "codes are int32 words"),
+        ({"codes": panels.codes.unsqueeze(-1).repeat(1, 1, 1, 1, 2)}, "codes must be contiguous"),
         ({"in_features": 41}, "41 inputs are 6 codes of an output, not 5"),
         ({"group_size": 34}, "a group of 34 of 33 inputs"),
         ({"group_size": 16}, "scales must be contiguous"),
@@ -280,11 +349,13 @@ def test_what_does_not_fit_the_panels_is_refused():
             multiply(x, *panels._replace(**changed), 50)
 
 
-def test_they_pass_the_checks_of_torch_for_custom_operators():
+@pytest.mark.parametrize("may_round", [False, True])
+def test_they_pass_the_checks_of_torch_for_custom_operators(may_round):
     load_cpu_kernels()
     case, tests = make_case("uniform", 3, ODD), ("test_schema", "test_faketensor")
     out_features, in_features = ODD.out_features, ODD.in_features
-    panels, x = Codes.random((out_features, in_features, 8)).weight().panels, torch.randn(3, in_features)
+    weight = Codes.random((out_features, in_features, 8)).weight(may_round=may_round)
+    panels, x = weight.panels, torch.randn(3, in_features)
     ops = torch.ops.multilora
     library.opcheck(ops.quantized_linear.default, (x, *panels, out_features), test_utils=tests)
     library.opcheck(ops.quantized_embedding.default, (torch.tensor([1, 2]), *panels, out_features), test_utils=tests)

@@ -68,6 +68,7 @@ class Placement:
             self.device,
             pages=self._pages,
             compute_dtype=self.activation_dtype,
+            may_round=self.keeps_float32,
         )
 
     def embeddings(self, num_embeddings: int, size: int) -> PackedWeight:

@@ -1,8 +1,8 @@
 """The CPU operators: C++ compiled once per machine (`build.py`), or the reference where there is no compiler.
 
 The widest instructions of the processor are used: amx (avx512, and a matrix unit for linears of bfloat16 weights),
-avx512_bf16 (avx512, and dot products for linears in bfloat16, where they are quick), avx512, avx2 or default;
-`MULTILORA_CPU_CAPABILITY` picks others.
+avx512_bf16 (avx512, and dot products for linears in bfloat16, of codes too, where they are quick), avx512, avx2 or
+default; `MULTILORA_CPU_CAPABILITY` picks others.
 """
 
 from __future__ import annotations
@@ -95,6 +95,11 @@ def rounds_activations(dtype: torch.dtype, in_features: int) -> bool:
     Then their panels are pairs of inputs. Only where `panel_shape` is not None.
     """
     return _compiled().rounds_activations(_name(dtype), in_features)  # type: ignore[no-any-return]
+
+
+def rounds_activations_of_codes(dtype: torch.dtype, group_size: int, in_features: int) -> bool:
+    """The same for codes of a dtype in groups; then their panels are for products of pairs."""
+    return _compiled().rounds_activations_of_codes(_name(dtype), group_size, in_features)  # type: ignore[no-any-return]
 
 
 def packed_linear_directly(x: torch.Tensor, panels: Panels, out_features: int) -> torch.Tensor | None:

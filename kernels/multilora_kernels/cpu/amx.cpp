@@ -296,7 +296,7 @@ constexpr PairUnit kUnit = {kMatrixInputs, kPartsSize<Parts>, split<Parts>, line
 
 }  // namespace
 
-const PairUnits kAmx = {"amx", is_available, &kUnit<3>, &kUnit<1>};
+const PairUnits kAmx = {"amx", is_available, &kUnit<3>, &kUnit<1>, nullptr};
 
 }  // namespace multilora
 

@@ -63,6 +63,20 @@ const PairUnit* rounding_unit_for(DType dtype, int64_t in_features) {
   return of_bfloat16(units ? units->of_bfloat16 : nullptr, dtype, in_features);
 }
 
+const PairUnit* code_unit_for(DType codes, int64_t group_size, int64_t in_features) {
+  const PairUnits* units = capability().pair_units;
+  if (!units || !units->of_codes) {
+    return nullptr;
+  }
+  const CodeUnits& of_codes = *units->of_codes;
+  const PairUnit* unit = codes == DType::int32 ? &of_codes.int4
+      : codes == DType::int8                   ? &of_codes.int8
+      : codes == DType::float8_e4m3fn          ? &of_codes.float8
+                                               : nullptr;
+  const bool fits = unit && (group_size >= in_features || group_size % unit->inputs_unit == 0);
+  return fits ? unit : nullptr;
+}
+
 const Kernels& kernels_of(DType dtype) {
   switch (dtype) {
     case DType::float32:

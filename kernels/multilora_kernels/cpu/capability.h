@@ -16,6 +16,9 @@ const PairUnit* pair_unit_for(DType dtype, int64_t in_features);
 // The unit for activations that are rounded to bfloat16; null where there is none.
 const PairUnit* rounding_unit_for(DType dtype, int64_t in_features);
 
+// The unit for codes of a storage type in groups, and activations that are rounded to bfloat16; null where there is none.
+const PairUnit* code_unit_for(DType codes, int64_t group_size, int64_t in_features);
+
 // Its kernels for weights of a storage type: float32, bfloat16 or float16.
 const Kernels& kernels_of(DType dtype);
 

@@ -31,10 +31,11 @@ constexpr int64_t kGrainElements = 1 << 12;
 const PairUnit* unit_of(const Panels& panels) {
   const DType dtype = panels.data.dtype();
   if (!panels.is_paired()) {
-    return pair_unit_for(dtype, panels.in_features());
+    return panels.scaling ? nullptr : pair_unit_for(dtype, panels.in_features());
   }
-  const PairUnit* unit = rounding_unit_for(dtype, panels.in_features());
-  MULTILORA_CHECK(unit, "this processor multiplies no pairs of ", name_of(dtype));
+  const PairUnit* unit = panels.scaling ? code_unit_for(dtype, panels.scaling->group_size, panels.in_features())
+                                        : rounding_unit_for(dtype, panels.in_features());
+  MULTILORA_CHECK(unit, "this processor multiplies no such pairs of ", name_of(dtype));
   return unit;
 }
 
@@ -77,7 +78,7 @@ void check_panels(const Panels& panels, int64_t out_features) {
   const bool is_whole = (data.dim() == 4 || panels.is_paired()) && data.is_contiguous() && data.size(3) == lanes;
   if (panels.scaling) {
     MULTILORA_CHECK(is_whole && data.size(2) == kPanelVectors, "codes must be contiguous [panels, items, ", kPanelVectors, ", ",
-                    lanes, "], not ", data.sizes());
+                    lanes, "] or [panels, items, ", kPanelVectors, ", ", lanes, ", inputs of an item], not ", data.sizes());
   } else {
     MULTILORA_CHECK(is_whole && data.size(1) == kPanelVectors, "panels must be contiguous [panels, ", kPanelVectors,
                     ", in_features, ", lanes, "] or [panels, ", kPanelVectors, ", in_features / 2, ", lanes, ", 2], not ",
@@ -101,12 +102,15 @@ PackedLinear::PackedLinear(const Tensor& rows, const Panels& panels, int64_t out
            panels.in_features(), out_features, y_.data<float>(), out_features};
   if (panels.scaling) {
     task_.scaling = group_scaling_of(*panels.scaling);
-    kernel_ = quantized_kernel_of(panels);
-  } else if (const PairUnit* unit = unit_of(panels)) {
+  }
+  if (const PairUnit* unit = unit_of(panels)) {
     kernel_ = unit->linear;
     split_rows(*unit);
+    if (task_.scaling.zeros) {
+      add_up_groups(*capability().pair_units->of_codes);
+    }
   } else {
-    kernel_ = kernels_of(panels.data.dtype()).linear;
+    kernel_ = panels.scaling ? quantized_kernel_of(panels) : kernels_of(panels.data.dtype()).linear;
   }
   num_panels_ = panels.data.size(0);
   panel_width_ = capability().panel_width;
@@ -118,13 +122,22 @@ PackedLinear::PackedLinear(const Tensor& rows, const Panels& panels, int64_t out
 }
 
 void PackedLinear::split_rows(const PairUnit& unit) {
-  x_parts_ = Tensor::empty({x_.numel() * unit.parts_size}, DType::uint8);
+  row_parts_ = (task_.in_features + unit.inputs_unit - 1) / unit.inputs_unit * unit.inputs_unit * unit.parts_size;
+  x_parts_ = Tensor::empty({task_.rows * row_parts_}, DType::uint8);
   const SplitTask split{task_.x, task_.x_stride, task_.rows, task_.in_features, x_parts_.data()};
   task_.x_parts = split.parts;
-  parts_size_ = unit.parts_size;
   const int64_t units = (task_.rows + kMatrixRows - 1) / kMatrixRows * ((task_.in_features + kMatrixInputs - 1) / kMatrixInputs);
   const int64_t threads = std::clamp<int64_t>(x_.numel() * kSplitCost / kThreadCost, 1, Team::available());
   in_ranges(threads, threads, [&](int64_t i) { unit.split(split, units * i / threads, units * (i + 1) / threads); });
+}
+
+void PackedLinear::add_up_groups(const CodeUnits& units) {
+  const int64_t group_size = task_.scaling.group_size, groups = (task_.in_features + group_size - 1) / group_size;
+  x_sums_ = Tensor::empty({task_.rows, groups}, DType::float32);
+  const GroupSumTask sum{task_.x_parts, task_.in_features, group_size, x_sums_.data<float>()};
+  task_.x_sums = sum.sums;
+  const int64_t threads = std::clamp<int64_t>(x_.numel() * kSplitCost / kThreadCost, 1, Team::available());
+  in_ranges(threads, threads, [&](int64_t i) { units.add_up(sum, task_.rows * i / threads, task_.rows * (i + 1) / threads); });
 }
 
 int64_t PackedLinear::rows_of_piece() const {
@@ -141,7 +154,10 @@ LinearTask PackedLinear::rows_from(int64_t first) const {
   some.x += first * task_.x_stride;
   some.y += first * task_.y_stride;
   if (task_.x_parts) {
-    some.x_parts = static_cast<const char*>(task_.x_parts) + first * task_.in_features * parts_size_;
+    some.x_parts = static_cast<const char*>(task_.x_parts) + first * row_parts_;
+  }
+  if (task_.x_sums) {
+    some.x_sums += first * x_sums_.size(1);
   }
   some.rows = std::min(piece_rows_, task_.rows - first);
   return some;

@@ -49,14 +49,15 @@ class PackedLinear {
 
  private:
   void split_rows(const PairUnit& unit);
+  void add_up_groups(const CodeUnits& units);
   int64_t rows_of_piece() const;
   LinearTask rows_from(int64_t first) const;
 
   Tensor x_, y_;
-  Tensor x_parts_;  // for a PairUnit
+  Tensor x_parts_, x_sums_;  // for a PairUnit
   LinearTask task_;
   LinearKernel kernel_;
-  int64_t num_panels_, panel_width_, parts_size_ = 0;  // bytes of an activation's parts
+  int64_t num_panels_, panel_width_, row_parts_ = 0;  // bytes of a row's parts
   int64_t threads_, piece_rows_, row_pieces_, panel_pieces_;
 };
 

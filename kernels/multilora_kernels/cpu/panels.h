@@ -19,8 +19,9 @@ struct Panels {
   Tensor data;  // floats, or codes: int32 words of 4 bits, int8, or float8_e4m3fn
   std::optional<Scaling> scaling = {};  // of codes
 
-  // Whether two neighbouring inputs of an output lie side by side, as floats for products that round activations.
-  bool is_paired() const { return !scaling && data.dim() == 5 && data.size(4) == 2; }
+  // Whether they lie as products of pairs take them that round activations: two neighbouring inputs of an output side by side,
+  // but for words of 4 bits, which are alike in both.
+  bool is_paired() const { return data.dim() == 5 && data.size(4) == (data.dtype() == DType::int32 ? 1 : 2); }
   int64_t in_features() const { return scaling ? scaling->in_features : data.size(2) * (is_paired() ? 2 : 1); }
 };
 

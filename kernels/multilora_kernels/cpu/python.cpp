@@ -210,6 +210,12 @@ PyObject* has_unit(PyObject* const* arguments) {
   return PyBool_FromLong(unit_for(dtype_of(arguments[0]), integer_of(arguments[1])) != nullptr);
 }
 
+// The name of the codes' dtype, group_size, in_features
+PyObject* has_code_unit(PyObject* const* arguments) {
+  const int64_t group_size = integer_of(arguments[1]), in_features = integer_of(arguments[2]);
+  return PyBool_FromLong(code_unit_for(dtype_of(arguments[0]), group_size, in_features) != nullptr);
+}
+
 // Whether to do so.
 PyObject* poison_memory(PyObject* const* arguments) {
   poison_new_tensors(arguments[0] == Py_True);
@@ -325,6 +331,8 @@ PyMethodDef methods[] = {
                                       "(name of a dtype, in_features) -> whether a matrix unit multiplies them"),
     plain<has_unit<rounding_unit_for>, 2>("rounds_activations",
                                           "(name of a dtype, in_features) -> whether it takes activations of bfloat16"),
+    plain<has_code_unit, 3>("rounds_activations_of_codes",
+                            "(name of the codes' dtype, group_size, in_features) -> whether it takes activations of bfloat16"),
     plain<forget_adapters, 0>("forget_adapters", "() -> None; the tables and segments of the last call are let go"),
     plain<poison_memory, 1>("poison_memory", "(bool) -> None; whether memory for results is full of NaN, for tests"),
     {nullptr, nullptr, 0, nullptr}};

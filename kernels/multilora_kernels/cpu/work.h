@@ -72,13 +72,15 @@ struct LinearTask {
   // [panels, kPanelVectors, in_features / 2, outputs of a vector, 2 inputs]: kMatrixInputs of them are a matrix unit's tile.
   // Codes lie in the order in which they are read: [panels, items, kPanelVectors, outputs of a vector]. An item of 8 bits is an
   // input; those of 32 bits are the codes of 4 bits of 8 neighbouring inputs, the first one lowest. Integers are two's
-  // complement.
+  // complement. For a PairUnit two inputs of 8 bits are an item, [panels, items, kPanelVectors, outputs of a vector, 2], and
+  // inputs are padded with zeros to a multiple of its inputs_unit.
   const void* panels;
   int64_t in_features;
   int64_t out_features;
   float* y;
   int64_t y_stride;
   const void* x_parts = nullptr;  // SplitTask::parts, for a PairUnit
+  const float* x_sums = nullptr;  // GroupSumTask::sums, for a PairUnit of codes that have zeros
   GroupScaling scaling = {};      // of codes
 };
 
@@ -90,6 +92,13 @@ struct SplitTask {
   int64_t rows;
   int64_t in_features;
   void* parts;
+};
+
+// The sums of the rounded activations of each group, [rows, groups].
+struct GroupSumTask {
+  const void* x_parts;
+  int64_t in_features, group_size;
+  float* sums;
 };
 
 // Keys of one tile.
@@ -199,6 +208,7 @@ using ExpandKernel = void (*)(const ExpandTask& task, int64_t output_begin, int6
 using LinearKernel = void (*)(const LinearTask& task, int64_t panel_begin, int64_t panel_end);
 // A unit is kMatrixInputs inputs of kMatrixRows rows, or as many as there are, all inputs of the first rows first.
 using SplitKernel = void (*)(const SplitTask& task, int64_t unit_begin, int64_t unit_end);
+using GroupSumKernel = void (*)(const GroupSumTask& task, int64_t row_begin, int64_t row_end);
 using AttentionKernel = void (*)(const AttentionTask& task, float* scratch);
 using DecodeKernel = void (*)(const DecodeTask& task, float* scratch);
 using NormKernel = void (*)(const NormTask& task, int64_t row_begin, int64_t row_end);
@@ -235,10 +245,16 @@ struct QuantizedKernels {
 
 // Multiplies pairs of bfloat16 and adds their products in float32.
 struct PairUnit {
-  int64_t inputs_unit;  // in_features must be a multiple of it
+  int64_t inputs_unit;  // parts of a row are a multiple of it, and so must in_features be, but for codes
   int64_t parts_size;   // bytes of all parts of an activation
   SplitKernel split;
   LinearKernel linear;
+};
+
+// The units for codes in groups of a multiple of their inputs_unit, or in one group, with rounded activations.
+struct CodeUnits {
+  PairUnit int4, int8, float8;
+  GroupSumKernel add_up;
 };
 
 // A matrix unit, or vectors' dot products.
@@ -247,6 +263,7 @@ struct PairUnits {
   bool (*is_available)();          // here, to this process
   const PairUnit* of_float32;      // leaves activations as they are, or null
   const PairUnit* of_bfloat16;     // rounds activations to bfloat16
+  const CodeUnits* of_codes;       // or null
 };
 
 struct Capability {

@@ -251,6 +251,21 @@ def test_weights_that_cannot_be_unpacked_at_the_start_stop_the_load(
         serve(directory, oracle, default_model_dir, budget, names)
 
 
+@pytest.mark.parametrize(("budget", "names"), [(BUDGET, ""), (0, "lm_head")])
+def test_where_codes_are_multiplied_by_rounded_activations_floats_are_refused(
+    directory: Path,
+    oracle: Oracle,
+    default_model_dir: Path,
+    budget: int,
+    names: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    serve(directory, oracle, default_model_dir, 0).close()
+    monkeypatch.setattr(QuantizedWeight, "rounds_activations", True)
+    with pytest.raises(ConfigError, match="floats would give other answers; write 0 there"):
+        serve(directory, oracle, default_model_dir, budget, names)
+
+
 def test_while_weights_are_unpacked_no_others_are_switched(engine: Engine) -> None:
     pending = engine.weights.unpack(["lm_head"], "auto")
     with pytest.raises(WeightsBusy):
