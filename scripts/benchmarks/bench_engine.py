@@ -3,6 +3,8 @@
 decode     one step of 1, 8, 16 and 32 sequences, with weights stored as float32 and as bfloat16, and as the default
            model's in w8a16 and w4a16, against its limit: the larger of weights and KV cache over the measured read
            bandwidth, and flops over the measured rate of matrix products (`matrix_rate.py`); and where its time goes
+bfloat16   the same steps in `dtype=bfloat16`, with weights in bfloat16, w8a16 and w4a16, against the rate of bfloat16
+           products where the processor has them
 prefill    of one long prompt, in the chunks the engine is configured for, with the same weights, against the rate of
            float32 matrix products that are measured before and after each chunk: a share for each round, their median
            and their extremes
@@ -41,7 +43,8 @@ from rich.progress import Progress
 from benchmarks import engine_tables
 from benchmarks.adapter_bench import random_wire
 from benchmarks.bench_rows import Row, render, threads_title, write_results
-from benchmarks.engine_bench import CHUNK, GREEDY, NUM_ADAPTERS, RANK, Bench, RepeatedLimits, Work, linear_bytes
+from benchmarks.decode_steps import BATCHES, QUANTIZED, Result, at_least, bfloat16_results, decode_results
+from benchmarks.engine_bench import CHUNK, GREEDY, NUM_ADAPTERS, RANK, Bench, Work
 from benchmarks.matrix_rate import matrix_rate
 from benchmarks.peft_baseline import PeftBaseline
 from benchmarks.percentiles import p99
@@ -50,32 +53,15 @@ from benchmarks.step_results import TABLE_WIDTH, StepResult, render_steps, write
 from benchmarks.stored_adapters import stored_rows
 from benchmarks.weight_switches import switch_rows
 from checkpoints.prepare_default_model import ensure_default_checkpoint
-from checkpoints.quantized_default_model import SchemeName, ensure_quantized_checkpoint
+from checkpoints.quantized_default_model import ensure_quantized_checkpoint
 from checkpoints.telling_adapters import save_plain_tokenizer
 from checkpoints.tiny_llama import save_tiny_llama
 from multilora_engine.lora.format import TORCH_DTYPES, pack_adapter
 from multilora_engine.request import SamplingParams
 from sources import measured_source
 
-BATCHES = (32, 16, 8, 1)
-"""Sequences that decode together; from the largest on, so that one set of prompts serves all."""
-
-MAX_LIMITS = {1: 1.25, 16: 1.5}
-"""The goal: a decode step of so many sequences takes at most so many times its limit."""
-
-QUANTIZED: tuple[SchemeName, ...] = ("w8a16", "w4a16")
-"""Schemes of the quantised default model that are measured beside the float one."""
-
-MAX_QUANTIZED_LIMITS = {1: 1.3, 16: 1.6}
-"""The same goal with quantised weights."""
-
-LEAST_SPEEDUPS = {("w4a16", 1): 3.0}
-"""The goal: how many times as fast as with float32 weights a step of so many sequences is; for all others 1."""
-
 MAX_OVERHEAD_SECONDS = 0.002
 """The goal: the most time that a step takes beside the model."""
-
-Result = Row | StepResult
 
 Answerer = Callable[[list[list[int]], int], tuple[list[list[int]], list[float]]]
 """Prompts and the length of the answers to the answers' tokens, and to the times at which tokens were there."""
@@ -90,68 +76,6 @@ MIXED = (
 """The sampling that the requests of a batch ask for, in turn."""
 
 _TINY_VOCABULARY = 4096
-
-
-def decode_results(
-    benches: Mapping[str, Bench], dtype: torch.dtype, rounds: int, context: int, num_steps: int
-) -> list[Result]:
-    """Step times, their limits, and the parts of a step, by the type that an engine stores its weights in."""
-    repeated = RepeatedLimits()
-    seconds: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
-    parts: defaultdict[tuple[str, int, str], list[float]] = defaultdict(list)
-    for _, (weights, bench) in itertools.product(range(rounds), benches.items()):
-        with bench.batch(max(BATCHES), context) as request_ids:
-            for n in BATCHES:
-                repeated.measure()
-                for request_id in request_ids[n:]:
-                    bench.engine.abort(request_id)
-                seconds[weights, n] += bench.step_seconds(num_steps)
-                with timed_parts() as stopwatch:
-                    bench.step_seconds(num_steps)
-                for part in PARTS:
-                    parts[weights, n, part].append(stopwatch.seconds[part] / num_steps)
-    limits = repeated.limits
-    results: list[Result] = [
-        Row("machine: read bandwidth", limits.bandwidth / 1e9, "GB/s"),
-        Row("machine: float32 products", limits.peak / 1e9, "GFLOP/s"),
-    ]
-    for weights, bench in benches.items():
-        work, max_limits = work_of(bench, weights, dtype), MAX_QUANTIZED_LIMITS if weights in QUANTIZED else MAX_LIMITS
-        for place, n in reversed(list(enumerate(BATCHES))):
-            # Every batch size before this one made two runs of num_steps tokens.
-            contexts = [context + 2 * num_steps * place + num_steps // 2] * n
-            limit = work.decode_seconds(contexts, limits)
-            results.append(
-                StepResult(
-                    f"decode {n}, {weights}",
-                    statistics.median(seconds[weights, n]),
-                    limit,
-                    max_seconds=max_limits[n] * limit if n in max_limits else None,
-                    parts={part: statistics.median(parts[weights, n, part]) for part in PARTS},
-                )
-            )
-    return results + speedup_rows({key: statistics.median(values) for key, values in seconds.items()})
-
-
-def work_of(bench: Bench, weights: str, dtype: torch.dtype) -> Work:
-    """The work of an engine that stores its weights as a type of floats, or in a scheme of QUANTIZED."""
-    if weights in QUANTIZED:
-        return Work(bench.model, dtype, num_weight_bytes=linear_bytes(Path(bench.engine.info.model_path)))
-    return Work(bench.model, dtype, TORCH_DTYPES[weights])
-
-
-def speedup_rows(seconds: Mapping[tuple[str, int], float]) -> list[Row]:
-    """Quantised weights against float32 ones. seconds: by weights and number of sequences."""
-    return [
-        at_least(
-            f"decode {n}, {weights} against float32",
-            seconds["float32", n] / seconds[weights, n],
-            "x",
-            LEAST_SPEEDUPS.get((weights, n), 1.0),
-        )
-        for weights, n in sorted(seconds)
-        if weights in QUANTIZED
-    ]
 
 
 def prefill_rows(benches: Mapping[str, Bench], rounds: int, num_tokens: int) -> list[Row]:
@@ -318,15 +242,13 @@ def save_tiny_model(path: Path) -> Path:
     return path
 
 
-def at_least(what: str, value: float, unit: str, goal: float | None) -> Row:
-    return Row(what, value, unit) if goal is None else Row(what, value, unit, f">= {goal:g}", value >= goal)
-
-
 def main(
     output: Annotated[Path, typer.Option(help="Folder for CSV files and plots.")] = Path("bench_results"),
     part: Annotated[
         list[str],
-        typer.Option(help="Measure only this: decode, unpacked, prefill, prefix, adapters, stored, peft, overhead."),
+        typer.Option(
+            help="Measure only this: decode, bfloat16, unpacked, prefill, prefix, adapters, stored, peft, overhead."
+        ),
     ] = [],  # noqa: B006
     rounds: Annotated[int, typer.Option(help="Repetitions of everything that is compared.")] = 5,
     steps: Annotated[int, typer.Option(help="Decode steps of one repetition.")] = 8,
@@ -347,7 +269,7 @@ def main(
     console.width = max(console.width, TABLE_WIDTH)
     checkpoint = model or ensure_default_checkpoint()
     stored_as = ("float32", "bfloat16") if dtype == "float32" else (dtype,)
-    quantized = {
+    quantized: dict[str, Path] = {
         scheme: ensure_quantized_checkpoint(scheme) for scheme in QUANTIZED if not model and dtype == "float32"
     }
     options: dict[str, Any] = {"dtype": dtype, "num_threads": threads, "max_num_batched_tokens": chunk}
@@ -357,6 +279,7 @@ def main(
     bench = benches[dtype]
     parts: dict[str, Callable[[], Sequence[Result]]] = {
         "decode": lambda: decode_results(benches, TORCH_DTYPES[dtype], rounds, context, steps),
+        "bfloat16": lambda: bfloat16_results({"bfloat16": checkpoint, **quantized}, rounds, context, steps, **options),
         "unpacked": lambda: switch_rows(benches, list(quantized), BATCHES, rounds, context, steps, **options),
         "prefill": lambda: prefill_rows(benches, rounds, prompt),
         "prefix": lambda: prefix_rows(bench, rounds, num_shared=1000, num_own=32),

@@ -1,6 +1,7 @@
 """How fast the base model's linears are on a CPU, beside the limits of memory and arithmetic and beside torch's own.
 
-int4, int8 and fp8 are codes with scales of bfloat16, one for GROUP_SIZE inputs; a limit counts their bytes too.
+int4, int8 and fp8 are codes with scales of bfloat16, one for GROUP_SIZE inputs; a limit counts their bytes too. "In
+bfloat16" activations may be rounded.
 
 limit      the larger of: bytes of the weights over measured read bandwidth, flops over measured peak of a product in
            the same arithmetic
@@ -47,7 +48,12 @@ FORMATS = {
     "bfloat16 in bfloat16": (torch.bfloat16, torch.bfloat16),
 }
 """Types of float weights and of products, by name."""
-CODE_TYPES = (CodeType.INT4, CodeType.INT8, CodeType.FP8)
+CODE_FORMATS = {
+    f"{code_type.value}{suffix}": (code_type, compute_dtype)
+    for suffix, compute_dtype in (("", torch.float32), (" in bfloat16", torch.bfloat16))
+    for code_type in (CodeType.INT4, CodeType.INT8, CodeType.FP8)
+}
+"""Codes and types of products, by name."""
 GROUP_SIZE = 128
 VOCABULARY = {DEFAULT_MODEL.name: 49152, ONE_BILLION.name: 128256}
 DECODE_ROWS = (1, 2, 4, 8, 16, 32, 64)
@@ -142,7 +148,7 @@ def multiply_all(
 
 
 def contestants(workload: Workload) -> dict[str, Step]:
-    """The steps of the contestants by name; ours once for each of `formats()`."""
+    """The steps of the contestants by name; ours once for each of `formats()` and of CODE_FORMATS."""
     x = {i: torch.randn(workload.rows, i) for _, i in workload.shapes}
     plain = [(i, torch.randn(o, i)) for o, i in workload.shapes]
     onednn = [(i, torch.ops.mkldnn._reorder_linear_weight(weight, workload.rows)) for i, weight in plain]
@@ -154,10 +160,10 @@ def contestants(workload: Workload) -> dict[str, Step]:
         pages = HugePages()
         packed = [(i, pack(weight, dtype, pages, compute_dtype)) for i, weight in plain]
         steps[name] = multiply_all(packed_linear, x, packed)
-    for code_type in CODE_TYPES:
+    for name, (code_type, compute_dtype) in CODE_FORMATS.items():
         pages = HugePages()
-        quantized = [(i, random_codes((o, i), code_type, pages)) for o, i in workload.shapes]
-        steps[code_type.value] = multiply_all(quantized_linear, x, quantized)
+        quantized = [(i, random_codes((o, i), code_type, pages, compute_dtype)) for o, i in workload.shapes]
+        steps[name] = multiply_all(quantized_linear, x, quantized)
     return steps
 
 
@@ -177,11 +183,16 @@ def pack(
     return packed
 
 
-def random_codes(shape: Shape, code_type: CodeType, pages: HugePages) -> QuantizedWeight:
+def random_codes(
+    shape: Shape, code_type: CodeType, pages: HugePages, compute_dtype: torch.dtype = torch.float32
+) -> QuantizedWeight:
     """A symmetric weight as the engine stores it."""
     out_features, in_features = shape
     group_size = min(GROUP_SIZE, in_features)
-    weight = QuantizedWeight(*shape, code_type, group_size, torch.bfloat16, torch.device("cpu"), pages=pages)
+    may_round = compute_dtype == torch.bfloat16
+    weight = QuantizedWeight(
+        *shape, code_type, group_size, torch.bfloat16, torch.device("cpu"), may_round=may_round, pages=pages
+    )
     is_float = code_type is CodeType.FP8
     # Float codes below 16 only: every one of them is a number.
     codes = torch.randint(1 << (4 if is_float else code_type.bits), shape, dtype=torch.uint8)
@@ -195,7 +206,10 @@ def weights_of(workload: Workload) -> dict[str, tuple[int, torch.dtype]]:
     """Bytes of all weights, and the type of their products, by name."""
     num_scales = sum(o * -(-i // min(GROUP_SIZE, i)) for o, i in workload.shapes)
     floats = {name: (workload.num_weights * dtype.itemsize, compute) for name, (dtype, compute) in formats().items()}
-    codes = {c.value: (workload.num_weights * c.bits // 8 + 2 * num_scales, torch.float32) for c in CODE_TYPES}
+    codes = {
+        name: (workload.num_weights * code_type.bits // 8 + 2 * num_scales, compute)
+        for name, (code_type, compute) in CODE_FORMATS.items()
+    }
     return floats | codes
 
 

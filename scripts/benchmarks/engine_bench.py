@@ -15,6 +15,7 @@ import torch
 
 from benchmarks.machine_limits import Limits, Yardsticks, seconds_of
 from benchmarks.matrix_rate import matrix_rate
+from benchmarks.plain_loops import PlainLoops
 from multilora_engine.config import EngineConfig
 from multilora_engine.device_defaults import CPU_STEP_TOKENS
 from multilora_engine.engine.engine import Engine
@@ -39,10 +40,14 @@ CHUNK = CPU_STEP_TOKENS
 
 
 class RepeatedLimits:
-    """The limits of the machine, measured again and again between everything else."""
+    """The limits of the machine, measured again and again between everything else.
 
-    def __init__(self) -> None:
-        self._yardsticks = Yardsticks("cpu", torch.float32)
+    dtype: of products; float32 where the processor multiplies no numbers of the wanted type.
+    """
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        self.dtype = dtype if PlainLoops().operations(dtype) else torch.float32
+        self._yardsticks = Yardsticks("cpu", self.dtype)
         self._seconds: dict[str, list[float]] = {name: [] for name in self._yardsticks.steps}
         self._rates: list[float] = []
 
@@ -50,14 +55,16 @@ class RepeatedLimits:
         """Measure once more."""
         for name, step in self._yardsticks.steps.items():
             self._seconds[name].append(seconds_of(step))
-        self._rates.append(matrix_rate())
+        if self.dtype == torch.float32:
+            self._rates.append(matrix_rate())
 
     @property
     def limits(self) -> Limits:
         """The limits by medians. Threads that multiply each by itself may be faster than ones that share a product."""
         seconds = {name: statistics.median(values) for name, values in self._seconds.items()}
         shared = self._yardsticks.limits(seconds)
-        return Limits(shared.bandwidth, max(shared.peak, statistics.median(self._rates)))
+        rates = [statistics.median(self._rates)] if self._rates else []
+        return Limits(shared.bandwidth, max([shared.peak, *rates]))
 
 
 def linear_bytes(checkpoint: Path) -> int:

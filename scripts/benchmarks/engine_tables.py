@@ -17,6 +17,8 @@ from plots import DOCS, write_plots
 PAGE = DOCS / "performance.md"
 _PREFIX = "decode "
 _MACHINE = "machine: "
+_STEPS = {"decode": "steps", "bfloat16": "steps in bfloat16"}
+"""The tables of the parts that measure steps."""
 
 Results = Sequence[Row | StepResult]
 
@@ -27,9 +29,9 @@ def write_tables(results: Mapping[str, Results], source: str) -> None:
     source: the sentence that tells where figures are from.
     """
     for part, measured in results.items():
-        if part == "decode":
+        if part in _STEPS:
             told = " ".join([source, machine_limits(measured), *missed(measured)])
-            write_table(PAGE, "steps", steps_table(measured), told)
+            write_table(PAGE, _STEPS[part], steps_table(measured), told)
         elif part == "unpacked":
             choices = [row for row in measured if row.what.startswith(CHOICE)]
             write_table(PAGE, f"engine {part}", measures_table([row for row in measured if row not in choices]), source)

@@ -5,16 +5,15 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.bench_engine import (
-    BATCHES,
     MIXED,
     adapter_rows,
-    decode_results,
     overhead_results,
     peft_rows,
     prefill_rows,
@@ -22,8 +21,10 @@ from benchmarks.bench_engine import (
     save_tiny_model,
 )
 from benchmarks.bench_rows import Row
+from benchmarks.decode_steps import BATCHES, bfloat16_results, decode_results
 from benchmarks.engine_bench import Bench, Work
 from benchmarks.machine_limits import Limits
+from benchmarks.plain_loops import PlainLoops
 from benchmarks.step_parts import PARTS, Stopwatch, timed_parts
 from benchmarks.step_results import StepResult
 
@@ -117,6 +118,18 @@ def test_every_part_of_the_benchmark_reports_positive_figures(bench: Bench) -> N
     assert values["prefill 16, float32: tokens"] > 0
     assert values["adapters: 16 different"] > 0
     assert bench.engine.stats.num_cached_adapters == 0
+
+
+def test_steps_in_bfloat16_are_measured_against_products_of_bfloat16_where_there_are_any(bench: Bench) -> None:
+    checkpoints = {"bfloat16": Path(bench.engine.info.model_path)}
+    options = {"num_threads": 1, "kv_cache_memory_bytes": 8 << 20}
+    results = bfloat16_results(checkpoints, rounds=1, context=4, num_steps=1, **options)
+    rows = {row.what for row in results if isinstance(row, Row)}
+    products = "bfloat16" if PlainLoops().operations(torch.bfloat16) else "float32"
+    assert rows == {"machine: read bandwidth", f"machine: {products} products"}
+    steps = {step.what: step for step in results if isinstance(step, StepResult)}
+    assert set(steps) == {f"decode {n}, bfloat16 in bfloat16" for n in BATCHES}
+    assert all(step.seconds > step.limit > 0 for step in steps.values())
 
 
 def test_the_engine_and_peft_are_asked_for_the_same_answers(bench: Bench) -> None:

@@ -37,9 +37,11 @@ def test_a_run_leaves_a_table_and_a_plot(tmp_path):
         rows = list(csv.DictReader(file))
     assert [(row["workload"], row["weights"], int(row["num_bytes"])) for row in rows] == [
         *(("tiny", name, dtype.itemsize * 5600) for name, (dtype, _) in formats().items()),
-        ("tiny", "int4", 5600 // 2 + 2 * 110),
-        ("tiny", "int8", 5600 + 2 * 110),
-        ("tiny", "fp8", 5600 + 2 * 110),
+        *(
+            ("tiny", f"{codes}{suffix}", num_bytes + 2 * 110)
+            for suffix in ("", " in bfloat16")
+            for codes, num_bytes in (("int4", 5600 // 2), ("int8", 5600), ("fp8", 5600))
+        ),
     ]
     assert {row["weights"] for row in rows} >= {"float32", "bfloat16"}
     assert all(float(row["ours"]) > 0 and float(row["over_limit"]) > 0 for row in rows)

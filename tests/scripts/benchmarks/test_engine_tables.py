@@ -89,6 +89,23 @@ def test_the_limits_of_the_machine_are_told_with_the_steps(page: Path) -> None:
     )
 
 
+def test_steps_in_bfloat16_have_a_table_of_their_own(page: Path) -> None:
+    steps = [
+        StepResult(f"decode {n}, w4a16 in bfloat16", n * 1e-3, limit=n * 0.5e-3, max_seconds=None, parts={})
+        for n in (1, 8)
+    ]
+    write_tables({"bfloat16": [Row("machine: bfloat16 products", 450.1, "GFLOP/s"), *steps]}, "By a test.")
+    assert read_table(page, "steps in bfloat16").splitlines() == [
+        "| sequences | w4a16 in bfloat16 | w4a16 in bfloat16, of the limit |",
+        "| ---: | ---: | ---: |",
+        "| 1 | 1 ms | 2.00x |",
+        "| 8 | 8 ms | 2.00x |",
+        "",
+        "By a test. The machine meanwhile: bfloat16 products 450 GFLOP/s.",
+    ]
+    assert read_table(page, "steps") == read_table(PAGE, "steps")
+
+
 def test_prompts_have_a_row_for_each_kind_of_weights(page: Path) -> None:
     rows = [
         Row("prefill 2048, float32: time", 3218.1, "ms"),
