@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -42,11 +43,20 @@ def figures(peer: str, case: str, rate: float, num_equal: int = 1) -> Figures:
     return Figures(peer, case, rate, 1_234.5, 20.06, num_equal, 8, 135.2, 611.4)
 
 
+MEMORY_MB = 64
+"""Of the process of `waiting_peer`, beside that of Python itself."""
+
+
 @contextmanager
-def sleeping_peer(weight_bytes: int) -> Iterator[RunningPeer]:
-    """A process that takes the place of a contestant's."""
-    with subprocess.Popen(["sleep", "60"]) as process:
-        yield RunningPeer(OURS, weight_bytes, process)  # type: ignore[arg-type]
+def waiting_peer(weight_bytes: int) -> Iterator[RunningPeer]:
+    """A process that takes the place of a contestant's, once its memory is there."""
+    program = f"memory = b'x' * {MEMORY_MB} * 10**6; print('ready', flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        yield RunningPeer(OURS, weight_bytes, process)
         process.kill()
 
 
@@ -65,9 +75,9 @@ def test_figures_are_those_of_the_answers(tmp_path: Path) -> None:
         Answer(tokens=[[1, 2, 3], [4, 5, 7]], times=[[1.0, 1.5, 2.0], [1.2, 1.5, 2.0]]),
         Answer(tokens=[[1, 2, 3], [4, 5, 7]], times=[[1.0, 1.5, 3.0], [1.2, 1.5, 2.0]]),
     ]
-    with sleeping_peer(weight_bytes=135_200_000) as peer:
+    with waiting_peer(weight_bytes=135_200_000) as peer:
         figures = Figures.of(peer, "base", answers, [[1, 2, 3], [4, 5, 6]])
-        assert 1 < figures.resident_mb < 100
+        assert MEMORY_MB < figures.resident_mb < MEMORY_MB + 50
     assert figures.tokens_per_s == 6 / 3
     assert figures.first_token_ms == pytest.approx(1100)
     assert figures.gap_p99_ms == 1500
