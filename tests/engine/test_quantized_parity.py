@@ -213,6 +213,16 @@ DEFAULT = (
 )
 
 
+def save_checkpoint(name: str, folder: Path) -> Oracle:
+    """The dequantised model with random adapters; its checkpoint is in the folder `checkpoint`."""
+    torch.manual_seed(7)
+    model = LlamaForCausalLM(LlamaConfig(**CHECKPOINTS[name].shape))
+    CHECKPOINTS[name].save(model, folder / "checkpoint")
+    oracle = Oracle(model, folder)
+    add_random_adapters(oracle)
+    return oracle
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -223,11 +233,7 @@ DEFAULT = (
 def test_tokens_are_those_of_peft_over_the_dequantised_weights(
     name: str, tmp_path: Path, default_model_dir: Path
 ) -> None:
-    torch.manual_seed(7)
-    model = LlamaForCausalLM(LlamaConfig(**CHECKPOINTS[name].shape))
-    CHECKPOINTS[name].save(model, tmp_path / "checkpoint")
-    oracle = Oracle(model, tmp_path)
-    add_random_adapters(oracle)
+    oracle = save_checkpoint(name, tmp_path)
     engine = build_engine(
         tmp_path / "checkpoint",
         oracle,
@@ -257,11 +263,7 @@ BFLOAT16 = (
 def test_bfloat16_chooses_what_is_nearly_the_best_token_and_the_same_alone_as_in_a_batch(
     name: str, tmp_path: Path, default_model_dir: Path
 ) -> None:
-    torch.manual_seed(7)
-    model = LlamaForCausalLM(LlamaConfig(**CHECKPOINTS[name].shape))
-    CHECKPOINTS[name].save(model, tmp_path / "checkpoint")
-    oracle = Oracle(model, tmp_path)
-    add_random_adapters(oracle)
+    oracle = save_checkpoint(name, tmp_path)
     engine = build_engine(tmp_path / "checkpoint", oracle, default_model_dir, dtype="bfloat16", num_threads=1)
     requests = requests_for(oracle, tiny_prompts(14), max_tokens=16)
     answers = run_all(engine, requests)

@@ -133,7 +133,8 @@ _Clients = _Turns[str, _ClientShare]
 
 class FairQueue:
     """The order of starts: the smallest priority; of that the client that was served least; of its adapters the one
-    that was served least; of that the first sequence in its `WaitingLine`.
+    that was served least; of that the first sequence in its `WaitingLine`. Prompts that run go on in the order of
+    `turn`, so that those of one client are computed one after the other.
 
     Each client counts the tokens that were computed for it, over its weight, in each priority on its own; so does each
     of its adapters (and the base model), without weights. When nothing of it has waited for a while, its count is
