@@ -22,7 +22,7 @@ PAGE = DOCS / "adapters.md"
 TABLE = "adapter sizes"
 RANK, MAX_RANK, NUM_ADAPTERS = 16, 64, 2000
 EIGHT_BILLION = decoder_sites(num_layers=32, hidden_size=4096, q_size=4096, kv_size=1024, intermediate_size=14336)
-DTYPES: tuple[StoredDtype, ...] = ("float32", "bfloat16", "int8", "int4")
+DTYPES: tuple[StoredDtype, ...] = ("float32", "bfloat16", "int8", "fp8", "int4")
 
 
 def layouts() -> Iterator[tuple[str, AdapterLayout]]:

@@ -65,7 +65,9 @@ class LoRAConfig(BaseModel):
     ] = ByteSize(1 << 30)
     lora_dtype: Annotated[
         Literal["auto", StoredDtype],
-        Field(description="Storage of cached adapters: `auto` as the model computes, `int8` and `int4` as codes."),
+        Field(
+            description="Storage of cached adapters: `auto` as the model computes; `int8`, `fp8` and `int4` as codes."
+        ),
     ] = "auto"
     lora_cache_host_memory_bytes: Annotated[
         ByteSize,

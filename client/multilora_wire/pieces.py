@@ -1,8 +1,8 @@
 """The stored form of one row of an adapter: its A, B and, for DoRA, its magnitude, each a *piece*. Sizes, no weights.
 
-Floats are stored one behind another. Codes of 8 bits (int8) and 4 bits (int4) have scales among them, and B of a module
-of several sites is stored site by site: `multilora_kernels.adapter_codes` says how. Magnitudes of adapters of codes are
-float32.
+Floats are stored one behind another. Codes of 8 bits (int8, fp8) and 4 bits (int4) have scales among them, and B of a
+module of several sites is stored site by site: `multilora_kernels.adapter_codes` says how. Magnitudes of adapters of
+codes are float32.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Literal
 
 from multilora_wire.sites import WireModule
 
-StoredDtype = Literal["float32", "bfloat16", "float16", "int8", "int4"]
+StoredDtype = Literal["float32", "bfloat16", "float16", "int8", "fp8", "int4"]
 
-CODE_BITS = {"int8": 8, "int4": 4}
+CODE_BITS = {"int8": 8, "fp8": 8, "int4": 4}
 """Bits of a code, by the dtypes that store codes."""
 
 _ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -66,9 +66,10 @@ def element_bytes(dtype: str) -> int:
 
 
 def _a_bytes(module: WireModule, rank: int, dtype: str) -> int:
-    if dtype == "int8":
+    bits = CODE_BITS.get(dtype)
+    if bits == 8:
         return -(-4 * rank // 64) * 64 + rank * module.in_size
-    if dtype == "int4":
+    if bits == 4:
         return rank * _panel_bytes(-(-module.in_size // _LANES), 4)
     return rank * module.in_size * _ITEMSIZES[dtype]
 

@@ -514,7 +514,7 @@ def _adapters(
 ) -> LoRATables:
     """One adapter a rank, on all slices; each A and B from a multiple of 64 bytes on, every second with a magnitude."""
     pieces: list[torch.Tensor] = []
-    bits, end = CODE_BITS.get(dtype), 0
+    has_codes, end = dtype in CODE_BITS, 0
     offsets = torch.full((3, len(ranks), len(slice_sizes)), -1)
 
     def add(values: torch.Tensor) -> int:
@@ -529,10 +529,10 @@ def _adapters(
     for row, rank in enumerate(ranks):
         for column, size in enumerate(slice_sizes):
             a, b = random(rank, in_features) * in_features**-0.5, random(size, rank) * rank**-0.5
-            offsets[0, row, column] = add(reference_a(a, bits) if bits else a.to(dtype))
-            offsets[1, row, column] = add(reference_b(b, bits) if bits else b.to(dtype))
+            offsets[0, row, column] = add(reference_a(a, dtype) if has_codes else a.to(dtype))
+            offsets[1, row, column] = add(reference_b(b, dtype) if has_codes else b.to(dtype))
             if row % 2:
-                offsets[2, row, column] = add(random(size) if bits else random(size).to(dtype))
+                offsets[2, row, column] = add(random(size) if has_codes else random(size).to(dtype))
     rank_table = torch.tensor(ranks, dtype=torch.int32)[:, None].repeat(1, len(slice_sizes))
     arena = torch.cat(pieces).view(dtype)
     a_offset, b_offset, magnitude_offset = offsets.to(arena.device)

@@ -182,16 +182,16 @@ def _chunks(segments: LoRASegments) -> list[tuple[torch.Tensor, int]]:
 def matrix_a(tables: LoRATables, lora_index: int, column: int, in_features: int) -> torch.Tensor:
     """A of one slice of one adapter, [rank, in_features]; the values of its codes, in float32, where it is codes."""
     stored, rank = _from(tables, tables.a_offset, lora_index, column), int(tables.rank[lora_index, column])
-    if bits := CODE_BITS.get(stored.dtype):
-        return dequantize_a(stored.view(torch.uint8), rank, in_features, bits)
+    if stored.dtype in CODE_BITS:
+        return dequantize_a(stored.view(torch.uint8), rank, in_features, stored.dtype)
     return stored[: rank * in_features].view(rank, in_features)
 
 
 def matrix_b(tables: LoRATables, lora_index: int, column: int, out_features: int) -> torch.Tensor:
     """B of the slice, [out_features, rank], as `matrix_a`."""
     stored, rank = _from(tables, tables.b_offset, lora_index, column), int(tables.rank[lora_index, column])
-    if bits := CODE_BITS.get(stored.dtype):
-        return dequantize_b(stored.view(torch.uint8), out_features, rank, bits)
+    if stored.dtype in CODE_BITS:
+        return dequantize_b(stored.view(torch.uint8), out_features, rank, stored.dtype)
     return stored[: out_features * rank].view(out_features, rank)
 
 

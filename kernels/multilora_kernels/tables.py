@@ -14,8 +14,8 @@ class LoRATables(NamedTuple):
     q, k and v, are neighbours; otherwise the order is the model's. Row `l` is a `lora_index`. The slice's A is
     `arena[a_offset : a_offset + rank * in]` read as `[rank, in]` row-major, its B is
     `arena[b_offset : b_offset + out * rank]` read as `[out, rank]` row-major; the scaling is already in B. Slices of a
-    fused row share one A. An arena of int8 or uint8 holds codes of 8 or 4 bits there, as `adapter_codes` says, from
-    multiples of 16 elements on.
+    fused row share one A. An arena of int8, float8_e4m3fn or uint8 holds codes of 8, 8 or 4 bits there, as
+    `adapter_codes` says, from multiples of 16 elements on.
 
     arena: [num_elements], on the device, the adapters' dtype: float32, bfloat16, float16, or that of codes.
     rank: [max_loras, num_slices], int32; 0 means the adapter does not touch the slice: no work, offsets undefined.

@@ -39,6 +39,7 @@ from multilora_kernels.cuda.step_inputs import fill_constants, fill_kernel
 from multilora_kernels.cuda.update import update_constants, update_kernel
 from multilora_kernels.parts import num_parts
 from multilora_kernels.segments import CHUNK_SIZE
+from multilora_wire.pieces import CODE_BITS
 
 _POINTERS = {
     "v_ptr": "*fp32",
@@ -68,7 +69,6 @@ _POINTERS = {
         "*i32",
     ),
 }
-_CODE_POINTERS = {8: "*i8", 4: "*u8"}
 _SCALARS = dict.fromkeys(["scale", "softcap", "eps"], "fp32")
 _ALIGNED_INTEGERS = {
     *("in_features", "size", "group_size", "stride_cn"),
@@ -76,6 +76,7 @@ _ALIGNED_INTEGERS = {
     *("stride_qm", "stride_qh", "stride_ks", "stride_kh", "stride_cm"),
 }
 _NO_POINTERS: Mapping[str, str] = {}
+_CODE_ARENA = {"int8": {"arena_ptr": "*i8"}, "fp8": {"arena_ptr": "*u8"}, "int4": {"arena_ptr": "*u8"}}
 _CODE_CACHE = dict.fromkeys(("keys_ptr", "values_ptr", "cache_ptr"), "*i8")
 _CODE_STRIDES = {"stride_ks", "stride_kh"}
 """Those of codes are no multiples of sixteen, since a scale of four bytes is in each row."""
@@ -101,35 +102,39 @@ class Resources:
 
 
 def shrink_resources(
-    shape: LinearShape, chunk_size: int, max_rank: int, dtype: str, capability: int, code_bits: int = 0
+    shape: LinearShape, chunk_size: int, max_rank: int, dtype: str, capability: int, codes: str = ""
 ) -> Resources:
     """`lora_shrink` of a linear.
 
-    dtype: "bf16", "fp16" or "fp32". capability: 80, 90, 100 for sm_80, sm_90, sm_100. code_bits: of adapters that are
-    codes, 8 or 4; 0 where they have the dtype.
+    dtype: "bf16", "fp16" or "fp32". capability: 80, 90, 100 for sm_80, sm_90, sm_100. codes: of adapters, "int8",
+    "fp8" or "int4"; "" where they have the dtype.
     """
     sizes = block_sizes("shrink", chunk_size, max_rank, capability, shape.in_features, _NUM_ROWS)
     parts = num_parts(shape.in_features, 1)
-    constants = shrink_constants(shape.in_features, parts, chunk_size, dtype == "fp32", sizes, capability, code_bits)
-    return _resources(shrink_kernel, constants, dtype, capability)
+    constants = shrink_constants(
+        shape.in_features, parts, chunk_size, dtype == "fp32", sizes, capability, CODE_BITS.get(codes, 0)
+    )
+    return _resources(shrink_kernel, constants, dtype, capability, _CODE_ARENA.get(codes, _NO_POINTERS))
 
 
 def expand_resources(
-    shape: LinearShape, chunk_size: int, max_rank: int, dtype: str, capability: int, code_bits: int = 0
+    shape: LinearShape, chunk_size: int, max_rank: int, dtype: str, capability: int, codes: str = ""
 ) -> Resources:
     """`lora_expand` of a linear; arguments as of `shrink_resources`."""
     parts = num_parts(shape.in_features, 1)
     sizes = block_sizes("expand", chunk_size, max_rank, capability, shape.out_features, _NUM_ROWS)
-    constants = expand_constants(parts, shape.slice_sizes, chunk_size, sizes, code_bits)
-    return _resources(expand_kernel, constants, dtype, capability)
+    constants = expand_constants(parts, shape.slice_sizes, chunk_size, sizes, CODE_BITS.get(codes, 0))
+    return _resources(expand_kernel, constants, dtype, capability, _CODE_ARENA.get(codes, _NO_POINTERS))
 
 
-def update_resources(shape: LinearShape, max_rank: int, dtype: str, capability: int, code_bits: int = 0) -> Resources:
+def update_resources(shape: LinearShape, max_rank: int, dtype: str, capability: int, codes: str = "") -> Resources:
     """`lora_update` of a linear; arguments as of `shrink_resources`."""
     sizes = block_sizes("update", CHUNK_SIZE, max_rank, capability, shape.in_features, _NUM_ROWS)
     is_wide = dtype == "fp32"
-    constants = update_constants(shape.in_features, shape.slice_sizes, CHUNK_SIZE, is_wide, sizes, code_bits)
-    return _resources(update_kernel, constants, dtype, capability)
+    constants = update_constants(
+        shape.in_features, shape.slice_sizes, CHUNK_SIZE, is_wide, sizes, CODE_BITS.get(codes, 0)
+    )
+    return _resources(update_kernel, constants, dtype, capability, _CODE_ARENA.get(codes, _NO_POINTERS))
 
 
 def segment_resources(num_tokens: int, capability: int) -> Resources:
@@ -261,8 +266,6 @@ def _source(kernel: Any, constants: Mapping[str, Any], dtype: str, pointers: Map
     """pointers: the types of some arguments that differ from the usual ones."""
     names = kernel.arg_names
     types = {name: pointers.get(name, _type(name, dtype)) for name in names}
-    if bits := constants.get("CODE_BITS"):
-        types["arena_ptr"] = _CODE_POINTERS[bits]
     integers = _ALIGNED_INTEGERS - (_CODE_STRIDES if pointers else set())
     aligned = [name for name in names if name.endswith("_ptr") or name in integers]
     return triton.compiler.ASTSource(

@@ -1,4 +1,4 @@
-"""Decoding with as many different adapters as sequences, stored as bfloat16, as int8 and as int4."""
+"""Decoding with as many different adapters as sequences, stored as bfloat16, int8, fp8 and int4."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.bench_rows import Row
 from benchmarks.engine_bench import RANK, Bench
 from multilora_engine.lora.format import pack_adapter
 
-STORED = ("bfloat16", "int8", "int4")
+STORED = ("bfloat16", "int8", "fp8", "int4")
 NUM_SEQUENCES = (16, 64)
 LEAST_SHARES = {16: 0.9, 64: 0.8}
 """The goal: the share of the base model's tokens that is left with so many different int8 adapters."""

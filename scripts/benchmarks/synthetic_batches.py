@@ -89,24 +89,24 @@ class _ArenaBuilder:
         self._pieces: list[torch.Tensor] = []
         self._size = 0
         self._dtype = dtype
-        self._bits = CODE_BITS.get(dtype)
+        self._has_codes = dtype in CODE_BITS
         self._generator = generator
 
     def add_a(self, rank: int, in_features: int) -> int:
         a = self._random(rank, in_features) * in_features**-0.5
-        return self._add(quantize_a(a, self._bits) if self._bits else a)
+        return self._add(quantize_a(a, self._dtype) if self._has_codes else a)
 
     def add_b(self, out_features: int, rank: int) -> int:
         b = self._random(out_features, rank) * rank**-0.5
-        return self._add(quantize_b(b, self._bits) if self._bits else b)
+        return self._add(quantize_b(b, self._dtype) if self._has_codes else b)
 
     def add_magnitude(self, out_features: int) -> int:
         magnitude = self._random(out_features)
-        return self._add(magnitude.view(torch.uint8) if self._bits else magnitude)
+        return self._add(magnitude.view(torch.uint8) if self._has_codes else magnitude)
 
     def arena(self) -> torch.Tensor:
         arena = torch.cat([*self._pieces, self._gap(5)])
-        return arena.view(self._dtype) if self._bits else arena.to(self._dtype)
+        return arena.view(self._dtype) if self._has_codes else arena.to(self._dtype)
 
     def _random(self, *shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=self._generator)
@@ -119,6 +119,6 @@ class _ArenaBuilder:
 
     def _gap(self, length: int) -> torch.Tensor:
         """`length` elements, or 16 * `length` bytes from a multiple of 16 on, whose bits are NaN as every float."""
-        if self._bits:
+        if self._has_codes:
             return torch.full((16 * length + -self._size % 16,), 255, dtype=torch.uint8)
         return torch.full((length,), torch.nan)

@@ -120,7 +120,8 @@ def _small_shapes(machine: Machine) -> Iterator[OperatorShapes]:
 
 def _eight_billion_shapes(machine: Machine) -> Iterator[OperatorShapes]:
     pairs = [(machine.dtype, machine.dtype), (torch.float32, torch.float32), (machine.dtype, torch.int8)]
-    for dtype, lora_dtype in [*pairs, (machine.dtype, torch.uint8), (torch.float16, torch.float16)]:
+    pairs += [(machine.dtype, torch.float8_e4m3fn), (machine.dtype, torch.uint8), (torch.float16, torch.float16)]
+    for dtype, lora_dtype in pairs:
         linears = tuple((linear.in_features, linear.slice_sizes) for linear in EIGHT_BILLION.linears)
         shapes = OperatorShapes(4096, 14336, linears, 32, 8, 128, BLOCK_SIZE, 64, dtype, lora_dtype)
         shapes = dataclasses.replace(shapes, vocab_size=VOCAB_SIZE, code_types=CODE_TYPES)

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BatchEncoding, Pre
 
 from checkpoints.prepare_default_model import default_checkpoint
 from marked_tables import write_table
+from multilora_engine.lora.format import ARENA_DTYPES
 from multilora_engine.quantize import dequantized_weights, replace_weights
 from multilora_kernels.adapter_codes import dequantize_a, dequantize_b
 from multilora_kernels.adapter_quantization import quantize_a, quantize_b
@@ -119,13 +120,13 @@ def load_model(
 
 def as_stored(matrix: torch.Tensor, is_a: bool, lora_dtype: StoredDtype) -> torch.Tensor:
     """The values of A or B that the stored type keeps, in float32."""
-    bits = CODE_BITS.get(lora_dtype)
-    if bits is None:
-        return matrix.to(getattr(torch, lora_dtype)).float()
+    stored = ARENA_DTYPES[lora_dtype]
+    if lora_dtype not in CODE_BITS:
+        return matrix.to(stored).float()
     rows, columns = matrix.shape
     if is_a:
-        return dequantize_a(quantize_a(matrix, bits), rows, columns, bits)
-    return dequantize_b(quantize_b(matrix, bits), rows, columns, bits)
+        return dequantize_a(quantize_a(matrix, stored), rows, columns, stored)
+    return dequantize_b(quantize_b(matrix, stored), rows, columns, stored)
 
 
 def generate_answers(

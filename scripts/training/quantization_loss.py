@@ -65,6 +65,7 @@ WAYS = (
     Way(2, Scheme("w4a16", 32)),
     Way(2, Scheme("w4a16", 32), is_calibrated=True),
     Way(0, lora_dtype="int8"),
+    Way(0, lora_dtype="fp8"),
     Way(2, lora_dtype="int4"),
 )
 """Groups of 128 do not divide the 576 inputs of the default model's linears."""

@@ -33,7 +33,7 @@ def write_config(directory: Path, config: dict[str, Any]) -> Path:
 @pytest.mark.parametrize(
     "changes", [{}, {"head_dim": 48}, {"intermediate_size": 4001}, {"hidden_size": 4096}, {"num_key_value_heads": 4}]
 )
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "fp8", "int4"])
 def test_the_layout_of_a_checkpoint_is_the_engines(tmp_path: Path, changes: dict[str, int], dtype: StoredDtype) -> None:
     write_config(tmp_path, LLAMA | changes)
     assert read_layout(tmp_path, 64, dtype) == checkpoint_layout(tmp_path, 64, dtype)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support import attention_cases
 from support.attention_cases import OPTIONS, SHAPES
-from support.lora_cases import FUSED, ODD, TOLERANCES, Case, make_case
+from support.lora_cases import CODES, FUSED, ODD, TOLERANCES, Case, make_case
 
 from benchmarks.synthetic_batches import LinearShape
 from multilora_kernels import cuda, load_rows, lora_segments, parts, reference, step_inputs_reference
@@ -173,7 +173,7 @@ def test_int8_rows_are_stored_as_the_reference_stores_them(implementation, head_
     assert (cache[:, [6, 10]] == 55).all()
 
 
-@pytest.mark.parametrize("lora_dtype", [torch.float32, torch.bfloat16, torch.int8, torch.uint8])
+@pytest.mark.parametrize("lora_dtype", [torch.float32, torch.bfloat16, *CODES])
 @pytest.mark.parametrize("shape", [FUSED, ODD, _LONG], ids=["fused", "odd", "long"])
 def test_an_update_in_one_launch_is_that_of_two(implementation, shape, lora_dtype):
     case = make_case("zipf", 12, shape, (1, 3, 8, 0, 17, 64, 16), lora_dtype, magnitudes=True)

@@ -20,7 +20,8 @@ _FOLDER = Path(__file__).parent
 _ALL = """interpreter-7- or interpreter-10-zipf or interpreter-133-skewed or every_rank or every_hidden_size
     or every_slice_width or every_dtype or share_one_a or magnitude or keep_their_bits or wider_tensor or test_cuda
     or elementwise"""
-_PAIRS = "dtype0-lora_dtype0 or dtype1-lora_dtype2 or dtype2-lora_dtype1 or dtype0-lora_dtype3 or dtype1-lora_dtype4"
+_PAIRS = """dtype0-lora_dtype0 or dtype1-lora_dtype2 or dtype2-lora_dtype1 or dtype0-lora_dtype3 or dtype2-lora_dtype4
+    or dtype1-lora_dtype5"""
 _SHORT = f"""({_ALL}) and not longest and not skewed and not past_the_dispatcher and not codes
      and not (every_dtype and lora_dtype and not ({_PAIRS}))
      and not (every_option and (long or chunks) and (scale or softcap or sinks))

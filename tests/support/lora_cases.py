@@ -19,8 +19,8 @@ TOLERANCES = {
     torch.bfloat16: (1.6e-2, 1.6e-2),
 }
 
-CODES = [torch.int8, torch.uint8]
-"""Dtypes of arenas of 8-bit and of 4-bit codes."""
+CODES = [torch.int8, torch.float8_e4m3fn, torch.uint8]
+"""Dtypes of arenas of codes."""
 
 STORED = [*TOLERANCES, *CODES]
 """Dtypes of arenas."""

@@ -98,7 +98,7 @@ def test_models_with_different_sites_have_different_fingerprints() -> None:
     assert layout.fingerprint != AdapterLayout(LLAMA_70B, 64, "float32", 4096).fingerprint
 
 
-@pytest.mark.parametrize(("dtype", "share"), [("int8", 0.56), ("int4", 0.34)])
+@pytest.mark.parametrize(("dtype", "share"), [("int8", 0.56), ("fp8", 0.56), ("int4", 0.34)])
 @pytest.mark.parametrize("name", SITES)
 def test_codes_take_a_half_and_a_third_of_bfloat16s_bytes(name: str, dtype: str, share: float) -> None:
     layouts = [adapter_layout(SITES[name], 64, stored) for stored in (dtype, "bfloat16")]

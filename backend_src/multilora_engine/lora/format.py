@@ -31,7 +31,7 @@ from multilora_wire.sites import WireModule
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-ARENA_DTYPES = TORCH_DTYPES | {"int8": torch.int8, "int4": torch.uint8}
+ARENA_DTYPES = TORCH_DTYPES | {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": torch.uint8}
 """The dtypes in which the kernels see the pages, by `lora_dtype`; pairs of codes of 4 bits are bytes."""
 
 _DIGEST_BYTES = 16
@@ -224,18 +224,20 @@ def _fill_codes(
         values = values.float()
         digest.update(np.array([row.module.module_id, row.module.layer, row.rank, row.is_dora], np.int64).tobytes())
         digest.update(values.numpy().view(np.uint8).data)
-        for stored, offset in zip(_stored_row(row, values, layout.code_bits), place.offsets, strict=True):
+        for stored, offset in zip(
+            _stored_row(row, values, ARENA_DTYPES[layout.lora_dtype]), place.offsets, strict=True
+        ):
             target[offset : offset + len(stored)] = stored
             target[offset + len(stored) : offset + round_up(len(stored), ALIGNMENT_BYTES)] = 0
     return digest.hexdigest(_DIGEST_BYTES)
 
 
-def _stored_row(row: _WireRow, values: torch.Tensor, bits: int) -> list[torch.Tensor]:
+def _stored_row(row: _WireRow, values: torch.Tensor, arena: torch.dtype) -> list[torch.Tensor]:
     """The bytes of A, B and, for DoRA, the magnitude. values: float32, of the row without its padding."""
     a, b, *magnitude = values.split([piece.num_values for piece in row.pieces])
     b = b.view(row.module.out_size, row.rank)
-    parts = [quantize_b(b[start:end], bits) for start, end in pairwise(part_bounds(row.module))]
-    return [quantize_a(a.view(row.rank, -1), bits), torch.cat(parts), *(m.view(torch.uint8) for m in magnitude)]
+    parts = [quantize_b(b[start:end], arena) for start, end in pairwise(part_bounds(row.module))]
+    return [quantize_a(a.view(row.rank, -1), arena), torch.cat(parts), *(m.view(torch.uint8) for m in magnitude)]
 
 
 def _check_rest(row: _WireRow, values: torch.Tensor, bits: npt.NDArray[Any]) -> None:

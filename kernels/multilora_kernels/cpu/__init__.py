@@ -163,15 +163,16 @@ def decoder_layers_directly(
     return None if library is None else library.decoder_layers(layers, x, update, on_layer)
 
 
-def quantize_compiled(matrix: Literal["a", "b"], values: torch.Tensor, bits: int) -> torch.Tensor | None:
+def quantize_compiled(matrix: Literal["a", "b"], values: torch.Tensor, arena: torch.dtype) -> torch.Tensor | None:
     """The codes of an adapter's A or B (`adapter_quantization.py`); None where nothing is compiled.
 
-    values: float32 and finite, on the CPU.
+    values: float32 and finite, on the CPU. arena: the dtype of an arena of such codes.
     """
     library = _library()
     if library is None:
         return None
-    return getattr(library, f"quantize_lora_{matrix}")(values.contiguous(), bits)  # type: ignore[no-any-return]
+    quantize = getattr(library, f"quantize_lora_{matrix}")
+    return quantize(values.contiguous(), _name(arena))  # type: ignore[no-any-return]
 
 
 def forget_adapters() -> None:

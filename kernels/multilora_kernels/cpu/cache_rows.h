@@ -36,7 +36,7 @@ template <class T>
 MULTILORA_INLINE float scale_of(const T* row, int64_t head_dim) {
   float scale;
   std::memcpy(&scale, row + head_dim, sizeof(scale));
-  return std::is_same_v<T, Float8> ? scale * kFloat8Scale : scale;
+  return scale * kLoadedScale<T>;
 }
 
 }  // namespace

@@ -113,6 +113,8 @@ LoraKernels lora_kernels_of(DType dtype) {
       return capability().int8_codes;
     case DType::uint8:
       return capability().int4_codes;
+    case DType::float8_e4m3fn:
+      return capability().float8_codes;
     default:
       return {kernels_of(dtype).shrink, kernels_of(dtype).expand};
   }

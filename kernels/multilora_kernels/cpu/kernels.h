@@ -36,6 +36,7 @@ constexpr Capability capability_of(const char* name) {
           kernels_for<Vec, Float16>(),
           {shrink<Vec, int8_t>, expand_codes<Vec, int8_t>},
           {shrink_blocks<Vec>, expand_codes<Vec, Int4Codes>},
+          {shrink<Vec, Float8>, expand_codes<Vec, Float8>},
           {attend<Vec, int8_t>, decode<Vec, int8_t>},
           {attend<Vec, Float8>, decode<Vec, Float8>},
           quantized_kernels<Vec>()};

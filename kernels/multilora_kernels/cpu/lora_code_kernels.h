@@ -169,11 +169,15 @@ struct PanelTile {
     F columns[kBlockColumns];
     const int count = kCount ? kCount : int(n);
     load_columns(reinterpret_cast<const Code*>(panel + Places::codes_at(column)) + lane, count, columns);
-    const F scale = Vec::load(reinterpret_cast<const BFloat16*>(panel + Places::scales_at(column)) + lane);
+    F scale = Vec::load(reinterpret_cast<const BFloat16*>(panel + Places::scales_at(column)) + lane);
+    if constexpr (kLoadedScale<Code> != 1) {
+      scale = Vec::mul(scale, Vec::broadcast(kLoadedScale<Code>));
+    }
     for_each_row_tile<Vec::kExpandRows>(0, task.rows.count, Accumulate<kCount>{*this, columns, scale, column, count});
   }
 
-  static MULTILORA_INLINE void load_columns(const int8_t* codes, int count, F* columns) {
+  template <class T>
+  static MULTILORA_INLINE void load_columns(const T* codes, int count, F* columns) {
     for (int c = 0; c < count; ++c) {
       columns[c] = Vec::load(codes + c * kCodeLanes);
     }

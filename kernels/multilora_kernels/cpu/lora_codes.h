@@ -31,6 +31,9 @@ struct CodePlaces<int8_t> {
 };
 
 template <>
+struct CodePlaces<Float8> : CodePlaces<int8_t> {};
+
+template <>
 struct CodePlaces<Int4Codes> {
   static constexpr int64_t block(int64_t columns) { return kScaleBytes + kCodeLanes * ((columns + 1) / 2); }
   static constexpr int64_t a_header(int64_t) { return 0; }

@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <type_traits>
 
 #include "storage.h"
 #include "work.h"
@@ -107,8 +106,8 @@ struct ShrinkTile {
       float* v = task.v + task.rows.tokens[first_row + r] * task.v_stride + first_rank;
       for (int j = 0; j < Ranks; ++j) {
         v[j] = Vec::sum(sum[j][r]);
-        if constexpr (std::is_same_v<T, int8_t>) {
-          v[j] *= task.scales[first_rank + j];
+        if constexpr (sizeof(T) == 1) {
+          v[j] *= task.scales[first_rank + j] * kLoadedScale<T>;
         }
       }
     }

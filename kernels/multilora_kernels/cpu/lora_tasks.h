@@ -9,6 +9,7 @@
 #include "apply.h"
 #include "checks.h"
 #include "lora_codes.h"
+#include "lora_quantize.h"
 #include "short_list.h"
 #include "tensor.h"
 #include "work.h"
@@ -97,8 +98,6 @@ struct Weights {
   explicit Weights(const Tensor& arena)
       : arena(static_cast<const char*>(arena.data())), numel(arena.numel()),
         places{arena.element_size(), code_bits_of(arena.dtype())} {}
-
-  static int code_bits_of(DType dtype) { return dtype == DType::int8 ? 8 : dtype == DType::uint8 ? 4 : 0; }
 
   // The `bytes` bytes from an element on.
   const char* at(int64_t offset, int64_t bytes) const {

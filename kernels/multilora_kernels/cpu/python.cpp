@@ -186,14 +186,14 @@ PyObject* sample_tokens(PyObject* const* arguments) {
   return to_python(without_gil([&] { return sample_tokens(logits, parameters); }));
 }
 
-// values, bits
-using Quantize = Tensor (*)(const Tensor&, int64_t);
+// values, the name of the dtype of an arena of codes
+using Quantize = Tensor (*)(const Tensor&, DType);
 
 template <Quantize quantize>
 PyObject* quantized(PyObject* const* arguments) {
   const Tensor values = tensor_of(arguments[0]);
-  const int64_t bits = integer_of(arguments[1]);
-  return to_python(without_gil([&] { return quantize(values, bits); }));
+  const DType arena = dtype_of(arguments[1]);
+  return to_python(without_gil([&] { return quantize(values, arena); }));
 }
 
 PyObject* capability_name(PyObject* const*) { return PyUnicode_FromString(capability().name); }
@@ -323,8 +323,8 @@ PyMethodDef methods[] = {
         "(qkv, cos, sin, keys, values, slots, sequences, options, is_interleaved) -> the heads' outputs"),
     plain<sample_tokens, 2>("dispatched_sample_tokens", "(logits, parameters) -> the token ids"),
 
-    plain<quantized<quantize_lora_a>, 2>("quantize_lora_a", "(a, bits) -> its codes"),
-    plain<quantized<quantize_lora_b>, 2>("quantize_lora_b", "(b, bits) -> its codes"),
+    plain<quantized<quantize_lora_a>, 2>("quantize_lora_a", "(a, name of the arena's dtype) -> its codes"),
+    plain<quantized<quantize_lora_b>, 2>("quantize_lora_b", "(b, name of the arena's dtype) -> its codes"),
     plain<capability_name, 0>("capability", "() -> the name of the instruction set that serves this process"),
     plain<panel_shape, 0>("panel_shape", "() -> columns of a panel, and outputs of a column"),
     plain<has_unit<pair_unit_for>, 2>("panels_are_tiles",

@@ -27,6 +27,12 @@ struct Float8 {
 // A Float8 that is a number, read as a Float16, by moving its bits, is less by this factor: the exponents' biases are 7 and 15.
 constexpr float kFloat8Scale = 256;
 
+// By which the floats that vectors load for stored values are less than these.
+template <class T>
+constexpr float kLoadedScale = 1;
+template <>
+inline constexpr float kLoadedScale<Float8> = kFloat8Scale;
+
 inline float to_float(BFloat16 value) { return std::bit_cast<float>(uint32_t(value.bits) << 16); }
 
 inline float to_float(Float16 value) {

@@ -276,7 +276,7 @@ struct Capability {
   Kernels float32;
   Kernels bfloat16;
   Kernels float16;
-  LoraKernels int8_codes, int4_codes;
+  LoraKernels int8_codes, int4_codes, float8_codes;
   AttentionKernels int8_rows, float8_rows;
   QuantizedKernels quantized;
   const PairUnits* pair_units = nullptr;

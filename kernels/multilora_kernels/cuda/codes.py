@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
@@ -13,9 +14,14 @@ _SCALE_BYTES = tl.constexpr(adapter_codes.SCALE_BYTES)
 _BLOCK_BYTES = tl.constexpr(adapter_codes.panel_bytes(adapter_codes.BLOCK_COLUMNS, 4))
 
 
+def arena_of_kernels(arena: torch.Tensor) -> torch.Tensor:
+    """The arena as kernels take it: codes of fp8 as bytes, since chips before sm_89 have no float8_e4m3fn."""
+    return arena.view(torch.uint8) if arena.dtype == torch.float8_e4m3fn else arena
+
+
 @triton.jit
-def int8_header_bytes(rank):
-    """Bytes before the codes of an int8 A."""
+def header_bytes(rank):
+    """Bytes before the codes of 8 bits of an A."""
     return (4 * rank + 63) // 64 * 64
 
 
@@ -32,15 +38,15 @@ def panel_bytes(columns, BITS: tl.constexpr):
 
 
 @triton.jit
-def load_int8_scales(b_ptr, outputs, rank, mask):
-    """The scales of outputs of an int8 B, as float32."""
+def load_panel_scales(b_ptr, outputs, rank, mask):
+    """The scales of outputs of a B in codes of 8 bits, as float32."""
     panels = outputs.to(tl.int64) // _LANES * panel_bytes(rank, 8)
     return tl.load(_bfloat16_at(b_ptr + panels + outputs % _LANES * 2), mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def int8_panel_codes(b_ptr, columns, lanes, num_columns):
-    """The places of the codes of columns of the panels of some lanes in an int8 B."""
+def panel_codes(b_ptr, columns, lanes, num_columns):
+    """The places of the codes of 8 bits of columns of the panels of some lanes in a B."""
     panels = lanes.to(tl.int64) // _LANES * panel_bytes(num_columns, 8)
     return b_ptr + panels + _SCALE_BYTES + columns * _LANES + lanes % _LANES
 

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from multilora_kernels.adapter_codes import CODE_BITS
 from multilora_kernels.cuda.block_sizes import BlockSizes, block_sizes, capability
-from multilora_kernels.cuda.codes import int8_panel_codes, load_int4, load_int8_scales, load_magnitude
+from multilora_kernels.cuda.codes import arena_of_kernels, load_int4, load_magnitude, load_panel_scales, panel_codes
 from multilora_kernels.cuda.tiles import exact_dot
 from multilora_kernels.segments import LoRASegments
 from multilora_kernels.tables import LoRATables
@@ -36,7 +36,7 @@ def lora_expand(
     expand_kernel[segments.chunk_start.numel(), num_blocks](
         v,
         y,
-        tables.arena,
+        arena_of_kernels(tables.arena),
         tables.rank,
         tables.b_offset,
         tables.magnitude_offset,
@@ -180,7 +180,7 @@ def _multiply(
             v += tl.load(v_rows + part * stride_vp + ranks[None, :], mask=v_mask, other=0.0)
         update = exact_dot(v, b, update)
     if CODE_BITS == 8:
-        update *= load_int8_scales(b_ptr, outputs, rank, outputs < slice_size)[None, :]
+        update *= load_panel_scales(b_ptr, outputs, rank, outputs < slice_size)[None, :]
     return update
 
 
@@ -191,7 +191,7 @@ def load_b(b_ptr, ranks, outputs, rank, slice_size, CODE_BITS: tl.constexpr):
     if CODE_BITS == 0:
         b = tl.load(b_ptr + outputs.to(tl.int64)[None, :] * rank + ranks[:, None], mask=mask, other=0.0)
     elif CODE_BITS == 8:
-        b = tl.load(int8_panel_codes(b_ptr, ranks[:, None], outputs[None, :], rank), mask=mask, other=0)
+        b = tl.load(panel_codes(b_ptr, ranks[:, None], outputs[None, :], rank), mask=mask, other=0)
     else:
         b = load_int4(b_ptr, outputs[None, :] // 16, ranks[:, None], outputs[None, :] % 16, rank, mask)
     return b

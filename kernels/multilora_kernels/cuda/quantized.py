@@ -18,7 +18,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from multilora_kernels.cuda.tiles import exact_dot
+from multilora_kernels.cuda.tiles import exact_dot, float8_values
 
 MAX_ROWS = 256
 """More rows take so long to multiply that writing the weight as floats first pays."""
@@ -192,10 +192,7 @@ def multiply_codes_kernel(
         else:
             code_mask = (inputs < in_features)[:, None] & output_mask[None, :]
             codes = tl.load(code_rows + inputs[:, None], mask=code_mask, other=0)
-            if KIND == "fp8":
-                product = exact_dot(x, _float8(codes).to(tl.float16 if x.dtype == tl.float16 else tl.bfloat16), product)
-            else:
-                product = exact_dot(x, codes, product)
+            product = exact_dot(x, codes, product)
         group = group_rows + start // group_size
         scales = tl.load(scales_ptr + group, mask=output_mask, other=0.0).to(tl.float32)
         if zeros_ptr is not None:
@@ -233,7 +230,7 @@ def dequantize_kernel(
         values = tl.where(inputs % 2 == 0, _lower(pairs), _upper(pairs)).to(tl.float32)
     else:
         codes = tl.load(codes_ptr + outputs * stride_cn + inputs, mask=mask, other=0)
-        values = _float8(codes) if KIND == "fp8" else codes.to(tl.float32)
+        values = (float8_values(codes) if KIND == "fp8" else codes).to(tl.float32)
     group = outputs * stride_sn + inputs // group_size
     if zeros_ptr is not None:
         values -= tl.load(zeros_ptr + group, mask=mask, other=0).to(tl.float32)
@@ -251,13 +248,3 @@ def _lower(pairs):
 def _upper(pairs):
     """The codes of odd inputs."""
     return (((pairs >> 4) ^ 8).to(tl.int32) - 8).to(tl.int8)
-
-
-@triton.jit
-def _float8(codes):
-    """The values of float8_e4m3fn's bytes, float32; without the conversion that chips before sm_89 lack."""
-    bits = codes.to(tl.int32)
-    exponent, fraction = (bits >> 3) & 15, bits & 7
-    normal = (((exponent + 120) << 23) | (fraction << 20)).to(tl.float32, bitcast=True)
-    magnitude = tl.where(exponent == 0, fraction.to(tl.float32) * 0.001953125, normal)
-    return tl.where(bits >= 128, -magnitude, magnitude)

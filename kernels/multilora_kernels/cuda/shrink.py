@@ -16,7 +16,7 @@ import triton.language as tl
 
 from multilora_kernels.adapter_codes import CODE_BITS
 from multilora_kernels.cuda.block_sizes import BlockSizes, block_sizes, capability
-from multilora_kernels.cuda.codes import int8_header_bytes, load_int4
+from multilora_kernels.cuda.codes import arena_of_kernels, header_bytes, load_int4
 from multilora_kernels.cuda.tiles import exact_dot
 from multilora_kernels.parts import PART_SIZE, empty_v
 from multilora_kernels.segments import CHUNK_SIZE, LoRASegments
@@ -46,7 +46,7 @@ def lora_shrink(
     grid = (segments.chunk_start.numel(), triton.cdiv(tables.max_rank, constants["BLOCK_R"]) * parts, num_slices)
     shrink_kernel[grid](
         x,
-        tables.arena,
+        arena_of_kernels(tables.arena),
         tables.rank,
         tables.a_offset,
         segments.permutation,
@@ -142,7 +142,7 @@ def shrink_kernel(
     first_k = part * PART_SIZE
     if CODE_BITS == 8:
         scales = tl.load((arena_ptr + offset).to(tl.pointer_type(tl.float32)) + ranks, mask=ranks < rank, other=0.0)
-        offset += int8_header_bytes(rank)
+        offset += header_bytes(rank)
     # Adapters of the engine start at 64-byte boundaries: saying so, as `lora_expand` does, gives 16-byte loads.
     if offset % 16 == 0:
         a_ptr = arena_ptr + offset // 16 * 16

@@ -18,7 +18,7 @@ import triton.language as tl
 
 from multilora_kernels.adapter_codes import CODE_BITS
 from multilora_kernels.cuda.block_sizes import BlockSizes, block_sizes, capability, takes_two_launches
-from multilora_kernels.cuda.codes import int8_header_bytes, load_int8_scales, load_magnitude
+from multilora_kernels.cuda.codes import arena_of_kernels, header_bytes, load_magnitude, load_panel_scales
 from multilora_kernels.cuda.expand import load_b, locate, lora_expand
 from multilora_kernels.cuda.shrink import lora_shrink, sum_parts
 from multilora_kernels.cuda.tiles import exact_dot
@@ -86,7 +86,7 @@ def lora_update(
     update_kernel[num_blocks, segments.chunk_start.numel()](
         x,
         y,
-        tables.arena,
+        arena_of_kernels(tables.arena),
         tables.rank,
         tables.a_offset,
         tables.b_offset,
@@ -224,7 +224,7 @@ def _update(
     """Add the update of a chunk to some outputs of a slice. BLOCK_R: not less than `rank`."""
     a_ptr = arena_ptr + a_offset
     if CODE_BITS == 8:
-        a_ptr += int8_header_bytes(rank)
+        a_ptr += header_bytes(rank)
     v = sum_parts(
         x_rows, a_ptr, rank, 0, length, 0, in_features, NUM_PARTS, PART_SIZE, BLOCK_M, BLOCK_R, BLOCK_K, CODE_BITS
     )
@@ -240,7 +240,7 @@ def _update(
         b = load_b(b_ptr, ranks, outputs, rank, slice_size, CODE_BITS)
         update = exact_dot(v, b, tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32))
         if CODE_BITS == 8:
-            update *= load_int8_scales(b_ptr, outputs, rank, output_mask)[None, :]
+            update *= load_panel_scales(b_ptr, outputs, rank, output_mask)[None, :]
         mask = row_mask & output_mask[None, :]
         y_tile = y_rows + outputs[None, :]
         total = tl.load(y_tile, mask=mask, other=0.0).to(tl.float32) + update

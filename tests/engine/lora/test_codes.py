@@ -16,10 +16,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from multilora_engine.config import EngineConfig
 from multilora_engine.engine.engine import Engine
-from multilora_engine.errors import ConfigError, InvalidRequest
+from multilora_engine.errors import InvalidRequest
 from multilora_engine.lora.adapter_file import DamagedFile
 from multilora_engine.lora.disk_tier import DiskTier
-from multilora_engine.lora.format import pack_adapter
+from multilora_engine.lora.format import ARENA_DTYPES, pack_adapter
 from multilora_engine.lora.layout import PackedAdapter
 from multilora_engine.lora.page_pool import PagePool
 from multilora_engine.lora.table_rows import TableRows
@@ -79,16 +79,16 @@ def tables_of(adapter: PackedAdapter, layout: AdapterLayout) -> LoRATables:
 @pytest.mark.parametrize("base", [TINY, SPANNING], ids=["one page", "spanning"])
 @pytest.mark.parametrize("lora_dtype", CODE_BITS)
 def test_the_tables_address_the_codes_of_every_site(lora_dtype: str, base: AdapterLayout) -> None:
-    layout, bits = layout_of(lora_dtype, base), CODE_BITS[lora_dtype]
+    layout, arena = layout_of(lora_dtype, base), ARENA_DTYPES[lora_dtype]
     wire = wire_adapter(layout, ROWS, dtype=torch.float16)
     weights, config = with_magnitudes(wire)
     tables = tables_of(pack_adapter(weights, config, layout), layout)
     for i, ((module_id, layer), (a, b)) in enumerate(wire.matrices.items()):
         module = layout.sites.module_at[layer, module_id]
         magnitude = weights[i, a.numel() + b.numel() :]
-        expected_a = dequantize_a(quantize_a(a.float(), bits), *a.shape, bits)
+        expected_a = dequantize_a(quantize_a(a.float(), arena), *a.shape, arena)
         for part, (start, end) in zip(module.parts, pairwise(part_bounds(module)), strict=True):
-            expected_b = dequantize_b(quantize_b(b[start:end].float(), bits), end - start, b.shape[1], bits)
+            expected_b = dequantize_b(quantize_b(b[start:end].float(), arena), end - start, b.shape[1], arena)
             assert reference.matrix_a(tables, 0, part.column, module.in_size).equal(expected_a)
             assert reference.matrix_b(tables, 0, part.column, end - start).equal(expected_b)
             stored = reference.magnitude_of(tables, 0, part.column, end - start)
@@ -103,7 +103,8 @@ def test_the_digest_is_over_what_was_sent() -> None:
     wider = torch.nn.functional.pad(wire.weights.float(), (0, 50))[reordered]
     again = pack_adapter(wider, wire.config[reordered], layout_of("int8"))
     assert (again.digest, again.pages.equal(first.pages)) == (first.digest, True)
-    assert pack_adapter(wire.weights, wire.config, layout_of("int4")).digest == first.digest
+    for other in ("fp8", "int4"):
+        assert pack_adapter(wire.weights, wire.config, layout_of(other)).digest == first.digest
     tiny = []
     for value in (1e-5, 2e-5):
         wire.weights[3, 0] = value
@@ -174,7 +175,7 @@ def test_a_file_whose_codes_were_changed_is_refused(stored: tuple[Path, PackedAd
 
 def test_a_file_of_another_storage_type_is_no_adapter_here(stored: tuple[Path, PackedAdapter]) -> None:
     path, _ = stored
-    for lora_dtype in ("float32", "int4"):
+    for lora_dtype in ("float32", "fp8", "int4"):
         tier = DiskTier(path.parent, 1 << 20, layout_of(lora_dtype))
         assert tier.adapters == []
         tier.close()
@@ -184,20 +185,15 @@ def test_a_file_of_another_storage_type_is_no_adapter_here(stored: tuple[Path, P
     assert (layout["version"], layout["lora_dtype"]) == (3, "int8")
 
 
-def test_a_type_without_codes_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"lora_dtype='fp8': Input should be .*'int8' or 'int4'"):
-        EngineConfig.from_parameters({"model_path": ".", "lora_dtype": "fp8"})
-
-
-def dequantize(oracle: Oracle, bits: int) -> None:
+def dequantize(oracle: Oracle, arena: torch.dtype) -> None:
     """Give the oracle's adapters, whose scaling is 1, the values that codes of them mean."""
     assert oracle._model is not None
     for name, parameter in oracle._model.named_parameters():
         rows = parameter.data
         if ".lora_A." in name:
-            parameter.data = dequantize_a(quantize_a(rows, bits), *rows.shape, bits)
+            parameter.data = dequantize_a(quantize_a(rows, arena), *rows.shape, arena)
         elif ".lora_B." in name:
-            parameter.data = dequantize_b(quantize_b(rows, bits), *rows.shape, bits)
+            parameter.data = dequantize_b(quantize_b(rows, arena), *rows.shape, arena)
 
 
 @pytest.mark.parametrize("lora_dtype", CODE_BITS)
@@ -228,7 +224,7 @@ def test_tokens_are_those_of_the_adapters_that_codes_mean_before_and_after_evict
     layout = engine.info.adapter_layout
     for task, name in enumerate(ranks):
         engine.put_adapter(task, packed(oracle.adapters[name], layout))
-    dequantize(oracle, CODE_BITS[lora_dtype])
+    dequantize(oracle, ARENA_DTYPES[lora_dtype])
     recorder = LogitsRecorder(engine)
     prompts = [[(7 * i + j * j) % 311 for j in range(5 + i)] for i in range(6)]
     for time in ("first", "again"):

@@ -37,6 +37,7 @@ from multilora_kernels.cuda.quantized import multiply_codes_kernel
 from multilora_kernels.cuda.segments import segment_kernel
 from multilora_kernels.cuda.shrink import shrink_kernel
 from multilora_kernels.cuda.update import update_kernel
+from multilora_wire.pieces import CODE_BITS
 
 _QKV = LinearShape(4096, (4096, 1024, 1024))
 _O = LinearShape(4096, (4096,))
@@ -60,10 +61,19 @@ def test_it_compiles_without_spills(capability, resources, chunk_size, shape, ma
 
 
 @pytest.mark.parametrize("resources", [shrink_resources, expand_resources])
-@pytest.mark.parametrize("code_bits", [8, 4])
+@pytest.mark.parametrize("codes", CODE_BITS)
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_codes_compile_without_spills(resources, code_bits, dtype):
-    _check(resources(_QKV, 16, 64, dtype, 90, code_bits), 90)
+def test_codes_compile_without_spills(resources, codes, dtype):
+    _check(resources(_QKV, 16, 64, dtype, 90, codes), 90)
+
+
+def test_codes_of_fp8_compile_for_a_chip_that_has_no_such_type():
+    for used in (
+        shrink_resources(_QKV, 16, 64, "fp16", 80, "fp8"),
+        expand_resources(_QKV, 16, 64, "fp16", 80, "fp8"),
+        update_resources(_QKV, 16, "fp16", 80, "fp8"),
+    ):
+        _check(used, 80)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])

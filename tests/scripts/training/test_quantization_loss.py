@@ -50,13 +50,14 @@ def test_each_way_is_measured_on_what_it_made(tmp_path: Path, monkeypatch: pytes
         "w4a16, groups of 32",
         "w4a16, groups of 32, calibrated",
         "float32, adapters in int8",
+        "float32, adapters in fp8",
         "float32, adapters in int4",
     ]
     floats, half, *quantized = [(0, "float32", "auto"), (0, "bfloat16", "auto"), *[(14, "float32", "auto")] * 6]
-    assert asked == [floats, half, *quantized, (0, "float32", "int8"), (0, "float32", "int4")]
+    assert asked == [floats, half, *quantized, *((0, "float32", codes) for codes in ("int8", "fp8", "int4"))]
     found = [loss.perplexity for loss in measured.values()]
-    assert found[-2:] == [None, None]
-    assert len({*found[:-2]}) == 8
+    assert found[-3:] == [None, None, None]
+    assert len({*found[:-3]}) == 8
     first = measured["float32"]
     assert first.perplexity is not None
     distances = {name: abs((loss.perplexity or 0) / first.perplexity - 1) for name, loss in measured.items()}
