@@ -30,6 +30,8 @@ SHAPES = OperatorShapes(
     rotations=((16, False), (6, True), (0, False)),
     code_types=((CodeType.INT4, 24), (CodeType.INT8, 72), (CodeType.FP8, 72)),
 )
+STORED = [{}, {"kv_dtype": torch.int8, "lora_dtype": torch.float8_e4m3fn}]
+"""Changes to SHAPES: the KV cache and adapters as floats, or in codes."""
 
 
 @pytest.fixture(autouse=True)
@@ -37,9 +39,9 @@ def kernels_serve(monkeypatch):
     monkeypatch.setattr(gpu_operators, "_slower", {})
 
 
-@pytest.mark.parametrize("kv_dtype", [None, torch.int8])
-def test_right_operators_pass(kv_dtype):
-    checked = list(checked_operators(dataclasses.replace(SHAPES, kv_dtype=kv_dtype), DEVICE))
+@pytest.mark.parametrize("stored", STORED)
+def test_right_operators_pass(stored):
+    checked = list(checked_operators(dataclasses.replace(SHAPES, **stored), DEVICE))
     assert {one.operator for one in checked} == set(cuda.__all__)
     assert [str(one) for one in checked if not one.is_right] == []
 
@@ -170,14 +172,14 @@ def test_a_fault_in_one_kind_of_step_is_found(monkeypatch, operator, broken, sha
     assert all(re.search(shapes, one.shapes) for one in wrong)
 
 
-@pytest.mark.parametrize("kv_dtype", [None, torch.int8])
+@pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_every_operator_has_a_slower_path_that_is_right(monkeypatch, dtype, kv_dtype):
+def test_every_operator_has_a_slower_path_that_is_right(monkeypatch, dtype, stored):
     assert set(SLOWER_OPERATORS) == set(cuda.__all__)
     for name, function in SLOWER_OPERATORS.items():
         monkeypatch.delattr(cuda, name)
         gpu_operators.serve_slower(name, function)
-    shapes = dataclasses.replace(SHAPES, dtype=dtype, kv_dtype=kv_dtype)
+    shapes = dataclasses.replace(SHAPES, dtype=dtype, **stored)
     assert [str(one) for one in checked_operators(shapes, DEVICE) if not one.is_right] == []
 
 
