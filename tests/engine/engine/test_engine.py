@@ -16,6 +16,7 @@ import pytest
 import torch
 from support.adapters import wire_adapter
 from support.engines import Answer, assert_idle, run_all
+from support.fronts import TIMEOUT_S
 from threadpoolctl import threadpool_info, threadpool_limits
 from transformers import LlamaForCausalLM
 
@@ -47,7 +48,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def make_engine(checkpoint: Path, tokenizer: Path, **options: object) -> Engine:
     """By default with no more blocks than needed: every one is looked at after every step."""
-    options = {"kv_cache_memory_bytes": 8 << 20} | options
+    options = {"kv_cache_memory_bytes": 8 << 20, "guide_compile_timeout_s": TIMEOUT_S} | options
     config = EngineConfig(model_path=checkpoint, tokenizer_path=tokenizer, num_threads=1, **options)  # type: ignore[arg-type]
     engine = Engine(config)
     for task in range(3):
