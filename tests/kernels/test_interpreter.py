@@ -27,6 +27,7 @@ _SHORT = f"""({_ALL}) and not longest and not skewed and not past_the_dispatcher
      and not (every_option and (long or chunks) and (scale or softcap or sinks))
      and not (every_shape and prefill and not odd)
      and not (every_window and chunks and not 33)
+     and not (whoever_shares and chunks)
      and not (every_dtype and prefill and not dtype1)
      and not (segments_in_one_launch and (300 or 515))
      and not (int8_rows and (default or llama or long or dtype1 or prefill))"""
