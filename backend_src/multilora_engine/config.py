@@ -187,7 +187,7 @@ class EngineConfig(BaseModel):
         ByteSize,
         Field(
             ge=0,
-            description="Most bytes of floats that the operation `weights` keeps beside quantised weights; 0: none.",
+            description="Most bytes of floats beside codes, for the operation `weights`; 0: none, and quicker codes.",
         ),
     ] = ByteSize(0)
     unpacked_weights: Annotated[

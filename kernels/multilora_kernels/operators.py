@@ -51,7 +51,7 @@ library.define(
 library.define("multilora::packed_linear", "(Tensor x, Tensor panels, int out_features) -> Tensor")
 library.define("multilora::packed_embedding", "(Tensor token_ids, Tensor panels, int num_embeddings) -> Tensor")
 
-_QUANTIZED = "Tensor codes, Tensor scales, Tensor? zeros, int group_size, int in_features"
+_QUANTIZED = "Tensor codes, Tensor scales, Tensor? zeros, int group_size, int in_features, int digits"
 
 library.define(
     "multilora::quantized_lora_linear",
@@ -276,12 +276,12 @@ def _fake_packed_embedding(token_ids: torch.Tensor, panels: torch.Tensor, num_em
 
 
 def _fake_quantized_linear(x: torch.Tensor, *fields: Any) -> torch.Tensor:
-    out_features = fields[5]
+    out_features = fields[6]
     return x.new_empty(x.shape[0], out_features)
 
 
 def _fake_quantized_lora_linear(x: torch.Tensor, *fields: Any) -> torch.Tensor:
-    slice_sizes = fields[6]
+    slice_sizes = fields[7]
     return x.new_empty(x.shape[0], sum(slice_sizes))
 
 

@@ -32,10 +32,11 @@ class QuantizedPanels(NamedTuple):
     """The panels of a quantised weight, as the CPU's operators take them: arguments of `multilora::quantized_linear`.
 
     codes: [num_panels, items, columns, lanes]; int8 or float8_e4m3fn, an item an input, or int32, an item the codes of
-    4 bits of 8 neighbouring inputs, the first one lowest. Where activations are rounded to bfloat16 [num_panels, items,
-    columns, lanes, n]: n is 1 for int32, else 2, the neighbouring inputs of an item. scales: [num_panels, groups,
-    columns, lanes]. zeros: the same in int8, or None where all are zero. Integer codes and zeros are less by half of
-    the codes' range.
+    4 bits of 8 neighbouring inputs, the first one lowest. For products of pairs [num_panels, items, columns, lanes, n]:
+    n is 2, the neighbouring inputs of an item, and 1 for int32 where activations are rounded to bfloat16. scales:
+    [num_panels, groups, columns, lanes]. zeros: the same in int8, or None where all are zero. Integer codes and zeros
+    are less by half of the codes' range. digits: 0 where activations are multiplied as floats or as bfloat16, else
+    those of the integers that they become (cpu/activation_digits.h).
     """
 
     codes: torch.Tensor
@@ -43,6 +44,7 @@ class QuantizedPanels(NamedTuple):
     zeros: torch.Tensor | None
     group_size: int
     in_features: int
+    digits: int
 
 
 Panels = torch.Tensor | QuantizedPanels

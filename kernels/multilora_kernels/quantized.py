@@ -2,11 +2,16 @@
 
 On a CPU with compiled kernels codes are multiplied as they lie; nothing of the size of the weight is ever written as
 floats. The rounding that made the codes is the only one: activations stay floats, and sums are float32. A row's result
-has the same bits beside any other rows, and the bits of `packed_linear` with the weight in float32.
+has the same bits beside any other rows. Where a weight `may_unpack` it also has the bits of `packed_linear` with the
+weight in float32.
 
-Where a weight `rounds_activations` these are rounded to bfloat16, to the nearest, and the products of a group are added
-up before its scale multiplies them. Then a row's result has the same bits beside any other rows, too, but not those of
-floats.
+Elsewhere activations become integers beside codes of 4 bits, where the processor multiplies these quicker: 32
+neighbouring inputs share a power of two, of which each is a multiple to 23 bits of the largest one. Their products are
+exact, and the result is as near to the exact one as that of floats.
+
+Where activations may be rounded, as bfloat16 arithmetic does, they become integers of 15 bits, beside codes of 8 bits
+too; or the processor multiplies pairs of bfloat16: then activations are rounded to these, to the nearest, and the
+products of a group are added up before its scale multiplies them.
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ import torch.nn.functional as F
 from multilora_kernels import operators
 from multilora_kernels.apply import lora_apply
 from multilora_kernels.cpu import (
+    activation_digits,
     linear_directly,
     packed_embedding_directly,
     packed_linear_directly,
@@ -69,14 +75,15 @@ class QuantizedWeight:
         *,
         compute_dtype: torch.dtype = torch.float32,
         may_round: bool = False,
+        may_unpack: bool = False,
         pages: HugePages | None = None,
     ) -> None:
         """A weight to be filled by `copy_rows`.
 
         scale_dtype: of the stored scales: float32, bfloat16 or float16. compute_dtype: of activations; the weight is
-        packed where a kernel exists for them. may_round: to bfloat16, those of a packed weight, where this processor
-        multiplies them quicker. pages: where a packed one lies, best behind the one that a step reads before it; None:
-        by itself.
+        packed where a kernel exists for them. may_round: those of a packed weight, where this processor multiplies them
+        quicker then. may_unpack: products have the bits of those with `unpacked`, and nothing is rounded. pages: where
+        a packed one lies, best behind the one that a step reads before it; None: by itself.
         """
         assert 1 <= group_size <= in_features
         self.shape = torch.Size((out_features, in_features))
@@ -88,11 +95,12 @@ class QuantizedWeight:
         self._compute_dtype = compute_dtype
         columns, lanes = panels or (1, 1)
         self._panels = (-(-out_features // (columns * lanes)), columns, lanes)
-        self._is_paired = (
-            may_round
-            and self.is_packed
-            and rounds_activations_of_codes(_MULTIPLIED[code_type], group_size, in_features)
-        )
+        self._may_unpack = may_unpack
+        groups = (_MULTIPLIED[code_type], group_size, in_features)
+        has_choice = self.is_packed and not may_unpack
+        self._rounds_to_bfloat16 = has_choice and may_round and rounds_activations_of_codes(*groups)
+        is_integer = has_choice and not self._rounds_to_bfloat16
+        self._digits = activation_digits(*groups, may_round) if is_integer else 0
         self._codes = self._empty_codes()
         self._scales = self._empty(self.num_groups, scale_dtype)
         self._zeros: torch.Tensor | None = None
@@ -114,18 +122,13 @@ class QuantizedWeight:
         return self._pages is not None
 
     @property
-    def rounds_activations(self) -> bool:
-        """Whether products round activations to bfloat16: its panels are for products of pairs."""
-        return self._is_paired
-
-    @property
     def panels(self) -> QuantizedPanels:
         """The panels that the kernels of a packed weight read, once it is filled: zeros come only with the first row
         that has any."""
         assert self.is_packed
         self._has_readers = True
         codes = self._codes.view(_MULTIPLIED[self.code_type])
-        return QuantizedPanels(codes, self._scales, self._zeros, self.group_size, self.shape[1])
+        return QuantizedPanels(codes, self._scales, self._zeros, self.group_size, self.shape[1], self._digits)
 
     @property
     def plain(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, int, int]:
@@ -160,9 +163,9 @@ class QuantizedWeight:
     def unpacked(self) -> PackedWeight:
         """The weight as floats, in memory of its own; products with it have the same bits as those with the codes.
 
-        Only where it does not round activations.
+        Only of a weight that `may_unpack`.
         """
-        assert not self.rounds_activations
+        assert self._may_unpack
         dtype = self._compute_dtype
         weight = PackedWeight.empty(self.shape[0], self.shape[1], dtype, self._device, dtype, HugePages())
         for first in range(0, self.shape[0], _UNPACKED_ROWS):
@@ -192,8 +195,8 @@ class QuantizedWeight:
     def _empty_codes(self) -> torch.Tensor:
         dtype, words = _STORED[self.code_type], -(-self.shape[1] // _WORD_INPUTS)
         if self.code_type is CodeType.INT4:
-            return self._empty(words, dtype, (1,) if self._is_paired else ())
-        if self._is_paired:
+            return self._empty(words, dtype, (1,) if self._rounds_to_bfloat16 else ())
+        if self._rounds_to_bfloat16 or self._digits:
             return self._empty(words * _WORD_INPUTS // _PAIR, dtype, (_PAIR,))
         return self._empty(self.shape[1], dtype)
 
@@ -245,10 +248,10 @@ _UNPACKED_ROWS = 1024
 """Outputs that are unpacked at a time: a whole weight of int64 indices and copies would be several times its size."""
 
 _WORD_INPUTS = 8
-"""Inputs whose codes of 4 bits are one word. For rounded activations all codes are padded to a multiple of it."""
+"""Inputs whose codes of 4 bits are one word. For products of pairs all codes are padded to a multiple of it."""
 
 _PAIR = 2
-"""Inputs whose codes of 8 bits lie side by side for rounded activations."""
+"""Inputs whose codes of 8 bits lie side by side for products of pairs."""
 
 _STORED = {CodeType.INT4: torch.int32, CodeType.INT8: torch.int8, CodeType.FP8: torch.uint8}
 _MULTIPLIED = {**_STORED, CodeType.FP8: torch.float8_e4m3fn}

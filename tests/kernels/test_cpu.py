@@ -40,9 +40,9 @@ _NAMES = (
 )
 _SHAPES = (
     "wanted_capability or every_dtype or every_rank or every_hidden_size or every_slice_width or magnitude or who "
-    "or every_shape or wherever or embeddings or every_window or elementwise or sampling"
+    "or every_shape or all_shapes or integers or wherever or embeddings or every_window or elementwise or sampling"
 )
-_PAIRS = "wanted_capability or bfloat16 or whoever"
+_PAIRS = "wanted_capability or bfloat16 or all_shapes or no_number or whoever"
 _PAIRS_NAMES = ("test_cpu.py", "test_linear.py", "test_quantized.py")
 
 

@@ -1,7 +1,7 @@
 """quantized_linear, quantized_lora_linear and quantized_embedding, on shapes that kernels get wrong.
 
-Against float64 of what the codes mean; and bit for bit against float32 weights of the same values, unless activations
-may be rounded to bfloat16.
+Against float64 of the codes' meaning, times activations as they are multiplied; and bit for bit against float32
+weights of the same values where these may come beside the codes.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ SHAPES = [
     (17, 1536, 1536),
 ]
 """(out_features, in_features, group_size): one group, many, and ones that end inside of a word of codes or of a row."""
-BFLOAT16_SHAPES = [
+GROUP_SHAPES = [
     (1, 3, 3),
     (17, 30, 8),
     (47, 44, 44),
@@ -61,8 +61,11 @@ BFLOAT16_SHAPES = [
     (33, 1044, 128),
     (17, 776, 776),
     (50, 320, 256),
+    (49, 96, 32),
+    (73, 1184, 96),
+    (25, 553, 553),
 ]
-"""Groups of whole words, some of which go on in the next block, and all inputs in one group."""
+"""Groups of whole words, or of 32 inputs and more, some of which go on in the next block, and all inputs in one."""
 KINDS = [
     (CodeType.INT4, False),
     (CodeType.INT4, True),
@@ -137,8 +140,23 @@ def random_rows(rows: int, in_features: int) -> torch.Tensor:
 
 
 def as_multiplied(x: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
-    """x, rounded where this processor rounds it for products with the weight."""
-    return x.bfloat16().float() if weight.rounds_activations else x
+    """x as this processor multiplies it with the weight, in float64: as it is, in bfloat16, or as integers."""
+    if weight.panels.digits:
+        return as_integers(x, weight.panels.digits)
+    return x.bfloat16().double() if weight.panels.codes.dim() == 5 else x.double()
+
+
+def as_integers(x: torch.Tensor, digits: int) -> torch.Tensor:
+    """Each input as the nearest multiple of a power of two, which the largest of 32 neighbours decides, in float64."""
+    spans = torch.nn.functional.pad(x.double(), (0, -x.shape[1] % 32)).unflatten(1, (-1, 32))
+    _, exponents = torch.frexp(spans.abs().amax(2, keepdim=True) * 1.004)
+    units = torch.pow(2.0, (exponents - bits_of(digits)).double())
+    return (torch.round(spans / units) * units).flatten(1)[:, : x.shape[1]]
+
+
+def bits_of(digits: int) -> int:
+    """Of an integer without its sign."""
+    return {3: 23, 2: 15, 1: 15}[digits]
 
 
 def packed_floats(meaning: torch.Tensor) -> PackedWeight:
@@ -160,7 +178,7 @@ def torch_threads(count: int) -> Iterator[None]:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_it_equals_float64_and_has_the_bits_of_float32_weights_for_every_shape(shape, kind, scale_dtype):
     codes = Codes.random(shape, kind, scale_dtype)
-    weight, meaning = codes.weight(), codes.meaning()
+    weight, meaning = codes.weight(may_unpack=True), codes.meaning()
     floats = packed_floats(meaning)
     for rows in ROWS:
         x = random_rows(rows, shape[1])
@@ -171,28 +189,57 @@ def test_it_equals_float64_and_has_the_bits_of_float32_weights_for_every_shape(s
 
 @pytest.mark.parametrize("scale_dtype", SCALE_DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", BFLOAT16_SHAPES)
-def test_in_bfloat16_it_is_near_float64_in_all_shapes(shape, kind, scale_dtype):
+@pytest.mark.parametrize("shape", GROUP_SHAPES)
+@pytest.mark.parametrize("may_round", [False, True])
+def test_it_is_near_float64_in_all_shapes(shape, kind, scale_dtype, may_round):
     codes = Codes.random(shape, kind, scale_dtype)
-    weight, meaning, magnitude = codes.weight(may_round=True), codes.meaning(), codes.magnitude()
+    weight, meaning, magnitude = codes.weight(may_round=may_round), codes.meaning(), codes.magnitude()
     assert weight.rows(0, shape[0]).equal(meaning.float())
     for rows in (1, 3, 8, 9, 17, 33, 129):
         x = random_rows(rows, shape[1])
-        exact = as_multiplied(x, weight).double()
+        exact = as_multiplied(x, weight)
         bound = (shape[1] + weight.num_groups + 2) * 2**-24 * (exact.abs() @ magnitude.T)
         assert ((quantized_linear(x, weight).double() - exact @ meaning.T).abs() <= bound).all()
 
 
-def test_in_bfloat16_groups_that_end_inside_of_a_step_are_multiplied_as_in_float32():
+def test_groups_that_end_inside_of_a_step_are_multiplied_as_floats():
     for shape, kind in itertools.product([(49, 30, 7), (145, 96, 20)], KINDS):
         codes, x = Codes.random(shape, kind), random_rows(9, shape[1])
-        assert not codes.weight(may_round=True).rounds_activations
-        assert quantized_linear(x, codes.weight(may_round=True)).equal(quantized_linear(x, codes.weight()))
+        floats = quantized_linear(x, codes.weight(may_unpack=True))
+        for may_round in (False, True):
+            assert quantized_linear(x, codes.weight(may_round=may_round)).equal(floats)
 
 
+@pytest.mark.parametrize(
+    ("code_type", "may_round", "digits"),
+    [(CodeType.INT4, False, 3), (CodeType.INT4, True, 2), (CodeType.INT8, True, 1)],
+)
+def test_integers_are_as_near_to_activations_as_they_promise_however_different_these_are(code_type, may_round, digits):
+    """Weights of one, so that a product tells an activation."""
+    zero = 1 << (code_type.bits - 1)
+    zeros = torch.full((96, 1), zero, dtype=torch.uint8)
+    weight = Codes(code_type, 96, torch.eye(96, dtype=torch.uint8) + zero, torch.ones(96, 1), zeros).weight(
+        may_round=may_round
+    )
+    if weight.panels.digits != digits:
+        pytest.skip("this processor multiplies no integers of so many digits")
+    x = torch.randn(300, 96, generator=torch.Generator().manual_seed(0))
+    x *= torch.pow(2.0, (torch.arange(300) - 150).clamp(-90, 90))[:, None]
+    x[:, 5:9] *= 2**-9
+    x[::7, 32:64] = 0
+    x[3] = 0.999
+    largest = x.unflatten(1, (3, 32)).abs().amax(2).repeat_interleave(32, 1).double()
+    y = quantized_linear(x, weight)
+    assert ((y.double() - x.double()).abs() <= 1.004 * largest * 2.0 ** -bits_of(digits)).all()
+    assert y.double().equal(as_integers(x, digits))
+
+
+@pytest.mark.parametrize("may_round", [False, True])
+@pytest.mark.parametrize("group_size", [8, 44])
 @pytest.mark.parametrize("kind", KINDS)
-def test_in_bfloat16_what_is_no_number_stays_none_and_reaches_no_other_row(kind):
-    weight, x = Codes.random((50, 44, 8), kind).weight(may_round=True), random_rows(10, 44).clone()
+def test_what_is_no_number_stays_none_and_reaches_no_other_row(kind, group_size, may_round):
+    weight = Codes.random((50, 44, group_size), kind).weight(may_round=may_round)
+    x = random_rows(10, 44).clone()
     expected = quantized_linear(x, weight)
     x[3, 7], x[5, 8], x[9, 43] = torch.nan, torch.inf, torch.nan
     y = quantized_linear(x, weight)
@@ -249,10 +296,10 @@ def test_a_weight_has_the_bytes_of_its_codes_scales_and_zeros_unless_all_zeros_a
 
 @pytest.mark.parametrize("may_round", [False, True])
 def test_an_x_with_gaps_is_read_as_it_lies(may_round):
-    codes, x = Codes.random((50, 33, 8)), random_rows(40, 200)
+    codes, x = Codes.random((50, 33, 33)), random_rows(40, 200)
     weight, meaning = codes.weight(may_round=may_round), codes.meaning().float()
     for view in (x[:9, 5:38], x[:9, :66:2], x[:18:2, :33], x.T[:33, :9].T, x[:0, :33]):
-        exact = as_multiplied(view, weight) @ meaning.T
+        exact = as_multiplied(view, weight).float() @ meaning.T
         torch.testing.assert_close(quantized_linear(view, weight), exact, rtol=RTOL, atol=ATOL)
 
 
@@ -344,6 +391,7 @@ def test_what_does_not_fit_the_panels_is_refused():
         ({"scales": panels.scales.double()}, "scales are float32"),
         ({"zeros": panels.zeros[:, :, 1:]}, "zeros must be contiguous"),
         ({"zeros": panels.zeros.short()}, "zeros are int8"),
+        ({"digits": 4}, "this processor multiplies no int32 in groups of 8 with activations of 4 digits"),
     ):
         with pytest.raises(RuntimeError, match=message):
             multiply(x, *panels._replace(**changed), 50)

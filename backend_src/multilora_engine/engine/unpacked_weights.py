@@ -124,15 +124,8 @@ class UnpackedWeights:
 
         With a budget, codes and floats are compared on this machine: the floats that were made as they lie, since
         memory is not equally fast everywhere, and passing ones of the other kinds.
-        Raises ConfigError for a pattern that means no weight, too small a budget, a lack of memory, or where products
-        of floats would have other bits than those of codes.
+        Raises ConfigError for a pattern that means no weight, too small a budget or a lack of memory.
         """
-        if (patterns or self._max_bytes) and any(switch.codes.rounds_activations for switch in self._switches):
-            raise ConfigError(
-                "parameter unpacked_weights_memory_bytes: in this dtype activations are rounded for quantised weights "
-                "here, and their floats would give other answers; write 0 there and no unpacked_weights, or float32 as "
-                "dtype"
-            )
         try:
             found = self._find(patterns)
             needed = sum(switch.codes.unpacked_nbytes for switch in found)

@@ -33,12 +33,14 @@ class Placement:
     """The device that a model lies on, and its types.
 
     dtype: of arithmetic. weight_dtype: of stored linears and embeddings; the two differ on a CPU
-    only, which reads bytes slower than it multiplies.
+    only, which reads bytes slower than it multiplies. may_unpack: codes may get floats beside them while they serve, so
+    that both must give the same bits.
     """
 
     dtype: torch.dtype
     weight_dtype: torch.dtype
     device: torch.device
+    may_unpack: bool = False
     _pages: HugePages = field(default_factory=HugePages, init=False, repr=False, compare=False)
 
     @property
@@ -69,6 +71,7 @@ class Placement:
             pages=self._pages,
             compute_dtype=self.activation_dtype,
             may_round=self.keeps_float32,
+            may_unpack=self.may_unpack,
         )
 
     def embeddings(self, num_embeddings: int, size: int) -> PackedWeight:

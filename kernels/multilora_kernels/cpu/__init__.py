@@ -102,6 +102,14 @@ def rounds_activations_of_codes(dtype: torch.dtype, group_size: int, in_features
     return _compiled().rounds_activations_of_codes(_name(dtype), group_size, in_features)  # type: ignore[no-any-return]
 
 
+def activation_digits(dtype: torch.dtype, group_size: int, in_features: int, may_round: bool) -> int:
+    """Digits of the integers that activations become beside codes of a dtype in groups; 0 where they stay floats.
+
+    may_round: to two digits, where three are as exact as float32.
+    """
+    return _compiled().activation_digits(_name(dtype), group_size, in_features, may_round)  # type: ignore[no-any-return]
+
+
 def packed_linear_directly(x: torch.Tensor, panels: Panels, out_features: int) -> torch.Tensor | None:
     """`multilora::packed_linear`, or `quantized_linear`, past torch's dispatcher; None where the operator is needed:
     see `apply_directly`.

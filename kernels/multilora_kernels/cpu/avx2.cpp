@@ -16,6 +16,7 @@
 
 MULTILORA_TARGET("avx2,fma,f16c")
 
+#include "code_digits.h"
 #include "kernels.h"
 #include "x86_vectors.h"
 
@@ -135,8 +136,56 @@ struct Avx2 : X86Vectors<Avx2, 32> {
   }
 };
 
+// With products of bytes, neighbouring pairs of which are added to sums of 16 bits, in which a span fits; and of words, pairs of
+// which are added to sums of 32 bits.
+struct Avx2Digits : Avx2 {
+  typedef __m256i I;
+  static constexpr int kDigitSums = 4;  // of each column: the digits of some rows
+
+  static inline F subtract_product(F a, F b, F c) { return _mm256_fnmadd_ps(a, b, c); }
+  // Of the even inputs of words, or the odd ones.
+  template <int Half>
+  static inline I nibbles(const char* p) {
+    const I words = _mm256_xor_si256(load_words(p), _mm256_set1_epi8(static_cast<char>(0x88)));
+    return _mm256_and_si256(Half ? _mm256_srli_epi16(words, 4) : words, _mm256_set1_epi8(0x0f));
+  }
+  // Four bytes to all lanes, once into a register, as broadcast_once.
+  static inline I broadcast_bytes(const char* p) {
+    int32_t bytes;
+    std::memcpy(&bytes, p, sizeof(bytes));
+    I lanes = _mm256_set1_epi32(bytes);
+    asm("" : "+x"(lanes));
+    return lanes;
+  }
+  static inline I bytes_as_words(const char* p) {
+    return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  }
+  // In the order of these calls: compilers would add products to each other first, and have too few registers for that.
+  static inline I kept_in_order(I sum) {
+    asm("" : "+x"(sum));
+    return sum;
+  }
+  static inline I add_byte_products(I codes, I digits, I sum) {
+    return kept_in_order(_mm256_add_epi16(sum, _mm256_maddubs_epi16(codes, digits)));
+  }
+  static inline I add_word_products(I codes, I words, I sum) {
+    return kept_in_order(_mm256_add_epi32(sum, _mm256_madd_epi16(codes, words)));
+  }
+  static inline F to_float(I sum) { return _mm256_cvtepi32_ps(sum); }
+  template <int kDigits>
+  static inline F total_of_bytes(const I (&sums)[kDigits], int32_t surplus) {
+    const I ones = _mm256_set1_epi16(1);
+    I all = _mm256_add_epi32(_mm256_madd_epi16(sums[0], ones), _mm256_madd_epi16(sums[1], _mm256_set1_epi16(256)));
+    if constexpr (kDigits == 3) {
+      all = _mm256_add_epi32(all, _mm256_slli_epi32(_mm256_madd_epi16(sums[2], ones), 16));
+    }
+    return to_float(_mm256_sub_epi32(all, _mm256_set1_epi32(surplus)));
+  }
+};
+
 }  // namespace
 
+const DigitUnits kAvx2Digits = digit_units<Avx2Digits>();
 const Capability kAvx2 = capability_of<Avx2>("avx2");
 
 }  // namespace multilora

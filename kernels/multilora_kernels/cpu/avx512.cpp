@@ -16,6 +16,7 @@
 
 MULTILORA_TARGET("avx512f,avx512bw,avx512vl,avx2,fma,f16c")
 
+#include "code_digits.h"
 #include "kernels.h"
 #include "x86_vectors.h"
 
@@ -205,8 +206,52 @@ struct Avx512Pairs : Avx512 {
   };
 };
 
+// With products of bytes and words, of AVX512_VNNI, in assembly for the same reason: four neighbouring bytes, or two words, are
+// multiplied and added to a sum of 32 bits.
+//
+// Source of the instructions: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2, VPDPBUSD, VPDPWSSD.
+struct Avx512Digits : Avx512 {
+  typedef __m512i I;
+  static constexpr int kDigitSums = 6;  // of each column: the digits of some rows
+
+  static inline F subtract_product(F a, F b, F c) { return _mm512_fnmadd_ps(a, b, c); }
+  // Of the even inputs of words, or the odd ones.
+  template <int Half>
+  static inline I nibbles(const char* p) {
+    const I words = _mm512_xor_si512(load_words(p), _mm512_set1_epi8(static_cast<char>(0x88)));
+    return _mm512_and_si512(Half ? _mm512_srli_epi16(words, 4) : words, _mm512_set1_epi8(0x0f));
+  }
+  // Four bytes to all lanes.
+  static inline I broadcast_bytes(const char* p) {
+    int32_t bytes;
+    std::memcpy(&bytes, p, sizeof(bytes));
+    return _mm512_set1_epi32(bytes);
+  }
+  static inline I bytes_as_words(const char* p) {
+    return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  }
+  static inline I add_byte_products(I codes, I digits, I sum) {
+    asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(codes), "v"(digits));
+    return sum;
+  }
+  static inline I add_word_products(I codes, I words, I sum) {
+    asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(codes), "v"(words));
+    return sum;
+  }
+  static inline F to_float(I sum) { return _mm512_cvtepi32_ps(sum); }
+  template <int kDigits>
+  static inline F total_of_bytes(const I (&sums)[kDigits], int32_t surplus) {
+    I all = _mm512_add_epi32(sums[0], _mm512_slli_epi32(sums[1], 8));
+    if constexpr (kDigits == 3) {
+      all = _mm512_add_epi32(all, _mm512_slli_epi32(sums[2], 16));
+    }
+    return to_float(_mm512_sub_epi32(all, _mm512_set1_epi32(surplus)));
+  }
+};
+
 }  // namespace
 
+const DigitUnits kAvx512Digits = digit_units<Avx512Digits>();
 const Capability kAvx512 = capability_of<Avx512>("avx512");
 const AttentionKernels kAvx512PairAttention = {attend<Avx512Pairs, BFloat16>, decode<Avx512Pairs, BFloat16>};
 

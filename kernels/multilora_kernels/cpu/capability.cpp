@@ -17,6 +17,11 @@ namespace {
   return capability;
 }
 
+[[maybe_unused]] Capability with_digits(Capability capability, const DigitUnits& units) {
+  capability.digit_units = &units;
+  return capability;
+}
+
 const PairUnit* of_bfloat16(const PairUnit* unit, DType dtype, int64_t in_features) {
   return unit && dtype == DType::bfloat16 && in_features % unit->inputs_unit == 0 ? unit : nullptr;
 }
@@ -31,8 +36,11 @@ const Capability& capability() {
     const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
     const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512vl");
-    static const Capability amx = with_units(kAvx512, kAmx);
-    static const Capability avx512_bf16 = with_pairs(with_units(kAvx512, kAvx512BFloat16), kAvx512PairAttention);
+    static const Capability avx2 = with_digits(kAvx2, kAvx2Digits);
+    const bool has_byte_products = __builtin_cpu_supports("avx512vnni");
+    static const Capability avx512 = has_byte_products ? with_digits(kAvx512, kAvx512Digits) : kAvx512;
+    static const Capability amx = with_units(avx512, kAmx);
+    static const Capability avx512_bf16 = with_pairs(with_units(avx512, kAvx512BFloat16), kAvx512PairAttention);
     if (has_avx512 && allowed(amx) && kAmx.is_available()) {
       return amx;
     }
@@ -42,10 +50,10 @@ const Capability& capability() {
     if (has_avx512 && allowed(avx512_bf16) && are_pairs_quick && kAvx512BFloat16.is_available()) {
       return avx512_bf16;
     }
-    if (has_avx512 && allowed(kAvx512)) {
-      return kAvx512;
+    if (has_avx512 && allowed(avx512)) {
+      return avx512;
     }
-    return has_avx2 && allowed(kAvx2) ? kAvx2 : kPlain;
+    return has_avx2 && allowed(avx2) ? avx2 : kPlain;
   }();
   return best;
 #else
@@ -75,6 +83,21 @@ const PairUnit* code_unit_for(DType codes, int64_t group_size, int64_t in_featur
                                                : nullptr;
   const bool fits = unit && (group_size >= in_features || group_size % unit->inputs_unit == 0);
   return fits ? unit : nullptr;
+}
+
+const DigitUnit* digit_unit_for(DType codes, int64_t group_size, int64_t in_features, bool may_round) {
+  const DigitUnits* units = capability().digit_units;
+  if (!units || (group_size < in_features && group_size % kSpan != 0)) {
+    return nullptr;
+  }
+  switch (codes) {
+    case DType::int32:
+      return may_round ? &units->two : &units->three;
+    case DType::int8:
+      return may_round ? &units->words : nullptr;
+    default:
+      return nullptr;
+  }
 }
 
 const Kernels& kernels_of(DType dtype) {

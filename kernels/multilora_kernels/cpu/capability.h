@@ -19,6 +19,10 @@ const PairUnit* rounding_unit_for(DType dtype, int64_t in_features);
 // The unit for codes of a storage type in groups, and activations that are rounded to bfloat16; null where there is none.
 const PairUnit* code_unit_for(DType codes, int64_t group_size, int64_t in_features);
 
+// The unit for codes of a storage type in groups, and activations as integers of digits; null where there is none. may_round:
+// activations, as to bfloat16: then it takes fewer digits.
+const DigitUnit* digit_unit_for(DType codes, int64_t group_size, int64_t in_features, bool may_round);
+
 // Its kernels for weights of a storage type: float32, bfloat16 or float16.
 const Kernels& kernels_of(DType dtype);
 

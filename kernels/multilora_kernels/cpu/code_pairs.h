@@ -25,8 +25,6 @@ namespace {
 // order. All kinds have zeros of both beyond the last input, up to a whole step.
 constexpr int kStepPairs = kCodeStep / 2;
 
-constexpr int64_t steps_of(int64_t inputs) { return (inputs + kCodeStep - 1) / kCodeStep; }
-
 // The pairs of one block of one panel, made of its codes.
 template <class Vec, class Codes>
 struct CodedPairs {

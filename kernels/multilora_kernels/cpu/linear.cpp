@@ -39,6 +39,22 @@ const PairUnit* unit_of(const Panels& panels) {
   return unit;
 }
 
+// The unit that multiplies these panels by digits; null where floats are multiplied.
+const DigitUnit* digit_unit_of(const Panels& panels) {
+  if (!panels.scaling || panels.scaling->digits == 0) {
+    return nullptr;
+  }
+  const auto& [scales, zeros, group_size, in_features, digits] = *panels.scaling;
+  for (const bool may_round : {false, true}) {
+    const DigitUnit* unit = digit_unit_for(panels.data.dtype(), group_size, in_features, may_round);
+    if (unit && unit->digits == digits && panels.is_paired() == (panels.data.dtype() == DType::int8)) {
+      return unit;
+    }
+  }
+  MULTILORA_CHECK(false, "this processor multiplies no ", name_of(panels.data.dtype()), " in groups of ", group_size,
+                  " with activations of ", digits, " digits");
+}
+
 // The place of the weight of an input for an output of a column, from the beginning of the column.
 struct InVectors {
   int64_t lanes;
@@ -103,9 +119,14 @@ PackedLinear::PackedLinear(const Tensor& rows, const Panels& panels, int64_t out
   if (panels.scaling) {
     task_.scaling = group_scaling_of(*panels.scaling);
   }
-  if (const PairUnit* unit = unit_of(panels)) {
-    kernel_ = unit->linear;
-    split_rows(*unit);
+  const DigitUnit* of_digits = digit_unit_of(panels);
+  const PairUnit* of_pairs = of_digits ? nullptr : unit_of(panels);
+  if (of_digits) {
+    kernel_ = of_digits->linear;
+    split_rows(*of_digits);
+  } else if (of_pairs) {
+    kernel_ = of_pairs->linear;
+    split_rows(*of_pairs);
     if (task_.scaling.zeros) {
       add_up_groups(*capability().pair_units->of_codes);
     }
@@ -115,7 +136,7 @@ PackedLinear::PackedLinear(const Tensor& rows, const Panels& panels, int64_t out
   num_panels_ = panels.data.size(0);
   panel_width_ = capability().panel_width;
   const int64_t cost = num_panels_ * panel_width_ * task_.in_features * (task_.rows + kReadCost);
-  piece_rows_ = rows_of_piece();
+  piece_rows_ = rows_of_piece(of_pairs ? kMatrixRowPiece : kRowPiece);
   row_pieces_ = (task_.rows + piece_rows_ - 1) / piece_rows_;
   threads_ = std::max<int64_t>(1, std::min({cost / kThreadCost, num_panels_ * row_pieces_, Team::available()}));
   panel_pieces_ = row_pieces_ > 1 ? num_panels_ : std::min(num_panels_, threads_ * kPanelPieces);
@@ -131,6 +152,15 @@ void PackedLinear::split_rows(const PairUnit& unit) {
   in_ranges(threads, threads, [&](int64_t i) { unit.split(split, units * i / threads, units * (i + 1) / threads); });
 }
 
+void PackedLinear::split_rows(const DigitUnit& unit) {
+  row_parts_ = unit.row_bytes(task_.in_features);
+  x_parts_ = Tensor::empty({task_.rows * row_parts_}, DType::uint8);
+  const DigitTask split{task_.x, task_.x_stride, task_.in_features, static_cast<char*>(x_parts_.data())};
+  task_.x_parts = split.rows;
+  const int64_t threads = std::clamp<int64_t>(x_.numel() * kSplitCost / kThreadCost, 1, Team::available());
+  in_ranges(threads, threads, [&](int64_t i) { unit.split(split, task_.rows * i / threads, task_.rows * (i + 1) / threads); });
+}
+
 void PackedLinear::add_up_groups(const CodeUnits& units) {
   const int64_t group_size = task_.scaling.group_size, groups = (task_.in_features + group_size - 1) / group_size;
   x_sums_ = Tensor::empty({task_.rows, groups}, DType::float32);
@@ -140,8 +170,8 @@ void PackedLinear::add_up_groups(const CodeUnits& units) {
   in_ranges(threads, threads, [&](int64_t i) { units.add_up(sum, task_.rows * i / threads, task_.rows * (i + 1) / threads); });
 }
 
-int64_t PackedLinear::rows_of_piece() const {
-  int64_t rows = task_.x_parts ? kMatrixRowPiece : kRowPiece;
+int64_t PackedLinear::rows_of_piece(int64_t most) const {
+  int64_t rows = most;
   while (rows > kRowPiece && (task_.rows + rows - 1) / rows * num_panels_ < kLeastPieces * Team::available()) {
     rows /= 2;
   }

@@ -49,12 +49,13 @@ class PackedLinear {
 
  private:
   void split_rows(const PairUnit& unit);
+  void split_rows(const DigitUnit& unit);
   void add_up_groups(const CodeUnits& units);
-  int64_t rows_of_piece() const;
+  int64_t rows_of_piece(int64_t most) const;
   LinearTask rows_from(int64_t first) const;
 
   Tensor x_, y_;
-  Tensor x_parts_, x_sums_;  // for a PairUnit
+  Tensor x_parts_, x_sums_;  // for a PairUnit, or a DigitUnit
   LinearTask task_;
   LinearKernel kernel_;
   int64_t num_panels_, panel_width_, row_parts_ = 0;  // bytes of a row's parts

@@ -10,17 +10,18 @@
 namespace multilora {
 
 // The factors that turn codes into weights. zeros: undefined if all are zero.
+// digits: of activations as integers, for a DigitUnit; 0: they are floats.
 struct Scaling {
   Tensor scales, zeros;
-  int64_t group_size, in_features;
+  int64_t group_size, in_features, digits;
 };
 
 struct Panels {
   Tensor data;  // floats, or codes: int32 words of 4 bits, int8, or float8_e4m3fn
   std::optional<Scaling> scaling = {};  // of codes
 
-  // Whether they lie as products of pairs take them that round activations: two neighbouring inputs of an output side by side,
-  // but for words of 4 bits, which are alike in both.
+  // Whether they lie as products of pairs take them: two neighbouring inputs of an output side by side, but for words of 4 bits,
+  // which lie as for floats.
   bool is_paired() const { return data.dim() == 5 && data.size(4) == (data.dtype() == DType::int32 ? 1 : 2); }
   int64_t in_features() const { return scaling ? scaling->in_features : data.size(2) * (is_paired() ? 2 : 1); }
 };

@@ -216,6 +216,13 @@ PyObject* has_code_unit(PyObject* const* arguments) {
   return PyBool_FromLong(code_unit_for(dtype_of(arguments[0]), group_size, in_features) != nullptr);
 }
 
+// The name of the codes' dtype, group_size, in_features, whether activations may be rounded
+PyObject* activation_digits(PyObject* const* arguments) {
+  const int64_t group_size = integer_of(arguments[1]), in_features = integer_of(arguments[2]);
+  const DigitUnit* unit = digit_unit_for(dtype_of(arguments[0]), group_size, in_features, arguments[3] == Py_True);
+  return PyLong_FromLongLong(unit ? unit->digits : 0);
+}
+
 // Whether to do so.
 PyObject* poison_memory(PyObject* const* arguments) {
   poison_new_tensors(arguments[0] == Py_True);
@@ -333,6 +340,8 @@ PyMethodDef methods[] = {
                                           "(name of a dtype, in_features) -> whether it takes activations of bfloat16"),
     plain<has_code_unit, 3>("rounds_activations_of_codes",
                             "(name of the codes' dtype, group_size, in_features) -> whether it takes activations of bfloat16"),
+    plain<activation_digits, 4>("activation_digits",
+                                "(name of the codes' dtype, group_size, in_features, may_round) -> digits of activations, or 0"),
     plain<forget_adapters, 0>("forget_adapters", "() -> None; the tables and segments of the last call are let go"),
     plain<poison_memory, 1>("poison_memory", "(bool) -> None; whether memory for results is full of NaN, for tests"),
     {nullptr, nullptr, 0, nullptr}};

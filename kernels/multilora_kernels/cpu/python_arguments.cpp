@@ -136,9 +136,9 @@ Panels panels_of(PyObject* object) {
   if (!PyTuple_Check(object)) {
     return {tensor_of(object)};
   }
-  const Fields fields(object, 5, "QuantizedPanels");
-  return {tensor_of(fields[0]),
-          Scaling{tensor_of(fields[1]), optional_tensor_of(fields[2]), integer_of(fields[3]), integer_of(fields[4])}};
+  const Fields fields(object, 6, "QuantizedPanels");
+  return {tensor_of(fields[0]), Scaling{tensor_of(fields[1]), optional_tensor_of(fields[2]), integer_of(fields[3]),
+                                        integer_of(fields[4]), integer_of(fields[5])}};
 }
 
 Tables tables_of(PyObject* object) { return last_tables.value_of(object); }

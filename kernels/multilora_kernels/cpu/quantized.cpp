@@ -90,7 +90,7 @@ void copy_embeddings(const Tensor& token_ids, int64_t num_embeddings, const Pane
 }  // namespace
 
 void check_codes(const Panels& panels) {
-  const auto& [scales, zeros, group_size, in_features] = *panels.scaling;
+  const auto& [scales, zeros, group_size, in_features, digits] = *panels.scaling;
   const DType type = panels.data.dtype();
   MULTILORA_CHECK(type == DType::int32 || type == DType::int8 || type == DType::float8_e4m3fn,
                   "codes are int32 words, int8 or float8_e4m3fn, not ", name_of(type));

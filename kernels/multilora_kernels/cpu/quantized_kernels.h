@@ -26,6 +26,8 @@ namespace {
 constexpr int64_t kCodeStep = 8;
 static_assert(kFetchDepth % kCodeStep == 0);
 
+constexpr int64_t steps_of(int64_t inputs) { return (inputs + kCodeStep - 1) / kCodeStep; }
+
 // Work that takes as long as one product: a code becomes a weight.
 constexpr int64_t kCodeProducts = 1;
 
@@ -36,7 +38,7 @@ struct Int4Weights {
   static constexpr bool kHasZeros = true;
   static constexpr float kScale = 1;
   static constexpr int64_t kWordBytes = Vec::kWidth * sizeof(uint32_t);
-  static constexpr int64_t column_bytes(int64_t inputs) { return (inputs + kCodeStep - 1) / kCodeStep * kWordBytes; }
+  static constexpr int64_t column_bytes(int64_t inputs) { return steps_of(inputs) * kWordBytes; }
 
   struct Step {
     decltype(Vec::load_words(nullptr)) words[kPanelVectors];

@@ -40,7 +40,7 @@ def _of_structs(library: ModuleType) -> dict[str, Any]:
         return _with_adapters(x, panels, *others)
 
     def quantized_lora_linear(x: torch.Tensor, *others: Any) -> Any:
-        return _with_adapters(x, others[:5], *others[5:])
+        return _with_adapters(x, others[:6], *others[6:])
 
     def _with_adapters(x: torch.Tensor, panels: Any, first_slice: int, slice_sizes: Sequence[int], *others: Any) -> Any:
         *fields, bias = others
@@ -48,10 +48,10 @@ def _of_structs(library: ModuleType) -> dict[str, Any]:
         return library.dispatched_lora_linear(x, panels, tables, first_slice, slice_sizes, segments, bias)
 
     def quantized_linear(x: torch.Tensor, *others: Any) -> Any:
-        return library.dispatched_packed_linear(x, others[:5], others[5])
+        return library.dispatched_packed_linear(x, others[:6], others[6])
 
     def quantized_embedding(token_ids: torch.Tensor, *others: Any) -> Any:
-        return library.dispatched_packed_embedding(token_ids, others[:5], others[5])
+        return library.dispatched_packed_embedding(token_ids, others[:6], others[6])
 
     def paged_attention(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *fields: Any) -> Any:
         return library.dispatched_paged_attention(q, keys, values, fields[:6], _options(*fields[6:]))

@@ -72,14 +72,14 @@ struct LinearTask {
   // [panels, kPanelVectors, in_features / 2, outputs of a vector, 2 inputs]: kMatrixInputs of them are a matrix unit's tile.
   // Codes lie in the order in which they are read: [panels, items, kPanelVectors, outputs of a vector]. An item of 8 bits is an
   // input; those of 32 bits are the codes of 4 bits of 8 neighbouring inputs, the first one lowest. Integers are two's
-  // complement. For a PairUnit two inputs of 8 bits are an item, [panels, items, kPanelVectors, outputs of a vector, 2], and
-  // inputs are padded with zeros to a multiple of its inputs_unit.
+  // complement. For a PairUnit or a DigitUnit two inputs of 8 bits are an item, [panels, items, kPanelVectors, outputs of a
+  // vector, 2], and inputs are padded with zeros to a multiple of the PairUnit's inputs_unit, or of 8.
   const void* panels;
   int64_t in_features;
   int64_t out_features;
   float* y;
   int64_t y_stride;
-  const void* x_parts = nullptr;  // SplitTask::parts, for a PairUnit
+  const void* x_parts = nullptr;  // SplitTask::parts, for a PairUnit, or DigitTask::rows
   const float* x_sums = nullptr;  // GroupSumTask::sums, for a PairUnit of codes that have zeros
   GroupScaling scaling = {};      // of codes
 };
@@ -99,6 +99,17 @@ struct GroupSumTask {
   const void* x_parts;
   int64_t in_features, group_size;
   float* sums;
+};
+
+// Neighbouring inputs whose integers share an exponent (activation_digits.h).
+constexpr int64_t kSpan = 32;
+
+// x as integers of digits, row by row.
+struct DigitTask {
+  const float* x;
+  int64_t x_stride;
+  int64_t in_features;
+  char* rows;
 };
 
 // Keys of one tile.
@@ -208,6 +219,7 @@ using ExpandKernel = void (*)(const ExpandTask& task, int64_t output_begin, int6
 using LinearKernel = void (*)(const LinearTask& task, int64_t panel_begin, int64_t panel_end);
 // A unit is kMatrixInputs inputs of kMatrixRows rows, or as many as there are, all inputs of the first rows first.
 using SplitKernel = void (*)(const SplitTask& task, int64_t unit_begin, int64_t unit_end);
+using DigitKernel = void (*)(const DigitTask& task, int64_t row_begin, int64_t row_end);
 using GroupSumKernel = void (*)(const GroupSumTask& task, int64_t row_begin, int64_t row_end);
 using AttentionKernel = void (*)(const AttentionTask& task, float* scratch);
 using DecodeKernel = void (*)(const DecodeTask& task, float* scratch);
@@ -266,6 +278,20 @@ struct PairUnits {
   const CodeUnits* of_codes;       // or null
 };
 
+// Multiplies codes with activations that are integers of so many digits. Groups are a multiple of kSpan inputs, or all
+// of them.
+struct DigitUnit {
+  int64_t digits;
+  int64_t (*row_bytes)(int64_t in_features);  // of DigitTask::rows
+  DigitKernel split;
+  LinearKernel linear;
+};
+
+// two, words: for activations that may be rounded, beside codes of 4 bits and, in panels of pairs, of 8.
+struct DigitUnits {
+  DigitUnit three, two, words;
+};
+
 struct Capability {
   const char* name;
   int64_t panel_width;
@@ -280,6 +306,7 @@ struct Capability {
   AttentionKernels int8_rows, float8_rows;
   QuantizedKernels quantized;
   const PairUnits* pair_units = nullptr;
+  const DigitUnits* digit_units = nullptr;
   // Over a cache of bfloat16, to which queries and weights are rounded; null where that is no quicker.
   const AttentionKernels* pair_attention = nullptr;
 };
@@ -288,6 +315,8 @@ extern const Capability kPlain;
 #if defined(__x86_64__)
 extern const Capability kAvx2;
 extern const Capability kAvx512;
+extern const DigitUnits kAvx2Digits;
+extern const DigitUnits kAvx512Digits;  // with the dot products of AVX512_VNNI
 extern const AttentionKernels kAvx512PairAttention;  // with the dot products of AVX512_BF16
 extern const PairUnits kAmx;
 extern const PairUnits kAvx512BFloat16;
