@@ -26,15 +26,15 @@ namespace {
 constexpr int64_t kCodesAhead = 2048;
 // Bytes of the integers that make one product of a lane with its neighbours: four bytes, or two words.
 constexpr int64_t kItemBytes = 4;
+// The most bytes of codes of a block, as they are multiplied: they stay in the L1 cache while every row uses them.
+constexpr int64_t kKeptBytes = 12288;
 
 // Kinds of codes and digits. A step is kItems products of a lane, in each of which its activations are kItemBytes of every digit.
-// codes<I>(step, column): those of the I-th product, of the lanes of a column. Codes of a block of kBlockSpans, as they are
-// multiplied, stay in the L1 cache.
+// codes<I>(step, column): those of the I-th product, of the lanes of a column.
 template <class Vec, int kNumDigits>
 struct NibbleDigits {
   using Weights = Int4Weights<Vec>;
   static constexpr int kDigits = kNumDigits, kItems = 2;
-  static constexpr int64_t kBlockSpans = 16;
 
   // The even inputs of words, or the odd ones.
   template <int I>
@@ -53,7 +53,6 @@ template <class Vec>
 struct ByteWords {
   using Weights = Int8Weights<Vec>;
   static constexpr int kDigits = 1, kItems = 4;
-  static constexpr int64_t kBlockSpans = 8;
 
   // Two neighbouring inputs.
   template <int I>
@@ -67,6 +66,10 @@ struct ByteWords {
     return Vec::to_float(sums[0]);
   }
 };
+
+// The spans of one block.
+template <class Vec, class Kind>
+constexpr int64_t kBlockSpans = kKeptBytes / (kSpanSteps * Kind::kItems * kPanelVectors * int64_t(sizeof(typename Vec::I)));
 
 // Bytes of the codes of a step of a panel.
 template <class Kind>
@@ -109,7 +112,7 @@ struct DigitBlock {
   int64_t row_bytes;
   float* sums;  // [rows, outputs of the panel]
   bool has_zeros;
-  F scales[Kind::kBlockSpans][kPanelVectors], zeros[Kind::kBlockSpans][kPanelVectors];
+  F scales[kBlockSpans<Vec, Kind>][kPanelVectors], zeros[kBlockSpans<Vec, Kind>][kPanelVectors];
 
   // Also fetches the scales of the next panel.
   MULTILORA_INLINE void read_numbers(const GroupScaling& scaling, int64_t panel) {
@@ -239,7 +242,7 @@ void digit_block(const LinearTask& task, int64_t first_row, int64_t rows, int64_
   const int64_t row_bytes = digit_row_bytes<Kind::kDigits>(task.in_features);
   DigitBlock<Vec, Kind> block;
   block.first_span = first_span;
-  block.spans = std::min(Kind::kBlockSpans, spans_of(task.in_features) - first_span);
+  block.spans = std::min(kBlockSpans<Vec, Kind>, spans_of(task.in_features) - first_span);
   block.in_features = task.in_features;
   block.rows = static_cast<const char*>(task.x_parts) + first_row * row_bytes;
   block.row_bytes = row_bytes;
@@ -253,7 +256,7 @@ void digit_block(const LinearTask& task, int64_t first_row, int64_t rows, int64_
   if (rows <= kRows) {
     return run_rest<kRows>(0, rows, DigitTile<Vec, Kind, Stored, false>{block, stored, {nullptr}});
   }
-  typename Vec::I made[Kind::kBlockSpans * kSpanSteps * Kind::kItems * kPanelVectors];
+  typename Vec::I made[kKeptBytes / sizeof(typename Vec::I)];
   const Kept kept{made};
   DigitTile<Vec, Kind, Stored, true>{block, stored, kept}.template run<kRows>(0);
   run_rows<kRows>(kRows, rows, DigitTile<Vec, Kind, Kept, false>{block, kept, kept});
@@ -265,7 +268,7 @@ void digit_linear(const LinearTask& task, int64_t panel_begin, int64_t panel_end
   for (int64_t row = 0; row < task.rows; row += kRowBlock) {
     const int64_t rows = std::min(kRowBlock, task.rows - row);
     for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
-      for (int64_t span = 0; span < spans_of(task.in_features); span += Kind::kBlockSpans) {
+      for (int64_t span = 0; span < spans_of(task.in_features); span += kBlockSpans<Vec, Kind>) {
         digit_block<Vec, Kind>(task, row, rows, panel, span, sums);
       }
       write_outputs<Vec>(task, row, rows, panel, sums);
