@@ -105,7 +105,7 @@ def rounds_activations_of_codes(dtype: torch.dtype, group_size: int, in_features
 def activation_digits(dtype: torch.dtype, group_size: int, in_features: int, may_round: bool) -> int:
     """Digits of the integers that activations become beside codes of a dtype in groups; 0 where they stay floats.
 
-    may_round: to two digits, where three are as exact as float32.
+    may_round: to 15 bits, two digits of 8 or one of 16; else three digits of 8 are as exact as float32, or it is 0.
     """
     return _compiled().activation_digits(_name(dtype), group_size, in_features, may_round)  # type: ignore[no-any-return]
 

@@ -31,9 +31,9 @@ static_assert(kSpan % kCodeStep == 0);
 constexpr int32_t kMiddleCode = 8;
 
 struct SpanNumbers {
-  float unit;        // not a number where an activation is none, or is infinite
-  int32_t surplus;   // kMiddleCode times the sum of X
-  float sum;         // of X
+  float unit;       // not a number where an activation is none, or is infinite
+  int32_t surplus;  // kMiddleCode times the sum of X
+  float sum;        // of X
 };
 
 constexpr int64_t spans_of(int64_t inputs) { return (inputs + kSpan - 1) / kSpan; }
@@ -42,15 +42,16 @@ constexpr int64_t spans_of(int64_t inputs) { return (inputs + kSpan - 1) / kSpan
 template <int kDigits>
 constexpr int64_t kDigitBytes = kDigits == 1 ? sizeof(int16_t) : kDigits;
 
+// Bytes of a row's digits, behind which its SpanNumbers lie.
 template <int kDigits>
-constexpr int64_t digit_row_bytes(int64_t in_features) {
-  const int64_t numbers = spans_of(in_features) * static_cast<int64_t>(sizeof(SpanNumbers));
-  return (steps_of(in_features) * kCodeStep * kDigitBytes<kDigits> + numbers + kCacheLine - 1) / kCacheLine * kCacheLine;
+constexpr int64_t digits_bytes(int64_t in_features) {
+  return steps_of(in_features) * kCodeStep * kDigitBytes<kDigits>;
 }
 
 template <int kDigits>
-inline const SpanNumbers* span_numbers(const char* row, int64_t in_features) {
-  return reinterpret_cast<const SpanNumbers*>(row + steps_of(in_features) * kCodeStep * kDigitBytes<kDigits>);
+constexpr int64_t digit_row_bytes(int64_t in_features) {
+  const int64_t numbers = spans_of(in_features) * static_cast<int64_t>(sizeof(SpanNumbers));
+  return (digits_bytes<kDigits>(in_features) + numbers + kCacheLine - 1) / kCacheLine * kCacheLine;
 }
 
 // The largest magnitude of a span, as the bits of a float: these are in the order of the magnitudes, and those that are no
@@ -125,7 +126,7 @@ void split_into_digits(const DigitTask& task, int64_t row_begin, int64_t row_end
   for (int64_t row = row_begin; row < row_end; ++row) {
     const float* x = task.x + row * task.x_stride;
     char* digits = task.rows + row * stride;
-    auto* numbers = const_cast<SpanNumbers*>(span_numbers<kDigits>(digits, task.in_features));
+    auto* numbers = reinterpret_cast<SpanNumbers*>(digits + digits_bytes<kDigits>(task.in_features));
     for (int64_t first = 0; first < task.in_features; first += kSpan, digits += kSpan * kDigitBytes<kDigits>) {
       const int64_t inputs = std::min(kSpan, task.in_features - first);
       float last[kSpan] = {};

@@ -118,20 +118,20 @@ struct DigitBlock {
   MULTILORA_INLINE void read_numbers(const GroupScaling& scaling, int64_t panel) {
     constexpr int64_t kPanelWidth = kPanelVectors * Vec::kWidth;
     const int64_t groups = (in_features + scaling.group_size - 1) / scaling.group_size;
-    int64_t group = first_span * kSpan / scaling.group_size, end = (group + 1) * scaling.group_size;
-    for (int64_t i = 0; i < spans; ++i) {
-      if ((first_span + i) * kSpan >= end) {
-        ++group;
-        end += scaling.group_size;
-      }
+    int64_t group = first_span * kSpan / scaling.group_size;
+    for (int64_t i = 0; i < spans; ++group) {
       const int64_t place = (panel * groups + group) * kPanelWidth;
+      Numbers numbers[kPanelVectors];
       for (int v = 0; v < kPanelVectors; ++v) {
-        Numbers numbers;
-        numbers.read(scaling, place + v * Vec::kWidth);
-        scales[i][v] = numbers.scale;
-        zeros[i][v] = numbers.zero;
+        numbers[v].read(scaling, place + v * Vec::kWidth);
       }
       Numbers::fetch(scaling, place + groups * kPanelWidth, kPanelWidth);
+      for (const int64_t end = (group + 1) * scaling.group_size; i < spans && (first_span + i) * kSpan < end; ++i) {
+        for (int v = 0; v < kPanelVectors; ++v) {
+          scales[i][v] = numbers[v].scale;
+          zeros[i][v] = numbers[v].zero;
+        }
+      }
     }
   }
 
@@ -216,8 +216,8 @@ struct DigitTile {
   MULTILORA_INLINE void add_span(const I (&products)[Rows][kPanelVectors][kDigits], const char* rows, int64_t span,
                                  F (&sum)[Rows][kPanelVectors]) const {
     for (int r = 0; r < Rows; ++r) {
-      const char* row = rows + r * block.row_bytes;
-      const SpanNumbers& numbers = span_numbers<kDigits>(row, block.in_features)[block.first_span + span];
+      const char* of_row = rows + r * block.row_bytes + digits_bytes<kDigits>(block.in_features);
+      const SpanNumbers& numbers = reinterpret_cast<const SpanNumbers*>(of_row)[block.first_span + span];
       F total[kPanelVectors];
       for (int v = 0; v < kPanelVectors; ++v) {
         total[v] = Kind::total(products[r][v], numbers.surplus);

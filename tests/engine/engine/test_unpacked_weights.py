@@ -63,11 +63,14 @@ def engine(directory: Path, oracle: Oracle, default_model_dir: Path) -> Iterator
     engine.close()
 
 
-def serve(directory: Path, oracle: Oracle, tokenizer: Path, budget: int, unpacked: str = "") -> Engine:
+def serve(
+    directory: Path, oracle: Oracle, tokenizer: Path, budget: int, unpacked: str = "", dtype: str = "float32"
+) -> Engine:
     return build_engine(
         directory / "checkpoint",
         oracle,
         tokenizer,
+        dtype=dtype,
         max_num_batched_tokens=40,
         max_num_seqs=14,
         enable_prefix_caching=False,
@@ -107,6 +110,14 @@ def test_a_switch_under_running_requests_changes_no_token_and_no_bit(engine: Eng
     packed = answers_with_switches(engine, oracle, {})
     switches = {3: "*.down_proj", 5: "*", 8: "", 10: "model.layers.1.*"}
     assert answers_with_switches(engine, oracle, switches) == packed
+
+
+def test_in_bfloat16_no_activation_is_rounded_for_codes_that_may_be_unpacked(
+    directory: Path, oracle: Oracle, default_model_dir: Path
+) -> None:
+    engine = serve(directory, oracle, default_model_dir, BUDGET, dtype="bfloat16")
+    assert answers_with_switches(engine, oracle, {3: "*", 8: ""}) == answers_with_switches(engine, oracle, {})
+    engine.close()
 
 
 def test_a_glob_means_the_modules_that_lie_together_and_the_list_tells_of_both_forms(engine: Engine) -> None:
