@@ -10,10 +10,11 @@ base model's weights and their use), `activation_dtype` (of their inputs), `Huge
 weights of 4 and 8 bits); `paged_attention` over `PagedSequences` with `AttentionOptions` where `has_paged_attention`,
 and `rotary_attention` (with the steps before it); `store_rows` (alone); `kv_row_size`, `kv_head_dim` and `load_rows`
 (of the cache, which may be in codes of 8 bits); `add_rms_norm`, `add_layer_norm`, `silu_mul`, `gelu_tanh_mul` and
-`gelu_tanh` (the work between linears); `decoder_layers` (all of these in one call, for `PackedLayer`s of
-`PackedLayerLinear`s in a `LayerStep`); `sample_tokens` by `SamplingRule`s, behind `penalise_tokens` and
-`forbid_tokens`, within `LARGEST_LOGIT`; `fill_step_inputs` (`StepInputs` of a captured graph); `load_cpu_kernels`
-(builds the CPU operators ahead of their first use) and `forget_adapters` (lets go of the last call's).
+`gelu_tanh` (the work between linears); `decoder_layers` and `decoder_logits` (all of these in one call, for a
+`PackedDecoder` of `PackedLayer`s of `PackedLayerLinear`s and a `PackedHead`, by `LayerStep`s); `sample_tokens` by
+`SamplingRule`s, behind `penalise_tokens` and `forbid_tokens`, within `LARGEST_LOGIT`; `fill_step_inputs` (`StepInputs`
+of a captured graph); `load_cpu_kernels` (builds the CPU operators ahead of their first use) and `forget_adapters` (lets
+go of the last call's).
 """
 
 from multilora_kernels.apply import lora_apply
@@ -25,7 +26,15 @@ from multilora_kernels.attention import (
     rotary_attention,
 )
 from multilora_kernels.cpu import forget_adapters, load_cpu_kernels
-from multilora_kernels.decoder_layers import LayerStep, PackedLayer, PackedLayerLinear, decoder_layers
+from multilora_kernels.decoder_layers import (
+    LayerStep,
+    PackedDecoder,
+    PackedHead,
+    PackedLayer,
+    PackedLayerLinear,
+    decoder_layers,
+    decoder_logits,
+)
 from multilora_kernels.elementwise import add_layer_norm, add_rms_norm, gelu_tanh, gelu_tanh_mul, silu_mul
 from multilora_kernels.expand import lora_expand
 from multilora_kernels.huge_pages import HugePages
@@ -57,6 +66,8 @@ __all__ = [
     "LoRASegments",
     "LoRATables",
     "MemoryAhead",
+    "PackedDecoder",
+    "PackedHead",
     "PackedLayer",
     "PackedLayerLinear",
     "PackedWeight",
@@ -68,6 +79,7 @@ __all__ = [
     "add_layer_norm",
     "add_rms_norm",
     "decoder_layers",
+    "decoder_logits",
     "fill_step_inputs",
     "forbid_tokens",
     "forget_adapters",

@@ -1,19 +1,20 @@
-"""`decoder_layers`: the layers of a Llama-like decoder in one call.
+"""`decoder_layers` and `decoder_logits`: the layers of a Llama-like decoder, and those with its head, in one call.
 
 A decode step of a small model on a CPU is hundreds of short operators, and the time between them counts: Python's code
 and objects have left the caches whenever it runs again, because every layer's weights pass through them, and threads
-that wait for longer than some microseconds go to sleep. Here they stay together until the last layer is done.
+that wait for longer than some microseconds go to sleep. Here they stay together until the last layer is done, and the
+layers' objects are read once, as a `PackedDecoder`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 
 from multilora_kernels.attention import PagedSequences
-from multilora_kernels.cpu import decoder_layers_directly
+from multilora_kernels.cpu import decoder_layers_directly, decoder_logits_directly, read_decoder
 from multilora_kernels.linear import PackedWeight
 from multilora_kernels.panels import Panels
 from multilora_kernels.quantized import QuantizedWeight
@@ -38,9 +39,7 @@ class PackedLayerLinear(NamedTuple):
         slice_sizes: tuple[int, ...],
     ) -> PackedLayerLinear:
         """The same with a weight, which must be packed."""
-        assert weight.is_packed
-        panels = weight.panels if isinstance(weight, QuantizedWeight) else weight.data
-        return cls(panels, bias, first_slice, slice_sizes)
+        return cls(_panels(weight), bias, first_slice, slice_sizes)
 
 
 class PackedLayer(NamedTuple):
@@ -57,6 +56,35 @@ class PackedLayer(NamedTuple):
     gate_up: PackedLayerLinear
     down: PackedLayerLinear
     eps: float
+
+
+class PackedHead(NamedTuple):
+    """The norm behind the last layer, and the head.
+
+    norm: [hidden_size] float32. panels: of a packed weight from hidden_size to vocab_size.
+    """
+
+    norm: torch.Tensor
+    eps: float
+    panels: Panels
+    vocab_size: int
+
+    @classmethod
+    def of(cls, norm: torch.Tensor, eps: float, weight: PackedWeight | QuantizedWeight) -> PackedHead:
+        """The same with a weight, which must be packed."""
+        return cls(norm, eps, _panels(weight), weight.shape[0])
+
+
+class PackedDecoder:
+    """Layers, each with the place of its `LayerStep` among those of a step, and the head. None: the caller's.
+
+    Its tensors must stay where they are.
+    """
+
+    def __init__(self, layers: Sequence[tuple[PackedLayer, int]], head: PackedHead | None = None) -> None:
+        self.has_head = head is not None
+        self.read = read_decoder(tuple(layers), head)
+        """The same as compiled kernels see it; None where there are none, or for anything but plain CPU tensors."""
 
 
 class LayerStep(NamedTuple):
@@ -77,7 +105,9 @@ class LayerStep(NamedTuple):
 
 
 def decoder_layers(
-    layers: list[tuple[PackedLayer, torch.Tensor, torch.Tensor, LayerStep]],
+    decoder: PackedDecoder,
+    steps: tuple[LayerStep, ...],
+    cache: tuple[torch.Tensor, torch.Tensor],
     x: torch.Tensor,
     update: torch.Tensor,
     on_layer: Callable[[], object] = lambda: None,
@@ -87,11 +117,36 @@ def decoder_layers(
     Bit for bit the results of `add_rms_norm`, `lora_linear` (`packed_linear` in a step without adapters; for quantised
     weights their own), `rotary_attention` and `silu_mul` one by one.
 
-    layers: the weights, keys, values and step of each; keys, values: as for `rotary_attention`, written in place.
+    cache: keys and values, [num_layers, ...], as `rotary_attention` takes them for a layer, written in place.
     x, update: [num_tokens, hidden_size] float32. on_layer: called before each layer.
     Raises the errors of on_layer, and RuntimeError as its operators do, for shapes that do not fit and slots that are
     none. None, with nothing done, where those are needed: on anything but compiled kernels and plain CPU tensors.
     """
-    if torch.compiler.is_dynamo_compiling():
+    if decoder.read is None or torch.compiler.is_dynamo_compiling():
         return None
-    return decoder_layers_directly(layers, x, update, on_layer)
+    return decoder_layers_directly(decoder.read, steps, *cache, on_layer, x, update)
+
+
+def decoder_logits(
+    decoder: PackedDecoder,
+    steps: tuple[LayerStep, ...],
+    cache: tuple[torch.Tensor, torch.Tensor],
+    x: torch.Tensor,
+    rows: torch.Tensor | None,
+    on_layer: Callable[[], object] = lambda: None,
+) -> torch.Tensor | None:
+    """`decoder_layers` with an update of zeros, then norm(x + update) times the head's weight for some rows.
+
+    Bit for bit the results of `add_rms_norm` and `packed_linear`, or `quantized_linear`, behind it. decoder: with a
+    head. rows: [any] int64, of x; None for all. Returns [len(rows), vocab_size] float32. Raises IndexError for a row
+    that x has not, and the errors of `decoder_layers`. None as there.
+    """
+    assert decoder.has_head
+    if decoder.read is None or torch.compiler.is_dynamo_compiling():
+        return None
+    return decoder_logits_directly(decoder.read, steps, *cache, on_layer, x, rows)
+
+
+def _panels(weight: PackedWeight | QuantizedWeight) -> Panels:
+    assert weight.is_packed
+    return weight.panels if isinstance(weight, QuantizedWeight) else weight.data

@@ -66,7 +66,8 @@ def timed_parts() -> Iterator[Stopwatch]:
     Layers are computed part by part meanwhile, even where there is a kernel for whole ones.
     """
     stopwatch = Stopwatch()
-    patches: list[Any] = [mock.patch.object(decoder, "decoder_layers", return_value=None)]
+    calls = ("decoder_layers", "decoder_logits")
+    patches: list[Any] = [mock.patch.object(decoder, name, return_value=None) for name in calls]
     patches += [
         mock.patch.object(owner, name, stopwatch.timed(part, getattr(owner, name))) for part, owner, name in _PARTS
     ]

@@ -1,7 +1,8 @@
-"""decoder_layers, bit for bit against its operators one after the other."""
+"""decoder_layers and decoder_logits, bit for bit against their operators one after the other."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -19,12 +20,15 @@ from multilora_kernels import (
     LayerStep,
     LoRASegments,
     LoRATables,
+    PackedDecoder,
+    PackedHead,
     PackedLayer,
     PackedLayerLinear,
     PackedWeight,
     QuantizedWeight,
     add_rms_norm,
     decoder_layers,
+    decoder_logits,
     lora_linear,
     lora_segments,
     packed_linear,
@@ -132,14 +136,26 @@ class Layer:
         mapping = torch.randint(-1, NUM_ADAPTERS, (num_tokens,), generator=self.generator)
         return tables, lora_segments(mapping, NUM_ADAPTERS)
 
-    def in_one_call(self, step=None, num_layers=1, on_layer=lambda: None) -> tuple[torch.Tensor, ...] | None:
-        """x, update, and the keys and values of each of so many layers, all like this one."""
+    def decoder(self, num_layers: int = 1, head: PackedHead | None = None) -> PackedDecoder:
+        """So many layers, all like this one, in turn with the two steps of `steps`."""
         qkv, o, gate_up, down = (linear.packed() for linear in self.linears)
         packed = PackedLayer(self.norms[0], qkv, o, self.norms[1], gate_up, down, EPS)
-        caches = [(self.keys.clone(), self.values.clone()) for _ in range(num_layers)]
-        layers = [(packed, keys, values, step or self.step) for keys, values in caches]
-        results = decoder_layers(layers, self.x, self.update, on_layer)
-        return None if results is None else (*results, *chain.from_iterable(caches))
+        return PackedDecoder([(packed, i % 2) for i in range(num_layers)], head)
+
+    def steps(self) -> tuple[LayerStep, LayerStep]:
+        """The step, and an equal one of other objects."""
+        return self.step, self.step._replace(cos=self.step.cos.clone())
+
+    def cache(self, num_layers: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of so many layers."""
+        return torch.stack([self.keys] * num_layers), torch.stack([self.values] * num_layers)
+
+    def in_one_call(self, steps=None, num_layers=1, on_layer=lambda: None) -> tuple[torch.Tensor, ...] | None:
+        """x, update, and the keys and values of each layer."""
+        cache = self.cache(num_layers)
+        steps = self.steps() if steps is None else steps
+        results = decoder_layers(self.decoder(num_layers), steps, cache, self.x, self.update, on_layer)
+        return None if results is None else (*results, *chain.from_iterable(zip(*cache, strict=True)))
 
     def one_by_one(self, num_layers: int = 1) -> tuple[torch.Tensor, ...]:
         qkv, o, gate_up, down = self.linears
@@ -207,6 +223,39 @@ def test_quantised_weights(sequences, has_adapters, code_type):
     assert_same_bits(Layer("llama", sequences, has_bias=True, has_adapters=has_adapters, weight_dtype=code_type))
 
 
+@pytest.mark.parametrize("rows", [None, [2, 0], []])
+@pytest.mark.parametrize("weight_dtype", [torch.float32, CodeType.INT8])
+def test_logits_of_some_rows_or_of_all(rows, weight_dtype):
+    layer = Layer("odd head_dim", "chunks behind a prefix", has_adapters=True, weight_dtype=weight_dtype)
+    layer.update = torch.zeros_like(layer.x)
+    norm = layer.random(layer.x.shape[1])
+    weight = layer.weight((77,), layer.x.shape[1], weight_dtype)
+    x, update, keys, _ = layer.one_by_one()
+    if rows is not None:
+        x, update = x[rows], update[rows]
+    normed, _ = add_rms_norm(x, update, norm, EPS)
+    expected = (quantized_linear if isinstance(weight, QuantizedWeight) else packed_linear)(normed, weight)
+    cache = layer.cache()
+    decoder = layer.decoder(head=PackedHead.of(norm, EPS, weight))
+    index = None if rows is None else torch.tensor(rows, dtype=torch.int64)
+    logits = decoder_logits(decoder, layer.steps(), cache, layer.x, index)
+    assert logits is not None
+    assert torch.equal(logits, expected)
+    assert torch.equal(cache[0][0].nan_to_num(), keys.nan_to_num())
+    with pytest.raises(IndexError, match=f"row {len(layer.x)} is none of {len(layer.x)}"):
+        decoder_logits(decoder, layer.steps(), cache, layer.x, torch.tensor([len(layer.x)]))
+
+
+def test_a_decoder_keeps_its_tensors():
+    layer = Layer("odd head_dim", "decode")
+    expected = layer.one_by_one()[0]
+    decoder, layer.linears, layer.norms = layer.decoder(), [], []
+    gc.collect()
+    done = decoder_layers(decoder, layer.steps(), layer.cache(), layer.x, layer.update)
+    assert done is not None
+    assert torch.equal(done[0], expected)
+
+
 @pytest.mark.parametrize("num_threads", [1, 2, 3, 7], indirect=True)
 @pytest.mark.parametrize("sequences", ["decode", "prefill"])
 @pytest.mark.parametrize("has_adapters", [False, True])
@@ -236,9 +285,14 @@ def test_what_an_operator_refuses_is_refused():
     with pytest.raises(RuntimeError, match=f"slot {len(layer.keys)} is none of {len(layer.keys)}"):
         layer.in_one_call()
     with pytest.raises(TypeError, match="expected PagedSequences, not"):
-        layer.in_one_call(layer.step._replace(sequences=None))
-    with pytest.raises(TypeError, match="expected a list of layers, not tuple"):
-        decoder_layers((), layer.x, layer.update)
+        layer.in_one_call((layer.step._replace(sequences=None),))
+    with pytest.raises(TypeError, match="expected a tuple of steps, not list"):
+        layer.in_one_call([layer.step])
+    layer.step.slots[1] = 0
+    with pytest.raises(IndexError, match="step 1 is none of 1"):
+        layer.in_one_call((layer.step,), num_layers=2)
+    with pytest.raises(RuntimeError, match=r"keys and values are \[2, slots, heads, head_dim\], not \[1, "):
+        decoder_layers(layer.decoder(2), layer.steps(), layer.cache(1), layer.x, layer.update)
 
 
 def test_it_leaves_the_operators_to_whoever_must_see_them():

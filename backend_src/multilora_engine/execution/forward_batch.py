@@ -66,6 +66,11 @@ class ForwardBatch:
     block_size: int
     lora: TokenLoRAs | None = None
 
+    @property
+    def wants_all_rows(self) -> bool:
+        """Whether logits_indices are all rows in their order: no token is a prompt's, and each wants its next."""
+        return len(self.positions) == self.num_decodes == len(self.logits_indices)
+
 
 @dataclass(frozen=True)
 class KVCache:

@@ -19,7 +19,7 @@ from multilora_engine.models.kv_groups import KVGroup, kv_groups
 from multilora_engine.models.layers import Attend, Layer, Step
 from multilora_engine.models.model import HiddenStates
 from multilora_engine.models.model_config import ModelConfig
-from multilora_engine.models.norms import Norm
+from multilora_engine.models.norms import Norm, RMSNorm
 from multilora_engine.models.rotary import RotaryEmbedding, Rotation
 from multilora_engine.models.weights import (
     Destination,
@@ -30,7 +30,7 @@ from multilora_engine.models.weights import (
     WeightSwitch,
     row_class,
 )
-from multilora_kernels import LayerStep, PackedLayer, decoder_layers
+from multilora_kernels import LayerStep, PackedDecoder, PackedHead, decoder_layers, decoder_logits
 from multilora_wire.sites import GATED_MLP, ModelSites, decoder_sites
 
 EMBEDDINGS, HEAD = "model.embed_tokens", "lm_head"
@@ -74,7 +74,7 @@ class Decoder:
         # type of the embeddings.
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=self.activation_dtype, device=self._device)
         self.layers = [architecture.layer(self._builder.layer(i), i) for i in range(config.num_layers)]
-        self._packed_layers: dict[int, list[PackedLayer]] = {}
+        self._packed_decoders: dict[tuple[int, int], PackedDecoder] = {}
         self.limit_length(config.max_position_embeddings)
 
     @property
@@ -94,7 +94,7 @@ class Decoder:
         return [switch for weight in multiplied for switch in weight.switches]
 
     def note_switch(self) -> None:
-        self._packed_layers.clear()
+        self._packed_decoders.clear()
 
     def limit_length(self, max_model_len: int) -> None:
         self._rotary = {
@@ -111,7 +111,13 @@ class Decoder:
     def forward(
         self, batch: ForwardBatch, kv_cache: KVCache, on_layer: Callable[[], None] = lambda: None
     ) -> torch.Tensor:
-        return self.logits(self.hidden_states(batch, kv_cache, on_layer), batch.logits_indices)
+        x, step = self._embedded(batch), self._step(batch)
+        if step.layer_steps and (decoder := self._packed(len(x), len(batch.logits_indices))).has_head:
+            rows = None if batch.wants_all_rows else batch.logits_indices
+            logits = decoder_logits(decoder, step.layer_steps, (kv_cache.keys, kv_cache.values), x, rows, on_layer)
+            if logits is not None:
+                return self._finished(logits)
+        return self.logits(self._run_layers(x, kv_cache, step, on_layer), batch.logits_indices)
 
     def hidden_states(
         self,
@@ -120,37 +126,37 @@ class Decoder:
         on_layer: Callable[[], None] = lambda: None,
         attend: Attend | None = None,
     ) -> HiddenStates:
-        x = self._embeddings.embed(batch.input_ids, self.activation_dtype)
-        if self.config.embedding_scale != 1.0:
-            x = x * self._embedding_scale
-        step = self._step(batch) if attend is None else Step({}, {}, _batched(batch), {}, attend)
-        return self._run_layers(x, torch.zeros_like(x), kv_cache, step, on_layer)
+        step = self._step(batch) if attend is None else Step({}, {}, _batched(batch), attend_elsewhere=attend)
+        return self._run_layers(self._embedded(batch), kv_cache, step, on_layer)
 
     def attention_step(self, batch: ForwardBatch) -> Step:
-        return Step(self._rotations(batch), self._plans(batch), None, {})
+        return Step(self._rotations(batch), self._plans(batch), None)
 
     def logits(self, hidden_states: HiddenStates, rows: torch.Tensor) -> torch.Tensor:
         x, update = (tensor.index_select(0, rows) for tensor in hidden_states)
         normed, _ = self._norm.add(x, update)
-        logits = self._lm_head.product(normed, None).float()
+        return self._finished(self._lm_head.product(normed, None).float())
+
+    def _embedded(self, batch: ForwardBatch) -> torch.Tensor:
+        x = self._embeddings.embed(batch.input_ids, self.activation_dtype)
+        return x if self.config.embedding_scale == 1.0 else x * self._embedding_scale
+
+    def _finished(self, logits: torch.Tensor) -> torch.Tensor:
+        """logits: the head's product, changed in place."""
         if self.config.logit_scale != 1.0:
             logits *= self.config.logit_scale
         if self.config.logit_softcap:
             logits = logits.div_(self.config.logit_softcap).tanh_().mul_(self.config.logit_softcap)
         return logits
 
-    def _run_layers(
-        self, x: torch.Tensor, update: torch.Tensor, kv_cache: KVCache, step: Step, on_layer: Callable[[], None]
-    ) -> HiddenStates:
-        layers = list(zip(self.layers, kv_cache.layers, strict=True))
+    def _run_layers(self, x: torch.Tensor, kv_cache: KVCache, step: Step, on_layer: Callable[[], None]) -> HiddenStates:
+        update = torch.zeros_like(x)
         if step.layer_steps:
-            packed = [
-                (weights, keys, values, step.layer_steps[layer.attention.rope, layer.attention.window])
-                for weights, (layer, (keys, values)) in zip(self._packed(len(x)), layers, strict=True)
-            ]
-            if (done := decoder_layers(packed, x, update, on_layer)) is not None:
+            cache = (kv_cache.keys, kv_cache.values)
+            done = decoder_layers(self._packed(len(x)), step.layer_steps, cache, x, update, on_layer)
+            if done is not None:
                 return done
-        for layer, (keys, values) in layers:
+        for layer, (keys, values) in zip(self.layers, kv_cache.layers, strict=True):
             on_layer()
             x, update = layer.forward(x, update, keys, values, step)
         return x, update
@@ -160,13 +166,23 @@ class Decoder:
         outer = {id(weight): weight for weight in (self._lm_head, self._embeddings)}
         return [*self._builder.weights, *outer.values()]
 
-    def _packed(self, num_rows: int) -> list[PackedLayer]:
-        """The layers for `decoder_layers`, which must be able to compute them all."""
-        key = row_class(num_rows)
-        if key not in self._packed_layers:
-            packed = [layer.packed(num_rows) for layer in self.layers]
-            self._packed_layers[key] = [weights for weights in packed if weights is not None]
-        return self._packed_layers[key]
+    def _packed(self, num_rows: int, num_logits: int = 1) -> PackedDecoder:
+        """The layers for `decoder_layers`, which must be able to compute them all, and the head if that can be."""
+        key = (row_class(num_rows), row_class(max(1, num_logits)))
+        if key not in self._packed_decoders:
+            layers = [
+                (packed, self._packed_kinds.index((layer.attention.rope, layer.attention.window)))
+                for layer in self.layers
+                if (packed := layer.packed(num_rows)) is not None
+            ]
+            self._packed_decoders[key] = PackedDecoder(layers, self._packed_head(num_logits))
+        return self._packed_decoders[key]
+
+    def _packed_head(self, num_logits: int) -> PackedHead | None:
+        weight = self._lm_head.packed(num_logits)
+        if weight is None or not isinstance(self._norm, RMSNorm):
+            return None
+        return PackedHead.of(self._norm.weight, self._norm.eps, weight)
 
     def _step(self, batch: ForwardBatch) -> Step:
         rotations, plans, lora = self._rotations(batch), self._plans(batch), _batched(batch)
@@ -185,20 +201,21 @@ class Decoder:
         return {window: attention_plan(batch, window, self.activation_dtype) for window in windows}
 
     @cached_property
-    def _packed_kinds(self) -> set[tuple[str | None, int | None]]:
+    def _packed_kinds(self) -> list[tuple[str | None, int | None]]:
         """The kinds of layers, if `decoder_layers` can compute them all. Known when the weights are loaded."""
         if any(layer.packed(1) is None for layer in self.layers):
-            return set()
-        return {(layer.attention.rope, layer.attention.window) for layer in self.layers}
+            return []
+        return list({(layer.attention.rope, layer.attention.window): None for layer in self.layers})
 
     def _layer_steps(
         self,
         rotations: dict[str | None, Rotation],
         plans: dict[int | None, AttentionPlan],
         lora: LoRABatch | None,
-    ) -> dict[tuple[str | None, int | None], LayerStep]:
-        return {
-            (rope, window): LayerStep(
+    ) -> tuple[LayerStep, ...]:
+        """Of each of the packed kinds."""
+        return tuple(
+            LayerStep(
                 cos=rotations[rope].cos,
                 sin=rotations[rope].sin,
                 slots=plans[window].slot_mapping,
@@ -210,7 +227,7 @@ class Decoder:
             )
             for rope, window in self._packed_kinds
             if (sequences := plans[window].all_sequences) is not None
-        }
+        )
 
 
 def _batched(batch: ForwardBatch) -> LoRABatch | None:

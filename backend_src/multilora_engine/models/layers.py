@@ -28,14 +28,14 @@ class Step:
     """The inputs that all layers of one forward pass share.
 
     rotations: by the names of the model's rotary embeddings, None for layers without. plans: by window size.
-    layer_steps: by both, for layers in one call; empty where there is no kernel for that. attend_elsewhere: attends in
-    the place of `attend`.
+    layer_steps: of each kind of layers, for all of them in one call; empty where there is no kernel for that.
+    attend_elsewhere: attends in the place of `attend`.
     """
 
     rotations: dict[str | None, Rotation]
     plans: dict[int | None, AttentionPlan]
     lora: LoRABatch | None
-    layer_steps: dict[tuple[str | None, int | None], LayerStep]
+    layer_steps: tuple[LayerStep, ...] = ()
     attend_elsewhere: Attend | None = None
 
     def attend(

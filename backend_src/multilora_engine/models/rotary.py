@@ -78,16 +78,20 @@ class RotaryEmbedding:
 
     def rotation(self, batch: ForwardBatch, dtype: torch.dtype) -> Rotation:
         """The angles of the batch's tokens, in the type of the queries and keys."""
-        frequencies = self._of_pairs(self._dynamic_frequencies(batch)) if self._is_dynamic else self._frequencies
+        frequencies = self._frequencies
+        if self._is_dynamic:
+            frequencies = self._of_pairs(self._dynamic_frequencies(batch))[:, None]
         # An integer times a float32 is a product of float32, without a conversion before it.
-        angles = (batch.positions[:, None] * frequencies)[:, None]
-        if self._scale == 1.0:
+        angles = batch.positions.view(-1, 1, 1) * frequencies
+        if self._scale == 1.0 and dtype != angles.dtype:
             # A GPU rounds as it stores, in the same launch.
             cos, sin = (angles.new_empty(angles.shape, dtype=dtype) for _ in range(2))
             torch.cos(angles, out=cos)
             torch.sin(angles, out=sin)
         else:
-            cos, sin = ((angles.cos() * self._scale).to(dtype), (angles.sin() * self._scale).to(dtype))
+            cos, sin = angles.cos(), angles.sin()
+            if self._scale != 1.0:
+                cos, sin = ((part * self._scale).to(dtype) for part in (cos, sin))
         return Rotation(cos, sin, self._rope.is_interleaved)
 
     def _dynamic_frequencies(self, batch: ForwardBatch) -> torch.Tensor:

@@ -160,15 +160,44 @@ def sample_tokens_directly(logits: torch.Tensor, parameters: torch.Tensor) -> to
     return None if library is None else library.sample_tokens(logits, parameters)
 
 
+def read_decoder(layers: tuple[object, ...], head: object) -> object | None:
+    """The arguments of a `PackedDecoder`, which lies above this package, for the functions below; it keeps both.
+
+    None where nothing is compiled, or where tensors are not plain CPU tensors.
+    """
+    library = _library()
+    return None if library is None else library.read_decoder(layers, head)
+
+
 def decoder_layers_directly(
-    layers: Sequence[object], x: torch.Tensor, update: torch.Tensor, on_layer: Callable[[], object]
+    decoder: object,
+    steps: tuple[object, ...],
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    on_layer: Callable[[], object],
+    x: torch.Tensor,
+    update: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Whole layers; None where their operators are needed one by one: see `apply_directly`.
 
-    layers: the tuples of `decoder_layers`, which lies above this package.
+    decoder: of `read_decoder`. steps: its `LayerStep`s.
     """
-    library = _library()
-    return None if library is None else library.decoder_layers(layers, x, update, on_layer)
+    step = (steps, keys, values, on_layer)
+    return _compiled().decoder_layers(decoder, *step, x, update)  # type: ignore[no-any-return]
+
+
+def decoder_logits_directly(
+    decoder: object,
+    steps: tuple[object, ...],
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    on_layer: Callable[[], object],
+    x: torch.Tensor,
+    rows: torch.Tensor | None,
+) -> torch.Tensor | None:
+    """The same with the head."""
+    step = (steps, keys, values, on_layer)
+    return _compiled().decoder_logits(decoder, *step, x, rows)  # type: ignore[no-any-return]
 
 
 def quantize_compiled(matrix: Literal["a", "b"], values: torch.Tensor, arena: torch.dtype) -> torch.Tensor | None:

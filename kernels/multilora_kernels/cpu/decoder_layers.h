@@ -3,8 +3,8 @@
 
 #include <cstdint>
 #include <optional>
-#include <span>
 #include <tuple>
+#include <vector>
 
 #include "apply.h"
 #include "function_ref.h"
@@ -44,15 +44,35 @@ struct LayerStep {
   std::optional<Adapters> adapters;
 };
 
-// One layer of a step.
+// One layer, and the place of its step among those of all layers.
 struct Layer {
   LayerWeights weights;
-  Tensor keys, values;
-  LayerStep step;
+  int64_t step;
 };
 
-// `decoder_layers` of decoder_layers.py.
-std::tuple<Tensor, Tensor> decoder_layers(std::span<const Layer> layers, const Tensor& x, const Tensor& update,
-                                          FunctionRef<void()> on_layer);
+// PackedHead of decoder_layers.py.
+struct Head {
+  Tensor norm;
+  double eps;
+  Panels panels;
+  int64_t out_features;
+};
+
+// PackedDecoder of decoder_layers.py.
+struct Decoder {
+  std::vector<Layer> layers;
+  std::optional<Head> head;
+};
+
+// The inputs of a step, by decoder_layers.py. keys, values: of all layers.
+struct DecoderStep {
+  std::vector<LayerStep> of_layers;
+  Tensor keys, values;
+  FunctionRef<void()> on_layer;
+};
+
+// `decoder_layers` and `decoder_logits` of decoder_layers.py. rows: undefined for all of them.
+std::tuple<Tensor, Tensor> decoder_layers(const Decoder& decoder, const DecoderStep& step, const Tensor& x, const Tensor& update);
+Tensor decoder_logits(const Decoder& decoder, const DecoderStep& step, const Tensor& x, const Tensor& rows);
 
 }  // namespace multilora

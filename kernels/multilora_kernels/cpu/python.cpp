@@ -3,6 +3,7 @@
 // done, by giving None. The dispatcher calls the form `dispatched_...` (registration.py), which does the work in any case.
 #include <Python.h>
 
+#include <memory>
 #include <new>
 #include <tuple>
 
@@ -166,18 +167,60 @@ PyObject* rotary_attention(PyObject* const* arguments) {
   return to_python(without_gil([&] { return rotary_attention(qkv, angles, keys, values, slots, sequences, options); }));
 }
 
-// layers, x, update, on_layer
-PyObject* decoder_layers(PyObject* const* arguments) {
-  const std::vector<Layer> layers = layers_of(arguments[0]);
-  if (layers.empty()) {
-    return pair_of(new_reference(arguments[1]), new_reference(arguments[2]));
+constexpr char kDecoderName[] = "multilora.Decoder";
+
+// A decoder, and Python's objects, which keep its tensors.
+struct ReadDecoder {
+  Decoder decoder;
+  Reference layers, head;
+};
+
+// layers, head
+PyObject* read_decoder(PyObject* const* arguments) {
+  std::unique_ptr<ReadDecoder> read(new ReadDecoder{decoder_of(arguments[0], arguments[1]),
+                                                    Reference(new_reference(arguments[0])),
+                                                    Reference(new_reference(arguments[1]))});
+  PyObject* capsule = PyCapsule_New(read.get(), kDecoderName, [](PyObject* object) {
+    delete static_cast<ReadDecoder*>(PyCapsule_GetPointer(object, kDecoderName));
+  });
+  read.release();  // to the capsule, or lost with the error of no memory
+  return capsule;
+}
+
+const Decoder& decoder_in(PyObject* capsule) {
+  const auto* read = static_cast<const ReadDecoder*>(PyCapsule_GetPointer(capsule, kDecoderName));
+  if (!read) {
+    throw PythonError();
   }
-  const Tensor x = tensor_of(arguments[1]), update = tensor_of(arguments[2]);
+  return read->decoder;
+}
+
+// Calls run(step) without Python's lock, for a step of these arguments: steps, keys, values, on_layer.
+template <class Run>
+auto with_step(PyObject* const* arguments, const Run& run) {
   const auto on_layer = [&] {
     const WithGil gil;
     Reference(PyObject_CallNoArgs(arguments[3]));  // by the thread that called this function, whose error stays set
   };
-  return pair_of(without_gil([&] { return decoder_layers(layers, x, update, on_layer); }));
+  const DecoderStep step{layer_steps_of(arguments[0]), tensor_of(arguments[1]), tensor_of(arguments[2]), on_layer};
+  return without_gil([&] { return run(step); });
+}
+
+// decoder, steps, keys, values, on_layer, x, update
+PyObject* decoder_layers(PyObject* const* arguments) {
+  const Decoder& decoder = decoder_in(arguments[0]);
+  if (decoder.layers.empty()) {
+    return pair_of(new_reference(arguments[5]), new_reference(arguments[6]));
+  }
+  const Tensor x = tensor_of(arguments[5]), update = tensor_of(arguments[6]);
+  return pair_of(with_step(arguments + 1, [&](const DecoderStep& step) { return decoder_layers(decoder, step, x, update); }));
+}
+
+// decoder, steps, keys, values, on_layer, x, rows
+PyObject* decoder_logits(PyObject* const* arguments) {
+  const Decoder& decoder = decoder_in(arguments[0]);
+  const Tensor x = tensor_of(arguments[5]), rows = optional_tensor_of(arguments[6]);
+  return to_python(with_step(arguments + 1, [&](const DecoderStep& step) { return decoder_logits(decoder, step, x, rows); }));
 }
 
 // logits, parameters
@@ -265,6 +308,20 @@ PyObject* always(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   return guarded([&] { return call(function, arguments, count, expected); });
 }
 
+template <Function function, Py_ssize_t expected>
+PyObject* unless_unreadable(PyObject* const* arguments, Py_ssize_t count) {
+  try {
+    return call(function, arguments, count, expected);
+  } catch (const UnreadableError&) {
+    return new_reference(Py_None);
+  }
+}
+
+template <Function function, Py_ssize_t expected>
+PyObject* if_readable(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  return guarded([&] { return unless_unreadable<function, expected>(arguments, count); });
+}
+
 // first, second: the places of two tensors that tell whether the dispatcher is needed.
 template <Function function, Py_ssize_t expected, int first, int second>
 PyObject* unless_dispatched(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
@@ -272,11 +329,7 @@ PyObject* unless_dispatched(PyObject*, PyObject* const* arguments, Py_ssize_t co
     if (count == expected && needs_dispatcher(arguments[first], data_of_panels(arguments[second]))) {
       return new_reference(Py_None);
     }
-    try {
-      return call(function, arguments, count, expected);
-    } catch (const UnreadableError&) {
-      return new_reference(Py_None);
-    }
+    return unless_unreadable<function, expected>(arguments, count);
   });
 }
 
@@ -309,8 +362,10 @@ PyMethodDef methods[] = {
     direct<rotary_attention, 9, 0, 3>(
         "rotary_attention",
         "(qkv, cos, sin, keys, values, slots, sequences, options, is_interleaved) -> the heads' outputs or None"),
-    direct<decoder_layers, 4, 1, 2>("decoder_layers",
-                                    "([(layer, keys, values, step)], x, update, on_layer) -> (x, update) or None"),
+    method("read_decoder", if_readable<read_decoder, 2>, "(((layer, place of its step), ...), head) -> a decoder or None"),
+    direct<decoder_layers, 7, 5, 6>("decoder_layers",
+                                    "(decoder, steps, keys, values, on_layer, x, update) -> (x, update) or None"),
+    direct<decoder_logits, 7, 5, 5>("decoder_logits", "(decoder, steps, keys, values, on_layer, x, rows) -> logits or None"),
     direct<sample_tokens, 2, 0, 1>("sample_tokens", "(logits, parameters) -> the token ids or None"),
 
     plain<lora_shrink, 5>("dispatched_lora_shrink", "(x, tables, first_slice, num_slices, segments) -> v"),

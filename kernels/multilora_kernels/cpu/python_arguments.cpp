@@ -84,6 +84,30 @@ LayerStep layer_step_of(PyObject* object) {
   return step;
 }
 
+// Torch's sizes and strides lie wherever a tensor does: a step, which reads those of all weights, would wait for each of them.
+void take_shapes(std::initializer_list<Tensor*> tensors) {
+  for (Tensor* tensor : tensors) {
+    if (tensor->is_defined()) {
+      *tensor = tensor->with_own_shape();
+    }
+  }
+}
+
+void take_shapes(Panels& panels) {
+  take_shapes({&panels.data});
+  if (panels.scaling) {
+    take_shapes({&panels.scaling->scales, &panels.scaling->zeros});
+  }
+}
+
+void take_shapes(LayerWeights& weights) {
+  take_shapes({&weights.attention_norm, &weights.mlp_norm});
+  for (LayerLinear* linear : {&weights.qkv, &weights.o, &weights.gate_up, &weights.down}) {
+    take_shapes(linear->panels);
+    take_shapes({&linear->bias});
+  }
+}
+
 }  // namespace
 
 int64_t integer_of(PyObject* object) {
@@ -162,20 +186,30 @@ AttentionOptions attention_options_of(PyObject* object, int64_t head_dim) {
           optional_tensor_of(fields[2]), fields[3] == Py_True};
 }
 
-std::vector<Layer> layers_of(PyObject* object) {
-  MULTILORA_CHECK_TYPE(PyList_Check(object), "expected a list of layers, not ", type_name_of(object));
-  std::vector<Layer> layers;
-  const Py_ssize_t count = PyList_Size(object);
-  layers.reserve(count);
-  PyObject* step_before = nullptr;
-  for (Py_ssize_t i = 0; i < count; ++i) {
-    const Fields fields(PyList_GetItem(object, i), 4, "a layer, its keys and values, and a step");
-    // Most layers of a step share one.
-    const LayerStep step = fields[3] == step_before ? layers.back().step : layer_step_of(fields[3]);
-    step_before = fields[3];
-    layers.push_back({layer_weights_of(fields[0]), tensor_of(fields[1]), tensor_of(fields[2]), step});
+std::vector<LayerStep> layer_steps_of(PyObject* object) {
+  MULTILORA_CHECK_TYPE(PyTuple_Check(object), "expected a tuple of steps, not ", type_name_of(object));
+  std::vector<LayerStep> steps;
+  for (Py_ssize_t i = 0; i < PyTuple_Size(object); ++i) {
+    steps.push_back(layer_step_of(PyTuple_GetItem(object, i)));
   }
-  return layers;
+  return steps;
+}
+
+Decoder decoder_of(PyObject* layers, PyObject* head) {
+  MULTILORA_CHECK_TYPE(PyTuple_Check(layers), "expected a tuple of layers, not ", type_name_of(layers));
+  Decoder decoder;
+  for (Py_ssize_t i = 0; i < PyTuple_Size(layers); ++i) {
+    const Fields fields(PyTuple_GetItem(layers, i), 2, "a layer and the place of its step");
+    decoder.layers.push_back({layer_weights_of(fields[0]), integer_of(fields[1])});
+    take_shapes(decoder.layers.back().weights);
+  }
+  if (head != Py_None) {
+    const Fields fields(head, 4, "PackedHead");
+    decoder.head.emplace(Head{tensor_of(fields[0]), number_of(fields[1]), panels_of(fields[2]), integer_of(fields[3])});
+    take_shapes({&decoder.head->norm});
+    take_shapes(decoder.head->panels);
+  }
+  return decoder;
 }
 
 }  // namespace multilora

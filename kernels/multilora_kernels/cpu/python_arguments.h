@@ -36,6 +36,8 @@ void forget_tuples();
 Sequences sequences_of(PyObject* object);
 // head_dim: for the scale of options that have none.
 AttentionOptions attention_options_of(PyObject* object, int64_t head_dim);
-std::vector<Layer> layers_of(PyObject* object);
+std::vector<LayerStep> layer_steps_of(PyObject* object);
+// The tensors of these objects must stay as long as they are and where they are.
+Decoder decoder_of(PyObject* layers, PyObject* head);
 
 }  // namespace multilora

@@ -167,6 +167,16 @@ Tensor Tensor::empty(Integers sizes, DType dtype) {
   return tensor;
 }
 
+Tensor Tensor::with_own_shape() const {
+  MULTILORA_CHECK(dim_ <= kMostDims, "a shape of ", sizes());
+  auto memory = std::make_shared<Memory>();
+  std::copy_n(sizes_, dim_, memory->sizes.begin());
+  std::copy_n(strides_, dim_, memory->strides.begin());
+  Tensor tensor(data_, dtype_, dim_, memory->sizes.data(), memory->strides.data());
+  tensor.memory_ = std::move(memory);
+  return tensor;
+}
+
 bool Tensor::is_contiguous() const {
   int64_t expected = 1;
   for (int64_t i = dim_ - 1; i >= 0; --i) {

@@ -79,6 +79,9 @@ class Tensor {
     return empty(Integers(sizes.begin(), sizes.size()), dtype);
   }
 
+  // The same view with sizes and strides of its own.
+  Tensor with_own_shape() const;
+
   bool is_defined() const { return sizes_ != nullptr; }
   int64_t dim() const { return dim_; }
   Integers sizes() const { return {sizes_, dim_}; }
