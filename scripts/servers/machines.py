@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-_NETWORK = "10.78.0"
+_NETWORKS = tuple(f"10.78.{number}" for number in range(256))
 _PREFIX_BITS = 24
 _FIRST_HOST = 10
 
@@ -33,15 +33,18 @@ class Machine:
 
 
 class Machines:
-    """Namespaces that end with the block. The caller's own network has the first address of their bridge. Raises
-    subprocess.CalledProcessError if the user may not make namespaces.
+    """Namespaces that end with the block. The caller's own network has the first address of their bridge.
+
+    Their addresses are of the first network that no interface here has: another run may have one, and a killed one
+    leaves its bridge behind. Raises subprocess.CalledProcessError if the user may not make namespaces.
     """
 
     def __init__(self, number: int) -> None:
         self._number = number
         self._name = f"ml{os.getpid() % 100_000}"
         self._resources = ExitStack()
-        self.own_address = f"{_NETWORK}.1"
+        self._network = _free_network()
+        self.own_address = f"{self._network}.1"
         self.all: list[Machine] = []
 
     def __enter__(self) -> Self:
@@ -60,7 +63,7 @@ class Machines:
         self._resources.close()
 
     def _make(self, number: int, bridge: str, resources: ExitStack) -> Machine:
-        name, address = f"{self._name}m{number}", f"{_NETWORK}.{_FIRST_HOST + number}"
+        name, address = f"{self._name}m{number}", f"{self._network}.{_FIRST_HOST + number}"
         cable, inside = f"{name}o", f"{name}i"
         _ip("netns", "add", name)
         resources.callback(_ip, "netns", "del", name)
@@ -83,5 +86,13 @@ def can_make_machines() -> bool:
         return False
 
 
-def _ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True)
+def _free_network() -> str:
+    taken = _ip("-oneline", "address", "show", "to", f"{_NETWORKS[0]}.0/16")
+    free = [network for network in _NETWORKS if f" {network}." not in taken]
+    if not free:
+        raise RuntimeError(f"all networks of {_NETWORKS[0]}.0/16 are taken: delete the bridges that other runs left")
+    return free[0]
+
+
+def _ip(*arguments: str) -> str:
+    return subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True).stdout
