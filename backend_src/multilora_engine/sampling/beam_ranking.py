@@ -9,6 +9,7 @@ from multilora_engine.engine.sequence import Sequence
 from multilora_engine.execution.transfer import to_device
 
 
+@torch.inference_mode()
 def rank_continuations(logits: torch.Tensor, beams: list[Sequence]) -> list[Continuations]:
     """The likeliest continuations of each beam, of any number of searches.
 

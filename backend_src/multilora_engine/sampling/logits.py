@@ -42,6 +42,8 @@ def adjust_logits(
     Bans come last: before them, penalties could make a forbidden token possible again. tokens: None where the host
     knows all of them.
     """
+    if not any(map(_is_adjusted, sequences)):
+        return []
     _add_bias(logits, sequences)
     rows = list(enumerate(sequences))
     of_beams = [(row, sequence) for row, sequence in rows if tokens is None or sequence.search is not None]
@@ -152,6 +154,12 @@ def _adjust_on_device(
         penalise_tokens(logits, tokens.counts.counts, places, tokens.last_token_ids, bits.view(torch.float64))
     forbid_tokens(logits, bans_on_device, tokens.last_token_ids)
     return {row for row, _ in restricted}
+
+
+def _is_adjusted(sequence: Sequence) -> bool:
+    """Whether anything may change the logits of a sequence."""
+    is_biased = sequence.bias is not None or sequence.guide is not None
+    return is_biased or _is_penalised(sequence.request.sampling) or _may_have_bans(sequence)
 
 
 def _is_penalised(sampling: SamplingParams) -> bool:

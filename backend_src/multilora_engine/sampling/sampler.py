@@ -69,19 +69,19 @@ class Choice:
         self._restricted = adjust_logits(logits, sequences, end_token_ids, tokens)
         self.token_ids = _choose(logits, sequences, tokens)
         # The probes with the tokens, since the logits may be another step's when these are read.
-        self._on_host = FromDevice(self.token_ids, _probe(logits, self.token_ids))
+        probes = () if _sees_no_overflow(logits, self.token_ids) else (_probe(logits, self.token_ids),)
+        self._on_host = FromDevice(self.token_ids, *probes)
         self._log_probs = None
         if log_probs is not None and scored_rows is not None:
             self._log_probs = _LogProbs(scored, log_probs, _rows(self.token_ids, scored_rows), sequences)
 
-    @torch.inference_mode()
     def read(self) -> list[SampledToken]:
         """The tokens, in the order of the sequences. Waits for the device."""
-        token_ids, probes = (values.numpy() for values in self._on_host.wait())
+        token_ids, *probes = self._on_host.wait()
         tokens = [SampledToken(token_id) for token_id in token_ids.tolist()]
         if self._log_probs is not None:
             self._log_probs.add_to(tokens)
-        dead = {row for row in self._restricted if probes[row, 0] == -math.inf}
+        dead, overflown = self._failed(probes[0].numpy()) if probes else (set(), set())
         for row in dead:
             tokens[row] = SampledToken(None)
         if beams := [row for row, sequence in enumerate(self.sequences) if sequence.search is not None]:
@@ -92,9 +92,14 @@ class Choice:
             rows, logits = self._kept
             for row, values in zip(rows, logits.wait()[0].numpy(), strict=True):
                 tokens[row] = msgspec.structs.replace(tokens[row], logits=values.tobytes())
-        for row in _overflown(probes) - dead:
+        for row in overflown:
             tokens[row] = SampledToken(None, is_finite=False)
         return tokens
+
+    def _failed(self, probes: NDArray[np.float32]) -> tuple[set[int], set[int]]:
+        """The rows whose requests have forbidden every token, and those whose numbers overflowed."""
+        dead = {row for row in self._restricted if probes[row, 0] == -math.inf}
+        return dead, _overflown(probes) - dead
 
 
 class _LogProbs:
@@ -155,6 +160,15 @@ def _most_probable(logits: torch.Tensor) -> torch.Tensor:
         return logits.argmax(dim=-1)
     # The same as torch's, in a tenth of the time: 0.1 instead of 1.1 ms for 16 rows of 49,152 tokens on AVX2.
     return torch.from_numpy(logits.numpy().argmax(axis=-1))
+
+
+def _sees_no_overflow(logits: torch.Tensor, token_ids: torch.Tensor) -> bool:
+    """Whether the logits of the chosen tokens are on the host, finite and not zero: then nothing is left to probe."""
+    if logits.is_cuda:
+        return False
+    rows = logits.numpy()
+    chosen = [rows.item(row, token_id) for row, token_id in enumerate(token_ids.tolist())]
+    return all(map(math.isfinite, chosen)) and all(chosen)
 
 
 def _probe(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:

@@ -189,3 +189,19 @@ def test_a_request_that_forbids_every_token_gets_none_and_its_neighbour_its_own(
     rows = [sequence(SamplingParams(9, top_k=top_k, bad_token_sequences=everything)), sequence(SamplingParams(9))]
     scores = logits(2)
     assert choose(scores.clone(), rows) == [None, int(scores[1].argmax())]
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("top_k", [0, 1])
+def test_numbers_that_overflowed_are_told_of_in_their_own_rows_only(top_k: int) -> None:
+    """NaN, an infinity and nothing but zeros; neither a largest logit that is zero nor a request that forbids all."""
+    everything = tuple((token_id,) for token_id in range(VOCAB))
+    rows = [sequence(SamplingParams(9, top_k=top_k, seed=row)) for row in range(6)]
+    rows[5] = sequence(SamplingParams(9, top_k=top_k, bad_token_sequences=everything))
+    scores = logits(len(rows))
+    scores[1, 7], scores[2, 8], scores[3] = torch.nan, torch.inf, 0.0
+    scores[4] = -100.0
+    scores[4, 9] = 0.0
+    tokens = Choice(scores, rows, ()).read()
+    assert [token.is_finite for token in tokens] == [True, False, False, False, True, True]
+    assert [token.token_id for token in tokens[4:]] == [9, None]
