@@ -48,6 +48,11 @@ class BlockTable:
         """[length] int64; valid until the table changes."""
         return self._ids[: self.length]
 
+    def slot(self, position: int, block_size: int) -> int:
+        """The place of a token's keys and values in the KV cache."""
+        assert position < self.length * block_size
+        return self._ids.item(position // block_size) * block_size + position % block_size
+
     def extend(self, blocks: BlockIds) -> None:
         """Append blocks."""
         length = self.length + len(blocks)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from itertools import chain
+from itertools import accumulate, chain
 
 import numpy as np
 import torch
@@ -78,11 +78,13 @@ class ModelRunner:
         forward = partial(self._forward_scored, step) if scores_prompts(step) else self._forward
         logits = forward(batch, on_layer)
         sampled = [scheduled.sequence for scheduled in step if scheduled.is_sampled]
-        _keep_context_logits(step, logits[len(sampled) :])
+        if logits.shape[0] > len(sampled):
+            _keep_context_logits(step, logits[len(sampled) :])
+            logits = logits[: len(sampled)]
         tokens = None
         if self._counts is not None:
             tokens = DeviceTokens(self._counts, batch.input_ids, batch.logits_indices[: len(sampled)])
-        return Choice(logits[: len(sampled)], sampled, self._model.config.end_token_ids, tokens)
+        return Choice(logits, sampled, self._model.config.end_token_ids, tokens)
 
     def _forward(self, batch: ForwardBatch, on_layer: Callable[[], None]) -> torch.Tensor:
         if self._graphs is not None and self._graphs.serves(batch):
@@ -114,46 +116,79 @@ class ModelRunner:
     def build_batch(self, step: list[ScheduledSequence], before: Choice | None = None) -> ForwardBatch:
         """The tensors of a step. `step`: the tokens of answers first, as scheduled. before: as for `launch`."""
         block_size = self._block_size
-        # NumPy, because a torch call on a handful of numbers takes several times as long.
-        lengths = np.array([scheduled.num_tokens for scheduled in step])
-        starts = np.array([scheduled.start for scheduled in step])
-        ends = lengths.cumsum()
-        positions = np.arange(ends[-1]) - np.repeat(ends - lengths - starts, lengths)
-        sequence_of_token = np.repeat(np.arange(len(step)), lengths)
+        query_lens = [scheduled.num_tokens for scheduled in step]
+        context_lens = [scheduled.start + scheduled.num_tokens for scheduled in step]
+        ends = list(accumulate(query_lens))
         block_tables = _block_tables(step)
-        if self._kv_memory is not None:
+        if self._kv_memory is not None and any(_begins_block(scheduled, block_size) for scheduled in step):
             self._kv_memory.note_use((int(block_tables.max()) + 1) * block_size)
-        slot_mapping = block_tables[sequence_of_token, positions // block_size] * block_size + positions % block_size
-        lora_indices = self._lora_indices(step)
+        # NumPy, because a torch call on a handful of numbers takes several times as long.
+        has_prompts = ends[-1] > len(step)
         arrays = {
-            "input_ids": _joined([_input_ids(scheduled) for scheduled in step]),
-            "positions": positions,
-            "slot_mapping": slot_mapping,
-            "num_keys": starts + lengths,
-            "query_starts": np.append(0, ends),
+            **(_tokens(step, block_tables, block_size) if has_prompts else _single_tokens(step, block_size)),
+            "num_keys": np.array(context_lens),
+            "query_starts": np.array([0, *ends]),
             "block_tables": block_tables,
-            "logits_indices": _logits_indices(step, ends.tolist()),
-            "lora_mapping": lora_indices[sequence_of_token],
-            "pending": _pending(step, before),
+            "logits_indices": _logits_indices(step, ends),
         }
+        lora_indices = self._lora_indices(step)
+        if any(index >= 0 for index in lora_indices):
+            arrays["lora_mapping"] = np.repeat(lora_indices, query_lens)
+        if any(scheduled.sequence.num_pending_tokens for scheduled in step):
+            arrays["pending"] = _pending(step, before)
         sent = dict(zip(arrays, arrays_to_device(list(arrays.values()), self._device), strict=True))
-        lora_mapping, (targets, sources) = sent.pop("lora_mapping"), sent.pop("pending")
-        if len(targets):
+        lora_mapping, pending = sent.pop("lora_mapping", None), sent.pop("pending", None)
+        if pending is not None:
             assert before is not None
+            targets, sources = pending
             sent["input_ids"][targets] = before.token_ids[sources]
         return ForwardBatch(
             **sent,
-            query_lens=lengths.tolist(),
-            context_lens=(starts + lengths).tolist(),
+            query_lens=query_lens,
+            context_lens=context_lens,
             num_decodes=sum(scheduled.is_decode for scheduled in step),
             block_size=block_size,
-            lora=TokenLoRAs(self._loras.tables, lora_mapping) if (lora_indices >= 0).any() else None,
+            lora=None if lora_mapping is None else TokenLoRAs(self._loras.tables, lora_mapping),
         )
 
-    def _lora_indices(self, step: list[ScheduledSequence]) -> NDArray[np.int64]:
+    def _lora_indices(self, step: list[ScheduledSequence]) -> list[int]:
         """Each sequence's row in the tables, -1 for the base model."""
         adapters = [scheduled.sequence.adapter for scheduled in step]
-        return np.array([-1 if adapter is None else self._loras.lora_index(adapter) for adapter in adapters])
+        return [-1 if adapter is None else self._loras.lora_index(adapter) for adapter in adapters]
+
+
+def _begins_block(scheduled: ScheduledSequence, block_size: int) -> bool:
+    """Whether any of the tokens is the first of a block."""
+    return -scheduled.start % block_size < scheduled.num_tokens
+
+
+def _single_tokens(step: list[ScheduledSequence], block_size: int) -> dict[str, NDArray[np.int64]]:
+    """`_tokens` where each sequence computes one, in plain Python.
+
+    On a CPU, the weights of the step before have driven NumPy's code out of the caches: each function takes 10 us.
+    """
+    slots = [scheduled.sequence.block_table.slot(scheduled.start, block_size) for scheduled in step]
+    return {
+        "input_ids": np.array([_input_ids(scheduled)[0] for scheduled in step]),
+        "positions": np.array([scheduled.start for scheduled in step]),
+        "slot_mapping": np.array(slots),
+    }
+
+
+def _tokens(
+    step: list[ScheduledSequence], block_tables: NDArray[np.int64], block_size: int
+) -> dict[str, NDArray[np.int64]]:
+    """The tokens of a step, and their places in their sequences and in the KV cache."""
+    lengths = np.array([scheduled.num_tokens for scheduled in step])
+    starts = np.array([scheduled.start for scheduled in step])
+    ends = lengths.cumsum()
+    positions = np.arange(ends[-1]) - np.repeat(ends - lengths - starts, lengths)
+    sequence_of_token = np.repeat(np.arange(len(step)), lengths)
+    return {
+        "input_ids": np.fromiter(chain.from_iterable(map(_input_ids, step)), np.int64),
+        "positions": positions,
+        "slot_mapping": block_tables[sequence_of_token, positions // block_size] * block_size + positions % block_size,
+    }
 
 
 def _input_ids(scheduled: ScheduledSequence) -> list[int]:
@@ -164,8 +199,6 @@ def _pending(step: list[ScheduledSequence], before: Choice | None) -> NDArray[np
     """[2, n]: the rows whose tokens are known to the device only, and the place of each in the choice `before`."""
     # A pending token is the only one that its sequence computes, and such sequences come first: row i is theirs.
     rows = [row for row, scheduled in enumerate(step) if scheduled.sequence.num_pending_tokens]
-    if not rows:
-        return np.empty((2, 0), np.int64)
     assert before is not None
     assert all(step[row].is_decode for row in rows)
     places = {sequence: place for place, sequence in enumerate(before.sequences)}
@@ -188,8 +221,6 @@ def _logits_indices(step: list[ScheduledSequence], ends: list[int]) -> NDArray[n
 
 def _keep_context_logits(step: list[ScheduledSequence], logits: torch.Tensor) -> None:
     """logits: the rows of all `context_positions` of a step."""
-    if not len(logits):
-        return
     rows, end = logits.cpu().numpy(), 0
     for scheduled in step:
         if num_rows := len(scheduled.context_positions):
@@ -200,12 +231,8 @@ def _keep_context_logits(step: list[ScheduledSequence], logits: torch.Tensor) ->
 def _block_tables(step: list[ScheduledSequence]) -> NDArray[np.int64]:
     """[num_seqs, longest table], padded with -1."""
     rows = [scheduled.sequence.block_table for scheduled in step]
-    tables = np.full((len(rows), max([row.length for row in rows])), -1)
+    tables = np.empty((len(rows), max([row.length for row in rows])), np.int64)
+    tables.fill(-1)
     for i, row in enumerate(rows):
         tables[i, : row.length] = row.ids
     return tables
-
-
-def _joined(lists: list[list[int]]) -> NDArray[np.int64]:
-    """One after the other."""
-    return np.fromiter(chain.from_iterable(lists), np.int64)
