@@ -82,16 +82,10 @@ class PromptTime:
 
 @dataclass(frozen=True)
 class Decodes:
-    """The running answers that get a token in a step.
-
-    within: the answers of clients within their shares. target_s: of the step; None if it may take any time.
-    patient_target_s: the target that the step would have without one in seconds.
-    """
+    """The running answers that get a token in a step. within: the answers of clients within their shares."""
 
     sequences: list[Sequence]
     within: list[Sequence]
-    target_s: float | None = None
-    patient_target_s: float = 0.0
 
 
 class Pace:
@@ -133,36 +127,33 @@ class Pace:
         if work is not None:
             self.cost.observe(work, seconds)
 
-    def choose(self, decoding: list[Sequence], is_shared: bool = False, burst: Iterable[Sequence] = ()) -> Decodes:
-        """The answers that get a token in the next step.
-
-        decoding: all that could. is_shared: whether several clients have sequences that run or wait. burst: prompts of
-        the only client that came before its running answers began.
-        """
-        if self._target_s == 0 or not decoding or not self.cost.is_known:
+    def choose(self, decoding: list[Sequence]) -> Decodes:
+        """The answers that get a token in the next step. decoding: all that could."""
+        over = _clients_over_their_share(decoding) if self._is_limited(decoding) else set()
+        if not over:
+            # No time is asked for, which a step of nothing but answers need not pay for.
             return Decodes(decoding, decoding)
-        over = _clients_over_their_share(decoding)
         within = [s for s in decoding if s.request.sender.name not in over]
         within_s = self._seconds(within)
-        if over or is_shared:
-            patient_target_s = _SHARED_TARGET_MULTIPLE * within_s
-        else:
-            burst_target_s = _BURST_TARGET_MULTIPLE * self._seconds([*within, *burst])
-            patient_target_s = max(_TARGET_MULTIPLE * within_s, burst_target_s)
-        target_s = patient_target_s if self._target_s is None else self._target_s
-        if over:
-            spare_s = max(0.0, target_s - within_s - self._interruption_s)
-            decoding = self._turns(decoding, over, spare_s / 2)
-        return Decodes(decoding, within, target_s, patient_target_s)
+        target_s = _SHARED_TARGET_MULTIPLE * within_s if self._target_s is None else self._target_s
+        spare_s = max(0.0, target_s - within_s - self._interruption_s)
+        return Decodes(self._turns(decoding, over, spare_s / 2), within)
 
-    def prompt_time(self, decodes: Decodes, has_late: bool = False) -> PromptTime:
-        """The time for prompts in a step with these answers. has_late: whether any prompt has waited too long; then the
-        step may take as long as without a target in seconds."""
-        if decodes.target_s is None:
+    def prompt_time(
+        self, decodes: Decodes, is_shared: bool = False, burst: Iterable[Sequence] = (), has_late: bool = False
+    ) -> PromptTime:
+        """The time for prompts in a step with these answers.
+
+        is_shared: whether several clients have sequences that run or wait. burst: prompts of the only client that came
+        before its running answers began. has_late: whether any prompt has waited too long; then the step may take as
+        long as without a target in seconds.
+        """
+        if not self._is_limited(decodes.sequences):
             return PromptTime()
-        target_s = decodes.target_s
+        patient_target_s = self._patient_target_s(decodes.within, is_shared, burst)
+        target_s = patient_target_s if self._target_s is None else self._target_s
         if has_late:
-            target_s = max(target_s, decodes.patient_target_s)
+            target_s = max(target_s, patient_target_s)
         decode_s = self._seconds(decodes.sequences)
         share_s = decode_s * _PROMPT_SHARE / (1 - _PROMPT_SHARE)
         first_s = self.cost.seconds_added(StepWork(has_prompts=1))
@@ -170,6 +161,17 @@ class Pace:
         left_s = target_s - decode_s - first_s - self._interruption_s
         self._prompt_time = PromptTime(max(left_s, share_s), self.cost)
         return self._prompt_time
+
+    def _is_limited(self, answers: list[Sequence]) -> bool:
+        """Whether a step with these answers may not take any time."""
+        return self._target_s != 0 and bool(answers) and self.cost.is_known
+
+    def _patient_target_s(self, within: list[Sequence], is_shared: bool, burst: Iterable[Sequence]) -> float:
+        """The target that a step has without one in seconds."""
+        within_s = self._seconds(within)
+        if is_shared:
+            return _SHARED_TARGET_MULTIPLE * within_s
+        return max(_TARGET_MULTIPLE * within_s, _BURST_TARGET_MULTIPLE * self._seconds([*within, *burst]))
 
     def _turns(self, decoding: list[Sequence], over: set[str], spare_s: float) -> list[Sequence]:
         """All answers but some of the clients `over` their shares: of these, the longest waiting get a token, as

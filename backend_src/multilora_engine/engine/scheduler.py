@@ -168,13 +168,13 @@ class Scheduler:
         prompts: list[Sequence] = []
         for sequence in self._running:
             (prompts if sequence.num_tokens - sequence.num_computed_tokens > 1 else decoding).append(sequence)
-        is_shared = bool(decoding) and self._queue.has_others(decoding[0])
-        burst = [] if is_shared else self._waits.burst(decoding, self._max_num_seqs)
-        decodes = self._pace.choose(decoding, is_shared, burst)
+        decodes = self._pace.choose(decoding)
+        if prompts or len(self._queue):
+            is_shared = bool(decoding) and self._queue.has_others(decoding[0])
+            burst = [] if is_shared else self._waits.burst(decoding, self._max_num_seqs)
+            step.prompt_time = self._pace.prompt_time(decodes, is_shared, burst, self._waits.has_late)
         for sequence in decodes.sequences:
             self._continue(sequence, _shares(sequence, step.budget), step)
-        if prompts or len(self._queue):
-            step.prompt_time = self._pace.prompt_time(decodes, self._waits.has_late)
         return step, prompts
 
     def _schedule_prompts(self, step: Step, prompts: list[Sequence], may_admit: bool) -> None:

@@ -105,19 +105,20 @@ def test_a_client_over_its_share_takes_turns_so_that_the_others_need_not_wait_fo
 def test_prompts_get_less_beside_answers_of_another_client() -> None:
     paced = known_pace(None)
     # 2 x 21 ms less 21 ms of the answer.
-    assert prompt_tokens(paced.prompt_time(paced.choose([sequence("a")], is_shared=True)), sequence("b")) == 42
+    assert prompt_tokens(paced.prompt_time(paced.choose([sequence("a")]), is_shared=True), sequence("b")) == 42
     exact = known_pace(0.060)
-    time = exact.prompt_time(exact.choose([sequence("a")], is_shared=True))
+    time = exact.prompt_time(exact.choose([sequence("a")]), is_shared=True)
     assert prompt_tokens(time, sequence("b")) == pytest.approx(78, abs=1)
 
 
 def test_prompts_of_a_burst_count_as_answers_unless_other_clients_have_work() -> None:
     paced, answers, burst = known_pace(None), [sequence()], [sequence() for _ in range(15)]
     # 2 x 36 ms, which sixteen answers will take, less the 21 ms of the one that has begun.
-    assert prompt_tokens(paced.prompt_time(paced.choose(answers, burst=burst)), sequence()) == pytest.approx(102, abs=1)
-    assert prompt_tokens(paced.prompt_time(paced.choose(answers, is_shared=True, burst=burst)), sequence()) == 42
+    decodes = paced.choose(answers)
+    assert prompt_tokens(paced.prompt_time(decodes, burst=burst), sequence()) == pytest.approx(102, abs=1)
+    assert prompt_tokens(paced.prompt_time(decodes, is_shared=True, burst=burst), sequence()) == 42
     exact = known_pace(0.060)
-    assert prompt_tokens(exact.prompt_time(exact.choose(answers, burst=burst)), sequence()) == pytest.approx(78, abs=1)
+    assert prompt_tokens(exact.prompt_time(exact.choose(answers), burst=burst), sequence()) == pytest.approx(78, abs=1)
 
 
 def test_a_share_goes_by_weight() -> None:
@@ -158,7 +159,7 @@ def test_late_prompts_get_as_much_as_without_a_target_in_seconds_and_no_more() -
     cases = ((0.010, False, 63), (0.060, False, 78), (None, False, 63), (0.010, True, 42), (None, True, 42))
     for target_s, is_shared, num_tokens in cases:
         paced = known_pace(target_s)
-        time = paced.prompt_time(paced.choose([sequence()], is_shared), has_late=True)
+        time = paced.prompt_time(paced.choose([sequence()]), is_shared, has_late=True)
         assert prompt_tokens(time, sequence()) == pytest.approx(num_tokens, abs=1)
 
 
