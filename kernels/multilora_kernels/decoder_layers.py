@@ -76,9 +76,9 @@ class PackedHead(NamedTuple):
 
 
 class PackedDecoder:
-    """Layers, each with the place of its `LayerStep` among those of a step, and the head. None: the caller's.
+    """The weights of a decoder, read once for all steps. They must stay where they are.
 
-    Its tensors must stay where they are.
+    layers: each with the place of its `LayerStep` among those of a step. head: None for `decoder_layers` alone.
     """
 
     def __init__(self, layers: Sequence[tuple[PackedLayer, int]], head: PackedHead | None = None) -> None:

@@ -131,7 +131,7 @@ class Pace:
         """The answers that get a token in the next step. decoding: all that could."""
         over = _clients_over_their_share(decoding) if self._is_limited(decoding) else set()
         if not over:
-            # No time is asked for, which a step of nothing but answers need not pay for.
+            # Only prompts ask for times then: a step of nothing but answers computes none.
             return Decodes(decoding, decoding)
         within = [s for s in decoding if s.request.sender.name not in over]
         within_s = self._seconds(within)
@@ -163,7 +163,7 @@ class Pace:
         return self._prompt_time
 
     def _is_limited(self, answers: list[Sequence]) -> bool:
-        """Whether a step with these answers may not take any time."""
+        """Whether the time of a step with these answers is limited."""
         return self._target_s != 0 and bool(answers) and self.cost.is_known
 
     def _patient_target_s(self, within: list[Sequence], is_shared: bool, burst: Iterable[Sequence]) -> float:
