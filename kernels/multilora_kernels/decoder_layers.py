@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from multilora_kernels.attention import PagedSequences
-from multilora_kernels.cpu import decoder_layers_directly, decoder_logits_directly, read_decoder
+from multilora_kernels.cpu import decoder_directly, read_decoder
 from multilora_kernels.linear import PackedWeight
 from multilora_kernels.panels import Panels
 from multilora_kernels.quantized import QuantizedWeight
@@ -124,7 +124,7 @@ def decoder_layers(
     """
     if decoder.read is None or torch.compiler.is_dynamo_compiling():
         return None
-    return decoder_layers_directly(decoder.read, steps, *cache, on_layer, x, update)
+    return decoder_directly("decoder_layers", decoder.read, steps, *cache, on_layer, x, update)  # type: ignore[no-any-return]
 
 
 def decoder_logits(
@@ -144,7 +144,7 @@ def decoder_logits(
     assert decoder.has_head
     if decoder.read is None or torch.compiler.is_dynamo_compiling():
         return None
-    return decoder_logits_directly(decoder.read, steps, *cache, on_layer, x, rows)
+    return decoder_directly("decoder_logits", decoder.read, steps, *cache, on_layer, x, rows)  # type: ignore[no-any-return]
 
 
 def _panels(weight: PackedWeight | QuantizedWeight) -> Panels:

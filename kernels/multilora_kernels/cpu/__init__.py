@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, Literal
 
@@ -169,35 +169,12 @@ def read_decoder(layers: tuple[object, ...], head: object) -> object | None:
     return None if library is None else library.read_decoder(layers, head)
 
 
-def decoder_layers_directly(
-    decoder: object,
-    steps: tuple[object, ...],
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    on_layer: Callable[[], object],
-    x: torch.Tensor,
-    update: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Whole layers; None where their operators are needed one by one: see `apply_directly`.
+def decoder_directly(name: Literal["decoder_layers", "decoder_logits"], decoder: object, *arguments: object) -> Any:
+    """A function of `decoder_layers.py`; None where its operators are needed one by one: see `apply_directly`.
 
-    decoder: of `read_decoder`. steps: its `LayerStep`s.
+    decoder: of `read_decoder`. arguments: steps, keys, values, on_layer, x, and update or rows.
     """
-    step = (steps, keys, values, on_layer)
-    return _compiled().decoder_layers(decoder, *step, x, update)  # type: ignore[no-any-return]
-
-
-def decoder_logits_directly(
-    decoder: object,
-    steps: tuple[object, ...],
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    on_layer: Callable[[], object],
-    x: torch.Tensor,
-    rows: torch.Tensor | None,
-) -> torch.Tensor | None:
-    """The same with the head."""
-    step = (steps, keys, values, on_layer)
-    return _compiled().decoder_logits(decoder, *step, x, rows)  # type: ignore[no-any-return]
+    return getattr(_compiled(), name)(decoder, *arguments)
 
 
 def quantize_compiled(matrix: Literal["a", "b"], values: torch.Tensor, arena: torch.dtype) -> torch.Tensor | None:
