@@ -19,6 +19,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "cache_lines.h"
 #include "target.h"
 #include "work.h"
 
@@ -217,7 +218,7 @@ class Panel {
 
   static void fetch_tile(const char* tile) {
     for (int64_t line = 0; line < kTileBytes; line += kRowBytes) {
-      __builtin_prefetch(tile + line, 0, 2);
+      fetch_line(tile + line);
     }
   }
 

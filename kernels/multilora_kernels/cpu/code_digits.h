@@ -23,7 +23,7 @@ namespace multilora {
 namespace {
 
 // Bytes of codes that are requested ahead of those in use.
-constexpr int64_t kCodesAhead = 2048;
+constexpr int64_t kCodesAhead = 4096;
 // Bytes of the integers that make one product of a lane with its neighbours: four bytes, or two words.
 constexpr int64_t kItemBytes = 4;
 // The most bytes of codes of a block, as they are multiplied: they stay in the L1 cache while every row uses them.

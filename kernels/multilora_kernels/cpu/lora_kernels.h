@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "cache_lines.h"
 #include "storage.h"
 #include "work.h"
 
@@ -19,11 +20,7 @@ namespace {
 
 // Adapters come from memory once per step, in pieces too short for the hardware's prefetchers: every kernel requests weights
 // itself, this number of bytes before it reads them. Memory answers in a hundred to two hundred nanoseconds.
-constexpr int64_t kCacheLine = 64;
 constexpr int64_t kAheadBytes = 12288;
-
-// Into the L2 cache: the L1 cache waits for too few lines at a time to keep memory busy.
-inline void fetch_line(const void* line) { __builtin_prefetch(line, 0, 2); }
 
 // The order in which a thread reads memory: some weights up to `end`, then about as many bytes from `next` on.
 struct ReadingOrder {

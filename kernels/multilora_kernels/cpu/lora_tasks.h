@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "apply.h"
+#include "cache_lines.h"
 #include "checks.h"
 #include "lora_codes.h"
 #include "lora_quantize.h"
@@ -87,7 +88,7 @@ struct Columns {
   Columns(const Tensor& table, int64_t first) : data(table.data<T>()), num_slices(table.size(1)), first_slice(first) {}
   bool has(int64_t slice) const { return first_slice + slice < num_slices; }
   int64_t at(int64_t lora_index, int64_t slice) const { return data[lora_index * num_slices + first_slice + slice]; }
-  void fetch(int64_t lora_index) const { __builtin_prefetch(data + lora_index * num_slices + first_slice); }
+  void fetch(int64_t lora_index) const { fetch_line(data + lora_index * num_slices + first_slice); }
 };
 
 struct Weights {

@@ -10,12 +10,12 @@
 #include <new>
 #include <type_traits>
 
+#include "cache_lines.h"
 #include "turns.h"
 
 namespace multilora {
 namespace {
 
-constexpr int64_t kCacheLine = 64;
 // Elements that are worth a thread.
 constexpr int64_t kGrainElements = 1 << 15;
 
