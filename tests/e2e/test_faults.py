@@ -75,7 +75,8 @@ def test_sigterm_lets_what_is_in_flight_end_even_an_ensemble(scene: Scene, log: 
         answer = (first + stream.read()).decode()
         assert status.result() == 0
     assert answer.count(f"<{BASE_TOKEN}>") == NUM_TOKENS
-    assert re.search(r"no more requests are taken, 1 are in flight", log.read_text())
+    # The second may be the canary's.
+    assert re.search(r"no more requests are taken, [12] are in flight", log.read_text())
 
 
 def wait_for_pending(wanted: signal.Signals, process: psutil.Process) -> None:

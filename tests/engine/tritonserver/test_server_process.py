@@ -40,10 +40,10 @@ def shared_memory_of(token: str) -> list[Path]:
 
 def processes_of(token: str) -> list[int]:
     found = []
-    for environ in Path("/proc").glob("[0-9]*/environ"):
-        with suppress(OSError):
-            if f"MULTILORA_SERVER={token}".encode() in environ.read_bytes():
-                found.append(int(environ.parent.name))
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get("MULTILORA_SERVER") == token:
+                found.append(process.pid)
     return found
 
 
