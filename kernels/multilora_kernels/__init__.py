@@ -5,16 +5,16 @@ Public: `LoRATables` (where every adapter's weights lie), `LoRASegments` and `lo
 which adapter, built once per step), `lora_shrink` and `lora_expand` (one call each per fused linear), `lora_apply`
 (both in one), `lora_linear` (the base linear with them); `PackedWeight`, `packed_linear` and `packed_embedding` (the
 base model's weights and their use), `activation_dtype` (of their inputs), `HugePages` (where they lie) and
-`MemoryAhead` (takes that memory ahead of its use);
-`QuantizedWeight` of a `CodeType`, `quantized_linear`, `quantized_lora_linear` and `quantized_embedding` (the same for
-weights of 4 and 8 bits); `paged_attention` over `PagedSequences` with `AttentionOptions` where `has_paged_attention`,
-and `rotary_attention` (with the steps before it); `store_rows` (alone); `kv_row_size`, `kv_head_dim` and `load_rows`
-(of the cache, which may be in codes of 8 bits); `add_rms_norm`, `add_layer_norm`, `silu_mul`, `gelu_tanh_mul` and
-`gelu_tanh` (the work between linears); `decoder_layers` and `decoder_logits` (all of these in one call, for a
-`PackedDecoder` of `PackedLayer`s of `PackedLayerLinear`s and a `PackedHead`, by `LayerStep`s); `sample_tokens` by
-`SamplingRule`s, behind `penalise_tokens` and `forbid_tokens`, within `LARGEST_LOGIT`; `fill_step_inputs` (`StepInputs`
-of a captured graph); `load_cpu_kernels` (builds the CPU operators ahead of their first use) and `forget_adapters` (lets
-go of the last call's).
+`MemoryAhead` (takes that memory ahead of its use); `QuantizedWeight` of a `CodeType`, `quantized_linear`,
+`quantized_lora_linear` and `quantized_embedding` (the same for weights of 4 and 8 bits); `paged_attention` over
+`PagedSequences` with `AttentionOptions` where `has_paged_attention`, and `rotary_attention` (with the steps before it),
+by `rotary_angles`; `store_rows` (alone); `kv_row_size`, `kv_head_dim` and `load_rows` (of the cache, which may be in
+codes of 8 bits); `add_rms_norm`, `add_layer_norm`, `silu_mul`, `gelu_tanh_mul` and `gelu_tanh` (the work between
+linears); `decoder_layers` and `decoder_logits` (all of these in one call, for a `PackedDecoder` of `PackedLayer`s of
+`PackedLayerLinear`s and a `PackedHead`, by `LayerStep`s); `sample_tokens` by `SamplingRule`s, or the `most_probable`
+ones, behind `penalise_tokens` and `forbid_tokens`, within `LARGEST_LOGIT`; `fill_step_inputs` (`StepInputs` of a
+captured graph); `load_cpu_kernels` (builds the CPU operators ahead of their first use) and `forget_adapters` (lets go
+of the last call's).
 """
 
 from multilora_kernels.apply import lora_apply
@@ -51,7 +51,8 @@ from multilora_kernels.quantized import (
     quantized_linear,
     quantized_lora_linear,
 )
-from multilora_kernels.sampling import SamplingRule, rule_parameters, sample_tokens
+from multilora_kernels.rotary_angles import rotary_angles
+from multilora_kernels.sampling import SamplingRule, most_probable, rule_parameters, sample_tokens
 from multilora_kernels.segments import LoRASegments
 from multilora_kernels.shrink import lora_shrink
 from multilora_kernels.step_inputs import StepInputs, fill_step_inputs
@@ -95,6 +96,7 @@ __all__ = [
     "lora_linear",
     "lora_segments",
     "lora_shrink",
+    "most_probable",
     "packed_embedding",
     "packed_linear",
     "paged_attention",
@@ -102,6 +104,7 @@ __all__ = [
     "quantized_embedding",
     "quantized_linear",
     "quantized_lora_linear",
+    "rotary_angles",
     "rotary_attention",
     "rule_parameters",
     "sample_tokens",

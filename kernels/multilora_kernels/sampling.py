@@ -10,14 +10,15 @@ fused multiply-adds may round a weight's last bit otherwise.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from multilora_kernels import operators
-from multilora_kernels.cpu import sample_tokens_directly
+from multilora_kernels.cpu import most_probable_directly, sample_tokens_directly
 from multilora_kernels.dispatch import load_operators
 from multilora_kernels.sampling_rule import SamplingRule
 
-__all__ = ["SamplingRule", "rule_parameters", "sample_tokens"]
+__all__ = ["SamplingRule", "most_probable", "rule_parameters", "sample_tokens"]
 
 
 def sample_tokens(logits: torch.Tensor, rules: list[SamplingRule] | torch.Tensor) -> torch.Tensor:
@@ -33,6 +34,21 @@ def sample_tokens(logits: torch.Tensor, rules: list[SamplingRule] | torch.Tensor
     if not logits.is_cuda and is_eager and (tokens := sample_tokens_directly(logits, parameters)) is not None:
         return tokens
     return operators.sample_tokens(logits, parameters)  # type: ignore[no-any-return]
+
+
+def most_probable(logits: torch.Tensor) -> tuple[torch.Tensor, bool]:
+    """The first token of each row with the largest logit, int64 [rows], and whether all of these logits are sound.
+
+    logits: float32 [rows, vocab], contiguous along a row, on the host. A NaN is larger than all numbers. A sound logit
+    is finite and not zero.
+    """
+    is_eager = not torch.compiler.is_dynamo_compiling()
+    if is_eager and (found := most_probable_directly(logits)) is not None:
+        return found
+    rows = logits.numpy()
+    token_ids = rows.argmax(axis=-1)
+    chosen = rows[np.arange(len(rows)), token_ids]
+    return torch.from_numpy(token_ids), bool(np.isfinite(chosen).all() and chosen.all())
 
 
 def rule_parameters(rules: list[SamplingRule], device: torch.device) -> torch.Tensor:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.logits import logits_of
 
-from multilora_kernels import SamplingRule, load_cpu_kernels, sample_tokens
+from multilora_kernels import SamplingRule, load_cpu_kernels, most_probable, sample_tokens
+from multilora_kernels.cpu import most_probable_directly
 
 TOLERANCE = 3e-5
 """Of probabilities before anything is left out: weights are float32."""
@@ -128,3 +131,57 @@ def test_sampling_reads_rows_that_lie_apart_and_refuses_what_is_no_row_each():
     for wrong in (logits[:3].double(), logits[:2], logits[:3].T, logits[0]):
         with pytest.raises(RuntimeError, match="must be float"):
             sample_tokens(wrong, rules)
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@given(
+    kind=st.sampled_from(["even", "flat", "usual", "tied"]),
+    vocab=st.sampled_from([1, 2, 7, 8, 37, 1023, 1024, 1025, 2051, 50_257]),
+    strange=st.lists(
+        st.tuples(
+            st.integers(0, 2), st.integers(0, 50_256), st.sampled_from([math.nan, math.inf, -math.inf, 0.0, -0.0])
+        ),
+        max_size=4,
+    ),
+    seed=st.integers(0, 3),
+)
+def test_the_most_probable_tokens_are_those_of_torch_and_told_to_be_unsound_if_any_is(kind, vocab, strange, seed):
+    assert load_cpu_kernels()
+    logits = logits_of(kind, 3, vocab, seed)
+    for row, token_id, value in strange:
+        logits[row, token_id % vocab] = value
+    wide = torch.full((3, vocab + 5), math.nan)
+    wide[:, :vocab] = logits
+    expected = logits.argmax(-1)
+    chosen = logits.gather(1, expected[:, None])
+    are_sound = bool(chosen.isfinite().all() and chosen.all())
+    for given_logits in (logits, wide[:, :vocab]):
+        token_ids, are_said_to_be = most_probable(given_logits)
+        assert torch.equal(token_ids, expected)
+        assert are_said_to_be is are_sound
+
+
+@pytest.mark.parametrize("logits", [torch.full((2, 1500), -math.inf), torch.zeros(2, 1500)], ids=["forbidden", "zeros"])
+def test_of_equally_probable_tokens_the_first_is_the_most_probable_one(logits):
+    token_ids, are_sound = most_probable(logits)
+    assert (token_ids.tolist(), are_sound) == ([0, 0], False)
+
+
+def test_the_most_probable_tokens_of_no_rows_are_none():
+    token_ids, are_sound = most_probable(torch.empty(0, 100))
+    assert (token_ids.shape, token_ids.dtype, are_sound) == ((0,), torch.int64, True)
+
+
+def test_numpy_finds_the_most_probable_tokens_where_nothing_is_compiled(monkeypatch):
+    logits = logits_of("usual", 5, 1000)
+    expected, are_sound = most_probable(logits)
+    monkeypatch.setattr("multilora_kernels.cpu._library", lambda: None)
+    token_ids, are_said_to_be = most_probable(logits)
+    assert torch.equal(token_ids, expected)
+    assert are_said_to_be is are_sound is True
+
+
+def test_logits_of_another_kind_are_refused():
+    for logits in (torch.zeros(3), torch.zeros(2, 3).double(), torch.zeros(3, 2).T, torch.zeros(2, 0)):
+        with pytest.raises(RuntimeError, match="logits must be float32"):
+            most_probable_directly(logits)

@@ -85,6 +85,8 @@ class FakeDevice(TorchDispatchMode):
 
         monkeypatch.setattr(interpreter, "IS_INTERPRETED", True)
         monkeypatch.setattr(JITFunction, "run", launch)
+        # As for logits that are not on the host.
+        monkeypatch.setattr(sampler, "most_probable", lambda logits: (logits.argmax(dim=-1), False))
         monkeypatch.setattr(sampler, "_sees_no_overflow", lambda logits, token_ids: False)
         # Kernels that do not run leave any numbers behind.
         monkeypatch.setattr(sampler, "_overflown", lambda probes: set())

@@ -18,6 +18,7 @@ import torch
 from multilora_engine.execution.forward_batch import ForwardBatch
 from multilora_engine.execution.transfer import to_device
 from multilora_engine.models.rope_config import Rope
+from multilora_kernels import rotary_angles
 
 
 @dataclass(frozen=True)
@@ -78,21 +79,28 @@ class RotaryEmbedding:
 
     def rotation(self, batch: ForwardBatch, dtype: torch.dtype) -> Rotation:
         """The angles of the batch's tokens, in the type of the queries and keys."""
-        frequencies = self._frequencies
-        if self._is_dynamic:
-            frequencies = self._of_pairs(self._dynamic_frequencies(batch))[:, None]
-        # An integer times a float32 is a product of float32, without a conversion before it.
-        angles = batch.positions.view(-1, 1, 1) * frequencies
-        if self._scale == 1.0 and dtype != angles.dtype:
+        if self._scale == 1.0 and dtype != torch.float32:
             # A GPU rounds as it stores, in the same launch.
+            angles = self._angles(batch)
             cos, sin = (angles.new_empty(angles.shape, dtype=dtype) for _ in range(2))
             torch.cos(angles, out=cos)
             torch.sin(angles, out=sin)
-        else:
+        elif self._is_dynamic:
+            angles = self._angles(batch)
             cos, sin = angles.cos(), angles.sin()
-            if self._scale != 1.0:
-                cos, sin = ((part * self._scale).to(dtype) for part in (cos, sin))
+        else:
+            cos, sin = rotary_angles(batch.positions, self._frequencies)
+        if self._scale != 1.0:
+            cos, sin = ((part * self._scale).to(dtype) for part in (cos, sin))
         return Rotation(cos, sin, self._rope.is_interleaved)
+
+    def _angles(self, batch: ForwardBatch) -> torch.Tensor:
+        """[num_tokens, 1, rotary_dim]"""
+        frequencies = (
+            self._of_pairs(self._dynamic_frequencies(batch))[:, None] if self._is_dynamic else self._frequencies
+        )
+        # An integer times a float32 is a product of float32, without a conversion before it.
+        return batch.positions.view(-1, 1, 1) * frequencies
 
     def _dynamic_frequencies(self, batch: ForwardBatch) -> torch.Tensor:
         """[num_tokens, rotary_dim / 2]: each token by the context length of its sequence."""

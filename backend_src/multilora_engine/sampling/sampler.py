@@ -16,7 +16,7 @@ from multilora_engine.request import TokenLogProb
 from multilora_engine.sampling.beam_ranking import rank_continuations
 from multilora_engine.sampling.logits import adjust_logits
 from multilora_engine.sampling.token_counts import DeviceTokens
-from multilora_kernels import SamplingRule, rule_parameters, sample_tokens
+from multilora_kernels import SamplingRule, most_probable, rule_parameters, sample_tokens
 
 _MIN_TEMPERATURE = 1e-6
 """Smaller temperatures draw the same, always the most probable token, but divide to infinities."""
@@ -67,9 +67,9 @@ class Choice:
         log_probs = None if scored_rows is None else _rows(logits, scored_rows).log_softmax(dim=-1)
         self._kept = _own_logits(logits, sequences)
         self._restricted = adjust_logits(logits, sequences, end_token_ids, tokens)
-        self.token_ids = _choose(logits, sequences, tokens)
+        self.token_ids, are_sound = _choose(logits, sequences, tokens)
         # The probes with the tokens, since the logits may be another step's when these are read.
-        probes = () if _sees_no_overflow(logits, self.token_ids) else (_probe(logits, self.token_ids),)
+        probes = () if are_sound else (_probe(logits, self.token_ids),)
         self._on_host = FromDevice(self.token_ids, *probes)
         self._log_probs = None
         if log_probs is not None and scored_rows is not None:
@@ -128,20 +128,23 @@ def _own_logits(logits: torch.Tensor, sequences: list[Sequence]) -> tuple[list[i
     return (rows, FromDevice(logits.index_select(0, _index(rows, logits)))) if rows else None
 
 
-def _choose(logits: torch.Tensor, sequences: list[Sequence], tokens: DeviceTokens | None) -> torch.Tensor:
+def _choose(logits: torch.Tensor, sequences: list[Sequence], tokens: DeviceTokens | None) -> tuple[torch.Tensor, bool]:
+    """The tokens, and whether their logits are on the host, finite and not zero: then nothing is left to probe."""
     drawn = [row for row, s in enumerate(sequences) if not s.request.sampling.is_greedy and s.search is None]
     if not drawn:
-        return _most_probable(logits)
+        return (logits.argmax(dim=-1), False) if logits.is_cuda else most_probable(logits)
     rules = [_GREEDY] * len(sequences)
     for row in drawn:
         rules[row] = _rule(sequences[row])
     resets = [row for row in drawn if sequences[row].num_pending_tokens and sequences[row].request.sampling.has_decay]
-    if not resets:
-        return sample_tokens(logits, rules)
-    assert tokens is not None
-    parameters = rule_parameters(rules, logits.device)
-    _reset_top_p(parameters, resets, sequences, tokens)
-    return sample_tokens(logits, parameters)
+    if resets:
+        assert tokens is not None
+        parameters = rule_parameters(rules, logits.device)
+        _reset_top_p(parameters, resets, sequences, tokens)
+        token_ids = sample_tokens(logits, parameters)
+    else:
+        token_ids = sample_tokens(logits, rules)
+    return token_ids, _sees_no_overflow(logits, token_ids)
 
 
 def _reset_top_p(parameters: torch.Tensor, rows: list[int], sequences: list[Sequence], tokens: DeviceTokens) -> None:
@@ -154,16 +157,8 @@ def _reset_top_p(parameters: torch.Tensor, rows: list[int], sequences: list[Sequ
     parameters[index, 2] = torch.where(is_reset, top_p, parameters[index, 2])
 
 
-def _most_probable(logits: torch.Tensor) -> torch.Tensor:
-    """The first token of each row that has the largest logit, [rows] int64."""
-    if logits.is_cuda:
-        return logits.argmax(dim=-1)
-    # The same as torch's, in a tenth of the time: 0.1 instead of 1.1 ms for 16 rows of 49,152 tokens on AVX2.
-    return torch.from_numpy(logits.numpy().argmax(axis=-1))
-
-
 def _sees_no_overflow(logits: torch.Tensor, token_ids: torch.Tensor) -> bool:
-    """Whether the logits of the chosen tokens are on the host, finite and not zero: then nothing is left to probe."""
+    """As `_choose` says, of drawn tokens."""
     if logits.is_cuda:
         return False
     rows = logits.numpy()

@@ -160,6 +160,20 @@ def sample_tokens_directly(logits: torch.Tensor, parameters: torch.Tensor) -> to
     return None if library is None else library.sample_tokens(logits, parameters)
 
 
+def most_probable_directly(logits: torch.Tensor) -> tuple[torch.Tensor, bool] | None:
+    """`most_probable` of `sampling.py`; None where PyTorch is needed: see `apply_directly`."""
+    library = _library()
+    return None if library is None else library.most_probable(logits)
+
+
+def rotary_angles_directly(
+    positions: torch.Tensor, frequencies: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """`rotary_angles`; None where PyTorch is needed: see `apply_directly`."""
+    library = _library()
+    return None if library is None else library.rotary_angles(positions, frequencies)
+
+
 def read_decoder(layers: tuple[object, ...], head: object) -> object | None:
     """The arguments of a `PackedDecoder`, which lies above this package, for the functions below; it keeps both.
 

@@ -2,6 +2,7 @@
 #include "elementwise.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "capability.h"
 #include "turns.h"
@@ -12,6 +13,8 @@ namespace {
 
 // Elements that are worth a thread of its own: some microseconds.
 constexpr int64_t kGrainElements = 1 << 14;
+// The same for angles, each of which takes longer.
+constexpr int64_t kGrainAngles = 1 << 9;
 
 int64_t grain_rows(int64_t row_size) { return std::max<int64_t>(1, kGrainElements / std::max<int64_t>(1, row_size)); }
 
@@ -67,5 +70,28 @@ Tensor silu_mul(const Tensor& gate_up) { return activated(gate_up, 2, capability
 Tensor gelu_tanh_mul(const Tensor& gate_up) { return activated(gate_up, 2, capability().gelu_tanh_mul); }
 
 Tensor gelu_tanh(const Tensor& x) { return activated(x, 1, capability().gelu_tanh); }
+
+std::tuple<Tensor, Tensor> rotary_angles(const Tensor& positions, const Tensor& frequencies) {
+  MULTILORA_CHECK(positions.dim() == 1 && positions.dtype() == DType::int64 && frequencies.dim() == 1 &&
+                      frequencies.dtype() == DType::float32,
+                  "positions must be int64 [tokens] and frequencies float32 [size], not ", name_of(positions.dtype()), " ",
+                  positions.sizes(), " and ", name_of(frequencies.dtype()), " ", frequencies.sizes());
+  const Tensor places = contiguous(positions), factors = contiguous(frequencies);
+  const int64_t tokens = places.size(0), size = factors.size(0);
+  const auto* position = places.data<int64_t>();
+  const auto* factor = factors.data<float>();
+  Tensor cos = Tensor::empty({tokens, 1, size}, DType::float32), sin = Tensor::empty({tokens, 1, size}, DType::float32);
+  float *cosines = cos.data<float>(), *sines = sin.data<float>();
+  rows_in_ranges(tokens, std::max<int64_t>(1, kGrainAngles / std::max<int64_t>(1, size)), [&](int64_t begin, int64_t end) {
+    for (int64_t token = begin; token < end; ++token) {
+      for (int64_t i = 0; i < size; ++i) {
+        const float angle = float(position[token]) * factor[i];
+        cosines[token * size + i] = std::cos(angle);
+        sines[token * size + i] = std::sin(angle);
+      }
+    }
+  });
+  return {cos, sin};
+}
 
 }  // namespace multilora

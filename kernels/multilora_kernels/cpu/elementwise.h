@@ -15,4 +15,7 @@ Tensor silu_mul(const Tensor& gate_up);
 Tensor gelu_tanh_mul(const Tensor& gate_up);
 Tensor gelu_tanh(const Tensor& x);
 
+// `rotary_angles` of rotary_angles.py.
+std::tuple<Tensor, Tensor> rotary_angles(const Tensor& positions, const Tensor& frequencies);
+
 }  // namespace multilora

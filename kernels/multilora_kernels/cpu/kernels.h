@@ -31,6 +31,7 @@ constexpr Capability capability_of(const char* name) {
           activate<Vec, GeluTanh>,
           rotate<Vec>,
           sample<Vec>,
+          most_probable<Vec>,
           kernels_for<Vec, float>(),
           kernels_for<Vec, BFloat16>(),
           kernels_for<Vec, Float16>(),

@@ -229,6 +229,19 @@ PyObject* sample_tokens(PyObject* const* arguments) {
   return to_python(without_gil([&] { return sample_tokens(logits, parameters); }));
 }
 
+// logits
+PyObject* most_probable(PyObject* const* arguments) {
+  const Tensor logits = tensor_of(arguments[0]);
+  const auto [token_ids, are_sound] = without_gil([&] { return most_probable(logits); });
+  return pair_of(to_python(token_ids), PyBool_FromLong(are_sound));
+}
+
+// positions, frequencies
+PyObject* rotary_angles(PyObject* const* arguments) {
+  const Tensor positions = tensor_of(arguments[0]), frequencies = tensor_of(arguments[1]);
+  return pair_of(without_gil([&] { return rotary_angles(positions, frequencies); }));
+}
+
 // values, the name of the dtype of an arena of codes
 using Quantize = Tensor (*)(const Tensor&, DType);
 
@@ -367,6 +380,8 @@ PyMethodDef methods[] = {
                                     "(decoder, steps, keys, values, on_layer, x, update) -> (x, update) or None"),
     direct<decoder_logits, 7, 5, 5>("decoder_logits", "(decoder, steps, keys, values, on_layer, x, rows) -> logits or None"),
     direct<sample_tokens, 2, 0, 1>("sample_tokens", "(logits, parameters) -> the token ids or None"),
+    direct<most_probable, 1, 0, 0>("most_probable", "(logits) -> (token ids, whether their logits are sound) or None"),
+    direct<rotary_angles, 2, 0, 1>("rotary_angles", "(positions, frequencies) -> (cos, sin) or None"),
 
     plain<lora_shrink, 5>("dispatched_lora_shrink", "(x, tables, first_slice, num_slices, segments) -> v"),
     plain<lora_expand, 6>("dispatched_lora_expand", "(v, y, tables, first_slice, slice_sizes, segments) -> True"),

@@ -249,6 +249,38 @@ class SampledRow {
   float* weights_;
 };
 
+// The first token that has the largest logit; a NaN is larger than all numbers.
+template <class Vec>
+int64_t most_probable(const float* logits, int64_t vocab) {
+  using F = typename Vec::F;
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  const F infinity = Vec::broadcast(kInfinity), one = Vec::broadcast(1.0f);
+  const float *end = logits + vocab, *rest = end - vocab % Vec::kWidth;
+  // An infinite logit, or one that is no number, is not less than infinity.
+  F maxima = Vec::broadcast(-kInfinity), is_not_less = Vec::zero();
+  for (const float* x = logits; x < rest; x += Vec::kWidth) {
+    maxima = Vec::max(maxima, Vec::load(x));
+    is_not_less = Vec::max(is_not_less, Vec::zero_where_less(Vec::load(x), infinity, one));
+  }
+  if (Vec::largest(is_not_less) > 0 || !std::all_of(rest, end, [](float x) { return x < kInfinity; })) {
+    const float* nan = std::find_if(logits, end, [](float x) { return std::isnan(x); });
+    return (nan < end ? nan : std::find(logits, end, kInfinity)) - logits;
+  }
+  const float largest = std::max(Vec::largest(maxima), rest < end ? *std::max_element(rest, end) : -kInfinity);
+  const F least = Vec::broadcast(largest);
+  const float* block = logits;
+  for (; block + kVocabBlock <= end; block += kVocabBlock) {
+    F is_largest = Vec::zero();
+    for (int64_t i = 0; i < kVocabBlock; i += Vec::kWidth) {
+      is_largest = Vec::max(is_largest, Vec::zero_where_less(Vec::load(block + i), least, one));
+    }
+    if (Vec::largest(is_largest) > 0) {
+      break;
+    }
+  }
+  return std::find(block, end, largest) - logits;
+}
+
 template <class Vec>
 int64_t sample(const float* logits, int64_t vocab, const SamplingParameters& parameters, float* weights) {
   return SampledRow<Vec>(logits, vocab, parameters, weights).choose();

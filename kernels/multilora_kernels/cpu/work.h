@@ -229,6 +229,7 @@ using ActivationKernel = void (*)(const float* x, int64_t size, float* out, int6
 using RotationKernel = void (*)(const RotationTask& task);
 // The token of one row. weights: padded_vocab(vocab) floats to work in.
 using SampleKernel = int64_t (*)(const float* logits, int64_t vocab, const SamplingParameters& parameters, float* weights);
+using MostProbableKernel = int64_t (*)(const float* logits, int64_t vocab);
 
 // The kernels for one storage type of the KV cache.
 struct AttentionKernels {
@@ -299,6 +300,7 @@ struct Capability {
   ActivationKernel silu_mul, gelu_tanh_mul, gelu_tanh;
   RotationKernel rotate;
   SampleKernel sample;
+  MostProbableKernel most_probable;
   Kernels float32;
   Kernels bfloat16;
   Kernels float16;

@@ -38,11 +38,11 @@ LAUNCHES_OUTSIDE = {
     "add_rms_norm_kernel": 1,
     "aten::linear": 1,
     "aten::to": 1,
-    # Beside the chosen tokens, which a CPU looks for by NumPy.
+    # Of the chosen tokens.
+    "aten::argmax": 1,
     "aten::gather": 1,
     "aten::cat": 1,
 }
-ARGMAX = 1
 
 
 @pytest.mark.parametrize("tasks", [(None, 0, 1), (None, None)])
@@ -160,8 +160,7 @@ def test_a_captured_decode_step_is_a_launch_for_its_inputs_the_graph_and_three_f
         device.launches.clear()
         device.copies.clear()
         engine.step()
-    # The tokens take an argmax more, which a CPU does by NumPy.
-    assert device.launches == {"fill_kernel": 1, "aten::gather": 1, "aten::cat": 1}
+    assert device.launches == {"fill_kernel": 1, "aten::argmax": 1, "aten::gather": 1, "aten::cat": 1}
     assert device.copies == {"to the device": 1, "from the device": 2, "wait": 1}
 
 
@@ -204,4 +203,4 @@ def _of_layers() -> Counter[str]:
 def test_a_step_is_within_its_budget_of_launches() -> None:
     # Each takes the host some microseconds.
     assert sum(LAUNCHES_OF_A_LAYER.values()) <= 12
-    assert sum(LAUNCHES_OUTSIDE.values()) + ARGMAX <= 15
+    assert sum(LAUNCHES_OUTSIDE.values()) <= 15
