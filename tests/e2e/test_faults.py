@@ -11,7 +11,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.request import urlopen
@@ -69,8 +69,10 @@ def test_sigterm_lets_what_is_in_flight_end_even_an_ensemble(scene: Scene, log: 
     with ThreadPoolExecutor() as pool, urlopen(url, json.dumps(request).encode(), timeout=60) as stream:
         first = stream.readline()
         engine.suspend()
+        # A process that has not had a processor since takes a later SIGTERM first, so that it is pending no more.
+        wait_until(lambda: engine.status() == psutil.STATUS_STOPPED)
         status = pool.submit(scene.server.terminate)
-        wait_for_pending(signal.SIGTERM, engine)
+        wait_until(lambda: is_pending(signal.SIGTERM, engine))
         engine.resume()
         answer = (first + stream.read()).decode()
         assert status.result() == 0
@@ -79,13 +81,15 @@ def test_sigterm_lets_what_is_in_flight_end_even_an_ensemble(scene: Scene, log: 
     assert re.search(r"no more requests are taken, [12] are in flight", log.read_text())
 
 
-def wait_for_pending(wanted: signal.Signals, process: psutil.Process) -> None:
-    """Until a process that stands still has been sent the signal."""
+def wait_until(is_so: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 30.0
-    while True:
-        pending = re.search(r"ShdPnd:\s*(\w+)", Path(f"/proc/{process.pid}/status").read_text())
-        assert pending
+    while not is_so():
         assert time.monotonic() < deadline
-        if int(pending[1], 16) >> (wanted - 1) & 1:
-            return
         os.sched_yield()
+
+
+def is_pending(wanted: signal.Signals, process: psutil.Process) -> bool:
+    """Whether a process that stands still has been sent the signal."""
+    pending = re.search(r"ShdPnd:\s*(\w+)", Path(f"/proc/{process.pid}/status").read_text())
+    assert pending
+    return bool(int(pending[1], 16) >> (wanted - 1) & 1)
