@@ -10,8 +10,9 @@ from multilora_kernels.cpu import rotary_angles_directly
 def rotary_angles(positions: torch.Tensor, frequencies: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin of positions[t] * frequencies[i], each float32 [num_tokens, 1, size].
 
-    positions: int64 [num_tokens]; frequencies: float32 [size], on the same device. The product is one of float32. On a
-    CPU it is one call: four of PyTorch's take a step of a small model 0.1 ms.
+    positions: int64 [num_tokens]; frequencies: float32 [size], on the same device. The product is one of float32.
+    On a CPU it is one call, since four of PyTorch's take a step of a small model 0.1 ms; compiled kernels raise
+    RuntimeError there for other shapes and dtypes.
     """
     is_eager = not torch.compiler.is_dynamo_compiling()
     if not positions.is_cuda and is_eager and (angles := rotary_angles_directly(positions, frequencies)) is not None:

@@ -10,7 +10,7 @@ from multilora_kernels.cpu import rotary_angles_directly
 
 POSITIONS = [0, 1, 2, 777, 4096, 131_071, 1_048_576]
 LAST_BITS = 2.0**-23
-"""One and a half units in the last place of numbers near 1."""
+"""Two units in the last place of numbers just below 1."""
 
 
 def _frequencies(size: int) -> torch.Tensor:
