@@ -77,6 +77,9 @@ WHEELS = {"xdist": "pytest-xdist", "huggingface_hub": "huggingface-hub"}
 
 TILES = REPOSITORY / "kernels" / "multilora_kernels" / "cuda" / "block_sizes.json"
 
+LOGS = "logs"
+"""In a report's folder, the folder of what its parts print: whole tracebacks, of which a row has a line."""
+
 ERROR_UNIT, PLAN = "of tolerance", "plan"
 """Unit of rows that compare an operator with the reference; name of rows whose notes are entries of `TILES`."""
 
@@ -110,10 +113,11 @@ def missing_tools() -> list[str]:
     )
 
 
-def run_part(name: str, seconds: float, is_dry: bool) -> PartResult:
-    """Run one part, for so many seconds at most."""
+def run_part(name: str, seconds: float, is_dry: bool, log: Path) -> PartResult:
+    """Run one part, for so many seconds at most. log: the file of all that its processes print."""
+    log.unlink(missing_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        rows, log = Path(folder) / "rows", Path(folder) / "log"
+        rows = Path(folder) / "rows"
         count = min(MOST_PROCESSES, os.cpu_count() or 1) if name in SHARED_PARTS and not is_dry else 1
         started = time.monotonic()
         with log.open("a") as output:
@@ -212,7 +216,8 @@ def report(parts: list[str], output: Path, total_seconds: float, is_dry: bool) -
     results, missing = {name: PartResult(name) for name in parts}, describe_missing()
     print(missing, flush=True)
     # At once: a folder that cannot be written is to be known before the first part has taken its time.
-    output.mkdir(parents=True, exist_ok=True)
+    logs = output / LOGS
+    logs.mkdir(parents=True, exist_ok=True)
     write_report(results, missing, output)
     with _cpu_kernels_ahead() if "tests" in parts and not is_dry else contextlib.nullcontext():
         for name in parts:
@@ -220,7 +225,7 @@ def report(parts: list[str], output: Path, total_seconds: float, is_dry: bool) -
             if "machine" in results and results["machine"].end.startswith("failed"):
                 results[name].end = "not started: the part machine failed"
             elif seconds > 0:
-                results[name] = run_part(name, seconds, is_dry)
+                results[name] = run_part(name, seconds, is_dry, logs / f"{name}.log")
             print(render({name: results[name]}, missing).split("\n\n", 2)[2], flush=True)
             write_report(results, missing, output)
     return results

@@ -45,7 +45,8 @@ def test_the_report_has_what_was_found_whatever_ends_early(tmp_path, monkeypatch
 
 def test_a_part_that_fails_says_why_and_one_without_time_that_it_had_none(tmp_path, monkeypatch):
     monkeypatch.setitem(report.PARTS, "nonsense", 60)
-    assert "KeyError: 'nonsense'" in report.run_part("nonsense", 60, is_dry=True).end
+    assert "KeyError: 'nonsense'" in report.run_part("nonsense", 60, True, tmp_path / "log").end
+    assert "Traceback" in (tmp_path / "log").read_text()
     assert report.report(["limits"], tmp_path, 0, is_dry=True)["limits"].end.startswith("not started")
 
 
