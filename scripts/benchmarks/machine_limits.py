@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -26,7 +28,7 @@ class Limits:
 
 
 class Clock:
-    """Times a step; on a GPU captured once as a CUDA graph and replayed."""
+    """Times a step; on a GPU captured as a CUDA graph and replayed, by the device's own clock."""
 
     def __init__(self, device: str) -> None:
         self.device = device
@@ -34,34 +36,81 @@ class Clock:
     def prepare(self, step: Step) -> Step:
         """The function to time: the step itself, or the replay of its graph."""
         step()
-        if self.device == "cpu":
-            return step
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            step()
-        return graph.replay
+        return step if self.device == "cpu" else _captured(step, 1).replay
 
-    def seconds(self, prepared: Step) -> float:
-        """The seconds of one run."""
-        self._wait()
-        start = time.perf_counter()
-        prepared()
-        self._wait()
-        return time.perf_counter() - start
+    def timer(self, step: Step) -> Callable[[], float]:
+        """A function that runs a step, and gives the seconds of one run."""
+        if self.device == "cpu":
+            return functools.partial(seconds_of, self.prepare(step))
+        step()
+        return _DeviceTimer(step).seconds
+
+
+class EagerClock(Clock):
+    """Times a step as it is, kernel by kernel, with what the host takes to launch them."""
+
+    def prepare(self, step: Step) -> Step:
+        """Run a step once ahead, which compiles the kernels that are not compiled yet."""
+        step()
+        return step
+
+    def timer(self, step: Step) -> Callable[[], float]:
+        """A function that runs a step, and gives the seconds of one run."""
+        prepared = self.prepare(step)
+
+        def seconds() -> float:
+            self._wait()
+            start = time.perf_counter()
+            prepared()
+            self._wait()
+            return time.perf_counter() - start
+
+        return seconds
 
     def _wait(self) -> None:
         if self.device != "cpu":
             torch.cuda.synchronize()
 
 
-class EagerClock(Clock):
-    """Times a step as it is, kernel by kernel."""
+class _DeviceTimer:
+    """Times replays of a step's graph between two events of its stream.
 
-    def prepare(self, step: Step) -> Step:
-        """Run a step once ahead, which compiles the kernels that are not compiled yet."""
-        step()
-        return step
+    A launch of a graph takes the host longer than the device takes for a small kernel, and a device that has waited for
+    it runs at a lower clock. So the graph has as many copies of the step as take `_LEAST_SECONDS`, and one of them runs
+    before the first event.
+    """
+
+    def __init__(self, step: Step) -> None:
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        self._graph, self._copies = _captured(step, 1), 1
+        for _ in range(_MOST_TRIES):
+            seconds = self.seconds()
+            copies = min(_MOST_COPIES, math.ceil(_LEAST_SECONDS / seconds))
+            if copies <= 2 * self._copies:
+                break
+            self._graph, self._copies = _captured(step, copies), copies
+
+    def seconds(self) -> float:
+        """The seconds of one step, the mean over the graph's copies."""
+        start, end = self._events
+        self._graph.replay()
+        start.record()
+        self._graph.replay()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3 / self._copies
+
+
+_LEAST_SECONDS, _MOST_COPIES, _MOST_TRIES = 2e-3, 100, 2
+
+
+def _captured(step: Step, copies: int) -> torch.cuda.CUDAGraph:
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(copies):
+            step()
+    return graph
 
 
 def measure(steps: dict[str, Step], clock: Clock, rounds: int) -> dict[str, float]:
@@ -71,11 +120,11 @@ def measure(steps: dict[str, Step], clock: Clock, rounds: int) -> dict[str, floa
 
 def measure_all(steps: dict[str, Step], clock: Clock, rounds: int) -> dict[str, list[float]]:
     """Seconds of each step in each round, in which they run in their order."""
-    prepared = {name: clock.prepare(step) for name, step in steps.items()}
+    timers = {name: clock.timer(step) for name, step in steps.items()}
     times: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(rounds):
-        for name, step in prepared.items():
-            times[name].append(clock.seconds(step))
+        for name, timer in timers.items():
+            times[name].append(timer())
     return times
 
 
