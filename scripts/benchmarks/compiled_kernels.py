@@ -267,7 +267,7 @@ def _source(kernel: Any, constants: Mapping[str, Any], dtype: str, pointers: Map
     names = kernel.arg_names
     types = {name: pointers.get(name, _type(name, dtype)) for name in names}
     integers = _ALIGNED_INTEGERS - (_CODE_STRIDES if pointers else set())
-    aligned = [name for name in names if name.endswith("_ptr") or name in integers]
+    aligned = [name for name in names if name not in constants and (name.endswith("_ptr") or name in integers)]
     return triton.compiler.ASTSource(
         kernel,
         types | dict.fromkeys(constants, "constexpr"),

@@ -154,7 +154,8 @@ def _fma(a, b, c):
 def _cut(weights_ptr, top_k, top_p, min_p, vocab, size, BLOCK: tl.constexpr):
     """The last token that is left: the bits of its weight, and of those with this weight its id, or vocab for all."""
     cut = tl.maximum(min_p.to(tl.float32), _UNIT).to(tl.int32, bitcast=True).to(tl.int64)
-    last = vocab.to(tl.int64)
+    # Triton takes a number that is 1 for a constant, which has no method `to`.
+    last = tl.full((), vocab, tl.int64)
     has_top_k = (top_k > 0) & (top_k < vocab)
     if has_top_k | (top_p < 1.0):
         lightest = tl.full((), _UNIT, tl.float32).to(tl.int32, bitcast=True).to(tl.int64)
@@ -202,7 +203,7 @@ def _first_place(weights_ptr, wanted, units, count, vocab, size, BY_COUNT: tl.co
             low_units, low_count = tl.where(is_low, of_units, low_units), tl.where(is_low, of_count, low_count)
             high_units, high_count = tl.where(is_high, of_units, high_units), tl.where(is_high, of_count, high_count)
         first, second, third = low + (high - low) // 4, low + (high - low) // 2, low + (high - low) * 3 // 4
-    last, up_to = vocab.to(tl.int64), low_units
+    last, up_to = tl.full((), vocab, tl.int64), low_units
     if low_count - high_count > 1:
         # All have the weight `low`: the first of them by id are enough.
         each = _units(low.to(tl.int32).to(tl.float32, bitcast=True))

@@ -96,7 +96,7 @@ def fill_kernel(
                 blocks = tl.load(tables_ptr + row * stride_sm + columns, mask=mask, other=0)
                 tl.store(graph_tables_ptr + row * stride_gm + columns, blocks, mask=mask)
         else:
-            tl.store(graph_tables_ptr + row * stride_gm, scratch_block.to(tl.int64))
+            tl.store(graph_tables_ptr + row * stride_gm, tl.full((), scratch_block, tl.int64))
 
 
 @triton.jit

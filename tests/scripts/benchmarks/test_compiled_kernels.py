@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from benchmarks import compiled_kernels
 from benchmarks.compiled_kernels import (
     Resources,
     add_layer_norm_resources,
@@ -179,6 +180,52 @@ def test_the_filling_of_inputs_compiles_without_spills(capability):
 )
 def test_no_kernel_is_compiled_anew_for_a_number_that_changes_between_steps(kernel, argument):
     assert [param.name for param in kernel.params if param.do_not_specialize] == argument.split()
+
+
+@pytest.mark.parametrize(
+    "resources",
+    [
+        lambda: shrink_resources(_O, 16, 16, "bf16", 90),
+        lambda: expand_resources(_O, 16, 16, "bf16", 90, "int4"),
+        lambda: update_resources(_O, 16, "bf16", 90),
+        lambda: decode_resources(4, 128, 16, "bf16", 90),
+        lambda: prompt_resources(4, 128, 16, "bf16", 90),
+        lambda: rotation_resources(128, "bf16", 90, has_codes=True),
+        lambda: silu_mul_resources("bf16", 90),
+        lambda: sample_resources(1, 90),
+        lambda: penalise_resources(90),
+        lambda: forbid_resources(90),
+        lambda: multiply_codes_resources("int4", 16, True, "bf16", 90),
+        lambda: dequantize_resources("int4", True, "bf16", 90),
+    ],
+    ids=[
+        "shrink",
+        "expand",
+        "update",
+        "decode",
+        "prompt",
+        "rotation",
+        "silu_mul",
+        "sample",
+        "penalise",
+        "forbid",
+        "multiply",
+        "dequantize",
+    ],
+)
+def test_a_kernel_compiles_where_every_number_is_one(monkeypatch, resources):
+    # Triton takes a number that is 1 for a constant, unless it is told not to; the interpreter does not.
+    source, seen = compiled_kernels._source, []
+
+    def source_of_ones(kernel, constants, *others):
+        is_number = {name: compiled_kernels._type(name, "fp32") == "i32" for name in kernel.arg_names}
+        ones = [param.name for param in kernel.params if is_number[param.name] and not param.do_not_specialize]
+        seen.extend(set(ones) - set(constants))
+        return source(kernel, dict.fromkeys(ones, 1) | constants, *others)
+
+    monkeypatch.setattr(compiled_kernels, "_source", source_of_ones)
+    resources()
+    assert seen
 
 
 def test_tiles_are_of_the_architecture_where_the_table_has_some(tmp_path, monkeypatch):
