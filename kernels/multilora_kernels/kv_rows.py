@@ -36,12 +36,14 @@ def quantize_rows(x: torch.Tensor, dtype: torch.dtype = torch.int8) -> torch.Ten
     x = x.float()
     largest = x.abs().amax(-1, keepdim=True)
     is_scaled = (largest >= SMALLEST_SCALED) & largest.isfinite()
-    # One division of tensors: a number divided by a tensor would be rounded twice.
-    per_unit = torch.full_like(largest, LARGEST_CODES[dtype]) / largest
+    # Divisions of tensors: a number divided by a tensor would be rounded twice, and on a GPU so would a tensor divided
+    # by a number: PyTorch multiplies it there by the number's inverse.
+    largest_code = torch.full_like(largest, LARGEST_CODES[dtype])
+    per_unit = largest_code / largest
     values = torch.where(is_scaled, x * per_unit, 0.0)
     codes = (values.round() if dtype == torch.int8 else values).to(dtype)
     unscaled = torch.where(largest.isfinite(), 0.0, torch.nan)
-    scales = torch.where(is_scaled, largest / LARGEST_CODES[dtype], unscaled)
+    scales = torch.where(is_scaled, largest / largest_code, unscaled)
     return torch.cat((codes.view(torch.uint8), scales.view(torch.uint8)), dim=-1).view(dtype)
 
 

@@ -6,7 +6,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import triton
@@ -91,7 +91,7 @@ class Resources:
     """The resources of one thread, or for shared memory of one program, as the compiled code of a kernel says.
 
     single_loads: instructions that load one number of 16 bits from global memory. widest_load: bytes of the widest
-    one, to registers or to shared memory.
+    one, to registers or to shared memory. ptx: the code that the assembler takes.
     """
 
     registers: int
@@ -99,6 +99,7 @@ class Resources:
     shared_bytes: int
     single_loads: int
     widest_load: int
+    ptx: str = field(repr=False)
 
 
 def shrink_resources(
@@ -251,7 +252,7 @@ def _resources(
     registers, stack, local = _usage(compiled.asm["cubin"])
     ptx = compiled.asm["ptx"]
     single_loads = ptx.count("ld.global.b16")
-    return Resources(registers, stack + local, compiled.metadata.shared, single_loads, _widest_load(ptx))
+    return Resources(registers, stack + local, compiled.metadata.shared, single_loads, _widest_load(ptx), ptx)
 
 
 def _widest_load(ptx: str) -> int:

@@ -124,7 +124,10 @@ def test_penalties_by_counts_on_the_device_are_those_of_the_reference_bit_for_bi
     cuda.penalise_tokens(on_device, counts_on_device, *others)
     penalties_reference.penalise_tokens(logits, counts, places, last_token_ids, penalties)
     assert torch.equal(counts_on_device.cpu(), counts)
-    assert torch.equal(on_device.cpu().view(torch.int32), logits.view(torch.int32))
+    # Which of its bits a NaN has is nobody's definition; a GPU has others than a CPU.
+    is_number = ~logits.isnan()
+    assert torch.equal(on_device.cpu().isnan(), ~is_number)
+    assert torch.equal(on_device.cpu().view(torch.int32)[is_number], logits.view(torch.int32)[is_number])
     assert wide[:, vocab:].isnan().all()
 
 

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from support.attention_cases import SEQUENCES, SHAPES, make_case, make_rotary_step
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from multilora_kernels import kv_head_dim, kv_row_size, load_rows, rotary_attention, store_rows
 from multilora_kernels.kv_rows import LARGEST_CODES, SCALE_BYTES, dequantize_rows, quantize_rows
@@ -58,6 +59,24 @@ def test_no_element_in_fp8_is_off_by_more_than_its_16th_part():
     scale = x.double().abs().amax(-1, keepdim=True) / LARGEST_CODES[FP8]
     assert (error <= torch.maximum(x.double().abs() / 16, scale * 2.0**-10) * (1 + 1e-6)).all()
     assert ((dequantize_rows(quantize_rows(x, FP8)) - x).abs() > x.abs() / 40).any()
+
+
+class _DividesAsAGpu(TorchDispatchMode):
+    """A tensor divided by a number is multiplied by the number's inverse, as PyTorch's CUDA kernels do it."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.div.Tensor and (not isinstance(args[1], torch.Tensor) or args[1].dim() == 0):
+            return args[0] * (torch.tensor(1.0) / args[1])
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", CODES)
+def test_a_gpu_has_the_codes_and_scales_of_a_cpu(dtype):
+    x = heads_of_every_size()
+    with _DividesAsAGpu():
+        as_on_a_gpu = quantize_rows(x, dtype)
+        assert not torch.equal(x / LARGEST_CODES[torch.int8], x / torch.full_like(x, LARGEST_CODES[torch.int8]))
+    assert_same_bytes(as_on_a_gpu, quantize_rows(x, dtype))
 
 
 @pytest.mark.parametrize(("head_dim", "most"), [(64, 0.007), (128, 0.0075)])

@@ -32,7 +32,9 @@ def store_row(row, x, dims, HEAD_DIM: tl.constexpr):
         divisor = tl.where(is_scaled, largest, 1.0)
         largest_code = tl.full((), _LARGEST_CODE, tl.float32)
         per_unit = tl.div_rn(largest_code, divisor)
-        rounded = tl.where(is_scaled, x * per_unit, 0.0) + _ROUNDED_FROM
+        # The bound keeps compilers from fusing the product with the sum, which would round once where the definition
+        # rounds twice.
+        rounded = tl.where(is_scaled, tl.minimum(x * per_unit, largest_code), 0.0) + _ROUNDED_FROM
         codes = (rounded - _ROUNDED_FROM).to(tl.int8)
         scale = tl.div_rn(divisor, largest_code)
         scale = tl.where(is_scaled, scale, tl.where(is_number, 0.0, float("nan")))

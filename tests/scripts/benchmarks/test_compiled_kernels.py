@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 
 import pytest
 
@@ -157,6 +158,26 @@ def test_products_with_codes_compile_without_spills_and_load_many_at_once(capabi
         _check(used, capability)
         assert used.widest_load == 16
     _check(dequantize_resources(kind, kind != "fp8", dtype, capability), capability)
+
+
+def test_penalties_are_rounded_as_a_cpu_rounds_them():
+    ptx = penalise_resources(90).ptx
+    assert "div.rn.f32" in ptx
+    assert not re.search(r"div\.(full|approx)|\bfma\b", ptx)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_the_codes_of_a_cache_are_rounded_as_a_cpu_rounds_them(dtype):
+    """The product with the scale's inverse, and its sum with 1.5 * 2^23: two instructions, and no fused one."""
+    for used in (
+        rotation_resources(128, dtype, 90, has_codes=True),
+        decode_resources(4, 128, 16, dtype, 90, False, True),
+    ):
+        assert re.search(r"add\S* .*0f4B400000", used.ptx)
+        assert not re.search(r"fma\S* .*0f4B400000", used.ptx)
+        # What the assembler takes for the two may be fused by it, where nothing lies between them.
+        assert len(re.findall(r"min\.f32 .*0f42FE0000", used.ptx)) == len(re.findall(r"add\S* .*0f4B400000", used.ptx))
+    assert not re.search(r"div\.(full|approx)", rotation_resources(128, dtype, 90, has_codes=True).ptx)
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
