@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import weakref
 from collections.abc import Iterable
 
 import torch
@@ -33,7 +36,7 @@ class PagePool(FreePages):
         )
         self.memory: MemoryAhead | None = None
         if pin_memory:
-            _pin(self.storage)
+            self.storage = _pinned(self.storage)
         elif device.type == "cpu" and self.storage.nbytes:
             num_strides = _AHEAD_BYTES // HUGE_PAGE_BYTES
             self.memory = MemoryAhead(self.storage[None], num_strides_ahead=num_strides, or_all=False)
@@ -50,16 +53,38 @@ class PagePool(FreePages):
         return [self.storage[page] for page in pages]
 
 
-def _pin(memory: torch.Tensor) -> None:
-    """Lock host memory in its place, so that a GPU copies from it by itself. Raises ConfigError.
+def _pinned(memory: torch.Tensor) -> torch.Tensor:
+    """The same memory locked in its place, so that a GPU copies from it by itself. Raises ConfigError.
 
-    torch's own pinned memory is rounded up to a power of two bytes: 33 GiB would take 64. It stays locked as long as
-    this process lives, as the pools of an engine do.
+    torch's own pinned memory is rounded up to a power of two bytes: 33 GiB would take 64. It stays locked until the
+    last view of a page is gone, and only then goes back to the system, whose next memory may have the same addresses.
     """
     cudart = torch.cuda.cudart()
     result = cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
     if result != cudart.cudaError.success:
+        _forget_error()
         raise ConfigError(
             f"{memory.nbytes} bytes of host memory cannot be locked for the GPU's copies "
             f"({cudart.cudaGetErrorString(result)}); write a smaller lora_cache_host_memory_bytes"
         )
+    # Views of a tensor hold its storage, and that holds this; a tensor itself may go before its views.
+    lent = (ctypes.c_ubyte * memory.nbytes).from_address(memory.data_ptr())
+    weakref.finalize(lent, _unlock, memory).atexit = False
+    return torch.frombuffer(lent, dtype=memory.dtype).view(memory.shape)
+
+
+def _unlock(memory: torch.Tensor) -> None:
+    # A copy from it that was begun may not have ended.
+    torch.cuda.synchronize()
+    cudart = torch.cuda.cudart()
+    result = cudart.cudaHostUnregister(memory.data_ptr())
+    assert result == cudart.cudaError.success, cudart.cudaGetErrorString(result)
+
+
+def _forget_error() -> None:
+    """Have CUDA forget the error of a call: the next launch of torch would fail for it.
+
+    torch forgets it when a launch of its own has failed for it, and has no other way; so that launch is made here.
+    """
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device="cuda")
