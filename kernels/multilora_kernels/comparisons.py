@@ -17,7 +17,7 @@ from multilora_kernels.apply import lora_apply
 from multilora_kernels.attention import AttentionOptions, PagedSequences, paged_attention, rotary_attention
 from multilora_kernels.elementwise import add_layer_norm, add_rms_norm, gelu_tanh, gelu_tanh_mul, silu_mul
 from multilora_kernels.expand import lora_expand
-from multilora_kernels.kv_rows import quantize_rows
+from multilora_kernels.kv_rows import LARGEST_CODES, load_rows, quantize_rows
 from multilora_kernels.lora_segments import lora_segments
 from multilora_kernels.penalties import forbid_tokens, penalise_tokens
 from multilora_kernels.quantized import CodeType, QuantizedWeight, quantized_linear
@@ -375,7 +375,8 @@ class _AttentionCase:
 
     @property
     def _tolerance(self) -> float:
-        return max(TOLERANCES.get(dtype, 3e-2) for dtype in (self.shapes.dtype, self._kv_dtype))
+        """Codes are exact in floats: over the same ones, both attend with the precision of activations."""
+        return max(TOLERANCES[dtype] for dtype in (self.shapes.dtype, self._kv_dtype) if dtype.is_floating_point)
 
     def compare_alone(self, generator: torch.Generator) -> Results:
         paged, shapes = self._paged(generator, has_own=True), self.shapes
@@ -387,18 +388,48 @@ class _AttentionCase:
         return actual, expected, self._tolerance
 
     def compare_with_rotation(self, generator: torch.Generator) -> Results:
+        """The rows that the operator stored, with the exact ones; and its result, with attention over what it stored.
+
+        A rotated value has the type of activations before it becomes a code. Where the exact value is near the middle
+        of two codes, either is right, and the scores of a few keys differ by more for that than for the rounding of
+        attention itself.
+        """
         paged, shapes = self._paged(generator, has_own=False), self.shapes
         random = partial(_random, generator=generator, dtype=shapes.dtype)
         num_tokens, num_heads = len(paged.slots), shapes.num_heads + 2 * shapes.num_kv_heads
         qkv = random(num_tokens, num_heads * shapes.head_dim)
         cos, sin = (random(num_tokens, 1, self.rotary_dim or 0) for _ in range(2))
         options = self._options(generator)
-        exact = (qkv.double(), cos.double(), sin.double(), *self._exact(paged), paged.slots)
+        own = paged._replace(keys=paged.keys.clone(), values=paged.values.clone())
         actual = rotary_attention(
-            qkv, cos, sin, paged.keys, paged.values, paged.slots, paged.sequences, options, self.is_interleaved
+            qkv, cos, sin, own.keys, own.values, own.slots, own.sequences, options, self.is_interleaved
         )
+        q, *exact_rows = self._turned(qkv.double(), cos.double(), sin.double())
+        _, *sizes = self._turned(*(x.double().abs() for x in (qkv, cos, sin)))
+        errors, caches = [], ((paged.keys, own.keys), (paged.values, own.values))
+        for (cache, stored), exact, size in zip(caches, exact_rows, sizes, strict=True):
+            errors.append(self._errors_of_rows(load_rows(stored, own.slots, torch.float64), exact, size).flatten())
+            cache[own.slots] = stored[own.slots]
+        keys, values = self._exact(paged)
         fields = self._fields(paged.sequences, options)
-        return actual, reference.rotary_attention(*exact, *fields, self.is_interleaved), self._tolerance
+        # Queries have the type of activations behind the rotation, too.
+        expected = reference.paged_attention(q.to(shapes.dtype).double(), keys, values, *fields)
+        none = torch.zeros_like(torch.cat(errors))
+        return torch.cat((actual.flatten(), *errors)), torch.cat((expected.flatten(), none)), self._tolerance
+
+    def _turned(self, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Queries, keys and values as the rotation leaves them, each [num_tokens, heads, head_dim]."""
+        keys, values = qkv.new_empty(2, len(qkv), self.shapes.num_kv_heads, self.shapes.head_dim)
+        slots = torch.arange(len(qkv), device=qkv.device)
+        q = reference.rotate_and_store(qkv, cos, sin, keys, values, slots, self.is_interleaved)
+        return q, keys, values
+
+    def _errors_of_rows(self, stored: torch.Tensor, exact: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
+        """Errors beyond half a code, in units of what floats round: `size` is the sum of the amounts of the addends."""
+        errors = (stored - exact).abs()
+        if self._kv_dtype == torch.int8:
+            errors = (errors - exact.abs().amax(-1, keepdim=True) / (2 * LARGEST_CODES[torch.int8])).clamp(min=0)
+        return errors / size.clamp(min=torch.finfo(size.dtype).tiny)
 
     def _options(self, generator: torch.Generator) -> AttentionOptions:
         if self.option == "sinks":

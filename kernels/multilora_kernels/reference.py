@@ -133,8 +133,11 @@ def rotate_and_store(
 
 
 def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_interleaved: bool) -> torch.Tensor:
-    others = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) if is_interleaved else x.roll(x.shape[-1] // 2, -1)
-    return torch.addcmul(x * cos, others, sin)
+    """Computed in float32 at least, and rounded once."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    exact, cos, sin = x.to(dtype), cos.to(dtype), sin.to(dtype)
+    others = exact.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) if is_interleaved else exact.roll(x.shape[-1] // 2, -1)
+    return torch.addcmul(exact * cos, others, sin).to(x.dtype)
 
 
 def add_rms_norm(
