@@ -8,12 +8,13 @@ An entry may have plans, which a tuner found for this architecture: the first pl
 not exceeded changes sizes of the entry, and the first of its `by_rows` whose `max_rows` are not exceeded changes some
 of them again. Where nothing is tuned there are none, and the entry serves all. Sums must not depend on how many rows
 share a step, so `by_rows` leaves the tiles that a sum is cut into as they are. A plan of the update may say that a
-shrink and an expand take less time than one launch:
+shrink and an expand take less time than one launch, as that for all chips does: on an H200, for 1 to 256 rows of a
+layer of 8B, they took a quarter to two thirds of the time.
 
     "update": {"decode": {"BLOCK_K": 256, "BLOCK_N": 128, ..., "plans": [
         {"max_rank": 16, "max_width": 4096, "sizes": {"BLOCK_K": 512},
          "by_rows": [{"max_rows": 8, "sizes": {"BLOCK_N": 64}}]},
-        {"max_rank": 16, "max_width": 14336, "sizes": {}, "num_launches": 2}]}}
+        {"max_rank": 64, "max_width": 14336, "sizes": {}, "num_launches": 2}]}}
 
 Programs of prompts expand 64 outputs: with 128 they spill on three of six architectures, or have so many registers that
 half as many warps run. Eight warps share them on sm_80, where four spill beside ranks up to 16.
@@ -71,9 +72,9 @@ def takes_two_launches(max_rank: int, capability: int, width: int) -> bool:
 def entry_with_plans(
     operator: Operator, regime: Regime, capability: int, plans: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """The table's entry as an architecture's own, with plans behind those that it has: {"sm_90": {operator: ...}}."""
+    """The table's entry as an architecture's own, with plans before those that it has: {"sm_90": {operator: ...}}."""
     entry = _table(capability)[operator, regime]
-    return {architecture(capability): {operator: {regime: entry.sizes | {"plans": [*entry.plans, *plans]}}}}
+    return {architecture(capability): {operator: {regime: entry.sizes | {"plans": [*plans, *entry.plans]}}}}
 
 
 def row_bounds(capability: int) -> list[int]:

@@ -13,8 +13,10 @@ from multilora_kernels.adapter_codes import CODE_BITS
 from multilora_kernels.cuda.block_sizes import BlockSizes, block_sizes, capability
 from multilora_kernels.cuda.codes import arena_of_kernels, load_int4, load_magnitude, load_panel_scales, panel_codes
 from multilora_kernels.cuda.tiles import exact_dot
-from multilora_kernels.segments import LoRASegments
+from multilora_kernels.segments import CHUNK_SIZE, LoRASegments
 from multilora_kernels.tables import LoRATables
+
+_DECODE_CHUNK = tl.constexpr(CHUNK_SIZE)
 
 
 def lora_expand(
@@ -94,22 +96,32 @@ def expand_kernel(
 ):
     """One program: a chunk's tokens, BLOCK_N outputs of one slice, all ranks."""
     chunk = tl.program_id(0)
+    # As in `shrink_kernel`: all that can be loaded at once is.
     length = tl.load(chunk_length_ptr + chunk)
+    start = tl.load(chunk_start_ptr + chunk)
+    lora_index = tl.load(chunk_lora_index_ptr + chunk)
     if length == 0:
         return
     slice_index, slice_start, slice_size, first_output = locate(tl.program_id(1), SLICE_SIZES, BLOCK_N)
-    column = tl.load(chunk_lora_index_ptr + chunk).to(tl.int64) * num_columns + first_slice + slice_index
+    column = lora_index.to(tl.int64) * num_columns + first_slice + slice_index
     rank = tl.load(rank_ptr + column)
+    # Of prompts there is no room for all beside the product.
+    is_early: tl.constexpr = BLOCK_M <= _DECODE_CHUNK
+    if is_early:
+        offset = tl.load(b_offset_ptr + column)
+        magnitude_offset = tl.load(magnitude_offset_ptr + column)
+    rows = tl.arange(0, BLOCK_M)
+    row_mask = (rows < length)[:, None]
+    tokens = tl.load(permutation_ptr + start + rows, mask=rows < length, other=0).to(tl.int64)[:, None]
     if rank == 0:
         return
 
-    rows = tl.arange(0, BLOCK_M)
-    row_mask = (rows < length)[:, None]
-    tokens = tl.load(permutation_ptr + tl.load(chunk_start_ptr + chunk) + rows, mask=rows < length, other=0)
-    tokens = tokens.to(tl.int64)[:, None]
     v_rows = v_ptr + slice_index * stride_vs + tokens * stride_vm
     outputs = first_output + tl.arange(0, BLOCK_N)
-    offset = tl.load(b_offset_ptr + column)
+    if is_early:
+        y_tile, mask, total = _load_y(y_ptr + slice_start, tokens, stride_ym, row_mask, outputs, slice_size)
+    else:
+        offset = tl.load(b_offset_ptr + column)
     # With rank and place known to be multiples of eight, the loads are of 16 bytes. `tl.multiple_of` would mark the two
     # where they are loaded, and so for the other branch too; a product is a number of its own.
     if (rank % 8 == 0) & (offset % 8 == 0):
@@ -123,15 +135,22 @@ def expand_kernel(
             stride_vp, NUM_PARTS, BLOCK_M, BLOCK_N, BLOCK_R, CODE_BITS,
         )  # fmt: skip
 
-    output_mask = outputs < slice_size
-    mask = row_mask & output_mask[None, :]
-    y_tile = y_ptr + tokens * stride_ym + slice_start + outputs[None, :]
-    total = tl.load(y_tile, mask=mask, other=0.0).to(tl.float32) + update
-    magnitude_offset = tl.load(magnitude_offset_ptr + column)
+    if not is_early:
+        magnitude_offset = tl.load(magnitude_offset_ptr + column)
+        y_tile, mask, total = _load_y(y_ptr + slice_start, tokens, stride_ym, row_mask, outputs, slice_size)
+    total += update
     if magnitude_offset >= 0:
-        magnitude = load_magnitude(arena_ptr, magnitude_offset, outputs, output_mask, CODE_BITS)
+        magnitude = load_magnitude(arena_ptr, magnitude_offset, outputs, outputs < slice_size, CODE_BITS)
         total *= magnitude[None, :]
     tl.store(y_tile, total.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _load_y(y_ptr, tokens, stride_ym, row_mask, outputs, slice_size):
+    """A tile of y as float32, behind its places and their mask."""
+    mask = row_mask & (outputs < slice_size)[None, :]
+    y_tile = y_ptr + tokens * stride_ym + outputs[None, :]
+    return y_tile, mask, tl.load(y_tile, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit

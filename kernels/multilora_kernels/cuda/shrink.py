@@ -123,21 +123,24 @@ def shrink_kernel(
 ):
     """One program: a chunk's tokens, BLOCK_R ranks of one slice, one part of the hidden size or all of them."""
     chunk = tl.program_id(0)
+    # All at once, before anything is decided: loads one behind the other would take as long as the work.
     length = tl.load(chunk_length_ptr + chunk)
+    start = tl.load(chunk_start_ptr + chunk)
+    lora_index = tl.load(chunk_lora_index_ptr + chunk)
     if length == 0:
         return
     slice_index = tl.program_id(2)
-    column = tl.load(chunk_lora_index_ptr + chunk).to(tl.int64) * num_columns + first_slice + slice_index
+    column = lora_index.to(tl.int64) * num_columns + first_slice + slice_index
     rank = tl.load(rank_ptr + column)
+    offset = tl.load(a_offset_ptr + column)
+    rows = tl.arange(0, BLOCK_M)
+    tokens = tl.load(permutation_ptr + start + rows, mask=rows < length, other=0)
     first_rank = tl.program_id(1) // NUM_PARTS * BLOCK_R
     if first_rank >= rank:
         return
     part = tl.program_id(1) % NUM_PARTS
 
-    rows = tl.arange(0, BLOCK_M)
-    tokens = tl.load(permutation_ptr + tl.load(chunk_start_ptr + chunk) + rows, mask=rows < length, other=0)
     x_rows = x_ptr + tokens.to(tl.int64)[:, None] * stride_xm
-    offset = tl.load(a_offset_ptr + column)
     ranks = first_rank + tl.arange(0, BLOCK_R)
     first_k = part * PART_SIZE
     if CODE_BITS == 8:

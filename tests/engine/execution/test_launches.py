@@ -21,7 +21,8 @@ from multilora_engine.sampling import sampler
 LAUNCHES_OF_A_LAYER = {
     "add_rms_norm_kernel": 2,
     "aten::linear": 4,
-    "update_kernel": 4,
+    "shrink_kernel": 4,
+    "expand_kernel": 4,
     "decode_kernel": 1,
     "activation_kernel": 1,
 }
@@ -65,7 +66,7 @@ def test_a_decode_step_is_few_launches_one_copy_and_one_wait(
     expected = _of_layers()
     expected.update(LAUNCHES_OUTSIDE)
     if tasks == (None, None):
-        del expected["update_kernel"], expected["segment_kernel"]
+        del expected["shrink_kernel"], expected["expand_kernel"], expected["segment_kernel"]
     assert device.launches == expected
     assert device.copies == {"to the device": 1, "from the device": 2, "wait": 1}
 
@@ -134,7 +135,7 @@ def test_prompts_beside_decodes_are_attended_to_by_one_kernel_of_each_kind_a_lay
     # Rotation and cache of all prompts, their attention, and the decodes, which do it all in one.
     of_attention = {"rotate_and_store_kernel": NUM_LAYERS, "prompt_kernel": NUM_LAYERS, "decode_kernel": NUM_LAYERS}
     assert device.launches == _of_layers() + Counter(LAUNCHES_OUTSIDE) - Counter(
-        update_kernel=4 * NUM_LAYERS, segment_kernel=1, decode_kernel=NUM_LAYERS
+        shrink_kernel=4 * NUM_LAYERS, expand_kernel=4 * NUM_LAYERS, segment_kernel=1, decode_kernel=NUM_LAYERS
     ) + Counter(of_attention)
 
 
@@ -201,6 +202,7 @@ def _of_layers() -> Counter[str]:
 
 
 def test_a_step_is_within_its_budget_of_launches() -> None:
-    # Each takes the host some microseconds.
-    assert sum(LAUNCHES_OF_A_LAYER.values()) <= 12
+    # Each takes the host some microseconds, where the step is in no graph. An update of adapters is two of them, since
+    # two took a GPU less time than one.
+    assert sum(LAUNCHES_OF_A_LAYER.values()) <= 16
     assert sum(LAUNCHES_OUTSIDE.values()) <= 15
