@@ -226,19 +226,27 @@ def fill_resources(capability: int) -> Resources:
 
 def multiply_codes_resources(kind: str, num_rows: int, has_zeros: bool, dtype: str, capability: int) -> Resources:
     """`quantized_linear` of few rows. kind: int4, int8 or fp8. The rest as of the others."""
-    constants = multiply_constants(kind, num_rows, 64, dtype == "fp32") | {"bias_ptr": None}
+    constants = multiply_constants(kind, num_rows, 128, dtype == "fp32", True) | {"bias_ptr": None}
     return _resources(multiply_codes_kernel, *_with_zeros(constants, kind, has_zeros, dtype, capability))
 
 
 def dequantize_resources(kind: str, has_zeros: bool, dtype: str, capability: int) -> Resources:
     """The weight of `quantized_linear` of many rows as floats; arguments as of `multiply_codes_resources`."""
-    return _resources(dequantize_kernel, *_with_zeros(dequantize_constants(kind), kind, has_zeros, dtype, capability))
+    return _resources(
+        dequantize_kernel, *_with_zeros(dequantize_constants(kind, 128), kind, has_zeros, dtype, capability)
+    )
 
 
 def _with_zeros(
     constants: dict[str, Any], kind: str, has_zeros: bool, dtype: str, capability: int
 ) -> tuple[dict[str, Any], str, int, Mapping[str, str]]:
-    pointers = {"codes_ptr": "*i8" if kind == "int8" else "*u8", "zeros_ptr": "*i8", "weight_ptr": f"*{dtype}"}
+    pointers = {
+        "sums_ptr": "*fp32",
+        "arrival_ptr": "*i32",
+        "codes_ptr": "*i8" if kind == "int8" else "*u8",
+        "zeros_ptr": "*i8",
+        "weight_ptr": f"*{dtype}",
+    }
     return constants | ({} if has_zeros else {"zeros_ptr": None}), dtype, capability, pointers
 
 

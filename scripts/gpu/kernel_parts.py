@@ -55,10 +55,12 @@ def measure_quantized(machine: Machine) -> Iterator[Row]:
             weight = QuantizedWeight(out_features, in_features, *group, machine.device, compute_dtype=machine.dtype)
             codes = torch.randint(0, 8, (out_features, in_features), dtype=torch.uint8, device=machine.device)
             scales = torch.ones(out_features, weight.num_groups, dtype=machine.dtype, device=machine.device)
-            zeros = None if code_type is CodeType.FP8 else torch.full_like(scales, 8, dtype=torch.uint8)
+            # Symmetric ones, as most checkpoints have them.
+            middle = 1 << (code_type.bits - 1)
+            zeros = None if code_type is CodeType.FP8 else torch.full_like(scales, middle, dtype=torch.uint8)
             weight.copy_rows(0, codes, scales, zeros)
             weights.append(weight)
-        for num_rows in (2,) if machine.is_dry else (1, 16, 64, 256, 2048):
+        for num_rows in (2,) if machine.is_dry else (1, 16, 64, 128, 2048):
             xs = [torch.randn(num_rows, shape[1], device=machine.device).to(machine.dtype) for shape in shapes]
             steps: dict[str, Step] = {
                 "codes": functools.partial(_each, quantized_linear, xs, weights),

@@ -60,7 +60,9 @@ def test_sampling_on_a_device_gives_the_tokens_of_the_cpu(cases):
     "cases",
     [
         pytest.param(
-            "few_rows and (shape2 or shape5) or dtype0 and every_dtype or shape1 and bit_for_bit or 257", id="short"
+            """few_rows and (shape2 or shape5) or dtype0 and every_dtype or shape1 and bit_for_bit or 129
+            or splits and 40 and shape1 and kind1""",
+            id="short",
         ),
         pytest.param("", id="all", marks=pytest.mark.long(reason="the interpreter takes seconds a case")),
     ],

@@ -16,9 +16,20 @@ from compressed_tensors.quantization import (
 )
 from compressed_tensors.quantization.utils import calculate_qparams
 from safetensors.torch import save_file
-from transformers import PreTrainedModel
+from transformers import LlamaForCausalLM, PreTrainedModel
+
+from checkpoints.tiny_llama import save_tiny_llama
 
 SCALES = re.compile(r"weight_(scale|zero_point)")
+_W4A16 = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": 32}
+
+
+def save_tiny_w4a16(path: Path, **options: Any) -> Path:
+    """A tiny Llama in w4a16, asymmetric, in groups of 32, but for its head. options: of `save_tiny_llama`."""
+    model = LlamaForCausalLM.from_pretrained(save_tiny_llama(path / "floats", **{"intermediate_size": 64} | options))
+    groups = {"group_0": {"targets": ["Linear"], "weights": _W4A16}}
+    save_compressed(model, path / "codes", groups, ignore=["lm_head"])
+    return path / "codes"
 
 
 def save_compressed(model: PreTrainedModel, path: Path, groups: dict[str, Any], **options: Any) -> None:

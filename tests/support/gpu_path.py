@@ -119,10 +119,10 @@ def kernels_by_plain_torch(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     return device
 
 
-def make_engine(folder: Path, tokenizer: Path, **options: Any) -> Engine:
-    """A tiny one in bfloat16, with adapters 0 and 1 on all of its linears."""
+def make_engine(folder: Path, tokenizer: Path, save: Callable[..., Path] = save_tiny_llama, **options: Any) -> Engine:
+    """A tiny one in bfloat16, with adapters 0 and 1 on all of its linears. save: writes its checkpoint."""
     config = EngineConfig(
-        model_path=save_tiny_llama(folder, num_hidden_layers=NUM_LAYERS),
+        model_path=save(folder, num_hidden_layers=NUM_LAYERS),
         tokenizer_path=tokenizer,
         device="cpu",
         dtype="bfloat16",

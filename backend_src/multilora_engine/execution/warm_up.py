@@ -41,8 +41,9 @@ def warm_up(
     """
     # Imported here: Triton comes with the CUDA builds of torch only.
     from multilora_kernels.cuda.block_sizes import capability, row_bounds
+    from multilora_kernels.cuda.quantized import ROW_BOUNDS
 
-    bounds = row_bounds(capability(kv_cache.keys.device))
+    bounds = [*row_bounds(capability(kv_cache.keys.device)), *(ROW_BOUNDS if model.weight_switches else ())]
     steps = warm_up_steps(max_num_tokens, max_num_seqs, max_len, bounds)
     _logger.info("compiling the kernels of %d kinds of steps of up to %d tokens", len(steps), max_num_tokens)
     started = time.monotonic()

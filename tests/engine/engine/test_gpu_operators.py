@@ -13,9 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.compressed_checkpoints import save_compressed
+from support.compressed_checkpoints import save_tiny_w4a16
 from support.interpreted_engine import answer, make_engine
-from transformers import LlamaForCausalLM
 
 from checkpoints.tiny_llama import save_tiny_llama
 from multilora_kernels import interpreter
@@ -23,20 +22,9 @@ from multilora_kernels import interpreter
 _TESTS = Path(__file__).parents[2]
 
 
-_CODES = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": 32}
-
-
-def _save_quantized(path: Path) -> Path:
-    """In w4a16, asymmetric, in groups of 32."""
-    model = LlamaForCausalLM.from_pretrained(save_tiny_llama(path / "floats", intermediate_size=64))
-    groups = {"group_0": {"targets": ["Linear"], "weights": _CODES}}
-    save_compressed(model, path / "codes", groups, ignore=["lm_head"])
-    return path / "codes"
-
-
 @pytest.mark.long(reason="the interpreter takes a second for each kernel of the self-test")
 @pytest.mark.parametrize(
-    ("save", "broken"), [(save_tiny_llama, []), (_save_quantized, []), (_save_quantized, ["rotary_attention"])]
+    ("save", "broken"), [(save_tiny_llama, []), (save_tiny_w4a16, []), (save_tiny_w4a16, ["rotary_attention"])]
 )
 def test_the_gpu_operators_choose_the_tokens_of_a_cpu(
     tmp_path: Path, default_model_dir: Path, save: Callable[[Path], Path], broken: list[str]

@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.compressed_checkpoints import save_compressed
+from support.compressed_checkpoints import save_tiny_w4a16
 from support.gpu_path import kernels_by_plain_torch
 from support.interpreted_engine import answer, make_engine
-from transformers import LlamaForCausalLM
 
 from checkpoints.tiny_llama import save_tiny_llama
 from multilora_engine.config import EngineConfig
@@ -31,15 +30,6 @@ _EACH_WAY = ("lora_shrink", "lora_segments", "rotary_attention", "quantized_line
 """An operator for each way in which a step calls some: by torch's dispatcher, directly, with weights or without."""
 
 _IS_LONG = pytest.mark.long(reason="an engine starts and answers for each operator")
-
-_CODES = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": 32}
-
-
-def _save_quantized(path: Path) -> Path:
-    model = LlamaForCausalLM.from_pretrained(save_tiny_llama(path / "floats", intermediate_size=64))
-    groups = {"group_0": {"targets": ["Linear"], "weights": _CODES}}
-    save_compressed(model, path / "codes", groups, ignore=["lm_head"])
-    return path / "codes"
 
 
 def _raise(*_: Any, **__: Any) -> None:
@@ -71,7 +61,7 @@ def short_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory, default_model_dir: Path) -> tuple[Path, dict[str, list[int]]]:
     """A checkpoint, and the tokens of an engine on a CPU."""
-    model = _save_quantized(tmp_path_factory.mktemp("model"))
+    model = save_tiny_w4a16(tmp_path_factory.mktemp("model"))
     return model, answer(make_engine(model, default_model_dir, enable_async_scheduling=False))
 
 
@@ -80,7 +70,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory, default_model_dir: Path) 
 def test_the_load_stops_and_names_operator_shapes_error_and_the_parameter(
     tmp_path: Path, default_model_dir: Path, monkeypatch: pytest.MonkeyPatch, operator: str, raises: bool
 ) -> None:
-    model = _save_quantized(tmp_path)
+    model = save_tiny_w4a16(tmp_path)
     with kernels_by_plain_torch(monkeypatch):
         if raises:
             monkeypatch.setattr(cuda, operator, _raise)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 import torch
+from support.compressed_checkpoints import save_tiny_w4a16
 from support.gpu_path import FakeDevice, make_device, make_engine
 
-from checkpoints.tiny_llama import VOCAB_SIZE
+from checkpoints.tiny_llama import VOCAB_SIZE, save_tiny_llama
 from multilora_engine.engine.engine import Engine
 from multilora_engine.execution.warm_up import warm_up, warm_up_steps
 from multilora_engine.request import GenerationRequest, SamplingParams
@@ -28,14 +31,24 @@ def test_steps_are_of_every_size_that_counts() -> None:
     assert [len(step) for step in warm_up_steps(16384, 4, 16384)] == [1, *[4] * 8]
 
 
-@pytest.mark.parametrize("max_lora_rank", [8, 64])
+def _save_quantized(path: Path, **options: Any) -> Path:
+    """With inputs enough to be cut into splits."""
+    return save_tiny_w4a16(path, intermediate_size=1024, **options)
+
+
+@pytest.mark.parametrize(("save", "max_lora_rank"), [(save_tiny_llama, 8), (save_tiny_llama, 64), (_save_quantized, 8)])
 def test_no_kernel_is_compiled_after_it(
-    tmp_path: Path, default_model_dir: Path, monkeypatch: pytest.MonkeyPatch, max_lora_rank: int
+    tmp_path: Path,
+    default_model_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    save: Callable[..., Path],
+    max_lora_rank: int,
 ) -> None:
     device = make_device(monkeypatch)
     engine = make_engine(
         tmp_path,
         default_model_dir,
+        save,
         max_num_batched_tokens=MAX_NUM_TOKENS,
         max_num_seqs=MAX_NUM_SEQS,
         max_model_len=MAX_LEN,

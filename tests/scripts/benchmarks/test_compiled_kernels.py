@@ -196,7 +196,7 @@ def test_the_filling_of_inputs_compiles_without_spills(capability):
         (segment_kernel, "num_tokens max_loras capacity"),
         (penalise_kernel, "num_rows"),
         (forbid_kernel, "num_bans"),
-        (multiply_codes_kernel, "num_rows"),
+        (multiply_codes_kernel, "num_rows tiles_per_split"),
     ],
 )
 def test_no_kernel_is_compiled_anew_for_a_number_that_changes_between_steps(kernel, argument):
