@@ -4,8 +4,6 @@ A long context is cut into splits that own programs attend to (flash-decoding, p
 program that ends last of a sequence's key-value head adds the splits, in their order. Where they are cut depends on a
 sequence's own context alone, so its bits do not depend on the rest of the batch. Each program turns the queries that it
 needs; the one that attends to the newest key turns that and stores it first, so that no program reads another's keys.
-
-Compiled ahead of time and run in Triton's interpreter; not timed on a device.
 """
 
 from __future__ import annotations

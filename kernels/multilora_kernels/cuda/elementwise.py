@@ -1,7 +1,4 @@
-"""The operators between a layer's matrix products, on a GPU in OpenAI Triton: one launch each.
-
-Compiled ahead of time and run in Triton's interpreter; not timed on a device.
-"""
+"""The operators between a layer's matrix products, on a GPU in OpenAI Triton: one launch each."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Rows of a KV cache in OpenAI Triton, plain or in codes of 8 bits; see `multilora_kernels.kv_rows`.
-
-Compiled ahead of time and run in Triton's interpreter; not timed on a device.
-"""
+"""Rows of a KV cache in OpenAI Triton, plain or in codes of 8 bits; see `multilora_kernels.kv_rows`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """`penalise_tokens` and `forbid_tokens` in OpenAI Triton, one launch each; see `multilora_kernels.penalties`.
 
-Compiled without the fusion of products and sums, which would round otherwise than a CPU does. Compiled ahead of time
-and run in Triton's interpreter; not timed on a device.
+Compiled without the fusion of products and sums, which would round otherwise than a CPU does.
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 A program has some neighbouring tokens of one sequence, with all query heads of one key-value head. It looks for its
 sequence itself, so the host needs to know nothing but the number of tokens, and a captured graph replays for any mix.
 Keys come in tiles that begin at multiples of their size: a token's bits depend neither on its chunk nor on the batch.
-
-Compiled ahead of time and run in Triton's interpreter; not timed on a device.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The rotation of queries and keys and the writing of the KV cache, in one launch; see `attention.rotary_attention`.
-
-Compiled ahead of time and run in Triton's interpreter; not timed on a device.
-"""
+"""The rotation of queries and keys and the writing of the KV cache, in one launch; see `attention.rotary_attention`."""
 
 from __future__ import annotations
 

@@ -4,8 +4,6 @@ A program chooses the token of one row, so it sees nothing of the others. Where 
 by quartering the range of weights, as integers with the bits of the float32 weights, which have the same order. Sums of
 weights are integers, so reductions may add in any order. Compiled without the fusion of products and sums: those that
 the definition has are written out, and others would round differently.
-
-Compiled ahead of time and run in Triton's interpreter; not timed on a device.
 """
 
 from __future__ import annotations

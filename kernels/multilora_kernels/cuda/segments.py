@@ -2,8 +2,6 @@
 
 One program counts, for each token, the tokens that come before it: those of smaller adapters, and earlier ones of its
 own. A step has some hundred tokens, or with prompts some thousand, and counting them all is quicker than sorting.
-
-Compiled ahead of time and run in Triton's interpreter; not timed on a device.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""`fill_step_inputs` in OpenAI Triton: one launch in place of eight to fourteen; see `multilora_kernels.step_inputs`.
-
-Compiled ahead of time and run in Triton's interpreter; not timed on a device.
-"""
+"""`fill_step_inputs` in OpenAI Triton: one launch in place of eight to fourteen; see `step_inputs`."""
 
 from __future__ import annotations
 

@@ -4,7 +4,8 @@ A program computes v = x A^T of its chunk and slice itself, keeps it in register
 outputs. The programs of one slice repeat that first half, but read A from the cache, since they run side by side; what
 they save is a launch, and the way of v through memory.
 
-Compiled ahead of time and run in Triton's interpreter; not timed on a device.
+On an H200 that took longer than two launches in all shapes tried (docs/gpu.md), so the table has two; the tuners try
+one.
 """
 
 from __future__ import annotations
