@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
-import triton
 
+from multilora_kernels.cuda.integers import next_power_of_2
 from multilora_kernels.segments import CHUNK_SIZE
 
 Operator = Literal["shrink", "expand", "update"]
@@ -39,6 +39,8 @@ BlockSizes = dict[str, int]
 
 TABLE_PATH = Path(__file__).with_name("block_sizes.json")
 _OF_SUMS = {"BLOCK_K", "BLOCK_R"}
+_MORE_ROWS = 1 << 62
+"""Than any bound."""
 
 MIN_BLOCK_R = 16
 """Tensor cores take at least sixteen ranks; those an adapter does not have are masked and not loaded."""
@@ -57,10 +59,16 @@ def block_sizes(
     capability: 90 for sm_90. width: inputs of the linear, for expand outputs of all its slices.
     """
     entry = _table(capability)[operator, regime_of(chunk_size)]
+    # Looked up by each launch: as many sizes are remembered as there are shapes, and not for each number of rows.
+    key = (max_rank, width, next((bound for bound in entry.row_bounds if num_rows <= bound), _MORE_ROWS))
+    return entry.served.get(key) or entry.served.setdefault(key, _sizes(entry, *key))
+
+
+def _sizes(entry: _Entry, max_rank: int, width: int, num_rows: int) -> BlockSizes:
     plan = entry.plan(max_rank, width)
     sizes: BlockSizes = entry.sizes | plan.get("sizes", {})
     sizes |= next((rows["sizes"] for rows in plan.get("by_rows", ()) if num_rows <= rows["max_rows"]), {})
-    sizes["BLOCK_R"] = max(MIN_BLOCK_R, min(sizes["BLOCK_R"], triton.next_power_of_2(max_rank)))
+    sizes["BLOCK_R"] = max(MIN_BLOCK_R, min(sizes["BLOCK_R"], next_power_of_2(max_rank)))
     return sizes | {"enable_fp_fusion": True}
 
 
@@ -79,15 +87,18 @@ def entry_with_plans(
 
 def row_bounds(capability: int) -> list[int]:
     """The numbers of rows up to which some plan has sizes of its own, ascending."""
-    plans = (plan for entry in _table(capability).values() for plan in entry.plans)
-    return sorted({rows["max_rows"] for plan in plans for rows in plan.get("by_rows", ())})
+    return sorted({bound for entry in _table(capability).values() for bound in entry.row_bounds})
 
 
 class _Entry(NamedTuple):
-    """sizes: where no plan changes them. plans: as the table has them."""
+    """sizes: where no plan changes them. plans: as the table has them. row_bounds: numbers of rows up to which some
+    plan has sizes of its own, ascending. served: sizes by rank, width and bound.
+    """
 
     sizes: BlockSizes
     plans: list[dict[str, Any]]
+    row_bounds: list[int]
+    served: dict[tuple[int, int, int], BlockSizes]
 
     def plan(self, max_rank: int, width: int) -> dict[str, Any]:
         """The first one that serves the shape; empty for none."""
@@ -110,7 +121,8 @@ def _entry(content: dict[str, Any]) -> _Entry:
     plans = content.get("plans", [])
     for plan in plans:
         assert all(not _OF_SUMS & rows["sizes"].keys() for rows in plan.get("by_rows", ())), "sums depend on the rows"
-    return _Entry({name: size for name, size in content.items() if name != "plans"}, plans)
+    row_bounds = sorted({rows["max_rows"] for plan in plans for rows in plan.get("by_rows", ())})
+    return _Entry({name: size for name, size in content.items() if name != "plans"}, plans, row_bounds, {})
 
 
 def architecture(capability: int) -> str:

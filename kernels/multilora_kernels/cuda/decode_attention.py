@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from multilora_kernels.cuda.integers import cdiv, next_power_of_2
 from multilora_kernels.cuda.key_tiles import add_keys
 from multilora_kernels.cuda.kv_rows import store_row
 from multilora_kernels.cuda.rotation import load_turned
@@ -55,7 +56,7 @@ def decode(
     group = qkv.shape[1] // head_dim // num_kv_heads - 2
     assert num_sequences * num_kv_heads <= _MAX_HEADS
     max_keys = block_tables.shape[1] * block_size
-    num_splits = min(MAX_SPLITS.value, triton.cdiv(min(window or max_keys, max_keys), MIN_SPLIT_SIZE.value))
+    num_splits = min(MAX_SPLITS.value, cdiv(min(window or max_keys, max_keys), MIN_SPLIT_SIZE.value))
     sums = qkv.new_empty(num_sequences, num_kv_heads * group, num_splits, head_dim, dtype=torch.float32)
     stats = qkv.new_empty(num_sequences, num_kv_heads * group, num_splits, 2, dtype=torch.float32)
     is_wide = torch.float32 in (qkv.dtype, keys.dtype)
@@ -112,7 +113,7 @@ def decode_constants(
 
     group: query heads of a key-value head. is_wide: float32 is among it. has_codes: the cache is of int8.
     """
-    block_d = max(16, triton.next_power_of_2(head_dim))
+    block_d = max(16, next_power_of_2(head_dim))
     return {
         "HAS_SOFTCAP": has_softcap,
         "GROUP": group,
@@ -121,7 +122,7 @@ def decode_constants(
         "IS_INTERLEAVED": is_interleaved,
         "BLOCK_SIZE": block_size,
         # Tensor cores take at least sixteen of each.
-        "BLOCK_M": max(16, triton.next_power_of_2(group)),
+        "BLOCK_M": max(16, next_power_of_2(group)),
         # Codes are loaded by four, whose places take the registers of more keys.
         "BLOCK_N": 16 if is_wide or has_codes else 64,
         "BLOCK_D": block_d,

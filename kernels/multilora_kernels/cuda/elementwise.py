@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from multilora_kernels.cuda.integers import cdiv, next_power_of_2
+
 
 def add_rms_norm(
     x: torch.Tensor, update: torch.Tensor, weight: torch.Tensor, eps: float
@@ -51,13 +53,13 @@ def _activated(x: torch.Tensor, *, is_gelu: bool, is_gated: bool) -> torch.Tenso
     assert x.is_contiguous()
     out = x.new_empty(num_rows, size)
     constants = activation_constants(is_gelu, is_gated)
-    activation_kernel[num_rows, triton.cdiv(size, constants["BLOCK"])](x, out, size, **constants)
+    activation_kernel[num_rows, cdiv(size, constants["BLOCK"])](x, out, size, **constants)
     return out
 
 
 def norm_constants(size: int) -> dict[str, Any]:
     """The constants of a norm's kernel."""
-    block = triton.next_power_of_2(size)
+    block = next_power_of_2(size)
     return {"SIZE": size, "BLOCK": block, "num_warps": max(1, min(16, block // 512))}
 
 

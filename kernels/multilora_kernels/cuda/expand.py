@@ -12,6 +12,7 @@ import triton.language as tl
 from multilora_kernels.adapter_codes import CODE_BITS
 from multilora_kernels.cuda.block_sizes import BlockSizes, block_sizes, capability
 from multilora_kernels.cuda.codes import arena_of_kernels, load_int4, load_magnitude, load_panel_scales, panel_codes
+from multilora_kernels.cuda.integers import cdiv
 from multilora_kernels.cuda.tiles import exact_dot
 from multilora_kernels.segments import CHUNK_SIZE, LoRASegments
 from multilora_kernels.tables import LoRATables
@@ -34,7 +35,7 @@ def lora_expand(
     sizes = sizes or block_sizes("expand", *shape)
     code_bits = CODE_BITS.get(tables.arena.dtype, 0)
     constants = expand_constants(v.shape[0], slice_sizes, segments.chunk_size, sizes, code_bits)
-    num_blocks = sum(triton.cdiv(size, constants["BLOCK_N"]) for size in slice_sizes)
+    num_blocks = sum(cdiv(size, constants["BLOCK_N"]) for size in slice_sizes)
     expand_kernel[segments.chunk_start.numel(), num_blocks](
         v,
         y,

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from multilora_kernels.cuda.integers import cdiv
 from multilora_kernels.penalties_reference import LARGEST_LOGIT
 
 _BLOCK = 1024
@@ -29,7 +30,7 @@ def penalise_tokens(
     assert logits.stride(1) == 1
     assert all(tensor.is_contiguous() for tensor in (counts, places, last_token_ids, penalties))
     if num_rows:
-        penalise_kernel[num_rows, triton.cdiv(vocab, _BLOCK)](
+        penalise_kernel[num_rows, cdiv(vocab, _BLOCK)](
             logits,
             counts,
             places,
@@ -49,7 +50,7 @@ def forbid_tokens(logits: torch.Tensor, bans: torch.Tensor, last_token_ids: torc
     assert last_token_ids.is_contiguous()
     if num_bans := bans.shape[1]:
         constants = forbid_constants()
-        grid = (triton.cdiv(num_bans, constants["BLOCK"]),)
+        grid = (cdiv(num_bans, constants["BLOCK"]),)
         forbid_kernel[grid](logits, bans, last_token_ids, num_bans, logits.stride(0), **constants)
 
 

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from multilora_kernels.cuda.block_sizes import capability
+from multilora_kernels.cuda.integers import next_power_of_2
 from multilora_kernels.cuda.key_tiles import add_keys
 from multilora_kernels.cuda.tiles import LOG2_OF_E
 from multilora_kernels.kv_rows import kv_head_dim
@@ -88,8 +89,8 @@ def prompt_constants(
 
     capability: of the GPU, 90 for sm_90.
     """
-    rows_of_token = triton.next_power_of_2(group)
-    block_d = max(16, triton.next_power_of_2(head_dim))
+    rows_of_token = next_power_of_2(group)
+    block_d = max(16, next_power_of_2(head_dim))
     is_large = block_d > 128
     block_m = max(rows_of_token, 16 if is_wide else 64 if is_large else 128)
     tiles = {"BLOCK_N": 64, "num_warps": 8, "num_stages": 2}

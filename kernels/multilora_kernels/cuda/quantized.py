@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from multilora_kernels.cuda.code_values import int4_values, int8_values
+from multilora_kernels.cuda.integers import cdiv
 from multilora_kernels.cuda.tiles import exact_dot, float8_values
 
 MAX_ROWS = 128
@@ -106,13 +107,21 @@ class Plan(NamedTuple):
 def plan_of(weight: Codes, num_rows: int, is_wide: bool) -> Plan:
     """The plan for a number of rows. is_wide: x is float32."""
     most_rows = MAX_WIDE_ROWS if is_wide else next(most for most in (*ROW_BOUNDS, MAX_ROWS) if num_rows <= most)
-    constants = multiply_constants(weight.kind, most_rows, _most_inputs(weight), is_wide, weight.scales.shape[1] > 1)
-    num_tiles = triton.cdiv(weight.in_features, constants["BLOCK_K"])
-    num_blocks = triton.cdiv(len(weight.codes), constants["BLOCK_N"]) * triton.cdiv(most_rows, constants["BLOCK_M"])
+    shape = (len(weight.codes), weight.in_features, _most_inputs(weight))
+    return _plan(weight.kind, *shape, most_rows, is_wide, weight.scales.shape[1] > 1)
+
+
+@functools.cache
+def _plan(
+    kind: str, num_outputs: int, in_features: int, most_inputs: int, most_rows: int, is_wide: bool, has_groups: bool
+) -> Plan:
+    constants = multiply_constants(kind, most_rows, most_inputs, is_wide, has_groups)
+    num_tiles = cdiv(in_features, constants["BLOCK_K"])
+    num_blocks = cdiv(num_outputs, constants["BLOCK_N"]) * cdiv(most_rows, constants["BLOCK_M"])
     most_splits = max(1, min(_PROGRAMS // num_blocks, num_tiles // _LEAST_TILES))
     num_splits = 1 << (most_splits.bit_length() - 1)
-    tiles_per_split = triton.cdiv(num_tiles, num_splits)
-    return Plan(constants, triton.cdiv(num_tiles, tiles_per_split), tiles_per_split)
+    tiles_per_split = cdiv(num_tiles, num_splits)
+    return Plan(constants, cdiv(num_tiles, tiles_per_split), tiles_per_split)
 
 
 def _most_inputs(weight: Codes) -> int:
@@ -129,7 +138,7 @@ def multiply(x: torch.Tensor, weight: Codes, bias: torch.Tensor | None, plan: Pl
     constants, num_splits, tiles_per_split = plan
     y = x.new_empty(num_rows, num_outputs)
     sums = x.new_empty(num_splits, num_rows, num_outputs, dtype=torch.float32) if num_splits > 1 else None
-    grid = (triton.cdiv(num_outputs, constants["BLOCK_N"]), triton.cdiv(num_rows, constants["BLOCK_M"]), num_splits)
+    grid = (cdiv(num_outputs, constants["BLOCK_N"]), cdiv(num_rows, constants["BLOCK_M"]), num_splits)
     assert grid[0] * grid[1] <= _MAX_TILES
     multiply_codes_kernel[grid](
         x,
@@ -165,8 +174,8 @@ def dequantized(weight: Codes, dtype: torch.dtype) -> torch.Tensor:
     result = torch.empty(num_outputs, weight.in_features, dtype=dtype, device=weight.codes.device)
     constants = dequantize_constants(weight.kind, _most_inputs(weight) if has_tiles(weight) else 0)
     grid = (
-        triton.cdiv(num_outputs, constants["BLOCK_N"]),
-        triton.cdiv(weight.in_features, constants["BLOCK_K"]),
+        cdiv(num_outputs, constants["BLOCK_N"]),
+        cdiv(weight.in_features, constants["BLOCK_K"]),
     )
     dequantize_kernel[grid](
         weight.codes,

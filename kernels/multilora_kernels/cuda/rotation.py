@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from multilora_kernels.cuda.integers import next_power_of_2
 from multilora_kernels.cuda.kv_rows import store_row
 from multilora_kernels.kv_rows import kv_head_dim
 
@@ -50,7 +51,7 @@ def rotation_constants(head_dim: int, rotary_dim: int, is_interleaved: bool) -> 
         "HEAD_DIM": head_dim,
         "ROTARY_DIM": rotary_dim,
         "IS_INTERLEAVED": is_interleaved,
-        "BLOCK_D": triton.next_power_of_2(head_dim),
+        "BLOCK_D": next_power_of_2(head_dim),
         "num_warps": 1,
     }
 

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from multilora_kernels import sampling_rule
+from multilora_kernels.cuda.integers import cdiv, next_power_of_2
 from multilora_kernels.cuda.tiles import IS_INTERPRETED
 
 _LARGEST_BLOCK = 2048
@@ -44,7 +45,7 @@ def sample_tokens(logits: torch.Tensor, parameters: torch.Tensor) -> torch.Tenso
     token_ids = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows:
         constants = sample_constants(vocab)
-        size = triton.cdiv(vocab, constants["BLOCK"]) * constants["BLOCK"]
+        size = cdiv(vocab, constants["BLOCK"]) * constants["BLOCK"]
         weights = torch.empty(rows, size, dtype=torch.float32, device=logits.device)
         sample_kernel[(rows,)](logits, parameters, weights, token_ids, vocab, size, logits.stride(0), **constants)
     return token_ids
@@ -52,8 +53,8 @@ def sample_tokens(logits: torch.Tensor, parameters: torch.Tensor) -> torch.Tenso
 
 def sample_constants(vocab: int) -> dict[str, Any]:
     """The constants of the kernel."""
-    block = min(_LARGEST_BLOCK, max(128, triton.next_power_of_2(vocab)))
-    num_blocks = triton.next_power_of_2(triton.cdiv(vocab, block))
+    block = min(_LARGEST_BLOCK, max(128, next_power_of_2(vocab)))
+    num_blocks = next_power_of_2(cdiv(vocab, block))
     return {"BLOCK": block, "NUM_BLOCKS": num_blocks, "num_warps": max(1, block // 128), "enable_fp_fusion": False}
 
 

@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from multilora_kernels.cuda.integers import cdiv, next_power_of_2
+
 MAX_TOKENS = 8192
 """Of a batch: the work grows with the square."""
 
@@ -27,7 +29,7 @@ def lora_segments(
     assert 0 < num_tokens <= MAX_TOKENS
     sizes = (num_tokens, capacity, capacity, capacity, 2 * num_tokens)
     # Memory that does not begin at a multiple of sixteen bytes has kernels of its own, those of each linear, too.
-    rooms = [triton.cdiv(size, _ALIGNMENT) * _ALIGNMENT for size in sizes]
+    rooms = [cdiv(size, _ALIGNMENT) * _ALIGNMENT for size in sizes]
     memory = torch.empty(sum(rooms), dtype=torch.int32, device=token_lora_mapping.device)
     permutation, starts, lengths, lora_indices, work = (
         room[:size] for room, size in zip(memory.split(rooms), sizes, strict=True)
@@ -50,7 +52,7 @@ def lora_segments(
 
 def segment_constants(num_tokens: int, chunk_size: int) -> dict[str, Any]:
     """The constants of the kernel."""
-    block = max(128, triton.next_power_of_2(num_tokens))
+    block = max(128, next_power_of_2(num_tokens))
     is_largest = block == MAX_TOKENS
     return {
         "CHUNK_SIZE": chunk_size,

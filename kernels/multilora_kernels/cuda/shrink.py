@@ -17,6 +17,7 @@ import triton.language as tl
 from multilora_kernels.adapter_codes import CODE_BITS
 from multilora_kernels.cuda.block_sizes import BlockSizes, block_sizes, capability
 from multilora_kernels.cuda.codes import arena_of_kernels, header_bytes, load_int4
+from multilora_kernels.cuda.integers import cdiv
 from multilora_kernels.cuda.tiles import exact_dot
 from multilora_kernels.parts import PART_SIZE, empty_v
 from multilora_kernels.segments import CHUNK_SIZE, LoRASegments
@@ -43,7 +44,7 @@ def lora_shrink(
     constants = shrink_constants(
         in_features, parts, segments.chunk_size, is_wide, sizes, capability(x.device), code_bits
     )
-    grid = (segments.chunk_start.numel(), triton.cdiv(tables.max_rank, constants["BLOCK_R"]) * parts, num_slices)
+    grid = (segments.chunk_start.numel(), cdiv(tables.max_rank, constants["BLOCK_R"]) * parts, num_slices)
     shrink_kernel[grid](
         x,
         arena_of_kernels(tables.arena),
@@ -85,7 +86,7 @@ def shrink_constants(
         sizes = sizes | {"num_warps": 2 * sizes["num_warps"]}
     return sizes | {
         "NUM_PARTS": parts,
-        "PARTS_PER_PROGRAM": triton.cdiv(in_features, PART_SIZE) // parts,
+        "PARTS_PER_PROGRAM": cdiv(in_features, PART_SIZE) // parts,
         "PART_SIZE": PART_SIZE,
         "BLOCK_M": chunk_size,
         # Twice the bytes, and three products of each: a quarter of the tile stays within the registers.

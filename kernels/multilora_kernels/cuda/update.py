@@ -21,6 +21,7 @@ from multilora_kernels.adapter_codes import CODE_BITS
 from multilora_kernels.cuda.block_sizes import BlockSizes, block_sizes, capability, takes_two_launches
 from multilora_kernels.cuda.codes import arena_of_kernels, header_bytes, load_magnitude, load_panel_scales
 from multilora_kernels.cuda.expand import load_b, locate, lora_expand
+from multilora_kernels.cuda.integers import cdiv, next_power_of_2
 from multilora_kernels.cuda.shrink import lora_shrink, sum_parts
 from multilora_kernels.cuda.tiles import exact_dot
 from multilora_kernels.parts import PART_SIZE
@@ -82,7 +83,7 @@ def lora_update(
         in_features, slice_sizes, segments.chunk_size, is_wide, sizes, CODE_BITS.get(tables.arena.dtype, 0)
     )
     assert tables.max_rank <= constants["BLOCK_R"], "one tile has all ranks"
-    num_blocks = sum(triton.cdiv(size, constants["OUTPUTS"]) for size in slice_sizes)
+    num_blocks = sum(cdiv(size, constants["OUTPUTS"]) for size in slice_sizes)
     # The programs of a chunk are neighbours: the second finds in the cache the A that the first has read.
     update_kernel[num_blocks, segments.chunk_start.numel()](
         x,
@@ -114,12 +115,12 @@ def update_constants(
     code_bits: int = 0,
 ) -> dict[str, Any]:
     """The constants and options of the kernel; arguments as of `shrink_constants`."""
-    outputs = triton.next_power_of_2(triton.cdiv(sum(slice_sizes), _PROGRAMS))
+    outputs = next_power_of_2(cdiv(sum(slice_sizes), _PROGRAMS))
     is_narrow = is_wide or code_bits == 4
     return sizes | {
         "SLICE_SIZES": tuple(slice_sizes),
         "OUTPUTS": min(_MAX_OUTPUTS, max(_MIN_OUTPUTS, outputs)),
-        "NUM_PARTS": triton.cdiv(in_features, PART_SIZE),
+        "NUM_PARTS": cdiv(in_features, PART_SIZE),
         "PART_SIZE": PART_SIZE,
         "BLOCK_M": chunk_size,
         "BLOCK_K": sizes["BLOCK_K"] // (4 if is_narrow else 1),
