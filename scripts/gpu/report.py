@@ -37,7 +37,7 @@ PARTS = {
     "sampling": 40,
     "quantized": 40,
     "tests": 140,
-    "candidates": 40,
+    "candidates": 60,
     "tuning": 60,
     "steps_1b": 50,
     "sanitizer": 60,

@@ -3,8 +3,9 @@
 Few rows: codes are multiplied as they lie. A code is exact in the 16-bit dtypes, one of 4 bits less its zero too, so it
 goes to the tensor cores beside the activations, and the float32 sum of a group of inputs takes the group's scale.
 Neither weights nor activations are rounded. The inputs are cut into splits until there are programs enough to keep the
-memory busy; the program that ends last of a tile adds them, in their order. Many rows: the weight is written once in
-the dtype of the activations, for cuBLAS.
+memory busy; the program that ends last of a tile adds them, in their order. How they are cut depends on the class of
+the number of rows, and so do the last bits, as those of cuBLAS. Many rows: the weight is written once in the dtype of
+the activations, for cuBLAS.
 
 Weights of FP8 take the same way. `torch._scaled_mm` would round the activations to FP8, too.
 """
