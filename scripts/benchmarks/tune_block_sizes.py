@@ -105,13 +105,15 @@ def tune_plans(
         tried = [entry | sizes for sizes in candidates("update")]
         costs = [cost(linear, rank, PLAN_ROWS[-1], sizes) for sizes in tried]
         best = tried[costs.index(min(costs))]
-        is_two = cost_of_two(linear, rank, PLAN_ROWS[-1]) < min(costs)
-        by_rows = []
+        by_rows, of_one = [], min(costs)
         for num_rows in PLAN_ROWS[:-1]:
             alike = [sizes for sizes in tried if sizes["BLOCK_K"] == best["BLOCK_K"]]
             of_rows = min(alike, key=lambda sizes: cost(linear, rank, num_rows, sizes))
+            of_one += cost(linear, rank, num_rows, of_rows)
             if changed := _changes(of_rows, best):
                 by_rows.append({"max_rows": num_rows, "sizes": changed})
+        # Many rows wait for memory, few for one load after the other.
+        is_two = math.fsum(cost_of_two(linear, rank, num_rows) for num_rows in PLAN_ROWS) < of_one
         if (changed := _changes(best, entry)) or by_rows or is_two:
             plan = {"max_rank": rank, "max_width": width, "sizes": changed, "by_rows": by_rows}
             plans.append(plan | ({"num_launches": 2} if is_two else {}))

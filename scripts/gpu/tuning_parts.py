@@ -24,7 +24,10 @@ from multilora_kernels.cuda.block_sizes import BlockSizes, Operator, block_sizes
 from multilora_kernels.cuda.update import lora_update
 from multilora_kernels.segments import CHUNK_SIZE
 
-_RANK, _ROWS, _DRY_ROWS, _ANY_WIDTH = 16, 64, 2, 1 << 20
+_RANK, _ANY_WIDTH = 16, 1 << 20
+_ROWS, _DRY_ROWS = (8, 64), (2,)
+"""Of the steps that a candidate is timed with, together: many rows wait for memory, few for load after load."""
+
 _COLD_BYTES = 256 << 20
 """Adapters that a step reads, several times what caches hold: as those of a model's layers, none is in one."""
 
@@ -134,7 +137,7 @@ def _candidates(machine: Machine) -> Iterator[_Candidate]:
 
 
 def _table_sizes(machine: Machine, operator: Operator, width: int) -> BlockSizes:
-    return block_sizes(operator, CHUNK_SIZE, _RANK, capability(machine.device), width, _ROWS)
+    return block_sizes(operator, CHUNK_SIZE, _RANK, capability(machine.device), width, max(_ROWS))
 
 
 def _linears(machine: Machine) -> dict[int, Model]:
@@ -144,19 +147,29 @@ def _linears(machine: Machine) -> dict[int, Model]:
     return {n: Model(f"{n} inputs", tuple(x for x in model.linears if x.in_features == n), 1) for n in widths}
 
 
-def _batches(machine: Machine) -> dict[int, Batch]:
-    """Decode steps in which each row has an adapter of its own."""
-    rows, batches = _DRY_ROWS if machine.is_dry else _ROWS, {}
+def _batches(machine: Machine) -> dict[int, list[Batch]]:
+    """Decode steps in which each row has an adapter of its own, by the inputs of their linears."""
+    all_rows, batches = _DRY_ROWS if machine.is_dry else _ROWS, {}
     for width, layer in _linears(machine).items():
-        bytes_of_layer = Workload(layer, rows, rows, (_RANK,)).adapter_bytes(machine.dtype)
+        bytes_of_layer = Workload(layer, max(all_rows), max(all_rows), (_RANK,)).adapter_bytes(machine.dtype)
         num_layers = 1 if machine.is_dry else -(-_COLD_BYTES // bytes_of_layer)
         model = Model(layer.name, layer.linears, num_layers)
-        workload = Workload(model, rows, rows, (_RANK,))
-        batches[width] = Batch(workload, machine.dtype, machine.dtype, machine.device.type)
+        workloads = [Workload(model, rows, rows, (_RANK,)) for rows in all_rows]
+        batches[width] = [Batch(each, machine.dtype, machine.dtype, machine.device.type) for each in workloads]
     return batches
 
 
-def _step(candidate: _Candidate, batch: Batch) -> Step:
+def _step(candidate: _Candidate, batches: list[Batch]) -> Step:
+    steps = [_step_of(candidate, batch) for batch in batches]
+
+    def step() -> None:
+        for each in steps:
+            each()
+
+    return step
+
+
+def _step_of(candidate: _Candidate, batch: Batch) -> Step:
     if candidate.operator == "shrink":
         return lambda: void(shrink_all(batch, candidate.sizes))
     if candidate.operator == "expand":

@@ -19,7 +19,7 @@ def test_a_plan_has_what_is_quickest_for_its_rank_width_and_rows_and_sums_as_wit
         return sum(sizes[name] != value for name, value in wanted.items())
 
     def cost_of_two(linear, rank, num_rows):
-        return -1 if linear.in_features > 4096 else 0
+        return -1 if linear.in_features > 4096 else 9
 
     plans = {(plan["max_rank"], plan["max_width"]): plan for plan in tune_plans(ENTRY, cost, cost_of_two)}
     assert list(plans) == [(16, 4096), (16, 14336), (64, 4096), (64, 14336)]
@@ -27,6 +27,15 @@ def test_a_plan_has_what_is_quickest_for_its_rank_width_and_rows_and_sums_as_wit
     assert plans[64, 14336]["sizes"] == {"BLOCK_K": 512, "BLOCK_N": 256, "num_warps": 8}
     assert [key for key, plan in plans.items() if plan.get("num_launches") == 2] == [(16, 14336), (64, 14336)]
     assert all(plan["by_rows"] == [{"max_rows": 8, "sizes": {"BLOCK_N": 64}}] for plan in plans.values())
+
+
+def test_few_rows_may_make_two_launches_the_quicker_plan():
+    def cost(linear, rank, num_rows, sizes):
+        return 5 if num_rows <= 8 else 1
+
+    plans = tune_plans(ENTRY, cost, lambda *_: 2)
+    assert [plan["num_launches"] for plan in plans] == [2] * 4
+    assert tune_plans(ENTRY, cost, lambda *_: 3) == []
 
 
 def test_where_the_entry_is_the_quickest_there_is_no_plan():
