@@ -75,9 +75,9 @@ class EagerClock(Clock):
 class _DeviceTimer:
     """Times replays of a step's graph between two events of its stream.
 
-    A launch of a graph takes the host longer than the device takes for a small kernel, and a device that has waited for
-    it runs at a lower clock. So the graph has as many copies of the step as take `_LEAST_SECONDS`, and one of them runs
-    before the first event.
+    A launch of a graph takes the host longer than the device takes for a small kernel, and timed by the host, one
+    replay behind each pause, a copy on an H200 seemed to take twice as long. So the graph has as many copies of the
+    step as take `_LEAST_SECONDS`, and is replayed once before the first event.
     """
 
     def __init__(self, step: Step) -> None:
